@@ -135,11 +135,11 @@ class DistributedCheckpoint:
 
         async def state() -> dict[str, Any]:
             if self._background is not None:
-                await self._background.quiet(token)
+                await self._background.wait_idle(token)
             return self._state(model, optimizer, options)
 
         work = await self._saving.agree(ranks, state, options)
-        prefix = await self._saving.finish(ranks, work, self._about(), token)
+        prefix = await self._saving.write_and_publish(ranks, work, self._about(), token)
         self._log.info("a checkpoint was saved", prefix=prefix, rank=ranks.rank, size=work.image.size)
         return prefix
 
@@ -163,7 +163,7 @@ class DistributedCheckpoint:
         try:
             work = await self._saving.agree(ranks, state, options)
             await self._saving.stage(ranks, work, self._staging)
-            return background.begin(work, self._about(), token)
+            return background.start(work, self._about(), token)
         except BaseException:
             if work is not None:
                 self._unstage(work)

@@ -1,7 +1,8 @@
-"""The ranks that save and load together: one process alone, the workers of a job, or somebody else's.
+"""The ranks that save and load together: one process, the workers of a job, or the ranks of another framework.
 
-Law: what goes wrong at one rank is known to all before any of them goes on, and a rank that does not come is waited for
-no longer than the operation may take.
+Invariants:
+- An error at one rank is raised at all ranks before any rank takes the next step.
+- A missing rank is waited for no longer than the operation may take.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from forged.errors import ForgedError, describe
 T = TypeVar("T")
 
 RETURN_GRACE_S = 2.0
-"""So much later than it should, a call that blocks has given up, or it never will."""
+"""A blocking call that has not returned this long after the deadline is left alone."""
 
 
 class SingleProcess:
-    """One rank, which has nobody to wait for."""
+    """The coordinator of one process alone."""
 
     rank = 0
     world_size = 1
 
     async def barrier(self) -> None:
-        """Nobody else comes."""
+        """Return at once."""
 
     async def gather(self, value: Any, root: int = 0) -> list[Any] | None:
         return [value]
@@ -42,7 +43,7 @@ class SingleProcess:
 
 
 class BlockingCoordinator:
-    """Ranks whose calls block, such as those of `forged.join`."""
+    """Makes a coordinator with blocking methods, such as a worker of `forged.join`, awaitable."""
 
     def __init__(self, ranks: Any) -> None:
         self._ranks = ranks
@@ -66,19 +67,19 @@ class BlockingCoordinator:
         return await to_thread.run_sync(self._ranks.broadcast, value, root, abandon_on_cancel=True)
 
     def __getattr__(self, name: str) -> Any:
-        """What else there is to know of them: the job, the step, the generation."""
+        """Job, step, generation and other attributes of the wrapped coordinator."""
         return getattr(self._ranks, name)
 
 
 def as_coordinator(ranks: Any) -> Coordinator:
-    """A coordinator whose calls can be awaited, whatever it was; None stands for one process."""
+    """A coordinator with awaitable methods; None stands for one process."""
     if ranks is None:
         return SingleProcess()
     lacking = [name for name in ("barrier", "gather", "broadcast") if not callable(getattr(ranks, name, None))]
     if lacking:
         raise invalid(
-            f"the coordinator is a {type(ranks).__name__}, which has no {', '.join(lacking)}",
-            "give what has rank, world_size, barrier, gather and broadcast, such as a worker; or None for one process",
+            f"coordinator {type(ranks).__name__} has no {', '.join(lacking)}",
+            "give an object with rank, world_size, barrier, gather and broadcast, such as a worker; None: one process",
         )
     if inspect.iscoroutinefunction(ranks.gather):
         coordinator: Coordinator = ranks
@@ -87,50 +88,49 @@ def as_coordinator(ranks: Any) -> Coordinator:
 
 
 class OutcomeUnknown(CheckpointException):
-    """Nobody here knows what has become of it: the others did not come in time, or the storage does not answer."""
+    """The operation may have succeeded or failed: ranks did not answer in time, or the storage does not respond."""
 
 
 class StorageUnresponsive(CheckpointException):
-    """A call that blocks did not come back, and may still do what it was to do."""
+    """A blocking call to the storage did not return, and may still take effect."""
 
 
 class RankFailure(msgspec.Struct, frozen=True, tag="failure"):
-    """What went wrong at a rank."""
+    """An error of one rank, as it is sent to the others."""
 
     message: str
-    sort: ExceptionType
+    error_type: ExceptionType
     code: str
     fix: str
     retryable: bool = False
     is_undecided: bool = False
-    """Whether it may have got through all the same."""
+    """Whether the operation may have succeeded all the same."""
     ranks: tuple[int, ...] = ()
-    """Those that the message names already."""
+    """The ranks that the message names already."""
 
     @classmethod
     def of(cls, error: BaseException) -> RankFailure:
-        """What can be told of an error."""
         if isinstance(error, CheckpointException):
             is_undecided = isinstance(error, OutcomeUnknown)
             return cls(error.message, error.type, error.code, error.fix, error.retryable, is_undecided, error.ranks)
         if isinstance(error, ForgedError):
             return cls(error.message, ExceptionType.UNKNOWN, error.code, error.fix, error.retryable)
         if isinstance(error, MemoryError):
-            return cls("there is not enough memory", ExceptionType.UNKNOWN, "checkpoint_memory", "free some")
+            return cls("out of memory", ExceptionType.UNKNOWN, "checkpoint_memory", "free memory on this host")
         return cls(describe(error), ExceptionType.UNKNOWN, "checkpoint_failed", "")
 
     def error(self, prefix: str, kind: ExceptionType, rank: int | None) -> CheckpointException:
-        """What is raised for it; whose message it is, is told where that has not been said."""
+        """The exception for this failure; its message names `rank` unless it does so already."""
         message, ranks = self.message, self.ranks
         if rank is not None and rank not in ranks:
             message, ranks = f"rank {rank}: {message}", (rank, *ranks)
-        its = kind if self.sort is ExceptionType.UNKNOWN else self.sort
-        sort = OutcomeUnknown if self.is_undecided else CheckpointException
-        return sort(message, prefix, its, code=self.code, fix=self.fix, retryable=self.retryable, ranks=ranks)
+        its_type = kind if self.error_type is ExceptionType.UNKNOWN else self.error_type
+        error = OutcomeUnknown if self.is_undecided else CheckpointException
+        return error(message, prefix, its_type, code=self.code, fix=self.fix, retryable=self.retryable, ranks=ranks)
 
 
 class RankValue(msgspec.Struct, frozen=True, tag="value"):
-    """What a rank has to say, where nothing went wrong."""
+    """A rank's value in a step without errors."""
 
     data: bytes = b""
 
@@ -138,11 +138,11 @@ class RankValue(msgspec.Struct, frozen=True, tag="value"):
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(RankValue | RankFailure).decode
 _decode_answer = msgspec.msgpack.Decoder(tuple[int, RankValue | RankFailure]).decode
-"""Whose outcome it is, and the outcome."""
+"""The rank whose outcome it is, and the outcome."""
 
 
 class RankGroup:
-    """The others, during one operation."""
+    """All ranks during one operation, in steps that end alike at all of them."""
 
     def __init__(self, coordinator: Coordinator, token: CancelToken, kind: ExceptionType) -> None:
         self.rank = coordinator.rank
@@ -154,79 +154,75 @@ class RankGroup:
 
     @property
     def is_root(self) -> bool:
-        """Whether this one decides."""
         return self.rank == 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether there are no others."""
         return self.world_size == 1
 
     async def decide(
-        self, mine: Callable[[], Awaitable[bytes]], decide: Callable[[list[bytes]], Awaitable[bytes]]
+        self, contribute: Callable[[], Awaitable[bytes]], decide: Callable[[list[bytes]], Awaitable[bytes]]
     ) -> bytes:
-        """Have the root decide from what every rank says; an error at any of them is raised at all."""
-        said, instead = await _outcome(mine())
-        gathered = await self._within_time(self._coordinator.gather(_encode(said), 0))
-        answer = None if gathered is None else _encode(await self._decided(gathered, decide))
-        told = await self._within_time(self._coordinator.broadcast(answer, 0))
-        if told is None:
-            raise self._undecided("the ranks were parted", self._kind)
-        try:
-            fault, verdict = _decode_answer(told)
-        except (msgspec.MsgspecError, TypeError) as error:
-            raise self._undecided(f"the root says what nobody understands: {error}", self._kind) from error
-        if isinstance(verdict, RankFailure):
-            raise self._error(verdict, fault) from (instead if fault == self.rank else None)
-        return verdict.data
+        """One step: gather every rank's value at the root, and return the root's decision at all ranks.
 
-    def _error(self, trouble: RankFailure, rank: int) -> CheckpointException:
-        """What is raised here for what went wrong at a rank."""
-        return trouble.error(self.prefix, self._kind, None if self.is_alone else rank)
+        An error of `contribute` at any rank, or of `decide` at the root, is raised at all ranks.
+        """
+        own, own_error = await _outcome(contribute())
+        gathered = await self._within_time(self._coordinator.gather(_encode(own), 0))
+        answer = None if gathered is None else _encode(await self._decided(gathered, decide))
+        received = await self._within_time(self._coordinator.broadcast(answer, 0))
+        if received is None:
+            raise self._undecided("the collective was aborted", self._kind)
+        try:
+            rank, outcome = _decode_answer(received)
+        except (msgspec.MsgspecError, TypeError) as error:
+            raise self._undecided(f"cannot decode the root's answer: {error}", self._kind) from error
+        if isinstance(outcome, RankFailure):
+            failure = outcome.error(self.prefix, self._kind, None if self.is_alone else rank)
+            raise failure from (own_error if rank == self.rank else None)
+        return outcome.data
 
     async def _decided(
         self, gathered: list[bytes], decide: Callable[[list[bytes]], Awaitable[bytes]]
     ) -> tuple[int, RankValue | RankFailure]:
-        outcomes = [_understood(one) for one in gathered]
+        outcomes = [_decoded(one) for one in gathered]
         for rank, outcome in enumerate(outcomes):
             if isinstance(outcome, RankFailure):
                 return rank, outcome
-        verdict, _ = await _outcome(decide([one.data for one in outcomes if isinstance(one, RankValue)]))
-        return self.rank, verdict
+        decision, _ = await _outcome(decide([one.data for one in outcomes if isinstance(one, RankValue)]))
+        return self.rank, decision
 
     async def _within_time(self, call: Any) -> Any:
-        # A little longer than the operation itself may take: whose time was over still has to tell the others.
+        # Longer than the operation itself, because a rank that times out still has to report that.
         remaining_s = self.token.remaining_s()
         try:
             with anyio.move_on_after(None if remaining_s is None else remaining_s + RETURN_GRACE_S):
-                return self._there(await call)
+                return self._complete(await call)
         except ForgedError:
             raise
         except Exception as error:
-            raise self._undecided(f"the ranks were parted: {describe(error)}", self._kind) from error
-        raise self._undecided(f"the other ranks did not come within {self.token.timeout_s} s", ExceptionType.TIMEOUT)
+            raise self._undecided(f"the collective failed: {describe(error)}", self._kind) from error
+        raise self._undecided(f"the other ranks did not answer within {self.token.timeout_s} s", ExceptionType.TIMEOUT)
 
-    def _there(self, answer: Any) -> Any:
-        """What all have said; scripts that go on over a broken step are given back what they gave."""
+    def _complete(self, answer: Any) -> Any:
+        """Refuse the result of an aborted collective, which returns the caller's own value to scripts."""
         is_whole = len(answer) == self.world_size if isinstance(answer, list) else answer is not None
         if not is_whole and not (answer is None and not self.is_root):
-            raise self._undecided("the ranks were parted", self._kind)
+            raise self._undecided("the collective was aborted", self._kind)
         return answer
 
     def _undecided(self, message: str, kind: ExceptionType) -> OutcomeUnknown:
-        return OutcomeUnknown(
-            message, self.prefix, kind, fix="look at the ranks that hang, or give it a larger timeout"
-        )
+        return OutcomeUnknown(message, self.prefix, kind, fix="look for ranks that hang, or set a larger timeout")
 
 
-def _understood(said: Any) -> RankValue | RankFailure:
-    """What a rank says, or that this cannot be understood."""
+def _decoded(encoded: Any) -> RankValue | RankFailure:
+    """A rank's outcome; one that cannot be decoded is that rank's failure."""
     try:
-        found: RankValue | RankFailure = _decode(said)
-        return found
+        outcome: RankValue | RankFailure = _decode(encoded)
+        return outcome
     except (msgspec.MsgspecError, TypeError) as error:
         return RankFailure(
-            f"it says what nobody understands: {error}",
+            f"cannot decode its value: {error}",
             ExceptionType.UNKNOWN,
             "checkpoint_ranks_differ",
             "have all ranks run the same version of forged, and make the same calls in the same order",
@@ -234,17 +230,17 @@ def _understood(said: Any) -> RankValue | RankFailure:
 
 
 async def _outcome(act: Awaitable[bytes]) -> tuple[RankValue | RankFailure, Exception | None]:
-    """What somebody has to say, or what went wrong instead."""
+    """The result of a call as an outcome, and its error if it failed."""
     try:
         return RankValue(await act), None
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks have to learn of it
+    except Exception as error:  # noqa: BLE001 - every error is sent to the other ranks
         return RankFailure.of(error), error
 
 
 async def run_in_thread(act: Callable[[], T], token: CancelToken) -> T:
-    """Run what blocks in a thread, for as long as the operation may take.
+    """Run a blocking call in a thread until the operation's deadline.
 
-    Who is cancelled stops it, and waits until it has stopped. What does not come back from the system is left alone.
+    A cancelled caller cancels the token and waits for the thread. A thread that does not return is left alone.
     """
     began, ended = threading.Event(), threading.Event()
 
@@ -261,9 +257,9 @@ async def run_in_thread(act: Callable[[], T], token: CancelToken) -> T:
         with anyio.move_on_after(None if remaining_s is None else remaining_s + RETURN_GRACE_S):
             return await to_thread.run_sync(run, abandon_on_cancel=True)
         raise StorageUnresponsive(
-            f"the storage does not answer, and {token.timeout_s} s are over",
+            f"the storage did not respond within {token.timeout_s} s",
             type=ExceptionType.TIMEOUT,
-            fix="see whether the storage is there, or give it a larger timeout",
+            fix="check that the storage can be reached, or set a larger timeout",
         )
     except anyio.get_cancelled_exc_class():
         token.cancel()

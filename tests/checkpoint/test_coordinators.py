@@ -236,7 +236,7 @@ def test_none_is_one_process() -> None:
 
 @pytest.mark.parametrize("no_coordinator", [3, "ranks", SimpleNamespace(barrier=print, gather=print, broadcast=None)])
 def test_what_cannot_bring_ranks_together_is_refused(no_coordinator: Any) -> None:
-    with pytest.raises(CheckpointException, match=f"is a {type(no_coordinator).__name__}, which has no .*broadcast"):
+    with pytest.raises(CheckpointException, match=f"coordinator {type(no_coordinator).__name__} has no .*broadcast"):
         as_coordinator(no_coordinator)
 
 

@@ -239,7 +239,7 @@ def files_are_deleted_before_the_tombstone_stands(patch: pytest.MonkeyPatch) -> 
 
 def parts_are_deleted_while_the_manifest_may_stand(patch: pytest.MonkeyPatch) -> None:
     """A manifest whose publication has failed is not taken back."""
-    patch.setattr(Saver, "_stands_after", lambda self, *args: False)
+    patch.setattr(Saver, "_exists_after", lambda self, *args: False)
 
 
 # What is left behind, mixed up or not looked at.

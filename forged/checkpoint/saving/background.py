@@ -1,9 +1,10 @@
-"""Saves that go on while training does.
+"""Saves in the background: a staged state is written and published while training goes on.
 
-Law: one is written at a time, and one more may be staged; a third waits or is refused, and none is dropped. What went
-wrong is raised to whoever asks for that save, or else at the next call, or else it is told on stderr when nobody can
-ask any more. The ranks of one save need not meet: each leaves a receipt in the storage, and the root publishes when all
-are there.
+Invariants:
+- At most one save is written and one more is staged. A third waits or is refused; none is dropped.
+- A failure is raised to the caller that waits for the save, else at the next call, else printed to stderr when the
+  handle is collected.
+- The ranks do not meet: each reports its durable part with a receipt, and the root publishes when it has all receipts.
 """
 
 from __future__ import annotations
@@ -32,73 +33,72 @@ from forged.errors import describe
 from forged.log import SILENT, Log
 
 SAVES_MAX = 2
-"""One is written and one staged."""
+"""One is written and one is staged."""
 POLL_S = 0.01
-"""How often who waits for a save before his own looks whether he is to stop."""
 
 
 @dataclass(slots=True, weakref_slot=True)
 class SaveHandle:
-    """A save that goes on. It is staged: what was saved may change."""
+    """A save in the background. Its state is staged: the arrays may change."""
 
     prefix: str
     _durable: Future[None] = field(default_factory=Future)
     _committed: Future[str] = field(default_factory=Future)
     token: CancelToken = field(default_factory=CancelToken)
-    _told: threading.Event = field(default_factory=threading.Event)
+    _reported: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        # When the handle is gone, or at the end of the interpreter, which comes when all that is written is written.
-        weakref.finalize(self, _tell, self.prefix, self._committed, self._told, os.getpid())
+        # Runs when the handle is collected, or at the interpreter's exit, which waits for the writers.
+        weakref.finalize(self, _report_unseen, self.prefix, self._committed, self._reported, os.getpid())
 
     @property
-    def is_known(self) -> bool:
-        """Whether somebody was told what became of it."""
-        return self._told.is_set()
+    def is_reported(self) -> bool:
+        """Whether a caller has received the outcome."""
+        return self._reported.is_set()
 
     @property
     def staged(self) -> bool:
-        """Whether the state may change; always so, once there is a handle."""
+        """Whether the arrays may change; always true, because a handle is returned after staging."""
         return True
 
     @property
     def is_durable(self) -> bool:
-        """Whether what this rank writes would outlive a power cut."""
+        """Whether this rank's part survives a power cut."""
         return self._durable.done() and self._durable.exception() is None
 
     @property
     def is_committed(self) -> bool:
-        """Whether the checkpoint is there."""
+        """Whether the checkpoint exists."""
         return self._committed.done() and self._committed.exception() is None
 
     @property
-    def is_over(self) -> bool:
-        """Whether it has ended, well or not."""
+    def is_done(self) -> bool:
+        """Whether the save has ended, with or without success."""
         return self._committed.done()
 
     async def durable(self) -> None:
-        """Wait until what this rank writes is durable."""
+        """Wait until this rank's part is durable."""
         await to_thread.run_sync(self._wait, self._durable, abandon_on_cancel=True)
 
     async def committed(self) -> str:
-        """Wait until the checkpoint is there; returns its prefix."""
+        """Wait until the checkpoint exists; returns its prefix."""
         await to_thread.run_sync(self._wait, self._committed, abandon_on_cancel=True)
         return self.prefix
 
     def result(self, timeout: float | None = None) -> str:
-        """Wait until the checkpoint is there, without an event loop; returns its prefix."""
+        """Wait, without an event loop, until the checkpoint exists; returns its prefix."""
         self._wait(self._committed, timeout)
         return self.prefix
 
     def cancel(self) -> None:
-        """Give it up, unless it is there already."""
+        """Cancel the save, unless the checkpoint exists already."""
         self.token.cancel()
 
     def failure(self) -> BaseException | None:
-        """What went wrong, if it has ended so and nobody was told."""
-        if self.is_known or not self._committed.done():
+        """The save's error if it has failed and no caller has received that yet."""
+        if self.is_reported or not self._committed.done():
             return None
-        self._told.set()
+        self._reported.set()
         return self._committed.exception()
 
     def _wait(self, future: Future[None] | Future[str], timeout: float | None = None) -> None:
@@ -107,20 +107,22 @@ class SaveHandle:
         except TimeoutError:
             if not future.done():
                 raise CheckpointException(
-                    f"{self.prefix} was not saved within {timeout:g} s; it goes on", self.prefix, ExceptionType.TIMEOUT
+                    f"{self.prefix} was not saved within {timeout:g} s; the save continues",
+                    self.prefix,
+                    ExceptionType.TIMEOUT,
                 ) from None
-            self._told.set()
+            self._reported.set()
             raise
         except BaseException:
-            self._told.set()
+            self._reported.set()
             raise
 
-    def durable_now(self) -> None:
-        """What this rank writes is durable."""
+    def set_durable(self) -> None:
+        """This rank's part is durable."""
         self._durable.set_result(None)
 
     def end(self, error: BaseException | None) -> None:
-        """It has ended."""
+        """The save has ended: the checkpoint exists, or `error` says why not."""
         for future in (self._durable, self._committed):
             if not future.done() and error is not None:
                 future.set_exception(error)
@@ -128,32 +130,32 @@ class SaveHandle:
             self._committed.set_result(self.prefix)
 
 
-def _tell(prefix: str, committed: Future[str], told: threading.Event, pid: int) -> None:
-    """Say on stderr that a save has failed of which nobody will hear otherwise."""
-    if told.is_set() or not committed.done() or pid != os.getpid():
+def _report_unseen(prefix: str, committed: Future[str], reported: threading.Event, pid: int) -> None:
+    """Print the error of a failed save that no caller has received."""
+    if reported.is_set() or not committed.done() or pid != os.getpid():
         return
     error = committed.exception()
     if error is not None and sys.stderr is not None:
         reason = " ".join(describe(error).split())
         with suppress(OSError, ValueError):
-            print(f"forged: the checkpoint {prefix} was not saved: {reason}", file=sys.stderr, flush=True)
+            print(f"forged: checkpoint {prefix} was not saved: {reason}", file=sys.stderr, flush=True)
 
 
 class BackgroundSaver:
-    """Writes saves one after the other, each in a thread of its own, which the end of the interpreter waits for."""
+    """Writes staged saves one after the other, each in a thread of its own that the interpreter's exit waits for."""
 
     def __init__(
         self,
-        saving: Saver,
+        saver: Saver,
         storage: Storage,
-        release: Callable[[RankSave], None],
+        unstage: Callable[[RankSave], None],
         members: Callable[[], Collection[str]] = tuple,
         log: Log = SILENT,
     ) -> None:
-        """`members` are the names of the ranks that there are now, where they have some."""
-        self._saving = saving
+        """`unstage` returns the memory of a written save; `members` returns the names of the present ranks, if any."""
+        self._saver = saver
         self._storage = storage
-        self._release = release
+        self._unstage = unstage
         self._members = members
         self._log = log
         self._slots = threading.Semaphore(SAVES_MAX)
@@ -161,7 +163,7 @@ class BackgroundSaver:
         self._handles: list[SaveHandle] = []
 
     async def take_slot(self, when_busy: WhenBusy, token: CancelToken) -> None:
-        """Be one of those that may be under way; `free_slot` gives it back if nothing comes of it."""
+        """Wait for one of the `SAVES_MAX` slots. `start` or `free_slot` takes it over."""
         while not self._slots.acquire(blocking=False):
             if when_busy is WhenBusy.REFUSE:
                 raise CheckpointException(
@@ -175,55 +177,62 @@ class BackgroundSaver:
             await anyio.sleep(POLL_S)
 
     def free_slot(self) -> None:
-        """Nothing came of a save."""
+        """Give back the slot of a save that was not started."""
         self._slots.release()
 
-    async def quiet(self, token: CancelToken) -> None:
-        """Wait until nothing is under way."""
-        while not all(handle.is_over for handle in self._handles):
+    async def wait_idle(self, token: CancelToken) -> None:
+        """Wait until no save is in progress."""
+        while not all(handle.is_done for handle in self._handles):
             token.check()
             await anyio.sleep(POLL_S)
 
-    def begin(self, work: RankSave, about: RunInfo, token: CancelToken) -> SaveHandle:
-        """Write a staged save in the background."""
-        handle = SaveHandle(work.terms.prefix, token=token)
-        patience = RankWaiter(token, self._members, 0.0 if work.is_root else OUTCOME_GRACE_S)
-        notes = ReceiptExchange(self._storage, work, patience)
+    def start(self, save: RankSave, run: RunInfo, token: CancelToken) -> SaveHandle:
+        """Start the thread that writes a staged save."""
+        handle = SaveHandle(save.agreement.prefix, token=token)
+        waiter = RankWaiter(token, self._members, 0.0 if save.is_root else OUTCOME_GRACE_S)
+        receipts = ReceiptExchange(self._storage, save, waiter)
         earlier = [one for one in self._writers if one.is_alive()]
         thread = threading.Thread(
-            target=self._run, args=(earlier, handle, work, about, notes), name="checkpoint-save", daemon=False
+            target=self._run, args=(earlier, handle, save, run, receipts), name="checkpoint-save", daemon=False
         )
         thread.start()
         self._writers = [*earlier, thread]
-        self._handles = [*(one for one in self._handles if not (one.is_over and one.is_known)), handle]
+        self._handles = [*(one for one in self._handles if not (one.is_done and one.is_reported)), handle]
         return handle
 
     def failure(self) -> BaseException | None:
-        """What went wrong in a save that nobody has asked for since."""
+        """The error of a failed save that no caller has received yet."""
         return next((error for handle in self._handles if (error := handle.failure()) is not None), None)
 
     def close(self) -> None:
-        """Wait until all is written."""
+        """Wait until all saves have ended."""
         for writer in self._writers:
             writer.join()
+
+    # In the thread of a save: write, report, publish or wait for the root.
 
     def _run(
         self,
         earlier: Sequence[threading.Thread],
         handle: SaveHandle,
-        work: RankSave,
-        about: RunInfo,
-        notes: ReceiptExchange,
+        save: RankSave,
+        run: RunInfo,
+        receipts: ReceiptExchange,
     ) -> None:
         error: BaseException | None = None
         try:
-            self._write(earlier, handle, work, about, notes)
-        except BaseException as raised:  # noqa: BLE001 - it is raised to whoever asks
+            part = self._write(earlier, handle, save, receipts)
+            handle.set_durable()
+            if save.is_root:
+                self._publish(save, part, run, receipts, handle.token)
+            else:
+                self._report(save, part, receipts)
+        except BaseException as raised:  # noqa: BLE001 - the handle raises it
             error = RankFailure.of(raised).error(handle.prefix, ExceptionType.SAVE_FAILED, None)
             error.__cause__ = raised
             self._log.error("a checkpoint was not saved", prefix=handle.prefix, why=str(error))
         try:
-            self._release(work)
+            self._unstage(save)
         finally:
             handle.end(error)
             self._slots.release()
@@ -232,70 +241,66 @@ class BackgroundSaver:
         self,
         earlier: Sequence[threading.Thread],
         handle: SaveHandle,
-        work: RankSave,
-        about: RunInfo,
-        notes: ReceiptExchange,
-    ) -> None:
+        save: RankSave,
+        receipts: ReceiptExchange,
+    ) -> Part:
+        """Write this rank's part after the earlier saves have ended."""
         try:
-            _wait_for(earlier, handle.token)
-            part = self._saving.write(work, handle.token)
+            _join(earlier, handle.token)
+            return self._saver.write(save, handle.token)
         except BaseException as error:
-            self._give_up(work, notes, error)
+            self._abort(save, receipts, error)
             raise
-        handle.durable_now()
-        if work.is_root:
-            self._publish(work, part, about, notes, handle.token)
-        else:
-            self._hand_in(work, part, notes)
 
-    def _publish(self, work: RankSave, own: Part, about: RunInfo, notes: ReceiptExchange, token: CancelToken) -> None:
+    def _publish(self, save: RankSave, own: Part, run: RunInfo, receipts: ReceiptExchange, token: CancelToken) -> None:
+        """At the root: collect the receipts, and publish the manifest."""
         try:
-            written = [own, *notes.collect()]
+            written = [own, *receipts.collect()]
             token.check()
-            self._saving.publish(work, written, about, token)
+            self._saver.publish(save, written, run, token)
         except BaseException as error:
-            self._give_up(work, notes, error)
+            self._abort(save, receipts, error)
             raise
-        self._discard(notes)
+        self._delete_receipts(receipts)
 
-    def _hand_in(self, work: RankSave, part: Part, notes: ReceiptExchange) -> None:
-        """Say what was written, and wait until the root has published, or has given up."""
+    def _report(self, save: RankSave, part: Part, receipts: ReceiptExchange) -> None:
+        """At another rank: write the receipt, and wait until the root has published or refused."""
         try:
-            notes.hand_in(part)
-            trouble = notes.verdict()
+            receipts.report(part)
+            refusal = receipts.wait_for_outcome()
         except Exception as error:
-            # The root may publish all the same, or has.
+            # The root may have published, or may do so later.
             unknown = replace(RankFailure.of(error), is_undecided=True)
-            raise unknown.error(work.terms.prefix, ExceptionType.SAVE_FAILED, None) from error
-        if trouble is not None:
-            if not trouble.is_undecided:
-                self._saving.roll_back(work)
-            self._discard(notes)
-            raise trouble.error(work.terms.prefix, ExceptionType.SAVE_FAILED, None)
+            raise unknown.error(save.agreement.prefix, ExceptionType.SAVE_FAILED, None) from error
+        if refusal is not None:
+            if not refusal.is_undecided:
+                self._saver.roll_back(save)
+            self._delete_receipts(receipts)
+            raise refusal.error(save.agreement.prefix, ExceptionType.SAVE_FAILED, None)
 
-    def _give_up(self, work: RankSave, notes: ReceiptExchange, error: BaseException) -> None:
-        """Nothing will be published: delete what was written so far, and let the other ranks know."""
+    def _abort(self, save: RankSave, receipts: ReceiptExchange, error: BaseException) -> None:
+        """Delete what was written, and tell the other ranks that there will be no checkpoint."""
         if not isinstance(error, OutcomeUnknown):
-            self._saving.roll_back(work)
+            self._saver.roll_back(save)
         try:
-            if work.is_root:
-                notes.refuse(RankFailure.of(error))
+            if save.is_root:
+                receipts.refuse(RankFailure.of(error))
             else:
-                notes.hand_in(RankFailure.of(error))
-                notes.verdict()
-            self._discard(notes)
-        except CheckpointException as why:
-            self._log.warning("the other ranks were not told of a save that failed", why=str(why))
+                receipts.report(RankFailure.of(error))
+                receipts.wait_for_outcome()
+            self._delete_receipts(receipts)
+        except CheckpointException as second_error:
+            self._log.warning("could not tell the other ranks of a failed save", why=str(second_error))
 
-    def _discard(self, notes: ReceiptExchange) -> None:
+    def _delete_receipts(self, receipts: ReceiptExchange) -> None:
         try:
-            notes.discard()
+            receipts.delete_read()
         except CheckpointException as error:
-            self._log.warning("notes of a save are left", why=str(error))
+            self._log.warning("could not delete receipts of a save", why=str(error))
 
 
-def _wait_for(earlier: Sequence[threading.Thread], token: CancelToken) -> None:
-    """Wait for the saves before this one: of two, the later may have given up while the other is being written."""
+def _join(earlier: Sequence[threading.Thread], token: CancelToken) -> None:
+    """Wait for the earlier saves. Polls, because this save may be cancelled while an earlier one is written."""
     for one in earlier:
         while one.is_alive():
             one.join(POLL_S)

@@ -166,8 +166,8 @@ class ArrayImage:
             at, place = stop, place + (stop == behind)
         return room[: end - offset]
 
-    def let_go(self) -> None:
-        """Let go of the arrays: all that was wanted of them was copied."""
+    def release_arrays(self) -> None:
+        """Drop the references to the arrays after their bytes were copied."""
         self.arrays, self._pieces = [], []
 
     def chunk(self, place: int, offset: int, length: int) -> Bytes:

@@ -1,8 +1,10 @@
-"""A save, from a state to a manifest that stands.
+"""One rank's side of a save, in the order of its steps: agree, stage, write a part, publish the manifest.
 
-Law: nothing is seen of a checkpoint before all that its manifest names is durable. A rank that has said what it wrote
-deletes it only when the root has said that the save has failed, because the manifest may stand already; the root takes
-its manifest back before it lets anything be deleted that it names.
+Invariants:
+- A checkpoint becomes visible when its manifest is published; by then every file that the manifest names is durable.
+- A rank that has reported its part deletes it only when the root says that the save failed; until then the manifest may
+  exist already.
+- The root removes a doubtful manifest before any file that it names is deleted.
 """
 
 from __future__ import annotations
@@ -46,35 +48,36 @@ from forged.log import SILENT, Log
 EXISTS = "checkpoint_exists"
 UNREACHABLE = "checkpoint_storage_unreachable"
 ROLL_BACK_S = 10.0
-"""How long a save that has failed may still take to clear away what it has written."""
+"""How long a failed save may still take to delete its files."""
 
 
 class Proposal(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says before a save."""
+    """What a rank sends to the root before a save."""
 
     options: bytes
     frame: bytes
+    """The nesting of the state, with open places for the values that differ between ranks."""
     own: bytes
-    """What stands in the open places of the frame."""
+    """The rank's values for the open places."""
     description: bytes
-    """The digest of what it has."""
+    """The digest of the rank's arrays: names, dtypes, shapes, boxes."""
     plan: bytes
-    """Which plan it knows: the digest of what all had when it was made."""
+    """The key of the plan that the rank has cached."""
 
 
 class Agreement(msgspec.Struct, frozen=True, array_like=True):
-    """What the root answers."""
+    """The root's answer to the proposals."""
 
     prefix: str
     save_id: str
     created_at: float
     plan: bytes
     is_known: bool
-    """Whether all know the plan already."""
+    """Whether every rank has cached this plan."""
 
 
 class RunInfo(msgspec.Struct, frozen=True):
-    """What a manifest says of the run that it was saved in."""
+    """The run that a save belongs to, for its manifest."""
 
     job: str = ""
     step: int | None = None
@@ -83,28 +86,25 @@ class RunInfo(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SaveContext:
-    """What saves need of their surroundings."""
+    """What all saves of a process use."""
 
     storage: Storage
     wall: Callable[[], float]
-    draw: Callable[[int], bytes]
+    random_bytes: Callable[[int], bytes]
     leaf_types: Sequence[LeafType]
     log: Log
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """The plan of the last save, which serves as long as all have the same arrays.
-
-    A save sets out from one of them and leaves another one behind; two that go on at once do not disturb each other.
-    """
+class _CachedPlan:
+    """The plan of the last save, reused while no rank's arrays change. Immutable, so concurrent saves may share it."""
 
     key: bytes = b""
     description: Description | None = None
     plan: Plan | None = None
     layout: Layout | None = None
     rank: int = 0
-    """Whose layout it is."""
+    """The rank that the layout is for."""
 
 
 @dataclass(slots=True)
@@ -114,26 +114,26 @@ class RankSave:
     rank: int
     world_size: int
     options: SaveOptions
-    terms: Agreement
+    agreement: Agreement
     plan: Plan
-    imaged: ArrayImage | Exception
-    """What this rank writes, or what went wrong when that was made ready."""
+    image_or_error: ArrayImage | Exception
+    """What this rank writes, or why that could not be prepared."""
     states: States = field(default_factory=lambda: States([], [], []))
-    """Those of all ranks; at the root alone."""
+    """The states of all ranks; at the root only."""
     staged: StagedPart | None = None
-    made: list[Part] = field(default_factory=list)
-    """The files of whole tensors, where this rank has made some."""
+    whole_tensor_parts: list[Part] = field(default_factory=list)
+    """The files of whole tensors that this rank has written."""
 
     @property
     def image(self) -> ArrayImage:
-        """What this rank writes; asked for where the others learn of it if there is none."""
-        if isinstance(self.imaged, Exception):
-            raise self.imaged
-        return self.imaged
+        """What this rank writes. Raises its preparation's error, in a step in which the other ranks learn of it."""
+        if isinstance(self.image_or_error, Exception):
+            raise self.image_or_error
+        return self.image_or_error
 
     @property
-    def is_assembled(self) -> bool:
-        """Whether the checkpoint has files of whole tensors, which take more than what one rank writes at first."""
+    def has_whole_tensor_files(self) -> bool:
+        """Whether the checkpoint consists of files of whole tensors, which one rank assembles from the parts."""
         layout = self.options.format
         return layout is CheckpointFormat.CONSOLIDATED or (
             layout is CheckpointFormat.SINGLE_FILE and self.world_size > 1
@@ -141,231 +141,246 @@ class RankSave:
 
     @property
     def is_root(self) -> bool:
-        """Whether it is this rank that publishes the manifest."""
         return self.rank == 0
 
     def file(self, rank: int) -> str:
-        """The file of a rank."""
-        terms, level = self.terms, self.options.compression_level
-        is_packed = level is not CompressionLevel.NONE and not self.is_assembled
-        return listing.part_name(terms.prefix, terms.save_id, rank, self.world_size, is_packed=is_packed)
+        """The name of a rank's part."""
+        is_packed = self.options.compression_level is not CompressionLevel.NONE and not self.has_whole_tensor_files
+        return listing.part_name(
+            self.agreement.prefix, self.agreement.save_id, rank, self.world_size, is_packed=is_packed
+        )
+
+    def whole_tensor_files(self) -> list[File]:
+        """The files of whole tensors of this checkpoint."""
+        agreement, options = self.agreement, self.options
+        return planned_files(
+            self.plan.tensors, agreement.prefix, agreement.save_id, options.format, options.compression_level
+        )
 
 
 class Saver:
     """One rank's side of the saves of a run, one after the other."""
 
-    def __init__(self, world: SaveContext) -> None:
-        self._world = world
-        self._known = _Known()
+    def __init__(self, context: SaveContext) -> None:
+        self._context = context
+        self._cached = _CachedPlan()
 
-    # What all ranks agree on before anything is written.
+    # Step 1: agree on the name, the save id and the plan.
 
     async def agree(self, ranks: RankGroup, state: Callable[[], Awaitable[Any]], options: SaveOptions) -> RankSave:
-        """Take a state apart, and settle under which name it is saved and who writes what."""
+        """Flatten the state, and agree with all ranks on its name and on which rank writes what."""
         node: Node = None
         leaves: list[Leaf] = []
-        said: list[Proposal] = []
-        known = self._known
+        proposals: list[Proposal] = []
+        cached = self._cached
 
-        async def wish() -> bytes:
-            nonlocal node, leaves, known
-            node, leaves = flatten(await state(), self._world.leaf_types)
+        async def propose() -> bytes:
+            nonlocal node, leaves, cached
+            node, leaves = flatten(await state(), self._context.leaf_types)
             description = Description.of(leaves)
-            known = self._known
-            if known.description != description or known.rank != ranks.rank:
-                known = _Known(description=description, rank=ranks.rank)
-            return msgspec.msgpack.encode(_wish(ranks, node, known, options))
+            cached = self._cached
+            if cached.description != description or cached.rank != ranks.rank:
+                cached = _CachedPlan(description=description, rank=ranks.rank)
+            return msgspec.msgpack.encode(_proposal(ranks, node, cached, options))
 
-        async def settle(wishes: list[bytes]) -> bytes:
-            said.extend(msgspec.msgpack.decode(one, type=Proposal) for one in wishes)
-            return msgspec.msgpack.encode(await self._settle(ranks, said, options))
+        async def decide(encoded: list[bytes]) -> bytes:
+            proposals.extend(msgspec.msgpack.decode(one, type=Proposal) for one in encoded)
+            return msgspec.msgpack.encode(await self._agreement(ranks, proposals, options))
 
-        terms = msgspec.msgpack.decode(await ranks.decide(wish, settle), type=Agreement)
-        ranks.prefix = terms.prefix
-        self._known = known = await _laid_out(ranks, known, terms, options)
-        made, layout = known.plan, known.layout
-        assert made is not None
-        work = partial(RankSave, ranks.rank, ranks.world_size, options, terms, made)
+        agreement = msgspec.msgpack.decode(await ranks.decide(propose, decide), type=Agreement)
+        ranks.prefix = agreement.prefix
+        self._cached = cached = await _with_plan(ranks, cached, agreement, options)
+        plan, layout = cached.plan, cached.layout
+        assert plan is not None
+        save = partial(RankSave, ranks.rank, ranks.world_size, options, agreement, plan)
         try:
-            image = parts.image_of(made, ranks.rank, leaves, layout)
-            states = _states(node, said, made) if ranks.is_root else States([], [], [])
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others learn of it when they meet next
-            return work(error)
-        return work(image, states)
+            image = parts.image_of(plan, ranks.rank, leaves, layout)
+            states = _states(node, proposals, plan) if ranks.is_root else States([], [], [])
+        except Exception as error:  # noqa: BLE001 - the next step reports it to the other ranks
+            return save(error)
+        return save(image, states)
 
-    async def _settle(self, ranks: RankGroup, wishes: list[Proposal], options: SaveOptions) -> Agreement:
-        for rank, wish in enumerate(wishes):
-            if wish.options != wishes[0].options:
+    async def _agreement(self, ranks: RankGroup, proposals: list[Proposal], options: SaveOptions) -> Agreement:
+        """At the root: check that all ranks save alike and that the name is free."""
+        for rank, proposal in enumerate(proposals):
+            if proposal.options != proposals[0].options:
                 raise CheckpointException(
-                    f"rank {rank} saves with {wish.options.decode()}, and rank 0 with {wishes[0].options.decode()}",
+                    f"rank {rank} saves with {proposal.options.decode()}, rank 0 with {proposals[0].options.decode()}",
                     code="checkpoint_ranks_differ",
                     fix="give all ranks the same options",
                 )
-        world = self._world
-        now = world.wall()
-        prefix = options.checkpoint_prefix or listing.default_prefix(now, world.draw)
-        await run_in_thread(partial(listing.require_free, bounded(world.storage, ranks.token), prefix), ranks.token)
-        key = b"alone" if ranks.is_alone else _key(wishes, options)
-        return Agreement(
-            prefix, world.draw(listing.SAVE_ID_BYTES).hex(), now, key, all(one.plan == key for one in wishes)
-        )
+        context = self._context
+        now = context.wall()
+        prefix = options.checkpoint_prefix or listing.default_prefix(now, context.random_bytes)
+        await run_in_thread(partial(listing.require_free, bounded(context.storage, ranks.token), prefix), ranks.token)
+        key = b"alone" if ranks.is_alone else _plan_key(proposals, options)
+        save_id = context.random_bytes(listing.SAVE_ID_BYTES).hex()
+        return Agreement(prefix, save_id, now, key, all(one.plan == key for one in proposals))
 
-    # Writing.
+    # Step 2, only in the background: copy the state, so that training may go on.
 
-    def write(self, work: RankSave, token: CancelToken) -> Part:
-        """Write this rank's part; durable when it returns."""
-        storage, file = self._world.storage, work.file(work.rank)
-        share = work.plan.shares[work.rank]
+    async def stage(self, ranks: RankGroup, save: RankSave, memory: StagingMemory) -> None:
+        """Copy what this rank writes. Returns when all ranks have copied theirs."""
+
+        async def copy() -> bytes:
+            save.staged = await run_in_thread(partial(memory.stage, save.image, ranks.token), ranks.token)
+            save.image.release_arrays()
+            return b""
+
+        await ranks.decide(copy, _no_answer)
+
+    # Step 3: write this rank's part.
+
+    def write(self, save: RankSave, token: CancelToken) -> Part:
+        """Write this rank's part. The part is durable when this returns."""
+        storage, file = self._context.storage, save.file(save.rank)
+        share = save.plan.shares[save.rank]
         if not share.tensors:
-            return parts.empty_part(file, work.rank)
-        if work.is_assembled and work.world_size == 1:
-            held = MemoryTensors(work.plan.tensors, work.image, work.staged)
-            self._make(work, held, token)
-            return work.made[0]
-        if work.options.compression_level is CompressionLevel.NONE or work.is_assembled:
-            source = work.image if work.staged is None else work.staged
-            return parts.write_uncompressed(storage, file, work.rank, share, work.image, source, token)
-        packed = parts.CompressedPart(work.image, work.staged, work.options.compression_level, token)
-        return parts.write_compressed(storage, file, work.rank, share, packed, token)
+            return parts.empty_part(file, save.rank)
+        if save.has_whole_tensor_files and save.world_size == 1:
+            self._write_whole_tensors(save, MemoryTensors(save.plan.tensors, save.image, save.staged), token)
+            return save.whole_tensor_parts[0]
+        if save.options.compression_level is CompressionLevel.NONE or save.has_whole_tensor_files:
+            source = save.image if save.staged is None else save.staged
+            return parts.write_uncompressed(storage, file, save.rank, share, save.image, source, token)
+        compressed = parts.CompressedPart(save.image, save.staged, save.options.compression_level, token)
+        return parts.write_compressed(storage, file, save.rank, share, compressed, token)
 
-    async def finish(self, ranks: RankGroup, work: RankSave, about: RunInfo, token: CancelToken) -> str:
-        """Write, and have the root publish the manifest when all have."""
-        may_stand = False
+    def _write_whole_tensors(self, save: RankSave, tensors: TensorSource, token: CancelToken) -> None:
+        options, storage = save.options, self._context.storage
+        for file in save.whole_tensor_files():
+            part = write_file(
+                storage, save.agreement.prefix, file, tensors, options.compression_level, save.rank, token
+            )
+            save.whole_tensor_parts.append(part)
+
+    # Steps 3 and 4 of a synchronous save: all ranks write, then the root publishes.
+
+    async def write_and_publish(self, ranks: RankGroup, save: RankSave, run: RunInfo, token: CancelToken) -> str:
+        """Write; the root publishes when all ranks have written. Returns the prefix; the checkpoint exists then."""
+        manifest_may_exist = False
 
         async def write() -> bytes:
-            nonlocal may_stand
-            part = await run_in_thread(partial(self.write, work, token), token)
-            may_stand = not work.is_root
+            nonlocal manifest_may_exist
+            part = await run_in_thread(partial(self.write, save, token), token)
+            manifest_may_exist = not save.is_root
             return msgspec.msgpack.encode(part)
 
-        async def publish(said: list[bytes]) -> bytes:
-            nonlocal may_stand
-            may_stand = True
-            written = [msgspec.msgpack.decode(one, type=Part) for one in said]
+        async def publish(encoded: list[bytes]) -> bytes:
+            nonlocal manifest_may_exist
+            manifest_may_exist = True
+            written = [msgspec.msgpack.decode(one, type=Part) for one in encoded]
             try:
-                await run_in_thread(partial(self.publish, work, written, about, token), token)
+                await run_in_thread(partial(self.publish, save, written, run, token), token)
             except StorageUnresponsive as error:
-                raise _undecided(work, error) from error
+                raise _outcome_unknown(save, error) from error
             return b""
 
         try:
             await ranks.decide(write, publish)
         except BaseException as error:
-            is_told = isinstance(error, CheckpointException) and not isinstance(error, OutcomeUnknown)
-            if is_told or not may_stand:
+            has_failed = isinstance(error, CheckpointException) and not isinstance(error, OutcomeUnknown)
+            if has_failed or not manifest_may_exist:
                 with anyio.move_on_after(ROLL_BACK_S, shield=True):
-                    await to_thread.run_sync(self.roll_back, work, abandon_on_cancel=True)
+                    await to_thread.run_sync(self.roll_back, save, abandon_on_cancel=True)
             raise
-        return work.terms.prefix
+        return save.agreement.prefix
 
-    def _make(self, work: RankSave, origin: TensorSource, token: CancelToken) -> None:
-        """Make the files of whole tensors."""
-        options, terms, storage = work.options, work.terms, self._world.storage
-        level = options.compression_level
-        for file in whole_files(work):
-            work.made.append(write_file(storage, terms.prefix, file, origin, level, work.rank, token))
+    # Step 4: publish the manifest.
 
-    def publish(self, work: RankSave, written: list[Part], about: RunInfo, token: CancelToken) -> None:
+    def publish(self, save: RankSave, written: list[Part], run: RunInfo, token: CancelToken) -> None:
         """Publish the manifest. After an error there is no checkpoint, unless the error is `OutcomeUnknown`."""
-        extra: dict[str, int] = {}
+        index_sizes: dict[str, int] = {}
+        storage, prefix, save_id = self._context.storage, save.agreement.prefix, save.agreement.save_id
         written = [part for part in written if part.tensors]
-        if work.is_assembled:
-            if not work.made:
-                self._make(work, SavedTensors(self._world.storage, self._manifest(work, written, about), token), token)
-            extra = write_indexes(self._world.storage, work.terms.prefix, work.terms.save_id, whole_files(work))
-        manifest = self._manifest(work, work.made or written, about, extra)
-        storage, data = self._world.storage, encode(manifest)
+        if save.has_whole_tensor_files:
+            if not save.whole_tensor_parts:
+                saved = SavedTensors(storage, self._manifest(save, written, run), token)
+                self._write_whole_tensors(save, saved, token)
+            index_sizes = write_indexes(storage, prefix, save_id, save.whole_tensor_files())
+        manifest = self._manifest(save, save.whole_tensor_parts or written, run, index_sizes)
+        data = encode(manifest)
         try:
             storage.publish(manifest.path, data)
         except Exception as error:
-            if not self._stands_after(error, work, manifest.path, data):
+            if not self._exists_after(error, save, manifest.path, data):
                 raise
-        if work.is_assembled:
-            self._show_indexes(work)
-            self._clear_temporary(work)
-
-    def _show_indexes(self, work: RankSave) -> None:
-        """The checkpoint stands; without its index it is of less use to other tools, and is not taken back for that."""
-        storage, terms = self._world.storage, work.terms
-        try:
-            publish_indexes(storage, terms.prefix, terms.save_id, whole_files(work))
-        except CheckpointException as error:
-            self._world.log.warning("a checkpoint has no index", prefix=terms.prefix, why=str(error))
-
-    def _clear_temporary(self, work: RankSave) -> None:
-        """The parts of which the files were made are of no use any more."""
-        try:
-            self._world.storage.delete([work.file(rank) for rank in range(work.world_size)])
-        except CheckpointException as error:
-            self._world.log.warning("temporary files of a save are left", prefix=work.terms.prefix, why=str(error))
-
-    def _stands_after(self, error: Exception, work: RankSave, path: str, data: bytes) -> bool:
-        """Whether a manifest stands for good though publishing it has failed; else it is taken back."""
-        storage = self._world.storage
-        try:
-            if not listing.has_content(storage, path, data):
-                if _is_open(error):
-                    raise _undecided(work, error)
-                return False
-            if isinstance(error, CheckpointException) and error.code == EXISTS:
-                # It was published before, by a try that was not told so.
-                storage.sync_names([path])
-                return True
-            # Nobody knows whether it would stand after a power cut; it must not, before what it names is deleted.
-            storage.delete([path])
-        except OutcomeUnknown:
-            raise
-        except Exception as why:
-            raise _undecided(work, why) from why
-        return False
+        if save.has_whole_tensor_files:
+            self._publish_indexes(save)
+            self._delete_temporary_parts(save)
 
     def _manifest(
-        self, work: RankSave, written: list[Part], about: RunInfo, extra: Mapping[str, int] = MappingProxyType({})
+        self, save: RankSave, written: list[Part], run: RunInfo, extra: Mapping[str, int] = MappingProxyType({})
     ) -> Manifest:
-        options, terms = work.options, work.terms
+        options, agreement = save.options, save.agreement
         return Manifest(
-            prefix=terms.prefix,
-            save_id=terms.save_id,
-            created_at=terms.created_at,
-            world_size=work.world_size,
-            tensors=work.plan.tensors,
-            states=work.states,
+            prefix=agreement.prefix,
+            save_id=agreement.save_id,
+            created_at=agreement.created_at,
+            world_size=save.world_size,
+            tensors=save.plan.tensors,
+            states=save.states,
             parts=written,
             layout=options.format,
             compression=options.compression_level,
             extra_files=dict(extra),
-            job=about.job,
-            step=about.step,
-            fence=about.fence,
+            job=run.job,
+            step=run.step,
+            fence=run.fence,
             custom=dict(options.custom_metadata),
         )
 
-    def roll_back(self, work: RankSave) -> None:
-        """Leave nothing behind of a save that has failed."""
-        storage, terms = self._world.storage, work.terms
-        ranks = range(work.world_size) if work.is_root else [work.rank]
-        files = whole_files(work) if work.is_root and work.is_assembled else []
+    def _exists_after(self, error: Exception, save: RankSave, path: str, data: bytes) -> bool:
+        """Whether the manifest exists durably although publishing it failed; if not for certain, remove it."""
+        storage = self._context.storage
         try:
-            storage.delete([*map(work.file, ranks), *(f"{terms.prefix}/{file.name}" for file in files)])
-            withdraw_indexes(storage, terms.prefix, terms.save_id, files)
+            if not listing.has_content(storage, path, data):
+                if _may_still_happen(error):
+                    raise _outcome_unknown(save, error)
+                return False
+            if isinstance(error, CheckpointException) and error.code == EXISTS:
+                # An earlier try of this save published it, and its reply was lost.
+                storage.sync_names([path])
+                return True
+            # The manifest may not be durable. It must not come back after the files that it names are deleted.
+            storage.delete([path])
+        except OutcomeUnknown:
+            raise
+        except Exception as second_error:
+            raise _outcome_unknown(save, second_error) from second_error
+        return False
+
+    def _publish_indexes(self, save: RankSave) -> None:
+        """Publish the indexes for other tools. The checkpoint exists already, so a failure is only logged."""
+        storage, agreement = self._context.storage, save.agreement
+        try:
+            publish_indexes(storage, agreement.prefix, agreement.save_id, save.whole_tensor_files())
         except CheckpointException as error:
-            self._world.log.warning("files of a save that failed are left", prefix=terms.prefix, why=str(error))
+            self._context.log.warning("a checkpoint has no index", prefix=agreement.prefix, why=str(error))
 
-    async def stage(self, ranks: RankGroup, work: RankSave, staging: StagingMemory) -> None:
-        """Copy what this rank writes; when it returns, all have."""
+    def _delete_temporary_parts(self, save: RankSave) -> None:
+        """Delete the parts from which the files of whole tensors were assembled."""
+        try:
+            self._context.storage.delete([save.file(rank) for rank in range(save.world_size)])
+        except CheckpointException as error:
+            self._context.log.warning(
+                "could not delete temporary files of a save", prefix=save.agreement.prefix, why=str(error)
+            )
 
-        async def mine() -> bytes:
-            work.staged = await run_in_thread(partial(staging.stage, work.image, ranks.token), ranks.token)
-            work.image.let_go()
-            return b""
+    # When a step fails.
 
-        await ranks.decide(mine, _agreed)
-
-
-def whole_files(work: RankSave) -> list[File]:
-    """The files of whole tensors that a save makes."""
-    terms, options = work.terms, work.options
-    return planned_files(work.plan.tensors, terms.prefix, terms.save_id, options.format, options.compression_level)
+    def roll_back(self, save: RankSave) -> None:
+        """Delete the files of a failed save: the root those of all ranks, another rank its own."""
+        storage, agreement = self._context.storage, save.agreement
+        ranks = range(save.world_size) if save.is_root else [save.rank]
+        files = save.whole_tensor_files() if save.is_root and save.has_whole_tensor_files else []
+        try:
+            storage.delete([*map(save.file, ranks), *(f"{agreement.prefix}/{file.name}" for file in files)])
+            withdraw_indexes(storage, agreement.prefix, agreement.save_id, files)
+        except CheckpointException as error:
+            self._context.log.warning(
+                "could not delete files of a failed save", prefix=agreement.prefix, why=str(error)
+            )
 
 
 async def save_state(
@@ -377,93 +392,96 @@ async def save_state(
     leaf_types: Sequence[LeafType] = (),
 ) -> str:
     """Save one state, once."""
-    saving = Saver(SaveContext(storage, time.time, os.urandom, tuple(leaf_types), SILENT))
+    saver = Saver(SaveContext(storage, time.time, os.urandom, tuple(leaf_types), SILENT))
 
     async def given() -> Any:
         return state
 
-    work = await saving.agree(ranks, given, options)
-    return await saving.finish(ranks, work, RunInfo(), token)
+    save = await saver.agree(ranks, given, options)
+    return await saver.write_and_publish(ranks, save, RunInfo(), token)
 
 
-def _wish(ranks: RankGroup, node: Node, known: _Known, options: SaveOptions) -> Proposal:
-    """What a rank says that has such a state."""
-    assert known.description is not None
+def _proposal(ranks: RankGroup, node: Node, cached: _CachedPlan, options: SaveOptions) -> Proposal:
+    assert cached.description is not None
     if ranks.is_alone:
-        return Proposal(b"", b"", b"", b"", known.key)
-    said = msgspec.json.encode((options.format, options.compression_level, options.copies, options.checkpoint_prefix))
+        return Proposal(b"", b"", b"", b"", cached.key)
+    compared = msgspec.json.encode(
+        (options.format, options.compression_level, options.copies, options.checkpoint_prefix)
+    )
     frame, own = map(msgspec.json.encode, split_per_rank(node))
-    return Proposal(said, frame, own, known.description.digest(), known.key)
+    return Proposal(compared, frame, own, cached.description.digest(), cached.key)
 
 
-async def _laid_out(ranks: RankGroup, known: _Known, terms: Agreement, options: SaveOptions) -> _Known:
-    """The plan, and how this rank's share of it lies in a file; known already where all have saved the same before."""
-    if terms.is_known:
-        return known
-    assert known.description is not None
-    made = await _planned(ranks, known.description, options)
+async def _with_plan(ranks: RankGroup, cached: _CachedPlan, agreement: Agreement, options: SaveOptions) -> _CachedPlan:
+    """The agreed plan and the layout of this rank's file; from the cache where all ranks have them."""
+    if agreement.is_known:
+        return cached
+    assert cached.description is not None
+    made = await _new_plan(ranks, cached.description, options)
     layout: Layout | None = None
 
-    async def lay() -> bytes:
+    async def lay_out() -> bytes:
         nonlocal layout
         layout = layout_of(made.tensors, made.shares[ranks.rank], parts.FILE_METADATA)
         return b""
 
-    await ranks.decide(lay, _agreed)
-    return _Known(terms.plan, known.description, made, layout, ranks.rank)
+    await ranks.decide(lay_out, _no_answer)
+    return _CachedPlan(agreement.plan, cached.description, made, layout, ranks.rank)
 
 
-async def _planned(ranks: RankGroup, description: Description, options: SaveOptions) -> Plan:
-    """Who writes what, as the root has decided."""
+async def _new_plan(ranks: RankGroup, description: Description, options: SaveOptions) -> Plan:
+    """The plan that the root makes from the descriptions of all ranks."""
     if ranks.is_alone:
         return plan([description])
 
     async def describe() -> bytes:
         return msgspec.msgpack.encode(description)
 
-    async def decide(said: list[bytes]) -> bytes:
-        descriptions = [msgspec.msgpack.decode(one, type=Description) for one in said]
+    async def decide(encoded: list[bytes]) -> bytes:
+        descriptions = [msgspec.msgpack.decode(one, type=Description) for one in encoded]
         made = await to_thread.run_sync(plan, descriptions, options.copies)
         return msgspec.msgpack.encode(made)
 
     return msgspec.msgpack.decode(await ranks.decide(describe, decide), type=Plan)
 
 
-def _key(wishes: list[Proposal], options: SaveOptions) -> bytes:
-    """What tells this plan from others."""
-    return b"".join([options.copies.to_bytes(1, "big"), *(wish.description for wish in wishes)])
+def _plan_key(proposals: list[Proposal], options: SaveOptions) -> bytes:
+    """The cache key of a plan: everything that it depends on."""
+    return b"".join([options.copies.to_bytes(1, "big"), *(proposal.description for proposal in proposals)])
 
 
-def _states(node: Node, wishes: list[Proposal], made: Plan) -> States:
-    """The states of all ranks, with the numbers that the tensors have in the manifest."""
+def _states(node: Node, proposals: list[Proposal], made: Plan) -> States:
+    """The states of all ranks, with the tensor numbers of the manifest."""
     if len(made.numbers) == 1:
         return States.of([node])
     states = States([], [], [])
     known: dict[bytes, int] = {}
-    for wish, numbers in zip(wishes, made.numbers, strict=True):
-        if wish.frame not in known:
-            # Frames that are the same text have the same names in the same places.
-            known[wish.frame] = states.frame_number(renumber_tensors(msgspec.json.decode(wish.frame), numbers))
-        states.add_rank(known[wish.frame], [renumber_tensors(one, numbers) for one in msgspec.json.decode(wish.own)])
+    for proposal, numbers in zip(proposals, made.numbers, strict=True):
+        if proposal.frame not in known:
+            # Frames with equal text have the same tensor names in the same places.
+            known[proposal.frame] = states.frame_number(renumber_tensors(msgspec.json.decode(proposal.frame), numbers))
+        states.add_rank(
+            known[proposal.frame], [renumber_tensors(one, numbers) for one in msgspec.json.decode(proposal.own)]
+        )
     return states
 
 
-async def _agreed(said: list[bytes]) -> bytes:
+async def _no_answer(encoded: list[bytes]) -> bytes:
     return b""
 
 
-def _undecided(work: RankSave, error: Exception) -> OutcomeUnknown:
-    """The manifest may stand, now or later."""
+def _outcome_unknown(save: RankSave, error: Exception) -> OutcomeUnknown:
+    """The manifest may exist, now or later."""
     return OutcomeUnknown(
-        f"nobody knows whether it was saved: {describe(error)}",
-        work.terms.prefix,
+        f"it is unknown whether the checkpoint was saved: {describe(error)}",
+        save.agreement.prefix,
         ExceptionType.STORAGE_ERROR,
         code="checkpoint_undecided",
-        fix="`forgectl ckpt verify` tells whether it is there and whole",
+        fix="`forgectl ckpt verify` shows whether the checkpoint exists and is whole",
     )
 
 
-def _is_open(error: Exception) -> bool:
-    """Whether what was asked of a storage may yet happen: it has not answered."""
+def _may_still_happen(error: Exception) -> bool:
+    """Whether the storage may still do what it was asked for, because it has not answered."""
     is_late = isinstance(error, CheckpointException) and error.type is ExceptionType.TIMEOUT
     return is_late or (isinstance(error, CheckpointException) and error.code == UNREACHABLE)

@@ -1,8 +1,9 @@
-"""What the ranks of one save tell each other without meeting: notes in the storage, beside the parts.
+"""How the ranks of a background save meet without a collective: receipts and refusals, small files beside the parts.
 
-Law: every rank but the root hands one note in: what it has written, or why it could not. The root answers with the
-manifest, or with a note to each of the others that the save has failed. A note is deleted by whom it was for, when it
-was read; those of ranks that have died stay, like all of a save that came to nothing, and are cleared away with it.
+Invariants:
+- Every rank but the root writes one receipt: what it has written, or why it could not.
+- The root answers with the manifest, or with a refusal to every other rank.
+- The reader of a file deletes it. Files for ranks that have died are deleted with the rest of the failed save.
 """
 
 from __future__ import annotations
@@ -24,34 +25,34 @@ POLL_S = 0.01
 POLL_MAX_S = 1.0
 RECEIPT_BYTES_MAX = 1 << 30
 GONE_S = 2.0
-"""How long a rank that is gone is still waited for: what it has to say may be there already."""
+"""How long to wait for the receipt of a rank that has left: it may be in the storage already."""
 GONE_NAMED_MAX = 10
 OUTCOME_GRACE_S = 5.0
-"""So much longer than the root the others wait, because it still has to tell them when its time is over."""
+"""The other ranks wait this much longer than the root, which reports a timeout to them."""
 
 
 class Receipt(msgspec.Struct, frozen=True, tag="receipt"):
-    """What a rank has written."""
+    """The part that a rank has written."""
 
     part: Part
 
 
-_handed_in: msgspec.json.Decoder[Receipt | RankFailure] = msgspec.json.Decoder(Receipt | RankFailure)
-_refusal: msgspec.json.Decoder[RankFailure] = msgspec.json.Decoder(RankFailure)
+_receipt_decoder: msgspec.json.Decoder[Receipt | RankFailure] = msgspec.json.Decoder(Receipt | RankFailure)
+_refusal_decoder: msgspec.json.Decoder[RankFailure] = msgspec.json.Decoder(RankFailure)
 
 
 class RankWaiter:
-    """How a save waits for other ranks: less and less often, and not for long for those that are gone."""
+    """Waits for other ranks with growing pauses, and briefly for ranks that have left."""
 
     def __init__(self, token: CancelToken, members: Callable[[], Collection[str]], grace_s: float = 0.0) -> None:
-        """`members` are the names of the ranks that there are now, by rank, where they have some."""
+        """`members` returns the names of the present ranks, by rank; none where ranks have no names."""
         self.token = token.extended(grace_s)
         self._members = members
-        self._began_with = tuple(members())
+        self._initial_members = tuple(members())
         self._pause_s = POLL_S
 
     def wait(self, ranks: Iterable[int]) -> None:
-        """Pause: these ranks have not said yet what they have to say."""
+        """Pause because these ranks have not reported; raise when they have left or the time is over."""
         gone = self._gone(ranks)
         if gone:
             self.token.shorten(GONE_S)
@@ -60,115 +61,114 @@ class RankWaiter:
         except CheckpointException as error:
             if not gone or error.type is not ExceptionType.TIMEOUT:
                 raise
-            raise _gone_before(gone) from error
+            raise _ranks_gone(gone) from error
         self._pause_s = min(2 * self._pause_s, POLL_MAX_S)
 
-    def begin_anew(self) -> None:
-        """Something has come: more may come soon."""
+    def reset_pause(self) -> None:
+        """Poll fast again after a receipt has come."""
         self._pause_s = POLL_S
 
     def _gone(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Who of them is not there any more, by rank."""
-        names = self._began_with
+        """Those of the ranks that have left since the save began, with their names."""
+        names = self._initial_members
         if not names:
             return {}
-        there = frozenset(self._members())
+        present = frozenset(self._members())
         return {
             rank: f"rank {rank} ({names[rank]})" if rank < len(names) else f"rank {rank}"
             for rank in ranks
-            if rank >= len(names) or names[rank] not in there
+            if rank >= len(names) or names[rank] not in present
         }
 
 
-def _gone_before(gone: Mapping[int, str]) -> CheckpointException:
-    """Ranks are gone, and have not said what became of their part."""
-    told = dict(islice(gone.items(), GONE_NAMED_MAX))
+def _ranks_gone(gone: Mapping[int, str]) -> CheckpointException:
+    named = dict(islice(gone.items(), GONE_NAMED_MAX))
     more = f" and {len(gone) - GONE_NAMED_MAX} more" if len(gone) > GONE_NAMED_MAX else ""
-    verb = "is" if len(gone) == 1 else "are"
     return CheckpointException(
-        f"{', '.join(told.values())}{more} {verb} gone, and had not finished the save",
+        f"{', '.join(named.values())}{more} left before the save was complete",
         type=ExceptionType.SAVE_FAILED,
         code="checkpoint_rank_gone",
-        fix="save again, with the ranks that there are now",
+        fix="save again with the present ranks",
         retryable=True,
-        ranks=tuple(told),
+        ranks=tuple(named),
     )
 
 
 class ReceiptExchange:
-    """Those of one save, as one rank sees them."""
+    """The receipts and refusals of one save, from one rank's side."""
 
-    def __init__(self, storage: Storage, work: RankSave, patience: RankWaiter) -> None:
+    def __init__(self, storage: Storage, save: RankSave, waiter: RankWaiter) -> None:
         self._storage = storage
-        self._work = work
-        self._patience = patience
+        self._save = save
+        self._waiter = waiter
 
-    def hand_in(self, said: Part | RankFailure) -> None:
-        """Tell the root what this rank has written, or why it could not."""
-        note = Receipt(said) if isinstance(said, Part) else said
-        self._storage.publish(self._receipt(self._work.rank), msgspec.json.encode(note))
+    def report(self, outcome: Part | RankFailure) -> None:
+        """Write this rank's receipt."""
+        receipt = Receipt(outcome) if isinstance(outcome, Part) else outcome
+        self._storage.publish(self._receipt_name(self._save.rank), msgspec.json.encode(receipt))
 
     def collect(self) -> list[Part]:
-        """At the root: what all others have written, when they have; raises as soon as one could not."""
-        others = range(1, self._work.world_size)
-        found: dict[int, Part] = {}
-        while len(found) < len(others):
-            missing = [rank for rank in others if rank not in found]
-            news = self._handed_in(missing)
-            if news:
-                found |= news
-                self._patience.begin_anew()
+        """At the root: wait for the parts of all other ranks; raise as soon as a rank reports a failure."""
+        others = range(1, self._save.world_size)
+        parts: dict[int, Part] = {}
+        while len(parts) < len(others):
+            missing = [rank for rank in others if rank not in parts]
+            new = self._new_receipts(missing)
+            if new:
+                parts |= new
+                self._waiter.reset_pause()
             else:
-                self._patience.wait(missing)
-        return [found[rank] for rank in others]
+                self._waiter.wait(missing)
+        return [parts[rank] for rank in others]
 
-    def verdict(self) -> RankFailure | None:
-        """Elsewhere: wait until the root has published, or says what went wrong."""
+    def wait_for_outcome(self) -> RankFailure | None:
+        """At the other ranks: wait until the root has published the manifest (None) or refused."""
         while True:
-            if (said := self._find(self._notice(self._work.rank))) is not None:
-                return _refusal.decode(said)
-            if self._stands():
+            if (refusal := self._read(self._refusal_name(self._save.rank))) is not None:
+                return _refusal_decoder.decode(refusal)
+            if self._is_published():
                 return None
-            self._patience.wait([ROOT])
+            self._waiter.wait([ROOT])
 
-    def refuse(self, trouble: RankFailure) -> None:
-        """Tell the others that there will be no such checkpoint."""
-        for rank in range(1, self._work.world_size):
-            self._storage.publish(self._notice(rank), msgspec.json.encode(trouble))
+    def refuse(self, failure: RankFailure) -> None:
+        """At the root: tell every other rank that the save failed."""
+        for rank in range(1, self._save.world_size):
+            self._storage.publish(self._refusal_name(rank), msgspec.json.encode(failure))
 
-    def discard(self) -> None:
-        """Delete the notes that have been read: what the others handed in, or what this one did and was told."""
-        work = self._work
-        names = map(self._receipt, range(1, work.world_size))
-        self._storage.delete([*names] if work.is_root else [self._receipt(work.rank), self._notice(work.rank)])
+    def delete_read(self) -> None:
+        """Delete what this rank has read: the root all receipts, another rank its receipt and its refusal."""
+        save = self._save
+        receipts = map(self._receipt_name, range(1, save.world_size))
+        self._storage.delete(
+            [*receipts] if save.is_root else [self._receipt_name(save.rank), self._refusal_name(save.rank)]
+        )
 
-    def _handed_in(self, ranks: Iterable[int]) -> dict[int, Part]:
-        """What these have written, as far as they have said so by now."""
-        lead = f"{self._work.terms.prefix}/{self._work.terms.save_id}."
-        there = {entry.name for entry in self._storage.entries(lead)}
+    def _new_receipts(self, ranks: Iterable[int]) -> dict[int, Part]:
+        lead = f"{self._save.agreement.prefix}/{self._save.agreement.save_id}."
+        present = {entry.name for entry in self._storage.entries(lead)}
         found = {}
         for rank in ranks:
-            name = self._receipt(rank)
-            if name in there and (data := self._find(name)) is not None:
-                said = _handed_in.decode(data)
-                if isinstance(said, RankFailure):
-                    raise said.error(self._work.terms.prefix, ExceptionType.SAVE_FAILED, rank)
-                found[rank] = said.part
+            name = self._receipt_name(rank)
+            if name in present and (data := self._read(name)) is not None:
+                receipt = _receipt_decoder.decode(data)
+                if isinstance(receipt, RankFailure):
+                    raise receipt.error(self._save.agreement.prefix, ExceptionType.SAVE_FAILED, rank)
+                found[rank] = receipt.part
         return found
 
-    def _stands(self) -> bool:
-        """Whether this very save has been published."""
-        terms = self._work.terms
-        if not listing.checkpoint_exists(self._storage, terms.prefix):
+    def _is_published(self) -> bool:
+        """Whether the manifest of this save exists, and not that of another save under the same name."""
+        agreement = self._save.agreement
+        if not listing.checkpoint_exists(self._storage, agreement.prefix):
             return False
         try:
-            return listing.read_manifest(self._storage, terms.prefix).save_id == terms.save_id
+            return listing.read_manifest(self._storage, agreement.prefix).save_id == agreement.save_id
         except CheckpointException as error:
             if error.code != "checkpoint_missing":
                 raise
             return False
 
-    def _find(self, name: str) -> bytes | None:
+    def _read(self, name: str) -> bytes | None:
         try:
             return self._storage.read(name, RECEIPT_BYTES_MAX)
         except CheckpointException as error:
@@ -176,8 +176,8 @@ class ReceiptExchange:
                 raise
             return None
 
-    def _receipt(self, rank: int) -> str:
-        return listing.receipt_name(self._work.terms.prefix, self._work.terms.save_id, rank)
+    def _receipt_name(self, rank: int) -> str:
+        return listing.receipt_name(self._save.agreement.prefix, self._save.agreement.save_id, rank)
 
-    def _notice(self, rank: int) -> str:
-        return listing.refusal_name(self._work.terms.prefix, self._work.terms.save_id, rank)
+    def _refusal_name(self, rank: int) -> str:
+        return listing.refusal_name(self._save.agreement.prefix, self._save.agreement.save_id, rank)

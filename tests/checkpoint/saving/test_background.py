@@ -100,10 +100,10 @@ async def test_what_was_staged_is_saved_though_the_state_goes_on() -> None:
         mine["w"] += 100
         await reached(gate)
         assert handle.staged
-        assert (handle.prefix, handle.is_durable, handle.is_committed, handle.is_over) == ("a", False, False, False)
+        assert (handle.prefix, handle.is_durable, handle.is_committed, handle.is_done) == ("a", False, False, False)
         gate.open.set()
         assert await handle.committed() == "a"
-        assert (handle.is_durable, handle.is_committed, handle.is_over) == (True, True, True)
+        assert (handle.is_durable, handle.is_committed, handle.is_done) == (True, True, True)
         assert same(state_of(storage, "a"), {"model": state(1)})
 
 
@@ -292,7 +292,7 @@ async def test_who_has_asked_for_the_save_itself_was_told() -> None:
         handle.result()
     await one.list_checkpoints()
     await one.close()
-    assert (handle.is_over, handle.is_committed, handle.is_durable) == (True, False, False)
+    assert (handle.is_done, handle.is_committed, handle.is_durable) == (True, False, False)
 
 
 async def test_close_tells_of_all_that_failed() -> None:
@@ -408,7 +408,7 @@ async def test_what_is_committed_is_not_given_up_any_more() -> None:
 async def test_asking_for_a_result_may_take_no_longer_than_one_wants() -> None:
     async with held("write") as (storage, gate, one):
         handle = await one.save_async(state(1), options=named("a"))
-        with pytest.raises(CheckpointException, match="it goes on") as caught:
+        with pytest.raises(CheckpointException, match="the save continues") as caught:
             await asyncio.to_thread(handle.result, 0.01)
         assert caught.value.type is ExceptionType.TIMEOUT
         gate.open.set()
@@ -437,7 +437,7 @@ async def test_none_overtakes_what_is_being_written_when_the_one_between_has_giv
             later = await one.save_async(state(2), options=named(prefix))
             later.cancel()
             assert getattr(await told(later), "code", "") == "checkpoint_cancelled"
-        assert not first.is_over
+        assert not first.is_done
         closing = asyncio.create_task(one.close())
         await asyncio.sleep(0)
         gate.open.set()
@@ -539,7 +539,7 @@ async def test_nobody_asks_and_all_ranks_raise_it_at_their_next_call() -> None:
 
     async def act(one: DistributedCheckpoint, rank: int) -> Any:
         handle = await one.save_async(part_of(rank, 3, 1), options=named("a"))
-        while not handle.is_over:
+        while not handle.is_done:
             await asyncio.sleep(0.01)
         with pytest.raises(CheckpointException, match="it is broken"):
             await one.save(part_of(rank, 3, 2), options=named("b"))
@@ -658,7 +658,7 @@ async def test_a_rank_that_is_known_to_be_gone_is_not_waited_for_as_long_as_the_
             ExceptionType.SAVE_FAILED,
             True,
         )
-        assert outcome.message.startswith("rank 1 (b@host:1) is gone")
+        assert outcome.message.startswith("rank 1 (b@host:1) left")
         assert outcome.ranks == (1,)
     assert not listing.checkpoint_exists(storage, "a")
 
@@ -849,7 +849,7 @@ def test_what_nobody_has_asked_for_is_told_at_the_end_on_stderr(
     )
     lines = [line for line in done.stderr.splitlines() if line.startswith("forged: ")]
     assert [line.split(" was not saved: ")[0] for line in sorted(lines)] == [
-        f"forged: the checkpoint {prefix}" for prefix in prefixes
+        f"forged: checkpoint {prefix}" for prefix in prefixes
     ]
     assert done.stdout == ""
     assert all("bytes" in line and line.endswith(")") for line in lines), "the reason and the fix are told, too"

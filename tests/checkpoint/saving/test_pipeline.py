@@ -232,7 +232,7 @@ async def alone(one: Saver, options: SaveOptions, state: Any = None, ranks: Any 
     async def given() -> Any:
         return {"w": np.arange(5)} if state is None else state
 
-    return await one.finish(together, await one.agree(together, given, options), RunInfo(), token)
+    return await one.write_and_publish(together, await one.agree(together, given, options), RunInfo(), token)
 
 
 def world_of(storage: Storage) -> SaveContext:
@@ -292,10 +292,10 @@ async def test_the_manifest_says_what_is_known_of_the_run() -> None:
         return {}
 
     work = await one.agree(ranks, given, SaveOptions("run/1", custom_metadata={"why": ["because", 1]}))
-    await one.finish(ranks, work, RunInfo("job", 12), token)
+    await one.write_and_publish(ranks, work, RunInfo("job", 12), token)
     manifest = listing.read_manifest(storage, "run/1")
     assert (manifest.job, manifest.step, manifest.custom) == ("job", 12, {"why": ["because", 1]})
-    assert manifest.save_id == work.terms.save_id
+    assert manifest.save_id == work.agreement.save_id
 
 
 # That it is seen late, and only once.
@@ -459,7 +459,7 @@ async def test_a_rank_without_memory_for_what_it_writes_is_told_of_at_all(
     for outcome in outcomes:
         assert isinstance(outcome, CheckpointException)
         assert outcome.code == "checkpoint_memory"
-        assert outcome.message == f"rank {faulty}: there is not enough memory"
+        assert outcome.message == f"rank {faulty}: out of memory"
     short_of_memory.clear()
     assert await group(2, lambda member: act(member, "b")) == ["b"] * 2
 
@@ -606,7 +606,7 @@ async def test_a_rank_whose_names_fill_more_than_a_header_is_told_of_at_all(
     many = {f"{'x' * 100}{number}": PerRank(np.zeros(1)) for number in range(200)}
     outcomes = await save(lambda rank: storage, 3, state=lambda rank, size: many if rank == faulty else {})
     for error in check_failed(outcomes, storage):
-        assert error.message.startswith(f"rank {faulty}: the names and shapes")
+        assert error.message.startswith(f"rank {faulty}: a file's header")
 
 
 async def test_a_manifest_that_nobody_would_read_is_not_published(monkeypatch: pytest.MonkeyPatch) -> None:

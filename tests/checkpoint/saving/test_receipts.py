@@ -18,7 +18,7 @@ from forged.checkpoint.saving.receipts import GONE_S, POLL_MAX_S, POLL_S, RankWa
 from forged.checkpoint.storage import listing
 from tests.checkpoint.memory_storage import MemoryStorage
 
-TROUBLE = RankFailure("no room", ExceptionType.STORAGE_ERROR, "full", "make some")
+FAILURE = RankFailure("no room", ExceptionType.STORAGE_ERROR, "full", "make some")
 
 
 class Clock:
@@ -42,18 +42,18 @@ class Clock:
             self._meanwhile.pop(0)()
 
 
-def wait_to_the_end(patience: RankWaiter, ranks: Iterable[int] = (1,)) -> None:
+def wait_to_the_end(waiter: RankWaiter, ranks: Iterable[int] = (1,)) -> None:
     while True:
-        patience.wait(ranks)
+        waiter.wait(ranks)
 
 
 def part(rank: int) -> Part:
     return Part(f"run/0a1b2c3d.{rank:05d}-of-00003.safetensors", rank, 0, 0, [], [], [], "", "")
 
 
-def notes(storage: MemoryStorage, rank: int, *meanwhile: Any, save_id: str = "0a1b2c3d") -> ReceiptExchange:
+def exchange(storage: MemoryStorage, rank: int, *meanwhile: Any, save_id: str = "0a1b2c3d") -> ReceiptExchange:
     work: Any = SimpleNamespace(
-        rank=rank, world_size=3, is_root=rank == 0, terms=Agreement("run", save_id, 0.0, b"", True)
+        rank=rank, world_size=3, is_root=rank == 0, agreement=Agreement("run", save_id, 0.0, b"", True)
     )
     return ReceiptExchange(storage, work, RankWaiter(Clock(*meanwhile).token(), tuple))
 
@@ -65,29 +65,29 @@ def publish(storage: MemoryStorage, save_id: str = "0a1b2c3d") -> None:
 
 def test_the_root_has_what_the_others_have_written_by_rank() -> None:
     storage = MemoryStorage()
-    later = [lambda: notes(storage, 2).hand_in(part(2)), lambda: None, lambda: notes(storage, 1).hand_in(part(1))]
-    assert notes(storage, 0, *later).collect() == [part(1), part(2)]
+    later = [lambda: exchange(storage, 2).report(part(2)), lambda: None, lambda: exchange(storage, 1).report(part(1))]
+    assert exchange(storage, 0, *later).collect() == [part(1), part(2)]
 
 
 def test_the_first_who_could_not_is_told_of_though_others_have_not_come() -> None:
     storage = MemoryStorage()
     with pytest.raises(CheckpointException, match="rank 2: no room") as caught:
-        notes(storage, 0, lambda: notes(storage, 2).hand_in(TROUBLE)).collect()
+        exchange(storage, 0, lambda: exchange(storage, 2).report(FAILURE)).collect()
     assert (caught.value.code, caught.value.checkpoint_path) == ("full", "run")
 
 
 def test_the_others_wait_for_the_manifest_or_a_refusal() -> None:
     storage = MemoryStorage()
-    assert notes(storage, 1, lambda: publish(storage)).verdict() is None
+    assert exchange(storage, 1, lambda: publish(storage)).wait_for_outcome() is None
     refused = MemoryStorage()
-    said = notes(refused, 2, lambda: notes(refused, 0).refuse(TROUBLE)).verdict()
-    assert said == TROUBLE
+    said = exchange(refused, 2, lambda: exchange(refused, 0).refuse(FAILURE)).wait_for_outcome()
+    assert said == FAILURE
 
 
 def test_what_is_undecided_is_told_as_such() -> None:
     storage = MemoryStorage()
-    notes(storage, 0).refuse(RankFailure.of(OutcomeUnknown("nobody knows")))
-    said = notes(storage, 1).verdict()
+    exchange(storage, 0).refuse(RankFailure.of(OutcomeUnknown("nobody knows")))
+    said = exchange(storage, 1).wait_for_outcome()
     assert said is not None
     assert said.is_undecided
 
@@ -95,57 +95,59 @@ def test_what_is_undecided_is_told_as_such() -> None:
 def test_the_manifest_of_another_save_is_no_answer() -> None:
     storage = MemoryStorage()
     publish(storage, "ffffffff")
-    said = notes(storage, 1, lambda: notes(storage, 0).refuse(TROUBLE)).verdict()
-    assert said == TROUBLE
+    said = exchange(storage, 1, lambda: exchange(storage, 0).refuse(FAILURE)).wait_for_outcome()
+    assert said == FAILURE
 
 
 def test_a_manifest_that_is_being_deleted_is_no_answer() -> None:
     storage = MemoryStorage()
     publish(storage)
     storage.files["run.deleted.json"] = storage.files["run.metadata.json"]
-    assert notes(storage, 1, lambda: notes(storage, 0).refuse(TROUBLE)).verdict() == TROUBLE
+    assert exchange(storage, 1, lambda: exchange(storage, 0).refuse(FAILURE)).wait_for_outcome() == FAILURE
 
 
 def test_who_has_read_a_note_deletes_it() -> None:
     storage = MemoryStorage()
     for rank in (1, 2):
-        notes(storage, rank).hand_in(part(rank))
-    notes(storage, 0).refuse(TROUBLE)
+        exchange(storage, rank).report(part(rank))
+    exchange(storage, 0).refuse(FAILURE)
     assert len(storage.files) == 4
-    notes(storage, 1).discard()
+    exchange(storage, 1).delete_read()
     assert sorted(storage.files) == ["run/0a1b2c3d.00002.receipt", "run/0a1b2c3d.00002.refusal"]
-    notes(storage, 0).discard()
+    exchange(storage, 0).delete_read()
     assert sorted(storage.files) == ["run/0a1b2c3d.00002.refusal"]
     assert listing.delete_unfinished(storage, "run") == ["run/0a1b2c3d.00002.refusal"]
 
 
 def test_notes_of_other_saves_are_left_alone() -> None:
     storage = MemoryStorage()
-    notes(storage, 1, save_id="ffffffff").hand_in(part(1))
-    mine = notes(storage, 0, lambda: notes(storage, 1).hand_in(part(1)), lambda: notes(storage, 2).hand_in(part(2)))
+    exchange(storage, 1, save_id="ffffffff").report(part(1))
+    mine = exchange(
+        storage, 0, lambda: exchange(storage, 1).report(part(1)), lambda: exchange(storage, 2).report(part(2))
+    )
     assert len(mine.collect()) == 2
-    mine.discard()
+    mine.delete_read()
     assert sorted(storage.files) == ["run/ffffffff.00001.receipt"]
 
 
 def test_one_looks_less_and_less_often_and_soon_again_when_something_has_come() -> None:
     clock = Clock()
-    patience = RankWaiter(clock.token(), tuple)
+    waiter = RankWaiter(clock.token(), tuple)
     for _ in range(12):
-        patience.wait([1])
+        waiter.wait([1])
     assert clock.pauses[:4] == [POLL_S, 2 * POLL_S, 4 * POLL_S, 8 * POLL_S]
     assert clock.pauses[-1] == POLL_MAX_S
-    patience.begin_anew()
-    patience.wait([1])
+    waiter.reset_pause()
+    waiter.wait([1])
     assert clock.pauses[-1] == POLL_S
 
 
 @pytest.mark.parametrize(("grace_s", "ends_at"), [(0.0, 10.0), (5.0, 15.0)])
 def test_it_ends_with_the_time_that_there_is_and_some_grace(grace_s: float, ends_at: float) -> None:
     clock = Clock()
-    patience = RankWaiter(clock.token(10.0), tuple, grace_s)
+    waiter = RankWaiter(clock.token(10.0), tuple, grace_s)
     with pytest.raises(CheckpointException) as caught:
-        wait_to_the_end(patience)
+        wait_to_the_end(waiter)
     assert caught.value.type is ExceptionType.TIMEOUT
     assert clock.now == pytest.approx(ends_at)
 
@@ -155,15 +157,15 @@ def test_it_ends_with_the_time_that_there_is_and_some_grace(grace_s: float, ends
 )
 def test_it_ends_soon_when_a_rank_is_gone_that_it_waits_for(then: str, is_hurried: bool) -> None:
     clock, members = Clock(), ["abc"]
-    patience = RankWaiter(clock.token(100.0), lambda: tuple(members[-1]), 5.0)
-    patience.wait([1])
+    waiter = RankWaiter(clock.token(100.0), lambda: tuple(members[-1]), 5.0)
+    waiter.wait([1])
     members.append(then)
     with pytest.raises(CheckpointException) as caught:
-        wait_to_the_end(patience)
+        wait_to_the_end(waiter)
     assert clock.now == pytest.approx(POLL_S + GONE_S if is_hurried else 105.0)
     if is_hurried:
         assert caught.value.code == "checkpoint_rank_gone"
-        assert caught.value.message == "rank 1 (b) is gone, and had not finished the save"
+        assert caught.value.message == "rank 1 (b) left before the save was complete"
         assert caught.value.ranks == (1,)
     else:
         assert caught.value.type is ExceptionType.TIMEOUT
@@ -171,26 +173,28 @@ def test_it_ends_soon_when_a_rank_is_gone_that_it_waits_for(then: str, is_hurrie
 
 def test_of_many_that_are_gone_some_are_named() -> None:
     clock, members = Clock(), [f"w{number}" for number in range(40)]
-    patience = RankWaiter(clock.token(100.0), lambda: tuple(members), 5.0)
+    waiter = RankWaiter(clock.token(100.0), lambda: tuple(members), 5.0)
     del members[5:]
-    with pytest.raises(CheckpointException, match=r"rank 5 \(w5\), .*rank 14 \(w14\) and 25 more are gone") as caught:
-        wait_to_the_end(patience, range(1, 40))
+    with pytest.raises(
+        CheckpointException, match=r"rank 5 \(w5\), .*rank 14 \(w14\) and 25 more left before"
+    ) as caught:
+        wait_to_the_end(waiter, range(1, 40))
     assert "rank 4" not in caught.value.message
     assert caught.value.ranks == tuple(range(5, 15))
 
 
 def test_who_has_no_names_is_waited_for_to_the_end() -> None:
     clock = Clock()
-    patience = RankWaiter(clock.token(50.0), tuple)
+    waiter = RankWaiter(clock.token(50.0), tuple)
     with pytest.raises(CheckpointException):
-        wait_to_the_end(patience)
+        wait_to_the_end(waiter)
     assert clock.now == pytest.approx(50.0)
 
 
 def test_a_save_that_is_given_up_ends_at_once() -> None:
     for names in ([()], [("a", "b"), ("a",)]):
         token, members = CancelToken(100.0), iter(names)
-        patience = RankWaiter(token, lambda members=members: next(members, ()), 5.0)  # type: ignore[misc]
+        waiter = RankWaiter(token, lambda members=members: next(members, ()), 5.0)  # type: ignore[misc]
         token.cancel()
         with pytest.raises(CheckpointException, match="cancelled"):
-            patience.wait([1])
+            waiter.wait([1])
