@@ -1,9 +1,11 @@
 """Elastic training in a script: `with forged.join(...) as worker: for step in worker.steps(): ...`.
 
-Law: there is no second implementation. The worker runs on a loop in a thread of its own, so that it answers while the
-script computes; the script waits for it at step boundaries and in collectives, and nowhere else. A signal may interrupt
-it there, whatever its handler does. Whatever ends the script, the worker leaves: in good order if nothing failed, and
-never so that the end has to wait for others.
+The worker runs on an event loop in a thread of its own, so that it answers while the script computes.
+
+Invariants:
+- The script waits for the worker at step boundaries and in collectives, and nowhere else. A signal handler may
+  interrupt it there, and may call the worker.
+- Whatever ends the script, the worker leaves; the end never waits for other workers.
 """
 
 from __future__ import annotations
@@ -13,27 +15,27 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from copy import copy
-from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from forged.blocking import BlockingFacade, blocking
 from forged.data.dataset import Indices
 from forged.data.sampling.sampler import ElasticSampler
 from forged.data.training import TrainingData
+from forged.data.transfer.manager import DataTransferManager
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescalingEvent, WorkerId
 from forged.errors import RequestRefused
 from forged.log import Log
 from forged.loop_thread import LoopThread
 from forged.worker.arguments import count
-from forged.worker.data.blocking_transfers import BlockingTransfers
-from forged.worker.drain.withdrawal import Parting
+from forged.worker.drain import Leaving
 from forged.worker.errors import StepAborted
 from forged.worker.events import Event
 from forged.worker.process.sigterm import heeding_sigterm
 from forged.worker.script_log import SCRIPT_LOG
 from forged.worker.state_transfer.encoding import copy_of
-from forged.worker.step import Step
+from forged.worker.step_loop import Step
 from forged.worker.transport.peer_tls import PeerTls
 from forged.worker.worker import JOB, ElasticWorker
 
@@ -43,7 +45,20 @@ SUFFIX_BYTES = 3
 NOT_OPEN = RequestRefused("worker_not_open", "the worker is not open", "use it inside `with forged.join(...)`")
 
 
-class Training:
+class BlockingTransfers(BlockingFacade[DataTransferManager]):
+    """Moves shards to one worker."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+
+    execute_plan = blocking(DataTransferManager.execute_plan)
+    transfer_data_shards = blocking(DataTransferManager.transfer_data_shards)
+
+    def _run(self, call: Callable[[DataTransferManager], Awaitable[R]]) -> R:
+        return self._training._run(lambda worker: call(worker.transfers))
+
+
+class Training(BlockingFacade[ElasticWorker]):
     """A worker in a script without an event loop; made by `join`."""
 
     def __init__(
@@ -51,19 +66,20 @@ class Training:
         make: Callable[[], ElasticWorker],
         endpoints: tuple[str, ...],
     ) -> None:
-        self._careful = False
-        """Whether the script does its steps inside `with step:`."""
-        self._is_stepping = False
         self._make = make
         self._endpoints = endpoints
-        self._restore: Callable[[], None] | None = None
         self._loop: LoopThread | None = None
         self._worker: ElasticWorker | None = None
         self._open = contextlib.ExitStack()
+        self._step: Step | None = None
+        """The step that the script is in."""
+        self._uses_with_step = False
+        """Whether the script has done a step inside `with step:`; otherwise an aborted step's state is restored."""
+        self._restore: Callable[[], None] | None = None
 
     def __enter__(self) -> Self:
         if self._worker is not None:
-            raise RequestRefused("training_reopened", "a training is opened once", "call `forged.join` again")
+            raise RequestRefused("training_reopened", "a training can be opened only once", "call `forged.join` again")
         self._open.enter_context(self._opened())
         return self
 
@@ -72,9 +88,9 @@ class Training:
         with LoopThread("forged-worker", NOT_OPEN) as loop:
             self._loop = loop
             worker = self._worker = loop.call(self._make)
-            # The script is told of it in its own thread, which has no loop.
+            # Its subscribers are called in the script's own thread, which has no event loop.
             worker.leaving.is_awaited = False
-            # SIGTERM is heeded here, because signals come to the thread of the script.
+            # Signals arrive in the script's thread, so SIGTERM is handled here.
             with loop.holding(worker.session(*self._endpoints)), heeding_sigterm(worker.told_to_end):
                 yield
 
@@ -83,12 +99,12 @@ class Training:
     ) -> None:
         try:
             if not self._is_forked and self.worker.is_registered:
-                self._run(self.worker.leave_because, error)
+                self._run(lambda worker: worker.leave_because(error))
         finally:
             self.close()
 
     def close(self) -> None:
-        """Leave. Idempotent; nothing happens in a forked child, to which the worker does not belong."""
+        """Leave. Idempotent; no effect in a forked child, to which the worker does not belong."""
         if not self._is_forked:
             self._open.close()
 
@@ -99,75 +115,67 @@ class Training:
     # Steps.
 
     def steps(self, total: int | None = None) -> Iterator[Step]:
-        """The steps to be done, over all rescales; the same one again if it was broken off."""
+        """Yield one step after the other, over all rescales; an aborted step again."""
         while (number := self._begin_step(total)) is not None:
-            self._keep_state()
-            self._is_stepping = True
-            step = Step.numbered(number, self._entered, lambda: self.worker.is_void)
+            self._restore = None if self._uses_with_step else copy_of(self.worker.state)
+            step = self._step = self.worker.step_numbered(number)
             try:
                 yield step
             finally:
-                self._is_stepping = False
+                self._uses_with_step |= step.is_entered
+                self._step = None
                 step.end()
-            if not self._run(self.worker.finish_step):
-                self._give_back_state()
+            if not self._finish_step() and self._restore is not None and self.worker.is_void:
+                self._restore()
 
     def _begin_step(self, total: int | None) -> int | None:
-        while isinstance(coming := self._run(self.worker.come_to_step, total), Parting):
-            # In the script's own thread, where blocking calls do not keep the worker from answering.
+        while isinstance(coming := self._run(lambda worker: worker.step_loop.come_to_step(total)), Leaving):
+            # In the script's own thread, where a subscriber that blocks does not keep the worker from answering.
             if coming.is_news:
                 self.worker.leaving.fire(coming.reason)
-            if self._run(self.worker.part):
+            if self._run(lambda worker: worker.step_loop.finish_leaving()):
                 return None
         return coming
 
-    def _entered(self) -> None:
-        self._careful = True
-
-    def _keep_state(self) -> None:
-        self._restore = None if self._careful else copy_of(self.worker.state)
-
-    def _give_back_state(self) -> None:
-        if self._restore is not None and self.worker.is_void:
-            self._restore()
+    _finish_step = blocking(ElasticWorker.finish_step)
 
     def batch(self) -> Indices:
-        """The samples that are this worker's in the present step."""
+        """This worker's samples of the present step."""
         return self.worker.batch()
 
     # Collectives.
 
     def barrier(self) -> None:
-        """Wait for all."""
-        self._together(self.worker.barrier, None)
+        """Wait for all ranks."""
+        self._together(lambda worker: worker.barrier(), None)
 
     def all_reduce(self, array: Any, op: str = "sum") -> Any:
-        """The sum, mean, minimum or maximum over all; the same at every worker, to the last bit."""
-        return self._together(partial(self.worker.all_reduce, array, op), array)
+        """The sum, mean, minimum or maximum over all ranks; the same at every rank, to the last bit."""
+        return self._together(lambda worker: worker.all_reduce(array, op), array)
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """The root's value."""
-        return self._together(partial(self.worker.broadcast, value, root), value)
+        return self._together(lambda worker: worker.broadcast(value, root), value)
 
     def gather(self, value: Any, root: int = 0) -> list[Any] | None:
-        """Everybody's value, in the order of ranks, at the root; None elsewhere."""
-        gathered: list[Any] | None = self._together(partial(self.worker.gather, value, root), [value])
-        return gathered
+        """The values of all ranks in rank order, at the root; None at the other ranks."""
+        instead: list[Any] | None = [value]
+        return self._together(lambda worker: worker.gather(value, root), instead)
 
-    def _together(self, act: Callable[[], Awaitable[Any]], instead: Any) -> Any:
+    def _together(self, act: Callable[[ElasticWorker], Awaitable[R]], instead: R) -> R:
         try:
             return self._run(act)
         except StepAborted:
-            if self._careful or not self._is_stepping:
+            if self._uses_with_step or self._step is None or self._step.is_entered:
                 raise
-            # The script goes on with something of the right shape; what it makes of it does not count.
+            # Without `with step:` the script goes on with a value of the right shape, and its state is restored.
             return instead
 
-    # What it is.
+    # Identity and progress.
 
     @property
     def worker(self) -> ElasticWorker:
-        """The worker that does the work."""
+        """The asynchronous worker behind this one."""
         if self._worker is None:
             raise copy(NOT_OPEN)
         return self._worker
@@ -183,7 +191,7 @@ class Training:
 
     @property
     def rank(self) -> int:
-        """Its rank; -1 while it has none."""
+        """The worker's position in its world; -1 outside a world."""
         return self.worker.rank
 
     @property
@@ -192,17 +200,17 @@ class Training:
 
     @property
     def generation(self) -> int:
-        """The number of the world."""
+        """The generation of the world."""
         return self.worker.generation
 
     @property
     def term(self) -> int:
-        """The term of the daemon's in which it has learnt last where the job is."""
+        """The term of the daemon that has last told the state of the job."""
         return self.worker.term
 
     @property
     def step(self) -> int:
-        """How many steps are committed."""
+        """Committed steps; of a worker that is leaving, the steps applied to its state."""
         return self.worker.step
 
     @property
@@ -226,9 +234,8 @@ class Training:
         return self.worker.state
 
     def share(self, total: int) -> range:
-        """This worker's part of `total` things, such as the samples of a step: equal to one, in the order of ranks.
-
-        Who is in no world has none.
+        """This worker's part of `total` items, such as the samples of a step: equal parts to within one item, in rank
+        order; empty outside a world.
         """
         total = count("total", total)
         size, rank = self.world_size, self.rank
@@ -236,63 +243,65 @@ class Training:
             return range(0)
         return range(total * rank // size, total * (rank + 1) // size)
 
+    def update_training_state(self, epoch: int, step: int, learning_rate: float) -> None:
+        """Set the training progress. In a world, the steps count themselves; before it, the script sets the number."""
+        self._checked_loop().call(self.worker.update_training_state, epoch, step, learning_rate)
+
+    # Events.
+
     @property
     def rescaling_requested(self) -> Event[RescalingEvent]:
-        """Happens when this worker has gone over into another world.
+        """Happens when this worker has entered another world.
 
-        Subscribers run in the worker's thread while the script waits: they may look, and wait for nothing of this
-        object's.
+        Subscribers run in the worker's thread while the script waits: they may read this object, and not wait for it.
         """
         return self.worker.rescaling_requested
 
     @property
     def state_synchronized(self) -> Event[GlobalTrainingState]:
-        """Happens when this worker is where the others are. Subscribers run as those of `rescaling_requested` do."""
+        """Happens when this worker has the training state of its new world. Subscribers run as those of
+        `rescaling_requested` do."""
         return self.worker.state_synchronized
 
     @property
     def leaving(self) -> Event[str]:
-        """Happens when this worker is to go, behind its last step: the moment to save something.
+        """Happens when this worker leaves, after its last step: the moment to save.
 
-        Subscribers run in the script's thread, which waits until they return: plain functions. The others do not meet
-        this worker any more.
+        Subscribers run in the script's thread, which waits until they return: plain functions. The other workers do
+        not meet this worker any more.
         """
         return self.worker.leaving
 
-    def drain(self, reason: str = "the script wants to go") -> None:
-        """Finish the present step, and go. It does not wait: the handler of a signal may ask for it, at any moment."""
-        loop = self._there()
+    def drain(self, reason: str = "the script asks to leave") -> None:
+        """Drain this worker: it leaves after a step. Returns at once, so that a signal handler may call it anywhere."""
+        loop = self._checked_loop()
         if loop.is_own_thread:
             self.worker.drain(reason)
         else:
             loop.tell(self.worker.drain, reason)
 
-    def update_training_state(self, epoch: int, step: int, learning_rate: float) -> None:
-        """Say how far the training is. The steps of a world are counted by the world; before it, by the script."""
-        self._there().call(self.worker.update_training_state, epoch, step, learning_rate)
+    # Data.
 
     @property
     def transfers(self) -> BlockingTransfers:
-        """What moves shards to this worker, besides rescales."""
-        return BlockingTransfers(lambda: self.worker.transfers, self._run)
+        """Moves shards to this worker. The next rescale may drop shards that were moved by hand."""
+        return BlockingTransfers(self)
 
     def should_handle_shard(self, shard_index: int, total_shards: int) -> bool:
-        """Whether a shard is this worker's."""
+        """Whether this worker owns a shard."""
         return self.worker.should_handle_shard(shard_index, total_shards)
 
-    # Inside.
-
-    def _run(self, call: Callable[..., Awaitable[R]], *arguments: Any) -> R:
-        loop = self._there()
+    def _run(self, call: Callable[[ElasticWorker], Awaitable[R]]) -> R:
+        loop = self._checked_loop()
         if loop.is_own_thread:
             raise RequestRefused(
                 "worker_waits_for_itself",
                 "a subscriber would wait for the worker, in the worker's own thread",
-                "take note in the subscriber, and do this in the next step; subscribers of `leaving` may do it at once",
+                "do this in the next step; subscribers of `leaving` may do it at once",
             )
-        return loop.run(call, *arguments)
+        return loop.run(call, self.worker)
 
-    def _there(self) -> LoopThread:
+    def _checked_loop(self) -> LoopThread:
         if self._loop is None:
             raise copy(NOT_OPEN)
         self.worker.process.check()
@@ -319,7 +328,8 @@ def join(
 
     `state` is a dict of arrays and plain values, or an object with `state_dict` and `load_state_dict`. The first worker
     creates the job, with `config` if it gives one. Without a `worker_id` the host's name and the pid make one. With
-    `peer_tls`, workers speak TLS to each other, with what `$FORGED_CA`, `$FORGED_CERTIFICATE` and `$FORGED_KEY` name.
+    `peer_tls`, workers use TLS between each other, with the files that `$FORGED_CA`, `$FORGED_CERTIFICATE` and
+    `$FORGED_KEY` name.
     """
 
     def make() -> ElasticWorker:

@@ -1,17 +1,17 @@
-"""What a worker tells the training script, and what it keeps to itself."""
+"""Errors that a worker raises in the training script, and errors between workers."""
 
 from __future__ import annotations
 
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 
 NEWS_DIFFER = frozenset({"generation_over", "topology_differs", "incarnation_differs", "not_a_member"})
-"""With which workers refuse each other when they have not heard the same; the daemon knows what holds."""
+"""Codes with which workers refuse each other that have not received the same facts; the daemon knows the truth."""
 BLAMELESS = NEWS_DIFFER | {"attempt_over"}
-"""With which a worker tells another that it has gone on to newer news, which is nobody's fault."""
+"""Codes of refusals by a worker that has received newer facts; it is not to blame."""
 
 
 class StepAborted(Unavailable):
-    """The step cannot be finished with this world; it is done again in the next one."""
+    """The step cannot be finished in this world; it is repeated in the next one."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
@@ -19,17 +19,28 @@ class StepAborted(Unavailable):
         )
 
 
+class WorldIncomplete(Unavailable):
+    """Not all members of a world have met. `peer` is a worker that was not reached, empty where that is unknown."""
+
+    def __init__(self, reason: str, peer: str) -> None:
+        super().__init__("world_incomplete", reason, "tell the daemon, which knows which workers live")
+        self.peer = peer
+
+    def __reduce__(self) -> tuple[type[WorldIncomplete], tuple[str, str]]:
+        return WorldIncomplete, (self.message, self.peer)
+
+
 class WorkerEvicted(RequestRefused):
-    """The daemon counts this worker as dead, and the others go on without it."""
+    """The daemon counts this worker as dead, and training continues without it."""
 
     def __init__(self, reason: str) -> None:
         super().__init__("worker_evicted", f"this worker counts as dead: {reason}", "start another")
 
 
 class JobEnded(RequestRefused):
-    """There is nothing to train any more."""
+    """The job was aborted, removed, or completed before this worker was taken in."""
 
 
-def passes(error: ForgedError) -> bool:
-    """Whether it is the others' affair, or the daemon's; what is wrong with the script or its state does not pass."""
+def is_temporary(error: ForgedError) -> bool:
+    """Whether a later try may succeed; an error in the script or its state stays."""
     return isinstance(error, (Unavailable, PeerError)) or error.code in NEWS_DIFFER

@@ -1,7 +1,8 @@
-"""Several subscribers to what happens to a worker.
+"""Events of a worker, to which the training script subscribes.
 
-Law: a subscriber that fails is nobody else's affair: the others hear all the same, and its error is logged. None is
-left out silently: where nobody awaits subscribers, an asynchronous one is refused.
+Invariants:
+- A subscriber that fails is logged and does not keep the other subscribers from being called.
+- An asynchronous subscriber is refused where the event is not awaited: it would never run.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from inspect import isawaitable, iscoroutinefunction
 from typing import Generic, TypeVar
 
+from forged.elastic.model import GlobalTrainingState, RescalingEvent
 from forged.errors import RequestRefused, describe
 from forged.log import Log
 
@@ -19,57 +21,65 @@ T = TypeVar("T")
 
 
 class Event(Generic[T]):
-    """Something that may happen, and who wants to hear of it."""
+    """Something that may happen, and its subscribers."""
 
     def __init__(self, name: str, log: Log, *, is_awaited: bool = False) -> None:
         self.is_awaited = is_awaited
-        """Whether subscribers may be asynchronous, because whoever fires it waits for them."""
+        """Whether subscribers may be asynchronous."""
         self._name = name
         self._log = log
         self._subscribers: dict[Callable[[T], object], None] = {}
 
     def subscribe(self, subscriber: Callable[[T], object]) -> Callable[[T], object]:
-        """Be called when it happens; also to be used as a decorator."""
+        """Call the subscriber whenever the event happens; also usable as a decorator."""
         if iscoroutinefunction(subscriber) and not self.is_awaited:
-            raise self._awaits_nobody()
+            raise self._not_awaited()
         self._subscribers[subscriber] = None
         return subscriber
 
     def unsubscribe(self, subscriber: Callable[[T], object]) -> None:
-        """Be called no more; no error for who is not."""
+        """No effect for a function that does not subscribe."""
         self._subscribers.pop(subscriber, None)
 
     def fire(self, value: T) -> None:
-        """Tell everybody."""
         for subscriber in tuple(self._subscribers):
-            with self._told_if_it_fails():
-                self._let_go_of(subscriber(value))
+            with self._logging_failure():
+                self._discard(subscriber(value))
 
     async def fire_and_wait(self, value: T) -> None:
-        """Tell everybody, one after the other, and wait for those that are asynchronous."""
+        """Call the subscribers one after the other, and await the asynchronous ones."""
         for subscriber in tuple(self._subscribers):
-            with self._told_if_it_fails():
+            with self._logging_failure():
                 done = subscriber(value)
                 if isawaitable(done):
                     await done
 
-    def _let_go_of(self, done: object) -> None:
-        """What a subscriber returns does not matter, unless it has yet to be awaited; a task goes on by itself."""
+    def _discard(self, done: object) -> None:
+        """Drop what a subscriber returns: a task runs by itself, a coroutine never would."""
         if isawaitable(done) and not isfuture(done):
             if isinstance(done, Coroutine):
                 done.close()
-            raise self._awaits_nobody()
+            raise self._not_awaited()
 
-    def _awaits_nobody(self) -> RequestRefused:
+    def _not_awaited(self) -> RequestRefused:
         return RequestRefused(
             "subscriber_asynchronous",
-            f"nobody awaits what subscribes to `{self._name}` here, and an asynchronous function would never be run",
-            "subscribe a plain function, and do elsewhere what has to be awaited",
+            f"subscribers of `{self._name}` are not awaited here, so an asynchronous function would never run",
+            "subscribe a plain function, and await elsewhere",
         )
 
     @contextmanager
-    def _told_if_it_fails(self) -> Iterator[None]:
+    def _logging_failure(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - a subscriber is somebody else's code
+        except Exception as error:  # noqa: BLE001 - a subscriber is code of the script
             self._log.error("a subscriber failed", event_name=self._name, reason=describe(error))
+
+
+class WorkerEvents:
+    """The events of one worker."""
+
+    def __init__(self, log: Log) -> None:
+        self.rescaling_requested: Event[RescalingEvent] = Event("rescaling_requested", log)
+        self.state_synchronized: Event[GlobalTrainingState] = Event("state_synchronized", log)
+        self.leaving: Event[str] = Event("leaving", log, is_awaited=True)

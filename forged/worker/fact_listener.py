@@ -1,122 +1,151 @@
-"""How a worker learns what happens to its job.
+"""Keeps a worker's view of its job current, and acts at once on what cannot wait for the next step boundary.
 
-Law: facts are heard in their order, for as long as the worker is registered. What was missed is asked for, by one
-question at a time, and training goes on meanwhile. Whoever the daemon does not want any more learns why.
+Invariants:
+- Facts are taken in their order for as long as the worker is registered.
+- Missed facts are made up for by joining again, one request at a time; training continues meanwhile.
+- A worker that the daemon no longer accepts learns the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from random import Random
-
 from anyio.abc import TaskGroup
 
-from forged.client.client import ForgedClient
 from forged.client.stream import FactStream
-from forged.elastic.messages import ShowCluster
+from forged.elastic.messages import JoinReply
 from forged.elastic.phases import Phase
 from forged.errors import ForgedError, RequestRefused
+from forged.jobs.model import JobChanged
 from forged.kernel.messages import Gap, Record
-from forged.log import Log
-from forged.worker.daemon.registration import persevere
+from forged.worker.daemon.heartbeat import Heartbeat
+from forged.worker.daemon.registration import Registration
+from forged.worker.data.shard_holder import ShardHolder
+from forged.worker.drain import Drain
 from forged.worker.errors import JobEnded, WorkerEvicted
-from forged.worker.worker_state.job_view import JobView
+from forged.worker.mesh import Mesh
+from forged.worker.worker_state.session_state import SessionState
+from forged.worker.worker_state.worker_spec import WorkerSpec
 
 
 class FactListener:
-    """Keeps the standing of one worker up to date; `heard` is told of each thing that was heard."""
+    """Takes the facts of one worker's job."""
 
     def __init__(
         self,
-        client: ForgedClient,
-        job: str,
-        standing: JobView,
-        *,
-        ask: Callable[[], Awaitable[object]],
-        heard: Callable[[Record | Gap], None],
-        wake: Callable[[], None],
+        spec: WorkerSpec,
+        state: SessionState,
+        registration: Registration,
+        heartbeat: Heartbeat,
+        drain: Drain,
+        mesh: Mesh,
         tasks: TaskGroup,
-        source: Random,
-        log: Log,
     ) -> None:
-        self._client = client
-        self._job = job
-        self._standing = standing
-        self._ask = ask
-        self._heard = heard
-        self._wake = wake
+        self.shards: ShardHolder | None = None
+        """Set once the worker has been taken in, if it has training data."""
+        self._spec = spec
+        self._state = state
+        self._view = state.view
+        self._registration = registration
+        self._heartbeat = heartbeat
+        self._drain = drain
+        self._mesh = mesh
         self._tasks = tasks
-        self._random = source
-        self._log = log
         self._may_ask = False
         self._is_asking = False
         self._gaps = 0
 
+    # Facts.
+
     async def listen(self, facts: FactStream) -> None:
-        """Hear what happens to the job, for ever."""
+        """Take facts for as long as the stream lasts."""
         try:
             async for item in facts:
                 self.hear(item)
         except ForgedError as error:
-            # Training cannot go on here.
-            self._standing.end = error
-            self._wake()
+            self._state.fail(error)
         finally:
             facts.close()
 
     def hear(self, item: Record | Gap) -> None:
-        """Take one thing."""
         if isinstance(item, Gap):
-            self._standing.miss(item)
+            self._view.miss(item)
             self._gaps += 1
         else:
-            self._standing.hear(item)
+            self._view.hear(item)
         self._ask_if_outdated()
-        self._heard(item)
-        self._wake()
+        self._act_on(item)
+        self._state.wake()
+
+    def _act_on(self, item: Record | Gap) -> None:
+        if isinstance(item, Record) and isinstance(item.fact, JobChanged):
+            self._state.follow_settings(item.fact.settings)
+            self._heartbeat.follow_settings()
+        self._drain.begin_if_told()
+        self._drain.hear(item)
+        if self.shards is not None:
+            if isinstance(item, Record):
+                self.shards.on_fact(item.fact)
+            self.shards.obtain_in_background(self._view.moving)
+        world = self._state.current_world.world
+        if self._view.lost and world is not None:
+            world.abort(f"{self._view.lost} is gone")
+
+    # The daemon's answer to a join, which is newer than a gap in the facts.
+
+    def learn(self, joined: JoinReply) -> None:
+        """Take over what the daemon has told of the job."""
+        self._mesh.trust(joined.peer_key)
+        self._view.catch_up(joined)
+        self._state.follow_settings(self._view.settings)
+        self._heartbeat.follow_settings()
+        self._drain.begin_if_told()
+        if self.shards is not None:
+            self.shards.obtain_in_background(self._view.moving)
 
     def begin_to_ask(self) -> None:
-        """The daemon knows this worker: what is missed can be asked for from now on, and what was missed already."""
+        """The daemon knows this worker: make up for missed facts from now on."""
         self._may_ask = True
         self._ask_if_outdated()
 
     def _ask_if_outdated(self) -> None:
-        if self._standing.outdated and self._may_ask and not self._is_asking:
+        if self._view.outdated and self._may_ask and not self._is_asking:
             self._is_asking = True
             self._tasks.start_soon(self._catch_up)
 
     async def _catch_up(self) -> None:
-        """Learn what was missed; training goes on meanwhile."""
         try:
-            while self._standing.outdated:
+            while self._view.outdated:
                 gaps = self._gaps
-                await self._ask_again()
-                # The answer may be older than what was missed meanwhile.
-                self._standing.outdated |= self._gaps > gaps and self._standing.end is None
+                await self._join_again()
+                # The answer may be older than a gap that came meanwhile.
+                self._view.outdated |= self._gaps > gaps and self._view.end is None
         except ForgedError as error:
-            self._standing.end = error
+            self._view.end = error
         finally:
             self._is_asking = False
-        self._wake()
+        self._state.wake()
 
-    async def _ask_again(self) -> None:
+    async def _join_again(self) -> None:
         try:
-            await self._ask()
+            self.learn(await self._registration.join(self._spec, again=True))
         except RequestRefused as error:
-            self._standing.outdated = False
+            self._view.outdated = False
             await self._learn_the_end(error)
+        else:
+            if self._state.drain.is_leaving:
+                # A restarted daemon does not know that the worker is leaving, and would count on it.
+                self._heartbeat.beat_now()
 
     async def _learn_the_end(self, error: RequestRefused) -> None:
-        """Find out why the daemon does not want this worker any more."""
-        standing = self._standing
+        """Find out why the daemon no longer accepts this worker."""
+        job = self._registration.job
         if error.code == "job_over":
-            shown = await persevere(lambda: self._client.request(ShowCluster(self._job)), self._random, self._log)
+            shown = await self._registration.show_cluster()
             if shown.phase is Phase.COMPLETED:
-                standing.completed = shown.state.current_step
+                self._view.completed = shown.state.current_step
             else:
-                see = f"see `forgectl events --job {self._job}`"
-                standing.end = JobEnded("job_aborted", f"the job was aborted: {shown.reason}", see)
+                see = f"see `forgectl events --job {job}`"
+                self._view.end = JobEnded("job_aborted", f"the job was aborted: {shown.reason}", see)
         elif error.code == "worker_gone":
-            standing.end = WorkerEvicted(error.message)
+            self._view.end = WorkerEvicted(error.message)
         else:
-            standing.end = error
+            self._view.end = error

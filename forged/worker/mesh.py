@@ -30,6 +30,7 @@ from forged.retry import RetryPolicy
 from forged.worker.collectives.endpoints import HubEndpoint, MemberEndpoint
 from forged.worker.collectives.world import ABORTED, World
 from forged.worker.data.shard_connections import ShardConnection, ShardConnections, ShardServer
+from forged.worker.errors import WorldIncomplete
 from forged.worker.state_transfer.transfer import Dialogue, Into, StateFetch, StateServer
 from forged.worker.transport import peer_messages
 from forged.worker.transport.bulk_channel import BulkTransport, SocketBulkTransport
@@ -49,17 +50,6 @@ PEERS_MAX = 4096
 MEETING = RetryPolicy(attempts=None, delay_s=0.02, exponential=True, delay_max_s=0.5, jitter=0.5)
 
 _HOPELESS_CODES = frozenset({ABORTED, "generation_over"})
-
-
-class WorldIncomplete(Unavailable):
-    """Not all have come; `peer` is one whom this worker did not reach, empty where it cannot know."""
-
-    def __init__(self, reason: str, peer: str) -> None:
-        super().__init__("world_incomplete", reason, "tell the daemon, which knows who lives")
-        self.peer = peer
-
-    def __reduce__(self) -> tuple[type[WorldIncomplete], tuple[str, str]]:
-        return WorldIncomplete, (self.message, self.peer)
 
 
 @dataclass(slots=True)

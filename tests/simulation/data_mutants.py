@@ -24,9 +24,9 @@ from forged.elastic.model import WorkerId
 from forged.elastic.rescale.attempt import Attempt
 from forged.worker.data.sample_usage import SampleUsage
 from forged.worker.data.shard_holder import ShardHolder
-from forged.worker.session import WorkerSession
 from forged.worker.usage_report import UsageReport
 from forged.worker.worker_state.job_view import JobView
+from forged.worker.worker_state.progress import TrainingProgress
 from tests.simulation.data_oracle import DataPromise
 
 Mutant = Callable[[], Any]
@@ -110,7 +110,7 @@ def call_lost_what_nobody_owns() -> Iterator[None]:
 @contextmanager
 def leave_the_sampler_behind() -> Iterator[None]:
     """The state goes from worker to worker, and how far the data is used does not."""
-    with patch.object(WorkerSession, "_whole_state", property(lambda self: self._state())):
+    with patch.object(TrainingProgress, "transferable_state", property(lambda self: self.script_state)):
         yield
 
 

@@ -190,12 +190,12 @@ def tolerate_every_failure() -> Iterator[None]:
 @contextmanager
 def forget_what_was_finished() -> Iterator[None]:
     """A worker that has finished a step which may not count says nothing of it."""
-    stop: Callable[[TrainingProgress], StopReport] = vars(TrainingProgress)["stop"].fget
+    stop: Callable[[TrainingProgress], StopReport] = vars(TrainingProgress)["stop_report"].fget
 
     def forgetful(self: TrainingProgress) -> StopReport:
         return replace(stop(self), finished=False)
 
-    with patch.object(TrainingProgress, "stop", property(forgetful)):
+    with patch.object(TrainingProgress, "stop_report", property(forgetful)):
         yield
 
 

@@ -89,7 +89,7 @@ class Trainer:
     @property
     def member(self) -> WorkerSession:
         """What its worker is made of while it is connected."""
-        return self.worker._member
+        return self.worker._connected
 
     async def run(self) -> None:
         """Train until there is nothing more to do."""
@@ -121,7 +121,7 @@ class Trainer:
 
     def __repr__(self) -> str:
         done = "" if self.task is None or not self.task.done() else f", over: {self.task}"
-        return f"{self.name}: step {self.worker.step}, {self.worker._standing}{done}"
+        return f"{self.name}: step {self.worker.step}, {self.worker._state.view}{done}"
 
 
 @dataclass
@@ -172,6 +172,10 @@ class Crew:
                 error = trainer.task.exception()
                 if isinstance(error, AssertionError):
                     raise error
+
+    def is_stopped(self) -> bool:
+        """Whether the world of every trainer has stopped."""
+        return all(trainer.worker._state.current_world.is_stopped for trainer in self.trainers.values())
 
     async def world_of(self, *names: str, steps: int = 2) -> None:
         """Wait until these, and nobody else, train together."""

@@ -537,14 +537,14 @@ class TestSignals:
     ) -> None:
         main = threading.main_thread().ident
         assert main is not None
-        come_along = Rescaler.come_along
+        advance = Rescaler.advance
 
-        async def terminate(passage: Rescaler) -> None:
+        async def terminate(rescaler: Rescaler) -> None:
             monkeypatch.undo()
             signal.pthread_kill(main, signal.SIGTERM)
-            await come_along(passage)
+            await advance(rescaler)
 
-        monkeypatch.setattr(Rescaler, "come_along", terminate)
+        monkeypatch.setattr(Rescaler, "advance", terminate)
         with at(endpoint, config=config(min_workers=2)) as worker:
             assert list(worker.steps()) == []
         assert [fact.reason for fact in past(client, WorkerLeft)] == ["it was told to end, by SIGTERM"]
@@ -597,7 +597,7 @@ class TestSignals:
             with at(endpoint) as worker:
                 for step in worker.steps():
                     if step == 2:
-                        worker._there().tell(lambda: waited.append(not came_back.wait(PATIENCE_S)))
+                        worker._checked_loop().tell(lambda: waited.append(not came_back.wait(PATIENCE_S)))
                         signal.raise_signal(signal.SIGALRM)
                         came_back.set()
         finally:
@@ -694,7 +694,7 @@ class TestLeaving:
         b.result(PATIENCE_S)
         (failure,) = log.of("a subscriber failed")
         assert failure["event_name"] == "leaving"
-        assert "worker_leaving" in failure["reason"] or "on its way out" in failure["reason"]
+        assert "worker_leaving" in failure["reason"] or "is leaving" in failure["reason"]
 
     def test_a_subscriber_in_the_workers_thread_cannot_wait_for_it_and_is_told_what_to_do(self, endpoint: str) -> None:
         log = Heard()

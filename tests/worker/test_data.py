@@ -37,11 +37,11 @@ from forged.elastic.messages import RescaleCompleted, RescaleStarted, ShowCluste
 from forged.errors import RequestRefused
 from forged.kernel.messages import Fact, Record
 from forged.retry import RetryPolicy
+from forged.worker import drain
 from forged.worker.daemon.registration import Registration
 from forged.worker.data import local_shards, transfer_reports
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.data.transfer_reports import TransferReports
-from forged.worker.drain import drain
 from forged.worker.errors import JobEnded, WorkerEvicted
 from tests.client.daemon_runner import SOON, DaemonRunner
 from tests.data.wards import LaggingStore, filling
@@ -500,7 +500,7 @@ class TestWhoIsToGo:
                 ranch.start("b")
                 await soon(reached)
                 ranch.crew["b"].worker.drain("a change of mind")
-                ranch.crew["b"].member.wake()
+                ranch.crew["b"].member.state.wake()
             await ranch.crew.over("b")
             await ranch.crew.world_of("a")
             await ranch.check_holdings("a")
@@ -551,7 +551,7 @@ class TestWhoIsToGo:
             assert await ranch.crew.over("b") == [None]
             if daemon == "there":
                 (left,) = await ranch.facts(WorkerLeft)
-                assert left.reason == "the spot price; nobody came for what it holds for 1 s"
+                assert left.reason == "the spot price; no worker came for what it holds for 1 s"
 
 
 class TestTheBackground:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
-from forged.worker.errors import NEWS_DIFFER, StepAborted, WorkerEvicted, passes
+from forged.worker.errors import NEWS_DIFFER, StepAborted, WorkerEvicted, is_temporary
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from forged.worker.errors import NEWS_DIFFER, StepAborted, WorkerEvicted, passes
     ids=lambda error: error.code,
 )
 def test_what_is_the_others_affair_passes(error: ForgedError) -> None:
-    assert passes(error)
+    assert is_temporary(error)
 
 
 @pytest.mark.parametrize(
@@ -26,4 +26,4 @@ def test_what_is_the_others_affair_passes(error: ForgedError) -> None:
     ids=lambda error: error.code,
 )
 def test_what_is_wrong_here_does_not_pass(error: ForgedError) -> None:
-    assert not passes(error)
+    assert not is_temporary(error)

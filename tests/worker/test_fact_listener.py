@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,14 +21,15 @@ from forged.elastic.messages import (
     RescaleStarted,
     ShowCluster,
 )
+from forged.elastic.model import WorkerId
 from forged.elastic.phases import Phase
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 from forged.kernel.messages import Gap, Record
-from forged.log import SILENT
 from forged.net.protocol.messages import Facts
 from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.fact_listener import FactListener
-from forged.worker.worker_state.job_view import JobView
+from forged.worker.worker_state.progress import TrainingProgress
+from forged.worker.worker_state.session_state import SessionState
 from tests.client.daemon_runner import DaemonRunner, config_in
 from tests.client.proxy import Proxy
 from tests.kernel_fixture import on_virtual_time, task_group
@@ -77,20 +77,32 @@ class Scene:
 
     def __init__(self, daemon: Daemon, tasks: TaskGroup) -> None:
         self.daemon = daemon
-        self.standing = JobView("me", known=True)
+        self.state = SessionState(WorkerId("me", "host", 1), TrainingProgress(0.0, 0))
+        self.view = self.state.view
+        self.view.known = True
         self.heard: list[Record | Gap] = []
         self.wakes = 0
-        self.hearing = FactListener(
-            cast("Any", daemon),
-            "run",
-            self.standing,
-            ask=self._ask,
-            heard=self.heard.append,
-            wake=self._wake,
-            tasks=tasks,
-            source=Random(1),
-            log=SILENT,
-        )
+        self.state.wake = self._wake  # type: ignore[method-assign]
+        anything: Any = self
+        self.listener = FactListener(anything, self.state, anything, anything, anything, anything, tasks)
+        self.listener.learn = self._learn  # type: ignore[method-assign]
+
+    job = "run"
+
+    async def join(self, spec: object, *, again: bool) -> Any:
+        assert again
+        await self._ask()
+
+    async def show_cluster(self) -> Any:
+        return await self.daemon.request(ShowCluster("run"))
+
+    def begin_if_told(self) -> None: ...
+
+    def hear(self, item: Record | Gap) -> None:
+        self.heard.append(item)
+
+    def _learn(self, joined: object) -> None:
+        self.view.outdated = False
 
     async def _ask(self) -> None:
         daemon = self.daemon
@@ -99,7 +111,6 @@ class Scene:
         answer = daemon.answers.pop(0) if len(daemon.answers) > 1 else (daemon.answers or [None])[0]
         if answer is not None:
             raise answer
-        self.standing.outdated = False
 
     def _wake(self) -> None:
         self.wakes += 1
@@ -116,8 +127,8 @@ def scene(act: Callable[[Scene], Any], *answers: ForgedError | None, phase: Phas
 def test_what_is_heard_changes_the_standing_and_is_handed_on_in_its_order() -> None:
     async def act(scene: Scene) -> None:
         stream = Stream(PAUSED, DONE)
-        await scene.hearing.listen(cast("Any", stream))
-        assert (scene.standing.paused, scene.standing.completed) == (True, 9)
+        await scene.listener.listen(cast("Any", stream))
+        assert (scene.view.paused, scene.view.completed) == (True, 9)
         assert scene.heard == [PAUSED, DONE]
         assert scene.wakes == 2
         assert stream.is_closed
@@ -129,8 +140,8 @@ def test_a_stream_that_fails_ends_the_training_and_is_closed() -> None:
     async def act(scene: Scene) -> None:
         error = PeerError("stream_lost", "it is gone")
         stream = Stream(PAUSED, error=error)
-        await scene.hearing.listen(cast("Any", stream))
-        assert scene.standing.end is error
+        await scene.listener.listen(cast("Any", stream))
+        assert scene.view.end is error
         assert (scene.wakes, stream.is_closed) == (2, True)
 
     scene(act)
@@ -141,24 +152,24 @@ def test_a_stream_that_is_given_up_is_closed() -> None:
         stream = Stream(PAUSED)
         with anyio.CancelScope() as scope:
             scope.cancel()
-            await scene.hearing.listen(cast("Any", stream))
+            await scene.listener.listen(cast("Any", stream))
         assert stream.is_closed
-        assert scene.standing.end is None
+        assert scene.view.end is None
 
     scene(act)
 
 
 def test_what_was_missed_is_asked_for_by_one_question_at_a_time() -> None:
     async def act(scene: Scene) -> None:
-        scene.hearing.begin_to_ask()
+        scene.listener.begin_to_ask()
         for _ in range(3):
-            scene.hearing.hear(GAP)
-        assert scene.standing.outdated
+            scene.listener.hear(GAP)
+        assert scene.view.outdated
         await anyio.sleep(10)
         assert scene.daemon.asked == 1
-        assert not scene.standing.outdated
+        assert not scene.view.outdated
         assert scene.wakes == 4
-        scene.hearing.hear(GAP)
+        scene.listener.hear(GAP)
         await anyio.sleep(10)
         assert scene.daemon.asked == 2
 
@@ -167,23 +178,23 @@ def test_what_was_missed_is_asked_for_by_one_question_at_a_time() -> None:
 
 def test_what_is_missed_while_it_asks_is_asked_for_again() -> None:
     async def act(scene: Scene) -> None:
-        scene.hearing.begin_to_ask()
-        scene.hearing.hear(GAP)
+        scene.listener.begin_to_ask()
+        scene.listener.hear(GAP)
         await anyio.sleep(0.5)
-        scene.hearing.hear(GAP)
+        scene.listener.hear(GAP)
         await anyio.sleep(10)
         assert scene.daemon.asked == 2
-        assert not scene.standing.outdated
+        assert not scene.view.outdated
 
     scene(act)
 
 
 def test_nobody_asks_before_the_daemon_knows_the_worker_and_then_at_once() -> None:
     async def act(scene: Scene) -> None:
-        scene.hearing.hear(GAP)
+        scene.listener.hear(GAP)
         await anyio.sleep(10)
         assert scene.daemon.asked == 0
-        scene.hearing.begin_to_ask()
+        scene.listener.begin_to_ask()
         await anyio.sleep(10)
         assert scene.daemon.asked == 1
 
@@ -193,14 +204,14 @@ def test_nobody_asks_before_the_daemon_knows_the_worker_and_then_at_once() -> No
 @pytest.mark.parametrize("phase", [Phase.COMPLETED, Phase.ABORTED])
 def test_of_a_job_that_is_over_it_learns_how_it_ended(phase: Phase) -> None:
     async def act(scene: Scene) -> None:
-        scene.hearing.begin_to_ask()
-        scene.hearing.hear(GAP)
+        scene.listener.begin_to_ask()
+        scene.listener.hear(GAP)
         await anyio.sleep(10)
         if phase is Phase.COMPLETED:
-            assert (scene.standing.completed, scene.standing.end) == (12, None)
+            assert (scene.view.completed, scene.view.end) == (12, None)
         else:
-            assert isinstance(scene.standing.end, JobEnded)
-            assert "too many failed" in scene.standing.end.message
+            assert isinstance(scene.view.end, JobEnded)
+            assert "too many failed" in scene.view.end.message
         assert scene.wakes == 2
 
     scene(act, RequestRefused("job_over", "it is over"), phase=phase)
@@ -216,11 +227,11 @@ def test_of_a_job_that_is_over_it_learns_how_it_ended(phase: Phase) -> None:
 )
 def test_whoever_is_not_wanted_any_more_ends_and_asks_no_more(refusal: ForgedError, end: type[ForgedError]) -> None:
     async def act(scene: Scene) -> None:
-        scene.hearing.begin_to_ask()
-        scene.hearing.hear(GAP)
+        scene.listener.begin_to_ask()
+        scene.listener.hear(GAP)
         await anyio.sleep(100)
-        assert type(scene.standing.end) is end
-        assert refusal.message in scene.standing.end.message
+        assert type(scene.view.end) is end
+        assert refusal.message in scene.view.end.message
         assert (scene.daemon.asked, scene.wakes) == (1, 2)
 
     scene(act, refusal)
@@ -230,10 +241,10 @@ def test_an_answer_that_comes_behind_the_end_of_the_tasks_hurts_nobody() -> None
     async def play() -> None:
         async with task_group() as tasks:
             one = Scene(Daemon(), tasks)
-            one.hearing.begin_to_ask()
-            one.hearing.hear(GAP)
+            one.listener.begin_to_ask()
+            one.listener.hear(GAP)
             await asyncio.sleep(0)
-        assert one.standing.outdated
+        assert one.view.outdated
 
     on_virtual_time(play)()
 
@@ -320,7 +331,7 @@ async def _all_go_on(client: ForgedClient, crew: Crew) -> None:
 
 
 async def _resumes(client: ForgedClient, crew: Crew) -> None:
-    await crew.until(lambda: all(crew[name].worker._presence.rests for name in ("a", "b")))
+    await crew.until(lambda: all(crew[name].worker._state.current_world.is_stopped for name in ("a", "b")))
     await client.resume_job(JOB)
     await _all_go_on(client, crew)
 

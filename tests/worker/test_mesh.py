@@ -16,7 +16,8 @@ from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 from forged.net.protocol import frames
 from forged.worker import mesh as mesh_module
 from forged.worker.collectives.world import CollectiveAborted
-from forged.worker.mesh import Mesh, WorldIncomplete
+from forged.worker.errors import WorldIncomplete
+from forged.worker.mesh import Mesh
 from forged.worker.transport import peer_messages
 from forged.worker.transport.peer_link import PEER_LIMITS
 from forged.worker.transport.peer_messages import (

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from forged.worker.errors import StepAborted
-from forged.worker.step import Step
+from forged.worker.step_loop import Step
+from forged.worker.worker_state.current_world import CurrentWorld
 
 
-def numbered(is_void: Callable[[], bool] = lambda: False) -> Step:
-    return Step.numbered(3, lambda: None, is_void)
+class World(SimpleNamespace):
+    """The part of a worker's world that a step looks at."""
+
+    is_void = False
+
+
+def numbered(world: World | None = None) -> Step:
+    return Step.numbered(3, cast("CurrentWorld", world or World()))
 
 
 def test_it_is_its_number() -> None:
@@ -19,11 +27,11 @@ def test_it_is_its_number() -> None:
     assert (step, step + 1, f"{step}", [0, 1, 2, 5][step]) == (3, 4, "3", 5)
 
 
-def test_who_enters_it_is_told() -> None:
-    entered: list[str] = []
-    with Step.numbered(3, lambda: entered.append("in"), lambda: False) as step:
-        assert step == 3
-    assert entered == ["in"]
+def test_it_tells_whether_the_script_has_entered_it() -> None:
+    step = numbered()
+    assert not step.is_entered
+    with step:
+        assert step.is_entered
 
 
 def test_it_swallows_that_it_was_broken_off_and_nothing_else() -> None:
@@ -34,13 +42,13 @@ def test_it_swallows_that_it_was_broken_off_and_nothing_else() -> None:
 
 
 def test_it_tells_whether_it_was_broken_off_also_when_another_is_the_present_one() -> None:
-    void = [False]
-    first, second = (numbered(lambda: void[0]) for _ in range(2))
+    world = World()
+    first, second = numbered(world), numbered(world)
     assert not first.aborted
-    void[0] = True
+    world.is_void = True
     assert first.aborted
     first.end()
-    void[0] = False
+    world.is_void = False
     second.end()
-    void[0] = True
+    world.is_void = True
     assert (first.aborted, second.aborted) == (True, False)

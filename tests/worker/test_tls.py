@@ -79,8 +79,8 @@ def shown_by(shows: PeerTls, trusts: Certificates) -> PeerTls:
 
 def show(worker: ElasticWorker, identity: PeerTls) -> None:
     """Have its door show another certificate from now on."""
-    assert worker._membership is not None
-    network = worker._membership._mesh._network
+    assert worker._session is not None
+    network = worker._session._mesh._network
     assert isinstance(network, SystemNetwork)
     assert network._tls_server is not None
     tls.renew(network._tls_server, identity.certificate, identity.key, identity.authority)

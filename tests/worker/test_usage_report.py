@@ -14,6 +14,7 @@ from forged.log import SILENT
 from forged.worker.daemon.registration import Registration
 from forged.worker.usage_report import COMPARED_MAX, INTERVAL_S, OTHERS_INTERVAL_S, UsageReport
 from forged.worker.worker_state.progress import TrainingProgress
+from forged.worker.worker_state.session_state import SessionState
 from tests.kernel_fixture import on_virtual_time, task_group
 from tests.simulation.loop import VirtualClock
 
@@ -31,16 +32,15 @@ class Scene:
         self.said: list[ReportUsage] = []
         self.refuses = False
         self.known_to = 0
-        self.topology = ClusterTopology((FIRST, OTHER), 4)
-        self.place = TrainingProgress(0.1, 0, ElasticSampler(samples, 10, 1), None)
-        assert self.place.consumption is not None
-        self.place.consumption.enter(4, 0)
-        line = cast("Registration", self)
+        self.progress = TrainingProgress(0.1, 0, ElasticSampler(samples, 10, 1))
+        self.state = SessionState(worker, self.progress)
+        self.state.current_world.topology = ClusterTopology((FIRST, OTHER), 4)
+        assert self.progress.usage is not None
+        self.progress.usage.enter(4, 0)
         self.report = UsageReport(
-            self.place,
-            self.place.consumption,
-            lambda: self.topology,
-            line,
+            self.state,
+            self.progress.usage,
+            cast("Registration", self),
             VirtualClock(asyncio.get_running_loop()),
             SILENT,
         )
@@ -53,8 +53,8 @@ class Scene:
 
     def make_steps(self) -> None:
         for _ in range(STEPS):
-            self.place.finish_step()
-            self.place.count_step()
+            self.progress.finish_step()
+            self.progress.commit_step()
 
     def told(self) -> list[tuple[int, int, int]]:
         """By report: the world, where it began, and behind which step what was told ends."""
@@ -66,7 +66,7 @@ async def test_the_first_rank_tells_soon_and_each_thing_once() -> None:
     scene = Scene()
     scene.make_steps()
     async with task_group() as tasks:
-        tasks.start_soon(scene.report.keep_telling)
+        tasks.start_soon(scene.report.run)
         await anyio.sleep(1.5 * INTERVAL_S)
         assert scene.told() == [(4, 0, STEPS)]
         await anyio.sleep(10 * INTERVAL_S)
@@ -81,7 +81,7 @@ async def test_the_others_tell_now_and_then() -> None:
     scene = Scene(OTHER)
     scene.make_steps()
     async with task_group() as tasks:
-        tasks.start_soon(scene.report.keep_telling)
+        tasks.start_soon(scene.report.run)
         await anyio.sleep(OTHERS_INTERVAL_S - INTERVAL_S)
         assert scene.said == []
         await anyio.sleep(3 * INTERVAL_S)
@@ -91,10 +91,10 @@ async def test_the_others_tell_now_and_then() -> None:
 @on_virtual_time
 async def test_who_is_in_no_world_yet_tells_like_one_of_the_others() -> None:
     scene = Scene(OTHER)
-    scene.topology = ClusterTopology()
+    scene.state.current_world.topology = ClusterTopology()
     scene.make_steps()
     async with task_group() as tasks:
-        tasks.start_soon(scene.report.keep_telling)
+        tasks.start_soon(scene.report.run)
         await anyio.sleep(OTHERS_INTERVAL_S + 2 * INTERVAL_S)
     assert scene.told() == [(4, 0, STEPS)]
 
@@ -108,11 +108,11 @@ def crowd(before: int) -> ClusterTopology:
 @on_virtual_time
 async def test_of_many_others_each_asks_what_is_known_and_tells_the_rest() -> None:
     scene = Scene(OTHER)
-    scene.topology = crowd(2)
+    scene.state.current_world.topology = crowd(2)
     scene.make_steps()
     scene.known_to = STEPS - 1
     async with task_group() as tasks:
-        tasks.start_soon(scene.report.keep_telling)
+        tasks.start_soon(scene.report.run)
         await anyio.sleep(OTHERS_INTERVAL_S + 3 * INTERVAL_S)
         assert [said.runs for said in scene.said] == [[], [Run(STEPS - 1, 0, 10 * (STEPS - 1), 10)]]
         scene.known_to = 2 * STEPS
@@ -126,9 +126,9 @@ async def test_of_many_others_some_tell_all_the_same_and_each_has_its_turn() -> 
     turns = []
     for before in range(6):
         scene = Scene(OTHER)
-        scene.topology = crowd(before)
+        scene.state.current_world.topology = crowd(before)
         async with task_group() as tasks:
-            tasks.start_soon(scene.report.keep_telling)
+            tasks.start_soon(scene.report.run)
             for turn in range(3):
                 scene.make_steps()
                 scene.known_to = (turn + 1) * STEPS
@@ -143,7 +143,7 @@ async def test_what_the_daemon_does_not_take_is_kept_until_it_does() -> None:
     scene.make_steps()
     scene.refuses = True
     async with task_group() as tasks:
-        tasks.start_soon(scene.report.keep_telling)
+        tasks.start_soon(scene.report.run)
         await anyio.sleep(5 * INTERVAL_S)
         scene.refuses = False
         await anyio.sleep(2 * INTERVAL_S)
@@ -155,6 +155,6 @@ async def test_that_there_is_nothing_to_use_is_said_once_in_each_world() -> None
     scene = Scene(samples=0)
     for _ in range(2):
         await scene.report.tell()
-    scene.topology = ClusterTopology((FIRST,), 5)
+    scene.state.current_world.topology = ClusterTopology((FIRST,), 5)
     await scene.report.tell()
     assert [(said.generation, said.samples, said.runs) for said in scene.said] == [(4, 0, []), (5, 0, [])]

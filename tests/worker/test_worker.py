@@ -42,10 +42,10 @@ from forged.elastic.model import (
 from forged.errors import ConfigError, RequestRefused, Unavailable
 from forged.jobs.model import ChangeJob, ShowJob
 from forged.kernel.messages import Gap
-from forged.worker import worker as workers
+from forged.net.transport.port import Address
+from forged.worker import session as sessions
 from forged.worker.collectives.world import CollectiveMismatch
 from forged.worker.daemon import registration as registrations
-from forged.worker.daemon import wait_reporter
 from forged.worker.daemon.registration import LEAVE_TIMEOUT_S, Registration
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
 from forged.worker.mesh import Mesh
@@ -396,7 +396,7 @@ class TestComingAndGoing:
         async def drain(step: int) -> None:
             if step == 4:
                 crew["a"].worker.drain("the night")
-                await until(lambda: crew["a"].member.departure.is_due)
+                await until(lambda: crew["a"].member.state.is_leave_due)
 
         crew.total = 5
         (a,) = crew.make("a")
@@ -472,7 +472,7 @@ class TestComingAndGoing:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(
-            workers, "ForgedClient", lambda *where, **options: ForgedClient(*where, connect_timeout_s=0.05, **options)
+            sessions, "ForgedClient", lambda *where, **options: ForgedClient(*where, connect_timeout_s=0.05, **options)
         )
         worker = guest("me", config(), job=JOB)
         with pytest.raises(Unavailable):
@@ -488,7 +488,7 @@ class TestComingAndGoing:
             given.update(options)
             return ForgedClient(*where, **options)
 
-        monkeypatch.setattr(workers, "ForgedClient", reach)
+        monkeypatch.setattr(sessions, "ForgedClient", reach)
         async with guest("me", config(), job=JOB) as worker:
             await worker.connect(runner.endpoint)
         assert given["reconnect"].delay_max_s <= 0.5
@@ -498,7 +498,7 @@ class TestComingAndGoing:
         await crew.world_of("a")
         async with guest("b", None, job=JOB) as worker:
             await worker.connect(runner.endpoint)
-            assert worker._member.config == crew.config
+            assert worker._connected.state.config == crew.config
 
     async def test_a_script_that_fails_says_so(self, runner: DaemonRunner, client: ForgedClient) -> None:
         async def script() -> None:
@@ -566,8 +566,8 @@ class TestTraining:
             async for step in worker.steps(3):
                 with step:
                     if step == 1 and not aborted:
-                        assert worker._presence.world is not None
-                        worker._presence.world.abort("somebody is gone")
+                        assert worker._state.current_world.world is not None
+                        worker._state.current_world.world.abort("somebody is gone")
                     await worker.barrier()
                     done.append(int(step))
                 if step.aborted:
@@ -653,7 +653,7 @@ class TestTraining:
         leave = CurrentWorld.leave
 
         async def look(presence: CurrentWorld) -> None:
-            (worker,) = (one.worker for one in crew.trainers.values() if one.worker._presence is presence)
+            (worker,) = (one.worker for one in crew.trainers.values() if one.worker._state.current_world is presence)
             seen.append(worker.is_rescaling)
             await leave(presence)
 
@@ -797,7 +797,7 @@ class TestTraining:
 
 class TestWaiting:
     async def test_it_says_what_it_waits_for(self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(wait_reporter, "TOLD_AFTER_S", 0.01)
+        monkeypatch.setattr(registrations, "LOGGED_AFTER_S", 0.01)
         log = Heard()
         async with crew_at(runner.endpoint, min_workers=2) as crew:
             crew.start("a", log=log)
@@ -871,14 +871,14 @@ class TestLeaving:
             a.worker.drain("the night")
             a.state["chain"][0] = chain_behind(1)
             await a.worker.finish_step()
-            await until(lambda: a.member.departure.is_due)
+            await until(lambda: a.member.state.is_leave_due)
             interrupted = asyncio.create_task(a.worker.begin_step())
             await saves.wait()
             interrupted.cancel()
             await asyncio.wait([interrupted])
             if is_needed:
                 crew.start("b")
-                await until(lambda: not a.member.departure.is_due)
+                await until(lambda: not a.member.state.is_leave_due)
             assert await a.worker.begin_step() is None
         assert saved == ["the night"]
         if is_needed:
@@ -915,7 +915,7 @@ class TestLeaving:
             assert await worker.begin_step() == 0
             await worker.finish_step()
             worker.drain("the night")
-            await until(lambda: worker._member.departure.is_due)
+            await until(lambda: worker._connected.state.is_leave_due)
             assert await worker.begin_step() is None
         await crew.world_of("b")
         assert crew["b"].places[0].step == 1
@@ -936,7 +936,7 @@ class TestLeaving:
     async def test_who_waits_in_a_step_for_one_that_does_not_come_goes_after_a_while(
         self, runner: DaemonRunner, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("forged.worker.drain.drain.LOOK_INTERVAL_S", 0.02)
+        monkeypatch.setattr("forged.worker.drain.LOOK_INTERVAL_S", 0.02)
         holds, goes_on = asyncio.Event(), asyncio.Event()
 
         async def hold(step: int) -> None:
@@ -960,7 +960,7 @@ class TestLeaving:
     async def test_who_goes_with_a_step_that_does_not_count_names_the_one_that_its_state_is_behind(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("forged.worker.drain.drain.LOOK_INTERVAL_S", 0.02)
+        monkeypatch.setattr("forged.worker.drain.LOOK_INTERVAL_S", 0.02)
         holds, goes_on = asyncio.Event(), asyncio.Event()
         told: list[tuple[int, int]] = []
         async with crew_at(runner.endpoint, leave_timeout_ms=100) as crew:
@@ -994,13 +994,13 @@ class TestLeaving:
     async def test_one_that_waits_drains_too(self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         async with crew_at(runner.endpoint, min_workers=2) as crew:
             waits = asyncio.Event()
-            come_along = Rescaler.come_along
+            advance = Rescaler.advance
 
-            async def come(passage: Rescaler) -> None:
+            async def come(rescaler: Rescaler) -> None:
                 waits.set()
-                await come_along(passage)
+                await advance(rescaler)
 
-            monkeypatch.setattr(Rescaler, "come_along", come)
+            monkeypatch.setattr(Rescaler, "advance", come)
             crew.start("a")
             await waits.wait()
             crew["a"].worker.drain("nobody comes")
@@ -1050,14 +1050,14 @@ class TestLeaving:
             crew.start("a")
             await crew.world_of("a", steps=5)
             worker = crew["a"].worker
-            passage = crew["a"].member.passage
-            go_on = getattr(passage, moment)
+            rescaler = crew["a"].member.rescaler
+            go_on = getattr(rescaler, moment)
 
             async def drain_first(*arguments: Any) -> None:
                 worker.drain("in the middle of it")
                 await go_on(*arguments)
 
-            monkeypatch.setattr(passage, moment, drain_first)
+            monkeypatch.setattr(rescaler, moment, drain_first)
             crew.start("b")
             assert await crew.over("a") == [None]
             await crew.world_of("b")
@@ -1068,15 +1068,15 @@ class TestLeaving:
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         worker = guest("me", config(), job=JOB)
-        open_door = worker._open_door
+        open_mesh = Mesh.open
 
         @asynccontextmanager
-        async def drain_behind(client: ForgedClient) -> AsyncIterator[Mesh]:
-            async with open_door(client) as mesh:
-                yield mesh
+        async def drain_at_the_end(mesh: Mesh, *address: Any) -> AsyncIterator[Address]:
+            async with open_mesh(mesh, *address) as opened:
+                yield opened
                 worker.drain("SIGTERM")
 
-        monkeypatch.setattr(worker, "_open_door", drain_behind)
+        monkeypatch.setattr(Mesh, "open", drain_at_the_end)
         async with worker.session(runner.endpoint):
             await worker.register()
 
@@ -1131,8 +1131,8 @@ class TestLeaving:
         crew.start("b")
         await held.wait()
         a = crew["a"].member
-        heard_at = a._standing.heard_at
-        a._hearing.hear(Gap(heard_at + 1, heard_at + 2, "the journal has moved on"))
+        heard_at = a.state.view.heard_at
+        a.listener.hear(Gap(heard_at + 1, heard_at + 2, "the journal has moved on"))
         go.set()
         await crew.world_of("a", "b")
         await crew.finish("a", "b")
@@ -1231,7 +1231,9 @@ class TestWishesOfOperators:
         crew.start("a", "b")
         await crew.world_of("a", "b")
         await client.pause_job(JOB)
-        await crew.until(lambda: all(trainer.worker._presence.rests for trainer in crew.trainers.values()))
+        await crew.until(
+            lambda: all(trainer.worker._state.current_world.is_stopped for trainer in crew.trainers.values())
+        )
         steps = [trainer.worker.step for trainer in crew.trainers.values()]
         assert steps[0] == steps[1]
         await client.resume_job(JOB)
@@ -1244,7 +1246,9 @@ class TestWishesOfOperators:
         crew.start("a", "b")
         await crew.world_of("a", "b")
         await client.pause_job(JOB)
-        await crew.until(lambda: all(trainer.worker._presence.rests for trainer in crew.trainers.values()))
+        await crew.until(
+            lambda: all(trainer.worker._state.current_world.is_stopped for trainer in crew.trainers.values())
+        )
         step = crew["a"].worker.step
         entered = asyncio.Event()
         (late,) = crew.make("c")
@@ -1252,7 +1256,7 @@ class TestWishesOfOperators:
         crew.start("c")
         await entered.wait()
         assert late.worker.world_size == 3
-        assert late.worker._presence.rests
+        assert late.worker._state.current_world.is_stopped
         await client.resume_job(JOB)
         await crew.world_of("a", "b", "c")
         assert late.places[0].step == step
@@ -1278,7 +1282,7 @@ class TestWishesOfOperators:
             await anext(facts)
         await client.resume_job(JOB)
         async with asyncio.timeout(PATIENCE_S):
-            while crew["a"].worker._standing.paused or not crew["a"].worker._standing.attempt:
+            while crew["a"].worker._state.view.paused or not crew["a"].worker._state.view.attempt:
                 await asyncio.sleep(0.001)
         crew["a"].before_step = None
         go_on.set()

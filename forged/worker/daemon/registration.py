@@ -1,13 +1,15 @@
-"""What a worker says to the daemon.
+"""The requests and signals that a worker sends to the daemon.
 
-Law: what the others wait for is said until the daemon has heard it, however long it is away. That a report comes too
-late for its attempt is nobody's mistake; every other refusal is told. All of it goes under the incarnation of this
-worker, so that nothing is taken for the word of another with its name.
+Invariants:
+- A request that other workers wait for is repeated until the daemon has answered, however long it is away.
+- A report that comes too late for its attempt is dropped; every other refusal is raised.
+- Everything carries the worker's incarnation, so that it is not taken for another worker of the same name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import os
+from collections.abc import Awaitable, Callable, Iterator
 from random import Random
 from typing import Any, TypeVar
 
@@ -16,10 +18,11 @@ import msgspec
 
 from forged import retry
 from forged.client.client import ForgedClient
-from forged.elastic.compatibility import SharedConfig
+from forged.data.training import common_of
 from forged.elastic.messages import (
     AnnounceLeave,
     AttemptProgress,
+    ClusterView,
     Heartbeat,
     JoinJob,
     JoinReply,
@@ -28,25 +31,36 @@ from forged.elastic.messages import (
     ReportReady,
     ReportStopped,
     ReportTrouble,
+    ShowCluster,
 )
 from forged.elastic.model import WorkerId
 from forged.elastic.rescale.attempt import StopReport
 from forged.errors import ForgedError, RequestRefused
-from forged.jobs.model import SettingValue
 from forged.kernel.messages import Request
 from forged.log import Log
 from forged.retry import RetryPolicy
-from forged.worker.daemon.wait_reporter import pauses
+from forged.worker.worker_state.worker_spec import WorkerSpec
 
 R = TypeVar("R")
 
 PERSEVERING = RetryPolicy(attempts=None, delay_s=0.05, exponential=True, delay_max_s=1.0, jitter=0.5)
 LEAVE_TIMEOUT_S = 2.0
-"""How long it tries to say goodbye, whatever happens meanwhile."""
+"""How long a goodbye is tried even if the worker is cancelled."""
+LOGGED_AFTER_S = 10.0
+"""How long something is waited for before that is logged as a warning."""
+LOG_PAUSE_S_MAX = 600.0
+
+
+def log_pauses() -> Iterator[float]:
+    """The seconds before the first warning about a wait, and from each warning to the next."""
+    pause_s = LOGGED_AFTER_S
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, LOG_PAUSE_S_MAX)
 
 
 class Registration:
-    """One worker's word."""
+    """One worker's requests to the daemon."""
 
     def __init__(
         self, client: ForgedClient, job: str, worker: WorkerId, incarnation: bytes, source: Random, log: Log
@@ -58,35 +72,35 @@ class Registration:
         self._random = source
         self._log = log
 
-    async def join(
-        self,
-        pid: int,
-        attributes: Mapping[str, str],
-        settings: dict[str, SettingValue] | None,
-        *,
-        again: bool = False,
-        with_data: bool = False,
-        local_world_size: int = 1,
-        common: SharedConfig | None = None,
-    ) -> JoinReply:
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection to a daemon."""
+        return self._client.connected
+
+    # Joining.
+
+    async def join(self, spec: WorkerSpec, *, again: bool = False) -> JoinReply:
         """Become a worker of the job; `again`, to learn what was missed."""
         return await self.say(
             JoinJob(
                 self.job,
                 self.worker,
                 self.incarnation,
-                pid,
-                local_world_size,
-                attributes=dict(attributes),
-                settings=settings,
+                os.getpid(),
+                spec.local_world_size,
+                attributes=dict(spec.attributes),
+                # An operator may have changed the settings since the first time.
+                settings=None if again else spec.settings,
                 rejoin=again,
-                with_data=with_data,
-                shared_config=common,
+                with_data=spec.data is not None,
+                shared_config=common_of(spec.data, spec.sampler),
             )
         )
 
+    # Rescaling.
+
     async def stopped(self, attempt: int, stop: StopReport) -> bool:
-        """Say where this worker has stopped; false if that comes too late."""
+        """Send the stop report; false if it comes too late."""
         return await self._report(
             ReportStopped(
                 self.job,
@@ -103,46 +117,71 @@ class Registration:
         )
 
     async def ready(self, attempt: int) -> bool:
-        """Say that this worker has the state; false if that comes too late."""
+        """Report that this worker has the state and its shards; false if the report comes too late."""
         return await self._report(ReportReady(self.job, self.worker.id, self.incarnation, attempt))
 
+    async def complain(self, generation: int, peer: str, why: str) -> None:
+        """Report that this worker cannot continue in its world."""
+        await self.say(ReportTrouble(self.job, self.worker.id, self.incarnation, generation, peer, reason=why))
+
+    def receiving(self, attempt: int, received: int, *, trouble: str, unreached: str) -> None:
+        """Signal how much of the state has arrived, which worker is out of reach, and why."""
+        said = AttemptProgress(self.job, self.worker.id, self.incarnation, attempt, received)
+        self._client.signal(msgspec.structs.replace(said, trouble=trouble, unreachable_peer=unreached))
+
+    # Living and waiting.
+
+    def beat(self, step: int, marks: int, every_s: float, *, parting: bool = False) -> None:
+        """Signal a heartbeat; the next one is due in `every_s`."""
+        self._client.signal(Heartbeat(self.job, self.worker.id, self.incarnation, step, marks, every_s, parting))
+
+    async def why_waiting(self) -> str:
+        """What the job waits for, in the daemon's words. Asked once, without a retry."""
+        try:
+            shown = await self._client.request(ShowCluster(self.job))
+        except ForgedError as error:
+            return f"the daemon does not answer: {error.message}"
+        return shown.stall_report or f"the job is {shown.phase}"
+
+    async def show_cluster(self) -> ClusterView:
+        """How the job is, or how it ended."""
+        return await self.say(ShowCluster(self.job))
+
+    # Leaving.
+
     async def announce_leave(self, reason: str) -> bool:
-        """Say that this worker is to go, so that others form a world without it; tells whether it may go at once."""
+        """Record that this worker drains, so that a world without it is formed; tells whether it may leave at once."""
         leave = await self.say(AnnounceLeave(self.job, self.worker.id, self.incarnation, reason))
         return leave.may_leave
 
     async def may_leave(self) -> bool:
-        """Whether it may by now; costs the daemon no decision."""
+        """Whether this worker may leave by now; the daemon only reads."""
         leave = await self.say(ReadLeave(self.job, self.worker.id, self.incarnation))
         return leave.may_leave
 
     async def leave_if_it_may(self, reason: str, step: int) -> bool:
-        """Go, unless the others need this worker; tells whether it has gone."""
+        """Leave, unless the other workers need this one; tells whether it has left."""
         leave = await self.say(
             LeaveJob(self.job, self.worker.id, self.incarnation, reason, step=step, if_permitted=True)
         )
         return leave.may_leave
 
-    async def complain(self, generation: int, peer: str, why: str) -> None:
-        """Say that this worker cannot go on with its world."""
-        await self.say(ReportTrouble(self.job, self.worker.id, self.incarnation, generation, peer, reason=why))
+    async def leave(self, reason: str, step: int, timeout_s: float, *, done: bool, failed: bool) -> bool:
+        """Leave, if the daemon answers in time; a cancelled worker tries for `LEAVE_TIMEOUT_S`.
 
-    async def leave(self, reason: str, step: int, patience_s: float, *, done: bool, failed: bool) -> bool:
-        """Say that this worker goes, if that can be said in time; who is interrupted tries no longer than a moment.
-
-        Tells whether there is nothing left to be said.
+        Returns whether the daemon has answered.
         """
         is_said = False
         request = LeaveJob(self.job, self.worker.id, self.incarnation, reason, done, failed, step)
-        with anyio.move_on_after(patience_s) as scope:
-            # Who is cancelled says it all the same, unless nobody listens.
-            with anyio.move_on_after(min(patience_s, LEAVE_TIMEOUT_S), shield=True) as moment:
+        with anyio.move_on_after(timeout_s) as scope:
+            # A cancelled worker tries all the same, for a moment.
+            with anyio.move_on_after(min(timeout_s, LEAVE_TIMEOUT_S), shield=True) as moment:
                 is_said = await self._leave(request)
             if moment.cancelled_caught:
                 is_said = await self._leave(request)
         if scope.cancelled_caught:
-            # What is left of some time is no round number.
-            why = f"the daemon did not answer within {round(patience_s, 2):g} s"
+            # The rest of a timeout is no round number.
+            why = f"the daemon did not answer within {round(timeout_s, 2):g} s"
             self._log.warning("could not say goodbye", why=why)
         return is_said
 
@@ -154,14 +193,7 @@ class Registration:
             return isinstance(error, RequestRefused)
         return True
 
-    def beat(self, step: int, marks: int, every_s: float, *, parting: bool = False) -> None:
-        """Say that this worker lives, and how soon it says so again, if somebody listens."""
-        self._client.signal(Heartbeat(self.job, self.worker.id, self.incarnation, step, marks, every_s, parting))
-
-    def receiving(self, attempt: int, received: int, *, trouble: str, unreached: str) -> None:
-        """Say how much of the state has come, if somebody listens; and whom this worker does not reach, and why."""
-        said = AttemptProgress(self.job, self.worker.id, self.incarnation, attempt, received)
-        self._client.signal(msgspec.structs.replace(said, trouble=trouble, unreachable_peer=unreached))
+    # Sending.
 
     async def _report(self, request: Request[Any]) -> bool:
         try:
@@ -174,14 +206,14 @@ class Registration:
         return True
 
     async def say(self, request: Request[R]) -> R:
-        """Say something until the daemon has heard it."""
+        """Send a request, and repeat it until the daemon has answered."""
         return await persevere(lambda: self._client.request(request), self._random, self._log)
 
 
 async def persevere(act: Callable[[], Awaitable[R]], source: Random, log: Log) -> R:
-    """Do something until the world lets it be done; what would never be is raised."""
-    began_at, quiet = anyio.current_time(), pauses()
-    due_s = next(quiet)
+    """Repeat an action until it succeeds; an error that no repetition would change is raised."""
+    began_at, pauses = anyio.current_time(), log_pauses()
+    due_s = next(pauses)
 
     def passes(error: Exception) -> bool:
         nonlocal due_s
@@ -192,7 +224,7 @@ async def persevere(act: Callable[[], Awaitable[R]], source: Random, log: Log) -
             log.info("trying again", why=str(error))
         else:
             log.warning("still trying", for_s=round(tried_s), why=str(error))
-            due_s = tried_s + next(quiet)
+            due_s = tried_s + next(pauses)
         return True
 
     return await retry.run(PERSEVERING, act, sleep=anyio.sleep, random=source.random, retryable=passes)

@@ -48,7 +48,7 @@ from forged.retry import RetryPolicy
 from forged.worker.daemon.registration import Registration
 from forged.worker.data.local_shards import LocalShards
 from forged.worker.data.transfer_reports import TransferReports
-from forged.worker.errors import passes
+from forged.worker.errors import is_temporary
 from forged.worker.mesh import Mesh
 from forged.worker.worker_state.job_view import Commit
 
@@ -184,7 +184,7 @@ class ShardHolder:
                     if error.code == ATTEMPT_OVER:
                         self._log.info("the attempt ended before all shards were fetched", why=error.message)
                         return
-                    if not passes(error):
+                    if not is_temporary(error):
                         raise
                     self._log.warning("shards could not be fetched; trying again", why=str(error))
                     reason = error.message

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-TOLD = "it was told to end, by SIGTERM"
+SIGTERM_REASON = "it was told to end, by SIGTERM"
 
 _hearing: dict[Callable[[], bool], None] = {}
 

@@ -1,7 +1,8 @@
-"""Where the members of a world are, and whose state holds, agreed on among themselves when they have met.
+"""The agreement of a world's members on the state that the world starts with, when they have met.
 
-Law: all members decide from the same words by the same rule, which is the daemon's own: so all decide the same. After a
-rescale for which all have stopped there is nothing left to settle; where nobody stopped, this is what settles it.
+Invariants:
+- All members decide from the same stop reports by the daemon's rule, so all decide the same.
+- After a synchronous rescale the members agree already; after a background rescale this is what decides.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ _decode = msgspec.msgpack.Decoder(StopReport).decode
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Where the world begins: behind so many steps, with the state of the source."""
+    """The state source of a world, and the ranks that need its state."""
 
     source: int
-    """The rank of whose state holds."""
+    """The rank of the state source."""
     stop: StopReport
-    """Where the source has stopped."""
+    """The source's stop report."""
     behind: frozenset[int]
-    """The ranks whose state is another one."""
+    """The ranks that have another state."""
 
     @property
     def step(self) -> int:
-        """How many steps the world has behind it."""
+        """Steps applied to the world's state."""
         return self.stop.position
 
 
 async def agree(world: World, own: StopReport) -> Agreement:
-    """Tell the others where this worker is, and hear where they are."""
+    """Exchange stop reports with all members of a world."""
     return settle(world.names, [_read(told) for told in await world.all_gather(_encode(own))])
 
 
 def settle(names: tuple[str, ...], stops: list[StopReport]) -> Agreement:
-    """What follows from where all are; by rank."""
+    """What follows from the members' stop reports, in rank order."""
     source = names.index(choose_source(names, dict(zip(names, stops, strict=True))))
     position = stops[source].position
     behind = frozenset(
@@ -56,4 +57,4 @@ def _read(told: bytes) -> StopReport:
     try:
         return _decode(told)
     except (msgspec.MsgspecError, TypeError) as error:
-        raise PeerError("stop_invalid", f"a worker does not say where it is: {error}") from error
+        raise PeerError("stop_invalid", f"a worker sent no valid stop report: {error}") from error

@@ -1,16 +1,20 @@
-"""How a worker comes from one world into the next.
+"""The worker's side of a rescale: how it comes from one world into the next.
 
-Law: one thing is done at a time, and for as long as it makes sense: what is heard meanwhile may end it. Where all stop,
-each says where it has stopped and takes the state that was settled; where nobody does, they agree on whose holds when
-they meet. What does not work now may work a moment later, and the daemon is told; what never will ends the training.
+`advance` does the one thing that is due, in this order: see that the world has ended, cross into a committed world,
+report a broken world, take part in a state transfer, send the stop report; else it waits for a change.
+
+Invariants:
+- One thing is done at a time, and only for as long as it is wanted: a fact that arrives meanwhile may end it.
+- In a synchronous rescale each worker sends a stop report and takes the state that was settled. In a background rescale
+  the members agree on the state when they meet.
+- A temporary error is reported to the daemon and tried again; a permanent one ends training here.
+- A world's training state is applied once, when the world is entered.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import anyio
@@ -22,263 +26,255 @@ from forged.errors import ForgedError, Unavailable
 from forged.log import Log
 from forged.net.transport.tls import TLS_FAILED
 from forged.worker.collectives.world import CollectiveAborted, World
+from forged.worker.daemon.heartbeat import Heartbeat
 from forged.worker.daemon.registration import Registration
 from forged.worker.data.shard_holder import ShardHolder
-from forged.worker.drain.drain import Drain
-from forged.worker.errors import BLAMELESS, passes
-from forged.worker.mesh import Mesh, WorldIncomplete
+from forged.worker.errors import BLAMELESS, WorldIncomplete, is_temporary
+from forged.worker.events import WorkerEvents
+from forged.worker.mesh import Mesh
 from forged.worker.rescale.agreement import Agreement, agree
 from forged.worker.state_transfer.exchange import StateExchange
-from forged.worker.worker_state.current_world import CurrentWorld, Trouble, peer_of
-from forged.worker.worker_state.job_view import Commit, JobView
-from forged.worker.worker_state.progress import TrainingProgress
+from forged.worker.worker_state.current_world import Trouble, peer_of
+from forged.worker.worker_state.job_view import Commit
+from forged.worker.worker_state.session_state import SessionState
 
 TROUBLE_PAUSE_S = 0.2
-"""How long a worker rests before it tries again to follow an attempt."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Means:
-    """What a worker goes from world to world with."""
-
-    line: Registration
-    mesh: Mesh
-    exchange: StateExchange
-    shards: ShardHolder | None
-    """The shards of this worker; None without training data."""
-    departure: Drain
-    rescale_timeout_s: Callable[[], float]
-    arrive: Callable[[RescalingEvent, GlobalTrainingState], Awaitable[None]]
-    """Told when this worker is in another world, and where the training is there."""
-    clock: Clock
-    log: Log
+"""The pause before an attempt is followed again after an error."""
 
 
 class Rescaler:
-    """Takes one worker along, from what it hears and where it is."""
+    """Brings one worker from world to world. `shards` is None for a worker without training data."""
 
-    def __init__(self, standing: JobView, presence: CurrentWorld, place: TrainingProgress, means: Means) -> None:
-        self._standing = standing
-        self._presence = presence
-        self._place = place
-        self._with = means
-        self._settled = 0
-        """The attempt that this worker has answered last."""
-        self._answered = 0
-        """The last one that has taken its answer."""
-        self._news = asyncio.Event()
-        self._undertaking: tuple[anyio.CancelScope, Callable[[], bool]] | None = None
+    def __init__(
+        self,
+        state: SessionState,
+        registration: Registration,
+        mesh: Mesh,
+        exchange: StateExchange,
+        shards: ShardHolder | None,
+        heartbeat: Heartbeat,
+        events: WorkerEvents,
+        clock: Clock,
+        log: Log,
+    ) -> None:
+        self._state = state
+        self._view = state.view
+        self._current_world = state.current_world
+        self._progress = state.progress
+        self._registration = registration
+        self._mesh = mesh
+        self._exchange = exchange
+        self._shards = shards
+        self._heartbeat = heartbeat
+        self._events = events
+        self._clock = clock
+        self._log = log
+        self._reported = 0
+        """The newest attempt for which a stop report was sent."""
+        self._accepted = 0
+        """The newest attempt whose stop report the daemon has accepted."""
 
-    def wake(self) -> None:
-        """Something has changed."""
-        self._news.set()
-        if self._undertaking is not None:
-            scope, makes_sense = self._undertaking
-            if not makes_sense():
-                scope.cancel()
+    async def advance(self, *, takes_state: bool = True) -> None:
+        """Do the next thing that leads to a world, or wait for a change.
 
-    async def rest(self) -> None:
-        """Wait for news."""
-        self._news.clear()
-        await self._news.wait()
-
-    async def come_along(self, *, takes: bool = True) -> None:
-        """Do the next thing that leads to a world, or wait for news. Unless it `takes`, its state stays what it is."""
-        self._news.clear()
-        standing, presence = self._standing, self._presence
-        if presence.world is not None and presence.world.ending is not None:
-            self._see_the_end(presence.world.ending.error())
-        elif standing.outdated:
-            await self._news.wait()
-        elif standing.committed is not None:
-            if takes or self._takes_nothing_from(standing.committed):
-                await self._cross(standing.committed)
+        Without `takes_state` the worker takes no other state: its script is saving the one that it has.
+        """
+        view, world = self._view, self._current_world.world
+        if world is not None and world.ending is not None:
+            self._see_the_end(world.ending.error())
+        elif view.outdated:
+            await self._state.wait_for_change()
+        elif view.committed is not None:
+            if takes_state or self._keeps_its_state_in(view.committed):
+                await self._cross(view.committed)
             else:
-                await self._news.wait()
-        elif presence.trouble is not None:
-            await self._undertake(partial(self._complain, presence.trouble))
-        elif standing.synchronising is not None and standing.synchronising.attempt == self._settled:
-            if takes or not self._is_taker(standing.synchronising):
-                await self._synchronise(standing.synchronising)
+                await self._state.wait_for_change()
+        elif self._current_world.trouble is not None:
+            await self._run(partial(self._complain, self._current_world.trouble))
+        elif view.synchronising is not None and view.synchronising.attempt == self._reported:
+            if takes_state or not self._is_taker(view.synchronising):
+                await self._synchronise(view.synchronising)
             else:
-                await self._news.wait()
-        elif standing.rescaling and standing.attempt > self._settled:
-            await self._report(standing.attempt)
+                await self._state.wait_for_change()
+        elif view.rescaling and view.attempt > self._reported:
+            await self._report(view.attempt)
         else:
-            await self._news.wait()
+            await self._state.wait_for_change()
+
+    async def _run(self, act: Callable[[], Awaitable[object]], still: Callable[[], bool] = lambda: True) -> None:
+        """Do something for as long as training continues, the worker does not leave, and `still` holds."""
+        view, state = self._view, self._state
+        await state.run_while(
+            lambda: view.end is None and view.completed is None and not state.is_leave_due and still(), act
+        )
+
+    # The old world.
 
     def _see_the_end(self, error: ForgedError) -> None:
         """The world has ended between two steps."""
-        self._presence.lose(error)
+        self._current_world.lose(error)
         if not isinstance(error, CollectiveAborted):
-            # The ranks do not do the same, which is the script's mistake.
+            # The ranks have called different collectives, which is an error in the script.
             raise error
 
-    async def _undertake(self, act: Callable[[], Awaitable[object]], still: Callable[[], bool] = lambda: True) -> None:
-        """Do something that takes its time, for as long as it makes sense."""
-        standing, departure = self._standing, self._with.departure
-
-        def makes_sense() -> bool:
-            return standing.end is None and standing.completed is None and not departure.is_due and still()
-
-        if not makes_sense():
-            # What was heard a moment ago wakes nobody any more.
-            return
-        with anyio.CancelScope() as scope:
-            self._undertaking = scope, makes_sense
-            try:
-                await act()
-            finally:
-                self._undertaking = None
-
-    async def _until(self, over: Callable[[], bool]) -> None:
-        """Wait for the news with which something is over."""
-        while not over():
-            await self.rest()
-
     async def _complain(self, trouble: Trouble) -> None:
-        """Say that the world is no more."""
-        await self._with.line.complain(*trouble)
-        self._presence.trouble = None
+        await self._registration.complain(*trouble)
+        self._current_world.trouble = None
 
     async def _report(self, attempt: int) -> None:
-        """Say where this worker has stopped."""
-        standing = self._standing
-        self._presence.status = WorkerStatus.RESCALING
-        await self._presence.leave()
-        self._presence.trouble = None
-        tell = partial(self._with.line.stopped, attempt, self._place.stop)
+        """Leave the old world, and send the stop report."""
+        view = self._view
+        self._current_world.status = WorkerStatus.RESCALING
+        await self._current_world.leave()
+        self._current_world.trouble = None
+        stop = self._progress.stop_report
 
         async def report() -> None:
-            if await tell():
-                self._answered = attempt
-            self._settled = attempt
+            if await self._registration.stopped(attempt, stop):
+                self._accepted = attempt
+            self._reported = attempt
 
-        # A world for which nobody has to stop may be committed before this is heard.
-        await self._undertake(report, still=lambda: standing.rescaling and standing.attempt == attempt)
+        # A background rescale may be committed before this is heard.
+        await self._run(report, still=lambda: view.rescaling and view.attempt == attempt)
 
-    # The state goes from worker to worker.
+    # The state transfer of a synchronous rescale.
 
     async def _synchronise(self, settled: RescaleSynchronising) -> None:
-        """Do this worker's part of what was settled; what does not work now may work a moment later."""
+        """Do this worker's part of what was settled; after a temporary error, again."""
         still = partial(self._is_synchronising, settled.attempt)
         try:
             await self._give_or_take(settled, still)
         except ForgedError as error:
-            if not passes(error) or error.code == TLS_FAILED:
+            if not is_temporary(error) or error.code == TLS_FAILED:
                 raise
-            self._with.log.warning("the attempt could not be followed", attempt=settled.attempt, why=str(error))
-            await self._undertake(partial(anyio.sleep, TROUBLE_PAUSE_S), still)
+            self._log.warning("the attempt could not be followed", attempt=settled.attempt, why=str(error))
+            await self._run(partial(anyio.sleep, TROUBLE_PAUSE_S), still)
 
     async def _give_or_take(self, settled: RescaleSynchronising, still: Callable[[], bool]) -> None:
-        """Give the state to others, or take it from the source, as it was settled; then see to the training data."""
-        shards, departure, attempt = self._with.shards, self._with.departure, settled.attempt
+        """Offer the state or take the source's; then fetch the shards, and wait for the commit."""
+        attempt = settled.attempt
         with self._offering(attempt) if self._is_source(settled) else nullcontext():
             if self._is_taker(settled):
-                await self._undertake(partial(self._take, settled), still)
-            if shards is not None and still():
-                await self._undertake(partial(shards.obtain, attempt), still)
-            await self._until(lambda: not still() or departure.is_due)
+                await self._run(partial(self._take, settled), still)
+            if self._shards is not None and still():
+                await self._run(partial(self._shards.obtain, attempt), still)
+            while still() and not self._state.is_leave_due:
+                await self._state.wait_for_change()
 
     async def _take(self, settled: RescaleSynchronising) -> None:
-        """Become what the source is."""
-        await self._with.exchange.take(settled)
-        self._place.become(settled.step)
-        if self._with.shards is None:
-            await self._with.line.ready(settled.attempt)
-
-    def _is_source(self, settled: RescaleSynchronising) -> bool:
-        return settled.source.id == self._with.line.worker.id
-
-    def _is_taker(self, settled: RescaleSynchronising) -> bool:
-        return not (self._is_source(settled) or self._standing.goes or self._is_at(settled.step))
-
-    def _takes_nothing_from(self, commit: Commit) -> bool:
-        """Whether the others of a world cannot have another state than this worker, or it does not enter that one."""
-        if self._standing.rescaling or self._standing.lost:
-            return True
-        return self._with.line.worker not in commit.topology or self._is_at(commit.step)
-
-    def _is_at(self, step: int | None) -> bool:
-        """Whether its state is the one behind so many steps."""
-        return self._place.holds_state and self._place.stop.position == step
+        await self._exchange.take(settled)
+        self._progress.receive_state(settled.step)
+        if self._shards is None:
+            await self._registration.ready(settled.attempt)
 
     def _offering(self, attempt: int) -> AbstractContextManager[None]:
-        offering = self._with.exchange.offering(attempt)
-        self._place.holds_state = True
+        offering = self._exchange.offering(attempt)
+        self._progress.holds_state = True
         return offering
 
+    def _is_source(self, settled: RescaleSynchronising) -> bool:
+        return settled.source.id == self._registration.worker.id
+
+    def _is_taker(self, settled: RescaleSynchronising) -> bool:
+        return not (self._is_source(settled) or self._view.goes or self._has_state_of(settled.step))
+
     def _is_synchronising(self, attempt: int) -> bool:
-        standing, settled = self._standing, self._standing.synchronising
-        is_over = standing.end is not None or standing.completed is not None or standing.committed is not None
+        view, settled = self._view, self._view.synchronising
+        is_over = view.end is not None or view.completed is not None or view.committed is not None
         return not is_over and settled is not None and settled.attempt == attempt
 
-    # Into the next world.
+    def _has_state_of(self, step: int | None) -> bool:
+        """Whether so many steps are applied to this worker's state."""
+        return self._progress.holds_state and self._progress.stop_report.position == step
+
+    # Into the new world.
+
+    def _keeps_its_state_in(self, commit: Commit) -> bool:
+        """Whether crossing into this world takes no state: the members have the same, or the world is not entered."""
+        if self._view.rescaling or self._view.lost:
+            return True
+        return self._registration.worker not in commit.topology or self._has_state_of(commit.step)
 
     async def _cross(self, commit: Commit) -> None:
-        """Go over into a world that was committed, unless it is known already that it does not hold."""
-        standing = self._standing
+        """Leave the old world for a committed one; enter that unless it is known to be broken already."""
+        view = self._view
 
-        def holds() -> bool:
-            return standing.committed is commit and not (standing.rescaling or standing.lost)
+        def still() -> bool:
+            return view.committed is commit and not (view.rescaling or view.lost)
 
-        is_member = self._with.line.worker in commit.topology
-        if commit.attempt and commit.attempt == self._answered:
-            # Another world may be told of under this attempt, if its own was missed.
-            self._answered = 0
-            if is_member or self._is_at(commit.step):
-                self._place.adopt(commit)
-        await self._presence.leave()
-        self._presence.trouble = None
-        if holds() and is_member:
-            await self._undertake(partial(self._enter, commit), holds)
-        if standing.committed is commit and not self._with.departure.is_due:
-            # Who is due and has to stay after all goes over still.
-            standing.committed = None
+        is_member = self._registration.worker in commit.topology
+        if commit.attempt and commit.attempt == self._accepted:
+            # A worker that has missed this attempt's world may learn of another one under the same attempt.
+            self._accepted = 0
+            if is_member or self._has_state_of(commit.step):
+                self._progress.apply_commit(commit)
+        await self._current_world.leave()
+        self._current_world.trouble = None
+        if still() and is_member:
+            await self._run(partial(self._enter, commit), still)
+        if view.committed is commit and not self._state.is_leave_due:
+            # A worker that is due to leave and is kept after all crosses still.
+            view.committed = None
 
     async def _enter(self, commit: Commit) -> None:
-        """Meet the others of the new world, and be where they are."""
+        """Meet the members, apply the training state, and tell the subscribers."""
         topology = commit.topology
         try:
             world, agreement = await self._meet(commit)
         except ForgedError as error:
-            if not passes(error):
+            if not is_temporary(error):
                 raise
             hub = topology.workers[0].id if error.code == TLS_FAILED else ""
-            self._presence.trouble = Trouble(topology.epoch, peer_of(error) or hub, error.message)
+            self._current_world.trouble = Trouble(topology.epoch, peer_of(error) or hub, error.message)
             return
-        state = self._state_of(agreement, commit)
-        self._place.take_up(state)
-        if self._standing.committed is commit:
-            # Where nobody has to stop, the next one may have been committed meanwhile.
-            self._standing.committed = None
-        self._presence.enter(world)
-        if self._place.consumption is not None:
-            self._place.consumption.enter(topology.epoch, self._place.step)
-        event = RescalingEvent.between(commit.before, topology, self._with.clock.wall(), commit.reason)
-        await self._with.arrive(event, state)
+        stop, progress = agreement.stop, self._progress
+        state = GlobalTrainingState(
+            stop.epoch,
+            agreement.step,
+            commit.learning_rate or stop.learning_rate,
+            commit.global_batch_size or stop.global_batch_size,
+            topology.world_size,
+            self._clock.wall(),
+        )
+        progress.apply(state)
+        if self._view.committed is commit:
+            # In a background rescale the next world may be committed by now.
+            self._view.committed = None
+        if progress.usage is not None:
+            progress.usage.enter(topology.epoch, progress.step)
+        self._current_world.enter(world)
+        self._current_world.status = WorkerStatus.RESCALING
+        self._current_world.take_rank(topology)
+        event = RescalingEvent.between(commit.before, topology, self._clock.wall(), commit.reason)
+        self._events.rescaling_requested.fire(event)
+        self._events.state_synchronized.fire(state)
+        # The first mark of a world: all members have met and have the state.
+        self._current_world.mark()
+        if not self._state.config.use_synchronous_rescaling:
+            # After a background rescale the daemon learns of that from the heartbeats alone.
+            self._heartbeat.beat_now()
 
     async def _meet(self, commit: Commit) -> tuple[World, Agreement]:
-        """Enter the world, with the state that holds there and the training data."""
-        topology, shards = commit.topology, self._with.shards
-        # Who waits here for others has come further than they have.
-        self._presence.come_to(topology)
-        world = await self._with.mesh.enter(topology.epoch, topology, self._with.rescale_timeout_s() or None)
+        """Connect to the other members, and have the state and the shards that the world starts with."""
+        topology = commit.topology
+        # A member that waits here has come further than the members that are missing.
+        self._current_world.come_to(topology)
+        world = await self._mesh.enter(topology.epoch, topology, self._state.config.rescale_timeout_s or None)
         try:
             agreement = await self._agree(world, commit)
-            if shards is not None:
-                await shards.adopt(commit)
+            if self._shards is not None:
+                await self._shards.adopt(commit)
         except BaseException:
-            world.abort(f"{self._with.line.worker.id} does not go on with it")
+            world.abort(f"{self._registration.worker.id} does not go on with it")
             raise
         return world, agreement
 
     async def _agree(self, world: World, commit: Commit) -> Agreement:
-        """Have the state that holds in the new world, or give it to who has not."""
-        agreement = await agree(world, self._place.stop)
+        """Agree on the state; the source gives it to the members that have another one."""
+        agreement = await agree(world, self._progress.stop_report)
         if not agreement.behind:
             return agreement
-        # Who has learnt of this world from the daemon's answer does not know under which attempt the others have it.
+        # A member that learnt of this world from the daemon's answer may know another attempt.
         attempt = await world.broadcast(commit.attempt, agreement.source)
         if agreement.source == world.rank:
             with self._offering(attempt):
@@ -286,25 +282,13 @@ class Rescaler:
         else:
             if world.rank in agreement.behind:
                 await self._fetch_agreed(commit.topology.workers[agreement.source], attempt)
-                self._place.become(agreement.step)
+                self._progress.receive_state(agreement.step)
             await world.barrier()
         return agreement
 
     async def _fetch_agreed(self, source: WorkerId, attempt: int) -> None:
-        """Take the state that the world has agreed on; whose fault it is if that fails, only the daemon can tell."""
         try:
-            await self._with.exchange.fetch(source, attempt)
+            await self._exchange.fetch(source, attempt)
         except Unavailable as error:
             blamed = "" if error.code in BLAMELESS else source.id
             raise WorldIncomplete(f"the state of {source} could not be had: {error.message}", blamed) from error
-
-    def _state_of(self, agreement: Agreement, commit: Commit) -> GlobalTrainingState:
-        stop = agreement.stop
-        return GlobalTrainingState(
-            stop.epoch,
-            agreement.step,
-            commit.learning_rate or stop.learning_rate,
-            commit.global_batch_size or stop.global_batch_size,
-            commit.topology.world_size,
-            self._with.clock.wall(),
-        )

@@ -1,15 +1,15 @@
-"""The training state of one worker: given to others, or taken from one of them.
+"""A state transfer as one worker sees it: it offers its training state, or takes the source's.
 
-Law: what is given is packed when the giving begins, so it is the state behind a step; what is taken counts when all of
-it has come. As long as it comes, the daemon is told how much has, and whom this worker does not reach. What does not
-work now may work a moment later; whoever is not believed will not be another time either.
+Invariants:
+- A state is packed when it is offered, so it is the state after a whole step.
+- A received state counts when all of it has arrived.
+- While a state arrives, the daemon is told how much has, and which worker is out of reach.
+- A fetch that fails is repeated, unless TLS refuses the source or the state does not fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
@@ -20,35 +20,38 @@ from forged.errors import ForgedError
 from forged.log import Log
 from forged.net.transport.tls import TLS_FAILED
 from forged.worker.daemon.registration import Registration
-from forged.worker.errors import passes
+from forged.worker.errors import is_temporary
 from forged.worker.mesh import Mesh
 from forged.worker.state_transfer.encoding import Arriving, pack
+from forged.worker.worker_state.progress import TrainingProgress
 
 PAUSE_S = 0.2
-"""How long a worker rests before it tries again to fetch a state."""
+"""The pause between two tries to fetch a state."""
 TELLING_INTERVAL_S = 1.0
-"""How often it says how much of one it has received."""
+"""How often the daemon is told how much of a state has arrived."""
 
 
 class StateExchange:
-    """Gives and takes what `state` is at the moment."""
+    """Offers and takes one worker's state."""
 
-    def __init__(self, mesh: Mesh, line: Registration, state: Callable[[], Any], tasks: TaskGroup, log: Log) -> None:
+    def __init__(
+        self, mesh: Mesh, registration: Registration, progress: TrainingProgress, tasks: TaskGroup, log: Log
+    ) -> None:
         self._mesh = mesh
-        self._line = line
-        self._state = state
+        self._registration = registration
+        self._progress = progress
         self._tasks = tasks
         self._log = log
         self._trouble = ""
-        """Why the last fetch of the state that is taken has failed; empty where none has."""
+        """Why the last fetch of the present transfer failed; empty where none has."""
 
     def offering(self, attempt: int) -> AbstractContextManager[None]:
-        """Offer it for an attempt, until the block is left."""
-        packed = pack(self._state())
+        """Offer the state for an attempt, until the block is left."""
+        packed = pack(self._progress.transferable_state)
         return self._mesh.offering(attempt, packed.head, packed.parts)
 
     async def take(self, settled: RescaleSynchronising) -> None:
-        """Take the source's, however often it takes to fetch it, and say how much of it has come."""
+        """Take the source's state; repeated until it is here."""
         telling = anyio.CancelScope()
         self._trouble = ""
         self._tasks.start_soon(self._tell, settled, telling)
@@ -59,7 +62,7 @@ class StateExchange:
             telling.cancel()
 
     async def fetch(self, source: WorkerId, attempt: int) -> None:
-        """Become what the source was when it offered its state for this attempt."""
+        """Take the state that the source offers for this attempt; one try."""
         arrived: list[Arriving] = []
 
         def into(head: bytes) -> list[memoryview]:
@@ -67,13 +70,13 @@ class StateExchange:
             return arrived[-1].parts
 
         await self._mesh.fetch_state(source, attempt, into)
-        arrived[-1].adopt(self._state())
+        arrived[-1].adopt(self._progress.transferable_state)
 
     async def _has_fetched(self, settled: RescaleSynchronising) -> bool:
         try:
             await self.fetch(settled.source, settled.attempt)
         except ForgedError as error:
-            if not passes(error) or error.code == TLS_FAILED:
+            if not is_temporary(error) or error.code == TLS_FAILED:
                 raise
             self._trouble = error.message
             self._log.warning("the state could not be fetched", source=str(settled.source), why=str(error))
@@ -81,7 +84,7 @@ class StateExchange:
         return True
 
     async def _tell(self, settled: RescaleSynchronising, scope: anyio.CancelScope) -> None:
-        """That may last longer than somebody may be silent."""
+        """A transfer may take longer than the daemon lets a worker be silent."""
         before = self._mesh.state_received
         with scope:
             while True:
@@ -90,4 +93,4 @@ class StateExchange:
                 unreached = "" if error is None else settled.source.id
                 trouble = self._trouble if error is None else error.message
                 received = self._mesh.state_received - before
-                self._line.receiving(settled.attempt, received, trouble=trouble, unreached=unreached)
+                self._registration.receiving(settled.attempt, received, trouble=trouble, unreached=unreached)

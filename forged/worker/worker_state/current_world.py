@@ -1,7 +1,9 @@
-"""The world that a worker is in, and what becomes of it.
+"""The world that a worker trains in, and the worker's current step in it.
 
-Law: a step counts when the world says so, to all of it. A collective that was broken off makes the step void, and the
-world is lost; what the daemon has not told itself it is told. A world that stops does so behind one and the same step.
+Invariants:
+- A step counts when all ranks of the world have finished it.
+- An aborted collective makes the step void, and the world is lost; the daemon is told unless the loss is known from it.
+- A world that stops does so after the same step on all ranks.
 """
 
 from __future__ import annotations
@@ -11,84 +13,85 @@ from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 from forged.elastic.membership.member import COLLECTIVES_PER_WORLD
-from forged.elastic.model import ClusterTopology, WorkerStatus
+from forged.elastic.model import RANK_NONE, ClusterTopology, WorkerId, WorkerStatus
 from forged.errors import ForgedError
 from forged.worker.collectives.world import CollectiveAborted, World
-from forged.worker.errors import StepAborted
-from forged.worker.mesh import WorldIncomplete
+from forged.worker.errors import StepAborted, WorldIncomplete
 from forged.worker.process.counters import Counters
 from forged.worker.worker_state.job_view import JobView
 
 R = TypeVar("R")
 
+OUT = (WorkerStatus.LEAVING, WorkerStatus.FAILED)
+
 
 class Trouble(NamedTuple):
-    """What the daemon has to be told: a world cannot go on."""
+    """A world that this worker cannot continue in, as it is reported to the daemon."""
 
     generation: int
     peer: str
+    """The worker that is blamed for it; empty for none."""
     why: str
 
 
 class CurrentWorld:
-    """One worker's part in the world; `counters` show the pulse how far it has come."""
+    """One worker's part in its world. `counters` make its marks visible to the pulse."""
 
-    def __init__(self, standing: JobView, counters: Counters | None, now: float = 0.0) -> None:
+    def __init__(self, view: JobView, counters: Counters | None, now: float = 0.0) -> None:
         self.status = WorkerStatus.JOINING
         self.joined_at = self.heartbeat_at = now
         self.topology = ClusterTopology()
-        """The world that it has entered last."""
+        """The world that was entered last."""
         self.world: World | None = None
-        """The one that it is in; None between two of them."""
+        """The world that the worker is in; None between two worlds."""
         self.is_void = False
-        """Whether a collective of the present step was broken off."""
+        """Whether a collective of the present step was aborted."""
         self.is_stepping = False
-        """Whether the script is in a step."""
+        """Whether the script is inside a step."""
         self.trouble: Trouble | None = None
         self.marks = 0
-        """How often it has come to where workers meet."""
-        self._meets = False
-        self._rest_at = 0
-        """The fact for which the world has stopped behind its last step; 0 when it has not."""
+        """How often the worker has come to a point where the workers of a world meet."""
+        self._is_meeting = False
+        self._stopped_by = 0
+        """The id of the fact for which the world has stopped after its last step; 0 when it has not."""
         self.counters = counters
-        self._standing = standing
+        self._view = view
 
     @property
     def meeting(self) -> int | None:
-        """Which collective its script waits in for the others; None while it computes."""
-        return self.marks if self._meets else None
+        """The mark of the collective in which the script waits; None while the script computes."""
+        return self.marks if self._is_meeting else None
 
     @property
     def may_step(self) -> bool:
-        """Whether it is in a world that goes on."""
-        return self.world is not None and self.world.ending is None and not self.rests
+        """Whether the worker is in a world that continues."""
+        return self.world is not None and self.world.ending is None and not self.is_stopped
 
     @property
-    def rests(self) -> bool:
-        """Whether the world has stopped, and the reason for it holds still, or has not been heard here yet."""
-        standing = self._standing
-        return self._rest_at > 0 and (standing.heard_at < self._rest_at or standing.stop_wanted > 0)
-
-    @property
-    def is_in_trouble(self) -> bool:
-        """Whether its world was broken off, and the daemon has yet to be told."""
-        return self.trouble is not None or (self.world is not None and self.world.ending is not None)
+    def is_stopped(self) -> bool:
+        """Whether the world has stopped, and the reason still holds or has not arrived here as a fact yet."""
+        view = self._view
+        return self._stopped_by > 0 and (view.heard_at < self._stopped_by or view.stop_wanted > 0)
 
     # Steps.
 
+    def activate(self, worker: WorkerId) -> None:
+        """The worker trains, unless it is in no world or has left."""
+        if self.topology.rank_of(worker) != RANK_NONE and self.status not in OUT:
+            self.status = WorkerStatus.ACTIVE
+
     def begin_step(self) -> None:
-        """The script does something."""
         self.is_stepping, self.is_void = True, False
 
     async def together(self, act: Callable[[World], Awaitable[R]]) -> R:
-        """Do something with the others, or find that the step is void."""
+        """Run a collective, or raise `StepAborted`."""
         world = self.world
         if world is None or self.is_void:
             self.is_void = True
             raise StepAborted("there is no world now")
         self.mark()
         try:
-            with self._meeting_others():
+            with self._meeting():
                 return await act(world)
         except CollectiveAborted as error:
             self.is_void = True
@@ -96,34 +99,34 @@ class CurrentWorld:
             raise StepAborted(error.message) from error
 
     async def end_step(self, step: int) -> bool:
-        """Tell the others that the step is done, unless it was broken off; returns whether it counts."""
+        """Tell the other ranks that the step is finished, unless it is void; returns whether it is committed."""
         self.is_stepping = False
         if self.world is None or self.is_void:
             return False
         try:
-            with self._meeting_others():
-                verdict = await self.world.end_step(step, stop_wanted=self._standing.stop_wanted)
+            with self._meeting():
+                verdict = await self.world.end_step(step, stop_wanted=self._view.stop_wanted)
         except CollectiveAborted as error:
             self.lose(error)
             return False
-        self._rest_at = verdict.stop_wanted
+        self._stopped_by = verdict.stop_wanted
         return True
 
-    def break_off(self, why: str) -> None:
-        """Let the script come out of the collective that it waits in."""
-        if self._meets and self.world is not None:
+    def abort_collective(self, why: str) -> None:
+        """Abort the collective that the script waits in, if there is one."""
+        if self._is_meeting and self.world is not None:
             self.world.abort(why)
 
     @contextmanager
-    def _meeting_others(self) -> Iterator[None]:
-        self._meets = True
+    def _meeting(self) -> Iterator[None]:
+        self._is_meeting = True
         try:
             yield
         finally:
-            self._meets = False
+            self._is_meeting = False
 
     def mark(self) -> None:
-        """Show that it has come to where workers meet."""
+        """Count that the worker has come to a point where the workers of a world meet."""
         self.marks += 1
         if self.counters is not None:
             self.counters.marks = self.marks
@@ -131,32 +134,30 @@ class CurrentWorld:
     # From world to world.
 
     def come_to(self, topology: ClusterTopology) -> None:
-        """Wait where a world meets. Who has come further is compared within a world: nobody brings marks along."""
+        """Count from this world's first mark: the daemon compares marks within a world only."""
         self.marks = topology.epoch * COLLECTIVES_PER_WORLD
 
-    def go_by(self, topology: ClusterTopology) -> None:
-        """The rank is this worker's place in that world."""
+    def take_rank(self, topology: ClusterTopology) -> None:
+        """The worker's rank is its position in this world from now on."""
         self.topology = topology
         self.come_to(topology)
 
     def enter(self, world: World) -> None:
-        """All have met."""
-        self.world, self._rest_at = world, self._standing.stop_wanted
+        self.world, self._stopped_by = world, self._view.stop_wanted
 
     def lose(self, error: ForgedError) -> None:
-        """The world cannot go on. The daemon is told, unless it has told so itself."""
+        """The world cannot continue. Report it, unless the daemon has said so itself."""
         world, self.world = self.world, None
-        if world is not None and not (self._standing.lost or self._standing.rescaling):
+        if world is not None and not (self._view.lost or self._view.rescaling):
             self.trouble = Trouble(world.generation, peer_of(error), error.message)
 
     async def leave(self) -> None:
-        """Go out of the world in good order."""
         world, self.world = self.world, None
         if world is not None:
             await world.leave()
 
-    async def part(self) -> World | None:
-        """Go out of the world for good; returns it if this worker was alone in it, and so keeps it to itself."""
+    async def leave_for_good(self) -> World | None:
+        """Leave before the script saves; returns the world if this worker was alone in it and keeps its use."""
         world = self.world
         if world is None or world.size > 1 or world.ending is not None:
             await self.leave()
@@ -166,5 +167,5 @@ class CurrentWorld:
 
 
 def peer_of(error: ForgedError) -> str:
-    """Whom a broken world is blamed on; empty for nobody."""
+    """The worker that is blamed for a broken world; empty for none."""
     return error.peer if isinstance(error, CollectiveAborted | WorldIncomplete) else ""

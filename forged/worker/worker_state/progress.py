@@ -1,10 +1,14 @@
-"""How far one worker is in the training, and at what pace.
+"""The training progress of one worker: committed steps, rate, batch, and the state that another worker would receive.
 
-Law: a step that was finished counts when it is committed, once, also where only the next world tells of its commit.
-What the steps take of the dataset goes with them. A rate, a batch or an epoch that nobody names stays what it was.
+Invariants:
+- A finished step counts once, when it is committed, also where only the next world tells that it was.
+- The sampler advances with the steps.
+- A rate, batch or epoch that a commit does not name keeps its value.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from forged.data.sampling.sampler import ElasticSampler
 from forged.elastic.model import GlobalTrainingState
@@ -16,49 +20,69 @@ from forged.worker.worker_state.job_view import Commit
 
 
 class TrainingProgress:
-    """Where a worker is between its steps; `counters` show it to the pulse."""
+    """One worker's progress. `counters` make it visible to the pulse."""
 
     def __init__(
-        self, learning_rate: float, global_batch_size: int, sampler: ElasticSampler | None, counters: Counters | None
+        self,
+        learning_rate: float,
+        global_batch_size: int,
+        sampler: ElasticSampler | None = None,
+        script_state: Any = None,
     ) -> None:
         self.step = 0
-        """How many steps are committed."""
+        """Committed steps."""
         self.epoch = 0
         self.learning_rate = arguments.rate("learning_rate", learning_rate)
         self.global_batch_size = arguments.count(
             "global_batch_size", global_batch_size or (0 if sampler is None else sampler.global_batch)
         )
         self.sampler = sampler
-        self.counters = counters
-        self.begin_anew()
+        self.script_state: Any = {} if script_state is None else script_state
+        """What the training script gave as its state."""
+        self.counters: Counters | None = None
+        self.begin_session(None)
 
-    def begin_anew(self) -> None:
-        """Another session begins where the last one ended; to the others it is somebody with a state of its own."""
+    def begin_session(self, counters: Counters | None) -> None:
+        """Keep steps, rate and batch; no other worker takes the state of an earlier session on trust."""
+        self.counters = counters
         self.holds_state = False
         self.has_finished = False
         """Whether a step is finished that may not be committed."""
-        self.consumption = None if self.sampler is None else SampleUsage(self.sampler)
+        self.usage = None if self.sampler is None else SampleUsage(self.sampler)
+
+    def end_session(self) -> None:
+        """Count the finished step: no daemon will say any more whether it is committed, and the state includes it."""
+        self.step, self.has_finished = self.steps_applied, False
+        if self.sampler is not None:
+            self.epoch = self.sampler.epoch
+        self.counters = None
 
     @property
-    def behind(self) -> int:
-        """Behind how many steps the state is: also behind the one that was finished, whether it counts or not."""
+    def steps_applied(self) -> int:
+        """Steps applied to the state, the finished one included."""
         return self.step + self.has_finished
 
     @property
-    def stop(self) -> StopReport:
-        """Where it stops for another world."""
+    def transferable_state(self) -> Any:
+        """What a state transfer carries: the script's state, the sampler and the usage notes."""
+        if self.usage is None:
+            return self.script_state
+        return {"state": self.script_state, "sampler": self.usage.sampler, "usage": self.usage}
+
+    @property
+    def stop_report(self) -> StopReport:
         return StopReport(
             self.step,
             self.holds_state,
             self.has_finished and self.holds_state,
-            # That of the next step, also where it began since the world did.
+            # The epoch of the next step, also where that epoch began after the world did.
             self.epoch if self.sampler is None else self.sampler.epoch,
             self.learning_rate,
             self.global_batch_size,
         )
 
-    def state(self, world_size: int, now: float) -> GlobalTrainingState | None:
-        """How far the training is; None before the first world."""
+    def training_state(self, world_size: int, now: float) -> GlobalTrainingState | None:
+        """None before the first world."""
         if not self.holds_state:
             return None
         return GlobalTrainingState(self.epoch, self.step, self.learning_rate, self.global_batch_size, world_size, now)
@@ -66,63 +90,57 @@ class TrainingProgress:
     # Steps.
 
     def begin_step(self) -> None:
-        """What was finished and not committed is done again."""
+        """A step that was finished and not committed is repeated."""
         self.has_finished = False
 
     def finish_step(self) -> None:
-        """The state is that behind the step."""
+        """The state includes the step from now on."""
         self.has_finished = True
-        if self.consumption is not None:
-            self.consumption.finish()
+        if self.usage is not None:
+            self.usage.finish()
 
-    def count_step(self) -> None:
-        """The step that was finished is committed."""
-        if self.consumption is not None:
-            self.consumption.count(self.step)
+    def commit_step(self) -> None:
+        """The finished step is committed."""
+        if self.usage is not None:
+            self.usage.count(self.step)
         self.step, self.has_finished = self.step + 1, False
         if self.sampler is not None:
             self.epoch = self.sampler.epoch
-        self.show()
+        self._publish_step()
 
-    def show(self) -> None:
-        """Show how many steps are committed."""
+    def _publish_step(self) -> None:
         if self.counters is not None:
             self.counters.step = self.step
 
-    def close(self) -> None:
-        """Nobody says any more whether the step that was finished counts; the state is the one behind it."""
-        self.step, self.has_finished = self.behind, False
-        if self.sampler is not None:
-            self.epoch = self.sampler.epoch
-
     # Between two worlds.
 
-    def become(self, step: int) -> None:
-        """The state is that of another, who has so many steps behind it."""
+    def receive_state(self, step: int) -> None:
+        """The state is the state source's, to which `step` steps are applied."""
         self.step, self.has_finished, self.holds_state = step, False, True
 
-    def adopt(self, commit: Commit) -> None:
-        """What was committed is what this worker has answered."""
+    def apply_commit(self, commit: Commit) -> None:
+        """Take over what was committed from this worker's own stop report."""
         if commit.step is not None:
-            self._be_at(commit.step)
+            self._set_step(commit.step)
         if commit.epoch is not None:
             self.epoch = commit.epoch
         self.holds_state = True
-        self._pace(commit.learning_rate, commit.global_batch_size)
+        self._set_rate_and_batch(commit.learning_rate, commit.global_batch_size)
 
-    def take_up(self, state: GlobalTrainingState) -> None:
-        """Go on where the training is, with its rate and its batch."""
-        self._be_at(state.current_step)
+    def apply(self, state: GlobalTrainingState) -> None:
+        """Continue from this training state, with its rate and its batch."""
+        self._set_step(state.current_step)
         self.epoch, self.holds_state = state.current_epoch, True
-        self._pace(state.learning_rate, state.global_batch_size)
+        self._set_rate_and_batch(state.learning_rate, state.global_batch_size)
+        self._publish_step()
 
-    def _be_at(self, step: int) -> None:
-        """So many steps are committed. The one that this worker has finished is, or it was somebody else's state."""
+    def _set_step(self, step: int) -> None:
+        """So many steps are committed: the worker's finished step among them, unless the state was received."""
         if self.has_finished and step == self.step + 1:
-            self.count_step()
+            self.commit_step()
         self.step, self.has_finished = step, False
 
-    def _pace(self, learning_rate: float, global_batch_size: int) -> None:
+    def _set_rate_and_batch(self, learning_rate: float, global_batch_size: int) -> None:
         self.learning_rate = arguments.rate("learning_rate", learning_rate or self.learning_rate)
         self.global_batch_size = arguments.count("global_batch_size", global_batch_size or self.global_batch_size)
         if self.sampler is not None and self.global_batch_size:

@@ -1,48 +1,81 @@
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
+from typing import Any, cast
+
 import anyio
+from anyio.abc import TaskGroup
 
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.model import WorkerId
 from forged.worker.daemon.heartbeat import Heartbeat
+from forged.worker.daemon.registration import Registration
+from forged.worker.worker_state.progress import TrainingProgress
+from forged.worker.worker_state.session_state import SessionState
 from tests.kernel_fixture import on_virtual_time, task_group
+from tests.simulation.loop import VirtualClock
 
 
-class Said:
-    """What is said, and when."""
+def settings(interval_s: float) -> Mapping[str, Any]:
+    return ElasticTrainingConfig(worker_heartbeat_timeout_ms=round(3000 * interval_s)).to_settings()
 
-    def __init__(self) -> None:
-        self.all: list[tuple[float, float]] = []
+
+class Scene:
+    """A worker that sends heartbeats, and the times and intervals of those that were sent."""
+
+    def __init__(self, interval_s: float, tasks: TaskGroup) -> None:
+        self.beats: list[tuple[float, float]] = []
+        self.leaving: list[bool] = []
+        self.state = SessionState(WorkerId("me", "host", 1), TrainingProgress(0.0, 0))
+        self.state.follow_settings(settings(interval_s))
+        clock = VirtualClock(asyncio.get_running_loop())
+        self.heartbeat = Heartbeat(self.state, cast("Registration", self), clock)
         self._began_at = anyio.current_time()
+        tasks.start_soon(self.heartbeat.run)
 
-    def beat(self, every_s: float) -> None:
-        self.all.append((round(anyio.current_time() - self._began_at, 3), every_s))
+    def beat(self, step: int, marks: int, every_s: float, *, parting: bool) -> None:
+        self.beats.append((round(anyio.current_time() - self._began_at, 3), every_s))
+        self.leaving.append(parting)
+
+    def follow(self, interval_s: float) -> None:
+        self.state.follow_settings(settings(interval_s))
+        self.heartbeat.follow_settings()
 
 
 @on_virtual_time
-async def test_it_is_said_at_once_and_again_and_again() -> None:
-    said = Said()
+async def test_first_heartbeat_is_sent_at_once_and_the_next_after_each_interval() -> None:
     async with task_group() as tasks:
-        tasks.start_soon(Heartbeat(said.beat, 3.0).go_on)
+        scene = Scene(3.0, tasks)
         await anyio.sleep(7.0)
-    assert said.all == [(0.0, 3.0), (3.0, 3.0), (6.0, 3.0)]
+    assert scene.beats == [(0.0, 3.0), (3.0, 3.0), (6.0, 3.0)]
 
 
-async def said_with_another_interval(interval_s: float, after_s: float) -> list[tuple[float, float]]:
-    """What is said when it was every 100 s for 10 s, and `after_s` more have passed since it was changed."""
-    said = Said()
+@on_virtual_time
+async def test_new_interval_takes_effect_and_is_sent_at_once() -> None:
     async with task_group() as tasks:
-        heartbeat = Heartbeat(said.beat, 100.0)
-        tasks.start_soon(heartbeat.go_on)
+        scene = Scene(100.0, tasks)
         await anyio.sleep(10.0)
-        heartbeat.go_by(interval_s)
-        await anyio.sleep(after_s)
-    return said.all
+        scene.follow(1.0)
+        await anyio.sleep(1.5)
+    assert scene.beats == [(0.0, 100.0), (10.0, 1.0), (11.0, 1.0)]
 
 
 @on_virtual_time
-async def test_another_interval_holds_at_once_and_is_told_at_once() -> None:
-    assert await said_with_another_interval(1.0, 1.5) == [(0.0, 100.0), (10.0, 1.0), (11.0, 1.0)]
+async def test_settings_with_the_same_interval_send_no_heartbeat() -> None:
+    async with task_group() as tasks:
+        scene = Scene(100.0, tasks)
+        await anyio.sleep(10.0)
+        scene.follow(100.0)
+        await anyio.sleep(10.0)
+    assert scene.beats == [(0.0, 100.0)]
 
 
 @on_virtual_time
-async def test_the_same_interval_again_changes_nothing() -> None:
-    assert await said_with_another_interval(100.0, 10.0) == [(0.0, 100.0)]
+async def test_heartbeat_tells_that_the_worker_is_leaving() -> None:
+    async with task_group() as tasks:
+        scene = Scene(100.0, tasks)
+        await anyio.sleep(1.0)
+        scene.state.drain.is_leaving = True
+        scene.heartbeat.beat_now()
+    assert scene.leaving == [False, True]

@@ -2,25 +2,29 @@ from __future__ import annotations
 
 from itertools import islice
 from random import Random
+from typing import cast
 
 import anyio
 
 from forged.errors import Unavailable
-from forged.worker.daemon.registration import persevere
-from forged.worker.daemon.wait_reporter import WaitReporter, pauses
+from forged.worker.daemon.registration import Registration, log_pauses, persevere
+from forged.worker.daemon.wait_reporter import WaitReporter
 from tests.kernel_fixture import on_virtual_time, task_group
 from tests.telemetry.heard import Heard
 
 
-async def because() -> str:
-    return "1 worker waits for 1 more"
+class Daemon:
+    """Says what the job waits for."""
+
+    async def why_waiting(self) -> str:
+        return "1 worker waits for 1 more"
 
 
 @on_virtual_time
 async def test_what_lasts_is_told_with_its_reason_and_again_after_pauses_that_grow() -> None:
     log = Heard()
     async with task_group() as tasks:
-        waiting = WaitReporter(because, tasks, log)
+        waiting = WaitReporter(cast("Registration", Daemon()), tasks, log)
         for _ in range(9):
             waiting.begin()
             await anyio.sleep(10.0)
@@ -34,7 +38,7 @@ async def test_what_lasts_is_told_with_its_reason_and_again_after_pauses_that_gr
 async def test_what_passes_in_a_moment_is_not_told() -> None:
     log = Heard()
     async with task_group() as tasks:
-        waiting = WaitReporter(because, tasks, log)
+        waiting = WaitReporter(cast("Registration", Daemon()), tasks, log)
         for _ in range(9):
             waiting.begin()
             await anyio.sleep(9.0)
@@ -62,4 +66,4 @@ async def test_what_is_tried_again_and_again_is_told_when_it_lasts() -> None:
 
 
 def test_the_pauses_do_not_grow_for_ever() -> None:
-    assert list(islice(pauses(), 9)) == [10, 20, 40, 80, 160, 320, 600, 600, 600]
+    assert list(islice(log_pauses(), 9)) == [10, 20, 40, 80, 160, 320, 600, 600, 600]

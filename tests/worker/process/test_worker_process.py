@@ -17,7 +17,7 @@ from forged.errors import RequestRefused
 from forged.log import SILENT
 from forged.worker.process.counters import Counters
 from forged.worker.process.pulse import Pulse
-from forged.worker.process.sigterm import TOLD, is_heeded
+from forged.worker.process.sigterm import SIGTERM_REASON, is_heeded
 from forged.worker.process.worker_process import OwnProcess, SharedProcess
 from forged.worker.worker import ElasticWorker
 from tests.client.daemon_runner import DaemonRunner
@@ -160,7 +160,7 @@ class TestAWorkerOnALoop:
                     await worker.barrier()
                     done.append(int(step))
         assert done == list(range(worker.step))
-        assert [fact.reason for fact in await past(client, WorkerLeft)] == why == [TOLD]
+        assert [fact.reason for fact in await past(client, WorkerLeft)] == why == [SIGTERM_REASON]
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
     async def test_leaves_signals_to_a_script_that_handles_them_on_its_loop(self, runner: DaemonRunner) -> None:

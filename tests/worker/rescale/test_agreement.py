@@ -70,6 +70,6 @@ async def test_all_members_agree_on_the_same() -> None:
 async def test_who_does_not_say_where_it_is_breaks_the_rule(word: bytes | int) -> None:
     async with open_world(2) as (world, other):
         told = asyncio.ensure_future(other.all_gather(word))
-        with pytest.raises(PeerError, match="does not say where it is"):
+        with pytest.raises(PeerError, match="sent no valid stop report"):
             await agree(world, StopReport(0, True))
         await told

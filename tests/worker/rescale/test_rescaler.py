@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 
 from forged.client import ForgedClient
 from forged.clock import SystemClock
+from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import (
     RescaleCompleted,
     RescaleSynchronising,
@@ -25,17 +25,19 @@ from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.log import SILENT
 from forged.worker.collectives.world import World
+from forged.worker.daemon.heartbeat import Heartbeat
 from forged.worker.daemon.registration import Registration
-from forged.worker.errors import NEWS_DIFFER, JobEnded, WorkerEvicted
-from forged.worker.mesh import Mesh, WorldIncomplete
+from forged.worker.errors import NEWS_DIFFER, JobEnded, WorkerEvicted, WorldIncomplete
+from forged.worker.events import WorkerEvents
+from forged.worker.mesh import Mesh
 from forged.worker.rescale.agreement import Agreement
-from forged.worker.rescale.rescaler import Means, Rescaler
-from forged.worker.session import WorkerSession
+from forged.worker.rescale.rescaler import Rescaler
 from forged.worker.state_transfer import exchange
 from forged.worker.state_transfer.exchange import StateExchange
-from forged.worker.worker_state.current_world import CurrentWorld, Trouble
+from forged.worker.worker_state.current_world import Trouble
 from forged.worker.worker_state.job_view import Commit, JobView
 from forged.worker.worker_state.progress import TrainingProgress
+from forged.worker.worker_state.session_state import SessionState
 from tests.client.daemon_runner import DaemonRunner
 from tests.client.proxy import Proxy
 from tests.kernel_fixture import on_virtual_time
@@ -77,7 +79,7 @@ class TestNotStopping:
         self, runner: DaemonRunner, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # Nobody says that all have met.
-        monkeypatch.setattr(WorkerSession, "_beat", lambda member, every_s: None)
+        monkeypatch.setattr(Heartbeat, "beat_now", lambda heartbeat: None)
         settings = {"use_synchronous_rescaling": False, "worker_heartbeat_timeout_ms": 600_000}
         async with crew_at(runner.endpoint, **settings) as crew:
             crew.start("a")
@@ -113,16 +115,18 @@ class TestNotStopping:
             crew.start("a", "b")
             await crew.world_of("a", "b")
             agree = Rescaler._agree
-            standing = crew["a"].worker._standing
+            state = crew["a"].worker._state
+            standing = state.view
             late: list[int] = []
 
             async def agree_late(passage: Rescaler, world: World, commit: Commit) -> Agreement:
                 agreement = await agree(passage, world, commit)
-                if passage is crew["a"].member.passage and not late:
+                if passage is crew["a"].member.rescaler and not late:
                     late.append(commit.topology.epoch)
                     with anyio.CancelScope(shield=True):
                         await client.rescale_job(JOB)
-                        await passage._until(lambda: standing.committed is not commit)
+                        while standing.committed is commit:
+                            await state.wait_for_change()
                 return agreement
 
             with pytest.MonkeyPatch.context() as patch:
@@ -144,8 +148,8 @@ class TestNotStopping:
             cross = Rescaler._cross
 
             async def another_attempt(passage: Rescaler, commit: Commit) -> None:
-                if passage is crew["c"].member.passage:
-                    passage._standing.committed = commit = replace(commit, attempt=1)
+                if passage is crew["c"].member.rescaler:
+                    passage._view.committed = commit = replace(commit, attempt=1)
                 await cross(passage, commit)
 
             with pytest.MonkeyPatch.context() as patch:
@@ -222,6 +226,8 @@ class Willing:
 
     async def complain(self, *_: object) -> None: ...
 
+    def beat_now(self) -> None: ...
+
     async def enter(self, *_: object) -> Willing:
         self._fail()
         return self
@@ -233,11 +239,18 @@ class Willing:
         if self.failure is not None:
             raise self.failure
 
-    take = fetch = ready = settle = arrive = complain
+    take = fetch = ready = settle = complain
 
     @contextmanager
     def offering(self, _attempt: int) -> Iterator[None]:
         yield
+
+
+def state_of(view: JobView) -> SessionState:
+    state = SessionState(ME, TrainingProgress(0.0, 0))
+    state.view = state.current_world._view = view
+    state.follow_settings(ElasticTrainingConfig(rescale_timeout_ms=1000).to_settings())
+    return state
 
 
 @st.composite
@@ -270,22 +283,12 @@ def test_whatever_was_heard_a_worker_comes_to_wait_for_news(
 ) -> None:
     """Who goes on for ever without waiting lets nothing else have its turn, what it would wait for included."""
     others: Any = Willing(failure)
-    means = Means(
-        line=others,
-        mesh=others,
-        exchange=others,
-        shards=None,
-        departure=SimpleNamespace(is_due=False),  # type: ignore[arg-type]
-        rescale_timeout_s=lambda: 1.0,
-        arrive=others.arrive,
-        clock=SystemClock(),
-        log=SILENT,
-    )
-    presence, place = CurrentWorld(standing, None), TrainingProgress(0.0, 0, None, None)
-    place.holds_state = holds_state
-    presence.trouble = Trouble(2, "hub", "nobody answers") if in_trouble else None
-    passage = Rescaler(standing, presence, place, means)
-    passage._settled = settled
+    state = state_of(standing)
+    state.progress.holds_state = holds_state
+    state.current_world.trouble = Trouble(2, "hub", "nobody answers") if in_trouble else None
+    clock = SystemClock()
+    rescaler = Rescaler(state, others, others, others, None, others, WorkerEvents(SILENT), clock, SILENT)
+    rescaler._reported = settled
     done = 0
 
     @on_virtual_time
@@ -293,7 +296,7 @@ def test_whatever_was_heard_a_worker_comes_to_wait_for_news(
         nonlocal done
         with anyio.move_on_after(0.1):
             while True:
-                await passage.come_along(takes=takes)
+                await rescaler.advance(takes_state=takes)
                 done += 1
                 assert done < UNDERTAKINGS_MAX, "it goes on and on"
 
@@ -302,33 +305,26 @@ def test_whatever_was_heard_a_worker_comes_to_wait_for_news(
 
 @on_virtual_time
 async def test_what_was_heard_while_the_old_world_was_left_keeps_from_the_next() -> None:
-    standing = JobView("me")
-    presence = CurrentWorld(standing, None)
+    state = state_of(JobView("me"))
 
     class Nobody:
         """Nobody comes."""
 
+        worker = ME
+
         async def enter(self, *arguments: Any) -> None:
             await anyio.sleep_forever()
 
-    means: Any = SimpleNamespace(
-        line=SimpleNamespace(worker=ME),
-        mesh=Nobody(),
-        shards=None,
-        departure=SimpleNamespace(is_due=False),
-        rescale_timeout_s=lambda: 0.0,
-        log=SILENT,
-    )
-    passage = Rescaler(standing, presence, TrainingProgress(0.0, 0, None, None), means)
-    standing.committed = Commit(1, ClusterTopology(), ClusterTopology((HUB, ME), 2), 0, 0, 0.0, 0, "")
+    nobody: Any = Nobody()
+    rescaler = Rescaler(state, nobody, nobody, nobody, None, nobody, WorkerEvents(SILENT), SystemClock(), SILENT)
+    state.view.committed = Commit(1, ClusterTopology(), ClusterTopology((HUB, ME), 2), 0, 0, 0.0, 0, "")
 
     async def leave() -> None:
-        standing.end = JobEnded("job_aborted", "the job was aborted")
-        passage.wake()
+        state.fail(JobEnded("job_aborted", "the job was aborted"))
 
-    presence.leave = leave  # type: ignore[method-assign]
+    state.current_world.leave = leave  # type: ignore[method-assign]
     with anyio.fail_after(1):
-        await passage.come_along()
+        await rescaler.advance()
 
 
 class TestConnectionsThatBreak:

@@ -22,6 +22,7 @@ from forged.worker.mesh import Mesh
 from forged.worker.state_transfer import exchange, transfer
 from forged.worker.state_transfer.exchange import StateExchange
 from forged.worker.transport.peer_messages import HEAD_BYTES_MAX
+from forged.worker.worker_state.progress import TrainingProgress
 from tests.kernel_fixture import task_group
 from tests.worker.meshes import PATIENCE_S, Meshes, open_meshes
 
@@ -48,9 +49,10 @@ class Pair:
         self.line = Line()
         self.given: dict[str, Any] = {"w": np.arange(SIZE, dtype=np.float64), "step": 7}
         self.taken: dict[str, Any] = {"w": np.zeros(SIZE), "step": 0}
+        given, taken = (TrainingProgress(0.0, 0, script_state=state) for state in (self.given, self.taken))
         line = cast("Registration", self.line)
-        self.giver = StateExchange(made.meshes[0], line, lambda: self.given, tasks, SILENT)
-        self.taker = StateExchange(made.meshes[1], line, lambda: self.taken, tasks, SILENT)
+        self.giver = StateExchange(made.meshes[0], line, given, tasks, SILENT)
+        self.taker = StateExchange(made.meshes[1], line, taken, tasks, SILENT)
 
     def settled(self, source: WorkerId | None = None) -> RescaleSynchronising:
         return RescaleSynchronising(3, source or self.made.workers[0], 7, 1)

@@ -15,8 +15,7 @@ from forged.elastic.model import WorkerStatus
 from forged.errors import RequestRefused
 from forged.kernel.messages import Record
 from forged.worker.collectives.world import CollectiveMismatch
-from forged.worker.errors import StepAborted
-from forged.worker.mesh import WorldIncomplete
+from forged.worker.errors import StepAborted, WorldIncomplete
 from forged.worker.process.counters import Counters
 from forged.worker.worker_state.current_world import CurrentWorld, Trouble, peer_of
 from forged.worker.worker_state.job_view import JobView
@@ -31,14 +30,14 @@ async def together(count: int) -> AsyncIterator[list[CurrentWorld]]:
     async with open_meshes(count) as made, asyncio.timeout(PATIENCE_S):
         presences = [CurrentWorld(JobView(worker.id), None) for worker in made.workers]
         for presence, world in zip(presences, await made.enter(GENERATION), strict=True):
-            presence.go_by(made.topology)
+            presence.take_rank(made.topology)
             presence.enter(world)
         yield presences
 
 
 def hear(presence: CurrentWorld, *records: Record) -> None:
     for record in records:
-        presence._standing.hear(record)
+        presence._view.hear(record)
 
 
 PAUSED = Record.of(JobPaused("lunch"), fact_id=7, at=0.0)
@@ -70,9 +69,9 @@ async def test_all_stop_behind_the_same_step_and_rest_until_each_has_heard_why_a
         hear(one, PAUSED)
         assert one.may_step, "the world stops, and nobody by himself"
         assert await each([one, other], lambda presence: presence.end_step(1)) == [True, True]
-        assert (one.rests, other.rests) == (True, True)
+        assert (one.is_stopped, other.is_stopped) == (True, True)
         hear(other, PAUSED)
-        assert other.rests
+        assert other.is_stopped
         hear(one, RESUMED)
         hear(other, RESUMED)
         assert (one.may_step, other.may_step) == (True, True)
@@ -108,7 +107,7 @@ async def test_a_step_that_cannot_end_does_not_count_and_loses_the_world() -> No
 @pytest.mark.parametrize("known", ["lost", "rescaling"])
 async def test_what_the_daemon_has_told_itself_it_is_not_told(known: str) -> None:
     async with together(2) as (one, _):
-        setattr(one._standing, known, "w1" if known == "lost" else True)
+        setattr(one._view, known, "w1" if known == "lost" else True)
         one.lose(WorldIncomplete("nobody came", "w1"))
         assert one.world is None
         assert one.trouble is None
@@ -126,12 +125,12 @@ async def test_a_world_that_is_lost_twice_is_told_of_once() -> None:
 async def test_only_a_script_that_waits_for_others_can_be_let_out_of_that() -> None:
     async with together(2) as (one, other):
         one.begin_step()
-        one.break_off("it is to go")
+        one.abort_collective("it is to go")
         await each([one, other], lambda presence: presence.together(lambda world: world.barrier()))
         assert one.meeting is None
         waits = asyncio.ensure_future(one.end_step(1))
         await until(lambda: one.meeting is not None)
-        one.break_off("it is to go")
+        one.abort_collective("it is to go")
         assert (await waits, one.meeting) == (False, None)
         with pytest.raises(StepAborted, match="it is to go"):
             await other.together(lambda world: world.barrier())
@@ -153,7 +152,7 @@ async def test_marks_begin_anew_with_each_world_and_are_shown_to_the_pulse() -> 
         presence = CurrentWorld(JobView("me"), counters)
         async with open_meshes(1) as made:
             topology = made.topology
-        presence.go_by(topology)
+        presence.take_rank(topology)
         presence.mark()
         presence.mark()
         assert presence.marks == counters.marks == topology.epoch * COLLECTIVES_PER_WORLD + 2

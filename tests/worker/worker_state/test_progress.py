@@ -20,8 +20,10 @@ def commit(step: int | None = None, epoch: int | None = None, rate: float = 0.0,
     return Commit(1, NOWHERE, NOWHERE, step, epoch, rate, batch, "a test")
 
 
-def place(sampler: ElasticSampler | None = None, counters: Counters | None = None) -> TrainingProgress:
-    return TrainingProgress(0.5, 0 if sampler else 32, sampler, counters)
+def progress_of(sampler: ElasticSampler | None = None, counters: Counters | None = None) -> TrainingProgress:
+    progress = TrainingProgress(0.5, 0 if sampler else 32, sampler)
+    progress.counters = counters
+    return progress
 
 
 @pytest.fixture
@@ -31,110 +33,110 @@ def counters() -> Iterator[Counters]:
 
 
 def test_it_begins_before_the_first_step_with_a_state_that_nobody_has_to_take() -> None:
-    found = place()
-    assert found.stop == StopReport(0, False, False, 0, 0.5, 32)
-    assert found.state(3, 1.0) is None
+    found = progress_of()
+    assert found.stop_report == StopReport(0, False, False, 0, 0.5, 32)
+    assert found.training_state(3, 1.0) is None
 
 
 def test_a_step_counts_when_it_is_committed() -> None:
-    found = place()
-    found.become(7)
+    found = progress_of()
+    found.receive_state(7)
     found.begin_step()
-    assert found.stop == StopReport(7, True, False, 0, 0.5, 32)
+    assert found.stop_report == StopReport(7, True, False, 0, 0.5, 32)
     found.finish_step()
-    assert found.stop == StopReport(7, True, True, 0, 0.5, 32)
-    found.count_step()
-    assert found.stop == StopReport(8, True, False, 0, 0.5, 32)
+    assert found.stop_report == StopReport(7, True, True, 0, 0.5, 32)
+    found.commit_step()
+    assert found.stop_report == StopReport(8, True, False, 0, 0.5, 32)
 
 
 def test_a_step_that_is_begun_again_was_not_finished() -> None:
-    found = place()
-    found.become(7)
+    found = progress_of()
+    found.receive_state(7)
     found.finish_step()
     found.begin_step()
-    assert found.stop.position == 7
+    assert found.stop_report.position == 7
 
 
 def test_what_is_finished_without_a_state_that_others_could_take_is_nothing_to_them() -> None:
-    found = place()
+    found = progress_of()
     found.finish_step()
-    assert found.stop == StopReport(0, False, False, 0, 0.5, 32)
+    assert found.stop_report == StopReport(0, False, False, 0, 0.5, 32)
 
 
 @pytest.mark.parametrize("follows", ["commit", "state"])
 def test_a_finished_step_that_only_the_next_world_tells_of_counts_once(follows: str, counters: Counters) -> None:
-    found = place(ElasticSampler(100, 10, 1), counters)
-    assert found.consumption is not None
-    found.consumption.enter(1, 0)
+    found = progress_of(ElasticSampler(100, 10, 1), counters)
+    assert found.usage is not None
+    found.usage.enter(1, 0)
     found.finish_step()
     if follows == "commit":
-        found.adopt(commit(step=1))
+        found.apply_commit(commit(step=1))
     else:
-        found.take_up(GlobalTrainingState(0, 1, 0.5, 10, 2, 1.0))
+        found.apply(GlobalTrainingState(0, 1, 0.5, 10, 2, 1.0))
     assert (found.step, found.has_finished, counters.step) == (1, False, 1)
-    ((_, _, runs),) = found.consumption.unspoken()
+    ((_, _, runs),) = found.usage.unspoken()
     assert [(run.step, run.end_step) for run in runs] == [(0, 1)]
 
 
 def test_a_finished_step_that_the_next_world_does_not_have_has_used_nothing() -> None:
-    found = place(ElasticSampler(100, 10, 1))
-    assert found.consumption is not None
-    found.consumption.enter(1, 0)
+    found = progress_of(ElasticSampler(100, 10, 1))
+    assert found.usage is not None
+    found.usage.enter(1, 0)
     found.finish_step()
-    found.adopt(commit(step=0))
+    found.apply_commit(commit(step=0))
     assert (found.step, found.has_finished) == (0, False)
-    assert list(found.consumption.unspoken()) == []
+    assert list(found.usage.unspoken()) == []
 
 
 def test_the_state_is_behind_a_finished_step_also_where_that_never_counts() -> None:
-    found = place(ElasticSampler(100, 10, 1))
-    assert found.consumption is not None
-    found.consumption.enter(1, 0)
-    found.become(7)
+    found = progress_of(ElasticSampler(100, 10, 1))
+    assert found.usage is not None
+    found.usage.enter(1, 0)
+    found.receive_state(7)
     found.finish_step()
-    assert (found.step, found.behind) == (7, 8)
-    found.close()
-    assert (found.step, found.behind, list(found.consumption.unspoken())) == (8, 8, [])
-    found.close()
+    assert (found.step, found.steps_applied) == (7, 8)
+    found.end_session()
+    assert (found.step, found.steps_applied, list(found.usage.unspoken())) == (8, 8, [])
+    found.end_session()
     assert found.step == 8
 
 
 def test_where_nobody_knows_behind_what_step_a_world_begins_the_own_one_stays() -> None:
-    found = place()
-    found.become(7)
+    found = progress_of()
+    found.receive_state(7)
     found.finish_step()
-    found.adopt(commit())
-    assert found.stop == StopReport(7, True, True, 0, 0.5, 32)
+    found.apply_commit(commit())
+    assert found.stop_report == StopReport(7, True, True, 0, 0.5, 32)
 
 
 def test_a_rate_a_batch_or_an_epoch_that_nobody_names_stays() -> None:
-    found = place()
+    found = progress_of()
     found.epoch = 4
-    found.adopt(commit(step=3))
+    found.apply_commit(commit(step=3))
     assert (found.epoch, found.learning_rate, found.global_batch_size) == (4, 0.5, 32)
-    found.adopt(commit(step=3, epoch=5, rate=0.25, batch=64))
+    found.apply_commit(commit(step=3, epoch=5, rate=0.25, batch=64))
     assert (found.epoch, found.learning_rate, found.global_batch_size) == (5, 0.25, 64)
 
 
 def test_a_sampler_says_the_epoch_and_takes_the_batch() -> None:
     sampler = ElasticSampler(20, 10, 1)
-    found = place(sampler)
+    found = progress_of(sampler)
     assert found.global_batch_size == 10
     for _ in range(2):
         found.finish_step()
-        found.count_step()
-    assert (found.epoch, found.stop.epoch) == (sampler.epoch, sampler.epoch)
+        found.commit_step()
+    assert (found.epoch, found.stop_report.epoch) == (sampler.epoch, sampler.epoch)
     assert sampler.epoch == 1
-    found.take_up(GlobalTrainingState(1, 2, 0.5, 5, 2, 1.0))
+    found.apply(GlobalTrainingState(1, 2, 0.5, 5, 2, 1.0))
     assert sampler.global_batch == 5
 
 
 def test_how_far_it_is_is_known_once_it_has_a_state() -> None:
-    found = place()
-    found.become(7)
-    assert found.state(3, 9.0) == GlobalTrainingState(0, 7, 0.5, 32, 3, 9.0)
-    found.begin_anew()
-    assert found.state(3, 9.0) is None
+    found = progress_of()
+    found.receive_state(7)
+    assert found.training_state(3, 9.0) == GlobalTrainingState(0, 7, 0.5, 32, 3, 9.0)
+    found.begin_session(None)
+    assert found.training_state(3, 9.0) is None
     assert found.step == 7
 
 
@@ -142,4 +144,4 @@ def test_how_far_it_is_is_known_once_it_has_a_state() -> None:
 def test_numbers_that_are_none_are_refused_by_name(numbers: dict[str, float]) -> None:
     given = {"learning_rate": 0.5, "global_batch_size": 1} | numbers
     with pytest.raises(RequestRefused, match=next(iter(numbers))):
-        TrainingProgress(given["learning_rate"], given["global_batch_size"], None, None)  # type: ignore[arg-type]
+        TrainingProgress(given["learning_rate"], given["global_batch_size"])  # type: ignore[arg-type]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import anyio
 import pytest
 
-from forged.worker.daemon.goodbye import Goodbye, LeaveReason, farewell
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
+from forged.worker.goodbye import Goodbye, LeaveReason, reason_of
 
 
 class Unspeakable(Exception):
@@ -32,7 +34,7 @@ class Unspeakable(Exception):
     ],
 )
 def test_who_was_interrupted_or_is_wanted_no_more_has_not_failed(error: BaseException | None, reason: str) -> None:
-    assert farewell(error) == LeaveReason(reason, failed=False)
+    assert reason_of(error) == LeaveReason(reason, failed=False)
 
 
 @pytest.mark.parametrize(
@@ -46,14 +48,14 @@ def test_who_was_interrupted_or_is_wanted_no_more_has_not_failed(error: BaseExce
     ],
 )
 def test_who_fails_says_of_what_in_one_line(error: Exception, reason: str) -> None:
-    said = farewell(error)
+    said = reason_of(error)
     assert said.failed
     assert said.reason.startswith(reason)
 
 
 @pytest.mark.parametrize("error", [ValueError("x" * 1_000_000), SystemExit("x" * 1_000_000)])
 def test_a_reason_is_short_whatever_was_raised(error: BaseException) -> None:
-    assert len(farewell(error).reason) < 2_100
+    assert len(reason_of(error).reason) < 2_100
 
 
 async def test_what_was_said_first_is_said_until_that_was_done_once_and_again_only_in_haste() -> None:
@@ -65,7 +67,9 @@ async def test_what_was_said_first_is_said_until_that_was_done_once_and_again_on
             scope.cancel()
             await anyio.sleep_forever()
 
-    goodbye, words = Goodbye(say), LeaveReason("the training is done", done=True)
+    anything: Any = None
+    goodbye, words = Goodbye(anything, anything, None, anything), LeaveReason("the training is done", done=True)
+    goodbye._leave = say  # type: ignore[method-assign, assignment]
     with anyio.CancelScope() as scope:
         await goodbye.say(words)
     for _ in range(2):

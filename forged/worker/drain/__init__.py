@@ -1,1 +1,0 @@
-"""How a worker leaves in good order."""

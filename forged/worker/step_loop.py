@@ -1,0 +1,175 @@
+"""The step loop: which step the script does next, and when there is none any more.
+
+Invariants:
+- A step counts when all members of the world have finished it. An aborted step is repeated from the state before it.
+- Inside `with step:` an aborted collective leaves the block; the script has nothing to undo as long as it changes its
+  state after the last collective of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Self, TypeVar
+
+from forged.elastic.model import WorkerStatus
+from forged.errors import RequestRefused
+from forged.worker.collectives.world import World
+from forged.worker.drain import Leaving
+from forged.worker.errors import JobEnded, StepAborted
+from forged.worker.process.worker_process import WorkerProcess
+from forged.worker.rescale.rescaler import Rescaler
+from forged.worker.session import WorkerSession
+from forged.worker.worker_state.current_world import CurrentWorld
+
+R = TypeVar("R")
+
+
+class Step(int):
+    """The number of a step, and a context manager in which the step may be aborted."""
+
+    is_entered: bool
+    """Whether the script does the step inside `with step:`."""
+    _current_world: CurrentWorld
+    _was_aborted: bool | None
+
+    @classmethod
+    def numbered(cls, number: int, current_world: CurrentWorld) -> Self:
+        step = cls(number)
+        step.is_entered, step._current_world, step._was_aborted = False, current_world, None
+        return step
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the step was aborted, so that it is repeated."""
+        return self._current_world.is_void if self._was_aborted is None else self._was_aborted
+
+    def end(self) -> None:
+        """Keep the result: the script may hold the object while the worker does other steps."""
+        self._was_aborted = self.aborted
+
+    def __enter__(self) -> Self:
+        self.is_entered = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        return isinstance(error, StepAborted)
+
+
+class StepLoop:
+    """The steps of one worker in one session."""
+
+    def __init__(self, session: WorkerSession, process: WorkerProcess) -> None:
+        self._session = session
+        self._process = process
+        self._state = session.state
+        self._view = session.state.view
+        self._current_world = session.state.current_world
+        self._progress = session.state.progress
+
+    # Between two steps.
+
+    async def come_to_step(self, total: int | None = None) -> int | Leaving | None:
+        """Wait until a step may begin, and return its number; None when there are no more.
+
+        A caller that gets a `Leaving` tells the subscribers of `leaving`, and calls `finish_leaving`.
+        """
+        self._process.check()
+        session = self._session
+        rescaler = await session.register()
+        if not self._state.is_leave_due:
+            # The script was interrupted while it saved, and the worker is needed by now.
+            await session.drain.cancel_leaving()
+        try:
+            return await self._advance(rescaler, total)
+        finally:
+            session.wait_reporter.end()
+
+    async def _advance(self, rescaler: Rescaler, total: int | None) -> int | Leaving | None:
+        view, current_world, progress, session = self._view, self._current_world, self._progress, self._session
+        while not session.is_over:
+            if view.end is not None:
+                await self._fail(view.end)
+            if view.completed is not None:
+                await self._complete(view.completed)
+            elif total is not None and progress.step >= total and current_world.may_step:
+                # Before a drain: only the world knows that the training is complete.
+                await session.leave("the training is done", done=True)
+            elif self._state.is_leave_due:
+                return await session.drain.start_leaving(rescaler)
+            elif not current_world.may_step:
+                session.wait_reporter.begin()
+                await rescaler.advance()
+            else:
+                current_world.begin_step()
+                progress.begin_step()
+                self._process.look_after_pulse()
+                current_world.activate(self._state.worker)
+                return progress.step
+        return None
+
+    async def finish_step(self) -> bool:
+        """Tell the other ranks that the step is finished; returns whether it is committed."""
+        self._process.check()
+        if not self._current_world.is_void:
+            self._current_world.mark()
+            self._progress.finish_step()
+        if not await self._current_world.end_step(self._progress.step):
+            return False
+        self._progress.commit_step()
+        return True
+
+    # Collectives.
+
+    async def together(self, act: Callable[[World], Awaitable[R]]) -> R:
+        """Run a collective; while the script saves, in a world of its own, which only a single worker has."""
+        self._process.check()
+        if not self._state.drain.is_leaving:
+            return await self._current_world.together(act)
+        own_world = self._session.drain.own_world
+        if own_world is None:
+            raise RequestRefused(
+                "worker_leaving",
+                "this worker is leaving, and the other workers do not meet it any more",
+                "save without the other workers",
+            )
+        return await act(own_world)
+
+    # The end.
+
+    async def finish_leaving(self) -> bool:
+        """Leave, now that the subscribers of `leaving` have been told; false if the worker is needed after all."""
+        drain = self._session.drain
+        leaves = await drain.finish_leaving()
+        if leaves:
+            await self._session.leave(drain.reason)
+        return leaves
+
+    async def _complete(self, step: int) -> None:
+        """Another worker has reported that the training is complete."""
+        if self._is_left_out:
+            # The other workers may have repeated a step that this one had finished, with other samples.
+            await self._session.leave(self._session.drain.reason)
+            return
+        if self._progress.has_finished and step > self._progress.step:
+            # All members have finished the step, or the training would not be complete.
+            self._progress.commit_step()
+        if self._progress.holds_state and self._progress.step >= step:
+            await self._session.leave("the training is done", done=True)
+            return
+        why = "the training was done before this worker was taken in"
+        await self._session.leave(why)
+        await self._fail(JobEnded("job_completed", why, "take the result from a worker that took part"))
+
+    @property
+    def _is_left_out(self) -> bool:
+        """Whether the worker drains, and the committed world is without it."""
+        view = self._view
+        return view.draining is not None and self._progress.holds_state and self._state.worker not in view.topology
+
+    async def _fail(self, error: Exception) -> None:
+        self._current_world.status = WorkerStatus.FAILED
+        await self._current_world.leave()
+        raise error

@@ -1,0 +1,793 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from forged.client import ForgedClient
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.messages import WorkerJoined, WorkerLeft
+from forged.elastic.model import ClusterTopology, WorkerId
+from forged.errors import ForgedError, RequestRefused, Unavailable
+from forged.kernel.messages import Gap, Record
+from forged.worker import drain
+from forged.worker.drain import LOOK_INTERVAL_S, QUESTION_INTERVAL_S, Drain, Leaving
+from forged.worker.errors import WorldIncomplete
+from forged.worker.mesh import Mesh
+from forged.worker.rescale.rescaler import Rescaler
+from forged.worker.worker_state.progress import TrainingProgress
+from forged.worker.worker_state.session_state import SessionState
+from tests.client.daemon_runner import DaemonRunner
+from tests.client.proxy import Proxy
+from tests.kernel_fixture import on_virtual_time, task_group
+from tests.telemetry.heard import Heard
+from tests.worker.crew import JOB, Crew, Trainer, crew_at, past
+from tests.worker.meshes import until
+
+CONFIG = ElasticTrainingConfig(leave_timeout_ms=60_000, reconnect_grace_ms=15_000)
+ME = WorkerId("me", "host", 1)
+WISH, QUESTION, GOODBYE = "the spot price", "may it leave now?", "goodbye"
+NEEDED = Gap(1, 2, "anything may have happened")
+RELEASED = Record.of(WorkerLeft("other", "it is done"), fact_id=3, at=0.0)
+
+
+class Scene:
+    """A worker that may be needed, and a daemon that may be there."""
+
+    def __init__(self) -> None:
+        self.state = SessionState(ME, TrainingProgress(0.0, 0))
+        self.follow(CONFIG)
+        self.has_daemon = True
+        self.aborted: list[str] = []
+        """Why its collective was aborted."""
+        self.answers: list[bool | ForgedError] = [False]
+        """The daemon's answers in turn; the last one is repeated. Without one it does not answer."""
+        self.asked: list[str] = []
+        """The announcement, and then the questions."""
+        self.takers = 0
+        """At so many looks another worker has taken something."""
+        self.wakes: list[float] = []
+        self.log = Heard()
+        self.beats: list[bool] = []
+        """Whether each heartbeat said that the worker is leaving."""
+        self.serves = 0
+        """How many tasks take part in rescales while the script saves."""
+        self.serving_fails: Exception | None = None
+        self.is_bound = True
+        self.state.wake = self._wake  # type: ignore[method-assign]
+        self.state.current_world.abort_collective = self._abort  # type: ignore[method-assign]
+
+    @property
+    def is_bound(self) -> bool:
+        return ME in self.state.view.topology
+
+    @is_bound.setter
+    def is_bound(self, is_bound: bool) -> None:
+        self.state.view.topology = ClusterTopology((ME,) if is_bound else (), 1)
+
+    def hold_up_world(self, holds_up: bool) -> None:
+        """Whether the other workers wait for this one to stop."""
+        self.state.view.is_under_way = holds_up
+
+    def meet(self, mark: int | None) -> None:
+        """Wait in the collective of this mark, or in none."""
+        self.state.current_world.marks = mark or 0
+        self.state.current_world._is_meeting = mark is not None
+
+    def follow(self, config: ElasticTrainingConfig) -> None:
+        self.state.follow_settings(config.to_settings())
+
+    @asynccontextmanager
+    async def told_to_drain(self, wish: str | None = WISH) -> AsyncIterator[Drain]:
+        """Be told to drain, more than once."""
+        self.state.view.draining = wish
+        async with task_group() as tasks:
+            anything: Any = self
+            drain = self.drain = Drain(self.state, anything, anything, anything, None, tasks, lambda: 0.5, self.log)
+            drain.begin_if_told()
+            drain.begin_if_told()
+            yield drain
+
+    async def drained(self, config: ElasticTrainingConfig = CONFIG) -> float:
+        """Be told to drain, and wait until the worker may leave; returns how long that took."""
+        loop = asyncio.get_running_loop()
+        began_at = loop.time()
+        self.follow(config)
+        async with self.told_to_drain():
+            while not self.state.is_leave_due:
+                await anyio.sleep(LOOK_INTERVAL_S / 10)
+        return loop.time() - began_at
+
+    def steps(self, count: int) -> None:
+        """Be after so many steps."""
+        self.state.progress.step = count
+
+    async def start_leaving(self) -> Leaving:
+        return await self.drain.start_leaving(cast("Rescaler", self))
+
+    # The daemon.
+
+    @property
+    def is_connected(self) -> bool:
+        return self.has_daemon
+
+    async def announce_leave(self, wish: str) -> bool:
+        return await self._answer(wish)
+
+    async def may_leave(self) -> bool:
+        return await self._answer(QUESTION)
+
+    async def leave_if_it_may(self, reason: str, step: int) -> bool:
+        return await self._answer(GOODBYE)
+
+    async def _answer(self, asked: str) -> bool:
+        self.asked.append(asked)
+        if not self.answers:
+            await anyio.sleep_forever()
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        await anyio.sleep(0.01)
+        if isinstance(answer, ForgedError):
+            raise answer
+        return answer
+
+    # The mesh, the heartbeat and the rescaler.
+
+    def has_given(self) -> bool:
+        has_given, self.takers = self.takers > 0, max(0, self.takers - 1)
+        return has_given
+
+    def beat_now(self) -> None:
+        self.beats.append(self.state.drain.is_leaving)
+
+    async def advance(self, *, takes_state: bool) -> None:
+        assert not takes_state
+        self.serves += 1
+        try:
+            await anyio.lowlevel.checkpoint()
+            if self.serving_fails is not None:
+                raise self.serving_fails
+            await anyio.sleep_forever()
+        finally:
+            self.serves -= 1
+
+    def _abort(self, why: str) -> None:
+        self.aborted.append(why)
+        self.meet(None)
+
+    def _wake(self) -> None:
+        self.wakes.append(asyncio.get_running_loop().time())
+
+
+@on_virtual_time
+async def test_worker_that_was_not_told_to_drain_asks_nothing() -> None:
+    scene = Scene()
+    async with scene.told_to_drain(None):
+        await anyio.sleep(1000)
+    assert (scene.state.is_leave_due, scene.state.drain.is_overdue, scene.wakes, scene.asked) == (False, False, [], [])
+
+
+def test_draining_worker_in_no_world_may_leave() -> None:
+    scene = Scene()
+    scene.state.view.draining = WISH
+    assert not scene.state.is_leave_due
+    scene.is_bound = False
+    assert scene.state.is_leave_due
+
+
+@on_virtual_time
+async def test_draining_worker_in_a_world_may_leave_when_the_daemon_says_so() -> None:
+    scene = Scene()
+    scene.answers = [True]
+    assert await scene.drained() < 1
+    assert scene.asked == [WISH]
+    assert scene.drain.reason == WISH
+
+
+@on_virtual_time
+async def test_needed_worker_announces_once_and_asks_again_and_again() -> None:
+    scene = Scene()
+    scene.answers = [False, False, False, True]
+    assert round(await scene.drained()) == 3 * QUESTION_INTERVAL_S
+    assert scene.asked == [WISH, *[QUESTION] * 3]
+
+
+@on_virtual_time
+async def test_overdue_worker_stays_for_a_taker_that_comes_before_it_has_left() -> None:
+    scene = Scene()
+    scene.follow(ElasticTrainingConfig(leave_timeout_ms=500))
+    async with scene.told_to_drain() as drain:
+        await anyio.sleep(1)
+        assert scene.state.is_leave_due
+        assert drain.reason == "the spot price; no worker came for what it holds for 0.5 s"
+        scene.hold_up_world(True)
+        await anyio.sleep(1)
+        assert not await drain.finish_leaving()
+        assert drain.reason == WISH
+
+
+@on_virtual_time
+async def test_overdue_worker_leaves_without_asking() -> None:
+    scene = Scene()
+    scene.follow(ElasticTrainingConfig(leave_timeout_ms=500))
+    async with scene.told_to_drain() as drain:
+        await anyio.sleep(1)
+        assert await drain.finish_leaving()
+    assert GOODBYE not in scene.asked
+
+
+@on_virtual_time
+async def test_permission_ends_with_a_fact_after_which_the_worker_may_be_needed() -> None:
+    scene = Scene()
+    scene.answers = [True, False]
+    async with scene.told_to_drain() as drain:
+        await anyio.sleep(0.1)
+        assert scene.state.is_leave_due
+        drain.hear(NEEDED)
+        assert not scene.state.is_leave_due, "until the daemon has been asked again"
+        await anyio.sleep(0.1)
+        assert not scene.state.is_leave_due
+    assert len(scene.asked) == 2
+
+
+@on_virtual_time
+async def test_daemon_decides_at_the_moment_of_leaving() -> None:
+    scene = Scene()
+    scene.answers = [True, True]
+    async with scene.told_to_drain() as drain:
+        await anyio.sleep(50)
+        assert (scene.state.is_leave_due, len(scene.asked)) == (True, 1)
+        assert await drain.finish_leaving()
+    assert scene.asked == [WISH, GOODBYE]
+
+
+@on_virtual_time
+async def test_worker_kept_at_the_moment_of_leaving_asks_again() -> None:
+    scene = Scene()
+    scene.answers = [True, False, False, True]
+    async with scene.told_to_drain() as drain:
+        await anyio.sleep(50)
+        assert not await drain.finish_leaving()
+        assert not scene.state.is_leave_due
+        await anyio.sleep(2 * QUESTION_INTERVAL_S)
+        assert scene.state.is_leave_due
+    assert scene.asked == [WISH, GOODBYE, QUESTION, QUESTION]
+
+
+@on_virtual_time
+async def test_kept_worker_may_not_leave_because_it_is_in_no_world() -> None:
+    scene = Scene()
+    scene.is_bound, scene.answers = False, [False]
+    async with scene.told_to_drain() as drain:
+        assert scene.state.is_leave_due
+        assert not await drain.finish_leaving()
+        await anyio.sleep(50)
+        assert not scene.state.is_leave_due
+        scene.answers = [True]
+        await anyio.sleep(2 * QUESTION_INTERVAL_S)
+        assert scene.state.is_leave_due
+    assert scene.asked.count(GOODBYE) == 1
+
+
+@pytest.mark.parametrize("has_daemon", [True, False])
+@on_virtual_time
+async def test_worker_leaves_without_an_answer_after_the_reconnect_grace(has_daemon: bool) -> None:
+    scene = Scene()
+    scene.answers = [True]
+    loop = asyncio.get_running_loop()
+    async with scene.told_to_drain() as drain:
+        await anyio.sleep(1)
+        scene.answers, scene.has_daemon, began_at = [], has_daemon, loop.time()
+        assert await drain.finish_leaving()
+        assert loop.time() - began_at == pytest.approx(15, abs=1)
+
+
+@on_virtual_time
+async def test_cancelled_leave_request_does_not_count_as_a_missing_daemon() -> None:
+    scene = Scene()
+    scene.follow(ElasticTrainingConfig(leave_timeout_ms=None))
+    async with scene.told_to_drain() as drain:
+        await anyio.sleep(1)
+        scene.answers = []
+        with anyio.move_on_after(1):
+            await drain.finish_leaving()
+        scene.answers = [False]
+        await anyio.sleep(100)
+        assert not scene.state.drain.is_overdue
+
+
+@on_virtual_time
+async def test_daemon_that_records_nothing_counts_as_missing() -> None:
+    scene = Scene()
+    scene.answers = []
+    assert round(await scene.drained()) == 15
+    assert scene.drain.reason == "the spot price; the daemon recorded nothing for 15 s"
+
+
+@on_virtual_time
+async def test_answer_older_than_a_change_does_not_count() -> None:
+    scene = Scene()
+    scene.answers = [True, False]
+    async with scene.told_to_drain() as drain:
+        await anyio.sleep(0.005)
+        drain.hear(NEEDED)
+        await anyio.sleep(0.1)
+        assert not scene.state.is_leave_due
+    assert len(scene.asked) == 2
+
+
+@on_virtual_time
+async def test_worker_that_may_leave_does_not_ask_when_other_workers_leave() -> None:
+    scene = Scene()
+    scene.answers = [True]
+    async with scene.told_to_drain() as drain:
+        await anyio.sleep(1)
+        for _ in range(100):
+            drain.hear(RELEASED)
+            await anyio.sleep(1)
+        assert scene.state.is_leave_due
+    assert len(scene.asked) == 1
+
+
+@on_virtual_time
+async def test_worker_in_no_world_asks_nothing_until_a_world_has_it() -> None:
+    scene = Scene()
+    async with scene.told_to_drain() as drain:
+        await anyio.sleep(1)
+        scene.is_bound, asked = False, len(scene.asked)
+        for _ in range(100):
+            drain.hear(RELEASED)
+            await anyio.sleep(1)
+        assert len(scene.asked) == asked
+        scene.is_bound = True
+        await anyio.sleep(2 * QUESTION_INTERVAL_S)
+        assert len(scene.asked) > asked, "no fact said that the worker is needed"
+
+
+@on_virtual_time
+async def test_needed_worker_asks_when_fewer_workers_may_need_it() -> None:
+    scene = Scene()
+    scene.answers = [False, True]
+    async with scene.told_to_drain() as drain:
+        await anyio.sleep(0.1)
+        assert not scene.state.is_leave_due
+        drain.hear(RELEASED)
+        await anyio.sleep(0.1)
+        assert scene.state.is_leave_due
+
+
+@on_virtual_time
+async def test_worker_whose_question_is_refused_may_leave() -> None:
+    scene = Scene()
+    scene.answers = [RequestRefused("job_unknown", "no such job")]
+    assert await scene.drained() < 1
+
+
+class TestTimeouts:
+    @on_virtual_time
+    async def test_time_does_not_run_while_the_other_workers_wait_for_its_step(self) -> None:
+        scene = Scene()
+        scene.hold_up_world(True)
+
+        async def end_the_step() -> None:
+            await anyio.sleep(600)
+            scene.hold_up_world(False)
+
+        async with task_group() as tasks:
+            tasks.start_soon(end_the_step)
+            assert round(await scene.drained()) == 660
+
+    @on_virtual_time
+    async def test_collective_that_other_ranks_do_not_join_is_aborted(self) -> None:
+        scene = Scene()
+        scene.meet(7)
+
+        async def change() -> None:
+            while True:
+                await anyio.sleep(50)
+                scene.drain.hear(NEEDED)
+
+        async with task_group() as tasks:
+            tasks.start_soon(change)
+            assert round(await scene.drained()) == 60
+        why = "the others did not come to a collective for 60 s"
+        assert scene.aborted == [f"me does not wait any longer: {why}"]
+        assert scene.drain.reason == f"{WISH}; {why}"
+
+    @on_virtual_time
+    async def test_worker_that_has_aborted_a_step_leaves_however_long_the_step_takes_to_end(self) -> None:
+        scene = Scene()
+        scene.follow(ElasticTrainingConfig(leave_timeout_ms=5000))
+        scene.meet(7)
+        async with scene.told_to_drain():
+            await anyio.sleep(6)
+            assert scene.aborted
+            scene.hold_up_world(True)
+            await anyio.sleep(600)
+            assert scene.state.is_leave_due
+
+    @on_virtual_time
+    async def test_no_collective_is_aborted_while_steps_go_on_or_other_workers_take_something(self) -> None:
+        scene = Scene()
+        scene.hold_up_world(True)
+
+        async def step() -> None:
+            for mark in range(20):
+                scene.meet(mark)
+                await anyio.sleep(30)
+            scene.takers = round(600 / LOOK_INTERVAL_S)
+            await anyio.sleep(600)
+            scene.meet(None)
+
+        async with scene.told_to_drain(), task_group() as tasks:
+            tasks.start_soon(step)
+            await anyio.sleep(1300)
+            assert (scene.aborted, scene.state.is_leave_due) == ([], False)
+
+    @on_virtual_time
+    async def test_each_change_of_the_world_starts_the_leave_timeout_anew(self) -> None:
+        scene = Scene()
+
+        async def change() -> None:
+            for _ in range(10):
+                await anyio.sleep(50)
+                scene.drain.hear(NEEDED)
+
+        async with task_group() as tasks:
+            tasks.start_soon(change)
+            assert round(await scene.drained()) == 560
+
+    @on_virtual_time
+    async def test_worker_leaves_when_no_other_worker_takes_over_in_time(self) -> None:
+        scene = Scene()
+        assert round(await scene.drained()) == 60
+        assert scene.drain.reason == "the spot price; no worker came for what it holds for 60 s"
+        scene.is_bound = False
+        assert scene.drain.reason == WISH
+
+    @on_virtual_time
+    async def test_worker_stays_for_as_long_as_other_workers_take_from_it(self) -> None:
+        scene = Scene()
+        scene.takers = round(600 / LOOK_INTERVAL_S)
+        assert round(await scene.drained()) == 600 + 60
+
+    @on_virtual_time
+    async def test_missing_daemon_is_waited_for_during_the_reconnect_grace(self) -> None:
+        scene = Scene()
+        scene.has_daemon = False
+        assert round(await scene.drained()) == 15
+        assert scene.drain.reason == "the spot price; there was no daemon for 15 s"
+
+    @on_virtual_time
+    async def test_daemon_that_was_back_has_the_whole_grace_again(self) -> None:
+        scene = Scene()
+        scene.has_daemon = False
+
+        async def come_and_go() -> None:
+            await anyio.sleep(14)
+            scene.has_daemon = True
+            await anyio.sleep(10)
+            scene.has_daemon = False
+
+        async with task_group() as tasks:
+            tasks.start_soon(come_and_go)
+            took_s = await scene.drained()
+            assert abs(took_s - (14 + 10 + 15)) <= 2 * LOOK_INTERVAL_S
+
+    @on_virtual_time
+    async def test_without_a_reconnect_grace_a_connected_daemon_is_waited_for(self) -> None:
+        scene = Scene()
+        assert round(await scene.drained(ElasticTrainingConfig(reconnect_grace_ms=0, leave_timeout_ms=5000))) == 5
+
+    @on_virtual_time
+    async def test_without_a_leave_timeout_the_worker_stays_as_long_as_there_is_a_daemon(self) -> None:
+        scene = Scene()
+        config = ElasticTrainingConfig(leave_timeout_ms=None)
+
+        async def go_away() -> None:
+            await anyio.sleep(3000)
+            scene.has_daemon = False
+
+        async with task_group() as tasks:
+            tasks.start_soon(go_away)
+            assert round(await scene.drained(config)) == 3015
+
+    @on_virtual_time
+    async def test_changed_settings_apply_to_a_worker_that_waits_already(self) -> None:
+        scene = Scene()
+
+        async def change() -> None:
+            await anyio.sleep(50)
+            scene.follow(ElasticTrainingConfig(leave_timeout_ms=100_000))
+
+        async with task_group() as tasks:
+            tasks.start_soon(change)
+            assert round(await scene.drained()) == 100
+        assert scene.drain.reason == "the spot price; no worker came for what it holds for 100 s"
+
+
+class TestWhileTheScriptSaves:
+    """The worker has trained its last step, in no world, and the daemon decides when it leaves."""
+
+    @asynccontextmanager
+    async def _scene(self, *, may_leave: bool = True) -> AsyncIterator[Scene]:
+        scene = Scene()
+        scene.answers = [may_leave]
+        scene.steps(7)
+        async with scene.told_to_drain():
+            await anyio.sleep(1)
+            yield scene
+
+    @on_virtual_time
+    async def test_worker_takes_part_in_rescales_until_it_leaves(self) -> None:
+        async with self._scene() as scene:
+            scene.state.drain.may_leave = False
+            assert await scene.start_leaving() == Leaving(WISH, True)
+            await anyio.sleep(1)
+            assert (scene.serves, scene.state.drain.is_leaving) == (1, True)
+            assert await scene.drain.finish_leaving()
+            assert (scene.serves, scene.state.drain.is_leaving, scene.beats) == (0, True, [True])
+
+    @on_virtual_time
+    async def test_kept_worker_tells_its_subscribers_again_only_after_further_steps(self) -> None:
+        async with self._scene(may_leave=False) as scene:
+            await scene.start_leaving()
+            assert not await scene.drain.finish_leaving()
+            assert (scene.state.drain.is_leaving, scene.beats) == (False, [True, False])
+            assert not (await scene.start_leaving()).is_news
+            assert not await scene.drain.finish_leaving()
+            scene.steps(8)
+            assert (await scene.start_leaving()).is_news
+
+    @on_virtual_time
+    async def test_interrupted_script_is_told_again(self) -> None:
+        async with self._scene() as scene:
+            assert (await scene.start_leaving()).is_news
+            assert (await scene.start_leaving()).is_news
+            await scene.drain.finish_leaving()
+            assert not (await scene.start_leaving()).is_news
+
+    @on_virtual_time
+    async def test_interrupted_script_keeps_one_task_that_takes_part_in_rescales(self) -> None:
+        async with self._scene(may_leave=False) as scene:
+            for _ in range(2):
+                await scene.start_leaving()
+                await anyio.sleep(1)
+            assert (scene.serves, scene.beats) == (1, [True])
+
+    @on_virtual_time
+    async def test_cancelled_leaving_is_announced_once_and_can_begin_again(self) -> None:
+        async with self._scene(may_leave=False) as scene:
+            await scene.start_leaving()
+            await anyio.sleep(1)
+            await scene.drain.cancel_leaving()
+            assert (scene.serves, scene.state.drain.is_leaving, scene.beats) == (0, False, [True, False])
+            await scene.drain.cancel_leaving()
+            assert scene.beats == [True, False]
+            await scene.start_leaving()
+            await anyio.sleep(1)
+            assert scene.serves == 1
+
+    @pytest.mark.parametrize("error", [Unavailable("no", "it changed size"), RuntimeError("it changed size")])
+    @on_virtual_time
+    async def test_error_while_giving_is_logged_and_does_not_keep_the_worker(self, error: Exception) -> None:
+        async with self._scene() as scene:
+            scene.state.drain.may_leave, scene.serving_fails = False, error
+            await scene.start_leaving()
+            await anyio.sleep(1)
+            (said,) = scene.log.of("gives nothing to other workers any more")
+            assert "it changed size" in said["why"]
+            assert await scene.drain.finish_leaving()
+
+
+class TestHandingOverTheState:
+    """Somebody waits to be taken in, and all who have the state are told to go; with a real daemon."""
+
+    @pytest.fixture(params=[True, False], ids=["synchronous", "asynchronous"])
+    async def crew(self, request: pytest.FixtureRequest, runner: DaemonRunner) -> AsyncIterator[Crew]:
+        # Nobody is taken in before somebody has to be.
+        settings = {"stability_window_ms": 600_000, "use_synchronous_rescaling": request.param}
+        async with crew_at(runner.endpoint, **settings) as crew:
+            yield crew
+
+    async def _train(self, crew: Crew, client: ForgedClient, *names: str) -> None:
+        await self._register(crew, client, *names)
+        await client.rescale_job(JOB)
+        await crew.world_of(*names, steps=5)
+
+    async def _register(self, crew: Crew, client: ForgedClient, *names: str) -> None:
+        async with client.facts(WorkerJoined, jobs=[JOB]) as joined:
+            crew.start(*names)
+            for _ in names:
+                await anext(joined)
+
+    async def _is_continued_by(self, crew: Crew, name: str) -> None:
+        await crew.until(lambda: bool(crew[name].places))
+        assert crew[name].places[0].step >= 5
+        await crew.finish(name)
+
+    async def test_who_joins_behind_the_wish_that_all_others_go_gets_it(self, crew: Crew, client: ForgedClient) -> None:
+        await self._train(crew, client, "a")
+        go_on = await held_in_a_step(crew["a"])
+        await client.drain_worker(JOB, "a")
+        await self._register(crew, client, "b")
+        go_on.set()
+        assert await crew.over("a") == [None]
+        await self._is_continued_by(crew, "b")
+
+    async def test_who_was_to_stay_may_die_before_the_other_has_gone(
+        self, runner: DaemonRunner, crew: Crew, client: ForgedClient
+    ) -> None:
+        await self._train(crew, client, "a", "b")
+        await self._register(crew, client, "c")
+        await held_in_a_step(crew["b"])
+        a, b = crew["a"].worker, crew["b"].member
+        a.drain("the spot price")
+        cluster = runner.daemon.elastic.clusters[JOB]
+        await until(lambda: cluster.members["a"].drain_reason is not None)
+        for link in list(b._mesh._links):
+            link.abort()
+        await until(lambda: a._state.current_world.world is None)
+        await client.evict_worker(JOB, "b")
+        assert await crew.over("a") == [None]
+        await self._is_continued_by(crew, "c")
+
+    async def test_who_comes_while_the_only_one_saves_something_gets_it(
+        self, runner: DaemonRunner, crew: Crew, client: ForgedClient
+    ) -> None:
+        await self._train(crew, client, "a")
+        saves, saved = asyncio.Event(), asyncio.Event()
+
+        async def save(reason: str) -> None:
+            saves.set()
+            await saved.wait()
+
+        crew["a"].worker.leaving.subscribe(save)
+        crew["a"].worker.drain("the night")
+        await saves.wait()
+        await self._register(crew, client, "b")
+        cluster = runner.daemon.elastic.clusters[JOB]
+        await until(lambda: "b" in cluster.membership.world)
+        assert "a" in cluster.members, "it gives away what it has while it saves"
+        saved.set()
+        assert await crew.over("a") == [None]
+        await self._is_continued_by(crew, "b")
+
+    @pytest.mark.parametrize("how", ["is put out", "goes"])
+    @pytest.mark.parametrize("synchronous", [True, False])
+    async def test_who_comes_when_the_world_behind_that_has_ended_gets_it_from_who_saves_something_still(
+        self, how: str, synchronous: bool, runner: DaemonRunner, client: ForgedClient
+    ) -> None:
+        async with crew_at(runner.endpoint, use_synchronous_rescaling=synchronous) as crew:
+            await self._train(crew, client, "a", "b")
+            saves, saved = asyncio.Event(), asyncio.Event()
+
+            async def save(reason: str) -> None:
+                saves.set()
+                await saved.wait()
+
+            crew["a"].worker.leaving.subscribe(save)
+            crew["a"].worker.drain("the spot price")
+            await saves.wait()
+            await crew.world_of("b")
+            if how == "goes":
+                crew["b"].worker.drain("the spot price, too")
+            else:
+                await client.evict_worker(JOB, "b", "it is bad")
+            await crew.over("b")
+            crew.start("c")
+            await crew.world_of("c")
+            saved.set()
+            assert await crew.over("a") == [None]
+            await self._is_continued_by(crew, "c")
+
+    async def test_who_was_to_stay_may_die_while_the_other_saves_something(
+        self, crew: Crew, client: ForgedClient
+    ) -> None:
+        await self._train(crew, client, "a", "b")
+        await self._register(crew, client, "c")
+        reasons = []
+
+        async def save(reason: str) -> None:
+            reasons.append(reason)
+            await client.evict_worker(JOB, "b")
+
+        crew["a"].worker.leaving.subscribe(save)
+        crew["a"].worker.drain("the spot price")
+        assert await crew.over("a") == [None]
+        await self._is_continued_by(crew, "c")
+        assert reasons == ["the spot price"], "what it saved is the newest"
+
+    async def test_a_connection_that_breaks_at_the_wrong_moment_changes_nothing(
+        self, runner: DaemonRunner, tmp_path: Path, client: ForgedClient
+    ) -> None:
+        proxy = Proxy(tmp_path / "p", runner.config.socket)
+        async with crew_at(proxy.endpoint, stability_window_ms=600_000) as crew:
+            await self._train(crew, client, "a")
+            crew.endpoints = [runner.endpoint]
+            await self._register(crew, client, "b")
+            go_on = await held_in_a_step(crew["a"])
+            a = crew["a"].worker
+            proxy.cut()
+            while crew["a"].member._client.connected:
+                await asyncio.sleep(0)
+            a.drain("it was told to end, by SIGTERM")
+            go_on.set()
+            assert await crew.over("a") == [None]
+            await self._is_continued_by(crew, "b")
+        await proxy.close()
+
+    async def test_a_step_that_lasts_longer_than_anybody_is_waited_for_is_not_held_against_it(
+        self, runner: DaemonRunner, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        looks = 0
+        has_given = Mesh.has_given
+
+        def look(mesh: Mesh) -> bool:
+            nonlocal looks
+            looks += 1
+            return has_given(mesh)
+
+        monkeypatch.setattr(Mesh, "has_given", look)
+        monkeypatch.setattr(drain, "LOOK_INTERVAL_S", 0.01)
+        async with crew_at(runner.endpoint, stability_window_ms=600_000, leave_timeout_ms=200) as crew:
+            await self._train(crew, client, "a")
+            await self._register(crew, client, "b")
+            go_on = await held_in_a_step(crew["a"])
+            await client.drain_worker(JOB, "a")
+            # So many looks take twice as long as anybody is waited for.
+            await until(lambda: looks > 40)
+            go_on.set()
+            assert await crew.over("a") == [None]
+            await self._is_continued_by(crew, "b")
+
+    async def test_of_several_who_are_told_to_go_at_once_the_last_one_gives_it(
+        self, crew: Crew, client: ForgedClient
+    ) -> None:
+        await self._train(crew, client, "a", "c")
+        await self._register(crew, client, "b")
+        for name in "ac":
+            crew[name].worker.drain("the spot price")
+        assert await crew.over("a", "c") == [None, None]
+        await self._is_continued_by(crew, "b")
+
+    async def test_a_world_that_does_not_come_together_at_once_is_waited_for(
+        self, crew: Crew, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await self._train(crew, client, "a")
+        enter, failed = Mesh.enter, asyncio.Event()
+
+        async def fail_once(mesh: Mesh, *arguments: Any) -> Any:
+            if mesh is crew["a"].member._mesh and not failed.is_set():
+                failed.set()
+                raise WorldIncomplete("a packet was lost", "b")
+            return await enter(mesh, *arguments)
+
+        monkeypatch.setattr(Mesh, "enter", fail_once)
+        await self._register(crew, client, "b")
+        crew["a"].worker.drain("its host is needed")
+        assert await crew.over("a") == [None]
+        await self._is_continued_by(crew, "b")
+
+    async def test_who_nobody_can_follow_goes_at_once(self, crew: Crew, client: ForgedClient) -> None:
+        await self._train(crew, client, "a")
+        crew["a"].worker.drain("nobody is there")
+        assert await crew.over("a") == [None]
+        assert [fact.reason for fact in await past(client, WorkerLeft)] == ["nobody is there"]
+
+
+async def held_in_a_step(trainer: Trainer) -> asyncio.Event:
+    """Wait until it is in a step, and stays there until the event."""
+    go_on, inside = asyncio.Event(), asyncio.Event()
+
+    async def before(step: int) -> None:
+        inside.set()
+        await go_on.wait()
+
+    trainer.before_step = before
+    await inside.wait()
+    return go_on
