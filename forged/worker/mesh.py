@@ -1,8 +1,9 @@
-"""The workers of a job, connected to each other as far as they have to be.
+"""A worker's connections to its peers: its listener, the world that it is in, and its state and shard transfers.
 
-Law: a worker has one open door, at which everybody proves that he belongs to the job before he is told anything. It is
-in one world at a time, and the worlds it enters have growing generations: who comes with an older one is refused, who
-comes with a newer one waits a little, for the news of it may be on its way.
+Invariants:
+- A peer that connects proves that it belongs to the job before it is told anything.
+- A worker is in one world at a time, and enters worlds of growing generations. A peer that connects for an older
+  generation is refused; one that connects for a newer generation waits, because this worker may learn of it soon.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from forged.worker.transport.peer_messages import NONCE_BYTES, Answer, PeerMessa
 __all__ = ["Mesh", "World"]
 
 SWEEP_INTERVAL_S = 0.5
-"""Sooner than the kernel doubles its pauses twice: what it is told later takes effect late when a host is gone."""
+"""Before the kernel doubles its retransmission pauses twice: a later timeout takes effect late when a host is gone."""
 EARLY_WAIT_S = 10.0
-"""How long who comes with a newer generation waits for this end to hear of it."""
+"""How long a peer of a newer generation waits for this worker to learn of it."""
 STRANGERS_MAX = 1024
-"""How many connections may be without proof; the oldest goes for the newest."""
+"""How many connections may be unproven; the newest displaces the oldest."""
 PEERS_MAX = 4096
 """How many connections may be open at all."""
 MEETING = RetryPolicy(attempts=None, delay_s=0.02, exponential=True, delay_max_s=0.5, jitter=0.5)
@@ -54,13 +55,13 @@ _HOPELESS_CODES = frozenset({ABORTED, "generation_over"})
 
 @dataclass(slots=True)
 class MeshCounts:
-    """What came to the door."""
+    """Connections to this worker's listener."""
 
     accepted: int = 0
     refused: int = 0
-    """Those who proved who they are and came for something that is not to be had."""
+    """Proven, and refused what they asked for."""
     unproven: int = 0
-    """Those who did not prove it."""
+    """Ended without a proof."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class _Early:
 
 
 class Mesh:
-    """One worker's connections to the others; `trust` tells it the job's key before it can have any."""
+    """One worker's connections to its peers. It has none before `trust` has given it the job's key."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class Mesh:
 
     @asynccontextmanager
     async def open(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Address]:
-        """Open the door, until the block is left; the address tells the port."""
+        """Listen for peers inside the block; the address has the port."""
         if self._tasks is not None:
             raise RequestRefused("mesh_reopened", "a mesh is opened once", "make another")
         failure: Exception | None = None
@@ -131,7 +132,7 @@ class Mesh:
             try:
                 async with self._listening(Address(self._scheme, host=host, port=port)) as address:
                     yield address
-            except Exception as error:  # noqa: BLE001 - raised below, so that it does not come out in a group
+            except Exception as error:  # noqa: BLE001 - raised below: a task group would wrap it in an exception group
                 failure = error
             tasks.cancel_scope.cancel()
         if failure is not None:
@@ -150,7 +151,7 @@ class Mesh:
     # Worlds.
 
     async def enter(self, generation: int, topology: ClusterTopology, timeout_s: float | None = None) -> World:
-        """Meet the others of a generation; returns when all are there. The world before is over by then."""
+        """Meet the members of a generation; returns when all are connected. The previous world has ended by then."""
         rank = self._rank_in(topology)
         if generation < self._generation or (self._world is not None and generation == self._generation):
             raise RequestRefused(
@@ -214,8 +215,8 @@ class Mesh:
             absent, peer = self._hub.absent, self._hub.first_absent
         else:
             is_let_in = isinstance(world.side, MemberEndpoint) and world.side.link is not None
-            absent, peer = f"the others at {topology.workers[0]}", "" if is_let_in else topology.workers[0].id
-        return WorldIncomplete(f"{absent} did not come within {timeout_s:g} s", peer)
+            absent, peer = f"the other members at {topology.workers[0]}", "" if is_let_in else topology.workers[0].id
+        return WorldIncomplete(f"{absent} did not connect within {timeout_s:g} s", peer)
 
     def _rank_in(self, topology: ClusterTopology) -> int:
         if self._tasks is None or not self._key:
@@ -236,18 +237,18 @@ class Mesh:
     async def fetch_state(self, source: WorkerId, attempt: int, into: Into) -> None:
         """Fetch the state that another worker offers for an attempt.
 
-        `into` is told its head and gives memory for every part. It is asked again if the source offers another state.
+        `into` takes its head and returns memory for every part; it is called again if the source offers another state.
         """
         await self._fetch.fetch(source, attempt, into)
 
     @property
     def state_received(self) -> int:
-        """How many bytes of states have come from others."""
+        """The bytes of states that have arrived."""
         return self._fetch.received
 
     @property
     def source_unreached(self) -> Unavailable | None:
-        """Why the source of the state was not reached the last time; None when it was."""
+        """Why the state source was not reached the last time; None when it was."""
         return self._fetch.unreached
 
     # Training data.
@@ -263,12 +264,12 @@ class Mesh:
         return await self._shard_connections.open(source, link, dialogue)
 
     def has_given(self) -> bool:
-        """Whether others have taken state or shards from here since this was asked last, or do just now."""
+        """Whether a peer has taken state or shards since the last call, or takes some now."""
         gave_shards = self._shard_server is not None and self._shard_server.has_given()
         return gave_shards or (self._desk is not None and self._desk.is_giving)
 
     def descriptors(self) -> list[int]:
-        """The file descriptors of the door and of all connections, which a forked child has to close."""
+        """The file descriptors of the listener and of all connections, which a forked child has to close."""
         linked = [fd for link in (*self._strangers, *self._links) if (fd := link.descriptor()) is not None]
         owners = (self._door, self._fetch, self._desk, self._shard_connections, self._shard_server)
         return linked + [fd for owner in owners if owner is not None for fd in owner.descriptors()]
@@ -297,16 +298,16 @@ class Mesh:
         link = AcceptedLink(self._clock, self._limits, self, self._random.randbytes(NONCE_BYTES))
         self._strangers[link] = None
         if len(self._strangers) > STRANGERS_MAX or len(self._strangers) + len(self._links) > PEERS_MAX:
-            next(iter(self._strangers)).cut("there were too many")
+            next(iter(self._strangers)).cut("there were too many unproven connections")
         return link
 
     def on_answer(self, link: AcceptedLink, answer: Answer) -> None:
-        """A stranger has answered the challenge: believe it, or cut it off."""
+        """A peer has answered the challenge: accept its proof, or close the connection."""
         if not self._key or not peer_messages.is_proven(answer, self._key, link.nonce):
             link.cut("its proof is wrong")
             return
         if answer.job != self._job or answer.target != self._worker_id:
-            link.cut("it wanted somebody else")
+            link.cut("it called another worker or job")
             return
         del self._strangers[link]
         self._links[link] = None
@@ -316,19 +317,19 @@ class Mesh:
         self._place(link, answer)
 
     def on_stranger_gone(self, link: AcceptedLink, reason: str) -> None:
-        """A stranger is gone without having proven anything."""
+        """An unproven connection has ended."""
         self._strangers.pop(link, None)
         self.counts.unproven += 1
-        self._log.debug("a stranger was not believed", why=reason)
+        self._log.debug("a connection ended without a proof", why=reason)
 
-    # Those who have come, and have no place yet.
+    # Peers that wait for a world.
 
     def on_message(self, link: PeerLink, message: PeerMessage) -> None:
-        """Whoever waits has nothing to say."""
-        raise PeerError("message_unexpected", f"{type(message).__name__} comes before the world has begun")
+        """A waiting peer has nothing to send."""
+        raise PeerError("message_unexpected", f"{type(message).__name__} was sent before the world began")
 
     def on_end(self, link: PeerLink, error: ForgedError) -> None:
-        """Somebody who waited is gone."""
+        """A waiting peer is gone."""
         self._early.pop(link, None)
 
     def _place(self, link: PeerLink, answer: Answer) -> None:
@@ -351,8 +352,8 @@ class Mesh:
         if answer.number < self._generation or self._hub is None:
             raise Unavailable(
                 "generation_over",
-                f"{self._worker_id} is in generation {self._generation} and does not hold one for {answer.number}",
-                "wait for the daemon's word",
+                f"{self._worker_id} is in generation {self._generation} and is not the hub of {answer.number}",
+                "wait for the daemon's next fact",
             )
         return self._hub
 

@@ -1,8 +1,10 @@
-"""Arrays as values of a collective, and how many become one.
+"""Arrays as values of a collective, and reductions of them.
 
-Law: what comes out has the type, the shape and every bit of what went in. A reduction goes over the ranks in their
-order, element by element, so its result is the same at every rank and in every run. What numpy cannot add is refused
-before anything is sent; nothing is ever unpickled.
+Invariants:
+- A value that is received has the type, the shape and every bit of the value that was sent.
+- A reduction goes over the ranks in rank order, element by element, so its result is the same at every rank and in
+  every run.
+- A type that numpy cannot add is refused before anything is sent. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from forged.worker.transport.peer_messages import COLLECTIVE_BYTES_MAX, Form, Op
 
 Array = npt.NDArray[Any]
 Given = bytes | bytearray | memoryview | Array | np.generic | bool | int | float | complex
-"""What a rank may give to a collective."""
+"""The types of a value that a rank may give to a collective."""
 
 TEXT_KINDS = "SU"
-"""Numpy adds texts by writing them one behind the other, which no array of the same type holds."""
+"""Numpy concatenates texts, and an array of the same type has no room for the result."""
 DTYPES_REMEMBERED = 256
 
 _COMBINE: dict[Operation, np.ufunc] = {
@@ -35,7 +37,7 @@ _COMBINE: dict[Operation, np.ufunc] = {
 
 
 def pack(given: Given) -> Value:
-    """A value as it travels; an array's elements stay where they are."""
+    """Encode a value. An array's elements are not copied."""
     if isinstance(given, (bytes, bytearray, memoryview)):
         return Value(Form.BYTES, _checked(_bytes_of(memoryview(given))))
     return pack_array(given)
@@ -45,16 +47,16 @@ def _bytes_of(data: memoryview) -> memoryview:
     try:
         return data.cast("B")
     except (TypeError, ValueError):
-        # It has no elements, or these do not lie in order, or are of a type that Python has no word for.
+        # It is empty, not contiguous, or of a type without a format that `cast` accepts.
         return memoryview(data.tobytes())
 
 
 def pack_array(given: Given) -> Value:
-    """An array or a number as it travels."""
+    """Encode an array or a number."""
     if not isinstance(given, (np.ndarray, np.generic, bool, int, float, complex)):
         raise _unfit(f"a {type(given).__name__}")
     if isinstance(given, np.ma.MaskedArray):
-        # The others would take what is masked for numbers.
+        # The other ranks would take masked elements for numbers.
         raise _unfit("a masked array")
     array = np.asarray(given)
     if not travels(array.dtype):
@@ -63,14 +65,14 @@ def pack_array(given: Given) -> Value:
 
 
 def memory_of(array: Array) -> memoryview:
-    """The bytes of an array: its own if they lie in order, else a copy's."""
+    """The bytes of an array; those of a copy if the array is not contiguous."""
     if array.size == 0:
         return memoryview(b"")
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def unpack(value: Value) -> Any:
-    """What was given, in memory of its own."""
+    """Decode a value into memory of its own."""
     if value.form is Form.BYTES:
         return bytes(value.data)
     array = _view(value).copy()
@@ -80,13 +82,13 @@ def unpack(value: Value) -> Any:
 
 
 def unpack_into(value: Value, out: Array) -> Array:
-    """Put the elements into an array that fits exactly."""
+    """Decode an array into one of the same type and shape."""
     np.copyto(out, _view(value), casting="no")
     return out
 
 
 def check_out(value: Value, operation: Operation, out: Array) -> None:
-    """Refuse an array that the result would not fit, before anything is sent."""
+    """Refuse an `out` array that does not fit the result, before anything is sent."""
     wanted = _reduced_dtype(operation, value)
     if (out.dtype, out.shape) != (wanted, value.shape) or not out.flags.writeable:
         raise RequestRefused(
@@ -97,21 +99,21 @@ def check_out(value: Value, operation: Operation, out: Array) -> None:
 
 
 def check_reduced(operation: Operation, value: Value, reduced: Value) -> None:
-    """What a rank has brought and what comes back must fit each other, or it is the hub's mistake."""
+    """Refuse a result from the hub whose type or shape does not follow from this rank's value."""
     wanted = _reduced_dtype(operation, value)
     found = dtype_named(reduced.dtype)
     if (found, reduced.shape) != (wanted, value.shape):
         due = f"{wanted} of shape {value.shape}"
-        raise PeerError("value_invalid", f"a {operation} that is {due} came as {found} of shape {reduced.shape}")
+        raise PeerError("value_invalid", f"the {operation} must be {due}, got {found} of shape {reduced.shape}")
 
 
 def reduce(operation: Operation, values: Sequence[Value]) -> Value:
-    """One value out of those of all ranks, in their order."""
+    """Reduce the values of all ranks, in rank order."""
     first, *others = map(_view, values)
-    # Integers are summed as the floats that their mean is, so that no sum runs over.
+    # Integers are summed as floats for a mean, so that the sum cannot overflow.
     total = first.astype(_mean_dtype(first.dtype)) if operation is Operation.MEAN else first.copy()
     combine = _COMBINE[operation]
-    # What overflows is told by the result, as everywhere in numpy; a warning here would be nobody's.
+    # The result shows an overflow, as everywhere in numpy; a warning would not reach the script.
     with np.errstate(all="ignore"):
         for other in others:
             combine(total, other, out=total, casting="same_kind")
@@ -121,16 +123,16 @@ def reduce(operation: Operation, values: Sequence[Value]) -> Value:
 
 
 def check_operation(operation: Operation, value: Value) -> None:
-    """Refuse what numpy cannot do with arrays of this type."""
+    """Refuse a reduction that numpy does not have for arrays of this type."""
     if (reason := _obstacle(operation, value.dtype)) is not None:
         raise RequestRefused(
-            "collective_unfit", f"there is no {operation} of {value.dtype}: {reason}", "give an array of numbers"
+            "collective_unfit", f"{operation} is not defined for {value.dtype}: {reason}", "give an array of numbers"
         )
 
 
 @lru_cache(maxsize=DTYPES_REMEMBERED)
 def _obstacle(operation: Operation, dtype: str) -> str | None:
-    """Why arrays of this type cannot be reduced so; None if they can."""
+    """Why arrays of this type cannot be reduced; None if they can."""
     if np.dtype(dtype).kind in TEXT_KINDS:
         return "it is text"
     empty = Value(Form.ARRAY, memoryview(b""), dtype, (0,))
@@ -142,29 +144,32 @@ def _obstacle(operation: Operation, dtype: str) -> str | None:
 
 
 def _view(value: Value) -> Array:
-    """The elements where they are."""
+    """The array over the value's own memory."""
     dtype = dtype_named(value.dtype)
     has_all = value.data.nbytes == dtype.itemsize * math.prod(value.shape)
     if not has_all or (value.form is not Form.ARRAY and value.shape):
         raise PeerError(
-            "value_invalid", f"{value.data.nbytes} bytes are no {dtype} of shape {value.shape}, given as {value.form}"
+            "value_invalid",
+            f"{value.data.nbytes} bytes do not hold {dtype} of shape {value.shape}, sent as {value.form}",
         )
     return np.frombuffer(value.data, np.uint8).view(dtype).reshape(value.shape)
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-    """The type that another worker has named, if an array of it is one of numbers or texts."""
+    """The dtype that another worker has named; only types of numbers and texts are accepted."""
     try:
         dtype = np.dtype(name)
-    except Exception as error:  # numpy reads a small language there, and stumbles in many ways
-        raise PeerError("dtype_unknown", f"{name[:80]!r} is no type that this end knows", "import it") from error
+    except Exception as error:  # numpy parses the name, and raises various errors
+        raise PeerError(
+            "dtype_unknown", f"dtype {name[:80]!r} is unknown here", "import the package that defines it"
+        ) from error
     if not travels(dtype) or dtype.subdtype is not None:
-        raise PeerError("value_invalid", f"an array of {dtype} is none of numbers or texts")
+        raise PeerError("value_invalid", f"arrays of {dtype} are not accepted, only numbers and texts")
     return dtype
 
 
 def travels(dtype: np.dtype[Any]) -> bool:
-    """Whether an element is its bytes, under a name that says all of it."""
+    """Whether the bytes and the name of a type are all that there is of an element."""
     return not dtype.hasobject and dtype.names is None and dtype.itemsize > 0
 
 
@@ -184,8 +189,8 @@ def _mean_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def name_of(dtype: np.dtype[Any]) -> str:
-    """A type as it travels."""
-    # The short form of a type that somebody has added to numpy is that of its bytes only.
+    """The name under which a type is sent."""
+    # The short form of a type from another package names only its size.
     return dtype.str if np.dtype(dtype.str) == dtype else dtype.name
 
 
@@ -193,7 +198,7 @@ def _checked(data: memoryview) -> memoryview:
     if data.nbytes > COLLECTIVE_BYTES_MAX:
         raise RequestRefused(
             "collective_too_large",
-            f"{data.nbytes} bytes are over the {COLLECTIVE_BYTES_MAX} of a collective",
+            f"{data.nbytes} bytes in a collective; limit {COLLECTIVE_BYTES_MAX}",
             "use several smaller ones, or the framework's own collectives for large arrays",
         )
     return data

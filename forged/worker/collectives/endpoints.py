@@ -1,8 +1,10 @@
-"""How a rank reaches the hub: the hub itself, and the others over their one connection.
+"""How a rank reaches the hub: rank 0 within its process, every other rank over one connection.
 
-Law: who leaves says so; whose connection ends without that is lost, and then the world is over everywhere, with the
-name of whom it lost. The hub keeps one connection per member and no task; only large sums are made in a thread, so
-that heartbeats go on meanwhile.
+Invariants:
+- A rank that leaves says so. A rank whose connection ends without that is lost, and the world ends at all ranks with
+  the name of the lost worker.
+- The hub keeps one connection per member and no task. Only large sums are computed in a thread, so that heartbeats
+  continue meanwhile.
 """
 
 from __future__ import annotations
@@ -31,17 +33,17 @@ from forged.worker.transport.peer_messages import (
 )
 
 LEAVE_TIMEOUT_S = 1.0
-"""How long a farewell may take to leave."""
+"""How long the last message may take to be sent."""
 APART_BYTES = 16 << 20
-"""Sums over more bytes than this are made in a thread; fewer take under half a millisecond from warm memory."""
+"""Sums over more bytes are computed in a thread; this many take under half a millisecond from warm memory."""
 
 
 class HubEndpoint:
-    """The side of rank 0, to which all others are connected."""
+    """Rank 0's endpoint, to which all other ranks connect."""
 
     def __init__(self, world: World, digest: bytes, tasks: TaskGroup) -> None:
         self.settled = anyio.Event()
-        """All members are there, or the world is over."""
+        """Set when all members are connected, or the world has ended."""
         self._world = world
         self._digest = digest
         self._tasks = tasks
@@ -55,12 +57,12 @@ class HubEndpoint:
 
     @property
     def absent(self) -> str:
-        """Who has not come yet, in words."""
+        """The members that have not connected yet, in words."""
         return self._hub.listed(self._absentees)
 
     @property
     def first_absent(self) -> str:
-        """The id of one who has not come yet; empty when all are there."""
+        """The id of a member that has not connected yet; empty when all have."""
         return next((self._world.names[rank] for rank in self._absentees), "")
 
     @property
@@ -68,7 +70,7 @@ class HubEndpoint:
         return [] if self._is_started else [rank for rank in range(1, self._world.size) if rank not in self._links]
 
     def admit(self, link: AcceptedLink, answer: Answer) -> None:
-        """Give a member its place, or refuse."""
+        """Take a member's connection, or refuse it."""
         self._check(answer)
         earlier = self._links.pop(answer.rank, None)
         if earlier is not None:
@@ -85,13 +87,17 @@ class HubEndpoint:
         if answer.worker != name or answer.world != self._digest:
             raise RequestRefused(
                 "topology_differs",
-                f"{answer.worker} takes generation {answer.number} for another world",
+                f"{answer.worker} has another topology for generation {answer.number}",
                 "ask the daemon for the topology",
             )
         if self._is_started or self._world.ending is not None:
-            raise Unavailable("generation_over", f"the world of generation {answer.number} has begun without this end")
+            raise Unavailable(
+                "generation_over", f"the world of generation {answer.number} has begun without this worker"
+            )
         if self._incarnations.get(answer.rank, answer.incarnation) != answer.incarnation:
-            raise RequestRefused("incarnation_differs", f"another {answer.worker} is here already", "end one of them")
+            raise RequestRefused(
+                "incarnation_differs", f"another incarnation of {answer.worker} is connected already", "end one of them"
+            )
 
     def _start_if_complete(self) -> None:
         if len(self._links) < self._world.size - 1:
@@ -102,10 +108,10 @@ class HubEndpoint:
             link.write(frame)
         self.settled.set()
 
-    # A member is heard.
+    # Messages of members.
 
     def on_message(self, link: PeerLink, message: PeerMessage) -> None:
-        """What a member says."""
+        """A member has sent a message."""
         rank = self._ranks.get(link)
         if rank is None or self._world.ending is not None:
             return
@@ -113,7 +119,7 @@ class HubEndpoint:
             self._take(rank, message)
         elif isinstance(message, Aborted):
             missing = f"; {self._hub.missing()} had not called" if self._hub.is_waiting else ""
-            # Who gives up waiting for the world does not know for whom.
+            # A member that gives up waiting for the world does not know which member is missing.
             peer = message.peer or self.first_absent
             self.end(Ending(message.code, f"{message.reason}{missing}", peer, message.fix))
         elif isinstance(message, Left):
@@ -122,7 +128,7 @@ class HubEndpoint:
             raise PeerError("message_unexpected", f"{type(message).__name__} is not for a hub to receive")
 
     def on_end(self, link: PeerLink, error: ForgedError) -> None:
-        """A member's connection is gone."""
+        """A member's connection has ended."""
         rank = self._ranks.pop(link, None)
         if rank is None or rank in self._left:
             return
@@ -142,15 +148,15 @@ class HubEndpoint:
     # Rank 0 itself.
 
     def contribute(self, contribution: Contribution) -> None:
-        """Rank 0 takes part."""
+        """Take rank 0's own part of a collective."""
         self._take(0, contribution)
 
     def waiting_for(self) -> str:
-        """Who has not called yet."""
+        """The ranks that have not called yet, in words."""
         return self._hub.missing() if self._hub.is_waiting else ""
 
     def end(self, ending: Ending) -> None:
-        """Break the world off, and tell all."""
+        """Abort the world at all ranks."""
         if self._world.ending is not None:
             return
         frame = frame_of(Aborted(ending.code, ending.reason, ending.peer, ending.fix))
@@ -158,7 +164,7 @@ class HubEndpoint:
         self._dismiss(frame)
 
     async def leave(self) -> None:
-        """Tell all that the hub leaves."""
+        """Tell all members that the hub leaves."""
         links = list(self._links.values())
         self._dismiss(frame_of(Left()))
         await gone(links)
@@ -212,20 +218,20 @@ class HubEndpoint:
 
 
 class MemberEndpoint:
-    """The side of every other rank."""
+    """The endpoint of every other rank."""
 
     def __init__(self, world: World) -> None:
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.link: PeerLink | None = None
-        """The connection to the hub, once it has let this rank in."""
+        """The connection to the hub, once it has accepted this rank."""
         self._world = world
 
     def await_start(self) -> None:
-        """Another attempt to be let into the world begins, over another connection."""
+        """Begin another try to connect to the hub."""
         self.started, self.link = asyncio.get_running_loop().create_future(), None
 
     def on_message(self, link: PeerLink, message: PeerMessage) -> None:
-        """What the hub says."""
+        """The hub has sent a message."""
         if isinstance(message, Result):
             self._world.on_result(message)
         elif isinstance(message, Started):
@@ -241,7 +247,7 @@ class MemberEndpoint:
             raise PeerError("message_unexpected", f"{type(message).__name__} is not for a member to receive")
 
     def on_end(self, link: PeerLink, error: ForgedError) -> None:
-        """The connection to the hub is gone."""
+        """The connection to the hub has ended."""
         if link is not self.link and self.link is not None:
             return
         if not self.started.done():
@@ -250,23 +256,23 @@ class MemberEndpoint:
             self._world.on_over(aborted(f"{self._hub_name} was lost: {error.message}", self._world.names[0]))
 
     def contribute(self, contribution: Contribution) -> None:
-        """Send it to the hub."""
+        """Send the rank's part of a collective to the hub."""
         assert self.link is not None
         self.link.send(contribution)
 
     def waiting_for(self) -> str:
-        """Only the hub knows."""
+        """Empty: only the hub knows."""
         return ""
 
     def end(self, ending: Ending) -> None:
-        """Break the world off, and tell the hub, which tells the others."""
+        """Abort the world, through the hub."""
         self._over(ending)
         if self.link is not None:
             self.link.send(Aborted(ending.code, ending.reason, ending.peer, ending.fix))
             self.link.close()
 
     async def leave(self) -> None:
-        """Tell the hub, and hang up."""
+        """Tell the hub, and close the connection."""
         if self.link is not None:
             self.link.send(Left())
             self.link.close()
@@ -283,11 +289,11 @@ class MemberEndpoint:
 
     def _fail_start(self, error: ForgedError) -> None:
         self.started.set_exception(error)
-        self.started.exception()  # looked at, so that nobody is told it was never retrieved
+        self.started.exception()  # retrieved, so that asyncio does not log it
 
 
 async def gone(links: Iterable[PeerLink]) -> None:
-    """Wait a moment until what was sent has left."""
+    """Wait until the last messages have been sent, for a moment at most."""
     over = [link.over for link in links]
     if over:
         await asyncio.wait(over, timeout=LEAVE_TIMEOUT_S)
@@ -297,6 +303,6 @@ def _reduced(collected: Collected, hub: str) -> Result | Ending:
     assert collected.call.operation is not None
     try:
         value = arrays.reduce(collected.call.operation, collected.brought)
-    except Exception as error:  # noqa: BLE001 - memory may not suffice; whatever it is, all ranks must be told
+    except Exception as error:  # noqa: BLE001 - whatever fails, memory for example, all ranks must be told
         return aborted(f"{collected.call} #{collected.number} could not be computed: {describe(error)}", hub)
     return Result(collected.number, (value,))

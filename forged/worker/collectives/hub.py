@@ -1,9 +1,10 @@
-"""What the hub of a world decides: who is there, what is complete, and what each rank is told.
+"""What the hub decides: which collective is complete, and what each rank receives. No I/O.
 
-Law: a collective happens when every rank has called it, and all have called the same; until then nothing is told to
-anybody, so no rank is ever ahead by more than one call. Two ranks that call different things end the world, with both
-calls named. What waits here is bounded: what would become too much is refused by the first rank that brings too much,
-and not when all of it is in memory. There is no I/O here.
+Invariants:
+- A collective completes when all ranks have called the same one. Nothing is sent before that, so no rank is ahead of
+  another by more than one call.
+- Ranks that call different collectives end the world, and the error names both calls.
+- The memory for waiting calls is bounded: the first rank that brings too much is refused.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from forged.errors import PeerError, RequestRefused
 from forged.worker.transport.peer_messages import COLLECTIVE_BYTES_MAX, Call, Contribution, Kind, Result, Value
 
 REDUCED_BYTES_MAX = 1 << 30
-"""How much all ranks together may bring to a reduction, which waits for the last of them."""
+"""The bytes that all ranks together may bring to a reduction, which waits for the last rank."""
 NAMES_MAX = 8
-"""How many workers a sentence names."""
+"""How many workers a message names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """A collective that every rank has called, and what they brought, by rank."""
+    """A complete collective, with the ranks' values in rank order."""
 
     number: int
     call: Call
@@ -32,22 +33,22 @@ class Collected:
 
     @property
     def brought(self) -> tuple[Value, ...]:
-        """What the ranks brought; those that bring nothing are left out."""
+        """The values, without ranks that bring none."""
         return tuple(value for value in self.values if value is not None)
 
     @property
     def brought_bytes(self) -> int:
-        """How much that is."""
+        """The size of the values."""
         return sum(value.data.nbytes for value in self.brought)
 
     @property
     def full(self) -> Result:
-        """What a rank is told that receives what was brought."""
+        """The result for a rank that receives the values."""
         return Result(self.number, self.brought, self.stop_wanted, self.stop_by)
 
     @property
     def bare(self) -> Result:
-        """What the other ranks are told."""
+        """The result for the other ranks."""
         return Result(self.number, (), self.stop_wanted, self.stop_by)
 
 
@@ -62,11 +63,11 @@ class Hub:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether some ranks wait for others."""
+        """Whether some ranks have called, and not all."""
         return bool(self._brought)
 
     def take(self, rank: int, contribution: Contribution) -> Collected | None:
-        """Take what a rank brings; returns the collective once it is complete, and then the next one may begin."""
+        """Take a rank's call; returns the collective once all ranks have called."""
         if contribution.number != self._number or rank in self._brought:
             raise PeerError(
                 "collective_out_of_order",
@@ -81,17 +82,17 @@ class Hub:
         return self._complete(contribution.call)
 
     def missing(self) -> str:
-        """Who has not called yet, in words."""
+        """The ranks that have not called yet, in words."""
         missing = [rank for rank in range(len(self.names)) if rank not in self._brought]
         return self.listed(missing)
 
     def listed(self, ranks: Sequence[int]) -> str:
-        """Some ranks, in words."""
+        """Ranks in words."""
         named = ", ".join(map(self.describe, ranks[:NAMES_MAX]))
         return f"{named} and {len(ranks) - NAMES_MAX} more" if len(ranks) > NAMES_MAX else named
 
     def describe(self, rank: int) -> str:
-        """A rank, in words."""
+        """A rank in words."""
         return f"{self.names[rank]} (rank {rank})"
 
     def _complete(self, call: Call) -> Collected:
@@ -111,7 +112,7 @@ class Hub:
                 "collective_mismatch",
                 f"call #{self._number} of {self.describe(first_rank)} is {first.call},"
                 f" and that of {self.describe(rank)} is {call}",
-                "let all ranks call the same, in the same order",
+                "call the same collectives at all ranks, in the same order",
             )
 
     def _check_size(self, contribution: Contribution) -> None:
@@ -119,16 +120,16 @@ class Hub:
         if value is None:
             return
         self._brought_bytes += value.data.nbytes
-        # All bring the same to a reduction, so the first tells what it will be: whether it is refused is no matter of
-        # who comes when.
+        # All ranks bring arrays of one size to a reduction, so the first call tells the sum: a refusal does not depend
+        # on the order of the calls.
         is_reduction = call.kind is Kind.ALL_REDUCE
         together = value.data.nbytes * len(self.names) if is_reduction else self._brought_bytes
         most = REDUCED_BYTES_MAX if is_reduction else COLLECTIVE_BYTES_MAX
         if together > most:
             raise RequestRefused(
                 "collective_too_large",
-                f"{call} #{self._number} brings {together} bytes together, over {most}",
-                "bring less at once",
+                f"{call} #{self._number} brings {together} bytes in total; limit {most}",
+                "use several smaller collectives",
             )
 
     def _check_value(self, rank: int, contribution: Contribution) -> None:
@@ -140,13 +141,18 @@ class Hub:
                 "name a rank of this world",
             )
         if (value is not None) != _brings(call, rank):
-            raise PeerError("value_unexpected", f"{self.describe(rank)} brings the wrong kind of thing to {call}")
+            raise PeerError(
+                "value_unexpected",
+                f"{self.describe(rank)} brings a value to {call} where none is due, or none where one is",
+            )
         if (
             call.kind is Kind.ALL_REDUCE
             and value is not None
             and (value.dtype, value.shape) != (call.dtype, call.shape)
         ):
-            raise PeerError("value_invalid", f"{self.describe(rank)} brings something else to {call}")
+            raise PeerError(
+                "value_invalid", f"{self.describe(rank)} brings an array of another type or shape to {call}"
+            )
 
 
 def _brings(call: Call, rank: int) -> bool:
@@ -157,14 +163,14 @@ def _brings(call: Call, rank: int) -> bool:
 
 
 def receives(call: Call, rank: int) -> bool:
-    """Whether a rank is told what was brought, or only that all have called."""
+    """Whether a rank receives the values, or only learns that all ranks have called."""
     if call.kind is Kind.GATHER:
         return rank == call.root
     return rank != call.root
 
 
 def values_due(call: Call, rank: int, size: int) -> int:
-    """How many values a rank is told."""
+    """How many values a rank receives."""
     if not receives(call, rank) or call.kind in (Kind.BARRIER, Kind.END_STEP):
         return 0
     return 1 if call.kind in (Kind.BROADCAST, Kind.ALL_REDUCE) else size

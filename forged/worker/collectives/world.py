@@ -1,8 +1,10 @@
-"""What the ranks of a world do together.
+"""The collectives of a world, as one rank calls them.
 
-Law: a call ends with the result, at every rank the same, or with an error, at every rank as soon as it is known; none
-hangs because somebody has died. A call that was answered stays answered. One that is given up, by a timeout or a
-cancellation, ends the world, because nobody could tell any more which call is whose.
+Invariants:
+- A collective returns the same result at every rank, or raises an error at every rank as soon as the error is known; it
+  does not hang when a rank dies.
+- A result that was delivered stays delivered.
+- A call that is cancelled or times out ends the world: the ranks' calls could not be matched any more.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ ABORTED = "collective_aborted"
 
 
 class CollectiveAborted(Unavailable):
-    """The world is over; `peer` is the worker whose connection was lost, empty when that was not the reason."""
+    """The world has ended. `peer` is the worker whose connection was lost, empty for another reason."""
 
     def __init__(self, reason: str, peer: str = "") -> None:
         super().__init__(ABORTED, reason, "enter the next world")
@@ -36,12 +38,12 @@ class CollectiveAborted(Unavailable):
 
 
 class CollectiveMismatch(RequestRefused):
-    """The ranks do not do the same, or too much: the mistake is the script's, and every rank is told."""
+    """The ranks have called different collectives or brought too much: an error in the script, raised everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why a world is over."""
+    """Why a world has ended."""
 
     code: str
     reason: str
@@ -49,20 +51,20 @@ class Ending:
     fix: str = ""
 
     def error(self) -> ForgedError:
-        """What whoever calls then is told."""
+        """The error of every later call."""
         if self.code == ABORTED:
             return CollectiveAborted(self.reason, self.peer)
         return CollectiveMismatch(self.code, self.reason, self.fix)
 
 
 def aborted(reason: str, peer: str = "") -> Ending:
-    """The world was broken off."""
+    """The ending of an aborted world."""
     return Ending(ABORTED, reason, peer)
 
 
 @dataclass(frozen=True, slots=True)
 class StepVerdict:
-    """All ranks have finished the step; `stop_wanted` is the largest that any of them has given."""
+    """All ranks have finished the step. `stop_wanted` is the largest value that any of them has given."""
 
     committed: bool
     stop_wanted: int
@@ -70,32 +72,32 @@ class StepVerdict:
 
     @property
     def pause(self) -> bool:
-        """Whether the world stops behind this step."""
+        """Whether the world stops after this step."""
         return self.stop_wanted > 0
 
 
 class Endpoint(Protocol):
-    """A rank's way to the hub."""
+    """A rank's connection to the hub."""
 
     def contribute(self, contribution: Contribution) -> None:
-        """Take part; the world is told the result."""
+        """Send the rank's part of a collective; the result arrives at `World.on_result`."""
         ...
 
     def waiting_for(self) -> str:
-        """Who has not called yet, in words; empty where that is not known."""
+        """The ranks that have not called yet, in words; empty where that is unknown."""
         ...
 
     def end(self, ending: Ending) -> None:
-        """Break the world off, here and everywhere."""
+        """Abort the world at all ranks."""
         ...
 
     async def leave(self) -> None:
-        """Go in good order."""
+        """Leave; the world ends for the other ranks at their next collective."""
         ...
 
 
 class World:
-    """One rank's place in a world. Its calls are made one after the other, in the same order at all ranks."""
+    """One rank's part in a world. Calls are made one after the other, in the same order at all ranks."""
 
     side: Endpoint
 
@@ -110,16 +112,16 @@ class World:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.names)
 
     @property
     def ending(self) -> Ending | None:
-        """Why the world is over; None while it is not."""
+        """Why the world has ended; None while it has not."""
         return self._ending
 
     async def barrier(self, *, timeout_s: float | None = None) -> None:
-        """Wait for all."""
+        """Wait for all ranks."""
         await self._do(Call(Kind.BARRIER), timeout_s=timeout_s)
 
     async def gather(self, value: Given, root: int = 0, *, timeout_s: float | None = None) -> list[Any] | None:
@@ -215,12 +217,12 @@ class World:
         finally:
             self._waiting = None
             if answer.done() and not answer.cancelled():
-                answer.exception()  # looked at, so that nobody is told it was never retrieved
+                answer.exception()  # retrieved, so that asyncio does not log it
 
     async def _answered(self, call: Call, answer: asyncio.Future[Result], timeout_s: float | None) -> Result:
         try:
             if answer.done():
-                # Nobody had to be waited for; whoever else uses the loop must have a turn all the same.
+                # The other tasks of the loop get a turn, though the result was there at once.
                 await asyncio.sleep(0)
             with anyio.move_on_after(timeout_s):
                 return await answer
@@ -232,7 +234,7 @@ class World:
             self._give_up(call, f"was not answered within {timeout_s:g} s")
             assert self._ending is not None
             raise self._ending.error()
-        # The answer came in the moment in which the time was over.
+        # The result arrived at the moment of the timeout.
         return answer.result()
 
     def _checked(self, call: Call, result: Result) -> Result:

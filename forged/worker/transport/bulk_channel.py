@@ -1,11 +1,14 @@
-"""How bulk bytes travel over a connection that carries nothing else: the parts of a state, or what is talked about.
+"""Bulk bytes between two workers: the parts of a state, or shards, over a connection that carries nothing else.
 
-Law: the bytes go straight from the memory of one worker into that of another, each part followed by its checksum, and
-a part counts when its checksum was found right. The fetcher speaks first, when its own end no longer reads into a
-buffer, and last, so that the source knows that all has arrived. A channel that was cut sends nothing more.
+Invariants:
+- The bytes go from the memory of one worker straight into that of the other. A checksum follows each part, and a part
+  counts when its checksum matches.
+- The fetcher sends the first byte, when its end no longer reads into a buffer, and the last one, so that the source
+  knows that all parts have arrived.
+- A channel that was cut sends nothing more.
 
-`SocketBulkTransport` moves them with blocking sockets in threads. `LoopBulkTransport` does the same within the event
-loop, for networks without sockets, which are those of simulations.
+`SocketBulkTransport` uses blocking sockets in threads. `LoopBulkTransport` does the same in the event loop, for the
+simulation's network, which has no sockets.
 """
 
 from __future__ import annotations
@@ -30,37 +33,37 @@ GO = b"\x01"
 DONE = b"\x02"
 CHECKSUM_BYTES = 16
 TOGETHER_BYTES = 64 << 10
-"""A part of so many bytes is sent in one call with its checksum: copying it costs less than another call."""
+"""A part up to this size is sent in one call with its checksum: copying it costs less than another call."""
 CHUNK_BYTES = 64 << 10
 THREADS_MAX = 8
-"""How many states are moved at once by one worker."""
+"""How many states one worker moves at once."""
 
 T = TypeVar("T")
 Parts = Sequence[memoryview]
 Verified = Callable[[], None]
-"""Told of every part that has arrived and is right, in the thread that moves them."""
+"""Called for each part that has arrived and matches its checksum, in the thread that moves the parts."""
 
 
 class BulkChannel(Protocol):
     """A connection that carries parts."""
 
     received: int
-    """How many bytes of parts have been taken."""
+    """The bytes of parts that have arrived."""
 
     async def give(self, parts: Parts) -> None:
-        """Send the parts, as soon as the other end is ready for them."""
+        """Send the parts, as soon as the peer is ready for them."""
         ...
 
     async def take(self, parts: Parts, verified: Verified) -> None:
-        """Fill the parts with what the other end sends."""
+        """Receive into the parts."""
         ...
 
     async def converse(self, conversation: Conversation[T], turns: CapacityLimiter) -> T:
-        """Have a conversation, in its turn among those that take threads."""
+        """Run a conversation, within the limit of threads."""
         ...
 
     async def is_called(self, patience_s: float) -> bool:
-        """Whether the other end says something, or hangs up, in that time."""
+        """Whether the peer sends something, or closes the connection, in that time."""
         ...
 
     def descriptor(self) -> int | None:
@@ -68,19 +71,17 @@ class BulkChannel(Protocol):
         ...
 
     def cut(self) -> None:
-        """Let not a byte more pass, from now on."""
+        """Stop all traffic at once."""
         ...
 
-    def close(self) -> None:
-        """Be done with it."""
-        ...
+    def close(self) -> None: ...
 
 
 class BulkTransport(Protocol):
-    """Makes channels of connections."""
+    """Makes channels from connections."""
 
     async def open(self, transport: asyncio.Transport) -> BulkChannel:
-        """Take a connection over whose protocol has nothing more to say."""
+        """Take over a connection whose protocol is done."""
         ...
 
 
@@ -92,14 +93,14 @@ class SocketBulkTransport:
         self._limiter: CapacityLimiter | None = None
 
     async def open(self, transport: asyncio.Transport) -> SocketChannel:
-        """Take the socket from under the event loop."""
+        """Detach the socket from the event loop."""
         if self._limiter is None:
             self._limiter = CapacityLimiter(self._threads_max)
         return SocketChannel(await detach(transport), self._limiter)
 
 
 class SocketChannel:
-    """A socket of its own."""
+    """A channel over a blocking socket."""
 
     def __init__(self, sock: socket.socket, limiter: CapacityLimiter) -> None:
         self.received = 0
@@ -118,7 +119,7 @@ class SocketChannel:
         self.received += size
 
     async def converse(self, conversation: Conversation[T], turns: CapacityLimiter) -> T:
-        """Have it in a thread."""
+        """Run it in a thread."""
         return await movers.run(lambda sock: in_one_go(conversation(SocketWire(sock))), self._sock, limiter=turns)
 
     async def is_called(self, patience_s: float) -> bool:
@@ -129,16 +130,15 @@ class SocketChannel:
         return False
 
     def descriptor(self) -> int | None:
-        """The socket's."""
+        """The file descriptor of the socket."""
         return self._sock.fileno()
 
     def cut(self) -> None:
-        """Shut the connection down, also under the thread that uses it."""
+        """Shut the connection down, also while a thread uses it."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the socket back."""
         self._sock.close()
 
 
@@ -146,12 +146,11 @@ class LoopBulkTransport:
     """Streams in the event loop."""
 
     async def open(self, transport: asyncio.Transport) -> LoopChannel:
-        """Read the connection as a stream."""
         return LoopChannel(transport)
 
 
 class LoopChannel:
-    """A stream."""
+    """A channel over a stream."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self.received = 0
@@ -166,7 +165,6 @@ class LoopChannel:
         transport.resume_reading()
 
     async def give(self, parts: Parts) -> None:
-        """Send the parts."""
         await self._read(len(GO))
         for part in parts:
             for start in range(0, part.nbytes, CHUNK_BYTES):
@@ -175,7 +173,6 @@ class LoopChannel:
         await self._read(len(DONE))
 
     async def take(self, parts: Parts, verified: Verified) -> None:
-        """Receive the parts."""
         await self._write(GO)
         for part in parts:
             for start in range(0, part.nbytes, CHUNK_BYTES):
@@ -188,24 +185,23 @@ class LoopChannel:
         self._writer.close()
 
     async def converse(self, conversation: Conversation[T], turns: CapacityLimiter) -> T:
-        """Have it here."""
+        """Run it in the event loop."""
         async with turns:
             return await conversation(self._wire)
 
     async def is_called(self, patience_s: float) -> bool:
-        """Wait for the next word."""
+        """Wait for the next message."""
         return await self._wire.is_called(patience_s)
 
     def descriptor(self) -> int | None:
-        """It has none."""
+        """None: a stream of the simulation has no descriptor."""
         return None
 
     def cut(self) -> None:
-        """Drop the connection."""
         self._transport.abort()
 
     def close(self) -> None:
-        """Hang up, when what was sent has left."""
+        """Close, once all has been sent."""
         self._transport.close()
 
     async def _read(self, count: int) -> bytes:
@@ -227,7 +223,7 @@ class LoopChannel:
 
 
 def checksum_of(part: memoryview) -> bytes:
-    """What tells whether a part is what was sent."""
+    """The checksum that follows a part."""
     return xxhash.xxh3_128_digest(part)
 
 
@@ -259,13 +255,13 @@ def _take(parts: Parts, verified: Verified, count: Callable[[int], None], sock: 
             _check(_exactly(sock, CHECKSUM_BYTES), hashing.digest())
         verified()
     sock.sendall(DONE)
-    # The source hangs up when it has read that; who hangs up first might take it away.
+    # The source closes after it has read DONE; closing first here might discard DONE.
     with suppress(OSError):
         sock.recv(1)
 
 
 class _Hashing:
-    """The checksum of a part on its way, taken while what has just moved is in the processor's cache."""
+    """The checksum of a part, computed while the bytes that have just moved are in the processor's cache."""
 
     def __init__(self, part: memoryview, count: Callable[[int], None] = lambda size: None) -> None:
         self._part = part
@@ -275,7 +271,7 @@ class _Hashing:
         self.digest = self._hash.digest
 
     def upto(self, moved: int) -> None:
-        """So many bytes have moved."""
+        """Add the bytes up to this offset."""
         self._hash.update(self._part[self._hashed : moved])
         self._count(moved - self._hashed)
         self._hashed = moved
@@ -290,11 +286,11 @@ def _exactly(sock: socket.socket, count: int) -> memoryview:
 
 def _check(announced: bytes | memoryview, found: bytes) -> None:
     if announced != found:
-        raise Unavailable("state_corrupt", "a part of the state is not what was sent", "fetch it again")
+        raise Unavailable("state_corrupt", "the checksum of a received part does not match", "fetch it again")
 
 
 def _truncated() -> Unavailable:
-    return Unavailable("state_truncated", "the connection ended before the whole state had passed", "fetch the rest")
+    return Unavailable("state_truncated", "the connection ended before the whole state had arrived", "fetch the rest")
 
 
 def _broken(error: OSError) -> Unavailable:

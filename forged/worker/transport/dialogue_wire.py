@@ -1,9 +1,10 @@
-"""A conversation between two workers over a connection that also carries bulk bytes.
+"""A conversation between two workers over a connection that carries messages and bulk bytes.
 
-Law: a conversation is written once, as a coroutine that speaks through a `Wire`. Over a socket the wire blocks and the
-coroutine never suspends, so that a thread runs it in one go; over a stream it suspends as others do. Words are frames
-of at most `WORD_BYTES_MAX`; what is longer, no word, or cut off is an error, and then the connection is of no more use.
-Bytes that have arrived are handed on also when the connection breaks behind them, so that none is lost.
+Invariants:
+- A conversation is one coroutine that sends and receives through a `Wire`. Over a socket the wire blocks and the
+  coroutine never suspends, so that a thread runs it to its end; over a stream it suspends as usual.
+- A message is a frame of at most `DIALOGUE_BYTES_MAX`. A longer, invalid or truncated one ends the connection.
+- Bytes that have arrived are handed on even if the connection breaks afterwards.
 """
 
 from __future__ import annotations
@@ -30,52 +31,52 @@ from forged.worker.transport import peer_messages
 from forged.worker.transport.peer_link import frame_of
 from forged.worker.transport.peer_messages import PeerMessage
 
-WORD_BYTES_MAX = 32 << 10
-"""A refusal with texts of the greatest length fits."""
+DIALOGUE_BYTES_MAX = 32 << 10
+"""Fits a refusal with texts of the maximal length."""
 PIECE_BYTES = 1 << 20
 HELD_BACK_S = 1.0
-"""So long bytes may wait for others to be handed on together; over a slow connection they come bit by bit."""
+"""How long received bytes may be held back to be handed on together with later ones."""
 CHUNK_BYTES = 64 << 10
-"""What a wire without threads moves at once."""
+"""How many bytes a wire without threads moves at once."""
 
 T = TypeVar("T")
 Absorb = Callable[[memoryview], None]
-"""Takes bytes that have arrived; their memory is used again afterwards."""
+"""Takes received bytes, whose memory is reused afterwards."""
 
 _LENGTH = struct.Struct(">I")
 
 
 class HungUp(Unavailable):
-    """The other end has gone, between two words."""
+    """The peer has closed the connection between two messages."""
 
     def __init__(self) -> None:
-        super().__init__("peer_hung_up", "the other worker has hung up", "connect again")
+        super().__init__("peer_hung_up", "the other worker has closed the connection", "connect again")
 
     def __reduce__(self) -> tuple[type[HungUp], tuple[()]]:
         return HungUp, ()
 
 
 class Wire(Protocol):
-    """What a conversation speaks through."""
+    """What a conversation sends and receives through."""
 
     async def say(self, message: Message) -> None:
-        """Send a word."""
+        """Send a message."""
         ...
 
     async def hear(self, patience_s: float) -> PeerMessage | None:
-        """The next word; None if none begins in that time. `HungUp` if none will ever come."""
+        """The next message; None if none begins in that time. Raises `HungUp` if the peer has closed the connection."""
         ...
 
     async def give(self, fd: int, offset: int, count: int, stall_timeout_s: float) -> None:
-        """Send so many bytes of a file."""
+        """Send a range of a file."""
         ...
 
     async def take(self, count: int, absorb: Absorb) -> None:
-        """Receive so many bytes, at most `PIECE_BYTES`."""
+        """Receive `count` bytes; `absorb` gets at most `PIECE_BYTES` at a time."""
         ...
 
     async def pause(self, seconds: float) -> None:
-        """Wait; less long when the connection is cut meanwhile."""
+        """Wait; return early if the connection is cut."""
         ...
 
 
@@ -83,7 +84,7 @@ Conversation = Callable[[Wire], Coroutine[Any, Any, T]]
 
 
 def in_one_go(conversation: Coroutine[Any, Any, T]) -> T:
-    """What a conversation over a blocking wire comes to."""
+    """Run a conversation over a blocking wire to its end."""
     try:
         conversation.send(None)
     except StopIteration as end:
@@ -94,7 +95,7 @@ def in_one_go(conversation: Coroutine[Any, Any, T]) -> T:
 
 
 class _WarmMemory(threading.local):
-    """A buffer for each thread, touched when it is made."""
+    """A receive buffer for each thread, with its pages populated."""
 
     def __init__(self) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
@@ -105,18 +106,17 @@ _warm = _WarmMemory()
 
 
 class SocketWire:
-    """A blocking socket, for a thread."""
+    """A wire over a blocking socket, for a thread."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         sock.settimeout(movers.STALL_TIMEOUT_S)
 
     async def say(self, message: Message) -> None:
-        """Send a word."""
         self._sock.sendall(frame_of(message))
 
     async def hear(self, patience_s: float) -> PeerMessage | None:
-        """The next word, if one begins in time."""
+        """The next message, if one begins in time."""
         if not _happens(self._sock, select.POLLIN, patience_s):
             return None
         header = receive(self._sock, HEADER_BYTES)
@@ -126,19 +126,19 @@ class SocketWire:
         return _word(receive(self._sock, length), length)
 
     async def give(self, fd: int, offset: int, count: int, stall_timeout_s: float) -> None:
-        """Send so many bytes of a file, which pass through no memory of this process."""
+        """Send a range of a file with `sendfile`."""
         movers.send_file(self._sock, fd, offset, count, stall_timeout_s=stall_timeout_s)
 
     async def take(self, count: int, absorb: Absorb) -> None:
-        """Receive so many bytes into warm memory that begins at a page, and hand on all at once if they come soon."""
+        """Receive into populated, page-aligned memory, and hand on many bytes at a time if they arrive soon."""
         while count:
             count -= self._fill(count, absorb)
 
     def _fill(self, count: int, absorb: Absorb) -> int:
-        """Receive for `HELD_BACK_S` at most behind the first of them; returns how many bytes were handed on."""
+        """Receive until `HELD_BACK_S` after the first byte at most; returns how many bytes were handed on."""
         filled, patient_until = 0, math.inf
         try:
-            # A peer that stands still keeps what it has sent from nobody: after a kill it would have to come again.
+            # Hand on what a stalled peer has sent: after a kill it would have to be sent again.
             while filled < count and (not filled or self._has_more(patient_until)):
                 size = self._sock.recv_into(_warm.buffer[filled:count])
                 if not size:
@@ -156,13 +156,13 @@ class SocketWire:
         return patience_s > 0 and _happens(self._sock, select.POLLIN, patience_s)
 
     async def pause(self, seconds: float) -> None:
-        """Wait for the time to pass, or for the socket to be shut down."""
+        """Wait for the time, or until the socket is shut down."""
         if seconds > 0:
             _happens(self._sock, 0, seconds)
 
 
 class StreamWire:
-    """A stream, for an event loop without threads."""
+    """A wire over a stream, for an event loop without threads."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -170,18 +170,17 @@ class StreamWire:
         self._header: bytes | None = None
 
     async def is_called(self, patience_s: float) -> bool:
-        """Whether a word, or the end of the connection, comes in time."""
+        """Whether a message, or the end of the connection, arrives in time."""
         if self._header is None:
             with anyio.move_on_after(patience_s):
                 self._header = await self._exactly(HEADER_BYTES)
         return self._header is not None
 
     async def say(self, message: Message) -> None:
-        """Send a word."""
         await self._write(frame_of(message), movers.STALL_TIMEOUT_S)
 
     async def hear(self, patience_s: float) -> PeerMessage | None:
-        """The next word, if one begins in time."""
+        """The next message, if one begins in time."""
         if not await self.is_called(patience_s):
             return None
         header, self._header = self._header, None
@@ -191,17 +190,18 @@ class StreamWire:
         return _word(await _in_time(self._exactly(length), movers.STALL_TIMEOUT_S), length)
 
     async def give(self, fd: int, offset: int, count: int, stall_timeout_s: float) -> None:
-        """Send so many bytes of a file."""
+        """Send a range of a file."""
         end = offset + count
         while offset < end:
             data = os.pread(fd, min(CHUNK_BYTES, end - offset), offset)
             if not data:
-                raise Unavailable("bulk_source_short", f"the file ended {end - offset} bytes early", "see who cuts it")
+                raise Unavailable(
+                    "bulk_source_short", f"the file ended {end - offset} bytes early", "see what truncates it"
+                )
             await self._write(data, stall_timeout_s)
             offset += len(data)
 
     async def take(self, count: int, absorb: Absorb) -> None:
-        """Receive so many bytes."""
         while count:
             data = await _in_time(self._reader.read(min(CHUNK_BYTES, count)), movers.STALL_TIMEOUT_S)
             if not data:
@@ -210,7 +210,6 @@ class StreamWire:
             count -= len(data)
 
     async def pause(self, seconds: float) -> None:
-        """Wait."""
         if seconds > 0:
             await anyio.sleep(seconds)
 
@@ -228,7 +227,7 @@ class StreamWire:
 
 
 def receive(sock: socket.socket, count: int) -> memoryview:
-    """So many bytes, or fewer if the connection ends before."""
+    """Receive `count` bytes, or fewer if the connection ends before."""
     data = memoryview(bytearray(count))
     filled = 0
     while filled < count:
@@ -240,18 +239,18 @@ def receive(sock: socket.socket, count: int) -> memoryview:
 
 
 def cut_off() -> Unavailable:
-    """The connection has ended where something had to follow."""
-    return Unavailable("bulk_truncated", "the connection ended in the middle", "go on from there")
+    """The connection has ended in the middle of a message or a shard."""
+    return Unavailable("bulk_truncated", "the connection ended in the middle of a transfer", "resume from there")
 
 
 def _length_of(header: bytes | memoryview) -> int:
     if len(header) < HEADER_BYTES:
         raise cut_off()
     (length,) = _LENGTH.unpack(header)
-    if not 0 < length <= WORD_BYTES_MAX:
+    if not 0 < length <= DIALOGUE_BYTES_MAX:
         raise PeerError(
             "frame_length",
-            f"a word of {length} bytes is announced, outside 1..{WORD_BYTES_MAX}",
+            f"frame length must be 1..{DIALOGUE_BYTES_MAX}, got {length}",
             "see the peer's version",
         )
     return int(length)
@@ -264,7 +263,7 @@ def _word(payload: bytes | memoryview, length: int) -> PeerMessage:
 
 
 def _happens(sock: socket.socket, event: int, timeout_s: float) -> bool:
-    """Whether the event, or the end of the connection, comes in time."""
+    """Whether the event, or the end of the connection, happens in time."""
     poll = select.poll()
     poll.register(sock, event)
     return bool(poll.poll(max(0.0, timeout_s) * 1000))
@@ -280,4 +279,4 @@ async def _in_time(action: Awaitable[T], timeout_s: float) -> T:
 
 def _broken(error: OSError) -> Unavailable:
     reason = error.strerror or str(error) or "nothing moved for too long"
-    return Unavailable("bulk_failed", f"the bytes cannot be moved: {reason}", "go on from there")
+    return Unavailable("bulk_failed", f"the transfer failed: {reason}", "resume from there")

@@ -1,13 +1,15 @@
-"""One connection between two workers, seen from either end.
+"""One connection between two workers, at either end.
 
-Law: nobody is told anything, and nothing large is read, before the proof; who fails it is cut off without a word. After
-it, a peer may be silent and read nothing for as long as it likes: it may be computing with Python's lock held. That it
-is dead is told by the end of the connection, that its host is gone by the kernel.
+Invariants:
+- Nothing is told and nothing large is read before the peer has proven that it knows the job's key. A peer that fails to
+  is disconnected without a message.
+- A proven peer may be silent and read nothing for any time: it may compute with the GIL held. The end of the connection
+  tells that it is dead, and the kernel that its host is gone.
 
-The kernel's user timeout of two seconds finds a gone host also while bytes are under way. What is large may fill the
-window of a peer that does not read just now, and the kernel counts that time, too. Who sends it may compute with
-Python's lock held right after, so a large message is sent with a long user timeout. The next look at the connection
-brings the short one back, unless the window is full by then and the peer's host answers.
+The kernel's user timeout of two seconds finds a gone host also while bytes are in flight. A large message may fill the
+receive window of a peer that does not read just now, and the kernel counts that time, too. The sender may compute with
+the GIL held right after, so a large message is sent with a long user timeout. The next sweep restores the short one,
+unless the window is full and the peer's host answers.
 """
 
 from __future__ import annotations
@@ -49,42 +51,42 @@ PEER_LIMITS = ConnectionLimits(
     linger_s=2.0,
 )
 SMALL_BYTES = 32 << 10
-"""What the receive window of a connection takes, even if nobody reads: it begins with twice as much."""
+"""Fits into the receive window of a connection that is not read, which begins with twice as much."""
 
 
 class Receiver(Protocol):
-    """Who is told what happens on a connection, once the proof is given."""
+    """Receives what happens on a proven connection."""
 
     def on_message(self, link: PeerLink, message: PeerMessage) -> None:
         """A message arrived."""
         ...
 
     def on_end(self, link: PeerLink, error: ForgedError) -> None:
-        """The connection is gone, and why."""
+        """The connection has ended, for this reason."""
         ...
 
 
 class Door(Protocol):
-    """Who judges those who come."""
+    """Judges the proofs of peers that connect."""
 
     def on_answer(self, link: AcceptedLink, answer: Answer) -> None:
-        """A stranger has answered the challenge."""
+        """A peer has answered the challenge."""
         ...
 
     def on_stranger_gone(self, link: AcceptedLink, reason: str) -> None:
-        """A stranger was cut off, or went, without having proven anything."""
+        """The connection has ended before the peer was proven."""
         ...
 
 
 class PeerLink(Connection):
-    """What both ends do."""
+    """What both ends have in common."""
 
     def __init__(self, clock: Clock, limits: ConnectionLimits) -> None:
         super().__init__(clock, limits)
         self.over: asyncio.Future[ForgedError] = asyncio.get_running_loop().create_future()
 
     def admits(self) -> bool:
-        # Were both ends to wait until the other reads, nobody would; a peer may send one message before it is answered.
+        # If both ends waited for the other to read, both would wait forever; a peer may send one message unanswered.
         return True
 
     def send(self, message: Message) -> None:
@@ -92,7 +94,7 @@ class PeerLink(Connection):
         self.write(frame_of(message))
 
     def write(self, frame: bytes) -> None:
-        """Send what `frame_of` has made, perhaps for many."""
+        """Send a frame, which `frame_of` may have made for several links."""
         if self.closing or self.lost or self._transport is None:
             return
         if self._user_timeout is not None and len(frame) > SMALL_BYTES:
@@ -101,11 +103,11 @@ class PeerLink(Connection):
         self._transport.write(frame)
 
     def fail(self, error: ForgedError) -> None:
-        """Tell the other end why, and close."""
+        """Tell the peer the reason, and close."""
         self.refuse(error)
 
     def refuse(self, error: ForgedError) -> None:
-        """Close, and say why."""
+        """Tell the peer the reason, and close."""
         self.send(Refused(error.kind, error.code, error.message[:TEXT_CHARS_MAX], error.fix[:TEXT_CHARS_MAX]))
         self.close(error)
 
@@ -122,28 +124,28 @@ class PeerLink(Connection):
 
 
 class AcceptedLink(PeerLink):
-    """The end that was connected to: it asks for the proof."""
+    """The listening end: it demands the proof."""
 
     def __init__(self, clock: Clock, limits: ConnectionLimits, door: Door, nonce: bytes) -> None:
         super().__init__(clock, limits)
         self.nonce = nonce
         self.receiver: Receiver | None = None
-        """Set once the proof is given."""
+        """Set once the peer is proven."""
         self._door = door
-        self._reason_unproven = "it went away"
+        self._reason_unproven = "the peer closed it"
         self._is_answered = False
 
     def opened(self) -> None:
         self.send(Challenge(VERSION_MIN, VERSION_MAX, self.nonce))
 
     def believe(self, receiver: Receiver, accepted: Accepted) -> None:
-        """The proof is good: from now on the receiver hears what comes."""
+        """Accept the proof: the receiver gets all messages from now on."""
         self.receiver = receiver
         self.established()
         self.send(accepted)
 
     def cut(self, reason: str) -> None:
-        """Close without a word."""
+        """Close without a message."""
         self._reason_unproven = reason
         self.abort()
 
@@ -155,7 +157,7 @@ class AcceptedLink(PeerLink):
 
     def sweep(self, now: float) -> None:
         if self.receiver is None and not self.lost and now - self._opened_at > self.limits.hello_timeout_s:
-            self.cut("no proof came in time")
+            self.cut("no proof arrived in time")
         else:
             super().sweep(now)
 
@@ -166,7 +168,7 @@ class AcceptedLink(PeerLink):
             self._is_answered = True
             self._door.on_answer(self, message)
         else:
-            self.cut("something else came where a proof belongs")
+            self.cut("another message arrived in place of the proof")
 
     def ended(self, error: ForgedError) -> None:
         super().ended(error)
@@ -177,7 +179,7 @@ class AcceptedLink(PeerLink):
 
 
 class DialledLink(PeerLink):
-    """The end that connects: it gives the proof, and wants one."""
+    """The connecting end: it gives its proof, and demands the listener's."""
 
     def __init__(
         self, clock: Clock, limits: ConnectionLimits, receiver: Receiver, key: bytes, answer: Answer, target: str
@@ -191,7 +193,7 @@ class DialledLink(PeerLink):
         self._nonce: bytes | None = None
 
     def opened(self) -> None:
-        # What follows the acceptance may come with it, at any length.
+        # A message of any size may arrive together with the acceptance.
         self.established()
 
     def received(self, message: PeerMessage) -> None:
@@ -202,10 +204,13 @@ class DialledLink(PeerLink):
         elif isinstance(message, Accepted) and self._nonce is not None:
             self._check(message, self._nonce)
         else:
-            raise PeerError("message_unexpected", f"{self._target} said something else than the protocol has there")
+            raise PeerError(
+                "message_unexpected",
+                f"{self._target} sent {type(message).__name__}, which the protocol does not allow there",
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # With TLS 1.3 our certificate is judged after the handshake, so its refusal comes as a lost connection.
+        # With TLS 1.3 the listener judges this end's certificate after the handshake, and refuses it by closing.
         if self._reason is None and not self.accepted.done() and isinstance(exc, ssl.SSLError):
             self._reason = tls.refusal(self._target, exc)
         super().connection_lost(exc)
@@ -214,12 +219,12 @@ class DialledLink(PeerLink):
         super().ended(error)
         if not self.accepted.done():
             self.accepted.set_exception(error)
-            self.accepted.exception()  # looked at, so that nobody is told it was never retrieved
+            self.accepted.exception()  # retrieved, so that asyncio does not log it
         elif not self.accepted.cancelled() and self.accepted.exception() is None:
             self._receiver.on_end(self, error)
 
     def fail(self, error: ForgedError) -> None:
-        # Whoever is there may not be a worker; it need not know why.
+        # The listener may not be a worker, and need not know the reason.
         self.close(error)
 
     def _answer_to(self, challenge: Challenge) -> None:
@@ -227,8 +232,8 @@ class DialledLink(PeerLink):
         if version < max(challenge.version_min, VERSION_MIN):
             raise PeerError(
                 "version_mismatch",
-                f"{self._target} speaks versions {challenge.version_min} to {challenge.version_max},"
-                f" this end {VERSION_MIN} to {VERSION_MAX}",
+                f"{self._target} supports versions {challenge.version_min} to {challenge.version_max},"
+                f" this worker {VERSION_MIN} to {VERSION_MAX}",
                 "upgrade the older of the two",
             )
         self._nonce = challenge.nonce
@@ -239,12 +244,14 @@ class DialledLink(PeerLink):
 
     def _check(self, message: Accepted, nonce: bytes) -> None:
         if not peer_messages.is_accepted(message, self._answer, self._key, nonce):
-            raise PeerError("peer_unproven", f"{self._target} does not know the job's key", "see who listens there")
+            raise PeerError(
+                "peer_unproven", f"{self._target} does not know the job's key", "see which process listens there"
+            )
         self.accepted.set_result(None)
 
 
 async def dial(network: Network, address: Address, link: DialledLink) -> None:
-    """Connect and exchange the proofs, in the time that a hello may take."""
+    """Connect and exchange proofs, within the hello timeout."""
     timeout_s = link.limits.hello_timeout_s
     try:
         with anyio.fail_after(timeout_s):
@@ -254,11 +261,13 @@ async def dial(network: Network, address: Address, link: DialledLink) -> None:
         link.abort()
         if isinstance(error, TimeoutError):
             raise Unavailable(
-                "peer_timeout", f"{address} gave no proof within {timeout_s:g} s", "is it a worker of this job?"
+                "peer_timeout",
+                f"{address} gave no proof within {timeout_s:g} s",
+                "see whether a worker of this job listens there",
             ) from None
         raise
 
 
 def frame_of(message: Message) -> bytes:
-    """A message as it travels."""
+    """Encode a message as one frame."""
     return frames.encode(peer_messages.encode(message))

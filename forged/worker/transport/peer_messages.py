@@ -1,9 +1,10 @@
-"""What workers say to each other.
+"""The messages between workers.
 
-Law: a peer connection begins with a challenge, and nobody learns anything before the proof: a keyed hash over the
-challenge and everything that was said, made for one listener and one direction, so it can be neither replayed, passed
-on nor sent back. As in `forged.net.protocol.messages`, a message is an array whose first element says which, and later
-versions append. A collective is a call and a value; two ranks do the same thing when their calls are equal.
+Invariants:
+- A connection begins with a challenge. The proof is a keyed hash over the challenge and the answer, for one listener
+  and one direction, so it cannot be replayed, relayed or reflected.
+- As in `forged.net.protocol.messages`, a message is an array whose first element is its type; later versions append.
+- A collective is a call and a value. Ranks take part in the same collective when their calls are equal.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 WORLD_DIGEST_BYTES = 16
 COLLECTIVE_BYTES_MAX = 64 << 20
-"""How much a collective may bring to one rank, or take from it."""
+"""The bytes that a collective may bring to one rank, or take from it."""
 HEAD_BYTES_MAX = 16 << 20
-"""How long the description of a state may be."""
+"""The size of the head that describes a state."""
 PARTS_MAX = 1 << 17
-"""Into how many parts a state may be cut."""
+"""The number of parts of a state."""
 OVERHEAD_BYTES = 2 << 20
-"""What a message needs besides what it brings."""
+"""The size of a message without its payload."""
 MESSAGE_BYTES_MAX = COLLECTIVE_BYTES_MAX + OVERHEAD_BYTES
 DIMENSIONS_MAX = 64
 CHECKSUM_BYTES = 16
-"""What xxh3-128 makes of a shard."""
+"""The size of a shard's xxh3-128."""
 
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Proof = Annotated[bytes, Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
@@ -46,18 +47,18 @@ Shape = Annotated[tuple[Count, ...], Meta(max_length=DIMENSIONS_MAX)]
 
 
 class Purpose(StrEnum):
-    """What a connection is for."""
+    """The purpose of a connection."""
 
     MEMBER = "member"
-    """To take part in a world."""
+    """To be a member of a world."""
     STATE = "state"
     """To fetch the training state."""
     SHARDS = "shards"
-    """To fetch training data."""
+    """To fetch shards."""
 
 
 class Kind(StrEnum):
-    """What the members of a world do together."""
+    """The collectives."""
 
     BARRIER = "barrier"
     GATHER = "gather"
@@ -68,7 +69,7 @@ class Kind(StrEnum):
 
 
 class Operation(StrEnum):
-    """How many arrays become one."""
+    """The reductions."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -77,18 +78,18 @@ class Operation(StrEnum):
 
 
 class Form(StrEnum):
-    """As what a value was given, and is given back."""
+    """The kind of object that a value was made of, and becomes again."""
 
     BYTES = "bytes"
     ARRAY = "array"
     SCALAR = "scalar"
-    """One of numpy's."""
+    """A numpy scalar."""
     NUMBER = "number"
-    """One of Python's."""
+    """A Python number."""
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True):
-    """Something that a rank gives: bytes as they are, or the elements of an array."""
+    """A value of a collective: bytes, or the elements of an array."""
 
     form: Form
     data: memoryview
@@ -97,7 +98,7 @@ class Value(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank does; all ranks of a world must do the same."""
+    """A collective as a rank calls it; all ranks of a world must call the same."""
 
     kind: Kind
     root: Count | None = None
@@ -117,7 +118,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Challenge(Message, frozen=True, array_like=True, tag=0):
-    """The first word, by whoever was connected to."""
+    """The first message, from the listener."""
 
     version_min: int
     version_max: int
@@ -125,7 +126,7 @@ class Challenge(Message, frozen=True, array_like=True, tag=0):
 
 
 class Answer(Message, frozen=True, array_like=True, tag=1):
-    """Who has connected, to whom, and for what. `number` is a generation (member) or an attempt (state), else 0."""
+    """Which worker connects, to which, and for what. `number` is a generation (member), an attempt (state), or 0."""
 
     version: int
     job: str
@@ -141,14 +142,14 @@ class Answer(Message, frozen=True, array_like=True, tag=1):
 
 
 class Accepted(Message, frozen=True, array_like=True, tag=2):
-    """The listener believes the answer, and proves that it is who was called."""
+    """The listener accepts the proof, and gives its own."""
 
     incarnation: bytes
     proof: Proof
 
 
 class Refused(Message, frozen=True, array_like=True, tag=3):
-    """The answer is believed, and what it wants is not possible."""
+    """The peer is proven, and its purpose is refused."""
 
     kind: str
     code: str
@@ -157,13 +158,13 @@ class Refused(Message, frozen=True, array_like=True, tag=3):
 
 
 class Started(Message, frozen=True, array_like=True, tag=4):
-    """All members of the world are there."""
+    """All members of the world are connected."""
 
     generation: Count
 
 
 class Contribution(Message, frozen=True, array_like=True, tag=5):
-    """What a member brings to the collective of that number. `stop_wanted` counts in `end_step` only."""
+    """A member's call of the collective of that number. `stop_wanted` is used by `end_step` only."""
 
     number: Count
     call: Call
@@ -172,7 +173,7 @@ class Contribution(Message, frozen=True, array_like=True, tag=5):
 
 
 class Result(Message, frozen=True, array_like=True, tag=6):
-    """What all have brought together, for one member. `stop_by` names those who want a stop."""
+    """The result of a collective for one member. `stop_by` names the workers that want a stop."""
 
     number: Count
     values: tuple[Value, ...] = ()
@@ -181,7 +182,7 @@ class Result(Message, frozen=True, array_like=True, tag=6):
 
 
 class Aborted(Message, frozen=True, array_like=True, tag=7):
-    """The world is over."""
+    """The world has been aborted."""
 
     code: str
     reason: str
@@ -190,32 +191,32 @@ class Aborted(Message, frozen=True, array_like=True, tag=7):
 
 
 class Left(Message, frozen=True, array_like=True, tag=8):
-    """The sender leaves the world in good order."""
+    """The sender leaves the world."""
 
 
 class StateOffer(Message, frozen=True, array_like=True, tag=9):
-    """What there is to fetch."""
+    """The state that can be fetched."""
 
     head: bytes
     sizes: tuple[Count, ...]
 
 
 class StateWanted(Message, frozen=True, array_like=True, tag=10):
-    """Send the parts from this one on."""
+    """Requests the parts from this one on."""
 
     part: Count
 
 
 class StateReady(Message, frozen=True, array_like=True, tag=11):
-    """From now on the connection carries nothing but bytes, as soon as the fetcher says so."""
+    """The connection carries parts only, once the fetcher has asked for them."""
 
 
 class ShardsReady(Message, frozen=True, array_like=True, tag=12):
-    """From now on whoever came may want shards, one after the other, and each is followed by its bytes."""
+    """The peer may request shards from now on, one after the other; the bytes of each follow."""
 
 
 class ShardWanted(Message, frozen=True, array_like=True, tag=13):
-    """Send this shard from `offset` on if its size and checksum are these, else from its beginning."""
+    """Requests a shard: from `offset` on if its size and checksum are these, else from its beginning."""
 
     shard: Count
     offset: Count = 0
@@ -224,7 +225,7 @@ class ShardWanted(Message, frozen=True, array_like=True, tag=13):
 
 
 class ShardComing(Message, frozen=True, array_like=True, tag=14):
-    """Which shard comes, how long it is and what its checksum must be; its bytes from `offset` on follow."""
+    """Announces a shard's size and checksum; its bytes from `offset` on follow."""
 
     shard: Count
     size: Count
@@ -233,7 +234,7 @@ class ShardComing(Message, frozen=True, array_like=True, tag=14):
 
 
 class ShardSent(Message, frozen=True, array_like=True, tag=15):
-    """That were all its bytes, which count only if nobody has changed the shard meanwhile."""
+    """Ends a shard's bytes, which are valid only if the shard has not changed meanwhile."""
 
     has_changed: bool
 
@@ -262,13 +263,11 @@ _decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMes
 
 
 def decode(payload: bytes) -> PeerMessage:
-    """The message in a frame's payload, or `PeerError`. Values refer to the payload's memory."""
+    """Decode a frame's payload, or raise `PeerError`. Values refer to the payload's memory."""
     try:
         return _decoder.decode(payload)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise PeerError(
-            "message_invalid", f"not a message between workers: {error}", "see the peer's version"
-        ) from error
+        raise PeerError("message_invalid", f"invalid message from a peer: {error}", "see the peer's version") from error
 
 
 def answered(answer: Answer, key: bytes, challenge: bytes) -> Answer:
@@ -277,28 +276,28 @@ def answered(answer: Answer, key: bytes, challenge: bytes) -> Answer:
 
 
 def is_proven(answer: Answer, key: bytes, challenge: bytes) -> bool:
-    """Whether the answer was given by somebody who has the key, to this challenge."""
+    """Whether the sender of the answer knows the key, and has answered this challenge."""
     return hmac.compare_digest(answer.proof, _proof(key, "answer", challenge, answer))
 
 
 def accepted(answer: Answer, key: bytes, challenge: bytes, incarnation: bytes) -> Accepted:
-    """The listener's proof, over the answer that it accepts."""
+    """The listener's acceptance of an answer, with its own proof."""
     return Accepted(incarnation, _proof(key, "accepted", challenge, answer, incarnation))
 
 
 def is_accepted(message: Accepted, answer: Answer, key: bytes, challenge: bytes) -> bool:
-    """Whether the listener has the key, too."""
+    """Whether the listener knows the key."""
     expected = _proof(key, "accepted", challenge, answer, message.incarnation)
     return hmac.compare_digest(message.proof, expected)
 
 
 def _proof(key: bytes, direction: str, challenge: bytes, answer: Answer, incarnation: bytes = b"") -> bytes:
-    # An array of msgpack reads in one way only, so no field can pass for a part of its neighbour.
+    # msgpack delimits the fields, so that no field can pass for a part of its neighbour.
     said = encode((direction, challenge, msgspec.structs.replace(answer, proof=bytes(PROOF_BYTES)), incarnation))
     return hmac.digest(key, said, "sha256")
 
 
 def digest_of(workers: Iterable[WorkerId]) -> bytes:
-    """Tells whether two ends mean the same world: the same workers under the same ranks."""
+    """Equal at two ends for the same workers in the same rank order."""
     names = encode([str(worker) for worker in workers])
     return hashlib.blake2b(names, digest_size=WORLD_DIGEST_BYTES).digest()

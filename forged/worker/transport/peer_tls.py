@@ -1,8 +1,9 @@
 """TLS between the workers of a job.
 
-Law: both ends show a certificate, and both have to be signed by the one authority that the job's workers trust; there
-is no way back to plain connections. A worker's certificate names the host at which the others reach it. The files are
-read when the worker connects: one that is renewed counts from the next start on.
+Invariants:
+- Both ends present a certificate that the job's authority has signed; there is no fallback to plain connections.
+- A worker's certificate names the host at which its peers reach it.
+- The files are read when the worker connects, so a renewed file takes effect at the next session.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from forged.net.transport.tls import CLIENT_SETTINGS, client_context, server_con
 
 @dataclass(frozen=True, slots=True)
 class PeerTls:
-    """The files with which a worker proves itself to the others: those with which it may prove itself to the daemon."""
+    """A worker's TLS files for its peers, the same as for the daemon."""
 
     authority: str | Path
     certificate: str | Path
@@ -27,19 +28,19 @@ class PeerTls:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
-        """What `$FORGED_CA`, `$FORGED_CERTIFICATE` and `$FORGED_KEY` name."""
+        """The files that `$FORGED_CA`, `$FORGED_CERTIFICATE` and `$FORGED_KEY` name."""
         missing = [name for name in CLIENT_SETTINGS if not environment.get(name)]
         if missing:
             raise ConfigError(
                 "peer_tls_incomplete",
                 "TLS between workers needs an authority, a certificate and its key",
                 "set the variables named here",
-                [Problem(name, None, "the path of a file in PEM") for name in missing],
+                [Problem(name, None, "the path of a PEM file") for name in missing],
             )
         return cls(*(environment[name] for name in CLIENT_SETTINGS))
 
     def network(self) -> SystemNetwork:
-        """The machine's network, for both ends of such connections."""
-        # First the client's: its complaints name the files as they are named here.
+        """The host's network with these files, for dialling and for listening."""
+        # The client's first: its errors name the files as they are named here.
         client = client_context(self.authority, self.certificate, self.key)
         return SystemNetwork(tls_client=client, tls_server=server_context(self.certificate, self.key, self.authority))

@@ -1,8 +1,9 @@
-"""Where a worker stands, as far as it has heard.
+"""The worker's view of the job, built from facts and from the daemon's answers to joins.
 
-Law: facts come in their order and change this and nothing else; what has to be done about it is decided at the next
-step boundary. The newest attempt counts, and every older one is over. What was missed is asked for, and what the daemon
-answers counts where no fact has said anything newer.
+Invariants:
+- Facts arrive in their order and change this view and nothing else; the worker acts on it at the next step boundary.
+- The newest attempt counts, and every older one is over.
+- After a gap in the facts, the daemon's answer counts wherever no later fact says otherwise.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ FOLLOWED: tuple[type[Fact], ...] = (
     WorkerFailed,
     WorkerLeft,
 )
-"""What a worker has to hear of its job."""
+"""The facts of its job that a worker subscribes to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A world that holds, and what leads from the one before into it."""
+    """A committed world, and what a worker needs to cross into it."""
 
     attempt: int
     before: ClusterTopology
     topology: ClusterTopology
     step: int | None
-    """The steps that it has behind it; None where nobody has stopped for it, and its members have yet to agree."""
+    """The committed step that the world begins with; None after a background rescale, where the members agree on it."""
     epoch: int | None
     learning_rate: float
     global_batch_size: int
@@ -71,47 +72,47 @@ class JobView:
 
     worker_id: str
     topology: ClusterTopology = field(default_factory=ClusterTopology)
-    """The world that was committed last."""
+    """The newest committed world."""
     term: int = 0
-    """The term of the daemon that has answered last; 0 before."""
+    """The term of the daemon that has answered last; 0 before the first answer."""
     heard_at: int = 0
-    """The id of the newest fact that was heard."""
+    """The id of the newest fact that has arrived."""
     asked_at: int = 0
     """The id of the newest fact that asks for a stop."""
     attempt: int = 0
-    """The newest attempt that this worker is to take part in; 0 before the first."""
+    """The newest attempt that this worker takes part in; 0 before the first."""
     is_under_way: bool = False
-    """Whether it has not come to its end."""
+    """Whether that attempt has not ended."""
     goes: bool = False
-    """Whether that is at a world without this worker, which has nothing to take any more."""
+    """Whether that attempt forms a world without this worker, which takes no state then."""
     rescaling: bool = False
-    """Whether another world is wanted than the one that was committed last, and training stops for it."""
+    """Whether a new world is being formed and training stops for it."""
     moving: int = 0
-    """The attempt under way for which training data moves while training goes on; 0 for none."""
+    """The attempt for which shards move while training continues; 0 for none."""
     lost: str = ""
-    """Who of the world is gone, so that its collectives cannot end; empty while nobody is known to be."""
+    """A member of the world that is gone, so that collectives cannot complete; empty for none."""
     synchronising: RescaleSynchronising | None = None
-    """What was settled in the attempt, as long as it is under way."""
+    """The state source and step that the attempt has settled on, while the attempt is under way."""
     committed: Commit | None = None
-    """The newest commit, until the worker has gone over into its world."""
+    """The newest commit, until the worker has crossed into its world."""
     paused: bool = False
     settings: dict[str, SettingValue] = field(default_factory=dict)
-    """The job's."""
+    """The job's settings."""
     draining: str | None = None
     completed: int | None = None
-    """How many steps the training had when it was done; None while it is not."""
+    """The committed steps of a training that is complete; None while it is not."""
     end: Exception | None = None
-    """Why training cannot go on here."""
+    """Why training cannot continue here."""
     outdated: bool = False
-    """Whether something was missed, so that the daemon has to be asked."""
+    """Whether facts were missed, so that the daemon has to be asked."""
     known: bool = False
-    """Whether the daemon has taken it in; until then, what is said of its name is said of another."""
+    """Whether the daemon has registered this worker; facts before that are about an earlier worker of its name."""
     _unconfirmed: RescaleSynchronising | None = None
-    """What was settled before something was missed; the daemon's answer tells whether it still holds."""
+    """What was settled before a gap; the daemon's answer tells whether it still holds."""
     _is_new: bool = True
-    """Whether no answer yet was as new as what was heard."""
+    """Whether no answer yet was as new as the facts."""
     _is_doubtful: bool = False
-    """Whether something was heard too early to tell whether this worker, or another before it, was meant."""
+    """Whether a fact arrived too early to tell whether it is about this worker or about an earlier one of its name."""
     _epoch_told: int = 0
     _pause_told: bool = False
     _settings_told: bool = False
@@ -119,12 +120,11 @@ class JobView:
 
     @property
     def stop_wanted(self) -> int:
-        """The fact for which the world has to stop behind its step, or any if it is not known; 0 for none."""
+        """The id of the fact for which the world has to stop after its step; 1 where the id is unknown, 0 for none."""
         wanted = self.paused or self.rescaling or self.committed is not None
         return max(1, self.asked_at) if wanted else 0
 
     def hear(self, record: Record) -> None:
-        """Take a fact."""
         self.heard_at = record.id
         fact = record.fact
         match fact:
@@ -144,13 +144,13 @@ class JobView:
                 self._hear_of_job(fact, record)
 
     def miss(self, gap: Gap) -> None:
-        """Facts cannot be had any more."""
+        """The daemon does not have these facts any more."""
         self.heard_at = max(self.heard_at, gap.last)
         self.outdated, self._unconfirmed = True, self.synchronising
         self._pause_told = self._settings_told = self._attempt_told = False
 
     def catch_up(self, joined: JoinReply) -> None:
-        """Take what the daemon has told all at once."""
+        """Take over the daemon's answer to a join."""
         is_new, self.known, self.term = self._is_new, True, joined.fence.term
         self.outdated = self._is_doubtful or joined.topology.epoch < self._epoch_told
         self._is_new, self._is_doubtful = is_new and self.outdated, False
@@ -183,10 +183,10 @@ class JobView:
         return any(worker.id == worker_id for worker in self.topology.workers)
 
     def _under_way(self, joined: JoinReply) -> tuple[bool, int]:
-        """Whether training stops for what is under way; and the attempt, if training goes on meanwhile."""
+        """Whether training stops for the attempt under way; and that attempt, if training continues meanwhile."""
         if joined.attempt > self.attempt:
             return not joined.in_background, joined.attempt if joined.in_background else 0
-        # The attempt that was heard of may have begun behind the answer. If it is over, that will be heard too.
+        # The known attempt may have begun after the answer was made. If it has ended since, a fact will tell.
         moving = self.moving if self._attempt_told or joined.attempt == self.moving else 0
         is_stop = joined.attempt > 0 and not joined.in_background
         return is_stop or (self.rescaling and self._attempt_told), moving
@@ -200,7 +200,7 @@ class JobView:
             case JobChanged():
                 self.settings, self._settings_told = fact.settings, True
             case JobCompleted() | JobAborted() | JobRemoved() if not self.known:
-                # What was told until now may have been told of another job with its name.
+                # The facts until now may be about an earlier job of the same name.
                 self._is_doubtful, self._settings_told = True, False
             case JobCompleted():
                 self.completed, self.moving = fact.step, 0
@@ -231,7 +231,7 @@ class JobView:
     def _completed(self, fact: RescaleCompleted, fact_id: int) -> None:
         self._epoch_told = fact.delta.epoch
         if fact.delta.base_epoch != self.topology.epoch:
-            # What is not known yet is told by the daemon's answer, which may be under way.
+            # The daemon's answer, which may be under way, tells the rest.
             self.outdated = self.known
             self.rescaling = self.rescaling and self.attempt > fact.attempt
             self.moving = self.moving if self.moving > fact.attempt else 0
@@ -270,7 +270,7 @@ class JobView:
 
 
 def _commit_of(joined: JoinReply, before: ClusterTopology, attempt: int) -> Commit:
-    """The commit of a world that was told in an answer; its attempt is the newest that was heard of."""
+    """The commit of a world that an answer tells of; its attempt is the newest known one."""
     state = joined.state
     return Commit(
         attempt,
@@ -280,5 +280,5 @@ def _commit_of(joined: JoinReply, before: ClusterTopology, attempt: int) -> Comm
         state.current_epoch,
         state.learning_rate,
         state.global_batch_size,
-        "what led to it was missed",
+        "the facts that led to it were missed",
     )

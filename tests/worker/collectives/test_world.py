@@ -184,7 +184,7 @@ async def test_what_is_too_much_together_is_told_with_the_fix_for_that() -> None
     async with open_world(2) as worlds:
         for error in await failures(*(world.gather(half) for world in worlds)):
             assert isinstance(error, CollectiveMismatch)
-            assert (error.code, error.fix) == ("collective_too_large", "bring less at once")
+            assert (error.code, error.fix) == ("collective_too_large", "use several smaller collectives")
 
 
 async def test_a_rank_that_comes_after_a_mismatch_is_told_too() -> None:

@@ -19,8 +19,8 @@ from forged.worker.transport import dialogue_wire
 from forged.worker.transport.bulk_channel import BulkChannel, BulkTransport, LoopBulkTransport, SocketBulkTransport
 from forged.worker.transport.dialogue_wire import (
     CHUNK_BYTES,
+    DIALOGUE_BYTES_MAX,
     PIECE_BYTES,
-    WORD_BYTES_MAX,
     Conversation,
     HungUp,
     Wire,
@@ -132,7 +132,7 @@ async def test_a_word_that_is_cut_off_is_an_error(carrier: BulkTransport, rest: 
         assert error.code == "bulk_truncated"
 
 
-@pytest.mark.parametrize("garbage", [bytes(4), struct.pack(">I", WORD_BYTES_MAX + 1), b"\0\0\0\1\xc1", b"\xff" * 9])
+@pytest.mark.parametrize("garbage", [bytes(4), struct.pack(">I", DIALOGUE_BYTES_MAX + 1), b"\0\0\0\1\xc1", b"\xff" * 9])
 async def test_what_is_no_word_breaks_the_protocol(carrier: BulkTransport, garbage: bytes) -> None:
     async with channel(carrier) as (made, far):
         far.sendall(garbage)
