@@ -1,8 +1,7 @@
-"""Whether a training was right, by what its workers wrote about themselves.
+"""The audit of a training run by its workers' records.
 
-Law: nothing is taken for granted. Each step that counts has to be shown to have used each sample of its batch once, in
-one world whose members all agree who they were; what is missing is a problem, as is what is there twice. Each problem
-is a sentence.
+Every committed step must be shown to have used each sample of its batch exactly once, in one world on whose members all
+records agree. A missing or duplicate record is a problem; each problem is a sentence.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from forged.demo.records import Committed, Entered, Entry, Finished, Used
 
 Log = Sequence[Entry]
 Logs = Mapping[str, Log]
-"""What each worker wrote, in its order."""
+"""The records of each worker, in order."""
 Worlds = Mapping[int, Sequence[str]]
 """The members of each generation, by rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How many steps count, how many of them are proven to have used their batch once, and how many were repeated."""
+    """The number of committed steps, of those proven to have used their batch once, and of repeated ones."""
 
     steps: int
     covered: int
@@ -33,7 +32,7 @@ class Coverage:
 
 
 def coverage(logs: Logs, worlds: Worlds, batch: int) -> Coverage:
-    """Look at each step that counts."""
+    """Check each committed step."""
     uses: dict[int, dict[int, list[tuple[str, Used]]]] = defaultdict(lambda: defaultdict(list))
     commits: dict[int, list[tuple[str, Committed]]] = defaultdict(list)
     for worker, entry in _entries(logs):
@@ -59,43 +58,43 @@ def _step(
     batch: int,
 ) -> Iterator[str]:
     if not uses:
-        yield f"step {step} counts, and nobody has used anything in it"
+        yield f"step {step} is committed, but no worker has used samples in it"
         return
     if not commits:
-        yield f"step {step} is passed over: nobody says that it counts"
+        yield f"step {step} is missing: no worker has committed it"
     last = max(uses)
     for worker, commit in commits:
         if commit.generation != last:
-            yield f"step {step} counts for {worker} as of generation {commit.generation}, and was repeated in {last}"
+            yield f"{worker} committed step {step} of generation {commit.generation}, but it was repeated in {last}"
     users = [worker for worker, _ in uses[last]]
     if sorted(users) != sorted(worlds.get(last, ())):
-        yield f"step {step} was done by {_names(users)}, and generation {last} is {_names(worlds.get(last, ()))}"
+        yield f"step {step} was made by {_names(users)}, but generation {last} is {_names(worlds.get(last, ()))}"
     yield from _tiling(step, uses[last], batch)
 
 
 def _tiling(step: int, uses: Sequence[tuple[str, Used]], batch: int) -> Iterator[str]:
-    """What the ranges leave out of the batch, use twice, or take from beyond it."""
+    """Samples of the batch that are left out or used twice, and samples beyond it."""
     reached, before = 0, ""
     for worker, use in sorted(uses, key=lambda one: (one[1].first, one[1].end)):
         if use.first > reached:
-            yield f"step {step} has left out samples {reached} to {use.first - 1}"
+            yield f"step {step} left out samples {reached} to {use.first - 1}"
         elif use.first < min(reached, use.end):
-            yield f"step {step} has used sample {use.first} twice: by {before} and by {worker}"
+            yield f"step {step} used sample {use.first} twice: by {before} and by {worker}"
         if use.end > reached:
             reached, before = use.end, worker
     if reached < batch:
-        yield f"step {step} has left out samples {reached} to {batch - 1}"
+        yield f"step {step} left out samples {reached} to {batch - 1}"
     elif reached > batch:
-        yield f"step {step} has used samples beyond its batch of {batch}"
+        yield f"step {step} used samples beyond its batch of {batch}"
 
 
-def order(logs: Logs) -> list[str]:
-    """What is wrong with the order in which steps count for each worker: each one once, and none left out."""
+def order_problems(logs: Logs) -> list[str]:
+    """Violations of the order of commits: each worker commits each step once, and leaves none out."""
     problems = []
     for worker, log in logs.items():
         steps = [entry.step for entry in log if isinstance(entry, Committed)]
         problems += [
-            f"for {worker} step {after} counts behind step {before}"
+            f"{worker} committed step {after} after step {before}"
             for before, after in pairwise(steps)
             if after != before + 1
         ]
@@ -103,7 +102,7 @@ def order(logs: Logs) -> list[str]:
 
 
 def worlds_of(logs: Logs) -> tuple[dict[int, Sequence[str]], list[str]]:
-    """The world of each generation as its members were told, and where they were not told the same."""
+    """The world of each generation according to its members, and their disagreements."""
     worlds: dict[int, Sequence[str]] = {}
     problems = []
     for worker, entry in _entries(logs):
@@ -111,62 +110,62 @@ def worlds_of(logs: Logs) -> tuple[dict[int, Sequence[str]], list[str]]:
             continue
         told = worlds.setdefault(entry.generation, entry.workers)
         if told != entry.workers:
-            problems.append(f"{worker} was told that generation {entry.generation} is {_names(entry.workers)}, and")
-            problems[-1] += f" others that it is {_names(told)}"
+            problems.append(f"generation {entry.generation} is {_names(entry.workers)} for {worker},")
+            problems[-1] += f" and {_names(told)} for other workers"
         if entry.workers[entry.rank : entry.rank + 1] != [worker]:
-            problems.append(f"{worker} took rank {entry.rank} of generation {entry.generation}, which is not its own")
+            problems.append(f"{worker} took rank {entry.rank} of generation {entry.generation}, which is not its rank")
     return worlds, problems
 
 
-def disagreements(told: Worlds, decided: Worlds) -> list[str]:
-    """Where workers were told another world than the daemon has on record."""
+def world_mismatches(told: Worlds, decided: Worlds) -> list[str]:
+    """Generations whose world differs between the workers and the daemon."""
     return [
-        f"the daemon's generation {generation} is {_names(decided.get(generation, ()))}, the workers' {_names(names)}"
+        f"generation {generation} is {_names(decided.get(generation, ()))} for the daemon, {_names(names)} for workers"
         for generation, names in told.items()
         if list(names) != list(decided.get(generation, ()))
     ]
 
 
-def endings(logs: Logs, workers: Iterable[str], steps: int) -> list[str]:
-    """Whether these workers have ended behind the last step with the same parameters."""
+def end_problems(logs: Logs, workers: Iterable[str], steps: int) -> list[str]:
+    """Violations of: these workers finished after the last step with the same parameters."""
     ends = {worker: entry for worker, entry in _entries(logs) if isinstance(entry, Finished)}
     missing = [worker for worker in workers if worker not in ends]
-    problems = [f"{worker} has not come to its end" for worker in missing]
+    problems = [f"{worker} has not finished" for worker in missing]
     there = {worker: ends[worker] for worker in workers if worker in ends}
     problems += [
-        f"{worker} ended behind {end.steps} steps of {steps}" for worker, end in there.items() if end.steps != steps
+        f"{worker} finished after {end.steps} of {steps} steps" for worker, end in there.items() if end.steps != steps
     ]
     if len({end.parameters for end in there.values()}) > 1:
-        problems.append(f"{_names(there)} have learnt different parameters")
+        problems.append(f"{_names(there)} have different parameters")
     return problems
 
 
-def misuses(audits: Sequence[AuditView], used: int) -> list[str]:
-    """What is wrong with the epochs by what the daemon has on record, if so many samples were used in all.
+def audit_problems(audits: Sequence[AuditView], used: int) -> list[str]:
+    """The problems in the daemon's audits of all epochs, if `used` samples were used in all.
 
-    The last of them need not be over.
+    The last epoch may be incomplete.
     """
     problems = []
     for number, one in enumerate(audits):
         if one.epoch != number:
-            problems.append(f"epoch {number} was asked for, and epoch {one.epoch} is told of")
+            problems.append(f"the audit of epoch {number} describes epoch {one.epoch}")
         if one.repeated_total:
-            problems.append(f"epoch {one.epoch} has used {one.repeated_total} samples more than once")
+            problems.append(f"epoch {one.epoch} used {one.repeated_total} samples more than once")
         if number < len(audits) - 1 and not one.complete:
-            problems.append(f"epoch {one.epoch} has not used {one.missing_total} samples")
+            problems.append(f"epoch {one.epoch} did not use {one.missing_total} samples")
     total = sum(one.used for one in audits)
     if total != used:
-        problems.append(f"{total:,} samples are known to be used, and the steps have used {used:,}")
+        problems.append(f"the audits contain {total:,} used samples, the steps {used:,}")
     return problems
 
 
 def first_commit(log: Log, *, above: int) -> float | None:
-    """When the first step counted that was done in a generation above that one."""
+    """The time of the first commit in a generation above `above`."""
     return next((entry.at for entry in log if isinstance(entry, Committed) and entry.generation > above), None)
 
 
 def commits_between(log: Log, begin: float, end: float) -> int:
-    """How many steps have come to count in that time."""
+    """The number of commits in `(begin, end]`."""
     return sum(isinstance(entry, Committed) and begin < entry.at <= end for entry in log)
 
 
@@ -175,4 +174,4 @@ def _entries(logs: Logs) -> Iterator[tuple[str, Entry]]:
 
 
 def _names(names: Iterable[str]) -> str:
-    return ", ".join(names) or "nobody"
+    return ", ".join(names) or "no worker"

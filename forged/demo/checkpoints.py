@@ -1,6 +1,6 @@
-"""The demonstration's checkpoints: saved by all workers together while they learn, resumed by one process alone.
+"""The checkpoints of the demo: saved by all workers during the training, resumed by a single process.
 
-Law: training is worth more than a checkpoint. One that comes to nothing is on record, and nothing else is lost.
+A checkpoint that fails is recorded and does not stop the training.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from forged.checkpoint import (
 )
 from forged.data.sampling.sampler import ElasticSampler
 from forged.demo.learning import State, Task
-from forged.demo.records import Entry, Unsaved
+from forged.demo.records import CheckpointFailed, Entry
 from forged.worker.blocking import Training
 
 FOLDER = "checkpoints"
 SAVE_STEPS = 50
-"""A checkpoint is saved behind so many steps."""
+"""The number of steps between two checkpoints."""
 
 
 def storage_in(directory: Path) -> CheckpointStorage:
-    """Where the checkpoints lie."""
+    """The storage of the checkpoints."""
     return create_storage(StorageOptions("local", {"base_path": str(directory / FOLDER)}))
 
 
-class Keeper:
-    """Saves what a worker knows, together with the others, while training goes on."""
+class CheckpointSaver:
+    """Saves the state of the workers in the background."""
 
     def __init__(self, worker: Training, directory: Path, write: Callable[[Entry], None]) -> None:
         self._worker = worker
@@ -47,7 +47,7 @@ class Keeper:
         self._checkpoints = BlockingCheckpoint(DistributedCheckpoint(worker, storage_in(directory)))
 
     def save_if_due(self, step: int, sampler: ElasticSampler) -> None:
-        """Save the state behind so many steps, if one of that number is wanted."""
+        """Save the state after `step` steps if a checkpoint is due."""
         if step % SAVE_STEPS:
             return
         options = SaveOptions(f"step-{step:06d}", include_rng_state=False, when_busy=WhenBusy.REFUSE)
@@ -55,7 +55,7 @@ class Keeper:
         try:
             self._checkpoints.save_async(state, options=options)
         except CheckpointException as error:
-            self._write(Unsaved(time.monotonic(), step, str(error)))
+            self._write(CheckpointFailed(time.monotonic(), step, str(error)))
 
     def __enter__(self) -> Self:
         return self
@@ -66,21 +66,21 @@ class Keeper:
         try:
             self._checkpoints.close()
         except CheckpointException as failure:
-            self._write(Unsaved(time.monotonic(), self._worker.step, str(failure)))
+            self._write(CheckpointFailed(time.monotonic(), self._worker.step, str(failure)))
 
 
 def checkpoints(directory: Path) -> list[CheckpointInfo]:
-    """Those that there are, by their step."""
+    """All checkpoints, by step."""
     found = BlockingCheckpoint(DistributedCheckpoint(None, storage_in(directory))).list_checkpoints()
     return sorted(found, key=lambda info: info.prefix)
 
 
 def resumed(directory: Path, prefix: str, task: Task, steps: int) -> tuple[State, int]:
-    """The state behind so many steps, those that a checkpoint lacks made by one process; and how many they were."""
+    """Resume a checkpoint in this process up to `steps`; returns the state and the number of resumed steps."""
     state, sampler = task.state(), task.sampler()
-    alone = BlockingCheckpoint(DistributedCheckpoint(None, storage_in(directory)))
-    loaded: dict[str, Any] = alone.load(state, options=LoadOptions(prefix, strict_mode=False)).model_state
+    train_alone = BlockingCheckpoint(DistributedCheckpoint(None, storage_in(directory)))
+    loaded: dict[str, Any] = train_alone.load(state, options=LoadOptions(prefix, strict_mode=False)).model_state
     sampler.load_state_dict(loaded["sampler"])
     begun = int(prefix.removeprefix("step-"))
-    task.go_on(state, sampler, steps - begun)
+    task.train_on(state, sampler, steps - begun)
     return state, steps - begun

@@ -1,7 +1,7 @@
-"""The demonstration's samples as shards: where they come from, where they lie, and how they are read.
+"""The dataset of the demo as shards: their origin, their directories and their reader.
 
-Law: a sample is the same bytes wherever it is read. A worker reads it from its own directory if its shard lies there,
-and else from the origin.
+A sample has the same bytes wherever it is read. A worker reads it from its own directory if its shard is there, else
+from the origin.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ ROW = np.dtype([("point", "<f8", 2), ("label", "<i8")])
 
 
 def directory_of(directory: Path, worker: str) -> Path:
-    """Where a worker keeps its shards."""
+    """The directory of a worker's shards."""
     return directory / "shards" / worker
 
 
 def training_data(directory: Path, worker: str, samples: Samples) -> TrainingData:
-    """What a worker trains with."""
+    """The training data of a worker."""
     origin = FunctionOrigin(lambda shard, file: write_shard(samples, shard, file))
     return TrainingData(SAMPLES, SHARDS, directory_of(directory, worker), origin=origin, replication=REPLICATION)
 
@@ -48,7 +48,7 @@ def write_shard(samples: Samples, shard: DataShard, file: BinaryIO) -> None:
 
 
 class Reader:
-    """Reads samples; counts how many of them lay here."""
+    """Reads samples, and counts those from the worker's own directory."""
 
     def __init__(self, store: ShardStore, samples: Samples) -> None:
         self.here = 0
@@ -57,7 +57,7 @@ class Reader:
         self._samples = samples
 
     def read(self, which: Integers) -> Samples:
-        """These samples, in this order."""
+        """The samples with these indices, in order."""
         rows = np.empty(len(which), ROW)
         shards = DIVISION.shard_of(which)
         for number in np.unique(shards).tolist():
@@ -74,34 +74,34 @@ class Reader:
 
 
 def held_bytes(store: ShardStore, shard: int) -> bytes:
-    """What lies here of a shard that is held."""
+    """The bytes of a shard in the store."""
     with store.open(shard) as held:
         return os.pread(held.fd, held.stamp.size, 0)
 
 
 def bytes_of(samples: Samples, shard: DataShard) -> bytes:
-    """What the origin writes of a shard."""
+    """The bytes of a shard at the origin."""
     file = io.BytesIO()
     write_shard(samples, shard, file)
     return file.getvalue()
 
 
 def misplaced(directory: Path, owners: Sequence[str], workers: Sequence[str], samples: Samples) -> list[str]:
-    """What is wrong with the shards in the directories of these workers, given who owns which."""
+    """The problems of the shards in the workers' directories, given the owner of each shard."""
     stores: Mapping[str, ShardStore] = {name: DirectoryShardStore(directory_of(directory, name)) for name in workers}
     copies = min(1 + REPLICATION, len(workers))
-    problems = [] if len(owners) == SHARDS else [f"the daemon knows the owners of {len(owners)} shards of {SHARDS}"]
+    problems = [] if len(owners) == SHARDS else [f"the daemon knows the owners of {len(owners)} of {SHARDS} shards"]
     for number, owner in enumerate(owners[:SHARDS]):
         holders = [name for name, store in stores.items() if store.holds(number)]
         if owner not in holders:
             problems.append(
-                f"shard {number} belongs to {owner or 'nobody'}, and lies with {', '.join(holders) or 'nobody'}"
+                f"shard {number} is owned by {owner or 'no worker'} and held by {', '.join(holders) or 'no worker'}"
             )
         if len(holders) != copies:
-            problems.append(f"of shard {number} there are {len(holders)} copies, and should be {copies}")
+            problems.append(f"shard {number} has {len(holders)} copies, expected {copies}")
         wanted = bytes_of(samples, DIVISION.shard(number))
         problems += [
-            f"shard {number} is not with {name} what it is at the origin"
+            f"shard {number} at {name} differs from the origin"
             for name in holders
             if held_bytes(stores[name], number) != wanted
         ]

@@ -1,7 +1,6 @@
-"""What the demonstration learns: to tell three spirals apart, with a network of two layers.
+"""The model of the demo: a network with two layers that classifies the points of three spirals.
 
-Law: all of it follows from the seed and the number of the step, never from how many workers there are. Who uses which
-samples of a step's batch changes nothing but the order in which numbers are added.
+The result depends only on the seed and the number of steps. The number of workers changes only the order of summation.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ SIZES = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}
 
 @dataclass(frozen=True)
 class Samples:
-    """Points of the plane, and which spiral each is on."""
+    """Points in the plane, and the spiral of each."""
 
     points: Floats
     labels: Integers
 
     @classmethod
     def spirals(cls, seed: int) -> Samples:
-        """Spirals that wind around each other, with noise."""
+        """Intertwined spirals with noise."""
         noise = np.random.default_rng(seed).normal(0.0, NOISE, CLASSES * PER_CLASS)
         labels = np.repeat(np.arange(CLASSES), PER_CLASS)
         radius = np.tile(np.linspace(0.05, 1.0, PER_CLASS), CLASSES)
@@ -63,7 +62,7 @@ class Samples:
 
 
 class Task:
-    """The samples, and in which order they come."""
+    """The samples, their order, and training in one process."""
 
     def __init__(self, seed: int = SEED) -> None:
         self.seed = seed
@@ -73,7 +72,7 @@ class Task:
         return Samples.spirals(self.seed)
 
     def sampler(self) -> ElasticSampler:
-        """Which samples each step uses, from the first one on."""
+        """The sampler, at the first step."""
         return ElasticSampler(SAMPLES, BATCH, self.seed)
 
     def state(self) -> State:
@@ -87,31 +86,31 @@ class Task:
         """The mean loss over all samples."""
         return float(_gradient_and_loss(state["parameters"], self.samples, len(self.samples))[-1])
 
-    def hits(self, state: State) -> float:
-        """Which part of all samples is put on the right spiral."""
+    def accuracy(self, state: State) -> float:
+        """The fraction of samples that is classified correctly."""
         _, scores = _forward(_unpacked(state["parameters"]), self.samples.points)
         return float(np.mean(scores.argmax(axis=1) == self.samples.labels))
 
-    def alone(self, steps: int) -> State:
-        """The state behind so many steps in one process that nobody interrupts."""
+    def train_alone(self, steps: int) -> State:
+        """The state after an uninterrupted run of `steps` steps in this process."""
         state, sampler = self.state(), self.sampler()
-        self.go_on(state, sampler, steps)
+        self.train_on(state, sampler, steps)
         return state
 
-    def go_on(self, state: State, sampler: ElasticSampler, steps: int) -> None:
-        """Make so many more steps, in one process."""
+    def train_on(self, state: State, sampler: ElasticSampler, steps: int) -> None:
+        """Make `steps` more steps in this process."""
         for _ in range(steps):
             learn(state, contribution(state, self.samples[sampler.batch(0, 1)]), LEARNING_RATE)
             sampler.advance()
 
 
 def contribution(state: State, part: Samples) -> Floats:
-    """What this part of a step's batch adds to the gradient, and behind it, to the loss."""
+    """The contribution of a part of the batch to the gradient, followed by that to the loss."""
     return _gradient_and_loss(state["parameters"], part, BATCH)
 
 
 def learn(state: State, summed: Floats, learning_rate: float) -> None:
-    """Take the step, with the contributions of all: gradient descent with momentum."""
+    """Apply the summed contributions: gradient descent with momentum."""
     state["momentum"] *= MOMENTUM
     state["momentum"] -= learning_rate * summed[:-1]
     state["parameters"] += state["momentum"]
@@ -122,7 +121,7 @@ def _shapes_and_sizes() -> list[tuple[tuple[int, ...], int]]:
 
 
 def _unpacked(parameters: Floats) -> dict[str, Floats]:
-    """The layers, as views."""
+    """The layers as views."""
     ends = np.cumsum(list(SIZES.values()))
     pieces = np.split(parameters, ends[:-1])
     return {name: piece.reshape(shape) for (name, shape), piece in zip(SHAPES.items(), pieces, strict=True)}
@@ -134,7 +133,7 @@ def _forward(layers: Mapping[str, Floats], points: Floats) -> tuple[Floats, Floa
 
 
 def _gradient_and_loss(parameters: Floats, part: Samples, total: int) -> Floats:
-    """The part's share of the gradient and the loss of the mean over `total` samples."""
+    """The part's contribution to gradient and loss of the mean over `total` samples."""
     layers = _unpacked(parameters)
     hidden, scores = _forward(layers, part.points)
     scores -= scores.max(axis=1, keepdims=True)

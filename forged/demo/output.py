@@ -1,7 +1,6 @@
-"""How a demonstration speaks: steps, remarks, facts as they come, and checks.
+"""The output of the demo: parts, notes, facts as they arrive, and checks.
 
-Law: on a terminal it has colours, in a pipe it is plain text, and with `quiet` it says nothing: then what was found is
-told as one object at the end.
+It is coloured on a terminal and plain text in a pipe. With `quiet` nothing is printed.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ COLOURS = {
     "RescaleCompleted": GREEN,
     "JobCompleted": GREEN,
 }
-"""Of facts that nobody should overlook."""
+"""Colours of important facts."""
 REASON_TOLD_BEFORE = frozenset({"RescaleCompleted"})
-"""Facts whose reason is that of an earlier one, which was shown with it."""
+"""Facts that repeat the reason of an earlier fact."""
 INDENT = "   "
 WIDTH_MIN = 60
 PROSE_WIDTH = 110
 RUN_SHOWN = 2
 FLOOD_GAP_S = 0.1
-"""Of facts of one kind that follow each other faster than this, the first few are shown and the others counted."""
+"""Of facts of one type that follow each other faster than this, the first few are shown and the rest counted."""
 
 
 @dataclass
-class Stage:
-    """Where it all is said; `checks` remembers each claim and whether it held."""
+class Output:
+    """Prints the demo; `checks` holds each claim and whether it held."""
 
     quiet: bool = False
     run_shown: int = RUN_SHOWN
@@ -55,24 +54,24 @@ class Stage:
 
     @property
     def seconds(self) -> float:
-        """How long it has been going on."""
+        """Seconds since the start."""
         return time.monotonic() - self.began_at
 
     def step(self, title: str, *explanation: str) -> None:
-        """Begin another part, and say what it shows."""
+        """Start a part with a title and an explanation."""
         self._end_run()
         self._steps += 1
         self._put("", "")
         self._put("", f"{self._steps}. {title}", BOLD)
         self._put(INDENT, " ".join(explanation), DIM, width=PROSE_WIDTH)
 
-    def remark(self, text: str, colour: str = CYAN) -> None:
-        """Say what has just been done."""
+    def note(self, text: str, colour: str = CYAN) -> None:
+        """Print an action or a result."""
         self._end_run()
         self._put(f"{INDENT}> ", text, mark_colour=colour)
 
     def fact(self, item: Record | Gap) -> None:
-        """Show a fact on the timeline; of a long run of one kind, the beginning."""
+        """Print a fact with its time; of a long run of one type, only the beginning."""
         kind = item.type if isinstance(item, Record) else "Gap"
         now = time.monotonic()
         if kind != self._kind or now - self._last_at > FLOOD_GAP_S:
@@ -85,28 +84,28 @@ class Stage:
             self._hidden += 1
 
     def progress(self, text: str) -> None:
-        """Say how far it is, on the timeline."""
+        """Print progress with its time."""
         self._end_run()
         self._put(self._now(), text, CYAN, mark_colour=DIM)
 
     def quote(self, text: str) -> None:
-        """Show what a program has said."""
+        """Print the output of a command."""
         self._end_run()
         mark = f"{INDENT}| "
         for line in text.splitlines():
             self._put(mark, line, mark_colour=DIM, mark_below=mark)
 
     def check(self, claim: str, held: bool) -> None:
-        """Say whether something was as promised."""
+        """Print and record whether a claim held."""
         self._end_run()
         self.checks.append((claim, held))
         mark, colour = ("ok    ", GREEN) if held else ("FAIL  ", RED)
         self._put(f"{INDENT}{mark}", claim, mark_colour=colour)
 
-    def conclude(self, text: str, held: bool) -> None:
-        """Say how it went as a whole."""
+    def finish_output(self, text: str, held: bool) -> None:
+        """Print the final result."""
         self._put("", "")
-        self._put("", f"{text} It took {duration(self.seconds)}.", GREEN if held else RED)
+        self._put("", f"{text} The demo took {duration(self.seconds)}.", GREEN if held else RED)
 
     def _now(self) -> str:
         return f"{INDENT}{self.seconds:7.3f} s  "
@@ -119,7 +118,7 @@ class Stage:
     def _put(
         self, mark: str, text: str, colour: str = "", *, mark_colour: str = "", mark_below: str = "", width: int = 0
     ) -> None:
-        """Say something behind a mark; on a terminal, where it does not fit, in several lines."""
+        """Print text after a mark; on a terminal, long text is wrapped."""
         if self.quiet:
             return
         if sys.stdout.isatty():
@@ -133,14 +132,14 @@ class Stage:
 
 
 def _sentence(item: Record | Gap) -> tuple[str, str]:
-    """A fact in words, and the colour for it."""
+    """The sentence for a fact, and its colour."""
     if isinstance(item, Gap):
-        return f"facts {item.first} to {item.last} are missing: {item.reason}", YELLOW
+        return f"facts {item.first} to {item.last} missing: {item.reason}", YELLOW
     fact = item.fields()["fact"]
     if item.type in REASON_TOLD_BEFORE:
         fact = {key: value for key, value in fact.items() if key != "reason"}
-    said = in_words(item.type, fact) or f"{item.type} {texts_of(fact)}"
-    return f"#{item.id:<4} {said}", COLOURS.get(item.type, "")
+    output_log = in_words(item.type, fact) or f"{item.type} {texts_of(fact)}"
+    return f"#{item.id:<4} {output_log}", COLOURS.get(item.type, "")
 
 
 def _paint(text: str, colour: str) -> str:

@@ -1,7 +1,7 @@
-"""Runs a command that the kernel kills when whoever started it is gone.
+"""Runs a command that the kernel kills when its parent process dies.
 
-Law: nothing runs that nobody would end. Whoever started it may be gone before the kernel has been asked; then the
-command is not run at all. This is a program that needs nothing but the standard library, so that it costs little.
+If the parent dies before the kernel is told, the command is not run. The program uses only the standard library, so
+that it starts fast.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Sequence
 PR_SET_PDEATHSIG = 1
 
 
-def command(holder: int, words: Sequence[str]) -> list[str]:
-    """What to run in order to run the command on the leash of that process."""
-    return [sys.executable, "-I", "-S", __file__, f"{holder}", *words]
+def command(parent: int, words: Sequence[str]) -> list[str]:
+    """The command line that runs `words` until the process `parent` dies."""
+    return [sys.executable, "-I", "-S", __file__, f"{parent}", *words]
 
 
-def main(holder: int, words: list[str]) -> None:
-    """Become the command."""
+def main(parent: int, words: list[str]) -> None:
+    """Replace this process by the command."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() == holder:
-        os.execvp(words[0], words)  # noqa: S606 - what our own process has put together
+    if os.getppid() == parent:
+        os.execvp(words[0], words)  # noqa: S606 - the demo builds this command line
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""The processes of a demonstration: daemons, workers, and what an operator types.
+"""The processes of the demo: daemon, workers and operator commands.
 
-Law: nothing outlives the demonstration. What it starts is killed by the kernel when it dies, whatever it dies of; what
-those have started falls to it, and is ended with it.
+No process outlives the demo: the kernel kills its children when it dies, and it kills their orphaned children.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ from forged.errors import ForgedError
 LISTEN = "tcp://127.0.0.1:0"
 ENDS_WITHIN_S = 20.0
 OURS_TO_SET = ("FORGED_", "LISTEN_", "NOTIFY_SOCKET", "WATCHDOG_", "INVOCATION_ID", "JOURNAL_STREAM")
-"""What the surroundings may say to a daemon or to forgectl, and these here must not hear."""
+"""Environment variables that configure a daemon or forgectl and must not reach those of the demo."""
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""So that several workers on one machine do not compete for its cores."""
+"""One thread per worker, so that the workers do not compete for the cores."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
 def environment() -> dict[str, str]:
-    """What the processes are told by theirs."""
+    """The environment of the processes."""
     return {name: value for name, value in os.environ.items() if not name.startswith(OURS_TO_SET)} | ONE_THREAD
 
 
 def command(module: str, *words: str) -> Sequence[str]:
-    """How a module is run that dies with this process."""
+    """The command line of a module that dies with this process."""
     return parent_death.command(os.getpid(), [sys.executable, "-m", module, *words])
 
 
 class DaemonProcess:
-    """`forged run` as an operator starts it, on the embedded store."""
+    """A `forged run` process."""
 
     def __init__(self, directory: Path, socket: Path | None = None, log: Path | None = None) -> None:
         self.directory = directory
         self.socket = socket or directory / "forged.sock"
         self.serves = False
-        """Whether it is ready, and was not killed or stopped since."""
+        """Whether it is ready and was not killed or stopped since."""
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
 
@@ -55,7 +54,7 @@ class DaemonProcess:
         return self._process.pid
 
     async def start(self, listen: str = LISTEN) -> float:
-        """Start it; returns how many seconds it took until it was ready."""
+        """Start it; returns the seconds until it is ready."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         places = ("--data-dir", str(self.directory), "--socket", str(self.socket), "--listen", listen)
@@ -69,19 +68,19 @@ class DaemonProcess:
             )
         assert self._process.stdout is not None
         if b"is ready" not in await self._process.stdout.readline():
-            raise ForgedError("daemon_not_started", f"the daemon did not start: {last_words(self._log)}")
+            raise ForgedError("daemon_not_started", f"the daemon did not start: {last_log_line(self._log)}")
         self.serves = True
         return loop.time() - began
 
     async def kill(self) -> None:
-        """What the kernel does to it when memory is short, or an operator in a hurry: kill -9."""
+        """Kill it with SIGKILL."""
         assert self._process is not None
         self.serves = False
         self._process.kill()
         await self._process.communicate()
 
     async def stop(self) -> int | None:
-        """Ask it to end, if it was started; returns its exit code."""
+        """Stop it with SIGTERM if it was started; returns its exit code."""
         if self._process is None:
             return None
         self.serves = False
@@ -96,14 +95,14 @@ class DaemonProcess:
 
 
 class WorkerProcess:
-    """The training script in a process of its own."""
+    """The training script as a process."""
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
         self.records = directory / f"{name}{RECORDS}"
-        self.said = directory / f"{name}.log"
+        self.output_log = directory / f"{name}.log"
         self.may_end = False
-        """Whether its end would be part of the story."""
+        """Whether the scenario expects its end."""
         self._directory = directory
         self._process: asyncio.subprocess.Process | None = None
 
@@ -118,12 +117,12 @@ class WorkerProcess:
         return None if self._process is None else self._process.returncode
 
     @property
-    def last_words(self) -> str:
-        """The last line that it has said outside its records."""
-        return last_words(self.said)
+    def last_log_line(self) -> str:
+        """The last line of its log."""
+        return last_log_line(self.output_log)
 
     async def start(self, endpoint: str, workers: int) -> None:
-        with _appending_to(self.said) as log:
+        with _appending_to(self.output_log) as log:
             self._process = await asyncio.create_subprocess_exec(
                 *command("forged.demo.train", endpoint, self.name, str(self._directory), "--workers", f"{workers}"),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -134,7 +133,7 @@ class WorkerProcess:
             )
 
     def kill(self) -> None:
-        """Kill -9, which nobody can prepare for."""
+        """Kill it with SIGKILL."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
@@ -144,7 +143,7 @@ class WorkerProcess:
 
 
 async def forgectl(socket: Path, *words: str) -> str:
-    """Type a command; returns what it answers."""
+    """Run a command; returns its output."""
     process = await asyncio.create_subprocess_exec(
         *command("forged.cli.forgectl.main", "--socket", str(socket), *words),
         stdout=asyncio.subprocess.PIPE,
@@ -153,19 +152,19 @@ async def forgectl(socket: Path, *words: str) -> str:
         start_new_session=True,
     )
     try:
-        said, complaint = await process.communicate()
+        output_log, complaint = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if process.returncode:
         raise ForgedError("forgectl_failed", f"forgectl {' '.join(words)}: {complaint.decode().strip()}")
-    return said.decode()
+    return output_log.decode()
 
 
 @contextlib.contextmanager
 def nothing_left_behind() -> Iterator[None]:
-    """Be the one to whom the children of children fall when those die, and kill at the end all who have come since."""
+    """Become the parent of orphaned descendants, and kill all new children at the end of the block."""
     others = _children()
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -188,23 +187,23 @@ def _end_the_rest(others: set[int]) -> None:
 def _children() -> set[int]:
     found: set[int] = set()
     for task in Path(f"/proc/{os.getpid()}/task").iterdir():
-        # A thread may end while it is looked at; its children are another's then.
+        # A thread may end meanwhile; its children then belong to another thread.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             found |= {*map(int, (task / "children").read_text().split())}
     return found
 
 
-def last_words(path: Path | None) -> str:
-    """The last line that a process has left in its log."""
+def last_log_line(path: Path | None) -> str:
+    """The last line of a log."""
     if path is None:
-        return "it has said why"
+        return "see its output"
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "its log is empty"
 
 
 @contextlib.contextmanager
 def _appending_to(path: Path | None) -> Iterator[int | None]:
-    """A file for what a process says; our own standard error, where there is none."""
+    """A descriptor to append to a log; None, for the standard error of this process, without a log."""
     if path is None:
         yield None
         return

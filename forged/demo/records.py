@@ -1,7 +1,9 @@
-"""What a worker of the demonstration writes about itself, line by line, for the audit.
+"""The records that a worker of the demo writes for the audit, one per line.
 
-Law: a line is written before what it tells of can have an effect, and is complete or does not count: a worker may be
-killed at any point of it. Times are of the clock that all processes of this machine share.
+Invariants:
+- A record is written before its event can have an effect.
+- An incomplete line does not count: a worker may be killed at any point.
+- Times are of the monotonic clock, which all processes of the machine share.
 """
 
 from __future__ import annotations
@@ -12,13 +14,13 @@ NONE = -1
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """It is about to ask for a place in the world."""
+    """The worker is about to join."""
 
     at: float
 
 
 class Entered(msgspec.Struct, frozen=True, tag="entered"):
-    """It is in the world of this generation; `workers` are its members by rank."""
+    """The worker is in the world of this generation; `workers` are its members by rank."""
 
     at: float
     generation: int
@@ -29,7 +31,7 @@ class Entered(msgspec.Struct, frozen=True, tag="entered"):
 
 
 class Used(msgspec.Struct, frozen=True, tag="used"):
-    """It is about to use these samples of the step's batch: from `first` to below `end`."""
+    """The worker is about to use the samples `[first, end)` of the step's batch."""
 
     at: float
     generation: int
@@ -39,9 +41,9 @@ class Used(msgspec.Struct, frozen=True, tag="used"):
 
 
 class Committed(msgspec.Struct, frozen=True, tag="committed"):
-    """The step counts; `generation` is that in which this worker used its samples.
+    """The step is committed; `generation` is the one in which this worker used its samples.
 
-    Who took the step's outcome from another does not know the loss.
+    A worker that received the step's result from another one does not know the loss.
     """
 
     at: float
@@ -51,9 +53,9 @@ class Committed(msgspec.Struct, frozen=True, tag="committed"):
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
-    """It is done, behind so many steps; `parameters` is the digest of what it has learnt.
+    """The worker has finished after `steps` steps; `parameters` is the digest of its parameters.
 
-    Of the samples that it has used, so many lay in its own directory, and so many came from the origin.
+    `read_here` and `read_at_origin` count the samples read from its own directory and from the origin.
     """
 
     at: float
@@ -63,26 +65,26 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     read_at_origin: int = 0
 
 
-class Unsaved(msgspec.Struct, frozen=True, tag="unsaved"):
-    """A checkpoint came to nothing."""
+class CheckpointFailed(msgspec.Struct, frozen=True, tag="unsaved"):
+    """A checkpoint was not saved."""
 
     at: float
     step: int
     why: str
 
 
-Entry = Ready | Entered | Used | Committed | Finished | Unsaved
+Entry = Ready | Entered | Used | Committed | Finished | CheckpointFailed
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Entry).decode
 
 
 def line_of(entry: Entry) -> bytes:
-    """The entry as it is written."""
+    """The line for a record."""
     return _encode(entry) + b"\n"
 
 
 def read(data: bytes) -> tuple[list[Entry], bytes]:
-    """The entries in what was read, and the beginning of a line that has not been written to its end."""
+    """The complete records in `data`, and the incomplete last line."""
     *lines, rest = data.split(b"\n")
     return [_decode(line) for line in lines], rest

@@ -1,7 +1,9 @@
-"""The training script of the demonstration: what a user would write, and a record of what it does.
+"""The training script of the demo: an ordinary user script that also records its steps.
 
-Law: it knows nothing of who else comes, goes and dies. It asks for its samples of each step, and changes its state
-behind the last collective of the step only. What it is about to use is on record before it contributes.
+Invariants:
+- The script does not handle joins, failures and rescales; it takes its samples of each step from the worker.
+- It changes its state only after the last collective of a step.
+- It records the samples of a step before it contributes to the step.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from forged.data.sampling.sampler import ElasticSampler
-from forged.demo.checkpoints import Keeper
+from forged.demo.checkpoints import CheckpointSaver
 from forged.demo.dataset import Reader, training_data
 from forged.demo.learning import BATCH, LEARNING_RATE, Task, contribution, learn
 from forged.demo.records import NONE, Committed, Entered, Entry, Finished, Ready, Used, line_of
@@ -31,15 +33,15 @@ JOB = "spirals"
 STABILITY_WINDOW_MS = 500
 RECONNECT_GRACE_MS = 30_000
 STEP_PAUSE_S = 0.003
-"""What loading data would take."""
-ENOUGH = "enough"
-"""The file whose presence asks for the end of the training."""
+"""Simulated time to load data."""
+STOP_FILE = "stop"
+"""The file that asks the workers to end the training."""
 RECORDS = ".jsonl"
 PARAMETERS = ".npy"
 
 
 def config(workers: int) -> ElasticTrainingConfig:
-    """Training goes on with one worker less, and starts at once when all are there."""
+    """Training continues with one worker less, and starts as soon as all workers have joined."""
     return ElasticTrainingConfig(
         min_workers=workers - 1,
         max_workers=workers,
@@ -49,8 +51,8 @@ def config(workers: int) -> ElasticTrainingConfig:
     )
 
 
-class Account:
-    """What this worker writes about itself."""
+class Recorder:
+    """Writes the records of this worker."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -59,11 +61,11 @@ class Account:
         self._loss: float | None = None
 
     def write(self, entry: Entry) -> None:
-        """Put it on record at once, so that it is there even if the next instruction is never reached."""
+        """Write a record at once, so that it exists even if the worker is killed now."""
         os.write(self._file, line_of(entry))
 
     def use(self, worker: Training, step: int, size: int) -> None:
-        """Say that so many samples are going to be used, and in which world."""
+        """Record the samples of a step, and the world if it is new."""
         if worker.generation != self._generation:
             self._generation = worker.generation
             topology = worker.current_topology
@@ -73,61 +75,66 @@ class Account:
         self._used, self._loss = Used(time.monotonic(), worker.generation, step, first, first + size), None
         self.write(self._used)
 
-    def learnt(self, loss: float) -> None:
-        """Remember what the step has brought, in case that it counts."""
+    def set_loss(self, loss: float) -> None:
+        """Keep the loss of the step for its commit."""
         self._loss = loss
 
     def settle(self, steps: int) -> None:
-        """Say whether the last step counts, now that so many do."""
+        """Record the last step if it is committed; `steps` is the number of committed steps."""
         used, self._used = self._used, None
         if used is not None and steps > used.step:
             self.write(Committed(time.monotonic(), used.generation, used.step, self._loss))
 
 
-def steps(worker: Training, account: Account) -> Iterator[Step]:
-    """The steps up to that behind which all have agreed to end; unless this worker is to go before."""
+def steps(worker: Training, recorder: Recorder) -> Iterator[Step]:
+    """The steps until all workers have agreed to end, or this worker drains."""
     for step in worker.steps():
-        account.settle(worker.step)
+        recorder.settle(worker.step)
         if step == worker.state["ends_at"]:
             break
         yield step
     else:
-        account.settle(worker.step)
+        recorder.settle(worker.step)
         return
     for _ in worker.steps(worker.step):
         raise AssertionError("no step is left")
 
 
 def train(
-    worker: Training, reader: Reader, account: Account, keeper: Keeper, sampler: ElasticSampler, enough: Path
+    worker: Training,
+    reader: Reader,
+    recorder: Recorder,
+    saver: CheckpointSaver,
+    sampler: ElasticSampler,
+    stop_file: Path,
 ) -> None:
-    """Learn until somebody says that it is enough."""
+    """Train until the stop file exists."""
     state: dict[str, Any] = worker.state
-    for step in steps(worker, account):
+    for step in steps(worker, recorder):
         with step:
-            keeper.save_if_due(int(step), sampler)
+            saver.save_if_due(int(step), sampler)
             samples = worker.batch()
-            account.use(worker, int(step), len(samples))
+            recorder.use(worker, int(step), len(samples))
             time.sleep(STEP_PAUSE_S)
-            # Whether to end is settled as the gradient is: by adding up what each has to say.
-            says_enough = [float(enough.exists())]
+            # All workers agree on the last step, because the wish to stop is reduced together with the gradient.
+            wants_stop = [float(stop_file.exists())]
             part = contribution(state, reader.read(samples))
-            summed = worker.all_reduce(np.concatenate([part, says_enough]))
+            summed = worker.all_reduce(np.concatenate([part, wants_stop]))
             learn(state, summed[:-1], worker.learning_rate)
             if summed[-1] > 0:
                 state["ends_at"] = step + 1
-            account.learnt(float(summed[-2]))
+            recorder.set_loss(float(summed[-2]))
 
 
 def main() -> int:
-    """Be a worker of the demonstration."""
-    parser = argparse.ArgumentParser(description="Learn to tell spirals apart, together with others.")
+    """Run a worker of the demo."""
+    parser = argparse.ArgumentParser(description="A worker of `forged demo`.")
     parser.add_argument("endpoint")
     parser.add_argument("name")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--workers", type=int, required=True)
     options = parser.parse_args()
-    task, account = Task(), Account(options.directory / f"{options.name}{RECORDS}")
+    task, recorder = Task(), Recorder(options.directory / f"{options.name}{RECORDS}")
     state = task.state() | {"ends_at": NONE}
     data = training_data(options.directory, options.name, task.samples)
     reader, sampler = Reader(data.store, task.samples), task.sampler()
@@ -142,12 +149,12 @@ def main() -> int:
         data=data,
         sampler=sampler,
     ) as worker:
-        account.write(Ready(time.monotonic()))
-        with Keeper(worker, options.directory, account.write) as keeper:
-            train(worker, reader, account, keeper, sampler, options.directory / ENOUGH)
+        recorder.write(Ready(time.monotonic()))
+        with CheckpointSaver(worker, options.directory, recorder.write) as saver:
+            train(worker, reader, recorder, saver, sampler, options.directory / STOP_FILE)
         np.save(options.directory / f"{options.name}{PARAMETERS}", state["parameters"])
         digest = sha256(state["parameters"].tobytes()).hexdigest()
-        account.write(Finished(time.monotonic(), worker.step, digest, reader.here, reader.elsewhere))
+        recorder.write(Finished(time.monotonic(), worker.step, digest, reader.here, reader.elsewhere))
     return 0
 
 

@@ -92,10 +92,10 @@ class S3Server:
     def unfinished_uploads(self, bucket: str) -> list[str]:
         """The multipart uploads that are neither complete nor aborted."""
         try:
-            said = json.loads(self._ask_filer(f"/buckets/{bucket}/.uploads/?limit=1000", "GET"))
+            output_log = json.loads(self._ask_filer(f"/buckets/{bucket}/.uploads/?limit=1000", "GET"))
         except urllib.error.HTTPError:
             return []
-        return [entry["FullPath"] for entry in said["Entries"] or []]
+        return [entry["FullPath"] for entry in output_log["Entries"] or []]
 
     def store(
         self, bucket: str, *, prefix: str = "", endpoint: str = "", secret: str = SECRET_KEY, retries: int = 2
@@ -207,8 +207,8 @@ class S3Server:
             headers={"Accept": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=10.0) as answer:
-            said: bytes = answer.read()
-            return said
+            output_log: bytes = answer.read()
+            return output_log
 
 
 def _free_ports() -> dict[str, int]:

@@ -50,7 +50,7 @@ def usual() -> dict[str, list[Entry]]:
 
 def problems_of(logs: Logs) -> list[str]:
     worlds, found = audit.worlds_of(logs)
-    return found + audit.coverage(logs, worlds, BATCH).problems + audit.order(logs)
+    return found + audit.coverage(logs, worlds, BATCH).problems + audit.order_problems(logs)
 
 
 def used(log: list[Entry], step: int, generation: int) -> int:
@@ -140,21 +140,21 @@ def a_stranger_took_part(logs: dict[str, list[Entry]]) -> None:
 @pytest.mark.parametrize(
     ("plant", "words"),
     [
-        (left_out, "step 5 was done by a, and generation 2 is a, c"),
-        (left_out, "step 5 has left out samples 6 to 11"),
-        (skipped_a_sample, "step 5 has left out samples 6 to 6"),
-        (skipped_the_first, "step 5 has left out samples 0 to 0"),
-        (skipped_the_last, "step 5 has left out samples 11 to 11"),
-        (used_one_twice, "step 5 has used sample 5 twice: by a and by c"),
-        (used_the_same_part, "step 5 has used sample 0 twice: by a and by c"),
-        (went_beyond, "step 5 has used samples beyond its batch of 12"),
-        (used_it_again, "step 5 counts for c as of generation 2, and was repeated in 3"),
-        (took_the_old_world, "step 5 has left out samples 6 to 11"),
-        (committed_what_was_broken_off, "step 4 counts for a as of generation 1, and was repeated in 2"),
-        (committed_twice, "for a step 5 counts behind step 5"),
-        (passed_over, "step 5 is passed over: nobody says that it counts"),
-        (came_from_nowhere, "step 5 counts, and nobody has used anything in it"),
-        (a_stranger_took_part, "step 5 was done by a, c, x, and generation 2 is a, c"),
+        (left_out, "step 5 was made by a, but generation 2 is a, c"),
+        (left_out, "step 5 left out samples 6 to 11"),
+        (skipped_a_sample, "step 5 left out samples 6 to 6"),
+        (skipped_the_first, "step 5 left out samples 0 to 0"),
+        (skipped_the_last, "step 5 left out samples 11 to 11"),
+        (used_one_twice, "step 5 used sample 5 twice: by a and by c"),
+        (used_the_same_part, "step 5 used sample 0 twice: by a and by c"),
+        (went_beyond, "step 5 used samples beyond its batch of 12"),
+        (used_it_again, "c committed step 5 of generation 2, but it was repeated in 3"),
+        (took_the_old_world, "step 5 left out samples 6 to 11"),
+        (committed_what_was_broken_off, "a committed step 4 of generation 1, but it was repeated in 2"),
+        (committed_twice, "a committed step 5 after step 5"),
+        (passed_over, "step 5 is missing: no worker has committed it"),
+        (came_from_nowhere, "step 5 is committed, but no worker has used samples in it"),
+        (a_stranger_took_part, "step 5 was made by a, c, x, but generation 2 is a, c"),
     ],
 )
 def test_what_is_planted_is_found(plant: Rewrite, words: str) -> None:
@@ -189,21 +189,21 @@ def test_two_truths_about_a_generation_are_found() -> None:
         Entered(one.at, 2, one.step, 0, ["c", "a"], 0.1) if isinstance(one, Entered) and one.generation == 2 else one
         for one in logs["c"]
     ]
-    assert audit.worlds_of(logs)[1] == ["c was told that generation 2 is c, a, and others that it is a, c"]
+    assert audit.worlds_of(logs)[1] == ["generation 2 is c, a for c, and a, c for other workers"]
 
 
 @pytest.mark.parametrize("rank", [0, 2, 7])
 def test_a_rank_that_is_another_ones_is_found(rank: int) -> None:
     logs = {"b": [Entered(0.0, 1, 0, rank, ["a", "b", "c"], 0.1)]}
-    assert audit.worlds_of(logs)[1] == [f"b took rank {rank} of generation 1, which is not its own"]
+    assert audit.worlds_of(logs)[1] == [f"b took rank {rank} of generation 1, which is not its rank"]
 
 
 def test_workers_and_daemon_have_to_agree() -> None:
     told = {1: ["a", "b"], 2: ["a"]}
-    assert audit.disagreements(told, {1: ["a", "b"], 2: ["a"], 3: ["a", "c"]}) == []
-    assert audit.disagreements(told, {1: ["b", "a"]}) == [
-        "the daemon's generation 1 is b, a, the workers' a, b",
-        "the daemon's generation 2 is nobody, the workers' a",
+    assert audit.world_mismatches(told, {1: ["a", "b"], 2: ["a"], 3: ["a", "c"]}) == []
+    assert audit.world_mismatches(told, {1: ["b", "a"]}) == [
+        "generation 1 is b, a for the daemon, a, b for workers",
+        "generation 2 is no worker for the daemon, a for workers",
     ]
 
 
@@ -212,13 +212,13 @@ def test_workers_and_daemon_have_to_agree() -> None:
 
 def test_all_have_to_end_alike() -> None:
     logs = usual()
-    assert audit.endings(logs, ["a", "c", "d"], 9) == []
+    assert audit.end_problems(logs, ["a", "c", "d"], 9) == []
     logs["c"][-1] = Finished(9.0, 9, "other")
-    assert audit.endings(logs, ["a", "c", "d"], 9) == ["a, c, d have learnt different parameters"]
+    assert audit.end_problems(logs, ["a", "c", "d"], 9) == ["a, c, d have different parameters"]
     logs["c"][-1] = Finished(9.0, 8, "same")
-    assert audit.endings(logs, ["a", "c", "d"], 9) == ["c ended behind 8 steps of 9"]
+    assert audit.end_problems(logs, ["a", "c", "d"], 9) == ["c finished after 8 of 9 steps"]
     logs["c"].pop()
-    assert audit.endings(logs, ["a", "c", "d"], 9) == ["c has not come to its end"]
+    assert audit.end_problems(logs, ["a", "c", "d"], 9) == ["c has not finished"]
 
 
 # The daemon's own audit.
@@ -242,22 +242,22 @@ def view(epoch: int, used: int = 100, repeated: int = 0, missing: int = 0) -> Au
 
 
 def test_epochs_that_are_over_have_to_be_complete_and_the_last_one_need_not() -> None:
-    assert audit.misuses([view(0), view(1), view(2, 40, missing=60)], 240) == []
-    assert audit.misuses([view(0, 40, missing=60)], 40) == []
+    assert audit.audit_problems([view(0), view(1), view(2, 40, missing=60)], 240) == []
+    assert audit.audit_problems([view(0, 40, missing=60)], 40) == []
 
 
 @pytest.mark.parametrize(
     ("views", "used", "words"),
     [
-        ([view(0, 90, missing=10), view(1)], 190, "epoch 0 has not used 10 samples"),
-        ([view(0), view(1, 40, repeated=3, missing=60)], 140, "epoch 1 has used 3 samples more than once"),
-        ([view(0), view(2)], 200, "epoch 1 was asked for, and epoch 2 is told of"),
-        ([view(0), view(1, 40, missing=60)], 150, "140 samples are known to be used, and the steps have used 150"),
-        ([], 1, "0 samples are known to be used, and the steps have used 1"),
+        ([view(0, 90, missing=10), view(1)], 190, "epoch 0 did not use 10 samples"),
+        ([view(0), view(1, 40, repeated=3, missing=60)], 140, "epoch 1 used 3 samples more than once"),
+        ([view(0), view(2)], 200, "the audit of epoch 1 describes epoch 2"),
+        ([view(0), view(1, 40, missing=60)], 150, "the audits contain 140 used samples, the steps 150"),
+        ([], 1, "the audits contain 0 used samples, the steps 1"),
     ],
 )
 def test_what_the_daemon_does_not_prove_is_a_problem(views: list[AuditView], used: int, words: str) -> None:
-    assert audit.misuses(views, used) == [words]
+    assert audit.audit_problems(views, used) == [words]
 
 
 # Figures.

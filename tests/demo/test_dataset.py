@@ -84,8 +84,8 @@ class TestMisplaced:
     ) -> None:
         stores["w0"].drop(6)
         assert misplaced(tmp_path, self.OWNERS, WORKERS, task.samples) == [
-            "shard 6 belongs to w0, and lies with w1",
-            "of shard 6 there are 1 copies, and should be 2",
+            "shard 6 is owned by w0 and held by w1",
+            "shard 6 has 1 copies, expected 2",
         ]
 
     def test_one_that_is_another_is_found(
@@ -94,13 +94,13 @@ class TestMisplaced:
         path = stores["w1"].path_of(7)
         path.write_bytes(bytes(path.stat().st_size))
         found = misplaced(tmp_path, self.OWNERS, WORKERS, task.samples)
-        assert found == ["shard 7 is not with w1 what it is at the origin"]
+        assert found == ["shard 7 at w1 differs from the origin"]
 
     @pytest.mark.usefixtures("stores")
     def test_one_that_nobody_owns_is_found(self, tmp_path: Path, task: Task) -> None:
         found = misplaced(tmp_path, ["", *self.OWNERS[1:]], WORKERS, task.samples)
-        assert found == ["shard 0 belongs to nobody, and lies with w0, w1"]
+        assert found == ["shard 0 is owned by no worker and held by w0, w1"]
 
     @pytest.mark.usefixtures("stores")
     def test_owners_that_are_not_known_are_a_problem(self, tmp_path: Path, task: Task) -> None:
-        assert misplaced(tmp_path, [], WORKERS, task.samples) == ["the daemon knows the owners of 0 shards of 48"]
+        assert misplaced(tmp_path, [], WORKERS, task.samples) == ["the daemon knows the owners of 0 of 48 shards"]

@@ -32,16 +32,16 @@ def test_each_epoch_uses_each_sample_once_in_another_order() -> None:
 
 
 def test_all_follows_from_the_seed() -> None:
-    assert np.array_equal(Task(3).alone(5)["parameters"], Task(3).alone(5)["parameters"])
-    assert not np.array_equal(Task(3).alone(5)["parameters"], Task(4).alone(5)["parameters"])
+    assert np.array_equal(Task(3).train_alone(5)["parameters"], Task(3).train_alone(5)["parameters"])
+    assert not np.array_equal(Task(3).train_alone(5)["parameters"], Task(4).train_alone(5)["parameters"])
 
 
 @pytest.mark.parametrize("sizes", [[1], [4], [4, 3, 5], [BATCH + 7]])
 def test_who_uses_which_samples_changes_nothing_but_the_rounding(sizes: list[int]) -> None:
     task = Task()
-    learnt, alone = shared(task, 40, sizes), task.alone(40)
-    for name in alone:
-        np.testing.assert_allclose(learnt[name], alone[name], rtol=0, atol=1e-12)
+    learnt, train_alone = shared(task, 40, sizes), task.train_alone(40)
+    for name in train_alone:
+        np.testing.assert_allclose(learnt[name], train_alone[name], rtol=0, atol=1e-12)
 
 
 def test_the_gradient_is_that_of_the_loss() -> None:
@@ -65,8 +65,8 @@ def test_no_samples_are_no_contribution() -> None:
 
 def test_it_learns_to_tell_the_spirals_apart() -> None:
     task = Task()
-    before, after = task.state(), task.alone(600)
-    assert task.hits(before) < 0.5 < 0.9 < task.hits(after)
+    before, after = task.state(), task.train_alone(600)
+    assert task.accuracy(before) < 0.5 < 0.9 < task.accuracy(after)
     assert task.loss(after) < task.loss(before) / 3
 
 
@@ -75,4 +75,4 @@ def test_a_sample_that_is_left_out_is_noticed() -> None:
     task = Task()
     state = task.state()
     learn(state, contribution(state, task.samples[task.sampler().batch(0, 1)[1:]]), LEARNING_RATE)
-    assert np.abs(state["parameters"] - task.alone(1)["parameters"]).max() > 1e-6
+    assert np.abs(state["parameters"] - task.train_alone(1)["parameters"]).max() > 1e-6

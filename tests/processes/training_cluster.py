@@ -15,7 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 from forged.client import ForgedClient
-from forged.demo.processes import LISTEN, last_words, nothing_left_behind
+from forged.demo.processes import LISTEN, last_log_line, nothing_left_behind
 from forged.elastic.messages import RescaleCompleted
 from forged.elastic.model import ClusterTopology
 from forged.kernel.messages import Fact, Record
@@ -138,7 +138,7 @@ class Daemon:
     async def start(self) -> None:
         """Have it begin, and wait until it is ready."""
         self._process = await self._nursery.start("forged.cli.forged", *self._words, log=self._log)
-        assert b"is ready" in await self._process.stdout.readline(), last_words(self._log)
+        assert b"is ready" in await self._process.stdout.readline(), last_log_line(self._log)
 
     async def kill(self) -> None:
         assert self._process is not None

@@ -38,10 +38,10 @@ def add_parser(commands: Any) -> None:
 
 def demonstrate(options: argparse.Namespace) -> int:
     """Run the demo; fails if any check fails."""
-    from forged.demo.scenario import perform
+    from forged.demo.scenario import run_demo
 
     try:
-        is_right = perform(options.workers, options.steps, options.keep, as_json=options.json)
+        is_right = run_demo(options.workers, options.steps, options.keep, as_json=options.json)
     except BrokenPipeError as error:
         # For other commands that is no failure; here the proof was not read.
         stop_writing()

@@ -1,7 +1,8 @@
-"""What goes on in the demonstration: its processes, the facts that the daemon tells, the records of the workers.
+"""Observation of the demo: its processes, the daemon's facts and the workers' records.
 
-Law: nothing is taken to have happened before a fact or a record says so; time is only what ends a wait. A process that
-ends when the story did not say so ends the demonstration.
+Invariants:
+- An event has happened when a fact or a record says so; time only limits a wait.
+- A process that ends unexpectedly ends the demo.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 
 from forged.client import EARLIEST, ForgedClient
 from forged.demo.audit import Logs
-from forged.demo.output import Stage
+from forged.demo.output import Output
 from forged.demo.processes import DaemonProcess, WorkerProcess
 from forged.demo.records import Committed, Entered, Entry, read
 from forged.elastic.messages import RescaleCompleted
@@ -28,45 +29,45 @@ LOOK_INTERVAL_S = 0.01
 CONNECT_TIMEOUT_S = 30.0
 
 
-class Scene:
-    """Everybody who takes part, and what is known of them."""
+class ClusterObserver:
+    """The processes of the demo and their state, as facts and records show it."""
 
-    def __init__(self, stage: Stage, daemon: DaemonProcess, directory: Path, milestone: int) -> None:
+    def __init__(self, output: Output, daemon: DaemonProcess, directory: Path, milestone: int) -> None:
         self.daemon = daemon
         self.directory = directory
         self.workers: dict[str, WorkerProcess] = {}
         self.facts: list[Record] = []
         self.topology = ClusterTopology()
-        """The world that the daemon has committed last."""
+        """The latest committed world."""
         self.worlds: dict[int, Sequence[str]] = {}
-        """The members of each generation, by rank, as the daemon has them on record."""
-        self.waits_for = "the beginning"
-        self._stage = stage
+        """The members of each generation by rank, according to the daemon."""
+        self.waiting_for = "the start"
+        self._output = output
         self._milestone = milestone
         self._milestones = 0
         self._logs: dict[str, list[Entry]] = {}
         self._read: dict[str, tuple[int, bytes]] = {}
-        self._heard: list[Record | Gap] = []
+        self._received: list[Record | Gap] = []
         self._listening: asyncio.Task[None] | None = None
 
     @property
     def logs(self) -> Logs:
-        """What each worker has written so far."""
+        """The records of each worker so far."""
         return self._logs
 
     @property
     def members(self) -> list[str]:
-        """Who is in the world, by rank."""
+        """The members of the latest world, by rank."""
         return [worker.id for worker in self.topology.workers]
 
-    def said(self, kind: type[Fact], worker: str = "") -> Record | None:
-        """The last fact of a kind, about a worker if one is named."""
-        told = (one for one in reversed(self.facts) if isinstance(one.fact, kind))
-        return next((one for one in told if not worker or getattr(one.fact, "worker_id", "") == worker), None)
+    def last_fact(self, kind: type[Fact], worker: str = "") -> Record | None:
+        """The last fact of a type, about a worker if one is named."""
+        found = (one for one in reversed(self.facts) if isinstance(one.fact, kind))
+        return next((one for one in found if not worker or getattr(one.fact, "worker_id", "") == worker), None)
 
     @property
     def steps(self) -> int:
-        """How many steps count for all members."""
+        """The number of steps that all members have committed."""
         return min(map(self._steps_of, self.members), default=0)
 
     def _steps_of(self, worker: str) -> int:
@@ -80,15 +81,15 @@ class Scene:
         return worker
 
     async def until(self, happened: Callable[[], bool], what: str) -> None:
-        """Look on until it has happened."""
-        self.waits_for = what
-        self.look()
+        """Update until a condition holds; `what` names it in a timeout error."""
+        self.waiting_for = what
+        self.update()
         while not happened():
             await asyncio.sleep(LOOK_INTERVAL_S)
-            self.look()
+            self.update()
 
-    async def meanwhile(self, doing: Coroutine[Any, Any, R], what: str) -> R:
-        """Look on until it is done; returns what came of it."""
+    async def observe_during(self, doing: Coroutine[Any, Any, R], what: str) -> R:
+        """Update until a coroutine is done; returns its result."""
         task = asyncio.create_task(doing)
         try:
             await self.until(task.done, what)
@@ -98,8 +99,8 @@ class Scene:
         return task.result()
 
     @contextlib.asynccontextmanager
-    async def watched(self, endpoint: str) -> AsyncIterator[ForgedClient]:
-        """Hear all facts inside the block, over restarts of the daemon."""
+    async def subscribed(self, endpoint: str) -> AsyncIterator[ForgedClient]:
+        """Receive all facts inside the block, across restarts of the daemon."""
         async with ForgedClient(endpoint, token="", connect_timeout_s=CONNECT_TIMEOUT_S) as client:
             self._listening = listening = asyncio.create_task(self._listen(client))
             try:
@@ -112,13 +113,13 @@ class Scene:
     async def _listen(self, client: ForgedClient) -> None:
         async with client.facts(since=EARLIEST) as stream:
             async for item in stream:
-                self._heard.append(item)
+                self._received.append(item)
 
-    def look(self) -> None:
-        """Take in what is new, show it, and see whether all are well."""
-        heard, self._heard = self._heard, []
-        for item in heard:
-            self._stage.fact(item)
+    def update(self) -> None:
+        """Read and print new facts and records; raise if a process has ended unexpectedly."""
+        received, self._received = self._received, []
+        for item in received:
+            self._output.fact(item)
             if isinstance(item, Record):
                 self._take(item)
         for name, worker in self.workers.items():
@@ -127,15 +128,15 @@ class Scene:
             self._listening.result()
         for name, worker in self.workers.items():
             if worker.code is not None and not worker.may_end:
-                raise ForgedError("worker_ended", f"{name} has ended with {worker.code}: {worker.last_words}")
+                raise ForgedError("worker_ended", f"{name} ended with exit code {worker.code}: {worker.last_log_line}")
 
     def _take(self, record: Record) -> None:
         self.facts.append(record)
         if isinstance(record.fact, RescaleCompleted):
             self.topology = self.topology.apply(record.fact.delta)
             self.worlds[self.topology.epoch] = self.members
-            ranks = ", ".join(f"{worker} {rank}" for rank, worker in enumerate(self.members))
-            self._stage.progress(f"generation {self.topology.epoch}, ranks: {ranks}")
+            ranks = ", ".join(f"rank {rank} = {worker}" for rank, worker in enumerate(self.members))
+            self._output.progress(f"generation {self.topology.epoch}: {ranks}")
 
     def _read_records(self, name: str, path: Path) -> None:
         if not path.exists():
@@ -152,7 +153,7 @@ class Scene:
                 self._mark(name, entry)
 
     def _mark(self, name: str, entry: Entry) -> None:
-        """Show how far training is, now and then."""
+        """Print the progress of the training every few steps."""
         if not isinstance(entry, Committed) or entry.loss is None:
             return
         reached, rest = divmod(entry.step + 1, self._milestone)
@@ -160,7 +161,7 @@ class Scene:
             return
         self._milestones = reached
         world = next(one for one in reversed(self._logs[name]) if isinstance(one, Entered))
-        self._stage.progress(
+        self._output.progress(
             f"step {entry.step + 1}: loss {entry.loss:.4f}, learning rate {world.learning_rate:g},"
             f" {len(world.workers)} workers{'' if self.daemon.serves else ', no daemon'}"
         )
