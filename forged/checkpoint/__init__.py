@@ -1,4 +1,4 @@
-"""Checkpoints: as fast as the hardware, never half there, readable by others.
+"""Checkpoints: fast, atomic, verified, and readable by other tools.
 
 import forged.checkpoint
 

@@ -1,7 +1,6 @@
-"""Checkpoints for scripts without an event loop.
+"""Blocking calls: `save`, `load`, and `BlockingCheckpoint` for scripts without an event loop.
 
-Law: each call does what its asynchronous twin does, and returns when that has. It can be called where an event loop
-runs, too, and then holds that up.
+They also work in a thread that runs an event loop, and block that loop meanwhile.
 """
 
 from __future__ import annotations
@@ -11,77 +10,53 @@ import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import anyio
 
-from forged.checkpoint.checkpoint import CheckpointLoadResult, DistributedCheckpoint, require_same_save
+from forged.blocking import BlockingFacade, blocking
+from forged.checkpoint.checkpoint import DistributedCheckpoint, require_same_save
 from forged.checkpoint.coordinators import RankGroup, as_coordinator, run_in_thread
 from forged.checkpoint.errors import ExceptionType
 from forged.checkpoint.format.tree import LeafType
-from forged.checkpoint.loading.loader import load_state
+from forged.checkpoint.loading.loader import Loaded, load_state
 from forged.checkpoint.model import (
     DEFAULT_TIMEOUT_S,
     CheckpointFormat,
-    CheckpointInfo,
     CompressionLevel,
     LoadOptions,
     SaveOptions,
 )
 from forged.checkpoint.ports import CancelToken, Storage, bounded
-from forged.checkpoint.saving.background import SaveHandle
 from forged.checkpoint.saving.pipeline import save_state
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.listing import read_manifest
 from forged.checkpoint.storage.locations import storage_at
 
-T = TypeVar("T")
+R = TypeVar("R")
 
 WAKE_INTERVAL_S = 0.2
-"""How late an interrupt may be heard."""
+"""The longest delay before an interrupt is handled."""
 
 
-class BlockingCheckpoint:
+class BlockingCheckpoint(BlockingFacade[DistributedCheckpoint]):
     """A `DistributedCheckpoint` whose calls return when they are done."""
+
+    save = blocking(DistributedCheckpoint.save)
+    save_model_only = blocking(DistributedCheckpoint.save_model_only)
+    save_async = blocking(DistributedCheckpoint.save_async)
+    prepare = blocking(DistributedCheckpoint.prepare)
+    load = blocking(DistributedCheckpoint.load)
+    list_checkpoints = blocking(DistributedCheckpoint.list_checkpoints)
+    delete_checkpoint = blocking(DistributedCheckpoint.delete_checkpoint)
+    close = blocking(DistributedCheckpoint.close)
 
     def __init__(self, checkpoint: DistributedCheckpoint) -> None:
         self.checkpoint = checkpoint
 
-    def save(self, model: Any, optimizer: Any = None, options: SaveOptions | None = None) -> str:
-        """Save; returns the prefix when the checkpoint is there and durable."""
-        return run(partial(self.checkpoint.save, model, optimizer, options))
-
-    def save_model_only(self, model: Any, options: SaveOptions | None = None) -> str:
-        """Save without an optimizer."""
-        return run(partial(self.checkpoint.save_model_only, model, options))
-
-    def save_async(self, model: Any, optimizer: Any = None, options: SaveOptions | None = None) -> SaveHandle:
-        """Copy the state, and save it while training goes on; `result()` of the handle waits for the end."""
-        return run(partial(self.checkpoint.save_async, model, optimizer, options))
-
-    def prepare(self, model: Any, optimizer: Any = None, options: SaveOptions | None = None) -> None:
-        """Have the memory ready that the first `save_async` of this state copies it into."""
-        run(partial(self.checkpoint.prepare, model, optimizer, options))
-
-    def load(
-        self, model: Any = None, optimizer: Any = None, options: LoadOptions | None = None
-    ) -> CheckpointLoadResult:
-        """Load into the model and the optimizer; without them, what was saved is in the result."""
-        return run(partial(self.checkpoint.load, model, optimizer, options))
-
-    def list_checkpoints(self) -> list[CheckpointInfo]:
-        """All checkpoints in the storage, the oldest first."""
-        return run(self.checkpoint.list_checkpoints)
-
-    def delete_checkpoint(self, checkpoint_prefix: str) -> None:
-        """Have a checkpoint no more."""
-        run(partial(self.checkpoint.delete_checkpoint, checkpoint_prefix))
-
-    def close(self) -> None:
-        """Wait for the saves in the background, and raise what they have met."""
-        run(self.checkpoint.close)
+    def _run(self, call: Callable[[DistributedCheckpoint], Awaitable[R]]) -> R:
+        return run(lambda: call(self.checkpoint))
 
     def __enter__(self) -> Self:
         return self
@@ -103,20 +78,20 @@ def save(
     timeout: float = DEFAULT_TIMEOUT_S,
     leaf_types: Sequence[LeafType] = (),
 ) -> str:
-    """Save a state at a path or URL, durably: nested dicts, lists and tuples of arrays and plain values.
+    """Save a state durably at a path or URL: nested dicts, lists and tuples of arrays and plain values.
 
-    With `ranks`, such as a worker of a job, all of them call this together, each with what it has.
+    With `ranks`, such as a worker of a job, all ranks call this together, each with its part of the state.
     """
-    storage, prefix = _patient(where)
+    storage, prefix = _storage_with_retries(where)
     options = SaveOptions(prefix, format, compression_level, custom_metadata=custom_metadata or {}, timeout=timeout)
 
-    async def all_of_it() -> str:
+    async def save_with_ranks() -> str:
         token = CancelToken(timeout)
-        together = RankGroup(as_coordinator(ranks), token, ExceptionType.SAVE_FAILED)
-        together.prefix = prefix
-        return await save_state(storage, together, state, options, token, leaf_types)
+        group = RankGroup(as_coordinator(ranks), token, ExceptionType.SAVE_FAILED)
+        group.prefix = prefix
+        return await save_state(storage, group, state, options, token, leaf_types)
 
-    return run(all_of_it)
+    return run(save_with_ranks)
 
 
 def load(
@@ -129,70 +104,64 @@ def load(
     timeout: float = DEFAULT_TIMEOUT_S,
     leaf_types: Sequence[LeafType] = (),
 ) -> Any:
-    """Load a state from a path or URL; into the arrays of `into`, where that is given. Every byte is verified.
+    """Load a state from a path or URL, into the arrays of `into` if given. Every byte is verified.
 
-    `only` names tensors or patterns of them. With `ranks`, each of them loads what it wants, and all fail if one does.
+    `only` selects tensors by name or pattern. With `ranks`, all ranks call this together; if one fails, all raise.
     """
-    storage, prefix = _patient(where)
+    storage, prefix = _storage_with_retries(where)
     options = LoadOptions(prefix, only=only, strict_mode=strict, timeout=timeout)
 
-    async def all_of_it() -> Any:
+    async def load_with_ranks() -> Any:
         token = CancelToken(timeout)
-        together = RankGroup(as_coordinator(ranks), token, ExceptionType.LOAD_FAILED)
-        together.prefix = prefix
-        return await load_together(together, token)
+        group = RankGroup(as_coordinator(ranks), token, ExceptionType.LOAD_FAILED)
+        group.prefix = prefix
+        results: list[Loaded] = []
 
-    async def load_together(together: RankGroup, token: CancelToken) -> Any:
-        found: list[Any] = []
-
-        async def read() -> bytes:
-            manifest = await run_in_thread(lambda: read_manifest(bounded(storage, token), prefix), token)
-            loaded = await run_in_thread(
-                lambda: load_state(
-                    storage,
-                    manifest,
-                    into,
-                    rank=together.rank,
-                    world_size=together.world_size,
-                    options=options,
-                    token=token,
-                    leaf_types=leaf_types,
-                ),
-                token,
+        def read() -> bytes:
+            manifest = read_manifest(bounded(storage, token), prefix)
+            loaded = load_state(
+                storage,
+                manifest,
+                into,
+                rank=group.rank,
+                world_size=group.world_size,
+                options=options,
+                token=token,
+                leaf_types=leaf_types,
             )
-            found.append(loaded.state)
+            results.append(loaded)
             return manifest.save_id.encode()
 
-        await together.decide(read, require_same_save)
-        return found[0]
+        await group.decide(lambda: run_in_thread(read, token), require_same_save)
+        return results[0].state
 
-    return run(all_of_it)
+    return run(load_with_ranks)
 
 
-def _patient(where: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """The storage that is meant, whose passing failures are waited out, and the name of the checkpoint there."""
+def _storage_with_retries(where: str | os.PathLike[str]) -> tuple[Storage, str]:
+    """The storage, with transient failures retried, and the checkpoint's name in it."""
     storage, prefix = storage_at(where)
     return FaultToleranceHandler(storage).guard(storage), prefix
 
 
-def run(call: Callable[[], Awaitable[T]]) -> T:
-    """Run something to its end, whether this thread has an event loop already or not."""
+def run(call: Callable[[], Awaitable[R]]) -> R:
+    """Run an async call to its end, in another thread if this one runs an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return anyio.run(_awaited, call)
-    with ThreadPoolExecutor(1) as another:
-        return another.submit(anyio.run, _awaited, call).result()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(anyio.run, _awaited, call).result()
 
 
-async def _awaited(call: Callable[[], Awaitable[T]]) -> T:
+async def _awaited(call: Callable[[], Awaitable[R]]) -> R:
     with _waking(asyncio.get_running_loop()):
         return await call()
 
 
 @contextmanager
 def _waking(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Wake the loop now and then: an interrupt that comes right before it begins to wait is heard then."""
+    """Wake the loop periodically, because a signal just before the loop waits is handled only when it wakes."""
     timers: list[asyncio.TimerHandle] = []
 
     def wake() -> None:

@@ -1,7 +1,9 @@
-"""`DistributedCheckpoint`: what a training script saves and loads with.
+"""`DistributedCheckpoint`: saves and loads the state of a training job, with all of its ranks together.
 
-Law: all ranks make the same calls in the same order. A call returns when all have succeeded, or raises at all of them;
-what a save in the background has met is raised at the next call, if nobody has asked before.
+Invariants:
+- All ranks make the same calls in the same order.
+- A call returns when all ranks succeeded, or raises at all of them.
+- The failure of a background save is raised at the next call, unless its handle was asked before.
 """
 
 from __future__ import annotations
@@ -52,14 +54,14 @@ RNG = "rng"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
-    """Where checkpoints lie, and how they are treated."""
+    """Where checkpoints are stored and how they are handled."""
 
     storage: StorageOptions = field(default_factory=StorageOptions)
     retry_policy: RetryPolicy = field(default_factory=RetryPolicy)
     integrity_checkers: Sequence[IntegrityChecker] = ()
     compatibility_checkers: Sequence[CompatibilityChecker] = ()
     default_timeout: float = DEFAULT_TIMEOUT_S
-    """Seconds."""
+    """In seconds."""
 
     def __post_init__(self) -> None:
         check_timeout(self.default_timeout, "default_timeout")
@@ -67,7 +69,7 @@ class CheckpointOptions:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLoadResult:
-    """What was loaded."""
+    """The result of a load."""
 
     metadata: Manifest
     model_state: Any
@@ -76,17 +78,17 @@ class CheckpointLoadResult:
     target_world_size: int
     was_resharded: bool
     missing: tuple[str, ...] = ()
-    """What the state has and the checkpoint has not; only without `strict_mode`."""
+    """Tensors that the state has and the checkpoint lacks; only without `strict_mode`."""
     unexpected: tuple[str, ...] = ()
-    """What the checkpoint has and the state has not."""
+    """Tensors that the checkpoint has and the state lacks."""
     mismatched: tuple[str, ...] = ()
-    """What differs in shape or type."""
+    """Tensors whose shape or type differs."""
     repaired: tuple[RepairedChunk, ...] = ()
-    """Bad chunks in whose place healthy copies were read."""
+    """Corrupt chunks that were read from a healthy copy."""
 
 
 class DistributedCheckpoint:
-    """Saves and loads the state of a training, by all of its ranks together."""
+    """Saves and loads the state of a training job, with all of its ranks together."""
 
     def __init__(
         self,
@@ -102,13 +104,13 @@ class DistributedCheckpoint:
         wall: Callable[[], float] = time.time,
         draw: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        """`coordinator` has rank, world_size, barrier, gather and broadcast, as a worker has; None: one process.
+        """`coordinator` has rank, world_size, barrier, gather and broadcast, as a worker has; None for one process.
 
-        `generators` are random generators whose states are saved besides those of `random` and numpy.
+        `generators` are random generators to save in addition to those of `random` and numpy.
         """
         if isinstance(storage, str | os.PathLike):
             raise invalid(
-                f"storage = {str(storage)!r} is no storage",
+                f"storage must be a storage, got the path {str(storage)!r}",
                 "give create_storage(StorageOptions('local', {'base_path': ...}))",
                 code="checkpoint_storage_invalid",
             )
@@ -129,7 +131,7 @@ class DistributedCheckpoint:
     # Saving.
 
     async def save(self, model: Any, optimizer: Any = None, options: SaveOptions | None = None) -> str:
-        """Save; returns the prefix when the checkpoint is there and durable."""
+        """Save; returns the prefix when the checkpoint is durable."""
         options = options or SaveOptions()
         token, ranks = self._begin(options.timeout, ExceptionType.SAVE_FAILED, options.checkpoint_prefix)
 
@@ -139,8 +141,8 @@ class DistributedCheckpoint:
             return self._state(model, optimizer, options)
 
         work = await self._saving.agree(ranks, state, options)
-        prefix = await self._saving.write_and_publish(ranks, work, self._about(), token)
-        self._log.info("a checkpoint was saved", prefix=prefix, rank=ranks.rank, size=work.image.size)
+        prefix = await self._saving.write_and_publish(ranks, work, self._run_info(), token)
+        self._log.info("checkpoint saved", prefix=prefix, rank=ranks.rank, size=work.image.size)
         return prefix
 
     async def save_model_only(self, model: Any, options: SaveOptions | None = None) -> str:
@@ -148,10 +150,10 @@ class DistributedCheckpoint:
         return await self.save(model, None, options)
 
     async def save_async(self, model: Any, optimizer: Any = None, options: SaveOptions | None = None) -> SaveHandle:
-        """Copy the state, and save it while training goes on."""
+        """Copy the state, and save it in the background while training continues."""
         options = options or SaveOptions()
         token, ranks = self._begin(options.timeout, ExceptionType.SAVE_FAILED, options.checkpoint_prefix)
-        background = self._in_background()
+        background = self._background_saver()
         has_slot, work = False, None
 
         async def state() -> dict[str, Any]:
@@ -163,7 +165,7 @@ class DistributedCheckpoint:
         try:
             work = await self._saving.agree(ranks, state, options)
             await self._saving.stage(ranks, work, self._staging)
-            return background.start(work, self._about(), token)
+            return background.start(work, self._run_info(), token)
         except BaseException:
             if work is not None:
                 self._unstage(work)
@@ -172,7 +174,7 @@ class DistributedCheckpoint:
             raise
 
     async def prepare(self, model: Any, optimizer: Any = None, options: SaveOptions | None = None) -> None:
-        """Have the memory ready that the first `save_async` of this state copies it into."""
+        """Allocate and touch the staging memory that the first `save_async` of this state needs."""
         options = replace(options or SaveOptions(), checkpoint_prefix=None)
         token, ranks = self._begin(options.timeout, ExceptionType.SAVE_FAILED, None)
 
@@ -192,30 +194,30 @@ class DistributedCheckpoint:
     async def load(
         self, model: Any = None, optimizer: Any = None, options: LoadOptions | None = None
     ) -> CheckpointLoadResult:
-        """Load into the model and the optimizer; without them, what was saved is in the result."""
+        """Load into the model and the optimizer; without them, into new arrays of the result."""
         options = options or LoadOptions()
         if not options.checkpoint_prefix:
             raise invalid(
-                "checkpoint_prefix is missing", "say which checkpoint to load", code="checkpoint_prefix_missing"
+                "checkpoint_prefix is missing", "name the checkpoint to load", code="checkpoint_prefix_missing"
             )
         prefix = check_prefix(options.checkpoint_prefix)
         token, ranks = self._begin(options.timeout, ExceptionType.LOAD_FAILED, prefix)
-        found: list[tuple[Manifest, Loaded]] = []
+        results: list[tuple[Manifest, Loaded]] = []
 
         async def read() -> bytes:
             self._raise_failure()
-            found.append(
+            results.append(
                 await run_in_thread(partial(self._load, prefix, model, optimizer, options, ranks, token), token)
             )
-            return found[0][0].save_id.encode()
+            return results[0][0].save_id.encode()
 
-        async def hand_over() -> bytes:
-            self._hand_over(found[0][1].state, model, optimizer, options)
+        async def apply() -> bytes:
+            self._apply(results[0][1].state, model, optimizer, options)
             return b""
 
         await ranks.decide(read, require_same_save)
-        await ranks.decide(hand_over, _agreed)
-        manifest, loaded = found[0]
+        await ranks.decide(apply, _agreed)
+        manifest, loaded = results[0]
         return CheckpointLoadResult(
             metadata=manifest,
             model_state=loaded.state.get(MODEL),
@@ -230,7 +232,7 @@ class DistributedCheckpoint:
         )
 
     def _manifest(self, prefix: str, options: LoadOptions, token: CancelToken) -> Manifest:
-        """What is to be loaded. Where there is none, reading it says why, and how to mend it; a walk only that."""
+        """Read the manifest; if it cannot be read, raise the read error, which has the better fix."""
         result = None if options.skip_validation else self._validator.validate_before_load(prefix, token)
         manifest = None if result is None else result.manifest
         if manifest is None:
@@ -238,7 +240,7 @@ class DistributedCheckpoint:
         if result is not None:
             result.require_valid(prefix)
             if result.has_warnings:
-                self._log.warning("a checkpoint has faults", prefix=prefix, found=result.get_summary())
+                self._log.warning("checkpoint has faults", prefix=prefix, found=result.get_summary())
         return manifest
 
     def _load(
@@ -264,7 +266,7 @@ class DistributedCheckpoint:
         )
         return manifest, loaded
 
-    def _hand_over(self, state: Mapping[str, Any], model: Any, optimizer: Any, options: LoadOptions) -> None:
+    def _apply(self, state: Mapping[str, Any], model: Any, optimizer: Any, options: LoadOptions) -> None:
         if model is not None and MODEL in state and hasattr(model, "load_state_dict"):
             model.load_state_dict(state[MODEL])
         if optimizer is not None and OPTIMIZER in state and hasattr(optimizer, "load_state_dict"):
@@ -272,10 +274,10 @@ class DistributedCheckpoint:
         if options.load_rng_state and state.get(RNG):
             rng.restore(state[RNG], self._generators)
 
-    # What there is.
+    # Listing and deleting.
 
     async def list_checkpoints(self) -> list[CheckpointInfo]:
-        """All checkpoints in the storage, the oldest first."""
+        """All checkpoints in the storage, oldest first."""
         self._raise_failure()
 
         def infos() -> list[CheckpointInfo]:
@@ -287,24 +289,24 @@ class DistributedCheckpoint:
         return await run_in_thread(infos, CancelToken(self._timeout_s))
 
     async def delete_checkpoint(self, checkpoint_prefix: str) -> None:
-        """Have a checkpoint no more."""
+        """Delete a checkpoint."""
         prefix = check_prefix(checkpoint_prefix)
         token, ranks = self._begin(None, ExceptionType.STORAGE_ERROR, prefix)
 
-        async def come() -> bytes:
+        async def check_failure() -> bytes:
             self._raise_failure()
             return b""
 
-        async def delete(said: list[bytes]) -> bytes:
+        async def delete(replies: list[bytes]) -> bytes:
             await run_in_thread(partial(listing.delete, bounded(self._storage, token), prefix), token)
             return b""
 
-        await ranks.decide(come, delete)
+        await ranks.decide(check_failure, delete)
 
-    # The end.
+    # Closing.
 
     async def close(self) -> None:
-        """Wait for the saves in the background, raise what they have met, and let go of the memory."""
+        """Wait for background saves, raise their failures, and release the staging memory."""
         if self._background is not None:
             background, self._background = self._background, None
             await to_thread.run_sync(background.close)
@@ -320,10 +322,10 @@ class DistributedCheckpoint:
     ) -> None:
         await self.close()
 
-    # Inside.
+    # Internals.
 
     def _state(self, model: Any, optimizer: Any, options: SaveOptions) -> dict[str, Any]:
-        """What is saved. Raises what an earlier save has met, where the other ranks learn of it."""
+        """The state to save. Raises the failure of an earlier background save, so that all ranks learn of it."""
         self._raise_failure()
         state = {MODEL: _state_of(model, MODEL)}
         if optimizer is not None and options.include_optimizer:
@@ -338,22 +340,22 @@ class DistributedCheckpoint:
         ranks.prefix = prefix or ""
         return token, ranks
 
-    def _about(self) -> RunInfo:
-        """What is known of the run."""
-        said = self._coordinator
-        job, generation = getattr(said, "job", ""), _count(getattr(said, "generation", None))
-        fence = None if generation is None else Fence(_count(getattr(said, "term", 0)) or 0, generation)
-        return RunInfo(job if isinstance(job, str) else "", _count(getattr(said, "step", None)), fence)
+    def _run_info(self) -> RunInfo:
+        """The job, step and fence of this save."""
+        coordinator = self._coordinator
+        job, generation = getattr(coordinator, "job", ""), _count(getattr(coordinator, "generation", None))
+        fence = None if generation is None else Fence(_count(getattr(coordinator, "term", 0)) or 0, generation)
+        return RunInfo(job if isinstance(job, str) else "", _count(getattr(coordinator, "step", None)), fence)
 
-    def _in_background(self) -> BackgroundSaver:
+    def _background_saver(self) -> BackgroundSaver:
         if self._background is None:
             self._background = BackgroundSaver(self._saving, self._storage, self._unstage, self._members, self._log)
         return self._background
 
     def _members(self) -> tuple[str, ...]:
-        """The names of the ranks that there are now, with their addresses; none where ranks have no names.
+        """The workers of the current world, as `id@host:port`; empty if ranks have no names.
 
-        Who has died and come back has its name, but knows nothing of what it was doing.
+        The port tells a restarted worker, which knows nothing of a running save, from the one before.
         """
         topology = getattr(self._coordinator, "current_topology", None)
         return tuple(map(str, getattr(topology, "workers", ())))
@@ -370,7 +372,7 @@ class DistributedCheckpoint:
 
 
 def create_checkpoint(coordinator: Any = None, options: CheckpointOptions | None = None) -> DistributedCheckpoint:
-    """A `DistributedCheckpoint` as the options say."""
+    """A `DistributedCheckpoint` with these options."""
     options = options or CheckpointOptions()
     storage = create_storage(options.storage)
     faults = FaultToleranceHandler(storage, options.retry_policy, random.random)
@@ -378,14 +380,14 @@ def create_checkpoint(coordinator: Any = None, options: CheckpointOptions | None
     return DistributedCheckpoint(coordinator, storage, faults, validator, default_timeout=options.default_timeout)
 
 
-def _count(said: Any) -> int | None:
-    """A number as somebody's coordinator says it, if a manifest can hold it."""
-    is_number = isinstance(said, int | np.integer) and not isinstance(said, bool)
-    return int(said) if is_number and 0 <= said < INTEGER_MAX else None
+def _count(value: Any) -> int | None:
+    """A coordinator's number, if a manifest can hold it."""
+    is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return int(value) if is_number and 0 <= value < INTEGER_MAX else None
 
 
 def _state_of(given: Any, name: str) -> Any:
-    """The state of what has one, or what was given, where that is a state itself."""
+    """The state of a `Stateful` object, or the given dict, list or tuple itself."""
     if callable(getattr(given, "state_dict", None)):
         return given.state_dict()
     if isinstance(given, Mapping | list | tuple):
@@ -396,7 +398,7 @@ def _state_of(given: Any, name: str) -> Any:
 
 
 def _raise_all(background: BackgroundSaver) -> None:
-    """Raise what went wrong in the first save of which nobody was told; it tells of the others."""
+    """Raise the first failure that no handle reported, with the other failures as notes."""
     failure = background.failure()
     if failure is not None:
         while (other := background.failure()) is not None:
@@ -404,11 +406,11 @@ def _raise_all(background: BackgroundSaver) -> None:
         raise failure
 
 
-async def require_same_save(said: list[bytes]) -> bytes:
-    """Refuse it when the ranks have loaded different saves, because the name was given anew in between."""
-    if len(set(said)) > 1:
+async def require_same_save(replies: list[bytes]) -> bytes:
+    """Refuse if the ranks loaded different saves, because the checkpoint was replaced meanwhile."""
+    if len(set(replies)) > 1:
         raise CheckpointException(
-            "the checkpoint was replaced while it was loaded, and some ranks have the old one",
+            "the checkpoint was replaced during the load; some ranks loaded the old one",
             type=ExceptionType.LOAD_FAILED,
             code="checkpoint_replaced",
             fix="load it again",
@@ -417,5 +419,5 @@ async def require_same_save(said: list[bytes]) -> bytes:
     return b""
 
 
-async def _agreed(said: list[bytes]) -> bytes:
+async def _agreed(replies: list[bytes]) -> bytes:
     return b""

@@ -1,8 +1,9 @@
-"""Checkpoints in scripts without an event loop, and in those that have one."""
+"""Blocking calls, in scripts with and without an event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import subprocess
@@ -36,13 +37,13 @@ ENDS_WITHIN_S = 10.0
 STATE = {"model": {"w": np.arange(1000.0).reshape(10, 100), "b": np.float32(3)}, "step": 7, "names": ("a", b"b", None)}
 
 
-def test_three_lines_save_and_load(tmp_path: Path) -> None:
+def test_save_and_load_by_path(tmp_path: Path) -> None:
     forged.checkpoint.save(tmp_path / "step-100", STATE)
     assert same(forged.checkpoint.load(tmp_path / "step-100"), STATE)
     assert same(forged.checkpoint.load(f"{tmp_path}/step-100"), STATE)
 
 
-def test_a_state_is_loaded_into_the_arrays_that_there_are(tmp_path: Path) -> None:
+def test_given_arrays_are_filled(tmp_path: Path) -> None:
     forged.checkpoint.save(tmp_path / "a", STATE)
     mine: Any = {"model": {"w": np.zeros((10, 100)), "b": np.float32(0)}, "step": 0, "names": ("", b"", None)}
     weights = mine["model"]["w"]
@@ -51,7 +52,7 @@ def test_a_state_is_loaded_into_the_arrays_that_there_are(tmp_path: Path) -> Non
     assert same(found, STATE)
 
 
-def test_some_of_it_can_be_loaded(tmp_path: Path) -> None:
+def test_only_selects_tensors(tmp_path: Path) -> None:
     forged.checkpoint.save(tmp_path / "a", {"model": {"x": np.ones(3), "y": np.ones(4)}, "other": np.ones(5)})
     for only in ("model/x", ["model/x"], "*/x"):
         assert same(forged.checkpoint.load(tmp_path / "a", only=only)["model"]["x"], np.ones(3))
@@ -59,7 +60,7 @@ def test_some_of_it_can_be_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", list(CheckpointFormat))
 @pytest.mark.parametrize("level", ["none", "fast"])
-def test_formats_are_called_by_their_names(tmp_path: Path, layout: str, level: str) -> None:
+def test_formats_and_levels_are_given_by_name(tmp_path: Path, layout: str, level: str) -> None:
     prefix = forged.checkpoint.save(
         tmp_path / "a", STATE, format=str(layout), compression_level=level, custom_metadata={"note": 1}
     )
@@ -67,14 +68,14 @@ def test_formats_are_called_by_their_names(tmp_path: Path, layout: str, level: s
     assert same(forged.checkpoint.load(tmp_path / "a"), STATE)
 
 
-def test_what_is_consolidated_is_opened_by_others(tmp_path: Path) -> None:
+def test_consolidated_files_open_with_safetensors(tmp_path: Path) -> None:
     forged.checkpoint.save(tmp_path / "a", {"model": {"layer": {"w": np.ones(3)}}}, format="consolidated")
     index = json.loads((tmp_path / "a" / "model.safetensors.index.json").read_text())
     assert same(load_file(tmp_path / "a" / index["weight_map"]["layer.w"]), {"layer.w": np.ones(3)})
 
 
 @pytest.mark.parametrize("settings", [{"format": "tar"}, {"compression_level": "much"}, {"timeout": 0}])
-def test_wrong_settings_are_refused_before_anything_is_touched(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_invalid_settings_are_refused_before_anything_is_written(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(CheckpointException) as caught:
         forged.checkpoint.save(tmp_path / "a", STATE, **settings)
     assert caught.value.type is ExceptionType.VALIDATION_FAILED
@@ -82,7 +83,7 @@ def test_wrong_settings_are_refused_before_anything_is_touched(tmp_path: Path, s
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), "1"])
-def test_no_call_may_take_a_time_that_is_none(tmp_path: Path, timeout: Any) -> None:
+def test_invalid_timeouts_are_refused(tmp_path: Path, timeout: Any) -> None:
     forged.checkpoint.save(tmp_path / "a", STATE)
     with pytest.raises(CheckpointException, match="timeout = ") as caught:
         forged.checkpoint.load(tmp_path / "a", timeout=timeout)
@@ -91,26 +92,28 @@ def test_no_call_may_take_a_time_that_is_none(tmp_path: Path, timeout: Any) -> N
         forged.checkpoint.verify(tmp_path / "a", timeout=timeout)
 
 
-def test_a_name_is_taken_once(tmp_path: Path) -> None:
+def test_an_existing_name_is_refused(tmp_path: Path) -> None:
     forged.checkpoint.save(tmp_path / "a", STATE)
     with pytest.raises(CheckpointException) as caught:
         forged.checkpoint.save(tmp_path / "a", STATE)
     assert (caught.value.code, caught.value.checkpoint_path) == ("checkpoint_exists", "a")
 
 
-def test_what_is_not_there_cannot_be_loaded(tmp_path: Path) -> None:
+def test_loading_a_missing_checkpoint_raises(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException) as caught:
         forged.checkpoint.load(tmp_path / "a")
     assert (caught.value.code, caught.value.type) == ("checkpoint_missing", ExceptionType.LOAD_FAILED)
 
 
-async def test_it_works_where_an_event_loop_runs(tmp_path: Path) -> None:
-    """As in a notebook, which it holds up meanwhile."""
+async def test_calls_work_inside_a_running_event_loop(tmp_path: Path) -> None:
+    """As in a notebook; the calls block its loop."""
     forged.checkpoint.save(tmp_path / "a", STATE)
     assert same(forged.checkpoint.load(tmp_path / "a"), STATE)
 
 
-def test_every_call_has_its_twin(tmp_path: Path) -> None:
+def test_every_async_method_has_a_blocking_one(tmp_path: Path) -> None:
+    public = {name: method for name, method in vars(DistributedCheckpoint).items() if not name.startswith("_")}
+    assert {name for name in public if inspect.iscoroutinefunction(public[name])} <= vars(BlockingCheckpoint).keys()
     with BlockingCheckpoint(DistributedCheckpoint(None, LocalStorage(tmp_path))) as one:
         one.prepare({"w": np.ones(3)}, {"m": np.ones(3)})
         assert one.save({"w": np.ones(3)}, {"m": np.ones(3)}, SaveOptions("a")) == "a"
@@ -125,7 +128,7 @@ def test_every_call_has_its_twin(tmp_path: Path) -> None:
         assert [info.prefix for info in one.list_checkpoints()] == ["a", "c"]
 
 
-def test_the_end_of_a_block_waits_for_what_was_begun_in_it() -> None:
+def test_leaving_the_context_waits_for_background_saves() -> None:
     storage = MemoryStorage()
     with BlockingCheckpoint(DistributedCheckpoint(None, storage)) as one:
         one.save_async({"w": np.ones(5)}, options=SaveOptions("a", include_rng_state=False))
@@ -150,7 +153,7 @@ def test_ranks_in_threads_save_and_load_together(tmp_path: Path) -> None:
         assert same(np.concatenate(list(pool.map(load, range(2)))), whole)
 
 
-def test_ranks_that_disagree_are_told_each_of_them(tmp_path: Path) -> None:
+def test_a_failure_at_one_rank_is_raised_at_all(tmp_path: Path) -> None:
     ranks = Threads(2)
 
     def save(rank: int) -> Any:
@@ -163,7 +166,7 @@ def test_ranks_that_disagree_are_told_each_of_them(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_saving_and_loading_leave_no_threads_behind(tmp_path: Path) -> None:
+def test_save_and_load_leave_no_threads(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     forged.checkpoint.save(tmp_path / "a", STATE)
     forged.checkpoint.load(tmp_path / "a")
@@ -199,7 +202,7 @@ def test_an_interrupt_ends_a_save_that_leaves_nothing(tmp_path: Path) -> None:
     assert [name for _, _, names in os.walk(tmp_path) for name in names] == []
 
 
-def test_a_loop_of_its_own_is_no_obstacle_to_another(tmp_path: Path) -> None:
+def test_one_object_saves_several_checkpoints_concurrently(tmp_path: Path) -> None:
     async def both() -> None:
         one = DistributedCheckpoint(None, LocalStorage(tmp_path))
         await asyncio.gather(*(one.save({"w": np.ones(n)}, options=SaveOptions(f"c{n}")) for n in range(3)))
