@@ -1,6 +1,7 @@
-"""How many, and who, as sentences say it.
+"""Phrases for sentences that people read: counts, lists of names, reasons.
 
-Law: what is read by people is a sentence for every number, also for none and for one.
+Invariants:
+- Every phrase reads correctly for any number, also for none and for one.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from collections.abc import Iterator, Sequence
 NAMES_MAX = 8
 REASONS_MAX = 8
 REASON_CHARS_MAX = 500
+OPERATOR_REQUEST = "requested by an operator"
 
 
 def counted(number: int, thing: str) -> str:
-    """So many of a thing: no worker, 1 worker, 2 workers."""
+    """A count with its noun: no worker, 1 worker, 2 workers."""
     return f"{f'{number:,}' if number else 'no'} {thing}{'s' if number > 1 else ''}"
 
 
 def is_or_are(number: int) -> str:
-    """What so many do: no worker is, 1 is, 2 are."""
     return "are" if number > 1 else "is"
 
 
@@ -29,16 +30,15 @@ def named(names: Sequence[str]) -> str:
 
 
 def in_words(reason: str, otherwise: str) -> str:
-    """A reason that somebody gave, as it can be kept and shown."""
+    """A caller's reason, shortened so that it can be kept and shown; `otherwise` where it is blank."""
     return reason.strip()[:REASON_CHARS_MAX] or otherwise
 
 
 def joined(names: Sequence[str]) -> Iterator[str]:
-    """That these have joined; nothing where nobody has."""
+    """One phrase that these joined, or none."""
     if names:
         yield f"{named(names)} joined"
 
 
-def too_few(there: int, needed: int) -> str:
-    """That so many are not enough."""
-    return f"{counted(there, 'worker')} {is_or_are(there)} left, and {needed} {is_or_are(needed)} needed"
+def too_few(present: int, needed: int) -> str:
+    return f"{counted(present, 'worker')} left; min_workers is {needed}"

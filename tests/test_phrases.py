@@ -31,9 +31,9 @@ def test_that_somebody_joined_is_said_only_where_somebody_did() -> None:
 @pytest.mark.parametrize(
     ("there", "needed", "said"),
     [
-        (0, 1, "no worker is left, and 1 is needed"),
-        (1, 2, "1 worker is left, and 2 are needed"),
-        (2, 3, "2 workers are left, and 3 are needed"),
+        (0, 1, "no worker left; min_workers is 1"),
+        (1, 2, "1 worker left; min_workers is 2"),
+        (2, 3, "2 workers left; min_workers is 3"),
     ],
 )
 def test_that_too_few_are_left_is_said_of_every_number(there: int, needed: int, said: str) -> None:

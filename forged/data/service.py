@@ -160,7 +160,7 @@ class DataService:
                 # Workers may train with the replaced copies until they stop.
                 attempt.plan, attempt.is_abandoned = None, True
                 why = f"workers hold different bytes of {counted(attempt.differing.size, 'shard')}"
-                self._submit(RescaleJob(ownership.job, why, stops=True))
+                self._submit(RescaleJob(ownership.job, why, synchronous=True))
                 return ()
             self._publish_differing(ownership.job, attempt)
         if attempt.lost_in_plan.number:
@@ -247,7 +247,7 @@ class DataService:
         """Start another attempt, in which all members offer anew; `stops`, because a worker may train with a copy
         that it has to drop."""
         if ownership.abandon(attempt):
-            self._submit(RescaleJob(ownership.job, why, stops=stops))
+            self._submit(RescaleJob(ownership.job, why, synchronous=stops))
 
     # Lost shards.
 
@@ -274,7 +274,7 @@ class DataService:
 
     def _stop_training(self, job: str, attempt: DataAttempt) -> None:
         attempt.is_abandoned = True
-        self._submit(RescaleJob(job, f"no worker has {counted(attempt.lost.number, 'shard')}", stops=True))
+        self._submit(RescaleJob(job, f"no worker has {counted(attempt.lost.number, 'shard')}", synchronous=True))
 
     def _publish_lost(self, job: str, attempt: DataAttempt, lost: LostShards) -> None:
         holders = list(lost.last_held_by)

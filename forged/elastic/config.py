@@ -1,7 +1,8 @@
-"""How a job's training is elastic: the settings, and what is wrong with them.
+"""The settings of elastic training, and their validation.
 
-Law: settings are checked as a whole, and every one that is wrong is named at once with what would be right. A job's
-settings hold those that differ from the defaults, under their names; a job may have settings of its own beside them.
+Invariants:
+- Settings are checked as a whole; the error names every invalid one with what is allowed.
+- A job stores only the settings that differ from the defaults, and may have further settings of its own.
 """
 
 from __future__ import annotations
@@ -23,73 +24,73 @@ CONCURRENT_TRANSFERS_MAX = 64
 HEARTBEATS_PER_TIMEOUT = 3
 PROBLEMS_CHARS_MAX = 2_000
 UNITS = ("_ms", "_s", "_seconds", "_percentage", "_percent")
-"""With what the names of settings end that have a unit, and those that people give them."""
+"""Unit suffixes of setting names, and of what users take for setting names."""
 
 
 class ElasticTrainingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job's training follows its workers as they come, go and die. Times are whole milliseconds."""
+    """How a job's training adapts to joining, leaving and failing workers. Times are whole milliseconds."""
 
     min_workers: int = 1
-    """With fewer, the job waits."""
+    """With fewer workers the job waits."""
     max_workers: int = WORLD_SIZE_MAX
-    """With so many, those who wait to join need not wait for more."""
+    """With so many workers joiners are taken in at once, and further ones wait."""
     rescale_timeout_ms: int = 30_000
-    """How long nobody may be heard to get on in a rescale; who holds it up then has failed. 0: for ever."""
+    """How long a rescale may make no progress before the members that hold it up fail. 0: no limit."""
     max_consecutive_failures: int = 3
     """So many failures without a committed step in between abort the job."""
     lr_adaptation_strategy: AdaptationStrategy = AdaptationStrategy.LINEAR
-    """How the learning rate follows the number of workers, when the batch does."""
+    """How the learning rate follows the number of workers, if the batch does."""
     redistribution_type: RedistributionType = RedistributionType.FULL_RESHUFFLE
-    """What happens to the training data when the workers change."""
+    """How the training data is redistributed in a rescale."""
     use_synchronous_rescaling: bool = True
-    """Whether training stops for a rescale, so that all take it up at the same step."""
+    """Whether training stops for a rescale, so that all workers resume after the same step."""
     stability_window_ms: int = 30_000
-    """How long nobody must have joined before those who did are taken in."""
+    """The time without a further join after which joiners are taken in."""
     worker_heartbeat_timeout_ms: int = 10_000
-    """How long nothing must have been heard of a worker before it has failed."""
+    """How long a worker may be silent before it fails."""
     failure_tolerance_percentage: int = 20
-    """How much of the world at the last commit may fail before the job is aborted; one worker always may."""
+    """The share of the world at the last commit that may fail without an abort; one worker always may."""
     use_parallel_data_transfer: bool = True
-    """Whether training data travels in several transfers at once."""
+    """Whether several shard transfers run at once."""
 
     failure_window_ms: int = 50
-    """How long after a failure the rescale starts, so that several failures at once make one rescale."""
+    """The delay between a failure and its rescale, so that simultaneous failures make one rescale."""
     reconnect_grace_ms: int = 15_000
-    """How long a worker may be without a connection when nothing tells that it died."""
+    """How long a lost worker may take to reconnect before it fails."""
     leave_timeout_ms: int | None = 300_000
-    """How long nobody may have come for what a worker holds that is told to go, before it goes; None: for ever."""
+    """How long a draining worker waits for another worker to take over its state and data; None: no limit."""
     min_workers_timeout_ms: int | None = 600_000
-    """How long a job waits for `min_workers` before it is aborted; None: for ever."""
+    """How long a job waits for `min_workers` before it is aborted; None: no limit."""
     stall_timeout_ms: int = 60_000
-    """How long a living worker may make no step before it counts as stalled."""
+    """How long a live worker may make no progress before it counts as stalled."""
     evict_stalled: bool = False
-    """Whether who is stalled is put out, or only shown."""
+    """Whether a stalled worker is evicted once other workers wait for it, or only reported."""
     lost_data_policy: LostDataPolicy = LostDataPolicy.WAIT
-    """What happens when nobody has some of the training data any more, and it cannot be had again."""
+    """What happens when shards are lost that neither a worker nor the origin has."""
     max_concurrent_transfers: int = 4
-    """How many transfers of training data run at once."""
+    """How many shard transfers run at once."""
     scale_batch_with_world: bool = False
-    """Whether the global batch grows with the number of workers, and with it the learning rate."""
+    """Whether the global batch, and with it the learning rate, grows with the number of workers."""
     base_world_size: int | None = None
-    """The number of workers that the base rate and batch are right for; None: those of the first commit."""
+    """The number of workers that base rate and batch are meant for; None: that of the first commit."""
     base_learning_rate: float | None = None
     """The learning rate for `base_world_size` workers; None: the rate of the first commit."""
     global_batch_size: int | None = None
     """The batch of all `base_world_size` workers together; None: the batch of the first commit."""
 
     def validate(self) -> None:
-        """Raise one `ConfigError` that names every setting that is wrong."""
+        """Raise one `ConfigError` that names every invalid setting."""
         _check(self._values())
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, SettingValue]) -> ElasticTrainingConfig:
-        """What a job's settings say; the defaults, where they say nothing."""
+        """The configuration of a job with these settings, with defaults for the rest."""
         values = {key: settings[key] for key in RULES if key in settings}
         _check({**DEFAULTS, **values})
         return msgspec.convert(values, cls)
 
     def to_settings(self) -> dict[str, SettingValue]:
-        """What a job's settings must say for this to be read from them."""
+        """The settings that differ from the defaults."""
         self.validate()
         changed = {key: value for key, value in self._values().items() if value != DEFAULTS[key]}
         if self.base_learning_rate is not None:
@@ -101,7 +102,7 @@ class ElasticTrainingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def transfers_at_once(self) -> int:
-        """How many transfers of training data run at once."""
+        """How many shard transfers run at once, by both settings."""
         return min(self.max_concurrent_transfers, CONCURRENT_TRANSFERS_MAX) if self.use_parallel_data_transfer else 1
 
     @property
@@ -126,7 +127,7 @@ class ElasticTrainingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def heartbeat_interval_s(self) -> float:
-        """How many seconds lie between two heartbeats: two of them may be lost without a timeout."""
+        """Seconds between two heartbeats: two may be lost without a timeout."""
         return self.worker_heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
 
     @property
@@ -141,12 +142,12 @@ class ElasticTrainingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def leave_timeout_s(self) -> float:
-        """`leave_timeout_ms` in seconds; infinite when a worker waits for ever."""
+        """`leave_timeout_ms` in seconds; infinite without a limit."""
         return _seconds(self.leave_timeout_ms)
 
     @property
     def min_workers_timeout_s(self) -> float:
-        """`min_workers_timeout_ms` in seconds; infinite when the job waits for ever."""
+        """`min_workers_timeout_ms` in seconds; infinite without a limit."""
         return _seconds(self.min_workers_timeout_ms)
 
 
@@ -159,7 +160,7 @@ DEFAULTS: Mapping[str, SettingValue] = msgspec.structs.asdict(ElasticTrainingCon
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a setting must be: a test, and the same in words."""
+    """What a setting must be: as a test, and as text for the error."""
 
     accepts: Callable[[object], bool]
     wanted: str
@@ -176,7 +177,7 @@ def _rate() -> Rule:
     def accepts(value: object) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 < value <= LEARNING_RATE_MAX
 
-    return Rule(accepts, f"a number more than 0, {LEARNING_RATE_MAX:g} at most")
+    return Rule(accepts, f"a number > 0 and <= {LEARNING_RATE_MAX:g}")
 
 
 def _flag() -> Rule:
@@ -220,7 +221,7 @@ RULES: Mapping[str, Rule] = {
 
 
 def find_problems(values: Mapping[str, SettingValue]) -> Iterator[Problem]:
-    """Everything that is wrong with settings, all of which are given."""
+    """All that is invalid in a complete set of settings."""
     for key, rule in RULES.items():
         value = values[key]
         if not rule.accepts(value):
@@ -230,7 +231,7 @@ def find_problems(values: Mapping[str, SettingValue]) -> Iterator[Problem]:
 
 
 def find_slips(settings: Mapping[str, SettingValue]) -> Iterator[Problem]:
-    """The keys that are no settings of elastic training, and look as if they were meant to be."""
+    """The unknown keys that are probably misspelt settings."""
     for key in sorted(settings.keys() - RULES.keys()):
         meant = next((name for name in RULES if _is_near(_stem(key), _stem(name))), None)
         if meant is not None:
@@ -238,13 +239,13 @@ def find_slips(settings: Mapping[str, SettingValue]) -> Iterator[Problem]:
 
 
 def _stem(key: str) -> str:
-    """A name without its unit, however it is written."""
+    """A name without its unit suffix, in snake case."""
     name = key.lower().replace("-", "_")
     return name.removesuffix(next((unit for unit in UNITS if name.endswith(unit)), ""))
 
 
 def _is_near(one: str, other: str) -> bool:
-    """Whether a letter at most was left out, added, mistaken, or swapped with the next."""
+    """Whether the names differ by at most one letter left out, added, replaced or swapped with the next."""
     same = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
     one, other = (one[same:], other[same:]) if same is not None else (one[len(other) :], other[len(one) :])
     swapped = one[1::-1] + one[2:]
@@ -252,7 +253,7 @@ def _is_near(one: str, other: str) -> bool:
 
 
 def _falls_short(most: object, least: object) -> bool:
-    """Whether the one is less than the other, where the other is right; a wrong one is named for itself."""
+    """Whether `most` is below `least`, if `least` is valid; an invalid one has its own problem."""
     is_right = RULES["min_workers"].accepts(least)
     return is_right and isinstance(most, int) and isinstance(least, int) and most < least
 
@@ -261,16 +262,16 @@ def _check(values: Mapping[str, SettingValue]) -> None:
     problems = tuple(find_problems(values))
     if problems:
         keys = ", ".join(problem.key for problem in problems)
-        raise ConfigError("elastic_config_invalid", f"elastic training cannot have this: {keys}", problems=problems)
+        raise ConfigError("elastic_config_invalid", f"invalid settings of elastic training: {keys}", problems=problems)
 
 
 def require_trainable(job: str, settings: Mapping[str, SettingValue]) -> None:
-    """Refuse settings that nobody can train a job with."""
+    """Refuse invalid settings."""
     _refuse(job, find_problems({**DEFAULTS, **settings}))
 
 
 def require_meant(job: str, settings: Mapping[str, SettingValue]) -> None:
-    """Refuse settings that nobody can train a job with, or that are hardly those that somebody meant."""
+    """Refuse invalid settings, and unknown keys that are probably misspelt ones."""
     _refuse(job, [*find_problems({**DEFAULTS, **settings}), *find_slips(settings)])
 
 
@@ -279,11 +280,11 @@ def _refuse(job: str, problems: Iterable[Problem]) -> None:
     if found:
         raise RequestRefused(
             "elastic_config_invalid",
-            f"job {job[:80]} cannot have these settings: {found}"[:PROBLEMS_CHARS_MAX],
-            "give other values; docs/elastic.md has all settings",
+            f"invalid settings for job {job[:80]}: {found}"[:PROBLEMS_CHARS_MAX],
+            "see docs/elastic.md for all settings",
         )
 
 
 def tolerated_failures(world: int, percentage: int) -> int:
-    """How many of `world` workers may fail before the job is aborted: so many percent, rounded down, at least one."""
+    """How many of `world` workers may fail without an abort: the percentage, rounded down, and at least one."""
     return max(1, world * percentage // 100)

@@ -580,7 +580,7 @@ class DrainWorker(Request[DrainReply], frozen=True):
 
     job: str
     worker_id: str
-    reason: str = "an operator's wish"
+    reason: str = "requested by an operator"
 
 
 class EvictWorker(Request[Nothing], frozen=True):
@@ -588,7 +588,7 @@ class EvictWorker(Request[Nothing], frozen=True):
 
     job: str
     worker_id: str
-    reason: str = "an operator's wish"
+    reason: str = "requested by an operator"
 
 
 class ControlReply(msgspec.Struct, frozen=True):
@@ -604,29 +604,29 @@ class PauseJob(Request[ControlReply], frozen=True):
     """Let training rest behind its step."""
 
     job: str
-    reason: str = "an operator's wish"
+    reason: str = "requested by an operator"
 
 
 class ResumeJob(Request[ControlReply], frozen=True):
     """Let training go on."""
 
     job: str
-    reason: str = "an operator's wish"
+    reason: str = "requested by an operator"
 
 
 class AbortJob(Request[ControlReply], frozen=True):
     """Give training up; its workers end."""
 
     job: str
-    reason: str = "an operator's wish"
+    reason: str = "requested by an operator"
 
 
 class RescaleJob(Request[ControlReply], frozen=True):
     """Start a rescale now, with whoever is there. Where it `stops`, nobody trains until it is done."""
 
     job: str
-    reason: str = "an operator's wish"
-    stops: bool = False
+    reason: str = "requested by an operator"
+    synchronous: bool = False
 
 
 class PlannedWorker(msgspec.Struct, frozen=True):

@@ -1,6 +1,7 @@
-"""What comes out of the calls on a cluster, until somebody takes it.
+"""The output of calls on a job's coordinator: facts, changed records and probes, until the service takes them.
 
-Law: nothing here has happened yet for anybody else; what a call leaves here is decided together, or not at all.
+Invariants:
+- Nothing in the outbox has happened for any other part of the daemon yet: the service decides all of it together.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from forged.kernel.messages import Fact
 
 
 class Moment(NamedTuple):
-    """Now, by both clocks."""
+    """One point in time, on both clocks."""
 
     wall: float
     monotonic: float
@@ -22,41 +23,42 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Somebody should see whether anybody answers at a worker's address."""
+    """A request to try a connection to a worker's peer port; a refusal proves that the process is gone."""
 
     worker: WorkerId
     incarnation: bytes
 
 
 class Outbox:
-    """What has come out of the calls since it was emptied."""
+    """What calls have produced since the last `take`."""
 
     def __init__(self) -> None:
-        self._empty()
+        self._clear()
 
-    def _empty(self) -> None:
+    def _clear(self) -> None:
         self.facts: list[Fact] = []
         self.probes: list[Probe] = []
         self.triggers: list[Fact] = []
-        """Those of the facts that make a rescale necessary."""
+        """The facts among `facts` that make a rescale necessary."""
         self.members: set[str] = set()
-        """Whose records have to be written, or deleted where they are members no more."""
-        self.cluster = False
+        """Ids whose records must be written, or deleted if they are no longer members."""
+        self.job = False
+        """Whether the job's record changed."""
         self.world = False
+        """Whether the committed world changed."""
 
-    def say(self, fact: Fact) -> None:
-        """Tell everybody."""
+    def publish(self, fact: Fact) -> None:
         self.facts.append(fact)
 
-    def trigger(self) -> None:
-        """What was said last makes a rescale necessary."""
+    def mark_trigger(self) -> None:
+        """Note that the last published fact makes a rescale necessary."""
         self.triggers += self.facts[-1:]
 
     def take(self) -> Outbox:
-        """What is in it, which it holds no more."""
+        """Return the contents and clear the outbox."""
         taken = copy(self)
-        self._empty()
+        self._clear()
         return taken
 
     def __bool__(self) -> bool:
-        return bool(self.facts or self.members or self.cluster or self.world)
+        return bool(self.facts or self.members or self.job or self.world)

@@ -1,7 +1,8 @@
-"""What a job's training goes through.
+"""The phases of a job's training and the transitions between them.
 
-Law: transitions are a table; one that is not in it is an error that changes nothing. The picture in docs/elastic.md is
-drawn from it.
+Invariants:
+- A transition that is not in the table is an error that changes nothing. The diagram in docs/elastic.md is generated
+  from the table.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ from forged.errors import RequestRefused
 
 
 class Phase(StrEnum):
-    """Where a job's training is."""
+    """The state of a job's training."""
 
     FORMING = "forming"
-    """No world has been committed yet: it waits for its first workers."""
+    """No world has been committed yet; the job waits for its first workers."""
     RUNNING = "running"
     """A world trains."""
     RESCALING = "rescaling"
-    """A new world is being agreed on."""
+    """An attempt at the next world is under way."""
     WAITING = "waiting"
-    """Too few workers are left: it waits for others."""
+    """There are fewer than `min_workers`; the job waits for more."""
     COMPLETED = "completed"
-    """The training is done."""
+    """Training is complete."""
     ABORTED = "aborted"
-    """It was given up."""
+    """Training was aborted."""
 
 
 class Cause(StrEnum):
-    """Why a job goes from one phase to another."""
+    """Why a job changes its phase."""
 
     RESCALE_STARTED = "rescale started"
     RESCALE_RESTARTED = "rescale restarted"
@@ -61,20 +62,20 @@ TRANSITIONS: Mapping[tuple[Phase, Cause], Phase] = {
 OVER = frozenset({Phase.COMPLETED, Phase.ABORTED})
 
 
-def following(phase: Phase, cause: Cause) -> Phase:
-    """The phase behind this one, or `RequestRefused`."""
+def next_phase(phase: Phase, cause: Cause) -> Phase:
+    """The phase that follows, or `RequestRefused`."""
     found = TRANSITIONS.get((phase, cause))
     if found is None:
-        reason = f"a job that is {phase} cannot go on with {cause.value!r}"
+        reason = f"no transition from phase {phase} by {cause.value!r}"
         raise RequestRefused("phase_wrong", reason, "see `forgectl jobs show`")
     return found
 
 
 def require_not_over(job: str, phase: Phase, reason: str) -> None:
-    """Refuse what is wanted of a job that is over."""
+    """Refuse a request to a job that is completed or aborted."""
     if phase in OVER:
         raise RequestRefused(
             "job_over",
             f"job {job} is {phase}: {reason}",
-            f"train under another name, or remove this one first: `forgectl jobs rm {job}`",
+            f"use another job name, or remove this job first: `forgectl jobs rm {job}`",
         )

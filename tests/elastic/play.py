@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import TypeVar
 
 from forged.elastic.coordinator.cluster import Cluster
-from forged.elastic.coordinator.records import restored, writes
+from forged.elastic.coordinator.records import changed_records, restore
 from forged.elastic.failure_detector.detector import SCAN_INTERVAL_S
 from forged.elastic.membership.member import Member
 from forged.elastic.messages import RescaleCompleted
@@ -81,12 +81,12 @@ class Play:
 
     def lose(self, *names: str) -> list[Fact]:
         for name in names:
-            self.cluster.lost(name, self.now)
+            self.cluster.connection_lost(name, self.now)
         return self.news()
 
     def come_back(self, *names: str) -> list[Fact]:
         for name in names:
-            self.cluster.returned(name, self.now)
+            self.cluster.connection_restored(name, self.now)
         return self.news()
 
     def refuse(self, name: str, life: int = 1) -> list[Fact]:
@@ -125,22 +125,22 @@ class Play:
         self, name: str, *, state: int = 0, waits: bool = False, trouble: str = "", unreached: str = ""
     ) -> list[Fact]:
         """It says how it gets on with taking the state."""
-        self.cluster.receiving(
+        self.cluster.attempt_progress(
             name,
             self.cluster.members[name].incarnation,
             self.cluster.attempts,
             (state, 0),
             self.now,
-            waits=waits,
-            trouble=trouble,
-            unreached=unreached,
+            is_waiting=waits,
+            problem=trouble,
+            unreachable_peer=unreached,
         )
         return self.news()
 
     def complain(self, name: str, peer: str = "", *, why: str = "it got no answer", back: int = 0) -> list[Fact]:
         generation = self.cluster.generation - back
         known = self.cluster.members[name].incarnation
-        self.cluster.trouble(name, known, generation, self.now, peer=peer, why=why)
+        self.cluster.peer_report(name, known, generation, self.now, peer=peer, reason=why)
         return self.news()
 
     def wait(self, seconds: float, *, silent: Collection[str] = (), still: bool = False) -> list[Fact]:
@@ -178,7 +178,7 @@ class Play:
         """The daemon dies, and another takes its place; nobody is back yet."""
         self.settle()
         self.time += 1.0
-        found = restored(JOB, sorted(self.stored.items()), self.now)
+        found = restore(JOB, sorted(self.stored.items()), self.now)
         assert found is not None
         self.cluster = found
 
@@ -186,13 +186,13 @@ class Play:
 
     def settle(self) -> None:
         """Take and keep what has come out."""
-        for key, value in writes(self.cluster).items():
+        for key, value in changed_records(self.cluster).items():
             if value is None:
                 self.stored.pop(key, None)
             else:
                 self.stored[key] = value
-        self.cluster.known = self.cluster.known or bool(self.stored)
-        out = self.cluster.out.take()
+        self.cluster.is_stored = self.cluster.is_stored or bool(self.stored)
+        out = self.cluster.outbox.take()
         self.facts += out.facts
         self.probes += out.probes
 

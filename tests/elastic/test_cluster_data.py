@@ -57,7 +57,9 @@ def members(play: Play, name: str) -> tuple[list[str], list[str]]:
 def say(play: Play, *names: str, state: int = 0, data: int = 0, waits: bool = False, trouble: str = "") -> None:
     for name in names:
         number = play.cluster.attempts
-        play.cluster.receiving(name, incarnation(name), number, (state, data), play.now, waits=waits, trouble=trouble)
+        play.cluster.attempt_progress(
+            name, incarnation(name), number, (state, data), play.now, is_waiting=waits, problem=trouble
+        )
 
 
 def failed(play: Play) -> list[str]:
@@ -129,7 +131,7 @@ class TestTheBackground:
         started = play.last(RescaleStarted)
         assert (started.in_background, started.added) == (True, ["c"])
         attempt = under_way(play)
-        assert (attempt.stage, attempt.waiting_for) == (Stage.MOVING, ["a", "b", "c"])
+        assert (attempt.stage, attempt.waiting_for) == (Stage.TRANSFERRING, ["a", "b", "c"])
         assert play.cluster.synchronising is None
 
     def test_ends_with_the_commit_when_all_have_answered(self) -> None:
@@ -148,7 +150,7 @@ class TestTheBackground:
         play = trains_on("a", "b")
         play.cluster.rescale(play.now, "a wish")
         play.pulse("a", "b", step=7)
-        assert play.cluster.state.current_step == 7
+        assert play.cluster.training.current_step == 7
         assert play.cluster.trains
 
     def test_has_stalled_workers_in_it_who_are_told(self) -> None:
@@ -159,8 +161,8 @@ class TestTheBackground:
         play.wait(10.0, still=True)
         assert [fact.worker_id for fact in play.facts if isinstance(fact, WorkerStalled)] == ["b"]
         assert describe_stall(play.cluster, play.time) == (
-            "attempt 2 waits for a, b to have its training data while training goes on (10 s); "
-            "b is stalled for 10 s behind step 0"
+            "attempt 2 waits for a, b to receive training data (training continues) (10 s); "
+            "b stalled for 10 s after step 0"
         )
 
     def test_takes_no_word_that_somebody_has_stopped(self) -> None:
@@ -206,7 +208,7 @@ class TestTheBackground:
         assert under_way(play).in_background
         assert members(play, "a") == (["a"], ["b"])
         play.ready("a", "b")
-        assert play.last(RescaleCompleted).reason == "b is to go: the spot price"
+        assert play.last(RescaleCompleted).reason == "draining b: the spot price"
 
     def test_does_not_outlast_a_member_of_the_world(self) -> None:
         play = trains_on("a", "b", "c")
@@ -215,7 +217,7 @@ class TestTheBackground:
         play.wait(0.1)
         started = play.last(RescaleStarted)
         assert (started.in_background, started.removed) == (False, ["b"])
-        assert under_way(play).stage is Stage.PAUSING
+        assert under_way(play).stage is Stage.STOPPING
         play.agree(step=3)
         assert play.last(RescaleCompleted).step == 3
         assert play.world == ["a", "c"]
@@ -242,7 +244,7 @@ class TestTheBackground:
 
     def test_is_not_where_somebody_wishes_that_all_stop(self) -> None:
         play = trains_on("a", "b")
-        play.cluster.rescale(play.now, "a wish", stops=True)
+        play.cluster.rescale(play.now, "a wish", synchronous=True)
         assert not under_way(play).in_background
         play.agree()
         play.cluster.rescale(play.now, "a wish")
@@ -333,24 +335,24 @@ class TestWhoIsToGo:
         b = play.cluster.members["b"]
         play.cluster.drain("b", play.now, "the spot price")
         play.wait(0.1)
-        assert play.last(RescaleStarted).reason == "b is to go: the spot price"
+        assert play.last(RescaleStarted).reason == "draining b: the spot price"
         stop(play, "a", "b")
         play.ready("a")
         assert play.world == ["a", "b"]
-        assert not play.cluster.may_go(b), "it has said nothing of its own shards"
+        assert not play.cluster.may_leave(b), "it has said nothing of its own shards"
         play.ready("b")
         assert play.world == ["a"]
-        assert play.cluster.may_go(b)
+        assert play.cluster.may_leave(b)
 
     def test_from_too_few_has_its_data_taken_over_and_goes_then(self) -> None:
         play = formed("a", "b")
         b = play.cluster.members["b"]
         play.cluster.drain("b", play.now, "the spot price")
-        assert not play.cluster.may_go(b)
+        assert not play.cluster.may_leave(b)
         play.wait(0.1)
         play.agree()
         assert play.world == ["a", "b"]
-        assert play.cluster.may_go(b)
+        assert play.cluster.may_leave(b)
         attempts = play.cluster.attempts
         play.wait(600.0)
         assert play.cluster.attempts == attempts, "once is enough"
@@ -372,7 +374,7 @@ class TestWhoIsToGo:
         assert not play.last(RescaleStarted).in_background
         play.agree(7)
         assert play.last(RescaleSynchronising).source.id == "b"
-        assert (play.world, play.cluster.state.current_step) == (["a"], 7)
+        assert (play.world, play.cluster.training.current_step) == (["a"], 7)
 
     def test_is_not_waited_for_anew_when_told_twice(self) -> None:
         play = formed("a", "b")
@@ -418,7 +420,7 @@ class TestWhoIsToGo:
         play.cluster.drain("a", play.now, "")
         play.wait(1.0)
         assert (play.cluster.attempts, play.cluster.attempt) == (number, None)
-        assert play.cluster.may_go(play.cluster.members["a"])
+        assert play.cluster.may_leave(play.cluster.members["a"])
 
 
 class TestSilence:
@@ -482,8 +484,8 @@ class TestSilence:
         play = self.begun()
         number = play.cluster.attempts
         for second in range(1, 5):
-            play.cluster.receiving("b", incarnation("b", 2), number, (0, second), play.now, waits=True)
-            play.cluster.receiving("b", incarnation("b"), number - 1, (0, second), play.now, waits=True)
+            play.cluster.attempt_progress("b", incarnation("b", 2), number, (0, second), play.now, is_waiting=True)
+            play.cluster.attempt_progress("b", incarnation("b"), number - 1, (0, second), play.now, is_waiting=True)
             say(play, "a", waits=True)
             play.wait(1.0)
         assert failed(play) == ["b"]
@@ -497,9 +499,7 @@ class TestTrouble:
         play.ready("a")
         say(play, "b", trouble="  there is no room on the disk ")
         play.wait(3.0)
-        assert play.last(WorkerFailed).reason == (
-            "it did not answer in attempt 2 within 2 s: there is no room on the disk"
-        )
+        assert play.last(WorkerFailed).reason == ("no answer in attempt 2 within 2 s: there is no room on the disk")
 
     def test_that_is_over_is_told_no_more(self) -> None:
         play = formed("a", "b", rescale_timeout_ms=2_000)
@@ -509,7 +509,7 @@ class TestTrouble:
         say(play, "b", trouble="there is no room on the disk")
         say(play, "b")
         play.wait(3.0)
-        assert play.last(WorkerFailed).reason == "it did not answer in attempt 2 within 2 s"
+        assert play.last(WorkerFailed).reason == "no answer in attempt 2 within 2 s"
 
     def test_stands_where_it_is_told_what_is_waited_for(self) -> None:
         names = [f"w{number}" for number in range(5)]
@@ -519,13 +519,13 @@ class TestTrouble:
         say(play, *names[1:], waits=True, trouble="shard 3 is missing")
         play.ready("w1")
         assert describe_stall(play.cluster, play.time) == (
-            "attempt 2 waits for w0, w2, w3, w4 to have what the others give it (0 s); w2, w3, w4: shard 3 is missing"
+            "attempt 2 waits for w0, w2, w3, w4 to receive state and data (0 s); w2, w3, w4: shard 3 is missing"
         )
         for name in names[2:]:
             say(play, name, waits=True, trouble=f"shard {name} is missing")
         say(play, "w0", trouble="x" * 10_000)
         told = describe_stall(play.cluster, play.time)
-        assert told.endswith("; 1 more do not get on")
+        assert told.endswith("; 1 more report problems")
         assert len(told) < 1_000
 
 
@@ -558,4 +558,4 @@ def test_only_those_are_said_to_take_the_state_who_do() -> None:
     assert play.last(RescaleSynchronising).behind == 1
     attempt = play.cluster.attempt
     assert attempt is not None
-    assert attempt.behind == {"a", "b", "c"}
+    assert attempt.unready == {"a", "b", "c"}

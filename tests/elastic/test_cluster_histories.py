@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from forged.elastic.coordinator.cluster import Cluster
-from forged.elastic.coordinator.records import restored, writes
+from forged.elastic.coordinator.records import changed_records, restore
 from forged.elastic.failure_detector.detector import SCAN_INTERVAL_S
 from forged.elastic.membership.member import COLLECTIVES_PER_WORLD, Member
 from forged.elastic.messages import (
@@ -199,7 +199,7 @@ class Histories(RuleBasedStateMachine):
         before = list(self.cluster.members)
         self.cluster.join(self.newcomer(name, process.life), self.now)
         assert list(self.cluster.members) == before
-        assert not [fact for fact in self.cluster.out.facts if isinstance(fact, WorkerJoined)]
+        assert not [fact for fact in self.cluster.outbox.facts if isinstance(fact, WorkerJoined)]
         self.settle()
 
     @rule(name=st.sampled_from(NAMES), done=st.sampled_from([False, False, False, True]))
@@ -217,7 +217,7 @@ class Histories(RuleBasedStateMachine):
         process, member = self.living(name), self.cluster.members.get(name)
         if process is None or member is None or not (self.is_member(process) and process.connected):
             return
-        if member.drain_reason is None or not self.cluster.may_go(member):
+        if member.drain_reason is None or not self.cluster.may_leave(member):
             return
         others = [one for one in self.cluster.members.values() if one is not member]
         if not self.cluster.over and self.has_all(process) and any(one.drain_reason is None for one in others):
@@ -231,7 +231,7 @@ class Histories(RuleBasedStateMachine):
         process, member = self.living(name), self.cluster.members.get(name)
         if process is None or member is None or not (self.is_member(process) and process.connected):
             return
-        process.last_step_done = member.drain_reason is not None and self.cluster.may_go(member)
+        process.last_step_done = member.drain_reason is not None and self.cluster.may_leave(member)
         self.beat(name, by_pulse=False)
 
     @rule(name=st.sampled_from(NAMES), told=st.booleans())
@@ -251,7 +251,7 @@ class Histories(RuleBasedStateMachine):
         if process is not None and process.connected:
             process.connected = False
             if self.is_member(process):
-                self.cluster.lost(name, self.now)
+                self.cluster.connection_lost(name, self.now)
                 self.settle()
 
     @rule(name=st.sampled_from(NAMES))
@@ -260,7 +260,7 @@ class Histories(RuleBasedStateMachine):
         if process is not None and not process.connected:
             process.connected = True
             if self.is_member(process):
-                self.cluster.returned(name, self.now)
+                self.cluster.connection_restored(name, self.now)
                 self.settle()
 
     @rule(name=st.sampled_from(NAMES))
@@ -281,15 +281,15 @@ class Histories(RuleBasedStateMachine):
             return
         if not self.is_member(process):
             return
-        if process.answered < attempt.number and attempt.stage is Stage.PAUSING:
+        if process.answered < attempt.number and attempt.stage is Stage.STOPPING:
             stop = StopReport(process.step, process.holds_state, process.holds_state and process.finished, 0, 0.1, 32)
             self.cluster.stopped(name, process.incarnation, attempt.number, stop, self.now)
             if self.settle():
                 process.answered = attempt.number
                 process.world = process.world if self.cluster.attempt is None else 0
-        elif attempt.stage is not Stage.PAUSING and name in attempt.behind:
+        elif attempt.stage is not Stage.STOPPING and name in attempt.unready:
             before = process.step, process.finished, process.holds_state
-            if name in attempt.takers:
+            if name in attempt.state_receivers:
                 if not self.processes[attempt.source].alive:
                     return
                 process.step, process.finished, process.holds_state = attempt.step, False, True
@@ -366,7 +366,7 @@ class Histories(RuleBasedStateMachine):
         if process is not None and process.connected:
             generation = self.cluster.generation - back
             why = f"{peer} is away"
-            self.cluster.trouble(name, process.incarnation, generation, self.now, peer=peer, why=why)
+            self.cluster.peer_report(name, process.incarnation, generation, self.now, peer=peer, reason=why)
             self.settle()
 
     @rule(name=st.sampled_from(NAMES), back=st.integers(1, 2))
@@ -378,7 +378,7 @@ class Histories(RuleBasedStateMachine):
         known = process.incarnation
         assert refused(lambda: self.cluster.stopped(name, known, number, stop, self.now)) == "attempt_over"
         assert refused(lambda: self.cluster.ready(name, known, number, self.now)) == "attempt_over"
-        assert not self.cluster.out
+        assert not self.cluster.outbox
 
     @rule(name=st.sampled_from(NAMES))
     def a_former_life_speaks(self, name: str) -> None:
@@ -391,9 +391,9 @@ class Histories(RuleBasedStateMachine):
         self.cluster.died(name, earlier, self.now, "it ended")
         self.cluster.heartbeat(name, earlier, 10**6, 10**6, self.now)
         self.cluster.pulse(name, earlier, 10**6, 10**6, 1.0, self.now)
-        self.cluster.trouble(name, earlier, self.cluster.generation, self.now, peer="", why="")
+        self.cluster.peer_report(name, earlier, self.cluster.generation, self.now, peer="", reason="")
         self.cluster.probed(name, earlier, self.now, refused=True)
-        assert not self.cluster.out
+        assert not self.cluster.outbox
 
     # What operators do.
 
@@ -465,24 +465,24 @@ class Histories(RuleBasedStateMachine):
     @rule(least=st.integers(1, 3), most=st.sampled_from([3, 5, 100]))
     def change_settings(self, least: int, most: int) -> None:
         self.cluster.configure({**self.cluster.settings, "min_workers": least, "max_workers": most})
-        self.cluster.out.cluster = True
+        self.cluster.outbox.job = True
         self.settle()
 
     # What has to be so.
 
     def settle(self) -> bool:
         """Store and tell what has come out; False when the store failed, and nothing of it has happened."""
-        if self.store_fails and self.cluster.out:
+        if self.store_fails and self.cluster.outbox:
             self.store_fails = False
             self.reload()
             return False
-        for key, value in writes(self.cluster).items():
+        for key, value in changed_records(self.cluster).items():
             if value is None:
                 self.stored.pop(key, None)
             else:
                 self.stored[key] = value
-        out = self.cluster.out.take()
-        self.cluster.known = self.cluster.known or bool(self.stored)
+        out = self.cluster.outbox.take()
+        self.cluster.is_stored = self.cluster.is_stored or bool(self.stored)
         self.newest = out.facts
         for fact in out.facts:
             self.hear(fact)
@@ -578,21 +578,22 @@ class Histories(RuleBasedStateMachine):
         assert (cluster.phase is Phase.RESCALING) or cluster.attempt is None
         if cluster.attempt is not None:
             missing = set(cluster.attempt.members) - cluster.members.keys()
-            assert not missing or cluster._is_doomed, "an attempt waits for somebody who is not there"
+            assert not missing or cluster.member_is_missing, "an attempt waits for somebody who is not there"
         if self.phase is Phase.RUNNING and cluster.attempt is None:
-            assert cluster.membership.is_whole or cluster._is_doomed, "a world trains on without somebody"
+            assert cluster.membership.is_complete or cluster.member_is_missing, "a world trains on without somebody"
 
     @invariant()
     def what_is_stored_is_what_is(self) -> None:
-        if not hasattr(self, "cluster") or self.cluster.out or not self.stored:
+        if not hasattr(self, "cluster") or self.cluster.outbox or not self.stored:
             return
-        other = restored(JOB, sorted(self.stored.items()), self.now)
+        other = restore(JOB, sorted(self.stored.items()), self.now)
         assert other is not None
         ours = self.cluster
-        for name in ("settings", "key", "phase", "paused", "attempts", "failures", "why", "base"):
+        for name in ("settings", "key", "phase", "paused", "attempts", "failure_budget", "rescale_reasons"):
             assert getattr(other, name) == getattr(ours, name), name
         assert (other.membership.topology, other.membership.world) == (ours.membership.topology, ours.membership.world)
         assert (other.reason, other.members.keys()) == (ours.reason, ours.members.keys())
+        assert other.scaling_base == ours.scaling_base
         assert list(other.membership.world) == list(ours.membership.world)
         for member in ours.members.values():
             twin = other.members[member.id]
@@ -664,7 +665,7 @@ class Histories(RuleBasedStateMachine):
 
     def reload(self) -> None:
         self.time += 0.1
-        found = restored(JOB, sorted(self.stored.items()), self.now)
+        found = restore(JOB, sorted(self.stored.items()), self.now)
         self.cluster = found or Cluster(JOB, self.cluster.settings)
         for process in self.processes.values():
             process.connected = False

@@ -48,7 +48,7 @@ def with_a_spare() -> Play:
 
 
 def may_go(play: Play, name: str) -> bool:
-    return play.cluster.may_go(play.cluster.members[name])
+    return play.cluster.may_leave(play.cluster.members[name])
 
 
 def failed(play: Play) -> list[str]:
@@ -65,7 +65,7 @@ def test_the_others_form_a_world_without_who_is_to_go() -> None:
     (started,) = play.wait(SOON_S)
     assert isinstance(started, RescaleStarted)
     assert (started.world_size, started.removed, started.leaving) == (2, ["b"], ["b"])
-    assert started.reason == "b is to go: the night"
+    assert started.reason == "draining b: the night"
     completed = play.agree(5)
     assert (play.world, completed.removed, completed.step) == (["a", "c"], ["b"], 5)
     assert "b" in play.cluster.members, "it may take its time to save what it has"
@@ -229,7 +229,7 @@ def test_where_none_who_stays_has_the_state_all_who_have_it_wait_until_it_is_tak
     play.die("a")
     play.wait(SOON_S)
     play.agree(5)
-    assert (play.world, play.cluster.state.current_step) == (["c"], 5)
+    assert (play.world, play.cluster.training.current_step) == (["c"], 5)
 
 
 def test_who_was_of_no_use_any_more_is_while_the_one_who_was_to_stay_is_lost() -> None:
@@ -268,7 +268,7 @@ def test_who_is_to_go_and_dies_is_done_without_and_counts_towards_no_limit() -> 
     play.die("b")
     play.wait(SOON_S)
     play.agree()
-    assert (play.world, play.cluster.failures.in_world) == (["a", "c"], 0)
+    assert (play.world, play.cluster.failure_budget.in_world) == (["a", "c"], 0)
 
 
 def test_who_is_to_go_and_does_not_answer_fails() -> None:
@@ -722,7 +722,7 @@ def test_who_has_gone_out_takes_over_no_data_though_the_daemon_was_another_one_t
     play = formed("a", "b", "c", use_synchronous_rescaling=False, **ALL_MAY_FAIL)
     for member in play.cluster.members.values():
         member.with_data = True
-        play.cluster.out.members.add(member.id)
+        play.cluster.outbox.members.add(member.id)
     drain(play, "a")
     play.wait(SOON_S)
     play.ready("a", "b", "c")

@@ -33,14 +33,14 @@ def test_who_has_the_same_is_welcome(common: SharedConfig) -> None:
 def test_who_lacks_a_part_is_told_what_the_others_have() -> None:
     error = refusal(DATASET | SAMPLER, SAMPLER)
     assert error.code == "dataset_missing"
-    assert error.message == "job run trains with a dataset (samples = 100, shards = 10), and this worker has none"
-    assert error.fix == "give it the dataset that the others have"
+    assert error.message == "job run trains with a dataset (samples = 100, shards = 10), this worker has none"
+    assert error.fix == "give this worker the same dataset"
 
 
 def test_who_has_a_part_that_the_others_lack_is_refused_likewise() -> None:
     error = refusal(SAMPLER, DATASET | SAMPLER)
     assert error.code == "dataset_differs"
-    assert error.message == ("job run trains without a dataset, and this worker has one (samples = 100, shards = 10)")
+    assert error.message == ("job run trains without a dataset, this worker has one (samples = 100, shards = 10)")
     assert error.fix == FIX
 
 
@@ -48,13 +48,14 @@ def test_what_differs_is_named_with_both_values() -> None:
     error = refusal(SAMPLER, {"sampler": {"seed": 8, "drop_last": True}})
     assert error.code == "sampler_differs"
     assert error.message == (
-        "job run trains with another sampler: drop_last = False, and True here; seed = 7, and 8 here"
+        "job run trains with another sampler: drop_last is False in the job, True in this worker;"
+        " seed is 7 in the job, 8 in this worker"
     )
 
 
 def test_a_value_that_only_one_of_them_has_differs() -> None:
     error = refusal(SAMPLER, {"sampler": {"seed": 7}})
-    assert error.message == "job run trains with another sampler: drop_last = False, and None here"
+    assert error.message == "job run trains with another sampler: drop_last is False in the job, None in this worker"
 
 
 @pytest.mark.parametrize("common", [None, {}, DATASET | SAMPLER])

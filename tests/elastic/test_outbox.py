@@ -6,8 +6,8 @@ from forged.elastic.outbox import Outbox
 
 def test_what_was_taken_is_there_no_more() -> None:
     out = Outbox()
-    out.say(JobPaused("lunch"))
-    out.trigger()
+    out.publish(JobPaused("lunch"))
+    out.mark_trigger()
     out.members.add("a")
     out.world = True
     taken = out.take()
@@ -19,11 +19,11 @@ def test_what_was_taken_is_there_no_more() -> None:
     )
     assert taken
     assert not out
-    out.say(JobResumed("done"))
+    out.publish(JobResumed("done"))
     assert taken.facts == [JobPaused("lunch")]
 
 
 def test_where_nothing_was_said_nothing_triggers() -> None:
     out = Outbox()
-    out.trigger()
+    out.mark_trigger()
     assert (out.triggers, bool(out)) == ([], False)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from forged.elastic.phases import OVER, TRANSITIONS, Cause, Phase, following
+from forged.elastic.phases import OVER, TRANSITIONS, Cause, Phase, next_phase
 from forged.errors import RequestRefused
 
 UNLISTED = [pair for pair in itertools.product(Phase, Cause) if pair not in TRANSITIONS]
@@ -12,13 +12,13 @@ UNLISTED = [pair for pair in itertools.product(Phase, Cause) if pair not in TRAN
 
 @pytest.mark.parametrize(("phase", "cause"), TRANSITIONS, ids=str)
 def test_what_is_in_the_table_leads_where_it_says(phase: Phase, cause: Cause) -> None:
-    assert following(phase, cause) is TRANSITIONS[phase, cause]
+    assert next_phase(phase, cause) is TRANSITIONS[phase, cause]
 
 
 @pytest.mark.parametrize(("phase", "cause"), UNLISTED, ids=str)
 def test_what_is_not_in_the_table_is_refused_and_says_what_was_wanted(phase: Phase, cause: Cause) -> None:
     with pytest.raises(RequestRefused) as refused:
-        following(phase, cause)
+        next_phase(phase, cause)
     assert refused.value.code == "phase_wrong"
     assert phase in refused.value.message
     assert cause.value in refused.value.message
@@ -30,8 +30,8 @@ def test_nothing_leads_out_of_a_job_that_is_over() -> None:
 
 def test_every_phase_but_the_last_two_can_be_completed_and_given_up() -> None:
     for phase in set(Phase) - OVER:
-        assert following(phase, Cause.COMPLETED) is Phase.COMPLETED
-        assert following(phase, Cause.ABORTED) is Phase.ABORTED
+        assert next_phase(phase, Cause.COMPLETED) is Phase.COMPLETED
+        assert next_phase(phase, Cause.ABORTED) is Phase.ABORTED
 
 
 def test_every_phase_but_the_first_is_reached_from_it() -> None:

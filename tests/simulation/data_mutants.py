@@ -35,12 +35,12 @@ Mutant = Callable[[], Any]
 @contextmanager
 def commit_without_waiting_for_data() -> Iterator[None]:
     """Only those who need the state are waited for."""
-    settle = Attempt.settle
+    settle = Attempt.synchronise
 
     def hasty(self: Attempt, with_data: Collection[str] = ()) -> None:
         settle(self)
 
-    with patch.object(Attempt, "settle", hasty):
+    with patch.object(Attempt, "synchronise", hasty):
         yield
 
 
@@ -182,7 +182,7 @@ def commit_when_the_first_has_its_data() -> Iterator[None]:
 
     def hasty(self: Cluster, *what: Any) -> None:
         if self.attempt is not None and self.attempt.in_background:
-            self.attempt.behind.clear()
+            self.attempt.unready.clear()
         ready(self, *what)
 
     with patch.object(Cluster, "ready", hasty):

@@ -20,8 +20,8 @@ STEP_S_MAX = 1.5
 SOON_S = 0.01
 TOLD_LATE_S = 3.5
 """How long after the daemon has decided something that may be told: it may have been suspended."""
-NOT_TOGETHER = ("worlds in a row could not work", "did not get the state from it")
-STANDING_STILL = ("it lives and made no progress", "it did not answer")
+NOT_TOGETHER = ("most peer reports in", "could not fetch the state from it")
+STANDING_STILL = ("alive, but no progress", "no answer in attempt")
 
 
 class Evidence:
@@ -40,9 +40,9 @@ class Evidence:
             return None
         if reason.startswith("evicted: "):
             return None if trainee.name in truth.evictions_wanted else "nobody wanted it evicted"
-        if reason.startswith(("its process", "nobody listens")):
+        if reason.startswith("its process") or "refuses connections" in reason:
             return "it lives"
-        if reason.startswith("it was told to go"):
+        if reason.startswith("draining for"):
             return self._against_impatience(trainee, reason, truth)
         if reason.startswith(STANDING_STILL) or any(text in reason for text in NOT_TOGETHER):
             return None if self._is_disturbed(truth) else self._against_stillness(trainee, reason, truth)
@@ -54,13 +54,13 @@ class Evidence:
         told_s = self._now() - truth.told_to_go.get(trainee.me, math.inf)
         if told_s < max(truth.config.leave_timeout_s, truth.config.worker_heartbeat_timeout_s) - TOLD_LATE_S:
             return f"it was told so {told_s:.1f} s ago"
-        if reason.endswith("did not"):
+        if reason.endswith("has not left"):
             return "the others need it" if trainee.me in truth.world else None
         return None if self._is_disturbed(truth) or self._was_held(trainee) else "its library is heard"
 
     def _against_stillness(self, trainee: Trainee, reason: str, truth: Truth) -> str | None:
         """Whether it was itself that did not get on, where every network was good."""
-        if reason.startswith("it lives and made no progress"):
+        if reason.startswith("alive, but no progress"):
             held_s = truth.config.stall_timeout_s - STEP_S_MAX
             return None if self._was_held(trainee, held_s) else "it was not held up for so long"
         return None if self._was_held(trainee) else "nothing kept it from getting on"
@@ -69,17 +69,17 @@ class Evidence:
         """Whether its network was bad enough, and for long enough."""
         config = truth.config
         limits_s = {
-            "its connection was lost": config.reconnect_grace_s,
-            "neither its library nor its pulse": config.worker_heartbeat_timeout_s - config.heartbeat_interval_s,
-            "neither the daemon nor": 0.0,
+            "connection lost": config.reconnect_grace_s,
+            "no heartbeat and no pulse": config.worker_heartbeat_timeout_s - config.heartbeat_interval_s,
+            "unreachable from the daemon": 0.0,
         }
         limit_s = next((limit_s for text, limit_s in limits_s.items() if reason.startswith(text)), None)
         if limit_s is None:
             return "that is no reason"
-        if reason.startswith("neither the daemon nor") and self._was_held(trainee):
+        if reason.startswith("unreachable from the daemon") and self._was_held(trainee):
             # Who does not answer either of them need not be out of reach.
             return None
-        if reason.startswith("neither the daemon nor") and self._disturbances.is_but_a_pause(trainee.host):
+        if reason.startswith("unreachable from the daemon") and self._disturbances.is_but_a_pause(trainee.host):
             return "all of the network paused, for whoever said so too"
         if self._was_good(trainee.host):
             return f"its network is good for {self._disturbances.good_for_s(trainee.host):.1f} s"
@@ -104,7 +104,7 @@ class Evidence:
         """What speaks against a job's being aborted for this reason."""
         config, size = truth.config, truth.world.world_size
         tolerated = tolerated_failures(size, config.failure_tolerance_percentage)
-        if found := re.fullmatch(r"(\d+) of (\d+) workers failed, and (\d+) may", reason):
+        if found := re.fullmatch(r"(\d+) of (\d+) workers failed; limit (\d+)", reason):
             is_true = tuple(map(int, found.groups())) == (truth.failures, size, tolerated)
             is_true = is_true and truth.failures > tolerated
         elif found := re.fullmatch(r"(\d+) failures? without a committed step in between", reason):

@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from forged.elastic.coordinator import cluster, records
+from forged.elastic.coordinator import failures, records, rescaling
 from forged.elastic.coordinator.cluster import Cluster
+from forged.elastic.coordinator.job_state import JobState
 from forged.elastic.coordinator.step_witnesses import StepWitnesses
 from forged.elastic.failure_detector import detector, timeouts
-from forged.elastic.membership.member import Member, death_of
+from forged.elastic.membership.member import Member, death_evidence
 from forged.elastic.membership.world_membership import WorldMembership
 from forged.elastic.phases import Phase
 from forged.elastic.rescale import attempt
@@ -42,21 +43,21 @@ def commit_before_all_have_stopped() -> Iterator[None]:
             self.stops.setdefault(worker, next(iter(self.stops.values())))
         return True
 
-    with patch.object(Attempt, "stopped", property(hasty)):
+    with patch.object(Attempt, "all_stopped", property(hasty)):
         yield
 
 
 @contextmanager
 def commit_before_all_have_the_state() -> Iterator[None]:
     """Nobody is waited for who is behind."""
-    settle = Attempt.settle
+    settle = Attempt.synchronise
 
     def hasty(self: Attempt, *what: Any) -> None:
         settle(self, *what)
-        self.behind = set()
+        self.unready = set()
 
     # Who meets agrees on whose state holds; without that nobody notices that he is behind.
-    with patch.object(Attempt, "settle", hasty), _taken_at_their_word():
+    with patch.object(Attempt, "synchronise", hasty), _taken_at_their_word():
         yield
 
 
@@ -89,10 +90,10 @@ def take_the_lowest_step() -> Iterator[None]:
             self.source = min(holders, key=lambda worker: self.stops[worker].step)
             self.step = self.stops[self.source].step
             self.stops[self.source] = replace(self.stops[self.source], finished=False)
-            self.behind = {worker for worker in self.target if self.stops[worker].position != self.step}
+            self.unready = {worker for worker in self.target if self.stops[worker].position != self.step}
 
-    settle = Attempt.settle
-    with patch.object(Attempt, "settle", lowest):
+    settle = Attempt.synchronise
+    with patch.object(Attempt, "synchronise", lowest):
         yield
 
 
@@ -112,47 +113,47 @@ def count_what_somebody_has_finished() -> Iterator[None]:
 @contextmanager
 def forget_the_attempt_at_restart() -> Iterator[None]:
     """A daemon that died over an attempt takes the world before for the one that trains."""
-    take = records._take_cluster
+    take = records._restore_cluster
 
-    def forgetful(found: Cluster, record: records.ClusterRecord) -> None:
+    def forgetful(found: JobState, record: records.ClusterRecord) -> None:
         take(found, record)
         if found.phase is Phase.RESCALING:
-            found.phase, found.why = Phase.RUNNING, []
+            found.phase, found.rescale_reasons = Phase.RUNNING, []
 
     def keep(self: Cluster, now: Any) -> None:
         resume(self, now)
-        self.why, self._hole_at = [], None
+        self.rescale_reasons, self.missing_since = [], None
 
     resume = Cluster.resume_from_store
-    with patch.object(records, "_take_cluster", forgetful), patch.object(Cluster, "resume_from_store", keep):
+    with patch.object(records, "_restore_cluster", forgetful), patch.object(Cluster, "resume_from_store", keep):
         yield
 
 
 @contextmanager
 def number_attempts_anew_at_restart() -> Iterator[None]:
     """How many attempts there were is remembered in memory alone."""
-    take = records._take_cluster
+    take = records._restore_cluster
 
-    def forgetful(found: Cluster, record: records.ClusterRecord) -> None:
+    def forgetful(found: JobState, record: records.ClusterRecord) -> None:
         take(found, record)
         found.attempts = 0
 
-    with patch.object(records, "_take_cluster", forgetful):
+    with patch.object(records, "_restore_cluster", forgetful):
         yield
 
 
 @contextmanager
 def keep_only_the_first_world() -> Iterator[None]:
     """The store is told of one world, so that after a restart a number is given to two."""
-    writes = records.writes
+    changed_records = records.changed_records
 
-    def sparing(found: Cluster) -> dict[str, bytes | None]:
-        changed = writes(found)
+    def sparing(found: JobState) -> dict[str, bytes | None]:
+        changed = changed_records(found)
         if found.generation > 1:
-            changed.pop(f"{records.PREFIX}{found.job}/{records.WORLD}", None)
+            changed.pop(f"{records.PREFIX}{found.name}/{records.WORLD}", None)
         return changed
 
-    with patch("forged.elastic.service.writes", sparing):
+    with patch("forged.elastic.runtime.decisions.changed_records", sparing):
         yield
 
 
@@ -163,9 +164,9 @@ def give_no_grace() -> Iterator[None]:
     def merciless(member: Member, config: Any, now: float) -> str | None:
         if member.lost_at is not None:
             return f"its connection was lost {now - member.lost_at:.1f} s ago and did not come back"
-        return death_of(member, config, now)
+        return death_evidence(member, config, now)
 
-    with patch.object(detector, "death_of", merciless):
+    with patch.object(detector, "death_evidence", merciless):
         yield
 
 
@@ -176,14 +177,14 @@ def turn_the_ranks_around() -> Iterator[None]:
     def around(old: Sequence[str], staying: Collection[str], joining: Iterable[str]) -> tuple[str, ...]:
         return (*(worker for worker in reversed(old) if worker in staying), *joining)
 
-    with patch.object(cluster, "assign_ranks", around):
+    with patch.object(rescaling, "assign_ranks", around):
         yield
 
 
 @contextmanager
 def tolerate_every_failure() -> Iterator[None]:
     """No failure is one too many."""
-    with patch.object(Cluster, "_too_many_failures", lambda self, now: False):
+    with patch.object(failures, "abort_over_budget", lambda job: job.over):
         yield
 
 
@@ -222,9 +223,9 @@ def give_the_suspended_no_more_than_the_grace() -> Iterator[None]:
     """Who has lost the connection is dead after the grace, whatever its pulse says."""
 
     def deaf(member: Member, config: Any, now: float) -> str | None:
-        return death_of(member if member.connected else replace(member, pulse_at=None), config, now)
+        return death_evidence(member if member.connected else replace(member, pulse_at=None), config, now)
 
-    with patch.object(detector, "death_of", deaf):
+    with patch.object(detector, "death_evidence", deaf):
         yield
 
 
@@ -238,19 +239,19 @@ def fail_whoever_has_not_answered() -> Iterator[None]:
     def hurried(*what: Any) -> bool:
         return False
 
-    with patch.object(timeouts, "holding_up", everybody), patch.object(timeouts, "_is_in_a_step", hurried):
+    with patch.object(timeouts, "members_holding_up", everybody), patch.object(timeouts, "_is_in_step", hurried):
         yield
 
 
 @contextmanager
 def count_evictions() -> Iterator[None]:
     """Whoever an operator puts out is a failure that the job has to bear."""
-    fail = Cluster._fail
+    fail = failures.fail
 
-    def counted(self: Cluster, *what: Any, is_uncounted: bool = False) -> None:
-        fail(self, *what)
+    def counted(*what: Any, is_uncounted: bool = False) -> None:
+        fail(*what)
 
-    with patch.object(Cluster, "_fail", counted):
+    with patch.object(failures, "fail", counted):
         yield
 
 
@@ -265,7 +266,7 @@ def take_everybody_for_a_holder_of_the_state() -> Iterator[None]:
 @contextmanager
 def keep_nobody_for_the_state() -> Iterator[None]:
     """Who is told to go may go, whoever waits for what only it has."""
-    with patch.object(Cluster, "may_go", lambda self, member: True):
+    with patch.object(Cluster, "may_leave", lambda self, member: True):
         yield
 
 

@@ -36,7 +36,7 @@ from forged.elastic.messages import (
     WorkerStalled,
 )
 from forged.elastic.model import ClusterTopology, WorkerId
-from forged.elastic.phases import OVER, Cause, following
+from forged.elastic.phases import OVER, Cause, next_phase
 from forged.elastic.rescale.attempt import StopReport
 from forged.errors import ForgedError
 from forged.kernel.messages import Fact, Record
@@ -157,7 +157,7 @@ class ElasticOracle:
         if fact.rank != rank:
             self.breach(Promise.ONE_OWNER, f"{worker} failed at rank {fact.rank}, and has rank {rank}")
         is_wanted = fact.reason.startswith("evicted: ") or worker in truth.told_to_go
-        is_wanted = is_wanted or fact.reason.endswith("which counts towards no limit")
+        is_wanted = is_wanted or fact.reason.endswith("it disappeared while the daemon was down")
         if fact.rank >= 0 and truth.phase not in OVER and not is_wanted:
             truth.failures += 1
             truth.failed_behind.append(truth.steps_committed)
@@ -201,7 +201,7 @@ class ElasticOracle:
 
     @take.register
     def _rescale_aborted(self, fact: RescaleAborted, truth: Truth) -> None:
-        if fact.reason != "the daemon has begun anew":
+        if fact.reason != "the daemon restarted":
             self._must_be_attempt(fact.attempt, truth, fact)
         truth.in_attempt = truth.synchronising = truth.in_background = False
 
@@ -313,7 +313,7 @@ class ElasticOracle:
 
     def _go_on(self, truth: Truth, cause: Cause, fact: Fact) -> None:
         try:
-            truth.phase = following(truth.phase, cause)
+            truth.phase = next_phase(truth.phase, cause)
         except ForgedError as error:
             self.breach(Promise.HISTORY, f"{truth.job}, {type(fact).__name__}: {error.message}")
 
@@ -534,7 +534,7 @@ class ElasticOracle:
             self.breach(Promise.GENERATIONS_GROW, f"{old} for {OLD_WORLD_MAX_S:g} s")
 
     def _check_state(self, truth: Truth, me: WorkerId, steps: int, state: int) -> None:
-        if state != truth.state_behind(steps):
+        if state != truth.state_after(steps):
             known = truth.chain.index(state) if state in truth.chain else "no"
             self.breach(
                 Promise.STATE, f"{me} has the state of {known} steps of {truth.job} where {steps} are behind it"

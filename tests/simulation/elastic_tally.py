@@ -90,7 +90,7 @@ class Tally(Counter[str]):
                 self._aborted(reason)
             case WorkerFailed(rank=rank, reason=reason):
                 self["workers failed"] += 1
-                self["a joiner does not become ready"] += rank < 0 and reason.startswith("it did not answer")
+                self["a joiner does not become ready"] += rank < 0 and reason.startswith("no answer in attempt")
                 self["a worker is evicted"] += reason.startswith("evicted")
             case WorkerStalled():
                 self["a worker is stalled"] += 1
@@ -102,7 +102,7 @@ class Tally(Counter[str]):
     def _aborted(self, reason: str) -> None:
         self["a job is aborted"] += 1
         self["a job waits too long"] += reason.startswith("fewer than")
-        self["too many of a world fail"] += " workers failed, and " in reason
+        self["too many of a world fail"] += " workers failed; limit " in reason
         self["too many fail in a row"] += "without a committed step" in reason
 
     def death(self, trainee: Trainee, truth: Truth) -> None:

@@ -208,7 +208,7 @@ class Truth:
             return math.inf
         return self.steps_committed if self.stops_to_rescale else max(self.committed.values(), default=0)
 
-    def state_behind(self, steps: int) -> int:
+    def state_after(self, steps: int) -> int:
         """What the state has to be behind so many steps."""
         while len(self.chain) <= steps:
             step = len(self.chain) - 1

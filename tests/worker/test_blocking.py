@@ -319,7 +319,7 @@ class TestSteps:
         b.result(PATIENCE_S)
         assert [(fact.worker_id, fact.reason) for fact in past(client, WorkerLeft)] == [
             ("a", "it left its loop"),
-            ("b", "the training is done"),
+            ("b", "training completed"),
         ]
         assert past(client, WorkerFailed) == []
 
@@ -745,7 +745,7 @@ class TestForkedChildren:
                         assert forked() == -signal.SIGTERM
             assert worker.step == 3
             assert is_heeded()
-        assert [fact.reason for fact in past(client, WorkerLeft)] == ["the training is done"]
+        assert [fact.reason for fact in past(client, WorkerLeft)] == ["training completed"]
 
     def test_a_handler_of_the_scripts_own_is_theirs_too(self) -> None:
         heard: list[int] = []
@@ -768,7 +768,7 @@ class TestForkedChildren:
                     in_a_child(partial(self._is_cut_off, worker, held))
                 worker.barrier()
             assert worker.step == 4
-        assert [fact.reason for fact in past(client, WorkerLeft)] == ["the training is done"]
+        assert [fact.reason for fact in past(client, WorkerLeft)] == ["training completed"]
 
     def _is_cut_off(self, worker: Training, held: list[int]) -> None:
         assert held

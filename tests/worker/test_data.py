@@ -300,7 +300,7 @@ class TestAWorld:
             ranch.start("b", replication=1)
             (error,) = await ranch.crew.over("b")
             assert getattr(error, "code", error) == "dataset_differs"
-            assert "replication = 0, and 1 here" in str(error)
+            assert "replication is 0 in the job, 1 in this worker" in str(error)
             assert len(await ranch.facts(RescaleStarted)) == 1
 
     async def test_takes_in_who_comes_with_what_the_script_had_forgotten_when_nobody_could_train(
@@ -341,7 +341,7 @@ class TestSampling:
             ranch.crew.start("b")
             (error,) = await ranch.crew.over("b")
             assert getattr(error, "code", error) == "sampler_differs"
-            assert "drop_last = False, and True here" in str(error)
+            assert "drop_last is False in the job, True in this worker" in str(error)
 
     @pytest.mark.parametrize("is_sharded", [False, True], ids=["shared", "sharded"])
     async def test_uses_each_sample_once_whoever_comes_and_dies(self, runner: DaemonRunner, is_sharded: bool) -> None:
@@ -953,7 +953,7 @@ class TestTrouble:
             assert isinstance(error, WorkerEvicted)
             store.gate.set()
             (failed,) = await ranch.facts(WorkerFailed)
-            assert failed.reason == "it did not answer in attempt 1 within 1 s"
+            assert failed.reason == "no answer in attempt 1 within 1 s"
             assert await ranch.facts(ShardsLost) == []
 
     async def test_with_the_full_store_of_who_alone_has_some_shards_lets_others_take_what_is_new(

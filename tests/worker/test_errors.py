@@ -22,7 +22,7 @@ def test_what_is_the_others_affair_passes(error: ForgedError) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [RequestRefused("state_unfit", "it is a string", "give a dict"), WorkerEvicted("an operator's wish")],
+    [RequestRefused("state_unfit", "it is a string", "give a dict"), WorkerEvicted("requested by an operator")],
     ids=lambda error: error.code,
 )
 def test_what_is_wrong_here_does_not_pass(error: ForgedError) -> None:

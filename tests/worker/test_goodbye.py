@@ -68,7 +68,7 @@ async def test_what_was_said_first_is_said_until_that_was_done_once_and_again_on
             await anyio.sleep_forever()
 
     anything: Any = None
-    goodbye, words = Goodbye(anything, anything, None, anything), LeaveReason("the training is done", done=True)
+    goodbye, words = Goodbye(anything, anything, None, anything), LeaveReason("training completed", done=True)
     goodbye._leave = say  # type: ignore[method-assign, assignment]
     with anyio.CancelScope() as scope:
         await goodbye.say(words)

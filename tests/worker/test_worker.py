@@ -338,7 +338,7 @@ class TestComingAndGoing:
             with pytest.raises(asyncio.CancelledError):
                 await task
         said = await past(client, WorkerLeft, JobCompleted, WorkerFailed)
-        assert said == [WorkerLeft("me", "the training is done"), JobCompleted(3)]
+        assert said == [WorkerLeft("me", "training completed"), JobCompleted(3)]
 
     async def test_who_is_interrupted_in_its_goodbye_does_not_wait_for_a_daemon_that_is_away(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
@@ -404,7 +404,7 @@ class TestComingAndGoing:
         crew.start("a")
         assert await crew.over("a") == [None]
         said = await past(client, WorkerLeft, JobCompleted)
-        assert said == [WorkerLeft("a", "the training is done"), JobCompleted(5)]
+        assert said == [WorkerLeft("a", "training completed"), JobCompleted(5)]
 
     async def test_who_has_left_has_no_rank_and_does_not_resume(self, runner: DaemonRunner) -> None:
         worker = guest("me", config(), job=JOB)

@@ -1,7 +1,8 @@
-"""What is kept of a job's training in the store.
+"""What the store keeps of a job's training.
 
-Law: a change writes only what it changed: a member its record, a commit the world, everything else the cluster. What
-comes back is what was there, but for what is known by evidence only.
+Invariants:
+- A change writes only the records that it changed: a member's, the world's, the job's.
+- A restored job equals the stored one, except for what is known by evidence only.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import msgspec
 from forged.elastic.compatibility import SharedConfig
 from forged.elastic.coordinator.cluster import Cluster
 from forged.elastic.coordinator.failure_budget import FailureBudget
+from forged.elastic.coordinator.job_state import JobState
 from forged.elastic.membership.member import Member
 from forged.elastic.membership.registry import MemberRegistry
 from forged.elastic.model import ClusterTopology, GlobalTrainingState, WorkerId
@@ -26,13 +28,13 @@ CLUSTER, WORLD, MEMBER = "cluster", "world", "member"
 
 
 class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the training is, and with which of the job's settings."""
+    """The job's settings and training state."""
 
     settings: dict[str, SettingValue]
     key: bytes
     phase: Phase
     paused: bool
-    paused_because: str = ""
+    pause_reason: str = ""
     state: GlobalTrainingState
     attempts: int
     failures: int
@@ -40,26 +42,26 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     failed_at_step: int
     base: tuple[int, float, int]
     reason: str
-    why: list[str]
-    slack_s: float = 0.0
-    """The most that any worker may be silent for longer than the settings say."""
+    rescale_reasons: list[str]
+    extra_silence_s: float = 0.0
+    """The most that any worker may be silent beyond what the settings allow."""
     shared_config: SharedConfig | None = None
-    told_over: int = 0
-    cause: int = 0
+    interrupted_attempt: int = 0
+    cause_id: int = 0
 
 
 class WorldRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The committed world; `incarnations` are those of its workers, in the order of their ranks."""
+    """The committed world; `incarnations` are those of its members, in rank order."""
 
     topology: ClusterTopology
     incarnations: tuple[bytes, ...]
     state_holders: tuple[str, ...] = ()
     former: dict[str, bytes] = {}
-    """The incarnations of those who have gone out of the world before, and are kept for what they have."""
+    """The incarnations of former members that are kept for their state."""
 
 
 class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that has registered."""
+    """A registered worker."""
 
     worker: WorkerId
     incarnation: bytes
@@ -81,103 +83,109 @@ _decode_member = msgspec.msgpack.Decoder(MemberRecord).decode
 
 
 def job_of(key: str) -> str:
-    """The job that a key is about."""
+    """The job that a key belongs to."""
     return key.removeprefix(PREFIX).partition("/")[0]
 
 
-def writes(cluster: Cluster) -> dict[str, bytes | None]:
-    """What has changed since the outbox was emptied."""
-    out, prefix = cluster.out, f"{PREFIX}{cluster.job}/"
+def changed_records(job: JobState) -> dict[str, bytes | None]:
+    """The writes for all that changed since the outbox was taken; None deletes a key."""
+    outbox, prefix = job.outbox, f"{PREFIX}{job.name}/"
     found: dict[str, bytes | None] = {}
-    if out.cluster or out.world:
-        found |= anew(cluster)
-    if out.world:
+    if outbox.job or outbox.world:
+        found |= job_record(job)
+    if outbox.world:
         found[prefix + WORLD] = _encode(
             WorldRecord(
-                topology=cluster.membership.topology,
-                incarnations=tuple(cluster.membership.world.values()),
-                state_holders=tuple(sorted(cluster.membership.state_holders)),
-                former={name: member.incarnation for name, member in cluster.membership.former.items()},
+                topology=job.membership.topology,
+                incarnations=tuple(job.membership.world.values()),
+                state_holders=tuple(sorted(job.membership.state_holders)),
+                former={name: member.incarnation for name, member in job.membership.former.items()},
             )
         )
-    for worker in out.members:
-        member = cluster.members.get(worker)
+    for worker in outbox.members:
+        member = job.members.get(worker)
         found[f"{prefix}{MEMBER}/{worker}"] = None if member is None else _encode(_member_record(member))
     return found
 
 
-def anew(cluster: Cluster) -> dict[str, bytes | None]:
-    """What is kept of it besides its members and its world."""
-    return {f"{PREFIX}{cluster.job}/{CLUSTER}": _encode(_cluster_record(cluster))}
+def job_record(job: JobState) -> dict[str, bytes | None]:
+    """The write of the job's own record, without members and world."""
+    return {f"{PREFIX}{job.name}/{CLUSTER}": _encode(_cluster_record(job))}
 
 
-def restored(job: str, entries: Iterable[tuple[str, bytes]], now: Moment) -> Cluster | None:
-    """The cluster that these entries were written for; all members have yet to come back. None where it is no more."""
-    cluster = Cluster(job, {})
+def restore(name: str, entries: Iterable[tuple[str, bytes]], now: Moment) -> Cluster | None:
+    """The job that these entries were written for, with all members unseen; None if the job was removed."""
+    job = Cluster(name, {})
     members: list[Member] = []
     world: WorldRecord | None = None
-    slack_s = 0.0
+    extra_silence_s = 0.0
     for key, value in entries:
-        kind = key.removeprefix(f"{PREFIX}{job}/").partition("/")[0]
+        kind = key.removeprefix(f"{PREFIX}{name}/").partition("/")[0]
         if kind == CLUSTER:
             record = _decode_cluster(value)
-            _take_cluster(cluster, record)
-            slack_s = record.slack_s
+            _restore_cluster(job, record)
+            extra_silence_s = record.extra_silence_s
         elif kind == WORLD:
             world = _decode_world(value)
         else:
             members.append(_member(_decode_member(value), now))
-    if not cluster.known:
+    if not job.is_stored:
         return None
     for member in members:
-        member.slack_s = slack_s
-    # Who came first is taken in first, also behind a restart.
-    cluster.membership.members = MemberRegistry(job, sorted(members, key=lambda member: member.joined_at))
+        member.extra_silence_s = extra_silence_s
+    # Joiners are taken in by the order of registration, also after a restart.
+    job.membership.members = MemberRegistry(name, sorted(members, key=lambda member: member.joined_at))
     if world is not None:
-        _take_world(cluster, world)
-    cluster.resume_from_store(now)
-    return cluster
+        _restore_world(job, world)
+    job.resume_from_store(now)
+    return job
 
 
-def _cluster_record(cluster: Cluster) -> ClusterRecord:
+def _cluster_record(job: JobState) -> ClusterRecord:
     return ClusterRecord(
-        settings=cluster.settings,
-        key=cluster.key,
-        phase=cluster.phase,
-        paused=cluster.paused,
-        paused_because=cluster.paused_because,
-        state=cluster.state,
-        attempts=cluster.attempts,
-        failures=cluster.failures.in_world,
-        failures_in_a_row=cluster.failures.in_a_row,
-        failed_at_step=cluster.failures.at_step,
-        base=cluster.base,
-        reason=cluster.reason,
-        why=cluster.why,
-        slack_s=max((member.slack_s for member in cluster.members.values()), default=0.0),
-        shared_config=cluster.shared_config,
-        told_over=cluster.told_over,
-        cause=cluster.cause,
+        settings=job.settings,
+        key=job.key,
+        phase=job.phase,
+        paused=job.paused,
+        pause_reason=job.pause_reason,
+        state=job.training,
+        attempts=job.attempts,
+        failures=job.failure_budget.in_world,
+        failures_in_a_row=job.failure_budget.in_a_row,
+        failed_at_step=job.failure_budget.at_step,
+        base=job.scaling_base,
+        reason=job.reason,
+        rescale_reasons=job.rescale_reasons,
+        extra_silence_s=max((member.extra_silence_s for member in job.members.values()), default=0.0),
+        shared_config=job.shared_config,
+        interrupted_attempt=job.interrupted_attempt,
+        cause_id=job.cause_id,
     )
 
 
-def _take_cluster(cluster: Cluster, record: ClusterRecord) -> None:
-    cluster.known, cluster.key = True, record.key
-    cluster.configure(record.settings)
-    cluster.phase, cluster.paused, cluster.state = record.phase, record.paused, record.state
-    cluster.paused_because, cluster.attempts = record.paused_because, record.attempts
-    cluster.failures = FailureBudget(record.failures, record.failures_in_a_row, record.failed_at_step)
-    cluster.base, cluster.reason, cluster.why = ScalingBase(*record.base), record.reason, record.why
-    cluster.shared_config, cluster.told_over, cluster.cause = record.shared_config, record.told_over, record.cause
+def _restore_cluster(job: JobState, record: ClusterRecord) -> None:
+    job.is_stored, job.key = True, record.key
+    job.configure(record.settings)
+    job.phase, job.reason, job.paused, job.pause_reason = (
+        record.phase,
+        record.reason,
+        record.paused,
+        record.pause_reason,
+    )
+    job.training, job.scaling_base = record.state, ScalingBase(*record.base)
+    job.failure_budget = FailureBudget(record.failures, record.failures_in_a_row, record.failed_at_step)
+    job.attempts, job.interrupted_attempt = record.attempts, record.interrupted_attempt
+    job.rescale_reasons, job.cause_id = record.rescale_reasons, record.cause_id
+    job.shared_config = record.shared_config
 
 
-def _take_world(cluster: Cluster, record: WorldRecord) -> None:
-    cluster.membership.topology = record.topology
+def _restore_world(job: JobState, record: WorldRecord) -> None:
+    job.membership.topology = record.topology
     ids = (worker.id for worker in record.topology.workers)
-    cluster.membership.world = dict(zip(ids, record.incarnations, strict=True))
-    cluster.membership.state_holders = frozenset(record.state_holders)
-    former = (cluster.members.known(name, incarnation) for name, incarnation in record.former.items())
-    cluster.membership.dismiss(member for member in former if member is not None)
+    job.membership.world = dict(zip(ids, record.incarnations, strict=True))
+    job.membership.state_holders = frozenset(record.state_holders)
+    former = (job.members.find(name, incarnation) for name, incarnation in record.former.items())
+    job.membership.add_former(member for member in former if member is not None)
 
 
 def _member_record(member: Member) -> MemberRecord:
@@ -187,5 +195,5 @@ def _member_record(member: Member) -> MemberRecord:
 def _member(record: MemberRecord, now: Moment) -> Member:
     member = Member(**msgspec.structs.asdict(record))
     member.seen_at = member.lost_at = member.progress_at = now.monotonic
-    member.is_awaited = True
+    member.is_unseen_since_restart = True
     return member

@@ -1,7 +1,8 @@
-"""How far a job is, by what its workers say of themselves.
+"""Which step counts as committed, by what the members of a world report.
 
-Law: a step is committed by all of a world or by nobody, so a second worker can tell of it, too. What one alone says is
-not believed: its library may be out of its mind. Who is alone in its world has no other witness.
+Invariants:
+- A step is committed by all members of a world or by none, so a second member can confirm it. The report of one member
+  alone does not count, unless it is alone in its world.
 """
 
 from __future__ import annotations
@@ -14,28 +15,27 @@ from forged.elastic.rescale.attempt import StopReport
 
 @dataclass(slots=True)
 class StepWitnesses:
-    """What the members of a world have said."""
+    """The step reports of one world's members."""
 
-    _furthest: str = ""
-    """Who says that most is committed."""
+    _furthest_worker: str = ""
     _step: int = 0
 
-    def hear(self, worker: str, step: int, world: int) -> int:
-        """Take a worker's word in a world of that size; returns how many steps it bears out to be committed."""
-        if world <= 1:
+    def hear(self, worker: str, step: int, world_size: int) -> int:
+        """Take a report; returns the step that two members confirm, or 0."""
+        if world_size <= 1:
             return step
-        before, others = self._step, self._furthest not in ("", worker)
+        before, is_confirmed = self._step, self._furthest_worker not in ("", worker)
         if step > before:
-            self._furthest, self._step = worker, step
-        return min(step, before) if others else 0
+            self._furthest_worker, self._step = worker, step
+        return min(step, before) if is_confirmed else 0
 
-    def begin_anew(self) -> None:
-        """Another world holds."""
-        self._furthest, self._step = "", 0
+    def reset(self) -> None:
+        """Forget all reports because another world is committed."""
+        self._furthest_worker, self._step = "", 0
 
 
 def state_at(state: GlobalTrainingState, stop: StopReport, now: float) -> GlobalTrainingState:
-    """The job's state as it is where its source has stopped."""
+    """The training state as the state source has reported it."""
     return GlobalTrainingState(
         stop.epoch,
         stop.position,
@@ -46,8 +46,8 @@ def state_at(state: GlobalTrainingState, stop: StopReport, now: float) -> Global
     )
 
 
-def state_behind(state: GlobalTrainingState, step: int, now: float) -> GlobalTrainingState:
-    """The job's state when so many steps are committed, and nothing else is known to have changed."""
+def state_after(state: GlobalTrainingState, step: int, now: float) -> GlobalTrainingState:
+    """The training state after `step`, with all else unchanged."""
     return GlobalTrainingState(
         state.current_epoch,
         step,

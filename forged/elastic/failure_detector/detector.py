@@ -1,8 +1,10 @@
-"""A look at every worker, again and again: who is gone, who is lost, who does not get on.
+"""The failure detector: a periodic scan of all members for dead, lost and stalled ones.
 
-Law: who was not heard because nobody listened has nothing held against it. Whoever waits for others is not the one that
-does not get on; and what is lost is looked for before it counts as dead. What another says of one that is lost counts
-where its own way to the daemon was good all along, and after a moment: a network that pauses for all takes no life.
+Invariants:
+- Silence while the daemon itself was stalled counts against no member.
+- A member that waits for other members is not stalled; a lost member is probed before it counts as dead.
+- A peer report about a lost member counts after a moment, if the reporter's own connection was steady throughout, so
+  that a network-wide pause fails no worker.
 """
 
 from __future__ import annotations
@@ -11,220 +13,222 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.membership.member import Member, death_of, holding_up, overstays
+from forged.elastic.membership.member import Member, death_evidence, drain_overdue, members_holding_up
 from forged.elastic.messages import WorkerLost, WorkerRecovered, WorkerReturned, WorkerStalled
 from forged.elastic.outbox import Outbox, Probe
 
 SCAN_INTERVAL_S = 0.5
-"""How often every member is looked at."""
-LOST_S = 0.25
-"""How soon a worker that was lost is looked at: it may have ended, and its pulse say so in a moment."""
-LATE_S = 0.25
-"""A look that comes so much too late says more of this process than of the workers."""
+LOST_SCAN_DELAY_S = 0.25
+"""How soon a scan follows a lost connection: the worker may have died, and its pulse reports that in a moment."""
+DAEMON_STALL_S = 0.25
+"""A scan that is late by this much shows that the daemon was stalled."""
 PROBE_INTERVAL_S = 1.0
-AWAITED_S = 2.0
-"""Who was there before this daemon has so long to come back, or to have its pulse tell why not, before it is probed."""
-DEAF_S = 1.0
-"""In so long a time in which nobody listens connections may be lost for that alone."""
+RESTART_GRACE_S = 2.0
+"""How long a member has after a daemon restart to reconnect, or its pulse to report its death, before it is probed."""
+LONG_STALL_S = 1.0
+"""In a daemon stall of this length connections may be lost because of the stall alone."""
 STEADY_S = 5.0
-"""For so long a worker must not have been away, nor this process deaf, for its word about another to count."""
-CONFIRMED_S = 0.15
-"""For so long whom neither reaches may come back."""
-CONFIRMED_AMONG_SEVERAL_S = 3.0
-"""The same where several hosts are lost at once, which says more of the network than of them."""
+"""How long the reporter must have been connected, and the daemon without a long stall, for a peer report to count."""
+CONFIRM_S = 0.15
+"""How long a suspected worker has to reconnect."""
+CONFIRM_SEVERAL_HOSTS_S = 3.0
+"""The same if several hosts are lost at once, which points to the network rather than to the hosts."""
 NEVER = float("inf")
 
 
-class _Doubt(NamedTuple):
-    """Another does not reach one that is lost."""
+class _Suspicion(NamedTuple):
+    """A peer report about a lost member; it counts from `at` on."""
 
     reporter: str
     at: float
 
 
 class FailureDetector:
-    """What is known from looking at the members of one job."""
+    """What the daemon has observed about the members of one job."""
 
-    def __init__(self, out: Outbox) -> None:
-        self.out = out
-        self._looked_at: float | None = None
-        self._soon_at = NEVER
-        self._well_since = -NEVER
-        """Since when this process has had its turn."""
-        self._lost_told: set[str] = set()
+    def __init__(self, outbox: Outbox) -> None:
+        self.outbox = outbox
+        self._scanned_at: float | None = None
+        self._early_scan_at = NEVER
+        self._no_long_stall_since = -NEVER
+        self._reported_lost: set[str] = set()
         self._probed_at: dict[str, float] = {}
-        self._doubts: dict[str, _Doubt] = {}
+        self._suspicions: dict[str, _Suspicion] = {}
         self._behind_since: dict[str, float] = {}
-        """Since when others have come further than these."""
+        """Since when these members have been behind other members."""
 
-    def begin_anew(self) -> None:
-        """Nobody was there to be looked at."""
-        self._looked_at = None
+    def reset(self) -> None:
+        """Scan at once, with no stall counted: there were no members before."""
+        self._scanned_at = None
 
     def due_at(self) -> float:
-        """When to look again."""
-        return -NEVER if self._looked_at is None else min(self._looked_at + SCAN_INTERVAL_S, self._soon_at)
+        """When the next scan is due."""
+        return -NEVER if self._scanned_at is None else min(self._scanned_at + SCAN_INTERVAL_S, self._early_scan_at)
 
-    def late_s(self, now: float) -> float:
-        """How long nobody has listened, in which workers may have said anything."""
-        late_s = 0.0 if self._looked_at is None else now - self._looked_at - SCAN_INTERVAL_S
-        return late_s if late_s >= LATE_S else 0.0
+    def daemon_stall_s(self, now: float) -> float:
+        """How long the daemon has been stalled since the last scan, and could hear no worker; 0 for a short delay."""
+        late_s = 0.0 if self._scanned_at is None else now - self._scanned_at - SCAN_INTERVAL_S
+        return late_s if late_s >= DAEMON_STALL_S else 0.0
 
-    def forgive(self, now: float) -> None:
-        """Nobody has listened until now: whatever speaks against anybody may be over, and its end not heard yet."""
+    def extend_deadlines(self, now: float) -> None:
+        """Take the daemon's stall into account: evidence gathered before it may be outdated."""
         self._behind_since.clear()
-        if self.late_s(now) < DEAF_S:
+        if self.daemon_stall_s(now) < LONG_STALL_S:
             return
-        self._well_since = now
-        self._doubts = {name: doubt._replace(at=now + STEADY_S) for name, doubt in self._doubts.items()}
+        self._no_long_stall_since = now
+        self._suspicions = {name: one._replace(at=now + STEADY_S) for name, one in self._suspicions.items()}
 
-    def look(
+    def scan(
         self,
         members: Mapping[str, Member],
         world: Collection[str],
-        kept: Collection[str],
+        retained: Collection[str],
         config: ElasticTrainingConfig,
         now: float,
         *,
         stepping: Collection[str],
     ) -> Iterator[tuple[Member, str]]:
-        """Look at everybody; yields who has to go, and why.
+        """Judge every member; yields those that have failed, with the evidence.
 
-        `world` are those in the committed one, `kept` those who may be needed though they are in none any more, and
-        `stepping` those who may be in a step now.
+        `world` are the members of the committed world, `retained` former ones that may still be needed, and `stepping`
+        those that may be in a step now.
         """
-        self._looked_at, self._soon_at = now, NEVER
-        is_among_several = self._doubts and len({one.worker.hostname for one in members.values() if is_lost(one)}) > 1
-        confirmed_s = CONFIRMED_AMONG_SEVERAL_S if is_among_several else CONFIRMED_S
-        # Where nobody has come further, nobody waits for anybody: they are in the same long step.
-        late = {member.id for member in holding_up([members[one] for one in world], world, config, now)}
-        # Of a thousand nearly all are well, and have to cost next to nothing.
-        lately = now - config.worker_heartbeat_timeout_s
+        self._scanned_at, self._early_scan_at = now, NEVER
+        several = self._suspicions and len({one.worker.hostname for one in members.values() if is_lost(one)}) > 1
+        confirm_s = CONFIRM_SEVERAL_HOSTS_S if several else CONFIRM_S
+        # If no member is ahead, all are in the same long step and none waits for another.
+        late = {member.id for member in members_holding_up([members[one] for one in world], world, config, now)}
+        # Of a thousand members nearly all are well, so a well member costs next to nothing here.
+        recently = now - config.worker_heartbeat_timeout_s
         for worker_id, member in list(members.items()):
-            is_in_world = worker_id in world
-            if not member.is_well(lately):
-                is_needed = is_in_world or worker_id in kept
-                death = death_of(member, config, now) or overstays(member, config, now, is_needed=is_needed)
-                death = death or self._confirmed(member, members, now, confirmed_s)
-                if death is not None:
-                    yield member, death
+            in_world = worker_id in world
+            if not member.is_well(recently):
+                is_required = in_world or worker_id in retained
+                reason = death_evidence(member, config, now)
+                reason = reason or drain_overdue(member, config, now, is_required=is_required)
+                reason = reason or self._confirmed_suspicion(member, members, now, confirm_s)
+                if reason is not None:
+                    yield member, reason
                     continue
                 if not member.connected:
-                    self.look_for(member, now)
-                    self._tell_lost(member, config, now)
-            if is_in_world:
-                # Whoever has done its last step may take its time to save what it has.
+                    self._probe_lost(member, now)
+                    self._report_lost(member, config, now)
+            if in_world:
+                # A draining member that has done its last step may take its time to save its state.
                 if worker_id not in stepping or member.last_step_done or worker_id not in late:
-                    # Whoever waits for others has come further than they have, and may get on from when they do.
+                    # A member that waits for slower members can advance only after they do.
                     member.progress_at = now
                     self._behind_since.pop(worker_id, None)
                 elif self._holds_up(member, config, now, is_behind=len(late) < len(world)) and config.evict_stalled:
-                    yield member, f"it lives and made no progress for {member.told_at - member.progress_at:.1f} s"
+                    yield member, f"alive, but no progress for {member.reported_at - member.progress_at:.1f} s"
 
-    def lose(self, member: Member, now: float) -> None:
-        """A worker's connection is gone."""
-        self._soon_at = min(self._soon_at, now + LOST_S)
-        self.look_for(member, now)
+    # Lost connections.
 
-    def is_steady(self, member: Member, now: float) -> bool:
-        """Whether nothing but the other is to blame where this one does not reach another."""
-        return member.connected and now - member.returned_at >= STEADY_S
+    def connection_lost(self, member: Member, now: float) -> None:
+        self._early_scan_at = min(self._early_scan_at, now + LOST_SCAN_DELAY_S)
+        self._probe_lost(member, now)
 
-    def doubt(self, member: Member, reporter: str, now: float) -> None:
-        """Another does not reach one that is lost. It has a moment to come back; longer, if nobody has listened."""
-        well_since = now if self.late_s(now) >= DEAF_S else self._well_since
-        doubt = self._doubts.setdefault(member.id, _Doubt(reporter, max(now, well_since + STEADY_S)))
-        self._soon_at = min(self._soon_at, doubt.at + CONFIRMED_S)
+    def connection_restored(self, member: Member, now: float) -> None:
+        assert member.lost_at is not None
+        after_s = now - member.lost_at
+        member.lost_at, member.is_unseen_since_restart, member.heard_at, member.returned_at = None, False, now, now
+        self._suspicions.pop(member.id, None)
+        if member.id in self._reported_lost:
+            self._reported_lost.discard(member.id)
+            self.outbox.publish(WorkerReturned(member.id, round(after_s, 3)))
 
-    def _confirmed(self, member: Member, members: Mapping[str, Member], now: float, after_s: float) -> str | None:
-        """Why one that is lost counts as dead, because another does not reach it either; None while it does not."""
-        doubt = self._doubts.get(member.id)
-        if doubt is None or member.lost_at is None or _lives(member, now):
-            return None
-        reporter = members.get(doubt.reporter)
-        if reporter is None or not self.is_steady(reporter, now):
-            # It was away itself, or is.
-            del self._doubts[member.id]
-            return None
-        if now >= doubt.at + after_s:
-            return f"neither the daemon nor {doubt.reporter} reaches it"
-        self._soon_at = min(self._soon_at, doubt.at + after_s)
-        return None
+    def _report_lost(self, member: Member, config: ElasticTrainingConfig, now: float) -> None:
+        if member.id not in self._reported_lost and is_lost(member):
+            self._reported_lost.add(member.id)
+            self.outbox.publish(_lost_fact(member, config, now))
 
-    def look_for(self, member: Member, now: float) -> None:
-        """Have a lost worker's address probed. Who was there before this daemon may be on its way back."""
-        if member.is_awaited and now - member.seen_at < AWAITED_S:
-            return
-        self.probe(member, now)
+    def _probe_lost(self, member: Member, now: float) -> None:
+        """Probe a lost member, unless the daemon has just restarted and the member may be on its way back."""
+        if not (member.is_unseen_since_restart and now - member.seen_at < RESTART_GRACE_S):
+            self.probe(member, now)
 
     def probe(self, member: Member, now: float) -> None:
-        """See whether anybody listens at its address, unless a pulse would tell of its death."""
+        """Probe a member's peer port, unless a pulse would report its death."""
         last = self._probed_at.get(member.id, -PROBE_INTERVAL_S)
         if not member.has_pulse(now) and now - last >= PROBE_INTERVAL_S:
             self._probed_at[member.id] = now
-            self.out.probes.append(Probe(member.worker, member.incarnation))
+            self.outbox.probes.append(Probe(member.worker, member.incarnation))
 
-    def found(self, member: Member, now: float) -> None:
-        """A worker that was lost has a connection again."""
-        assert member.lost_at is not None
-        after_s = now - member.lost_at
-        member.lost_at, member.is_awaited, member.heard_at, member.returned_at = None, False, now, now
-        self._doubts.pop(member.id, None)
-        if member.id in self._lost_told:
-            self._lost_told.discard(member.id)
-            self.out.say(WorkerReturned(member.id, round(after_s, 3)))
+    # Suspicions.
+
+    def is_reliable_reporter(self, member: Member, now: float) -> bool:
+        """Whether the member's own connection was steady for long enough for its peer reports to count."""
+        return member.connected and now - member.returned_at >= STEADY_S
+
+    def suspect(self, member: Member, reporter: str, now: float) -> None:
+        """Note that a peer cannot reach a lost member either; after a long stall of the daemon it counts later."""
+        no_stall_since = now if self.daemon_stall_s(now) >= LONG_STALL_S else self._no_long_stall_since
+        found = self._suspicions.setdefault(member.id, _Suspicion(reporter, max(now, no_stall_since + STEADY_S)))
+        self._early_scan_at = min(self._early_scan_at, found.at + CONFIRM_S)
+
+    def _confirmed_suspicion(
+        self, member: Member, members: Mapping[str, Member], now: float, confirm_s: float
+    ) -> str | None:
+        """Why a suspected member counts as dead; None while it does not."""
+        suspicion = self._suspicions.get(member.id)
+        if suspicion is None or member.lost_at is None or _has_pulse_since_loss(member, now):
+            return None
+        reporter = members.get(suspicion.reporter)
+        if reporter is None or not self.is_reliable_reporter(reporter, now):
+            # The reporter was, or is, disconnected itself.
+            del self._suspicions[member.id]
+            return None
+        if now >= suspicion.at + confirm_s:
+            return f"unreachable from the daemon and from {suspicion.reporter}"
+        self._early_scan_at = min(self._early_scan_at, suspicion.at + confirm_s)
+        return None
+
+    # Stalls.
 
     def recovered(self, member: Member, step: int) -> None:
-        """A worker gets on."""
+        """Note that a member's progress has advanced."""
         if member.stalled:
             member.stalled = False
-            self.out.say(WorkerRecovered(member.id, step))
-
-    def forget(self, member: Member) -> None:
-        """It is a member no more."""
-        self._lost_told.discard(member.id)
-        self._probed_at.pop(member.id, None)
-        self._doubts.pop(member.id, None)
-        self._behind_since.pop(member.id, None)
+            self.outbox.publish(WorkerRecovered(member.id, step))
 
     def _holds_up(self, member: Member, config: ElasticTrainingConfig, now: float, *, is_behind: bool) -> bool:
-        """Whether it is stalled, and others have waited for it for so long: not all are in the same long step."""
-        stalls = self._stalls(member, config)
+        """Whether the member is stalled and other members have waited for it for the stall timeout."""
+        is_stalled = self._is_stalled(member, config)
         if not is_behind:
             self._behind_since.pop(member.id, None)
             return False
-        return now - self._behind_since.setdefault(member.id, now) >= config.stall_timeout_s and stalls
+        return now - self._behind_since.setdefault(member.id, now) >= config.stall_timeout_s and is_stalled
 
-    def _stalls(self, member: Member, config: ElasticTrainingConfig) -> bool:
-        # Who is not heard may make some.
-        still_s = member.told_at - member.progress_at
+    def _is_stalled(self, member: Member, config: ElasticTrainingConfig) -> bool:
+        # Measured up to its last report: a member that is not heard may still advance.
+        still_s = member.reported_at - member.progress_at
         if not member.stalled and still_s >= config.stall_timeout_s:
             member.stalled = True
-            self.out.say(WorkerStalled(member.id, member.step, round(still_s, 1)))
+            self.outbox.publish(WorkerStalled(member.id, member.step, round(still_s, 1)))
         return member.stalled
 
-    def _tell_lost(self, member: Member, config: ElasticTrainingConfig, now: float) -> None:
-        if member.id not in self._lost_told and is_lost(member):
-            self._lost_told.add(member.id)
-            self.out.say(_lost(member, config, now))
-
-
-def _lost(member: Member, config: ElasticTrainingConfig, now: float) -> WorkerLost:
-    assert member.lost_at is not None
-    if member.pulse_at is not None and member.has_pulse(now):
-        heard_s = now - member.pulse_at
-        reason = f"its connection is gone; its pulse was heard {heard_s:.1f} s ago"
-        return WorkerLost(member.id, reason, None)
-    grace_s = member.lost_at + config.reconnect_grace_s - now
-    return WorkerLost(member.id, "its connection is gone", round(grace_s, 3))
-
-
-def _lives(member: Member, now: float) -> bool:
-    """Whether its pulse was heard since it is lost, and still is: it is held up."""
-    assert member.lost_at is not None
-    return member.pulse_at is not None and member.pulse_at > member.lost_at and member.has_pulse(now)
+    def forget(self, member: Member) -> None:
+        self._reported_lost.discard(member.id)
+        self._probed_at.pop(member.id, None)
+        self._suspicions.pop(member.id, None)
+        self._behind_since.pop(member.id, None)
 
 
 def is_lost(member: Member) -> bool:
-    """Whether its connection broke here. Who was here before this daemon is not lost, but on the way back."""
+    """Whether this daemon has lost the member's connection; a member not seen since a restart is not lost."""
     return member.lost_at is not None and member.lost_at > member.seen_at
+
+
+def _lost_fact(member: Member, config: ElasticTrainingConfig, now: float) -> WorkerLost:
+    assert member.lost_at is not None
+    if member.pulse_at is not None and member.has_pulse(now):
+        reason = f"connection lost; its pulse was heard {now - member.pulse_at:.1f} s ago"
+        return WorkerLost(member.id, reason, None)
+    grace_s = member.lost_at + config.reconnect_grace_s - now
+    return WorkerLost(member.id, "connection lost", round(grace_s, 3))
+
+
+def _has_pulse_since_loss(member: Member, now: float) -> bool:
+    """Whether its pulse has been heard since its connection was lost, and still is."""
+    assert member.lost_at is not None
+    return member.pulse_at is not None and member.pulse_at > member.lost_at and member.has_pulse(now)

@@ -1,8 +1,9 @@
-"""Who of a world does not reach whom.
+"""Peer reports: which workers of a world say that they cannot reach which.
 
-Law: a worker's word about another proves nothing alone. It counts together with the daemon's own loss of that worker,
-when a rescale has waited in vain for the one to take the other's state, or when world after world has come to nothing
-over it: then whoever most others are at odds with has to go, and the higher rank of two who only name each other.
+Invariants:
+- A peer report proves nothing alone. It counts together with the daemon's own loss of the reported worker, when a
+  rescale has timed out over it, or when several worlds in a row have failed over it: then the worker with the most
+  peer reports is evicted, of two that report only each other the one with the higher rank.
 """
 
 from __future__ import annotations
@@ -11,28 +12,28 @@ from collections.abc import Collection, Iterator, Mapping
 
 
 class PeerReports:
-    """What workers said of each other since the last step that was committed."""
+    """The peer reports since the last committed step."""
 
     def __init__(self) -> None:
         self._generations: dict[tuple[str, str], set[int]] = {}
-        """Of the worlds that there were complaints in; by who complained, and of whom."""
+        """The worlds with a report, by reporter and reported worker."""
 
     @property
     def worlds(self) -> int:
-        """How many worlds there were complaints in, but for those that the end of a worker explains."""
+        """In how many worlds there were reports that no worker's end explains."""
         return len(set().union(*self._generations.values()))
 
     @property
     def pairs(self) -> Collection[tuple[str, str]]:
-        """Who has complained of whom, the first to do so first; who has named nobody stands for both."""
+        """Reporter and reported worker, oldest first; a reporter that named no peer stands for both."""
         return self._generations.keys()
 
     def add(self, reporter: str, peer: str, generation: int) -> None:
-        """The one does not reach the other; or cannot go on and names nobody, where they are the same."""
+        """Record that the reporter cannot reach the peer, or cannot continue if both are the same."""
         self._generations.setdefault((reporter, peer), set()).add(generation)
 
     def explain(self, generation: int) -> None:
-        """Somebody has gone, over whom those could not go on who have named nobody."""
+        """Drop this world's reports that name no peer: a worker's end explains them."""
         for pair, worlds in list(self._generations.items()):
             if len(set(pair)) == 1:
                 worlds.discard(generation)
@@ -40,35 +41,34 @@ class PeerReports:
                     del self._generations[pair]
 
     def withdraw(self, reporter: str, peer: str) -> None:
-        """The one reaches the other after all."""
+        """Drop the reporter's reports about the peer, which it now reaches."""
         self._generations.pop((reporter, peer), None)
 
-    def about(self, peer: str, generation: int) -> str:
-        """Who does not reach it in this world; empty where everybody does."""
-        said = self._generations.items()
-        return next((who for (who, whom), worlds in said if who != whom == peer and generation in worlds), "")
+    def reporter_of(self, peer: str, generation: int) -> str:
+        """The first worker that cannot reach the peer in this world; empty if there is none."""
+        reports = self._generations.items()
+        return next((one for (one, other), worlds in reports if one != other == peer and generation in worlds), "")
 
     def between(self, one: str, other: str) -> bool:
-        """Whether one of the two has named the other."""
+        """Whether one of the two has reported the other."""
         return (one, other) in self._generations or (other, one) in self._generations
 
     def worst(self, ranks: Mapping[str, int]) -> str | None:
-        """Whom, of these with their ranks, most others are at odds with; None where none of them was named."""
-        others: dict[str, set[str]] = {}
-        for one, other in self._pairs():
+        """The worker among `ranks` with reports by or about the most peers; None if no report names any of them."""
+        peers: dict[str, set[str]] = {}
+        for one, other in self._directed_pairs():
             if one in ranks:
-                others.setdefault(one, set()).add(other)
-        return max(others, key=lambda worker: (len(others[worker]), ranks[worker]), default=None)
+                peers.setdefault(one, set()).add(other)
+        return max(peers, key=lambda worker: (len(peers[worker]), ranks[worker]), default=None)
 
     def forget(self, worker: str) -> None:
-        """Drop what it said, and what was said of it."""
+        """Drop all reports by and about a worker."""
         self._generations = {pair: worlds for pair, worlds in self._generations.items() if worker not in pair}
 
     def clear(self) -> None:
-        """All is well."""
         self._generations.clear()
 
-    def _pairs(self) -> Iterator[tuple[str, str]]:
+    def _directed_pairs(self) -> Iterator[tuple[str, str]]:
         for one, other in self._generations:
             yield one, other
             yield other, one

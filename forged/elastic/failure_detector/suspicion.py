@@ -1,8 +1,9 @@
-"""Who of a job's world does not work with whom, and who has to go over it.
+"""Weighs peer reports with what the daemon sees itself: suspects lost workers, and names the worker to evict.
 
-Law: what one says of another is weighed with what the daemon sees for itself. Whom neither reaches may be dead; of
-those whom the daemon reaches nobody goes before world after world has come to nothing. Who alone is known to have the
-state is spared for as long as it can be.
+Invariants:
+- A worker that neither the daemon nor a peer reaches may be dead. A worker that the daemon reaches is evicted only
+  after several worlds in a row have failed over it.
+- The only known holder of the state is spared as long as possible.
 """
 
 from __future__ import annotations
@@ -12,54 +13,55 @@ from forged.elastic.failure_detector.peer_reports import PeerReports
 from forged.elastic.membership.member import Member
 from forged.elastic.membership.world_membership import WorldMembership
 
-QUARRELS_MAX = 3
-"""So many worlds in which the same workers did not reach each other, without a step between, and one has to go."""
+REPORTED_WORLDS_MAX = 3
+"""After peer reports in so many worlds, without a committed step in between, one worker is evicted."""
 
 
 class Suspicions:
-    """What the workers of one job say of each other, and what follows."""
+    """The suspicions about the workers of one job."""
 
-    def __init__(self, membership: WorldMembership, watch: FailureDetector) -> None:
-        self.complaints = PeerReports()
-        self._lineup = membership
-        self._watch = watch
+    def __init__(self, membership: WorldMembership, detector: FailureDetector) -> None:
+        self.peer_reports = PeerReports()
+        self._membership = membership
+        self._detector = detector
 
-    def does_not_reach(self, member: Member, peer: str, now: float) -> None:
-        """One of the world says that it does not reach another."""
-        other = self._lineup.members.get(peer)
-        if other is None or not self._lineup.holds(member):
+    def report_unreachable(self, member: Member, peer: str, now: float) -> None:
+        """Take a member's report that it cannot reach a peer."""
+        other = self._membership.members.get(peer)
+        if other is None or not self._membership.in_world(member):
             return
-        if other is not member and self._lineup.holds(other):
-            self.complaints.add(member.id, peer, self._lineup.topology.epoch)
-        self._doubt(other, member, now)
+        if other is not member and self._membership.in_world(other):
+            self.peer_reports.add(member.id, peer, self._membership.topology.epoch)
+        self._suspect(other, member, now)
 
-    def cannot_go_on(self, member: Member, peer: str) -> None:
-        """One says so of its world, over nobody else of it, and nobody has gone who would explain that.
+    def report_problem(self, member: Member, peer: str) -> None:
+        """Take a member's report that it cannot continue, if it names no peer in the world and no failure explains it.
 
-        Of a world that comes to nothing again and again somebody has to go, if only who says so.
+        Of a world that fails again and again one worker must go, if only the reporter.
         """
-        other = self._lineup.members.get(peer)
-        if other is None or other is member or not self._lineup.holds(other):
-            self.complaints.add(member.id, member.id, self._lineup.topology.epoch)
+        other = self._membership.members.get(peer)
+        if other is None or other is member or not self._membership.in_world(other):
+            self.peer_reports.add(member.id, member.id, self._membership.topology.epoch)
 
-    def lost(self, member: Member, now: float) -> None:
-        """The daemon does not reach one; another may have said the same."""
-        reporter = self._lineup.members.get(self.complaints.about(member.id, self._lineup.topology.epoch))
+    def connection_lost(self, member: Member, now: float) -> None:
+        """The daemon has lost a worker; suspect it if a peer has already reported it."""
+        reporter_id = self.peer_reports.reporter_of(member.id, self._membership.topology.epoch)
+        reporter = self._membership.members.get(reporter_id)
         if reporter is not None:
-            self._doubt(member, reporter, now)
+            self._suspect(member, reporter, now)
 
-    def _doubt(self, member: Member, reporter: Member, now: float) -> None:
-        """Another does not reach this one; if the daemon does not either, it may be dead."""
-        alone_has_the_state = self._lineup.holders_there() == {member.id}
-        if is_lost(member) and self._watch.is_steady(reporter, now) and not alone_has_the_state:
-            self._watch.doubt(member, reporter.id, now)
+    def _suspect(self, member: Member, reporter: Member, now: float) -> None:
+        """Suspect a reported worker if the daemon has lost it too."""
+        is_only_holder = self._membership.present_state_holders() == {member.id}
+        if is_lost(member) and self._detector.is_reliable_reporter(reporter, now) and not is_only_holder:
+            self._detector.suspect(member, reporter.id, now)
 
-    def loser(self) -> str | None:
-        """Who has to go because of those who will not work together in any world; None for nobody."""
-        membership, ranks = self._lineup, {worker: rank for rank, worker in enumerate(self._lineup.world)}
-        worst = self.complaints.worst(ranks) if self.complaints.worlds >= QUARRELS_MAX else None
-        if worst is not None and not membership.holders_there() - {worst}:
-            # Nobody else is known to have the state: of those who may not, the worst goes.
-            others = {worker: rank for worker, rank in ranks.items() if worker not in membership.state_holders}
-            worst = self.complaints.worst(others) or worst
+    def worker_to_evict(self) -> str | None:
+        """The worker to evict because too many worlds have failed over peer reports; None if there is none."""
+        membership, ranks = self._membership, {worker: rank for rank, worker in enumerate(self._membership.world)}
+        worst = self.peer_reports.worst(ranks) if self.peer_reports.worlds >= REPORTED_WORLDS_MAX else None
+        if worst is not None and not membership.present_state_holders() - {worst}:
+            # No other worker is known to have the state: the worst of the workers without it goes instead.
+            without_state = {worker: rank for worker, rank in ranks.items() if worker not in membership.state_holders}
+            worst = self.peer_reports.worst(without_state) or worst
         return worst

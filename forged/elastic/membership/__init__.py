@@ -1,1 +1,1 @@
-"""The workers of a job and the roles that they have in its world."""
+"""The registered workers of a job and their roles in its world."""

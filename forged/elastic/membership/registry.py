@@ -1,7 +1,8 @@
-"""Who has registered with a job.
+"""The registered workers of a job, by id.
 
-Law: an id belongs to one incarnation at a time, and to another only when the one before is known to be gone. All names
-together fit into one commit.
+Invariants:
+- An id belongs to one incarnation at a time, and to the next one only after the previous one is known to be gone.
+- The names of all workers together fit into one commit.
 """
 
 from __future__ import annotations
@@ -11,42 +12,40 @@ from collections.abc import Iterable
 from forged.elastic.membership.member import Member
 from forged.errors import RequestRefused
 
-ROOM_BYTES = 600 << 10
-"""What the names of a job's workers may take: a commit names all of them, and has to fit into the store."""
+NAMES_BYTES_MAX = 600 << 10
+"""What the names of a job's workers may take: a commit contains all of them and must fit into the store."""
 WORKER_BYTES = 64
 """What a worker takes besides its names."""
 
 
 class MemberRegistry(dict[str, Member]):
-    """The members by their ids, the first to come first."""
+    """The members by id, in the order in which they registered."""
 
     def __init__(self, job: str, members: Iterable[Member] = ()) -> None:
         super().__init__()
         self._job = job
-        self._room_taken = 0
+        self._names_bytes = 0
         for member in members:
-            self.enter(member)
+            self.add(member)
 
-    def enter(self, member: Member) -> None:
-        """Take somebody in."""
-        if self._room_taken + _room(member) > ROOM_BYTES:
-            there = f"job {self._job} has {len(self)} workers, and their names take {self._room_taken} bytes"
-            raise RequestRefused("workers_full", there, "use fewer workers, or shorter names")
+    def add(self, member: Member) -> None:
+        if self._names_bytes + _names_bytes(member) > NAMES_BYTES_MAX:
+            text = f"job {self._job} has {len(self)} workers, whose names take {self._names_bytes} bytes"
+            raise RequestRefused("workers_full", text, "use fewer workers, or shorter names")
         self[member.id] = member
-        self._room_taken += _room(member)
+        self._names_bytes += _names_bytes(member)
 
-    def strike(self, member: Member) -> None:
-        """Let somebody go."""
+    def remove(self, member: Member) -> None:
         del self[member.id]
-        self._room_taken -= _room(member)
+        self._names_bytes -= _names_bytes(member)
 
-    def known(self, worker_id: str, incarnation: bytes) -> Member | None:
-        """The worker that says so of itself, if it is the one that has registered."""
+    def find(self, worker_id: str, incarnation: bytes) -> Member | None:
+        """The member with this id, if it is the same incarnation."""
         member = self.get(worker_id)
         return member if member is not None and member.incarnation == incarnation else None
 
     def require(self, worker_id: str) -> Member:
-        """The worker of that id, or a refusal."""
+        """The member with this id, or a refusal."""
         member = self.get(worker_id)
         if member is None:
             raise RequestRefused(
@@ -55,7 +54,7 @@ class MemberRegistry(dict[str, Member]):
         return member
 
 
-def _room(member: Member) -> int:
+def _names_bytes(member: Member) -> int:
     worker = member.worker
-    # The id stands in the topology, and among those who were added or removed.
+    # The id appears in the topology and in the list of added or removed workers.
     return 2 * len(worker.id.encode()) + len(worker.hostname.encode()) + WORKER_BYTES

@@ -1,8 +1,9 @@
-"""Who is in the world of a job, who waits to be, who is to go, and who has the state of the training.
+"""Which role each member has: in the world, joiner, leaver, state holder; and which of them form the next world.
 
-Law: of those who are to go no more are counted on than are missing without them. What may be nowhere else is kept: who
-alone is known to have the state goes when others have it, or when nobody is there, nor on the way back, who could take
-it.
+Invariants:
+- Only as many draining workers stay in the next world as `min_workers` requires.
+- The only known holder of the state may leave when another worker has the state, or when no worker is there, or on its
+  way back, that could take it.
 """
 
 from __future__ import annotations
@@ -17,221 +18,220 @@ from forged.elastic.model import ClusterTopology
 
 
 class WorldMembership:
-    """The members of one job by what they are to its world; the settings are those of the job at any time."""
+    """The members of one job by their role; `config` is the job's current one."""
 
     def __init__(self, job: str, config: ElasticTrainingConfig) -> None:
         self.config = config
         self.members = MemberRegistry(job)
         self.topology = ClusterTopology()
         self.world: dict[str, bytes] = {}
-        """The incarnations of those in the committed world, in the order of their ranks."""
+        """The incarnations of the committed world's members, in rank order."""
         self.state_holders: frozenset[str] = frozenset()
-        """Who of them is known to have the state: they are there since all have said where they are, or have met."""
+        """Members of the world known to have the state, by their stop reports or because all members have met."""
         self._outsiders: dict[str, Member] = {}
-        """The members that are not in the world, the first to come first."""
+        """The members outside the world, in the order in which they registered."""
         self._leavers: dict[str, Member] = {}
-        """Those of the world that are to go, the first to be told first."""
+        """The draining members of the world, in the order in which their drains began."""
         self._former: dict[str, Member] = {}
-        """Who has gone out of a world with its state, and is still there."""
+        """Members that left a world with its state and are still registered."""
 
-    def holds(self, member: Member) -> bool:
-        """Whether it is in the committed world."""
+    def in_world(self, member: Member) -> bool:
+        """Whether this incarnation is in the committed world."""
         return self.world.get(member.id) == member.incarnation
 
-    # Who comes and goes.
+    # Changes.
 
-    def sort(self) -> None:
-        """Tell apart who is in the committed world, who of it is to go, and who is not in it."""
-        self._outsiders = {name: member for name, member in self.members.items() if not self.holds(member)}
+    def classify(self) -> None:
+        """Sort all members into outsiders and leavers anew."""
+        self._outsiders = {name: member for name, member in self.members.items() if not self.in_world(member)}
         leavers = (member for member in self.present() if member.drain_reason is not None)
         self._leavers = {member.id: member for member in sorted(leavers, key=lambda leaver: leaver.drain_since)}
 
-    def enter(self, newcomer: Member) -> None:
-        """Somebody registers."""
-        self.members.enter(newcomer)
+    def add(self, newcomer: Member) -> None:
+        self.members.add(newcomer)
         self._outsiders[newcomer.id] = newcomer
 
-    def send_away(self, member: Member) -> None:
-        """Somebody is to go."""
-        if self.holds(member):
+    def mark_leaver(self, member: Member) -> None:
+        if self.in_world(member):
             self._leavers[member.id] = member
 
-    def strike(self, member: Member) -> None:
-        """Somebody is gone."""
-        self.members.strike(member)
+    def remove(self, member: Member) -> None:
+        self.members.remove(member)
         for group in (self._outsiders, self._leavers, self._former):
             group.pop(member.id, None)
 
     def commit(self, target: Sequence[str], removed: Collection[str], now: float, *, all_have_stopped: bool) -> None:
-        """Another world holds; where `all_have_stopped` for it, all of it have the state."""
+        """Make `target` the world; if all have stopped for it, all of them have the state."""
         workers = [self.members[name] for name in target]
         self.topology = ClusterTopology(tuple(one.worker for one in workers), self.topology.epoch + 1, now)
-        had_it = [member for member in self.present() if member.id in self.state_holders]
+        holders = [member for member in self.present() if member.id in self.state_holders]
         self.world = {one.id: one.incarnation for one in workers}
         self.state_holders = frozenset(target) if all_have_stopped else self.state_holders.difference(removed)
-        self.dismiss(member for member in had_it if not self.holds(member))
-        self.sort()
+        self.add_former(member for member in holders if not self.in_world(member))
+        self.classify()
 
-    def dismiss(self, members: Iterable[Member]) -> None:
-        """These have gone out of the world with its state."""
+    def add_former(self, members: Iterable[Member]) -> None:
+        """Keep members that have left the world with its state."""
         self._former.update((member.id, member) for member in members)
 
-    def have_met(self) -> None:
-        """All of the world have met, and so have the state."""
+    def mark_all_state_holders(self) -> None:
+        """Note that all members of the world have met, and so have the state."""
         self.state_holders = frozenset(self.world)
 
-    # Who is there.
+    # The current world.
 
     def present(self) -> Iterator[Member]:
-        """Who of the world is there, in the order of their ranks."""
+        """The members of the world that are registered, in rank order."""
         for name, incarnation in self.world.items():
-            member = self.members.known(name, incarnation)
+            member = self.members.find(name, incarnation)
             if member is not None:
                 yield member
 
     @property
-    def there(self) -> int:
-        """How many they are."""
+    def present_count(self) -> int:
         return len(self.members) - len(self._outsiders)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether all of the world are there."""
-        return self.there == len(self.world)
+    def is_complete(self) -> bool:
+        """Whether all members of the world are registered."""
+        return self.present_count == len(self.world)
 
     @property
     def remaining(self) -> int:
-        """How many of them are not to go."""
-        return self.there - len(self._leavers)
+        """How many members of the world do not drain."""
+        return self.present_count - len(self._leavers)
 
     @property
     def leavers(self) -> Collection[str]:
-        """Who of the world is to go, the first to be told first."""
+        """The draining members of the world, in the order in which their drains began."""
         return self._leavers.keys()
 
-    def newcomers(self) -> Iterator[Member]:
-        """Who wants to be in the next world, the first to come first; some may have lost their connection."""
+    def joiners(self) -> Iterator[Member]:
+        """The workers that wait for a world, in the order in which they registered; some may be lost."""
         return (member for member in self._outsiders.values() if member.drain_reason is None)
 
-    def waiting(self) -> Iterator[Member]:
-        """Those of them who can be taken in."""
-        return (member for member in self.newcomers() if member.lost_at is None)
+    def connected_joiners(self) -> Iterator[Member]:
+        return (member for member in self.joiners() if member.lost_at is None)
 
     # The next world.
 
-    def staying(self) -> set[str]:
-        """Who of the world is in the next one."""
-        return {member.id for member in self._stayers()} | self._needed()
+    def next_survivors(self) -> set[str]:
+        """The members of the world that stay in the next one."""
+        return {member.id for member in self._stayers()} | self._required_leavers()
 
-    def joining(self) -> list[str]:
-        """Who comes into it: those who wait and find room."""
-        room = self.config.max_workers - self.remaining - len(self._needed())
-        return [member.id for member in islice(self.waiting(), max(0, room))]
+    def next_joiners(self) -> list[str]:
+        """The joiners that the next world has room for."""
+        room = self.config.max_workers - self.remaining - len(self._required_leavers())
+        return [member.id for member in islice(self.connected_joiners(), max(0, room))]
 
-    def size_with(self, joining: Collection[str]) -> int:
-        """How large it is, with these. Nobody needs one of those alone who are to go."""
-        return self.remaining + len(self._needed()) + len(joining) if self.remaining or joining else 0
+    def next_size(self, joiners: Collection[str]) -> int:
+        """The size of the next world with these joiners; leavers alone form no world."""
+        return self.remaining + len(self._required_leavers()) + len(joiners) if self.remaining or joiners else 0
 
     def _stayers(self) -> Iterator[Member]:
         return (member for member in self.present() if member.drain_reason is None)
 
-    def _needed(self) -> set[str]:
-        """Who of those who are to go is, because there are too few without them: the last to be told."""
+    def _required_leavers(self) -> set[str]:
+        """The leavers that `min_workers` requires; the last to drain stay."""
         missing = self.config.min_workers - self.remaining
         if not self._leavers or missing <= 0:
             return set()
-        waiting = sum(1 for _ in islice(self.waiting(), missing))
-        return set(islice(self._usable(), missing - waiting))
+        joining = sum(1 for _ in islice(self.connected_joiners(), missing))
+        return set(islice(self._usable_leavers(), missing - joining))
 
-    def _usable(self) -> Iterator[str]:
-        """Who of them can be needed, the last to be told first. Who makes no more steps is for its state alone, where
-        nobody who stays has it; one of those may be on the way back."""
-        is_kept = any(member.id in self.state_holders for member in self._stayers())
-        return (name for name, member in reversed(self._leavers.items()) if not (is_kept and member.last_step_done))
+    def _usable_leavers(self) -> Iterator[str]:
+        """The leavers that a world can use, the last to drain first.
 
-    def is_state_kept(self) -> bool:
-        """Whether somebody stays and can be reached who is known to have the state."""
+        A leaver that has done its last step is of use for its state only, while no stayer holds the state.
+        """
+        # A stayer that is lost counts: it may be on its way back.
+        is_held = any(member.id in self.state_holders for member in self._stayers())
+        return (name for name, member in reversed(self._leavers.items()) if not (is_held and member.last_step_done))
+
+    def state_survives(self) -> bool:
+        """Whether a connected stayer is known to have the state."""
         return any(member.connected and member.id in self.state_holders for member in self._stayers())
 
-    # Who is to go.
+    # Leaving.
 
-    def to_be_relieved(self, relieved: Collection[str]) -> Member | None:
-        """The first of those who are to go, if there can be a world without it and it is not `relieved` in an attempt.
+    def next_leaver(self, departing: Collection[str]) -> Member | None:
+        """The first leaver without which a world can form, apart from those an attempt already lets go (`departing`).
 
-        Where it is needed, it is one for which there can be a world in which others take over what it has.
+        A required leaver is one too, while workers that could take over its data have not been told to.
         """
-        if not (self._leavers and (self.remaining or next(self.waiting(), None))):
+        if not (self._leavers and (self.remaining or next(self.connected_joiners(), None))):
             return None
-        needed = self._needed()
-        dispensable = (one for name, one in self._leavers.items() if name not in needed and name not in relieved)
-        news = (one for name, one in self._leavers.items() if name in needed and self._has_news(one))
-        first = next(chain(dispensable, news), None)
+        required = self._required_leavers()
+        dispensable = (one for name, one in self._leavers.items() if name not in required and name not in departing)
+        unannounced = (one for name, one in self._leavers.items() if name in required and self._is_unannounced(one))
+        first = next(chain(dispensable, unannounced), None)
         return first if first is not None and self._can_form else None
 
-    def _has_news(self, member: Member) -> bool:
-        """Whether nobody has been told to take over what it has, and somebody may have to."""
-        return not member.is_expected_to_go and (member.with_data or not self.remaining)
+    def _is_unannounced(self, member: Member) -> bool:
+        """Whether the members do not know of its drain, and may have to take over its state or data."""
+        return not member.departure_expected and (member.with_data or not self.remaining)
 
     @property
     def _can_form(self) -> bool:
-        """Whether there are enough for a world."""
-        return self.size_with(self.joining()) >= self.config.min_workers
+        """Whether there are enough workers for a world."""
+        return self.next_size(self.next_joiners()) >= self.config.min_workers
 
-    def expect_leavers(self, *, to_go: bool) -> None:
-        """An attempt begins with the knowledge that they are to go, or comes to nothing."""
+    def expect_departures(self, *, expected: bool) -> None:
+        """Note for all leavers whether an attempt was formed with the knowledge that they drain."""
         for member in self._leavers.values():
-            member.is_expected_to_go = to_go
+            member.departure_expected = expected
 
-    def may_go(self, member: Member, *, is_under_way: bool) -> bool:
-        """Whether one that is to go is of no use to the next world; an attempt that `is_under_way` needs all."""
+    def may_leave(self, member: Member, *, attempt_is_under_way: bool) -> bool:
+        """Whether the next world has no use for a draining member; an attempt under way needs all its members."""
         if member.id in self.retained:
             return False
-        if not self.holds(member):
+        if not self.in_world(member):
             return True
-        if is_under_way:
+        if attempt_is_under_way:
             return False
-        if self.remaining == 0 and next(self.newcomers(), None) is None:
+        if self.remaining == 0 and next(self.joiners(), None) is None:
             return True
-        if member.id not in self._needed() and self._can_form:
+        if member.id not in self._required_leavers() and self._can_form:
             return False
-        # Too few are there by now. What it alone has is kept for when there are more.
-        return self.is_state_kept() and (member.is_expected_to_go or not member.with_data)
+        # There are too few workers for a world. What only this member has is kept until there are more.
+        return self.state_survives() and (member.departure_expected or not member.with_data)
 
-    # Who has the state.
+    # The training state.
 
     @property
     def former(self) -> Mapping[str, Member]:
-        """Who has gone out of a world with its state, and is still there."""
+        """Members that left a world with its state and are still registered."""
         return self._former
 
     @property
     def retained(self) -> Mapping[str, Member]:
-        """Who of them must stay: while not all of the world are known to have the state, or nobody of it can be reached
-        who has, and somebody is there or comes who may need it."""
+        """The former members that must stay because the world may still need their state.
+
+        That is so while a member of the world may not have the state, or no holder is connected and a worker may
+        need it.
+        """
         if not self._former:
             return {}
-        is_needed = any(self._stayers()) or any(self.newcomers())
-        is_safe = self.state_holders.issuperset(self.world) and (self._has_holder or not is_needed)
+        is_needed = any(self._stayers()) or any(self.joiners())
+        is_safe = self.state_holders.issuperset(self.world) and (self._has_connected_holder or not is_needed)
         return {} if is_safe else self._former
 
-    def givers(self) -> dict[str, Member]:
-        """Whose state may be that of the next world; where nobody of this one has it, what is left of those before."""
+    def state_candidates(self) -> dict[str, Member]:
+        """The members whose state the next world may take: of this world, and former ones if no holder is present."""
         present = {member.id: member for member in self.present()}
         return present if self.state_holders & present.keys() else present | self._former
 
     @property
-    def _has_holder(self) -> bool:
-        """Whether somebody of the world can be reached who is known to have the state."""
+    def _has_connected_holder(self) -> bool:
         return any(member.connected and member.id in self.state_holders for member in self.present())
 
-    def holders_there(self) -> set[str]:
-        """Who of the world is there, and known to have the state."""
+    def present_state_holders(self) -> set[str]:
         return {member.id for member in self.present() if member.id in self.state_holders}
 
     def has_room_beside(self, target: Collection[str]) -> bool:
-        """Whether a world of these could have more members."""
+        """Whether a world of these workers could have more members."""
         return len(target) < self.config.max_workers
 
     def left_out(self, target: Collection[str]) -> int:
-        """How many wait that are not in a world of these."""
-        return sum(member.id not in target for member in self.waiting())
+        """How many connected joiners are not in a world of these workers."""
+        return sum(member.id not in target for member in self.connected_joiners())

@@ -1,6 +1,7 @@
-"""Which learning rate and which batch go with a world of a size.
+"""The learning rate and the global batch for a world size.
 
-Law: they depend on the size of the world alone, and not on the way there: growing and shrinking back changes nothing.
+Invariants:
+- Both depend on the world size alone, not on the rescales before: growing and shrinking back changes nothing.
 """
 
 from __future__ import annotations
@@ -13,22 +14,23 @@ from forged.elastic.model import GlobalTrainingState
 
 
 class ScalingBase(NamedTuple):
-    """The world for which this rate and this batch are right: that of the first commit. A world of 0 is none yet."""
+    """World size, rate and batch at the job's first commit; a world of 0 means that there was none yet."""
 
     world: int = 0
     learning_rate: float = 0.0
     global_batch_size: int = 0
 
 
-def paces(
-    config: ElasticTrainingConfig, base: ScalingBase, state: GlobalTrainingState, world: int
+def scale(
+    config: ElasticTrainingConfig, base: ScalingBase, state: GlobalTrainingState, world_size: int
 ) -> tuple[float, int]:
     """The learning rate and the global batch for a world of that size."""
     if not config.scale_batch_with_world:
         return state.learning_rate or config.base_learning_rate or 0.0, (
             state.global_batch_size or config.global_batch_size or 0
         )
-    size = config.base_world_size or base.world or world
+    base_size = config.base_world_size or base.world or world_size
     rate = config.base_learning_rate or base.learning_rate or state.learning_rate
     batch = config.global_batch_size or base.global_batch_size or state.global_batch_size
-    return adapt_learning_rate(rate, size, world, config.lr_adaptation_strategy), batch * world // size
+    adapted = adapt_learning_rate(rate, base_size, world_size, config.lr_adaptation_strategy)
+    return adapted, batch * world_size // base_size

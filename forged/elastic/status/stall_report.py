@@ -1,7 +1,8 @@
-"""Why a job's training does not go on, or somebody is not taken in, in words.
+"""The stall report: why a job's training does not progress, or why joiners are not taken in.
 
-Law: whatever waits is told with what it waits for, and, where that is known, with how long it will. Where nothing
-stands still nothing is said.
+Invariants:
+- Everything that waits is reported with what it waits for and, where that is known, for how long it will.
+- The report is empty if nothing waits.
 """
 
 from __future__ import annotations
@@ -9,220 +10,210 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 
-from forged.elastic.coordinator.cluster import Cluster
+from forged.elastic.coordinator import rescale_schedule
+from forged.elastic.coordinator.job_state import JobState
 from forged.elastic.failure_detector.detector import is_lost
-from forged.elastic.failure_detector.suspicion import QUARRELS_MAX
-from forged.elastic.membership.member import COLLECTIVES_PER_WORLD, Member, mute_since
+from forged.elastic.failure_detector.suspicion import REPORTED_WORLDS_MAX
+from forged.elastic.membership.member import COLLECTIVES_PER_WORLD, Member, silent_since
 from forged.elastic.phases import Phase
 from forged.elastic.rescale.attempt import Attempt, Stage
 from forged.phrases import counted, named
 
-STALLED_TOLD_MAX = TROUBLED_TOLD_MAX = 3
-"""Who is told one by one; the others are counted."""
-STILL_S_MIN = 5.0
-"""No shorter time without a step is told, however often workers are heard."""
+STALLED_SHOWN_MAX = PROBLEMS_SHOWN_MAX = 3
+"""So many are listed one by one; the rest is counted."""
+NO_STEP_S_MIN = 5.0
+"""A shorter time without a step is not reported, however short the heartbeat timeout is."""
 
 _AWAITED = {
-    Stage.PAUSING: "stop",
-    Stage.SYNCHRONISING: "have what the others give it",
-    Stage.MOVING: "have its training data while training goes on",
+    Stage.STOPPING: "stop",
+    Stage.SYNCHRONISING: "receive state and data",
+    Stage.TRANSFERRING: "receive training data (training continues)",
 }
-"""What an attempt waits for somebody to do."""
+"""What an attempt waits for its members to do."""
 
 
-def describe_stall(cluster: Cluster, now: float, trouble: str = "") -> str:
-    """What stands still, and why; empty where nothing does, or where it is over. `trouble` is why the daemon cannot
-    write, empty where it can."""
-    return "" if cluster.over else "; ".join(_reasons(cluster, now, trouble))
+def describe_stall(job: JobState, now: float, write_error: str = "") -> str:
+    """What is stalled and why; empty if nothing is. `write_error` is why the daemon cannot write."""
+    return "" if job.over else "; ".join(_reasons(job, now, write_error))
 
 
-def _reasons(cluster: Cluster, now: float, trouble: str) -> Iterator[str]:
-    if trouble:
-        yield f"the daemon cannot write, and nothing is rescaled until it can: {trouble}"
-    if cluster.paused:
-        yield f"paused: {cluster.paused_because}"
-    if cluster.attempt is not None:
-        yield from _in_attempt(cluster, cluster.attempt, now)
-    elif cluster.phase is Phase.RESCALING:
-        yield _interrupted(cluster, now)
-    elif cluster.phase is Phase.RUNNING:
-        yield from _impending(cluster, now)
-        yield from _quarrels(cluster)
-        yield from _held_up(cluster, now)
-        yield from _outside(cluster, now)
-    elif _is_short(cluster):
-        yield _too_few(cluster, cluster.membership.remaining + len(cluster.membership.joining()), now)
+def _reasons(job: JobState, now: float, write_error: str) -> Iterator[str]:
+    if write_error:
+        yield f"the daemon cannot write, so no rescale can start: {write_error}"
+    if job.paused:
+        yield f"paused: {job.pause_reason}"
+    if job.attempt is not None:
+        yield from _in_attempt(job, job.attempt, now)
+    elif job.phase is Phase.RESCALING:
+        yield _interrupted_attempt(job, now)
+    elif job.phase is Phase.RUNNING:
+        yield from _due_rescale(job, now)
+        yield from _peer_reports(job)
+        yield from _no_progress(job, now)
+        yield from _joiners(job, now)
+    elif _is_short(job):
+        yield _too_few(job, job.membership.remaining + len(job.membership.next_joiners()), now)
     else:
-        yield from _outside(cluster, now)
+        yield from _joiners(job, now)
 
 
-def _is_short(cluster: Cluster) -> bool:
-    """Whether there are too few for a world."""
-    return cluster.membership.remaining + len(cluster.membership.joining()) < cluster.config.min_workers
+def _is_short(job: JobState) -> bool:
+    """Whether there are too few workers for a world."""
+    return job.membership.remaining + len(job.membership.next_joiners()) < job.config.min_workers
 
 
-def _in_attempt(cluster: Cluster, attempt: Attempt, now: float) -> Iterator[str]:
-    yield _attempt(attempt, now)
-    yield from _troubles(attempt)
-    if not attempt.troubles:
-        yield from _quarrels(cluster)
-    if not cluster.membership.has_room_beside(attempt.target):
-        yield from _surplus(cluster, cluster.membership.left_out(attempt.target))
-    yield from _held_up(cluster, now)
+def _in_attempt(job: JobState, attempt: Attempt, now: float) -> Iterator[str]:
+    awaited, what = named(attempt.waiting_for) or "no worker", _AWAITED[attempt.stage]
+    yield f"attempt {attempt.number} waits for {awaited} to {what} ({_seconds(now - attempt.began_at)})"
+    yield from _problems(attempt)
+    if not attempt.problems:
+        yield from _peer_reports(job)
+    if not job.membership.has_room_beside(attempt.target):
+        yield from _surplus(job, job.membership.left_out(attempt.target))
+    yield from _no_progress(job, now)
 
 
-def _attempt(attempt: Attempt, now: float) -> str:
-    waited_for, what = named(attempt.waiting_for) or "nobody", _AWAITED[attempt.stage]
-    return f"attempt {attempt.number} waits for {waited_for} to {what} ({_seconds(now - attempt.began_at)})"
-
-
-def _troubles(attempt: Attempt) -> Iterator[str]:
-    """What those say who do not get on."""
-    alike: dict[str, list[str]] = {}
+def _problems(attempt: Attempt) -> Iterator[str]:
+    """The problems that awaited members report, with equal ones together."""
+    workers_by_problem: dict[str, list[str]] = {}
     for worker in attempt.waiting_for:
-        if worker in attempt.troubles:
-            alike.setdefault(attempt.troubles[worker], []).append(worker)
-    told = list(alike.items())
-    for trouble, workers in told[:TROUBLED_TOLD_MAX]:
-        yield f"{named(workers)}: {trouble}"
-    if rest := sum(len(workers) for _, workers in told[TROUBLED_TOLD_MAX:]):
-        yield f"{rest} more do not get on"
+        if worker in attempt.problems:
+            workers_by_problem.setdefault(attempt.problems[worker], []).append(worker)
+    found = list(workers_by_problem.items())
+    for problem, workers in found[:PROBLEMS_SHOWN_MAX]:
+        yield f"{named(workers)}: {problem}"
+    if rest := sum(len(workers) for _, workers in found[PROBLEMS_SHOWN_MAX:]):
+        yield f"{rest} more report problems"
 
 
-def _interrupted(cluster: Cluster, now: float) -> str:
-    """A daemon died over an attempt, and another begins when all are back."""
-    absent = [member.id for member in cluster.members.values() if not member.connected]
-    left_s = cluster.rescale_at() - now
+def _interrupted_attempt(job: JobState, now: float) -> str:
+    """The daemon restarted during an attempt; the next one starts when all members are back."""
+    absent = [member.id for member in job.members.values() if not member.connected]
+    left_s = rescale_schedule.rescale_at(job) - now
     at_the_latest = f", in {_left(left_s)} at the latest" if 0.0 < left_s < math.inf else ""
-    return f"attempt {cluster.attempts + 1} begins when {named(absent) or 'everybody'} is back{at_the_latest}"
+    return f"attempt {job.attempts + 1} starts when {named(absent) or 'every worker'} is back{at_the_latest}"
 
 
-def _impending(cluster: Cluster, now: float) -> Iterator[str]:
-    """That a world cannot go on, while others may follow, or what bears it out, or nothing can be decided."""
-    if not cluster.why:
+def _due_rescale(job: JobState, now: float) -> Iterator[str]:
+    """A rescale that is due, while its window runs, its evidence is awaited, or the daemon cannot write."""
+    if not job.rescale_reasons:
         return
-    why = "; ".join(cluster.why[:TROUBLED_TOLD_MAX])
-    if _is_short(cluster):
-        yield why
-        yield _too_few(cluster, cluster.membership.remaining + len(cluster.membership.joining()), now)
+    reasons = "; ".join(job.rescale_reasons[:PROBLEMS_SHOWN_MAX])
+    if _is_short(job):
+        yield reasons
+        yield _too_few(job, job.membership.remaining + len(job.membership.next_joiners()), now)
     else:
-        yield f"attempt {cluster.attempts + 1} is about to begin: {why}"
+        yield f"attempt {job.attempts + 1} is about to start: {reasons}"
 
 
-def _quarrels(cluster: Cluster) -> Iterator[str]:
-    """Who does not reach whom, since there was a step last."""
-    pairs = cluster.complaints.pairs
+def _peer_reports(job: JobState) -> Iterator[str]:
+    """Which workers cannot reach which, since the last committed step."""
+    pairs = job.peer_reports.pairs
     if not pairs:
         return
-    told = list(dict.fromkeys(_complaint(one, other, pairs) for one, other in pairs))
-    rest = len(told) - TROUBLED_TOLD_MAX
-    more = f", and {rest} more complain{'s' if rest == 1 else ''}" if rest > 0 else ""
-    worlds = f"in {counted(cluster.complaints.worlds, 'world')} so far; after {QUARRELS_MAX} somebody has to go"
-    yield f"{', '.join(told[:TROUBLED_TOLD_MAX])}{more}, {worlds}"
+    reports = list(dict.fromkeys(_peer_report(one, other, pairs) for one, other in pairs))
+    rest = len(reports) - PROBLEMS_SHOWN_MAX
+    more = f", {rest} more report{'s' if rest == 1 else ''} problems" if rest > 0 else ""
+    worlds = f"in {counted(job.peer_reports.worlds, 'world')} so far; one worker is evicted after {REPORTED_WORLDS_MAX}"
+    yield f"{', '.join(reports[:PROBLEMS_SHOWN_MAX])}{more}, {worlds}"
 
 
-def _complaint(one: str, other: str, pairs: Collection[tuple[str, str]]) -> str:
+def _peer_report(one: str, other: str, pairs: Collection[tuple[str, str]]) -> str:
     if one == other:
-        return f"{one} cannot go on"
+        return f"{one} cannot continue"
     if (other, one) in pairs:
-        return f"{' and '.join(sorted((one, other)))} do not reach each other"
-    return f"{one} does not reach {other}"
+        return f"{' and '.join(sorted((one, other)))} cannot reach each other"
+    return f"{one} cannot reach {other}"
 
 
-def _held_up(cluster: Cluster, now: float) -> Iterator[str]:
-    """Who holds the others up, or that nobody gets on."""
-    stalled = [member for member in cluster.members.values() if member.stalled]
-    if cluster.trains:
+def _no_progress(job: JobState, now: float) -> Iterator[str]:
+    """Which members hold training up, or that no step is committed."""
+    stalled = [member for member in job.members.values() if member.stalled]
+    if job.trains:
         yield from _stalled(stalled, now)
-    if cluster.paused:
+    if job.paused:
         return
-    since = mute_since(cluster.config, now)
-    present = [member for member in cluster.membership.present() if not member.stalled]
-    silent = [member for member in present if member.is_mute(since) and member.has_pulse(now)]
-    if cluster.trains and silent and cluster.advanced_at < since:
-        yield f"no step for {_seconds(now - cluster.advanced_at)}"
+    since = silent_since(job.config, now)
+    present = [member for member in job.membership.present() if not member.stalled]
+    silent = [member for member in present if member.is_silent(since) and member.has_pulse(now)]
+    if job.trains and silent and job.last_progress_at < since:
+        yield f"no step for {_seconds(now - job.last_progress_at)}"
     yield from _silent(silent, now)
-    if cluster.trains and not (stalled or silent):
-        yield from _still(cluster, now)
+    if job.trains and not (stalled or silent):
+        yield from _no_step(job, now)
 
 
-def _still(cluster: Cluster, now: float) -> Iterator[str]:
-    """That no step is known of for long; how far a worker is comes with its heartbeats, and with those of its pulse."""
-    still_s = now - cluster.advanced_at
-    if still_s < max(cluster.config.worker_heartbeat_timeout_s, STILL_S_MIN):
+def _no_step(job: JobState, now: float) -> Iterator[str]:
+    """That no step was reported for long; steps are reported with heartbeats and pulses."""
+    still_s = now - job.last_progress_at
+    if still_s < max(job.config.worker_heartbeat_timeout_s, NO_STEP_S_MIN):
         return
-    yield f"no step for {_seconds(still_s)}{_lost(cluster, now) or _maybe(cluster)}"
+    yield f"no step for {_seconds(still_s)}{_lost(job, now) or _long_step(job)}"
 
 
-def _lost(cluster: Cluster, now: float) -> str:
-    """Who has no connection, and how long all of them have to come back."""
-    lost = [member for member in cluster.membership.present() if is_lost(member)]
-    left_s = max((member.lost_at or 0.0 for member in lost), default=0.0) + cluster.config.reconnect_grace_s - now
-    grace = f", with {_left(left_s)} to come back" if left_s > 0.0 else ""
+def _lost(job: JobState, now: float) -> str:
+    """Which members are lost, and how long all of them have to reconnect."""
+    lost = [member for member in job.membership.present() if is_lost(member)]
+    left_s = max((member.lost_at or 0.0 for member in lost), default=0.0) + job.config.reconnect_grace_s - now
+    grace = f" ({_left(left_s)} left to reconnect)" if left_s > 0.0 else ""
     return f": no connection to {named([member.id for member in lost])}{grace}" if lost else ""
 
 
-def _maybe(cluster: Cluster) -> str:
-    """That nothing may be wrong, where nothing is known to be, and for whom the others wait, if that is so."""
-    return "" if cluster.complaints.pairs else f", which may be a long one{_behind(cluster)}"
+def _long_step(job: JobState) -> str:
+    """That the step may be long, if no problem is known, and which members are behind."""
+    return "" if job.peer_reports.pairs else f", possibly a long step{_behind(job)}"
 
 
-def _behind(cluster: Cluster) -> str:
-    """For whom the others wait, where some have come further."""
-    members = [member for member in cluster.membership.present() if not member.last_step_done]
-    # How far anybody came in another world is no matter.
-    collective_seq = {
-        member.id: max(member.collective_seq, cluster.generation * COLLECTIVES_PER_WORLD) for member in members
-    }
-    lowest = min(collective_seq.values(), default=0)
-    last = [worker for worker, reached in collective_seq.items() if reached == lowest]
-    return f": all others have come further than {named(last)}" if len(last) < len(collective_seq) else ""
+def _behind(job: JobState) -> str:
+    """Which members the rest waits for, if some have come further."""
+    members = [member for member in job.membership.present() if not member.last_step_done]
+    # Progress in an earlier world does not count.
+    progress = {member.id: max(member.collective_seq, job.generation * COLLECTIVES_PER_WORLD) for member in members}
+    lowest = min(progress.values(), default=0)
+    last = [worker for worker, reached in progress.items() if reached == lowest]
+    return f": all other workers are ahead of {named(last)}" if len(last) < len(progress) else ""
 
 
 def _stalled(stalled: Sequence[Member], now: float) -> Iterator[str]:
-    for member in stalled[:STALLED_TOLD_MAX]:
-        yield f"{member.id} is stalled for {_seconds(now - member.progress_at)} behind step {member.step}"
-    if len(stalled) > STALLED_TOLD_MAX:
-        yield f"{len(stalled) - STALLED_TOLD_MAX} more are stalled"
+    for member in stalled[:STALLED_SHOWN_MAX]:
+        yield f"{member.id} stalled for {_seconds(now - member.progress_at)} after step {member.step}"
+    if len(stalled) > STALLED_SHOWN_MAX:
+        yield f"{len(stalled) - STALLED_SHOWN_MAX} more stalled"
 
 
 def _silent(silent: Sequence[Member], now: float) -> Iterator[str]:
-    """Who holds the others up, long before that counts as standing still: it is suspended, or holds Python's lock."""
-    for member in silent[:STALLED_TOLD_MAX]:
-        yield f"the library of {member.id} is silent for {_seconds(now - _last_word(member))}, its pulse lives"
-    if len(silent) > STALLED_TOLD_MAX:
-        yield f"{len(silent) - STALLED_TOLD_MAX} more are silent"
+    """Members that are suspended, or hold the GIL, long before they count as stalled."""
+    for member in silent[:STALLED_SHOWN_MAX]:
+        silent_s = now - max(member.seen_at, member.heard_at or 0.0)
+        yield f"no heartbeat from {member.id} for {_seconds(silent_s)}, its pulse is alive"
+    if len(silent) > STALLED_SHOWN_MAX:
+        yield f"no heartbeat from {len(silent) - STALLED_SHOWN_MAX} more"
 
 
-def _last_word(member: Member) -> float:
-    return max(member.seen_at, member.heard_at or 0.0)
+def _joiners(job: JobState, now: float) -> Iterator[str]:
+    """Which joiners wait, and for what."""
+    config, joiners = job.config, job.membership.next_joiners()
+    if joiners and job.membership.remaining + len(joiners) < config.min_workers:
+        yield _too_few(job, len(joiners), now)
+    elif joiners:
+        left_s = rescale_schedule.growth_at(job) - now
+        left = f" ({_left(left_s)} left)" if 0.0 < left_s < math.inf else ""
+        yield f"{_wait(len(joiners))} until no worker has joined for {config.stability_window_s:g} s{left}"
+    yield from _surplus(job, sum(1 for _ in job.membership.connected_joiners()) - len(joiners))
 
 
-def _outside(cluster: Cluster, now: float) -> Iterator[str]:
-    """Who waits to be taken in."""
-    config, joining = cluster.config, cluster.membership.joining()
-    if joining and cluster.membership.remaining + len(joining) < config.min_workers:
-        yield _too_few(cluster, len(joining), now)
-    elif joining:
-        left_s = cluster.growth_at() - now
-        more = f" ({_left(left_s)} more)" if 0.0 < left_s < math.inf else ""
-        yield f"{_wait(len(joining))} until nobody has joined for {config.stability_window_s:g} s{more}"
-    yield from _surplus(cluster, sum(1 for _ in cluster.membership.waiting()) - len(joining))
-
-
-def _surplus(cluster: Cluster, surplus: int) -> Iterator[str]:
-    """Who waits and finds no room."""
+def _surplus(job: JobState, surplus: int) -> Iterator[str]:
     if surplus:
-        yield f"{_wait(surplus)}: max_workers is {cluster.config.max_workers}"
+        yield f"{_wait(surplus)}: max_workers is {job.config.max_workers}"
 
 
-def _too_few(cluster: Cluster, waiting: int, now: float) -> str:
-    needed = cluster.config.min_workers
-    missing = needed - cluster.membership.remaining - len(cluster.membership.joining())
-    who = f"{_wait(waiting)} for {missing} more" if waiting else "no worker is there"
-    left_s = cluster.alone_at() - now
-    end = f"; given up in {_left(left_s)}" if left_s < math.inf else ""
-    return f"{who}: min_workers is {needed}{end}"
+def _too_few(job: JobState, waiting: int, now: float) -> str:
+    needed = job.config.min_workers
+    missing = needed - job.membership.remaining - len(job.membership.next_joiners())
+    subject = f"{_wait(waiting)} for {missing} more" if waiting else "no worker is connected"
+    left_s = rescale_schedule.abort_at(job) - now
+    deadline = f"; aborted in {_left(left_s)}" if left_s < math.inf else ""
+    return f"{subject}: min_workers is {needed}{deadline}"
 
 
 def _wait(number: int) -> str:
@@ -234,5 +225,5 @@ def _seconds(seconds: float) -> str:
 
 
 def _left(seconds: float) -> str:
-    """How long it will still take; what is about to happen takes a moment, too."""
+    """Time left, at least 1 s: what is about to happen takes a moment, too."""
     return _seconds(max(1.0, seconds))

@@ -1,6 +1,7 @@
-"""A job's training as it is shown.
+"""A job's training as operators see it: workers, cluster, rescale plan, drain remarks.
 
-Law: a view tells what is, decides nothing, and names the units in its fields.
+Invariants:
+- A view decides nothing; its fields name their units.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from itertools import count, islice
 
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.coordinator.cluster import Cluster
+from forged.elastic.coordinator.job_state import JobState
 from forged.elastic.failure_detector.detector import is_lost
 from forged.elastic.membership.member import Member
 from forged.elastic.messages import ClusterView, ControlReply, PlannedWorker, RescalePlan, RescaleView, WorkerView
 from forged.elastic.model import RANK_NONE, WorkerStatus
 from forged.elastic.phases import require_not_over
 from forged.elastic.rescale.ranks import assign_ranks, moves
+from forged.elastic.rescale.scaling import scale
 from forged.elastic.status.stall_report import describe_stall
 from forged.errors import RequestRefused
 from forged.phrases import counted, is_or_are, named
@@ -23,15 +25,14 @@ from forged.phrases import counted, is_or_are, named
 PLANNED_MAX = 10_000
 
 
-def worker_view(cluster: Cluster, member: Member, now: float) -> WorkerView:
-    """One worker."""
+def worker_view(job: JobState, member: Member, now: float) -> WorkerView:
     heard_at = max(member.heard_at or 0.0, member.pulse_at or 0.0)
     return WorkerView(
         id=member.id,
-        rank=rank_of(cluster, member),
-        status=status_of(cluster, member),
-        job=cluster.job,
-        generation=cluster.generation,
+        rank=rank_of(job, member),
+        status=status_of(job, member),
+        job=job.name,
+        generation=job.generation,
         step=member.step,
         last_heartbeat_age_s=round(now - heard_at, 3) if heard_at else None,
         address=f"{member.worker.hostname}:{member.worker.port}",
@@ -46,44 +47,43 @@ def worker_view(cluster: Cluster, member: Member, now: float) -> WorkerView:
     )
 
 
-def rank_of(cluster: Cluster, member: Member) -> int:
-    """Its rank in the committed world; -1 for who is not in it."""
-    return cluster.membership.topology.rank_of(member.worker) if cluster.membership.holds(member) else RANK_NONE
+def rank_of(job: JobState, member: Member) -> int:
+    """Its rank in the committed world; -1 outside it."""
+    return job.membership.topology.rank_of(member.worker) if job.membership.in_world(member) else RANK_NONE
 
 
-def status_of(cluster: Cluster, member: Member) -> WorkerStatus:
-    """What it is doing."""
+def status_of(job: JobState, member: Member) -> WorkerStatus:
     if member.drain_reason is not None:
         return WorkerStatus.LEAVING
-    if cluster.trains and cluster.membership.holds(member):
+    if job.trains and job.membership.in_world(member):
         return WorkerStatus.ACTIVE
-    if cluster.attempt is not None and member.id in cluster.attempt.target:
+    if job.attempt is not None and member.id in job.attempt.target:
         return WorkerStatus.RESCALING
-    if not cluster.membership.holds(member):
+    if not job.membership.in_world(member):
         return WorkerStatus.JOINING
-    # Between two worlds, or in one of which too few are left, nobody trains.
-    return WorkerStatus.ACTIVE if cluster.over else WorkerStatus.RESCALING
+    # Between two worlds, or while too few workers are left, no member trains.
+    return WorkerStatus.ACTIVE if job.over else WorkerStatus.RESCALING
 
 
-def cluster_view(cluster: Cluster, now: float, trouble: str = "") -> ClusterView:
-    """The whole in one look; `trouble` is why the daemon cannot write, empty where it can."""
+def cluster_view(job: JobState, now: float, write_error: str = "") -> ClusterView:
+    """`write_error` is why the daemon cannot write; empty if it can."""
     return ClusterView(
-        job=cluster.job,
-        phase=cluster.phase,
-        paused=cluster.paused,
-        generation=cluster.generation,
-        world_size=cluster.membership.there,
-        joining=sum(1 for _ in cluster.membership.newcomers()),
-        state=cluster.state,
-        failures=cluster.failures.in_world,
-        reason=cluster.reason,
-        rescale=_rescale_view(cluster, now),
-        stall_report=describe_stall(cluster, now, trouble),
+        job=job.name,
+        phase=job.phase,
+        paused=job.paused,
+        generation=job.generation,
+        world_size=job.membership.present_count,
+        joining=sum(1 for _ in job.membership.joiners()),
+        state=job.training,
+        failures=job.failure_budget.in_world,
+        reason=job.reason,
+        rescale=_rescale_view(job, now),
+        stall_report=describe_stall(job, now, write_error),
     )
 
 
-def _rescale_view(cluster: Cluster, now: float) -> RescaleView | None:
-    attempt = cluster.attempt
+def _rescale_view(job: JobState, now: float) -> RescaleView | None:
+    attempt = job.attempt
     if attempt is None:
         return None
     return RescaleView(
@@ -97,66 +97,62 @@ def _rescale_view(cluster: Cluster, now: float) -> RescaleView | None:
     )
 
 
-def plan(cluster: Cluster, size: int) -> RescalePlan:
-    """What a rescale to so many workers would do; workers that are not there yet are called `new-1` and so on."""
-    require_not_over(cluster.job, cluster.phase, cluster.reason)
+def control_reply(job: JobState, now: float, *, changed: bool) -> ControlReply:
+    """The answer to an operator's request; if it changed nothing, with the reason that holds already."""
+    known = job.reason if job.over else job.pause_reason if job.paused else ""
+    return ControlReply(changed, "" if changed else known, describe_stall(job, now))
+
+
+def drain_remarks(job: JobState, worker_id: str) -> list[str]:
+    """Consequences of a drain that the operator may not expect."""
+    member, needed = job.members.require(worker_id), job.config.min_workers
+    is_in_running_world = job.membership.in_world(member) and not job.over
+    remarks = []
+    left = sum(1 for one in job.members.values() if one.drain_reason is None)
+    if is_in_running_world and left < needed:
+        remarks.append(f"training will stop: {counted(left, 'worker')} left, min_workers is {needed}")
+    if is_in_running_world and not (job.membership.remaining or job.membership.next_joiners()):
+        loss = "the training state is lost when it leaves: no other worker can take it"
+        remarks.append(f"{loss}; save a checkpoint in the script first, or start another worker")
+    if member.stalled:
+        remarks.append(f"{worker_id} is stalled and leaves after its step; evict it if the step never ends")
+    if not member.connected:
+        remarks.append(f"{worker_id} has no connection and drains when it is back")
+    return remarks
+
+
+def plan(job: JobState, size: int) -> RescalePlan:
+    """What a rescale to `size` workers would do; workers that do not exist yet are called `new-1` and so on."""
+    require_not_over(job.name, job.phase, job.reason)
     if not 1 <= size <= PLANNED_MAX:
-        raise RequestRefused("plan_invalid", f"workers = {size}", f"give 1 to {PLANNED_MAX}")
-    old, there = list(cluster.membership.world), [member.id for member in cluster.membership.present()]
-    # The highest ranks go first, so that nobody else has to move.
-    staying = [worker for worker in there if worker not in cluster.membership.leavers][:size]
-    joining = [member.id for member in cluster.membership.waiting()][: size - len(staying)]
-    missing = size - len(staying) - len(joining)
-    new = assign_ranks(old, set(staying), [*joining, *islice(_strangers(cluster), missing)])
-    gone = [worker for worker in old if worker not in cluster.members]
-    rate, batch = cluster.paces(size)
+        raise RequestRefused("plan_invalid", f"workers must be 1 to {PLANNED_MAX}, got {size}", "give another number")
+    old, present = list(job.membership.world), [member.id for member in job.membership.present()]
+    # The highest ranks are removed, so that no survivor changes its rank.
+    survivors = [worker for worker in present if worker not in job.membership.leavers][:size]
+    joiners = [member.id for member in job.membership.connected_joiners()][: size - len(survivors)]
+    missing = size - len(survivors) - len(joiners)
+    new = assign_ranks(old, set(survivors), [*joiners, *islice(_new_names(job), missing)])
+    gone = [worker for worker in old if worker not in job.members]
+    rate, batch = scale(job.config, job.scaling_base, job.training, size)
     return RescalePlan(
-        world_size=len(there),
+        world_size=len(present),
         new_world_size=size,
         workers=_planned(old, new),
         moves=moves(old, new),
-        learning_rate=cluster.state.learning_rate,
+        learning_rate=job.training.learning_rate,
         new_learning_rate=rate,
-        global_batch_size=cluster.state.global_batch_size,
+        global_batch_size=job.training.global_batch_size,
         new_global_batch_size=batch,
-        remarks=[*_remarks_on_those_there(cluster, gone), *_remarks(cluster.config, size, missing)],
+        remarks=[*_current_remarks(job, gone), *_size_remarks(job.config, size, missing)],
         gone=gone,
         missing=missing,
     )
 
 
-def _strangers(cluster: Cluster) -> Iterator[str]:
-    """Names for workers that are not there yet, and nobody else's."""
+def _new_names(job: JobState) -> Iterator[str]:
+    """Names for workers that do not exist yet."""
     names = (f"new-{number}" for number in count(1))
-    return (name for name in names if name not in cluster.members and name not in cluster.membership.world)
-
-
-def drain_remarks(cluster: Cluster, worker_id: str) -> list[str]:
-    """What will come of it that a worker is to go, where that may not be what was wanted."""
-    member, needed = cluster.members.require(worker_id), cluster.config.min_workers
-    remarks = []
-    left = sum(1 for other in cluster.members.values() if other.drain_reason is None)
-    if cluster.membership.holds(member) and not cluster.over and left < needed:
-        stay = f"{counted(left, 'worker')} will be left, and min_workers is {needed}"
-        remarks.append(f"training will stand still: {stay}")
-    if (
-        cluster.membership.holds(member)
-        and not cluster.over
-        and not (cluster.membership.remaining or cluster.membership.joining())
-    ):
-        with_it = "the state of the training goes with it: nobody is left to take it"
-        remarks.append(f"{with_it}; have the script save a checkpoint first, or start another worker")
-    if member.stalled:
-        remarks.append(f"{worker_id} is stalled, and goes when it has finished its step; evict it if it never does")
-    if not member.connected:
-        remarks.append(f"{worker_id} has no connection, and hears of it when it is back")
-    return remarks
-
-
-def steered(cluster: Cluster, now: float, *, changed: bool) -> ControlReply:
-    """What has come of it that somebody steers the training."""
-    known = cluster.reason if cluster.over else cluster.paused_because if cluster.paused else ""
-    return ControlReply(changed, "" if changed else known, describe_stall(cluster, now))
+    return (name for name in names if name not in job.members and name not in job.membership.world)
 
 
 def _planned(old: list[str], new: tuple[str, ...]) -> list[PlannedWorker]:
@@ -168,21 +164,21 @@ def _planned(old: list[str], new: tuple[str, ...]) -> list[PlannedWorker]:
     ]
 
 
-def _remarks_on_those_there(cluster: Cluster, gone: Sequence[str]) -> Iterator[str]:
-    """What is to be said of who was in the last world, and of its pace."""
-    before = len(cluster.membership.world)
+def _current_remarks(job: JobState, gone: Sequence[str]) -> Iterator[str]:
+    """Remarks on the workers, rate and batch that the plan starts from."""
+    before = len(job.membership.world)
     if gone:
-        yield f"{named(gone)} of world {cluster.generation} {is_or_are(len(gone))} gone"
-    if lost := [member.id for member in cluster.membership.present() if is_lost(member)]:
-        yield f"{named(lost)} {is_or_are(len(lost))} counted, and {'has' if len(lost) == 1 else 'have'} no connection"
-    if before != cluster.membership.there and cluster.config.scale_batch_with_world:
-        yield f"the present rate and batch are those of a world of {counted(before, 'worker')}"
+        yield f"{named(gone)} of world {job.generation} {is_or_are(len(gone))} gone"
+    if lost := [member.id for member in job.membership.present() if is_lost(member)]:
+        yield f"{named(lost)} {is_or_are(len(lost))} included, without a connection"
+    if before != job.membership.present_count and job.config.scale_batch_with_world:
+        yield f"current rate and batch are for a world of {counted(before, 'worker')}"
 
 
-def _remarks(config: ElasticTrainingConfig, size: int, missing: int) -> Iterator[str]:
+def _size_remarks(config: ElasticTrainingConfig, size: int, missing: int) -> Iterator[str]:
     if missing:
-        yield f"{counted(missing, 'worker')} {'has' if missing == 1 else 'have'} yet to join"
+        yield f"{counted(missing, 'worker')} must still join"
     if size < config.min_workers:
         yield f"the job would wait: min_workers is {config.min_workers}"
     if size > config.max_workers:
-        yield f"so many are not taken in: max_workers is {config.max_workers}"
+        yield f"no more than max_workers are taken in: max_workers is {config.max_workers}"

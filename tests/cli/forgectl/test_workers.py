@@ -31,7 +31,7 @@ W0 = {
 }  # fmt: skip
 W1 = W0 | {"id": "w1", "rank": -1, "status": "joining", "last_heartbeat_age_s": None, "address": "node1:4000"}
 PAUSING = {
-    "attempt": 4, "stage": "pausing", "for_s": 1.5, "waiting_for": ["w1", "w2"], "added": [], "removed": ["w3"],
+    "attempt": 4, "stage": "stopping", "for_s": 1.5, "waiting_for": ["w1", "w2"], "added": [], "removed": ["w3"],
     "reason": "w3 failed: dead",
 }  # fmt: skip
 RESCALING = {
@@ -422,14 +422,14 @@ class TestWatch:
     def test_what_stands_still_is_told_behind_how_things_are(self, tmp_path: Path, capsys: Caught) -> None:
         life = [
             RESCALING | {"stall_report": "attempt 4 waits for w1, w2 to stop (1 s)"},
-            RESCALING | {"rescale": None, "stall_report": "attempt 5 begins when w1 is back"},
-            RESCALING | {"rescale": None, "stall_report": "attempt 5 begins when w1 is back, in 2 s at the latest"},
+            RESCALING | {"rescale": None, "stall_report": "attempt 5 starts when w1 is back"},
+            RESCALING | {"rescale": None, "stall_report": "attempt 5 starts when w1 is back, in 2 s at the latest"},
             RUNNING | {"reason": "", "stall_report": "paused: night"},
         ]
         with scripted_daemon(tmp_path, Script(ShowCluster=life)) as daemon:
             assert daemon.run("jobs watch run", capsys)[1].splitlines() == [
                 "attempt 4: pausing, waiting for w1, w2 (w3 failed: dead)",
-                "rescaling: between two attempts; attempt 5 begins when w1 is back",
+                "rescaling: between two attempts; attempt 5 starts when w1 is back",
                 "running: generation 4, 1 worker, step 120; paused: night",
             ]
 
@@ -565,13 +565,13 @@ class TestFactsInWords:
             ),
             (
                 "RescaleStarted",
-                STARTED | {"type": "replace", "removed": [], "reason": "an operator's wish"},
-                "attempt 2 to rescale to 1 worker: an operator's wish",
+                STARTED | {"type": "replace", "removed": [], "reason": "requested by an operator"},
+                "attempt 2 to rescale to 1 worker: requested by an operator",
             ),
             (
                 "ProgressLost",
-                {"steps": 1200, "step": 0, "reason": "nobody who had them is left"},
-                "the steps committed after step 0 are lost (1200 steps): nobody who had them is left",
+                {"steps": 1200, "step": 0, "reason": "no remaining worker holds them"},
+                "the steps committed after step 0 are lost (1200 steps): no remaining worker holds them",
             ),
             (
                 "RescaleSynchronising",
@@ -603,7 +603,7 @@ class TestFactsInWords:
             ),
             (
                 "WorkerLost",
-                {"worker_id": "w0", "reason": "its connection is gone", "grace_s": 15.0},
+                {"worker_id": "w0", "reason": "connection lost", "grace_s": 15.0},
                 "w0 is lost: its connection is gone; it has 15 s to reconnect",
             ),
             (
@@ -735,7 +735,7 @@ class TestARealDaemon:
         assert ctl("workers show w1 --job run")[0] == 3
         events = ctl("events")[1]
         assert "draining w0 after its current step: upgrade" in events
-        assert "w1 failed (rank 1): evicted: an operator's wish" in events
+        assert "w1 failed (rank 1): evicted: requested by an operator" in events
 
     def test_a_rescale_is_asked_for_and_seen(self, ctl: Ctl) -> None:
         assert ctl("jobs rescale run --reason 'a test'")[0] == 0

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from forged.elastic.coordinator.cluster import Cluster
-from forged.elastic.coordinator.records import job_of, restored, writes
+from forged.elastic.coordinator.records import changed_records, job_of, restore
 from forged.elastic.phases import Phase
 from forged.elastic.rescale.attempt import StopReport
 from tests.elastic.play import JOB, WINDOW_S, Play, formed, incarnation, newcomer, worker_of
@@ -9,7 +9,7 @@ from tests.elastic.play import JOB, WINDOW_S, Play, formed, incarnation, newcome
 
 def changed(play: Play) -> set[str]:
     """What is about to be written, without what is common to all keys."""
-    return {key.removeprefix(f"elastic/{JOB}/") for key in writes(play.cluster)}
+    return {key.removeprefix(f"elastic/{JOB}/") for key in changed_records(play.cluster)}
 
 
 def test_a_key_says_whose_it_is() -> None:
@@ -22,8 +22,8 @@ def test_what_changes_nothing_writes_nothing() -> None:
     play.cluster.heartbeat("a", incarnation("a"), 5, 50, play.now)
     play.cluster.pulse("a", incarnation("a"), 5, 50, 1.0, play.now)
     play.cluster.tick(play.now)
-    assert not play.cluster.out
-    assert writes(play.cluster) == {}
+    assert not play.cluster.outbox
+    assert changed_records(play.cluster) == {}
 
 
 def test_the_first_worker_writes_the_cluster_and_itself_and_the_next_one_only_itself() -> None:
@@ -46,7 +46,7 @@ def test_a_commit_writes_the_world_and_no_member() -> None:
 def test_who_goes_is_deleted() -> None:
     play = formed("a", "b")
     play.cluster.leave("b", incarnation("b"), play.now, reason="", done=False, step=0)
-    assert writes(play.cluster)["elastic/run/member/b"] is None
+    assert changed_records(play.cluster)["elastic/run/member/b"] is None
 
 
 def test_what_comes_back_is_what_was_there() -> None:
@@ -57,7 +57,7 @@ def test_what_comes_back_is_what_was_there() -> None:
     play.form("a", "b", step=3, learning_rate=0.1, global_batch_size=64)
     play.cluster.drain("b", play.now, "maintenance")
     play.cluster.pause(play.now, "lunch")
-    play.cluster.agree({"dataset": {"samples": 100}})
+    play.cluster.adopt_shared_config({"dataset": {"samples": 100}})
     play.die("c")
     play.settle()
     before, known = play.cluster, dict(play.cluster.members)
@@ -68,12 +68,12 @@ def test_what_comes_back_is_what_was_there() -> None:
         "key",
         "phase",
         "paused",
-        "state",
+        "training",
         "attempts",
-        "failures",
-        "base",
+        "failure_budget",
+        "scaling_base",
         "reason",
-        "why",
+        "rescale_reasons",
         "shared_config",
     ):
         assert getattr(after, name) == getattr(before, name), name
@@ -110,7 +110,7 @@ def test_what_is_known_by_evidence_has_to_come_back_as_evidence() -> None:
 def test_entries_come_in_any_order() -> None:
     play = formed("a", "b")
     for entries in (sorted(play.stored.items()), sorted(play.stored.items(), reverse=True)):
-        found = restored(JOB, entries, play.now)
+        found = restore(JOB, entries, play.now)
         assert found is not None
         assert list(found.membership.world) == ["a", "b"]
 
@@ -118,8 +118,8 @@ def test_entries_come_in_any_order() -> None:
 def test_what_is_left_of_a_job_that_was_removed_is_no_cluster() -> None:
     play = formed("a")
     left = [(key, value) for key, value in play.stored.items() if not key.endswith("/cluster")]
-    assert restored(JOB, left, play.now) is None
-    assert restored(JOB, [], play.now) is None
+    assert restore(JOB, left, play.now) is None
+    assert restore(JOB, [], play.now) is None
 
 
 def test_a_job_without_a_world_has_none_afterwards() -> None:
@@ -131,7 +131,7 @@ def test_a_job_without_a_world_has_none_afterwards() -> None:
 
 
 def test_a_cluster_that_is_new_is_not_known_to_the_store() -> None:
-    assert not Cluster(JOB, {}).known
+    assert not Cluster(JOB, {}).is_stored
     play = formed("a")
     play.restart()
-    assert play.cluster.known
+    assert play.cluster.is_stored

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forged.elastic.coordinator.step_witnesses import StepWitnesses, state_at, state_behind
+from forged.elastic.coordinator.step_witnesses import StepWitnesses, state_after, state_at
 from forged.elastic.model import GlobalTrainingState
 from forged.elastic.rescale.attempt import StopReport
 
@@ -24,7 +24,7 @@ def test_what_one_of_several_says_is_not_believed_until_another_says_as_much() -
 def test_another_world_has_heard_nothing() -> None:
     witnesses = StepWitnesses()
     witnesses.hear("a", 7, 2)
-    witnesses.begin_anew()
+    witnesses.reset()
     assert witnesses.hear("b", 7, 2) == 0
 
 
@@ -42,7 +42,7 @@ KNOWN = GlobalTrainingState(1, 40, 0.5, 64, 3, 10.0)
 
 
 def test_a_state_behind_a_step_is_what_was_known_but_for_the_step() -> None:
-    assert state_behind(KNOWN, 41, 11.0) == GlobalTrainingState(1, 41, 0.5, 64, 3, 11.0)
+    assert state_after(KNOWN, 41, 11.0) == GlobalTrainingState(1, 41, 0.5, 64, 3, 11.0)
 
 
 def test_the_state_of_a_source_counts_what_it_has_finished() -> None:

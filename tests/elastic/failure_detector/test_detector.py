@@ -4,12 +4,12 @@ import pytest
 
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.failure_detector.detector import (
-    AWAITED_S,
-    CONFIRMED_AMONG_SEVERAL_S,
-    CONFIRMED_S,
-    LATE_S,
-    LOST_S,
+    CONFIRM_S,
+    CONFIRM_SEVERAL_HOSTS_S,
+    DAEMON_STALL_S,
+    LOST_SCAN_DELAY_S,
     PROBE_INTERVAL_S,
+    RESTART_GRACE_S,
     SCAN_INTERVAL_S,
     STEADY_S,
     FailureDetector,
@@ -21,12 +21,12 @@ from forged.elastic.outbox import Outbox
 from tests.elastic.play import newcomer
 
 
-def member(name: str, *, collective_seq: int = 0, told_at: float = 0.0, progress_at: float = 0.0) -> Member:
+def member(name: str, *, collective_seq: int = 0, reported_at: float = 0.0, progress_at: float = 0.0) -> Member:
     found = newcomer(name)
-    found.collective_seq, found.told_at, found.heard_at, found.progress_at = (
+    found.collective_seq, found.reported_at, found.heard_at, found.progress_at = (
         collective_seq,
-        told_at,
-        told_at,
+        reported_at,
+        reported_at,
         progress_at,
     )
     return found
@@ -38,7 +38,7 @@ def look(
     config = ElasticTrainingConfig(stall_timeout_ms=5_000, evict_stalled=evict)
     known = {one.id: one for one in members}
     stepping = known if steps else ()
-    return [(one.id, why) for one, why in watch.look(known, known, (), config, now, stepping=stepping)]
+    return [(one.id, why) for one, why in watch.scan(known, known, (), config, now, stepping=stepping)]
 
 
 def test_it_looks_again_and_again() -> None:
@@ -46,22 +46,22 @@ def test_it_looks_again_and_again() -> None:
     assert watch.due_at() < 0
     look(watch, now=7.0)
     assert watch.due_at() == 7.0 + SCAN_INTERVAL_S
-    assert watch.late_s(watch.due_at() + LATE_S / 2) == 0.0
-    assert watch.late_s(watch.due_at() + LATE_S) == LATE_S
-    watch.begin_anew()
-    assert (watch.due_at() < 0, watch.late_s(1_000.0)) == (True, 0.0)
+    assert watch.daemon_stall_s(watch.due_at() + DAEMON_STALL_S / 2) == 0.0
+    assert watch.daemon_stall_s(watch.due_at() + DAEMON_STALL_S) == DAEMON_STALL_S
+    watch.reset()
+    assert (watch.due_at() < 0, watch.daemon_stall_s(1_000.0)) == (True, 0.0)
 
 
 def test_it_looks_soon_when_somebody_is_lost() -> None:
-    watch, lost = FailureDetector(Outbox()), member("a", told_at=7.0, progress_at=7.0)
+    watch, lost = FailureDetector(Outbox()), member("a", reported_at=7.0, progress_at=7.0)
     look(watch, lost, now=7.0)
     lost.lost_at = 7.01
-    watch.lose(lost, 7.01)
-    watch.lose(lost, 7.02)
-    assert watch.due_at() == 7.01 + LOST_S
-    look(watch, lost, now=7.01 + LOST_S)
-    assert watch.out.facts == [WorkerLost("a", "its connection is gone", 14.75)]
-    assert watch.due_at() == 7.01 + LOST_S + SCAN_INTERVAL_S
+    watch.connection_lost(lost, 7.01)
+    watch.connection_lost(lost, 7.02)
+    assert watch.due_at() == 7.01 + LOST_SCAN_DELAY_S
+    look(watch, lost, now=7.01 + LOST_SCAN_DELAY_S)
+    assert watch.outbox.facts == [WorkerLost("a", "connection lost", 14.75)]
+    assert watch.due_at() == 7.01 + LOST_SCAN_DELAY_S + SCAN_INTERVAL_S
 
 
 def test_only_who_keeps_the_others_waiting_stalls() -> None:
@@ -69,8 +69,8 @@ def test_only_who_keeps_the_others_waiting_stalls() -> None:
     assert (
         look(
             FailureDetector(out),
-            member("a", collective_seq=3, told_at=6.0),
-            member("b", collective_seq=2, told_at=6.0),
+            member("a", collective_seq=3, reported_at=6.0),
+            member("b", collective_seq=2, reported_at=6.0),
             now=6.0,
         )
         == []
@@ -83,18 +83,18 @@ def test_who_has_waited_is_not_taken_for_the_one_that_did_not_get_on_when_that_o
     out = Outbox()
     watch, waits, stalls = (
         FailureDetector(out),
-        member("a", collective_seq=3, told_at=6.0),
-        member("b", collective_seq=2, told_at=6.0),
+        member("a", collective_seq=3, reported_at=6.0),
+        member("b", collective_seq=2, reported_at=6.0),
     )
     look(watch, waits, stalls, now=6.0)
-    waits.told_at = 6.4
-    stalls.collective_seq, stalls.told_at, stalls.progress_at = 100, 6.5, 6.5
+    waits.reported_at = 6.4
+    stalls.collective_seq, stalls.reported_at, stalls.progress_at = 100, 6.5, 6.5
     look(watch, waits, stalls, now=6.5)
     assert out.facts == [WorkerStalled("b", 0, 6.0)]
 
 
 def test_where_nobody_can_make_steps_nobody_stalls() -> None:
-    out, there = Outbox(), member("a", told_at=6.0)
+    out, there = Outbox(), member("a", reported_at=6.0)
     assert look(FailureDetector(out), there, now=6.0, steps=False) == []
     assert (out.facts, there.progress_at) == ([], 6.0)
 
@@ -102,12 +102,12 @@ def test_where_nobody_can_make_steps_nobody_stalls() -> None:
 def test_who_stalls_goes_by_policy_only() -> None:
     watch, waits, stalls = (
         FailureDetector(Outbox()),
-        member("a", collective_seq=3, told_at=6.0),
-        member("b", collective_seq=2, told_at=6.0),
+        member("a", collective_seq=3, reported_at=6.0),
+        member("b", collective_seq=2, reported_at=6.0),
     )
     assert look(watch, waits, stalls, now=1.0) == []
     assert look(watch, waits, stalls, now=6.0) == []
-    assert look(watch, waits, stalls, now=6.5, evict=True) == [("b", "it lives and made no progress for 6.0 s")], (
+    assert look(watch, waits, stalls, now=6.5, evict=True) == [("b", "alive, but no progress for 6.0 s")], (
         "also where the policy has changed since"
     )
 
@@ -115,8 +115,8 @@ def test_who_stalls_goes_by_policy_only() -> None:
 def test_who_is_a_little_behind_at_the_end_of_a_long_step_has_its_time_from_then_on() -> None:
     watch, first, second = (
         FailureDetector(Outbox()),
-        member("a", collective_seq=2, told_at=6.0),
-        member("b", collective_seq=2, told_at=6.0),
+        member("a", collective_seq=2, reported_at=6.0),
+        member("b", collective_seq=2, reported_at=6.0),
     )
     assert look(watch, first, second, now=6.0, evict=True) == []
     first.collective_seq, first.progress_at = 3, 6.3
@@ -128,19 +128,22 @@ def test_who_is_a_little_behind_at_the_end_of_a_long_step_has_its_time_from_then
 def test_where_nobody_has_come_further_all_are_told_and_nobody_goes() -> None:
     """They are in the same long step, and who puts out all of them puts out the state."""
     out = Outbox()
-    assert look(FailureDetector(out), member("a", told_at=6.0), member("b", told_at=6.0), now=6.0, evict=True) == []
+    assert (
+        look(FailureDetector(out), member("a", reported_at=6.0), member("b", reported_at=6.0), now=6.0, evict=True)
+        == []
+    )
     assert out.facts == [WorkerStalled("a", 0, 6.0), WorkerStalled("b", 0, 6.0)]
 
 
 def test_who_is_lost_is_told_once_and_asked_for_at_its_address_now_and_then() -> None:
     out = Outbox()
-    watch, lost = FailureDetector(out), member("a", told_at=9.0, progress_at=9.0)
+    watch, lost = FailureDetector(out), member("a", reported_at=9.0, progress_at=9.0)
     lost.lost_at = 9.5
     for now in (10.0, 10.1, 10.0 + PROBE_INTERVAL_S):
         assert look(watch, lost, now=now) == []
     assert [type(fact) for fact in out.facts] == [WorkerLost]
     assert len(out.probes) == 2
-    watch.found(lost, 12.0)
+    watch.connection_restored(lost, 12.0)
     assert out.facts[1:] == [WorkerReturned("a", 2.5)]
     assert lost.connected
 
@@ -157,13 +160,13 @@ def test_who_comes_back_before_anybody_was_told_is_not_told_to_have_returned() -
     out = Outbox()
     lost = member("a")
     lost.lost_at = 1.0
-    FailureDetector(out).found(lost, 1.2)
+    FailureDetector(out).connection_restored(lost, 1.2)
     assert out.facts == []
 
 
 def test_who_went_and_came_as_another_is_told_to_be_lost_again() -> None:
     out = Outbox()
-    watch, lost = FailureDetector(out), member("a", told_at=9.0, progress_at=9.0)
+    watch, lost = FailureDetector(out), member("a", reported_at=9.0, progress_at=9.0)
     lost.lost_at = 9.5
     look(watch, lost, now=10.0)
     watch.forget(lost)
@@ -176,42 +179,42 @@ def test_who_is_held_up_while_its_pulse_lives_is_told_with_that_and_without_a_de
     lost = member("a")
     lost.lost_at, lost.pulse_at = 10.0, 10.25
     look(FailureDetector(out), lost, now=10.5)
-    reason = "its connection is gone; its pulse was heard 0.2 s ago"
+    reason = "connection lost; its pulse was heard 0.2 s ago"
     assert out.facts == [WorkerLost("a", reason, None)]
 
 
 def test_who_has_done_its_last_step_does_not_stall_while_it_saves() -> None:
     out = Outbox()
-    saves, waits = member("a", collective_seq=2, told_at=60.0), member("b", collective_seq=3, told_at=60.0)
+    saves, waits = member("a", collective_seq=2, reported_at=60.0), member("b", collective_seq=3, reported_at=60.0)
     saves.last_step_done = True
     assert look(FailureDetector(out), saves, waits, now=60.0, evict=True) == []
     assert out.facts == []
 
 
 def lost_on(host: str, name: str) -> Member:
-    found = member(name, told_at=9.0, progress_at=9.0)
+    found = member(name, reported_at=9.0, progress_at=9.0)
     found.worker = WorkerId(name, host, 7000)
     found.lost_at = 9.5
     return found
 
 
 def witness(name: str = "b") -> Member:
-    return member(name, told_at=9.0, progress_at=9.0)
+    return member(name, reported_at=9.0, progress_at=9.0)
 
 
 def test_whom_another_does_not_reach_either_has_a_moment_to_come_back() -> None:
     watch, lost, other = FailureDetector(Outbox()), lost_on("h1", "a"), witness()
-    watch.doubt(lost, "b", 10.0)
-    watch.doubt(lost, "c", 10.1)
-    assert watch.due_at() <= 10.0 + CONFIRMED_S
+    watch.suspect(lost, "b", 10.0)
+    watch.suspect(lost, "c", 10.1)
+    assert watch.due_at() <= 10.0 + CONFIRM_S
     assert look(watch, lost, other, now=10.1) == []
-    assert watch.due_at() == 10.0 + CONFIRMED_S
-    assert look(watch, lost, other, now=10.0 + CONFIRMED_S) == [("a", "neither the daemon nor b reaches it")]
+    assert watch.due_at() == 10.0 + CONFIRM_S
+    assert look(watch, lost, other, now=10.0 + CONFIRM_S) == [("a", "unreachable from the daemon and from b")]
 
 
 def test_whose_pulse_is_heard_still_is_held_up_and_not_dead() -> None:
     watch, lost, other = FailureDetector(Outbox()), lost_on("h1", "a"), witness()
-    watch.doubt(lost, "b", 10.0)
+    watch.suspect(lost, "b", 10.0)
     lost.pulse_at = 10.5
     assert look(watch, lost, other, now=10.6) == []
     assert [name for name, _ in look(watch, lost, other, now=13.0)] == ["a"], "until it is heard no more"
@@ -220,75 +223,75 @@ def test_whose_pulse_is_heard_still_is_held_up_and_not_dead() -> None:
 @pytest.mark.parametrize("how", ["is lost", "was lost", "is gone"])
 def test_the_word_of_one_counts_only_as_long_as_it_is_well_itself(how: str) -> None:
     watch, lost, other = FailureDetector(Outbox()), lost_on("h1", "a"), witness()
-    watch.doubt(lost, "b", 10.0)
+    watch.suspect(lost, "b", 10.0)
     if how != "is gone":
         other.lost_at = 10.05
     if how == "was lost":
-        watch.found(other, 10.1)
+        watch.connection_restored(other, 10.1)
     assert look(watch, lost, *([] if how == "is gone" else [other]), now=14.0) == []
     assert look(watch, lost, witness(), now=14.1) == []
 
 
 def test_who_comes_back_in_that_moment_is_doubted_no_more() -> None:
     watch, lost = FailureDetector(Outbox()), lost_on("h1", "a")
-    watch.doubt(lost, "b", 10.0)
-    watch.found(lost, 10.1)
+    watch.suspect(lost, "b", 10.0)
+    watch.connection_restored(lost, 10.1)
     lost.lost_at = 10.2
     assert look(watch, lost, now=11.0) == []
 
 
 def test_where_several_hosts_are_lost_they_have_longer_for_that() -> None:
     watch, one, other, third = FailureDetector(Outbox()), lost_on("h1", "a"), lost_on("h2", "b"), witness("c")
-    watch.doubt(one, "c", 10.0)
+    watch.suspect(one, "c", 10.0)
     assert look(watch, one, other, third, now=12.0) == []
     third.heard_at = other.heard_at = one.heard_at = 12.9
-    assert look(watch, one, other, third, now=10.0 + CONFIRMED_AMONG_SEVERAL_S - 0.1) == []
-    assert watch.due_at() == 10.0 + CONFIRMED_AMONG_SEVERAL_S
-    assert look(watch, one, other, third, now=10.0 + CONFIRMED_AMONG_SEVERAL_S)[0][0] == "a"
+    assert look(watch, one, other, third, now=10.0 + CONFIRM_SEVERAL_HOSTS_S - 0.1) == []
+    assert watch.due_at() == 10.0 + CONFIRM_SEVERAL_HOSTS_S
+    assert look(watch, one, other, third, now=10.0 + CONFIRM_SEVERAL_HOSTS_S)[0][0] == "a"
 
 
 def test_the_word_of_one_that_was_away_itself_a_moment_ago_proves_nothing() -> None:
-    watch, witness = FailureDetector(Outbox()), member("a", told_at=10.0)
+    watch, witness = FailureDetector(Outbox()), member("a", reported_at=10.0)
     look(watch, witness, now=10.0)
-    assert watch.is_steady(witness, 10.0)
+    assert watch.is_reliable_reporter(witness, 10.0)
     witness.lost_at = 10.1
-    assert not watch.is_steady(witness, 10.2)
-    watch.found(witness, 10.3)
+    assert not watch.is_reliable_reporter(witness, 10.2)
+    watch.connection_restored(witness, 10.3)
     look(watch, witness, now=15.2)
-    assert not watch.is_steady(witness, 15.2)
-    assert watch.is_steady(witness, 10.3 + STEADY_S)
+    assert not watch.is_reliable_reporter(witness, 15.2)
+    assert watch.is_reliable_reporter(witness, 10.3 + STEADY_S)
 
 
 @pytest.mark.parametrize("when", ["before", "behind"])
 def test_a_word_counts_later_where_nobody_has_listened(when: str) -> None:
-    watch, other, lost = FailureDetector(Outbox()), member("a", told_at=10.0), lost_on("h1", "b")
+    watch, other, lost = FailureDetector(Outbox()), member("a", reported_at=10.0), lost_on("h1", "b")
     look(watch, other, lost, now=10.0)
     if when == "before":
-        watch.doubt(lost, "a", 10.0)
-    watch.forgive(14.0)
+        watch.suspect(lost, "a", 10.0)
+    watch.extend_deadlines(14.0)
     other.heard_at = 14.0
     if when == "behind":
-        watch.doubt(lost, "a", 14.0)
+        watch.suspect(lost, "a", 14.0)
     assert look(watch, other, lost, now=14.0) == []
     assert look(watch, other, lost, now=14.0 + STEADY_S) == []
-    assert [name for name, _ in look(watch, other, lost, now=14.0 + STEADY_S + CONFIRMED_S)] == ["b"]
+    assert [name for name, _ in look(watch, other, lost, now=14.0 + STEADY_S + CONFIRM_S)] == ["b"]
 
 
 def test_who_was_there_before_this_daemon_is_not_looked_for_at_once() -> None:
     out = Outbox()
     watch, awaited = FailureDetector(out), lost_on("h1", "a")
     awaited.seen_at = awaited.lost_at = 9.5
-    awaited.is_awaited = True
-    look(watch, awaited, now=9.5 + AWAITED_S - 0.1)
+    awaited.is_unseen_since_restart = True
+    look(watch, awaited, now=9.5 + RESTART_GRACE_S - 0.1)
     assert out.probes == []
-    look(watch, awaited, now=9.5 + AWAITED_S)
+    look(watch, awaited, now=9.5 + RESTART_GRACE_S)
     assert [probe.worker.id for probe in out.probes] == ["a"]
 
 
 def test_a_moment_in_which_nobody_has_listened_postpones_no_word() -> None:
-    watch, other, lost = FailureDetector(Outbox()), member("a", told_at=10.0), lost_on("h1", "b")
+    watch, other, lost = FailureDetector(Outbox()), member("a", reported_at=10.0), lost_on("h1", "b")
     look(watch, other, lost, now=10.0)
-    now = 10.0 + SCAN_INTERVAL_S + LATE_S
-    watch.forgive(now)
-    watch.doubt(lost, "a", now)
-    assert [name for name, _ in look(watch, other, lost, now=now + CONFIRMED_S)] == ["b"]
+    now = 10.0 + SCAN_INTERVAL_S + DAEMON_STALL_S
+    watch.extend_deadlines(now)
+    watch.suspect(lost, "a", now)
+    assert [name for name, _ in look(watch, other, lost, now=now + CONFIRM_S)] == ["b"]

@@ -16,15 +16,15 @@ BY_ALPHABET = {worker: ord(worker) for worker in "abcd"}
 def test_at_first_nobody_complains() -> None:
     complaints = PeerReports()
     assert complaints.worlds == 0
-    assert complaints.about("a", 0) == ""
+    assert complaints.reporter_of("a", 0) == ""
     assert complaints.worst(BY_ALPHABET) is None
 
 
 def test_a_complaint_is_about_one_worker_in_one_world() -> None:
     complaints = said("ba", generation=4)
-    assert complaints.about("a", 4) == "b"
-    assert complaints.about("b", 4) == ""
-    assert complaints.about("a", 5) == ""
+    assert complaints.reporter_of("a", 4) == "b"
+    assert complaints.reporter_of("b", 4) == ""
+    assert complaints.reporter_of("a", 5) == ""
 
 
 def test_worlds_are_counted_once_however_many_complain() -> None:
@@ -54,9 +54,9 @@ def test_the_same_complaint_again_makes_nobody_worse() -> None:
 def test_who_is_gone_has_said_nothing_and_nothing_was_said_of_it() -> None:
     complaints = said("ba", "cb", "cd")
     complaints.forget("b")
-    assert complaints.about("a", 1) == ""
-    assert complaints.about("b", 1) == ""
-    assert complaints.about("d", 1) == "c"
+    assert complaints.reporter_of("a", 1) == ""
+    assert complaints.reporter_of("b", 1) == ""
+    assert complaints.reporter_of("d", 1) == "c"
 
 
 def test_a_world_that_broke_over_the_end_of_a_worker_does_not_count() -> None:
@@ -67,21 +67,21 @@ def test_a_world_that_broke_over_the_end_of_a_worker_does_not_count() -> None:
     complaints.forget("a")
     complaints.forget("d")
     assert complaints.worlds == 1
-    assert complaints.about("c", 3) == "b"
+    assert complaints.reporter_of("c", 3) == "b"
 
 
 def test_when_all_is_well_everything_is_forgotten() -> None:
     complaints = said("ba")
     complaints.clear()
     complaints.clear()
-    assert (complaints.worlds, complaints.about("a", 1)) == (0, "")
+    assert (complaints.worlds, complaints.reporter_of("a", 1)) == (0, "")
 
 
 def test_what_is_withdrawn_was_not_said() -> None:
     complaints = said("ab", "ba")
     complaints.withdraw("a", "b")
     complaints.withdraw("a", "c")
-    assert (complaints.about("b", 1), complaints.about("a", 1)) == ("", "b")
+    assert (complaints.reporter_of("b", 1), complaints.reporter_of("a", 1)) == ("", "b")
     assert complaints.between("a", "b")
 
 
@@ -97,7 +97,7 @@ def test_who_names_nobody_is_the_worst_where_nobody_else_was_named() -> None:
     complaints = said("bb")
     complaints.add("b", "b", 2)
     assert (complaints.worlds, complaints.worst(BY_ALPHABET)) == (2, "b")
-    assert complaints.about("b", 1) == "", "nobody else has said so"
+    assert complaints.reporter_of("b", 1) == "", "nobody else has said so"
 
 
 def test_what_was_said_of_nobody_is_explained_by_who_has_gone_from_that_world() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.failure_detector.detector import NEVER, FailureDetector
-from forged.elastic.failure_detector.suspicion import QUARRELS_MAX, Suspicions
+from forged.elastic.failure_detector.suspicion import REPORTED_WORLDS_MAX, Suspicions
 from forged.elastic.membership.world_membership import WorldMembership
 from forged.elastic.outbox import Outbox
 from tests.elastic.play import BEGINNING_S, newcomer
@@ -18,8 +18,8 @@ class Scene:
     def __init__(self, holders: str = "abc") -> None:
         self.membership, self.watch = WorldMembership("run", ElasticTrainingConfig()), FailureDetector(Outbox())
         for name in "abcd":
-            self.membership.enter(newcomer(name))
-        for _ in range(QUARRELS_MAX):
+            self.membership.add(newcomer(name))
+        for _ in range(REPORTED_WORLDS_MAX):
             self.begin_another(holders)
         self.quarrels = Suspicions(self.membership, self.watch)
 
@@ -30,15 +30,15 @@ class Scene:
 
     def lose(self, name: str) -> None:
         self.membership.members[name].lost_at = NOW
-        self.quarrels.lost(self.membership.members[name], NOW)
+        self.quarrels.connection_lost(self.membership.members[name], NOW)
 
     def complain(self, name: str, peer: str) -> None:
-        self.quarrels.does_not_reach(self.membership.members[name], peer, NOW)
+        self.quarrels.report_unreachable(self.membership.members[name], peer, NOW)
 
     @property
     def doubts(self) -> bool:
         """Whether somebody is to be looked at soon."""
-        return self.watch.due_at() < NEVER and bool(self.watch._doubts)
+        return self.watch.due_at() < NEVER and bool(self.watch._suspicions)
 
 
 def test_whom_neither_the_daemon_nor_another_reaches_is_doubted_whoever_is_first() -> None:
@@ -66,7 +66,7 @@ def test_who_is_not_in_the_world_has_nothing_to_say_of_it() -> None:
     scene.lose("b")
     scene.complain("d", "b")
     assert not scene.doubts
-    assert scene.quarrels.complaints.worlds == 0
+    assert scene.quarrels.peer_reports.worlds == 0
 
 
 def test_who_alone_has_the_state_is_given_its_whole_grace() -> None:
@@ -78,32 +78,32 @@ def test_who_alone_has_the_state_is_given_its_whole_grace() -> None:
 
 def test_nobody_has_to_go_before_so_many_worlds_have_come_to_nothing() -> None:
     scene = Scene()
-    for _ in range(QUARRELS_MAX):
-        assert scene.quarrels.loser() is None
+    for _ in range(REPORTED_WORLDS_MAX):
+        assert scene.quarrels.worker_to_evict() is None
         scene.begin_another()
         scene.complain("a", "c")
         scene.complain("b", "c")
-    assert scene.quarrels.loser() == "c"
+    assert scene.quarrels.worker_to_evict() == "c"
 
 
 def test_of_two_at_odds_who_has_the_state_stays() -> None:
     scene = Scene(holders="c")
-    for _ in range(QUARRELS_MAX):
+    for _ in range(REPORTED_WORLDS_MAX):
         scene.begin_another(holders="c")
         scene.complain("a", "c")
-    assert scene.quarrels.loser() == "a"
+    assert scene.quarrels.worker_to_evict() == "a"
 
 
 @pytest.mark.parametrize("peer", ["", "b", "d", "x"], ids=["nobody", "itself", "an outsider", "somebody who is gone"])
 def test_over_whom_nobody_else_of_the_world_is_named_goes_who_says_that_it_cannot_go_on(peer: str) -> None:
     scene = Scene()
-    for _ in range(QUARRELS_MAX):
+    for _ in range(REPORTED_WORLDS_MAX):
         scene.begin_another()
-        scene.quarrels.cannot_go_on(scene.membership.members["b"], peer)
-    assert scene.quarrels.loser() == "b"
+        scene.quarrels.report_problem(scene.membership.members["b"], peer)
+    assert scene.quarrels.worker_to_evict() == "b"
 
 
 def test_who_names_another_of_the_world_is_not_held_against_itself() -> None:
     scene = Scene()
-    scene.quarrels.cannot_go_on(scene.membership.members["b"], "a")
-    assert scene.quarrels.complaints.worlds == 0
+    scene.quarrels.report_problem(scene.membership.members["b"], "a")
+    assert scene.quarrels.peer_reports.worlds == 0

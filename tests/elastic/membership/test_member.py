@@ -10,11 +10,11 @@ from forged.elastic.membership.member import (
     PULSE_INTERVAL_S_MIN,
     PULSES_MISSED_MAX,
     Member,
-    death_of,
-    holding_up,
-    mute_since,
-    overstays,
+    death_evidence,
+    drain_overdue,
+    members_holding_up,
     pulse_interval_s,
+    silent_since,
 )
 from tests.elastic.play import incarnation, worker_of
 
@@ -33,42 +33,42 @@ def member(name: str = "a", /, **more: Any) -> Member:
 @pytest.mark.parametrize("source", ["seen_at", "heard_at", "pulse_at"])
 def test_any_sign_of_life_keeps_it_alive_for_the_timeout(source: str) -> None:
     found = member(**{source: AT + 5})
-    assert death_of(found, CONFIG, AT + 14.9) is None
-    assert death_of(found, CONFIG, AT + 15.0) == "neither its library nor its pulse was heard for 10.0 s"
+    assert death_evidence(found, CONFIG, AT + 14.9) is None
+    assert death_evidence(found, CONFIG, AT + 15.0) == "no heartbeat and no pulse for 10.0 s"
 
 
 def test_a_pulse_speaks_for_a_library_that_is_silent() -> None:
     found = member(heard_at=AT, pulse_at=AT + 60)
-    assert death_of(found, CONFIG, AT + 69) is None
+    assert death_evidence(found, CONFIG, AT + 69) is None
 
 
 def test_without_a_connection_it_has_its_grace_although_it_is_silent() -> None:
     found = member(lost_at=AT + 9)
-    assert death_of(found, CONFIG, AT + 23.9) is None
-    assert death_of(found, CONFIG, AT + 24) == "its connection was lost 15.0 s ago and did not come back"
+    assert death_evidence(found, CONFIG, AT + 23.9) is None
+    assert death_evidence(found, CONFIG, AT + 24) == "connection lost 15.0 s ago and not restored"
 
 
 def test_who_has_lost_the_connection_lives_as_long_as_its_pulse() -> None:
     """A suspended process answers nobody, and a held lock keeps it from reconnecting."""
     found = member(lost_at=AT, pulse_at=AT + 60)
-    assert death_of(found, CONFIG, AT + 61) is None
-    assert death_of(found, CONFIG, AT + 62) == "its connection was lost 62.0 s ago and did not come back"
+    assert death_evidence(found, CONFIG, AT + 61) is None
+    assert death_evidence(found, CONFIG, AT + 62) == "connection lost 62.0 s ago and not restored"
 
 
 def test_whoever_is_silent_holds_the_others_up() -> None:
     silent, late = member("a", collective_seq=2), member("b", collective_seq=1, heard_at=AT + 20)
     waiting = member("c", collective_seq=2, heard_at=AT + 20)
-    assert holding_up([silent, late, waiting], "abc", CONFIG, AT + 20) == [silent]
+    assert members_holding_up([silent, late, waiting], "abc", CONFIG, AT + 20) == [silent]
 
 
 def test_where_all_are_heard_those_hold_the_others_up_who_have_come_least_far() -> None:
     late, waiting, joiner = member("a", collective_seq=1), member("b", collective_seq=2), member("c")
-    assert holding_up([late, waiting], "ab", CONFIG, AT) == [late]
-    assert holding_up([late, waiting, joiner], "ab", CONFIG, AT) == [late, joiner]
+    assert members_holding_up([late, waiting], "ab", CONFIG, AT) == [late]
+    assert members_holding_up([late, waiting, joiner], "ab", CONFIG, AT) == [late, joiner]
 
 
-def stay(found: Member, now: float, *, is_needed: bool = True) -> str | None:
-    return overstays(found, ElasticTrainingConfig(leave_timeout_ms=60_000), now, is_needed=is_needed)
+def stay(found: Member, now: float, *, is_required: bool = True) -> str | None:
+    return drain_overdue(found, ElasticTrainingConfig(leave_timeout_ms=60_000), now, is_required=is_required)
 
 
 def test_who_is_to_go_has_its_time_and_then_has_to_be_heard() -> None:
@@ -77,7 +77,7 @@ def test_who_is_to_go_has_its_time_and_then_has_to_be_heard() -> None:
     found.drain_reason = "its host is needed"
     assert stay(found, AT + 64.9) is None
     assert stay(found, AT + 79.9) is None, "its library was heard since"
-    assert stay(found, AT + 80) == "it was told to go 75.0 s ago, and its library was not heard for 60.0 s"
+    assert stay(found, AT + 80) == "draining for 75.0 s, and no heartbeat for 60.0 s"
     found.heard_at = AT + 60
     assert stay(found, AT + 80) is None
 
@@ -85,16 +85,16 @@ def test_who_is_to_go_has_its_time_and_then_has_to_be_heard() -> None:
 def test_who_is_to_go_and_has_lost_its_connection_has_its_grace() -> None:
     found = member(drain_since=AT, heard_at=AT, pulse_at=AT + 100, lost_at=AT + 100)
     found.drain_reason = "its host is needed"
-    for is_needed in (False, True):
-        assert stay(found, AT + 114.9, is_needed=is_needed) is None
-        assert stay(found, AT + 115, is_needed=is_needed) is not None
+    for is_required in (False, True):
+        assert stay(found, AT + 114.9, is_required=is_required) is None
+        assert stay(found, AT + 115, is_required=is_required) is not None
 
 
 def test_who_is_to_go_and_whom_nobody_needs_has_its_time_though_it_is_heard() -> None:
     found = member(drain_since=AT + 5, heard_at=AT + 65)
     found.drain_reason = "its host is needed"
-    assert stay(found, AT + 64.9, is_needed=False) is None
-    assert stay(found, AT + 65, is_needed=False) == "it was told to go 60.0 s ago, and did not"
+    assert stay(found, AT + 64.9, is_required=False) is None
+    assert stay(found, AT + 65, is_required=False) == "draining for 60.0 s and has not left"
 
 
 def test_who_was_told_to_go_by_another_daemon_has_its_time_from_when_this_one_knows_it() -> None:
@@ -107,11 +107,11 @@ def test_who_was_told_to_go_by_another_daemon_has_its_time_from_when_this_one_kn
 def test_where_drains_have_no_end_nobody_overstays() -> None:
     found = member()
     found.drain_reason = "its host is needed"
-    assert overstays(found, ElasticTrainingConfig(leave_timeout_ms=None), AT + 1e9, is_needed=False) is None
+    assert drain_overdue(found, ElasticTrainingConfig(leave_timeout_ms=None), AT + 1e9, is_required=False) is None
 
 
 def test_a_grace_of_nothing_is_over_at_once() -> None:
-    assert death_of(member(lost_at=AT), ElasticTrainingConfig(reconnect_grace_ms=0), AT) is not None
+    assert death_evidence(member(lost_at=AT), ElasticTrainingConfig(reconnect_grace_ms=0), AT) is not None
 
 
 def test_a_pulse_counts_as_long_as_few_of_its_words_are_missing() -> None:
@@ -123,35 +123,35 @@ def test_a_pulse_counts_as_long_as_few_of_its_words_are_missing() -> None:
 
 def test_only_what_is_further_is_progress() -> None:
     found = member()
-    assert found.hear(AT + 1, step=5, collective_seq=50)
-    assert not found.hear(AT + 2, step=5, collective_seq=50)
-    assert not found.hear(AT + 3, step=4, collective_seq=50)
+    assert found.record_progress(AT + 1, step=5, collective_seq=50)
+    assert not found.record_progress(AT + 2, step=5, collective_seq=50)
+    assert not found.record_progress(AT + 3, step=4, collective_seq=50)
     assert (found.step, found.collective_seq, found.progress_at) == (5, 50, AT + 1)
-    assert found.hear(AT + 4, step=5, collective_seq=51)
-    assert found.hear(AT + 5, step=6, collective_seq=0)
+    assert found.record_progress(AT + 4, step=5, collective_seq=51)
+    assert found.record_progress(AT + 5, step=6, collective_seq=0)
     assert (found.step, found.collective_seq, found.progress_at) == (6, 51, AT + 5)
 
 
 def test_what_nobody_could_have_heard_is_held_against_nobody() -> None:
     found = member(heard_at=AT + 1, pulse_at=AT + 2, progress_at=AT, lost_at=AT + 3)
-    found.forgive(20.0, AT + 23)
+    found.extend_deadlines(20.0, AT + 23)
     assert (found.seen_at, found.heard_at, found.pulse_at) == (AT + 20, AT + 21, AT + 22)
     assert (found.progress_at, found.lost_at) == (AT + 20, AT + 23)
 
 
 def test_nothing_is_forgiven_in_advance() -> None:
     found = member(heard_at=AT + 19)
-    found.forgive(20.0, AT + 20)
+    found.extend_deadlines(20.0, AT + 20)
     assert (found.heard_at, found.pulse_at, found.lost_at) == (AT + 20, None, None)
 
 
 def test_in_a_short_rescale_a_silent_worker_is_told_from_those_who_wait_before_two_heartbeats_are_missed() -> None:
     config = ElasticTrainingConfig(worker_heartbeat_timeout_ms=8_000, rescale_timeout_ms=5_000)
-    assert AT - mute_since(config, AT) == 4.0
+    assert AT - silent_since(config, AT) == 4.0
     patient = ElasticTrainingConfig(worker_heartbeat_timeout_ms=8_000, rescale_timeout_ms=60_000)
-    assert AT - mute_since(patient, AT) == pytest.approx(16 / 3)
+    assert AT - silent_since(patient, AT) == pytest.approx(16 / 3)
     hasty = ElasticTrainingConfig(worker_heartbeat_timeout_ms=8_000, rescale_timeout_ms=1_000)
-    assert AT - mute_since(hasty, AT) > hasty.heartbeat_interval_s, "one heartbeat may always be on its way"
+    assert AT - silent_since(hasty, AT) > hasty.heartbeat_interval_s, "one heartbeat may always be on its way"
 
 
 HASTY = ElasticTrainingConfig(worker_heartbeat_timeout_ms=400, reconnect_grace_ms=15_000)
@@ -163,66 +163,66 @@ class TestOtherSettings:
 
     def test_who_has_not_heard_that_it_has_less_time_has_what_it_had(self) -> None:
         found = member(heard_at=AT)
-        found.reconsider(CONFIG, HASTY)
-        assert death_of(found, HASTY, AT + 9.9) is None
-        assert death_of(found, HASTY, AT + 10) == "neither its library nor its pulse was heard for 10.0 s"
+        found.allow_for_settings_change(CONFIG, HASTY)
+        assert death_evidence(found, HASTY, AT + 9.9) is None
+        assert death_evidence(found, HASTY, AT + 10) == "no heartbeat and no pulse for 10.0 s"
 
     def test_who_is_heard_as_before_has_what_it_had(self) -> None:
         found = member()
-        found.reconsider(CONFIG, HASTY)
-        found.beat(AT + 1, CONFIG.heartbeat_interval_s, HASTY)
-        assert death_of(found, HASTY, AT + 10.9) is None
+        found.allow_for_settings_change(CONFIG, HASTY)
+        found.record_heartbeat(AT + 1, CONFIG.heartbeat_interval_s, HASTY)
+        assert death_evidence(found, HASTY, AT + 10.9) is None
 
     def test_who_does_not_say_how_often_it_speaks_has_what_it_had(self) -> None:
         found = member()
-        found.reconsider(CONFIG, HASTY)
-        found.beat(AT + 1, 0.0, HASTY)
-        assert death_of(found, HASTY, AT + 10.9) is None
+        found.allow_for_settings_change(CONFIG, HASTY)
+        found.record_heartbeat(AT + 1, 0.0, HASTY)
+        assert death_evidence(found, HASTY, AT + 10.9) is None
 
     def test_who_is_heard_at_the_new_pace_has_what_the_settings_say(self) -> None:
         found = member()
-        found.reconsider(CONFIG, HASTY)
-        found.beat(AT + 1, HASTY.heartbeat_interval_s, HASTY)
-        assert death_of(found, HASTY, AT + 1.39) is None
-        assert death_of(found, HASTY, AT + 1.4) is not None
+        found.allow_for_settings_change(CONFIG, HASTY)
+        found.record_heartbeat(AT + 1, HASTY.heartbeat_interval_s, HASTY)
+        assert death_evidence(found, HASTY, AT + 1.39) is None
+        assert death_evidence(found, HASTY, AT + 1.4) is not None
 
     def test_longer_ones_hold_at_once(self) -> None:
         found = member()
-        found.reconsider(HASTY, CONFIG)
-        assert death_of(found, CONFIG, AT + 9.9) is None
-        assert death_of(found, CONFIG, AT + 10) is not None
+        found.allow_for_settings_change(HASTY, CONFIG)
+        assert death_evidence(found, CONFIG, AT + 9.9) is None
+        assert death_evidence(found, CONFIG, AT + 10) is not None
 
     def test_of_several_the_longest_holds_until_it_is_heard_at_the_newest_pace(self) -> None:
         found, middle = member(), ElasticTrainingConfig(worker_heartbeat_timeout_ms=1_000)
-        found.reconsider(CONFIG, middle)
-        found.reconsider(middle, HASTY)
-        found.beat(AT, middle.heartbeat_interval_s, HASTY)
-        assert death_of(found, HASTY, AT + 9.9) is None
-        found.reconsider(HASTY, CONFIG)
-        assert death_of(found, CONFIG, AT + 10) is not None
+        found.allow_for_settings_change(CONFIG, middle)
+        found.allow_for_settings_change(middle, HASTY)
+        found.record_heartbeat(AT, middle.heartbeat_interval_s, HASTY)
+        assert death_evidence(found, HASTY, AT + 9.9) is None
+        found.allow_for_settings_change(HASTY, CONFIG)
+        assert death_evidence(found, CONFIG, AT + 10) is not None
 
     def test_who_has_not_heard_of_them_is_not_mute_by_them(self) -> None:
         found = member(heard_at=AT)
-        found.reconsider(CONFIG, HASTY)
-        assert not found.is_mute(mute_since(HASTY, AT + 5))
-        found.beat(AT, HASTY.heartbeat_interval_s, HASTY)
-        assert found.is_mute(mute_since(HASTY, AT + 5))
+        found.allow_for_settings_change(CONFIG, HASTY)
+        assert not found.is_silent(silent_since(HASTY, AT + 5))
+        found.record_heartbeat(AT, HASTY.heartbeat_interval_s, HASTY)
+        assert found.is_silent(silent_since(HASTY, AT + 5))
 
 
 def test_a_pulse_has_time_to_speak_whatever_the_timeout() -> None:
     found = member()
-    found.pulsate(AT, PULSE_INTERVAL_S, 1.0)
-    assert death_of(found, HASTY, AT + 3 * PULSE_INTERVAL_S - 0.01) is None
-    found.pulsate(AT, 0.1, 1.0)
-    assert death_of(found, HASTY, AT + 0.39) is None
-    assert death_of(found, HASTY, AT + 0.4) is not None
+    found.record_pulse(AT, PULSE_INTERVAL_S, 1.0)
+    assert death_evidence(found, HASTY, AT + 3 * PULSE_INTERVAL_S - 0.01) is None
+    found.record_pulse(AT, 0.1, 1.0)
+    assert death_evidence(found, HASTY, AT + 0.39) is None
+    assert death_evidence(found, HASTY, AT + 0.4) is not None
 
 
 @pytest.mark.parametrize("interval_s", [1e9, float("inf"), float("nan"), -1.0])
 def test_no_pulse_keeps_a_worker_alive_by_what_it_says_of_itself(interval_s: float) -> None:
     found = member()
-    found.pulsate(AT, interval_s, 1.0)
-    assert death_of(found, HASTY, AT + 3 * PULSE_INTERVAL_S) is not None
+    found.record_pulse(AT, interval_s, 1.0)
+    assert death_evidence(found, HASTY, AT + 3 * PULSE_INTERVAL_S) is not None
 
 
 @pytest.mark.parametrize(("timeout_ms", "wanted_s"), [(10_000, 0.5), (1_500, 0.5), (600, 0.2), (1, 0.05)])

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.elastic.model import RescaleType
-from forged.elastic.rescale.attempt import Attempt, Stage, StopReport, brought_along, choose_source
+from forged.elastic.rescale.attempt import Attempt, Stage, StopReport, choose_source, initial_state_remark
 
 
 def attempt(target: str, added: str = "") -> Attempt:
@@ -22,18 +22,18 @@ NOTHING = StopReport(0, holds_state=False)
 def settled(stops: dict[str, StopReport], added: str = "") -> Attempt:
     found = attempt("".join(stops), added)
     found.stops.update(stops)
-    assert found.stopped
-    found.settle()
+    assert found.all_stopped
+    found.synchronise()
     return found
 
 
 def test_all_have_to_stop() -> None:
     found = attempt("abc")
-    assert (found.stage, found.waiting_for, found.stopped) == (Stage.PAUSING, ["a", "b", "c"], False)
+    assert (found.stage, found.waiting_for, found.all_stopped) == (Stage.STOPPING, ["a", "b", "c"], False)
     found.stops["c"] = found.stops["a"] = at(5)
-    assert (found.waiting_for, found.stopped) == (["b"], False)
+    assert (found.waiting_for, found.all_stopped) == (["b"], False)
     found.stops["b"] = at(5)
-    assert (found.waiting_for, found.stopped) == ([], True)
+    assert (found.waiting_for, found.all_stopped) == ([], True)
 
 
 @pytest.mark.parametrize(
@@ -73,19 +73,19 @@ def test_the_source_is_where_the_training_goes_on(
     stops: dict[str, StopReport], source: str, step: int, behind: set[str]
 ) -> None:
     found = settled(stops)
-    assert (found.source, found.step, found.behind) == (source, step, behind)
+    assert (found.source, found.step, found.unready) == (source, step, behind)
     assert found.stage is Stage.SYNCHRONISING
     assert found.waiting_for == sorted(behind)
 
 
 def test_what_a_joiner_brings_along_does_not_count_beside_that_of_a_survivor() -> None:
     found = settled({"a": at(900), "b": at(5), "c": NOTHING}, added="ac")
-    assert (found.source, found.step, found.behind) == ("b", 5, {"a", "c"})
+    assert (found.source, found.step, found.unready) == ("b", 5, {"a", "c"})
 
 
 def test_what_a_joiner_brings_along_counts_where_nobody_is_left() -> None:
     found = settled({"a": NOTHING, "b": at(900), "c": at(800)}, added="abc")
-    assert (found.source, found.step, found.behind) == ("b", 900, {"a", "c"})
+    assert (found.source, found.step, found.unready) == ("b", 900, {"a", "c"})
     found = settled({"a": NOTHING, "b": at(900)}, added="b")
     assert found.source == "b"
 
@@ -103,8 +103,8 @@ def test_no_committed_step_of_a_holder_is_taken_back(stops: list[StopReport]) ->
 def test_whoever_is_not_behind_has_what_the_source_has(stops: list[StopReport]) -> None:
     by_worker = {chr(ord("a") + number): stop for number, stop in enumerate(stops)}
     found = settled(by_worker)
-    assert found.source not in found.behind
-    for worker in by_worker.keys() - found.behind - {found.source}:
+    assert found.source not in found.unready
+    for worker in by_worker.keys() - found.unready - {found.source}:
         assert by_worker[worker].holds_state
         assert by_worker[worker].position == found.step
 
@@ -119,7 +119,7 @@ def test_the_choice_is_the_same_for_everybody_who_knows_the_stops(stops: list[St
 
 def test_it_is_said_whose_state_holds_where_nobody_had_one_and_not_all_begin_alike() -> None:
     further = StopReport(1500, holds_state=False)
-    said = "b brings 1,500 steps along, and others fewer: its state holds"
-    assert brought_along("b", {"a": NOTHING, "b": further}) == said
-    assert brought_along("a", {"a": further, "b": further}) == ""
-    assert brought_along("b", {"a": NOTHING, "b": at(1500)}) == "", "the others take what the training has"
+    said = "state taken from b, which starts with the most steps (1,500)"
+    assert initial_state_remark("b", {"a": NOTHING, "b": further}) == said
+    assert initial_state_remark("a", {"a": further, "b": further}) == ""
+    assert initial_state_remark("b", {"a": NOTHING, "b": at(1500)}) == "", "the others take what the training has"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from forged.elastic.membership.member import COLLECTIVES_PER_WORLD
 from forged.elastic.rescale.attempt import StopReport
-from forged.elastic.status.stall_report import STALLED_TOLD_MAX, describe_stall
+from forged.elastic.status.stall_report import STALLED_SHOWN_MAX, describe_stall
 from tests.elastic.play import WINDOW_S, Play, formed
 
 
@@ -40,7 +40,7 @@ def test_who_is_stalled_is_named_with_how_long_and_where() -> None:
     play.beat("a", "s1", step=73, collective_seq=5_000)
     play.beat("a", collective_seq=5_001)
     play.wait(12.0, still=True)
-    assert said(play) == "s1 is stalled for 12 s behind step 73"
+    assert said(play) == "s1 stalled for 12 s after step 73"
 
 
 def hold_up(play: Play, name: str, seconds: float) -> None:
@@ -54,7 +54,7 @@ def test_who_is_held_up_is_named_long_before_it_is_stalled() -> None:
     hold_up(play, "b", 5.0)
     assert said(play) == "", "a heartbeat may be late"
     hold_up(play, "b", 3.0)
-    assert said(play) == "no step for 8 s; the library of b is silent for 8 s, its pulse lives"
+    assert said(play) == "no step for 8 s; no heartbeat from b for 8 s, its pulse is alive"
     play.beat("b", collective_seq=1)
     assert said(play) == ""
 
@@ -65,7 +65,7 @@ def test_who_is_held_up_in_a_rescale_is_named_too() -> None:
     hold_up(play, "b", 8.0)
     attempt, silent = said(play).split("; ")
     assert attempt.startswith("attempt 2 waits for a, b to stop")
-    assert silent == "the library of b is silent for 8 s, its pulse lives"
+    assert silent == "no heartbeat from b for 8 s, its pulse is alive"
 
 
 def test_while_training_rests_nobody_holds_anybody_up() -> None:
@@ -76,11 +76,11 @@ def test_while_training_rests_nobody_holds_anybody_up() -> None:
 
 
 def test_of_many_who_are_stalled_the_first_are_named() -> None:
-    play = formed(*(f"w{number}" for number in range(STALLED_TOLD_MAX + 2)))
+    play = formed(*(f"w{number}" for number in range(STALLED_SHOWN_MAX + 2)))
     for member in play.cluster.members.values():
         member.stalled = True
-    assert said(play).endswith("; 2 more are stalled")
-    assert said(play).count(" is stalled for ") == STALLED_TOLD_MAX
+    assert said(play).endswith("; 2 more stalled")
+    assert said(play).count(" stalled for ") == STALLED_SHOWN_MAX
 
 
 def quarrel(play: Play, *pairs: tuple[str, str]) -> None:
@@ -95,9 +95,9 @@ class TestWhoDoesNotReachAnother:
     def test_is_told_as_long_as_nobody_knows_of_a_step(self) -> None:
         play = formed("a", "b", "c")
         quarrel(play, ("c", "b"))
-        assert said(play) == "c does not reach b, in 1 world so far; after 3 somebody has to go"
+        assert said(play) == "c cannot reach b, in 1 world so far; one worker is evicted after 3"
         quarrel(play, ("b", "c"))
-        assert said(play) == "b and c do not reach each other, in 2 worlds so far; after 3 somebody has to go"
+        assert said(play) == "b and c cannot reach each other, in 2 worlds so far; one worker is evicted after 3"
         play.beat("a", "b", step=1, collective_seq=1)
         assert said(play) == ""
 
@@ -105,14 +105,14 @@ class TestWhoDoesNotReachAnother:
         play = formed("a", "b", "c")
         play.complain("c", "b", why="it got no answer")
         begins, quarrels = said(play).split("; ", 1)
-        assert begins == "attempt 2 is about to begin: c cannot go on: it got no answer"
-        assert quarrels.startswith("c does not reach b, in 1 world so far")
+        assert begins == "attempt 2 is about to start: c cannot continue: it got no answer"
+        assert quarrels.startswith("c cannot reach b, in 1 world so far")
 
     def test_is_told_while_the_next_world_is_agreed_on_unless_that_tells_of_trouble(self) -> None:
         play = formed("a", "b", "c")
         play.complain("c", "b")
         play.wait(2.0)
-        assert said(play).split("; ")[1] == "c does not reach b, in 1 world so far"
+        assert said(play).split("; ")[1] == "c cannot reach b, in 1 world so far"
         play.stop("a", "b", stop=StopReport(1, holds_state=True))
         play.stop("c", stop=StopReport(0, holds_state=True))
         play.receive("c", trouble="a gives it nothing")
@@ -122,27 +122,27 @@ class TestWhoDoesNotReachAnother:
         play = formed("a", "b", "c")
         quarrel(play, ("c", "b"))
         play.wait(12.0, still=True)
-        assert said(play).endswith("after 3 somebody has to go; no step for 12 s")
+        assert said(play).endswith("one worker is evicted after 3; no step for 12 s")
 
     def test_may_have_named_nobody(self) -> None:
         play = formed("a", "b")
         quarrel(play, ("b", ""))
-        assert said(play).startswith("b cannot go on, in 1 world so far")
+        assert said(play).startswith("b cannot continue, in 1 world so far")
 
     def test_is_counted_where_they_are_many(self) -> None:
         play = formed(*"abcdef")
         quarrel(play, *((one, "f") for one in "abcd"))
-        few = "a does not reach f, b does not reach f, c does not reach f, and "
-        assert said(play).startswith(f"{few}1 more complains, in 1 world")
+        few = "a cannot reach f, b cannot reach f, c cannot reach f, "
+        assert said(play).startswith(f"{few}1 more reports problems, in 1 world")
         quarrel(play, ("e", "f"))
-        assert said(play).startswith(f"{few}2 more complain, in 2 worlds")
+        assert said(play).startswith(f"{few}2 more report problems, in 2 worlds")
 
 
 class TestAWorldThatIsNotWhole:
     def test_is_told_of_until_the_next_one_begins(self) -> None:
         play = formed("a", "b")
         play.die("b")
-        assert said(play) == "attempt 2 is about to begin: b failed: its process has ended"
+        assert said(play) == "attempt 2 is about to start: b failed: its process has ended"
 
     def test_waits_for_more_where_too_few_are_left(self) -> None:
         play = formed("a", "b", min_workers=2)
@@ -158,7 +158,7 @@ class TestAWorldOfWhichNoStepIsKnown:
         play.wait(9.0, still=True)
         assert said(play) == "", "a step may last"
         play.wait(3.0, still=True)
-        assert said(play) == "no step for 12 s, which may be a long one"
+        assert said(play) == "no step for 12 s, possibly a long step"
         play.beat("a", collective_seq=COLLECTIVES_PER_WORLD)
         assert said(play) == "", "somebody has come further"
 
@@ -166,10 +166,10 @@ class TestAWorldOfWhichNoStepIsKnown:
         play = formed("a", "b", "c")
         play.beat("a", "b", collective_seq=5_000)
         play.wait(12.0, still=True)
-        assert said(play) == "no step for 12 s, which may be a long one", "that was another world"
+        assert said(play) == "no step for 12 s, possibly a long step", "that was another world"
         play.beat("a", "b", collective_seq=COLLECTIVES_PER_WORLD + 1)
         play.wait(12.0, still=True)
-        assert said(play) == "no step for 12 s, which may be a long one: all others have come further than c"
+        assert said(play) == "no step for 12 s, possibly a long step: all other workers are ahead of c"
 
     def test_is_no_matter_while_it_rests_nor_counted_from_before(self) -> None:
         play = formed("a", "b")
@@ -183,7 +183,7 @@ class TestAWorldOfWhichNoStepIsKnown:
         play = formed("a", "b", worker_heartbeat_timeout_ms=4_000)
         play.lose("b")
         play.wait(5.0, still=True)
-        assert said(play) == "no step for 5 s: no connection to b, with 10 s to come back"
+        assert said(play) == "no step for 5 s: no connection to b (10 s left to reconnect)"
         play.time += 60.0
         assert said(play) == "no step for 65 s: no connection to b", "nothing can be decided, or that is about to be"
 
@@ -211,12 +211,12 @@ def test_too_few_are_told_with_who_is_missing_and_how_long_they_wait() -> None:
     play = formed("a", "b", "c", min_workers=3, min_workers_timeout_ms=10_000)
     play.die("c")
     play.wait(3.0)
-    assert said(play) == "2 workers wait for 1 more: min_workers is 3; given up in 7 s"
+    assert said(play) == "2 workers wait for 1 more: min_workers is 3; aborted in 7 s"
 
 
 def test_too_few_may_wait_for_ever() -> None:
     play = Play(min_workers=3, min_workers_timeout_ms=None)
-    assert said(play) == "no worker is there: min_workers is 3"
+    assert said(play) == "no worker is connected: min_workers is 3"
     play.join("a")
     assert said(play) == "1 worker waits for 2 more: min_workers is 3"
 
@@ -225,16 +225,16 @@ def test_a_job_that_nobody_is_left_of_says_so() -> None:
     play = formed("a", min_workers_timeout_ms=10_000)
     play.die("a")
     play.wait(4.0)
-    assert said(play) == "no worker is there: min_workers is 1; given up in 6 s"
+    assert said(play) == "no worker is connected: min_workers is 1; aborted in 6 s"
 
 
 def test_those_who_form_a_world_wait_until_nobody_joins_any_more() -> None:
     play = Play()
     play.join("a", "b")
     play.wait(10.0)
-    assert said(play) == "2 workers wait until nobody has joined for 30 s (20 s more)"
+    assert said(play) == "2 workers wait until no worker has joined for 30 s (20 s left)"
     play.wait(19.9)
-    assert said(play) == "2 workers wait until nobody has joined for 30 s (1 s more)"
+    assert said(play) == "2 workers wait until no worker has joined for 30 s (1 s left)"
 
 
 def test_who_finds_no_room_is_told_why() -> None:
@@ -261,7 +261,7 @@ def test_an_attempt_names_who_it_waits_for_and_for_what() -> None:
     play.stop("c", stop=StopReport(0, holds_state=False))
     assert said(play) == "attempt 2 waits for b to stop (12 s)"
     play.stop("b", stop=StopReport(3, holds_state=True))
-    assert said(play) == "attempt 2 waits for c to have what the others give it (12 s)"
+    assert said(play) == "attempt 2 waits for c to receive state and data (12 s)"
 
 
 def test_an_attempt_over_which_the_daemon_died_waits_for_who_is_not_back() -> None:
@@ -270,7 +270,7 @@ def test_an_attempt_over_which_the_daemon_died_waits_for_who_is_not_back() -> No
     play.wait(WINDOW_S)
     play.restart()
     play.come_back("a", "c")
-    assert said(play) == "attempt 3 begins when b is back, in 15 s at the latest"
+    assert said(play) == "attempt 3 starts when b is back, in 15 s at the latest"
 
 
 def test_all_that_stands_still_is_told() -> None:

@@ -62,7 +62,7 @@ def test_the_reason_that_is_shown_is_that_of_the_phase_whoever_paused_and_resume
     play.cluster.pause(play.now, "night")
     play.cluster.resume(play.now, "day")
     view = cluster_view(play.cluster, play.time)
-    assert (view.phase, view.reason) == (Phase.WAITING, "1 worker is left, and 2 are needed")
+    assert (view.phase, view.reason) == (Phase.WAITING, "1 worker left; min_workers is 2")
 
 
 def test_a_rescale_is_shown_with_who_is_waited_for() -> None:
@@ -73,7 +73,7 @@ def test_a_rescale_is_shown_with_who_is_waited_for() -> None:
     play.stop("b", stop=StopReport(3, holds_state=True))
     rescale = cluster_view(play.cluster, play.time).rescale
     assert isinstance(rescale, RescaleView)
-    assert (rescale.attempt, rescale.stage, rescale.waiting_for) == (2, "pausing", ["a", "c"])
+    assert (rescale.attempt, rescale.stage, rescale.waiting_for) == (2, "stopping", ["a", "c"])
     assert (rescale.added, rescale.removed, rescale.reason) == (["c"], [], "c joined")
     assert rescale.for_s >= 1.5
     play.stop("a", stop=StopReport(3, holds_state=True))
@@ -90,8 +90,8 @@ def test_a_rescale_in_the_background_is_shown_beside_workers_that_train() -> Non
     play.wait(WINDOW_S)
     view = cluster_view(play.cluster, play.time)
     assert view.rescale is not None
-    assert (view.phase, view.rescale.stage, view.rescale.waiting_for) == (Phase.RESCALING, "moving", ["a"])
-    assert view.stall_report == "attempt 2 waits for a to have its training data while training goes on (0 s)"
+    assert (view.phase, view.rescale.stage, view.rescale.waiting_for) == (Phase.RESCALING, "transferring", ["a"])
+    assert view.stall_report == "attempt 2 waits for a to receive training data (training continues) (0 s)"
     assert (status(play, "a"), status(play, "b")) == (WorkerStatus.ACTIVE, WorkerStatus.RESCALING)
 
 
@@ -110,8 +110,8 @@ def test_a_plan_names_who_would_have_which_rank_and_moves_nobody() -> None:
     assert [worker.id for worker in larger.workers] == ["a", "b", "c", "d", "new-1", "new-2"]
     assert [worker.new_rank for worker in larger.workers] == [0, 1, 2, 3, 4, 5]
     assert (smaller.moves, larger.moves) == (0, 0)
-    assert larger.remarks == ["2 workers have yet to join"]
-    assert plan(play.cluster, 5).remarks == ["1 worker has yet to join"]
+    assert larger.remarks == ["2 workers must still join"]
+    assert plan(play.cluster, 5).remarks == ["1 worker must still join"]
 
 
 def test_who_is_to_go_is_in_no_planned_world() -> None:
@@ -150,8 +150,8 @@ class TestAPlanWhereSomeOfTheWorldAreGone:
         play.wait(0.1)
         planned = plan(play.cluster, 4)
         assert (planned.world_size, planned.new_world_size, planned.missing, planned.gone) == (2, 4, 2, ["b", "d"])
-        assert planned.remarks == ["b, d of world 1 are gone", "2 workers have yet to join"]
-        assert plan(play.cluster, 5).remarks[-1] == "3 workers have yet to join"
+        assert planned.remarks == ["b, d of world 1 are gone", "2 workers must still join"]
+        assert plan(play.cluster, 5).remarks[-1] == "3 workers must still join"
 
     def test_gives_their_ranks_to_those_who_come_and_none_to_them(self) -> None:
         play = formed("a", "b", "c", "d", min_workers=3, failure_tolerance_percentage=80)
@@ -168,7 +168,7 @@ class TestAPlanWhereSomeOfTheWorldAreGone:
         play.wait(0.1)
         assert play.cluster.attempt is not None
         planned = plan(play.cluster, 3)
-        assert (planned.world_size, planned.remarks[-1]) == (2, "1 worker has yet to join")
+        assert (planned.world_size, planned.remarks[-1]) == (2, "1 worker must still join")
         assert [one.id for one in planned.workers] == ["a", "new-1", "c", "b"]
 
     def test_tells_that_rate_and_batch_were_those_of_more(self) -> None:
@@ -179,13 +179,13 @@ class TestAPlanWhereSomeOfTheWorldAreGone:
         assert (planned.learning_rate, planned.new_learning_rate) == (0.2, 0.1)
         assert planned.remarks == [
             "b of world 1 is gone",
-            "the present rate and batch are those of a world of 2 workers",
+            "current rate and batch are for a world of 2 workers",
         ]
 
     def test_counts_who_may_come_back_and_says_so(self) -> None:
         play = formed("a", "b")
         play.lose("b")
-        assert plan(play.cluster, 2).remarks == ["b is counted, and has no connection"]
+        assert plan(play.cluster, 2).remarks == ["b is included, without a connection"]
 
     def test_who_is_back_as_another_is_not_gone(self) -> None:
         play = formed("a", "b")
@@ -213,7 +213,7 @@ def test_a_world_is_as_large_as_those_of_it_who_are_there() -> None:
     play.die("a", "b")
     play.wait(0.1)
     view = cluster_view(play.cluster, play.time)
-    assert (view.phase, view.world_size, view.stall_report[:18]) == (Phase.WAITING, 0, "no worker is there")
+    assert (view.phase, view.world_size, view.stall_report[:18]) == (Phase.WAITING, 0, "no worker is conne")
 
 
 def test_who_waits_for_others_to_come_is_not_active() -> None:
@@ -234,9 +234,9 @@ class TestDrainRemarks:
         play = formed("a")
         play.cluster.drain("a", play.now, "")
         assert drain_remarks(play.cluster, "a") == [
-            "training will stand still: no worker will be left, and min_workers is 1",
-            "the state of the training goes with it: nobody is left to take it;"
-            " have the script save a checkpoint first, or start another worker",
+            "training will stop: no worker left, min_workers is 1",
+            "the training state is lost when it leaves: no other worker can take it;"
+            " save a checkpoint in the script first, or start another worker",
         ]
 
     def test_the_last_of_several_who_are_to_go_takes_the_state_along(self) -> None:
@@ -244,7 +244,7 @@ class TestDrainRemarks:
         play.cluster.drain("a", play.now, "")
         play.cluster.drain("b", play.now, "")
         assert any(
-            said.startswith("the state of the training goes with it") for said in drain_remarks(play.cluster, "b")
+            said.startswith("the training state is lost when it leaves") for said in drain_remarks(play.cluster, "b")
         )
 
     def test_somebody_who_waits_takes_the_state_over(self) -> None:
@@ -259,8 +259,8 @@ class TestDrainRemarks:
         play.lose("a")
         play.cluster.drain("a", play.now, "")
         stalled, lost = drain_remarks(play.cluster, "a")
-        assert stalled == "a is stalled, and goes when it has finished its step; evict it if it never does"
-        assert lost == "a has no connection, and hears of it when it is back"
+        assert stalled == "a is stalled and leaves after its step; evict it if the step never ends"
+        assert lost == "a has no connection and drains when it is back"
 
     def test_who_is_not_trained_with_is_not_missed(self) -> None:
         play = formed("a")
@@ -276,6 +276,6 @@ def test_a_plan_tells_rate_and_batch_and_changes_nothing() -> None:
     assert (doubled.learning_rate, doubled.new_learning_rate) == (0.1, 0.2)
     assert (doubled.global_batch_size, doubled.new_global_batch_size) == (64, 128)
     assert plan(play.cluster, 1).remarks == ["the job would wait: min_workers is 2"]
-    assert plan(play.cluster, 5).remarks[-1] == "so many are not taken in: max_workers is 4"
-    assert not play.cluster.out
+    assert plan(play.cluster, 5).remarks[-1] == "no more than max_workers are taken in: max_workers is 4"
+    assert not play.cluster.outbox
     assert play.world == ["a", "b"]

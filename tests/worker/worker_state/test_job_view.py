@@ -351,7 +351,7 @@ class TestTheEnd:
     @pytest.mark.parametrize(
         ("fact", "kind", "code"),
         [
-            (WorkerFailed("me", 1, "an operator's wish"), WorkerEvicted, "worker_evicted"),
+            (WorkerFailed("me", 1, "requested by an operator"), WorkerEvicted, "worker_evicted"),
             (JobAborted("too many", 7), JobEnded, "job_aborted"),
             (JobRemoved("run"), JobEnded, "job_removed"),
         ],

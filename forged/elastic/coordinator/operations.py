@@ -1,0 +1,87 @@
+"""What operators, and workers for themselves, ask of a job: drain, evict, pause, resume, rescale, abort."""
+
+from __future__ import annotations
+
+from forged.elastic.coordinator import failures
+from forged.elastic.coordinator.job_state import NEVER, JobState
+from forged.elastic.coordinator.rescale_schedule import drain_at
+from forged.elastic.membership.member import Member
+from forged.elastic.messages import JobPaused, JobResumed, WorkerDraining
+from forged.elastic.outbox import Moment
+from forged.elastic.rescale.attempt import Attempt
+from forged.errors import RequestRefused
+from forged.phrases import OPERATOR_REQUEST, in_words
+
+
+def drain(job: JobState, worker_id: str, now: Moment, reason: str) -> None:
+    """Have a worker finish its step and leave once a world without it is committed."""
+    member = job.members.require(worker_id)
+    if member.drain_reason is not None:
+        return
+    member.drain_reason, member.drain_since = in_words(reason, OPERATOR_REQUEST), now.monotonic
+    job.store_member(member)
+    job.outbox.publish(WorkerDraining(worker_id, member.drain_reason))
+    if job.requires(member) and not job.member_is_missing and drain_at(job) == NEVER:
+        job.outbox.mark_trigger()
+    job.membership.mark_leaver(member)
+    if job.requires(member) and not job.membership.in_world(member):
+        # It is a joiner of the current attempt, which must be repeated without it.
+        job.rescale_requested_at = now.monotonic + job.config.failure_window_s
+
+
+def may_leave(job: JobState, member: Member) -> bool:
+    """Whether a draining worker may leave now."""
+    attempt = job.attempt
+    if job.over:
+        return True
+    if attempt is not None and member.id in attempt.departing:
+        return _is_dispensable(job, member, attempt)
+    return job.membership.may_leave(member, attempt_is_under_way=attempt is not None)
+
+
+def _is_dispensable(job: JobState, member: Member, attempt: Attempt) -> bool:
+    """Whether the attempt no longer needs it, and a worker that holds the state is connected."""
+    keepers = filter(None, map(job.members.get, attempt.state_keepers))
+    return member.id in attempt.dispensable and any(keeper.connected for keeper in keepers)
+
+
+def evict(job: JobState, worker_id: str, now: Moment, reason: str) -> None:
+    """Treat a worker as failed; an eviction does not count towards the failure budget."""
+    member = job.members.require(worker_id)
+    failures.fail(job, member, f"evicted: {in_words(reason, OPERATOR_REQUEST)}", now, is_uncounted=True)
+
+
+def pause(job: JobState, reason: str) -> None:
+    """Pause training after the current step."""
+    job.require_not_over()
+    if not job.paused:
+        job.paused, job.pause_reason = True, in_words(reason, OPERATOR_REQUEST)
+        job.publish_change(JobPaused(job.pause_reason))
+
+
+def resume(job: JobState, now: Moment, reason: str) -> None:
+    job.require_not_over()
+    if not job.paused:
+        return
+    job.paused, job.last_progress_at = False, now.monotonic
+    for member in job.members.values():
+        member.progress_at = now.monotonic
+    if job.too_few_since is not None:
+        job.too_few_since = now.monotonic
+    job.publish_change(JobResumed(in_words(reason, OPERATOR_REQUEST)))
+
+
+def rescale(job: JobState, now: Moment, reason: str, *, synchronous: bool = False) -> None:
+    """Make a rescale due now; `synchronous` stops training for it whatever the settings say."""
+    job.require_not_over()
+    if not job.members:
+        raise RequestRefused("workers_none", f"job {job.name} has no workers", "start workers first")
+    job.must_stop |= synchronous
+    job.rescale_requested_at = now.monotonic
+    job.add_reason(in_words(reason, OPERATOR_REQUEST))
+
+
+def abort(job: JobState, reason: str) -> None:
+    """Abort the training by request: that follows from no fact."""
+    job.cause_id = 0
+    failures.abort(job, reason)

@@ -1,0 +1,250 @@
+"""One attempt at a rescale, from its start over stop reports and state transfer to the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from forged.elastic.coordinator import progress
+from forged.elastic.coordinator.job_state import JobState
+from forged.elastic.coordinator.step_witnesses import state_at
+from forged.elastic.membership.member import Member
+from forged.elastic.messages import (
+    AttemptMembers,
+    ProgressLost,
+    RescaleAborted,
+    RescaleCompleted,
+    RescaleStarted,
+    RescaleSynchronising,
+)
+from forged.elastic.model import GlobalTrainingState, RescaleType
+from forged.elastic.outbox import Moment
+from forged.elastic.phases import Cause, Phase
+from forged.elastic.rescale.attempt import Attempt, Stage, StopReport, initial_state_remark
+from forged.elastic.rescale.ranks import assign_ranks
+from forged.elastic.rescale.scaling import ScalingBase, scale
+from forged.errors import RequestRefused
+from forged.phrases import REASONS_MAX, counted, joined
+
+
+def start(job: JobState, survivors: set[str], joiners: list[str], now: Moment) -> None:
+    """Start the next attempt, in place of the current one if there is one."""
+    world, candidates = job.membership.world, job.membership.state_candidates()
+    _explain_missing_state(job, candidates)
+    leavers = tuple(name for name in candidates if name not in survivors)
+    drains = (f"draining {name}: {candidates[name].drain_reason}" for name in leavers[:REASONS_MAX])
+    reason = "; ".join(dict.fromkeys([*job.rescale_reasons, *drains, *joined(joiners)])) or job.reason
+    keeps_training = _keeps_training(job)
+    if job.attempt is not None:
+        job.outbox.publish(RescaleAborted(job.attempt.number, reason))
+    job.move_to(Cause.RESCALE_RESTARTED if job.phase is Phase.RESCALING else Cause.RESCALE_STARTED, reason)
+    target = assign_ranks(list(world), survivors, joiners)
+    with_data = _with_data(job, (*target, *leavers))
+    in_background = bool(with_data) and keeps_training
+    job.attempts += 1
+    attempt = job.attempt = Attempt(
+        number=job.attempts,
+        type=_type(len(world), len(target)),
+        target=target,
+        leavers=leavers,
+        added=tuple(joiners),
+        removed=tuple(worker for worker in world if worker not in survivors),
+        reason=reason,
+        began_at=now.monotonic,
+        heard_at=now.monotonic,
+        stage=Stage.TRANSFERRING if in_background else Stage.STOPPING,
+        unready=set(with_data) if in_background else set(),
+    )
+    job.missing_since = job.rescale_requested_at = job.too_few_since = None
+    job.membership.expect_departures(expected=True)
+    job.outbox.publish(
+        RescaleStarted(
+            attempt=attempt.number,
+            type=attempt.type,
+            world_size=len(target),
+            added=list(attempt.added),
+            removed=list(attempt.removed),
+            reason=reason,
+            in_background=in_background,
+            leaving=list(leavers),
+        )
+    )
+    # If no survivor is known to hold the state, all members must report where they start, so the commit waits.
+    if job.membership.state_survives() and not (job.config.use_synchronous_rescaling or with_data):
+        commit(job, attempt, now)
+
+
+def stopped(job: JobState, worker_id: str, incarnation: bytes, number: int, report: StopReport, now: Moment) -> None:
+    """Take a member's stop report; after the last one the state source is chosen."""
+    attempt, member = answering(job, worker_id, incarnation, number)
+    member.heard_at = now.monotonic
+    progress.record(job, member, report.step, now)
+    progress.record_final_report(job, member, report.step)
+    if attempt.stage is not Stage.STOPPING:
+        return
+    if job.membership.in_world(member) and not attempt.is_at_step_end:
+        # All members end the same step, so the rescale timeout starts again for those still in it.
+        attempt.is_at_step_end, attempt.heard_at = True, now.monotonic
+    attempt.stops[worker_id] = report
+    if attempt.all_stopped and not job.member_is_missing:
+        _synchronise(job, attempt, now)
+
+
+def ready(job: JobState, worker_id: str, incarnation: bytes, number: int, now: Moment) -> None:
+    """Take a member's word that it has the source's state and its training data; the last one commits."""
+    attempt, member = answering(job, worker_id, incarnation, number)
+    member.heard_at = now.monotonic
+    # It has reached the source; an earlier peer report about the source no longer holds.
+    job.peer_reports.withdraw(worker_id, attempt.source)
+    if attempt.stage is Stage.STOPPING:
+        return
+    attempt.unready.discard(worker_id)
+    if not (attempt.unready or job.member_is_missing):
+        commit(job, attempt, now)
+
+
+def _synchronise(job: JobState, attempt: Attempt, now: Moment) -> None:
+    """Choose the state source and tell the members; commit at once if no member needs anything."""
+    attempt.synchronise(_with_data(job, attempt.members))
+    if not attempt.unready:
+        commit(job, attempt, now)
+        return
+    fact = synchronising(job)
+    assert fact is not None
+    job.outbox.publish(fact)
+
+
+def commit(job: JobState, attempt: Attempt, now: Moment) -> None:
+    """Commit the attempt's world under the next generation."""
+    before, has_stopped = job.membership.topology, bool(attempt.source)
+    job.membership.commit(attempt.target, attempt.removed, now.wall, all_have_stopped=has_stopped)
+    members = list(job.membership.present())
+    known_step, reported_step, job.reported_step = job.training.current_step, job.step, 0
+    if attempt.source:
+        job.training = state_at(job.training, attempt.stops[attempt.source], now.wall)
+    if not job.scaling_base.world:
+        job.scaling_base = ScalingBase(len(members), job.training.learning_rate, job.training.global_batch_size)
+    # Without stop reports only the workers know rate and batch, unless both follow from the world size.
+    is_known = has_stopped or job.config.scale_batch_with_world
+    rate, batch = scale(job.config, job.scaling_base, job.training, len(members)) if is_known else (0.0, 0)
+    step, epoch = job.training.current_step, job.training.current_epoch
+    job.training = GlobalTrainingState(epoch, step, rate, batch, len(members), now.wall)
+    job.step_witnesses.reset()
+    job.failure_budget.world_committed(step)
+    if step > known_step:
+        # The stop reports show that the previous world did commit steps, so its peer reports are settled.
+        job.peer_reports.clear()
+    reason = "; ".join([attempt.reason, *_starting_point(job, attempt, reported_step)])
+    job.attempt, job.rescale_reasons, job.must_stop = None, [], False
+    job.peer_report_reasons.clear()
+    job.last_progress_at = now.monotonic
+    job.failed_join_attempts = 0 if attempt.added else job.failed_join_attempts
+    for leaver in filter(None, map(job.members.get, attempt.leavers)):
+        # Its time to leave starts now: until the commit the world required it.
+        leaver.drain_since = now.monotonic
+    for member in members:
+        job.detector.recovered(member, step)
+        member.step, member.progress_at = step, now.monotonic
+    job.move_to(Cause.RESCALE_COMPLETED, reason)
+    job.outbox.world = True
+    job.outbox.publish(
+        RescaleCompleted(
+            attempt=attempt.number,
+            type=attempt.type,
+            delta=before.delta_to(job.membership.topology),
+            step=step if has_stopped else None,
+            epoch=epoch if has_stopped else None,
+            learning_rate=rate,
+            global_batch_size=batch,
+            added=list(attempt.added),
+            removed=list(attempt.removed),
+            reason=reason,
+            took_s=round(now.monotonic - attempt.began_at, 6),
+        )
+    )
+
+
+# What members of the attempt are told.
+
+
+def answering(job: JobState, worker_id: str, incarnation: bytes, number: int) -> tuple[Attempt, Member]:
+    """The current attempt and its member, or a refusal if the worker answers another attempt."""
+    attempt = job.attempt
+    member = job.members.find(worker_id, incarnation)
+    if attempt is None or attempt.number != number or worker_id not in attempt or member is None:
+        current = "no attempt is under way" if attempt is None else f"attempt {attempt.number} is under way"
+        raise RequestRefused("attempt_over", f"attempt {number} is over; {current}", "answer the newest attempt")
+    return attempt, member
+
+
+def attempt_members(job: JobState, worker_id: str, incarnation: bytes) -> AttemptMembers:
+    """Which members of the attempt hold training data, for a member that asks."""
+    number = 0 if job.attempt is None else job.attempt.number
+    attempt, asking = answering(job, worker_id, incarnation, number)
+    present = (job.members[worker] for worker in attempt.members if worker in job.members)
+    members = [member for member in present if member.with_data]
+    departing = {member.id for member in members if member.departure_expected or member.id in attempt.departing}
+    leaving = tuple(member.worker for member in members if member.id in departing)
+    return AttemptMembers(
+        attempt.number,
+        tuple(member.worker for member in members if member.id not in departing) or leaving,
+        leaving,
+        job.settings,
+        attempt.in_background,
+        job.generation,
+        job.membership.has_room_beside(attempt.target),
+        job.membership.left_out(attempt.target),
+        attempt.started_id,
+        asking.joined_id,
+    )
+
+
+def synchronising(job: JobState) -> RescaleSynchronising | None:
+    """Whose state the members take; None before that is chosen, or if the source is gone."""
+    attempt = job.attempt
+    source = job.members.get(attempt.source) if attempt is not None else None
+    if attempt is None or source is None or attempt.stage is not Stage.SYNCHRONISING:
+        return None
+    return RescaleSynchronising(attempt.number, source.worker, attempt.step, len(attempt.state_receivers))
+
+
+# What the attempt's facts say.
+
+
+def _explain_missing_state(job: JobState, candidates: dict[str, Member]) -> None:
+    """Add a reason if the training state is lost, or not known to be held."""
+    if job.membership.world and not candidates:
+        job.add_reason(f"no worker of world {job.generation} remains; training starts from a joiner's state")
+    elif job.membership.world and not (
+        job.config.use_synchronous_rescaling or job.membership.state_holders & candidates.keys()
+    ):
+        # The candidates may have joined this world and never met a worker that held the state.
+        job.add_reason(f"no remaining worker of world {job.generation} is known to hold the state")
+
+
+def _starting_point(job: JobState, attempt: Attempt, reported_step: int) -> Iterator[str]:
+    """What the commit's reason says about the new world's first step; publishes lost progress."""
+    if not attempt.source:
+        return
+    if remark := initial_state_remark(attempt.source, attempt.stops):
+        yield remark
+    lost = reported_step - job.training.current_step
+    if lost > 0:
+        reason = "no remaining worker holds them"
+        job.outbox.publish(ProgressLost(lost, job.training.current_step, reason))
+        yield f"{counted(lost, 'committed step')} lost: {reason}"
+
+
+def _keeps_training(job: JobState) -> bool:
+    """Whether the current world may train on, complete and with a state holder, until the next one is committed."""
+    is_complete = job.membership.state_survives() and job.membership.is_complete
+    return is_complete and job.trains and not (job.must_stop or job.config.use_synchronous_rescaling)
+
+
+def _with_data(job: JobState, workers: Iterable[str]) -> list[str]:
+    return [worker for worker in workers if job.members[worker].with_data]
+
+
+def _type(before: int, after: int) -> RescaleType:
+    if after == before:
+        return RescaleType.REPLACE
+    return RescaleType.SCALE_UP if after > before else RescaleType.SCALE_DOWN

@@ -1,0 +1,1 @@
+"""Runs the coordinators of all jobs in the daemon: their table, their decisions, their timers and probes."""

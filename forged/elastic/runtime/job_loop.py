@@ -1,0 +1,150 @@
+"""The loop that ticks each job when something is due, and the probes of lost workers.
+
+Invariants:
+- What happens by itself, a timeout or a lost connection, waits until the ledger is writable; a request is refused
+  until then.
+- A bug in one job's coordinator ends that job only: after repeated errors it is aborted, and then left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import anyio
+from anyio.abc import TaskGroup, TaskStatus
+
+from forged.clock import Clock
+from forged.elastic.coordinator.cluster import Cluster
+from forged.elastic.coordinator.job_state import NEVER
+from forged.elastic.model import WorkerId
+from forged.elastic.outbox import Moment, Probe
+from forged.elastic.runtime.decisions import OWNER, DecisionWriter
+from forged.elastic.runtime.job_table import JobTable
+from forged.kernel.bus import Bus
+from forged.kernel.messages import Decision
+
+R = TypeVar("R")
+
+PROBES_MAX = 256
+"""Probes at the same time; further ones wait."""
+ERRORS_MAX = 3
+"""After so many errors in a row a job is aborted."""
+
+RefusesConnections = Callable[[WorkerId], Awaitable[bool]]
+"""Whether a worker's peer port refuses connections; false if it accepts one, or if the answer is not known."""
+
+
+class JobLoop:
+    """Drives the coordinators by time, and hands what they produce to the decision writer and the probes."""
+
+    def __init__(self, bus: Bus, clock: Clock, table: JobTable, refuses_connections: RefusesConnections) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._table = table
+        self._writer = DecisionWriter(bus, table.stale_keys)
+        self._refuses_connections = refuses_connections
+        self._errors: dict[str, int] = {}
+        """Errors in a row while a job was ticked."""
+        self._probing: set[Probe] = set()
+        self._probe_slots = anyio.Semaphore(PROBES_MAX)
+        self._tasks: TaskGroup | None = None
+        self._wake_event = anyio.Event()
+
+    def now(self) -> Moment:
+        return Moment(self._clock.wall(), self._clock.monotonic())
+
+    def wake(self) -> None:
+        """Compute anew what is due next."""
+        self._wake_event.set()
+
+    # After a call on a coordinator.
+
+    def decide(self, cluster: Cluster, reply: R) -> Decision[R]:
+        """The decision for a request's call, with its reply."""
+        self._send_probes(cluster)
+        decision = self._writer.decide(cluster, reply)
+        self.wake()
+        return decision
+
+    def settle(self, cluster: Cluster) -> None:
+        """Decide the output of a call without a request; while the ledger is read-only it stays in the outbox."""
+        self._send_probes(cluster)
+        if self._writer.commit(cluster):
+            self.wake()
+
+    # By time.
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Do what is due, for ever."""
+        async with anyio.create_task_group() as tasks:
+            self._tasks = tasks
+            task_status.started()
+            while True:
+                self._wake_event = anyio.Event()
+                await self._sleep()
+                if self._bus.ledger.writable_now:
+                    self._tick()
+
+    async def _sleep(self) -> None:
+        """Sleep until something is due or `wake` is called."""
+        await self._bus.ledger.writable()
+        due_at = min(map(self._due_at, self._table.clusters.values()), default=NEVER)
+        due_at = -NEVER if self._table.stale_keys else due_at
+        with anyio.move_on_after(max(0.0, due_at - self._clock.monotonic())):
+            await self._wake_event.wait()
+
+    def _tick(self) -> None:
+        now = self.now()
+        for cluster in self._table.clusters.values():
+            is_due = self._due_at(cluster) <= now.monotonic or (cluster.outbox and not self._is_abandoned(cluster))
+            if is_due and not self._tick_job(cluster, now):
+                return
+        if self._table.stale_keys:
+            self._bus.ledger.append(Decision(None, writes=self._table.take_stale_keys()), origin=OWNER)
+
+    def _due_at(self, cluster: Cluster) -> float:
+        return NEVER if self._is_abandoned(cluster) else cluster.due_at()
+
+    def _is_abandoned(self, cluster: Cluster) -> bool:
+        """Whether the job is no longer ticked, because even aborting it failed."""
+        return self._errors.get(cluster.name, 0) > ERRORS_MAX
+
+    def _tick_job(self, cluster: Cluster, now: Moment) -> bool:
+        """Tick one job; returns false after an error, for which all state is loaded again from the store."""
+        errors = self._errors.get(cluster.name, 0)
+        try:
+            if errors < ERRORS_MAX:
+                cluster.tick(now)
+            elif not cluster.over:
+                cluster.abort(now, f"the coordinator failed {errors} times in a row, a bug: see the daemon's log")
+            self.settle(cluster)
+        except Exception as error:  # noqa: BLE001 - a bug in one job must not end the daemon
+            self._errors[cluster.name] = errors + 1
+            self._bus.report_service_bug(f"job {cluster.name} in {OWNER}", error)
+            return False
+        if errors < ERRORS_MAX:
+            self._errors.pop(cluster.name, None)
+        else:
+            self._errors[cluster.name] = ERRORS_MAX + 1
+        return True
+
+    # Probes.
+
+    def _send_probes(self, cluster: Cluster) -> None:
+        probes, cluster.outbox.probes = cluster.outbox.probes, []
+        for probe in probes:
+            if self._tasks is not None and probe not in self._probing:
+                self._probing.add(probe)
+                self._tasks.start_soon(self._probe, cluster.name, probe)
+
+    async def _probe(self, job: str, probe: Probe) -> None:
+        try:
+            async with self._probe_slots:
+                refused = await self._refuses_connections(probe.worker)
+        finally:
+            self._probing.discard(probe)
+        cluster = self._table.clusters.get(job)
+        if refused and cluster is not None:
+            cluster.probed(probe.worker.id, probe.incarnation, self.now(), refused=True)
+            self.settle(cluster)
