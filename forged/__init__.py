@@ -28,7 +28,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported by who trains: `forgectl` has no use for numpy and an event loop.
+    # Imported on demand, so that `forgectl` starts without numpy and asyncio.
     if name == "join":
         from forged.worker.blocking import join
 

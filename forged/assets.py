@@ -1,7 +1,7 @@
-"""The files that come along with the code: units, default settings, plugins.
+"""Find the files that are distributed with the code: systemd units, default settings, plugins.
 
-Law: a checkout has them next to the package, an installed wheel wherever the installer put its data. Whichever it is,
-these are the files of the very code that runs.
+A checkout has them next to the package, an installed wheel in the installer's data directory. The files found are
+always those of the running code.
 """
 
 from __future__ import annotations
@@ -15,34 +15,33 @@ from forged.errors import ConfigError
 
 DISTRIBUTION = "forged-ml"
 SHARE = "share/forged"
-BESIDE = Path(__file__).parents[1]
-"""The directory that the package is in."""
+PACKAGE_PARENT = Path(__file__).parents[1]
+"""The directory that contains the package."""
 
 
 def asset(kind: str, name: str) -> Path:
-    """A file that came along; its kind is its directory: `systemd`, `config` or `plugins`."""
-    found = next((path for path in _places(kind, name) if path.is_file()), None)
+    """The path of a distributed file; `kind` is its directory: `systemd`, `config` or `plugins`."""
+    found = next((path for path in _candidates(kind, name) if path.is_file()), None)
     if found is None:
         raise ConfigError(
             "asset_missing",
-            f"{kind}/{name}, which comes with forged, is not where it was installed",
-            "install forged again: `pip install --force-reinstall forged-ml`",
+            f"{kind}/{name}, a file of forged, is missing from the installation",
+            "reinstall forged: `pip install --force-reinstall forged-ml`",
         )
     return found
 
 
-def _places(kind: str, name: str) -> Iterator[Path]:
-    if (BESIDE / "pyproject.toml").exists():
-        yield BESIDE / kind / name
+def _candidates(kind: str, name: str) -> Iterator[Path]:
+    if (PACKAGE_PARENT / "pyproject.toml").exists():
+        yield PACKAGE_PARENT / kind / name
     yield from _recorded(kind, name)
-    # `pip install --target` records where the files were before it moved them here, and packages of a distribution
-    # have no record at all.
-    yield BESIDE / SHARE / kind / name
+    # `pip install --target` records the paths from before it moved the files, and distribution packages record none.
+    yield PACKAGE_PARENT / SHARE / kind / name
     yield Path(sysconfig.get_path("data")) / SHARE / kind / name
 
 
 def _recorded(kind: str, name: str) -> Iterator[Path]:
-    """Where the installer says that it put it."""
+    """The paths in the installer's record."""
     wanted = (*SHARE.split("/"), kind, name)
     try:
         installed = files(DISTRIBUTION) or []

@@ -1,7 +1,6 @@
-"""Time as an argument.
+"""The clock port: all code gets the time from a `Clock`.
 
-Law: nobody reads the time but through a `Clock`. `wall()` is for records that people read; `monotonic()` is for
-deadlines and durations, means nothing outside this process, and starts anew after a restart.
+`wall()` is for records. `monotonic()` is for deadlines and durations; its values are valid in one process only.
 """
 
 from __future__ import annotations
@@ -11,19 +10,19 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Both kinds of time, in float seconds."""
+    """Wall and monotonic time in seconds."""
 
     def wall(self) -> float:
-        """Seconds since 1970, for records; it may jump."""
+        """Seconds since 1970; may jump."""
         ...
 
     def monotonic(self) -> float:
-        """Seconds since some moment of this process, for deadlines; it never jumps."""
+        """Seconds since an arbitrary moment; never jumps."""
         ...
 
 
 class SystemClock:
-    """The machine's clocks."""
+    """The system's clocks."""
 
     wall = staticmethod(time.time)
     monotonic = staticmethod(time.monotonic)

@@ -1,7 +1,8 @@
-"""What can go wrong, by whose fault it is.
+"""The error classes of forged, by the party that can fix the error.
 
-Law: every error that leaves `forged` is a `ForgedError` with a machine-readable `code`, a sentence, and the fix. It is
-translated once, at the edge where foreign code raises it; inside, nobody catches it to raise another.
+Invariants:
+- Every error that leaves `forged` is a `ForgedError` with a machine-readable `code`, a message and a fix.
+- Errors of other libraries are translated once, where they are raised; a `ForgedError` is not translated again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _brief.maxstring = _brief.maxlong = _brief.maxother = VALUE_CHARS_MAX
 
 
 class ForgedError(Exception):
-    """The base of every error of forged: `code` for programs, `message` and `fix` for people."""
+    """The base of all errors: `code` for programs, `message` and `fix` for people."""
 
     kind = "internal"
     retryable = False
@@ -36,14 +37,14 @@ class ForgedError(Exception):
 
 
 def describe(error: BaseException) -> str:
-    """What somebody else's code raised, in words that are short and can be stored, whatever it is."""
+    """A short, storable description of any exception."""
     if isinstance(error, ForgedError):
         text = str(error)
     else:
         try:
             text = f"{type(error).__name__}: {error}"
-        except Exception:  # noqa: BLE001 - an exception's own `__str__` is somebody else's code too
-            text = f"{type(error).__name__}, which cannot be shown"
+        except Exception:  # noqa: BLE001 - the exception's `__str__` may raise
+            text = f"{type(error).__name__} (its text cannot be shown)"
     return text.encode(errors="backslashreplace").decode()[:DESCRIPTION_CHARS_MAX]
 
 
@@ -74,22 +75,22 @@ class Problem:
 
 
 def _legible(key: str) -> str:
-    """A key as it is, unless somebody wrote one that would upset a terminal or fill it."""
+    """A key as it is, or its repr if it is long or has control characters."""
     return key if key.isprintable() and len(key) <= VALUE_CHARS_MAX else _in_brief(key)
 
 
 def _in_brief(value: object) -> str:
-    """A value as Python writes it, cut to what people read."""
+    """The repr of a value, shortened."""
     try:
         text = _brief.repr(value)
     except (ValueError, RecursionError):
-        # A number with more digits than Python writes, or nesting without end.
+        # An integer with too many digits, or recursive nesting.
         text = f"a {type(value).__name__} too large to be shown"
     return text if len(text) <= VALUE_CHARS_MAX * 2 else f"{text[: VALUE_CHARS_MAX * 2]}..."
 
 
 class ConfigError(ForgedError):
-    """The operator's to mend: a setting, a file, a directory. Names every problem at once."""
+    """The operator must fix a setting, file or directory. Names all problems at once."""
 
     kind = "config"
 
@@ -102,26 +103,26 @@ class ConfigError(ForgedError):
 
 
 class RequestRefused(ForgedError):
-    """The caller's to mend: the request was understood, and changes nothing."""
+    """The caller must change the request. The request was understood and changed nothing."""
 
     kind = "refused"
 
 
 class PeerError(ForgedError):
-    """The other end broke the protocol; the connection to it is closed."""
+    """The peer violated the protocol; the connection is closed."""
 
     kind = "peer"
 
 
 class Unavailable(ForgedError):
-    """The world's fault, and passing: the same request may be sent again."""
+    """A temporary condition: the same request may be sent again."""
 
     kind = "unavailable"
     retryable = True
 
 
 class NotLeader(Unavailable):
-    """Another daemon leads; the client turns to its next endpoint."""
+    """Another daemon owns the store; the client tries its next endpoint."""
 
 
 KINDS: dict[str, type[ForgedError]] = {
@@ -130,12 +131,12 @@ KINDS: dict[str, type[ForgedError]] = {
 
 
 def from_wire(kind: str, code: str, message: str, fix: str) -> ForgedError:
-    """The error that a peer reported; an unknown kind, from a newer peer, is a plain `ForgedError`."""
+    """The error that a peer reported; a plain `ForgedError` for an unknown kind from a newer peer."""
     if code == "not_leader":
         return NotLeader(code, message, fix)
     return KINDS.get(kind, ForgedError)(code, message, fix)
 
 
 def without_traceback(error: ForgedError) -> ForgedError:
-    """An error that many will meet, without the frames of those who met it before: they would never be let go."""
+    """A shared error without its traceback: otherwise each raise would keep further frames alive."""
     return error.with_traceback(None)

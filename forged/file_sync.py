@@ -1,7 +1,7 @@
-"""What the disk under a file is asked for, beyond what Python has calls for.
+"""File-system calls that Python lacks: sync, cache control, preallocation, exclusive rename.
 
-Law: the bytes of a file and its name last separately: the one when the file was synced, the other when its directory
-was. Whatever is refused is an `OSError`.
+A file's content is durable after the file was synced, its name after the directory was synced. All functions raise
+`OSError`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 
 PAGE = 4096
-"""What goes past the page cache does so in multiples of it: its length, its place in the file, and in memory."""
+"""The alignment of direct I/O: of the length, the file offset and the memory address."""
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -29,7 +29,7 @@ _libc.renameat2.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable, as they are now."""
+    """Make the entries of a directory durable."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -38,35 +38,35 @@ def sync_directory(directory: Path) -> None:
 
 
 def bypass_cache(fd: int, *, on: bool) -> None:
-    """Have bytes go past the page cache, or not. Some file systems refuse only the bytes."""
+    """Switch direct I/O on or off. Some file systems fail only at the later write."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
 
 
 def reserve(fd: int, size: int) -> None:
-    """Room on the disk for so many bytes; the file is then so large."""
-    # Not `os.posix_fallocate`: where the file system cannot, glibc writes into every block instead.
-    _succeed(_libc.fallocate(fd, 0, 0, size))
+    """Allocate disk space and set the file size."""
+    # Not `os.posix_fallocate`: without file-system support glibc emulates it by writing every block.
+    _check(_libc.fallocate(fd, 0, 0, size))
 
 
 def begin_write_back(fd: int, offset: int, size: int) -> None:
-    """Have what the page cache holds of a file written, and do not wait."""
-    _succeed(_libc.sync_file_range(fd, offset, size, _SYNC_FILE_RANGE_WRITE))
+    """Start writing cached pages of a file, without waiting."""
+    _check(_libc.sync_file_range(fd, offset, size, _SYNC_FILE_RANGE_WRITE))
 
 
 def drop_cache(fd: int, offset: int, size: int) -> None:
-    """Wait until it is written, and have the page cache forget it."""
-    _succeed(_libc.sync_file_range(fd, offset, size, _SYNC_FILE_RANGE_WRITE_AND_WAIT))
+    """Wait until the range is written, and drop it from the page cache."""
+    _check(_libc.sync_file_range(fd, offset, size, _SYNC_FILE_RANGE_WRITE_AND_WAIT))
     os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
 
 
 def is_cached(fd: int, offset: int) -> bool:
-    """Whether the page cache has a byte of a file."""
-    return _is_resident(fd, offset) if _is_ours(fd) else _is_read_at_once(fd, offset)
+    """Whether the page cache holds this byte of a file."""
+    return _is_resident(fd, offset) if _may_query_cache(fd) else _reads_without_waiting(fd, offset)
 
 
-def _is_ours(fd: int) -> bool:
-    """Whether the system tells us what it has cached of a file; to others it says that it has all."""
+def _may_query_cache(fd: int) -> bool:
+    """Whether `mincore` is accurate for this file; without owner or write access it reports all as cached."""
     return os.fstat(fd).st_uid == os.geteuid() or os.access(f"/proc/self/fd/{fd}", os.W_OK, effective_ids=True)
 
 
@@ -76,19 +76,19 @@ def _is_resident(fd: int, offset: int) -> bool:
     try:
         pages = mmap.mmap(fd, offset - start + 1, access=mmap.ACCESS_COPY, offset=start)
     except ValueError as error:
-        # The file has become shorter.
+        # The file was truncated.
         raise OSError(errno.EINVAL, str(error)) from error
     with pages:
         byte = ctypes.c_char.from_buffer(pages)
         try:
-            _succeed(_libc.mincore(ctypes.addressof(byte), 1, is_resident))
+            _check(_libc.mincore(ctypes.addressof(byte), 1, is_resident))
         finally:
             del byte
     return bool(is_resident.raw[0] & 1)
 
 
-def _is_read_at_once(fd: int, offset: int) -> bool:
-    """The same by a read that does not wait, behind which the kernel may read ahead, unless it was told not to."""
+def _reads_without_waiting(fd: int, offset: int) -> bool:
+    """Test by a non-blocking read, after which the kernel may read ahead."""
     try:
         return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except BlockingIOError:
@@ -96,12 +96,12 @@ def _is_read_at_once(fd: int, offset: int) -> bool:
 
 
 def rename_new(path: str, to: str) -> None:
-    """Give a file another name, which nobody has."""
-    _succeed(_libc.renameat2(_AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(to), _RENAME_NOREPLACE))
+    """Rename a file; fails if the new name exists."""
+    _check(_libc.renameat2(_AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(to), _RENAME_NOREPLACE))
 
 
-def _succeed(result: int) -> None:
-    """What the C library answers, as an error if it is one."""
+def _check(result: int) -> None:
+    """Raise `OSError` for a failed call of the C library."""
     if result != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

@@ -1,7 +1,6 @@
-"""Names and numbers that identify things.
+"""Client ids and names.
 
-Law: an identifier says nothing but which; randomness for one is an argument. A fact's id is the revision at which it
-became durable, so ids only grow, and comparing two of them compares their places in history.
+Fact ids are not made here: a fact's id is the store revision at which it became durable, so ids ascend.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?\Z")
 
 
 def new_client_id(getrandbits: Callable[[int], int]) -> bytes:
-    """A client's identity over all its connections; with a request's number it makes that request unique."""
+    """A random client id, used on all connections of the client; with the request number it identifies a request."""
     return getrandbits(8 * CLIENT_ID_BYTES).to_bytes(CLIENT_ID_BYTES, "big")
 
 
 def check_name(field: str, name: str) -> str:
-    """The name, if it can stand in a key, a path and a label; else a refusal that names the field."""
+    """Return the name if it is valid in keys, paths and labels; else raise `RequestRefused`."""
     if len(name) > NAME_LENGTH_MAX or not _NAME.match(name):
         raise RequestRefused(
             "name_invalid",
-            f"{field} = {name[:NAME_LENGTH_MAX]!r} is not a name",
+            f"{field} must be a valid name, got {name[:NAME_LENGTH_MAX]!r}",
             f"use 1 to {NAME_LENGTH_MAX} letters, digits, '.', '_' or '-', the first and last a letter or digit",
         )
     return name

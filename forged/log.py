@@ -1,7 +1,7 @@
-"""What the parts of the daemon log to.
+"""The log port: constant event texts with fields.
 
-Law: a log takes an event, in words that do not change, and its fields; it never raises and never waits. Whoever logs
-knows nothing of formats, files or levels that are switched off, and logs nothing when it was given no log.
+A log never raises and never blocks. Formats, files and enabled levels are the implementation's; the default is
+`SILENT`.
 """
 
 from __future__ import annotations
@@ -10,39 +10,39 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 LEVELS: Mapping[str, int] = {"debug": 10, "info": 20, "warning": 30, "error": 40}
-"""By name, the lesser ones first; the numbers are those of Python's own `logging`."""
+"""In ascending order, with the numbers of Python's `logging`."""
 
 
 class Log(Protocol):
-    """Says what happens, with the fields that were bound to it."""
+    """A structured logger with bound fields."""
 
     def hears(self, level: str, /) -> bool:
-        """Whether anything of this level is said at all; to be asked before fields that cost something are made."""
+        """Whether the level is enabled; check it before computing expensive fields."""
         ...
 
     def debug(self, event: str, **fields: Any) -> None:
-        """For whoever looks for a mistake."""
+        """For debugging."""
         ...
 
     def info(self, event: str, **fields: Any) -> None:
-        """For whoever wants to know what was going on."""
+        """Normal operation."""
         ...
 
     def warning(self, event: str, **fields: Any) -> None:
-        """Somebody should look at it some time."""
+        """An operator should look at it eventually."""
         ...
 
     def error(self, event: str, **fields: Any) -> None:
-        """Somebody should look at it now."""
+        """An operator should look at it now."""
         ...
 
     def bind(self, **fields: Any) -> Log:
-        """A log that says these fields with every event."""
+        """A log that adds these fields to every event."""
         ...
 
 
 class _Silent:
-    """Hears nothing."""
+    """Drops everything."""
 
     def hears(self, level: str, /) -> bool:
         return False
@@ -57,4 +57,4 @@ class _Silent:
 
 
 SILENT: Log = _Silent()
-"""For those who were given no other log: tests, simulations, libraries."""
+"""The default log of tests, simulations and library use."""

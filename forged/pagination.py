@@ -1,8 +1,8 @@
-"""Long lists, page by page.
+"""Pagination of long lists.
 
-Law: a page fits into a frame, whatever was asked for, and holds one entry at least while there are any; so whoever
-reads on from the last entry of each page comes to the end. Pages are read one after the other while entries come and
-go: one that was there all the time is told once.
+Invariants:
+- A page fits into a frame, and has at least one entry if there is one, so reading on after each page's last entry ends.
+- Entries may be added and removed between pages; an entry that exists all the time is returned exactly once.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 PAGE_ENTRIES_MAX = 500
 PAGE_BYTES_MAX = 1 << 20
-"""Half of the smallest frame that can be configured. An entry alone is smaller still."""
+"""Half of the smallest configurable frame; a single entry is smaller."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def ascending(names: Iterable[str], after: str) -> Iterator[str]:
-    """The names behind `after`, in order; no more of them are sorted than are taken."""
+    """The names greater than `after`, in order; sorts only as many as are consumed."""
     heap = [name for name in names if name > after]
     heapify(heap)
     while heap:
@@ -33,9 +33,9 @@ def ascending(names: Iterable[str], after: str) -> Iterator[str]:
 
 
 def take_page(entries: Iterator[T], limit: int) -> tuple[list[T], bool]:
-    """The first entries, `limit` at most, and whether there are more."""
+    """The first entries, at most `limit`, and whether there are more."""
     if limit < 1:
-        raise RequestRefused("page_invalid", f"a page of {limit} entries holds nothing", "ask for 1 or more")
+        raise RequestRefused("page_invalid", f"limit must be >= 1, got {limit}", "use 1 or more")
     page: list[T] = []
     room_bytes = PAGE_BYTES_MAX
     for entry in entries:

@@ -1,7 +1,7 @@
-"""Where things are when nobody says otherwise.
+"""The default data directory and socket path.
 
-Law: the daemon and those who look for it agree, by calling the same functions. What systemd says of directories is said
-to the service that it started, and to nobody else: a client in another service has that one's directories.
+The daemon and its clients use the same functions. systemd's directory variables are used by the daemon only: in a
+client that runs as another service they name that service's directories.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ ROOT_SOCKET = "/run/forged/forged.sock"
 
 
 def default_data_dir(environment: Mapping[str, str], uid: int) -> str:
-    """Where the daemon of this user keeps its state."""
+    """The data directory of this user's daemon."""
     return _first(environment.get("STATE_DIRECTORY")) or _own_data_dir(environment, uid)
 
 
 def default_socket(environment: Mapping[str, str], uid: int) -> str:
-    """Where the daemon of this user listens."""
+    """The socket of this user's daemon."""
     if given := environment.get("FORGED_SOCKET"):
         return given
     if runtime := _first(environment.get("RUNTIME_DIRECTORY")):
@@ -29,13 +29,13 @@ def default_socket(environment: Mapping[str, str], uid: int) -> str:
 
 
 def client_socket(environment: Mapping[str, str], uid: int, exists: Callable[[str], bool] = os.path.exists) -> str:
-    """Where this user finds a daemon: the own one, or else the machine's where there is one."""
+    """The socket to connect to: the user's daemon, or the machine's if only that exists."""
     if given := environment.get("FORGED_SOCKET"):
         return given
     own = _own_socket(environment, uid, _own_data_dir(environment, uid))
     places = [own, ROOT_SOCKET]
     if runtime := environment.get("XDG_RUNTIME_DIR"):
-        # Where a service of the user's own systemd has its directory.
+        # The directory of a systemd user service.
         places.insert(1, f"{runtime}/forged/forged.sock")
     return next(filter(exists, places), own)
 
@@ -55,5 +55,5 @@ def _own_socket(environment: Mapping[str, str], uid: int, data_dir: str) -> str:
 
 
 def _first(directories: str | None) -> str:
-    """The first of the directories that systemd made, where it made several."""
+    """The first directory of systemd's list."""
     return (directories or "").split(":")[0].rstrip("/")

@@ -1,7 +1,7 @@
-"""What is told one by one until there is too much of it, and then by number.
+"""Limit the rate of reports and count the suppressed ones.
 
-Law: nothing is left out without being counted, and the count is told once: when the flood is over, or while it goes on
-about once a minute. Time is an argument.
+Every suppressed report is counted. The count is returned once: when the flood has ended, or about once per minute while
+it lasts. Time is an argument.
 """
 
 from __future__ import annotations
@@ -9,44 +9,44 @@ from __future__ import annotations
 from forged.token_bucket import TokenBucket
 
 COUNT_S = 60.0
-"""How long a flood goes on before what was left out is told in the middle of it."""
+"""The interval of counts during a flood."""
 
 
 class RateLimit:
-    """Lets through as much as its allowance, and counts the rest."""
+    """Admits up to a rate and burst, and counts the rest."""
 
     def __init__(self, per_s: float, burst: float, now: float) -> None:
-        self._allowance = TokenBucket(per_s, burst, now)
-        self._left_out = 0
+        self._bucket = TokenBucket(per_s, burst, now)
+        self._suppressed = 0
         self._since = self._until = now
 
     def resize(self, per_s: float, burst: float) -> None:
-        """Let through more, or less, from now on."""
-        self._allowance.resize(per_s, burst)
+        """Change rate and burst."""
+        self._bucket.resize(per_s, burst)
 
     def admits(self, now: float) -> bool:
-        """Whether the next one is let through; if not, it is counted."""
-        if self._left_out and now == self._until:
-            # Nothing has come in since the last one was left out; of many at once this is the usual case.
-            self._left_out += 1
+        """Whether the next report is admitted; otherwise it is counted."""
+        if self._suppressed and now == self._until:
+            # Fast path: many reports at the same moment.
+            self._suppressed += 1
             return False
-        if self._allowance.take(1, now):
+        if self._bucket.take(1, now):
             return True
-        if not self._left_out:
+        if not self._suppressed:
             self._since = now
-        self._left_out += 1
+        self._suppressed += 1
         self._until = now
         return False
 
     def count(self, now: float) -> int:
-        """How many were left out, once that is to be told: then they are forgotten. Ask about once a second."""
-        if not self._left_out or (now - self._until < self._quiet_s and now - self._since < COUNT_S):
+        """The number of suppressed reports if it is due, and reset it; to be called about once per second."""
+        if not self._suppressed or (now - self._until < self._quiet_s and now - self._since < COUNT_S):
             return 0
-        left_out, self._left_out = self._left_out, 0
-        return left_out
+        suppressed, self._suppressed = self._suppressed, 0
+        return suppressed
 
     @property
     def _quiet_s(self) -> float:
-        """For how long nothing must have been left out before the flood is over: until the allowance is whole again."""
-        allowance = self._allowance
-        return allowance.burst / allowance.per_s if allowance.per_s else 0.0
+        """The time without suppression after which the flood has ended: until the bucket is full again."""
+        bucket = self._bucket
+        return bucket.burst / bucket.per_s if bucket.per_s else 0.0

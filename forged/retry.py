@@ -1,7 +1,9 @@
-"""The project's one way to try again.
+"""Retries are decided here: `RetryPolicy` (how often, which pauses), `is_retryable` (which errors), `run` (the loop).
 
-Law: what is tried again, how often and after which pause is a `RetryPolicy`; nobody writes such a loop elsewhere.
-Randomness and sleep are arguments. A cancellation is no failure: it passes through at once.
+Invariants:
+- Every retry with pauses uses a `RetryPolicy`.
+- Randomness and sleep are arguments.
+- A cancellation is not a failure: it is raised at once.
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ from forged.errors import ConfigError, ForgedError, Problem
 
 Result = TypeVar("Result")
 Random = Callable[[], float]
-"""Draws from [0, 1): the `random` method of a `random.Random`."""
+"""Returns a float in [0, 1): the `random` method of a `random.Random`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often to try (None: for ever) and how long to wait in between.
+    """The number of attempts (None: unlimited) and the pauses between them.
 
-    With `exponential` each pause is twice the one before, up to `delay_max_s`. `jitter` is the fraction of a pause
-    that chance may take away, so that many clients do not come back at the same moment and none waits past the limit.
+    With `exponential` each pause is twice the previous one, up to `delay_max_s`. A random fraction of up to `jitter` is
+    subtracted from each pause, so that many clients do not retry at the same moment.
     """
 
     attempts: int | None = 3
@@ -53,7 +55,7 @@ class RetryPolicy:
             yield Problem("jitter", self.jitter, "a fraction from 0 to 1")
 
     def delays(self, random: Random) -> Iterator[float]:
-        """The pauses between the attempts, in seconds: one fewer than there are attempts."""
+        """The pauses between attempts in seconds; one fewer than attempts."""
         pause_s = self.delay_s
         for _ in repeat(None) if self.attempts is None else repeat(None, self.attempts - 1):
             yield pause_s * (1.0 - self.jitter * random())
@@ -62,14 +64,14 @@ class RetryPolicy:
 
 
 RECONNECTING = RetryPolicy(attempts=None, delay_s=0.1, exponential=True, delay_max_s=3.0, jitter=0.5)
-"""For a lost connection: never gives up, and does not storm a daemon that is away for long."""
+"""For a lost connection: unlimited, with pauses that grow while the daemon is down."""
 REJOINING = RetryPolicy(attempts=None, delay_s=0.1, exponential=True, delay_max_s=0.5, jitter=0.5)
-"""For a worker and its pulse, who count as dead when they are not back within a grace that a job may set to a second or
-two, and that is not known before they have joined."""
+"""For a worker and its pulse, which count as failed after `reconnect_grace_ms`: a job may set that to a second, and the
+worker does not know it before it has joined."""
 
 
 def is_retryable(error: Exception) -> bool:
-    """Whether the error itself says that the same action may succeed later."""
+    """Whether the error is a `ForgedError` that allows a retry of the same action."""
     return isinstance(error, ForgedError) and error.retryable
 
 
@@ -81,7 +83,7 @@ async def run(
     random: Random,
     retryable: Callable[[Exception], bool] = is_retryable,
 ) -> Result:
-    """Call `action` until it succeeds, fails in a way that is not `retryable`, or fails the last time."""
+    """Call `action` until it succeeds, raises an error that is not `retryable`, or the last attempt fails."""
     for pause_s in policy.delays(random):
         try:
             return await action()

@@ -19,7 +19,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     """Makes the package one that lives in a directory where nothing of the kind is, and nothing is recorded."""
 
     def move(beside: Path) -> None:
-        monkeypatch.setattr(assets, "BESIDE", beside)
+        monkeypatch.setattr(assets, "PACKAGE_PARENT", beside)
         monkeypatch.setattr(assets, "DISTRIBUTION", "forged-as-it-was-never-installed")
         monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "data"))
 

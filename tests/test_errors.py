@@ -147,7 +147,7 @@ class Silent(Exception):
         (RequestRefused("no", "not like this", "like that"), "not like this (like that)"),
         (SystemExit(1), "SystemExit: 1"),
         (FileNotFoundError("caf\udce9"), "FileNotFoundError: caf\\udce9"),
-        (Silent(), "Silent, which cannot be shown"),
+        (Silent(), "Silent (its text cannot be shown)"),
     ],
 )
 def test_whatever_was_raised_can_be_described(error: BaseException, text: str) -> None:

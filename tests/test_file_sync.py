@@ -82,7 +82,7 @@ def test_what_the_cache_has_is_told_to_owners_and_strangers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_ours: bool
 ) -> None:
     """The system itself tells strangers that it has everything, so they are to find out by reading."""
-    monkeypatch.setattr(file_sync, "_is_ours", lambda fd: is_ours)
+    monkeypatch.setattr(file_sync, "_may_query_cache", lambda fd: is_ours)
     with (tmp_path / "file").open("w+b", buffering=0) as file:
         file.write(bytes(10 * PAGE))
         assert file_sync.is_cached(file.fileno(), 5 * PAGE)
@@ -97,10 +97,10 @@ def test_of_a_file_that_has_become_shorter_nothing_is_told(tmp_path: Path) -> No
             file_sync.is_cached(file.fileno(), 5 * PAGE)
 
 
-def test_a_file_is_ours_if_we_own_it_or_may_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_may_query_cache_if_we_own_it_or_may_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "file").open("wb") as file:
-        assert file_sync._is_ours(file.fileno())
+        assert file_sync._may_query_cache(file.fileno())
         monkeypatch.setattr(os, "geteuid", lambda: os.fstat(file.fileno()).st_uid + 1)
         for may_write in (True, False):
             monkeypatch.setattr(os, "access", lambda path, mode, effective_ids, may=may_write: may)
-            assert file_sync._is_ours(file.fileno()) == may_write
+            assert file_sync._may_query_cache(file.fileno()) == may_write

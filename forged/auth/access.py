@@ -1,9 +1,9 @@
-"""Who is at the other end, and whether they may.
+"""Identify the principal of a peer, and check whether it may execute a request.
 
-Law: a token that is presented decides alone. When it is not accepted the caller is refused, and what the network
-knows of the peer is not asked: a revoked token must never turn into something better. Without a token the strongest
-evidence decides: the kernel's word on a Unix socket, a verified certificate, at last the address. Whoever cannot be
-told apart from a stranger is one.
+Invariants:
+- If a token is presented, it alone decides. An invalid token is refused, without fallback to the peer's address.
+- Without a token the strongest evidence decides: the uid of a Unix socket's peer, a verified certificate, the address.
+- A peer that matches no rule has no principal.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from forged.auth.tokens import JOB_CHARS_MAX, TokenRegistry
 from forged.errors import RequestRefused
 
 if TYPE_CHECKING:
-    # Only its shape is needed here: the module itself brings asyncio, which pure modules do without.
+    # For type checking only: the module imports asyncio, which pure modules must not import.
     from forged.net.transport.port import Peer
 
 ROOT_UID = 0
 JOBS_SHOWN_MAX = 3
-WHERE_IT_GOES = "put its text into FORGED_TOKEN or the client's `token` argument"
+CLIENT_SETTING = "pass it in FORGED_TOKEN or as the client's `token` argument"
 
 
 @dataclass(frozen=True, slots=True)
 class AccessPolicy:
-    """Which role the peers have that bring no token; None refuses them."""
+    """The roles of peers without a token; None refuses them."""
 
     daemon_uid: int
     unix_other_role: Role | None = None
-    """Users other than root and the daemon's own, whom the socket's file mode lets in."""
+    """The role of users other than root and the daemon's user, if the socket's file mode admits them."""
     certificate_roles: Mapping[str, Role] = field(default_factory=dict)
-    """By the name in a client certificate that mutual TLS has verified."""
+    """Roles by the name in the verified client certificate."""
     anonymous_loopback_role: Role | None = Role.WORKER
-    """Anybody on this host; None where users share the host, or a proxy on it brings in others."""
+    """The role of connections from this host; set None if untrusted users or a proxy run on it."""
 
 
-def identify(peer: Peer, token: str | None, book: TokenRegistry, policy: AccessPolicy, now: float) -> Principal:
-    """Who the peer is, or `RequestRefused` with the way to become somebody."""
+def identify(peer: Peer, token: str | None, tokens: TokenRegistry, policy: AccessPolicy, now: float) -> Principal:
+    """The peer's principal; raises `RequestRefused` if it has none."""
     if token is not None:
-        return book.authenticate(token, now)
+        return tokens.authenticate(token, now)
     if peer.scheme == "unix":
         return _by_uid(peer, policy)
     certified = _by_certificate(peer, policy)
@@ -50,20 +50,20 @@ def identify(peer: Peer, token: str | None, book: TokenRegistry, policy: AccessP
 
 
 def authorise(principal: Principal, role_needed: Role, job: str | None) -> None:
-    """Raise `RequestRefused` unless the principal may; `job` is None for what concerns the daemon as a whole."""
+    """Raise `RequestRefused` unless the principal has the role for the job; None means the whole daemon."""
     if principal.may(role_needed, job):
         return
-    place = "the whole daemon" if job is None else f"job {job[:JOB_CHARS_MAX]!r}"
+    scope = "the whole daemon" if job is None else f"job {job[:JOB_CHARS_MAX]!r}"
     raise RequestRefused(
         "forbidden",
-        f"{principal.name} is {principal.role} for {_scope(principal)}; this needs {role_needed} for {place}",
-        f"ask an operator for a token: {_command(role_needed, job)}; {WHERE_IT_GOES}",
+        f"{principal.name} has role {principal.role} for {_scope(principal)}; required is {role_needed} for {scope}",
+        f"ask an operator for a token: {_command(role_needed, job)}; {CLIENT_SETTING}",
     )
 
 
 def _by_uid(peer: Peer, policy: AccessPolicy) -> Principal:
     if peer.uid is None:
-        raise _token_required("the system did not tell which user is at the other end of the socket")
+        raise _token_required("the peer's uid is unknown")
     name = f"unix:{peer.uid}"
     if peer.uid in (ROOT_UID, policy.daemon_uid):
         return Principal(name, Role.OPERATOR)
@@ -77,7 +77,7 @@ def _by_certificate(peer: Peer, policy: AccessPolicy) -> Principal | None:
         return None
     role = policy.certificate_roles.get(peer.certificate_name)
     if role is None:
-        # Whoever shows who they are is that one, and not also a stranger who may do more.
+        # A peer with a certificate is not treated as anonymous, which might have more rights.
         raise _token_required(f"the certificate {peer.certificate_name!r} has no role in certificate_roles")
     return Principal(f"certificate:{peer.certificate_name}", role)
 
@@ -85,16 +85,16 @@ def _by_certificate(peer: Peer, policy: AccessPolicy) -> Principal | None:
 def _anonymous(peer: Peer, policy: AccessPolicy) -> Principal:
     if peer.loopback and policy.anonymous_loopback_role is not None:
         return Principal("anonymous:loopback", policy.anonymous_loopback_role)
-    raise _token_required(f"{peer.address} brings neither a token nor a certificate")
+    raise _token_required(f"{peer.address} presented neither a token nor a certificate")
 
 
 def _token_required(reason: str) -> RequestRefused:
-    fix = f"on the daemon's host run {_command(Role.WORKER, None)}; {WHERE_IT_GOES}"
+    fix = f"on the daemon's host run {_command(Role.WORKER, None)}; {CLIENT_SETTING}"
     return RequestRefused("token_required", reason, fix)
 
 
 def _command(role: Role, job: str | None) -> str:
-    # Quoted, because people paste this and the job's name came from the caller.
+    # Quoted: operators paste the command, and the job name came from the caller.
     bound = "" if job is None else f" --job {quote(job[:JOB_CHARS_MAX])}"
     return f"`forgectl tokens create NAME --role {role}{bound}`"
 

@@ -1,4 +1,4 @@
-"""What is said of tokens."""
+"""Requests and facts about tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forged.pagination import PAGE_ENTRIES_MAX
 
 
 class TokenView(msgspec.Struct, frozen=True):
-    """A token as it is shown: all but what would let somebody use it."""
+    """A token without its secret or digest."""
 
     token_id: str
     name: str
@@ -24,7 +24,7 @@ class TokenView(msgspec.Struct, frozen=True):
 
 
 class TokenCreated(Fact, frozen=True):
-    """A token is accepted from now on."""
+    """A token was created and is accepted."""
 
     token_id: str
     name: str
@@ -33,16 +33,16 @@ class TokenCreated(Fact, frozen=True):
 
 
 class TokenRevoked(Fact, frozen=True):
-    """A token is no longer accepted, and the connections that came with it are closed."""
+    """A token was revoked; its connections are closed."""
 
     token_id: str
     name: str
 
 
 class CreateToken(Request[TokenView], frozen=True):
-    """Accept a token. The caller draws the secret, 32 random bytes or more, and so knows the text without being told.
+    """Create a token. The caller draws the secret (32 to 64 random bytes) and computes the token's text from it.
 
-    `ttl_s` is how long it lives; None for ever.
+    `ttl_s` is its lifetime in seconds; None means unlimited.
     """
 
     job_field: ClassVar[str | None] = None
@@ -55,16 +55,16 @@ class CreateToken(Request[TokenView], frozen=True):
 
 
 class TokenPage(msgspec.Struct, frozen=True):
-    """Some tokens; `more` tells that there are others behind the last of them."""
+    """A page of tokens; `more` is true if further tokens follow."""
 
     tokens: list[TokenView]
     more: bool
 
 
 class ListTokens(Request[TokenPage], frozen=True):
-    """The tokens, by id, behind the id `after`: `limit` at most, and no more than fit.
+    """List tokens in id order after the id `after`, at most `limit` and at most one page.
 
-    Those that were revoked or have expired are included, until there are so many that the oldest are let go of.
+    Revoked and expired tokens are included; the oldest of them are deleted beyond a limit.
     """
 
     decides: ClassVar[bool] = False
@@ -75,7 +75,7 @@ class ListTokens(Request[TokenPage], frozen=True):
 
 
 class RevokeToken(Request[TokenView], frozen=True):
-    """Accept a token no more. One that was revoked before stays as it was."""
+    """Revoke a token; revoking it again changes nothing."""
 
     job_field: ClassVar[str | None] = None
 

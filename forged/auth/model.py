@@ -1,7 +1,9 @@
 """Roles, principals and tokens.
 
-Law: a right is a role × a set of jobs, and both are checked together. Whoever is bound to jobs has no say about the
-daemon as a whole, whatever the role: otherwise the operator of one job could issue a token for all of them.
+Invariants:
+- A right is a role and a set of jobs; both are checked together.
+- A principal with a list of jobs has no rights on the daemon as a whole, not even as operator: otherwise the operator
+  of one job could create a token for all jobs.
 """
 
 from __future__ import annotations
@@ -14,17 +16,17 @@ import msgspec
 
 
 class Role(StrEnum):
-    """What somebody may do within their jobs."""
+    """What a principal may do within its jobs."""
 
     VIEWER = "viewer"
-    """Reads."""
+    """May read."""
     WORKER = "worker"
-    """Reads, and does what a worker does: registers, sends notes, looks after its own job."""
+    """May read and do what workers do: register, write notes, create its own job."""
     OPERATOR = "operator"
-    """Everything."""
+    """May do everything."""
 
     def covers(self, needed: Role) -> bool:
-        """Whether this role may do what asks for the role `needed`."""
+        """Whether this role includes the role `needed`."""
         return needed in COVERED[self]
 
 
@@ -36,9 +38,9 @@ COVERED: Mapping[Role, frozenset[Role]] = {
 
 
 class Principal(msgspec.Struct, frozen=True):
-    """Somebody identified: `jobs` is None for all jobs, those of the future included.
+    """An identity with its role; `jobs` None means all present and future jobs.
 
-    A name with a colon (`unix:0`, `certificate:host-a`) was given by the daemon; a token's name cannot contain one.
+    Names with a colon (`unix:0`, `certificate:host-a`) are made by the daemon; token names cannot contain one.
     """
 
     name: str
@@ -46,12 +48,12 @@ class Principal(msgspec.Struct, frozen=True):
     jobs: frozenset[str] | None = None
 
     def may(self, role_needed: Role, job: str | None) -> bool:
-        """Whether this principal may do what needs that role in that job; None is the daemon as a whole."""
+        """Whether this principal has the role for the job; None means the whole daemon."""
         return self.role.covers(role_needed) and (self.jobs is None or job in self.jobs)
 
 
 class Token(msgspec.Struct, frozen=True, kw_only=True):
-    """A token as it is stored: enough to recognise the text that was handed out, not enough to write it again."""
+    """A stored token: its digest verifies the token's text, which cannot be recovered from it."""
 
     token_id: str
     name: str
@@ -59,24 +61,24 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
     jobs: tuple[str, ...] | None
     created_at: float
     expires_at: float | None = None
-    """The first moment at which it is no longer accepted."""
+    """The first moment at which the token is not accepted."""
     revoked_at: float | None = None
     digest: bytes
 
     @property
     def principal(self) -> Principal:
-        """Who presents this token."""
+        """The principal of this token."""
         return Principal(self.name, self.role, None if self.jobs is None else frozenset(self.jobs))
 
     def expired(self, now: float) -> bool:
-        """Whether its time is over."""
+        """Whether the token has expired."""
         return self.expires_at is not None and now >= self.expires_at
 
     def live(self, now: float) -> bool:
-        """Whether it is accepted."""
+        """Whether the token is accepted."""
         return self.revoked_at is None and not self.expired(now)
 
     @property
     def ends_at(self) -> float:
-        """From when on it is not accepted any more, as far as that is known."""
+        """When the token was revoked or expires, whichever is earlier."""
         return min(math.inf if end is None else end for end in (self.revoked_at, self.expires_at))

@@ -1,8 +1,8 @@
-"""Tokens on the bus.
+"""The token service: creates, lists and revokes tokens, and identifies peers.
 
-Law: who is let in, and who is sent away for good, is judged by what is durable. What was decided and is still on its
-way to the store counts for the next decision, and for nobody at the door; a token is accepted, or no more, from the
-moment at which its creation or revocation is acknowledged.
+Invariants:
+- Peers are identified by durable tokens only. A creation or revocation that is not durable yet counts for the next
+  decision but not for connections; it takes effect when it is acknowledged.
 """
 
 from __future__ import annotations
@@ -43,57 +43,57 @@ _CHANGES = frozenset(fact.__name__ for fact in (TokenCreated, TokenRevoked))
 
 
 class TokenService:
-    """Owns the tokens; tells who is at the other end of a connection."""
+    """Owns the tokens."""
 
     def __init__(self, bus: Bus, clock: Clock, policy: AccessPolicy, rights_changed: Callable[[], None]) -> None:
-        self.book = TokenRegistry()
-        """All that was decided; what is decided next rests on it."""
+        self.tokens = TokenRegistry()
+        """The tokens including decisions that are not durable yet; the basis of new decisions."""
         self._durable = TokenRegistry()
         self._undurable: dict[tuple[str, str], _Change] = {}
-        """What changes in the durable book when these facts are published, by their type and token."""
+        """The changes that apply to the durable tokens when these facts are published, by fact type and token id."""
         self._clock = clock
         self._policy = policy
         self._rights_changed = rights_changed
         bus.serve(CreateToken, self._create, owner=OWNER)
         bus.serve(RevokeToken, self._revoke, owner=OWNER)
         bus.serve(ListTokens, self._list, owner=OWNER)
-        # Not a mailbox: what is acknowledged right after must be so at the door already.
+        # Not a mailbox: the change must apply before its reply is released.
         bus.on_publish.append(self._advance)
         bus.on(TokenRevoked, self._revoked, name="auth.revocation")
 
     def set_policy(self, policy: AccessPolicy) -> None:
-        """Judge by this from now on, those who are here already too."""
+        """Apply a new policy, also to existing connections."""
         self._policy = policy
         self._rights_changed()
 
     async def load(self, store: Store) -> None:
-        """Become what the store holds."""
+        """Reload the tokens from the store."""
         tokens = [_decode(entry.value) for entry in await read_all(store, PREFIX)]
         self._undurable.clear()
-        self.book.load(tokens)
+        self.tokens.load(tokens)
         self._durable.load(tokens)
 
     def identify(self, peer: Peer, token: str | None) -> Principal:
-        """Who the peer is, or `RequestRefused`."""
+        """The peer's principal; raises `RequestRefused` if it has none."""
         return identify(peer, token, self._durable, self._policy, self._clock.wall())
 
     def _create(self, request: CreateToken, call: Call) -> Decision[TokenView]:
         _check_secret(request.secret)
         now = self._clock.wall()
         expires_at = None if request.ttl_s is None else now + request.ttl_s
-        token, _ = self.book.issue(request.name, request.role, request.jobs, expires_at, now, request.secret)
+        token, _ = self.tokens.issue(request.name, request.role, request.jobs, expires_at, now, request.secret)
         fact = TokenCreated(token.token_id, token.name, token.role, token.jobs)
-        return self._decide(token, fact, self.book.forget_dead(now))
+        return self._decide(token, fact, self.tokens.forget_dead(now))
 
     def _revoke(self, request: RevokeToken, call: Call) -> Decision[TokenView]:
-        known = self.book.get(request.token_id)
+        known = self.tokens.get(request.token_id)
         if known.revoked_at is not None:
             return Decision(_view(known))
-        token = self.book.revoke(known.token_id, self._clock.wall())
+        token = self.tokens.revoke(known.token_id, self._clock.wall())
         return self._decide(token, TokenRevoked(token.token_id, token.name), [])
 
     def _list(self, request: ListTokens, call: Call) -> TokenPage:
-        return TokenPage(*take_page(map(_view, self.book.behind(request.after)), request.limit))
+        return TokenPage(*take_page(map(_view, self.tokens.after(request.after)), request.limit))
 
     def _decide(self, token: Token, fact: TokenCreated | TokenRevoked, forgotten: list[str]) -> Decision[TokenView]:
         self._undurable[type(fact).__name__, token.token_id] = token, forgotten
@@ -105,7 +105,7 @@ class TokenService:
             return
         for record in records:
             fact: Any = record.fact if record.type in _CHANGES else None
-            # After a reload nothing is waiting: the book that was read holds what is published then.
+            # After a reload nothing is waiting: the tokens that were read include the change.
             change = self._undurable.pop((record.type, fact.token_id), None) if fact else None
             if change is not None:
                 token, forgotten = change
@@ -120,7 +120,7 @@ def _check_secret(secret: bytes) -> None:
     if not SECRET_BYTES_MIN <= len(secret) <= SECRET_BYTES_MAX:
         raise RequestRefused(
             "token_secret_size",
-            f"a secret of {len(secret)} bytes is outside {SECRET_BYTES_MIN}..{SECRET_BYTES_MAX}",
+            f"secret must have {SECRET_BYTES_MIN}..{SECRET_BYTES_MAX} bytes, got {len(secret)}",
             f"draw {SECRET_BYTES_MIN} random bytes",
         )
 

@@ -1,1 +1,1 @@
-"""How the daemon is, and why things happened."""
+"""The daemon's status, handlers, fact stories and backups."""

@@ -1,7 +1,9 @@
-"""Backups, on the bus.
+"""The backup service: copies the store and serves the copy over a side connection.
 
-Law: a backup is made while commits go on, and is consistent. It is a file of its own for as long as its ticket is good,
-and is gone when it was fetched, when nobody came, and, from the next start on, when the daemon died in between.
+Invariants:
+- A backup is consistent; commits continue while it is made.
+- The copy is an unlinked file that exists until its ticket is used or expires. A copy that was left by a killed daemon
+  is removed at the next start.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ Copy = Callable[[Path], Awaitable[None]]
 
 
 class BackupService:
-    """Copies the store and offers the copy."""
+    """Makes backups, one at a time."""
 
     def __init__(self, bus: Bus, tickets: TicketRegistry, copy: Copy | None, directory: Path) -> None:
         self._tickets = tickets
@@ -35,19 +37,19 @@ class BackupService:
         bus.serve(BackUp, self._back_up, owner=OWNER)
 
     def clear(self) -> None:
-        """Remove what a daemon left that died over a backup. Nobody else may use the directory."""
+        """Remove the copies that a killed daemon left. The data directory must be locked."""
         if self._copy is None:
             return
         for left in self._path.parent.glob(f"{NAME}*"):
-            # Where nothing can be removed, the store has its own word for that; an old copy keeps nobody from starting.
+            # If the directory is not writable, the store reports it; an old copy must not prevent the start.
             with suppress(OSError):
                 left.unlink()
 
     async def _back_up(self, request: BackUp, call: Call) -> Ticket:
         if self._copy is None:
-            raise RequestRefused("backup_impossible", "this daemon's store is not a file", "run it on a data directory")
+            raise RequestRefused("backup_impossible", "this daemon's store is not a file", "use a data directory")
         if self._busy:
-            raise Unavailable("backup_busy", "another backup is being made", "try again when it is done")
+            raise Unavailable("backup_busy", "another backup is running", "retry when it is finished")
         self._busy = True
         try:
             await self._copy(self._path)
@@ -57,6 +59,6 @@ class BackupService:
 
     def _transfer(self) -> BulkTransfer:
         fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        # The name goes at once: what is open can still be read, and whatever happens next leaves nothing behind.
+        # Unlinked at once: the open file can still be read, and nothing is left after a crash.
         self._path.unlink()
         return file_sender(fd, os.fstat(fd).st_size)

@@ -1,4 +1,4 @@
-"""What the daemon tells about itself."""
+"""Requests and facts about the daemon itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forged.kernel.messages import ANY_JOB, Fact, Nothing, Request, Ticket
 
 
 class DaemonStarted(Fact, frozen=True):
-    """A daemon has taken over the data directory."""
+    """A daemon has started on this data directory."""
 
     version: str
     pid: int
@@ -19,14 +19,14 @@ class DaemonStarted(Fact, frozen=True):
 
 
 class DaemonStopping(Fact, frozen=True):
-    """A daemon lets go of the data directory in good order."""
+    """A daemon stops in an orderly way."""
 
     pid: int
     reason: str
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """The daemon in one look. `trouble` says why it cannot write now; None while all is well."""
+    """The daemon's status. `trouble` is the reason why it refuses decisions now; None if it accepts them."""
 
     version: str
     pid: int
@@ -50,7 +50,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandlerView(msgspec.Struct, frozen=True, kw_only=True):
-    """One handler of facts, signals or a request, in numbers; durations are upper bounds of doubling buckets."""
+    """The statistics of one handler; durations are upper bounds of buckets that double."""
 
     name: str
     kind: str
@@ -65,7 +65,7 @@ class HandlerView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PingDaemon(Request[Nothing], frozen=True):
-    """Answer, to show that the bus is alive."""
+    """Return an empty reply, which shows that the bus works."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -73,7 +73,7 @@ class PingDaemon(Request[Nothing], frozen=True):
 
 
 class ReadStatus(Request[Status], frozen=True):
-    """How the daemon is."""
+    """Read the daemon's status."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -81,7 +81,7 @@ class ReadStatus(Request[Status], frozen=True):
 
 
 class TellStory(Request[list[msgspec.Raw]], frozen=True):
-    """The record of a fact, between the chain of its causes and all that followed from it."""
+    """Return a fact with its chain of causes and its consequences."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -91,7 +91,7 @@ class TellStory(Request[list[msgspec.Raw]], frozen=True):
 
 
 class ListHandlers(Request[list[HandlerView]], frozen=True):
-    """Every handler on the bus."""
+    """List the handlers on the bus."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -99,7 +99,7 @@ class ListHandlers(Request[list[HandlerView]], frozen=True):
 
 
 class ReadmitHandler(Request[Nothing], frozen=True):
-    """Give a quarantined handler facts again."""
+    """Re-enable a quarantined handler."""
 
     job_field: ClassVar[str | None] = None
 
@@ -107,7 +107,7 @@ class ReadmitHandler(Request[Nothing], frozen=True):
 
 
 class BackUp(Request[Ticket], frozen=True):
-    """Make a consistent copy of all state; the ticket is for fetching it, as a database file, on a side connection."""
+    """Make a consistent copy of the store; the reply is a ticket to fetch it as a database file."""
 
     decides: ClassVar[bool] = False
     job_field: ClassVar[str | None] = None

@@ -1,4 +1,4 @@
-"""The daemon's account of itself, on the bus."""
+"""The status service: answers requests about the daemon, its handlers and its facts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STORY_BYTES_MAX = 1 << 20
 
 
 class StatusService:
-    """Answers what people ask first."""
+    """Serves the requests of `status.model`, except backups."""
 
     def __init__(self, bus: Bus, journal: Journal, read_status: Callable[[], Status]) -> None:
         self._bus = bus
@@ -42,8 +42,8 @@ class StatusService:
         record = self._journal.get(request.fact_id)
         if record is None or not _visible(call.principal, record):
             kept = self._kept()
-            raise RequestRefused("fact_unknown", f"there is no fact {request.fact_id}; {kept}", "see `forgectl events`")
-        told: list[msgspec.Raw] = []
+            raise RequestRefused("fact_unknown", f"unknown fact {request.fact_id}; {kept}", "see `forgectl events`")
+        records: list[msgspec.Raw] = []
         size = 0
         for part in self._journal.story(request.fact_id):
             if not _visible(call.principal, part):
@@ -51,13 +51,13 @@ class StatusService:
             size += len(part.data)
             if size > STORY_BYTES_MAX:
                 break
-            told.append(msgspec.Raw(part.data))
-        return told
+            records.append(msgspec.Raw(part.data))
+        return records
 
     def _kept(self) -> str:
-        # Ids have holes, so the first is not the one behind the floor.
+        # Ids have gaps, so the oldest kept fact is not necessarily floor + 1.
         oldest = self._journal.after(self._journal.floor, 1)
-        return f"kept are {oldest[0].id} to {self._journal.last}" if oldest else "none are kept"
+        return f"the journal has facts {oldest[0].id} to {self._journal.last}" if oldest else "the journal is empty"
 
     def _readmit(self, request: ReadmitHandler, call: Call) -> Decision[Nothing]:
         return self._bus.readmit(request.handler)

@@ -187,13 +187,13 @@ def test_authorise_refuses_exactly_what_the_principal_may_not(
 
 def test_a_refusal_says_who_what_is_needed_and_how_to_get_it() -> None:
     error = forbidden(Principal("ci", Role.VIEWER, frozenset({"b", "a"})), Role.WORKER, "c")
-    assert error.message == "ci is viewer for job 'a', 'b'; this needs worker for job 'c'"
+    assert error.message == "ci has role viewer for job 'a', 'b'; required is worker for job 'c'"
     assert "forgectl tokens create NAME --role worker --job c" in error.fix
 
 
 def test_a_refusal_of_what_concerns_the_daemon_says_so() -> None:
     error = forbidden(Principal("ci", Role.OPERATOR, frozenset({"a"})), Role.OPERATOR, None)
-    assert error.message == "ci is operator for job 'a'; this needs operator for the whole daemon"
+    assert error.message == "ci has role operator for job 'a'; required is operator for the whole daemon"
 
 
 def test_a_refusal_counts_many_jobs_instead_of_naming_them() -> None:

@@ -178,7 +178,7 @@ async def test_the_door_knows_what_is_acknowledged_at_that_very_moment_and_nothi
 async def test_creating_lets_go_of_the_oldest_of_the_dead_in_the_same_decision() -> None:
     door, store = Door(), FaultyStore()
     async with running(store, door.register) as kernel:
-        door.service.book.dead_max = 1
+        door.service.tokens.dead_max = 1
         for number in range(3):
             await kernel.bus.ask(create(secret=bytes([number]) * 32, ttl_s=60.0 + number))
         kernel.clock.jump(100.0)

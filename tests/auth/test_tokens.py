@@ -47,7 +47,7 @@ def issue(
 
 
 def everything(book: TokenRegistry) -> tuple[Token, ...]:
-    return tuple(book.behind(""))
+    return tuple(book.after(""))
 
 
 def refusal(book: TokenRegistry, text: str, now: float = NOW) -> RequestRefused:
@@ -288,7 +288,7 @@ def test_the_list_is_in_the_order_of_ids_and_has_the_revoked_and_expired() -> No
     revoked = book.revoke(issue(book, 1)[0].token_id, NOW + 9)
     first, second = sorted((expired, revoked), key=lambda token: token.token_id)
     assert everything(book) == (first, second)
-    assert tuple(book.behind(first.token_id)) == (second,)
+    assert tuple(book.after(first.token_id)) == (second,)
 
 
 def test_of_the_dead_beyond_the_limit_those_that_died_first_are_forgotten() -> None:

@@ -114,7 +114,7 @@ async def test_a_fact_that_is_not_kept_is_refused_with_those_that_are(fact_id: i
         await kernel.add()
         [oldest] = kernel.journal.after(kernel.journal.floor, 1)
         assert oldest.id == 2, "ids have holes"
-        with pytest.raises(RequestRefused, match=f"kept are 2 to {kernel.journal.last}"):
+        with pytest.raises(RequestRefused, match=f"the journal has facts 2 to {kernel.journal.last}"):
             await kernel.bus.ask(TellStory(fact_id))
 
 

@@ -43,7 +43,7 @@ def test_who_was_interrupted_or_is_wanted_no_more_has_not_failed(error: BaseExce
         (ValueError("nan"), "its script failed: ValueError: nan"),
         (ValueError("one\n  two"), "its script failed: ValueError: one two"),
         (StepAborted("b is gone"), "its script failed: the step was aborted: b is gone (do the step inside"),
-        (Unspeakable(), "its script failed: Unspeakable, which cannot be shown"),
+        (Unspeakable(), "its script failed: Unspeakable (its text cannot be shown)"),
         (ValueError("\ud800"), "its script failed: ValueError: \\ud800"),
     ],
 )

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from forged.assets import BESIDE, asset
+from forged.assets import PACKAGE_PARENT, asset
 from forged.cli.process import EXIT_OK, say
 from forged.errors import ConfigError, ForgedError
 from forged.file_sync import sync_directory
@@ -145,7 +145,7 @@ def _this_command() -> str:
 
 def _parts(command: Path, *, its_own: bool) -> Iterator[Path]:
     """The paths that the command needs: itself, its interpreter and its code, also behind symbolic links."""
-    own = [Path(sys.executable), BESIDE] if its_own else []
+    own = [Path(sys.executable), PACKAGE_PARENT] if its_own else []
     parts = [command, *_interpreter(command), *own]
     for part in parts:
         yield part

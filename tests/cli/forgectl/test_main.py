@@ -466,7 +466,7 @@ class TestPeople:
     def test_a_fact_that_is_not_kept_has_no_story(self, ctl: Ctl) -> None:
         code, out, err = ctl("story 999")
         assert (code, out) == (3, "")
-        assert "kept are" in err
+        assert "the journal has facts" in err
 
 
 class TestEvents:
