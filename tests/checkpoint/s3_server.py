@@ -93,7 +93,8 @@ class S3Server:
         """The multipart uploads that are neither complete nor aborted."""
         try:
             output_log = json.loads(self._ask_filer(f"/buckets/{bucket}/.uploads/?limit=1000", "GET"))
-        except urllib.error.HTTPError:
+        except urllib.error.HTTPError as error:
+            error.close()
             return []
         return [entry["FullPath"] for entry in output_log["Entries"] or []]
 
@@ -197,6 +198,7 @@ class S3Server:
         try:
             self._ask_filer(f"/buckets/{bucket}/", "POST")
         except urllib.error.HTTPError as error:
+            error.close()
             if error.code != HTTPStatus.CONFLICT:
                 raise
 

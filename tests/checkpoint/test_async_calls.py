@@ -167,7 +167,10 @@ os.wait()
 def test_a_forked_child_is_told_that_it_cannot_go_on(before: str, said: str) -> None:
     """Unless nothing was called before."""
     ran = subprocess.run(
-        [sys.executable, "-c", FORKED.format(before=before)], capture_output=True, text=True, timeout=WAITS_S
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED.format(before=before)],
+        capture_output=True,
+        text=True,
+        timeout=WAITS_S,
     )
     assert (ran.stdout.strip(), ran.stderr, ran.returncode) == (said, "", 0)
 

@@ -110,7 +110,8 @@ class LogStore:
         # Who stops waiting does not stop the commit, as with a store that has a thread, and leaves its error to nobody.
         committing = asyncio.ensure_future(self._commit(batch))
         committing.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await asyncio.shield(committing)
+        await asyncio.wait((committing,))
+        return committing.result()
 
     async def close(self) -> None:
         async with self._lock:

@@ -99,8 +99,9 @@ class SqliteStore:
             check(transaction)
         committed = self._job(self._path, self._database.commit, batch)
         committed.add_done_callback(self._publish)
-        outcome = await asyncio.shield(committed)
-        return outcome.conflicts
+        # Not `shield`: since Python 3.14 it reports a commit that fails after its caller was cancelled to the event loop.
+        await asyncio.wait((committed,))
+        return committed.result().conflicts
 
     def watch(self, prefix: str, after: int) -> AsyncIterator[Change]:
         self._require_open()

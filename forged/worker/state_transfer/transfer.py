@@ -69,7 +69,9 @@ class Dialogue:
     async def next(self, timeout_s: float) -> PeerMessage:
         """What the other end says next."""
         with anyio.move_on_after(timeout_s):
-            message = await asyncio.shield(self._heard)
+            # Not `shield`: since Python 3.14 it reports an exception that arrives after the timeout to the event loop.
+            await asyncio.wait((self._heard,))
+            message = self._heard.result()
             self._heard = asyncio.get_running_loop().create_future()
             if self._end is not None:
                 self._fail(self._end)
