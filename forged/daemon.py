@@ -225,9 +225,9 @@ class Daemon:
     async def _serve_http(self, address: Address, *, task_status: TaskStatus[None]) -> None:
         """Answer health checks and scrapers until the daemon stops."""
         # What serves HTTP costs more to load than the rest of the daemon together, and not everybody asks for it.
-        from forged.telemetry.http import HttpDoor
+        from forged.telemetry.http import HttpServer
 
-        door = HttpDoor(
+        door = HttpServer(
             self.bus,
             self.ledger,
             self.server,

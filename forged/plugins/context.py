@@ -347,7 +347,7 @@ class PluginContext:
         known = [FACTS[one] if isinstance(one, str) else one for one in asked if one not in unknown]
         if not unknown:
             return _facts(known), frozenset()
-        self.log.warning("no facts of these names are known yet", names=sorted(unknown))
+        self.log.warning("no fact types of these names", names=sorted(unknown))
         classes = _facts(known) if known else frozenset()
         names = frozenset([*unknown, *(one.__name__ for one in classes)])
         return frozenset({Fact}), frozenset() if Fact in classes else names

@@ -64,7 +64,7 @@ async def feed(notifier: Notifier, interval_s: float, probe: Probe, log: Log = S
         with anyio.move_on_after(interval_s):
             stuck = await probe()
         if stuck:
-            log.warning("the watchdog is not fed", stuck=stuck)
+            log.warning("watchdog not fed", stuck=stuck)
         else:
             notifier.watchdog()
         await anyio.sleep_until(started + interval_s)

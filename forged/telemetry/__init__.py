@@ -1,1 +1,1 @@
-"""How the daemon shows itself to machines that watch machines."""
+"""Logs, metrics and health checks of the daemon."""

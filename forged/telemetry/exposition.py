@@ -1,7 +1,8 @@
-"""What scrapers are sent.
+"""The Prometheus text that `/metrics` returns.
 
-Law: however many scrape, the numbers are read and put into words once for all of them, and the event loop is free
-between one family of metrics and the next. What is sent is of one moment, and no older than `EXPOSITION_AGE_MAX_S`.
+Invariants:
+- Concurrent scrapes share one text; it is at most `EXPOSITION_AGE_MAX_S` old and describes one moment.
+- Rendering yields to the event loop between metric families.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ EXPOSITION_AGE_MAX_S = 1.0
 
 
 class Exposition:
-    """The text, made when somebody asks for it."""
+    """Renders the metrics on demand and caches the text."""
 
     def __init__(self, collector: Collector, now: Callable[[], float]) -> None:
         self.made = 0
-        """How many times."""
+        """How often the text was rendered."""
         self._collector = collector
         self._now = now
         self._making = asyncio.Lock()
@@ -29,7 +30,6 @@ class Exposition:
         self._read_at: float | None = None
 
     async def text(self) -> bytes:
-        """As it was made for somebody a moment ago, or anew."""
         async with self._making:
             if self._read_at is None or self._now() - self._read_at > EXPOSITION_AGE_MAX_S:
                 await self._make()
@@ -39,14 +39,14 @@ class Exposition:
         read_at, families = self._now(), list(self._collector.collect())
         parts: list[bytes] = []
         for family in families:
-            parts.append(generate_latest(_Alone(family)))
+            parts.append(generate_latest(_SingleFamily(family)))
             await asyncio.sleep(0)
         self._text, self._read_at = b"".join(parts), read_at
         self.made += 1
 
 
-class _Alone(Collector):
-    """One family, as the library wants it."""
+class _SingleFamily(Collector):
+    """A collector of one family, because `generate_latest` takes collectors."""
 
     def __init__(self, family: Metric) -> None:
         self._family = family

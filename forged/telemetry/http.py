@@ -1,8 +1,9 @@
-"""The daemon's HTTP door: health, readiness and metrics; nothing can be changed through it.
+"""The daemon's read-only HTTP server: health, readiness and metrics.
 
-Law: health and readiness tell nothing secret, so whoever asks for them from this host is answered. For metrics, and
-from elsewhere for anything, one needs the rights of a viewer of all jobs: by a token, or by the role of those who come
-from this host without one. Health is the bus answering, not this door; readiness is the store taking decisions.
+Invariants:
+- `/healthz` and `/readyz` need no token on the loopback interface. `/metrics`, and every path from another host, needs
+  the viewer role for all jobs: by a token, or by `anonymous_loopback_role`.
+- Healthy means that the bus answers a request; ready means that the store accepts decisions.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ SWEEP_INTERVAL_S = 1.0
 BACKLOG = 128
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 BEARER = "bearer "
-OPEN_TO_THIS_HOST = ("/healthz", "/readyz")
-HOW_TO_SHOW = "send `Authorization: Bearer TOKEN`; `forgectl tokens create NAME --role viewer` makes the token"
+LOOPBACK_WITHOUT_TOKEN = ("/healthz", "/readyz")
+HOW_TO_AUTHENTICATE = "send `Authorization: Bearer TOKEN`; `forgectl tokens create NAME --role viewer` makes the token"
 
 Identify = Callable[[Peer, str | None], Principal]
 
 
-class HttpDoor:
+class HttpServer:
     """Answers `/healthz`, `/readyz` and `/metrics`."""
 
     def __init__(
@@ -60,17 +61,17 @@ class HttpDoor:
         self._ledger = ledger
         self._identify = identify
         self._server = server
-        self._visitors = HttpConnections()
+        self._connections = HttpConnections()
         self._exposition = Exposition(DaemonCollector(bus, ledger, server, log_lines_lost, plugins), _now)
 
     @asynccontextmanager
     async def open(self, address: Address) -> AsyncIterator[Address]:
-        """Listen inside the block; yields where it really is."""
+        """Serve inside the block; yields the address with the actual port."""
         runner = web.AppRunner(self._application(), access_log=None, logger=_logger())
         await runner.setup()
         try:
             assert runner.server is not None
-            self._visitors.begin(runner.server)
+            self._connections.begin(runner.server)
             servers = await self._listen(address)
             try:
                 async with anyio.create_task_group() as tasks:
@@ -85,7 +86,7 @@ class HttpDoor:
             await runner.cleanup()
 
     def _application(self) -> web.Application:
-        application = web.Application(middlewares=[self._attend, self._admit])
+        application = web.Application(middlewares=[self._send_response, self._authorise])
         application.router.add_get("/healthz", self._health)
         application.router.add_get("/readyz", self._readiness)
         application.router.add_get("/metrics", self._metrics)
@@ -97,20 +98,20 @@ class HttpDoor:
             sockets = await tcp.bind(address, BACKLOG)
         except OSError as error:
             raise _not_listening(address, error) from error
-        return [await loop.create_server(self._visitors.enter, sock=sock, backlog=BACKLOG) for sock in sockets]
+        return [await loop.create_server(self._connections.enter, sock=sock, backlog=BACKLOG) for sock in sockets]
 
     async def _look_after_visitors(self) -> None:
         while True:
             await anyio.sleep(SWEEP_INTERVAL_S)
-            self._visitors.sweep()
+            self._connections.sweep()
 
     @web.middleware
-    async def _attend(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """See to it that an answer is made and read in time."""
+    async def _send_response(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Send the response under a deadline."""
         if request.transport is not None:
-            # Until all of it has left, an answer is not given: its reader may be one who does not read.
+            # `write_eof` then returns when all bytes are sent, so that the deadline covers clients that do not read.
             request.transport.set_write_buffer_limits(0)
-        with self._visitors.serving(request.protocol):
+        with self._connections.serving(request.protocol):
             response = await handler(request)
             with suppress(ConnectionError):
                 await response.prepare(request)
@@ -118,18 +119,20 @@ class HttpDoor:
             return response
 
     @web.middleware
-    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _authorise(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             self._check_rights(request)
         except RequestRefused as error:
             status = 403 if error.code == "forbidden" else 401
-            return web.json_response({"code": error.code, "error": f"{error.message} ({HOW_TO_SHOW})"}, status=status)
+            return web.json_response(
+                {"code": error.code, "error": f"{error.message} ({HOW_TO_AUTHENTICATE})"}, status=status
+            )
         return await handler(request)
 
     def _check_rights(self, request: web.Request) -> None:
         remote = request.remote or ""
         loopback = _is_loopback(remote)
-        if loopback and request.path in OPEN_TO_THIS_HOST:
+        if loopback and request.path in LOOPBACK_WITHOUT_TOKEN:
             return
         header = request.headers.get("Authorization", "")
         token = header[len(BEARER) :].strip() if header.lower().startswith(BEARER) else None
@@ -149,7 +152,7 @@ class HttpDoor:
     async def _readiness(self, request: web.Request) -> web.Response:
         try:
             if self._server.stopping:
-                raise Unavailable("stopping", "the daemon is stopping", "ask another")
+                raise Unavailable("stopping", "the daemon is stopping", "try again when it has restarted")
             self._ledger.require_writable()
         except ForgedError as error:
             return web.json_response({"ready": False, "code": error.code, "why": str(error)}, status=503)
@@ -162,7 +165,7 @@ class HttpDoor:
 def _not_listening(address: Address, error: OSError) -> ForgedError:
     reason = f"http = {address}: {error.strerror}"
     if error.errno == errno.EADDRNOTAVAIL:
-        # The world's, and passing: when a machine starts, its addresses may come later than its daemons.
+        # Retryable: while a machine boots, a daemon may start before its network addresses exist.
         return Unavailable("http_address_not_available", reason, "name an address of this machine")
     return ConfigError("http_address", reason, "name another")
 
@@ -173,12 +176,12 @@ def _now() -> float:
 
 def _logger() -> logging.Logger:
     logger = logging.getLogger(__name__)
-    logger.addFilter(_is_no_fault_of_theirs)
+    logger.addFilter(_is_server_error)
     return logger
 
 
-def _is_no_fault_of_theirs(record: logging.LogRecord) -> bool:
-    """What is no HTTP is answered with 400; it is no mistake of ours, and strangers can cause any amount of it."""
+def _is_server_error(record: logging.LogRecord) -> bool:
+    """Malformed requests are answered with status 400; any client can send them, so they are not logged."""
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 

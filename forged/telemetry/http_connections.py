@@ -1,8 +1,9 @@
-"""Who is connected over HTTP, and for how long each may keep the daemon waiting.
+"""The HTTP server's connections and their deadlines.
 
-Law: there are only so many connections, and each has a moment by which it must have asked, or have read its answer, or
-it is cut off. When all are taken, the one that has been idle for longest makes room, so that nobody keeps others out by
-doing nothing.
+Invariants:
+- At most `CONNECTIONS_MAX` connections are open. At the limit a new connection replaces the idle one whose deadline is
+  next, so that idle clients cannot lock out others.
+- Each connection has a deadline for its next request or for reading its response, and is aborted after it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 CONNECTIONS_MAX = 256
-ASK_TIMEOUT_S = 10.0
-"""What the first request may take, from the connection to its last header."""
-ANSWER_TIMEOUT_S = 10.0
-"""What the answer may take until it has been read."""
+REQUEST_TIMEOUT_S = 10.0
+"""Seconds from the connection to the last header of its first request."""
+RESPONSE_TIMEOUT_S = 10.0
+"""Seconds until a response has been produced and read."""
 IDLE_MAX_S = 90.0
-"""How long a connection is kept for the next request: Prometheus asks about once a minute at the slowest."""
+"""How long an idle connection is kept: Prometheus usually scrapes once a minute or more often."""
 
 _NO_ROOM = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
@@ -32,67 +33,69 @@ class HttpConnections:
     def __init__(self, connections_max: int = CONNECTIONS_MAX) -> None:
         self._connections_max = connections_max
         self._server: web.Server | None = None
-        self._due: dict[RequestHandler, float] = {}
-        """When each has to have done what is expected of it."""
-        self._arriving: set[RequestHandler] = set()
-        """Those who were let in a moment ago: the server does not count them yet."""
+        self._deadlines: dict[RequestHandler, float] = {}
+        """The deadline of each open connection."""
+        self._accepted: set[RequestHandler] = set()
+        """Connections that were just accepted and are not in `server.connections` yet."""
         self._served: set[RequestHandler] = set()
 
     def begin(self, server: web.Server) -> None:
-        """Let in visitors of this server from now on."""
+        """Accept connections for this server."""
         self._server = server
 
     @property
     def here(self) -> list[RequestHandler]:
-        """All who are connected."""
         return [] if self._server is None else self._server.connections
 
     def enter(self) -> asyncio.BaseProtocol:
-        """The protocol of the next connection."""
-        assert self._server is not None, "nobody comes before the door is open"
+        """The protocol of a new connection."""
+        assert self._server is not None, "begin comes before enter"
         if not self._has_room():
             return _NoRoom()
-        visitor = self._server()
-        self._due[visitor] = self._now() + ASK_TIMEOUT_S
-        self._arriving.add(visitor)
-        asyncio.get_running_loop().call_soon(self._arriving.discard, visitor)
-        return visitor
+        connection = self._server()
+        self._deadlines[connection] = self._now() + REQUEST_TIMEOUT_S
+        self._accepted.add(connection)
+        asyncio.get_running_loop().call_soon(self._accepted.discard, connection)
+        return connection
 
     @contextmanager
-    def serving(self, visitor: RequestHandler) -> Iterator[None]:
-        """The block gives this one its answer."""
-        self._due[visitor] = self._now() + ANSWER_TIMEOUT_S
-        self._served.add(visitor)
+    def serving(self, connection: RequestHandler) -> Iterator[None]:
+        """The block produces and sends the response of this connection."""
+        self._deadlines[connection] = self._now() + RESPONSE_TIMEOUT_S
+        self._served.add(connection)
         try:
             yield
         finally:
-            self._served.discard(visitor)
-            self._due[visitor] = self._now() + IDLE_MAX_S
+            self._served.discard(connection)
+            self._deadlines[connection] = self._now() + IDLE_MAX_S
 
     def sweep(self) -> None:
-        """Cut off who has taken too long, and forget who has left. To be called about once a second."""
+        """Abort connections past their deadline and forget closed ones. Call it about once a second."""
         now = self._now()
-        self._due = {visitor: self._due.get(visitor, now + ASK_TIMEOUT_S) for visitor in [*self.here, *self._arriving]}
-        for visitor, due in self._due.items():
+        self._deadlines = {
+            connection: self._deadlines.get(connection, now + REQUEST_TIMEOUT_S)
+            for connection in [*self.here, *self._accepted]
+        }
+        for connection, due in self._deadlines.items():
             if now > due:
-                _cut_off(visitor)
+                _cut_off(connection)
 
     def _has_room(self) -> bool:
-        """Whether one more can be let in, if need be in the place of another."""
-        if len(self._due) >= self._connections_max:
-            here = self._arriving.union(self.here)
-            self._due = {visitor: due for visitor, due in self._due.items() if visitor in here}
-        return len(self._due) < self._connections_max or self._make_room()
+        """Whether another connection fits, after closing an idle one if necessary."""
+        if len(self._deadlines) >= self._connections_max:
+            here = self._accepted.union(self.here)
+            self._deadlines = {connection: due for connection, due in self._deadlines.items() if connection in here}
+        return len(self._deadlines) < self._connections_max or self._make_room()
 
     def _make_room(self) -> bool:
-        busy = self._served | self._arriving
-        idle = [visitor for visitor in self._due if visitor not in busy]
+        busy = self._served | self._accepted
+        idle = [connection for connection in self._deadlines if connection not in busy]
         if not idle:
             return False
-        # Each kind of waiting has its own patience, so the one that is due first is not worse off than the others.
-        leaving = min(idle, key=self._due.__getitem__)
-        # It goes by and by, when many others may have come; it must not make room for more than one of them.
-        del self._due[leaving]
+        # Deadlines differ by what the connection waits for, so the earliest deadline is a fair choice.
+        leaving = min(idle, key=self._deadlines.__getitem__)
+        # An aborted connection closes later; forgotten now, it makes room for one new connection only.
+        del self._deadlines[leaving]
         _cut_off(leaving)
         return True
 
@@ -101,7 +104,7 @@ class HttpConnections:
 
 
 class _NoRoom(asyncio.Protocol):
-    """Tells one too many, and lets go."""
+    """Answers a connection beyond the limit with status 503 and closes it."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         writing = cast("asyncio.Transport", transport)
@@ -109,6 +112,6 @@ class _NoRoom(asyncio.Protocol):
         writing.close()
 
 
-def _cut_off(visitor: RequestHandler) -> None:
-    if isinstance(visitor.transport, asyncio.Transport):
-        visitor.transport.abort()
+def _cut_off(connection: RequestHandler) -> None:
+    if isinstance(connection.transport, asyncio.Transport):
+        connection.transport.abort()

@@ -1,8 +1,10 @@
 """The daemon's log.
 
-Law: logging never fails and never waits. Each event is one line: a JSON object for programs, text for people on a
-terminal. Under journald a line begins with its priority, which journald takes off again and files it by. The level can
-be changed while the daemon runs, for everybody who logs.
+Invariants:
+- Logging never raises and never blocks.
+- Each event is one line: JSON, or aligned text on a terminal. Under journald a line begins with its syslog priority,
+  which journald parses and removes.
+- A level change applies to all bound loggers.
 """
 
 from __future__ import annotations
@@ -19,16 +21,16 @@ from structlog.processors import format_exc_info
 from forged.clock import Clock, SystemClock
 from forged.errors import ConfigError, describe
 from forged.log import LEVELS, Log
-from forged.telemetry.rendering import ForPeople, to_json
+from forged.telemetry.rendering import PrettyFormatter, to_json
 from forged.telemetry.writer import LineWriter, writer_for
 
 FORMATS = ("auto", "json", "pretty")
 CLOSE_TIMEOUT_S = 1.0
-"""What the end of the daemon may wait for whoever reads its log."""
+"""How long a stopping daemon waits for its log to be written."""
 
 Render = Callable[[Mapping[str, Any]], bytes]
 _PRIORITIES: Mapping[str, bytes] = {"debug": b"<7>", "info": b"<6>", "warning": b"<4>", "error": b"<3>"}
-_BROKEN = "an event could not be shown"
+_BROKEN = "event cannot be formatted"
 
 
 class Logs:
@@ -36,36 +38,36 @@ class Logs:
 
     def __init__(self, render: Render, stream: TextIO | None, clock: Clock, threshold: int) -> None:
         self._sink = writer_for(stream)
-        self._outlet = _Outlet(LineWriter(self._sink, self._tell_loss), threshold)
+        self._outlet = _Outlet(LineWriter(self._sink, self._loss_line), threshold)
         self._render = render
         self._clock = clock
         self.log: Log = _Logger(self._outlet, (self._stamp, format_exc_info, self._finish), {})
 
     @property
     def lost(self) -> int:
-        """How many lines could not be written since the start."""
+        """The number of lines lost since the start."""
         return self._outlet.writer.lost
 
     def set_level(self, level: str) -> None:
-        """Say what is of this level or above, from now on."""
+        """Log events of this level and above."""
         self._outlet.threshold = _threshold(level)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Write what waits, for so long at most; what is logged afterwards is lost."""
+        """Write the queued lines, for at most `timeout_s`; later lines are discarded."""
         if self._outlet.writer.close(timeout_s):
             self._sink.close()
 
     def _stamp(self, logger: Any, level: str, event: Mapping[str, Any]) -> dict[str, Any]:
         now = datetime.fromtimestamp(self._clock.wall(), UTC).isoformat(timespec="milliseconds")
         head = {"timestamp": now.replace("+00:00", "Z"), "level": level, "event": event["event"]}
-        # Who gives a field one of these names does not get to say when and how bad it was.
+        # A field cannot override the timestamp, level or event.
         return head | {key: value for key, value in event.items() if key not in head}
 
     def _finish(self, logger: Any, level: str, event: Mapping[str, Any]) -> bytes:
         return self._render(event) + b"\n"
 
-    def _tell_loss(self, lines: int, why: str) -> bytes:
-        event = {"event": "log lines were lost", "lines": lines, "why": why}
+    def _loss_line(self, lines: int, why: str) -> bytes:
+        event = {"event": "log lines lost", "lines": lines, "why": why}
         return self._finish(None, "warning", self._stamp(None, "warning", event))
 
 
@@ -77,14 +79,14 @@ def configure(
     clock: Clock | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Logs:
-    """Begin to log to a stream, standard error unless another is given. `auto` is pretty on a terminal, else JSON."""
+    """Log to a stream, by default standard error. Format `auto` is pretty on a terminal, otherwise JSON."""
     if format not in FORMATS:
-        raise ConfigError("log_format", f"log_format = {format!r}", f"one of {', '.join(FORMATS)}")
+        raise ConfigError("log_format", f"log_format must be one of {', '.join(FORMATS)}, got {format!r}")
     threshold = _threshold(level)
     stream = sys.stderr if stream is None else stream
     terminal = _is_terminal(stream)
     if format == "pretty" or (format == "auto" and terminal):
-        render: Render = ForPeople(colours=terminal and _wants_colours(environment))
+        render: Render = PrettyFormatter(colours=terminal and _wants_colours(environment))
     elif _is_journal(stream, environment):
         render = _with_priority
     else:
@@ -93,7 +95,7 @@ def configure(
 
 
 class _Outlet:
-    """Where all bound loggers lead."""
+    """The writer and level that all bound loggers share."""
 
     __slots__ = ("threshold", "writer")
 
@@ -103,7 +105,7 @@ class _Outlet:
 
 
 class _Logger(BoundLoggerBase):
-    """A bound logger of structlog whose level can change after it was given away."""
+    """A structlog logger whose level is read at each call, so that it can change."""
 
     _logger: _Outlet
 
@@ -129,7 +131,7 @@ class _Logger(BoundLoggerBase):
         try:
             (line,), _ = self._process_event(level, event, fields)
             outlet.writer.put(line)
-        except Exception as error:  # noqa: BLE001 - whoever logs has something better to do than to fail over it
+        except Exception as error:  # noqa: BLE001 - logging must not fail its caller
             outlet.writer.lose(f"{_BROKEN}: {describe(error)}")
 
 
@@ -139,7 +141,7 @@ def _with_priority(event: Mapping[str, Any]) -> bytes:
 
 def _threshold(level: str) -> int:
     if level not in LEVELS:
-        raise ConfigError("log_level", f"log_level = {level!r}", f"one of {', '.join(LEVELS)}")
+        raise ConfigError("log_level", f"log_level must be one of {', '.join(LEVELS)}, got {level!r}")
     return LEVELS[level]
 
 
@@ -155,7 +157,7 @@ def _wants_colours(environment: Mapping[str, str]) -> bool:
 
 
 def _is_journal(stream: TextIO | None, environment: Mapping[str, str]) -> bool:
-    """Whether what is written goes to journald: it says which file that is, in case the stream leads elsewhere."""
+    """Whether the stream is the journal: `JOURNAL_STREAM` names its device and inode."""
     try:
         status = os.fstat(stream.fileno()) if stream is not None else None
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""The daemon's numbers, as Prometheus reads them.
+"""The daemon's Prometheus metrics.
 
-Law: nothing is counted twice. What the parts count for themselves is read when somebody scrapes, so being watched costs
-nothing in between.
+Invariants:
+- Metrics are read from the components' own counters at scrape time; between scrapes they cost nothing.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from forged.plugins.model import PluginState, PluginView
 from forged.version import VERSION
 
 SHOWN_EXPONENTS = range(-20, 6)
-"""Buckets from a microsecond to half a minute; what is outside is counted in the first and the last."""
+"""Buckets from a microsecond to half a minute; the first and the last also count values outside."""
 SHOWN_SIZES = range(11)
-"""Buckets from one decision to all that one commit may carry."""
+"""Buckets from one decision to the limit of one commit."""
 
 _Handler = tuple[str, str, HandlerStatistics]
 
 
 class Commits:
-    """How long the commits of a ledger took, and how many decisions they carried."""
+    """Duration and size of the ledger's commits."""
 
     def __init__(self) -> None:
         self.took = Latency()
@@ -44,16 +44,15 @@ class Commits:
         self.decisions = 0
 
     def observe(self, seconds: float, decisions: int) -> None:
-        """Count one commit."""
         self.took.observe(seconds)
         self.took_s += seconds
-        # A bucket ends below its bound; half a decision less puts 2**n into the one whose bound is 2**n.
+        # A bucket excludes its bound; subtracting half a decision counts 2**n in the bucket bounded by 2**n.
         self.sizes.observe(decisions - 0.5)
         self.decisions += decisions
 
 
 class DaemonCollector(Collector):
-    """Reads the parts of a daemon when it is scraped."""
+    """Collects the metrics of one daemon."""
 
     def __init__(
         self,
@@ -73,55 +72,62 @@ class DaemonCollector(Collector):
         ledger.on_commit = self._commits.observe
 
     def collect(self) -> Iterable[Metric]:
-        """All families."""
-        yield InfoMetricFamily("forged_build", "What is running", value={"version": VERSION})
+        yield InfoMetricFamily("forged_build", "The running version", value={"version": VERSION})
         yield _counter("forged_log_lines_lost", "Log lines that could not be written", self._log_lines_lost())
         yield from self._process.collect()
-        yield from self._of_the_store()
-        yield from self._of_the_commits()
-        yield from self._of_the_edges()
-        yield from self._of_the_handlers()
-        yield from self._of_the_plugins()
+        yield from self._store_metrics()
+        yield from self._commit_metrics()
+        yield from self._connection_metrics()
+        yield from self._handler_metrics()
+        yield from self._plugin_metrics()
 
-    def _of_the_store(self) -> Iterator[Metric]:
+    def _store_metrics(self) -> Iterator[Metric]:
         ledger = self._ledger
         yield _counter("forged_decisions", "Decisions taken", ledger.decisions)
         yield _counter("forged_store_commits", "Batches of decisions made durable", ledger.batches)
-        yield _counter("forged_store_failures", "Times that state had to be read anew", ledger.failures)
-        yield _gauge("forged_store_writable", "Whether decisions can be written now", ledger.writable_now)
+        yield _counter("forged_store_failures", "Times that state was reloaded after a failed commit", ledger.failures)
+        yield _gauge("forged_store_writable", "1 if the store accepts decisions", ledger.writable_now)
         yield _gauge("forged_revision", "The last durable revision", ledger.durable)
-        yield _gauge("forged_pending_revisions", "Revisions that are not durable yet", ledger.revision - ledger.durable)
-        yield _gauge("forged_term", "How many times the store was taken over", ledger.term)
-        yield _gauge("forged_journal_facts", "Facts that are kept", len(ledger.journal))
-        yield _gauge("forged_remembered_replies", "Replies that wait for their acknowledgement", len(ledger.replies))
+        yield _gauge("forged_pending_revisions", "Revisions not yet durable", ledger.revision - ledger.durable)
+        yield _gauge("forged_term", "The number of the daemon's run", ledger.term)
+        yield _gauge("forged_journal_facts", "Facts in the journal", len(ledger.journal))
+        yield _gauge(
+            "forged_remembered_replies", "Replies kept until the client acknowledges them", len(ledger.replies)
+        )
 
-    def _of_the_commits(self) -> Iterator[Metric]:
+    def _commit_metrics(self) -> Iterator[Metric]:
         commits = self._commits
-        took = HistogramMetricFamily("forged_store_commit_seconds", "How long a batch took to become durable")
+        took = HistogramMetricFamily("forged_store_commit_seconds", "Seconds to make a batch durable")
         took.add_metric([], _buckets(commits.took, SHOWN_EXPONENTS), commits.took_s)
-        sizes = HistogramMetricFamily("forged_store_commit_decisions", "Decisions made durable by one commit")
+        sizes = HistogramMetricFamily("forged_store_commit_decisions", "Decisions per commit")
         sizes.add_metric([], _buckets(commits.sizes, SHOWN_SIZES), commits.decisions)
         yield from (took, sizes)
 
-    def _of_the_edges(self) -> Iterator[Metric]:
+    def _connection_metrics(self) -> Iterator[Metric]:
         bus, sessions = self._bus, self._server.sessions
         yield _gauge("forged_connections", "Open connections", len(sessions))
-        yield _gauge("forged_requests_in_flight", "Requests whose handlers await something", bus.dispatcher.in_flight)
-        yield _gauge("forged_backlog", "Facts that wait for built-in handlers", bus.backlog)
-        yield _gauge("forged_congested", "Whether requests have to wait at the edges", bus.congested)
+        yield _gauge("forged_requests_in_flight", "Requests whose handlers have not finished", bus.dispatcher.in_flight)
+        yield _gauge("forged_backlog", "Facts queued for built-in handlers", bus.backlog)
+        yield _gauge("forged_congested", "1 while admission is closed to new requests", bus.congested)
         yield _counter("forged_facts_published", "Facts published", bus.published)
 
-    def _of_the_handlers(self) -> Iterator[Metric]:
-        failed = CounterMetricFamily("forged_handler_failures", "Messages that a handler failed on", labels=_LABELS)
-        dropped = CounterMetricFamily("forged_handler_drops", "Facts that a handler missed", labels=_LABELS)
-        took = HistogramMetricFamily("forged_handler_seconds", "How long a handler took per message", labels=_LABELS)
+    def _handler_metrics(self) -> Iterator[Metric]:
+        failed = CounterMetricFamily("forged_handler_failures", "Messages on which the handler failed", labels=_LABELS)
+        dropped = CounterMetricFamily(
+            "forged_handler_drops", "Facts dropped from the handler's mailbox", labels=_LABELS
+        )
+        took = HistogramMetricFamily(
+            "forged_handler_seconds", "Seconds that the handler took per message", labels=_LABELS
+        )
         for kind, name, statistics in self._handlers():
             labels = [kind, name]
             failed.add_metric(labels, statistics.failed)
             dropped.add_metric(labels, statistics.dropped)
             took.add_metric(labels, _buckets(statistics.latency, SHOWN_EXPONENTS), sum_value=None)
-        queued = GaugeMetricFamily("forged_mailbox_facts", "Facts that wait for a handler", labels=["handler"])
-        quarantined = GaugeMetricFamily("forged_handler_quarantined", "Whether it was given up", labels=["handler"])
+        queued = GaugeMetricFamily("forged_mailbox_facts", "Facts queued for the handler", labels=["handler"])
+        quarantined = GaugeMetricFamily(
+            "forged_handler_quarantined", "1 if the handler is quarantined", labels=["handler"]
+        )
         for mailbox in self._bus.mailboxes.values():
             queued.add_metric([mailbox.name], len(mailbox.queue))
             quarantined.add_metric([mailbox.name], mailbox.quarantined)
@@ -130,10 +136,10 @@ class DaemonCollector(Collector):
             quarantined.add_metric([follower.name], follower.paused)
         yield from (failed, dropped, took, queued, quarantined)
 
-    def _of_the_plugins(self) -> Iterator[Metric]:
-        states = StateSetMetricFamily("forged_plugin_state", "What has become of a plugin", labels=["plugin"])
-        failed = CounterMetricFamily("forged_plugin_failures", "Times that a plugin failed", labels=["plugin"])
-        published = CounterMetricFamily("forged_plugin_facts", "Facts that a plugin published", labels=["plugin"])
+    def _plugin_metrics(self) -> Iterator[Metric]:
+        states = StateSetMetricFamily("forged_plugin_state", "The state of the plugin", labels=["plugin"])
+        failed = CounterMetricFamily("forged_plugin_failures", "Failures of the plugin", labels=["plugin"])
+        published = CounterMetricFamily("forged_plugin_facts", "Facts published by the plugin", labels=["plugin"])
         for plugin in self._plugins():
             states.add_metric([plugin.name], {state.value: state is plugin.state for state in PluginState})
             failed.add_metric([plugin.name], plugin.failed)
@@ -163,7 +169,7 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 
 def _buckets(latency: Latency, shown: range) -> list[tuple[str, float]]:
-    """Counts of all that was observed up to each bound, the last without one."""
+    """Cumulative counts by upper bound; the last bound is infinite."""
     total = 0
     buckets: list[tuple[str, float]] = []
     for exponent in range(EXPONENT_MIN, EXPONENT_MAX + 1):

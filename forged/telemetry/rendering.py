@@ -1,8 +1,9 @@
-"""How an event looks: as one JSON object, or for people.
+"""Formats log events as JSON or as aligned text.
 
-Law: whatever the fields hold, there comes out one line that can be written. Text of others cannot act on a terminal:
-what is not printable is shown by its number. What cannot be shown is named by its type, and a line that is too long has
-its longest fields cut.
+Invariants:
+- Every event gives one line of at most `LINE_BYTES_MAX`, whatever its fields hold: a value that cannot be formatted is
+  replaced by its type, and long fields are cut.
+- Control and invisible characters are escaped, so that logged text cannot act on a terminal.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ import msgspec
 from structlog.dev import Column, ConsoleRenderer, KeyValueColumnFormatter, LogLevelColumnFormatter, plain_traceback
 
 LINE_BYTES_MAX = 40 << 10
-"""journald cuts lines at 48 KiB, and half an object is none."""
+"""Below the 48 KiB at which journald splits lines."""
 
 _BRIGHT, _DIM, _RED, _GREEN, _YELLOW, _CYAN, _PLAIN = (f"\x1b[{code}m" for code in (1, 2, 31, 32, 33, 36, 0))
 _LEVEL_STYLES = {"debug": _DIM, "info": _GREEN, "warning": _YELLOW, "error": _RED}
 _EVENT_WIDTH = 30
 
 _UNSEEN = re.compile("[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]")
-"""What JSON allows in a text, and a terminal obeys or hides."""
+"""Characters that JSON allows and that act on a terminal or are invisible."""
 
 
 def to_json(event: Mapping[str, Any]) -> bytes:
     """One JSON object on a line."""
     try:
         encoded = _encode(event)
-    except Exception:  # noqa: BLE001 - fields are somebody else's code, and a log never raises
+    except Exception:  # noqa: BLE001 - a field's own code may raise anything, and logging must not
         encoded = b""
     if not 0 < len(encoded) <= LINE_BYTES_MAX:
         encoded = _cut(event)
@@ -39,14 +40,14 @@ def to_json(event: Mapping[str, Any]) -> bytes:
 
 
 def visible(text: str) -> str:
-    """A text with nothing in it that a terminal could obey."""
+    """The text with unprintable characters escaped."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
-class ForPeople:
-    """A line with aligned columns, in colours where wanted; a traceback follows on lines of its own."""
+class PrettyFormatter:
+    """Aligned columns, optionally coloured; a traceback follows on indented lines."""
 
     def __init__(self, *, colours: bool) -> None:
         plain, bright, dim, cyan = (_PLAIN, _BRIGHT, _DIM, _CYAN) if colours else ("", "", "", "")
@@ -63,7 +64,6 @@ class ForPeople:
         )
 
     def __call__(self, event: Mapping[str, Any]) -> bytes:
-        """The line, or lines."""
         shown = {visible(key): value for key, value in event.items()}
         shown["event"] = visible(_as_text(event["event"]))
         if "exception" in event:
@@ -83,12 +83,12 @@ def _as_text(value: object) -> str:
         return value
     try:
         return repr(value)
-    except Exception:  # noqa: BLE001 - somebody else's code again
+    except Exception:  # noqa: BLE001 - `repr` may raise anything
         return f"<{type(value).__name__} that cannot be shown>"
 
 
 def _cut(event: Mapping[str, Any]) -> bytes:
-    """The event with each field shown by itself, none taking more than its share of a line."""
+    """The event as JSON with each field cut to its share of a line."""
     share = LINE_BYTES_MAX // max(1, len(event))
     fields = (f"{_shown_as_text(key, share // 4)}:{_shown(value, share // 2)}" for key, value in event.items())
     return f"{{{','.join(fields)}}}".encode()
@@ -97,7 +97,7 @@ def _cut(event: Mapping[str, Any]) -> bytes:
 def _shown(value: object, bytes_max: int) -> str:
     try:
         encoded = _encode(value)
-    except Exception:  # noqa: BLE001 - it is shown as text then
+    except Exception:  # noqa: BLE001 - the value is formatted as text instead
         encoded = b""
     return encoded.decode() if 0 < len(encoded) <= bytes_max else _shown_as_text(value, bytes_max)
 

@@ -1,8 +1,8 @@
-"""Lines on their way out of the process.
+"""Writes log lines in a thread.
 
-Law: whoever hands in a line never waits and never sees an error. A thread of its own writes, so that a pipe that nobody
-reads stops that thread and nothing else; what waits for it is bounded, and what finds no room, or cannot be written, is
-counted and told as soon as writing works again.
+Invariants:
+- `put` never blocks and never raises: a full pipe blocks the writer thread only.
+- The queue is bounded by lines and bytes. Lost lines are counted, and the count is written when writing works again.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ LINES_WAITING_MAX = 10_000
 BYTES_WAITING_MAX = 4 << 20
 
 Write = Callable[[bytes], None]
-"""Writes a line whole, or raises `OSError` or `ValueError`."""
+"""Writes a whole line, or raises `OSError` or `ValueError`."""
 
 
 class LineWriter:
-    """Writes lines one after the other."""
+    """A queue of lines and the thread that writes them."""
 
-    def __init__(self, write: Write, tell_loss: Callable[[int, str], bytes]) -> None:
+    def __init__(self, write: Write, loss_line: Callable[[int, str], bytes]) -> None:
         self.lost = 0
-        """How many lines were lost since the start."""
+        """The number of lines lost since the start."""
         self._write = write
-        self._tell_loss = tell_loss
+        self._loss_line = loss_line
         self._lines: deque[bytes] = deque()
         self._bytes = 0
-        self._untold = 0
+        self._unreported = 0
         self._why = ""
         self._failing = False
-        """The last line could not be written; only the next one can show whether it works again."""
+        """The last write failed; only the next line can show whether writing works again."""
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
     def put(self, line: bytes) -> None:
-        """Have a line written by and by, if there is room."""
+        """Queue a line; it is lost if the queue is full."""
         with self._changed:
             if self._closed:
                 return
             if len(self._lines) >= LINES_WAITING_MAX or self._bytes + len(line) > BYTES_WAITING_MAX:
-                self._count_loss("nobody read them fast enough")
+                self._count_loss("the reader is too slow")
                 return
             self._lines.append(line)
             self._bytes += len(line)
             self._changed.notify()
 
     def lose(self, why: str) -> None:
-        """Count a line that could not even be made."""
+        """Count a line that could not be formatted."""
         with self._changed:
             self._count_loss(why)
             self._changed.notify()
 
     def close(self, timeout_s: float) -> bool:
-        """Write what waits, for so long at most; tells whether all of it was handled."""
+        """Write the queued lines for at most `timeout_s`; returns whether the queue is empty."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -68,19 +68,19 @@ class LineWriter:
 
     def _count_loss(self, why: str) -> None:
         self.lost += 1
-        self._untold += 1
+        self._unreported += 1
         self._why = why
 
     def _run(self) -> None:
         while (line := self._next()) is not None:
             written = self._try(line) if line else True
             if written and not self._lines:
-                self._tell()
+                self._report_loss()
 
     def _next(self) -> bytes | None:
-        """The next line, an empty one when only a loss is to be told, none after the last."""
+        """The next line; empty if there is only a loss to report; None after `close`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._lines or self._closed or (self._untold and not self._failing))
+            self._changed.wait_for(lambda: self._lines or self._closed or (self._unreported and not self._failing))
             if not self._lines:
                 return None if self._closed else b""
             line = self._lines.popleft()
@@ -98,29 +98,29 @@ class LineWriter:
         self._failing = False
         return True
 
-    def _tell(self) -> None:
+    def _report_loss(self) -> None:
         with self._changed:
-            untold, why = self._untold, self._why
-        if not untold:
+            unreported, why = self._unreported, self._why
+        if not unreported:
             return
         try:
-            self._write(self._tell_loss(untold, why))
+            self._write(self._loss_line(unreported, why))
         except (OSError, ValueError):
             self._failing = True
             return
         with self._changed:
-            self._untold -= untold
+            self._unreported -= unreported
 
 
 class DescriptorWriter:
-    """Writes to a descriptor of its own, past the stream's buffer and lock: a write that hangs keeps nobody out."""
+    """Writes to a duplicate of the descriptor, because a blocked write would hold the stream's lock."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = os.dup(descriptor)
         self._in_a_line = False
 
     def __call__(self, line: bytes) -> None:
-        # What broke off in the middle must not swallow the beginning of the next line.
+        # After a partial write the next line begins on a line of its own.
         rest = memoryview(b"\n" + line if self._in_a_line else line)
         while rest:
             try:
@@ -135,14 +135,14 @@ class DescriptorWriter:
         os.close(self._descriptor)
 
     def _wait(self) -> None:
-        """Somebody else has made it non-blocking; this thread is here to wait."""
+        """Wait until a descriptor that another process made non-blocking is writable."""
         readiness = select.poll()
         readiness.register(self._descriptor, select.POLLOUT)
         readiness.poll()
 
 
 class StreamWriter:
-    """Writes to a stream that is no file of the system's."""
+    """Writes to a stream without a file descriptor."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -152,21 +152,20 @@ class StreamWriter:
         self._stream.flush()
 
     def close(self) -> None:
-        """The stream belongs to whoever made it."""
+        """The caller owns the stream."""
 
 
 class NoWriter:
-    """Stands for a stream that was closed before the process began."""
+    """The writer of a stream that was closed before the process began."""
 
     def __call__(self, line: bytes) -> None:
         raise OSError("there is no stream to write to")
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Nothing to close."""
 
 
 def writer_for(stream: TextIO | None) -> DescriptorWriter | StreamWriter | NoWriter:
-    """How to write to a stream."""
     if stream is None or stream.closed:
         return NoWriter()
     try:

@@ -302,7 +302,7 @@ async def test_a_type_that_nobody_has_named_yet_is_warned_of_and_waited_for(plug
     async with plug(hook.url, types=["Rare", "WorkerFialed"]) as house:
         await house.say(Blob(1), Rare(1))
         await house.caught_up()
-        assert house.log.said("warning") == ["no facts of these names are known yet"]
+        assert house.log.said("warning") == ["no fact types of these names"]
     assert [fact["type"] for one in hook.deliveries for fact in one.body["facts"]] == ["Rare"]
 
 

@@ -264,8 +264,8 @@ async def test_who_does_not_read_the_answer_is_cut_off(tmp_path: Path, monkeypat
     swept = asyncio.Event()
     cut_off = http_connections._cut_off
 
-    def note(visitor: RequestHandler) -> None:
-        cut_off(visitor)
+    def note(connection: RequestHandler) -> None:
+        cut_off(connection)
         swept.set()
 
     monkeypatch.setattr(http_connections, "_cut_off", note)

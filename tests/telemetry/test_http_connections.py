@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from forged.telemetry.http_connections import ANSWER_TIMEOUT_S, ASK_TIMEOUT_S, IDLE_MAX_S, HttpConnections
+from forged.telemetry.http_connections import IDLE_MAX_S, REQUEST_TIMEOUT_S, RESPONSE_TIMEOUT_S, HttpConnections
 
 LINGERING = "/linger"
 
@@ -18,8 +18,8 @@ LINGERING = "/linger"
 class Door:
     """A server of one page that answers at once and one that waits, and a clock that is moved by hand."""
 
-    def __init__(self, port: int, visitors: HttpConnections) -> None:
-        self.visitors = visitors
+    def __init__(self, port: int, connections: HttpConnections) -> None:
+        self.connections = connections
         self.port = port
         self.asked = asyncio.Event()
         self.answer = asyncio.Event()
@@ -34,16 +34,16 @@ class Door:
 
     def sweep_after(self, seconds: float) -> None:
         self.later_s += seconds
-        self.visitors.sweep()
+        self.connections.sweep()
 
 
 @asynccontextmanager
 async def a_door(monkeypatch: pytest.MonkeyPatch, connections_max: int = 3) -> AsyncIterator[Door]:
-    visitors = HttpConnections(connections_max)
+    connections = HttpConnections(connections_max)
 
     @web.middleware
     async def attend(request: web.Request, handler: Any) -> web.StreamResponse:
-        with visitors.serving(request.protocol):
+        with connections.serving(request.protocol):
             response: web.StreamResponse = await handler(request)
             return response
 
@@ -61,11 +61,11 @@ async def a_door(monkeypatch: pytest.MonkeyPatch, connections_max: int = 3) -> A
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     assert runner.server is not None
-    visitors.begin(runner.server)
+    connections.begin(runner.server)
     loop = asyncio.get_running_loop()
-    listener = await loop.create_server(visitors.enter, "127.0.0.1", 0)
-    door = Door(listener.sockets[0].getsockname()[1], visitors)
-    monkeypatch.setattr(visitors, "_now", lambda: loop.time() + door.later_s)
+    listener = await loop.create_server(connections.enter, "127.0.0.1", 0)
+    door = Door(listener.sockets[0].getsockname()[1], connections)
+    monkeypatch.setattr(connections, "_now", lambda: loop.time() + door.later_s)
     try:
         yield door
     finally:
@@ -94,7 +94,7 @@ async def test_who_never_asks_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> Non
         _, swift_writer = swift = await door.connect()
         await door.ask(swift_writer)
         assert await answered(swift[0]) == b"HTTP/1.1 200 OK"
-        door.sweep_after(ASK_TIMEOUT_S + 1)
+        door.sweep_after(REQUEST_TIMEOUT_S + 1)
         assert await is_cut_off(silent)
         assert await is_cut_off(slow)
         await door.ask(swift_writer)
@@ -121,7 +121,7 @@ async def test_an_answer_that_takes_too_long_is_given_up(monkeypatch: pytest.Mon
         reader, writer = await door.connect()
         await door.ask(writer, LINGERING)
         await door.asked.wait()
-        door.sweep_after(ANSWER_TIMEOUT_S + 1)
+        door.sweep_after(RESPONSE_TIMEOUT_S + 1)
         assert await is_cut_off(reader)
         writer.close()
 
@@ -150,7 +150,7 @@ async def test_many_who_come_at_once_do_not_get_past_the_limit(monkeypatch: pyte
         reader, writer = await door.connect()
         await door.ask(writer)
         assert await answered(reader) == b"HTTP/1.1 200 OK"
-        assert len(door.visitors.here) <= 2
+        assert len(door.connections.here) <= 2
         for _, one in (*crowd, (reader, writer)):
             one.close()
 
@@ -176,7 +176,7 @@ async def test_those_who_have_left_are_forgotten(monkeypatch: pytest.MonkeyPatch
         writer.write(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
         assert await reader.read() != b""
         writer.close()
-        while door.visitors.here:
+        while door.connections.here:
             await asyncio.sleep(0)
         door.sweep_after(0)
-        assert door.visitors._due == {}
+        assert door.connections._deadlines == {}

@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from forged.telemetry.library_logs import COMPLAINTS_PER_S_MAX, LibraryLogs, adopted
-from forged.telemetry.report import MistakeReport
+from forged.telemetry.library_logs import LINES_PER_S_MAX, LibraryLogs, collected
+from forged.telemetry.report import ExceptionReport
 from tests.net.manual_daemon import ManualClock, until
 from tests.telemetry.heard import Heard
 
@@ -20,7 +20,7 @@ class Place:
 
     def __init__(self) -> None:
         self.log, self.clock = Heard(), ManualClock()
-        self.complaints = LibraryLogs(self.log, MistakeReport(self.log, self.clock).tell, self.clock)
+        self.library_logs = LibraryLogs(self.log, ExceptionReport(self.log, self.clock).log, self.clock)
 
 
 @pytest.fixture
@@ -29,58 +29,58 @@ async def place() -> Place:
 
 
 async def test_warnings_and_errors_of_libraries_are_told_and_the_rest_is_not(place: Place) -> None:
-    with adopted(place.complaints):
+    with collected(place.library_logs):
         library.info("nobody wants to know")
         library.warning("a %s", "warning")
         library.error("an error")
     assert place.log.lines == [
-        ("warning", "a library complained", {"logger": "a.library", "why": "a warning"}),
-        ("error", "a library complained", {"logger": "a.library", "why": "an error"}),
+        ("warning", "library log", {"logger": "a.library", "why": "a warning"}),
+        ("error", "library log", {"logger": "a.library", "why": "an error"}),
     ]
 
 
 async def test_an_exception_that_a_library_logs_comes_with_its_traceback(place: Place) -> None:
-    with adopted(place.complaints):
+    with collected(place.library_logs):
         try:
             raise ZeroDivisionError
         except ZeroDivisionError:
             library.exception("it broke")
-    [mistake] = place.log.of("a mistake in the code")
+    [mistake] = place.log.of("unexpected exception")
     assert mistake["owner"] == "a.library: it broke"
     assert "ZeroDivisionError" in mistake["exception"]
 
 
 async def test_a_callback_that_fails_is_told_with_its_traceback(place: Place) -> None:
-    with adopted(place.complaints):
+    with collected(place.library_logs):
         asyncio.get_running_loop().call_soon(lambda: 1 / 0)
         await until(lambda: bool(place.log.lines))
-    assert "ZeroDivisionError" in place.log.of("a mistake in the code")[0]["exception"]
+    assert "ZeroDivisionError" in place.log.of("unexpected exception")[0]["exception"]
 
 
 async def test_what_the_loop_says_without_an_exception_is_told(place: Place) -> None:
-    with adopted(place.complaints):
+    with collected(place.library_logs):
         asyncio.get_running_loop().call_exception_handler({"message": "something odd"})
-    assert place.log.of("the event loop complained") == [{"why": "something odd"}]
+    assert place.log.of("event loop error") == [{"why": "something odd"}]
 
 
 async def test_a_flood_of_complaints_is_counted(place: Place) -> None:
-    with adopted(place.complaints):
+    with collected(place.library_logs):
         for _ in range(1000):
             library.warning("again")
-    assert len(place.log.lines) == COMPLAINTS_PER_S_MAX
-    place.complaints.look(place.clock.now + 10)
-    assert place.log.of("libraries complained more than is told") == [{"times": 990}]
+    assert len(place.log.lines) == LINES_PER_S_MAX
+    place.library_logs.look(place.clock.now + 10)
+    assert place.log.of("library logs left out") == [{"times": 990}]
 
 
 async def test_a_library_that_formats_badly_does_not_fail_over_it(place: Place) -> None:
-    place.complaints.handle(logging.LogRecord("a.library", logging.WARNING, "", 1, "%d", ("no number",), None))
-    assert place.log.of("a library said what cannot be shown")[0]["logger"] == "a.library"
+    place.library_logs.handle(logging.LogRecord("a.library", logging.WARNING, "", 1, "%d", ("no number",), None))
+    assert place.log.of("library log cannot be formatted")[0]["logger"] == "a.library"
 
 
 async def test_behind_the_block_all_is_as_it_was(place: Place) -> None:
     loop = asyncio.get_running_loop()
     before = loop.get_exception_handler()
-    with adopted(place.complaints):
+    with collected(place.library_logs):
         assert loop.get_exception_handler() is not before
     assert loop.get_exception_handler() is before
-    assert place.complaints not in logging.getLogger().handlers
+    assert place.library_logs not in logging.getLogger().handlers

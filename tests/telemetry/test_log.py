@@ -187,7 +187,7 @@ def test_lines_that_were_lost_are_told_in_the_format_of_the_log(tmp_path: Path) 
     logs._outlet.writer.lose("there was no room")
     logs.log.info("something")
     lines = lines_of(logs, path)
-    told = next(line for line in lines if line["event"] == "log lines were lost")
+    told = next(line for line in lines if line["event"] == "log lines lost")
     assert (told["level"], told["lines"], told["why"]) == ("warning", 1, "there was no room")
 
 

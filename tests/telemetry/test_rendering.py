@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forged.telemetry.rendering import LINE_BYTES_MAX, ForPeople, to_json, visible
+from forged.telemetry.rendering import LINE_BYTES_MAX, PrettyFormatter, to_json, visible
 
 HEAD = {"timestamp": "2026-01-31T12:00:00.000Z", "level": "info", "event": "something"}
 EVIL = "\x1b]0;owned\x07\x1b[2J\r\nsecond line\x9b31m\u202egnp.exe\x7f\u2028"
@@ -61,7 +61,7 @@ def test_json_comes_out_whatever_a_field_holds(name: str) -> None:
 
 @pytest.mark.parametrize("name", ODD)
 def test_text_comes_out_whatever_a_field_holds(name: str) -> None:
-    line = ForPeople(colours=False)(HEAD | {"odd": ODD[name], "sound": "yes"}).decode()
+    line = PrettyFormatter(colours=False)(HEAD | {"odd": ODD[name], "sound": "yes"}).decode()
     assert "something" in line
     assert "sound=yes" in line
 
@@ -76,25 +76,25 @@ def test_json_escapes_what_a_terminal_would_obey_and_loses_nothing(field: str) -
 @pytest.mark.parametrize("field", ["event", "reason"])
 @pytest.mark.parametrize("value", [EVIL, {"nested": EVIL}, [EVIL]])
 def test_text_of_others_does_nothing_to_a_terminal_and_begins_no_line(field: str, value: Any) -> None:
-    line = ForPeople(colours=False)(HEAD | {field: value}).decode()
+    line = PrettyFormatter(colours=False)(HEAD | {field: value}).decode()
     assert all(one.isprintable() for one in line)
 
 
 def test_a_traceback_is_shown_on_lines_of_its_own_which_cannot_be_taken_for_events() -> None:
     forged = "Traceback:\n\x1b[31mboom\n2026-01-31T12:00:00.000Z [error] the store is on fire"
-    first, *rest = ForPeople(colours=False)(HEAD | {"exception": forged}).decode().splitlines()
+    first, *rest = PrettyFormatter(colours=False)(HEAD | {"exception": forged}).decode().splitlines()
     assert "something" in first
     assert len(rest) == 3
     assert all(line.startswith("  ") and line.isprintable() for line in rest)
 
 
 def test_colours_are_used_only_where_they_are_wanted() -> None:
-    assert b"\x1b[" in ForPeople(colours=True)(HEAD)
-    assert b"\x1b" not in ForPeople(colours=False)(HEAD)
+    assert b"\x1b[" in PrettyFormatter(colours=True)(HEAD)
+    assert b"\x1b" not in PrettyFormatter(colours=False)(HEAD)
 
 
 def test_people_read_fields_in_the_order_in_which_they_were_given() -> None:
-    line = ForPeople(colours=False)(HEAD | {"z": 1, "a": "two words", "m": ""}).decode()
+    line = PrettyFormatter(colours=False)(HEAD | {"z": 1, "a": "two words", "m": ""}).decode()
     assert line.endswith("z=1 a='two words' m=''")
 
 
@@ -111,13 +111,13 @@ def test_a_line_that_is_too_long_is_cut_and_still_one_object(size: int, filling:
 def test_many_long_fields_are_cut_too() -> None:
     event = HEAD | {f"field {index}": "y" * 10_000 for index in range(200)}
     assert len(to_json(event)) <= 48 << 10
-    assert len(ForPeople(colours=False)(event)) <= 48 << 10
+    assert len(PrettyFormatter(colours=False)(event)) <= 48 << 10
 
 
 @settings(max_examples=50)
 @given(st.dictionaries(st.text(), st.recursive(st.text() | st.binary() | st.floats(), st.lists)))
 def test_any_fields_make_one_printable_line(fields: dict[str, Any]) -> None:
-    for line in (to_json(fields | HEAD), ForPeople(colours=False)({"exception": ""} | fields | HEAD)):
+    for line in (to_json(fields | HEAD), PrettyFormatter(colours=False)({"exception": ""} | fields | HEAD)):
         first = line.decode().split("\n")[0]
         assert "\x1b" not in first
         assert "\x9b" not in first

@@ -11,7 +11,7 @@ from forged.clock import Clock
 from forged.errors import RequestRefused
 from forged.kernel.bus.model import HandlerFailed
 from forged.kernel.messages import Call, Fact, Record, Request
-from forged.telemetry.report import MISTAKES_MAX, TRACEBACK_CHARS_MAX, FactReport, MistakeReport, Reporter
+from forged.telemetry.report import EXCEPTIONS_MAX, TRACEBACK_CHARS_MAX, ExceptionReport, FactReport, Reporter
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import Add, Added, Kernel, Tick, call, on_virtual_time, running
 from tests.net.manual_daemon import ManualClock
@@ -62,7 +62,7 @@ def fact_report(log: Heard, per_s_max: float = 10.0, clock: Clock | None = None)
 
 def test_a_fact_is_told_with_its_place_in_history_and_its_fields() -> None:
     log = Heard()
-    fact_report(log).tell([record_of(Added(5, 7), 4)])
+    fact_report(log).log([record_of(Added(5, 7), 4)])
     assert log.lines == [
         (
             "info",
@@ -84,7 +84,7 @@ def test_a_fact_is_told_with_its_place_in_history_and_its_fields() -> None:
 def test_a_fact_has_the_level_of_its_class_and_one_that_is_unknown_is_info() -> None:
     log = Heard()
     unknown = Record.read(record_of(Shouted(), 2).data.replace(b"Shouted", b"Whisper"))
-    fact_report(log).tell([record_of(HandlerFailed("h", 1, "why"), 1), record_of(Shouted(), 3), unknown])
+    fact_report(log).log([record_of(HandlerFailed("h", 1, "why"), 1), record_of(Shouted(), 3), unknown])
     assert [(level, fields["type"]) for level, _, fields in log.lines] == [
         ("warning", "HandlerFailed"),
         ("info", "Shouted"),
@@ -95,7 +95,7 @@ def test_a_fact_has_the_level_of_its_class_and_one_that_is_unknown_is_info() -> 
 def test_below_the_level_of_the_log_nothing_is_told_or_counted() -> None:
     log, clock = Heard(level="warning"), ManualClock()
     report = fact_report(log, clock=clock)
-    report.tell(added(1000))
+    report.log(added(1000))
     clock.now += 100
     report.look(clock.now)
     assert log.lines == []
@@ -104,32 +104,32 @@ def test_below_the_level_of_the_log_nothing_is_told_or_counted() -> None:
 def test_of_a_flood_only_so_much_is_told_and_the_rest_is_counted_in_one_line_at_its_end() -> None:
     log, clock = Heard(), ManualClock()
     report = fact_report(log, 10.0, clock)
-    report.tell(added(1000))
+    report.log(added(1000))
     report.look(clock.now)
     assert len(log.of("fact")) == 10
-    assert log.of("facts were not told") == []
+    assert log.of("facts left out of the log") == []
     clock.now += 1
     report.look(clock.now)
     report.look(clock.now + 100)
-    assert [fields["facts"] for fields in log.of("facts were not told")] == [990]
+    assert [fields["facts"] for fields in log.of("facts left out of the log")] == [990]
 
 
 def test_a_flood_of_what_is_usual_does_not_hide_a_warning() -> None:
     log = Heard()
     report = fact_report(log, 10.0)
-    report.tell([*added(1000), record_of(HandlerFailed("h", 1, "why"), 2000)])
+    report.log([*added(1000), record_of(HandlerFailed("h", 1, "why"), 2000)])
     assert [fields["type"] for level, _, fields in log.lines if level == "warning"] == ["HandlerFailed"]
 
 
 def test_the_limit_can_be_changed_and_none_at_all_is_told_at_zero() -> None:
     log, clock = Heard(), ManualClock()
     report = fact_report(log, 0.0, clock)
-    report.tell(added(1000))
+    report.log(added(1000))
     report.look(clock.now + 100)
     assert log.lines == []
     report.set_limit(50)
     clock.now += 1
-    report.tell(added(1000))
+    report.log(added(1000))
     assert len(log.of("fact")) == 50
 
 
@@ -165,11 +165,11 @@ async def test_a_store_that_stops_taking_writes_is_told_once_and_so_is_its_recov
         store.commit_error = full()
         kernel.submit()
         await anyio.sleep(5)
-        assert [fields["code"] for fields in log.of("decisions are not written")] == ["store_full"]
-        assert log.levels("decisions are not written") == {"error"}
+        assert [fields["code"] for fields in log.of("decisions cannot be written")] == ["store_full"]
+        assert log.levels("decisions cannot be written") == {"error"}
         store.commit_error = None
         await anyio.sleep(5)
-        [again] = log.of("decisions are written again")
+        [again] = log.of("decisions can be written again")
         assert 0 < again["after_s"] <= 6
         tasks.cancel_scope.cancel()
 
@@ -181,7 +181,7 @@ async def test_a_failure_that_is_over_before_anybody_looks_is_told_too() -> None
         kernel.bus.submit(Stumble("once"), call())
         await kernel.ledger.writable()
         kernel.reporter.look()  # type: ignore[attr-defined]
-        assert log.of("state was read anew from the store") == [{"times": 1}]
+        assert log.of("state reloaded from the store") == [{"times": 1}]
 
 
 @on_virtual_time
@@ -189,7 +189,7 @@ async def test_what_a_handler_of_requests_raised_is_told_with_its_traceback() ->
     log = Heard()
     async with running(register=reporting(log)) as kernel:
         assert kernel.bus.submit(Stumble("over a stone"), call()).error is not None
-        [mistake] = log.of("a mistake in the code")
+        [mistake] = log.of("unexpected exception")
         assert mistake["owner"] == "Stumble in clumsy"
         assert mistake["exception"].startswith("Traceback")
         assert "ZeroDivisionError: over a stone" in mistake["exception"]
@@ -210,7 +210,7 @@ async def test_what_a_wrapper_raised_is_told_as_the_wrappers() -> None:
     async with running(register=register) as kernel:
         with pytest.raises(Exception, match="wrapping paper"):
             await kernel.add()
-    assert [fields["owner"] for fields in log.of("a mistake in the code")] == ["Add in wrapping paper"]
+    assert [fields["owner"] for fields in log.of("unexpected exception")] == ["Add in wrapping paper"]
 
 
 @on_virtual_time
@@ -231,7 +231,7 @@ async def test_what_a_handler_of_facts_raised_is_told_and_a_refusal_is_not() -> 
     async with running(register=register) as kernel:
         await kernel.add()
         await kernel.settle()
-    assert [fields["owner"] for fields in log.of("a mistake in the code")] == ["fragile"]
+    assert [fields["owner"] for fields in log.of("unexpected exception")] == ["fragile"]
     assert {fields["fact"]["handler"] for fields in log.of("fact") if fields["type"] == "HandlerFailed"} == {
         "fragile",
         "stubborn",
@@ -243,7 +243,7 @@ async def test_a_refusal_of_a_request_is_no_mistake() -> None:
     log = Heard()
     async with running(register=reporting(log)) as kernel:
         assert kernel.bus.submit(Stumble("refuse"), call()).error is not None
-    assert log.of("a mistake in the code") == []
+    assert log.of("unexpected exception") == []
 
 
 @on_virtual_time
@@ -264,33 +264,33 @@ def raised(error: BaseException) -> BaseException:
 
 def test_the_same_mistake_is_told_three_times_a_minute_and_counted_otherwise() -> None:
     log, clock = Heard(), ManualClock()
-    report = MistakeReport(log, clock)
+    report = ExceptionReport(log, clock)
     for _ in range(100):
-        report.tell("h", raised(ValueError("x")))
+        report.log("h", raised(ValueError("x")))
     report.look(clock.now)
-    assert len(log.of("a mistake in the code")) == 3
-    assert log.of("the same mistakes again") == []
+    assert len(log.of("unexpected exception")) == 3
+    assert log.of("repeated exceptions") == []
     clock.now += 61
     report.look(clock.now)
-    [again] = log.of("the same mistakes again")
+    [again] = log.of("repeated exceptions")
     assert (again["owner"], again["error"], again["times"]) == ("h", "ValueError", 97)
     assert "test_report.py:" in again["place"]
 
 
 def test_another_mistake_is_told_while_one_repeats_itself() -> None:
     log = Heard()
-    report = MistakeReport(log, ManualClock())
+    report = ExceptionReport(log, ManualClock())
     for error in [ValueError("x")] * 10 + [KeyError("y")]:
-        report.tell("h", raised(error))
+        report.log("h", raised(error))
     assert "KeyError" in log.lines[-1][2]["exception"]
 
 
 def test_mistakes_of_endless_kinds_take_bounded_memory() -> None:
     log = Heard()
-    report = MistakeReport(log, ManualClock())
-    for number in range(MISTAKES_MAX * 3):
-        report.tell(f"owner {number}", ValueError("x"))
-    assert len(report._floods) == MISTAKES_MAX
+    report = ExceptionReport(log, ManualClock())
+    for number in range(EXCEPTIONS_MAX * 3):
+        report.log(f"owner {number}", ValueError("x"))
+    assert len(report._limits) == EXCEPTIONS_MAX
 
 
 class Hostile(Exception):
@@ -310,12 +310,12 @@ def deep(levels: int = 900) -> None:
 
 def test_a_hostile_exception_is_told_and_hurts_nobody() -> None:
     log = Heard()
-    report = MistakeReport(log, ManualClock())
-    report.tell("h", raised(Hostile()))
+    report = ExceptionReport(log, ManualClock())
+    report.log("h", raised(Hostile()))
     try:
         deep()
     except RecursionError as error:
-        report.tell("h", error)
-    hostile, huge = (fields["exception"] for fields in log.of("a mistake in the code"))
+        report.log("h", error)
+    hostile, huge = (fields["exception"] for fields in log.of("unexpected exception"))
     assert "Hostile" in hostile
     assert len(huge) <= TRACEBACK_CHARS_MAX + 3

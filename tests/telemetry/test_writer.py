@@ -24,7 +24,7 @@ from forged.telemetry.writer import (
 PATIENCE_S = 10.0
 
 
-def tell_loss(lines: int, why: str) -> bytes:
+def loss_line(lines: int, why: str) -> bytes:
     return b"lost %d: %s\n" % (lines, why.encode())
 
 
@@ -53,7 +53,7 @@ class Disk:
 
 def test_lines_are_written_in_order_and_the_last_ones_at_the_end() -> None:
     disk = Disk()
-    writer = LineWriter(disk, tell_loss)
+    writer = LineWriter(disk, loss_line)
     lines = [b"%d\n" % number for number in range(1000)]
     for line in lines:
         writer.put(line)
@@ -65,7 +65,7 @@ def test_lines_are_written_in_order_and_the_last_ones_at_the_end() -> None:
 def test_what_a_full_disk_loses_is_counted_and_told_when_it_is_written_to_again() -> None:
     disk = Disk()
     disk.full = True
-    writer = LineWriter(disk, tell_loss)
+    writer = LineWriter(disk, loss_line)
     for _ in range(3):
         writer.put(b"lost\n")
         assert disk.tried.acquire(timeout=PATIENCE_S)
@@ -79,7 +79,7 @@ def test_what_a_full_disk_loses_is_counted_and_told_when_it_is_written_to_again(
 def test_who_logs_does_not_wait_for_a_writer_that_hangs_and_what_finds_no_room_is_counted() -> None:
     disk = Disk()
     disk.open.clear()
-    writer = LineWriter(disk, tell_loss)
+    writer = LineWriter(disk, loss_line)
     writer.put(b"in the writer's hand\n")
     assert disk.tried.acquire(timeout=PATIENCE_S)
     for _ in range(LINES_WAITING_MAX + 7):
@@ -94,7 +94,7 @@ def test_who_logs_does_not_wait_for_a_writer_that_hangs_and_what_finds_no_room_i
 def test_few_long_lines_may_take_no_more_room_than_many_short_ones() -> None:
     disk = Disk()
     disk.open.clear()
-    writer = LineWriter(disk, tell_loss)
+    writer = LineWriter(disk, loss_line)
     writer.put(b"x")
     assert disk.tried.acquire(timeout=PATIENCE_S)
     writer.put(b"y" * (BYTES_WAITING_MAX - 1))
@@ -106,17 +106,17 @@ def test_few_long_lines_may_take_no_more_room_than_many_short_ones() -> None:
 
 def test_a_line_that_could_not_be_made_is_told_without_another_line() -> None:
     disk = Disk()
-    writer = LineWriter(disk, tell_loss)
-    writer.lose("an event could not be shown")
+    writer = LineWriter(disk, loss_line)
+    writer.lose("event cannot be formatted")
     assert disk.tried.acquire(timeout=PATIENCE_S)
     assert writer.close(PATIENCE_S)
-    assert disk.lines == [b"lost 1: an event could not be shown\n"]
+    assert disk.lines == [b"lost 1: event cannot be formatted\n"]
 
 
 def test_closing_waits_no_longer_than_it_is_told_to() -> None:
     disk = Disk()
     disk.open.clear()
-    writer = LineWriter(disk, tell_loss)
+    writer = LineWriter(disk, loss_line)
     writer.put(b"x\n")
     assert disk.tried.acquire(timeout=PATIENCE_S)
     assert not writer.close(0.0)
@@ -131,7 +131,7 @@ def test_a_pipe_that_nobody_reads_stops_nobody_and_what_was_kept_is_whole() -> N
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
     sink = DescriptorWriter(writing)
     os.close(writing)
-    writer = LineWriter(sink, tell_loss)
+    writer = LineWriter(sink, loss_line)
     sent = LINES_WAITING_MAX * 2
     for number in range(sent):
         writer.put(b"%08d\n" % number)
@@ -154,7 +154,7 @@ def test_a_pipe_whose_reader_has_gone_loses_lines_and_nothing_else() -> None:
     sink = DescriptorWriter(writing)
     os.close(writing)
     os.close(reading)
-    writer = LineWriter(sink, tell_loss)
+    writer = LineWriter(sink, loss_line)
     writer.put(b"x\n")
     assert writer.close(PATIENCE_S)
     assert writer.lost == 1
@@ -163,7 +163,7 @@ def test_a_pipe_whose_reader_has_gone_loses_lines_and_nothing_else() -> None:
 def test_the_full_device_loses_lines_and_nothing_else() -> None:
     with Path("/dev/full").open("w") as full:
         sink = writer_for(full)
-        writer = LineWriter(sink, tell_loss)
+        writer = LineWriter(sink, loss_line)
         writer.put(b"x\n")
         assert writer.close(PATIENCE_S)
     assert writer.lost == 1
@@ -235,7 +235,7 @@ def closed() -> IO[str]:
 def test_where_there_is_no_stream_every_line_is_lost_and_counted(stream: IO[str] | None) -> None:
     sink = writer_for(stream)  # type: ignore[arg-type]
     assert isinstance(sink, NoWriter)
-    writer = LineWriter(sink, tell_loss)
+    writer = LineWriter(sink, loss_line)
     writer.put(b"x\n")
     assert writer.close(PATIENCE_S)
     assert writer.lost == 1

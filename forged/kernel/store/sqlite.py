@@ -99,7 +99,7 @@ class SqliteStore:
             check(transaction)
         committed = self._job(self._path, self._database.commit, batch)
         committed.add_done_callback(self._publish)
-        # Not `shield`: since Python 3.14 it reports a commit that fails after its caller was cancelled to the event loop.
+        # Not `shield`: since Python 3.14 it reports a commit that fails after the caller was cancelled as unhandled.
         await asyncio.wait((committed,))
         return committed.result().conflicts
 

@@ -84,7 +84,7 @@ class Turns:
 
     def put_off(self, plugin: Plugin, part: str, error: Unavailable) -> None:
         """Say that something was not done, which is the world's fault."""
-        self._log.warning("a plugin could not do its work", plugin=plugin.name, part=part, reason=str(error))
+        self._log.warning("plugin is unavailable", plugin=plugin.name, part=part, reason=str(error))
 
     def answer(
         self, plugin: Plugin, part: str, deadline_s: float, function: Callable[..., Any], *arguments: Any

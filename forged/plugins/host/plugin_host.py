@@ -175,11 +175,11 @@ class PluginHost:
 
     def _leave_aside(self, source: PluginSource) -> None:
         plugin = self.plugins[source.name]
-        self._log.warning("a second plugin of the same name is left aside", plugin=source.name, origin=source.origin)
+        self._log.warning("second plugin of the same name ignored", plugin=source.name, origin=source.origin)
         plugin.reason = plugin.reason or f"{source.origin} has a plugin of this name too, which is left aside"
 
     def _refuse(self, name: str, origin: str, reason: str) -> Plugin:
-        self._log.error("a plugin was refused", plugin=name, origin=origin, reason=reason)
+        self._log.error("plugin refused", plugin=name, origin=origin, reason=reason)
         return self._add(name, origin, PluginState.REFUSED, _storable(reason))
 
     def _add(self, name: str, origin: str, state: PluginState, reason: str | None) -> Plugin:
