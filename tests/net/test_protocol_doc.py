@@ -182,7 +182,7 @@ def test_the_limits_are_those_of_the_code() -> None:
         "silence": limits.silence_max_s,
         "connections": server.CONNECTIONS_MAX,
         "connections beyond that on the Unix socket": server.UNIX_RESERVE,
-        "life of a ticket": tickets.TICKET_TTL_S,
+        "lifetime of a ticket": tickets.TICKET_TTL_S,
     }
     assert {row["limit"]: float(row["value"].split()[0]) for row in page.table("Limits")} == expected
 
