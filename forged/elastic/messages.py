@@ -1,7 +1,8 @@
-"""What is said about elastic training: by the daemon (facts), to it (requests, signals).
+"""The messages of elastic training: facts, requests and signals.
 
-Law: a worker is named by its id, and speaks for itself only with the incarnation that it drew when it started: another
-process under the same id is another worker. What concerns one attempt at a rescale carries the attempt's number.
+Invariants:
+- A worker is named by its id and speaks with its incarnation; another process under the same id is another worker.
+- A message about one attempt carries the attempt's number.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ class WorkerJoined(Fact, frozen=True):
 
 
 class WorkerReturned(Fact, frozen=True):
-    """A worker whose connection was lost is back, the same process; its rank is its own still."""
+    """A lost worker has reconnected, as the same process; it keeps its rank."""
 
     worker_id: str
     after_s: float
 
 
 class WorkerLeft(Fact, frozen=True):
-    """A worker has gone in good order, or was told to."""
+    """A worker has left in good order."""
 
     worker_id: str
     reason: str
@@ -62,14 +63,14 @@ class WorkerFailed(Fact, frozen=True):
 
 
 class WorkerDraining(Fact, frozen=True):
-    """A worker is to finish its step and go."""
+    """A worker drains: it leaves once a world without it is committed."""
 
     worker_id: str
     reason: str
 
 
 class WorkerStalled(Fact, frozen=True):
-    """A worker lives and makes no progress."""
+    """A worker's process lives and makes no progress."""
 
     level: ClassVar[str] = "warning"
 
@@ -79,16 +80,16 @@ class WorkerStalled(Fact, frozen=True):
 
 
 class WorkerRecovered(Fact, frozen=True):
-    """A worker that was stalled makes progress again."""
+    """A stalled worker makes progress again."""
 
     worker_id: str
     step: int
 
 
 class WorkerLost(Fact, frozen=True):
-    """A worker's connection is gone, and nothing says yet that it died; it has its grace to come back.
+    """A worker's connection is gone, and nothing says yet that it has died.
 
-    `grace_s` is None where its pulse lives, which holds its place for it as long as it does.
+    `grace_s` is its reconnect grace; None while its pulse lives, which keeps its rank for it.
     """
 
     worker_id: str
@@ -97,9 +98,9 @@ class WorkerLost(Fact, frozen=True):
 
 
 class RescaleStarted(Fact, frozen=True):
-    """A new world is to be agreed on: its members stop behind their step and say how far they are.
+    """An attempt at the next world has started: its members stop after their step and report.
 
-    `in_background`, nobody stops: training goes on until all hold the training data that they will have.
+    If `in_background`, training continues until all members hold their training data.
     """
 
     attempt: int
@@ -110,11 +111,11 @@ class RescaleStarted(Fact, frozen=True):
     reason: str
     in_background: bool = False
     leaving: list[str] = []  # noqa: RUF012 - msgspec copies it
-    """Who of those removed is there, and takes part until the new world holds."""
+    """The removed workers that are present, and take part until the new world is committed."""
 
 
 class RescaleSynchronising(Fact, frozen=True):
-    """All members have stopped; those who are behind the step, or new, take the state from the source."""
+    """All members have stopped; joiners and laggards take the state from the source."""
 
     attempt: int
     source: WorkerId
@@ -123,7 +124,7 @@ class RescaleSynchronising(Fact, frozen=True):
 
 
 class ProgressLost(Fact, frozen=True):
-    """The next world begins behind `step`; so many steps beyond it were committed, and are to be done again."""
+    """The next world starts after `step`; so many committed steps after that are lost and must be repeated."""
 
     level: ClassVar[str] = "warning"
 
@@ -133,10 +134,10 @@ class ProgressLost(Fact, frozen=True):
 
 
 class RescaleCompleted(Fact, frozen=True):
-    """The new world holds, and goes on behind the step. `delta` leads to it from the one before.
+    """A new world is committed; `delta` leads to it from the previous topology.
 
-    Where nobody has stopped for it, everybody goes over behind the step that it is in, which the daemon does not know:
-    there is no step and no epoch then. A rate or a batch of 0 is whatever the workers have.
+    If the members did not stop for it, they switch after their current step, which the daemon does not know: `step` and
+    `epoch` are None. A rate or batch of 0 means that the workers keep theirs.
     """
 
     attempt: int
@@ -153,14 +154,14 @@ class RescaleCompleted(Fact, frozen=True):
 
 
 class RescaleAborted(Fact, frozen=True):
-    """An attempt was given up; another follows, or the job waits."""
+    """An attempt was given up; another one follows, or the job waits."""
 
     attempt: int
     reason: str
 
 
 class JobWaiting(Fact, frozen=True):
-    """Too few workers are left; the job goes on when there are enough."""
+    """There are too few workers; the job continues when there are enough."""
 
     level: ClassVar[str] = "warning"
 
@@ -169,25 +170,25 @@ class JobWaiting(Fact, frozen=True):
 
 
 class JobPaused(Fact, frozen=True):
-    """Training is to rest behind its step."""
+    """Training pauses after the current step."""
 
     reason: str
 
 
 class JobResumed(Fact, frozen=True):
-    """Training goes on."""
+    """Training continues."""
 
     reason: str
 
 
 class JobCompleted(Fact, frozen=True):
-    """Training is done."""
+    """Training is complete."""
 
     step: int
 
 
 class JobAborted(Fact, frozen=True):
-    """Training was given up behind this step; its workers end."""
+    """Training was aborted after this step; its workers end."""
 
     level: ClassVar[str] = "error"
 
@@ -199,7 +200,7 @@ class JobAborted(Fact, frozen=True):
 
 
 class JoinReply(msgspec.Struct, frozen=True):
-    """What a worker has to know: where the job is. `attempt` is the one under way that it is in, 0 without one."""
+    """The state of the job for a worker that registers; `attempt` is the current one if it is a member, else 0."""
 
     generation: int
     fence: Fence
@@ -207,27 +208,27 @@ class JoinReply(msgspec.Struct, frozen=True):
     paused: bool
     attempt: int
     peer_key: bytes
-    """With which the workers of the job tell each other from strangers."""
+    """The secret by which the workers of the job recognise each other."""
     topology: ClusterTopology
     state: GlobalTrainingState
     settings: dict[str, SettingValue]
     is_member: bool = False
-    """Whether this very worker is in the committed world."""
+    """Whether this incarnation is in the committed world."""
     drain_reason: str | None = None
-    """Why it is to go; None while it may stay."""
+    """Why it drains; None if it does not."""
     synchronising: RescaleSynchronising | None = None
-    """What was settled in the attempt, once it was."""
+    """The state source of the attempt, once it is chosen."""
     in_background: bool = False
-    """Whether nobody stops for the attempt."""
+    """Whether training continues during the attempt."""
     is_leaver: bool = False
-    """Whether the attempt is at a world without this worker, which takes part because it is there."""
+    """Whether the attempt's world is without this worker, which takes part until the commit."""
 
 
 class JoinJob(Request[JoinReply], frozen=True):
-    """Register as a worker of a job; the same incarnation may do so again. The first one creates the job.
+    """Register as a worker of a job; the same incarnation may repeat it. The first worker creates the job.
 
-    `settings`, if given, are those that the job has to have, or was created with. Who comes `rejoin` has registered
-    before and wants to know what it has missed, whatever the settings are by now; it is refused if it counts as dead.
+    `settings` must be those that the job has, or was created with. With `rejoin` a registered worker asks for what it
+    has missed, whatever the settings are by now; it is refused if it has failed or left.
     """
 
     needs: ClassVar[Role] = Role.WORKER
@@ -243,20 +244,20 @@ class JoinJob(Request[JoinReply], frozen=True):
     with_data: bool = False
     """Whether it holds training data."""
     shared_config: SharedConfig | None = None
-    """What all workers of the job have to have in common; None: it does not say."""
+    """What all workers of the job must agree on; None if the worker does not declare any."""
 
 
 class LeaveReply(msgspec.Struct, frozen=True):
-    """Whether a worker that is to go may do so."""
+    """Whether a draining worker may leave."""
 
     may_leave: bool
-    """False while it is in the committed world and others can form the next one, which has all that it has."""
+    """False while it is in the committed world and a next world that has its state and data can still form."""
 
 
 class LeaveJob(Request[LeaveReply], frozen=True):
-    """Go: in good order, because the training is `done`, or because the worker `failed`. Unknown workers: no error.
+    """Leave: in good order, because training is `done`, or because the worker `failed`. Unknown workers: no error.
 
-    Who goes only `if_permitted` stays where it is when the answer is no.
+    With `if_permitted` the worker stays if the reply is no.
     """
 
     needs: ClassVar[Role] = Role.WORKER
@@ -272,10 +273,10 @@ class LeaveJob(Request[LeaveReply], frozen=True):
 
 
 class ReportStopped(Request[Nothing], frozen=True):
-    """The worker has stopped for an attempt, with so many steps committed.
+    """Report that the worker has stopped for an attempt, after so many committed steps.
 
-    `finished` tells that it has done the next one too, and does not know whether all have. `holds_state` is false for
-    who has no state yet.
+    `finished` says that it has also done the next step, and does not know whether all members have. `holds_state` is
+    false for a worker without a state.
     """
 
     needs: ClassVar[Role] = Role.WORKER
@@ -294,7 +295,7 @@ class ReportStopped(Request[Nothing], frozen=True):
 
 
 class ReportReady(Request[Nothing], frozen=True):
-    """The worker has the state of the attempt's source, and the training data that it will have."""
+    """Report that the worker has the source's state and the training data that it needs."""
 
     needs: ClassVar[Role] = Role.WORKER
 
@@ -305,7 +306,7 @@ class ReportReady(Request[Nothing], frozen=True):
 
 
 class ReportTrouble(Request[Nothing], frozen=True):
-    """The worker cannot go on with its world, because it does not reach a peer (if one is named)."""
+    """Report that the worker cannot continue with its world, because it cannot reach `peer` if one is named."""
 
     needs: ClassVar[Role] = Role.WORKER
 
@@ -318,7 +319,7 @@ class ReportTrouble(Request[Nothing], frozen=True):
 
 
 class ReportDeath(Request[Nothing], frozen=True):
-    """The pulse of a worker says that the worker's process has ended."""
+    """Report, by a worker's pulse, that the worker's process has ended."""
 
     needs: ClassVar[Role] = Role.WORKER
 
@@ -329,7 +330,7 @@ class ReportDeath(Request[Nothing], frozen=True):
 
 
 class AnnounceLeave(Request[LeaveReply], frozen=True):
-    """A worker is to go: others form a world without it, in which all is that it has."""
+    """Drain this worker: form a world without it that has all its state and data."""
 
     needs: ClassVar[Role] = Role.WORKER
 
@@ -340,7 +341,7 @@ class AnnounceLeave(Request[LeaveReply], frozen=True):
 
 
 class ReadLeave(Request[LeaveReply], frozen=True):
-    """Whether a worker that has announced its leave may go by now."""
+    """Tell whether a draining worker may leave by now."""
 
     needs: ClassVar[Role] = Role.WORKER
     decides: ClassVar[bool] = False
@@ -351,9 +352,9 @@ class ReadLeave(Request[LeaveReply], frozen=True):
 
 
 class AttemptMembers(msgspec.Struct, frozen=True):
-    """Who holds training data in an attempt: the world that is wanted, by rank, and who is to go behind its commit.
+    """The members of an attempt that hold training data: of the intended world by rank, and leavers.
 
-    Where nobody would stay, those who are to go are the world as well.
+    If no such member stays, the leavers are also the target.
     """
 
     attempt: int
@@ -361,21 +362,21 @@ class AttemptMembers(msgspec.Struct, frozen=True):
     leaving: tuple[WorkerId, ...]
     settings: dict[str, SettingValue]
     in_background: bool = False
-    """Whether the world before trains on meanwhile."""
+    """Whether the previous world trains on meanwhile."""
     generation: int = 0
-    """Of the world before."""
+    """The generation of the previous world."""
     has_room: bool = True
-    """Whether the wanted world could have more members."""
+    """Whether the intended world could have more members."""
     waiting: int = 0
-    """How many workers wait that are not in the attempt."""
+    """How many connected joiners are not in the attempt."""
     started_id: int = 0
-    """The id of the fact that the attempt was begun."""
+    """The id of the attempt's `RescaleStarted`."""
     joined_id: int = 0
-    """That of the fact that the worker which asks has joined; 0 where that was another daemon's."""
+    """The id of the asking worker's `WorkerJoined`; 0 if an earlier run of the daemon published it."""
 
 
 class ReadAttempt(Request[AttemptMembers], frozen=True):
-    """Who is in the attempt that is under way, for a worker that is in it."""
+    """Show the members of the current attempt to one of them."""
 
     needs: ClassVar[Role] = Role.WORKER
     decides: ClassVar[bool] = False
@@ -386,7 +387,7 @@ class ReadAttempt(Request[AttemptMembers], frozen=True):
 
 
 class ReadTopology(Request[ClusterTopology], frozen=True):
-    """The world that was committed last."""
+    """Show the committed world."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -398,7 +399,7 @@ class ReadTopology(Request[ClusterTopology], frozen=True):
 
 
 class Heartbeat(Signal, frozen=True):
-    """A worker lives, has committed so many steps, and has come so often to where workers meet; said so often."""
+    """A worker's library is alive: its committed steps, its last collective, and the interval of heartbeats."""
 
     external: ClassVar[bool] = True
 
@@ -409,7 +410,7 @@ class Heartbeat(Signal, frozen=True):
     collective_seq: int = 0
     interval_s: float = 0.0
     last_step_done: bool = False
-    """Whether it has done its last step, and does by itself what remains to be done before it goes."""
+    """Whether a draining worker trains no more and only finishes what it does before it leaves."""
 
     @property
     def key(self) -> str:
@@ -417,7 +418,7 @@ class Heartbeat(Signal, frozen=True):
 
 
 class AttemptProgress(Signal, frozen=True):
-    """A member of an attempt is sent what it needs, or waits for others. So many bytes of the state have come."""
+    """A member of an attempt receives state or training data, or waits for other members."""
 
     external: ClassVar[bool] = True
 
@@ -427,24 +428,23 @@ class AttemptProgress(Signal, frozen=True):
     attempt: int
     state_bytes: int
     shards: int = 0
-    """How many pieces of training data are whole."""
+    """How many shards it has completely received."""
     data_bytes: int = 0
-    """How many bytes of training data have come."""
+    """How many bytes of training data it has received."""
     is_waiting: bool = False
-    """Whether it waits for others, or gets on with what may last."""
+    """Whether it waits for other members."""
     trouble: str = ""
-    """Why it does not get on; empty where nothing is the matter."""
+    """Its problem; empty without one."""
     unreachable_peer: str = ""
-    """Whom it does not reach; empty where it need not, or does."""
+    """The peer that it cannot reach; empty without one."""
 
     @property
     def key(self) -> str:
-        """Each worker has its own."""
         return self.worker_id
 
 
 class Pulse(Signal, frozen=True):
-    """The process of a worker lives, whatever its library does: CPU seconds used, steps made; said so often."""
+    """A worker's process is alive: CPU seconds used, committed steps, last collective, interval of pulses."""
 
     external: ClassVar[bool] = True
 
@@ -461,11 +461,11 @@ class Pulse(Signal, frozen=True):
         return self.worker_id
 
 
-# Requests of people.
+# Requests of operators.
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker as it is shown."""
+    """A worker as operators see it."""
 
     id: str
     rank: int
@@ -486,14 +486,14 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerPage(msgspec.Struct, frozen=True):
-    """Some workers; `more` tells that there are others behind the last of them."""
+    """Some workers; `more` says that further ones follow."""
 
     workers: list[WorkerView]
     more: bool
 
 
 class RescaleView(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt at a rescale that is under way."""
+    """The attempt that is under way."""
 
     attempt: int
     stage: str
@@ -505,7 +505,7 @@ class RescaleView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
-    """A job's training as it is shown. `world_size` is how many of the committed world are there."""
+    """A job's training as operators see it. `world_size` counts the registered members of the committed world."""
 
     job: str
     phase: Phase
@@ -518,18 +518,18 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     rescale: RescaleView | None
     stall_report: str = ""
-    """What stands still, and why; empty where nothing does."""
+    """What is stalled, and why; empty if nothing is."""
 
 
 class ClusterPage(msgspec.Struct, frozen=True):
-    """Some jobs' training; `more` tells that there are others behind the last of them."""
+    """Some jobs' training; `more` says that further ones follow."""
 
     clusters: list[ClusterView]
     more: bool
 
 
 class ListClusters(Request[ClusterPage], frozen=True):
-    """Where the training of all jobs is that a worker has joined and the caller may see, behind the name `after`."""
+    """List the training of all jobs that workers have joined and the caller may see, after the name `after`."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -540,7 +540,7 @@ class ListClusters(Request[ClusterPage], frozen=True):
 
 
 class ListWorkers(Request[WorkerPage], frozen=True):
-    """The workers of a job by id, behind the id `after`."""
+    """List the workers of a job by id, after the id `after`."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -551,7 +551,7 @@ class ListWorkers(Request[WorkerPage], frozen=True):
 
 
 class ShowWorker(Request[WorkerView], frozen=True):
-    """One worker."""
+    """Show one worker."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -561,7 +561,7 @@ class ShowWorker(Request[WorkerView], frozen=True):
 
 
 class ShowCluster(Request[ClusterView], frozen=True):
-    """Where a job's training is."""
+    """Show a job's training."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -570,13 +570,13 @@ class ShowCluster(Request[ClusterView], frozen=True):
 
 
 class DrainReply(msgspec.Struct, frozen=True):
-    """What will come of it that a worker is to go, where that may not be what was wanted."""
+    """Consequences of a drain that the operator may not expect."""
 
     remarks: list[str] = []
 
 
 class DrainWorker(Request[DrainReply], frozen=True):
-    """Have a worker finish its step and go."""
+    """Drain a worker: it finishes its step and leaves once a world without it is committed."""
 
     job: str
     worker_id: str
@@ -584,7 +584,7 @@ class DrainWorker(Request[DrainReply], frozen=True):
 
 
 class EvictWorker(Request[Nothing], frozen=True):
-    """Count a worker as dead."""
+    """Treat a worker as failed."""
 
     job: str
     worker_id: str
@@ -592,8 +592,7 @@ class EvictWorker(Request[Nothing], frozen=True):
 
 
 class ControlReply(msgspec.Struct, frozen=True):
-    """What came of it that somebody steered a job's training: whether anything `changed`, or else for which `reason` it
-    was so already; and what stands still now."""
+    """Whether the request has `changed` anything, else the `reason` that held already; and the job's stall report."""
 
     changed: bool = True
     reason: str = ""
@@ -601,28 +600,28 @@ class ControlReply(msgspec.Struct, frozen=True):
 
 
 class PauseJob(Request[ControlReply], frozen=True):
-    """Let training rest behind its step."""
+    """Pause training after the current step."""
 
     job: str
     reason: str = "requested by an operator"
 
 
 class ResumeJob(Request[ControlReply], frozen=True):
-    """Let training go on."""
+    """Resume training."""
 
     job: str
     reason: str = "requested by an operator"
 
 
 class AbortJob(Request[ControlReply], frozen=True):
-    """Give training up; its workers end."""
+    """Abort training; its workers end."""
 
     job: str
     reason: str = "requested by an operator"
 
 
 class RescaleJob(Request[ControlReply], frozen=True):
-    """Start a rescale now, with whoever is there. Where it `stops`, nobody trains until it is done."""
+    """Start a rescale now, with all connected workers; if `synchronous`, all stop for it whatever the settings say."""
 
     job: str
     reason: str = "requested by an operator"
@@ -630,7 +629,7 @@ class RescaleJob(Request[ControlReply], frozen=True):
 
 
 class PlannedWorker(msgspec.Struct, frozen=True):
-    """Who would have which rank; -1 for none."""
+    """A worker with its rank before and after the plan; -1 for none."""
 
     id: str
     rank: int
@@ -638,8 +637,11 @@ class PlannedWorker(msgspec.Struct, frozen=True):
 
 
 class RescalePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rescale to so many workers would do. `world_size` is how many of the committed world are there, `gone` is
-    who of it is not, and `missing` how many have yet to be started."""
+    """What a rescale to so many workers would do.
+
+    `world_size` counts the registered members of the committed world, `gone` names the rest of it, and `missing` is how
+    many workers must still be started.
+    """
 
     world_size: int
     new_world_size: int
@@ -655,7 +657,7 @@ class RescalePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanRescale(Request[RescalePlan], frozen=True):
-    """Say what a rescale to so many workers would do, and do nothing."""
+    """Tell what a rescale to so many workers would do, without doing it."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
