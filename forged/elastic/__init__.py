@@ -1,4 +1,4 @@
-"""Elastic training: who trains together, what a job's settings say of it, and the learning rate that follows."""
+"""Elastic training: its settings, its values, and the learning rate for a number of workers."""
 
 from forged.elastic.config import ElasticTrainingConfig, tolerated_failures
 from forged.elastic.learning_rate import adapt_learning_rate

@@ -1,8 +1,10 @@
-"""Who trains together and how far they are, as values.
+"""The values of elastic training: workers, topologies, training state.
 
-Law: every value is frozen, whatever it was made of, and reads no clock: time is an argument, in seconds. A topology is
-the workers in the order of their ranks, each of them once; a change makes the next topology, and what changes nothing
-returns the same object. A delta turns the one topology that it was made for into the other exactly, or is refused.
+Invariants:
+- Every value is frozen and reads no clock: time is an argument, in seconds.
+- A topology holds each worker once, in rank order. A change makes the next topology; a change without effect returns
+  the same object.
+- A delta turns the topology that it was made for into the next one exactly, and is refused for any other.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ WORLD_SIZE_MAX = 2**31 - 1
 PORT_MAX = 65_535
 HOSTNAME_LENGTH_MAX = 253
 RANK_NONE = -1
-"""The rank of who has none."""
+"""The rank of a worker outside the world."""
 
 Run = tuple[int, int]
-"""Workers who follow each other: the rank of the first, and how many they are."""
+"""Workers with consecutive ranks: the first rank and their number."""
 
 
 class AdaptationStrategy(StrEnum):
@@ -33,38 +35,38 @@ class AdaptationStrategy(StrEnum):
     LINEAR = "linear"
     """In proportion to the number of workers."""
     SQUARE_ROOT = "square_root"
-    """With the square root of the number of workers, which is more careful."""
+    """With the square root of the number of workers."""
     NONE = "none"
-    """Not at all; more workers are only faster."""
+    """The rate stays the same."""
 
 
 class RedistributionType(StrEnum):
-    """What happens to the training data when the workers change."""
+    """How the training data is redistributed when the workers change."""
 
     FULL_RESHUFFLE = "full_reshuffle"
-    """All of it is dealt out anew."""
+    """All shards are assigned anew."""
     INCREMENTAL = "incremental"
-    """What can stay where it is stays; as little as possible moves."""
+    """As few shards as possible move."""
 
 
 class LostDataPolicy(StrEnum):
-    """What happens when nobody has some of the training data any more, and it cannot be had again."""
+    """What happens if shards are lost that neither a worker nor the origin has."""
 
     WAIT = "wait"
-    """The job waits for a worker that has it."""
+    """The job waits for a worker that has them."""
     ABORT = "abort"
-    """The job is given up."""
+    """The job is aborted."""
 
 
 class RescaleType(StrEnum):
-    """What a rescale did to the number of workers."""
+    """How a rescale changed the number of workers."""
 
     SCALE_UP = "scale_up"
-    """There are more."""
+    """More workers."""
     SCALE_DOWN = "scale_down"
-    """There are fewer."""
+    """Fewer workers."""
     REPLACE = "replace"
-    """There are as many, with others in the place of those who failed."""
+    """As many workers, of which some were replaced."""
 
 
 class WorkerStatus(StrEnum):
@@ -77,13 +79,13 @@ class WorkerStatus(StrEnum):
     RESCALING = "rescaling"
     """It takes part in a rescale."""
     LEAVING = "leaving"
-    """It finishes its step and goes."""
+    """It drains."""
     FAILED = "failed"
-    """It died, or was taken for dead, by evidence."""
+    """It is dead, or counts as dead by evidence."""
 
 
 class WorkerId(msgspec.Struct, frozen=True, order=True, cache_hash=True):
-    """Which worker, and where other workers reach it."""
+    """A worker and the address at which its peers reach it."""
 
     id: str
     hostname: str
@@ -91,7 +93,7 @@ class WorkerId(msgspec.Struct, frozen=True, order=True, cache_hash=True):
 
     @classmethod
     def parse(cls, text: str) -> WorkerId:
-        """Read what `str()` writes. A hostname may be an IPv6 address, and that may stand in brackets."""
+        """Read the form that `str()` writes. A hostname may be an IPv6 address, also in brackets."""
         worker_id, _, address = text.rpartition("@")
         hostname, _, port = address.rpartition(":")
         if not (port.isascii() and port.isdecimal() and len(port) <= len(str(PORT_MAX))):
@@ -105,7 +107,7 @@ class WorkerId(msgspec.Struct, frozen=True, order=True, cache_hash=True):
 
 
 def check_worker(field: str, worker: WorkerId) -> WorkerId:
-    """The worker, if its id is a name and its address can be one; else a refusal that names the field."""
+    """Return the worker, or refuse an invalid id or address by the name of the field."""
     check_name(f"{field}.id", worker.id)
     host = worker.hostname
     is_legible = host.isprintable() and not any(mark in host for mark in "@[]/ ")
@@ -117,13 +119,13 @@ def check_worker(field: str, worker: WorkerId) -> WorkerId:
 def _no_address(field: str, text: str) -> RequestRefused:
     return RequestRefused(
         "worker_id_invalid",
-        f"{field} = {text[:HOSTNAME_LENGTH_MAX]!r} has no address of a worker",
+        f"{field} = {text[:HOSTNAME_LENGTH_MAX]!r} is not a worker's id and address",
         f"write id@hostname:port, with a host's name or IP address and a port from 0 to {PORT_MAX}",
     )
 
 
 class WorkerMetadata(msgspec.Struct, frozen=True):
-    """What is known of a worker. `local_world_size` is how many processes it stands for on its host."""
+    """What is known of a worker; `local_world_size` is the number of processes that it stands for on its host."""
 
     worker_id: WorkerId
     status: WorkerStatus
@@ -142,7 +144,7 @@ class WorkerMetadata(msgspec.Struct, frozen=True):
 
 
 class TopologyDelta(msgspec.Struct, frozen=True):
-    """How one topology becomes another: runs of the old one's workers, and workers who were not in it, by new rank."""
+    """The change from one topology to the next: runs of old ranks, and new workers, in the order of the new ranks."""
 
     base_epoch: int
     epoch: int
@@ -151,7 +153,7 @@ class TopologyDelta(msgspec.Struct, frozen=True):
 
 
 class ClusterTopology(msgspec.Struct, frozen=True, dict=True):
-    """Who trains together: a worker's place in `workers` is its rank. `epoch` counts the changes."""
+    """The workers of a world in rank order; `epoch` is the generation."""
 
     workers: tuple[WorkerId, ...] = ()
     epoch: int = 0
@@ -160,7 +162,7 @@ class ClusterTopology(msgspec.Struct, frozen=True, dict=True):
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "workers", tuple(self.workers))
         if len(self._ranks) != len(self.workers):
-            # A ValueError, because msgspec takes it for its own when this comes over the wire.
+            # A ValueError, because msgspec reports it as a decoding error.
             raise ValueError("a worker is in a topology twice")
 
     @cached_property
@@ -169,29 +171,28 @@ class ClusterTopology(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def world_size(self) -> int:
-        """How many workers there are."""
         return len(self.workers)
 
     def __contains__(self, worker: object) -> bool:
         return worker in self._ranks
 
     def rank_of(self, worker: WorkerId) -> int:
-        """The worker's rank; -1 for one who is not here."""
+        """The worker's rank; -1 outside the world."""
         return self._ranks.get(worker, RANK_NONE)
 
     def add_worker(self, worker: WorkerId, now: float) -> ClusterTopology:
-        """The next topology, with this worker behind the others; this one if it is here already."""
+        """The next topology, with this worker after all others; this one if it is a member already."""
         return self if worker in self else ClusterTopology((*self.workers, worker), self.epoch + 1, now)
 
     def remove_worker(self, worker: WorkerId, now: float) -> ClusterTopology:
-        """The next topology, without this worker, the others in their order; this one if it is not here."""
+        """The next topology, without this worker; this one if it is not a member."""
         rank = self.rank_of(worker)
         if rank == RANK_NONE:
             return self
         return ClusterTopology(self.workers[:rank] + self.workers[rank + 1 :], self.epoch + 1, now)
 
     def delta_to(self, new: ClusterTopology) -> TopologyDelta:
-        """What somebody who has this topology must be told to have the new one: the less changed, the smaller."""
+        """The change from this topology to `new`; the fewer changes, the smaller."""
         pieces: list[Run | WorkerId] = []
         for worker in new.workers:
             rank = self.rank_of(worker)
@@ -205,16 +206,16 @@ class ClusterTopology(msgspec.Struct, frozen=True, dict=True):
         return TopologyDelta(self.epoch, new.epoch, new.last_updated, tuple(pieces))
 
     def apply(self, delta: TopologyDelta) -> ClusterTopology:
-        """The topology that the delta leads to; a refusal if it was made for another epoch than this one's."""
+        """The topology after the delta; refuses a delta that was made for another epoch."""
         if delta.base_epoch != self.epoch:
             raise RequestRefused(
                 "topology_epoch",
-                f"the change is of the topology of epoch {delta.base_epoch}, and this one is of epoch {self.epoch}",
-                "ask for the whole topology",
+                f"the delta applies to the topology of epoch {delta.base_epoch}, not {self.epoch}",
+                "read the whole topology",
             )
         runs = [piece for piece in delta.pieces if isinstance(piece, tuple)]
         if not self._has(runs):
-            raise PeerError("topology_delta_invalid", f"runs of ranks are not those of {self.world_size} workers")
+            raise PeerError("topology_delta_invalid", f"the delta has ranks beyond the {self.world_size} workers")
         workers: list[WorkerId] = []
         for piece in delta.pieces:
             workers += self.workers[piece[0] : sum(piece)] if isinstance(piece, tuple) else (piece,)
@@ -224,13 +225,13 @@ class ClusterTopology(msgspec.Struct, frozen=True, dict=True):
             raise PeerError("topology_delta_invalid", str(error)) from error
 
     def _has(self, runs: Collection[Run]) -> bool:
-        """Whether all runs lie within the ranks and are no more workers together than there are."""
+        """Whether all runs lie within the ranks, and are together no more workers than there are."""
         within = all(start >= 0 and count >= 1 and start + count <= self.world_size for start, count in runs)
         return within and sum(count for _, count in runs) <= self.world_size
 
 
 class GlobalTrainingState(msgspec.Struct, frozen=True):
-    """How far a job's training is. `optimizer_state` goes from worker to worker, and never into store or bus."""
+    """A job's training state. `optimizer_state` moves between workers, and never enters store or bus."""
 
     current_epoch: int = 0
     current_step: int = 0
@@ -241,14 +242,14 @@ class GlobalTrainingState(msgspec.Struct, frozen=True):
     optimizer_state: bytes | None = None
 
     def __repr__(self) -> str:
-        """As any struct's, but for the optimizer's bytes: there may be billions of them."""
+        """Like any struct's, with the size of the optimizer state in place of its bytes, which may be billions."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__ if name != "optimizer_state"}
         size = "None" if self.optimizer_state is None else f"<{len(self.optimizer_state)} bytes>"
         return f"GlobalTrainingState({', '.join(f'{k}={v!r}' for k, v in fields.items())}, optimizer_state={size})"
 
 
 class RescalingEvent(msgspec.Struct, frozen=True):
-    """One rescale: what it led from, what to, when, and why in words."""
+    """One rescale: the topologies before and after, the workers that changed, when and why."""
 
     type: RescaleType
     old_topology: ClusterTopology
@@ -273,8 +274,8 @@ class RescalingEvent(msgspec.Struct, frozen=True):
     ) -> RescalingEvent:
         """The rescale from one topology to another.
 
-        `replaced` are those who are in both and yet not the same: their processes ended, and others came under the same
-        ids. They count as removed and as added. Where as many came as went, the rescale is a replacement.
+        `replaced` are workers in both whose processes were replaced; they count as removed and as added. If the world
+        size stays the same, the rescale is a replacement.
         """
         anew = frozenset(replaced)
         added = tuple(worker for worker in new.workers if worker not in old or worker in anew)

@@ -1,1 +1,1 @@
-"""Training jobs: what the daemon serves, each isolated from the others."""
+"""Training jobs: their names, settings and versions; each is isolated from all other jobs."""

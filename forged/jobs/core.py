@@ -1,8 +1,9 @@
-"""Which jobs there are, decided without I/O.
+"""All jobs of a daemon: create, change, remove; decided without I/O.
 
-Law: a job is its name; whoever creates one again gets the one that exists, and is refused when they meant another. A
-refusal changes nothing. Every change of state is in the decision's writes, and nowhere else. A job that is created
-again is another job: it begins above the fence of the one that was removed, so who held that one is fenced off.
+Invariants:
+- A job is identified by its name. Creating an existing job returns it, or is refused if the settings differ.
+- A refusal changes nothing; every change of state is in the decision's writes.
+- A job that is created again after its removal starts above the removed job's fence, so old workers are fenced off.
 """
 
 from __future__ import annotations
@@ -48,46 +49,47 @@ class JobBook:
         self.jobs_max = jobs_max
         self._jobs: dict[str, Job] = {}
         self._floor = Fence(0, 0)
-        """No new job begins below: it lies above all that were removed."""
+        """Above the fences of all removed jobs; new jobs start here."""
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def load(self, values: Iterable[bytes], floor: bytes | None) -> None:
-        """Become what the store holds."""
+        """Replace all jobs by those in the store."""
         self._floor = Fence(0, 0) if floor is None else _decode_fence(floor)
         jobs = (_decode(value) for value in values)
         self._jobs = {job.name: job for job in jobs}
 
     def create(self, request: CreateJob, by: str, now: float, term: int) -> Decision[Job]:
-        """A new job, or the one that exists; `term` is the present leader's."""
+        """A new job, or the existing one; `term` is the daemon's."""
         name = check_name("job", request.job)
         _check_settings(request.settings)
         known = self._jobs.get(name)
         if known is not None:
             return _same_or_refused(known, request.settings)
         if len(self._jobs) >= self.jobs_max:
-            raise RequestRefused("jobs_full", f"there are {len(self._jobs)} jobs already", "remove those that are done")
+            text = f"the daemon has {len(self._jobs)} jobs, the limit"
+            raise RequestRefused("jobs_full", text, "remove jobs that are over")
         fence = max(self._floor, Fence(term, 0))
         job = Job(name=name, settings=request.settings, created_at=now, created_by=by, fence=fence)
         return self._put(job, JobCreated(name, job.settings))
 
     def change(self, request: ChangeJob) -> Decision[Job]:
-        """The job with other settings."""
+        """Replace the job's settings."""
         job = self.get(request.job)
         _check_settings(request.settings)
         if job.version != request.version:
             raise RequestRefused(
                 "job_changed",
-                f"job {job.name} is at version {job.version}, not {request.version}: somebody changed it in between",
-                "look at it again (`forgectl jobs show`) and repeat the change",
+                f"job {job.name} is at version {job.version}, not {request.version}: it was changed meanwhile",
+                "read it again (`forgectl jobs show`) and repeat the change",
             )
         first = job.settings if job.created_with is None else job.created_with
         job = msgspec.structs.replace(job, settings=request.settings, version=job.version + 1, created_with=first)
         return self._put(job, JobChanged(job.name, job.version, job.settings))
 
     def remove(self, request: RemoveJob, generation: int = 0) -> Decision[Nothing]:
-        """The job is gone, after so many rescales."""
+        """Remove the job, whose generation is given."""
         job = self._jobs.pop(request.job, None)
         if job is None:
             return Decision(Nothing())
@@ -99,11 +101,11 @@ class JobBook:
         return Decision(Nothing(), (JobRemoved(job.name),), writes, job=job.name)
 
     def note(self, request: AddNote) -> Decision[Nothing]:
-        """A remark on an existing job's record."""
+        """Add a note to a job's history."""
         job = self.get(request.job)
         if not 0 < len(request.text) <= NOTE_CHARS_MAX:
-            wanted = f"write 1 to {NOTE_CHARS_MAX} characters"
-            raise RequestRefused("note_invalid", f"text has {len(request.text)} characters", wanted)
+            text = f"text must have 1 to {NOTE_CHARS_MAX} characters, got {len(request.text)}"
+            raise RequestRefused("note_invalid", text, "shorten the note")
         return Decision(Nothing(), (NoteAdded(request.text),), job=job.name, generation=job.fence.generation)
 
     def get(self, name: str) -> Job:
@@ -116,12 +118,12 @@ class JobBook:
         return job
 
     def visible(self, principal: Principal, after: str) -> Iterator[Job]:
-        """The jobs that somebody may see, by name, behind the name `after`."""
+        """The jobs that the principal may see, by name, after the name `after`."""
         names = (name for name in self._jobs if principal.may(Role.VIEWER, name))
         return (self._jobs[name] for name in ascending(names, after))
 
     def fence(self, name: str) -> Fence | None:
-        """How far the job is; None for a job that does not exist."""
+        """The fence from which the job's generations are counted; None for an unknown job."""
         job = self._jobs.get(name)
         return None if job is None else job.fence
 
@@ -132,18 +134,18 @@ class JobBook:
 
 def _same_or_refused(job: Job, settings: dict[str, SettingValue]) -> Decision[Job]:
     different = _different(job.settings, settings) if settings else []
-    # A script that has created the job says the same when it is started again, whatever was changed since.
+    # A script that created the job brings the same settings when it restarts, also after an operator changed them.
     if different and (job.created_with is None or _different(job.created_with, settings)):
         raise RequestRefused(
             "job_differs",
             f"job {job.name} exists with other settings: {', '.join(different)[:500]}",
-            "leave the settings out to use it as it is, change it, or take another name",
+            "omit the settings to use the job as it is, change it, or use another name",
         )
     return Decision(job)
 
 
 def _different(settings: Mapping[str, SettingValue], others: Mapping[str, SettingValue]) -> list[str]:
-    """The keys whose values differ as they are stored; to Python, 1 and True would be the same."""
+    """The keys whose stored values differ; compared as encoded, because 1 == True in Python."""
     stored, wanted = ({key: _encode(value) for key, value in one.items()} for one in (settings, others))
     return [key for key in sorted(stored.keys() | wanted.keys()) if stored.get(key) != wanted.get(key)]
 
@@ -151,10 +153,12 @@ def _different(settings: Mapping[str, SettingValue], others: Mapping[str, Settin
 def _check_settings(settings: dict[str, SettingValue]) -> None:
     for key, value in settings.items():
         if isinstance(value, float) and not isfinite(value):
-            text = f"setting {key[:80]!r} is {value}, which JSON cannot say"
+            text = f"setting {key[:80]!r} must be finite, got {value}"
             raise RequestRefused("setting_invalid", text, "give a finite number, a text or none")
     size = len(_encode(settings))
     if size > SETTINGS_BYTES_MAX:
         raise RequestRefused(
-            "settings_too_large", f"settings have {size} bytes, over {SETTINGS_BYTES_MAX}", "keep large values in files"
+            "settings_too_large",
+            f"settings must have at most {SETTINGS_BYTES_MAX} bytes, got {size}",
+            "keep large values in files",
         )

@@ -1,4 +1,4 @@
-"""A job, and what is said of one."""
+"""A job, its facts and its requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SettingValue = str | int | float | bool | None
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One training job. `version` grows with every change; `fence` is where its generations are counted from.
 
-    A new job begins with the term in which it was created, above all that jobs removed before have reached.
+    A new job's fence has the term in which it was created and lies above those of all jobs removed before.
     """
 
     name: str
@@ -26,19 +26,19 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     created_by: str
     fence: Fence = Fence(0, 0)
     created_with: dict[str, SettingValue] | None = None
-    """The settings that it had at first; None where they are the present ones. Who asks for them is not refused: what
-    has changed them since holds for that one, too."""
+    """The job's first settings; None if they never changed. A caller that creates the job with these gets the current
+    ones, without a refusal."""
 
 
 class JobCreated(Fact, frozen=True):
-    """A job is served from now on."""
+    """A job exists from now on."""
 
     name: str
     settings: dict[str, SettingValue]
 
 
 class JobChanged(Fact, frozen=True):
-    """A job has other settings now."""
+    """A job's settings have changed."""
 
     name: str
     version: int
@@ -46,19 +46,19 @@ class JobChanged(Fact, frozen=True):
 
 
 class JobRemoved(Fact, frozen=True):
-    """A job is no longer served."""
+    """A job was removed."""
 
     name: str
 
 
 class NoteAdded(Fact, frozen=True):
-    """Somebody put a remark on the record: what they did, saw or are about to do."""
+    """A caller has added a note to the job's history."""
 
     text: str
 
 
 class CreateJob(Request[Job], frozen=True):
-    """Serve a job. One that exists with these settings, or had them before it was changed, is returned as it is."""
+    """Create a job. One that exists with these settings, or had them before a change, is returned as it is."""
 
     needs: ClassVar[Role] = Role.WORKER
 
@@ -67,7 +67,7 @@ class CreateJob(Request[Job], frozen=True):
 
 
 class ChangeJob(Request[Job], frozen=True):
-    """Replace a job's settings, if it is still at the version that the caller saw."""
+    """Replace a job's settings, if it is still at the version that the caller has read."""
 
     job: str
     settings: dict[str, SettingValue]
@@ -75,7 +75,7 @@ class ChangeJob(Request[Job], frozen=True):
 
 
 class ShowJob(Request[Job], frozen=True):
-    """One job."""
+    """Show one job."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -84,14 +84,14 @@ class ShowJob(Request[Job], frozen=True):
 
 
 class JobPage(msgspec.Struct, frozen=True):
-    """Some jobs; `more` tells that there are others behind the last of them."""
+    """Some jobs; `more` says that further ones follow."""
 
     jobs: list[Job]
     more: bool
 
 
 class ListJobs(Request[JobPage], frozen=True):
-    """The jobs that the caller may see, by name, behind the name `after`: `limit` at most, and no more than fit."""
+    """List the jobs that the caller may see by name, after the name `after`: at most `limit`, and no more than fit."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -102,14 +102,14 @@ class ListJobs(Request[JobPage], frozen=True):
 
 
 class RemoveJob(Request[Nothing], frozen=True):
-    """Serve a job no longer. One that does not exist is no error; one that has workers is refused without `force`."""
+    """Remove a job. An unknown job is no error; a job with workers is refused without `force`."""
 
     job: str
     force: bool = False
 
 
 class AddNote(Request[Nothing], frozen=True):
-    """Put a remark on a job's record."""
+    """Add a note to a job's history."""
 
     needs: ClassVar[Role] = Role.WORKER
 

@@ -1,4 +1,4 @@
-"""Jobs on the bus."""
+"""Jobs on the bus: answers requests about jobs, and gives each job its fence."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ OWNER = "jobs"
 
 @dataclass(frozen=True, slots=True)
 class TrainingPort:
-    """What has to be known of whoever trains the jobs."""
+    """What jobs need to know of the training service."""
 
     generation: Callable[[str], int] = lambda job: 0
-    """How often a job was rescaled."""
+    """A job's generation."""
     workers: Callable[[str], int] = lambda job: 0
-    """How many workers it has that are at work."""
+    """How many workers a job has that is not over."""
     require: Callable[[str, Mapping[str, SettingValue]], None] = lambda job, settings: None
-    """Refuses settings that a job cannot have."""
+    """Refuses invalid settings."""
 
 
 UNTRAINED = TrainingPort()
 
 
 class JobService:
-    """Owns the jobs; answers what is asked of them."""
+    """Owns all jobs."""
 
     def __init__(self, bus: Bus, clock: Clock, book: JobBook, training: TrainingPort = UNTRAINED) -> None:
         self.book = book
@@ -60,13 +60,13 @@ class JobService:
         bus.dispatcher.fence_of = self._fence
 
     async def load(self, store: Store) -> None:
-        """Become what the store holds."""
+        """Replace all jobs by those in the store."""
         jobs = await read_all(store, PREFIX)
         floor = await store.get(FLOOR_KEY)
         self.book.load((entry.value for entry in jobs), None if floor is None else floor.value)
 
     def _fence(self, name: str) -> Fence | None:
-        """How far a job is: its rescales are counted from where it began."""
+        """A job's current fence: its generations are counted from the fence that it started with."""
         fence = self.book.fence(name)
         return None if fence is None else Fence(fence.term, fence.generation + self._training.generation(name))
 
@@ -84,7 +84,7 @@ class JobService:
             raise RequestRefused(
                 "job_in_use",
                 f"job {request.job} has {workers} worker{'' if workers == 1 else 's'}",
-                f"abort it first (`forgectl jobs abort {request.job}`), or --force",
+                f"abort it first (`forgectl jobs abort {request.job}`), or use --force",
             )
         return self.book.remove(request, self._training.generation(request.job))
 
