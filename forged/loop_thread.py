@@ -1,10 +1,11 @@
-"""An event loop in a thread of its own, for scripts that have none.
+"""An event loop in a thread of its own, for scripts without one.
 
-Law: whoever waits here may be interrupted anywhere, by a signal whose handler raises or asks for something itself. So
-nothing that both threads need is locked by Python code: the script waits at a queue that is written in C, and the loop
-is told by a callback. What is interrupted is cancelled; only what is held is left as ever, so that it can say goodbye.
-What fails on the loop, whatever it is, fails in who has asked for it, and the loop goes on. Nobody waits for what does
-not come any more: neither when the loop ends in that moment, nor when what is held has come to an end by itself.
+Invariants:
+- A signal may interrupt a waiting thread anywhere, and its handler may raise or call the loop itself. So no lock of
+  Python code is shared between the threads: the script waits at a queue implemented in C, and the loop gets callbacks.
+- An interrupted call is cancelled. A context manager in `holding` is always exited, so that it can clean up.
+- Every exception on the loop is raised in the thread that made the call; the loop continues.
+- No call waits forever: not if the loop ends meanwhile, and not if a context manager in `holding` ends by itself.
 """
 
 from __future__ import annotations
@@ -30,40 +31,40 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 SIGNALS_NOTICED_S = 0.5
-"""How long a signal may go unnoticed that has reached another thread than the one that waits, and how long the loop may
-not notice what it was told by who was interrupted by one."""
-ENDS = (SystemExit, KeyboardInterrupt)
-"""What asyncio lets out of the loop itself."""
+"""The longest time until a waiting thread notices a signal that reached another thread, and until the loop notices a
+callback whose wake-up was interrupted by a signal."""
+EXITS = (SystemExit, KeyboardInterrupt)
+"""The exceptions that asyncio raises out of the loop itself."""
 
 
 class LoopThread:
-    """A loop, and its thread; a context manager. Several threads may use it.
+    """A loop and its thread; a context manager. Several threads may use it.
 
-    `over` is raised, as a copy, to who asks for something when it has ended.
+    A copy of `closed_error` is raised by calls after its end.
     """
 
     _loop: asyncio.AbstractEventLoop
     _life: asyncio.Task[None]
     _tasks: TaskGroup
 
-    def __init__(self, name: str, over: ForgedError) -> None:
-        self._over = over
+    def __init__(self, name: str, closed_error: ForgedError) -> None:
+        self._closed_error = closed_error
         self._failure: BaseException | None = None
-        """What has ended it, if it was not ended by who has begun it."""
-        self._asked: set[_Asked[Any]] = set()
-        """What is done on the loop."""
+        """The error that ended the loop; None if it was ended by `__exit__`."""
+        self._calls: set[_Call[Any]] = set()
+        """The calls that the loop has begun and not finished."""
         self._is_left = False
-        """Whether the block has ended, which is known here also if the loop could not be told."""
+        """Whether the block has ended; set even if the loop could not be called."""
         self._has_to_end = asyncio.Event()
         self._has_ended = False
         self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._process = os.getpid()
-        # Where the end of the script is cut short, neither it nor those that anyio starts there keep the process.
-        self._thread = threading.Thread(target=self._turn, name=name, daemon=True)
+        # A daemon thread does not keep the process alive if the end of the script is cut short.
+        self._thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
 
     def __enter__(self) -> Self:
         self._loop = asyncio.new_event_loop()
-        # Comes first on the loop, so that all others find its group open.
+        # The first task of the loop, so that its task group is open for all calls.
         self._life = self._loop.create_task(self._live())
         try:
             self._thread.start()
@@ -75,9 +76,9 @@ class LoopThread:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End it. What is still asked for is cancelled, and what is held is left."""
+        """End the loop: cancel pending calls and exit the context managers in `holding`."""
         self._is_left = True
-        self._has_reached(self._finish)
+        self._schedule(self._finish)
         if not self.is_own_thread:
             while not self._is_over:
                 with contextlib.suppress(queue.Empty):
@@ -90,12 +91,12 @@ class LoopThread:
         return threading.get_ident() == self._thread.ident and not self._has_ended
 
     def run(self, call: Callable[P, Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Have something awaited on the loop, and wait for it."""
-        asked: _Asked[R] = _Asked()
-        return self._ask(asked, self._begin, asked, partial(call, *args, **kwargs))
+        """Await a call on the loop and return its result."""
+        pending: _Call[R] = _Call()
+        return self._wait_for(pending, self._begin, pending, partial(call, *args, **kwargs))
 
     def call(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Have something called on the loop, and wait for it; in the thread of the loop, call it."""
+        """Call a function on the loop and return its result; in the loop's own thread, call it directly."""
         if self.is_own_thread:
             return call(*args, **kwargs)
 
@@ -105,61 +106,61 @@ class LoopThread:
         return self.run(called)
 
     def tell(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Have something called on the loop soon, and do not wait for it."""
-        if not self._has_reached(call, *arguments):
-            raise copy(self._over)
+        """Schedule a call on the loop without waiting for it."""
+        if not self._schedule(call, *arguments):
+            raise copy(self._closed_error)
 
     @contextmanager
     def holding(self, manager: AbstractAsyncContextManager[R]) -> Iterator[R]:
-        """Enter something on the loop, and leave it behind the block, in one and the same task.
+        """Enter a context manager on the loop, and exit it after the block, both in one task.
 
-        If it comes to an end before, the loop ends with it, and whoever asks for something is told why.
+        If it ends before the block, the loop ends too, and calls raise its error.
         """
         held = _Held()
-        value: R = self._ask(held, self._begin, held, partial(self._hold, held, manager))
+        value: R = self._wait_for(held, self._begin, held, partial(self._hold, held, manager))
         try:
             yield value
         finally:
-            self._ask(held, held.give_up)
+            self._wait_for(held, held.give_up)
 
-    # In the script's threads.
+    # In the calling threads.
 
-    def _ask(self, asked: _Asked[R], tell: Callable[..., object], *arguments: Any) -> R:
-        """Tell the loop what to do, and wait for the answer."""
+    def _wait_for(self, call: _Call[R], start: Callable[..., object], *arguments: Any) -> R:
+        """Call `start` on the loop, and wait for the result of the call."""
         if self.is_own_thread:
             raise RequestRefused(
-                "loop_waits_for_itself", "the loop's own thread would wait for the loop", "ask in another thread"
+                "loop_waits_for_itself", "the loop's own thread cannot wait for the loop", "call it from another thread"
             )
         try:
-            self._has_reached(tell, *arguments)
-            value, error = self._answer_to(asked)
+            self._schedule(start, *arguments)
+            value, error = self._result_of(call)
         except BaseException:
-            # Whoever is interrupted does not come back for it.
-            self._has_reached(asked.give_up)
+            # An interrupted thread does not wait for the result any more.
+            self._schedule(call.give_up)
             raise
         try:
             if error is None:
                 return value
             raise error
         finally:
-            # It would hold itself, by the frames in its trace.
+            # The frames of its traceback would refer to it.
             del error
 
-    def _answer_to(self, asked: _Asked[R]) -> _Answer[R]:
+    def _result_of(self, call: _Call[R]) -> _Result[R]:
         while True:
-            # What has come to the loop when it was about to end is neither done nor refused.
+            # Checked before waiting: a call scheduled while the loop ends gets no result.
             is_over = self._is_over
             try:
-                # A signal may have reached another thread; Python attends to it when this one wakes up.
-                return asked.answers.get(timeout=0 if is_over else SIGNALS_NOTICED_S)
+                # A signal may have reached another thread; Python runs its handler when this one wakes up.
+                return call.results.get(timeout=0 if is_over else SIGNALS_NOTICED_S)
             except queue.Empty:
                 if is_over:
                     raise self._reason() from None
 
-    def _has_reached(self, call: Callable[..., object], *arguments: Any) -> bool:
-        """Have something called on the loop; false when there is none any more."""
+    def _schedule(self, function: Callable[..., object], *arguments: Any) -> bool:
+        """Schedule a call on the loop; false if the loop is closed."""
         try:
-            self._loop.call_soon_threadsafe(call, *arguments)
+            self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
             if not self._loop.is_closed():
                 raise
@@ -168,22 +169,22 @@ class LoopThread:
 
     @property
     def _is_over(self) -> bool:
-        """Whether nothing more comes from the loop. A forked child has none."""
+        """Whether the loop has ended; true in a forked child."""
         return self._has_ended or os.getpid() != self._process
 
     def _reason(self) -> BaseException:
-        """Why nothing is to be had here any more."""
-        # Many may meet it, whose frames it would keep.
-        return copy(self._over) if self._failure is None else self._failure.with_traceback(None)
+        """The error for calls after the end."""
+        # Without the traceback, which would refer to the frames of all callers.
+        return copy(self._closed_error) if self._failure is None else self._failure.with_traceback(None)
 
-    # In the thread of the loop.
+    # In the loop's thread.
 
-    def _turn(self) -> None:
+    def _run_loop(self) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop):
                 while not self._life.done():
-                    # Whoever waits for the task that it comes from is told.
-                    with contextlib.suppress(*ENDS):
+                    # Raised by a task whose call gets the exception as its result.
+                    with contextlib.suppress(*EXITS):
                         self._loop.run_until_complete(self._life)
         finally:
             self._has_ended = True
@@ -192,7 +193,7 @@ class LoopThread:
     async def _live(self) -> None:
         async with anyio.create_task_group() as self._tasks:
             while not self._has_to_end.is_set():
-                # Whoever was interrupted when about to tell the loop something may not have come to wake it up.
+                # A thread that was interrupted while it scheduled a call may not have woken the loop.
                 with anyio.move_on_after(SIGNALS_NOTICED_S):
                     await self._has_to_end.wait()
                 if self._is_left:
@@ -202,34 +203,34 @@ class LoopThread:
         if not self._has_to_end.is_set():
             self._has_to_end.set()
             self._failure = failure
-            for asked in self._asked:
-                asked.give_up()
+            for call in self._calls:
+                call.give_up()
 
-    def _begin(self, asked: _Asked[Any], call: Callable[[], Awaitable[object]]) -> None:
+    def _begin(self, call: _Call[Any], function: Callable[[], Awaitable[object]]) -> None:
         if self._has_to_end.is_set():
-            asked.answers.put(_Answer(None, self._reason()))
+            call.results.put(_Result(None, self._reason()))
         else:
-            self._asked.add(asked)
-            self._tasks.start_soon(self._do, asked, call)
+            self._calls.add(call)
+            self._tasks.start_soon(self._do, call, function)
 
-    async def _do(self, asked: _Asked[Any], call: Callable[[], Awaitable[object]]) -> None:
-        with anyio.CancelScope() as asked.scope:
+    async def _do(self, call: _Call[Any], function: Callable[[], Awaitable[object]]) -> None:
+        with anyio.CancelScope() as call.scope:
             try:
-                if asked.is_unwanted:
+                if call.is_abandoned:
                     raise asyncio.CancelledError
-                asked.answers.put(_Answer(await call(), None))
-            except BaseException as error:  # noqa: BLE001 - raised in who has asked
+                call.results.put(_Result(await function(), None))
+            except BaseException as error:  # noqa: BLE001 - raised in the calling thread
                 is_cut_off = self._has_to_end.is_set() and isinstance(error, asyncio.CancelledError)
-                asked.answers.put(_Answer(None, self._reason() if is_cut_off else _ungrouped(error)))
+                call.results.put(_Result(None, self._reason() if is_cut_off else _ungrouped(error)))
             finally:
-                self._asked.discard(asked)
+                self._calls.discard(call)
 
     async def _hold(self, held: _Held, manager: AbstractAsyncContextManager[object]) -> None:
         failure: BaseException | None = None
         try:
             async with manager as value:
                 held.is_entered = True
-                held.answers.put(_Answer(value, None))
+                held.results.put(_Result(value, None))
                 await held.has_to_end.wait()
         except BaseException as error:
             failure = _ungrouped(error)
@@ -239,30 +240,30 @@ class LoopThread:
                 self._finish(failure)
 
 
-class _Answer(NamedTuple, Generic[R]):
-    """What has come of something."""
+class _Result(NamedTuple, Generic[R]):
+    """The result or the error of a call."""
 
     value: R
     error: BaseException | None
 
 
-class _Asked(Generic[R]):
-    """Something that somebody waits for."""
+class _Call(Generic[R]):
+    """A call whose result a thread waits for."""
 
     def __init__(self) -> None:
-        self.answers: queue.SimpleQueue[_Answer[R]] = queue.SimpleQueue()
+        self.results: queue.SimpleQueue[_Result[R]] = queue.SimpleQueue()
         self.scope: anyio.CancelScope | None = None
-        self.is_unwanted = False
+        self.is_abandoned = False
 
     def give_up(self) -> None:
-        """Nobody waits for it any more."""
-        self.is_unwanted = True
+        """Cancel the call: its thread no longer waits."""
+        self.is_abandoned = True
         if self.scope is not None:
             self.scope.cancel()
 
 
-class _Held(_Asked[Any]):
-    """Something that is entered, and then left. It is answered twice: when the one is done, and when the other is."""
+class _Held(_Call[Any]):
+    """A context manager in `holding`. It has two results: one when it is entered, one when it is exited."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +271,7 @@ class _Held(_Asked[Any]):
         self.has_to_end = asyncio.Event()
 
     def give_up(self) -> None:
-        """Leave it; if it has not been entered yet, do not."""
+        """Exit it; if it is not entered yet, cancel that."""
         if self.is_entered:
             self.has_to_end.set()
         else:
@@ -278,12 +279,12 @@ class _Held(_Asked[Any]):
 
     @property
     def has_ended_by_itself(self) -> bool:
-        return self.is_entered and not (self.is_unwanted or self.has_to_end.is_set())
+        return self.is_entered and not (self.is_abandoned or self.has_to_end.is_set())
 
 
 def _ungrouped(error: BaseException) -> BaseException:
-    """What is to end the script, though it comes in a group, as from a task; else the error as it is."""
-    ends: BaseException | None = error.subgroup(ENDS) if isinstance(error, BaseExceptionGroup) else None
-    while isinstance(ends, BaseExceptionGroup):
-        ends = ends.exceptions[0]
-    return error if ends is None else ends
+    """The exit exception inside a group, as raised by a task; any other error unchanged."""
+    exits: BaseException | None = error.subgroup(EXITS) if isinstance(error, BaseExceptionGroup) else None
+    while isinstance(exits, BaseExceptionGroup):
+        exits = exits.exceptions[0]
+    return error if exits is None else exits

@@ -163,7 +163,7 @@ def interrupted_when_it_waits() -> Iterator[None]:
     """Interrupt this thread when it waits for the loop."""
 
     def ring() -> None:
-        while not is_in(LoopThread._answer_to, script):
+        while not is_in(LoopThread._result_of, script):
             pass
         signal.pthread_kill(script, signal.SIGALRM)
 

@@ -1,7 +1,8 @@
-"""What is too large for a message, as methods.
+"""Client methods that transfer bulk bytes over side connections.
 
-Law: bytes go over a side connection, from and into what the caller has open; a file that is made here is there whole or
-not at all.
+Invariants:
+- Bytes are read from and written to the caller's open files and buffers.
+- A file created here exists completely or not at all.
 """
 
 from __future__ import annotations
@@ -21,36 +22,36 @@ BACKUP_TIMEOUT_S = 3600.0
 
 
 class BulkMethods(DaemonMethods):
-    """Uses tickets; who inherits it knows how to open a side connection."""
+    """Methods that use tickets; a subclass opens the side connections."""
 
     async def fetch_file(self, ticket: Ticket, fd: int, *, offset: int = 0) -> None:
-        """Receive what a ticket is for into an open file, from `offset` on."""
+        """Receive the bytes of a ticket into an open file, starting at `offset`."""
         await self._use(ticket, side_connection.file_receiver(fd, ticket.size), offset)
 
     async def fetch_bytes(self, ticket: Ticket) -> bytearray:
-        """Receive what a ticket is for into memory."""
+        """Receive the bytes of a ticket into memory."""
         data = bytearray(ticket.size)
         await self._use(ticket, side_connection.buffer_receiver(memoryview(data)))
         return data
 
     async def fetch_descriptors(self, ticket: Ticket) -> list[int]:
-        """Receive file descriptors, over a Unix socket; they are the caller's to close."""
+        """Receive file descriptors over a Unix socket; the caller closes them."""
         taken: list[int] = []
         await self._use(ticket, side_connection.descriptor_receiver(ticket.size, taken))
         return taken
 
     async def deliver_file(self, ticket: Ticket, fd: int, *, offset: int = 0) -> None:
-        """Send the bytes of an open file that a ticket asks for, from `offset` on."""
+        """Send the bytes that a ticket requests from an open file, starting at `offset`."""
         await self._use(ticket, side_connection.file_sender(fd, ticket.size), offset)
 
     async def deliver_bytes(self, ticket: Ticket, view: memoryview) -> None:
-        """Send the bytes that a ticket asks for from memory."""
+        """Send the bytes that a ticket requests from memory."""
         await self._use(ticket, side_connection.buffer_sender(view))
 
     async def backup(self, path: str | os.PathLike[str]) -> int:
-        """Fetch a consistent copy of the daemon's state, to be used as a data directory's database; returns its size.
+        """Fetch a consistent copy of the daemon's database; returns its size in bytes.
 
-        The file is there whole or not at all.
+        The file exists completely or not at all.
         """
         ticket = await self.request(BackUp(), timeout_s=BACKUP_TIMEOUT_S)
         target = Path(path)
@@ -69,5 +70,5 @@ class BulkMethods(DaemonMethods):
         return ticket.size
 
     async def _use(self, ticket: Ticket, offer: side_connection.BulkTransfer, offset: int = 0) -> None:
-        """Present the ticket, and move the bytes that it is for."""
+        """Open a side connection with the ticket and transfer its bytes."""
         raise NotImplementedError

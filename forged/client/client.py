@@ -1,8 +1,10 @@
-"""The client library.
+"""The asynchronous client.
 
-Law: a client outlives its connections. What was asked is sent again, with the same number, until it is answered or its
-deadline has passed, so it is done once; streams go on where they were. Only what the daemon refuses, or time, ends a
-request. How many may wait is limited: one more waits for its turn.
+Invariants:
+- A client outlives its connections. A pending request is sent again with the same number, so it takes effect once;
+  streams continue at their position.
+- Only a reply, a refusal or the deadline ends a request.
+- The number of pending requests is limited; further requests wait.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
-from forged.client.answers import Servant
 from forged.client.bulk import BulkMethods
 from forged.client.connection import Link
 from forged.client.connector import Connector
+from forged.client.served_requests import ServedRequests
 from forged.client.stream import FactStream
 from forged.clock import Clock, SystemClock
 from forged.errors import ForgedError, NotLeader, RequestRefused, Unavailable
@@ -55,23 +57,23 @@ R = TypeVar("R")
 
 CONNECT_TIMEOUT_S = 10.0
 REQUESTS_WAITING_MAX = 1000
-"""Below the 1024 at which a daemon stops reading, so that it still hears what is cancelled."""
+"""Below the 1024 at which a daemon stops reading, so that it still receives cancellations."""
 REQUEST_HEAD_BYTES_MAX = 512
-"""What a frame holds besides a request's own fields."""
+"""The room in a frame for everything but the request's own fields."""
 EARLIEST = -1
-"""As `since`: everything that the daemon still keeps."""
+"""As `since`: all facts that the daemon still keeps."""
 
 NOT_OPEN = RequestRefused("client_not_open", "the client is not open", "use it inside `async with ForgedClient(...)`")
 CLOSED = Unavailable("client_closed", "the client was closed", "open a new one")
 
 
 class ForgedClient(BulkMethods):
-    """Talks to a daemon, or to the one of several that answers; an asynchronous context manager.
+    """The client of a daemon, or of one of several daemons; an asynchronous context manager.
 
-    Endpoints are `unix:///path`, `tcp://host:port` or `tls://host:port`; without one it is the socket that
-    `$FORGED_SOCKET` names, or where a daemon of this user would be. Without `token` it is `$FORGED_TOKEN`'s; an empty
-    one is none. Entering waits for the first connection.
-    Another `network` is for other ways to connect: `SystemNetwork(tls_client=...)` for certificates of one's own.
+    Endpoints are `unix:///path`, `tcp://host:port` or `tls://host:port`; the default is the socket
+    `$FORGED_SOCKET`, else the default socket of this user. `token` defaults to `$FORGED_TOKEN`; an empty one means
+    none. Entering waits for the first connection. `network` replaces the way to connect, such as
+    `SystemNetwork(tls_client=...)` for other certificates.
     """
 
     def __init__(
@@ -91,15 +93,15 @@ class ForgedClient(BulkMethods):
         clock, source = clock or SystemClock(), source or random.SystemRandom()
         super().__init__(clock, source)
         self.token = (token if token is not None else os.environ.get("FORGED_TOKEN")) or None
-        """What it shows; others that speak for the same caller show it, too."""
+        """The token of this client, which helper connections of the same caller use too."""
         self._limits = limits or ConnectionLimits()
         self._client = new_client_id(source.getrandbits)
         self._calls = OutgoingCalls(self._clock)
-        self._asking = 0
-        self._waiting_for_room: deque[asyncio.Future[None]] = deque()
+        self._pending = 0
+        self._waiting_for_slot: deque[asyncio.Future[None]] = deque()
         self._streams: dict[int, FactStream] = {}
         self._stream_number = 0
-        self._servant = Servant()
+        self._served = ServedRequests()
         self._end: ForgedError | None = NOT_OPEN
         self._tasks: TaskGroup | None = None
         self._network = network if network is not None else _system_network(self.endpoints)
@@ -136,33 +138,33 @@ class ForgedClient(BulkMethods):
 
     @property
     def connected(self) -> bool:
-        """Whether a daemon is at the other end right now."""
+        """Whether there is a connection now."""
         return self._link is not None and not self._link.lost
 
     @property
     def endpoint(self) -> str | None:
-        """The endpoint of the present connection."""
+        """The endpoint of the current connection."""
         return str(self._link.address) if self._link is not None else None
 
     def descriptors(self) -> list[int]:
-        """The file descriptors of its connection, which forked children must not keep."""
+        """The file descriptors of its connection, which forked children must close."""
         descriptor = None if self._link is None else self._link.descriptor()
         return [] if descriptor is None else [descriptor]
 
     # What the daemon does.
 
     async def request(self, request: Request[R], *, timeout_s: float | None = None, fence: Fence | None = None) -> R:
-        """Have a request done once, however often the connection breaks, and return its reply."""
+        """Send a request and return its reply. It takes effect once, even if the connection breaks."""
         left_s = self.timeout_s if timeout_s is None else timeout_s
-        if self._asking >= REQUESTS_WAITING_MAX:
-            left_s = await self._wait_for_room(left_s)
-        self._asking += 1
+        if self._pending >= REQUESTS_WAITING_MAX:
+            left_s = await self._wait_for_slot(left_s)
+        self._pending += 1
         try:
             return await self._ask(request, left_s, fence)
         finally:
-            self._asking -= 1
-            if self._waiting_for_room:
-                self._let_one_in()
+            self._pending -= 1
+            if self._waiting_for_slot:
+                self._admit_next()
 
     def signal(self, signal: Signal) -> None:
         """Send a signal; dropped without a connection or while the daemon does not read."""
@@ -176,9 +178,9 @@ class ForgedClient(BulkMethods):
         jobs: Iterable[str] = (),
         until: int | None = None,
     ) -> FactStream:
-        """A stream of facts with ids greater than `since` (None: from now on; `EARLIEST`: all that are kept).
+        """A stream of facts with ids greater than `since` (None: new facts only; `EARLIEST`: all that are kept).
 
-        Use it as `async with client.facts(...) as stream: async for record in stream: ...`. It yields `Gap`s too.
+        Use it as `async with client.facts(...) as stream: async for record in stream: ...`. It also yields `Gap`s.
         """
         self._stream_number += 1
         names = tuple(one if isinstance(one, str) else one.__name__ for one in types)
@@ -197,7 +199,7 @@ class ForgedClient(BulkMethods):
     async def past_facts(
         self, *types: type[Fact] | str, since: int = EARLIEST, jobs: Iterable[str] = ()
     ) -> AsyncIterator[Record | Gap]:
-        """The facts until now; ends when there are no more."""
+        """All facts up to now."""
         latest = (await self.status()).last_fact
         async with self.facts(*types, since=since, jobs=jobs, until=latest) as stream:
             async for item in stream:
@@ -205,14 +207,18 @@ class ForgedClient(BulkMethods):
 
     def serve(self, request: type[Request[R]], handler: Callable[[Any], Awaitable[R]]) -> None:
         """Answer requests of this type that come from the daemon."""
-        self._servant.serve(request, handler)
+        self._served.serve(request, handler)
 
     # Side connections.
 
     async def _use(self, ticket: Ticket, offer: side_connection.BulkTransfer, offset: int = 0) -> None:
         link = self._link
         if link is None:
-            raise Unavailable("connection_lost", "there is no daemon to open a side connection to", "ask again")
+            raise Unavailable(
+                "connection_lost",
+                "no connection to a daemon for a side connection",
+                "try again",
+            )
         await side_connection.transfer_with_ticket(
             self._network, self._clock, self._limits, link.address, self._client, ticket, offer, offset
         )
@@ -227,14 +233,14 @@ class ForgedClient(BulkMethods):
         return Link(self, self._clock, self._limits, address, self._client, self.token)
 
     def _resume(self, link: Link) -> None:
-        """Ask again what is not answered, and go on with the streams."""
+        """Send pending requests again and resume the streams."""
         for number in self._calls.unanswered():
             self._send(link, number)
         for stream in list(self._streams.values()):
             self._subscribe(link, stream)
 
     def _finish(self, error: ForgedError) -> None:
-        """Nothing will be answered any more."""
+        """Fail all pending requests and streams."""
         self._end = error
         self._calls.fail_all(error)
         for stream in list(self._streams.values()):
@@ -249,7 +255,7 @@ class ForgedClient(BulkMethods):
         try:
             return await self._tasks.__aexit__(None if error is None else type(error), error, None)
         except BaseExceptionGroup as group:
-            # What the block raised leaves it as it is; only what our own tasks raise comes as a group.
+            # An error of the block leaves it unchanged; only errors of the client's own tasks come as a group.
             if error is not None and group.exceptions == (error,):
                 return None
             raise
@@ -272,33 +278,33 @@ class ForgedClient(BulkMethods):
             raise
         return reply
 
-    async def _wait_for_room(self, timeout_s: float) -> float:
-        """Wait until fewer requests wait for answers; returns what is left of the time."""
+    async def _wait_for_slot(self, timeout_s: float) -> float:
+        """Wait until fewer requests are pending; returns the remaining time."""
         deadline = self._clock.monotonic() + timeout_s
         with anyio.move_on_after(timeout_s) as scope:
-            while self._asking >= REQUESTS_WAITING_MAX:
-                room = asyncio.get_running_loop().create_future()
-                self._waiting_for_room.append(room)
+            while self._pending >= REQUESTS_WAITING_MAX:
+                slot = asyncio.get_running_loop().create_future()
+                self._waiting_for_slot.append(slot)
                 try:
-                    await room
+                    await slot
                 except BaseException:
-                    # Whoever was let in and goes away lets the next one in.
-                    if room.done() and not room.cancelled():
-                        self._let_one_in()
+                    # This request was admitted and is cancelled: admit the next one.
+                    if slot.done() and not slot.cancelled():
+                        self._admit_next()
                     raise
         if scope.cancelled_caught:
             raise Unavailable(
                 "congested",
-                f"{REQUESTS_WAITING_MAX} requests wait for answers; this one was not sent",
-                "ask for fewer things at once",
+                f"{REQUESTS_WAITING_MAX} requests are pending; this one was not sent",
+                "send fewer requests at once",
             )
         return deadline - self._clock.monotonic()
 
-    def _let_one_in(self) -> None:
-        while self._waiting_for_room:
-            room = self._waiting_for_room.popleft()
-            if not room.done():
-                room.set_result(None)
+    def _admit_next(self) -> None:
+        while self._waiting_for_slot:
+            slot = self._waiting_for_slot.popleft()
+            if not slot.done():
+                slot.set_result(None)
                 return
 
     def _send(self, link: Link, number: int) -> None:
@@ -307,16 +313,16 @@ class ForgedClient(BulkMethods):
         if len(message.body) + REQUEST_HEAD_BYTES_MAX <= frame_bytes_max:
             link.send(message)
         else:
-            # The daemon would close the connection over it, every time.
+            # The daemon would close the connection each time it is sent.
             text = f"{message.method} does not fit into a frame of {frame_bytes_max} bytes"
             fix = "send large data over a side connection"
             self._calls.outcome(failure(number, RequestRefused("request_too_large", text, fix)))
 
-    # What the link tells.
+    # Messages of the link.
 
     def on_outcome(self, link: Link, message: Reply | Failure) -> None:
         if type(message) is Failure and message.code == _NOT_LEADER and len(self.endpoints) > 1:
-            # It was not done here. Elsewhere, it is asked again.
+            # The request had no effect here; it is sent again to another endpoint.
             link.close(NotLeader(message.code, message.text, message.fix))
         else:
             self._calls.outcome(message)
@@ -331,10 +337,10 @@ class ForgedClient(BulkMethods):
 
     def on_request(self, link: Link, message: RequestMessage) -> None:
         assert self._tasks is not None
-        self._tasks.start_soon(self._servant.answer, link, message)
+        self._tasks.start_soon(self._served.answer, link, message)
 
     def on_cancel(self, link: Link, message: Cancel) -> None:
-        self._servant.cancel(link, message)
+        self._served.cancel(link, message)
 
     # Streams.
 
@@ -349,7 +355,7 @@ class ForgedClient(BulkMethods):
         try:
             link.send(stream.subscribe(link.welcome.result().history))
         except ForgedError as error:
-            # No frame holds all the names that it asks for.
+            # The subscribed names do not fit into a frame.
             del self._streams[stream.number]
             stream.fail(error)
 

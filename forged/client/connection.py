@@ -1,8 +1,9 @@
 """The client's end of one connection.
 
-Law: a link lives as long as its connection and holds nothing that must outlive it; what waits for answers, and where
-streams stand, is the client's. It never stops reading: were both ends to wait until the other reads, nobody would, so
-what it sends is bounded elsewhere.
+Invariants:
+- A link holds nothing that must outlive its connection: pending requests and stream positions belong to the client.
+- A link never stops reading. If both ends stopped reading until the other one reads, they would deadlock; so the amount
+  that the client sends is limited elsewhere.
 """
 
 from __future__ import annotations
@@ -34,26 +35,26 @@ from forged.net.transport.port import Address
 from forged.version import VERSION
 
 FRAME_BYTES_CEILING = 1 << 30
-"""However large the frames are that a daemon announces."""
+"""Larger frames are refused whatever the daemon announces."""
 
 
 class LinkOwner(Protocol):
-    """Who is told what arrives."""
+    """Receives the messages of a link."""
 
     def on_outcome(self, link: Link, message: Reply | Failure) -> None:
-        """An answer."""
+        """A reply or a failure arrived."""
         ...
 
     def on_stream(self, message: Facts | GapMessage | Ended) -> None:
-        """Something of a stream."""
+        """A message of a stream arrived."""
         ...
 
     def on_request(self, link: Link, message: RequestMessage) -> None:
-        """The daemon asks."""
+        """The daemon sent a request."""
         ...
 
     def on_cancel(self, link: Link, message: Cancel) -> None:
-        """The daemon no longer wants to know."""
+        """The daemon cancelled a request."""
         ...
 
 
@@ -79,7 +80,7 @@ class Link(Connection):
         self._token = token
 
     def opened(self) -> None:
-        # A client need not fear what its daemon sends as its first word, and the hello's own limit is the daemon's.
+        # The limits before the hello protect a daemon from clients; a client trusts its daemon.
         self.established()
         self.send(Hello(VERSION_MIN, VERSION_MAX, self._client, f"forged-python/{VERSION}", self._token))
 
@@ -101,10 +102,10 @@ class Link(Connection):
         elif kind is Bye:
             self.close(Unavailable("stopping", message.reason or "the daemon said goodbye", "reconnect"))
         else:
-            raise PeerError("message_unexpected", f"{kind.__name__} is not for a client to receive")
+            raise PeerError("message_unexpected", f"a client cannot receive {kind.__name__}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # With TLS 1.3 the daemon judges our certificate after the handshake, so its refusal comes as a lost connection.
+        # In TLS 1.3 the daemon checks the client certificate after the handshake, so its refusal ends the connection.
         if self._reason is None and not self.welcome.done() and isinstance(exc, ssl.SSLError):
             self._reason = tls.refusal(self.address, exc)
         super().connection_lost(exc)
@@ -112,7 +113,7 @@ class Link(Connection):
     def ended(self, error: ForgedError) -> None:
         if not self.welcome.done():
             self.welcome.set_exception(error)
-            self.welcome.exception()  # looked at, so that nobody is told it was never retrieved
+            self.welcome.exception()  # retrieved, so that asyncio does not warn
         if not self.over.done():
             self.over.set_result(error)
 
@@ -120,12 +121,12 @@ class Link(Connection):
         if not VERSION_MIN <= message.version <= VERSION_MAX:
             raise PeerError(
                 "version_mismatch",
-                f"{self.address} speaks version {message.version}, this end {VERSION_MIN} to {VERSION_MAX}",
+                f"{self.address} speaks version {message.version}, this client {VERSION_MIN} to {VERSION_MAX}",
                 "upgrade the older of the two",
             )
         largest = max(self.limits.frame_bytes_max, message.frame_bytes_max)
         self._decoder.frame_bytes_max = min(largest, FRAME_BYTES_CEILING)
-        # What is sent must fit the daemon's frames as well as keep this end's own limit.
+        # Sent frames must respect both limits.
         sendable = min(self.limits.frame_bytes_max, message.frame_bytes_max)
         self.limits = replace(self.limits, frame_bytes_max=sendable)
         if not self.welcome.done():

@@ -1,8 +1,10 @@
-"""Staying connected.
+"""Connecting and reconnecting.
 
-Law: there is one connection at a time. Every endpoint has its turn before a pause, and pauses grow until a connection
-has lasted, so that neither a daemon that is away nor one that drops whom it has just greeted is stormed. What would end
-the same way again is the end; everything else is tried for as long as the policy says.
+Invariants:
+- There is at most one connection.
+- Every endpoint is tried before a pause. Pauses grow until a connection lasts, so that neither an absent daemon nor one
+  that closes each connection is flooded with attempts.
+- An error that would repeat ends the connector; other errors are retried as the policy says.
 """
 
 from __future__ import annotations
@@ -25,15 +27,15 @@ from forged.retry import RetryPolicy
 SWEEP_INTERVAL_S = 1.0
 GOODBYE_TIMEOUT_S = 1.0
 ATTEMPT_S = 5.0
-"""How long an endpoint may take to answer, once there has been a connection."""
+"""Timeout of one attempt after the first connection."""
 LASTING_S = 1.0
-"""A connection that held for so long was a good one: the next attempt needs no pause."""
+"""After a connection that lasted this long the next attempt needs no pause."""
 
 _FINAL_CODES = frozenset({"version_mismatch", "client_invalid", "tls_failed"})
 
 
 class Connector:
-    """Connects to one of several endpoints, over and over; `connected` and `ended` are told what becomes of it."""
+    """Keeps a connection to one of several endpoints; calls `connected` for each one, and `ended` at the end."""
 
     def __init__(
         self,
@@ -51,13 +53,13 @@ class Connector:
         self.endpoints = tuple(endpoints)
         self.link: Link | None = None
         self.end: ForgedError | None = None
-        """Why nobody will connect any more; None while somebody does."""
+        """Why it has stopped connecting; None while it connects."""
         self._network = network
         self._clock = clock
         self._source = source
         self._policy = policy
         self._connect_timeout_s = connect_timeout_s
-        # So that every endpoint has had its turn before the time for the first connection is over.
+        # Every endpoint must be tried within the timeout of the first connection.
         self._attempt_s = connect_timeout_s / (len(self.endpoints) + 1)
         self._make_link = make_link
         self._connected = connected
@@ -68,21 +70,21 @@ class Connector:
 
     @property
     def trouble(self) -> str:
-        """Why there is no connection, in words; empty when nothing is known."""
+        """Why there is no connection, in words; empty if unknown."""
         return "; ".join(self._failures.values())
 
     async def first(self) -> None:
-        """Wait for the first connection, or raise why there is none."""
+        """Wait for the first connection; raise if there is none in time."""
         with anyio.move_on_after(self._connect_timeout_s):
             while self.link is None and self.end is None:
                 await self._changed.wait()
         if self.end is not None:
             raise copy(self.end)
         if self.link is None:
-            raise self._nobody_there()
+            raise self._no_daemon()
 
     async def run(self) -> None:
-        """Connect, and connect again when the connection is lost, until that makes no sense any more."""
+        """Connect and reconnect until an error is final or the retry policy ends."""
         pauses = self._pauses()
         while self.end is None:
             if await self._round():
@@ -90,19 +92,19 @@ class Connector:
                 continue
             pause_s = next(pauses, None)
             if pause_s is None:
-                self.finish(self._nobody_there())
+                self.finish(self._no_daemon())
             elif self.end is None:
                 await anyio.sleep(pause_s)
 
     def finish(self, error: ForgedError) -> None:
-        """Connect no more. The first reason is the one that counts."""
+        """Stop connecting; the first error is kept."""
         if self.end is None:
             self.end = error
             self._ended(error)
             self._notify()
 
     async def leave(self, acknowledged: int) -> None:
-        """Say goodbye, and wait a moment until it has been sent."""
+        """Send goodbye, and wait briefly until it is sent."""
         link = self.link
         if link is None or link.lost:
             return
@@ -113,7 +115,7 @@ class Connector:
             link.abort()
 
     async def _round(self) -> bool:
-        """Give every endpoint a turn, beginning behind the last one; tells whether a connection has lasted."""
+        """Try every endpoint, starting after the last one tried; returns whether a connection has lasted."""
         for _ in self.endpoints:
             address = self.endpoints[self._turn % len(self.endpoints)]
             self._turn += 1
@@ -124,7 +126,7 @@ class Connector:
         return False
 
     async def _visit(self, address: Address) -> bool:
-        """Connect and stay until the connection is over; tells whether it has lasted."""
+        """Connect and wait until the connection ends; returns whether it has lasted."""
         try:
             link = await self._connect(address)
         except ForgedError as error:
@@ -157,7 +159,7 @@ class Connector:
         return made[-1]
 
     async def _stay(self, link: Link) -> ForgedError:
-        """Look after the connection until it is over, and return why it is."""
+        """Serve the connection until it ends; returns the reason."""
         self.link = link
         self._connected(link)
         self._notify()
@@ -173,9 +175,9 @@ class Connector:
             self._notify()
 
     def _failed(self, address: Address, error: ForgedError) -> None:
-        # A port for TLS closes on whoever does not speak it, without a word that they would understand.
+        # A TLS port closes a plain connection without an explanation.
         plain = address.scheme == "tcp" and error.code == "connection_lost"
-        hint = f" (if it wants TLS, write {replace(address, scheme='tls')})" if plain else ""
+        hint = f" (for TLS use {replace(address, scheme='tls')})" if plain else ""
         self._failures[address] = f"{error.message}{hint}"
         if isinstance(error, (ConfigError, RequestRefused)) or error.code in _FINAL_CODES:
             self.finish(error)
@@ -183,7 +185,7 @@ class Connector:
     def _pauses(self) -> Iterator[float]:
         return self._policy.delays(self._source.random)
 
-    def _nobody_there(self) -> Unavailable:
+    def _no_daemon(self) -> Unavailable:
         where = ", ".join(map(str, self.endpoints))
         reason = f": {self.trouble}" if self.trouble else ""
         return Unavailable("no_daemon", f"no daemon on {where}{reason}", "start one with `forged run`")

@@ -1,7 +1,7 @@
-"""What the daemon does, as methods.
+"""The requests of the daemon as typed methods.
 
-Law: each method is one request and its reply, without a decision of its own; a list is as many as it has pages. Who
-asks nothing about training data waits for none of its imports.
+Each method is one request, or one per page of a list. Types about training data are imported only by the methods that
+use them, so that clients start faster.
 """
 
 from __future__ import annotations
@@ -47,56 +47,56 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 WISH = "a client's wish"
-"""The reason that is put on record where none is given."""
+"""The recorded reason if none is given."""
 
 
 class DaemonMethods:
-    """Everything that can be asked of a daemon, typed; who inherits it knows how to ask."""
+    """All requests as typed methods; a subclass sends them."""
 
     def __init__(self, clock: Clock, source: random.Random) -> None:
         self._clock = clock
         self._source = source
 
     async def request(self, request: Request[R], *, timeout_s: float | None = None, fence: Fence | None = None) -> R:
-        """Have a request done, and return its reply."""
+        """Send a request and return its reply."""
         raise NotImplementedError
 
     async def ping(self) -> float:
-        """How many seconds it takes to the daemon's bus and back."""
+        """The round trip to the daemon's bus in seconds."""
         started = self._clock.monotonic()
         await self.request(PingDaemon())
         return self._clock.monotonic() - started
 
     async def status(self) -> Status:
-        """How the daemon is."""
+        """The daemon's status."""
         return await self.request(ReadStatus())
 
     async def story(self, fact_id: int) -> list[Record]:
-        """A fact between its causes and its consequences."""
+        """A fact with its causes and consequences."""
         return [Record.read(raw) for raw in await self.request(TellStory(fact_id))]
 
     async def handlers(self) -> list[HandlerView]:
-        """Every handler on the daemon's bus, in numbers."""
+        """All handlers on the daemon's bus, with their counters."""
         return await self.request(ListHandlers())
 
     async def readmit_handler(self, handler: str) -> None:
-        """Give a quarantined handler facts again."""
+        """Re-enable a quarantined handler."""
         await self.request(ReadmitHandler(handler))
 
     async def plugins(self) -> list[PluginView]:
-        """Every plugin that the daemon has found."""
+        """All plugins that the daemon has found."""
         return await self.request(ListPlugins())
 
     async def enable_plugin(self, plugin: str) -> None:
-        """Let a plugin take part again."""
+        """Enable a plugin, also after a quarantine."""
         await self.request(EnablePlugin(plugin))
 
     async def disable_plugin(self, plugin: str) -> None:
-        """Leave a plugin out until it is enabled, or the daemon starts anew."""
+        """Disable a plugin until it is enabled or the daemon restarts."""
         await self.request(DisablePlugin(plugin))
 
     async def run_plugin_command(self, plugin: str, command: str, arguments: Mapping[str, Any] | None = None) -> Any:
-        """Have a plugin do what one of its commands says."""
+        """Run a command of a plugin and return its result."""
         return await self.request(RunPluginCommand(plugin, command, dict(arguments or {})))
 
     async def config(self) -> ConfigView:
@@ -104,15 +104,15 @@ class DaemonMethods:
         return await self.request(ShowConfig())
 
     async def reload_config(self) -> Reloaded:
-        """Have the daemon read its settings anew."""
+        """Reload the daemon's configuration file."""
         return await self.request(ReloadConfig())
 
     async def create_job(self, job: str, settings: Mapping[str, SettingValue] | None = None) -> Job:
-        """Create a job, or get the one that exists; refused when that one has other settings."""
+        """Create a job, or return the existing one; refused if that one has other settings."""
         return await self.request(CreateJob(job, dict(settings or {})))
 
     async def change_job(self, job: str, settings: Mapping[str, SettingValue], version: int) -> Job:
-        """Replace a job's settings if it is still at this version."""
+        """Replace a job's settings if it is at this version."""
         return await self.request(ChangeJob(job, dict(settings), version))
 
     async def job(self, job: str) -> Job:
@@ -130,15 +130,15 @@ class DaemonMethods:
         return jobs
 
     async def remove_job(self, job: str, *, force: bool = False) -> None:
-        """Remove a job; one that does not exist is no error, one that has workers is refused without `force`."""
+        """Remove a job. A missing job is no error; a job with workers is refused without `force`."""
         await self.request(RemoveJob(job, force))
 
     async def note(self, job: str, text: str) -> None:
-        """Put a remark on a job's record."""
+        """Add a note to a job's history."""
         await self.request(AddNote(job, text))
 
     async def workers(self, job: str) -> list[WorkerView]:
-        """All workers of a job, by id; refused while none has ever joined it."""
+        """All workers of a job, by id; refused before the first worker joins."""
         workers: list[WorkerView] = []
         more = True
         while more:
@@ -152,11 +152,11 @@ class DaemonMethods:
         return await self.request(ShowWorker(job, worker_id))
 
     async def cluster(self, job: str) -> ClusterView:
-        """Where a job's training is, and the rescale that is under way."""
+        """The state of a job's training, with the rescale in progress."""
         return await self.request(ShowCluster(job))
 
     async def clusters(self) -> list[ClusterView]:
-        """Where the training of all jobs is that this client may see and a worker has joined, by the job's name."""
+        """The state of the training of all visible jobs that a worker has joined, by job name."""
         clusters: list[ClusterView] = []
         more = True
         while more:
@@ -166,67 +166,68 @@ class DaemonMethods:
         return clusters
 
     async def drain_worker(self, job: str, worker_id: str, reason: str = WISH) -> DrainReply:
-        """Have a worker finish its step and go; returns what may come of it that was not wanted."""
+        """Drain a worker after its current step; the reply has remarks about possible consequences."""
         return await self.request(DrainWorker(job, worker_id, reason))
 
     async def evict_worker(self, job: str, worker_id: str, reason: str = WISH) -> None:
-        """Count a worker as dead."""
+        """Evict a worker: treat it as failed."""
         await self.request(EvictWorker(job, worker_id, reason))
 
     async def pause_job(self, job: str, reason: str = WISH) -> ControlReply:
-        """Let a job's training rest behind its step."""
+        """Pause training after the current step."""
         return await self.request(PauseJob(job, reason))
 
     async def resume_job(self, job: str, reason: str = WISH) -> ControlReply:
-        """Let a job's training go on."""
+        """Resume paused training."""
         return await self.request(ResumeJob(job, reason))
 
     async def abort_job(self, job: str, reason: str = WISH) -> ControlReply:
-        """Give a job's training up; its workers end."""
+        """Abort training; all workers of the job end."""
         return await self.request(AbortJob(job, reason))
 
     async def rescale_job(self, job: str, reason: str = WISH) -> ControlReply:
-        """Start a rescale now, with whoever is there."""
+        """Start a rescale now with the workers that have joined."""
         return await self.request(RescaleJob(job, reason))
 
     async def plan_rescale(self, job: str, workers: int) -> RescalePlan:
-        """What a rescale to so many workers would do; nothing is done."""
+        """The effects of a rescale to `workers` workers; nothing is changed."""
         return await self.request(PlanRescale(job, workers))
 
     async def show_data(self, job: str) -> DataView:
-        """A job's dataset, and what each worker holds of it."""
+        """A job's dataset and the shards of each worker."""
         from forged.data.messages import ShowData
 
         return await self.request(ShowData(job))
 
     async def shard_owners(self, job: str) -> list[str]:
-        """The id of the worker that owns each shard of a job; empty where nobody does."""
+        """The id of the owner of each shard of a job; empty for a shard without owner."""
         from forged.data.messages import ReadOwners
 
         page = await self.request(ReadOwners(job))
-        generation, workers, places = page.generation, page.workers, _places(page.owners)
+        generation, workers, places = page.generation, page.workers, _decoded_owners(page.owners)
         while page.more:
             page = await self.request(ReadOwners(job, len(places)))
             if page.generation != generation:
-                raise Unavailable("generation_over", f"the shards of job {job} have just got other owners", "ask again")
-            places += _places(page.owners)
+                raise Unavailable(
+                    "generation_over", f"the shard owners of job {job} changed during the request", "try again"
+                )
+            places += _decoded_owners(page.owners)
         return [workers[place].id if place >= 0 else "" for place in places]
 
     async def transfers(self, job: str) -> TransfersView:
-        """How far the training data is that travels now, or that travelled last."""
+        """The progress of the current or latest shard transfers."""
         from forged.data.messages import ShowTransfers
 
         return await self.request(ShowTransfers(job))
 
     async def audit_data(self, job: str, epoch: int | None = None) -> AuditView:
-        """Whether each sample of an epoch was used once; of the latest that was begun, if none is named."""
+        """The audit of an epoch, by default of the latest one: whether each sample was used exactly once."""
         from forged.data.messages import AuditData
 
         return await self.request(AuditData(job, epoch))
 
     async def plan_data(self, job: str, workers: Sequence[str], gone: Sequence[str] = ()) -> TransferTotals:
-        """What would have to travel if these were the workers, by rank, and nothing could be had from the `gone`;
-        nothing is done."""
+        """The transfers to a world of these workers, by rank, if the `gone` workers have failed; nothing is changed."""
         from forged.data.messages import PlanData
 
         return await self.request(PlanData(job, list(workers), tuple(gone)))
@@ -234,13 +235,13 @@ class DaemonMethods:
     async def create_token(
         self, name: str, role: Role, *, jobs: Sequence[str] | None = None, ttl_s: float | None = None
     ) -> str:
-        """Create a token and return its text, which nobody can tell again."""
+        """Create a token and return its text, which cannot be retrieved later."""
         secret = self._source.randbytes(SECRET_BYTES_MIN)
         await self.request(CreateToken(name, role, secret, None if jobs is None else tuple(jobs), ttl_s))
         return encode_token(secret)[1]
 
     async def tokens(self) -> list[TokenView]:
-        """All tokens, oldest first; of those that are accepted no more, the last ones."""
+        """All valid tokens and the latest expired and revoked ones, oldest first."""
         tokens: list[TokenView] = []
         more = True
         while more:
@@ -250,11 +251,11 @@ class DaemonMethods:
         return sorted(tokens, key=lambda token: token.created_at)
 
     async def revoke_token(self, token_id: str) -> TokenView:
-        """Accept a token no more."""
+        """Revoke a token."""
         return await self.request(RevokeToken(token_id))
 
 
-def _places(owners: bytes) -> array[int]:
+def _decoded_owners(owners: bytes) -> array[int]:
     """int32, little-endian."""
     places = array("i", owners)
     if sys.byteorder == "big":

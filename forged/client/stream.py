@@ -1,7 +1,9 @@
-"""A stream of facts, as its reader sees it.
+"""A stream of facts.
 
-Law: the reader gets every fact it asked for once and in order, over any number of connections and daemons, or a `Gap`
-where facts can no longer be had. What waits for the reader is bounded by the credit it gave.
+Invariants:
+- The reader gets every subscribed fact once and in order, over any number of connections and daemons, or a `Gap` for
+  facts that are no longer available.
+- The number of unread facts is limited by the credit that the reader has granted.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ NOT_OPEN = RequestRefused(
 class FactStream:
     """An asynchronous iterator over records and gaps; made by `ForgedClient.facts`.
 
-    It ends when it is closed or, with `until`, when the daemon has looked through its facts up to that id. Several
-    tasks may read from one; each fact goes to one of them.
+    It ends when it is closed or, with `until`, when the daemon has passed that id. Several tasks may read from one
+    stream; each fact goes to one of them.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class FactStream:
     ) -> None:
         self.number = number
         self.position = since
-        """Everything up to this id has been received, or was not asked for; None before the daemon has said."""
+        """Facts up to this id are received or not subscribed; None before the daemon has confirmed the subscription."""
         self._history = ""
         self._history_asked = ""
         self._types = types
@@ -62,7 +64,7 @@ class FactStream:
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        """Subscribe, and wait until the daemon has confirmed from where."""
+        """Subscribe, and wait until the daemon has confirmed the start."""
         if self._error is not NOT_OPEN:
             raise RequestRefused("stream_reopened", "a stream can be opened only once", "call `client.facts` again")
         self._error = None
@@ -84,7 +86,7 @@ class FactStream:
         return self
 
     async def __anext__(self) -> Record | Gap:
-        """The next fact or gap; waits for it, over reconnections too."""
+        """The next fact or gap; waits for it, also across reconnections."""
         while not self._items:
             if self._over or (self._until is not None and self._caught_up_to >= self._until):
                 raise StopAsyncIteration
@@ -99,11 +101,11 @@ class FactStream:
 
     @property
     def waiting(self) -> int:
-        """How many facts and gaps have arrived and wait to be read."""
+        """The number of unread facts and gaps."""
         return len(self._items)
 
     def close(self) -> None:
-        """Want no more, of what has arrived either."""
+        """End the subscription and discard unread facts."""
         if not self._over:
             self._over = True
             self._items.clear()
@@ -111,19 +113,19 @@ class FactStream:
             self._changed.set()
 
     def subscribe(self, history: str) -> Subscribe:
-        """How to ask a daemon for what is missing."""
+        """The message that subscribes to the missing facts."""
         self._taken = 0
         self._history_asked = history
         room = max(0, WINDOW_FACTS - sum(type(item) is Record for item in self._items))
         return Subscribe(self.number, self.position, self._history, self._types, self._jobs, room)
 
     def take(self, message: Facts | GapMessage | Ended) -> None:
-        """Something arrived for this stream."""
+        """Process a message of this stream."""
         self._enter_history()
         if isinstance(message, Facts):
             for raw in message.records:
                 record = Record.read(raw)
-                # A batch that the network delivered twice must not be seen twice.
+                # A batch may arrive twice.
                 if self.position is None or record.id > self.position:
                     self._items.append(record)
                     self.position = record.id
@@ -137,14 +139,14 @@ class FactStream:
         self._changed.set()
 
     def fail(self, error: ForgedError) -> None:
-        """The stream cannot go on; what has arrived can still be read."""
+        """End with an error; unread facts can still be read."""
         self._error = error
         self._changed.set()
 
     def _enter_history(self) -> None:
-        # The position means something in the history of whoever has sent this, not before: the daemon may be another.
+        # The position belongs to the history of the daemon that sent this message, which may be another daemon.
         if self._history not in ("", self._history_asked) and self._until is not None:
-            # The last fact that was wanted is one of the other history, and will not come.
+            # `until` belongs to the previous history, so its fact will not come.
             self._until = -1
         self._history = self._history_asked
 

@@ -1,8 +1,9 @@
-"""A connection of a small program to the daemon: blocking, untyped, and quick to start.
+"""A blocking, untyped connection to the daemon that starts fast, for `forgectl` and the pulse.
 
-Law: nothing here imports more than sockets and msgpack, because people wait for the prompt of `forgectl`, and every
-worker has a pulse. It speaks the protocol of docs/protocol.md from that page alone, without the daemon's types, as a
-client in another language would. Whatever is at the other end, it has an answer or an error in time.
+Invariants:
+- Only sockets and msgpack are imported, so that `forgectl` and the pulse of each worker start fast.
+- The protocol is implemented from docs/protocol.md, without the daemon's types, like a client in another language.
+- Every call returns or raises in time, whatever is at the other end.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ HELLO, WELCOME, REQUEST, REPLY, FAILURE, SUBSCRIBE, FACTS, GAP, CREDIT, ENDED, P
 )  # fmt: skip
 PROTOCOL = 1
 GO = b"\x01"
-"""The first byte on a side connection, by the end that opened it."""
+"""The first byte on a side connection, sent by the end that opened it."""
 FIRST_FRAME_BYTES_MAX = 64 << 10
 WINDOW_FACTS = 1024
 PING_AFTER_S = 5.0
-"""How long a daemon may say nothing, where nothing need happen, before it is asked whether it is there."""
-GLANCE_S = 0.001
-"""How long it takes to see that nothing has come. Not 0, because TLS has another error for that."""
+"""A daemon that sends nothing for this long gets a ping."""
+POLL_S = 0.001
+"""The timeout of a poll. Not 0, because TLS raises another error then."""
 RECORD_FIELDS = ("id", "at", "type", "job", "generation", "cause", "origin", "fact")
 _SHAPES: dict[int, tuple[str, tuple[type, ...]]] = {
     WELCOME: ("welcome", (int, int, str, str, str, str, int, int, int)),
@@ -40,12 +41,12 @@ _SHAPES: dict[int, tuple[str, tuple[type, ...]]] = {
     FACTS: ("facts", (int, int, int, list)),
     GAP: ("gap", (int, int, int, int, str)),
 }
-_HTTP = ("it speaks HTTP", "daemons are asked on their socket, or where they listen")
+_HTTP = ("it speaks HTTP", "use the daemon's socket or a listen address")
 _FOREIGN = {
     b"HTTP": _HTTP,
-    # To what it takes for a request of its oldest version, a web server answers with nothing but a page.
+    # A web server takes the hello for an HTTP/0.9 request and replies with a bare page.
     b"<!DO": _HTTP,
-    b"\x15\x03": ("it speaks TLS", "write tls:// before the host"),
+    b"\x15\x03": ("it speaks TLS", "use tls:// before the host"),
 }
 
 Message = list[Any]
@@ -53,10 +54,10 @@ Event = dict[str, Any]
 
 
 class Wire:
-    """One connection to the daemon at an endpoint. `agent`, `history` and `latest` are what it said of itself.
+    """One connection to the daemon at an endpoint. `agent`, `history` and `latest` are from the daemon's welcome.
 
-    `while_quiet` is called now and then while nothing need come; what it raises ends the waiting. `program` is what
-    the daemon is told that we are.
+    `while_quiet` is called from time to time while waiting without a deadline; an exception from it ends the wait.
+    `program` names this program to the daemon.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Wire:
         self.while_quiet: Callable[[], None] = lambda: None
         self._timeout_s = timeout_s
         self._deadline: float | None = None
-        """By when something must have come; None while nothing need come."""
+        """When the next message is due; None while waiting without a limit."""
         self._pinged = False
         self._greeted = False
         self._number = 0
@@ -88,48 +89,48 @@ class Wire:
             raise
 
     def close(self) -> None:
-        """Say goodbye."""
+        """Send goodbye and close."""
         with contextlib.suppress(ForgedError):
             self._send([BYE, self._number])
         self.drop()
 
     def drop(self) -> None:
-        """Close without a word, because nobody hears it."""
+        """Close without a goodbye."""
         self._socket.close()
 
     def request(self, method: str, **fields: Any) -> Any:
-        """Have a request done and return what the reply says."""
+        """Send a request and return the body of its reply."""
         self._number += 1
         self._send([REQUEST, self._number, self._number - 1, method, fields, self._timeout_s])
         return self._receive(REPLY)[2]
 
     def signal(self, name: str, **fields: Any) -> None:
-        """Say how something is; nobody answers."""
+        """Send a signal, which has no reply."""
         self._send([SIGNAL, name, fields])
 
     def fileno(self) -> int:
-        """The descriptor of the socket, to wait at; `heed` takes what has come."""
+        """The descriptor of the socket, to poll; `process_incoming` reads what has arrived."""
         return self._socket.fileno()
 
-    def heed(self) -> None:
-        """See to what the daemon said unasked, as far as it has come; raises why the connection is over."""
+    def process_incoming(self) -> None:
+        """Process messages that have arrived, without waiting; raises if the connection has ended."""
         with contextlib.suppress(TimeoutError):
-            self._socket.settimeout(GLANCE_S)
+            self._socket.settimeout(POLL_S)
             self._buffer += self._arrived()
         while self._has_message():
-            self._see_to(self._message())
+            self._process(self._message())
 
-    def lose_after(self, unheard_s: float) -> None:
-        """Have the kernel give the connection up when the daemon's host does not take what is sent for so long."""
+    def set_user_timeout(self, unacknowledged_s: float) -> None:
+        """Let the kernel close the connection if the daemon's host acknowledges no sent data for this long."""
         if self._socket.family != socket.AF_UNIX:
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(unheard_s * 1000))
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(unacknowledged_s * 1000))
 
     def facts(
         self, since: int | None, types: list[str], jobs: list[str], *, until: int | None = None, history: str = ""
     ) -> Iterator[tuple[int, Event | None]]:
-        """Facts and gaps as dictionaries, each with the position behind it; for ever, or until that id.
+        """Facts and gaps as dictionaries, each with its position; without end, or up to the id `until`.
 
-        None comes with a position up to which there was nothing more.
+        None stands for a position up to which there are no further facts.
         """
         self._send([SUBSCRIBE, 1, since, history, types, jobs, WINDOW_FACTS])
         taken = 0
@@ -151,7 +152,7 @@ class Wire:
                 taken = 0
 
     def fetch(self, ticket: bytes, size: int) -> Iterator[bytes]:
-        """The bytes that a ticket is for, piece by piece, over a side connection."""
+        """The bytes of a ticket, piece by piece, over a side connection."""
         side = Wire(self.endpoint, None, self._timeout_s, ticket)
         try:
             side._send_all(GO)
@@ -166,7 +167,7 @@ class Wire:
             side._socket.close()
 
     def _greet(self, token: str | None, ticket: bytes | None) -> None:
-        # One that lets nobody in may have hung up already; what it has said stands before that.
+        # A daemon that refuses connections may have closed already; its message can still be read.
         with contextlib.suppress(Unavailable):
             self._send([HELLO, PROTOCOL, PROTOCOL, os.urandom(16), f"{self.program}/{VERSION}", token, ticket])
         welcome = self._receive(WELCOME)
@@ -184,17 +185,17 @@ class Wire:
         self._frame_bytes_max = welcome[8]
 
     def _receive(self, *wanted: int, in_time: bool = True) -> Message:
-        # What comes meanwhile gives no more time: a daemon that only pings does not answer.
+        # Other messages do not extend the deadline: a daemon that only pings does not reply.
         deadline = monotonic() + self._timeout_s if in_time else None
         while True:
             self._deadline = deadline
             message = self._message()
             if message[0] in wanted:
                 return message
-            self._see_to(message)
+            self._process(message)
 
-    def _see_to(self, message: Message) -> None:
-        """What comes in between: it is answered, or the end, or nothing to us."""
+    def _process(self, message: Message) -> None:
+        """Process a message that no call waits for: answer a ping, raise an error or the end, ignore the rest."""
         if message[0] in (FAILURE, ENDED):
             raise self._failure(*([f"{one}" for one in message[2:6]] + [""] * 4)[:4])
         if message[0] == PING:
@@ -205,14 +206,14 @@ class Wire:
     def _failure(self, kind: str, code: str, text: str, fix: str) -> ForgedError:
         upgrade = _which_to_upgrade(self.agent, self.program)
         if code == "version_mismatch":
-            text = f"{self.endpoint} and {self.program} {VERSION} have no version of the protocol in common: {text}"
+            text = f"{self.endpoint} and {self.program} {VERSION} have no common protocol version: {text}"
         elif code == "request_unknown" or (code == "request_invalid" and upgrade):
             text = f"{text}: the daemon is {self.agent}, this is {self.program} {VERSION}"
             fix = f"upgrade {upgrade}" if upgrade else "install the same build of both"
         return from_wire(kind, code, text, fix)
 
     def _message(self) -> Message:
-        """The next message. Once it has begun it has to come in time, also where none need come."""
+        """The next message. Once its first byte has arrived, the rest is due within the timeout."""
         while not self._buffer:
             self._buffer += self._wait()
         self._deadline = self._deadline or monotonic() + self._timeout_s
@@ -220,24 +221,24 @@ class Wire:
         length = int.from_bytes(head, "big")
         if not 0 < length <= self._frame_bytes_max:
             foreign = next((said for start, said in _FOREIGN.items() if head.startswith(start)), None)
-            raise self._strange(*foreign or (f"it announces {length} bytes",))
+            raise self._not_a_daemon(*foreign or (f"it announces {length} bytes",))
         try:
             message = msgpack.unpackb(self._read(length), strict_map_key=False)
         except (ValueError, TypeError) as error:
-            raise self._strange(f"what it sends is not msgpack: {error}") from error
+            raise self._not_a_daemon(f"its data is not msgpack: {error}") from error
         if not isinstance(message, list) or not message or type(message[0]) is not int:
-            raise self._strange("what it sends is no message")
+            raise self._not_a_daemon("its data is not a message")
         name, shape = _SHAPES.get(message[0], ("", ()))
         if len(message) < len(shape) or not all(map(isinstance, message, shape)):
-            raise self._strange(f"its {name} is none")
+            raise self._not_a_daemon(f"its {name} is malformed")
         return message
 
     def _has_message(self) -> bool:
-        """Whether one is whole, or will never be one."""
+        """Whether a message is complete, or too large to become one."""
         length = int.from_bytes(self._buffer[:4], "big")
         return len(self._buffer) >= 4 and (length > self._frame_bytes_max or len(self._buffer) >= 4 + length)
 
-    def _strange(self, what: str, fix: str = "see the endpoint") -> PeerError:
+    def _not_a_daemon(self, what: str, fix: str = "check the endpoint") -> PeerError:
         return PeerError("not_a_daemon", f"{self.endpoint} is not a forged daemon: {what}", fix)
 
     def _read(self, count: int) -> bytes:
@@ -249,7 +250,7 @@ class Wire:
         return taken
 
     def _wait(self) -> bytes:
-        """What arrives next; nothing, after asking a daemon that need not speak whether it is there."""
+        """The next bytes; empty after a ping to a silent daemon."""
         if self._deadline is None:
             self.while_quiet()
         left_s = PING_AFTER_S if self._deadline is None else self._deadline - monotonic()
@@ -261,15 +262,15 @@ class Wire:
                 self._pinged = True
                 self._send([PING, 0])
                 return b""
-            fix = "is the daemon stuck? see its log" if self._is_known else "is that where a daemon listens?"
-            raise no_answer(self.endpoint, self._patience_s, fix) from error
+            fix = "is the daemon stuck? see its log" if self._is_known else "check that a daemon listens there"
+            raise no_answer(self.endpoint, self._waited_s, fix) from error
 
     def _arrived(self) -> bytes:
-        """What the socket has within its time; raises `TimeoutError` for nothing."""
+        """The bytes that arrive within the socket's timeout; raises `TimeoutError` if none do."""
         try:
             data = self._socket.recv(1 << 16)
         except OSError as error:
-            # One with a number comes from the kernel: it has given up the connection.
+            # An error with a number comes from the kernel, which has closed the connection.
             if isinstance(error, TimeoutError) and error.errno is None:
                 raise
             raise self._lost(error) from error
@@ -279,7 +280,7 @@ class Wire:
         return data
 
     @property
-    def _patience_s(self) -> float:
+    def _waited_s(self) -> float:
         return 2 * PING_AFTER_S if self._deadline is None else self._timeout_s
 
     @property
@@ -288,16 +289,16 @@ class Wire:
 
     @property
     def _again(self) -> str:
-        # A port for TLS closes on whoever does not speak it, without a word that they would understand.
+        # A TLS port closes a plain connection without an explanation.
         plain = not self._is_known and not self.endpoint.startswith("tls://")
-        return f"if it wants TLS, write tls://{self.endpoint.removeprefix('tcp://')}" if plain else "try again"
+        return f"for TLS use tls://{self.endpoint.removeprefix('tcp://')}" if plain else "try again"
 
     def _send(self, message: Message) -> None:
         try:
             payload: bytes = msgpack.packb(message)
         except (ValueError, OverflowError) as error:
             what = "it is not UTF-8" if isinstance(error, UnicodeError) else f"{error}"
-            raise ConfigError("argument_invalid", f"what was given cannot be sent: {what}", "give another") from error
+            raise ConfigError("argument_invalid", f"the argument cannot be sent: {what}", "change it") from error
         self._send_all(struct.pack(">I", len(payload)) + payload)
 
     def _send_all(self, data: bytes) -> None:
@@ -314,14 +315,14 @@ class Wire:
 
 
 def as_event(record: Any) -> Event:
-    """A fact's record by the names of its elements; those that a newer daemon appends are left out."""
+    """A fact's record as a dictionary; elements that a newer daemon appends are left out."""
     if isinstance(record, dict):
         return record
     return dict(zip(RECORD_FIELDS, record, strict=False)) if isinstance(record, list) else {}
 
 
 def _which_to_upgrade(agent: str, program: str) -> str:
-    """The older of the daemon, which says of itself that it is this, and our program; empty if neither is."""
+    """The older of the daemon and this program; empty if they have the same version."""
     theirs, ours = _release(agent.partition("/")[2]), _release(VERSION)
     if not theirs or theirs == ours:
         return ""

@@ -1,7 +1,6 @@
-"""Reaching the daemon at an endpoint.
+"""Opening a connection to the daemon at an endpoint.
 
-Law: whoever cannot get through is told why and what to do about it: nobody is there, somebody is but may not be
-spoken to, or does not open.
+A failure says why and what to do: no daemon listens, the socket is not permitted, or the daemon does not accept.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from forged.errors import ConfigError, ForgedError, Unavailable
 if TYPE_CHECKING:
     from pathlib import Path
 
-WRITE_AN_ENDPOINT = "write unix:///path, tcp://host:port or tls://host:port"
+ENDPOINT_FORM = "use unix:///path, tcp://host:port or tls://host:port"
 QUEUE_FULL_PAUSE_S = 0.01
-START = "start one with `forged run` or `systemctl start forged`, or name another with --socket or --endpoint"
+START = "start one with `forged run` or `systemctl start forged`, or choose another with --socket or --endpoint"
 
 
 def dial(endpoint: str, timeout_s: float) -> socket.socket:
-    """A connection to whoever listens there."""
+    """A connected socket."""
     scheme, where = _parse(endpoint)
     if scheme == "unix":
         return _dial_unix(endpoint, where, timeout_s)
@@ -32,8 +31,8 @@ def dial(endpoint: str, timeout_s: float) -> socket.socket:
 
 
 def tls_refusal(endpoint: str, error: OSError) -> ForgedError | None:
-    """What TLS has against the other end, if that is what went wrong."""
-    # Only an endpoint with TLS can have failed over it, and only then is the module worth its time.
+    """The TLS error, if TLS was the cause."""
+    # The module is imported only for TLS endpoints, because the import is slow.
     if not endpoint.startswith("tls://"):
         return None
     import ssl
@@ -44,32 +43,32 @@ def tls_refusal(endpoint: str, error: OSError) -> ForgedError | None:
 
 
 def no_answer(endpoint: str, waited_s: float, fix: str) -> Unavailable:
-    """Somebody is there, and silent."""
+    """The error for an endpoint that does not reply."""
     return Unavailable("no_answer", f"{endpoint} did not answer within {waited_s:g} s", fix)
 
 
 def _parse(endpoint: str) -> tuple[str, Any]:
-    """The scheme, and what a socket calls the rest."""
+    """The scheme, and the address for the socket."""
     scheme, separator, rest = endpoint.rpartition("://")
     if scheme == "unix" and rest:
         return scheme, rest
     host, _, port = rest.rpartition(":")
     if (scheme in ("tcp", "tls") or not separator) and host and port.isdecimal() and int(port) < 1 << 16:
         return scheme or "tcp", (host.strip("[]"), int(port))
-    raise ConfigError("address_invalid", f"{endpoint!r} is not an endpoint", WRITE_AN_ENDPOINT)
+    raise ConfigError("address_invalid", f"{endpoint!r} is not an endpoint", ENDPOINT_FORM)
 
 
 def _dial_tcp(endpoint: str, where: tuple[str, int], timeout_s: float) -> socket.socket:
     try:
         connection = socket.create_connection(where, timeout_s)
     except UnicodeError as error:
-        raise ConfigError("address_invalid", f"{where[0]!r} is not the name of a host", WRITE_AN_ENDPOINT) from error
+        raise ConfigError("address_invalid", f"{where[0]!r} is not a host name", ENDPOINT_FORM) from error
     except TimeoutError as error:
-        raise no_answer(endpoint, timeout_s, "see the address, and the firewalls on the way") from error
+        raise no_answer(endpoint, timeout_s, "check the address and the firewalls") from error
     except socket.gaierror as error:
-        raise _nobody(endpoint, error, "see the name of the host") from error
+        raise _no_daemon(endpoint, error, "check the host name") from error
     except OSError as error:
-        raise _nobody(endpoint, error, START) from error
+        raise _no_daemon(endpoint, error, START) from error
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
@@ -83,7 +82,7 @@ def _secured(endpoint: str, connection: socket.socket, host: str) -> socket.sock
         return context.wrap_socket(connection, server_hostname=host)
     except OSError as error:
         connection.close()
-        raise tls_refusal(endpoint, error) or _nobody(endpoint, error, "see whether it speaks TLS") from error
+        raise tls_refusal(endpoint, error) or _no_daemon(endpoint, error, "check that it speaks TLS") from error
     except BaseException:
         connection.close()
         raise
@@ -98,7 +97,7 @@ def _dial_unix(endpoint: str, path: str, timeout_s: float) -> socket.socket:
         connection.close()
         from pathlib import Path
 
-        raise _unix_trouble(endpoint, Path(path), error, timeout_s) from error
+        raise _unix_error(endpoint, Path(path), error, timeout_s) from error
     except BaseException:
         connection.close()
         raise
@@ -110,40 +109,40 @@ def _connect_unix(connection: socket.socket, path: str, deadline: float) -> None
         try:
             return connection.connect(path)
         except BlockingIOError:
-            # More have come than the daemon has let in; the kernel tells nobody when there is room.
+            # The daemon's accept queue is full; the kernel does not report when there is room.
             if time.monotonic() >= deadline:
                 raise
             time.sleep(QUEUE_FULL_PAUSE_S)
 
 
-def _unix_trouble(endpoint: str, path: Path, error: OSError, timeout_s: float) -> ForgedError:
+def _unix_error(endpoint: str, path: Path, error: OSError, timeout_s: float) -> ForgedError:
     if isinstance(error, PermissionError):
         return _forbidden(endpoint, path)
     if isinstance(error, (TimeoutError, BlockingIOError)):
         return no_answer(endpoint, timeout_s, "is the daemon stuck? see its log")
     if error.errno is None:
-        return ConfigError("address_invalid", f"{endpoint}: {error}", "name a shorter path")
+        return ConfigError("address_invalid", f"{endpoint}: {error}", "use a shorter path")
     if isinstance(error, ConnectionRefusedError):
         if not path.is_socket():
-            return ConfigError("address_invalid", f"{path} is not a socket", "see --socket and $FORGED_SOCKET")
-        return Unavailable("no_daemon", f"no daemon on {endpoint}: the one that made this socket is gone", START)
-    return _nobody(endpoint, error, START)
+            return ConfigError("address_invalid", f"{path} is not a socket", "check --socket and $FORGED_SOCKET")
+        return Unavailable("no_daemon", f"no daemon on {endpoint}: the daemon that created this socket is gone", START)
+    return _no_daemon(endpoint, error, START)
 
 
-def _nobody(endpoint: str, error: OSError, fix: str) -> Unavailable:
+def _no_daemon(endpoint: str, error: OSError, fix: str) -> Unavailable:
     return Unavailable("no_daemon", f"no daemon on {endpoint}: {error.strerror or error}", fix)
 
 
 def _forbidden(endpoint: str, path: Path) -> ConfigError:
-    what = f"{endpoint} may not be used: "
+    what = f"no permission for {endpoint}: "
     closed = next((one for one in reversed(path.absolute().parents) if not _searchable(one)), None)
     if closed is not None:
-        return ConfigError("connect_not_permitted", f"{what}the directory {closed} is closed to you", "use sudo")
+        return ConfigError("connect_not_permitted", f"{what}you cannot access the directory {closed}", "use sudo")
     found = path.stat()
     owner, group = _names(found.st_uid, found.st_gid)
     mode = stat.S_IMODE(found.st_mode)
-    fix = f"join the group {group} and log in anew, or use sudo" if mode & stat.S_IWGRP else "use sudo"
-    what = f"{what}its owner is {owner}, its group {group}, its mode {mode:#o}"
+    fix = f"join the group {group} and log in again, or use sudo" if mode & stat.S_IWGRP else "use sudo"
+    what = f"{what}owner {owner}, group {group}, mode {mode:#o}"
     return ConfigError("connect_not_permitted", what, fix)
 
 

@@ -16,8 +16,10 @@ from forged.client import BlockingClient, ForgedClient
 from forged.client.blocking import ClientOptions
 from forged.client.client import EARLIEST
 from forged.client.methods import WISH
+from forged.data import inspection
 from forged.data.messages import OwnersPage
-from forged.data.ownership import ownership
+from forged.data.ownership import pages
+from forged.data.ownership.ownership import ShardOwnership
 from forged.elastic.messages import (
     JobAborted,
     JobPaused,
@@ -77,7 +79,7 @@ class TestCalls:
             assert [one.name for one in client.jobs()] == ["a"]
             client.remove_job("a")
             assert client.handlers()
-            with pytest.raises(RequestRefused, match="not in quarantine"):
+            with pytest.raises(RequestRefused, match="not quarantined"):
                 client.readmit_handler("nobody")
             notes = [item for item in client.past_facts(NoteAdded, since=EARLIEST) if isinstance(item, Record)]
             assert [record.fact for record in notes] == [NoteAdded("hello")]
@@ -101,7 +103,7 @@ class TestCalls:
             client.note("nobody", "hello")
 
     def test_a_deadline_is_kept(self, threaded_daemon: ThreadedDaemon) -> None:
-        with threaded_daemon.client() as client, pytest.raises(Unavailable, match="is unknown"):
+        with threaded_daemon.client() as client, pytest.raises(Unavailable, match="may have been executed"):
             client.request(ExampleRequest("life"), timeout_s=0.02)
 
     def test_several_threads_may_use_it_at_once(self, threaded_daemon: ThreadedDaemon) -> None:
@@ -217,20 +219,20 @@ class TestTrainingData:
                 ask("idle")
 
     def test_owners_on_many_pages_are_whole(self, client: BlockingClient, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ownership, "PAGE_SHARDS_MAX", 2)
+        monkeypatch.setattr(pages, "PAGE_SHARDS_MAX", 2)
         assert client.shard_owners("run") == ["w0"] * SHARDS
 
     def test_owners_that_change_between_two_pages_are_to_be_asked_for_again(
         self, client: BlockingClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        pages = iter([(1, True), (2, False)])
+        answers = iter([(1, True), (2, False)])
 
-        def page(self: ownership.ShardOwnership, after: int) -> OwnersPage:
-            generation, more = next(pages)
-            return OwnersPage(generation, self.assignment.workers, bytes(4), more)
+        def page(ownership: ShardOwnership, after: int) -> OwnersPage:
+            generation, more = next(answers)
+            return OwnersPage(generation, ownership.assignment.workers, bytes(4), more)
 
-        monkeypatch.setattr(ownership.ShardOwnership, "owners_page", page)
-        with pytest.raises(Unavailable, match="other owners"):
+        monkeypatch.setattr(inspection, "owners_page", page)
+        with pytest.raises(Unavailable, match="owners of job run changed"):
             client.shard_owners("run")
 
 

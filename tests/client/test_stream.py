@@ -345,7 +345,7 @@ class TestAgainstADaemon:
                 await runner.reopen(other)
                 gap = await anext(stream)
                 assert isinstance(gap, Gap)
-                assert "another one" in gap.reason
+                assert "another history" in gap.reason
                 rest = [_id(await anext(stream)) for _ in range(notes + 1)]
             journal = [_id(item) async for item in client.past_facts(JobCreated, NoteAdded)]
         assert rest == journal

@@ -70,12 +70,12 @@ class TestHello:
             (b"\x15\x03\x01\0\2\2\x46", "it speaks TLS"),
             (b"SSH-2.0-OpenSSH_9.2\r\n", "announces"),
             (b"\0\0\0\3\x81\x90\x01", "not msgpack"),
-            (b"\0\0\0\2\x91\x90", "no message"),
+            (b"\0\0\0\2\x91\x90", "not a message"),
             (b"\0\0\0\0", "announces 0 bytes"),
             (b"\0\0\0\1\xc1", "not msgpack"),
-            (b"\0\0\0\1\x80", "no message"),
-            (b"\0\0\0\2\x91\x01", "its welcome is none"),
-            (b"\0\0\0\4\x93\x01\x01\xc0", "its welcome is none"),
+            (b"\0\0\0\1\x80", "not a message"),
+            (b"\0\0\0\2\x91\x01", "its welcome is malformed"),
+            (b"\0\0\0\4\x93\x01\x01\xc0", "its welcome is malformed"),
         ],
     )
     def test_what_is_no_daemon_is_named_as_such(
@@ -127,7 +127,7 @@ class TestHello:
             guest.say(Failure(0, "peer", "version_mismatch", "this end speaks 2 to 3", "upgrade the older"))
             await guest.gone()
 
-        said = "no version of the protocol in common: this end speaks 2 to 3"
+        said = "no common protocol version: this end speaks 2 to 3"
         with pytest.raises(PeerError, match=said) as mismatch, connected(loop, tmp_path, treat):
             pass
         assert mismatch.value.code == "version_mismatch"
@@ -295,7 +295,7 @@ class TestSayingAndHeeding:
         with connected(loop, tmp_path, treat) as line:
             line.signal("Begin")
             select.select([line], [], [], LONG_S)
-            line.heed()
+            line.process_incoming()
             assert line.request("Anything") == 7
 
     def test_what_came_with_the_welcome_is_heeded_too(self, loop: EventLoopThread, tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ class TestSayingAndHeeding:
             await guest.gone()
 
         with connected(loop, tmp_path, treat) as line:
-            line.heed()
+            line.process_incoming()
             assert line.request("Anything") == 7
 
     def test_who_heeds_waits_for_nothing(self, loop: EventLoopThread, tmp_path: Path) -> None:
@@ -324,13 +324,13 @@ class TestSayingAndHeeding:
             await guest.gone()
 
         with connected(loop, tmp_path, treat) as line:
-            line.heed()
+            line.process_incoming()
             line.signal("Begin")
             select.select([line], [], [], LONG_S)
-            line.heed()
+            line.process_incoming()
             line.signal("End")
             select.select([line], [], [], LONG_S)
-            line.heed()
+            line.process_incoming()
             assert line.request("Anything") == "well"
 
     @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ class TestSayingAndHeeding:
             line.signal("Begin")
             select.select([line], [], [], LONG_S)
             with pytest.raises(error):
-                line.heed()
+                line.process_incoming()
 
     def test_the_kernel_gives_up_a_host_that_takes_nothing(self, tmp_path: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -367,7 +367,7 @@ class TestSayingAndHeeding:
             turned = threading.Thread(target=lambda: _turn_away(server, welcome))
             turned.start()
             line = Wire(f"tcp://127.0.0.1:{server.getsockname()[1]}", None, LONG_S)
-            line.lose_after(1.5)
+            line.set_user_timeout(1.5)
             with socket.socket(fileno=os.dup(line.fileno())) as same:
                 assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1500
             turned.join()
@@ -496,8 +496,8 @@ class TestTls:
 
     def test_who_heeds_behind_tls_waits_for_nothing(self, secured: str) -> None:
         line = Wire(secured, None, LONG_S)
-        line.heed()
-        line.lose_after(1.5)
+        line.process_incoming()
+        line.set_user_timeout(1.5)
         assert line.request("ReadStatus")["listen"] == [secured]
         line.close()
 
@@ -512,7 +512,7 @@ class TestTls:
     def test_a_certificate_that_is_missing_is_named(self, secured: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("FORGED_CERTIFICATE")
         monkeypatch.delenv("FORGED_KEY")
-        with pytest.raises(PeerError, match="wants a client certificate"):
+        with pytest.raises(PeerError, match="requires a client certificate"):
             Wire(secured, None, LONG_S)
 
 

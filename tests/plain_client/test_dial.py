@@ -73,7 +73,7 @@ class TestUnix:
             pass
         error = refused(f"unix://{path}")
         assert (type(error), error.code) == (Unavailable, "no_daemon")
-        assert "the one that made this socket is gone" in error.message
+        assert "the daemon that created this socket is gone" in error.message
 
     def test_what_is_no_socket_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
@@ -94,7 +94,7 @@ class TestUnix:
 
 class TestPermission:
     @pytest.mark.parametrize(
-        ("mode", "fix"), [(0o660, "join the group {group} and log in anew, or use sudo"), (0o600, "use sudo")]
+        ("mode", "fix"), [(0o660, "join the group {group} and log in again, or use sudo"), (0o600, "use sudo")]
     )
     def test_it_says_whose_the_socket_is_and_which_group_may_use_it(
         self, open_directory: Path, mode: int, fix: str
@@ -109,7 +109,7 @@ class TestPermission:
                 error = refused(f"unix://{path}")
             group = grp.getgrgid(path.stat().st_gid).gr_name
         assert (type(error), error.code) == (ConfigError, "connect_not_permitted")
-        assert f"its group {group}, its mode 0o" in error.message
+        assert f"group {group}, mode 0o" in error.message
         assert error.fix == fix.format(group=group)
 
     def test_a_directory_that_is_closed_is_named(self, open_directory: Path) -> None:
@@ -121,7 +121,7 @@ class TestPermission:
                 error = refused(f"unix://{path}")
             inner.chmod(0o700)
         assert (type(error), error.code) == (ConfigError, "connect_not_permitted")
-        assert f"the directory {inner} is closed to you" in error.message
+        assert f"you cannot access the directory {inner}" in error.message
 
 
 class TestTcp:
@@ -133,7 +133,7 @@ class TestTcp:
 
     def test_a_host_that_is_not_known_is_named(self) -> None:
         error = refused("tcp://host.invalid:1")
-        assert (type(error), error.fix) == (Unavailable, "see the name of the host")
+        assert (type(error), error.fix) == (Unavailable, "check the host name")
 
     def test_what_cannot_be_a_host_is_the_operators_to_mend(self) -> None:
         assert isinstance(refused("tcp://a..b:1"), ConfigError)

@@ -80,7 +80,7 @@ def frames_of(thread: int) -> Iterator[FrameType]:
 
 def waits(thread: int) -> bool:
     """Whether a script waits for its worker there."""
-    return any(frame.f_code is LoopThread._answer_to.__code__ for frame in frames_of(thread))
+    return any(frame.f_code is LoopThread._result_of.__code__ for frame in frames_of(thread))
 
 
 def learn(worker: Training, step: int) -> None:

@@ -170,7 +170,7 @@ class Pulse:
         )
         while not self._worker.over and (left_s := again_at - self._now()) > 0:
             if self._worker.wait(left_s, line):
-                line.heed()
+                line.process_incoming()
         self._pauses = REJOINING.delays(_chance)
 
     def _report(self, request: str, **what: Any) -> None:
@@ -189,9 +189,9 @@ class Pulse:
 
     def _connect(self) -> Wire:
         self._line = Wire(next(self._endpoints), self._token, ANSWER_S_MAX, program="forged-pulse")
-        self._line.lose_after(UNHEARD_S_MAX)
+        self._line.set_user_timeout(UNHEARD_S_MAX)
         # What came together with the welcome makes nobody who waits at the socket look.
-        self._line.heed()
+        self._line.process_incoming()
         return self._line
 
     def _lose(self, error: ForgedError) -> float:

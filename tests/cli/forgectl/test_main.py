@@ -282,7 +282,7 @@ class TestExitCodes:
             serving.join()
         assert out == ""
         # It waits for the end of a line, which comes only where a byte of what is said happens to be one.
-        named = {4: "is that where a daemon listens?", 1: "it speaks HTTP"}
+        named = {4: "check that a daemon listens there", 1: "it speaks HTTP"}
         assert named[code] in err
 
     def test_what_answers_as_a_web_server_exits_with_1_and_is_named(

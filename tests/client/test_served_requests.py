@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forged.client import answers as servant
+from forged.client import served_requests
 from forged.client.client import ForgedClient
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.net.protocol.messages import Cancel, RequestMessage
@@ -64,7 +64,7 @@ async def test_answers_come_as_they_are_ready(runner: DaemonRunner) -> None:
 
 async def test_what_nobody_serves_is_refused(runner: DaemonRunner) -> None:
     async with client_of(runner):
-        with pytest.raises(RequestRefused, match="does not answer 'Ponder'"):
+        with pytest.raises(RequestRefused, match="does not answer 'ExampleRequest'"):
             await ask(runner)[1]
 
 
@@ -105,7 +105,7 @@ async def test_a_broken_handler_is_reported_at_both_ends_and_harms_nothing(
 
     async with client_of(runner) as client:
         client.serve(ExampleRequest, fail)
-        with pytest.raises(ForgedError, match="handler of Ponder failed") as failed:
+        with pytest.raises(ForgedError, match="handler of ExampleRequest failed") as failed:
             await ask(runner)[1]
         assert await client.ping() >= 0
     assert failed.value.code == "handler_broken"
@@ -161,12 +161,12 @@ async def test_what_the_daemon_cancels_is_stopped(runner: DaemonRunner) -> None:
 async def test_more_than_it_can_do_at_once_is_turned_away(
     runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servant, "HANDLERS_RUNNING_MAX", 2)
+    monkeypatch.setattr(served_requests, "HANDLERS_RUNNING_MAX", 2)
     async with client_of(runner) as client:
         client.serve(ExampleRequest, ponder_forever)
         ask(runner)
         ask(runner)
-        with pytest.raises(Unavailable, match="does 2 things"):
+        with pytest.raises(Unavailable, match="already handles 2 requests"):
             await ask(runner)[1]
 
 

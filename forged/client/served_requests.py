@@ -1,8 +1,9 @@
-"""The answers that a client gives its daemon.
+"""Requests that the daemon sends to a client.
 
-Law: a request from the daemon is answered once, on the connection by which it came, and no later than the daemon waits.
-What a handler raises goes to the daemon as an error and to the loop's exception handler as what it was; it takes
-nothing else down.
+Invariants:
+- Each request is answered once, on its connection, and within its timeout.
+- An exception in a handler is sent to the daemon as an error and passed to the loop's exception handler; the client
+  continues.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ HANDLERS_RUNNING_MAX = 256
 Handler = Callable[[Any], Awaitable[Any]]
 
 
-class Servant:
-    """What a client does for its daemon, by request."""
+class ServedRequests:
+    """The handlers of a client, and the requests that they handle now."""
 
     def __init__(self) -> None:
         self._handlers: dict[str, Handler] = {}
         self._running: dict[tuple[Link, int], anyio.CancelScope] = {}
 
     def serve(self, request: type[Request[Any]], handler: Handler) -> None:
-        """Let this handler answer requests of this type."""
+        """Register the handler of a request type."""
         self._handlers[request.__name__] = handler
 
     async def answer(self, link: Link, message: RequestMessage) -> None:
-        """Have a request done, and answer it; one that is being done already is not begun again."""
+        """Handle a request and answer it; ignore a request that is being handled already."""
         number = message.number
         if (link, number) in self._running:
             return
@@ -52,7 +53,7 @@ class Servant:
             del self._running[link, number]
 
     def cancel(self, link: Link, message: Cancel) -> None:
-        """Stop what is being done; the daemon does not wait for it any more."""
+        """Cancel the handler of a request that the daemon no longer waits for."""
         scope = self._running.get((link, message.number))
         if scope is not None:
             scope.cancel()
@@ -60,7 +61,7 @@ class Servant:
     async def _outcome(self, message: RequestMessage) -> Message:
         try:
             reply = await self._handle(message)
-            # Encoded here, so that a reply that cannot be is the handler's failure too.
+            # Encoded here, so that a reply that cannot be encoded counts as a failure of the handler.
             return ReplyOut(message.number, msgspec.Raw(msgspec.msgpack.encode(reply)))
         except ForgedError as error:
             return failure(message.number, error)
@@ -75,7 +76,7 @@ class Servant:
         if handler is None:
             raise RequestRefused("request_unknown", f"this client does not answer {message.method[:80]!r}")
         if len(self._running) > HANDLERS_RUNNING_MAX:
-            raise Unavailable("busy", f"this client does {HANDLERS_RUNNING_MAX} things already", "ask again later")
+            raise Unavailable("busy", f"this client already handles {HANDLERS_RUNNING_MAX} requests", "try again later")
         try:
             request = decode_body(message.body, REQUESTS[message.method])
         except (msgspec.MsgspecError, RecursionError) as error:
@@ -87,13 +88,13 @@ def _send(link: Link, number: int, answer: Message) -> None:
     try:
         link.send(answer)
     except ForgedError as error:
-        # No frame holds it.
+        # The reply is too large for a frame.
         link.send(failure(number, error))
 
 
 def _late(message: RequestMessage) -> Unavailable:
     return Unavailable(
         "deadline_exceeded",
-        f"{message.method} was not done within {message.timeout_s} s; whether it was is unknown",
-        "ask again",
+        f"{message.method} did not finish within {message.timeout_s} s; its outcome is unknown",
+        "try again",
     )
