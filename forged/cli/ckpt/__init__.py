@@ -1,1 +1,1 @@
-"""What `forgectl ckpt` does, a module for each verb. They need numpy and more, so they are loaded when one is used."""
+"""`forgectl ckpt`, one module per command, each loaded when it is used because it needs numpy."""

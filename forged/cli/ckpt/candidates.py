@@ -1,7 +1,8 @@
-"""What a shell is offered where a checkpoint, or a tensor of one, is to be named.
+"""Shell completion for the names of checkpoints and tensors.
 
-Law: it is found out by looking into directories and the manifest, without loading what reads checkpoints, so that
-nobody waits; nothing is asked of a network, and what cannot be read is not offered.
+Invariants:
+- Only directories and manifests are read, without numpy and without the network, so completion is immediate.
+- What cannot be read is not offered.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from pathlib import Path
 
 SUFFIX = ".metadata.json"
 MANIFEST_BYTES_MAX = 16 << 20
-"""Reading a larger one would take a while."""
+"""Larger manifests take too long to read for a completion."""
 FOREIGN = (".safetensors", ".npz", ".safetensors.index.json")
 
 
 def checkpoints(begun: str, endings: tuple[str, ...] = ()) -> Iterator[str]:
-    """Checkpoints, as they are typed, the directories in which there may be more, and files that end so."""
+    """Checkpoints as they are typed, directories that may contain some, and files with these endings."""
     lead = begun[: begun.rfind("/") + 1]
     with suppress(OSError), os.scandir(Path(lead).expanduser() if lead else ".") as entries:
         found = {entry.name: entry.is_dir() for entry in entries}
@@ -35,12 +36,12 @@ def checkpoints(begun: str, endings: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def sources(begun: str) -> Iterator[str]:
-    """What can be converted."""
+    """What `convert` accepts as a source."""
     return checkpoints(begun, FOREIGN)
 
 
 def tensors(where: str) -> Iterator[str]:
-    """The tensors of a checkpoint."""
+    """The tensor names of a checkpoint."""
     path = Path(f"{where.rstrip('/').removesuffix(SUFFIX)}{SUFFIX}").expanduser()
     with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
         if path.stat().st_size <= MANIFEST_BYTES_MAX:

@@ -1,7 +1,8 @@
-"""`forgectl ckpt cat`: a tensor of a checkpoint: its first elements and statistics, or all of it as a `.npy` file.
+"""`forgectl ckpt cat`: the first elements and the statistics of a tensor, or the whole tensor as a `.npy` file.
 
-Law: only verified bytes are told of, and never more than a block of them is in memory. A file is there whole or not at
-all, and takes the place of another one only where that was asked for.
+Invariants:
+- Only verified bytes are shown, and at most one block of them is in memory.
+- A file appears as a whole or not at all, and replaces an existing one only with `--force`.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.loading.fetching import bytes_of
 from forged.checkpoint.loading.lazy_view import CheckpointView, TensorInfo
 from forged.checkpoint.ports import CancelToken
-from forged.cli.ckpt.interruptible import acting
-from forged.cli.ckpt.progress_bar import Bar
-from forged.cli.ckpt.show import shape_in_words
+from forged.cli.ckpt.command import checkpoint_command
+from forged.cli.ckpt.progress_bar import ProgressBar
+from forged.cli.ckpt.show import shape_text
 from forged.cli.ckpt.statistics import Statistics, has_statistics, plain_elements
-from forged.cli.ckpt.target import named
-from forged.cli.ckpt.values import plain_values, sayable
+from forged.cli.ckpt.target import open_checkpoint
+from forged.cli.ckpt.values import displayable, plain_values
 from forged.cli.forgectl import tables
 from forged.cli.forgectl.backup import write_whole
 from forged.cli.forgectl.output import answer
@@ -37,26 +38,25 @@ from forged.cli.process import EXIT_OK
 from forged.errors import RequestRefused
 
 BLOCK_BYTES = 64 << 20
-"""So much is in memory at a time, if no chunk is larger."""
+"""The memory for one block, unless a chunk is larger."""
 HEAD = 8
 MODE = 0o666
-"""Of a new file, before the user's mask."""
+"""The mode of a new file, before the umask."""
 NEAREST_MAX = 3
-RARE = frozenset({"nan", "infinite"})
-"""What people are told of only where there is some."""
+SHOWN_IF_NOT_ZERO = frozenset({"nan", "infinite"})
+"""Counts that are left out of the text output when they are zero."""
 
 Array = np.ndarray[Any, Any]
 
 
-@acting
+@checkpoint_command
 def show_tensor(options: Options, token: CancelToken) -> int:
-    """Look at one."""
     _require_new(options)
-    storage, manifest = named(options.where, token)
+    storage, manifest = open_checkpoint(options.where, token)
     if (options.tensor, options.rank) in (values := plain_values(manifest)) and options.out is None:
-        value = sayable(values[options.tensor, options.rank])
-        said = {"name": options.tensor, "rank": options.rank, "value": value}
-        answer(options, said, lambda: print(tables.field("", value)))
+        value = displayable(values[options.tensor, options.rank])
+        result = {"name": options.tensor, "rank": options.rank, "value": value}
+        answer(options, result, lambda: print(tables.field("", value)))
         return EXIT_OK
     rank = _owner(manifest, options.tensor, options.rank)
     with CheckpointView(storage, manifest, rank=rank or 0, token=lambda: token) as view:
@@ -68,22 +68,22 @@ def show_tensor(options: Options, token: CancelToken) -> int:
             "shape": list(info.shape),
             "size_bytes": info.nbytes,
         }
-        with Bar(options, info.name) as bar:
-            row |= _copied(view, info, bar, options.out) if options.out else _summary(view, info, bar)
+        with ProgressBar(options, info.name) as bar:
+            row |= _write_npy(view, info, bar, options.out) if options.out else _summary(view, info, bar)
     answer(options, row, lambda: _show(row))
     return EXIT_OK
 
 
 def _require_new(options: Options) -> None:
-    """Refuse to replace a file unasked."""
+    """Refuse to replace an existing file without `--force`."""
     if options.out is not None and not options.force and os.path.lexists(options.out):
         raise RequestRefused(
-            "file_exists", f"there is {options.out} already", "name another file, or add --force to replace it"
+            "file_exists", f"{options.out} exists already", "name another file, or add --force to replace it"
         )
 
 
 def _owner(manifest: Manifest, name: str, asked: int | None) -> int | None:
-    """The rank whose tensor is meant, if it is one's own; a name that could mean several is refused."""
+    """The rank of the wanted tensor if it is a per-rank one; refuses an ambiguous name."""
     ranks = manifest.tensors.ranks
     owners = [ranks.get(number) for number, one in enumerate(manifest.tensors.names) if one == name]
     if asked in owners:
@@ -94,21 +94,21 @@ def _owner(manifest: Manifest, name: str, asked: int | None) -> int | None:
     if asked is None and len(own) == 1:
         return own[0]
     if not own:
-        # All ranks have it, so the rank that was asked for has, too.
+        # The tensor is common to all ranks, so the given rank has it too.
         return None
     if asked is None:
-        raise invalid(f"{len(own):,} ranks have a {name} of their own", f"say which is meant: --rank {own[0]}")
+        raise invalid(f"{len(own):,} ranks have their own {name}", f"name one rank, such as --rank {own[0]}")
     raise CheckpointException(
-        f"rank {asked} has no {name} in {manifest.prefix}",
+        f"rank {asked} has no tensor {name} in {manifest.prefix}",
         manifest.prefix,
         ExceptionType.LOAD_FAILED,
         code="checkpoint_tensor_unknown",
-        fix=f"these ranks have one: {tables.names(own)}",
+        fix=f"ranks with this tensor: {tables.names(own)}",
     )
 
 
 def _number(manifest: Manifest, name: str, owner: int | None) -> int:
-    """Which of the tensors it is."""
+    """The number of the tensor."""
     ranks = manifest.tensors.ranks
     names = enumerate(manifest.tensors.names)
     return next(number for number, one in names if one == name and ranks.get(number) == owner)
@@ -117,16 +117,16 @@ def _number(manifest: Manifest, name: str, owner: int | None) -> int:
 def _unknown(manifest: Manifest, name: str) -> CheckpointException:
     near = get_close_matches(name, manifest.tensors.names, NEAREST_MAX)
     return CheckpointException(
-        f"no tensor of {manifest.prefix} is called {name!r}",
+        f"{manifest.prefix} has no tensor {name!r}",
         manifest.prefix,
         ExceptionType.LOAD_FAILED,
         code="checkpoint_tensor_unknown",
-        fix=f"is it {' or '.join(near)}?" if near else "`forgectl ckpt show` lists the names",
+        fix=f"did you mean {' or '.join(near)}?" if near else "`forgectl ckpt show` lists the names",
     )
 
 
-def _blocks(view: CheckpointView, info: TensorInfo, bar: Bar) -> Iterator[Array]:
-    """The tensor in blocks of whole chunks; their bytes follow each other in C order."""
+def _blocks(view: CheckpointView, info: TensorInfo, bar: ProgressBar) -> Iterator[Array]:
+    """The tensor in blocks of whole chunks, in C order."""
     done = 0
     for box in _boxes(info):
         block = view.box(info.name, box.offset, box.shape)
@@ -143,8 +143,8 @@ def _boxes(info: TensorInfo) -> Iterator[Box]:
     return chunks(whole(info.shape), Grid(axis, step * max(1, BLOCK_BYTES // (step * behind))))
 
 
-def _summary(view: CheckpointView, info: TensorInfo, bar: Bar) -> dict[str, Any]:
-    """The first elements, and what is to be said of all."""
+def _summary(view: CheckpointView, info: TensorInfo, bar: ProgressBar) -> dict[str, Any]:
+    """The first elements and the statistics."""
     head: list[Any] = []
     statistics = Statistics() if has_statistics(info.dtype) else None
     for block in _blocks(view, info, bar):
@@ -153,19 +153,19 @@ def _summary(view: CheckpointView, info: TensorInfo, bar: Bar) -> dict[str, Any]
         if statistics is None:
             break
         statistics.add(flat)
-    return {"head": head, "statistics": None if statistics is None else statistics.told()}
+    return {"head": head, "statistics": None if statistics is None else statistics.summary()}
 
 
-def _copied(view: CheckpointView, info: TensorInfo, bar: Bar, file: str) -> dict[str, Any]:
-    """All of it, in a file."""
+def _write_npy(view: CheckpointView, info: TensorInfo, bar: ProgressBar, file: str) -> dict[str, Any]:
+    """Write the whole tensor to a `.npy` file."""
     header = io.BytesIO()
     is_raw = info.dtype.name in EXTENDED
-    said = {
+    npy_header = {
         "descr": f"|V{info.dtype.itemsize}" if is_raw else np.lib.format.dtype_to_descr(info.dtype),
         "fortran_order": False,
         "shape": info.shape,
     }
-    np.lib.format.write_array_header_1_0(header, said)
+    np.lib.format.write_array_header_1_0(header, npy_header)
 
     def pieces() -> Iterator[bytes | memoryview]:
         yield header.getvalue()
@@ -176,21 +176,21 @@ def _copied(view: CheckpointView, info: TensorInfo, bar: Bar, file: str) -> dict
 
 
 def _show(row: dict[str, Any]) -> None:
-    about = {"dtype": row["dtype"], "shape": shape_in_words(row["shape"]), "size": tables.size(row["size_bytes"])}
+    fields = {"dtype": row["dtype"], "shape": shape_text(row["shape"]), "size": tables.size(row["size_bytes"])}
     if row["rank"] is not None:
-        about = {"rank": row["rank"], **about}
+        fields = {"rank": row["rank"], **fields}
     if "file" in row:
-        about |= {"file": row["file"]}
+        fields |= {"file": row["file"]}
         if row["dtype"] in EXTENDED:
-            about |= {"to read it": f"numpy.load(…).view(ml_dtypes.{row['dtype']})"}
-    tables.pairs({"name": row["name"], **about, **_in_words(row)})
+            fields |= {"to read it": f"numpy.load(…).view(ml_dtypes.{row['dtype']})"}
+    tables.pairs({"name": row["name"], **fields, **_as_text(row)})
 
 
 def _figure(value: Any) -> Any:
     return tables.rounded(value) if isinstance(value, float) else value
 
 
-def _in_words(row: dict[str, Any]) -> dict[str, Any]:
+def _as_text(row: dict[str, Any]) -> dict[str, Any]:
     if "head" not in row:
         return {}
     elements = math.prod(row["shape"])
@@ -198,5 +198,9 @@ def _in_words(row: dict[str, Any]) -> dict[str, Any]:
     statistics = (row["statistics"] or {}).items()
     return {
         "head": f"{shown}, {tables.CUT}" if elements > HEAD else shown,
-        **{key: _figure(value) for key, value in statistics if value is not None and (value or key not in RARE)},
+        **{
+            key: _figure(value)
+            for key, value in statistics
+            if value is not None and (value or key not in SHOWN_IF_NOT_ZERO)
+        },
     }

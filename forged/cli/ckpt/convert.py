@@ -1,6 +1,8 @@
-"""`forgectl ckpt convert`: a checkpoint in another format, or from and to the files of other tools.
+"""`forgectl ckpt convert`: a checkpoint in another layout, or to and from files of other tools.
 
-Law: nothing that was there is touched. What the target cannot hold, and what had to be read elsewhere, is told.
+Invariants:
+- Existing files are never replaced.
+- Values that the target cannot hold, and repaired chunks, are reported.
 """
 
 from __future__ import annotations
@@ -11,19 +13,18 @@ from typing import Any
 from forged.checkpoint.export.conversion import ConversionOptions, Converted, convert
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel
 from forged.checkpoint.ports import CancelToken
-from forged.cli.ckpt.interruptible import acting
-from forged.cli.ckpt.progress_bar import Bar
+from forged.cli.ckpt.command import checkpoint_command
+from forged.cli.ckpt.progress_bar import ProgressBar
 from forged.cli.forgectl import tables
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options
 from forged.cli.process import EXIT_OK
 
 
-@acting
+@checkpoint_command
 def convert_one(options: Options, token: CancelToken) -> int:
-    """Make a target of a source."""
     started_at = time.monotonic()
-    with Bar(options) as bar:
+    with ProgressBar(options) as bar:
         how = ConversionOptions(
             None if options.format is None else CheckpointFormat(options.format),
             CompressionLevel(options.compression),
@@ -53,9 +54,9 @@ def _as_json(options: Options, converted: Converted, took_s: float) -> dict[str,
 def _show(options: Options, converted: Converted, took_s: float) -> None:
     tensors = tables.counted(converted.tensors, "tensor")
     target = tables.field("", options.target)
-    print(f"{target} has {tensors}, {tables.size(converted.size_bytes)}, in {tables.duration(took_s)}")
+    print(f"{target}: {tensors}, {tables.size(converted.size_bytes)}, written in {tables.duration(took_s)}")
     if converted.left_out:
-        print(f"  left out, being no arrays: {tables.names(converted.left_out)}")
+        print(f"  left out (not arrays): {tables.names(converted.left_out)}")
     for one in converted.repaired:
         where = tables.field("", f"chunk {one.chunk} of {one.tensor} in {one.file}")
-        print(f"  {where} is damaged; the same bytes were read from {tables.field('', one.source)}")
+        print(f"  {where} is corrupt; its bytes were read from {tables.field('', one.source)}")

@@ -1,6 +1,8 @@
-"""`forgectl ckpt diff`: what is different between two checkpoints.
+"""`forgectl ckpt diff`: the differences between two checkpoints.
 
-Law: like `diff`, it exits with 0 where nothing is, and with 1 where something is; "the same" means to the last bit.
+Invariants:
+- Like `diff`, it exits with 0 if there are none and with 1 if there are some.
+- Tensors are the same only if they are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.verification.difference import Difference, DifferenceKind, Side, differences
-from forged.cli.ckpt.interruptible import acting
-from forged.cli.ckpt.progress_bar import Bar
-from forged.cli.ckpt.show import and_more, beginning, shape_in_words
-from forged.cli.ckpt.target import named
-from forged.cli.ckpt.values import are_alike, plain_values, sayable
+from forged.cli.ckpt.command import checkpoint_command
+from forged.cli.ckpt.progress_bar import ProgressBar
+from forged.cli.ckpt.show import print_rest, shape_text, shown_rows
+from forged.cli.ckpt.target import open_checkpoint
+from forged.cli.ckpt.values import are_equal, displayable, plain_values
 from forged.cli.forgectl import tables
 from forged.cli.forgectl.output import print_json
 from forged.cli.forgectl.parser import Options
@@ -30,12 +32,12 @@ from forged.cli.process import EXIT_FAILED, EXIT_OK
 
 SHOWN_MAX = 40
 COLUMNS = ("name", "rank", "difference", "differing", "max_abs", "norm", "nan_on_one_side")
-ALWAYS = ("name", "difference")
-"""Columns that are there also where nobody has anything to say in them."""
-IN_WORDS = {
+ALWAYS_SHOWN = ("name", "difference")
+"""Columns that are shown even if they are empty."""
+DESCRIPTIONS = {
     DifferenceKind.SAME: "the same",
     DifferenceKind.CHANGED: "changed",
-    DifferenceKind.INCOMPATIBLE: "of another shape or type",
+    DifferenceKind.INCOMPATIBLE: "of different shape or type",
     DifferenceKind.ONLY_IN_A: "only in A",
     DifferenceKind.ONLY_IN_B: "only in B",
 }
@@ -44,13 +46,12 @@ Row = dict[str, Any]
 Wanted = Callable[[str], bool]
 
 
-@acting
+@checkpoint_command
 def show_differences(options: Options, token: CancelToken) -> int:
-    """Compare two."""
-    a, b = Side(*named(options.a, token)), Side(*named(options.b, token))
+    a, b = Side(*open_checkpoint(options.a, token)), Side(*open_checkpoint(options.b, token))
     wanted = _wanted(options.tensors, a.manifest, b.manifest)
     tensors: list[Row] = []
-    with Bar(options) as bar:
+    with ProgressBar(options) as bar:
         done, total = 0, sum(_bytes_of(side.manifest, wanted) for side in (a, b))
         for one in differences(a, b, token, wanted):
             tensors.append(_tensor(one))
@@ -59,11 +60,11 @@ def show_differences(options: Options, token: CancelToken) -> int:
             done += sum(_size(*kind) for kind in (one.a, one.b) if kind)
             bar(done, total)
     values = list(_values(a.manifest, b.manifest, wanted))
-    _tell(options, tensors, values)
+    _report(options, tensors, values)
     return EXIT_OK if all(row["kind"] == DifferenceKind.SAME for row in chain(tensors, values)) else EXIT_FAILED
 
 
-def _tell(options: Options, tensors: Sequence[Row], values: Sequence[Row]) -> None:
+def _report(options: Options, tensors: Sequence[Row], values: Sequence[Row]) -> None:
     if not options.json:
         _show(
             [row for row in chain(tensors, values) if options.all or row["kind"] != DifferenceKind.SAME],
@@ -78,7 +79,7 @@ def _tell(options: Options, tensors: Sequence[Row], values: Sequence[Row]) -> No
 
 
 def _wanted(pattern: str | None, *manifests: Manifest) -> Wanted:
-    """Which names are asked about; that there is none of them is an error, as a mistyped name would be."""
+    """A test for names; a pattern that matches nothing is an error, as a mistyped name would be."""
     if pattern is None:
         return lambda name: True
 
@@ -90,7 +91,7 @@ def _wanted(pattern: str | None, *manifests: Manifest) -> Wanted:
     )
     if not any(map(wanted, names)):
         raise CheckpointException(
-            f"nothing in either of them is called {pattern!r}",
+            f"neither checkpoint has a tensor or value that matches {pattern!r}",
             type=ExceptionType.LOAD_FAILED,
             code="checkpoint_tensor_unknown",
             fix="`forgectl ckpt show` lists the names",
@@ -114,16 +115,16 @@ def _tensor(one: Difference) -> Row:
 
 
 def _values(a: Manifest, b: Manifest, wanted: Wanted) -> Iterator[Row]:
-    """The values that are no arrays."""
+    """The comparison of values that are not arrays."""
     ours, theirs = plain_values(a), plain_values(b)
     for name, rank in ours | theirs:
         if not wanted(name):
             continue
         mine, other = ours.get((name, rank)), theirs.get((name, rank))
-        kind = DifferenceKind.SAME if are_alike(mine, other) else DifferenceKind.CHANGED
+        kind = DifferenceKind.SAME if are_equal(mine, other) else DifferenceKind.CHANGED
         if mine is None or other is None:
             kind = DifferenceKind.ONLY_IN_B if mine is None else DifferenceKind.ONLY_IN_A
-        sides = {"a": None if mine is None else sayable(mine), "b": None if other is None else sayable(other)}
+        sides = {"a": None if mine is None else displayable(mine), "b": None if other is None else displayable(other)}
         yield {"value": name, "rank": rank, "kind": kind, **sides}
 
 
@@ -147,11 +148,11 @@ def _counts(rows: Sequence[Row]) -> dict[str, int]:
 def _show(rows: Sequence[Row], *, is_whole: bool) -> None:
     if not rows:
         return
-    shown, left_out = beginning(rows, SHOWN_MAX, is_whole=is_whole)
+    shown, left_out = shown_rows(rows, SHOWN_MAX, is_whole=is_whole)
     cells = [_cells(row) for row in shown]
-    columns = [name for name in COLUMNS if name in ALWAYS or any(row[name] is not None for row in cells)]
+    columns = [name for name in COLUMNS if name in ALWAYS_SHOWN or any(row[name] is not None for row in cells)]
     tables.table(cells, columns, "")
-    and_more(left_out, "differences")
+    print_rest(left_out, "differences")
     print()
 
 
@@ -174,24 +175,24 @@ def _cells(row: Row) -> Row:
 def _of_value(row: Row) -> str:
     if row["kind"] is DifferenceKind.CHANGED:
         return f"{tables.field('', row['a'])} → {tables.field('', row['b'])}"
-    return IN_WORDS[row["kind"]]
+    return DESCRIPTIONS[row["kind"]]
 
 
 def _of_tensor(row: Row) -> str:
     if row["kind"] is DifferenceKind.INCOMPATIBLE:
-        return " → ".join(f"{side['dtype']} {shape_in_words(side['shape'])}" for side in (row["a"], row["b"]))
-    return IN_WORDS[row["kind"]]
+        return " → ".join(f"{side['dtype']} {shape_text(side['shape'])}" for side in (row["a"], row["b"]))
+    return DESCRIPTIONS[row["kind"]]
 
 
 def _summary(tensors: Sequence[Row], values: Sequence[Row]) -> str:
-    told_of = [_counted(tensors, "tensor"), *([_counted(values, "value")] if values else [])]
-    return "; ".join(told_of)
+    shown_columns = [_counted(tensors, "tensor"), *([_counted(values, "value")] if values else [])]
+    return "; ".join(shown_columns)
 
 
 def _counted(rows: Sequence[Row], what: str) -> str:
-    """How many of them are how different."""
+    """How many rows there are of each kind."""
     counts = _counts(rows)
     total = tables.counted(len(rows), what)
     if counts[DifferenceKind.SAME] == len(rows):
-        return f"{total}, the same in both"
-    return f"{total}: " + ", ".join(f"{counts[kind]:,} {IN_WORDS[kind]}" for kind in DifferenceKind if counts[kind])
+        return f"{total}, all the same"
+    return f"{total}: " + ", ".join(f"{counts[kind]:,} {DESCRIPTIONS[kind]}" for kind in DifferenceKind if counts[kind])

@@ -1,6 +1,8 @@
-"""`forgectl ckpt ls`: which checkpoints there are, and what is no checkpoint, or none any more.
+"""`forgectl ckpt ls`: the checkpoints of a folder, and files of unfinished saves and deletions.
 
-Law: nothing is changed, and what cannot be read is told with the reason instead of being passed over.
+Invariants:
+- Nothing is changed.
+- A checkpoint that cannot be read is listed with the reason.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.model import is_prefix
 from forged.checkpoint.ports import CancelToken, Entry, Storage
 from forged.checkpoint.storage import listing
-from forged.cli.ckpt.interruptible import acting
-from forged.cli.ckpt.target import folder
+from forged.cli.ckpt.command import checkpoint_command
+from forged.cli.ckpt.target import storage_of
 from forged.cli.forgectl import tables
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options
@@ -24,17 +26,16 @@ from forged.cli.process import EXIT_FAILED, EXIT_OK
 
 COLUMNS = ("prefix", "created_at", "age_s", "step", "ranks", "layout", "compression", "size", "job")
 _OF_A_SAVE = re.compile(r"[0-9a-f]{8}\.[^/]+")
-"""Names that nothing but a save gives; others may be those of a model that somebody has downloaded."""
+"""File names that only saves create; other names may belong to a downloaded model."""
 
 Row = dict[str, Any]
 
 
-@acting
+@checkpoint_command
 def show_list(options: Options, token: CancelToken) -> int:
-    """All checkpoints of a folder, the newest last."""
-    storage = folder(options.where, token)
+    storage = storage_of(options.where, token)
     checkpoints, broken = _checkpoints(storage)
-    unfinished = [leftover(prefix, entries) for prefix, entries in listing.unfinished_saves(storage).items()]
+    unfinished = [leftover_row(prefix, entries) for prefix, entries in listing.unfinished_saves(storage).items()]
     half_deleted = [{"prefix": prefix} for prefix in listing.tombstones(storage)]
     whole = {
         "url": storage.url,
@@ -47,8 +48,8 @@ def show_list(options: Options, token: CancelToken) -> int:
     return EXIT_FAILED if broken else EXIT_OK
 
 
-def about(manifest: Manifest) -> Row:
-    """A checkpoint in a row."""
+def checkpoint_row(manifest: Manifest) -> Row:
+    """A checkpoint as a row."""
     fence = manifest.fence
     return {
         "prefix": manifest.prefix,
@@ -65,34 +66,34 @@ def about(manifest: Manifest) -> Row:
     }
 
 
-def leftover(prefix: str, entries: Sequence[Entry]) -> Row:
-    """Files without a manifest."""
+def leftover_row(prefix: str, entries: Sequence[Entry]) -> Row:
+    """Files without a manifest as a row."""
     return {
         "prefix": prefix,
         "files": len(entries),
         "size_bytes": sum(entry.size for entry in entries),
         "written_at": max(entry.modified_at for entry in entries),
-        "of_a_save": is_prefix(prefix) and all(map(_is_of_a_save, entries)),
+        "written_by_save": is_prefix(prefix) and all(map(_is_written_by_save, entries)),
     }
 
 
-def _is_of_a_save(entry: Entry) -> bool:
+def _is_written_by_save(entry: Entry) -> bool:
     return _OF_A_SAVE.fullmatch(entry.name.rpartition("/")[2]) is not None
 
 
-def leftover_in_words(row: Row, now: float) -> str:
-    """How much it is, and how old."""
+def leftover_text(row: Row, now: float) -> str:
+    """Number, size and age of the files."""
     age = tables.duration(now - row["written_at"]) if now - row["written_at"] > 1 else "moments"
     return f"{tables.counted(row['files'], 'file')}, {tables.size(row['size_bytes'])}, written {age} ago"
 
 
 def _checkpoints(storage: Storage) -> tuple[list[Row], list[Row]]:
-    """Those that can be read, and those that cannot."""
+    """Readable checkpoints, and those that cannot be read."""
     found: list[Row] = []
     broken: list[Row] = []
     for prefix, manifest in listing.manifests(storage):
         if isinstance(manifest, Manifest):
-            found.append(about(manifest))
+            found.append(checkpoint_row(manifest))
         elif manifest.retryable or manifest.type is ExceptionType.TIMEOUT:
             raise manifest
         else:
@@ -118,15 +119,15 @@ def _show(whole: Row, now: float) -> None:
 
 
 def _remarks(whole: Row, now: float) -> Iterator[str]:
-    """What is no checkpoint, and what can be done about it."""
+    """Lines about everything that is not a readable checkpoint, with what to do."""
     for row in whole["broken"]:
         yield f"{row['prefix']} cannot be read: {row['message']}"
     for row in whole["half_deleted"]:
-        yield f"{row['prefix']} is half deleted: `forgectl ckpt rm` finishes that"
+        yield f"{row['prefix']} is partly deleted: `forgectl ckpt rm` finishes the deletion"
     for row in whole["unfinished"]:
-        what = "is no checkpoint" if row["of_a_save"] else "has no manifest"
-        why = "a save under way, or one that came to nothing"
-        if not row["of_a_save"]:
-            why += ", or a model from elsewhere"
-        said = leftover_in_words(row, now)
-        yield f"{row['prefix']} {what} ({said}): {why}; `forgectl ckpt rm --unfinished` removes it"
+        what = "is not a checkpoint" if row["written_by_save"] else "has no manifest"
+        why = "a running or a failed save"
+        if not row["written_by_save"]:
+            why += ", or a model of another tool"
+        text = leftover_text(row, now)
+        yield f"{row['prefix']} {what} ({text}): {why}; `forgectl ckpt rm --unfinished` removes it"

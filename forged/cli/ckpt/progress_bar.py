@@ -1,8 +1,9 @@
-"""How far something is, in one line of a terminal.
+"""A progress bar in one line of the terminal.
 
-Law: it is drawn on standard error, in place, and gone when it is over, so that it never mixes with what is answered.
-Where standard error is no terminal, or a program is to be told, nothing is drawn. That it cannot be drawn holds nothing
-up.
+Invariants:
+- It is drawn on standard error and erased at the end, so it never mixes with the output.
+- Nothing is drawn without a terminal or with `--json`.
+- A terminal that cannot be written to does not stop the command.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from forged.cli.forgectl.parser import Options
 from forged.cli.process import plain
 
 FIRST_AFTER_S = 0.2
-"""What takes less needs no bar."""
+"""Shorter operations show no bar."""
 INTERVAL_S = 0.1
 SHAPES = ((24, 4, True), (10, 4, True), (10, 3, True), (10, 2, False), (0, 1, False))
-"""As the terminal gets narrower: how wide the bar itself is, how many figures stand beside it, and whether a name."""
-AWAY = "\r\x1b[K"
+"""For narrowing terminals: the width of the bar, the number of figures, and whether the name is shown."""
+CLEAR_LINE = "\r\x1b[K"
 
 
-class Bar:
-    """A bar, for as long as the block lasts; called with how many bytes are done, and of how many."""
+class ProgressBar:
+    """A progress bar for the duration of a block; called with the bytes done and the total."""
 
     def __init__(self, options: Options, name: str = "", monotonic: Callable[[], float] = time.monotonic) -> None:
         self._name = plain(name)
         self._monotonic = monotonic
-        self._is_drawn = not options.json and can_be_drawn()
+        self._is_enabled = not options.json and is_supported()
         self._started_at = monotonic()
         self._next_at = self._started_at + FIRST_AFTER_S
-        self._stands = False
+        self._is_visible = False
 
     def __enter__(self) -> Self:
         return self
@@ -44,29 +45,29 @@ class Bar:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._stands:
-            self._write(AWAY)
+        if self._is_visible:
+            self._write(CLEAR_LINE)
 
     def __call__(self, done: int, total: int) -> None:
-        """So far it has come. May be called from any thread, by one at a time."""
+        """Draw the progress. May be called from any thread, one at a time."""
         now = self._monotonic()
-        if not self._is_drawn or now < self._next_at:
+        if not self._is_enabled or now < self._next_at:
             return
         self._next_at = now + INTERVAL_S
-        self._stands = True
-        self._write(f"{AWAY}{line(self._name, done, total, now - self._started_at, _columns())}")
+        self._is_visible = True
+        self._write(f"{CLEAR_LINE}{progress_line(self._name, done, total, now - self._started_at, _columns())}")
 
     def _write(self, text: str) -> None:
         try:
             sys.stderr.write(text)
             sys.stderr.flush()
         except OSError:
-            # The terminal is gone; what is being done is not.
-            self._is_drawn = False
+            # The terminal is gone; the operation continues.
+            self._is_enabled = False
 
 
-def line(name: str, done: int, total: int, elapsed_s: float, columns: int) -> str:
-    """What there is to say, as much of it as there is room for."""
+def progress_line(name: str, done: int, total: int, elapsed_s: float, columns: int) -> str:
+    """The line, shortened to the width of the terminal."""
     part = min(1.0, done / total) if total else 1.0
     rate = done / elapsed_s if elapsed_s > 0 else 0.0
     figures = [f"{part:4.0%}", f"{tables.size(done)} of {tables.size(total)}", f"{tables.size(int(rate))}/s"]
@@ -81,14 +82,14 @@ def line(name: str, done: int, total: int, elapsed_s: float, columns: int) -> st
     return text[: columns - 1]
 
 
-def can_be_drawn() -> bool:
-    """Whether standard error is a terminal that knows how."""
+def is_supported() -> bool:
+    """Whether standard error is a terminal that can redraw a line."""
     return bool(sys.stderr) and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def _columns() -> int:
     try:
-        # That of standard output may be a file.
+        # Standard output may be a file, so its width is only the fallback.
         return os.get_terminal_size(sys.stderr.fileno()).columns or shutil.get_terminal_size().columns
     except (OSError, ValueError):
         return shutil.get_terminal_size().columns

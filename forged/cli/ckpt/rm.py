@@ -1,8 +1,10 @@
-"""`forgectl ckpt rm`: having checkpoints no more, and what is left of others.
+"""`forgectl ckpt rm`: deletes checkpoints, and files of unfinished saves and deletions.
 
-Law: nobody's files are removed unasked. A checkpoint goes when it is named; what is left of a save that came to nothing
-goes when it is named, too, or when it is certain that it is that, and old enough that nobody is at it. What a deletion
-has left nobody needs to be asked about again.
+Invariants:
+- A checkpoint is deleted only if it is named.
+- Files of a failed save are deleted only with `--unfinished`; in a whole folder, only if a save wrote all of them, the
+  last more than `QUIET_S` ago.
+- An interrupted deletion is finished without confirmation.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.model import is_prefix
 from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.storage import listing
-from forged.cli.ckpt.interruptible import acting
-from forged.cli.ckpt.ls import leftover, leftover_in_words
-from forged.cli.ckpt.target import folder, place
+from forged.cli.ckpt.command import checkpoint_command
+from forged.cli.ckpt.ls import leftover_row, leftover_text
+from forged.cli.ckpt.target import storage_and_prefix, storage_of
 from forged.cli.forgectl import tables
 from forged.cli.forgectl.output import print_json
 from forged.cli.forgectl.parser import Options
@@ -28,156 +30,155 @@ from forged.errors import ConfigError, RequestRefused
 
 CHECKPOINT, UNFINISHED, HALF_DELETED = "checkpoint", "unfinished", "half_deleted"
 QUIET_S = 3600.0
-"""A save that has written nothing for so long is not under way any more."""
+"""A save that wrote nothing for so long is no longer running."""
 UNREADABLE = frozenset({ExceptionType.CORRUPTED_CHECKPOINT, ExceptionType.INCOMPATIBLE_VERSION})
 
 
 @dataclass(frozen=True, slots=True)
-class _Doomed:
-    """Something that is to go."""
+class _Deletion:
+    """Something to delete."""
 
     prefix: str
     what: str
     files: int
     size_bytes: int
     words: str
-    """What somebody is asked about."""
+    """The description for the confirmation."""
 
     @property
     def row(self) -> dict[str, Any]:
-        """It for programs."""
+        """The row for JSON output."""
         return {"prefix": self.prefix, "what": self.what, "files": self.files, "size_bytes": self.size_bytes}
 
 
-@acting
+@checkpoint_command
 def remove(options: Options, token: CancelToken) -> int:
-    """Remove what is named."""
-    spared: Sequence[str] = ()
+    kept: Sequence[str] = ()
     if options.unfinished:
-        storage, doomed, spared = _leftovers(options.where, token)
+        storage, deletions, kept = _leftovers(options.where, token)
     else:
-        storage, prefix = place(options.where, token)
-        doomed = [_checkpoint(storage, prefix)]
-    if not _is_meant(options, doomed):
-        print("nothing was deleted")
+        storage, prefix = storage_and_prefix(options.where, token)
+        deletions = [_checkpoint(storage, prefix)]
+    if not _is_confirmed(options, deletions):
+        print("nothing deleted")
         return EXIT_FAILED
-    for one in doomed:
+    for one in deletions:
         _remove(storage, one)
         if not options.json:
-            print(f"{tables.field('', one.prefix)} is deleted: {_amount(one.files, one.size_bytes)}")
-    _conclude(options, storage, doomed, spared)
+            print(f"deleted {tables.field('', one.prefix)}: {_amount(one.files, one.size_bytes)}")
+    _print_summary(options, storage, deletions, kept)
     return EXIT_OK
 
 
-def _conclude(options: Options, storage: Storage, doomed: Sequence[_Doomed], spared: Sequence[str]) -> None:
+def _print_summary(options: Options, storage: Storage, deletions: Sequence[_Deletion], kept: Sequence[str]) -> None:
     if options.json:
-        print_json({"deleted": [one.row for one in doomed], "spared": list(spared)})
+        print_json({"deleted": [one.row for one in deletions], "kept": list(kept)})
         return
-    if not doomed:
+    if not deletions:
         print(f"nothing to delete in {tables.field('', storage.url)}")
-    for prefix in spared:
-        print(f"{tables.field('', prefix)} stays: name it to delete it, if no save is under way there")
+    for prefix in kept:
+        print(f"kept {tables.field('', prefix)}: if no save is running there, name it to delete it")
 
 
-# What is meant.
+# What to delete.
 
 
-def _checkpoint(storage: Storage, prefix: str) -> _Doomed:
-    """A checkpoint, or what is left of one."""
+def _checkpoint(storage: Storage, prefix: str) -> _Deletion:
+    """The deletion of a checkpoint, or of the rest of a partly deleted one."""
     if listing.checkpoint_exists(storage, prefix):
         return _whole(storage, prefix)
     if listing.is_being_deleted(storage, prefix):
         return _half_deleted(storage, prefix)
     entries = listing.save_files(storage, prefix)
     if entries:
-        said = leftover_in_words(leftover(prefix, entries), time.time())
+        text = leftover_text(leftover_row(prefix, entries), time.time())
         raise RequestRefused(
             "checkpoint_unfinished",
-            f"{prefix} has no manifest ({said}): a save is under way there, or one came to nothing",
-            "--unfinished deletes it all the same",
+            f"{prefix} has no manifest ({text}): a save is running there, or failed",
+            "add --unfinished to delete the files of a failed save",
         )
     raise listing.missing_checkpoint(storage, prefix)
 
 
-def _whole(storage: Storage, prefix: str) -> _Doomed:
+def _whole(storage: Storage, prefix: str) -> _Deletion:
     try:
         manifest = listing.read_manifest(storage, prefix)
     except CheckpointException as error:
         if error.type not in UNREADABLE:
             raise
         entries = listing.save_files(storage, prefix)
-        files, size, why = len(entries), sum(entry.size for entry in entries), ", whose manifest cannot be read"
+        files, size, why = len(entries), sum(entry.size for entry in entries), " (unreadable manifest)"
     else:
         files, size, why = len(listing.files_of(manifest)), manifest.size_bytes, ""
-    return _Doomed(
-        prefix, CHECKPOINT, files, size, f"the checkpoint {prefix} in {storage.url}{why}: {_amount(files, size)}"
+    return _Deletion(
+        prefix, CHECKPOINT, files, size, f"checkpoint {prefix} in {storage.url}{why}: {_amount(files, size)}"
     )
 
 
-def _half_deleted(storage: Storage, prefix: str) -> _Doomed:
+def _half_deleted(storage: Storage, prefix: str) -> _Deletion:
     entries = listing.save_files(storage, prefix)
-    return _Doomed(prefix, HALF_DELETED, len(entries), sum(entry.size for entry in entries), "")
+    return _Deletion(prefix, HALF_DELETED, len(entries), sum(entry.size for entry in entries), "")
 
 
-def _leftovers(where: str, token: CancelToken) -> tuple[Storage, list[_Doomed], list[str]]:
-    """What is left of the save that is named, or else of all in the folder; and what is left alone there."""
-    found = _named(where, token)
+def _leftovers(where: str, token: CancelToken) -> tuple[Storage, list[_Deletion], list[str]]:
+    """The deletions of unfinished saves, of the named one or of a whole folder; and the names that are kept."""
+    found = _unfinished_save(where, token)
     if found is not None:
         return (*found, [])
-    storage, now = folder(where, token), time.time()
+    storage, now = storage_of(where, token), time.time()
     tombstones = listing.tombstones(storage)
-    doomed = [_half_deleted(storage, prefix) for prefix in filter(is_prefix, tombstones)]
-    spared = [prefix for prefix in tombstones if not is_prefix(prefix)]
+    deletions = [_half_deleted(storage, prefix) for prefix in filter(is_prefix, tombstones)]
+    kept = [prefix for prefix in tombstones if not is_prefix(prefix)]
     for prefix, entries in listing.unfinished_saves(storage).items():
-        row = leftover(prefix, entries)
-        if row["of_a_save"] and now - row["written_at"] > QUIET_S:
-            doomed.append(_unfinished(storage, row, now))
+        row = leftover_row(prefix, entries)
+        if row["written_by_save"] and now - row["written_at"] > QUIET_S:
+            deletions.append(_unfinished(storage, row, now))
         else:
-            spared.append(prefix)
-    return storage, doomed, spared
+            kept.append(prefix)
+    return storage, deletions, kept
 
 
-def _named(where: str, token: CancelToken) -> tuple[Storage, list[_Doomed]] | None:
-    """What is left of the one that is named; None where the name is not that of one."""
+def _unfinished_save(where: str, token: CancelToken) -> tuple[Storage, list[_Deletion]] | None:
+    """The deletion of the named unfinished save; None if there is none of that name."""
     try:
-        storage, prefix = place(where, token)
+        storage, prefix = storage_and_prefix(where, token)
     except CheckpointException as error:
         if error.type is not ExceptionType.VALIDATION_FAILED:
             raise
         return None
     if listing.checkpoint_exists(storage, prefix):
         raise RequestRefused(
-            "checkpoint_finished", f"{prefix} in {storage.url} is a checkpoint", "without --unfinished it is deleted"
+            "checkpoint_finished", f"{prefix} in {storage.url} is a checkpoint", "omit --unfinished to delete it"
         )
     if listing.is_being_deleted(storage, prefix):
         return storage, [_half_deleted(storage, prefix)]
     entries = listing.save_files(storage, prefix)
-    return (storage, [_unfinished(storage, leftover(prefix, entries), time.time())]) if entries else None
+    return (storage, [_unfinished(storage, leftover_row(prefix, entries), time.time())]) if entries else None
 
 
-def _unfinished(storage: Storage, row: dict[str, Any], now: float) -> _Doomed:
-    words = f"what lies under {row['prefix']} in {storage.url} without a manifest: {leftover_in_words(row, now)}"
-    return _Doomed(row["prefix"], UNFINISHED, row["files"], row["size_bytes"], words)
+def _unfinished(storage: Storage, row: dict[str, Any], now: float) -> _Deletion:
+    words = f"files without a manifest under {row['prefix']} in {storage.url}: {leftover_text(row, now)}"
+    return _Deletion(row["prefix"], UNFINISHED, row["files"], row["size_bytes"], words)
 
 
-# What is done.
+# Deleting.
 
 
-def _is_meant(options: Options, doomed: Sequence[_Doomed]) -> bool:
-    """Whether somebody has said so."""
-    asked = [one.words for one in doomed if one.what != HALF_DELETED]
+def _is_confirmed(options: Options, deletions: Sequence[_Deletion]) -> bool:
+    """Ask for confirmation, unless `--yes` was given."""
+    asked = [one.words for one in deletions if one.what != HALF_DELETED]
     if options.yes or not asked:
         return True
     if options.json or not (sys.stdin and sys.stdin.isatty()):
         raise ConfigError(
-            "consent_missing", f"this would delete {'; '.join(asked)}", "add --yes where nobody can be asked"
+            "consent_missing", f"this would delete {'; '.join(asked)}", "add --yes to delete without confirmation"
         )
     remark("\n".join(["this deletes", *(f"  {words}" for words in asked)]))
-    print("go on? [y/N] ", end="", file=sys.stderr, flush=True)
+    print("continue? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in {"y", "yes"}
 
 
-def _remove(storage: Storage, one: _Doomed) -> None:
+def _remove(storage: Storage, one: _Deletion) -> None:
     if one.what == UNFINISHED:
         listing.delete_unfinished(storage, one.prefix)
     else:

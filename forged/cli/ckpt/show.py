@@ -1,7 +1,8 @@
-"""`forgectl ckpt show`: what a checkpoint is.
+"""`forgectl ckpt show`: the contents of a checkpoint.
 
-Law: it is told by the manifest alone; no array is read. People on a terminal are shown the beginning of long lists, and
-told how much more there is; programs and pipes get all of it.
+Invariants:
+- Only the manifest is read.
+- On a terminal, long lists are shortened, with the number of omitted rows; pipes and `--json` get everything.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.ports import CancelToken
-from forged.cli.ckpt.interruptible import acting
-from forged.cli.ckpt.ls import about
-from forged.cli.ckpt.target import named
-from forged.cli.ckpt.values import plain_values, sayable
+from forged.cli.ckpt.command import checkpoint_command
+from forged.cli.ckpt.ls import checkpoint_row
+from forged.cli.ckpt.target import open_checkpoint
+from forged.cli.ckpt.values import displayable, plain_values
 from forged.cli.forgectl import tables
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options
 from forged.cli.process import EXIT_OK
 
 SHOWN_MAX = 40
-"""Of a long list, on a terminal."""
+"""The longest list on a terminal."""
 FILES_SHOWN_MAX = 12
 VALUES_SHOWN_MAX = 12
 TENSOR_COLUMNS = ("name", "rank", "dtype", "shape", "size", "pieces")
@@ -35,19 +36,18 @@ TENSOR_COLUMNS = ("name", "rank", "dtype", "shape", "size", "pieces")
 Row = dict[str, Any]
 
 
-@acting
+@checkpoint_command
 def show_one(options: Options, token: CancelToken) -> int:
-    """What it is, and what is in it."""
-    storage, manifest = named(options.where, token)
-    tensors = chosen(_tensors(manifest), options.tensors, manifest.prefix)
-    whole = about(manifest) | {
+    storage, manifest = open_checkpoint(options.where, token)
+    tensors = matching_rows(_tensors(manifest), options.tensors, manifest.prefix)
+    whole = checkpoint_row(manifest) | {
         "url": storage.url,
         "files": [_file(manifest, number) for number in range(len(manifest.parts))],
         "extra_files": manifest.extra_files,
         "sections": _sections(manifest),
         "tensors": tensors,
         "values": [
-            {"name": name, "rank": rank, "value": sayable(node)}
+            {"name": name, "rank": rank, "value": displayable(node)}
             for (name, rank), node in plain_values(manifest).items()
         ],
         "custom": manifest.custom,
@@ -56,14 +56,14 @@ def show_one(options: Options, token: CancelToken) -> int:
     return EXIT_OK
 
 
-def chosen(rows: Sequence[Row], pattern: str | None, prefix: str) -> list[Row]:
-    """Those whose names match; that none does is an error, as a mistyped name would be."""
+def matching_rows(rows: Sequence[Row], pattern: str | None, prefix: str) -> list[Row]:
+    """The rows whose names match; no match is an error, as a mistyped name would be."""
     if pattern is None:
         return list(rows)
     found = [row for row in rows if row["name"] == pattern or fnmatchcase(row["name"], pattern)]
     if not found:
         raise CheckpointException(
-            f"no tensor of {prefix} is called {pattern!r}",
+            f"no tensor of {prefix} matches {pattern!r}",
             prefix,
             ExceptionType.LOAD_FAILED,
             code="checkpoint_tensor_unknown",
@@ -72,26 +72,26 @@ def chosen(rows: Sequence[Row], pattern: str | None, prefix: str) -> list[Row]:
     return found
 
 
-def beginning(rows: Sequence[Row], shown_max: int, *, is_whole: bool) -> tuple[Sequence[Row], int]:
-    """As much of a list as people want to see at once, and how many more there are."""
+def shown_rows(rows: Sequence[Row], shown_max: int, *, is_whole: bool) -> tuple[Sequence[Row], int]:
+    """The rows to show on a terminal, and how many are left out."""
     if is_whole or not sys.stdout.isatty() or len(rows) <= shown_max:
         return rows, 0
     return rows[: shown_max - 1], len(rows) - shown_max + 1
 
 
-def and_more(left_out: int, what: str) -> None:
-    """Say how many more there are."""
+def print_rest(left_out: int, what: str) -> None:
+    """Print how many rows were left out."""
     if left_out:
         print(f"and {left_out:,} more {what}: --all shows them")
 
 
-def shape_in_words(shape: Sequence[int]) -> str:
-    """As people write shapes."""
+def shape_text(shape: Sequence[int]) -> str:
+    """The shape as text, such as 3×4."""
     return "×".join(map(str, shape)) or "scalar"
 
 
 def _tensors(manifest: Manifest) -> list[Row]:
-    """Every array, in its order."""
+    """All tensors, in order."""
     columns = manifest.tensors
     pieces = _pieces(manifest)
     sizes = _sizes(manifest)
@@ -109,7 +109,7 @@ def _tensors(manifest: Manifest) -> list[Row]:
 
 
 def _pieces(manifest: Manifest) -> list[int]:
-    """In how many pieces each array lies, copies counted."""
+    """The number of pieces of each tensor, copies included."""
     counts = np.zeros(len(manifest.tensors.names), np.int64)
     for part in manifest.parts:
         np.add.at(counts, np.array(part.tensors, np.int64), 1)
@@ -125,7 +125,7 @@ def _sizes(manifest: Manifest) -> list[int]:
 
 
 def _sections(manifest: Manifest) -> list[Row]:
-    """What lies under the first keys of the state."""
+    """The top-level keys of the state, with their tensors and bytes."""
     found: dict[str, Row] = {}
     for name, size in zip(manifest.tensors.names, _sizes(manifest), strict=True):
         first = name.partition("/")[0]
@@ -140,7 +140,7 @@ def _file(manifest: Manifest, number: int) -> Row:
     return {"file": part.file, "rank": part.rank, "size_bytes": part.size, "pieces": len(part.tensors)}
 
 
-# For people.
+# Text output.
 
 
 def _show(whole: Row, manifest: Manifest, *, is_whole: bool) -> None:
@@ -158,7 +158,7 @@ def _show(whole: Row, manifest: Manifest, *, is_whole: bool) -> None:
     ]
     _list(files_of_all, ("file", "rank", "pieces", "size"), FILES_SHOWN_MAX, "files", is_whole=is_whole)
     _list(whole["sections"], ("section", "tensors", "size"), SHOWN_MAX, "sections", is_whole=is_whole)
-    tensors = [row | {"shape": shape_in_words(row["shape"])} for row in whole["tensors"]]
+    tensors = [row | {"shape": shape_text(row["shape"])} for row in whole["tensors"]]
     _list(tensors, TENSOR_COLUMNS, SHOWN_MAX, "tensors", is_whole=is_whole)
     _list(whole["values"], ("name", "rank", "value"), VALUES_SHOWN_MAX, "values", is_whole=is_whole)
 
@@ -167,8 +167,8 @@ def _list(rows: Sequence[Row], columns: Sequence[str], shown_max: int, what: str
     if not rows:
         return
     print()
-    shown, left_out = beginning(rows, shown_max, is_whole=is_whole)
+    shown, left_out = shown_rows(rows, shown_max, is_whole=is_whole)
     cells = [row | {"size": tables.size(row["size_bytes"])} if "size_bytes" in row else row for row in shown]
-    told_of = [column for column in columns if column != "rank" or any(row["rank"] is not None for row in shown)]
-    tables.table(cells, told_of, "")
-    and_more(left_out, what)
+    shown_columns = [column for column in columns if column != "rank" or any(row["rank"] is not None for row in shown)]
+    tables.table(cells, shown_columns, "")
+    print_rest(left_out, what)

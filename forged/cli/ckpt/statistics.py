@@ -1,7 +1,9 @@
-"""What there is to say about the numbers of an array, gathered block by block.
+"""Statistics of an array, accumulated block by block.
 
-Law: the order of the blocks and their size make no difference but in the last digits. What is no number is counted
-and left out of everything else; of what cannot be ordered or averaged, that is not said.
+Invariants:
+- The order and size of the blocks change only the last digits.
+- NaN and infinite elements are counted and otherwise ignored.
+- Complex numbers have counts only.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ ELEMENTS_AT_ONCE = 1 << 13
 
 
 class Statistics:
-    """The statistics of an array, of which `add` has seen all."""
+    """The statistics of all elements given to `add`."""
 
     def __init__(self) -> None:
         self._finite = 0
@@ -33,7 +35,7 @@ class Statistics:
         """The sum of the squares of the distances from the mean."""
 
     def add(self, block: Array) -> None:
-        """Count some elements in; a little at a time, because new memory costs more than the sums."""
+        """Add elements, in small portions because fresh memory costs more than the arithmetic."""
         flat = block.reshape(-1)
         for start in range(0, flat.size, ELEMENTS_AT_ONCE):
             self._add(flat[start : start + ELEMENTS_AT_ONCE])
@@ -48,11 +50,11 @@ class Statistics:
             self._infinite += int(np.count_nonzero(~is_finite & ~is_nan))
             numbers = numbers[is_finite]
         if numbers.size and numbers.dtype.kind != "c":
-            self._order(numbers)
-            self._average(numbers)
+            self._update_range(numbers)
+            self._update_mean(numbers)
 
-    def told(self) -> dict[str, Any]:
-        """All of it; None for what there is not."""
+    def summary(self) -> dict[str, Any]:
+        """All statistics; None for those that do not exist."""
         has_any = self._finite > 0
         return {
             "min": self._low,
@@ -64,13 +66,13 @@ class Statistics:
             "infinite": self._infinite,
         }
 
-    def _order(self, numbers: Array) -> None:
+    def _update_range(self, numbers: Array) -> None:
         low, high = _number(numbers.min()), _number(numbers.max())
         self._low = low if self._low is None else min(self._low, low)
         self._high = high if self._high is None else max(self._high, high)
 
-    def _average(self, numbers: Array) -> None:
-        """Chan's way to put together what is known of two blocks."""
+    def _update_mean(self, numbers: Array) -> None:
+        """Combine mean and variance of two blocks (Chan's formula)."""
         count = self._finite + numbers.size
         with np.errstate(over="ignore", invalid="ignore"):
             mean = float(numbers.mean(dtype=np.float64))
@@ -82,12 +84,12 @@ class Statistics:
 
 
 def has_statistics(dtype: np.dtype[Any]) -> bool:
-    """Whether its elements are numbers."""
+    """Whether the elements are numbers."""
     return dtype.kind in "biufc" or dtype.name in EXTENDED
 
 
 def plain_elements(array: Array) -> list[Any]:
-    """Elements as JSON, and people, can have them; numbers with the fewest digits that tell them from others."""
+    """Elements as JSON values; floats with the fewest digits that identify them."""
     if array.dtype.name in EXTENDED:
         array = array.astype(np.float32)
     flat = array.reshape(-1)

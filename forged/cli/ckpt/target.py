@@ -1,7 +1,4 @@
-"""Where a command is sent: the checkpoint, or the folder of checkpoints, that somebody has named.
-
-Law: nothing that is waited for there outlasts the halt.
-"""
+"""The storage and the checkpoint that a command's arguments name."""
 
 from __future__ import annotations
 
@@ -13,25 +10,25 @@ from forged.checkpoint.storage.listing import read_manifest
 from forged.checkpoint.storage.locations import root_at, storage_at
 
 
-class Named(NamedTuple):
-    """A checkpoint that is there."""
+class OpenedCheckpoint(NamedTuple):
+    """An existing checkpoint."""
 
     storage: Storage
     manifest: Manifest
 
 
-def folder(where: str, token: CancelToken) -> Storage:
-    """The storage that is named."""
+def storage_of(where: str, token: CancelToken) -> Storage:
+    """The storage at a path or URL."""
     return bounded(root_at(where), token)
 
 
-def place(where: str, token: CancelToken) -> tuple[Storage, str]:
+def storage_and_prefix(where: str, token: CancelToken) -> tuple[Storage, str]:
     """The storage in which a checkpoint would lie, and its name there."""
     storage, prefix = storage_at(where)
     return bounded(storage, token), prefix
 
 
-def named(where: str, token: CancelToken) -> Named:
-    """The checkpoint that is named."""
-    storage, prefix = place(where, token)
-    return Named(storage, read_manifest(storage, prefix))
+def open_checkpoint(where: str, token: CancelToken) -> OpenedCheckpoint:
+    """The checkpoint at a path or URL."""
+    storage, prefix = storage_and_prefix(where, token)
+    return OpenedCheckpoint(storage, read_manifest(storage, prefix))

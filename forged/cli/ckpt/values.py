@@ -1,7 +1,8 @@
-"""The values of a state that are no arrays: steps, rates, names.
+"""The values of a state that are not arrays: steps, rates, names.
 
-Law: each has one name, built like those of arrays. What a document says of a value is shown as it is, or told in words
-where neither JSON nor people could take it.
+Invariants:
+- Values are named like arrays.
+- A value is shown as the manifest states it, or described where JSON cannot hold it.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.format.tree import Node, unflatten
 
 Key = tuple[str, int | None]
-"""A name, and the rank whose value it is where ranks have different ones."""
+"""A name, and the rank if ranks have different values."""
 INTEGER_BITS_MAX = 64
 
 
 def plain_values(manifest: Manifest) -> dict[Key, Node]:
-    """All values that are no arrays, as they are written."""
+    """All values that are not arrays, as tree nodes."""
     found: dict[Key, Node] = {}
     for name, node, rank, is_own in manifest.states.values():
-        if is_own or not are_alike(found.setdefault((name, None), node), node):
+        if is_own or not are_equal(found.setdefault((name, None), node), node):
             found[name, rank] = node
     return found
 
 
-def are_alike(one: Node, other: Node) -> bool:
-    """Whether two values are the same, of the same type; to Python 1 and true are equal."""
+def are_equal(one: Node, other: Node) -> bool:
+    """Whether two values are equal in value and type; 1 and True are equal in Python."""
     return msgspec.json.encode(one) == msgspec.json.encode(other)
 
 
-def sayable(node: Node) -> Any:
-    """A value as JSON, and people, can have it."""
+def displayable(node: Node) -> Any:
+    """The value for JSON and text output."""
     value = unflatten(node, int)
     if isinstance(value, np.generic):
         value = value.item() if value.dtype.kind in "biufSU" else str(value)

@@ -1,6 +1,8 @@
-"""`forgectl ckpt verify`: whether every byte of a checkpoint is what was saved.
+"""`forgectl ckpt verify`: compares every byte of a checkpoint with its checksum.
 
-Law: the exit code is 0 only where all that was asked about is whole. Each finding is a line that says where.
+Invariants:
+- The exit code is 0 only if every checkpoint that was named is valid.
+- Each finding is a line with its location.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ from forged.checkpoint.format.manifest import SUFFIX
 from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.storage import listing
 from forged.checkpoint.verification.validator import FINDINGS_MAX, CheckpointValidator, Finding, ValidationResult
-from forged.cli.ckpt.interruptible import acting
-from forged.cli.ckpt.progress_bar import Bar
-from forged.cli.ckpt.target import folder, place
+from forged.cli.ckpt.command import checkpoint_command
+from forged.cli.ckpt.progress_bar import ProgressBar
+from forged.cli.ckpt.target import storage_and_prefix, storage_of
 from forged.cli.forgectl import tables
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options
@@ -25,12 +27,12 @@ from forged.cli.process import EXIT_FAILED, EXIT_OK
 MISSING = "checkpoint_missing"
 
 
-@acting
+@checkpoint_command
 def verify(options: Options, token: CancelToken) -> int:
-    """Check one checkpoint, or all of a folder."""
+    """Check one checkpoint, or with `--all` every checkpoint of a folder."""
     if not options.all:
-        return EXIT_OK if _verify(options, *place(options.where, token), token) else EXIT_FAILED
-    storage = folder(options.where, token)
+        return EXIT_OK if _verify(options, *storage_and_prefix(options.where, token), token) else EXIT_FAILED
+    storage = storage_of(options.where, token)
     verdicts = [_verify(options, storage, prefix, token) for prefix in _those_in(storage)]
     return EXIT_OK if all(verdicts) else EXIT_FAILED
 
@@ -39,18 +41,18 @@ def _those_in(storage: Storage) -> list[str]:
     found = listing.prefixes(storage)
     if not found:
         raise CheckpointException(
-            f"there are no checkpoints in {storage.url}",
+            f"no checkpoints in {storage.url}",
             type=ExceptionType.LOAD_FAILED,
             code=MISSING,
-            fix="name the folder that has some",
+            fix="name a folder with checkpoints",
         )
     return found
 
 
 def _verify(options: Options, storage: Storage, prefix: str, token: CancelToken) -> bool:
-    """Check a checkpoint and tell what was found."""
+    """Check a checkpoint and print the result."""
     started_at = time.monotonic()
-    with Bar(options, prefix) as bar:
+    with ProgressBar(options, prefix) as bar:
         result = _validated(storage, prefix, token, bar)
     took_s = time.monotonic() - started_at
     if any(finding.code == MISSING for finding in result.errors):
@@ -59,13 +61,13 @@ def _verify(options: Options, storage: Storage, prefix: str, token: CancelToken)
     return result.is_valid
 
 
-def _validated(storage: Storage, prefix: str, token: CancelToken, bar: Bar) -> ValidationResult:
+def _validated(storage: Storage, prefix: str, token: CancelToken, bar: ProgressBar) -> ValidationResult:
     try:
         return CheckpointValidator(storage).validate_checkpoint(prefix, token, progress=bar)
     except CheckpointException as error:
         if error.retryable or error.type is not ExceptionType.VALIDATION_FAILED:
             raise
-        # In a folder there may be a name that no checkpoint has; the others can be looked at all the same.
+        # A file in the folder may have an invalid checkpoint name; the other checkpoints are still checked.
         return ValidationResult(prefix, (Finding(error.message, error.code, file=prefix + SUFFIX),))
 
 
@@ -101,22 +103,22 @@ def _lines(result: ValidationResult, took_s: float) -> Iterator[str]:
     manifest = result.manifest
     name = tables.field("", result.name)
     verdict = tables.paint("valid", tables.GREEN) if result.is_valid else tables.paint("invalid", tables.RED)
-    said = f"{name} is {verdict}"
+    text = f"{name} is {verdict}"
     if manifest is not None:
         tensors, files = len(manifest.tensors.names), len(listing.files_of(manifest))
-        said += f": {tables.counted(tensors, 'tensor')} in {tables.counted(files, 'file')}"
+        text += f": {tables.counted(tensors, 'tensor')} in {tables.counted(files, 'file')}"
         rate = tables.size(int(result.bytes_checked / took_s)) if took_s > 0 else tables.NONE
-        said += f", {tables.size(result.bytes_checked)} compared in {tables.duration(took_s)} ({rate}/s)"
-    yield said
+        text += f", {tables.size(result.bytes_checked)} compared in {tables.duration(took_s)} ({rate}/s)"
+    yield text
     for finding in [*result.errors, *result.warnings]:
         rank = "" if finding.rank is None or finding.tensor else f" (written by rank {finding.rank})"
         yield f"  {_severity(finding)}: {tables.field('', finding.message)}{rank}"
     if manifest is not None and not result.is_valid:
         touched = len({finding.tensor for finding in result.errors} - {None})
         if touched:
-            yield f"  {touched:,} of {len(manifest.tensors.names):,} tensors are damaged"
+            yield f"  {touched:,} of {len(manifest.tensors.names):,} tensors are corrupt"
     if len(result.errors) >= FINDINGS_MAX:
-        yield f"  and perhaps more: it looks no further than {FINDINGS_MAX} damaged chunks"
+        yield f"  stopped after {FINDINGS_MAX} findings; there may be more"
 
 
 def _severity(finding: Finding) -> str:

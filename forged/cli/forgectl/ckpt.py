@@ -1,6 +1,8 @@
-"""`forgectl ckpt`: checkpoints at a path or URL.
+"""The grammar of `forgectl ckpt`: checkpoints at a path or URL.
 
-Law: no daemon is asked. What a command needs beyond its grammar is loaded when it acts.
+Invariants:
+- No daemon is asked.
+- A command's module is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -20,45 +22,51 @@ credentials come from the environment, as for the tools of its provider."""
 
 
 def fill(checkpoints: Parser) -> None:
-    """What can be done with checkpoints."""
+    """Add the commands to the parser."""
     checkpoints.epilog = EPILOG
     checkpoints.formatter_class = argparse.RawDescriptionHelpFormatter
     checkpoints.set_defaults(where=DEFAULT_FOLDER)
     verbs = verbs_of(checkpoints, _list)
-    listing = _verb(verbs, "ls", _list, "all checkpoints of a folder, and what is left of others", aliases=["list"])
+    listing = _verb(verbs, "ls", _list, "list the checkpoints of a folder, and unfinished saves", aliases=["list"])
     positional(listing, "where", "PATH", nargs="?", default=DEFAULT_FOLDER, help=f"or URL (default: {DEFAULT_FOLDER})")
-    showing = _verb(verbs, "show", _show, "what a checkpoint is, and what is in it")
+    showing = _verb(verbs, "show", _show, "show the contents of a checkpoint")
     positional(showing, "where", "WHERE")
     _tensors(showing)
     verifying = _verb(verbs, "verify", _verify, "compare every byte of a checkpoint with its checksum")
     positional(verifying, "where", "WHERE")
-    verifying.add_argument("--all", action="store_true", help="all checkpoints of the folder WHERE")
-    comparing = _verb(verbs, "diff", _diff, "what is different between two checkpoints")
+    verifying.add_argument("--all", action="store_true", help="check all checkpoints in the folder WHERE")
+    comparing = _verb(verbs, "diff", _diff, "show the differences between two checkpoints")
     positional(comparing, "a", "A")
     positional(comparing, "b", "B")
     _tensors(comparing)
-    looking = _verb(verbs, "cat", _cat, "the first elements of a tensor and its statistics, or all of it as a file")
+    looking = _verb(verbs, "cat", _cat, "show a tensor's first elements and statistics, or write it to a file")
     positional(looking, "where", "WHERE")
     positional(looking, "tensor", "TENSOR")
-    looking.add_argument("--rank", type=_rank, metavar="N", help="whose, where ranks have one each")
-    looking.add_argument("--out", metavar="FILE", help="write all of it to this .npy file")
-    looking.add_argument("--force", action="store_true", help="also in place of a FILE that is there already")
+    looking.add_argument(
+        "--rank", type=_rank, metavar="N", help="the rank, if each rank has its own tensor of this name"
+    )
+    looking.add_argument("--out", metavar="FILE", help="write the whole tensor to this .npy file")
+    looking.add_argument("--force", action="store_true", help="replace an existing FILE")
     _converting(verbs)
-    removing = _verb(verbs, "rm", _remove, "delete a checkpoint, or what is left of one", aliases=["remove"])
+    removing = _verb(verbs, "rm", _remove, "delete a checkpoint, or files of a failed save", aliases=["remove"])
     positional(removing, "where", "WHERE")
-    leftovers = "what saves that came to nothing have left, under this name or in all of this folder"
+    leftovers = "delete files of failed saves, under this name or in this whole folder"
     removing.add_argument("--unfinished", action="store_true", help=leftovers)
-    removing.add_argument("--yes", "-y", action="store_true", help="do not ask")
+    removing.add_argument("--yes", "-y", action="store_true", help="do not ask for confirmation")
 
 
 def _converting(verbs: Any) -> None:
-    converting = _verb(verbs, "convert", _convert, "make another checkpoint of one, or from and to other tools' files")
-    positional(converting, "source", "SOURCE", help="a checkpoint, a .safetensors file or index, an .npz archive")
-    positional(
-        converting, "target", "TARGET", help="a checkpoint that is not there yet, or a .safetensors or .npz file"
+    converting = _verb(
+        verbs, "convert", _convert, "convert a checkpoint to another layout, or to or from files of other tools"
     )
-    converting.add_argument("--format", choices=FORMATS, help="of the new checkpoint (default: that of the source)")
-    converting.add_argument("--compression", choices=COMPRESSIONS, default="none", help="(default: none)")
+    positional(converting, "source", "SOURCE", help="a checkpoint, a .safetensors file or index, or an .npz archive")
+    positional(converting, "target", "TARGET", help="a new checkpoint, .safetensors file or .npz archive")
+    converting.add_argument(
+        "--format", choices=FORMATS, help="layout of the new checkpoint (default: that of the source)"
+    )
+    converting.add_argument(
+        "--compression", choices=COMPRESSIONS, default="none", help="compression of the new checkpoint (default: none)"
+    )
 
 
 def _verb(verbs: Any, name: str, act: Act, text: str, **more: Any) -> Parser:
@@ -66,13 +74,15 @@ def _verb(verbs: Any, name: str, act: Act, text: str, **more: Any) -> Parser:
 
 
 def _tensors(parser: Parser) -> None:
-    parser.add_argument("--tensors", metavar="PATTERN", help="only tensors of this name, such as 'model/encoder.*'")
-    parser.add_argument("--all", action="store_true", help="leave nothing out on a terminal")
+    parser.add_argument(
+        "--tensors", metavar="PATTERN", help="only tensors whose names match, such as 'model/encoder.*'"
+    )
+    parser.add_argument("--all", action="store_true", help="do not shorten lists on a terminal")
 
 
 def _rank(text: str) -> int:
     if not text.isdecimal() or len(text) > RANK_DIGITS_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a rank; they count from 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rank; ranks are numbers from 0")
     return int(text)
 
 

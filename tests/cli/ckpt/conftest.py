@@ -1,4 +1,4 @@
-"""Checkpoints in a folder, and `forgectl ckpt` in front of it."""
+"""A folder of checkpoints, and `forgectl ckpt` run on it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from forged.cli.forgectl import main
 from tests.checkpoint.plain_writer import write_checkpoint
 
 
-class Said(NamedTuple):
-    """What a command has said."""
+class Output(NamedTuple):
+    """The exit code and output of a command."""
 
     code: int
     out: str
@@ -29,14 +29,14 @@ class Said(NamedTuple):
         return self.out.splitlines()
 
 
-class Shelf:
+class CheckpointFolder:
     """The folder `checkpoints` in the working directory."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder = folder
         self._capsys = capsys
 
-    def put(
+    def save(
         self,
         prefix: str,
         *states: Any,
@@ -44,44 +44,44 @@ class Shelf:
         copies: int = 1,
         level: CompressionLevel = CompressionLevel.NONE,
     ) -> Manifest:
-        """A checkpoint of these ranks."""
+        """Save a checkpoint with these states of ranks."""
         storage = LocalStorage(self.folder)
         return write_checkpoint(storage, prefix, states or [STATE], created_at=created_at, copies=copies, level=level)
 
     def files(self, prefix: str) -> list[Path]:
-        """The files of a checkpoint, but for its manifest."""
+        """The files of a checkpoint without its manifest."""
         return sorted((self.folder / prefix).iterdir())
 
     def manifest(self, prefix: str) -> Path:
         return self.folder / f"{prefix}.metadata.json"
 
-    def damage(self, path: Path, at: int) -> None:
+    def flip_bit(self, path: Path, at: int) -> None:
         """Flip a bit."""
         data = bytearray(path.read_bytes())
         data[at] ^= 1
         path.write_bytes(data)
 
-    def run(self, line: str) -> Said:
-        """Have `forgectl ckpt` do something."""
+    def run(self, line: str) -> Output:
+        """Run a `forgectl ckpt` command."""
         code = main.main(["ckpt", *shlex.split(line)])
-        said = self._capsys.readouterr()
-        return Said(code, said.out, said.err)
+        output = self._capsys.readouterr()
+        return Output(code, output.out, output.err)
 
-    def told(self, line: str, code: int = 0) -> Any:
-        """What a command tells a program."""
-        said = self.run(f"{line} --json")
-        assert (said.code, said.err) == (code, "")
-        return json.loads(said.out)
+    def run_json(self, line: str, code: int = 0) -> Any:
+        """The JSON output of a command."""
+        output = self.run(f"{line} --json")
+        assert (output.code, output.err) == (code, "")
+        return json.loads(output.out)
 
-    def failed(self, line: str) -> tuple[int, dict[str, str]]:
-        """The exit code, and the error that a program is told."""
-        said = self.run(f"{line} --json")
-        assert said.out == ""
-        error: dict[str, str] = json.loads(said.err)["error"]
-        return said.code, error
+    def run_failing(self, line: str) -> tuple[int, dict[str, str]]:
+        """The exit code and the JSON error of a command."""
+        output = self.run(f"{line} --json")
+        assert output.out == ""
+        error: dict[str, str] = json.loads(output.err)["error"]
+        return output.code, error
 
-    def on_a_terminal(self, line: str, columns: int = 100) -> Said:
-        """The same where somebody looks at it."""
+    def run_on_terminal(self, line: str, columns: int = 100) -> Output:
+        """Run a command as on a terminal."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("sys.stdout.isatty", lambda: True)
             for name, value in (("TERM", "xterm"), ("COLUMNS", f"{columns}"), ("LINES", "24"), ("NO_COLOR", "1")):
@@ -93,6 +93,8 @@ STATE = {"model": {"w": np.arange(12, dtype=np.float32).reshape(3, 4)}, "optimiz
 
 
 @pytest.fixture
-def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shelf:
+def checkpoint_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> CheckpointFolder:
     monkeypatch.chdir(tmp_path)
-    return Shelf(tmp_path / "checkpoints", capsys)
+    return CheckpointFolder(tmp_path / "checkpoints", capsys)

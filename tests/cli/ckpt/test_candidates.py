@@ -12,7 +12,7 @@ import pytest
 from forged.checkpoint.format import manifest
 from forged.cli.ckpt import candidates as checkpoint_candidates
 from forged.cli.forgectl import candidates, main
-from tests.cli.ckpt.conftest import Shelf
+from tests.cli.ckpt.conftest import CheckpointFolder
 
 
 def words(*typed: str) -> list[str]:
@@ -20,15 +20,15 @@ def words(*typed: str) -> list[str]:
 
 
 @pytest.fixture
-def _some(shelf: Shelf) -> None:
+def _some(checkpoint_folder: CheckpointFolder) -> None:
     for prefix in ("run/step-1", "step-1", "step-2"):
-        shelf.put(prefix)
-    (shelf.folder / "model.safetensors").touch()
-    (shelf.folder / ".hidden.metadata.json").touch()
+        checkpoint_folder.save(prefix)
+    (checkpoint_folder.folder / "model.safetensors").touch()
+    (checkpoint_folder.folder / ".hidden.metadata.json").touch()
 
 
 @pytest.mark.usefixtures("_some")
-class TestAmongCheckpoints:
+class TestCompletion:
     @pytest.mark.parametrize(
         ("typed", "offered"),
         [
@@ -49,31 +49,33 @@ class TestAmongCheckpoints:
             (["convert", "--format", "s"], ["single_file"]),
         ],
     )
-    def test_they_are_named_as_they_are_typed(self, typed: list[str], offered: list[str]) -> None:
+    def test_candidates_extend_the_typed_text(self, typed: list[str], offered: list[str]) -> None:
         assert words(*typed) == offered
 
-    def test_those_at_home_are_found_there(self, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("HOME", str(shelf.folder))
+    def test_home_directories_are_expanded(
+        self, checkpoint_folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HOME", str(checkpoint_folder.folder))
         assert words("show", "~/step-1") == ["~/step-1"]
         assert words("cat", "~/step-1", "m") == ["model/w"]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"tensors": {"names": 7}}', '{"tensors": {"names": [7]}}'])
-def test_what_is_no_manifest_offers_nothing(tmp_path: Path, text: str) -> None:
+def test_an_invalid_manifest_offers_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.metadata.json").write_text(text)
     assert list(checkpoint_candidates.tensors(str(tmp_path / "a"))) == []
 
 
-def test_a_name_that_a_terminal_would_obey_is_not_offered(shelf: Shelf) -> None:
-    shelf.put("a", {"x\x1b[2J": np.zeros(1), "y": np.zeros(1)})
+def test_names_with_control_characters_are_not_offered(checkpoint_folder: CheckpointFolder) -> None:
+    checkpoint_folder.save("a", {"x\x1b[2J": np.zeros(1), "y": np.zeros(1)})
     assert words("cat", "checkpoints/a", "") == ["y"]
 
 
-def test_manifests_are_called_as_the_engine_calls_them() -> None:
+def test_the_manifest_suffix_is_the_formats() -> None:
     assert manifest.SUFFIX == checkpoint_candidates.SUFFIX
 
 
-def test_nobody_waits_for_what_reads_checkpoints() -> None:
+def test_completion_does_not_import_numpy() -> None:
     program = (
         "import sys; from forged.cli.forgectl import main; main.main(['complete', 'ckpt', 'show', '']); "
         "sys.exit({'numpy', 'asyncio', 'msgspec', 'forged.checkpoint'} & {*sys.modules} != set())"

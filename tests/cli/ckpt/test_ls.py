@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from forged.checkpoint.model import CompressionLevel
-from tests.cli.ckpt.conftest import STATE, Shelf
+from tests.cli.ckpt.conftest import STATE, CheckpointFolder
 
 
-def test_each_checkpoint_is_a_line_the_newest_last(shelf: Shelf) -> None:
+def test_checkpoints_are_listed_newest_last(checkpoint_folder: CheckpointFolder) -> None:
     now = time.time()
-    shelf.put("b", STATE, STATE, created_at=now - 7200)
-    shelf.put("a", created_at=now - 90, level=CompressionLevel.FAST)
-    said = shelf.run("ls")
-    assert (said.code, said.err) == (0, "")
-    head, older, newer = said.lines
+    checkpoint_folder.save("b", STATE, STATE, created_at=now - 7200)
+    checkpoint_folder.save("a", created_at=now - 90, level=CompressionLevel.FAST)
+    output = checkpoint_folder.run("ls")
+    assert (output.code, output.err) == (0, "")
+    head, older, newer = output.lines
     assert head.split() == ["prefix", "created", "age", "step", "ranks", "layout", "compression", "size", "job"]
     assert older.split()[0] == "b"
     assert "2h00m" in older
@@ -27,22 +27,27 @@ def test_each_checkpoint_is_a_line_the_newest_last(shelf: Shelf) -> None:
     assert "fast" in newer
 
 
-def test_without_a_folder_it_is_the_one_where_they_are_by_default(shelf: Shelf) -> None:
-    shelf.put("a")
-    assert shelf.run("") == shelf.run("ls") == shelf.run("ls checkpoints") == shelf.run("list ./checkpoints/")
+def test_the_default_folder_is_checkpoints(checkpoint_folder: CheckpointFolder) -> None:
+    checkpoint_folder.save("a")
+    assert (
+        checkpoint_folder.run("")
+        == checkpoint_folder.run("ls")
+        == checkpoint_folder.run("ls checkpoints")
+        == checkpoint_folder.run("list ./checkpoints/")
+    )
 
 
-def test_those_in_deeper_folders_are_there_whatever_they_were_called_from(shelf: Shelf) -> None:
-    shelf.put("run-7/step-1")
-    told = shelf.told("ls .")
-    assert [row["prefix"] for row in told["checkpoints"]] == ["checkpoints/run-7/step-1"]
-    assert shelf.told("ls checkpoints/run-7")["checkpoints"][0]["prefix"] == "step-1"
+def test_checkpoints_in_subfolders_are_listed(checkpoint_folder: CheckpointFolder) -> None:
+    checkpoint_folder.save("run-7/step-1")
+    result = checkpoint_folder.run_json("ls .")
+    assert [row["prefix"] for row in result["checkpoints"]] == ["checkpoints/run-7/step-1"]
+    assert checkpoint_folder.run_json("ls checkpoints/run-7")["checkpoints"][0]["prefix"] == "step-1"
 
 
-def test_programs_are_told_all_of_it(shelf: Shelf) -> None:
-    manifest = shelf.put("a", created_at=5.0)
-    assert shelf.told("ls") == {
-        "url": str(shelf.folder),
+def test_json_has_all_fields(checkpoint_folder: CheckpointFolder) -> None:
+    manifest = checkpoint_folder.save("a", created_at=5.0)
+    assert checkpoint_folder.run_json("ls") == {
+        "url": str(checkpoint_folder.folder),
         "checkpoints": [
             {
                 "prefix": "a", "created_at": 5.0, "step": None, "job": None, "world_size": 1, "layout": "multi_shard",
@@ -54,83 +59,90 @@ def test_programs_are_told_all_of_it(shelf: Shelf) -> None:
 
 
 @pytest.mark.parametrize("where", ["", "checkpoints", "/nowhere/at/all", "file:///nowhere"])
-def test_where_nothing_is_it_says_where_it_looked(shelf: Shelf, where: str) -> None:
-    said = shelf.run(f"ls {where}")
-    assert said.code == 0
-    assert said.out.startswith("no checkpoints in /")
+def test_an_empty_folder_is_named(checkpoint_folder: CheckpointFolder, where: str) -> None:
+    output = checkpoint_folder.run(f"ls {where}")
+    assert output.code == 0
+    assert output.out.startswith("no checkpoints in /")
 
 
-def test_a_manifest_that_cannot_be_read_is_told_with_the_reason_and_fails(shelf: Shelf) -> None:
-    shelf.put("good")
-    shelf.put("bad")
-    shelf.damage(shelf.manifest("bad"), 40)
-    said = shelf.run("ls")
-    assert said.code == 1
-    assert "good" in said.lines[1]
-    assert said.lines[-1] == "bad cannot be read: bad.metadata.json is corrupt: its checksum differs"
-    told = shelf.told("ls", code=1)
-    assert [(row["prefix"], row["code"]) for row in told["broken"]] == [("bad", "checkpoint_manifest_corrupt")]
+def test_an_unreadable_manifest_is_listed_with_the_reason_and_fails(checkpoint_folder: CheckpointFolder) -> None:
+    checkpoint_folder.save("good")
+    checkpoint_folder.save("bad")
+    checkpoint_folder.flip_bit(checkpoint_folder.manifest("bad"), 40)
+    output = checkpoint_folder.run("ls")
+    assert output.code == 1
+    assert "good" in output.lines[1]
+    assert output.lines[-1] == "bad cannot be read: bad.metadata.json is corrupt: its checksum differs"
+    result = checkpoint_folder.run_json("ls", code=1)
+    assert [(row["prefix"], row["code"]) for row in result["broken"]] == [("bad", "checkpoint_manifest_corrupt")]
 
 
-def test_a_manifest_of_a_later_version_is_told_as_such(shelf: Shelf) -> None:
-    shelf.put("a")
-    text = shelf.manifest("a").read_text().replace('"version":"1.0"', '"version":"2.0"')
+def test_a_manifest_of_a_later_version_is_reported_as_such(checkpoint_folder: CheckpointFolder) -> None:
+    checkpoint_folder.save("a")
+    text = checkpoint_folder.manifest("a").read_text().replace('"version":"1.0"', '"version":"2.0"')
     body = text.rpartition(',"checksum"')[0].encode()
     import xxhash
 
-    shelf.manifest("a").write_bytes(body + b',"checksum":"%s"}\n' % xxhash.xxh3_128_hexdigest(body).encode())
-    said = shelf.run("ls")
-    assert said.code == 1
-    assert "has version 2.0, and this is 1.0" in said.out
+    checkpoint_folder.manifest("a").write_bytes(
+        body + b',"checksum":"%s"}\n' % xxhash.xxh3_128_hexdigest(body).encode()
+    )
+    output = checkpoint_folder.run("ls")
+    assert output.code == 1
+    assert "has version 2.0, and this is 1.0" in output.out
 
 
-def test_files_without_a_manifest_are_told_with_what_to_do(shelf: Shelf) -> None:
-    shelf.put("a")
-    shelf.manifest("a").unlink()
-    [file] = shelf.files("a")
+def test_files_without_a_manifest_are_listed_with_a_fix(checkpoint_folder: CheckpointFolder) -> None:
+    checkpoint_folder.save("a")
+    checkpoint_folder.manifest("a").unlink()
+    [file] = checkpoint_folder.files("a")
     os.utime(file, (0, time.time() - 7200))
-    said = shelf.run("ls")
-    assert said.code == 0
-    assert said.lines[0] == f"no checkpoints in {shelf.folder}"
-    assert said.lines[2].startswith("a is no checkpoint (1 file, ")
-    assert "written 2h00m ago): a save under way, or one that came to nothing;" in said.lines[2]
-    [row] = shelf.told("ls")["unfinished"]
-    assert (row["prefix"], row["files"], row["size_bytes"], row["of_a_save"]) == ("a", 1, file.stat().st_size, True)
+    output = checkpoint_folder.run("ls")
+    assert output.code == 0
+    assert output.lines[0] == f"no checkpoints in {checkpoint_folder.folder}"
+    assert output.lines[2].startswith("a is not a checkpoint (1 file, ")
+    assert "written 2h00m ago): a running or a failed save;" in output.lines[2]
+    [row] = checkpoint_folder.run_json("ls")["unfinished"]
+    assert (row["prefix"], row["files"], row["size_bytes"], row["written_by_save"]) == (
+        "a",
+        1,
+        file.stat().st_size,
+        True,
+    )
 
 
-def test_a_model_that_somebody_put_there_is_not_taken_for_a_save(shelf: Shelf) -> None:
-    (shelf.folder / "llama").mkdir(parents=True)
-    (shelf.folder / "llama" / "model.safetensors.index.json").write_bytes(b"x")
-    said = shelf.run("ls")
-    assert "llama has no manifest (1 file, 1 B, written moments ago)" in said.out
-    assert "or a model from elsewhere" in said.out
-    assert shelf.told("ls")["unfinished"][0]["of_a_save"] is False
+def test_a_model_of_another_tool_is_not_taken_for_a_save(checkpoint_folder: CheckpointFolder) -> None:
+    (checkpoint_folder.folder / "llama").mkdir(parents=True)
+    (checkpoint_folder.folder / "llama" / "model.safetensors.index.json").write_bytes(b"x")
+    output = checkpoint_folder.run("ls")
+    assert "llama has no manifest (1 file, 1 B, written moments ago)" in output.out
+    assert "or a model of another tool" in output.out
+    assert checkpoint_folder.run_json("ls")["unfinished"][0]["written_by_save"] is False
 
 
-def test_what_is_half_deleted_is_no_checkpoint(shelf: Shelf) -> None:
-    shelf.put("a")
-    shelf.manifest("a").rename(shelf.folder / "a.deleted.json")
-    said = shelf.run("ls")
-    assert said.lines[-1] == "a is half deleted: `forgectl ckpt rm` finishes that"
-    assert shelf.told("ls")["half_deleted"] == [{"prefix": "a"}]
+def test_a_partly_deleted_checkpoint_is_listed_separately(checkpoint_folder: CheckpointFolder) -> None:
+    checkpoint_folder.save("a")
+    checkpoint_folder.manifest("a").rename(checkpoint_folder.folder / "a.deleted.json")
+    output = checkpoint_folder.run("ls")
+    assert output.lines[-1] == "a is partly deleted: `forgectl ckpt rm` finishes the deletion"
+    assert checkpoint_folder.run_json("ls")["half_deleted"] == [{"prefix": "a"}]
 
 
-def test_names_bring_nothing_that_a_terminal_would_obey(shelf: Shelf) -> None:
-    shelf.put("a", {"w": np.zeros(1)})
-    (shelf.folder / "b\x1b[2J.metadata.json").write_text("{}")
-    said = shelf.run("ls")
-    assert said.code == 1
-    assert "\x1b" not in said.out
-    assert "b\\x1b[2J cannot be read" in said.out
+def test_control_characters_are_escaped(checkpoint_folder: CheckpointFolder) -> None:
+    checkpoint_folder.save("a", {"w": np.zeros(1)})
+    (checkpoint_folder.folder / "b\x1b[2J.metadata.json").write_text("{}")
+    output = checkpoint_folder.run("ls")
+    assert output.code == 1
+    assert "\x1b" not in output.out
+    assert "b\\x1b[2J cannot be read" in output.out
 
 
-def test_on_a_narrow_terminal_cells_are_cut(shelf: Shelf) -> None:
-    shelf.put("a-name-of-some-length-that-nobody-would-give", created_at=time.time() - 5)
-    said = shelf.on_a_terminal("ls", columns=80)
-    assert max(map(len, said.lines)) <= 80
-    assert "…" in said.out
+def test_cells_are_shortened_on_a_narrow_terminal(checkpoint_folder: CheckpointFolder) -> None:
+    checkpoint_folder.save("a-name-of-some-length-that-nobody-would-give", created_at=time.time() - 5)
+    output = checkpoint_folder.run_on_terminal("ls", columns=80)
+    assert max(map(len, output.lines)) <= 80
+    assert "…" in output.out
 
 
-def test_an_address_that_leads_nowhere_is_a_mistake(shelf: Shelf) -> None:
-    code, error = shelf.failed("ls ftp://host/x")
+def test_an_invalid_url_is_a_config_error(checkpoint_folder: CheckpointFolder) -> None:
+    code, error = checkpoint_folder.run_failing("ls ftp://host/x")
     assert (code, error["kind"], error["code"]) == (2, "config", "checkpoint_location_invalid")

@@ -9,13 +9,13 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from forged.cli.ckpt.progress_bar import AWAY, FIRST_AFTER_S, INTERVAL_S, Bar, line
+from forged.cli.ckpt.progress_bar import CLEAR_LINE, FIRST_AFTER_S, INTERVAL_S, ProgressBar, progress_line
 
 Caught = pytest.CaptureFixture[str]
 
 
-class Hand:
-    """A clock that is put forward."""
+class ManualClock:
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -25,11 +25,11 @@ class Hand:
 
 
 @pytest.fixture
-def hand() -> Hand:
-    return Hand()
+def clock() -> ManualClock:
+    return ManualClock()
 
 
-class Screen(io.StringIO):
+class Terminal(io.StringIO):
     """A terminal."""
 
     def isatty(self) -> bool:
@@ -37,10 +37,10 @@ class Screen(io.StringIO):
 
 
 @contextmanager
-def looking(term: str = "xterm") -> Iterator[Screen]:
-    """Somebody looks at standard error, for as long as the block lasts."""
+def looking(term: str = "xterm") -> Iterator[Terminal]:
+    """Make standard error a terminal for the block."""
     with pytest.MonkeyPatch.context() as patch:
-        screen = Screen()
+        screen = Terminal()
         patch.setattr("sys.stderr", screen)
         patch.setenv("TERM", term)
         patch.setenv("COLUMNS", "100")
@@ -51,90 +51,92 @@ def options(*, json: bool = False) -> argparse.Namespace:
     return argparse.Namespace(json=json)
 
 
-def test_it_says_how_far_how_fast_and_how_long() -> None:
-    said = line("step-1", 250_000_000, 1_000_000_000, 2.0, 100)
-    assert said == "step-1  [######------------------]   25%  250 MB of 1 GB  125 MB/s  6 s left"
+def test_the_line_has_share_amount_rate_and_time_left() -> None:
+    output = progress_line("step-1", 250_000_000, 1_000_000_000, 2.0, 100)
+    assert output == "step-1  [######------------------]   25%  250 MB of 1 GB  125 MB/s  6 s left"
 
 
 @pytest.mark.parametrize("columns", range(1, 90))
-def test_it_is_never_as_wide_as_the_terminal(columns: int) -> None:
-    assert len(line("a-checkpoint-of-a-long-name" * 3, 5, 10, 1.0, columns)) < max(columns, 1)
+def test_the_line_is_narrower_than_the_terminal(columns: int) -> None:
+    assert len(progress_line("a-checkpoint-of-a-long-name" * 3, 5, 10, 1.0, columns)) < max(columns, 1)
 
 
-def test_what_is_done_has_nothing_left() -> None:
-    assert "left" not in line("step-1", 10, 10, 2.0, 100)
+def test_a_finished_operation_has_no_time_left() -> None:
+    assert "left" not in progress_line("step-1", 10, 10, 2.0, 100)
 
 
-def test_the_share_is_what_stays_where_there_is_no_room() -> None:
-    assert line("step-1", 5, 10, 1.0, 10) == " 50%"
+def test_a_narrow_terminal_shows_only_the_share() -> None:
+    assert progress_line("step-1", 5, 10, 1.0, 10) == " 50%"
 
 
 @pytest.mark.parametrize(("done", "total", "elapsed_s"), [(0, 0, 0.0), (0, 10, 0.0), (20, 10, 1.0), (10, 10, 1.0)])
-def test_odd_amounts_are_no_trouble(done: int, total: int, elapsed_s: float) -> None:
-    assert "%" in line("", done, total, elapsed_s, 100)
+def test_any_amounts_give_a_line(done: int, total: int, elapsed_s: float) -> None:
+    assert "%" in progress_line("", done, total, elapsed_s, 100)
 
 
-class TestOnATerminal:
-    def test_what_is_over_soon_has_none(self, hand: Hand) -> None:
-        with looking() as screen, Bar(options(), "a", hand) as bar:
-            hand.now += FIRST_AFTER_S / 2
+class TestOnTerminal:
+    def test_a_short_operation_shows_no_bar(self, clock: ManualClock) -> None:
+        with looking() as screen, ProgressBar(options(), "a", clock) as bar:
+            clock.now += FIRST_AFTER_S / 2
             bar(1, 2)
         assert screen.getvalue() == ""
 
-    def test_it_is_drawn_in_place_and_taken_away_at_the_end(self, hand: Hand) -> None:
-        with looking() as screen, Bar(options(), "a", hand) as bar:
-            hand.now += FIRST_AFTER_S
+    def test_the_bar_is_redrawn_in_place_and_erased_at_the_end(self, clock: ManualClock) -> None:
+        with looking() as screen, ProgressBar(options(), "a", clock) as bar:
+            clock.now += FIRST_AFTER_S
             bar(1, 2)
             bar(2, 2)
-            hand.now += INTERVAL_S
+            clock.now += INTERVAL_S
             bar(2, 2)
-        nothing, first, second, end = screen.getvalue().split(AWAY)
+        nothing, first, second, end = screen.getvalue().split(CLEAR_LINE)
         assert (nothing, end) == ("", "")
         assert " 50%" in first
         assert "100%" in second
 
-    def test_it_is_taken_away_also_when_somebody_interrupts(self, hand: Hand) -> None:
-        with looking() as screen, suppress(KeyboardInterrupt), Bar(options(), "a", hand) as bar:
-            hand.now += FIRST_AFTER_S
+    def test_the_bar_is_erased_after_an_interrupt(self, clock: ManualClock) -> None:
+        with looking() as screen, suppress(KeyboardInterrupt), ProgressBar(options(), "a", clock) as bar:
+            clock.now += FIRST_AFTER_S
             bar(1, 2)
             raise KeyboardInterrupt
-        assert screen.getvalue().endswith(AWAY)
+        assert screen.getvalue().endswith(CLEAR_LINE)
 
-    def test_a_name_brings_nothing_that_a_terminal_would_obey(self, hand: Hand) -> None:
-        with looking() as screen, Bar(options(), "a\x1b[2J", hand) as bar:
-            hand.now += FIRST_AFTER_S
+    def test_control_characters_in_the_name_are_escaped(self, clock: ManualClock) -> None:
+        with looking() as screen, ProgressBar(options(), "a\x1b[2J", clock) as bar:
+            clock.now += FIRST_AFTER_S
             bar(1, 2)
         assert "a\\x1b[2J" in screen.getvalue()
 
-    def test_programs_are_not_bothered(self, hand: Hand) -> None:
-        with looking() as screen, Bar(options(json=True), "a", hand) as bar:
-            hand.now += FIRST_AFTER_S
+    def test_json_shows_no_bar(self, clock: ManualClock) -> None:
+        with looking() as screen, ProgressBar(options(json=True), "a", clock) as bar:
+            clock.now += FIRST_AFTER_S
             bar(1, 2)
         assert screen.getvalue() == ""
 
-    def test_a_terminal_that_knows_nothing_is_left_alone(self, hand: Hand) -> None:
-        with looking("dumb") as screen, Bar(options(), "a", hand) as bar:
-            hand.now += FIRST_AFTER_S
+    def test_a_dumb_terminal_shows_no_bar(self, clock: ManualClock) -> None:
+        with looking("dumb") as screen, ProgressBar(options(), "a", clock) as bar:
+            clock.now += FIRST_AFTER_S
             bar(1, 2)
         assert screen.getvalue() == ""
 
-    def test_what_is_done_goes_on_when_the_terminal_is_gone(self, hand: Hand, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_operation_continues_when_the_terminal_is_gone(
+        self, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         tried: list[str] = []
 
         def gone(text: str) -> int:
             tried.append(text)
             raise OSError
 
-        monkeypatch.setattr(Screen, "write", lambda self, text: gone(text))
-        with looking(), Bar(options(), "a", hand) as bar:
+        monkeypatch.setattr(Terminal, "write", lambda self, text: gone(text))
+        with looking(), ProgressBar(options(), "a", clock) as bar:
             for _ in range(3):
-                hand.now += FIRST_AFTER_S
+                clock.now += FIRST_AFTER_S
                 bar(1, 2)
         assert len(tried) == 2, "once when it was drawn, and once to take it away"
 
 
-def test_in_a_pipe_nothing_is_drawn(hand: Hand, capsys: Caught) -> None:
-    with Bar(options(), "a", hand) as bar:
-        hand.now += FIRST_AFTER_S
+def test_a_pipe_shows_no_bar(clock: ManualClock, capsys: Caught) -> None:
+    with ProgressBar(options(), "a", clock) as bar:
+        clock.now += FIRST_AFTER_S
         bar(1, 2)
     assert capsys.readouterr() == ("", "")

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from forged.cli.ckpt.rm import QUIET_S
-from tests.cli.ckpt.conftest import STATE, Said, Shelf
+from tests.cli.ckpt.conftest import STATE, CheckpointFolder, Output
 
 A = "checkpoints/a"
 
 
 class Keyboard(io.StringIO):
-    """A terminal at which somebody types."""
+    """A terminal with typed input."""
 
     def isatty(self) -> bool:
         return True
@@ -32,200 +32,205 @@ def typing(text: str) -> Iterator[None]:
         yield
 
 
-def asked(shelf: Shelf, line: str, said: str) -> Said:
-    with typing(said):
-        return shelf.run(line)
+def asked(checkpoint_folder: CheckpointFolder, line: str, output: str) -> Output:
+    with typing(output):
+        return checkpoint_folder.run(line)
 
 
-def unfinished(shelf: Shelf, prefix: str, age_s: float = 0.0) -> None:
-    """What a save has left that was ended so long ago."""
-    shelf.put(prefix)
-    shelf.manifest(prefix).unlink()
-    for path in shelf.files(prefix):
+def unfinished(checkpoint_folder: CheckpointFolder, prefix: str, age_s: float = 0.0) -> None:
+    """Files of a save that failed so long ago."""
+    checkpoint_folder.save(prefix)
+    checkpoint_folder.manifest(prefix).unlink()
+    for path in checkpoint_folder.files(prefix):
         os.utime(path, (0, time.time() - age_s))
 
 
-def half_deleted(shelf: Shelf, prefix: str) -> None:
-    shelf.put(prefix)
-    shelf.manifest(prefix).rename(shelf.folder / f"{prefix}.deleted.json")
+def half_deleted(checkpoint_folder: CheckpointFolder, prefix: str) -> None:
+    checkpoint_folder.save(prefix)
+    checkpoint_folder.manifest(prefix).rename(checkpoint_folder.folder / f"{prefix}.deleted.json")
 
 
-def left(shelf: Shelf) -> list[str]:
-    """What there still is."""
-    return sorted(str(path.relative_to(shelf.folder)) for path in shelf.folder.rglob("*"))
+def left(checkpoint_folder: CheckpointFolder) -> list[str]:
+    """The remaining files."""
+    return sorted(str(path.relative_to(checkpoint_folder.folder)) for path in checkpoint_folder.folder.rglob("*"))
 
 
-class TestACheckpoint:
-    @pytest.mark.parametrize("said", ["y\n", "Y\n", "yes\n"])
-    def test_is_deleted_when_somebody_says_so(self, shelf: Shelf, said: str) -> None:
-        shelf.put("a", STATE, STATE)
-        done = asked(shelf, f"rm {A}", said)
+class TestCheckpoint:
+    @pytest.mark.parametrize("answer", ["y\n", "Y\n", "yes\n"])
+    def test_is_deleted_after_confirmation(self, checkpoint_folder: CheckpointFolder, answer: str) -> None:
+        checkpoint_folder.save("a", STATE, STATE)
+        done = asked(checkpoint_folder, f"rm {A}", answer)
         assert done.code == 0
-        assert done.err.startswith(f"this deletes\n  the checkpoint a in {shelf.folder}: 2 files, ")
-        assert done.err.endswith("go on? [y/N] ")
-        assert done.out.startswith("a is deleted: 2 files, ")
-        assert left(shelf) == []
+        assert done.err.startswith(f"this deletes\n  checkpoint a in {checkpoint_folder.folder}: 2 files, ")
+        assert done.err.endswith("continue? [y/N] ")
+        assert done.out.startswith("deleted a: 2 files, ")
+        assert left(checkpoint_folder) == []
 
-    @pytest.mark.parametrize("said", ["n\n", "\n", "", "yess\n"])
-    def test_stays_when_anything_else_is_said(self, shelf: Shelf, said: str) -> None:
-        shelf.put("a")
-        before = left(shelf)
-        done = asked(shelf, f"rm {A}", said)
-        assert (done.code, done.out) == (1, "nothing was deleted\n")
-        assert left(shelf) == before
+    @pytest.mark.parametrize("answer", ["n\n", "\n", "", "yess\n"])
+    def test_is_kept_after_any_other_answer(self, checkpoint_folder: CheckpointFolder, answer: str) -> None:
+        checkpoint_folder.save("a")
+        before = left(checkpoint_folder)
+        done = asked(checkpoint_folder, f"rm {A}", answer)
+        assert (done.code, done.out) == (1, "nothing deleted\n")
+        assert left(checkpoint_folder) == before
 
-    def test_stays_where_nobody_can_be_asked(self, shelf: Shelf) -> None:
-        shelf.put("a")
-        before = left(shelf)
-        code, error = shelf.failed(f"rm {A}")
+    def test_is_kept_without_a_terminal(self, checkpoint_folder: CheckpointFolder) -> None:
+        checkpoint_folder.save("a")
+        before = left(checkpoint_folder)
+        code, error = checkpoint_folder.run_failing(f"rm {A}")
         assert (code, error["kind"], error["code"]) == (2, "config", "consent_missing")
-        assert left(shelf) == before
+        assert left(checkpoint_folder) == before
 
-    def test_is_deleted_without_a_question_when_yes_was_said_before(self, shelf: Shelf) -> None:
-        manifest = shelf.put("a")
-        assert shelf.told(f"rm {A} --yes") == {
+    def test_is_deleted_without_confirmation_with_yes(self, checkpoint_folder: CheckpointFolder) -> None:
+        manifest = checkpoint_folder.save("a")
+        assert checkpoint_folder.run_json(f"rm {A} --yes") == {
             "deleted": [{"prefix": "a", "what": "checkpoint", "files": 1, "size_bytes": manifest.size_bytes}],
-            "spared": [],
+            "kept": [],
         }
-        assert left(shelf) == []
+        assert left(checkpoint_folder) == []
 
-    def test_leaves_all_others(self, shelf: Shelf) -> None:
+    def test_deletion_leaves_other_checkpoints(self, checkpoint_folder: CheckpointFolder) -> None:
         for prefix in ("a", "a-b", "a/b", "b"):
-            shelf.put(prefix)
-        assert shelf.run(f"rm {A} -y").code == 0
-        assert [row["prefix"] for row in shelf.told("ls")["checkpoints"]] == ["a-b", "a/b", "b"]
-        assert shelf.run("verify checkpoints --all").code == 0
+            checkpoint_folder.save(prefix)
+        assert checkpoint_folder.run(f"rm {A} -y").code == 0
+        assert [row["prefix"] for row in checkpoint_folder.run_json("ls")["checkpoints"]] == ["a-b", "a/b", "b"]
+        assert checkpoint_folder.run("verify checkpoints --all").code == 0
 
-    def test_whose_manifest_is_damaged_can_be_deleted_and_that_is_told(self, shelf: Shelf) -> None:
-        shelf.put("a")
-        shelf.damage(shelf.manifest("a"), 10)
-        done = asked(shelf, f"rm {A}", "y\n")
+    def test_with_a_corrupt_manifest_can_be_deleted(self, checkpoint_folder: CheckpointFolder) -> None:
+        checkpoint_folder.save("a")
+        checkpoint_folder.flip_bit(checkpoint_folder.manifest("a"), 10)
+        done = asked(checkpoint_folder, f"rm {A}", "y\n")
         assert done.code == 0
-        assert "whose manifest cannot be read: 1 file, " in done.err
-        assert left(shelf) == []
+        assert "(unreadable manifest): 1 file, " in done.err
+        assert left(checkpoint_folder) == []
 
-    def test_that_is_not_there_is_refused(self, shelf: Shelf) -> None:
-        code, error = shelf.failed(f"rm {A} --yes")
+    def test_a_missing_one_is_refused(self, checkpoint_folder: CheckpointFolder) -> None:
+        code, error = checkpoint_folder.run_failing(f"rm {A} --yes")
         assert (code, error["code"]) == (3, "checkpoint_missing")
 
 
-class TestADeletionThatWasInterrupted:
-    def test_is_finished_without_a_question(self, shelf: Shelf) -> None:
-        half_deleted(shelf, "a")
-        done = shelf.run(f"rm {A}")
+class TestInterruptedDeletion:
+    def test_is_finished_without_confirmation(self, checkpoint_folder: CheckpointFolder) -> None:
+        half_deleted(checkpoint_folder, "a")
+        done = checkpoint_folder.run(f"rm {A}")
         assert (done.code, done.err) == (0, "")
-        assert done.out.startswith("a is deleted: 1 file, ")
-        assert left(shelf) == []
+        assert done.out.startswith("deleted a: 1 file, ")
+        assert left(checkpoint_folder) == []
 
-    def test_is_finished_with_all_others_of_a_folder(self, shelf: Shelf) -> None:
-        half_deleted(shelf, "a")
-        half_deleted(shelf, "deep/b")
-        shelf.put("c")
-        told = shelf.told("rm --unfinished checkpoints")
-        assert [(row["prefix"], row["what"]) for row in told["deleted"]] == [
+    def test_is_finished_for_a_whole_folder(self, checkpoint_folder: CheckpointFolder) -> None:
+        half_deleted(checkpoint_folder, "a")
+        half_deleted(checkpoint_folder, "deep/b")
+        checkpoint_folder.save("c")
+        result = checkpoint_folder.run_json("rm --unfinished checkpoints")
+        assert [(row["prefix"], row["what"]) for row in result["deleted"]] == [
             ("a", "half_deleted"), ("deep/b", "half_deleted"),
         ]  # fmt: skip
-        assert [row["prefix"] for row in shelf.told("ls")["checkpoints"]] == ["c"]
+        assert [row["prefix"] for row in checkpoint_folder.run_json("ls")["checkpoints"]] == ["c"]
 
-    def test_is_finished_when_it_is_named_among_the_unfinished(self, shelf: Shelf) -> None:
-        half_deleted(shelf, "a")
-        assert shelf.told(f"rm --unfinished {A}")["deleted"][0]["what"] == "half_deleted"
+    def test_is_finished_when_named_with_unfinished(self, checkpoint_folder: CheckpointFolder) -> None:
+        half_deleted(checkpoint_folder, "a")
+        assert checkpoint_folder.run_json(f"rm --unfinished {A}")["deleted"][0]["what"] == "half_deleted"
 
 
-class TestASaveThatCameToNothing:
-    def test_has_to_be_meant(self, shelf: Shelf) -> None:
-        unfinished(shelf, "a")
-        before = left(shelf)
-        code, error = shelf.failed(f"rm {A} --yes")
+class TestFailedSave:
+    def test_needs_the_unfinished_option(self, checkpoint_folder: CheckpointFolder) -> None:
+        unfinished(checkpoint_folder, "a")
+        before = left(checkpoint_folder)
+        code, error = checkpoint_folder.run_failing(f"rm {A} --yes")
         assert (code, error["code"]) == (3, "checkpoint_unfinished")
-        assert "a save is under way there, or one came to nothing" in error["message"]
-        assert left(shelf) == before
+        assert "a save is running there, or failed" in error["message"]
+        assert left(checkpoint_folder) == before
 
-    def test_goes_when_it_is_named_and_somebody_says_so(self, shelf: Shelf) -> None:
-        unfinished(shelf, "a")
-        done = asked(shelf, f"rm --unfinished {A}", "y\n")
+    def test_is_deleted_when_named_and_confirmed(self, checkpoint_folder: CheckpointFolder) -> None:
+        unfinished(checkpoint_folder, "a")
+        done = asked(checkpoint_folder, f"rm --unfinished {A}", "y\n")
         assert done.code == 0
-        assert "without a manifest: 1 file, " in done.err
-        assert left(shelf) == []
+        assert "1 file, " in done.err
+        assert left(checkpoint_folder) == []
 
-    def test_of_a_folder_those_go_that_nobody_can_be_at(self, shelf: Shelf) -> None:
-        unfinished(shelf, "old", QUIET_S + 60)
-        unfinished(shelf, "new", QUIET_S - 60)
-        shelf.put("c")
-        done = shelf.run("rm --unfinished checkpoints --yes")
+    def test_in_a_folder_only_old_ones_are_deleted(self, checkpoint_folder: CheckpointFolder) -> None:
+        unfinished(checkpoint_folder, "old", QUIET_S + 60)
+        unfinished(checkpoint_folder, "new", QUIET_S - 60)
+        checkpoint_folder.save("c")
+        done = checkpoint_folder.run("rm --unfinished checkpoints --yes")
         assert done.code == 0
-        assert done.lines[0].startswith("old is deleted: 1 file, ")
-        assert done.lines[1:] == ["new stays: name it to delete it, if no save is under way there"]
-        told = shelf.told("ls")
-        assert [row["prefix"] for row in told["unfinished"]] == ["new"]
-        assert [row["prefix"] for row in told["checkpoints"]] == ["c"]
+        assert done.lines[0].startswith("deleted old: 1 file, ")
+        assert done.lines[1:] == ["kept new: if no save is running there, name it to delete it"]
+        result = checkpoint_folder.run_json("ls")
+        assert [row["prefix"] for row in result["unfinished"]] == ["new"]
+        assert [row["prefix"] for row in result["checkpoints"]] == ["c"]
 
-    def test_of_a_folder_is_asked_about(self, shelf: Shelf) -> None:
-        unfinished(shelf, "old", QUIET_S + 60)
-        assert shelf.failed("rm --unfinished checkpoints")[1]["code"] == "consent_missing"
-        assert asked(shelf, "rm --unfinished checkpoints", "n\n").code == 1
-        assert shelf.files("old")
+    def test_in_a_folder_needs_confirmation(self, checkpoint_folder: CheckpointFolder) -> None:
+        unfinished(checkpoint_folder, "old", QUIET_S + 60)
+        assert checkpoint_folder.run_failing("rm --unfinished checkpoints")[1]["code"] == "consent_missing"
+        assert asked(checkpoint_folder, "rm --unfinished checkpoints", "n\n").code == 1
+        assert checkpoint_folder.files("old")
 
-    def test_of_whole_tensors_goes_unless_an_index_beside_it_may_be_somebody_elses(self, shelf: Shelf) -> None:
+    def test_in_consolidated_layout_is_kept_with_an_index_of_another_tool(
+        self, checkpoint_folder: CheckpointFolder
+    ) -> None:
         for prefix in ("a", "b"):
-            shelf.put("source")
-            assert shelf.run(f"convert checkpoints/source checkpoints/{prefix} --format consolidated").code == 0
-            shelf.run("rm checkpoints/source --yes")
-            shelf.manifest(prefix).unlink()
-        (shelf.folder / "a" / "model.safetensors.index.json").unlink()
-        for path in [*shelf.files("a"), *shelf.files("b")]:
+            checkpoint_folder.save("source")
+            assert (
+                checkpoint_folder.run(f"convert checkpoints/source checkpoints/{prefix} --format consolidated").code
+                == 0
+            )
+            checkpoint_folder.run("rm checkpoints/source --yes")
+            checkpoint_folder.manifest(prefix).unlink()
+        (checkpoint_folder.folder / "a" / "model.safetensors.index.json").unlink()
+        for path in [*checkpoint_folder.files("a"), *checkpoint_folder.files("b")]:
             os.utime(path, (0, 0))
-        told = shelf.told("rm --unfinished checkpoints --yes")
-        assert ([row["prefix"] for row in told["deleted"]], told["spared"]) == (["a"], ["b"])
-        assert shelf.run("rm --unfinished checkpoints/b --yes").code == 0
-        assert left(shelf) == []
+        result = checkpoint_folder.run_json("rm --unfinished checkpoints --yes")
+        assert ([row["prefix"] for row in result["deleted"]], result["kept"]) == (["a"], ["b"])
+        assert checkpoint_folder.run("rm --unfinished checkpoints/b --yes").code == 0
+        assert left(checkpoint_folder) == []
 
-    def test_is_not_what_somebody_else_has_put_there(self, shelf: Shelf) -> None:
-        model = shelf.folder / "llama" / "model.safetensors.index.json"
+    def test_files_of_another_tool_are_kept(self, checkpoint_folder: CheckpointFolder) -> None:
+        model = checkpoint_folder.folder / "llama" / "model.safetensors.index.json"
         model.parent.mkdir(parents=True)
         model.write_bytes(b"x")
         os.utime(model, (0, 0))
-        assert shelf.told("rm --unfinished checkpoints --yes") == {"deleted": [], "spared": ["llama"]}
+        assert checkpoint_folder.run_json("rm --unfinished checkpoints --yes") == {"deleted": [], "kept": ["llama"]}
         assert model.exists()
 
-    def test_leaves_files_that_no_save_has_made(self, shelf: Shelf) -> None:
-        unfinished(shelf, "a")
-        (shelf.folder / "a" / "notes.txt").write_text("mine")
-        assert shelf.run(f"rm --unfinished {A} --yes").code == 0
-        assert left(shelf) == ["a", "a/notes.txt"]
+    def test_files_that_no_save_names_are_kept(self, checkpoint_folder: CheckpointFolder) -> None:
+        unfinished(checkpoint_folder, "a")
+        (checkpoint_folder.folder / "a" / "notes.txt").write_text("mine")
+        assert checkpoint_folder.run(f"rm --unfinished {A} --yes").code == 0
+        assert left(checkpoint_folder) == ["a", "a/notes.txt"]
 
-    def test_is_none_where_there_is_a_checkpoint(self, shelf: Shelf) -> None:
-        shelf.put("a")
-        code, error = shelf.failed(f"rm --unfinished {A} --yes")
+    def test_a_checkpoint_is_refused(self, checkpoint_folder: CheckpointFolder) -> None:
+        checkpoint_folder.save("a")
+        code, error = checkpoint_folder.run_failing(f"rm --unfinished {A} --yes")
         assert (code, error["code"]) == (3, "checkpoint_finished")
-        assert shelf.run(f"verify {A}").code == 0
+        assert checkpoint_folder.run(f"verify {A}").code == 0
 
 
-def test_where_nothing_is_left_over_that_is_said(shelf: Shelf) -> None:
-    shelf.put("a", {"w": np.zeros(1)})
-    said = shelf.run("rm --unfinished checkpoints")
-    assert (said.code, said.out) == (0, f"nothing to delete in {shelf.folder}\n")
+def test_a_folder_without_leftovers_is_reported(checkpoint_folder: CheckpointFolder) -> None:
+    checkpoint_folder.save("a", {"w": np.zeros(1)})
+    output = checkpoint_folder.run("rm --unfinished checkpoints")
+    assert (output.code, output.out) == (0, f"nothing to delete in {checkpoint_folder.folder}\n")
 
 
-def test_names_bring_nothing_that_a_terminal_would_obey(shelf: Shelf) -> None:
-    folder = shelf.folder / "x\x1b[2J"
+def test_control_characters_are_escaped(checkpoint_folder: CheckpointFolder) -> None:
+    folder = checkpoint_folder.folder / "x\x1b[2J"
     folder.mkdir(parents=True)
     file = folder / "0123abcd.00000-of-00001.safetensors"
     file.write_bytes(b"x")
     os.utime(file, (0, 0))
-    (shelf.folder / "y\x1b[2J.deleted.json").write_text("{}")
-    said = shelf.run("rm --unfinished checkpoints --yes")
-    assert (said.code, said.err) == (0, "")
-    assert "\x1b" not in said.out
-    assert [line.split(" ")[:2] for line in said.lines[1:]] == [["y\\x1b[2J", "stays:"], ["x\\x1b[2J", "stays:"]]
+    (checkpoint_folder.folder / "y\x1b[2J.deleted.json").write_text("{}")
+    output = checkpoint_folder.run("rm --unfinished checkpoints --yes")
+    assert (output.code, output.err) == (0, "")
+    assert "\x1b" not in output.out
+    assert [line.split(":")[0] for line in output.lines[1:]] == ["kept y\\x1b[2J", "kept x\\x1b[2J"]
     assert file.exists()
 
 
-def test_a_folder_that_leads_elsewhere_is_not_followed(shelf: Shelf, tmp_path: Path) -> None:
-    shelf.put("a")
+def test_a_symlinked_folder_is_not_followed(checkpoint_folder: CheckpointFolder, tmp_path: Path) -> None:
+    checkpoint_folder.save("a")
     outside = tmp_path / "outside"
     outside.mkdir()
-    (shelf.folder / "link").symlink_to(outside)
+    (checkpoint_folder.folder / "link").symlink_to(outside)
     (outside / "0123abcd.00000-of-00001.safetensors").write_bytes(b"x")
-    shelf.run("rm --unfinished checkpoints --yes")
+    checkpoint_folder.run("rm --unfinished checkpoints --yes")
     assert (outside / "0123abcd.00000-of-00001.safetensors").exists()

@@ -21,43 +21,43 @@ def of(*blocks: Array) -> dict[str, Any]:
     statistics = Statistics()
     for block in blocks:
         statistics.add(block)
-    return statistics.told()
+    return statistics.summary()
 
 
 @given(
     hnp.arrays(np.float64, st.integers(1, 50), elements=st.floats(-1e6, 1e6)),
     st.lists(st.integers(0, 50), max_size=4),
 )
-def test_they_do_not_depend_on_how_the_array_is_cut(array: Array, cuts: list[int]) -> None:
-    said = of(*np.split(array, sorted(cuts)))
-    assert (said["min"], said["max"]) == (array.min(), array.max())
-    assert math.isclose(said["mean"], array.mean(), rel_tol=1e-9, abs_tol=1e-6)
-    assert math.isclose(said["std"], array.std(), rel_tol=1e-6, abs_tol=1e-6)
-    assert said["zeros"] == np.count_nonzero(array == 0)
+def test_statistics_do_not_depend_on_the_blocks(array: Array, cuts: list[int]) -> None:
+    output = of(*np.split(array, sorted(cuts)))
+    assert (output["min"], output["max"]) == (array.min(), array.max())
+    assert math.isclose(output["mean"], array.mean(), rel_tol=1e-9, abs_tol=1e-6)
+    assert math.isclose(output["std"], array.std(), rel_tol=1e-6, abs_tol=1e-6)
+    assert output["zeros"] == np.count_nonzero(array == 0)
 
 
-def test_what_is_no_number_is_counted_and_left_out() -> None:
-    said = of(np.array([1.0, np.nan, 3.0, np.inf, -np.inf, 0.0]))
-    assert said == {
+def test_nan_and_infinity_are_counted_and_ignored() -> None:
+    output = of(np.array([1.0, np.nan, 3.0, np.inf, -np.inf, 0.0]))
+    assert output == {
         "min": 0.0, "max": 3.0, "mean": 4 / 3, "std": pytest.approx(np.std([1, 3, 0])), "zeros": 1, "nan": 1,
         "infinite": 2,
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("array", [np.zeros(0), np.full(3, np.nan), np.zeros(0, np.int64)])
-def test_where_there_is_no_number_there_is_no_mean(array: Array) -> None:
-    said = of(array)
-    assert [said[key] for key in ("min", "max", "mean", "std")] == [None] * 4
+def test_without_numbers_there_is_no_mean(array: Array) -> None:
+    output = of(array)
+    assert [output[key] for key in ("min", "max", "mean", "std")] == [None] * 4
 
 
-def test_whole_numbers_keep_all_of_their_digits() -> None:
-    said = of(np.array([2**64 - 1, 2**64 - 2], np.uint64))
-    assert (said["min"], said["max"]) == (2**64 - 2, 2**64 - 1)
+def test_integers_keep_all_digits() -> None:
+    output = of(np.array([2**64 - 1, 2**64 - 2], np.uint64))
+    assert (output["min"], output["max"]) == (2**64 - 2, 2**64 - 1)
 
 
-def test_complex_numbers_have_no_order() -> None:
-    said = of(np.array([1 + 1j, 0, complex(np.nan, 0)]))
-    assert (said["min"], said["mean"], said["zeros"], said["nan"]) == (None, None, 1, 1)
+def test_complex_numbers_have_only_counts() -> None:
+    output = of(np.array([1 + 1j, 0, complex(np.nan, 0)]))
+    assert (output["min"], output["mean"], output["zeros"], output["nan"]) == (None, None, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,12 @@ def test_complex_numbers_have_no_order() -> None:
 def test_every_kind_of_number_has_statistics(dtype: Any) -> None:
     array = np.array([0, 1, 1, 1]).astype(dtype)
     assert has_statistics(array.dtype)
-    said = of(array)
-    assert (said["min"], said["max"], said["mean"], said["zeros"]) == (0, 1, 0.75, 1)
+    output = of(array)
+    assert (output["min"], output["max"], output["mean"], output["zeros"]) == (0, 1, 0.75, 1)
 
 
 @pytest.mark.parametrize("dtype", ["S3", "<U3", "V4", "M8[s]"])
-def test_texts_and_times_have_none(dtype: str) -> None:
+def test_text_and_times_have_no_statistics(dtype: str) -> None:
     assert not has_statistics(np.dtype(dtype))
 
 
@@ -90,5 +90,5 @@ def test_texts_and_times_have_none(dtype: str) -> None:
         (np.array(5.0), [5.0]),
     ],
 )
-def test_elements_are_told_with_the_fewest_digits(array: Array, elements: list[Any]) -> None:
+def test_elements_have_the_fewest_digits(array: Array, elements: list[Any]) -> None:
     assert plain_elements(array) == elements

@@ -11,7 +11,7 @@ import pytest
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.format.tree import flatten
 from forged.checkpoint.model import PerRank
-from forged.cli.ckpt.values import plain_values, sayable
+from forged.cli.ckpt.values import displayable, plain_values
 from tests.checkpoint.memory_storage import MemoryStorage
 from tests.checkpoint.plain_writer import write_checkpoint
 
@@ -20,28 +20,28 @@ def saved(*states: Any) -> Manifest:
     return write_checkpoint(MemoryStorage(), "a", states)
 
 
-def said(manifest: Manifest) -> dict[tuple[str, int | None], Any]:
-    return {key: sayable(node) for key, node in plain_values(manifest).items()}
+def output(manifest: Manifest) -> dict[tuple[str, int | None], Any]:
+    return {key: displayable(node) for key, node in plain_values(manifest).items()}
 
 
-def test_each_has_the_name_that_an_array_would_have_there() -> None:
+def test_values_are_named_like_arrays() -> None:
     state = {"step": 1, "a/b": {"c": [True, None]}, 3: ("x", np.zeros(2)), "w": np.zeros(1)}
-    assert said(saved(state)) == {
+    assert output(saved(state)) == {
         ("step", None): 1, ("a~1b/c/#0", None): True, ("a~1b/c/#1", None): None, ("#3/#0", None): "x",
     }  # fmt: skip
 
 
-def test_what_ranks_have_for_themselves_is_told_with_the_rank() -> None:
+def test_per_rank_values_have_the_rank() -> None:
     states = [{"own": PerRank(rank), "step": 5} for rank in range(2)]
-    assert said(saved(*states)) == {("own", 0): 0, ("own", 1): 1, ("step", None): 5}
+    assert output(saved(*states)) == {("own", 0): 0, ("own", 1): 1, ("step", None): 5}
 
 
-def test_what_ranks_should_have_alike_and_have_not_is_told_of_those_who_differ() -> None:
-    assert said(saved({"lr": 1}, {"lr": 1}, {"lr": 2})) == {("lr", None): 1, ("lr", 2): 2}
+def test_differing_common_values_are_listed_by_rank() -> None:
+    assert output(saved({"lr": 1}, {"lr": 1}, {"lr": 2})) == {("lr", None): 1, ("lr", 2): 2}
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "summary"),
     [
         (1.5, 1.5),
         (1 + 2j, "(1+2j)"),
@@ -52,11 +52,11 @@ def test_what_ranks_should_have_alike_and_have_not_is_told_of_those_who_differ()
         (10**1000, "an integer of 3,322 bits"),
     ],
 )
-def test_a_value_is_told_as_programs_and_people_can_take_it(value: Any, told: Any) -> None:
+def test_values_are_displayable_and_fit_json(value: Any, summary: Any) -> None:
     tree, _ = flatten(value)
-    assert sayable(tree) == told
-    assert json.dumps(sayable(tree), default=bytes.hex)
+    assert displayable(tree) == summary
+    assert json.dumps(displayable(tree), default=bytes.hex)
 
 
-def test_an_integer_without_end_is_not_written_out() -> None:
-    assert sayable({"i": f"0x{'f' * 100_000}"}) == "an integer of 400,000 bits"
+def test_a_huge_integer_is_described() -> None:
+    assert displayable({"i": f"0x{'f' * 100_000}"}) == "an integer of 400,000 bits"

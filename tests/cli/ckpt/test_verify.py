@@ -12,111 +12,113 @@ import pytest
 
 from forged.checkpoint.model import CompressionLevel
 from forged.cli.ckpt import progress_bar
-from tests.cli.ckpt.conftest import STATE, Shelf
+from tests.cli.ckpt.conftest import STATE, CheckpointFolder
 
 
-def test_one_that_is_whole_exits_with_0(shelf: Shelf) -> None:
-    shelf.put("a", STATE, STATE)
-    said = shelf.run("verify checkpoints/a")
-    assert (said.code, said.err) == (0, "")
-    assert said.out.startswith("a is valid: 2 tensors in 2 files, 88 B compared in ")
+def test_a_valid_checkpoint_exits_with_0(checkpoint_folder: CheckpointFolder) -> None:
+    checkpoint_folder.save("a", STATE, STATE)
+    output = checkpoint_folder.run("verify checkpoints/a")
+    assert (output.code, output.err) == (0, "")
+    assert output.out.startswith("a is valid: 2 tensors in 2 files, 88 B compared in ")
 
 
-def test_a_damaged_chunk_is_told_with_tensor_rank_file_and_number(shelf: Shelf) -> None:
-    shelf.put("a", {"w": np.zeros(1 << 16), "v": np.zeros(3)})
-    [file] = shelf.files("a")
-    shelf.damage(file, 4096 + (1 << 17))
-    said = shelf.run("verify checkpoints/a")
-    assert said.code == 1
-    verdict, finding, touched = said.lines
+def test_a_corrupt_chunk_is_reported_with_tensor_rank_file_and_number(checkpoint_folder: CheckpointFolder) -> None:
+    checkpoint_folder.save("a", {"w": np.zeros(1 << 16), "v": np.zeros(3)})
+    [file] = checkpoint_folder.files("a")
+    checkpoint_folder.flip_bit(file, 4096 + (1 << 17))
+    output = checkpoint_folder.run("verify checkpoints/a")
+    assert output.code == 1
+    verdict, finding, touched = output.lines
     assert verdict.startswith("a is invalid: ")
     assert finding.startswith(f"  error: chunk 1 of w, written by rank 0 in a/{file.name} at byte {4096 + (1 << 17)}")
-    assert touched == "  1 of 2 tensors are damaged"
-    told = shelf.told("verify checkpoints/a", code=1)
-    [row] = told["findings"]
-    assert (told["valid"], row["tensor"], row["rank"], row["chunk"]) == (False, "w", 0, 1)
+    assert touched == "  1 of 2 tensors are corrupt"
+    summary = checkpoint_folder.run_json("verify checkpoints/a", code=1)
+    [row] = summary["findings"]
+    assert (summary["valid"], row["tensor"], row["rank"], row["chunk"]) == (False, "w", 0, 1)
     assert (row["file"], row["code"], row["severity"]) == (f"a/{file.name}", "checkpoint_chunk_corrupt", "error")
 
 
 @pytest.mark.parametrize("level", [CompressionLevel.NONE, CompressionLevel.FAST])
-def test_a_file_that_is_not_there_is_told_with_its_rank(shelf: Shelf, level: CompressionLevel) -> None:
-    shelf.put("a", STATE, STATE, level=level)
-    shelf.files("a")[1].unlink()
-    said = shelf.run("verify checkpoints/a")
-    assert said.code == 1
-    assert "(written by rank 1)" in said.lines[1]
+def test_a_missing_file_is_reported_with_its_rank(checkpoint_folder: CheckpointFolder, level: CompressionLevel) -> None:
+    checkpoint_folder.save("a", STATE, STATE, level=level)
+    checkpoint_folder.files("a")[1].unlink()
+    output = checkpoint_folder.run("verify checkpoints/a")
+    assert output.code == 1
+    assert "(written by rank 1)" in output.lines[1]
 
 
-def test_programs_are_told_in_one_object(shelf: Shelf) -> None:
-    shelf.put("a")
-    told = shelf.told("verify checkpoints/a")
-    assert told.pop("seconds") > 0
-    assert told == {
+def test_json_is_one_object(checkpoint_folder: CheckpointFolder) -> None:
+    checkpoint_folder.save("a")
+    summary = checkpoint_folder.run_json("verify checkpoints/a")
+    assert summary.pop("seconds") > 0
+    assert summary == {
         "prefix": "a", "valid": True, "bytes_checked": 88, "findings": [],
         "checks": [{"name": name, "ok": True} for name in ("manifest", "files", "chunks")],
     }  # fmt: skip
 
 
 class TestAll:
-    def test_each_is_told_and_one_that_is_damaged_fails_all(self, shelf: Shelf) -> None:
+    def test_each_checkpoint_is_reported_and_a_corrupt_one_fails(self, checkpoint_folder: CheckpointFolder) -> None:
         for prefix in ("a", "b", "c/d"):
-            shelf.put(prefix)
-        shelf.damage(shelf.files("b")[0], 4096)
-        said = shelf.run("verify checkpoints --all")
-        assert said.code == 1
-        assert [line.split(":")[0] for line in said.lines if not line.startswith(" ")] == [
+            checkpoint_folder.save(prefix)
+        checkpoint_folder.flip_bit(checkpoint_folder.files("b")[0], 4096)
+        output = checkpoint_folder.run("verify checkpoints --all")
+        assert output.code == 1
+        assert [line.split(":")[0] for line in output.lines if not line.startswith(" ")] == [
             "a is valid", "b is invalid", "c/d is valid",
         ]  # fmt: skip
 
-    def test_programs_are_told_a_line_for_each(self, shelf: Shelf) -> None:
-        shelf.put("a")
-        shelf.put("b")
-        said = shelf.run("verify checkpoints --all --json")
-        assert said.code == 0
-        assert [json.loads(line)["prefix"] for line in said.lines] == ["a", "b"]
+    def test_json_is_a_line_per_checkpoint(self, checkpoint_folder: CheckpointFolder) -> None:
+        checkpoint_folder.save("a")
+        checkpoint_folder.save("b")
+        output = checkpoint_folder.run("verify checkpoints --all --json")
+        assert output.code == 0
+        assert [json.loads(line)["prefix"] for line in output.lines] == ["a", "b"]
 
-    def test_a_name_that_no_checkpoint_has_does_not_keep_the_others(self, shelf: Shelf) -> None:
-        (shelf.folder / "a b").mkdir(parents=True)
-        (shelf.folder / "a b.metadata.json").write_text("{}")
-        shelf.put("c")
-        said = shelf.run("verify checkpoints --all")
-        assert said.code == 1
-        assert said.lines[0] == "a b is invalid"
-        assert said.lines[-1].startswith("c is valid")
+    def test_an_invalid_name_does_not_stop_the_check(self, checkpoint_folder: CheckpointFolder) -> None:
+        (checkpoint_folder.folder / "a b").mkdir(parents=True)
+        (checkpoint_folder.folder / "a b.metadata.json").write_text("{}")
+        checkpoint_folder.save("c")
+        output = checkpoint_folder.run("verify checkpoints --all")
+        assert output.code == 1
+        assert output.lines[0] == "a b is invalid"
+        assert output.lines[-1].startswith("c is valid")
 
-    def test_where_there_are_none_it_is_refused(self, shelf: Shelf) -> None:
-        code, error = shelf.failed("verify checkpoints --all")
+    def test_a_folder_without_checkpoints_is_refused(self, checkpoint_folder: CheckpointFolder) -> None:
+        code, error = checkpoint_folder.run_failing("verify checkpoints --all")
         assert (code, error["code"]) == (3, "checkpoint_missing")
 
 
-def test_what_is_not_there_is_refused(shelf: Shelf) -> None:
-    code, error = shelf.failed("verify checkpoints/none")
+def test_a_missing_checkpoint_is_refused(checkpoint_folder: CheckpointFolder) -> None:
+    code, error = checkpoint_folder.run_failing("verify checkpoints/none")
     assert (code, error["kind"], error["code"]) == (3, "refused", "checkpoint_missing")
 
 
-def test_a_manifest_that_is_damaged_is_the_finding(shelf: Shelf) -> None:
-    shelf.put("a")
-    shelf.damage(shelf.manifest("a"), 10)
-    said = shelf.run("verify checkpoints/a")
-    assert said.code == 1
-    assert said.lines == ["a is invalid", "  error: a.metadata.json is corrupt: its checksum differs"]
+def test_a_corrupt_manifest_is_a_finding(checkpoint_folder: CheckpointFolder) -> None:
+    checkpoint_folder.save("a")
+    checkpoint_folder.flip_bit(checkpoint_folder.manifest("a"), 10)
+    output = checkpoint_folder.run("verify checkpoints/a")
+    assert output.code == 1
+    assert output.lines == ["a is invalid", "  error: a.metadata.json is corrupt: its checksum differs"]
 
 
-def test_one_that_is_given_no_time_is_unavailable(shelf: Shelf) -> None:
-    shelf.put("a")
-    code, error = shelf.failed("verify checkpoints/a --timeout 0.000000001")
+def test_a_timeout_is_unavailable(checkpoint_folder: CheckpointFolder) -> None:
+    checkpoint_folder.save("a")
+    code, error = checkpoint_folder.run_failing("verify checkpoints/a --timeout 0.000000001")
     assert (code, error["kind"], error["code"]) == (4, "unavailable", "checkpoint_timeout")
 
 
-def test_a_bar_is_on_standard_error_and_the_verdict_on_the_other(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    shelf.put("a", {"w": np.zeros(1 << 22)})
+def test_the_bar_is_on_stderr_and_the_result_on_stdout(
+    checkpoint_folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint_folder.save("a", {"w": np.zeros(1 << 22)})
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(progress_bar, "FIRST_AFTER_S", 0)
-    said = shelf.run("verify checkpoints/a")
-    assert said.err.startswith(f"{progress_bar.AWAY}a  [####")
-    assert said.err.endswith(progress_bar.AWAY)
-    assert len(said.lines) == 1
+    output = checkpoint_folder.run("verify checkpoints/a")
+    assert output.err.startswith(f"{progress_bar.CLEAR_LINE}a  [####")
+    assert output.err.endswith(progress_bar.CLEAR_LINE)
+    assert len(output.lines) == 1
 
 
 WAITING = """
@@ -133,8 +135,8 @@ sys.exit(main.main(["ckpt", "verify", "checkpoints/a"]))
 """
 
 
-def test_who_interrupts_it_is_heard(shelf: Shelf) -> None:
-    shelf.put("a")
+def test_an_interrupt_ends_a_hanging_check(checkpoint_folder: CheckpointFolder) -> None:
+    checkpoint_folder.save("a")
     with subprocess.Popen([sys.executable, "-c", WAITING], stderr=subprocess.PIPE, stdout=subprocess.PIPE) as verifying:
         assert verifying.stderr is not None
         assert verifying.stdout is not None

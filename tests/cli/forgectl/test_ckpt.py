@@ -120,7 +120,7 @@ class TestInABucket:
         assert self.run(f"convert local {url}/b --compression fast", capsys)[0] == 0
         assert self.run(f"diff {url}/b local", capsys)[:2] == (
             0,
-            "1 tensor, the same in both; 1 value, the same in both\n",
+            "1 tensor, all the same; 1 value, all the same\n",
         )
         assert self.run(f"rm {url}/7/a --yes", capsys)[0] == 0
         assert [row["prefix"] for row in json.loads(self.run(f"ls {url} --json", capsys)[1])["checkpoints"]] == ["b"]
