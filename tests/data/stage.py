@@ -20,8 +20,8 @@ from forged.jobs.model import REQUESTS as JOB_REQUESTS
 from forged.kernel.ledger import read_all
 from forged.kernel.messages import Call
 from forged.kernel.store.port import Store
-from tests.elastic.play import JOB
-from tests.elastic.stage import Stage
+from tests.elastic.cluster_playbook import JOB
+from tests.elastic.service_fixture import ServiceFixture
 from tests.kernel_fixture import OPERATOR, Kernel, running
 
 DATASET = DatasetSpec(1_000, 10)
@@ -32,7 +32,7 @@ NUMBERS_BEFORE_MAX = 1_000
 """So many requests a worker has made at most before its daemon was killed."""
 
 
-class DataStage(Stage):
+class DataStage(ServiceFixture):
     """A spine on which elastic training is served, and its data."""
 
     def __init__(self, kernel: Kernel) -> None:
@@ -70,7 +70,7 @@ class DataStage(Stage):
         self, name: str, attempt: int | None = None, dataset: DatasetSpec = DATASET, **more: Any
     ) -> OfferTaken:
         """A worker says what it holds."""
-        worker = self.crew[name]
+        worker = self.workers[name]
         held = more.pop("held", np.array(sorted(self.held[name]), "<i8").tobytes())
         number = self.attempt if attempt is None else attempt
         size = 100 * len(self.held[name])
@@ -79,14 +79,14 @@ class DataStage(Stage):
     async def part(self, name: str, attempt: int | None = None) -> TransferPart:
         """What a worker has to fetch."""
         number = self.attempt if attempt is None else attempt
-        return await self.crew[name].ask(ReadTransfers(self.crew[name].job, name, number))
+        return await self.workers[name].ask(ReadTransfers(self.workers[name].job, name, number))
 
     async def stop(self, step: int = 0) -> None:
         """All members of the attempt have stopped."""
         attempt = self.service.clusters[JOB].attempt
         assert attempt is not None
         for name in attempt.target:
-            await self.crew[name].stop(attempt.number, step, holds_state=name not in attempt.added)
+            await self.workers[name].stop(attempt.number, step, holds_state=name not in attempt.added)
         await self.kernel.settle()
 
     async def offer_all(self, dataset: DatasetSpec = DATASET) -> None:
@@ -100,7 +100,7 @@ class DataStage(Stage):
     async def fetch(self, *names: str) -> None:
         """Workers fetch what they have to, and say so."""
         for name in names:
-            part, worker = await self.part(name), self.crew[name]
+            part, worker = await self.part(name), self.workers[name]
             shards = np.frombuffer(part.shards, "<i8").tolist()
             self.held[name] |= set(shards)
             said = ReportShards(JOB, name, worker.incarnation, self.attempt, len(shards), 100 * len(shards))
@@ -111,7 +111,7 @@ class DataStage(Stage):
         kept = {name: set(np.frombuffer((await self.part(name)).keep, "<i8").tolist()) for name in names}
         attempt = self.attempt
         for name in names:
-            await self.crew[name].ready(attempt)
+            await self.workers[name].ready(attempt)
         await self.kernel.settle()
         for name in names:
             self.held[name] &= kept[name]
@@ -125,7 +125,7 @@ class DataStage(Stage):
 
     def says_it_waits(self, *names: str) -> None:
         for name in names:
-            worker = self.crew[name]
+            worker = self.workers[name]
             said = AttemptProgress(JOB, name, worker.incarnation, self.attempt, 0, is_waiting=True)
             self.kernel.bus.signal(said, Call(OPERATOR, "a test", client=worker.client))
 

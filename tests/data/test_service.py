@@ -51,7 +51,7 @@ from forged.jobs.model import CreateJob, RemoveJob
 from forged.kernel.messages import Call, Decision, Record
 from forged.kernel.store.port import Transaction
 from tests.data.stage import DATASET, DataStage, a_data_stage, keys_in, union
-from tests.elastic.play import JOB
+from tests.elastic.cluster_playbook import JOB
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import OPERATOR, on_virtual_time
 from tests.telemetry.heard import Heard
@@ -247,7 +247,7 @@ OTHER = DatasetSpec(1_200, 12, has_origin=True)
 async def given_up(stage: DataStage, *names: str) -> None:
     """All have gone, and nobody has trained."""
     for name in names:
-        await stage.crew[name].leave()
+        await stage.workers[name].leave()
         del stage.held[name]
     await stage.wait(1.0)
 
@@ -342,7 +342,7 @@ class TestADatasetWithWhichNobodyHasTrained:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.offer_all()
-            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
             await given_up(stage, "a", "b")
             await stage.come("a", *range(10), life=2)
             await stage.come("b", life=2)
@@ -358,7 +358,7 @@ class TestADatasetWithWhichNobodyHasTrained:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.offer_all()
-            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
             assert [key for key in await keys_in(store) if "suspect" in key] == [f"{JOB}/suspect/a/3"]
             await given_up(stage, "a", "b")
             await stage.come("a", *range(10), life=2)
@@ -427,7 +427,7 @@ class TestAPlan:
             assert await refused(stage.offer("a", attempt=old)) == "attempt_over"
             await stage.stop()
             await stage.offer("a")
-            for said in (stage.part("a", old), stage.crew["a"].ask(ReportShards(JOB, "a", b"", old))):
+            for said in (stage.part("a", old), stage.workers["a"].ask(ReportShards(JOB, "a", b"", old))):
                 assert await refused(said) == "attempt_over"
             await stage.offer("b")
             await stage.fetch("a", "b")
@@ -442,8 +442,8 @@ class TestAPlan:
             await stage.stop()
             await stage.offer("a")
             await stage.fetch("a")
-            await stage.crew["a"].ready(1)
-            await stage.crew["b"].ready(1)
+            await stage.workers["a"].ready(1)
+            await stage.workers["b"].ready(1)
             await stage.kernel.settle()
             assert stage.owners() == {"a": ALL}
             assert stage.facts(RescaleCompleted)[-1].delta.epoch == 1
@@ -454,7 +454,7 @@ class TestAPlan:
         async with a_data_stage() as stage:
             await stage.come("a", *range(10))
             await stage.stop()
-            offer = OfferShards(JOB, "a", stage.crew["a"].incarnation, 1, DATASET)
+            offer = OfferShards(JOB, "a", stage.workers["a"].incarnation, 1, DATASET)
             ownership = stage.data._defined(offer, await stage.data._members(offer))
             ownership.begin(1, (stage.service.clusters[JOB].members["a"].worker,), (), 0.0)
             assert ownership.offer(ownership.member("a"), np.arange(10), False, 0, 0.0)
@@ -547,7 +547,7 @@ class TestWhatIsToldOfData:
             await stage.come("c")
             started = stage.last(RescaleStarted)
             await stage.offer_all()
-            await stage.crew["c"].ask(ReportCorruptShard(JOB, "c", "a", 3))
+            await stage.workers["c"].ask(ReportCorruptShard(JOB, "c", "a", 3))
             found = stage.last(CorruptShardFound)
             assert (found.cause, found.generation) == (started.id, 1)
 
@@ -570,7 +570,7 @@ class TestWhatIsToldOfData:
     async def test_follows_from_no_rescale_where_a_script_has_shards_moved_besides(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage)
-            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
             found = stage.last(CorruptShardFound)
             assert (found.cause, found.generation) == (0, 1)
 
@@ -582,7 +582,7 @@ class TestProgress:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.offer_all()
-            b = stage.crew["b"]
+            b = stage.workers["b"]
             for attempt, data in ((1, 300), (0, 900)):
                 said = AttemptProgress(JOB, "b", b.incarnation, attempt, 5_000, shards=data // 100, data_bytes=data)
                 stage.kernel.bus.signal(said, Call(OPERATOR, "a test", client=b.client))
@@ -596,7 +596,7 @@ class TestProgress:
     async def test_of_bad_copies_is_put_on_record(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage)
-            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
             assert stage.facts(CorruptShardFound) == [CorruptShardFound("a", 3, "b")]
 
     @on_virtual_time
@@ -604,13 +604,13 @@ class TestProgress:
         async with a_data_stage() as stage:
             await formed(stage)
             for source, shard in (("a", 3), ("a", 3), ("a", 4)):
-                await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", source, shard))
+                await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", source, shard))
             assert [fact.shard for fact in stage.facts(CorruptShardFound)] == [3, 4]
             await stage.kernel.bus.ask(RescaleJob(JOB))
             await stage.offer_all()
-            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
             assert [fact.shard for fact in stage.facts(CorruptShardFound)] == [3, 4, 3]
-            assert await refused(stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 10))) == "shard_invalid"
+            assert await refused(stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 10))) == "shard_invalid"
 
     @on_virtual_time
     async def test_of_a_bad_copy_that_its_holder_is_to_keep_comes_to_nothing_before_it_was_looked_at(self) -> None:
@@ -619,10 +619,10 @@ class TestProgress:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.offer_all(dataset)
-            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
-            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 4))
+            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 4))
             await stage.fetch("a")
-            await stage.crew["a"].ready(1)
+            await stage.workers["a"].ready(1)
             assert await refused(stage.fetch("b")) == "attempt_over"
             await stage.wait(0.1)
             assert stage.attempt == 2
@@ -649,7 +649,7 @@ class TestProgress:
             await stage.come("b")
             await stage.offer_all()
             moved = np.frombuffer((await stage.part("b")).shards, "<i8").tolist()
-            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", moved[0]))
+            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", moved[0]))
             await stage.fetch("a", "b")
             await stage.commit("a", "b")
             assert [fact.attempt for fact in stage.facts(RescaleCompleted)] == [1]
@@ -658,7 +658,7 @@ class TestProgress:
     async def test_of_a_bad_copy_has_all_stop_who_would_say_in_the_background_what_they_hold(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage, use_synchronous_rescaling=False)
-            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
             await stage.come("c")
             assert stage.facts(RescaleStarted)[-1].in_background
             await stage.offer("b")
@@ -692,7 +692,7 @@ class TestProgress:
             await stage.come("b")
             await stage.offer_all()
             moved = np.frombuffer((await stage.part("b")).shards, "<i8").tolist()
-            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", moved[0]))
+            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", moved[0]))
             await stage.fetch("a", "b")
             await stage.commit("a", "b")
             assert moved[0] not in stage.held["a"]
@@ -715,7 +715,7 @@ class TestProgress:
             stage.data._log = log
             await formed(stage)
             for shard in (3, 4):
-                await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", shard))
+                await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", shard))
             assert [fact.shard for fact in stage.facts(CorruptShardFound)] == [3, 4]
             said = "too many suspect copies; some are trusted again"
             assert log.lines == [("warning", said, {"job": JOB, "copies": 1})]
@@ -724,7 +724,7 @@ class TestProgress:
     async def test_of_a_bad_copy_of_who_has_no_name_is_refused(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage)
-            assert await refused(stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a/b", 3))) == "name_invalid"
+            assert await refused(stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a/b", 3))) == "name_invalid"
             assert stage.facts(CorruptShardFound) == []
 
     @on_virtual_time
@@ -733,11 +733,11 @@ class TestProgress:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.offer_all()
-            await stage.crew["b"].ask(ReportShards(JOB, "b", b"", 1, missing=1))
+            await stage.workers["b"].ask(ReportShards(JOB, "b", b"", 1, missing=1))
             await stage.wait(0.1)
             assert stage.attempt == 2
             assert "b found only bad copies of 1 shard" in stage.facts(RescaleStarted)[-1].reason
-            assert await refused(stage.crew["b"].ask(ReportShards(JOB, "b", b"", 1, missing=1))) == "attempt_over"
+            assert await refused(stage.workers["b"].ask(ReportShards(JOB, "b", b"", 1, missing=1))) == "attempt_over"
 
 
 async def doubted_by_b(stage: DataStage, dataset: DatasetSpec, **settings: Any) -> None:
@@ -746,7 +746,7 @@ async def doubted_by_b(stage: DataStage, dataset: DatasetSpec, **settings: Any) 
     await stage.rescale("a", dataset=dataset)
     await stage.come("b")
     await stage.rescale("a", "b", dataset=dataset)
-    await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+    await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
 
 
 class TestADaemonThatIsKilled:
@@ -760,7 +760,7 @@ class TestADaemonThatIsKilled:
         async with a_data_stage(store) as stage:
             await formed(stage, use_synchronous_rescaling=stops)
             for shard in (3, 4):
-                await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", shard))
+                await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", shard))
             held = stage.held
         store = await self._again(store)
         async with a_data_stage(store) as stage:
@@ -890,11 +890,13 @@ class TestADaemonThatIsKilled:
                 await stage.offer_all()
                 await stage.fetch("a", "b")
                 planned = stage.data._store._planned[JOB][2]
-                await stage.crew["a"].ready(2)
+                await stage.workers["a"].ready(2)
                 store.dies = "after" if is_durable else "before"
                 # The answer never comes: the process is killed while the commit is written.
                 store.entered.clear()
-                stage.kernel.bus.submit(ReportReady(JOB, "b", stage.crew["b"].incarnation, 2), Call(OPERATOR, "a test"))
+                stage.kernel.bus.submit(
+                    ReportReady(JOB, "b", stage.workers["b"].incarnation, 2), Call(OPERATOR, "a test")
+                )
                 await store.entered.wait()
                 await anyio.sleep(1)
             async with a_data_stage(await self._again(store)) as stage:
@@ -960,11 +962,11 @@ class TestAJobThatIsRemoved:
             await formed(stage)
             await stage.kernel.bus.ask(RescaleJob(JOB))
             await stage.offer_all()
-            await stage.crew["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
             assert len(await keys_in(store)) == 6
             await stage.kernel.bus.ask(AbortJob(JOB))
             for name in "ab":
-                await stage.crew[name].leave()
+                await stage.workers[name].leave()
             await stage.kernel.bus.ask(RemoveJob(JOB))
             await stage.kernel.settle()
             assert await keys_in(store) == []
@@ -1040,7 +1042,7 @@ class TestLostShards:
     async def test_are_said_to_have_been_with_whoever_had_them_last_and_is_gone(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage, failure_tolerance_percentage=100, min_workers_timeout_ms=None)
-            await stage.crew["b"].leave()
+            await stage.workers["b"].leave()
             await stage.come("c")
             await stage.offer_all()
             lost = stage.facts(ShardsLost)[-1]
@@ -1095,7 +1097,7 @@ class TestLostShards:
             await stage.offer_all()
             stage.says_it_waits("a", "b")
             await stage.wait(0.4)
-            worker = stage.crew["b"]
+            worker = stage.workers["b"]
             said = AttemptProgress(JOB, "b", worker.incarnation, 1, 0)
             stage.kernel.bus.signal(said, Call(OPERATOR, "a test", client=worker.client))
             await stage.wait(1.0)
@@ -1118,7 +1120,7 @@ class TestLostShards:
     async def test_that_one_brings_who_came_before_the_loss_was_known_let_the_job_go_on(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage)
-            await stage.crew["b"].leave(failed=True)
+            await stage.workers["b"].leave(failed=True)
             await stage.come("b2", min_workers=2)
             await stage.stop()
             await stage.offer("a")
@@ -1214,7 +1216,7 @@ class TestWhatTheOriginDoesNotGive:
         await stage.offer_all(self.WITH_ORIGIN)
 
     async def say(self, stage: DataStage, name: str, *shards: int, certain: bool = False, **more: Any) -> None:
-        worker = stage.crew[name]
+        worker = stage.workers[name]
         said = ReportLostShards(JOB, name, worker.incarnation, stage.attempt, len(shards), list(shards), "no file")
         await worker.ask(msgspec.structs.replace(said, certain=certain, **more))
         await stage.kernel.settle()
@@ -1370,7 +1372,7 @@ class TestAWorkerThatIsToGo:
     async def test_gives_it_to_who_is_to_go_behind_it_and_nobody_gives_it_to_nobody(self) -> None:
         async with a_data_stage() as stage:
             await formed(stage)
-            a, b = stage.crew["a"], stage.crew["b"]
+            a, b = stage.workers["a"], stage.workers["b"]
             for one in (a, b):
                 await one.ask(AnnounceLeave(JOB, one.name, one.incarnation, "the night"))
             assert stage.attempt == 2, "where all are to go, no other is wanted"
@@ -1404,7 +1406,7 @@ class TestTwoJobs:
             await formed(stage)
             before = stage.owners()
             await stage.come("z", job="other")
-            worker = stage.crew["z"]
+            worker = stage.workers["z"]
             await worker.stop(1)
             await worker.ask(OfferShards("other", "z", worker.incarnation, 1, DatasetSpec(7, 7, 2, True)))
             assert stage.data.jobs["other"].dataset.shards == 7

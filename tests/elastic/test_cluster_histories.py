@@ -36,7 +36,7 @@ from forged.elastic.rescale.attempt import Stage, StopReport, choose_source
 from forged.elastic.rescale.ranks import assign_ranks
 from forged.errors import RequestRefused, Unavailable
 from forged.kernel.messages import Fact
-from tests.elastic.play import BEGINNING_S, JOB, WALL_S, incarnation, newcomer
+from tests.elastic.cluster_playbook import JOB, START_S, WALL_S, incarnation, newcomer
 
 NAMES = [f"w{number}" for number in range(6)]
 SETTLED_WITHIN_S = 200.0
@@ -94,7 +94,7 @@ def refused(act: Callable[[], None]) -> str:
 class Histories(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.time = BEGINNING_S
+        self.time = START_S
         self.processes: dict[str, Process] = {}
         self.stored: dict[str, bytes] = {}
         self.told = Told()

@@ -59,8 +59,8 @@ from forged.jobs.model import ChangeJob, CreateJob, ListJobs, RemoveJob, Setting
 from forged.kernel.ledger import read_all
 from forged.kernel.messages import Call, Fence, Nothing
 from forged.kernel.store.port import OPERATIONS_MAX, Store
-from tests.elastic.play import JOB, incarnation, worker_of
-from tests.elastic.stage import Crew, Stage, a_stage
+from tests.elastic.cluster_playbook import JOB, incarnation, worker_of
+from tests.elastic.service_fixture import ServiceFixture, WorkerStub, service_fixture
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import OPERATOR, on_virtual_time
 
@@ -72,8 +72,8 @@ async def keys(store: Store) -> list[str]:
     return [entry.key for entry in await read_all(store, PREFIX)]
 
 
-def world(stage: Stage) -> list[str]:
-    return [worker.id for worker in stage.service.clusters[JOB].membership.topology.workers]
+def world(fixture: ServiceFixture) -> list[str]:
+    return [worker.id for worker in fixture.service.clusters[JOB].membership.topology.workers]
 
 
 # What follows from what.
@@ -81,141 +81,141 @@ def world(stage: Stage) -> list[str]:
 
 @on_virtual_time
 async def test_the_first_world_follows_from_its_first_worker() -> None:
-    async with a_stage() as stage:
-        await stage.form("a", "b")
-        assert stage.told() == [
+    async with service_fixture() as fixture:
+        await fixture.form_world("a", "b")
+        assert fixture.told() == [
             "WorkerJoined",
             "WorkerJoined",
             "RescaleStarted",
             "RescaleSynchronising",
             "RescaleCompleted",
         ]
-        assert stage.cause(RescaleStarted) == "WorkerJoined a"
-        assert stage.cause(RescaleSynchronising) == "RescaleStarted 1"
-        assert stage.cause(RescaleCompleted) == "RescaleStarted 1"
+        assert fixture.cause(RescaleStarted) == "WorkerJoined a"
+        assert fixture.cause(RescaleSynchronising) == "RescaleStarted 1"
+        assert fixture.cause(RescaleCompleted) == "RescaleStarted 1"
 
 
 @on_virtual_time
 async def test_a_rescale_follows_from_the_failure_that_made_it_necessary() -> None:
-    async with a_stage() as stage:
-        _, b, c, _ = await stage.form("a", "b", "c", "d", **PATIENT)
+    async with service_fixture() as fixture:
+        _, b, c, _ = await fixture.form_world("a", "b", "c", "d", **PATIENT)
         await c.ask(ReportDeath(JOB, "c", c.incarnation))
         await b.leave(failed=True)
-        await stage.wait(0.1)
-        assert stage.cause(RescaleStarted) == "WorkerFailed c"
+        await fixture.wait(0.1)
+        assert fixture.cause(RescaleStarted) == "WorkerFailed c"
 
 
 @on_virtual_time
 async def test_a_rescale_follows_from_the_first_word_that_somebody_is_to_go() -> None:
-    async with a_stage() as stage:
-        _, b, c = await stage.form("a", "b", "c", **PATIENT)
+    async with service_fixture() as fixture:
+        _, b, c = await fixture.form_world("a", "b", "c", **PATIENT)
         await b.ask(AnnounceLeave(JOB, "b", b.incarnation, "the night"))
         await c.ask(AnnounceLeave(JOB, "c", c.incarnation, "the night"))
-        await stage.wait(0.1)
-        assert stage.cause(RescaleStarted) == "WorkerDraining b"
-        assert stage.facts(RescaleStarted)[-1].leaving == ["b", "c"]
+        await fixture.wait(0.1)
+        assert fixture.cause(RescaleStarted) == "WorkerDraining b"
+        assert fixture.facts(RescaleStarted)[-1].leaving == ["b", "c"]
 
 
 @on_virtual_time
 async def test_an_attempt_that_has_to_begin_again_follows_from_what_broke_it() -> None:
-    async with a_stage() as stage:
-        _, b, c, _ = await stage.form("a", "b", "c", "d", **PATIENT)
+    async with service_fixture() as fixture:
+        _, b, c, _ = await fixture.form_world("a", "b", "c", "d", **PATIENT)
         await c.leave(failed=True)
-        await stage.wait(0.1)
+        await fixture.wait(0.1)
         await b.leave(reason="lunch")
-        await stage.wait(0.1)
-        assert stage.cause(RescaleAborted) == stage.cause(RescaleStarted) == "WorkerLeft b"
-        assert stage.facts(RescaleStarted)[-1].attempt == 3
+        await fixture.wait(0.1)
+        assert fixture.cause(RescaleAborted) == fixture.cause(RescaleStarted) == "WorkerLeft b"
+        assert fixture.facts(RescaleStarted)[-1].attempt == 3
 
 
 @on_virtual_time
 async def test_a_failure_behind_a_complaint_is_the_cause_and_the_complaint_the_first_reason() -> None:
-    async with a_stage() as stage:
-        a, b, _ = await stage.form("a", "b", "c", **PATIENT)
+    async with service_fixture() as fixture:
+        a, b, _ = await fixture.form_world("a", "b", "c", **PATIENT)
         await a.ask(ReportTrouble(JOB, "a", a.incarnation, 1, "", "no answer"))
         await b.leave(failed=True)
-        await stage.wait(0.1)
-        assert stage.cause(RescaleStarted) == "WorkerFailed b"
-        assert stage.facts(RescaleStarted)[-1].reason.startswith("b failed")
+        await fixture.wait(0.1)
+        assert fixture.cause(RescaleStarted) == "WorkerFailed b"
+        assert fixture.facts(RescaleStarted)[-1].reason.startswith("b failed")
 
 
 @on_virtual_time
 async def test_a_window_that_is_cut_short_is_followed_by_a_rescale_with_its_cause() -> None:
-    async with a_stage() as stage:
-        await stage.start("a", "b", max_workers=2)
-        assert stage.told() == ["WorkerJoined", "WorkerJoined", "RescaleStarted"]
-        assert stage.cause(RescaleStarted) == "WorkerJoined a"
+    async with service_fixture() as fixture:
+        await fixture.start("a", "b", max_workers=2)
+        assert fixture.told() == ["WorkerJoined", "WorkerJoined", "RescaleStarted"]
+        assert fixture.cause(RescaleStarted) == "WorkerJoined a"
 
 
 @on_virtual_time
 async def test_who_joined_during_a_rescale_is_the_cause_of_the_next_one() -> None:
-    async with a_stage() as stage:
-        await stage.form("a")
-        await stage.kernel.bus.ask(RescaleJob(JOB))
-        await stage.start("b")
-        await stage.agree()
-        assert world(stage) == ["a"]
-        await stage.wait(31.0)
-        assert stage.cause(RescaleStarted) == "WorkerJoined b"
+    async with service_fixture() as fixture:
+        await fixture.form_world("a")
+        await fixture.kernel.bus.ask(RescaleJob(JOB))
+        await fixture.start("b")
+        await fixture.complete_attempt()
+        assert world(fixture) == ["a"]
+        await fixture.wait(31.0)
+        assert fixture.cause(RescaleStarted) == "WorkerJoined b"
 
 
 @on_virtual_time
 async def test_of_several_failures_the_end_follows_from_the_one_that_is_too_many() -> None:
-    async with a_stage() as stage:
-        a, b, _ = await stage.form("a", "b", "c")
+    async with service_fixture() as fixture:
+        a, b, _ = await fixture.form_world("a", "b", "c")
         await a.leave(failed=True)
         await b.leave(failed=True)
-        await stage.kernel.settle()
-        assert stage.told()[-3:] == ["WorkerFailed", "WorkerFailed", "JobAborted"]
-        assert stage.cause(JobAborted) == "WorkerFailed b"
+        await fixture.kernel.settle()
+        assert fixture.told()[-3:] == ["WorkerFailed", "WorkerFailed", "JobAborted"]
+        assert fixture.cause(JobAborted) == "WorkerFailed b"
 
 
 @on_virtual_time
 async def test_the_end_that_an_operator_wishes_follows_from_nothing_that_happened_before() -> None:
-    async with a_stage() as stage:
-        crew = await stage.form("a", "b", min_workers=2)
+    async with service_fixture() as fixture:
+        crew = await fixture.form_world("a", "b", min_workers=2)
         await crew[1].leave(failed=True)
-        await stage.wait(1.0)
+        await fixture.wait(1.0)
         await crew[0].ask(AbortJob(JOB))
-        (waiting,), (aborted,) = stage.records(JobWaiting), stage.records(JobAborted)
+        (waiting,), (aborted,) = fixture.records(JobWaiting), fixture.records(JobAborted)
         assert (waiting.cause > 0, aborted.cause) == (True, 0)
 
 
 @on_virtual_time
 async def test_the_end_of_a_job_follows_from_what_ended_it() -> None:
-    async with a_stage() as stage:
-        a, _ = await stage.form("a", "b", max_consecutive_failures=1)
+    async with service_fixture() as fixture:
+        a, _ = await fixture.form_world("a", "b", max_consecutive_failures=1)
         await a.leave(failed=True)
-        await stage.kernel.settle()
-        assert stage.told()[-2:] == ["WorkerFailed", "JobAborted"]
-        assert stage.cause(JobAborted) == "WorkerFailed a"
-    async with a_stage() as stage:
-        a, _ = await stage.form("a", "b")
+        await fixture.kernel.settle()
+        assert fixture.told()[-2:] == ["WorkerFailed", "JobAborted"]
+        assert fixture.cause(JobAborted) == "WorkerFailed a"
+    async with service_fixture() as fixture:
+        a, _ = await fixture.form_world("a", "b")
         await a.leave(done=True, step=9)
-        await stage.kernel.settle()
-        assert stage.cause(JobCompleted) == "WorkerLeft a"
+        await fixture.kernel.settle()
+        assert fixture.cause(JobCompleted) == "WorkerLeft a"
 
 
 @on_virtual_time
 async def test_a_job_that_has_to_wait_says_over_whom() -> None:
-    async with a_stage() as stage:
-        a, _ = await stage.form("a", "b", min_workers=2)
+    async with service_fixture() as fixture:
+        a, _ = await fixture.form_world("a", "b", min_workers=2)
         await a.leave(reason="lunch")
-        await stage.wait(0.1)
-        assert stage.cause(JobWaiting) == "WorkerLeft a"
+        await fixture.wait(0.1)
+        assert fixture.cause(JobWaiting) == "WorkerLeft a"
 
 
 @on_virtual_time
 async def test_every_fact_is_marked_with_job_and_generation_and_lies_behind_its_cause() -> None:
-    async with a_stage() as stage:
-        a, _ = await stage.form("a", "b")
+    async with service_fixture() as fixture:
+        a, _ = await fixture.form_world("a", "b")
         await a.leave(failed=True)
-        await stage.wait(0.1)
-        await stage.agree()
-        records = [record for record in stage.records() if record.type != "JobCreated"]
+        await fixture.wait(0.1)
+        await fixture.complete_attempt()
+        records = [record for record in fixture.records() if record.type != "JobCreated"]
         assert {record.job for record in records} == {JOB}
         assert [record.generation for record in records] == sorted(record.generation for record in records)
-        assert stage.last(RescaleCompleted).generation == 2
+        assert fixture.last(RescaleCompleted).generation == 2
         assert all(record.cause < record.id for record in records)
         assert all(one.id < next_one.id for one, next_one in pairwise(records))
 
@@ -226,16 +226,16 @@ async def test_every_fact_is_marked_with_job_and_generation_and_lies_behind_its_
 @on_virtual_time
 async def test_a_thousand_workers_that_fail_at_once_are_all_told_and_all_deleted() -> None:
     store = FaultyStore()
-    async with a_stage(store) as stage:
+    async with service_fixture(store) as fixture:
         names = [f"w{number:04}" for number in range(1_000)]
-        await stage.form(*names, **PATIENT)
-        assert len(world(stage)) == 1_000
+        await fixture.form_world(*names, **PATIENT)
+        assert len(world(fixture)) == 1_000
         store.batches.clear()
-        stage.silent.update(names)
-        await stage.wait(12.0)
-        assert [fact.worker_id for fact in stage.facts(WorkerFailed)] == names
-        assert stage.told()[-1] == "JobWaiting"
-        assert stage.cause(JobWaiting) == "WorkerFailed w0000"
+        fixture.silent.update(names)
+        await fixture.wait(12.0)
+        assert [fact.worker_id for fact in fixture.facts(WorkerFailed)] == names
+        assert fixture.told()[-1] == "JobWaiting"
+        assert fixture.cause(JobWaiting) == "WorkerFailed w0000"
         assert not [key for key in await keys(store) if "/member/" in key]
         transactions = [transaction for batch in store.batches for transaction in batch]
         sizes = [len(transaction.puts) + len(transaction.deletes) for transaction in transactions]
@@ -247,14 +247,14 @@ async def test_a_thousand_workers_that_fail_at_once_are_all_told_and_all_deleted
 async def test_a_large_decision_tells_of_a_world_in_the_transaction_that_keeps_it() -> None:
     """Without synchronising, a hundred failures and the world without them are one decision."""
     store = FaultyStore()
-    async with a_stage(store) as stage:
+    async with service_fixture(store) as fixture:
         names = [f"w{number:03}" for number in range(200)]
         settings = {"use_synchronous_rescaling": False, "failure_window_ms": 0, **PATIENT}
-        await stage.form(*names, **settings)
-        stage.silent.update(names[100:])
+        await fixture.form_world(*names, **settings)
+        fixture.silent.update(names[100:])
         store.batches.clear()
-        await stage.wait(12.0)
-        assert world(stage) == names[:100]
+        await fixture.wait(12.0)
+        assert world(fixture) == names[:100]
         puts = [transaction.puts for batch in store.batches for transaction in batch]
         telling = [put for put in puts if any(b"RescaleCompleted" in value for value in put.values())]
         assert len(telling) == 1
@@ -264,7 +264,7 @@ async def test_a_large_decision_tells_of_a_world_in_the_transaction_that_keeps_i
 # A store that fails.
 
 
-async def fill(store: FaultyStore, crew: Crew) -> None:
+async def fill(store: FaultyStore, crew: WorkerStub) -> None:
     """Let there be no space left, and the daemon find out."""
     store.commit_error = full()
     with pytest.raises(Unavailable):
@@ -274,88 +274,88 @@ async def fill(store: FaultyStore, crew: Crew) -> None:
 @on_virtual_time
 async def test_what_happens_while_nothing_can_be_written_is_decided_afterwards() -> None:
     store = FaultyStore()
-    async with a_stage(store) as stage:
-        a, b, c = await stage.form("a", "b", "c", **PATIENT)
+    async with service_fixture(store) as fixture:
+        a, b, c = await fixture.form_world("a", "b", "c", **PATIENT)
         await fill(store, a)
         with pytest.raises(Unavailable):
             await a.ask(ReportTrouble(JOB, "a", a.incarnation, 1))
-        stage.addresses.dead.add("b")
+        fixture.addresses.dead.add("b")
         b.lose()
         c.lose()
-        await stage.wait(5.0)
+        await fixture.wait(5.0)
         c.come_back()
-        assert stage.told()[-1] == "RescaleCompleted"
+        assert fixture.told()[-1] == "RescaleCompleted"
         assert (await a.ask(ShowCluster(JOB))).paused is False
         store.commit_error = None
-        await stage.wait(3.0)
-        assert [fact.worker_id for fact in stage.facts(WorkerFailed)] == ["b"]
-        await stage.agree(5)
-        assert world(stage) == ["a", "c"]
+        await fixture.wait(3.0)
+        assert [fact.worker_id for fact in fixture.facts(WorkerFailed)] == ["b"]
+        await fixture.complete_attempt(5)
+        assert world(fixture) == ["a", "c"]
 
 
 @on_virtual_time
 async def test_what_stands_still_says_that_nothing_can_be_written() -> None:
     store, why = FaultyStore(), "the daemon cannot write, so no rescale can start: "
     why += "the store cannot write: no space left (make room)"
-    async with a_stage(store) as stage:
-        (a, _) = await stage.form("a", "b")
+    async with service_fixture(store) as fixture:
+        (a, _) = await fixture.form_world("a", "b")
         await fill(store, a)
         assert (await a.ask(ShowCluster(JOB))).stall_report == why
         assert [view.stall_report for view in (await a.ask(ListClusters())).clusters] == [why]
         store.commit_error = None
-        await stage.wait(3.0)
+        await fixture.wait(3.0)
         assert (await a.ask(ShowCluster(JOB))).stall_report == ""
 
 
 @on_virtual_time
 async def test_nobody_is_failed_for_the_time_in_which_nothing_could_be_written() -> None:
     store = FaultyStore()
-    async with a_stage(store) as stage:
-        (a, _) = await stage.form("a", "b")
+    async with service_fixture(store) as fixture:
+        (a, _) = await fixture.form_world("a", "b")
         await fill(store, a)
-        await stage.wait(600.0)
+        await fixture.wait(600.0)
         store.commit_error = None
-        await stage.wait(60.0)
-        assert not stage.records(WorkerFailed, WorkerLost)
-        assert world(stage) == ["a", "b"]
+        await fixture.wait(60.0)
+        assert not fixture.records(WorkerFailed, WorkerLost)
+        assert world(fixture) == ["a", "b"]
 
 
 @on_virtual_time
 async def test_a_commit_that_fails_is_told_to_nobody_and_the_rescale_begins_again() -> None:
     store = FaultyStore()
-    async with a_stage(store) as stage:
-        a, b = await stage.start("a", "b")
-        await stage.wait(31.0)
+    async with service_fixture(store) as fixture:
+        a, b = await fixture.start("a", "b")
+        await fixture.wait(31.0)
         await a.stop(1, holds_state=False)
         await b.stop(1, holds_state=False)
         store.commit_error = full()
         with pytest.raises(Unavailable):
             await b.ready(1)
-        assert not stage.records(RescaleCompleted)
-        assert stage.service.generation(JOB) == 0
+        assert not fixture.records(RescaleCompleted)
+        assert fixture.service.generation(JOB) == 0
         store.commit_error = None
-        await stage.wait(3.0)
+        await fixture.wait(3.0)
         with pytest.raises((RequestRefused, Unavailable)):
             await b.ready(1)
-        started = stage.facts(RescaleStarted)[-1]
+        started = fixture.facts(RescaleStarted)[-1]
         assert started.attempt == 2
-        await stage.agree()
-        assert [record.generation for record in stage.records(RescaleCompleted)] == [1]
+        await fixture.complete_attempt()
+        assert [record.generation for record in fixture.records(RescaleCompleted)] == [1]
 
 
 @on_virtual_time
 async def test_a_worker_that_joined_into_a_failing_store_has_not_joined() -> None:
     store = FaultyStore()
-    async with a_stage(store) as stage:
-        await stage.form("a")
+    async with service_fixture(store) as fixture:
+        await fixture.form_world("a")
         store.commit_error = full()
         with pytest.raises(Unavailable):
-            await stage.start("b")
+            await fixture.start("b")
         store.commit_error = None
-        await stage.wait(2.0)
-        assert list(stage.service.clusters[JOB].members) == ["a"]
-        await stage.crew["b"].join()
-        assert list(stage.service.clusters[JOB].members) == ["a", "b"]
+        await fixture.wait(2.0)
+        assert list(fixture.service.clusters[JOB].members) == ["a"]
+        await fixture.workers["b"].join()
+        assert list(fixture.service.clusters[JOB].members) == ["a", "b"]
 
 
 # A daemon that dies.
@@ -364,15 +364,15 @@ async def test_a_worker_that_joined_into_a_failing_store_has_not_joined() -> Non
 @on_virtual_time
 async def test_workers_come_back_to_another_daemon_without_a_rescale() -> None:
     store = FaultyStore()
-    async with a_stage(store) as stage:
-        crew = await stage.form("a", "b")
+    async with service_fixture(store) as fixture:
+        crew = await fixture.form_world("a", "b")
         key = (await crew[0].join()).peer_key
-    async with a_stage(store) as other:
+    async with service_fixture(store) as other:
         await other.wait(3.0)
         for worker in crew:
-            worker.stage = other
+            worker.fixture = other
             worker.come_back()
-            other.crew[worker.name] = worker
+            other.workers[worker.name] = worker
         await other.wait(60.0)
         assert other.records(RescaleStarted)[-1].id < other.records(RescaleCompleted)[-1].id
         assert len(other.records(RescaleCompleted)) == 1
@@ -384,45 +384,45 @@ async def test_workers_come_back_to_another_daemon_without_a_rescale() -> None:
 @on_virtual_time
 async def test_who_is_there_before_the_state_is_read_is_connected() -> None:
     store = FaultyStore()
-    async with a_stage(store) as stage:
-        crew = await stage.form("a", "b")
-        stage.kernel.ledger.reload(Unavailable("reloading", "a test", ""))
-        await stage.wait(60.0)
-        assert all(member.connected for member in stage.service.clusters[JOB].members.values())
-        assert not stage.records(WorkerFailed, WorkerLost)
+    async with service_fixture(store) as fixture:
+        crew = await fixture.form_world("a", "b")
+        fixture.kernel.ledger.reload(Unavailable("reloading", "a test", ""))
+        await fixture.wait(60.0)
+        assert all(member.connected for member in fixture.service.clusters[JOB].members.values())
+        assert not fixture.records(WorkerFailed, WorkerLost)
         assert len(crew) == 2
 
 
 @on_virtual_time
 async def test_a_daemon_that_died_over_a_rescale_completes_it_under_another_number() -> None:
     store = FaultyStore()
-    async with a_stage(store) as stage:
-        crew = await stage.start("a", "b")
-        await stage.wait(31.0)
+    async with service_fixture(store) as fixture:
+        crew = await fixture.start("a", "b")
+        await fixture.wait(31.0)
         await crew[0].stop(1, holds_state=False)
-    async with a_stage(store) as other:
+    async with service_fixture(store) as other:
         for worker in crew:
-            worker.stage = other
+            worker.fixture = other
             worker.come_back()
-            other.crew[worker.name] = worker
+            other.workers[worker.name] = worker
         await other.wait(1.0)
         with pytest.raises(RequestRefused):
             await crew[1].stop(1, holds_state=False)
-        completed = await other.agree()
+        completed = await other.complete_attempt()
         assert (completed.attempt, completed.delta.epoch) == (2, 1)
 
 
 @on_virtual_time
 async def test_trouble_that_was_acknowledged_is_not_forgotten_by_the_next_daemon() -> None:
     store = FaultyStore()
-    async with a_stage(store) as stage:
-        crew = await stage.form("a", "b")
+    async with service_fixture(store) as fixture:
+        crew = await fixture.form_world("a", "b")
         await crew[0].ask(ReportTrouble(JOB, "a", crew[0].incarnation, 1, "b", "no answer"))
-    async with a_stage(store) as other:
+    async with service_fixture(store) as other:
         for worker in crew:
-            worker.stage = other
+            worker.fixture = other
             worker.come_back()
-            other.crew[worker.name] = worker
+            other.workers[worker.name] = worker
         await other.wait(1.0)
         assert other.facts(RescaleStarted)[-1].reason == "a cannot continue: no answer"
 
@@ -432,134 +432,134 @@ async def test_trouble_that_was_acknowledged_is_not_forgotten_by_the_next_daemon
 
 @on_virtual_time
 async def test_a_lost_connection_is_told_and_so_is_its_return() -> None:
-    async with a_stage() as stage:
-        a, _ = await stage.form("a", "b")
+    async with service_fixture() as fixture:
+        a, _ = await fixture.form_world("a", "b")
         a.lose()
-        await stage.wait(3.0)
+        await fixture.wait(3.0)
         a.come_back()
-        await stage.wait(60.0)
-        assert stage.told()[-2:] == ["WorkerLost", "WorkerReturned"]
+        await fixture.wait(60.0)
+        assert fixture.told()[-2:] == ["WorkerLost", "WorkerReturned"]
 
 
 @on_virtual_time
 async def test_the_client_of_one_that_left_has_nothing_to_do_with_who_comes_under_its_id() -> None:
-    async with a_stage() as stage:
-        (old,) = await stage.start("a")
+    async with service_fixture() as fixture:
+        (old,) = await fixture.start("a")
         await old.leave()
-        new = stage.worker("a", life=2)
+        new = fixture.worker("a", life=2)
         await new.join()
         old.lose()
-        await stage.wait(20.0)
-        assert "WorkerLost" not in stage.told()
-        assert stage.service.clusters[JOB].members["a"].connected
+        await fixture.wait(20.0)
+        assert "WorkerLost" not in fixture.told()
+        assert fixture.service.clusters[JOB].members["a"].connected
         new.lose()
-        await stage.wait(2.0)
-        assert stage.told()[-1] == "WorkerLost"
+        await fixture.wait(2.0)
+        assert fixture.told()[-1] == "WorkerLost"
 
 
 @on_virtual_time
 async def test_a_client_that_speaks_for_several_workers_loses_all_of_them() -> None:
-    async with a_stage() as stage:
-        a, b = stage.worker("a"), stage.worker("b", job="other")
+    async with service_fixture() as fixture:
+        a, b = fixture.worker("a"), fixture.worker("b", job="other")
         await a.join()
         b.client = a.client
         b._number = 10
         await b.join()
         a.lose()
-        assert not stage.service.clusters[JOB].members["a"].connected
-        assert not stage.service.clusters["other"].members["b"].connected
+        assert not fixture.service.clusters[JOB].members["a"].connected
+        assert not fixture.service.clusters["other"].members["b"].connected
         a.come_back()
-        assert stage.service.clusters["other"].members["b"].connected
+        assert fixture.service.clusters["other"].members["b"].connected
 
 
 @on_virtual_time
 async def test_a_worker_whose_address_refuses_connections_has_failed_within_moments() -> None:
-    async with a_stage() as stage:
-        a, b = await stage.form("a", "b")
-        stage.addresses.dead.add("b")
+    async with service_fixture() as fixture:
+        a, b = await fixture.form_world("a", "b")
+        fixture.addresses.dead.add("b")
         b.lose()
-        await stage.wait(0.3)
-        failed = stage.facts(WorkerFailed)[-1]
+        await fixture.wait(0.3)
+        failed = fixture.facts(WorkerFailed)[-1]
         assert failed == WorkerFailed("b", 1, "host-b:7000 refuses connections")
-        assert a.name in world(stage)
+        assert a.name in world(fixture)
 
 
 @on_virtual_time
 async def test_an_address_that_does_not_answer_is_asked_once_at_a_time() -> None:
-    async with a_stage() as stage:
-        _, b = await stage.form("a", "b", reconnect_grace_ms=60_000)
-        stage.addresses.answers = anyio.Event()
+    async with service_fixture() as fixture:
+        _, b = await fixture.form_world("a", "b", reconnect_grace_ms=60_000)
+        fixture.addresses.answers = anyio.Event()
         b.lose()
-        await stage.wait(20.0)
-        assert stage.addresses.asked == ["b"]
-        stage.addresses.answers.set()
-        await stage.wait(5.0)
-        assert len(stage.addresses.asked) >= 4
+        await fixture.wait(20.0)
+        assert fixture.addresses.asked == ["b"]
+        fixture.addresses.answers.set()
+        await fixture.wait(5.0)
+        assert len(fixture.addresses.asked) >= 4
 
 
 @on_virtual_time
 async def test_only_so_many_addresses_are_asked_at_once() -> None:
-    async with a_stage() as stage:
+    async with service_fixture() as fixture:
         names = [f"w{number}" for number in range(PROBES_MAX + 50)]
-        crew = await stage.start(*names)
-        stage.addresses.answers = anyio.Event()
+        crew = await fixture.start(*names)
+        fixture.addresses.answers = anyio.Event()
         for worker in crew:
             worker.lose()
-        await stage.wait(5.0)
-        assert len(stage.addresses.asked) == PROBES_MAX
-        stage.addresses.answers.set()
-        await stage.wait(2.0)
-        assert set(stage.addresses.asked) == set(names)
+        await fixture.wait(5.0)
+        assert len(fixture.addresses.asked) == PROBES_MAX
+        fixture.addresses.answers.set()
+        await fixture.wait(2.0)
+        assert set(fixture.addresses.asked) == set(names)
 
 
 @on_virtual_time
 async def test_an_answer_that_comes_when_the_worker_is_another_one_is_about_nobody() -> None:
-    async with a_stage() as stage:
-        (a,) = await stage.start("a")
-        stage.addresses.answers = anyio.Event()
-        stage.addresses.dead.add("a")
+    async with service_fixture() as fixture:
+        (a,) = await fixture.start("a")
+        fixture.addresses.answers = anyio.Event()
+        fixture.addresses.dead.add("a")
         a.lose()
         await anyio.sleep(0.1)
         await a.leave()
-        await stage.worker("a", life=2).join()
-        stage.addresses.answers.set()
-        await stage.wait(2.0)
-        assert not stage.records(WorkerFailed)
+        await fixture.worker("a", life=2).join()
+        fixture.addresses.answers.set()
+        await fixture.wait(2.0)
+        assert not fixture.records(WorkerFailed)
 
 
 @on_virtual_time
 async def test_who_is_gone_before_it_has_joined_is_lost_and_looked_for() -> None:
-    async with a_stage() as stage:
+    async with service_fixture() as fixture:
         for name in ("a", "b"):
             # The first of them waits until its job is created; the second is known by then.
-            worker = stage.worker(name)
-            stage.service.arrived(worker.client)
+            worker = fixture.worker(name)
+            fixture.service.arrived(worker.client)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(worker.ask, JoinJob(JOB, worker_of(name), worker.incarnation, settings=SOON))
                 await anyio.lowlevel.checkpoint()
                 worker.lose()
-            assert not stage.service.clusters[JOB].members[name].connected
-        await stage.wait(1.0)
-        assert stage.addresses.asked[:2] == ["a", "b"]
-        assert "RescaleStarted" not in stage.told(), "nobody is there to take part"
-        stage.crew["b"].come_back()
-        await stage.wait(1.0)
-        assert stage.facts(RescaleStarted)[-1].added == ["b"]
+            assert not fixture.service.clusters[JOB].members[name].connected
+        await fixture.wait(1.0)
+        assert fixture.addresses.asked[:2] == ["a", "b"]
+        assert "RescaleStarted" not in fixture.told(), "nobody is there to take part"
+        fixture.workers["b"].come_back()
+        await fixture.wait(1.0)
+        assert fixture.facts(RescaleStarted)[-1].added == ["b"]
         with pytest.raises(Unavailable, match="may still be alive"):
-            await stage.worker("a", life=2).join()
+            await fixture.worker("a", life=2).join()
 
 
 @on_virtual_time
 async def test_who_goes_while_it_registers_again_has_not_come_back() -> None:
-    async with a_stage() as stage:
-        (a,) = await stage.start("a", stability_window_ms=100)
+    async with service_fixture() as fixture:
+        (a,) = await fixture.start("a", stability_window_ms=100)
         a.lose()
-        a.stage.service.arrived(a.client)
+        a.fixture.service.arrived(a.client)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(a.ask, JoinJob(JOB, worker_of("a"), a.incarnation, settings=SOON))
             await anyio.lowlevel.checkpoint()
             a.lose()
-        assert not stage.service.clusters[JOB].members["a"].connected
+        assert not fixture.service.clusters[JOB].members["a"].connected
 
 
 # Jobs.
@@ -567,64 +567,64 @@ async def test_who_goes_while_it_registers_again_has_not_come_back() -> None:
 
 @on_virtual_time
 async def test_the_first_worker_creates_the_job_and_the_others_need_not_know_its_settings() -> None:
-    async with a_stage() as stage:
-        await stage.start("a", min_workers=3)
-        assert (await stage.kernel.bus.ask(ShowJob(JOB))).settings == {"min_workers": 3}
-        assert (await stage.worker("b").join()).settings == {"min_workers": 3}
-        assert (await stage.worker("c").join({"min_workers": 3})).settings == {"min_workers": 3}
+    async with service_fixture() as fixture:
+        await fixture.start("a", min_workers=3)
+        assert (await fixture.kernel.bus.ask(ShowJob(JOB))).settings == {"min_workers": 3}
+        assert (await fixture.worker("b").join()).settings == {"min_workers": 3}
+        assert (await fixture.worker("c").join({"min_workers": 3})).settings == {"min_workers": 3}
         with pytest.raises(RequestRefused) as error:
-            await stage.worker("d").join({"min_workers": 4})
+            await fixture.worker("d").join({"min_workers": 4})
         assert error.value.code == "job_differs"
-        assert "d" not in stage.service.clusters[JOB].members
+        assert "d" not in fixture.service.clusters[JOB].members
 
 
 @on_virtual_time
 async def test_a_job_that_was_there_before_is_trained_as_it_says() -> None:
-    async with a_stage() as stage:
-        await stage.kernel.bus.ask(CreateJob(JOB, {"max_workers": 1, "dataset": "mine"}))
-        await stage.start("a")
-        assert stage.told()[-1] == "RescaleStarted"
+    async with service_fixture() as fixture:
+        await fixture.kernel.bus.ask(CreateJob(JOB, {"max_workers": 1, "dataset": "mine"}))
+        await fixture.start("a")
+        assert fixture.told()[-1] == "RescaleStarted"
 
 
 @on_virtual_time
 async def test_settings_that_nobody_can_train_with_create_no_job() -> None:
-    async with a_stage() as stage:
+    async with service_fixture() as fixture:
         with pytest.raises(RequestRefused) as error:
-            await stage.start("a", min_workers=0, max_workers=-1)
+            await fixture.start("a", min_workers=0, max_workers=-1)
         assert all(text in error.value.message for text in ("min_workers must be ", "max_workers must be "))
         with pytest.raises(RequestRefused):
-            await stage.kernel.bus.ask(ShowJob(JOB))
-        assert stage.service.clusters == {}
+            await fixture.kernel.bus.ask(ShowJob(JOB))
+        assert fixture.service.clusters == {}
 
 
 @on_virtual_time
 async def test_changed_settings_hold_at_once_and_after_a_restart() -> None:
     store = FaultyStore()
-    async with a_stage(store) as stage:
-        await stage.form("a", "b")
-        await stage.start("c")
-        job = await stage.kernel.bus.ask(ShowJob(JOB))
-        await stage.kernel.bus.ask(ChangeJob(JOB, {"max_workers": 3}, job.version))
-        await stage.wait(1.0)
-        assert stage.told()[-1] == "RescaleStarted"
-    async with a_stage(store) as other:
+    async with service_fixture(store) as fixture:
+        await fixture.form_world("a", "b")
+        await fixture.start("c")
+        job = await fixture.kernel.bus.ask(ShowJob(JOB))
+        await fixture.kernel.bus.ask(ChangeJob(JOB, {"max_workers": 3}, job.version))
+        await fixture.wait(1.0)
+        assert fixture.told()[-1] == "RescaleStarted"
+    async with service_fixture(store) as other:
         assert other.service.clusters[JOB].config.max_workers == 3
 
 
 @on_virtual_time
 async def test_settings_that_were_changed_hold_also_for_who_brings_those_that_the_job_was_created_with() -> None:
-    async with a_stage() as stage:
+    async with service_fixture() as fixture:
         settings: dict[str, SettingValue] = {"max_workers": 3}
-        (a,) = await stage.start("a", **settings)
-        job = await stage.kernel.bus.ask(ShowJob(JOB))
+        (a,) = await fixture.start("a", **settings)
+        job = await fixture.kernel.bus.ask(ShowJob(JOB))
         changed: dict[str, SettingValue] = {"max_workers": 4}
-        await stage.kernel.bus.ask(ChangeJob(JOB, changed, job.version))
+        await fixture.kernel.bus.ask(ChangeJob(JOB, changed, job.version))
         assert (await a.join(settings, rejoin=True)).settings == changed, "it wants to know what it has missed"
         assert (await a.join({"max_workers": 9}, rejoin=True)).settings == changed
-        await stage.wait(0.1)
-        assert (await stage.worker("b").join(settings)).settings == changed
+        await fixture.wait(0.1)
+        assert (await fixture.worker("b").join(settings)).settings == changed
         with pytest.raises(RequestRefused) as error:
-            await stage.worker("c").join({"max_workers": 9})
+            await fixture.worker("c").join({"max_workers": 9})
         assert error.value.code == "job_differs"
 
 
@@ -632,17 +632,17 @@ async def test_settings_that_were_changed_hold_also_for_who_brings_those_that_th
 async def test_a_shorter_timeout_holds_for_nobody_who_has_not_heard_of_it() -> None:
     """Everybody is heard every second, and the job is to have a timeout of 400 ms."""
     store = FaultyStore()
-    async with a_stage(store) as stage:
-        a, b = await stage.form("a", "b")
-        job = await stage.kernel.bus.ask(ShowJob(JOB))
-        await stage.kernel.bus.ask(ChangeJob(JOB, {"worker_heartbeat_timeout_ms": 400}, job.version))
-        await stage.wait(8.0)
-        assert stage.facts(WorkerFailed) == []
-    async with a_stage(store) as other:
+    async with service_fixture(store) as fixture:
+        a, b = await fixture.form_world("a", "b")
+        job = await fixture.kernel.bus.ask(ShowJob(JOB))
+        await fixture.kernel.bus.ask(ChangeJob(JOB, {"worker_heartbeat_timeout_ms": 400}, job.version))
+        await fixture.wait(8.0)
+        assert fixture.facts(WorkerFailed) == []
+    async with service_fixture(store) as other:
         for worker in (a, b):
-            worker.stage = other
+            worker.fixture = other
             worker.come_back()
-        other.crew = {"a": a, "b": b}
+        other.workers = {"a": a, "b": b}
         await other.wait(8.0)
         assert other.facts(WorkerFailed) == []
         a.beat(interval_s=0.1)
@@ -653,129 +653,129 @@ async def test_a_shorter_timeout_holds_for_nobody_who_has_not_heard_of_it() -> N
 
 @on_virtual_time
 async def test_settings_that_cannot_be_trained_with_are_refused_whoever_asks_and_change_nothing() -> None:
-    async with a_stage() as stage:
-        await stage.form("a")
+    async with service_fixture() as fixture:
+        await fixture.form_world("a")
         wrong: dict[str, SettingValue] = {"min_workers": 0, "max_workers": "foo", "stall_timeout": 5, "mine": None}
         for request in (ChangeJob(JOB, wrong, 1), CreateJob("another", wrong)):
             with pytest.raises(RequestRefused) as error:
-                await stage.kernel.bus.ask(request)
+                await fixture.kernel.bus.ask(request)
             assert error.value.code == "elastic_config_invalid"
             said = ("min_workers must be ", "max_workers must be ", "did you mean `stall_timeout_ms`?")
             assert all(text in error.value.message for text in said)
             assert "mine" not in error.value.message
-        await stage.wait(1.0)
-        assert stage.told()[-1] == "RescaleCompleted"
-        assert (await stage.kernel.bus.ask(ShowJob(JOB))).version == 1
-        assert [job.name for job in (await stage.kernel.bus.ask(ListJobs())).jobs] == [JOB]
-        assert stage.service.clusters[JOB].config == ElasticTrainingConfig()
+        await fixture.wait(1.0)
+        assert fixture.told()[-1] == "RescaleCompleted"
+        assert (await fixture.kernel.bus.ask(ShowJob(JOB))).version == 1
+        assert [job.name for job in (await fixture.kernel.bus.ask(ListJobs())).jobs] == [JOB]
+        assert fixture.service.clusters[JOB].config == ElasticTrainingConfig()
 
 
 @on_virtual_time
 async def test_nobody_joins_a_job_whose_settings_came_past_the_door() -> None:
     """A plugin that answers in the place of the daemon may let anything in."""
-    async with a_stage() as stage:
-        stage.jobs.book.create(CreateJob(JOB, {"min_workers": 0}), "a plugin", 0.0, 1)
+    async with service_fixture() as fixture:
+        fixture.jobs.book.create(CreateJob(JOB, {"min_workers": 0}), "a plugin", 0.0, 1)
         with pytest.raises(RequestRefused, match="min_workers must be "):
-            await stage.start("a")
-        assert stage.told() == []
-        assert stage.service.clusters == {}
+            await fixture.start("a")
+        assert fixture.told() == []
+        assert fixture.service.clusters == {}
 
 
 @on_virtual_time
 async def test_a_job_that_somebody_trains_is_removed_when_it_is_over_or_by_force() -> None:
-    async with a_stage() as stage:
-        await stage.form("a", "b")
+    async with service_fixture() as fixture:
+        await fixture.form_world("a", "b")
         with pytest.raises(RequestRefused) as error:
-            await stage.kernel.bus.ask(RemoveJob(JOB))
+            await fixture.kernel.bus.ask(RemoveJob(JOB))
         assert error.value.code == "job_in_use"
         assert "has 2 workers" in error.value.message
-        await stage.kernel.bus.ask(AbortJob(JOB))
-        await stage.kernel.bus.ask(RemoveJob(JOB))
-        await stage.kernel.settle()
-        assert stage.told()[-1] == "JobRemoved"
+        await fixture.kernel.bus.ask(AbortJob(JOB))
+        await fixture.kernel.bus.ask(RemoveJob(JOB))
+        await fixture.kernel.settle()
+        assert fixture.told()[-1] == "JobRemoved"
 
 
 @on_virtual_time
 async def test_a_job_that_is_not_there_is_said_not_to_be_there() -> None:
-    async with a_stage() as stage:
+    async with service_fixture() as fixture:
         for request in (PauseJob("nojob"), RescaleJob("nojob"), PlanRescale("nojob", 2), ShowCluster("nojob")):
             with pytest.raises(RequestRefused) as error:
-                await stage.kernel.bus.ask(request)
+                await fixture.kernel.bus.ask(request)
             assert error.value.code == "job_unknown"
 
 
 @on_virtual_time
 async def test_the_clusters_of_all_jobs_that_somebody_may_see_are_listed_by_name() -> None:
-    async with a_stage() as stage:
+    async with service_fixture() as fixture:
         for job in ("b", "a", "c"):
-            await stage.worker(job, job=job).join()
-        page = await stage.kernel.bus.ask(ListClusters(limit=2))
+            await fixture.worker(job, job=job).join()
+        page = await fixture.kernel.bus.ask(ListClusters(limit=2))
         assert ([view.job for view in page.clusters], page.more) == (["a", "b"], True)
         assert (page.clusters[0].phase, page.clusters[0].joining) == (Phase.FORMING, 1)
         of_c = Call(Principal("who sees c", Role.VIEWER, frozenset({"c"})), "a test")
-        assert [view.job for view in (await stage.kernel.bus.ask(ListClusters(), of_c)).clusters] == ["c"]
+        assert [view.job for view in (await fixture.kernel.bus.ask(ListClusters(), of_c)).clusters] == ["c"]
 
 
 @on_virtual_time
 async def test_who_drains_is_told_what_they_may_not_have_meant() -> None:
-    async with a_stage() as stage:
-        await stage.form("a", "b", min_workers=2)
-        told = await stage.kernel.bus.ask(DrainWorker(JOB, "b"))
+    async with service_fixture() as fixture:
+        await fixture.form_world("a", "b", min_workers=2)
+        told = await fixture.kernel.bus.ask(DrainWorker(JOB, "b"))
         assert told.remarks == ["training will stop: 1 worker left, min_workers is 2"]
 
 
 @on_virtual_time
 async def test_whether_a_worker_may_go_is_read_and_needs_no_room_on_the_disk() -> None:
     store = FaultyStore()
-    async with a_stage(store) as stage:
-        a, b = await stage.form("a", "b")
+    async with service_fixture(store) as fixture:
+        a, b = await fixture.form_world("a", "b")
         assert not (await a.ask(AnnounceLeave(JOB, "a", a.incarnation, "the night"))).may_leave, "b has yet to stop"
         assert (await b.ask(AnnounceLeave(JOB, "b", b.incarnation, "the night"))).may_leave, "nobody is to stay"
-        revision = stage.kernel.ledger.revision
+        revision = fixture.kernel.ledger.revision
         store.commit_error = full()
         assert (await a.ask(ReadLeave(JOB, "a", a.incarnation))).may_leave
         assert (await a.ask(ReadLeave(JOB, "a", incarnation("a", 2)))).may_leave, "it is nobody"
-        assert stage.kernel.ledger.revision == revision
+        assert fixture.kernel.ledger.revision == revision
 
 
 @on_virtual_time
 async def test_who_is_needed_in_the_moment_of_going_stays() -> None:
-    async with a_stage() as stage:
-        (a,) = await stage.form("a")
-        await stage.kernel.bus.ask(DrainWorker(JOB, "a"))
-        await stage.start("b")
+    async with service_fixture() as fixture:
+        (a,) = await fixture.form_world("a")
+        await fixture.kernel.bus.ask(DrainWorker(JOB, "a"))
+        await fixture.start("b")
         assert await a.leave(if_permitted=True) == LeaveReply(may_leave=False)
-        assert "WorkerLeft" not in stage.told()
+        assert "WorkerLeft" not in fixture.told()
         assert await a.leave() == LeaveReply(may_leave=True)
-        assert stage.told()[-1] == "WorkerLeft"
+        assert fixture.told()[-1] == "WorkerLeft"
 
 
 @on_virtual_time
 async def test_nothing_is_left_of_a_job_that_was_removed() -> None:
     store = FaultyStore()
-    async with a_stage(store) as stage:
-        await stage.form(*[f"w{number}" for number in range(100)])
+    async with service_fixture(store) as fixture:
+        await fixture.form_world(*[f"w{number}" for number in range(100)])
         assert len(await keys(store)) == 102
-        await stage.kernel.bus.ask(RemoveJob(JOB, force=True))
-        await stage.wait(1.0)
+        await fixture.kernel.bus.ask(RemoveJob(JOB, force=True))
+        await fixture.wait(1.0)
         assert await keys(store) == []
-        assert (stage.service.clusters, stage.service.workers) == ({}, 0)
+        assert (fixture.service.clusters, fixture.service.workers) == ({}, 0)
         with pytest.raises(RequestRefused) as error:
-            await stage.kernel.bus.ask(ShowCluster(JOB))
+            await fixture.kernel.bus.ask(ShowCluster(JOB))
         assert error.value.code == "job_unknown"
 
 
 @on_virtual_time
 async def test_what_a_dead_daemon_left_of_a_removed_job_is_swept_away() -> None:
     store = FaultyStore()
-    async with a_stage(store) as stage:
-        await stage.form(*[f"w{number}" for number in range(100)])
-        await stage.kernel.bus.ask(RemoveJob(JOB, force=True))
+    async with service_fixture(store) as fixture:
+        await fixture.form_world(*[f"w{number}" for number in range(100)])
+        await fixture.kernel.bus.ask(RemoveJob(JOB, force=True))
         store.dies = "after"
         await anyio.sleep(1.0)
     assert 0 < len(await keys(store)) < 102
     store.dies = ""
-    async with a_stage(store) as other:
+    async with service_fixture(store) as other:
         await other.wait(1.0)
         assert await keys(store) == []
         assert other.service.clusters == {}
@@ -785,65 +785,65 @@ async def test_what_a_dead_daemon_left_of_a_removed_job_is_swept_away() -> None:
 async def test_a_job_that_is_made_again_at_once_keeps_its_workers() -> None:
     """Also while what was left of the one before is still being deleted."""
     store = FaultyStore()
-    async with a_stage(store) as stage:
-        crew = await stage.start(*[f"w{number:04}" for number in range(600)])
-        await stage.kernel.bus.ask(RemoveJob(JOB, force=True))
-        while JOB in stage.service.clusters:
+    async with service_fixture(store) as fixture:
+        crew = await fixture.start(*[f"w{number:04}" for number in range(600)])
+        await fixture.kernel.bus.ask(RemoveJob(JOB, force=True))
+        while JOB in fixture.service.clusters:
             await anyio.lowlevel.checkpoint()
         async with anyio.create_task_group() as tasks:
             for worker in crew[:300]:
                 tasks.start_soon(worker.join)
-        await stage.wait(5.0)
+        await fixture.wait(5.0)
         assert len([key for key in await keys(store) if "/member/" in key]) == 300
-        assert stage.service.workers == 300
+        assert fixture.service.workers == 300
 
 
 @on_virtual_time
 async def test_who_held_the_fence_of_a_removed_job_is_below_that_of_the_next() -> None:
-    async with a_stage() as stage:
-        (a,) = await stage.form("a")
+    async with service_fixture() as fixture:
+        (a,) = await fixture.form_world("a")
         before = (await a.join()).fence
-        await stage.kernel.bus.ask(RemoveJob(JOB, force=True))
-        await stage.wait(1.0)
-        assert (await stage.worker("a", life=2).join()).fence > before
+        await fixture.kernel.bus.ask(RemoveJob(JOB, force=True))
+        await fixture.wait(1.0)
+        assert (await fixture.worker("a", life=2).join()).fence > before
 
 
 @on_virtual_time
 async def test_a_commit_raises_the_fence_and_who_holds_an_older_one_is_refused() -> None:
-    async with a_stage() as stage:
-        (a,) = await stage.form("a")
+    async with service_fixture() as fixture:
+        (a,) = await fixture.form_world("a")
         first = (await a.join()).fence
-        await stage.kernel.bus.ask(RescaleJob(JOB))
-        await stage.agree()
+        await fixture.kernel.bus.ask(RescaleJob(JOB))
+        await fixture.complete_attempt()
         second = (await a.join()).fence
         assert second == Fence(first.term, first.generation + 1)
         for fence, fits in ((first, False), (second, True)):
             call = Call(OPERATOR, "a test", fence=fence)
             if fits:
-                await stage.kernel.bus.ask(ReadTopology(JOB), call)
+                await fixture.kernel.bus.ask(ReadTopology(JOB), call)
             else:
                 with pytest.raises(RequestRefused) as error:
-                    await stage.kernel.bus.ask(ReadTopology(JOB), call)
+                    await fixture.kernel.bus.ask(ReadTopology(JOB), call)
                 assert error.value.code == "fenced"
 
 
 @on_virtual_time
 async def test_who_registers_again_learns_where_the_job_is() -> None:
-    async with a_stage() as stage:
-        a, b = await stage.form("a", "b")
-        (c,) = await stage.start("c")
+    async with service_fixture() as fixture:
+        a, b = await fixture.form_world("a", "b")
+        (c,) = await fixture.start("c")
         at_first = await c.join()
         assert (at_first.generation, at_first.is_member, at_first.attempt) == (1, False, 0)
         assert (at_first.synchronising, at_first.drain_reason, at_first.topology.world_size) == (None, None, 2)
-        await stage.kernel.bus.ask(RescaleJob(JOB))
+        await fixture.kernel.bus.ask(RescaleJob(JOB))
         assert ((await a.join()).attempt, (await a.join()).synchronising) == (2, None)
         await a.stop(2, 5)
         await b.stop(2, 5)
         await c.stop(2, holds_state=False)
         assert (await c.join()).synchronising == RescaleSynchronising(2, worker_of("a"), 5, 1)
         await c.ready(2)
-        await stage.kernel.bus.ask(PauseJob(JOB))
-        await stage.kernel.bus.ask(DrainWorker(JOB, "c", "maintenance"))
+        await fixture.kernel.bus.ask(PauseJob(JOB))
+        await fixture.kernel.bus.ask(DrainWorker(JOB, "c", "maintenance"))
         at_last = await c.join()
         assert (at_last.generation, at_last.is_member, at_last.attempt) == (2, True, 0)
         assert (at_last.paused, at_last.drain_reason, at_last.state.current_step) == (True, "maintenance", 5)
@@ -851,10 +851,10 @@ async def test_who_registers_again_learns_where_the_job_is() -> None:
 
 @on_virtual_time
 async def test_who_registers_during_an_attempt_is_told_of_nothing_in_which_it_has_no_part() -> None:
-    async with a_stage() as stage:
-        a, b = await stage.form("a", "b")
-        await stage.kernel.bus.ask(RescaleJob(JOB))
-        (c,) = await stage.start("c")
+    async with service_fixture() as fixture:
+        a, b = await fixture.form_world("a", "b")
+        await fixture.kernel.bus.ask(RescaleJob(JOB))
+        (c,) = await fixture.start("c")
         assert ((await a.join()).attempt, (await c.join()).attempt) == (2, 0)
         await a.stop(2, 5)
         await b.stop(2, 4)
@@ -865,31 +865,31 @@ async def test_who_registers_during_an_attempt_is_told_of_nothing_in_which_it_ha
 
 @on_virtual_time
 async def test_who_registers_again_learns_whether_it_has_to_stop_for_what_is_under_way() -> None:
-    async with a_stage() as stage:
-        a = stage.worker("a")
+    async with service_fixture() as fixture:
+        a = fixture.worker("a")
         await a.join({"use_synchronous_rescaling": False, "stability_window_ms": 0}, with_data=True)
-        await stage.wait(0.1)
+        await fixture.wait(0.1)
         assert ((await a.join()).attempt, (await a.join()).in_background) == (1, False)
         await a.stop(1, holds_state=False)
         await a.ready(1)
         assert not (await a.join()).in_background
-        await stage.kernel.bus.ask(RescaleJob(JOB))
+        await fixture.kernel.bus.ask(RescaleJob(JOB))
         assert ((await a.join()).attempt, (await a.join()).in_background) == (2, True)
-        await stage.kernel.bus.ask(RescaleJob(JOB, synchronous=True))
+        await fixture.kernel.bus.ask(RescaleJob(JOB, synchronous=True))
         assert ((await a.join()).attempt, (await a.join()).in_background) == (3, False)
 
 
 @on_virtual_time
 async def test_jobs_have_nothing_to_do_with_each_other() -> None:
-    async with a_stage() as stage:
-        await stage.form("a", "b")
-        other = stage.worker("a", job="other")
+    async with service_fixture() as fixture:
+        await fixture.form_world("a", "b")
+        other = fixture.worker("a", job="other")
         assert (await other.join()).generation == 0
         await other.leave(failed=True)
-        await stage.wait(1.0)
-        assert world(stage) == ["a", "b"]
-        assert stage.service.clusters[JOB].failure_budget.in_world == 0
-        keys_of_jobs = {cluster.key for cluster in stage.service.clusters.values()}
+        await fixture.wait(1.0)
+        assert world(fixture) == ["a", "b"]
+        assert fixture.service.clusters[JOB].failure_budget.in_world == 0
+        keys_of_jobs = {cluster.key for cluster in fixture.service.clusters.values()}
         assert len(keys_of_jobs) == 2
 
 
@@ -898,7 +898,7 @@ async def test_jobs_have_nothing_to_do_with_each_other() -> None:
 
 @on_virtual_time
 async def test_what_a_worker_says_of_itself_has_to_make_sense() -> None:
-    async with a_stage() as stage:
+    async with service_fixture() as fixture:
         cases: list[tuple[JoinJob, str]] = [
             (JoinJob(JOB, worker_of("a"), b"short"), "incarnation_invalid"),
             (JoinJob(JOB, worker_of("a/b"), incarnation("a")), "name_invalid"),
@@ -914,10 +914,10 @@ async def test_what_a_worker_says_of_itself_has_to_make_sense() -> None:
         ]
         for request, code in cases:
             with pytest.raises(RequestRefused) as error:
-                await stage.kernel.bus.ask(request)
+                await fixture.kernel.bus.ask(request)
             assert error.value.code == code
-        assert stage.service.clusters == {}
-        assert stage.told(without=()) == []
+        assert fixture.service.clusters == {}
+        assert fixture.told(without=()) == []
 
 
 @pytest.mark.parametrize(
@@ -937,18 +937,18 @@ async def test_what_a_worker_says_of_itself_has_to_make_sense() -> None:
 )
 def test_a_stop_where_no_training_can_be_is_refused_and_counts_for_nothing(more: dict[str, Any]) -> None:
     @on_virtual_time
-    async def play() -> None:
-        async with a_stage() as stage:
-            (a,) = await stage.start("a", scale_batch_with_world=True)
-            await stage.wait(31.0)
+    async def book() -> None:
+        async with service_fixture() as fixture:
+            (a,) = await fixture.start("a", scale_batch_with_world=True)
+            await fixture.wait(31.0)
             with pytest.raises(RequestRefused) as error:
                 await a.stop(1, **({"step": 0} | more))
             assert error.value.code == "stop_invalid"
             assert next(iter(more)) in error.value.message
             await a.stop(1, 0, learning_rate=0.1, global_batch_size=8)
-            assert stage.service.generation(JOB) == 1
+            assert fixture.service.generation(JOB) == 1
 
-    play()
+    book()
 
 
 COMMON: dict[str, dict[str, SettingValue]] = {"dataset": {"samples": 100}, "sampler": {"seed": 7}}
@@ -966,66 +966,66 @@ COMMON: dict[str, dict[str, SettingValue]] = {"dataset": {"samples": 100}, "samp
 async def test_who_would_train_with_something_else_does_not_join(
     common: dict[str, dict[str, SettingValue]], code: str
 ) -> None:
-    async with a_stage() as stage:
-        await stage.worker("a").join({}, shared_config=COMMON)
+    async with service_fixture() as fixture:
+        await fixture.worker("a").join({}, shared_config=COMMON)
         with pytest.raises(RequestRefused) as error:
-            await stage.worker("b").join(shared_config=common)
+            await fixture.worker("b").join(shared_config=common)
         assert error.value.code == code
-        assert list(stage.service.clusters[JOB].members) == ["a"]
+        assert list(fixture.service.clusters[JOB].members) == ["a"]
 
 
 @on_virtual_time
 async def test_who_would_train_with_something_else_does_not_join_behind_a_restart_either() -> None:
     store = FaultyStore()
-    async with a_stage(store) as stage:
-        await stage.worker("a").join({}, shared_config=COMMON)
-    async with a_stage(store) as stage:
+    async with service_fixture(store) as fixture:
+        await fixture.worker("a").join({}, shared_config=COMMON)
+    async with service_fixture(store) as fixture:
         with pytest.raises(RequestRefused) as error:
-            await stage.worker("b").join(shared_config={})
+            await fixture.worker("b").join(shared_config={})
         assert error.value.code == "dataset_missing"
 
 
 @on_virtual_time
 async def test_what_nobody_has_trained_with_binds_nobody() -> None:
     """Whoever is found to be set up wrongly is started anew."""
-    async with a_stage() as stage:
-        a = stage.worker("a")
+    async with service_fixture() as fixture:
+        a = fixture.worker("a")
         await a.join({}, shared_config={})
         await a.leave()
-        await stage.worker("b").join(shared_config=COMMON)
+        await fixture.worker("b").join(shared_config=COMMON)
         with pytest.raises(RequestRefused) as error:
-            await stage.worker("c").join(shared_config={})
+            await fixture.worker("c").join(shared_config={})
         assert error.value.code == "dataset_missing"
 
 
 @on_virtual_time
 async def test_what_was_trained_with_binds_who_comes_when_all_have_gone() -> None:
-    async with a_stage() as stage:
-        a = stage.worker("a")
+    async with service_fixture() as fixture:
+        a = fixture.worker("a")
         await a.join({"stability_window_ms": 0}, shared_config=COMMON)
-        await stage.wait(0.1)
+        await fixture.wait(0.1)
         await a.stop(1, 0, holds_state=False)
-        await stage.wait(0.1)
-        assert stage.service.generation(JOB) == 1
+        await fixture.wait(0.1)
+        assert fixture.service.generation(JOB) == 1
         await a.leave()
         with pytest.raises(RequestRefused) as error:
-            await stage.worker("b").join(shared_config={})
+            await fixture.worker("b").join(shared_config={})
         assert error.value.code == "dataset_missing"
 
 
 @on_virtual_time
 async def test_more_in_common_than_anybody_has_is_refused() -> None:
-    async with a_stage() as stage:
+    async with service_fixture() as fixture:
         with pytest.raises(RequestRefused) as error:
-            await stage.worker("a").join({}, shared_config={"dataset": {"name": "x" * 10_000}})
+            await fixture.worker("a").join({}, shared_config={"dataset": {"name": "x" * 10_000}})
         assert error.value.code == "shared_config_invalid"
-        assert JOB not in stage.service.clusters
+        assert JOB not in fixture.service.clusters
 
 
 @on_virtual_time
 async def test_a_job_that_nobody_has_joined_is_not_trained() -> None:
-    async with a_stage() as stage:
-        await stage.kernel.bus.ask(CreateJob(JOB))
+    async with service_fixture() as fixture:
+        await fixture.kernel.bus.ask(CreateJob(JOB))
         for request in (
             ListWorkers(JOB),
             ShowWorker(JOB, "a"),
@@ -1041,22 +1041,22 @@ async def test_a_job_that_nobody_has_joined_is_not_trained() -> None:
             ReportTrouble(JOB, "a", incarnation("a"), 0),
         ):
             with pytest.raises(RequestRefused) as error:
-                await stage.kernel.bus.ask(request)
+                await fixture.kernel.bus.ask(request)
             assert error.value.code == "job_untrained"
 
 
 @on_virtual_time
 async def test_going_from_a_job_that_is_not_there_is_no_error() -> None:
-    async with a_stage() as stage:
-        a = stage.worker("a")
+    async with service_fixture() as fixture:
+        a = fixture.worker("a")
         assert await a.leave() == LeaveReply(may_leave=True)
         assert await a.leave(if_permitted=True) == LeaveReply(may_leave=True)
         assert await a.leave(failed=True) == LeaveReply(may_leave=True)
         assert await a.ask(ReportDeath(JOB, "a", a.incarnation)) == Nothing()
         a.beat()
-        stage.kernel.bus.signal(Pulse(JOB, "a", a.incarnation), Call(OPERATOR, "a test"))
-        await stage.wait(1.0)
-        assert stage.told() == []
+        fixture.kernel.bus.signal(Pulse(JOB, "a", a.incarnation), Call(OPERATOR, "a test"))
+        await fixture.wait(1.0)
+        assert fixture.told() == []
 
 
 # What operators see and want.
@@ -1064,19 +1064,19 @@ async def test_going_from_a_job_that_is_not_there_is_no_error() -> None:
 
 @on_virtual_time
 async def test_workers_are_listed_by_id_in_pages() -> None:
-    async with a_stage() as stage:
-        await stage.form("c", "a", "b")
-        page = await stage.kernel.bus.ask(ListWorkers(JOB, limit=2))
+    async with service_fixture() as fixture:
+        await fixture.form_world("c", "a", "b")
+        page = await fixture.kernel.bus.ask(ListWorkers(JOB, limit=2))
         assert ([view.id for view in page.workers], page.more) == (["a", "b"], True)
-        page = await stage.kernel.bus.ask(ListWorkers(JOB, after="b"))
+        page = await fixture.kernel.bus.ask(ListWorkers(JOB, after="b"))
         assert ([(view.id, view.rank) for view in page.workers], page.more) == ([("c", 0)], False)
 
 
 @on_virtual_time
 async def test_what_an_operator_asks_for_is_done() -> None:
-    async with a_stage() as stage:
-        await stage.form("a", "b", "c", **PATIENT)
-        ask = stage.kernel.bus.ask
+    async with service_fixture() as fixture:
+        await fixture.form_world("a", "b", "c", **PATIENT)
+        ask = fixture.kernel.bus.ask
         await ask(PauseJob(JOB, "lunch"))
         view: ClusterView = await ask(ShowCluster(JOB))
         assert (view.paused, view.phase, view.generation, view.world_size) == (True, Phase.RUNNING, 1, 3)
@@ -1084,26 +1084,26 @@ async def test_what_an_operator_asks_for_is_done() -> None:
         await ask(DrainWorker(JOB, "b"))
         assert (await ask(ShowWorker(JOB, "b"))).status == "leaving"
         await ask(EvictWorker(JOB, "c"))
-        await stage.wait(0.1)
+        await fixture.wait(0.1)
         assert (await ask(PlanRescale(JOB, 4))).new_world_size == 4
-        await stage.agree()
+        await fixture.complete_attempt()
         assert (await ask(ReadTopology(JOB))).world_size == 1, "neither who goes nor who was put out is in it"
         await ask(AbortJob(JOB, "enough"))
         assert (await ask(ShowCluster(JOB))).phase is Phase.ABORTED
-        assert stage.told()[-2:] == ["RescaleCompleted", "JobAborted"]
+        assert fixture.told()[-2:] == ["RescaleCompleted", "JobAborted"]
 
 
 @on_virtual_time
 async def test_who_steers_a_job_is_told_what_came_of_it() -> None:
-    async with a_stage() as stage:
-        await stage.start("a", min_workers=2, min_workers_timeout_ms=None)
-        ask, waits = stage.kernel.bus.ask, "1 worker waits for 1 more: min_workers is 2"
+    async with service_fixture() as fixture:
+        await fixture.start("a", min_workers=2, min_workers_timeout_ms=None)
+        ask, waits = fixture.kernel.bus.ask, "1 worker waits for 1 more: min_workers is 2"
         assert await ask(RescaleJob(JOB)) == ControlReply(False, "", waits)
         assert await ask(ResumeJob(JOB)) == ControlReply(False, "", waits)
         assert await ask(PauseJob(JOB, "night")) == ControlReply(True, "", f"paused: night; {waits}")
         assert await ask(PauseJob(JOB, "again")) == ControlReply(False, "night", f"paused: night; {waits}")
         assert await ask(ResumeJob(JOB)) == ControlReply(True, "", waits)
-        await stage.worker("b").join()
+        await fixture.worker("b").join()
         assert await ask(RescaleJob(JOB)) == ControlReply(True, "", "attempt 1 waits for a, b to stop (0 s)")
         assert await ask(AbortJob(JOB, "enough")) == ControlReply(True)
         assert await ask(AbortJob(JOB, "too much")) == ControlReply(False, "enough")
@@ -1111,61 +1111,61 @@ async def test_who_steers_a_job_is_told_what_came_of_it() -> None:
 
 @on_virtual_time
 async def test_a_heartbeat_is_heard_and_what_it_makes_true_is_told() -> None:
-    async with a_stage() as stage:
-        a, b = await stage.form("a", "b", stall_timeout_ms=5_000)
+    async with service_fixture() as fixture:
+        a, b = await fixture.form_world("a", "b", stall_timeout_ms=5_000)
         for _ in range(6):
             await anyio.sleep(1.0)
             a.beat(still=True)
             b.beat(still=True)
         await anyio.sleep(0.5)
-        assert stage.told()[-1] == "WorkerStalled"
+        assert fixture.told()[-1] == "WorkerStalled"
         a.beat(step=12)
         b.beat(step=12)
         await anyio.sleep(0.1)
-        assert stage.told()[-1] == "WorkerRecovered"
-        assert (await stage.kernel.bus.ask(ShowCluster(JOB))).state.current_step == 12
+        assert fixture.told()[-1] == "WorkerRecovered"
+        assert (await fixture.kernel.bus.ask(ShowCluster(JOB))).state.current_step == 12
         call = Call(OPERATOR, "a test")
-        stage.kernel.bus.signal(Pulse(JOB, "a", a.incarnation, 7.5, 13), call)
+        fixture.kernel.bus.signal(Pulse(JOB, "a", a.incarnation, 7.5, 13), call)
         await anyio.sleep(0.1)
-        view = await stage.kernel.bus.ask(ShowWorker(JOB, "a"))
+        view = await fixture.kernel.bus.ask(ShowWorker(JOB, "a"))
         assert (view.cpu_s, view.step) == (7.5, 13)
 
 
 @on_virtual_time
 async def test_a_job_with_nothing_to_do_lets_the_daemon_sleep() -> None:
     """The loop calls a livelock what spins without letting time pass."""
-    async with a_stage() as stage:
-        await stage.start("a", "b", "spare", max_workers=2)
-        await stage.agree()
-        await stage.wait(2_000.0)
-        assert stage.told()[-1] == "RescaleCompleted"
+    async with service_fixture() as fixture:
+        await fixture.start("a", "b", "spare", max_workers=2)
+        await fixture.complete_attempt()
+        await fixture.wait(2_000.0)
+        assert fixture.told()[-1] == "RescaleCompleted"
 
 
 @on_virtual_time
 async def test_a_repeated_request_is_answered_as_before_and_happens_once() -> None:
-    async with a_stage() as stage:
-        (a,) = await stage.form("a")
+    async with service_fixture() as fixture:
+        (a,) = await fixture.form_world("a")
         call = Call(OPERATOR, "a test", client=a.client, number=50, acknowledged=49)
         leave = RescaleJob(JOB, "once")
-        assert await stage.kernel.bus.ask(leave, call) == await stage.kernel.bus.ask(leave, call)
-        assert [fact.reason for fact in stage.facts(RescaleStarted)][1:] == ["once"]
+        assert await fixture.kernel.bus.ask(leave, call) == await fixture.kernel.bus.ask(leave, call)
+        assert [fact.reason for fact in fixture.facts(RescaleStarted)][1:] == ["once"]
 
 
 @on_virtual_time
 async def test_who_is_refused_has_changed_nothing() -> None:
     store = FaultyStore()
-    async with a_stage(store) as stage:
-        await stage.form("a")
-        twin = stage.worker("a", life=2)
+    async with service_fixture(store) as fixture:
+        await fixture.form_world("a")
+        twin = fixture.worker("a", life=2)
         before = store.revision
         with pytest.raises(ForgedError) as error:
             await twin.join()
         assert error.value.code == "worker_exists"
-        await stage.kernel.settle()
+        await fixture.kernel.settle()
         assert store.revision == before
-        assert isinstance(stage.crew["a"], Crew)
-        assert not stage.records(WorkerLeft)
-        assert len(stage.records(WorkerJoined)) == 1
+        assert isinstance(fixture.workers["a"], WorkerStub)
+        assert not fixture.records(WorkerLeft)
+        assert len(fixture.records(WorkerJoined)) == 1
 
 
 # A mistake in the code.
@@ -1183,17 +1183,17 @@ async def test_what_breaks_by_itself_in_one_job_ends_that_job_and_not_the_others
             raise ZeroDivisionError("no")
         tick(cluster, now)
 
-    async with a_stage() as stage:
-        await stage.form("a")
-        other = stage.worker("o", job="other")
+    async with service_fixture() as fixture:
+        await fixture.form_world("a")
+        other = fixture.worker("o", job="other")
         await other.join()
-        stage.kernel.bus.on_handler_bug = lambda owner, error: told.append(f"{owner}: {error}")
+        fixture.kernel.bus.on_handler_bug = lambda owner, error: told.append(f"{owner}: {error}")
         monkeypatch.setattr(Cluster, "tick", breaks)
-        await stage.wait(60.0)
+        await fixture.wait(60.0)
         assert told == [f"job {JOB} in elastic: no"] * ERRORS_MAX
-        assert stage.service.clusters[JOB].phase is Phase.ABORTED
-        assert stage.service.clusters[JOB].reason.startswith("the coordinator failed 3 times in a row")
-        assert stage.service.clusters["other"].phase is Phase.RESCALING
+        assert fixture.service.clusters[JOB].phase is Phase.ABORTED
+        assert fixture.service.clusters[JOB].reason.startswith("the coordinator failed 3 times in a row")
+        assert fixture.service.clusters["other"].phase is Phase.RESCALING
 
 
 @on_virtual_time
@@ -1208,14 +1208,14 @@ async def test_what_breaks_once_is_done_again_with_what_the_store_holds(monkeypa
             raise ZeroDivisionError("no")
         tick(cluster, now)
 
-    async with a_stage() as stage:
-        await stage.form("a")
+    async with service_fixture() as fixture:
+        await fixture.form_world("a")
         monkeypatch.setattr(Cluster, "tick", breaks_once)
-        b = stage.worker("b")
+        b = fixture.worker("b")
         await b.join()
-        await stage.wait(31.0)
-        await stage.agree()
-        assert (breaks, world(stage)) == ([], ["a", "b"])
+        await fixture.wait(31.0)
+        await fixture.complete_attempt()
+        assert (breaks, world(fixture)) == ([], ["a", "b"])
 
 
 @on_virtual_time
@@ -1225,25 +1225,25 @@ async def test_what_breaks_in_a_job_that_is_over_is_left_alone(monkeypatch: pyte
     def breaks(cluster: Cluster, now: Moment) -> None:
         raise ZeroDivisionError("no")
 
-    async with a_stage() as stage:
-        (a,) = await stage.form("a")
+    async with service_fixture() as fixture:
+        (a,) = await fixture.form_world("a")
         await a.leave(done=True, step=9)
-        stage.kernel.bus.on_handler_bug = lambda owner, error: told.append(owner)
+        fixture.kernel.bus.on_handler_bug = lambda owner, error: told.append(owner)
         monkeypatch.setattr(Cluster, "tick", breaks)
         monkeypatch.setattr(Cluster, "due_at", lambda cluster: 0.0)
-        stage.service._loop.wake()
-        await stage.wait(60.0)
+        fixture.service._loop.wake()
+        await fixture.wait(60.0)
         assert len(told) == ERRORS_MAX
-        assert stage.service.clusters[JOB].phase is Phase.COMPLETED
+        assert fixture.service.clusters[JOB].phase is Phase.COMPLETED
 
 
 @on_virtual_time
 async def test_whom_another_does_not_reach_either_is_looked_at_as_soon_as_that_counts() -> None:
-    async with a_stage() as stage:
-        a, b, _ = await stage.form("a", "b", "c")
+    async with service_fixture() as fixture:
+        a, b, _ = await fixture.form_world("a", "b", "c")
         await a.ask(ReportTrouble(JOB, "a", a.incarnation, 1, "b", "no answer"))
-        began_at = stage.kernel.clock.monotonic()
-        stage.service.departed(b.client)
-        while not stage.facts(WorkerFailed):
+        began_at = fixture.kernel.clock.monotonic()
+        fixture.service.departed(b.client)
+        while not fixture.facts(WorkerFailed):
             await anyio.sleep(0.01)
-        assert stage.kernel.clock.monotonic() - began_at < CONFIRM_S + 0.05
+        assert fixture.kernel.clock.monotonic() - began_at < CONFIRM_S + 0.05

@@ -15,7 +15,7 @@ from forged.jobs.model import CreateJob, RemoveJob
 from forged.kernel.ledger import read_all
 from forged.kernel.store.port import Store, Transaction
 from tests.data.stage import DataStage, a_data_stage
-from tests.elastic.play import JOB
+from tests.elastic.cluster_playbook import JOB
 from tests.faulty_store import FaultyStore
 from tests.kernel_fixture import on_virtual_time
 
@@ -120,12 +120,12 @@ async def test_where_training_begins_anew_what_was_used_before_is_void_before_an
     """The first of the new world may die before they tell; a daemon that dies knows it no less."""
     store = FaultyStore()
     async with a_data_stage(store) as stage:
-        (a,) = await stage.form("a", **BEARING)
+        (a,) = await stage.form_world("a", **BEARING)
         await report(stage, 1, 0, steps(0, 3))
         await a.leave()
         await stage.start("b")
         await stage.wait(1.0)
-        assert (await stage.agree(0)).step == 0
+        assert (await stage.complete_attempt(0)).step == 0
         assert (await audit(stage)).missing == [(0, 100)]
     async with a_data_stage(FaultyStore(store.memory)) as stage:
         assert (await audit(stage)).missing == [(0, 100)]
@@ -134,7 +134,7 @@ async def test_where_training_begins_anew_what_was_used_before_is_void_before_an
 @on_virtual_time
 async def test_who_is_left_alone_without_the_state_makes_void_what_was_used_where_nobody_stops_too() -> None:
     async with a_data_stage() as stage:
-        (a,) = await stage.form("a", use_synchronous_rescaling=False, **BEARING)
+        (a,) = await stage.form_world("a", use_synchronous_rescaling=False, **BEARING)
         await report(stage, 1, 0, steps(0, 3))
         (b,) = await stage.start("b")
         await stage.wait(31.0)
@@ -153,11 +153,11 @@ async def test_who_is_left_alone_without_the_state_makes_void_what_was_used_wher
 @on_virtual_time
 async def test_what_a_world_tells_that_was_void_before_anybody_had_told_anything_is_not_believed() -> None:
     async with a_data_stage() as stage:
-        (a,) = await stage.form("a", **BEARING)
+        (a,) = await stage.form_world("a", **BEARING)
         (b,) = await stage.start("b")
         await a.leave(failed=True)
         await stage.wait(1.0)
-        await stage.agree()
+        await stage.complete_attempt()
         generation = stage.facts(RescaleCompleted)[-1].delta.epoch
         await report(stage, generation - 1, 0, steps(0, 2))
         await stage.kernel.bus.ask(RescaleJob(JOB))
@@ -283,7 +283,7 @@ async def test_of_more_rows_than_can_be_kept_the_oldest_are_forgotten(monkeypatc
     monkeypatch.setattr(module, "PARTS_BYTES_MAX", 900)
     store = FaultyStore()
     async with a_data_stage(store) as stage:
-        await stage.form("a", **BEARING)
+        await stage.form_world("a", **BEARING)
         for epoch in range(3):
             first = 10 * epoch
             # Each step goes on elsewhere than where the one before has ended.

@@ -7,9 +7,9 @@ from forged.elastic.failure_detector.detector import NEVER, FailureDetector
 from forged.elastic.failure_detector.suspicion import REPORTED_WORLDS_MAX, Suspicions
 from forged.elastic.membership.world_membership import WorldMembership
 from forged.elastic.outbox import Outbox
-from tests.elastic.play import BEGINNING_S, newcomer
+from tests.elastic.cluster_playbook import START_S, newcomer
 
-NOW = BEGINNING_S + 10.0
+NOW = START_S + 10.0
 
 
 class Scene:
@@ -32,7 +32,7 @@ class Scene:
         self.membership.members[name].lost_at = NOW
         self.quarrels.connection_lost(self.membership.members[name], NOW)
 
-    def complain(self, name: str, peer: str) -> None:
+    def report_peer(self, name: str, peer: str) -> None:
         self.quarrels.report_unreachable(self.membership.members[name], peer, NOW)
 
     @property
@@ -45,8 +45,8 @@ def test_whom_neither_the_daemon_nor_another_reaches_is_doubted_whoever_is_first
     first, second = Scene(), Scene()
     first.lose("b")
     assert not first.doubts
-    first.complain("a", "b")
-    second.complain("a", "b")
+    first.report_peer("a", "b")
+    second.report_peer("a", "b")
     assert not second.doubts
     second.lose("b")
     assert first.doubts
@@ -55,7 +55,7 @@ def test_whom_neither_the_daemon_nor_another_reaches_is_doubted_whoever_is_first
 
 def test_nobody_is_doubted_for_what_was_said_in_another_world() -> None:
     scene = Scene()
-    scene.complain("a", "b")
+    scene.report_peer("a", "b")
     scene.begin_another()
     scene.lose("b")
     assert not scene.doubts
@@ -64,7 +64,7 @@ def test_nobody_is_doubted_for_what_was_said_in_another_world() -> None:
 def test_who_is_not_in_the_world_has_nothing_to_say_of_it() -> None:
     scene = Scene()
     scene.lose("b")
-    scene.complain("d", "b")
+    scene.report_peer("d", "b")
     assert not scene.doubts
     assert scene.quarrels.peer_reports.worlds == 0
 
@@ -72,7 +72,7 @@ def test_who_is_not_in_the_world_has_nothing_to_say_of_it() -> None:
 def test_who_alone_has_the_state_is_given_its_whole_grace() -> None:
     scene = Scene(holders="b")
     scene.lose("b")
-    scene.complain("a", "b")
+    scene.report_peer("a", "b")
     assert not scene.doubts
 
 
@@ -81,8 +81,8 @@ def test_nobody_has_to_go_before_so_many_worlds_have_come_to_nothing() -> None:
     for _ in range(REPORTED_WORLDS_MAX):
         assert scene.quarrels.worker_to_evict() is None
         scene.begin_another()
-        scene.complain("a", "c")
-        scene.complain("b", "c")
+        scene.report_peer("a", "c")
+        scene.report_peer("b", "c")
     assert scene.quarrels.worker_to_evict() == "c"
 
 
@@ -90,7 +90,7 @@ def test_of_two_at_odds_who_has_the_state_stays() -> None:
     scene = Scene(holders="c")
     for _ in range(REPORTED_WORLDS_MAX):
         scene.begin_another(holders="c")
-        scene.complain("a", "c")
+        scene.report_peer("a", "c")
     assert scene.quarrels.worker_to_evict() == "a"
 
 

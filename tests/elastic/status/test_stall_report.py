@@ -3,11 +3,11 @@ from __future__ import annotations
 from forged.elastic.membership.member import COLLECTIVES_PER_WORLD
 from forged.elastic.rescale.attempt import StopReport
 from forged.elastic.status.stall_report import STALLED_SHOWN_MAX, describe_stall
-from tests.elastic.play import WINDOW_S, Play, formed
+from tests.elastic.cluster_playbook import WINDOW_S, Playbook, formed
 
 
-def said(play: Play) -> str:
-    return describe_stall(play.cluster, play.time)
+def said(book: Playbook) -> str:
+    return describe_stall(book.cluster, book.time)
 
 
 def test_a_world_that_trains_stands_nowhere() -> None:
@@ -15,267 +15,267 @@ def test_a_world_that_trains_stands_nowhere() -> None:
 
 
 def test_what_is_over_stands_nowhere() -> None:
-    play = formed("a", min_workers=1)
-    play.cluster.pause(play.now, "night")
-    play.cluster.abort(play.now, "enough")
-    assert said(play) == ""
+    book = formed("a", min_workers=1)
+    book.cluster.pause(book.now, "night")
+    book.cluster.abort(book.now, "enough")
+    assert said(book) == ""
 
 
 def test_a_pause_is_told_with_its_reason_whatever_has_happened_since_and_behind_a_restart() -> None:
-    play = formed("a", "b")
-    play.cluster.pause(play.now, "night")
-    assert said(play) == "paused: night"
-    play.die("b")
-    play.wait(0.1)
-    play.agree()
-    play.restart()
-    assert said(play) == "paused: night"
-    play.come_back("a")
-    play.cluster.resume(play.now, "")
-    assert said(play) == ""
+    book = formed("a", "b")
+    book.cluster.pause(book.now, "night")
+    assert said(book) == "paused: night"
+    book.die("b")
+    book.wait(0.1)
+    book.complete_attempt()
+    book.restart()
+    assert said(book) == "paused: night"
+    book.reconnect("a")
+    book.cluster.resume(book.now, "")
+    assert said(book) == ""
 
 
 def test_who_is_stalled_is_named_with_how_long_and_where() -> None:
-    play = formed("a", "s1", stall_timeout_ms=5_000)
-    play.beat("a", "s1", step=73, collective_seq=5_000)
-    play.beat("a", collective_seq=5_001)
-    play.wait(12.0, still=True)
-    assert said(play) == "s1 stalled for 12 s after step 73"
+    book = formed("a", "s1", stall_timeout_ms=5_000)
+    book.heartbeat("a", "s1", step=73, collective_seq=5_000)
+    book.heartbeat("a", collective_seq=5_001)
+    book.wait(12.0, still=True)
+    assert said(book) == "s1 stalled for 12 s after step 73"
 
 
-def hold_up(play: Play, name: str, seconds: float) -> None:
+def hold_up(book: Playbook, name: str, seconds: float) -> None:
     for _ in range(round(seconds / 0.5)):
-        play.pulse(name)
-        play.wait(0.5, silent=[name], still=True)
+        book.pulse(name)
+        book.wait(0.5, silent=[name], still=True)
 
 
 def test_who_is_held_up_is_named_long_before_it_is_stalled() -> None:
-    play = formed("a", "b")
-    hold_up(play, "b", 5.0)
-    assert said(play) == "", "a heartbeat may be late"
-    hold_up(play, "b", 3.0)
-    assert said(play) == "no step for 8 s; no heartbeat from b for 8 s, its pulse is alive"
-    play.beat("b", collective_seq=1)
-    assert said(play) == ""
+    book = formed("a", "b")
+    hold_up(book, "b", 5.0)
+    assert said(book) == "", "a heartbeat may be late"
+    hold_up(book, "b", 3.0)
+    assert said(book) == "no step for 8 s; no heartbeat from b for 8 s, its pulse is alive"
+    book.heartbeat("b", collective_seq=1)
+    assert said(book) == ""
 
 
 def test_who_is_held_up_in_a_rescale_is_named_too() -> None:
-    play = formed("a", "b")
-    play.cluster.rescale(play.now, "")
-    hold_up(play, "b", 8.0)
-    attempt, silent = said(play).split("; ")
+    book = formed("a", "b")
+    book.cluster.rescale(book.now, "")
+    hold_up(book, "b", 8.0)
+    attempt, silent = said(book).split("; ")
     assert attempt.startswith("attempt 2 waits for a, b to stop")
     assert silent == "no heartbeat from b for 8 s, its pulse is alive"
 
 
 def test_while_training_rests_nobody_holds_anybody_up() -> None:
-    play = formed("a", "b")
-    play.cluster.pause(play.now, "night")
-    hold_up(play, "b", 8.0)
-    assert said(play) == "paused: night"
+    book = formed("a", "b")
+    book.cluster.pause(book.now, "night")
+    hold_up(book, "b", 8.0)
+    assert said(book) == "paused: night"
 
 
 def test_of_many_who_are_stalled_the_first_are_named() -> None:
-    play = formed(*(f"w{number}" for number in range(STALLED_SHOWN_MAX + 2)))
-    for member in play.cluster.members.values():
+    book = formed(*(f"w{number}" for number in range(STALLED_SHOWN_MAX + 2)))
+    for member in book.cluster.members.values():
         member.stalled = True
-    assert said(play).endswith("; 2 more stalled")
-    assert said(play).count(" stalled for ") == STALLED_SHOWN_MAX
+    assert said(book).endswith("; 2 more stalled")
+    assert said(book).count(" stalled for ") == STALLED_SHOWN_MAX
 
 
-def quarrel(play: Play, *pairs: tuple[str, str]) -> None:
+def quarrel(book: Playbook, *pairs: tuple[str, str]) -> None:
     """Another world comes to nothing, because these do not reach each other."""
     for one, other in pairs:
-        play.complain(one, other)
-    play.wait(2.0)
-    play.agree()
+        book.report_peer(one, other)
+    book.wait(2.0)
+    book.complete_attempt()
 
 
 class TestWhoDoesNotReachAnother:
     def test_is_told_as_long_as_nobody_knows_of_a_step(self) -> None:
-        play = formed("a", "b", "c")
-        quarrel(play, ("c", "b"))
-        assert said(play) == "c cannot reach b, in 1 world so far; one worker is evicted after 3"
-        quarrel(play, ("b", "c"))
-        assert said(play) == "b and c cannot reach each other, in 2 worlds so far; one worker is evicted after 3"
-        play.beat("a", "b", step=1, collective_seq=1)
-        assert said(play) == ""
+        book = formed("a", "b", "c")
+        quarrel(book, ("c", "b"))
+        assert said(book) == "c cannot reach b, in 1 world so far; one worker is evicted after 3"
+        quarrel(book, ("b", "c"))
+        assert said(book) == "b and c cannot reach each other, in 2 worlds so far; one worker is evicted after 3"
+        book.heartbeat("a", "b", step=1, collective_seq=1)
+        assert said(book) == ""
 
     def test_is_told_while_that_waits_for_what_bears_it_out(self) -> None:
-        play = formed("a", "b", "c")
-        play.complain("c", "b", why="it got no answer")
-        begins, quarrels = said(play).split("; ", 1)
+        book = formed("a", "b", "c")
+        book.report_peer("c", "b", why="it got no answer")
+        begins, quarrels = said(book).split("; ", 1)
         assert begins == "attempt 2 is about to start: c cannot continue: it got no answer"
         assert quarrels.startswith("c cannot reach b, in 1 world so far")
 
     def test_is_told_while_the_next_world_is_agreed_on_unless_that_tells_of_trouble(self) -> None:
-        play = formed("a", "b", "c")
-        play.complain("c", "b")
-        play.wait(2.0)
-        assert said(play).split("; ")[1] == "c cannot reach b, in 1 world so far"
-        play.stop("a", "b", stop=StopReport(1, holds_state=True))
-        play.stop("c", stop=StopReport(0, holds_state=True))
-        play.receive("c", trouble="a gives it nothing")
-        assert said(play).split("; ")[1:] == ["c: a gives it nothing"]
+        book = formed("a", "b", "c")
+        book.report_peer("c", "b")
+        book.wait(2.0)
+        assert said(book).split("; ")[1] == "c cannot reach b, in 1 world so far"
+        book.stop("a", "b", stop=StopReport(1, holds_state=True))
+        book.stop("c", stop=StopReport(0, holds_state=True))
+        book.receive_state("c", trouble="a gives it nothing")
+        assert said(book).split("; ")[1:] == ["c: a gives it nothing"]
 
     def test_tells_of_no_long_step_beside_it(self) -> None:
-        play = formed("a", "b", "c")
-        quarrel(play, ("c", "b"))
-        play.wait(12.0, still=True)
-        assert said(play).endswith("one worker is evicted after 3; no step for 12 s")
+        book = formed("a", "b", "c")
+        quarrel(book, ("c", "b"))
+        book.wait(12.0, still=True)
+        assert said(book).endswith("one worker is evicted after 3; no step for 12 s")
 
     def test_may_have_named_nobody(self) -> None:
-        play = formed("a", "b")
-        quarrel(play, ("b", ""))
-        assert said(play).startswith("b cannot continue, in 1 world so far")
+        book = formed("a", "b")
+        quarrel(book, ("b", ""))
+        assert said(book).startswith("b cannot continue, in 1 world so far")
 
     def test_is_counted_where_they_are_many(self) -> None:
-        play = formed(*"abcdef")
-        quarrel(play, *((one, "f") for one in "abcd"))
+        book = formed(*"abcdef")
+        quarrel(book, *((one, "f") for one in "abcd"))
         few = "a cannot reach f, b cannot reach f, c cannot reach f, "
-        assert said(play).startswith(f"{few}1 more reports problems, in 1 world")
-        quarrel(play, ("e", "f"))
-        assert said(play).startswith(f"{few}2 more report problems, in 2 worlds")
+        assert said(book).startswith(f"{few}1 more reports problems, in 1 world")
+        quarrel(book, ("e", "f"))
+        assert said(book).startswith(f"{few}2 more report problems, in 2 worlds")
 
 
 class TestAWorldThatIsNotWhole:
     def test_is_told_of_until_the_next_one_begins(self) -> None:
-        play = formed("a", "b")
-        play.die("b")
-        assert said(play) == "attempt 2 is about to start: b failed: its process has ended"
+        book = formed("a", "b")
+        book.die("b")
+        assert said(book) == "attempt 2 is about to start: b failed: its process has ended"
 
     def test_waits_for_more_where_too_few_are_left(self) -> None:
-        play = formed("a", "b", min_workers=2)
-        play.die("b")
-        why, waits = said(play).split("; ")
+        book = formed("a", "b", min_workers=2)
+        book.die("b")
+        why, waits = said(book).split("; ")
         assert why == "b failed: its process has ended"
         assert waits == "1 worker waits for 1 more: min_workers is 2"
 
 
 class TestAWorldOfWhichNoStepIsKnown:
     def test_is_told_of_when_that_lasts_though_all_are_heard(self) -> None:
-        play = formed("a", "b")
-        play.wait(9.0, still=True)
-        assert said(play) == "", "a step may last"
-        play.wait(3.0, still=True)
-        assert said(play) == "no step for 12 s, possibly a long step"
-        play.beat("a", collective_seq=COLLECTIVES_PER_WORLD)
-        assert said(play) == "", "somebody has come further"
+        book = formed("a", "b")
+        book.wait(9.0, still=True)
+        assert said(book) == "", "a step may last"
+        book.wait(3.0, still=True)
+        assert said(book) == "no step for 12 s, possibly a long step"
+        book.heartbeat("a", collective_seq=COLLECTIVES_PER_WORLD)
+        assert said(book) == "", "somebody has come further"
 
     def test_is_told_with_whom_all_others_wait_for(self) -> None:
-        play = formed("a", "b", "c")
-        play.beat("a", "b", collective_seq=5_000)
-        play.wait(12.0, still=True)
-        assert said(play) == "no step for 12 s, possibly a long step", "that was another world"
-        play.beat("a", "b", collective_seq=COLLECTIVES_PER_WORLD + 1)
-        play.wait(12.0, still=True)
-        assert said(play) == "no step for 12 s, possibly a long step: all other workers are ahead of c"
+        book = formed("a", "b", "c")
+        book.heartbeat("a", "b", collective_seq=5_000)
+        book.wait(12.0, still=True)
+        assert said(book) == "no step for 12 s, possibly a long step", "that was another world"
+        book.heartbeat("a", "b", collective_seq=COLLECTIVES_PER_WORLD + 1)
+        book.wait(12.0, still=True)
+        assert said(book) == "no step for 12 s, possibly a long step: all other workers are ahead of c"
 
     def test_is_no_matter_while_it_rests_nor_counted_from_before(self) -> None:
-        play = formed("a", "b")
-        play.cluster.pause(play.now, "night")
-        play.wait(60.0, still=True)
-        assert said(play) == "paused: night"
-        play.cluster.resume(play.now, "")
-        assert said(play) == ""
+        book = formed("a", "b")
+        book.cluster.pause(book.now, "night")
+        book.wait(60.0, still=True)
+        assert said(book) == "paused: night"
+        book.cluster.resume(book.now, "")
+        assert said(book) == ""
 
     def test_waits_for_who_has_no_connection_as_long_as_it_may_come_back(self) -> None:
-        play = formed("a", "b", worker_heartbeat_timeout_ms=4_000)
-        play.lose("b")
-        play.wait(5.0, still=True)
-        assert said(play) == "no step for 5 s: no connection to b (10 s left to reconnect)"
-        play.time += 60.0
-        assert said(play) == "no step for 65 s: no connection to b", "nothing can be decided, or that is about to be"
+        book = formed("a", "b", worker_heartbeat_timeout_ms=4_000)
+        book.lose("b")
+        book.wait(5.0, still=True)
+        assert said(book) == "no step for 5 s: no connection to b (10 s left to reconnect)"
+        book.time += 60.0
+        assert said(book) == "no step for 65 s: no connection to b", "nothing can be decided, or that is about to be"
 
     def test_is_not_told_of_who_alone_cannot_be_heard_while_the_others_train_on(self) -> None:
-        play = formed("a", "b", "c")
-        play.lose("b")
-        play.wait(12.0)
-        assert said(play) == ""
+        book = formed("a", "b", "c")
+        book.lose("b")
+        book.wait(12.0)
+        assert said(book) == ""
 
     def test_is_not_told_sooner_where_workers_are_heard_often(self) -> None:
-        play = formed("a", "b", worker_heartbeat_timeout_ms=200)
-        play.wait(4.0, still=True)
-        assert said(play) == ""
+        book = formed("a", "b", worker_heartbeat_timeout_ms=200)
+        book.wait(4.0, still=True)
+        assert said(book) == ""
 
     def test_counts_from_its_beginning_and_from_when_the_daemon_is_back(self) -> None:
-        play = formed("a", "b")
-        play.wait(8.0, still=True)
-        play.restart()
-        play.come_back("a", "b")
-        play.wait(8.0, still=True)
-        assert said(play) == ""
+        book = formed("a", "b")
+        book.wait(8.0, still=True)
+        book.restart()
+        book.reconnect("a", "b")
+        book.wait(8.0, still=True)
+        assert said(book) == ""
 
 
 def test_too_few_are_told_with_who_is_missing_and_how_long_they_wait() -> None:
-    play = formed("a", "b", "c", min_workers=3, min_workers_timeout_ms=10_000)
-    play.die("c")
-    play.wait(3.0)
-    assert said(play) == "2 workers wait for 1 more: min_workers is 3; aborted in 7 s"
+    book = formed("a", "b", "c", min_workers=3, min_workers_timeout_ms=10_000)
+    book.die("c")
+    book.wait(3.0)
+    assert said(book) == "2 workers wait for 1 more: min_workers is 3; aborted in 7 s"
 
 
 def test_too_few_may_wait_for_ever() -> None:
-    play = Play(min_workers=3, min_workers_timeout_ms=None)
-    assert said(play) == "no worker is connected: min_workers is 3"
-    play.join("a")
-    assert said(play) == "1 worker waits for 2 more: min_workers is 3"
+    book = Playbook(min_workers=3, min_workers_timeout_ms=None)
+    assert said(book) == "no worker is connected: min_workers is 3"
+    book.join("a")
+    assert said(book) == "1 worker waits for 2 more: min_workers is 3"
 
 
 def test_a_job_that_nobody_is_left_of_says_so() -> None:
-    play = formed("a", min_workers_timeout_ms=10_000)
-    play.die("a")
-    play.wait(4.0)
-    assert said(play) == "no worker is connected: min_workers is 1; aborted in 6 s"
+    book = formed("a", min_workers_timeout_ms=10_000)
+    book.die("a")
+    book.wait(4.0)
+    assert said(book) == "no worker is connected: min_workers is 1; aborted in 6 s"
 
 
 def test_those_who_form_a_world_wait_until_nobody_joins_any_more() -> None:
-    play = Play()
-    play.join("a", "b")
-    play.wait(10.0)
-    assert said(play) == "2 workers wait until no worker has joined for 30 s (20 s left)"
-    play.wait(19.9)
-    assert said(play) == "2 workers wait until no worker has joined for 30 s (1 s left)"
+    book = Playbook()
+    book.join("a", "b")
+    book.wait(10.0)
+    assert said(book) == "2 workers wait until no worker has joined for 30 s (20 s left)"
+    book.wait(19.9)
+    assert said(book) == "2 workers wait until no worker has joined for 30 s (1 s left)"
 
 
 def test_who_finds_no_room_is_told_why() -> None:
-    play = formed("a")
-    play.cluster.configure({"max_workers": 1})
-    play.join("b")
-    assert said(play) == "1 worker waits: max_workers is 1"
+    book = formed("a")
+    book.cluster.configure({"max_workers": 1})
+    book.join("b")
+    assert said(book) == "1 worker waits: max_workers is 1"
 
 
 def test_who_would_not_make_enough_with_the_world_is_told_why() -> None:
     """The limit was raised while they trained."""
-    play = formed("a", "b")
-    play.cluster.configure({"min_workers": 5})
-    play.join("c")
-    assert said(play) == "1 worker waits for 2 more: min_workers is 5"
+    book = formed("a", "b")
+    book.cluster.configure({"min_workers": 5})
+    book.join("c")
+    assert said(book) == "1 worker waits for 2 more: min_workers is 5"
 
 
 def test_an_attempt_names_who_it_waits_for_and_for_what() -> None:
-    play = formed("a", "b")
-    play.join("c")
-    play.wait(WINDOW_S)
-    play.time += 12.0
-    play.stop("a", stop=StopReport(3, holds_state=True))
-    play.stop("c", stop=StopReport(0, holds_state=False))
-    assert said(play) == "attempt 2 waits for b to stop (12 s)"
-    play.stop("b", stop=StopReport(3, holds_state=True))
-    assert said(play) == "attempt 2 waits for c to receive state and data (12 s)"
+    book = formed("a", "b")
+    book.join("c")
+    book.wait(WINDOW_S)
+    book.time += 12.0
+    book.stop("a", stop=StopReport(3, holds_state=True))
+    book.stop("c", stop=StopReport(0, holds_state=False))
+    assert said(book) == "attempt 2 waits for b to stop (12 s)"
+    book.stop("b", stop=StopReport(3, holds_state=True))
+    assert said(book) == "attempt 2 waits for c to receive state and data (12 s)"
 
 
 def test_an_attempt_over_which_the_daemon_died_waits_for_who_is_not_back() -> None:
-    play = formed("a", "b")
-    play.join("c")
-    play.wait(WINDOW_S)
-    play.restart()
-    play.come_back("a", "c")
-    assert said(play) == "attempt 3 starts when b is back, in 15 s at the latest"
+    book = formed("a", "b")
+    book.join("c")
+    book.wait(WINDOW_S)
+    book.restart()
+    book.reconnect("a", "c")
+    assert said(book) == "attempt 3 starts when b is back, in 15 s at the latest"
 
 
 def test_all_that_stands_still_is_told() -> None:
-    play = formed("a")
-    play.cluster.configure({"max_workers": 1})
-    play.join("b", "c")
-    play.cluster.pause(play.now, "night")
-    assert said(play) == "paused: night; 2 workers wait: max_workers is 1"
+    book = formed("a")
+    book.cluster.configure({"max_workers": 1})
+    book.join("b", "c")
+    book.cluster.pause(book.now, "night")
+    assert said(book) == "paused: night; 2 workers wait: max_workers is 1"

@@ -28,7 +28,7 @@ from forged.jobs.model import SettingValue
 from forged.jobs.service import JobService, TrainingPort
 from forged.kernel.messages import Call, Fact, Nothing, Record, Request
 from forged.kernel.store.port import Store
-from tests.elastic.play import JOB, incarnation, worker_of
+from tests.elastic.cluster_playbook import JOB, incarnation, worker_of
 from tests.kernel_fixture import OPERATOR, Kernel, running
 
 R = TypeVar("R")
@@ -51,11 +51,11 @@ class Addresses:
         return worker.id in self.dead
 
 
-class Crew:
+class WorkerStub:
     """One worker, as the daemon sees it."""
 
-    def __init__(self, stage: Stage, name: str, life: int, job: str) -> None:
-        self.stage = stage
+    def __init__(self, fixture: ServiceFixture, name: str, life: int, job: str) -> None:
+        self.fixture = fixture
         self.name = name
         self.job = job
         self.incarnation = incarnation(name, life)
@@ -72,10 +72,10 @@ class Crew:
             number=self._number,
             acknowledged=self._number - 1,
         )
-        return await self.stage.kernel.bus.ask(request, call)
+        return await self.fixture.kernel.bus.ask(request, call)
 
     async def join(self, settings: dict[str, SettingValue] | None = None, **more: Any) -> JoinReply:
-        self.stage.service.arrived(self.client)
+        self.fixture.service.arrived(self.client)
         return await self.ask(JoinJob(self.job, worker_of(self.name), self.incarnation, settings=settings, **more))
 
     async def leave(self, **more: Any) -> LeaveReply:
@@ -91,25 +91,25 @@ class Crew:
     def beat(self, step: int = 0, *, still: bool = False, interval_s: float = 0.0) -> None:
         """Say that it lives, and makes progress unless it stands still."""
         call = Call(OPERATOR, "a test", client=self.client)
-        collective_seq = 0 if still else int(self.stage.kernel.clock.monotonic())
-        self.stage.kernel.bus.signal(
+        collective_seq = 0 if still else int(self.fixture.kernel.clock.monotonic())
+        self.fixture.kernel.bus.signal(
             Heartbeat(self.job, self.name, self.incarnation, step, collective_seq, interval_s), call
         )
 
     def lose(self) -> None:
-        self.stage.service.departed(self.client)
+        self.fixture.service.departed(self.client)
 
     def come_back(self) -> None:
-        self.stage.service.arrived(self.client)
+        self.fixture.service.arrived(self.client)
 
 
-class Stage:
+class ServiceFixture:
     """A spine on which elastic training is served."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.addresses = Addresses()
-        self.crew: dict[str, Crew] = {}
+        self.workers: dict[str, WorkerStub] = {}
         self.silent: set[str] = set()
         self._keys = 0
         service: list[ElasticService] = []
@@ -128,11 +128,11 @@ class Stage:
         self._keys += 1
         return bytes([self._keys]) * size
 
-    def worker(self, name: str, life: int = 1, job: str = JOB) -> Crew:
-        self.crew[name] = Crew(self, name, life, job)
-        return self.crew[name]
+    def worker(self, name: str, life: int = 1, job: str = JOB) -> WorkerStub:
+        self.workers[name] = WorkerStub(self, name, life, job)
+        return self.workers[name]
 
-    async def start(self, *names: str, **settings: SettingValue) -> list[Crew]:
+    async def start(self, *names: str, **settings: SettingValue) -> list[WorkerStub]:
         """Workers that have joined; the first creates the job with these settings."""
         started = []
         for name in names:
@@ -144,29 +144,29 @@ class Stage:
         """Let time pass; everybody but the silent is heard every second."""
         end = self.kernel.clock.monotonic() + seconds
         while (left := end - self.kernel.clock.monotonic()) > 0:
-            for name, worker in self.crew.items():
+            for name, worker in self.workers.items():
                 if name not in self.silent:
                     worker.beat()
             await anyio.sleep(min(left, 1.0))
         await self.kernel.settle()
 
-    async def agree(self, step: int = 0) -> RescaleCompleted:
+    async def complete_attempt(self, step: int = 0) -> RescaleCompleted:
         """All members of the present attempt answer what it asks them."""
         attempt = self.service.clusters[JOB].attempt
         assert attempt is not None
         for name in attempt.members:
-            await self.crew[name].stop(attempt.number, step, holds_state=name not in attempt.added)
+            await self.workers[name].stop(attempt.number, step, holds_state=name not in attempt.added)
         for name in attempt.waiting_for:
-            await self.crew[name].ready(attempt.number)
+            await self.workers[name].ready(attempt.number)
         await self.kernel.settle()
         return self.facts(RescaleCompleted)[-1]
 
-    async def form(self, *names: str, **settings: SettingValue) -> list[Crew]:
+    async def form_world(self, *names: str, **settings: SettingValue) -> list[WorkerStub]:
         """Workers that train."""
-        crew = await self.start(*names, **settings)
+        workers = await self.start(*names, **settings)
         await self.wait(31.0)
-        await self.agree()
-        return crew
+        await self.complete_attempt()
+        return workers
 
     def records(self, *kinds: type[Fact]) -> list[Record]:
         wanted = {kind.__name__ for kind in kinds}
@@ -196,13 +196,13 @@ class Stage:
 
 
 @asynccontextmanager
-async def a_stage(store: Store | None = None) -> AsyncIterator[Stage]:
-    """A stage that is set inside the block, and gone at its end as after a crash."""
-    made: list[Stage] = []
-    async with running(store, lambda kernel: made.append(Stage(kernel)), requests=(*JOB_REQUESTS, *REQUESTS)):
-        (stage,) = made
+async def service_fixture(store: Store | None = None) -> AsyncIterator[ServiceFixture]:
+    """A fixture that is set inside the block, and gone at its end as after a crash."""
+    made: list[ServiceFixture] = []
+    async with running(store, lambda kernel: made.append(ServiceFixture(kernel)), requests=(*JOB_REQUESTS, *REQUESTS)):
+        (fixture,) = made
         async with anyio.create_task_group() as tasks:
-            await tasks.start(stage.service.run)
-            yield stage
+            await tasks.start(fixture.service.run)
+            yield fixture
             assert not tasks.cancel_scope.cancel_called
             tasks.cancel_scope.cancel()

@@ -19,7 +19,7 @@ from forged.kernel.messages import Fact
 F = TypeVar("F", bound=Fact)
 
 JOB = "run"
-BEGINNING_S = 1_000.0
+START_S = 1_000.0
 WALL_S = 1_750_000_000.0
 WINDOW_S = 30.0
 """The stability window, where a test sets no other."""
@@ -34,18 +34,18 @@ def incarnation(name: str, life: int = 1) -> bytes:
     return f"{name}/{life}".encode().ljust(16, b".")
 
 
-def newcomer(name: str, life: int = 1, now: float = BEGINNING_S) -> Member:
+def newcomer(name: str, life: int = 1, now: float = START_S) -> Member:
     client = b"client of " + incarnation(name, life)
     return Member(worker_of(name), incarnation(name, life), client, WALL_S + now)
 
 
-class Play:
+class Playbook:
     """A cluster, and what has come out of it."""
 
     def __init__(self, **settings: SettingValue) -> None:
         self.settings = settings
         self.cluster = Cluster(JOB, settings, b"key")
-        self.time = BEGINNING_S
+        self.time = START_S
         self.stored: dict[str, bytes] = {}
         self.facts: list[Fact] = []
         """All of them, the oldest first."""
@@ -67,61 +67,63 @@ class Play:
         for name in names:
             self.cluster.join(newcomer(name, life, self.time), self.now)
             self.settle()
-        return self.news()
+        return self.new_facts()
 
     def leave(self, name: str, *, reason: str = "", done: bool = False, step: int = 0, life: int = 1) -> list[Fact]:
         self.cluster.leave(name, incarnation(name, life), self.now, reason=reason, done=done, step=step)
-        return self.news()
+        return self.new_facts()
 
     def die(self, *names: str, life: int = 1) -> list[Fact]:
         """The pulse says that they are dead."""
         for name in names:
             self.cluster.died(name, incarnation(name, life), self.now, "its process has ended")
-        return self.news()
+        return self.new_facts()
 
     def lose(self, *names: str) -> list[Fact]:
         for name in names:
             self.cluster.connection_lost(name, self.now)
-        return self.news()
+        return self.new_facts()
 
-    def come_back(self, *names: str) -> list[Fact]:
+    def reconnect(self, *names: str) -> list[Fact]:
         for name in names:
             self.cluster.connection_restored(name, self.now)
-        return self.news()
+        return self.new_facts()
 
-    def refuse(self, name: str, life: int = 1) -> list[Fact]:
+    def refuse_probe(self, name: str, life: int = 1) -> list[Fact]:
         """A probe finds that nobody listens."""
         self.cluster.probed(name, incarnation(name, life), self.now, refused=True)
-        return self.news()
+        return self.new_facts()
 
-    def beat(self, *names: str, step: int = 0, collective_seq: int = 0, last_step_done: bool = False) -> list[Fact]:
+    def heartbeat(
+        self, *names: str, step: int = 0, collective_seq: int = 0, last_step_done: bool = False
+    ) -> list[Fact]:
         for name in names:
             member = self.cluster.members[name]
             self.cluster.heartbeat(
                 name, member.incarnation, step, collective_seq, self.now, last_step_done=last_step_done
             )
-        return self.news()
+        return self.new_facts()
 
     def pulse(self, *names: str, step: int = 0, collective_seq: int = 0, cpu_s: float = 1.0) -> list[Fact]:
         for name in names:
             member = self.cluster.members[name]
             self.cluster.pulse(name, member.incarnation, step, collective_seq, cpu_s, self.now)
-        return self.news()
+        return self.new_facts()
 
     def stop(self, *names: str, stop: StopReport, number: int | None = None) -> list[Fact]:
         """These say that they have stopped there."""
         for name in names:
             attempt = self.cluster.attempts if number is None else number
             self.cluster.stopped(name, self.cluster.members[name].incarnation, attempt, stop, self.now)
-        return self.news()
+        return self.new_facts()
 
     def ready(self, *names: str, number: int | None = None) -> list[Fact]:
         for name in names:
             attempt = self.cluster.attempts if number is None else number
             self.cluster.ready(name, self.cluster.members[name].incarnation, attempt, self.now)
-        return self.news()
+        return self.new_facts()
 
-    def receive(
+    def receive_state(
         self, name: str, *, state: int = 0, waits: bool = False, trouble: str = "", unreached: str = ""
     ) -> list[Fact]:
         """It says how it gets on with taking the state."""
@@ -135,13 +137,13 @@ class Play:
             problem=trouble,
             unreachable_peer=unreached,
         )
-        return self.news()
+        return self.new_facts()
 
-    def complain(self, name: str, peer: str = "", *, why: str = "it got no answer", back: int = 0) -> list[Fact]:
+    def report_peer(self, name: str, peer: str = "", *, why: str = "it got no answer", back: int = 0) -> list[Fact]:
         generation = self.cluster.generation - back
         known = self.cluster.members[name].incarnation
         self.cluster.peer_report(name, known, generation, self.now, peer=peer, reason=why)
-        return self.news()
+        return self.new_facts()
 
     def wait(self, seconds: float, *, silent: Collection[str] = (), still: bool = False) -> list[Fact]:
         """Let time pass as it does for the service: the cluster ticks when it is due.
@@ -161,18 +163,18 @@ class Play:
             if self.cluster.due_at() <= self.time:
                 self.tick()
             self.settle()
-        return self.news()
+        return self.new_facts()
 
     def tick(self) -> None:
         self.cluster.tick(self.now)
         assert self.cluster.due_at() > self.time, "the service would never rest"
         self.settle()
 
-    def sleep(self, seconds: float) -> list[Fact]:
+    def stall_daemon(self, seconds: float) -> list[Fact]:
         """Time passes, and the daemon does not notice before its end."""
         self.time += seconds
         self.tick()
-        return self.news()
+        return self.new_facts()
 
     def restart(self) -> None:
         """The daemon dies, and another takes its place; nobody is back yet."""
@@ -196,11 +198,11 @@ class Play:
         self.facts += out.facts
         self.probes += out.probes
 
-    def news(self) -> list[Fact]:
+    def new_facts(self) -> list[Fact]:
         """The facts since somebody asked last."""
         self.settle()
-        news, self._heard = self.facts[self._heard :], len(self.facts)
-        return news
+        new_facts, self._heard = self.facts[self._heard :], len(self.facts)
+        return new_facts
 
     def last(self, kind: type[F]) -> F:
         """The newest fact of a kind."""
@@ -209,7 +211,7 @@ class Play:
 
     # Whole scenes.
 
-    def agree(self, step: int = 0, **more: float) -> RescaleCompleted:
+    def complete_attempt(self, step: int = 0, **more: float) -> RescaleCompleted:
         """All members of the attempt stop behind a step and take the state, if they have to."""
         attempt = self.cluster.attempt
         assert attempt is not None
@@ -220,20 +222,20 @@ class Play:
             self.ready(name)
         return self.last(RescaleCompleted)
 
-    def form(self, *names: str, step: int = 0, **more: float) -> RescaleCompleted:
+    def form_world(self, *names: str, step: int = 0, **more: float) -> RescaleCompleted:
         """These are the first world."""
         self.join(*names)
         self.wait(self.cluster.config.stability_window_s)
-        completed = self.agree(step, **more)
-        self.news()
+        completed = self.complete_attempt(step, **more)
+        self.new_facts()
         return completed
 
 
-def formed(*names: str, **settings: SettingValue) -> Play:
+def formed(*names: str, **settings: SettingValue) -> Playbook:
     """A cluster with a world."""
-    play = Play(**settings)
-    play.form(*names)
-    return play
+    book = Playbook(**settings)
+    book.form_world(*names)
+    return book
 
 
 def kinds(facts: Iterable[Fact]) -> list[str]:
