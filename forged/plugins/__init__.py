@@ -1,4 +1,4 @@
-"""What plugins are written with; docs/plugins.md says how."""
+"""The names that plugins import; see docs/plugins.md."""
 
 from __future__ import annotations
 

@@ -1,14 +1,12 @@
-"""A plugin's code may not keep the daemon's loop to itself.
+"""Interrupts plugin code that blocks the event loop, by `SIGALRM`.
 
-Law: while a plugin's code runs, an alarm is set; while the daemon's own code runs, it is not, also where a plugin has
-called it. The time that is left is not given anew when the daemon's code returns, so a plugin that calls it without end
-is interrupted too; and so are the tasks that a plugin starts. When the alarm goes off, the plugin's code is interrupted
-where it is, in a loop of its own or in a call that blocks, and what called it sees a failure like any other, also when
-the code swallowed the interruption and came back. Only code that never comes back from C, or that swallows every
-interruption, cannot be interrupted this way; that is what the watchdog is for. Work that goes on awaiting although it
-was cancelled is stepped no further.
-
-What a plugin raises leaves here as an `Exception`, whatever it was, so that nothing it does can end more than its turn.
+Invariants:
+- An alarm is set while plugin code runs, including the tasks that a plugin starts. It is not set while the daemon's
+  code runs, even if a plugin called it; the plugin's remaining time is kept over such calls and not renewed.
+- The alarm raises `PluginBlocked` in the plugin's code. Its caller sees a failure, even if the code swallowed the
+  exception and returned. Code that never returns from C, or swallows every interruption, is left to the watchdog.
+- A plugin's awaitable that ignores its cancellation is not resumed any more.
+- Whatever a plugin raises leaves this module as an `Exception`.
 """
 
 from __future__ import annotations
@@ -28,45 +26,45 @@ from forged.log import Log
 
 T = TypeVar("T")
 
-AGAIN_S = 0.2
-"""How soon code that goes on after an interruption is interrupted again."""
-SOON_S = 2e-5
-"""How soon it is tried again to interrupt code that was just being left or entered."""
+REPEAT_S = 0.2
+"""The interval at which code that continues after an interruption is interrupted again."""
+RETRY_S = 2e-5
+"""The delay before the next try, if the alarm hits the guard's own code."""
 CALL_COST_MAX_S = 0.001
-"""What calling the daemon takes of a plugin's time at most, whatever the daemon does then."""
+"""The most that one call of the daemon costs of the plugin's time."""
 CANCELLATIONS_MAX = 100
-"""How often in a row work may be cancelled and await something else, as each step of a cleanup is in anyio's scopes."""
+"""How often in a row an awaitable may be cancelled and await again; anyio's scopes cancel each step of a cleanup."""
 
 
 class PluginBlocked(BaseException):
-    """Raised in the middle of a plugin's code, past its `except Exception`."""
+    """Raised in plugin code; not an `Exception`, so that `except Exception` does not catch it."""
 
 
 class PluginMisbehaved(Exception):
-    """What a plugin did that no exception of its own describes."""
+    """A failure of a plugin that its own exception does not describe."""
 
 
 class Guard(Protocol):
-    """Runs code on behalf of plugins."""
+    """Runs plugin code."""
 
     def run(self, limit_s: float, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a plugin's function, for no longer than that."""
+        """Call a plugin's function; interrupt it after `limit_s`."""
         ...
 
     def outside(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call the daemon's own function from within a plugin's."""
+        """Call a function of the daemon from plugin code, without the limit."""
         ...
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Guard the tasks, too, that plugins start in this loop."""
+        """Also guard the tasks that plugins start in this loop."""
         ...
 
 
 class Unguarded:
-    """For where there is no alarm: other threads, and the simulation."""
+    """A guard without alarm, for the simulation and other threads."""
 
     def run(self, limit_s: float, function: Callable[..., T], *arguments: Any) -> T:
-        return _contained(function, *arguments)
+        return _call_contained(function, *arguments)
 
     def outside(self, function: Callable[..., T], *arguments: Any) -> T:
         return function(*arguments)
@@ -76,30 +74,30 @@ class Unguarded:
 
 
 class AlarmGuard:
-    """The guard of a process: `SIGALRM` in its main thread, which is the one that runs the loop."""
+    """A guard by `SIGALRM` in the main thread, which runs the event loop."""
 
     def __init__(self) -> None:
         self._limits: list[float] = []
-        """Of whose code is running, innermost last; 0 is the daemon's own."""
+        """The limits of the nested calls, innermost last; 0 means the daemon's own code."""
         self._interrupted: list[bool] = []
-        """Whether each of them was, whatever it made of it."""
+        """Whether each of the nested calls was interrupted."""
         self._armed = False
         self._ends_at = 0.0
-        """When the time of whose code is running is over; the timer itself knows it less exactly."""
+        """When the limit of the innermost call ends; more exact than the timer."""
         self._home = threading.get_ident()
-        signal.signal(signal.SIGALRM, self._ring)
+        signal.signal(signal.SIGALRM, self._on_alarm)
 
     def run(self, limit_s: float, function: Callable[..., T], *arguments: Any) -> T:
-        too_long = f"kept the daemon waiting for more than {limit_s:g} s"
+        too_long = f"blocked the daemon for more than {limit_s:g} s"
         left_s, interrupted = self._enter(limit_s), False
         try:
-            result = _contained(function, *arguments)
+            result = _call_contained(function, *arguments)
         except PluginBlocked as blocked:
             raise PluginMisbehaved(too_long) from blocked
         finally:
             interrupted = self._leave(left_s)
         if interrupted:
-            raise PluginMisbehaved(f"{too_long}, and went on when it was interrupted")
+            raise PluginMisbehaved(f"{too_long}, and continued when it was interrupted")
         return result
 
     def outside(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -112,7 +110,7 @@ class AlarmGuard:
         finally:
             left_s -= min(monotonic() - began, CALL_COST_MAX_S)
             over = left_s <= 0.0 and self._limits[-2] > 0.0
-            self._leave(AGAIN_S if over else left_s)
+            self._leave(REPEAT_S if over else left_s)
             if over:
                 self._interrupt()
 
@@ -120,13 +118,13 @@ class AlarmGuard:
         loop.set_task_factory(self._start_task)
 
     def close(self) -> None:
-        """Set no alarms any more."""
+        """Remove the alarm and its signal handler."""
         self._armed = False
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
     def _enter(self, limit_s: float) -> float:
-        """Let somebody else's code run; returns how much time is left to whose code ran until now."""
+        """Begin a nested call; returns the remaining time of the calling code."""
         self._armed = False
         left_s = self._ends_at - monotonic()
         self._limits.append(limit_s)
@@ -135,11 +133,11 @@ class AlarmGuard:
         return left_s
 
     def _leave(self, left_s: float) -> bool:
-        """Let the one before go on; returns whether this one was interrupted."""
+        """End the nested call; returns whether it was interrupted."""
         self._armed = False
         self._limits.pop()
         interrupted = self._interrupted.pop()
-        self._set(max(left_s, SOON_S) if self._limits and self._limits[-1] > 0.0 else 0.0)
+        self._set(max(left_s, RETRY_S) if self._limits and self._limits[-1] > 0.0 else 0.0)
         return interrupted
 
     def _interrupt(self) -> NoReturn:
@@ -148,25 +146,25 @@ class AlarmGuard:
 
     def _set(self, limit_s: float) -> None:
         self._ends_at = monotonic() + limit_s
-        signal.setitimer(signal.ITIMER_REAL, limit_s, AGAIN_S if limit_s else 0.0)
+        signal.setitimer(signal.ITIMER_REAL, limit_s, REPEAT_S if limit_s else 0.0)
         self._armed = limit_s > 0.0
 
-    def _ring(self, number: int, frame: FrameType | None) -> None:
+    def _on_alarm(self, number: int, frame: FrameType | None) -> None:
         if not self._armed or frame is None:
             return
-        if frame.f_code not in _GUARDS_OWN:
+        if frame.f_code not in _GUARD_CODE:
             self._interrupt()
-        # The guard itself is at work, between two codes: if the plugin's is still there then, it is its turn soon.
-        signal.setitimer(signal.ITIMER_REAL, SOON_S, AGAIN_S)
+        # The guard's own code is running; try again, because plugin code may still be below it.
+        signal.setitimer(signal.ITIMER_REAL, RETRY_S, REPEAT_S)
 
     def _start_task(
         self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T] | Generator[Any, None, T], **options: Any
     ) -> asyncio.Task[T]:
         limit_s = self._limits[-1] if self._limits else 0.0
-        return asyncio.Task(_whole(guarded(self, limit_s, work)) if limit_s else work, loop=loop, **options)  # type: ignore[arg-type]
+        return asyncio.Task(_awaited(guarded(self, limit_s, work)) if limit_s else work, loop=loop, **options)  # type: ignore[arg-type]
 
 
-_GUARDS_OWN = frozenset(
+_GUARD_CODE = frozenset(
     method.__code__
     for method in (
         AlarmGuard.run,
@@ -174,18 +172,18 @@ _GUARDS_OWN = frozenset(
         AlarmGuard._enter,
         AlarmGuard._leave,
         AlarmGuard._set,
-        AlarmGuard._ring,
+        AlarmGuard._on_alarm,
     )
 )
 
 
 class Stepped(Awaitable[T]):
-    """An awaitable each step of which is called through `call`, until `given_up`."""
+    """An awaitable whose steps are called through `call`, until `abandoned` returns true."""
 
-    def __init__(self, call: Callable[..., Any], work: Awaitable[T], given_up: Callable[[], bool]) -> None:
+    def __init__(self, call: Callable[..., Any], work: Awaitable[T], abandoned: Callable[[], bool]) -> None:
         self._call = call
         self._work = work
-        self._given_up = given_up
+        self._given_up = abandoned
 
     def __await__(self) -> Generator[Any, Any, T]:
         call = self._call
@@ -211,32 +209,32 @@ class Stepped(Awaitable[T]):
                     sent, advance = error, steps.throw
                 except GeneratorExit:
                     raise
-                except BaseException as error:  # noqa: BLE001 - what it awaits has failed, which is the work's to see
+                except BaseException as error:  # noqa: BLE001 - passed on to the awaitable
                     sent, advance = error, steps.throw
         except BaseException:
-            # It may not have come to its end: what it holds is let go now, and not whenever it is collected.
+            # The awaitable may not have ended: release what it holds now, not at garbage collection.
             with suppress(Exception):
                 call(steps.close)
             raise
         finally:
-            # What was raised holds this frame; held by it in turn, the work would wait for the garbage collector.
+            # What was raised holds this frame; held by it in limit, the work would wait for the garbage collector.
             sent = cancelled = None
 
 
 def guarded(
-    guard: Guard, limit_s: float, work: Awaitable[T], given_up: Callable[[], bool] = lambda: False
+    guard: Guard, limit_s: float, work: Awaitable[T], abandoned: Callable[[], bool] = lambda: False
 ) -> Awaitable[T]:
-    """An awaitable of a plugin, each step of which the guard runs."""
-    return Stepped(partial(guard.run, limit_s), work, given_up)
+    """A plugin's awaitable with each step run by the guard."""
+    return Stepped(partial(guard.run, limit_s), work, abandoned)
 
 
 def outside(guard: Guard, work: Awaitable[T]) -> Awaitable[T]:
-    """The daemon's own work that a plugin awaits: no alarm is set while it runs."""
+    """An awaitable of the daemon for a plugin to await; no alarm is set while it runs."""
     return Stepped(guard.outside, work, lambda: False)
 
 
 class OutsideLog:
-    """The daemon's log, as plugins are given it: no alarm is set while it is written to."""
+    """The log of a plugin; no alarm is set while it writes."""
 
     def __init__(self, guard: Guard, log: Log) -> None:
         self._guard = guard
@@ -261,7 +259,7 @@ class OutsideLog:
         return OutsideLog(self._guard, self._log.bind(**fields))
 
 
-async def _whole(work: Awaitable[T]) -> T:
+async def _awaited(work: Awaitable[T]) -> T:
     return await work
 
 
@@ -272,15 +270,14 @@ def _steps(work: Awaitable[T]) -> Generator[Any, Any, T]:
 
 
 def _through(work: Awaitable[T]) -> Generator[Any, Any, T]:
-    """What an awaitable may give is any iterator: this can be sent to and closed as well."""
+    """Wrap `__await__`, which may return an iterator without `send` and `close`, in a generator."""
     return (yield from work.__await__())
 
 
 def _step(advance: Callable[[Any], Any], sent: Any) -> tuple[bool, Any, asyncio.CancelledError | None]:
-    """Whether it has come to its end, what it waits for or has brought, and whether it was cancelled.
+    """Run one step: whether it ended, the awaited or returned value, and a cancellation.
 
-    A `StopIteration` cannot leave a generator, and a cancellation is nothing that a plain function may raise: so both
-    are results here.
+    `StopIteration` cannot leave a generator, and a guarded function may raise `Exception` only; both are results here.
     """
     try:
         return False, advance(sent), None
@@ -290,7 +287,7 @@ def _step(advance: Callable[[Any], Any], sent: Any) -> tuple[bool, Any, asyncio.
         return True, None, cancelled
 
 
-def _contained(function: Callable[..., T], *arguments: Any) -> T:
+def _call_contained(function: Callable[..., T], *arguments: Any) -> T:
     try:
         return function(*arguments)
     except (Exception, PluginBlocked):

@@ -1,7 +1,8 @@
-"""What a plugin is given to register with, and to work with later.
+"""The API that a plugin receives.
 
-Law: registering changes nothing. What a plugin asks for is collected, and taken in as a whole or refused as a whole
-when `register` has returned. Later on everything a plugin does passes through here and has a limit.
+Invariants:
+- Registering only collects: the parts are installed as a whole, or refused as a whole, when `register` has returned.
+- Everything that a plugin does afterwards passes through its context and is limited.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from forged.log import Log
 from forged.plugins.model import NAME
 
 if TYPE_CHECKING:
-    # Only their shapes are needed here, and clients that import this package do without the bus.
+    # Types only, so that importing this package does not import the bus.
     from forged.kernel.bus.follower import Follower, TellGap
     from forged.kernel.bus.requests import RequestHandler, Wrapper
     from forged.kernel.bus.signals import SignalHandler
@@ -34,12 +35,12 @@ R = TypeVar("R")
 S = TypeVar("S", bound=msgspec.Struct)
 
 DEADLINE_S = 5.0
-"""How long a plugin may take over one message."""
+"""Seconds for one message."""
 DELIVERY_DEADLINE_S = 60.0
 MAILBOX_MAX = 10_000
 INTERVAL_MIN_S = 0.01
 PART = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
-"""What parts are called: the positions of those that follow are stored under their names."""
+"""Names of parts; the position of a `follow` is stored under its name."""
 
 Observer = Callable[[Record], Awaitable[None] | None]
 Delivery = Callable[[Sequence[Record]], Awaitable[None] | None]
@@ -50,33 +51,32 @@ FactTypes = type[Fact] | str | Iterable[type[Fact] | str]
 
 
 class Feed:
-    """How far a `follow` has come, for who wants to show it."""
+    """The progress of a `follow`."""
 
     def __init__(self) -> None:
         self._follower: Follower | None = None
 
     def attach(self, follower: Follower) -> None:
-        """Show this one."""
         self._follower = follower
 
     @property
     def position(self) -> int:
-        """The id up to which everything was delivered, or was not asked for."""
+        """The id of the last fact that was delivered or skipped."""
         return 0 if self._follower is None else self._follower.position
 
     @property
     def behind(self) -> int:
-        """How many facts come behind that, those that were not asked for included."""
+        """The number of facts after `position`, of all types."""
         return 0 if self._follower is None else self._follower.behind
 
     @property
     def waiting_for(self) -> str | None:
-        """Why what is next could not be delivered; None while all is well."""
+        """Why the next delivery failed; None if it has not."""
         return None if self._follower is None else self._follower.waiting_for
 
     @property
     def again_at(self) -> float | None:
-        """When it is tried again, by the monotonic clock; None where nothing failed."""
+        """When the delivery is retried, by the monotonic clock; None if none failed."""
         return None if self._follower is None else self._follower.retry_at
 
 
@@ -95,7 +95,7 @@ class Delivering:
     name: str
     types: frozenset[type[Fact]]
     names: frozenset[str]
-    """What of these is wanted, where that cannot be said by types; empty for all."""
+    """The type names to deliver, if some have no class yet; empty for all of `types`."""
     jobs: frozenset[str]
     deliver: Delivery
     deadline_s: float
@@ -146,7 +146,7 @@ class Command:
 
 @dataclass(slots=True)
 class Registration:
-    """All that a plugin has asked for."""
+    """The parts that a plugin has registered."""
 
     observing: list[Observing] = field(default_factory=list)
     delivering: list[Delivering] = field(default_factory=list)
@@ -159,7 +159,7 @@ class Registration:
 
 
 class Host(Protocol):
-    """What the context needs of the daemon, on behalf of one plugin."""
+    """The port through which a context calls the daemon."""
 
     @property
     def history(self) -> str: ...
@@ -170,14 +170,14 @@ class Host(Protocol):
 
 
 class PluginContext:
-    """The daemon, as far as a plugin has to do with it."""
+    """What `register` receives: registration, settings, publishing and requests."""
 
     def __init__(
         self, name: str, config: Mapping[str, Any], directory: Path, host: Host, clock: Clock, log: Log
     ) -> None:
         self.name = name
         self.config = config
-        """The plugin's table in the daemon's settings, as it was written; see `settings`."""
+        """The plugin's table in the daemon's settings; see `settings`."""
         self.clock = clock
         self.log = log
         self.registration = Registration()
@@ -187,7 +187,7 @@ class PluginContext:
         self._registered = False
 
     def settings(self, kind: type[S]) -> S:
-        """The plugin's table in the daemon's settings as a struct, or `ConfigError` with all that is wrong in it."""
+        """The plugin's table in the daemon's settings as a struct, or `ConfigError` with all problems."""
         problems: list[Problem] = []
         known = {one.name: one for one in msgspec.structs.fields(kind)}
         values: dict[str, Any] = {}
@@ -209,11 +209,11 @@ class PluginContext:
 
     @property
     def history(self) -> str:
-        """Which history the ids of facts belong to: another one after a backup was restored. Known once registered."""
+        """The id of the history that fact ids belong to; a restored backup has another. Empty while registering."""
         return self._host.history if self._registered else ""
 
     def directory(self) -> Path:
-        """A directory for what the plugin wants to keep, made when it is first asked for."""
+        """The plugin's own directory, created at the first call."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         return self._directory
 
@@ -229,11 +229,11 @@ class PluginContext:
         mailbox_max: int = MAILBOX_MAX,
         on_gap: OnGap | None = None,
     ) -> None:
-        """Observe facts of these types (`Fact` for all) as they come; who falls far behind misses the oldest."""
+        """Observe facts of these types (`Fact` for all). A full mailbox drops its oldest facts and calls `on_gap`."""
         if mailbox_max < 1:
-            raise ValueError(f"mailbox_max is {mailbox_max}; it is at least 1")
+            raise ValueError(f"mailbox_max must be >= 1, got {mailbox_max}")
         if iscoroutinefunction(on_gap):
-            raise TypeError("on_gap is to be a plain function")
+            raise TypeError("on_gap must be a plain function, not a coroutine function")
         _check_deadline(deadline_s)
         observing = Observing(self._part(name, handler), _facts(types), handler, deadline_s, mailbox_max, on_gap)
         self.registration.observing.append(observing)
@@ -249,17 +249,17 @@ class PluginContext:
         deadline_s: float = DELIVERY_DEADLINE_S,
         on_gap: TellGap | None = None,
     ) -> Feed:
-        """Have facts delivered in batches, each at least once, over restarts too.
+        """Deliver facts in batches, each at least once, also over restarts.
 
-        `deliver` is called again from the same fact on, after a pause, until it returns. It raises `Unavailable` where
-        that is the world's fault, which is no failure of the plugin's. The same holds for `on_gap`, which is called
-        where the journal has forgotten what comes next. The position is kept under the name. Types may be given by
-        name: a settings file says it so, and facts of plugins that are loaded later have no class yet.
+        Until `deliver` returns, it is called again with the same facts after a pause; raising `Unavailable` is not
+        counted as a failure. The same holds for `on_gap`, which is called when the journal no longer has the next
+        facts. The position is stored under the part's name. Types may be names, because facts of plugins that are
+        loaded later have no class yet.
         """
         if batch_max < 1:
-            raise ValueError(f"batch_max is {batch_max}; it is at least 1")
+            raise ValueError(f"batch_max must be >= 1, got {batch_max}")
         if isinstance(jobs, str):
-            raise TypeError(f"jobs is {jobs!r}; it is a list of names")
+            raise TypeError(f"jobs must be a list of names, got {jobs!r}")
         _check_deadline(deadline_s)
         classes, names = self._named(types)
         part, feed = self._part(name, deliver), Feed()
@@ -271,25 +271,25 @@ class PluginContext:
     def on_signal(
         self, signal: type[Signal], handler: SignalHandler, *, name: str = "", deadline_s: float = DEADLINE_S
     ) -> None:
-        """See the latest signals of a type."""
+        """Receive the latest signals of a type."""
         _check_type(signal, Signal)
         _check_deadline(deadline_s)
         self.registration.listening.append(Listening(self._part(name, handler), signal, handler, deadline_s))
 
     def serve(self, request: type[Request[Any]], handler: RequestHandler, *, deadline_s: float = DEADLINE_S) -> None:
-        """Answer a type of request of the plugin's own."""
+        """Serve a request type of the plugin."""
         self._serve(Serving(request, handler, replaces=False, deadline_s=deadline_s))
 
     def replace(self, request: type[Request[Any]], handler: RequestHandler, *, deadline_s: float = DEADLINE_S) -> None:
-        """Answer a type of request in the place of the daemon's handler, which does again if the plugin is left out."""
+        """Replace the daemon's handler of a request type while the plugin is active."""
         self._serve(Serving(request, handler, replaces=True, deadline_s=deadline_s))
 
     def wrap(
         self, request: type[Request[Any]], wrapper: Wrapper, *, required: bool = False, deadline_s: float = DEADLINE_S
     ) -> None:
-        """Run around a handler: `await proceed(request)` has it done. `deadline_s` is for the wrapper's own part.
+        """Wrap a handler: `await proceed(request)` calls it. `deadline_s` limits the wrapper's own time.
 
-        Where the plugin is left out, requests go past the wrapper; where it is `required` they are not done then.
+        While the plugin is inactive, requests bypass the wrapper; with `required` they are refused.
         """
         self._open()
         _check_type(request, Request)
@@ -300,48 +300,48 @@ class PluginContext:
     def every(
         self, interval_s: float, action: Action, *, name: str = "", deadline_s: float = DELIVERY_DEADLINE_S
     ) -> None:
-        """Do something again and again, with that long a rest in between."""
+        """Call an action repeatedly, with `interval_s` between the calls."""
         if not INTERVAL_MIN_S <= interval_s < inf:
-            raise ValueError(f"interval_s is {interval_s}; it is at least {INTERVAL_MIN_S}, and finite")
+            raise ValueError(f"interval_s must be finite and >= {INTERVAL_MIN_S}, got {interval_s}")
         _check_deadline(deadline_s)
         self.registration.recurring.append(Recurring(self._part(name, action), interval_s, action, deadline_s))
 
     def command(self, name: str, action: CommandAction, *, help: str = "", needs: Role = Role.OPERATOR) -> None:  # noqa: A002
-        """Do something for `forgectl plugins run PLUGIN NAME KEY=VALUE...`; what it returns is shown."""
+        """Add a command: `forgectl plugins run PLUGIN NAME KEY=VALUE...` prints what `action` returns."""
         self._open()
         _check_callable(action)
         if not (isinstance(help, str) and help.isprintable()):
-            raise ValueError(f"the help for {name} is {help!r}; it is one line of text")
+            raise ValueError(f"the help of {name} must be one line of text, got {help!r}")
         if not isinstance(needs, Role):
-            raise TypeError(f"needs is {needs!r}; it is a Role")
+            raise TypeError(f"needs must be a Role, got {needs!r}")
         if not NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no name for a command: {NAME.pattern}")
+            raise ValueError(f"command name must match {NAME.pattern}, got {name!r}")
         if name in self.registration.commands:
-            raise ValueError(f"there is a command {name} already")
+            raise ValueError(f"the command {name} is registered already")
         self.registration.commands[name] = Command(name, action, help, needs)
 
     def on_stop(self, action: Action) -> None:
-        """Do something before the daemon ends, in a second or two; also where the plugin takes no part any more."""
+        """Call an action when the daemon stops, for two seconds at most, also if the plugin is inactive."""
         self._open()
         _check_callable(action)
         self.registration.stopping.append(action)
 
     def close(self) -> None:
-        """Nothing can be registered any more."""
+        """End the registration."""
         self._registered = True
 
-    # Later on.
+    # After registration.
 
     async def publish(self, *facts: Fact, job: str = "", cause: int = 0) -> None:
-        """Put facts of the plugin's own types on record; done when they are durable. `cause` is a fact's id."""
+        """Publish facts of the plugin's own types; returns when they are durable. `cause` is the id of a fact."""
         await self._host.publish(self.name, facts, job, cause)
 
     async def ask(self, request: Request[R], *, timeout_s: float | None = None, cause: int = 0) -> R:
-        """Have a request done by the daemon, with the rights of an operator; `cause` is the id of a fact."""
+        """Make a request with operator rights; `cause` is the id of a fact."""
         return await self._host.ask(self.name, request, timeout_s, cause)
 
     def _named(self, types: FactTypes) -> tuple[frozenset[type[Fact]], frozenset[str]]:
-        """The classes of facts that are asked for; or all, and the names of those that are."""
+        """The fact classes to follow; if some names are unknown, all classes and the names to filter by."""
         asked = [types] if isinstance(types, (type, str)) else list(types)
         unknown = {one for one in asked if isinstance(one, str) and one not in FACTS}
         known = [FACTS[one] if isinstance(one, str) else one for one in asked if one not in unknown]
@@ -357,25 +357,25 @@ class PluginContext:
         _check_type(serving.request, Request)
         _check_callable(serving.handler)
         _check_deadline(serving.deadline_s)
-        # Raises where it does not say what it answers, which whoever asks over the network has to know.
+        # Raises if the request declares no reply type, which remote callers need.
         serving.request.reply_type()
         self.registration.serving.append(serving)
 
     def _part(self, name: str, function: Callable[..., Any]) -> str:
-        """A name of a part, unique in the plugin: the function's where none is given."""
+        """The name of a part, by default the function's; unique in the plugin."""
         self._open()
         _check_callable(function)
         name = name or getattr(function, "__name__", "").strip("_")
         if not PART.fullmatch(name):
             raise ValueError(f"{function!r} needs a name: name=..., {PART.pattern}")
         if name in self._names:
-            raise ValueError(f"{self.name} has a part named {name} already; give one of them another: name=...")
+            raise ValueError(f"{self.name} has two parts named {name}; pass name=... for one of them")
         self._names.add(name)
         return name
 
     def _open(self) -> None:
         if self._registered:
-            raise RuntimeError(f"{self.name} may register only while it is asked to")
+            raise RuntimeError(f"{self.name} may register parts only in register()")
 
     def _key(self, key: str) -> str:
         return f"plugins.{self.name}.{key}"
@@ -385,20 +385,20 @@ def _facts(types: type[Fact] | Iterable[type[Fact]]) -> frozenset[type[Fact]]:
     wanted = frozenset([types] if isinstance(types, type) else types)
     strange = [one for one in wanted if not (isinstance(one, type) and issubclass(one, Fact))]
     if strange or not wanted:
-        raise TypeError(f"types are classes of facts, at least one (Fact means all): not {strange or types}")
+        raise TypeError(f"types must be one or more Fact classes (Fact for all), got {strange or types}")
     return wanted
 
 
 def _check_type(kind: object, base: type[Any]) -> None:
     if not (isinstance(kind, type) and issubclass(kind, base)):
-        raise TypeError(f"{kind!r} is no class of {base.__name__.lower()}s")
+        raise TypeError(f"must be a {base.__name__} class, got {kind!r}")
 
 
 def _check_callable(function: object) -> None:
     if not callable(function):
-        raise TypeError(f"{function!r} cannot be called")
+        raise TypeError(f"must be callable, got {function!r}")
 
 
 def _check_deadline(deadline_s: float) -> None:
     if not 0.0 < deadline_s < inf:
-        raise ValueError(f"deadline_s is {deadline_s}; it is more than 0, and finite")
+        raise ValueError(f"deadline_s must be finite and > 0, got {deadline_s}")

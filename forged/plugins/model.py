@@ -1,4 +1,4 @@
-"""What is said of plugins, and asked about them."""
+"""Facts, requests and views of plugins."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from forged.auth.model import Role
 from forged.kernel.messages import ANY_JOB, Fact, Nothing, Request
 
 API_VERSION = 1
-"""What a plugin says that it was written for."""
+"""The version of the plugin API; a plugin names the version that it uses."""
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 
 
 class PluginState(StrEnum):
-    """What has become of a plugin."""
+    """The state of a plugin."""
 
     ACTIVE = "active"
     QUARANTINED = "quarantined"
-    """Given up after too many failures in a row; it can be enabled again."""
+    """Inactive after too many failures; an operator can enable it again."""
     DISABLED = "disabled"
-    """An operator wants it so."""
+    """Inactive by an operator's request or setting."""
     REFUSED = "refused"
-    """It was not taken in, and nothing of it is there."""
+    """Not loaded, because loading or registering failed."""
 
 
 class CommandView(msgspec.Struct, frozen=True):
-    """A command that a plugin brings."""
+    """A command of a plugin."""
 
     name: str
     help: str
 
 
 class PluginView(msgspec.Struct, frozen=True, kw_only=True):
-    """One plugin; `reason` says why it is not active, or what went wrong last."""
+    """One plugin; `reason` says why it is inactive, or its last failure."""
 
     name: str
     version: str
@@ -51,7 +51,7 @@ class PluginView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PluginRefused(Fact, frozen=True):
-    """A plugin was not taken in when the daemon started."""
+    """A plugin was refused when the daemon started."""
 
     level: ClassVar[str] = "warning"
 
@@ -60,7 +60,7 @@ class PluginRefused(Fact, frozen=True):
 
 
 class PluginQuarantined(Fact, frozen=True):
-    """A part of a plugin failed too many times in a row; all of the plugin is left out until it is enabled again."""
+    """A part of a plugin failed too often; the whole plugin is inactive until an operator enables it."""
 
     level: ClassVar[str] = "warning"
 
@@ -71,19 +71,19 @@ class PluginQuarantined(Fact, frozen=True):
 
 
 class PluginEnabled(Fact, frozen=True):
-    """A plugin takes part again."""
+    """A plugin is active again."""
 
     plugin: str
 
 
 class PluginDisabled(Fact, frozen=True):
-    """A plugin takes no part until it is enabled, or the daemon starts anew."""
+    """A plugin is inactive until it is enabled or the daemon restarts."""
 
     plugin: str
 
 
 class ListPlugins(Request[list[PluginView]], frozen=True):
-    """Every plugin that was found."""
+    """List all plugins that were found."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -91,9 +91,9 @@ class ListPlugins(Request[list[PluginView]], frozen=True):
 
 
 class EnablePlugin(Request[Nothing], frozen=True):
-    """Let a plugin take part again; no error where it does."""
+    """Activate a plugin; no error if it is active."""
 
-    # Not a decision, so that it can be done while the store takes no writes.
+    # Not a decision, so that it works while the store accepts no writes.
     decides: ClassVar[bool] = False
     job_field: ClassVar[str | None] = None
 
@@ -101,7 +101,7 @@ class EnablePlugin(Request[Nothing], frozen=True):
 
 
 class DisablePlugin(Request[Nothing], frozen=True):
-    """Leave a plugin out; no error where it is."""
+    """Deactivate a plugin; no error if it is inactive."""
 
     decides: ClassVar[bool] = False
     job_field: ClassVar[str | None] = None
@@ -110,7 +110,7 @@ class DisablePlugin(Request[Nothing], frozen=True):
 
 
 class RunPluginCommand(Request[Any], frozen=True):
-    """Have a plugin do what one of its commands says; the reply is the plugin's."""
+    """Run a command of a plugin; the reply is the plugin's."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False

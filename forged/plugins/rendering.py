@@ -1,7 +1,8 @@
-"""A fact's record as JSON, for those who hand it on.
+"""Encodes a fact's record as JSON.
 
-Law: whatever a fact holds, its record is one line of strict JSON, as `forgectl events --json` prints it: bytes in hex,
-null for a number that is none, keys as text. A fact that cannot be read is null; its place in history still counts.
+Invariants:
+- Every record becomes one line of strict JSON, as `forgectl events --json` prints it: bytes in hex, NaN and infinity as
+  null, keys as text. A fact that cannot be decoded is null.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ def to_json(record: Record) -> bytes:
     except PeerError:
         names = ("id", "at", "type", "job", "generation", "cause", "origin")
         fields = {name: getattr(record, name) for name in names} | {"fact": None}
-    return _encode(_sayable(fields))
+    return _encode(_to_plain(fields))
 
 
-def _sayable(value: Any) -> Any:
-    """What JSON can say of it; numbers that are none are the encoder's to mend."""
+def _to_plain(value: Any) -> Any:
+    """The value with text keys and hex for bytes; the encoder replaces NaN and infinity."""
     if isinstance(value, dict):
-        return {_key(key): _sayable(one) for key, one in value.items()}
+        return {_key(key): _to_plain(one) for key, one in value.items()}
     if isinstance(value, list):
-        return [_sayable(one) for one in value]
+        return [_to_plain(one) for one in value]
     return value.hex() if isinstance(value, bytes) else value
 
 

@@ -99,7 +99,7 @@ class Stage:
 
 
 @dataclass
-class Broken:
+class ReportException:
     """What was told to be a mistake in somebody's code."""
 
     told: list[tuple[str, BaseException]] = field(default_factory=list)

@@ -19,7 +19,7 @@ import pytest
 from forged.log import Log
 from forged.plugins.alarm_guard import (
     CANCELLATIONS_MAX,
-    SOON_S,
+    RETRY_S,
     AlarmGuard,
     OutsideLog,
     PluginBlocked,
@@ -88,7 +88,7 @@ def swallow_and_return() -> None:
 
 
 def test_swallowing_the_interruption_is_a_failure_too(guard: AlarmGuard) -> None:
-    with pytest.raises(PluginMisbehaved, match=r"more than 0\.05 s, and went on"):
+    with pytest.raises(PluginMisbehaved, match=r"more than 0\.05 s, and continued"):
         guard.run(LIMIT_S, swallow_and_return)
     assert guard.run(LONG_S, len, "abc") == 3
 
@@ -270,20 +270,20 @@ def test_an_alarm_that_comes_while_another_is_put_off_is_put_off_too(
     guard: AlarmGuard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a slow machine the next one comes before the guard is done with the first."""
-    put_off: list[float] = []
+    log_unavailable: list[float] = []
 
     def set_and_ring_once(which: int, seconds: float, interval: float = 0.0) -> None:
-        put_off.append(seconds)
-        if len(put_off) == 1:
-            guard._ring(signal.SIGALRM, sys._getframe(1))
+        log_unavailable.append(seconds)
+        if len(log_unavailable) == 1:
+            guard._on_alarm(signal.SIGALRM, sys._getframe(1))
 
     def ring_at_the_guards_own_work() -> None:
         with monkeypatch.context() as patched:
             patched.setattr("signal.setitimer", set_and_ring_once)
-            guard._ring(signal.SIGALRM, sys._getframe(2))
+            guard._on_alarm(signal.SIGALRM, sys._getframe(2))
 
     assert guard.run(LONG_S, ring_at_the_guards_own_work) is None
-    assert put_off == [SOON_S, SOON_S]
+    assert log_unavailable == [RETRY_S, RETRY_S]
 
 
 def test_an_alarm_at_the_edge_of_the_daemons_code_does_not_hit_it(guard: AlarmGuard) -> None:
@@ -590,15 +590,15 @@ class Stubborn:
 
 
 async def test_work_that_ignores_its_cancellation_is_stepped_no_further_once_it_is_given_up(guard: AlarmGuard) -> None:
-    stubborn, given_up = Stubborn(), False
-    task = asyncio.create_task(awaiting(guard, stubborn(), LONG_S, given_up=lambda: given_up))
+    stubborn, abandoned = Stubborn(), False
+    task = asyncio.create_task(awaiting(guard, stubborn(), LONG_S, abandoned=lambda: abandoned))
     for _ in range(3):
         await asyncio.sleep(0)
         task.cancel()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert (stubborn.cancelled, stubborn.closed) == (3, False)
-    given_up = True
+    abandoned = True
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -128,7 +128,7 @@ def test_a_part_without_a_name_that_can_be_stored_is_a_mistake(
 
 def test_two_parts_cannot_have_the_same_name(context: PluginContext) -> None:
     context.on(Added, plain)
-    with pytest.raises(ValueError, match="a part named plain already"):
+    with pytest.raises(ValueError, match="two parts named plain"):
         context.every(1, plain)
 
 
@@ -225,7 +225,7 @@ def test_counts_are_at_least_1(context: PluginContext) -> None:
 
 @pytest.mark.parametrize("name", ["", "Two Words", "x" * 65, "-x"])
 def test_a_command_has_a_name_that_can_be_typed(context: PluginContext, name: str) -> None:
-    with pytest.raises(ValueError, match="no name for a command"):
+    with pytest.raises(ValueError, match="command name must match"):
         context.command(name, plain)
 
 
@@ -237,7 +237,7 @@ def test_the_help_for_a_command_is_a_line_of_text(context: PluginContext, text: 
 
 def test_a_command_is_registered_once(context: PluginContext) -> None:
     context.command("x", plain, help="does x", needs=Role.VIEWER)
-    with pytest.raises(ValueError, match="a command x already"):
+    with pytest.raises(ValueError, match="the command x is registered"):
         context.command("x", plain)
 
 
@@ -269,7 +269,7 @@ def test_nothing_can_be_registered_later(context: PluginContext) -> None:
         lambda: context.on_stop(plain),
     ]
     for call in calls:
-        with pytest.raises(RuntimeError, match="only while it is asked to"):
+        with pytest.raises(RuntimeError, match=r"only in register\(\)"):
             call()
 
 

@@ -17,7 +17,7 @@ from forged.plugins.facts import (
     REPLY_BYTES_MAX,
     check_decision,
     check_facts,
-    check_place,
+    check_job_and_generation,
 )
 from tests.plugins.stage import Said
 
@@ -70,7 +70,7 @@ def test_what_cannot_be_stored_and_read_again_is_refused(fact: Fact) -> None:
 def test_what_is_no_fact_is_refused(thing: Any) -> None:
     with pytest.raises(RequestRefused) as caught:
         check_facts([thing], own=True)
-    assert code(caught) == "fact_strange"
+    assert code(caught) == "fact_type_invalid"
 
 
 def test_facts_have_a_size_and_come_in_limited_numbers() -> None:
@@ -83,7 +83,7 @@ def test_facts_have_a_size_and_come_in_limited_numbers() -> None:
 
 @pytest.mark.parametrize(("job", "number"), [("", 0), ("j", 5), ("größe", 1 << 40)])
 def test_a_job_is_a_text_and_a_generation_a_whole_number(job: str, number: int) -> None:
-    check_place(job, number)
+    check_job_and_generation(job, number)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_job_is_a_text_and_a_generation_a_whole_number(job: str, number: int) 
 )
 def test_a_place_that_could_not_be_read_again_is_refused(job: object, number: object) -> None:
     with pytest.raises(RequestRefused) as caught:
-        check_place(job, number)
+        check_job_and_generation(job, number)
     assert code(caught) == "fact_unfit"
 
 

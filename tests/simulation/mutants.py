@@ -243,7 +243,7 @@ def hide_a_followers_gaps() -> Iterator[None]:
 @contextmanager
 def leave_followers_behind() -> Iterator[None]:
     """A plugin that takes part again is not followed up on what it was told to leave."""
-    take_part = Plugin.take_part
+    take_part = Plugin.activate
 
     def without_followers(self: Plugin) -> None:
         followers, self.followers = self.followers, []
@@ -273,7 +273,7 @@ def go_through_the_wrapper_of_a_plugin_left_out() -> Iterator[None]:
 
     def forgetful(self: Installer, wrapping: Any) -> None:
         plugin: Any = _AlwaysActive(self._plugin)
-        wrap(Installer(self._bus, self._turns, plugin), wrapping)
+        wrap(Installer(self._bus, self._caller, plugin), wrapping)
 
     with patch.object(Installer, "_wrap", forgetful):
         yield

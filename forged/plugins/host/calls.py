@@ -1,8 +1,9 @@
-"""How a plugin's code is called.
+"""Calls plugin code with limits.
 
-Law: whatever a plugin's code does, its caller has an answer or an error in time, and the failure is counted once.
-To refuse a request, or to say that the world is at fault, is a plugin's right; to raise anything else, to take too long
-or to hold up the loop is a failure.
+Invariants:
+- Every call returns a result or an error within its limits, and each failure is counted once.
+- `RequestRefused` and other `ForgedError`s of a plugin are answers, and `Unavailable` is not a failure. Any other
+  exception, a timeout or a blocked event loop is a failure.
 """
 
 from __future__ import annotations
@@ -17,79 +18,81 @@ from forged.errors import ForgedError, Unavailable, describe
 from forged.kernel.bus.cancellation import is_cancelled
 from forged.log import Log
 from forged.plugins.alarm_guard import Guard, PluginMisbehaved, guarded
-from forged.plugins.host.call_limits import Turn
+from forged.plugins.host.call_limits import CallLimit
 from forged.plugins.host.plugin import Plugin, PluginLimits
 
 T = TypeVar("T")
 
-Broken = Callable[[str, BaseException], None]
-FellShort = Callable[[Plugin, str, str], None]
+ReportException = Callable[[str, BaseException], None]
+RecordFailure = Callable[[Plugin, str, str], None]
 
 
-class Turns:
-    """Calls plugins, one turn at a time and each within its limits."""
+class PluginCaller:
+    """Calls the code of all plugins within their limits."""
 
-    def __init__(self, guard: Guard, limits: PluginLimits, log: Log, fell_short: FellShort, broken: Broken) -> None:
+    def __init__(
+        self, guard: Guard, limits: PluginLimits, log: Log, record_failure: RecordFailure, broken: ReportException
+    ) -> None:
         self.guard = guard
         self.limits = limits
         self._log = log
-        self._fell_short = fell_short
-        self._broken = broken
+        self._record_failure = record_failure
+        self._report_exception = broken
 
     def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a plugin's function here and now."""
+        """Call a plugin's synchronous function."""
         return self.guard.run(self.limits.block_max_s, function, *arguments)
 
-    async def take(self, plugin: Plugin, work: Awaitable[T], deadline_s: float, turn: Turn | None = None) -> T:
-        """Await a plugin's work for as long as it may take; the failures are for the caller to count."""
-        turn = turn or Turn()
+    async def take(self, plugin: Plugin, work: Awaitable[T], deadline_s: float, limit: CallLimit | None = None) -> T:
+        """Await plugin code until its deadline; the caller counts the failures."""
+        limit = limit or CallLimit()
         try:
-            result = await self._stepped(plugin, turn, work, deadline_s)
+            result = await self._stepped(plugin, limit, work, deadline_s)
         except asyncio.CancelledError as error:
             if is_cancelled():
                 raise
-            if not turn.cancelled:
-                raise PluginMisbehaved("was cancelled from within") from error
+            if not limit.cancelled:
+                raise PluginMisbehaved("cancelled its own task") from error
         else:
-            if not turn.cancelled:
+            if not limit.cancelled:
                 return result
         if not plugin.active:
-            raise left_out(plugin)
-        insists = ", and went on although it was cancelled" if turn.given_up else ""
+            raise inactive(plugin)
+        insists = ", and ignored its cancellation" if limit.abandoned else ""
         raise PluginMisbehaved(f"took longer than its {deadline_s:g} s{insists}")
 
-    async def _stepped(self, plugin: Plugin, turn: Turn, work: Awaitable[T], deadline_s: float) -> T:
-        plugin.turns[turn] = None
-        turn.begin(deadline_s)
+    async def _stepped(self, plugin: Plugin, limit: CallLimit, work: Awaitable[T], deadline_s: float) -> T:
+        plugin.turns[limit] = None
+        limit.begin(deadline_s)
         try:
-            return await guarded(self.guard, self.limits.block_max_s, work, lambda: turn.given_up)
+            return await guarded(self.guard, self.limits.block_max_s, work, lambda: limit.abandoned)
         finally:
-            turn.end()
-            del plugin.turns[turn]
+            limit.end()
+            del plugin.turns[limit]
 
     async def attempt(
         self, plugin: Plugin, part: str, deadline_s: float, function: Callable[..., Any], *arguments: Any
     ) -> None:
-        """Have something done for which nobody waits; a failure is counted and goes no further."""
+        """Call plugin code whose result nothing needs; failures are counted and not raised."""
         try:
             result = self.run(function, *arguments)
             if isawaitable(result):
                 await self.take(plugin, result, deadline_s)
         except Unavailable as error:
-            self.put_off(plugin, part, error)
-        except Exception as error:  # noqa: BLE001 - a plugin's bug must not be the daemon's end
+            self.log_unavailable(plugin, part, error)
+        except Exception as error:  # noqa: BLE001 - a plugin's bug must not stop the daemon
             self._failed(plugin, part, error)
         else:
             plugin.succeeded(part)
 
-    def put_off(self, plugin: Plugin, part: str, error: Unavailable) -> None:
-        """Say that something was not done, which is the world's fault."""
+    def log_unavailable(self, plugin: Plugin, part: str, error: Unavailable) -> None:
+        """Log that a plugin could not work because something outside it failed."""
         self._log.warning("plugin is unavailable", plugin=plugin.name, part=part, reason=str(error))
 
     def answer(
         self, plugin: Plugin, part: str, deadline_s: float, function: Callable[..., Any], *arguments: Any
     ) -> Any:
-        """Have something done for somebody who waits for it: the result, or an awaitable of it."""
+        """Call plugin code for its result: the result, or an awaitable of it."""
         result = self._judged(plugin, part, partial(self.run, function, *arguments))
         if isawaitable(result):
             return self.answer_later(plugin, part, result, deadline_s)
@@ -97,11 +100,11 @@ class Turns:
         return result
 
     async def answer_later(
-        self, plugin: Plugin, part: str, work: Awaitable[T], deadline_s: float, turn: Turn | None = None
+        self, plugin: Plugin, part: str, work: Awaitable[T], deadline_s: float, limit: CallLimit | None = None
     ) -> T:
-        """The same for work that has begun."""
+        """Like `answer`, for an awaitable that plugin code has returned."""
         try:
-            result = await self.take(plugin, work, deadline_s, turn)
+            result = await self.take(plugin, work, deadline_s, limit)
         except ForgedError:
             raise
         except Exception as error:
@@ -121,12 +124,12 @@ class Turns:
 
     def _failed(self, plugin: Plugin, part: str, error: Exception) -> None:
         if not isinstance(error, PluginMisbehaved | ForgedError):
-            self._broken(part, error)
-        self._fell_short(plugin, part, describe(error))
+            self._report_exception(part, error)
+        self._record_failure(plugin, part, describe(error))
 
 
-def left_out(plugin: Plugin) -> Unavailable:
-    """What those are told who need a plugin that takes no part."""
+def inactive(plugin: Plugin) -> Unavailable:
+    """The error for a request that needs an inactive plugin."""
     reason = f"the plugin {plugin.name} is {plugin.state}: {plugin.reason}"
     return Unavailable("plugin_left_out", reason, f"forgectl plugins enable {plugin.name}")
 

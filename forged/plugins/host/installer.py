@@ -1,7 +1,8 @@
-"""The parts of a plugin, on the bus.
+"""Registers the parts of a plugin on the bus.
 
-Law: the bus knows a plugin's parts as it knows the daemon's own. Each goes by the plugin's name and its own, and each
-steps aside while the plugin is left out: requests are done as if it were not there.
+Invariants:
+- A part is registered like a handler of the daemon, under the plugin's name and its own.
+- While the plugin is inactive its parts do nothing: requests are handled as if it were not loaded.
 """
 
 from __future__ import annotations
@@ -18,55 +19,59 @@ from forged.kernel.messages import Call, Decision, Fact, Gap, Record
 from forged.plugins.alarm_guard import outside
 from forged.plugins.context import Delivering, Listening, Observing, Registration, Serving, Wrapping
 from forged.plugins.facts import check_decision
-from forged.plugins.host.call_limits import Turn
-from forged.plugins.host.calls import Turns, left_out
+from forged.plugins.host.call_limits import CallLimit
+from forged.plugins.host.calls import PluginCaller, inactive
 from forged.plugins.host.plugin import Plugin
 from forged.plugins.model import REQUESTS
 
 
 def check(registration: Registration, bus: Bus) -> None:
-    """Raise `RequestRefused` for what cannot be, before any of it is."""
+    """Raise `RequestRefused` for a registration that is not possible, before any part is installed."""
     served = [serving.request for serving in registration.serving]
     for serving in registration.serving:
         if served.count(serving.request) > 1:
-            reason = f"it answers {serving.request.__name__} more than once"
+            reason = f"it serves {serving.request.__name__} more than once"
             raise RequestRefused("served_twice", reason, "register one handler")
         _check_serving(serving, bus)
     for wrapping in registration.wrapping:
         name = wrapping.request.__name__
-        _check_spared(wrapping.request)
+        _check_not_reserved(wrapping.request)
         if wrapping.request not in bus.requests.routes and wrapping.request not in served:
-            raise RequestRefused("nothing_to_wrap", f"nobody answers {name}", "serve it, or load who does first")
+            raise RequestRefused(
+                "nothing_to_wrap", f"{name} has no handler", "serve it, or load the plugin that serves it first"
+            )
 
 
 def _check_serving(serving: Serving, bus: Bus) -> None:
     request, name = serving.request, serving.request.__name__
-    _check_spared(request)
+    _check_not_reserved(request)
     route = bus.requests.routes.get(request)
     if serving.replaces and route is None:
-        raise RequestRefused("nothing_to_replace", f"nobody answers {name}", "serve it")
+        raise RequestRefused("nothing_to_replace", f"{name} has no handler", "serve it")
     if serving.replaces and bus.requests.is_replaced(request):
-        raise RequestRefused("replaced_already", f"another plugin replaces {name} already", "disable one of them")
+        raise RequestRefused(
+            "replaced_already", f"another plugin replaces the handler of {name}", "disable one of them"
+        )
     if not serving.replaces and route is not None:
-        raise RequestRefused("served_already", f"{route.owner} answers {name} already", "wrap or replace it")
+        raise RequestRefused("served_already", f"{route.owner} serves {name} already", "wrap or replace it")
 
 
-def _check_spared(request: type[Any]) -> None:
+def _check_not_reserved(request: type[Any]) -> None:
     if request in REQUESTS:
-        reason = f"{request.__name__} is how plugins are looked after"
-        raise RequestRefused("request_spared", reason, "leave it to the daemon")
+        reason = f"{request.__name__} manages plugins and cannot be replaced"
+        raise RequestRefused("request_reserved", reason, "do not serve, replace or wrap it")
 
 
 class Installer:
-    """Puts one plugin's parts on the bus."""
+    """Registers one plugin's parts."""
 
-    def __init__(self, bus: Bus, turns: Turns, plugin: Plugin) -> None:
+    def __init__(self, bus: Bus, turns: PluginCaller, plugin: Plugin) -> None:
         self._bus = bus
-        self._turns = turns
+        self._caller = turns
         self._plugin = plugin
 
     def install(self, registration: Registration) -> None:
-        """All parts but those that only the host runs."""
+        """Register all parts except periodic actions, commands and stop actions, which the host runs."""
         for observing in registration.observing:
             self._observe(observing)
         for delivering in registration.delivering:
@@ -79,26 +84,26 @@ class Installer:
             self._wrap(wrapping)
 
     def _observe(self, observing: Observing) -> None:
-        plugin, turns = self._plugin, self._turns
+        plugin, caller = self._plugin, self._caller
         name = plugin.part(observing.name, f"observes {_names(observing.types)}")
 
         def observe(record: Record) -> Awaitable[None] | None:
             try:
-                result = turns.run(observing.handler, record)
+                result = caller.run(observing.handler, record)
                 if isawaitable(result):
                     return rest(result)
                 _check_silent(name, result)
             except Unavailable as error:
-                turns.put_off(plugin, name, error)
+                caller.log_unavailable(plugin, name, error)
             else:
                 plugin.succeeded(name)
             return None
 
         async def rest(result: Awaitable[Any]) -> None:
             try:
-                _check_silent(name, await turns.take(plugin, result, observing.deadline_s))
+                _check_silent(name, await caller.take(plugin, result, observing.deadline_s))
             except Unavailable as error:
-                turns.put_off(plugin, name, error)
+                caller.log_unavailable(plugin, name, error)
             else:
                 plugin.succeeded(name)
 
@@ -114,14 +119,14 @@ class Installer:
         self._bus.owners[name] = plugin.name
 
     def _follow(self, delivering: Delivering) -> None:
-        plugin, turns = self._plugin, self._turns
+        plugin, caller = self._plugin, self._caller
         followed = ", ".join(sorted(delivering.names)) or _names(delivering.types)
         name = plugin.part(delivering.name, f"follows {followed}")
 
         async def give(function: Callable[..., Awaitable[None] | None], given: object) -> None:
-            result = turns.run(function, given)
+            result = caller.run(function, given)
             if isawaitable(result):
-                await turns.take(plugin, result, delivering.deadline_s)
+                await caller.take(plugin, result, delivering.deadline_s)
             plugin.succeeded(name)
 
         async def deliver(records: Sequence[Record]) -> None:
@@ -146,17 +151,17 @@ class Installer:
         self._bus.owners[name] = plugin.name
 
     def _listen(self, listening: Listening) -> None:
-        plugin, turns = self._plugin, self._turns
+        plugin, caller = self._plugin, self._caller
         name = plugin.part(listening.name, f"listens for {listening.signal.__name__}")
 
         async def listen(signal: Any, call: Call) -> None:
             if plugin.active:
-                await turns.attempt(plugin, name, listening.deadline_s, listening.handler, signal, call)
+                await caller.attempt(plugin, name, listening.deadline_s, listening.handler, signal, call)
 
         self._bus.on_signal(listening.signal, listen, name=name)
 
     def _serve(self, serving: Serving) -> None:
-        plugin, turns, request_type = self._plugin, self._turns, serving.request
+        plugin, caller, request_type = self._plugin, self._caller, serving.request
         verb = "replaces" if serving.replaces else "serves"
         name = plugin.part(request_type.__name__, f"{verb} {request_type.__name__}")
         original = self._bus.requests.routes.get(request_type)
@@ -175,46 +180,46 @@ class Installer:
 
         def serve(request: Any, call: Call) -> Any:
             if plugin.active:
-                return turns.answer(plugin, name, serving.deadline_s, decide, request, call)
+                return caller.answer(plugin, name, serving.deadline_s, decide, request, call)
             if original is None:
-                raise left_out(plugin)
+                raise inactive(plugin)
             return original.handler(request, call)
 
         register = self._bus.replace if serving.replaces else self._bus.serve
         register(request_type, serve, owner=plugin.name)
 
     def _wrap(self, wrapping: Wrapping) -> None:
-        plugin, turns = self._plugin, self._turns
+        plugin, caller = self._plugin, self._caller
         name = plugin.part(wrapping.request.__name__, f"wraps {wrapping.request.__name__}")
 
         async def wrap(request: Any, call: Call, proceed: Proceed) -> Any:
             if not plugin.active:
                 if wrapping.required:
-                    raise left_out(plugin)
+                    raise inactive(plugin)
                 return await proceed(request)
-            turn = Turn()
+            limit = CallLimit()
 
             async def proceed_untimed(request: Any) -> Any:
-                with turn.interlude():
+                with limit.paused():
                     return await proceed(request)
 
             async def inner(request: Any) -> Any:
-                return await outside(turns.guard, proceed_untimed(request))
+                return await outside(caller.guard, proceed_untimed(request))
 
             async def whole() -> Any:
                 return await wrapping.wrapper(request, call, inner)
 
-            return await turns.answer_later(plugin, name, whole(), wrapping.deadline_s, turn)
+            return await caller.answer_later(plugin, name, whole(), wrapping.deadline_s, limit)
 
         self._bus.wrap(wrapping.request, wrap, owner=plugin.name)
 
     def _gap_teller(self, on_gap: Callable[[Gap], None] | None) -> Callable[[Gap], None] | None:
-        return None if on_gap is None else partial(self._turns.run, on_gap)
+        return None if on_gap is None else partial(self._caller.run, on_gap)
 
 
 def _check_silent(name: str, result: object) -> None:
     if isinstance(result, Decision):
-        raise TypeError(f"{name} returned a decision; who observes decides nothing, but may publish facts or ask")
+        raise TypeError(f"{name} returned a decision; an observer may publish facts or make requests instead")
 
 
 def _names(types: Iterable[type[Fact]]) -> str:

@@ -1,8 +1,9 @@
-"""Finding plugins, and bringing their code.
+"""Finds plugins and loads their code.
 
-Law: what is run as the daemon is written by nobody but root and the daemon's own user. So the file, and every directory
-on the way to it, belongs to one of them and can be written by no others; and what is run is what was checked, read once
-through the descriptor that was looked at.
+Invariants:
+- Code from the plugin directory is loaded only if root or the daemon's user owns the file and all directories above it,
+  and no other user can write them.
+- The source is read once, through the descriptor that was checked.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def find(directory: str, uid: int) -> list[PluginSource]:
-    """All plugins that there are: those installed beside the daemon, then those in the directory, each by name."""
+    """All plugins: those of installed packages, then those in the directory, each sorted by name."""
     installed = in_environment(entry_points(group=GROUP))
     return [*installed, *(in_directory(Path(directory), uid) if directory else ())]
 
@@ -35,14 +36,14 @@ def find(directory: str, uid: int) -> list[PluginSource]:
 def in_environment(points: Iterable[EntryPoint]) -> Iterator[PluginSource]:
     """The plugins of installed packages."""
     for point in sorted(points, key=lambda point: point.name):
-        # A package whose metadata is damaged has neither name nor version.
+        # A package with damaged metadata has no name or version.
         version = (point.dist and point.dist.version) or ""
         package = (point.dist and point.dist.name) or "a package"
         yield PluginSource(point.name, f"{package} ({point.value})", partial(_load_point, point), version)
 
 
 def in_directory(directory: Path, uid: int) -> Iterator[PluginSource]:
-    """The plugins of a directory: its `*.py`, but for those whose names begin with `_` or a dot."""
+    """The plugins of a directory: `*.py`, except names that begin with `_` or a dot."""
     try:
         paths = sorted(directory.iterdir())
     except OSError as error:
@@ -67,10 +68,10 @@ def _load_file(path: Path, uid: int) -> ModuleType:
     module = ModuleType(name)
     module.__file__ = str(path)
     code = compile(source, str(path), "exec", dont_inherit=True)
-    # Types look for their module by its name while they are being made.
+    # Class creation looks up its module by name.
     sys.modules[name] = module
     try:
-        exec(code, module.__dict__)  # noqa: S102 - this is what a plugin is
+        exec(code, module.__dict__)  # noqa: S102 - plugins are code
     except BaseException:
         del sys.modules[name]
         raise
@@ -78,20 +79,24 @@ def _load_file(path: Path, uid: int) -> ModuleType:
 
 
 def _read(path: Path, uid: int) -> bytes:
-    """The source, if only those may have written it who might as well have written the daemon."""
+    """The source of a file that only root and the daemon's user can write."""
     try:
         source = _read_checked(Path(os.path.realpath(path, strict=True)), uid)
     except OSError as error:
-        raise ConfigError("plugin_unreadable", f"{path}: {error.strerror}", "see that it can be read") from error
+        raise ConfigError(
+            "plugin_unreadable", f"{path}: {error.strerror}", "make it readable for the daemon"
+        ) from error
     if len(source) > SOURCE_BYTES_MAX:
-        raise ConfigError("plugin_unreadable", f"{path} is larger than {SOURCE_BYTES_MAX} bytes", "is it a plugin?")
+        raise ConfigError(
+            "plugin_unreadable", f"{path} is larger than {SOURCE_BYTES_MAX} bytes", "check that it is a plugin"
+        )
     return source
 
 
 def _read_checked(real: Path, uid: int) -> bytes:
     for directory in real.parents:
         _check(directory, directory.stat(), uid)
-    # Not blocking: what is called *.py may be a pipe that nobody writes to.
+    # Non-blocking, because the file may be a pipe without a writer.
     fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
         found = os.fstat(fd)
@@ -106,15 +111,15 @@ def _read_checked(real: Path, uid: int) -> bytes:
 
 def _check(path: Path, found: os.stat_result, uid: int) -> None:
     if found.st_uid not in (ROOT_UID, uid):
-        reason = f"{path} belongs to user {found.st_uid}, who is neither root nor the daemon's"
+        reason = f"{path} belongs to user {found.st_uid}, neither root nor the daemon's user"
         raise ConfigError("plugin_owner", reason, f"chown root {path}")
-    # In a sticky directory nobody can put something in the place of what belongs to others.
+    # In a sticky directory a user cannot replace the files of other users.
     sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
     if found.st_mode & WRITABLE_BY_OTHERS and not sticky:
-        reason = f"{path} can be written by others than its owner (mode {stat.S_IMODE(found.st_mode):04o})"
+        reason = f"{path} can be written by users other than its owner (mode {stat.S_IMODE(found.st_mode):04o})"
         raise ConfigError("plugin_mode", reason, f"chmod go-w {path}")
 
 
 def _legible(name: str) -> str:
-    """A name that need not be text to the file system, as text."""
+    """The file name with undecodable bytes escaped."""
     return name.encode(errors="backslashreplace").decode()

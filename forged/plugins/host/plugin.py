@@ -1,8 +1,8 @@
-"""One plugin, as the daemon keeps it.
+"""The state of one plugin.
 
-Law: a plugin fails by its parts and is given up as a whole. A part that succeeds is forgiven what it failed before; a
-part that fails too many times in a row takes the plugin with it, so that half of it never goes on alone; and so does
-one that fails again and again in between successes.
+Invariants:
+- Failures are counted per part; a success resets the part's count.
+- Too many failures in a row of one part, or too many failures of all parts in a minute, deactivate the whole plugin.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from forged.errors import Problem
 from forged.kernel.bus.follower import Follower
 from forged.kernel.bus.mailbox import Mailbox
 from forged.plugins.context import Command
-from forged.plugins.host.call_limits import Turn
+from forged.plugins.host.call_limits import CallLimit
 from forged.plugins.model import CommandView, PluginState, PluginView
 from forged.token_bucket import TokenBucket
 
@@ -25,30 +25,30 @@ RECENT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class PluginLimits:
-    """What each plugin may cost."""
+    """The limits of each plugin."""
 
     failures_max: int = 5
-    """In a row, by one of its parts."""
+    """Failures in a row of one part."""
     facts_per_s_max: float = 200.0
     block_max_s: float = 2.0
-    """How long it may keep the loop to itself."""
+    """How long plugin code may block the event loop."""
     load_timeout_s: float = 10.0
 
 
 @dataclass(eq=False, slots=True)
 class Plugin:
-    """What was taken in of a plugin, and how it fares."""
+    """One plugin: its parts, state and counters."""
 
     name: str
     version: str
     origin: str
-    allowance: TokenBucket
+    fact_limit: TokenBucket
     state: PluginState = PluginState.ACTIVE
     reason: str | None = None
     loaded: bool = False
-    """Whether there is anything of it to take part."""
+    """Whether its parts are registered, so that it can be enabled."""
     problems: tuple[Problem, ...] = ()
-    """What is wrong with its settings, where it was refused for that."""
+    """The problems of its settings, if it was refused for them."""
     handled: int = 0
     failed: int = 0
     published: int = 0
@@ -56,7 +56,7 @@ class Plugin:
     commands: dict[str, Command] = field(default_factory=dict)
     mailboxes: list[Mailbox] = field(default_factory=list)
     followers: list[Follower] = field(default_factory=list)
-    turns: dict[Turn, None] = field(default_factory=dict)
+    turns: dict[CallLimit, None] = field(default_factory=dict)
     _failures: dict[str, int] = field(default_factory=dict)
     _failed_at: deque[float] = field(default_factory=deque)
     _enabled: anyio.Event = field(default_factory=anyio.Event)
@@ -66,22 +66,21 @@ class Plugin:
         return self.state is PluginState.ACTIVE
 
     def part(self, name: str, text: str) -> str:
-        """Note a part of it; returns what the part goes by."""
+        """Record a part; returns its full name."""
         self.parts.append(text)
         return f"{self.name}/{name}"
 
     def succeeded(self, part: str) -> None:
-        """Count what it did, and forgive the part what it failed before."""
+        """Count a success and reset the part's failures."""
         self.handled += 1
-        self.forgive(part)
+        self.reset_failures(part)
 
-    def forgive(self, part: str) -> None:
-        """What it failed before counts no more."""
+    def reset_failures(self, part: str) -> None:
         if self._failures:
             self._failures.pop(part, None)
 
-    def fell_short(self, part: str, reason: str, now: float) -> int:
-        """Count a failure; returns how many there were in a row, or half of the last minute's if those are more."""
+    def record_failure(self, part: str, reason: str, now: float) -> int:
+        """Count a failure; returns the failures in a row, or half of the last minute's failures if that is more."""
         self.failed += 1
         if self.active:
             self.reason = f"{part}: {reason}"
@@ -91,18 +90,18 @@ class Plugin:
             self._failed_at.popleft()
         return max(self._failures[part], len(self._failed_at) // 2)
 
-    def leave_out(self, state: PluginState, reason: str) -> None:
-        """Give it nothing more to do."""
+    def deactivate(self, state: PluginState, reason: str) -> None:
+        """Stop its handlers and cancel its running calls."""
         self.state, self.reason = state, reason
         for mailbox in self.mailboxes:
             mailbox.quarantine()
         for follower in self.followers:
             follower.pause()
-        for turn in self.turns:
-            turn.stop()
+        for limit in self.turns:
+            limit.stop()
 
-    def take_part(self) -> None:
-        """Give it its work again, and a clean record."""
+    def activate(self) -> None:
+        """Resume its handlers and reset its failures."""
         self.state, self.reason = PluginState.ACTIVE, None
         self._failures.clear()
         self._failed_at.clear()
@@ -113,14 +112,12 @@ class Plugin:
         self._enabled.set()
         self._enabled = anyio.Event()
 
-    async def activity(self) -> None:
-        """Wait until it takes part."""
+    async def wait_until_active(self) -> None:
         while not self.active:
             await self._enabled.wait()
 
     @property
     def view(self) -> PluginView:
-        """It as it is shown."""
         return PluginView(
             name=self.name,
             version=self.version,

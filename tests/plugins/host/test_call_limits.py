@@ -8,43 +8,43 @@ import anyio
 import pytest
 
 from forged.plugins.alarm_guard import Unguarded, guarded
-from forged.plugins.host.call_limits import GRACE_S, Turn
+from forged.plugins.host.call_limits import GRACE_S, CallLimit
 from tests.kernel_fixture import on_virtual_time, task_group
 
 
 class Piece:
-    """A piece of work under a turn, and how it went."""
+    """A piece of work under a limit, and how it went."""
 
-    def __init__(self, work: Callable[[Turn], Awaitable[object]], limit_s: float = 1.0) -> None:
+    def __init__(self, work: Callable[[CallLimit], Awaitable[object]], limit_s: float = 1.0) -> None:
         self.work = work
         self.limit_s = limit_s
-        self.turn: Turn
+        self.limit: CallLimit
         self.outcome = ""
         self.cancelling = 0
         self.took_s = 0.0
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        self.turn = turn = Turn()
+        self.limit = limit = CallLimit()
         began = loop.time()
-        turn.begin(self.limit_s)
+        limit.begin(self.limit_s)
         try:
-            await guarded(Unguarded(), math.inf, self.work(turn), lambda: turn.given_up)
+            await guarded(Unguarded(), math.inf, self.work(limit), lambda: limit.abandoned)
             self.outcome = "done"
         except asyncio.CancelledError:
             self.outcome = "cancelled"
         finally:
-            turn.end()
+            limit.end()
         task = asyncio.current_task()
         assert task is not None
         self.cancelling, self.took_s = task.cancelling(), loop.time() - began
 
 
-async def hang(_: Turn) -> None:
+async def hang(_: CallLimit) -> None:
     await asyncio.Event().wait()
 
 
-async def go_on(_: Turn) -> None:
+async def go_on(_: CallLimit) -> None:
     while True:
         try:
             await asyncio.Event().wait()
@@ -56,14 +56,14 @@ async def go_on(_: Turn) -> None:
 async def test_work_within_its_time_is_left_alone() -> None:
     piece = Piece(lambda _: anyio.sleep(0.9))
     await piece.run()
-    assert (piece.outcome, piece.turn.cancelled, piece.cancelling) == ("done", False, 0)
+    assert (piece.outcome, piece.limit.cancelled, piece.cancelling) == ("done", False, 0)
 
 
 @on_virtual_time
 async def test_work_over_its_time_is_cancelled_and_leaves_nothing_of_that_behind() -> None:
     piece = Piece(hang)
     await piece.run()
-    assert (piece.outcome, piece.turn.cancelled, piece.turn.given_up) == ("cancelled", True, False)
+    assert (piece.outcome, piece.limit.cancelled, piece.limit.abandoned) == ("cancelled", True, False)
     assert (piece.cancelling, piece.took_s) == (0, 1.0)
     await anyio.sleep(10)
 
@@ -72,7 +72,7 @@ async def test_work_over_its_time_is_cancelled_and_leaves_nothing_of_that_behind
 async def test_cancelled_work_may_put_things_in_order() -> None:
     tidied: list[float] = []
 
-    async def tidy(_: Turn) -> None:
+    async def tidy(_: CallLimit) -> None:
         try:
             await asyncio.Event().wait()
         finally:
@@ -88,7 +88,7 @@ async def test_cancelled_work_may_put_things_in_order() -> None:
 async def test_work_that_goes_on_for_too_long_is_given_up() -> None:
     piece = Piece(go_on)
     await piece.run()
-    assert (piece.outcome, piece.turn.given_up, piece.cancelling) == ("cancelled", True, 0)
+    assert (piece.outcome, piece.limit.abandoned, piece.cancelling) == ("cancelled", True, 0)
     assert piece.took_s == pytest.approx(1.0 + GRACE_S)
 
 
@@ -98,16 +98,16 @@ async def test_work_can_be_stopped_before_its_time_is_over() -> None:
     async with task_group() as tasks:
         tasks.start_soon(piece.run)
         await anyio.sleep(1)
-        piece.turn.stop()
-        piece.turn.stop()
+        piece.limit.stop()
+        piece.limit.stop()
         await anyio.sleep(1)
     assert (piece.outcome, piece.took_s) == ("cancelled", 1.0)
 
 
 @on_virtual_time
 async def test_work_that_stops_itself_is_stopped_where_it_waits_and_no_later() -> None:
-    async def stop(turn: Turn) -> None:
-        turn.stop()
+    async def stop(limit: CallLimit) -> None:
+        limit.stop()
 
     piece = Piece(stop)
     await piece.run()
@@ -115,8 +115,8 @@ async def test_work_that_stops_itself_is_stopped_where_it_waits_and_no_later() -
     # Whatever the task does next is none of the turn's business.
     await anyio.sleep(1)
 
-    async def stop_and_wait(turn: Turn) -> None:
-        turn.stop()
+    async def stop_and_wait(limit: CallLimit) -> None:
+        limit.stop()
         await asyncio.Event().wait()
 
     piece = Piece(stop_and_wait, 100.0)
@@ -127,9 +127,9 @@ async def test_work_that_stops_itself_is_stopped_where_it_waits_and_no_later() -
 @pytest.mark.parametrize(("behind_s", "outcome"), [(0.4, "done"), (0.6, "cancelled")])
 @on_virtual_time
 async def test_an_interlude_takes_none_of_the_time(behind_s: float, outcome: str) -> None:
-    async def work(turn: Turn) -> None:
+    async def work(limit: CallLimit) -> None:
         await anyio.sleep(0.5)
-        with turn.interlude():
+        with limit.paused():
             await anyio.sleep(100)
         await anyio.sleep(behind_s)
 
@@ -140,13 +140,13 @@ async def test_an_interlude_takes_none_of_the_time(behind_s: float, outcome: str
 
 @on_virtual_time
 async def test_interludes_that_overlap_are_one() -> None:
-    async def wait(turn: Turn, seconds: float) -> None:
-        with turn.interlude():
+    async def wait(limit: CallLimit, seconds: float) -> None:
+        with limit.paused():
             await anyio.sleep(seconds)
 
-    async def work(turn: Turn) -> None:
-        await asyncio.gather(wait(turn, 5), wait(turn, 10))
-        await hang(turn)
+    async def work(limit: CallLimit) -> None:
+        await asyncio.gather(wait(limit, 5), wait(limit, 10))
+        await hang(limit)
 
     piece = Piece(work)
     await piece.run()
@@ -157,8 +157,8 @@ async def test_interludes_that_overlap_are_one() -> None:
 async def test_what_the_daemon_does_in_an_interlude_is_not_stopped() -> None:
     done: list[str] = []
 
-    async def work(turn: Turn) -> None:
-        with turn.interlude():
+    async def work(limit: CallLimit) -> None:
+        with limit.paused():
             await anyio.sleep(10)
             done.append("it")
 
@@ -166,19 +166,19 @@ async def test_what_the_daemon_does_in_an_interlude_is_not_stopped() -> None:
     async with task_group() as tasks:
         tasks.start_soon(piece.run)
         await anyio.sleep(1)
-        piece.turn.stop()
+        piece.limit.stop()
         await anyio.sleep(20)
     assert (piece.outcome, done) == ("done", ["it"])
 
 
 @on_virtual_time
 async def test_an_interlude_that_outlives_its_turn_cancels_nobody() -> None:
-    async def outlive(turn: Turn) -> None:
-        with turn.interlude():
+    async def outlive(limit: CallLimit) -> None:
+        with limit.paused():
             await anyio.sleep(5)
 
-    async def work(turn: Turn) -> None:
-        tasks.append(asyncio.create_task(outlive(turn)))
+    async def work(limit: CallLimit) -> None:
+        tasks.append(asyncio.create_task(outlive(limit)))
         await asyncio.sleep(0)
 
     tasks: list[asyncio.Task[None]] = []
@@ -194,4 +194,4 @@ async def test_an_end_from_outside_is_not_taken_for_the_turn_s_own() -> None:
     with anyio.move_on_after(1) as scope:
         await piece.run()
     assert scope.cancel_called
-    assert (piece.turn.cancelled, piece.outcome) == (False, "cancelled")
+    assert (piece.limit.cancelled, piece.outcome) == (False, "cancelled")
