@@ -1,7 +1,7 @@
-"""Memory for many bytes, in the system's large pages where it has them.
+"""Anonymous memory in large pages where the kernel has them.
 
-Law: it begins at a page, is the process's own, and stays where it is until nobody refers to it any more. Of large pages
-few cover a block, and a disk that reads or writes past the page cache is told of few pieces instead of thousands.
+The memory begins at a page and is private to the process. A block covers a few large pages, so direct I/O passes the
+disk a few segments instead of thousands.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ LARGE_PAGE_BYTES = 2 << 20
 
 
 def new_memory(size: int) -> mmap.mmap:
-    """Memory for at least so many bytes, none of which was touched."""
+    """Untouched memory for at least `size` bytes."""
     length = max(1, -(-size // LARGE_PAGE_BYTES)) * LARGE_PAGE_BYTES
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
-        # A kernel without large pages refuses the wish, and the memory serves all the same.
+        # A kernel without large pages refuses the advice; the memory works without it.
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -1,8 +1,9 @@
-"""Threads that work off one list together.
+"""Runs one function over many items in several threads.
 
-Law: the first error stops all of them and is the one that is raised, when none of them works any more; so does a halt.
-Nobody is left behind in a thread that the caller does not know of. It works as well while the interpreter is ending,
-when the pools of the standard library take nothing more.
+Invariants:
+- The first error, or a cancelled token, stops all threads; it is raised when all of them have ended.
+- No thread outlives the call.
+- It also works at the interpreter's exit, when the executors of the standard library refuse work.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ THREADS_MAX = 8
 
 
 def threads_for(processors: int) -> int:
-    """How many threads work together where a process may use so many processors."""
+    """The number of threads for a process that may use this many processors."""
     return min(max(THREADS_MIN, processors), THREADS_MAX)
 
 
@@ -30,7 +31,7 @@ THREADS = threads_for(len(os.sched_getaffinity(0)))
 
 
 def run_all(act: Callable[[T], object], items: Iterable[T], token: CancelToken, threads: int = THREADS) -> None:
-    """Call `act` for every item; several at a time, begun in their order. The caller's thread is one of them."""
+    """Call `act` for every item, in order, on several threads; the caller's thread is one of them."""
     source, lock, failures = iter(items), threading.Lock(), list[BaseException]()
 
     def work() -> None:
@@ -40,24 +41,24 @@ def run_all(act: Callable[[T], object], items: Iterable[T], token: CancelToken, 
                     return
                 token.check()
                 act(item)
-        except BaseException as error:  # noqa: BLE001 - it is raised where all of them have ended
+        except BaseException as error:  # noqa: BLE001 - raised when all threads have ended
             failures.append(error)
 
-    others: list[_Other] = []
+    threads_started: list[_PoolThread] = []
     try:
-        # Where the system has no more threads to give, those that there are do it all.
+        # If the system refuses a new thread, the existing ones do all the work.
         with suppress(RuntimeError):
-            others.extend(_Other(work) for _ in range(threads - 1))
+            threads_started.extend(_PoolThread(work) for _ in range(threads - 1))
         work()
     finally:
-        for other in others:
-            other.see_the_end(failures)
+        for thread in threads_started:
+            thread.wait(failures)
     if failures:
         raise failures[0]
 
 
 def _taken(source: Iterator[T], lock: threading.Lock) -> Iterator[T]:
-    """The items that this thread gets."""
+    """The items that are left for this thread."""
     while True:
         with lock:
             try:
@@ -67,8 +68,8 @@ def _taken(source: Iterator[T], lock: threading.Lock) -> Iterator[T]:
         yield item
 
 
-class _Other:
-    """Another thread that works."""
+class _PoolThread:
+    """A thread of the pool."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
@@ -76,15 +77,15 @@ class _Other:
         self._thread = threading.Thread(target=self._run, name="checkpoint-pool")
         self._thread.start()
 
-    def see_the_end(self, failures: list[BaseException]) -> None:
-        """Wait for it; whatever interrupts that stops all of them.
+    def wait(self, failures: list[BaseException]) -> None:
+        """Wait for the thread; an interrupt stops all threads.
 
-        Python takes a thread for ended when an interrupt comes while it is joined, so it is joined when it has.
+        An interrupted `Thread.join` marks the thread as ended, so the event is awaited first.
         """
         while not self._has_ended.is_set():
             try:
                 self._has_ended.wait()
-            except BaseException as error:  # noqa: BLE001 - it is raised where all of them have ended
+            except BaseException as error:  # noqa: BLE001 - raised when all threads have ended
                 failures.insert(0, error)
         self._thread.join()
 

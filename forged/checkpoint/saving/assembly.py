@@ -1,7 +1,8 @@
-"""A file made of tensors that lie somewhere else, block by block.
+"""A file assembled block by block from tensors of a checkpoint or of memory.
 
-Law: what comes from a checkpoint was verified, and every chunk is hashed as it goes into the file. No more is in memory
-than the blocks that are being made, and the chunks that reach over their ends, which are fetched once.
+Invariants:
+- Bytes of a checkpoint are verified, and every chunk is hashed as it is put into the file.
+- Memory holds only the blocks in progress and the chunks that cross a block's end; these are fetched once.
 """
 
 from __future__ import annotations
@@ -31,31 +32,31 @@ from forged.checkpoint.saving.staging import StagedPart
 from forged.checkpoint.thread_pool import THREADS
 
 BLOCKS_KEPT_MAX = 2 * THREADS
-"""Each thread has two, where what it wants reaches from one into the next."""
+"""Two for each thread, because a run of bytes may cross from one block into the next."""
 
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class TensorSource(Protocol):
-    """Where tensors come from; asked by several threads."""
+    """Tensors by number; thread-safe."""
 
     @property
     def tensors(self) -> Tensors:
-        """All that there are."""
+        """The table of all tensors."""
         ...
 
-    def fetch(self, wanted: Sequence[int], boxes: Mapping[int, Box], rooms: Mapping[int, Array]) -> None:
-        """Fill a room for each of the wanted tensors; with a box of it, if there is one under its place."""
+    def fetch(self, wanted: Sequence[int], boxes: Mapping[int, Box], out: Mapping[int, Array]) -> None:
+        """Fill `out[place]` with tensor `wanted[place]`, or with its box `boxes[place]`."""
         ...
 
 
 class SavedTensors:
-    """The tensors of a checkpoint, or of parts of which no manifest says anything yet."""
+    """The tensors of a checkpoint, whose manifest need not be published yet."""
 
     def __init__(self, storage: Storage, manifest: Manifest, token: CancelToken) -> None:
         self.repaired: list[RepairedChunk] = []
-        """Where a healthy copy was read in the place of a bad chunk."""
+        """Corrupt chunks that were replaced by a healthy copy."""
         self._storage = storage
         self._index = Index(manifest)
         self._token = token
@@ -65,14 +66,14 @@ class SavedTensors:
     def tensors(self) -> Tensors:
         return self._index.manifest.tensors
 
-    def fetch(self, wanted: Sequence[int], boxes: Mapping[int, Box], rooms: Mapping[int, Array]) -> None:
+    def fetch(self, wanted: Sequence[int], boxes: Mapping[int, Box], out: Mapping[int, Array]) -> None:
         fetched = fetch(
             self._storage,
             self._index,
             wanted,
             self._token,
             boxes=boxes,
-            into=rooms,
+            into=out,
             repairer=self._repairer,
             threads=1,
         )
@@ -80,7 +81,7 @@ class SavedTensors:
 
 
 class MemoryTensors:
-    """The tensors that one rank is about to save, all of them whole: in its arrays, or staged."""
+    """The whole tensors of a single rank, in its arrays or staged."""
 
     def __init__(self, tensors: Tensors, image: ArrayImage, staged: StagedPart | None) -> None:
         self._tensors = tensors
@@ -90,15 +91,15 @@ class MemoryTensors:
     def tensors(self) -> Tensors:
         return self._tensors
 
-    def fetch(self, wanted: Sequence[int], boxes: Mapping[int, Box], rooms: Mapping[int, Array]) -> None:
+    def fetch(self, wanted: Sequence[int], boxes: Mapping[int, Box], out: Mapping[int, Array]) -> None:
         for place, number in enumerate(wanted):
             array = self._arrays[number]
             box = boxes.get(place)
-            np.copyto(rooms[place], array if box is None else array[box.within(whole(array.shape))])
+            np.copyto(out[place], array if box is None else array[box.within(whole(array.shape))])
 
 
 def _staged(tensors: Tensors, layout: Layout, view: memoryview) -> Iterator[Array]:
-    """The arrays in memory that is laid out as a file."""
+    """Views of the arrays in a staged part."""
     for number, (start, end) in enumerate(pairwise(layout.starts)):
         dtype = dtype_of(tensors.dtypes[number])
         flat = np.frombuffer(view[start:end], np.uint8)
@@ -110,7 +111,7 @@ def _staged(tensors: Tensors, layout: Layout, view: memoryview) -> Iterator[Arra
 
 
 class _Run(NamedTuple):
-    """Chunks of a piece that lie in a block as a whole."""
+    """Consecutive chunks of a piece that lie completely in one block."""
 
     place: int
     first: int
@@ -118,62 +119,60 @@ class _Run(NamedTuple):
 
 
 class _Chunks(NamedTuple):
-    """Those of a piece."""
+    """The chunks of a piece."""
 
     boxes: list[Box]
     starts: list[int]
-    """Where each begins in the piece, and where the last one ends."""
+    """The offset of each in the piece, and the end of the last one."""
 
 
 class Assembly:
-    """A part over an origin; a `ports.Source`, and what an image is to those who write."""
+    """A part over a tensor source; a `ports.Source` and a `PartImage`."""
 
-    def __init__(self, layout: Layout, share: Share, origin: TensorSource) -> None:
+    def __init__(self, layout: Layout, share: Share, source: TensorSource) -> None:
         self.layout = layout
         self.digests = blank_digests(layout)
-        self._origin = origin
+        self._source = source
         self._tensors = share.tensors
-        self._dtypes = [dtype_of(origin.tensors.dtypes[tensor]) for tensor in share.tensors]
+        self._dtypes = [dtype_of(source.tensors.dtypes[tensor]) for tensor in share.tensors]
         self._lock = threading.Lock()
         self._shared: dict[tuple[int, int], Future[Bytes]] = {}
-        """Chunks that reach over the end of a block, from the first asking for them to the second."""
+        """Chunks that cross a block's end, kept from their first use to their second."""
         self._blocks: OrderedDict[int, Future[Bytes]] = OrderedDict()
-        """The last ones of which somebody wanted a run."""
+        """The blocks that `run` used last."""
         self._cut: dict[int, _Chunks] = {}
 
     @property
     def size(self) -> int:
         return self.layout.size
 
-    def block(self, offset: int, room: memoryview) -> memoryview:
-        """Make a block."""
-        end = min(offset + len(room), self.size)
-        into: Bytes = np.frombuffer(room, np.uint8)[: end - offset]
+    def block(self, offset: int, buffer: memoryview) -> memoryview:
+        end = min(offset + len(buffer), self.size)
+        into: Bytes = np.frombuffer(buffer, np.uint8)[: end - offset]
         header = self.layout.header
         if offset < len(header):
             ours = header[offset:end]
             into[: len(ours)] = np.frombuffer(ours, np.uint8)
         runs: list[_Run] = []
         for place in self._places(offset, end):
-            self._take(place, offset, end, into, runs)
+            self._copy_crossing(place, offset, end, into, runs)
         self._fill(runs, offset, into)
-        return room[: end - offset]
+        return buffer[: end - offset]
 
     def chunk(self, place: int, offset: int, length: int) -> Bytes:
-        """A chunk of a piece."""
         return self.run(self.layout.starts[place] + offset, length)
 
     def run(self, offset: int, length: int) -> Bytes:
-        """Some bytes of the file; cheap for who goes through it from its beginning to its end."""
+        """Some bytes of the file. Cheap in sequential order, because the last blocks are kept."""
         end = offset + length
         found = []
         for start in range(offset // BLOCK_BYTES * BLOCK_BYTES, end, BLOCK_BYTES):
-            block = self._kept(start)
+            block = self._cached_block(start)
             found.append(block[max(0, offset - start) : end - start])
         return found[0] if len(found) == 1 else np.concatenate([*found, np.empty(0, np.uint8)])
 
-    def _kept(self, start: int) -> Bytes:
-        """A block of the file, made once as long as it is not forgotten."""
+    def _cached_block(self, start: int) -> Bytes:
+        """A block of the file, from the last blocks if it is among them."""
         with self._lock:
             future = self._blocks.get(start)
             if is_first := future is None:
@@ -195,13 +194,13 @@ class Assembly:
         return block
 
     def _places(self, offset: int, end: int) -> range:
-        """The pieces that have a byte between these."""
+        """The pieces with a byte in this range."""
         starts = self.layout.starts
         first = max(0, bisect_right(starts, offset) - 1)
         return range(first, min(bisect_left(starts, end), len(self._tensors)))
 
-    def _take(self, place: int, offset: int, end: int, into: Bytes, runs: list[_Run]) -> None:
-        """Copy the chunks that reach over an end of the block; note those that are in it."""
+    def _copy_crossing(self, place: int, offset: int, end: int, into: Bytes, runs: list[_Run]) -> None:
+        """Copy the chunks that cross an end of the block; append the others to `runs`."""
         start = self.layout.starts[place]
         if offset <= start and self.layout.starts[place + 1] <= end:
             count = self.layout.first_chunks[place + 1] - self.layout.first_chunks[place]
@@ -216,29 +215,29 @@ class Assembly:
             if 0 <= chunk < len(starts) - 1 and not first <= chunk < last:
                 low, high = max(offset, start + starts[chunk]), min(end, start + starts[chunk + 1])
                 if low < high:
-                    data = self._once(place, chunk)
+                    data = self._shared_chunk(place, chunk)
                     at = low - start - starts[chunk]
                     into[low - offset : high - offset] = data[at : at + high - low]
 
     def _fill(self, runs: list[_Run], offset: int, into: Bytes) -> None:
-        """Fetch what is in the block as a whole, and hash it."""
+        """Fetch and hash the chunks that lie completely in the block."""
         wanted: list[int] = []
         boxes: dict[int, Box] = {}
-        rooms: dict[int, Array] = {}
+        buffers: dict[int, Array] = {}
         for run in runs:
             for box, start, stop in self._boxes(run):
                 dtype = self._dtypes[run.place]
                 if stop > start:
                     boxes[len(wanted)] = box
-                    rooms[len(wanted)] = into[start - offset : stop - offset].view(dtype).reshape(box.shape)
+                    buffers[len(wanted)] = into[start - offset : stop - offset].view(dtype).reshape(box.shape)
                     wanted.append(self._tensors[run.place])
         if wanted:
-            self._origin.fetch(wanted, boxes, rooms)
+            self._source.fetch(wanted, boxes, buffers)
         for run in runs:
             self._hash(run, offset, into)
 
     def _boxes(self, run: _Run) -> list[tuple[Box, int, int]]:
-        """What is to be fetched for a run, and from where to where it lies in the file."""
+        """The boxes to fetch for a run, each with its start and end in the file."""
         start = self.layout.starts[run.place]
         whole = self.layout.boxes[run.place]
         if not run.first and self.layout.first_chunks[run.place] + run.end == self.layout.first_chunks[run.place + 1]:
@@ -260,13 +259,13 @@ class Assembly:
         at = self.layout.starts[run.place] - offset
         edges = self._chunks(run.place).starts[run.first : run.end + 1]
         for number, (low, high) in enumerate(pairwise(edges), self.layout.first_chunks[run.place] + run.first):
-            self._note(number, into[at + low : at + high])
+            self._set_digest(number, into[at + low : at + high])
 
-    def _note(self, number: int, data: Bytes) -> None:
+    def _set_digest(self, number: int, data: Bytes) -> None:
         self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES] = xxhash.xxh3_128_digest(data.data)
 
-    def _once(self, place: int, chunk: int) -> Bytes:
-        """A chunk that two blocks have something of; the second to ask gets what the first has fetched."""
+    def _shared_chunk(self, place: int, chunk: int) -> Bytes:
+        """A chunk that two blocks share: the first caller fetches it, the second gets the same bytes."""
         key = place, chunk
         with self._lock:
             future = self._shared.pop(key, None)
@@ -275,7 +274,7 @@ class Assembly:
         if not is_first:
             return future.result()
         try:
-            data = self._fetched(place, chunk)
+            data = self._fetch_chunk(place, chunk)
         except BaseException as error:
             with self._lock:
                 self._shared.pop(key, None)
@@ -284,17 +283,17 @@ class Assembly:
         future.set_result(data)
         return data
 
-    def _fetched(self, place: int, chunk: int) -> Bytes:
-        """A chunk in memory of its own, hashed."""
+    def _fetch_chunk(self, place: int, chunk: int) -> Bytes:
+        """Fetch a chunk into new memory, and hash it."""
         box = self._chunks(place).boxes[chunk]
-        room: Array = np.empty(box.shape, self._dtypes[place])
-        self._origin.fetch([self._tensors[place]], {0: box}, {0: room})
-        data: Bytes = room.reshape(-1).view(np.uint8)
-        self._note(self.layout.first_chunks[place] + chunk, data)
+        buffer: Array = np.empty(box.shape, self._dtypes[place])
+        self._source.fetch([self._tensors[place]], {0: box}, {0: buffer})
+        data: Bytes = buffer.reshape(-1).view(np.uint8)
+        self._set_digest(self.layout.first_chunks[place] + chunk, data)
         return data
 
     def _chunks(self, place: int) -> _Chunks:
-        """How a piece is cut."""
+        """The chunks of a piece."""
         found = self._cut.get(place)
         if found is None:
             box, grid = self.layout.boxes[place], self.layout.grids.get(place)

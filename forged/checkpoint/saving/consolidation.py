@@ -1,8 +1,9 @@
-"""Files of whole tensors, made from the parts of a checkpoint.
+"""Writes files of whole tensors, and the indexes that other tools read.
 
-Law: what is written was verified when it was read. Whoever works out who makes which file comes to the same result, so
-ranks share the work without talking about it. A file that does not come to its end is not there. An index replaces what
-stood there as a whole, and is taken away only by whose it is.
+Invariants:
+- Tensors that come from a checkpoint are verified as they are read.
+- A file that could not be finished is deleted.
+- An index is replaced atomically, and deleted only by the save that wrote it.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from forged.checkpoint.format.consolidated import (
     indexes_of,
     single_file_of,
 )
-from forged.checkpoint.format.manifest import Manifest, Part, Tensors
+from forged.checkpoint.format.manifest import Part, Tensors
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel
 from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.saving import parts
-from forged.checkpoint.saving.assembly import Assembly, SavedTensors, TensorSource
+from forged.checkpoint.saving.assembly import Assembly, TensorSource
 from forged.checkpoint.saving.image import layout_of
 from forged.checkpoint.saving.plan import Share
 from forged.checkpoint.storage import listing
 
 KEPT_BYTES_MAX = 1 << 30
-"""A larger file is compressed twice rather than kept in memory."""
+"""Compressed files up to this size are kept in memory; larger ones are compressed twice."""
 
 
 def planned_files(
@@ -40,7 +41,7 @@ def planned_files(
     level: CompressionLevel,
     file_bytes_max: int = FILE_BYTES_MAX,
 ) -> list[File]:
-    """The files that a checkpoint of whole tensors has; none where there are no tensors."""
+    """The files of a checkpoint of whole tensors; none without tensors."""
     if not tensors.names:
         return []
     is_packed = level is not CompressionLevel.NONE
@@ -49,52 +50,18 @@ def planned_files(
     if layout is CheckpointFormat.SINGLE_FILE:
         name = listing.part_name(prefix, save_id, 0, 1, is_packed=is_packed)
         return [single_file_of(tensors, name.removeprefix(f"{prefix}/"))]
-    raise invalid(f"{layout} has no files of whole tensors", "use single_file or consolidated")
-
-
-def share_of(files: Sequence[File], rank: int, world_size: int) -> list[File]:
-    """Which of the files a rank makes: the largest that are left go to whoever has the least to do."""
-    loads = [0] * world_size
-    mine = []
-    for file in sorted(files, key=lambda one: (-one.size, one.name)):
-        least = loads.index(min(loads))
-        loads[least] += file.size
-        if least == rank:
-            mine.append(file)
-    return sorted(mine, key=lambda one: one.name)
-
-
-def consolidate(
-    storage: Storage,
-    source: Manifest,
-    files: Sequence[File],
-    level: CompressionLevel,
-    rank: int,
-    token: CancelToken,
-) -> list[Part]:
-    """Make files from the parts that `source` names, under its prefix; durable when it returns.
-
-    `source` need not be published. Blocks are read, verified, hashed and written one after the other.
-    """
-    origin = SavedTensors(storage, source, token)
-    written: list[Part] = []
-    try:
-        written.extend(write_file(storage, source.prefix, file, origin, level, rank, token) for file in files)
-    except BaseException:
-        storage.delete([part.file for part in written])
-        raise
-    return written
+    raise invalid(f"format {layout} has no files of whole tensors", "use single_file or consolidated")
 
 
 class NamedShare(NamedTuple):
-    """What becomes a file."""
+    """The contents of a file."""
 
     file: str
     rank: int
-    """Who is said to have written it."""
+    """The rank that the manifest names as the writer."""
     share: Share
     names: Sequence[str] | None
-    """What its tensors are called there; as in the manifest without any."""
+    """The tensors' names in the file; None: as in the manifest."""
 
 
 def write_file(
@@ -106,7 +73,7 @@ def write_file(
     rank: int,
     token: CancelToken,
 ) -> Part:
-    """Make one file of whole tensors; durable when it returns."""
+    """Write one file of whole tensors durably."""
     named = NamedShare(f"{prefix}/{file.name}", rank, Share(file.tensors, {}), file.names)
     return write_share(storage, named, origin, level, token)
 
@@ -114,7 +81,7 @@ def write_file(
 def write_share(
     storage: Storage, named: NamedShare, origin: TensorSource, level: CompressionLevel, token: CancelToken
 ) -> Part:
-    """Make one file; durable when it returns."""
+    """Write one file durably."""
     file, rank, share, names = named
     metadata = parts.FILE_METADATA if names is None else FILE_METADATA
     assembly = Assembly(layout_of(origin.tensors, share, metadata, names), share, origin)
@@ -125,10 +92,7 @@ def write_share(
 
 
 def write_indexes(storage: Storage, prefix: str, save_id: str, files: Sequence[File]) -> dict[str, int]:
-    """Write the documents that tell other tools which tensor is where, for `publish_indexes`.
-
-    Returned is what they are going to be called, with their sizes, for the manifest.
-    """
+    """Write the indexes under temporary names, for `publish_indexes`; return their final names and sizes."""
     documents = {_index_names(prefix, save_id, name): data for name, data in indexes_of(files).items()}
     for _, shown in documents:
         _require_ours(storage, shown)
@@ -142,16 +106,16 @@ def write_indexes(storage: Storage, prefix: str, save_id: str, files: Sequence[F
 
 
 def publish_indexes(storage: Storage, prefix: str, save_id: str, files: Sequence[File]) -> None:
-    """Put the indexes where other tools look for them; what another save has left there is replaced.
+    """Give the indexes their final names, over those that another save has left there.
 
-    Only of a save whose manifest stands, so that no other one is at it.
+    Call it after the manifest is published: then no other save uses the prefix.
     """
     for name in indexes_of(files):
         storage.move(*_index_names(prefix, save_id, name))
 
 
 def withdraw_indexes(storage: Storage, prefix: str, save_id: str, files: Sequence[File]) -> None:
-    """Have the indexes of these files no more; what another save has put in their place stays."""
+    """Delete the indexes of these files, but not an index that another save has put in their place."""
     doomed = []
     for name, data in indexes_of(files).items():
         own, shown = _index_names(prefix, save_id, name)
@@ -160,17 +124,17 @@ def withdraw_indexes(storage: Storage, prefix: str, save_id: str, files: Sequenc
 
 
 def _require_ours(storage: Storage, shown: str) -> None:
-    """Refuse to replace an index that no save has put there."""
+    """Refuse to replace an index that was not written by a save."""
     if not listing.is_replaceable_index(storage, shown):
         raise CheckpointException(
-            f"{shown} in {storage.url} is the index of a model from elsewhere",
+            f"{shown} in {storage.url} is an index that forged has not written",
             shown,
             ExceptionType.SAVE_FAILED,
             code="checkpoint_index_foreign",
-            fix="give the checkpoint another name, or move that model away",
+            fix="use another prefix, or move that index away",
         )
 
 
 def _index_names(prefix: str, save_id: str, name: str) -> tuple[str, str]:
-    """Under which name an index is written, and under which one other tools look for it."""
+    """An index's temporary name and its final one."""
     return f"{prefix}/{save_id}.{name}", f"{prefix}/{name}"

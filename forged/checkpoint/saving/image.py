@@ -1,8 +1,9 @@
-"""A part of a checkpoint as the file that it will be, before it is one.
+"""The image of a part: the bytes of its file, taken from the arrays.
 
-Law: bytes are taken from the arrays themselves, block by block, by several threads, and copied once. Every chunk is
-hashed by whoever takes the block that it begins in, from the same memory, while that is in the processor's cache. The
-arrays must not change meanwhile.
+Invariants:
+- Several threads take blocks; each byte is copied once.
+- The thread that takes a block hashes the chunks that begin in it, from memory that is in the processor's cache.
+- The arrays must not change meanwhile.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from forged.checkpoint.ports import BLOCK_BYTES
 from forged.checkpoint.saving.plan import Share
 
 SMALL_BYTES = 1 << 15
-"""So small arrays are joined, several at a time."""
+"""Arrays up to this size are joined, several at a time."""
 
 HOT_BYTES = 1 << 19
-"""So much is copied and then hashed at a time; the processor's cache still has it then."""
+"""Copied and then hashed at a time, while the processor's cache has the bytes."""
 
 EMPTY_DIGEST = xxhash.xxh3_128_digest(b"")
 
@@ -46,32 +47,30 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the pieces of a part and their chunks lie; the same for every save of arrays of the same shapes."""
+    """The offsets of a part's pieces and chunks; the same for every save of arrays of the same shapes."""
 
     header: bytes
     boxes: list[Box]
     grids: dict[int, Grid]
-    """Of the pieces that have several chunks."""
+    """For pieces with several chunks."""
     itemsizes: list[int]
     starts: list[int]
-    """Where each piece begins in the file, and where the last one ends."""
+    """The offset of each piece in the file, and the end of the last one."""
     first_chunks: list[int]
-    """The number of the first chunk of each piece, and that of all chunks."""
+    """The number of each piece's first chunk, and the number of all chunks."""
     marks: dict[int, list[int]]
-    """Of the pieces that have several chunks, where in the piece each begins, and where the last one ends."""
+    """For pieces with several chunks: the offset of each in the piece, and the end of the last one."""
 
     @property
     def size(self) -> int:
-        """How large the file is."""
         return self.starts[-1]
 
     @property
     def chunks(self) -> int:
-        """How many there are."""
         return self.first_chunks[-1]
 
     def lengths_of(self, place: int) -> list[int]:
-        """How long each chunk of a piece is."""
+        """The lengths of a piece's chunks."""
         if place in self.marks:
             return [end - start for start, end in pairwise(self.marks[place])]
         count = self.first_chunks[place + 1] - self.first_chunks[place]
@@ -79,7 +78,7 @@ class Layout:
 
 
 def layout_of(tensors: Tensors, share: Share, metadata: dict[str, str], names: Sequence[str] | None = None) -> Layout:
-    """How a share lies in its file; `names` is what its pieces are called there, if not as in the manifest."""
+    """The layout of a share's file; `names` are the pieces' names in it if they differ from the manifest."""
     entries, boxes, itemsizes, sizes, counts = [], [], [], [], []
     grids: dict[int, Grid] = {}
     marks: dict[int, list[int]] = {}
@@ -104,7 +103,7 @@ def layout_of(tensors: Tensors, share: Share, metadata: dict[str, str], names: S
 
 
 def _entry_name(tensors: Tensors, number: int, box: Box, shape: Shape) -> str:
-    """What a piece is called to other tools."""
+    """A piece's name for other tools."""
     name = tensors.names[number]
     if number in tensors.ranks:
         name = f"{name}@{tensors.ranks[number]}"
@@ -115,27 +114,25 @@ def _entry_name(tensors: Tensors, number: int, box: Box, shape: Shape) -> str:
 
 
 class PartImage(Protocol):
-    """Whatever gives the bytes of a part."""
+    """The bytes of a part and the digests of its chunks."""
 
     layout: Layout
     digests: bytearray
-    """Of all chunks whose blocks were asked for."""
+    """Of all chunks whose blocks were taken."""
 
     @property
-    def size(self) -> int:
-        """How large the file is."""
-        ...
+    def size(self) -> int: ...
 
     def chunk(self, place: int, offset: int, length: int) -> Bytes:
-        """A chunk of a piece, from its offset there."""
+        """A chunk, by its offset in a piece."""
         ...
 
 
 class ArrayImage:
-    """A part over the arrays of the caller; a `ports.Source`."""
+    """A part over the caller's arrays; a `ports.Source`."""
 
     def __init__(self, layout: Layout, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
-        """`arrays` are those of the pieces, in order."""
+        """`arrays` are the pieces, in order."""
         self.layout = layout
         self.digests = blank_digests(layout)
         self.arrays = list(arrays)
@@ -146,7 +143,7 @@ class ArrayImage:
         return self.layout.size
 
     def block(self, offset: int, room: memoryview) -> memoryview:
-        """Copy a block, and hash the chunks that begin in it."""
+        """Copy a block into `room`, and hash the chunks that begin in it."""
         layout = self.layout
         end = min(offset + len(room), layout.size)
         at = offset
@@ -171,11 +168,11 @@ class ArrayImage:
         self.arrays, self._pieces = [], []
 
     def chunk(self, place: int, offset: int, length: int) -> Bytes:
-        """Some bytes of a piece, in one run."""
+        """Some contiguous bytes of a piece."""
         return self._pieces[place].run(offset, length)
 
     def _copy_small(self, place: int, at: int, end: int, offset: int, into: Bytes) -> tuple[int, int]:
-        """Copy and hash a row of small arrays; returns where the next begins, and which it is."""
+        """Copy and hash consecutive small arrays; returns the offset and the number of the next array."""
         starts, first = self.layout.starts, place
         while place < len(self._pieces) and starts[place] < end and starts[place + 1] - starts[place] <= SMALL_BYTES:
             place += 1
@@ -187,33 +184,30 @@ class ArrayImage:
         return stop, place
 
     def _hash_small(self, first: int, behind: int) -> None:
-        """Hash some small pieces."""
+        """Hash small pieces."""
         numbers, marks = self.layout.first_chunks, self.layout.marks
         for place in range(first, behind):
             if place in marks:
                 self._hash(place, 0, marks[place][-1])
             elif numbers[place] < numbers[place + 1]:
-                self._note(numbers[place], self._pieces[place].all())
+                self._set_digest(numbers[place], self._pieces[place].all())
 
     def _hash(self, place: int, low: int, high: int) -> None:
-        """Hash the chunks of a piece that begin between these."""
+        """Hash the chunks of a piece that begin in this range."""
         piece, number = self._pieces[place], self.layout.first_chunks[place]
         marks = self.layout.marks.get(place)
         if marks is not None:
             for chunk in range(bisect_left(marks, low), bisect_left(marks, high)):
-                self._note(number + chunk, piece.run(marks[chunk], marks[chunk + 1] - marks[chunk]))
+                self._set_digest(number + chunk, piece.run(marks[chunk], marks[chunk + 1] - marks[chunk]))
         elif not low:
-            self._note(number, piece.all())
+            self._set_digest(number, piece.all())
 
-    def _note(self, number: int, chunk: Any) -> None:
-        """Keep the digest of a chunk."""
+    def _set_digest(self, number: int, chunk: Any) -> None:
         self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES] = xxhash.xxh3_128_digest(chunk)
 
 
 def blank_digests(layout: Layout) -> bytearray:
-    """Room for the digests of a part; in it those of chunks without a byte, such as strings of no length, which are in
-    no block.
-    """
+    """Memory for a part's digests, filled in for chunks without bytes (strings of length 0), which are in no block."""
     digests = bytearray(DIGEST_BYTES * layout.chunks)
     if 0 in layout.itemsizes:
         for place, itemsize in enumerate(layout.itemsizes):
@@ -224,7 +218,7 @@ def blank_digests(layout: Layout) -> bytearray:
 
 
 class _Contiguous:
-    """An array whose bytes lie in their order."""
+    """A C-contiguous array."""
 
     __slots__ = ("_flat",)
     step_bytes = HOT_BYTES
@@ -233,24 +227,21 @@ class _Contiguous:
         self._flat: Bytes = array.reshape(-1).view(np.uint8)
 
     def all(self) -> Bytes:
-        """All bytes."""
         return self._flat
 
     def run(self, offset: int, length: int) -> Bytes:
-        """Some of them."""
         return self._flat[offset : offset + length]
 
     def copy(self, offset: int, into: Bytes) -> None:
-        """Put some of them somewhere."""
         np.copyto(into, self._flat[offset : offset + into.size])
 
 
 class _Strided:
-    """An array whose elements lie apart; brought together chunk by chunk."""
+    """An array that is not contiguous; made contiguous chunk by chunk."""
 
     __slots__ = ("_array", "_chunks", "_starts")
     step_bytes = BLOCK_BYTES
-    """Of less, every chunk would be brought together several times."""
+    """With a smaller step, each chunk would be made contiguous several times."""
 
     def __init__(self, array: np.ndarray[Any, Any], box: Box, grid: Grid) -> None:
         self._array = array
@@ -284,12 +275,12 @@ def _bytes_of(array: np.ndarray[Any, Any], place: int, layout: Layout) -> _Conti
 
 
 def blocks(size: int) -> range:
-    """Where the blocks of so many bytes begin."""
+    """The offsets of the blocks of `size` bytes."""
     return range(0, size, BLOCK_BYTES)
 
 
 def slice_of(array: np.ndarray[Any, Any], held: Box, wanted: Box) -> np.ndarray[Any, Any]:
-    """The part of a rank's array that it writes."""
+    """The box of a rank's array that the rank writes."""
     if held == wanted:
         return array
     assert intersection(held, wanted) == wanted

@@ -1,7 +1,8 @@
-"""One rank's part of a save: described, laid out, written.
+"""Writes one rank's part of a checkpoint, uncompressed or compressed.
 
-Law: what is written is what was described, and the receipt says what was written. A part that does not come to its end
-leaves no file.
+Invariants:
+- The returned `Part` describes exactly the bytes of the file.
+- A part that could not be written leaves no file.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from forged.checkpoint.saving.staging import StagedPart
 from forged.checkpoint.thread_pool import THREADS, run_all
 
 FILE_METADATA = {"format": "np", "by": "forged"}
-"""What readers of safetensors files look for."""
+"""Readers of safetensors files expect `format`."""
 RUN_BYTES = 64 << 20
-"""So much of a piece is compressed by one thread, which learns whether that pays."""
+"""One thread compresses this much of a piece, and learns meanwhile whether the piece gets smaller."""
 
 
 def image_of(plan: Plan, rank: int, leaves: Sequence[Leaf], layout: Layout | None = None) -> ArrayImage:
-    """What a rank writes, as the file that it will be."""
+    """A rank's share as the image of its file."""
     share = plan.shares[rank]
     layout = layout or layout_of(plan.tensors, share, FILE_METADATA)
     if len(share.tensors) == len(leaves) and not share.boxes and plan.numbers[rank] == share.tensors:
@@ -48,13 +49,13 @@ def image_of(plan: Plan, rank: int, leaves: Sequence[Leaf], layout: Layout | Non
 def write_uncompressed(
     storage: Storage, file: str, rank: int, share: Share, image: PartImage, source: Source, token: CancelToken
 ) -> Part:
-    """Write a part as it lies in memory; `source` is the image, or what was staged of it."""
+    """Write a part as it is in memory; `source` is the image or its staged copy."""
     write_durably(storage, file, source, token)
     return part_of(file, rank, share, image)
 
 
 def part_of(file: str, rank: int, share: Share, image: PartImage) -> Part:
-    """What the manifest says of a part."""
+    """The manifest's entry for a part."""
     header = image.layout.header
     boxes, box_of = deduplicate_boxes(share.boxes, len(share.tensors))
     return Part(
@@ -71,14 +72,14 @@ def part_of(file: str, rank: int, share: Share, image: PartImage) -> Part:
 
 
 def empty_part(file: str, rank: int) -> Part:
-    """What a rank says that has nothing to write: there is no such file, and the manifest names none."""
+    """The report of a rank without anything to write. There is no such file, and the manifest does not name it."""
     return Part(file, rank, 0, 0, [], [], [], "", "")
 
 
 def write_compressed(
     storage: Storage, file: str, rank: int, share: Share, packed: CompressedPart, token: CancelToken
 ) -> Part:
-    """Write a part compressed: chunk behind chunk, without a header."""
+    """Write a part as a sequence of compressed chunks without a header."""
     write_durably(storage, file, packed, token)
     boxes, box_of = deduplicate_boxes(share.boxes, len(share.tensors))
     return Part(
@@ -96,10 +97,10 @@ def write_compressed(
 
 
 class CompressedPart:
-    """A part compressed; a `ports.Source`.
+    """A compressed part; a `ports.Source`.
 
-    A storage wants to know how large a file will be. So all of it is compressed first, and kept; or, where that would
-    be too much, compressed once more when it is written.
+    A storage needs the size of a file before its bytes. So all chunks are compressed first, and kept; or, without
+    `keeps`, compressed again when they are written.
     """
 
     def __init__(
@@ -120,10 +121,10 @@ class CompressedPart:
         self._token = token
         self._keeps = keeps
         self._lengths = list(chain.from_iterable(map(layout.lengths_of, range(len(layout.boxes)))))
-        self._memory = list(accumulate(self._lengths, initial=0))
+        self._offsets = list(accumulate(self._lengths, initial=0))
         self._chunks: dict[int, bytes | memoryview] = {}
-        """All of them; or those that reach over the end of a block, until the next one is asked for."""
-        run_all(self._pack, self._stretches(), token, THREADS)
+        """All chunks; without `keeps` those that cross a block's end, until the next block."""
+        run_all(self._pack, self._runs(), token, THREADS)
         self._starts = list(accumulate(map(abs, self.stored), initial=0))
 
     @property
@@ -131,7 +132,6 @@ class CompressedPart:
         return self._starts[-1]
 
     def block(self, offset: int, room: memoryview) -> memoryview:
-        """Make a block."""
         number, at = bisect_right(self._starts, offset) - 1, offset
         end = min(offset + len(room), self.size)
         while at < end:
@@ -143,18 +143,18 @@ class CompressedPart:
             at, number = stop, number + 1
         return room[: end - offset]
 
-    def _stretches(self) -> Iterator[range]:
-        """The chunks, in runs for one thread each; none has chunks of several pieces."""
+    def _runs(self) -> Iterator[range]:
+        """The chunks in runs for one thread each. A run belongs to one piece."""
         for first, end in pairwise(self._image.layout.first_chunks):
             while first < end:
-                stop = min(end, max(first + 1, bisect_right(self._memory, self._memory[first] + RUN_BYTES) - 1))
+                stop = min(end, max(first + 1, bisect_right(self._offsets, self._offsets[first] + RUN_BYTES) - 1))
                 yield range(first, stop)
                 first = stop
 
-    def _pack(self, stretch: range) -> None:
-        """Compress some chunks of a piece, as long as that pays."""
+    def _pack(self, run: range) -> None:
+        """Compress some chunks of a piece; skip chunks after several that did not get smaller."""
         backoff = CompressionBackoff()
-        for number in stretch:
+        for number in run:
             self._token.check()
             raw = self._raw(number)
             small = compress(raw, self._itemsize(number), self._level) if backoff.should_try() else None
@@ -165,7 +165,7 @@ class CompressedPart:
             self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES] = xxhash.xxh3_128_digest(raw)
 
     def _chunk(self, number: int) -> bytes | memoryview:
-        """A chunk as it is in the file."""
+        """A chunk's bytes in the file."""
         if self._keeps:
             return self._chunks[number]
         found = self._chunks.pop(number, None)
@@ -177,10 +177,10 @@ class CompressedPart:
         small = compress(raw, self._itemsize(number), self._level)
         if small is None or len(small) != self.stored[number]:
             raise CheckpointException(
-                "arrays have changed while they were written",
+                "arrays were changed while they were written",
                 type=ExceptionType.SAVE_FAILED,
                 code="checkpoint_state_changed",
-                fix="let nobody write to them until the save is staged",
+                fix="do not write to the arrays until the save is staged",
             )
         return small
 
@@ -188,13 +188,13 @@ class CompressedPart:
         return self._image.layout.itemsizes[self._place(number)]
 
     def _place(self, number: int) -> int:
-        """In which piece a chunk is."""
+        """The piece of a chunk."""
         return bisect_right(self._image.layout.first_chunks, number) - 1
 
     def _raw(self, number: int) -> memoryview:
-        """A chunk as it is in memory."""
+        """A chunk's bytes in memory."""
         layout, place = self._image.layout, self._place(number)
-        offset, length = self._memory[number] - self._memory[layout.first_chunks[place]], self._lengths[number]
+        offset, length = self._offsets[number] - self._offsets[layout.first_chunks[place]], self._lengths[number]
         if self._staged is None:
             return self._image.chunk(place, offset, length).data
         start = layout.starts[place] + offset
@@ -202,7 +202,7 @@ class CompressedPart:
 
 
 def write_durably(storage: Storage, file: str, source: Source, token: CancelToken) -> None:
-    """Write a file, whose bytes and whose name are durable then; if that cannot be, there is none."""
+    """Write a file with durable bytes and a durable name, or leave none."""
     require_free_space(storage, file, source.size)
     storage.write(file, source, token)
     try:
@@ -214,13 +214,13 @@ def write_durably(storage: Storage, file: str, source: Source, token: CancelToke
 
 
 def require_free_space(storage: Storage, file: str, size: int) -> None:
-    """Refuse to begin what cannot be ended."""
+    """Refuse a file that the free space cannot hold."""
     free = storage.free_bytes()
     if free is not None and free < size:
         raise CheckpointException(
-            f"{file} needs {size} bytes, and {storage.url} has room for {free}",
+            f"{file} needs {size} bytes; {storage.url} has {free} bytes free",
             file,
             ExceptionType.STORAGE_ERROR,
             code="checkpoint_disk_full",
-            fix="delete checkpoints that are not needed (`forgectl ckpt rm`), or give it more room",
+            fix="delete checkpoints (`forgectl ckpt rm`), or enlarge the storage",
         )

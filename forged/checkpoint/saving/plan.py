@@ -1,8 +1,10 @@
-"""Who writes what.
+"""The save plan: which rank writes which box of which tensor.
 
-Law: from the same descriptions every rank would decide the same. What one rank alone has, it writes; what several have
-alike is written once, or as often as copies are wanted, and they share the bytes evenly. A tensor of which something
-would be missing is refused before anything is written.
+Invariants:
+- The plan is a function of the ranks' descriptions.
+- A box that one rank holds is written by that rank. A box that several ranks hold is written once, or `copies` times,
+  and these ranks share the bytes evenly.
+- A tensor whose boxes do not cover its shape is refused before anything is written.
 """
 
 from __future__ import annotations
@@ -23,25 +25,24 @@ from forged.checkpoint.format.manifest import BoxText, Tensors
 from forged.checkpoint.format.tree import Leaf
 
 UNSPLIT_BYTES_MAX = 1 << 20
-"""Less is not cut among ranks."""
+"""Boxes up to this size are not split among ranks."""
 CELLS_MAX = 1 << 24
 
 
 class Description(msgspec.Struct, frozen=True, array_like=True):
-    """The arrays that a rank has to save, by column, in the order of its tree."""
+    """The arrays of a rank as columns, in the order of its tree."""
 
     names: list[str]
     dtypes: list[str]
     shapes: list[tuple[int, ...]]
-    """Of the whole arrays."""
+    """Global shapes."""
     boxes: dict[int, BoxText]
-    """Of those of which it has but a part."""
+    """By position: the boxes of arrays that the rank holds in part."""
     private: list[int]
-    """Those that are its own."""
+    """Positions of arrays that belong to this rank only (`PerRank`)."""
 
     @classmethod
     def of(cls, leaves: Sequence[Leaf]) -> Description:
-        """What there is to say of some leaves."""
         return cls(
             [leaf.name for leaf in leaves],
             [name_of(leaf.array.dtype) for leaf in leaves],
@@ -51,53 +52,52 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def digest(self) -> bytes:
-        """What tells it from any other."""
         return xxhash.xxh3_128_digest(msgspec.msgpack.encode(self))
 
     def box(self, number: int) -> Box:
-        """Which part of its array the rank has."""
+        """The box of an array that the rank holds."""
         return Box(*self.boxes[number]) if number in self.boxes else whole(self.shapes[number])
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank writes: tensors, in this order, and the boxes of those that it does not write as a whole."""
+    """What one rank writes: tensors in this order, and the boxes of those that it writes in part."""
 
     tensors: list[int]
     boxes: dict[int, BoxText]
 
     def box(self, place: int, shape: Shape) -> Box:
-        """Of which part of its tensor a piece is."""
+        """The box of a piece in its tensor."""
         return Box(*self.boxes[place]) if place in self.boxes else whole(shape)
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
-    """All tensors of the checkpoint, and who writes what of them."""
+    """The tensors of a checkpoint, and each rank's share of them."""
 
     tensors: Tensors
     numbers: list[list[int]]
-    """By rank: which of the tensors each of its arrays is, in the order of its tree."""
+    """By rank: the tensor number of each array, in the order of the rank's tree."""
     shares: list[Share]
 
 
 def plan(descriptions: Sequence[Description], copies: int = 1) -> Plan:
-    """Who writes what, from what all ranks have."""
+    """Make the plan from the descriptions of all ranks."""
     if len(descriptions) == 1 and not descriptions[0].boxes:
         return _alone(descriptions[0])
     table = _Table()
-    numbers = [table.enter(rank, description) for rank, description in enumerate(descriptions)]
-    _note_splits(table.tensors, numbers, descriptions)
+    numbers = [table.add(rank, description) for rank, description in enumerate(descriptions)]
+    _record_splits(table.tensors, numbers, descriptions)
     return Plan(table.tensors, numbers, _shares(table, len(descriptions), copies))
 
 
 def _alone(description: Description) -> Plan:
-    """One rank that has all of everything writes all."""
+    """The plan of a single rank without sharded arrays."""
     count = len(description.names)
     tensors = Tensors(description.names, description.dtypes, description.shapes, dict.fromkeys(description.private, 0))
     return Plan(tensors, [list(range(count))], [Share(list(range(count)), {})])
 
 
-def _note_splits(tensors: Tensors, numbers: list[list[int]], descriptions: Sequence[Description]) -> None:
-    """Tell what each rank has of the tensors that are given in parts; tensors that are split alike share that."""
+def _record_splits(tensors: Tensors, numbers: list[list[int]], descriptions: Sequence[Description]) -> None:
+    """Record which rank holds which box of each sharded tensor; tensors with equal splits share one entry."""
     splits: defaultdict[int, dict[int, BoxText]] = defaultdict(dict)
     for rank, description in enumerate(descriptions):
         its = numbers[rank]
@@ -111,29 +111,29 @@ def _note_splits(tensors: Tensors, numbers: list[list[int]], descriptions: Seque
 
 
 class _Table:
-    """The tensors of all ranks, and who has which parts of them."""
+    """The tensors of all ranks, and the ranks that hold each of their boxes."""
 
     def __init__(self) -> None:
         self.tensors = Tensors([], [], [], {}, [], {})
         self.holders: list[dict[Box, list[int]]] = []
         self._number: dict[tuple[str, int], int] = {}
 
-    def enter(self, rank: int, description: Description) -> list[int]:
-        """Take a rank's arrays in; returns their numbers."""
+    def add(self, rank: int, description: Description) -> list[int]:
+        """Add a rank's arrays; returns their tensor numbers."""
         private = frozenset(description.private)
         numbers = []
         for place, name in enumerate(description.names):
             owner = rank if place in private else -1
             number = self._number.setdefault((name, owner), len(self._number))
             if number == len(self.holders):
-                self._begin(name, description.dtypes[place], description.shapes[place], owner)
+                self._add_tensor(name, description.dtypes[place], description.shapes[place], owner)
             else:
-                self._require_alike(number, rank, description, place)
+                self._require_same_type(number, rank, description, place)
             self.holders[number].setdefault(description.box(place), []).append(rank)
             numbers.append(number)
         return numbers
 
-    def _begin(self, name: str, dtype: str, shape: Shape, owner: int) -> None:
+    def _add_tensor(self, name: str, dtype: str, shape: Shape, owner: int) -> None:
         if owner >= 0:
             self.tensors.ranks[len(self.holders)] = owner
         self.tensors.names.append(name)
@@ -141,47 +141,49 @@ class _Table:
         self.tensors.shapes.append(tuple(shape))
         self.holders.append({})
 
-    def _require_alike(self, number: int, rank: int, description: Description, place: int) -> None:
+    def _require_same_type(self, number: int, rank: int, description: Description, place: int) -> None:
         known = self.tensors.dtypes[number], tuple(self.tensors.shapes[number])
         its = description.dtypes[place], tuple(description.shapes[place])
         if known != its:
             other = min(ranks[0] for ranks in self.holders[number].values())
             raise CheckpointException(
                 f"{self.tensors.names[number]} is {its[0]} {its[1]} at rank {rank}, "
-                f"and {known[0]} {known[1]} at rank {other}",
+                f"but {known[0]} {known[1]} at rank {other}",
                 code="checkpoint_ranks_differ",
-                fix="give parts of one array as ShardedArray, and what every rank has for itself as PerRank",
+                fix="use ShardedArray for parts of one array, and PerRank for values that differ between ranks",
             )
 
 
 def _shares(table: _Table, ranks: int, copies: int) -> list[Share]:
-    """What each rank writes."""
+    """The share of each rank."""
     shares = [Share([], {}) for _ in range(ranks)]
     common: defaultdict[tuple[int, ...], list[tuple[int, Box, int]]] = defaultdict(list)
     for number, held in enumerate(table.holders):
         shape = tuple(table.tensors.shapes[number])
         itemsize = dtype_of(table.tensors.dtypes[number]).itemsize
         _require_covered(table.tensors.names[number], shape, list(held))
-        for box, holders in held.items():
-            if len(holders) == 1:
-                _give(shares[holders[0]], number, box, shape)
+        for box, ranks_of_box in held.items():
+            if len(ranks_of_box) == 1:
+                _add(shares[ranks_of_box[0]], number, box, shape)
             else:
-                common[tuple(holders)].append((number, box, box.volume * itemsize))
-    for together, boxes in common.items():
-        for who, number, box in _spread(table, boxes, len(together)):
-            for copy in range(min(copies, len(together))):
-                _give(shares[together[(who + copy) % len(together)]], number, box, tuple(table.tensors.shapes[number]))
+                common[tuple(ranks_of_box)].append((number, box, box.volume * itemsize))
+    for holders, boxes in common.items():
+        for position, number, box in _spread(table, boxes, len(holders)):
+            for copy in range(min(copies, len(holders))):
+                _add(
+                    shares[holders[(position + copy) % len(holders)]], number, box, tuple(table.tensors.shapes[number])
+                )
     return shares
 
 
-def _give(share: Share, number: int, box: Box, shape: Shape) -> None:
+def _add(share: Share, number: int, box: Box, shape: Shape) -> None:
     if box != whole(shape):
         share.boxes[len(share.tensors)] = box
     share.tensors.append(number)
 
 
 def _spread(table: _Table, boxes: list[tuple[int, Box, int]], ranks: int) -> Iterator[tuple[int, int, Box]]:
-    """The boxes, cut where that is needed for each of the ranks to have as many bytes as the others."""
+    """Distribute boxes over ranks, splitting boxes so that each rank gets the same number of bytes."""
     total, at = sum(size for _, _, size in boxes), 0
     for number, box, size in boxes:
         first = at * ranks // total if total else 0
@@ -190,13 +192,13 @@ def _spread(table: _Table, boxes: list[tuple[int, Box, int]], ranks: int) -> Ite
             yield (at + size // 2) * ranks // total if size else 0, number, box
         else:
             grid = grid_of(tuple(table.tensors.shapes[number]), dtype_of(table.tensors.dtypes[number]).itemsize)
-            marks = [(who * total / ranks - at) / size for who in range(first + 1, last + 1)]
-            yield from ((first + part, number, piece) for part, piece in _cut(box, grid, marks))
+            marks = [(position * total / ranks - at) / size for position in range(first + 1, last + 1)]
+            yield from ((first + part, number, piece) for part, piece in _split(box, grid, marks))
         at += size
 
 
-def _cut(box: Box, grid: Grid, marks: list[float]) -> Iterator[tuple[int, Box]]:
-    """A box cut along its first axis, near those fractions of it, between chunks; with the number of each piece."""
+def _split(box: Box, grid: Grid, marks: list[float]) -> Iterator[tuple[int, Box]]:
+    """Split a box along its first axis at chunk boundaries near the given fractions; yields numbered pieces."""
     start, rows = box.offset[0], box.shape[0]
     step = grid.step if grid.axis == 0 else 1
     edges = [start]
@@ -209,19 +211,19 @@ def _cut(box: Box, grid: Grid, marks: list[float]) -> Iterator[tuple[int, Box]]:
 
 
 def _require_covered(name: str, shape: Shape, boxes: list[Box]) -> None:
-    """Refuse a tensor of which nobody has some part."""
+    """Refuse a tensor whose boxes do not cover its shape."""
     if any(box.shape == shape for box in boxes) or not math.prod(shape):
         return
     if sum(box.volume for box in boxes) < math.prod(shape) or not _covered(shape, boxes):
         raise invalid(
-            f"the parts of {name} that the ranks have do not make up all of its shape {shape}",
-            "look at the global_shape and the offset of each ShardedArray",
+            f"the boxes of {name} do not cover its shape {shape}",
+            "check global_shape and offset of each ShardedArray",
             code="checkpoint_incomplete",
         )
 
 
 def _covered(shape: Shape, boxes: list[Box]) -> bool:
-    """Whether the boxes cover everything: looked up in the grid that all their edges make."""
+    """Whether the boxes cover the shape, decided on the grid of all their edges."""
     edges = [
         sorted({0, size, *(e for box in boxes for e in (box.offset[axis], box.offset[axis] + box.shape[axis]))})
         for axis, size in enumerate(shape)
@@ -229,7 +231,8 @@ def _covered(shape: Shape, boxes: list[Box]) -> bool:
     cells = math.prod(len(one) - 1 for one in edges)
     if cells > CELLS_MAX:
         raise invalid(
-            f"the parts of an array of shape {shape} are cut in {cells} ways", "cut along fewer axes, or in fewer parts"
+            f"the boxes of an array of shape {shape} form a grid of {cells} cells; limit {CELLS_MAX}",
+            "shard along fewer axes, or in fewer boxes",
         )
     places = [{edge: place for place, edge in enumerate(one)} for one in edges]
     is_covered = np.zeros([len(one) - 1 for one in edges], np.bool_)

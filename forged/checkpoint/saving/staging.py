@@ -1,7 +1,8 @@
-"""Memory into which a state is copied, so that training can go on while it is written.
+"""Staging: the copy of a part into reusable memory, so that training continues while the part is written.
 
-Law: the memory is touched before it is needed, kept, and used again; touching it first costs ten times what copying
-does. There are at most two of them, because one save may be in flight while another is staged.
+Invariants:
+- Memory is touched before it is used, and reused: the first touch of a page costs ten times its copy.
+- There are at most two buffers: one save is written while another is staged.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from forged.checkpoint.ports import BLOCK_BYTES, CancelToken
 from forged.checkpoint.saving.image import ArrayImage, blocks
 from forged.checkpoint.thread_pool import THREADS, run_all
 
-MEMORIES_MAX = 2
+BUFFERS_MAX = 2
 
 
 class StagedPart:
-    """A part in memory, as it will be in the file; a `ports.Source`."""
+    """A staged part, laid out as its file; a `ports.Source`."""
 
     def __init__(self, memory: mmap.mmap, size: int) -> None:
         self.memory = memory
@@ -28,20 +29,17 @@ class StagedPart:
         self._view = memoryview(memory)[:size]
 
     def block(self, offset: int, room: memoryview) -> memoryview:
-        """The block where it lies."""
         return self._view[offset : offset + len(room)]
 
     def view(self) -> memoryview:
-        """All of it."""
         return self._view
 
     def close(self) -> None:
-        """Let go of the memory."""
         self._view.release()
 
 
 class StagingMemory:
-    """The memories of one process that saves."""
+    """The staging buffers of a process."""
 
     def __init__(self, threads: int = THREADS) -> None:
         self._threads = threads
@@ -50,14 +48,14 @@ class StagingMemory:
         self._in_use = 0
 
     def prepare(self, size: int, token: CancelToken) -> None:
-        """Have memory for so many bytes ready, unless all that there may be is in use."""
+        """Allocate and touch a buffer for `size` bytes, unless all buffers are in use."""
         with self._lock:
-            is_exhausted = self._in_use == MEMORIES_MAX
+            is_exhausted = self._in_use == BUFFERS_MAX
         if not is_exhausted:
             self._give_back(self._take(size, token))
 
     def stage(self, image: ArrayImage, token: CancelToken) -> StagedPart:
-        """Copy a part; its arrays may change afterwards."""
+        """Copy a part. Its arrays may change afterwards."""
         memory = self._take(image.size, token)
         view = memoryview(memory)
 
@@ -74,12 +72,12 @@ class StagingMemory:
         return StagedPart(memory, image.size)
 
     def unstage(self, staged: StagedPart) -> None:
-        """The part is written: its memory serves the next one."""
+        """Return the buffer of a part that is no longer needed."""
         staged.close()
         self._give_back(staged.memory)
 
     def close(self) -> None:
-        """Let go of all memory that is not in use."""
+        """Free all buffers that are not in use."""
         with self._lock:
             self._free.clear()
 
@@ -91,7 +89,7 @@ class StagingMemory:
                 self._free.remove(found)
                 self._in_use += 1
                 return found
-            # They go when nobody looks at them any more; who has failed to write may still.
+            # Too small. They are freed with their last reference: a failed write may still hold one.
             self._free.clear()
         made = self._new(size, token)
         with self._lock:

@@ -11,17 +11,17 @@ import safetensors.numpy
 
 from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.format.consolidated import File
-from forged.checkpoint.format.manifest import Manifest, decode, encode
+from forged.checkpoint.format.manifest import Manifest, Part, decode, encode
 from forged.checkpoint.loading.fetching import fetch
 from forged.checkpoint.loading.read_plan import Index
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, PerRank, ShardedArray
-from forged.checkpoint.ports import CancelToken, Source
+from forged.checkpoint.ports import CancelToken
+from forged.checkpoint.saving.assembly import SavedTensors
 from forged.checkpoint.saving.consolidation import (
-    consolidate,
     planned_files,
     publish_indexes,
-    share_of,
     withdraw_indexes,
+    write_file,
     write_indexes,
 )
 from tests.checkpoint.faulty_storage import FaultyStorage, broken
@@ -31,6 +31,7 @@ from tests.checkpoint.plain_writer import write_checkpoint
 Array = np.ndarray[Any, Any]
 SAVE_ID = "0123abcd"
 ROWS = 1200
+NEVER = CancelToken()
 
 
 def whole_state() -> dict[str, Array]:
@@ -66,6 +67,13 @@ def saved(ranks: int, level: CompressionLevel = CompressionLevel.NONE) -> tuple[
     return storage, write_checkpoint(storage, "a", states, level=level)
 
 
+def write_files(
+    storage: MemoryStorage, source: Manifest, files: list[File], level: CompressionLevel, token: CancelToken = NEVER
+) -> list[Part]:
+    tensors = SavedTensors(storage, source, token)
+    return [write_file(storage, "a", file, tensors, level, 0, token) for file in files]
+
+
 def made(
     storage: MemoryStorage,
     source: Manifest,
@@ -73,11 +81,9 @@ def made(
     level: CompressionLevel = CompressionLevel.NONE,
     file_bytes_max: int = 1 << 20,
 ) -> Manifest:
-    """What the ranks make of their parts together."""
+    """The checkpoint of whole tensors made from the parts."""
     files = planned_files(source.tensors, "a", SAVE_ID, layout, level, file_bytes_max)
-    parts = []
-    for rank in range(source.world_size):
-        parts += consolidate(storage, source, share_of(files, rank, source.world_size), level, rank, CancelToken())
+    parts = write_files(storage, source, files, level)
     extra = write_indexes(storage, "a", SAVE_ID, files)
     publish_indexes(storage, "a", SAVE_ID, files)
     manifest = msgspec.structs.replace(source, parts=parts, layout=layout, compression=level, extra_files=extra)
@@ -87,7 +93,7 @@ def made(
 @pytest.mark.parametrize("level", [CompressionLevel.NONE, CompressionLevel.FAST])
 @pytest.mark.parametrize("layout", [CheckpointFormat.SINGLE_FILE, CheckpointFormat.CONSOLIDATED])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_ranks_have_made_together_has_every_tensor_as_it_was(
+def test_files_of_whole_tensors_have_the_saved_tensors(
     ranks: int, layout: CheckpointFormat, level: CompressionLevel
 ) -> None:
     storage, source = saved(ranks)
@@ -193,47 +199,10 @@ def test_an_index_that_cannot_be_written_leaves_nothing() -> None:
     assert set(storage.files) == before
 
 
-def file_of(name: str, size: int) -> File:
-    return File(name, "model", [], [], size)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-def test_every_file_is_made_by_one_rank_and_no_rank_has_much_more_to_do(world_size: int) -> None:
-    files = [file_of(f"f{number}", size) for number, size in enumerate([9, 1, 5, 5, 0, 7, 3, 2])]
-    shares = [share_of(files, rank, world_size) for rank in range(world_size)]
-    assert sorted(file.name for share in shares for file in share) == [file.name for file in files]
-    loads = [sum(file.size for file in share) for share in shares]
-    assert max(loads) - min(loads) <= 9
-
-
 def test_a_layout_of_parts_has_no_files_of_whole_tensors() -> None:
     _, source = saved(1)
     with pytest.raises(CheckpointException):
         planned_files(source.tensors, "a", SAVE_ID, CheckpointFormat.MULTI_SHARD, CompressionLevel.NONE)
-
-
-class Full(MemoryStorage):
-    """A storage that has room for so many more files."""
-
-    left = 1
-
-    def write(self, name: str, source: Source, token: CancelToken) -> None:
-        if not self.left:
-            raise CheckpointException("it is full", code="checkpoint_disk_full")
-        self.left -= 1
-        super().write(name, source, token)
-
-
-def test_what_cannot_be_made_whole_leaves_nothing() -> None:
-    storage, source = saved(2)
-    full = Full()
-    full.files = storage.files
-    before = set(storage.files)
-    files = planned_files(source.tensors, "a", SAVE_ID, CheckpointFormat.CONSOLIDATED, CompressionLevel.NONE)
-    with pytest.raises(CheckpointException) as caught:
-        consolidate(full, source, files, CompressionLevel.NONE, 0, CancelToken())
-    assert caught.value.code == "checkpoint_disk_full"
-    assert set(full.files) == before
 
 
 @pytest.mark.parametrize("level", [CompressionLevel.NONE, CompressionLevel.FAST])
@@ -244,16 +213,16 @@ def test_a_part_that_is_damaged_is_named_and_nothing_is_made_of_it(level: Compre
     storage.damage(bad.file, bad.size - 1)
     files = planned_files(source.tensors, "a", SAVE_ID, CheckpointFormat.SINGLE_FILE, level)
     with pytest.raises(CheckpointException) as caught:
-        consolidate(storage, source, files, level, 0, CancelToken())
+        write_files(storage, source, files, level)
     assert caught.value.checkpoint_path == bad.file
     assert set(storage.files) == before
 
 
-def test_a_halt_stops_it() -> None:
+def test_cancelled_token_stops_writing() -> None:
     storage, source = saved(2)
     token = CancelToken()
     token.cancel()
     files = planned_files(source.tensors, "a", SAVE_ID, CheckpointFormat.SINGLE_FILE, CompressionLevel.NONE)
     with pytest.raises(CheckpointException) as caught:
-        consolidate(storage, source, files, CompressionLevel.NONE, 0, token)
+        write_files(storage, source, files, CompressionLevel.NONE, token)
     assert caught.value.code == "checkpoint_cancelled"
