@@ -1,7 +1,9 @@
-"""Asynchronous calls that threads wait for.
+"""Asynchronous calls from threads, on an event loop in a thread of its own.
 
-Law: who waits stops waiting as soon as the halt says so, and the call is given up then. The loop that the calls run on
-is a thread's own, starts with the first call, and ends with the process. A forked child has none of it.
+Invariants:
+- A waiting thread returns as soon as its token is cancelled or has timed out.
+- The loop starts with the first call and ends with the process. A forked child cannot use it.
+- The end of the process waits for cleanups, and cancels all other calls.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from forged.checkpoint.ports import CancelToken
 T = TypeVar("T")
 
 POLL_S = 0.05
-"""How often a thread that waits looks whether it is to stop."""
+"""How often a waiting thread checks its token."""
 JOIN_S = 5.0
 CLEANUPS_S = 5.0
 """How long the end of the process waits for cleanups."""
 
 
 class AsyncCalls:
-    """A loop in a thread, for calls from any other."""
+    """An event loop in a thread, for calls from other threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,25 +39,21 @@ class AsyncCalls:
         self._stop: asyncio.Event | None = None
         self._cleanups: set[Future[None]] = set()
 
-    def begin(self, call: Callable[[], Awaitable[T]]) -> Future[T]:
-        """Have it called on the loop; `wait_or_cancel` tells what came of it."""
+    def start(self, call: Callable[[], Awaitable[T]]) -> Future[T]:
+        """Start a call on the loop."""
         loop = self._running_loop()
         return asyncio.run_coroutine_threadsafe(_awaited(call), loop)
 
-    def begin_cleanup(self, call: Callable[[], Awaitable[None]]) -> Future[None]:
-        """Begin a call that the end of the process waits for."""
-        future = self.begin(call)
+    def start_cleanup(self, call: Callable[[], Awaitable[None]]) -> Future[None]:
+        """Start a call that the end of the process waits for."""
+        future = self.start(call)
         self._cleanups.add(future)
         future.add_done_callback(self._cleanups.discard)
         return future
 
     def wait_for_cleanups(self, timeout_s: float) -> None:
-        """Wait until all cleanups have ended, or the time is over."""
+        """Wait until all cleanups have ended, or for `timeout_s`."""
         wait(list(self._cleanups), timeout_s)
-
-    def make(self, call: Callable[[], Awaitable[T]], token: CancelToken | None = None) -> T:
-        """Have it called, and wait for it."""
-        return wait_or_cancel(self.begin(call), token)
 
     def end(self) -> None:
         """Wait for cleanups, cancel all other calls, and end the thread."""
@@ -97,7 +95,7 @@ class AsyncCalls:
 
 
 def wait_for(future: Future[T], token: CancelToken | None = None) -> T:
-    """Wait for a call as long as the halt lets us."""
+    """Wait for a call until the token stops the wait; the call goes on."""
     while True:
         if token is not None:
             token.check()
@@ -109,7 +107,7 @@ def wait_for(future: Future[T], token: CancelToken | None = None) -> T:
 
 
 def wait_or_cancel(future: Future[T], token: CancelToken | None = None) -> T:
-    """Wait for a call; give it up when it is time."""
+    """Wait for a call; cancel it when the token stops the wait."""
     try:
         return wait_for(future, token)
     except BaseException:
@@ -122,5 +120,5 @@ async def _awaited(call: Callable[[], Awaitable[T]]) -> T:
 
 
 ASYNC_CALLS = AsyncCalls()
-"""Those of this process."""
+"""The loop of this process."""
 atexit.register(ASYNC_CALLS.end)

@@ -1,7 +1,8 @@
-"""What can go wrong with a checkpoint.
+"""The errors of checkpoints.
 
-Law: every error of this package says which checkpoint it is about, and of which kind it is; what foreign code raises is
-translated where it is called.
+Invariants:
+- Every error has a type, and names the checkpoint or file that it is about.
+- Errors of libraries are translated where the library is called.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from forged.errors import ForgedError
 
 
 class ExceptionType(StrEnum):
-    """The kinds of errors."""
+    """The types of checkpoint errors."""
 
     UNKNOWN = "unknown"
     SAVE_FAILED = "save_failed"
@@ -26,16 +27,13 @@ class ExceptionType(StrEnum):
 
 
 class CheckpointException(ForgedError):
-    """A checkpoint could not be saved, loaded or looked at.
-
-    `code` is finer than `type`: `type` says what kind of trouble it is, `code` which one.
-    """
+    """A checkpoint could not be saved, loaded or read. `code` is finer than `type`."""
 
     kind = "checkpoint"
     checkpoint_path: str
     type: ExceptionType
     ranks: tuple[int, ...]
-    """Those that the message names already."""
+    """The ranks that the message names already."""
 
     def __init__(
         self,
@@ -68,17 +66,17 @@ def _remade(message: str, path: str, kind: ExceptionType, rest: dict[str, Any]) 
 
 
 def invalid(message: str, fix: str = "", *, code: str = "checkpoint_argument_invalid") -> CheckpointException:
-    """The caller's mistake: nothing was touched."""
+    """An invalid argument. Nothing was changed."""
     return CheckpointException(message, "", ExceptionType.VALIDATION_FAILED, code=code, fix=fix)
 
 
 def corrupted(message: str, path: str, fix: str = "", *, code: str = "") -> CheckpointException:
-    """What lies in the storage is not what was saved."""
+    """The stored bytes are not those that were saved."""
     return CheckpointException(message, path, ExceptionType.CORRUPTED_CHECKPOINT, code=code, fix=fix)
 
 
 def storage_error(
     message: str, path: str, fix: str = "", *, code: str = "", retryable: bool = False
 ) -> CheckpointException:
-    """The storage does not do what it is asked."""
+    """The storage failed or refused a request."""
     return CheckpointException(message, path, ExceptionType.STORAGE_ERROR, code=code, fix=fix, retryable=retryable)

@@ -1,7 +1,4 @@
-"""What is asked of a checkpoint, and what is told of one.
-
-Law: values, checked when they are made; nothing here touches a storage.
-"""
+"""Options, enums and results of checkpoints: values that are checked when they are made."""
 
 from __future__ import annotations
 
@@ -25,24 +22,24 @@ COPIES_MAX = 8
 PREFIX_CHARS_MAX = 200
 AXES_MAX = 32
 ELEMENTS_MAX = 1 << 52
-"""More would not fit in any storage, and in no manifest."""
+"""A larger array would fit in no storage and no manifest."""
 Kind = TypeVar("Kind", bound=StrEnum)
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*(?:/[A-Za-z0-9_][A-Za-z0-9._+=-]*)*")
 
 
 class CheckpointFormat(StrEnum):
-    """How the bytes lie in files."""
+    """How a checkpoint is divided into files."""
 
     MULTI_SHARD = "multi_shard"
-    """One file of every rank that has something to write."""
+    """One file per rank that has something to write."""
     SINGLE_FILE = "single_file"
-    """One file of all."""
+    """One file."""
     CONSOLIDATED = "consolidated"
-    """Whole tensors under the names and with the index that Hugging Face's tools expect."""
+    """Files of whole tensors with the names and the index that Hugging Face's tools expect."""
 
 
 class CompressionLevel(StrEnum):
-    """How much time may be spent on fewer bytes."""
+    """How much time compression may take."""
 
     NONE = "none"
     FAST = "fast"
@@ -51,32 +48,30 @@ class CompressionLevel(StrEnum):
 
 
 class WhenBusy(StrEnum):
-    """What becomes of a save when one is being written and another one is staged."""
+    """What a save does while one save is written and another is staged."""
 
     WAIT = "wait"
     REFUSE = "refuse"
 
 
 class ReshardingStrategy(StrEnum):
-    """What a rank is given that does not say what it wants, where the world has another size than the saving one."""
+    """What a rank loads without a target state if the world size differs from the saved one."""
 
     PARALLEL = "parallel"
-    """Its slice of each tensor that was saved in parts, along the same axis; all of the others."""
+    """Its slice of each sharded tensor, along the same axis; unsharded tensors whole."""
     SIMPLE = "simple"
-    """Whole tensors, in turn."""
+    """Whole tensors, round-robin."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What has a state that can be saved."""
+    """An object whose state can be saved and loaded."""
 
     def state_dict(self) -> Any:
         """The state: nested dicts, lists and tuples of arrays and plain values."""
         ...
 
-    def load_state_dict(self, state: Any) -> object:
-        """Take a state over."""
-        ...
+    def load_state_dict(self, state: Any) -> object: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,50 +87,52 @@ class ShardedArray:
         object.__setattr__(self, "global_shape", tuple(map(int, self.global_shape)))
         object.__setattr__(self, "offset", tuple(map(int, self.offset)))
         if math.prod(max(1, size) for size in self.global_shape) > ELEMENTS_MAX:
-            raise invalid(f"global_shape = {self.global_shape}", f"give at most {ELEMENTS_MAX} elements")
+            raise invalid(
+                f"global_shape {self.global_shape} has more than {ELEMENTS_MAX} elements", "use a smaller shape"
+            )
         axes = {len(shape), len(self.global_shape), len(self.offset)}
         if len(axes) > 1 or min(self.offset, default=0) < 0 or not whole(self.global_shape).covers(self.box):
             raise invalid(
-                f"a part of shape {shape} at {self.offset} does not lie in an array of shape {self.global_shape}",
-                "give the shape of the whole array, and where in it the part begins",
+                f"a box of shape {shape} at offset {self.offset} is not inside global_shape {self.global_shape}",
+                "give the shape of the whole array, and the offset of the local part in it",
                 code="checkpoint_box_invalid",
             )
 
     @property
     def box(self) -> Box:
-        """Where it lies."""
+        """The local part's box in the global array."""
         return Box(self.offset, tuple(map(int, np.shape(self.local))))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PerRank:
-    """A value that every rank has for itself: never taken for a copy of another's, and given back to the same rank."""
+    """A value of one rank: never deduplicated, and loaded by the same rank."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class SaveOptions:
-    """How to save. Choices may be given by their names."""
+    """How to save. Enums may be given as strings."""
 
     checkpoint_prefix: str | None
-    """The checkpoint's name; `checkpoint_<UTC time>` without one."""
+    """The checkpoint's name; default `checkpoint_<UTC time>` with random digits."""
     format: CheckpointFormat
     compression_level: CompressionLevel
     include_optimizer: bool
     include_rng_state: bool
     timeout: float | None
-    """Seconds; without it, what the checkpoint's options say."""
+    """Seconds; default: the timeout of the checkpoint's options."""
     custom_metadata: Mapping[str, Any]
-    """Plain values that can be shown as JSON."""
+    """JSON values."""
     copies: int
-    """How many ranks write each array that all hold, so that one bad copy does no harm."""
+    """How many ranks write each array that several hold, so that a corrupt copy can be repaired."""
     when_busy: WhenBusy
 
     def __init__(
         self,
         checkpoint_prefix: str | None = None,
-        format: CheckpointFormat | str = CheckpointFormat.MULTI_SHARD,  # noqa: A002 - the name that its users know
+        format: CheckpointFormat | str = CheckpointFormat.MULTI_SHARD,  # noqa: A002 - a public name
         compression_level: CompressionLevel | str = CompressionLevel.NONE,
         include_optimizer: bool = True,
         include_rng_state: bool = True,
@@ -148,8 +145,8 @@ class SaveOptions:
             check_prefix(checkpoint_prefix)
         check_timeout(timeout)
         if not isinstance(copies, int) or not 1 <= copies <= COPIES_MAX:
-            raise invalid(f"copies = {copies!r}", f"give 1 to {COPIES_MAX}")
-        _fill(
+            raise invalid(f"copies must be from 1 to {COPIES_MAX}, got {copies!r}")
+        _set_fields(
             self,
             checkpoint_prefix=checkpoint_prefix,
             format=_chosen("format", format, CheckpointFormat),
@@ -165,7 +162,7 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True, init=False)
 class LoadOptions:
-    """How to load. Choices may be given by their names."""
+    """How to load. Enums may be given as strings."""
 
     checkpoint_prefix: str | None
     load_optimizer: bool
@@ -173,11 +170,11 @@ class LoadOptions:
     resharding_strategy: ReshardingStrategy
     timeout: float | None
     skip_validation: bool
-    """Do not look at the whole checkpoint before; what is read is verified all the same."""
+    """Skip the validation before the load. Everything that is read is verified all the same."""
     strict_mode: bool
-    """Names, shapes and types have to be those of the state that is loaded into."""
+    """Names, shapes and dtypes must equal those of the target state."""
     only: tuple[str, ...]
-    """Names of tensors, or patterns of them such as `model/encoder.*`; all without any."""
+    """Names of tensors or patterns such as `model/encoder.*`; empty: all."""
 
     def __init__(
         self,
@@ -191,7 +188,7 @@ class LoadOptions:
         only: str | Iterable[str] = (),
     ) -> None:
         check_timeout(timeout)
-        _fill(
+        _set_fields(
             self,
             checkpoint_prefix=checkpoint_prefix,
             load_optimizer=load_optimizer,
@@ -206,23 +203,23 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class StorageOptions:
-    """Where checkpoints lie: `provider` is local, s3, gs, az or memory."""
+    """The storage of checkpoints; `provider` is local, s3, gs, az or memory."""
 
     provider: str = "local"
     connection_settings: Mapping[str, str] = field(
         default_factory=lambda: {"base_path": "./checkpoints"},
-        repr=False,  # There may be secrets among them.
+        repr=False,  # It may contain secrets.
     )
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """One of the checkpoints in a storage."""
+    """A checkpoint in a listing."""
 
     prefix: str
     version: str
     timestamp: float
-    """When it was saved, by the wall clock; seconds."""
+    """Wall-clock seconds of the save."""
     world_size: int
     size_bytes: int
     format: CheckpointFormat
@@ -241,15 +238,15 @@ class RepairedChunk:
 
 
 def is_prefix(text: str) -> bool:
-    """Whether a checkpoint can be called so."""
+    """Whether the text is a valid prefix."""
     return len(text) <= PREFIX_CHARS_MAX and _PREFIX.fullmatch(text) is not None
 
 
 def check_prefix(prefix: str) -> str:
-    """A prefix names files: it must not lead anywhere else."""
+    """Refuse an invalid prefix; prefixes become file names, so they must not leave the storage."""
     if not isinstance(prefix, str) or not is_prefix(prefix):
         raise invalid(
-            f"checkpoint_prefix = {repr(prefix)[:PREFIX_CHARS_MAX]} is no name of a checkpoint",
+            f"invalid checkpoint_prefix {repr(prefix)[:PREFIX_CHARS_MAX]}",
             f"use at most {PREFIX_CHARS_MAX} letters, digits and ._+=-, with / between parts, none of ._+=- first",
             code="checkpoint_prefix_invalid",
         )
@@ -257,35 +254,35 @@ def check_prefix(prefix: str) -> str:
 
 
 def _chosen(name: str, value: str, kind: type[Kind]) -> Kind:
-    """The choice, or the one of that name."""
+    """The member of the enum for a value."""
     try:
         return kind(value)
     except ValueError:
         known = ", ".join(kind)
-        raise invalid(f"{name} = {value!r}", f"use one of {known}") from None
+        raise invalid(f"{name} must be one of {known}, got {value!r}") from None
 
 
-def _fill(options: SaveOptions | LoadOptions, **values: Any) -> None:
-    """Give frozen options what they hold."""
+def _set_fields(options: SaveOptions | LoadOptions, **values: Any) -> None:
+    """Set the fields of frozen options."""
     for name, value in values.items():
         object.__setattr__(options, name, value)
 
 
 def _as_json(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What will stand in the manifest, whatever becomes of what was given."""
+    """A copy of the metadata as JSON values."""
     try:
-        said: dict[str, Any] = json.loads(json.dumps(dict(given), allow_nan=False))
-        msgspec.json.encode(said)
+        copied: dict[str, Any] = json.loads(json.dumps(dict(given), allow_nan=False))
+        msgspec.json.encode(copied)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise invalid(
             f"custom_metadata cannot be written as JSON: {error}",
             "use dicts with string keys, lists, strings, finite numbers, booleans and None",
             code="checkpoint_metadata_invalid",
         ) from None
-    return said
+    return copied
 
 
 def check_timeout(timeout: float | None, name: str = "timeout") -> None:
-    """Refuse what is no time that something may take."""
+    """Refuse a timeout that is not a positive number or None."""
     if timeout is not None and not (isinstance(timeout, int | float) and 0.0 < timeout <= math.inf):
-        raise invalid(f"{name} = {timeout!r}", "give a number of seconds above 0, or None")
+        raise invalid(f"{name} must be above 0 seconds or None, got {timeout!r}")

@@ -1,7 +1,8 @@
-"""The states of the random generators of a process.
+"""Saves and restores the random generators of a process.
 
-Law: a generator that is given its state back draws what it would have drawn. Each rank has its own, and none of them is
-ever taken for a copy of another's.
+Invariants:
+- A restored generator continues the sequence of the saved one.
+- The state is per rank and never deduplicated.
 """
 
 from __future__ import annotations
@@ -22,22 +23,20 @@ REGISTERED = "registered"
 
 @runtime_checkable
 class Generator(Protocol):
-    """A generator of somebody else's."""
+    """A generator of another library."""
 
     def get_state(self) -> Any:
-        """Its state: plain values and arrays."""
+        """The state as plain values and arrays."""
         ...
 
-    def set_state(self, state: Any) -> object:
-        """Take a state over."""
-        ...
+    def set_state(self, state: Any) -> object: ...
 
 
 Generators = Mapping[str, Generator | np.random.Generator | random.Random]
 
 
 def capture(registered: Generators) -> PerRank:
-    """What all generators of this process would draw."""
+    """The states of all generators of this process."""
     state: dict[str, Any] = {PYTHON: _of_python(random.getstate()), NUMPY: _of_numpy(np.random.get_state())}
     if registered:
         state[REGISTERED] = {name: _of(name, generator) for name, generator in registered.items()}
@@ -45,7 +44,7 @@ def capture(registered: Generators) -> PerRank:
 
 
 def restore(state: Any, registered: Generators) -> None:
-    """Let the generators draw what they would have drawn. Those of which nothing is known stay as they are."""
+    """Restore the generators. A generator without a saved state stays as it is."""
     try:
         if PYTHON in state:
             random.setstate(_to_python(state[PYTHON]))
@@ -55,7 +54,7 @@ def restore(state: Any, registered: Generators) -> None:
             if name in state.get(REGISTERED, {}):
                 _give(generator, state[REGISTERED][name])
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise corrupted(f"the state of the random generators cannot be used: {error}", "") from error
+        raise corrupted(f"invalid state of the random generators: {error}", "") from error
 
 
 def _of_python(state: tuple[Any, ...]) -> dict[str, Any]:
@@ -85,7 +84,7 @@ def _of(name: str, generator: Any) -> Any:
         case Generator():
             return generator.get_state()
         case _:
-            raise invalid(f"the generator {name} is a {type(generator).__name__}", "give it get_state and set_state")
+            raise invalid(f"generator {name} is a {type(generator).__name__}", "give it get_state and set_state")
 
 
 def _give(generator: Any, state: Any) -> None:

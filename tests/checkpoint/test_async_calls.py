@@ -45,8 +45,8 @@ async def answer() -> int:
 
 
 def test_a_call_returns_what_was_awaited(calls: AsyncCalls) -> None:
-    assert wait_or_cancel(calls.begin(answer)) == 42
-    assert wait_or_cancel(calls.begin(answer), CancelToken()) == 42
+    assert wait_or_cancel(calls.start(answer)) == 42
+    assert wait_or_cancel(calls.start(answer), CancelToken()) == 42
 
 
 def test_a_call_raises_what_was_raised(calls: AsyncCalls) -> None:
@@ -55,7 +55,7 @@ def test_a_call_raises_what_was_raised(calls: AsyncCalls) -> None:
 
     for token in (None, CancelToken()):
         with pytest.raises(TimeoutError, match="mine"):
-            wait_or_cancel(calls.begin(fail), token)
+            wait_or_cancel(calls.start(fail), token)
 
 
 def test_all_calls_run_on_one_loop_and_at_the_same_time(calls: AsyncCalls) -> None:
@@ -63,15 +63,15 @@ def test_all_calls_run_on_one_loop_and_at_the_same_time(calls: AsyncCalls) -> No
         return asyncio.get_running_loop()
 
     endless = Endless()
-    waiting = calls.begin(endless)
-    assert wait_or_cancel(calls.begin(loop)) is wait_or_cancel(calls.begin(loop))
+    waiting = calls.start(endless)
+    assert wait_or_cancel(calls.start(loop)) is wait_or_cancel(calls.start(loop))
     waiting.cancel()
     assert endless.given_up.wait(WAITS_S)
 
 
 def test_a_call_is_given_up_when_its_halt_is_cancelled(calls: AsyncCalls) -> None:
     endless, token = Endless(), CancelToken()
-    future = calls.begin(endless)
+    future = calls.start(endless)
 
     def cancel() -> None:
         endless.began.wait(WAITS_S)
@@ -86,7 +86,7 @@ def test_a_call_is_given_up_when_its_halt_is_cancelled(calls: AsyncCalls) -> Non
 
 def test_a_call_is_given_up_when_its_time_is_over(calls: AsyncCalls) -> None:
     endless = Endless()
-    future = calls.begin(endless)
+    future = calls.start(endless)
     assert endless.began.wait(WAITS_S)
     with pytest.raises(CheckpointException) as caught:
         wait_or_cancel(future, CancelToken(1.0, iter([0.0, 0.5, 2.0]).__next__))
@@ -101,7 +101,7 @@ def test_a_call_that_is_only_watched_goes_on(calls: AsyncCalls) -> None:
         await asyncio.to_thread(go.wait)
         return 42
 
-    future, token = calls.begin(wait), CancelToken()
+    future, token = calls.start(wait), CancelToken()
     token.cancel()
     with pytest.raises(CheckpointException):
         wait_for(future, token)
@@ -111,7 +111,7 @@ def test_a_call_that_is_only_watched_goes_on(calls: AsyncCalls) -> None:
 
 def test_the_end_gives_up_what_is_under_way_and_ends_the_thread(calls: AsyncCalls) -> None:
     endless, before = Endless(), threading.active_count()
-    calls.begin(endless)
+    calls.start(endless)
     assert endless.began.wait(WAITS_S)
     calls.end()
     assert endless.given_up.is_set()
@@ -125,7 +125,7 @@ def test_the_end_waits_for_cleanups(calls: AsyncCalls) -> None:
         began.set()
         await asyncio.to_thread(go.wait)
 
-    future = calls.begin_cleanup(clean_up)
+    future = calls.start_cleanup(clean_up)
     assert began.wait(WAITS_S)
     timer = threading.Timer(0.1, go.set)
     timer.start()
@@ -137,10 +137,10 @@ def test_the_end_waits_for_cleanups(calls: AsyncCalls) -> None:
 
 def test_after_the_end_calls_begin_anew(calls: AsyncCalls) -> None:
     calls.end()
-    assert wait_or_cancel(calls.begin(answer)) == 42
+    assert wait_or_cancel(calls.start(answer)) == 42
     calls.end()
     calls.end()
-    assert wait_or_cancel(calls.begin(answer)) == 42
+    assert wait_or_cancel(calls.start(answer)) == 42
 
 
 FORKED = """
@@ -178,7 +178,7 @@ def test_a_forked_child_is_told_that_it_cannot_go_on(before: str, said: str) -> 
 def test_a_process_ends_while_a_call_is_under_way() -> None:
     program = (
         "import asyncio; from forged.checkpoint.async_calls import ASYNC_CALLS; "
-        "ASYNC_CALLS.begin(asyncio.Event().wait); print('end')"
+        "ASYNC_CALLS.start(asyncio.Event().wait); print('end')"
     )
     ran = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=WAITS_S

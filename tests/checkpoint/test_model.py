@@ -87,7 +87,7 @@ def test_names_to_load_may_be_one_or_several(only: str | Iterable[str]) -> None:
 @pytest.mark.parametrize("name", ["format", "compression_level", "when_busy"])
 @pytest.mark.parametrize("value", ["zip", "", None, 1, []])
 def test_what_is_no_choice_is_named_with_those_that_there_are(name: str, value: Any) -> None:
-    with pytest.raises(CheckpointException, match=f"^{name} = .*use one of ") as caught:
+    with pytest.raises(CheckpointException, match=f"^{name} must be one of ") as caught:
         SaveOptions(**{name: value})
     assert caught.value.code == "checkpoint_argument_invalid"
 
@@ -127,5 +127,5 @@ def test_a_part_that_lies_outside_its_array_is_refused(shape: tuple[int, ...], o
 
 
 def test_an_array_that_fits_nowhere_is_refused() -> None:
-    with pytest.raises(CheckpointException, match="at most"):
+    with pytest.raises(CheckpointException, match="has more than"):
         ShardedArray(np.zeros((0, 0, 0)), (0, 1 << 40, 1 << 40), (0, 0, 0))

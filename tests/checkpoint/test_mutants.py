@@ -123,7 +123,7 @@ def publications_are_not_synced(patch: pytest.MonkeyPatch) -> None:
     """A manifest is named, and the name not made to last."""
 
     def publish(self: LocalStorage, name: str, data: bytes) -> None:
-        assert self._publish_unnamed(self._place(name), memoryview(data))
+        assert self._publish_unnamed(self._path(name), memoryview(data))
 
     patch.setattr(LocalStorage, "publish", publish)
 
@@ -131,7 +131,7 @@ def publications_are_not_synced(patch: pytest.MonkeyPatch) -> None:
 def moves_are_not_synced(patch: pytest.MonkeyPatch) -> None:
     """A tombstone stands, and may be gone after a power cut."""
     tombstones_of_others_are_trusted(patch)
-    patch.setattr(LocalStorage, "move", lambda self, name, to: self._rename(self._place(name), self._place(to)))
+    patch.setattr(LocalStorage, "move", lambda self, name, to: self._rename(self._path(name), self._path(to)))
 
 
 def deletions_are_not_synced(patch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def only_own_deletions_are_synced(patch: pytest.MonkeyPatch) -> None:
     delete = LocalStorage.delete
 
     def lazy(self: LocalStorage, names: Collection[str]) -> None:
-        delete(self, [name for name in names if self._is_there(self._place(name))])
+        delete(self, [name for name in names if self._is_there(self._path(name))])
 
     patch.setattr(LocalStorage, "delete", lazy)
 

@@ -88,7 +88,7 @@ def test_whatever_has_a_state_can_be_registered() -> None:
 
 def test_what_has_none_cannot() -> None:
     strange: Any = object()
-    with pytest.raises(CheckpointException, match="the generator odd is a object"):
+    with pytest.raises(CheckpointException, match="generator odd is a object"):
         rng.capture({"odd": strange})
 
 

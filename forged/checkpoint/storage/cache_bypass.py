@@ -1,8 +1,10 @@
-"""How a file is read: out of the page cache where it has been read lately, past it where not.
+"""Reads a file through the page cache where the cache has it, else with direct I/O.
 
-Law: what is read is what the file has, by either way. Past the cache goes who is alone with a file: others would have
-to fetch from the disk again what the cache could have given them. A file system that reads in one way only is read in
-that one.
+Invariants:
+- Both ways return the same bytes.
+- Direct I/O is used only by the sole reader of a file: other readers would have to read the disk again for bytes that
+  the cache could have kept.
+- A file system that refuses direct I/O is read through the cache.
 """
 
 from __future__ import annotations
@@ -14,39 +16,39 @@ from forged.checkpoint.storage.files import READ, Files
 from forged.file_sync import PAGE
 
 FILE_BYTES_MIN = 32 << 20
-"""Smaller files are read through the cache: there is little to win, and they may be wanted again."""
+"""Smaller files are read through the cache: direct I/O gains little, and they may be read again."""
 READ_BYTES_MIN = 1 << 20
 PIECE_BYTES = 2 << 20
-"""What is read past the cache at once: it is still in the processor's own cache when it is copied from there."""
+"""Direct reads are this large, so that the processor's cache still has the bytes when they are copied."""
 
 
 class FileReader:
-    """One file that is read, by several threads."""
+    """Reads one open file; thread-safe."""
 
-    def __init__(self, files: Files, fd: int, path: str, rooms: BlockBuffers) -> None:
+    def __init__(self, files: Files, fd: int, path: str, buffers: BlockBuffers) -> None:
         self.size = files.size(fd)
         self._files = files
         self._fd = fd
-        self._rooms = rooms
+        self._buffers = buffers
         self._direct_fd = self._opened_past_cache(path) if self.size >= FILE_BYTES_MIN else None
         self._is_direct = self._direct_fd is not None
-        # What the kernel read ahead behind a small read would look like a file that is warm.
+        # Read-ahead after a small read would make a cold file look cached.
         with suppress(OSError):
             files.read_ahead(fd, on=not self._is_direct)
 
     def close(self) -> None:
-        """Let go of what was opened besides."""
+        """Close the descriptor for direct I/O."""
         if self._direct_fd is not None:
             with suppress(OSError):
                 self._files.close(self._direct_fd)
 
-    def read(self, offset: int, room: memoryview) -> int:
-        """Fill the room with the bytes from `offset` on; returns how many there were."""
+    def read(self, offset: int, buffer: memoryview) -> int:
+        """Fill `buffer` with the bytes from `offset` on; returns how many the file has there."""
         done = 0
-        if self._is_direct and len(room) >= READ_BYTES_MIN and self._is_cold(offset, len(room)):
-            done = self._read_past_cache(offset, room)
-        while done < len(room):
-            count = retry_interrupted(self._files.read, self._fd, room[done:], offset + done)
+        if self._is_direct and len(buffer) >= READ_BYTES_MIN and self._is_cold(offset, len(buffer)):
+            done = self._read_past_cache(offset, buffer)
+        while done < len(buffer):
+            count = retry_interrupted(self._files.read, self._fd, buffer[done:], offset + done)
             if count == 0:
                 break
             done += count
@@ -67,33 +69,33 @@ class FileReader:
         return fd
 
     def _is_cold(self, offset: int, length: int) -> bool:
-        """Whether the middle has to come from the disk; reading ahead takes the edges from one side to the other."""
+        """Whether the middle of a range is not cached; its edges may be cached by read-ahead of neighbours."""
         middle = offset + length // 2
         try:
             return middle < self.size and not self._files.is_cached(self._fd, middle)
         except OSError:
             return False
 
-    def _read_past_cache(self, offset: int, room: memoryview) -> int:
-        """Read it in whole pages; returns how much there was, or could be read so."""
+    def _read_past_cache(self, offset: int, buffer: memoryview) -> int:
+        """Read in whole pages with direct I/O; returns how many bytes were read before the end or a refusal."""
         assert self._direct_fd is not None
         done = 0
-        with self._rooms.one() as pages:
-            while done < len(room):
+        with self._buffers.buffer() as pages:
+            while done < len(buffer):
                 start = (offset + done) // PAGE * PAGE
-                length = min(PIECE_BYTES, -(-(offset + len(room) - start) // PAGE) * PAGE)
+                length = min(PIECE_BYTES, -(-(offset + len(buffer) - start) // PAGE) * PAGE)
                 try:
                     count = retry_interrupted(self._files.read, self._direct_fd, pages[:length], start)
                 except OSError as error:
                     if error.errno not in NOT_SUPPORTED:
                         raise
-                    # It says only now that it cannot.
+                    # Some file systems refuse direct I/O only at the first read.
                     self._is_direct = False
                     return done
                 skipped = offset + done - start
-                taken = min(count - skipped, len(room) - done)
+                taken = min(count - skipped, len(buffer) - done)
                 if taken <= 0:
                     return done
-                copy_bytes(pages[skipped : skipped + taken], room[done : done + taken])
+                copy_bytes(pages[skipped : skipped + taken], buffer[done : done + taken])
                 done += taken
         return done

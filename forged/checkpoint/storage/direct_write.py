@@ -1,8 +1,9 @@
-"""How a new file gets its bytes, as fast as the disk takes them.
+"""Writes a new file at the speed of the disk: direct I/O in several threads, or else a page cache that is kept short.
 
-Law: when it ends the file holds exactly what the source has, durably. The bytes go past the page cache where the file
-system lets them, a block at a time in several threads, from memory that is used again and again; elsewhere through the
-cache, which is made to write them at once and to forget them.
+Invariants:
+- When `FileWriter.run` returns, the file has exactly the bytes of the source, durably.
+- Blocks are written from reused memory that begins at a page.
+- Without direct I/O, write-back starts after each block, and written blocks leave the cache.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from forged.checkpoint.thread_pool import run_all
 from forged.file_sync import PAGE
 
 BLOCKS_CACHED_MAX = 8
-"""So many blocks may wait in the page cache, where it is used, before one more is written."""
+"""Blocks in the page cache before the oldest one is written back and dropped."""
 BUFFERS_PER_WRITE = 2
-"""One is filled while another one is written, so that the disk never waits."""
+"""One is filled while another is written, so that the disk never waits."""
 INTERRUPTIONS_MAX = 100
-NOTHING_TAKEN_MAX = 10
+EMPTY_WRITES_MAX = 10
 NOT_SUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ESPIPE})
 
 P = ParamSpec("P")
@@ -34,7 +35,7 @@ T = TypeVar("T")
 
 
 class BlockBuffers:
-    """Memory for blocks, which is kept: the first touch of new memory costs more than writing it."""
+    """Reusable block buffers: the first touch of new memory costs more than writing it to disk."""
 
     def __init__(self, kept_max: int) -> None:
         self._kept_max = kept_max
@@ -42,32 +43,32 @@ class BlockBuffers:
         self._lock = threading.Lock()
 
     @contextmanager
-    def one(self) -> Iterator[memoryview]:
-        """A room of `BLOCK_BYTES`, which begins at a page."""
+    def buffer(self) -> Iterator[memoryview]:
+        """A buffer of `BLOCK_BYTES` that begins at a page."""
         with self._lock:
-            room = self._free.pop() if self._free else None
-        room = room or memoryview(new_memory(BLOCK_BYTES))
+            buffer = self._free.pop() if self._free else None
+        buffer = buffer or memoryview(new_memory(BLOCK_BYTES))
         try:
-            yield room
+            yield buffer
         finally:
             with self._lock:
                 if len(self._free) < self._kept_max:
-                    self._free.append(room)
+                    self._free.append(buffer)
 
 
 class FileWriter:
-    """One file on its way to the disk."""
+    """Writes the blocks of one source to one new file."""
 
-    def __init__(self, files: Files, fd: int, source: Source, rooms: BlockBuffers) -> None:
+    def __init__(self, files: Files, fd: int, source: Source, buffers: BlockBuffers) -> None:
         self._files = files
         self._fd = fd
         self._source = source
-        self._rooms = rooms
+        self._buffers = buffers
         self._is_direct = self._bypasses_cache()
         self._is_padded = self._is_direct and source.size % PAGE != 0
 
     def reserve(self, free: int) -> None:
-        """Have the room that it needs, before anything is written; ENOSPC otherwise. So many bytes seem to be free."""
+        """Reserve the space before anything is written; ENOSPC if there is too little. `free`: free bytes before."""
         size = self._source.size
         if not size:
             return
@@ -77,19 +78,19 @@ class FileWriter:
             if error.errno not in NOT_SUPPORTED:
                 raise
             if free < size:
-                raise OSError(errno.ENOSPC, "there is too little room") from None
+                raise OSError(errno.ENOSPC, "too little free space") from None
 
     def run(self, token: CancelToken, writes: int) -> None:
-        """Write it all, so many blocks at a time, while the next ones are taken from the source."""
+        """Write all blocks, `writes` at a time, while the next ones are taken from the source."""
         blocks = range(0, self._source.size, BLOCK_BYTES)
         taking, writing = threading.Semaphore(writes), threading.Semaphore(writes)
 
         def put(offset: int) -> None:
-            with self._rooms.one() as room:
+            with self._buffers.buffer() as buffer:
                 with taking:
-                    block = self._take(offset, room)
+                    block = self._take(offset, buffer)
                 with writing:
-                    self._put(block, offset, room)
+                    self._put(block, offset, buffer)
 
         run_all(put, blocks, token, min(writes * BUFFERS_PER_WRITE, len(blocks)) if writes > 1 else 1)
         token.check()
@@ -106,35 +107,35 @@ class FileWriter:
             raise
         return True
 
-    def _take(self, offset: int, room: memoryview) -> memoryview:
+    def _take(self, offset: int, buffer: memoryview) -> memoryview:
         length = min(BLOCK_BYTES, self._source.size - offset)
-        block = self._source.block(offset, room[:length])
-        assert len(block) == length, "a source gives as much as it is asked for"
+        block = self._source.block(offset, buffer[:length])
+        assert len(block) == length, "a source returns blocks of the requested length"
         return block
 
-    def _put(self, block: memoryview, offset: int, room: memoryview) -> None:
+    def _put(self, block: memoryview, offset: int, buffer: memoryview) -> None:
         if self._is_direct:
             try:
-                self._put_directly(block, offset, room)
+                self._put_directly(block, offset, buffer)
                 return
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-            # Some file systems say only now that they cannot.
-            block = self._take(offset, room)
+            # Some file systems refuse direct I/O only at the first write.
+            block = self._take(offset, buffer)
             self._files.bypass_cache(self._fd, on=False)
             self._is_direct = False
         self._put_through_cache(block, offset)
 
-    def _put_directly(self, block: memoryview, offset: int, room: memoryview) -> None:
+    def _put_directly(self, block: memoryview, offset: int, buffer: memoryview) -> None:
         if not _begins_at_page(block):
-            copy_bytes(block, room[: len(block)])
-            block = room[: len(block)]
+            copy_bytes(block, buffer[: len(block)])
+            block = buffer[: len(block)]
         whole = len(block) // PAGE * PAGE
         self._write(block[:whole], offset, PAGE)
         if tail := bytes(block[whole:]):
-            room[:PAGE] = tail.ljust(PAGE, b"\0")
-            self._write(room[:PAGE], offset + whole, PAGE)
+            buffer[:PAGE] = tail.ljust(PAGE, b"\0")
+            self._write(buffer[:PAGE], offset + whole, PAGE)
 
     def _put_through_cache(self, block: memoryview, offset: int) -> None:
         self._write(block, offset, 1)
@@ -143,7 +144,7 @@ class FileWriter:
             if offset >= BLOCKS_CACHED_MAX * BLOCK_BYTES:
                 self._files.drop_cache(self._fd, offset - BLOCKS_CACHED_MAX * BLOCK_BYTES, BLOCK_BYTES)
         except OSError as error:
-            # Any other one tells of bytes that are lost, and the sync at the end would not tell of it again.
+            # Any other error means lost bytes, and the sync at the end would not report it again.
             if error.errno not in NOT_SUPPORTED:
                 raise
 
@@ -152,13 +153,13 @@ class FileWriter:
 
 
 def write_whole(files: Files, fd: int, data: memoryview) -> None:
-    """A small file at once, durably."""
+    """Write a small file durably."""
     _write_all(files, fd, data, 0, 1)
     retry_interrupted(files.sync, fd)
 
 
 def retry_interrupted(act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Do it again when a signal has interrupted it."""
+    """Repeat a system call that a signal has interrupted."""
     for _ in range(INTERRUPTIONS_MAX):
         with suppress(InterruptedError):
             return act(*args, **kwargs)
@@ -166,18 +167,18 @@ def retry_interrupted(act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
 
 
 def copy_bytes(source: memoryview, into: memoryview) -> None:
-    """Copy as many bytes as there are, and let other threads go on meanwhile, which slices do not."""
+    """Copy without holding the GIL, which slice assignment would hold."""
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _write_all(files: Files, fd: int, data: memoryview, offset: int, step: int) -> None:
-    """Write all of it, going on behind the last whole step when less was taken."""
+    """Write all bytes; after a short write continue at the last multiple of `step`."""
     done = idle = 0
     while done < len(data):
         taken = retry_interrupted(files.write, fd, data[done:], offset + done) // step * step
         idle = 0 if taken else idle + 1
-        if idle > NOTHING_TAKEN_MAX:
-            raise OSError(errno.EIO, "the file system takes nothing more")
+        if idle > EMPTY_WRITES_MAX:
+            raise OSError(errno.EIO, "the file system accepts no more bytes")
         done += taken
 
 

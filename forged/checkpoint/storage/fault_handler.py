@@ -1,7 +1,8 @@
-"""What is done when a storage fails: try again where that may help, and clear away what came to nothing.
+"""Retries storage operations, and deletes the files of failed saves.
 
-Law: only what the storage itself calls passing is tried again, by the project's one policy, and never beyond the time
-that the operation has. What was done already is not done twice.
+Invariants:
+- Only errors that the storage marks as retryable are retried, within the operation's deadline.
+- A retried operation takes effect once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 
 class FaultToleranceHandler:
-    """Tries again, and rolls back."""
+    """Retries storage operations, and rolls back saves."""
 
     def __init__(
         self,
@@ -37,11 +38,11 @@ class FaultToleranceHandler:
         self._sleep = sleep
 
     def guard(self, storage: Storage) -> Storage:
-        """The storage, with every operation tried again that may pass."""
+        """The storage with retries."""
         return RetryingStorage(storage, self)
 
     def execute_with_retry(self, act: Callable[[], T], token: CancelToken | None = None) -> T:
-        """Do something; again, if it fails in a way that may pass."""
+        """Call `act`; repeat it after retryable errors, as the policy says."""
         for pause_s in self.policy.delays(self._random):
             try:
                 return act()
@@ -55,17 +56,17 @@ class FaultToleranceHandler:
         return act()
 
     def rollback(self, prefix: str) -> list[str]:
-        """Delete what a save that came to nothing has left; returns the names. What is there stays."""
+        """Delete the files of failed saves under a prefix; returns their names. Keeps an existing checkpoint."""
         return listing.delete_unfinished(self._storage, prefix)
 
 
 class RetryingStorage:
-    """A storage whose passing failures are waited out; a `ports.Storage`."""
+    """A storage with retries; a `ports.Storage`."""
 
     def __init__(self, storage: Storage, faults: FaultToleranceHandler, token: CancelToken | None = None) -> None:
         self._storage = storage
         self._faults = faults
-        self._again = partial(faults.execute_with_retry, token=token)
+        self._retried = partial(faults.execute_with_retry, token=token)
 
     @property
     def url(self) -> str:
@@ -78,7 +79,7 @@ class RetryingStorage:
         self._faults.execute_with_retry(lambda: self._storage.write(name, source, token), token)
 
     def sync_names(self, names: Collection[str]) -> None:
-        self._again(lambda: self._storage.sync_names(names))
+        self._retried(lambda: self._storage.sync_names(names))
 
     def publish(self, name: str, data: bytes) -> None:
         is_first = True
@@ -88,31 +89,31 @@ class RetryingStorage:
             try:
                 self._storage.publish(name, data)
             except CheckpointException as error:
-                # The try before this one may have got through all the same.
+                # The previous try may have succeeded although it raised.
                 if is_first or error.code != "checkpoint_exists" or not listing.has_content(self._storage, name, data):
                     raise
                 self._storage.sync_names([name])
             finally:
                 is_first = False
 
-        self._again(publish)
+        self._retried(publish)
 
     @contextmanager
     def open(self, name: str) -> Iterator[Reader]:
         with ExitStack() as stack:
-            yield self._again(lambda: stack.enter_context(self._storage.open(name)))
+            yield self._retried(lambda: stack.enter_context(self._storage.open(name)))
 
     def read(self, name: str, bytes_max: int) -> bytes:
-        return self._again(lambda: self._storage.read(name, bytes_max))
+        return self._retried(lambda: self._storage.read(name, bytes_max))
 
     def entries(self, under: str = "") -> Iterator[Entry]:
-        return iter(self._again(lambda: list(self._storage.entries(under))))
+        return iter(self._retried(lambda: list(self._storage.entries(under))))
 
     def move(self, name: str, to: str) -> None:
-        self._again(lambda: self._storage.move(name, to))
+        self._retried(lambda: self._storage.move(name, to))
 
     def delete(self, names: Collection[str]) -> None:
-        self._again(lambda: self._storage.delete(names))
+        self._retried(lambda: self._storage.delete(names))
 
     def free_bytes(self) -> int | None:
-        return self._again(self._storage.free_bytes)
+        return self._retried(self._storage.free_bytes)

@@ -1,7 +1,8 @@
-"""What a local storage asks of the operating system.
+"""The file operations of a local storage: the port `Files`, and its implementation on the operating system.
 
-Law: one method is one thing asked, and says with an `OSError` that it was refused, whatever the library of the platform
-makes of it. Nothing is decided here. All of it may be called from several threads.
+Invariants:
+- One method is one operation. A refusal is an `OSError`.
+- No decisions are made here. All methods are thread-safe.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from typing import NamedTuple, Protocol
 from forged import file_sync
 
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""`O_NONBLOCK`: a pipe that lies there must not keep whoever opens it."""
+"""`O_NONBLOCK`, because opening a pipe would wait for its writer."""
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 UNNAMED = os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC
 MODE = 0o666
 
 
 class DirectoryEntry(NamedTuple):
-    """What lies in a directory."""
+    """An entry of a directory."""
 
     name: str
     is_directory: bool
@@ -33,115 +34,107 @@ class DirectoryEntry(NamedTuple):
 
 
 class Files(Protocol):
-    """The operating system's files. Paths are absolute."""
+    """File operations. Paths are absolute."""
 
     def open(self, path: str, flags: int) -> int:
-        """A descriptor."""
+        """Returns a descriptor."""
         ...
 
-    def close(self, fd: int) -> None:
-        """Give it back."""
-        ...
+    def close(self, fd: int) -> None: ...
 
     def size(self, fd: int) -> int:
-        """How many bytes a file has; an error if it is no regular file."""
+        """The size of a regular file; an error for anything else."""
         ...
 
     def bypass_cache(self, fd: int, *, on: bool) -> None:
-        """Have bytes go past the page cache, or not: whole blocks then, from memory that begins at one."""
+        """Turn direct I/O on or off. With direct I/O, offset, length and memory are multiples of a page."""
         ...
 
     def reserve(self, fd: int, size: int) -> None:
-        """Room on the disk for so many bytes; the file is then so large."""
+        """Allocate disk space; the file then has this size."""
         ...
 
-    def truncate(self, fd: int, size: int) -> None:
-        """Cut it off there."""
-        ...
+    def truncate(self, fd: int, size: int) -> None: ...
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
-        """How much of it was written."""
+        """Returns how many bytes were written."""
         ...
 
     def read(self, fd: int, room: memoryview, offset: int) -> int:
-        """How much was read; nothing at the end."""
+        """Returns how many bytes were read; 0 at the end."""
         ...
 
     def map(self, fd: int, size: int) -> memoryview:
-        """The file as memory that can only be read; it stays when the descriptor is closed."""
+        """The file as read-only memory, valid after the descriptor is closed."""
         ...
 
     def read_ahead(self, fd: int, *, on: bool) -> None:
-        """It will be read from one end to the other; or nothing is to be read into the page cache but what is asked."""
+        """Turn the kernel's read-ahead on or off."""
         ...
 
     def is_cached(self, fd: int, offset: int) -> bool:
-        """Whether the page cache has a byte of it, which it must have; an error where nobody can tell."""
+        """Whether the page cache has this byte of the file; an error where the system cannot tell."""
         ...
 
     def lock_alone(self, fd: int) -> bool:
-        """Whether nobody else has it open so, here or in another process; until it is closed."""
+        """Lock the file until it is closed; False if another descriptor has locked it."""
         ...
 
     def begin_write_back(self, fd: int, offset: int, size: int) -> None:
-        """Have what the page cache holds of it written, and do not wait."""
+        """Start write-back of a range without waiting."""
         ...
 
     def drop_cache(self, fd: int, offset: int, size: int) -> None:
-        """Wait until it is written, and have the page cache forget it."""
+        """Wait for write-back of a range, and drop it from the page cache."""
         ...
 
     def sync(self, fd: int) -> None:
-        """Make the bytes of a file durable, and its size."""
+        """Make the bytes and the size of a file durable."""
         ...
 
     def sync_directory(self, path: str) -> None:
-        """Make the names in a directory durable, as they are now."""
+        """Make the names in a directory durable."""
         ...
 
     def link_open(self, fd: int, path: str) -> None:
-        """Give an unnamed file a name that nobody has."""
+        """Give an unnamed file a name that is free."""
         ...
 
     def link(self, path: str, to: str) -> None:
-        """Give a file one more name, which nobody has."""
+        """Give a file a further name that is free."""
         ...
 
     def rename(self, path: str, to: str) -> None:
-        """Give it another name, in place of whoever has that."""
+        """Rename a file, over an existing one."""
         ...
 
     def rename_new(self, path: str, to: str) -> None:
-        """Give it another name, which nobody has."""
+        """Rename a file to a name that is free."""
         ...
 
-    def unlink(self, path: str) -> None:
-        """Take a file's name away."""
-        ...
+    def unlink(self, path: str) -> None: ...
 
-    def make_directory(self, path: str) -> None:
-        """A new one."""
-        ...
+    def make_directory(self, path: str) -> None: ...
 
     def remove_directory(self, path: str) -> None:
-        """One that is empty."""
+        """Remove an empty directory."""
         ...
 
     def scan(self, path: str) -> list[DirectoryEntry]:
-        """The files and directories in one; links and whatever else there may be are left out."""
+        """The files and directories in a directory, without links and special files."""
         ...
 
     def resolve(self, path: str) -> str:
-        """Where a path leads when all links are followed, so far as it exists."""
+        """The path with links followed as far as it exists."""
         ...
 
     def free_bytes(self, path: str) -> int:
-        """How much anyone may still write there."""
+        """Bytes that an unprivileged process may still write there."""
         ...
 
 
 class SystemFiles:
-    """The real ones."""
+    """The operating system's files."""
 
     def open(self, path: str, flags: int) -> int:
         return os.open(path, flags, MODE)
@@ -154,7 +147,7 @@ class SystemFiles:
         if stat.S_ISDIR(status.st_mode):
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.ENOTSUP, "it is no file")
+            raise OSError(errno.ENOTSUP, "not a regular file")
         return status.st_size
 
     def bypass_cache(self, fd: int, *, on: bool) -> None:
@@ -201,7 +194,7 @@ class SystemFiles:
         file_sync.sync_directory(Path(path))
 
     def link_open(self, fd: int, path: str) -> None:
-        # A path that is absolute leaves the directory out of account; but only with one does Python follow the link.
+        # The absolute path makes the directory irrelevant, but Python follows the link only with one.
         os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
 
     def link(self, path: str, to: str) -> None:
@@ -224,7 +217,7 @@ class SystemFiles:
 
     def scan(self, path: str) -> list[DirectoryEntry]:
         with os.scandir(path) as entries:
-            return [found for entry in entries if (found := _looked_at(entry)) is not None]
+            return [found for entry in entries if (found := _entry_of(entry)) is not None]
 
     def resolve(self, path: str) -> str:
         return os.path.realpath(path)
@@ -234,8 +227,8 @@ class SystemFiles:
         return status.f_bavail * status.f_frsize
 
 
-def _looked_at(entry: os.DirEntry[str]) -> DirectoryEntry | None:
-    """What an entry is; nothing if it is neither file nor directory, or has gone meanwhile."""
+def _entry_of(entry: os.DirEntry[str]) -> DirectoryEntry | None:
+    """The entry; None if it is neither file nor directory, or was removed meanwhile."""
     try:
         status = entry.stat(follow_symlinks=False)
     except FileNotFoundError:
@@ -247,5 +240,5 @@ def _looked_at(entry: os.DirEntry[str]) -> DirectoryEntry | None:
 
 
 def directory_of(path: str) -> str:
-    """The directory that an absolute path is in."""
+    """The parent of an absolute path."""
     return path.rpartition("/")[0] or "/"

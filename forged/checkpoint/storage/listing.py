@@ -1,7 +1,9 @@
-"""The checkpoints in a storage: what is there, what is not, and what is left of what was.
+"""The checkpoints in a storage: lists, deletes, and finds the files of unfinished saves.
 
-Law: a checkpoint is there when its manifest is and no tombstone stands in its place. What is being saved has no
-manifest yet, and what is being deleted has none any more: neither is seen, and both can be cleared away.
+Invariants:
+- A checkpoint exists if and only if its manifest exists and its tombstone does not.
+- A checkpoint that is being saved has no manifest yet; one that is being deleted has a tombstone in its place. Neither
+  is listed, and the files of both can be deleted.
 """
 
 from __future__ import annotations
@@ -18,34 +20,34 @@ from forged.checkpoint.ports import Entry, Storage
 
 MISSING = "checkpoint_file_missing"
 SAVE_ID_BYTES = 4
-LOOKS = 2
+INDEX_READS_MAX = 2
 _SECTION = r"(?:model|optimizer|state|rank-[0-9]{5,7})"
 _PART = rf"(?:{_SECTION}|(?:{_SECTION}-)?[0-9]{{5,7}}-of-[0-9]{{5,7}})\.(?:safetensors|packed)"
 _INDEX = rf"{_SECTION}\.safetensors\.index\.json"
-_OF_A_SAVE = re.compile(rf'"[0-9a-f]{{8}}\.{_PART}"'.encode())
-_NOTE = r"[0-9]{5,7}\.(?:receipt|refusal)"
-_OURS = re.compile(rf"[0-9a-f]{{8}}\.(?:{_PART}|{_INDEX}|{_NOTE})|{_INDEX}")
-"""What a save makes under its prefix; but for the indexes, named with what tells it from others."""
+_NAMES_SAVE_FILE = re.compile(rf'"[0-9a-f]{{8}}\.{_PART}"'.encode())
+_RECEIPT = r"[0-9]{5,7}\.(?:receipt|refusal)"
+_SAVE_FILE = re.compile(rf"[0-9a-f]{{8}}\.(?:{_PART}|{_INDEX}|{_RECEIPT})|{_INDEX}")
+"""The files of a save under its prefix. All names but those of indexes contain the save id."""
 
 
 def part_name(prefix: str, save_id: str, rank: int, world_size: int, *, is_packed: bool) -> str:
-    """The file of one rank."""
+    """The name of a rank's part."""
     kind = "packed" if is_packed else "safetensors"
     return f"{prefix}/{save_id}.{rank:05d}-of-{world_size:05d}.{kind}"
 
 
 def receipt_name(prefix: str, save_id: str, rank: int) -> str:
-    """Where a rank says what it has written."""
+    """The name of a rank's receipt."""
     return f"{prefix}/{save_id}.{rank:05d}.receipt"
 
 
 def refusal_name(prefix: str, save_id: str, rank: int) -> str:
-    """Where the root says to a rank that a save has failed."""
+    """The name of the root's refusal for a rank."""
     return f"{prefix}/{save_id}.{rank:05d}.refusal"
 
 
 def read_manifest(storage: Storage, prefix: str) -> Manifest:
-    """The manifest of a checkpoint."""
+    """Read a checkpoint's manifest; `checkpoint_missing` if the checkpoint does not exist."""
     path = check_prefix(prefix) + SUFFIX
     try:
         data = storage.read(path, MANIFEST_BYTES_MAX)
@@ -53,41 +55,40 @@ def read_manifest(storage: Storage, prefix: str) -> Manifest:
         if error.code != MISSING:
             raise
         raise missing_checkpoint(storage, prefix) from None
-    if _is_there(storage, prefix + TOMBSTONE):
+    if _exists(storage, prefix + TOMBSTONE):
         raise missing_checkpoint(storage, prefix)
     return decode(data, path)
 
 
 def missing_checkpoint(storage: Storage, prefix: str) -> CheckpointException:
-    """There is no such checkpoint."""
+    """The error for a checkpoint that does not exist."""
     return CheckpointException(
-        f"there is no checkpoint {prefix} in {storage.url}",
+        f"checkpoint {prefix} does not exist in {storage.url}",
         prefix,
         ExceptionType.LOAD_FAILED,
         code="checkpoint_missing",
-        fix=f"`forgectl ckpt ls {shlex.quote(storage.url)}` shows which there are",
+        fix=f"`forgectl ckpt ls {shlex.quote(storage.url)}` lists the checkpoints",
     )
 
 
 def checkpoint_exists(storage: Storage, prefix: str) -> bool:
-    """Whether there is such a checkpoint."""
-    return _is_there(storage, prefix + SUFFIX) and not _is_there(storage, prefix + TOMBSTONE)
+    return _exists(storage, prefix + SUFFIX) and not _exists(storage, prefix + TOMBSTONE)
 
 
 def is_being_deleted(storage: Storage, prefix: str) -> bool:
-    """Whether somebody has begun to delete it."""
-    return _is_there(storage, prefix + TOMBSTONE)
+    """Whether a deletion of the checkpoint has begun and not ended."""
+    return _exists(storage, prefix + TOMBSTONE)
 
 
 def prefixes(storage: Storage, under: str = "") -> list[str]:
-    """The names of all checkpoints, in their order."""
+    """The prefixes of all checkpoints, sorted."""
     names = {entry.name for entry in storage.entries(under)}
     found = (name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX))
     return sorted(prefix for prefix in found if prefix + TOMBSTONE not in names)
 
 
 def manifests(storage: Storage, under: str = "") -> Iterator[tuple[str, Manifest | CheckpointException]]:
-    """All checkpoints; those whose manifest cannot be read with the reason."""
+    """The manifests of all checkpoints; for an unreadable one its error."""
     for prefix in prefixes(storage, under):
         try:
             yield prefix, read_manifest(storage, prefix)
@@ -97,7 +98,7 @@ def manifests(storage: Storage, under: str = "") -> Iterator[tuple[str, Manifest
 
 
 def info_of(manifest: Manifest) -> CheckpointInfo:
-    """What is shown of a checkpoint in a list."""
+    """A manifest's summary for listings."""
     return CheckpointInfo(
         manifest.prefix,
         manifest.version,
@@ -109,52 +110,52 @@ def info_of(manifest: Manifest) -> CheckpointInfo:
 
 
 def files_of(manifest: Manifest) -> list[str]:
-    """The files of a checkpoint, besides its manifest."""
+    """The files that a manifest names."""
     return [part.file for part in manifest.parts] + [*manifest.extra_files]
 
 
 def delete(storage: Storage, prefix: str) -> None:
-    """Have a checkpoint no more: gone as soon as its tombstone stands, and its files behind that."""
+    """Delete a checkpoint: rename its manifest to a tombstone, then delete its files, then the tombstone."""
     path, tombstone = check_prefix(prefix) + SUFFIX, prefix + TOMBSTONE
-    is_known = _is_there(storage, path)
-    if not is_known and not _is_there(storage, tombstone):
+    has_manifest = _exists(storage, path)
+    if not has_manifest and not _exists(storage, tombstone):
         raise missing_checkpoint(storage, prefix)
     try:
-        if is_known:
+        if has_manifest:
             storage.move(path, tombstone)
         finish_deletion(storage, prefix)
     except CheckpointException as error:
-        # Somebody else has deleted it at the same time.
+        # Another process deletes it at the same time.
         if error.code != MISSING:
             raise
 
 
 def finish_deletion(storage: Storage, prefix: str) -> None:
-    """Delete what a tombstone stands for, and then the tombstone."""
+    """Delete the files of a tombstone, and then the tombstone."""
     path, tombstone = prefix + SUFFIX, prefix + TOMBSTONE
-    said = storage.read(tombstone, MANIFEST_BYTES_MAX)
-    # Who put it there may have died before it was durable, and the manifest would be back without what it names.
+    data = storage.read(tombstone, MANIFEST_BYTES_MAX)
+    # Its writer may have died before it was durable; the manifest would come back without its files.
     storage.sync_names([tombstone])
     try:
-        manifest = decode(said, tombstone)
-        # Besides what it names, what its save has left under names that no other save gives.
+        manifest = decode(data, tombstone)
+        # Files of this save that its manifest does not name have names with its save id.
         own = [entry.name for entry in save_files(storage, prefix) if _is_of_save(entry.name, manifest)]
         for name, size in manifest.extra_files.items():
-            # What a later save has put in its place is not to go; so it goes as soon as it was looked at.
-            if _leads_to(storage, name, size, manifest):
+            # A later save may replace the index, so it is checked just before it is deleted.
+            if _names_files_of(storage, name, size, manifest):
                 storage.delete([name])
         storage.delete({*(part.file for part in manifest.parts), *own})
     except CheckpointException as error:
         if error.type not in {ExceptionType.CORRUPTED_CHECKPOINT, ExceptionType.INCOMPATIBLE_VERSION}:
             raise
-        # It does not say what its files are; what lies under its name is of no use to anybody.
+        # An unreadable tombstone names no files, so all files of saves under the prefix are deleted.
         storage.delete([entry.name for entry in save_files(storage, prefix)])
-    if _is_there(storage, path) and storage.read(path, MANIFEST_BYTES_MAX) == said:
-        # A storage that moves by copying was interrupted in between.
+    if _exists(storage, path) and storage.read(path, MANIFEST_BYTES_MAX) == data:
+        # A storage that renames by copying was interrupted before it deleted the source.
         storage.delete([path])
-    # Where others were faster, that of a later checkpoint may stand there by now; so it goes as soon as it was looked
-    # at, also where it has gone already: who died behind that may not have made it durable.
-    if _small(storage, tombstone, MANIFEST_BYTES_MAX) in {said, None}:
+    # The tombstone may belong to a later checkpoint by now, so it is checked just before it is deleted. It is deleted
+    # also if it is missing, because the process that removed it may have died before the removal was durable.
+    if _read_small(storage, tombstone, MANIFEST_BYTES_MAX) in {data, None}:
         storage.delete([tombstone])
 
 
@@ -162,26 +163,26 @@ def _is_of_save(name: str, manifest: Manifest) -> bool:
     return bool(manifest.save_id) and name.startswith(f"{manifest.prefix}/{manifest.save_id}.")
 
 
-def _leads_to(storage: Storage, name: str, size: int, manifest: Manifest) -> bool:
-    """Whether a document for other tools is still the one that names files of this checkpoint."""
-    said = _small(storage, name, size)
-    return said is not None and any(b'"%s"' % part.file.rpartition("/")[2].encode() in said for part in manifest.parts)
+def _names_files_of(storage: Storage, name: str, size: int, manifest: Manifest) -> bool:
+    """Whether an index still names files of this checkpoint."""
+    data = _read_small(storage, name, size)
+    return data is not None and any(b'"%s"' % part.file.rpartition("/")[2].encode() in data for part in manifest.parts)
 
 
 def is_replaceable_index(storage: Storage, index: str) -> bool:
-    """Whether there is no such index, or one of files that a save has made."""
-    for _ in range(LOOKS):
-        said = _small(storage, index, MANIFEST_BYTES_MAX)
-        if said is not None:
-            return _OF_A_SAVE.search(said) is not None
-        if not _is_there(storage, index):
+    """Whether an index is missing, or names files of a save."""
+    for _ in range(INDEX_READS_MAX):
+        data = _read_small(storage, index, MANIFEST_BYTES_MAX)
+        if data is not None:
+            return _NAMES_SAVE_FILE.search(data) is not None
+        if not _exists(storage, index):
             return True
-        # It may have come between the two looks.
+        # It was created between the two reads.
     return False
 
 
 def delete_unfinished(storage: Storage, prefix: str) -> list[str]:
-    """Delete what saves that came to nothing have left under a prefix. There must be none under way."""
+    """Delete the files of unfinished saves under a prefix. No save may be in progress there."""
     if checkpoint_exists(storage, prefix):
         return []
     names = [entry.name for entry in save_files(storage, prefix)]
@@ -190,9 +191,9 @@ def delete_unfinished(storage: Storage, prefix: str) -> list[str]:
 
 
 def require_free(storage: Storage, prefix: str) -> None:
-    """Refuse a name that is taken."""
+    """Refuse a prefix that is taken."""
     path = prefix + SUFFIX
-    if _is_there(storage, prefix + TOMBSTONE):
+    if _exists(storage, prefix + TOMBSTONE):
         raise CheckpointException(
             f"{prefix} is being deleted from {storage.url}",
             prefix,
@@ -201,50 +202,50 @@ def require_free(storage: Storage, prefix: str) -> None:
             fix=f"`forgectl ckpt rm {prefix}` finishes a deletion that was interrupted",
             retryable=True,
         )
-    if _is_there(storage, path):
+    if _exists(storage, path):
         raise CheckpointException(
-            f"there is a checkpoint {prefix} in {storage.url} already",
+            f"checkpoint {prefix} exists already in {storage.url}",
             prefix,
             ExceptionType.SAVE_FAILED,
             code="checkpoint_exists",
-            fix="give this one another name, or delete that one first",
+            fix="use another prefix, or delete that checkpoint first",
         )
 
 
 def tombstones(storage: Storage) -> list[str]:
-    """The checkpoints that somebody has begun to delete."""
+    """The prefixes of checkpoints whose deletion has begun and not ended."""
     return sorted(entry.name.removesuffix(TOMBSTONE) for entry in storage.entries() if entry.name.endswith(TOMBSTONE))
 
 
 def save_files(storage: Storage, prefix: str) -> list[Entry]:
-    """The files that saves have made under a prefix, whatever became of them."""
+    """All files of saves under a prefix, finished or not."""
     lead = f"{prefix}/"
-    return [entry for entry in storage.entries(lead) if _OURS.fullmatch(entry.name.removeprefix(lead))]
+    return [entry for entry in storage.entries(lead) if _SAVE_FILE.fullmatch(entry.name.removeprefix(lead))]
 
 
 def unfinished_saves(storage: Storage) -> dict[str, list[Entry]]:
-    """The files of saves that have come to nothing, or are still under way, by prefix."""
+    """The files of saves without a manifest, by prefix: failed, or still in progress."""
     names = {entry.name: entry for entry in storage.entries()}
     found: dict[str, list[Entry]] = {}
     for name, entry in names.items():
         prefix, _, file = name.rpartition("/")
-        if prefix and _OURS.fullmatch(file) and prefix + SUFFIX not in names and prefix + TOMBSTONE not in names:
+        if prefix and _SAVE_FILE.fullmatch(file) and prefix + SUFFIX not in names and prefix + TOMBSTONE not in names:
             found.setdefault(prefix, []).append(entry)
     return dict(sorted(found.items()))
 
 
 def default_prefix(now: float, draw: Callable[[int], bytes]) -> str:
-    """A name that nobody else gives: the time, and something drawn."""
+    """A unique prefix: the time and random digits."""
     return f"checkpoint_{datetime.fromtimestamp(now, UTC):%Y%m%d_%H%M%S}_{draw(SAVE_ID_BYTES).hex()}"
 
 
 def has_content(storage: Storage, name: str, data: bytes) -> bool:
-    """Whether a small file is there with just these bytes."""
-    return _small(storage, name, len(data)) == data
+    """Whether a small file has exactly these bytes."""
+    return _read_small(storage, name, len(data)) == data
 
 
-def _small(storage: Storage, name: str, size: int) -> bytes | None:
-    """A file that has no more bytes than that; None where there is none."""
+def _read_small(storage: Storage, name: str, size: int) -> bytes | None:
+    """The bytes of a file; None if it is missing or larger than `size`."""
     try:
         return storage.read(name, size)
     except CheckpointException as error:
@@ -253,7 +254,7 @@ def _small(storage: Storage, name: str, size: int) -> bytes | None:
         return None
 
 
-def _is_there(storage: Storage, name: str) -> bool:
+def _exists(storage: Storage, name: str) -> bool:
     try:
         with storage.open(name):
             return True

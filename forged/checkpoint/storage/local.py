@@ -35,44 +35,43 @@ from forged.checkpoint.storage.os_errors import SyncFailed, disk_full, errors_tr
 from forged.checkpoint.thread_pool import THREADS
 
 OPENINGS_MAX = 10
-"""How often a directory is made anew that others remove meanwhile, being empty."""
+"""How often a directory is made again after another process has removed it because it was empty."""
 HIDDEN_SUFFIX = ".tmp"
 HIDDEN_S_MAX = 3600.0
-"""So long nobody takes to publish what is hidden."""
+"""A hidden file older than this belongs to a process that has died."""
 NOT_UNNAMED = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS})
-"""What file systems say that have no files without a name."""
+"""Errors of file systems without unnamed files (O_TMPFILE)."""
 NOT_LINKED = frozenset({errno.ENOENT, errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
-"""What is said where such a file cannot be given one: the file system, or there is no /proc."""
+"""Errors where an unnamed file cannot be linked: by the file system, or because /proc is missing."""
 NOT_BEGUN = frozenset({errno.ENOENT, errno.EMFILE, errno.ENFILE})
-"""What is said before a directory is synced: that it cannot even be opened."""
+"""Errors from opening a directory, before its sync has begun."""
 
 
 class LocalReader:
-    """A file that is read."""
+    """An open file; a `ports.Reader`."""
 
-    def __init__(self, files: Files, fd: int, draining: FileReader, name: str, url: str) -> None:
+    def __init__(self, files: Files, fd: int, reader: FileReader, name: str, url: str) -> None:
         self._files = files
         self._fd = fd
-        self._draining = draining
+        self._reader = reader
         self._name = name
         self._url = url
-        self.size = draining.size
+        self.size = reader.size
 
     def read_into(self, offset: int, room: memoryview) -> None:
-        """Fill the room with the bytes from `offset` on."""
         with errors_translated(self._name, self._url):
-            count = self._draining.read(offset, room)
+            count = self._reader.read(offset, room)
         if count < len(room):
             raise file_short(self._name, offset + len(room), offset + count)
 
     def mapped(self) -> memoryview | None:
-        """The file as memory. Whoever truncates it kills those who look there (SIGBUS)."""
+        """The file as memory. Access after a truncation raises SIGBUS."""
         with errors_translated(self._name, self._url):
             return self._files.map(self._fd, self.size)
 
 
 class LocalStorage:
-    """The checkpoints in a directory, which is made when it is first written to."""
+    """A directory as a `ports.Storage`. The directory is made at the first write."""
 
     def __init__(
         self,
@@ -88,57 +87,53 @@ class LocalStorage:
             self._root = self._files.resolve(absolute)
         self._threads = threads
         self._wall = wall
-        self._rooms = BlockBuffers(threads * BUFFERS_PER_WRITE)
+        self._buffers = BlockBuffers(threads * BUFFERS_PER_WRITE)
 
     @property
     def url(self) -> str:
-        """The directory."""
         return self._root
 
     def write(self, name: str, source: Source, token: CancelToken) -> None:
-        """A new file, whose bytes are durable then."""
         with errors_translated(name, self.url):
-            path = self._place(name)
+            path = self._path(name)
             free = self._free_bytes()
             fd = self._open_new(path, CREATE)
             try:
                 self._fill(fd, name, source, token, free)
             except BaseException:
-                self._take_back(path)
+                self._remove_unfinished(path)
                 raise
 
     def sync_names(self, names: Collection[str]) -> None:
-        """Make the names of new files durable, and those of the directories that lead to them."""
+        """Sync the directories of new files, and the directories above them."""
         with errors_translated(next(iter(names), ""), self.url):
-            self._sync_up({directory_of(self._place(name)) for name in names})
+            self._sync_up({directory_of(self._path(name)) for name in names})
 
     def publish(self, name: str, data: bytes) -> None:
-        """A new small file, durable when this returns. When it fails the file may be there: `delete` it then."""
+        """Create a small file atomically and durably. After an error the file may exist: `delete` it."""
         with errors_translated(name, self.url):
-            path = self._place(name)
+            path = self._path(name)
             if not self._publish_unnamed(path, memoryview(data)):
                 self._publish_hidden(path, memoryview(data))
             self._sync_up({directory_of(path)})
 
     @contextmanager
     def open(self, name: str) -> Iterator[LocalReader]:
-        """Read a file."""
         with ExitStack() as stack:
             with errors_translated(name, self.url):
-                path = self._within(self._place(name))
+                path = self._within(self._path(name))
                 fd = self._files.open(path, READ)
-                stack.callback(self._let_go, fd)
-                draining = FileReader(self._files, fd, path, self._rooms)
-                stack.callback(draining.close)
-            yield LocalReader(self._files, fd, draining, name, self.url)
+                stack.callback(self._close, fd)
+                reader = FileReader(self._files, fd, path, self._buffers)
+                stack.callback(reader.close)
+            yield LocalReader(self._files, fd, reader, name, self.url)
 
-    def _let_go(self, fd: int) -> None:
-        # What was read was read, whatever is said now.
+    def _close(self, fd: int) -> None:
+        # The bytes were read; an error of close changes nothing.
         with suppress(OSError):
             self._files.close(fd)
 
     def read(self, name: str, bytes_max: int) -> bytes:
-        """A small file."""
         with self.open(name) as reader:
             if reader.size > bytes_max:
                 raise file_large(name, reader.size, bytes_max)
@@ -147,29 +142,29 @@ class LocalStorage:
             return bytes(data)
 
     def entries(self, under: str = "") -> Iterator[Entry]:
-        """The files whose names begin so; symbolic links are none, and a directory that nobody may enter has none."""
+        """The files whose names begin with `under`. Symbolic links and inaccessible directories are skipped."""
         check_name_prefix(under)
         directory, slash, _ = under.rpartition("/")
         for name, found in self._walk(directory + slash, under):
             yield Entry(name, found.size, found.modified_at)
 
     def move(self, name: str, to: str) -> None:
-        """Give a small file another name, durably; if that was done already, see that it is durable."""
+        """Rename a small file durably; if that was done already, sync it again."""
         with errors_translated(name, self.url):
-            path, target = self._place(name), self._place(to)
+            path, target = self._path(name), self._path(to)
             self._rename(path, target)
             self._sync_up({directory_of(target)})
             if directory_of(path) != directory_of(target):
                 self._sync_nearest(directory_of(path))
 
     def delete(self, names: Collection[str]) -> None:
-        """Have these no more, durably. One that cannot be removed does not keep the others."""
+        """Delete durably. A file that cannot be removed does not stop the deletion of the rest."""
         failures: list[CheckpointException] = []
         touched: dict[str, str] = {}
         for name in names:
             try:
                 with errors_translated(name, self.url):
-                    path = self._place(name)
+                    path = self._path(name)
                     touched[directory_of(path)] = name
                     with suppress(FileNotFoundError):
                         self._files.unlink(path)
@@ -178,7 +173,7 @@ class LocalStorage:
         for directory in sorted(touched, key=len, reverse=True):
             try:
                 with errors_translated(touched[directory], self.url):
-                    # Also where nothing was removed: who died before us may have removed it, and not synced.
+                    # Also if nothing was removed: a process that has died may have removed it without a sync.
                     self._sync_nearest(self._prune(directory))
             except CheckpointException as error:
                 failures.append(error)
@@ -186,25 +181,24 @@ class LocalStorage:
             raise failures[0]
 
     def free_bytes(self) -> int | None:
-        """How much can still be written."""
         with errors_translated("", self.url):
             return self._free_bytes()
 
-    # Where names lead.
+    # Paths.
 
-    def _place(self, name: str) -> str:
-        """The path of a file, whose directory is in the storage."""
+    def _path(self, name: str) -> str:
+        """The path of a file. Its directory lies in the storage, links followed."""
         directory, _, base = f"{self._root}/{check_name(name)}".rpartition("/")
         return f"{self._within(directory)}/{base}"
 
     def _within(self, path: str) -> str:
-        """Where a path leads, if that is in the storage."""
+        """The path with links followed; an error if it leaves the storage."""
         if path == self._root:
             return path
         found = self._files.resolve(path)
         if os.path.commonpath((self._root, found)) != self._root:
             raise storage_error(
-                f"{path} leads out of {self.url}",
+                f"{path} is a link that leaves {self.url}",
                 path,
                 "remove the symbolic link",
                 code="checkpoint_storage_obstructed",
@@ -212,18 +206,18 @@ class LocalStorage:
         return found
 
     def _upwards(self, directory: str) -> Iterator[str]:
-        """A directory and those that it lies in, up to the storage's."""
+        """A directory and its parents, up to the storage's root."""
         while directory != self._root:
             yield directory
             directory = directory_of(directory)
         yield self._root
 
     def _walk(self, start: str, under: str) -> Iterator[tuple[str, DirectoryEntry]]:
-        """All files below a directory whose names begin so."""
+        """All files below a directory whose names begin with `under`."""
         waiting = [start]
         while waiting:
             lead = waiting.pop()
-            for found in self._look_into(lead):
+            for found in self._scan(lead):
                 name = lead + found.name
                 if found.name.startswith(".") or not name.startswith(under):
                     continue
@@ -232,14 +226,14 @@ class LocalStorage:
                 else:
                     yield name, found
 
-    def _look_into(self, lead: str) -> list[DirectoryEntry]:
+    def _scan(self, lead: str) -> list[DirectoryEntry]:
         with errors_translated(lead, self.url):
             try:
                 return self._files.scan(self._within(f"{self._root}/{lead}".rstrip("/")))
             except (FileNotFoundError, NotADirectoryError):
                 return []
             except PermissionError:
-                # Such as `lost+found`. But of its own directory a storage must not say that it is empty.
+                # Such as `lost+found`. But an inaccessible root must not look empty.
                 if not lead:
                     raise
                 return []
@@ -254,10 +248,10 @@ class LocalStorage:
                     raise
                 path = directory_of(path)
 
-    # How files come.
+    # New files.
 
     def _open_new(self, path: str, flags: int) -> int:
-        """Open what is to be a new file, or the directory of one; its directory is made."""
+        """Open a new file (or, for an unnamed file, its directory); make its directory if needed."""
         directory = path if flags == UNNAMED else directory_of(path)
         try:
             for _ in range(OPENINGS_MAX):
@@ -266,12 +260,12 @@ class LocalStorage:
                 self._make_directories(directory)
             return self._files.open(path, flags)
         except OSError:
-            # The directory may have been made for nothing.
+            # The directory may be empty now.
             self._prune(directory)
             raise
 
     def _make_directories(self, path: str) -> None:
-        """Make a directory, and those that it lies in. Those above the storage nobody else makes durable."""
+        """Make a directory and its parents. Sync those above the root here, because `_sync_up` ends at the root."""
         with suppress(FileExistsError):
             try:
                 self._files.make_directory(path)
@@ -282,32 +276,32 @@ class LocalStorage:
                 try:
                     self._sync_directory(directory_of(path))
                 except OSError:
-                    # Whoever found it there would take it for durable.
+                    # A later call that finds the directory would take it for durable.
                     with suppress(OSError):
                         self._files.remove_directory(path)
                     raise
 
     def _fill(self, fd: int, name: str, source: Source, token: CancelToken, free: int) -> None:
         try:
-            filling = FileWriter(self._files, fd, source, self._rooms)
+            writer = FileWriter(self._files, fd, source, self._buffers)
             try:
-                filling.reserve(free)
+                writer.reserve(free)
             except OSError as error:
                 if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
                     raise
                 raise disk_full(name, self.url, source.size, free) from error
-            filling.run(token, self._threads)
+            writer.run(token, self._threads)
         finally:
             self._files.close(fd)
 
-    def _take_back(self, path: str) -> None:
-        """Remove what was not finished, as far as that can be done."""
+    def _remove_unfinished(self, path: str) -> None:
+        """Remove an unfinished file, ignoring errors."""
         with suppress(OSError):
             self._files.unlink(path)
             self._prune(directory_of(path))
 
     def _publish_unnamed(self, path: str, data: memoryview) -> bool:
-        """Write a file without a name, then give it one; False where that cannot be. A crash leaves nothing of it."""
+        """Write an unnamed file and link it; False where the system cannot. A crash leaves no file."""
         try:
             fd = self._open_new(directory_of(path), UNNAMED)
         except OSError as error:
@@ -327,7 +321,7 @@ class LocalStorage:
         return True
 
     def _publish_hidden(self, path: str, data: memoryview) -> None:
-        """Write a file under a name of the storage's own, then give it the other one. A crash may leave the former."""
+        """Write a hidden file and rename it. A crash may leave the hidden file."""
         hidden = f"{directory_of(path)}/.{secrets.token_hex(8)}{HIDDEN_SUFFIX}"
         self._sweep(directory_of(path))
         fd = self._open_new(hidden, CREATE)
@@ -336,21 +330,21 @@ class LocalStorage:
                 write_whole(self._files, fd, data)
             finally:
                 self._files.close(fd)
-            self._name_new(hidden, path)
+            self._rename_new(hidden, path)
         finally:
-            # It may have been renamed; and one that cannot be removed now is swept away some day.
+            # It may have been renamed. If it cannot be removed, `_sweep` removes it later.
             with suppress(OSError):
                 self._files.unlink(hidden)
 
     def _sweep(self, directory: str) -> None:
-        """Remove what those who have died here have left hidden."""
+        """Remove hidden files of processes that have died."""
         old = self._wall() - HIDDEN_S_MAX
         with suppress(OSError):
             for found in self._files.scan(directory):
                 if found.name.startswith(".") and found.name.endswith(HIDDEN_SUFFIX) and found.modified_at < old:
                     self._files.unlink(f"{directory}/{found.name}")
 
-    def _name_new(self, path: str, to: str) -> None:
+    def _rename_new(self, path: str, to: str) -> None:
         try:
             self._files.link(path, to)
         except OSError as error:
@@ -358,7 +352,7 @@ class LocalStorage:
                 raise
             self._files.rename_new(path, to)
 
-    # How names change, and go.
+    # Renaming, deleting, syncing.
 
     def _rename(self, path: str, to: str) -> None:
         with suppress(FileNotFoundError):
@@ -378,7 +372,7 @@ class LocalStorage:
         return True
 
     def _prune(self, directory: str) -> str:
-        """Remove a directory that is empty, then those above it that are; returns the first one that stays."""
+        """Remove a directory and its parents while they are empty; returns the first that stays."""
         for above in self._upwards(directory):
             if above == self._root:
                 break
@@ -391,12 +385,12 @@ class LocalStorage:
         return self._root
 
     def _sync_up(self, directories: Collection[str]) -> None:
-        """Make the names in these durable, and theirs."""
+        """Sync directories and their parents up to the root."""
         for directory in sorted({above for each in directories for above in self._upwards(each)}, reverse=True):
             self._sync_directory(directory)
 
     def _sync_nearest(self, directory: str) -> None:
-        """Make durable what is, and is no more, in a directory; or that it is no more itself."""
+        """Sync a directory, or its nearest parent that exists."""
         for above in self._upwards(directory):
             with suppress(FileNotFoundError):
                 self._sync_directory(above)
@@ -406,7 +400,7 @@ class LocalStorage:
         try:
             retry_interrupted(self._files.sync_directory, path)
         except OSError as error:
-            # A file system that syncs no directories keeps their names by itself.
+            # A file system that cannot sync directories makes names durable by itself.
             if error.errno == errno.EINVAL:
                 return
             if error.errno in NOT_BEGUN:

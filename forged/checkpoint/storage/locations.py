@@ -1,7 +1,9 @@
-"""Where a path, a URL or settings lead.
+"""Makes the storage for a path, a URL, or settings.
 
-Law: what is asked for is what is used, or an error that names every part of it that cannot be: no setting is passed
-over, and nothing is contacted here. Object stores are an extra; without it local directories work as ever.
+Invariants:
+- Every setting is used, or the error names all settings that cannot be.
+- No server is contacted here.
+- Local directories work without the extra for object stores.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 REQUEST_TIMEOUT_S = 60.0
-"""For one request, which carries a few MiB."""
+"""For one request of a few MiB."""
 CONNECT_TIMEOUT_S = 5.0
 RETRIES = 5
 RETRIED_FOR_S = 60.0
@@ -38,7 +40,7 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """A kind of object store: which of obstore's it is, and what can be set, under which of its names."""
+    """A kind of object store: obstore's class, and its settings with obstore's names for them."""
 
     store: str
     settings: Mapping[str, str]
@@ -95,15 +97,19 @@ _memories_lock = threading.Lock()
 
 
 def create_storage(options: StorageOptions, environment: Mapping[str, str] = os.environ) -> Storage:
-    """The storage that the options describe; what they leave open, the environment says as it does to other tools."""
+    """The storage for the options. The environment supplies the rest, under the names that other tools use."""
     if not isinstance(options, StorageOptions):
-        raise _refused(f"the options of a storage are a {type(options).__name__}", "give StorageOptions")
+        raise _refused(f"storage options must be StorageOptions, got {type(options).__name__}", "give StorageOptions")
     settings = options.connection_settings
     known = _settings_of(options.provider)
-    problems = [f"{key} is no setting of it" for key in sorted(set(settings) - known)]
-    problems += [f"{key} is no string" for key in sorted(known & set(settings)) if not isinstance(settings[key], str)]
+    problems = [f"unknown setting {key}" for key in sorted(set(settings) - known)]
+    problems += [
+        f"{key} must be a string" for key in sorted(known & set(settings)) if not isinstance(settings[key], str)
+    ]
     if problems:
-        raise _refused(f"storage {options.provider}: {', '.join(problems)}", f"it has {', '.join(sorted(known))}")
+        raise _refused(
+            f"storage {options.provider}: {', '.join(problems)}", f"known settings: {', '.join(sorted(known))}"
+        )
     if options.provider == LOCAL:
         return LocalStorage(settings.get("base_path", "./checkpoints"))
     if options.provider == MEMORY:
@@ -112,9 +118,9 @@ def create_storage(options: StorageOptions, environment: Mapping[str, str] = os.
 
 
 def storage_at(where: str | os.PathLike[str], environment: Mapping[str, str] = os.environ) -> tuple[Storage, str]:
-    """The storage in which a checkpoint lies, and its name there.
+    """The storage of a checkpoint and its prefix there.
 
-    `where` is a path, or a URL such as s3://bucket/run/step-100; that of the manifest means the same checkpoint.
+    `where` is a path or a URL such as s3://bucket/run/step-100, of the checkpoint or of its manifest.
     """
     text = os.fspath(where).removesuffix(SUFFIX).rstrip("/")
     folder, slash, name = text.rpartition("/")
@@ -128,7 +134,7 @@ def storage_at(where: str | os.PathLike[str], environment: Mapping[str, str] = o
 
 
 def root_at(where: str | os.PathLike[str], environment: Mapping[str, str] = os.environ) -> Storage:
-    """The storage that is a directory, or a folder of a bucket."""
+    """The storage for a directory or a folder of a bucket."""
     text = os.fspath(where)
     match = _URL.fullmatch(text)
     if match is None:
@@ -140,7 +146,7 @@ def root_at(where: str | os.PathLike[str], environment: Mapping[str, str] = os.e
         return _memory(f"{host}/{path}".strip("/"))
     if scheme not in PROVIDERS or not host:
         raise invalid(
-            f"{text!r} leads to no storage",
+            f"{text!r} is not a storage",
             "use a path, file:///path, s3://bucket/path, gs://bucket/path, az://container/path or memory://name",
             code="checkpoint_location_invalid",
         )
@@ -148,15 +154,12 @@ def root_at(where: str | os.PathLike[str], environment: Mapping[str, str] = os.e
 
 
 def _settings_of(provider: str) -> frozenset[str]:
-    """What can be set."""
     if provider == LOCAL:
         return frozenset({"base_path"})
     if provider == MEMORY:
         return frozenset({"name"})
     if provider not in PROVIDERS:
-        raise _refused(
-            f"there is no storage provider {provider!r}", f"use {', '.join([LOCAL, *PROVIDERS])} or {MEMORY}"
-        )
+        raise _refused(f"unknown storage provider {provider!r}", f"use {', '.join([LOCAL, *PROVIDERS])} or {MEMORY}")
     return OF_EVERY_BUCKET | set(PROVIDERS[provider].settings)
 
 
@@ -167,7 +170,7 @@ def _file(text: str, host: str, path: str) -> Storage:
 
 
 def _memory(name: str) -> Storage:
-    """What is called so in this process's memory; it is there until the process ends."""
+    """A named store in this process's memory; it lives as long as the process."""
     stores = _obstore()
     with _memories_lock:
         store = _memories.setdefault(name, stores.MemoryStore())
@@ -178,15 +181,17 @@ def _bucket(provider: str, settings: Mapping[str, str], environment: Mapping[str
     names = PROVIDERS[provider].settings
     bucket, prefix = settings.get("bucket", ""), settings.get("prefix", "").strip("/")
     if not bucket:
-        raise _refused(f"storage {provider}: no bucket is named", "set `bucket`")
+        raise _refused(f"storage {provider}: bucket is missing", "set `bucket`")
     config = {names[key]: value for key, value in settings.items() if key in names}
     url = f"{provider}://{bucket}/{check_name(prefix)}" if prefix else f"{provider}://{bucket}"
     make = getattr(_obstore(), PROVIDERS[provider].store)
     client, retry = _client_options(provider, settings, environment), _retry_config(settings)
     try:
         store = make(bucket, prefix=prefix or None, client_options=client, retry_config=retry, config=config)
-    except Exception as error:  # noqa: BLE001 - obstore's own checks of settings
-        raise _refused(f"{url}: {str(error).partition(chr(10))[0]}", "mend the settings, or the environment") from None
+    except Exception as error:  # noqa: BLE001 - obstore checks its settings with exceptions of its own
+        raise _refused(
+            f"{url}: {str(error).partition(chr(10))[0]}", "correct the settings or the environment"
+        ) from None
     return ObjectStorage(store, url)
 
 
@@ -197,7 +202,7 @@ def _client_options(
     if provider == "s3" and not endpoint:
         endpoint = next(filter(None, map(environment.get, _ENDPOINTS)), "")
     return {
-        # Whoever names an endpoint without TLS has decided so.
+        # An endpoint with http:// is an explicit choice.
         "allow_http": endpoint.startswith("http://") or settings.get("use_emulator") == "true",
         "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
         "timeout": timedelta(seconds=_number(settings, "timeout_s", REQUEST_TIMEOUT_S)),

@@ -1,7 +1,9 @@
-"""What an object store's refusals mean.
+"""Translates errors of object stores.
 
-Law: of a server's answer its status, its code and one sentence are told, never its whole, which may say how a request
-was signed. What may pass by itself is retryable: no answer, an answer too late, and an answer that says so.
+Invariants:
+- A message contains the status, the code and one sentence of the server's answer, never the whole answer, which may
+  show how a request was signed.
+- No answer, a late answer, and answers with status 5xx, 408, 425 or 429 are retryable.
 """
 
 from __future__ import annotations
@@ -22,38 +24,38 @@ _DENIED = (401, 403)
 
 
 def translated(error: Exception, url: str, name: str) -> CheckpointException:
-    """The error that a call of obstore's has raised, in words of ours."""
+    """The checkpoint error for an error of obstore."""
     text = str(error).partition("\n\nDebug source")[0]
     status, code = _found(_STATUS, text), _found(_CODE, text)
     if code in _NO_BUCKET:
         return storage_error(
-            f"there is no bucket for {url}",
+            f"the bucket of {url} does not exist",
             name,
-            "create the bucket, or mend the URL",
+            "create the bucket, or correct the URL",
             code="checkpoint_bucket_missing",
         )
     if isinstance(error, FileNotFoundError):
-        return storage_error(f"there is no {name} in {url}", name, code="checkpoint_file_missing")
+        return storage_error(f"{name} does not exist in {url}", name, code="checkpoint_file_missing")
     if type(error).__name__ == "AlreadyExistsError":
-        return storage_error(f"there is {name} in {url} already", name, "choose another name", code="checkpoint_exists")
+        return storage_error(f"{name} exists already in {url}", name, "choose another name", code="checkpoint_exists")
     if type(error).__name__ in {"PermissionDeniedError", "UnauthenticatedError"} or _number(status) in _DENIED:
-        return _denied(url, name, _told(text, status, code))
-    return _failed(text, url, name, _told(text, status, code), _number(status))
+        return _denied(url, name, _detail(text, status, code))
+    return _failed(text, url, name, _detail(text, status, code), _number(status))
 
 
-def _denied(url: str, name: str, told: str) -> CheckpointException:
+def _denied(url: str, name: str, detail: str) -> CheckpointException:
     return storage_error(
-        f"{url} does not let us at {name or 'its names'}: {told}",
+        f"{url} denies access to {name or 'its names'}: {detail}",
         name,
-        "check the credentials, and what they may do: read, write, list and delete",
+        "check the credentials and their rights: read, write, list and delete",
         code="checkpoint_storage_denied",
     )
 
 
-def _failed(text: str, url: str, name: str, told: str, status: int) -> CheckpointException:
+def _failed(text: str, url: str, name: str, detail: str, status: int) -> CheckpointException:
     if not status and _NO_CREDENTIALS.search(text):
         return storage_error(
-            f"{url}: no credentials were found: {told}",
+            f"{url}: no credentials found: {detail}",
             name,
             "give credentials in the settings or in the environment (docs/checkpoint-storage.md)",
             code="checkpoint_credentials_missing",
@@ -61,19 +63,19 @@ def _failed(text: str, url: str, name: str, told: str, status: int) -> Checkpoin
     may_pass = status >= 500 or status in {TOO_LONG, TOO_LATE, TOO_MANY} or (not status and "HTTP error" in text)
     if may_pass and "builder error" not in text:
         return storage_error(
-            f"{url} has not done what was asked of {name or 'it'}: {told}",
+            f"a request for {name or 'names'} to {url} failed: {detail}",
             name,
-            "try again; if it stays so, see whether its server is up and can be reached",
+            "try again; check that the server runs and can be reached",
             code="checkpoint_storage_unreachable",
             retryable=True,
         )
     return storage_error(
-        f"{url} refuses what was asked of {name or 'it'}: {told}", name, code="checkpoint_storage_refused"
+        f"{url} refuses a request for {name or 'names'}: {detail}", name, code="checkpoint_storage_refused"
     )
 
 
-def _told(text: str, status: str, code: str) -> str:
-    """What the server has said, in brief."""
+def _detail(text: str, status: str, code: str) -> str:
+    """A short form of the server's answer."""
     if status:
         return ", ".join(filter(None, [status, code, _found(_MESSAGE, text)]))[:DETAIL_CHARS_MAX]
     return _URL_QUERY.sub("", text.partition("\n")[0])[:DETAIL_CHARS_MAX]

@@ -1,8 +1,11 @@
-"""Checkpoints in an object store: S3, Google Cloud Storage, Azure, or the memory of this process.
+"""An object store as a storage: S3, Google Cloud Storage, Azure, or the memory of this process.
 
-Law: a file is created once, by one writer. A large one is reserved by an empty object first, which only one can create,
-and its parts replace that as a whole; what could not be finished is taken back. What a writer creates carries its mark,
-so that it knows its own file when the reply was lost. Every request ends when its halt says so.
+Invariants:
+- A name is created once, by one writer. A large file is first reserved by an empty object, which only one writer can
+  create, and then replaced atomically by a multipart upload.
+- An unfinished file is deleted, and its upload is ended.
+- Every object has an attribute with its writer's mark, so that a writer recognizes its own object after a lost reply.
+- Every request ends with its token, except the requests of a multipart upload (see `_upload`).
 """
 
 from __future__ import annotations
@@ -30,63 +33,61 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PARTS_MAX = 10_000
-"""What S3 takes of one file."""
+"""The limit of S3."""
 IN_FLIGHT_BYTES_MAX = 64 << 20
-"""So much of one file is on its way at a time, and at least one part."""
+"""Bytes of one file in flight; at least one part."""
 RANGE_BYTES = 4 << 20
 RANGES_IN_FLIGHT = 8
 LISTED_AT_ONCE = 1_000
-TAKING_BACK_S = 2.0
-"""So long a writer waits for what it takes back; what takes longer goes on without it."""
+CLEANUP_WAIT_S = 2.0
+"""How long a failed write waits for its cleanup, which continues in the background."""
 MISSING = "checkpoint_file_missing"
 EXISTS = "checkpoint_exists"
 MARK = "forgedwriter"
-"""Without a hyphen, because Azure takes only what could be the name of a variable."""
+"""The attribute's name. Azure accepts only names that are valid identifiers, so it has no hyphen."""
 MARK_BYTES = 8
 
 
 def part_bytes(size: int) -> int:
-    """How large the parts of a file are."""
+    """The part size for a file."""
     return max(1, -(-size // (PARTS_MAX * BLOCK_BYTES))) * BLOCK_BYTES
 
 
 class Requests(NamedTuple):
-    """How requests are made and waited for."""
+    """Starts requests, waits for them, and translates their errors."""
 
     url: str
     token: CancelToken | None
 
-    def ask(self, name: str, call: Callable[[], Awaitable[T]]) -> T:
-        """What comes of a request."""
-        return self.answer(name, self.begin(call))
+    def run(self, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        return self.wait(name, self.start(call))
 
-    def begin(self, call: Callable[[], Awaitable[T]]) -> Future[T]:
-        """Make a request."""
-        return ASYNC_CALLS.begin(call)
+    def start(self, call: Callable[[], Awaitable[T]]) -> Future[T]:
+        return ASYNC_CALLS.start(call)
 
-    def answer(self, name: str, asked: Future[T], *, gives_up: bool = True) -> T:
-        """Wait for a request that was made."""
+    def wait(self, name: str, request: Future[T], *, cancels: bool = True) -> T:
+        """Wait for a request; `cancels`: cancel it when the token stops the wait."""
         try:
-            return (wait_or_cancel if gives_up else wait_for)(asked, self.token)
+            return (wait_or_cancel if cancels else wait_for)(request, self.token)
         except CheckpointException:
             raise
-        except Exception as error:  # noqa: BLE001 - where foreign errors are translated
+        except Exception as error:  # noqa: BLE001 - every error of obstore is translated here
             raise translated(error, self.url, name) from None
 
 
 class ObjectStorage:
-    """A bucket, or a folder of one."""
+    """A bucket, or a folder in it."""
 
     def __init__(self, store: ObjectStore, url: str, token: CancelToken | None = None) -> None:
         self._store = store
-        self._asking = Requests(url, token)
+        self._requests = Requests(url, token)
 
     @property
     def url(self) -> str:
-        return self._asking.url
+        return self._requests.url
 
     def bounded(self, token: CancelToken) -> ObjectStorage:
-        """The same storage, whose requests end when the halt says so."""
+        """The same storage with requests that end with the token."""
         return ObjectStorage(self._store, self.url, token)
 
     def write(self, name: str, source: Source, token: CancelToken) -> None:
@@ -94,33 +95,33 @@ class ObjectStorage:
         storage = self.bounded(token)
         mark, is_small = _new_mark(), source.size <= BLOCK_BYTES
         data = b"".join(map(bytes, _blocks(name, source, token))) if is_small else b""
-        # What was asked for and given up may yet be done, when nobody looks any more.
+        # A cancelled create request may still take effect, so check before it is sent.
         token.check()
         try:
             storage._create(name, data, mark)
         except CheckpointException as error:
             if not _is_refusal(error):
-                storage._take_back(name, mark)
+                storage._clean_up(name, mark)
             raise
         if not is_small:
             storage._upload(name, source, token, mark)
 
     def sync_names(self, names: Collection[str]) -> None:
-        """Nothing is left to do: a name lasts as its bytes do."""
+        """Nothing to do: an object's name is as durable as its bytes."""
 
     def publish(self, name: str, data: bytes) -> None:
         self._create(check_name(name), data, _new_mark())
 
     def open(self, name: str) -> AbstractContextManager[Reader]:
-        meta = self._asking.ask(check_name(name), partial(self._store.head_async, name))
-        return nullcontext(ObjectReader(self._store, self._asking, name, meta["size"]))
+        meta = self._requests.run(check_name(name), partial(self._store.head_async, name))
+        return nullcontext(ObjectReader(self._store, self._requests, name, meta["size"]))
 
     def read(self, name: str, bytes_max: int) -> bytes:
-        found = self._asking.ask(check_name(name), partial(self._store.get_async, name))
+        found = self._requests.run(check_name(name), partial(self._store.get_async, name))
         size = found.meta["size"]
         if size > bytes_max:
             raise file_large(name, size, bytes_max)
-        data = bytes(self._asking.ask(name, found.bytes_async))
+        data = bytes(self._requests.run(name, found.bytes_async))
         if len(data) != size:
             raise file_short(name, size, len(data))
         return data
@@ -128,16 +129,16 @@ class ObjectStorage:
     def entries(self, under: str = "") -> Iterator[Entry]:
         folder = check_name_prefix(under).rpartition("/")[0]
         stream = self._store.list(folder or None, chunk_size=LISTED_AT_ONCE)
-        while (found := self._asking.ask(under, partial(_next, stream))) is not None:
+        while (found := self._requests.run(under, partial(_next, stream))) is not None:
             for meta in found:
                 if meta["path"].startswith(under) and "/." not in f"/{meta['path']}":
                     yield Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())
 
     def move(self, name: str, to: str) -> None:
         try:
-            self._asking.ask(check_name(name), partial(self._store.copy_async, name, check_name(to)))
+            self._requests.run(check_name(name), partial(self._store.copy_async, name, check_name(to)))
         except CheckpointException as error:
-            if error.code != MISSING or not self._is_there(to):
+            if error.code != MISSING or not self._exists(to):
                 raise
         else:
             self.delete([name])
@@ -147,17 +148,17 @@ class ObjectStorage:
         if not paths:
             return
         try:
-            self._asking.ask(paths[0], partial(self._store.delete_async, paths))
+            self._requests.run(paths[0], partial(self._store.delete_async, paths))
         except CheckpointException as error:
             if error.code != MISSING:
                 raise
-            # Some stores take it amiss, and may have left the others where they were.
+            # Some stores fail on a missing name, and may not have deleted the rest.
             self._delete_each(paths)
 
     def free_bytes(self) -> int | None:
         return None
 
-    def _is_there(self, name: str) -> bool:
+    def _exists(self, name: str) -> bool:
         try:
             self.open(name)
         except CheckpointException as error:
@@ -169,17 +170,17 @@ class ObjectStorage:
     def _create(self, name: str, data: bytes, mark: str) -> None:
         put = partial(self._store.put_async, name, data, mode="create", use_multipart=False, attributes={MARK: mark})
         try:
-            self._asking.ask(name, put)
+            self._requests.run(name, put)
         except CheckpointException as error:
-            # It may have been done, and the answer lost.
-            is_doubtful = error.code == EXISTS or not _is_refusal(error)
-            if not is_doubtful or self._mark_of(name) != mark:
+            # The request may have succeeded, and its reply been lost.
+            may_have_succeeded = error.code == EXISTS or not _is_refusal(error)
+            if not may_have_succeeded or self._mark_of(name) != mark:
                 raise
 
     def _mark_of(self, name: str) -> str | None:
-        """Who has created a file; None where that cannot be found out."""
+        """The mark of an object's writer; None if it cannot be read."""
         try:
-            found = self._asking.ask(name, partial(self._store.get_async, name, options={"head": True}))
+            found = self._requests.run(name, partial(self._store.get_async, name, options={"head": True}))
         except CheckpointException:
             return None
         return found.attributes.get(MARK)
@@ -201,18 +202,18 @@ class ObjectStorage:
         last: Future[Any] | None = None
         try:
             for block in _blocks(name, source, token):
-                last = self._asking.begin(partial(upload.write, block))
-                self._asking.answer(name, last, gives_up=False)
-            last = self._asking.begin(upload.close)
-            self._asking.answer(name, last, gives_up=False)
+                last = self._requests.start(partial(upload.write, block))
+                self._requests.wait(name, last, cancels=False)
+            last = self._requests.start(upload.close)
+            self._requests.wait(name, last, cancels=False)
         except BaseException:
-            self._take_back(name, mark, None if last is None else partial(_end, upload, last))
+            self._clean_up(name, mark, None if last is None else partial(_end, upload, last))
             raise
 
-    def _take_back(self, name: str, mark: str, first: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Have no file of this mark: wait a while for that, and let it go on."""
+    def _clean_up(self, name: str, mark: str, first: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Delete the object if it has this mark. Waits `CLEANUP_WAIT_S`; the cleanup continues in the background."""
 
-        async def take_back() -> None:
+        async def clean_up() -> None:
             if first is not None:
                 await first()
             found = await self._store.get_async(name, options={"head": True})
@@ -220,23 +221,23 @@ class ObjectStorage:
                 await self._store.delete_async([name])
 
         with suppress(Exception):
-            ASYNC_CALLS.begin_cleanup(take_back).result(TAKING_BACK_S)
+            ASYNC_CALLS.start_cleanup(clean_up).result(CLEANUP_WAIT_S)
 
     def _delete_each(self, paths: list[str]) -> None:
         for path in paths:
             try:
-                self._asking.ask(path, partial(self._store.delete_async, path))
+                self._requests.run(path, partial(self._store.delete_async, path))
             except CheckpointException as error:
                 if error.code != MISSING:
                     raise
 
 
 class ObjectReader:
-    """A file of an object store."""
+    """An object that is read; a `ports.Reader`."""
 
-    def __init__(self, store: ObjectStore, asking: Requests, name: str, size: int) -> None:
+    def __init__(self, store: ObjectStore, requests: Requests, name: str, size: int) -> None:
         self._store = store
-        self._asking = asking
+        self._requests = requests
         self._name = name
         self._size = size
 
@@ -244,49 +245,49 @@ class ObjectReader:
     def size(self) -> int:
         return self._size
 
-    def read_into(self, offset: int, room: memoryview) -> None:
-        if offset < 0 or offset + len(room) > self._size:
-            raise file_short(self._name, offset + len(room), self._size)
-        asked: deque[tuple[memoryview, Future[Bytes]]] = deque()
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        if offset < 0 or offset + len(buffer) > self._size:
+            raise file_short(self._name, offset + len(buffer), self._size)
+        pending: deque[tuple[memoryview, Future[Bytes]]] = deque()
         try:
-            for start in range(0, len(room), RANGE_BYTES):
-                if len(asked) == RANGES_IN_FLIGHT:
-                    self._take(*asked.popleft())
-                place = room[start : start + RANGE_BYTES]
-                asked.append((place, self._asked(offset + start, len(place))))
-            while asked:
-                self._take(*asked.popleft())
+            for start in range(0, len(buffer), RANGE_BYTES):
+                if len(pending) == RANGES_IN_FLIGHT:
+                    self._receive(*pending.popleft())
+                place = buffer[start : start + RANGE_BYTES]
+                pending.append((place, self._request_range(offset + start, len(place))))
+            while pending:
+                self._receive(*pending.popleft())
         finally:
-            for _, future in asked:
+            for _, future in pending:
                 future.cancel()
 
     def mapped(self) -> memoryview | None:
         return None
 
-    def _asked(self, start: int, length: int) -> Future[Bytes]:
-        return self._asking.begin(partial(self._store.get_range_async, self._name, start=start, length=length))
+    def _request_range(self, start: int, length: int) -> Future[Bytes]:
+        return self._requests.start(partial(self._store.get_range_async, self._name, start=start, length=length))
 
-    def _take(self, place: memoryview, asked: Future[Bytes]) -> None:
-        data = memoryview(self._asking.answer(self._name, asked))
+    def _receive(self, place: memoryview, request: Future[Bytes]) -> None:
+        data = memoryview(self._requests.wait(self._name, request))
         if len(data) != len(place):
             raise file_short(self._name, self._size, self._size - len(place) + len(data))
         place[:] = data
 
 
 def _blocks(name: str, source: Source, token: CancelToken) -> Iterator[memoryview]:
-    """The bytes of a file, each block in memory of its own: a request may look there even when it was given up."""
+    """The blocks of a file, each in new memory, because a cancelled request may still read it."""
     for offset in range(0, source.size, BLOCK_BYTES):
         token.check()
         length = min(BLOCK_BYTES, source.size - offset)
-        room = memoryview(bytearray(length))
-        block = source.block(offset, room)
+        buffer = memoryview(bytearray(length))
+        block = source.block(offset, buffer)
         if len(block) != length:
-            raise storage_error(f"{name}: {len(block)} bytes were given for {length} at {offset}", name)
-        yield block if block.obj is room.obj else memoryview(bytes(block))
+            raise storage_error(f"{name}: the source returned {len(block)} bytes at {offset}, expected {length}", name)
+        yield block if block.obj is buffer.obj else memoryview(bytes(block))
 
 
 async def _next(stream: ListStream[Sequence[ObjectMeta]]) -> Sequence[ObjectMeta] | None:
-    """What comes next in a list; None at its end."""
+    """The next page of a listing; None at its end."""
     return await anext(stream, None)
 
 
@@ -300,7 +301,7 @@ async def _end(upload: AsyncWritableFile, last: Future[Any]) -> None:
 
 
 def _is_refusal(error: CheckpointException) -> bool:
-    """Whether what was asked for was not done for certain."""
+    """Whether the request certainly had no effect."""
     return error.type is ExceptionType.STORAGE_ERROR and not error.retryable
 
 

@@ -1,7 +1,4 @@
-"""What it means when an operating system refuses something.
-
-Law: every refusal becomes one error, which names the file, says what to do, and whether the same may be tried again.
-"""
+"""Translates errors of the operating system: each names the file, the fix, and whether a retry may help."""
 
 from __future__ import annotations
 
@@ -15,21 +12,23 @@ from forged.checkpoint.errors import CheckpointException, corrupted, storage_err
 
 
 class ErrorMeaning(NamedTuple):
-    """What a number stands for."""
+    """The code and the fix for an errno."""
 
     code: str
     fix: str
     retryable: bool = False
 
 
-_FULL = ErrorMeaning("checkpoint_disk_full", "make room, for example with `forgectl ckpt rm`")
-_DENIED = ErrorMeaning("checkpoint_storage_denied", "see whose the directory is, and who runs this")
-_OBSTRUCTED = ErrorMeaning("checkpoint_storage_obstructed", "move away what lies there")
+_FULL = ErrorMeaning("checkpoint_disk_full", "free space, for example with `forgectl ckpt rm`")
+_DENIED = ErrorMeaning(
+    "checkpoint_storage_denied", "check the owner and the mode of the directory, and the user of this process"
+)
+_OBSTRUCTED = ErrorMeaning("checkpoint_storage_obstructed", "move away the file or directory that has this name")
 _SCARCE = ErrorMeaning("checkpoint_storage_busy", "raise the limit of open files (ulimit -n)", retryable=True)
 _PASSING = ErrorMeaning("checkpoint_storage_busy", "try again", retryable=True)
-_BROKEN = ErrorMeaning("checkpoint_storage_io", "see the kernel's log for what the disk says", retryable=True)
-_LARGE = ErrorMeaning("checkpoint_storage_limit", "use a file system that takes files of this size (and see ulimit -f)")
-_OTHER = ErrorMeaning("checkpoint_storage_failed", "see whether the file system is well")
+_BROKEN = ErrorMeaning("checkpoint_storage_io", "check the kernel's log for errors of the disk", retryable=True)
+_LARGE = ErrorMeaning("checkpoint_storage_limit", "use a file system for files of this size, and check ulimit -f")
+_OTHER = ErrorMeaning("checkpoint_storage_failed", "check the file system")
 
 MEANINGS = {
     errno.ENOSPC: _FULL,
@@ -39,7 +38,7 @@ MEANINGS = {
     errno.EPERM: _DENIED,
     errno.EIO: _BROKEN,
     errno.ENAMETOOLONG: ErrorMeaning("checkpoint_name_long", "use a shorter name"),
-    errno.ENOENT: ErrorMeaning("checkpoint_file_missing", "see what there is with `forgectl ckpt ls`"),
+    errno.ENOENT: ErrorMeaning("checkpoint_file_missing", "list the checkpoints with `forgectl ckpt ls`"),
     errno.EEXIST: ErrorMeaning("checkpoint_exists", "choose another name"),
     errno.ENOTDIR: _OBSTRUCTED,
     errno.EISDIR: _OBSTRUCTED,
@@ -59,11 +58,11 @@ MEANINGS = {
 
 
 class SyncFailed(OSError):
-    """A directory could not be synced. Another sync may succeed, and says nothing of what this one was to write."""
+    """A directory sync failed. A second sync may succeed without having written what this one lost."""
 
 
 def translated(error: OSError, name: str, url: str) -> CheckpointException:
-    """What an operating system's error is to those who save and load."""
+    """The checkpoint error for an `OSError`."""
     meaning = MEANINGS.get(error.errno or 0, _OTHER)
     why = os.strerror(error.errno) if error.errno else str(error)
     is_passing = meaning.retryable and not isinstance(error, SyncFailed)
@@ -74,7 +73,7 @@ def translated(error: OSError, name: str, url: str) -> CheckpointException:
 
 @contextmanager
 def errors_translated(name: str, url: str) -> Iterator[None]:
-    """What the operating system refuses meanwhile concerns this file."""
+    """Translate any `OSError` of the block into an error about this file."""
     try:
         yield
     except OSError as error:
@@ -82,17 +81,17 @@ def errors_translated(name: str, url: str) -> Iterator[None]:
 
 
 def disk_full(name: str, url: str, wanted: int, free: int) -> CheckpointException:
-    """There is not so much room."""
-    missing = f"{wanted - free} are missing" if wanted > free else "its quota does not allow so many"
+    """The error for too little free space."""
+    missing = f"{wanted - free} too few" if wanted > free else "the quota allows fewer"
     return storage_error(
-        f"{name} has {wanted} bytes, and {free} are free in {url}: {missing}", name, _FULL.fix, code=_FULL.code
+        f"{name} needs {wanted} bytes, and {url} has {free} free: {missing}", name, _FULL.fix, code=_FULL.code
     )
 
 
 def file_short(name: str, end: int, size: int) -> CheckpointException:
-    """A file ends before what was to be read of it does."""
+    """The error for a file that ends before the bytes that were to be read."""
     return corrupted(
-        f"{name} has {size} bytes, and {end} are wanted of it",
+        f"{name} has {size} bytes, expected at least {end}",
         name,
         "use another checkpoint",
         code="checkpoint_file_short",
@@ -100,9 +99,9 @@ def file_short(name: str, end: int, size: int) -> CheckpointException:
 
 
 def file_large(name: str, size: int, bytes_max: int) -> CheckpointException:
-    """A file is larger than it can rightly be."""
+    """The error for a file larger than any valid one."""
     return corrupted(
-        f"{name} has {size} bytes, more than the {bytes_max} that are read of such a file",
+        f"{name} has {size} bytes; limit {bytes_max}",
         name,
         "use another checkpoint",
         code="checkpoint_file_large",

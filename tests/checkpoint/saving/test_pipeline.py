@@ -606,7 +606,7 @@ async def test_a_rank_whose_names_fill_more_than_a_header_is_told_of_at_all(
     many = {f"{'x' * 100}{number}": PerRank(np.zeros(1)) for number in range(200)}
     outcomes = await save(lambda rank: storage, 3, state=lambda rank, size: many if rank == faulty else {})
     for error in check_failed(outcomes, storage):
-        assert error.message.startswith(f"rank {faulty}: a file's header")
+        assert error.message.startswith(f"rank {faulty}: the names and shapes")
 
 
 async def test_a_manifest_that_nobody_would_read_is_not_published(monkeypatch: pytest.MonkeyPatch) -> None:

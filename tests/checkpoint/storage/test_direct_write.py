@@ -106,7 +106,7 @@ def test_a_write_that_takes_less_is_gone_on_with(count: int, lacking: tuple[str,
 @pytest.mark.parametrize("lacking", [(), ("direct",)], ids=["direct", "cached"])
 def test_a_write_that_takes_nothing_for_long_is_an_error(lacking: tuple[str, ...]) -> None:
     files = with_fault(MemoryFiles(lacking=lacking), taking_at_most(0))
-    with pytest.raises(OSError, match="takes nothing more"):
+    with pytest.raises(OSError, match="accepts no more bytes"):
         filled(files, Given(pattern(PAGE)))
 
 
@@ -201,18 +201,18 @@ def test_blocks_are_taken_while_as_many_as_were_asked_for_are_written() -> None:
 
 def test_rooms_are_used_again_and_no_more_are_kept_than_were_asked_for() -> None:
     rooms = BlockBuffers(1)
-    with rooms.one() as first, rooms.one() as second:
+    with rooms.buffer() as first, rooms.buffer() as second:
         assert first is not second
-    with rooms.one() as again:
+    with rooms.buffer() as again:
         assert again is first or again is second
-    with rooms.one() as once_more, rooms.one() as new:
+    with rooms.buffer() as once_more, rooms.buffer() as new:
         assert once_more is again
         assert new is not first
         assert new is not second
 
 
 def test_a_room_begins_at_a_page_and_has_a_block() -> None:
-    with BlockBuffers(1).one() as room:
+    with BlockBuffers(1).buffer() as room:
         assert len(room) == BLOCK_BYTES
         assert np.frombuffer(room, np.uint8).ctypes.data % PAGE == 0
 

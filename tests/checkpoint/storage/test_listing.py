@@ -60,7 +60,7 @@ def test_one_that_cannot_be_read_is_told_of(storage: MemoryStorage) -> None:
 def test_one_that_is_not_there_says_where_to_look(storage: MemoryStorage) -> None:
     with pytest.raises(CheckpointException) as caught:
         listing.read_manifest(storage, "none")
-    assert caught.value.fix == f"`forgectl ckpt ls {storage.url}` shows which there are"
+    assert caught.value.fix == f"`forgectl ckpt ls {storage.url}` lists the checkpoints"
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
@@ -93,7 +93,7 @@ def test_a_deletion_that_breaks_off_at_any_moment_is_not_seen_and_can_be_finishe
         if listing.checkpoint_exists(storage, "a"):
             assert storage.files == files
         else:
-            with pytest.raises(CheckpointException, match="there is no checkpoint a"):
+            with pytest.raises(CheckpointException, match="checkpoint a does not exist"):
                 listing.read_manifest(storage, "a")
         if not is_over and ("a" + TOMBSTONE in storage.files or listing.checkpoint_exists(storage, "a")):
             listing.delete(storage, "a")
@@ -109,7 +109,7 @@ def test_a_tombstone_hides_a_manifest_that_stands_beside_it(storage: MemoryStora
     assert "a" not in listing.prefixes(storage)
     assert not listing.checkpoint_exists(storage, "a")
     assert listing.tombstones(storage) == ["a"]
-    with pytest.raises(CheckpointException, match="there is no checkpoint"):
+    with pytest.raises(CheckpointException, match="does not exist"):
         listing.read_manifest(storage, "a")
     listing.finish_deletion(storage, "a")
     assert not [name for name in storage.files if name.startswith("a") and not name.startswith(OF_A1)]

@@ -123,7 +123,7 @@ def test_a_disk_without_room_says_how_much_is_missing_before_anything_is_written
     files = MemoryFiles(room=PAGE, lacking=lacking)
     error = refusal(lambda: write(LocalStorage(AT, files=files), "p/a", pattern(PAGE + 100)))
     assert (error.code, error.retryable) == ("checkpoint_disk_full", False)
-    assert "100 are missing" in error.message
+    assert "100 too few" in error.message
     assert not any(operation.kind == "write" for operation in files.operations)
     assert files.image.files == {}
     assert files.image.directories == {*EMPTY.directories, AT}

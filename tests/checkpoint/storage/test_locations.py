@@ -141,11 +141,11 @@ def test_without_settings_checkpoints_lie_here(tmp_path: Path, monkeypatch: pyte
 
 def test_settings_that_it_has_not_are_all_named() -> None:
     error = refused(StorageOptions("local", {"base_path": "x", "bucket": "b", "region": "r"}))
-    assert "bucket is no setting" in error.message
-    assert "region is no setting" in error.message
+    assert "unknown setting bucket" in error.message
+    assert "unknown setting region" in error.message
     assert "base_path" in error.fix
     error = refused(StorageOptions("s3", {"bucket": "b", "base_path": "x"}))
-    assert "base_path is no setting" in error.message
+    assert "unknown setting base_path" in error.message
     assert "region" in error.fix
 
 
@@ -161,7 +161,7 @@ def test_a_provider_that_there_is_not_is_refused() -> None:
         ("s3", {"bucket": "b", "timeout_s": "soon"}, "timeout_s"),
         ("s3", {"bucket": "b", "retries": "-1"}, "retries"),
         ("s3", {"bucket": "b", "unsigned_payload": "perhaps"}, "perhaps"),
-        ("s3", {"bucket": "b", "region": 3}, "region is no string"),
+        ("s3", {"bucket": "b", "region": 3}, "region must be a string"),
         ("az", {"bucket": "b"}, "Account must be specified"),
         ("gs", {"bucket": "b", "service_account": "/no/such/file"}, "/no/such/file"),
     ],

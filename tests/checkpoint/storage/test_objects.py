@@ -256,7 +256,7 @@ def silence(act: Callable[[ObjectStorage], object]) -> Callable[[ObjectStorage, 
         lambda storage: storage.move("there", "elsewhere"),
         lambda storage: storage.delete(["there"]),
         lambda storage: storage.publish("a", b"x"),
-        lambda storage: storage.write("a", Given(b"x"), storage._asking.token),
+        lambda storage: storage.write("a", Given(b"x"), storage._requests.token),
     ],
     ids=["read", "open", "list", "move", "delete", "publish", "write"],
 )

@@ -72,7 +72,7 @@ def test_what_is_no_refusal_of_the_system_passes() -> None:
 
 
 def test_a_full_disk_says_how_much_is_missing() -> None:
-    assert "90 are missing" in disk_full("a", "/disk", 100, 10).message
+    assert "90 too few" in disk_full("a", "/disk", 100, 10).message
     assert "quota" in disk_full("a", "/disk", 100, 1000).message
 
 
