@@ -1,6 +1,6 @@
-"""Whole numbers that a script gives.
+"""Checks of whole numbers from scripts.
 
-Law: whatever counts as one in Python counts here, numpy's too, and becomes Python's own; truth values are none.
+Numpy integers count, and become Python's int; booleans do not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def whole(number: object) -> int | None:
-    """The number as Python's own; None where it is no whole one."""
+    """The number as an int; None if it is not a whole number."""
     if type(number) is int:
         return number
     if isinstance(number, (bool, np.bool_)):

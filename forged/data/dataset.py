@@ -1,7 +1,9 @@
 """A dataset and its division into shards.
 
-Law: the shards are disjoint and contiguous, cover every sample, and differ by at most one sample in size, the earlier
-ones being the larger. No table of them exists: where one starts and which one holds a sample are computed.
+Invariants:
+- Shards are disjoint and contiguous, and cover every sample.
+- Their sizes differ by at most one sample; the larger ones come first.
+- Bounds are computed, without a table of shards.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ from forged.errors import RequestRefused
 
 SAMPLES_MAX = 2**63 - 1
 SHARDS_MAX = 1 << 27
-"""A plan holds a few bytes for every shard, whether it moves or not."""
+"""A plan takes a few bytes for every shard, whether it moves or not."""
 SHARDS_DEFAULT_MAX = 1 << 20
-"""A dataset of which nobody says in how many shards it lies has one per sample, but no more than so many."""
+"""The default is one shard per sample, up to this limit."""
 
 Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """So many samples in so many shards."""
+    """A number of samples in a number of shards."""
 
     samples: int
     shards: int
@@ -39,25 +41,25 @@ class Dataset:
 
     @classmethod
     def of(cls, samples: int, shards: int | None = None) -> Dataset:
-        """The dataset with so many shards; one for each sample where nobody says how many, within the limit."""
+        """The dataset with so many shards; by default one per sample, up to `SHARDS_DEFAULT_MAX`."""
         known = _check("total_dataset_size", samples, 0, SAMPLES_MAX)
         return cls(known, min(known, SHARDS_DEFAULT_MAX) if shards is None else shards)
 
     def shard(self, shard_id: int) -> DataShard:
-        """One of the shards."""
+        """The shard with this id."""
         if not 0 <= shard_id < self.shards:
-            raise IndexError(f"there is no shard {shard_id} among {self.shards}")
+            raise IndexError(f"shard_id must be from 0 to {self.shards - 1}, got {shard_id}")
         size, larger = divmod(self.samples, self.shards)
         start = shard_id * size + min(shard_id, larger)
         return DataShard(shard_id, start, start + size + (shard_id < larger))
 
     def bounds(self, ids: npt.ArrayLike) -> tuple[Indices, Indices]:
-        """Where each of these shards starts, and where it ends."""
+        """The start and the end of each of these shards."""
         starts = self._starts(self._within("shard", ids, self.shards))
         return starts, starts + self.sizes(ids)
 
     def sizes(self, ids: npt.ArrayLike) -> Indices:
-        """How many samples each of these shards has."""
+        """The number of samples in each of these shards."""
         checked = self._within("shard", ids, self.shards)
         if not self.shards:
             return checked
@@ -65,7 +67,7 @@ class Dataset:
         return size + (checked < larger).astype(np.int64)
 
     def shard_of(self, samples: npt.ArrayLike) -> Indices:
-        """Which shard holds each of these samples."""
+        """The shard of each of these samples."""
         checked = self._within("sample", samples, self.samples)
         if not self.shards:
             return checked
@@ -86,7 +88,7 @@ class Dataset:
         if not numbers.size:
             return np.zeros(numbers.shape, np.int64)
         if numbers.dtype.kind not in "iu" or numbers.min() < 0 or numbers.max() >= count:
-            raise IndexError(f"not every {what} is one of {count}")
+            raise IndexError(f"each {what} must be a whole number from 0 to {count - 1}")
         return numbers.astype(np.int64)
 
 
@@ -96,7 +98,7 @@ def _check(field: str, value: int, least: int, most: int) -> int:
         shown = value if isinstance(value, int) and value.bit_length() <= 64 else f"a {type(value).__name__}"
         raise RequestRefused(
             "dataset_invalid",
-            f"{field} = {shown} is no size of a dataset",
-            f"give a whole number from {least} to {most}",
+            f"{field} must be a whole number from {least} to {most}, got {shown}",
+            "see the size of the dataset",
         )
     return found

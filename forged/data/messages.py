@@ -1,7 +1,8 @@
-"""What is said about training data: by the daemon (facts), and to it (requests).
+"""Facts and requests about training data.
 
-Law: a column of numbers travels as its bytes, little-endian, and never as a list. What belongs to one attempt at a
-rescale carries the attempt's number, and what a worker says carries its incarnation.
+Invariants:
+- A column of numbers travels as little-endian bytes, never as a list.
+- Messages about an attempt carry its number; a worker's messages carry its incarnation.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ from forged.elastic.model import WorkerId
 from forged.kernel.messages import Fact, Nothing, Request
 
 NAMED_MAX = 20
-"""So many shards are named where more may be meant."""
+"""How many shards a message names; its count may be larger."""
 PAGE_SHARDS_MAX = 1 << 16
-"""So many transfers, or owners, come in one answer."""
+"""How many transfers or owners one answer contains."""
 
 
 class DatasetSpec(msgspec.Struct, frozen=True):
-    """A job's dataset: how it is divided, how many further copies of each shard there should be, and whether a shard
-    that no worker has can be had again."""
+    """A job's dataset: its division into shards, the replicas of each shard, and whether there is an origin."""
 
     samples: Natural
     shards: Natural
@@ -33,38 +33,38 @@ class DatasetSpec(msgspec.Struct, frozen=True):
 
 
 class TransferTotals(msgspec.Struct, frozen=True):
-    """What has to travel, by where it comes from."""
+    """The number of transfers, by source."""
 
     shards: Natural = 0
-    """How many shards get another owner."""
+    """Shards that get another owner."""
     transfers: Natural = 0
     from_owners: Natural = 0
     from_replicas: Natural = 0
     from_origin: Natural = 0
     bytes: Natural = 0
-    """As far as the sizes of shards are known."""
+    """0 while the sizes of shards are unknown."""
     estimated_s: float | None = None
-    """None while nobody has measured how fast shards travel."""
+    """None before the first transfer was measured."""
 
 
 # Facts.
 
 
 class DatasetDefined(Fact, frozen=True):
-    """A job trains with this dataset."""
+    """A job has this dataset."""
 
     dataset: DatasetSpec
 
 
 class TransfersPlanned(Fact, frozen=True):
-    """It is settled which shards the members of an attempt need, and from whom."""
+    """The transfer plan of an attempt is ready: members may read their part."""
 
     attempt: int
     totals: TransferTotals
 
 
 class TransfersCompleted(Fact, frozen=True):
-    """Every member of an attempt has verified what it needs."""
+    """Every member of an attempt holds and has verified the shards that it needs."""
 
     attempt: int
     transfers: int
@@ -74,7 +74,7 @@ class TransfersCompleted(Fact, frozen=True):
 
 
 class ShardsLost(Fact, frozen=True):
-    """Nobody who was asked has these shards, and they cannot be had again, or not now; the first few are named."""
+    """No member has these shards, and no origin gives them now; the first ones are named."""
 
     level: ClassVar[str] = "error"
 
@@ -82,14 +82,16 @@ class ShardsLost(Fact, frozen=True):
     count: int
     shards: list[int]
     reason: str = ""
-    """Why they cannot be had, where there is more to say."""
+    """Why the origin does not give them, or which workers were not asked."""
     last_held_by: list[str] = []  # noqa: RUF012 - msgspec copies it
-    """Who had them in the last world, and is not there: started again with its directory, it brings them back."""
+    """The workers that held them in the last world and are gone; restarted with their directories, they have them."""
 
 
 class CopiesDiffer(Fact, frozen=True):
-    """Some workers hold something else than others under the same numbers. Where there is an origin, what most of them
-    hold counts, and the others fetch that; elsewhere nothing is done about it. The first few are named."""
+    """Workers hold different bytes of some shards; the first ones are named.
+
+    With an origin the majority's bytes count, and the other workers fetch those. Without one nothing is changed.
+    """
 
     level: ClassVar[str] = "warning"
 
@@ -97,11 +99,11 @@ class CopiesDiffer(Fact, frozen=True):
     count: int
     shards: list[int]
     workers: list[str]
-    """Who holds something else than most, or than the owner."""
+    """The workers in the minority."""
 
 
 class CorruptShardFound(Fact, frozen=True):
-    """A worker's copy of a shard is not what it was when it was put there."""
+    """A worker's copy of a shard does not match its checksum."""
 
     level: ClassVar[str] = "error"
 
@@ -110,18 +112,18 @@ class CorruptShardFound(Fact, frozen=True):
     found_by: str
 
 
-# What workers ask and say.
+# Requests of workers.
 
 
 class OfferTaken(msgspec.Struct, frozen=True):
-    """What was said is heard, unless some copies are in doubt: then those are to be looked at, and all is said anew."""
+    """The offer counts, unless some of its copies are suspect: those are to be verified, and the offer sent again."""
 
     suspect: bytes = b""
-    """Their numbers, as int64."""
+    """The suspect shards, as int64."""
 
 
 class OfferShards(Request[OfferTaken], frozen=True):
-    """A member of an attempt says which shards it has verified on its host: their numbers, as int64."""
+    """A member of an attempt offers the shards that it holds and has verified, as int64."""
 
     needs: ClassVar[Role] = Role.WORKER
 
@@ -133,41 +135,41 @@ class OfferShards(Request[OfferTaken], frozen=True):
     held: bytes = b""
     held_bytes: Natural = 0
     more: bool = False
-    """Whether another part of what it holds follows."""
+    """Whether another part of the offer follows."""
     bytes_per_second: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """How fast shards came to it lately; 0 where it has not measured that."""
+    """The measured rate of its transfers; 0 where unknown."""
     weight: float = 1.0
-    """How much of the data it should hold, in proportion to the others: a finite number above 0."""
+    """The share of the data that it should hold, relative to other workers: finite and > 0."""
     verified: bytes = b""
-    """The shards of which the copies were in doubt and were verified again, whether they were bad or not, as int64."""
+    """The suspect shards that it has verified since, whether they were bad or not, as int64."""
     marks: bytes = b""
-    """For each of `held` the first 8 bytes of its checksum; empty where they are not told."""
+    """The first 8 bytes of the checksum of each shard in `held`; empty where unknown."""
 
 
 class TransferPart(msgspec.Struct, frozen=True):
-    """What a member has to fetch, the most urgent first, and what it has to hold when the attempt is committed."""
+    """The shards that a member has to fetch, the most urgent first, and those that it has to hold at the commit."""
 
     workers: tuple[WorkerId, ...]
     shards: bytes
     """The shards to fetch, as int64."""
     sources: bytes
-    """For each of them the places in `workers` of those who have it, as int32 in rows of `sources_per_shard`; -1 is the
-    dataset's origin, -2 nobody more."""
+    """For each shard the places of its sources in `workers`, as int32 in rows of `sources_per_shard`; -1 is the
+    dataset's origin, -2 fills the rest of a row."""
     sources_per_shard: int
     keep: bytes
-    """What it has to hold then, as int64; in pages like the transfers."""
+    """The shards to hold, as int64, in pages like `shards`."""
     owned: bytes
-    """For each of those a byte: 1 where it is the owner, 0 where it has a further copy."""
+    """One byte for each shard in `keep`: 1 for the owner, 0 for a replica."""
     more: bool
-    """Whether there is more behind this part."""
+    """Whether another page follows."""
     is_released: bool
-    """Whether the worker is to go behind the commit, and leaves nothing that others could take over."""
+    """Whether the worker leaves after the commit."""
     replaced: bytes = b""
-    """Those of `shards` of which it holds something else than others, as int64: it drops that before."""
+    """Those of `shards` of which its copy differs from the majority's, as int64; it drops its copy first."""
 
 
 class ReadTransfers(Request[TransferPart], frozen=True):
-    """What a member has to fetch, behind so many shards."""
+    """Read a page of a member's part of the plan, from row `after` on."""
 
     needs: ClassVar[Role] = Role.WORKER
     decides: ClassVar[bool] = False
@@ -179,10 +181,10 @@ class ReadTransfers(Request[TransferPart], frozen=True):
 
 
 class ReportShards(Request[Nothing], frozen=True):
-    """A member has fetched and verified all that it needs for an attempt; or cannot.
+    """A member has fetched and verified all that it needs; or it cannot.
 
-    If some are `missing`, copies of those were found to be bad, so all have to say anew what they hold. If it does not
-    keep some, others are to take them.
+    `missing` counts shards of which it found only bad copies, so all members have to offer anew. `not_stored` counts
+    shards that its store refused, so other workers have to take them.
     """
 
     needs: ClassVar[Role] = Role.WORKER
@@ -193,15 +195,14 @@ class ReportShards(Request[Nothing], frozen=True):
     attempt: int
     transfers: Natural = 0
     received: Natural = 0
-    """How many bytes came."""
+    """Bytes received."""
     took_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     missing: Natural = 0
     not_stored: Natural = 0
 
 
 class ReportLostShards(Request[Nothing], frozen=True):
-    """A member cannot have some shards that no worker has, because the dataset's origin does not give them. It tries
-    again; what it has then it reports."""
+    """The origin does not give a member some shards that no worker has. The member tries again meanwhile."""
 
     needs: ClassVar[Role] = Role.WORKER
 
@@ -211,15 +212,15 @@ class ReportLostShards(Request[Nothing], frozen=True):
     attempt: int
     count: Natural
     shards: list[Natural]
-    """The first of them."""
+    """The first ones."""
     reason: str
-    """What the origin said of the first."""
+    """The origin's error for the first one."""
     certain: bool = False
-    """Whether the origin says that it does not have them, or has failed for a while; else it may only be away."""
+    """Whether the origin says that it does not have them, or has failed several times in a row."""
 
 
 class ReportCorruptShard(Request[Nothing], frozen=True):
-    """What another worker sent of a shard is not what the shard was."""
+    """Another worker's copy of a shard does not match its checksum."""
 
     needs: ClassVar[Role] = Role.WORKER
 
@@ -230,15 +231,18 @@ class ReportCorruptShard(Request[Nothing], frozen=True):
 
 
 class UsageTaken(msgspec.Struct, frozen=True):
-    """What was told is kept."""
+    """The reported usage is durable."""
 
     known_to: Natural = 0
-    """Up to this step it is known what the world has used."""
+    """The daemon knows what the world has used up to this step."""
 
 
 class ReportUsage(Request[UsageTaken], frozen=True):
-    """What the committed steps of a world have used of a dataset of so many samples. What is known is not counted
-    again, so any member may say it; who says nothing hears what is known."""
+    """The samples that the committed steps of a world have used.
+
+    Any member may report them, because known steps do not count again. Without `runs` it asks up to where they are
+    known.
+    """
 
     needs: ClassVar[Role] = Role.WORKER
 
@@ -246,47 +250,47 @@ class ReportUsage(Request[UsageTaken], frozen=True):
     worker_id: str
     generation: Natural
     begins_at: Natural
-    """How many steps the world had behind it when it began."""
+    """The committed step at which the world began."""
     samples: Natural
     runs: list[Run]
 
 
-# What operators ask.
+# Requests of operators.
 
 
 class HeldView(msgspec.Struct, frozen=True):
-    """What one worker owns, and of how many shards it has a further copy."""
+    """How many shards one worker owns, and of how many it holds a replica."""
 
     worker_id: str
     owned: int
     copies: int
     samples: int
     weight: float = 1.0
-    """How much of the data it should hold, in proportion to the others."""
+    """The share of the data that it should hold, relative to other workers."""
 
 
 class DataView(msgspec.Struct, frozen=True, kw_only=True):
-    """A job's data in one look."""
+    """A job's dataset and its holders."""
 
     job: str
     dataset: DatasetSpec
     generation: int
-    """Of the world that holds it so; 0 while nobody holds any."""
+    """The generation of the world that holds it so; 0 before the first."""
     workers: list[HeldView]
     lost: int = 0
-    """As in `TransfersView`."""
+    """See `TransfersView`."""
     lost_shards: list[int] = []
     lost_because: str = ""
     last_held_by: list[str] = []
-    """Who had them in the last world, and is not there."""
+    """The workers that held them in the last world and are gone."""
     differing: int = 0
-    """Of how many shards workers held something else than others, when they said last what they hold."""
+    """Shards of which workers held different bytes in the last offers."""
     differing_shards: list[int] = []
-    """The first of them."""
+    """The first ones."""
 
 
 class ShowData(Request[DataView], frozen=True):
-    """Who holds a job's data."""
+    """Show which workers hold a job's data."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -295,7 +299,7 @@ class ShowData(Request[DataView], frozen=True):
 
 
 class WorkerTransfers(msgspec.Struct, frozen=True):
-    """How far one worker is."""
+    """The progress of one worker's transfers."""
 
     worker_id: str
     done: int
@@ -305,7 +309,7 @@ class WorkerTransfers(msgspec.Struct, frozen=True):
 
 
 class TransfersView(msgspec.Struct, frozen=True, kw_only=True):
-    """The transfers of the attempt that is under way, or of the last one."""
+    """The transfers of the current or the last attempt."""
 
     job: str
     attempt: int
@@ -315,25 +319,25 @@ class TransfersView(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     elapsed_s: float
     waiting_for: list[str]
-    """Who has yet to say what it holds."""
+    """The members that have not offered yet."""
     lost: int = 0
-    """How many shards nobody has any more, though they cannot be had again, or not now: all wait until somebody has
-    them. At least so many, where the origin refuses several workers more than are named."""
+    """How many shards have no source, so that all members wait. A lower bound when members report more than they
+    name."""
     lost_shards: list[int] = []
-    """The first of them."""
+    """The first ones."""
     lost_because: str = ""
-    """Why they cannot be had, where there is more to say."""
+    """Why the origin does not give them, or which workers were not asked."""
     last_held_by: list[str] = []
-    """Who had them in the last world, and is not there."""
+    """The workers that held them in the last world and are gone."""
     aborted: bool = False
-    """Whether the job was given up meanwhile, so that nothing is waited for."""
+    """Whether the job was aborted meanwhile."""
     planned: bool = True
-    """Whether it is settled what has to travel."""
+    """Whether the attempt has a plan."""
     workers: list[WorkerTransfers]
 
 
 class ShowTransfers(Request[TransfersView], frozen=True):
-    """What travels now, and how far it is."""
+    """Show the current transfers and their progress."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -342,7 +346,7 @@ class ShowTransfers(Request[TransfersView], frozen=True):
 
 
 class OwnersPage(msgspec.Struct, frozen=True):
-    """Who owns the shards behind `after`: places in `workers`, as int32."""
+    """The owners of the shards from `after` on, as places in `workers`, int32."""
 
     generation: int
     workers: tuple[WorkerId, ...]
@@ -351,7 +355,7 @@ class OwnersPage(msgspec.Struct, frozen=True):
 
 
 class ReadOwners(Request[OwnersPage], frozen=True):
-    """Who owns which shard of a job."""
+    """Read the owners of a job's shards, from `after` on."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -361,14 +365,14 @@ class ReadOwners(Request[OwnersPage], frozen=True):
 
 
 class UsageConflict(msgspec.Struct, frozen=True):
-    """A worker has told of a step otherwise than others before: they had not the same sampler, or not the same step."""
+    """Two workers reported different samples for a step: their samplers or their steps differ."""
 
     step: int
     worker_id: str
 
 
 class AuditView(msgspec.Struct, frozen=True, kw_only=True):
-    """What is proven of one epoch: whether each sample was used once. Ranges are `[start, end]`, the end not in it."""
+    """The audit of one epoch. Ranges are `[start, end]`, the end exclusive."""
 
     job: str
     epoch: int
@@ -382,13 +386,13 @@ class AuditView(msgspec.Struct, frozen=True, kw_only=True):
     repeated: list[tuple[int, int]]
     forgotten: bool
     conflicts: list[UsageConflict] = []
-    """Nothing is proven of an epoch where there are some."""
+    """An epoch with conflicts is not proven."""
     epochs: list[int]
-    """Of which there is something to say."""
+    """The epochs that have been reported."""
 
 
 class AuditData(Request[AuditView], frozen=True):
-    """Whether each sample of an epoch was used once; of the latest epoch that was begun, if none is named."""
+    """Audit an epoch, or the latest one."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -398,8 +402,10 @@ class AuditData(Request[AuditView], frozen=True):
 
 
 class PlanData(Request[TransferTotals], frozen=True):
-    """What would have to travel if these were the workers, by rank; who is not there yet may have any name. Those who
-    are `gone`, as `RescalePlan` names them, give nothing; who else is not to stay does."""
+    """Preview the transfers if these were the workers, by rank; a new worker may have any name.
+
+    Workers in `gone` give nothing; other workers that are not named give their shards before they leave.
+    """
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False

@@ -1,8 +1,4 @@
-"""Pieces of training data and their ways, as values.
-
-Law: every value is frozen. A shard is a range of samples, its end not in it. A transfer names the shard, who needs it,
-and who has it: a worker, or nobody, and then the dataset's origin does.
-"""
+"""Shards and transfers as immutable values."""
 
 from __future__ import annotations
 
@@ -20,15 +16,15 @@ class SourceKind(StrEnum):
     """Where a shard comes from."""
 
     OWNER = "owner"
-    """From the worker that had to train with it."""
+    """The worker that owned it."""
     REPLICA = "replica"
-    """From a worker that has a further copy."""
+    """A worker that holds a replica."""
     ORIGIN = "origin"
-    """From where the dataset lies, as no worker has it."""
+    """The dataset itself, as no worker holds it."""
 
 
 class DataShard(msgspec.Struct, frozen=True, order=True):
-    """The samples from `start_index` up to, and without, `end_index`."""
+    """The samples from `start_index` up to `end_index`, exclusive."""
 
     shard_id: Natural
     start_index: Natural
@@ -36,20 +32,20 @@ class DataShard(msgspec.Struct, frozen=True, order=True):
 
     def __post_init__(self) -> None:
         if self.end_index < self.start_index:
-            # A ValueError, because msgspec takes it for its own when this comes over the wire.
-            raise ValueError("a shard ends before it starts")
+            # msgspec turns a ValueError into a validation error of the message.
+            raise ValueError(f"end_index must be >= start_index {self.start_index}, got {self.end_index}")
 
     @property
     def size(self) -> int:
-        """How many samples there are."""
+        """The number of samples."""
         return self.end_index - self.start_index
 
 
 class DataTransfer(msgspec.Struct, frozen=True):
-    """One shard on its way to one worker, before those with a lower priority.
+    """The movement of one shard to one worker; transfers with a higher priority start first.
 
-    `estimated_completion_time` is in seconds on the clock of the plan's pace; None: nobody has measured how fast
-    transfers are. `source_worker` is None where the source is the dataset's origin.
+    `estimated_completion_time` is in seconds on the clock of the plan's pace, None without a measured pace.
+    `source_worker` is None where the source is the dataset's origin.
     """
 
     source_worker: WorkerId | None
@@ -61,7 +57,7 @@ class DataTransfer(msgspec.Struct, frozen=True):
 
 
 class TransferPace(msgspec.Struct, frozen=True):
-    """How fast transfers were when they were measured: one of them, with as many beside it as are allowed."""
+    """The measured rate of one transfer among its concurrent ones."""
 
     bytes_per_second: float
     bytes_per_sample: float
@@ -69,9 +65,12 @@ class TransferPace(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not 0.0 < self.bytes_per_second < float("inf") or not 0.0 <= self.bytes_per_sample < float("inf"):
-            raise ValueError("a pace is a positive number of bytes per second, and of no less than 0 bytes per sample")
+            raise ValueError(
+                "bytes_per_second must be finite and > 0, and bytes_per_sample finite and >= 0, "
+                f"got {self.bytes_per_second} and {self.bytes_per_sample}"
+            )
 
     @property
     def seconds_per_sample(self) -> float:
-        """How long one sample is on its way."""
+        """The transfer time of one sample."""
         return self.bytes_per_sample / self.bytes_per_second

@@ -1,12 +1,12 @@
-"""A shuffled order of any size, without a table of it.
+"""A pseudo-random permutation of any size, computed without a table.
 
-Law: a permutation is a function of its size and its key and of nothing else: the same on every machine and in every
-version, each index once. What stands at an index is computed from the index alone, so a million million samples take
-as much memory as ten, and a worker can begin anywhere.
+Invariants:
+- A permutation depends only on its size and key: it is the same on every machine and in every version.
+- The value at an index is computed from the index alone, in O(1) memory, so a worker can start anywhere.
 
-How: a few rounds on as many bits as the size needs. Each multiplies by an odd number, adds another, and folds the upper
-half into the lower, which all can be undone, so two indices never meet. What falls beyond the size goes round again
-until it is inside; as it never meets another on its way, that is a permutation too.
+Each round multiplies by an odd number, adds another and folds the upper half of the bits into the lower half. All of
+this is invertible, so two indices never collide. A value beyond the size goes through the rounds again until it is
+inside (cycle walking), which is again a permutation.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ KEY_MAX = (1 << 64) - 1
 ROUNDS = 6
 ROUNDS_OF_FEW = 20
 FEW_BITS = 12
-"""Fewer bits mix worse: with so few, only more rounds make all orders equally likely."""
+"""Few bits mix worse and need more rounds."""
 PIECE = 1 << 15
-"""So many indices at a time stay in a core's cache through all rounds."""
+"""A block of this size stays in the CPU cache through all rounds."""
 
 PIECE_OF_EACH = 1 << 11
-"""Fewer, where each index has a key and so the numbers of all rounds for itself."""
+"""Smaller, because each index has a key and round constants of its own."""
 
 _GAMMA = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class Permutation:
-    """The numbers below `size`, in an order that `key` decides: a seed, an epoch and whatever else tells it apart."""
+    """The numbers below `size` in an order that depends on `key`, such as a seed and an epoch."""
 
     def __init__(self, size: int, *key: int) -> None:
         self.size = check_whole("permutation_invalid", "size", size, 0, SIZE_MAX)
@@ -52,13 +52,13 @@ class Permutation:
         self._rounds = _Rounds.of(self.size, *words)
 
     def at(self, indices: npt.ArrayLike) -> Indices:
-        """What stands at these indices."""
+        """The values at these indices."""
         found = _within(indices, self.size)
         _go_round(found, self.size, self._rounds.forwards)
         return found.view(np.int64)
 
     def span(self, start: int, stop: int) -> Indices:
-        """What stands from `start` up to `stop`."""
+        """The values from `start` up to `stop`, exclusive."""
         if not 0 <= start <= stop <= self.size:
             raise _outside(f"{start} to {stop}", self.size)
         found = np.arange(start, stop, dtype=np.uint64)
@@ -66,16 +66,16 @@ class Permutation:
         return found.view(np.int64)
 
     def index_of(self, values: npt.ArrayLike) -> Indices:
-        """Where these values stand."""
+        """The indices of these values."""
         found = _within(values, self.size)
         _go_round(found, self.size, self._rounds.backwards)
         return found.view(np.int64)
 
 
 def permute_each(size: int, indices: Indices, *key: int | Words) -> Indices:
-    """What stands at each index in a permutation of its own: a word of the key may be an array, one for each index.
+    """The value at each index in a permutation of its own; a word of the key may be an array with one per index.
 
-    It is the same as `Permutation(size, *key).at(index)` with the words of that index.
+    Equal to `Permutation(size, *key).at(index)` with the words of that index.
     """
     found = _within(indices, size)
     for start in range(0, len(found), PIECE_OF_EACH):
@@ -87,7 +87,7 @@ def permute_each(size: int, indices: Indices, *key: int | Words) -> Indices:
 
 @dataclass(frozen=True, slots=True)
 class _Rounds:
-    """What each round multiplies by and adds: one number for all indices, or one for each."""
+    """The constants of each round: one for all indices, or one for each."""
 
     bits: int
     factors: Words
@@ -105,7 +105,7 @@ class _Rounds:
         return cls(bits, numbers[:rounds] | np.uint64(1), numbers[rounds:])
 
     def forwards(self, values: Words, chosen: Chosen) -> None:
-        """Send values one time round, where they are; `chosen` says whose they are, for numbers of their own."""
+        """Apply the rounds in place; `chosen` selects the constants of the values where each has its own."""
         mask, half = self._mask_and_half()
         scratch = np.empty_like(values)
         for factor, addend in zip(self._of(self.factors, chosen), self._of(self.addends, chosen), strict=True):
@@ -121,7 +121,7 @@ class _Rounds:
         scratch = np.empty_like(values)
         factors = self._of(_inverse(self.factors), chosen)
         for factor, addend in zip(factors[::-1], self._of(self.addends, chosen)[::-1], strict=True):
-            # Half of the bits or more are shifted away, so folding twice is as not folding at all.
+            # At least half of the bits are shifted out, so folding twice is the identity.
             np.right_shift(values, half, out=scratch)
             np.bitwise_xor(values, scratch, out=values)
             np.subtract(values, addend, out=values)
@@ -137,7 +137,7 @@ class _Rounds:
 
 
 def check_whole(code: str, name: str, number: object, least: int, most: int) -> int:
-    """The number as Python's own; what is no whole number in these bounds is refused, by name."""
+    """The number as an int; refused outside these bounds."""
     found = whole(number)
     if found is None or not least <= found <= most:
         problem = Problem(name, number, f"a whole number from {least} to {most}")
@@ -146,13 +146,13 @@ def check_whole(code: str, name: str, number: object, least: int, most: int) -> 
 
 
 def _go_round(values: Words, size: int, turn: Turn) -> None:
-    """Send values round until all are inside, where they are."""
+    """Apply the rounds in place until all values are inside."""
     outside = np.empty(0, np.intp)
     for start in range(0, len(values), PIECE):
         piece = slice(start, start + PIECE)
         turn(values[piece], piece)
         outside = np.concatenate([outside, start + np.flatnonzero(values[piece] >= np.uint64(size))])
-        # Those of several pieces go together: to send a few costs as much as to send many.
+        # The rest of several blocks goes together, because a small batch costs as much as a large one.
         while outside.size >= PIECE:
             outside = _go_again(values, outside, size, turn)
     while outside.size:
@@ -160,7 +160,7 @@ def _go_round(values: Words, size: int, turn: Turn) -> None:
 
 
 def _go_again(values: Words, outside: Places, size: int, turn: Turn) -> Places:
-    """Send those that are outside once more, and find who still is."""
+    """Apply the rounds once to the values outside; returns those that are still outside."""
     again = values[outside]
     turn(again, outside)
     values[outside] = again
@@ -168,7 +168,7 @@ def _go_again(values: Words, outside: Places, size: int, turn: Turn) -> Places:
 
 
 def _within(indices: npt.ArrayLike, size: int) -> Words:
-    """The indices, to be changed, if all are inside."""
+    """A mutable copy of the indices; refused if any is outside."""
     given = np.asarray(indices)
     if given.size == 0:
         return np.empty(0, np.uint64)
@@ -187,14 +187,14 @@ def _outside(what: str, size: int) -> RequestRefused:
 
 
 def _mixed(words: Words) -> Words:
-    """The last part of splitmix64: every bit depends on every other."""
+    """The finalizer of splitmix64."""
     words = (words ^ (words >> np.uint64(30))) * _FIRST
     words = (words ^ (words >> np.uint64(27))) * _SECOND
     return words ^ (words >> np.uint64(31))
 
 
 def _inverse(odd: Words) -> Words:
-    """What undoes the multiplication, modulo 2**64: each turn doubles the three bits that are right to begin with."""
+    """The multiplicative inverse modulo 2**64 by Newton's method, which doubles the correct bits each time."""
     found = odd.copy()
     for _ in range(5):
         found *= np.uint64(2) - odd * found

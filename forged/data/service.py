@@ -199,7 +199,7 @@ class DataService:
             if ownership.mark_full(ownership.member(request.worker_id)):
                 shards = counted(request.not_stored, "assigned shard")
                 why = f"{request.worker_id} cannot store {shards}: free space on its disk"
-                self._abandon(ownership, request.attempt, why, stops=False)
+                self._abandon(ownership, request.attempt, why, synchronous=False)
             return Decision(Nothing())
         finished = Finished(request.transfers, request.received, request.took_s)
         is_last = ownership.finish(request.worker_id, request.attempt, finished)
@@ -243,11 +243,13 @@ class DataService:
         self._abandon(ownership, attempt, why)
         raise attempt_over(attempt)
 
-    def _abandon(self, ownership: ShardOwnership, attempt: int, why: str, *, stops: bool = True) -> None:
-        """Start another attempt, in which all members offer anew; `stops`, because a worker may train with a copy
-        that it has to drop."""
+    def _abandon(self, ownership: ShardOwnership, attempt: int, why: str, *, synchronous: bool = True) -> None:
+        """Start another attempt, in which all members offer anew.
+
+        It is synchronous by default, because a worker may train with a copy that it has to drop.
+        """
         if ownership.abandon(attempt):
-            self._submit(RescaleJob(ownership.job, why, synchronous=stops))
+            self._submit(RescaleJob(ownership.job, why, synchronous=synchronous))
 
     # Lost shards.
 

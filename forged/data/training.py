@@ -1,7 +1,6 @@
-"""What a worker is given to train with, and where it keeps its part of it.
+"""`TrainingData`: the dataset of a job, and where one worker keeps and gets its shards.
 
-Law: all workers of a job are given the same dataset; where each of them keeps its shards, how much of the data it
-should hold, and from where it has shards when no worker has, is its own affair.
+All workers of a job need the same dataset; store, weight and origin may differ.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ from forged.errors import Problem, RequestRefused
 
 @dataclass(frozen=True)
 class TrainingData:
-    """A dataset of so many samples in so many shards, and the directory, or store, for those that are held here.
+    """A dataset of so many samples in so many shards, and the directory or store for the shards of this worker.
 
-    `origin` tells from where a shard comes that no worker has. `replication` is how many further copies there should be
-    of each. `rate_bytes_per_s` is how fast shards may come to this worker, all together. `weight` is how much of the
-    data this worker should hold, in proportion to the others. `origin_timeout_s` is for how long the origin may give
-    nothing of a shard: then it has failed to give it.
+    `origin` gives shards that no worker has. `replication` is the number of replicas of each shard. `rate_bytes_per_s`
+    limits all transfers to this worker together. `weight` is the share of the data that this worker should hold,
+    relative to other workers. A read of a shard fails when the origin gives nothing for `origin_timeout_s`.
     """
 
     samples: int
@@ -61,35 +59,35 @@ class TrainingData:
         copies = check_replication(replication)
         _check_rate(rate_bytes_per_s)
         check_weight(weight)
-        patience_s = check_origin_timeout(origin_timeout_s)
-        keeps = store if isinstance(store, ShardStore) else DirectoryShardStore(store)
-        keeps.dedicate(dataset)
+        timeout_s = check_origin_timeout(origin_timeout_s)
+        shard_store = store if isinstance(store, ShardStore) else DirectoryShardStore(store)
+        shard_store.dedicate(dataset)
         for name, value in (
             ("samples", dataset.samples),
             ("shards", dataset.shards),
-            ("store", keeps),
+            ("store", shard_store),
             ("origin", origin),
             ("replication", copies),
             ("rate_bytes_per_s", rate_bytes_per_s),
             ("weight", float(weight)),
-            ("origin_timeout_s", patience_s),
+            ("origin_timeout_s", timeout_s),
         ):
             object.__setattr__(self, name, value)
 
     @property
     def spec(self) -> DatasetSpec:
-        """What all workers of the job have to agree on."""
+        """What must be the same for all workers of the job."""
         return DatasetSpec(self.samples, self.shards, self.replication, self.origin is not None)
 
 
 def check_same_samples(data: TrainingData | None, sampler: ElasticSampler | None) -> None:
-    """Refuse a worker of whose samples no step could be made."""
+    """Refuse data and a sampler that do not fit together."""
     if sampler is None:
         return
     if data is None:
         if sampler.mode is SamplingMode.SHARDED:
-            text = "mode = sharded: a rank draws from the shards that it holds, and this worker has no training data"
-            raise RequestRefused("sampler_differs", text, "give it `data`, or let the mode be shared")
+            text = "the sampler's mode is sharded, which needs shards held here, and the worker has no training data"
+            raise RequestRefused("sampler_differs", text, "pass `data`, or use mode shared")
         return
     _require_equal("samples", data.samples, sampler.total)
     if sampler.mode is SamplingMode.SHARDED:
@@ -98,8 +96,8 @@ def check_same_samples(data: TrainingData | None, sampler: ElasticSampler | None
 
 def _require_equal(what: str, of_data: int, of_sampler: int) -> None:
     if of_data != of_sampler:
-        text = f"the data has {of_data} {what}, and the sampler {of_sampler}"
-        raise RequestRefused("sampler_differs", text, "give both the same dataset")
+        text = f"the sampler's {what} must be {of_data} as in the data, got {of_sampler}"
+        raise RequestRefused("sampler_differs", text, "use the same dataset for both")
 
 
 def common_of(data: TrainingData | None, sampler: ElasticSampler | None) -> SharedConfig:
@@ -115,5 +113,7 @@ def common_of(data: TrainingData | None, sampler: ElasticSampler | None) -> Shar
 def _check_rate(rate: object) -> None:
     is_number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
     if rate is not None and not (is_number and RATE_BYTES_MIN <= cast("float", rate) < math.inf):
-        problem = Problem("rate_bytes_per_s", rate, f"a number from {RATE_BYTES_MIN}, or None for as fast as it goes")
+        problem = Problem(
+            "rate_bytes_per_s", rate, f"a finite number of at least {RATE_BYTES_MIN}, or None for no limit"
+        )
         raise RequestRefused("data_invalid", str(problem))

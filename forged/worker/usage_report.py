@@ -69,7 +69,7 @@ class UsageReport:
             self._usage.known(generation, taken.known_to)
 
     async def _tell(self) -> None:
-        for generation, begins_at, runs in list(self._usage.unspoken()):
+        for generation, begins_at, runs in list(self._usage.unreported()):
             await self._report(generation, begins_at, runs)
             self._usage.known(generation, max(run.end_step for run in runs))
         generation = self._state.current_world.topology.epoch

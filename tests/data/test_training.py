@@ -112,18 +112,18 @@ def test_numbers_may_be_numpys() -> None:
 
 
 def test_a_sharded_sampler_without_data_is_refused_at_once() -> None:
-    with pytest.raises(RequestRefused, match="this worker has no training data") as error:
+    with pytest.raises(RequestRefused, match="the worker has no training data") as error:
         ElasticWorker("a", sampler=ElasticSampler(100, 10, mode="sharded", dataset=Dataset(100, 5)))
     assert error.value.code == "sampler_differs"
-    assert error.value.fix == "give it `data`, or let the mode be shared"
+    assert error.value.fix == "pass `data`, or use mode shared"
 
 
 def test_a_sharded_sampler_of_other_shards_is_refused_at_once() -> None:
     data = TrainingData(100, 10, MemoryShardStore())
-    with pytest.raises(RequestRefused, match="the data has 10 shards, and the sampler 5") as error:
+    with pytest.raises(RequestRefused, match="the sampler's shards must be 10 as in the data, got 5") as error:
         ElasticWorker("a", data=data, sampler=ElasticSampler(100, 10, mode="sharded", dataset=Dataset(100, 5)))
     assert error.value.code == "sampler_differs"
-    assert error.value.fix == "give both the same dataset"
+    assert error.value.fix == "use the same dataset for both"
 
 
 def test_workers_have_the_dataset_and_the_order_of_its_samples_in_common() -> None:
@@ -144,6 +144,6 @@ def test_workers_have_the_dataset_and_the_order_of_its_samples_in_common() -> No
 
 def test_a_sampler_of_other_samples_is_refused_at_once() -> None:
     data = TrainingData(100, 10, MemoryShardStore())
-    with pytest.raises(RequestRefused, match="the data has 100 samples, and the sampler 99") as error:
+    with pytest.raises(RequestRefused, match="the sampler's samples must be 100 as in the data, got 99") as error:
         ElasticWorker("a", data=data, sampler=ElasticSampler(99, 10))
     assert error.value.code == "sampler_differs"

@@ -1,9 +1,10 @@
-"""Whether each sample of an epoch was used once.
+"""Audits whether each sample of an epoch was used exactly once.
 
-Law: nothing is taken for granted. An epoch is complete when each of its positions is in what committed steps have used,
-or have left out on purpose, and none is there twice; else the log says which. A step that was voided has used nothing,
-and what is told again is not counted again. What is told too late, or was forgotten, is missing: it proves nothing.
-Where two tell differently of one step, one of them is wrong, nobody knows which, and nothing is proven of the epoch.
+Invariants:
+- An epoch is complete when each position is used or deliberately dropped by a committed step, and none is used twice.
+- A voided step has used nothing, and a repeated report does not count again.
+- Usage that is reported too late or forgotten is missing.
+- If two reports about a step differ, nothing is proven of its epoch.
 """
 
 from __future__ import annotations
@@ -34,33 +35,32 @@ from forged.errors import PeerError, RequestRefused
 
 STEP_MAX = WHOLE_MAX - 1
 GENERATIONS_MAX = 4096
-"""Of so many generations, and ways back, it is known how far they have told; what older ones tell is too late."""
+"""For so many generations and rollbacks the log knows how far they have reported; older reports are too late."""
 RANGES_MAX = 1000
-"""So many ranges of each kind are listed; the positions of all are counted."""
+"""How many ranges of each kind a view lists; all positions are counted."""
 CHUNK_BYTES_MAX = 512 << 10
 ROWS_PER_PART = 2_000
 PARTS_BYTES_MAX = 320 << 10
-"""The rest of a chunk has room for the head."""
+"""Leaves room for the head in a chunk."""
 
 COMPARED_RANGES_MAX = 2_000
-"""Of what is told again the latest steps, which have used about so many ranges, are compared with what was told before.
-"""
+"""Of repeated reports the latest steps, with about so many ranges, are compared with the earlier reports."""
 CONFLICTS_MAX = 20
-"""So many of the steps of an epoch of which workers tell differently are listed: the first."""
+"""How many conflicting steps of an epoch are listed."""
 WORKER_CHARS_MAX = 100
 
 _NO_ROWS: Column = np.empty((5, 0), np.int64)
 _PART_BYTES = 64
 _CONFLICT_BYTES = 16 + 4 * WORKER_CHARS_MAX
-"""A part without its rows and conflicts, and one of these, at most."""
+"""Upper bounds of a part without rows and conflicts, and of one conflict."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpochAudit:
-    """What is proven of an epoch. Of `missing` and `repeated` the first ranges are listed, and all positions counted.
+    """The audit of one epoch. `missing` and `repeated` list the first ranges; the totals count all positions.
 
-    `used` and `dropped` count each position once. An epoch is `forgotten` when the training went back into the middle
-    of it, behind a settled step: what was used at its beginning is not known any more, and is missing.
+    `used` and `dropped` count each position once. An epoch is `forgotten` if the training went back into it to before
+    a settled step: the usage at its beginning is unknown and counts as missing.
     """
 
     epoch: int
@@ -73,43 +73,43 @@ class EpochAudit:
     repeated_total: int
     forgotten: bool
     conflicts: list[tuple[int, str]] = field(default_factory=list)
-    """Of which step who has told otherwise than others before."""
+    """Step and worker of each report that differs from an earlier one."""
 
     @property
     def complete(self) -> bool:
-        """Whether each sample was used once, or left out on purpose."""
+        """Whether each sample was used once or deliberately dropped."""
         return not (self.missing_total or self.repeated_total or self.conflicts)
 
 
 class UsageLog:
-    """What the committed steps of a job have used; each epoch has so many samples."""
+    """What the committed steps of a job have used, for a dataset of so many samples."""
 
     def __init__(self, samples: int) -> None:
         check_whole("usage_invalid", "samples", samples, 0, WHOLE_MAX)
         self.samples = samples
         self._epochs: dict[int, _Epoch] = {}
         self._told: dict[int, int] = {}
-        """The step up to which each generation has told."""
+        """The step up to which each generation has reported."""
         self._floor = 0
-        """Generations below it are forgotten, and tell nothing any more."""
+        """Reports of generations below it are ignored."""
         self._returns: list[tuple[int, int]] = []
-        """Which generation went back, to which step. Both ascend: one that went back further hides those before it."""
+        """The generations that went back, and to which step. Both ascend: a longer rollback replaces earlier ones."""
         self._settled = 0
         self.revision = 0
-        """Another number whenever it has changed."""
+        """Changes with every change of the log."""
 
     @property
     def epochs(self) -> list[int]:
-        """Of which there is something to say."""
+        """The epochs with usage."""
         return sorted(self._epochs)
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """The number of rows."""
         return sum(len(epoch.table) for epoch in self._epochs.values())
 
     def told(self, generation: int) -> int:
-        """The step up to which this generation's steps are here."""
+        """The step up to which this generation's usage is known."""
         return self._told.get(generation, 0)
 
     def report(self, generation: int, runs: Sequence[Run], worker: str = "") -> None:
@@ -137,7 +137,7 @@ class UsageLog:
         self.revision += 1
 
     def _compare(self, runs: Sequence[Run], told: int, worker: str) -> None:
-        """Find the steps, of those that were told before, of which others have told something else."""
+        """Compare repeated steps with the earlier reports, and record conflicts."""
         latest = sorted(run.step for run in runs if run.step < told)[-COMPARED_RANGES_MAX:]
         if not latest:
             return
@@ -159,7 +159,7 @@ class UsageLog:
             self.revision += 1
 
     def rewind(self, generation: int, step: int) -> None:
-        """The training went back: `generation` begins at `step`, and what others used there or behind it is void."""
+        """The training went back: `generation` begins at `step`, and earlier usage from there on is void."""
         _check("generation", generation)
         check_whole("usage_invalid", "step", step, 0, STEP_MAX)
         if any(other >= generation and behind <= step for other, behind in self._returns):
@@ -167,8 +167,8 @@ class UsageLog:
         if any(other >= generation for other in (*self._told, *(other for other, _ in self._returns))):
             raise RequestRefused(
                 "usage_invalid",
-                f"generation = {generation}: it has told of its steps already, or a later one has",
-                "say that the training went back before saying what it did then",
+                f"generation {generation} or a later one has reported steps already",
+                "report that the training went back before the steps after that",
             )
         self._returns = [*(one for one in self._returns if one[1] < step), (generation, step)]
         self._settled = min(self._settled, step)
@@ -179,7 +179,7 @@ class UsageLog:
         self.revision += 1
 
     def settle(self, step: int) -> None:
-        """The training will not go back behind `step`: which step has used what before it need not be known."""
+        """The training will not go back to before `step`, so rows before it need no steps."""
         check_whole("usage_invalid", "step", step, 0, STEP_MAX)
         if step > self._settled:
             self.revision += 1
@@ -188,7 +188,7 @@ class UsageLog:
                 epoch.settle(step)
 
     def forget_oldest(self) -> bool:
-        """Forget what the oldest epoch of which anything is known has used; whether there was one."""
+        """Forget the usage of the oldest known epoch; returns whether there was one."""
         number = min((number for number, epoch in self._epochs.items() if epoch.table), default=None)
         if number is None:
             return False
@@ -197,7 +197,7 @@ class UsageLog:
         return True
 
     def audit(self, epoch: int) -> EpochAudit:
-        """What is proven of an epoch."""
+        """Audit an epoch."""
         _check("epoch", epoch)
         held = self._epochs.get(epoch) or _Epoch()
         used, dropped = held.table.spans(dropped=False), held.table.spans(dropped=True)
@@ -225,12 +225,12 @@ class UsageLog:
 
     @classmethod
     def decode(cls, chunks: Sequence[bytes]) -> UsageLog:
-        """The log that `encode` has made these chunks of; anything else is an error."""
+        """The log of these chunks; an error unless `encode` made them."""
         try:
             head, parts = _decode_first(chunks[0])
             others = [_decode_other(chunk) for chunk in chunks[1:]]
             if head.chunks != len(chunks) or any(number != at for at, (number, _) in enumerate(others, 1)):
-                raise ValueError(f"there are other chunks than the {head.chunks} it was made of")
+                raise ValueError(f"the chunks are not the {head.chunks} of one log")
             return cls._of(head, [*parts, *(part for _, more in others for part in more)])
         except (msgspec.MsgspecError, IndexError, ValueError, OverflowError, RequestRefused) as error:
             raise PeerError("usage_invalid", f"a log of usage cannot be read: {error}") from error
@@ -258,30 +258,30 @@ class UsageLog:
                 yield _Part(number, epoch.first_settled, epoch.end_settled, epoch.forgotten, rows, conflicts)
 
     def _void_behind(self, generation: int) -> int:
-        """The first step that was void for a generation, because a later one began there."""
+        """The first void step of a generation, because a later one began there."""
         later = bisect_right(self._returns, (generation, WHOLE_MAX))
         return self._returns[later][1] if later < len(self._returns) else WHOLE_MAX
 
     def _forget_generations(self) -> None:
-        """Keep the latest; what is said to have happened before them is not listened to any more."""
+        """Keep the latest generations; reports of older ones are ignored from now on."""
         for known in (self._told, [generation for generation, _ in self._returns]):
             if len(known) > GENERATIONS_MAX:
                 self._floor = max(self._floor, sorted(known)[-GENERATIONS_MAX])
         if min(self._told, default=self._floor) < self._floor:
             self._told = {generation: step for generation, step in self._told.items() if generation >= self._floor}
-        # A return makes steps of earlier generations void.
+        # A rollback voids steps of earlier generations.
         self._returns = [one for one in self._returns if one[0] > self._floor]
 
 
 @dataclass(slots=True)
 class _Epoch:
-    """The rows of an epoch, and from which step to which they are settled."""
+    """The rows of an epoch, and the range of its settled steps."""
 
     first_settled: int | None = None
     end_settled: int = 0
     forgotten: bool = False
     conflicts: list[tuple[int, str]] = field(default_factory=list)
-    """The first steps of which somebody has told otherwise than others before, and who."""
+    """The first conflicting steps, and the worker that reported differently."""
     table: UsageTable = field(default_factory=UsageTable)
 
     @property
@@ -306,7 +306,7 @@ class _Epoch:
         self.conflicts = [one for one in self.conflicts if one[0] < step]
         if self.first_settled is None or step >= self.end_settled:
             return
-        # Some of what was settled is void, and nobody knows which part.
+        # Some settled usage is void, and it is unknown which part.
         self.table.forget_settled()
         self.forgotten = step > self.first_settled
         self.first_settled, self.end_settled = (self.first_settled, step) if self.forgotten else (None, 0)
@@ -322,7 +322,7 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True):
-    """Some rows of an epoch."""
+    """Some of an epoch's rows."""
 
     epoch: Whole
     first_settled: Whole | None
@@ -338,7 +338,7 @@ _decode_other = msgspec.msgpack.Decoder(tuple[Whole, list[_Part]]).decode
 
 
 def _packed(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    """Parts, as many at a time as a chunk has room for."""
+    """Group parts into chunks."""
     packed: list[_Part] = []
     room_bytes = PARTS_BYTES_MAX
     for part in parts:
@@ -357,12 +357,12 @@ def _columns(rows: bytes) -> Column:
 
 
 def _checked(columns: Column, samples: int) -> Column:
-    """Refuse rows that no log can have, rather than prove something by them."""
+    """Refuse rows that no log can contain."""
     steps, starts, sizes, counts, dropped = columns
     room = (samples - starts) // np.maximum(sizes, 1)
     is_right = (steps >= SETTLED) & (starts >= 0) & (sizes > 0) & (counts > 0) & (counts <= room)
     if not bool(np.all(is_right & (dropped >= 0) & (dropped <= 1))):
-        raise ValueError("some rows are none")
+        raise ValueError("some rows are invalid")
     return columns
 
 
@@ -371,9 +371,9 @@ def _check(name: str, number: int) -> None:
 
 
 def _check_run(run: Run, samples: int) -> None:
-    """Refuse what is no part of an epoch."""
+    """Refuse rows outside an epoch."""
     numbers = (run.step, run.epoch, run.start, run.size, run.count)
-    # There may be very many, and nearly all are right: what is the matter with others is found out then.
+    # Valid rows are checked in bulk; the problem is searched only if there is one.
     is_right = all(type(number) is int for number in numbers) and 0 <= min(numbers) <= max(numbers) <= WHOLE_MAX
     if not (is_right and run.size and run.count):
         for name, least in (("step", 0), ("epoch", 0), ("start", 0), ("size", 1), ("count", 1)):
@@ -384,7 +384,7 @@ def _check_run(run: Run, samples: int) -> None:
 
 
 def _differing(known: Mapping[int, Column], again: Mapping[int, Column], first: int, end: int) -> dict[int, list[int]]:
-    """By epoch, the steps from `first` up to `end` of which both tell, and not the same."""
+    """By epoch, the steps from `first` up to `end` that both report, differently."""
     told = {number: per_step(rows, first, end) for number, rows in again.items()}
     steps = np.unique(np.concatenate([ranges[0] for ranges in told.values()]))
     found = {}
@@ -396,7 +396,7 @@ def _differing(known: Mapping[int, Column], again: Mapping[int, Column], first: 
 
 
 def _in_one_only(ranges: Column, others: Column) -> Column:
-    """The steps of which they do not say the same."""
+    """The steps whose ranges differ."""
     if np.array_equal(ranges, others):
         return ranges[0, :0]
     both, times = np.unique(np.concatenate([ranges, others], axis=1), axis=1, return_counts=True)

@@ -1,9 +1,10 @@
-"""The proof that each sample was used once, on the bus.
+"""The audit service: keeps the usage that workers report, and answers `AuditData`.
 
-Law: what workers report is kept before it is acknowledged, so they may forget it. What they report again changes
-nothing. When a world begins behind fewer steps than were reported, what was used behind them is void. A log that cannot
-be read proves nothing ever more, and is in the way of nothing else: it stays as it is until its job is removed, whoever
-asks for a proof is told so, and workers need keep nothing for it.
+Invariants:
+- Usage is durable before it is acknowledged, so workers may forget it. A repeated report changes nothing.
+- When a world begins at a lower step than was reported, the usage from there on is void.
+- An unreadable log stays until its job is removed: its audit is refused, reports for it are acknowledged, and nothing
+  else is affected.
 """
 
 from __future__ import annotations
@@ -25,27 +26,27 @@ from forged.log import SILENT, Log
 OWNER = "usage"
 PREFIX = "usage/"
 CHUNKS_MAX = 100
-"""What is written together has its limits, and so has a log."""
+"""A transaction has a limited number of operations, and a log a limited size."""
 ROWS_MAX = 100_000
-"""Of more rows it is forgotten which step has used what: a training that goes back behind them proves less."""
+"""Beyond this many rows the oldest are settled, so a training that goes back before them proves less."""
 
 BEGUN_MAX = 64
-"""So many worlds of a job are remembered before it tells of any usage."""
+"""How many worlds of a job are remembered before its first usage report."""
 
 
 class AuditService:
-    """Owns the logs of all jobs."""
+    """The usage logs of all jobs."""
 
     def __init__(self, bus: Bus, log: Log = SILENT) -> None:
         self.logs: dict[str, UsageLog] = {}
         self._chunks: dict[str, list[bytes]] = {}
-        """What the store holds of each."""
+        """The stored chunks of each job."""
         self._kept: dict[str, int] = {}
-        """Which revision of each that is."""
+        """The revision of each job's stored log."""
         self._unreadable: dict[str, list[str]] = {}
-        """Under which keys the logs lie that cannot be read."""
+        """The keys of unreadable logs, by job."""
         self._begun: dict[str, list[tuple[int, int]]] = {}
-        """Which worlds have begun behind which steps, of jobs that have told of no usage yet; both ascend."""
+        """Generation and first step of each world, for jobs without usage reports; both ascend."""
         self._log = log
         self._dispatcher = bus.dispatcher
         bus.serve(ReportUsage, self._report, owner=OWNER)
@@ -83,7 +84,7 @@ class AuditService:
         if log.samples != request.samples:
             raise RequestRefused(
                 "dataset_differs",
-                f"job {request.job} trains with {log.samples} samples, and not with {request.samples}",
+                f"samples must be {log.samples}, the dataset of job {request.job}, got {request.samples}",
                 "give all workers the same dataset",
             )
         self._go_back(request.job, log, request.generation, request.begins_at)
@@ -95,14 +96,14 @@ class AuditService:
         return Decision(taken, writes=self._writes(request.job, log), job=request.job)
 
     def _new_log(self, request: ReportUsage) -> UsageLog:
-        """A log that knows of the worlds so far: what is told first may be void by now."""
+        """A log that knows the worlds so far, because the first report may be void already."""
         log = UsageLog(request.samples)
         for generation, step in self._begun.pop(request.job, ()):
             log.rewind(generation, step)
         return log
 
     def _writes(self, job: str, log: UsageLog) -> dict[str, bytes | None]:
-        """The chunks that are others than those in the store."""
+        """The chunks that differ from the stored ones."""
         if self._kept.get(job) == log.revision:
             return {}
         chunks, before = _bounded(log), self._chunks.get(job, [])
@@ -115,20 +116,20 @@ class AuditService:
         return writes | {f"{PREFIX}{job}/{number}": None for number in range(len(chunks), len(before))}
 
     def _go_back(self, job: str, log: UsageLog, generation: int, step: int) -> None:
-        """A world begins there; what an earlier one tells after a later one has is in order, too."""
+        """A world begins at this step; earlier worlds may still report after it."""
         try:
             log.rewind(generation, step)
         except RequestRefused as error:
             self._log.debug("a world's beginning was heard late", job=job, generation=generation, why=error.message)
 
     def _committed(self, record: Record) -> Decision[None] | None:
-        """Another world holds, and may die before it reports. Where the fact does not say behind which step it begins,
-        somebody in it has the state, and it goes on from there."""
+        """A world was committed, and may fail before it reports. Where the fact names no step, a member has the state,
+        and the world continues from there."""
         fact, log = record.fact, self.logs.get(record.job)
         if not isinstance(fact, RescaleCompleted) or fact.step is None:
             return None
         if log is None:
-            # Of those before it, the ones that began behind fewer steps make more void than it does.
+            # Earlier worlds that began at a lower step void more than this one does.
             before = [begun for begun in self._begun.get(record.job, ()) if begun[1] < fact.step]
             self._begun[record.job] = [*before, (fact.delta.epoch, fact.step)][-BEGUN_MAX:]
             return None
@@ -150,14 +151,14 @@ class AuditService:
         if request.job in self._unreadable:
             raise RequestRefused(
                 "usage_unreadable",
-                f"what the steps of job {request.job} have used cannot be read, so nothing is proven of it",
-                "see the daemon's log; a backup may have it",
+                f"the usage log of job {request.job} cannot be read, so none of its epochs can be audited",
+                "see the daemon's log, and restore a backup",
             )
         log = self.logs.get(request.job)
         if log is None:
             raise RequestRefused(
                 "usage_none",
-                f"no step of job {request.job!r} was reported yet",
+                f"no step of job {request.job!r} has been reported yet",
                 "give its workers a sampler, and wait for its first steps",
             )
         epochs = log.epochs
@@ -166,8 +167,7 @@ class AuditService:
 
 
 def _bounded(log: UsageLog) -> list[bytes]:
-    """The log in chunks. Of what is too much the oldest is forgotten: an epoch whose rows are gone is not complete, and
-    says so."""
+    """The log in chunks. Beyond the limit the oldest epochs are forgotten, and show up as incomplete."""
     chunks = log.encode()
     while len(chunks) > CHUNKS_MAX and log.forget_oldest():
         chunks = log.encode()

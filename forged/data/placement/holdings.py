@@ -1,7 +1,8 @@
-"""Who holds which shard, read from what a caller says.
+"""Reads the current holders of shards from a caller's arguments.
 
-Law: what comes out names only workers who can be asked: those of the new topology by their rank, then those who leave
-and still serve. Nobody is listed as holding a shard twice, and no shard has two owners. What cannot be is refused.
+Invariants:
+- The result names only reachable workers: the new topology by rank, then workers that leave and still serve.
+- No worker holds a shard twice, and no shard has two owners; contradictory arguments are refused.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from forged.errors import RequestRefused
 AnyArray = npt.NDArray[Any]
 Ids = Sequence[int] | AnyArray
 Held = Sequence[int] | AnyArray | Mapping[WorkerId, Ids]
-"""Old ranks by shard, -1 for nobody; or the shards that each worker of the old topology holds."""
+"""Old ranks by shard, -1 for none; or the shards that each worker of the old topology holds."""
 HeldCopies = Held | Sequence[Sequence[int]]
-"""The same, or a row of old ranks for each further copy."""
+"""The same, or one row of old ranks for each replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """Who can be asked: `workers`, the first `world` of whom are the new topology; their hosts; and the old ranks."""
+    """The reachable workers, the first `world` of which are the new topology; their hosts; and the old ranks."""
 
     workers: tuple[WorkerId, ...]
     world: int
@@ -37,24 +38,24 @@ class Roster:
 
     @classmethod
     def of(cls, old: ClusterTopology, new: ClusterTopology, leaving: Collection[WorkerId]) -> Roster:
-        """The new topology, and those of the old one who are not in it and yet can be asked for what they hold."""
+        """The new topology, and the workers of the old one that leave and still serve."""
         serving = frozenset(leaving)
         workers = (*new.workers, *(one for one in old.workers if one in serving and one not in new))
         known: dict[str, int] = {}
         hosts = [known.setdefault(one.hostname, len(known)) for one in workers]
         place = {one: number for number, one in enumerate(workers)}
         numbers = [place.get(one, NOBODY) for one in old.workers]
-        # The last place is where -1, nobody, looks.
+        # Index -1, for no worker, reads the last element.
         return cls(workers, new.world_size, np.array(hosts, np.int32), old, np.array([*numbers, NOBODY], np.int32))
 
     def renumbered(self, ranks: Column) -> Column:
-        """Who the old ranks are now."""
+        """The places of these old ranks."""
         renumbered: Column = np.take(self.numbers, ranks, mode="wrap")
         return renumbered
 
 
 def read_owners(roster: Roster, shards: int, current: Held | None) -> Column:
-    """The owner of each shard; where nobody says, they lie as a round over the old ranks dealt them."""
+    """The owner of each shard; by default shards are dealt in rounds over the old ranks."""
     if current is None:
         return np.resize(roster.numbers[:-1], shards) if roster.old.world_size else np.full(shards, NOBODY, np.int32)
     if not isinstance(current, Mapping):
@@ -63,13 +64,13 @@ def read_owners(roster: Roster, shards: int, current: Held | None) -> Column:
     for rank, ids in _claims("current", current, roster.old, shards):
         if (owners[ids] != NOBODY).any():
             shard = int(ids[owners[ids] != NOBODY][0])
-            raise _refused(f"current: shard {shard} has two owners", "name further copies as `replicas`")
+            raise _refused(f"current: shard {shard} has two owners", "pass replicas as `replicas`")
         owners[ids] = rank
     return roster.renumbered(owners)
 
 
 def read_replicas(roster: Roster, owners: Column, replicas: HeldCopies | None) -> Column:
-    """Who has further copies: a row of workers for every copy, -1 where there is none."""
+    """One row of workers for each replica, -1 where there is none."""
     shards = owners.size
     if replicas is None:
         return np.empty((0, shards), np.int32)
@@ -93,11 +94,11 @@ def _forget_repetitions(replicas: Column, owners: Column) -> None:
 
 def _checked_ranks(field: str, ranks: AnyArray, shape: tuple[int, ...], roster: Roster) -> Column:
     if ranks.shape != shape or (ranks.size and ranks.dtype.kind not in "iu"):
-        raise _refused(f"{field} is no column of {shape[-1]} ranks", "give a whole number for every shard")
+        raise _refused(f"{field} must be {shape[-1]} ranks, one per shard", "pass a whole number for every shard")
     if ranks.size and (ranks.min() < RANK_NONE or ranks.max() >= roster.old.world_size):
         raise _refused(
-            f"{field} names a rank that is not one of the {roster.old.world_size} of the old topology",
-            "give old ranks, and -1 for nobody",
+            f"{field} must contain ranks from 0 to {roster.old.world_size - 1} of the old topology, or -1",
+            "use -1 for a shard without an owner",
         )
     checked: Column = ranks.astype(np.int32, copy=False)
     return checked
@@ -106,20 +107,20 @@ def _checked_ranks(field: str, ranks: AnyArray, shape: tuple[int, ...], roster: 
 def _claims(
     field: str, held: Mapping[WorkerId, Ids], old: ClusterTopology, shards: int
 ) -> Iterator[tuple[int, Places]]:
-    """The rank of each worker and the shards that it holds, each of them once."""
+    """The rank of each worker and the shards that it holds, each once."""
     for worker, given in held.items():
         rank, ids = old.rank_of(worker), _as_array(field, given)
         if rank == RANK_NONE:
             raise _refused(
-                f"{field} names {worker}, who is not in the old topology", "name workers of the old topology"
+                f"{field} names {worker}, which is not in the old topology", "name workers of the old topology"
             )
         if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= shards):
-            raise _refused(f"{field}: {worker} holds what is no shard", f"give numbers of shards, less than {shards}")
+            raise _refused(f"{field}: the shards of {worker} must be from 0 to {shards - 1}", "check the dataset")
         yield rank, np.unique(ids.astype(np.intp))
 
 
 def _stacked(claims: Sequence[tuple[int, Places]], shards: int) -> Column:
-    """One row for the first who holds a shard, a second row for the second, as many as there are."""
+    """One row for the first holder of each shard, a second row for the second, and so on."""
     ids = np.concatenate([ids for _, ids in claims]) if claims else np.empty(0, np.intp)
     rows = ordinals(ids, shards)
     stacked = np.full((int(rows.max(initial=-1)) + 1, shards), NOBODY, np.int32)
@@ -131,7 +132,7 @@ def _as_array(field: str, given: object) -> AnyArray:
     try:
         return np.asarray(given)
     except (ValueError, OverflowError) as error:
-        raise _refused(f"{field} is no column of whole numbers: {error}", "give one array") from error
+        raise _refused(f"{field} must be an array of whole numbers: {error}", "pass one array") from error
 
 
 def _refused(message: str, fix: str) -> RequestRefused:

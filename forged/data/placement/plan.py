@@ -1,7 +1,9 @@
-"""Who will hold what, and what must travel for it.
+"""A transfer plan: the assignment of shards to workers, and the transfers that it needs.
 
-Law: a plan is columns, and never changes. Every shard has one owner, also one that stays where it is. Transfers are in
-the order of their priority: the owners' first, the earlier shards before the later ones, then those of further copies.
+Invariants:
+- A plan consists of immutable columns.
+- Every shard has exactly one owner, also a shard that stays.
+- Transfers are sorted by priority: owners before replicas, and earlier shards first.
 """
 
 from __future__ import annotations
@@ -25,19 +27,19 @@ from forged.errors import RequestRefused
 Times = npt.NDArray[np.float64]
 
 BOUND_MIN = 1 << 16
-"""Up to so many queues are counted off as they are numbered, however few of them are used."""
+"""Up to so many queues are counted by their number, however few of them are used."""
 
 
 @dataclass(frozen=True, eq=False)
 class TransferColumns:
-    """For each transfer: the shard, who has it or nobody, what that is, who needs it, and as which further copy."""
+    """For each transfer: shard, source or -1, kind of source, destination, and copy number."""
 
     shards: Places
     sources: Column
     kinds: Kinds
     destinations: Column
     copies: npt.NDArray[np.uint8]
-    """0: the destination becomes the owner."""
+    """0 if the destination becomes the owner, else the number of the replica."""
 
     def __post_init__(self) -> None:
         for column in vars(self).values():
@@ -46,22 +48,22 @@ class TransferColumns:
 
 @dataclass(frozen=True, eq=False)
 class DataRedistributionPlan:
-    """Which worker owns which shard, before and after, as places in `workers`, and the transfers in between."""
+    """The owners and replicas before and after, as places in `workers`, and the transfers between."""
 
     dataset: Dataset
     workers: tuple[WorkerId, ...]
-    """Those of the new topology by rank, then those who leave and still serve."""
+    """The new topology by rank, then the workers that leave and still serve."""
     world_size: int
     owners_before: Column
     replicas_before: Column
-    """A row for each further copy, -1 where there is none."""
+    """One row for each replica, -1 where there is none."""
     owners: Column
     replicas: Column
     columns: TransferColumns
     weights: Weights = None
     pace: TransferPace | None = None
     lanes: int = 1
-    """How many transfers a worker takes at once."""
+    """How many transfers a worker receives at once."""
     _numbers: dict[WorkerId, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -77,22 +79,22 @@ class DataRedistributionPlan:
 
     @property
     def total_shards(self) -> int:
-        """How many shards there are, whether they move or not."""
+        """The number of shards, whether they move or not."""
         return self.dataset.shards
 
     @cached_property
     def worker_assignments(self) -> Assignments:
-        """The shards of every worker of the new topology, also those that stay."""
+        """The shards that each worker of the new topology owns, also those that stay."""
         return Assignments(self.dataset, self.workers[: self.world_size], self.owners[np.newaxis])
 
     @cached_property
     def replica_assignments(self) -> Assignments:
-        """The shards of which every worker of the new topology has a further copy."""
+        """The shards of which each worker of the new topology holds a replica."""
         return Assignments(self.dataset, self.workers[: self.world_size], self.replicas)
 
     @cached_property
     def copy_assignments(self) -> Assignments:
-        """The shards of which every worker of the new topology has a copy, as their owner or not."""
+        """The shards that each worker of the new topology holds, as owner or replica."""
         if not len(self.replicas):
             return self.worker_assignments
         holders = np.concatenate((self.owners[np.newaxis], self.replicas))
@@ -100,11 +102,11 @@ class DataRedistributionPlan:
 
     @property
     def transfers(self) -> View[DataTransfer]:
-        """Everything that must travel, the highest priority first."""
+        """All transfers, the highest priority first."""
         return View(np.arange(self.columns.shards.size), self._transfer)
 
     def for_worker(self, worker: WorkerId) -> View[DataTransfer]:
-        """What must travel to this worker, the highest priority first."""
+        """The transfers to this worker, the highest priority first."""
         number = self._numbers.get(worker, NOBODY)
         order, starts = self._by_destination
         mine = order[starts[number] : starts[number + 1]] if number != NOBODY else order[:0]
@@ -112,17 +114,17 @@ class DataRedistributionPlan:
 
     @cached_property
     def moved(self) -> int:
-        """How many shards get another owner, also one that has a further copy of it, to whom nothing must travel."""
+        """How many shards get another owner, including owners that already hold a replica and need no transfer."""
         return int(np.count_nonzero(self.owners != self.owners_before))
 
     @cached_property
     def priorities(self) -> Counts:
-        """The number of shards less the shard's; for further copies less than that of any owner's."""
+        """Earlier shards have higher priorities, and any owner's transfer a higher one than a replica's."""
         first = (1 - self.columns.copies.astype(np.int64)) * self.total_shards
         return first - self.columns.shards
 
     def transfer_count(self, kind: SourceKind) -> int:
-        """How many transfers have this kind of source."""
+        """The number of transfers with this kind of source."""
         return int(np.count_nonzero(self.columns.kinds == KINDS.index(kind)))
 
     def bytes_to_move(
@@ -132,7 +134,7 @@ class DataRedistributionPlan:
         sizes: Sequence[int] | npt.NDArray[np.integer] | None = None,
         kind: SourceKind | None = None,
     ) -> int:
-        """How many bytes travel: with so many for each sample, or with those of each shard; of all or of one kind."""
+        """The bytes of all transfers, or of one kind; needs `bytes_per_sample` or the size of each shard."""
         shards = self.columns.shards
         if kind is not None:
             shards = shards[self.columns.kinds == KINDS.index(kind)]
@@ -141,18 +143,17 @@ class DataRedistributionPlan:
         if bytes_per_sample is not None or sizes is None or len(sizes) != self.total_shards:
             raise RequestRefused(
                 "sizes_invalid",
-                "it is not clear how large shards are",
-                "give bytes_per_sample, or the size of each shard",
+                "the sizes of shards are unknown",
+                "pass bytes_per_sample, or the size of each shard",
             )
         return int(np.asarray(sizes, np.int64)[shards].sum())
 
     @cached_property
     def completion_times(self) -> Times | None:
-        """When each transfer is estimated to have arrived; None while nobody has measured how fast they are.
+        """The estimated completion of each transfer; None without a measured pace.
 
-        Every worker takes its transfers in their order, as many at once as `lanes` says, and gives as many at once: who
-        has what many need is busy for as long as all of that takes. How many others a worker serves besides is in the
-        measured pace already.
+        Each worker receives its transfers in order, `lanes` at once, and serves as many at once, so a worker whose
+        shards many need is a bottleneck. The measured pace already includes other load on a worker.
         """
         if self.pace is None:
             return None
@@ -162,13 +163,13 @@ class DataRedistributionPlan:
         lane += ordinals(columns.destinations, len(self.workers)) % self.lanes
         taken = _waited(lane, len(self.workers) * self.lanes, samples)
         given = _waited(columns.sources + 1, len(self.workers) + 1, samples)
-        # However many have the origin serve them, it is as fast.
+        # The origin is assumed to serve any number of workers at the same rate.
         given[columns.sources == NOBODY] = 0
         return np.maximum(taken, given / self.lanes) * self.pace.seconds_per_sample + np.float64(self.pace.now)
 
     @property
     def estimated_seconds(self) -> float | None:
-        """How long it takes until everything has arrived; None while nobody has measured how fast transfers are."""
+        """The estimated duration of all transfers; None without a measured pace."""
         if self.pace is None or self.completion_times is None:
             return None
         return float(self.completion_times.max(initial=self.pace.now) - self.pace.now)
@@ -191,7 +192,7 @@ class DataRedistributionPlan:
 
 
 def _waited(queues: Places | Column, bound: int, samples: Counts) -> Counts:
-    """For each row, how many samples have gone through its queue when it has; in each queue one goes after another."""
+    """For each row, the samples that have passed through its queue when it has; a queue is sequential."""
     if bound > max(samples.size, BOUND_MIN):
         queues = np.unique(queues, return_inverse=True)[1]
         bound = int(queues.max(initial=-1)) + 1

@@ -1,8 +1,10 @@
-"""What moves when the workers change.
+"""Plans which shards move when the workers change.
 
-Law: a plan follows from its arguments alone. It leaves every worker with its weighted share, rounded down or up. The
-incremental one moves no more shards than that takes: one goes only from a worker that has more than its share, or whose
-owner is gone. The full reshuffle deals all of them out in rounds over the new ranks, wherever they are.
+Invariants:
+- A plan depends on its arguments alone.
+- Every worker owns its weighted share, rounded down or up.
+- The incremental plan moves the minimum: a shard moves only if its owner is gone or owns more than its share.
+- The full reshuffle deals all shards in rounds over the new ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ WINDOW_MIN = 1 << 16
 
 
 class DataRedistributor:
-    """Plans for jobs with these settings; `replication` is how many further copies of each shard there should be."""
+    """Plans with a job's settings; `replication` is the number of replicas of each shard."""
 
     def __init__(self, config: ElasticTrainingConfig, *, replication: int = 0) -> None:
         config.validate()
@@ -50,23 +52,23 @@ class DataRedistributor:
         leaving: Collection[WorkerId] = (),
         pace: TransferPace | None = None,
     ) -> DataRedistributionPlan:
-        """Who holds which shard in the new topology, and what must travel for it.
+        """The assignment of shards in the new topology, and the transfers that it needs.
 
-        - `shards`: one for each sample where it is None, up to `SHARDS_DEFAULT_MAX`.
-        - `current` and `replicas`: who holds what now, as ranks of the old topology by shard (-1: nobody), or as the
-          shards of each of its workers. Where `current` is None, the old ranks hold them as dealt out in rounds. The
-          `owners` and `replicas` of a plan can be given to the next one, with this one's new topology as the old one.
-        - `weights`: how much of the data each worker should hold, in proportion; 1 for who is not named.
-        - `leaving`: who goes, and yet serves what it holds until it has gone. Who else goes is gone.
-        - `pace`: what was measured, for estimates.
+        - `shards`: by default one per sample, up to `SHARDS_DEFAULT_MAX`.
+        - `current` and `replicas`: the current holders, as ranks of the old topology by shard (-1 for none), or as the
+          shards of each of its workers. By default the shards are dealt in rounds over the old ranks. The `owners` and
+          `replicas` of a plan can be passed to the next one, with this plan's new topology as the old one.
+        - `weights`: the relative share of the data that each worker should hold; 1 for a worker that is not named.
+        - `leaving`: workers that leave and serve their shards until then. Other workers that leave are gone.
+        - `pace`: the measured pace, for estimates.
 
-        A worker is the same in both topologies when its id and its address are: one that came back elsewhere has
-        nothing.
+        A worker is the same in both topologies if its id and its address are; after a restart at another address it
+        holds nothing.
         """
         dataset = Dataset.of(total_dataset_size, shards)
         if dataset.shards and not new.world_size:
             raise RequestRefused(
-                "topology_empty", f"nobody is there to hold {dataset.shards} shards", "wait until a worker has joined"
+                "topology_empty", f"no worker can hold the {dataset.shards} shards", "wait until a worker has joined"
             )
         roster = Roster.of(old, new, leaving)
         before = read_owners(roster, dataset.shards, current)
@@ -91,18 +93,17 @@ class DataRedistributor:
     def validate_redistribution(
         self, topology: ClusterTopology, plan: DataRedistributionPlan, *, leaving: Collection[WorkerId] = ()
     ) -> bool:
-        """Whether the plan holds what plans promise, for this topology and those who are leaving, who alone may serve
-        what they hold without being in it."""
+        """Whether the plan is valid for this topology; of workers outside it only those in `leaving` may be sources."""
         return self.examine_redistribution(topology, plan, leaving=leaving).is_valid
 
     def examine_redistribution(
         self, topology: ClusterTopology, plan: DataRedistributionPlan, *, leaving: Collection[WorkerId] = ()
     ) -> RedistributionReport:
-        """What is wrong with the plan, in words."""
+        """The report that says what is wrong with the plan."""
         return examine(topology, plan, self._replication, leaving)
 
     def _owners(self, roster: Roster, before: Column, copies: Column, weights: Weights) -> tuple[Column, Places]:
-        """Who owns each shard, and which ones get another owner."""
+        """The owner of each shard, and the shards that get another owner."""
         if not before.size:
             return before.copy(), np.empty(0, np.intp)
         shares = Shares.of(before.size, roster.world, weights)
@@ -112,7 +113,7 @@ class DataRedistributor:
         return _least_moved(roster, before, copies, shares)
 
     def _replicas(self, roster: Roster, before: Column, copies: Column, owners: Column, weights: Weights) -> Column:
-        """The further copies that there should be."""
+        """The replicas of each shard."""
         wanted = min(self._replication, max(0, roster.world - 1))
         hosts = roster.hosts[: roster.world]
         held = [np.where(row < roster.world, row, NOBODY) for row in (before, *copies)] if wanted else []
@@ -120,13 +121,13 @@ class DataRedistributor:
 
 
 def check_replication(replication: object) -> int:
-    """Refuse what is no number of further copies that there may be."""
+    """The number of replicas as an int, if it is allowed."""
     found = whole(replication)
     if found is None or not 0 <= found <= REPLICATION_MAX:
         raise RequestRefused(
             "replication_invalid",
-            "replication is no number of further copies",
-            f"give a whole number from 0 to {REPLICATION_MAX}",
+            f"replication must be a whole number from 0 to {REPLICATION_MAX}, got {replication!r:.100}",
+            "see how many workers there are",
         )
     return found
 
@@ -142,8 +143,8 @@ def _least_moved(roster: Roster, before: Column, copies: Column, shares: Shares)
 
 
 def _moving(owners: Column, surplus: Counts, world: int) -> Places:
-    """The shards that must move: those whose owner is gone or goes, and the latest of who has too many."""
-    # As unsigned numbers nobody is beyond the world as well.
+    """The shards that must move: those whose owner leaves or is gone, and the last ones of workers with too many."""
+    # As unsigned numbers -1 is beyond the world, too.
     orphans = np.flatnonzero(owners.view(np.uint32) >= world)
     if not surplus.any():
         return orphans
@@ -152,10 +153,9 @@ def _moving(owners: Column, surplus: Counts, world: int) -> Places:
 
 
 def _latest(owners: Column, surplus: Counts) -> Places:
-    """As many shards of each worker as it has too many, the latest ones, in their order.
+    """The last shards of each worker that owns too many, in order.
 
-    They are looked for in windows from the end, each larger than the last, until all are found: mostly few shards must
-    be looked at, and never one of them twice.
+    They are searched in growing windows from the end, because few shards have to be read in most cases.
     """
     bound = surplus.size
     missing = surplus.copy()
@@ -164,7 +164,7 @@ def _latest(owners: Column, surplus: Counts) -> Places:
     while missing.any():
         low = max(0, high - width)
         window = owners[low:high]
-        # The last place is where nobody, as an unsigned number, and who is beyond the world look.
+        # Index -1 and workers beyond the world read the last element.
         is_wanted = np.append(missing > 0, False)
         candidates = np.flatnonzero(np.take(is_wanted, window.view(np.uint32), mode="clip"))[::-1]
         workers = window[candidates]
@@ -176,7 +176,7 @@ def _latest(owners: Column, surplus: Counts) -> Places:
 
 
 def _receivers(roster: Roster, owners: Column, copies: Column, places: Counts) -> Column:
-    """Who gets each of the shards that move: who has a copy; else who is on the host of one; else anybody in turn."""
+    """The new owner of each moving shard: a worker with a copy, else one on the same host, else any in turn."""
     held = [row for row in (owners, *copies) if (row != NOBODY).any()]
     if not held:
         return deal(places)
@@ -192,7 +192,7 @@ def _receivers(roster: Roster, owners: Column, copies: Column, places: Counts) -
 
 
 def _seat(receivers: Column, wanted: Column, keys: Column, places: Counts) -> None:
-    """Give a receiver with the wanted key to those who have none yet, the earlier ones first, while places last."""
+    """Match rows without a receiver to receivers with the wanted key, earlier rows first, while there are any."""
     bound = int(max(keys.max(initial=-1), wanted.max(initial=-1))) + 1
     room = np.zeros(bound + 1, np.int64)
     np.add.at(room, keys, places)
@@ -209,14 +209,14 @@ def _seat(receivers: Column, wanted: Column, keys: Column, places: Counts) -> No
 
 
 def _placed(replicas: Column) -> Iterator[tuple[Column, Places]]:
-    """Each row of further copies, and all shards: who has one already is sent none."""
+    """Each row of replicas with all shards; a worker that already holds a copy is sent none."""
     return ((row, np.arange(row.size)) for row in replicas)
 
 
 def _transfers(
     roster: Roster, before: Column, copies: Column, needed: Sequence[tuple[Column, Places]]
 ) -> TransferColumns:
-    """The transfers of the owners, then those of each further copy, each in the order of the shards."""
+    """The transfers of the owners, then those of each replica, each in the order of the shards."""
     parts = [_part(roster, before, copies, row, ids, number) for number, (row, ids) in enumerate(needed)]
     if len(parts) == 1:
         return parts[0]
@@ -226,8 +226,8 @@ def _transfers(
 def _part(
     roster: Roster, before: Column, copies: Column, destinations: Column, ids: Places, copy: int
 ) -> TransferColumns:
-    """The transfers by which these shards come to their destinations, without those that are there already."""
-    # Who becomes the owner was not the owner before.
+    """The transfers of these shards to destinations that do not hold them yet."""
+    # A new owner was not the owner before.
     for row in (before, *copies) if copy else copies:
         ids = ids[row[ids] != destinations[ids]]
     held = np.empty((copies.shape[0] + 1, ids.size), np.int32)

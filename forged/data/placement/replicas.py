@@ -1,10 +1,11 @@
-"""Where further copies of the shards lie.
+"""Places the replicas of the shards.
 
-Law: every shard has as many further copies as there should be, at workers other than its owner and each other, as far
-as there are so many. Each worker has its weighted share of them, rounded down or up, as far as there is so much that it
-may have: of no shard is there another copy at its owner, nor, where there is a host for each copy, a new one beside
-another. A copy that is there stays, unless its worker has more than its share or nothing else would make room; what
-others hold already is taken before anything is sent.
+Invariants:
+- Every shard has the wanted number of replicas, on different workers other than its owner, if there are enough.
+- Each worker has its weighted share of the replicas, rounded down or up, as far as the other rules allow.
+- No new replica shares a host with another copy of its shard while there is a host for each copy.
+- A replica stays unless its worker has more than its share or no other move makes room. Copies that workers hold
+  already are used before any is sent.
 """
 
 from __future__ import annotations
@@ -20,16 +21,15 @@ from forged.data.permutation import Permutation
 from forged.data.placement.shares import Shares, Weights
 
 TRIES = 16
-"""How often who may not lie where it was put changes places with others, before it is put anywhere else."""
+"""How often a misplaced replica is swapped before it is placed anywhere."""
 GOLDEN = 0.6180339887498949
-"""Of all there are, others are looked for so far away: however often, hardly ever in the same place."""
-LOOKED_AT_MAX = 1024
-"""So many workers, and copies of each, are looked at one by one where some have more than they should and others less,
-all the same."""
+"""The stride of the search for swap partners, as a fraction of all; irrational, so that it rarely repeats."""
+STEPS_MAX = 1024
+"""How many workers, and replicas of each, are moved one by one when the bulk moves leave a surplus."""
 
 
 def keep_replicas(held: Sequence[Column], owners: Column, hosts: Column, wanted: int) -> Column:
-    """The first rows of copies, as many as are wanted, filled from those that are there: first from other hosts."""
+    """The wanted number of rows, filled from the existing copies, those on other hosts first."""
     kept = np.full((wanted, owners.size), NOBODY, np.int32)
     filled = np.zeros(owners.size, np.intp)
     for other_host in (True, False):
@@ -44,7 +44,7 @@ def keep_replicas(held: Sequence[Column], owners: Column, hosts: Column, wanted:
 def place_replicas(
     kept: Column, held: Sequence[Column], owners: Column, hosts: Column, weights: Weights = None
 ) -> Column:
-    """The rows of copies with nobody missing in them, and as many with each worker as it should have."""
+    """The rows of replicas, complete, with each worker's share."""
     if not kept.size:
         return kept.copy()
     shares = fair_shares(kept, owners, hosts, weights)
@@ -58,16 +58,16 @@ def place_replicas(
 
 
 def has_host_for_each(copies: Column, hosts: Column) -> bool:
-    """Whether each of so many copies can have a host for itself, beside that of the owner."""
+    """Whether each of so many replicas can have a host of its own."""
     return len(copies) < np.unique(hosts).size
 
 
 def fair_shares(kept: Column, owners: Column, hosts: Column, weights: Weights) -> Counts:
-    """How many copies each worker should have: its weighted share, unless there are not so many that it may have."""
+    """How many replicas each worker should have: its weighted share, or as many as the rules allow."""
     wanted, shards = kept.shape
     ranks = np.arange(hosts.size, dtype=np.int32)
     groups = hosts if has_host_for_each(kept, hosts) else ranks
-    # Of a shard that lies on a host already none has another one.
+    # A worker takes no replica of a shard that its host holds already.
     most = shards - np.bincount(groups[owners], minlength=groups.max() + 1)
     loads, shares = count(kept, hosts.size), np.zeros(hosts.size, np.int64)
     open_ranks = ranks
@@ -89,7 +89,7 @@ def fair_shares(kept: Column, owners: Column, hosts: Column, weights: Weights) -
 
 
 def _overfull(total: int, ranks: Column, groups: Column, most: Counts, weights: Weights) -> list[int]:
-    """Which of their groups may not have what is theirs, whoever of them gets what is rounded up."""
+    """The groups that cannot hold their shares, whichever members get the rounded-up ones."""
     own = [1] * ranks.size if weights is None else [weights[rank] for rank in ranks]
     if not any(own):
         own = [1] * ranks.size
@@ -101,14 +101,14 @@ def _overfull(total: int, ranks: Column, groups: Column, most: Counts, weights: 
 
 
 def _divided(total: int, ranks: Places | Column, loads: Counts, weights: Weights) -> Counts:
-    """So many among these, where nobody gives away what it may keep."""
+    """Distribute a number among these, without taking from a worker what it may keep."""
     own = None if weights is None else tuple(weights[rank] for rank in ranks)
     shares = Shares.of(total, ranks.size, own if own is None or any(own) else None)
     return shares.settled(loads[ranks] > shares.least)
 
 
 class _Layout:
-    """Copies that are being put in their places. Those of a shard that are missing are in its last rows."""
+    """Replicas that are being placed. A shard's missing replicas are in its last rows."""
 
     def __init__(self, kept: Column, owners: Column, hosts: Column) -> None:
         self.placed = kept.copy()
@@ -117,15 +117,15 @@ class _Layout:
         self._hosts = hosts
         self._ranks = np.arange(hosts.size, dtype=np.int32)
         self._groups = hosts if has_host_for_each(kept, hosts) else self._ranks
-        """Of which a shard is to have one copy in each at most."""
+        """The groups of workers, of which each may hold at most one copy of a shard."""
 
     @property
     def loads(self) -> Counts:
-        """How many copies each worker has."""
+        """The number of replicas of each worker."""
         return count(self.placed, self._hosts.size)
 
     def exchange(self, held: Column, shares: Counts) -> None:
-        """Of who has too many let others who hold the same keep it, as far as they may have more."""
+        """Hand over replicas of workers with too many to workers that hold the same shard and may have more."""
         for number, row in enumerate(self.placed):
             loads = self.loads
             surplus, room = np.maximum(loads - shares, 0), np.maximum(shares - loads, 0)
@@ -136,8 +136,11 @@ class _Layout:
             row[ids] = held[ids]
 
     def release(self, shares: Counts) -> None:
-        """Take from each worker what it has too many: first what may go to most of those who have room, then what lies
-        beside another copy on a host, and no two of the same shard if that can be helped."""
+        """Take the surplus from each worker.
+
+        Replicas that most workers with room may hold go first, then those that share a host with another copy; two of
+        the same shard go only if there is no other way.
+        """
         surplus = np.maximum(self.loads - shares, 0)
         if not surplus.any():
             return
@@ -151,13 +154,13 @@ class _Layout:
         self.placed = np.take_along_axis(self.placed, np.argsort(self.placed == NOBODY, axis=0, kind="stable"), axis=0)
 
     def _barred(self, rows: Places, ids: Places, shares: Counts) -> Counts:
-        """How much of the room there is is where none of these copies may go."""
+        """How much of the free room these replicas may not use."""
         room = np.bincount(self._groups, np.maximum(shares - self.loads, 0)).astype(np.int64)
         barred: Counts = room[self._groups[self._others(rows, ids)]].sum(axis=0)
         return barred
 
     def fill(self, shares: Counts) -> None:
-        """Put missing copies where there is room, on other hosts first."""
+        """Place missing replicas where there is room, on other hosts first."""
         for number, row in enumerate(self.placed):
             for groups in (self._hosts, self._ranks):
                 rings, ids = Rings(groups), np.flatnonzero(row == NOBODY)
@@ -167,18 +170,18 @@ class _Layout:
                     row[ids] = _accepted(offered, groups, groups[self._holders(number, ids)], rings)
 
     def level(self, shares: Counts) -> None:
-        """Move copies from who has more than its share to who has less, over others where it must be."""
-        patience = iter(range(LOOKED_AT_MAX))
-        while (move := self._last_move(shares, patience)) is not None:
-            # Whose copy it was is short of one now, and nearer to who has too many.
+        """Move replicas from workers above their share to workers below it, through other workers where needed."""
+        steps = iter(range(STEPS_MAX))
+        while (move := self._last_move(shares, steps)) is not None:
+            # The worker that gave the replica is short of one now, and one step nearer to the surplus.
             self.placed[move.row, move.shard] = move.towards
 
-    def _last_move(self, shares: Counts, patience: Iterator[int]) -> _Move | None:
-        """Of the fewest moves that lead from who has too many to who has too few, the one at the end."""
+    def _last_move(self, shares: Counts, steps: Iterator[int]) -> _Move | None:
+        """The last move of a shortest chain from a worker with too many to one with too few."""
         loads = self.loads
         known = dict.fromkeys(np.flatnonzero(loads > shares).tolist())
         queue = deque(known if (loads < shares).any() else ())
-        while queue and next(patience, None) is not None:
+        while queue and next(steps, None) is not None:
             for move in self._moves(queue.popleft()):
                 if loads[move.towards] < shares[move.towards]:
                     return move
@@ -188,9 +191,9 @@ class _Layout:
         return None
 
     def _moves(self, rank: int) -> Iterator[_Move]:
-        """To each other worker that may have one of this one's copies; one that is new here, if there is one."""
+        """One move of a replica of this worker to each worker that may hold it; new replicas first."""
         rows, ids = np.nonzero(self.placed == rank)
-        order = np.argsort((self._kept[:, ids] == rank).any(axis=0), kind="stable")[:LOOKED_AT_MAX]
+        order = np.argsort((self._kept[:, ids] == rank).any(axis=0), kind="stable")[:STEPS_MAX]
         rows, ids = rows[order], ids[order]
         may = np.ones((ids.size, self._hosts.size), np.bool_)
         may[:, rank] = False
@@ -201,11 +204,11 @@ class _Layout:
             yield _Move(int(rows[first]), int(ids[first]), towards)
 
     def _holders(self, number: int, ids: Places) -> Column:
-        """Who has these shards, as far as they are in the rows before this one."""
+        """The holders of these shards in the rows before this one."""
         return np.concatenate((self._owners[np.newaxis, ids], self.placed[:number, ids]))
 
     def _others(self, rows: Places, ids: Places) -> Column:
-        """Who has these shards besides the copies in these rows; the owner again where nobody does."""
+        """The holders of these shards outside these rows; the owner where there is none."""
         others = self._holders(len(self.placed), ids)
         others[rows + 1, np.arange(ids.size)] = NOBODY
         return np.where(others == NOBODY, others[0], others)
@@ -222,17 +225,17 @@ class _Move(NamedTuple):
 
 
 def _fits(who: Column, groups: Column, taken: Column) -> Mask:
-    """Whether each of them is in none of the groups that are taken."""
+    """Whether each worker is in none of the taken groups."""
     return np.asarray((groups[who] != taken).all(axis=0))
 
 
 def _mixed(offered: Column) -> Column:
-    """The same in another order, so that the copies of what one worker owns lie with many, who can all give them."""
+    """Shuffle, so that the replicas of one owner's shards spread over many workers, which can all serve them."""
     return offered[Permutation(offered.size).span(0, offered.size)]
 
 
 def _accepted(offered: Column, groups: Column, taken: Column, rings: Rings) -> Column:
-    """Who is offered, exchanged with others where the group is taken; in the end anybody of a group that is not."""
+    """The offered workers, swapped where their group is taken, in the end for any worker of a free group."""
     found = offered.copy()
     waiting = np.flatnonzero(~_fits(found, groups, taken))
     for number in range(1, TRIES + 1):
@@ -251,7 +254,7 @@ def _accepted(offered: Column, groups: Column, taken: Column, rings: Rings) -> C
 
 
 class Rings:
-    """Workers in a ring, those of a group beside each other, so that to skip a group is to step over it."""
+    """Workers in a ring, grouped, so that one step skips a group."""
 
     def __init__(self, groups: Column) -> None:
         self._ring = np.argsort(groups, kind="stable").astype(np.int32)
@@ -259,12 +262,12 @@ class Rings:
         self._starts = np.cumsum(self._sizes) - self._sizes
 
     def room(self, taken: Column) -> Places:
-        """How many workers are in none of the groups that are taken, for each column."""
+        """The number of workers outside the taken groups, for each column."""
         left: Places = self._ring.size - self._skips(np.sort(taken, axis=0)).sum(axis=0)
         return left
 
     def elsewhere(self, taken: Column, turns: Places) -> Column:
-        """A worker of a group that is not taken, another one for another turn."""
+        """A worker of a free group; each turn gives another one."""
         groups = np.sort(taken, axis=0)
         skips = self._skips(groups)
         places = turns % (self._ring.size - skips.sum(axis=0))
@@ -274,7 +277,7 @@ class Rings:
         return found
 
     def _skips(self, groups: Column) -> Places:
-        """How many workers each group is, once per column; the groups of a column ascend."""
+        """The size of each group, once per column; the groups of a column ascend."""
         skips: Places = self._sizes[groups]
         skips[1:][groups[1:] == groups[:-1]] = 0
         return skips

@@ -1,7 +1,8 @@
 """How many shards each worker should hold.
 
-Law: each count is the worker's weighted share rounded down or up, exactly, and they add up to the total. Who has
-the one more is free, so it is given to those who hold it already; then to those with the largest rest; then by rank.
+Invariants:
+- Each count is the worker's exact weighted share rounded down or up, and the counts add up to the total.
+- The extra shards go to workers that hold them already, then to the largest remainder, then to the lowest rank.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from forged.elastic.model import WorkerId
 from forged.errors import Problem, RequestRefused
 
 Weights = tuple[int, ...] | None
-"""The weight of each rank, all in the same unit; None: all have the same."""
+"""The weight of each rank in one common unit; None if all are equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The shares rounded down; who has a rest, the largest first; and how many of them get one more."""
+    """The shares rounded down, the ranks with a remainder, largest first, and how many of them get one more."""
 
     least: Counts
     with_rest: Places
@@ -32,7 +33,7 @@ class Shares:
 
     @classmethod
     def of(cls, total: int, world: int, weights: Weights = None) -> Shares:
-        """The shares of so many things for so many workers."""
+        """The shares of `total` things for so many workers."""
         if weights is None:
             each, rest = divmod(total, world)
             return cls(np.full(world, each, np.int64), np.arange(world if rest else 0), rest)
@@ -50,7 +51,7 @@ class Shares:
         return rounded
 
     def settled(self, preferred: Mask | None = None) -> Counts:
-        """Counts that add up to the total: one more for those preferred, as far as that goes, then for the others."""
+        """Counts that add up to the total; the extra ones go to the preferred ranks first."""
         turn = self.with_rest
         if preferred is not None:
             turn = turn[np.argsort(~preferred[turn], kind="stable")]
@@ -60,19 +61,19 @@ class Shares:
 
 
 def read_weights(weights: Mapping[WorkerId, float] | None, workers: Sequence[WorkerId]) -> Weights:
-    """The weights of these workers as whole numbers, exactly; who is not named has 1, others' weights say nothing."""
+    """The exact weights of these workers as whole numbers; 1 for a worker that is not named."""
     if weights is None:
         return None
     ratios = [_checked(worker, weights.get(worker, 1)).as_integer_ratio() for worker in workers]
     unit = math.lcm(*(denominator for _, denominator in ratios))
     whole = tuple(numerator * (unit // denominator) for numerator, denominator in ratios)
     if workers and not any(whole):
-        raise RequestRefused("weights_invalid", "every worker's weight is 0", "give one of them more than 0")
+        raise RequestRefused("weights_invalid", "the weight of every worker is 0", "give one worker a weight above 0")
     return None if len(set(whole)) <= 1 else whole
 
 
 def check_weight(weight: object) -> None:
-    """Refuse what cannot be a worker's own weight: 0 cannot, because all of them could say so."""
+    """Refuse an invalid weight of a worker; 0 is invalid, because all workers could have it."""
     if not _is_weight(weight) or not weight:
         raise RequestRefused("weight_invalid", str(Problem("weight", weight, "a finite number above 0")))
 
@@ -85,6 +86,8 @@ def _is_weight(weight: object) -> bool:
 def _checked(worker: WorkerId, weight: float) -> float:
     if not _is_weight(weight):
         raise RequestRefused(
-            "weights_invalid", f"the weight of {worker} is no weight", "give a finite number that is not less than 0"
+            "weights_invalid",
+            f"the weight of {worker} must be finite and >= 0, got {weight!r:.100}",
+            "change the weight",
         )
     return weight

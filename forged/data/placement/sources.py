@@ -1,7 +1,8 @@
-"""Which copy of a shard a transfer takes.
+"""Chooses the source of each transfer.
 
-Law: a copy on the destination's own host, if there is one; else any that can be read; else the dataset's origin. Where
-several are as good they take turns, so that what lies at the same workers is fetched from each of them alike.
+Invariants:
+- A copy on the destination's host comes first, then any copy, then the origin.
+- Equally good copies take turns, so that the load is even.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from forged.data.model import SourceKind
 
 KINDS = tuple(SourceKind)
 Kinds = npt.NDArray[np.uint8]
-"""Places in `KINDS`."""
+"""Indices into `KINDS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """For each transfer, who is asked, or nobody, and what that is."""
+    """For each transfer the source, -1 for the origin, and its kind."""
 
     workers: Column
     kinds: Kinds
 
 
 def choose_sources(copies: Column, destinations: Column, hosts: Column) -> Sources:
-    """Where each transfer starts; `copies` has a row for the owners, then one for each further copy."""
+    """The source of each transfer; `copies` has a row for the owners, then one for each replica."""
     transfers = destinations.size
     sources = Sources(
         np.full(transfers, NOBODY, np.int32), np.full(transfers, KINDS.index(SourceKind.ORIGIN), np.uint8)
@@ -42,7 +43,7 @@ def choose_sources(copies: Column, destinations: Column, hosts: Column) -> Sourc
 
 
 def _rows(copies: Column, destinations: Column, hosts: Column) -> Places:
-    """Which row is taken in each column, every one of which has a copy."""
+    """The chosen row in each column; every column has a copy."""
     there = copies != NOBODY
     near = there & (hosts[copies] == hosts[destinations])
     good = np.where(near.any(axis=0), near, there)
@@ -50,7 +51,7 @@ def _rows(copies: Column, destinations: Column, hosts: Column) -> Places:
 
 
 def _turns(good: Mask, copies: Column, workers: int) -> Places:
-    """Which of the good copies it is the turn of: counted among the transfers whose first good copy is the same."""
+    """Which of the good copies is next, in turns among the transfers with the same first good copy."""
     turns = np.zeros(good.shape[1], np.intp)
     choices = good.sum(axis=0)
     several = np.flatnonzero(choices > 1)

@@ -1,7 +1,7 @@
-"""Whether a plan holds what plans promise.
+"""Validates a plan.
 
-Law: every promise is examined in the plan's columns, however they were made; what is broken is named with the shard and
-the worker that it concerns. Of many that are broken alike the first are named, and the others counted.
+The checks read the plan's columns alone, however they were made. A problem names the shard and the worker; of many
+problems of one kind the first ones are named and the rest counted.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ class RedistributionReport:
 
     @property
     def is_valid(self) -> bool:
-        """Whether nothing is."""
+        """Whether the plan has no problem."""
         return not self.errors
 
 
 def examine(
     topology: ClusterTopology, plan: DataRedistributionPlan, replication: int, leaving: Collection[WorkerId] = ()
 ) -> RedistributionReport:
-    """Everything that is wrong with a plan for this topology that should make so many further copies. Who is `leaving`
-    is not in the topology, and alive."""
+    """All problems of a plan for this topology. Workers in `leaving` are outside the topology and alive."""
     wanted = min(replication, max(0, topology.world_size - 1))
     shape = tuple(_wrong_shape(plan)) or tuple(_wrong_workers(topology, plan, leaving)) or tuple(_wrong_numbers(plan))
     if shape:
-        # Numbers of workers and shards mean nothing then, so nothing else can be told.
+        # Without valid places and shards no other check is meaningful.
         return RedistributionReport(shape)
     checks = (_unbalanced(plan), _wrong_replicas(plan, wanted), _wrong_transfers(plan), _wrong_sources(plan))
     return RedistributionReport(tuple(error for check in checks for error in check))
@@ -55,16 +54,17 @@ def _wrong_shape(plan: DataRedistributionPlan) -> Iterator[str]:
             yield f"{name} has {getattr(plan, name).size} rows for {shards} shards"
     for name in ("replicas", "replicas_before"):
         if getattr(plan, name).ndim != 2 or getattr(plan, name).shape[1] != shards:
-            yield f"{name} has other rows than {shards} shards"
+            yield f"{name} must have {shards} shards per row"
     columns = vars(plan.columns)
     if len({column.shape for column in columns.values()}) != 1 or plan.columns.shards.ndim != 1:
-        yield f"the columns of the transfers differ: {', '.join(f'{name} {c.shape}' for name, c in columns.items())}"
+        shapes = ", ".join(f"{name} {column.shape}" for name, column in columns.items())
+        yield f"the columns of the transfers differ in length: {shapes}"
     for name in ("owners", "owners_before", "replicas", "replicas_before"):
         if getattr(plan, name).dtype.kind not in "iu":
-            yield f"{name} has no whole numbers, but {getattr(plan, name).dtype}"
+            yield f"{name} must contain whole numbers, not {getattr(plan, name).dtype}"
     for name, column in columns.items():
         if column.dtype.kind not in "iu":
-            yield f"{name} of the transfers has no whole numbers, but {column.dtype}"
+            yield f"{name} of the transfers must contain whole numbers, not {column.dtype}"
 
 
 def _wrong_workers(
@@ -85,7 +85,7 @@ def _wrong_workers(
     alive = {*topology.workers, *leaving}
     for one in plan.workers[plan.world_size :]:
         if one not in alive:
-            yield f"{one} is to serve shards, and is neither in the topology nor leaving"
+            yield f"{one} serves shards and is neither in the topology nor leaving"
     weights = (1,) * plan.world_size if plan.weights is None else plan.weights
     if len(weights) != plan.world_size or any(weight < 0 for weight in weights) or sum(weights) < min(1, len(weights)):
         yield f"the weights {plan.weights} are not those of {plan.world_size} workers"
@@ -105,11 +105,11 @@ def _wrong_numbers(plan: DataRedistributionPlan) -> Iterator[str]:
         ("sources", columns.sources, known),
     ):
         if beyond(column, NOBODY, most).any():
-            yield f"{name} has a number that is no worker's"
+            yield f"{name} names a place without a worker"
     rows = beyond(columns.shards, 0, plan.total_shards) | beyond(columns.destinations, 0, world)
     rows |= beyond(columns.copies, 0, plan.replicas.shape[0] + 1) | beyond(columns.kinds, 0, len(KINDS))
     yield from _named(
-        np.flatnonzero(rows), lambda row: f"transfer {row} is of no shard, to nobody, or no copy, or from no kind"
+        np.flatnonzero(rows), lambda row: f"transfer {row} has no valid shard, destination, copy or kind of source"
     )
 
 
@@ -121,7 +121,7 @@ def _unbalanced(plan: DataRedistributionPlan) -> Iterator[str]:
     least, most = shares.least, shares.most
     yield from _named(
         np.flatnonzero((held < least) | (held > most)),
-        lambda rank: f"{plan.workers[rank]} has {held[rank]} shards, where {_between(least, most, rank)} are its share",
+        lambda rank: f"{plan.workers[rank]} has {held[rank]} shards; its share is {_between(least, most, rank)}",
     )
 
 
@@ -131,13 +131,13 @@ def _between(least: Counts, most: Counts, rank: int) -> str:
 
 def _wrong_replicas(plan: DataRedistributionPlan, wanted: int) -> Iterator[str]:
     if plan.replicas.shape[0] != wanted:
-        yield f"there are {plan.replicas.shape[0]} further copies of each shard planned, where there should be {wanted}"
+        yield f"{plan.replicas.shape[0]} replicas of each shard are planned; {wanted} are wanted"
     for number, row in enumerate(plan.replicas):
         yield from _wrong_copy(plan, number, row)
 
 
 def _wrong_copy(plan: DataRedistributionPlan, number: int, row: Column) -> Iterator[str]:
-    yield from _named(np.flatnonzero(row == NOBODY), lambda shard: f"shard {shard} has no further copy {number + 1}")
+    yield from _named(np.flatnonzero(row == NOBODY), lambda shard: f"shard {shard} has no replica {number + 1}")
     again = np.zeros(row.size, np.bool_)
     for earlier in (plan.owners, *plan.replicas[:number]):
         again |= (row == earlier) & (row != NOBODY)
@@ -152,20 +152,22 @@ def _wrong_transfers(plan: DataRedistributionPlan) -> Iterator[str]:
 
 
 def _wrong_ways(plan: DataRedistributionPlan, number: int, row: Column) -> Iterator[str]:
-    """Each shard must travel once to whoever needs it as this copy and does not have it, and nowhere else."""
+    """A copy must be transferred exactly once to each worker that needs it and does not hold it."""
     mine = np.flatnonzero(plan.columns.copies == number)
     shards, destinations = plan.columns.shards[mine], plan.columns.destinations[mine]
     needed = (row != NOBODY) & ~_has(plan, np.arange(row.size), row)
     times = np.bincount(shards, minlength=row.size)
     yield from _named(
         np.flatnonzero(needed & (times == 0)),
-        lambda shard: f"shard {shard} does not travel to {plan.workers[row[shard]]}, who needs it",
+        lambda shard: f"shard {shard} is not transferred to {plan.workers[row[shard]]}, which needs it",
     )
-    yield from _named(np.flatnonzero(~needed & (times > 0)), lambda shard: f"shard {shard} travels in vain")
-    yield from _named(np.flatnonzero(times > 1), lambda shard: f"shard {shard} travels more than once as one copy")
+    yield from _named(np.flatnonzero(~needed & (times > 0)), lambda shard: f"shard {shard} is transferred without need")
+    yield from _named(
+        np.flatnonzero(times > 1), lambda shard: f"shard {shard} is transferred more than once as one copy"
+    )
     yield from _named(
         np.flatnonzero(destinations != row[shards]),
-        lambda at: f"shard {shards[at]} travels to {plan.workers[destinations[at]]}, who does not keep it",
+        lambda at: f"shard {shards[at]} is transferred to {plan.workers[destinations[at]]}, which does not keep it",
     )
 
 
@@ -177,17 +179,17 @@ def _wrong_sources(plan: DataRedistributionPlan) -> Iterator[str]:
     rows = np.where(origin, columns.sources != NOBODY, columns.sources == NOBODY)
     yield from _named(
         np.flatnonzero(rows | (owner & ~is_owner) | (~origin & ~_has(plan, columns.shards, columns.sources))),
-        lambda row: f"shard {columns.shards[row]} comes from {_source(plan, row)}, who does not have it",
+        lambda row: f"shard {columns.shards[row]} comes from {_source(plan, row)}, which does not have it",
     )
     held = (plan.owners_before != NOBODY) | (plan.replicas_before != NOBODY).any(axis=0)
     yield from _named(
         np.flatnonzero(origin & held[columns.shards]),
-        lambda row: f"shard {columns.shards[row]} comes from the origin, and a worker has it",
+        lambda row: f"shard {columns.shards[row]} comes from the origin although a worker has it",
     )
 
 
 def _has(plan: DataRedistributionPlan, shards: Places, workers: Column) -> Mask:
-    """Whether each worker has the shard before anything travels."""
+    """Whether each worker holds the shard before the transfers."""
     has = np.asarray(plan.owners_before[shards] == workers)
     for row in plan.replicas_before:
         has |= row[shards] == workers
@@ -196,7 +198,7 @@ def _has(plan: DataRedistributionPlan, shards: Places, workers: Column) -> Mask:
 
 def _source(plan: DataRedistributionPlan, row: int) -> str:
     source = int(plan.columns.sources[row])
-    return "nobody" if source == NOBODY else str(plan.workers[source])
+    return "no worker" if source == NOBODY else str(plan.workers[source])
 
 
 def _named(found: Places, say: Callable[[int], str]) -> Iterable[str]:

@@ -1,7 +1,4 @@
-"""Shards and transfers as sequences of values that are made when somebody looks at them.
-
-Law: a view is a column and how to read it. It has no value before it is asked for one, and keeps none.
-"""
+"""Lazy sequences over columns: values are made when they are read, and not kept."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View(Sequence[V], Generic[V]):
-    """What `read` says of each row of `rows`, in their order; a part of a view is a view."""
+    """`read(row)` for each row; a slice of a view is a view."""
 
     rows: Places
     read: Callable[[int], V]
@@ -49,7 +46,7 @@ class View(Sequence[V], Generic[V]):
 
 @dataclass(frozen=True, eq=False)
 class Assignments(Mapping[WorkerId, View[DataShard]]):
-    """Which shards each worker has, in their order. `holders` has a row of workers for each copy of the shards."""
+    """The shards of each worker, in order. `holders` has one row of workers for each copy."""
 
     dataset: Dataset
     workers: tuple[WorkerId, ...]
@@ -65,14 +62,14 @@ class Assignments(Mapping[WorkerId, View[DataShard]]):
         return len(self.workers)
 
     def ids(self, worker: WorkerId) -> Places:
-        """The numbers of the worker's shards."""
+        """The ids of the worker's shards."""
         number = self._numbers[worker]
         shards, starts = self._grouped
         return shards[starts[number] : starts[number + 1]]
 
     @cached_property
     def counts(self) -> npt.NDArray[np.int64]:
-        """How many shards each worker has, by rank."""
+        """The number of shards of each worker, by rank."""
         return count(self.holders, len(self.workers))
 
     @cached_property
@@ -81,7 +78,7 @@ class Assignments(Mapping[WorkerId, View[DataShard]]):
 
     @cached_property
     def _grouped(self) -> tuple[Places, Places]:
-        """The shards of the first worker, then those of the next; and where each worker's start."""
+        """The shards grouped by worker, and where each worker's group starts."""
         by_shard = self.holders.T.ravel()
         held = np.flatnonzero(by_shard != NOBODY)
         order, starts = group(by_shard[held], len(self.workers))

@@ -1,1 +1,1 @@
-"""Which samples each rank takes in the next step, and what the steps have used."""
+"""The sampler: which samples each rank uses in the next step, and what the steps have used."""

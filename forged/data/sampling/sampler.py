@@ -1,12 +1,13 @@
-"""Which samples a rank takes in the next step.
+"""`ElasticSampler`: which samples a rank uses in the next step.
 
-Law: each sample of an epoch is taken once, by whatever worlds its steps were done. What a step takes depends on the
-seed and on how far the epoch is, and that moves only when a step counts (`advance`). So a step that is done again, by
-others perhaps, takes the same, and a state of two numbers, or of one for each shard, is enough to go on.
+Invariants:
+- Each sample of an epoch is used once, whatever worlds do its steps.
+- A step's samples depend on the seed and on the position in the epoch, which moves only when a step is committed
+  (`advance`). So a repeated step uses the same samples, and the state is two numbers, or one per shard.
 
-With `drop_last` an epoch ends when what is left is less than a step takes. That is judged when a step counts, by its
-own size: where steps become larger afterwards, the next one takes what there is. Where a world grows so large that its
-steps would be larger than an epoch, a step takes an epoch.
+With `drop_last` an epoch ends when less than a step is left. That is decided when a step is committed, by its size; if
+steps become larger afterwards, the next step uses what is left. If a step would be larger than an epoch, it uses a
+whole epoch.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ from forged.elastic.model import WORLD_SIZE_MAX
 from forged.errors import Problem, RequestRefused
 
 STATED_LATER = {"drop_last", "mode", "shards"}
-"""States that were saved before these were part of them are still good."""
+"""These may be missing in states of earlier versions."""
 
 
 class SamplingMode(StrEnum):
     """Which samples a rank can read."""
 
     SHARED = "shared"
-    """All of them."""
+
     SHARDED = "sharded"
-    """Those of the shards that it holds."""
+    """Those of the shards that the rank holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerState:
-    """How far a sampler is."""
+    """The position of a sampler."""
 
     epoch: int
     consumed: int
 
 
 class Order(Protocol):
-    """The order of an epoch, and how far it is used. Positions are places in it, of which each sample has one."""
+    """The order of an epoch and the position in it. Each sample has one position."""
 
     epoch: int
     left: int
@@ -76,7 +77,7 @@ class Order(Protocol):
 
 
 class SharedOrder:
-    """One sequence for all: a step takes what comes next, and each rank its part, in the order of ranks."""
+    """One sequence for all ranks: a step takes the next samples, divided by rank."""
 
     def __init__(self, total: int, seed: int, *, shuffle: bool) -> None:
         self._total = total
@@ -87,7 +88,7 @@ class SharedOrder:
 
     @property
     def total(self) -> int:
-        """How many samples an epoch has."""
+        """The number of samples of an epoch."""
         return self._total
 
     def begin(self, epoch: int) -> None:
@@ -95,46 +96,46 @@ class SharedOrder:
         self.epoch, self.left = epoch, self._total
 
     def positions(self, rank: int, world_size: int, wanted: int) -> list[range]:
-        """What a rank takes of a step that wants so many samples: as much as any other, or one more or less."""
+        """A rank's part of a step of so many samples; parts differ by at most one."""
         first, size = self._total - self.left, min(wanted, self.left)
         start, end = first + size * rank // world_size, first + size * (rank + 1) // world_size
         return [range(start, end)] if end > start else []
 
     def taken(self, wanted: int) -> list[range]:
-        """What the whole world takes."""
+        """The parts of all ranks."""
         return self.positions(0, 1, wanted)
 
     def rest(self) -> list[range]:
-        """What is not used yet."""
+        """The unused positions."""
         return self.taken(self.left)
 
     def advance(self, wanted: int) -> None:
-        """A step that wanted so many samples counts."""
+        """A step of so many samples is committed."""
         self.left -= min(wanted, self.left)
 
     def samples(self, epoch: int, positions: Sequence[range]) -> Indices:
-        """Which samples stand there."""
+        """The samples at these positions."""
         if not self.shuffle:
             return counted(positions)
         order = Permutation(self._total, self.seed, epoch)
         return joined(order.span(one.start, one.stop) for one in positions)
 
     def fork(self) -> Self:
-        """The same, to be advanced for itself."""
+        """An independent copy."""
         return copy.copy(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it is, as plain values."""
+        """The position as plain values."""
         return {"epoch": self.epoch, "consumed": self._total - self.left}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Be as far as a state says."""
+        """Take over a state."""
         consumed = check_whole("sampler_invalid", "consumed", state["consumed"], 0, self._total)
         self.epoch, self.left = state["epoch"], self._total - consumed
 
 
 class ElasticSampler:
-    """The samples of a job, by epochs; every worker has one, and all are equally far."""
+    """The samples of a job, by epochs; each worker has one, all at the same position."""
 
     def __init__(
         self,
@@ -155,22 +156,22 @@ class ElasticSampler:
 
     @property
     def total(self) -> int:
-        """How many samples an epoch has."""
+        """The number of samples of an epoch."""
         return self._order.total
 
     @property
     def mode(self) -> SamplingMode:
-        """Which samples a rank can read."""
+
         return SamplingMode.SHARDED if isinstance(self._order, ShardedOrder) else SamplingMode.SHARED
 
     @property
     def shards(self) -> int:
-        """In how many shards the samples lie, where that matters for their order; else 0."""
+        """The number of shards in mode sharded, else 0."""
         return self._order.dataset.shards if isinstance(self._order, ShardedOrder) else 0
 
     @property
     def settings(self) -> dict[str, int | bool | str]:
-        """What decides which samples are taken, besides the batch and how far it is: the same at all workers."""
+        """The settings that determine the order, which must be the same at all workers."""
         return {
             "total": self.total,
             "seed": self.seed,
@@ -182,7 +183,7 @@ class ElasticSampler:
 
     @property
     def global_batch(self) -> int:
-        """How many samples a step of the whole world takes; may be set between steps."""
+        """The number of samples of a step of the whole world; may be set between steps."""
         return self._global_batch
 
     @global_batch.setter
@@ -191,13 +192,13 @@ class ElasticSampler:
         if self.drop_last and size > self.total > 0:
             raise RequestRefused(
                 "sampler_invalid",
-                f"global_batch = {size}: an epoch of {self.total} samples would be dropped as a whole",
-                "make it smaller, or let drop_last be false",
+                f"global_batch must be at most {self.total}, the samples of an epoch, with drop_last; got {size}",
+                "make it smaller, or set drop_last=False",
             )
         self._global_batch = size
 
     def take(self, size: int) -> None:
-        """Have a step take so many samples, or all of an epoch where it would be dropped as a whole otherwise."""
+        """Set the batch size, at most to a whole epoch with `drop_last`."""
         self.global_batch = min(size, self.total) if self.drop_last and self.total else size
 
     @property
@@ -212,23 +213,23 @@ class ElasticSampler:
 
     @property
     def steps_left(self) -> int:
-        """How many steps the epoch has yet, if the batch stays as it is and somebody holds each shard."""
+        """The steps left in the epoch with the current batch, if every shard has a holder."""
         left = self._order.left
         steps = -(-left // self._global_batch)
         return max(1, left // self._global_batch) if self.drop_last and left else steps
 
     def positions(self, rank: int, world_size: int) -> list[range]:
-        """Which positions of the epoch are this rank's in the next step."""
+        """This rank's positions in the next step."""
         _check_rank(rank, world_size)
         return self._order.positions(rank, world_size, self._global_batch)
 
     def batch(self, rank: int, world_size: int) -> Indices:
-        """Which samples are this rank's in the next step."""
+        """This rank's samples in the next step."""
         _check_rank(rank, world_size)
         return _batch(self._order, rank, world_size, self._global_batch)
 
     def samples_at(self, epoch: int, positions: range) -> Indices:
-        """Which samples stand at these positions of an epoch, whichever epoch is on."""
+        """The samples at these positions of any epoch."""
         _check("epoch", epoch, 0, WHOLE_MAX)
         if positions.step != 1 or not 0 <= positions.start <= positions.stop <= self.total:
             raise RequestRefused(
@@ -237,7 +238,7 @@ class ElasticSampler:
         return self._order.samples(epoch, [positions])
 
     def advance(self) -> list[Use]:
-        """The step counts. Tells what the whole world has used in it, and what it has left out, as its epoch's last."""
+        """The step is committed; returns what the world has used in it, and dropped if it was its epoch's last."""
         epoch = self.epoch
         taken = self._order.taken(self._global_batch)
         self._order.advance(self._global_batch)
@@ -250,40 +251,45 @@ class ElasticSampler:
         ]
 
     def batches(self, rank: int, world_size: int) -> Iterator[Indices]:
-        """This rank's batches from the next step to the end of the epoch, as it is now.
+        """This rank's batches from the next step to the end of the epoch.
 
-        Nothing is advanced by it, so it may run ahead of the training. All ranks have as many; some may be empty.
+        Reading them does not advance the sampler, so a loader may prefetch. All ranks get the same number of batches;
+        some may be empty.
         """
         _check_rank(rank, world_size)
         return self._ahead(self._order.fork(), rank, world_size, self._global_batch)
 
     def for_rank(self, rank: int, world_size: int) -> RankBatches:
-        """This rank's batches as PyTorch's `DataLoader` takes them for its `batch_sampler`."""
+        """This rank's batches as a `batch_sampler` for PyTorch's `DataLoader`."""
         return RankBatches(self, rank, world_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Be in an epoch: at its beginning, unless it is on already."""
+        """Go to the beginning of an epoch, unless it is the current one."""
         epoch = _check("epoch", epoch, 0, WHOLE_MAX)
         if epoch != self.epoch:
             self._order.begin(epoch)
 
     def reassign(self, owners: npt.ArrayLike, world_size: int) -> None:
-        """Another world: the rank that holds each shard, or -1. What was used stays used."""
+        """Set the rank that holds each shard in a new world, or -1. Used samples stay used."""
         if not isinstance(self._order, ShardedOrder):
-            raise RequestRefused("sampler_invalid", "mode = shared: every rank reads every shard", "leave it out")
+            raise RequestRefused(
+                "sampler_invalid",
+                "reassign needs mode sharded: in mode shared every rank reads every shard",
+                "leave it out",
+            )
         self._order.reassign(owners, world_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it is, and in what; it can travel in a worker's state."""
+        """The position and the settings, for a checkpoint or a state transfer."""
         return {**self.settings, **self._order.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Be as far as a state says. One of another dataset or order is refused, and changes nothing."""
+        """Take over a state; one of another dataset or order is refused and changes nothing."""
         settings = self.settings
         for name, own in settings.items():
             if name in state and state[name] != own:
                 text = f"the state is that of a sampler with {name} = {state[name]}, and this one has {name} = {own}"
-                raise RequestRefused("sampler_differs", text, f"make this one with {name} = {state[name]}")
+                raise RequestRefused("sampler_differs", text, f"create this sampler with {name} = {state[name]}")
         missing = self.state_dict().keys() - state.keys() - STATED_LATER
         if missing:
             raise _refused(min(missing), None, "part of a state of a sampler in this mode")
@@ -302,9 +308,9 @@ class ElasticSampler:
 
 
 class RankBatches:
-    """A batch sampler: iterated, it gives the lists of this rank's samples in the rest of the epoch.
+    """A batch sampler over the lists of this rank's samples in the rest of the epoch.
 
-    All ranks have as many; where a rank has nothing to draw its list is empty, which a loader's `collate_fn` must take.
+    All ranks get the same number of lists. A list may be empty, which a loader's `collate_fn` must handle.
     """
 
     def __init__(self, sampler: ElasticSampler, rank: int, world_size: int) -> None:
@@ -321,19 +327,19 @@ class RankBatches:
         return self.sampler.steps_left
 
     def set_epoch(self, epoch: int) -> None:
-        """Be in an epoch: at its beginning, unless it is on already."""
+        """Go to the beginning of an epoch, unless it is the current one."""
         self.sampler.set_epoch(epoch)
 
 
 def _order(total: int, seed: int, shuffle: bool, mode: SamplingMode | str, dataset: Dataset | None) -> Order:
     if mode == SamplingMode.SHARED:
         if dataset is not None:
-            raise _refused("dataset", dataset, "nothing where mode is shared")
+            raise _refused("dataset", dataset, "None in mode shared")
         return SharedOrder(total, seed, shuffle=shuffle)
     if mode != SamplingMode.SHARDED:
         raise _refused("mode", mode, f"one of {', '.join(SamplingMode)}")
     if dataset is None or dataset.samples != total:
-        raise _refused("dataset", dataset, f"a Dataset of {total} samples where mode is sharded")
+        raise _refused("dataset", dataset, f"a Dataset of {total} samples in mode sharded")
     return ShardedOrder(dataset, seed, shuffle=shuffle)
 
 

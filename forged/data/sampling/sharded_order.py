@@ -1,11 +1,11 @@
 """The order of an epoch in which each rank draws from the shards that it holds.
 
-Law: what a step takes is a function of who holds which shard and of how far each shard is used, and of nothing else; so
-all ranks know it, and agree. A shard is used from its beginning on, in an order of its own, and its cursor moves when a
-step counts: what a step drew that did not count is there again, and what a worker had used before it died stays used.
-Whoever holds a shard next goes on at its cursor; so each sample is used once, whatever becomes of the workers.
-
-The ranks draw as evenly as what they have left allows. One that runs dry draws less, and the others draw more.
+Invariants:
+- A step's samples depend only on the holders of the shards and on each shard's cursor, so all ranks agree on them.
+- A cursor moves when a step is committed. A repeated step draws the same samples, and committed ones stay used when a
+  worker dies.
+- The next holder of a shard continues at its cursor, so each sample is used once.
+- Ranks draw as evenly as their remaining samples allow; when one runs out, the rest draw more.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from forged.errors import Problem, RequestRefused, Unavailable
 
 SHARDS_NAMED_MAX = 10
 SPANS_MAX = 16
-"""Of more shards at a time the samples are computed all at once."""
+"""Above this number of shards the samples are computed vectorised."""
 
 
 class ShardedOrder:
-    """How far each shard is used, and by whom it is used next."""
+    """The cursor and the holder of each shard."""
 
     def __init__(self, dataset: Dataset, seed: int, *, shuffle: bool) -> None:
         self.dataset = dataset
@@ -45,55 +45,55 @@ class ShardedOrder:
 
     @property
     def total(self) -> int:
-        """How many samples an epoch has."""
+        """The number of samples of an epoch."""
         return self.dataset.samples
 
     @property
     def cursors(self) -> Indices:
-        """How many samples of each shard are used."""
+        """The number of used samples of each shard."""
         found = self._cursors.copy()
         reached = np.repeat(self._ends - self._left, np.diff(self._edges))
         found[self._line] += np.clip(reached - self._until + self._left_in_shard, 0, self._left_in_shard)
         return found
 
     def reassign(self, owners: npt.ArrayLike, world_size: int) -> None:
-        """Go on with the rank that holds each shard, or `NOBODY`."""
+        """Set the rank that holds each shard, or -1."""
         check_whole("sampler_invalid", "world_size", world_size, 1, WORLD_SIZE_MAX)
         self._assign(_owners(owners, self.dataset.shards, world_size), world_size, self.cursors)
 
     def begin(self, epoch: int) -> None:
-        """Begin an epoch; who holds what stays."""
+        """Begin an epoch; the holders stay."""
         self._begin(epoch, np.zeros(self.dataset.shards, np.int64))
 
     def positions(self, rank: int, world_size: int, wanted: int) -> list[range]:
-        """What a rank takes of a step that wants so many samples."""
+        """A rank's part of a step of so many samples."""
         if world_size != self.world_size:
             raise RequestRefused(
                 "sampler_invalid",
-                f"world_size = {world_size}: the shards are assigned to {self.world_size} ranks",
-                "call `reassign` when the world has changed",
+                f"world_size must be {self.world_size}, to which the shards are assigned, got {world_size}",
+                "call `reassign` when the world changes",
             )
         return self._spans(np.array([rank]), self._draws(wanted))
 
     def taken(self, wanted: int) -> list[range]:
-        """What the whole world takes."""
+        """The parts of all ranks."""
         return self._spans(np.arange(self.world_size), self._draws(wanted))
 
     def rest(self) -> list[range]:
-        """What is not used yet."""
+        """The unused positions."""
         cursors = self.cursors
         ids = self._unused(cursors)
         starts, ends = self.dataset.bounds(ids)
         return _ranges(starts + cursors[ids], ends)
 
     def advance(self, wanted: int) -> None:
-        """A step that wanted so many samples counts."""
+        """A step of so many samples is committed."""
         draws = self._draws(wanted)
         self._left = self._left - draws
         self.left -= int(draws.sum())
 
     def samples(self, epoch: int, positions: Sequence[range]) -> Indices:
-        """Which samples stand there. In an epoch a shard's samples stand where they are, in the shard's order."""
+        """The samples at these positions. A shard's positions are those of its samples, in the shard's own order."""
         if not self.shuffle:
             return counted(positions)
         edges = [edge for one in positions if one for edge in (one[0], one[-1])]
@@ -103,21 +103,21 @@ class ShardedOrder:
         return joined(map(partial(self._samples_of_one, epoch), shards[::2], filter(None, positions)))
 
     def fork(self) -> Self:
-        """The same, to be advanced for itself."""
-        # Nothing that is shared is ever changed where it is.
+        """An independent copy."""
+        # Arrays are shared, because they are replaced and never modified.
         return copy.copy(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it is, as plain values and an array."""
+        """The position as plain values and an array."""
         return {"epoch": self.epoch, "cursors": self.cursors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Be as far as a state says; who holds what stays."""
+        """Take over a state; the holders stay."""
         cursors = np.asarray(state["cursors"])
         if cursors.shape != (self.dataset.shards,) or cursors.dtype.kind not in "iu":
             raise _refused("cursors", cursors, f"an array of {self.dataset.shards} whole numbers")
         if np.any((cursors < 0) | (cursors > self._sizes())):
-            raise _refused("cursors", cursors, "no number below 0 or above the size of its shard")
+            raise _refused("cursors", cursors, "numbers from 0 to the size of each shard")
         self._begin(state["epoch"], cursors.astype(np.int64))
 
     def _begin(self, epoch: int, cursors: Indices) -> None:
@@ -132,7 +132,7 @@ class ShardedOrder:
         line = self._shard_order[np.argsort(in_order, kind="stable")]
         edges = np.searchsorted(owners[line], np.arange(world_size + 1))
         self._line = line[edges[0] :]
-        """The shards that somebody holds: those of rank 0 in the order of the epoch, then those of rank 1..."""
+        """The held shards: those of rank 0 in the order of the epoch, then those of rank 1, …"""
         self._edges = edges - edges[0]
         self._left_in_shard = self.dataset.sizes(self._line) - cursors[self._line]
         self._until = np.cumsum(self._left_in_shard)
@@ -141,7 +141,7 @@ class ShardedOrder:
         self.left = self.dataset.samples - int(cursors.sum())
 
     def _draws(self, wanted: int) -> Indices:
-        """What each rank takes of a step; together fewer than wanted, where what is left is held by nobody."""
+        """Each rank's part of a step; fewer in all where the remaining shards have no holder."""
         draws = even_draws(self._left, wanted)
         if not self.left or draws.any():
             return draws
@@ -149,8 +149,8 @@ class ShardedOrder:
         named = ", ".join(map(str, unused[:SHARDS_NAMED_MAX].tolist()))
         raise Unavailable(
             "shards_unheld",
-            f"nobody holds what is left of epoch {self.epoch}: {unused.size} shards, the first of them {named}",
-            "assign them to ranks that have them",
+            f"no rank holds the {unused.size} remaining shards of epoch {self.epoch}: {named}",
+            "reassign them to ranks that hold them",
         )
 
     def _unused(self, cursors: Indices) -> Indices:
@@ -160,7 +160,7 @@ class ShardedOrder:
         return self.dataset.sizes(np.arange(self.dataset.shards))
 
     def _spans(self, ranks: Indices, draws: Indices) -> list[range]:
-        """What these ranks take of a step, shard by shard."""
+        """The ranks' parts of a step, shard by shard."""
         first = (self._ends - self._left)[ranks]
         end = first + draws[ranks]
         low = np.searchsorted(self._until, first, side="right")
@@ -179,7 +179,7 @@ class ShardedOrder:
         return shard.start_index + order.span(positions.start - shard.start_index, positions.stop - shard.start_index)
 
     def _samples_of_many(self, epoch: int, found: Indices) -> Indices:
-        """The same for many shards, without a loop over them."""
+        """The same, vectorised for many shards."""
         shards = self.dataset.shard_of(found)
         starts, ends = self.dataset.bounds(shards)
         sizes = ends - starts
@@ -213,12 +213,12 @@ def even_draws(left: Indices, wanted: int) -> Indices:
 
 
 def counted(positions: Iterable[range]) -> Indices:
-    """The positions one by one."""
+    """Positions one by one."""
     return joined(np.arange(one.start, one.stop) for one in positions)
 
 
 def joined(parts: Iterable[Indices]) -> Indices:
-    """All of them as one."""
+    """All positions as one array."""
     found = list(parts)
     return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.int64), *found])
 
@@ -228,7 +228,7 @@ def _owners(given: npt.ArrayLike, shards: int, world_size: int) -> npt.NDArray[n
     if owners.shape != (shards,) or (shards and owners.dtype.kind not in "iu"):
         raise _refused("owners", given, f"a rank for each of {shards} shards")
     if shards and not NOBODY <= owners.min() <= owners.max() < world_size:
-        raise _refused("owners", given, f"ranks below {world_size}, or {NOBODY} for nobody")
+        raise _refused("owners", given, f"ranks below {world_size}, or {NOBODY} for none")
     return owners.astype(np.int32)
 
 

@@ -1,8 +1,10 @@
-"""What steps have used, in few rows.
+"""What steps have used, compressed into rows.
 
-Law: rows say no more and no less than the steps they were made of. A position is a place in the order of an epoch, of
-which each sample has one. A step of the whole world uses a few ranges of positions; where steps go on where the one
-before ended, and use as much, many of them are one row. A settled row belongs to no step any more.
+A step of the world uses a few ranges of positions in the order of an epoch. Consecutive steps that each continue where
+the previous one ended, with the same size, are one row. A settled row no longer belongs to particular steps.
+
+Invariants:
+- Rows are equivalent to the steps that they were made of.
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ import numpy.typing as npt
 
 Column = npt.NDArray[np.int64]
 Spans = tuple[Column, Column]
-"""Where ranges start, and where they end."""
+"""The starts and the ends of ranges."""
 
 WHOLE_MAX = (1 << 63) - 1
 Whole = Annotated[int, msgspec.Meta(ge=0, le=WHOLE_MAX)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=WHOLE_MAX)]
 
 SETTLED = -1
-"""Instead of a step."""
+"""In place of a step, for settled rows."""
 
 
 class Use(msgspec.Struct, frozen=True, array_like=True):
-    """The positions of an epoch that a step used: `start` up to, and without, `end`; or left out, if `dropped`."""
+    """The positions of an epoch that a step used, or dropped: `start` up to `end`, exclusive."""
 
     epoch: Whole
     start: Whole
@@ -39,7 +41,7 @@ class Use(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True):
-    """`count` steps, one after the other, of which each used `size` positions, going on where the one before ended."""
+    """`count` consecutive steps that each used `size` positions, each from the end of the previous one."""
 
     step: Whole
     epoch: Whole
@@ -50,16 +52,16 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def end_step(self) -> int:
-        """The step behind its last."""
+        """The step after the last one."""
         return self.step + self.count
 
     @property
     def end(self) -> int:
-        """The position behind its last."""
+        """The position after the last one."""
         return self.start + self.count * self.size
 
     def between(self, first: int, end: int) -> Run | None:
-        """The part of it in the steps from `first` up to `end`, if there is any."""
+        """The part in the steps from `first` up to `end`; None if there is none."""
         first, end = max(first, self.step), min(end, self.end_step)
         if first >= end:
             return None
@@ -68,7 +70,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
 
 
 def runs_of(used: Iterable[tuple[int, Sequence[Use]]]) -> list[Run]:
-    """What each step has used, in as few rows as it takes; steps in their order."""
+    """The rows of these steps, which must be in order."""
     return compressed(
         Run(step, use.epoch, use.start, use.end - use.start, 1, use.dropped)
         for step, uses in used
@@ -78,7 +80,7 @@ def runs_of(used: Iterable[tuple[int, Sequence[Use]]]) -> list[Run]:
 
 
 def compressed(runs: Iterable[Run]) -> list[Run]:
-    """The same in fewer rows, as far as steps go on where others ended."""
+    """Merge rows that continue each other."""
     found: list[Run] = []
     tips: dict[tuple[int, bool, int], int] = {}
     for _, of_step in groupby(sorted(runs, key=lambda run: run.step), key=lambda run: run.step):
@@ -98,7 +100,7 @@ def _goes_on(run: Run, other: Run) -> bool:
 
 
 def _joined(of_step: Iterable[Run]) -> Iterator[Run]:
-    """What one step has used side by side, such as its ranks, as one range."""
+    """Merge adjacent ranges of one step, such as those of its ranks."""
     before: Run | None = None
     for run in sorted(of_step, key=lambda run: (run.epoch, run.dropped, run.count > 1, run.start)):
         if before is not None and _is_beside(before, run):
@@ -121,17 +123,17 @@ class UsageTable:
 
     def __init__(self) -> None:
         self._columns = tuple(array("q") for _ in range(5))
-        """Step, start, size, count, and whether it was dropped."""
+        """Step, start, size, count, and whether the positions were dropped."""
         self._tips: dict[tuple[int, bool], int] = {}
-        """Which of the rows that were added last ends there."""
+        """The rows that were added last, by where they end."""
         self._first_step, self._end_step = WHOLE_MAX, 0
-        """From which step to which the rows go that are not settled."""
+        """The first and the last step of the rows that are not settled."""
 
     def __len__(self) -> int:
         return len(self._columns[0])
 
     def add(self, runs: Iterable[Run]) -> None:
-        """Take in what `compressed` made of some steps, so that none of these goes on where another one ends."""
+        """Add rows that `compressed` has made."""
         tips: dict[tuple[int, bool], int] = {}
         rows: list[tuple[int, ...]] = []
         for run in runs:
@@ -149,7 +151,7 @@ class UsageTable:
         self._tips = tips
 
     def rewind(self, step: int) -> None:
-        """Nothing was used in `step` and behind it."""
+        """Remove what was used from `step` on."""
         if self._end_step <= step:
             return
         steps, _, _, counts, _ = columns = self.columns()
@@ -157,7 +159,7 @@ class UsageTable:
         self._replace(columns[:, columns[3] > 0])
 
     def settle(self, step: int) -> tuple[int, int] | None:
-        """Forget which step has used what before `step`; from which step to which that was, if there were any."""
+        """Settle the rows before `step`; returns the range of their steps, if there were any."""
         if self._first_step >= step:
             return None
         columns = self.columns()
@@ -177,11 +179,11 @@ class UsageTable:
         return found
 
     def forget_settled(self) -> None:
-        """Leave out what belongs to no step."""
+        """Remove the settled rows."""
         self._replace(self.rows_of_steps())
 
     def spans(self, *, dropped: bool) -> Spans:
-        """The ranges of positions that were used, or those that were left out."""
+        """The ranges of positions that were used, or those that were dropped."""
         _, starts, sizes, counts, flags = self.columns()
         chosen = flags == dropped
         return starts[chosen], (starts + sizes * counts)[chosen]
@@ -192,15 +194,15 @@ class UsageTable:
         return columns[:, columns[0] != SETTLED]
 
     def reaches(self, first: int, end: int) -> bool:
-        """Whether something is known of one of these steps."""
+        """Whether any of these steps has a row."""
         return self._first_step < end and self._end_step > first
 
     def columns(self) -> Column:
-        """All rows; one line for each of the columns."""
+        """All rows, column by column."""
         return np.array([np.frombuffer(column, np.int64) for column in self._columns]).reshape(5, -1)
 
     def extend(self, columns: Column) -> None:
-        """Take in rows as `columns` has given them."""
+        """Add rows in the form of `columns`."""
         self._replace(np.concatenate([self.columns(), columns], axis=1))
 
     def _goes_on(self, number: int, run: Run) -> bool:
@@ -216,9 +218,7 @@ class UsageTable:
 
 
 def per_step(rows: Column, first: int, end: int) -> Column:
-    """What each step from `first` up to `end` has used, by rows of step, start, size, count, and whether it was left
-    out: step, whether it was left out, start and end of each range, as few and as long as they can be, in their order.
-    """
+    """The merged ranges of each step from `first` up to `end`: step, whether dropped, start and end, sorted."""
     steps, starts, sizes, counts, dropped = rows
     skipped = np.maximum(first - steps, 0)
     counts = np.maximum(np.minimum(steps + counts, end) - steps - skipped, 0)
@@ -250,7 +250,7 @@ def first_of_latest(rows: Iterable[Column], end: int, ranges_max: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How many times each position is in some ranges: from each of the points on as many as its depth."""
+    """How often each position is covered by ranges: from each point on, as often as its depth."""
 
     points: Column
     depths: Column
@@ -267,7 +267,7 @@ class Coverage:
         return cls(points[is_last], depths[is_last])
 
     def at_least(self, depth: int) -> Spans:
-        """The ranges, as long as they go, that are covered so many times or more."""
+        """The ranges that are covered at least so many times."""
         is_inside = np.concatenate([[False], self.depths >= depth])
         return self.points[is_inside[1:] & ~is_inside[:-1]], self.points[~is_inside[1:] & is_inside[:-1]]
 
@@ -280,7 +280,7 @@ class Coverage:
 
 
 def _settled_rows(coverage: Coverage, *, is_dropped: bool) -> Column:
-    """What was used, in one layer, and in another what was used more than once."""
+    """The used ranges, and the ranges that were used more than once."""
     (starts, ends), (starts_twice, ends_twice) = coverage.at_least(1), coverage.at_least(2)
     start = np.concatenate([starts, starts_twice])
     size = np.concatenate([ends, ends_twice]) - start

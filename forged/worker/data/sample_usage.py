@@ -1,8 +1,9 @@
-"""What the steps of a worker's worlds have used of the dataset.
+"""Records which samples the steps of a worker's worlds have used, until the daemon knows it.
 
-Law: a step's use is noted when the step is committed, in the world in which it was, and kept until the daemon has it.
-A step that is done again has used nothing. All members note the same, so any of them may tell it, and telling it twice
-changes nothing. The notes travel with the state: whoever has the state of a step can tell what led to it.
+Invariants:
+- A step's usage is recorded when the step is committed, under its world's generation. An uncommitted step uses nothing.
+- All members record the same, so any of them may report it, more than once.
+- The records travel with the training state, so every worker with the state of a step can report what led to it.
 """
 
 from __future__ import annotations
@@ -16,53 +17,53 @@ import msgspec
 from forged.data.sampling.sampler import ElasticSampler
 from forged.data.sampling.usage import WHOLE_MAX, Run, Use, compressed, runs_of
 
-RUNS_TOLD_MAX = 10_000
-"""So many rows are told at once."""
-FRESH_STEPS_MAX = 100
-"""So many steps are noted as they come, before rows are made of them."""
+REPORT_ROWS_MAX = 10_000
+"""How many rows one report contains."""
+UNCOMPRESSED_STEPS_MAX = 100
+"""How many steps are kept as they are before they are compressed into rows."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[tuple[int, int, list[Run]]]).decode
 
 
 @dataclass(slots=True)
-class Noted:
-    """What the steps of one world have used."""
+class WorldUsage:
+    """The usage of one world's steps."""
 
     begins_at: int
     rows: list[Run] = field(default_factory=list)
-    fresh: list[tuple[int, Sequence[Use]]] = field(default_factory=list)
+    uncompressed: list[tuple[int, Sequence[Use]]] = field(default_factory=list)
 
     def add(self, step: int, used: Sequence[Use]) -> None:
-        """A step is committed."""
-        self.fresh.append((step, used))
-        if len(self.fresh) >= FRESH_STEPS_MAX:
+        """Add a committed step."""
+        self.uncompressed.append((step, used))
+        if len(self.uncompressed) >= UNCOMPRESSED_STEPS_MAX:
             self._compress()
 
     @property
     def runs(self) -> list[Run]:
-        """All of it, in few rows."""
+        """All usage as compressed rows."""
         self._compress()
         return self.rows
 
     def parts(self) -> Iterator[list[Run]]:
-        """The same in parts of whole steps, the first ones first; not many more rows in each than may be told."""
+        """The rows in parts of whole steps, in order, of about `REPORT_ROWS_MAX` each."""
         runs = self.runs
-        while len(runs) > RUNS_TOLD_MAX:
+        while len(runs) > REPORT_ROWS_MAX:
             steps = sorted(run.step for run in runs)
-            end = max(steps[RUNS_TOLD_MAX], steps[0] + 1)
+            end = max(steps[REPORT_ROWS_MAX], steps[0] + 1)
             yield _between(runs, 0, end)
             runs = _between(runs, end, WHOLE_MAX)
         if runs:
             yield runs
 
     def forget_before(self, step: int) -> None:
-        """The daemon has what was before."""
+        """The daemon knows the steps before this one."""
         self.rows = _between(self.runs, step, WHOLE_MAX)
 
     def _compress(self) -> None:
-        if self.fresh:
-            self.rows, self.fresh = compressed([*self.rows, *runs_of(self.fresh)]), []
+        if self.uncompressed:
+            self.rows, self.uncompressed = compressed([*self.rows, *runs_of(self.uncompressed)]), []
 
 
 def _between(runs: Sequence[Run], first: int, end: int) -> list[Run]:
@@ -70,58 +71,58 @@ def _between(runs: Sequence[Run], first: int, end: int) -> list[Run]:
 
 
 class SampleUsage:
-    """Advances the sampler with the steps, and notes what they use."""
+    """Advances the sampler with the steps, and keeps what they use until the daemon knows it."""
 
     def __init__(self, sampler: ElasticSampler) -> None:
         self.sampler = sampler
         self._generation = 0
         self._finished: Sequence[Use] = ()
-        """Of the step that is finished and may not be committed."""
-        self._noted: dict[int, Noted] = {}
+        """The usage of a finished step that is not committed yet."""
+        self._worlds: dict[int, WorldUsage] = {}
 
     def enter(self, generation: int, begins_at: int) -> None:
-        """Another world begins behind so many steps."""
+        """Another world begins after so many steps."""
         self._generation, self._finished = generation, ()
-        self._noted = {number: noted for number, noted in self._noted.items() if noted.runs}
-        self._noted.setdefault(generation, Noted(begins_at))
+        self._worlds = {number: usage for number, usage in self._worlds.items() if usage.runs}
+        self._worlds.setdefault(generation, WorldUsage(begins_at))
 
     def finish(self) -> None:
-        """A step is finished; the state goes behind it, and so does the sampler."""
+        """A step is finished: the sampler advances with the state."""
         self._finished = self.sampler.advance()
 
-    def count(self, step: int) -> None:
-        """The step that was finished is committed."""
-        noted = self._noted.get(self._generation)
-        if noted is not None:
-            noted.add(step, self._finished)
+    def commit(self, step: int) -> None:
+        """The finished step is committed."""
+        usage = self._worlds.get(self._generation)
+        if usage is not None:
+            usage.add(step, self._finished)
         self._finished = ()
 
-    def unspoken(self) -> Iterator[tuple[int, int, list[Run]]]:
-        """What the daemon may not have: the generation, where it began, and what its steps used, whole steps each."""
-        for generation, noted in sorted(self._noted.items()):
-            for runs in noted.parts():
-                yield generation, noted.begins_at, runs
+    def unreported(self) -> Iterator[tuple[int, int, list[Run]]]:
+        """What the daemon may not know: generation, first step, and rows of whole steps."""
+        for generation, usage in sorted(self._worlds.items()):
+            for runs in usage.parts():
+                yield generation, usage.begins_at, runs
 
     def worlds(self) -> list[tuple[int, int]]:
-        """Of which there is something that the daemon may not have: the generation, and where it began."""
-        return [(generation, noted.begins_at) for generation, noted in sorted(self._noted.items()) if noted.runs]
+        """Generation and first step of each world whose usage the daemon may not know."""
+        return [(generation, usage.begins_at) for generation, usage in sorted(self._worlds.items()) if usage.runs]
 
     def known(self, generation: int, step: int) -> None:
-        """The daemon has what this world has used up to there."""
-        noted = self._noted.get(generation)
-        if noted is None:
+        """The daemon knows this world's usage up to the step."""
+        usage = self._worlds.get(generation)
+        if usage is None:
             return
-        noted.forget_before(step)
-        if not noted.rows and generation != self._generation:
-            del self._noted[generation]
+        usage.forget_before(step)
+        if not usage.rows and generation != self._generation:
+            del self._worlds[generation]
 
     def state_dict(self) -> dict[str, Any]:
-        """The notes, to travel with the state that the steps have led to."""
-        noted = [(generation, noted.begins_at, noted.runs) for generation, noted in sorted(self._noted.items())]
-        return {"noted": _encode(noted)}
+        """The unreported usage, which travels with the training state."""
+        usage = [(generation, usage.begins_at, usage.runs) for generation, usage in sorted(self._worlds.items())]
+        return {"noted": _encode(usage)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the notes of who was further: it knows all of its worlds, or has told the daemon."""
+        """Take over the usage of a worker with a higher step, which has all of it or has reported it."""
         self._finished = ()
         for generation, begins_at, runs in _decode(state["noted"]):
-            self._noted[generation] = Noted(begins_at, runs)
+            self._worlds[generation] = WorldUsage(begins_at, runs)

@@ -102,7 +102,7 @@ class TrainingProgress:
     def commit_step(self) -> None:
         """The finished step is committed."""
         if self.usage is not None:
-            self.usage.count(self.step)
+            self.usage.commit(self.step)
         self.step, self.has_finished = self.step + 1, False
         if self.sampler is not None:
             self.epoch = self.sampler.epoch

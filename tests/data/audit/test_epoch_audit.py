@@ -274,7 +274,7 @@ def test_to_say_again_that_the_training_went_back_changes_nothing() -> None:
 def test_that_the_training_went_back_is_said_before_what_it_did_then(generation: int, step: int) -> None:
     log = log_of((4, [Run(0, 0, 0, 2, 4)]))
     before = log.encode()
-    with pytest.raises(RequestRefused, match=f"generation = {generation}"):
+    with pytest.raises(RequestRefused, match=f"generation {generation} or"):
         log.rewind(generation, step)
     assert log.encode() == before
 

@@ -63,7 +63,7 @@ def test_a_plan_of_the_planner_has_no_errors() -> None:
 
 
 def test_who_serves_what_it_holds_has_to_be_alive() -> None:
-    assert errors(PLAN, leaving=()) == f"{at(3, 3)} is to serve shards, and is neither in the topology nor leaving"
+    assert errors(PLAN, leaving=()) == f"{at(3, 3)} serves shards and is neither in the topology nor leaving"
 
 
 def test_ranks_are_those_of_the_topology() -> None:
@@ -77,13 +77,13 @@ def test_ranks_are_those_of_the_topology() -> None:
 @pytest.mark.parametrize("name", ["owners", "owners_before", "replicas", "replicas_before"])
 def test_a_column_that_is_not_of_whole_numbers_is_named(name: str) -> None:
     broken = replace(PLAN, **{name: getattr(PLAN, name).astype(np.float64)})
-    assert errors(broken) == f"{name} has no whole numbers, but float64"
+    assert errors(broken) == f"{name} must contain whole numbers, not float64"
 
 
 @pytest.mark.parametrize("name", list(vars(PLAN.columns)))
 def test_a_column_of_transfers_that_is_not_of_whole_numbers_is_named(name: str) -> None:
     columns = replace(PLAN.columns, **{name: getattr(PLAN.columns, name).astype(np.float32)})
-    assert errors(replace(PLAN, columns=columns)) == f"{name} of the transfers has no whole numbers, but float32"
+    assert errors(replace(PLAN, columns=columns)) == f"{name} of the transfers must contain whole numbers, not float32"
 
 
 def test_a_shard_without_an_owner_is_named() -> None:
@@ -94,14 +94,14 @@ def test_a_shard_without_an_owner_is_named() -> None:
 def test_a_worker_with_too_many_and_one_with_too_few_shards_are_named() -> None:
     taken = int(np.flatnonzero(PLAN.owners == 2)[0])
     found = errors(with_column("owners", {taken: 0}))
-    assert f"{at(0, 0)} has 5 shards, where 4 are its share" in found
-    assert f"{at(2, 2)} has 3 shards, where 4 are its share" in found
+    assert f"{at(0, 0)} has 5 shards; its share is 4" in found
+    assert f"{at(2, 2)} has 3 shards; its share is 4" in found
 
 
 def test_shares_are_by_weight() -> None:
     plan = PLANS.calculate_plan(NEW, NEW, 16, weights={at(0, 0): 2})
     assert errors(plan) == ""
-    assert f"{at(0, 0)} has 8 shards, where 5 or 6 are its share" in errors(replace(plan, weights=None))
+    assert f"{at(0, 0)} has 8 shards; its share is 5 or 6" in errors(replace(plan, weights=None))
 
 
 def test_an_owner_who_is_not_in_the_topology_is_named() -> None:
@@ -113,52 +113,50 @@ def test_an_owner_who_is_not_in_the_topology_is_named() -> None:
 def test_a_transfer_that_is_missing_is_named() -> None:
     shard = int(PLAN.columns.shards[0])
     owner = PLAN.workers[PLAN.owners[shard]]
-    assert f"shard {shard} does not travel to {owner}, who needs it" in errors(picked(slice(1, None)))
+    assert f"shard {shard} is not transferred to {owner}, which needs it" in errors(picked(slice(1, None)))
 
 
 def test_a_transfer_that_is_there_twice_is_named() -> None:
     shard = int(PLAN.columns.shards[0])
     rows = [0, *range(PLAN.columns.shards.size)]
-    assert f"shard {shard} travels more than once as one copy" in errors(picked(rows))
+    assert f"shard {shard} is transferred more than once as one copy" in errors(picked(rows))
 
 
 def test_a_transfer_that_nobody_needs_is_named() -> None:
     stays = int(np.flatnonzero(PLAN.owners == PLAN.owners_before)[0])
-    assert f"shard {stays} travels in vain" in errors(with_transfers("shards", {0: stays}))
+    assert f"shard {stays} is transferred without need" in errors(with_transfers("shards", {0: stays}))
 
 
 def test_a_transfer_to_somebody_else_is_named() -> None:
     shard, other = int(PLAN.columns.shards[0]), (int(PLAN.columns.destinations[0]) + 1) % 3
     found = errors(with_transfers("destinations", {0: other}))
-    assert f"shard {shard} travels to {PLAN.workers[other]}, who does not keep it" in found
+    assert f"shard {shard} is transferred to {PLAN.workers[other]}, which does not keep it" in found
 
 
 def test_a_source_that_does_not_have_the_shard_is_named() -> None:
     shard = int(PLAN.columns.shards[0])
-    assert f"shard {shard} comes from {at(2, 2)}, who does not have it" in errors(with_transfers("sources", {0: 2}))
-    assert f"shard {shard} comes from nobody, who does not have it" in errors(with_transfers("sources", {0: -1}))
+    assert f"shard {shard} comes from {at(2, 2)}, which does not have it" in errors(with_transfers("sources", {0: 2}))
+    assert f"shard {shard} comes from no worker, which does not have it" in errors(with_transfers("sources", {0: -1}))
 
 
 def test_an_owner_as_a_source_must_be_the_owner() -> None:
     row = int(np.flatnonzero(PLAN.columns.kinds == 1)[0])
-    assert "who does not have it" in errors(with_transfers("kinds", {row: 0}))
+    assert "which does not have it" in errors(with_transfers("kinds", {row: 0}))
 
 
 def test_the_origin_is_no_source_while_a_worker_has_the_shard() -> None:
     plan = with_transfers("kinds", {0: 2}, with_transfers("sources", {0: -1}))
-    assert f"shard {int(PLAN.columns.shards[0])} comes from the origin, and a worker has it" in errors(plan)
+    assert f"shard {int(PLAN.columns.shards[0])} comes from the origin although a worker has it" in errors(plan)
 
 
 def test_a_further_copy_that_is_missing_or_at_the_owner_is_named() -> None:
-    assert "shard 5 has no further copy 1" in errors(with_column("replicas", {5: -1}))
+    assert "shard 5 has no replica 1" in errors(with_column("replicas", {5: -1}))
     owner = int(PLAN.owners[5])
     assert f"{PLAN.workers[owner]} has shard 5 twice" in errors(with_column("replicas", {5: owner}))
 
 
 def test_another_number_of_further_copies_is_told() -> None:
-    assert "0 further copies of each shard planned, where there should be 1" in errors(
-        redistributor().calculate_plan(NEW, NEW, 4)
-    )
+    assert "0 replicas of each shard are planned; 1 are wanted" in errors(redistributor().calculate_plan(NEW, NEW, 4))
 
 
 def test_transfers_out_of_order_are_told() -> None:

@@ -228,7 +228,7 @@ def test_a_step_is_smaller_while_nobody_holds_what_is_left_and_then_there_is_non
     assert len(flat(order.taken(80))) == 50
     order.advance(80)
     assert order.left == 50
-    with pytest.raises(Unavailable, match="5 shards, the first of them 1, 3, 5, 7, 9") as caught:
+    with pytest.raises(Unavailable, match="the 5 remaining shards of epoch 0: 1, 3, 5, 7, 9") as caught:
         order.taken(10)
     assert caught.value.code == "shards_unheld"
     with pytest.raises(Unavailable):
@@ -239,9 +239,9 @@ def test_a_step_is_smaller_while_nobody_holds_what_is_left_and_then_there_is_non
 
 def test_nobody_holds_anything_before_the_first_assignment() -> None:
     order = ShardedOrder(Dataset(10, 2), 7, shuffle=True)
-    with pytest.raises(RequestRefused, match="assigned to 0 ranks"):
+    with pytest.raises(RequestRefused, match="world_size must be 0"):
         order.positions(0, 1, 4)
-    with pytest.raises(Unavailable, match="2 shards"):
+    with pytest.raises(Unavailable, match="2 remaining shards"):
         order.advance(4)
 
 
@@ -305,7 +305,7 @@ def test_what_is_no_assignment_is_refused_and_changes_nothing(owners: Any, world
 
 
 def test_another_world_than_the_one_that_is_assigned_is_refused() -> None:
-    with pytest.raises(RequestRefused, match="world_size = 3"):
+    with pytest.raises(RequestRefused, match=r"world_size must be 2, .* got 3"):
         order_of(100, 10, [0, 1] * 5, 2).positions(0, 3, 4)
 
 

@@ -5,7 +5,7 @@ import pytest
 from forged.data.audit.epoch_audit import UsageLog
 from forged.data.dataset import Dataset
 from forged.data.sampling.sampler import ElasticSampler
-from forged.worker.data import sample_usage as consumptions
+from forged.worker.data import sample_usage as sample_usage
 from forged.worker.data.sample_usage import SampleUsage
 
 SAMPLES, BATCH = 100, 10
@@ -19,12 +19,12 @@ def train(it: SampleUsage, first: int, end: int) -> None:
     """So many steps that count."""
     for step in range(first, end):
         it.finish()
-        it.count(step)
+        it.commit(step)
 
 
 def tell(it: SampleUsage, log: UsageLog) -> None:
     """The daemon hears all of it."""
-    for generation, begins_at, runs in list(it.unspoken()):
+    for generation, begins_at, runs in list(it.unreported()):
         log.rewind(generation, begins_at)
         log.report(generation, runs)
         it.known(generation, max(run.end_step for run in runs))
@@ -34,9 +34,9 @@ def test_a_step_is_noted_when_it_counts_and_not_before() -> None:
     it = consumption()
     it.enter(1, 0)
     it.finish()
-    assert list(it.unspoken()) == []
-    it.count(0)
-    ((generation, begins_at, (run,)),) = it.unspoken()
+    assert list(it.unreported()) == []
+    it.commit(0)
+    ((generation, begins_at, (run,)),) = it.unreported()
     assert (generation, begins_at, run.step, run.size) == (1, 0, 0, BATCH)
 
 
@@ -59,9 +59,9 @@ def test_a_step_that_turns_out_to_count_is_noted_in_the_world_in_which_it_was() 
     it.enter(1, 0)
     train(it, 0, 3)
     it.finish()
-    it.count(3)
+    it.commit(3)
     it.enter(2, 4)
-    assert [(generation, runs[0].count) for generation, _, runs in it.unspoken()] == [(1, 4)]
+    assert [(generation, runs[0].count) for generation, _, runs in it.unreported()] == [(1, 4)]
 
 
 def test_what_was_told_is_told_no_more() -> None:
@@ -70,9 +70,9 @@ def test_what_was_told_is_told_no_more() -> None:
     it.enter(1, 0)
     train(it, 0, 4)
     tell(it, log)
-    assert list(it.unspoken()) == []
+    assert list(it.unreported()) == []
     train(it, 4, 10)
-    ((_, _, (run,)),) = it.unspoken()
+    ((_, _, (run,)),) = it.unreported()
     assert (run.step, run.count) == (4, 6)
     tell(it, log)
     assert log.audit(0).complete
@@ -82,10 +82,10 @@ def test_what_comes_while_the_daemon_is_told_is_told_later() -> None:
     it = consumption()
     it.enter(1, 0)
     train(it, 0, 4)
-    ((generation, _, runs),) = it.unspoken()
+    ((generation, _, runs),) = it.unreported()
     train(it, 4, 6)
     it.known(generation, max(run.end_step for run in runs))
-    ((_, _, (run,)),) = it.unspoken()
+    ((_, _, (run,)),) = it.unreported()
     assert (run.step, run.count) == (4, 2)
 
 
@@ -101,7 +101,7 @@ def test_worlds_of_which_all_was_told_are_forgotten() -> None:
 
 def test_steps_that_are_told_in_parts_are_told_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank goes on in a large shard while others take one small shard after the other."""
-    monkeypatch.setattr(consumptions, "RUNS_TOLD_MAX", 7)
+    monkeypatch.setattr(sample_usage, "REPORT_ROWS_MAX", 7)
     sampler = ElasticSampler(1_000, 20, 1, mode="sharded", dataset=Dataset.of(1_000, 200))
     sampler.reassign([0] * 150 + [1] * 30 + [2] * 20, 3)
     it = SampleUsage(sampler)
@@ -111,14 +111,14 @@ def test_steps_that_are_told_in_parts_are_told_whole(monkeypatch: pytest.MonkeyP
         train(it, step, step + 1)
         step += 1
     log = UsageLog(1_000)
-    parts = list(it.unspoken())
+    parts = list(it.unreported())
     assert len(parts) > 5
     ends = [max(run.end_step for run in runs) for _, _, runs in parts]
     starts = [min(run.step for run in runs) for _, _, runs in parts]
     assert starts[1:] == ends[:-1]
     tell(it, log)
     assert log.audit(0).complete
-    assert list(it.unspoken()) == []
+    assert list(it.unreported()) == []
 
 
 def test_notes_travel_with_the_state_to_who_has_not_been_there() -> None:
@@ -143,7 +143,7 @@ def test_notes_of_who_is_further_take_the_place_of_ones_own() -> None:
         one.enter(1, 0)
         train(one, 0, 3)
         one.finish()
-    it.count(3)
+    it.commit(3)
     tell(it, log)
     train(it, 4, 5)
     other.sampler.load_state_dict(it.sampler.state_dict())

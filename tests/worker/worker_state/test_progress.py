@@ -74,7 +74,7 @@ def test_a_finished_step_that_only_the_next_world_tells_of_counts_once(follows: 
     else:
         found.apply(GlobalTrainingState(0, 1, 0.5, 10, 2, 1.0))
     assert (found.step, found.has_finished, counters.step) == (1, False, 1)
-    ((_, _, runs),) = found.usage.unspoken()
+    ((_, _, runs),) = found.usage.unreported()
     assert [(run.step, run.end_step) for run in runs] == [(0, 1)]
 
 
@@ -85,7 +85,7 @@ def test_a_finished_step_that_the_next_world_does_not_have_has_used_nothing() ->
     found.finish_step()
     found.apply_commit(commit(step=0))
     assert (found.step, found.has_finished) == (0, False)
-    assert list(found.usage.unspoken()) == []
+    assert list(found.usage.unreported()) == []
 
 
 def test_the_state_is_behind_a_finished_step_also_where_that_never_counts() -> None:
@@ -96,7 +96,7 @@ def test_the_state_is_behind_a_finished_step_also_where_that_never_counts() -> N
     found.finish_step()
     assert (found.step, found.steps_applied) == (7, 8)
     found.end_session()
-    assert (found.step, found.steps_applied, list(found.usage.unspoken())) == (8, 8, [])
+    assert (found.step, found.steps_applied, list(found.usage.unreported())) == (8, 8, [])
     found.end_session()
     assert found.step == 8
 
