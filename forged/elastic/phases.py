@@ -1,8 +1,8 @@
 """The phases of a job's training and the transitions between them.
 
 Invariants:
-- A transition that is not in the table is an error that changes nothing. The diagram in docs/elastic.md is generated
-  from the table.
+- A transition that is not in the table is an error that changes nothing. The diagram in docs/elastic.md equals the
+  table, which a test checks.
 """
 
 from __future__ import annotations
