@@ -176,36 +176,36 @@ def interrupted_when_it_waits() -> Iterator[None]:
 
 
 class TestAsking:
-    def test_what_is_awaited_there_is_returned_here(self, loop: LoopThread) -> None:
+    def test_run_returns_the_result(self, loop: LoopThread) -> None:
         assert loop.run(echo, value=5) == 5
 
-    def test_what_is_called_there_is_returned_here(self, loop: LoopThread) -> None:
+    def test_call_returns_the_result(self, loop: LoopThread) -> None:
         assert loop.call(threading.get_ident) != threading.get_ident()
 
-    def test_in_the_thread_of_the_loop_it_is_called_at_once(self, loop: LoopThread) -> None:
+    def test_call_in_the_loop_thread_is_direct(self, loop: LoopThread) -> None:
         assert loop.call(lambda: (loop.is_own_thread, loop.call(int, "5"))) == (True, 5)
         assert not loop.is_own_thread
 
-    def test_what_is_told_is_done_in_the_order_in_which_it_was_told(self, loop: LoopThread) -> None:
+    def test_tell_keeps_the_order(self, loop: LoopThread) -> None:
         heard: list[int] = []
         for number in range(3):
             loop.tell(heard.append, number)
         assert loop.call(heard.copy) == [0, 1, 2]
 
-    def test_the_context_is_that_of_who_asks(self, loop: LoopThread) -> None:
+    def test_a_call_has_the_context_of_its_caller(self, loop: LoopThread) -> None:
         WORD.set("mine")
         assert loop.call(WORD.get) == "mine"
 
-    def test_many_threads_may_ask_at_once(self, loop: LoopThread) -> None:
+    def test_many_threads_may_call_at_once(self, loop: LoopThread) -> None:
         with ThreadPoolExecutor(8) as threads:
             assert list(threads.map(lambda number: loop.run(echo, number), range(200))) == list(range(200))
 
-    def test_the_loops_own_thread_cannot_wait_for_itself(self, loop: LoopThread) -> None:
+    def test_run_in_the_loop_thread_is_refused(self, loop: LoopThread) -> None:
         with pytest.raises(RequestRefused) as raised:
             loop.call(lambda: loop.run(echo, 1))
         assert raised.value.code == "loop_waits_for_itself"
 
-    def test_it_does_not_keep_the_process(self, loop: LoopThread) -> None:
+    def test_the_thread_does_not_keep_the_process_alive(self, loop: LoopThread) -> None:
         (thread,) = (thread for thread in threading.enumerate() if thread.name == NAME)
         assert thread.daemon
 
@@ -213,7 +213,7 @@ class TestAsking:
 class TestFailures:
     @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
     @pytest.mark.parametrize("how", ["awaited", "called"])
-    def test_what_fails_there_fails_here_and_the_loop_goes_on(
+    def test_an_error_on_the_loop_is_raised_in_the_caller(
         self, error: BaseException, how: str, loop: LoopThread
     ) -> None:
         with pytest.raises(type(error)) as raised:
@@ -221,20 +221,20 @@ class TestFailures:
         assert raised.value is error
         assert loop.run(echo, 5) == 5
 
-    def test_an_exit_in_a_task_comes_out_with_its_code_and_the_loop_goes_on(self, loop: LoopThread) -> None:
+    def test_an_exit_in_a_task_keeps_its_code(self, loop: LoopThread) -> None:
         with pytest.raises(SystemExit) as raised:
             loop.run(fail_in_a_group, SystemExit(3))
         assert raised.value.code == 3
         assert loop.run(echo, 5) == 5
 
-    def test_other_errors_of_tasks_come_out_as_they_are(self, loop: LoopThread) -> None:
+    def test_other_errors_of_tasks_stay_groups(self, loop: LoopThread) -> None:
         with pytest.raises(ExceptionGroup) as raised:
             loop.run(fail_in_a_group, ValueError("no"))
         assert [str(error) for error in raised.value.exceptions] == ["no"]
 
 
 class TestHolding:
-    def test_it_is_entered_and_left_in_one_task(self, loop: LoopThread) -> None:
+    def test_holding_enters_and_exits_in_one_task(self, loop: LoopThread) -> None:
         room = Room()
         with loop.holding(room.open()) as held:
             assert held is room
@@ -243,13 +243,13 @@ class TestHolding:
         entered, left = room.tasks
         assert entered is left
 
-    def test_what_the_block_raises_leaves_it_as_it_is(self, loop: LoopThread) -> None:
+    def test_an_error_of_the_block_is_unchanged(self, loop: LoopThread) -> None:
         room = Room()
         with pytest.raises(KeyError, match="mine"), loop.holding(room.open()):
             raise KeyError("mine")
         assert not room.is_open
 
-    def test_what_cannot_be_entered_fails_here_and_the_loop_goes_on(self, loop: LoopThread) -> None:
+    def test_an_error_while_entering_is_raised(self, loop: LoopThread) -> None:
         @asynccontextmanager
         async def closed() -> AsyncIterator[None]:
             raise ValueError("closed")
@@ -259,7 +259,7 @@ class TestHolding:
             pass
         assert loop.run(echo, 5) == 5
 
-    def test_what_fails_when_it_is_left_fails_here(self, loop: LoopThread) -> None:
+    def test_an_error_while_exiting_is_raised(self, loop: LoopThread) -> None:
         @asynccontextmanager
         async def sticky() -> AsyncIterator[None]:
             yield
@@ -269,7 +269,7 @@ class TestHolding:
             pass
         assert loop.run(echo, 5) == 5
 
-    def test_when_it_breaks_whoever_waits_is_told_and_whoever_comes_later(self, loop: LoopThread) -> None:
+    def test_a_failure_of_the_held_manager_fails_pending_and_later_calls(self, loop: LoopThread) -> None:
         room = Room()
         with ThreadPoolExecutor(1) as threads, contextlib.ExitStack() as stack:
             stack.enter_context(loop.holding(room.open()))
@@ -283,7 +283,7 @@ class TestHolding:
                     later()
                 assert raised.value is failure
 
-    def test_an_exit_of_what_is_held_comes_out_with_its_code(self, loop: LoopThread) -> None:
+    def test_an_exit_of_the_held_manager_keeps_its_code(self, loop: LoopThread) -> None:
         def train() -> None:
             with loop.holding(room.open()):
                 loop.tell(room.break_by, SystemExit(3))
@@ -295,7 +295,7 @@ class TestHolding:
         assert raised.value.code == 3
         assert not room.is_open
 
-    def test_when_it_ends_without_a_failure_whoever_waits_is_told_that_it_is_gone(self, loop: LoopThread) -> None:
+    def test_an_early_end_of_the_held_manager_closes_the_loop(self, loop: LoopThread) -> None:
         @asynccontextmanager
         async def ends() -> AsyncIterator[None]:
             with anyio.CancelScope() as scope:
@@ -310,7 +310,7 @@ class TestHolding:
 
 
 class TestTheEnd:
-    def test_what_waits_is_cancelled_and_told(self) -> None:
+    def test_pending_calls_are_cancelled_at_the_end(self) -> None:
         endless = Endless()
         with ThreadPoolExecutor(1) as threads:
             with a_loop() as loop:
@@ -319,7 +319,7 @@ class TestTheEnd:
             with pytest.raises(Unavailable, match="it is gone"):
                 waiting.result(PATIENCE_S)
 
-    def test_what_is_held_by_another_thread_is_left(self) -> None:
+    def test_a_manager_held_by_another_thread_is_exited_at_the_end(self) -> None:
         room, held, may_go = Room(), threading.Event(), threading.Event()
 
         def hold(loop: LoopThread) -> None:
@@ -335,7 +335,7 @@ class TestTheEnd:
             may_go.set()
             assert holding.exception(PATIENCE_S) is None
 
-    def test_afterwards_it_says_so_and_there_is_no_thread(self) -> None:
+    def test_calls_after_the_end_are_refused(self) -> None:
         with a_loop() as loop:
             pass
         uses: list[Callable[[], Any]] = [
@@ -349,7 +349,7 @@ class TestTheEnd:
                 use()
         assert NAME not in {thread.name for thread in threading.enumerate()}
 
-    def test_no_call_is_lost_that_comes_in_that_moment(self) -> None:
+    def test_no_call_at_the_moment_of_the_end_hangs(self) -> None:
         def ask(loop: LoopThread) -> None:
             begun.release()
             while True:
@@ -364,7 +364,7 @@ class TestTheEnd:
                         begun.acquire()
                 assert {type(one.exception(PATIENCE_S)) for one in asking} == {Unavailable}
 
-    def test_one_that_comes_when_the_loop_turns_no_more_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_call_scheduled_on_a_stopped_loop_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with a_loop() as loop:
             pass
         # As if it came right before the loop was closed.
@@ -372,13 +372,13 @@ class TestTheEnd:
         with pytest.raises(Unavailable, match="it is gone"):
             loop.run(echo, 1)
 
-    def test_it_may_be_ended_in_its_own_thread_which_does_not_wait_for_itself(self) -> None:
+    def test_the_loop_may_be_ended_in_its_own_thread(self) -> None:
         loop = a_loop().__enter__()
         loop.call(loop.__exit__, None, None, None)
         loop.__exit__(None, None, None)
         assert NAME not in {thread.name for thread in threading.enumerate()}
 
-    def test_a_forked_child_has_none(self, loop: LoopThread) -> None:
+    def test_calls_in_a_forked_child_fail(self, loop: LoopThread) -> None:
         def asks() -> None:
             with pytest.raises(Unavailable, match="it is gone"):
                 loop.run(echo, 1)
@@ -389,7 +389,7 @@ class TestTheEnd:
 
 
 class TestSignals:
-    def test_whoever_is_interrupted_anywhere_may_go_on_asking(self, loop: LoopThread) -> None:
+    def test_calls_work_after_an_interrupt_anywhere(self, loop: LoopThread) -> None:
         room = Room()
         with loop.holding(room.open()), interrupting():
             for number in range(ROUNDS):
@@ -402,7 +402,7 @@ class TestSignals:
         while True:
             assert loop.run(echo, number) == number
 
-    def test_a_handler_may_ask_at_any_moment(self, loop: LoopThread) -> None:
+    def test_a_signal_handler_may_call_at_any_moment(self, loop: LoopThread) -> None:
         asked: list[int] = []
         told: list[int] = []
 
@@ -417,14 +417,14 @@ class TestSignals:
                 assert loop.run(echo, 5) == 5
         assert asked == loop.call(told.copy) == list(range(len(asked)))
 
-    def test_what_is_interrupted_is_cancelled(self, loop: LoopThread) -> None:
+    def test_an_interrupted_call_is_cancelled(self, loop: LoopThread) -> None:
         endless = Endless()
         with interrupted_when_it_waits():
             loop.run(endless.last)
         assert not endless.begun.is_set() or endless.cancelled.wait(PATIENCE_S)
         assert loop.run(echo, 5) == 5
 
-    def test_what_is_entered_when_it_is_interrupted_is_not_entered(self, loop: LoopThread) -> None:
+    def test_an_interrupted_enter_is_cancelled(self, loop: LoopThread) -> None:
         @asynccontextmanager
         async def far() -> AsyncIterator[None]:
             await endless.last()
@@ -436,7 +436,7 @@ class TestSignals:
         assert not endless.begun.is_set() or endless.cancelled.wait(PATIENCE_S)
         assert loop.run(echo, 5) == 5
 
-    def test_what_is_left_when_it_is_interrupted_is_left_all_the_same(self) -> None:
+    def test_an_interrupted_exit_completes(self) -> None:
         @asynccontextmanager
         async def polite() -> AsyncIterator[None]:
             yield
@@ -452,7 +452,7 @@ class TestSignals:
             loop.tell(said.set)
         assert goodbyes == ["goodbye"]
 
-    def test_a_loop_that_was_told_something_and_not_woken_wakes_up_by_itself(
+    def test_a_loop_that_was_not_woken_runs_the_call_soon(
         self, loop: LoopThread, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         while not is_in(selectors.EpollSelector.select, loop._thread.ident):
@@ -461,7 +461,7 @@ class TestSignals:
         monkeypatch.setattr(loop._loop, "_write_to_self", lambda: None)
         assert loop.run(echo, 5) == 5
 
-    def test_one_that_could_not_be_told_that_it_is_to_end_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_interrupted_exit_of_the_loop_ends_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def interrupt(*told: object) -> None:
             monkeypatch.undo()
             raise Interrupted

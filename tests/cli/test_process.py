@@ -120,7 +120,7 @@ class TestOutput:
     @pytest.mark.parametrize("line", ["events", "events --json", "events --follow --since 0", "status", "status --json",
                                       "jobs", "--help", "completion bash"])  # fmt: skip
     @pytest.mark.parametrize("reader", ["true", "head -1"])
-    def test_whoever_reads_may_stop_early(self, shell: Shell, line: str, reader: str) -> None:
+    def test_the_reader_may_stop_early(self, shell: Shell, line: str, reader: str) -> None:
         done = shell(f"ctl {line} | {reader} > /dev/null; exit ${{PIPESTATUS[0]}}")
         assert (done.returncode, done.stderr) == (0, "")
 
@@ -161,7 +161,7 @@ class TestOutput:
     def test_with_everything_closed_there_is_still_a_code(self, shell: Shell) -> None:
         assert shell("ctl status <&- >&- 2>&-").returncode == 1
 
-    def test_who_follows_notices_that_nobody_reads_although_there_is_nothing_to_write(
+    def test_follow_notices_a_closed_output_without_writing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(connection, "PING_AFTER_S", 0.05)
@@ -176,7 +176,7 @@ class TestComplaints:
     def test_control_characters_are_spelled_out(self) -> None:
         assert plain("a\x1b[2J\nb\u202e") == r"a\x1b[2J\nb\u202e"
 
-    def test_what_others_wrote_cannot_command_the_terminal(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_control_characters_are_escaped(self, capsys: pytest.CaptureFixture[str]) -> None:
         complain("forgectl", RequestRefused("x", "red \x1b[31m"))
         assert capsys.readouterr().err == "forgectl: red \\x1b[31m\n"
 

@@ -57,7 +57,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 class TestCalls:
-    def test_without_an_endpoint_it_asks_whom_the_environment_names(
+    def test_default_endpoint_and_token_come_from_the_environment(
         self, threaded_daemon: ThreadedDaemon, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("FORGED_SOCKET", threaded_daemon.socket)
@@ -68,7 +68,7 @@ class TestCalls:
         with BlockingClient() as client, pytest.raises(RequestRefused, match="reader is viewer"):
             client.create_job("a")
 
-    def test_it_does_what_the_other_does(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_methods_return_what_the_async_ones_return(self, threaded_daemon: ThreadedDaemon) -> None:
         with threaded_daemon.client() as client:
             assert client.ping() >= 0
             assert client.status().socket == threaded_daemon.runner.config.socket
@@ -89,7 +89,7 @@ class TestCalls:
             assert token.token_id in text
             assert client.revoke_token(token.token_id).revoked_at is not None
 
-    def test_every_method_and_option_of_the_other_is_there(self) -> None:
+    def test_every_method_and_option_of_the_async_client_exists(self) -> None:
         ours, theirs = (
             {name for name, _ in inspect.getmembers(cls, inspect.isroutine) if not name.startswith(("_", "on_"))}
             for cls in (BlockingClient, ForgedClient)
@@ -98,7 +98,7 @@ class TestCalls:
         options = inspect.signature(ForgedClient.__init__).parameters.keys() - {"self", "endpoints"}
         assert options == ClientOptions.__annotations__.keys()
 
-    def test_a_refusal_is_raised_in_the_thread_that_asked(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_a_refusal_is_raised_in_the_calling_thread(self, threaded_daemon: ThreadedDaemon) -> None:
         with threaded_daemon.client() as client, pytest.raises(RequestRefused, match="no job"):
             client.note("nobody", "hello")
 
@@ -119,7 +119,7 @@ class TestCalls:
             client.signal(ExampleSignal("psst"))
             wait_until(lambda: threaded_daemon.heard == [ExampleSignal("psst")])
 
-    def test_a_request_of_the_daemon_is_answered_by_a_plain_function(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_serve_answers_with_a_plain_function(self, threaded_daemon: ThreadedDaemon) -> None:
         threads: list[str] = []
 
         def ponder(request: ExampleRequest) -> str:
@@ -159,7 +159,7 @@ class TestTraining:
         assert (plan.world_size, plan.new_world_size, plan.moves) == (2, 3, 0)
         assert client.cluster("run") == before
 
-    def test_every_wish_is_on_record_with_its_reason(self, client: BlockingClient) -> None:
+    def test_reasons_are_recorded_in_the_facts(self, client: BlockingClient) -> None:
         client.pause_job("run", "lunch")
         client.resume_job("run", "coffee")
         client.drain_worker("run", "w0", "upgrade")
@@ -177,7 +177,7 @@ class TestTraining:
         client.remove_job("run", force=True)
         assert client.jobs() == []
 
-    def test_a_job_that_nobody_has_joined_has_no_workers_to_list(self, client: BlockingClient) -> None:
+    def test_workers_of_a_job_without_members_are_refused(self, client: BlockingClient) -> None:
         client.create_job("idle")
         for ask in (client.workers, client.cluster):
             with pytest.raises(RequestRefused, match="no worker has joined"):
@@ -199,7 +199,7 @@ class TestTrainingData:
         with threaded_daemon.client() as client:
             yield client
 
-    def test_everything_about_it_can_be_asked(self, client: BlockingClient) -> None:
+    def test_all_data_requests_work(self, client: BlockingClient) -> None:
         data = client.show_data("run")
         assert (data.dataset.samples, data.dataset.shards, data.generation) == (SAMPLES, SHARDS, 1)
         assert [(one.worker_id, one.owned, one.samples) for one in data.workers] == [("w0", SHARDS, SAMPLES)]
@@ -222,7 +222,7 @@ class TestTrainingData:
         monkeypatch.setattr(pages, "PAGE_SHARDS_MAX", 2)
         assert client.shard_owners("run") == ["w0"] * SHARDS
 
-    def test_owners_that_change_between_two_pages_are_to_be_asked_for_again(
+    def test_owners_that_change_between_pages_are_unavailable(
         self, client: BlockingClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         answers = iter([(1, True), (2, False)])
@@ -260,7 +260,7 @@ class TestOpeningAndClosing:
         with threaded_daemon.client() as client, pytest.raises(RequestRefused, match="opened only once"):
             client.__enter__()
 
-    def test_closing_ends_what_other_threads_wait_for(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_close_ends_calls_of_other_threads(self, threaded_daemon: ThreadedDaemon) -> None:
         with threaded_daemon.client() as client, ThreadPoolExecutor(2) as threads:
             asking = threads.submit(client.request, ExampleRequest("life"))
             reading = threads.submit(next, client.facts())
@@ -271,7 +271,7 @@ class TestOpeningAndClosing:
                     waiting.result()
             client.close()
 
-    def test_what_the_block_raises_leaves_it_as_it_is(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_an_error_of_the_block_is_unchanged(self, threaded_daemon: ThreadedDaemon) -> None:
         with pytest.raises(KeyError, match="mine"), threaded_daemon.client():
             raise KeyError("mine")
 
@@ -298,7 +298,7 @@ class TestFacts:
             ids = [item.id for item in client.facts(since=EARLIEST, until=last) if isinstance(item, Record)]
         assert ids[-1] == last
 
-    def test_closed_early_the_subscription_ends(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_close_ends_the_subscription(self, threaded_daemon: ThreadedDaemon) -> None:
         with threaded_daemon.client() as client:
             facts = client.facts(since=EARLIEST)
             next(facts)
@@ -308,7 +308,7 @@ class TestFacts:
             assert threaded_daemon.call(threaded_daemon.subscriptions) == 0
             assert next(facts, "over") == "over"
 
-    def test_dropped_early_the_subscription_ends(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_garbage_collection_ends_the_subscription(self, threaded_daemon: ThreadedDaemon) -> None:
         with threaded_daemon.client() as client:
             for _ in client.facts(since=EARLIEST):
                 break
@@ -324,7 +324,7 @@ class TestFacts:
             facts.close()
             assert waiting.result() == "over"
 
-    def test_they_go_on_over_a_restart_of_the_daemon(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_facts_continue_over_a_restart_of_the_daemon(self, threaded_daemon: ThreadedDaemon) -> None:
         with threaded_daemon.client() as client, client.facts(JobCreated) as facts:
             client.create_job("a")
             threaded_daemon.call(threaded_daemon.runner.reopen)

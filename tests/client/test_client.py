@@ -123,7 +123,7 @@ class TestCalls:
                 await client.request(ExampleRequest("life"), timeout_s=0.02)
             assert late.value.code == "deadline_exceeded"
 
-    async def test_a_slow_request_does_not_use_up_the_answers_of_others(self, runner: DaemonRunner) -> None:
+    async def test_a_slow_request_does_not_delay_other_requests(self, runner: DaemonRunner) -> None:
         runner.extend = serving(ponder_forever)
         await runner.reopen()
         async with client_of(runner) as client:
@@ -141,7 +141,7 @@ class TestCalls:
             with pytest.raises(Unavailable, match="may have been executed"):
                 await client.request(ExampleRequest("life"), timeout_s=0)
 
-    async def test_a_deadline_that_passes_while_nobody_is_there_says_so(self, runner: DaemonRunner) -> None:
+    async def test_deadline_error_without_a_daemon_names_the_connection_failure(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as client:
             await runner.close()
             with pytest.raises(Unavailable, match=r": .*(stopping|cannot connect)") as late:
@@ -224,7 +224,7 @@ class TestCalls:
             client.signal(ExampleSignal("psst"))
             assert await heard.get() == ExampleSignal("psst")
 
-    async def test_a_signal_to_nobody_is_dropped(self, runner: DaemonRunner) -> None:
+    async def test_a_signal_without_a_connection_is_dropped(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as client:
             await runner.close()
             while client.connected:
@@ -253,7 +253,7 @@ class TestOpening:
         monkeypatch.delenv("FORGED_SOCKET", raising=False)
         assert [str(one) for one in ForgedClient().endpoints] == [f"unix://{client_socket(os.environ, os.getuid())}"]
 
-    async def test_the_token_of_the_environment_decides_who_it_is(
+    async def test_the_token_of_the_environment_sets_the_principal(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async with ForgedClient(runner.endpoint) as operator:
@@ -483,7 +483,7 @@ class TestClosing:
             while client.connected:
                 await asyncio.sleep(0)
 
-    async def test_what_the_block_raises_leaves_it_as_it_is(self, runner: DaemonRunner) -> None:
+    async def test_an_error_of_the_block_is_unchanged(self, runner: DaemonRunner) -> None:
         with pytest.raises(KeyError, match="mine"):
             async with client_of(runner):
                 raise KeyError("mine")

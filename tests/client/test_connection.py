@@ -77,7 +77,7 @@ class TestHello:
         assert nobody.value.code == "no_daemon"
 
     @pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\3abc", b"\0\0\0\1\xc0"])
-    async def test_what_is_no_daemon_is_named_as_such(self, tmp_path: Path, said: bytes) -> None:
+    async def test_an_endpoint_that_is_not_a_daemon_is_reported(self, tmp_path: Path, said: bytes) -> None:
         async def treat(guest: FakeConnection) -> None:
             guest.writer.write(said)
             await guest.gone()

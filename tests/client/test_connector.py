@@ -44,7 +44,7 @@ async def welcome_and_drop(guest: FakeConnection) -> None:
 
 
 class TestPauses:
-    async def test_a_daemon_that_drops_whom_it_greets_is_not_stormed(self, tmp_path: Path) -> None:
+    async def test_a_daemon_that_closes_each_connection_is_not_flooded(self, tmp_path: Path) -> None:
         dice = Dice(1)
         async with FakeDaemon(tmp_path / "s", welcome_and_drop) as fake, client_of(fake, source=dice):
             while fake.guests < 6:

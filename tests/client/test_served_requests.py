@@ -62,7 +62,7 @@ async def test_answers_come_as_they_are_ready(runner: DaemonRunner) -> None:
         assert await first == "slow"
 
 
-async def test_what_nobody_serves_is_refused(runner: DaemonRunner) -> None:
+async def test_a_request_without_handler_is_refused(runner: DaemonRunner) -> None:
     async with client_of(runner):
         with pytest.raises(RequestRefused, match="does not answer 'ExampleRequest'"):
             await ask(runner)[1]

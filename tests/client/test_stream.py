@@ -88,7 +88,7 @@ class TestPosition:
         reader.stream.take(facts(8))
         assert await reader.read(3) == [1, Gap(2, 7, "forgotten"), 8]
 
-    async def test_its_position_belongs_to_the_history_of_who_sent_the_facts(self) -> None:
+    async def test_position_belongs_to_the_history_that_sent_the_facts(self) -> None:
         reader = await Reader().open(history="h1")
         reader.stream.take(facts(1, 2))
         lost_before_an_answer = reader.subscribe("h2")
@@ -153,14 +153,14 @@ class TestEnding:
         with pytest.raises(RequestRefused, match="opened only once"):
             await reader.stream.__aenter__()
 
-    async def test_closed_it_is_over_for_everybody_who_reads(self) -> None:
+    async def test_close_ends_all_readers(self) -> None:
         reader = await Reader().open()
         first, second = (asyncio.create_task(anext(reader.stream, None)) for _ in range(2))
         await asyncio.sleep(0)
         reader.stream.close()
         assert (await first, await second) == (None, None)
 
-    async def test_closed_it_forgets_what_nobody_has_read(self) -> None:
+    async def test_close_discards_unread_facts(self) -> None:
         reader = await Reader().open()
         reader.stream.take(facts(1, 2))
         reader.stream.close()
@@ -174,7 +174,7 @@ class TestEnding:
         assert await opening is reader.stream
         assert [item async for item in reader.stream] == []
 
-    async def test_one_whose_opening_is_cancelled_is_not_subscribed_again(self) -> None:
+    async def test_a_stream_cancelled_while_opening_is_not_subscribed_again(self) -> None:
         reader = Reader()
         opening = asyncio.create_task(reader.stream.__aenter__())
         await asyncio.sleep(0)
@@ -244,7 +244,7 @@ class TestAgainstADaemon:
             assert [item async for item in client.past_facts("NoSuchFact")] == []
             assert [item async for item in client.past_facts(jobs=["none"])] == []
 
-    async def test_past_facts_end_for_those_who_may_not_see_the_last(self, runner: DaemonRunner) -> None:
+    async def test_past_facts_end_even_if_the_last_fact_is_not_visible(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as operator:
             await operator.create_job("a")
             text = await operator.create_token("bot", Role.VIEWER, jobs=["a"])

@@ -157,7 +157,7 @@ def a_stranger_took_part(logs: dict[str, list[Entry]]) -> None:
         (a_stranger_took_part, "step 5 was made by a, c, x, but generation 2 is a, c"),
     ],
 )
-def test_what_is_planted_is_found(plant: Rewrite, words: str) -> None:
+def test_planted_errors_are_found(plant: Rewrite, words: str) -> None:
     logs = usual()
     plant(logs)
     assert words in problems_of(logs)
@@ -183,7 +183,7 @@ def test_one_entry_that_is_missing_is_never_overlooked(sizes: list[tuple[int, in
 # Worlds.
 
 
-def test_two_truths_about_a_generation_are_found() -> None:
+def test_two_worlds_for_one_generation_are_found() -> None:
     logs = usual()
     logs["c"] = [
         Entered(one.at, 2, one.step, 0, ["c", "a"], 0.1) if isinstance(one, Entered) and one.generation == 2 else one

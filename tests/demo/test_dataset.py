@@ -97,7 +97,7 @@ class TestMisplaced:
         assert found == ["shard 7 at w1 differs from the origin"]
 
     @pytest.mark.usefixtures("stores")
-    def test_one_that_nobody_owns_is_found(self, tmp_path: Path, task: Task) -> None:
+    def test_a_shard_without_owner_is_found(self, tmp_path: Path, task: Task) -> None:
         found = misplaced(tmp_path, ["", *self.OWNERS[1:]], WORKERS, task.samples)
         assert found == ["shard 0 is owned by no worker and held by w0, w1"]
 

@@ -37,7 +37,7 @@ def test_all_follows_from_the_seed() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[1], [4], [4, 3, 5], [BATCH + 7]])
-def test_who_uses_which_samples_changes_nothing_but_the_rounding(sizes: list[int]) -> None:
+def test_the_division_of_samples_changes_only_the_rounding(sizes: list[int]) -> None:
     task = Task()
     learnt, train_alone = shared(task, 40, sizes), task.train_alone(40)
     for name in train_alone:

@@ -132,7 +132,7 @@ def test_on_a_terminal_there_is_colour() -> None:
 
 @pytest.mark.usefixtures("colourful")
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_whoever_wants_no_colour_gets_none(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_no_color_and_dumb_terminals_disable_colours(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     assert "\x1b" not in on_terminal(lambda output: output.check("the sky is blue", held=True))
 

@@ -26,7 +26,7 @@ def test_a_command_is_run_as_it_is_written() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "a b; $HOME", "")
 
 
-def test_a_command_dies_with_who_holds_it() -> None:
+def test_a_command_dies_with_its_parent() -> None:
     with subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         held = os.pidfd_open(int(holder.stdout.readline()))
@@ -39,6 +39,6 @@ def test_a_command_dies_with_who_holds_it() -> None:
             os.close(held)
 
 
-def test_a_command_whose_holder_is_gone_already_is_not_run() -> None:
+def test_a_command_is_not_run_if_its_parent_has_died() -> None:
     done = subprocess.run(parent_death.command(os.getppid(), ["echo", "here"]), capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")

@@ -11,7 +11,7 @@ from forged.demo.processes import nothing_left_behind
 WAITS = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
 
-def test_who_has_come_since_is_ended_and_who_was_there_before_is_not() -> None:
+def test_only_children_started_in_the_block_are_killed() -> None:
     with subprocess.Popen(WAITS) as before:
         with nothing_left_behind():
             since = subprocess.Popen(WAITS)

@@ -24,7 +24,7 @@ def test_nothing_written_is_nothing_read() -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, len(line_of(ENTRIES[2]))))
-def test_a_line_whose_writer_was_killed_does_not_count(cut: int) -> None:
+def test_an_incomplete_line_does_not_count(cut: int) -> None:
     first, second = line_of(ENTRIES[0]), line_of(ENTRIES[2])
     assert read(first + second[:-cut]) == ([ENTRIES[0]], second[:-cut])
 

@@ -78,7 +78,7 @@ class TestHello:
             (b"\0\0\0\4\x93\x01\x01\xc0", "its welcome is malformed"),
         ],
     )
-    def test_what_is_no_daemon_is_named_as_such(
+    def test_an_endpoint_that_is_not_a_daemon_is_reported(
         self, loop: EventLoopThread, tmp_path: Path, said: bytes, why: str
     ) -> None:
         async def treat(guest: FakeConnection) -> None:
@@ -283,7 +283,7 @@ class TestSayingAndHeeding:
             name, body = line.request("Anything")
         assert (name, msgpack.unpackb(body)) == ("Pulse", {"job": "run", "step": 3})
 
-    def test_a_ping_is_answered_by_who_heeds_it(self, loop: EventLoopThread, tmp_path: Path) -> None:
+    def test_process_incoming_answers_a_ping(self, loop: EventLoopThread, tmp_path: Path) -> None:
         async def treat(guest: FakeConnection) -> None:
             await guest.greet()
             await guest.hear()
@@ -311,7 +311,7 @@ class TestSayingAndHeeding:
             line.process_incoming()
             assert line.request("Anything") == 7
 
-    def test_who_heeds_waits_for_nothing(self, loop: EventLoopThread, tmp_path: Path) -> None:
+    def test_process_incoming_does_not_wait(self, loop: EventLoopThread, tmp_path: Path) -> None:
         """Neither for a first byte nor for the last of a message that has begun."""
 
         async def treat(guest: FakeConnection) -> None:
@@ -345,7 +345,7 @@ class TestSayingAndHeeding:
         ],
         ids=["gone", "bye", "failure", "endless", "empty", "nonsense"],
     )
-    def test_the_end_is_heard_by_who_heeds(
+    def test_process_incoming_raises_when_the_connection_has_ended(
         self, loop: EventLoopThread, tmp_path: Path, said: bytes, error: type[ForgedError]
     ) -> None:
         async def treat(guest: FakeConnection) -> None:
@@ -403,7 +403,7 @@ class TestFacts:
         assert [event["id"] for event in read] == [1, 2, 3]
         assert read[0].keys() == set(connection.RECORD_FIELDS)
 
-    def test_who_waits_is_asked_now_and_then_whether_to_go_on(
+    def test_while_quiet_is_called_while_waiting(
         self, loop: EventLoopThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(connection, "PING_AFTER_S", SHORT_S)
@@ -494,7 +494,7 @@ class TestTls:
         assert line.request("ReadStatus")["listen"] == [secured]
         line.close()
 
-    def test_who_heeds_behind_tls_waits_for_nothing(self, secured: str) -> None:
+    def test_process_incoming_does_not_wait_with_tls(self, secured: str) -> None:
         line = Wire(secured, None, LONG_S)
         line.process_incoming()
         line.set_user_timeout(1.5)

@@ -58,7 +58,7 @@ def refused(endpoint: str, timeout_s: float = LONG_S) -> ForgedError:
 
 
 class TestUnix:
-    def test_where_somebody_listens_there_is_a_connection(self, tmp_path: Path) -> None:
+    def test_dial_connects_to_a_listening_socket(self, tmp_path: Path) -> None:
         with listening(tmp_path / "s") as path:
             dial(f"unix://{path}", LONG_S).close()
 
@@ -85,7 +85,7 @@ class TestUnix:
         assert (type(error), error.code) == (ConfigError, "address_invalid")
         assert "too long" in error.message
 
-    def test_one_that_lets_nobody_in_does_not_answer(self, tmp_path: Path) -> None:
+    def test_a_full_accept_queue_times_out(self, tmp_path: Path) -> None:
         with listening(tmp_path / "s", backlog=0) as path, dial(f"unix://{path}", LONG_S):
             error = refused(f"unix://{path}", SHORT_S)
         assert (type(error), error.code) == (Unavailable, "no_answer")
@@ -96,9 +96,7 @@ class TestPermission:
     @pytest.mark.parametrize(
         ("mode", "fix"), [(0o660, "join the group {group} and log in again, or use sudo"), (0o600, "use sudo")]
     )
-    def test_it_says_whose_the_socket_is_and_which_group_may_use_it(
-        self, open_directory: Path, mode: int, fix: str
-    ) -> None:
+    def test_permission_error_names_owner_group_and_mode(self, open_directory: Path, mode: int, fix: str) -> None:
         with listening(open_directory / "s") as path:
             if os.geteuid():
                 path.chmod(mode & ~0o600)
@@ -125,7 +123,7 @@ class TestPermission:
 
 
 class TestTcp:
-    def test_where_nobody_listens_it_says_so(self) -> None:
+    def test_a_port_without_listener_is_reported(self) -> None:
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
             error = refused(f"tcp://127.0.0.1:{unused.getsockname()[1]}")

@@ -235,7 +235,7 @@ async def test_training_goes_on_while_one_that_joins_fetches_slowly(
 
 
 @pytest.mark.parametrize("victim", ["a", "b", "c"], ids=["hub", "member", "joiner"])
-async def test_who_dies_while_data_moves_and_training_goes_on_costs_no_shard_and_no_sample(
+async def test_a_death_during_background_transfers_costs_no_shard_and_no_sample(
     victim: str, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with drovers_on(
@@ -265,7 +265,7 @@ async def test_who_dies_while_data_moves_and_training_goes_on_costs_no_shard_and
 
 
 @pytest.mark.parametrize("synchronous", [True, False], ids=["synchronous", "asynchronous"])
-async def test_a_worker_that_is_told_to_go_leaves_its_only_copies_with_the_others(
+async def test_a_drained_worker_hands_over_its_only_copies(
     synchronous: bool, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with drovers_on(fork_server, tmp_path, monkeypatch, use_synchronous_rescaling=synchronous) as cluster:
@@ -287,7 +287,7 @@ async def test_a_worker_that_is_told_to_go_leaves_its_only_copies_with_the_other
 
 
 @pytest.mark.parametrize("mode", ["shared", "sharded"])
-async def test_who_should_hold_more_does_so_until_somebody_of_another_weight_takes_over(
+async def test_weights_of_the_present_workers_set_their_shares(
     mode: str, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with drovers_on(fork_server, tmp_path, monkeypatch, mode=mode) as cluster:
@@ -320,7 +320,7 @@ async def test_who_should_hold_more_does_so_until_somebody_of_another_weight_tak
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("names", ["a", "ab"], ids=["alone", "two"])
-async def test_whoever_is_told_to_go_ends_though_its_origin_hangs(
+async def test_a_drained_worker_ends_although_its_origin_hangs(
     names: str, number: signal.Signals, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with drovers_on(fork_server, tmp_path, monkeypatch, has_origin=True, min_workers=len(names)) as cluster:

@@ -137,7 +137,7 @@ class TestDeaths:
         await cluster.world_of(*survivors)
         await cluster.finish(*survivors)
 
-    async def test_they_leave_no_descriptor_with_who_survives(self, cluster: TrainingCluster) -> None:
+    async def test_dead_workers_leave_no_descriptor_in_survivors(self, cluster: TrainingCluster) -> None:
         await cluster.together("a", "b", "c0")
         before: list[int] = []
         for number in range(6):
@@ -151,7 +151,7 @@ class TestDeaths:
 
 
 class TestTheDeathOfAll:
-    async def test_the_job_waits_and_whoever_comes_begins_anew_which_is_told(self, cluster: TrainingCluster) -> None:
+    async def test_after_the_death_of_all_workers_new_ones_start_anew(self, cluster: TrainingCluster) -> None:
         await cluster.together("a", "b")
         async with cluster.client() as client, client.facts(JobWaiting, jobs=[JOB]) as facts:
             cluster["a"].kill()
@@ -205,7 +205,7 @@ class TestADaemonThatIsKilled:
         assert await cluster.facts(WorkerFailed) == []
         await cluster.finish("a", "b", "c")
 
-    async def test_training_goes_on_without_it_and_nobody_is_missed_when_it_is_back(
+    async def test_training_continues_without_the_daemon_and_no_worker_fails_after_its_restart(
         self, cluster: TrainingCluster
     ) -> None:
         await cluster.together("a", "b", "c")
@@ -315,9 +315,7 @@ class TestStandingStill:
             assert failed.reason.startswith("neither its library nor its pulse was heard for")
             await cluster.finish(*survivors)
 
-    async def test_where_the_settings_say_so_who_stands_still_has_to_go(
-        self, fork_server: ForkServer, tmp_path: Path
-    ) -> None:
+    async def test_a_stalled_worker_is_evicted_if_configured(self, fork_server: ForkServer, tmp_path: Path) -> None:
         settings = {"evict_stalled": True, **IMPATIENT, "stall_timeout_ms": 2_000}
         async with cluster_on(fork_server, tmp_path, **settings) as cluster, cluster.client() as client:
             await cluster.together("a", "b", "c")

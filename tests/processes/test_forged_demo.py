@@ -135,7 +135,7 @@ def test_interrupted_it_leaves_nothing_behind(name: signal.Signals, code: int, u
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_does_not_read_to_the_end_is_not_told_that_it_was_right(tmp_path: Path) -> None:
+def test_a_closed_output_stops_the_demo_before_the_proof(tmp_path: Path) -> None:
     mark = uuid4().hex
     environment = os.environ | {"MARK_OF_THE_TEST": mark, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
@@ -202,7 +202,7 @@ def test_a_program_is_told_what_was_refused_as_an_object(flags: tuple[str, ...],
 
 
 @pytest.mark.parametrize("flags", [("--workers", "1"), ("--workers", "33"), ("--workers", "x"), ("--steps", "0")])
-def test_what_makes_no_demonstration_is_refused(flags: tuple[str, str]) -> None:
+def test_invalid_sizes_are_refused(flags: tuple[str, str]) -> None:
     done = run(*flags)
     assert done.returncode == 2
     assert "must be an integer in" in done.stderr

@@ -87,7 +87,7 @@ def test_a_gone_host_is_noticed_and_it_alone_and_is_welcome_when_it_starts_anew(
     assert failed(cluster) == [victim]
 
 
-def test_of_two_who_do_not_reach_each_other_the_higher_rank_goes(clusters: Make) -> None:
+def test_of_two_unconnected_members_the_higher_rank_is_evicted(clusters: Make) -> None:
     cluster = clusters()
     generation = cluster.until_together(*WORKERS)
     hub, member, parted = by_rank(cluster, 0, 1, 2)
@@ -99,7 +99,7 @@ def test_of_two_who_do_not_reach_each_other_the_higher_rank_goes(clusters: Make)
     assert cluster.workers[parted].ended == "worker_evicted"
 
 
-def test_whose_state_is_wanted_and_cannot_be_fetched_goes_all_the_same(clusters: Make) -> None:
+def test_an_unreachable_state_source_is_evicted(clusters: Make) -> None:
     """It alone has not heard what the others made of their step, so its state is the one that all others need."""
     cluster = clusters()
     generation = cluster.until_together(*WORKERS)
@@ -112,7 +112,7 @@ def test_whose_state_is_wanted_and_cannot_be_fetched_goes_all_the_same(clusters:
     assert cluster.workers[unheard].ended == "worker_evicted"
 
 
-def test_members_who_do_not_need_each_other_may_be_parted(clusters: Make) -> None:
+def test_members_other_than_the_hub_may_be_disconnected(clusters: Make) -> None:
     cluster = clusters()
     generation = cluster.until_together(*WORKERS)
     attempts = len(facts(cluster, RescaleStarted))

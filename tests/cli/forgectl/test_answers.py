@@ -85,7 +85,7 @@ def test_the_same_page_over_and_over_is_an_error(tmp_path: Path) -> None:
         answers.pages(wire, "ListJobs", field="jobs", key="name")
 
 
-def test_who_wants_only_some_pages_gets_those(tmp_path: Path) -> None:
+def test_pages_max_limits_the_pages(tmp_path: Path) -> None:
     with answered(tmp_path, ListJobs={"jobs": [{"name": "a"}], "more": True}) as wire:
         assert answers.pages(wire, "ListJobs", field="jobs", key="name", pages_max=1) == [{"name": "a"}]
 

@@ -49,7 +49,7 @@ def test_it_is_for_its_owner_only_while_it_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["copy", "copy.part"])
-def test_what_others_could_read_before_does_not_stay_readable(tmp_path: Path, name: str) -> None:
+def test_backup_replaces_a_readable_file_by_a_private_one(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"old")
     (tmp_path / name).chmod(0o666)
     write_whole(str(tmp_path / "copy"), [b"new"])
@@ -71,7 +71,7 @@ def test_where_it_cannot_be_written_it_says_so(tmp_path: Path) -> None:
     assert failed.value.code == "backup_failed"
 
 
-def test_another_file_may_be_for_others_too_and_fails_by_its_own_name(tmp_path: Path) -> None:
+def test_mode_and_error_code_can_be_chosen(tmp_path: Path) -> None:
     write_whole(str(tmp_path / "array"), [memoryview(b"one")], mode=0o666)
     assert mode(tmp_path / "array") == 0o666
     with pytest.raises(ForgedError) as caught:

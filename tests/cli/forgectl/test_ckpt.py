@@ -79,7 +79,7 @@ def test_forgectl_starts_without_what_reads_checkpoints() -> None:
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
-def test_whoever_stops_reading_ends_it(tmp_path: Path) -> None:
+def test_a_closed_output_ends_the_command(tmp_path: Path) -> None:
     forged.checkpoint.save(str(tmp_path / "a"), {f"w{number}": np.zeros(1) for number in range(20_000)})
     command = [sys.executable, "-m", "forged.cli.forgectl.main", "ckpt", "show", str(tmp_path / "a")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as showing:

@@ -66,7 +66,7 @@ def daemon(tmp_path: Path, answers: dict[str, Any]) -> Iterator[ScriptedDaemon]:
 
 
 class TestShow:
-    def test_what_is_lost_is_told_with_who_can_bring_it_back(
+    def test_lost_shards_are_shown_with_their_last_holders(
         self, answers: Any, daemon: ScriptedDaemon, capsys: Caught
     ) -> None:
         answers["ShowData"] = VIEW | {"lost": 2, "lost_shards": [3, 4], "last_held_by": ["w3"]}
@@ -305,7 +305,7 @@ class TestPlan:
         ]
         assert daemon.asked[-1] == ("PlanData", {"job": "run", "workers": ["w0", "w1"]})
 
-    def test_of_who_is_gone_nothing_is_asked_for(
+    def test_gone_workers_are_sent_with_the_plan_request(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers |= {"PlanRescale": self.PLAN | {"gone": ["w2"]}, "PlanData": TOTALS}

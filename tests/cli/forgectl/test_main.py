@@ -451,7 +451,7 @@ class TestPeople:
         client.create_job("a")
         assert not any("\x1b" in ctl(line)[1] for line in ("status", "events", "jobs ls", "handlers", "story 3"))
 
-    def test_what_others_wrote_cannot_command_the_terminal(self, ctl: Ctl, client: BlockingClient) -> None:
+    def test_control_characters_are_escaped(self, ctl: Ctl, client: BlockingClient) -> None:
         client.create_job("a")
         client.note("a", "red \x1b[31m\nforged: all is well")
         line = ctl("events")[1].splitlines()[-1]
@@ -521,7 +521,7 @@ class TestEvents:
 class TestPipes:
     """With processes, because it is about what is between them."""
 
-    def test_whoever_reads_may_stop_early(self, threaded_daemon: ThreadedDaemon, client: BlockingClient) -> None:
+    def test_the_reader_may_stop_early(self, threaded_daemon: ThreadedDaemon, client: BlockingClient) -> None:
         client.create_job("a")
         for number in range(2000):
             client.note("a", f"{number} {'x' * 100}")

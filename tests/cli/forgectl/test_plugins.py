@@ -128,7 +128,7 @@ class TestRun:
             ({1: "x", b"\1": 2}, "1   x\n01  2\n"),
         ],
     )
-    def test_whatever_it_answers_is_shown(
+    def test_any_reply_is_shown(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, result: Any, said: str
     ) -> None:
         answers["RunPluginCommand"] = result
@@ -144,7 +144,7 @@ class TestRun:
             ({1: float("nan"), b"\1": []}, {"1": None, "01": []}),
         ],
     )
-    def test_programs_are_told_one_object_whatever_it_is(
+    def test_json_output_is_one_object_for_any_reply(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, result: Any, said: Any
     ) -> None:
         answers["RunPluginCommand"] = result

@@ -56,7 +56,7 @@ class TestUnits:
             (float("inf"), "inf"),
         ],
     )
-    def test_numbers_have_no_more_digits_than_anybody_has_put_there(self, number: float, said: str) -> None:
+    def test_numbers_are_shown_without_rounding_noise(self, number: float, said: str) -> None:
         assert tables.field("rate", number) == said
 
     def test_many_names_are_counted(self) -> None:
@@ -278,7 +278,7 @@ class TestTerminal:
         assert capsys.readouterr().out == "\x1b[2mpid\x1b[0m  7\n"
 
     @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-    def test_there_is_none_for_those_who_do_not_want_it(
+    def test_no_color_and_dumb_terminals_have_no_colours(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, value: str
     ) -> None:
         be_a_terminal(monkeypatch)

@@ -104,12 +104,12 @@ class TestOnce:
             said = "attempt 3: planning transfers\n"
             assert daemon.run("transfers --job run", capsys) == (0, said, "")
 
-    def test_shards_that_nobody_has_are_named(self, tmp_path: Path, capsys: Caught) -> None:
+    def test_lost_shards_are_named(self, tmp_path: Path, capsys: Caught) -> None:
         with scripted_daemon(tmp_path, Life(LOST)) as daemon:
             said = daemon.run("transfers --job run", capsys)[1]
         assert said == "attempt 3: no worker has 3 shards, such as 0, 4, 7; waiting for one that has\n"
 
-    def test_what_is_lost_is_told_with_who_can_bring_it_back(self, tmp_path: Path, capsys: Caught) -> None:
+    def test_lost_shards_are_shown_with_their_last_holders(self, tmp_path: Path, capsys: Caught) -> None:
         with scripted_daemon(tmp_path, Life(LOST | {"last_held_by": ["w3"]})) as daemon:
             said = daemon.run("transfers --job run", capsys)[1]
         assert said == (
@@ -202,7 +202,7 @@ class TestFollow:
         nothing = OVER | {"done": 0, "bytes": 0, "totals": dict.fromkeys(TOTALS, 0)}
         assert followed(tmp_path, capsys, nothing) == ["attempt 3: all workers hold their data"]
 
-    def test_who_needs_nothing_is_left_out_of_a_line_and_told_in_a_block(self, tmp_path: Path, capsys: Caught) -> None:
+    def test_a_worker_without_transfers_is_only_in_the_block(self, tmp_path: Path, capsys: Caught) -> None:
         view = RUNNING | {"workers": [A | {"done": 0, "transfers": 0, "bytes": 0}, E]}
         (line,) = followed(tmp_path, capsys, view)
         assert line.endswith("of an estimated 100 ms: e 6/19")
@@ -218,7 +218,7 @@ class TestFollow:
         gone = Refusal("unavailable", "stopping", "the daemon is stopping")
         assert len(followed(tmp_path, capsys, RUNNING, gone, OVER)) == 2
 
-    def test_whoever_stops_reading_ends_it(self, tmp_path: Path) -> None:
+    def test_a_closed_output_ends_the_command(self, tmp_path: Path) -> None:
         class Forever(Life):
             def get(self, key: str, default: Any = None) -> Any:
                 return RUNNING

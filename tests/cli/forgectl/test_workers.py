@@ -135,7 +135,7 @@ class TestList:
         assert first.endswith("  stalled, no connection")
         assert second.endswith("node1:4000")
 
-    def test_jobs_that_nobody_has_joined_are_passed_over(
+    def test_jobs_without_members_are_skipped(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ListWorkers"] = UNTRAINED
@@ -271,7 +271,7 @@ class TestJobs:
             ("rescale", {"changed": False, "stall_report": "1 worker waits"}, "no rescale starts now; 1 worker waits"),
         ],
     )
-    def test_who_steers_is_told_what_came_of_it(
+    def test_control_commands_print_their_effect(
         self,
         daemon: ScriptedDaemon,
         answers: dict[str, Any],
@@ -291,7 +291,7 @@ class TestJobs:
         assert (lines["phase"], lines["world_size"], lines["step"], lines["epoch"]) == ("running", "1", "120", "2")
         assert (lines["learning_rate"], lines["updated"]) == ("0.1", "-")
 
-    def test_show_tells_of_a_rescale_by_stage_and_of_who_is_waited_for(
+    def test_show_prints_stage_and_missing_workers_of_a_rescale(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ShowCluster"] = RESCALING
@@ -323,7 +323,7 @@ class TestJobs:
             assert "fence" not in daemon.run(line, capsys)[1]
         assert daemon.told("jobs show run", capsys)["fence"] == [1, 0]
 
-    def test_a_list_tells_the_phases_of_those_that_somebody_has_joined(
+    def test_list_shows_phases_of_jobs_with_members(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ListJobs"] = {"jobs": [JOB, JOB | {"name": "two"}], "more": False}
@@ -334,7 +334,7 @@ class TestJobs:
         assert daemon.told("jobs ls", capsys) == {"jobs": [JOB | {"phase": "running"}, JOB | {"name": "two"}]}
 
     @pytest.mark.parametrize(("phase", "said"), [("running", "paused"), ("completed", "completed")])
-    def test_a_list_tells_who_rests(
+    def test_list_shows_paused_jobs(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, phase: str, said: str
     ) -> None:
         answers["ListClusters"] = {"clusters": [RUNNING | {"phase": phase, "paused": True}], "more": False}
@@ -433,7 +433,7 @@ class TestWatch:
                 "running: generation 4, 1 worker, step 120; paused: night",
             ]
 
-    def test_many_who_are_waited_for_are_counted(self, tmp_path: Path, capsys: Caught) -> None:
+    def test_watch_counts_many_missing_workers(self, tmp_path: Path, capsys: Caught) -> None:
         many = RESCALING | {"rescale": PAUSING | {"waiting_for": [f"w{number}" for number in range(1000)]}}
         with scripted_daemon(tmp_path, Script(ShowCluster=[many, RUNNING])) as daemon:
             first = daemon.run("jobs watch run", capsys)[1].splitlines()[0]
@@ -466,7 +466,7 @@ class TestPlan:
         ]
         assert daemon.asked[0] == ("PlanRescale", {"job": "run", "workers": 3})
 
-    def test_what_nobody_knows_yet_is_no_number(
+    def test_unknown_values_are_shown_as_dashes(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         unknown = {"learning_rate": 0.0, "new_learning_rate": 0.0, "global_batch_size": 0, "new_global_batch_size": 32}
@@ -478,7 +478,7 @@ class TestPlan:
         answers["PlanRescale"] = self.PLAN
         assert daemon.told("plan --job run --workers 3", capsys) == self.PLAN
 
-    def test_many_who_have_yet_to_come_are_one_line(
+    def test_many_future_workers_are_one_line(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         gap = [{"id": "new-1", "rank": -1, "new_rank": 1}]
@@ -634,7 +634,7 @@ class TestFactsInWords:
 
     @pytest.mark.parametrize("kind", [*fact_sentences._CLAUSES, "NoteAdded", None, 7, []])
     @pytest.mark.parametrize("fact", [{}, {"mood": "good"}])
-    def test_what_is_told_as_nobody_knows_it_is_no_sentence(self, kind: Any, fact: dict[str, Any]) -> None:
+    def test_a_fact_without_its_main_field_has_no_sentence(self, kind: Any, fact: dict[str, Any]) -> None:
         said = fact_sentences.in_words(kind, fact)
         assert said is None or kind in ("JobPaused", "JobResumed", "JobCompleted", "JobAborted")
 
@@ -644,7 +644,7 @@ class TestFactsInWords:
         fact = dict.fromkeys(FACTS[kind].__struct_fields__, value)
         assert isinstance(fact_sentences.in_words(kind, fact), str | None)
 
-    def test_what_others_wrote_cannot_command_the_terminal(self) -> None:
+    def test_control_characters_are_escaped(self) -> None:
         said = fact_sentences.in_words("WorkerLeft", {"worker_id": "w0", "reason": "\x1b[2J\n{worker_id}"})
         assert said == r"w0 left: \x1b[2J\n{worker_id}"
 
@@ -677,7 +677,7 @@ class TestColours:
             ("phase", "aborted", "31"),
         ],
     )
-    def test_what_needs_somebody_stands_out(
+    def test_problems_are_coloured(
         self, capsys: Caught, monkeypatch: pytest.MonkeyPatch, key: str, value: str, colour: str
     ) -> None:
         monkeypatch.setattr("sys.stdout.isatty", lambda: True)
@@ -752,7 +752,7 @@ class TestARealDaemon:
         assert ctl("jobs resume run")[0] == 0
         assert not json.loads(ctl("jobs show run --json")[1])["training"]["paused"]
 
-    def test_a_plan_names_who_would_go(self, ctl: Ctl) -> None:
+    def test_plan_names_removed_workers(self, ctl: Ctl) -> None:
         assert re.search(r"^w1 +1 +-$", ctl("plan --job run --workers 1")[1], re.MULTILINE)
 
     def test_where_the_training_of_each_job_is_stands_in_the_list(self, ctl: Ctl) -> None:
@@ -771,11 +771,11 @@ class TestARealDaemon:
         assert ctl("jobs rm run --force")[0] == 0
         assert [job["name"] for job in json.loads(ctl("jobs ls --json")[1])["jobs"]] == ["idle"]
 
-    def test_who_drains_the_last_is_told_that_nobody_is_left(self, ctl: Ctl) -> None:
+    def test_drain_below_min_workers_prints_a_note(self, ctl: Ctl) -> None:
         assert "will stand still: 1 worker will be left, and min_workers is 2" in ctl("workers drain w0")[1]
         assert "will stand still: no worker will be left, and min_workers is 2" in ctl("workers drain w1")[1]
 
-    def test_settings_that_nobody_can_train_with_are_refused_all_at_once(self, ctl: Ctl) -> None:
+    def test_invalid_settings_are_refused_with_all_errors(self, ctl: Ctl) -> None:
         for line in ("jobs create new", "jobs change run"):
             code, _, err = ctl(f"{line} min_workers=0 max_workers=foo stall_timeout=5 mine=1")
             assert code == 3
@@ -789,7 +789,7 @@ class TestARealDaemon:
         assert code == 3
         assert "there is no job 'nojob' (see `forgectl jobs ls`)" in err
 
-    def test_a_job_that_nobody_has_joined_has_no_training(self, ctl: Ctl) -> None:
+    def test_a_job_without_members_has_no_training(self, ctl: Ctl) -> None:
         assert ctl("workers ls --job idle")[1] == "no workers\n"
         assert "training" not in json.loads(ctl("jobs show idle --json")[1])
         assert ctl("workers ls --job nobody")[0] == 3

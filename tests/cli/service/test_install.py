@@ -96,7 +96,7 @@ def versions(root: Path) -> dict[Path, tuple[int, int]]:
 
 
 class TestInstalling:
-    def test_puts_everything_in_its_place_whatever_the_umask(self, root: Path) -> None:
+    def test_installs_all_files_under_any_umask(self, root: Path) -> None:
         with umask(0o077):
             assert run(root) == 0
         installed = tree(root)
@@ -208,7 +208,7 @@ except ConfigError as error:
             run(root)
         assert raised.value.code == "install_not_permitted"
 
-    def test_whoever_stops_reading_does_not_stop_it(self, root: Path) -> None:
+    def test_a_closed_output_does_not_stop_the_installation(self, root: Path) -> None:
         code = f"from tests.cli.service.test_install import run\nfrom pathlib import Path\nrun(Path({str(root)!r}))"
         reader, writer = os.pipe()
         os.close(reader)
@@ -272,7 +272,7 @@ class TestTheCommand:
         monkeypatch.setattr("forged.systemd.unit.HIDDEN", {"ProtectHome": ((str(home),), "read-only")})
         return home
 
-    def test_whose_interpreter_it_could_not_see_is_refused(self, root: Path, tmp_path: Path, home: Path) -> None:
+    def test_a_command_with_a_hidden_interpreter_is_refused(self, root: Path, tmp_path: Path, home: Path) -> None:
         command = self.make(tmp_path / "forged", f"#!{home}/.pyenv/bin/python3 -I\n")
         with refused("command_hidden"):
             run(root, command=command)

@@ -252,7 +252,7 @@ class TestRunning:
             facts = [item.fact for item in client.past_facts(since=EARLIEST) if isinstance(item, Record)]
             assert [type(fact) for fact in facts[-2:]] == [DaemonStopping, DaemonStarted]
 
-    def test_who_does_not_read_does_not_keep_it_past_its_deadline(self, tmp_path: Path) -> None:
+    def test_a_client_that_does_not_read_does_not_delay_the_stop(self, tmp_path: Path) -> None:
         with DaemonProcess(tmp_path, drain_timeout_s=0.2) as daemon, blocking_reader(daemon):
             assert daemon.end() == (0, "", "")
 
@@ -275,7 +275,7 @@ class TestRunning:
                 assert again.end()[0] == 0
         assert not daemon.socket.exists()
 
-    def test_nobody_needs_to_read_what_it_says(self, tmp_path: Path) -> None:
+    def test_a_closed_output_does_not_stop_the_daemon(self, tmp_path: Path) -> None:
         with DaemonProcess(tmp_path) as daemon:
             assert daemon.process.stdout is not None
             assert daemon.process.stderr is not None
