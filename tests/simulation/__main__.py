@@ -1,4 +1,4 @@
-"""`python -m tests.simulation --seeds 0:200`: live through many worlds; the first that breaks a promise is an error."""
+"""`python -m tests.simulation --seeds 0:200`: simulate clusters; exit with 1 at the first violated invariant."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ MUST_HAPPEN = (*elastic_tally.MUST_HAPPEN, *data.MUST_HAPPEN)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the seeds; 0 when every promise was kept, or the mutant was caught."""
+    """Run the seeds; returns 0 if no invariant was violated, or the mutant was caught."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seeds", default="0:200", metavar="FIRST:END")
-    parser.add_argument(
-        "--kind", choices=[*Kind], help="only worlds of this kind; otherwise each seed makes one of each"
-    )
-    parser.add_argument("--mutant", choices=sorted(MUTANTS), help="plant this bug, and expect to find it")
-    parser.add_argument("--trace", action="store_true", help="print all that happened")
-    parser.add_argument("--counts", action="store_true", help="print how often what was met")
+    parser.add_argument("--kind", choices=[*Kind], help="simulate only this kind; default: both kinds for each seed")
+    parser.add_argument("--mutant", choices=sorted(MUTANTS), help="introduce this bug and expect it to be caught")
+    parser.add_argument("--trace", action="store_true", help="print the trace")
+    parser.add_argument("--counts", action="store_true", help="print how often each event happened")
     parser.add_argument("--check-coverage", action="store_true", help="fail if an expected event never happened")
     options = parser.parse_args(arguments)
     first, _, end = options.seeds.partition(":")
@@ -43,21 +41,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.trace:
                 print("\n".join(outcome.trace))
             if outcome.error:
-                return _broken(outcome, options.mutant)
+                return _report_failure(outcome, options.mutant)
             facts += outcome.facts
             starts += outcome.starts
             met.update(outcome.met)
     if options.mutant:
-        print(f"the mutant {options.mutant} survived {len(seeds)} seeds", file=sys.stderr)
+        print(f"mutant {options.mutant} was not caught by {len(seeds)} seeds", file=sys.stderr)
         return 1
     if options.check_coverage and (unmet := [what for what in MUST_HAPPEN if not met[what]]):
-        print(f"nothing of this was met, and the promises about it prove nothing: {', '.join(unmet)}", file=sys.stderr)
+        print(
+            f"expected events never happened, so nothing tested their invariants: {', '.join(unmet)}", file=sys.stderr
+        )
         return 1
     if options.counts:
         print("\n".join(f"{count:8} {what}" for what, count in sorted(met.items())))
     took_s = time.monotonic() - started
-    lived = f"{starts} daemons lived, {met['worlds']} worlds were committed, {met['workers failed']} workers failed"
-    print(f"{len(seeds)} seeds passed, 0 failed: {lived}, {facts} facts, {took_s:.1f} s")
+    done = f"{starts} daemon starts, {met['worlds']} committed worlds, {met['workers failed']} failed workers"
+    print(f"{len(seeds)} seeds passed, 0 failed: {done}, {facts} facts, {took_s:.1f} s")
     return 0
 
 
@@ -70,14 +70,14 @@ def _outcomes(seeds: range, kinds: Sequence[Kind], mutant: str | None) -> Genera
         yield from pool.imap(partial(simulate_pair, mutant), worlds)
 
 
-def _broken(outcome: Outcome, mutant: str | None) -> int:
+def _report_failure(outcome: Outcome, mutant: str | None) -> int:
     if mutant and outcome.violation:
-        print(f"the mutant {mutant} was caught by seed {outcome.seed}: {outcome.violation}")
+        print(f"mutant {mutant} was caught by seed {outcome.seed}: {outcome.violation}")
         return 0
     print("\n".join(outcome.trace[-TRACE_LINES:]), file=sys.stderr)
     print(outcome.error, file=sys.stderr)
     print(
-        f"the {outcome.kind} world of seed {outcome.seed} failed; see it again with: {command(outcome, mutant)}",
+        f"seed {outcome.seed} failed ({outcome.kind} simulation); replay it with: {command(outcome, mutant)}",
         file=sys.stderr,
     )
     return 1

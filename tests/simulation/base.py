@@ -1,7 +1,8 @@
-"""What every simulated world is made of: a daemon that dies and comes back, a network and a disk that fail.
+"""The base of all simulations: a daemon that is killed and restarted, and a network and disk with faults.
 
-Law: whatever a killed daemon still does has no effect. Trouble is over when `end_faults` was called; from then on the
-network and the disk are good, and the daemon that runs lives on.
+Invariants:
+- Nothing that a killed daemon's tasks still do has an effect.
+- After `end_faults` the network and the disk have no faults, and the running daemon is not killed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ OpenStore = Callable[[], Awaitable[LogStore]]
 
 
 class Simulation(ABC):
-    """One seed's world, without those who live in it."""
+    """The daemon, network and disk of one seed; subclasses add clients or workers."""
 
     daemon_lives_s = DAEMON_LIVES_S
 
@@ -52,23 +53,23 @@ class Simulation(ABC):
         self.daemon: Daemon | None = None
         self.starts = 0
         self.token = ""
-        """That of an operator."""
+        """An operator's token."""
         self.network = SimulatedNetwork(loop, random, network_faults(random), trace=self.note)
         self.disk = SimulatedDisk(random, _disk_faults(random))
         self.clock = VirtualClock(loop)
         self.server_clock = self.clock
-        """That of the daemon."""
+        """The daemon's clock."""
         self.prepared = anyio.Event()
 
     def note(self, text: str) -> None:
-        """Write a line of the trace."""
+        """Append a line to the trace."""
         self.trace.append(f"{self.loop.time():.6f} {text}")
 
-    # What a world says of its daemons.
+    # For subclasses.
 
     @abstractmethod
     def ports(self, clock: VirtualClock, number: int) -> Ports:
-        """The outside of the daemon of that number."""
+        """The ports of the daemon with that number."""
 
     @abstractmethod
     def config(self) -> Config:
@@ -76,24 +77,24 @@ class Simulation(ABC):
 
     @abstractmethod
     def extend(self, daemon: Daemon) -> None:
-        """Put into a daemon what looks on."""
+        """Register observers in a new daemon."""
 
     @abstractmethod
     def daemon_started(self, daemon: Daemon) -> None:
-        """It serves."""
+        """The daemon is ready."""
 
     @abstractmethod
     def daemon_stopped(self) -> None:
-        """It is about to be killed, or did not start."""
+        """The daemon is about to be killed, or failed to start."""
 
     @abstractmethod
     def daemon_failed_to_start(self, code: str) -> None:
-        """A daemon had a reason not to start."""
+        """A daemon failed to start with this error code."""
 
-    # The daemon and what happens to it.
+    # The daemon.
 
     async def keep_daemon(self, tasks: TaskGroup) -> None:
-        """Run daemon after daemon, each until it is killed; the last one lives on."""
+        """Run daemons one after the other, each until it is killed; the last one stays."""
         while True:
             killed = anyio.Event()
             tasks.start_soon(self._run_daemon, killed)
@@ -114,7 +115,7 @@ class Simulation(ABC):
         self.network.crash(SERVER, host_gone=power_cut and self.random.random() < 0.3)
 
     async def _run_daemon(self, killed: anyio.Event) -> None:
-        """One process: when it is killed nothing that it still does has any effect."""
+        """Run one daemon until it is killed."""
         async with anyio.create_task_group() as process:
             process.start_soon(self._serve)
             await killed.wait()
@@ -130,19 +131,19 @@ class Simulation(ABC):
         while True:
             try:
                 async with Daemon.running(config, ports, extend=self.extend) as daemon:
-                    self.note(f"daemon {number} is ready at {daemon.ledger.durable}")
+                    self.note(f"daemon {number} is ready at revision {daemon.ledger.durable}")
                     self.daemon = daemon
                     self.daemon_started(daemon)
                     await anyio.sleep_forever()
             except ForgedError as error:
-                # As systemd does: what cannot start is started again.
-                self.note(f"daemon {number} did not start: {error.code}")
+                # Like systemd: a daemon that fails to start is started again.
+                self.note(f"daemon {number} failed to start: {error.code}")
                 self.daemon_stopped()
                 self.daemon_failed_to_start(error.code)
                 await anyio.sleep(0.5)
 
     async def make_token(self) -> None:
-        """Over the Unix socket, as an operator would."""
+        """Create an operator's token over the Unix socket."""
         async with ForgedClient(
             f"unix://{SOCKET}",
             network=self.network.host(SERVER),
@@ -155,34 +156,34 @@ class Simulation(ABC):
                 try:
                     await operator.request(CreateToken("simulation", Role.OPERATOR, secret))
                 except Unavailable as error:
-                    self.note(f"the operator was told {error.code}")
+                    self.note(f"the operator got error {error.code}")
                     await anyio.sleep(0.1)
                 else:
                     self.token = encode_token(secret)[1]
 
     def open_store_of(self, disk: SimulatedDisk) -> OpenStore:
-        """The way to the store on a disk."""
+        """The function that opens the store on this disk."""
 
         async def open_store() -> LogStore:
             return await LogStore.open(disk, self.random)
 
         return open_store
 
-    # Trouble.
+    # Faults.
 
     def fill_disk(self) -> None:
-        """Leave next to no room."""
+        """Reduce the disk's capacity to almost its used space."""
         self.note("the disk is full")
         self.disk.capacity_bytes = self.disk.used_bytes + self.random.randrange(2000)
 
     def heal(self) -> None:
-        """End the partitions, and give the disk room."""
+        """End partitions and make room on the disk."""
         self.network.heal()
         self.disk.capacity_bytes = None
 
     def end_faults(self) -> None:
-        """From now on the world is good."""
-        self.note("the trouble ends")
+        """No more faults from now on."""
+        self.note("faults end")
         self.faults_active = False
         self.network.calm()
         self.disk.capacity_bytes = None
@@ -190,7 +191,7 @@ class Simulation(ABC):
 
 
 def network_faults(random: Random) -> Faults:
-    """How bad the network is, in this world."""
+    """Draw the network faults of this seed."""
     hostile = random.random() < 0.8
     return Faults(
         latency_s=(0.0001, random.choice((0.001, 0.02, 0.2))),

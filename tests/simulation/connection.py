@@ -1,6 +1,6 @@
-"""Two simulated transports and the wires between them.
+"""A simulated connection: two transports and the wires between them.
 
-Law: what befalls a connection as a whole is told to each end apart, at its own time and only if it can be told.
+A reset or kill reaches each end at its own time, and only if packets can reach it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from tests.simulation.transport import SimulatedTransport, reset_by_peer, timed_
 from tests.simulation.wire import Mark, Wire
 
 RESET_AT_DEATH = 0.5
-"""How often the kernel of a killed process resets what it could as well have closed in order."""
+"""The probability that the kernel of a killed process resets a connection instead of closing it."""
 
 
 class Process(Protocol):
-    """What holds an end of a connection."""
+    """The owner of an end of a connection."""
 
     execution: Execution
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Whose an end of a connection is, and what it sees of the other."""
+    """One end of a connection: its process, and its peer."""
 
     process: Process
     host: str
@@ -36,7 +36,7 @@ class End:
 
 
 class Connection:
-    """What the network knows of two ends that talk."""
+    """A connection between two processes."""
 
     def __init__(
         self, links: Links, name: str, client: End, server: End, on_closed: Callable[[Connection], None]
@@ -55,7 +55,7 @@ class Connection:
         self._wires = (there, back)
 
     def reset(self) -> None:
-        """Break in the middle: both ends notice, each at its own time."""
+        """Reset the connection; each end is told at its own time."""
         self._links.trace(f"{self._wires[0].name} is reset")
         for wire in self._wires:
             wire.cut()
@@ -63,13 +63,13 @@ class Connection:
             self._later(noticed_after_s, wire, reset_by_peer())
 
     def gave_up(self, wire: Wire) -> None:
-        """Its sender takes the other end for dead. The other end learns of it if that can still be told."""
+        """The wire's sender ends the connection; the other end is told if it can be reached."""
         self._silence(wire)
         wire.sender.end(timed_out())
         wire.mark(Mark.RESET)
 
     def kill(self, process: object, *, host_gone: bool) -> None:
-        """Take the ends that belong to a process: its kernel tells the other end, unless it is gone with the host."""
+        """Close the ends of a killed process; the peers are told unless the host is gone."""
         for end, transport, wire in zip(self._ends, (self.client, self.server), self._wires, strict=True):
             if end.process is process:
                 if host_gone:
@@ -77,12 +77,12 @@ class Connection:
                 transport.die(reset=self._links.chance(RESET_AT_DEATH))
 
     def link_changed(self) -> None:
-        """A partition came or went."""
+        """A partition began or ended."""
         for wire in self._wires:
             wire.link_changed()
 
     def _silence(self, wire: Wire) -> None:
-        """Nothing more comes over this wire, which its receiver may notice by keepalive."""
+        """Cut the wire; its receiver may detect it by keepalive."""
         wire.cut()
         keepalive_s = self._links.faults_of(wire.source, wire.target).keepalive_s
         if keepalive_s:

@@ -1,9 +1,10 @@
-"""A simulated disk under append-only files, and what a power cut or a kill leaves of it.
+"""A simulated disk with append-only files, power cuts and kills.
 
-Law: what a `sync` that returned covered is there after a power cut, and a name after `sync_directory`; of all else any
-part may be. A file is what its process reads (`cache`) and what surely lies on the medium (`platter`); up to
-`dirty_from` the kernel takes the two for equal. It does so even after a sync that failed, as Linux does: trying again
-succeeds without writing, and only bytes that are appended anew get there.
+Invariants:
+- After a power cut, everything that a returned `sync` covered is there, and every name after `sync_directory`; of later
+  writes any part may be there.
+- A file has the content that its process reads (`cache`) and the durable content (`platter`). Up to `dirty_from` the
+  kernel treats them as equal, even after a failed sync, as Linux does: a second sync succeeds without writing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.simulation.links import Range
 
 @dataclass(frozen=True, slots=True)
 class DiskFaults:
-    """How slow and how bad a disk is; probabilities are per operation."""
+    """The disk's delays and fault probabilities per operation."""
 
     sync_s: Range = (0.0005, 0.01)
     append_fails: float = 0.0
@@ -38,16 +39,16 @@ class _File:
     platter: bytearray = field(default_factory=bytearray)
     dirty_from: int = 0
     shortest: int = 0
-    """How short the file became since the last sync began."""
+    """The minimum size since the last sync began."""
     syncing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def write(self, start: int, data: bytes) -> None:
-        """Put on the medium what was dirty from `start` on; what before it never got there is zeros."""
+        """Make the dirty range from `start` durable; earlier bytes that never became durable are zeros."""
         del self.platter[start:]
         self.platter += bytes(start - len(self.platter)) + data
 
     def after_power_cut(self, random: Random) -> bytearray:
-        """What of the file is found: the old, the new, or the new up to some place and behind it who knows what."""
+        """The content after a power cut: the old, the new, or the new up to a random point and then arbitrary bytes."""
         old, start = self.platter, self.dirty_from
         new = old[:start].ljust(start, b"\0") + self.cache[start:]
         cut = random.randint(start, len(new))
@@ -56,7 +57,7 @@ class _File:
 
 
 class SimulatedDisk:
-    """The disk as one process sees it. `crash` and `kill` end this view and return the next process's."""
+    """The disk as one process sees it; `crash` and `kill` return the disk of the next process."""
 
     def __init__(self, random: Random, faults: DiskFaults = GOOD, *, capacity_bytes: int | None = None) -> None:
         self.faults = faults
@@ -70,11 +71,11 @@ class SimulatedDisk:
 
     @property
     def used_bytes(self) -> int:
-        """What counts against the capacity."""
+        """The used capacity."""
         return sum(len(file.cache) for file in self._names.values())
 
     def append(self, name: str, data: bytes) -> None:
-        """Write behind the end of a file, which is made if it is not there. On failure a part may have been written."""
+        """Append to a file, creating it if needed. On failure a part may have been written."""
         self._check_alive()
         file = self._file_or_new(name)
         room = len(data) if self.capacity_bytes is None else max(0, self.capacity_bytes - self.used_bytes)
@@ -86,7 +87,7 @@ class SimulatedDisk:
             _fail(errno.ENOSPC, name)
 
     async def sync(self, name: str) -> None:
-        """Make durable what the file holds now; what is appended meanwhile is not covered."""
+        """Make the current content durable; bytes that are appended meanwhile are not covered."""
         self._check_alive()
         file = self._file(name)
         async with file.syncing:
@@ -101,17 +102,17 @@ class SimulatedDisk:
             file.dirty_from = min(end, file.shortest)
 
     def read(self, name: str) -> bytes:
-        """All that the file holds."""
+        """The file's content."""
         self._check_alive()
         return bytes(self._file(name).cache)
 
     def names(self) -> tuple[str, ...]:
-        """The files there are."""
+        """The names of the files."""
         self._check_alive()
         return tuple(self._names)
 
     def truncate(self, name: str, size: int) -> None:
-        """Cut a file off behind `size` bytes; durable, as everything, by `sync` only."""
+        """Truncate a file; durable after `sync`."""
         self._check_alive()
         file = self._file(name)
         del file.cache[size:]
@@ -119,13 +120,13 @@ class SimulatedDisk:
         file.shortest = min(file.shortest, size)
 
     def replace(self, source: str, target: str) -> None:
-        """Rename a file over whatever has the other name; durable by `sync_directory` only."""
+        """Rename a file, replacing the target; durable after `sync_directory`."""
         self._check_alive()
         self._file(source)
         self._rename(lambda names: names.update({target: names.pop(source)}))
 
     async def sync_directory(self) -> None:
-        """Make durable which names there are."""
+        """Make the names durable."""
         self._check_alive()
         async with self._directory_syncing:
             renames = len(self._renames)
@@ -137,7 +138,7 @@ class SimulatedDisk:
             del self._renames[:renames]
 
     def crash(self) -> SimulatedDisk:
-        """Cut the power: the disk as it is found afterwards."""
+        """Cut the power; returns the disk after the restart."""
         after = self._successor()
         names = dict(self._durable_names)
         for rename in self._renames[: self._random.randint(0, len(self._renames))]:
@@ -149,7 +150,7 @@ class SimulatedDisk:
         return after
 
     def kill(self) -> SimulatedDisk:
-        """Kill the process: the kernel keeps what was written, and the next process finds it, synced or not."""
+        """Kill the process; returns the disk of the next process, with all writes, synced or not."""
         after = self._successor()
         after._names, after._durable_names, after._renames = self._names, self._durable_names, self._renames
         return after
@@ -181,7 +182,7 @@ class SimulatedDisk:
 
     def _check_alive(self) -> None:
         if self._dead:
-            raise OSError(errno.EIO, "the process that had this disk is dead")
+            raise OSError(errno.EIO, "the process with this disk was killed")
 
 
 def _fail(code: int, name: str) -> NoReturn:

@@ -1,7 +1,7 @@
-"""Between hosts: which of them reach which, and what may happen to bytes on the way.
+"""The links between simulated hosts: partitions, latency and faults.
 
-Law: a link is one direction between two hosts. Everything random about the network is drawn here, from one `Random`,
-and everything that happens passes through `trace`.
+A link is one direction between two hosts. All randomness of the network is drawn here from one `Random`; every event is
+written to `trace`.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ Trace = Callable[[str], object]
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What a link does to what is written to it: probabilities are per write, ranges are drawn from evenly."""
+    """The faults of a link. Probabilities are per write; ranges are uniform."""
 
     latency_s: Range = (0.0002, 0.002)
     bytes_per_s: float = math.inf
     split: float = 0.0
     """A write arrives in several pieces, each at its own time."""
     merge: float = 0.0
-    """A piece waits for the one behind it and arrives together with it."""
+    """A piece arrives together with the next one."""
     reset: float = 0.0
-    """The connection breaks, and with it all that is under way in either direction."""
+    """The connection is reset; bytes in flight are lost in both directions."""
     drop: float = 0.0
-    """A write vanishes; nothing behind it arrives, until the sender gives up."""
+    """A write is lost; nothing after it arrives, until the sender gives up."""
     duplicate: float = 0.0
-    """A write arrives twice, as no TCP does: a misbehaving middlebox."""
+    """A write arrives twice, as with a faulty middlebox."""
     give_up_after_s: Range = (5.0, 30.0)
-    """How long a sender repeats what is not acknowledged before it takes the connection for dead."""
+    """How long a sender retransmits before it ends the connection."""
     keepalive_s: Range | None = None
-    """How long a receiver takes to notice that the other end vanished without a word; None is never."""
+    """How long a receiver takes to detect a vanished peer; None: never."""
     connect_timeout_s: float = 5.0
 
 
 CALM = Faults()
 LOOPBACK = Faults(latency_s=(0.00001, 0.0001))
-"""Within a host nothing breaks unless a test asks for it."""
+"""Connections within a host have no faults by default."""
 
 
 class Links:
@@ -51,7 +51,7 @@ class Links:
     def __init__(self, loop: asyncio.AbstractEventLoop, random: Random, faults: Faults, trace: Trace | None) -> None:
         self.loop = loop
         self.context = copy_context()
-        """What is under way is no part of the process that has sent it."""
+        """Bytes in flight do not belong to the sending process."""
         self.random = random
         self.faults = faults
         self.special: dict[tuple[str, str], Faults] = {}
@@ -61,19 +61,19 @@ class Links:
         self._blocked: set[tuple[str, str]] = set()
 
     def faults_of(self, source: str, target: str) -> Faults:
-        """What holds for bytes from one host to another now."""
+        """The current faults from one host to another."""
         return self.special.get((source, target), LOOPBACK if source == target else self.faults)
 
     def latency_s(self, source: str, target: str) -> float:
-        """How long the next thing from one host to another takes."""
+        """Draw the latency from one host to another."""
         return self.draw(self.faults_of(source, target).latency_s)
 
     def draw(self, between: Range) -> float:
-        """A number from a range."""
+        """Draw a number from a range."""
         return self.random.uniform(*between)
 
     def chance(self, probability: float) -> bool:
-        """Whether something of this probability happens now."""
+        """Draw an event with this probability."""
         return probability > 0 and self.random.random() < probability
 
     def reaches(self, source: str, target: str) -> bool:
@@ -81,10 +81,10 @@ class Links:
         return (source, target) not in self._blocked and source not in self.gone and target not in self.gone
 
     def block(self, sources: Iterable[str], targets: Iterable[str]) -> None:
-        """Let nothing pass from any of the sources to any of the targets."""
+        """Block all links from the sources to the targets."""
         targets = tuple(targets)
         self._blocked |= {(source, target) for source in sources for target in targets if source != target}
 
     def unblock(self) -> None:
-        """Let everything pass again."""
+        """Unblock all links."""
         self._blocked.clear()

@@ -1,13 +1,13 @@
-"""An asyncio event loop whose time passes only in the imagination: it jumps to the next timer.
+"""An asyncio event loop on virtual time: instead of sleeping it jumps to the next timer.
 
-Law: the same seed gives the same run in every process. So nothing here reads the machine's clock, starts a thread or
-opens a socket. What asyncio and anyio keep in sets (tasks, futures, cancel scopes) hashes by a number drawn from the
-seed instead of by its address, so each seed tries another order of cancellation and every process the same one. Timers
-due at one moment run in an order drawn from the seed; `call_soon` keeps the order that asyncio promises. The garbage
-collector runs at fixed iterations, because the finalisers of asynchronous generators schedule work.
+Invariants:
+- The same seed gives the same run in every process. The loop reads no clock, starts no thread, opens no socket.
+- Objects that asyncio and anyio keep in sets (tasks, futures, cancel scopes) have a hash drawn from the seed instead of
+  their address, so the order of cancellation depends on the seed only.
+- Timers due at the same moment run in an order drawn from the seed; `call_soon` keeps its order.
+- The garbage collector runs at fixed iterations, because finalisers of asynchronous generators schedule work.
 
-What runs as one process can be suspended, as by SIGSTOP: nothing of it runs, and all that was due runs in its order
-when it goes on.
+A simulated process can be suspended, as by SIGSTOP: its callbacks are held and run in order when it is resumed.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ STANDSTILL_ITERATIONS_MAX = 100_000
 COLLECT_EVERY_ITERATIONS = 20_000
 CANCELLED_TASKS_END_WITHIN_S = 3600.0
 EPOCH_S = 1_750_000_000.0
-"""What the wall clocks show when the simulation begins."""
+"""The wall time at the start of a simulation."""
 
-REAL_WORLD = (
+REAL_IO = (
     "add_",
     "connect_",
     "create_connection",
@@ -54,23 +54,23 @@ REAL_WORLD = (
     "start_tls",
     "subprocess_",
 )
-"""How the names begin of what a loop offers and a simulation must not touch."""
+"""The prefixes of the loop methods that do real I/O, which are refused."""
 
 
 class SimulationError(Exception):
-    """The simulated program did what cannot be simulated, or cannot go on."""
+    """The simulated program uses real I/O, or cannot continue."""
 
 
 class Deadlock(SimulationError):
-    """Somebody still waits, and nothing is left that could wake anybody."""
+    """Tasks wait, and no callback or timer is left."""
 
 
 class Livelock(SimulationError):
-    """Callbacks keep following each other and time stands still."""
+    """Callbacks run endlessly without time passing."""
 
 
 class Execution:
-    """What runs as one process: every task that begins in `context`, and whatever follows from it."""
+    """A simulated process: all tasks and callbacks that were started in `context`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.suspended = False
@@ -80,22 +80,22 @@ class Execution:
         self._held: list[asyncio.Handle] = []
 
     def suspend(self) -> None:
-        """Let nothing of it run."""
+        """Hold all its callbacks."""
         self.suspended = True
 
     def resume(self) -> None:
-        """Let it go on, with all that was due meanwhile."""
+        """Run the held callbacks and continue."""
         self.suspended = False
         held, self._held = self._held, []
         for handle in held:
             self._loop.call_soon(_run_held, handle, context=self.context.copy())
 
     def hold(self, handle: asyncio.Handle) -> None:
-        """Keep what is due for later."""
+        """Keep a callback until `resume`."""
         self._held.append(handle)
 
     def enter(self) -> None:
-        """Count the present task, and what it starts, as a part of this."""
+        """Make the current task, and what it starts, part of this process."""
         _execution.set(self)
 
 
@@ -108,7 +108,7 @@ def _run_held(handle: asyncio.Handle) -> None:
 
 
 def _holds(handle: asyncio.Handle, context: Context) -> bool:
-    """Whether this has to wait because what it is a part of is suspended."""
+    """Hold the callback if its process is suspended; returns whether it was held."""
     execution = context.get(_execution)
     if execution is None or not execution.suspended:
         return False
@@ -117,7 +117,7 @@ def _holds(handle: asyncio.Handle, context: Context) -> bool:
 
 
 class _Handle(asyncio.Handle):
-    """What is ready to run, unless its process is suspended."""
+    """A callback that is held while its process is suspended."""
 
     __slots__ = ()
     _context: Context
@@ -128,16 +128,16 @@ class _Handle(asyncio.Handle):
 
 
 class _Timer(asyncio.TimerHandle):
-    """A timer that among those due at the same moment takes a place drawn from the seed."""
+    """A timer with a random order among timers due at the same moment."""
 
-    __slots__ = ("place",)
+    __slots__ = ("order_key",)
     _context: Context
     _scheduled: bool
-    place: float
+    order_key: float
 
     def __lt__(self, other: object) -> bool:
         assert isinstance(other, _Timer)
-        return (self.when(), self.place) < (other.when(), other.place)
+        return (self.when(), self.order_key) < (other.when(), other.order_key)
 
     def _run(self) -> None:
         if not _holds(self, self._context):
@@ -184,7 +184,7 @@ def _scope_class(loop: VirtualLoop) -> type[anyio_backend.CancelScope]:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """The loop. asyncio and anyio run on it unchanged; use `run` unless a test is about the loop itself."""
+    """The virtual loop; use `run` unless a test is about the loop itself."""
 
     _ready: deque[asyncio.Handle]
     _scheduled: list[asyncio.TimerHandle]
@@ -201,15 +201,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._finishing = False
         self._home = threading.get_ident()
         self.set_exception_handler(self._record)
-        for name in filter(lambda name: name.startswith(REAL_WORLD), dir(self)):
+        for name in filter(lambda name: name.startswith(REAL_IO), dir(self)):
             setattr(self, name, partial(_refuse, f"loop.{name}"))
 
     def time(self) -> float:
-        """Seconds since the simulation began."""
+        """Virtual seconds since the start."""
         return self._now_s
 
     def draw_hash(self) -> int:
-        """A hash for an object that will sit in sets."""
+        """A random hash for an object that is kept in sets."""
         return self._random.getrandbits(60)
 
     def _call_soon(
@@ -222,15 +222,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_at(
         self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """As in asyncio; see `_Timer` for what differs."""
+        """As in asyncio, with the order of `_Timer`."""
         timer = _Timer(when, callback, args, self, context)
-        timer.place = self._random.random()
+        timer.order_key = self._random.random()
         timer._scheduled = True
         heapq.heappush(self._scheduled, timer)
         return timer
 
     def create_future(self) -> asyncio.Future[Any]:
-        """A future with a drawn hash."""
+        """A future with a random hash."""
         return _Future(loop=self)
 
     def create_task(
@@ -240,25 +240,25 @@ class VirtualLoop(asyncio.BaseEventLoop):
         name: object = None,
         context: Context | None = None,
     ) -> asyncio.Task[T]:
-        """A task with a drawn hash, and a name that counts within this loop only."""
+        """A task with a random hash and a name that is unique in this loop."""
         self._tasks_made += 1
         return _Task(coro, loop=self, name=str(name or f"task-{self._tasks_made}"), context=context)
 
     def call_soon_threadsafe(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """`call_soon`, for the loop's own thread; others are refused."""
+        """`call_soon` from the loop's thread; other threads are refused."""
         if threading.get_ident() != self._home:
             _refuse("call_soon_threadsafe from another thread")
         return self.call_soon(callback, *args, context=context)
 
     def _process_events(self, event_list: list[Any]) -> None:
-        """There are no events but timers."""
+        """There are no I/O events."""
 
     def _jump(self, timeout: float | None) -> list[Any]:
-        """Where a real loop would sleep in `select`, time jumps to the next timer."""
+        """Replace `select`: jump to the next timer."""
         if self._unseen and not self._finishing:
-            raise ExceptionGroup("errors that nobody awaited", self._take_unseen())
+            raise ExceptionGroup("unretrieved errors", self._take_unseen())
         self._iterations += 1
         if self._iterations % COLLECT_EVERY_ITERATIONS == 0:
             gc.collect()
@@ -295,12 +295,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return unseen
 
     def finish(self) -> list[Exception]:
-        """Cancel what still runs, close, and return the errors that nobody saw."""
+        """Cancel all tasks, close, and return the unretrieved errors."""
         self._finishing = True
         self._standstill_iterations = 0
         gc.collect()
         self.call_soon(self.stop)
-        self.run_forever()  # one iteration: what was ready when the run broke off, the end of that run among it
+        self.run_forever()  # one iteration for the callbacks that were ready when the run ended
         try:
             self.run_until_complete(self._end_tasks())
             self.run_until_complete(self.shutdown_asyncgens())
@@ -321,7 +321,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def _refuse(what: str, *_args: object, **_options: object) -> NoReturn:
-    raise SimulationError(f"{what} reaches into the real world, which a simulation must not")
+    raise SimulationError(f"{what} does real I/O, which a simulation must not")
 
 
 def _where(task: asyncio.Task[Any]) -> str:
@@ -336,7 +336,7 @@ def _where(task: asyncio.Task[Any]) -> str:
 
 @contextlib.contextmanager
 def _collector_held() -> Iterator[None]:
-    """Keep the collector from running at moments that depend on the heap; what was there before is set aside."""
+    """Disable automatic garbage collection, whose moments depend on the heap."""
     enabled = gc.isenabled()
     gc.disable()
     gc.freeze()
@@ -350,7 +350,7 @@ def _collector_held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_threads() -> Iterator[None]:
-    """Refuse threads that this thread would start: virtual time would jump past their work."""
+    """Refuse to start threads: virtual time would jump past their work."""
     home, start = threading.get_ident(), threading.Thread.start
 
     def refuse_here(thread: threading.Thread) -> None:
@@ -363,10 +363,10 @@ def _no_threads() -> Iterator[None]:
 
 
 def run(main: Callable[[], Awaitable[T]], seed: object) -> T:
-    """Run `main` to its end on a loop of its own and return its result.
+    """Run `main` on a new virtual loop and return its result.
 
-    What is left over is cancelled. Raises what `main` raises, or an `ExceptionGroup` of the errors that nobody saw:
-    those of tasks that nobody awaited, of callbacks and of protocols.
+    Remaining tasks are cancelled. Raises the error of `main`, or an `ExceptionGroup` of unretrieved errors of tasks,
+    callbacks and protocols.
     """
     loop = VirtualLoop(Random(f"loop {seed}"))
     scopes = patch.object(anyio_backend, "CancelScope", _scope_class(loop))
@@ -375,10 +375,10 @@ def run(main: Callable[[], Awaitable[T]], seed: object) -> T:
             result = loop.run_until_complete(main())
         except BaseException as error:
             for unseen in loop.finish():
-                error.add_note(f"nobody saw {unseen!r}")
+                error.add_note(f"unretrieved error: {unseen!r}")
             raise
         if unseen_errors := loop.finish():
-            raise ExceptionGroup("errors that nobody awaited", unseen_errors)
+            raise ExceptionGroup("unretrieved errors", unseen_errors)
         return result
 
 
@@ -391,13 +391,13 @@ class VirtualClock:
         self._skew_s = skew_s
 
     def wall(self) -> float:
-        """Seconds since 1970, as wrong as the host's clock is."""
+        """Seconds since 1970, with the host's clock error."""
         return EPOCH_S + self._loop.time() + self._skew_s
 
     def monotonic(self) -> float:
-        """Seconds since the host started, or what it takes for that."""
+        """Seconds with the host's arbitrary offset."""
         return self._loop.time() + self._offset_s
 
     def jump(self, seconds: float) -> None:
-        """Set the wall clock forward or back, as an operator or NTP does."""
+        """Set the wall clock forward or back."""
         self._skew_s += seconds

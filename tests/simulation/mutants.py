@@ -1,7 +1,7 @@
-"""Deliberate bugs, to show that the simulation finds bugs.
+"""Mutants: deliberate bugs that the service simulation must catch.
 
-Law: a mutant changes one thing that the daemon or a client must do, by patching it for as long as a world lasts. Each
-must be caught within the seeds that CI runs; one that survives says that an invariant is missing.
+Each mutant patches one behaviour of the daemon or a client for one seed. Each must be caught within the seeds that CI
+runs; a mutant that is not caught shows that an invariant is missing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def acknowledge_before_commit() -> Iterator[None]:
 
 @contextmanager
 def drop_the_sync() -> Iterator[None]:
-    """The disk is told to write, never to have written."""
+    """The disk is never synced."""
 
     async def forget(self: SimulatedDisk, name: str) -> None:
         return
@@ -55,7 +55,7 @@ def drop_the_sync() -> Iterator[None]:
 
 @contextmanager
 def forget_the_dedup() -> Iterator[None]:
-    """A request that comes again is done again."""
+    """A repeated request is executed again."""
     known = ReplyTable.recall
 
     def oblivious(self: ReplyTable, call: Any, now: float) -> None:
@@ -67,7 +67,7 @@ def forget_the_dedup() -> Iterator[None]:
 
 @contextmanager
 def forget_replies_at_restart() -> Iterator[None]:
-    """Replies are remembered in memory alone."""
+    """Remembered replies are not loaded after a restart."""
     load = ReplyTable.load
 
     def load_nothing(self: ReplyTable, entries: Any, now: float) -> None:
@@ -79,7 +79,7 @@ def forget_replies_at_restart() -> Iterator[None]:
 
 @contextmanager
 def reorder_a_mailbox() -> Iterator[None]:
-    """A mailbox that holds several facts hands over the last two in the wrong order."""
+    """A mailbox delivers the last two of several facts in the wrong order."""
     put = Mailbox.put
 
     def shuffle(self: Mailbox, records: Any) -> None:
@@ -93,7 +93,7 @@ def reorder_a_mailbox() -> Iterator[None]:
 
 @contextmanager
 def lose_a_resumed_subscription() -> Iterator[None]:
-    """After a reconnection a stream begins with what is new."""
+    """After a reconnection a stream starts at the newest fact."""
     subscribe = FactStream.subscribe
 
     def from_now_on(self: FactStream, history: str) -> Subscribe:
@@ -107,7 +107,7 @@ def lose_a_resumed_subscription() -> Iterator[None]:
 
 @contextmanager
 def read_before_durable() -> Iterator[None]:
-    """A read does not wait for what it rests on."""
+    """A read does not wait until its revision is durable."""
     settled = Ledger.settled
 
     def hasty(self: Ledger, *args: Any) -> Any:
@@ -122,7 +122,7 @@ def read_before_durable() -> Iterator[None]:
 
 @contextmanager
 def keep_state_after_failed_commit() -> Iterator[None]:
-    """When a commit fails, the owners of state are not told."""
+    """After a failed commit the state owners are not reloaded."""
     load = Ledger._load
 
     async def load_the_ledger_alone(self: Ledger) -> None:
@@ -141,7 +141,7 @@ def keep_state_after_failed_commit() -> Iterator[None]:
 
 @contextmanager
 def hide_gaps() -> Iterator[None]:
-    """A reader who comes too late is not told what it missed."""
+    """Gaps are not sent to clients."""
     advance = OutgoingStream.advance
 
     def silent(self: OutgoingStream, journal: Any) -> Any:
@@ -153,7 +153,7 @@ def hide_gaps() -> Iterator[None]:
 
 @contextmanager
 def lose_a_cursor() -> Iterator[None]:
-    """A durable handler begins after a restart with what is new."""
+    """A durable handler starts at the newest fact after a restart."""
     load = Ledger._load
 
     async def without_cursors(self: Ledger) -> None:
@@ -166,7 +166,7 @@ def lose_a_cursor() -> Iterator[None]:
 
 @contextmanager
 def save_a_followers_position_too_early() -> Iterator[None]:
-    """A follower's position counts facts as delivered while they are being delivered."""
+    """A follower's position is advanced before the delivery has finished."""
     following = Follower._next
 
     def early(self: Follower) -> Any:
@@ -189,7 +189,7 @@ def save_a_followers_position_too_early() -> Iterator[None]:
 
 @contextmanager
 def skip_what_could_not_be_delivered() -> Iterator[None]:
-    """A follower goes on behind the facts over which it failed."""
+    """A follower skips a failed delivery."""
     try_delivery = Follower._try_delivery
 
     async def careless(self: Follower, deliver: Any) -> bool:
@@ -201,7 +201,7 @@ def skip_what_could_not_be_delivered() -> Iterator[None]:
 
 
 class _Premature:
-    """A ledger and its journal, with what has been decided and is not stored yet."""
+    """A ledger whose journal includes decisions that are not durable."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.published = sys.maxsize
@@ -219,7 +219,7 @@ class _Premature:
 
 @contextmanager
 def deliver_undurable_facts() -> Iterator[None]:
-    """A follower takes what has been decided, before the store has it."""
+    """A follower delivers facts that are not durable."""
     begin = Follower.begin
 
     def hasty(self: Follower, source: Any, position: int) -> None:
@@ -231,7 +231,7 @@ def deliver_undurable_facts() -> Iterator[None]:
 
 @contextmanager
 def hide_a_followers_gaps() -> Iterator[None]:
-    """A follower that comes too late is not told what it missed."""
+    """Gaps are not delivered to followers."""
 
     async def silent(self: Follower, gap: Gap) -> None:
         return
@@ -242,20 +242,20 @@ def hide_a_followers_gaps() -> Iterator[None]:
 
 @contextmanager
 def leave_followers_behind() -> Iterator[None]:
-    """A plugin that takes part again is not followed up on what it was told to leave."""
-    take_part = Plugin.activate
+    """A re-enabled plugin's followers stay paused."""
+    activate = Plugin.activate
 
     def without_followers(self: Plugin) -> None:
         followers, self.followers = self.followers, []
-        take_part(self)
+        activate(self)
         self.followers = followers
 
-    with patch.object(Plugin, "take_part", without_followers):
+    with patch.object(Plugin, "activate", without_followers):
         yield
 
 
 class _AlwaysActive:
-    """A plugin for whoever does not look whether it is."""
+    """A plugin that always looks active."""
 
     active = True
 
@@ -268,7 +268,7 @@ class _AlwaysActive:
 
 @contextmanager
 def go_through_the_wrapper_of_a_plugin_left_out() -> Iterator[None]:
-    """Quarantine forgets what a plugin wraps."""
+    """The wrappers of a quarantined plugin stay in use."""
     wrap = Installer._wrap
 
     def forgetful(self: Installer, wrapping: Any) -> None:
@@ -281,7 +281,7 @@ def go_through_the_wrapper_of_a_plugin_left_out() -> Iterator[None]:
 
 @contextmanager
 def let_a_plugin_say_anything() -> Iterator[None]:
-    """Nobody looks at what a plugin publishes."""
+    """Published facts of plugins are not checked."""
 
     def indulgent(facts: Any, *, own: bool) -> None:
         return

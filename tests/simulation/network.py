@@ -1,8 +1,8 @@
-"""The simulated network: hosts by name, doors on them, and connections that suffer.
+"""The simulated network: hosts, listeners and connections with faults.
 
-Law: a `HostNetwork` is what one process sees, the port `forged.net.transport.port.Network`. When the process is
-killed, or its host is, the object is dead for good: its doors and connections are gone and its protocols hear nothing;
-whoever starts again on that host asks `SimulatedNetwork.host` for another.
+A `HostNetwork` implements `forged.net.transport.port.Network` for one process. When the process or its host is killed,
+its listeners and connections are gone and its protocols are not called again; a new process on that host uses another
+`HostNetwork` from `SimulatedNetwork.host`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ THIS_HOST = ("localhost", "127.0.0.1", "::1")
 ANY_HOST = ("", "0.0.0.0", "::")
 UID = 0
 
-Door = tuple[str, str | int]
-"""A host, and a path or a port on it."""
+ListenKey = tuple[str, str | int]
+"""A host, and a path or port on it."""
 
 
 class SimulatedListener:
-    """An open door."""
+    """A listening address."""
 
     def __init__(
         self, process: HostNetwork, address: Address, factory: ProtocolFactory, close: Callable[[], None]
@@ -42,38 +42,38 @@ class SimulatedListener:
 
     @property
     def address(self) -> Address:
-        """Where it listens: port 0 has become a port."""
+        """The actual address; port 0 is replaced."""
         return self._address
 
     @property
     def local(self) -> bool:
-        """Whether only its own host gets in."""
+        """Whether only its own host can connect."""
         return self._address.scheme == "unix" or self._address.host in THIS_HOST
 
     def descriptors(self) -> list[int]:
-        """There are no sockets."""
+        """None: there are no sockets."""
         return []
 
     async def close(self) -> None:
-        """Accept no more."""
+        """Stop accepting."""
         self._close()
 
 
 class SimulatedNetwork:
-    """All hosts and what is between them; `links` holds the faults and may be changed at any time."""
+    """All hosts and links; the faults in `links` may be changed at any time."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, random: Random, faults: Faults = CALM, trace: Trace | None = None
     ) -> None:
         self.links = Links(loop, random, faults, trace)
         self._processes: dict[HostNetwork, None] = {}
-        self._doors: dict[Door, SimulatedListener] = {}
+        self._listeners: dict[ListenKey, SimulatedListener] = {}
         self._connections: dict[Connection, None] = {}
         self._ports = FIRST_PORT
         self._names = 0
 
     def host(self, name: str) -> HostNetwork:
-        """The network as a new process on this host sees it. A host that was gone is back."""
+        """The network of a new process on this host. A host that was gone is back."""
         self.links.gone.discard(name)
         self._links_changed()
         process = HostNetwork(self, name)
@@ -81,7 +81,7 @@ class SimulatedNetwork:
         return process
 
     def partition(self, a: Iterable[str], b: Iterable[str], *, one_way: bool = False) -> None:
-        """Let nothing pass from the hosts `a` to the hosts `b`, nor back unless `one_way`."""
+        """Block the links from hosts `a` to hosts `b`, and back unless `one_way`."""
         a, b = tuple(a), tuple(b)
         self.links.trace(f"partition {','.join(a)} {'>' if one_way else '|'} {','.join(b)}")
         self.links.block(a, b)
@@ -89,19 +89,19 @@ class SimulatedNetwork:
             self.links.block(b, a)
 
     def heal(self) -> None:
-        """End all partitions; what was held back arrives."""
+        """End all partitions; held bytes arrive."""
         self.links.trace("heal")
         self.links.unblock()
         self._links_changed()
 
     def calm(self) -> None:
-        """End all partitions and all faults: from now on the network is good."""
+        """End all partitions and faults."""
         self.links.faults = CALM
         self.links.special.clear()
         self.heal()
 
     def crash(self, name: str, *, host_gone: bool = False) -> None:
-        """Kill every process on a host; with `host_gone` the host itself falls silent, until somebody starts on it."""
+        """Kill all processes on a host; with `host_gone` the host is silent until a process starts on it."""
         self.links.trace(f"crash {name}{' with its host' if host_gone else ''}")
         for process in [process for process in self._processes if process.name == name]:
             self._kill(process, host_gone=host_gone)
@@ -109,7 +109,7 @@ class SimulatedNetwork:
             self.links.gone.add(name)
 
     def kill(self, process: HostNetwork) -> None:
-        """Kill one process: others on its host live on."""
+        """Kill one process."""
         self.links.trace(f"kill a process on {process.name}")
         self._kill(process, host_gone=False)
 
@@ -117,7 +117,9 @@ class SimulatedNetwork:
         self._processes.pop(process, None)
         process.dead = True
         process.execution.resume()
-        self._doors = {door: listener for door, listener in self._doors.items() if listener.process is not process}
+        self._listeners = {
+            key: listener for key, listener in self._listeners.items() if listener.process is not process
+        }
         for connection in list(self._connections):
             connection.kill(process, host_gone=host_gone)
 
@@ -125,31 +127,31 @@ class SimulatedNetwork:
         for connection in list(self._connections):
             connection.link_changed()
 
-    def open_door(self, process: HostNetwork, address: Address, factory: ProtocolFactory) -> SimulatedListener:
-        """Let connections to this address reach a process."""
+    def listen(self, process: HostNetwork, address: Address, factory: ProtocolFactory) -> SimulatedListener:
+        """Listen at an address for a process."""
         if address.scheme != "unix" and not address.port:
             address = replace(address, port=self.next_port())
-        door = (process.name, address.path or address.port)
-        if door in self._doors:
+        key = (process.name, address.path or address.port)
+        if key in self._listeners:
             code = "socket_in_use" if address.scheme == "unix" else "address_in_use"
-            raise ConfigError(code, f"{address} is in use on {process.name}", "listen somewhere else")
+            raise ConfigError(code, f"{address} is in use on {process.name}", "use another address")
 
         def close() -> None:
-            if self._doors.get(door) is listener:
-                del self._doors[door]
+            if self._listeners.get(key) is listener:
+                del self._listeners[key]
 
         listener = SimulatedListener(process, address, factory, close)
-        self._doors[door] = listener
+        self._listeners[key] = listener
         self.links.trace(f"{process.name} listens at {address}")
         return listener
 
-    def door(self, source: str, target: str, address: Address) -> SimulatedListener | None:
-        """Who listens there for a connection from `source`."""
-        listener = self._doors.get((target, address.path or address.port))
+    def listener(self, source: str, target: str, address: Address) -> SimulatedListener | None:
+        """The listener that a connection from `source` reaches."""
+        listener = self._listeners.get((target, address.path or address.port))
         return None if listener and listener.local and source != target else listener
 
     def connection(self, client: HostNetwork, listener: SimulatedListener, address: Address) -> Connection:
-        """Lay a connection between two processes; neither knows of it yet."""
+        """Make a connection between two processes, which are not told yet."""
         server = listener.process
         self._names += 1
         name = f"#{self._names} {client.name}>{server.name}"
@@ -159,7 +161,7 @@ class SimulatedNetwork:
         return connection
 
     def next_port(self) -> int:
-        """A port that nobody has."""
+        """An unused port."""
         self._ports += 1
         return self._ports
 
@@ -168,7 +170,7 @@ class SimulatedNetwork:
 
 
 class HostNetwork:
-    """The port `forged.net.transport.port.Network`, for one process on a simulated host."""
+    """Implements `forged.net.transport.port.Network` for one process on a simulated host."""
 
     def __init__(self, network: SimulatedNetwork, name: str) -> None:
         self.name = name
@@ -178,11 +180,13 @@ class HostNetwork:
         self._links = network.links
 
     async def listen(self, address: Address, factory: ProtocolFactory) -> SimulatedListener:
-        """Call `factory` for every connection that arrives."""
+        """Listen, and call `factory` for every new connection."""
         self._check_alive()
         if address.scheme != "unix" and address.host not in (self.name, *THIS_HOST, *ANY_HOST):
-            raise ConfigError("address_not_available", f"{address} is not on {self.name}", "listen at an own one")
-        return self._network.open_door(self, address, factory)
+            raise ConfigError(
+                "address_not_available", f"{address} is not an address of {self.name}", "use its own address"
+            )
+        return self._network.listen(self, address, factory)
 
     async def connect(self, address: Address, factory: ProtocolFactory) -> asyncio.Transport:
         """Connect, or raise `Unavailable` with the code `connect_refused` or `connect_timeout`."""
@@ -190,22 +194,22 @@ class HostNetwork:
         here = address.scheme == "unix" or address.host in (*THIS_HOST, *ANY_HOST)
         target = self.name if here else address.host
         await self._reach(target, address)
-        listener = self._network.door(self.name, target, address)
+        listener = self._network.listener(self.name, target, address)
         if listener is None:
             await self._answer(target)
             self._links.trace(f"{self.name} is refused at {address}")
-            raise Unavailable("connect_refused", f"nobody listens at {address}", "start it, or mend the address")
+            raise Unavailable("connect_refused", f"no process listens at {address}", "start it, or correct the address")
         if listener.address.scheme != address.scheme:
-            raise PeerError("tls_refused", f"{listener.address} does not speak {address.scheme}", "mend the address")
+            raise PeerError("tls_refused", f"{listener.address} does not use {address.scheme}", "correct the address")
         return await self._finish(self._network.connection(self, listener, address), listener, target, factory)
 
     def peer(self, transport: asyncio.BaseTransport) -> Peer:
-        """Who is at the other end."""
+        """The peer of a transport."""
         assert isinstance(transport, SimulatedTransport)
         return transport.peer
 
     async def _reach(self, target: str, address: Address) -> None:
-        """Knock until somebody hears it and could answer."""
+        """Repeat the SYN until packets pass in both directions."""
         links = self._links
         deadline_s = links.loop.time() + links.faults_of(self.name, target).connect_timeout_s
         await asyncio.sleep(links.latency_s(self.name, target))
@@ -213,19 +217,19 @@ class HostNetwork:
         while not (links.reaches(self.name, target) and links.reaches(target, self.name)):
             if links.loop.time() >= deadline_s:
                 links.trace(f"{self.name} gets no answer from {address}")
-                raise Unavailable("connect_timeout", f"{address} does not answer", "try again later")
+                raise Unavailable("connect_timeout", f"{address} does not answer", "retry later")
             await asyncio.sleep(min(SYN_REPEATS_AFTER_S, deadline_s - links.loop.time()))
             self._check_alive()
 
     async def _answer(self, target: str) -> None:
-        """Wait as long as whatever the target says takes."""
+        """Wait for the target's answer."""
         await asyncio.sleep(self._links.latency_s(target, self.name))
         self._check_alive()
 
     async def _finish(
         self, connection: Connection, listener: SimulatedListener, target: str, factory: ProtocolFactory
     ) -> asyncio.Transport:
-        """The server has accepted; the client learns of it later, or never."""
+        """The server has accepted; the client is told later, or never."""
         accepting = listener.process.execution.context.copy()
         self._links.loop.call_soon(connection.server.start, listener.factory, context=accepting)
         try:
@@ -239,11 +243,11 @@ class HostNetwork:
 
     def _check_alive(self) -> None:
         if self.dead:
-            raise Unavailable("process_killed", f"this process on {self.name} was killed", "it cannot go on")
+            raise Unavailable("process_killed", f"this process on {self.name} was killed", "")
 
 
 def _ends(client: HostNetwork, server: HostNetwork, address: Address, port: int) -> tuple[End, End]:
-    """How the two ends of a connection to `address` look to each other."""
+    """The two ends of a connection to `address`."""
     loopback = client.name == server.name
     if address.scheme == "unix":
         peer = Peer("unix", str(address), loopback=True, uid=UID)

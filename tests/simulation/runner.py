@@ -1,7 +1,7 @@
-"""Living through one world, and saying what became of it.
+"""Run one seed of the simulation and report its outcome.
 
-Law: whatever becomes of a world is told with its seed. A loop that never yields keeps virtual time, and everything that
-watches it, from having its turn: that is broken off by the processor time that the world takes.
+Every outcome carries its seed. A loop that never yields would stop virtual time and every check; such a seed is aborted
+by a CPU time limit.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from tests.simulation import data_mutants, elastic, elastic_mutants, mutants, se
 from tests.simulation.oracle import InvariantViolated
 
 CPU_S_MAX = 60.0
-"""What a world may take; one takes less than a second."""
-OF_TRAINING = {**elastic_mutants.MUTANTS, **data_mutants.MUTANTS}
-MUTANTS = {**mutants.MUTANTS, **OF_TRAINING}
+"""The CPU time limit of one seed; most take less than a second."""
+ELASTIC_MUTANTS = {**elastic_mutants.MUTANTS, **data_mutants.MUTANTS}
+MUTANTS = {**mutants.MUTANTS, **ELASTIC_MUTANTS}
 
 
 class NeverYields(SystemExit):
-    """A world goes on for ever: a loop somewhere in it never yields. No task may take this for its own affair."""
+    """The CPU time limit was exceeded. A `SystemExit`, so that no task handles it as its own failure."""
 
 
 class Kind(StrEnum):
-    """What a world is about."""
+    """What is simulated."""
 
     SERVICE = "service"
-    """Clients, plugins and the record."""
+    """Clients, plugins and the journal."""
     ELASTIC = "elastic"
-    """Jobs that train."""
+    """Elastic training jobs with data."""
 
 
 SIMULATE: dict[Kind, Callable[[int, Callable[[Any], None]], Any]] = {
@@ -44,51 +44,52 @@ SIMULATE: dict[Kind, Callable[[int, Callable[[Any], None]], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a seed."""
+    """The result of one seed."""
 
     seed: int
     kind: Kind
     error: str = ""
     violation: str = ""
-    """The promise that was not kept, in a line; empty when something else went wrong."""
+    """The violated invariant in one line; empty for any other error."""
     trace: Sequence[str] = ()
     facts: int = 0
     starts: int = 0
     met: Mapping[str, int] = field(default_factory=dict)
-    """How often what is counted was met."""
+    """How often each counted event happened."""
 
 
 def kinds_for(mutant: str | None) -> tuple[Kind, ...]:
-    """The worlds in which a bug matters; all of them without one."""
+    """The kinds in which the mutant has an effect; all kinds without a mutant."""
     if mutant is None:
         return tuple(Kind)
-    return (Kind.ELASTIC if mutant in OF_TRAINING else Kind.SERVICE,)
+    return (Kind.ELASTIC if mutant in ELASTIC_MUTANTS else Kind.SERVICE,)
 
 
 def simulate_seed(seed: int, mutant: str | None = None, kind: Kind = Kind.SERVICE) -> Outcome:
-    """Simulate one seed, with a deliberate bug if one is named."""
-    worlds: list[Any] = []
+    """Simulate one seed, with a mutant if one is named."""
+    simulations: list[Any] = []
     try:
-        with MUTANTS[mutant]() if mutant else contextlib.nullcontext(), _ended():
-            lived = SIMULATE[kind](seed, worlds.append)
-    except (Exception, NeverYields):  # noqa: BLE001 - whatever it is, it is what this program is looking for
+        with MUTANTS[mutant]() if mutant else contextlib.nullcontext(), _cpu_limit():
+            simulated = SIMULATE[kind](seed, simulations.append)
+    except (Exception, NeverYields):  # noqa: BLE001 - any error is a finding
         error = traceback.format_exc(limit=-12)
-        return Outcome(seed, kind, error, _promise(error), worlds[0].trace if worlds else ())
-    return Outcome(seed, kind, "", "", lived.trace, len(lived.oracle.facts), lived.starts, getattr(lived, "met", {}))
+        return Outcome(seed, kind, error, _violation(error), simulations[0].trace if simulations else ())
+    facts, met = len(simulated.oracle.facts), getattr(simulated, "met", {})
+    return Outcome(seed, kind, "", "", simulated.trace, facts, simulated.starts, met)
 
 
 def simulate_pair(mutant: str | None, world: tuple[int, Kind]) -> Outcome:
-    """The same, with the arguments as they are handed to other processes."""
+    """`simulate_seed` with picklable arguments for a process pool."""
     seed, kind = world
     return simulate_seed(seed, mutant, kind)
 
 
 @contextlib.contextmanager
-def _ended() -> Iterator[None]:
-    """Break off what takes far more of the processor than a world does; what comes behind it, too."""
+def _cpu_limit() -> Iterator[None]:
+    """Raise `NeverYields` in the block after `CPU_S_MAX`, and again after each further interval."""
 
     def end(*_: object) -> None:
-        raise NeverYields(f"it has taken {CPU_S_MAX:g} s of the processor: something in it loops and never yields")
+        raise NeverYields(f"it used {CPU_S_MAX:g} s of CPU time: a loop never yields")
 
     before = signal.signal(signal.SIGPROF, end)
     signal.setitimer(signal.ITIMER_PROF, CPU_S_MAX, CPU_S_MAX)
@@ -100,12 +101,12 @@ def _ended() -> Iterator[None]:
 
 
 def command(outcome: Outcome, mutant: str | None) -> str:
-    """How to see it again."""
+    """The command that replays the seed."""
     bug = f" --mutant {mutant}" if mutant else ""
     seeds = f"{outcome.seed}:{outcome.seed + 1}"
     return f"python -m tests.simulation --seeds {seeds} --kind {outcome.kind}{bug} --trace"
 
 
-def _promise(error: str) -> str:
+def _violation(error: str) -> str:
     lines = (line.partition(f"{InvariantViolated.__name__}: ")[2] for line in error.splitlines())
     return next(filter(None, lines), "")

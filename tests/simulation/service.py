@@ -1,8 +1,9 @@
-"""A whole cluster in one process: a daemon that dies and comes back, clients that go on, plugins, and much that fails.
+"""The service simulation: a daemon that is killed and restarted, reconnecting clients, and plugins, with faults.
 
-Law: a world is a function of its seed. Time is virtual, every draw comes from the seed, and what happens is written to
-a trace that is the same byte for byte in every process. Trouble ends after a while; then everything must come right
-within a bound.
+Invariants:
+- A run is a function of its seed: time is virtual, every random draw comes from the seed, and the trace is identical in
+  every process.
+- Faults end after `FAULTS_S`; then the cluster must recover within `RECOVERY_MAX_S`.
 """
 
 from __future__ import annotations
@@ -30,36 +31,36 @@ from tests.simulation.base import ENDPOINT, FOUND_WITHIN_S, SERVER, SOCKET, Simu
 from tests.simulation.loop import VirtualClock, VirtualLoop, run
 from tests.simulation.oracle import InvariantViolated, Oracle
 from tests.simulation.plugin_oracle import Lifetime
-from tests.simulation.plugins import Cast, Life
+from tests.simulation.plugins import DaemonRun, PluginSet
 from tests.simulation.store import LogStore
 
 CLIENTS = 4
-TROUBLE_S = 30.0
+FAULTS_S = 30.0
 RECOVERY_MAX_S = 300.0
 CLIENT_TIMEOUT_S = 20.0
-STRAGGLERS_S = 20.0
-REFUSALS_IN_ORDER = frozenset({"job_changed", "gate_closed", "plugin_unknown", "plugin_not_loaded", "command_unknown"})
-"""What a client may be told at any time that has done nothing wrong."""
+LATE_REQUESTS_S = 20.0
+EXPECTED_REFUSALS = frozenset({"job_changed", "gate_closed", "plugin_unknown", "plugin_not_loaded", "command_unknown"})
+"""Refusals that a correct client may get at any time."""
 
 
 Operation = Callable[[str, ForgedClient, str, str], Awaitable[Any]]
 
 
 class NoteSeen(Fact, frozen=True):
-    """The durable handler has seen a note."""
+    """The durable handler has handled a note."""
 
     text: str
 
 
-class Reader:
-    """An owner of no state, which notices that everybody's is read from the store."""
+class ReloadObserver:
+    """A state owner without state that reports every reload to the oracle."""
 
     def __init__(self, oracle: Oracle, life: Lifetime) -> None:
         self._oracle = oracle
         self._life = life
 
     async def load(self, store: Store) -> None:
-        """Count it. What a daemon finds when it starts is history, also if the one before told nobody any more."""
+        """Count the reload. Facts in the store at the first load are history, even if they were never published."""
         assert isinstance(store, LogStore)
         if not self._life.loads:
             for entry in await read_all(store, FACT_PREFIX):
@@ -68,24 +69,24 @@ class Reader:
 
 
 class ServiceSimulation(Simulation):
-    """What one seed makes of it all."""
+    """One seed of the service simulation."""
 
     def __init__(self, seed: int, loop: VirtualLoop, random: Random) -> None:
         super().__init__(seed, loop, random)
         self.oracle = Oracle()
         self.working = 0
-        """Clients that still ask for things."""
+        """Clients that still send requests."""
         self.watching = 0
-        """Clients that have not seen everything yet."""
+        """Clients that have not received all facts."""
         self._small_journal = random.random() < 0.3
         self._slow_handlers = random.random() < 0.4
-        self._cast = Cast(random, self.oracle.plugins, self.note)
-        self._life: Life | None = None
+        self._plugins = PluginSet(random, self.oracle.plugins, self.note)
+        self._life: DaemonRun | None = None
 
-    # What the stage asks of it.
+    # From Simulation.
 
     def ports(self, clock: VirtualClock, number: int) -> Ports:
-        """With plugins, some of which misbehave."""
+        """Ports with plugins, some of which misbehave."""
         return Ports(
             clock,
             self.network.host(SERVER),
@@ -93,11 +94,11 @@ class ServiceSimulation(Simulation):
             0,
             self.open_store_of(self.disk),
             random=Random(f"daemon {number} {self.seed}"),
-            plugins=self._cast.sources(self._present_life),
+            plugins=self._plugins.sources(self._present_life),
         )
 
     def config(self) -> Config:
-        """With small limits."""
+        """A configuration with small limits."""
         return Config(
             data_dir="/",
             socket=SOCKET,
@@ -111,28 +112,28 @@ class ServiceSimulation(Simulation):
         )
 
     def daemon_started(self, daemon: Daemon) -> None:
-        """Its plugins must be there."""
-        self._cast.check_taken_in(daemon)
+        """Check that the plugins are loaded."""
+        self._plugins.check_taken_in(daemon)
 
     def daemon_stopped(self) -> None:
-        """What its plugins still do reaches nobody."""
+        """Ignore what its plugins still do."""
         if self._life is not None:
             self._life.alive = False
 
     def daemon_failed_to_start(self, code: str) -> None:
-        """Only its store may be a reason."""
+        """Only a store error may prevent the start."""
         self.oracle.daemon_failed_to_start(code)
 
-    def _present_life(self) -> Life:
+    def _present_life(self) -> DaemonRun:
         assert self._life is not None, "plugins are loaded into a daemon"
         return self._life
 
     def extend(self, daemon: Daemon) -> None:
-        """Handlers inside the daemon that tell the oracle what they are given."""
+        """Register handlers that report their facts to the oracle."""
         last = [0]
         seen = self.oracle.plugins.life_began(daemon.store.revision)
-        self._life = Life(daemon, seen)
-        daemon.ledger.register(Reader(self.oracle, seen))
+        self._life = DaemonRun(daemon, seen)
+        daemon.ledger.register(ReloadObserver(self.oracle, seen))
 
         async def in_order(record: Record) -> None:
             self.oracle.handled("handler", last[0], record)
@@ -161,7 +162,7 @@ class ServiceSimulation(Simulation):
     # Clients.
 
     def client(self, name: str) -> ForgedClient:
-        """A client on a host of its own."""
+        """A client on its own host."""
         return ForgedClient(
             ENDPOINT,
             token=self.token,
@@ -174,18 +175,18 @@ class ServiceSimulation(Simulation):
         )
 
     async def work(self, name: str) -> None:
-        """One client's life; its token was acknowledged before it began."""
+        """Run one client; its token was acknowledged before."""
         try:
             await self._work(name)
         except RequestRefused as error:
-            raise InvariantViolated(f"{name} was refused: {error}") from error
+            raise InvariantViolated(f"client {name} got an unexpected refusal: {error}") from error
         except BaseExceptionGroup as errors:
             if errors.subgroup(lambda error: isinstance(error, RequestRefused) and error.code == "token_unknown"):
-                raise InvariantViolated(f"the token of {name} was acknowledged and is lost") from errors
+                raise InvariantViolated(f"the acknowledged token of client {name} is lost") from errors
             raise
 
     async def _work(self, name: str) -> None:
-        """It writes, reads and observes until the trouble is over, and a little longer."""
+        """Write, read and observe until the faults have ended, and a little longer."""
         async with self.client(name) as client, anyio.create_task_group() as observing:
             observing.start_soon(self._observe, name, client)
             operations = 0
@@ -203,31 +204,31 @@ class ServiceSimulation(Simulation):
 
     async def _operate(self, name: str, client: ForgedClient, count: int) -> None:
         operations: tuple[Operation, ...] = (self._note, self._note, self._change, self._read)
-        if self._cast.names and self.random.random() < 0.15:
+        if self._plugins.names and self.random.random() < 0.15:
             operations = (self._manage, self._manage, self._recite)
         await self._try(self.random.choice(operations), name, client, count)
 
     async def _try(self, operation: Operation, name: str, client: ForgedClient, count: int) -> bool:
-        """Do something; tells whether it was answered."""
+        """Execute an operation; returns whether it succeeded."""
         job = f"job{self.random.randrange(3)}"
         try:
             await operation(name, client, job, f"{name}-{count}")
         except RequestRefused as error:
             if error.code == "job_unknown":
                 await self._quietly(client.create_job(job))
-            elif error.code not in REFUSALS_IN_ORDER:
+            elif error.code not in EXPECTED_REFUSALS:
                 raise
         except ForgedError as error:
             if not isinstance(error, Unavailable) and error.code != "plugin_broken":
                 raise
-            self.note(f"{name} was told {error.code}")
+            self.note(f"{name} got error {error.code}")
             await anyio.sleep(0.1)
         else:
             return True
         return False
 
     async def _all_is_answered(self, name: str, client: ForgedClient, count: int) -> bool:
-        """Whether what is asked is answered, wrapped or not, as it has to be a while after the trouble."""
+        """Whether wrapped and unwrapped requests succeed, as they must some time after the faults."""
         return await self._try(self._note, name, client, count) and await self._try(self._read, name, client, count)
 
     async def _quietly(self, creating: Any) -> None:
@@ -256,7 +257,7 @@ class ServiceSimulation(Simulation):
         return found.version
 
     async def _manage(self, name: str, client: ForgedClient, job: str, text: str) -> None:
-        plugin = self.random.choice(self._cast.names)
+        plugin = self.random.choice(self._plugins.names)
         await client.request(self.random.choice((EnablePlugin, EnablePlugin, DisablePlugin))(plugin))
         self.note(f"{name} has managed {plugin}")
 
@@ -276,8 +277,8 @@ class ServiceSimulation(Simulation):
     async def _until_caught_up(self, name: str) -> None:
         while self.working:
             await anyio.sleep(0.2)
-        # What somebody gave up waiting for may still arrive and be done.
-        await anyio.sleep(STRAGGLERS_S)
+        # Requests that a client gave up may still arrive and be executed.
+        await anyio.sleep(LATE_REQUESTS_S)
         while True:
             daemon = self.daemon
             observer = self.oracle.observers.get(name)
@@ -286,23 +287,23 @@ class ServiceSimulation(Simulation):
             await anyio.sleep(0.2)
 
     def _all_seen(self, daemon: Daemon, seen: int) -> bool:
-        """Whether somebody who has seen that much has seen all, and nothing more is coming."""
+        """Whether a client at this position has received all facts, and the daemon is idle."""
         idle = all(mailbox.idle for mailbox in daemon.bus.mailboxes.values())
-        quiet = idle and daemon.ledger.revision == daemon.ledger.durable and self._cast.all_active(daemon)
+        quiet = idle and daemon.ledger.revision == daemon.ledger.durable and self._plugins.all_active(daemon)
         return quiet and seen >= daemon.journal.last
 
-    # Trouble.
+    # Faults.
 
-    async def make_trouble(self) -> None:
-        """Partitions, full disks and bad disks, until it ends."""
+    async def make_faults(self) -> None:
+        """Cause partitions and full disks until the faults end."""
         names = [f"c{index}" for index in range(CLIENTS)]
-        ends_at = self.loop.time() + TROUBLE_S
+        ends_at = self.loop.time() + FAULTS_S
         while self.loop.time() < ends_at:
             await anyio.sleep(self.random.uniform(0.1, 4.0))
-            troubles = (self._partition, self._full_disk, self._heal, self._change_limits, self._change_the_receiver)
-            self.random.choice(troubles)(names)
+            faults = (self._partition, self._full_disk, self._heal, self._change_limits, self._change_the_receiver)
+            self.random.choice(faults)(names)
         self.end_faults()
-        self._cast.behave()
+        self._plugins.behave()
 
     def _partition(self, names: list[str]) -> None:
         cut_off = self.random.sample(names, self.random.randint(1, len(names)))
@@ -316,15 +317,15 @@ class ServiceSimulation(Simulation):
 
     def _change_limits(self, names: list[str]) -> None:
         if self.daemon is not None:
-            self.note("the limits of plugins change")
-            self.daemon.plugins.set_limits(self._cast.limits())
+            self.note("plugin limits change")
+            self.daemon.plugins.set_limits(self._plugins.limits())
 
     def _change_the_receiver(self, names: list[str]) -> None:
         self.note("the receiver changes")
-        self._cast.change_the_receiver()
+        self._plugins.change_the_receiver()
 
     async def _enable_plugins(self) -> None:
-        """When the trouble is over an operator sees to it that every plugin takes part again."""
+        """After the faults an operator enables all plugins."""
         while self.faults_active:
             await anyio.sleep(1.0)
         async with self.client("tender") as client:
@@ -332,7 +333,7 @@ class ServiceSimulation(Simulation):
                 try:
                     await self._enable_all(client)
                 except (Unavailable, RequestRefused) as error:
-                    self.note(f"the operator was told {error.code}")
+                    self.note(f"the operator got error {error.code}")
                 await anyio.sleep(1.0)
 
     async def _enable_all(self, client: ForgedClient) -> None:
@@ -343,18 +344,18 @@ class ServiceSimulation(Simulation):
 
     # The whole.
 
-    async def live(self) -> None:
-        """From the first start to the last check."""
+    async def run(self) -> None:
+        """Run the simulation from the first start to the final checks."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.keep_daemon, tasks)
             await self.make_token()
             self.prepared.set()
             self.working = self.watching = CLIENTS
             async with anyio.create_task_group() as clients:
-                clients.start_soon(self.make_trouble)
+                clients.start_soon(self.make_faults)
                 for index in range(CLIENTS):
                     clients.start_soon(self.work, f"c{index}")
-                if self._cast.names:
+                if self._plugins.names:
                     clients.start_soon(self._enable_plugins)
                 await self._bounded(clients)
             assert self.daemon is not None
@@ -363,7 +364,7 @@ class ServiceSimulation(Simulation):
             tasks.cancel_scope.cancel()
 
     async def _bounded(self, clients: TaskGroup) -> None:
-        """After the trouble everything must come right within a bound."""
+        """After the faults all clients must finish within `RECOVERY_MAX_S`."""
         while self.faults_active:
             await anyio.sleep(1.0)
             self.oracle.check()
@@ -372,18 +373,18 @@ class ServiceSimulation(Simulation):
                 await anyio.sleep(0.5)
                 self.oracle.check()
         if self.watching:
-            raise InvariantViolated(f"{self.watching} clients are not done {RECOVERY_MAX_S} s after the trouble ended")
+            raise InvariantViolated(f"{self.watching} clients lacked facts {RECOVERY_MAX_S} s after the faults ended")
 
 
-def simulate(seed: int, watch: Callable[[ServiceSimulation], None] = lambda world: None) -> ServiceSimulation:
-    """Live through a world; raises what was broken in it."""
+def simulate(seed: int, watch: Callable[[ServiceSimulation], None] = lambda simulation: None) -> ServiceSimulation:
+    """Run one seed; raises `InvariantViolated`."""
 
     async def main() -> ServiceSimulation:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        world = ServiceSimulation(seed, loop, Random(f"world {seed}"))
-        watch(world)
-        await world.live()
-        return world
+        simulation = ServiceSimulation(seed, loop, Random(f"world {seed}"))
+        watch(simulation)
+        await simulation.run()
+        return simulation
 
     return run(main, seed)

@@ -1,8 +1,9 @@
-"""A store on a simulated disk: one append-only log, and a store in memory that shows what of it is durable.
+"""The store of simulations: an append-only log on a simulated disk, and a `MemoryStore` with its durable content.
 
-Law: a batch is one record, with its length and its checksum. It is appended, synced, and only then applied, so what is
-read is durable. What a failed commit appended is cut off, and the cut is synced as far as the disk lets it; what a
-crash tore is cut off at the next opening.
+Invariants:
+- A batch is one record with length and checksum. It is appended, synced, and then applied, so reads are durable.
+- A failed commit is truncated, and the truncation synced if the disk allows it; a torn record is truncated at the next
+  open.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ NEW = "store.log.new"
 HISTORY_BITS = 128
 
 _HEADER = Struct("<II")
-"""The length and the checksum of what follows."""
+"""Length and checksum of the payload."""
 
 
 class _Written(msgspec.Struct, array_like=True):
-    """A transaction as the log keeps it; what it expected is no longer of interest."""
+    """A transaction in the log, without its expectations."""
 
     revision: int
     puts: dict[str, bytes]
@@ -55,7 +56,7 @@ _batch_of = msgspec.msgpack.Decoder(list[_Written]).decode
 
 
 class LogStore:
-    """The port `forged.kernel.store.port.Store`. Made by `open`."""
+    """Implements `forged.kernel.store.port.Store`; use `open`."""
 
     def __init__(self, disk: SimulatedDisk, memory: MemoryStore, changes: ChangeLog, end: int) -> None:
         self._disk = disk
@@ -74,7 +75,7 @@ class LogStore:
         changes_max: int = CHANGES_MAX,
         changes_bytes_max: int = CHANGES_BYTES_MAX,
     ) -> LogStore:
-        """Read the log from the disk, or begin one; `random` names its history then."""
+        """Read the log, or create it with a history name from `random`."""
         try:
             log = await _whole_log(disk, random)
         except OSError as error:
@@ -107,7 +108,7 @@ class LogStore:
         return self._changes.watch(prefix, after)
 
     async def commit(self, batch: Sequence[Transaction]) -> Sequence[Conflict | None]:
-        # Who stops waiting does not stop the commit, as with a store that has a thread, and leaves its error to nobody.
+        # As with a store thread, a cancelled caller does not stop the commit, whose error is then ignored.
         committing = asyncio.ensure_future(self._commit(batch))
         committing.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.wait((committing,))
@@ -125,12 +126,12 @@ class LogStore:
             for transaction in batch:
                 check(transaction)
             found = {key: await self._revision_of(key) for key in expected_keys(batch)}
-            decision = decide(batch, self.revision, found)
-            if decision.applied:
-                await self._write(_record(_encoded(decision.applied)))
-                await self._memory.commit(decision.applied)
-                self._changes.append(decision.applied)
-            return decision.conflicts
+            outcome = decide(batch, self.revision, found)
+            if outcome.applied:
+                await self._write(_record(_encoded(outcome.applied)))
+                await self._memory.commit(outcome.applied)
+                self._changes.append(outcome.applied)
+            return outcome.conflicts
 
     async def _revision_of(self, key: str) -> int:
         entry = await self._memory.get(key)
@@ -147,17 +148,17 @@ class LogStore:
         self._end += len(record)
 
     async def _cut_back(self) -> None:
-        """Take back what may have been written. When that fails as well, a power cut may yet bring it to light."""
+        """Truncate a failed commit. If that fails too, the commit may reappear after a power cut."""
         with contextlib.suppress(OSError):
             self._disk.truncate(LOG, self._end)
             await self._disk.sync(LOG)
 
 
 async def _whole_log(disk: SimulatedDisk, random: Random) -> bytes:
-    """The log without what a crash tore, durable; one that has not even its first record begins anew.
+    """Return the complete records of the log, durable; create the log if it has none.
 
-    It is written anew each time: what can be read may never have reached the medium, if a sync failed before, and a
-    second sync would not say so.
+    The log is rewritten at each open: after a failed sync its readable content may not be durable, and another sync
+    would not report that.
     """
     found = disk.read(LOG) if LOG in disk.names() else b""
     end = sum(_HEADER.size + len(payload) for payload in _payloads(found))
@@ -172,7 +173,7 @@ async def _whole_log(disk: SimulatedDisk, random: Random) -> bytes:
 
 
 def _payloads(log: bytes) -> Iterator[bytes]:
-    """The whole records from the beginning on."""
+    """The complete records from the start."""
     end = 0
     while len(log) >= end + _HEADER.size:
         size, checksum = _HEADER.unpack_from(log, end)
@@ -198,5 +199,5 @@ def _encoded(transactions: Iterable[Transaction]) -> bytes:
 
 def _unavailable(error: OSError) -> StoreUnavailable:
     if error.errno == errno.ENOSPC:
-        return StoreUnavailable("store_full", f"the store cannot write: {error}", "make room")
-    return StoreUnavailable("store_failed", f"the store cannot write: {error}", "see to the disk")
+        return StoreUnavailable("store_full", f"the store cannot write: {error}", "free some space")
+    return StoreUnavailable("store_failed", f"the store cannot write: {error}", "check the disk")

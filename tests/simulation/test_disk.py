@@ -69,10 +69,10 @@ def test_no_operation_of_a_dead_process_succeeds_or_has_an_effect() -> None:
             disk.kill,
             disk.crash,
         ):
-            with pytest.raises(OSError, match="dead"):
+            with pytest.raises(OSError, match="killed"):
                 operation()
         for waiting in (sync, disk.sync("log"), disk.sync_directory()):
-            with pytest.raises(OSError, match="dead"):
+            with pytest.raises(OSError, match="killed"):
                 await waiting
         assert after.read("log") == OLD + NEW
 

@@ -233,8 +233,8 @@ async def use_thread() -> None:
 @pytest.mark.parametrize(
     "use", [use_executor, use_anyio_thread, use_socket, use_unix_server, use_names, use_process, use_thread]
 )
-def test_the_real_world_is_refused(use: Step) -> None:
-    with pytest.raises(SimulationError, match="real world"):
+def test_real_io_is_refused(use: Step) -> None:
+    with pytest.raises(SimulationError, match="real I/O"):
         run(use, 1)
 
 

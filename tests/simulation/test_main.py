@@ -19,4 +19,4 @@ def test_worlds_that_do_not_meet_what_is_meant_to_happen_are_an_error_that_names
 
 def test_a_planted_bug_that_is_not_found_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--seeds", "0:1", "--mutant", "keep_nobody_for_the_state"]) == 1
-    assert "survived 1 seeds" in capsys.readouterr().err
+    assert "was not caught by 1 seeds" in capsys.readouterr().err

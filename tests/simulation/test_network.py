@@ -315,7 +315,7 @@ def test_who_gave_up_leaves_nothing_behind_that_goes_on_trying() -> None:
 def test_nobody_listening_is_a_refusal() -> None:
     async def act(scene: Scene) -> None:
         for address in ("tcp://b:7000", "tcp://nobody:1", "unix:///run/x", "tcp://127.0.0.1:9"):
-            with pytest.raises(Unavailable, match="nobody listens") as raised:
+            with pytest.raises(Unavailable, match="no process listens") as raised:
                 await scene.a.connect(Address.parse(address), Recorder)
             assert raised.value.code == "connect_refused"
 
@@ -356,7 +356,7 @@ def test_a_killed_process_hears_nothing_and_its_peers_lose_their_connections() -
         scene.network.crash("b")
         scene.server.transport.write(b"from beyond")
         await asyncio.sleep(100)
-        with pytest.raises(Unavailable, match="nobody listens"):
+        with pytest.raises(Unavailable, match="no process listens"):
             await scene.a.connect(HERE, Recorder)
         for call in (scene.b.listen, scene.b.connect):
             with pytest.raises(Unavailable, match="was killed"):

@@ -1,9 +1,9 @@
-"""The simulated transport: what an `asyncio.Protocol` holds instead of a socket.
+"""The simulated asyncio transport.
 
-Law: to a protocol it behaves as asyncio's own. `connection_made` comes first and `connection_lost` last, once each,
-and neither from within a call of the protocol's; bytes come in order between them; a full window pauses writing; data
-that reaches an end which no longer reads is answered by a reset. The end of a killed process hears nothing any more,
-that of a suspended one hears it all when the process goes on.
+Invariants:
+- `connection_made` is called first and `connection_lost` last, once each, never from within a call of the protocol.
+- Bytes arrive in order; a full window pauses writing; data for a closed end is answered by a reset.
+- The protocol of a killed process is not called again; that of a suspended process is called when it is resumed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from tests.simulation.loop import Execution
 from tests.simulation.wire import Content, Mark, Wire
 
 WINDOW_BYTES = 1 << 17
-"""What the kernels at both ends hold of one direction, sent or received but not read."""
+"""The bytes of one direction in both kernels: sent or received, but not read."""
 HIGH_WATER_BYTES = 1 << 16
 
 
 def reset_by_peer() -> ConnectionResetError:
-    """What a socket reports when the other end, or something in between, refused to go on."""
+    """The error of a socket whose connection was reset."""
     return ConnectionResetError(errno.ECONNRESET, "connection reset by peer")
 
 
 def timed_out() -> TimeoutError:
-    """What a socket reports when the other end has not answered for long."""
+    """The error of a socket whose peer does not answer."""
     return TimeoutError(errno.ETIMEDOUT, "connection timed out")
 
 
@@ -69,12 +69,12 @@ class SimulatedTransport(asyncio.Transport):
         self.set_write_buffer_limits()
 
     def attach(self, outgoing: Wire, incoming: Wire) -> None:
-        """Lay the wires."""
+        """Set the wires."""
         self._outgoing = outgoing
         self._incoming = incoming
 
     def start(self, factory: ProtocolFactory) -> None:
-        """Give the transport its protocol, which hears of it from the loop."""
+        """Create the protocol; `connection_made` is called by the loop."""
         if self.closed:
             return
         try:
@@ -85,7 +85,7 @@ class SimulatedTransport(asyncio.Transport):
         self._soon(self._begin)
 
     def _soon(self, act: Callable[[], object]) -> None:
-        """Have something happen in the process that holds this end, when it runs."""
+        """Schedule a callback in the process of this end."""
         self._loop.call_soon(act, context=self._execution.context.copy())
 
     def _begin(self) -> None:
@@ -95,7 +95,7 @@ class SimulatedTransport(asyncio.Transport):
         finally:
             self._soon(self._tell_lost if self._lost else self._read_ready)
 
-    # What a protocol asks of its transport.
+    # The asyncio.Transport interface.
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         assert isinstance(protocol, asyncio.Protocol), "buffered protocols are not simulated"
@@ -166,10 +166,10 @@ class SimulatedTransport(asyncio.Transport):
         self._high_water_bytes, self._low_water_bytes = high, low
         self._mind_high_water()
 
-    # What the other end and the network do to it.
+    # Called by the network.
 
     def room(self) -> None:
-        """The other end has read: send more, and let the protocol write again."""
+        """The peer has read: send more, and resume writing."""
         if self._lost:
             return
         if self._execution.suspended:
@@ -182,7 +182,7 @@ class SimulatedTransport(asyncio.Transport):
         self._end_of_buffer()
 
     def receive(self, content: Content) -> None:
-        """This arrived. What comes too late to be read is answered by a reset, unless it was one."""
+        """Content arrived; bytes for a lost end are answered by a reset."""
         if self._lost:
             if isinstance(content, bytes):
                 self._outgoing.mark(Mark.RESET)
@@ -196,7 +196,7 @@ class SimulatedTransport(asyncio.Transport):
                 self._read_ready()
 
     def end(self, error: Exception | None) -> None:
-        """Drop everything, tell the other end if it can still be told, and then the protocol."""
+        """Drop all buffers, notify the peer, then the protocol."""
         if self._lost:
             return
         self._error = error
@@ -205,7 +205,7 @@ class SimulatedTransport(asyncio.Transport):
             self._soon(self._tell_lost)
 
     def die(self, *, reset: bool) -> None:
-        """The process is gone: its kernel closes the connection, and its protocol hears nothing."""
+        """The process was killed: its kernel closes the connection; the protocol is not called."""
         self._protocol = asyncio.Protocol()
         self.closed = True
         if not self._lost:
@@ -237,7 +237,7 @@ class SimulatedTransport(asyncio.Transport):
             self._outgoing.send(data)
 
     def _end_of_buffer(self) -> None:
-        """When all is sent, do what waited for that."""
+        """When the buffer is empty, close or send EOF if requested."""
         if self._buffer:
             return
         if self._closing:
@@ -279,10 +279,10 @@ class SimulatedTransport(asyncio.Transport):
         protocol.connection_lost(self._error)
 
     def _tell(self, call: Callable[[], object]) -> object:
-        """Call the protocol; one that fails loses its connection, and the loop reports the error."""
+        """Call the protocol; if it raises, the loop reports the error and the connection is lost."""
         try:
             return self._execution.context.copy().run(call)
-        except Exception as error:  # noqa: BLE001  # a protocol may raise anything, and asyncio too goes on
+        except Exception as error:  # noqa: BLE001  # as asyncio does
             context = {"message": "a protocol failed", "exception": error, "protocol": self._protocol}
             self._loop.call_exception_handler(context)
             self.end(error)

@@ -1,7 +1,8 @@
 """One direction of a simulated connection.
 
-Law: a wire is a stream. Bytes arrive in the order in which they were sent, in other pieces perhaps, and nothing arrives
-behind a hole. What finds its link blocked waits for the link, as TCP repeats it, until the sender gives up.
+Invariants:
+- Bytes arrive in the order in which they were sent, perhaps in other pieces. Nothing arrives after a lost write.
+- While the link is blocked bytes wait, as TCP retransmits them, until the sender gives up.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ PIECES_MAX = 4
 
 
 class Mark(Enum):
-    """What travels in a stream besides bytes."""
+    """Events in the stream besides bytes."""
 
     EOF = "the end of the stream"
     RESET = "a reset"
@@ -30,30 +31,30 @@ Content = bytes | Mark
 
 
 class Side(Protocol):
-    """One end of the connection, as its wires know it."""
+    """One end of the connection."""
 
     def room(self) -> None:
-        """The other end has read something."""
+        """The peer has read bytes."""
         ...
 
     def receive(self, content: Content) -> None:
-        """This came over the wire."""
+        """Content has arrived."""
         ...
 
     def end(self, error: Exception) -> None:
-        """It is over."""
+        """The connection has ended with this error."""
         ...
 
 
 class Ends(Protocol):
-    """The connection a wire belongs to, for what concerns both ends."""
+    """The connection that the wire belongs to."""
 
     def reset(self) -> None:
-        """Something on the way broke the connection."""
+        """Reset the connection."""
         ...
 
     def gave_up(self, wire: Wire) -> None:
-        """The sender has repeated itself long enough."""
+        """The sender gave up retransmitting."""
         ...
 
 
@@ -72,19 +73,19 @@ class Wire:
         self.name = name
         self._ends = ends
         self._flight: deque[tuple[float, Content]] = deque()
-        """What is under way and when it may arrive, but never before what is ahead of it."""
+        """The content in flight with its earliest arrival time, in order."""
         self._arrival: asyncio.TimerHandle | None = None
         self._giving_up: asyncio.TimerHandle | None = None
         self._cut = False
         self._sent_s = 0.0
 
     def copies(self) -> int:
-        """How often the next write is to be sent."""
+        """The number of copies of the next write."""
         duplicated = self._links.chance(self._faults.duplicate)
         return 2 if duplicated else 1
 
     def send(self, data: bytes) -> None:
-        """Send bytes, to whatever fate the link has for them."""
+        """Send bytes, with the link's faults."""
         if self._cut:
             return
         self._trace(f"sends {len(data)} bytes")
@@ -98,18 +99,18 @@ class Wire:
             self._launch(piece)
 
     def mark(self, mark: Mark) -> None:
-        """Send a mark behind what was sent. A reset passes even where bytes no longer do."""
+        """Send a mark after the sent bytes. A reset also passes a cut wire."""
         if not self._cut or mark is Mark.RESET:
             self._launch(mark)
 
     def read(self, size: int) -> None:
-        """The receiver has read so many bytes, which makes room for others."""
+        """The receiver has read `size` bytes, which makes room in the window."""
         if not self._cut:
             self.pending_bytes -= size
         self._links.loop.call_soon(self.sender.room, context=self._links.context)
 
     def cut(self) -> None:
-        """Lose what is under way and whatever else is sent."""
+        """Drop the content in flight and all later content."""
         self._cut = True
         self._flight.clear()
         self.pending_bytes = 0
@@ -119,7 +120,7 @@ class Wire:
             self._arrival = None
 
     def link_changed(self) -> None:
-        """Try again what found its link blocked; stop giving up if everything passes."""
+        """Retransmit after a partition; stop the give-up timer if packets pass in both directions."""
         if self._answered and all(content is not Mark.HOLE for _, content in self._flight):
             self._stop_giving_up()
         if self._flight and not self._arrival and self._links.reaches(self.source, self.target):
@@ -133,7 +134,7 @@ class Wire:
 
     @property
     def _answered(self) -> bool:
-        """Whether both what is sent and its acknowledgement would arrive."""
+        """Whether packets pass in both directions."""
         return self._links.reaches(self.source, self.target) and self._links.reaches(self.target, self.source)
 
     def _latency_s(self) -> float:
@@ -167,7 +168,7 @@ class Wire:
             self._hand_over(self._flight.popleft()[1])
             self._await_arrival()
         elif self._flight[0][1] is Mark.RESET:
-            self._flight.popleft()  # nobody repeats a reset
+            self._flight.popleft()  # a reset is not retransmitted
         else:
             self._trace("is blocked")
 
