@@ -1,8 +1,8 @@
-"""Durable saves, against what the disk takes at most, and against torch and safetensors.
+"""Durable saves, against the disk's ceiling, torch and safetensors.
 
-The state is 2 GiB of float32 in 200 arrays (`--mib` for another size). All are durable when they count: ours with its
-checksums, its manifest and the directories; the peers' files are flushed. The raw ceiling writes one warm block over
-and over, with O_DIRECT by two threads, or through the page cache; it never copies the state.
+The state is 2 GiB of float32 in 200 arrays (`--mib` for another size). All saves are durable: forged's with checksums,
+manifest and directories; the files of the others are flushed. The ceiling writes one warm block repeatedly, with
+O_DIRECT and two threads or through the page cache; it never copies the state.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from benchmarks.ckpt_contest import Comparison, Scale, after_warming, best_of, run
-from benchmarks.ckpt_peer import ours, torch
-from benchmarks.ckpt_plain import Plain, removed, write_buffered, write_direct
-from benchmarks.ckpt_scene import room
+from benchmarks.ckpt_baseline import Baseline, removed, write_buffered, write_direct
+from benchmarks.ckpt_comparison import Comparison, Scale, best_of, measured_rounds, run
+from benchmarks.ckpt_process import forged_process, torch_process
+from benchmarks.ckpt_workload import temporary_directory
 from benchmarks.harness import Figure
 
 CEILING_AIM, DCP_AIM = 0.9, 1.4
@@ -23,24 +23,24 @@ CEILINGS = {"direct": "the raw disk (O_DIRECT, fsync)", "buffered": "the raw dis
 def measure(scale: Scale) -> list[Figure]:
     """All rows."""
     load = scale.large
-    with room() as path, ExitStack() as stack:
-        forged, plain = stack.enter_context(ours(load)), Plain(load)
+    with temporary_directory() as path, ExitStack() as stack:
+        forged, plain = stack.enter_context(forged_process(load)), Baseline(load)
         subjects: dict[str, Callable[[], float]] = {
-            "ours": lambda: removed(path / "ours", lambda its: forged.do("save", its)["s"]),
+            "ours": lambda: removed(path / "ours", lambda its: forged.run("save", its)["s"]),
             "direct": lambda: removed(path / "direct", lambda its: write_direct(its, load.nbytes)),
             "buffered": lambda: removed(path / "buffered", lambda its: write_buffered(its, load.nbytes)),
             "safetensors": lambda: removed(path / "safetensors", plain.save_safetensors),
         }
-        if not scale.no_torch:
-            peer = stack.enter_context(torch(load))
-            subjects["dcp"] = lambda: removed(path / "dcp", lambda its: peer.do("save", its)["s"])
-            subjects["torch"] = lambda: removed(path / "torch", lambda its: peer.do("save_plain", its)["s"])
-        return _figures(scale, after_warming(scale.rounds, subjects))
+        if not scale.torch_missing:
+            peer = stack.enter_context(torch_process(load))
+            subjects["dcp"] = lambda: removed(path / "dcp", lambda its: peer.run("save", its)["s"])
+            subjects["torch"] = lambda: removed(path / "torch", lambda its: peer.run("save_plain", its)["s"])
+        return _figures(scale, measured_rounds(scale.rounds, subjects))
 
 
 def _figures(scale: Scale, found: dict[str, list[float]]) -> list[Figure]:
     saved = Comparison("durable save", found["ours"], scale.large.gib)
-    why = f" ({scale.no_torch})" if scale.no_torch else ""
+    why = f" ({scale.torch_missing})" if scale.torch_missing else ""
     ceiling: tuple[str, Sequence[float]] = best_of(found, CEILINGS)
     return [
         *saved.against(*ceiling, CEILING_AIM),

@@ -1,8 +1,4 @@
-"""A process that checkpoints with torch, as it is told: run in the peers' environment, without anything of forged.
-
-`COUNT SHAPE...` say which arrays it has. Saves and loads are as torch documents them, tuned to their fastest: as many
-threads as forged has, and memory for staging that is kept from one save to the next.
-"""
+"""A measured process that checkpoints with torch, in an environment without forged."""
 
 from __future__ import annotations
 
@@ -20,28 +16,28 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from benchmarks.ckpt_actor import Figures, begin_peak, peak, serve, timed
-from benchmarks.ckpt_scene import load_of
+from benchmarks.ckpt_server import Figures, peak, reset_peak, serve, timed
+from benchmarks.ckpt_workload import workload_from
 
 THREADS = 2
 HOST = "127.0.0.1"
 
 
 class Torch:
-    """The state, and what can be done with it."""
+    """The actions on the state."""
 
-    def __init__(self, words: list[str]) -> None:
-        load = load_of(words)
+    def __init__(self, arguments: list[str]) -> None:
+        load = workload_from(arguments)
         arrays = zip(load.names(), load.arrays(), strict=True)
         self._state: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays}
-        self._memory_before = begin_peak()
+        self._memory_before = reset_peak()
 
     def save(self, path: Path) -> Figures:
         """Save durably."""
         return {"s": timed(lambda: checkpoint.save(self._state, storage_writer=_writer(path), no_dist=True))[1]}
 
     def save_plain(self, path: Path) -> Figures:
-        """`torch.save`, and flush the file."""
+        """`torch.save`, then flush the file."""
 
         def save() -> None:
             with path.open("wb") as file:
@@ -52,16 +48,16 @@ class Torch:
         return {"s": timed(save)[1]}
 
     def load(self, path: Path) -> Figures:
-        """Load into the arrays that are there."""
+        """Load into the existing arrays."""
         reader = FileSystemReader(path)
         return {"s": timed(lambda: checkpoint.load(self._state, storage_reader=reader, no_dist=True))[1]}
 
     def stall_thread(self, path: Path) -> Figures:
-        """Save in the background, with a thread: how long the caller waits, and how long it takes in all."""
+        """Save in the background with a thread; measure how long the caller waits, and the whole save."""
         return self._stall(path, _stager(shared=False), no_dist=True)
 
     def stall_process(self, path: Path) -> Figures:
-        """The same with a process, which is given shared memory."""
+        """The same with a process and shared memory."""
         _join_alone()
         kind = AsyncCheckpointerType.PROCESS
         return self._stall(path, _stager(shared=True), async_checkpointer_type=kind)
@@ -81,19 +77,19 @@ def _writer(path: Path) -> FileSystemWriter:
 
 @cache
 def _stager(*, shared: bool) -> DefaultStager:
-    """It keeps its memory."""
+    """A stager that keeps its memory."""
     return DefaultStager(StagingOptions(False, shared, False, False))  # noqa: FBT003 - its own order
 
 
 @cache
 def _join_alone() -> None:
-    """A process that saves wants a group, even of one."""
+    """A group of one, which torch's process-based save requires."""
     os.environ["MASTER_ADDR"] = HOST
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def main() -> None:
-    """Make the state, and serve."""
+    """Make the arrays and serve."""
     warnings.simplefilter("ignore")
     torch_ = Torch(sys.argv[1:])
     serve(

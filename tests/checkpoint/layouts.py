@@ -1,4 +1,4 @@
-"""Arrays of all kinds, and ways to have them in parts, to draw from."""
+"""Strategies for arrays of all types, and for ways to divide them among ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 17, 40]), max_size=3).map(t
 
 @contextmanager
 def small_chunks(chunk_bytes: int, block_bytes: int, small_bytes: int) -> Iterator[None]:
-    """Have the engine cut small arrays as it cuts large ones."""
+    """Cut small arrays into as many chunks as large ones."""
     with (
         patch.object(boxes, "CHUNK_BYTES_MIN", chunk_bytes),
         patch.object(boxes, "CHUNK_BYTES_MAX", 4 * chunk_bytes),
@@ -46,7 +46,7 @@ def small_chunks(chunk_bytes: int, block_bytes: int, small_bytes: int) -> Iterat
 
 
 def array_of(seed: int, dtype: str, shape: Shape) -> Array:
-    """Random bytes, taken for elements of that type: not-a-numbers and all."""
+    """Random bytes as elements of a type, NaN included."""
     kind = dtype_of(dtype)
     size = math.prod(shape) * kind.itemsize
     data = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
@@ -58,7 +58,7 @@ def array_of(seed: int, dtype: str, shape: Shape) -> Array:
 
 
 def bits(array: Array) -> tuple[str, Shape, bytes]:
-    """What tells an array from all that differ in a bit."""
+    """Everything that distinguishes two arrays bit for bit."""
     return array.dtype.str, array.shape, array.tobytes()
 
 
@@ -71,7 +71,7 @@ def part_of(array: Array, box: Box) -> Array:
 
 @st.composite
 def partitions(draw: st.DrawFn, shape: Shape, ranks: int) -> list[Box]:
-    """A box for each rank, which together are the whole array: rows, columns, or blocks; some may be empty."""
+    """A box per rank, which together cover the array: rows, columns or blocks; some may be empty."""
     axes = [axis for axis in range(len(shape)) if draw(st.booleans())] if shape else []
     counts = [1] * len(shape)
     left = ranks
@@ -87,19 +87,19 @@ def partitions(draw: st.DrawFn, shape: Shape, ranks: int) -> list[Box]:
 
 
 def strided(shape: Shape, dtype: np.dtype[Any], how: int) -> Array:
-    """An array of that shape: whole, in another order, with gaps, or backwards; filled with something."""
+    """An array of that shape: contiguous, transposed, with gaps, or reversed; filled with zeros."""
     match how:
         case 1:
-            room: Array = np.ndarray(shape[::-1], dtype).transpose()
+            array: Array = np.ndarray(shape[::-1], dtype).transpose()
         case 2:
-            room = np.ndarray(tuple(2 * size for size in shape), dtype)[_every(shape, 2)]
+            array = np.ndarray(tuple(2 * size for size in shape), dtype)[_every(shape, 2)]
         case 3:
-            room = np.ndarray(shape, dtype)[_every(shape, -1)]
+            array = np.ndarray(shape, dtype)[_every(shape, -1)]
         case _:
-            room = np.ndarray(shape, dtype)
-    if room.size and dtype.itemsize:
-        room[...] = np.zeros((), dtype)
-    return room
+            array = np.ndarray(shape, dtype)
+    if array.size and dtype.itemsize:
+        array[...] = np.zeros((), dtype)
+    return array
 
 
 def _every(shape: Shape, step: int) -> Any:

@@ -1,6 +1,6 @@
-"""What a checkpoint holds, read in the plainest way, so that nothing of what is tested is needed to see it.
+"""A minimal reader of checkpoints that shares little code with the engine.
 
-Every chunk is compared with its checksum as it is written down in docs/checkpoint-format.md.
+It compares every chunk with its checksum, as docs/checkpoint-format.md specifies.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Array = np.ndarray[Any, Any]
 
 
 def state_of(storage: Storage, prefix: str, rank: int = 0) -> Any:
-    """The state that a rank has saved, with whole arrays in the places of its parts."""
+    """The state that a rank saved, with whole arrays in place of its parts."""
     manifest = read_manifest(storage, prefix)
     arrays = arrays_in(storage, manifest)
     return unflatten(manifest.tree(rank), arrays.__getitem__)
 
 
 def arrays_in(storage: Storage, manifest: Manifest) -> list[Array]:
-    """All tensors, in the manifest's order; every element was found somewhere."""
+    """All tensors, in the manifest's order; every element was found in some piece."""
     tensors = manifest.tensors
     arrays = [np.empty(shape, dtype_of(dtype)) for shape, dtype in zip(tensors.shapes, tensors.dtypes, strict=True)]
     found = [np.zeros(shape, bool) for shape in tensors.shapes]
@@ -51,7 +51,7 @@ def arrays_in(storage: Storage, manifest: Manifest) -> list[Array]:
 
 
 def _bytes_of(piece: Piece, part: Part, data: bytes, at: int, itemsize: int) -> tuple[int, bytes]:
-    """Where the next piece begins, and the bytes of this one."""
+    """The offset of the next piece, and the bytes of this one."""
     digests, chunks = digests_of(part), []
     for chunk, length in enumerate(piece.lengths, piece.first_chunk):
         stored = length if part.stored is None else part.stored[chunk]
@@ -67,7 +67,7 @@ def _bytes_of(piece: Piece, part: Part, data: bytes, at: int, itemsize: int) -> 
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Whether two states are the same to the last bit, in values and in types."""
+    """Whether two states are equal bit for bit, in values and types."""
     try:
         require_same(found, expected)
     except AssertionError:

@@ -1,4 +1,4 @@
-"""Whether what came back is what went in."""
+"""Comparison of states bit for bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forged.checkpoint.model import PerRank, ShardedArray
 
 
 def require_same(found: Any, expected: Any) -> None:
-    """The same types, keys in the same order, the same bits. What a rank has for itself comes back bare."""
+    """Require equal types, key order and bits. An expected `PerRank` value is loaded without the wrapper."""
     while isinstance(expected, PerRank):
         expected = expected.value
     assert type(found) is type(expected)

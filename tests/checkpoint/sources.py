@@ -1,4 +1,4 @@
-"""Bytes to be written, from memory of several kinds."""
+"""Sources of bytes to write."""
 
 from __future__ import annotations
 
@@ -10,46 +10,48 @@ from forged.checkpoint.ports import BLOCK_BYTES
 PAGE = 4096
 
 
-class Given:
-    """Bytes that are copied into the room."""
+class CopiedSource:
+    """Bytes that are copied into the given buffer."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self.size = len(data)
 
-    def block(self, offset: int, room: memoryview) -> memoryview:
-        room[:] = self._data[offset : offset + len(room)]
-        return room
+    def block(self, offset: int, buffer: memoryview) -> memoryview:
+        buffer[:] = self._data[offset : offset + len(buffer)]
+        return buffer
 
 
-class Lying:
-    """Bytes that lie in memory already, so many bytes behind the beginning of a page."""
+class MemorySource:
+    """Bytes in memory, at an offset from the beginning of a page."""
 
-    def __init__(self, data: bytes, behind: int = 0) -> None:
-        self._memory = memoryview(mmap.mmap(-1, len(data) + behind + 1))[behind : behind + len(data)]
+    def __init__(self, data: bytes, offset_in_page: int = 0) -> None:
+        self._memory = memoryview(mmap.mmap(-1, len(data) + offset_in_page + 1))[
+            offset_in_page : offset_in_page + len(data)
+        ]
         self._memory[:] = data
         self.size = len(data)
 
-    def block(self, offset: int, room: memoryview) -> memoryview:
-        return self._memory[offset : offset + len(room)]
+    def block(self, offset: int, buffer: memoryview) -> memoryview:
+        return self._memory[offset : offset + len(buffer)]
 
 
-class Failing(Given):
-    """Bytes of which those from an offset on cannot be had."""
+class FailingSource(CopiedSource):
+    """Bytes that fail from an offset on."""
 
     def __init__(self, data: bytes, offset: int, fail: Callable[[], object]) -> None:
         super().__init__(data)
         self._offset = offset
         self._fail = fail
 
-    def block(self, offset: int, room: memoryview) -> memoryview:
+    def block(self, offset: int, buffer: memoryview) -> memoryview:
         if offset >= self._offset:
             self._fail()
-        return super().block(offset, room)
+        return super().block(offset, buffer)
 
 
 def pattern(size: int) -> bytes:
-    """Bytes that are nowhere the same as a block or a page before."""
+    """Bytes that differ from block to block and from page to page."""
     return bytes(range(251)) * (size // 251) + bytes(size % 251)
 
 

@@ -1,4 +1,4 @@
-"""What a training script does with checkpoints, by one process and by several ranks."""
+"""`DistributedCheckpoint` with one process and with several ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ __all__ = ["unchanged"]
 
 
 class Model:
-    """What trains."""
+    """A model with a state."""
 
     def __init__(self, seed: int = 0) -> None:
         source = np.random.default_rng(seed)
@@ -67,7 +67,7 @@ class Model:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is waited for much longer than the operation may take."""
+    """Make hanging calls end soon after their timeout."""
     monkeypatch.setattr(coordinators, "RETURN_GRACE_S", 0.2)
 
 
@@ -85,13 +85,13 @@ def checkpoint(storage: Storage, coordinator: Any = None, **settings: Any) -> Di
 # There and back.
 
 
-def test_a_model_has_a_state() -> None:
+def test_a_model_is_stateful() -> None:
     assert isinstance(Model(), Stateful)
 
 
 @pytest.mark.parametrize("layout", list(CheckpointFormat))
 @pytest.mark.parametrize("level", list(CompressionLevel))
-async def test_what_was_saved_is_loaded_with_any_options(
+async def test_a_saved_state_is_loaded_with_any_options(
     storage: MemoryStorage, layout: CheckpointFormat, level: CompressionLevel
 ) -> None:
     one = checkpoint(storage)
@@ -108,7 +108,7 @@ async def test_what_was_saved_is_loaded_with_any_options(
     assert result.metadata.custom == {"note": [1, None]}
 
 
-async def test_arrays_that_are_there_are_loaded_into(storage: MemoryStorage) -> None:
+async def test_given_arrays_are_filled(storage: MemoryStorage) -> None:
     one, model = checkpoint(storage), Model(5)
     await one.save(Model(1), options=SaveOptions("a"))
     weights, layers = model.weights, model.layers[1]
@@ -119,7 +119,7 @@ async def test_arrays_that_are_there_are_loaded_into(storage: MemoryStorage) -> 
     assert same(model.state_dict(), Model(1).state_dict())
 
 
-async def test_a_state_can_be_given_as_it_is(storage: MemoryStorage) -> None:
+async def test_a_plain_dict_is_a_state(storage: MemoryStorage) -> None:
     one = checkpoint(storage)
     await one.save({"w": np.arange(5)}, [np.arange(3)], SaveOptions("a"))
     mine: dict[str, Any] = {"w": np.zeros(5, int)}
@@ -127,7 +127,7 @@ async def test_a_state_can_be_given_as_it_is(storage: MemoryStorage) -> None:
     assert same(mine, {"w": np.arange(5)})
 
 
-async def test_without_a_model_what_was_saved_is_in_the_result(storage: MemoryStorage) -> None:
+async def test_without_a_model_the_result_has_the_state(storage: MemoryStorage) -> None:
     one = checkpoint(storage)
     await one.save(Model(1), Model(2), SaveOptions("a"))
     result = await one.load(options=LoadOptions("a"))
@@ -135,7 +135,7 @@ async def test_without_a_model_what_was_saved_is_in_the_result(storage: MemorySt
     assert same(result.optimizer_state, Model(2).state_dict())
 
 
-async def test_only_the_model_may_be_saved(storage: MemoryStorage) -> None:
+async def test_the_optimizer_can_be_left_out_of_a_save(storage: MemoryStorage) -> None:
     one = checkpoint(storage)
     await one.save_model_only(Model(1), SaveOptions("a"))
     await one.save(Model(1), Model(2), SaveOptions("b", include_optimizer=False))
@@ -143,7 +143,7 @@ async def test_only_the_model_may_be_saved(storage: MemoryStorage) -> None:
         assert (await one.load(options=LoadOptions(prefix))).optimizer_state is None
 
 
-async def test_only_the_model_may_be_loaded(storage: MemoryStorage) -> None:
+async def test_the_optimizer_can_be_left_out_of_a_load(storage: MemoryStorage) -> None:
     one, optimizer = checkpoint(storage), Model(9)
     await one.save(Model(1), Model(2), SaveOptions("a"))
     result = await one.load(Model(8), optimizer, LoadOptions("a", load_optimizer=False))
@@ -151,7 +151,7 @@ async def test_only_the_model_may_be_loaded(storage: MemoryStorage) -> None:
     assert same(optimizer.state_dict(), Model(9).state_dict())
 
 
-async def test_random_generators_go_on_where_they_were(storage: MemoryStorage) -> None:
+async def test_random_generators_are_restored(storage: MemoryStorage) -> None:
     mine = np.random.default_rng(5)
     one = checkpoint(storage, generators={"data": mine})
     await one.save(Model(1), options=SaveOptions("a"))
@@ -160,7 +160,7 @@ async def test_random_generators_go_on_where_they_were(storage: MemoryStorage) -
     assert (random.random(), np.random.random(), mine.random()) == wanted
 
 
-async def test_random_generators_are_left_alone_where_that_is_wanted(storage: MemoryStorage) -> None:
+async def test_random_generators_can_be_left_out(storage: MemoryStorage) -> None:
     one = checkpoint(storage)
     await one.save(Model(1), options=SaveOptions("with"))
     await one.save(Model(1), options=SaveOptions("without", include_rng_state=False))
@@ -171,12 +171,12 @@ async def test_random_generators_are_left_alone_where_that_is_wanted(storage: Me
         assert random.getstate() == before
 
 
-async def test_without_a_name_it_is_called_after_the_time(storage: MemoryStorage) -> None:
+async def test_the_default_name_has_the_time(storage: MemoryStorage) -> None:
     one = checkpoint(storage, wall=lambda: 0.0, draw=lambda size: b"\1\2\3\4"[:size])
     assert await one.save(Model()) == "checkpoint_19700101_000000_01020304"
 
 
-async def test_leaves_of_other_kinds_can_be_saved(storage: MemoryStorage) -> None:
+async def test_leaf_types_are_saved_and_loaded(storage: MemoryStorage) -> None:
     class Tensor:
         def __init__(self, array: Any) -> None:
             self.array = array
@@ -190,9 +190,7 @@ async def test_leaves_of_other_kinds_can_be_saved(storage: MemoryStorage) -> Non
     assert same(np.asarray(getattr(result.model_state["t"], "array", result.model_state["t"])), np.arange(4))
 
 
-async def test_memory_that_was_prepared_is_all_that_is_needed(
-    storage: MemoryStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_prepared_memory_suffices_for_a_save(storage: MemoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     one = checkpoint(storage)
     await one.prepare(Model(1), Model(2), SaveOptions("a"))
     assert storage.files == {}
@@ -213,7 +211,7 @@ async def test_a_load_without_a_name_is_refused(storage: MemoryStorage, options:
 
 
 @pytest.mark.parametrize("prefix", ["/a", "../a", "a//b", ".a", "a b", "a/", "ü", "a" * 201])
-async def test_names_that_lead_elsewhere_are_refused(storage: MemoryStorage, prefix: str) -> None:
+async def test_names_that_leave_the_storage_are_refused(storage: MemoryStorage, prefix: str) -> None:
     one = checkpoint(storage)
     with pytest.raises(CheckpointException, match="invalid checkpoint_prefix"):
         SaveOptions(prefix)
@@ -238,20 +236,20 @@ async def test_names_that_lead_elsewhere_are_refused(storage: MemoryStorage, pre
         ({"custom_metadata": [1]}, "JSON"),
     ],
 )
-def test_options_are_looked_at_when_they_are_made(settings: dict[str, Any], what: str) -> None:
+def test_options_are_validated_on_construction(settings: dict[str, Any], what: str) -> None:
     with pytest.raises(CheckpointException, match=what) as caught:
         SaveOptions(**settings)
     assert caught.value.type is ExceptionType.VALIDATION_FAILED
 
 
-def test_metadata_is_what_it_was_when_it_was_given() -> None:
+def test_metadata_is_copied() -> None:
     given: dict[str, Any] = {"list": [1], "tuple": (2, 3)}
     options = SaveOptions(custom_metadata=given)
     given["list"].append(5)
     assert options.custom_metadata == {"list": [1], "tuple": [2, 3]}
 
 
-async def test_what_has_no_state_is_refused(storage: MemoryStorage) -> None:
+async def test_an_object_without_a_state_is_refused(storage: MemoryStorage) -> None:
     one, thing = checkpoint(storage), SimpleNamespace()
     with pytest.raises(CheckpointException, match="the model is a SimpleNamespace"):
         await one.save(thing, options=SaveOptions("a"))
@@ -260,7 +258,7 @@ async def test_what_has_no_state_is_refused(storage: MemoryStorage) -> None:
     assert storage.files == {}
 
 
-async def test_a_checkpoint_that_is_not_there_cannot_be_loaded_or_deleted(storage: MemoryStorage) -> None:
+async def test_a_missing_checkpoint_cannot_be_loaded_or_deleted(storage: MemoryStorage) -> None:
     one = checkpoint(storage)
     for call in (one.load(Model(), options=LoadOptions("a")), one.delete_checkpoint("a")):
         with pytest.raises(CheckpointException, match="checkpoint a does not exist") as caught:
@@ -270,7 +268,7 @@ async def test_a_checkpoint_that_is_not_there_cannot_be_loaded_or_deleted(storag
         assert "skip_validation" not in caught.value.fix
 
 
-async def test_a_manifest_that_is_damaged_says_what_is_wrong_with_it(storage: MemoryStorage) -> None:
+async def test_a_corrupt_manifest_is_named(storage: MemoryStorage) -> None:
     one = checkpoint(storage)
     await one.save(Model(), options=SaveOptions("a"))
     storage.damage("a" + SUFFIX, 20)
@@ -280,13 +278,13 @@ async def test_a_manifest_that_is_damaged_says_what_is_wrong_with_it(storage: Me
 
 
 @pytest.mark.parametrize("storage", ["checkpoints", Path("checkpoints")])
-def test_a_path_is_no_storage(storage: Any) -> None:
+def test_a_path_as_storage_is_refused(storage: Any) -> None:
     with pytest.raises(CheckpointException, match="create_storage"):
         DistributedCheckpoint(None, storage)
 
 
 @pytest.mark.parametrize("skip", [False, True])
-async def test_what_is_damaged_is_never_loaded(storage: MemoryStorage, skip: bool) -> None:
+async def test_corruption_is_never_loaded(storage: MemoryStorage, skip: bool) -> None:
     one = checkpoint(storage)
     await one.save({"w": np.arange(1000)}, options=SaveOptions("a", include_rng_state=False))
     (part,) = listing.read_manifest(storage, "a").parts
@@ -312,10 +310,10 @@ def damage_header(storage: MemoryStorage, file: str) -> None:
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("spoil", [lose, cut_short, damage_header])
-async def test_a_bad_file_of_which_there_is_a_copy_does_no_harm(
+async def test_a_corrupt_file_with_a_copy_is_repaired(
     storage: MemoryStorage, spoil: Callable[[MemoryStorage, str], None], number: int, skip: bool
 ) -> None:
-    """What was found before the load does not refuse what the load can mend."""
+    """Faults of files that are found before the load do not refuse what the load can repair."""
 
     async def save(one: UnreliableRank) -> str:
         options = SaveOptions("a", copies=2, include_rng_state=False)
@@ -328,7 +326,7 @@ async def test_a_bad_file_of_which_there_is_a_copy_does_no_harm(
     assert same(mine, {"w": np.arange(1 << 16)})
 
 
-async def test_what_a_checker_finds_refuses_the_load_though_a_bad_file_does_not(storage: MemoryStorage) -> None:
+async def test_findings_of_a_checker_refuse_the_load(storage: MemoryStorage) -> None:
     class Never:
         name = "never"
 
@@ -342,7 +340,7 @@ async def test_what_a_checker_finds_refuses_the_load_though_a_bad_file_does_not(
 
 
 @pytest.mark.parametrize("skip", [False, True])
-async def test_a_file_that_is_gone_is_missed(storage: MemoryStorage, skip: bool) -> None:
+async def test_a_missing_file_is_an_error(storage: MemoryStorage, skip: bool) -> None:
     one = checkpoint(storage)
     await one.save(Model(), options=SaveOptions("a"))
     (part,) = listing.read_manifest(storage, "a").parts
@@ -352,7 +350,7 @@ async def test_a_file_that_is_gone_is_missed(storage: MemoryStorage, skip: bool)
     assert caught.value.checkpoint_path == "a"
 
 
-async def test_a_model_of_other_shapes_is_told_what_differs_and_left_as_it_is(storage: MemoryStorage) -> None:
+async def test_a_model_of_other_shapes_is_refused_and_unchanged(storage: MemoryStorage) -> None:
     one = checkpoint(storage)
     await one.save({"w": np.ones(5), "v": np.ones(3)}, options=SaveOptions("a"))
     mine = {"w": np.zeros(6), "v": np.zeros(3), "u": np.zeros(1)}
@@ -366,7 +364,7 @@ async def test_a_model_of_other_shapes_is_told_what_differs_and_left_as_it_is(st
     assert any("model/u" in name for name in result.missing)
 
 
-async def test_a_model_that_cannot_take_its_state_is_told_of(storage: MemoryStorage) -> None:
+async def test_a_failing_load_state_dict_is_raised(storage: MemoryStorage) -> None:
     class Stubborn(Model):
         def load_state_dict(self, state: Any) -> None:
             raise ZeroDivisionError("not today")
@@ -381,7 +379,7 @@ async def test_a_model_that_cannot_take_its_state_is_told_of(storage: MemoryStor
 # What there is, and what is no more.
 
 
-async def test_checkpoints_are_listed_the_oldest_first(storage: MemoryStorage) -> None:
+async def test_checkpoints_are_listed_oldest_first(storage: MemoryStorage) -> None:
     times = iter([300.0, 100.0, 200.0])
     one = checkpoint(storage, wall=lambda: next(times))
     assert await one.list_checkpoints() == []
@@ -395,7 +393,7 @@ async def test_checkpoints_are_listed_the_oldest_first(storage: MemoryStorage) -
     assert first.size_bytes == sum(len(data) for name, data in storage.files.items() if name.startswith("a/1/"))
 
 
-async def test_what_is_half_there_is_not_listed(storage: MemoryStorage) -> None:
+async def test_unfinished_checkpoints_are_not_listed(storage: MemoryStorage) -> None:
     one = checkpoint(storage)
     for prefix in ("good", "dying", "broken", "gone"):
         await one.save(Model(), options=SaveOptions(prefix))
@@ -405,7 +403,7 @@ async def test_what_is_half_there_is_not_listed(storage: MemoryStorage) -> None:
     assert [info.prefix for info in await one.list_checkpoints()] == ["good"]
 
 
-async def test_what_is_deleted_is_gone_and_its_name_free(storage: MemoryStorage) -> None:
+async def test_a_deleted_checkpoint_is_gone_and_its_name_is_free(storage: MemoryStorage) -> None:
     one = checkpoint(storage)
     for prefix in ("a", "a/1", "b"):
         await one.save(Model(), options=SaveOptions(prefix))
@@ -416,7 +414,7 @@ async def test_what_is_deleted_is_gone_and_its_name_free(storage: MemoryStorage)
     assert await one.save(Model(), options=SaveOptions("a")) == "a"
 
 
-async def test_a_deletion_that_was_interrupted_can_be_finished(storage: MemoryStorage) -> None:
+async def test_an_interrupted_deletion_can_be_finished(storage: MemoryStorage) -> None:
     faulty = FaultyStorage(storage)
     one = checkpoint(faulty)
     await one.save(Model(), options=SaveOptions("a"))
@@ -449,7 +447,7 @@ CALLS: dict[str, tuple[tuple[str, ...], Callable[[DistributedCheckpoint], Awaita
 
 
 @pytest.mark.parametrize("call", CALLS)
-async def test_a_storage_that_hangs_holds_nobody_for_ever(storage: MemoryStorage, call: str) -> None:
+async def test_a_hanging_storage_ends_in_a_timeout(storage: MemoryStorage, call: str) -> None:
     await checkpoint(storage).save(Model(), options=SaveOptions("a"))
     names, act = CALLS[call]
     release = threading.Event()
@@ -462,7 +460,7 @@ async def test_a_storage_that_hangs_holds_nobody_for_ever(storage: MemoryStorage
         release.set()
 
 
-async def test_what_passes_is_tried_again_within_the_time_that_there_is(storage: MemoryStorage) -> None:
+async def test_transient_failures_are_retried_within_the_timeout(storage: MemoryStorage) -> None:
     pauses = list[float]()
 
     def fault(number: int, what: str, done: bool) -> None:
@@ -482,7 +480,7 @@ async def test_what_passes_is_tried_again_within_the_time_that_there_is(storage:
     assert faulty.calls.count("publish") == 3
 
 
-async def test_what_does_not_pass_is_raised(storage: MemoryStorage) -> None:
+async def test_permanent_failures_are_raised(storage: MemoryStorage) -> None:
     faulty = FaultyStorage(storage, on("write", error=lambda: broken(retryable=True)))
     one = DistributedCheckpoint(None, faulty, FaultToleranceHandler(faulty, RetryPolicy(attempts=3, delay_s=0.001)))
     with pytest.raises(CheckpointException, match="broken"):
@@ -517,7 +515,7 @@ async def ranks(
 
 @pytest.mark.parametrize(("before", "then"), [(1, 3), (4, 3), (3, 1), (2, 5)])
 @pytest.mark.parametrize("layout", [rows, columns])
-async def test_what_n_ranks_have_saved_m_ranks_load(
+async def test_a_checkpoint_of_n_ranks_is_loaded_by_m(
     storage: MemoryStorage, before: int, then: int, layout: Callable[..., ShardedArray]
 ) -> None:
     async def save(one: DistributedCheckpoint, member: UnreliableRank) -> str:
@@ -534,8 +532,8 @@ async def test_what_n_ranks_have_saved_m_ranks_load(
     assert await ranks(then, storage, load) == [(before, then, True)] * then
 
 
-async def test_each_rank_draws_what_it_would_have_drawn(storage: MemoryStorage) -> None:
-    """Though all ranks of this test are in one process: each has a generator of its own."""
+async def test_each_ranks_generators_are_restored(storage: MemoryStorage) -> None:
+    """The ranks of this test share a process, so each has its own generator."""
     mine = [np.random.default_rng(rank) for rank in range(3)]
 
     async def member(one: UnreliableRank) -> tuple[float, float]:
@@ -550,7 +548,7 @@ async def test_each_rank_draws_what_it_would_have_drawn(storage: MemoryStorage) 
     assert all(wanted == found for wanted, found in outcomes)  # type: ignore[misc]
 
 
-async def test_one_rank_deletes_and_all_are_told(storage: MemoryStorage) -> None:
+async def test_rank_0_deletes_and_all_ranks_learn_the_outcome(storage: MemoryStorage) -> None:
     async def act(one: DistributedCheckpoint, member: UnreliableRank) -> Any:
         await one.save({"w": rows(member.rank, 3)}, options=SaveOptions("a"))
         await one.delete_checkpoint("a")
@@ -562,7 +560,7 @@ async def test_one_rank_deletes_and_all_are_told(storage: MemoryStorage) -> None
     assert storage.files == {}
 
 
-async def test_a_rank_that_cannot_load_is_told_of_at_all(storage: MemoryStorage) -> None:
+async def test_a_load_failure_of_one_rank_is_raised_at_all(storage: MemoryStorage) -> None:
     async def act(one: DistributedCheckpoint, member: UnreliableRank) -> Any:
         await one.save({"w": np.ones(4)}, options=SaveOptions("a"))
         mine = {"w": np.zeros(5 if member.rank == 2 else 4)}
@@ -573,8 +571,8 @@ async def test_a_rank_that_cannot_load_is_told_of_at_all(storage: MemoryStorage)
     assert await ranks(3, storage, act) == ["rank 2:"] * 3
 
 
-async def test_ranks_that_find_different_saves_under_one_name_do_not_go_on_with_them() -> None:
-    """The checkpoint is deleted and saved anew while they load."""
+async def test_ranks_that_read_different_saves_raise() -> None:
+    """The checkpoint is replaced during the load."""
     storages = MemoryStorage(), MemoryStorage()
     for number, storage in enumerate(storages):
         await checkpoint(storage).save({"w": np.full(4, number)}, options=SaveOptions("a", include_rng_state=False))
@@ -587,7 +585,7 @@ async def test_ranks_that_find_different_saves_under_one_name_do_not_go_on_with_
     assert await group(2, member) == [("checkpoint_replaced", "a", True)] * 2
 
 
-async def test_what_is_known_of_the_run_is_written_down(storage: MemoryStorage) -> None:
+async def test_job_step_and_generation_are_in_the_manifest(storage: MemoryStorage) -> None:
     class Worker(UnreliableRank):
         generation, step, job = 7, 41, "run"
 
@@ -598,21 +596,21 @@ async def test_what_is_known_of_the_run_is_written_down(storage: MemoryStorage) 
     assert manifest.fence.generation == 7
 
 
-@pytest.mark.parametrize("said", [True, 1.5, "7", None, -1, 1 << 70, np.float32(3), [1]])
-async def test_what_is_no_number_is_not_written_down_as_one(storage: MemoryStorage, said: Any) -> None:
-    """A coordinator is somebody's own code, and the checkpoint is to be read afterwards."""
+@pytest.mark.parametrize("value", [True, 1.5, "7", None, -1, 1 << 70, np.float32(3), [1]])
+async def test_invalid_numbers_of_a_coordinator_are_left_out(storage: MemoryStorage, value: Any) -> None:
+    """A coordinator is code of the caller, and the manifest must stay readable."""
 
     class Worker(UnreliableRank):
-        generation, step, term, job = 7, said, said, said
+        generation, step, term, job = 7, value, value, value
 
     one = checkpoint(storage, Worker(SimulatedRanks(1), 0, {}))
     await one.save({"w": np.arange(3)}, options=SaveOptions("a"))
     manifest = listing.read_manifest(storage, "a")
     assert (manifest.step, manifest.fence) == (None, Fence(0, 7))
-    assert manifest.job == (said if isinstance(said, str) else "")
+    assert manifest.job == (value if isinstance(value, str) else "")
 
 
-async def test_the_term_is_written_down_where_it_is_known(storage: MemoryStorage) -> None:
+async def test_the_term_is_in_the_manifest(storage: MemoryStorage) -> None:
     class Worker(UnreliableRank):
         generation, step, term = np.int64(7), np.int32(41), 3
 
@@ -625,14 +623,14 @@ async def test_the_term_is_written_down_where_it_is_known(storage: MemoryStorage
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), "1"])
-def test_a_time_that_is_none_is_refused_when_it_is_given(storage: MemoryStorage, timeout: Any) -> None:
+def test_an_invalid_timeout_is_refused(storage: MemoryStorage, timeout: Any) -> None:
     with pytest.raises(CheckpointException, match="default_timeout must be"):
         CheckpointOptions(default_timeout=timeout)
     with pytest.raises(CheckpointException, match="default_timeout must be"):
         checkpoint(storage, default_timeout=timeout)
 
 
-async def test_options_say_where_and_how(tmp_path: Path) -> None:
+async def test_create_checkpoint_follows_its_options(tmp_path: Path) -> None:
     options = CheckpointOptions(
         StorageOptions("local", {"base_path": str(tmp_path)}), RetryPolicy(attempts=1), default_timeout=5.0
     )
@@ -645,9 +643,7 @@ async def test_options_say_where_and_how(tmp_path: Path) -> None:
     assert (tmp_path / "a.metadata.json").is_file()
 
 
-async def test_without_options_checkpoints_lie_below_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_default_storage_is_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for one, prefix in ((create_checkpoint(), "a"), (DistributedCheckpoint(), "b")):
         await one.save(Model(), options=SaveOptions(prefix))

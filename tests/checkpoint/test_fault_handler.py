@@ -15,7 +15,7 @@ from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.retry import RetryPolicy
 from tests.checkpoint.faulty_storage import Fault, FaultyStorage, broken
 from tests.checkpoint.memory_storage import MemoryStorage
-from tests.checkpoint.sources import Given
+from tests.checkpoint.sources import CopiedSource
 
 NEVER = CancelToken()
 
@@ -125,7 +125,7 @@ def test_what_fails_only_when_it_is_entered_is_tried_again_and_what_is_read_then
 def test_a_write_is_tried_again_from_its_beginning(memory: MemoryStorage) -> None:
     token = CancelToken(1000.0, monotonic=lambda: 0.0)
     storage, _ = patient(FaultyStorage(memory, first(2)), delay_s=0.001)
-    storage.write("new", Given(b"bytes"), token)
+    storage.write("new", CopiedSource(b"bytes"), token)
     assert memory.files["new"] == b"bytes"
 
 
@@ -133,7 +133,7 @@ def test_a_halt_ends_the_trying(memory: MemoryStorage) -> None:
     times = iter([0.0, *[0.4] * 2, *[2.0] * 20])
     storage, _ = patient(FaultyStorage(memory, first(99)), None, delay_s=0.001)
     with pytest.raises(CheckpointException) as caught:
-        storage.write("new", Given(b"bytes"), CancelToken(1.0, monotonic=lambda: next(times)))
+        storage.write("new", CopiedSource(b"bytes"), CancelToken(1.0, monotonic=lambda: next(times)))
     assert caught.value.type is ExceptionType.TIMEOUT
 
 

@@ -1,4 +1,4 @@
-"""Saved by any ranks in any parts and any format, loaded by any others in any other parts: the same to the last bit."""
+"""A state saved by any ranks, in any parts and format, is loaded by any other ranks in any other parts, bit for bit."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def tensors(draw: st.DrawFn) -> dict[str, Array]:
 
 @st.composite
 def layouts(draw: st.DrawFn, arrays: dict[str, Array], ranks: int) -> dict[str, list[Box] | None]:
-    """Of each tensor the boxes of the ranks; None where all have all of it."""
+    """By tensor, the boxes of the ranks; None if all ranks have the whole tensor."""
     return {name: draw(st.none() | partitions(array.shape, ranks)) for name, array in arrays.items()}
 
 
 def state_of(arrays: dict[str, Array], layout: dict[str, list[Box] | None], rank: int, how: int) -> dict[str, Any]:
-    """What a rank has: its parts, lying in memory in some way or other."""
+    """The state of a rank: its parts, in any memory layout."""
     state: dict[str, Any] = {}
     for name, array in arrays.items():
         boxes = layout[name]
@@ -46,7 +46,7 @@ def state_of(arrays: dict[str, Array], layout: dict[str, list[Box] | None], rank
 class TestRoundTrip:
     @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(data=st.data())
-    def test_what_was_saved_is_loaded(self, data: st.DataObject) -> None:
+    def test_any_saved_state_is_loaded_bit_for_bit(self, data: st.DataObject) -> None:
         draw = data.draw
         arrays = draw(tensors())
         saving, loading = draw(st.integers(1, 4)), draw(st.integers(1, 4))

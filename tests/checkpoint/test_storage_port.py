@@ -16,7 +16,7 @@ from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, Source, Storage
 from forged.checkpoint.storage.local import LocalStorage
 from forged.checkpoint.storage.objects import ObjectStorage
 from tests.checkpoint.memory_storage import MemoryStorage
-from tests.checkpoint.sources import SIZES, Failing, Given, Lying, pattern
+from tests.checkpoint.sources import SIZES, CopiedSource, FailingSource, MemorySource, pattern
 
 LARGE = 2 * BLOCK_BYTES + 4_097
 HOSTILE = ["", "/a", "a/", "a//b", "../a", "a/../b", "a/./b", ".a", "a/.b", "a\0b", "a\nb", "a\\b", "x" * 300, "\ud800"]
@@ -52,7 +52,7 @@ def code_of(act: Callable[[], object]) -> str:
     return caught.value.code
 
 
-@pytest.mark.parametrize("make", [Given, Lying])
+@pytest.mark.parametrize("make", [CopiedSource, MemorySource])
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_written_is_read(storage: Storage, size: int, make: Callable[[bytes], Source]) -> None:
     data = pattern(size)
@@ -64,7 +64,7 @@ def test_what_is_written_is_read(storage: Storage, size: int, make: Callable[[by
 
 def test_any_part_of_a_file_can_be_read(storage: Storage) -> None:
     data = pattern(LARGE)
-    storage.write("a", Given(data), CancelToken())
+    storage.write("a", CopiedSource(data), CancelToken())
     with storage.open("a") as reader:
         assert reader.size == LARGE
         for offset, length in [(0, 1), (LARGE - 1, 1), (5, BLOCK_BYTES), (BLOCK_BYTES - 3, BLOCK_BYTES + 6), (7, 0)]:
@@ -75,7 +75,7 @@ def test_any_part_of_a_file_can_be_read(storage: Storage) -> None:
 
 def test_a_reader_serves_several_threads(storage: Storage) -> None:
     data = pattern(LARGE)
-    storage.write("a", Given(data), CancelToken())
+    storage.write("a", CopiedSource(data), CancelToken())
     pieces = [(start, data[start : start + 65_537]) for start in range(0, LARGE - 65_537, BLOCK_BYTES // 3)]
     with storage.open("a") as reader, ThreadPoolExecutor(4) as pool:
 
@@ -89,7 +89,7 @@ def test_a_reader_serves_several_threads(storage: Storage) -> None:
 
 def test_what_is_mapped_is_the_file(storage: Storage) -> None:
     data = pattern(5_000)
-    storage.write("a", Given(data), CancelToken())
+    storage.write("a", CopiedSource(data), CancelToken())
     with storage.open("a") as reader:
         mapped = reader.mapped()
         assert mapped is None or (mapped == data and mapped.readonly)
@@ -104,8 +104,8 @@ def test_reading_beyond_the_end_is_an_error(storage: Storage) -> None:
 
 @pytest.mark.parametrize("size", [10, LARGE])
 def test_a_file_is_written_once(storage: Storage, size: int) -> None:
-    storage.write("a", Given(b"first"), CancelToken())
-    assert code_of(lambda: storage.write("a", Given(pattern(size)), CancelToken())) == "checkpoint_exists"
+    storage.write("a", CopiedSource(b"first"), CancelToken())
+    assert code_of(lambda: storage.write("a", CopiedSource(pattern(size)), CancelToken())) == "checkpoint_exists"
     assert content(storage, "a") == b"first"
 
 
@@ -143,7 +143,7 @@ def test_of_several_who_publish_one_wins(storage: Storage) -> None:
 
 def test_of_several_who_write_one_wins(storage: Storage) -> None:
     said = [bytes([number]) * LARGE for number in range(2)]
-    results = race([lambda data=data: storage.write("a", Given(data), CancelToken()) for data in said])  # type: ignore[misc]
+    results = race([lambda data=data: storage.write("a", CopiedSource(data), CancelToken()) for data in said])  # type: ignore[misc]
     assert sorted(results) == ["checkpoint_exists", "done"]
     assert content(storage, "a") == said[results.index("done")]
 
@@ -227,15 +227,15 @@ def test_what_is_deleted_is_gone_and_what_is_not_there_is_no_error(storage: Stor
 
 
 def test_deleted_names_can_be_given_anew(storage: Storage) -> None:
-    storage.write("run/a", Given(b"1"), CancelToken())
+    storage.write("run/a", CopiedSource(b"1"), CancelToken())
     storage.delete(["run/a"])
-    storage.write("run/a", Given(b"2"), CancelToken())
+    storage.write("run/a", CopiedSource(b"2"), CancelToken())
     assert content(storage, "run/a") == b"2"
 
 
 def test_who_is_stopped_leaves_nothing(storage: Storage) -> None:
     token = CancelToken()
-    source = Failing(pattern(LARGE), BLOCK_BYTES, token.cancel)
+    source = FailingSource(pattern(LARGE), BLOCK_BYTES, token.cancel)
     assert code_of(lambda: storage.write("run/a", source, token)) == "checkpoint_cancelled"
     assert names(storage) == []
 
@@ -243,7 +243,7 @@ def test_who_is_stopped_leaves_nothing(storage: Storage) -> None:
 def test_who_has_no_time_left_leaves_nothing(storage: Storage) -> None:
     token = CancelToken(1.0, iter([0.0, *[2.0] * 99]).__next__)
     with pytest.raises(CheckpointException) as caught:
-        storage.write("run/a", Given(pattern(LARGE)), token)
+        storage.write("run/a", CopiedSource(pattern(LARGE)), token)
     assert caught.value.type is ExceptionType.TIMEOUT
     assert names(storage) == []
 
@@ -254,7 +254,7 @@ def test_a_source_that_fails_leaves_nothing(storage: Storage, size: int) -> None
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        storage.write("run/a", Failing(pattern(size), size // BLOCK_BYTES * BLOCK_BYTES, fail), CancelToken())
+        storage.write("run/a", FailingSource(pattern(size), size // BLOCK_BYTES * BLOCK_BYTES, fail), CancelToken())
     assert names(storage) == []
 
 
@@ -263,8 +263,8 @@ def test_a_write_that_failed_can_be_done_again(storage: Storage) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        storage.write("run/a", Failing(pattern(LARGE), BLOCK_BYTES, fail), CancelToken())
-    storage.write("run/a", Given(pattern(LARGE)), CancelToken())
+        storage.write("run/a", FailingSource(pattern(LARGE), BLOCK_BYTES, fail), CancelToken())
+    storage.write("run/a", CopiedSource(pattern(LARGE)), CancelToken())
     assert content(storage, "run/a") == pattern(LARGE)
 
 
@@ -277,7 +277,7 @@ def test_no_name_leads_elsewhere(storage: Storage, name: str) -> None:
             raise AssertionError
 
     acts: list[Callable[[], object]] = [
-        lambda: storage.write(name, Given(b"x"), CancelToken()),
+        lambda: storage.write(name, CopiedSource(b"x"), CancelToken()),
         lambda: storage.publish(name, b"x"),
         opened,
         lambda: storage.read(name, 10),

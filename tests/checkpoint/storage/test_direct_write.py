@@ -18,7 +18,7 @@ from forged.checkpoint.storage.direct_write import BlockBuffers, FileWriter, ret
 from forged.checkpoint.storage.files import CREATE, READ, Files, SystemFiles
 from tests.checkpoint.faulty_files import Act, failing, taking_at_most, with_fault
 from tests.checkpoint.memory_files import ROOT, MemoryFiles
-from tests.checkpoint.sources import PAGE, SIZES, Given, Lying, pattern
+from tests.checkpoint.sources import PAGE, SIZES, CopiedSource, MemorySource, pattern
 
 WAIT_S = 30.0
 
@@ -40,7 +40,9 @@ def content(files: MemoryFiles) -> bytes:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("lie", [Given, Lying, lambda data: Lying(data, 1)], ids=["given", "at a page", "elsewhere"])
+@pytest.mark.parametrize(
+    "lie", [CopiedSource, MemorySource, lambda data: MemorySource(data, 1)], ids=["given", "at a page", "elsewhere"]
+)
 @pytest.mark.parametrize("lacking", [(), ("direct",), ("direct", "reserve")], ids=["direct", "cached", "unreserved"])
 @pytest.mark.parametrize("size", SIZES)
 def test_a_file_has_what_its_source_has(
@@ -55,21 +57,21 @@ def test_a_file_has_what_its_source_has(
 @pytest.mark.parametrize("size", SIZES)
 def test_a_real_file_has_what_its_source_has(size: int, tmp_path: Path) -> None:
     path, data = tmp_path / "a", pattern(size)
-    filled(SystemFiles(), Given(data), str(path))
+    filled(SystemFiles(), CopiedSource(data), str(path))
     assert path.read_bytes() == data
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_real_file_has_it_through_the_cache_too(size: int, tmp_path: Path) -> None:
     path, data = tmp_path / "a", pattern(size)
-    filled(with_fault(SystemFiles(), failing("bypass_cache", errno.EINVAL)), Given(data), str(path))
+    filled(with_fault(SystemFiles(), failing("bypass_cache", errno.EINVAL)), CopiedSource(data), str(path))
     assert path.read_bytes() == data
 
 
 def test_what_lies_at_a_page_is_not_copied() -> None:
     seen: list[memoryview] = []
 
-    class Watching(Lying):
+    class Watching(MemorySource):
         def block(self, offset: int, room: memoryview) -> memoryview:
             seen.append(room)
             return super().block(offset, room)
@@ -90,7 +92,7 @@ def test_a_file_system_may_say_late_that_it_takes_nothing_past_the_cache() -> No
             raise OSError(errno.EINVAL, "no")
         return act()
 
-    filled(with_fault(files, trouble), Given(data))
+    filled(with_fault(files, trouble), CopiedSource(data))
     assert content(files) == data
 
 
@@ -99,7 +101,7 @@ def test_a_file_system_may_say_late_that_it_takes_nothing_past_the_cache() -> No
 def test_a_write_that_takes_less_is_gone_on_with(count: int, lacking: tuple[str, ...]) -> None:
     files, data = MemoryFiles(lacking=lacking), pattern(9 * PAGE + 5)
     shortened = with_fault(files, taking_at_most(count // PAGE * PAGE if not lacking else count))
-    filled(shortened, Given(data))
+    filled(shortened, CopiedSource(data))
     assert content(files) == data
 
 
@@ -107,13 +109,13 @@ def test_a_write_that_takes_less_is_gone_on_with(count: int, lacking: tuple[str,
 def test_a_write_that_takes_nothing_for_long_is_an_error(lacking: tuple[str, ...]) -> None:
     files = with_fault(MemoryFiles(lacking=lacking), taking_at_most(0))
     with pytest.raises(OSError, match="accepts no more bytes"):
-        filled(files, Given(pattern(PAGE)))
+        filled(files, CopiedSource(pattern(PAGE)))
 
 
 @pytest.mark.parametrize("operation", ["write", "sync", "reserve"])
 def test_a_signal_in_between_does_no_harm(operation: str) -> None:
     files, data = MemoryFiles(), pattern(PAGE + 5)
-    filled(with_fault(files, failing(operation, errno.EINTR, times=3)), Given(data))
+    filled(with_fault(files, failing(operation, errno.EINTR, times=3)), CopiedSource(data))
     assert content(files) == data
 
 
@@ -125,7 +127,7 @@ def test_signals_without_end_are_an_error() -> None:
 @pytest.mark.parametrize("operation", ["begin_write_back", "drop_cache"])
 def test_what_only_helps_may_be_missing(operation: str) -> None:
     files, data = MemoryFiles(lacking=["direct"]), pattern(10 * BLOCK_BYTES)
-    filled(with_fault(files, failing(operation, errno.ENOSYS)), Given(data), threads=1)
+    filled(with_fault(files, failing(operation, errno.ENOSYS)), CopiedSource(data), threads=1)
     assert content(files) == data
 
 
@@ -133,7 +135,7 @@ def test_what_only_helps_may_be_missing(operation: str) -> None:
 def test_but_bytes_that_it_tells_are_lost_are_an_error(operation: str) -> None:
     files = MemoryFiles(lacking=["direct"])
     with pytest.raises(OSError, match="Input/output"):
-        filled(with_fault(files, failing(operation, errno.EIO)), Given(pattern(10 * BLOCK_BYTES)), threads=1)
+        filled(with_fault(files, failing(operation, errno.EIO)), CopiedSource(pattern(10 * BLOCK_BYTES)), threads=1)
 
 
 def test_through_the_cache_no_more_waits_there_than_a_few_blocks() -> None:
@@ -143,7 +145,7 @@ def test_through_the_cache_no_more_waits_there_than_a_few_blocks() -> None:
         asked[name] += 1
         return act()
 
-    filled(with_fault(MemoryFiles(lacking=["direct"]), count), Given(pattern(10 * BLOCK_BYTES)), threads=1)
+    filled(with_fault(MemoryFiles(lacking=["direct"]), count), CopiedSource(pattern(10 * BLOCK_BYTES)), threads=1)
     assert (asked["begin_write_back"], asked["drop_cache"]) == (10, 2)
 
 
@@ -152,7 +154,7 @@ def test_room_that_is_not_there_is_told_before_anything_is_written(lacking: tupl
     files = MemoryFiles(room=PAGE, lacking=lacking)
     fd = files.open(f"{ROOT}/a", CREATE)
     with pytest.raises(OSError) as caught:
-        FileWriter(files, fd, Given(pattern(PAGE + 1)), BlockBuffers(1)).reserve(files.free_bytes(ROOT))
+        FileWriter(files, fd, CopiedSource(pattern(PAGE + 1)), BlockBuffers(1)).reserve(files.free_bytes(ROOT))
     assert caught.value.errno == errno.ENOSPC
     assert [operation.kind for operation in files.operations] == ["name"]
 
@@ -160,7 +162,7 @@ def test_room_that_is_not_there_is_told_before_anything_is_written(lacking: tupl
 def test_a_halt_stops_it_before_the_next_block() -> None:
     files, token = MemoryFiles(), CancelToken()
 
-    class Halting(Given):
+    class Halting(CopiedSource):
         def block(self, offset: int, room: memoryview) -> memoryview:
             token.cancel()
             return super().block(offset, room)
@@ -175,7 +177,7 @@ def test_blocks_are_taken_while_as_many_as_were_asked_for_are_written() -> None:
     """No write ends before as many blocks have been taken besides."""
     all_taken, under_way, at_once = threading.Event(), list[int](), list[int]()
 
-    class Asked(Given):
+    class Asked(CopiedSource):
         taken = 0
 
         def block(self, offset: int, room: memoryview) -> memoryview:

@@ -20,7 +20,7 @@ from forged.checkpoint.storage.files import UNNAMED, Files, SystemFiles
 from forged.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.faulty_files import Act, NthFails, failing, with_fault
 from tests.checkpoint.memory_files import EMPTY, ROOT, WRITTEN_AT, Image, MemoryFiles
-from tests.checkpoint.sources import PAGE, Failing, Given, pattern
+from tests.checkpoint.sources import PAGE, CopiedSource, FailingSource, pattern
 
 AT = f"{ROOT}/checkpoints"
 
@@ -36,7 +36,7 @@ def files() -> MemoryFiles:
 
 
 def write(storage: Storage, name: str, data: bytes = b"hello") -> None:
-    storage.write(name, Given(data), CancelToken())
+    storage.write(name, CopiedSource(data), CancelToken())
     storage.sync_names([name])
 
 
@@ -105,7 +105,7 @@ def test_a_source_that_fails_leaves_nothing_behind(storage: LocalStorage) -> Non
 
     before = open_descriptors()
     with pytest.raises(ValueError, match="mine"):
-        storage.write("run/p/a", Failing(pattern(2 * BLOCK_BYTES), BLOCK_BYTES, fail), CancelToken())
+        storage.write("run/p/a", FailingSource(pattern(2 * BLOCK_BYTES), BLOCK_BYTES, fail), CancelToken())
     assert names(storage) == {"q/a"}
     assert [path.name for path in Path(storage.url).iterdir()] == ["q"]
     assert open_descriptors() == before
@@ -113,7 +113,9 @@ def test_a_source_that_fails_leaves_nothing_behind(storage: LocalStorage) -> Non
 
 def test_a_halt_stops_it_and_leaves_nothing_behind(storage: LocalStorage) -> None:
     token = CancelToken()
-    error = refusal(lambda: storage.write("p/a", Failing(pattern(3 * BLOCK_BYTES), BLOCK_BYTES, token.cancel), token))
+    error = refusal(
+        lambda: storage.write("p/a", FailingSource(pattern(3 * BLOCK_BYTES), BLOCK_BYTES, token.cancel), token)
+    )
     assert error.code == "checkpoint_cancelled"
     assert list(Path(storage.url).iterdir()) == []
 
@@ -134,7 +136,7 @@ def test_a_disk_without_room_says_how_much_is_missing_before_anything_is_written
 def test_a_refusal_while_it_is_written_is_typed_and_leaves_nothing_behind(operation: str, code: int) -> None:
     files = MemoryFiles()
     storage = LocalStorage(AT, files=with_fault(files, failing(operation, code)))
-    error = refusal(lambda: storage.write("p/a", Given(pattern(PAGE + 1)), CancelToken()))
+    error = refusal(lambda: storage.write("p/a", CopiedSource(pattern(PAGE + 1)), CancelToken()))
     assert error.type is ExceptionType.STORAGE_ERROR
     assert files.image.files == {}
     assert f"{AT}/p" not in files.image.directories
@@ -220,14 +222,14 @@ def synced(files: MemoryFiles) -> list[str]:
 def test_settling_syncs_every_directory_once_up_to_the_storage(files: MemoryFiles) -> None:
     storage = LocalStorage(AT, files=files)
     for name in ("run/p/a", "run/p/b", "run/q/a"):
-        storage.write(name, Given(b"x"), CancelToken())
+        storage.write(name, CopiedSource(b"x"), CancelToken())
     files.operations.clear()
     storage.sync_names(["run/p/a", "run/p/b", "run/q/a"])
     assert synced(files) == [f"{AT}/run/q", f"{AT}/run/p", f"{AT}/run", AT]
 
 
 def test_the_storages_own_directory_is_made_durable_when_it_is_made(files: MemoryFiles) -> None:
-    LocalStorage(f"{ROOT}/a/b", files=files).write("p", Given(b""), CancelToken())
+    LocalStorage(f"{ROOT}/a/b", files=files).write("p", CopiedSource(b""), CancelToken())
     assert synced(files) == [ROOT, f"{ROOT}/a"]
 
 
@@ -456,7 +458,7 @@ def outside(tmp_path: Path, storage: LocalStorage) -> Iterator[Path]:
 @pytest.mark.parametrize(
     "act",
     [
-        lambda storage: storage.write("out/b", Given(b""), CancelToken()),
+        lambda storage: storage.write("out/b", CopiedSource(b""), CancelToken()),
         lambda storage: storage.publish("out/b", b""),
         lambda storage: storage.read("out/a", 10),
         lambda storage: storage.read("file", 10),
@@ -491,7 +493,7 @@ def test_a_link_to_what_is_in_the_storage_is_fine(storage: LocalStorage) -> None
 def test_no_name_leads_out(storage: LocalStorage, name: str) -> None:
     write(storage, "a")
     for act in (
-        lambda: storage.write(name, Given(b""), CancelToken()),
+        lambda: storage.write(name, CopiedSource(b""), CancelToken()),
         lambda: storage.publish(name, b""),
         lambda: storage.read(name, 10),
         lambda: storage.move("a", name),

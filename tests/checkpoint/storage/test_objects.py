@@ -25,7 +25,7 @@ from forged.checkpoint.storage.objects import (
 )
 from tests.checkpoint.memory_storage import MemoryStorage
 from tests.checkpoint.s3_server import S3Server
-from tests.checkpoint.sources import Failing, Given, Lying, pattern
+from tests.checkpoint.sources import CopiedSource, FailingSource, MemorySource, pattern
 from tests.checkpoint.tcp_proxy import TcpProxy
 
 WAITS_S = 30.0
@@ -33,7 +33,7 @@ SOON_S = 0.5
 LARGE = 100 << 20
 
 
-class Counting(Given):
+class Counting(CopiedSource):
     """Bytes of which it is counted how many were asked for."""
 
     def __init__(self, data: bytes) -> None:
@@ -70,7 +70,7 @@ def test_no_file_has_more_parts_than_a_store_takes(size: int) -> None:
 def test_a_large_file_goes_and_comes_in_parts_at_the_same_time(weed: S3Server) -> None:
     bucket, data = weed.bucket(), pattern(LARGE)
     with TcpProxy(weed.ports["s3.port"]) as going:
-        through(weed, bucket, going).write("run/part", Lying(data), CancelToken())
+        through(weed, bucket, going).write("run/part", MemorySource(data), CancelToken())
         assert going.connections > 1
     assert weed.unfinished_uploads(bucket) == []
     with TcpProxy(weed.ports["s3.port"]) as coming, through(weed, bucket, coming).open("run/part") as reader:
@@ -82,7 +82,7 @@ def test_a_large_file_goes_and_comes_in_parts_at_the_same_time(weed: S3Server) -
 
 def test_a_range_is_read_and_not_the_file(weed: S3Server) -> None:
     storage, data = weed.folder(), pattern(3 * BLOCK_BYTES)
-    storage.write("a", Given(data), CancelToken())
+    storage.write("a", CopiedSource(data), CancelToken())
     with storage.open("a") as reader:
         room = bytearray(1_000)
         reader.read_into(2 * BLOCK_BYTES + 77, memoryview(room))
@@ -116,7 +116,7 @@ def test_parts_that_come_to_nothing_are_not_kept(weed: S3Server, at: int) -> Non
     bucket = weed.bucket()
     storage = weed.storage(bucket)
     with pytest.raises(ZeroDivisionError):
-        storage.write("a", Failing(pattern(4 * BLOCK_BYTES), at, fail), CancelToken())
+        storage.write("a", FailingSource(pattern(4 * BLOCK_BYTES), at, fail), CancelToken())
     ASYNC_CALLS.wait_for_cleanups(WAITS_S)
     assert names(storage) == []
     assert weed.unfinished_uploads(bucket) == []
@@ -139,7 +139,7 @@ def test_no_upload_is_ended_while_a_part_is_under_way(weed: S3Server) -> None:
 
         with pytest.raises(ZeroDivisionError):
             through(weed, bucket, middleman).write(
-                "a", Failing(pattern(4 * BLOCK_BYTES), 3 * BLOCK_BYTES, fail), CancelToken()
+                "a", FailingSource(pattern(4 * BLOCK_BYTES), 3 * BLOCK_BYTES, fail), CancelToken()
             )
         before = list(middleman.requests)
         middleman.release()
@@ -160,7 +160,9 @@ def test_an_upload_whose_creation_is_under_way_when_a_write_is_cancelled_is_not_
 
         thread = threading.Thread(target=cancel)
         thread.start()
-        error = error_of(lambda: through(weed, bucket, middleman).write("a", Given(pattern(2 * BLOCK_BYTES)), token))
+        error = error_of(
+            lambda: through(weed, bucket, middleman).write("a", CopiedSource(pattern(2 * BLOCK_BYTES)), token)
+        )
         thread.join()
         assert error.code == "checkpoint_cancelled"
         middleman.release()
@@ -171,7 +173,7 @@ def test_an_upload_whose_creation_is_under_way_when_a_write_is_cancelled_is_not_
 
 
 def test_a_source_of_another_size_than_it_says_is_an_error(weed: S3Server) -> None:
-    class Short(Given):
+    class Short(CopiedSource):
         def block(self, offset: int, room: memoryview) -> memoryview:
             return super().block(offset, room)[:-1]
 
@@ -220,7 +222,7 @@ def stalled(
     had not done so within the time, for a reason that is not known.
     """
     bucket = weed.bucket()
-    weed.storage(bucket).write("there", Given(pattern(3 * BLOCK_BYTES)), CancelToken())
+    weed.storage(bucket).write("there", CopiedSource(pattern(3 * BLOCK_BYTES)), CancelToken())
     with TcpProxy(weed.ports["s3.port"]) as middleman:
         token = CancelToken(WAITS_S)
         storage = through(weed, bucket, middleman).bounded(token)
@@ -256,7 +258,7 @@ def silence(act: Callable[[ObjectStorage], object]) -> Callable[[ObjectStorage, 
         lambda storage: storage.move("there", "elsewhere"),
         lambda storage: storage.delete(["there"]),
         lambda storage: storage.publish("a", b"x"),
-        lambda storage: storage.write("a", Given(b"x"), storage._requests.token),
+        lambda storage: storage.write("a", CopiedSource(b"x"), storage._requests.token),
     ],
     ids=["read", "open", "list", "move", "delete", "publish", "write"],
 )
@@ -275,7 +277,7 @@ def test_a_read_from_a_server_that_falls_silent_ends_with_its_halt(weed: S3Serve
 
 def test_an_upload_to_a_server_that_falls_silent_ends_with_its_halt(weed: S3Server) -> None:
     def write(storage: ObjectStorage, middleman: TcpProxy, token: CancelToken) -> None:
-        storage.write("a", Failing(pattern(4 * BLOCK_BYTES), 2 * BLOCK_BYTES, middleman.stall), token)
+        storage.write("a", FailingSource(pattern(4 * BLOCK_BYTES), 2 * BLOCK_BYTES, middleman.stall), token)
 
     assert stalled(weed, write, hangs_up=False).code == "checkpoint_cancelled"
 
@@ -284,7 +286,7 @@ def test_a_silent_server_is_an_error_when_the_time_is_over(weed: S3Server) -> No
     with TcpProxy(weed.ports["s3.port"]) as middleman:
         middleman.stall()
         storage = through(weed, weed.bucket(), middleman)
-        error = error_of(lambda: storage.write("a", Given(b"x"), CancelToken(SOON_S)))
+        error = error_of(lambda: storage.write("a", CopiedSource(b"x"), CancelToken(SOON_S)))
     assert error.type is ExceptionType.TIMEOUT
 
 
@@ -307,7 +309,7 @@ def test_a_server_that_dies_is_an_error_that_may_pass(tmp_path: Path) -> None:
         bucket = own.bucket()
         storage = own.storage(bucket)
         storage.publish("step-1.metadata.json", b"kept")
-        source = Failing(pattern(6 * BLOCK_BYTES), 3 * BLOCK_BYTES, own.kill)
+        source = FailingSource(pattern(6 * BLOCK_BYTES), 3 * BLOCK_BYTES, own.kill)
         error = error_of(lambda: storage.write("step-2/part", source, CancelToken()))
         assert (error.code, error.retryable) == ("checkpoint_storage_unreachable", True)
         assert error_of(lambda: storage.read("step-1.metadata.json", 100)).retryable
@@ -316,14 +318,14 @@ def test_a_server_that_dies_is_an_error_that_may_pass(tmp_path: Path) -> None:
         storage = own.storage(bucket)
         assert storage.read("step-1.metadata.json", 100) == b"kept"
         storage.delete(["step-2/part"])
-        storage.write("step-2/part", Given(pattern(6 * BLOCK_BYTES)), CancelToken())
+        storage.write("step-2/part", CopiedSource(pattern(6 * BLOCK_BYTES)), CancelToken())
         with storage.open("step-2/part") as reader:
             assert reader.size == 6 * BLOCK_BYTES
 
 
 ACTS: dict[str, Callable[[ObjectStorage], object]] = {
     "publish": lambda storage: storage.publish("a", b"x"),
-    "write": lambda storage: storage.write("a", Given(pattern(2 * BLOCK_BYTES)), CancelToken()),
+    "write": lambda storage: storage.write("a", CopiedSource(pattern(2 * BLOCK_BYTES)), CancelToken()),
     "read": lambda storage: storage.read("a", 10),
     "list": lambda storage: list(storage.entries("run/")),
     "delete": lambda storage: storage.delete(["a"]),

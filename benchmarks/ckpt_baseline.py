@@ -1,7 +1,7 @@
-"""What the machine can do at most, and what safetensors does: the references that need no process of their own.
+"""Baselines that need no process of their own: what the machine can do at most, and safetensors.
 
-Law: a ceiling does nothing but move the bytes: it writes one block over and over, or reads into one, and checks
-nothing. Whatever it writes is durable when its clock stops, as ours is.
+A ceiling only moves bytes: it writes one block repeatedly, or reads into one block, and verifies nothing. What it
+writes is durable when its clock stops, as with forged.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from benchmarks.ckpt_scene import Arrays, Load
+from benchmarks.ckpt_workload import Arrays, Workload
 
 BLOCK_BYTES = 8 << 20
 CACHED_BYTES = 1 << 20
-"""At once through the page cache, with which the kernel reads ahead best."""
+"""The block size at which the kernel's read-ahead is fastest."""
 THREADS = 2
 
 
@@ -87,11 +87,11 @@ def _all_of(write: Callable[[int, memoryview, int], int], fd: int, data: memoryv
 
 def _together(work: Callable[[int], None], threads: int) -> None:
     others = [threading.Thread(target=work, args=(number,)) for number in range(1, threads)]
-    for other in others:
-        other.start()
+    for connection in others:
+        connection.start()
     work(0)
-    for other in others:
-        other.join()
+    for connection in others:
+        connection.join()
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 @contextmanager
 def _blocks(count: int) -> Iterator[list[memoryview]]:
-    """A block for each thread, in large pages and full of random bytes: disks are fastest with those."""
+    """A block of random bytes per thread, in large pages, which disks write fastest."""
     maps = [mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(count)]
     for one in maps:
         one.madvise(mmap.MADV_HUGEPAGE)
@@ -113,22 +113,22 @@ def _blocks(count: int) -> Iterator[list[memoryview]]:
     yield [memoryview(one) for one in maps]
 
 
-class Plain:
-    """The state in this process, memory of the same size that was touched, and what can be done with them."""
+class Baseline:
+    """The arrays in this process, warm memory of the same size, and the baseline operations."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: Workload) -> None:
         self._state = load.state()
         self._copy: Arrays = {name: array.copy() for name, array in self._state.items()}
 
     def copy(self) -> float:
-        """Seconds for one memcpy of the state into memory that is warm."""
+        """Seconds for a memcpy of the arrays into warm memory."""
         start = time.perf_counter()
         for name, array in self._state.items():
             np.copyto(self._copy[name], array)
         return time.perf_counter() - start
 
     def save_safetensors(self, path: Path) -> float:
-        """Seconds for a file of safetensors that is durable."""
+        """Seconds for a durable safetensors file."""
         start = time.perf_counter()
         save_file(self._state, path)
         with _opened(path, os.O_RDONLY) as fd:
@@ -136,7 +136,7 @@ class Plain:
         return time.perf_counter() - start
 
     def load_safetensors(self, path: Path) -> float:
-        """Seconds to have such a file in arrays that exist already."""
+        """Seconds to load the file into existing arrays."""
         start = time.perf_counter()
         with safe_open(path, "numpy") as file:
             for name, array in self._copy.items():
@@ -145,14 +145,14 @@ class Plain:
 
     @staticmethod
     def read_safetensors(path: Path) -> float:
-        """Seconds to have such a file in new arrays."""
+        """Seconds to load the file into new arrays."""
         start = time.perf_counter()
         load_file(path)
         return time.perf_counter() - start
 
 
 def removed(path: Path, act: Callable[[Path], float]) -> float:
-    """What `act` says of that path; all that has that name is gone afterwards, and the disk has taken note of it."""
+    """The result of `act`; afterwards all files named like the path are removed and the disk is synced."""
     try:
         return act(path)
     finally:

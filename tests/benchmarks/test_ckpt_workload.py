@@ -8,10 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import ckpt_scene
-from benchmarks.ckpt_scene import Load, chill, files_in, large, load_of, room, rows_of, warm
+from benchmarks import ckpt_workload
+from benchmarks.ckpt_workload import (
+    Workload,
+    drop_page_cache,
+    files_in,
+    fill_page_cache,
+    large,
+    rows_of,
+    temporary_directory,
+    workload_from,
+)
 
-LOAD = Load(3, (64, 1024))
+LOAD = Workload(3, (64, 1024))
 
 
 def resident_pages(path: Path) -> int:
@@ -28,7 +37,7 @@ def resident_pages(path: Path) -> int:
 
 
 def test_every_process_makes_the_same_arrays() -> None:
-    once, again = LOAD.state(), load_of(LOAD.words).state()
+    once, again = LOAD.state(), workload_from(LOAD.arguments).state()
     assert list(once) == list(again) == LOAD.names()
     assert all((once[name].view("u4") == again[name].view("u4")).all() for name in once)
 
@@ -46,14 +55,14 @@ def test_ranks_have_all_rows_among_them_and_none_twice(rows: int, world: int) ->
 
 
 def test_what_was_chilled_is_not_in_the_page_cache_and_what_was_warmed_is() -> None:
-    with room() as path:
+    with temporary_directory() as path:
         (path / "deep").mkdir()
         file = path / "deep" / "file"
         file.write_bytes(bytes(1 << 20))
-        chill(path)
+        drop_page_cache(path)
         if resident_pages(file):
-            pytest.skip(f"the file system of {ckpt_scene.DISK} has nothing but its page cache")
-        warm(path)
+            pytest.skip(f"the file system of {ckpt_workload.DISK} has nothing but its page cache")
+        fill_page_cache(path)
         assert resident_pages(file) == (1 << 20) // mmap.PAGESIZE
 
 

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from benchmarks.ckpt_plain import (
+from benchmarks.ckpt_baseline import (
     BLOCK_BYTES,
-    Plain,
+    Baseline,
     read_buffered,
     read_direct,
     removed,
     write_buffered,
     write_direct,
 )
-from benchmarks.ckpt_scene import Load, room
+from benchmarks.ckpt_workload import Workload, temporary_directory
 
-LOAD = Load(3, (16, 1024))
+LOAD = Workload(3, (16, 1024))
 
 
 @pytest.mark.parametrize("write", [write_direct, write_buffered])
@@ -28,7 +28,7 @@ LOAD = Load(3, (16, 1024))
 def test_a_raw_write_leaves_a_file_of_that_many_bytes_in_whole_pages(
     write: Callable[[Path, int], float], nbytes: int
 ) -> None:
-    with room() as path:
+    with temporary_directory() as path:
         assert write(path / "file", nbytes) > 0
         written = (path / "file").read_bytes()
     assert len(written) == -(-nbytes // 4096) * 4096
@@ -37,7 +37,7 @@ def test_a_raw_write_leaves_a_file_of_that_many_bytes_in_whole_pages(
 
 @pytest.mark.parametrize("read", [read_direct, read_buffered])
 def test_a_raw_read_takes_time(read: Callable[[Path], float]) -> None:
-    with room() as path:
+    with temporary_directory() as path:
         (path / "file").write_bytes(bytes(BLOCK_BYTES + 5))
         assert read(path / "file") > 0
 
@@ -65,7 +65,7 @@ def test_it_is_removed_when_the_measurement_fails(tmp_path: Path) -> None:
 
 
 def test_safetensors_saves_the_state_and_has_it_in_arrays_again(tmp_path: Path) -> None:
-    plain = Plain(LOAD)
+    plain = Baseline(LOAD)
     assert plain.save_safetensors(tmp_path / "file") > 0
     saved = load_file(tmp_path / "file")
     assert all((saved[name].view("u4") == array.view("u4")).all() for name, array in LOAD.state().items())

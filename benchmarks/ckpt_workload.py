@@ -1,7 +1,7 @@
-"""What the benchmarks of checkpoints save, and where: shared by them and by the peers' processes.
+"""The arrays that the checkpoint benchmarks save, and the directory they save to.
 
-Law: all who are compared save the same arrays and write to the same disk. Needs numpy and nothing else, because the
-peers import it in an environment of their own.
+It needs only numpy, because torch's processes import it in an environment of their own. All subjects save the same
+arrays to the same disk.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """So many arrays of float32, all of one shape."""
+class Workload:
+    """Some float32 arrays of one shape."""
 
     count: int
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Of all of them."""
+        """The bytes of all arrays."""
         return self.count * int(np.prod(self.shape)) * ITEM_BYTES
 
     @property
     def gib(self) -> float:
-        """The same, to divide by seconds."""
+        """The same in GiB."""
         return self.nbytes / GIB
 
     @property
-    def words(self) -> list[str]:
-        """For the command line of a process that has to make the same."""
+    def arguments(self) -> list[str]:
+        """Command-line arguments for a process that makes the same arrays."""
         return [str(self.count), *map(str, self.shape)]
 
     def names(self) -> list[str]:
-        """What the arrays are called."""
+        """The names of the arrays."""
         return [f"layer.{number:05}.weight" for number in range(self.count)]
 
     def arrays(self) -> Iterator[np.ndarray[Any, Any]]:
-        """One after the other, of random bytes that are always the same."""
+        """The arrays one by one, with reproducible random bytes."""
         random = np.random.default_rng(SEED)
         for _ in range(self.count):
             array = np.empty(self.shape, np.float32)
@@ -61,41 +61,41 @@ class Load:
             yield array
 
     def state(self) -> Arrays:
-        """All of them, by name."""
+        """All arrays by name."""
         return dict(zip(self.names(), self.arrays(), strict=True))
 
 
-def load_of(words: list[str]) -> Load:
-    """The load that these words tell of."""
-    count, *shape = map(int, words)
-    return Load(count, tuple(shape))
+def workload_from(arguments: list[str]) -> Workload:
+    """The workload from command-line arguments."""
+    count, *shape = map(int, arguments)
+    return Workload(count, tuple(shape))
 
 
 def rows_of(rows: int, rank: int, world: int) -> slice:
-    """Those that a rank has, when they are dealt as torch does it: the last ones may have fewer."""
+    """The rows of a rank, divided as torch divides them: the last ranks may have fewer."""
     each = -(-rows // world)
     return slice(min(rows, rank * each), min(rows, (rank + 1) * each))
 
 
-def large(mib: int, count: int) -> Load:
-    """So many arrays that have so much together, as near as whole rows come to it."""
-    return Load(count, (max(1, round(mib * MIB / count / COLUMNS / ITEM_BYTES)), COLUMNS))
+def large(mib: int, count: int) -> Workload:
+    """`count` arrays of `mib` MiB together, rounded to whole rows."""
+    return Workload(count, (max(1, round(mib * MIB / count / COLUMNS / ITEM_BYTES)), COLUMNS))
 
 
 @contextmanager
-def room() -> Iterator[Path]:
-    """A directory on a disk, which is removed afterwards."""
+def temporary_directory() -> Iterator[Path]:
+    """A directory on the benchmark's disk, removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="forged-ckpt-", dir=DISK) as path:
         yield Path(path)
 
 
 def files_in(path: Path) -> list[Path]:
-    """All files there, by name; the file itself if it is one."""
+    """All files in a directory, sorted; or the file itself."""
     return sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
 
 
-def warm(path: Path) -> None:
-    """Have all of it in the page cache."""
+def fill_page_cache(path: Path) -> None:
+    """Read all files into the page cache."""
     block = bytearray(MIB)
     for file in files_in(path):
         with file.open("rb", buffering=0) as opened:
@@ -103,8 +103,8 @@ def warm(path: Path) -> None:
                 pass
 
 
-def chill(path: Path) -> None:
-    """Have nothing of it in the page cache."""
+def drop_page_cache(path: Path) -> None:
+    """Remove all files from the page cache."""
     for file in files_in(path):
         fd = os.open(file, os.O_RDONLY)
         try:

@@ -1,7 +1,8 @@
-"""Processes that checkpoint, each in its own way, seen from the side that tells them what to do.
+"""The benchmark's side of a measured process.
 
-Law: they take turns, and one that does nothing costs nothing but its memory. What a peer lacks, or cannot do, is said
-in the place of its figures; ours fails loudly.
+Invariants:
+- Processes are measured in turn; one that is not measured costs only its memory.
+- A missing or failing reference is named in its row; a failure of forged ends the benchmark.
 """
 
 from __future__ import annotations
@@ -15,54 +16,54 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from benchmarks.ckpt_scene import Load
+from benchmarks.ckpt_workload import Workload
 
 PEERS = Path(sys.prefix) / "peers" / "bin" / "python"
-OURS, TORCH = "benchmarks.ckpt_ours", "benchmarks.ckpt_torch"
+OURS, TORCH = "benchmarks.ckpt_forged", "benchmarks.ckpt_torch"
 END_S = 60.0
 
 
-class Peer:
-    """A process that runs a module with `benchmarks.ckpt_actor`."""
+class MeasuredProcess:
+    """A process that runs a module with `benchmarks.ckpt_server`."""
 
-    def __init__(self, module: str, words: Sequence[str]) -> None:
+    def __init__(self, module: str, arguments: Sequence[str]) -> None:
         is_torch = module.startswith(TORCH)
         python = PEERS if is_torch else Path(sys.executable)
-        self._what = " ".join([module, *words])
+        self._what = " ".join([module, *arguments])
         self._process = subprocess.Popen(
-            [str(python), "-m", module, *words],
+            [str(python), "-m", module, *arguments],
             cwd=Path(__file__).parent.parent,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if is_torch else None,
             text=True,
-            # Torch's threads wait for each other in loops; with as many as there are cores it is slower, unless alone.
+            # Torch's threads spin while they wait; with one per core they slow down everything that runs beside them.
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         try:
-            self._heard()
+            self._read_answer()
         except BaseException:
             self.close()
             raise
 
-    def do(self, action: str, path: Path) -> dict[str, float]:
-        """Have it do something, and wait."""
-        self.tell(action, path)
-        return self.told()
+    def run(self, action: str, path: Path) -> dict[str, float]:
+        """Run an action and wait for its figures."""
+        self.send(action, path)
+        return self.receive()
 
-    def tell(self, action: str, path: Path) -> None:
-        """Have it do something."""
+    def send(self, action: str, path: Path) -> None:
+        """Start an action."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": action, "path": str(path)}) + "\n")
         self._process.stdin.flush()
 
-    def told(self) -> dict[str, float]:
-        """What came of what it was told last."""
-        figures: dict[str, float] = self._heard()
+    def receive(self) -> dict[str, float]:
+        """The figures of the started action."""
+        figures: dict[str, float] = self._read_answer()
         return figures
 
     def close(self) -> None:
-        """Have it end."""
+        """End the process."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -81,7 +82,7 @@ class Peer:
     ) -> None:
         self.close()
 
-    def _heard(self) -> dict[str, float]:
+    def _read_answer(self) -> dict[str, float]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -92,17 +93,17 @@ class Peer:
         return dict(answer)
 
 
-def ours(load: Load) -> Peer:
+def forged_process(load: Workload) -> MeasuredProcess:
     """A process with forged."""
-    return Peer(OURS, load.words)
+    return MeasuredProcess(OURS, load.arguments)
 
 
-def torch(load: Load) -> Peer:
+def torch_process(load: Workload) -> MeasuredProcess:
     """A process with torch."""
-    return Peer(TORCH, load.words)
+    return MeasuredProcess(TORCH, load.arguments)
 
 
-def why_no_torch(*, quick: bool) -> str:
+def torch_unavailable(*, quick: bool) -> str:
     """Why torch cannot be measured; empty if it can."""
     if quick:
         return "left out to be quick"

@@ -1,6 +1,7 @@
-"""A process that checkpoints with forged, as it is told.
+"""A measured process that checkpoints with forged.
 
-`COUNT SHAPE...` say which arrays it has. A path names a checkpoint: its directory is the storage, its name the prefix.
+The arguments `COUNT SHAPE...` describe its arrays. A path names a checkpoint: its directory is the storage, its name
+the prefix.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 
 import xxhash
 
-from benchmarks.ckpt_actor import Action, Figures, begin_peak, peak, read_bytes, serve
-from benchmarks.ckpt_scene import load_of
+from benchmarks.ckpt_server import Action, Figures, peak, read_bytes, reset_peak, serve
+from benchmarks.ckpt_workload import workload_from
 from forged.checkpoint import (
     CheckpointOptions,
     DistributedCheckpoint,
@@ -30,7 +31,7 @@ Step = Callable[[Path], Awaitable[Figures]]
 
 
 class Model:
-    """Arrays that are saved, and loaded in place."""
+    """Arrays that are saved and loaded in place."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state
@@ -41,15 +42,15 @@ class Model:
         return self._state
 
     def load_state_dict(self, state: Any) -> None:
-        """They have been filled already."""
+        """Nothing to do: the arrays were loaded in place."""
 
     def forget(self) -> None:
-        """Be nothing but zeros."""
+        """Fill the arrays with zeros."""
         for array in self._arrays():
             array.fill(0)
 
     def check(self) -> None:
-        """Complain unless it is what it was."""
+        """Raise unless the arrays have their first content."""
         if self._digest() != self._expected:
             raise ValueError("what was loaded is not what was saved")
 
@@ -64,12 +65,12 @@ class Model:
 
 
 class Forged:
-    """A model, and what can be done with it."""
+    """The actions on a model."""
 
     def __init__(self, model: Model, coordinator: Any = None) -> None:
         self._model, self._coordinator = model, coordinator
         self._checkpoints: dict[Path, DistributedCheckpoint] = {}
-        self._memory_before = begin_peak()
+        self._memory_before = reset_peak()
 
     async def save(self, path: Path) -> Figures:
         """Save durably."""
@@ -78,20 +79,20 @@ class Forged:
         return {"s": time.perf_counter() - start}
 
     async def load(self, path: Path) -> Figures:
-        """Load into the arrays that are there."""
+        """Load into the existing arrays."""
         before, start = read_bytes(), time.perf_counter()
         await self._in(path.parent).load(self._model, options=LoadOptions(path.name))
         spent_s = time.perf_counter() - start
         return {"s": spent_s, "read": read_bytes() - before}
 
     async def prepare(self, path: Path) -> Figures:
-        """Have the memory ready for saves into that directory."""
+        """Allocate the staging memory for saves into the directory."""
         start = time.perf_counter()
         await self._in(path).prepare(self._model)
         return {"s": time.perf_counter() - start}
 
     async def stall(self, path: Path) -> Figures:
-        """Save in the background: how long the caller waits, and how long it takes in all."""
+        """Save in the background; measure how long the caller waits, and the whole save."""
         checkpoint, start = self._in(path.parent), time.perf_counter()
         saving = await checkpoint.save_async(self._model, options=SaveOptions(path.name))
         stalled_s = time.perf_counter() - start
@@ -99,17 +100,17 @@ class Forged:
         return {"s": stalled_s, "all_s": time.perf_counter() - start, "extra": peak() - self._memory_before}
 
     async def forget(self, path: Path) -> Figures:
-        """Have arrays of zeros, so that only a load can have brought them back."""
+        """Fill the arrays with zeros, so that only a load can restore them."""
         self._model.forget()
         return {}
 
     async def check(self, path: Path) -> Figures:
-        """Have it back, to the last bit."""
+        """Check that the arrays are restored bit for bit."""
         self._model.check()
         return {}
 
     def _in(self, directory: Path) -> DistributedCheckpoint:
-        """What saves to that directory; it keeps its memory."""
+        """The checkpoint object for a directory; it keeps its staging memory."""
         if directory not in self._checkpoints:
             where = StorageOptions(connection_settings={"base_path": str(directory)})
             self._checkpoints[directory] = create_checkpoint(self._coordinator, CheckpointOptions(where))
@@ -117,7 +118,7 @@ class Forged:
 
 
 def serve_with(forged: Forged, **more: Action) -> None:
-    """Do as told."""
+    """Serve the actions."""
     steps: tuple[Step, ...] = (forged.save, forged.load, forged.prepare, forged.stall, forged.forget, forged.check)
     with asyncio.Runner() as runner:
 
@@ -131,8 +132,8 @@ def serve_with(forged: Forged, **more: Action) -> None:
 
 
 def main() -> None:
-    """Make the state, and serve."""
-    serve_with(Forged(Model(dict(load_of(sys.argv[1:]).state()))))
+    """Make the arrays and serve."""
+    serve_with(Forged(Model(dict(workload_from(sys.argv[1:]).state()))))
 
 
 if __name__ == "__main__":

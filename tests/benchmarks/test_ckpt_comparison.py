@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.ckpt_contest import Comparison, after_warming, best_of
+from benchmarks.ckpt_comparison import Comparison, best_of, measured_rounds
 
 
 def test_a_rate_stands_beside_that_of_the_median_and_of_the_best_round() -> None:
@@ -28,4 +28,4 @@ def test_the_ceiling_is_the_fastest_of_the_references() -> None:
 
 def test_the_first_round_does_not_count() -> None:
     rounds = iter(range(3))
-    assert after_warming(2, {"ours": lambda: float(next(rounds))}) == {"ours": [1.0, 2.0]}
+    assert measured_rounds(2, {"ours": lambda: float(next(rounds))}) == {"ours": [1.0, 2.0]}
