@@ -228,7 +228,7 @@ class JoinJob(Request[JoinReply], frozen=True):
     """Register as a worker of a job; the same incarnation may repeat it. The first worker creates the job.
 
     `settings` must be those that the job has, or was created with. With `rejoin` a registered worker asks for what it
-    has missed, whatever the settings are by now; it is refused if it has failed or left.
+    has missed, and its settings are not compared; it is refused if it has failed or left.
     """
 
     needs: ClassVar[Role] = Role.WORKER
@@ -621,7 +621,7 @@ class AbortJob(Request[ControlReply], frozen=True):
 
 
 class RescaleJob(Request[ControlReply], frozen=True):
-    """Start a rescale now, with all connected workers; if `synchronous`, all stop for it whatever the settings say."""
+    """Start a rescale now, with all connected workers; if `synchronous`, all stop for it in either mode."""
 
     job: str
     reason: str = "requested by an operator"

@@ -17,7 +17,7 @@ BATCH_MAX = 2**31 - 1
 
 
 def is_countable(step: int, collective_seq: int) -> bool:
-    """Whether a heartbeat's numbers are in range; signals have no reply, so others are ignored."""
+    """Whether a heartbeat's numbers are in range; signals have no reply, so invalid ones are ignored."""
     return 0 <= step <= STEP_MAX and 0 <= collective_seq <= COLLECTIVE_SEQ_MAX
 
 

@@ -1,4 +1,4 @@
-"""A cluster, workers that do what they are told, a clock that is moved, and a store that keeps what is written."""
+"""Drives one job's coordinator: obedient workers, a clock that tests move, and a store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def worker_of(name: str, port: int = 7000) -> WorkerId:
 
 
 def incarnation(name: str, life: int = 1) -> bytes:
-    """What a worker drew when it was started for the so manieth time."""
+    """The incarnation of a worker's process; `life` counts its starts."""
     return f"{name}/{life}".encode().ljust(16, b".")
 
 
@@ -40,7 +40,7 @@ def newcomer(name: str, life: int = 1, now: float = START_S) -> Member:
 
 
 class Playbook:
-    """A cluster, and what has come out of it."""
+    """A coordinator and its output."""
 
     def __init__(self, **settings: SettingValue) -> None:
         self.settings = settings
@@ -48,7 +48,7 @@ class Playbook:
         self.time = START_S
         self.stored: dict[str, bytes] = {}
         self.facts: list[Fact] = []
-        """All of them, the oldest first."""
+        """All facts, oldest first."""
         self.probes: list[Probe] = []
         self._heard = 0
 
@@ -58,10 +58,10 @@ class Playbook:
 
     @property
     def world(self) -> list[str]:
-        """The committed world in the order of ranks."""
+        """The committed world in rank order."""
         return [worker.id for worker in self.cluster.membership.topology.workers]
 
-    # What happens.
+    # Inputs.
 
     def join(self, *names: str, life: int = 1) -> list[Fact]:
         for name in names:
@@ -74,7 +74,7 @@ class Playbook:
         return self.new_facts()
 
     def die(self, *names: str, life: int = 1) -> list[Fact]:
-        """The pulse says that they are dead."""
+        """The pulses report these deaths."""
         for name in names:
             self.cluster.died(name, incarnation(name, life), self.now, "its process has ended")
         return self.new_facts()
@@ -90,7 +90,7 @@ class Playbook:
         return self.new_facts()
 
     def refuse_probe(self, name: str, life: int = 1) -> list[Fact]:
-        """A probe finds that nobody listens."""
+        """A probe of the worker is refused."""
         self.cluster.probed(name, incarnation(name, life), self.now, refused=True)
         return self.new_facts()
 
@@ -111,7 +111,7 @@ class Playbook:
         return self.new_facts()
 
     def stop(self, *names: str, stop: StopReport, number: int | None = None) -> list[Fact]:
-        """These say that they have stopped there."""
+        """These workers report that they have stopped there."""
         for name in names:
             attempt = self.cluster.attempts if number is None else number
             self.cluster.stopped(name, self.cluster.members[name].incarnation, attempt, stop, self.now)
@@ -126,7 +126,7 @@ class Playbook:
     def receive_state(
         self, name: str, *, state: int = 0, waits: bool = False, trouble: str = "", unreached: str = ""
     ) -> list[Fact]:
-        """It says how it gets on with taking the state."""
+        """The worker reports its progress in the attempt."""
         self.cluster.attempt_progress(
             name,
             self.cluster.members[name].incarnation,
@@ -148,7 +148,7 @@ class Playbook:
     def wait(self, seconds: float, *, silent: Collection[str] = (), still: bool = False) -> list[Fact]:
         """Let time pass as it does for the service: the cluster ticks when it is due.
 
-        Whoever is connected is heard, but for the `silent`, and makes progress, unless all stand `still`.
+        Connected workers send heartbeats, except the `silent` ones, and make progress unless they stand `still`.
         """
         end = self.time + seconds
         while self.time < end:
@@ -171,23 +171,23 @@ class Playbook:
         self.settle()
 
     def stall_daemon(self, seconds: float) -> list[Fact]:
-        """Time passes, and the daemon does not notice before its end."""
+        """The daemon is stalled for that time."""
         self.time += seconds
         self.tick()
         return self.new_facts()
 
     def restart(self) -> None:
-        """The daemon dies, and another takes its place; nobody is back yet."""
+        """The daemon restarts; no worker has reconnected yet."""
         self.settle()
         self.time += 1.0
         found = restore(JOB, sorted(self.stored.items()), self.now)
         assert found is not None
         self.cluster = found
 
-    # What comes of it.
+    # Output.
 
     def settle(self) -> None:
-        """Take and keep what has come out."""
+        """Take the output and keep it."""
         for key, value in changed_records(self.cluster).items():
             if value is None:
                 self.stored.pop(key, None)
@@ -199,7 +199,7 @@ class Playbook:
         self.probes += out.probes
 
     def new_facts(self) -> list[Fact]:
-        """The facts since somebody asked last."""
+        """The facts since the last call."""
         self.settle()
         new_facts, self._heard = self.facts[self._heard :], len(self.facts)
         return new_facts
@@ -209,10 +209,10 @@ class Playbook:
         self.settle()
         return next(fact for fact in reversed(self.facts) if isinstance(fact, kind))
 
-    # Whole scenes.
+    # Several steps at once.
 
     def complete_attempt(self, step: int = 0, **more: float) -> RescaleCompleted:
-        """All members of the attempt stop behind a step and take the state, if they have to."""
+        """All members of the attempt stop after a step, and report ready if they have to."""
         attempt = self.cluster.attempt
         assert attempt is not None
         for name in attempt.members:
@@ -223,7 +223,7 @@ class Playbook:
         return self.last(RescaleCompleted)
 
     def form_world(self, *names: str, step: int = 0, **more: float) -> RescaleCompleted:
-        """These are the first world."""
+        """Make these workers the first world."""
         self.join(*names)
         self.wait(self.cluster.config.stability_window_s)
         completed = self.complete_attempt(step, **more)
@@ -232,12 +232,12 @@ class Playbook:
 
 
 def formed(*names: str, **settings: SettingValue) -> Playbook:
-    """A cluster with a world."""
+    """A playbook with a committed world."""
     book = Playbook(**settings)
     book.form_world(*names)
     return book
 
 
 def kinds(facts: Iterable[Fact]) -> list[str]:
-    """What sort of facts, in their order."""
+    """The facts' types, in order."""
     return [type(fact).__name__ for fact in facts]

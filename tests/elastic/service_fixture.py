@@ -1,4 +1,4 @@
-"""Elastic training on the spine: a daemon without its doors, on virtual time, and workers that speak to its bus."""
+"""The elastic service on a kernel without network, on virtual time, with stub workers that use its bus."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ F = TypeVar("F", bound=Fact)
 
 
 class Addresses:
-    """Which addresses refuse connections; the others say nothing."""
+    """The peer ports: those in `dead` refuse connections, all other probes have no result."""
 
     def __init__(self) -> None:
         self.dead: set[str] = set()
         self.asked: list[str] = []
         self.answers = anyio.Event()
-        """Until it is set, nobody answers."""
+        """Until it is set, no probe has a result."""
         self.answers.set()
 
     async def is_refused(self, worker: WorkerId) -> bool:
@@ -52,7 +52,7 @@ class Addresses:
 
 
 class WorkerStub:
-    """One worker, as the daemon sees it."""
+    """One worker's requests and signals."""
 
     def __init__(self, fixture: ServiceFixture, name: str, life: int, job: str) -> None:
         self.fixture = fixture
@@ -89,7 +89,7 @@ class WorkerStub:
         return await self.ask(ReportReady(self.job, self.name, self.incarnation, attempt))
 
     def beat(self, step: int = 0, *, still: bool = False, interval_s: float = 0.0) -> None:
-        """Say that it lives, and makes progress unless it stands still."""
+        """Send a heartbeat, with progress unless `still`."""
         call = Call(OPERATOR, "a test", client=self.client)
         collective_seq = 0 if still else int(self.fixture.kernel.clock.monotonic())
         self.fixture.kernel.bus.signal(
@@ -104,7 +104,7 @@ class WorkerStub:
 
 
 class ServiceFixture:
-    """A spine on which elastic training is served."""
+    """A kernel with the elastic and job services, and their workers."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -133,7 +133,7 @@ class ServiceFixture:
         return self.workers[name]
 
     async def start(self, *names: str, **settings: SettingValue) -> list[WorkerStub]:
-        """Workers that have joined; the first creates the job with these settings."""
+        """Join these workers; the first creates the job with these settings."""
         started = []
         for name in names:
             started.append(self.worker(name))
@@ -141,7 +141,7 @@ class ServiceFixture:
         return started
 
     async def wait(self, seconds: float) -> None:
-        """Let time pass; everybody but the silent is heard every second."""
+        """Let time pass; every worker that is not silent sends a heartbeat each second."""
         end = self.kernel.clock.monotonic() + seconds
         while (left := end - self.kernel.clock.monotonic()) > 0:
             for name, worker in self.workers.items():
@@ -151,7 +151,7 @@ class ServiceFixture:
         await self.kernel.settle()
 
     async def complete_attempt(self, step: int = 0) -> RescaleCompleted:
-        """All members of the present attempt answer what it asks them."""
+        """All members of the current attempt answer."""
         attempt = self.service.clusters[JOB].attempt
         assert attempt is not None
         for name in attempt.members:
@@ -162,7 +162,7 @@ class ServiceFixture:
         return self.facts(RescaleCompleted)[-1]
 
     async def form_world(self, *names: str, **settings: SettingValue) -> list[WorkerStub]:
-        """Workers that train."""
+        """Make these workers the first world."""
         workers = await self.start(*names, **settings)
         await self.wait(31.0)
         await self.complete_attempt()
@@ -181,11 +181,11 @@ class ServiceFixture:
         return self.records(kind)[-1]
 
     def told(self, *, without: Iterable[str] = ("JobCreated",)) -> list[str]:
-        """What sort of facts there are, the oldest first."""
+        """The types of all facts, oldest first."""
         return [record.type for record in self.records() if record.type not in without]
 
     def cause(self, kind: type[Fact]) -> str:
-        """What the newest fact of this kind is said to follow from, in short."""
+        """The cause of the newest fact of this kind, in short."""
         by_id = {record.id: record for record in self.records()}
         found = by_id.get(self.last(kind).cause)
         if found is None:
@@ -197,7 +197,7 @@ class ServiceFixture:
 
 @asynccontextmanager
 async def service_fixture(store: Store | None = None) -> AsyncIterator[ServiceFixture]:
-    """A fixture that is set inside the block, and gone at its end as after a crash."""
+    """A running service inside the block; at its end it is gone as after a crash."""
     made: list[ServiceFixture] = []
     async with running(store, lambda kernel: made.append(ServiceFixture(kernel)), requests=(*JOB_REQUESTS, *REQUESTS)):
         (fixture,) = made

@@ -49,7 +49,7 @@ def stop(book: Playbook, *names: str) -> None:
 
 
 def members(book: Playbook, name: str) -> tuple[list[str], list[str]]:
-    """Who is to hold data in the attempt, and who goes, as a worker is told."""
+    """The target and the leavers of the attempt, as a worker is told."""
     found = book.cluster.attempt_members(name, incarnation(name))
     return [worker.id for worker in found.target], [worker.id for worker in found.leaving]
 
@@ -67,14 +67,14 @@ def failed(book: Playbook) -> list[str]:
 
 
 def wait_saying(book: Playbook, seconds: int, *names: str, silent: Sequence[str] = ()) -> None:
-    """Time passes, and these say every second that they wait for others."""
+    """Time passes, and these workers report every second that they wait."""
     for _ in range(seconds):
         say(book, *names, waits=True)
         book.wait(1.0, silent=silent)
 
 
 class TestACommit:
-    def test_waits_for_all_who_hold_data_though_they_have_the_state(self) -> None:
+    def test_waits_for_all_workers_that_hold_data_though_they_have_the_state(self) -> None:
         book = formed("a", "b")
         book.cluster.rescale(book.now, "a wish")
         stop(book, "a", "b")
@@ -86,7 +86,7 @@ class TestACommit:
         book.ready("b")
         assert book.last(RescaleCompleted).attempt == attempt.number
 
-    def test_waits_for_nobody_without_data_who_has_the_state(self) -> None:
+    def test_waits_for_no_worker_without_data_state_holder(self) -> None:
         book = Playbook(**SOON, min_workers=2)
         join(book, "a")
         join(book, "b", with_data=False)
@@ -98,7 +98,7 @@ class TestACommit:
         assert attempt is not None
         assert attempt.waiting_for == ["a"]
 
-    def test_does_not_go_ahead_of_data_though_nobody_is_to_stop(self) -> None:
+    def test_does_not_go_ahead_of_data_though_no_worker_is_to_stop(self) -> None:
         book = formed("a", use_synchronous_rescaling=False)
         before = book.cluster.generation
         book.cluster.rescale(book.now, "a wish")
@@ -109,7 +109,7 @@ class TestACommit:
 
 
 def trains_on(*names: str, **settings: SettingValue) -> Playbook:
-    """A world in which all hold data, and nobody stops for a rescale; some of them may go."""
+    """An asynchronous world in which all hold data; some of them may drain."""
     book = formed(*names, use_synchronous_rescaling=False)
     book.cluster.configure({**book.cluster.settings, "min_workers": 1, **settings})
     return book
@@ -122,9 +122,9 @@ def under_way(book: Playbook) -> Attempt:
 
 
 class TestTheBackground:
-    """Where nobody stops for a rescale, data moves while training goes on."""
+    """In asynchronous mode data moves while training continues."""
 
-    def test_is_where_data_moves_for_who_joins(self) -> None:
+    def test_is_where_data_moves_for_worker_that_joins(self) -> None:
         book = trains_on("a", "b")
         join(book, "c")
         book.wait(0.1)
@@ -153,7 +153,7 @@ class TestTheBackground:
         assert book.cluster.training.current_step == 7
         assert book.cluster.trains
 
-    def test_has_stalled_workers_in_it_who_are_told(self) -> None:
+    def test_has_stalled_workers_in_it_that_are_told(self) -> None:
         book = trains_on("a", "b", stall_timeout_ms=5_000, rescale_timeout_ms=60_000)
         book.cluster.rescale(book.now, "a wish")
         book.heartbeat("a", "b", collective_seq=5_000)
@@ -165,7 +165,7 @@ class TestTheBackground:
             "b stalled for 10 s after step 0"
         )
 
-    def test_takes_no_word_that_somebody_has_stopped(self) -> None:
+    def test_takes_no_word_that_a_worker_has_stopped(self) -> None:
         book = trains_on("a", "b")
         book.cluster.rescale(book.now, "a wish")
         stop(book, "a", "b")
@@ -173,7 +173,7 @@ class TestTheBackground:
         assert book.world == ["a", "b"]
         assert under_way(book).waiting_for == ["a", "b"]
 
-    def test_waits_for_nobody_without_data(self) -> None:
+    def test_waits_for_no_worker_without_data(self) -> None:
         book = trains_on("a")
         join(book, "b", with_data=False)
         book.wait(0.1)
@@ -181,7 +181,7 @@ class TestTheBackground:
         book.ready("a")
         assert book.world == ["a", "b"]
 
-    def test_lets_who_comes_meanwhile_wait_for_the_commit(self) -> None:
+    def test_lets_worker_that_comes_meanwhile_wait_for_the_commit(self) -> None:
         book = trains_on("a")
         join(book, "b")
         book.wait(0.1)
@@ -193,7 +193,7 @@ class TestTheBackground:
         book.wait(0.1)
         assert (under_way(book).added, under_way(book).in_background) == (("c",), True)
 
-    def test_goes_on_without_the_one_who_was_to_be_taken_in(self) -> None:
+    def test_goes_on_without_the_worker_that_was_to_be_taken_in(self) -> None:
         book = trains_on("a", "b")
         join(book, "c")
         book.wait(0.1)
@@ -202,7 +202,7 @@ class TestTheBackground:
         assert book.last(RescaleAborted).attempt == under_way(book).number - 1
         assert (under_way(book).target, under_way(book).in_background) == (("a", "b"), True)
 
-    def test_takes_over_what_who_is_to_go_holds(self) -> None:
+    def test_takes_over_what_draining_worker_holds(self) -> None:
         book = trains_on("a", "b")
         book.cluster.drain("b", book.now, "the spot price")
         assert under_way(book).in_background
@@ -242,7 +242,7 @@ class TestTheBackground:
         book.cluster.rescale(book.now, "a wish")
         assert under_way(book).in_background
 
-    def test_is_not_where_somebody_wishes_that_all_stop(self) -> None:
+    def test_is_not_where_a_worker_wishes_that_all_stop(self) -> None:
         book = trains_on("a", "b")
         book.cluster.rescale(book.now, "a wish", synchronous=True)
         assert not under_way(book).in_background
@@ -250,7 +250,7 @@ class TestTheBackground:
         book.cluster.rescale(book.now, "a wish")
         assert under_way(book).in_background
 
-    def test_is_not_where_nobody_trains_yet(self) -> None:
+    def test_is_not_where_no_worker_trains_yet(self) -> None:
         book = Playbook(**SOON, use_synchronous_rescaling=False)
         join(book, "a")
         book.wait(0.1)
@@ -285,7 +285,7 @@ class TestTheBackground:
         assert book.last(JobCompleted).step == 9
         assert book.last(RescaleAborted).attempt == 2
 
-    def test_fails_who_neither_fetches_nor_waits(self) -> None:
+    def test_fails_worker_that_neither_fetches_nor_waits(self) -> None:
         book = trains_on("a", "b", rescale_timeout_ms=2_000)
         join(book, "c")
         book.wait(0.1)
@@ -297,7 +297,7 @@ class TestTheBackground:
         wait_saying(book, 3, "a", "b")
         assert failed(book) == ["c"]
 
-    def test_fails_whom_all_wait_for_however_far_it_has_come_in_training(self) -> None:
+    def test_fails_worker_that_all_wait_for_however_far_it_has_come_in_training(self) -> None:
         book = trains_on("a", "b", rescale_timeout_ms=2_000)
         book.cluster.rescale(book.now, "a wish")
         book.heartbeat("b", collective_seq=1_000_000)
@@ -306,7 +306,7 @@ class TestTheBackground:
 
 
 class TestTheMembersOfAnAttempt:
-    def test_are_those_who_hold_data_by_rank(self) -> None:
+    def test_are_workers_that_hold_data_by_rank(self) -> None:
         book = Playbook(**SOON, min_workers=3)
         join(book, "a")
         join(book, "b", with_data=False)
@@ -315,7 +315,7 @@ class TestTheMembersOfAnAttempt:
         assert members(book, "c") == (["a", "c"], [])
 
     @pytest.mark.parametrize("least", [1, 3], ids=["enough stay", "too few stay"])
-    def test_are_told_apart_from_those_who_go_however_few_stay(self, least: int) -> None:
+    def test_are_told_apart_from_workers_that_go_however_few_stay(self, least: int) -> None:
         book = formed("a", "b", "c", least=least)
         book.cluster.drain("b", book.now, "")
         book.wait(0.1)
@@ -357,7 +357,7 @@ class TestWhoIsToGo:
         book.wait(600.0)
         assert book.cluster.attempts == attempts, "once is enough"
 
-    def test_has_others_go_on_meanwhile_where_nobody_stops(self) -> None:
+    def test_has_other_workers_go_on_meanwhile_where_no_worker_stops(self) -> None:
         book = formed("a", "b", least=1, use_synchronous_rescaling=False)
         book.cluster.drain("b", book.now, "the spot price")
         book.wait(0.1)
@@ -366,7 +366,7 @@ class TestWhoIsToGo:
         book.ready("a", "b")
         assert book.world == ["a"]
 
-    def test_with_the_only_state_has_the_others_stop(self) -> None:
+    def test_with_the_only_state_has_other_workers_stop(self) -> None:
         book = formed("b", use_synchronous_rescaling=False)
         join(book, "a")
         book.cluster.drain("b", book.now, "the spot price")
@@ -424,7 +424,7 @@ class TestWhoIsToGo:
 
 
 class TestSilence:
-    """Nobody fails for what another one has to do."""
+    """No worker fails for what another one has to do."""
 
     def begun(self) -> Playbook:
         book = formed("a", "b", rescale_timeout_ms=2_000)
@@ -432,7 +432,7 @@ class TestSilence:
         stop(book, "a", "b")
         return book
 
-    def test_of_who_fetches_and_gets_on_is_none(self) -> None:
+    def test_of_worker_that_fetches_and_gets_on_is_none(self) -> None:
         book = self.begun()
         for second in range(1, 20):
             say(book, "a", "b", state=1_000, data=second * RECEIVED_BYTES_MIN)
@@ -455,18 +455,18 @@ class TestSilence:
             book.wait(1.0)
         assert failed(book) == []
 
-    def test_of_all_who_wait_is_nobodys_fault(self) -> None:
+    def test_of_all_workers_that_wait_is_no_workers_fault(self) -> None:
         book = self.begun()
         number = book.cluster.attempts
         wait_saying(book, 60, "a", "b")
         assert (failed(book), book.cluster.attempts) == ([], number)
 
-    def test_is_that_of_the_one_for_whom_the_others_wait(self) -> None:
+    def test_is_that_of_the_one_for_worker_that_other_workers_wait(self) -> None:
         book = self.begun()
         wait_saying(book, 4, "a")
         assert failed(book) == ["b"]
 
-    def test_begins_anew_when_somebody_waits_no_more(self) -> None:
+    def test_begins_anew_when_a_worker_waits_no_more(self) -> None:
         book = self.begun()
         wait_saying(book, 10, "a", "b")
         book.ready("a")
@@ -474,13 +474,13 @@ class TestSilence:
         book.wait(4.0)
         assert failed(book) == ["b"]
 
-    def test_of_who_said_long_ago_that_it_waits_is_its_own(self) -> None:
+    def test_of_worker_that_said_long_ago_that_it_waits_is_its_own(self) -> None:
         book = self.begun()
         wait_saying(book, 3, "a", "b")
         book.wait(15.0)
         assert set(failed(book)) == {"a", "b"}
 
-    def test_cannot_be_broken_by_who_is_another_or_in_another_attempt(self) -> None:
+    def test_cannot_be_broken_by_worker_that_is_another_or_in_another_attempt(self) -> None:
         book = self.begun()
         number = book.cluster.attempts
         for second in range(1, 5):
@@ -492,7 +492,7 @@ class TestSilence:
 
 
 class TestTrouble:
-    def test_is_told_as_the_reason_for_which_somebody_has_failed(self) -> None:
+    def test_is_told_as_the_reason_for_which_a_worker_has_failed(self) -> None:
         book = formed("a", "b", rescale_timeout_ms=2_000)
         book.cluster.rescale(book.now, "a wish")
         stop(book, "a", "b")
@@ -538,7 +538,7 @@ class TestWhoWaitsOutside:
         assert (found.has_room, found.waiting, found.generation) == (False, 2, 1)
         assert describe_stall(book.cluster, book.time).endswith("; 2 workers wait: max_workers is 2")
 
-    def test_is_nobody_who_is_in_the_attempt(self) -> None:
+    def test_is_no_worker_that_is_in_the_attempt(self) -> None:
         book = formed("a")
         join(book, "b")
         book.wait(0.1)
@@ -549,7 +549,7 @@ class TestWhoWaitsOutside:
         assert "max_workers" not in describe_stall(book.cluster, book.time)
 
 
-def test_only_those_are_said_to_take_the_state_who_do() -> None:
+def test_only_those_are_said_to_take_the_state_that_do() -> None:
     book = formed("a", "b")
     join(book, "c")
     book.wait(0.1)

@@ -1,9 +1,8 @@
-"""Law: whatever happens to a job, in whatever order, and whenever the daemon dies over it, what it says stays true.
+"""Random histories of one job: whatever happens, in any order, with restarts of the daemon, its facts stay true.
 
-Workers here are honest but mortal: they stop, meet, take the state and commit steps as a worker's library does, some
-hold training data, those who are told to go do when they may, and they die, lose their connections, or lie about
-nothing. The daemon loses what it had not stored. After every event everything that was ever said is checked again, and
-at the end, when nothing more goes wrong, the job has to come to rest.
+Workers behave as the worker library does: they stop, meet, take the state and commit steps, some hold training data,
+draining ones leave when they may, and they die or lose their connections. The daemon loses what it has not stored.
+After every event all facts so far are checked, and at the end, without further faults, the job must come to rest.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Process:
 
 @dataclass
 class Told:
-    """What was said so far, as somebody who heard all of it knows it."""
+    """The facts so far, as a subscriber knows them."""
 
     topology: ClusterTopology = field(default_factory=ClusterTopology)
     worlds: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -99,7 +98,7 @@ class Histories(RuleBasedStateMachine):
         self.stored: dict[str, bytes] = {}
         self.told = Told()
         self.committed = 0
-        """The highest step that anybody was told to be committed."""
+        """The highest step that any worker was told to be committed."""
         self.met = 0
         """The last world of which all have met, and so have the state."""
         self.with_data: set[str] = set()
@@ -157,7 +156,7 @@ class Histories(RuleBasedStateMachine):
     def phase(self) -> Phase:
         return self.cluster.phase
 
-    # Who comes and goes.
+    # Workers that join, leave and die.
 
     @rule(name=st.sampled_from(NAMES))
     def start_a_worker(self, name: str) -> None:
@@ -299,7 +298,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule()
     def meet(self) -> None:
-        """All of a world for which nobody has stopped meet, and agree on whose state holds."""
+        """All members of an asynchronous world meet and agree on the state source."""
         world = [self.processes.get(worker.id) for worker in self.cluster.membership.topology.workers]
         members = [process for process in world if process is not None and self.may_meet(process)]
         if not members or len(members) < len(world) or self.met == self.cluster.generation:
@@ -328,7 +327,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(heard=st.sets(st.sampled_from(NAMES)), finished=st.booleans())
     def train(self, heard: set[str], finished: bool) -> None:
-        """All finish a step, and these hear that it is committed; or one does not finish it, and nobody hears that."""
+        """All finish a step, and these hear that it is committed; or one does not finish, and no worker hears it."""
         world = [self.processes.get(worker.id) for worker in self.cluster.membership.topology.workers]
         members = [process for process in world if process is not None]
         able = all(self.trains(process) for process in members) and len(members) == len(world)
@@ -339,7 +338,7 @@ class Histories(RuleBasedStateMachine):
             for process in members[1:]:
                 process.finished = True
             return
-        # The first is the one that the others hear it from.
+        # The first is the hub, from which its peers hear it.
         hear = {members[0].name} | (heard & {process.name for process in members})
         for process in members:
             if process.name in hear:
@@ -406,7 +405,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(names=st.sets(st.sampled_from(NAMES)), joins=st.sampled_from([*NAMES, None]), answers=st.booleans())
     def send_several_away(self, names: set[str], joins: str | None, answers: bool) -> None:
-        """They are told to go, somebody may come to take their place, and they try to go."""
+        """These workers drain, a joiner may come, and they try to leave."""
         for name in sorted(names & self.cluster.members.keys()):
             self.send_away(name, evict=False, reason="the night")
         if joins is not None and joins not in self.cluster.members:
@@ -437,7 +436,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.05, 0.3, 2.0, 4.0, 11.0]))
     def wait(self, seconds: float) -> None:
-        """The daemon works, and those who are connected are heard."""
+        """The daemon works, and connected workers are heard."""
         self.pass_time(seconds)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 30.0, 1_000.0]))
@@ -449,11 +448,11 @@ class Histories(RuleBasedStateMachine):
         self.tick()
         for fact in self.newest:
             if isinstance(fact, WorkerFailed) and fact.worker_id in heard:
-                assert "was heard" not in fact.reason, "a daemon that did not listen heard nobody"
+                assert "was heard" not in fact.reason, "a stalled daemon heard no worker"
 
     @rule()
     def crash(self) -> None:
-        """The daemon dies; what it has said is stored, and everybody has to come back."""
+        """The daemon dies; what it has said is stored, and all workers must reconnect."""
         self.reload()
 
     @rule()
@@ -554,14 +553,14 @@ class Histories(RuleBasedStateMachine):
         if step < self.committed:
             lost = [one.name for one in self.processes.values() if one.connected and self.has_all(one)]
             assert not lost, f"{lost} had what was committed, and it is taken back"
-        # Where nobody is left who has it, there is nothing to go on from.
+        # If no worker with the state is left, there is nothing to continue from.
         self.committed, self.met = step, self.told.topology.epoch
         for name in world:
             process = self.processes[name]
             process.step, process.finished, process.holds_state = step, False, True
 
     def answering(self, number: int) -> str:
-        """Who is just answering an attempt, by which it has succeeded."""
+        """The worker whose answer makes the attempt succeed."""
         late = [process.name for process in self.processes.values() if process.answered != number]
         behind = [name for name in late if name in self.told.worlds[self.told.topology.epoch]]
         return behind[0] if len(behind) == 1 else ""
@@ -578,9 +577,9 @@ class Histories(RuleBasedStateMachine):
         assert (cluster.phase is Phase.RESCALING) or cluster.attempt is None
         if cluster.attempt is not None:
             missing = set(cluster.attempt.members) - cluster.members.keys()
-            assert not missing or cluster.member_is_missing, "an attempt waits for somebody who is not there"
+            assert not missing or cluster.member_is_missing, "an attempt waits for a worker that is gone"
         if self.phase is Phase.RUNNING and cluster.attempt is None:
-            assert cluster.membership.is_complete or cluster.member_is_missing, "a world trains on without somebody"
+            assert cluster.membership.is_complete or cluster.member_is_missing, "a world trains on without a member"
 
     @invariant()
     def what_is_stored_is_what_is(self) -> None:
@@ -634,7 +633,7 @@ class Histories(RuleBasedStateMachine):
         willing = sum(member.drain_reason is None for member in cluster.members.values())
         enough = willing >= cluster.config.min_workers
         if enough and willing < len(cluster.members):
-            # Who is to go has gone, if there are enough others.
+            # Draining workers have left, if enough workers remain.
             return False
         if self.phase is Phase.RUNNING:
             taken_in = sum(process.world == cluster.generation for process in alive)
@@ -691,7 +690,7 @@ class Histories(RuleBasedStateMachine):
         return process.world * COLLECTIVES_PER_WORLD + (1 + process.step if has_met else 0)
 
     def has_all(self, process: Process) -> bool:
-        """Whether it can give others all that is committed."""
+        """Whether it holds all committed steps."""
         steps = process.step + process.finished
         return process.alive and self.is_member(process) and process.holds_state and steps >= self.committed > 0
 

@@ -1,4 +1,4 @@
-"""What becomes of who is to go: it leaves a world when the next one holds without it, or is of no use to one."""
+"""Draining workers: each leaves when a world without it is committed, or when no world needs it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.elastic.cluster_playbook import Playbook, formed, incarnation, kinds
 
 WISH = "the night"
 SOON_S = 0.1
-"""A little longer than others may follow who are told to go."""
+"""A little longer than the window in which further drains may follow."""
 ALL_MAY_FAIL: dict[str, SettingValue] = {"failure_tolerance_percentage": 100, "max_consecutive_failures": 1_000}
 
 
@@ -37,7 +37,7 @@ def drain(book: Playbook, *names: str) -> None:
 
 
 def with_a_spare() -> Playbook:
-    """An attempt in which `c` has yet to take what `a` has, who stays, and `b`, who is to go."""
+    """An attempt in which `c` must still take the state of survivor `a` or leaver `b`."""
     book = formed("a", "b")
     book.join("c")
     drain(book, "b")
@@ -58,7 +58,7 @@ def failed(book: Playbook) -> list[str]:
 # The next world is without it.
 
 
-def test_the_others_form_a_world_without_who_is_to_go() -> None:
+def test_other_workers_form_a_world_without_draining_worker() -> None:
     book = formed("a", "b", "c")
     drain(book, "b")
     assert book.new_facts() == [WorkerDraining("b", WISH)]
@@ -74,13 +74,13 @@ def test_the_others_form_a_world_without_who_is_to_go() -> None:
     assert book.wait(10.0) == []
 
 
-def test_who_is_told_to_go_twice_is_so_once() -> None:
+def test_worker_that_is_told_to_go_twice_is_so_once() -> None:
     book = formed("a", "b")
     drain(book, "b", "b")
     assert kinds(book.new_facts()) == ["WorkerDraining"]
 
 
-def test_those_who_are_told_to_go_at_once_are_let_go_of_together() -> None:
+def test_workers_that_are_told_to_go_at_once_are_let_go_of_together() -> None:
     book = formed("a", "b", "c", "d", "e")
     drain(book, "b")
     book.wait(SOON_S / 4)
@@ -90,7 +90,7 @@ def test_those_who_are_told_to_go_at_once_are_let_go_of_together() -> None:
     assert (book.world, book.cluster.generation) == (["a", "e"], 2)
 
 
-def test_who_waits_takes_the_rank_of_who_is_to_go() -> None:
+def test_joiner_takes_the_rank_of_draining_worker() -> None:
     book = formed("a", "b", "c")
     book.join("d")
     drain(book, "a")
@@ -99,7 +99,7 @@ def test_who_waits_takes_the_rank_of_who_is_to_go() -> None:
     assert book.world == ["d", "b", "c"]
 
 
-def test_who_waits_finds_room_in_a_full_world_in_which_somebody_is_to_go() -> None:
+def test_joiner_finds_room_in_a_full_world_in_which_a_worker_drains() -> None:
     book = Playbook(max_workers=1)
     book.join("a")
     book.complete_attempt(0)
@@ -138,7 +138,7 @@ def test_the_next_daemon_forms_the_world_without_it() -> None:
     assert book.world == ["a"]
 
 
-def test_without_synchronising_the_next_world_holds_at_once() -> None:
+def test_in_asynchronous_mode_the_next_world_holds_at_once() -> None:
     book = formed("a", "b", use_synchronous_rescaling=False)
     drain(book, "b")
     started, completed = book.wait(SOON_S)[-2:]
@@ -150,7 +150,7 @@ def test_without_synchronising_the_next_world_holds_at_once() -> None:
 # It takes part until then.
 
 
-def test_the_state_of_who_is_to_go_is_taken_over() -> None:
+def test_the_state_of_draining_worker_is_taken_over() -> None:
     book = formed("a", "b")
     book.join("c", "d")
     drain(book, "a", "b")
@@ -165,7 +165,7 @@ def test_the_state_of_who_is_to_go_is_taken_over() -> None:
     assert book.world == ["c", "d"]
 
 
-def test_without_synchronising_those_who_alone_have_the_state_are_asked_for_it() -> None:
+def test_in_asynchronous_mode_workers_that_alone_have_the_state_are_asked_for_it() -> None:
     book = formed("a", use_synchronous_rescaling=False)
     book.join("b")
     drain(book, "a")
@@ -174,7 +174,7 @@ def test_without_synchronising_those_who_alone_have_the_state_are_asked_for_it()
     assert (book.world, book.cluster.membership.state_holders) == (["b"], frozenset("b"))
 
 
-def test_nobody_goes_on_before_who_is_to_go_has_said_where_it_has_stopped() -> None:
+def test_no_worker_goes_on_before_draining_worker_has_said_where_it_has_stopped() -> None:
     book = formed("a", "b")
     drain(book, "b")
     book.wait(SOON_S)
@@ -184,7 +184,7 @@ def test_nobody_goes_on_before_who_is_to_go_has_said_where_it_has_stopped() -> N
     assert book.last(RescaleCompleted).step == 6
 
 
-def test_of_two_with_the_same_state_who_stays_gives_it() -> None:
+def test_of_two_with_the_same_state_survivor_gives_it() -> None:
     book = formed("a", "b")
     book.join("c")
     drain(book, "a")
@@ -193,7 +193,7 @@ def test_of_two_with_the_same_state_who_stays_gives_it() -> None:
     assert book.last(RescaleSynchronising).source.id == "b"
 
 
-def test_who_is_of_no_use_any_more_need_not_wait_until_others_have_taken_what_they_need() -> None:
+def test_worker_that_is_of_no_use_any_more_need_not_wait_until_other_workers_have_taken_what_they_need() -> None:
     book = formed("a", "b")
     book.join("c")
     drain(book, "b")
@@ -206,10 +206,10 @@ def test_who_is_of_no_use_any_more_need_not_wait_until_others_have_taken_what_th
     book.leave("b")
     book.wait(SOON_S)
     book.ready("c")
-    assert (book.world, book.cluster.attempts) == (["a", "c"], 2), "that it went has disturbed nobody"
+    assert (book.world, book.cluster.attempts) == (["a", "c"], 2), "its leaving has disturbed no worker"
 
 
-def test_who_was_of_no_use_any_more_is_when_the_one_fails_who_was_to_stay() -> None:
+def test_worker_that_was_of_no_use_any_more_is_when_the_one_fails_worker_that_was_to_stay() -> None:
     book = with_a_spare()
     book.die("a")
     assert not may_go(book, "b"), "c has nothing yet"
@@ -218,7 +218,7 @@ def test_who_was_of_no_use_any_more_is_when_the_one_fails_who_was_to_stay() -> N
     assert (book.world, may_go(book, "b")) == (["c"], True)
 
 
-def test_where_none_who_stays_has_the_state_all_who_have_it_wait_until_it_is_taken() -> None:
+def test_where_none_survivor_has_the_state_all_workers_that_have_it_wait_until_it_is_taken() -> None:
     book = formed("a", "b")
     book.join("c")
     drain(book, "a", "b")
@@ -232,7 +232,7 @@ def test_where_none_who_stays_has_the_state_all_who_have_it_wait_until_it_is_tak
     assert (book.world, book.cluster.training.current_step) == (["c"], 5)
 
 
-def test_who_was_of_no_use_any_more_is_while_the_one_who_was_to_stay_is_lost() -> None:
+def test_worker_that_was_of_no_use_any_more_is_while_the_worker_that_was_to_stay_is_lost() -> None:
     book = with_a_spare()
     book.lose("a")
     assert not may_go(book, "b"), "a may be dead, and c has nothing yet"
@@ -240,7 +240,7 @@ def test_who_was_of_no_use_any_more_is_while_the_one_who_was_to_stay_is_lost() -
     assert may_go(book, "b")
 
 
-def test_who_gives_its_state_stays_though_a_newcomer_has_it_already() -> None:
+def test_worker_that_gives_its_state_stays_though_a_joiner_has_it_already() -> None:
     book = formed("a")
     book.join("c", "d")
     drain(book, "a")
@@ -252,7 +252,7 @@ def test_who_gives_its_state_stays_though_a_newcomer_has_it_already() -> None:
     assert not may_go(book, "a"), "d has been told to take it there"
 
 
-def test_who_is_to_go_and_is_behind_takes_nothing() -> None:
+def test_draining_worker_and_is_behind_takes_nothing() -> None:
     book = formed("a", "b")
     drain(book, "b")
     book.wait(SOON_S)
@@ -261,7 +261,7 @@ def test_who_is_to_go_and_is_behind_takes_nothing() -> None:
     assert book.world == ["a"]
 
 
-def test_who_is_to_go_and_dies_is_done_without_and_counts_towards_no_limit() -> None:
+def test_draining_worker_and_dies_is_done_without_and_counts_towards_no_limit() -> None:
     book = formed("a", "b", "c", failure_tolerance_percentage=0, max_consecutive_failures=1)
     drain(book, "b")
     book.wait(SOON_S)
@@ -271,7 +271,7 @@ def test_who_is_to_go_and_dies_is_done_without_and_counts_towards_no_limit() -> 
     assert (book.world, book.cluster.failure_budget.in_world) == (["a", "c"], 0)
 
 
-def test_who_is_to_go_and_does_not_answer_fails() -> None:
+def test_draining_worker_and_does_not_answer_fails() -> None:
     book = formed("a", "b", rescale_timeout_ms=5_000)
     drain(book, "b")
     book.wait(SOON_S)
@@ -282,7 +282,7 @@ def test_who_is_to_go_and_does_not_answer_fails() -> None:
     assert book.world == ["a"]
 
 
-def test_that_its_connection_is_lost_does_not_end_who_is_to_go() -> None:
+def test_that_its_connection_is_lost_does_not_end_draining_worker() -> None:
     book = formed("a", "b")
     drain(book, "b")
     book.lose("b")
@@ -292,7 +292,7 @@ def test_that_its_connection_is_lost_does_not_end_who_is_to_go() -> None:
     assert (book.world, failed(book)) == (["a"], [])
 
 
-def test_who_has_gone_out_of_a_world_is_kept_until_all_of_the_next_one_have_the_state() -> None:
+def test_worker_that_has_gone_out_of_a_world_is_kept_until_all_of_the_next_one_have_the_state() -> None:
     book = formed("a", "b", use_synchronous_rescaling=False)
     book.join("c")
     drain(book, "a")
@@ -303,7 +303,7 @@ def test_who_has_gone_out_of_a_world_is_kept_until_all_of_the_next_one_have_the_
     assert may_go(book, "a")
 
 
-def test_who_has_gone_out_of_a_world_is_asked_for_the_state_when_nobody_else_has_it() -> None:
+def test_worker_that_has_gone_out_of_a_world_is_asked_for_the_state_when_no_other_worker_has_it() -> None:
     book = formed("a", "b", use_synchronous_rescaling=False)
     book.join("c")
     drain(book, "a")
@@ -319,7 +319,7 @@ def test_who_has_gone_out_of_a_world_is_asked_for_the_state_when_nobody_else_has
     assert (book.world, may_go(book, "a")) == (["c"], True)
 
 
-def test_who_has_gone_out_of_a_world_and_died_is_asked_for_nothing() -> None:
+def test_worker_that_has_gone_out_of_a_world_and_died_is_asked_for_nothing() -> None:
     book = formed("a", "b", use_synchronous_rescaling=False)
     book.join("c")
     drain(book, "a")
@@ -333,7 +333,7 @@ def test_who_has_gone_out_of_a_world_and_died_is_asked_for_nothing() -> None:
     assert book.world == ["c"]
 
 
-def test_the_next_daemon_keeps_who_has_gone_out_of_a_world_that_may_not_have_the_state() -> None:
+def test_the_next_daemon_keeps_worker_that_has_gone_out_of_a_world_that_may_not_have_the_state() -> None:
     book = formed("a", "b", use_synchronous_rescaling=False)
     book.join("c")
     drain(book, "a")
@@ -344,12 +344,12 @@ def test_the_next_daemon_keeps_who_has_gone_out_of_a_world_that_may_not_have_the
     book.heartbeat("b", collective_seq=book.cluster.generation * COLLECTIVES_PER_WORLD + 1)
     assert may_go(book, "a")
     book.restart()
-    assert not may_go(book, "a"), "while nobody can be reached who has the state"
+    assert not may_go(book, "a"), "while no state holder can be reached"
     book.reconnect("a", "b", "c")
     assert may_go(book, "a"), "it is not kept once more"
 
 
-def test_who_is_kept_behind_its_last_world_is_not_put_out() -> None:
+def test_worker_that_is_kept_after_its_last_world_is_not_evicted() -> None:
     book = formed("a", "b", use_synchronous_rescaling=False, leave_timeout_ms=20_000)
     book.join("c")
     drain(book, "a")
@@ -360,7 +360,7 @@ def test_who_is_kept_behind_its_last_world_is_not_put_out() -> None:
 # When it is told while a world is formed.
 
 
-def test_an_attempt_begins_anew_without_who_is_to_go() -> None:
+def test_an_attempt_begins_anew_without_draining_worker() -> None:
     book = formed("a", "b", "c")
     book.die("c")
     book.wait(0.2)
@@ -375,7 +375,7 @@ def test_an_attempt_begins_anew_without_who_is_to_go() -> None:
     assert may_go(book, "b")
 
 
-def test_an_attempt_that_needs_who_is_to_go_comes_to_its_end() -> None:
+def test_an_attempt_that_needs_draining_worker_comes_to_its_end() -> None:
     book = of_size(2, "a", "b", **ALL_MAY_FAIL)
     book.die("b")
     book.wait(SOON_S)
@@ -392,7 +392,7 @@ def test_an_attempt_that_needs_who_is_to_go_comes_to_its_end() -> None:
     assert book.cluster.membership.state_holders & book.cluster.members.keys() == {"c"}
 
 
-def test_when_others_come_an_attempt_does_without_who_is_to_go() -> None:
+def test_when_other_workers_come_an_attempt_does_without_draining_worker() -> None:
     book = of_size(2, "a", "b", **ALL_MAY_FAIL)
     book.die("b")
     book.wait(SOON_S)
@@ -405,7 +405,7 @@ def test_when_others_come_an_attempt_does_without_who_is_to_go() -> None:
     assert book.world == ["c", "d"]
 
 
-def test_what_an_attempt_lasts_is_not_held_against_who_is_to_go() -> None:
+def test_what_an_attempt_lasts_is_not_held_against_draining_worker() -> None:
     book = formed("a", "b", leave_timeout_ms=20_000, rescale_timeout_ms=0)
     drain(book, "b")
     book.wait(30.0)
@@ -414,17 +414,17 @@ def test_what_an_attempt_lasts_is_not_held_against_who_is_to_go() -> None:
     assert failed(book) == [], "it has just heard that it may go"
 
 
-# When nobody can form a world without it.
+# If no world can form without it.
 
 
-def test_where_nobody_else_is_who_is_to_go_may_go_at_once() -> None:
+def test_where_no_other_worker_is_draining_worker_may_go_at_once() -> None:
     book = formed("a", "b")
     drain(book, "a", "b")
     assert (may_go(book, "a"), may_go(book, "b")) == (True, True)
     assert book.wait(10.0)[2:] == []
 
 
-def test_who_comes_while_all_others_are_to_go_is_given_what_they_have() -> None:
+def test_worker_that_comes_while_all_other_workers_are_to_go_is_given_what_they_have() -> None:
     book = formed("a", "b")
     drain(book, "a", "b")
     book.wait(10.0)
@@ -436,7 +436,7 @@ def test_who_comes_while_all_others_are_to_go_is_given_what_they_have() -> None:
     assert may_go(book, "b")
 
 
-def test_where_too_few_would_be_left_those_who_come_are_given_the_state_all_the_same() -> None:
+def test_where_too_few_would_be_left_workers_that_come_are_given_the_state_all_the_same() -> None:
     book = of_size(2, "a", "b", **ALL_MAY_FAIL)
     book.die("b")
     book.wait(SOON_S)
@@ -447,12 +447,12 @@ def test_where_too_few_would_be_left_those_who_come_are_given_the_state_all_the_
     assert (book.world, may_go(book, "a")) == (["a", "c"], True)
 
 
-def test_who_alone_has_the_state_waits_for_so_many_that_they_can_take_it() -> None:
+def test_only_state_holder_waits_for_so_many_that_they_can_take_it() -> None:
     book = of_size(3, "a", "b", "c", **ALL_MAY_FAIL)
     book.die("b", "c")
     book.wait(SOON_S)
     drain(book, "a")
-    assert may_go(book, "a"), "nobody is there who might wait for anything"
+    assert may_go(book, "a"), "no worker is there that might wait for anything"
     book.join("d")
     assert not may_go(book, "a")
     book.join("e")
@@ -461,16 +461,16 @@ def test_who_alone_has_the_state_waits_for_so_many_that_they_can_take_it() -> No
     assert book.world == ["a", "d", "e"]
 
 
-def test_where_too_few_stay_and_have_the_state_who_is_to_go_may_go() -> None:
+def test_where_too_few_stay_and_have_the_state_draining_worker_may_go() -> None:
     book = of_size(3, "a", "b", "c")
     drain(book, "b")
     assert may_go(book, "b")
-    assert book.wait(1.0)[1:] == [], "the others train on until it has gone"
+    assert book.wait(1.0)[1:] == [], "the rest trains on until it has left"
     book.leave("b")
     assert kinds(book.wait(SOON_S)) == ["JobWaiting"]
 
 
-def test_where_too_few_stay_nobody_counts_on_who_makes_no_more_steps() -> None:
+def test_where_too_few_stay_no_worker_counts_on_worker_that_makes_no_more_steps() -> None:
     book = of_size(3, "a", "b", "c")
     drain(book, "b")
     book.heartbeat("b", last_step_done=True)
@@ -482,7 +482,7 @@ def test_where_too_few_stay_nobody_counts_on_who_makes_no_more_steps() -> None:
     assert book.world == ["a", "d", "c"]
 
 
-def test_who_makes_no_more_steps_is_counted_on_for_its_state() -> None:
+def test_worker_that_makes_no_more_steps_is_counted_on_for_its_state() -> None:
     book = of_size(2, "a", "b", **ALL_MAY_FAIL)
     drain(book, "a")
     book.die("b")
@@ -496,7 +496,7 @@ def test_who_makes_no_more_steps_is_counted_on_for_its_state() -> None:
     assert kinds(book.wait(SOON_S)) == ["JobWaiting"], "another world with it would be like this one"
 
 
-def test_without_synchronising_too_who_is_counted_on_for_its_state_is_asked_for_it() -> None:
+def test_in_asynchronous_mode_too_worker_that_is_counted_on_for_its_state_is_asked_for_it() -> None:
     book = of_size(2, "a", "b", use_synchronous_rescaling=False, **ALL_MAY_FAIL)
     drain(book, "a")
     book.die("b")
@@ -507,7 +507,7 @@ def test_without_synchronising_too_who_is_counted_on_for_its_state_is_asked_for_
     assert may_go(book, "a")
 
 
-def test_where_too_few_stay_and_none_is_there_with_the_state_who_has_it_stays() -> None:
+def test_where_too_few_stay_and_none_is_there_with_the_state_that_has_it_stays() -> None:
     book = of_size(3, "a", "b", "c")
     drain(book, "b")
     book.lose("a", "c")
@@ -516,19 +516,19 @@ def test_where_too_few_stay_and_none_is_there_with_the_state_who_has_it_stays() 
     assert may_go(book, "b")
 
 
-def test_where_too_few_stay_who_have_yet_to_meet_who_is_to_go_stays_until_they_have() -> None:
+def test_where_too_few_stay_worker_that_have_yet_to_meet_draining_worker_stays_until_they_have() -> None:
     book = of_size(2, "a", "b", use_synchronous_rescaling=False, **ALL_MAY_FAIL)
     book.die("b")
     book.join("c")
     book.wait(SOON_S)
-    assert book.cluster.generation == 2, "nobody has stopped for it"
+    assert book.cluster.generation == 2, "no worker has stopped for it"
     drain(book, "a")
     assert not may_go(book, "a")
     book.heartbeat("a", collective_seq=book.cluster.generation * COLLECTIVES_PER_WORLD + 1)
     assert may_go(book, "a")
 
 
-def test_where_too_few_stay_who_holds_data_goes_when_that_has_been_taken_over() -> None:
+def test_where_too_few_stay_worker_that_holds_data_goes_when_that_has_been_taken_over() -> None:
     book = of_size(2, "a", "b")
     for member in book.cluster.members.values():
         member.with_data = True
@@ -539,7 +539,7 @@ def test_where_too_few_stay_who_holds_data_goes_when_that_has_been_taken_over() 
     assert (book.world, may_go(book, "b")) == (["a", "b"], True)
 
 
-def test_who_holds_data_stays_when_it_could_not_be_taken_over_because_too_few_were_left() -> None:
+def test_worker_that_holds_data_stays_when_it_could_not_be_taken_over_because_too_few_were_left() -> None:
     book = of_size(3, "a", "b", "c", **ALL_MAY_FAIL)
     for member in book.cluster.members.values():
         member.with_data = True
@@ -551,7 +551,7 @@ def test_who_holds_data_stays_when_it_could_not_be_taken_over_because_too_few_we
     assert not may_go(book, "b")
 
 
-def test_where_too_few_stay_and_more_come_who_is_to_go_is_let_go_of() -> None:
+def test_where_too_few_stay_and_more_come_draining_worker_is_let_go_of() -> None:
     book = of_size(3, "a", "b", "c")
     drain(book, "b")
     book.wait(1.0)
@@ -561,7 +561,7 @@ def test_where_too_few_stay_and_more_come_who_is_to_go_is_let_go_of() -> None:
     assert book.world == ["a", "d", "c"]
 
 
-def test_of_several_who_are_to_go_no_more_stay_than_are_missing() -> None:
+def test_of_several_draining_workers_no_more_stay_than_are_missing() -> None:
     book = of_size(3, "a", "b", "c", "d")
     drain(book, "b", "c", "d")
     book.join("e")
@@ -571,7 +571,7 @@ def test_of_several_who_are_to_go_no_more_stay_than_are_missing() -> None:
     assert [may_go(book, name) for name in "bcd"] == [True, True, True]
 
 
-def test_who_comes_while_all_of_a_full_world_are_to_go_is_given_the_state() -> None:
+def test_worker_that_comes_while_all_of_a_full_world_are_to_go_is_given_the_state() -> None:
     book = Playbook(min_workers=3, max_workers=3)
     book.join("a", "b", "c")
     book.complete_attempt(0)
@@ -584,7 +584,7 @@ def test_who_comes_while_all_of_a_full_world_are_to_go_is_given_the_state() -> N
     assert [may_go(book, name) for name in "abc"] == [True, True, True]
 
 
-def test_who_holds_data_and_is_to_go_while_too_few_are_there_does_not_keep_the_daemon_busy() -> None:
+def test_worker_that_holds_data_and_is_to_go_while_too_few_are_there_does_not_keep_the_daemon_busy() -> None:
     book = of_size(3, "a", "b", "c", **ALL_MAY_FAIL)
     for member in book.cluster.members.values():
         member.with_data = True
@@ -596,7 +596,7 @@ def test_who_holds_data_and_is_to_go_while_too_few_are_there_does_not_keep_the_d
     assert book.cluster.phase is Phase.WAITING
 
 
-def test_who_alone_has_the_state_waits_for_who_is_on_the_way_back() -> None:
+def test_only_state_holder_waits_for_worker_that_is_on_the_way_back() -> None:
     book = formed("a")
     book.join("b")
     drain(book, "a")
@@ -609,7 +609,7 @@ def test_who_alone_has_the_state_waits_for_who_is_on_the_way_back() -> None:
     assert (book.world, may_go(book, "a")) == (["b"], True)
 
 
-def test_who_alone_has_the_state_does_not_wait_for_who_does_not_come_back() -> None:
+def test_only_state_holder_does_not_wait_for_worker_that_does_not_come_back() -> None:
     book = formed("a")
     book.join("b")
     drain(book, "a")
@@ -619,21 +619,21 @@ def test_who_alone_has_the_state_does_not_wait_for_who_does_not_come_back() -> N
     assert may_go(book, "a")
 
 
-def test_when_the_training_is_over_nobody_is_kept() -> None:
+def test_when_the_training_is_over_no_worker_is_kept() -> None:
     book = formed("a", "b")
     drain(book, "a")
     book.cluster.abort(book.now, "enough")
     assert may_go(book, "a")
 
 
-def test_who_is_in_no_world_may_go() -> None:
+def test_worker_that_is_in_no_world_may_go() -> None:
     book = formed("a")
     book.join("b")
     drain(book, "b")
     assert may_go(book, "b")
 
 
-def test_all_who_are_to_go_may_go_when_their_attempt_has_come_to_nothing() -> None:
+def test_draining_workers_may_go_when_their_attempt_has_come_to_nothing() -> None:
     book = formed("a")
     book.join("b")
     drain(book, "a")
@@ -647,7 +647,7 @@ def test_all_who_are_to_go_may_go_when_their_attempt_has_come_to_nothing() -> No
 # How many it may be.
 
 
-def test_a_thousand_who_are_to_go_make_one_world() -> None:
+def test_a_thousand_draining_workers_make_one_world() -> None:
     names = [f"w{number}" for number in range(1_000)]
     book = formed(*names)
     drain(book, *names[1:])
@@ -656,7 +656,7 @@ def test_a_thousand_who_are_to_go_make_one_world() -> None:
     assert (book.world, book.cluster.generation) == (["w0"], 2)
 
 
-def test_who_saves_for_long_behind_its_last_world_is_not_put_out() -> None:
+def test_worker_that_saves_for_long_after_its_last_world_is_not_evicted() -> None:
     book = formed("a", "b", leave_timeout_ms=20_000)
     drain(book, "b")
     book.wait(SOON_S)
@@ -666,7 +666,7 @@ def test_who_saves_for_long_behind_its_last_world_is_not_put_out() -> None:
     assert failed(book) == []
 
 
-def test_who_does_not_go_though_it_is_in_no_world_any_more_is_put_out() -> None:
+def test_worker_that_does_not_go_though_it_is_in_no_world_any_more_is_evicted() -> None:
     book = formed("a", "b", leave_timeout_ms=20_000)
     drain(book, "b")
     book.wait(SOON_S)
@@ -675,12 +675,12 @@ def test_who_does_not_go_though_it_is_in_no_world_any_more_is_put_out() -> None:
     assert failed(book) == ["b"]
 
 
-# Who saves behind its last world, while that comes to its end.
+# A worker that saves after its last world, while that world ends.
 
 
 @pytest.mark.parametrize("how", ["fails", "leaves"])
 @pytest.mark.parametrize("synchronous", [True, False])
-def test_who_saves_behind_its_last_world_is_kept_for_whoever_comes_when_nobody_of_that_is_left(
+def test_worker_that_saves_after_its_last_world_is_kept_for_any_worker_that_comes_when_no_worker_of_that_is_left(
     how: str, synchronous: bool
 ) -> None:
     book = formed("a", "b", use_synchronous_rescaling=synchronous, **ALL_MAY_FAIL)
@@ -706,7 +706,7 @@ def test_who_saves_behind_its_last_world_is_kept_for_whoever_comes_when_nobody_o
     assert may_go(book, "a")
 
 
-def test_nobody_is_kept_for_those_who_have_gone_again() -> None:
+def test_no_worker_is_kept_for_workers_that_have_gone_again() -> None:
     book = formed("a", "b", **ALL_MAY_FAIL)
     drain(book, "a")
     book.wait(SOON_S)
@@ -718,7 +718,7 @@ def test_nobody_is_kept_for_those_who_have_gone_again() -> None:
     assert may_go(book, "a")
 
 
-def test_who_has_gone_out_takes_over_no_data_though_the_daemon_was_another_one_then() -> None:
+def test_worker_that_has_gone_out_takes_over_no_data_though_the_daemon_was_another_one_then() -> None:
     book = formed("a", "b", "c", use_synchronous_rescaling=False, **ALL_MAY_FAIL)
     for member in book.cluster.members.values():
         member.with_data = True
@@ -739,7 +739,7 @@ def test_who_has_gone_out_takes_over_no_data_though_the_daemon_was_another_one_t
 
 
 @pytest.mark.parametrize("what", ["restarts", "blinks"])
-def test_a_job_that_waits_forms_no_world_with_who_makes_no_more_steps_where_the_other_is_on_its_way_back(
+def test_a_job_that_waits_forms_no_world_with_worker_that_makes_no_more_steps_where_the_other_is_on_its_way_back(
     what: str,
 ) -> None:
     book = of_size(2, "a", "b")
@@ -757,7 +757,7 @@ def test_a_job_that_waits_forms_no_world_with_who_makes_no_more_steps_where_the_
     assert book.cluster.phase is Phase.WAITING
 
 
-def test_the_last_who_were_told_stay_also_behind_another_world() -> None:
+def test_the_last_that_were_told_stay_also_behind_another_world() -> None:
     book = of_size(2, "a", "b", "c")
     drain(book, "c")
     book.time += SOON_S / 2

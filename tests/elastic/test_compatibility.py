@@ -26,18 +26,18 @@ def refusal(known: SharedConfig, given: SharedConfig) -> RequestRefused:
 
 
 @pytest.mark.parametrize("common", [{}, DATASET, SAMPLER, DATASET | SAMPLER])
-def test_who_has_the_same_is_welcome(common: SharedConfig) -> None:
+def test_worker_that_has_the_same_is_welcome(common: SharedConfig) -> None:
     require_compatible("run", common, common)
 
 
-def test_who_lacks_a_part_is_told_what_the_others_have() -> None:
+def test_worker_that_lacks_a_part_is_told_what_other_workers_have() -> None:
     error = refusal(DATASET | SAMPLER, SAMPLER)
     assert error.code == "dataset_missing"
     assert error.message == "job run trains with a dataset (samples = 100, shards = 10), this worker has none"
     assert error.fix == "give this worker the same dataset"
 
 
-def test_who_has_a_part_that_the_others_lack_is_refused_likewise() -> None:
+def test_worker_that_has_a_part_that_other_workers_lack_is_refused_likewise() -> None:
     error = refusal(SAMPLER, DATASET | SAMPLER)
     assert error.code == "dataset_differs"
     assert error.message == ("job run trains without a dataset, this worker has one (samples = 100, shards = 10)")

@@ -253,7 +253,7 @@ def test_what_is_read_has_the_types_of_the_fields(config: ElasticTrainingConfig)
 
 
 def test_only_what_differs_from_the_defaults_is_written() -> None:
-    """So a job that somebody made by hand, with the one setting that matters, is the same job."""
+    """So a job that an operator created with only the changed setting is the same job."""
     assert ElasticTrainingConfig().to_settings() == {}
     assert ElasticTrainingConfig(min_workers=2).to_settings() == {"min_workers": 2}
     assert ElasticTrainingConfig(min_workers_timeout_ms=None).to_settings() == {"min_workers_timeout_ms": None}
@@ -305,7 +305,7 @@ def test_times_are_to_be_had_in_seconds() -> None:
     assert (config.min_workers_timeout_s, config.leave_timeout_s) == (600.0, 300.0)
 
 
-def test_who_waits_for_ever_has_no_end() -> None:
+def test_no_limit_is_infinite() -> None:
     assert ElasticTrainingConfig(min_workers_timeout_ms=None).min_workers_timeout_s == math.inf
     assert ElasticTrainingConfig(leave_timeout_ms=None).leave_timeout_s == math.inf
 

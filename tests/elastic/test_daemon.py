@@ -170,7 +170,7 @@ async def test_workers_agree_on_a_world_that_each_builds_from_its_changes(runner
         assert len(keys) == 1
 
 
-async def test_who_is_dead_is_found_by_its_door_and_replaced_by_who_waits(runner: DaemonRunner) -> None:
+async def test_dead_worker_is_found_by_its_refusing_port_and_replaced_by_a_joiner(runner: DaemonRunner) -> None:
     async with workers(runner, "a", "b", "c") as crew:
         before = [worker.id for worker in crew[0].topology.workers]
         await crew[1].die()

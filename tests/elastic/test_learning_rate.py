@@ -52,7 +52,7 @@ def test_with_the_bases_number_of_workers_the_rate_is_the_base_exactly(
 def test_the_order_of_rescales_does_not_matter(
     base: float, worlds: list[int], strategy: AdaptationStrategy, random: Any
 ) -> None:
-    """Whatever was between, each world has one rate, and back at the first one the rate is the base again."""
+    """Each world size has one rate, whatever was in between, and at the first size it is the base rate."""
     first = worlds[0]
     rates = {world: adapt_learning_rate(base, first, world, strategy) for world in worlds}
     random.shuffle(worlds)

@@ -60,7 +60,7 @@ def test_the_enums_have_the_values_of_the_seed_in_their_order(enum: type[StrEnum
     assert [sent(member) for member in enum] == list(enum)
 
 
-def test_a_status_that_nobody_knows_is_refused_when_it_arrives() -> None:
+def test_a_status_that_no_worker_knows_is_refused_when_it_arrives() -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode("asleep"), type=WorkerStatus)
 
@@ -203,24 +203,24 @@ def test_two_workers_do_not_share_their_attributes() -> None:
     ("now", "healthy"), [(100.0, True), (109.99, True), (110.0, False), (111.0, False), (99, True)]
 )
 def test_a_worker_is_healthy_for_less_than_the_timeout_after_its_heartbeat(now: float, healthy: bool) -> None:
-    """At the timeout exactly it is not; a clock that was set back makes nobody ill."""
+    """At the timeout exactly it is not; a clock that was set back makes no worker unhealthy."""
     known = WorkerMetadata(worker(1), WorkerStatus.ACTIVE, 0.0, 100.0)
     assert known.is_healthy(10.0, now) is healthy
 
 
-def test_with_a_timeout_of_nothing_nobody_is_healthy() -> None:
+def test_with_a_timeout_of_nothing_no_worker_is_healthy() -> None:
     assert not WorkerMetadata(worker(1), WorkerStatus.ACTIVE, 0.0, 100.0).is_healthy(0.0, 100.0)
 
 
-# Who trains together.
+# Topologies.
 
 
-def test_at_first_nobody_does() -> None:
+def test_at_first_no_worker_does() -> None:
     nobody = ClusterTopology()
     assert (nobody.workers, nobody.world_size, nobody.epoch, nobody.last_updated) == ((), 0, 0, 0.0)
 
 
-def test_who_comes_is_last_and_makes_the_next_topology() -> None:
+def test_worker_that_comes_is_last_and_makes_the_next_topology() -> None:
     before = topology(1, 2, epoch=4, at=8.0)
     after = before.add_worker(worker(3), 9.0)
     assert (after.workers, after.world_size) == ((worker(1), worker(2), worker(3)), 3)
@@ -228,7 +228,7 @@ def test_who_comes_is_last_and_makes_the_next_topology() -> None:
     assert before == topology(1, 2, epoch=4, at=8.0)
 
 
-def test_who_goes_leaves_the_others_in_their_order_and_makes_the_next_topology() -> None:
+def test_worker_that_goes_leaves_other_workers_in_their_order_and_makes_the_next_topology() -> None:
     before = topology(1, 2, 3, epoch=4, at=8.0)
     after = before.remove_worker(worker(2), 9.0)
     assert (after.workers, after.world_size) == ((worker(1), worker(3)), 2)
@@ -249,7 +249,7 @@ def test_the_same_id_at_another_address_is_another_worker() -> None:
     assert topology(1).add_worker(moved, 1.0).world_size == 2
 
 
-def test_a_rank_is_a_place_and_who_is_not_there_has_none() -> None:
+def test_a_rank_is_a_place_and_worker_that_is_not_there_has_none() -> None:
     together = topology(5, 3, 4)
     assert [together.rank_of(worker(number)) for number in (5, 3, 4, 6)] == [0, 1, 2, RANK_NONE]
     assert worker(3) in together
@@ -257,7 +257,7 @@ def test_a_rank_is_a_place_and_who_is_not_there_has_none() -> None:
     assert "w3" not in together
 
 
-def test_nobody_is_in_a_topology_twice() -> None:
+def test_no_worker_is_in_a_topology_twice() -> None:
     with pytest.raises(ValueError, match="twice"):
         topology(1, 2, 1)
     with pytest.raises(msgspec.ValidationError, match="twice"):
@@ -313,7 +313,7 @@ def test_a_delta_is_of_runs_that_stay_and_workers_that_are_new() -> None:
     assert old.delta_to(new) == TopologyDelta(6, 7, 3.0, ((0, 2), worker(9), (3, 2), worker(8)))
 
 
-def test_who_changed_places_is_no_new_worker() -> None:
+def test_worker_that_changed_places_is_no_new_worker() -> None:
     assert topology(0, 1, 2, 3).delta_to(topology(2, 3, 0, 1)).pieces == ((2, 2), (0, 2))
 
 
@@ -433,14 +433,14 @@ def test_a_rescale_is_what_happened_between_two_topologies(
     assert (event.event_time, event.trigger_reason) == (5.0, "because")
 
 
-def test_who_died_and_came_again_under_the_same_id_was_removed_and_added() -> None:
+def test_worker_that_died_and_came_again_under_the_same_id_was_removed_and_added() -> None:
     together = topology(1, 2)
     event = RescalingEvent.between(together, topology(1, 2, epoch=1), 5.0, "w2 died", replaced=[worker(2)])
     assert event.type is RescaleType.REPLACE
     assert event.added_workers == event.removed_workers == (worker(2),)
 
 
-def test_who_is_said_to_be_replaced_counts_only_where_it_is() -> None:
+def test_worker_that_is_said_to_be_replaced_counts_only_where_it_is() -> None:
     event = RescalingEvent.between(
         topology(1, 2), topology(1, 3), 5.0, "w2 died", replaced=iter([worker(2), worker(9)])
     )
@@ -458,6 +458,6 @@ def test_added_and_removed_explain_the_difference(
     assert new.world_size - old.world_size == len(event.added_workers) - len(event.removed_workers)
 
 
-def test_a_rescale_has_no_reason_and_nobody_added_unless_somebody_says_so() -> None:
+def test_a_rescale_has_no_reason_and_no_worker_added_unless_a_worker_says_so() -> None:
     event = RescalingEvent(RescaleType.REPLACE, ClusterTopology(), ClusterTopology())
     assert (event.added_workers, event.removed_workers, event.event_time, event.trigger_reason) == ((), (), 0.0, "")

@@ -106,7 +106,7 @@ async def test_a_rescale_follows_from_the_failure_that_made_it_necessary() -> No
 
 
 @on_virtual_time
-async def test_a_rescale_follows_from_the_first_word_that_somebody_is_to_go() -> None:
+async def test_a_rescale_follows_from_the_first_word_that_a_worker_drains() -> None:
     async with service_fixture() as fixture:
         _, b, c = await fixture.form_world("a", "b", "c", **PATIENT)
         await b.ask(AnnounceLeave(JOB, "b", b.incarnation, "the night"))
@@ -129,7 +129,7 @@ async def test_an_attempt_that_has_to_begin_again_follows_from_what_broke_it() -
 
 
 @on_virtual_time
-async def test_a_failure_behind_a_complaint_is_the_cause_and_the_complaint_the_first_reason() -> None:
+async def test_a_failure_behind_a_report_is_the_cause_and_the_report_the_first_reason() -> None:
     async with service_fixture() as fixture:
         a, b, _ = await fixture.form_world("a", "b", "c", **PATIENT)
         await a.ask(ReportTrouble(JOB, "a", a.incarnation, 1, "", "no answer"))
@@ -148,7 +148,7 @@ async def test_a_window_that_is_cut_short_is_followed_by_a_rescale_with_its_caus
 
 
 @on_virtual_time
-async def test_who_joined_during_a_rescale_is_the_cause_of_the_next_one() -> None:
+async def test_worker_that_joined_during_a_rescale_is_the_cause_of_the_next_one() -> None:
     async with service_fixture() as fixture:
         await fixture.form_world("a")
         await fixture.kernel.bus.ask(RescaleJob(JOB))
@@ -197,7 +197,7 @@ async def test_the_end_of_a_job_follows_from_what_ended_it() -> None:
 
 
 @on_virtual_time
-async def test_a_job_that_has_to_wait_says_over_whom() -> None:
+async def test_a_job_that_waits_follows_from_the_failure() -> None:
     async with service_fixture() as fixture:
         a, _ = await fixture.form_world("a", "b", min_workers=2)
         await a.leave(reason="lunch")
@@ -308,7 +308,7 @@ async def test_what_stands_still_says_that_nothing_can_be_written() -> None:
 
 
 @on_virtual_time
-async def test_nobody_is_failed_for_the_time_in_which_nothing_could_be_written() -> None:
+async def test_no_worker_is_failed_for_the_time_in_which_nothing_could_be_written() -> None:
     store = FaultyStore()
     async with service_fixture(store) as fixture:
         (a, _) = await fixture.form_world("a", "b")
@@ -321,7 +321,7 @@ async def test_nobody_is_failed_for_the_time_in_which_nothing_could_be_written()
 
 
 @on_virtual_time
-async def test_a_commit_that_fails_is_told_to_nobody_and_the_rescale_begins_again() -> None:
+async def test_a_commit_that_fails_is_told_to_no_worker_and_the_rescale_begins_again() -> None:
     store = FaultyStore()
     async with service_fixture(store) as fixture:
         a, b = await fixture.start("a", "b")
@@ -382,7 +382,7 @@ async def test_workers_come_back_to_another_daemon_without_a_rescale() -> None:
 
 
 @on_virtual_time
-async def test_who_is_there_before_the_state_is_read_is_connected() -> None:
+async def test_worker_that_is_there_before_the_state_is_read_is_connected() -> None:
     store = FaultyStore()
     async with service_fixture(store) as fixture:
         crew = await fixture.form_world("a", "b")
@@ -442,7 +442,7 @@ async def test_a_lost_connection_is_told_and_so_is_its_return() -> None:
 
 
 @on_virtual_time
-async def test_the_client_of_one_that_left_has_nothing_to_do_with_who_comes_under_its_id() -> None:
+async def test_the_client_of_one_that_left_has_nothing_to_do_with_worker_that_comes_under_its_id() -> None:
     async with service_fixture() as fixture:
         (old,) = await fixture.start("a")
         await old.leave()
@@ -513,7 +513,7 @@ async def test_only_so_many_addresses_are_asked_at_once() -> None:
 
 
 @on_virtual_time
-async def test_an_answer_that_comes_when_the_worker_is_another_one_is_about_nobody() -> None:
+async def test_probe_result_for_an_earlier_incarnation_is_ignored() -> None:
     async with service_fixture() as fixture:
         (a,) = await fixture.start("a")
         fixture.addresses.answers = anyio.Event()
@@ -528,7 +528,7 @@ async def test_an_answer_that_comes_when_the_worker_is_another_one_is_about_nobo
 
 
 @on_virtual_time
-async def test_who_is_gone_before_it_has_joined_is_lost_and_looked_for() -> None:
+async def test_worker_that_is_gone_before_it_has_joined_is_lost_and_looked_for() -> None:
     async with service_fixture() as fixture:
         for name in ("a", "b"):
             # The first of them waits until its job is created; the second is known by then.
@@ -541,7 +541,7 @@ async def test_who_is_gone_before_it_has_joined_is_lost_and_looked_for() -> None
             assert not fixture.service.clusters[JOB].members[name].connected
         await fixture.wait(1.0)
         assert fixture.addresses.asked[:2] == ["a", "b"]
-        assert "RescaleStarted" not in fixture.told(), "nobody is there to take part"
+        assert "RescaleStarted" not in fixture.told(), "no worker is there to take part"
         fixture.workers["b"].come_back()
         await fixture.wait(1.0)
         assert fixture.facts(RescaleStarted)[-1].added == ["b"]
@@ -550,7 +550,7 @@ async def test_who_is_gone_before_it_has_joined_is_lost_and_looked_for() -> None
 
 
 @on_virtual_time
-async def test_who_goes_while_it_registers_again_has_not_come_back() -> None:
+async def test_worker_that_goes_while_it_registers_again_has_not_come_back() -> None:
     async with service_fixture() as fixture:
         (a,) = await fixture.start("a", stability_window_ms=100)
         a.lose()
@@ -566,7 +566,7 @@ async def test_who_goes_while_it_registers_again_has_not_come_back() -> None:
 
 
 @on_virtual_time
-async def test_the_first_worker_creates_the_job_and_the_others_need_not_know_its_settings() -> None:
+async def test_the_first_worker_creates_the_job_and_other_workers_need_not_know_its_settings() -> None:
     async with service_fixture() as fixture:
         await fixture.start("a", min_workers=3)
         assert (await fixture.kernel.bus.ask(ShowJob(JOB))).settings == {"min_workers": 3}
@@ -587,7 +587,7 @@ async def test_a_job_that_was_there_before_is_trained_as_it_says() -> None:
 
 
 @on_virtual_time
-async def test_settings_that_nobody_can_train_with_create_no_job() -> None:
+async def test_invalid_settings_create_no_job() -> None:
     async with service_fixture() as fixture:
         with pytest.raises(RequestRefused) as error:
             await fixture.start("a", min_workers=0, max_workers=-1)
@@ -612,7 +612,9 @@ async def test_changed_settings_hold_at_once_and_after_a_restart() -> None:
 
 
 @on_virtual_time
-async def test_settings_that_were_changed_hold_also_for_who_brings_those_that_the_job_was_created_with() -> None:
+async def test_settings_that_were_changed_hold_also_for_worker_that_brings_those_that_the_job_was_created_with() -> (
+    None
+):
     async with service_fixture() as fixture:
         settings: dict[str, SettingValue] = {"max_workers": 3}
         (a,) = await fixture.start("a", **settings)
@@ -629,8 +631,8 @@ async def test_settings_that_were_changed_hold_also_for_who_brings_those_that_th
 
 
 @on_virtual_time
-async def test_a_shorter_timeout_holds_for_nobody_who_has_not_heard_of_it() -> None:
-    """Everybody is heard every second, and the job is to have a timeout of 400 ms."""
+async def test_a_shorter_timeout_holds_for_no_worker_that_has_not_heard_of_it() -> None:
+    """Every worker is heard each second; the job gets a timeout of 400 ms."""
     store = FaultyStore()
     async with service_fixture(store) as fixture:
         a, b = await fixture.form_world("a", "b")
@@ -652,7 +654,7 @@ async def test_a_shorter_timeout_holds_for_nobody_who_has_not_heard_of_it() -> N
 
 
 @on_virtual_time
-async def test_settings_that_cannot_be_trained_with_are_refused_whoever_asks_and_change_nothing() -> None:
+async def test_settings_that_cannot_be_trained_with_are_refused_any_worker_that_asks_and_change_nothing() -> None:
     async with service_fixture() as fixture:
         await fixture.form_world("a")
         wrong: dict[str, SettingValue] = {"min_workers": 0, "max_workers": "foo", "stall_timeout": 5, "mine": None}
@@ -671,7 +673,7 @@ async def test_settings_that_cannot_be_trained_with_are_refused_whoever_asks_and
 
 
 @on_virtual_time
-async def test_nobody_joins_a_job_whose_settings_came_past_the_door() -> None:
+async def test_joining_a_job_with_invalid_stored_settings_is_refused() -> None:
     """A plugin that answers in the place of the daemon may let anything in."""
     async with service_fixture() as fixture:
         fixture.jobs.book.create(CreateJob(JOB, {"min_workers": 0}), "a plugin", 0.0, 1)
@@ -682,7 +684,7 @@ async def test_nobody_joins_a_job_whose_settings_came_past_the_door() -> None:
 
 
 @on_virtual_time
-async def test_a_job_that_somebody_trains_is_removed_when_it_is_over_or_by_force() -> None:
+async def test_a_job_that_a_worker_trains_is_removed_when_it_is_over_or_by_force() -> None:
     async with service_fixture() as fixture:
         await fixture.form_world("a", "b")
         with pytest.raises(RequestRefused) as error:
@@ -705,19 +707,19 @@ async def test_a_job_that_is_not_there_is_said_not_to_be_there() -> None:
 
 
 @on_virtual_time
-async def test_the_clusters_of_all_jobs_that_somebody_may_see_are_listed_by_name() -> None:
+async def test_the_clusters_of_all_jobs_that_a_worker_may_see_are_listed_by_name() -> None:
     async with service_fixture() as fixture:
         for job in ("b", "a", "c"):
             await fixture.worker(job, job=job).join()
         page = await fixture.kernel.bus.ask(ListClusters(limit=2))
         assert ([view.job for view in page.clusters], page.more) == (["a", "b"], True)
         assert (page.clusters[0].phase, page.clusters[0].joining) == (Phase.FORMING, 1)
-        of_c = Call(Principal("who sees c", Role.VIEWER, frozenset({"c"})), "a test")
+        of_c = Call(Principal("which sees c", Role.VIEWER, frozenset({"c"})), "a test")
         assert [view.job for view in (await fixture.kernel.bus.ask(ListClusters(), of_c)).clusters] == ["c"]
 
 
 @on_virtual_time
-async def test_who_drains_is_told_what_they_may_not_have_meant() -> None:
+async def test_drain_reply_has_remarks_on_unexpected_consequences() -> None:
     async with service_fixture() as fixture:
         await fixture.form_world("a", "b", min_workers=2)
         told = await fixture.kernel.bus.ask(DrainWorker(JOB, "b"))
@@ -730,16 +732,16 @@ async def test_whether_a_worker_may_go_is_read_and_needs_no_room_on_the_disk() -
     async with service_fixture(store) as fixture:
         a, b = await fixture.form_world("a", "b")
         assert not (await a.ask(AnnounceLeave(JOB, "a", a.incarnation, "the night"))).may_leave, "b has yet to stop"
-        assert (await b.ask(AnnounceLeave(JOB, "b", b.incarnation, "the night"))).may_leave, "nobody is to stay"
+        assert (await b.ask(AnnounceLeave(JOB, "b", b.incarnation, "the night"))).may_leave, "no worker is to stay"
         revision = fixture.kernel.ledger.revision
         store.commit_error = full()
         assert (await a.ask(ReadLeave(JOB, "a", a.incarnation))).may_leave
-        assert (await a.ask(ReadLeave(JOB, "a", incarnation("a", 2)))).may_leave, "it is nobody"
+        assert (await a.ask(ReadLeave(JOB, "a", incarnation("a", 2)))).may_leave, "it is no worker"
         assert fixture.kernel.ledger.revision == revision
 
 
 @on_virtual_time
-async def test_who_is_needed_in_the_moment_of_going_stays() -> None:
+async def test_worker_that_is_needed_in_the_moment_of_going_stays() -> None:
     async with service_fixture() as fixture:
         (a,) = await fixture.form_world("a")
         await fixture.kernel.bus.ask(DrainWorker(JOB, "a"))
@@ -799,7 +801,7 @@ async def test_a_job_that_is_made_again_at_once_keeps_its_workers() -> None:
 
 
 @on_virtual_time
-async def test_who_held_the_fence_of_a_removed_job_is_below_that_of_the_next() -> None:
+async def test_worker_that_held_the_fence_of_a_removed_job_is_below_that_of_the_next() -> None:
     async with service_fixture() as fixture:
         (a,) = await fixture.form_world("a")
         before = (await a.join()).fence
@@ -809,7 +811,7 @@ async def test_who_held_the_fence_of_a_removed_job_is_below_that_of_the_next() -
 
 
 @on_virtual_time
-async def test_a_commit_raises_the_fence_and_who_holds_an_older_one_is_refused() -> None:
+async def test_a_commit_raises_the_fence_and_worker_that_holds_an_older_one_is_refused() -> None:
     async with service_fixture() as fixture:
         (a,) = await fixture.form_world("a")
         first = (await a.join()).fence
@@ -828,7 +830,7 @@ async def test_a_commit_raises_the_fence_and_who_holds_an_older_one_is_refused()
 
 
 @on_virtual_time
-async def test_who_registers_again_learns_where_the_job_is() -> None:
+async def test_worker_that_registers_again_learns_where_the_job_is() -> None:
     async with service_fixture() as fixture:
         a, b = await fixture.form_world("a", "b")
         (c,) = await fixture.start("c")
@@ -850,7 +852,7 @@ async def test_who_registers_again_learns_where_the_job_is() -> None:
 
 
 @on_virtual_time
-async def test_who_registers_during_an_attempt_is_told_of_nothing_in_which_it_has_no_part() -> None:
+async def test_worker_that_registers_during_an_attempt_is_told_of_nothing_in_which_it_has_no_part() -> None:
     async with service_fixture() as fixture:
         a, b = await fixture.form_world("a", "b")
         await fixture.kernel.bus.ask(RescaleJob(JOB))
@@ -864,7 +866,7 @@ async def test_who_registers_during_an_attempt_is_told_of_nothing_in_which_it_ha
 
 
 @on_virtual_time
-async def test_who_registers_again_learns_whether_it_has_to_stop_for_what_is_under_way() -> None:
+async def test_worker_that_registers_again_learns_whether_it_has_to_stop_for_what_is_under_way() -> None:
     async with service_fixture() as fixture:
         a = fixture.worker("a")
         await a.join({"use_synchronous_rescaling": False, "stability_window_ms": 0}, with_data=True)
@@ -963,7 +965,7 @@ COMMON: dict[str, dict[str, SettingValue]] = {"dataset": {"samples": 100}, "samp
         ({**COMMON, "sampler": {"seed": 8}}, "sampler_differs"),
     ],
 )
-async def test_who_would_train_with_something_else_does_not_join(
+async def test_worker_with_another_shared_config_is_refused(
     common: dict[str, dict[str, SettingValue]], code: str
 ) -> None:
     async with service_fixture() as fixture:
@@ -975,7 +977,7 @@ async def test_who_would_train_with_something_else_does_not_join(
 
 
 @on_virtual_time
-async def test_who_would_train_with_something_else_does_not_join_behind_a_restart_either() -> None:
+async def test_worker_with_another_shared_config_is_refused_after_a_restart_too() -> None:
     store = FaultyStore()
     async with service_fixture(store) as fixture:
         await fixture.worker("a").join({}, shared_config=COMMON)
@@ -986,8 +988,8 @@ async def test_who_would_train_with_something_else_does_not_join_behind_a_restar
 
 
 @on_virtual_time
-async def test_what_nobody_has_trained_with_binds_nobody() -> None:
-    """Whoever is found to be set up wrongly is started anew."""
+async def test_shared_config_that_no_worker_trained_with_binds_no_worker() -> None:
+    """A worker with a wrong setup is started anew."""
     async with service_fixture() as fixture:
         a = fixture.worker("a")
         await a.join({}, shared_config={})
@@ -999,7 +1001,7 @@ async def test_what_nobody_has_trained_with_binds_nobody() -> None:
 
 
 @on_virtual_time
-async def test_what_was_trained_with_binds_who_comes_when_all_have_gone() -> None:
+async def test_shared_config_of_past_training_binds_new_workers() -> None:
     async with service_fixture() as fixture:
         a = fixture.worker("a")
         await a.join({"stability_window_ms": 0}, shared_config=COMMON)
@@ -1014,7 +1016,7 @@ async def test_what_was_trained_with_binds_who_comes_when_all_have_gone() -> Non
 
 
 @on_virtual_time
-async def test_more_in_common_than_anybody_has_is_refused() -> None:
+async def test_too_large_shared_config_is_refused() -> None:
     async with service_fixture() as fixture:
         with pytest.raises(RequestRefused) as error:
             await fixture.worker("a").join({}, shared_config={"dataset": {"name": "x" * 10_000}})
@@ -1023,7 +1025,7 @@ async def test_more_in_common_than_anybody_has_is_refused() -> None:
 
 
 @on_virtual_time
-async def test_a_job_that_nobody_has_joined_is_not_trained() -> None:
+async def test_a_job_without_workers_is_not_trained() -> None:
     async with service_fixture() as fixture:
         await fixture.kernel.bus.ask(CreateJob(JOB))
         for request in (
@@ -1087,14 +1089,14 @@ async def test_what_an_operator_asks_for_is_done() -> None:
         await fixture.wait(0.1)
         assert (await ask(PlanRescale(JOB, 4))).new_world_size == 4
         await fixture.complete_attempt()
-        assert (await ask(ReadTopology(JOB))).world_size == 1, "neither who goes nor who was put out is in it"
+        assert (await ask(ReadTopology(JOB))).world_size == 1, "neither the leaver nor the evicted worker is in it"
         await ask(AbortJob(JOB, "enough"))
         assert (await ask(ShowCluster(JOB))).phase is Phase.ABORTED
         assert fixture.told()[-2:] == ["RescaleCompleted", "JobAborted"]
 
 
 @on_virtual_time
-async def test_who_steers_a_job_is_told_what_came_of_it() -> None:
+async def test_control_reply_tells_what_changed() -> None:
     async with service_fixture() as fixture:
         await fixture.start("a", min_workers=2, min_workers_timeout_ms=None)
         ask, waits = fixture.kernel.bus.ask, "1 worker waits for 1 more: min_workers is 2"
@@ -1152,7 +1154,7 @@ async def test_a_repeated_request_is_answered_as_before_and_happens_once() -> No
 
 
 @on_virtual_time
-async def test_who_is_refused_has_changed_nothing() -> None:
+async def test_worker_that_is_refused_has_changed_nothing() -> None:
     store = FaultyStore()
     async with service_fixture(store) as fixture:
         await fixture.form_world("a")
@@ -1172,7 +1174,7 @@ async def test_who_is_refused_has_changed_nothing() -> None:
 
 
 @on_virtual_time
-async def test_what_breaks_by_itself_in_one_job_ends_that_job_and_not_the_others(
+async def test_what_breaks_by_itself_in_one_job_ends_that_job_and_not_other_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[str] = []
@@ -1238,7 +1240,7 @@ async def test_what_breaks_in_a_job_that_is_over_is_left_alone(monkeypatch: pyte
 
 
 @on_virtual_time
-async def test_whom_another_does_not_reach_either_is_looked_at_as_soon_as_that_counts() -> None:
+async def test_suspected_worker_is_judged_as_soon_as_the_report_counts() -> None:
     async with service_fixture() as fixture:
         a, b, _ = await fixture.form_world("a", "b", "c")
         await a.ask(ReportTrouble(JOB, "a", a.incarnation, 1, "b", "no answer"))

@@ -73,7 +73,7 @@ def test_a_job_that_exists_with_other_settings_is_refused_and_named_in_which() -
 
 
 @pytest.mark.parametrize("value", [1.0, True, "1", None])
-def test_settings_that_python_calls_equal_are_others_when_they_are_of_another_kind(value: Any) -> None:
+def test_settings_of_different_types_differ_though_python_calls_them_equal(value: Any) -> None:
     error = refusal(book_with("a", same=0, lr=1).create, CreateJob("a", {"same": 0, "lr": value}), "x", 9.0, TERM)
     assert error.code == "job_differs"
     assert error.message.endswith(": lr")
@@ -120,7 +120,7 @@ def test_a_change_replaces_the_settings_and_counts_the_version() -> None:
     assert decision.facts == (JobChanged("a", 2, {"lr": 0.2}),)
 
 
-def test_a_job_is_returned_to_who_asks_for_what_it_was_created_with_and_refused_with_what_it_had_meanwhile() -> None:
+def test_creating_a_changed_job_accepts_its_first_settings_and_refuses_intermediate_ones() -> None:
     book = book_with("a", **SETTINGS)
     book.change(ChangeJob("a", {"lr": 0.2}, 1))
     book.change(ChangeJob("a", {"lr": 0.3}, 2))
@@ -134,7 +134,7 @@ def test_a_job_is_returned_to_who_asks_for_what_it_was_created_with_and_refused_
 
 
 @pytest.mark.parametrize("version", [0, 2])
-def test_a_change_of_what_somebody_has_changed_in_between_is_refused(version: int) -> None:
+def test_a_change_of_an_outdated_version_is_refused(version: int) -> None:
     book = book_with("a", **SETTINGS)
     assert refusal(book.change, ChangeJob("a", {}, version)).code == "job_changed"
     assert book.get("a").settings == SETTINGS
@@ -167,7 +167,7 @@ def test_a_job_that_does_not_exist_is_refused(act: str, request_: Any) -> None:
     assert refusal(getattr(book_with("a"), act), request_).code == "job_unknown"
 
 
-def test_everybody_sees_the_jobs_that_they_may_see_by_name() -> None:
+def test_each_principal_sees_its_jobs_by_name() -> None:
     book = book_with("b", "c", "a")
     bound = Principal("x", Role.VIEWER, frozenset({"a", "c", "z"}))
     assert [job.name for job in book.visible(bound, "")] == ["a", "c"]
@@ -184,7 +184,7 @@ def test_a_job_begins_with_the_term_and_what_is_no_job_has_no_fence() -> None:
 
 
 def removed_at(fence: Fence) -> tuple[JobBook, bytes | None]:
-    """A book whose job was removed when it was that far, and what is stored of it."""
+    """A book whose job was removed at that generation, and what is stored of it."""
     book = JobBook()
     book.load([msgspec.msgpack.encode(Job(name="a", settings={}, created_at=1.0, created_by="x", fence=fence))], None)
     return book, book.remove(RemoveJob("a")).writes.get(FLOOR_KEY)

@@ -130,7 +130,7 @@ async def test_the_fence_that_callers_are_held_against_is_the_job_s() -> None:
 
 
 @on_virtual_time
-async def test_who_held_a_job_that_was_removed_is_fenced_off_the_one_of_the_same_name() -> None:
+async def test_worker_of_a_removed_job_is_fenced_off_the_next_job_of_that_name() -> None:
     async with running(register=serving) as kernel:
         held = (await kernel.bus.ask(CreateJob("a"))).fence
         await kernel.bus.ask(RemoveJob("a"))
@@ -186,7 +186,7 @@ async def test_a_page_ends_when_what_follows_is_not_for_the_caller() -> None:
 
 
 @on_virtual_time
-async def test_what_whoever_trains_does_not_accept_is_refused_and_changes_nothing() -> None:
+async def test_settings_that_the_training_service_refuses_change_nothing() -> None:
     def require(job: str, settings: Mapping[str, SettingValue]) -> None:
         if "wrong" in settings:
             raise RequestRefused("setting_wrong", f"{job} cannot have that", "leave it out")

@@ -85,7 +85,7 @@ class JobState:
         self.rescale_requested_at: float | None = None
         """From when a rescale is due because an operator asked for it."""
         self.must_stop = False
-        """Whether the next rescale is synchronous whatever the settings say: the world cannot go on, or must not."""
+        """Whether the next rescale is synchronous in either mode, because the world cannot continue, or must not."""
         self.too_few_since: float | None = None
         self.loaded_at = -NEVER
         """When this daemon loaded the job."""

@@ -72,7 +72,7 @@ def resume(job: JobState, now: Moment, reason: str) -> None:
 
 
 def rescale(job: JobState, now: Moment, reason: str, *, synchronous: bool = False) -> None:
-    """Make a rescale due now; `synchronous` stops training for it whatever the settings say."""
+    """Make a rescale due now; `synchronous` stops training for it in either mode."""
     job.require_not_over()
     if not job.members:
         raise RequestRefused("workers_none", f"job {job.name} has no workers", "start workers first")

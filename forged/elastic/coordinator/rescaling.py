@@ -199,7 +199,7 @@ def attempt_members(job: JobState, worker_id: str, incarnation: bytes) -> Attemp
 
 
 def synchronising(job: JobState) -> RescaleSynchronising | None:
-    """Whose state the members take; None before that is chosen, or if the source is gone."""
+    """The chosen state source, for the members; None before the choice, or if the source is gone."""
     attempt = job.attempt
     source = job.members.get(attempt.source) if attempt is not None else None
     if attempt is None or source is None or attempt.stage is not Stage.SYNCHRONISING:

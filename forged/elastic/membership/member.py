@@ -17,7 +17,7 @@ from forged.elastic.model import WorkerId
 PULSE_INTERVAL_S = 0.5
 """How often a worker's pulse is sent, unless a shorter heartbeat timeout requires more."""
 PULSE_INTERVAL_S_MIN = 0.05
-"""No pulse is sent more often, whatever the settings: it must cost next to nothing."""
+"""No settings make the pulse more frequent, because it must cost next to nothing."""
 PULSES_MISSED_MAX = 4
 """After so many missed intervals the pulse counts as dead and cannot report the worker's death."""
 HEARTBEATS_MISSED_MAX = 2
@@ -71,7 +71,7 @@ class Member:
     step: int = 0
     """The steps that it has reported as committed."""
     collective_seq: int = 0
-    """The number of its last collective, which shows which member the others wait for."""
+    """The number of its last collective, which shows which member its peers wait for."""
     reported_at: float = 0.0
     """When it last reported its progress."""
     progress_at: float = 0.0

@@ -1,4 +1,4 @@
-"""One attempt at a rescale: its members, what each has answered, and whose state the new world takes.
+"""One attempt at a rescale: its members, what each has answered, and the state source of the new world.
 
 Invariants:
 - The members of an attempt are fixed. Each reports first that it has stopped and where, then, if it needs the source's
@@ -143,7 +143,7 @@ class Attempt:
 
 
 def choose_source(members: tuple[str, ...], stops: Mapping[str, StopReport], added: Collection[str] = ()) -> str:
-    """The member whose state the new world takes; without any state holder, the one that starts with the most steps.
+    """The state source: a holder with the highest committed step; without any holder, the worker with the most steps.
 
     The state of `added` workers counts only if no member of the previous world holds one.
     """
@@ -167,7 +167,7 @@ def initial_state_remark(source: str, stops: Mapping[str, StopReport]) -> str:
 
 
 def _without_state(stops: Mapping[str, StopReport], source: str) -> Iterator[str]:
-    """The members whose state differs from the source's: joiners and laggards."""
+    """The members without the source's state: joiners and laggards."""
     position = stops[source].position
     for worker, stop in stops.items():
         if worker != source and not (stop.holds_state and stop.position == position):

@@ -71,7 +71,7 @@ def test_joiners_wait_for_the_stability_window() -> None:
     assert book.cluster.phase is Phase.RESCALING
 
 
-def test_the_window_begins_again_with_each_who_joins() -> None:
+def test_the_window_begins_again_with_each_joiner() -> None:
     book = Playbook()
     book.join("a")
     book.wait(WINDOW_S - 1)
@@ -80,7 +80,7 @@ def test_the_window_begins_again_with_each_who_joins() -> None:
     assert kinds(book.wait(2.0)) == ["RescaleStarted"]
 
 
-def test_the_window_does_not_begin_again_with_one_who_only_comes_back() -> None:
+def test_the_window_does_not_begin_again_with_worker_that_only_comes_back() -> None:
     book = Playbook()
     book.join("a")
     book.wait(WINDOW_S - 1)
@@ -96,14 +96,14 @@ def test_the_window_is_cut_short_when_as_many_as_there_may_be_are_there() -> Non
     assert kinds(book.join("b")) == ["WorkerJoined", "RescaleStarted"]
 
 
-def test_one_too_many_is_a_spare_and_keeps_nobody_busy() -> None:
+def test_one_too_many_is_a_spare_and_keeps_no_worker_busy() -> None:
     book = Playbook(max_workers=2)
     book.join("a", "b", "c")
     assert book.complete_attempt().added == ["a", "b"]
     assert book.wait(200.0) == []
 
 
-def test_with_fewer_than_there_have_to_be_nobody_trains() -> None:
+def test_with_fewer_than_there_have_to_be_no_worker_trains() -> None:
     book = Playbook(min_workers=2)
     book.join("a")
     assert book.wait(WINDOW_S * 3) == []
@@ -151,7 +151,7 @@ def test_a_waiting_joiner_takes_the_rank_of_a_failed_worker_in_one_rescale() -> 
     assert (completed.type, book.world) == (RescaleType.REPLACE, ["a", "d", "c"])
 
 
-def test_a_spare_takes_the_place_of_who_failed() -> None:
+def test_a_spare_takes_the_place_of_worker_that_failed() -> None:
     book = Playbook(max_workers=2)
     book.join("a", "b", "c")
     book.complete_attempt()
@@ -180,7 +180,7 @@ def test_rank_0_survives_if_its_worker_does() -> None:
     assert book.world == ["a", "b", "d", "e"]
 
 
-# Who may register.
+# Registration.
 
 
 def test_the_id_of_a_worker_that_is_alive_is_refused() -> None:
@@ -223,7 +223,7 @@ def test_the_same_process_may_register_again() -> None:
     assert book.wait(100.0) == []
 
 
-def test_who_registers_again_is_reached_through_its_new_client() -> None:
+def test_worker_that_registers_again_is_reached_through_its_new_client() -> None:
     book = formed("a")
     again = newcomer("a")
     again.client = b"another"
@@ -232,7 +232,7 @@ def test_who_registers_again_is_reached_through_its_new_client() -> None:
     assert book.cluster.members["a"].client == b"another"
 
 
-def test_a_job_that_is_over_takes_nobody() -> None:
+def test_a_job_that_is_over_takes_no_worker() -> None:
     book = formed("a")
     book.cluster.abort(book.now, "a test")
     with pytest.raises(RequestRefused) as error:
@@ -278,7 +278,7 @@ def test_what_an_unknown_worker_says_or_what_is_said_of_it_is_no_error() -> None
 
 
 @pytest.mark.parametrize("act", ["drain", "evict"])
-def test_an_operator_who_names_an_unknown_worker_is_told(act: str) -> None:
+def test_an_operator_worker_that_names_an_unknown_worker_is_told(act: str) -> None:
     book = formed("a")
     with pytest.raises(RequestRefused) as error:
         getattr(book.cluster, act)("x", book.now, "a test")
@@ -322,13 +322,13 @@ def test_a_lost_connection_alone_proves_nothing_and_is_told_with_the_grace() -> 
     assert book.cluster.generation == 1
 
 
-def test_a_connection_that_is_back_before_anybody_looked_was_never_told_to_be_lost() -> None:
+def test_a_connection_that_is_back_before_any_worker_looked_was_never_told_to_be_lost() -> None:
     book = formed("a", "b")
     book.tick()
     assert book.lose("b") + book.reconnect("b") == []
 
 
-def test_who_does_not_come_back_within_the_grace_has_failed() -> None:
+def test_worker_that_does_not_come_back_within_the_grace_has_failed() -> None:
     book = formed("a", "b")
     book.lose("b")
     assert kinds(book.wait(14.5)) == ["WorkerLost"]
@@ -364,7 +364,7 @@ def test_an_answered_probe_proves_nothing() -> None:
     assert book.new_facts() == []
 
 
-def test_a_peer_and_the_daemon_together_prove_a_death_whoever_notices_first() -> None:
+def test_peer_and_daemon_together_prove_a_death_in_either_order() -> None:
     first = formed("a", "b")
     first.lose("b")
     first.report_peer("a", "b")
@@ -388,7 +388,7 @@ def test_a_network_that_pauses_for_all_takes_nobodys_life() -> None:
     assert "WorkerFailed" not in kinds(book.facts)
 
 
-def test_a_complaint_about_one_that_only_has_to_come_back_to_a_new_daemon_proves_nothing() -> None:
+def test_a_report_about_one_that_only_has_to_come_back_to_a_new_daemon_proves_nothing() -> None:
     book = formed("a", "b")
     book.restart()
     book.reconnect("a")
@@ -396,7 +396,7 @@ def test_a_complaint_about_one_that_only_has_to_come_back_to_a_new_daemon_proves
     assert "b" in book.cluster.members
 
 
-def test_what_piled_up_while_the_daemon_did_not_get_its_turn_is_held_against_nobody() -> None:
+def test_what_piled_up_while_the_daemon_did_not_get_its_turn_is_held_against_no_worker() -> None:
     book = formed("a", "b", rescale_timeout_ms=5_000)
     assert book.stall_daemon(3_600.0) == []
     book.lose("b")
@@ -420,7 +420,7 @@ def test_a_daemon_that_is_always_a_little_late_notices_silence_all_the_same() ->
 # Progress, and none.
 
 
-def test_who_lives_and_makes_no_progress_is_stalled_and_recovers_with_progress() -> None:
+def test_worker_that_lives_and_makes_no_progress_is_stalled_and_recovers_with_progress() -> None:
     book = formed("a", "b", stall_timeout_ms=60_000)
     book.heartbeat("a", step=5, collective_seq=10_001)
     book.heartbeat("b", step=5, collective_seq=10_000)
@@ -433,7 +433,7 @@ def test_who_lives_and_makes_no_progress_is_stalled_and_recovers_with_progress()
     assert "b" in book.world
 
 
-def test_who_is_stalled_is_put_out_only_where_that_is_wanted() -> None:
+def test_worker_that_is_stalled_is_evicted_only_where_that_is_wanted() -> None:
     book = formed("a", "b", stall_timeout_ms=5_000, evict_stalled=True)
     book.heartbeat("a", collective_seq=10_000)
     stalled, failed = book.wait(5.5, still=True)[:2]
@@ -442,7 +442,7 @@ def test_who_is_stalled_is_put_out_only_where_that_is_wanted() -> None:
     assert failed.worker_id == stalled.worker_id == "b"
 
 
-def test_who_is_not_heard_is_not_known_to_make_no_progress() -> None:
+def test_worker_that_is_not_heard_is_not_known_to_make_no_progress() -> None:
     book = formed("a", "b", stall_timeout_ms=5_000)
     book.lose("b")
     assert kinds(book.wait(12.0)) == ["WorkerLost"]
@@ -450,7 +450,7 @@ def test_who_is_not_heard_is_not_known_to_make_no_progress() -> None:
 
 
 @pytest.mark.parametrize("rests", ["paused", "rescaling"])
-def test_nobody_is_stalled_while_nobody_is_to_train(rests: str) -> None:
+def test_no_worker_is_stalled_while_no_worker_is_to_train(rests: str) -> None:
     book = formed("a", "b", stall_timeout_ms=5_000, rescale_timeout_ms=0)
     if rests == "paused":
         book.cluster.pause(book.now, "lunch")
@@ -470,7 +470,7 @@ def test_nobody_is_stalled_while_nobody_is_to_train(rests: str) -> None:
     assert set(kinds(book.wait(2.0, still=True))) == {"WorkerStalled"}
 
 
-def test_who_keeps_a_rescale_waiting_in_its_step_is_stalled_and_who_has_stopped_is_not() -> None:
+def test_worker_that_keeps_a_rescale_waiting_in_its_step_is_stalled_and_worker_that_has_stopped_is_not() -> None:
     book = formed("a", "b", stall_timeout_ms=5_000, rescale_timeout_ms=0)
     book.cluster.rescale(book.now, "a test")
     book.stop("a", stop=StopReport(1, holds_state=True))
@@ -478,7 +478,7 @@ def test_who_keeps_a_rescale_waiting_in_its_step_is_stalled_and_who_has_stopped_
     assert [fact.worker_id for fact in book.wait(20.0, still=True) if isinstance(fact, WorkerStalled)] == ["b"]
 
 
-def test_a_new_world_is_a_new_beginning_for_who_was_stalled() -> None:
+def test_a_new_world_is_a_new_beginning_for_worker_that_was_stalled() -> None:
     book = formed("a", "b", stall_timeout_ms=5_000)
     book.wait(6.0, still=True)
     book.cluster.rescale(book.now, "a test")
@@ -509,15 +509,15 @@ def test_a_heartbeat_that_lies_is_not_believed_alone() -> None:
     assert book.cluster.training.current_step == 6
 
 
-def test_who_is_done_says_how_many_steps_there_were() -> None:
+def test_worker_that_is_done_says_how_many_steps_there_were() -> None:
     book = formed("a", "b")
     a = book.cluster.members["a"]
     book.cluster.leave("a", a.incarnation, book.now, reason="", done=True, step=9)
     assert JobCompleted(9) in book.new_facts()
 
 
-def test_a_member_that_is_silent_is_failed_and_those_who_wait_for_it_are_not() -> None:
-    """The others are in a collective with it, so they cannot answer either."""
+def test_a_member_that_is_silent_is_failed_and_waiting_workers_for_it_are_not() -> None:
+    """All other workers are in a collective with it, so they cannot answer either."""
     book = formed("a", "b", "c", rescale_timeout_ms=5_000, **PATIENT)
     book.join("d")
     book.wait(WINDOW_S)
@@ -551,7 +551,7 @@ def test_a_synchronous_rescale_is_a_barrier_with_one_commit() -> None:
     assert book.cluster.training.active_worker_count == 3
 
 
-def test_where_all_are_at_one_step_nobody_has_to_be_synchronised() -> None:
+def test_where_all_are_at_one_step_no_worker_has_to_be_synchronised() -> None:
     book = formed("a", "b", "c")
     book.die("c")
     book.wait(0.1)
@@ -561,7 +561,7 @@ def test_where_all_are_at_one_step_nobody_has_to_be_synchronised() -> None:
     assert completed.step == 4
 
 
-def test_the_first_world_begins_with_what_somebody_has_brought_back() -> None:
+def test_the_first_world_begins_with_what_a_worker_has_brought_back() -> None:
     book = Playbook()
     book.join("a", "b", "c")
     book.wait(WINDOW_S)
@@ -598,7 +598,7 @@ def test_survivors_of_a_death_inside_a_step_go_on_from_the_highest_committed_one
     assert book.last(RescaleCompleted).step == 5
 
 
-def test_a_step_that_some_finished_and_nobody_committed_is_done_again() -> None:
+def test_a_step_that_some_finished_and_no_worker_committed_is_done_again() -> None:
     book = formed("a", "b", "c")
     book.die("c")
     book.wait(0.1)
@@ -608,7 +608,7 @@ def test_a_step_that_some_finished_and_nobody_committed_is_done_again() -> None:
 
 
 def test_nothing_is_settled_by_an_attempt_that_comes_to_nothing() -> None:
-    """Its source dies before the others have its state: the step that it alone had is done again."""
+    """The source dies before any worker has its state: the step that only it had is repeated."""
     book = formed("a", "b", "c", **PATIENT)
     book.heartbeat("a", "b", "c", step=4)
     book.die("c")
@@ -640,8 +640,8 @@ def test_a_death_in_an_attempt_restarts_it_without_the_dead() -> None:
 @pytest.mark.parametrize("stage", Stage)
 @pytest.mark.parametrize("goes", ["dies", "leaves"])
 @pytest.mark.parametrize("who", ["a survivor", "a joiner"])
-def test_who_goes_in_the_middle_of_an_attempt_is_never_in_a_world(stage: Stage, goes: str, who: str) -> None:
-    """Also when all the others answer before the failure window is over."""
+def test_worker_that_goes_in_the_middle_of_an_attempt_is_never_in_a_world(stage: Stage, goes: str, who: str) -> None:
+    """Also when all other members answer before the failure window is over."""
     book = formed("a", "b", "c", **PATIENT)
     book.join("d")
     book.wait(WINDOW_S)
@@ -681,7 +681,7 @@ def test_an_older_attempt_is_refused_and_changes_nothing() -> None:
     assert not book.cluster.attempt.stops
 
 
-def test_who_is_not_in_the_attempt_has_no_say_in_it() -> None:
+def test_worker_that_is_not_in_the_attempt_has_no_say_in_it() -> None:
     book = formed("a", "b")
     book.cluster.rescale(book.now, "a test")
     book.join("c")
@@ -699,7 +699,7 @@ def test_without_an_attempt_every_number_is_over() -> None:
     assert "no attempt is under way" in str(error.value)
 
 
-def test_who_is_in_a_long_step_together_with_all_others_is_waited_for() -> None:
+def test_worker_that_is_in_a_long_step_together_with_all_other_workers_is_waited_for() -> None:
     """A joiner must not cost a job its workers, because their step lasts longer than a rescale may."""
     book = formed("a", "b", rescale_timeout_ms=5_000, **PATIENT)
     book.join("c")
@@ -715,8 +715,8 @@ def test_who_is_in_a_long_step_together_with_all_others_is_waited_for() -> None:
     assert failed == ["c"], "it does not take the state"
 
 
-def test_who_is_held_up_in_a_step_is_waited_for_as_long_as_its_pulse_lives() -> None:
-    """The others are in the same step, and cannot end it either."""
+def test_worker_that_is_blocked_in_a_step_is_waited_for_as_long_as_its_pulse_lives() -> None:
+    """All other workers are in the same step, and cannot end it either."""
     book = formed("a", "b", rescale_timeout_ms=5_000, **PATIENT)
     book.join("c")
     book.wait(WINDOW_S)
@@ -727,10 +727,10 @@ def test_who_is_held_up_in_a_step_is_waited_for_as_long_as_its_pulse_lives() -> 
     book.stop("a", stop=StopReport(1, holds_state=True))
     book.pulse("b")
     failed = [fact.worker_id for fact in book.wait(5.5, silent=["b"]) if isinstance(fact, WorkerFailed)]
-    assert failed == ["b"], "the others have come to the end of the step"
+    assert failed == ["b"], "all other workers are at the end of the step"
 
 
-def test_who_is_held_up_in_a_step_goes_where_those_who_are_stalled_do() -> None:
+def test_worker_that_is_blocked_in_a_step_goes_where_workers_that_are_stalled_do() -> None:
     book = formed("a", "b", rescale_timeout_ms=5_000, stall_timeout_ms=12_000, evict_stalled=True, **PATIENT)
     book.join("c")
     book.wait(WINDOW_S)
@@ -742,7 +742,7 @@ def test_who_is_held_up_in_a_step_goes_where_those_who_are_stalled_do() -> None:
     assert failed[:1] == ["b"]
 
 
-def test_a_joiner_that_does_not_answer_is_failed_though_somebody_is_held_up_in_a_step() -> None:
+def test_a_joiner_that_does_not_answer_is_failed_though_a_worker_is_blocked_in_a_step() -> None:
     book = formed("a", "b", rescale_timeout_ms=5_000, **PATIENT)
     book.join("c")
     book.wait(WINDOW_S)
@@ -753,7 +753,7 @@ def test_a_joiner_that_does_not_answer_is_failed_though_somebody_is_held_up_in_a
     assert failed == ["c"]
 
 
-def test_a_daemon_that_came_back_into_a_rescale_waits_for_nobody_for_ever() -> None:
+def test_a_daemon_that_came_back_into_a_rescale_waits_for_no_worker_for_ever() -> None:
     """A worker whose pulse lives does not fail; and may be held up for long."""
     book = formed("a", "b", "c", **PATIENT)
     book.cluster.rescale(book.now, "a test")
@@ -766,7 +766,7 @@ def test_a_daemon_that_came_back_into_a_rescale_waits_for_nobody_for_ever() -> N
     assert book.cluster.attempt is not None
 
 
-def test_who_does_not_answer_in_time_has_failed_and_the_rescale_restarts_without_it() -> None:
+def test_worker_that_does_not_answer_in_time_has_failed_and_the_rescale_restarts_without_it() -> None:
     book = formed("a", "b", "c", rescale_timeout_ms=5_000)
     book.join("d")
     book.wait(WINDOW_S)
@@ -803,8 +803,8 @@ BEHIND = StopReport(7, holds_state=True)
 AHEAD = StopReport(7, holds_state=True, finished=True)
 
 
-def test_whose_state_is_wanted_and_cannot_be_had_goes_if_it_has_the_higher_rank() -> None:
-    """The one step that counts is where the others cannot fetch it from."""
+def test_state_source_that_cannot_be_reached_fails_if_it_has_the_higher_rank() -> None:
+    """The only committed state is at a worker that no laggard can reach."""
     book = formed("a", "b", "c", rescale_timeout_ms=5_000)
     book.report_peer("c", "a")
     book.wait(1.1)
@@ -820,7 +820,7 @@ def test_whose_state_is_wanted_and_cannot_be_had_goes_if_it_has_the_higher_rank(
     assert book.world == ["a", "b"]
 
 
-def test_the_state_of_the_lower_rank_stays_and_who_does_not_get_it_goes() -> None:
+def test_state_source_with_the_lower_rank_stays_and_the_laggard_fails() -> None:
     book = formed("a", "b", "c", rescale_timeout_ms=5_000)
     book.report_peer("c", "a")
     book.wait(1.1)
@@ -838,7 +838,7 @@ def test_a_source_that_most_do_not_reach_goes_whatever_its_rank() -> None:
     book.stop("a", stop=BEHIND)
     book.stop("b", "c", "d", stop=AHEAD)
     for name in ("b", "c"):
-        book.receive_state(name, unreached="a", trouble="nobody answers")
+        book.receive_state(name, unreached="a", trouble="no peer answers")
     book.ready("d")
     assert book.last(RescaleSynchronising).source.id == "a"
     book.new_facts()
@@ -848,17 +848,17 @@ def test_a_source_that_most_do_not_reach_goes_whatever_its_rank() -> None:
     assert book.world == ["b", "c", "d"]
 
 
-def test_a_newcomer_that_does_not_get_the_state_costs_nobody_else_its_place() -> None:
+def test_a_joiner_that_does_not_get_the_state_costs_no_other_worker_its_place() -> None:
     book = formed("a", "b", rescale_timeout_ms=5_000)
     book.join("c", "d")
     book.wait(WINDOW_S)
     book.stop("a", "b", stop=BEHIND)
     book.stop("c", "d", stop=StopReport(0, holds_state=False))
     for name in ("c", "d"):
-        book.receive_state(name, unreached="a", trouble="nobody answers")
+        book.receive_state(name, unreached="a", trouble="no peer answers")
     book.new_facts()
     failed = [fact for fact in book.wait(6.0) if isinstance(fact, WorkerFailed)]
-    why = "no answer in attempt 2 within 5 s: nobody answers"
+    why = "no answer in attempt 2 within 5 s: no peer answers"
     assert failed == [WorkerFailed("c", -1, why), WorkerFailed("d", -1, why)]
 
 
@@ -870,7 +870,7 @@ def test_a_source_that_neither_the_daemon_nor_a_member_reaches_has_failed() -> N
     book.wait(0.1)
     book.lose("a")
     book.new_facts()
-    book.receive_state("b", unreached="a", trouble="nobody answers")
+    book.receive_state("b", unreached="a", trouble="no peer answers")
     failed, *_ = [fact for fact in book.wait(CONFIRM_S + 0.1) if isinstance(fact, WorkerFailed)]
     assert failed == WorkerFailed("a", 0, "unreachable from the daemon and from b")
 
@@ -886,7 +886,7 @@ def refused_by_its_source(**settings: int) -> Playbook:
     return book
 
 
-def test_who_has_begun_to_take_the_state_has_nothing_against_its_source_any_more() -> None:
+def test_worker_that_has_begun_to_take_the_state_has_nothing_against_its_source_any_more() -> None:
     book = refused_by_its_source(rescale_timeout_ms=5_000)
     book.receive_state("a", state=50 << 20)
     book.new_facts()
@@ -895,13 +895,13 @@ def test_who_has_begun_to_take_the_state_has_nothing_against_its_source_any_more
     assert [fact.worker_id for fact in book.wait(6.0) if isinstance(fact, WorkerFailed)] == ["a"]
 
 
-def test_who_is_silent_itself_is_not_kept_from_anything() -> None:
+def test_worker_that_is_silent_itself_is_not_kept_from_anything() -> None:
     book = refused_by_its_source(rescale_timeout_ms=5_000)
     book.new_facts()
     assert [fact.worker_id for fact in book.wait(6.0, silent=["a"]) if isinstance(fact, WorkerFailed)] == ["a"]
 
 
-def test_nobody_but_the_source_is_not_reached_by_who_takes_the_state() -> None:
+def test_only_reports_about_the_source_count_in_a_state_transfer() -> None:
     book = formed("a", "b", "c", **PATIENT)
     book.cluster.rescale(book.now, "a test")
     book.stop("a", stop=BEHIND)
@@ -913,8 +913,8 @@ def test_nobody_but_the_source_is_not_reached_by_who_takes_the_state() -> None:
 
 
 @pytest.mark.parametrize("quarrel", ["in three worlds", "over the state"])
-def test_who_alone_is_known_to_have_the_state_stays_whoever_complains(quarrel: str) -> None:
-    """A newcomer may have a lower rank, and have met nobody."""
+def test_only_known_state_holder_stays_whatever_is_reported_about_it(quarrel: str) -> None:
+    """A joiner may have a lower rank without having met any worker."""
     book = formed("a", "b", use_synchronous_rescaling=False, rescale_timeout_ms=5_000, **PATIENT)
     book.join("c")
     book.die("a")
@@ -940,7 +940,7 @@ def test_who_alone_is_known_to_have_the_state_stays_whoever_complains(quarrel: s
     assert "b" in book.cluster.members
 
 
-def test_who_alone_has_the_state_is_not_put_out_at_once_over_a_word_and_a_lost_connection() -> None:
+def test_only_state_holder_is_not_failed_at_once_over_a_peer_report_and_a_lost_connection() -> None:
     book = formed("a", use_synchronous_rescaling=False, **PATIENT)
     book.join("b")
     book.wait(WINDOW_S)
@@ -952,7 +952,7 @@ def test_who_alone_has_the_state_is_not_put_out_at_once_over_a_word_and_a_lost_c
     assert [fact.worker_id for fact in book.facts if isinstance(fact, WorkerFailed)] == ["a"], "it has had its grace"
 
 
-def test_a_complaint_about_a_source_is_over_when_the_state_has_come() -> None:
+def test_a_report_about_a_source_is_over_when_the_state_has_come() -> None:
     book = formed("a", "b", "c", **PATIENT)
     book.cluster.rescale(book.now, "a test")
     book.stop("a", "b", stop=AHEAD)
@@ -966,7 +966,7 @@ def test_a_complaint_about_a_source_is_over_when_the_state_has_come() -> None:
     assert [fact.worker_id for fact in book.facts if isinstance(fact, WorkerFailed)] == []
 
 
-def test_who_had_to_wait_has_all_its_time_from_then_on() -> None:
+def test_worker_that_had_to_wait_has_all_its_time_from_then_on() -> None:
     book = formed("a", rescale_timeout_ms=20_000, **PATIENT)
     book.join("b")
     for member in book.cluster.members.values():
@@ -1000,7 +1000,7 @@ class TestWhoIsToldToGoAndDoesNot:
         book.wait(600.0)
         assert self.failed(book) == []
 
-    def test_is_put_out_when_its_library_has_been_silent_for_so_long(self) -> None:
+    def test_is_evicted_when_its_library_has_been_silent_for_so_long(self) -> None:
         book = self.told("b")
         for _ in range(58):
             book.wait(1.0, silent="a")
@@ -1012,7 +1012,7 @@ class TestWhoIsToldToGoAndDoesNot:
         (reason,) = self.failed(book)
         assert reason.startswith("draining for 60.")
 
-    def test_is_put_out_when_nobody_has_taken_it_in(self) -> None:
+    def test_is_evicted_when_no_worker_has_taken_it_in(self) -> None:
         book = formed("a", leave_timeout_ms=60_000, **PATIENT)
         book.join("b")
         book.cluster.drain("b", book.now, "it is not wanted after all")
@@ -1045,7 +1045,7 @@ def test_a_timeout_of_nothing_lets_a_rescale_take_as_long_as_it_does() -> None:
     assert book.wait(10_000.0) == []
 
 
-def test_who_joins_in_the_middle_of_a_rescale_waits_for_the_next_one() -> None:
+def test_worker_that_joins_in_the_middle_of_a_rescale_waits_for_the_next_one() -> None:
     book = formed("a")
     book.cluster.rescale(book.now, "a test")
     book.join("b")
@@ -1056,20 +1056,20 @@ def test_who_joins_in_the_middle_of_a_rescale_waits_for_the_next_one() -> None:
     assert book.world == ["a", "b"]
 
 
-def test_without_synchronising_the_topology_changes_and_nobody_stops() -> None:
+def test_in_asynchronous_mode_the_topology_changes_and_no_worker_stops() -> None:
     book = formed("a", "b", use_synchronous_rescaling=False)
     book.heartbeat("a", "b", step=12)
     book.die("b")
     _, completed = book.wait(0.1)
     assert isinstance(completed, RescaleCompleted)
     assert (completed.removed, book.world) == (["b"], ["a"])
-    assert (completed.step, completed.epoch) == (None, None), "who did not stop did not say where"
+    assert (completed.step, completed.epoch) == (None, None), "a worker that did not stop did not say where"
     assert (book.cluster.generation, book.cluster.phase) == (2, Phase.RUNNING)
     assert book.cluster.attempt is None
     assert book.cluster.training.current_step == 12
 
 
-def test_where_nobody_trains_yet_all_say_where_they_begin_without_synchronising_too() -> None:
+def test_where_no_worker_trains_yet_all_say_where_they_begin_in_asynchronous_mode_too() -> None:
     book = Playbook(use_synchronous_rescaling=False)
     book.join("a", "b")
     assert kinds(book.wait(WINDOW_S)) == ["RescaleStarted"]
@@ -1079,7 +1079,7 @@ def test_where_nobody_trains_yet_all_say_where_they_begin_without_synchronising_
     assert (completed.step, completed.epoch) == (7, 2)
 
 
-def test_who_comes_when_nobody_of_a_world_is_left_says_where_it_begins_without_synchronising_too() -> None:
+def test_worker_that_comes_when_no_worker_of_a_world_is_left_says_where_it_begins_in_asynchronous_mode_too() -> None:
     book = formed("a", use_synchronous_rescaling=False, **PATIENT)
     book.heartbeat("a", step=100)
     book.die("a")
@@ -1089,8 +1089,8 @@ def test_who_comes_when_nobody_of_a_world_is_left_says_where_it_begins_without_s
     assert (book.last(RescaleCompleted).step, book.cluster.training.current_step) == (90, 90)
 
 
-def test_who_is_left_and_may_never_have_met_who_had_the_state_says_where_it_begins() -> None:
-    """It would begin anew, alone, and nobody would know that what the others have done is void."""
+def test_worker_that_is_left_and_may_never_have_met_former_state_holder_says_where_it_begins() -> None:
+    """It would start anew, alone, and the steps of all other workers would be lost silently."""
     book = formed("a", use_synchronous_rescaling=False, **PATIENT)
     book.heartbeat("a", step=30)
     book.join("b")
@@ -1108,7 +1108,7 @@ def test_who_is_left_and_may_never_have_met_who_had_the_state_says_where_it_begi
     )
 
 
-def test_who_has_said_where_it_begins_is_known_to_have_the_state_from_then_on() -> None:
+def test_worker_that_has_said_where_it_begins_is_known_to_have_the_state_from_then_on() -> None:
     book = formed("a", use_synchronous_rescaling=False, **PATIENT)
     book.join("b")
     book.wait(WINDOW_S)
@@ -1123,16 +1123,18 @@ def test_who_has_said_where_it_begins_is_known_to_have_the_state_from_then_on() 
     assert (book.world, book.last(RescaleCompleted).step) == (["b"], None)
 
 
-def test_who_has_met_the_others_has_the_state() -> None:
+def test_worker_that_has_met_other_workers_has_the_state() -> None:
     book = formed("a", use_synchronous_rescaling=False, **PATIENT)
     book.join("b")
     book.wait(WINDOW_S)
     book.heartbeat("a", collective_seq=2 * COLLECTIVES_PER_WORLD)
-    assert book.cluster.membership.state_holders == {"a"}, "it may wait there for the others"
+    assert book.cluster.membership.state_holders == {"a"}, "it may wait there for its peers"
     book.heartbeat("b", collective_seq=COLLECTIVES_PER_WORLD + 9)
     assert book.cluster.membership.state_holders == {"a"}, "it is on its way from the world before"
     book.heartbeat("b", collective_seq=2 * COLLECTIVES_PER_WORLD + 1)
-    assert book.cluster.membership.state_holders == {"a"}, "who may not have it cannot vouch for itself"
+    assert book.cluster.membership.state_holders == {"a"}, (
+        "a worker that may not have the state cannot vouch for itself"
+    )
     book.heartbeat("a", collective_seq=2 * COLLECTIVES_PER_WORLD + 1)
     book.restart()
     book.reconnect("a", "b")
@@ -1142,7 +1144,7 @@ def test_who_has_met_the_others_has_the_state() -> None:
     assert (book.world, book.last(RescaleCompleted).step) == (["b"], None)
 
 
-def test_who_comes_under_the_name_of_one_who_had_the_state_is_another() -> None:
+def test_worker_that_comes_under_the_name_of_one_former_state_holder_is_another() -> None:
     book = formed("a", "b", use_synchronous_rescaling=False, **PATIENT)
     book.die("a")
     book.join("a", life=2)
@@ -1154,7 +1156,7 @@ def test_who_comes_under_the_name_of_one_who_had_the_state_is_another() -> None:
     assert (book.world, book.last(RescaleCompleted).step) == (["a"], 0)
 
 
-def test_who_has_the_state_is_known_behind_a_restart() -> None:
+def test_state_holder_is_known_after_a_restart() -> None:
     book = formed("a", use_synchronous_rescaling=False, **PATIENT)
     book.join("b")
     book.wait(WINDOW_S)
@@ -1186,7 +1188,7 @@ def test_the_rate_and_the_batch_follow_the_world_from_what_its_first_said(synchr
     assert (book.world, grown.learning_rate, grown.global_batch_size) == (["a", "b", "c", "d"], 0.2, 64)
 
 
-def test_a_rate_that_does_not_follow_the_world_is_not_told_where_nobody_has_said_it() -> None:
+def test_a_rate_that_does_not_follow_the_world_is_not_told_where_no_worker_has_said_it() -> None:
     """The script may have changed it since the first world began."""
     book = Playbook(use_synchronous_rescaling=False, base_learning_rate=0.5)
     assert book.form_world("a", learning_rate=0.1, global_batch_size=32).learning_rate == 0.1
@@ -1319,7 +1321,7 @@ def test_nothing_is_decided_when_a_job_is_over() -> None:
         assert refusal(error) == "job_over"
 
 
-def test_who_goes_from_a_job_that_is_over_is_forgotten() -> None:
+def test_worker_that_goes_from_a_job_that_is_over_is_forgotten() -> None:
     book = formed("a", "b")
     book.cluster.abort(book.now, "enough")
     book.lose("a")
@@ -1431,7 +1433,7 @@ def test_a_job_that_waits_goes_on_when_fewer_are_needed() -> None:
 # Leaving.
 
 
-def test_who_leaves_in_good_order_is_no_failure() -> None:
+def test_worker_that_leaves_in_good_order_is_no_failure() -> None:
     book = formed("a", "b", failure_tolerance_percentage=0, max_consecutive_failures=1)
     assert book.leave("b", reason="lunch") == [WorkerLeft("b", "lunch")]
     (started,) = book.wait(0.1)
@@ -1454,7 +1456,7 @@ def test_the_first_that_is_done_completes_the_job() -> None:
     assert book.leave("a", done=True, step=100) == [WorkerLeft("a", "training completed")]
 
 
-def test_who_is_not_in_the_world_cannot_complete_the_job() -> None:
+def test_worker_that_is_not_in_the_world_cannot_complete_the_job() -> None:
     book = formed("a")
     book.join("b")
     assert book.leave("b", done=True, step=10**9) == [WorkerLeft("b", "training completed")]
@@ -1472,7 +1474,7 @@ def test_evictions_are_no_failures_that_abort_a_job() -> None:
     assert "JobAborted" in kinds(book.die("a")), "a death counts as before"
 
 
-def test_who_was_told_to_go_and_does_not_answer_fails_and_counts_towards_no_limit() -> None:
+def test_worker_that_was_told_to_go_and_does_not_answer_fails_and_counts_towards_no_limit() -> None:
     book = Playbook(rescale_timeout_ms=5_000)
     book.form_world("a", "b", "c")
     book.cluster.drain("b", book.now, "the night")
@@ -1524,7 +1526,7 @@ def test_a_rescale_that_is_wanted_twice_begins_anew() -> None:
     assert kinds(book.new_facts()) == ["RescaleAborted", "RescaleStarted"]
 
 
-def test_a_rescale_of_nobody_is_refused() -> None:
+def test_a_rescale_without_workers_is_refused() -> None:
     with pytest.raises(RequestRefused) as error:
         Playbook().cluster.rescale(Moment(WALL_S, START_S), "a test")
     assert refusal(error) == "workers_none"
@@ -1603,7 +1605,7 @@ def test_what_a_failure_explains_is_not_told_beside_it() -> None:
     assert book.last(RescaleStarted).reason == "c failed: its process has ended"
 
 
-def test_a_complaint_waits_a_moment_for_what_bears_it_out() -> None:
+def test_a_report_waits_a_moment_for_what_bears_it_out() -> None:
     """A host that is gone is known to be when the daemon's own connection breaks, too."""
     book = formed("a", "b", "c", **PATIENT)
     book.report_peer("a", "c")
@@ -1614,7 +1616,7 @@ def test_a_complaint_waits_a_moment_for_what_bears_it_out() -> None:
     assert book.last(RescaleStarted).removed == ["c"]
 
 
-def test_quarrels_with_steps_in_between_part_nobody() -> None:
+def test_peer_reports_with_steps_in_between_evict_no_worker() -> None:
     """That there were steps is often known only when all say where they have stopped."""
     book = formed("a", "b", **PATIENT)
     for step in range(1, 6):
@@ -1625,7 +1627,7 @@ def test_quarrels_with_steps_in_between_part_nobody() -> None:
     assert book.cluster.generation == 6
 
 
-def test_where_nobody_is_left_of_a_world_the_reason_says_so() -> None:
+def test_where_no_worker_is_left_of_a_world_the_reason_says_so() -> None:
     book = formed("a", "b", **PATIENT)
     book.join("c")
     book.die("a", "b")
@@ -1635,7 +1637,7 @@ def test_where_nobody_is_left_of_a_world_the_reason_says_so() -> None:
     assert reason.endswith("c joined")
 
 
-def test_deaths_that_are_noticed_by_others_first_make_no_quarrel() -> None:
+def test_deaths_that_peers_notice_first_leave_no_peer_reports() -> None:
     """Without a stop it may not be known that there were steps in between."""
     book = formed("a", "b", "c", "d", "e", use_synchronous_rescaling=False, **PATIENT)
     for victim in "abc":
@@ -1659,7 +1661,7 @@ def test_workers_that_reach_each_other_in_no_world_are_parted() -> None:
     assert book.world == ["a", "b"]
 
 
-def test_a_hub_that_nobody_reaches_is_the_one_to_go() -> None:
+def test_a_hub_that_no_worker_reaches_is_the_one_to_go() -> None:
     book = formed("a", "b", "c", **PATIENT)
     for _ in range(2):
         book.report_peer("b", "a")
@@ -1753,7 +1755,7 @@ def test_the_base_outlives_the_daemon() -> None:
 # Settings.
 
 
-def test_settings_that_nobody_can_train_with_change_nothing() -> None:
+def test_invalid_settings_change_nothing() -> None:
     book = formed("a")
     with pytest.raises(ConfigError):
         book.cluster.configure({"min_workers": 0})
@@ -1781,7 +1783,7 @@ def test_workers_come_back_to_a_new_daemon_with_the_same_ranks_and_without_a_res
     assert (book.world, book.cluster.generation) == (["a", "b", "c"], 1)
 
 
-def test_who_does_not_come_back_to_a_new_daemon_within_the_grace_has_failed() -> None:
+def test_worker_that_does_not_come_back_to_a_new_daemon_within_the_grace_has_failed() -> None:
     book = formed("a", "b", "c")
     book.restart()
     book.reconnect("a", "c")
@@ -1825,7 +1827,7 @@ def test_a_daemon_that_dies_over_a_rescale_begins_it_again_when_all_are_back(sta
     assert (book.complete_attempt(3).step, book.cluster.generation) == (3, 2)
 
 
-def test_who_does_not_come_back_to_a_rescale_is_left_out_of_it() -> None:
+def test_worker_that_does_not_come_back_to_a_rescale_is_left_out_of_it() -> None:
     book = formed("a", "b")
     book.join("c")
     book.wait(WINDOW_S)
@@ -1880,7 +1882,7 @@ def test_generations_and_attempts_go_on_where_they_were() -> None:
 
 
 def _crash_in_turn(book: Playbook, for_s: float) -> float:
-    """Two newcomers die in every attempt, one after the other, and come back; for how long the others stood still."""
+    """Two joiners die in every attempt, one after the other, and come back; returns how long training stood still."""
     lives, asked, stood_s = {"x": 1, "y": 1}, {"x": 0, "y": 0}, 0.0
     dies_at, back_at = dict.fromkeys("xy", NEVER), dict.fromkeys("xy", NEVER)
     book.join("x", "y")
@@ -1905,7 +1907,7 @@ def _crash_in_turn(book: Playbook, for_s: float) -> float:
 
 
 @pytest.mark.parametrize("window_ms", [0, 1_000, 30_000])
-def test_newcomers_that_die_in_turn_while_they_are_taken_in_do_not_keep_the_others_from_training(
+def test_joiners_that_die_in_turn_while_they_are_taken_in_do_not_keep_other_workers_from_training(
     window_ms: int,
 ) -> None:
     book = formed("a", "b", "c", stability_window_ms=window_ms)
@@ -1913,7 +1915,7 @@ def test_newcomers_that_die_in_turn_while_they_are_taken_in_do_not_keep_the_othe
     assert book.cluster.phase is not Phase.ABORTED
 
 
-def test_where_a_newcomer_dies_in_an_attempt_the_others_in_it_come_in_and_who_came_later_waits() -> None:
+def test_where_a_joiner_dies_in_an_attempt_other_workers_in_it_come_in_and_worker_that_came_later_waits() -> None:
     book = formed("a")
     book.join("b", "x")
     book.wait(31.0)
@@ -1928,7 +1930,7 @@ def test_where_a_newcomer_dies_in_an_attempt_the_others_in_it_come_in_and_who_ca
     assert book.world == ["a", "b", "y"]
 
 
-def test_where_a_member_dies_too_whoever_waits_takes_its_place() -> None:
+def test_where_a_member_dies_too_any_worker_that_waits_takes_its_place() -> None:
     book = formed("a", "b")
     book.join("x")
     book.wait(31.0)
@@ -1941,7 +1943,7 @@ def test_where_a_member_dies_too_whoever_waits_takes_its_place() -> None:
 # Worlds that come to nothing.
 
 
-def test_of_worlds_that_come_to_nothing_and_nobody_says_over_whom_who_says_so_goes() -> None:
+def test_reporter_is_evicted_when_worlds_fail_and_no_report_names_a_peer() -> None:
     book = formed("a", "b", "c")
     for _ in range(REPORTED_WORLDS_MAX):
         assert "b" in book.world
@@ -1952,7 +1954,7 @@ def test_of_worlds_that_come_to_nothing_and_nobody_says_over_whom_who_says_so_go
     assert book.last(WorkerFailed).reason == "most peer reports in 3 consecutive worlds"
 
 
-def test_who_cannot_go_on_because_others_went_is_not_put_out_for_that() -> None:
+def test_worker_that_cannot_go_on_because_other_workers_went_is_not_evicted_for_that() -> None:
     book = formed("a", "b", "c", "d", "e", failure_tolerance_percentage=100, max_consecutive_failures=100)
     for name in "bcd":
         book.report_peer("a", why=f"{name} left the world in good order")
@@ -1962,7 +1964,7 @@ def test_who_cannot_go_on_because_others_went_is_not_put_out_for_that() -> None:
     assert book.world == ["a", "e"]
 
 
-def test_what_was_said_of_who_is_in_no_world_any_more_counts_no_more() -> None:
+def test_what_was_said_of_worker_that_is_in_no_world_any_more_counts_no_more() -> None:
     book = formed("a", "b", "x", failure_tolerance_percentage=100)
     for _ in range(2):
         book.report_peer("a", "x")
@@ -1977,7 +1979,7 @@ def test_what_was_said_of_who_is_in_no_world_any_more_counts_no_more() -> None:
     assert book.cluster.phase is Phase.RESCALING
 
 
-# Time in which nobody listened, or nobody was to train.
+# Time in which the daemon was stalled, or the job was paused.
 
 
 def test_a_job_that_waits_is_not_given_up_for_the_time_in_which_the_daemon_did_not_get_its_turn() -> None:
@@ -2002,7 +2004,7 @@ def test_a_job_that_was_laid_to_rest_is_not_given_up_for_too_few_workers() -> No
     assert book.cluster.over
 
 
-def test_who_is_stalled_already_goes_when_the_policy_becomes_so() -> None:
+def test_worker_that_is_stalled_already_goes_when_the_policy_becomes_so() -> None:
     book = formed("a", "b", stall_timeout_ms=5_000)
     first = book.cluster.generation * COLLECTIVES_PER_WORLD
     for second in range(1, 10):
@@ -2019,7 +2021,7 @@ def test_who_is_stalled_already_goes_when_the_policy_becomes_so() -> None:
 
 
 @pytest.mark.parametrize("how", ["refused", "out of its grace"])
-def test_who_went_while_there_was_no_daemon_may_have_left_in_good_order_and_does_not_count(how: str) -> None:
+def test_worker_that_went_while_there_was_no_daemon_may_have_left_in_good_order_and_does_not_count(how: str) -> None:
     book = formed("a", "b", "c", "d", failure_tolerance_percentage=0)
     book.restart()
     book.reconnect("a", "d")
@@ -2035,7 +2037,7 @@ def test_who_went_while_there_was_no_daemon_may_have_left_in_good_order_and_does
     assert book.world == ["d", "a"] or book.world == ["a", "d"]
 
 
-def test_whose_death_is_told_though_there_was_no_daemon_then_counts() -> None:
+def test_reported_death_counts_though_the_daemon_was_down() -> None:
     book = formed("a", "b", "c", "d")
     book.restart()
     book.reconnect("a", "d")
@@ -2043,7 +2045,7 @@ def test_whose_death_is_told_though_there_was_no_daemon_then_counts() -> None:
     assert book.cluster.phase is Phase.ABORTED
 
 
-def test_who_was_back_and_is_lost_again_counts() -> None:
+def test_worker_that_was_back_and_is_lost_again_counts() -> None:
     book = formed("a", "b", "c", "d")
     book.restart()
     book.reconnect("a", "b", "c", "d")
@@ -2067,11 +2069,11 @@ def test_an_attempt_over_which_a_daemon_died_is_told_to_be_over_once() -> None:
     assert book.last(RescaleStarted).attempt == 3
 
 
-# Steps that go with those who know of them.
+# Steps that are lost with the last worker that holds them.
 
 
 @pytest.mark.parametrize("said", ["in its stop", "in its goodbye"])
-def test_steps_are_told_to_be_lost_with_the_last_who_said_in_an_attempt_that_they_are_committed(said: str) -> None:
+def test_steps_are_told_to_be_lost_with_the_last_that_said_in_an_attempt_that_they_are_committed(said: str) -> None:
     book = formed("a", "b", **PATIENT)
     book.join("c")
     book.wait(31.0)
@@ -2099,7 +2101,7 @@ def test_a_job_is_given_up_behind_the_step_that_was_told_last() -> None:
 
 
 @pytest.mark.parametrize("heard", ["its library", "its pulse"])
-def test_who_was_heard_by_this_daemon_did_not_go_before_it(heard: str) -> None:
+def test_worker_that_was_heard_by_this_daemon_did_not_go_before_it(heard: str) -> None:
     book = formed("a", "b", "c", "d")
     book.restart()
     book.reconnect("a", "d")
@@ -2108,7 +2110,7 @@ def test_who_was_heard_by_this_daemon_did_not_go_before_it(heard: str) -> None:
     assert book.cluster.phase is Phase.ABORTED
 
 
-def test_however_many_newcomers_have_died_the_next_one_is_taken_in_within_a_minute_or_so() -> None:
+def test_however_many_joiners_have_died_the_next_one_is_taken_in_within_a_minute_or_so() -> None:
     book = formed("a")
     book.cluster.failed_join_attempts = 100_000
     book.join("b")
@@ -2116,7 +2118,7 @@ def test_however_many_newcomers_have_died_the_next_one_is_taken_in_within_a_minu
     assert book.last(RescaleStarted).added == ["b"]
 
 
-def test_an_attempt_that_its_own_world_breaks_keeps_no_newcomer_out() -> None:
+def test_an_attempt_that_its_own_world_breaks_keeps_no_joiner_out() -> None:
     book = formed("a", "b", use_synchronous_rescaling=False, max_workers=4)
     for member in book.cluster.members.values():
         member.with_data = True

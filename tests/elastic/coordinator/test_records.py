@@ -20,7 +20,7 @@ def changed(book: Playbook) -> set[str]:
     return {key.removeprefix(f"elastic/{JOB}/") for key in changed_records(book.cluster)}
 
 
-def test_a_key_says_whose_it_is() -> None:
+def test_a_key_names_its_job() -> None:
     assert job_of("elastic/run/member/w1") == "run"
     assert job_of("elastic/my.job-2/cluster") == "my.job-2"
 
@@ -51,7 +51,7 @@ def test_a_commit_writes_the_world_and_no_member() -> None:
     assert changed(book) == {"cluster", "world"}
 
 
-def test_who_goes_is_deleted() -> None:
+def test_worker_that_goes_is_deleted() -> None:
     book = formed("a", "b")
     book.cluster.leave("b", incarnation("b"), book.now, reason="", done=False, step=0)
     assert changed_records(book.cluster)["elastic/run/member/b"] is None

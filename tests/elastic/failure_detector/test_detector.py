@@ -52,7 +52,7 @@ def test_it_looks_again_and_again() -> None:
     assert (watch.due_at() < 0, watch.daemon_stall_s(1_000.0)) == (True, 0.0)
 
 
-def test_it_looks_soon_when_somebody_is_lost() -> None:
+def test_it_looks_soon_when_a_worker_is_lost() -> None:
     watch, lost = FailureDetector(Outbox()), member("a", reported_at=7.0, progress_at=7.0)
     look(watch, lost, now=7.0)
     lost.lost_at = 7.01
@@ -64,7 +64,7 @@ def test_it_looks_soon_when_somebody_is_lost() -> None:
     assert watch.due_at() == 7.01 + LOST_SCAN_DELAY_S + SCAN_INTERVAL_S
 
 
-def test_only_who_keeps_the_others_waiting_stalls() -> None:
+def test_only_worker_that_keeps_other_workers_waiting_stalls() -> None:
     out = Outbox()
     assert (
         look(
@@ -78,8 +78,8 @@ def test_only_who_keeps_the_others_waiting_stalls() -> None:
     assert out.facts == [WorkerStalled("b", 0, 6.0)]
 
 
-def test_who_has_waited_is_not_taken_for_the_one_that_did_not_get_on_when_that_one_does() -> None:
-    """The news of the one that goes on may come before that of those who have waited for it."""
+def test_worker_that_has_waited_is_not_taken_for_the_one_that_did_not_get_on_when_that_one_does() -> None:
+    """The report of the slow worker may arrive before those of the workers that waited for it."""
     out = Outbox()
     watch, waits, stalls = (
         FailureDetector(out),
@@ -93,13 +93,13 @@ def test_who_has_waited_is_not_taken_for_the_one_that_did_not_get_on_when_that_o
     assert out.facts == [WorkerStalled("b", 0, 6.0)]
 
 
-def test_where_nobody_can_make_steps_nobody_stalls() -> None:
+def test_where_no_worker_can_make_steps_no_worker_stalls() -> None:
     out, there = Outbox(), member("a", reported_at=6.0)
     assert look(FailureDetector(out), there, now=6.0, steps=False) == []
     assert (out.facts, there.progress_at) == ([], 6.0)
 
 
-def test_who_stalls_goes_by_policy_only() -> None:
+def test_worker_that_stalls_goes_by_policy_only() -> None:
     watch, waits, stalls = (
         FailureDetector(Outbox()),
         member("a", collective_seq=3, reported_at=6.0),
@@ -112,7 +112,7 @@ def test_who_stalls_goes_by_policy_only() -> None:
     )
 
 
-def test_who_is_a_little_behind_at_the_end_of_a_long_step_has_its_time_from_then_on() -> None:
+def test_worker_that_is_a_little_behind_at_the_end_of_a_long_step_has_its_time_from_then_on() -> None:
     watch, first, second = (
         FailureDetector(Outbox()),
         member("a", collective_seq=2, reported_at=6.0),
@@ -125,8 +125,8 @@ def test_who_is_a_little_behind_at_the_end_of_a_long_step_has_its_time_from_then
     assert [name for name, _ in look(watch, first, second, now=11.5, evict=True)] == ["b"]
 
 
-def test_where_nobody_has_come_further_all_are_told_and_nobody_goes() -> None:
-    """They are in the same long step, and who puts out all of them puts out the state."""
+def test_where_no_worker_has_come_further_all_are_told_and_no_worker_goes() -> None:
+    """They are in the same long step; evicting all of them would lose the state."""
     out = Outbox()
     assert (
         look(FailureDetector(out), member("a", reported_at=6.0), member("b", reported_at=6.0), now=6.0, evict=True)
@@ -135,7 +135,7 @@ def test_where_nobody_has_come_further_all_are_told_and_nobody_goes() -> None:
     assert out.facts == [WorkerStalled("a", 0, 6.0), WorkerStalled("b", 0, 6.0)]
 
 
-def test_who_is_lost_is_told_once_and_asked_for_at_its_address_now_and_then() -> None:
+def test_worker_that_is_lost_is_told_once_and_asked_for_at_its_address_now_and_then() -> None:
     out = Outbox()
     watch, lost = FailureDetector(out), member("a", reported_at=9.0, progress_at=9.0)
     lost.lost_at = 9.5
@@ -148,7 +148,7 @@ def test_who_is_lost_is_told_once_and_asked_for_at_its_address_now_and_then() ->
     assert lost.connected
 
 
-def test_nobody_is_probed_whose_pulse_would_tell_of_its_death() -> None:
+def test_worker_with_a_live_pulse_is_not_probed() -> None:
     out = Outbox()
     lost = member("a")
     lost.lost_at, lost.pulse_at = 9.5, 10.0 - PULSE_INTERVAL_S
@@ -156,7 +156,7 @@ def test_nobody_is_probed_whose_pulse_would_tell_of_its_death() -> None:
     assert out.probes == []
 
 
-def test_who_comes_back_before_anybody_was_told_is_not_told_to_have_returned() -> None:
+def test_worker_that_comes_back_before_any_worker_was_told_is_not_told_to_have_returned() -> None:
     out = Outbox()
     lost = member("a")
     lost.lost_at = 1.0
@@ -164,7 +164,7 @@ def test_who_comes_back_before_anybody_was_told_is_not_told_to_have_returned() -
     assert out.facts == []
 
 
-def test_who_went_and_came_as_another_is_told_to_be_lost_again() -> None:
+def test_worker_that_went_and_came_as_another_is_told_to_be_lost_again() -> None:
     out = Outbox()
     watch, lost = FailureDetector(out), member("a", reported_at=9.0, progress_at=9.0)
     lost.lost_at = 9.5
@@ -174,7 +174,7 @@ def test_who_went_and_came_as_another_is_told_to_be_lost_again() -> None:
     assert len(out.facts) == len(out.probes) == 2
 
 
-def test_who_is_held_up_while_its_pulse_lives_is_told_with_that_and_without_a_deadline() -> None:
+def test_worker_that_is_blocked_while_its_pulse_lives_is_told_with_that_and_without_a_deadline() -> None:
     out = Outbox()
     lost = member("a")
     lost.lost_at, lost.pulse_at = 10.0, 10.25
@@ -183,7 +183,7 @@ def test_who_is_held_up_while_its_pulse_lives_is_told_with_that_and_without_a_de
     assert out.facts == [WorkerLost("a", reason, None)]
 
 
-def test_who_has_done_its_last_step_does_not_stall_while_it_saves() -> None:
+def test_worker_that_has_done_its_last_step_does_not_stall_while_it_saves() -> None:
     out = Outbox()
     saves, waits = member("a", collective_seq=2, reported_at=60.0), member("b", collective_seq=3, reported_at=60.0)
     saves.last_step_done = True
@@ -202,7 +202,7 @@ def witness(name: str = "b") -> Member:
     return member(name, reported_at=9.0, progress_at=9.0)
 
 
-def test_whom_another_does_not_reach_either_has_a_moment_to_come_back() -> None:
+def test_suspected_worker_has_a_moment_to_reconnect() -> None:
     watch, lost, other = FailureDetector(Outbox()), lost_on("h1", "a"), witness()
     watch.suspect(lost, "b", 10.0)
     watch.suspect(lost, "c", 10.1)
@@ -212,7 +212,7 @@ def test_whom_another_does_not_reach_either_has_a_moment_to_come_back() -> None:
     assert look(watch, lost, other, now=10.0 + CONFIRM_S) == [("a", "unreachable from the daemon and from b")]
 
 
-def test_whose_pulse_is_heard_still_is_held_up_and_not_dead() -> None:
+def test_suspected_worker_with_a_live_pulse_is_not_dead() -> None:
     watch, lost, other = FailureDetector(Outbox()), lost_on("h1", "a"), witness()
     watch.suspect(lost, "b", 10.0)
     lost.pulse_at = 10.5
@@ -232,7 +232,7 @@ def test_the_word_of_one_counts_only_as_long_as_it_is_well_itself(how: str) -> N
     assert look(watch, lost, witness(), now=14.1) == []
 
 
-def test_who_comes_back_in_that_moment_is_doubted_no_more() -> None:
+def test_suspicion_ends_when_the_worker_reconnects() -> None:
     watch, lost = FailureDetector(Outbox()), lost_on("h1", "a")
     watch.suspect(lost, "b", 10.0)
     watch.connection_restored(lost, 10.1)
@@ -263,7 +263,7 @@ def test_the_word_of_one_that_was_away_itself_a_moment_ago_proves_nothing() -> N
 
 
 @pytest.mark.parametrize("when", ["before", "behind"])
-def test_a_word_counts_later_where_nobody_has_listened(when: str) -> None:
+def test_peer_report_counts_later_after_a_daemon_stall(when: str) -> None:
     watch, other, lost = FailureDetector(Outbox()), member("a", reported_at=10.0), lost_on("h1", "b")
     look(watch, other, lost, now=10.0)
     if when == "before":
@@ -277,7 +277,7 @@ def test_a_word_counts_later_where_nobody_has_listened(when: str) -> None:
     assert [name for name, _ in look(watch, other, lost, now=14.0 + STEADY_S + CONFIRM_S)] == ["b"]
 
 
-def test_who_was_there_before_this_daemon_is_not_looked_for_at_once() -> None:
+def test_worker_that_was_there_before_this_daemon_is_not_looked_for_at_once() -> None:
     out = Outbox()
     watch, awaited = FailureDetector(out), lost_on("h1", "a")
     awaited.seen_at = awaited.lost_at = 9.5
@@ -288,7 +288,7 @@ def test_who_was_there_before_this_daemon_is_not_looked_for_at_once() -> None:
     assert [probe.worker.id for probe in out.probes] == ["a"]
 
 
-def test_a_moment_in_which_nobody_has_listened_postpones_no_word() -> None:
+def test_short_daemon_stall_does_not_delay_a_peer_report() -> None:
     watch, other, lost = FailureDetector(Outbox()), member("a", reported_at=10.0), lost_on("h1", "b")
     look(watch, other, lost, now=10.0)
     now = 10.0 + SCAN_INTERVAL_S + DAEMON_STALL_S

@@ -13,45 +13,45 @@ def said(*pairs: str, generation: int = 1) -> PeerReports:
 BY_ALPHABET = {worker: ord(worker) for worker in "abcd"}
 
 
-def test_at_first_nobody_complains() -> None:
+def test_at_first_there_are_no_peer_reports() -> None:
     complaints = PeerReports()
     assert complaints.worlds == 0
     assert complaints.reporter_of("a", 0) == ""
     assert complaints.worst(BY_ALPHABET) is None
 
 
-def test_a_complaint_is_about_one_worker_in_one_world() -> None:
+def test_a_report_is_about_one_worker_in_one_world() -> None:
     complaints = said("ba", generation=4)
     assert complaints.reporter_of("a", 4) == "b"
     assert complaints.reporter_of("b", 4) == ""
     assert complaints.reporter_of("a", 5) == ""
 
 
-def test_worlds_are_counted_once_however_many_complain() -> None:
+def test_worlds_are_counted_once_however_many_report() -> None:
     complaints = said("ba", "ca", "da")
     assert complaints.worlds == 1
     complaints.add("b", "a", 2)
     assert complaints.worlds == 2
 
 
-def test_whom_most_are_at_odds_with_is_the_worst() -> None:
+def test_worker_with_reports_by_most_peers_is_the_worst() -> None:
     assert said("ba", "ca", "da").worst(BY_ALPHABET) == "a"
     assert said("ab", "ac", "ad").worst(BY_ALPHABET) == "a"
 
 
-def test_of_two_who_name_each_other_the_higher_rank_is_the_worse() -> None:
+def test_of_two_that_report_each_other_the_higher_rank_is_worse() -> None:
     assert said("ab", "ba").worst(BY_ALPHABET) == "b"
     assert said("ab").worst(BY_ALPHABET) == "b"
 
 
-def test_the_same_complaint_again_makes_nobody_worse() -> None:
+def test_repeated_report_makes_no_worker_worse() -> None:
     complaints = said("ba", "ab", "cb")
     complaints.add("a", "b", 2)
     complaints.add("b", "a", 3)
     assert complaints.worst(BY_ALPHABET) == "b"
 
 
-def test_who_is_gone_has_said_nothing_and_nothing_was_said_of_it() -> None:
+def test_reports_by_and_about_a_gone_worker_are_dropped() -> None:
     complaints = said("ba", "cb", "cd")
     complaints.forget("b")
     assert complaints.reporter_of("a", 1) == ""
@@ -85,7 +85,7 @@ def test_what_is_withdrawn_was_not_said() -> None:
     assert complaints.between("a", "b")
 
 
-def test_of_some_the_worst_is_whom_most_of_all_are_at_odds_with() -> None:
+def test_worst_of_some_counts_reports_of_all_peers() -> None:
     complaints = said("ab", "cb", "cd")
     assert complaints.worst({"a": 0, "b": 1}) == "b"
     assert complaints.worst({"a": 0}) == "a"
@@ -93,14 +93,14 @@ def test_of_some_the_worst_is_whom_most_of_all_are_at_odds_with() -> None:
     assert not complaints.between("a", "c")
 
 
-def test_who_names_nobody_is_the_worst_where_nobody_else_was_named() -> None:
+def test_reporter_without_a_peer_is_the_worst_if_no_peer_was_named() -> None:
     complaints = said("bb")
     complaints.add("b", "b", 2)
     assert (complaints.worlds, complaints.worst(BY_ALPHABET)) == (2, "b")
-    assert complaints.reporter_of("b", 1) == "", "nobody else has said so"
+    assert complaints.reporter_of("b", 1) == "", "no other worker has said so"
 
 
-def test_what_was_said_of_nobody_is_explained_by_who_has_gone_from_that_world() -> None:
+def test_reports_without_a_peer_are_explained_by_a_failure_in_that_world() -> None:
     complaints = said("bb", "ba")
     complaints.add("b", "b", 2)
     complaints.explain(2)

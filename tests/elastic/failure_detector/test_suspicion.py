@@ -13,7 +13,7 @@ NOW = START_S + 10.0
 
 
 class Scene:
-    """A world of `a`, `b` and `c`, and `d`, who is not in it yet."""
+    """A world of `a`, `b` and `c`, and the joiner `d`."""
 
     def __init__(self, holders: str = "abc") -> None:
         self.membership, self.watch = WorldMembership("run", ElasticTrainingConfig()), FailureDetector(Outbox())
@@ -37,11 +37,11 @@ class Scene:
 
     @property
     def doubts(self) -> bool:
-        """Whether somebody is to be looked at soon."""
+        """Whether a worker is suspected."""
         return self.watch.due_at() < NEVER and bool(self.watch._suspicions)
 
 
-def test_whom_neither_the_daemon_nor_another_reaches_is_doubted_whoever_is_first() -> None:
+def test_worker_that_neither_daemon_nor_peer_reaches_is_suspected_in_either_order() -> None:
     first, second = Scene(), Scene()
     first.lose("b")
     assert not first.doubts
@@ -53,7 +53,7 @@ def test_whom_neither_the_daemon_nor_another_reaches_is_doubted_whoever_is_first
     assert second.doubts
 
 
-def test_nobody_is_doubted_for_what_was_said_in_another_world() -> None:
+def test_no_worker_is_suspected_for_what_was_said_in_another_world() -> None:
     scene = Scene()
     scene.report_peer("a", "b")
     scene.begin_another()
@@ -61,7 +61,7 @@ def test_nobody_is_doubted_for_what_was_said_in_another_world() -> None:
     assert not scene.doubts
 
 
-def test_who_is_not_in_the_world_has_nothing_to_say_of_it() -> None:
+def test_worker_that_is_not_in_the_world_has_nothing_to_say_of_it() -> None:
     scene = Scene()
     scene.lose("b")
     scene.report_peer("d", "b")
@@ -69,14 +69,14 @@ def test_who_is_not_in_the_world_has_nothing_to_say_of_it() -> None:
     assert scene.quarrels.peer_reports.worlds == 0
 
 
-def test_who_alone_has_the_state_is_given_its_whole_grace() -> None:
+def test_only_state_holder_is_given_its_whole_grace() -> None:
     scene = Scene(holders="b")
     scene.lose("b")
     scene.report_peer("a", "b")
     assert not scene.doubts
 
 
-def test_nobody_has_to_go_before_so_many_worlds_have_come_to_nothing() -> None:
+def test_no_worker_has_to_go_before_so_many_worlds_have_come_to_nothing() -> None:
     scene = Scene()
     for _ in range(REPORTED_WORLDS_MAX):
         assert scene.quarrels.worker_to_evict() is None
@@ -86,7 +86,7 @@ def test_nobody_has_to_go_before_so_many_worlds_have_come_to_nothing() -> None:
     assert scene.quarrels.worker_to_evict() == "c"
 
 
-def test_of_two_at_odds_who_has_the_state_stays() -> None:
+def test_of_two_that_report_each_other_the_state_holder_stays() -> None:
     scene = Scene(holders="c")
     for _ in range(REPORTED_WORLDS_MAX):
         scene.begin_another(holders="c")
@@ -94,8 +94,8 @@ def test_of_two_at_odds_who_has_the_state_stays() -> None:
     assert scene.quarrels.worker_to_evict() == "a"
 
 
-@pytest.mark.parametrize("peer", ["", "b", "d", "x"], ids=["nobody", "itself", "an outsider", "somebody who is gone"])
-def test_over_whom_nobody_else_of_the_world_is_named_goes_who_says_that_it_cannot_go_on(peer: str) -> None:
+@pytest.mark.parametrize("peer", ["", "b", "d", "x"], ids=["nobody", "itself", "an outsider", "a worker that is gone"])
+def test_reporter_is_evicted_if_no_report_names_a_peer(peer: str) -> None:
     scene = Scene()
     for _ in range(REPORTED_WORLDS_MAX):
         scene.begin_another()
@@ -103,7 +103,7 @@ def test_over_whom_nobody_else_of_the_world_is_named_goes_who_says_that_it_canno
     assert scene.quarrels.worker_to_evict() == "b"
 
 
-def test_who_names_another_of_the_world_is_not_held_against_itself() -> None:
+def test_worker_that_names_another_of_the_world_is_not_held_against_itself() -> None:
     scene = Scene()
     scene.quarrels.report_problem(scene.membership.members["b"], "a")
     assert scene.quarrels.peer_reports.worlds == 0

@@ -48,20 +48,20 @@ def test_without_a_connection_it_has_its_grace_although_it_is_silent() -> None:
     assert death_evidence(found, CONFIG, AT + 24) == "connection lost 15.0 s ago and not restored"
 
 
-def test_who_has_lost_the_connection_lives_as_long_as_its_pulse() -> None:
-    """A suspended process answers nobody, and a held lock keeps it from reconnecting."""
+def test_worker_that_has_lost_the_connection_lives_as_long_as_its_pulse() -> None:
+    """A suspended process answers no peer, and a held GIL keeps it from reconnecting."""
     found = member(lost_at=AT, pulse_at=AT + 60)
     assert death_evidence(found, CONFIG, AT + 61) is None
     assert death_evidence(found, CONFIG, AT + 62) == "connection lost 62.0 s ago and not restored"
 
 
-def test_whoever_is_silent_holds_the_others_up() -> None:
+def test_any_worker_that_is_silent_holds_other_workers_up() -> None:
     silent, late = member("a", collective_seq=2), member("b", collective_seq=1, heard_at=AT + 20)
     waiting = member("c", collective_seq=2, heard_at=AT + 20)
     assert members_holding_up([silent, late, waiting], "abc", CONFIG, AT + 20) == [silent]
 
 
-def test_where_all_are_heard_those_hold_the_others_up_who_have_come_least_far() -> None:
+def test_where_all_are_heard_those_hold_other_workers_up_worker_that_have_come_least_far() -> None:
     late, waiting, joiner = member("a", collective_seq=1), member("b", collective_seq=2), member("c")
     assert members_holding_up([late, waiting], "ab", CONFIG, AT) == [late]
     assert members_holding_up([late, waiting, joiner], "ab", CONFIG, AT) == [late, joiner]
@@ -71,7 +71,7 @@ def stay(found: Member, now: float, *, is_required: bool = True) -> str | None:
     return drain_overdue(found, ElasticTrainingConfig(leave_timeout_ms=60_000), now, is_required=is_required)
 
 
-def test_who_is_to_go_has_its_time_and_then_has_to_be_heard() -> None:
+def test_draining_worker_has_its_time_and_then_has_to_be_heard() -> None:
     found = member(drain_since=AT + 5, heard_at=AT + 20, pulse_at=AT + 65)
     assert stay(found, AT + 70) is None
     found.drain_reason = "its host is needed"
@@ -82,7 +82,7 @@ def test_who_is_to_go_has_its_time_and_then_has_to_be_heard() -> None:
     assert stay(found, AT + 80) is None
 
 
-def test_who_is_to_go_and_has_lost_its_connection_has_its_grace() -> None:
+def test_draining_worker_and_has_lost_its_connection_has_its_grace() -> None:
     found = member(drain_since=AT, heard_at=AT, pulse_at=AT + 100, lost_at=AT + 100)
     found.drain_reason = "its host is needed"
     for is_required in (False, True):
@@ -90,21 +90,21 @@ def test_who_is_to_go_and_has_lost_its_connection_has_its_grace() -> None:
         assert stay(found, AT + 115, is_required=is_required) is not None
 
 
-def test_who_is_to_go_and_whom_nobody_needs_has_its_time_though_it_is_heard() -> None:
+def test_draining_worker_and_worker_that_no_worker_needs_has_its_time_though_it_is_heard() -> None:
     found = member(drain_since=AT + 5, heard_at=AT + 65)
     found.drain_reason = "its host is needed"
     assert stay(found, AT + 64.9, is_required=False) is None
     assert stay(found, AT + 65, is_required=False) == "draining for 60.0 s and has not left"
 
 
-def test_who_was_told_to_go_by_another_daemon_has_its_time_from_when_this_one_knows_it() -> None:
+def test_worker_that_was_told_to_go_by_another_daemon_has_its_time_from_when_this_one_knows_it() -> None:
     found = member(seen_at=AT + 30, pulse_at=AT + 90)
     found.drain_reason = "its host is needed"
     assert stay(found, AT + 89) is None
     assert stay(found, AT + 90) is not None
 
 
-def test_where_drains_have_no_end_nobody_overstays() -> None:
+def test_where_drains_have_no_end_no_worker_overstays() -> None:
     found = member()
     found.drain_reason = "its host is needed"
     assert drain_overdue(found, ElasticTrainingConfig(leave_timeout_ms=None), AT + 1e9, is_required=False) is None
@@ -132,7 +132,7 @@ def test_only_what_is_further_is_progress() -> None:
     assert (found.step, found.collective_seq, found.progress_at) == (6, 51, AT + 5)
 
 
-def test_what_nobody_could_have_heard_is_held_against_nobody() -> None:
+def test_what_no_worker_could_have_heard_is_held_against_no_worker() -> None:
     found = member(heard_at=AT + 1, pulse_at=AT + 2, progress_at=AT, lost_at=AT + 3)
     found.extend_deadlines(20.0, AT + 23)
     assert (found.seen_at, found.heard_at, found.pulse_at) == (AT + 20, AT + 21, AT + 22)
@@ -145,7 +145,7 @@ def test_nothing_is_forgiven_in_advance() -> None:
     assert (found.heard_at, found.pulse_at, found.lost_at) == (AT + 20, None, None)
 
 
-def test_in_a_short_rescale_a_silent_worker_is_told_from_those_who_wait_before_two_heartbeats_are_missed() -> None:
+def test_in_a_short_rescale_a_silent_worker_is_told_from_waiting_workers_before_two_heartbeats_are_missed() -> None:
     config = ElasticTrainingConfig(worker_heartbeat_timeout_ms=8_000, rescale_timeout_ms=5_000)
     assert AT - silent_since(config, AT) == 4.0
     patient = ElasticTrainingConfig(worker_heartbeat_timeout_ms=8_000, rescale_timeout_ms=60_000)
@@ -161,25 +161,25 @@ HASTY = ElasticTrainingConfig(worker_heartbeat_timeout_ms=400, reconnect_grace_m
 class TestOtherSettings:
     """A worker has yet to hear of them."""
 
-    def test_who_has_not_heard_that_it_has_less_time_has_what_it_had(self) -> None:
+    def test_worker_that_has_not_heard_that_it_has_less_time_has_what_it_had(self) -> None:
         found = member(heard_at=AT)
         found.allow_for_settings_change(CONFIG, HASTY)
         assert death_evidence(found, HASTY, AT + 9.9) is None
         assert death_evidence(found, HASTY, AT + 10) == "no heartbeat and no pulse for 10.0 s"
 
-    def test_who_is_heard_as_before_has_what_it_had(self) -> None:
+    def test_worker_that_is_heard_as_before_has_what_it_had(self) -> None:
         found = member()
         found.allow_for_settings_change(CONFIG, HASTY)
         found.record_heartbeat(AT + 1, CONFIG.heartbeat_interval_s, HASTY)
         assert death_evidence(found, HASTY, AT + 10.9) is None
 
-    def test_who_does_not_say_how_often_it_speaks_has_what_it_had(self) -> None:
+    def test_worker_that_does_not_say_how_often_it_speaks_has_what_it_had(self) -> None:
         found = member()
         found.allow_for_settings_change(CONFIG, HASTY)
         found.record_heartbeat(AT + 1, 0.0, HASTY)
         assert death_evidence(found, HASTY, AT + 10.9) is None
 
-    def test_who_is_heard_at_the_new_pace_has_what_the_settings_say(self) -> None:
+    def test_worker_that_is_heard_at_the_new_pace_has_what_the_settings_say(self) -> None:
         found = member()
         found.allow_for_settings_change(CONFIG, HASTY)
         found.record_heartbeat(AT + 1, HASTY.heartbeat_interval_s, HASTY)
@@ -201,7 +201,7 @@ class TestOtherSettings:
         found.allow_for_settings_change(HASTY, CONFIG)
         assert death_evidence(found, CONFIG, AT + 10) is not None
 
-    def test_who_has_not_heard_of_them_is_not_mute_by_them(self) -> None:
+    def test_worker_that_has_not_heard_of_them_is_not_mute_by_them(self) -> None:
         found = member(heard_at=AT)
         found.allow_for_settings_change(CONFIG, HASTY)
         assert not found.is_silent(silent_since(HASTY, AT + 5))
@@ -242,5 +242,5 @@ def test_a_pulse_speaks_so_often_that_two_of_its_words_may_be_lost(timeout_ms: i
         ({"heard_at": AT + 1, "drain_reason": "it wanted to"}, False),
     ],
 )
-def test_whoever_was_heard_and_may_stay_is_well(known: dict[str, Any], is_well: bool) -> None:
+def test_any_worker_that_was_heard_and_may_stay_is_well(known: dict[str, Any], is_well: bool) -> None:
     assert member(**known).is_well(AT) is is_well

@@ -14,7 +14,7 @@ def test_a_worker_is_known_by_its_incarnation() -> None:
     assert roster.find("b", incarnation("b")) is None
 
 
-def test_who_is_not_there_is_refused() -> None:
+def test_worker_that_is_not_there_is_refused() -> None:
     with pytest.raises(RequestRefused) as error:
         MemberRegistry(JOB).require("a")
     assert error.value.code == "worker_unknown"

@@ -39,19 +39,21 @@ def test_all_have_to_stop() -> None:
 @pytest.mark.parametrize(
     ("stops", "source", "step", "behind"),
     [
-        pytest.param({"a": at(5), "b": at(5)}, "a", 5, set(), id="all at the same step: nobody has to be told"),
+        pytest.param({"a": at(5), "b": at(5)}, "a", 5, set(), id="all at the same step: no worker is behind"),
         pytest.param({"a": at(4), "b": at(5)}, "b", 5, {"a"}, id="the highest committed step counts"),
         pytest.param({"a": at(5), "b": at(5), "c": at(4)}, "a", 5, {"c"}, id="the lowest rank among several"),
-        pytest.param({"a": NOTHING, "b": at(0)}, "b", 0, {"a"}, id="who holds a state, before who holds none"),
-        pytest.param({"a": NOTHING, "b": NOTHING}, "a", 0, {"b"}, id="nobody holds one: what the first begins with"),
+        pytest.param({"a": NOTHING, "b": at(0)}, "b", 0, {"a"}, id="a state holder before a worker without a state"),
+        pytest.param(
+            {"a": NOTHING, "b": NOTHING}, "a", 0, {"b"}, id="no state holder: what the first worker starts with"
+        ),
         pytest.param(
             {"a": NOTHING, "b": StopReport(500, holds_state=False), "c": StopReport(500, holds_state=False)},
             "b",
             500,
             {"a", "c"},
-            id="nobody holds one: what the first of those begins with who are furthest",
+            id="no state holder: the first of the workers that are furthest",
         ),
-        pytest.param({"a": NOTHING}, "a", 0, set(), id="one alone has nobody to wait for"),
+        pytest.param({"a": NOTHING}, "a", 0, set(), id="a single worker waits for no other"),
         pytest.param(
             {"a": at(4, finished=True), "b": at(4, finished=True)}, "a", 5, set(), id="finished by all: it counts"
         ),
@@ -59,13 +61,21 @@ def test_all_have_to_stop() -> None:
             {"a": at(4, finished=True), "b": at(4)}, "b", 4, {"a"}, id="finished by some: it is done again by all"
         ),
         pytest.param(
-            {"a": at(4, finished=True), "b": at(5)}, "a", 5, set(), id="who finished it is where it was committed"
+            {"a": at(4, finished=True), "b": at(5)},
+            "a",
+            5,
+            set(),
+            id="a worker that finished it is where it was committed",
         ),
         pytest.param(
             {"a": at(5, finished=True), "b": at(5), "c": at(4)}, "b", 5, {"a", "c"}, id="ahead is behind as well"
         ),
         pytest.param(
-            {"a": at(4, finished=True), "b": NOTHING}, "a", 5, {"b"}, id="who holds nothing has not failed to finish"
+            {"a": at(4, finished=True), "b": NOTHING},
+            "a",
+            5,
+            {"b"},
+            id="a worker without a state has not failed to finish",
         ),
     ],
 )
@@ -83,7 +93,7 @@ def test_what_a_joiner_brings_along_does_not_count_beside_that_of_a_survivor() -
     assert (found.source, found.step, found.unready) == ("b", 5, {"a", "c"})
 
 
-def test_what_a_joiner_brings_along_counts_where_nobody_is_left() -> None:
+def test_what_a_joiner_brings_along_counts_where_no_worker_is_left() -> None:
     found = settled({"a": NOTHING, "b": at(900), "c": at(800)}, added="abc")
     assert (found.source, found.step, found.unready) == ("b", 900, {"a", "c"})
     found = settled({"a": NOTHING, "b": at(900)}, added="b")
@@ -100,7 +110,7 @@ def test_no_committed_step_of_a_holder_is_taken_back(stops: list[StopReport]) ->
 
 
 @given(st.lists(STOPS, min_size=1, max_size=6))
-def test_whoever_is_not_behind_has_what_the_source_has(stops: list[StopReport]) -> None:
+def test_any_worker_that_is_not_behind_has_what_the_source_has(stops: list[StopReport]) -> None:
     by_worker = {chr(ord("a") + number): stop for number, stop in enumerate(stops)}
     found = settled(by_worker)
     assert found.source not in found.unready
@@ -110,16 +120,16 @@ def test_whoever_is_not_behind_has_what_the_source_has(stops: list[StopReport]) 
 
 
 @given(st.lists(STOPS, min_size=1, max_size=6))
-def test_the_choice_is_the_same_for_everybody_who_knows_the_stops(stops: list[StopReport]) -> None:
+def test_the_choice_is_the_same_for_every_worker_that_knows_the_stops(stops: list[StopReport]) -> None:
     target = tuple(chr(ord("a") + number) for number in range(len(stops)))
     by_worker = dict(zip(target, stops, strict=True))
     backwards = dict(reversed(by_worker.items()))
     assert choose_source(target, by_worker) == choose_source(target, backwards)
 
 
-def test_it_is_said_whose_state_holds_where_nobody_had_one_and_not_all_begin_alike() -> None:
+def test_the_source_is_named_if_no_worker_held_a_state_and_they_start_differently() -> None:
     further = StopReport(1500, holds_state=False)
     said = "state taken from b, which starts with the most steps (1,500)"
     assert initial_state_remark("b", {"a": NOTHING, "b": further}) == said
     assert initial_state_remark("a", {"a": further, "b": further}) == ""
-    assert initial_state_remark("b", {"a": NOTHING, "b": at(1500)}) == "", "the others take what the training has"
+    assert initial_state_remark("b", {"a": NOTHING, "b": at(1500)}) == "", "the joiners take the state of the training"

@@ -11,7 +11,7 @@ from forged.elastic.rescale.ranks import assign_ranks, moves
 
 @st.composite
 def changes(draw: st.DrawFn, most: int = 30) -> tuple[list[str], set[str], list[str]]:
-    """A world, who of it stays, and who joins; one that went may be among those who join, as another process."""
+    """A world, its survivors and the joiners; a former member may join again as another process."""
     old = [f"w{number}" for number in range(draw(st.integers(0, most)))]
     staying = {worker for worker in old if draw(st.booleans())}
     fresh = [f"n{number}" for number in range(draw(st.integers(0, most)))]
@@ -45,7 +45,7 @@ def test_survivors_keep_their_order_and_joiners_fill_the_gaps_from_below(
 
 
 @given(changes())
-def test_everybody_who_stays_or_joins_is_there_once_and_nobody_else(
+def test_every_worker_survivor_or_joins_is_there_once_and_no_other_worker(
     change: tuple[list[str], set[str], list[str]],
 ) -> None:
     old, staying, joining = change
@@ -66,14 +66,14 @@ def test_joiners_keep_the_order_in_which_they_came(change: tuple[list[str], set[
 
 
 @given(changes())
-def test_who_has_rank_0_keeps_it(change: tuple[list[str], set[str], list[str]]) -> None:
+def test_worker_that_has_rank_0_keeps_it(change: tuple[list[str], set[str], list[str]]) -> None:
     old, staying, joining = change
     if old and old[0] in staying:
         assert assign_ranks(old, staying, joining)[0] == old[0]
 
 
 @given(changes())
-def test_with_no_fewer_joiners_than_gaps_nobody_moves(change: tuple[list[str], set[str], list[str]]) -> None:
+def test_with_no_fewer_joiners_than_gaps_no_worker_moves(change: tuple[list[str], set[str], list[str]]) -> None:
     old, staying, joining = change
     if len(joining) >= len(old) - len(staying):
         new = assign_ranks(old, staying, joining)
@@ -96,7 +96,7 @@ def test_no_order_that_keeps_that_of_the_survivors_moves_fewer(change: tuple[lis
     assert sum(new.index(worker) != rank[worker] for worker in survivors) == least
 
 
-def test_moves_are_counted_among_those_who_are_in_both() -> None:
+def test_moves_are_counted_among_workers_that_are_in_both() -> None:
     assert moves("abc", "abc") == 0
     assert moves("abc", "bc") == 2
     assert moves("abc", "axc") == 0

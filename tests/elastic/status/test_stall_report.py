@@ -21,7 +21,7 @@ def test_what_is_over_stands_nowhere() -> None:
     assert said(book) == ""
 
 
-def test_a_pause_is_told_with_its_reason_whatever_has_happened_since_and_behind_a_restart() -> None:
+def test_a_pause_is_told_with_its_reason_whatever_has_happened_since_and_after_a_restart() -> None:
     book = formed("a", "b")
     book.cluster.pause(book.now, "night")
     assert said(book) == "paused: night"
@@ -35,7 +35,7 @@ def test_a_pause_is_told_with_its_reason_whatever_has_happened_since_and_behind_
     assert said(book) == ""
 
 
-def test_who_is_stalled_is_named_with_how_long_and_where() -> None:
+def test_worker_that_is_stalled_is_named_with_how_long_and_where() -> None:
     book = formed("a", "s1", stall_timeout_ms=5_000)
     book.heartbeat("a", "s1", step=73, collective_seq=5_000)
     book.heartbeat("a", collective_seq=5_001)
@@ -49,7 +49,7 @@ def hold_up(book: Playbook, name: str, seconds: float) -> None:
         book.wait(0.5, silent=[name], still=True)
 
 
-def test_who_is_held_up_is_named_long_before_it_is_stalled() -> None:
+def test_worker_that_is_blocked_is_named_long_before_it_is_stalled() -> None:
     book = formed("a", "b")
     hold_up(book, "b", 5.0)
     assert said(book) == "", "a heartbeat may be late"
@@ -59,7 +59,7 @@ def test_who_is_held_up_is_named_long_before_it_is_stalled() -> None:
     assert said(book) == ""
 
 
-def test_who_is_held_up_in_a_rescale_is_named_too() -> None:
+def test_worker_that_is_blocked_in_a_rescale_is_named_too() -> None:
     book = formed("a", "b")
     book.cluster.rescale(book.now, "")
     hold_up(book, "b", 8.0)
@@ -68,14 +68,14 @@ def test_who_is_held_up_in_a_rescale_is_named_too() -> None:
     assert silent == "no heartbeat from b for 8 s, its pulse is alive"
 
 
-def test_while_training_rests_nobody_holds_anybody_up() -> None:
+def test_while_training_is_paused_no_worker_holds_it_up() -> None:
     book = formed("a", "b")
     book.cluster.pause(book.now, "night")
     hold_up(book, "b", 8.0)
     assert said(book) == "paused: night"
 
 
-def test_of_many_who_are_stalled_the_first_are_named() -> None:
+def test_of_many_workers_that_are_stalled_the_first_are_named() -> None:
     book = formed(*(f"w{number}" for number in range(STALLED_SHOWN_MAX + 2)))
     for member in book.cluster.members.values():
         member.stalled = True
@@ -92,7 +92,7 @@ def quarrel(book: Playbook, *pairs: tuple[str, str]) -> None:
 
 
 class TestWhoDoesNotReachAnother:
-    def test_is_told_as_long_as_nobody_knows_of_a_step(self) -> None:
+    def test_is_told_as_long_as_no_worker_knows_of_a_step(self) -> None:
         book = formed("a", "b", "c")
         quarrel(book, ("c", "b"))
         assert said(book) == "c cannot reach b, in 1 world so far; one worker is evicted after 3"
@@ -124,7 +124,7 @@ class TestWhoDoesNotReachAnother:
         book.wait(12.0, still=True)
         assert said(book).endswith("one worker is evicted after 3; no step for 12 s")
 
-    def test_may_have_named_nobody(self) -> None:
+    def test_may_name_no_peer(self) -> None:
         book = formed("a", "b")
         quarrel(book, ("b", ""))
         assert said(book).startswith("b cannot continue, in 1 world so far")
@@ -160,9 +160,9 @@ class TestAWorldOfWhichNoStepIsKnown:
         book.wait(3.0, still=True)
         assert said(book) == "no step for 12 s, possibly a long step"
         book.heartbeat("a", collective_seq=COLLECTIVES_PER_WORLD)
-        assert said(book) == "", "somebody has come further"
+        assert said(book) == "", "a worker has come further"
 
-    def test_is_told_with_whom_all_others_wait_for(self) -> None:
+    def test_is_told_with_worker_that_all_other_workers_wait_for(self) -> None:
         book = formed("a", "b", "c")
         book.heartbeat("a", "b", collective_seq=5_000)
         book.wait(12.0, still=True)
@@ -179,7 +179,7 @@ class TestAWorldOfWhichNoStepIsKnown:
         book.cluster.resume(book.now, "")
         assert said(book) == ""
 
-    def test_waits_for_who_has_no_connection_as_long_as_it_may_come_back(self) -> None:
+    def test_waits_for_worker_that_has_no_connection_as_long_as_it_may_come_back(self) -> None:
         book = formed("a", "b", worker_heartbeat_timeout_ms=4_000)
         book.lose("b")
         book.wait(5.0, still=True)
@@ -187,7 +187,7 @@ class TestAWorldOfWhichNoStepIsKnown:
         book.time += 60.0
         assert said(book) == "no step for 65 s: no connection to b", "nothing can be decided, or that is about to be"
 
-    def test_is_not_told_of_who_alone_cannot_be_heard_while_the_others_train_on(self) -> None:
+    def test_is_not_told_of_worker_that_alone_cannot_be_heard_while_other_workers_train_on(self) -> None:
         book = formed("a", "b", "c")
         book.lose("b")
         book.wait(12.0)
@@ -207,7 +207,7 @@ class TestAWorldOfWhichNoStepIsKnown:
         assert said(book) == ""
 
 
-def test_too_few_are_told_with_who_is_missing_and_how_long_they_wait() -> None:
+def test_too_few_are_told_with_worker_that_is_missing_and_how_long_they_wait() -> None:
     book = formed("a", "b", "c", min_workers=3, min_workers_timeout_ms=10_000)
     book.die("c")
     book.wait(3.0)
@@ -221,14 +221,14 @@ def test_too_few_may_wait_for_ever() -> None:
     assert said(book) == "1 worker waits for 2 more: min_workers is 3"
 
 
-def test_a_job_that_nobody_is_left_of_says_so() -> None:
+def test_a_job_that_no_worker_is_left_of_says_so() -> None:
     book = formed("a", min_workers_timeout_ms=10_000)
     book.die("a")
     book.wait(4.0)
     assert said(book) == "no worker is connected: min_workers is 1; aborted in 6 s"
 
 
-def test_those_who_form_a_world_wait_until_nobody_joins_any_more() -> None:
+def test_workers_that_form_a_world_wait_until_no_worker_joins_any_more() -> None:
     book = Playbook()
     book.join("a", "b")
     book.wait(10.0)
@@ -237,14 +237,14 @@ def test_those_who_form_a_world_wait_until_nobody_joins_any_more() -> None:
     assert said(book) == "2 workers wait until no worker has joined for 30 s (1 s left)"
 
 
-def test_who_finds_no_room_is_told_why() -> None:
+def test_worker_that_finds_no_room_is_told_why() -> None:
     book = formed("a")
     book.cluster.configure({"max_workers": 1})
     book.join("b")
     assert said(book) == "1 worker waits: max_workers is 1"
 
 
-def test_who_would_not_make_enough_with_the_world_is_told_why() -> None:
+def test_worker_that_would_not_make_enough_with_the_world_is_told_why() -> None:
     """The limit was raised while they trained."""
     book = formed("a", "b")
     book.cluster.configure({"min_workers": 5})
@@ -252,7 +252,7 @@ def test_who_would_not_make_enough_with_the_world_is_told_why() -> None:
     assert said(book) == "1 worker waits for 2 more: min_workers is 5"
 
 
-def test_an_attempt_names_who_it_waits_for_and_for_what() -> None:
+def test_an_attempt_names_worker_that_it_waits_for_and_for_what() -> None:
     book = formed("a", "b")
     book.join("c")
     book.wait(WINDOW_S)
@@ -264,7 +264,7 @@ def test_an_attempt_names_who_it_waits_for_and_for_what() -> None:
     assert said(book) == "attempt 2 waits for c to receive state and data (12 s)"
 
 
-def test_an_attempt_over_which_the_daemon_died_waits_for_who_is_not_back() -> None:
+def test_an_attempt_over_which_the_daemon_died_waits_for_worker_that_is_not_back() -> None:
     book = formed("a", "b")
     book.join("c")
     book.wait(WINDOW_S)

@@ -26,7 +26,7 @@ def test_a_worker_is_shown_with_what_is_known_of_it() -> None:
     assert (view.address, view.connected, view.stalled) == ("host-b:7000", True, False)
 
 
-def test_who_was_never_heard_has_no_heartbeat() -> None:
+def test_worker_that_was_never_heard_has_no_heartbeat() -> None:
     book = Playbook()
     book.join("a")
     view = worker_view(book.cluster, book.cluster.members["a"], book.time)
@@ -55,7 +55,7 @@ def test_a_job_is_shown_as_it_stands() -> None:
     assert view.reason == "a, b, c joined"
 
 
-def test_the_reason_that_is_shown_is_that_of_the_phase_whoever_paused_and_resumed_since() -> None:
+def test_the_reason_that_is_shown_is_that_of_the_phase_any_worker_that_paused_and_resumed_since() -> None:
     book = formed("a", "b", min_workers=2)
     book.die("b")
     book.wait(0.1)
@@ -65,7 +65,7 @@ def test_the_reason_that_is_shown_is_that_of_the_phase_whoever_paused_and_resume
     assert (view.phase, view.reason) == (Phase.WAITING, "1 worker left; min_workers is 2")
 
 
-def test_a_rescale_is_shown_with_who_is_waited_for() -> None:
+def test_a_rescale_is_shown_with_worker_that_is_waited_for() -> None:
     book = formed("a", "b")
     book.join("c")
     book.wait(WINDOW_S)
@@ -102,7 +102,7 @@ def test_a_plan_for_an_impossible_number_is_refused(size: int) -> None:
     assert error.value.code == "plan_invalid"
 
 
-def test_a_plan_names_who_would_have_which_rank_and_moves_nobody() -> None:
+def test_a_plan_names_worker_that_would_have_which_rank_and_moves_no_worker() -> None:
     book = formed("a", "b", "c")
     book.join("d")
     smaller, larger = plan(book.cluster, 2), plan(book.cluster, 6)
@@ -114,7 +114,7 @@ def test_a_plan_names_who_would_have_which_rank_and_moves_nobody() -> None:
     assert plan(book.cluster, 5).remarks == ["1 worker must still join"]
 
 
-def test_who_is_to_go_is_in_no_planned_world() -> None:
+def test_draining_worker_is_in_no_planned_world() -> None:
     book = formed("a", "b", "c")
     book.join("d")
     book.cluster.drain("a", book.now, "a test")
@@ -126,7 +126,7 @@ def test_who_is_to_go_is_in_no_planned_world() -> None:
     assert [one.id for one in plan(book.cluster, 4).workers] == ["d", "b", "c", "new-1"]
 
 
-def test_who_saves_behind_its_last_world_does_not_join() -> None:
+def test_worker_that_saves_after_its_last_world_does_not_join() -> None:
     book = formed("a", "b")
     book.cluster.drain("a", book.now, "a test")
     book.wait(1.0)
@@ -144,7 +144,7 @@ def test_a_plan_for_a_job_that_is_over_is_refused() -> None:
 
 
 class TestAPlanWhereSomeOfTheWorldAreGone:
-    def test_goes_by_how_many_are_there_and_names_who_is_not(self) -> None:
+    def test_goes_by_how_many_are_there_and_names_worker_that_is_not(self) -> None:
         book = formed("a", "b", "c", "d", min_workers=3, failure_tolerance_percentage=80)
         book.die("b", "d")
         book.wait(0.1)
@@ -153,7 +153,7 @@ class TestAPlanWhereSomeOfTheWorldAreGone:
         assert planned.remarks == ["b, d of world 1 are gone", "2 workers must still join"]
         assert plan(book.cluster, 5).remarks[-1] == "3 workers must still join"
 
-    def test_gives_their_ranks_to_those_who_come_and_none_to_them(self) -> None:
+    def test_gives_their_ranks_to_workers_that_come_and_none_to_them(self) -> None:
         book = formed("a", "b", "c", "d", min_workers=3, failure_tolerance_percentage=80)
         book.die("b", "c")
         book.join("e")
@@ -162,7 +162,7 @@ class TestAPlanWhereSomeOfTheWorldAreGone:
         assert ranks == {"a": 0, "e": 1, "new-1": 2, "d": 3, "b": -1, "c": -1}
         assert planned.moves == 0
 
-    def test_while_a_rescale_is_under_way_goes_by_who_is_there_too(self) -> None:
+    def test_while_a_rescale_is_under_way_goes_by_worker_that_is_there_too(self) -> None:
         book = formed("a", "b", "c", failure_tolerance_percentage=80)
         book.die("b")
         book.wait(0.1)
@@ -182,12 +182,12 @@ class TestAPlanWhereSomeOfTheWorldAreGone:
             "current rate and batch are for a world of 2 workers",
         ]
 
-    def test_counts_who_may_come_back_and_says_so(self) -> None:
+    def test_counts_worker_that_may_come_back_and_says_so(self) -> None:
         book = formed("a", "b")
         book.lose("b")
         assert plan(book.cluster, 2).remarks == ["b is included, without a connection"]
 
-    def test_who_is_back_as_another_is_not_gone(self) -> None:
+    def test_worker_that_is_back_as_another_is_not_gone(self) -> None:
         book = formed("a", "b")
         book.die("b")
         book.join("b", life=2)
@@ -196,19 +196,19 @@ class TestAPlanWhereSomeOfTheWorldAreGone:
         assert planned.workers == [PlannedWorker("a", 0, 0), PlannedWorker("b", 1, 1)]
 
 
-def test_who_has_yet_to_come_is_called_like_nobody_who_is_there() -> None:
+def test_worker_that_has_yet_to_come_is_called_like_no_worker_that_is_there() -> None:
     book = formed("new-1")
     assert [one.id for one in plan(book.cluster, 3).workers] == ["new-1", "new-2", "new-3"]
 
 
-def test_who_waits_and_cannot_be_reached_is_not_counted_on() -> None:
+def test_joiner_and_cannot_be_reached_is_not_counted_on() -> None:
     book = formed("a")
     book.join("b")
     book.lose("b")
     assert plan(book.cluster, 2).missing == 1
 
 
-def test_a_world_is_as_large_as_those_of_it_who_are_there() -> None:
+def test_a_world_is_as_large_as_those_of_it_that_are_there() -> None:
     book = formed("a", "b", min_workers=2, failure_tolerance_percentage=100)
     book.die("a", "b")
     book.wait(0.1)
@@ -216,7 +216,7 @@ def test_a_world_is_as_large_as_those_of_it_who_are_there() -> None:
     assert (view.phase, view.world_size, view.stall_report[:18]) == (Phase.WAITING, 0, "no worker is conne")
 
 
-def test_who_waits_for_others_to_come_is_not_active() -> None:
+def test_worker_that_waits_for_other_workers_to_come_is_not_active() -> None:
     book = formed("a", "b", min_workers=2)
     book.die("b")
     book.wait(0.1)
@@ -225,12 +225,12 @@ def test_who_waits_for_others_to_come_is_not_active() -> None:
 
 
 class TestDrainRemarks:
-    def test_who_leaves_enough_behind_goes_without_a_remark(self) -> None:
+    def test_worker_that_leaves_enough_behind_goes_without_a_remark(self) -> None:
         book = formed("a", "b")
         book.cluster.drain("a", book.now, "")
         assert drain_remarks(book.cluster, "a") == []
 
-    def test_the_last_one_leaves_nobody(self) -> None:
+    def test_the_last_worker_takes_the_state_with_it(self) -> None:
         book = formed("a")
         book.cluster.drain("a", book.now, "")
         assert drain_remarks(book.cluster, "a") == [
@@ -239,7 +239,7 @@ class TestDrainRemarks:
             " save a checkpoint in the script first, or start another worker",
         ]
 
-    def test_the_last_of_several_who_are_to_go_takes_the_state_along(self) -> None:
+    def test_the_last_of_several_draining_workers_takes_the_state_along(self) -> None:
         book = formed("a", "b")
         book.cluster.drain("a", book.now, "")
         book.cluster.drain("b", book.now, "")
@@ -247,13 +247,13 @@ class TestDrainRemarks:
             said.startswith("the training state is lost when it leaves") for said in drain_remarks(book.cluster, "b")
         )
 
-    def test_somebody_who_waits_takes_the_state_over(self) -> None:
+    def test_a_worker_joiner_takes_the_state_over(self) -> None:
         book = formed("a")
         book.join("b")
         book.cluster.drain("a", book.now, "")
         assert drain_remarks(book.cluster, "a") == []
 
-    def test_who_cannot_hear_of_it_or_does_not_get_on_is_named(self) -> None:
+    def test_worker_that_cannot_hear_of_it_or_does_not_get_on_is_named(self) -> None:
         book = formed("a", "b")
         book.cluster.members["a"].stalled = True
         book.lose("a")
@@ -262,7 +262,7 @@ class TestDrainRemarks:
         assert stalled == "a is stalled and leaves after its step; evict it if the step never ends"
         assert lost == "a has no connection and drains when it is back"
 
-    def test_who_is_not_trained_with_is_not_missed(self) -> None:
+    def test_worker_that_is_not_trained_with_is_not_missed(self) -> None:
         book = formed("a")
         book.join("spare")
         book.cluster.drain("spare", book.now, "")
