@@ -10,7 +10,7 @@ from forged.data.store.directory import DirectoryShardStore
 from forged.data.transfer.manager import DataTransferManager
 from forged.elastic.model import WorkerId
 from forged.worker.mesh import Mesh
-from tests.data.wards import shard
+from tests.data.transfer_cluster import shard
 from tests.worker.meshes import JOB, KEY
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from forged.data import DataShard, DataTransfer, SourceKind, TransferPace
-from tests.data.values import at
+from tests.data.topology_changes import at
 
 SHARD = DataShard(3, 30, 40)
 EVERY_VALUE = [

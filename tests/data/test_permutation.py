@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from forged.data.permutation import PIECE, PIECE_OF_EACH, Permutation, permute_each
 from forged.errors import RequestRefused
-from tests.data.values import UNTIMED
+from tests.data.topology_changes import UNTIMED
 
 DEVIATIONS_MAX = 5.0
 """Of a chi-square from what it is for chance, in standard deviations. Everything here is the same in every run."""

@@ -50,7 +50,7 @@ from forged.errors import RequestRefused, Unavailable
 from forged.jobs.model import CreateJob, RemoveJob
 from forged.kernel.messages import Call, Decision, Record
 from forged.kernel.store.port import Transaction
-from tests.data.stage import DATASET, DataStage, a_data_stage, keys_in, union
+from tests.data.data_fixture import DATASET, DataFixture, data_fixture, keys_in, union
 from tests.elastic.cluster_playbook import JOB
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import OPERATOR, on_virtual_time
@@ -59,7 +59,7 @@ from tests.telemetry.heard import Heard
 ALL = frozenset(range(10))
 
 
-async def formed(stage: DataStage, **settings: Any) -> None:
+async def formed(stage: DataFixture, **settings: Any) -> None:
     """Two workers that hold five shards each."""
     await stage.come("a", *range(5), min_workers=2, **settings)
     await stage.come("b", *range(5, 10))
@@ -76,7 +76,7 @@ async def refused(act: Awaitable[Any]) -> str:
     return error.value.code
 
 
-def marks(stage: DataStage, name: str, **others: int) -> bytes:
+def marks(stage: DataFixture, name: str, **others: int) -> bytes:
     """What a worker says that its copies are: 1, but for those shards of which it holds something else."""
     return int64(*(others.get(f"shard_{shard}", 1) for shard in sorted(stage.held[name])))
 
@@ -84,20 +84,20 @@ def marks(stage: DataStage, name: str, **others: int) -> bytes:
 class TestCopiesThatDiffer:
     COPIED = DatasetSpec(1_000, 10, 1, has_origin=True)
 
-    async def held_twice(self, stage: DataStage, dataset: DatasetSpec, **settings: Any) -> None:
+    async def held_twice(self, stage: DataFixture, dataset: DatasetSpec, **settings: Any) -> None:
         """A world of two, who hold all and do not agree on the shards 3 and 4; a owns the first five."""
         await stage.come("a", *ALL, min_workers=2, **settings)
         await stage.come("b", *ALL)
         await stage.rescale("a", "b", dataset=dataset)
 
-    async def offer_others(self, stage: DataStage, dataset: DatasetSpec) -> None:
+    async def offer_others(self, stage: DataFixture, dataset: DatasetSpec) -> None:
         await stage.stop()
         await stage.offer("a", dataset=dataset, marks=marks(stage, "a"))
         await stage.offer("b", dataset=dataset, marks=marks(stage, "b", shard_3=2, shard_4=3))
 
     @on_virtual_time
     async def test_are_told_and_who_holds_something_else_than_the_owner_fetches_that(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await self.held_twice(stage, self.COPIED)
             owned = sorted(stage.owners()["a"])[:2]
             await stage.kernel.bus.ask(RescaleJob(JOB))
@@ -124,7 +124,7 @@ class TestCopiesThatDiffer:
     @on_virtual_time
     async def test_are_told_and_nothing_is_done_where_what_is_dropped_could_not_be_had_again(self) -> None:
         dataset = DatasetSpec(1_000, 10, 1)
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await self.held_twice(stage, dataset)
             await stage.kernel.bus.ask(RescaleJob(JOB))
             await self.offer_others(stage, dataset)
@@ -136,7 +136,7 @@ class TestCopiesThatDiffer:
 
     @on_virtual_time
     async def test_have_all_stop_before_somebody_drops_what_it_may_train_with(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await self.held_twice(stage, self.COPIED, use_synchronous_rescaling=False)
             await stage.come("c")
             assert stage.facts(RescaleStarted)[-1].in_background
@@ -151,7 +151,7 @@ class TestCopiesThatDiffer:
 
     @on_virtual_time
     async def test_are_not_looked_for_where_a_worker_does_not_say_what_it_holds(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await self.held_twice(stage, self.COPIED)
             await stage.kernel.bus.ask(RescaleJob(JOB))
             await stage.stop()
@@ -161,7 +161,7 @@ class TestCopiesThatDiffer:
 
     @on_virtual_time
     async def test_are_named_by_a_mark_for_each_shard_or_by_none(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *ALL)
             await stage.stop()
             assert await refused(stage.offer("a", marks=int64(1))) == "holdings_invalid"
@@ -172,11 +172,11 @@ class TestWhatCannotBeRead:
     @on_virtual_time
     async def test_is_forgotten_and_what_workers_hold_is_heard_anew(self) -> None:
         store = FaultyStore()
-        async with a_data_stage(store) as stage:
+        async with data_fixture(store) as stage:
             await formed(stage)
             (piece,) = [key for key in await keys_in(store) if "/piece/" in key]
         await store.memory.commit([Transaction(store.memory.revision + 1, {f"data/{piece}": b"?"})])
-        async with a_data_stage(FaultyStore(store.memory)) as stage:
+        async with data_fixture(FaultyStore(store.memory)) as stage:
             assert await refused(stage.kernel.bus.ask(ShowData(JOB))) == "job_without_data"
             stage.held |= {"a": set(range(5)), "b": set(range(5, 10))}
             await stage.come_again("a", "b")
@@ -188,7 +188,7 @@ class TestWhatCannotBeRead:
 class TestADataset:
     @on_virtual_time
     async def test_is_defined_once_by_the_first_who_says_what_it_holds(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await formed(stage)
             assert stage.facts(DatasetDefined) == [DatasetDefined(DATASET)]
             await stage.kernel.bus.ask(RescaleJob(JOB))
@@ -197,7 +197,7 @@ class TestADataset:
 
     @on_virtual_time
     async def test_that_is_another_one_is_refused(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", min_workers=2)
             await stage.come("b")
             await stage.stop()
@@ -206,7 +206,7 @@ class TestADataset:
 
     @on_virtual_time
     async def test_that_cannot_be_is_refused_and_defines_nothing(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a")
             await stage.stop()
             for dataset in (DatasetSpec(10, 11), DatasetSpec(2**62, 2**60)):
@@ -219,7 +219,7 @@ class TestADataset:
     @on_virtual_time
     async def test_is_kept_even_if_its_first_offer_is_refused(self) -> None:
         store = FaultyStore()
-        async with a_data_stage(store) as stage:
+        async with data_fixture(store) as stage:
             await stage.come("a")
             await stage.stop()
             for held in (b"1234567", np.array([10], "<i8").tobytes(), np.array([-1], "<i8").tobytes()):
@@ -229,14 +229,14 @@ class TestADataset:
 
     @on_virtual_time
     async def test_of_a_job_that_none_was_given_to_is_nowhere(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.kernel.bus.ask(CreateJob("other"))
             for request in (ShowData("other"), ShowTransfers("other"), PlanData("other", ["a"]), ReadOwners("other")):
                 assert await refused(stage.kernel.bus.ask(request)) == "job_without_data"
 
     @on_virtual_time
     async def test_of_a_job_that_is_not_there_is_nowhere_and_so_is_the_job(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             for request in (ShowData("other"), ShowTransfers("other"), PlanData("other", ["a"]), ReadOwners("other")):
                 assert await refused(stage.kernel.bus.ask(request)) == "job_unknown"
 
@@ -244,7 +244,7 @@ class TestADataset:
 OTHER = DatasetSpec(1_200, 12, has_origin=True)
 
 
-async def given_up(stage: DataStage, *names: str) -> None:
+async def given_up(stage: DataFixture, *names: str) -> None:
     """All have gone, and nobody has trained."""
     for name in names:
         await stage.workers[name].leave()
@@ -258,7 +258,7 @@ class TestADatasetWithWhichNobodyHasTrained:
     @on_virtual_time
     async def test_binds_nobody_when_those_who_had_it_are_gone(self) -> None:
         store = FaultyStore()
-        async with a_data_stage(store) as stage:
+        async with data_fixture(store) as stage:
             await stage.come("a", *range(8))
             await stage.offer_all()
             assert stage.last(ShardsLost).generation == 0
@@ -274,7 +274,7 @@ class TestADatasetWithWhichNobodyHasTrained:
 
     @on_virtual_time
     async def test_binds_who_comes_once_there_was_a_world(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await formed(stage)
             await given_up(stage, "a", "b")
             await stage.come("a", life=2)
@@ -285,7 +285,7 @@ class TestADatasetWithWhichNobodyHasTrained:
 
     @on_virtual_time
     async def test_that_cannot_be_takes_the_place_of_none(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(8))
             await stage.offer_all()
             await given_up(stage, "a")
@@ -296,7 +296,7 @@ class TestADatasetWithWhichNobodyHasTrained:
 
     @on_virtual_time
     async def test_binds_those_who_are_in_an_attempt_with_who_has_said_it_there(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(8), min_workers=2)
             await stage.come("z")
             await stage.offer_all()
@@ -316,20 +316,20 @@ class TestADatasetWithWhichNobodyHasTrained:
     async def test_is_kept_no_more_than_what_was_planned_with_it(self) -> None:
         """A daemon that is killed in between knows the newer one, and a plan of that only."""
         store = FaultyStore()
-        async with a_data_stage(store) as stage:
+        async with data_fixture(store) as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("z")
             await stage.offer_all()
             await given_up(stage, "a", "z")
         again = FaultyStore(store.memory)
         assert f"{JOB}/holders/1" in await keys_in(again)
-        async with a_data_stage(again) as stage:
+        async with data_fixture(again) as stage:
             await stage.come("b")
             await stage.come("c")
             await stage.stop()
             await stage.offer("b", dataset=OTHER)
         assert await keys_in(again) == [f"{JOB}/dataset"]
-        async with a_data_stage(FaultyStore(again.memory)) as stage:
+        async with data_fixture(FaultyStore(again.memory)) as stage:
             assert stage.data.jobs[JOB].dataset == OTHER
             stage.held = {"b": set(), "c": set()}
             await stage.come_again("b", "c")
@@ -338,7 +338,7 @@ class TestADatasetWithWhichNobodyHasTrained:
 
     @on_virtual_time
     async def test_leaves_its_copies_in_doubt_where_the_next_has_the_same_shards(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.offer_all()
@@ -354,7 +354,7 @@ class TestADatasetWithWhichNobodyHasTrained:
     @on_virtual_time
     async def test_takes_the_doubts_along_where_the_next_has_other_shards(self) -> None:
         store = FaultyStore()
-        async with a_data_stage(store) as stage:
+        async with data_fixture(store) as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.offer_all()
@@ -371,7 +371,7 @@ class TestADatasetWithWhichNobodyHasTrained:
 class TestAPlan:
     @on_virtual_time
     async def test_is_made_when_all_members_have_said_what_they_hold(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.stop()
@@ -387,7 +387,7 @@ class TestAPlan:
 
     @on_virtual_time
     async def test_holds_from_the_commit_on(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.offer_all()
@@ -403,7 +403,7 @@ class TestAPlan:
 
     @on_virtual_time
     async def test_is_told_to_be_over_once_all_have_what_they_need(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.offer_all()
@@ -417,7 +417,7 @@ class TestAPlan:
 
     @on_virtual_time
     async def test_of_a_newer_attempt_supersedes_the_older(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await formed(stage)
             await stage.kernel.bus.ask(RescaleJob(JOB))
             await stage.offer_all()
@@ -435,7 +435,7 @@ class TestAPlan:
 
     @on_virtual_time
     async def test_is_for_members_with_data_only(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.worker("b").join()
             await stage.wait(0.1)
@@ -451,7 +451,7 @@ class TestAPlan:
     @on_virtual_time
     async def test_is_made_though_who_completed_it_has_to_say_so_again(self) -> None:
         """Its request was given up before the plan was made."""
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(10))
             await stage.stop()
             offer = OfferShards(JOB, "a", stage.workers["a"].incarnation, 1, DATASET)
@@ -465,7 +465,7 @@ class TestAPlan:
 
     @on_virtual_time
     async def test_is_told_in_parts_of_who_says_in_parts_what_it_holds(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a")
             await stage.stop()
             await stage.offer("a", held=np.arange(6, dtype="<i8").tobytes(), more=True)
@@ -475,7 +475,7 @@ class TestAPlan:
 
     @on_virtual_time
     async def test_that_would_be_made_is_told_without_doing_anything(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await formed(stage)
             before = len(stage.records())
             totals = await stage.kernel.bus.ask(PlanData(JOB, ["a", "b", "c"]))
@@ -484,7 +484,7 @@ class TestAPlan:
 
     @on_virtual_time
     async def test_gives_each_its_share_by_weight_and_tells_the_weights(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.stop()
@@ -497,7 +497,7 @@ class TestAPlan:
 
     @on_virtual_time
     async def test_is_not_held_up_by_a_weight_that_is_none(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.stop()
@@ -517,7 +517,7 @@ class TestAPlan:
             done.append(act())
             return done[-1]
 
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             stage.data._compute = stage.data._inspection._compute = elsewhere
             await formed(stage)
             answers = [await stage.kernel.bus.ask(said) for said in (ShowData(JOB), PlanData(JOB, ["a", "b", "c"]))]
@@ -528,7 +528,7 @@ class TestAPlan:
 class TestWhatIsToldOfData:
     @on_virtual_time
     async def test_follows_from_the_rescale_and_is_in_its_story(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await formed(stage)
             await stage.come("c")
             started = stage.last(RescaleStarted)
@@ -542,7 +542,7 @@ class TestWhatIsToldOfData:
 
     @on_virtual_time
     async def test_of_a_bad_copy_follows_from_the_rescale_in_which_it_was_found(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await formed(stage)
             await stage.come("c")
             started = stage.last(RescaleStarted)
@@ -553,13 +553,13 @@ class TestWhatIsToldOfData:
 
     @on_virtual_time
     async def test_follows_from_who_joined_where_it_is_what_the_workers_train_with(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await formed(stage)
             assert stage.last(DatasetDefined).cause == stage.records(WorkerJoined)[0].id
 
     @on_virtual_time
     async def test_follows_from_the_rescale_that_lacks_shards(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(8))
             await stage.stop()
             await stage.offer("a")
@@ -568,7 +568,7 @@ class TestWhatIsToldOfData:
 
     @on_virtual_time
     async def test_follows_from_no_rescale_where_a_script_has_shards_moved_besides(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await formed(stage)
             await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
             found = stage.last(CorruptShardFound)
@@ -578,7 +578,7 @@ class TestWhatIsToldOfData:
 class TestProgress:
     @on_virtual_time
     async def test_is_shown_by_worker_as_it_is_told(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.offer_all()
@@ -594,14 +594,14 @@ class TestProgress:
 
     @on_virtual_time
     async def test_of_bad_copies_is_put_on_record(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await formed(stage)
             await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
             assert stage.facts(CorruptShardFound) == [CorruptShardFound("a", 3, "b")]
 
     @on_virtual_time
     async def test_of_the_same_bad_copy_is_put_on_record_once_for_each_attempt(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await formed(stage)
             for source, shard in (("a", 3), ("a", 3), ("a", 4)):
                 await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", source, shard))
@@ -615,7 +615,7 @@ class TestProgress:
     @on_virtual_time
     async def test_of_a_bad_copy_that_its_holder_is_to_keep_comes_to_nothing_before_it_was_looked_at(self) -> None:
         dataset = DatasetSpec(1_000, 10, 1)
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.offer_all(dataset)
@@ -644,7 +644,7 @@ class TestProgress:
 
     @on_virtual_time
     async def test_of_a_bad_copy_that_its_holder_need_not_keep_is_no_reason_to_begin_anew(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.offer_all()
@@ -656,7 +656,7 @@ class TestProgress:
 
     @on_virtual_time
     async def test_of_a_bad_copy_has_all_stop_who_would_say_in_the_background_what_they_hold(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await formed(stage, use_synchronous_rescaling=False)
             await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
             await stage.come("c")
@@ -687,7 +687,7 @@ class TestProgress:
     @on_virtual_time
     async def test_of_a_bad_copy_that_lies_nowhere_any_more_stops_nobody(self) -> None:
         store = FaultyStore()
-        async with a_data_stage(store) as stage:
+        async with data_fixture(store) as stage:
             await stage.come("a", *range(10), min_workers=2, use_synchronous_rescaling=False)
             await stage.come("b")
             await stage.offer_all()
@@ -711,7 +711,7 @@ class TestProgress:
     ) -> None:
         monkeypatch.setattr(suspect_copies, "SUSPECTS_MAX", 1)
         log = Heard()
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             stage.data._log = log
             await formed(stage)
             for shard in (3, 4):
@@ -722,14 +722,14 @@ class TestProgress:
 
     @on_virtual_time
     async def test_of_a_bad_copy_of_who_has_no_name_is_refused(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await formed(stage)
             assert await refused(stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a/b", 3))) == "name_invalid"
             assert stage.facts(CorruptShardFound) == []
 
     @on_virtual_time
     async def test_that_bad_copies_make_impossible_begins_anew(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.offer_all()
@@ -740,7 +740,7 @@ class TestProgress:
             assert await refused(stage.workers["b"].ask(ReportShards(JOB, "b", b"", 1, missing=1))) == "attempt_over"
 
 
-async def doubted_by_b(stage: DataStage, dataset: DatasetSpec, **settings: Any) -> None:
+async def doubted_by_b(stage: DataFixture, dataset: DatasetSpec, **settings: Any) -> None:
     """Have two in a world, of whom one says that the other's copy of shard 3 is bad."""
     await stage.come("a", *range(10), min_workers=1, **settings)
     await stage.rescale("a", dataset=dataset)
@@ -757,13 +757,13 @@ class TestADaemonThatIsKilled:
     @on_virtual_time
     async def test_knows_which_copies_are_in_doubt(self, stops: bool) -> None:
         store = FaultyStore()
-        async with a_data_stage(store) as stage:
+        async with data_fixture(store) as stage:
             await formed(stage, use_synchronous_rescaling=stops)
             for shard in (3, 4):
                 await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", shard))
             held = stage.held
         store = await self._again(store)
-        async with a_data_stage(store) as stage:
+        async with data_fixture(store) as stage:
             stage.held = held
             await stage.come_again("a", "b")
             await stage.come("c")
@@ -781,12 +781,12 @@ class TestADaemonThatIsKilled:
     async def test_knows_of_the_doubts_about_a_worker_that_was_away_meanwhile(self) -> None:
         dataset = DatasetSpec(1_000, 10, 1)
         store = FaultyStore()
-        async with a_data_stage(store) as stage:
+        async with data_fixture(store) as stage:
             await doubted_by_b(stage, dataset)
             await stage.kernel.bus.ask(EvictWorker(JOB, "a"))
             await stage.wait(0.1)
             await stage.rescale("b", dataset=dataset)
-        async with a_data_stage(await self._again(store)) as stage:
+        async with data_fixture(await self._again(store)) as stage:
             stage.held = {"b": set(ALL)}
             await stage.come_again("b")
             await stage.come("a", *ALL, life=2)
@@ -798,7 +798,7 @@ class TestADaemonThatIsKilled:
     async def test_has_who_comes_into_the_place_of_one_with_a_copy_in_doubt_look_at_it_once(self, stops: bool) -> None:
         """Nobody stops for it: it does not train yet."""
         dataset = DatasetSpec(1_000, 10, 1)
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await doubted_by_b(stage, dataset, use_synchronous_rescaling=stops)
             await stage.kernel.bus.ask(EvictWorker(JOB, "a"))
             await stage.wait(0.1)
@@ -815,7 +815,7 @@ class TestADaemonThatIsKilled:
     async def test_has_who_takes_the_place_of_one_with_a_copy_in_doubt_at_once_look_at_it(self) -> None:
         """The one who is gone is of the world still that is committed."""
         dataset = DatasetSpec(1_000, 10, 1)
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await doubted_by_b(stage, dataset)
             await stage.come("c", *ALL)
             await stage.kernel.bus.ask(EvictWorker(JOB, "a"))
@@ -830,12 +830,12 @@ class TestADaemonThatIsKilled:
     @on_virtual_time
     async def test_before_the_plan_is_kept_begins_anew(self) -> None:
         store = FaultyStore()
-        async with a_data_stage(store) as stage:
+        async with data_fixture(store) as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.stop()
             await stage.offer("a")
-        async with a_data_stage(await self._again(store)) as stage:
+        async with data_fixture(await self._again(store)) as stage:
             stage.held = {"a": set(ALL), "b": set()}
             await stage.come_again("a", "b")
             assert await refused(stage.offer("b", attempt=1)) == "attempt_over"
@@ -846,14 +846,14 @@ class TestADaemonThatIsKilled:
     @on_virtual_time
     async def test_with_a_plan_that_came_to_nothing_forgets_it(self) -> None:
         store = FaultyStore()
-        async with a_data_stage(store) as stage:
+        async with data_fixture(store) as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.offer_all()
             held = stage.held
         again = await self._again(store)
         assert f"{JOB}/holders/1" in await keys_in(again)
-        async with a_data_stage(again) as stage:
+        async with data_fixture(again) as stage:
             stage.held = held
             assert stage.data.jobs[JOB].assignment.generation == 0
             await stage.come_again("a", "b")
@@ -864,7 +864,7 @@ class TestADaemonThatIsKilled:
     @on_virtual_time
     async def test_knows_the_weights_of_who_holds_the_data(self) -> None:
         store = FaultyStore()
-        async with a_data_stage(store) as stage:
+        async with data_fixture(store) as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.stop()
@@ -872,7 +872,7 @@ class TestADaemonThatIsKilled:
             await stage.offer("b")
             await stage.fetch("a", "b")
             await stage.commit("a", "b")
-        async with a_data_stage(await self._again(store)) as stage:
+        async with data_fixture(await self._again(store)) as stage:
             shown = await stage.kernel.bus.ask(ShowData(JOB))
             assert [(one.worker_id, one.owned, one.weight) for one in shown.workers] == [("a", 8, 4.0), ("b", 2, 1.0)]
             assert (await stage.kernel.bus.ask(PlanData(JOB, ["a", "b"]))).transfers == 0
@@ -882,7 +882,7 @@ class TestADaemonThatIsKilled:
         @on_virtual_time
         async def test() -> None:
             store = FaultyStore()
-            async with a_data_stage(store) as stage:
+            async with data_fixture(store) as stage:
                 await formed(stage)
                 before = stage.owners()
                 await stage.kernel.bus.ask(RescaleJob(JOB))
@@ -899,7 +899,7 @@ class TestADaemonThatIsKilled:
                 )
                 await store.entered.wait()
                 await anyio.sleep(1)
-            async with a_data_stage(await self._again(store)) as stage:
+            async with data_fixture(await self._again(store)) as stage:
                 await stage.kernel.settle()
                 assignment = stage.data.jobs[JOB].assignment
                 if is_durable:
@@ -918,7 +918,7 @@ class TestADaemonThatIsKilled:
     @on_virtual_time
     async def test_while_it_deletes_what_is_no_more_leaves_nothing_of_it_in_the_end(self) -> None:
         store = FaultyStore()
-        async with a_data_stage(store) as stage:
+        async with data_fixture(store) as stage:
             await formed(stage)
             held = stage.held
             pieces = ["piece/1/0/0", "piece/7/0/0", "piece/7/1/0"]
@@ -926,7 +926,7 @@ class TestADaemonThatIsKilled:
             stage.kernel.ledger.append(Decision(None, writes={**stray, "data/gone/holders/3": b"", "data/gone/x": b""}))
             await stage.kernel.settle()
         again = await self._again(store)
-        async with a_data_stage(again) as stage:
+        async with data_fixture(again) as stage:
             stage.held = held
             await stage.come_again("a", "b")
             await stage.kernel.bus.ask(RescaleJob(JOB))
@@ -938,7 +938,7 @@ class TestAFullDisk:
     @on_virtual_time
     async def test_when_the_plan_is_to_be_kept_costs_the_attempt_and_nothing_else(self) -> None:
         store = FaultyStore()
-        async with a_data_stage(store) as stage:
+        async with data_fixture(store) as stage:
             await formed(stage)
             await stage.kernel.bus.ask(RescaleJob(JOB))
             await stage.stop()
@@ -958,7 +958,7 @@ class TestAJobThatIsRemoved:
     @on_virtual_time
     async def test_leaves_nothing(self) -> None:
         store = FaultyStore()
-        async with a_data_stage(store) as stage:
+        async with data_fixture(store) as stage:
             await formed(stage)
             await stage.kernel.bus.ask(RescaleJob(JOB))
             await stage.offer_all()
@@ -979,7 +979,7 @@ class TestAJobThatIsRemoved:
 class TestWhereNobodyStops:
     @on_virtual_time
     async def test_a_plan_is_made_and_committed_while_training_goes_on(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await formed(stage, use_synchronous_rescaling=False)
             await stage.come("c")
             assert stage.facts(RescaleStarted)[-1].in_background
@@ -994,7 +994,7 @@ class TestWhereNobodyStops:
 
     @on_virtual_time
     async def test_shards_that_are_lost_make_all_stop_and_are_named_then(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await formed(stage, use_synchronous_rescaling=False)
             stage.held["a"] -= {0}
             await stage.kernel.bus.ask(RescaleJob(JOB))
@@ -1012,7 +1012,7 @@ class TestWhereNobodyStops:
 
     @on_virtual_time
     async def test_shards_that_are_lost_end_the_job_where_that_is_its_policy(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await formed(stage, use_synchronous_rescaling=False, lost_data_policy="abort")
             stage.held["a"] -= {0}
             await stage.kernel.bus.ask(RescaleJob(JOB))
@@ -1027,7 +1027,7 @@ class TestWhereNobodyStops:
 class TestLostShards:
     @on_virtual_time
     async def test_are_named_and_the_job_waits(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(8), rescale_timeout_ms=500)
             await stage.stop()
             await stage.offer("a")
@@ -1040,7 +1040,7 @@ class TestLostShards:
 
     @on_virtual_time
     async def test_are_said_to_have_been_with_whoever_had_them_last_and_is_gone(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await formed(stage, failure_tolerance_percentage=100, min_workers_timeout_ms=None)
             await stage.workers["b"].leave()
             await stage.come("c")
@@ -1057,7 +1057,7 @@ class TestLostShards:
 
     @on_virtual_time
     async def test_are_waited_for_by_nobody_when_the_job_was_given_up(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(8), lost_data_policy="abort")
             await stage.stop()
             await stage.offer("a")
@@ -1067,7 +1067,7 @@ class TestLostShards:
 
     @on_virtual_time
     async def test_are_waited_for_by_who_has_said_what_it_holds_however_long_that_takes(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(8), rescale_timeout_ms=500)
             await stage.stop()
             await stage.offer("a")
@@ -1079,7 +1079,7 @@ class TestLostShards:
 
     @on_virtual_time
     async def test_are_no_excuse_for_who_has_not_said_what_it_holds(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(8), min_workers=2, rescale_timeout_ms=500)
             await stage.come("b")
             await stage.stop()
@@ -1091,7 +1091,7 @@ class TestLostShards:
 
     @on_virtual_time
     async def test_are_no_excuse_for_who_waits_no_more(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2, rescale_timeout_ms=500)
             await stage.come("b")
             await stage.offer_all()
@@ -1105,7 +1105,7 @@ class TestLostShards:
 
     @on_virtual_time
     async def test_that_a_newcomer_brings_let_the_job_go_on(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(8))
             await stage.stop()
             await stage.offer("a")
@@ -1118,7 +1118,7 @@ class TestLostShards:
 
     @on_virtual_time
     async def test_that_one_brings_who_came_before_the_loss_was_known_let_the_job_go_on(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await formed(stage)
             await stage.workers["b"].leave(failed=True)
             await stage.come("b2", min_workers=2)
@@ -1134,7 +1134,7 @@ class TestLostShards:
 
     @on_virtual_time
     async def test_are_not_asked_for_again_and_again_of_those_who_do_not_fit_in(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(8), max_workers=1)
             await stage.stop()
             await stage.come("b", 8, 9)
@@ -1144,7 +1144,7 @@ class TestLostShards:
 
     @on_virtual_time
     async def test_are_told_together_with_those_who_wait_and_were_not_asked(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(8), max_workers=1)
             await stage.come("b", 8, 9)
             await stage.stop()
@@ -1158,7 +1158,7 @@ class TestLostShards:
 
     @on_virtual_time
     async def test_are_brought_by_who_takes_the_place_of_one_that_was_evicted(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(8), max_workers=1)
             await stage.stop()
             await stage.offer("a")
@@ -1173,7 +1173,7 @@ class TestLostShards:
 
     @on_virtual_time
     async def test_make_all_begin_anew_once_however_many_come_at_a_time(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(8))
             await stage.stop()
             await stage.offer("a")
@@ -1187,7 +1187,7 @@ class TestLostShards:
 
     @on_virtual_time
     async def test_end_the_job_where_that_is_its_policy(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(8), lost_data_policy="abort")
             await stage.stop()
             await stage.offer("a")
@@ -1198,7 +1198,7 @@ class TestLostShards:
 
     @on_virtual_time
     async def test_are_none_where_there_is_an_origin(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a")
             dataset = DatasetSpec(1_000, 10, 0, True)
             await stage.rescale("a", dataset=dataset)
@@ -1209,13 +1209,13 @@ class TestLostShards:
 class TestWhatTheOriginDoesNotGive:
     WITH_ORIGIN = DatasetSpec(1_000, 10, 0, True)
 
-    async def partial(self, stage: DataStage, **settings: Any) -> None:
+    async def partial(self, stage: DataFixture, **settings: Any) -> None:
         """Two workers, and nobody has anything."""
         await stage.come("a", min_workers=2, **settings)
         await stage.come("b")
         await stage.offer_all(self.WITH_ORIGIN)
 
-    async def say(self, stage: DataStage, name: str, *shards: int, certain: bool = False, **more: Any) -> None:
+    async def say(self, stage: DataFixture, name: str, *shards: int, certain: bool = False, **more: Any) -> None:
         worker = stage.workers[name]
         said = ReportLostShards(JOB, name, worker.incarnation, stage.attempt, len(shards), list(shards), "no file")
         await worker.ask(msgspec.structs.replace(said, certain=certain, **more))
@@ -1223,7 +1223,7 @@ class TestWhatTheOriginDoesNotGive:
 
     @on_virtual_time
     async def test_is_named_with_who_says_so_and_the_job_waits(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await self.partial(stage)
             await self.say(stage, "b", 1, 3, certain=True)
             await self.say(stage, "b", 1, 3, certain=True)
@@ -1234,7 +1234,7 @@ class TestWhatTheOriginDoesNotGive:
 
     @on_virtual_time
     async def test_is_no_more_missing_when_who_needs_it_has_it(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await self.partial(stage)
             await self.say(stage, "b", 1, 3)
             await stage.fetch("a", "b")
@@ -1245,7 +1245,7 @@ class TestWhatTheOriginDoesNotGive:
     @on_virtual_time
     async def test_is_fetched_from_another_who_was_given_it(self) -> None:
         dataset = DatasetSpec(1_000, 10, 1, True)
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", min_workers=2, lost_data_policy="abort")
             await stage.come("b")
             await stage.offer_all(dataset)
@@ -1258,7 +1258,7 @@ class TestWhatTheOriginDoesNotGive:
 
     @on_virtual_time
     async def test_is_asked_of_who_comes(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await self.partial(stage)
             await self.say(stage, "b", 1, 3)
             await stage.come("c", 1, 3)
@@ -1269,7 +1269,7 @@ class TestWhatTheOriginDoesNotGive:
 
     @on_virtual_time
     async def test_is_asked_of_who_came_before_it_was_known(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await self.partial(stage)
             await stage.come("c", 1, 3)
             assert stage.attempt == 1
@@ -1278,7 +1278,7 @@ class TestWhatTheOriginDoesNotGive:
 
     @on_virtual_time
     async def test_ends_the_job_where_that_is_its_policy_and_it_is_certain(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await self.partial(stage, lost_data_policy="abort")
             await self.say(stage, "b", 1, 3)
             assert stage.facts(JobAborted) == []
@@ -1289,7 +1289,7 @@ class TestWhatTheOriginDoesNotGive:
 
     @on_virtual_time
     async def test_makes_all_stop_where_training_goes_on(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await self.partial(stage, use_synchronous_rescaling=False)
             await stage.fetch("a", "b")
             await stage.commit("a", "b")
@@ -1307,7 +1307,7 @@ class TestWhatTheOriginDoesNotGive:
 
     @on_virtual_time
     async def test_is_said_of_shards_there_are_by_members_of_the_attempt(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await self.partial(stage)
             assert await refused(self.say(stage, "b", 10)) == "shard_invalid"
             assert await refused(self.say(stage, "b", 1, attempt=7)) == "attempt_over"
@@ -1320,7 +1320,7 @@ class TestAPlanThatWasCommittedAndIsNotAdoptedYet:
     async def test_is_kept_when_the_next_one_is_made(self) -> None:
         """The commit is heard of later than the offers to the next attempt are."""
         store = FaultyStore()
-        async with a_data_stage(store) as stage:
+        async with data_fixture(store) as stage:
             await formed(stage)
             await stage.kernel.bus.ask(RescaleJob(JOB))
             await stage.offer_all()
@@ -1341,7 +1341,7 @@ class TestAPlanThatWasCommittedAndIsNotAdoptedYet:
     @on_virtual_time
     async def test_is_forgotten_with_those_that_came_to_nothing_when_a_later_one_is_adopted(self) -> None:
         store = FaultyStore()
-        async with a_data_stage(store) as stage:
+        async with data_fixture(store) as stage:
             await formed(stage)
             stage.data._store._newest_commit[JOB] = 0
             for _ in range(3):
@@ -1356,7 +1356,7 @@ class TestAPlanThatWasCommittedAndIsNotAdoptedYet:
 class TestAWorkerThatIsToGo:
     @on_virtual_time
     async def test_gives_what_only_it_holds_away_before(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await formed(stage)
             await stage.kernel.bus.ask(DrainWorker(JOB, "b"))
             assert stage.attempt == 2
@@ -1370,7 +1370,7 @@ class TestAWorkerThatIsToGo:
 
     @on_virtual_time
     async def test_gives_it_to_who_is_to_go_behind_it_and_nobody_gives_it_to_nobody(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await formed(stage)
             a, b = stage.workers["a"], stage.workers["b"]
             for one in (a, b):
@@ -1387,7 +1387,7 @@ class TestAWorkerThatIsToGo:
 
     @on_virtual_time
     async def test_and_was_told_so_while_it_joined_is_given_nothing(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await stage.come("a", *range(10))
             await stage.rescale("a")
             await stage.come("b")
@@ -1402,7 +1402,7 @@ class TestAWorkerThatIsToGo:
 class TestTwoJobs:
     @on_virtual_time
     async def test_have_nothing_to_do_with_each_other(self) -> None:
-        async with a_data_stage() as stage:
+        async with data_fixture() as stage:
             await formed(stage)
             before = stage.owners()
             await stage.come("z", job="other")

@@ -20,7 +20,7 @@ from forged.data.transfer.outcome import TransferProgress, TransferReport
 from forged.data.transfer.schedule import Wanted
 from forged.errors import Unavailable
 from forged.retry import RetryPolicy
-from tests.data.wards import Observer, filling, shard
+from tests.data.transfer_cluster import Observer, content_of, shard
 from tests.simulation.loop import VirtualClock, run
 from tests.worker.test_simulated import Cluster
 
@@ -65,7 +65,7 @@ def simulate(size: int, story: Callable[[DataCluster], Awaitable[None]], seed: i
 
 async def move_five(cluster: DataCluster) -> None:
     for number in range(5):
-        cluster.stores[1].put(number, [filling(number, SIZE)])
+        cluster.stores[1].put(number, [content_of(number, SIZE)])
     manager = cluster.manager(0)
     moving = (manager.transfer_data_shards(cluster.workers[1], cluster.workers[0], shard(one)) for one in range(5))
     await asyncio.gather(*moving)
@@ -80,7 +80,7 @@ def test_shards_move_over_a_simulated_network_the_same_way_each_time() -> None:
 def test_all_transfers_together_keep_the_rate(concurrency: int) -> None:
     async def story(cluster: DataCluster) -> None:
         for number in range(8):
-            cluster.stores[1].put(number, [filling(number, RATE_BYTES_MIN)])
+            cluster.stores[1].put(number, [content_of(number, RATE_BYTES_MIN)])
         manager = cluster.manager(0, rate_bytes_per_s=2 * RATE_BYTES_MIN, max_concurrent_transfers=concurrency)
         began = asyncio.get_running_loop().time()
         moving = (manager.transfer_data_shards(cluster.workers[1], cluster.workers[0], shard(one)) for one in range(8))
@@ -94,7 +94,7 @@ def test_all_transfers_together_keep_the_rate(concurrency: int) -> None:
 def test_progress_is_told_while_a_shard_moves_and_its_rate_is_that_of_the_way() -> None:
     async def story(cluster: DataCluster) -> None:
         seen: list[TransferProgress] = []
-        cluster.stores[1].put(0, [filling(0, 4 * RATE_BYTES_MIN)])
+        cluster.stores[1].put(0, [content_of(0, 4 * RATE_BYTES_MIN)])
         manager = cluster.manager(
             0, rate_bytes_per_s=RATE_BYTES_MIN, observer=Observer(progress=seen.append), progress_interval_s=0.5
         )
@@ -116,7 +116,7 @@ def test_a_source_that_is_killed_at_any_moment_is_replaced_by_a_copy(seed: int) 
     async def story(cluster: DataCluster) -> None:
         for number in range(6):
             for store in cluster.stores[1:]:
-                store.put(number, [filling(number, SIZE)])
+                store.put(number, [content_of(number, SIZE)])
         manager = cluster.manager(0)
         moving = [
             asyncio.ensure_future(
@@ -136,7 +136,7 @@ def test_a_source_that_is_killed_at_any_moment_is_replaced_by_a_copy(seed: int) 
 
 def test_a_source_that_cannot_be_reached_for_a_while_is_asked_again() -> None:
     async def story(cluster: DataCluster) -> None:
-        cluster.stores[1].put(0, [filling(0, SIZE)])
+        cluster.stores[1].put(0, [content_of(0, SIZE)])
         cluster.network.partition(["h0"], ["h1"])
         patient = RetryPolicy(attempts=100, delay_s=0.5)
         manager = cluster.manager(0, retry=patient)
@@ -151,7 +151,7 @@ def test_a_source_that_cannot_be_reached_for_a_while_is_asked_again() -> None:
 
 def test_a_source_that_can_never_be_reached_is_given_up_in_the_end() -> None:
     async def story(cluster: DataCluster) -> None:
-        cluster.stores[1].put(0, [filling(0, SIZE)])
+        cluster.stores[1].put(0, [content_of(0, SIZE)])
         cluster.network.partition(["h0"], ["h1"])
         with pytest.raises(Unavailable, match="shard 0 "):
             await cluster.manager(0).transfer_data_shards(cluster.workers[1], cluster.workers[0], shard(0))

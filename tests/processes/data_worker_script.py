@@ -15,7 +15,7 @@ from forged.data import Dataset, ElasticSampler, FunctionOrigin, TrainingData
 from forged.data.model import DataShard
 from forged.elastic.config import ElasticTrainingConfig
 from forged.worker.blocking import Training, join
-from tests.data.wards import filling
+from tests.data.transfer_cluster import content_of
 from tests.processes.worker_script import (
     ACTS,
     ARMED,
@@ -41,7 +41,7 @@ def sampler_of(mode: str) -> ElasticSampler:
 
 
 def write(shard: DataShard, file: BinaryIO) -> None:
-    file.write(filling(shard.shard_id, SHARD_BYTES))
+    file.write(content_of(shard.shard_id, SHARD_BYTES))
 
 
 def hang(shard: DataShard, file: BinaryIO) -> None:

@@ -25,7 +25,7 @@ from forged.data.store.port import Stamp
 from forged.data.transfer.bandwidth import RATE_BYTES_MIN
 from forged.elastic.messages import RescaleCompleted, RescaleStarted, WorkerFailed, WorkerLeft
 from forged.kernel.messages import Fact, Record
-from tests.data.wards import filling
+from tests.data.transfer_cluster import content_of
 from tests.processes import training_cluster
 from tests.processes.data_worker_script import BATCH, SAMPLES, SHARD_BYTES, SHARDS, sampler_of
 from tests.processes.fork_server import ForkServer
@@ -65,7 +65,7 @@ class Drovers(TrainingCluster):
         """What nobody else has lies with this worker."""
         store = DirectoryShardStore(self.place_of(name))
         for shard in range(SHARDS):
-            data = filling(shard, SHARD_BYTES)
+            data = content_of(shard, SHARD_BYTES)
             with store.receive(shard, Stamp.of(data)) as arriving:
                 arriving.write(data)
                 arriving.commit()
@@ -119,7 +119,7 @@ class Drovers(TrainingCluster):
         owners = [page.workers[place].id for place in np.frombuffer(page.owners, "<i4").tolist()]
         stores = {name: DirectoryShardStore(path) for name, path in directories.items()}
         for shard, owner in enumerate(owners):
-            assert stores[owner].path_of(shard).read_bytes() == filling(shard, SHARD_BYTES)
+            assert stores[owner].path_of(shard).read_bytes() == content_of(shard, SHARD_BYTES)
             copies = sum(store.holds(shard) for store in stores.values())
             assert copies == min(1 + self.replication, len(stores)), f"{copies} copies of shard {shard}"
 

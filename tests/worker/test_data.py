@@ -44,7 +44,7 @@ from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.data.transfer_reports import TransferReports
 from forged.worker.errors import JobEnded, WorkerEvicted
 from tests.client.daemon_runner import SOON, DaemonRunner
-from tests.data.wards import LaggingStore, filling
+from tests.data.transfer_cluster import DelayedStore, content_of
 from tests.worker.crew import JOB, PATIENCE_S, Crew, Trainer, crew_at
 from tests.worker.meshes import until
 
@@ -62,7 +62,7 @@ def _each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def write(shard: DataShard, file: BinaryIO) -> None:
-    file.write(filling(shard.shard_id, SIZE))
+    file.write(content_of(shard.shard_id, SIZE))
 
 
 ORIGIN = FunctionOrigin(write)
@@ -77,13 +77,13 @@ def filled(*shards: int) -> MemoryShardStore:
 
 
 def put(store: ShardStore, shard: int) -> None:
-    data = filling(shard, SIZE)
+    data = content_of(shard, SIZE)
     with store.receive(shard, Stamp.of(data)) as arriving:
         arriving.write(data)
         arriving.commit()
 
 
-class Ranch:
+class TrainingCluster:
     """A crew with data, and what its steps have drawn."""
 
     def __init__(self, crew: Crew, runner: DaemonRunner, *, is_sharded: bool = False, **terms: Any) -> None:
@@ -134,7 +134,7 @@ class Ranch:
         owners = [page.workers[place].id for place in np.frombuffer(page.owners, "<i4").tolist()]
         assert set(owners) <= set(names)
         for shard, owner in enumerate(owners):
-            assert self.stores[owner].read(shard) == filling(shard, SIZE)
+            assert self.stores[owner].read(shard) == content_of(shard, SIZE)
         copies = [sum(self.stores[name].holds(shard) for name in names) for shard in range(SHARDS)]
         assert copies == [min(1 + self.terms["replication"], len(names))] * SHARDS
         assert [self.crew[owner].worker.should_handle_shard(shard, SHARDS) for shard, owner in enumerate(owners)] == [
@@ -169,12 +169,12 @@ class Ranch:
 
 
 @asynccontextmanager
-async def ranch_at(
+async def training_cluster(
     runner: DaemonRunner, *, settings: dict[str, Any] | None = None, **terms: Any
-) -> AsyncIterator[Ranch]:
+) -> AsyncIterator[TrainingCluster]:
     """Those who will train there."""
     async with crew_at(runner.endpoint, **(USUAL | (settings or {}))) as crew:
-        yield Ranch(crew, runner, **terms)
+        yield TrainingCluster(crew, runner, **terms)
 
 
 @asynccontextmanager
@@ -206,63 +206,63 @@ class TestAWorld:
     async def test_holds_each_shard_as_often_as_it_should_through_all_changes(
         self, runner: DaemonRunner, replication: int
     ) -> None:
-        async with ranch_at(runner, replication=replication) as ranch, ranch.client() as client:
-            ranch.start("a", "b", "c")
-            await ranch.crew.world_of("a", "b", "c")
-            await ranch.check_holdings("a", "b", "c")
-            ranch.start("d")
-            await ranch.crew.world_of("a", "b", "c", "d")
-            await ranch.check_holdings("a", "b", "c", "d")
+        async with training_cluster(runner, replication=replication) as cluster, cluster.client() as client:
+            cluster.start("a", "b", "c")
+            await cluster.crew.world_of("a", "b", "c")
+            await cluster.check_holdings("a", "b", "c")
+            cluster.start("d")
+            await cluster.crew.world_of("a", "b", "c", "d")
+            await cluster.check_holdings("a", "b", "c", "d")
             await client.evict_worker(JOB, "b")
-            await ranch.crew.world_of("a", "c", "d")
-            await ranch.check_holdings("a", "c", "d")
+            await cluster.crew.world_of("a", "c", "d")
+            await cluster.check_holdings("a", "c", "d")
             await client.drain_worker(JOB, "a")
-            await ranch.crew.world_of("c", "d")
-            await ranch.check_holdings("c", "d")
-            await ranch.finish("c", "d")
+            await cluster.crew.world_of("c", "d")
+            await cluster.check_holdings("c", "d")
+            await cluster.finish("c", "d")
 
     async def test_takes_in_who_brings_shards_along(self, runner: DaemonRunner) -> None:
-        async with ranch_at(runner, origin=None) as ranch:
-            ranch.start("a", store=filled(*range(6)))
-            ranch.start("b", store=filled(*range(6, 12)))
-            await ranch.crew.world_of("a", "b")
-            await ranch.check_holdings("a", "b")
-            totals = (await ranch.facts(TransfersPlanned))[-1].totals
+        async with training_cluster(runner, origin=None) as cluster:
+            cluster.start("a", store=filled(*range(6)))
+            cluster.start("b", store=filled(*range(6, 12)))
+            await cluster.crew.world_of("a", "b")
+            await cluster.check_holdings("a", "b")
+            totals = (await cluster.facts(TransfersPlanned))[-1].totals
             assert (totals.transfers, totals.from_origin) == (0, 0)
-            await ranch.finish("a", "b")
+            await cluster.finish("a", "b")
 
     async def test_moves_no_more_than_it_must_when_somebody_comes(self, runner: DaemonRunner) -> None:
-        async with ranch_at(runner) as ranch:
-            ranch.start("a", "b", "c")
-            await ranch.crew.world_of("a", "b", "c")
-            ranch.start("d")
-            await ranch.crew.world_of("a", "b", "c", "d")
-            totals = (await ranch.facts(TransfersPlanned))[-1].totals
+        async with training_cluster(runner) as cluster:
+            cluster.start("a", "b", "c")
+            await cluster.crew.world_of("a", "b", "c")
+            cluster.start("d")
+            await cluster.crew.world_of("a", "b", "c", "d")
+            totals = (await cluster.facts(TransfersPlanned))[-1].totals
             assert (totals.shards, totals.from_owners, totals.from_origin) == (3, 3, 0)
 
     async def test_holds_by_weight_which_may_be_another_when_somebody_comes_back(self, runner: DaemonRunner) -> None:
-        async with ranch_at(runner, replication=0) as ranch, ranch.client() as client:
+        async with training_cluster(runner, replication=0) as cluster, cluster.client() as client:
 
             async def held() -> dict[str, tuple[int, float]]:
-                return {one.worker_id: (one.owned, one.weight) for one in (await ranch.shown()).workers}
+                return {one.worker_id: (one.owned, one.weight) for one in (await cluster.shown()).workers}
 
-            ranch.start("a")
-            ranch.start("b", weight=3)
-            await ranch.crew.world_of("a", "b")
-            await ranch.check_holdings("a", "b")
+            cluster.start("a")
+            cluster.start("b", weight=3)
+            await cluster.crew.world_of("a", "b")
+            await cluster.check_holdings("a", "b")
             assert await held() == {"a": (3, 1.0), "b": (9, 3.0)}
             await runner.close()
             await runner.open()
             assert await held() == {"a": (3, 1.0), "b": (9, 3.0)}
             assert (await client.plan_data(JOB, ["a", "b"])).transfers == 0
             await client.drain_worker(JOB, "b")
-            await ranch.crew.over("b")
-            await ranch.crew.world_of("a")
-            ranch.start("b", weight=0.5)
-            await ranch.crew.world_of("a", "b")
-            await ranch.check_holdings("a", "b")
+            await cluster.crew.over("b")
+            await cluster.crew.world_of("a")
+            cluster.start("b", weight=0.5)
+            await cluster.crew.world_of("a", "b")
+            await cluster.check_holdings("a", "b")
             assert await held() == {"a": (8, 1.0), "b": (4, 0.5)}
-            await ranch.finish("a", "b")
+            await cluster.finish("a", "b")
 
     async def test_without_data_goes_by_the_remainder(self, runner: DaemonRunner) -> None:
         async with crew_at(runner.endpoint) as crew:
@@ -273,110 +273,116 @@ class TestAWorld:
                 assert [worker.should_handle_shard(n, 4) for n in range(4)] == [n % 2 == worker.rank for n in range(4)]
 
     async def test_goes_by_the_remainder_for_what_is_divided_otherwise(self, runner: DaemonRunner) -> None:
-        async with ranch_at(runner) as ranch:
-            ranch.start("a", "b")
-            await ranch.crew.world_of("a", "b")
-            worker = ranch.crew["a"].worker
+        async with training_cluster(runner) as cluster:
+            cluster.start("a", "b")
+            await cluster.crew.world_of("a", "b")
+            worker = cluster.crew["a"].worker
             assert [worker.should_handle_shard(n, 5) for n in range(5)] == [n % 2 == worker.rank for n in range(5)]
             assert not worker.should_handle_shard(SHARDS, SHARDS)
 
     @pytest.mark.parametrize("first", ["with", "without"])
     async def test_takes_in_nobody_who_would_train_on_nothing(self, runner: DaemonRunner, first: str) -> None:
-        async with ranch_at(runner) as ranch:
+        async with training_cluster(runner) as cluster:
             made = {"with": TrainingData(SAMPLES, SHARDS, MemoryShardStore(), origin=ORIGIN), "without": None}
-            ranch.crew.make("a", data=made[first])
-            ranch.crew.make("b", data=made["without" if first == "with" else "with"])
-            ranch.crew.start("a")
-            await ranch.crew.world_of("a")
-            ranch.crew.start("b")
-            (error,) = await ranch.crew.over("b")
+            cluster.crew.make("a", data=made[first])
+            cluster.crew.make("b", data=made["without" if first == "with" else "with"])
+            cluster.crew.start("a")
+            await cluster.crew.world_of("a")
+            cluster.crew.start("b")
+            (error,) = await cluster.crew.over("b")
             assert getattr(error, "code", error) == ("dataset_missing" if first == "with" else "dataset_differs")
-            await ranch.crew.world_of("a")
+            await cluster.crew.world_of("a")
 
     async def test_takes_in_nobody_with_another_dataset_and_does_not_stop_for_it(self, runner: DaemonRunner) -> None:
-        async with ranch_at(runner) as ranch:
-            ranch.start("a")
-            await ranch.crew.world_of("a")
-            ranch.start("b", replication=1)
-            (error,) = await ranch.crew.over("b")
+        async with training_cluster(runner) as cluster:
+            cluster.start("a")
+            await cluster.crew.world_of("a")
+            cluster.start("b", replication=1)
+            (error,) = await cluster.crew.over("b")
             assert getattr(error, "code", error) == "dataset_differs"
             assert "replication is 0 in the job, 1 in this worker" in str(error)
-            assert len(await ranch.facts(RescaleStarted)) == 1
+            assert len(await cluster.facts(RescaleStarted)) == 1
 
     async def test_takes_in_who_comes_with_what_the_script_had_forgotten_when_nobody_could_train(
         self, runner: DaemonRunner
     ) -> None:
-        async with ranch_at(runner, origin=None) as ranch, ranch.client() as client:
-            ranch.start("a")
+        async with training_cluster(runner, origin=None) as cluster, cluster.client() as client:
+            cluster.start("a")
             async with client.facts(ShardsLost, since=0, jobs=[JOB]) as told, asyncio.timeout(PATIENCE_S):
                 await anext(told)
             await client.evict_worker(JOB, "a")
-            await ranch.crew.over("a")
-            ranch.start("b", origin=ORIGIN)
-            await ranch.crew.world_of("b")
-            await ranch.check_holdings("b")
+            await cluster.crew.over("a")
+            cluster.start("b", origin=ORIGIN)
+            await cluster.crew.world_of("b")
+            await cluster.check_holdings("b")
 
     async def test_of_two_jobs_at_once_keeps_them_apart(self, runner: DaemonRunner) -> None:
-        async with ranch_at(runner) as ranch:
-            ranch.start("a", "b")
+        async with training_cluster(runner) as cluster:
+            cluster.start("a", "b")
             store = MemoryShardStore()
             data = TrainingData(50, 5, store, origin=ORIGIN)
-            ranch.crew.make("z", job="other", data=data)
-            ranch.crew.start("z")
-            await ranch.crew.world_of("a", "b")
-            await ranch.crew.world_of("z")
+            cluster.crew.make("z", job="other", data=data)
+            cluster.crew.start("z")
+            await cluster.crew.world_of("a", "b")
+            await cluster.crew.world_of("z")
             assert set(store.held()) == set(range(5))
-            await ranch.check_holdings("a", "b")
+            await cluster.check_holdings("a", "b")
 
 
 class TestSampling:
     @pytest.mark.parametrize("with_data", [False, True])
     async def test_goes_on_with_nobody_whose_sampler_is_another(self, runner: DaemonRunner, with_data: bool) -> None:
-        async with ranch_at(runner) as ranch:
+        async with training_cluster(runner) as cluster:
             for name, drop_last in (("a", False), ("b", True)):
                 data = TrainingData(SAMPLES, SHARDS, MemoryShardStore(), origin=ORIGIN) if with_data else None
-                ranch.crew.make(name, data=data, sampler=ElasticSampler(SAMPLES, BATCH, SEED, drop_last=drop_last))
-            ranch.crew.start("a")
-            await ranch.crew.until(lambda: ranch.crew["a"].worker.is_registered)
-            ranch.crew.start("b")
-            (error,) = await ranch.crew.over("b")
+                cluster.crew.make(name, data=data, sampler=ElasticSampler(SAMPLES, BATCH, SEED, drop_last=drop_last))
+            cluster.crew.start("a")
+            await cluster.crew.until(lambda: cluster.crew["a"].worker.is_registered)
+            cluster.crew.start("b")
+            (error,) = await cluster.crew.over("b")
             assert getattr(error, "code", error) == "sampler_differs"
             assert "drop_last is False in the job, True in this worker" in str(error)
 
     @pytest.mark.parametrize("is_sharded", [False, True], ids=["shared", "sharded"])
     async def test_uses_each_sample_once_whoever_comes_and_dies(self, runner: DaemonRunner, is_sharded: bool) -> None:
-        async with ranch_at(runner, is_sharded=is_sharded, replication=1) as ranch, ranch.client() as client:
+        async with (
+            training_cluster(runner, is_sharded=is_sharded, replication=1) as cluster,
+            cluster.client() as client,
+        ):
             living = ["w0", "w1", "w2"]
-            ranch.start(*living)
-            await ranch.crew.world_of(*living)
+            cluster.start(*living)
+            await cluster.crew.world_of(*living)
             for number in range(3, 9):
                 victim = living.pop(number % len(living))
                 await client.evict_worker(JOB, victim)
                 living.append(f"w{number}")
-                ranch.start(living[-1])
-                await ranch.crew.world_of(*living, steps=1 + number % 4)
-            await ranch.check_holdings(*living)
-            await ranch.finish(*living)
+                cluster.start(living[-1])
+                await cluster.crew.world_of(*living, steps=1 + number % 4)
+            await cluster.check_holdings(*living)
+            await cluster.finish(*living)
 
     async def test_in_sharded_mode_draws_from_what_is_held(self, runner: DaemonRunner) -> None:
-        async with ranch_at(runner, is_sharded=True) as ranch:
-            ranch.start("a", "b")
-            await ranch.crew.world_of("a", "b")
+        async with training_cluster(runner, is_sharded=True) as cluster:
+            cluster.start("a", "b")
+            await cluster.crew.world_of("a", "b")
             dataset = Dataset.of(SAMPLES, SHARDS)
             for name in "ab":
-                worker = ranch.crew[name].worker
-                held = set(ranch.stores[name].held())
-                drawn = _drawn_by(ranch, name, worker.generation)
+                worker = cluster.crew[name].worker
+                held = set(cluster.stores[name].held())
+                drawn = _drawn_by(cluster, name, worker.generation)
                 assert set(dataset.shard_of(sorted(drawn)).tolist()) <= held
 
     @pytest.mark.parametrize("is_sharded", [False, True], ids=["shared", "sharded"])
     async def test_agrees_with_the_state_when_a_step_was_finished_and_nobody_knows_whether_it_counts(
         self, runner: DaemonRunner, is_sharded: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with ranch_at(runner, is_sharded=is_sharded, replication=1) as ranch, ranch.client() as client:
-            ranch.start("a", "b", "c")
-            await ranch.crew.world_of("a", "b", "c")
-            victim = ranch.crew["c"].worker
+        async with (
+            training_cluster(runner, is_sharded=is_sharded, replication=1) as cluster,
+            cluster.client() as client,
+        ):
+            cluster.start("a", "b", "c")
+            await cluster.crew.world_of("a", "b", "c")
+            victim = cluster.crew["c"].worker
             finish, stopped = victim.finish_step, asyncio.Event()
 
             async def never() -> bool:
@@ -388,8 +394,8 @@ class TestSampling:
             monkeypatch.setattr(victim, "finish_step", never)
             await soon(stopped)
             await client.evict_worker(JOB, "c")
-            await ranch.crew.world_of("a", "b")
-            await ranch.finish("a", "b")
+            await cluster.crew.world_of("a", "b")
+            await cluster.finish("a", "b")
 
     async def test_is_told_by_who_is_left_when_those_who_were_there_die_before_they_told(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
@@ -402,135 +408,135 @@ class TestSampling:
             return await say(line, request)
 
         monkeypatch.setattr(Registration, "say", keep_quiet)
-        async with ranch_at(runner) as ranch, ranch.client() as client:
-            ranch.start("a", "b")
-            await ranch.crew.world_of("a", "b", steps=5)
-            ranch.start("c")
-            await ranch.crew.world_of("a", "b", "c")
+        async with training_cluster(runner) as cluster, cluster.client() as client:
+            cluster.start("a", "b")
+            await cluster.crew.world_of("a", "b", steps=5)
+            cluster.start("c")
+            await cluster.crew.world_of("a", "b", "c")
             for name in "ab":
                 await client.evict_worker(JOB, name)
-            await ranch.crew.world_of("c")
-            await ranch.finish("c")
+            await cluster.crew.world_of("c")
+            await cluster.finish("c")
 
     async def test_of_no_samples_is_proven_to_have_used_them(self, runner: DaemonRunner) -> None:
-        async with ranch_at(runner) as ranch:
-            ranch.crew.make("a", sampler=ElasticSampler(0, BATCH))
-            ranch.crew.start("a")
-            await ranch.crew.world_of("a")
-            await ranch.crew.finish("a")
-            audit = await ranch.audit(0)
+        async with training_cluster(runner) as cluster:
+            cluster.crew.make("a", sampler=ElasticSampler(0, BATCH))
+            cluster.crew.start("a")
+            await cluster.crew.world_of("a")
+            await cluster.crew.finish("a")
+            audit = await cluster.audit(0)
             assert (audit.samples, audit.used, audit.complete) == (0, 0, True)
 
     async def test_tells_the_epoch_with_the_step_of_which_it_is(self, runner: DaemonRunner) -> None:
-        async with ranch_at(runner) as ranch, ranch.client() as client:
-            ranch.start("a", "b", "c")
-            await ranch.crew.world_of("a", "b", "c")
+        async with training_cluster(runner) as cluster, cluster.client() as client:
+            cluster.start("a", "b", "c")
+            await cluster.crew.world_of("a", "b", "c")
             for name in "cb":
-                await ranch.crew.more_steps("a", steps=STEPS_PER_EPOCH)
+                await cluster.crew.more_steps("a", steps=STEPS_PER_EPOCH)
                 await client.evict_worker(JOB, name)
-                await ranch.crew.world_of(*("ab" if name == "c" else "a"))
-            commits = [fact for fact in await ranch.facts(RescaleCompleted) if fact.step]
+                await cluster.crew.world_of(*("ab" if name == "c" else "a"))
+            commits = [fact for fact in await cluster.facts(RescaleCompleted) if fact.step]
             assert [fact.epoch for fact in commits] == [fact.step // STEPS_PER_EPOCH for fact in commits]
             assert commits[-1].epoch >= 2
-            worker = ranch.crew["a"].worker
+            worker = cluster.crew["a"].worker
             assert worker.sampler is not None
             assert worker.epoch == worker.sampler.epoch
 
     async def test_takes_a_whole_epoch_where_the_world_grows_beyond_it(self, runner: DaemonRunner) -> None:
-        async with ranch_at(runner, settings={"scale_batch_with_world": True}) as ranch:
+        async with training_cluster(runner, settings={"scale_batch_with_world": True}) as cluster:
             for name in "ab":
-                ranch.crew.make(name, sampler=ElasticSampler(20, 12, SEED, drop_last=True))
-            ranch.crew.start("a")
-            await ranch.crew.world_of("a")
-            ranch.crew.start("b")
-            await ranch.crew.world_of("a", "b")
+                cluster.crew.make(name, sampler=ElasticSampler(20, 12, SEED, drop_last=True))
+            cluster.crew.start("a")
+            await cluster.crew.world_of("a")
+            cluster.crew.start("b")
+            await cluster.crew.world_of("a", "b")
             for name in "ab":
-                worker = ranch.crew[name].worker
+                worker = cluster.crew[name].worker
                 assert worker.sampler is not None
                 assert (worker.global_batch_size, worker.sampler.global_batch) == (24, 20)
                 assert sorted(np.concatenate([worker.sampler.batch(rank, 2) for rank in (0, 1)])) == list(range(20))
-            await ranch.crew.finish("a", "b")
-            epoch = max((await ranch.audit(0)).epochs)
-            audit = await ranch.audit(epoch)
+            await cluster.crew.finish("a", "b")
+            epoch = max((await cluster.audit(0)).epochs)
+            audit = await cluster.audit(epoch)
             assert (audit.used, audit.dropped, audit.complete) == (20, 0, True)
 
 
-def _drawn_by(ranch: Ranch, name: str, generation: int) -> set[int]:
-    worlds = [by_world[generation] for by_world in ranch.drawn.values() if generation in by_world]
+def _drawn_by(cluster: TrainingCluster, name: str, generation: int) -> set[int]:
+    worlds = [by_world[generation] for by_world in cluster.drawn.values() if generation in by_world]
     return {sample for world in worlds if name in world for sample in world[name].tolist()}
 
 
 class TestWhoIsToGo:
     async def test_hands_over_before_it_goes_what_only_it_holds(self, runner: DaemonRunner) -> None:
-        async with ranch_at(runner, origin=None) as ranch:
-            ranch.start("a", store=filled(*range(SHARDS)))
-            ranch.start("b")
-            await ranch.crew.world_of("a", "b")
-            await ranch.check_holdings("a", "b")
-            ranch.crew["a"].worker.drain("the spot price")
-            assert await ranch.crew.over("a") == [None]
-            await ranch.crew.world_of("b")
-            await ranch.check_holdings("b")
-            assert [fact.worker_id for fact in await ranch.facts(WorkerLeft)] == ["a"]
-            assert await ranch.facts(ShardsLost) == []
-            await ranch.finish("b")
+        async with training_cluster(runner, origin=None) as cluster:
+            cluster.start("a", store=filled(*range(SHARDS)))
+            cluster.start("b")
+            await cluster.crew.world_of("a", "b")
+            await cluster.check_holdings("a", "b")
+            cluster.crew["a"].worker.drain("the spot price")
+            assert await cluster.crew.over("a") == [None]
+            await cluster.crew.world_of("b")
+            await cluster.check_holdings("b")
+            assert [fact.worker_id for fact in await cluster.facts(WorkerLeft)] == ["a"]
+            assert await cluster.facts(ShardsLost) == []
+            await cluster.finish("b")
 
     async def test_alone_goes_and_keeps_what_it_holds(self, runner: DaemonRunner) -> None:
-        async with ranch_at(runner) as ranch, ranch.client() as client:
-            ranch.start("a")
-            await ranch.crew.world_of("a")
+        async with training_cluster(runner) as cluster, cluster.client() as client:
+            cluster.start("a")
+            await cluster.crew.world_of("a")
             await client.drain_worker(JOB, "a")
-            assert await ranch.crew.over("a") == [None]
-            assert set(ranch.stores["a"].held()) == set(range(SHARDS))
+            assert await cluster.crew.over("a") == [None]
+            assert set(cluster.stores["a"].held()) == set(range(SHARDS))
 
     async def test_with_all_others_goes_with_them(self, runner: DaemonRunner) -> None:
-        async with ranch_at(runner) as ranch:
-            ranch.start("a", "b", "c")
-            await ranch.crew.world_of("a", "b", "c")
+        async with training_cluster(runner) as cluster:
+            cluster.start("a", "b", "c")
+            await cluster.crew.world_of("a", "b", "c")
             for name in "abc":
-                ranch.crew[name].worker.drain("the night")
-            assert await ranch.crew.over("a", "b", "c") == [None] * 3
-            assert await ranch.facts(WorkerFailed) == []
+                cluster.crew[name].worker.drain("the night")
+            assert await cluster.crew.over("a", "b", "c") == [None] * 3
+            assert await cluster.facts(WorkerFailed) == []
 
     async def test_while_it_joins_goes_at_once(self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-        async with ranch_at(runner) as ranch:
-            ranch.start("a")
-            await ranch.crew.world_of("a")
+        async with training_cluster(runner) as cluster:
+            cluster.start("a")
+            await cluster.crew.world_of("a")
             async with held_at(ShardHolder, "_try", monkeypatch) as reached:
-                ranch.start("b")
+                cluster.start("b")
                 await soon(reached)
-                ranch.crew["b"].worker.drain("a change of mind")
-                ranch.crew["b"].member.state.wake()
-            await ranch.crew.over("b")
-            await ranch.crew.world_of("a")
-            await ranch.check_holdings("a")
+                cluster.crew["b"].worker.drain("a change of mind")
+                cluster.crew["b"].member.state.wake()
+            await cluster.crew.over("b")
+            await cluster.crew.world_of("a")
+            await cluster.check_holdings("a")
 
     async def test_while_the_daemon_is_away_trains_until_others_can_take_over(self, runner: DaemonRunner) -> None:
-        async with ranch_at(runner, origin=None) as ranch:
-            ranch.start("a", store=filled(*range(SHARDS)))
-            ranch.start("b")
-            await ranch.crew.world_of("a", "b")
+        async with training_cluster(runner, origin=None) as cluster:
+            cluster.start("a", store=filled(*range(SHARDS)))
+            cluster.start("b")
+            await cluster.crew.world_of("a", "b")
             await runner.close()
-            ranch.crew["a"].worker.drain("the spot price")
-            await ranch.crew.more_steps("a", "b", steps=20)
+            cluster.crew["a"].worker.drain("the spot price")
+            await cluster.crew.more_steps("a", "b", steps=20)
             await runner.open()
-            assert await ranch.crew.over("a") == [None]
-            await ranch.crew.world_of("b")
-            await ranch.check_holdings("b")
+            assert await cluster.crew.over("a") == [None]
+            await cluster.crew.world_of("b")
+            await cluster.check_holdings("b")
 
     async def test_does_not_wait_for_a_daemon_that_stays_away(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(drain, "LOOK_INTERVAL_S", 0.05)
-        async with ranch_at(runner, origin=None, settings={"reconnect_grace_ms": 500}) as ranch:
-            ranch.start("a", store=filled(*range(SHARDS)))
-            ranch.start("b")
-            await ranch.crew.world_of("a", "b")
+        async with training_cluster(runner, origin=None, settings={"reconnect_grace_ms": 500}) as cluster:
+            cluster.start("a", store=filled(*range(SHARDS)))
+            cluster.start("b")
+            await cluster.crew.world_of("a", "b")
             await runner.close()
-            ranch.crew["a"].worker.drain("the spot price")
-            assert await ranch.crew.over("a") == [None]
+            cluster.crew["a"].worker.drain("the spot price")
+            assert await cluster.crew.over("a") == [None]
             await runner.open()
-            assert set(ranch.stores["a"].held()) == set(range(SHARDS)) - set(ranch.stores["b"].held())
+            assert set(cluster.stores["a"].held()) == set(range(SHARDS)) - set(cluster.stores["b"].held())
 
     @pytest.mark.parametrize("daemon", ["there", "away"])
     async def test_does_not_wait_without_end_for_shards_that_nobody_has(
@@ -538,19 +544,19 @@ class TestWhoIsToGo:
     ) -> None:
         monkeypatch.setattr(drain, "LOOK_INTERVAL_S", 0.05)
         settings = {"reconnect_grace_ms": 500, "leave_timeout_ms": 1_000 if daemon == "there" else None}
-        async with ranch_at(runner, origin=None, settings=settings) as ranch, ranch.client() as client:
-            ranch.start("a", store=filled(*range(SHARDS)))
-            ranch.start("b")
-            await ranch.crew.world_of("a", "b")
+        async with training_cluster(runner, origin=None, settings=settings) as cluster, cluster.client() as client:
+            cluster.start("a", store=filled(*range(SHARDS)))
+            cluster.start("b")
+            await cluster.crew.world_of("a", "b")
             await client.evict_worker(JOB, "a")
             async with client.facts(ShardsLost, since=0, jobs=[JOB]) as told, asyncio.timeout(PATIENCE_S):
                 await anext(told)
             if daemon == "away":
                 await runner.close()
-            ranch.crew["b"].worker.drain("the spot price")
-            assert await ranch.crew.over("b") == [None]
+            cluster.crew["b"].worker.drain("the spot price")
+            assert await cluster.crew.over("b") == [None]
             if daemon == "there":
-                (left,) = await ranch.facts(WorkerLeft)
+                (left,) = await cluster.facts(WorkerLeft)
                 assert left.reason == "the spot price; no worker came for what it holds for 1 s"
 
 
@@ -565,170 +571,172 @@ class TestTheBackground:
     async def test_has_steps_in_it_of_the_world_before_with_its_owners(
         self, runner: DaemonRunner, is_sharded: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with ranch_at(runner, is_sharded=is_sharded) as ranch:
-            ranch.start("a", "b")
-            await ranch.crew.world_of("a", "b")
-            generation = ranch.crew["a"].worker.generation
-            held = {name: set(ranch.stores[name].held()) for name in "ab"}
+        async with training_cluster(runner, is_sharded=is_sharded) as cluster:
+            cluster.start("a", "b")
+            await cluster.crew.world_of("a", "b")
+            generation = cluster.crew["a"].worker.generation
+            held = {name: set(cluster.stores[name].held()) for name in "ab"}
             async with held_at(TransferReports, "send_done", monkeypatch) as reached:
-                ranch.start("c")
+                cluster.start("c")
                 await soon(reached)
                 # More than an epoch, in which nothing is drawn that is not owned.
-                await ranch.crew.more_steps("a", "b", steps=SAMPLES // BATCH + 5)
-                assert {ranch.crew[name].worker.generation for name in "ab"} == {generation}
-                assert {name: set(ranch.stores[name].held()) for name in "ab"} == held
+                await cluster.crew.more_steps("a", "b", steps=SAMPLES // BATCH + 5)
+                assert {cluster.crew[name].worker.generation for name in "ab"} == {generation}
+                assert {name: set(cluster.stores[name].held()) for name in "ab"} == held
                 for name in "ab":
-                    worker = ranch.crew[name].worker
+                    worker = cluster.crew[name].worker
                     assert {n for n in range(SHARDS) if worker.should_handle_shard(n, SHARDS)} == held[name]
                     assert not worker.is_rescaling
-            await ranch.crew.world_of("a", "b", "c")
-            await ranch.check_holdings("a", "b", "c")
-            assert [fact.in_background for fact in await ranch.facts(RescaleStarted)][-1]
-            await ranch.finish("a", "b", "c")
+            await cluster.crew.world_of("a", "b", "c")
+            await cluster.check_holdings("a", "b", "c")
+            assert [fact.in_background for fact in await cluster.facts(RescaleStarted)][-1]
+            await cluster.finish("a", "b", "c")
 
     async def test_has_steps_in_it_of_who_is_to_go(self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-        async with ranch_at(runner, origin=None) as ranch:
-            ranch.start("a", store=filled(*range(SHARDS)))
-            ranch.start("b")
-            await ranch.crew.world_of("a", "b")
+        async with training_cluster(runner, origin=None) as cluster:
+            cluster.start("a", store=filled(*range(SHARDS)))
+            cluster.start("b")
+            await cluster.crew.world_of("a", "b")
             await until(lambda: runner.daemon.elastic.clusters[JOB].membership.state_holders == {"a", "b"})
             async with held_at(TransferReports, "send_done", monkeypatch) as reached:
-                ranch.crew["a"].worker.drain("the spot price")
+                cluster.crew["a"].worker.drain("the spot price")
                 await soon(reached)
-                await ranch.crew.more_steps("a", "b", steps=10)
-            assert await ranch.crew.over("a") == [None]
-            await ranch.crew.world_of("b")
-            await ranch.check_holdings("b")
-            await ranch.finish("b")
+                await cluster.crew.more_steps("a", "b", steps=10)
+            assert await cluster.crew.over("a") == [None]
+            await cluster.crew.world_of("b")
+            await cluster.check_holdings("b")
+            await cluster.finish("b")
 
     async def test_is_begun_anew_without_who_was_to_be_taken_in(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with ranch_at(runner) as ranch, ranch.client() as client:
-            ranch.start("a", "b")
-            await ranch.crew.world_of("a", "b")
+        async with training_cluster(runner) as cluster, cluster.client() as client:
+            cluster.start("a", "b")
+            await cluster.crew.world_of("a", "b")
             async with held_at(TransferReports, "send_done", monkeypatch) as reached:
-                ranch.start("c")
+                cluster.start("c")
                 await soon(reached)
                 await client.evict_worker(JOB, "c")
-                await ranch.crew.more_steps("a", "b")
-            await ranch.crew.world_of("a", "b")
-            await ranch.check_holdings("a", "b")
-            attempts = await ranch.facts(RescaleStarted)
+                await cluster.crew.more_steps("a", "b")
+            await cluster.crew.world_of("a", "b")
+            await cluster.check_holdings("a", "b")
+            attempts = await cluster.facts(RescaleStarted)
             assert [fact.in_background for fact in attempts if not fact.added][-1]
-            assert all(fact.step is None for fact in (await ranch.facts(RescaleCompleted))[-1:])
+            assert all(fact.step is None for fact in (await cluster.facts(RescaleCompleted))[-1:])
 
     async def test_gives_way_to_a_stop_when_one_of_the_world_is_gone(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with ranch_at(runner, replication=1) as ranch, ranch.client() as client:
-            ranch.start("a", "b")
-            await ranch.crew.world_of("a", "b")
+        async with training_cluster(runner, replication=1) as cluster, cluster.client() as client:
+            cluster.start("a", "b")
+            await cluster.crew.world_of("a", "b")
             async with held_at(TransferReports, "send_done", monkeypatch) as reached:
-                ranch.start("c")
+                cluster.start("c")
                 await soon(reached)
                 await client.evict_worker(JOB, "b")
-            await ranch.crew.world_of("a", "c")
-            await ranch.check_holdings("a", "c")
-            assert not (await ranch.facts(RescaleStarted))[-1].in_background
-            await ranch.finish("a", "c")
+            await cluster.crew.world_of("a", "c")
+            await cluster.check_holdings("a", "c")
+            assert not (await cluster.facts(RescaleStarted))[-1].in_background
+            await cluster.finish("a", "c")
 
     async def test_is_under_way_again_before_a_long_step_has_let_a_worker_into_the_last_world(
         self, runner: DaemonRunner
     ) -> None:
-        async with ranch_at(runner) as ranch:
-            ranch.start("a", "b")
-            await ranch.crew.world_of("a", "b")
+        async with training_cluster(runner) as cluster:
+            cluster.start("a", "b")
+            await cluster.crew.world_of("a", "b")
             leave = asyncio.Event()
 
             async def long(step: int) -> None:
                 await leave.wait()
 
-            ranch.crew["a"].before_exchange = long
-            async with ranch.client() as client, client.facts(RescaleCompleted, jobs=[JOB]) as facts:
+            cluster.crew["a"].before_exchange = long
+            async with cluster.client() as client, client.facts(RescaleCompleted, jobs=[JOB]) as facts:
                 for name in ("c", "d"):
-                    ranch.start(name)
+                    cluster.start(name)
                     item = await asyncio.wait_for(anext(facts), PATIENCE_S)
                     assert isinstance(item, Record)
                     assert isinstance(item.fact, RescaleCompleted)
                     assert item.fact.added == [name]
-            assert set(ranch.stores["a"].held()) == {
-                n for n in range(SHARDS) if ranch.crew["a"].worker.should_handle_shard(n, SHARDS)
+            assert set(cluster.stores["a"].held()) == {
+                n for n in range(SHARDS) if cluster.crew["a"].worker.should_handle_shard(n, SHARDS)
             }
             leave.set()
-            await ranch.crew.world_of("a", "b", "c", "d")
-            await ranch.check_holdings("a", "b", "c", "d")
-            await ranch.finish("a", "b", "c", "d")
+            await cluster.crew.world_of("a", "b", "c", "d")
+            await cluster.check_holdings("a", "b", "c", "d")
+            await cluster.finish("a", "b", "c", "d")
 
     async def test_ends_the_script_of_whose_store_breaks(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with ranch_at(runner) as ranch:
-            ranch.start("a")
-            await ranch.crew.world_of("a")
+        async with training_cluster(runner) as cluster:
+            cluster.start("a")
+            await cluster.crew.world_of("a")
 
             def held() -> dict[int, Stamp]:
                 raise OSError("the disk is gone")
 
-            monkeypatch.setattr(ranch.stores["a"], "held", held)
-            ranch.start("b")
-            (error,) = await ranch.crew.over("a")
+            monkeypatch.setattr(cluster.stores["a"], "held", held)
+            cluster.start("b")
+            (error,) = await cluster.crew.over("a")
             assert isinstance(error, OSError)
-            await ranch.crew.world_of("b")
+            await cluster.crew.world_of("b")
 
     async def test_goes_on_over_a_daemon_that_comes_back(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with ranch_at(runner) as ranch:
-            ranch.start("a", "b")
-            await ranch.crew.world_of("a", "b")
+        async with training_cluster(runner) as cluster:
+            cluster.start("a", "b")
+            await cluster.crew.world_of("a", "b")
             async with held_at(TransferReports, "send_done", monkeypatch) as reached:
-                ranch.start("c")
+                cluster.start("c")
                 await soon(reached)
                 await runner.close()
-                await ranch.crew.more_steps("a", "b", steps=10)
+                await cluster.crew.more_steps("a", "b", steps=10)
             await runner.open()
-            await ranch.crew.world_of("a", "b", "c")
-            await ranch.check_holdings("a", "b", "c")
-            await ranch.finish("a", "b", "c")
+            await cluster.crew.world_of("a", "b", "c")
+            await cluster.check_holdings("a", "b", "c")
+            await cluster.finish("a", "b", "c")
 
 
 class TestCopies:
     async def test_that_are_bad_are_found_and_replaced_from_elsewhere(self, runner: DaemonRunner) -> None:
-        async with ranch_at(runner, origin=None, replication=1) as ranch, ranch.client() as client:
+        async with training_cluster(runner, origin=None, replication=1) as cluster, cluster.client() as client:
             for name in "ab":
-                ranch.start(name, store=filled(*range(SHARDS)))
-            await ranch.crew.world_of("a", "b")
+                cluster.start(name, store=filled(*range(SHARDS)))
+            await cluster.crew.world_of("a", "b")
             for shard in range(SHARDS):
-                ranch.stores["a"].damage(shard, b"!" * SIZE)
-            ranch.start("c")
-            await ranch.crew.world_of("a", "b", "c")
-            found = await ranch.facts(CorruptShardFound)
+                cluster.stores["a"].damage(shard, b"!" * SIZE)
+            cluster.start("c")
+            await cluster.crew.world_of("a", "b", "c")
+            found = await cluster.facts(CorruptShardFound)
             assert found
             assert {(fact.worker_id, fact.found_by) for fact in found} == {("a", "c")}
-            assert all(ranch.stores["c"].read(shard) == filling(shard, SIZE) for shard in ranch.stores["c"].held())
+            assert all(
+                cluster.stores["c"].read(shard) == content_of(shard, SIZE) for shard in cluster.stores["c"].held()
+            )
             await client.evict_worker(JOB, "a")
-            await ranch.crew.world_of("b", "c")
-            await ranch.check_holdings("b", "c")
+            await cluster.crew.world_of("b", "c")
+            await cluster.check_holdings("b", "c")
 
     async def test_that_are_bad_and_stay_with_their_owner_are_fetched_anew_before_anybody_trains_with_them(
         self, runner: DaemonRunner
     ) -> None:
-        async with ranch_at(runner, replication=1) as ranch:
-            ranch.start("a")
-            await ranch.crew.world_of("a")
+        async with training_cluster(runner, replication=1) as cluster:
+            cluster.start("a")
+            await cluster.crew.world_of("a")
             for shard in (0, 7):
-                ranch.stores["a"].damage(shard, b"!" * SIZE)
-            ranch.start("b")
-            await ranch.crew.world_of("a", "b")
-            await ranch.check_holdings("a", "b")
+                cluster.stores["a"].damage(shard, b"!" * SIZE)
+            cluster.start("b")
+            await cluster.crew.world_of("a", "b")
+            await cluster.check_holdings("a", "b")
             for name in "ab":
-                assert all(ranch.stores[name].read(shard) == filling(shard, SIZE) for shard in range(SHARDS))
-            found = await ranch.facts(CorruptShardFound)
+                assert all(cluster.stores[name].read(shard) == content_of(shard, SIZE) for shard in range(SHARDS))
+            found = await cluster.facts(CorruptShardFound)
             assert {(fact.worker_id, fact.shard) for fact in found} == {("a", 0), ("a", 7)}
-            reasons = [fact.reason for fact in await ranch.facts(RescaleStarted)]
+            reasons = [fact.reason for fact in await cluster.facts(RescaleStarted)]
             assert reasons[-1] == "the copy of shard 0 at a is suspect, and 1 other; b joined"
-            assert await ranch.facts(WorkerFailed) == []
+            assert await cluster.facts(WorkerFailed) == []
 
     async def test_that_are_looked_at_for_long_keep_nobody_from_training_in_the_end(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
@@ -741,52 +749,52 @@ class TestCopies:
             return is_intact
 
         monkeypatch.setattr(local_shards, "_is_intact", slow)
-        async with ranch_at(runner, replication=1, settings={"rescale_timeout_ms": 1_000}) as ranch:
-            ranch.start("a")
-            await ranch.crew.world_of("a")
+        async with training_cluster(runner, replication=1, settings={"rescale_timeout_ms": 1_000}) as cluster:
+            cluster.start("a")
+            await cluster.crew.world_of("a")
             for shard in range(SHARDS):
-                ranch.stores["a"].damage(shard, b"!" * SIZE)
-            ranch.start("b")
-            await ranch.crew.world_of("a", "b")
-            assert len(await ranch.facts(CorruptShardFound)) == SHARDS
-            assert await ranch.facts(WorkerFailed) == []
+                cluster.stores["a"].damage(shard, b"!" * SIZE)
+            cluster.start("b")
+            await cluster.crew.world_of("a", "b")
+            assert len(await cluster.facts(CorruptShardFound)) == SHARDS
+            assert await cluster.facts(WorkerFailed) == []
 
     async def test_of_which_the_last_is_bad_are_named_as_lost_and_nobody_trains(self, runner: DaemonRunner) -> None:
-        async with ranch_at(runner, origin=None) as ranch, ranch.client() as client:
-            ranch.start("a", store=filled(*range(SHARDS)))
-            await ranch.crew.world_of("a")
-            ranch.stores["a"].damage(11, b"!" * SIZE)
-            ranch.stores["a"].damage(10, b"!" * SIZE)
+        async with training_cluster(runner, origin=None) as cluster, cluster.client() as client:
+            cluster.start("a", store=filled(*range(SHARDS)))
+            await cluster.crew.world_of("a")
+            cluster.stores["a"].damage(11, b"!" * SIZE)
+            cluster.stores["a"].damage(10, b"!" * SIZE)
             async with client.facts(ShardsLost, jobs=[JOB]) as facts:
-                ranch.start("b")
+                cluster.start("b")
                 item = await asyncio.wait_for(anext(facts), PATIENCE_S)
             assert isinstance(item, Record)
             assert isinstance(item.fact, ShardsLost)
             assert set(item.fact.shards) <= {10, 11}
-            assert not set(item.fact.shards) & set(ranch.stores["a"].held())
+            assert not set(item.fact.shards) & set(cluster.stores["a"].held())
             # Whoever brings them lets the job go on.
-            ranch.start("c", store=filled(10, 11))
-            await ranch.crew.world_of("a", "b", "c")
-            await ranch.check_holdings("a", "b", "c")
-            assert await ranch.facts(WorkerFailed) == []
+            cluster.start("c", store=filled(10, 11))
+            await cluster.crew.world_of("a", "b", "c")
+            await cluster.check_holdings("a", "b", "c")
+            assert await cluster.facts(WorkerFailed) == []
 
     async def test_that_are_nowhere_are_waited_for_longer_than_anybody_may_be_silent(
         self, runner: DaemonRunner
     ) -> None:
         async with (
-            ranch_at(runner, origin=None, settings={"rescale_timeout_ms": 1_000}) as ranch,
-            ranch.client() as client,
+            training_cluster(runner, origin=None, settings={"rescale_timeout_ms": 1_000}) as cluster,
+            cluster.client() as client,
         ):
             async with client.facts(ShardsLost, jobs=[JOB]) as facts:
-                ranch.start("a", store=filled(*range(10)))
+                cluster.start("a", store=filled(*range(10)))
                 item = await asyncio.wait_for(anext(facts), PATIENCE_S)
             assert isinstance(item, Record)
             assert item.fact == ShardsLost(1, 2, [10, 11])
             await asyncio.sleep(2.5)
-            ranch.start("b", store=filled(10, 11))
-            await ranch.crew.world_of("a", "b")
-            await ranch.check_holdings("a", "b")
-            assert await ranch.facts(WorkerFailed) == []
+            cluster.start("b", store=filled(10, 11))
+            await cluster.crew.world_of("a", "b")
+            await cluster.check_holdings("a", "b")
+            assert await cluster.facts(WorkerFailed) == []
 
 
 async def standing(client: ForgedClient) -> str:
@@ -811,11 +819,13 @@ class TestAShardThatTheOriginDoesNotGive:
     async def test_is_named_and_waited_for_longer_than_anybody_may_be_silent(self, runner: DaemonRunner) -> None:
         origin = MoodyOrigin()
         async with (
-            ranch_at(runner, origin=origin, settings={"rescale_timeout_ms": 1_000, "min_workers": 2}) as ranch,
-            ranch.client() as client,
+            training_cluster(
+                runner, origin=origin, settings={"rescale_timeout_ms": 1_000, "min_workers": 2}
+            ) as cluster,
+            cluster.client() as client,
         ):
             async with client.facts(ShardsLost, jobs=[JOB]) as facts:
-                ranch.start("a", "b")
+                cluster.start("a", "b")
                 item = await asyncio.wait_for(anext(facts), PATIENCE_S)
             assert isinstance(item, Record)
             lost = item.fact
@@ -830,10 +840,10 @@ class TestAShardThatTheOriginDoesNotGive:
             )
             assert 2 <= origin.asked < 10
             origin.is_mended = True
-            await ranch.crew.world_of("a", "b")
-            await ranch.check_holdings("a", "b")
-            assert await ranch.facts(WorkerFailed) == []
-            assert len(await ranch.facts(ShardsLost)) == 1
+            await cluster.crew.world_of("a", "b")
+            await cluster.check_holdings("a", "b")
+            assert await cluster.facts(WorkerFailed) == []
+            assert len(await cluster.facts(ShardsLost)) == 1
 
     async def test_because_it_hangs_is_named_and_waited_for_longer_than_anybody_may_be_silent(
         self, runner: DaemonRunner
@@ -846,20 +856,20 @@ class TestAShardThatTheOriginDoesNotGive:
 
         terms: dict[str, Any] = {"origin": FunctionOrigin(hang), "origin_timeout_s": 3.0}
         async with (
-            ranch_at(runner, settings={"rescale_timeout_ms": 1_000, "min_workers": 2}, **terms) as ranch,
-            ranch.client() as client,
+            training_cluster(runner, settings={"rescale_timeout_ms": 1_000, "min_workers": 2}, **terms) as cluster,
+            cluster.client() as client,
         ):
             async with client.facts(ShardsLost, jobs=[JOB]) as facts:
-                ranch.start("a", "b")
+                cluster.start("a", "b")
                 item = await asyncio.wait_for(anext(facts), PATIENCE_S)
             assert isinstance(item, Record)
             assert isinstance(item.fact, ShardsLost)
             assert (item.fact.count, item.fact.shards) == (1, [3])
             assert item.fact.reason[1:].startswith(": shard 3: the origin gave nothing of it for 3 s")
             gate.set()
-            await ranch.crew.world_of("a", "b")
-            await ranch.check_holdings("a", "b")
-            assert await ranch.facts(WorkerFailed) == []
+            await cluster.crew.world_of("a", "b")
+            await cluster.check_holdings("a", "b")
+            assert await cluster.facts(WorkerFailed) == []
 
     async def test_because_it_hangs_is_shown_long_before_it_is_given_up(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
@@ -871,17 +881,17 @@ class TestAShardThatTheOriginDoesNotGive:
             assert shard.shard_id != 3 or gate.wait(PATIENCE_S)
             write(shard, file)
 
-        async with ranch_at(runner, origin=FunctionOrigin(hang)) as ranch, ranch.client() as client:
+        async with training_cluster(runner, origin=FunctionOrigin(hang)) as cluster, cluster.client() as client:
             async with client.facts(RescaleStarted, jobs=[JOB]) as facts:
-                ranch.start("a")
+                cluster.start("a")
                 await asyncio.wait_for(anext(facts), PATIENCE_S)
             async with asyncio.timeout(PATIENCE_S):
                 while "a: the origin has given nothing of shard 3 for " not in await standing(client):
                     await asyncio.sleep(0.01)
             gate.set()
-            await ranch.crew.world_of("a")
+            await cluster.crew.world_of("a")
             assert await standing(client) == ""
-            await ranch.check_holdings("a")
+            await cluster.check_holdings("a")
 
     async def test_because_what_it_runs_was_cancelled_is_trained_without_by_nobody(self, runner: DaemonRunner) -> None:
         calls = iter(range(100))
@@ -894,24 +904,24 @@ class TestAShardThatTheOriginDoesNotGive:
                 asyncio.run(cancelled())
             write(shard, file)
 
-        async with ranch_at(runner, origin=FunctionOrigin(write_at_last)) as ranch:
-            ranch.start("a")
-            await ranch.crew.world_of("a")
-            await ranch.check_holdings("a")
+        async with training_cluster(runner, origin=FunctionOrigin(write_at_last)) as cluster:
+            cluster.start("a")
+            await cluster.crew.world_of("a")
+            await cluster.check_holdings("a")
 
     async def test_is_asked_of_who_joins(self, runner: DaemonRunner) -> None:
-        async with ranch_at(runner, origin=MoodyOrigin()) as ranch, ranch.client() as client:
+        async with training_cluster(runner, origin=MoodyOrigin()) as cluster, cluster.client() as client:
             async with client.facts(ShardsLost, jobs=[JOB]) as facts:
-                ranch.start("a")
+                cluster.start("a")
                 await asyncio.wait_for(anext(facts), PATIENCE_S)
-            ranch.start("b", store=filled(3))
-            await ranch.crew.world_of("a", "b")
-            await ranch.check_holdings("a", "b")
+            cluster.start("b", store=filled(3))
+            await cluster.crew.world_of("a", "b")
+            await cluster.check_holdings("a", "b")
 
     async def test_ends_the_job_where_that_is_its_policy(self, runner: DaemonRunner) -> None:
-        async with ranch_at(runner, origin=MoodyOrigin(), settings={"lost_data_policy": "abort"}) as ranch:
-            ranch.start("a")
-            (error,) = await ranch.crew.over("a")
+        async with training_cluster(runner, origin=MoodyOrigin(), settings={"lost_data_policy": "abort"}) as cluster:
+            cluster.start("a")
+            (error,) = await cluster.crew.over("a")
             assert isinstance(error, JobEnded)
             assert "a: shard 3: there is no shard-3" in error.message
 
@@ -925,36 +935,36 @@ class TestTrouble:
                 raise OSError("the bucket is not there")
             write(shard, file)
 
-        async with ranch_at(runner, origin=FunctionOrigin(moody)) as ranch:
-            ranch.start("a", "b")
-            await ranch.crew.world_of("a", "b")
-            await ranch.check_holdings("a", "b")
+        async with training_cluster(runner, origin=FunctionOrigin(moody)) as cluster:
+            cluster.start("a", "b")
+            await cluster.crew.world_of("a", "b")
+            await cluster.check_holdings("a", "b")
 
     async def test_with_a_full_store_costs_its_worker_its_place_and_the_others_nothing(
         self, runner: DaemonRunner
     ) -> None:
-        async with ranch_at(runner, settings={"rescale_timeout_ms": 500}) as ranch:
-            ranch.start("a")
-            await ranch.crew.world_of("a")
-            ranch.start("b", store=MemoryShardStore(bytes_max=SIZE))
-            (error,) = await ranch.crew.over("b")
+        async with training_cluster(runner, settings={"rescale_timeout_ms": 500}) as cluster:
+            cluster.start("a")
+            await cluster.crew.world_of("a")
+            cluster.start("b", store=MemoryShardStore(bytes_max=SIZE))
+            (error,) = await cluster.crew.over("b")
             assert isinstance(error, WorkerEvicted)
-            await ranch.crew.world_of("a")
-            await ranch.check_holdings("a")
+            await cluster.crew.world_of("a")
+            await cluster.check_holdings("a")
 
     async def test_with_a_store_that_hangs_under_what_the_origin_gives_costs_its_worker_its_place(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(transfer_reports, "STORING_MAX_S", 0.01)
-        async with ranch_at(runner, settings={"rescale_timeout_ms": 1_000}) as ranch:
-            store = LaggingStore()
-            ranch.start("a", store=store)
-            (error,) = await ranch.crew.over("a")
+        async with training_cluster(runner, settings={"rescale_timeout_ms": 1_000}) as cluster:
+            store = DelayedStore()
+            cluster.start("a", store=store)
+            (error,) = await cluster.crew.over("a")
             assert isinstance(error, WorkerEvicted)
             store.gate.set()
-            (failed,) = await ranch.facts(WorkerFailed)
+            (failed,) = await cluster.facts(WorkerFailed)
             assert failed.reason == "no answer in attempt 1 within 1 s"
-            assert await ranch.facts(ShardsLost) == []
+            assert await cluster.facts(ShardsLost) == []
 
     async def test_with_the_full_store_of_who_alone_has_some_shards_lets_others_take_what_is_new(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
@@ -962,19 +972,19 @@ class TestTrouble:
         swift = RetryPolicy(attempts=2, delay_s=0.01)
         monkeypatch.setitem(cast("dict[str, Any]", DataTransferManager.__init__.__kwdefaults__), "retry", swift)
         settings = {"rescale_timeout_ms": 1_000}
-        async with ranch_at(runner, origin=None, settings=settings) as ranch, ranch.client() as client:
-            ranch.start("a", store=filled(*range(SHARDS)))
-            ranch.start("b", "c")
-            await ranch.crew.world_of("a", "b", "c")
-            await ranch.crew.until(lambda: len(ranch.stores["a"].held()) == 4)
-            ranch.stores["a"]._bytes_max = 4 * SIZE
+        async with training_cluster(runner, origin=None, settings=settings) as cluster, cluster.client() as client:
+            cluster.start("a", store=filled(*range(SHARDS)))
+            cluster.start("b", "c")
+            await cluster.crew.world_of("a", "b", "c")
+            await cluster.crew.until(lambda: len(cluster.stores["a"].held()) == 4)
+            cluster.stores["a"]._bytes_max = 4 * SIZE
             await client.drain_worker(JOB, "b")
-            assert await ranch.crew.over("b") == [None]
-            await ranch.crew.world_of("a", "c")
-            await ranch.check_holdings("a", "c")
-            assert [len(ranch.stores[name].held()) for name in "ac"] == [4, 8]
-            assert await ranch.facts(WorkerFailed, ShardsLost) == []
-            reasons = [fact.reason for fact in await ranch.facts(RescaleStarted)]
+            assert await cluster.crew.over("b") == [None]
+            await cluster.crew.world_of("a", "c")
+            await cluster.check_holdings("a", "c")
+            assert [len(cluster.stores[name].held()) for name in "ac"] == [4, 8]
+            assert await cluster.facts(WorkerFailed, ShardsLost) == []
+            reasons = [fact.reason for fact in await cluster.facts(RescaleStarted)]
             assert any("a cannot store 2 assigned shards: free space on its disk" in why for why in reasons)
 
     async def test_with_a_full_store_is_told_as_the_reason(
@@ -982,59 +992,59 @@ class TestTrouble:
     ) -> None:
         swift = RetryPolicy(attempts=2, delay_s=0.01)
         monkeypatch.setitem(cast("dict[str, Any]", DataTransferManager.__init__.__kwdefaults__), "retry", swift)
-        async with ranch_at(runner, settings={"rescale_timeout_ms": 1_000}) as ranch:
-            ranch.start("a")
-            await ranch.crew.world_of("a")
-            ranch.start("b", store=MemoryShardStore(bytes_max=SIZE))
-            await ranch.crew.over("b")
-            (failed,) = await ranch.facts(WorkerFailed)
+        async with training_cluster(runner, settings={"rescale_timeout_ms": 1_000}) as cluster:
+            cluster.start("a")
+            await cluster.crew.world_of("a")
+            cluster.start("b", store=MemoryShardStore(bytes_max=SIZE))
+            await cluster.crew.over("b")
+            (failed,) = await cluster.facts(WorkerFailed)
             assert failed.worker_id == "b"
             assert "did not answer in attempt 2 within 1 s: cannot store " in failed.reason
             assert "no space" in failed.reason
-            assert await ranch.facts(ShardsLost) == []
+            assert await cluster.facts(ShardsLost) == []
 
     @pytest.mark.parametrize(("owner", "point"), TRANSFER_POINTS)
     async def test_with_the_daemon_while_data_moves_is_got_over(
         self, runner: DaemonRunner, owner: type, point: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with ranch_at(runner, origin=None) as ranch:
-            ranch.start("a", store=filled(*range(SHARDS)))
-            await ranch.crew.world_of("a")
+        async with training_cluster(runner, origin=None) as cluster:
+            cluster.start("a", store=filled(*range(SHARDS)))
+            await cluster.crew.world_of("a")
             async with held_at(owner, point, monkeypatch) as reached:
-                ranch.start("b")
+                cluster.start("b")
                 await soon(reached)
                 await runner.close()
             await runner.open()
-            await ranch.crew.world_of("a", "b")
-            await ranch.check_holdings("a", "b")
-            await ranch.finish("a", "b")
+            await cluster.crew.world_of("a", "b")
+            await cluster.check_holdings("a", "b")
+            await cluster.finish("a", "b")
 
     @pytest.mark.parametrize(("owner", "point"), TRANSFER_POINTS)
     async def test_with_a_newer_attempt_while_data_moves_is_none(
         self, runner: DaemonRunner, owner: type, point: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with ranch_at(runner, origin=None) as ranch, ranch.client() as client:
-            ranch.start("a", store=filled(*range(SHARDS)))
-            await ranch.crew.world_of("a")
+        async with training_cluster(runner, origin=None) as cluster, cluster.client() as client:
+            cluster.start("a", store=filled(*range(SHARDS)))
+            await cluster.crew.world_of("a")
             async with held_at(owner, point, monkeypatch) as reached:
-                ranch.start("b")
+                cluster.start("b")
                 await soon(reached)
                 await client.rescale_job(JOB)
-            await ranch.crew.world_of("a", "b")
-            await ranch.check_holdings("a", "b")
-            assert (await ranch.facts(RescaleCompleted))[-1].attempt >= 3
+            await cluster.crew.world_of("a", "b")
+            await cluster.check_holdings("a", "b")
+            assert (await cluster.facts(RescaleCompleted))[-1].attempt >= 3
 
     async def test_with_dropping_what_others_hold_does_no_harm(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with ranch_at(runner) as ranch:
-            ranch.start("a")
-            await ranch.crew.world_of("a")
+        async with training_cluster(runner) as cluster:
+            cluster.start("a")
+            await cluster.crew.world_of("a")
 
             def fail(shard: int) -> None:
                 raise StoreFailed("store_failed", "the disk is read-only", "mount it again")
 
-            monkeypatch.setattr(ranch.stores["a"], "drop", fail)
-            ranch.start("b")
-            await ranch.crew.world_of("a", "b")
-            assert len(ranch.stores["a"].held()) == SHARDS
+            monkeypatch.setattr(cluster.stores["a"], "drop", fail)
+            cluster.start("b")
+            await cluster.crew.world_of("a", "b")
+            assert len(cluster.stores["a"].held()) == SHARDS

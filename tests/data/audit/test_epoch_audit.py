@@ -14,7 +14,7 @@ from forged.data.audit import epoch_audit as module
 from forged.data.audit.epoch_audit import CHUNK_BYTES_MAX, CONFLICTS_MAX, RANGES_MAX, EpochAudit, UsageLog
 from forged.data.sampling.usage import WHOLE_MAX, Run, Use, runs_of
 from forged.errors import PeerError, RequestRefused
-from tests.data.values import UNTIMED
+from tests.data.topology_changes import UNTIMED
 
 SAMPLES = 20
 

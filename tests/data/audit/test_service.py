@@ -14,7 +14,7 @@ from forged.errors import RequestRefused
 from forged.jobs.model import CreateJob, RemoveJob
 from forged.kernel.ledger import read_all
 from forged.kernel.store.port import Store, Transaction
-from tests.data.stage import DataStage, a_data_stage
+from tests.data.data_fixture import DataFixture, data_fixture
 from tests.elastic.cluster_playbook import JOB
 from tests.faulty_store import FaultyStore
 from tests.kernel_fixture import on_virtual_time
@@ -23,7 +23,7 @@ SAMPLES = 100
 BEARING: dict[str, Any] = {"failure_tolerance_percentage": 100, "min_workers_timeout_ms": None}
 
 
-async def report(stage: DataStage, generation: int, begins_at: int, *runs: Run, samples: int = SAMPLES) -> None:
+async def report(stage: DataFixture, generation: int, begins_at: int, *runs: Run, samples: int = SAMPLES) -> None:
     if stage.kernel.bus.dispatcher.fence_of(JOB) is None:
         await stage.kernel.bus.ask(CreateJob(JOB, {}))
     await stage.kernel.bus.ask(ReportUsage(JOB, "a", generation, begins_at, samples, list(runs)))
@@ -35,7 +35,7 @@ def steps(first: int, end: int, *, epoch: int = 0, size: int = 10) -> Run:
     return Run(first, epoch, start, size, end - first)
 
 
-async def audit(stage: DataStage, epoch: int | None = 0) -> AuditView:
+async def audit(stage: DataFixture, epoch: int | None = 0) -> AuditView:
     return await stage.kernel.bus.ask(AuditData(JOB, epoch))
 
 
@@ -51,7 +51,7 @@ async def refused(act: Any) -> str:
 
 @on_virtual_time
 async def test_an_epoch_is_complete_when_all_of_it_was_reported() -> None:
-    async with a_data_stage() as stage:
+    async with data_fixture() as stage:
         await report(stage, 1, 0, steps(0, 9))
         assert ((await audit(stage)).complete, (await audit(stage)).missing) == (False, [(90, 100)])
         await report(stage, 1, 0, steps(9, 10))
@@ -61,7 +61,7 @@ async def test_an_epoch_is_complete_when_all_of_it_was_reported() -> None:
 
 @on_virtual_time
 async def test_what_is_reported_again_changes_nothing() -> None:
-    async with a_data_stage() as stage:
+    async with data_fixture() as stage:
         for _ in range(3):
             await report(stage, 1, 0, steps(0, 6))
         await report(stage, 1, 0, steps(3, 10))
@@ -71,7 +71,7 @@ async def test_what_is_reported_again_changes_nothing() -> None:
 
 @on_virtual_time
 async def test_who_says_nothing_hears_what_is_known() -> None:
-    async with a_data_stage() as stage:
+    async with data_fixture() as stage:
         await report(stage, 1, 0, steps(0, 6))
         for generation, known_to in ((1, 6), (2, 0)):
             taken = await stage.kernel.bus.ask(ReportUsage(JOB, "b", generation, 0, SAMPLES, []))
@@ -81,7 +81,7 @@ async def test_who_says_nothing_hears_what_is_known() -> None:
 
 @on_virtual_time
 async def test_who_reports_otherwise_than_others_is_told() -> None:
-    async with a_data_stage() as stage:
+    async with data_fixture() as stage:
         await report(stage, 1, 0, steps(0, 10))
         runs = [Run(0, 0, 0, 10, 9), Run(8, 0, 90, 10, dropped=True)]
         await stage.kernel.bus.ask(ReportUsage(JOB, "b", 1, 0, SAMPLES, runs))
@@ -91,7 +91,7 @@ async def test_who_reports_otherwise_than_others_is_told() -> None:
 
 @on_virtual_time
 async def test_what_is_used_twice_is_told() -> None:
-    async with a_data_stage() as stage:
+    async with data_fixture() as stage:
         await report(stage, 1, 0, steps(0, 10), Run(10, 0, 20, 10))
         found = await audit(stage)
         assert (found.complete, found.repeated) == (False, [(20, 30)])
@@ -99,7 +99,7 @@ async def test_what_is_used_twice_is_told() -> None:
 
 @on_virtual_time
 async def test_what_a_world_used_behind_the_beginning_of_a_later_one_is_void() -> None:
-    async with a_data_stage() as stage:
+    async with data_fixture() as stage:
         await report(stage, 1, 0, steps(0, 8))
         await report(stage, 2, 5, Run(5, 0, 50, 25, 2))
         found = await audit(stage)
@@ -108,7 +108,7 @@ async def test_what_a_world_used_behind_the_beginning_of_a_later_one_is_void() -
 
 @on_virtual_time
 async def test_what_an_earlier_world_tells_late_counts_up_to_where_the_later_one_began() -> None:
-    async with a_data_stage() as stage:
+    async with data_fixture() as stage:
         await report(stage, 2, 5, steps(5, 10))
         assert (await audit(stage)).missing == [(0, 50)]
         await report(stage, 1, 0, steps(0, 8))
@@ -119,7 +119,7 @@ async def test_what_an_earlier_world_tells_late_counts_up_to_where_the_later_one
 async def test_where_training_begins_anew_what_was_used_before_is_void_before_anybody_tells_of_it() -> None:
     """The first of the new world may die before they tell; a daemon that dies knows it no less."""
     store = FaultyStore()
-    async with a_data_stage(store) as stage:
+    async with data_fixture(store) as stage:
         (a,) = await stage.form_world("a", **BEARING)
         await report(stage, 1, 0, steps(0, 3))
         await a.leave()
@@ -127,13 +127,13 @@ async def test_where_training_begins_anew_what_was_used_before_is_void_before_an
         await stage.wait(1.0)
         assert (await stage.complete_attempt(0)).step == 0
         assert (await audit(stage)).missing == [(0, 100)]
-    async with a_data_stage(FaultyStore(store.memory)) as stage:
+    async with data_fixture(FaultyStore(store.memory)) as stage:
         assert (await audit(stage)).missing == [(0, 100)]
 
 
 @on_virtual_time
 async def test_who_is_left_alone_without_the_state_makes_void_what_was_used_where_nobody_stops_too() -> None:
-    async with a_data_stage() as stage:
+    async with data_fixture() as stage:
         (a,) = await stage.form_world("a", use_synchronous_rescaling=False, **BEARING)
         await report(stage, 1, 0, steps(0, 3))
         (b,) = await stage.start("b")
@@ -152,7 +152,7 @@ async def test_who_is_left_alone_without_the_state_makes_void_what_was_used_wher
 
 @on_virtual_time
 async def test_what_a_world_tells_that_was_void_before_anybody_had_told_anything_is_not_believed() -> None:
-    async with a_data_stage() as stage:
+    async with data_fixture() as stage:
         (a,) = await stage.form_world("a", **BEARING)
         (b,) = await stage.start("b")
         await a.leave(failed=True)
@@ -171,7 +171,7 @@ async def test_what_a_world_tells_that_was_void_before_anybody_had_told_anything
 
 @on_virtual_time
 async def test_the_latest_epoch_is_looked_at_if_none_is_named() -> None:
-    async with a_data_stage() as stage:
+    async with data_fixture() as stage:
         await report(stage, 1, 0, steps(0, 10), steps(10, 13, epoch=1))
         found = await audit(stage, None)
         assert (found.epoch, found.used, found.epochs) == (1, 30, [0, 1])
@@ -180,10 +180,10 @@ async def test_the_latest_epoch_is_looked_at_if_none_is_named() -> None:
 @on_virtual_time
 async def test_what_was_acknowledged_survives_the_daemon() -> None:
     store = FaultyStore()
-    async with a_data_stage(store) as stage:
+    async with data_fixture(store) as stage:
         await report(stage, 1, 0, steps(0, 8))
         await report(stage, 2, 5, steps(5, 9))
-    async with a_data_stage(FaultyStore(store.memory)) as stage:
+    async with data_fixture(FaultyStore(store.memory)) as stage:
         assert (await audit(stage)).missing == [(90, 100)]
         await report(stage, 1, 0, steps(0, 8))
         await report(stage, 2, 5, steps(5, 10))
@@ -192,14 +192,14 @@ async def test_what_was_acknowledged_survives_the_daemon() -> None:
 
 @on_virtual_time
 async def test_another_number_of_samples_is_refused() -> None:
-    async with a_data_stage() as stage:
+    async with data_fixture() as stage:
         await report(stage, 1, 0, steps(0, 8))
         assert await refused(report(stage, 1, 0, steps(8, 9), samples=99)) == "dataset_differs"
 
 
 @on_virtual_time
 async def test_what_is_no_part_of_an_epoch_is_refused_and_leaves_nothing() -> None:
-    async with a_data_stage() as stage:
+    async with data_fixture() as stage:
         assert await refused(report(stage, 1, 0, Run(0, 0, 95, 10))) == "usage_invalid"
         assert await refused(audit(stage)) == "usage_none"
         await report(stage, 1, 0, steps(0, 10, size=5), samples=50)
@@ -209,7 +209,7 @@ async def test_what_is_no_part_of_an_epoch_is_refused_and_leaves_nothing() -> No
 @on_virtual_time
 async def test_of_a_job_that_is_removed_nothing_is_left() -> None:
     store = FaultyStore()
-    async with a_data_stage(store) as stage:
+    async with data_fixture(store) as stage:
         await stage.kernel.bus.ask(CreateJob(JOB, {}))
         await report(stage, 1, 0, steps(0, 8))
         assert await keys(store) == ["usage/run/0"]
@@ -222,7 +222,7 @@ async def test_of_a_job_that_is_removed_nothing_is_left() -> None:
 @on_virtual_time
 async def test_what_is_told_of_a_job_that_is_gone_is_refused_and_stands_in_the_way_of_no_later_one() -> None:
     store = FaultyStore()
-    async with a_data_stage(store) as stage:
+    async with data_fixture(store) as stage:
         await stage.kernel.bus.ask(CreateJob(JOB, {}))
         await stage.kernel.bus.ask(RemoveJob(JOB))
         late = ReportUsage(JOB, "a", 7, 0, 50, [steps(0, 5)])
@@ -244,7 +244,7 @@ BROKEN_LOGS: dict[str, Callable[[bytes], dict[str, bytes]]] = {
 @pytest.mark.parametrize("broken", BROKEN_LOGS)
 async def test_a_log_that_cannot_be_read_is_told_to_who_asks_and_is_in_the_way_of_nothing_else(broken: str) -> None:
     store = FaultyStore()
-    async with a_data_stage(store) as stage:
+    async with data_fixture(store) as stage:
         await stage.kernel.bus.ask(CreateJob("other", {}))
         await stage.kernel.bus.ask(ReportUsage("other", "a", 1, 0, SAMPLES, [steps(0, 10)]))
         await report(stage, 1, 0, steps(0, 8))
@@ -252,7 +252,7 @@ async def test_a_log_that_cannot_be_read_is_told_to_who_asks_and_is_in_the_way_o
     found = {f"usage/run/{number}": value for number, value in BROKEN_LOGS[broken](chunk).items()}
     gone = [] if "usage/run/0" in found else ["usage/run/0"]
     await store.memory.commit([Transaction(store.memory.revision + 1, found, gone)])
-    async with a_data_stage(FaultyStore(store.memory)) as stage:
+    async with data_fixture(FaultyStore(store.memory)) as stage:
         assert (await stage.kernel.bus.ask(AuditData("other", 0))).complete
         assert await refused(audit(stage)) == "usage_unreadable"
         await report(stage, 1, 0, steps(8, 10))
@@ -267,7 +267,7 @@ async def test_a_log_that_cannot_be_read_is_told_to_who_asks_and_is_in_the_way_o
 @on_virtual_time
 async def test_many_rows_are_settled_and_prove_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "ROWS_MAX", 20)
-    async with a_data_stage() as stage:
+    async with data_fixture() as stage:
         order = [*range(0, 100, 2), *range(1, 100, 2)]
         for step, position in enumerate(order):
             await report(stage, 1, 0, Run(step, 0, position, 1))
@@ -282,7 +282,7 @@ async def test_of_more_rows_than_can_be_kept_the_oldest_are_forgotten(monkeypatc
     monkeypatch.setattr(service, "CHUNKS_MAX", 1)
     monkeypatch.setattr(module, "PARTS_BYTES_MAX", 900)
     store = FaultyStore()
-    async with a_data_stage(store) as stage:
+    async with data_fixture(store) as stage:
         await stage.form_world("a", **BEARING)
         for epoch in range(3):
             first = 10 * epoch
@@ -290,7 +290,7 @@ async def test_of_more_rows_than_can_be_kept_the_oldest_are_forgotten(monkeypatc
             await report(stage, 1, 0, *(Run(first + step, epoch, 90 - 10 * step, 10) for step in range(10)))
         assert [(await audit(stage, epoch)).forgotten for epoch in range(3)] == [True, True, False]
         assert (await audit(stage, 2)).complete
-    async with a_data_stage(FaultyStore(store.memory)) as stage:
+    async with data_fixture(FaultyStore(store.memory)) as stage:
         assert (await audit(stage, 2)).complete
         assert (await audit(stage, 0)).missing_total == SAMPLES
 
@@ -298,7 +298,7 @@ async def test_of_more_rows_than_can_be_kept_the_oldest_are_forgotten(monkeypatc
 @on_virtual_time
 async def test_what_is_told_again_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
     store = FaultyStore()
-    async with a_data_stage(store) as stage:
+    async with data_fixture(store) as stage:
         await report(stage, 1, 0, steps(0, 6))
         encoded = 0
         log = stage.audit.logs[JOB]

@@ -12,7 +12,7 @@ from forged.data.columns import NOBODY, Column
 from forged.data.placement.holdings import Ids, Roster, read_owners, read_replicas
 from forged.elastic import ClusterTopology, WorkerId
 from forged.errors import RequestRefused
-from tests.data.values import at, spread
+from tests.data.topology_changes import at, spread
 
 OLD = spread(0, 1, 2)
 NEW = spread(2, 5, 0)

@@ -14,7 +14,7 @@ from forged.data import DataRedistributionPlan, SourceKind, TransferPace
 from forged.data.placement.sources import KINDS
 from forged.elastic import ClusterTopology
 from forged.errors import RequestRefused
-from tests.data.values import UNTIMED, Change, at, changes, redistributor, spread
+from tests.data.topology_changes import UNTIMED, Change, at, changes, redistributor, spread
 
 PACE = TransferPace(bytes_per_second=100.0, bytes_per_sample=10.0, now=1000.0)
 

@@ -18,7 +18,7 @@ from forged.data.dataset import SHARDS_DEFAULT_MAX
 from forged.data.placement.planner import REPLICATION_MAX, WINDOW_MIN
 from forged.elastic import ClusterTopology, ElasticTrainingConfig, RedistributionType, WorkerId
 from forged.errors import ConfigError, RequestRefused
-from tests.data.values import UNTIMED, Change, at, changes, crowded, held_before, redistributor, spread
+from tests.data.topology_changes import UNTIMED, Change, at, changes, crowded, held_before, redistributor, spread
 
 NOBODY_THERE = ClusterTopology()
 FULL = RedistributionType.FULL_RESHUFFLE

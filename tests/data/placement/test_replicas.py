@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from forged.data.columns import NOBODY, Column, count
 from forged.data.placement.replicas import fair_shares, keep_replicas, place_replicas
 from forged.data.placement.shares import Weights
-from tests.data.values import UNTIMED
+from tests.data.topology_changes import UNTIMED
 
 
 @st.composite

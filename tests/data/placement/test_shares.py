@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from forged.data.placement.shares import Shares, Weights, check_weight, read_weights
 from forged.elastic import WorkerId
 from forged.errors import RequestRefused
-from tests.data.values import at
+from tests.data.topology_changes import at
 
 WEIGHTS = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any).map(tuple)
 TOTALS = st.integers(0, 1000) | st.integers(0, 2**40)

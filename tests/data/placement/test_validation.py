@@ -14,7 +14,7 @@ from forged.data import DataRedistributionPlan, Dataset, SourceKind
 from forged.data.placement.validation import NAMED_MAX
 from forged.elastic import ClusterTopology
 from forged.elastic.model import WorkerId
-from tests.data.values import UNTIMED, Change, at, changes, redistributor, spread
+from tests.data.topology_changes import UNTIMED, Change, at, changes, redistributor, spread
 
 NEW = spread(0, 1, 2)
 PLANS = redistributor(replication=1)

@@ -5,7 +5,7 @@ import pytest
 
 from forged.data import Dataset
 from forged.data.placement.views import Assignments, View
-from tests.data.values import at
+from tests.data.topology_changes import at
 
 DATASET = Dataset(25, 10)
 WORKERS = (at(0, 0), at(1, 1), at(2, 2))

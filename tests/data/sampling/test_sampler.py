@@ -20,7 +20,7 @@ from forged.data.sampling.sampler import STATED_LATER, ElasticSampler, RankBatch
 from forged.data.sampling.usage import runs_of
 from forged.errors import RequestRefused
 from forged.worker.state_transfer.encoding import Arriving, pack
-from tests.data.values import UNTIMED
+from tests.data.topology_changes import UNTIMED
 
 ROOT = Path(__file__).parents[3]
 TORCH = [

@@ -12,7 +12,7 @@ from forged.data.dataset import Dataset
 from forged.data.permutation import Permutation
 from forged.data.sampling.sharded_order import SPANS_MAX, ShardedOrder, even_draws
 from forged.errors import RequestRefused, Unavailable
-from tests.data.values import UNTIMED
+from tests.data.topology_changes import UNTIMED
 
 
 def order_of(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.data.sampling.usage import Coverage, Run, Spans, UsageTable, Use, compressed, runs_of
-from tests.data.values import UNTIMED
+from tests.data.topology_changes import UNTIMED
 
 Row = tuple[int, int, int, bool]
 """Step, epoch, position, dropped."""

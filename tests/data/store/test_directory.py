@@ -22,7 +22,7 @@ from forged.data.store import directory
 from forged.data.store.directory import DirectoryShardStore, name_of
 from forged.data.store.port import PartialShard, Stamp, StoreFailed
 from forged.errors import ConfigError, ForgedError, RequestRefused
-from tests.data.wards import descriptors
+from tests.data.transfer_cluster import open_descriptors
 from tests.worker.meshes import PATIENCE_S
 
 DATA = bytes(range(256)) * 20
@@ -431,7 +431,7 @@ def test_a_directory_that_cannot_be_used_is_the_operators(tmp_path: Path) -> Non
 
 
 def test_no_descriptor_is_left_behind(store: DirectoryShardStore) -> None:
-    before = descriptors()
+    before = open_descriptors()
     store.put(1, [DATA])
     with store.open(1):
         pass
@@ -443,7 +443,7 @@ def test_no_descriptor_is_left_behind(store: DirectoryShardStore) -> None:
         code_of(arriving.commit)
     os.truncate(store.path_of(1), 1)
     code_of(lambda: store.open(1))
-    assert descriptors() == before
+    assert open_descriptors() == before
 
 
 def test_more_than_what_is_here_cannot_be_gone_on_from(store: DirectoryShardStore) -> None:

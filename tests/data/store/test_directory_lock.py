@@ -11,7 +11,7 @@ from forged.data.dataset import Dataset
 from forged.data.store.directory import DirectoryShardStore
 from forged.data.training import TrainingData
 from forged.errors import ConfigError
-from tests.data.wards import descriptors
+from tests.data.transfer_cluster import open_descriptors
 
 SAMPLES, SHARDS = 100, 10
 OCCUPY = """
@@ -33,9 +33,9 @@ def code_of(path: Path, samples: int = SAMPLES, shards: int = SHARDS) -> str:
 
 
 def _without_leaving_descriptors(path: Path) -> str:
-    before = descriptors()
+    before = open_descriptors()
     code = code_of(path)
-    assert descriptors() == before
+    assert open_descriptors() == before
     return code
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from forged.data.store.memory import MemoryShardStore
 from forged.data.store.port import Stamp, StoreFailed
-from tests.data.wards import descriptors
+from tests.data.transfer_cluster import open_descriptors
 
 
 def test_it_takes_no_more_than_there_is_room_for() -> None:
@@ -28,9 +28,9 @@ def test_damaged_bytes_keep_the_stamp_that_they_had() -> None:
 
 
 def test_no_descriptor_is_left_behind() -> None:
-    before = descriptors()
+    before = open_descriptors()
     store = MemoryShardStore()
     store.put(1, [b"x" * 100_000])
     with store.open(1):
-        assert descriptors() == before + 1
-    assert descriptors() == before
+        assert open_descriptors() == before + 1
+    assert open_descriptors() == before

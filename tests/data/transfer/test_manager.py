@@ -44,18 +44,18 @@ from forged.worker.data import shard_connections as shards
 from forged.worker.data import shard_protocol
 from forged.worker.transport.bulk_channel import BulkTransport, LoopBulkTransport, SocketBulkTransport
 from forged.worker.transport.peer_link import PEER_LIMITS
-from tests.data.wards import (
-    SWIFT,
-    LaggingStore,
-    Middle,
+from tests.data.transfer_cluster import (
+    FAST_RETRY,
+    BlockedStore,
+    DelayedStore,
     Observer,
-    StuckStore,
-    Ward,
+    TamperingProxy,
+    TransferCluster,
+    content_of,
     cut_after,
-    descriptors,
-    filling,
     flip_once,
-    open_ward,
+    open_cluster,
+    open_descriptors,
     shard,
 )
 from tests.worker.meshes import PATIENCE_S, until
@@ -79,11 +79,11 @@ class Standing(SystemClock):
 
 def put(store: ShardStore, *numbers: int, size: int = SIZE) -> None:
     for number in numbers:
-        store.put(number, [filling(number, size)])
+        store.put(number, [content_of(number, size)])
 
 
 def write_bytes(one: DataShard, file: BinaryIO) -> None:
-    file.write(filling(one.shard_id, SIZE))
+    file.write(content_of(one.shard_id, SIZE))
 
 
 def bytes_of(store: ShardStore, number: int) -> bytes:
@@ -96,18 +96,18 @@ def directories(place: Path) -> Callable[[int], ShardStore]:
 
 
 def plan_for(
-    ward: Ward, numbers: int, held: dict[int, list[int]], copies: dict[int, list[int]]
+    cluster: TransferCluster, numbers: int, held: dict[int, list[int]], copies: dict[int, list[int]]
 ) -> DataRedistributionPlan:
     """All shards for the first worker; `held` and `copies` say who of the others has which."""
     redistributor = DataRedistributor(ElasticTrainingConfig())
-    others = ward.workers[1:]
+    others = cluster.workers[1:]
     return redistributor.calculate_plan(
         ClusterTopology(tuple(others)),
-        ClusterTopology((ward.me,)),
+        ClusterTopology((cluster.fetcher,)),
         numbers,
         shards=numbers,
-        current={ward.workers[number]: shards for number, shards in held.items()},
-        replicas={ward.workers[number]: shards for number, shards in copies.items()},
+        current={cluster.workers[number]: shards for number, shards in held.items()},
+        replicas={cluster.workers[number]: shards for number, shards in copies.items()},
         leaving=others,
     )
 
@@ -125,29 +125,29 @@ async def code_of(action: Any) -> str:
 async def test_a_plan_moves_every_shard_that_is_for_this_worker(
     carrier: Callable[[], BulkTransport], tmp_path: Path
 ) -> None:
-    async with open_ward(3, directories(tmp_path), carrier=carrier()) as ward:
-        put(ward.stores[1], 0, 2, 4)
-        put(ward.stores[2], 1, 3)
-        report = await ward.manager().execute_plan(plan_for(ward, 5, {1: [0, 2, 4], 2: [1, 3]}, {}))
+    async with open_cluster(3, directories(tmp_path), carrier=carrier()) as cluster:
+        put(cluster.stores[1], 0, 2, 4)
+        put(cluster.stores[2], 1, 3)
+        report = await cluster.manager().execute_plan(plan_for(cluster, 5, {1: [0, 2, 4], 2: [1, 3]}, {}))
         assert report.is_complete
         assert report.bytes == 5 * SIZE
         assert {(one.shard_id, one.source) for one in report.moved} == {
-            (number, ward.workers[1 + number % 2]) for number in range(5)
+            (number, cluster.workers[1 + number % 2]) for number in range(5)
         }
-        assert ward.store.held() == {**ward.stores[1].held(), **ward.stores[2].held()}
-        assert all(bytes_of(ward.store, number) == filling(number, SIZE) for number in range(5))
+        assert cluster.store.held() == {**cluster.stores[1].held(), **cluster.stores[2].held()}
+        assert all(bytes_of(cluster.store, number) == content_of(number, SIZE) for number in range(5))
 
 
 async def test_transfers_of_others_are_abandoned_to_them() -> None:
-    async with open_ward(3) as ward:
-        put(ward.stores[2], 0, 1)
+    async with open_cluster(3) as cluster:
+        put(cluster.stores[2], 0, 1)
         redistributor = DataRedistributor(ElasticTrainingConfig())
-        old, new = ClusterTopology((ward.workers[2],)), ClusterTopology((ward.workers[0], ward.workers[1]))
-        plan = redistributor.calculate_plan(old, new, 2, shards=2, leaving=[ward.workers[2]])
-        report = await ward.manager().execute_plan(plan)
-        assert [one.shard_id for one in report.moved] == list(plan.worker_assignments.ids(ward.me))
+        old, new = ClusterTopology((cluster.workers[2],)), ClusterTopology((cluster.workers[0], cluster.workers[1]))
+        plan = redistributor.calculate_plan(old, new, 2, shards=2, leaving=[cluster.workers[2]])
+        report = await cluster.manager().execute_plan(plan)
+        assert [one.shard_id for one in report.moved] == list(plan.worker_assignments.ids(cluster.fetcher))
         assert (
-            await code_of(ward.manager().transfer_data_shards(ward.workers[2], ward.workers[1], shard(0)))
+            await code_of(cluster.manager().transfer_data_shards(cluster.workers[2], cluster.workers[1], shard(0)))
             == "not_destination"
         )
 
@@ -169,10 +169,10 @@ async def test_as_many_shards_move_at_once_as_may(options: dict[str, Any], expec
 
     gate = threading.Event()
     stores = [MemoryShardStore(), SlowStore(gate)]
-    async with open_ward(2, lambda number: stores[number]) as ward:
-        put(ward.stores[1], *range(6))
-        manager = ward.manager(observer=Observer(progress=watch), progress_interval_s=0.001, **options)
-        moving = asyncio.ensure_future(manager.execute_plan(plan_for(ward, 6, {1: list(range(6))}, {})))
+    async with open_cluster(2, lambda number: stores[number]) as cluster:
+        put(cluster.stores[1], *range(6))
+        manager = cluster.manager(observer=Observer(progress=watch), progress_interval_s=0.001, **options)
+        moving = asyncio.ensure_future(manager.execute_plan(plan_for(cluster, 6, {1: list(range(6))}, {})))
         await until(lambda: max(most, default=0) == expected)
         gate.set()
         assert len((await moving).moved) == 6
@@ -192,49 +192,52 @@ class SlowStore(MemoryShardStore):
 
 
 async def test_shards_move_in_the_order_of_their_priority_over_one_connection() -> None:
-    async with open_ward(2) as ward:
-        put(ward.stores[1], *range(20), size=10)
-        before = ward.meshes[1].counts.accepted
-        manager = ward.manager(use_parallel_data_transfer=False)
-        report = await manager.execute_plan(plan_for(ward, 20, {1: list(range(20))}, {}))
+    async with open_cluster(2) as cluster:
+        put(cluster.stores[1], *range(20), size=10)
+        before = cluster.meshes[1].counts.accepted
+        manager = cluster.manager(use_parallel_data_transfer=False)
+        report = await manager.execute_plan(plan_for(cluster, 20, {1: list(range(20))}, {}))
         assert [one.shard_id for one in report.moved] == list(range(20))
-        assert ward.meshes[1].counts.accepted == before + 1
+        assert cluster.meshes[1].counts.accepted == before + 1
 
 
 @pytest.mark.parametrize("size", [0, 1])
 async def test_shards_of_almost_nothing_move_too(size: int, tmp_path: Path) -> None:
-    async with open_ward(2, directories(tmp_path)) as ward:
-        put(ward.stores[1], 0, size=size)
-        moved = await ward.move(ward.manager(), 0, 1)
+    async with open_cluster(2, directories(tmp_path)) as cluster:
+        put(cluster.stores[1], 0, size=size)
+        moved = await cluster.move(cluster.manager(), 0, 1)
         assert moved is not None
         assert (moved.size, moved.resumed_from) == (size, 0)
-        assert bytes_of(ward.store, 0) == filling(0, size)
+        assert bytes_of(cluster.store, 0) == content_of(0, size)
 
 
 async def test_ten_thousand_small_shards_move() -> None:
-    async with open_ward(2) as ward:
-        put(ward.stores[1], *range(10_000), size=3)
-        report = await ward.manager().execute_plan(plan_for(ward, 10_000, {1: list(range(10_000))}, {}))
+    async with open_cluster(2) as cluster:
+        put(cluster.stores[1], *range(10_000), size=3)
+        report = await cluster.manager().execute_plan(plan_for(cluster, 10_000, {1: list(range(10_000))}, {}))
         assert len(report.moved) == 10_000
-        assert ward.store.held() == ward.stores[1].held()
+        assert cluster.store.held() == cluster.stores[1].held()
 
 
 async def test_what_is_held_already_is_not_moved() -> None:
-    async with open_ward(2) as ward:
-        put(ward.stores[1], 0, 1)
-        put(ward.store, 1)
-        manager = ward.manager()
-        report = await manager.execute_plan(plan_for(ward, 2, {1: [0, 1]}, {}))
+    async with open_cluster(2) as cluster:
+        put(cluster.stores[1], 0, 1)
+        put(cluster.store, 1)
+        manager = cluster.manager()
+        report = await manager.execute_plan(plan_for(cluster, 2, {1: [0, 1]}, {}))
         assert [one.shard_id for one in report.moved] == [0]
         assert report.kept == (1,)
-        assert await ward.move(manager, 1, 1) is None
+        assert await cluster.move(manager, 1, 1) is None
 
 
 async def test_what_belongs_to_no_worker_moves_nothing_and_says_what_to_do() -> None:
-    async with open_ward(2) as ward:
+    async with open_cluster(2) as cluster:
         manager = DataTransferManager(max_concurrent_transfers=4)
-        plan = plan_for(ward, 2, {1: [0, 1]}, {})
-        for moving in (manager.execute_plan(plan), manager.transfer_data_shards(ward.workers[1], ward.me, shard(0))):
+        plan = plan_for(cluster, 2, {1: [0, 1]}, {})
+        for moving in (
+            manager.execute_plan(plan),
+            manager.transfer_data_shards(cluster.workers[1], cluster.fetcher, shard(0)),
+        ):
             with pytest.raises(RequestRefused) as error:
                 await moving
             assert error.value.code == "manager_unbound"
@@ -242,30 +245,30 @@ async def test_what_belongs_to_no_worker_moves_nothing_and_says_what_to_do() -> 
 
 
 async def test_what_is_bound_to_a_worker_moves_shards_to_it() -> None:
-    async with open_ward(2) as ward:
-        put(ward.stores[1], 0, 1)
+    async with open_cluster(2) as cluster:
+        put(cluster.stores[1], 0, 1)
         manager = DataTransferManager(max_concurrent_transfers=4)
-        assert manager.bind(ward.me, ward.store, ward.meshes[0].connect_for_shards) is manager
-        report = await manager.execute_plan(plan_for(ward, 2, {1: [0, 1]}, {}))
+        assert manager.bind(cluster.fetcher, cluster.store, cluster.meshes[0].connect_for_shards) is manager
+        report = await manager.execute_plan(plan_for(cluster, 2, {1: [0, 1]}, {}))
         assert sorted(one.shard_id for one in report.moved) == [0, 1]
         with pytest.raises(RequestRefused) as error:
-            manager.bind(ward.workers[1], ward.stores[1], ward.meshes[1].connect_for_shards)
+            manager.bind(cluster.workers[1], cluster.stores[1], cluster.meshes[1].connect_for_shards)
         assert error.value.code == "manager_bound"
 
 
 async def test_an_empty_plan_is_done_at_once() -> None:
-    async with open_ward(2) as ward:
-        report = await ward.manager().execute_plan(plan_for(ward, 0, {}, {}))
+    async with open_cluster(2) as cluster:
+        report = await cluster.manager().execute_plan(plan_for(cluster, 0, {}, {}))
         assert report.is_complete
         assert report.moved == ()
 
 
 async def test_progress_ends_with_everything_and_never_goes_back() -> None:
     seen: list[TransferProgress] = []
-    async with open_ward(2) as ward:
-        put(ward.stores[1], *range(5))
-        manager = ward.manager(observer=Observer(progress=seen.append), progress_interval_s=0.001)
-        await manager.execute_plan(plan_for(ward, 5, {1: list(range(5))}, {}))
+    async with open_cluster(2) as cluster:
+        put(cluster.stores[1], *range(5))
+        manager = cluster.manager(observer=Observer(progress=seen.append), progress_interval_s=0.001)
+        await manager.execute_plan(plan_for(cluster, 5, {1: list(range(5))}, {}))
     assert [one.done for one in seen] == sorted(one.done for one in seen)
     assert (seen[-1].done, seen[-1].total, seen[-1].missing) == (5, 5, 0)
     assert seen[-1].bytes_moved == 5 * SIZE
@@ -273,11 +276,11 @@ async def test_progress_ends_with_everything_and_never_goes_back() -> None:
 
 
 async def test_what_was_measured_becomes_the_pace_of_plans() -> None:
-    async with open_ward(2) as ward:
-        put(ward.stores[1], 0)
-        manager = ward.manager()
+    async with open_cluster(2) as cluster:
+        put(cluster.stores[1], 0)
+        manager = cluster.manager()
         assert manager.pace(100.0) is None
-        await ward.move(manager, 0, 1)
+        await cluster.move(manager, 0, 1)
         pace = manager.pace(100.0, now=5.0)
         assert pace is not None
         assert pace.bytes_per_second == manager.bandwidth.bytes_per_s
@@ -285,137 +288,137 @@ async def test_what_was_measured_becomes_the_pace_of_plans() -> None:
 
 
 async def test_a_rate_limit_lets_all_of_it_through() -> None:
-    async with open_ward(2) as ward:
-        put(ward.stores[1], 0, 1)
-        manager = ward.manager(rate_bytes_per_s=50 * RATE_BYTES_MIN)
-        assert (await manager.execute_plan(plan_for(ward, 2, {1: [0, 1]}, {}))).is_complete
+    async with open_cluster(2) as cluster:
+        put(cluster.stores[1], 0, 1)
+        manager = cluster.manager(rate_bytes_per_s=50 * RATE_BYTES_MIN)
+        assert (await manager.execute_plan(plan_for(cluster, 2, {1: [0, 1]}, {}))).is_complete
 
 
 @pytest.mark.parametrize("count", [0, 65, 2.5, True, "x", None])
 async def test_so_many_at_once_are_the_operators_mistake(count: object) -> None:
-    async with open_ward(1) as ward:
+    async with open_cluster(1) as cluster:
         with pytest.raises(ConfigError, match=r"max_concurrent_transfers must be a whole number from 1 to 64, got "):
-            ward.manager(max_concurrent_transfers=count)
+            cluster.manager(max_concurrent_transfers=count)
 
 
 async def test_no_descriptor_is_abandoned_behind(tmp_path: Path) -> None:
-    async with open_ward(3, directories(tmp_path)) as ward:
-        put(ward.stores[1], 0, 1, 2)
-        manager = ward.manager()
-        await ward.move(manager, 0, 1)
-        await until(lambda: [len(mesh.descriptors()) for mesh in ward.meshes] == [1, 1, 1])
-        before = descriptors()
+    async with open_cluster(3, directories(tmp_path)) as cluster:
+        put(cluster.stores[1], 0, 1, 2)
+        manager = cluster.manager()
+        await cluster.move(manager, 0, 1)
+        await until(lambda: [len(mesh.descriptors()) for mesh in cluster.meshes] == [1, 1, 1])
+        before = open_descriptors()
         for _ in range(5):
-            await manager.execute_plan(plan_for(ward, 3, {1: [0, 1, 2]}, {}))
-            assert await code_of(ward.move(manager, 9, 1, 2)) == "shards_missing"
+            await manager.execute_plan(plan_for(cluster, 3, {1: [0, 1, 2]}, {}))
+            assert await code_of(cluster.move(manager, 9, 1, 2)) == "shards_missing"
             for number in range(3):
-                ward.store.drop(number)
-        await until(lambda: descriptors() <= before)
+                cluster.store.drop(number)
+        await until(lambda: open_descriptors() <= before)
 
 
 # Sources that fail.
 
 
 async def test_a_shard_that_the_owner_has_not_comes_from_a_copy() -> None:
-    async with open_ward(3) as ward:
-        put(ward.stores[2], 0)
-        report = await ward.manager().execute_plan(plan_for(ward, 1, {1: [0]}, {2: [0]}))
-        assert [one.source for one in report.moved] == [ward.workers[2]]
+    async with open_cluster(3) as cluster:
+        put(cluster.stores[2], 0)
+        report = await cluster.manager().execute_plan(plan_for(cluster, 1, {1: [0]}, {2: [0]}))
+        assert [one.source for one in report.moved] == [cluster.workers[2]]
         assert report.bad_copies == ()
 
 
 async def test_a_shard_that_no_worker_has_comes_from_its_origin() -> None:
     def write(one: DataShard, file: BinaryIO) -> None:
-        file.write(filling(one.shard_id, SIZE))
+        file.write(content_of(one.shard_id, SIZE))
 
-    async with open_ward(3) as ward:
-        manager = ward.manager(origin=FunctionOrigin(write))
-        report = await manager.execute_plan(plan_for(ward, 2, {1: [0]}, {2: [0]}))
+    async with open_cluster(3) as cluster:
+        manager = cluster.manager(origin=FunctionOrigin(write))
+        report = await manager.execute_plan(plan_for(cluster, 2, {1: [0]}, {2: [0]}))
         assert {one.shard_id: one.source for one in report.moved} == {0: None, 1: None}
-        assert bytes_of(ward.store, 0) == filling(0, SIZE)
+        assert bytes_of(cluster.store, 0) == content_of(0, SIZE)
 
 
 async def test_a_shard_that_is_nowhere_is_named_with_all_that_was_tried() -> None:
-    async with open_ward(3) as ward:
-        put(ward.stores[1], 1)
-        report = await ward.manager().execute_plan(plan_for(ward, 2, {1: [0, 1]}, {2: [0]}))
+    async with open_cluster(3) as cluster:
+        put(cluster.stores[1], 1)
+        report = await cluster.manager().execute_plan(plan_for(cluster, 2, {1: [0, 1]}, {2: [0]}))
         assert [one.shard_id for one in report.moved] == [1]
         (missing,) = report.missing
         assert missing.shard_id == 0
-        assert [failure.source for failure in missing.failures] == [ward.workers[1], ward.workers[2]]
+        assert [failure.source for failure in missing.failures] == [cluster.workers[1], cluster.workers[2]]
         with pytest.raises(Unavailable, match="shard 0 "):
             report.require_complete()
 
 
 async def test_a_dead_source_is_abandoned_for_a_copy() -> None:
-    async with open_ward(2) as ward:
-        put(ward.stores[1], 0, 1)
+    async with open_cluster(2) as cluster:
+        put(cluster.stores[1], 0, 1)
         dead = WorkerId("w9", "127.0.0.1", 1)
-        manager = ward.manager()
-        assert (await ward.move(manager, 0, dead, 1)) is not None
+        manager = cluster.manager()
+        assert (await cluster.move(manager, 0, dead, 1)) is not None
         with pytest.raises(Unavailable, match="shard 7 "):
-            await ward.move(manager, 7, dead)
+            await cluster.move(manager, 7, dead)
 
 
 async def test_who_holds_no_store_gives_nothing() -> None:
-    async with open_ward(2) as ward:
-        ward.meshes[1].serve_shards(None)
+    async with open_cluster(2) as cluster:
+        cluster.meshes[1].serve_shards(None)
         with pytest.raises(Unavailable, match=r"shard 0 .*it is not held"):
-            await ward.move(ward.manager(), 0, 1)
+            await cluster.move(cluster.manager(), 0, 1)
 
 
 @pytest.mark.parametrize("percent", range(101))
 async def test_a_source_that_breaks_off_is_gone_on_with_where_it_stopped(percent: int, tmp_path: Path) -> None:
     """Also when no other connection to it ever comes about: then a copy gives the rest."""
-    async with open_ward(3, directories(tmp_path)) as ward:
-        put(ward.stores[1], 0)
-        put(ward.stores[2], 0)
-        middle = Middle(ward.workers[1])
+    async with open_cluster(3, directories(tmp_path)) as cluster:
+        put(cluster.stores[1], 0)
+        put(cluster.stores[2], 0)
+        proxy = TamperingProxy(cluster.workers[1])
         cut_at = ENDS + percent * SIZE // 100
 
         def cut_for_good(at: int, data: bytes) -> bytes:
-            return b"" if len(middle.passed) > 1 else cut_after(cut_at)(at, data)
+            return b"" if len(proxy.passed) > 1 else cut_after(cut_at)(at, data)
 
-        middle.meddle = cut_for_good
-        async with middle.open() as seeming:
-            moved = await ward.move(ward.manager(), 0, seeming, 2)
+        proxy.tamper = cut_for_good
+        async with proxy.open() as seeming:
+            moved = await cluster.move(cluster.manager(), 0, seeming, 2)
         assert moved is not None
-        came_through = middle.passed[0]
+        came_through = proxy.passed[0]
         if moved.source == seeming:
             assert came_through > SIZE
         else:
             assert moved.resumed_from > 0
             assert came_through - ENDS < moved.resumed_from <= came_through
-        assert bytes_of(ward.store, 0) == filling(0, SIZE)
+        assert bytes_of(cluster.store, 0) == content_of(0, SIZE)
 
 
 async def test_a_connection_that_always_breaks_and_always_gains_gets_there() -> None:
-    async with open_ward(2) as ward:
-        put(ward.stores[1], 0)
-        middle = Middle(ward.workers[1])
-        middle.meddle = cut_after(SIZE // 8)
-        async with middle.open() as seeming:
-            moved = await ward.move(ward.manager(), 0, seeming)
+    async with open_cluster(2) as cluster:
+        put(cluster.stores[1], 0)
+        proxy = TamperingProxy(cluster.workers[1])
+        proxy.tamper = cut_after(SIZE // 8)
+        async with proxy.open() as seeming:
+            moved = await cluster.move(cluster.manager(), 0, seeming)
         assert moved is not None
-        assert len(middle.passed) > 8
-        assert sum(middle.passed) < SIZE + len(middle.passed) * ENDS
-        assert bytes_of(ward.store, 0) == filling(0, SIZE)
+        assert len(proxy.passed) > 8
+        assert sum(proxy.passed) < SIZE + len(proxy.passed) * ENDS
+        assert bytes_of(cluster.store, 0) == content_of(0, SIZE)
 
 
 @pytest.mark.parametrize("at_byte", [ENDS, SIZE // 2, SIZE])
 async def test_a_byte_that_changes_on_its_way_is_found_and_another_source_taken(at_byte: int) -> None:
     bad: list[BadCopy] = []
-    async with open_ward(3) as ward:
-        put(ward.stores[1], 0)
-        put(ward.stores[2], 0)
-        middle = Middle(ward.workers[1])
-        middle.meddle = flip_once(at_byte)
-        async with middle.open() as seeming:
-            moved = await ward.move(ward.manager(observer=Observer(bad_copy=bad.append)), 0, seeming, 2)
+    async with open_cluster(3) as cluster:
+        put(cluster.stores[1], 0)
+        put(cluster.stores[2], 0)
+        proxy = TamperingProxy(cluster.workers[1])
+        proxy.tamper = flip_once(at_byte)
+        async with proxy.open() as seeming:
+            moved = await cluster.move(cluster.manager(observer=Observer(bad_copy=bad.append)), 0, seeming, 2)
         assert moved is not None
-        assert (moved.source, moved.resumed_from) == (ward.workers[2], 0)
+        assert (moved.source, moved.resumed_from) == (cluster.workers[2], 0)
         assert [(one.shard_id, one.source, one.code) for one in bad] == [(0, seeming, "shard_corrupt")]
-        assert bytes_of(ward.store, 0) == filling(0, SIZE)
+        assert bytes_of(cluster.store, 0) == content_of(0, SIZE)
 
 
 @pytest.fixture
@@ -431,71 +434,71 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_byte_that_changes_anywhere_does_no_harm_though_there_is_one_source_only(step: int) -> None:
     size = 500
     limits = replace(PEER_LIMITS, hello_timeout_s=0.3)
-    async with open_ward(2, limits=limits) as ward:
-        put(ward.stores[1], 0, size=size)
-        middle = Middle(ward.workers[1])
-        async with middle.open() as seeming:
-            await ward.move(ward.manager(), 0, seeming)
-            total = middle.passed[0]
+    async with open_cluster(2, limits=limits) as cluster:
+        put(cluster.stores[1], 0, size=size)
+        proxy = TamperingProxy(cluster.workers[1])
+        async with proxy.open() as seeming:
+            await cluster.move(cluster.manager(), 0, seeming)
+            total = proxy.passed[0]
             for at_byte in range(step, total, 8):
-                ward.store.drop(0)
-                middle.meddle = flip_once(at_byte)
+                cluster.store.drop(0)
+                proxy.tamper = flip_once(at_byte)
                 # A changed proof or refusal may be a refusal; what is never said is that a wrong shard is here.
                 with suppress(Unavailable):
-                    await ward.move(ward.manager(), 0, seeming)
-                assert not ward.store.holds(0) or bytes_of(ward.store, 0) == filling(0, size)
+                    await cluster.move(cluster.manager(), 0, seeming)
+                assert not cluster.store.holds(0) or bytes_of(cluster.store, 0) == content_of(0, size)
 
 
 async def test_a_copy_that_is_wrong_on_the_disk_of_its_source_is_found_and_reported(tmp_path: Path) -> None:
     bad: list[BadCopy] = []
-    async with open_ward(3, directories(tmp_path)) as ward:
-        put(ward.stores[1], 0)
-        put(ward.stores[2], 0)
-        rotten = ward.stores[1]
+    async with open_cluster(3, directories(tmp_path)) as cluster:
+        put(cluster.stores[1], 0)
+        put(cluster.stores[2], 0)
+        rotten = cluster.stores[1]
         assert isinstance(rotten, DirectoryShardStore)
         with rotten.path_of(0).open("r+b") as file:
             file.seek(SIZE // 2)
             file.write(b"rotten")
-        moved = await ward.move(ward.manager(observer=Observer(bad_copy=bad.append)), 0, 1, 2)
+        moved = await cluster.move(cluster.manager(observer=Observer(bad_copy=bad.append)), 0, 1, 2)
         assert moved is not None
-        assert moved.source == ward.workers[2]
-        assert [(one.shard_id, one.source, one.code) for one in bad] == [(0, ward.workers[1], "shard_corrupt")]
+        assert moved.source == cluster.workers[2]
+        assert [(one.shard_id, one.source, one.code) for one in bad] == [(0, cluster.workers[1], "shard_corrupt")]
 
 
 async def test_when_both_copies_are_wrong_the_shard_is_named_and_nothing_is_held() -> None:
-    async with open_ward(3) as ward:
-        for store in ward.stores[1:]:
+    async with open_cluster(3) as cluster:
+        for store in cluster.stores[1:]:
             put(store, 0)
             assert isinstance(store, MemoryShardStore)
-            store.damage(0, filling(9, SIZE))
-        report = await ward.manager().execute_plan(plan_for(ward, 1, {1: [0]}, {2: [0]}))
+            store.damage(0, content_of(9, SIZE))
+        report = await cluster.manager().execute_plan(plan_for(cluster, 1, {1: [0]}, {2: [0]}))
         assert [one.shard_id for one in report.missing] == [0]
-        assert {one.source for one in report.bad_copies} == set(ward.workers[1:])
-        assert not ward.store.held()
-        assert ward.store.partial(0) is None
+        assert {one.source for one in report.bad_copies} == set(cluster.workers[1:])
+        assert not cluster.store.held()
+        assert cluster.store.partial(0) is None
 
 
 async def test_a_truncated_copy_is_reported_and_another_taken(tmp_path: Path) -> None:
     bad: list[BadCopy] = []
-    async with open_ward(3, directories(tmp_path)) as ward:
-        put(ward.stores[1], 0)
-        put(ward.stores[2], 0)
-        short = ward.stores[1]
+    async with open_cluster(3, directories(tmp_path)) as cluster:
+        put(cluster.stores[1], 0)
+        put(cluster.stores[2], 0)
+        short = cluster.stores[1]
         assert isinstance(short, DirectoryShardStore)
         os.truncate(short.path_of(0), SIZE - 1)
-        moved = await ward.move(ward.manager(observer=Observer(bad_copy=bad.append)), 0, 1, 2)
+        moved = await cluster.move(cluster.manager(observer=Observer(bad_copy=bad.append)), 0, 1, 2)
         assert moved is not None
-        assert moved.source == ward.workers[2]
-        assert [(one.source, one.code) for one in bad] == [(ward.workers[1], "shard_damaged")]
+        assert moved.source == cluster.workers[2]
+        assert [(one.source, one.code) for one in bad] == [(cluster.workers[1], "shard_damaged")]
         assert not short.holds(0)
 
 
 class MeddledStore(DirectoryShardStore):
     """Lets somebody do something to the file when it has been opened."""
 
-    def __init__(self, path: Path, meddle: Callable[[Path], None]) -> None:
+    def __init__(self, path: Path, tamper: Callable[[Path], None]) -> None:
         super().__init__(path)
-        self._meddle = meddle
+        self._meddle = tamper
 
     def open(self, shard: int) -> Any:
         opened = super().open(shard)
@@ -504,47 +507,47 @@ class MeddledStore(DirectoryShardStore):
 
 
 def rewrite(path: Path) -> None:
-    path.write_bytes(filling(0, SIZE))
+    path.write_bytes(content_of(0, SIZE))
     os.utime(path, ns=(0, 0))
 
 
 @pytest.mark.parametrize(
-    ("meddle", "codes"), [(rewrite, {"shard_changed"}), (lambda path: os.truncate(path, SIZE // 2), {"shard_damaged"})]
+    ("tamper", "codes"), [(rewrite, {"shard_changed"}), (lambda path: os.truncate(path, SIZE // 2), {"shard_damaged"})]
 )
 async def test_a_file_that_changes_while_it_is_sent_does_not_count(
-    meddle: Callable[[Path], None], codes: set[str], tmp_path: Path
+    tamper: Callable[[Path], None], codes: set[str], tmp_path: Path
 ) -> None:
     bad: list[BadCopy] = []
-    stores = [MemoryShardStore(), MeddledStore(tmp_path, meddle), MemoryShardStore()]
-    async with open_ward(3, lambda number: stores[number]) as ward:
-        put(ward.stores[1], 0)
-        put(ward.stores[2], 0)
-        moved = await ward.move(ward.manager(observer=Observer(bad_copy=bad.append)), 0, 1, 2)
+    stores = [MemoryShardStore(), MeddledStore(tmp_path, tamper), MemoryShardStore()]
+    async with open_cluster(3, lambda number: stores[number]) as cluster:
+        put(cluster.stores[1], 0)
+        put(cluster.stores[2], 0)
+        moved = await cluster.move(cluster.manager(observer=Observer(bad_copy=bad.append)), 0, 1, 2)
         assert moved is not None
-        assert moved.source == ward.workers[2]
+        assert moved.source == cluster.workers[2]
         assert {one.code for one in bad} == codes
-        assert bytes_of(ward.store, 0) == filling(0, SIZE)
+        assert bytes_of(cluster.store, 0) == content_of(0, SIZE)
 
 
 async def test_a_resumed_shard_whose_beginning_was_wrong_is_fetched_anew_and_nobody_blamed() -> None:
     bad: list[BadCopy] = []
-    async with open_ward(2) as ward:
-        put(ward.stores[1], 0)
-        with ward.store.receive(0, Stamp.of(filling(0, SIZE))) as arriving:
+    async with open_cluster(2) as cluster:
+        put(cluster.stores[1], 0)
+        with cluster.store.receive(0, Stamp.of(content_of(0, SIZE))) as arriving:
             arriving.write(b"\0" * 1000)
-        moved = await ward.move(ward.manager(observer=Observer(bad_copy=bad.append)), 0, 1)
+        moved = await cluster.move(cluster.manager(observer=Observer(bad_copy=bad.append)), 0, 1)
         assert moved is not None
         assert moved.resumed_from == 0
         assert bad == []
-        assert bytes_of(ward.store, 0) == filling(0, SIZE)
+        assert bytes_of(cluster.store, 0) == content_of(0, SIZE)
 
 
 async def test_what_was_begun_of_another_content_is_not_gone_on_with() -> None:
-    async with open_ward(2) as ward:
-        put(ward.stores[1], 0)
-        with ward.store.receive(0, Stamp.of(b"other")) as arriving:
+    async with open_cluster(2) as cluster:
+        put(cluster.stores[1], 0)
+        with cluster.store.receive(0, Stamp.of(b"other")) as arriving:
             arriving.write(b"oth")
-        moved = await ward.move(ward.manager(), 0, 1)
+        moved = await cluster.move(cluster.manager(), 0, 1)
         assert moved is not None
         assert moved.resumed_from == 0
 
@@ -554,11 +557,11 @@ async def test_what_was_begun_of_another_content_is_not_gone_on_with() -> None:
 
 async def test_a_full_disk_is_no_sources_fault_and_the_rest_finds_room() -> None:
     stores = [MemoryShardStore(bytes_max=SIZE + 100), MemoryShardStore()]
-    async with open_ward(2, lambda number: stores[number]) as ward:
-        put(ward.stores[1], 0, size=SIZE + 101)
-        put(ward.stores[1], 1)
-        manager = ward.manager(use_parallel_data_transfer=False)
-        report = await manager.execute_plan(plan_for(ward, 2, {1: [0, 1]}, {}))
+    async with open_cluster(2, lambda number: stores[number]) as cluster:
+        put(cluster.stores[1], 0, size=SIZE + 101)
+        put(cluster.stores[1], 1)
+        manager = cluster.manager(use_parallel_data_transfer=False)
+        report = await manager.execute_plan(plan_for(cluster, 2, {1: [0, 1]}, {}))
         assert [one.shard_id for one in report.moved] == [1]
         (missing,) = report.missing
         assert missing.shard_id == 0
@@ -568,10 +571,10 @@ async def test_a_full_disk_is_no_sources_fault_and_the_rest_finds_room() -> None
 
 async def test_a_disk_that_is_full_in_the_middle_is_told_and_what_fits_arrives(small_disk: Path) -> None:
     stores = [DirectoryShardStore(small_disk), MemoryShardStore()]
-    async with open_ward(2, lambda number: stores[number]) as ward:
-        put(ward.stores[1], 0, size=2 << 20)
-        put(ward.stores[1], 1, 2)
-        report = await ward.manager().execute_plan(plan_for(ward, 3, {1: [0, 1, 2]}, {}))
+    async with open_cluster(2, lambda number: stores[number]) as cluster:
+        put(cluster.stores[1], 0, size=2 << 20)
+        put(cluster.stores[1], 1, 2)
+        report = await cluster.manager().execute_plan(plan_for(cluster, 3, {1: [0, 1, 2]}, {}))
         assert [one.shard_id for one in report.missing] == [0]
         assert {one.shard_id for one in report.moved} == {1, 2}
     assert len(list(small_disk.iterdir())) == 2  # noqa: ASYNC240
@@ -585,9 +588,9 @@ async def test_what_a_store_of_somebody_else_raises_is_told_and_ends_nothing_els
             return super().receive(shard, stamp, offset)
 
     stores = [Strange(), MemoryShardStore()]
-    async with open_ward(2, lambda number: stores[number]) as ward:
-        put(ward.stores[1], 0, 1)
-        report = await ward.manager().execute_plan(plan_for(ward, 2, {1: [0, 1]}, {}))
+    async with open_cluster(2, lambda number: stores[number]) as cluster:
+        put(cluster.stores[1], 0, 1)
+        report = await cluster.manager().execute_plan(plan_for(cluster, 2, {1: [0, 1]}, {}))
         assert [one.shard_id for one in report.moved] == [1]
         assert "strange" in str(report.missing[0])
 
@@ -626,7 +629,7 @@ class BreakingOff:
         self.times, self.error = times, error
 
     async def fetch(self, shard: int, store: ShardStore, flow: FlowControl) -> Stamp:
-        data = filling(shard, SIZE)
+        data = content_of(shard, SIZE)
         flow.started(0, SIZE)
         with store.receive(shard, Stamp.of(data)) as arriving:
             arriving.write(data[:100])
@@ -644,7 +647,7 @@ class BreakingOff:
         async def connect(worker: WorkerId) -> Connection:
             return self
 
-        return DataTransferManager(WorkerId("a", "h", 1), store, connect, retry=SWIFT, **options)
+        return DataTransferManager(WorkerId("a", "h", 1), store, connect, retry=FAST_RETRY, **options)
 
 
 FROM_B = Wanted(shard(0), 0, (WorkerId("b", "h", 2),))
@@ -656,7 +659,7 @@ async def test_a_store_that_cannot_say_for_a_moment_what_it_has_is_asked_again(t
     source, store = BreakingOff(), Unsteady(trouble, times=2, of=of)
     report = await source.manager(store).execute([FROM_B])
     assert report.is_complete
-    assert bytes_of(store, 0) == filling(0, SIZE)
+    assert bytes_of(store, 0) == content_of(0, SIZE)
 
 
 @pytest.mark.parametrize("of", ["partial", "holds"])
@@ -693,10 +696,12 @@ async def test_an_origin_that_cancels_or_exits_has_given_nothing_and_ends_nothin
     def write(one: DataShard, file: BinaryIO) -> None:
         if one.shard_id == 0:
             raise raised
-        file.write(filling(one.shard_id, SIZE))
+        file.write(content_of(one.shard_id, SIZE))
 
-    async with open_ward(3) as ward:
-        report = await ward.manager(origin=FunctionOrigin(write)).execute_plan(plan_for(ward, 2, {1: [0]}, {2: [0]}))
+    async with open_cluster(3) as cluster:
+        report = await cluster.manager(origin=FunctionOrigin(write)).execute_plan(
+            plan_for(cluster, 2, {1: [0]}, {2: [0]})
+        )
         assert [one.shard_id for one in report.moved] == [1]
         assert [one.shard_id for one in report.missing] == [0]
         assert type(raised).__name__ in report.missing[0].reason
@@ -708,8 +713,8 @@ async def test_a_store_that_cancels_its_own_work_under_an_origin_is_our_own_faul
             raise asyncio.CancelledError
 
     stores: list[ShardStore] = [Strange(), MemoryShardStore()]
-    async with open_ward(2, lambda number: stores[number]) as ward:
-        manager = ward.manager(origin=FunctionOrigin(lambda one, file: None))
+    async with open_cluster(2, lambda number: stores[number]) as cluster:
+        manager = cluster.manager(origin=FunctionOrigin(lambda one, file: None))
         report = await manager.execute([Wanted(shard(0), 0, (None,))])
         assert report.missing[0].is_own_fault
         assert "cannot be stored: CancelledError" in report.missing[0].reason
@@ -728,86 +733,88 @@ async def test_there_is_no_report_when_something_within_seems_to_be_cancelled() 
 # Plans that are superseded.
 
 
-def plan_through(ward: Ward, middle: Middle) -> DataRedistributionPlan:
-    """One shard, which will stand still in the middle."""
-    middle.hold_at = SIZE // 2
-    seeming = middle.worker
+def plan_through(cluster: TransferCluster, proxy: TamperingProxy) -> DataRedistributionPlan:
+    """One shard, which will stand still in the proxy."""
+    proxy.hold_at = SIZE // 2
+    seeming = proxy.worker
     return DataRedistributor(ElasticTrainingConfig()).calculate_plan(
-        ClusterTopology((seeming,)), ClusterTopology((ward.me,)), 1, shards=1, leaving=[seeming]
+        ClusterTopology((seeming,)), ClusterTopology((cluster.fetcher,)), 1, shards=1, leaving=[seeming]
     )
 
 
 @asynccontextmanager
-async def half_way() -> AsyncIterator[tuple[Ward, Middle, DataTransferManager, asyncio.Future[TransferReport]]]:
-    """A plan whose only shard stands still in the middle."""
-    async with open_ward(2) as ward:
-        put(ward.stores[1], 0)
-        middle = Middle(ward.workers[1])
-        async with middle.open():
-            manager = ward.manager()
-            moving = asyncio.ensure_future(manager.execute_plan(plan_through(ward, middle)))
-            await middle.held.wait()
-            yield ward, middle, manager, moving
-            middle.gate.set()
+async def half_way() -> AsyncIterator[
+    tuple[TransferCluster, TamperingProxy, DataTransferManager, asyncio.Future[TransferReport]]
+]:
+    """A plan whose only shard stands still in the proxy."""
+    async with open_cluster(2) as cluster:
+        put(cluster.stores[1], 0)
+        proxy = TamperingProxy(cluster.workers[1])
+        async with proxy.open():
+            manager = cluster.manager()
+            moving = asyncio.ensure_future(manager.execute_plan(plan_through(cluster, proxy)))
+            await proxy.held.wait()
+            yield cluster, proxy, manager, moving
+            proxy.gate.set()
 
 
 async def test_a_newer_plan_ends_the_older_one_and_what_has_arrived_is_kept() -> None:
-    async with half_way() as (ward, _, manager, moving):
-        await until(lambda: ward.store.partial(0) is not None or bool(ward.store._arriving))  # type: ignore[attr-defined]
-        report = await manager.execute_plan(plan_for(ward, 1, {1: [0]}, {}))
+    async with half_way() as (cluster, _, manager, moving):
+        await until(lambda: cluster.store.partial(0) is not None or bool(cluster.store._arriving))  # type: ignore[attr-defined]
+        report = await manager.execute_plan(plan_for(cluster, 1, {1: [0]}, {}))
         assert await code_of(moving) == "plan_superseded"
         (moved,) = report.moved
         assert 0 < moved.resumed_from <= SIZE // 2
-        assert bytes_of(ward.store, 0) == filling(0, SIZE)
-        await until(lambda: len(ward.meshes[0].descriptors()) == 1)
+        assert bytes_of(cluster.store, 0) == content_of(0, SIZE)
+        await until(lambda: len(cluster.meshes[0].descriptors()) == 1)
 
 
 async def test_a_plan_that_is_cancelled_holds_nothing_open_and_keeps_what_has_arrived() -> None:
-    async with half_way() as (ward, _, manager, moving):
+    async with half_way() as (cluster, _, manager, moving):
         manager.cancel()
         assert await code_of(moving) == "plan_superseded"
-        assert len(ward.meshes[0].descriptors()) == 1
-        begun = ward.store.partial(0)
+        assert len(cluster.meshes[0].descriptors()) == 1
+        begun = cluster.store.partial(0)
         assert begun is not None
         assert begun.offset <= SIZE // 2
 
 
 async def test_a_cancelled_task_ends_its_threads() -> None:
-    async with half_way() as (ward, _, _, moving):
+    async with half_way() as (cluster, _, _, moving):
         moving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await moving
-        assert len(ward.meshes[0].descriptors()) == 1
-        assert not ward.store.holds(0)
+        assert len(cluster.meshes[0].descriptors()) == 1
+        assert not cluster.store.holds(0)
 
 
 async def test_connections_that_are_cut_are_made_anew() -> None:
-    async with half_way() as (ward, middle, _, moving):
-        ward.meshes[0]._shard_connections.cut()
-        middle.gate.set()
+    async with half_way() as (cluster, proxy, _, moving):
+        cluster.meshes[0]._shard_connections.cut()
+        proxy.gate.set()
         report = await moving
         assert report.moved[0].size == SIZE
-        assert len(middle.passed) == 2
+        assert len(proxy.passed) == 2
 
 
 async def test_a_plan_of_an_older_generation_is_refused() -> None:
-    async with open_ward(2) as ward:
-        put(ward.stores[1], 0)
-        manager = ward.manager()
-        plan = plan_for(ward, 1, {1: [0]}, {})
+    async with open_cluster(2) as cluster:
+        put(cluster.stores[1], 0)
+        manager = cluster.manager()
+        plan = plan_for(cluster, 1, {1: [0]}, {})
         await manager.execute_plan(plan, generation=5)
         assert await code_of(manager.execute_plan(plan, generation=4)) == "plan_superseded"
         await manager.execute_plan(plan, generation=5)
 
 
 async def test_of_many_plans_at_once_the_last_is_executed() -> None:
-    async with open_ward(2) as ward:
-        put(ward.stores[1], *range(5))
-        manager = ward.manager()
-        plan = plan_for(ward, 5, {1: list(range(5))}, {})
+    async with open_cluster(2) as cluster:
+        put(cluster.stores[1], *range(5))
+        manager = cluster.manager()
+        plan = plan_for(cluster, 5, {1: list(range(5))}, {})
         outcomes = await asyncio.gather(*(manager.execute_plan(plan) for _ in range(4)), return_exceptions=True)
         assert [isinstance(outcome, Unavailable) for outcome in outcomes] == [True, True, True, False]
-        assert len(ward.store.held()) == 5
+        assert len(cluster.store.held()) == 5
 
 
 async def test_an_origin_that_hangs_holds_up_nobody_who_cancels() -> None:
@@ -818,14 +825,14 @@ async def test_an_origin_that_hangs_holds_up_nobody_who_cancels() -> None:
         assert gate.wait(PATIENCE_S)
         file.write(b"late")
 
-    async with open_ward(1) as ward:
-        manager = ward.manager(origin=FunctionOrigin(hang))
-        moving = asyncio.ensure_future(manager.execute_plan(plan_for(ward, 1, {}, {})))
+    async with open_cluster(1) as cluster:
+        manager = cluster.manager(origin=FunctionOrigin(hang))
+        moving = asyncio.ensure_future(manager.execute_plan(plan_for(cluster, 1, {}, {})))
         await until(asked.is_set)
         manager.cancel()
         assert await code_of(moving) == "plan_superseded"
         gate.set()
-        store = ward.store
+        store = cluster.store
         assert isinstance(store, MemoryShardStore)
         await until(lambda: not store._arriving)
         assert not store.holds(0)
@@ -838,22 +845,22 @@ async def test_an_origin_that_hangs_is_named_and_tried_again_and_others_go_on() 
         asked.append(one.shard_id)
         if asked.count(1) == 1 and one.shard_id == 1:
             assert gate.wait(PATIENCE_S)
-        file.write(filling(one.shard_id, SIZE))
+        file.write(content_of(one.shard_id, SIZE))
 
-    async with open_ward(1) as ward:
-        manager = ward.manager(origin=FunctionOrigin(hang), origin_timeout_s=0.02, clock=clock)
-        moving = asyncio.ensure_future(manager.execute_plan(plan_for(ward, 3, {}, {})))
-        await until(lambda: ward.store.holds(0) and ward.store.holds(2) and 1 in asked)
+    async with open_cluster(1) as cluster:
+        manager = cluster.manager(origin=FunctionOrigin(hang), origin_timeout_s=0.02, clock=clock)
+        moving = asyncio.ensure_future(manager.execute_plan(plan_for(cluster, 3, {}, {})))
+        await until(lambda: cluster.store.holds(0) and cluster.store.holds(2) and 1 in asked)
         clock.now += 0.03
         report = await moving
         assert {one.shard_id for one in report.moved} == {0, 2}
         (missing,) = report.missing
         assert missing.reason.startswith("the origin gave nothing of it for 0.02 s")
         assert (missing.has_no_holder, missing.is_own_fault, missing.is_refused) == (True, False, False)
-        again = await manager.execute_plan(plan_for(ward, 3, {}, {}))
+        again = await manager.execute_plan(plan_for(cluster, 3, {}, {}))
         assert [one.shard_id for one in again.moved] == [1]
         gate.set()
-        assert bytes_of(ward.store, 1) == filling(1, SIZE)
+        assert bytes_of(cluster.store, 1) == content_of(1, SIZE)
 
 
 async def test_it_is_told_for_how_long_an_origin_is_silent_and_not_while_the_store_is_at_work() -> None:
@@ -868,13 +875,13 @@ async def test_it_is_told_for_how_long_an_origin_is_silent_and_not_while_the_sto
     def silences() -> list[float | None]:
         return [one.origin_silent_s for one in told[-1].in_transit] if told else []
 
-    store = LaggingStore()
-    async with open_ward(1, lambda number: store) as ward:
+    store = DelayedStore()
+    async with open_cluster(1, lambda number: store) as cluster:
         origin = FunctionOrigin(hang)
-        manager = ward.manager(
+        manager = cluster.manager(
             origin=origin, clock=clock, observer=Observer(progress=told.append), progress_interval_s=0.001
         )
-        moving = asyncio.ensure_future(manager.execute_plan(plan_for(ward, 1, {}, {})))
+        moving = asyncio.ensure_future(manager.execute_plan(plan_for(cluster, 1, {}, {})))
         await until(asked.is_set)
         clock.now += 42.0
         await until(lambda: silences() == [42.0])
@@ -917,11 +924,11 @@ async def test_it_is_told_of_what_is_asked_of_an_origin_whether_a_worker_who_has
 
 
 async def test_a_store_that_hangs_under_what_the_origin_gives_is_our_own_fault() -> None:
-    clock, store = Standing(), StuckStore()
-    async with open_ward(1, lambda number: store) as ward:
+    clock, store = Standing(), BlockedStore()
+    async with open_cluster(1, lambda number: store) as cluster:
         origin, once = FunctionOrigin(write_bytes), RetryPolicy(attempts=1)
-        manager = ward.manager(origin=origin, origin_timeout_s=0.02, clock=clock, retry=once)
-        plan = plan_for(ward, 1, {}, {})
+        manager = cluster.manager(origin=origin, origin_timeout_s=0.02, clock=clock, retry=once)
+        plan = plan_for(cluster, 1, {}, {})
         for number in range(ABANDONED_PER_SHARD_MAX):
             moving = asyncio.ensure_future(manager.execute_plan(plan))
             await until(lambda number=number: store.reached > number)  # type: ignore[misc]
@@ -937,25 +944,27 @@ async def test_a_store_that_hangs_under_what_the_origin_gives_is_our_own_fault()
 
 
 async def test_a_patience_that_is_none_is_refused() -> None:
-    async with open_ward(1) as ward:
+    async with open_cluster(1) as cluster:
         with pytest.raises(ForgedError, match=r"origin_timeout_s must be .*, got 0"):
-            ward.manager(origin_timeout_s=0)
+            cluster.manager(origin_timeout_s=0)
 
 
 @pytest.mark.parametrize("seed", range(5))
 async def test_workers_that_fetch_from_each_other_all_get_everything(seed: int) -> None:
     source = Random(seed)
-    async with open_ward(4) as ward:
+    async with open_cluster(4) as cluster:
         for number in range(40):
-            put(source.choice(ward.stores), number, size=source.randrange(200_000))
-        holders = {number: ward.workers[place] for place, store in enumerate(ward.stores) for number in store.held()}
+            put(source.choice(cluster.stores), number, size=source.randrange(200_000))
+        holders = {
+            number: cluster.workers[place] for place, store in enumerate(cluster.stores) for number in store.held()
+        }
 
         async def fetch_all(place: int) -> None:
             manager = DataTransferManager(
-                ward.workers[place], ward.stores[place], ward.meshes[place].connect_for_shards
+                cluster.workers[place], cluster.stores[place], cluster.meshes[place].connect_for_shards
             )
             for number in source.sample(range(40), 40):
-                await manager.transfer_data_shards(holders[number], ward.workers[place], shard(number))
+                await manager.transfer_data_shards(holders[number], cluster.workers[place], shard(number))
 
         await asyncio.gather(*(fetch_all(place) for place in range(4)))
-        assert all(len(store.held()) == 40 for store in ward.stores)
+        assert all(len(store.held()) == 40 for store in cluster.stores)

@@ -30,7 +30,7 @@ from forged.data.transfer.origin_reads import (
     StoreStuck,
 )
 from forged.errors import Unavailable
-from tests.data.wards import LaggingStore, StuckStore, descriptors, filling, shard
+from tests.data.transfer_cluster import BlockedStore, DelayedStore, content_of, open_descriptors, shard
 from tests.worker.meshes import PATIENCE_S, until
 
 SILENT_S = 0.02
@@ -77,7 +77,7 @@ class Hanging:
         self._times = times
 
     def write_to(self, one: DataShard, file: BinaryIO) -> None:
-        data = filling(one.shard_id, SIZE)
+        data = content_of(one.shard_id, SIZE)
         if self._times:
             self._times -= 1
             self.threads.append(threading.current_thread())
@@ -178,12 +178,12 @@ async def test_a_silent_origin_is_given_up_and_what_it_does_later_touches_nothin
     async with let_go(origin):
         scene = Scene(store, origin)
         await scene.hang(origin)
-        assert await scene.ask() == Stamp.of(filling(7, SIZE))
+        assert await scene.ask() == Stamp.of(content_of(7, SIZE))
         await origin.end()
         (error,) = origin.raised
         assert isinstance(error, Unavailable)
         assert error.code == "transfer_stopped"
-        assert bytes_of(store, 7) == filling(7, SIZE)
+        assert bytes_of(store, 7) == content_of(7, SIZE)
 
 
 @pytest.mark.parametrize("behind", [0, SIZE])
@@ -193,24 +193,24 @@ async def test_what_comes_late_never_gets_into_what_a_newer_try_is_writing(store
         scene = Scene(store, origin)
         await scene.hang(origin)
         with store.receive(7, None) as newer:
-            newer.write(filling(7, SIZE)[:1000])
+            newer.write(content_of(7, SIZE)[:1000])
             await origin.end()
             assert origin.raised
-            newer.write(filling(7, SIZE)[1000:])
-            assert newer.commit() == Stamp.of(filling(7, SIZE))
-        assert bytes_of(store, 7) == filling(7, SIZE)
+            newer.write(content_of(7, SIZE)[1000:])
+            assert newer.commit() == Stamp.of(content_of(7, SIZE))
+        assert bytes_of(store, 7) == content_of(7, SIZE)
 
 
 async def test_what_a_silent_origin_has_given_so_far_leaves_neither_file_nor_descriptor(tmp_path: Path) -> None:
     store, origin = DirectoryShardStore(tmp_path), Hanging(SIZE)
     async with let_go(origin):
-        before = descriptors()
+        before = open_descriptors()
         await Scene(store, origin).hang(origin)
         assert names_in(tmp_path) == []
-        assert descriptors() == before
+        assert open_descriptors() == before
         await origin.end()
         assert names_in(tmp_path) == []
-        assert descriptors() == before
+        assert open_descriptors() == before
 
 
 async def test_the_shard_and_how_long_nothing_came_are_named() -> None:
@@ -303,7 +303,7 @@ async def test_to_write_nothing_is_to_give_nothing() -> None:
 
 
 async def test_the_time_that_the_store_takes_is_not_the_origins() -> None:
-    store = LaggingStore()
+    store = DelayedStore()
     scene = Scene(store, FunctionOrigin(write_bytes))
     read = scene.read()
     reading = asyncio.ensure_future(scene.reads.read(read))
@@ -396,7 +396,7 @@ async def test_an_origin_sees_nothing_of_the_context_of_who_calls() -> None:
 
 
 async def test_a_thread_that_is_with_the_store_gives_the_shard_back_itself() -> None:
-    store = LaggingStore()
+    store = DelayedStore()
     wrote: list[BaseException] = []
 
     def write(one: DataShard, file: BinaryIO) -> None:
@@ -428,7 +428,7 @@ async def test_who_is_cancelled_leaves_the_shard_to_others_at_once(store: ShardS
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
-        assert await scene.ask() == Stamp.of(filling(7, SIZE))
+        assert await scene.ask() == Stamp.of(content_of(7, SIZE))
 
 
 class TestCallsThatDoNotEnd:
@@ -461,7 +461,7 @@ class TestCallsThatDoNotEnd:
                 await scene.hang(origin)
             await origin.end()
             await until(lambda: not scene.reads._abandoned)
-            assert await scene.ask() == Stamp.of(filling(7, SIZE))
+            assert await scene.ask() == Stamp.of(content_of(7, SIZE))
 
     async def test_are_waited_for_as_long_as_there_was_no_time_to_answer(self) -> None:
         """Or a few plans that are superseded in a row would make a slow origin one that hangs."""
@@ -477,10 +477,10 @@ class TestCallsThatDoNotEnd:
             scene.clock.now += 0.5 * SILENT_S
             assert scene.reads.origin_silent_s(read) == pytest.approx(0.5 * SILENT_S)
             await origin.end()
-            assert await reading == Stamp.of(filling(7, SIZE))
+            assert await reading == Stamp.of(content_of(7, SIZE))
 
     async def test_but_hang_in_the_store_are_waited_for_as_long_and_then_it_is_the_store_that_is_named(self) -> None:
-        store = StuckStore()
+        store = BlockedStore()
         scene = Scene(store, FunctionOrigin(write_bytes))
         for _ in range(ABANDONED_PER_SHARD_MAX):
             await scene.supersede(lambda: store.reached)
@@ -555,7 +555,7 @@ async def test_a_store_of_somebodys_own_is_closed_once_and_used_no_more() -> Non
         scene = Scene(store, origin)
         await scene.hang(origin)
         assert [writer.is_closed for writer in store.writers] == [True]
-        assert await scene.ask() == Stamp.of(filling(7, SIZE))
+        assert await scene.ask() == Stamp.of(content_of(7, SIZE))
         await origin.end()
         assert [error.code for error in origin.raised if isinstance(error, Unavailable)] == ["transfer_stopped"]
 
@@ -567,7 +567,7 @@ from forged.data.store.memory import MemoryShardStore
 from forged.data.store.origin import FunctionOrigin
 from forged.data.transfer.origin_reads import OriginRead
 from tests.data.transfer.test_origin_reads import Way
-from tests.data.wards import shard
+from tests.data.transfer_cluster import shard
 
 hung = threading.Event()
 

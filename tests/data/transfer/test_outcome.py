@@ -16,7 +16,7 @@ from forged.data.transfer.outcome import (
 )
 from forged.data.transfer.schedule import Fault
 from forged.errors import Unavailable
-from tests.data.values import at
+from tests.data.topology_changes import at
 
 A = at(0, 0)
 

@@ -11,7 +11,7 @@ from forged.data.model import DataShard
 from forged.data.transfer.schedule import GIVEN_UP, Fault, Source, Start, TransferSchedule, Wanted
 from forged.elastic.model import WorkerId
 from forged.retry import RetryPolicy
-from tests.data.values import at
+from tests.data.topology_changes import at
 
 A, B, C = at(0, 0), at(1, 1), at(2, 2)
 RETRY = RetryPolicy(attempts=3, delay_s=1.0, exponential=True)

@@ -21,26 +21,26 @@ from forged.retry import RetryPolicy
 from forged.worker.mesh import Mesh
 from tests.worker.meshes import PATIENCE_S, open_meshes
 
-SWIFT = RetryPolicy(attempts=3, delay_s=0.01)
+FAST_RETRY = RetryPolicy(attempts=3, delay_s=0.01)
 
-Meddle = Callable[[int, bytes], bytes]
+Tamper = Callable[[int, bytes], bytes]
 """Told at which byte of the way to the fetcher a piece begins; returns what goes on; if it is less, it is cut there."""
 
 
-def pass_all(at: int, data: bytes) -> bytes:
+def pass_unchanged(at: int, data: bytes) -> bytes:
     return data
 
 
-def cut_after(count: int) -> Meddle:
+def cut_after(count: int) -> Tamper:
     """Cut the connection behind so many bytes."""
     return lambda at, data: data[: max(0, count - at)]
 
 
-def flip_once(at_byte: int) -> Meddle:
+def flip_once(at_byte: int) -> Tamper:
     """Flip a bit of one byte, the first time it passes."""
     done = False
 
-    def meddle(at: int, data: bytes) -> bytes:
+    def tamper(at: int, data: bytes) -> bytes:
         nonlocal done
         if done or not at <= at_byte < at + len(data):
             return data
@@ -49,14 +49,14 @@ def flip_once(at_byte: int) -> Meddle:
         changed[at_byte - at] ^= 1
         return bytes(changed)
 
-    return meddle
+    return tamper
 
 
-class Middle:
-    """A port that leads to a worker's; `meddle` sees what comes back."""
+class TamperingProxy:
+    """A port that leads to a worker's; `tamper` sees what comes back."""
 
     def __init__(self, target: WorkerId) -> None:
-        self.meddle: Meddle = pass_all
+        self.tamper: Tamper = pass_unchanged
         self.hold_at: int | None = None
         """Behind so many bytes nothing goes on before the gate is opened."""
         self.gate = asyncio.Event()
@@ -106,7 +106,7 @@ class Middle:
             if self.hold_at is not None and at + len(data) > self.hold_at:
                 self.held.set()
                 await self.gate.wait()
-            changed = self.meddle(at, data)
+            changed = self.tamper(at, data)
             at += len(data)
             self.passed[number] += len(changed)
             writer.write(changed)
@@ -135,17 +135,17 @@ def shard(number: int) -> DataShard:
     return DataShard(number, number, number + 1)
 
 
-def descriptors() -> int:
+def open_descriptors() -> int:
     """How many are open."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def filling(number: int, size: int) -> bytes:
+def content_of(number: int, size: int) -> bytes:
     """Bytes that are a shard's and no other's."""
     return Random(number).randbytes(size)
 
 
-class LaggingStore(MemoryShardStore):
+class DelayedStore(MemoryShardStore):
     """Of which each write takes its time."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class LaggingStore(MemoryShardStore):
         return super().has_room_for(count)
 
 
-class StuckStore(MemoryShardStore):
+class BlockedStore(MemoryShardStore):
     """That gives nobody a place to write, until it is let go."""
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class Observer:
 
 
 @dataclass
-class Ward:
+class TransferCluster:
     """Some workers; the first fetches."""
 
     meshes: list[Mesh]
@@ -195,7 +195,7 @@ class Ward:
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def me(self) -> WorkerId:
+    def fetcher(self) -> WorkerId:
         """Who fetches."""
         return self.workers[0]
 
@@ -206,23 +206,25 @@ class Ward:
 
     def manager(self, **options: Any) -> DataTransferManager:
         """That of who fetches; it does not wait for long."""
-        defaults = {"retry": SWIFT, "random": Random(1).random, **self.options}
-        return DataTransferManager(self.me, self.store, self.meshes[0].connect_for_shards, **{**defaults, **options})
+        defaults = {"retry": FAST_RETRY, "random": Random(1).random, **self.options}
+        return DataTransferManager(
+            self.fetcher, self.store, self.meshes[0].connect_for_shards, **{**defaults, **options}
+        )
 
     async def move(self, manager: DataTransferManager, number: int, *sources: int | WorkerId) -> MovedShard | None:
         """Have a shard fetched from some workers, the first of them the owner."""
         first, *rest = (one if isinstance(one, WorkerId) else self.workers[one] for one in sources)
-        return await manager.transfer_data_shards(first, self.me, shard(number), replicas=rest)
+        return await manager.transfer_data_shards(first, self.fetcher, shard(number), replicas=rest)
 
 
 @asynccontextmanager
-async def open_ward(
+async def open_cluster(
     count: int, make_store: Callable[[int], ShardStore] = lambda number: MemoryShardStore(), **options: Any
-) -> AsyncIterator[Ward]:
+) -> AsyncIterator[TransferCluster]:
     """So many workers, each with a store."""
     async with AsyncExitStack() as stack:
         made = await stack.enter_async_context(open_meshes(count, **options))
         stores = [make_store(number) for number in range(count)]
         for mesh, store in zip(made.meshes, stores, strict=True):
             mesh.serve_shards(store)
-        yield Ward(made.meshes, made.workers, stores)
+        yield TransferCluster(made.meshes, made.workers, stores)

@@ -32,7 +32,7 @@ NUMBERS_BEFORE_MAX = 1_000
 """So many requests a worker has made at most before its daemon was killed."""
 
 
-class DataStage(ServiceFixture):
+class DataFixture(ServiceFixture):
     """A spine on which elastic training is served, and its data."""
 
     def __init__(self, kernel: Kernel) -> None:
@@ -139,11 +139,11 @@ class DataStage(ServiceFixture):
 
 
 @asynccontextmanager
-async def a_data_stage(store: Store | None = None) -> AsyncIterator[DataStage]:
+async def data_fixture(store: Store | None = None) -> AsyncIterator[DataFixture]:
     """A stage that is set inside the block, and gone at its end as after a crash."""
-    made: list[DataStage] = []
+    made: list[DataFixture] = []
     async with running(
-        store, lambda kernel: made.append(DataStage(kernel)), requests=(*JOB_REQUESTS, *REQUESTS, *DATA_REQUESTS)
+        store, lambda kernel: made.append(DataFixture(kernel)), requests=(*JOB_REQUESTS, *REQUESTS, *DATA_REQUESTS)
     ):
         (stage,) = made
         async with anyio.create_task_group() as tasks:
