@@ -1,4 +1,4 @@
-"""The client library: `ForgedClient` for asyncio, `BlockingClient` for the rest, `ElasticWorker` for who trains."""
+"""The client library: `ForgedClient` (asyncio), `BlockingClient` (no event loop), `ElasticWorker` (training)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["EARLIEST", "BlockingClient", "BlockingFacts", "ElasticWorker", "Fact
 
 
 def __getattr__(name: str) -> Any:
-    # Imported by who trains: to ask a daemon takes no numpy.
+    # Imported on demand: clients do not need numpy.
     if name == "ElasticWorker":
         from forged.worker.worker import ElasticWorker
 

@@ -1,4 +1,4 @@
-"""A daemon of any version: it answers requests with what a test has written down for them."""
+"""A daemon of any version that answers requests with replies written by the test."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ SAME = "forged/0.1.0"
 
 
 class Refusal:
-    """An answer that is none."""
+    """A refusal."""
 
     def __init__(self, kind: str, code: str, text: str = "no", fix: str = "") -> None:
         self.said = [kind, code, text, fix]
 
 
-UNKNOWN = Refusal("refused", "request_unknown", "nobody here answers that", "compare versions")
+UNKNOWN = Refusal("refused", "request_unknown", "unknown request", "compare versions")
 
 
 class ScriptedDaemon:
-    """What it answers to each request and subscription, and what it was asked."""
+    """The replies, and the received requests."""
 
     def __init__(
         self, path: Path, answers: Mapping[str, Any], agent: str, facts: list[Any], welcome: list[Any] | None
@@ -58,19 +58,19 @@ class ScriptedDaemon:
                 self._say(guest, [FACTS, 1, len(self._facts), self._facts])
 
     def run(self, line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-        """Have `forgectl` ask it; returns its exit code, output and complaints."""
+        """Run `forgectl` on it; returns exit code, output and errors."""
         code = main.main(["--socket", str(self.path), *shlex.split(line)])
         said = capsys.readouterr()
         return code, said.out, said.err
 
     def told(self, line: str, capsys: pytest.CaptureFixture[str]) -> Any:
-        """What a command tells a program."""
+        """The JSON output of a command."""
         code, out, err = self.run(f"{line} --json", capsys)
         assert (code, err) == (0, "")
         return json.loads(out)
 
     def command(self, line: str) -> list[str]:
-        """A process that asks it."""
+        """The command line of a `forgectl` process that uses it."""
         return [sys.executable, "-m", "forged.cli.forgectl.main", "--socket", str(self.path), *shlex.split(line)]
 
     def _answer(self, number: int, acknowledged: int, method: str, fields: Any) -> list[Any]:
@@ -94,8 +94,8 @@ def scripted_daemon(
     facts: list[Any] | None = None,
     welcome: list[Any] | None = None,
 ) -> Iterator[ScriptedDaemon]:
-    """A pretender that listens in a directory."""
-    pretender = ScriptedDaemon(directory / "pretender", answers or {}, agent, facts or [], welcome)
+    """A scripted daemon on a socket in a directory."""
+    pretender = ScriptedDaemon(directory / "daemon", answers or {}, agent, facts or [], welcome)
     loop = EventLoopThread()
     fake = FakeDaemon(pretender.path, pretender.treat)
     loop.call(fake.__aenter__)
@@ -108,12 +108,12 @@ def scripted_daemon(
 
 
 async def say_nothing(guest: FakeConnection) -> None:
-    """Listen, and never answer."""
+    """Receive, and never reply."""
     await guest.gone()
 
 
 async def trickle(guest: FakeConnection) -> None:
-    """Send what might become a message, byte by byte, for ever."""
+    """Send an incomplete message byte by byte, without end."""
     guest.writer.write(b"\0\0\xff\xff")
     while True:
         guest.writer.write(b"\x90")

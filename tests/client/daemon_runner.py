@@ -1,4 +1,4 @@
-"""A daemon in this process that goes and comes back, as clients see one."""
+"""A daemon in this process that can be stopped and restarted."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from forged.net.transport.sockets import SystemNetwork
 from forged.retry import RetryPolicy
 
 SOON = RetryPolicy(attempts=None, delay_s=0.005, exponential=True, delay_max_s=0.05, jitter=0.5)
-"""For clients in tests: knocks often, because the daemon comes back within milliseconds."""
+"""Short pauses, because daemons in tests restart within milliseconds."""
 
 Extend = Callable[[Daemon], None]
 
 
 class ReusableStore(MemoryStore):
-    """To its daemons what a file is: it survives them."""
+    """A store that outlives its daemons, like a file."""
 
     async def close(self) -> None:
-        """Stay open for the next daemon."""
+        """Do nothing: the next daemon uses the store."""
 
 
 @dataclass
 class DaemonRunner:
-    """Where a daemon lives: its socket and store outlive it."""
+    """Starts and stops daemons on one socket and store."""
 
     config: Config
     store: Store = field(default_factory=lambda: ReusableStore("this history"))
@@ -53,7 +53,7 @@ class DaemonRunner:
         return self._daemon
 
     async def open(self) -> Daemon:
-        """Start a daemon; the store is as the last one left it."""
+        """Start a daemon on the store of the previous one."""
         ready: asyncio.Future[Daemon] = asyncio.get_running_loop().create_future()
         self._leave.clear()
         self._life = asyncio.create_task(self._live(ready))
@@ -67,14 +67,14 @@ class DaemonRunner:
         return self._daemon
 
     async def close(self) -> None:
-        """Stop the daemon in good order; nothing to do when there is none."""
+        """Stop the daemon if it runs."""
         self._leave.set()
         life, self._life, self._daemon = self._life, None, None
         if life is not None:
             await life
 
     async def reopen(self, store: Store | None = None, **changes: Any) -> Daemon:
-        """Have another daemon at the same socket."""
+        """Restart with another store or other settings on the same socket."""
         await self.close()
         self.store = store or self.store
         self.config = replace(self.config, **changes)
@@ -91,7 +91,7 @@ class DaemonRunner:
 
 
 def config_in(directory: Path, **changes: Any) -> Config:
-    """Settings of a daemon that lives in a directory, by default on a Unix socket alone. Makes the directory."""
+    """Settings of a daemon in a directory, which is created; by default with a Unix socket only."""
     directory.mkdir(exist_ok=True)
     config = Config(data_dir=str(directory), socket=str(directory / "forged.sock"), listen=(), drain_timeout_s=0.2)
     return replace(config, **changes)

@@ -9,7 +9,7 @@ from forged.kernel.messages import ANY_JOB, Request, Signal
 
 
 class ExampleRequest(Request[str], frozen=True):
-    """Think about it, perhaps for ever."""
+    """A request that the daemon never answers."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -19,7 +19,7 @@ class ExampleRequest(Request[str], frozen=True):
 
 
 class ExampleSignal(Signal, frozen=True):
-    """Something that need not arrive."""
+    """A signal."""
 
     needs: ClassVar[Role] = Role.VIEWER
     external: ClassVar[bool] = True

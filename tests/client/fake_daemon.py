@@ -1,4 +1,4 @@
-"""A daemon that does what a test tells it, word by word."""
+"""A daemon whose messages are written by the test."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ WELCOME = Welcome(
 
 
 class FakeConnection:
-    """The client at the other end."""
+    """A connection of a client."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
 
     async def hear(self) -> Any:
-        """Its next message."""
+        """The next message."""
         length = int.from_bytes(await self.reader.readexactly(4), "big")
         return decode(await self.reader.readexactly(length))
 
@@ -40,20 +40,20 @@ class FakeConnection:
         self.writer.write(len(payload).to_bytes(4, "big") + payload)
 
     async def greet(self, welcome: Welcome = WELCOME) -> Hello:
-        """Take its hello and let it in."""
+        """Receive the hello and send the welcome."""
         hello = await self.hear()
         assert isinstance(hello, Hello)
         self.say(welcome)
         return hello
 
     async def gone(self) -> None:
-        """Wait until it has closed."""
+        """Wait until the client has closed."""
         while await self.reader.read(1 << 16):
             pass
 
 
 class FakeDaemon:
-    """Listens at a path and treats every guest the same way; the connection ends when that does."""
+    """Listens on a Unix socket and runs the same handler for each connection."""
 
     def __init__(self, path: Path, treat: Callable[[FakeConnection], Awaitable[None]]) -> None:
         self.endpoint = f"unix://{path}"
@@ -69,5 +69,5 @@ class FakeDaemon:
 
     @property
     def guests(self) -> int:
-        """How many have come."""
-        return self._door.entered
+        """The number of accepted connections."""
+        return self._door.accepted

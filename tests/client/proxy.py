@@ -1,4 +1,4 @@
-"""Somebody between clients and a daemon who cuts connections at chosen messages."""
+"""A proxy between clients and a daemon that cuts connections at chosen messages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Proxy:
     @property
     def connections(self) -> int:
         """How many there have been."""
-        return self._door.entered
+        return self._door.accepted
 
     def cut(self) -> None:
         """Cut all connections now."""

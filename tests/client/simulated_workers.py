@@ -1,4 +1,4 @@
-"""Workers that train nothing, all of them spoken for by one client."""
+"""Simulated workers: one client sends the requests of several workers, without training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def incarnation_of(name: str) -> bytes:
 
 
 def train(client: BlockingClient, job: str, *names: str) -> None:
-    """Have these workers join a job, and agree on its first world."""
+    """Let these workers join a job and form its first world."""
     settings: dict[str, SettingValue] = {"min_workers": len(names), "stability_window_ms": 0}
     with client.facts(RescaleStarted, RescaleSynchronising, RescaleCompleted, jobs=[job]) as facts:
         for port, name in enumerate(names, 1):
@@ -56,7 +56,7 @@ def _agree(client: BlockingClient, job: str, names: tuple[str, ...], facts: Iter
 
 
 def train_with_data(endpoint: str, job: str, name: str, directory: Path, steps: int) -> None:
-    """Have a worker that is none of a client's train alone, with data."""
+    """Train with data in a real worker of this process, alone."""
 
     def write(shard: DataShard, file: BinaryIO) -> None:
         file.write(bytes(SAMPLE_BYTES * shard.size))

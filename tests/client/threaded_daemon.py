@@ -27,7 +27,7 @@ class EventLoopThread:
         self._thread.start()
 
     def call(self, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Have it awaited over there."""
+        """Await a call on the loop and return its result."""
 
         async def run() -> T:
             return await function(*args, **kwargs)
@@ -60,11 +60,11 @@ class ThreadedDaemon(EventLoopThread):
         return BlockingClient(self.runner.endpoint, **({"reconnect": SOON} | options))
 
     async def subscriptions(self) -> int:
-        """How many streams the daemon's clients have."""
+        """The number of streams of all clients."""
         return sum(len(session._streams) for session in self.runner.daemon.server.sessions)
 
     async def ask(self) -> Any:
-        """Have the daemon ask its only client to ponder."""
+        """Send a request from the daemon to its only client."""
         (session,) = self.runner.daemon.server.sessions
         number, answer = session.calls.open(ExampleRequest("life"), 60.0, None)
         session.send(session.calls.message(number))

@@ -16,10 +16,10 @@ BACKLOG = 1024
 
 
 class UnixListener:
-    """Treats everybody who comes in a task of their own; the connection ends with it."""
+    """Runs the handler for each connection in a task of its own; the connection ends with it."""
 
     def __init__(self, path: Path, treat: Treat) -> None:
-        self.entered = 0
+        self.accepted = 0
         self._treat = treat
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -29,7 +29,7 @@ class UnixListener:
         asyncio.get_running_loop().add_reader(self._sock, self._accept)
 
     async def close(self) -> None:
-        """Let nobody in any more, and end the visits."""
+        """Stop accepting, and end all connections."""
         asyncio.get_running_loop().remove_reader(self._sock)
         self._sock.close()
         while self._tasks:
@@ -39,7 +39,7 @@ class UnixListener:
 
     def _accept(self) -> None:
         connection, _ = self._sock.accept()
-        self.entered += 1
+        self.accepted += 1
         task = asyncio.create_task(self._enter(connection))
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)

@@ -1,4 +1,4 @@
-"""A training script with an event loop of its own: the worker lives on it, beside whatever else the script does."""
+"""A training script with an event loop of its own, on which the worker runs."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from forged.elastic.config import ElasticTrainingConfig
 from tests.processes.worker_script import (
     ARMED,
     COMPUTING_S,
-    ENOUGH,
     FOREVER,
     JOB,
-    Account,
-    Due,
-    hold_the_gil,
-    say,
+    STOP_FILE,
+    Countdown,
+    StepRecorder,
+    hold_gil,
+    report,
 )
 from tests.worker.crew import advance
 
 
 def fork() -> None:
-    """Have a child that lives until nobody writes to it any more, as one that loads data may."""
+    """Fork a child, like a data loader, that lives until its input is closed."""
     if child := os.fork():
-        say(child=child)
+        report(child=child)
         return
     os.close(sys.stdout.fileno())
     os.read(sys.stdin.fileno(), 1)
     os._exit(0)
 
 
-async def train(worker: ElasticWorker, is_enough: Callable[[], bool], gil_s: int, due: Due) -> None:
-    """Train until somebody says that it is enough."""
-    state, account = worker.state, Account(worker)
+async def train(worker: ElasticWorker, is_enough: Callable[[], bool], gil_s: int, countdown: Countdown) -> None:
+    """Train until the stop file exists."""
+    state, recorder = worker.state, StepRecorder(worker)
     async for step in worker.steps():
         if step == int(state["ends_at"][0]):
             break
-        account.begin(step)
-        if gil_s and due.hit():
-            hold_the_gil(gil_s)
+        recorder.begin(step)
+        if gil_s and countdown.hit():
+            hold_gil(gil_s)
         with step:
             await asyncio.sleep(COMPUTING_S)
             chain = int(state["chain"][0])
@@ -55,11 +55,11 @@ async def train(worker: ElasticWorker, is_enough: Callable[[], bool], gil_s: int
             state["chain"][0] = advance(chain, step)
             state["ballast"] += 1
             state["ends_at"][0] = step + 1 if ending else FOREVER
-    account.settle()
+    recorder.record_commit()
     async for _ in worker.steps(worker.step):
         raise AssertionError("no step is left")
-    assert state["chain"][0] == account.chain_behind(worker.step)
-    say(finished=worker.step)
+    assert state["chain"][0] == recorder.chain_behind(worker.step)
+    report(finished=worker.step)
 
 
 async def be_a_worker() -> None:
@@ -73,10 +73,10 @@ async def be_a_worker() -> None:
     }
     config = ElasticTrainingConfig(**options["config"])
     async with ElasticWorker(name, config, job=JOB, state=state) as worker:
-        worker.state_synchronized.subscribe(lambda told: say(entered=worker.generation, at=told.current_step))
+        worker.state_synchronized.subscribe(lambda told: report(entered=worker.generation, at=told.current_step))
         await worker.connect(endpoint)
         fork()
-        await train(worker, (directory / ENOUGH).exists, options["gil_s"], Due(1, directory / ARMED))
+        await train(worker, (directory / STOP_FILE).exists, options["gil_s"], Countdown(1, directory / ARMED))
 
 
 def main() -> None:

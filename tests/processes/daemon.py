@@ -32,7 +32,7 @@ class DaemonProcess:
     def __enter__(self) -> Self:
         command = [sys.executable, "-m", "forged.cli.forged", "run", *self._flags]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.said = self.hear()
+        self.output = self.read_line()
         return self
 
     def __exit__(
@@ -41,7 +41,7 @@ class DaemonProcess:
         self.process.kill()
         self.process.communicate()
 
-    def hear(self) -> str:
+    def read_line(self) -> str:
         """Its next line."""
         assert self.process.stdout is not None
         return self.process.stdout.readline()
@@ -51,17 +51,17 @@ class DaemonProcess:
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         self.process.send_signal(name)
-        impatience = threading.Timer(ENDS_WITHIN_S, self.process.kill)
-        impatience.start()
+        kill_timer = threading.Timer(ENDS_WITHIN_S, self.process.kill)
+        kill_timer.start()
         try:
             # Not `communicate`, which does not know of what the streams have read ahead in `wait_for`.
-            written, said = self.process.stderr.read(), self.process.stdout.read()
+            written, output = self.process.stderr.read(), self.process.stdout.read()
             self.process.wait()
         finally:
-            impatience.cancel()
+            kill_timer.cancel()
         lines = written.splitlines()
         self.log += [json.loads(line) for line in lines if line.startswith("{")]
-        return self.process.returncode, said, "\n".join(line for line in lines if not line.startswith("{"))
+        return self.process.returncode, output, "\n".join(line for line in lines if not line.startswith("{"))
 
     def wait_for(self, event: str, **fields: Any) -> dict[str, Any]:
         """Read its log up to an event with these fields."""

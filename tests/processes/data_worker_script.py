@@ -17,17 +17,17 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.worker.blocking import Training, join
 from tests.data.transfer_cluster import content_of
 from tests.processes.worker_script import (
-    ACTS,
+    ACTIONS,
     ARMED,
     COMPUTING_S,
-    ENOUGH,
     FOREVER,
     JOB,
     POINTS,
-    Account,
-    Due,
-    catch,
-    say,
+    STOP_FILE,
+    Countdown,
+    StepRecorder,
+    report,
+    stop_at,
 )
 from tests.worker.crew import advance
 
@@ -45,47 +45,47 @@ def write(shard: DataShard, file: BinaryIO) -> None:
 
 
 def hang(shard: DataShard, file: BinaryIO) -> None:
-    say(held="in the origin")
+    report(held="in the origin")
     threading.Event().wait()
 
 
 def check(worker: Training, data: TrainingData, mode: str, drawn: list[int]) -> None:
-    """In sharded mode whatever is drawn is here."""
+    """In sharded mode all drawn samples must be in the worker's own shards."""
     if mode == "sharded":
         missing = {int(shard) for shard in DATASET.shard_of(drawn)} - set(data.store.held())
         assert not missing, f"{worker.worker.worker_id} draws from {missing}, which it does not hold"
 
 
-def train(worker: Training, data: TrainingData, mode: str, enough: Path) -> None:
-    """Train until somebody says that it is enough."""
-    state, account = worker.state, Account(worker)
+def train(worker: Training, data: TrainingData, mode: str, stop_file: Path) -> None:
+    """Train until the stop file exists."""
+    state, recorder = worker.state, StepRecorder(worker)
     for step in worker.steps():
         if step == int(state["ends_at"][0]):
             break
-        account.begin(step)
+        recorder.begin(step)
         drawn = worker.batch().tolist()
         check(worker, data, mode, drawn)
-        say(drew=drawn, at=step, world=worker.generation)
+        report(drew=drawn, at=step, world=worker.generation)
         with step:
             time.sleep(COMPUTING_S)
             chain = int(state["chain"][0])
-            mine = np.array([1, chain, len(drawn), enough.exists()], np.int64)
+            mine = np.array([1, chain, len(drawn), stop_file.exists()], np.int64)
             count, chains, samples, ending = worker.all_reduce(mine)
             assert chains == chain * count, "the states differ"
             assert 0 < samples <= BATCH
             state["chain"][0] = advance(chain, step)
             state["ends_at"][0] = step + 1 if ending else FOREVER
-    account.settle()
+    recorder.record_commit()
     for _ in worker.steps(worker.step):
         raise AssertionError("no step is left")
-    say(finished=worker.step)
+    report(finished=worker.step)
 
 
 def main() -> None:
     """Be a worker."""
     endpoint, name, directory, options = sys.argv[1], sys.argv[2], Path(sys.argv[3]), json.loads(sys.argv[4])
-    for point, act in options["points"]:
-        catch(POINTS[point], ACTS[act], Due(1, directory / ARMED))
+    for point, action in options["points"]:
+        stop_at(POINTS[point], ACTIONS[action], Countdown(1, directory / ARMED))
     state = {"chain": np.zeros(1, np.int64), "ends_at": np.full(1, FOREVER, np.int64)}
     origin = FunctionOrigin(hang if options["origin_hangs"] else write) if options["has_origin"] else None
     data = TrainingData(
@@ -102,4 +102,4 @@ def main() -> None:
     with join(
         endpoint, job=JOB, state=state, worker_id=name, config=config, data=data, sampler=sampler_of(mode)
     ) as worker:
-        train(worker, data, mode, directory / ENOUGH)
+        train(worker, data, mode, directory / STOP_FILE)

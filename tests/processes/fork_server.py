@@ -1,12 +1,12 @@
-"""Processes forked from a warm one: a process starts in milliseconds, where imports alone take half a second.
+"""A fork server: starts processes in milliseconds by forking, where imports alone take half a second.
 
-Law: the warm process has one thread and no event loop, so what it forks is as fresh as what a shell starts. It outlives
-none of its children: when whoever gives the orders is gone, they are killed.
+Invariants:
+- The server has one thread and no event loop, so a forked process is like one started by a shell.
+- When the controlling process is gone, the server kills all its children and ends.
 
-An order is a line of JSON, `{"module": name, "words": [...]}`, and comes with the descriptors that the child reads
-from, writes to and complains to. It is answered with `{"born": pid}`; whenever a child has ended, `{"ended": pid,
-"code": code}` tells what of, as `subprocess` tells it. Whatever comes without descriptors ends all who live; `{"over":
-true}` is the last that is said of them.
+A command is a line of JSON, `{"module": name, "words": [...]}`, sent with the descriptors of the child's standard
+input, output and error. The server replies `{"born": pid}`, and `{"ended": pid, "code": code}` when a child has ended.
+A command without descriptors kills all children; the server then replies `{"over": true}`.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ DAEMON = (
     "forged.net.transport.sockets",
     "forged.kernel.store.sqlite",
 )
-"""What a daemon is made of, with what it imports late."""
-ENOUGH = b"{}\n"
-"""The order that ends all who live."""
+"""The modules of a daemon, also those that it imports late."""
+STOP_FILE = b"{}\n"
+"""The command that kills all children."""
 
 
 @dataclass
-class Child:
-    """A process, from the outside."""
+class ForkedProcess:
+    """A forked process, as seen by the test."""
 
     pid: int
     stdin: asyncio.StreamWriter
@@ -55,7 +55,7 @@ class Child:
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait(self) -> int:
-        """Wait until it is dead; what it said and nobody has read is gone then. Returns what it died of."""
+        """Wait until it has ended, and discard unread output; returns its exit code."""
         await self._ended.wait()
         for end in (self.stdin, self._saying):
             if end is not None:
@@ -64,22 +64,22 @@ class Child:
         return self.returncode
 
     def end(self, code: int) -> None:
-        """It is dead."""
+        """Record its end."""
         self.returncode = code
         self._ended.set()
 
 
 @dataclass(frozen=True)
 class ForkServer:
-    """A process that has loaded some modules, and forks what it is told to."""
+    """A process that has loaded some modules and forks on command."""
 
     pid: int
-    orders: socket.socket
+    commands: socket.socket
 
 
 @contextmanager
 def forking_from(*modules: str) -> Iterator[ForkServer]:
-    """Have one that loads these, until the end of the block."""
+    """Run a fork server with these modules until the end of the block."""
     ours, theirs = socket.socketpair()
     command = (sys.executable, "-m", __name__, str(theirs.fileno()), *modules)
     with ours:
@@ -89,22 +89,22 @@ def forking_from(*modules: str) -> Iterator[ForkServer]:
             try:
                 yield ForkServer(process.pid, ours)
             finally:
-                # It ends when it hears that there will be no more orders.
+                # It ends at the end of its command stream.
                 ours.shutdown(socket.SHUT_WR)
 
 
 class ProcessStarter:
-    """The orders to a warm process from one event loop; who is born there does not outlive it."""
+    """Starts processes by a fork server from one event loop, and kills them at the end of the block."""
 
     def __init__(self, warm: ForkServer) -> None:
         self.warm = warm
-        self._children: dict[int, Child] = {}
+        self._children: dict[int, ForkedProcess] = {}
 
     async def __aenter__(self) -> Self:
-        reader, self._writer = await asyncio.open_connection(sock=self.warm.orders.dup())
+        reader, self._writer = await asyncio.open_connection(sock=self.warm.commands.dup())
         self._born: asyncio.Queue[int] = asyncio.Queue()
         self._told: dict[int, int] = {}
-        self._hearing = asyncio.create_task(self._hear(reader))
+        self._hearing = asyncio.create_task(self._read_output(reader))
         self._one_at_a_time = asyncio.Lock()
         return self
 
@@ -112,29 +112,31 @@ class ProcessStarter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with suppress(ConnectionError):
-            self.warm.orders.sendall(ENOUGH)
+            self.warm.commands.sendall(STOP_FILE)
         await self._hearing
         await asyncio.gather(*(child.wait() for child in self._children.values()))
         self._writer.close()
 
-    async def start(self, module: str, *words: str, log: Path) -> Child:
-        """Run the `main` of a module with these words, in a session of its own."""
-        order = json.dumps({"module": module, "words": words}).encode()
-        assert len(order) <= ORDER_BYTES_MAX
-        (ours, read), (heard, said) = socket.socketpair(), socket.socketpair()
+    async def start(self, module: str, *words: str, log: Path) -> ForkedProcess:
+        """Run the `main` of a module with these arguments, in a session of its own."""
+        command_message = json.dumps({"module": module, "words": words}).encode()
+        assert len(command_message) <= ORDER_BYTES_MAX
+        (ours, read), (heard, output) = socket.socketpair(), socket.socketpair()
         async with self._one_at_a_time:
-            with read, said, log.open("ab") as complaints:
-                socket.send_fds(self.warm.orders, [order], [read.fileno(), said.fileno(), complaints.fileno()])
+            with read, output, log.open("ab") as complaints:
+                socket.send_fds(
+                    self.warm.commands, [command_message], [read.fileno(), output.fileno(), complaints.fileno()]
+                )
             pid = await self._born.get()
-            assert pid, "the warm process is gone, and says above why"
+            assert pid, "the fork server has died; see its error above"
         _, stdin = await asyncio.open_connection(sock=ours)
         stdout, saying = await asyncio.open_connection(sock=heard)
-        child = self._children[pid] = Child(pid, stdin, stdout, _saying=saying)
+        child = self._children[pid] = ForkedProcess(pid, stdin, stdout, _saying=saying)
         if pid in self._told:
             child.end(self._told.pop(pid))
         return child
 
-    async def _hear(self, reader: asyncio.StreamReader) -> None:
+    async def _read_output(self, reader: asyncio.StreamReader) -> None:
         with suppress(ConnectionError):
             async for line in reader:
                 told: dict[str, Any] = json.loads(line)
@@ -146,58 +148,58 @@ class ProcessStarter:
                     child.end(told["code"])
                 else:
                     self._told[told["ended"]] = told["code"]
-        # The warm process is gone: nobody waits for what it does not say any more.
+        # The fork server has died: end all waits.
         self._born.put_nowait(0)
         for child in self._children.values():
             if child.returncode is None:
                 child.end(-signal.SIGKILL)
 
 
-def serve(orders: socket.socket) -> dict[str, Any] | None:
-    """Do what is ordered until nobody orders any more; in a child, returns what it is to be."""
+def serve(commands: socket.socket) -> dict[str, Any] | None:
+    """Execute commands until their stream ends; returns the command in a child, None in the server."""
     awake, wake = os.pipe2(os.O_NONBLOCK)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    living: set[int] = set()
+    running: set[int] = set()
     poll = select.poll()
-    poll.register(orders, select.POLLIN)
+    poll.register(commands, select.POLLIN)
     poll.register(awake, select.POLLIN)
     while True:
         ready = {fd for fd, _ in poll.poll()}
         if awake in ready:
             os.read(awake, 512)
-            _bury(living, orders)
-        if orders.fileno() not in ready:
+            _reap(running, commands)
+        if commands.fileno() not in ready:
             continue
-        line, descriptors, _, _ = socket.recv_fds(orders, ORDER_BYTES_MAX, DESCRIPTORS)
+        line, descriptors, _, _ = socket.recv_fds(commands, ORDER_BYTES_MAX, DESCRIPTORS)
         if not descriptors:
-            _end_all(living, orders)
+            _kill_all(running, commands)
             if not line:
                 return None
-            _tell(orders, over=True)
+            _send(commands, over=True)
             continue
         if (pid := os.fork()) == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _become(descriptors, awake, wake, orders.detach())
-            order: dict[str, Any] = json.loads(line)
-            return order
-        living.add(pid)
+            _set_up_child(descriptors, awake, wake, commands.detach())
+            command_message: dict[str, Any] = json.loads(line)
+            return command_message
+        running.add(pid)
         for descriptor in descriptors:
             os.close(descriptor)
-        _tell(orders, born=pid)
+        _send(commands, born=pid)
 
 
-def _end_all(living: set[int], orders: socket.socket) -> None:
-    for pid in living:
+def _kill_all(running: set[int], commands: socket.socket) -> None:
+    for pid in running:
         os.kill(pid, signal.SIGKILL)
-    while living:
-        # Nobody may be there any more to hear of it.
+    while running:
+        # The controlling process may be gone.
         with suppress(ConnectionError):
-            _bury(living, orders, 0)
+            _reap(running, commands, 0)
 
 
-def _become(descriptors: list[int], *others: int) -> None:
+def _set_up_child(descriptors: list[int], *others: int) -> None:
     os.setsid()
     for standard, descriptor in enumerate(descriptors):
         os.dup2(descriptor, standard)
@@ -205,27 +207,27 @@ def _become(descriptors: list[int], *others: int) -> None:
         os.close(descriptor)
 
 
-def _bury(living: set[int], orders: socket.socket, how: int = os.WNOHANG) -> None:
-    for pid in list(living):
-        dead, status = os.waitpid(pid, how)
-        if dead:
-            living.discard(pid)
-            _tell(orders, ended=pid, code=os.waitstatus_to_exitcode(status))
+def _reap(running: set[int], commands: socket.socket, how: int = os.WNOHANG) -> None:
+    for pid in list(running):
+        wait_until_killed, status = os.waitpid(pid, how)
+        if wait_until_killed:
+            running.discard(pid)
+            _send(commands, ended=pid, code=os.waitstatus_to_exitcode(status))
 
 
-def _tell(orders: socket.socket, **what: int) -> None:
-    orders.sendall(json.dumps(what).encode() + b"\n")
+def _send(commands: socket.socket, **what: int) -> None:
+    commands.sendall(json.dumps(what).encode() + b"\n")
 
 
 def main() -> None:
-    """Be the warm process, and in its children whatever was ordered."""
+    """Run the server, and in its children the commanded module."""
     descriptor, *modules = sys.argv[1:]
     for module in modules:
         import_module(module)
-    order = serve(socket.socket(fileno=int(descriptor)))
-    if order is not None:
-        sys.argv = [order["module"], *order["words"]]
-        sys.exit(import_module(order["module"]).main())
+    command_message = serve(socket.socket(fileno=int(descriptor)))
+    if command_message is not None:
+        sys.argv = [command_message["module"], *command_message["words"]]
+        sys.exit(import_module(command_message["module"]).main())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Clients that hammer a daemon and keep account of what they asked, what was acknowledged, and what they heard."""
+"""Clients that send many requests and record requests, acknowledgements and facts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SOON = RetryPolicy(attempts=None, delay_s=0.01, exponential=True, delay_max_s=0.
 
 
 @dataclass
-class Account:
-    """What all clients together know."""
+class StepRecorder:
+    """The records of all clients."""
 
     all_have_written: asyncio.Barrier
     asked: Counter[str] = field(default_factory=Counter)
@@ -36,23 +36,23 @@ class Account:
             self._reached.set()
 
     async def more(self, count: int) -> None:
-        """Wait until so many more requests have been acknowledged."""
+        """Wait until `count` more requests are acknowledged."""
         self._goal = len(self.acknowledged) + count
         self._reached.clear()
         await self._reached.wait()
 
 
 @dataclass
-class Loader:
+class LoadClient:
     """One client: several writers and one reader."""
 
     name: str
     endpoints: Sequence[str]
-    account: Account
+    recorder: StepRecorder
     heard: list[Record | Gap] = field(default_factory=list)
 
     async def run(self) -> None:
-        """Write until the account is over, and hear everything up to then."""
+        """Send requests until the load ends, and receive all facts up to then."""
         async with ForgedClient(
             *self.endpoints, reconnect=SOON, connect_timeout_s=60, timeout_s=REQUEST_TIMEOUT_S
         ) as client:
@@ -62,7 +62,7 @@ class Loader:
                 async with asyncio.TaskGroup() as writing:
                     for number in range(WORKERS_PER_CLIENT):
                         writing.create_task(self._write(client, f"{self.name}-{number}"))
-                await self.account.all_have_written.wait()
+                await self.recorder.all_have_written.wait()
                 last = (await client.status()).last_fact
                 while stream.position is None or stream.position < last or stream.waiting:
                     await asyncio.sleep(0.001)
@@ -70,15 +70,15 @@ class Loader:
 
     async def _write(self, client: ForgedClient, prefix: str) -> None:
         number = 0
-        while not self.account.over:
+        while not self.recorder.over:
             number += 1
             name = f"{prefix}-{number}"
-            self.account.asked[name] += 1
+            self.recorder.asked[name] += 1
             if number % JOB_EVERY:
                 await client.note(JOB, name)
             else:
                 await client.create_job(name, {"by": self.name})
-            self.account.acknowledge(name)
+            self.recorder.acknowledge(name)
 
     async def _read(self, stream: FactStream) -> None:
         async for item in stream:
@@ -86,7 +86,7 @@ class Loader:
 
 
 def names(journal: Sequence[Record | Gap]) -> Counter[str]:
-    """How often each request's fact is there."""
+    """The number of facts of each request."""
     facts = [item.fact for item in journal if isinstance(item, Record)]
     notes = (fact.text for fact in facts if isinstance(fact, NoteAdded))
     jobs = (fact.name for fact in facts if isinstance(fact, JobCreated) and fact.name != JOB)

@@ -1,6 +1,6 @@
-"""Real workers with training data that die at any moment, and a real daemon that does so too.
+"""Real processes with training data: workers and daemon are killed at any moment.
 
-`FORGED_DATA_KILLS` says how many workers are killed, `FORGED_SEED` which and when; both are printed.
+`FORGED_DATA_KILLS` sets the number of kills, `FORGED_SEED` their order; both are printed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ KILLS = int(os.environ.get("FORGED_DATA_KILLS", "4"))
 SEED = int(os.environ.get("FORGED_SEED") or SystemRandom().getrandbits(32))
 
 
-class Herdsman(WorkerProcess):
-    """A worker's process, and what it has drawn, by step and world."""
+class DataWorkerProcess(WorkerProcess):
+    """A worker process that reports its samples, by step and generation."""
 
     def __init__(self, name: str, directory: Path) -> None:
         super().__init__(name, directory)
@@ -51,19 +51,19 @@ class Herdsman(WorkerProcess):
             super().take(line)
 
 
-class Drovers(TrainingCluster):
-    """Workers with data, and their daemon."""
+class DataCluster(TrainingCluster):
+    """Workers with training data, and their daemon."""
 
     mode = "shared"
     replication = 1
     has_origin = False
 
-    def place_of(self, name: str) -> Path:
+    def shard_directory(self, name: str) -> Path:
         return self.directory / "shards" / name
 
-    def give_all(self, name: str) -> None:
-        """What nobody else has lies with this worker."""
-        store = DirectoryShardStore(self.place_of(name))
+    def store_all_shards(self, name: str) -> None:
+        """Store all shards in the directory of this worker."""
+        store = DirectoryShardStore(self.shard_directory(name))
         for shard in range(SHARDS):
             data = content_of(shard, SHARD_BYTES)
             with store.receive(shard, Stamp.of(data)) as arriving:
@@ -71,9 +71,9 @@ class Drovers(TrainingCluster):
                 arriving.commit()
 
     async def start(self, *names: str, **options: Any) -> None:
-        """Have some begin; `shards` is whose directory they take over, `at` where they are caught and wait.
+        """Start workers; `shards` names the worker whose directory they take over, `at` the point where they wait.
 
-        The origin of some may hang; for each shard that it is asked for they say that they are held.
+        With `origin_hangs` the origin blocks, and the worker reports each blocked request.
         """
         for name in names:
             words = {
@@ -82,38 +82,40 @@ class Drovers(TrainingCluster):
                 "replication": self.replication,
                 "has_origin": self.has_origin,
                 "origin_hangs": options.get("origin_hangs", False),
-                "shards": str(self.place_of(options.get("shards", name))),
+                "shards": str(self.shard_directory(options.get("shards", name))),
                 "rate_bytes_per_s": options.get("rate_bytes_per_s"),
                 "weight": options.get("weight", 1.0),
                 "points": [(options["at"], "hold")] if "at" in options else [],
             }
-            worker = self.workers[name] = Herdsman(name, self.directory)
-            await self.bear(worker, "data_worker_script", self.endpoint, name, str(self.directory), json.dumps(words))
+            worker = self.workers[name] = DataWorkerProcess(name, self.directory)
+            await self.start_process(
+                worker, "data_worker_script", self.endpoint, name, str(self.directory), json.dumps(words)
+            )
 
-    async def shown(self) -> DataView:
+    async def data_view(self) -> DataView:
         async with self.client() as client:
             return await client.request(ShowData(JOB))
 
     async def told(self, *types: type[Fact], that: Callable[[Any], bool]) -> Any:
-        """Wait for a fact, or find that it was told already."""
+        """Wait for a fact, which may exist already."""
         async with (
-            asyncio.timeout(training_cluster.PATIENCE_S),
+            asyncio.timeout(training_cluster.TIMEOUT_S),
             self.client() as client,
             client.facts(*types, since=EARLIEST, jobs=[JOB]) as facts,
         ):
             async for item in facts:
                 if isinstance(item, Record) and that(item.fact):
                     return item.fact
-        raise AssertionError("the daemon is gone")
+        raise AssertionError("the stream of facts ended")
 
-    async def has_begun_to_move(self, joiner: str) -> RescaleStarted:
-        """Wait until it is settled what has to travel for who joins; the attempt."""
+    async def wait_for_planned_transfers(self, joiner: str) -> RescaleStarted:
+        """Wait until the transfers for a joiner are planned; returns the attempt."""
         started: RescaleStarted = await self.told(RescaleStarted, that=lambda fact: joiner in fact.added)
         await self.told(TransfersPlanned, that=lambda fact: fact.attempt == started.attempt)
         return started
 
     async def check_shards(self, directories: dict[str, Path]) -> None:
-        """Every shard is with its owner, byte for byte, and with as many others as there should be."""
+        """Check that each shard is with its owner, byte for byte, and has all replicas."""
         async with self.client() as client:
             page = await client.request(ReadOwners(JOB))
         owners = [page.workers[place].id for place in np.frombuffer(page.owners, "<i4").tolist()]
@@ -124,7 +126,7 @@ class Drovers(TrainingCluster):
             assert copies == min(1 + self.replication, len(stores)), f"{copies} copies of shard {shard}"
 
     async def check_draws(self) -> None:
-        """Each sample of each epoch that is over was drawn once; the daemon's proof says the same."""
+        """Check that each sample of each finished epoch was drawn once, and that the daemon's audit agrees."""
         worlds = {step.step: step.generation for worker in self.workers.values() for step in worker.steps}
         reference = sampler_of("shared")
         found: list[int] = []
@@ -132,7 +134,7 @@ class Drovers(TrainingCluster):
             draws = [
                 worker.drawn[step, worlds[step]]
                 for worker in self.workers.values()
-                if isinstance(worker, Herdsman) and (step, worlds[step]) in worker.drawn
+                if isinstance(worker, DataWorkerProcess) and (step, worlds[step]) in worker.drawn
             ]
             drawn = sorted(sample for draw in draws for sample in draw)
             found += drawn
@@ -149,7 +151,7 @@ class Drovers(TrainingCluster):
 
 
 @asynccontextmanager
-async def drovers_on(
+async def data_cluster_on(
     fork_server: ForkServer,
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -157,11 +159,11 @@ async def drovers_on(
     mode: str = "shared",
     has_origin: bool = False,
     **settings: Any,
-) -> AsyncIterator[Drovers]:
-    monkeypatch.setattr(training_cluster, "TrainingCluster", Drovers)
+) -> AsyncIterator[DataCluster]:
+    monkeypatch.setattr(training_cluster, "TrainingCluster", DataCluster)
     settings = {"redistribution_type": "incremental", **settings}
     async with training_cluster.cluster_on(fork_server, directory, **settings) as cluster:
-        assert isinstance(cluster, Drovers)
+        assert isinstance(cluster, DataCluster)
         cluster.mode, cluster.has_origin = mode, has_origin
         yield cluster
 
@@ -173,37 +175,37 @@ async def test_deaths_at_random_cost_no_shard_and_no_sample(
 ) -> None:
     print(f"FORGED_DATA_KILLS={KILLS} FORGED_SEED={SEED}")
     random = Random(SEED)
-    async with drovers_on(
+    async with data_cluster_on(
         fork_server, tmp_path, monkeypatch, mode=mode, use_synchronous_rescaling=synchronous
     ) as cluster:
         places = {f"w{number}": f"w{number}" for number in range(3)}
-        cluster.give_all("w0")
-        await cluster.together("w0")
+        cluster.store_all_shards("w0")
+        await cluster.start_together("w0")
         await cluster.start("w1", "w2")
-        await cluster.world_of(*places)
+        await cluster.wait_for_world(*places)
         for number in range(3, 3 + KILLS):
-            await cluster.more_steps(*places, steps=random.randrange(8))
+            await cluster.wait_for_steps(*places, steps=random.randrange(8))
             await asyncio.sleep(random.random() * 0.01)
             is_daemon_away = random.random() < 0.4
             if is_daemon_away:
                 await cluster.daemon.kill()
             victim = random.choice(list(places))
             cluster[victim].kill()
-            await cluster.dead(victim)
+            await cluster.wait_until_killed(victim)
             place = places.pop(victim)
             if is_daemon_away:
                 await cluster.daemon.start()
             if random.random() < 0.5:
-                await cluster.world_of(*places)
+                await cluster.wait_for_world(*places)
             name = f"w{number}"
             # Some come with what another has left behind.
             places[name] = place if random.random() < 0.5 else name
             await cluster.start(name, shards=places[name])
-            await cluster.world_of(*places)
+            await cluster.wait_for_world(*places)
         assert await cluster.facts(ShardsLost) == []
-        await cluster.more_steps(*places, steps=SAMPLES // BATCH + 1)
+        await cluster.wait_for_steps(*places, steps=SAMPLES // BATCH + 1)
         await cluster.finish(*places)
-        await cluster.check_shards({name: cluster.place_of(place) for name, place in places.items()})
+        await cluster.check_shards({name: cluster.shard_directory(place) for name, place in places.items()})
         await cluster.check_draws()
 
 
@@ -211,26 +213,28 @@ async def test_deaths_at_random_cost_no_shard_and_no_sample(
 async def test_training_goes_on_while_one_that_joins_fetches_slowly(
     mode: str, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with drovers_on(fork_server, tmp_path, monkeypatch, mode=mode, use_synchronous_rescaling=False) as cluster:
-        cluster.give_all("a")
-        await cluster.together("a")
+    async with data_cluster_on(
+        fork_server, tmp_path, monkeypatch, mode=mode, use_synchronous_rescaling=False
+    ) as cluster:
+        cluster.store_all_shards("a")
+        await cluster.start_together("a")
         await cluster.start("b")
-        await cluster.world_of("a", "b")
+        await cluster.wait_for_world("a", "b")
         generation = cluster["a"].steps[-1].generation
         cluster.arm()
         await cluster.start("c", rate_bytes_per_s=RATE_BYTES_MIN, at="having the state")
-        assert (await cluster.has_begun_to_move("c")).in_background
-        await cluster.more_steps("a", "b", steps=10)
+        assert (await cluster.wait_for_planned_transfers("c")).in_background
+        await cluster.wait_for_steps("a", "b", steps=10)
         await cluster.until(lambda: cluster["c"].held == 1)
-        await cluster.more_steps("a", "b", steps=SAMPLES // BATCH + 1)
+        await cluster.wait_for_steps("a", "b", steps=SAMPLES // BATCH + 1)
         assert {cluster[name].steps[-1].generation for name in "ab"} == {generation}
-        cluster["c"].let_go()
-        await cluster.world_of("a", "b", "c")
+        cluster["c"].release()
+        await cluster.wait_for_world("a", "b", "c")
         (moved,) = [fact for fact in await cluster.facts(RescaleCompleted) if "c" in fact.added]
         assert moved.step is None
-        await cluster.more_steps("a", "b", "c", steps=SAMPLES // BATCH + 1)
+        await cluster.wait_for_steps("a", "b", "c", steps=SAMPLES // BATCH + 1)
         await cluster.finish("a", "b", "c")
-        await cluster.check_shards({name: cluster.place_of(name) for name in "abc"})
+        await cluster.check_shards({name: cluster.shard_directory(name) for name in "abc"})
         await cluster.check_draws()
 
 
@@ -238,29 +242,29 @@ async def test_training_goes_on_while_one_that_joins_fetches_slowly(
 async def test_a_death_during_background_transfers_costs_no_shard_and_no_sample(
     victim: str, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with drovers_on(
+    async with data_cluster_on(
         fork_server, tmp_path, monkeypatch, mode="sharded", use_synchronous_rescaling=False
     ) as cluster:
-        cluster.give_all("a")
-        await cluster.together("a")
+        cluster.store_all_shards("a")
+        await cluster.start_together("a")
         await cluster.start("b")
-        await cluster.world_of("a", "b")
+        await cluster.wait_for_world("a", "b")
         cluster.arm()
         await cluster.start("c", rate_bytes_per_s=RATE_BYTES_MIN, at="having the state")
-        moving = await cluster.has_begun_to_move("c")
+        moving = await cluster.wait_for_planned_transfers("c")
         cluster[victim].kill()
-        await cluster.dead(victim)
+        await cluster.wait_until_killed(victim)
         behind = await cluster.told(RescaleStarted, that=lambda fact: fact.attempt == moving.attempt + 1)
         assert (moving.in_background, behind.in_background) == (True, victim == "c")
         survivors = [name for name in "abc" if name != victim]
         for name in survivors:
-            # Who joins was to have its data no sooner.
-            cluster[name].let_go()
-        await cluster.world_of(*survivors)
+            # The joiner must not have its data earlier.
+            cluster[name].release()
+        await cluster.wait_for_world(*survivors)
         assert await cluster.facts(ShardsLost) == []
-        await cluster.more_steps(*survivors, steps=SAMPLES // BATCH + 1)
+        await cluster.wait_for_steps(*survivors, steps=SAMPLES // BATCH + 1)
         await cluster.finish(*survivors)
-        await cluster.check_shards({name: cluster.place_of(name) for name in survivors})
+        await cluster.check_shards({name: cluster.shard_directory(name) for name in survivors})
         await cluster.check_draws()
 
 
@@ -268,21 +272,21 @@ async def test_a_death_during_background_transfers_costs_no_shard_and_no_sample(
 async def test_a_drained_worker_hands_over_its_only_copies(
     synchronous: bool, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with drovers_on(fork_server, tmp_path, monkeypatch, use_synchronous_rescaling=synchronous) as cluster:
+    async with data_cluster_on(fork_server, tmp_path, monkeypatch, use_synchronous_rescaling=synchronous) as cluster:
         cluster.replication = 0
-        cluster.give_all("a")
-        await cluster.together("a")
+        cluster.store_all_shards("a")
+        await cluster.start_together("a")
         await cluster.start("b", "c")
-        await cluster.world_of("a", "b", "c")
+        await cluster.wait_for_world("a", "b", "c")
         cluster["a"].kill(signal.SIGTERM)
         await cluster.until(lambda: cluster["a"].code is not None)
-        assert cluster["a"].code == 0, cluster["a"].said
-        await cluster.world_of("b", "c")
+        assert cluster["a"].code == 0, cluster["a"].output
+        await cluster.wait_for_world("b", "c")
         assert await cluster.facts(ShardsLost) == []
         assert {fact.totals.from_origin for fact in await cluster.facts(TransfersPlanned)} == {0}
-        await cluster.more_steps("b", "c", steps=SAMPLES // BATCH + 1)
+        await cluster.wait_for_steps("b", "c", steps=SAMPLES // BATCH + 1)
         await cluster.finish("b", "c")
-        await cluster.check_shards({name: cluster.place_of(name) for name in "bc"})
+        await cluster.check_shards({name: cluster.shard_directory(name) for name in "bc"})
         await cluster.check_draws()
 
 
@@ -290,31 +294,31 @@ async def test_a_drained_worker_hands_over_its_only_copies(
 async def test_weights_of_the_present_workers_set_their_shares(
     mode: str, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with drovers_on(fork_server, tmp_path, monkeypatch, mode=mode) as cluster:
+    async with data_cluster_on(fork_server, tmp_path, monkeypatch, mode=mode) as cluster:
 
         async def owned() -> dict[str, int]:
-            async with asyncio.timeout(training_cluster.PATIENCE_S):
+            async with asyncio.timeout(training_cluster.TIMEOUT_S):
                 # The daemon hears of its own commit a moment later.
-                while (shown := await cluster.shown()).generation < cluster["a"].steps[-1].generation:
+                while (data_view := await cluster.data_view()).generation < cluster["a"].steps[-1].generation:
                     pass
-            return {one.worker_id: one.owned for one in shown.workers}
+            return {one.worker_id: one.owned for one in data_view.workers}
 
-        cluster.give_all("a")
-        await cluster.together("a")
+        cluster.store_all_shards("a")
+        await cluster.start_together("a")
         await cluster.start("b", weight=3.0)
-        await cluster.world_of("a", "b")
+        await cluster.wait_for_world("a", "b")
         assert await owned() == {"a": 10, "b": 30}
         await cluster.daemon.kill()
         await cluster.daemon.start()
         assert await owned() == {"a": 10, "b": 30}
         cluster["b"].kill()
-        await cluster.dead("b")
+        await cluster.wait_until_killed("b")
         await cluster.start("c", shards="b", weight=0.25)
-        await cluster.world_of("a", "c")
+        await cluster.wait_for_world("a", "c")
         assert await owned() == {"a": 32, "c": 8}
-        await cluster.more_steps("a", "c", steps=SAMPLES // BATCH + 1)
+        await cluster.wait_for_steps("a", "c", steps=SAMPLES // BATCH + 1)
         await cluster.finish("a", "c")
-        await cluster.check_shards({"a": cluster.place_of("a"), "c": cluster.place_of("b")})
+        await cluster.check_shards({"a": cluster.shard_directory("a"), "c": cluster.shard_directory("b")})
         await cluster.check_draws()
 
 
@@ -323,13 +327,13 @@ async def test_weights_of_the_present_workers_set_their_shares(
 async def test_a_drained_worker_ends_although_its_origin_hangs(
     names: str, number: signal.Signals, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with drovers_on(fork_server, tmp_path, monkeypatch, has_origin=True, min_workers=len(names)) as cluster:
+    async with data_cluster_on(fork_server, tmp_path, monkeypatch, has_origin=True, min_workers=len(names)) as cluster:
         await cluster.start(*names, origin_hangs=True)
         await cluster.until(lambda: all(cluster[name].held for name in names))
         for name in names:
             cluster[name].kill(number)
         await cluster.until(lambda: all(cluster[name].code is not None for name in names))
         codes = {name: cluster[name].code for name in names}
-        assert set(codes.values()) == {0 if number == signal.SIGTERM else -signal.SIGINT}, await cluster.standing()
+        assert set(codes.values()) == {0 if number == signal.SIGTERM else -signal.SIGINT}, await cluster.describe()
         assert await cluster.facts(WorkerFailed) == []
         assert {fact.worker_id for fact in await cluster.facts(WorkerLeft)} == set(names)

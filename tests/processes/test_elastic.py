@@ -1,6 +1,6 @@
-"""Real workers that die, hang and come, and a real daemon that does so too: the state of all who live stays exact.
+"""Real processes: workers and daemon die, hang and start, and the state of the live workers stays exact.
 
-`FORGED_KILLS` says how many workers are killed at random moments, `FORGED_SEED` which and when; both are printed.
+`FORGED_KILLS` sets the number of random kills, `FORGED_SEED` their order; both are printed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from forged.elastic.messages import (
 from forged.jobs.model import ChangeJob, ShowJob
 from forged.kernel.messages import Fact, Record
 from tests.processes.fork_server import ForkServer
-from tests.processes.training_cluster import PATIENCE_S, TrainingCluster, cluster_on
+from tests.processes.training_cluster import TIMEOUT_S, TrainingCluster, cluster_on
 from tests.processes.worker_script import JOB
 
 KILLS = int(os.environ.get("FORGED_KILLS", "12"))
 SEED = int(os.environ.get("FORGED_SEED") or SystemRandom().getrandbits(32))
 BIG = 1 << 20
-"""So many elements take a while on their way."""
-IMPATIENT = {"worker_heartbeat_timeout_ms": 1500, "stall_timeout_ms": 500}
+"""The elements of a state whose transfer takes a while."""
+SHORT_TIMEOUTS = {"worker_heartbeat_timeout_ms": 1500, "stall_timeout_ms": 500}
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ async def cluster(fork_server: ForkServer, tmp_path: Path) -> AsyncIterator[Trai
 
 
 async def heard(client: ForgedClient, kind: type[Fact], worker: str) -> None:
-    """Wait until the daemon has told that of a worker, or find that it has."""
-    async with asyncio.timeout(PATIENCE_S), client.facts(kind, since=EARLIEST, jobs=[JOB]) as facts:
+    """Wait for a fact about a worker, which may exist already."""
+    async with asyncio.timeout(TIMEOUT_S), client.facts(kind, since=EARLIEST, jobs=[JOB]) as facts:
         async for item in facts:
             if isinstance(item, Record) and getattr(item.fact, "worker_id", "") == worker:
                 return
@@ -62,21 +62,21 @@ class TestDeaths:
             await self._at_random_moments(cluster, Random(SEED))
 
     async def _at_random_moments(self, cluster: TrainingCluster, random: Random) -> None:
-        living = ["w0", "w1", "w2", "w3"]
-        await cluster.together(*living)
+        running = ["w0", "w1", "w2", "w3"]
+        await cluster.start_together(*running)
         for number in range(4, 4 + KILLS):
-            await cluster.more_steps(*living, steps=random.randrange(8))
+            await cluster.wait_for_steps(*running, steps=random.randrange(8))
             await asyncio.sleep(random.random() * 0.01)
-            victim = living.pop(random.randrange(len(living)))
+            victim = running.pop(random.randrange(len(running)))
             cluster[victim].kill()
-            await cluster.dead(victim)
+            await cluster.wait_until_killed(victim)
             if random.random() < 0.5:
-                await cluster.world_of(*living)
-            living.append(f"w{number}")
-            await cluster.start(living[-1])
-            await cluster.world_of(*living)
+                await cluster.wait_for_world(*running)
+            running.append(f"w{number}")
+            await cluster.start(running[-1])
+            await cluster.wait_for_world(*running)
         assert len(await cluster.facts(WorkerFailed)) == KILLS
-        await cluster.finish(*living)
+        await cluster.finish(*running)
 
     @pytest.mark.parametrize("victim", ["a", "b"], ids=["hub", "member"])
     @pytest.mark.parametrize("point", ["in all_reduce", "in end_step"])
@@ -84,14 +84,14 @@ class TestDeaths:
         await self._of_one_of_three(cluster, point, victim)
 
     async def test_of_a_hub_that_has_told_one_member_alone_of_a_commit(self, cluster: TrainingCluster) -> None:
-        await self._of_one_of_three(cluster, "having told some", "a")
+        await self._of_one_of_three(cluster, "after a partial commit", "a")
 
     async def _of_one_of_three(self, cluster: TrainingCluster, point: str, victim: str) -> None:
-        await cluster.one_after_the_other("a", "b", "c", victim=victim, at=point, nth=5)
+        await cluster.start_in_order("a", "b", "c", victim=victim, at=point, nth=5)
         cluster.arm()
-        await cluster.dead(victim)
+        await cluster.wait_until_killed(victim)
         survivors = [name for name in "abc" if name != victim]
-        await cluster.world_of(*survivors)
+        await cluster.wait_for_world(*survivors)
         (failed,) = await cluster.facts(WorkerFailed)
         assert failed.worker_id == victim
         assert failed.reason.startswith(("its process ", "neither the daemon nor "))
@@ -99,52 +99,52 @@ class TestDeaths:
 
     @pytest.mark.parametrize(
         "point",
-        ["joined", "stopping", "stopped", "taking", "having the state", "ready", "entering", "entered"],
+        ["joined", "stopping", "stopped", "receiving the state", "having the state", "ready", "entering", "entered"],
     )
     async def test_of_one_that_joins(self, point: str, cluster: TrainingCluster) -> None:
         await cluster.start("a", "b", ballast=BIG)
-        await cluster.world_of("a", "b")
+        await cluster.wait_for_world("a", "b")
         cluster.arm()
         await cluster.start("c", at=point, ballast=BIG)
-        await cluster.dead("c")
-        await cluster.more_steps("a", "b")
-        await cluster.world_of("a", "b")
+        await cluster.wait_until_killed("c")
+        await cluster.wait_for_steps("a", "b")
+        await cluster.wait_for_world("a", "b")
         await cluster.finish("a", "b")
 
     @pytest.mark.parametrize(
         ("point", "victim"),
         [
-            ("giving", "a"),
+            ("sending the state", "a"),
             *((point, victim) for point in ("stopping", "stopped", "entering", "entered") for victim in "ab"),
         ],
     )
     async def test_in_a_rescale_that_takes_another_in(self, point: str, victim: str, cluster: TrainingCluster) -> None:
-        await cluster.one_after_the_other("a", "b", victim=victim, at=point, ballast=BIG)
+        await cluster.start_in_order("a", "b", victim=victim, at=point, ballast=BIG)
         cluster.arm()
         await cluster.start("c", ballast=BIG)
-        await cluster.dead(victim)
+        await cluster.wait_until_killed(victim)
         (survivor,) = {"a", "b"} - {victim}
-        await cluster.world_of(survivor, "c")
+        await cluster.wait_for_world(survivor, "c")
         await cluster.finish(survivor, "c")
 
     @pytest.mark.parametrize("victims", ["ab", "bc", "abc"], ids=["with the hub", "members", "all but one"])
     async def test_of_several_at_once(self, victims: str, cluster: TrainingCluster) -> None:
-        await cluster.together("a", "b", "c", "d")
+        await cluster.start_together("a", "b", "c", "d")
         for victim in victims:
             cluster[victim].kill()
-        await cluster.dead(*victims)
+        await cluster.wait_until_killed(*victims)
         survivors = [name for name in "abcd" if name not in victims]
-        await cluster.world_of(*survivors)
+        await cluster.wait_for_world(*survivors)
         await cluster.finish(*survivors)
 
     async def test_dead_workers_leave_no_descriptor_in_survivors(self, cluster: TrainingCluster) -> None:
-        await cluster.together("a", "b", "c0")
+        await cluster.start_together("a", "b", "c0")
         before: list[int] = []
         for number in range(6):
             cluster[f"c{number}"].kill()
             await cluster.start(f"c{number + 1}")
-            await cluster.world_of("a", "b", f"c{number + 1}")
-            # From the first death on none but these two can be rank 0, to whom the others are connected.
+            await cluster.wait_for_world("a", "b", f"c{number + 1}")
+            # After the first death only these two can be rank 0, the hub.
             before = before or [cluster[name].descriptors() for name in "ab"]
         await cluster.until(lambda: sum(cluster[name].descriptors() for name in "ab") <= sum(before))
         await cluster.finish("a", "b", "c6")
@@ -152,15 +152,15 @@ class TestDeaths:
 
 class TestTheDeathOfAll:
     async def test_after_the_death_of_all_workers_new_ones_start_anew(self, cluster: TrainingCluster) -> None:
-        await cluster.together("a", "b")
+        await cluster.start_together("a", "b")
         async with cluster.client() as client, client.facts(JobWaiting, jobs=[JOB]) as facts:
             cluster["a"].kill()
             cluster["b"].kill()
-            waiting = await asyncio.wait_for(anext(facts), PATIENCE_S)
+            waiting = await asyncio.wait_for(anext(facts), TIMEOUT_S)
             assert isinstance(waiting, Record)
             assert waiting.fact == JobWaiting(0, 1)
         await cluster.start("c")
-        await cluster.world_of("c")
+        await cluster.wait_for_world("c")
         told = (await cluster.facts(RescaleCompleted))[-1]
         assert (told.step, cluster["c"].entered[-1], cluster["c"].steps[0].step) == (0, (told.delta.epoch, 0), 0)
         assert "nobody of world" in told.reason
@@ -169,22 +169,22 @@ class TestTheDeathOfAll:
         self, fork_server: ForkServer, tmp_path: Path
     ) -> None:
         async with cluster_on(fork_server, tmp_path, failure_tolerance_percentage=20) as cluster:
-            await cluster.together("a", "b", "c")
+            await cluster.start_together("a", "b", "c")
             async with cluster.client() as client, client.facts(JobAborted, jobs=[JOB]) as facts:
                 for name in "abc":
                     cluster[name].kill()
-                aborted = await asyncio.wait_for(anext(facts), PATIENCE_S)
+                aborted = await asyncio.wait_for(anext(facts), TIMEOUT_S)
             assert isinstance(aborted, Record)
             assert isinstance(aborted.fact, JobAborted)
             assert "workers failed, and 1 may" in aborted.fact.reason
             await cluster.start("d")
             await cluster.until(lambda: cluster["d"].code is not None)
             assert cluster["d"].code == 1
-            assert "job run is aborted" in cluster["d"].said
+            assert "job run is aborted" in cluster["d"].output
 
 
 class TestADaemonThatIsKilled:
-    @pytest.mark.parametrize("who", ["a", "c"], ids=["who was there", "who joins"])
+    @pytest.mark.parametrize("who", ["a", "c"], ids=["member", "joiner"])
     @pytest.mark.parametrize("point", ["stopping", "stopped", "entering"])
     async def test_at_each_stage_of_a_rescale(self, point: str, who: str, cluster: TrainingCluster) -> None:
         await self._killed_at(cluster, point, who)
@@ -194,26 +194,26 @@ class TestADaemonThatIsKilled:
         await self._killed_at(cluster, point, "c")
 
     async def _killed_at(self, cluster: TrainingCluster, point: str, who: str) -> None:
-        await cluster.one_after_the_other("a", "b", victim=who, at=point, act="hold")
+        await cluster.start_in_order("a", "b", victim=who, at=point, action="hold")
         cluster.arm()
-        await cluster.start("c", at=point if who == "c" else "", act="hold")
+        await cluster.start("c", at=point if who == "c" else "", action="hold")
         await cluster.until(lambda: cluster[who].held == 1)
         await cluster.daemon.kill()
-        cluster[who].let_go()
+        cluster[who].release()
         await cluster.daemon.start()
-        await cluster.world_of("a", "b", "c")
+        await cluster.wait_for_world("a", "b", "c")
         assert await cluster.facts(WorkerFailed) == []
         await cluster.finish("a", "b", "c")
 
     async def test_training_continues_without_the_daemon_and_no_worker_fails_after_its_restart(
         self, cluster: TrainingCluster
     ) -> None:
-        await cluster.together("a", "b", "c")
+        await cluster.start_together("a", "b", "c")
         generation = cluster["a"].steps[-1].generation
         await cluster.daemon.kill()
-        await cluster.more_steps("a", "b", "c", steps=100)
+        await cluster.wait_for_steps("a", "b", "c", steps=100)
         await cluster.daemon.start()
-        await cluster.more_steps("a", "b", "c")
+        await cluster.wait_for_steps("a", "b", "c")
         assert {cluster[name].steps[-1].generation for name in "abc"} == {generation}
         assert await cluster.facts(WorkerFailed) == []
         await cluster.finish("a", "b", "c")
@@ -221,17 +221,17 @@ class TestADaemonThatIsKilled:
     @pytest.mark.parametrize("victim", ["a", "b"], ids=["hub", "member"])
     @pytest.mark.parametrize("first", ["worker", "daemon"])
     async def test_while_a_worker_dies(self, first: str, victim: str, cluster: TrainingCluster) -> None:
-        await cluster.together("a", "b", "c")
+        await cluster.start_together("a", "b", "c")
         if first == "worker":
             cluster[victim].kill()
             await cluster.daemon.kill()
         else:
             await cluster.daemon.kill()
             cluster[victim].kill()
-        await cluster.dead(victim)
+        await cluster.wait_until_killed(victim)
         await cluster.daemon.start()
         survivors = [name for name in "abc" if name != victim]
-        await cluster.world_of(*survivors)
+        await cluster.wait_for_world(*survivors)
         (failed,) = await cluster.facts(WorkerFailed)
         assert failed.worker_id == victim
         await cluster.finish(*survivors)
@@ -242,20 +242,20 @@ class TestStandingStill:
     async def test_for_longer_than_the_timeouts_is_told_and_is_no_death(
         self, way: str, fork_server: ForkServer, tmp_path: Path
     ) -> None:
-        """The pulse speaks for who cannot."""
-        async with cluster_on(fork_server, tmp_path, **IMPATIENT) as cluster, cluster.client() as client:
+        """The pulse reports for a worker that holds the GIL."""
+        async with cluster_on(fork_server, tmp_path, **SHORT_TIMEOUTS) as cluster, cluster.client() as client:
             await cluster.start("a", "c")
             await cluster.start("b", gil_s=3 if way == "holding the GIL" else 0)
-            await cluster.world_of("a", "b", "c")
+            await cluster.wait_for_world("a", "b", "c")
             cluster.arm()
             if way == "stopped":
                 cluster["b"].kill(signal.SIGSTOP)
             await heard(client, WorkerStalled, "b")
             if way == "stopped":
-                await asyncio.sleep(2 * IMPATIENT["worker_heartbeat_timeout_ms"] / 1000)
+                await asyncio.sleep(2 * SHORT_TIMEOUTS["worker_heartbeat_timeout_ms"] / 1000)
                 cluster["b"].kill(signal.SIGCONT)
             await heard(client, WorkerRecovered, "b")
-            await cluster.more_steps("a", "b", "c")
+            await cluster.wait_for_steps("a", "b", "c")
             assert {fact.worker_id for fact in await cluster.facts(WorkerStalled)} == {"b"}
             assert await cluster.facts(WorkerFailed) == []
             assert len({cluster[name].steps[-1].generation for name in "abc"}) == 1
@@ -268,28 +268,28 @@ class TestStandingStill:
         async with cluster_on(fork_server, tmp_path, stall_timeout_ms=500) as cluster, cluster.client() as client:
             await cluster.start("a", "c")
             await cluster.start("b", gil_s=2)
-            await cluster.world_of("a", "b", "c")
+            await cluster.wait_for_world("a", "b", "c")
             cluster["a"].kill(signal.SIGSTOP)
             job = await client.request(ShowJob(JOB))
             settings = {**job.settings, "worker_heartbeat_timeout_ms": 400}
             await client.request(ChangeJob(JOB, settings, job.version))
             await asyncio.sleep(2)
             cluster["a"].kill(signal.SIGCONT)
-            await cluster.more_steps("a", "b", "c")
+            await cluster.wait_for_steps("a", "b", "c")
             cluster.arm()
             await heard(client, WorkerRecovered, "b")
-            await cluster.more_steps("a", "b", "c")
+            await cluster.wait_for_steps("a", "b", "c")
             assert await cluster.facts(WorkerFailed) == []
             await cluster.finish("a", "b", "c")
 
     async def test_for_less_than_the_timeouts_is_nothing_at_all(self, cluster: TrainingCluster) -> None:
-        await cluster.together("a", "b", "c")
+        await cluster.start_together("a", "b", "c")
         generation = cluster["a"].steps[-1].generation
         for name in "abc":
             cluster[name].kill(signal.SIGSTOP)
             await asyncio.sleep(0.3)
             cluster[name].kill(signal.SIGCONT)
-            await cluster.more_steps("a", "b", "c")
+            await cluster.wait_for_steps("a", "b", "c")
         assert {cluster[name].steps[-1].generation for name in "abc"} == {generation}
         assert await cluster.facts(WorkerStalled, WorkerFailed) == []
         await cluster.finish("a", "b", "c")
@@ -298,33 +298,33 @@ class TestStandingStill:
     async def test_with_its_pulse_for_longer_than_the_timeout_it_counts_as_dead_and_is_told_so_later(
         self, victim: str, fork_server: ForkServer, tmp_path: Path
     ) -> None:
-        async with cluster_on(fork_server, tmp_path, **IMPATIENT) as cluster, cluster.client() as client:
-            await cluster.together("a", "b", "c")
+        async with cluster_on(fork_server, tmp_path, **SHORT_TIMEOUTS) as cluster, cluster.client() as client:
+            await cluster.start_together("a", "b", "c")
             pulse = cluster[victim].pulse
             os.kill(pulse, signal.SIGSTOP)
             cluster[victim].kill(signal.SIGSTOP)
             await heard(client, WorkerFailed, victim)
             survivors = [name for name in "abc" if name != victim]
-            await cluster.world_of(*survivors)
+            await cluster.wait_for_world(*survivors)
             os.kill(pulse, signal.SIGCONT)
             cluster[victim].kill(signal.SIGCONT)
             await cluster.until(lambda: cluster[victim].code is not None)
             assert cluster[victim].code == 1
-            assert "WorkerEvicted" in cluster[victim].said
+            assert "WorkerEvicted" in cluster[victim].output
             (failed,) = await cluster.facts(WorkerFailed)
             assert failed.reason.startswith("neither its library nor its pulse was heard for")
             await cluster.finish(*survivors)
 
     async def test_a_stalled_worker_is_evicted_if_configured(self, fork_server: ForkServer, tmp_path: Path) -> None:
-        settings = {"evict_stalled": True, **IMPATIENT, "stall_timeout_ms": 2_000}
+        settings = {"evict_stalled": True, **SHORT_TIMEOUTS, "stall_timeout_ms": 2_000}
         async with cluster_on(fork_server, tmp_path, **settings) as cluster, cluster.client() as client:
-            await cluster.together("a", "b", "c")
+            await cluster.start_together("a", "b", "c")
             cluster["b"].kill(signal.SIGSTOP)
             await heard(client, WorkerFailed, "b")
-            await cluster.world_of("a", "c")
+            await cluster.wait_for_world("a", "c")
             cluster["b"].kill(signal.SIGCONT)
             await cluster.until(lambda: cluster["b"].code is not None)
-            assert "it lives and made no progress" in cluster["b"].said
+            assert "it lives and made no progress" in cluster["b"].output
             await cluster.finish("a", "c")
 
 
@@ -334,42 +334,42 @@ class TestAScriptWithAnEventLoop:
     async def _together(self, cluster: TrainingCluster, **options: Any) -> None:
         await cluster.start("a")
         await cluster.start("b", script="async_worker_script", **options)
-        await cluster.world_of("a", "b")
+        await cluster.wait_for_world("a", "b")
 
     async def test_that_holds_the_gil_for_longer_than_the_timeout_has_not_failed(
         self, fork_server: ForkServer, tmp_path: Path
     ) -> None:
-        async with cluster_on(fork_server, tmp_path, **IMPATIENT) as cluster, cluster.client() as client:
+        async with cluster_on(fork_server, tmp_path, **SHORT_TIMEOUTS) as cluster, cluster.client() as client:
             await self._together(cluster, gil_s=3)
             cluster.arm()
             await heard(client, WorkerStalled, "b")
             await heard(client, WorkerRecovered, "b")
-            await cluster.more_steps("a", "b")
+            await cluster.wait_for_steps("a", "b")
             assert await cluster.facts(WorkerFailed) == []
-            cluster["b"].let_child_go()
+            cluster["b"].end_child()
             await cluster.finish("a", "b")
 
     async def test_that_is_killed_counts_as_dead_at_once_though_its_child_lives(self, cluster: TrainingCluster) -> None:
         """Its pulse says so, or the daemon finds its port closed, whichever is sooner; no grace has to pass."""
         async with cluster.client() as client:
             await cluster.start("b", script="async_worker_script")
-            await cluster.world_of("b")
+            await cluster.wait_for_world("b")
             cluster["b"].kill()
             await heard(client, WorkerFailed, "b")
         (failed,) = await cluster.facts(WorkerFailed)
         assert failed.reason.startswith(("its process ", "nobody listens at "))
         assert cluster["b"].child is not None
         os.kill(cluster["b"].child, 0)
-        cluster["b"].let_child_go()
-        await cluster.dead("b")
+        cluster["b"].end_child()
+        await cluster.wait_until_killed("b")
 
     async def test_that_is_told_to_end_finishes_its_step_and_leaves(self, cluster: TrainingCluster) -> None:
         await self._together(cluster)
-        cluster["b"].let_child_go()
+        cluster["b"].end_child()
         cluster["b"].kill(signal.SIGTERM)
         await cluster.until(lambda: cluster["b"].code is not None)
         assert (cluster["b"].code, cluster["b"].finished) == (0, cluster["b"].steps[-1].step + 1)
-        await cluster.world_of("a")
+        await cluster.wait_for_world("a")
         assert [fact.reason for fact in await cluster.facts(WorkerLeft)] == ["it was told to end, by SIGTERM"]
         assert await cluster.facts(WorkerFailed) == []
         await cluster.finish("a")

@@ -1,4 +1,4 @@
-"""`forged demo`, as somebody would run it: right, interrupted, and with something wrong in it."""
+"""`forged demo` as a process: successful, interrupted, and with injected errors."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_a_daemon_that_is_started_on_a_full_disk_reads_and_recovers_without_anot
         filler = fill(disk)
         assert write_until_refused(daemon)[0] == 4
     with DaemonProcess(disk) as again:
-        assert "is ready" in again.said
+        assert "is ready" in again.output
         assert write_until_refused(again)[0] == 4
         assert_reads_go_on(again)
         filler.unlink()

@@ -17,7 +17,7 @@ from forged.client import EARLIEST, ForgedClient
 from forged.kernel.messages import Gap, Record
 from forged.status.model import DaemonStarted
 from tests.processes.fork_server import DAEMON, ForkServer, ProcessStarter, forking_from
-from tests.processes.request_load import SOON, Account, Loader, names
+from tests.processes.request_load import SOON, LoadClient, StepRecorder, names
 
 KILLS = int(os.environ.get("FORGED_KILLS", "100"))
 SEED = int(os.environ.get("FORGED_SEED") or SystemRandom().getrandbits(32))
@@ -64,53 +64,54 @@ class Victim:
 async def test_kill_9_under_load_loses_nothing_and_does_nothing_twice(number: int, tmp_path: Path) -> None:
     kills = min(KILLS - number * KILLS_PER_STORE, KILLS_PER_STORE)
     print(f"FORGED_KILLS={kills} FORGED_SEED={SEED + number}")
-    account = Account(asyncio.Barrier(len(CLIENTS)))
+    recorder = StepRecorder(asyncio.Barrier(len(CLIENTS)))
     with forking_from(*DAEMON) as warm:
-        loaders, journal = await _under_load(warm, tmp_path, account, Random(SEED + number), kills)
-    _check(account, loaders, journal, kills)
+        loaders, journal = await _under_load(warm, tmp_path, recorder, Random(SEED + number), kills)
+    _check(recorder, loaders, journal, kills)
 
 
 async def _under_load(
-    warm: ForkServer, directory: Path, account: Account, random: Random, kills: int
-) -> tuple[list[Loader], list[Record | Gap]]:
-    """Those who have asked it for much, and all that it has told in the end."""
+    warm: ForkServer, directory: Path, recorder: StepRecorder, random: Random, kills: int
+) -> tuple[list[LoadClient], list[Record | Gap]]:
+    """The clients that sent the load, and the journal at the end."""
     async with ProcessStarter(warm) as starter:
         victim = Victim(starter, directory)
         await victim.start()
         await victim.find_its_port()
         loaders = [
-            Loader(f"c{index}", [victim.endpoints[way] for way in ways], account) for index, ways in enumerate(CLIENTS)
+            LoadClient(f"c{index}", [victim.endpoints[way] for way in ways], recorder)
+            for index, ways in enumerate(CLIENTS)
         ]
         async with asyncio.TaskGroup() as tasks:
             for loader in loaders:
                 tasks.create_task(loader.run())
-            await _kill_often(victim, account, random, kills)
-            account.over = True
+            await _kill_often(victim, recorder, random, kills)
+            recorder.over = True
         async with ForgedClient(victim.endpoints["unix"]) as client:
             journal = [item async for item in client.past_facts(since=EARLIEST)]
         await victim.kill()
     return loaders, journal
 
 
-async def _kill_often(victim: Victim, account: Account, random: Random, kills: int) -> None:
+async def _kill_often(victim: Victim, recorder: StepRecorder, random: Random, kills: int) -> None:
     """Kill it while it starts, or some time after it has begun to answer, and start it again."""
     for _ in range(kills):
         if random.random() < 0.25:
             await asyncio.sleep(random.uniform(0, STARTING_S_MAX))
         else:
-            await account.more(random.randrange(ACKNOWLEDGED_PER_LIFE_MAX))
+            await recorder.more(random.randrange(ACKNOWLEDGED_PER_LIFE_MAX))
         await victim.kill()
         await victim.start()
-    await account.more(ACKNOWLEDGED_PER_LIFE_MAX)
+    await recorder.more(ACKNOWLEDGED_PER_LIFE_MAX)
 
 
-def _check(account: Account, loaders: list[Loader], journal: list[Record | Gap], kills: int) -> None:
+def _check(recorder: StepRecorder, loaders: list[LoadClient], journal: list[Record | Gap], kills: int) -> None:
     ids = [_id(item) for item in journal]
     assert ids == sorted(set(ids))
     found = names(journal)
-    assert not account.asked - found, "lost"
-    assert not found - account.asked, "done twice"
-    assert account.acknowledged == account.asked.keys(), "never acknowledged"
+    assert not recorder.asked - found, "lost"
+    assert not found - recorder.asked, "done twice"
+    assert recorder.acknowledged == recorder.asked.keys(), "never acknowledged"
     for loader in loaders:
         heard = [_id(item) for item in loader.heard]
         assert heard == ids[: len(heard)], f"{loader.name} missed a fact, or heard one twice"

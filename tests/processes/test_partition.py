@@ -1,4 +1,4 @@
-"""Networks that fail, for real: the daemon and each worker on a host of its own, and what is between them is gone."""
+"""Network partitions: the daemon and each worker on a simulated host of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forged.kernel.messages import Fact, Record
 
 WORKERS = ("w1", "w2", "w3")
 LARGE = 1 << 17
-"""So many elements do not fit the window of a peer that does not read just now."""
+"""The elements of an array larger than the TCP window."""
 
 F = TypeVar("F", bound=Fact)
 Make = Callable[..., HostCluster]
@@ -32,13 +32,13 @@ def clusters(tmp_path: Path) -> Iterator[Make]:
 
 
 def by_rank(cluster: HostCluster, *ranks: int) -> list[str]:
-    """The names of those who have these ranks."""
+    """The names of the workers with these ranks."""
     names = {worker.rank: name for name, worker in cluster.workers.items()}
     return [names[rank] for rank in ranks]
 
 
 def facts(cluster: HostCluster, kind: type[F]) -> list[F]:
-    """Those that were told so far."""
+    """The facts so far."""
     records = cluster.client.past_facts(kind, jobs=[JOB])
     return [record.fact for record in records if isinstance(record, Record) and isinstance(record.fact, kind)]
 
@@ -48,7 +48,7 @@ def failed(cluster: HostCluster) -> list[str]:
 
 
 def wait_for(cluster: HostCluster, kind: type[WorkerLost | WorkerReturned], *names: str) -> None:
-    """Wait until this was told of all of them."""
+    """Wait for a fact about each of these workers."""
     missing = set(names)
     for record in cluster.client.facts(kind, since=0, jobs=[JOB]):
         assert isinstance(record, Record)

@@ -1,4 +1,4 @@
-"""Training scripts in real processes around a daemon in another, and what they have told of themselves."""
+"""A daemon and workers in real processes, with the reports of the workers."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from forged.elastic.messages import RescaleCompleted
 from forged.elastic.model import ClusterTopology
 from forged.kernel.messages import Fact, Record
 from tests.client.daemon_runner import SOON
-from tests.processes.fork_server import DAEMON, Child, ForkServer, ProcessStarter, forking_from
-from tests.processes.worker_script import ARMED, ENOUGH, JOB
+from tests.processes.fork_server import DAEMON, ForkedProcess, ForkServer, ProcessStarter, forking_from
+from tests.processes.worker_script import ARMED, JOB, STOP_FILE
 
-PATIENCE_S = 60.0
-SOON_ENDING: dict[str, Any] = {
+TIMEOUT_S = 60.0
+FAST_SETTINGS: dict[str, Any] = {
     "stability_window_ms": 20,
     "failure_window_ms": 20,
     "failure_tolerance_percentage": 100,
     "max_consecutive_failures": 1_000_000,
 }
-"""Settings under which nobody waits for what does not come, and no number of deaths is too large."""
+"""Settings with short waits that tolerate any number of deaths."""
 SCRIPTS = ("tests.processes.worker_script", "tests.processes.async_worker_script", "tests.processes.data_worker_script")
-MARK = "FORGEDS_TROUPE"
-"""Told to all processes; not with an underscore behind FORGED, as what begins so is kept from them."""
+CLUSTER_VARIABLE = "FORGEDS_CLUSTER"
+"""Marks all processes of the cluster. It must not begin with FORGED_, because such variables are not passed on."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One that counts, as a worker told of it."""
+    """A committed step, as a worker reported it."""
 
     step: int
     generation: int
@@ -48,20 +48,20 @@ class Step:
 
 @dataclass
 class WorkerProcess:
-    """A worker's process, and what it has told."""
+    """A worker process and its reports."""
 
     name: str
     directory: Path
     steps: list[Step] = field(default_factory=list)
     entered: list[tuple[int, int]] = field(default_factory=list)
-    """The worlds it has come into, and at which step."""
+    """The generations it has entered, each with its step."""
     held: int = 0
-    """How often it was caught, to be let go."""
+    """How often it has stopped at a point."""
     finished: int | None = None
     child: int | None = None
-    """The process that it has forked, if it has."""
-    process: Child | None = None
-    hearing: asyncio.Task[None] | None = None
+    """The process that it has forked."""
+    process: ForkedProcess | None = None
+    output_reader: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int:
@@ -73,14 +73,14 @@ class WorkerProcess:
         return None if self.process is None else self.process.returncode
 
     @property
-    def said(self) -> str:
-        """What it has complained of."""
+    def output(self) -> str:
+        """Its log."""
         return (self.directory / f"{self.name}.log").read_text()
 
     @property
     def pulse(self) -> int:
-        """The process that speaks for it: its only child, but for one that it has told of."""
-        # A child is shown with the thread that has started it.
+        """Its pulse process: its only child besides the one that it has reported."""
+        # /proc lists a child under the thread that started it.
         threads = Path(f"/proc/{self.pid}/task").glob("*/children")
         (pulse,) = {int(child) for thread in threads for child in thread.read_text().split()} - {self.child}
         return pulse
@@ -88,13 +88,13 @@ class WorkerProcess:
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.pid, number)
 
-    def let_child_go(self) -> None:
-        """The process that it has forked ends."""
+    def end_child(self) -> None:
+        """End the process that it has forked."""
         assert self.process is not None
         self.process.stdin.close()
 
-    def let_go(self) -> None:
-        """It goes on from where it was caught."""
+    def release(self) -> None:
+        """Let it continue from the point where it stopped."""
         assert self.process is not None
         self.process.stdin.write(b"\n")
 
@@ -116,7 +116,7 @@ class WorkerProcess:
 
     def __repr__(self) -> str:
         last = self.steps[-1] if self.steps else None
-        return f"{self.name}: exit code {self.code}, entered {self.entered[-3:]}, {last}, {self.said[-2000:]}"
+        return f"{self.name}: exit code {self.code}, entered {self.entered[-3:]}, {last}, {self.output[-2000:]}"
 
 
 class Daemon:
@@ -128,7 +128,7 @@ class Daemon:
         places = ("--data-dir", str(directory), "--socket", str(self.socket), "--listen", LISTEN)
         self._words = ("run", *places, "--log-level", "error")
         self._nursery = starter
-        self._process: Child | None = None
+        self._process: ForkedProcess | None = None
 
     @property
     def pid(self) -> int:
@@ -136,7 +136,7 @@ class Daemon:
         return self._process.pid
 
     async def start(self) -> None:
-        """Have it begin, and wait until it is ready."""
+        """Start it and wait until it is ready."""
         self._process = await self._nursery.start("forged.cli.forged", *self._words, log=self._log)
         assert b"is ready" in await self._process.stdout.readline(), last_log_line(self._log)
 
@@ -147,13 +147,13 @@ class Daemon:
 
 
 class TrainingCluster:
-    """All of them, and their daemon."""
+    """Workers and their daemon."""
 
     def __init__(self, directory: Path, starter: ProcessStarter, **settings: Any) -> None:
         self.directory = directory
         self.starter = starter
         self.daemon = Daemon(directory, starter)
-        self.settings = SOON_ENDING | settings
+        self.settings = FAST_SETTINGS | settings
         self.workers: dict[str, WorkerProcess] = {}
         self._moved = asyncio.Condition()
 
@@ -168,54 +168,54 @@ class TrainingCluster:
         return ForgedClient(self.endpoint, reconnect=SOON)
 
     async def facts(self, *types: type[Fact]) -> list[Any]:
-        """What the daemon has told of the job so far."""
+        """The facts of the job so far."""
         async with self.client() as client:
             return [item.fact async for item in client.past_facts(*types, jobs=[JOB]) if isinstance(item, Record)]
 
-    # Coming and going.
+    # Starting and stopping.
 
     async def start(
         self,
         *names: str,
         at: str = "",
-        act: str = "die",
+        action: str = "die",
         nth: int = 1,
         ballast: int = 1000,
         gil_s: int = 0,
         script: str = "worker_script",
     ) -> None:
-        """Have some begin; `at` is where they are caught."""
-        points = [(at, act, nth)] if at else []
+        """Start workers; they execute the action at the point `at`."""
+        points = [(at, action, nth)] if at else []
         options = {"points": points, "ballast": ballast, "gil_s": gil_s, "config": self.settings}
         for name in names:
             words = (self.endpoint, name, str(self.directory), json.dumps(options))
             worker = self.workers[name] = WorkerProcess(name, self.directory)
-            await self.bear(worker, script, *words)
+            await self.start_process(worker, script, *words)
 
-    async def bear(self, worker: WorkerProcess, script: str, *words: str) -> None:
-        """Have its process begin."""
+    async def start_process(self, worker: WorkerProcess, script: str, *words: str) -> None:
+        """Start the process of a worker."""
         log = self.directory / f"{worker.name}.log"
         log.unlink(missing_ok=True)
         worker.process = await self.starter.start(f"tests.processes.{script}", *words, log=log)
-        worker.hearing = asyncio.create_task(self._hear(worker))
+        worker.output_reader = asyncio.create_task(self._read_output(worker))
 
-    async def one_after_the_other(self, *names: str, victim: str, at: str, **options: Any) -> None:
-        """Have some train together, ranked as they stand here; the victim will be caught."""
+    async def start_in_order(self, *names: str, victim: str, at: str, **options: Any) -> None:
+        """Start workers that get ranks in this order; the victim executes the action at the point `at`."""
         for name in names:
             await self.start(name, at=at if name == victim else "", **options)
             await self.until(lambda name=name: bool(self[name].entered))  # type: ignore[misc]
-        await self.world_of(*names)
+        await self.wait_for_world(*names)
 
     def arm(self) -> None:
-        """From now on the points count at which workers are caught."""
+        """Arm the points: workers execute their actions from now on."""
         (self.directory / ARMED).touch()
 
-    async def together(self, *names: str) -> None:
-        """Have some begin, and wait until they train together."""
+    async def start_together(self, *names: str) -> None:
+        """Start workers and wait until they train together."""
         await self.start(*names)
-        await self.world_of(*names)
+        await self.wait_for_world(*names)
 
-    async def _hear(self, worker: WorkerProcess) -> None:
+    async def _read_output(self, worker: WorkerProcess) -> None:
         assert worker.process is not None
         async for line in worker.process.stdout:
             worker.take(line)
@@ -230,17 +230,17 @@ class TrainingCluster:
     # Waiting.
 
     async def until(self, true: Callable[[], bool]) -> None:
-        """Wait until something holds; looks whenever somebody has told something or has ended."""
+        """Wait until a condition holds; check it at each report and each end of a process."""
         try:
-            async with asyncio.timeout(PATIENCE_S), self._moved:
+            async with asyncio.timeout(TIMEOUT_S), self._moved:
                 while not true():
                     await self._moved.wait()
         except TimeoutError:
-            raise AssertionError(await self.standing()) from None
+            raise AssertionError(await self.describe()) from None
 
-    async def standing(self) -> str:
-        """Where everybody is, as far as that can be found out."""
-        lines = ["nothing moves:", *map(repr, self.workers.values())]
+    async def describe(self) -> str:
+        """The state of all workers and of the job, for an error message."""
+        lines = ["no progress:", *map(repr, self.workers.values())]
         try:
             async with asyncio.timeout(5.0), self.client() as client:
                 lines.append(repr(await client.cluster(JOB)))
@@ -251,10 +251,10 @@ class TrainingCluster:
             lines.append(f"the daemon does not answer: {error!r}")
         return "\n".join(lines)
 
-    async def world_of(self, *names: str, steps: int = 2) -> None:
-        """Wait until these, and nobody else, have done so many steps together in one world."""
+    async def wait_for_world(self, *names: str, steps: int = 2) -> None:
+        """Wait until exactly these workers have made `steps` steps in one world."""
 
-        def together() -> bool:
+        def start_together() -> bool:
             self._require_alive(*names)
             last = [self[name].steps[-1] if self[name].steps else None for name in names]
             first = last[0]
@@ -263,10 +263,10 @@ class TrainingCluster:
             shared = [sum(step.generation == first.generation for step in self[name].steps[-steps:]) for name in names]
             return all(count == steps for count in shared)
 
-        await self.until(together)
+        await self.until(start_together)
 
-    async def more_steps(self, *names: str, steps: int = 3) -> None:
-        """Wait until these have made some more."""
+    async def wait_for_steps(self, *names: str, steps: int = 3) -> None:
+        """Wait until these workers have made some more steps."""
         goals = {name: len(self[name].steps) + steps for name in names}
 
         def made() -> bool:
@@ -277,25 +277,25 @@ class TrainingCluster:
 
     def _require_alive(self, *names: str) -> None:
         ended = [self[name] for name in names if self[name].code is not None]
-        assert ended == [], f"these have ended: {ended}"
+        assert ended == [], f"workers have ended: {ended}"
 
-    async def dead(self, *names: str) -> None:
-        """Wait until these have been killed."""
+    async def wait_until_killed(self, *names: str) -> None:
+        """Wait until these workers have died of SIGKILL."""
         await self.until(lambda: all(self[name].code is not None for name in names))
         codes = {name: self[name].code for name in names}
-        assert set(codes.values()) == {-signal.SIGKILL}, await self.standing()
+        assert set(codes.values()) == {-signal.SIGKILL}, await self.describe()
 
     async def finish(self, *names: str) -> None:
-        """Let these come to the end of the training, and see that all was right."""
-        (self.directory / ENOUGH).touch()
+        """Let these workers finish the training, and check the result."""
+        (self.directory / STOP_FILE).touch()
         await self.until(lambda: all(self[name].code is not None for name in names))
         ends = {name: (self[name].code, self[name].finished) for name in names}
         behind = max((worker.steps[-1].step for worker in self.workers.values() if worker.steps), default=-1) + 1
-        assert ends == dict.fromkeys(names, (0, behind)), await self.standing()
+        assert ends == dict.fromkeys(names, (0, behind)), await self.describe()
         self.check(await self.facts(RescaleCompleted))
 
     def check(self, told: list[RescaleCompleted]) -> None:
-        """The worlds are those that the daemon has told of, and every step counts in one of them."""
+        """Check that workers and daemon agree on the worlds, and that each step is committed in exactly one."""
         topology = ClusterTopology()
         names = {}
         for rescale in told:
@@ -315,50 +315,50 @@ class TrainingCluster:
                 assert worlds.setdefault(step.step, step.generation) == step.generation, f"{step} counts twice"
         assert sorted(worlds) == list(range(len(worlds))), "a step is missing"
 
-    async def send_home(self) -> None:
-        """Whoever is there still ends with the nursery; what they said before is heard."""
-        hearing = [worker.hearing for worker in self.workers.values() if worker.hearing is not None]
-        await asyncio.gather(*hearing)
+    async def read_remaining_output(self) -> None:
+        """Read the remaining reports of ended workers."""
+        output_reader = [worker.output_reader for worker in self.workers.values() if worker.output_reader is not None]
+        await asyncio.gather(*output_reader)
 
 
 @contextmanager
 def worker_fork_server() -> Iterator[ForkServer]:
     """A fork server for the worker scripts and the daemon; fails if a process is left behind."""
-    os.environ[MARK] = uuid4().hex
+    os.environ[CLUSTER_VARIABLE] = uuid4().hex
     try:
         with nothing_left_behind(), forking_from(*SCRIPTS, *DAEMON) as server:
             yield server
     finally:
-        del os.environ[MARK]
+        del os.environ[CLUSTER_VARIABLE]
 
 
 @asynccontextmanager
 async def cluster_on(fork_server: ForkServer, directory: Path, **settings: Any) -> AsyncIterator[TrainingCluster]:
-    """A troupe, of which nobody is left in the end: the pulses of the dead go by themselves."""
-    before, starter = set(_marked()), ProcessStarter(fork_server)
+    """A cluster; at the end no process may be left, and the pulses of dead workers must have ended by themselves."""
+    before, starter = set(_cluster_processes()), ProcessStarter(fork_server)
     cluster = TrainingCluster(directory, starter, **settings)
     try:
         async with starter:
             await cluster.daemon.start()
             yield cluster
             ended = {worker.name for worker in cluster.workers.values() if worker.code is not None}
-            await _all_over(set(_marked()) - before - _living(cluster, ended))
+            await _wait_until_ended(set(_cluster_processes()) - before - _expected_processes(cluster, ended))
     finally:
-        await cluster.send_home()
+        await cluster.read_remaining_output()
 
 
-def _living(cluster: TrainingCluster, ended: set[str]) -> set[int]:
-    """The processes that may be there while these have ended."""
-    living = {cluster.daemon.pid}
+def _expected_processes(cluster: TrainingCluster, ended: set[str]) -> set[int]:
+    """The processes that may exist after these workers have ended."""
+    running = {cluster.daemon.pid}
     for worker in cluster.workers.values():
         if worker.name not in ended:
-            living |= {worker.pid, worker.pulse, worker.child or worker.pid}
-    return living
+            running |= {worker.pid, worker.pulse, worker.child or worker.pid}
+    return running
 
 
-def _marked() -> Iterator[int]:
-    """The processes on this stage."""
-    mark = f"{MARK}={os.environ[MARK]}".encode()
+def _cluster_processes() -> Iterator[int]:
+    """The processes with the cluster's variable."""
+    mark = f"{CLUSTER_VARIABLE}={os.environ[CLUSTER_VARIABLE]}".encode()
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if mark in (process / "environ").read_bytes():
@@ -367,7 +367,7 @@ def _marked() -> Iterator[int]:
             continue
 
 
-async def _all_over(pids: Iterable[int]) -> None:
+async def _wait_until_ended(pids: Iterable[int]) -> None:
     for pid in pids:
         try:
             end = os.pidfd_open(pid)
@@ -376,6 +376,6 @@ async def _all_over(pids: Iterable[int]) -> None:
         poll = select.poll()
         poll.register(end, select.POLLIN)
         try:
-            assert await asyncio.to_thread(poll.poll, PATIENCE_S * 1000), f"process {pid} is left behind"
+            assert await asyncio.to_thread(poll.poll, TIMEOUT_S * 1000), f"process {pid} is left behind"
         finally:
             os.close(end)

@@ -1,7 +1,7 @@
-"""A training script in a process of its own, which dies, or waits, at a point that a test has named.
+"""A training script that dies or waits at a point that the test names.
 
-The state is a function of how many steps were applied to it, and of their order; it is looked at before every step, and
-every step compares it with everybody else's. What is committed is told on standard output, a line of JSON each.
+The state is a function of the applied steps and their order. It is checked before every step, and every step compares
+it across all workers. Committed steps are reported on standard output, one line of JSON each.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from tests.worker.crew import advance
 
 JOB = "run"
 COMPUTING_S = 0.002
-"""What a step takes besides its collective."""
+"""The duration of a step without its collective."""
 FOREVER = -1
-ENOUGH, ARMED = "enough", "armed"
-"""Files whose presence asks for the end of the training, and lets the points count."""
+STOP_FILE, ARMED = "stop", "armed"
+"""The files that ask for the end of the training, and arm the points."""
 
-Act = Callable[[], Awaitable[None]]
+Action = Callable[[], Awaitable[None]]
 Applies = Callable[..., bool]
 
 
@@ -58,7 +58,7 @@ def _calls(kind: Kind) -> Applies:
 
 @dataclass(frozen=True)
 class Point:
-    """Where a worker can be caught: at the beginning of a method, or behind it."""
+    """A point where a worker executes an action: before or after a call of a method."""
 
     owner: type[Any]
     method: str
@@ -80,8 +80,8 @@ POINTS = {
 }
 
 
-def say(**what: Any) -> None:
-    """One line, at once."""
+def report(**what: Any) -> None:
+    """Write a report at once."""
     os.write(sys.stdout.fileno(), json.dumps(what).encode() + b"\n")
 
 
@@ -90,54 +90,54 @@ def _die() -> None:
 
 
 async def die() -> None:
-    """What the kernel does when memory is short."""
+    """Die of SIGKILL."""
     _die()
 
 
 async def hold() -> None:
-    """Wait until the test says a word."""
-    say(held=True)
+    """Wait until the test releases the worker."""
+    report(held=True)
     await asyncio.to_thread(sys.stdin.readline)
 
 
-ACTS: dict[str, Act] = {"die": die, "hold": hold}
+ACTIONS: dict[str, Action] = {"die": die, "hold": hold}
 
 
-class Due:
-    """Whether the time has come: behind so many hits, counted from when a file is there."""
+class Countdown:
+    """Counts hits from the time that the arming file exists."""
 
     def __init__(self, nth: int, armed: Path) -> None:
         self._left = nth
         self._armed = armed
 
     def hit(self, applies: bool = True) -> bool:
-        """Count, if it applies; tells whether this is the one."""
+        """Count a hit if it applies; returns whether it is the last one."""
         self._left -= applies and self._armed.exists()
         return applies and self._left == 0 and self._armed.exists()
 
 
-def catch(point: Point, act: Act, due: Due) -> None:
-    """Act at the point when it is time."""
+def stop_at(point: Point, action: Action, countdown: Countdown) -> None:
+    """Execute the action at the point when the countdown ends."""
     original = getattr(point.owner, point.method)
 
     async def caught(*arguments: Any, **options: Any) -> Any:
-        is_due = due.hit(point.applies(*arguments))
+        is_due = countdown.hit(point.applies(*arguments))
         if is_due and not point.behind:
-            await act()
+            await action()
         outcome = await original(*arguments, **options)
         if is_due and point.behind:
-            await act()
+            await action()
         return outcome
 
     setattr(point.owner, point.method, caught)
 
 
-def die_having_told_some(due: Due) -> None:
-    """The hub says to one member alone that a step is committed."""
+def die_after_partial_commit(countdown: Countdown) -> None:
+    """The hub dies after it has sent the commit of a step to one member only."""
     tell = HubEndpoint._tell
 
     def tell_some(side: HubEndpoint, collected: Collected, full: Result) -> None:
-        if due.hit(collected.call.kind is Kind.END_STEP):
+        if countdown.hit(collected.call.kind is Kind.END_STEP):
             next(iter(side._links.values())).write(frame_of(full))
             _die()
         tell(side, collected, full)
@@ -145,12 +145,12 @@ def die_having_told_some(due: Due) -> None:
     setattr(HubEndpoint, "_tell", tell_some)  # noqa: B010 - mypy has methods for constants
 
 
-def die_giving(due: Due) -> None:
-    """The source dies in the middle of the large part of its state."""
+def die_while_sending(countdown: Countdown) -> None:
+    """The state source dies in the middle of its state."""
     send = movers.send_buffer
 
     def send_half(sock: socket.socket, buffer: memoryview, **options: Any) -> None:
-        if due.hit():
+        if countdown.hit():
             send(sock, buffer[: len(buffer) // 2], **options)
             _die()
         send(sock, buffer, **options)
@@ -158,12 +158,12 @@ def die_giving(due: Due) -> None:
     setattr(movers, "send_buffer", send_half)  # noqa: B010
 
 
-def die_taking(due: Due) -> None:
-    """The receiver dies in the middle of the large part of the state."""
+def die_while_receiving(countdown: Countdown) -> None:
+    """The receiver dies in the middle of the state."""
     receive = movers.receive_into_buffer
 
     def receive_half(sock: socket.socket, buffer: memoryview, **options: Any) -> None:
-        if due.hit():
+        if countdown.hit():
             receive(sock, buffer[: len(buffer) // 2], **options)
             _die()
         receive(sock, buffer, **options)
@@ -171,16 +171,20 @@ def die_taking(due: Due) -> None:
     setattr(movers, "receive_into_buffer", receive_half)  # noqa: B010
 
 
-SPECIAL = {"having told some": die_having_told_some, "giving": die_giving, "taking": die_taking}
+SPECIAL = {
+    "after a partial commit": die_after_partial_commit,
+    "sending the state": die_while_sending,
+    "receiving the state": die_while_receiving,
+}
 
 
-def hold_the_gil(seconds: int) -> None:
-    """What a library in C may do: nothing else of this process runs meanwhile."""
+def hold_gil(seconds: int) -> None:
+    """Hold the GIL, as a C library may: no other thread of the process runs."""
     ctypes.PyDLL(None).sleep(seconds)
 
 
-class Account:
-    """What this worker knows of what it has done."""
+class StepRecorder:
+    """Checks the state before each step, and reports committed steps."""
 
     def __init__(self, worker: Training | ElasticWorker) -> None:
         self._worker = worker
@@ -188,17 +192,17 @@ class Account:
         self._place: tuple[int, int, int, int] | None = None
 
     def begin(self, step: int) -> None:
-        """Tell of the last step if it counts, and see that this one begins where it should."""
-        self.settle()
+        """Report the last step if it is committed, and check the state for the next one."""
+        self.record_commit()
         chain = int(self._worker.state["chain"][0])
-        assert chain == self.chain_behind(step), f"{chain} is not where {step} steps lead"
+        assert chain == self.chain_behind(step), f"the state {chain} does not result from {step} steps"
         self._place = (step, self._worker.generation, self._worker.rank, self._worker.world_size)
 
-    def settle(self) -> None:
-        """Tell of the last step, if it counts."""
+    def record_commit(self) -> None:
+        """Report the last step if it is committed."""
         place, self._place = self._place, None
         if place is not None and self._worker.step > place[0]:
-            say(step=place[0], generation=place[1], rank=place[2], size=place[3])
+            report(step=place[0], generation=place[1], rank=place[2], size=place[3])
 
     def chain_behind(self, steps: int) -> int:
         while len(self._chains) <= steps:
@@ -206,41 +210,41 @@ class Account:
         return self._chains[steps]
 
 
-def train(worker: Training, enough: Path, gil_s: int, due: Due) -> None:
-    """Train until somebody says that it is enough."""
-    state, account = worker.state, Account(worker)
+def train(worker: Training, stop_file: Path, gil_s: int, countdown: Countdown) -> None:
+    """Train until the stop file exists."""
+    state, recorder = worker.state, StepRecorder(worker)
     for step in worker.steps():
         if step == int(state["ends_at"][0]):
             break
-        account.begin(step)
-        if gil_s and due.hit():
-            hold_the_gil(gil_s)
+        recorder.begin(step)
+        if gil_s and countdown.hit():
+            hold_gil(gil_s)
         with step:
             time.sleep(COMPUTING_S)
             chain = int(state["chain"][0])
-            mine = np.array([1, step, chain, enough.exists()], np.int64)
+            mine = np.array([1, step, chain, stop_file.exists()], np.int64)
             count, steps, chains, ending = worker.all_reduce(mine)
             assert (count, steps, chains) == (worker.world_size, step * count, chain * count), "the states differ"
             state["chain"][0] = advance(chain, step)
             state["ballast"] += 1
             state["ends_at"][0] = step + 1 if ending else FOREVER
-    account.settle()
+    recorder.record_commit()
     for _ in worker.steps(worker.step):
         raise AssertionError("no step is left")
-    assert state["chain"][0] == account.chain_behind(worker.step)
+    assert state["chain"][0] == recorder.chain_behind(worker.step)
     assert (state["ballast"] == worker.step).all()
-    say(finished=worker.step)
+    report(finished=worker.step)
 
 
 def main() -> None:
-    """Be a worker."""
+    """Run a worker."""
     endpoint, name, directory, options = sys.argv[1], sys.argv[2], Path(sys.argv[3]), json.loads(sys.argv[4])
-    for point, act, nth in options["points"]:
-        due = Due(nth, directory / ARMED)
+    for point, action, nth in options["points"]:
+        countdown = Countdown(nth, directory / ARMED)
         if point in SPECIAL:
-            SPECIAL[point](due)
+            SPECIAL[point](countdown)
         else:
-            catch(POINTS[point], ACTS[act], due)
+            stop_at(POINTS[point], ACTIONS[action], countdown)
     state = {
         "chain": np.zeros(1, np.int64),
         "ends_at": np.full(1, FOREVER, np.int64),
@@ -248,5 +252,5 @@ def main() -> None:
     }
     config = ElasticTrainingConfig(**options["config"])
     with join(endpoint, job=JOB, state=state, worker_id=name, config=config) as worker:
-        worker.worker.state_synchronized.subscribe(lambda told: say(entered=worker.generation, at=told.current_step))
-        train(worker, directory / ENOUGH, options["gil_s"], Due(1, directory / ARMED))
+        worker.worker.state_synchronized.subscribe(lambda told: report(entered=worker.generation, at=told.current_step))
+        train(worker, directory / STOP_FILE, options["gil_s"], Countdown(1, directory / ARMED))

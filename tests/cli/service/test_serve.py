@@ -180,9 +180,9 @@ class TestRefusingToStart:
 class TestRunning:
     def test_it_says_where_it_is_ready(self, tmp_path: Path) -> None:
         with DaemonProcess(tmp_path) as daemon:
-            assert daemon.said.startswith("forged ")
-            assert f"is ready on unix://{daemon.socket}, tcp://127.0.0.1:" in daemon.said
-            assert daemon.said.endswith(f"; data in {tmp_path}\n")
+            assert daemon.output.startswith("forged ")
+            assert f"is ready on unix://{daemon.socket}, tcp://127.0.0.1:" in daemon.output
+            assert daemon.output.endswith(f"; data in {tmp_path}\n")
 
     def test_flags_override_the_file_and_port_0_is_any_port(self, tmp_path: Path) -> None:
         path = tmp_path / "other.toml"
