@@ -1,6 +1,6 @@
-"""What checkpoints are put through: power cuts, kills and refusals at every moment of what is done to them.
+"""Crash trials: power cuts, kills and refusals at every operation of an action on checkpoints.
 
-Law: a trial tells in words what was found that may not be, and nothing when all was well.
+A trial yields a description of each violation; none if all invariants hold.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.storage.local import LocalStorage
-from tests.checkpoint.faulty_files import Act, ProcessDied, Trouble, with_fault
+from tests.checkpoint.faulty_files import Act, Fault, ProcessDied, with_fault
 from tests.checkpoint.memory_files import CrashImages, Image, MemoryFiles
 from tests.checkpoint.save_history import (
     AT,
@@ -64,9 +64,9 @@ class Group(NamedTuple):
         """A disk with this on it."""
         return MemoryFiles(lacking=self.lacking) if image is None else MemoryFiles(image, self.lacking)
 
-    def history(self, memory: MemoryFiles, trouble: Trouble | None = None) -> History:
+    def history(self, memory: MemoryFiles, fault: Fault | None = None) -> History:
         """What these ranks do on a disk, perhaps in trouble."""
-        files = None if trouble is None else with_fault(memory, trouble)
+        files = None if fault is None else with_fault(memory, fault)
         return History(
             memory,
             files,
@@ -183,11 +183,11 @@ def _wrong_after_one(
 # Refusals.
 
 
-def failing_from(first: int, number: int, lasting: Lasting) -> Trouble:
-    """The operation of that number is refused with an error of that number, and perhaps others behind it."""
+def failing_from(first: int, number: int, lasting: Lasting) -> Fault:
+    """Refuse one operation with this errno, and possibly the following ones."""
     kind = ""
 
-    def trouble(count: int, name: str, act: Act) -> Any:
+    def fault(count: int, name: str, act: Act) -> Any:
         nonlocal kind
         if count == first:
             kind = name
@@ -199,20 +199,20 @@ def failing_from(first: int, number: int, lasting: Lasting) -> Trouble:
             act()
         raise OSError(number, os.strerror(number))
 
-    return trouble
+    return fault
 
 
-def dying_at(first: int) -> Trouble:
-    """Whoever asks dies before the operation of that number."""
+def dying_at(first: int) -> Fault:
+    """The process dies before this operation."""
 
-    def trouble(count: int, name: str, act: Act) -> Any:
+    def fault(count: int, name: str, act: Act) -> Any:
         if count < first:
             return act()
         if name == "close":
             act()
         raise ProcessDied(errno.EIO, os.strerror(errno.EIO))
 
-    return trouble
+    return fault
 
 
 def after_refusals(
@@ -225,14 +225,14 @@ def after_refusals(
             yield f"{deed.name} in {world}, operation {first} refused with {number} {lasting}: {wrong}"
 
 
-def after_trouble(world: Group, image: Image, deed: Action, trouble: Trouble) -> Iterator[str]:
+def after_trouble(world: Group, image: Image, deed: Action, fault: Fault) -> Iterator[str]:
     """What is wrong when this trouble comes in between once."""
-    return _after(world, world.disk(image), deed, trouble, is_once=True)
+    return _after(world, world.disk(image), deed, fault, is_once=True)
 
 
-def _after(world: Group, memory: MemoryFiles, deed: Action, trouble: Trouble, *, is_once: bool) -> Iterator[str]:
+def _after(world: Group, memory: MemoryFiles, deed: Action, fault: Fault, *, is_once: bool) -> Iterator[str]:
     untouched = memory.image.key
-    error = _outcome(lambda: deed.act(world.history(memory, trouble)))
+    error = _outcome(lambda: deed.act(world.history(memory, fault)))
     if error is not None and not isinstance(error, CheckpointException):
         yield f"an error without a type: {error!r}"
     yield from _leaks(memory)
@@ -303,7 +303,7 @@ def after_clearing(world: Group, memory: MemoryFiles, finder: Finder) -> Iterato
     known = tuple(f"{AT}/{prefix}" for prefix in found)
     lost = [path for path in memory.image.files if not path.startswith(known) and "/." not in path]
     if lost:
-        yield f"nobody will ever remove {lost}"
+        yield f"no cleanup will ever remove {lost}"
 
 
 # Meetings.
@@ -316,7 +316,7 @@ class Meeting(NamedTuple):
     other: BaseException | None
     found: dict[str, int]
     wrong: list[str]
-    """What a power cut then made worse, and what nobody will ever remove."""
+    """Violations after a further power cut, and files that no cleanup will remove."""
 
 
 def meetings(world: Group, first: Action, other: Callable[[History], object]) -> Iterator[Meeting]:

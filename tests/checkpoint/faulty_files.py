@@ -1,4 +1,4 @@
-"""Files with which something goes wrong."""
+"""A file system with injected faults."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from forged.checkpoint.storage.files import Files
 from tests.checkpoint.memory_files import MemoryFiles
 
 Act = Callable[..., Any]
-Trouble = Callable[[int, str, Act], Any]
+Fault = Callable[[int, str, Act], Any]
 """Does what was asked, or what goes wrong instead: given the operation's number, name, and the act itself."""
 
 
 class ProcessDied(OSError):
-    """Whoever asks is dead: nothing of this was ever asked."""
+    """The process has died; the operation was not requested."""
 
 
 class FaultyFiles:
-    """Passes on what is asked, one operation at a time, through the trouble."""
+    """Passes on what is asked, one operation at a time, through the fault."""
 
-    def __init__(self, files: Files, trouble: Trouble) -> None:
+    def __init__(self, files: Files, fault: Fault) -> None:
         self._files = files
-        self._trouble = trouble
+        self._fault = fault
         self._lock = threading.Lock()
         self.count = 0
 
@@ -36,7 +36,7 @@ class FaultyFiles:
         with self._lock:
             number, self.count = self.count, self.count + 1
         try:
-            return self._trouble(number, name, partial(act, *args, **kwargs))
+            return self._fault(number, name, partial(act, *args, **kwargs))
         except (InterruptedError, ProcessDied):
             raise
         except OSError:
@@ -48,16 +48,16 @@ class FaultyFiles:
             raise
 
 
-def with_fault(files: Files, trouble: Trouble) -> Files:
-    """The same files, with a trouble."""
-    return cast("Files", FaultyFiles(files, trouble))
+def with_fault(files: Files, fault: Fault) -> Files:
+    """The same files, with a fault."""
+    return cast("Files", FaultyFiles(files, fault))
 
 
-def failing(operation: str, code: int, times: int | None = None) -> Trouble:
+def failing(operation: str, code: int, times: int | None = None) -> Fault:
     """One kind of operation fails, so often or always. A descriptor is closed all the same."""
     left = [times]
 
-    def trouble(number: int, name: str, act: Act) -> Any:
+    def fault(number: int, name: str, act: Act) -> Any:
         if name != operation or left[0] == 0:
             return act()
         if left[0] is not None:
@@ -66,11 +66,11 @@ def failing(operation: str, code: int, times: int | None = None) -> Trouble:
             act()
         raise OSError(code, os.strerror(code))
 
-    return trouble
+    return fault
 
 
 class NthFails:
-    """The operation of a kind fails before which there were so many others of that kind; a `Trouble`."""
+    """Fail the n-th operation of a kind; a `Fault`."""
 
     def __init__(self, nth: int, operation: str, code: int) -> None:
         self.has_come = False
@@ -87,14 +87,14 @@ class NthFails:
         return act()
 
 
-def taking_at_most(count: int) -> Trouble:
+def taking_at_most(count: int) -> Fault:
     """Every write takes so many bytes at most."""
 
-    def trouble(number: int, name: str, act: Act) -> Any:
+    def fault(number: int, name: str, act: Act) -> Any:
         if name != "write":
             return act()
         assert isinstance(act, partial)
         fd, data, offset = act.args
         return act.func(fd, data[:count], offset) if count else 0
 
-    return trouble
+    return fault

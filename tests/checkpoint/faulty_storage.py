@@ -1,4 +1,4 @@
-"""A storage of which the n-th operation fails, before it has done what it was asked to, or after."""
+"""A storage with an operation that fails, before or after it takes effect."""
 
 from __future__ import annotations
 

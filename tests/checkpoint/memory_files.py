@@ -1,10 +1,11 @@
-"""Files in memory that write down what is asked of them, and the states in which a power cut may leave them.
+"""A file system in memory that records its operations, and computes the states that a power cut may leave.
 
-Law: after a power cut a file has what its last sync made durable, and of everything asked since any sectors, sizes and
-holes or none of them, in any order; of what a sync was to make durable that failed, too, for good. A name in a
-directory stands for what it stood for at the directory's last sync, or for anything that it stood for since, each name
-by itself: so a rename may be there half; after a sync that failed, until the name has changed and was synced then. What
-a directory holds can be found only where its own name is.
+Invariants after a power cut:
+- A file has the bytes of its last sync, and any subset of the later sectors, sizes and holes. Bytes of a failed sync
+  stay doubtful for good.
+- A name refers to its file at the directory's last sync, or to any later one, each name by itself: a rename may be half
+  done. After a failed sync a name stays doubtful until it has changed and was synced.
+- A directory's contents exist only if its own name does.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ Kind: TypeAlias = Literal[
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A file, whatever its names, and what it had in the beginning, durably."""
+    """A file with any number of names, and its durable initial bytes."""
 
     data: bytearray = field(default_factory=bytearray)
     initial: bytes = b""
@@ -81,7 +82,7 @@ class Image:
 
     @property
     def key(self) -> Any:
-        """What tells it from others."""
+        """A key for comparing images."""
         return frozenset(self.files.items()), self.directories
 
 

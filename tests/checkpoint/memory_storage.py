@@ -1,7 +1,4 @@
-"""A storage in memory, for tests of what stands upon storages.
-
-Law: it does what every storage does, but for surviving the process; what was read of it can be told.
-"""
+"""A storage in memory that records reads."""
 
 from __future__ import annotations
 

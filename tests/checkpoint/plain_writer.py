@@ -1,7 +1,4 @@
-"""A checkpoint written the plain way, to compare with: chunk by chunk, one part of every rank.
-
-Law: it shares with the engine what says how a checkpoint lies, and nothing of how the engine gets there.
-"""
+"""A reference writer: one part per rank, chunk by chunk. It shares only the format modules with the engine."""
 
 from __future__ import annotations
 

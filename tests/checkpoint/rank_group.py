@@ -1,4 +1,4 @@
-"""Ranks in one event loop, for tests of what ranks do together."""
+"""Simulated ranks in one event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An S3 server of one's own: SeaweedFS in a process."""
+"""An S3 server for tests: SeaweedFS in a process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STARTS_WITHIN_S = 60.0
 LOOK_S = 0.05
 READY = "ready"
 SOCKETS = Path("/tmp")
-"""Where the server has sockets of its own, whatever it is told."""
+"""The server makes some sockets here, against its options."""
 PORTS = (
     "master.port",
     "master.port.grpc",
@@ -61,7 +61,7 @@ class S3Server:
         return f"http://127.0.0.1:{self.ports['s3.port']}"
 
     def start(self) -> None:
-        """Run it, on ports that nobody has at the moment; somebody may take one in between, so it tries again."""
+        """Start it on free ports; try again if another process takes one of them meanwhile."""
         ends_at = time.monotonic() + STARTS_WITHIN_S
         self.ports = self.ports or _free_ports()
         while not self._has_started(ends_at):
@@ -69,7 +69,7 @@ class S3Server:
             self.ports = _free_ports()
 
     def kill(self) -> None:
-        """End it without a farewell."""
+        """Kill it."""
         self.process.kill()
         self.process.wait()
         for name, port in self.ports.items():
@@ -77,14 +77,14 @@ class S3Server:
                 (SOCKETS / f"seaweedfs-{name.removesuffix('.port.grpc')}-grpc-{port}.sock").unlink(missing_ok=True)
 
     def bucket(self) -> str:
-        """A new one."""
+        """Make a bucket."""
         self._buckets += 1
         name = f"bucket-{self._buckets}"
         self._make(name)
         return name
 
     def folder(self) -> ObjectStorage:
-        """A storage of one's own, in a bucket that is there already."""
+        """A storage in a new folder of an existing bucket."""
         self._folders += 1
         prefix = f"folders/{self._folders}"
         return ObjectStorage(self.store(READY, prefix=prefix), f"s3://{READY}/{prefix}")
@@ -101,7 +101,7 @@ class S3Server:
     def store(
         self, bucket: str, *, prefix: str = "", endpoint: str = "", secret: str = SECRET_KEY, retries: int = 2
     ) -> S3Store:
-        """Obstore's idea of a bucket."""
+        """Obstore's store for a bucket."""
         return S3Store(
             bucket,
             prefix=prefix or None,
@@ -131,7 +131,7 @@ class S3Server:
         }
 
     def environment(self) -> dict[str, str]:
-        """What leads to it without settings."""
+        """Environment variables for this server."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
@@ -152,7 +152,7 @@ class S3Server:
         )
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                command(os.getpid(), self._words()), stdout=log, stderr=log, cwd=self._directory
+                command(os.getpid(), self._arguments()), stdout=log, stderr=log, cwd=self._directory
             )
         while self.process.poll() is None and time.monotonic() < ends_at:
             if self._answers():
@@ -161,7 +161,7 @@ class S3Server:
         self.kill()
         return False
 
-    def _words(self) -> list[str]:
+    def _arguments(self) -> list[str]:
         here = self._directory
         return [
             str(Path(sys.executable).parent / "weed"),

@@ -1,7 +1,9 @@
-"""Checkpoints that are saved and deleted on files in memory, and what may be found of them at any moment.
+"""A history of saves and deletions on files in memory, and the states that are allowed at any moment.
 
-Law: a checkpoint whose save was acknowledged is there, whole, until its deletion has begun, and is gone for good when
-that was acknowledged, with all its files. Meanwhile, and after a save that failed, it is there whole or not at all.
+Invariants:
+- A checkpoint whose save was acknowledged exists, whole, until its deletion begins.
+- A checkpoint whose deletion was acknowledged is gone for good with all its files.
+- In between, and after a failed save, a checkpoint exists whole or not at all.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ class Expectation:
         return found in self.under_way.get(prefix, {self.certain.get(prefix, 0)})
 
     def gone(self) -> set[str]:
-        """Those whose deletion was acknowledged, and of which there is nothing any more."""
+        """The versions with an acknowledged deletion and no files left."""
         return {prefix for prefix, version in self.certain.items() if not version and prefix not in self.under_way}
 
     def prefixes(self) -> set[str]:

@@ -1,6 +1,6 @@
 """A warm process that forks savers to be killed: `python -m tests.checkpoint.savers_to_kill`, with orders on its input.
 
-An order is the directory of the checkpoints, a seed and the first version to save, one line each. A saver says `born`
+An order is the directory of the checkpoints, a seed and the first version to save, one line each. A saver prints `born`
 with its process, then what it begins, what it has done and what has failed, as `history.Expectation` notes it; the warm
 process says `dead` with what the saver died of.
 """
@@ -95,7 +95,7 @@ class KillableSaver:
         say(f"end delete {prefix} {version}")
 
     def _go_on(self, act: str, prefix: str, version: int, error: CheckpointException) -> None:
-        """What somebody who was killed has left may be in the way; nothing else may."""
+        """Only files of a killed saver may be in the way."""
         if error.code not in {"checkpoint_exists", "checkpoint_being_deleted"}:
             raise error
         say(f"fail {act} {prefix} {version}")

@@ -1,4 +1,4 @@
-"""Somebody between a client and a server who can keep what goes through."""
+"""A TCP proxy that can hold back or drop what passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ METHODS = (b"DELETE ", b"GET ", b"HEAD ", b"POST ", b"PUT ")
 
 
 class TcpProxy:
-    """Relays connections to a port of this host."""
+    """Forwards connections to a port of this host."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -30,9 +30,9 @@ class TcpProxy:
         """The first lines of the requests that went through, or were begun."""
         self.connections = 0
         self.held_back = threading.Event()
-        """Something was kept here."""
+        """Set when bytes were held back."""
         self.hung_up = threading.Event()
-        """A client has closed its connection because of that."""
+        """Set when a client has then closed its connection."""
 
     def __enter__(self) -> Self:
         self._start(self._accept)
@@ -56,15 +56,15 @@ class TcpProxy:
         return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def stall(self) -> None:
-        """From now on, take everything and let nothing through."""
+        """Receive everything and forward nothing from now on."""
         self._keeps_all = True
 
     def swallow(self, start: bytes) -> None:
-        """Let the next request that begins so through, and in place of its answer close the connection."""
+        """Forward the next request that begins with these bytes, and close the connection instead of answering."""
         self._swallowed = start
 
     def delay_end(self, text: bytes) -> None:
-        """Keep the last byte of the next request whose first line contains this text, until `release`."""
+        """Hold back the last byte of the next request with this text in its first line, until `release`."""
         self._delayed = text
 
     def release(self) -> None:

@@ -69,7 +69,7 @@ def test_all_calls_run_on_one_loop_and_at_the_same_time(calls: AsyncCalls) -> No
     assert endless.given_up.wait(WAITS_S)
 
 
-def test_a_call_is_given_up_when_its_halt_is_cancelled(calls: AsyncCalls) -> None:
+def test_call_is_cancelled_with_its_token(calls: AsyncCalls) -> None:
     endless, token = Endless(), CancelToken()
     future = calls.start(endless)
 
@@ -84,7 +84,7 @@ def test_a_call_is_given_up_when_its_halt_is_cancelled(calls: AsyncCalls) -> Non
     assert endless.given_up.wait(WAITS_S)
 
 
-def test_a_call_is_given_up_when_its_time_is_over(calls: AsyncCalls) -> None:
+def test_call_is_cancelled_at_the_deadline(calls: AsyncCalls) -> None:
     endless = Endless()
     future = calls.start(endless)
     assert endless.began.wait(WAITS_S)
@@ -164,7 +164,7 @@ os.wait()
 @pytest.mark.parametrize(
     ("before", "said"), [("", "b'x'"), ("storage.publish('before', b'')", "checkpoint_storage_forked")]
 )
-def test_a_forked_child_is_told_that_it_cannot_go_on(before: str, said: str) -> None:
+def test_forked_child_is_refused(before: str, said: str) -> None:
     """Unless nothing was called before."""
     ran = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED.format(before=before)],

@@ -1,4 +1,4 @@
-"""What ranks decide together: all learn the same, in time, whatever becomes of one of them."""
+"""Decisions of a rank group: all ranks get the same outcome in time, also if one rank fails."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SOON_S = 0.2
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is waited for much longer than the operation may take."""
+    """Short grace periods."""
     monkeypatch.setattr(coordinators, "RETURN_GRACE_S", 0.1)
 
 
@@ -94,7 +94,7 @@ async def test_what_goes_wrong_at_one_rank_is_raised_at_all(faulty: int) -> None
 @pytest.mark.parametrize(
     ("finder", "message"), [(0, "rank 0: rank 1 is gone"), (1, "rank 1 is gone"), (2, "rank 2: rank 1 is gone")]
 )
-async def test_who_found_out_is_told_where_the_error_does_not_name_that_rank_already(finder: int, message: str) -> None:
+async def test_error_names_the_failed_rank_once(finder: int, message: str) -> None:
     gone = CheckpointException("rank 1 is gone", ranks=(1,))
     for error in errors(await group(3, deciding(failing_at(finder, gone), joined))):
         assert (error.message, set(error.ranks)) == (message, {1, finder})
@@ -131,7 +131,7 @@ async def test_foreign_errors_arrive_as_errors_of_checkpoints(error: Exception) 
         assert found.code in {"checkpoint_failed", "checkpoint_memory"}
 
 
-async def test_nobody_is_named_where_there_is_one_rank() -> None:
+async def test_single_rank_is_not_named() -> None:
     (error,) = errors(await group(1, deciding(failing_at(0, CheckpointException("no room")), joined)))
     assert error.message == "no room"
 
@@ -158,7 +158,7 @@ async def test_a_rank_that_comes_late_is_waited_for() -> None:
     assert await group(2, deciding(number, joined), {1: {1: after_event(come)}}) == [b"0 1"] * 2
 
 
-async def test_whose_time_is_over_still_tells_the_others() -> None:
+async def test_timed_out_rank_still_reports_to_the_other_ranks() -> None:
     """A rank that has found out that it is too late has a moment to say so."""
 
     async def mine(rank: int) -> bytes:
@@ -182,7 +182,7 @@ async def test_calls_that_fail_leave_it_undecided(error: Exception) -> None:
     assert outcomes[0].__cause__ is error  # type: ignore[union-attr]
 
 
-async def test_a_step_that_is_aborted_is_told_as_such() -> None:
+async def test_aborted_collective_is_reported() -> None:
     """The training loop repeats it; it is no failure of the checkpoint."""
     outcomes = await group(2, deciding(number, joined, SOON_S), {0: {1: fail(StepAborted("a worker is lost"))}})
     assert isinstance(outcomes[0], StepAborted)
@@ -220,14 +220,14 @@ async def test_a_root_that_says_something_else_is_an_error() -> None:
 
 
 def test_what_is_undecided_stays_so_on_its_way() -> None:
-    error = RankFailure.of(OutcomeUnknown("nobody knows")).error("run/1", ExceptionType.SAVE_FAILED, 0)
+    error = RankFailure.of(OutcomeUnknown("the outcome is unknown")).error("run/1", ExceptionType.SAVE_FAILED, 0)
     assert isinstance(error, OutcomeUnknown)
     assert not isinstance(
         RankFailure.of(CheckpointException("no")).error("", ExceptionType.SAVE_FAILED, 0), OutcomeUnknown
     )
 
 
-# Who coordinates.
+# Coordinators.
 
 
 def test_none_is_one_process() -> None:
@@ -240,7 +240,7 @@ def test_what_cannot_bring_ranks_together_is_refused(no_coordinator: Any) -> Non
         as_coordinator(no_coordinator)
 
 
-async def test_one_process_waits_for_nobody() -> None:
+async def test_single_process_does_not_wait() -> None:
     alone = SingleProcess()
     await alone.barrier()
     assert (await alone.gather(b"x"), await alone.broadcast(b"y")) == ([b"x"], b"y")
@@ -248,7 +248,7 @@ async def test_one_process_waits_for_nobody() -> None:
 
 
 class Threads:
-    """Ranks whose calls block, each in a thread."""
+    """Ranks with blocking calls, each in a thread."""
 
     generation = 7
 
@@ -326,14 +326,14 @@ async def test_what_a_thread_returns_or_raises_is_returned_or_raised() -> None:
         await run_in_thread(lambda: (_ for _ in ()).throw(TimeoutError("its own")), CancelToken(60))
 
 
-async def test_a_thread_that_heeds_the_halt_ends_with_its_error() -> None:
+async def test_thread_that_checks_its_token_ends_with_its_error() -> None:
     token = CancelToken(0.05)
     with pytest.raises(CheckpointException, match="not finish within") as caught:
         await run_in_thread(lambda: token.wait(60), token)
     assert not isinstance(caught.value, StorageUnresponsive)
 
 
-async def test_a_thread_that_does_not_come_back_is_left_alone_and_told_of() -> None:
+async def test_thread_that_does_not_return_is_left_and_reported() -> None:
     released = threading.Event()
     try:
         with pytest.raises(StorageUnresponsive) as caught:
@@ -343,7 +343,7 @@ async def test_a_thread_that_does_not_come_back_is_left_alone_and_told_of() -> N
         released.set()
 
 
-async def test_who_is_cancelled_waits_until_its_thread_has_stopped() -> None:
+async def test_cancelled_caller_waits_for_its_thread() -> None:
     token, began, ended = CancelToken(), threading.Event(), threading.Event()
 
     def work() -> None:

@@ -41,7 +41,7 @@ DONE = [(world, deed) for world in WORLDS[:5] for deed in (SAVE, DELETE)] + [(Gr
 TORN, DISTINCT_MIN = (600, 20_000) if WHOLE else (200, 10_000)
 CLEARED_EVERY = 40
 TURNS = 2
-"""Who saves or deletes is killed at half of the operations in one world, and at the others in another."""
+"""Savers are killed at half of the operations in one group, and at the rest in another."""
 
 
 def test_a_power_cut_at_any_moment_takes_nothing_and_leaves_nothing_half_there() -> None:

@@ -129,7 +129,7 @@ def test_a_write_is_tried_again_from_its_beginning(memory: MemoryStorage) -> Non
     assert memory.files["new"] == b"bytes"
 
 
-def test_a_halt_ends_the_trying(memory: MemoryStorage) -> None:
+def test_cancelled_token_ends_retries(memory: MemoryStorage) -> None:
     times = iter([0.0, *[0.4] * 2, *[2.0] * 20])
     storage, _ = patient(FaultyStorage(memory, first(99)), None, delay_s=0.001)
     with pytest.raises(CheckpointException) as caught:
@@ -154,7 +154,7 @@ def test_a_document_that_got_through_is_not_taken_for_another_ones(memory: Memor
     assert faulty.calls == ["publish", "publish", "read", "sync_names"]
 
 
-def test_a_document_of_somebody_else_is_left_alone(memory: MemoryStorage) -> None:
+def test_file_of_another_save_is_kept(memory: MemoryStorage) -> None:
     storage, _ = patient(FaultyStorage(memory))
     with pytest.raises(CheckpointException) as caught:
         storage.publish("there", b"data")

@@ -1,4 +1,4 @@
-"""`kill -9` of who saves, converts and deletes loses nothing that was acknowledged, and leaves nothing half there.
+"""`kill -9` during saves, conversions and deletions loses nothing acknowledged and leaves no partial checkpoint.
 
 `FORGED_KILLS` says how often, `FORGED_SEED` when; both are printed.
 """

@@ -17,7 +17,7 @@ def code(error: BaseException | None) -> str:
 
 
 @FOREGROUND
-def test_of_two_who_save_under_one_name_one_has_saved_and_the_other_is_told(world: Group) -> None:
+def test_one_of_two_saves_under_one_name_succeeds_and_the_other_is_refused(world: Group) -> None:
     outcomes = {
         (code(meeting.first), code(meeting.other), meeting.found.get("new"), tuple(meeting.wrong))
         for meeting in meetings(world, SAVE, lambda history: history.save("new", 3))
@@ -26,7 +26,7 @@ def test_of_two_who_save_under_one_name_one_has_saved_and_the_other_is_told(worl
 
 
 @FOREGROUND
-def test_who_saves_under_a_name_that_is_being_deleted_is_told_or_has_saved(world: Group) -> None:
+def test_save_during_a_deletion_succeeds_or_is_refused(world: Group) -> None:
     outcomes = {
         (code(meeting.first), code(meeting.other), meeting.found.get("old"), tuple(meeting.wrong))
         for meeting in meetings(world, DELETE, lambda history: history.save("old", 3))
@@ -39,7 +39,7 @@ def test_who_saves_under_a_name_that_is_being_deleted_is_told_or_has_saved(world
 
 
 @FOREGROUND
-def test_of_two_who_delete_one_at_least_has_deleted_and_it_is_gone(world: Group) -> None:
+def test_one_of_two_deletions_at_least_succeeds(world: Group) -> None:
     outcomes = {
         (code(meeting.first), code(meeting.other), meeting.found.get("old"), tuple(meeting.wrong))
         for meeting in meetings(world, DELETE, lambda history: history.delete("old", 1))
@@ -48,7 +48,7 @@ def test_of_two_who_delete_one_at_least_has_deleted_and_it_is_gone(world: Group)
 
 
 @FOREGROUND
-def test_who_converts_what_is_being_deleted_is_told_or_has_converted(world: Group) -> None:
+def test_conversion_during_a_deletion_succeeds_or_is_refused(world: Group) -> None:
     for meeting in meetings(world, DELETE, lambda history: history.convert("old", "new", 1)):
         assert not code(meeting.first)
         assert meeting.found.get("new") == (None if meeting.other else 1)

@@ -86,7 +86,7 @@ def test_names_to_load_may_be_one_or_several(only: str | Iterable[str]) -> None:
 
 @pytest.mark.parametrize("name", ["format", "compression_level", "when_busy"])
 @pytest.mark.parametrize("value", ["zip", "", None, 1, []])
-def test_what_is_no_choice_is_named_with_those_that_there_are(name: str, value: Any) -> None:
+def test_unknown_enum_value_is_refused_with_the_known_ones(name: str, value: Any) -> None:
     with pytest.raises(CheckpointException, match=f"^{name} must be one of ") as caught:
         SaveOptions(**{name: value})
     assert caught.value.code == "checkpoint_argument_invalid"

@@ -172,7 +172,7 @@ def failed_syncs_are_tried_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def failed_syncs_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """A sync fails, and nobody is told."""
+    """A failed sync is not reported."""
 
     def forgetful(act: Any, *args: Any) -> Any:
         try:
@@ -238,7 +238,7 @@ def files_are_deleted_before_the_tombstone_stands(patch: pytest.MonkeyPatch) -> 
 
 
 def parts_are_deleted_while_the_manifest_may_stand(patch: pytest.MonkeyPatch) -> None:
-    """A manifest whose publication has failed is not taken back."""
+    """A manifest is kept after its publication failed."""
     patch.setattr(Saver, "_exists_after", lambda self, *args: False)
 
 

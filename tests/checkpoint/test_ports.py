@@ -1,4 +1,4 @@
-"""Being stopped: because it was cancelled, or because its time is over."""
+"""Cancel tokens, and the checks of the ports."""
 
 from __future__ import annotations
 
@@ -102,14 +102,14 @@ def test_waiting_ends_with_the_time_that_there_is() -> None:
         CancelToken(4.001, lambda: next(times)).wait(1000.0)
 
 
-def test_a_storage_that_waits_for_nobody_is_used_as_it_is() -> None:
+def test_local_storage_is_not_wrapped() -> None:
     storage = MemoryStorage()
     kept: Storage = bounded(storage, CancelToken(1.0))
     assert kept is storage
     assert not isinstance(storage, RemoteStorage)
 
 
-def test_whatever_has_the_five_of_them_is_a_coordinator() -> None:
+def test_object_with_the_five_members_is_a_coordinator() -> None:
     class Mine:
         rank, world_size = 0, 1
 

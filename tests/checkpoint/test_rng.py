@@ -65,7 +65,7 @@ def test_those_that_are_registered_too(make: Any) -> None:
 
 
 class Counter:
-    """A generator of somebody else's."""
+    """A generator of another library."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -77,7 +77,7 @@ class Counter:
         self.count = state["count"]
 
 
-def test_whatever_has_a_state_can_be_registered() -> None:
+def test_generator_with_get_and_set_state_can_be_registered() -> None:
     mine = Counter()
     mine.count = 5
     state = through_a_checkpoint(rng.capture({"mine": mine}))

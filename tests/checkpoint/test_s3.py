@@ -32,11 +32,11 @@ SOON_S = 1.0
 
 
 @pytest.fixture
-def bucket(weed: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """An empty one, where the environment leads to its server."""
-    for key, value in weed.environment().items():
+    for key, value in s3_server.environment().items():
         monkeypatch.setenv(key, value)
-    return weed.bucket()
+    return s3_server.bucket()
 
 
 def model(seed: int = 0, rows: int = 3_000_000) -> dict[str, Any]:
@@ -45,27 +45,27 @@ def model(seed: int = 0, rows: int = 3_000_000) -> dict[str, Any]:
     return {"w": random.random((rows, 2), np.float32), "b": np.arange(7), "step": seed}
 
 
-def names(weed: S3Server, bucket: str) -> list[str]:
-    return sorted(entry.name for entry in weed.storage(bucket).entries())
+def names(s3_server: S3Server, bucket: str) -> list[str]:
+    return sorted(entry.name for entry in s3_server.storage(bucket).entries())
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[key], other[key]) for key in one)
 
 
-def opened(weed: S3Server, bucket: str, **settings: str) -> BlockingCheckpoint:
-    storage = StorageOptions("s3", {**weed.settings(bucket), "prefix": "run", **settings})
+def opened(s3_server: S3Server, bucket: str, **settings: str) -> BlockingCheckpoint:
+    storage = StorageOptions("s3", {**s3_server.settings(bucket), "prefix": "run", **settings})
     return BlockingCheckpoint(create_checkpoint(None, CheckpointOptions(storage, RetryPolicy(attempts=1))))
 
 
-def test_a_state_comes_back_from_a_url(weed: S3Server, bucket: str) -> None:
+def test_a_state_comes_back_from_a_url(s3_server: S3Server, bucket: str) -> None:
     state = model()
     where = f"s3://{bucket}/run/step-1"
     forged.checkpoint.save(where, state)
     assert same(forged.checkpoint.load(where), state)
     assert forged.checkpoint.verify(where).is_valid
-    assert "run/step-1.metadata.json" in names(weed, bucket)
-    assert weed.unfinished_uploads(bucket) == []
+    assert "run/step-1.metadata.json" in names(s3_server, bucket)
+    assert s3_server.unfinished_uploads(bucket) == []
 
 
 @pytest.mark.parametrize("layout", CheckpointFormat)
@@ -85,8 +85,8 @@ def test_arrays_are_filled_from_a_bucket(bucket: str) -> None:
     assert np.array_equal(w, state["w"])
 
 
-def test_a_run_saves_lists_and_deletes_in_a_bucket(weed: S3Server, bucket: str) -> None:
-    with opened(weed, bucket) as checkpoints:
+def test_a_run_saves_lists_and_deletes_in_a_bucket(s3_server: S3Server, bucket: str) -> None:
+    with opened(s3_server, bucket) as checkpoints:
         for step in range(3):
             checkpoints.save(model(step), options=SaveOptions(f"step-{step}"))
         assert [info.prefix for info in checkpoints.list_checkpoints()] == ["step-0", "step-1", "step-2"]
@@ -96,28 +96,30 @@ def test_a_run_saves_lists_and_deletes_in_a_bucket(weed: S3Server, bucket: str) 
         assert same(loaded.model_state, model(2))
         for step in (0, 2):
             checkpoints.delete_checkpoint(f"step-{step}")
-    assert names(weed, bucket) == []
+    assert names(s3_server, bucket) == []
 
 
-def test_saves_in_the_background_reach_a_bucket(weed: S3Server, bucket: str) -> None:
-    with opened(weed, bucket) as checkpoints:
+def test_saves_in_the_background_reach_a_bucket(s3_server: S3Server, bucket: str) -> None:
+    with opened(s3_server, bucket) as checkpoints:
         handles = [checkpoints.save_async(model(step), options=SaveOptions(f"step-{step}")) for step in range(3)]
         assert [handle.result() for handle in handles] == ["step-0", "step-1", "step-2"]
         for step in range(3):
             assert same(checkpoints.load(options=LoadOptions(f"step-{step}")).model_state, model(step))
 
 
-async def test_saves_of_an_event_loop_reach_a_bucket(weed: S3Server, bucket: str) -> None:
-    async with create_checkpoint(None, CheckpointOptions(StorageOptions("s3", weed.settings(bucket)))) as checkpoint:
+async def test_saves_of_an_event_loop_reach_a_bucket(s3_server: S3Server, bucket: str) -> None:
+    async with create_checkpoint(
+        None, CheckpointOptions(StorageOptions("s3", s3_server.settings(bucket)))
+    ) as checkpoint:
         handle = await checkpoint.save_async(model(), options=SaveOptions("step-1"))
         assert await handle.committed() == "step-1"
         loaded = await checkpoint.load(options=LoadOptions("step-1"))
         assert same(loaded.model_state, model())
         await checkpoint.delete_checkpoint("step-1")
-    assert names(weed, bucket) == []
+    assert names(s3_server, bucket) == []
 
 
-def test_of_two_who_save_under_one_name_one_is_there(weed: S3Server, bucket: str) -> None:
+def test_one_of_two_saves_under_one_name_exists(s3_server: S3Server, bucket: str) -> None:
     def save(seed: int) -> str:
         try:
             return forged.checkpoint.save(f"s3://{bucket}/step-1", model(seed))
@@ -128,30 +130,30 @@ def test_of_two_who_save_under_one_name_one_is_there(weed: S3Server, bucket: str
         said = list(pool.map(save, range(2)))
     assert sorted(said) == ["checkpoint_exists", "step-1"]
     assert same(forged.checkpoint.load(f"s3://{bucket}/step-1"), model(said.index("step-1")))
-    assert len(names(weed, bucket)) == 2
+    assert len(names(s3_server, bucket)) == 2
 
 
-def test_a_deletion_that_stopped_between_copy_and_delete_is_one(weed: S3Server, bucket: str) -> None:
+def test_a_deletion_that_stopped_between_copy_and_delete_is_one(s3_server: S3Server, bucket: str) -> None:
     where = f"s3://{bucket}/step-1"
     forged.checkpoint.save(where, model())
-    weed.store(bucket).copy("step-1.metadata.json", "step-1.deleted.json")
+    s3_server.store(bucket).copy("step-1.metadata.json", "step-1.deleted.json")
     with pytest.raises(CheckpointException) as caught:
         forged.checkpoint.load(where)
     assert caught.value.code == "checkpoint_missing"
-    checkpoint = DistributedCheckpoint(None, weed.storage(bucket))
+    checkpoint = DistributedCheckpoint(None, s3_server.storage(bucket))
     blocking = BlockingCheckpoint(checkpoint)
     assert blocking.list_checkpoints() == []
     blocking.delete_checkpoint("step-1")
-    assert names(weed, bucket) == []
+    assert names(s3_server, bucket) == []
 
 
-def test_a_save_to_a_silent_server_ends_in_time(weed: S3Server, bucket: str) -> None:
-    with TcpProxy(weed.ports["s3.port"]) as middleman, opened(weed, bucket, endpoint=middleman.endpoint) as silent:
-        middleman.stall()
+def test_a_save_to_a_silent_server_ends_in_time(s3_server: S3Server, bucket: str) -> None:
+    with TcpProxy(s3_server.ports["s3.port"]) as proxy, opened(s3_server, bucket, endpoint=proxy.endpoint) as silent:
+        proxy.stall()
         with pytest.raises(CheckpointException) as caught:
             silent.save(model(), options=SaveOptions("step-1", timeout=SOON_S))
     assert caught.value.type is ExceptionType.TIMEOUT
-    assert names(weed, bucket) == []
+    assert names(s3_server, bucket) == []
 
 
 SILENT: dict[str, Callable[[BlockingCheckpoint], object]] = {
@@ -161,18 +163,18 @@ SILENT: dict[str, Callable[[BlockingCheckpoint], object]] = {
 
 
 @pytest.mark.parametrize("act", SILENT)
-def test_a_load_from_a_silent_server_ends_in_time(weed: S3Server, bucket: str, act: str) -> None:
-    with opened(weed, bucket) as checkpoints:
+def test_a_load_from_a_silent_server_ends_in_time(s3_server: S3Server, bucket: str, act: str) -> None:
+    with opened(s3_server, bucket) as checkpoints:
         checkpoints.save(model(), options=SaveOptions("step-1"))
-    with TcpProxy(weed.ports["s3.port"]) as middleman, opened(weed, bucket, endpoint=middleman.endpoint) as silent:
-        middleman.stall()
+    with TcpProxy(s3_server.ports["s3.port"]) as proxy, opened(s3_server, bucket, endpoint=proxy.endpoint) as silent:
+        proxy.stall()
         with pytest.raises(CheckpointException) as caught:
             SILENT[act](silent)
     assert caught.value.type is ExceptionType.TIMEOUT
 
 
-def test_wrong_credentials_are_told_by_every_call(weed: S3Server, bucket: str) -> None:
-    with opened(weed, bucket, secret_access_key="a-wrong-one") as denied:
+def test_wrong_credentials_are_told_by_every_call(s3_server: S3Server, bucket: str) -> None:
+    with opened(s3_server, bucket, secret_access_key="a-wrong-one") as denied:
         acts: list[Callable[[], object]] = [
             partial(denied.save, {"w": np.zeros(3)}),
             partial(denied.load, options=LoadOptions("step-1")),

@@ -26,7 +26,7 @@ MAKERS: dict[str, Callable[[pytest.FixtureRequest, Path], Storage]] = {
     "memory": lambda _, __: MemoryStorage(),
     "local": lambda _, path: LocalStorage(path / "here"),
     "objects": lambda _, __: ObjectStorage(MemoryStore(), "memory://test"),
-    "s3": lambda request, _: request.getfixturevalue("weed").folder(),
+    "s3": lambda request, _: request.getfixturevalue("s3_server").folder(),
 }
 
 
@@ -132,7 +132,7 @@ def race(acts: list[Callable[[], object]]) -> list[str]:
         return list(pool.map(run, acts))
 
 
-def test_of_several_who_publish_one_wins(storage: Storage) -> None:
+def test_one_of_several_publishers_wins(storage: Storage) -> None:
     for turn in range(5):
         name = f"step-{turn}.metadata.json"
         said = [f"{turn}: {number}".encode() * 99 for number in range(4)]
@@ -141,7 +141,7 @@ def test_of_several_who_publish_one_wins(storage: Storage) -> None:
         assert storage.read(name, 10_000) == said[results.index("done")]
 
 
-def test_of_several_who_write_one_wins(storage: Storage) -> None:
+def test_one_of_several_writers_wins(storage: Storage) -> None:
     said = [bytes([number]) * LARGE for number in range(2)]
     results = race([lambda data=data: storage.write("a", CopiedSource(data), CancelToken()) for data in said])  # type: ignore[misc]
     assert sorted(results) == ["checkpoint_exists", "done"]
@@ -233,14 +233,14 @@ def test_deleted_names_can_be_given_anew(storage: Storage) -> None:
     assert content(storage, "run/a") == b"2"
 
 
-def test_who_is_stopped_leaves_nothing(storage: Storage) -> None:
+def test_cancelled_operation_leaves_no_file(storage: Storage) -> None:
     token = CancelToken()
     source = FailingSource(pattern(LARGE), BLOCK_BYTES, token.cancel)
     assert code_of(lambda: storage.write("run/a", source, token)) == "checkpoint_cancelled"
     assert names(storage) == []
 
 
-def test_who_has_no_time_left_leaves_nothing(storage: Storage) -> None:
+def test_timed_out_operation_leaves_no_file(storage: Storage) -> None:
     token = CancelToken(1.0, iter([0.0, *[2.0] * 99]).__next__)
     with pytest.raises(CheckpointException) as caught:
         storage.write("run/a", CopiedSource(pattern(LARGE)), token)

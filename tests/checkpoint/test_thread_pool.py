@@ -49,7 +49,7 @@ def test_several_are_at_it_at_the_same_time() -> None:
     assert not both.broken
 
 
-def test_the_caller_is_one_of_them_and_alone_where_there_are_no_others() -> None:
+def test_caller_is_one_of_the_threads() -> None:
     found: set[threading.Thread] = set()
     run_all(lambda item: found.add(threading.current_thread()), range(5), NEVER, 1)
     assert found == {threading.current_thread()}
@@ -66,7 +66,7 @@ def test_where_the_system_has_no_threads_left_the_caller_does_it_all(monkeypatch
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_first_error_stops_all_and_is_raised_when_nobody_works_any_more(threads: int) -> None:
+def test_first_error_stops_all_threads_and_is_raised_when_they_have_ended(threads: int) -> None:
     began, done = threading.Event(), list[int]()
 
     def act(item: int) -> None:
@@ -94,7 +94,7 @@ def test_a_list_that_fails_is_an_error_like_any_other() -> None:
         run_all(lambda item: None, items(), NEVER)
 
 
-def test_a_halt_stops_all_between_two_items() -> None:
+def test_cancelled_token_stops_all_threads_between_items() -> None:
     token, done = CancelToken(), list[int]()
 
     def act(item: int) -> None:
@@ -107,7 +107,7 @@ def test_a_halt_stops_all_between_two_items() -> None:
     assert done == [0, 1, 2, 3, 4, 5]
 
 
-def test_who_is_interrupted_while_waiting_still_waits_for_the_others() -> None:
+def test_interrupted_caller_still_waits_for_the_threads() -> None:
     script = """
 import os, signal, threading
 from forged.checkpoint.thread_pool import run_all

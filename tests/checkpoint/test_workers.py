@@ -35,7 +35,7 @@ ROWS = 6_000
 
 @pytest.fixture
 async def crew(runner: DaemonRunner) -> AsyncIterator[Crew]:
-    """Those who will train there, once all of them have come."""
+    """The workers of the job, when all have joined."""
     async with crew_at(runner.endpoint, min_workers=2) as crew:
         yield crew
 
@@ -132,7 +132,7 @@ async def test_what_the_workers_say_may_be_larger_than_a_frame(crew: Crew) -> No
 
 
 async def test_a_worker_that_is_lost_while_all_write_aborts_the_step_and_the_save(crew: Crew) -> None:
-    """What was written comes to nothing; those who are left do the step again, and save in their new world."""
+    """The save is rolled back; the survivors repeat the step and save in their new world."""
     loop, writing, release = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
     class Stalled(MemoryStorage):

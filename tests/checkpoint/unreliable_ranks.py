@@ -1,4 +1,4 @@
-"""Ranks in one event loop, some of which die, hang, raise, come late, or say something else."""
+"""Simulated ranks that die, hang, raise, come late, or send wrong values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.checkpoint.rank_group import SimulatedRank, SimulatedRanks
 
 T = TypeVar("T")
 
-Trouble = Callable[[Any], Awaitable[Any]]
+RankFault = Callable[[Any], Awaitable[Any]]
 """What a rank does at a call instead of just giving its value: returns the one that it gives, if it does."""
 
 
@@ -20,23 +20,23 @@ class UnreliableRank(SimulatedRank):
     A decision is two calls: what all say is gathered, and what the root says is broadcast.
     """
 
-    def __init__(self, together: SimulatedRanks, rank: int, troubles: Mapping[int, Trouble]) -> None:
+    def __init__(self, together: SimulatedRanks, rank: int, faults: Mapping[int, RankFault]) -> None:
         super().__init__(together, rank)
-        self._troubles = troubles
+        self._faults = faults
 
     async def _meet(self, value: Any) -> dict[int, Any]:
-        trouble = self._troubles.get(self._calls + 1)
-        return await super()._meet(value if trouble is None else await trouble(value))
+        fault = self._faults.get(self._calls + 1)
+        return await super()._meet(value if fault is None else await fault(value))
 
 
 async def group(
     world_size: int,
     act: Callable[[UnreliableRank], Awaitable[T]],
-    troubles: Mapping[int, Mapping[int, Trouble]] | None = None,
+    faults: Mapping[int, Mapping[int, RankFault]] | None = None,
 ) -> list[T | BaseException]:
-    """Have every rank do it; what each of them returns or raises. `troubles` are by rank, then by call."""
+    """Have every rank do it; what each of them returns or raises. `faults` are by rank, then by call."""
     together = SimulatedRanks(world_size)
-    members = [UnreliableRank(together, rank, (troubles or {}).get(rank, {})) for rank in range(world_size)]
+    members = [UnreliableRank(together, rank, (faults or {}).get(rank, {})) for rank in range(world_size)]
     return await asyncio.gather(*map(act, members), return_exceptions=True)
 
 
@@ -46,33 +46,33 @@ async def hang(value: Any) -> Any:
 
 
 async def die(value: Any) -> Any:
-    """Be cancelled, as a rank is whose process ends."""
+    """Be cancelled, like a rank of an ending process."""
     raise asyncio.CancelledError
 
 
-def fail(error: Exception) -> Trouble:
+def fail(error: Exception) -> RankFault:
     """Have the call itself fail, as a connection does that breaks."""
 
-    async def trouble(value: Any) -> Any:
+    async def fault(value: Any) -> Any:
         raise error
 
-    return trouble
+    return fault
 
 
-def answer_with(other: Any) -> Trouble:
+def answer_with(other: Any) -> RankFault:
     """Say something else."""
 
-    async def trouble(value: Any) -> Any:
+    async def fault(value: Any) -> Any:
         return other
 
-    return trouble
+    return fault
 
 
-def after_event(event: asyncio.Event) -> Trouble:
+def after_event(event: asyncio.Event) -> RankFault:
     """Come late."""
 
-    async def trouble(value: Any) -> Any:
+    async def fault(value: Any) -> Any:
         await event.wait()
         return value
 
-    return trouble
+    return fault

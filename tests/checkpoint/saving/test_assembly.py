@@ -172,7 +172,7 @@ def test_a_block_may_be_asked_for_again() -> None:
     assert made(assembly, ROOM) == made(assembly, 1 << 23) == first == layout.header + expected([array], share)[0]
 
 
-def test_chunks_are_given_one_by_one_to_who_compresses_them() -> None:
+def test_assembly_serves_single_chunks_to_the_compressor() -> None:
     array = filled((1000, 500), np.dtype(np.float32))
     storage, manifest = saved(array, array[0])
     assembly, share, layout = assembly_of(storage, manifest)
@@ -199,7 +199,7 @@ def test_what_is_damaged_is_not_put_into_a_file() -> None:
 
 
 class Stubborn:
-    """An origin that fails once, while others wait for what it fetches."""
+    """A source that fails once while other threads wait for its bytes."""
 
     def __init__(self, tensors: Tensors, waits: threading.Event) -> None:
         self.tensors = tensors
@@ -215,7 +215,7 @@ class Stubborn:
             room[...] = 7
 
 
-def test_who_waits_for_a_chunk_that_cannot_be_had_is_told_and_may_ask_again() -> None:
+def test_failed_chunk_raises_at_all_waiters_and_can_be_retried() -> None:
     tensors = Tensors(["w"], ["uint8"], [(CHUNK_BYTES_MIN,)])
     layout = layout_of(tensors, share := Share([0], {}), {})
     waits = threading.Event()
@@ -234,9 +234,7 @@ def test_who_waits_for_a_chunk_that_cannot_be_had_is_told_and_may_ask_again() ->
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_who_goes_through_a_file_in_runs_has_every_chunk_read_once(
-    threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sequential_runs_read_every_chunk_once(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forged.checkpoint.saving.assembly.BLOCK_BYTES", 3 * CHUNK_BYTES_MIN // 2)
     arrays = [filled((500, 500), np.dtype(np.float32), 1), filled((7,), np.dtype(np.uint8), 2)] * 3
     storage, manifest = saved(*arrays)

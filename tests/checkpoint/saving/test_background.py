@@ -33,7 +33,7 @@ from forged.retry import RetryPolicy
 from tests.checkpoint.faulty_storage import FaultyStorage, at, broken, on
 from tests.checkpoint.memory_storage import MemoryStorage
 from tests.checkpoint.plain_reader import same, state_of
-from tests.checkpoint.unreliable_ranks import Trouble, UnreliableRank, fail, group, hang
+from tests.checkpoint.unreliable_ranks import RankFault, UnreliableRank, fail, group, hang
 
 ONCE = RetryPolicy(attempts=1)
 PATIENCE_S = 30.0
@@ -41,7 +41,7 @@ PATIENCE_S = 30.0
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is waited for much longer than the operation may take."""
+    """Short grace periods."""
     monkeypatch.setattr(coordinators, "RETURN_GRACE_S", 0.2)
     monkeypatch.setattr(background, "OUTCOME_GRACE_S", 0.5)
     monkeypatch.setattr(receipts, "POLL_MAX_S", 0.05)
@@ -68,7 +68,7 @@ def checkpoint(storage: Storage, coordinator: Any = None, **settings: Any) -> Di
 
 @asynccontextmanager
 async def held(*names: str) -> AsyncIterator[tuple[MemoryStorage, Gate, DistributedCheckpoint]]:
-    """One process whose storage waits at some operations; all goes on when the block ends."""
+    """One process whose storage waits at some operations until the block ends."""
     storage, gate = MemoryStorage(), Gate(*names)
     one = checkpoint(FaultyStorage(storage, gate))
     try:
@@ -174,7 +174,7 @@ async def test_a_third_is_refused_where_that_is_wanted_and_may_come_later() -> N
         assert listing.prefixes(storage) == ["c0", "c1", "c3"]
 
 
-async def test_a_third_that_waits_too_long_is_told_so_and_takes_nobodys_place() -> None:
+async def test_third_save_that_times_out_keeps_no_slot() -> None:
     async with held("write") as (storage, gate, one):
         for n in range(2):
             await one.save_async(state(n), options=named(f"c{n}"))
@@ -187,7 +187,7 @@ async def test_a_third_that_waits_too_long_is_told_so_and_takes_nobodys_place() 
     assert listing.prefixes(storage) == ["c0", "c1", "c3", "c4", "c5"]
 
 
-async def test_who_is_cancelled_while_waiting_takes_nobodys_place() -> None:
+async def test_cancelled_waiting_save_keeps_no_slot() -> None:
     async with held("write") as (storage, gate, one):
         for n in range(2):
             await one.save_async(state(n), options=named(f"c{n}"))
@@ -266,7 +266,7 @@ CALLS: dict[str, Callable[[DistributedCheckpoint], Awaitable[Any]]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-async def test_whatever_call_is_next_raises_it(call: str) -> None:
+async def test_next_call_raises_failure_of_background_save(call: str) -> None:
     storage = MemoryStorage()
     faulty = FaultyStorage(storage)
     one = checkpoint(faulty)
@@ -281,7 +281,7 @@ async def test_whatever_call_is_next_raises_it(call: str) -> None:
     await one.close()
 
 
-async def test_who_has_asked_for_the_save_itself_was_told() -> None:
+async def test_failure_is_not_raised_again_after_the_handle_raised_it() -> None:
     storage = MemoryStorage()
     one = checkpoint(FaultyStorage(storage, on("write")))
     handle = await one.save_async(state(1), options=named("a"))
@@ -295,7 +295,7 @@ async def test_who_has_asked_for_the_save_itself_was_told() -> None:
     assert (handle.is_done, handle.is_committed, handle.is_durable) == (True, False, False)
 
 
-async def test_close_tells_of_all_that_failed() -> None:
+async def test_close_reports_all_failed_saves() -> None:
     gate = Gate("write")
     storage = MemoryStorage()
 
@@ -367,7 +367,7 @@ async def test_the_place_of_a_save_that_failed_is_free() -> None:
     assert listing.prefixes(storage) == ["last"]
 
 
-async def test_a_state_that_cannot_be_taken_takes_nobodys_place() -> None:
+async def test_invalid_state_keeps_no_slot() -> None:
     class Broken:
         def state_dict(self) -> Any:
             raise ZeroDivisionError("in the model")
@@ -429,7 +429,7 @@ async def test_time_runs_out_for_a_save_that_waits_for_the_one_before_it() -> No
     assert listing.prefixes(storage) == ["a"]
 
 
-async def test_none_overtakes_what_is_being_written_when_the_one_between_has_given_up() -> None:
+async def test_save_waits_for_the_first_after_the_second_was_cancelled() -> None:
     async with held("write") as (storage, gate, one):
         first = await one.save_async(state(1), options=named("a"))
         await reached(gate)
@@ -475,7 +475,7 @@ async def in_group(
     size: int,
     act: Callable[[DistributedCheckpoint, int], Awaitable[Any]],
     storages: Callable[[int], Storage],
-    troubles: dict[int, dict[int, Trouble]] | None = None,
+    faults: dict[int, dict[int, RankFault]] | None = None,
 ) -> list[Any]:
     async def member(one: UnreliableRank) -> Any:
         mine = checkpoint(storages(one.rank), one)
@@ -485,7 +485,7 @@ async def in_group(
             if mine._background is not None:
                 await asyncio.to_thread(mine._background.close)
 
-    return await asyncio.wait_for(group(size, member, troubles), 60)
+    return await asyncio.wait_for(group(size, member, faults), 60)
 
 
 async def told(handle: SaveHandle) -> str | BaseException:
@@ -533,7 +533,7 @@ async def test_what_fails_at_one_rank_is_raised_at_all_at_their_next_call(faulty
     assert not any(name.startswith("a") for name in storage.files)
 
 
-async def test_nobody_asks_and_all_ranks_raise_it_at_their_next_call() -> None:
+async def test_unseen_failure_is_raised_at_all_ranks_by_their_next_call() -> None:
     storage = MemoryStorage()
     storages = {rank: FaultyStorage(storage, on("write") if rank == 1 else on()) for rank in range(3)}
 
@@ -551,7 +551,7 @@ async def test_nobody_asks_and_all_ranks_raise_it_at_their_next_call() -> None:
     assert listing.prefixes(storage) == ["c"]
 
 
-async def test_a_rank_whose_places_are_taken_refuses_for_all() -> None:
+async def test_rank_without_free_slot_refuses_for_all_ranks() -> None:
     storage, gate = MemoryStorage(), Gate("write")
     storages: dict[int, Storage] = {0: storage, 1: FaultyStorage(storage, gate)}
 
@@ -567,7 +567,7 @@ async def test_a_rank_whose_places_are_taken_refuses_for_all() -> None:
 
 
 @pytest.mark.parametrize("faulty", [0, 2])
-async def test_a_rank_that_cannot_stage_is_told_of_at_all(faulty: int) -> None:
+async def test_staging_failure_of_one_rank_is_raised_at_all_ranks(faulty: int) -> None:
     storage = MemoryStorage()
 
     async def act(one: DistributedCheckpoint, rank: int) -> Any:
@@ -588,7 +588,7 @@ async def test_a_rank_that_cannot_stage_is_told_of_at_all(faulty: int) -> None:
 
 @pytest.mark.parametrize("faulty", [0, 2])
 async def test_a_rank_that_dies_while_writing_is_not_waited_for_for_ever(faulty: int) -> None:
-    """It leaves neither a receipt nor a verdict."""
+    """The failed save leaves neither receipts nor refusals."""
     storage, gate = MemoryStorage(), Gate("write")
     storages: dict[int, Storage] = dict.fromkeys(range(3), storage)
     storages[faulty] = FaultyStorage(storage, gate)
@@ -611,14 +611,14 @@ async def test_a_rank_that_dies_while_writing_is_not_waited_for_for_ever(faulty:
 
 
 @pytest.mark.parametrize("call", [7, 8])
-async def test_a_rank_that_is_lost_while_all_stage_is_noticed(call: int) -> None:
+async def test_rank_lost_while_staging_is_reported(call: int) -> None:
     storage = MemoryStorage()
 
     async def act(one: DistributedCheckpoint, rank: int) -> Any:
         return await told(await one.save_async(part_of(rank, 3, 1), options=named("a", timeout=0.3)))
 
-    for trouble in (hang, fail(ConnectionResetError())):
-        outcomes = await in_group(3, act, lambda rank: storage, {1: {call: trouble}})
+    for fault in (hang, fail(ConnectionResetError())):
+        outcomes = await in_group(3, act, lambda rank: storage, {1: {call: fault}})
         assert all(isinstance(one, CheckpointException) for one in outcomes), outcomes
         assert not listing.checkpoint_exists(storage, "a")
         listing.delete_unfinished(storage, "a")
@@ -699,7 +699,7 @@ async def test_another_save_of_that_name_is_not_taken_for_this_one() -> None:
     assert set(storage.files) == {part.file, "a" + SUFFIX}
 
 
-async def test_a_root_that_cannot_say_what_became_of_it_has_nobody_delete_anything() -> None:
+async def test_no_rank_deletes_files_when_the_root_does_not_know_the_outcome() -> None:
     storage = MemoryStorage()
 
     def fault(number: int, what: str, done: bool) -> None:
@@ -709,9 +709,9 @@ async def test_a_root_that_cannot_say_what_became_of_it_has_nobody_delete_anythi
     async def act(one: DistributedCheckpoint, rank: int) -> Any:
         return await told(await one.save_async(part_of(rank, 3, 1), options=named("a", timeout=10.0)))
 
-    first, *others = await in_group(3, act, lambda rank: FaultyStorage(storage, fault) if rank == 0 else storage)
+    first, *rest = await in_group(3, act, lambda rank: FaultyStorage(storage, fault) if rank == 0 else storage)
     assert isinstance(first, OutcomeUnknown)
-    assert all(one == "a" or isinstance(one, CheckpointException) for one in others)
+    assert all(one == "a" or isinstance(one, CheckpointException) for one in rest)
     assert same(state_of(storage, "a"), all_of(3, 1))
 
 
@@ -736,7 +736,7 @@ async def test_receipts_that_cannot_be_read_are_an_error_at_all() -> None:
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("faulty", [0, 1, 2])
 async def test_a_storage_may_fail_at_any_step_and_what_is_there_then_is_whole(faulty: int, after: bool) -> None:
-    """Every save ends, and nobody is told that it is there where it is not."""
+    """Every save ends, and no rank reports a checkpoint that does not exist."""
     for number in range(14):
         storage = MemoryStorage()
         storages = {
@@ -821,7 +821,7 @@ def begin(*prefixes):
 """
 ENDS = {
     "one": ("handles, one = begin('a', 'b')", ["a", "b"]),
-    "nobody has it any more": ("begin('a')", ["a"]),
+    "the handle was collected": ("begin('a')", ["a"]),
     "the script fails": ("handles, one = begin('a')\n1 / 0", ["a"]),
     "a handle was asked": (
         "handles, one = begin('a', 'b')\ntry: handles[1].result()\nexcept CheckpointException: pass\n",
@@ -841,9 +841,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize(("end", "prefixes"), ENDS.values(), ids=ENDS)
-def test_what_nobody_has_asked_for_is_told_at_the_end_on_stderr(
-    tmp_path: Path, end: str, prefixes: Sequence[str]
-) -> None:
+def test_unseen_failures_are_printed_to_stderr_at_exit(tmp_path: Path, end: str, prefixes: Sequence[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FAILING + end, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
     )

@@ -153,10 +153,10 @@ def test_transformers_finds_the_format_that_it_looks_for() -> None:
     assert json.loads(header[8 : 8 + length])["__metadata__"]["format"] == "pt"
 
 
-def test_an_index_replaces_what_another_save_has_left_and_is_withdrawn_by_whose_it_is() -> None:
+def test_index_replaces_that_of_another_save_and_is_withdrawn_by_its_own() -> None:
     storage, source = saved(1)
     shown = "a/model.safetensors.index.json"
-    mine, others = (
+    mine, foreign = (
         planned_files(source.tensors, "a", save_id, CheckpointFormat.CONSOLIDATED, CompressionLevel.NONE)
         for save_id in (SAVE_ID, "fedcba98")
     )
@@ -165,16 +165,16 @@ def test_an_index_replaces_what_another_save_has_left_and_is_withdrawn_by_whose_
     assert set(storage.files) - before == {f"a/{SAVE_ID}.model.safetensors.index.json"}
     publish_indexes(storage, "a", SAVE_ID, mine)
     assert set(storage.files) - before == {shown}
-    write_indexes(storage, "a", "fedcba98", others)
-    publish_indexes(storage, "a", "fedcba98", others)
+    write_indexes(storage, "a", "fedcba98", foreign)
+    publish_indexes(storage, "a", "fedcba98", foreign)
     withdraw_indexes(storage, "a", SAVE_ID, mine)
     assert b"fedcba98.model.safetensors" in storage.files[shown]
-    withdraw_indexes(storage, "a", "fedcba98", others)
+    withdraw_indexes(storage, "a", "fedcba98", foreign)
     assert set(storage.files) == before
 
 
 @pytest.mark.parametrize("found", [b"", b"{}", b'{"weight_map": {"w": "model-00001-of-00002.safetensors"}}'])
-def test_the_index_of_a_model_that_somebody_has_put_there_is_not_replaced(found: bytes) -> None:
+def test_index_of_a_foreign_model_is_not_replaced(found: bytes) -> None:
     storage, source = saved(1)
     storage.files["a/model.safetensors.index.json"] = found
     before = dict(storage.files)

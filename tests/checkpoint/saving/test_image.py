@@ -1,4 +1,4 @@
-"""A part as the file that it will be: byte for byte, whatever the arrays look like in memory."""
+"""The image of a part has the bytes of its file for any memory layout of the arrays."""
 
 from __future__ import annotations
 
@@ -155,8 +155,8 @@ def test_a_part_of_an_array_has_the_chunks_of_the_whole() -> None:
     leaf = Leaf("w", array, shape, False, held)
     description = Description(["w"], ["float64"], [shape], {0: (held.offset, held.shape)}, [])
     rest = [Box((0, 0), (100, 100)), Box((800, 0), (200, 100))]
-    others = [Description(["w"], ["float64"], [shape], {0: (box.offset, box.shape)}, []) for box in rest]
-    made = plan([description, *others])
+    remaining = [Description(["w"], ["float64"], [shape], {0: (box.offset, box.shape)}, []) for box in rest]
+    made = plan([description, *remaining])
     made.shares[0].boxes[0] = wanted
     one = ArrayImage(layout_of(made.tensors, made.shares[0], FILE_METADATA), [slice_of(leaf.array, held, wanted)])
     raw = np.ascontiguousarray(array[233:634]).tobytes()

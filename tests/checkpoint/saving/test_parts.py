@@ -112,7 +112,7 @@ def test_what_is_too_much_to_be_kept_is_compressed_again(monkeypatch: pytest.Mon
                 assert bytes(again.block(at, memoryview(bytearray(step)))) == whole[at : at + step]
 
 
-def test_arrays_that_change_while_they_are_compressed_again_are_noticed() -> None:
+def test_arrays_changed_during_second_compression_are_refused() -> None:
     array = np.arange(40_000)
     made, (leaves,) = world({"w": array})
     packed = parts.CompressedPart(parts.image_of(made, 0, leaves), None, CompressionLevel.FAST, NEVER, keeps=False)
@@ -122,7 +122,7 @@ def test_arrays_that_change_while_they_are_compressed_again_are_noticed() -> Non
     assert caught.value.code == "checkpoint_state_changed"
 
 
-def test_a_halt_stops_the_compressing() -> None:
+def test_cancelled_token_stops_compression() -> None:
     made, (leaves,) = world({"w": np.arange(4000)})
     stopped = CancelToken()
     stopped.cancel()
@@ -168,7 +168,7 @@ def test_a_part_whose_name_is_not_durable_is_not_there(level: CompressionLevel) 
     assert storage.files == {}
 
 
-def test_the_first_error_is_told_though_nothing_can_be_deleted_either() -> None:
+def test_first_error_is_raised_when_deletion_fails_too() -> None:
     storage = MemoryStorage()
     other = CheckpointException("another error", type=ExceptionType.STORAGE_ERROR)
 
@@ -182,10 +182,10 @@ def test_the_first_error_is_told_though_nothing_can_be_deleted_either() -> None:
 
 def test_a_file_that_is_there_is_not_touched() -> None:
     storage = MemoryStorage()
-    storage.publish(FILE, b"somebody's")
+    storage.publish(FILE, b"foreign")
     with pytest.raises(CheckpointException) as caught:
         written(storage, STATE)
-    assert (caught.value.code, storage.files) == ("checkpoint_exists", {FILE: b"somebody's"})
+    assert (caught.value.code, storage.files) == ("checkpoint_exists", {FILE: b"foreign"})
 
 
 @pytest.mark.parametrize(("room", "is_enough"), [(None, True), (STATE["a"].nbytes, False), (1 << 30, True)])

@@ -1,4 +1,4 @@
-"""Saves by one or several ranks, of which one may die, hang or disagree, and whose storage may fail at any step."""
+"""Saves by one or several ranks: a rank may die, hang or disagree, and the storage may fail at any step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,16 @@ from forged.log import SILENT
 from tests.checkpoint.faulty_storage import Fault, FaultyStorage, at, broken, on
 from tests.checkpoint.memory_storage import MemoryStorage
 from tests.checkpoint.plain_reader import same, state_of
-from tests.checkpoint.unreliable_ranks import Trouble, UnreliableRank, after_event, answer_with, die, fail, group, hang
+from tests.checkpoint.unreliable_ranks import (
+    RankFault,
+    UnreliableRank,
+    after_event,
+    answer_with,
+    die,
+    fail,
+    group,
+    hang,
+)
 
 NAMED = SaveOptions("run/1")
 ROWS = 40_000
@@ -41,7 +50,7 @@ WISH, TERMS, DESCRIPTION, PLAN, LAID, AGREED, PART, VERDICT = range(1, 9)
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is waited for much longer than the operation may take."""
+    """Short grace periods."""
     monkeypatch.setattr(coordinators, "RETURN_GRACE_S", 0.2)
 
 
@@ -70,7 +79,7 @@ def saved_at(rank: int) -> dict[str, Any]:
 async def save(
     storages: Callable[[int], Storage],
     world_size: int,
-    troubles: Mapping[int, Mapping[int, Trouble]] | None = None,
+    faults: Mapping[int, Mapping[int, RankFault]] | None = None,
     timeout_s: float = 60.0,
     options: Callable[[int], SaveOptions] = lambda rank: NAMED,
     state: Callable[[int, int], Any] = state_at,
@@ -83,7 +92,7 @@ async def save(
         rank = member.rank
         return await save_state(storages(rank), ranks, state(rank, world_size), options(rank), token)
 
-    return await asyncio.wait_for(group(world_size, act, troubles), 60)
+    return await asyncio.wait_for(group(world_size, act, faults), 60)
 
 
 def check_saved(storage: Storage, world_size: int, prefix: str = "run/1") -> None:
@@ -92,7 +101,7 @@ def check_saved(storage: Storage, world_size: int, prefix: str = "run/1") -> Non
 
 
 def check_failed(outcomes: list[Any], storage: MemoryStorage) -> list[CheckpointException]:
-    """All have learnt it, and nothing is left; or nobody knows, and what is there is whole."""
+    """All ranks report the error and no file is left; or the outcome is unknown and the checkpoint is whole."""
     failed = [one for one in outcomes if not isinstance(one, asyncio.CancelledError)]
     assert all(isinstance(one, CheckpointException) for one in failed), failed
     if listing.checkpoint_exists(storage, "run/1"):
@@ -180,7 +189,7 @@ async def test_a_state_may_be_nothing_but_values() -> None:
 async def test_a_rank_that_has_nothing_to_write_writes_nothing(
     layout: CheckpointFormat, level: CompressionLevel
 ) -> None:
-    """Also where it is the root, whose number is the first."""
+    """Also if the faulty rank is the root."""
     storage = MemoryStorage()
     watched = FaultyStorage(storage)
 
@@ -200,7 +209,7 @@ async def test_a_rank_that_has_nothing_to_write_writes_nothing(
 
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.sampled_from(["", "a", "/", "#1", "~", "a/b", "[0:1]", "a@0", "."]), unique=True), st.booleans())
-def test_no_two_arrays_are_taken_for_each_other_whatever_their_keys(keys: list[str], nested: bool) -> None:
+def test_arrays_with_similar_keys_are_not_confused(keys: list[str], nested: bool) -> None:
     """Also where a key is empty, or looks like what a name is made of."""
 
     async def all_of_it() -> None:
@@ -215,7 +224,7 @@ def test_no_two_arrays_are_taken_for_each_other_whatever_their_keys(keys: list[s
     asyncio.run(all_of_it())
 
 
-async def test_without_a_name_it_is_called_after_the_time_and_never_like_another() -> None:
+async def test_default_prefix_has_the_time_and_is_unique() -> None:
     storage = MemoryStorage()
     drawn = iter([b"abcd", b"1234", b"efgh", b"5678"])
     world = SaveContext(storage, lambda: 86_400.0 * 365, lambda size: next(drawn), (), SILENT)
@@ -377,16 +386,16 @@ async def test_of_two_saves_of_one_name_one_wins_and_the_other_leaves_nothing(la
 
 @pytest.mark.parametrize("faulty", [0, 3])
 @pytest.mark.parametrize("call", range(WISH, VERDICT + 1))
-@pytest.mark.parametrize("trouble", [hang, die, fail(ConnectionResetError("gone")), answer_with(b"\xc1")])
-async def test_a_rank_that_is_lost_at_any_call_is_noticed_by_all(faulty: int, call: int, trouble: Trouble) -> None:
+@pytest.mark.parametrize("fault", [hang, die, fail(ConnectionResetError("gone")), answer_with(b"\xc1")])
+async def test_rank_lost_at_any_collective_is_reported_at_all_ranks(faulty: int, call: int, fault: RankFault) -> None:
     storage = MemoryStorage()
-    outcomes = await save(lambda rank: storage, 4, {faulty: {call: trouble}}, SOON_S)
+    outcomes = await save(lambda rank: storage, 4, {faulty: {call: fault}}, SOON_S)
     if call == VERDICT and faulty:
-        # It was published before, and whoever was not told of it knows that he does not know.
+        # The manifest was published before; ranks without an answer report an unknown outcome.
         check_saved(storage, 4)
         assert all(one == "run/1" or isinstance(one, OutcomeUnknown | asyncio.CancelledError) for one in outcomes)
     elif faulty and call in {TERMS, PLAN, AGREED} and not any(isinstance(one, BaseException) for one in outcomes):
-        # What it says there nobody listens to.
+        # No rank uses the value of this call.
         check_saved(storage, 4)
     else:
         check_failed(outcomes, storage)
@@ -414,7 +423,7 @@ async def test_a_rank_that_cannot_take_its_state_is_named_at_all(faulty: int) ->
         SaveOptions(),
     ],
 )
-async def test_ranks_that_are_given_other_options_are_told(other: SaveOptions) -> None:
+async def test_ranks_with_different_options_are_refused(other: SaveOptions) -> None:
     storage = MemoryStorage()
     outcomes = await save(lambda rank: storage, 4, options=lambda rank: other if rank == 2 else NAMED)
     for error in check_failed(outcomes, storage):
@@ -423,7 +432,7 @@ async def test_ranks_that_are_given_other_options_are_told(other: SaveOptions) -
 
 
 @pytest.mark.parametrize("other", [np.zeros(4), np.zeros(3, np.int32), ShardedArray(np.zeros(3), (6,), (0,))])
-async def test_ranks_whose_arrays_differ_are_told(other: Any) -> None:
+async def test_ranks_with_different_arrays_are_refused(other: Any) -> None:
     storage = MemoryStorage()
     outcomes = await save(lambda rank: storage, 4, state=lambda rank, size: {"w": other if rank == 2 else np.zeros(3)})
     for error in check_failed(outcomes, storage):
@@ -433,7 +442,7 @@ async def test_ranks_whose_arrays_differ_are_told(other: Any) -> None:
 
 @pytest.mark.parametrize("faulty", [0, 1])
 @pytest.mark.parametrize("is_planned", [False, True])
-async def test_a_rank_without_memory_for_what_it_writes_is_told_of_at_all(
+async def test_out_of_memory_at_one_rank_is_raised_at_all_ranks(
     monkeypatch: pytest.MonkeyPatch, faulty: int, is_planned: bool
 ) -> None:
     """Also where the plan is known already, so that there is nothing to meet for before they write."""
@@ -480,7 +489,7 @@ async def test_parts_of_which_one_is_missing_are_refused_at_all() -> None:
 async def test_a_storage_may_fail_at_any_step_of_any_rank(
     faulty: int, after_it: bool, layout: CheckpointFormat
 ) -> None:
-    """Whatever fails, all succeed or all learn of it; and nothing is left, or what is left is whole."""
+    """All ranks succeed or all report the error; no file is left, or the checkpoint is whole."""
     options = SaveOptions("run/1", layout)
     for number in count():
         storage = MemoryStorage()
@@ -496,7 +505,7 @@ async def test_a_storage_may_fail_at_any_step_of_any_rank(
         else:
             assert not any(isinstance(one, str) for one in outcomes), storages[faulty].calls[number]
             if layout is CheckpointFormat.CONSOLIDATED and storages[faulty].calls[number] == "write" and after_it:
-                # Nobody can tell whose that file is, which bears no save's name.
+                # The file's name has no save id, so its save is unknown.
                 assert len(listing.delete_unfinished(storage, "run/1")) <= 1
             check_failed(outcomes, storage)
     assert outcomes == ["run/1"] * 3
@@ -538,7 +547,7 @@ async def test_a_manifest_that_is_there_already_is_taken_for_what_it_is() -> Non
 
 
 async def test_a_manifest_that_is_stuck_leaves_all_that_it_names() -> None:
-    """It may come to stand later; nobody deletes what it says is there."""
+    """The manifest may appear later, so no rank deletes the files that it names."""
     storage, release = MemoryStorage(), threading.Event()
 
     def stuck(number: int, what: str, done: bool) -> None:
@@ -565,7 +574,7 @@ def _until(true: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("faulty", [0, 2])
-async def test_a_write_that_hangs_is_told_to_all(faulty: int) -> None:
+async def test_hanging_write_times_out_at_all_ranks(faulty: int) -> None:
     storage, release = MemoryStorage(), threading.Event()
 
     def stuck(number: int, what: str, done: bool) -> None:
@@ -598,7 +607,7 @@ async def test_a_write_that_is_slow_is_stopped_at_its_next_block() -> None:
 
 
 @pytest.mark.parametrize("faulty", [0, 2])
-async def test_a_rank_whose_names_fill_more_than_a_header_is_told_of_at_all(
+async def test_too_large_header_at_one_rank_is_raised_at_all_ranks(
     faulty: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = MemoryStorage()
@@ -609,7 +618,7 @@ async def test_a_rank_whose_names_fill_more_than_a_header_is_told_of_at_all(
         assert error.message.startswith(f"rank {faulty}: the names and shapes")
 
 
-async def test_a_manifest_that_nobody_would_read_is_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_large_manifest_is_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = MemoryStorage()
     monkeypatch.setattr("forged.checkpoint.format.manifest.MANIFEST_BYTES_MAX", 2_000)
     for error in check_failed(await save(lambda rank: storage, 2), storage):
@@ -625,7 +634,7 @@ async def test_too_little_room_is_found_before_anything_is_written() -> None:
     assert "write" not in watched.calls
 
 
-async def test_who_is_cancelled_while_writing_leaves_nothing() -> None:
+async def test_cancelled_write_leaves_no_files() -> None:
     storage, began = MemoryStorage(), asyncio.Event()
     loop = asyncio.get_running_loop()
 

@@ -1,4 +1,4 @@
-"""Who writes what, decided for worlds of any layout."""
+"""Save plans for worlds of any layout."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def described_state(state: object) -> Description:
 
 
 def written(made: Plan, tensor: int) -> list[tuple[int, Box]]:
-    """By whom which boxes of a tensor are written."""
+    """The boxes of a tensor with the ranks that write them."""
     shape = tuple(made.tensors.shapes[tensor])
     return [
         (rank, share.box(place, shape))
@@ -72,7 +72,7 @@ def bytes_of(made: Plan, rank: int) -> int:
 
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
-    """Shapes whose bytes are few, or many; with empty and with uneven axes."""
+    """Small and large shapes, with empty and uneven axes."""
     axes = draw(st.integers(0, 3))
     return tuple(draw(st.one_of(st.integers(0, 5), st.integers(1, 700))) for _ in range(axes))
 
@@ -184,14 +184,14 @@ def test_what_is_a_ranks_own_is_never_shared(world: list[Description]) -> None:
 
 @settings(deadline=None)
 @given(worlds(), st.integers(1, 3))
-def test_whoever_hears_of_a_plan_has_the_same(world: list[Description], copies: int) -> None:
+def test_plan_survives_encoding(world: list[Description], copies: int) -> None:
     made = plan(world, copies)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=Plan) == plan(world, copies)
 
 
 @settings(deadline=None)
 @given(worlds())
-def test_the_manifest_learns_what_each_rank_had_where_it_had_parts(world: list[Description]) -> None:
+def test_manifest_records_the_boxes_of_each_rank(world: list[Description]) -> None:
     made = plan(world)
     if not any(description.boxes for description in world):
         assert (made.tensors.splits, made.tensors.split_of) == ([], {})
@@ -208,7 +208,7 @@ def test_the_manifest_learns_what_each_rank_had_where_it_had_parts(world: list[D
     }
 
 
-def test_tensors_that_are_split_alike_are_told_of_once() -> None:
+def test_equal_splits_share_one_entry() -> None:
     def rank_at(rank: int) -> Description:
         half, column = Box((2 * rank, 0), (2, 3)), Box((0, rank), (4, 2 - rank))
         return described(("a", "int8", (4, 3), half), ("b", "float64", (4, 3), half), ("c", "int8", (4, 2), column))
@@ -260,7 +260,7 @@ def test_parts_whose_edges_make_too_many_cells_are_refused_unless_nothing_can_be
         (("w", "float32", (3,), None), ("w", "float32", (4,), None)),
     ],
 )
-def test_ranks_whose_arrays_differ_are_told_which_and_how(
+def test_error_names_the_array_that_differs_and_how(
     first: tuple[str, str, Shape, None], second: tuple[str, str, Shape, None]
 ) -> None:
     with pytest.raises(CheckpointException, match=r"w is float.* at rank 2, and float32 \(3,\) at rank 0") as caught:
@@ -279,7 +279,7 @@ def test_a_large_value_without_axes_is_not_cut() -> None:
     assert [box for _, box in written(plan([huge] * 3), 0)] == [whole(())]
 
 
-def test_nobody_writes_anything_of_nothing() -> None:
+def test_empty_descriptions_give_empty_shares() -> None:
     assert [share.tensors for share in plan([described()] * 3).shares] == [[], [], []]
 
 
@@ -295,9 +295,9 @@ def test_a_part_is_described_by_where_it_lies() -> None:
     assert (description.box(0), description.box(1)) == (Box((2, 0), (2, 3)), whole((1,)))
 
 
-def test_descriptions_are_told_apart_by_all_that_they_say() -> None:
+def test_description_digest_covers_every_field() -> None:
     one = described(("w", "float32", (4,), Box((0,), (2,))))
-    others = [
+    changed = [
         described(("v", "float32", (4,), Box((0,), (2,)))),
         described(("w", "float64", (4,), Box((0,), (2,)))),
         described(("w", "float32", (5,), Box((0,), (2,)))),
@@ -306,4 +306,4 @@ def test_descriptions_are_told_apart_by_all_that_they_say() -> None:
         described(("w", "float32", (4,), Box((0,), (2,))), private=[0]),
     ]
     assert one.digest() == described(("w", "float32", (4,), Box((0,), (2,)))).digest()
-    assert len({one.digest(), *(other.digest() for other in others)}) == 1 + len(others)
+    assert len({one.digest(), *(other.digest() for other in changed)}) == 1 + len(changed)

@@ -22,7 +22,7 @@ FAILURE = RankFailure("no room", ExceptionType.STORAGE_ERROR, "full", "make some
 
 
 class Clock:
-    """Time that passes while somebody waits, and what happens meanwhile."""
+    """A clock that advances while a rank waits, and runs the given actions meanwhile."""
 
     def __init__(self, *meanwhile: Any) -> None:
         self.now = 0.0
@@ -63,20 +63,20 @@ def publish(storage: MemoryStorage, save_id: str = "0a1b2c3d") -> None:
     storage.publish(manifest.path, encode(manifest))
 
 
-def test_the_root_has_what_the_others_have_written_by_rank() -> None:
+def test_root_collects_parts_by_rank() -> None:
     storage = MemoryStorage()
     later = [lambda: exchange(storage, 2).report(part(2)), lambda: None, lambda: exchange(storage, 1).report(part(1))]
     assert exchange(storage, 0, *later).collect() == [part(1), part(2)]
 
 
-def test_the_first_who_could_not_is_told_of_though_others_have_not_come() -> None:
+def test_first_failed_rank_is_raised_before_all_ranks_have_reported() -> None:
     storage = MemoryStorage()
     with pytest.raises(CheckpointException, match="rank 2: no room") as caught:
         exchange(storage, 0, lambda: exchange(storage, 2).report(FAILURE)).collect()
     assert (caught.value.code, caught.value.checkpoint_path) == ("full", "run")
 
 
-def test_the_others_wait_for_the_manifest_or_a_refusal() -> None:
+def test_other_ranks_wait_for_manifest_or_refusal() -> None:
     storage = MemoryStorage()
     assert exchange(storage, 1, lambda: publish(storage)).wait_for_outcome() is None
     refused = MemoryStorage()
@@ -84,15 +84,15 @@ def test_the_others_wait_for_the_manifest_or_a_refusal() -> None:
     assert said == FAILURE
 
 
-def test_what_is_undecided_is_told_as_such() -> None:
+def test_unknown_outcome_stays_unknown_in_a_refusal() -> None:
     storage = MemoryStorage()
-    exchange(storage, 0).refuse(RankFailure.of(OutcomeUnknown("nobody knows")))
+    exchange(storage, 0).refuse(RankFailure.of(OutcomeUnknown("the outcome is unknown")))
     said = exchange(storage, 1).wait_for_outcome()
     assert said is not None
     assert said.is_undecided
 
 
-def test_the_manifest_of_another_save_is_no_answer() -> None:
+def test_manifest_of_another_save_does_not_end_the_wait() -> None:
     storage = MemoryStorage()
     publish(storage, "ffffffff")
     said = exchange(storage, 1, lambda: exchange(storage, 0).refuse(FAILURE)).wait_for_outcome()
@@ -106,7 +106,7 @@ def test_a_manifest_that_is_being_deleted_is_no_answer() -> None:
     assert exchange(storage, 1, lambda: exchange(storage, 0).refuse(FAILURE)).wait_for_outcome() == FAILURE
 
 
-def test_who_has_read_a_note_deletes_it() -> None:
+def test_reader_deletes_receipts_and_refusals() -> None:
     storage = MemoryStorage()
     for rank in (1, 2):
         exchange(storage, rank).report(part(rank))
@@ -119,7 +119,7 @@ def test_who_has_read_a_note_deletes_it() -> None:
     assert listing.delete_unfinished(storage, "run") == ["run/0a1b2c3d.00002.refusal"]
 
 
-def test_notes_of_other_saves_are_left_alone() -> None:
+def test_receipts_of_other_saves_are_ignored() -> None:
     storage = MemoryStorage()
     exchange(storage, 1, save_id="ffffffff").report(part(1))
     mine = exchange(
@@ -183,7 +183,7 @@ def test_of_many_that_are_gone_some_are_named() -> None:
     assert caught.value.ranks == tuple(range(5, 15))
 
 
-def test_who_has_no_names_is_waited_for_to_the_end() -> None:
+def test_ranks_without_names_are_waited_for_until_the_deadline() -> None:
     clock = Clock()
     waiter = RankWaiter(clock.token(50.0), tuple)
     with pytest.raises(CheckpointException):

@@ -120,7 +120,7 @@ def test_nothing_is_prepared_while_all_that_there_may_be_is_in_use(made: list[in
     assert len(made) == 3
 
 
-def test_whoever_still_looks_at_a_memory_does_not_keep_it_from_being_let_go() -> None:
+def test_small_buffer_is_released_while_a_view_of_it_exists() -> None:
     """As does the traceback of a write that failed."""
     kept = StagingMemory()
     staged = kept.stage(image(np.ones(5)), NEVER)
@@ -131,7 +131,7 @@ def test_whoever_still_looks_at_a_memory_does_not_keep_it_from_being_let_go() ->
     kept.stage(image(np.zeros(9 << 20, np.uint8)), NEVER)
 
 
-def test_a_halt_stops_it_and_gives_the_memory_back(made: list[int]) -> None:
+def test_cancelled_staging_returns_its_buffer(made: list[int]) -> None:
     kept, one, stopped = StagingMemory(), image(np.zeros(3 * BLOCK_BYTES, np.uint8)), CancelToken()
     kept.prepare(one.size, NEVER)
     stopped.cancel()

@@ -35,7 +35,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cold(data: bytes, lacking: tuple[str, ...] = ()) -> MemoryFiles:
-    """Files with one that nobody has read lately."""
+    """Files with one that is not cached."""
     files = MemoryFiles(Image({PATH: data}, EMPTY.directories), lacking)
     files.is_warm = False
     return files
@@ -104,7 +104,7 @@ def test_what_the_file_system_lacks_is_done_without(lacking: str) -> None:
     assert files.descriptors == 0
 
 
-def test_who_is_not_alone_reads_through_the_cache() -> None:
+def test_second_reader_reads_through_the_cache() -> None:
     files = cold(pattern(4 * PAGE))
     other = files.open(PATH, READ)
     assert files.lock_alone(other)
@@ -126,28 +126,28 @@ def test_small_files_and_small_reads_go_through_the_cache(monkeypatch: pytest.Mo
 def test_a_file_system_may_say_late_that_it_reads_nothing_past_the_cache() -> None:
     files = cold(pattern(4 * PAGE))
 
-    def trouble(number: int, name: str, act: Act) -> Any:
+    def fault(number: int, name: str, act: Act) -> Any:
         if name == "read":
             assert isinstance(act, partial)
             if files._handles[act.args[0]].is_direct:
                 raise OSError(errno.EINVAL, "no")
         return act()
 
-    assert read(with_fault(files, trouble), 5, 3 * PAGE) == pattern(4 * PAGE)[5 : 3 * PAGE + 5]
+    assert read(with_fault(files, fault), 5, 3 * PAGE) == pattern(4 * PAGE)[5 : 3 * PAGE + 5]
     assert files.descriptors == 0
 
 
 def test_short_reads_past_the_cache_are_gone_on_with() -> None:
     files = cold(pattern(9 * PAGE))
 
-    def trouble(number: int, name: str, act: Act) -> Any:
+    def fault(number: int, name: str, act: Act) -> Any:
         if name != "read":
             return act()
         assert isinstance(act, partial)
         fd, room, offset = act.args
         return min(act.func(fd, room, offset), PAGE + 512)
 
-    assert read(with_fault(files, trouble), 7, 8 * PAGE) == pattern(9 * PAGE)[7 : 8 * PAGE + 7]
+    assert read(with_fault(files, fault), 7, 8 * PAGE) == pattern(9 * PAGE)[7 : 8 * PAGE + 7]
 
 
 def test_a_read_that_fails_is_told_and_leaves_nothing_open() -> None:

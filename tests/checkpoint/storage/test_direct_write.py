@@ -1,4 +1,4 @@
-"""A new file has exactly what its source has, whatever the file system can do and whatever happens on the way."""
+"""A new file has exactly the bytes of its source, with any capabilities and failures of the file system."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def test_what_lies_at_a_page_is_not_copied() -> None:
     assert not any(np.frombuffer(room, np.uint8).any() for room in seen)
 
 
-def test_a_file_system_may_say_late_that_it_takes_nothing_past_the_cache() -> None:
+def test_late_refusal_of_direct_io_falls_back_to_the_cache() -> None:
     files, data = MemoryFiles(), pattern(BLOCK_BYTES + PAGE + 3)
     is_direct = False
 
-    def trouble(number: int, name: str, act: Act) -> Any:
+    def fault(number: int, name: str, act: Act) -> Any:
         nonlocal is_direct
         if name == "bypass_cache":
             is_direct = act.keywords["on"]  # type: ignore[attr-defined]
@@ -92,13 +92,13 @@ def test_a_file_system_may_say_late_that_it_takes_nothing_past_the_cache() -> No
             raise OSError(errno.EINVAL, "no")
         return act()
 
-    filled(with_fault(files, trouble), CopiedSource(data))
+    filled(with_fault(files, fault), CopiedSource(data))
     assert content(files) == data
 
 
 @pytest.mark.parametrize("lacking", [(), ("direct",)], ids=["direct", "cached"])
 @pytest.mark.parametrize("count", [PAGE, PAGE + 7, 3 * PAGE + 1])
-def test_a_write_that_takes_less_is_gone_on_with(count: int, lacking: tuple[str, ...]) -> None:
+def test_short_write_is_continued(count: int, lacking: tuple[str, ...]) -> None:
     files, data = MemoryFiles(lacking=lacking), pattern(9 * PAGE + 5)
     shortened = with_fault(files, taking_at_most(count // PAGE * PAGE if not lacking else count))
     filled(shortened, CopiedSource(data))
@@ -106,7 +106,7 @@ def test_a_write_that_takes_less_is_gone_on_with(count: int, lacking: tuple[str,
 
 
 @pytest.mark.parametrize("lacking", [(), ("direct",)], ids=["direct", "cached"])
-def test_a_write_that_takes_nothing_for_long_is_an_error(lacking: tuple[str, ...]) -> None:
+def test_repeated_empty_writes_are_an_error(lacking: tuple[str, ...]) -> None:
     files = with_fault(MemoryFiles(lacking=lacking), taking_at_most(0))
     with pytest.raises(OSError, match="accepts no more bytes"):
         filled(files, CopiedSource(pattern(PAGE)))
@@ -132,7 +132,7 @@ def test_what_only_helps_may_be_missing(operation: str) -> None:
 
 
 @pytest.mark.parametrize("operation", ["begin_write_back", "drop_cache"])
-def test_but_bytes_that_it_tells_are_lost_are_an_error(operation: str) -> None:
+def test_lost_bytes_of_write_back_are_an_error(operation: str) -> None:
     files = MemoryFiles(lacking=["direct"])
     with pytest.raises(OSError, match="Input/output"):
         filled(with_fault(files, failing(operation, errno.EIO)), CopiedSource(pattern(10 * BLOCK_BYTES)), threads=1)
@@ -150,7 +150,7 @@ def test_through_the_cache_no_more_waits_there_than_a_few_blocks() -> None:
 
 
 @pytest.mark.parametrize("lacking", [(), ("reserve",)], ids=["reserved", "counted"])
-def test_room_that_is_not_there_is_told_before_anything_is_written(lacking: tuple[str, ...]) -> None:
+def test_too_little_space_is_reported_before_writing(lacking: tuple[str, ...]) -> None:
     files = MemoryFiles(room=PAGE, lacking=lacking)
     fd = files.open(f"{ROOT}/a", CREATE)
     with pytest.raises(OSError) as caught:
@@ -159,7 +159,7 @@ def test_room_that_is_not_there_is_told_before_anything_is_written(lacking: tupl
     assert [operation.kind for operation in files.operations] == ["name"]
 
 
-def test_a_halt_stops_it_before_the_next_block() -> None:
+def test_cancelled_token_stops_before_the_next_block() -> None:
     files, token = MemoryFiles(), CancelToken()
 
     class Halting(CopiedSource):
@@ -201,7 +201,7 @@ def test_blocks_are_taken_while_as_many_as_were_asked_for_are_written() -> None:
     assert max(at_once) <= 2
 
 
-def test_rooms_are_used_again_and_no_more_are_kept_than_were_asked_for() -> None:
+def test_buffers_are_reused_up_to_the_limit() -> None:
     rooms = BlockBuffers(1)
     with rooms.buffer() as first, rooms.buffer() as second:
         assert first is not second

@@ -1,4 +1,4 @@
-"""Whatever is refused, at whatever moment, once or for ever: a typed error or success, and nothing half there."""
+"""Refusals of any system call, once or for ever: a typed error or success, and no partial checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.checkpoint.crash_trials import (
     failing_from,
     operations,
 )
-from tests.checkpoint.faulty_files import Act, NthFails, Trouble, with_fault
+from tests.checkpoint.faulty_files import Act, Fault, NthFails, with_fault
 from tests.checkpoint.memory_files import EMPTY, MemoryFiles
 from tests.checkpoint.save_history import AT, Finder, load_all, same, state
 from tests.checkpoint.test_crash_states import WORLDS
@@ -56,7 +56,7 @@ PASSING = [errno.EIO, errno.EINTR, errno.ETIMEDOUT]
 @pytest.mark.parametrize("lasting", get_args(Lasting))
 @pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
 @pytest.mark.parametrize(("world", "deed"), DONE, ids=str)
-def test_whatever_is_refused_nothing_is_half_there_and_nothing_left_behind(
+def test_no_refusal_leaves_a_partial_checkpoint_or_files(
     world: Group, number: int, lasting: Lasting, deed: Action
 ) -> None:
     image = before(world)
@@ -84,13 +84,13 @@ def test_what_passes_is_waited_out(world: Group, number: int, deed: Action) -> N
         is_synced = False
         refuse = failing_from(first, number, "once")
 
-        def trouble(count: int, name: str, act: Act, first: int = first, refuse: Trouble = refuse) -> Any:
+        def fault(count: int, name: str, act: Act, first: int = first, refuse: Fault = refuse) -> Any:
             nonlocal is_synced
             is_synced |= count == first and name == "sync_directory"
             return refuse(count, name, act)
 
         try:
-            deed.act(world.history(world.disk(image), trouble))
+            deed.act(world.history(world.disk(image), fault))
         except CheckpointException:
             assert is_synced, "all else is tried again"
             assert number != errno.EINTR
@@ -108,11 +108,11 @@ def test_a_save_whose_directories_could_not_be_synced_fails_and_the_next_one_out
     again = world._replace(options=(("seed", 1),))
     for nth in range(100):
         memory = world.disk(image)
-        trouble = NthFails(nth, "sync_directory", errno.EIO)
+        fault = NthFails(nth, "sync_directory", errno.EIO)
         with suppress(CheckpointException):
-            world.history(memory, trouble).save("new", 2)
-            assert not trouble.has_come
-        if not trouble.has_come:
+            world.history(memory, fault).save("new", 2)
+            assert not fault.has_come
+        if not fault.has_come:
             break
         assert memory.image.files == image.files
         again.history(memory).save("new", 2)
@@ -185,14 +185,14 @@ def test_what_is_loaded_is_right_or_an_error(number: int, lasting: Lasting) -> N
 def test_a_read_that_gives_less_is_gone_on_with() -> None:
     memory = MemoryFiles(before(Group()))
 
-    def trouble(number: int, name: str, act: Act) -> Any:
+    def fault(number: int, name: str, act: Act) -> Any:
         if name != "read":
             return act()
         assert isinstance(act, partial)
         fd, room, offset = act.args
         return act.func(fd, room[: max(1, len(room) // 3)], offset)
 
-    [found] = load_all(LocalStorage(AT, files=with_fault(memory, trouble)), "old")
+    [found] = load_all(LocalStorage(AT, files=with_fault(memory, fault)), "old")
     assert same(found, state(1))
 
 
@@ -208,13 +208,13 @@ def test_what_one_rank_cannot_write_no_rank_has_saved() -> None:
     """Only one of two disks is full, and both ranks are told."""
     memory = MemoryFiles()
 
-    def trouble(number: int, name: str, act: Act) -> Any:
+    def fault(number: int, name: str, act: Act) -> Any:
         if name == "reserve":
             raise OSError(errno.ENOSPC, "full")
         return act()
 
     with pytest.raises(CheckpointException) as caught:
-        Group(2).history(memory, trouble).save("new", 1)
+        Group(2).history(memory, fault).save("new", 1)
     assert caught.value.code == "checkpoint_disk_full"
     assert memory.image.files == {}
 

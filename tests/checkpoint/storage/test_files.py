@@ -154,7 +154,7 @@ def test_what_the_cache_has_dropped_is_not_in_it(tmp_path: Path) -> None:
     place.files.close(fd)
 
 
-def test_an_unnamed_file_gets_a_name_that_nobody_has(place: Place) -> None:
+def test_unnamed_file_gets_a_free_name(place: Place) -> None:
     taken = place.new("taken", b"old")
     fd = place.files.open(place.root, UNNAMED)
     place.files.write(fd, memoryview(b"new"), 0)
@@ -165,7 +165,7 @@ def test_an_unnamed_file_gets_a_name_that_nobody_has(place: Place) -> None:
     assert (place.content(taken), place.content(f"{place.root}/named")) == (b"old", b"new")
 
 
-def test_a_link_and_a_new_name_replace_nobody(place: Place) -> None:
+def test_link_and_rename_new_replace_no_file(place: Place) -> None:
     a, b = place.new("a", b"a"), place.new("b", b"b")
     refused(errno.EEXIST, lambda: place.files.link(a, b))
     refused(errno.EEXIST, lambda: place.files.rename_new(a, b))
@@ -237,7 +237,7 @@ def test_links_pipes_and_what_else_there_may_be_is_not_found(tmp_path: Path) -> 
     assert SystemFiles().scan(str(tmp_path)) == []
 
 
-def test_a_pipe_is_no_file_and_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     fd = SystemFiles().open(str(tmp_path / "pipe"), READ)
     refused(errno.ENOTSUP, lambda: SystemFiles().size(fd))

@@ -64,10 +64,10 @@ def test_one_that_is_not_there_says_where_to_look(storage: MemoryStorage) -> Non
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_what_is_deleted_takes_its_own_files_with_it_and_no_others(storage: MemoryStorage, prefix: str) -> None:
-    others = set(storage.files) - below(storage, prefix)
+def test_delete_removes_only_the_files_of_the_checkpoint(storage: MemoryStorage, prefix: str) -> None:
+    unrelated = set(storage.files) - below(storage, prefix)
     listing.delete(storage, prefix)
-    assert set(storage.files) == others
+    assert set(storage.files) == unrelated
     assert not listing.checkpoint_exists(storage, prefix)
     with pytest.raises(CheckpointException) as caught:
         listing.delete(storage, prefix)
@@ -116,10 +116,10 @@ def test_a_tombstone_hides_a_manifest_that_stands_beside_it(storage: MemoryStora
 
 
 def test_a_tombstone_that_cannot_be_read_still_stands_for_what_lies_below(storage: MemoryStorage) -> None:
-    others = set(storage.files) - below(storage, "a")
+    unrelated = set(storage.files) - below(storage, "a")
     storage.damage("a" + SUFFIX, 20)
     listing.delete(storage, "a")
-    assert set(storage.files) == others
+    assert set(storage.files) == unrelated
 
 
 def test_what_was_saved_under_the_name_since_is_left_alone(storage: MemoryStorage) -> None:
@@ -145,7 +145,7 @@ def require_loaded(storage: MemoryStorage, prefix: str, value: float) -> None:
 
 
 def require(storage: MemoryStorage, prefix: str, value: float) -> None:
-    """The checkpoint has this in it, for us and for who reads it by its index, and nothing is wrong with it."""
+    """The checkpoint is valid and has these values, read by forged and through its index."""
     require_loaded(storage, prefix, value)
     assert CheckpointValidator(storage).validate_checkpoint(prefix).findings == ()
     index = json.loads(storage.files[f"{prefix}/model.safetensors.index.json"])
@@ -196,7 +196,7 @@ def test_a_deletion_that_is_slow_leaves_the_tombstone_of_another_one_alone() -> 
 
 
 def test_a_tombstone_that_another_one_removes_meanwhile_is_gone_for_good(storage: MemoryStorage) -> None:
-    """Who has removed it may have died before that was durable."""
+    """The process that removed the file may have died before the removal was durable."""
 
     def meanwhile(number: int, what: str, done: bool) -> None:
         if what == "entries":
@@ -261,7 +261,7 @@ def test_an_index_of_another_save_stays_when_one_is_deleted() -> None:
 
 
 @pytest.mark.parametrize("moment", ["open", "move", "read", "sync_names"])
-def test_two_who_delete_the_same_both_succeed(storage: MemoryStorage, moment: str) -> None:
+def test_two_deletions_of_one_checkpoint_succeed(storage: MemoryStorage, moment: str) -> None:
     is_first = True
 
     def meanwhile(number: int, what: str, done: bool) -> None:
@@ -280,7 +280,7 @@ def test_what_saves_have_left_is_found_and_cleared_away(storage: MemoryStorage) 
         del storage.files[prefix + SUFFIX]
     mine = ["b/notes.txt", "b/0123.txt", "a.txt", "b/model.safetensors.bak"]
     for name in mine:
-        storage.files[name] = b"somebody's"
+        storage.files[name] = b"foreign"
     left = listing.unfinished_saves(storage)
     assert set(left) == {"a", "b"}
     assert all("txt" not in entry.name for entries in left.values() for entry in entries)

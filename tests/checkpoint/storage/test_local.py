@@ -111,7 +111,7 @@ def test_a_source_that_fails_leaves_nothing_behind(storage: LocalStorage) -> Non
     assert open_descriptors() == before
 
 
-def test_a_halt_stops_it_and_leaves_nothing_behind(storage: LocalStorage) -> None:
+def test_cancelled_write_leaves_no_file(storage: LocalStorage) -> None:
     token = CancelToken()
     error = refusal(
         lambda: storage.write("p/a", FailingSource(pattern(3 * BLOCK_BYTES), BLOCK_BYTES, token.cancel), token)
@@ -173,7 +173,7 @@ def test_a_directory_that_could_not_be_opened_to_be_synced_may_be_synced_later(f
 
 
 def test_a_directory_of_the_storages_whose_name_is_not_durable_is_not_left(files: MemoryFiles) -> None:
-    """Whoever found it there would not sync the one that it lies in."""
+    """A later call that found the directory would not sync its parent."""
     storage = LocalStorage(f"{ROOT}/a/b", files=with_fault(files, NthFails(1, "sync_directory", errno.EIO)))
     assert not refusal(lambda: write(storage, "p")).retryable
     assert files.image.directories == {"/", ROOT, f"{ROOT}/a"}
@@ -182,26 +182,26 @@ def test_a_directory_of_the_storages_whose_name_is_not_durable_is_not_left(files
     assert synced(files)[0] == f"{ROOT}/a"
 
 
-def test_a_directory_that_others_remove_meanwhile_is_made_again(files: MemoryFiles) -> None:
+def test_directory_removed_meanwhile_is_made_again(files: MemoryFiles) -> None:
     removals = iter(range(3))
 
-    def trouble(number: int, name: str, act: Act) -> Any:
+    def fault(number: int, name: str, act: Act) -> Any:
         result = act()
         if name == "make_directory" and f"{AT}/p" in files.image.directories and next(removals, None) is not None:
             files.remove_directory(f"{AT}/p")
         return result
 
-    write(LocalStorage(AT, files=with_fault(files, trouble)), "p/a")
+    write(LocalStorage(AT, files=with_fault(files, fault)), "p/a")
     assert files.image.files == {f"{AT}/p/a": b"hello"}
 
 
 def test_a_directory_that_was_made_for_nothing_goes_again(files: MemoryFiles) -> None:
-    def trouble(number: int, name: str, act: Act) -> Any:
+    def fault(number: int, name: str, act: Act) -> Any:
         if name == "open" and f"{AT}/run/p" in files.image.directories:
             raise OSError(errno.EMFILE, "too many")
         return act()
 
-    storage = LocalStorage(AT, files=with_fault(files, trouble))
+    storage = LocalStorage(AT, files=with_fault(files, fault))
     assert refusal(lambda: write(storage, "run/p/a")).retryable
     assert files.image.directories == {*EMPTY.directories, AT}
 
@@ -285,7 +285,7 @@ def test_nothing_is_published_in_place_of_another(lacking: tuple[str, ...]) -> N
 
 
 @pytest.mark.parametrize("is_hidden", [False, True], ids=["unnamed", "hidden"])
-def test_of_many_who_publish_one_wins(storage: LocalStorage, is_hidden: bool, tmp_path: Path) -> None:
+def test_one_of_many_publishers_wins(storage: LocalStorage, is_hidden: bool, tmp_path: Path) -> None:
     if is_hidden:
         storage = LocalStorage(storage.url, files=without_unnamed())
     start, codes = threading.Barrier(8), []
@@ -306,12 +306,12 @@ def test_of_many_who_publish_one_wins(storage: LocalStorage, is_hidden: bool, tm
 
 
 def without_unnamed() -> Files:
-    def trouble(number: int, name: str, act: Act) -> Any:
+    def fault(number: int, name: str, act: Act) -> Any:
         if name == "open" and act.args[1] == UNNAMED:  # type: ignore[attr-defined]
             raise OSError(errno.EOPNOTSUPP, "no")
         return act()
 
-    return with_fault(SystemFiles(), trouble)
+    return with_fault(SystemFiles(), fault)
 
 
 @pytest.mark.parametrize("lacking", LACKING)
@@ -388,7 +388,7 @@ def test_short_and_interrupted_reads_are_gone_on_with(files: MemoryFiles) -> Non
     write(LocalStorage(AT, files=files), "a", pattern(10_000))
     interruptions = iter(range(3))
 
-    def trouble(number: int, name: str, act: Act) -> Any:
+    def fault(number: int, name: str, act: Act) -> Any:
         if name != "read":
             return act()
         if next(interruptions, None) is not None:
@@ -396,7 +396,7 @@ def test_short_and_interrupted_reads_are_gone_on_with(files: MemoryFiles) -> Non
         fd, room, offset = act.args  # type: ignore[attr-defined]
         return files.read(fd, room[:999], offset)
 
-    assert LocalStorage(AT, files=with_fault(files, trouble)).read("a", 10_000) == pattern(10_000)
+    assert LocalStorage(AT, files=with_fault(files, fault)).read("a", 10_000) == pattern(10_000)
 
 
 def test_a_read_that_fails_is_typed(files: MemoryFiles) -> None:
@@ -554,18 +554,18 @@ def test_files_that_go_while_they_are_listed_are_left_out(storage: LocalStorage)
     assert first in {"p/a", "q/a"}
 
 
-def test_a_directory_that_nobody_may_enter_has_no_files_unless_it_is_the_storages_own(files: MemoryFiles) -> None:
+def test_inaccessible_directory_is_skipped_unless_it_is_the_root(files: MemoryFiles) -> None:
     storage = LocalStorage(AT, files=files)
     write(storage, "a")
     write(storage, "lost+found/b")
 
     def closed(directory: str) -> LocalStorage:
-        def trouble(number: int, name: str, act: Act) -> Any:
+        def fault(number: int, name: str, act: Act) -> Any:
             if name == "scan" and act.args == (directory,):  # type: ignore[attr-defined]
                 raise PermissionError(errno.EACCES, "no")
             return act()
 
-        return LocalStorage(AT, files=with_fault(files, trouble))
+        return LocalStorage(AT, files=with_fault(files, fault))
 
     assert names(closed(f"{AT}/lost+found")) == {"a"}
     assert refusal(lambda: names(closed(AT))).code == "checkpoint_storage_denied"
@@ -620,7 +620,7 @@ def test_what_is_deleted_is_gone_with_the_directories_that_it_leaves_empty(stora
     assert list(Path(storage.url).iterdir()) == []
 
 
-def test_a_deletion_is_durable_also_if_somebody_else_did_it(files: MemoryFiles) -> None:
+def test_deletion_by_another_process_is_synced(files: MemoryFiles) -> None:
     storage = LocalStorage(AT, files=files)
     for name in ("p/a", "q/a", "q/b"):
         write(storage, name)
@@ -632,7 +632,7 @@ def test_a_deletion_is_durable_also_if_somebody_else_did_it(files: MemoryFiles) 
     assert set(synced(files)) == {AT, f"{AT}/q"}
 
 
-def test_one_that_cannot_be_removed_does_not_keep_the_others(storage: LocalStorage) -> None:
+def test_file_that_cannot_be_removed_does_not_stop_the_deletion(storage: LocalStorage) -> None:
     write(storage, "p/a")
     write(storage, "p/dir/b")
     write(storage, "q/a")

@@ -198,23 +198,25 @@ def test_settings_are_not_shown() -> None:
     assert "SECRET" not in repr(StorageOptions("s3", {"secret_access_key": "SECRET"}))
 
 
-def test_settings_lead_to_a_server(weed: S3Server) -> None:
-    bucket = weed.bucket()
-    options = StorageOptions("s3", {**weed.settings(bucket), "prefix": "runs/7", "timeout_s": "20", "retries": "1"})
+def test_settings_lead_to_a_server(s3_server: S3Server) -> None:
+    bucket = s3_server.bucket()
+    options = StorageOptions(
+        "s3", {**s3_server.settings(bucket), "prefix": "runs/7", "timeout_s": "20", "retries": "1"}
+    )
     create_storage(options, {}).publish("step-1.metadata.json", b"x")
-    assert [entry.name for entry in weed.storage(bucket).entries()] == ["runs/7/step-1.metadata.json"]
+    assert [entry.name for entry in s3_server.storage(bucket).entries()] == ["runs/7/step-1.metadata.json"]
 
 
-def test_the_environment_leads_to_a_server(weed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for key, value in weed.environment().items():
+def test_the_environment_leads_to_a_server(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in s3_server.environment().items():
         monkeypatch.setenv(key, value)
-    bucket = weed.bucket()
+    bucket = s3_server.bucket()
     storage, name = storage_at(f"s3://{bucket}/runs/7/step-1")
     storage.publish(f"{name}.metadata.json", b"x")
     assert [entry.name for entry in root_at(f"s3://{bucket}/runs").entries()] == ["7/step-1.metadata.json"]
 
 
-def test_without_the_extra_it_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra_is_reported_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(CheckpointException) as caught:
         root_at("s3://bucket/run")

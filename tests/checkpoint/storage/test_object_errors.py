@@ -64,11 +64,11 @@ def test_an_error_is_told_by_what_can_be_done_about_it(error: Exception, code: s
 
 
 @pytest.mark.parametrize("error", [error for error, _, _ in CASES])
-def test_how_a_request_was_signed_is_not_told(error: Exception) -> None:
+def test_message_does_not_show_the_signature(error: Exception) -> None:
     assert "SECRET" not in str(translated(error, "s3://bucket", "run/a"))
 
 
-def test_what_a_server_says_is_told_in_brief() -> None:
+def test_message_has_a_short_form_of_the_answer() -> None:
     told = translated(GenericError(answered(503, "SlowDown", "Please reduce your request rate.")), "s3://b", "a")
     assert "503, SlowDown, Please reduce your request rate." in told.message
     long = translated(GenericError(answered(503, "SlowDown", "x" * 399)), "s3://b", "a")

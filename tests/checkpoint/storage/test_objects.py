@@ -34,7 +34,7 @@ LARGE = 100 << 20
 
 
 class Counting(CopiedSource):
-    """Bytes of which it is counted how many were asked for."""
+    """Bytes that count the requested blocks."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -45,8 +45,8 @@ class Counting(CopiedSource):
         return super().block(offset, room)
 
 
-def through(weed: S3Server, bucket: str, middleman: TcpProxy, retries: int = 2) -> ObjectStorage:
-    return weed.storage(bucket, endpoint=middleman.endpoint, retries=retries)
+def through(s3_server: S3Server, bucket: str, proxy: TcpProxy, retries: int = 2) -> ObjectStorage:
+    return s3_server.storage(bucket, endpoint=proxy.endpoint, retries=retries)
 
 
 def error_of(act: Callable[[], object]) -> CheckpointException:
@@ -67,21 +67,21 @@ def test_no_file_has_more_parts_than_a_store_takes(size: int) -> None:
     assert part == BLOCK_BYTES or PARTS_MAX * (part - BLOCK_BYTES) < size, "larger than they have to be"
 
 
-def test_a_large_file_goes_and_comes_in_parts_at_the_same_time(weed: S3Server) -> None:
-    bucket, data = weed.bucket(), pattern(LARGE)
-    with TcpProxy(weed.ports["s3.port"]) as going:
-        through(weed, bucket, going).write("run/part", MemorySource(data), CancelToken())
+def test_a_large_file_goes_and_comes_in_parts_at_the_same_time(s3_server: S3Server) -> None:
+    bucket, data = s3_server.bucket(), pattern(LARGE)
+    with TcpProxy(s3_server.ports["s3.port"]) as going:
+        through(s3_server, bucket, going).write("run/part", MemorySource(data), CancelToken())
         assert going.connections > 1
-    assert weed.unfinished_uploads(bucket) == []
-    with TcpProxy(weed.ports["s3.port"]) as coming, through(weed, bucket, coming).open("run/part") as reader:
+    assert s3_server.unfinished_uploads(bucket) == []
+    with TcpProxy(s3_server.ports["s3.port"]) as coming, through(s3_server, bucket, coming).open("run/part") as reader:
         room = bytearray(LARGE)
         reader.read_into(0, memoryview(room))
         assert coming.connections > 1
     assert room == data
 
 
-def test_a_range_is_read_and_not_the_file(weed: S3Server) -> None:
-    storage, data = weed.folder(), pattern(3 * BLOCK_BYTES)
+def test_a_range_is_read_and_not_the_file(s3_server: S3Server) -> None:
+    storage, data = s3_server.folder(), pattern(3 * BLOCK_BYTES)
     storage.write("a", CopiedSource(data), CancelToken())
     with storage.open("a") as reader:
         room = bytearray(1_000)
@@ -89,8 +89,8 @@ def test_a_range_is_read_and_not_the_file(weed: S3Server) -> None:
     assert room == data[2 * BLOCK_BYTES + 77 :][:1_000]
 
 
-def test_a_list_longer_than_a_page_is_whole(weed: S3Server) -> None:
-    storage, count = weed.folder(), 3 * LISTED_AT_ONCE + 1
+def test_a_list_longer_than_a_page_is_whole(s3_server: S3Server) -> None:
+    storage, count = s3_server.folder(), 3 * LISTED_AT_ONCE + 1
     wanted = [f"run/step-{number}/a" for number in range(count)]
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda name: storage.publish(name, b"x"), wanted))
@@ -99,7 +99,7 @@ def test_a_list_longer_than_a_page_is_whole(weed: S3Server) -> None:
     assert names(storage) == []
 
 
-def test_a_store_that_takes_it_amiss_when_a_name_is_missing_deletes_the_others(tmp_path: Path) -> None:
+def test_delete_with_a_missing_name_deletes_the_rest(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     for name in "abc":
         store.put(name, b"")
@@ -109,17 +109,17 @@ def test_a_store_that_takes_it_amiss_when_a_name_is_missing_deletes_the_others(t
 
 
 @pytest.mark.parametrize("at", [0, BLOCK_BYTES, 3 * BLOCK_BYTES])
-def test_parts_that_come_to_nothing_are_not_kept(weed: S3Server, at: int) -> None:
+def test_failed_write_leaves_no_object_and_no_upload(s3_server: S3Server, at: int) -> None:
     def fail() -> None:
         raise ZeroDivisionError
 
-    bucket = weed.bucket()
-    storage = weed.storage(bucket)
+    bucket = s3_server.bucket()
+    storage = s3_server.storage(bucket)
     with pytest.raises(ZeroDivisionError):
         storage.write("a", FailingSource(pattern(4 * BLOCK_BYTES), at, fail), CancelToken())
     ASYNC_CALLS.wait_for_cleanups(WAITS_S)
     assert names(storage) == []
-    assert weed.unfinished_uploads(bucket) == []
+    assert s3_server.unfinished_uploads(bucket) == []
 
 
 def ends_upload(requests: list[bytes]) -> bool:
@@ -127,57 +127,57 @@ def ends_upload(requests: list[bytes]) -> bool:
     return any(line.startswith((b"DELETE ", b"POST ")) and b"uploadId=" in line for line in requests)
 
 
-def test_no_upload_is_ended_while_a_part_is_under_way(weed: S3Server) -> None:
-    """A store may keep for ever a part that arrives after its upload was aborted."""
-    bucket = weed.bucket()
-    with TcpProxy(weed.ports["s3.port"]) as middleman:
-        middleman.delay_end(b"partNumber=1&")
+def test_upload_is_not_ended_while_a_part_is_in_flight(s3_server: S3Server) -> None:
+    """A store may keep a part for ever that arrives after its upload was aborted."""
+    bucket = s3_server.bucket()
+    with TcpProxy(s3_server.ports["s3.port"]) as proxy:
+        proxy.delay_end(b"partNumber=1&")
 
         def fail() -> None:
-            assert middleman.held_back.wait(WAITS_S)
+            assert proxy.held_back.wait(WAITS_S)
             raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError):
-            through(weed, bucket, middleman).write(
+            through(s3_server, bucket, proxy).write(
                 "a", FailingSource(pattern(4 * BLOCK_BYTES), 3 * BLOCK_BYTES, fail), CancelToken()
             )
-        before = list(middleman.requests)
-        middleman.release()
+        before = list(proxy.requests)
+        proxy.release()
         ASYNC_CALLS.wait_for_cleanups(WAITS_S)
     assert not ends_upload(before)
-    assert names(weed.storage(bucket)) == []
-    assert weed.unfinished_uploads(bucket) == []
+    assert names(s3_server.storage(bucket)) == []
+    assert s3_server.unfinished_uploads(bucket) == []
 
 
-def test_an_upload_whose_creation_is_under_way_when_a_write_is_cancelled_is_not_kept(weed: S3Server) -> None:
-    bucket, token = weed.bucket(), CancelToken()
-    with TcpProxy(weed.ports["s3.port"]) as middleman:
-        middleman.delay_end(b"uploads=")
+def test_upload_being_created_when_its_write_is_cancelled_is_ended(s3_server: S3Server) -> None:
+    bucket, token = s3_server.bucket(), CancelToken()
+    with TcpProxy(s3_server.ports["s3.port"]) as proxy:
+        proxy.delay_end(b"uploads=")
 
         def cancel() -> None:
-            middleman.held_back.wait(WAITS_S)
+            proxy.held_back.wait(WAITS_S)
             token.cancel()
 
         thread = threading.Thread(target=cancel)
         thread.start()
         error = error_of(
-            lambda: through(weed, bucket, middleman).write("a", CopiedSource(pattern(2 * BLOCK_BYTES)), token)
+            lambda: through(s3_server, bucket, proxy).write("a", CopiedSource(pattern(2 * BLOCK_BYTES)), token)
         )
         thread.join()
         assert error.code == "checkpoint_cancelled"
-        middleman.release()
+        proxy.release()
         ASYNC_CALLS.wait_for_cleanups(WAITS_S)
-        assert ends_upload(middleman.requests)
-    assert names(weed.storage(bucket)) == []
-    assert weed.unfinished_uploads(bucket) == []
+        assert ends_upload(proxy.requests)
+    assert names(s3_server.storage(bucket)) == []
+    assert s3_server.unfinished_uploads(bucket) == []
 
 
-def test_a_source_of_another_size_than_it_says_is_an_error(weed: S3Server) -> None:
+def test_a_source_of_another_size_than_it_says_is_an_error(s3_server: S3Server) -> None:
     class Short(CopiedSource):
         def block(self, offset: int, room: memoryview) -> memoryview:
             return super().block(offset, room)[:-1]
 
-    storage = weed.folder()
+    storage = s3_server.folder()
     for size in (10, 2 * BLOCK_BYTES):
         source = Short(pattern(size))
         error = error_of(partial(storage.write, "a", source, CancelToken()))
@@ -185,65 +185,64 @@ def test_a_source_of_another_size_than_it_says_is_an_error(weed: S3Server) -> No
     assert names(storage) == []
 
 
-def test_who_publishes_finds_its_own_file_when_the_answer_was_lost(weed: S3Server) -> None:
-    bucket = weed.bucket()
-    with TcpProxy(weed.ports["s3.port"]) as middleman:
-        storage = through(weed, bucket, middleman)
-        middleman.swallow(b"PUT ")
+def test_publisher_recognizes_its_own_object_after_a_lost_reply(s3_server: S3Server) -> None:
+    bucket = s3_server.bucket()
+    with TcpProxy(s3_server.ports["s3.port"]) as proxy:
+        storage = through(s3_server, bucket, proxy)
+        proxy.swallow(b"PUT ")
         storage.publish("a.metadata.json", b"mine")
-    assert weed.storage(bucket).read("a.metadata.json", 10) == b"mine"
+    assert s3_server.storage(bucket).read("a.metadata.json", 10) == b"mine"
 
 
-def test_who_finds_anothers_file_when_the_answer_was_lost_is_refused(weed: S3Server) -> None:
-    bucket = weed.bucket()
-    weed.storage(bucket).publish("a.metadata.json", b"another's")
-    with TcpProxy(weed.ports["s3.port"]) as middleman:
-        storage = through(weed, bucket, middleman)
-        middleman.swallow(b"PUT ")
+def test_publisher_is_refused_by_a_foreign_object_after_a_lost_reply(s3_server: S3Server) -> None:
+    bucket = s3_server.bucket()
+    s3_server.storage(bucket).publish("a.metadata.json", b"another's")
+    with TcpProxy(s3_server.ports["s3.port"]) as proxy:
+        storage = through(s3_server, bucket, proxy)
+        proxy.swallow(b"PUT ")
         assert error_of(lambda: storage.publish("a.metadata.json", b"mine")).code == "checkpoint_exists"
-    assert weed.storage(bucket).read("a.metadata.json", 10) == b"another's"
+    assert s3_server.storage(bucket).read("a.metadata.json", 10) == b"another's"
 
 
-def test_reading_goes_on_when_a_connection_is_lost(weed: S3Server) -> None:
-    bucket = weed.bucket()
-    weed.storage(bucket).publish("a", b"1")
-    with TcpProxy(weed.ports["s3.port"]) as middleman:
-        storage = through(weed, bucket, middleman)
-        middleman.swallow(b"GET ")
+def test_reading_goes_on_when_a_connection_is_lost(s3_server: S3Server) -> None:
+    bucket = s3_server.bucket()
+    s3_server.storage(bucket).publish("a", b"1")
+    with TcpProxy(s3_server.ports["s3.port"]) as proxy:
+        storage = through(s3_server, bucket, proxy)
+        proxy.swallow(b"GET ")
         assert storage.read("a", 10) == b"1"
 
 
 def stalled(
-    weed: S3Server, act: Callable[[ObjectStorage, TcpProxy, CancelToken], object], *, hangs_up: bool = True
+    s3_server: S3Server, act: Callable[[ObjectStorage, TcpProxy, CancelToken], object], *, hangs_up: bool = True
 ) -> CheckpointException:
-    """What becomes of something at a server that falls silent.
+    """The error of an operation at a server that falls silent.
 
-    `hangs_up` asks that the client also lets go of its connection. An upload is not asked for that: under load it once
-    had not done so within the time, for a reason that is not known.
+    `hangs_up`: the client must also close its connection. An upload keeps it until its requests end.
     """
-    bucket = weed.bucket()
-    weed.storage(bucket).write("there", CopiedSource(pattern(3 * BLOCK_BYTES)), CancelToken())
-    with TcpProxy(weed.ports["s3.port"]) as middleman:
+    bucket = s3_server.bucket()
+    s3_server.storage(bucket).write("there", CopiedSource(pattern(3 * BLOCK_BYTES)), CancelToken())
+    with TcpProxy(s3_server.ports["s3.port"]) as proxy:
         token = CancelToken(WAITS_S)
-        storage = through(weed, bucket, middleman).bounded(token)
+        storage = through(s3_server, bucket, proxy).bounded(token)
 
         def cancel() -> None:
-            middleman.held_back.wait(WAITS_S)
+            proxy.held_back.wait(WAITS_S)
             token.cancel()
 
         thread = threading.Thread(target=cancel)
         thread.start()
-        error = error_of(lambda: act(storage, middleman, token)).with_traceback(None)
+        error = error_of(lambda: act(storage, proxy, token)).with_traceback(None)
         thread.join()
-        # Until nobody holds the frames of the error, a list that was begun is not let go.
+        # A listing is released with the last reference to the frames of the error.
         gc.collect()
-        assert not hangs_up or middleman.hung_up.wait(WAITS_S), "the request was not given up"
+        assert not hangs_up or proxy.hung_up.wait(WAITS_S), "the request was not given up"
     return error
 
 
 def silence(act: Callable[[ObjectStorage], object]) -> Callable[[ObjectStorage, TcpProxy, CancelToken], object]:
-    def silenced(storage: ObjectStorage, middleman: TcpProxy, token: CancelToken) -> None:
-        middleman.stall()
+    def silenced(storage: ObjectStorage, proxy: TcpProxy, token: CancelToken) -> None:
+        proxy.stall()
         act(storage)
 
     return silenced
@@ -262,41 +261,43 @@ def silence(act: Callable[[ObjectStorage], object]) -> Callable[[ObjectStorage, 
     ],
     ids=["read", "open", "list", "move", "delete", "publish", "write"],
 )
-def test_request_to_silent_server_ends_when_cancelled(weed: S3Server, act: Callable[[ObjectStorage], object]) -> None:
-    assert stalled(weed, silence(act)).code == "checkpoint_cancelled"
+def test_request_to_silent_server_ends_when_cancelled(
+    s3_server: S3Server, act: Callable[[ObjectStorage], object]
+) -> None:
+    assert stalled(s3_server, silence(act)).code == "checkpoint_cancelled"
 
 
-def test_a_read_from_a_server_that_falls_silent_ends_with_its_halt(weed: S3Server) -> None:
-    def read(storage: ObjectStorage, middleman: TcpProxy, token: CancelToken) -> None:
+def test_read_from_a_silent_server_ends_when_cancelled(s3_server: S3Server) -> None:
+    def read(storage: ObjectStorage, proxy: TcpProxy, token: CancelToken) -> None:
         with storage.open("there") as reader:
-            middleman.stall()
+            proxy.stall()
             reader.read_into(0, memoryview(bytearray(reader.size)))
 
-    assert stalled(weed, read).code == "checkpoint_cancelled"
+    assert stalled(s3_server, read).code == "checkpoint_cancelled"
 
 
-def test_an_upload_to_a_server_that_falls_silent_ends_with_its_halt(weed: S3Server) -> None:
-    def write(storage: ObjectStorage, middleman: TcpProxy, token: CancelToken) -> None:
-        storage.write("a", FailingSource(pattern(4 * BLOCK_BYTES), 2 * BLOCK_BYTES, middleman.stall), token)
+def test_upload_to_a_silent_server_ends_when_cancelled(s3_server: S3Server) -> None:
+    def write(storage: ObjectStorage, proxy: TcpProxy, token: CancelToken) -> None:
+        storage.write("a", FailingSource(pattern(4 * BLOCK_BYTES), 2 * BLOCK_BYTES, proxy.stall), token)
 
-    assert stalled(weed, write, hangs_up=False).code == "checkpoint_cancelled"
+    assert stalled(s3_server, write, hangs_up=False).code == "checkpoint_cancelled"
 
 
-def test_a_silent_server_is_an_error_when_the_time_is_over(weed: S3Server) -> None:
-    with TcpProxy(weed.ports["s3.port"]) as middleman:
-        middleman.stall()
-        storage = through(weed, weed.bucket(), middleman)
+def test_a_silent_server_is_an_error_when_the_time_is_over(s3_server: S3Server) -> None:
+    with TcpProxy(s3_server.ports["s3.port"]) as proxy:
+        proxy.stall()
+        storage = through(s3_server, s3_server.bucket(), proxy)
         error = error_of(lambda: storage.write("a", CopiedSource(b"x"), CancelToken(SOON_S)))
     assert error.type is ExceptionType.TIMEOUT
 
 
-def test_what_waits_for_a_slow_server_is_bounded(weed: S3Server) -> None:
-    with TcpProxy(weed.ports["s3.port"]) as middleman:
-        storage = through(weed, weed.bucket(), middleman)
+def test_what_waits_for_a_slow_server_is_bounded(s3_server: S3Server) -> None:
+    with TcpProxy(s3_server.ports["s3.port"]) as proxy:
+        storage = through(s3_server, s3_server.bucket(), proxy)
 
         class Stalling(Counting):
             def block(self, offset: int, room: memoryview) -> memoryview:
-                middleman.stall()
+                proxy.stall()
                 return super().block(offset, room)
 
         source = Stalling(bytes(3 * IN_FLIGHT_BYTES_MAX))
@@ -333,8 +334,8 @@ ACTS: dict[str, Callable[[ObjectStorage], object]] = {
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_wrong_credentials_are_told_without_them(weed: S3Server, act: str) -> None:
-    storage = weed.storage(weed.bucket(), secret="a-wrong-secret")
+def test_wrong_credentials_are_told_without_them(s3_server: S3Server, act: str) -> None:
+    storage = s3_server.storage(s3_server.bucket(), secret="a-wrong-secret")
     error = error_of(lambda: ACTS[act](storage))
     assert (error.code, error.retryable) == ("checkpoint_storage_denied", False)
     assert "wrong-secret" not in str(error)
@@ -342,13 +343,13 @@ def test_wrong_credentials_are_told_without_them(weed: S3Server, act: str) -> No
 
 
 @pytest.mark.parametrize("act", ["publish", "write", "read", "list"])
-def test_a_bucket_that_is_not_there_is_told(weed: S3Server, act: str) -> None:
-    error = error_of(lambda: ACTS[act](weed.storage("no-such-bucket")))
+def test_a_bucket_that_is_not_there_is_told(s3_server: S3Server, act: str) -> None:
+    error = error_of(lambda: ACTS[act](s3_server.storage("no-such-bucket")))
     assert (error.code, error.retryable) == ("checkpoint_bucket_missing", False)
     assert "no-such-bucket" in error.message
 
 
-def test_only_what_waits_for_others_is_bounded() -> None:
+def test_only_remote_storages_are_bounded() -> None:
     token, local, remote = CancelToken(), MemoryStorage(), ObjectStorage(MemoryStore(), "memory://test")
     assert bounded(local, token) is local
     assert isinstance(remote, RemoteStorage)
@@ -357,7 +358,7 @@ def test_only_what_waits_for_others_is_bounded() -> None:
     assert error_of(lambda: remote.read("a", 1)).code == "checkpoint_file_missing"
 
 
-def test_who_tries_again_stops_when_its_halt_says_so() -> None:
+def test_retries_stop_when_cancelled() -> None:
     remote, token = ObjectStorage(MemoryStore(), "memory://test"), CancelToken()
     patient = FaultToleranceHandler(remote).guard(remote)
     token.cancel()
@@ -365,8 +366,8 @@ def test_who_tries_again_stops_when_its_halt_says_so() -> None:
     assert error_of(lambda: patient.read("a", 1)).code == "checkpoint_file_missing"
 
 
-def test_a_file_shorter_than_it_was_is_told(weed: S3Server) -> None:
-    storage = weed.folder()
+def test_a_file_shorter_than_it_was_is_told(s3_server: S3Server) -> None:
+    storage = s3_server.folder()
     storage.publish("a", b"0123456789")
     with storage.open("a") as reader:
         storage.delete(["a"])

@@ -53,7 +53,7 @@ def test_a_directory_that_could_not_be_synced_is_not_synced_again(number: int) -
     assert (failed.code, failed.message, failed.fix) == (plain.code, plain.message, plain.fix)
 
 
-def test_every_meaning_has_a_fix_and_survives_the_way_to_another_process() -> None:
+def test_every_error_has_a_fix_and_can_be_pickled() -> None:
     for number in MEANINGS:
         error = translated(OSError(number, "no"), "a", "/disk")
         again = pickle.loads(pickle.dumps(error))
