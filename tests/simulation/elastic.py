@@ -1,7 +1,9 @@
-"""Whole jobs that train: the real daemon and the real workers, on hosts that fail, with operators who interfere.
+"""Simulates whole jobs: the real daemon and the real workers, on hosts that fail, with operators that interfere.
 
-Law: a world is a function of its seed, as in `service`. After the trouble every job trains again within a bound, with
-all who are there, or was given up for a reason; and then it comes to its end.
+Invariants:
+- A simulated world is a function of its seed.
+- After the faults every job trains again within a bound, with all live workers, or was aborted for a reason; then it
+  completes.
 """
 
 from __future__ import annotations
@@ -51,13 +53,13 @@ FACTS_MAX = 50_000
 
 
 class Reader:
-    """An owner of no state, which notices that everybody's is read from the store."""
+    """An owner without state, which notices that all state is loaded from the store."""
 
     def __init__(self, oracle: ElasticOracle) -> None:
         self._oracle = oracle
 
     async def load(self, store: Store) -> None:
-        """What a daemon finds is history, also if the one before told nobody any more."""
+        """Stored facts are history, also if the previous run of the daemon did not publish them any more."""
         self._oracle.heard([Record.read(entry.value) for entry in await read_all(store, FACT_PREFIX)])
         self._oracle.reloaded()
 
@@ -123,7 +125,7 @@ class ElasticWorld(Simulation):
         )
 
     def config(self) -> Config:
-        """In some worlds facts are forgotten soon, so that workers who were away have to ask."""
+        """In some worlds the journal is short, so that disconnected workers miss facts."""
         return Config(
             data_dir="/",
             socket=SOCKET,
@@ -222,7 +224,7 @@ class ElasticWorld(Simulation):
         self.network.links.context.copy().run(self._tasks.start_soon, take_part)
 
     def client(self, network: HostNetwork, source: Random) -> ForgedClient:
-        """A client of somebody's."""
+        """The client of a worker or operator."""
         clock = VirtualClock(self.loop, offset_s=source.uniform(0, 1e6))
         return ForgedClient(ENDPOINT, token=self.token, network=network, clock=clock, source=source)
 
@@ -242,10 +244,10 @@ class ElasticWorld(Simulation):
         """Let it go on."""
         self._server.execution.resume()
 
-    # Those who train.
+    # Workers.
 
     async def keep(self, job: Job, slot: int) -> None:
-        """See to it that somebody trains here, with breaks."""
+        """Keep a worker running here, with breaks."""
         truth, life = self.oracle.truths[job.name], 0
         await anyio.sleep(self.random.choice((0.0, 0.5, 10.0)) * self.random.random())
         while truth.phase not in OVER and not self.over:
@@ -297,7 +299,7 @@ class ElasticWorld(Simulation):
 
     @contextmanager
     def _letting_go(self) -> Iterator[None]:
-        """Whatever goes wrong ends everything, and who is suspended cannot be ended."""
+        """An error ends everything, and a suspended process could not be ended."""
         try:
             yield
         except BaseException:
@@ -313,7 +315,7 @@ class ElasticWorld(Simulation):
             self.oracle.check()
 
     async def _recover(self) -> None:
-        """After the trouble every job trains again, with all who are there, or was given up for a reason."""
+        """After the faults every job trains again, with all live workers, or was aborted for a reason."""
         async with self.client(self.network.host("operator"), Random(f"recovery {self.seed}")) as operator:
             for job in self.jobs:
                 while not await self._trouble.want(operator, ResumeJob(job.name)):
@@ -329,7 +331,7 @@ class ElasticWorld(Simulation):
         await self._until(lambda: all(self._trains(job, marks[job.name]) for job in self.jobs), "train again")
 
     def _restock(self, job: Job) -> None:
-        """Have somebody come who has what nobody has any more."""
+        """Start a worker that has the shards that were lost."""
         self.note(f"{job.name} waits for shards")
         self._meet("a job waits for shards, and they come")
         truth, data = self.oracle.truths[job.name], job.data
@@ -347,7 +349,7 @@ class ElasticWorld(Simulation):
         return f"{job.name}-{slot}", f"{job.name}-{job.slots}"
 
     async def _finish(self) -> None:
-        """What trains comes to its end, and who comes to it has told all."""
+        """Running jobs complete, and the workers that complete them have reported everything."""
         there = {process.trainee for process in self.living()}
         for job in self.jobs:
             job.total = self._committed(job) + STEPS_MORE

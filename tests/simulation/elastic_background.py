@@ -1,7 +1,8 @@
 """Whether a job trains on while its training data moves.
 
-Law: steps are expected where nothing else holds them up: all of the world are in it, alive and not held, nobody has
-paused the job, and between their hosts nothing is wrong but the ways of the shards. The daemon is not needed for them.
+Invariants:
+- Steps are expected unless something else holds them up: all members are alive and not blocked, the job is not paused,
+  and the network between their hosts is good except for shard transfers. The daemon is not needed for steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What may count as the end of a worker, or of a job.
+"""Checks the daemon's reasons for failing a worker or aborting a job.
 
-Law: the reasons that the daemon gives are held against what really was: which processes live, whose script was held up,
-whose network was bad and for how long. A reason that is not listed here is no reason.
+Invariants:
+- A reason is compared with what really happened: which processes live, which scripts were blocked, which networks were
+  bad and for how long. A reason that is not listed here is wrong.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Evidence:
         if not trainee.alive:
             return None
         if reason.startswith("evicted: "):
-            return None if trainee.name in truth.evictions_wanted else "nobody wanted it evicted"
+            return None if trainee.name in truth.evictions_wanted else "no eviction was requested"
         if reason.startswith("its process") or "refuses connections" in reason:
             return "it lives"
         if reason.startswith("draining for"):
@@ -55,7 +56,7 @@ class Evidence:
         if told_s < max(truth.config.leave_timeout_s, truth.config.worker_heartbeat_timeout_s) - TOLD_LATE_S:
             return f"it was told so {told_s:.1f} s ago"
         if reason.endswith("has not left"):
-            return "the others need it" if trainee.me in truth.world else None
+            return "its world needs it" if trainee.me in truth.world else None
         return None if self._is_disturbed(truth) or self._was_held(trainee) else "its library is heard"
 
     def _against_stillness(self, trainee: Trainee, reason: str, truth: Truth) -> str | None:
@@ -77,10 +78,10 @@ class Evidence:
         if limit_s is None:
             return "that is no reason"
         if reason.startswith("unreachable from the daemon") and self._was_held(trainee):
-            # Who does not answer either of them need not be out of reach.
+            # A blocked worker answers neither daemon nor peer, and its network may be good.
             return None
         if reason.startswith("unreachable from the daemon") and self._disturbances.is_but_a_pause(trainee.host):
-            return "all of the network paused, for whoever said so too"
+            return "the whole network paused, for the reporter too"
         if self._was_good(trainee.host):
             return f"its network is good for {self._disturbances.good_for_s(trainee.host):.1f} s"
         bad_s = self._disturbances.bad_for_s(trainee.host)

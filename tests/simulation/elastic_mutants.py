@@ -1,7 +1,7 @@
 """Deliberate bugs in elastic training, to show that the simulation finds them.
 
-Law: as for the other mutants: each changes one thing, for as long as a world lasts, and breaks the promise that is
-named for it.
+Invariants:
+- Each mutant changes one thing, for one simulated world, and breaks the promise that `BREAKS` names.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Mutant = Callable[[], Any]
 
 @contextmanager
 def commit_before_all_have_stopped() -> Iterator[None]:
-    """The first who stops speaks for all."""
+    """The first stop report counts for all members."""
 
     def hasty(self: Attempt) -> bool:
         for worker in self.members:
@@ -49,21 +49,21 @@ def commit_before_all_have_stopped() -> Iterator[None]:
 
 @contextmanager
 def commit_before_all_have_the_state() -> Iterator[None]:
-    """Nobody is waited for who is behind."""
+    """The commit does not wait for joiners and laggards."""
     settle = Attempt.synchronise
 
     def hasty(self: Attempt, *what: Any) -> None:
         settle(self, *what)
         self.unready = set()
 
-    # Who meets agrees on whose state holds; without that nobody notices that he is behind.
+    # Members that meet agree on the state source; without that no laggard would notice that it is behind.
     with patch.object(Attempt, "synchronise", hasty), _taken_at_their_word():
         yield
 
 
 @contextmanager
 def _taken_at_their_word() -> Iterator[None]:
-    """Everybody claims to be where the commit says."""
+    """Every member claims to be at the step of the commit."""
     come_to_agree = Rescaler._agree
     commits: dict[World, Commit] = {}
 
@@ -81,7 +81,7 @@ def _taken_at_their_word() -> Iterator[None]:
 
 @contextmanager
 def take_the_lowest_step() -> Iterator[None]:
-    """Who knows of the fewest committed steps is taken for the source."""
+    """The worker with the lowest committed step is the state source."""
 
     def lowest(self: Attempt, *what: Any) -> None:
         settle(self, *what)
@@ -99,7 +99,7 @@ def take_the_lowest_step() -> Iterator[None]:
 
 @contextmanager
 def count_what_somebody_has_finished() -> Iterator[None]:
-    """A step that one has finished counts, whether the others have or not."""
+    """A step that one member has finished counts as committed."""
 
     def furthest(target: tuple[str, ...], stops: Mapping[str, StopReport], added: Collection[str] = ()) -> str:
         holders = [worker for worker in target if stops[worker].holds_state]
@@ -159,7 +159,7 @@ def keep_only_the_first_world() -> Iterator[None]:
 
 @contextmanager
 def give_no_grace() -> Iterator[None]:
-    """Who loses the connection is dead."""
+    """A lost worker is dead at once."""
 
     def merciless(member: Member, config: Any, now: float) -> str | None:
         if member.lost_at is not None:
@@ -172,7 +172,7 @@ def give_no_grace() -> Iterator[None]:
 
 @contextmanager
 def turn_the_ranks_around() -> Iterator[None]:
-    """The last of those who stay becomes the first."""
+    """The survivors get their ranks in reverse order."""
 
     def around(old: Sequence[str], staying: Collection[str], joining: Iterable[str]) -> tuple[str, ...]:
         return (*(worker for worker in reversed(old) if worker in staying), *joining)
@@ -220,7 +220,7 @@ def believe_every_heartbeat() -> Iterator[None]:
 
 @contextmanager
 def give_the_suspended_no_more_than_the_grace() -> Iterator[None]:
-    """Who has lost the connection is dead after the grace, whatever its pulse says."""
+    """A lost worker is dead after the grace, even with a live pulse."""
 
     def deaf(member: Member, config: Any, now: float) -> str | None:
         return death_evidence(member if member.connected else replace(member, pulse_at=None), config, now)
@@ -231,7 +231,7 @@ def give_the_suspended_no_more_than_the_grace() -> Iterator[None]:
 
 @contextmanager
 def fail_whoever_has_not_answered() -> Iterator[None]:
-    """Those who wait for somebody else are taken for late, too."""
+    """Members that wait for another one count as late, too."""
 
     def everybody(waiting: Iterable[Member], *what: Any) -> list[Member]:
         return list(waiting)
@@ -245,7 +245,7 @@ def fail_whoever_has_not_answered() -> Iterator[None]:
 
 @contextmanager
 def count_evictions() -> Iterator[None]:
-    """Whoever an operator puts out is a failure that the job has to bear."""
+    """An eviction counts as a failure."""
     fail = failures.fail
 
     def counted(*what: Any, is_uncounted: bool = False) -> None:
@@ -257,7 +257,7 @@ def count_evictions() -> Iterator[None]:
 
 @contextmanager
 def take_everybody_for_a_holder_of_the_state() -> Iterator[None]:
-    """Nobody is asked who is left of a world, though all may have come into it without ever having met the others."""
+    """All members of a world count as state holders, though they may never have met one."""
     everybody = property(lambda self: frozenset(self.world), lambda self, holders: None)
     with patch.object(WorldMembership, "state_holders", everybody, create=True):
         yield
@@ -265,7 +265,7 @@ def take_everybody_for_a_holder_of_the_state() -> Iterator[None]:
 
 @contextmanager
 def keep_nobody_for_the_state() -> Iterator[None]:
-    """Who is told to go may go, whoever waits for what only it has."""
+    """A draining worker may leave at once, though only it has the state."""
     with patch.object(Cluster, "may_leave", lambda self, member: True):
         yield
 

@@ -1,8 +1,9 @@
 """What must be true of every job that trains, whatever happens to its workers and their daemon.
 
-Law: the oracle sees facts in the order of their ids, each once and before any worker acts on it, and what training
-scripts see at the moment they see it. It knows which processes live and which networks were bad, as the daemon does
-not, and it asks nobody. Every breach names the promise that was not kept.
+Invariants:
+- The oracle sees facts in the order of their ids, each once and before any worker acts on it, and what training scripts
+  see at that moment. It knows which processes live and which networks were bad, and asks neither daemon nor workers.
+- Every breach names the broken promise.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from tests.simulation.elastic_truth import (
 from tests.simulation.oracle import InvariantViolated
 
 OLD_WORLD_MAX_S = 60.0
-"""How long who is put out may take to commit a last step with others who have not heard of it, or are held up."""
+"""How long an evicted worker may take to commit a last step with peers that have not heard of it, or are blocked."""
 
 
 class ElasticOracle:
@@ -127,7 +128,7 @@ class ElasticOracle:
             )
 
     def _heir_of(self, worker: WorkerId, truth: Truth, reason: str) -> WorkerId | None:
-        """Who could have had the state of one that was told to go, and took it along."""
+        """The worker that waited for the state that a draining worker took along; None if there is none."""
         is_last = worker in truth.world and not any(other in truth.world for other in truth.members.values())
         waited_in_vain = "; " in reason
         if not is_last or waited_in_vain or worker not in truth.told_to_go or truth.phase in OVER:
@@ -163,7 +164,7 @@ class ElasticOracle:
             truth.failed_behind.append(truth.steps_committed)
         trainee = self.trainee_of(worker)
         if trainee is None:
-            self.breach(Promise.EVIDENCE, f"{worker} failed, and nobody knows it")
+            self.breach(Promise.EVIDENCE, f"{worker} failed, and is not known")
         if against := self._evidence.against_death(trainee, fact.reason, truth):
             self.breach(Promise.EVIDENCE, f"{worker} failed: {fact.reason}; but {against}")
 
@@ -172,7 +173,7 @@ class ElasticOracle:
         self, fact: WorkerDraining | WorkerStalled | WorkerRecovered | WorkerLost | WorkerReturned, truth: Truth
     ) -> None:
         if fact.worker_id not in truth.members:
-            stranger = f"{fact.worker_id}, who is no member of {truth.job}"
+            stranger = f"{fact.worker_id}, which is no member of {truth.job}"
             self.breach(Promise.MEMBERS, f"{type(fact).__name__} of {stranger}")
         if isinstance(fact, WorkerDraining):
             truth.told_to_go[truth.members[fact.worker_id]] = self._now()
@@ -191,7 +192,7 @@ class ElasticOracle:
         truth.attempt, truth.in_attempt, truth.synchronising = fact.attempt, True, False
         truth.in_background, truth.began_at = fact.in_background, self._now()
         if fact.in_background and (truth.stops_to_rescale or set(fact.removed) - set(fact.leaving)):
-            self.breach(Promise.HISTORY, f"nobody is to stop for attempt {fact.attempt} of {truth.job}: {fact}")
+            self.breach(Promise.HISTORY, f"background attempt {fact.attempt} of {truth.job}: {fact}")
         truth.added, truth.source = tuple(fact.added), ""
         truth.waiting_since = None
         config = truth.config
@@ -236,7 +237,7 @@ class ElasticOracle:
             else:
                 self._check_beginning(truth, new, fact.step)
         elif truth.stops_to_rescale or not self._goes_on(truth, old, new):
-            self.breach(Promise.STEPS, f"nobody knows behind what step world {number} of {truth.job} begins")
+            self.breach(Promise.STEPS, f"no commit says after which step world {number} of {truth.job} begins")
         self._open(truth, new, fact)
 
     def _open(self, truth: Truth, new: ClusterTopology, fact: RescaleCompleted) -> None:
@@ -307,7 +308,7 @@ class ElasticOracle:
     def _gone(self, name: str, truth: Truth, fact: Fact) -> WorkerId:
         worker = truth.members.pop(name, None)
         if worker is None:
-            self.breach(Promise.MEMBERS, f"{type(fact).__name__} of {name}, who is no member of {truth.job}")
+            self.breach(Promise.MEMBERS, f"{type(fact).__name__} of {name}, which is no member of {truth.job}")
         truth.gone.add(worker)
         return worker
 
@@ -333,9 +334,9 @@ class ElasticOracle:
 
     def _check_owners(self, truth: Truth, new: ClusterTopology) -> None:
         if len({worker.id for worker in new.workers}) != new.world_size:
-            self.breach(Promise.ONE_OWNER, f"world {new.epoch} of {truth.job} names somebody twice: {new.workers}")
+            self.breach(Promise.ONE_OWNER, f"world {new.epoch} of {truth.job} names a worker twice: {new.workers}")
         if strangers := sorted(set(new.workers) - set(truth.members.values())):
-            self.breach(Promise.MEMBERS, f"world {new.epoch} of {truth.job} names {strangers}, who are no members")
+            self.breach(Promise.MEMBERS, f"world {new.epoch} of {truth.job} names {strangers}, which are no members")
 
     def _check_order(self, truth: Truth, old: ClusterTopology, new: ClusterTopology) -> None:
         before = [str(worker) for worker in old.workers if worker in new]
@@ -346,7 +347,7 @@ class ElasticOracle:
             )
 
     def _check_acknowledged(self, truth: Truth, new: ClusterTopology, attempt: int, step: int) -> None:
-        """Everybody has said that it has stopped, and is where the new world begins, or has come there since."""
+        """All members have stopped at the step after which the new world starts, or have received its state."""
         trainees = [self.trainee_of(worker) for worker in new.workers]
         told = truth.stops[attempt]
         stops = [None if trainee is None else told.get(trainee.incarnation) for trainee in trainees]
@@ -361,7 +362,7 @@ class ElasticOracle:
                 self.breach(Promise.ACKNOWLEDGED, f"{world}, and {trainee.me} is at {stop}")
 
     def _check_stopped(self, truth: Truth, new: ClusterTopology, number: int) -> None:
-        """Who is in a new world has left the one before."""
+        """A member of a new world has left the previous one."""
         for trainee in self.trainees:
             if not trainee.alive or trainee.me is None or trainee.job != truth.job or trainee.me not in new:
                 continue
@@ -372,14 +373,15 @@ class ElasticOracle:
                 )
 
     def _check_step(self, truth: Truth, old: ClusterTopology, new: ClusterTopology, behind: int) -> None:
-        """What was committed stays, and what somebody has yet to finish does not count."""
+        """Committed steps stay committed; a step that a member has not finished does not count."""
         staying = [worker for worker in old.workers if worker in new]
         if not staying:
             # What is left is what a joiner has been given, if anything.
             truth.failed_behind = [min(failed, behind) for failed in truth.failed_behind]
             if behind > truth.committed.get(old.epoch, 0) + 1:
                 self.breach(
-                    Promise.STEPS, f"nobody of world {old.epoch} of {truth.job} is left, and it goes on behind {behind}"
+                    Promise.STEPS,
+                    f"no worker of world {old.epoch} of {truth.job} is left, and it goes on behind {behind}",
                 )
             return
         # A step that survivors finished before a failure, and that counts now, is not one after it.
@@ -401,7 +403,7 @@ class ElasticOracle:
                 )
 
     def _goes_on(self, truth: Truth, old: ClusterTopology, new: ClusterTopology) -> bool:
-        """Whether somebody stays who has the state: by what a commit said of where all begin, or from training."""
+        """Whether a survivor has the state, by a commit with a step or from training."""
         trained = {trainee.me for trainee in self.trainees if trainee.generation}
         return any(worker in new and (worker in truth.placed or worker in trained) for worker in old.workers)
 
@@ -427,7 +429,7 @@ class ElasticOracle:
     # Training scripts.
 
     def enters(self, trainee: Trainee, known: ClusterTopology, step: int) -> None:
-        """A worker has met the others of a world, and they have agreed behind which step it begins."""
+        """A worker has met its world, and the members have agreed after which step it starts."""
         truth, me = self.truths[trainee.job], trainee.me
         assert me is not None
         world = truth.worlds.get(known.epoch)
@@ -444,13 +446,13 @@ class ElasticOracle:
         trainee.generation, trainee.committed, trainee.finished = known.epoch, step, None
 
     def _begin_world(self, truth: Truth, world: ClusterTopology, step: int) -> None:
-        """A world for which nobody had to stop begins where its members have agreed that it does."""
+        """An asynchronous world starts after the step on which its members agreed."""
         self._check_beginning(truth, world, step)
         truth.begun.add(world.epoch)
         truth.begins[world.epoch] = truth.committed[world.epoch] = step
 
     def _check_beginning(self, truth: Truth, world: ClusterTopology, step: int) -> None:
-        """Those who come from the world before go on where they were."""
+        """Survivors continue where they were."""
         known = [trainee for worker in world.workers if (trainee := self.trainee_of(worker)) is not None]
         staying = [trainee for trainee in known if trainee.generation]
         least, most = 0, truth.steps_committed + 1
@@ -465,7 +467,7 @@ class ElasticOracle:
 
     def begins(self, trainee: Trainee, step: int, state: int) -> None:
         """A script is told to do a step."""
-        # Whoever heard of it before may have kept it to himself.
+        # A member that heard of it earlier may not have reported it.
         self.check()
         truth, me = self.truths[trainee.job], trainee.me
         assert me is not None
@@ -481,7 +483,7 @@ class ElasticOracle:
         trainee.stepping = step
 
     def contributes(self, trainee: Trainee, rank: int, share: range) -> None:
-        """A script gives its part of a step to the others."""
+        """A script contributes its part of a step."""
         truth, step = self.truths[trainee.job], trainee.stepping
         assert trainee.me is not None
         assert step is not None
@@ -522,9 +524,9 @@ class ElasticOracle:
         trainee.committed, truth.stepped_at = step + 1, self._now()
 
     def _check_not_put_out(self, truth: Truth, trainee: Trainee, step: int) -> None:
-        """Who is put out does not train on for long, and who has stopped for another world not at all.
+        """An evicted worker does not train on for long, and one that has stopped for another world not at all.
 
-        Where nobody has to stop, a world ends with its step, however long somebody in it is held up.
+        In asynchronous mode a world ends with its step, however long a member is blocked in it.
         """
         is_member = trainee.me in truth.world
         old = f"{trainee.me} commits step {step} in world {trainee.generation}, and {truth.generation} holds"
@@ -551,7 +553,7 @@ class ElasticOracle:
         raise error
 
     def check(self) -> None:
-        """Raise what was found where nobody heard of it."""
+        """Raise a breach that was found where an exception would be lost."""
         if self.breaches:
             raise self.breaches[0]
         for truth in self.truths.values():

@@ -1,7 +1,8 @@
 """A training process and the pulse that speaks for it, on one simulated host.
 
-Law: they are two processes: each can be killed alone, both go with the host, and a suspended worker has a pulse that
-lives. Whatever a killed process still does has no effect and is not watched.
+Invariants:
+- They are two processes: each can be killed alone, both end with the host, and a suspended worker has a live pulse.
+- What a killed process still does has no effect and is not checked.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from tests.simulation.network import HostNetwork, SimulatedNetwork
 
 REPORT_S_MAX = 60.0
 MUTE_S = 300.0
-"""For how long somebody hangs who registers and never becomes ready."""
+"""How long a worker that never becomes ready hangs."""
 SAVING_S = (0.0, 0.0, 0.5, 8.0)
-"""For how long who is to go may save something before it does."""
+"""How long a draining worker may save its state before it leaves."""
 ENDS_IN_ORDER = frozenset(
     {"worker_evicted", "job_aborted", "job_completed", "worker_exists", "job_over", "worker_undecided"}
 )
@@ -71,7 +72,7 @@ class Surroundings(Protocol):
         ...
 
     def client(self, network: HostNetwork, source: Random) -> ForgedClient:
-        """A client of somebody's."""
+        """The client of a worker or pulse."""
         ...
 
     def dies(self, trainee: Trainee) -> None:
@@ -260,7 +261,7 @@ class Process:
             if not isinstance(error, Unavailable) and error.code not in ENDS_IN_ORDER:
                 raise broken(Promise.ANSWERS, f"{self.trainee.name} was told {error}") from error
 
-    # What others do to it.
+    # Faults.
 
     def kill(self) -> None:
         """As kill -9 does; its pulse sees it."""
@@ -271,7 +272,7 @@ class Process:
         self._finish("its process was killed by SIGKILL")
 
     def vanish(self) -> None:
-        """Its host is gone, or whoever ends it ends its pulse, too."""
+        """Its host is gone, or its pulse is killed with it."""
         self.trainee.alive = False
         if self.pulse is not None:
             self.pulse.kill()
@@ -328,7 +329,7 @@ class Process:
             self._world.note(f"{trainee.me} has left behind step {worker.step}")
 
     async def _until_put_out(self) -> None:
-        """Do nothing until the others go on without this one."""
+        """Do nothing until the other workers continue without this one."""
         gone = self._world.oracle.is_gone
         with anyio.move_on_after(MUTE_S):
             while not gone(self.trainee):

@@ -45,7 +45,7 @@ MUST_HAPPEN = (
     "a script hangs when a rescale is wanted",
     "a wall clock jumps",
     "a heartbeat lies",
-    "somebody talks on who is gone",
+    "a gone worker keeps talking",
     "a worker flaps",
     "an id returns on another host",
     "a joiner does not become ready",

@@ -1,7 +1,9 @@
-"""What befalls training: hosts, networks, clocks and processes that fail, and whoever says what is not so.
+"""The faults of a simulated world: hosts, networks, clocks and processes that fail, and workers that lie.
 
-Law: every draw comes from the world's seed, and what was done is told to the oracle where it makes a network bad or a
-script late, so that the daemon's reasons can be held against it. Trouble ends; what was set up for later ends with it.
+Invariants:
+- Every draw comes from the world's seed. The oracle is told what makes a network bad or a script late, so that it can
+  check the daemon's reasons.
+- The faults end, and with them those that were prepared for later.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ REFUSALS_IN_ORDER = frozenset({"job_untrained", "worker_unknown", "job_over", "w
 """What an operator may be told at any time."""
 REFUSALS_OF_THE_GONE = REFUSALS_IN_ORDER | {"attempt_over"}
 MOMENTS = (WorkerJoined, RescaleStarted, RescaleSynchronising, RescaleCompleted, WorkerFailed)
-"""When somebody may lie in wait."""
+"""The facts at which a prepared fault may strike."""
 
 
 class Trouble:
@@ -71,12 +73,12 @@ class Trouble:
         self._world = world
         self._random = world.random
         self._grim = grim
-        """Whether processes and hosts die in this world; in others only what is between them fails."""
+        """Whether processes and hosts die in this world; in the rest only the network fails."""
         self._steady = steady
         """Whether the daemon lives on and every network is good, so that only a worker's end may count as such."""
         self._ambushes = grim and self._random.random() < 0.5
         self._relieves = self._random.random() < 0.25
-        """Whether whole worlds are told to go when somebody comes."""
+        """Whether whole worlds are drained when a joiner comes."""
         self._rotting = Random(f"rot {world.seed}")
         self._liars: dict[str, Process] = {}
         self._flapping: dict[tuple[str, int], float] = {}
@@ -128,7 +130,7 @@ class Trouble:
         return deeds
 
     def happens(self, fact: Fact, job: str) -> None:
-        """A fact has just become known: whoever lies in wait for that moment acts."""
+        """A fact has just been published: the fault that waits for it strikes."""
         world = self._world
         if self._relieves and isinstance(fact, WorkerJoined) and world.faults_active and self._random.random() < 0.5:
             world.start(partial(self._relieve, job))
@@ -139,7 +141,7 @@ class Trouble:
             return
         act = self._random.choice((victim.kill, victim.kill, victim.vanish, partial(self._suspend_one, victim)))
         later_s = self._random.choice((0.0, 0.0, 0.01, 0.1, 0.5))
-        world.note(f"somebody lies in wait for {victim.trainee.name}")
+        world.note(f"a fault waits for {victim.trainee.name}")
         world.loop.call_later(later_s, self._strike, victim, act, context=world.network.links.context.copy())
 
     def _strike(self, victim: Process, act: Callable[[], None]) -> None:
@@ -161,7 +163,7 @@ class Trouble:
     def spoil(self, job: Job, slot: int) -> bool:
         """Whether the next process of a slot is one that never becomes ready.
 
-        Where nobody has to answer before a world is committed, nobody is failed for not answering.
+        In asynchronous mode no worker fails for not answering, because none must answer before the commit.
         """
         answers = job.config.use_synchronous_rescaling
         return answers and self._world.faults_active and self._grim and self._random.random() < 0.06
@@ -179,7 +181,7 @@ class Trouble:
         self._world.loop.call_later(lives_s, self._strike, process, process.kill)
 
     def follow(self, process: Process) -> None:
-        """Have somebody go on talking for a process that is gone."""
+        """Keep sending messages of a process that is gone."""
         if self._world.faults_active and self._random.random() < 0.3:
             self._world.start(partial(self._talk_on, process))
 
@@ -206,7 +208,7 @@ class Trouble:
         world.met[f"workers are parted, {reach} reach the daemon"] += 1
 
     def _pause_all(self) -> None:
-        """A switch restarts: nothing passes between any two hosts for a while, and nobody dies of that."""
+        """A switch restarts: nothing passes between any two hosts for a while, and no worker may fail for it."""
         world = self._world
         for number, host in enumerate(world.hosts):
             world.network.partition([host], [SERVER, *world.hosts[number + 1 :]])
@@ -228,7 +230,7 @@ class Trouble:
 
     def _fill(self) -> None:
         self._world.fill_disk()
-        # A daemon that cannot write cannot take back whom it has lost.
+        # A daemon that cannot write cannot take back lost workers.
         self._world.oracle.disturbances.begin("partition", self._world.hosts)
 
     def _disks(self) -> list[Disk]:
@@ -262,7 +264,7 @@ class Trouble:
             self._world.met["a script hangs"] += 1
 
     def _hold_up_a_rescale(self, operator: ForgedClient) -> None:
-        """One script hangs, and all others wait for it to come to the end of its step."""
+        """One script hangs, and all other workers wait for it at the end of the step."""
         if (process := self._pick()) is not None:
             process.hold(self._random.uniform(*HELD_S))
             self._world.start(partial(self._rescale, operator, process.job.name))
@@ -349,14 +351,14 @@ class Trouble:
             self._world.met["a heartbeat lies"] += 1
 
     async def _talk_on(self, process: Process) -> None:
-        """Who is gone goes on saying what workers say, under the incarnation that it had."""
+        """A gone worker keeps sending requests and signals under its old incarnation."""
         world = self._world
         source = Random(world.random.getrandbits(64))
         try:
             async with world.client(world.network.host("elsewhere"), source) as client:
                 await self._say_it_all(client, process)
         except Unavailable as error:
-            world.note(f"who is gone was told {error.code}")
+            world.note(f"a gone worker was told {error.code}")
 
     async def _say_it_all(self, client: ForgedClient, process: Process) -> None:
         world = self._world
@@ -372,7 +374,7 @@ class Trouble:
         who = trainee.job, trainee.name, trainee.incarnation
         truth = self._world.oracle.truths[trainee.job]
         step, generation = truth.steps_committed + LIE_STEPS, truth.generation
-        self._world.met["somebody talks on who is gone"] += 1
+        self._world.met["a gone worker keeps talking"] += 1
         client.signal(Heartbeat(*who, step, 1 << 60))
         client.signal(Pulse(*who, 1.0, step, 1 << 60))
         requests: tuple[Request[Any], ...] = (
@@ -407,7 +409,7 @@ class Trouble:
         await self.want(operator, RescaleJob(job))
 
     async def _relieve(self, job: str) -> None:
-        """Tell all of a world to go, because others are there."""
+        """Drain all of a world, because joiners are there."""
         world = self._world
         await anyio.sleep(2 * WAITS_S)
         world.met["a whole world is told to go"] += 1
@@ -417,7 +419,7 @@ class Trouble:
                 for worker in world.oracle.truths[job].world.workers:
                     await self.want(operator, DrainWorker(job, worker.id))
         except Unavailable as error:
-            world.note(f"who tells all to go was told {error.code}")
+            world.note(f"a drain of all workers was answered with {error.code}")
 
     async def want(self, operator: ForgedClient, request: Request[Any]) -> bool:
         """Ask for something as an operator; tells whether it was answered."""
@@ -430,8 +432,8 @@ class Trouble:
         except RequestRefused as error:
             if error.code not in in_order:
                 raise broken(Promise.ANSWERS, f"{request!r} was refused: {error}") from error
-            self._world.note(f"somebody was refused: {error.code}")
+            self._world.note(f"a request was refused: {error.code}")
         except Unavailable as error:
-            self._world.note(f"somebody was told {error.code}")
+            self._world.note(f"a caller was told {error.code}")
             return False
         return True

@@ -26,7 +26,7 @@ BREAK_S = 1.0
 QUIET_S = 5.0
 """When nothing has been wrong for so long, what is said is heard."""
 WAITS_S = 0.5
-"""Whoever has been there for so long is known to wait to be taken in."""
+"""A worker that has been there for so long is known to wait to be taken in."""
 SETTLED_AFTER_S = 20.0
 """A network that was good for so long has no part in what happens then."""
 
@@ -37,16 +37,16 @@ class Promise(StrEnum):
     HISTORY = "what was told stays, in one order, and the phases follow their table"
     MEMBERS = "a worker joins once and goes once, and only members are spoken of"
     ONE_OWNER = "one rank has one owner per generation"
-    GENERATIONS_GROW = "generations and attempts only grow, and nobody goes back"
+    GENERATIONS_GROW = "generations and attempts only grow"
     ACKNOWLEDGED = "a committed rescale was acknowledged by all its members"
     ORDER_KEPT = "survivors keep their relative order"
     EVIDENCE = "no worker is declared dead without evidence"
     TOLERANCE = "a job is aborted when it has had too much, and only then"
     STEPS = "a step counts once, when all have finished it, and what counts stays"
-    HANDED_OVER = "who is told to go leaves the state to those who wait to be taken in"
+    HANDED_OVER = "a draining worker hands its state over to waiting joiners"
     STATE = "the state of every trainer is a function of the number of committed steps"
     RUNS_AGAIN = "when the faults have stopped, every job runs again within a bound"
-    ANSWERS = "whoever does nothing wrong is not refused"
+    ANSWERS = "a correct request is not refused"
 
 
 def broken(promise: Promise, what: str) -> InvariantViolated:
@@ -79,7 +79,7 @@ class Trainee:
     host: str
     incarnation: bytes
     me: WorkerId | None = None
-    """Who it is for others, with its own port; None before it has one."""
+    """Its id for peers, with its own port; None before it has one."""
     alive: bool = True
     has_left: bool = False
     """Whether its script came to its end."""
@@ -134,14 +134,14 @@ class Truth:
     """Whether the attempt of that number is under way, as far as the facts tell."""
     synchronising: bool = False
     in_background: bool = False
-    """Whether nobody stops for it before its commit."""
+    """Whether no member stops for it before its commit."""
     began_at: float = 0.0
     """When it began."""
     paused: bool = False
     added: Sequence[str] = ()
-    """Whom the attempt takes in."""
+    """The joiners of the attempt."""
     source: str = ""
-    """Whose state the attempt has settled on."""
+    """The state source of the attempt."""
     worlds: dict[int, ClusterTopology] = field(default_factory=dict)
     followed_at: dict[int, float] = field(default_factory=dict)
     """When another world was committed behind this one."""
@@ -150,11 +150,11 @@ class Truth:
     begins: dict[int, int] = field(default_factory=dict)
     """Behind how many steps; by generation, in their order."""
     placed: set[WorkerId] = field(default_factory=set)
-    """Who was in a world of which the commit said with what step it begins."""
+    """The members of a world whose commit had a step."""
     steps: dict[tuple[int, int], Step] = field(default_factory=lambda: defaultdict(Step))
     """By generation and number."""
     committed: dict[int, int] = field(default_factory=dict)
-    """By generation: the steps behind the newest that anybody has seen committed."""
+    """By generation: the newest step that a script has seen committed."""
     chain: list[int] = field(default_factory=lambda: [1])
     """The state behind so many steps."""
     members: dict[str, WorkerId] = field(default_factory=dict)
@@ -167,18 +167,18 @@ class Truth:
     stops: defaultdict[int, dict[bytes, StopReport]] = field(default_factory=lambda: defaultdict(dict))
     """By attempt and incarnation: where members said that they have stopped."""
     ready: defaultdict[int, set[bytes]] = field(default_factory=lambda: defaultdict(set))
-    """By attempt: who said that it has the state."""
+    """By attempt: the members that reported ready."""
     stepped_at: float = -math.inf
-    """When anybody has seen a step committed last."""
+    """When a script last saw a step committed."""
     failures: int = 0
     failed_behind: list[int] = field(default_factory=list)
     """How many steps were committed at each failure since the last step of which survivors told."""
     lone_liar: bool = False
-    """Whether somebody whose heartbeats lie was alone in a world, so that nobody could know better."""
+    """Whether a worker with false heartbeats was alone in a world, so that no witness could contradict it."""
     waiting_since: float | None = None
     abort_wanted: bool = False
     evictions_wanted: set[str] = field(default_factory=set)
-    """The names that somebody wanted out: the word may come late, to the next who has the name."""
+    """The names with a requested eviction; it may arrive late, at the next worker of that name."""
     data_lost: bool = False
     """Whether shards are lost and the job is not to wait for them."""
     reason: str = ""
@@ -193,17 +193,17 @@ class Truth:
 
     @property
     def stops_to_rescale(self) -> bool:
-        """Whether everybody stops for a new world, and what holds in it is settled before."""
+        """Whether all members stop for a new world, and its state is settled before the commit."""
         return self.config.use_synchronous_rescaling
 
     @property
     def steps_committed(self) -> int:
-        """The steps behind the newest that anybody has seen committed in the world that has begun last."""
+        """The newest step that a script has seen committed in the latest world."""
         return self.committed[max(self.begun)] if self.begun else 0
 
     @property
     def steps_heard_of(self) -> float:
-        """The most that the daemon can have heard of; where nobody stops to tell it may be of a world that is lost."""
+        """The highest step that the daemon can have heard of; in asynchronous mode it may be of a lost world."""
         if self.lone_liar:
             return math.inf
         return self.steps_committed if self.stops_to_rescale else max(self.committed.values(), default=0)
