@@ -86,12 +86,12 @@ def _all_of(write: Callable[[int, memoryview, int], int], fd: int, data: memoryv
 
 
 def _together(work: Callable[[int], None], threads: int) -> None:
-    others = [threading.Thread(target=work, args=(number,)) for number in range(1, threads)]
-    for connection in others:
-        connection.start()
+    helpers = [threading.Thread(target=work, args=(number,)) for number in range(1, threads)]
+    for helper in helpers:
+        helper.start()
     work(0)
-    for connection in others:
-        connection.join()
+    for helper in helpers:
+        helper.join()
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Durable saves, against the disk's ceiling, torch and safetensors.
 
 The state is 2 GiB of float32 in 200 arrays (`--mib` for another size). All saves are durable: forged's with checksums,
-manifest and directories; the files of the others are flushed. The ceiling writes one warm block repeatedly, with
+manifest and directories; files of torch and safetensors are flushed. The ceiling writes one warm block repeatedly, with
 O_DIRECT and two threads or through the page cache; it never copies the state.
 """
 

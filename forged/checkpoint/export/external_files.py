@@ -106,11 +106,11 @@ def _files_of(data: bytes, file: str) -> dict[str, str]:
 
 def _require_named(header: Header, name: str, files: Mapping[str, str], file: str) -> None:
     """Require that each array is in exactly the file that the index states."""
-    there = {entry.name for entry in header.entries}
-    said = {array for array, its in files.items() if its == name}
-    if there != said:
-        odd = sorted(there ^ said)[0]
-        problem = "is missing in" if odd in said else "is not in the index for"
+    found = {entry.name for entry in header.entries}
+    indexed = {array for array, file_of_array in files.items() if file_of_array == name}
+    if found != indexed:
+        odd = sorted(found ^ indexed)[0]
+        problem = "is missing in" if odd in indexed else "is not in the index for"
         raise invalid_file(file, f"{odd[:80]!r} {problem} {name}")
 
 

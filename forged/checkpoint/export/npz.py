@@ -246,7 +246,7 @@ def _npy_header(member: IO[bytes]) -> tuple[Shape, bool, np.dtype[Any]]:
         if version not in _HEADERS:
             raise ValueError(f"unknown version {version} of the npy format")
         shape, is_fortran, dtype = _HEADERS[version](member)
-    except Exception as error:  # noqa: BLE001 - whatever Python's tokenizer and parser have to say
+    except Exception as error:  # noqa: BLE001 - numpy's header parser raises many types
         raise ValueError(f"it is not an array: {error!s:.60}") from None
     if len(shape) > AXES_MAX or any(type(size) is not int or not 0 <= size <= SIZE_MAX for size in shape):
         raise ValueError("an array has an invalid shape")

@@ -35,15 +35,15 @@ class Box(NamedTuple):
     def covers(self, other: Box) -> bool:
         """Whether the other box lies within this one."""
         return all(
-            mine <= its and its + size <= mine + room
-            for mine, room, its, size in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+            start <= other_start and other_start + size <= start + length
+            for start, length, other_start, size in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         )
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """The index of this box in an array that holds the box `outer`."""
         return tuple(
-            slice(mine - its, mine - its + size)
-            for mine, size, its in zip(self.offset, self.shape, outer.offset, strict=True)
+            slice(start - outer_start, start - outer_start + size)
+            for start, size, outer_start in zip(self.offset, self.shape, outer.offset, strict=True)
         )
 
 

@@ -109,7 +109,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     layout: CheckpointFormat = CheckpointFormat.MULTI_SHARD
     compression: CompressionLevel = CompressionLevel.NONE
     save_id: str = ""
-    """Tells this save from others of the same prefix."""
+    """Identifies this save among saves of the same prefix."""
     extra_files: dict[str, int] = {}
     """Files for other tools, with their sizes."""
     job: str = ""

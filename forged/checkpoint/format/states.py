@@ -82,8 +82,8 @@ class States(msgspec.Struct, frozen=True, dict=True):
 
     def other_frames(self, rank: int) -> list[Node]:
         """The frames of ranks with another structure."""
-        mine = self.frame_of_rank[rank]
-        return [frame for number, frame in enumerate(self.frames) if number != mine]
+        own_frame = self.frame_of_rank[rank]
+        return [frame for number, frame in enumerate(self.frames) if number != own_frame]
 
     def values(self) -> Iterator[PlainValue]:
         """All values that are not arrays: of each frame once, and of each rank's own values."""

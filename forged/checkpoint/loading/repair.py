@@ -74,7 +74,7 @@ class CopyRepairer:
         raise cause
 
     def _candidates(self, layout: PartLayout, chunk: int, box: Box) -> Iterator[tuple[Index, PieceId]]:
-        """Pieces that may contain the same bytes: of this checkpoint, then of others."""
+        """Pieces that may contain the same bytes: of this checkpoint, then of other checkpoints."""
         tensor, bad = layout.tensor_of(chunk), (layout.number, layout.piece_of(chunk))
         for piece_id in self._index.pieces_of(tensor):
             if piece_id != bad and self._index.layout(piece_id[0]).piece_box(piece_id[1]).covers(box):
@@ -87,11 +87,11 @@ class CopyRepairer:
 
     def _same_tensor(self, index: Index, tensor: int) -> int | None:
         """The tensor of another checkpoint with the same name, rank, type and shape."""
-        mine, its = self._index.manifest.tensors, index.manifest.tensors
-        other = index.tensor_number(mine.names[tensor], mine.ranks.get(tensor))
-        is_alike = other is not None and (mine.dtypes[tensor], mine.shapes[tensor]) == (
-            its.dtypes[other],
-            its.shapes[other],
+        tensors, other_tensors = self._index.manifest.tensors, index.manifest.tensors
+        other = index.tensor_number(tensors.names[tensor], tensors.ranks.get(tensor))
+        is_alike = other is not None and (tensors.dtypes[tensor], tensors.shapes[tensor]) == (
+            other_tensors.dtypes[other],
+            other_tensors.shapes[other],
         )
         return other if is_alike else None
 

@@ -27,8 +27,8 @@ def tree_for(manifest: Manifest, rank: int, world_size: int) -> Node:
     own = states.tree(rank) if rank < saved else without_per_rank(states.frame(rank % saved))
     if world_size == saved:
         return own
-    others = other_trees(manifest, rank)
-    return merge_trees(own, others) if others else own
+    trees = other_trees(manifest, rank)
+    return merge_trees(own, trees) if trees else own
 
 
 def other_trees(manifest: Manifest, rank: int) -> list[Node]:
@@ -49,8 +49,8 @@ def boxes_for(
     """By tensor, the box that a rank loads, where that is not the whole tensor."""
     tensors = manifest.tensors
     if world_size == manifest.world_size:
-        mine = {number: Box(*split[rank]) for number, split in enumerate(tensors.splits) if rank in split}
-        return {tensor: mine[number] for tensor, number in tensors.split_of.items() if number in mine}
+        boxes_of_rank = {number: Box(*split[rank]) for number, split in enumerate(tensors.splits) if rank in split}
+        return {tensor: boxes_of_rank[number] for tensor, number in tensors.split_of.items() if number in boxes_of_rank}
     if strategy is ReshardingStrategy.SIMPLE:
         return {}
     axes = [_split_axis(split) for split in tensors.splits]
@@ -87,14 +87,14 @@ def _even_slice(box: Box, axis: int | None, rank: int, world_size: int) -> Box:
     )
 
 
-def merge_trees(own: Node, others: Sequence[Node]) -> Node:
+def merge_trees(own: Node, trees: Sequence[Node]) -> Node:
     """A tree, plus the keys of other trees that it lacks."""
     entries = _entries(own)
     if entries is None:
         return own
     found = dict(entries)
-    for other in others:
-        for key, inner in (_entries(other) or {}).items():
+    for tree in trees:
+        for key, inner in (_entries(tree) or {}).items():
             if key not in found:
                 found[key] = inner
             elif found[key] != inner:

@@ -187,8 +187,8 @@ class CheckpointValidator:
     def validate_before_load(self, prefix: str, token: CancelToken | None = None) -> ValidationResult:
         """Check what a load does not verify itself. Faults of files are warnings: the load may repair them."""
         result = self.validate_checkpoint(prefix, token, deep=False)
-        own, others = result.sub_results[:2], result.sub_results[2:]
-        return replace(result, sub_results=(*map(_as_warnings, own), *others))
+        format_results, checker_results = result.sub_results[:2], result.sub_results[2:]
+        return replace(result, sub_results=(*map(_as_warnings, format_results), *checker_results))
 
 
 def _as_warnings(result: ValidationResult) -> ValidationResult:
@@ -378,9 +378,9 @@ def _manifest_findings(manifest: Manifest) -> Iterator[Finding]:
         )
 
 
-def _size_finding(file: str, said: int, found: int, *, rank: int | None = None, is_error: bool = True) -> Finding:
+def _size_finding(file: str, expected: int, found: int, *, rank: int | None = None, is_error: bool = True) -> Finding:
     return Finding(
-        f"{file} has {found} bytes, expected {said}",
+        f"{file} has {found} bytes, expected {expected}",
         "checkpoint_file_size",
         is_error=is_error,
         rank=rank,
@@ -406,9 +406,9 @@ def _header_findings(manifest: Manifest, number: int, reader: Reader, *, deep: b
 
 def _entry_findings(manifest: Manifest, number: int, reader: Reader) -> Iterator[Finding]:
     part, layout = manifest.parts[number], Index(manifest).layout(number)
-    said = read_header(reader, part.file)
+    header = read_header(reader, part.file)
     starts = [layout.file_offsets[chunk] for chunk in layout.first_chunks]
-    if [*said.starts, part.size] != starts:
+    if [*header.starts, part.size] != starts:
         yield Finding(
             f"the header of {part.file} describes other arrays than the manifest",
             "checkpoint_header_differs",
@@ -416,7 +416,7 @@ def _entry_findings(manifest: Manifest, number: int, reader: Reader) -> Iterator
             file=part.file,
         )
         return
-    for piece, entry in enumerate(said.entries):
+    for piece, entry in enumerate(header.entries):
         tensor = part.tensors[piece]
         name, dtype = manifest.tensors.names[tensor], manifest.tensors.dtypes[tensor]
         kind = dtype_of(entry.dtype)

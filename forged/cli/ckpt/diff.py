@@ -116,15 +116,18 @@ def _tensor(one: Difference) -> Row:
 
 def _values(a: Manifest, b: Manifest, wanted: Wanted) -> Iterator[Row]:
     """The comparison of values that are not arrays."""
-    ours, theirs = plain_values(a), plain_values(b)
-    for name, rank in ours | theirs:
+    values_a, values_b = plain_values(a), plain_values(b)
+    for name, rank in values_a | values_b:
         if not wanted(name):
             continue
-        mine, other = ours.get((name, rank)), theirs.get((name, rank))
-        kind = DifferenceKind.SAME if are_equal(mine, other) else DifferenceKind.CHANGED
-        if mine is None or other is None:
-            kind = DifferenceKind.ONLY_IN_B if mine is None else DifferenceKind.ONLY_IN_A
-        sides = {"a": None if mine is None else displayable(mine), "b": None if other is None else displayable(other)}
+        value_a, value_b = values_a.get((name, rank)), values_b.get((name, rank))
+        kind = DifferenceKind.SAME if are_equal(value_a, value_b) else DifferenceKind.CHANGED
+        if value_a is None or value_b is None:
+            kind = DifferenceKind.ONLY_IN_B if value_a is None else DifferenceKind.ONLY_IN_A
+        sides = {
+            "a": None if value_a is None else displayable(value_a),
+            "b": None if value_b is None else displayable(value_b),
+        }
         yield {"value": name, "rank": rank, "kind": kind, **sides}
 
 

@@ -201,13 +201,13 @@ def test_a_frame_that_declares_too_little_content_is_refused() -> None:
         zstandard.ZstdCompressor(write_checksum=True),
         zstandard.ZstdCompressor(
             dict_data=zstandard.ZstdCompressionDict(
-                b"a dictionary that nobody has " * 20, zstandard.DICT_TYPE_RAWCONTENT
+                b"an unknown dictionary for zstd  " * 20, zstandard.DICT_TYPE_RAWCONTENT
             )
         ),
     ],
 )
 def test_frames_with_other_options_decompress_correctly_or_are_refused(compressor: zstandard.ZstdCompressor) -> None:
-    data = b"a dictionary that nobody has " * 100
+    data = b"an unknown dictionary for zstd  " * 100
     with suppress(CheckpointException):
         assert unpacked(compressor.compress(data), 1, len(data)) == data
 

@@ -1,4 +1,4 @@
-"""What shells are offered where a checkpoint is to be named."""
+"""Shell completion of checkpoint and tensor names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`forgectl ckpt cat`: a look at a tensor, or all of it."""
+"""`forgectl ckpt cat` shows a tensor, or writes it to a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`forgectl ckpt convert`: the same in another form."""
+"""`forgectl ckpt convert` converts checkpoints and files of other tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`forgectl ckpt diff`: what is different."""
+"""`forgectl ckpt diff` compares two checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`forgectl ckpt ls`: what is there, and what is not."""
+"""`forgectl ckpt ls` lists checkpoints, unfinished saves and deletions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bar is drawn for people who look, in the room that there is, and goes when it is over."""
+"""The progress bar fits the terminal and is erased at the end."""
 
 from __future__ import annotations
 

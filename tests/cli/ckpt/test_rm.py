@@ -1,4 +1,4 @@
-"""`forgectl ckpt rm`: nobody's files are removed unasked."""
+"""`forgectl ckpt rm` deletes only what is named and confirmed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`forgectl ckpt show`: what a checkpoint is."""
+"""`forgectl ckpt show` shows the contents of a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of the numbers of an array is what numpy says of it as a whole."""
+"""Block-wise statistics equal numpy's over the whole array."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that are no arrays: all of them, by name."""
+"""Values of a state that are not arrays, by name."""
 
 from __future__ import annotations
 

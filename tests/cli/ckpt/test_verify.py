@@ -1,4 +1,4 @@
-"""`forgectl ckpt verify`: whether it is what was saved."""
+"""`forgectl ckpt verify` finds every fault of a checkpoint."""
 
 from __future__ import annotations
 
