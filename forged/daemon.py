@@ -1,8 +1,9 @@
-"""The composition root: what the daemon is made of, in the order in which it starts.
+"""The composition root: builds the daemon from its components, starts and stops it.
 
-Law: every dependency is an argument, and nothing below this module knows how it came to be. Things start from the
-inside out (store, ledger, bus, doors) and stop from the outside in, so that nobody is let in who cannot be served and
-nothing that was acknowledged is lost.
+Invariants:
+- Every dependency is an argument; modules below this one do not know how it was created.
+- Components start from the inside out (store, ledger, bus, listeners) and stop in reverse, so that no client connects
+  before it can be served and nothing acknowledged is lost.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ from forged.status.service import StatusService
 from forged.telemetry.report import Reporter
 from forged.version import VERSION
 
-FAREWELL_S = 2.0
-"""What a stop may take in the end: half of it to put the stop on record, half to let everybody go."""
-STOP_BEYOND_DRAIN_S = STOP_TIMEOUT_S + GRACE_S + FAREWELL_S
-"""What a stop may take beyond the drain: the plugins have their time, then comes the farewell."""
+CLOSE_S = 2.0
+"""The time at the end of a stop: half to record it, half to close the sessions."""
+STOP_BEYOND_DRAIN_S = STOP_TIMEOUT_S + GRACE_S + CLOSE_S
+"""The time that a stop may take after the drain: stop actions of plugins, then `CLOSE_S`."""
 
 REQUESTS: Sequence[type[Request[Any]]] = (
     *STATUS_REQUESTS,
@@ -79,7 +80,7 @@ REQUESTS: Sequence[type[Request[Any]]] = (
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """The outside world, put together by whoever starts the daemon. Nobody else may have the store open."""
+    """The daemon's dependencies outside the process. No other process may have the store open."""
 
     clock: Clock
     network: Network
@@ -94,11 +95,11 @@ class Ports:
     plugins: Sequence[PluginSource] = ()
     guard: Guard = field(default_factory=Unguarded)
     compute: Compute = inline
-    """Runs arithmetic that may take long."""
+    """Runs long computations."""
 
 
 class Daemon:
-    """A running control plane; `Daemon.running` is the way to one."""
+    """The control plane; created by `Daemon.running`."""
 
     def __init__(self, config: Config, ports: Ports, store: Store) -> None:
         clock = ports.clock
@@ -106,7 +107,7 @@ class Daemon:
         self.store = store
         self.started_at = clock.monotonic()
         self.http: str | None = None
-        """Where health and metrics are served."""
+        """The URL of health and metrics, if they are served."""
         self._ports = ports
         self._has_started = False
 
@@ -167,25 +168,25 @@ class Daemon:
     async def running(
         cls, config: Config, ports: Ports, *, extend: Callable[[Daemon], None] = lambda daemon: None
     ) -> AsyncIterator[Daemon]:
-        """A daemon that serves inside the block and stops in good order behind it.
+        """Run a daemon inside the block and stop it in order at the end.
 
-        `extend` may register more on the bus before it is sealed.
+        `extend` may register handlers on the bus before it is sealed.
         """
         store = await ports.open_store()
         failure: ForgedError | None = None
         try:
             daemon = cls(config, ports, store)
             extend(daemon)
-            # Behind all that they may observe, wrap or replace.
+            # After all handlers that plugins may observe, wrap or replace.
             daemon.plugins.load(ports.plugins)
-            # Before anything has started, so that nothing has to be stopped when it is refused.
+            # Before anything has started, so that nothing has to be stopped if it raises.
             daemon.bus.seal(REQUESTS, daemon.ledger)
             async with anyio.create_task_group() as tasks:
                 try:
                     await daemon._start(tasks)
                     yield daemon
                 except ForgedError as error:
-                    # Carried around the task group, which would wrap it.
+                    # Raised outside the task group, which would wrap it in an exception group.
                     failure = error
                 finally:
                     with anyio.CancelScope(shield=True):
@@ -199,7 +200,7 @@ class Daemon:
 
     @property
     def listening(self) -> list[str]:
-        """Where workers and clients connect, besides the Unix socket."""
+        """The addresses for workers and clients, without the Unix socket."""
         return [str(address) for address in self.server.addresses if address.scheme != "unix"]
 
     async def _start(self, tasks: TaskGroup) -> None:
@@ -217,17 +218,17 @@ class Daemon:
             await self.server.listen(Address.parse(address))
         if self.config.http:
             await tasks.start(self._serve_http, Address.parse(self.config.http))
-        # Not before: who cannot listen has not started.
+        # Only now: a daemon that cannot listen has not started.
         self._has_started = True
         tasks.start_soon(self._announce)
         await tasks.start(self.plugins.run)
 
     async def _serve_http(self, address: Address, *, task_status: TaskStatus[None]) -> None:
-        """Answer health checks and scrapers until the daemon stops."""
-        # What serves HTTP costs more to load than the rest of the daemon together, and not everybody asks for it.
+        """Serve health checks and metrics until cancelled."""
+        # aiohttp takes longer to import than the rest of the daemon.
         from forged.telemetry.http import HttpServer
 
-        door = HttpServer(
+        server = HttpServer(
             self.bus,
             self.ledger,
             self.server,
@@ -235,13 +236,13 @@ class Daemon:
             self._ports.log_lines_lost,
             lambda: self.plugins.views,
         )
-        async with door.open(address) as listening:
+        async with server.open(address) as listening:
             self.http = f"http://{listening.host}:{listening.port}"
             task_status.started()
             await anyio.sleep_forever()
 
     async def _announce(self) -> None:
-        """Put the start on record, as soon as the store takes it."""
+        """Record the start as soon as the store accepts writes."""
         await self.ledger.writable()
         fact = DaemonStarted(VERSION, self._ports.pid, self.ledger.term)
         self.ledger.append(Decision(None, (fact,)), origin="start")
@@ -252,23 +253,23 @@ class Daemon:
         with anyio.move_on_after(self.config.drain_timeout_s):
             await self.bus.drain()
         await self.plugins.stop()
-        with anyio.move_on_after(FAREWELL_S / 2):
-            await self._put_on_record()
-        await self.server.close_sessions(FAREWELL_S / 2)
+        with anyio.move_on_after(CLOSE_S / 2):
+            await self._record_stop()
+        await self.server.close_sessions(CLOSE_S / 2)
 
-    async def _put_on_record(self) -> None:
-        """Store how far everything came, and that it ended in good order."""
+    async def _record_stop(self) -> None:
+        """Store the positions of the followers and the orderly stop."""
         try:
             self.ledger.require_writable()
             self.bus.save_cursors()
             facts = (DaemonStopping(self._ports.pid, "asked to"),) if self._has_started else ()
             await self.ledger.append(Decision(None, facts), origin="stop").wait()
         except ForgedError:
-            # A full or broken disk is no reason to stay: what was acknowledged is in the store already.
+            # A full or broken disk does not delay the stop: acknowledged decisions are durable already.
             return
 
     def _apply(self, config: Config) -> None:
-        """Let settings hold that may change while the daemon runs."""
+        """Apply settings that may change while the daemon runs."""
         self.config = config
         self.journal.facts_max = config.journal_facts_max
         self.bus.backlog_max = config.backlog_max
@@ -278,7 +279,7 @@ class Daemon:
         self.plugins.set_limits(_plugin_limits(config))
 
     async def _is_refused(self, worker: WorkerId) -> bool:
-        """Whether a worker's host says that nobody listens there."""
+        """Whether the worker's host refuses connections to its port."""
         address = Address("tcp", host=worker.hostname, port=worker.port)
         try:
             transport = await self._ports.network.connect(address, asyncio.Protocol)

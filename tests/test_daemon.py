@@ -14,7 +14,7 @@ import pytest
 from forged import daemon as daemon_module
 from forged.auth.model import Role
 from forged.config import Config
-from forged.daemon import FAREWELL_S, REQUESTS, Daemon, Ports
+from forged.daemon import CLOSE_S, REQUESTS, Daemon, Ports
 from forged.errors import ConfigError, ForgedError
 from forged.jobs.model import CreateJob
 from forged.kernel.ledger import FACT_PREFIX, read_all
@@ -159,11 +159,11 @@ async def test_what_plugins_do_again_and_again_begins_when_all_doors_are_open() 
     network, began = SlowNetwork(), asyncio.Event()
     opened: list[list[str]] = []
 
-    async def look() -> None:
+    async def note_listeners() -> None:
         opened.append(list(network.opened))
         began.set()
 
-    watching = source(lambda context: context.every(0.1, look))
+    watching = source(lambda context: context.every(0.1, note_listeners))
     async with a_daemon(network=network, plugins=[watching], listen=("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")):
         await began.wait()
     assert opened[0] == ["unix://s", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
@@ -239,7 +239,7 @@ async def test_a_drain_that_finds_no_end_is_cut_short_and_the_stop_is_on_record_
         client.request(1, "Linger")
         await host.busy.wait()
         began = asyncio.get_running_loop().time()
-    assert DRAIN_TIMEOUT_S <= asyncio.get_running_loop().time() - began <= DRAIN_TIMEOUT_S + FAREWELL_S
+    assert DRAIN_TIMEOUT_S <= asyncio.get_running_loop().time() - began <= DRAIN_TIMEOUT_S + CLOSE_S
     assert (await client.next(BYE))[2] == "the daemon is stopping"
     assert (await kinds_on_record(store))[-1] == "DaemonStopping"
 
@@ -277,7 +277,7 @@ async def test_a_stop_takes_no_longer_than_the_drain_and_the_farewell_whatever_h
         await host.busy.wait()
         store.block()
         began = asyncio.get_running_loop().time()
-    assert asyncio.get_running_loop().time() - began <= DRAIN_TIMEOUT_S + FAREWELL_S
+    assert asyncio.get_running_loop().time() - began <= DRAIN_TIMEOUT_S + CLOSE_S
     assert stuck.transport.aborted
 
 

@@ -1,4 +1,4 @@
-"""The daemon's settings: what they are, where they come from, and what may change while it runs."""
+"""The daemon's settings."""
 
 from forged.config.model import DEFAULT_LISTEN, Config
 from forged.config.source import Settings, Source, load

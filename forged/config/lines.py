@@ -1,8 +1,8 @@
-"""Where in a TOML text each key is written.
+"""Finds the line of each key in a TOML text.
 
-Law: the line of a key is that of the statement that sets it. Python's parser tells no positions, but a statement by
-itself is a valid text, and without its last line it is none; so the text is cut where the parser says that a statement
-is complete, and what looks like a key within a string or a list never is one.
+Invariants:
+- The line of a key is that of the statement that sets it. `tomllib` reports no positions, so lines are added to a
+  statement until `tomllib` parses it; text within strings and lists is never taken for a key.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 PARSED_CHARS_MAX = 1 << 20
-"""How much text is parsed to find the lines: every line of a statement is parsed again with each one below it. Keys
-that stand behind that have no line."""
+"""The most text that is parsed to find lines, because each added line parses its statement again. Later keys have no
+line."""
 DEPTH_MAX = 16
-"""How deep keys are looked for; deeper ones have the line of the table that they are in."""
+"""The depth to which keys are found; deeper keys have the line of their table."""
 
 
 class _Statement(NamedTuple):
     line: int
     text: str
     parsed: dict[str, Any] | None
-    """None for one that is not complete, or not valid: there can be only one, the last."""
+    """None for an incomplete or invalid statement, which is the last."""
 
 
 def key_lines(text: str) -> Mapping[str, int]:
-    """The lines, counted from 1, of the keys of a valid text; keys are dotted paths."""
+    """The line, from 1, of each key of a valid text; keys are dotted paths."""
     lines: dict[str, int] = {}
     table = ""
     for statement in _statements(text):
@@ -41,13 +41,13 @@ def key_lines(text: str) -> Mapping[str, int]:
     return lines
 
 
-def broken_line(text: str) -> int | None:
-    """The line at which the first statement begins that is not complete or not valid; None where none was found."""
+def invalid_line(text: str) -> int | None:
+    """The first line of the first incomplete or invalid statement; None if there is none."""
     return next((statement.line for statement in _statements(text) if statement.parsed is None), None)
 
 
 def _statements(text: str) -> Iterator[_Statement]:
-    """Every statement with the line at which it begins; blank lines and comments are none."""
+    """The statements with their first lines, without blank lines and comments."""
     room = PARSED_CHARS_MAX
     begin, statement = 1, ""
     for number, line in enumerate(text.split("\n"), 1):
@@ -73,7 +73,7 @@ def _parsed(text: str) -> dict[str, Any] | None:
 
 
 def _paths(value: object, path: str, depth: int) -> Iterator[str]:
-    """The paths of all keys in a table, a table before what is in it."""
+    """The paths of all keys in a table, each table before its keys."""
     if isinstance(value, dict) and depth:
         for key, inner in value.items():
             inner_path = f"{path}.{key}" if path else key

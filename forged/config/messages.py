@@ -1,4 +1,4 @@
-"""What is said of the settings."""
+"""Facts and requests about the settings."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from forged.kernel.messages import Fact, Request
 
 
 class ConfigReloaded(Fact, frozen=True):
-    """The settings were read anew: those in `changed` hold from now on, the others have to wait for a restart."""
+    """The settings were reloaded: `changed` are applied, `needs_restart` wait for a restart."""
 
     changed: list[str]
     needs_restart: list[str]
 
 
 class ConfigRefused(Fact, frozen=True):
-    """The settings were read anew and are not valid; those that held before hold."""
+    """Reloaded settings were invalid; the previous settings stay in force."""
 
     level: ClassVar[str] = "warning"
 
@@ -25,9 +25,9 @@ class ConfigRefused(Fact, frozen=True):
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting. `live` tells that it may change while the daemon runs.
+    """One setting; `live` means that a reload can change it.
 
-    `wanted` is what was asked for at the last reload, where that needs a restart; None where it is what holds.
+    `wanted` is the value of the last reload if it needs a restart, else None.
     """
 
     key: str
@@ -38,31 +38,30 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConfigView(msgspec.Struct, frozen=True):
-    """All settings that hold, and the file that they came from, if any."""
+    """All settings in force, and the file that they came from, if any."""
 
     source: str | None
     settings: list[Setting]
 
 
 class Reloaded(msgspec.Struct, frozen=True):
-    """What became of new settings."""
+    """The result of a reload."""
 
     changed: list[str]
     needs_restart: list[str]
 
 
 class ShowConfig(Request[ConfigView], frozen=True):
-    """All settings; what a plugin may hold as a secret is hidden."""
+    """Show all settings; secrets of plugins are hidden."""
 
     decides: ClassVar[bool] = False
     job_field: ClassVar[str | None] = None
 
 
 class ReloadConfig(Request[Reloaded], frozen=True):
-    """Read the settings anew, and let those hold that may change while the daemon runs.
+    """Reload the settings and apply those that may change while the daemon runs.
 
-    It decides nothing that is kept in the store, so it works when nothing can be written there; doing it twice is as
-    good as once.
+    Nothing is decided in the store, so it works while the store accepts no writes.
     """
 
     decides: ClassVar[bool] = False

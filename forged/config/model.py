@@ -1,7 +1,9 @@
-"""The daemon's settings, and what is wrong with them.
+"""The daemon's settings and their validation.
 
-Law: settings are checked as a whole and frozen to the last table. Every mistake is reported at once, by key, with what
-would be right; a key that nobody knows is a mistake too.
+Invariants:
+- Settings are validated as a whole: all problems are reported at once, by key, with the allowed values. Unknown keys
+  are problems.
+- A `Config` is immutable, including its tables.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from forged.config.redaction import DEPTH_MAX, HIDDEN, names_secret, shown
+from forged.config.redaction import DEPTH_MAX, HIDDEN, names_secret, redacted
 from forged.errors import ConfigError, Problem
 from forged.net.transport.port import Address
 
@@ -32,7 +34,7 @@ def _frozen(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All settings, by the names of their keys in the file."""
+    """All settings; the fields are named like the keys in the file."""
 
     data_dir: str = ""
     socket: str = ""
@@ -97,7 +99,7 @@ DEFAULTS = Config()
 
 
 def find_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Everything that is wrong with settings by their keys, as a file or a command line gives them."""
+    """The problems of settings that were read from a file or the command line."""
     for key, value in values.items():
         yield from _problems_of(key, value)
     yield from _tls_problems(values)
@@ -108,12 +110,12 @@ def _problems_of(key: str, value: Any) -> Iterator[Problem]:
     if key not in known:
         nearest = get_close_matches(key.replace("-", "_").lower(), known, 1)
         yield Problem.unknown(
-            key, HIDDEN if names_secret(key) else shown(value), known, nearest[0] if nearest else None
+            key, HIDDEN if names_secret(key) else redacted(value), known, nearest[0] if nearest else None
         )
         return
     default = getattr(DEFAULTS, key)
-    if not _same_kind(value, default):
-        yield Problem(key, shown(value), _mode_hint(value) if key == "socket_mode" else _kind(key, default))
+    if not _has_kind(value, default):
+        yield Problem(key, redacted(value), _mode_hint(value) if key == "socket_mode" else _kind(key, default))
     elif key in RANGES:
         if not RANGES[key][0] <= value <= RANGES[key][1]:
             yield Problem(key, value, _range(key))
@@ -123,10 +125,10 @@ def _problems_of(key: str, value: Any) -> Iterator[Problem]:
     elif isinstance(value, str) and "\0" in value:
         yield Problem(key, value, "a text without zero bytes")
     else:
-        yield from _meaning(key, value)
+        yield from _value_problems(key, value)
 
 
-def _same_kind(value: Any, default: Any) -> bool:
+def _has_kind(value: Any, default: Any) -> bool:
     if isinstance(default, tuple):
         return isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
     if isinstance(default, float):
@@ -155,13 +157,13 @@ def _one_of(choices: tuple[str, ...]) -> str:
 
 
 def _mode_hint(value: Any) -> str:
-    """How to write a file mode: the digits that people give as text, or `0o660`."""
+    """How to write a file mode, for a mode that was given as text."""
     digits = str(value).lower().removeprefix("0o").lstrip("0") if isinstance(value, str) else ""
     octal = bool(digits) and set(digits) <= set("01234567")
     return f"0o{digits}, without quotes" if octal else f"a mode such as 0o660, {_range('socket_mode')}"
 
 
-def _meaning(key: str, value: Any) -> Iterator[Problem]:
+def _value_problems(key: str, value: Any) -> Iterator[Problem]:
     if key == "certificate_roles":
         yield from _certificate_role_problems(value)
     elif key == "plugins":
@@ -186,39 +188,39 @@ def _address_problems(key: str, address: str, wanted: str) -> Iterator[Problem]:
 def _certificate_role_problems(roles: Mapping[str, Any]) -> Iterator[Problem]:
     for name, role in roles.items():
         if role not in ROLES[1:]:
-            yield Problem(f"certificate_roles.{name}", shown(role), _one_of(ROLES[1:]) + _misplaced(name))
+            yield Problem(f"certificate_roles.{name}", redacted(role), _one_of(ROLES[1:]) + _table_hint(name))
 
 
 def _plugin_problems(plugins: Mapping[str, Any]) -> Iterator[Problem]:
     for name, settings in plugins.items():
         path = f"plugins.{name}"
         if not isinstance(settings, Mapping):
-            found = HIDDEN if names_secret(name) else shown(settings)
-            yield Problem(path, found, "a table with the settings of this plugin" + _misplaced(name))
+            found = HIDDEN if names_secret(name) else redacted(settings)
+            yield Problem(path, found, "a table with the settings of this plugin" + _table_hint(name))
             continue
         if not PLUGIN_NAME.fullmatch(name):
             wanted = "a plugin's name: a to z, 0 to 9, _ and -, beginning with a letter, 64 at most"
-            yield Problem(path, shown(settings), wanted)
+            yield Problem(path, redacted(settings), wanted)
         if not isinstance(settings.get("enabled", True), bool):
-            yield Problem(f"{path}.enabled", shown(settings["enabled"]), "true or false")
+            yield Problem(f"{path}.enabled", redacted(settings["enabled"]), "true or false")
         for key, value in settings.items():
-            yield from _unfit(f"{path}.{key}", value, DEPTH_MAX)
+            yield from _nested_problems(f"{path}.{key}", value, DEPTH_MAX)
 
 
-def _misplaced(key: str) -> str:
-    """What happens to those who add a line at the end of the file."""
+def _table_hint(key: str) -> str:
+    """A hint for a daemon setting that was added below a table."""
     return " (settings of the daemon stand above the first [table])" if key in Config.__slots__ else ""
 
 
-def _unfit(path: str, value: Any, depth: int) -> Iterator[Problem]:
-    """What of a plugin's settings cannot be compared with what they were, or be shown to anybody."""
+def _nested_problems(path: str, value: Any, depth: int) -> Iterator[Problem]:
+    """Values in a plugin's settings that cannot be compared or encoded."""
     if isinstance(value, (Mapping, list, tuple)):
         if not depth:
             yield Problem(path, "...", f"nested at most {DEPTH_MAX} levels deep")
             return
         inner = value.items() if isinstance(value, Mapping) else (("", one) for one in value)
         for key, one in inner:
-            yield from _unfit(f"{path}.{key}" if key else path, one, depth - 1)
+            yield from _nested_problems(f"{path}.{key}" if key else path, one, depth - 1)
     elif isinstance(value, float) and not math.isfinite(value):
         yield Problem(path, HIDDEN if names_secret(path) else value, "a finite number")
     elif isinstance(value, int) and not SIGNED_64_MIN <= value <= UNSIGNED_64_MAX:
@@ -226,7 +228,7 @@ def _unfit(path: str, value: Any, depth: int) -> Iterator[Problem]:
 
 
 def _tls_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """What is set but would do nothing, or nothing safe, without its other half."""
+    """Settings that have no effect, or an unsafe one, without another setting."""
     certificate, key, client_ca = (values.get(name) for name in ("tls_certificate", "tls_key", "tls_client_ca"))
     if certificate and not key:
         yield Problem("tls_certificate", certificate, "set together with tls_key")
@@ -236,7 +238,7 @@ def _tls_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("tls_client_ca", client_ca, "set together with tls_certificate and tls_key")
     roles = values.get("certificate_roles")
     if isinstance(roles, Mapping) and roles and not client_ca:
-        yield Problem("certificate_roles", shown(roles), "set together with tls_client_ca")
+        yield Problem("certificate_roles", redacted(roles), "set together with tls_client_ca")
     listen = values.get("listen")
     for address in listen if isinstance(listen, (list, tuple)) else ():
         if isinstance(address, str) and address.startswith("tls://") and not certificate:

@@ -1,7 +1,8 @@
-"""What becomes of new settings while the daemon runs.
+"""Decides which settings a reload changes.
 
-Law: a setting either changes at once or stays as it is until a restart, and the operator is told which. What is merged
-from both is what runs, so a setting that waits for a restart is told again at every reload until there was one.
+Invariants:
+- Settings in `LIVE` change at once; the others keep their value until a restart, and every reload until then reports
+  them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LIVE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Reload:
-    """What runs from now on, what is new in it, and what was wanted and has to wait."""
+    """The settings after a reload, the changed keys, and the keys that need a restart."""
 
     config: Config
     changed: tuple[str, ...]
@@ -44,7 +45,7 @@ class Reload:
 
 
 def plan_reload(running: Config, wanted: Config) -> Reload:
-    """What of the wanted settings can be had now; both are complete, as `Settings` gives them."""
+    """Combine the running and the wanted settings; both are complete, as `Settings` returns them."""
     different = [key for key in _keys() if getattr(running, key) != getattr(wanted, key)]
     changed = tuple(key for key in different if key in LIVE)
     needs_restart = tuple(key for key in different if key not in LIVE)

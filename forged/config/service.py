@@ -1,7 +1,8 @@
-"""The settings on the bus.
+"""Serves and reloads the settings.
 
-Law: a reload takes hold as a whole or not at all, one after the other, and needs no store: it is put on record where
-that can be done, and holds all the same where it cannot. A refused one leaves those that hold untouched.
+Invariants:
+- A reload is applied as a whole or not at all; a refused reload changes nothing. Reloads run one at a time.
+- A reload does not need the store: it is recorded if the store accepts writes, and applied in any case.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from forged.config.messages import (
     ShowConfig,
 )
 from forged.config.model import DEFAULTS, Config
-from forged.config.redaction import shown
+from forged.config.redaction import redacted
 from forged.config.reload import LIVE, plan_reload
 from forged.errors import RequestRefused, describe
 from forged.kernel.bus import Bus
@@ -32,21 +33,21 @@ OWNER = "config"
 
 @dataclass(frozen=True, slots=True)
 class SettingsPort:
-    """Where the settings come from. `reload` reads them anew; None where there is nothing to read."""
+    """The source of the settings; `reload` reads them again, and is None without a source."""
 
     reload: Callable[[], Awaitable[Config]] | None = None
     applied: Callable[[Config], None] = lambda config: None
-    """Called with what holds from now on, for what is not the daemon's own."""
+    """Called with the settings in force, for components outside the daemon."""
     defaults: Config = DEFAULTS
     source: str | None = None
 
 
 class ConfigService:
-    """Knows the settings that hold, and those that are wanted."""
+    """Owns the settings in force and the wanted ones."""
 
     def __init__(self, bus: Bus, settings: SettingsPort, apply: Callable[[Config], None], running: Config) -> None:
         self.running = running
-        """What holds now."""
+        """The settings in force."""
         self._wanted = running
         self._bus = bus
         self._settings = settings
@@ -56,14 +57,14 @@ class ConfigService:
         bus.serve(ReloadConfig, self._reload, owner=OWNER)
 
     async def reload(self, origin: str, cause: int = 0) -> ConfigReloaded | ConfigRefused:
-        """Read the settings anew and let those hold that may; whatever goes wrong is told and raises nothing."""
+        """Reload the settings and record the outcome; never raises."""
         async with self._one_at_a_time:
             outcome: ConfigReloaded | ConfigRefused
             try:
                 outcome = self._accept(await self._read())
-            except Exception as error:  # noqa: BLE001 - a signal's reload must not be the daemon's end
+            except Exception as error:  # noqa: BLE001 - a reload must not stop the daemon
                 outcome = ConfigRefused(describe(error))
-            self._put_on_record(outcome, origin, cause)
+            self._record(outcome, origin, cause)
             return outcome
 
     async def _read(self) -> Config:
@@ -77,17 +78,17 @@ class ConfigService:
         self.running, self._wanted = plan.config, wanted
         return ConfigReloaded(list(plan.changed), list(plan.needs_restart))
 
-    def _put_on_record(self, outcome: ConfigReloaded | ConfigRefused, origin: str, cause: int) -> None:
+    def _record(self, outcome: ConfigReloaded | ConfigRefused, origin: str, cause: int) -> None:
         ledger = self._bus.ledger
         if ledger.writable_now:
-            # What was read anew from the store meanwhile may be without the cause.
+            # After a reload of state from the store the cause may no longer exist.
             known = cause if cause <= ledger.revision else 0
             ledger.append(Decision(None, (outcome,)), cause=known, origin=origin)
 
     async def _reload(self, request: ReloadConfig, call: Call) -> Reloaded:
         outcome = await self.reload(call.origin, call.cause)
         if isinstance(outcome, ConfigRefused):
-            fix = "mend it and reload again; `forged check-config` tells all that is wrong"
+            fix = "fix it and reload again; `forged check-config` lists all problems"
             raise RequestRefused("config_refused", outcome.reason, fix)
         return Reloaded(outcome.changed, outcome.needs_restart)
 
@@ -100,8 +101,8 @@ class ConfigService:
     def _setting(self, key: str, waits: bool) -> Setting:
         return Setting(
             key=key,
-            value=shown(getattr(self.running, key)),
-            default=shown(getattr(self._settings.defaults, key)),
+            value=redacted(getattr(self.running, key)),
+            default=redacted(getattr(self._settings.defaults, key)),
             live=key in LIVE,
-            wanted=shown(getattr(self._wanted, key)) if waits else None,
+            wanted=redacted(getattr(self._wanted, key)) if waits else None,
         )

@@ -1,7 +1,8 @@
-"""Where the settings come from: a file in TOML, under the command line, over the defaults of a user.
+"""Reads the settings: defaults, overridden by a TOML file, overridden by the command line.
 
-Law: what is read is whole or refused. A file that is being written is not taken for the truth, every problem is told
-with the line or the flag where somebody can mend it, and a refused reload leaves everything as it was.
+Invariants:
+- A file is accepted as a whole or refused with all problems, each with its line or as a command line option.
+- A reload reads the file until it is unchanged, because an editor may be writing it.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from forged.config.lines import broken_line, key_lines
+from forged.config.lines import invalid_line, key_lines
 from forged.config.model import Config, find_problems
 from forged.errors import ConfigError, Problem
 from forged.paths import default_data_dir, default_socket
 
 FILE_BYTES_MAX = 256 << 10
-"""All settings of the largest file fit, twice, into the smallest frame that can be configured."""
-PAUSE_S = 0.1
+"""Twice this size fits into the smallest configurable frame."""
+READ_PAUSE_S = 0.1
 READS_MAX = 20
-"""How often a file is read that is different each time, before a reload is refused."""
+"""How often a changing file is read before a reload is refused."""
 PROBLEMS_MAX = 100
 COMMAND_LINE = "the command line"
 
 
 @dataclass(frozen=True)
 class Source:
-    """A text of settings, and where in it they are; for those that find something wrong with them later, too."""
+    """The text of a settings file, which can find the lines of keys."""
 
     path: Path
     text: str
 
     def line_of(self, key: str) -> int | None:
-        """The line at which a key is written, a dotted path, or else the nearest table that it is in."""
+        """The line of a key, a dotted path, or of the nearest table above it."""
         while key and key not in self._lines:
             key = key.rpartition(".")[0]
         return self._lines.get(key)
@@ -53,10 +54,10 @@ class Source:
 
 
 class Settings:
-    """The settings of one daemon: reads them for its start, and again while it runs.
+    """Reads the settings of one daemon, at the start and at reloads.
 
-    `adapt` is what the process makes of them, such as fewer connections where the system allows fewer open files; it
-    is asked each time, so that what it changes does not look like somebody's wish.
+    `adapt` adjusts them to the process, such as fewer connections if the limit of open files is low. It is applied to
+    each reading, so that its changes are not reported as changed settings.
     """
 
     def __init__(
@@ -67,11 +68,11 @@ class Settings:
         uid: int,
         *,
         adapt: Callable[[Config], Config] = lambda config: config,
-        pause: Callable[[], None] = lambda: time.sleep(PAUSE_S),
+        pause: Callable[[], None] = lambda: time.sleep(READ_PAUSE_S),
     ) -> None:
         self.path = None if path is None else path.absolute()
         self.source: Source | None = None
-        """What was read and found valid last."""
+        """The last valid file."""
         self._overrides = {key: value for key, value in overrides.items() if value is not None}
         self._environment = dict(environment)
         self._uid = uid
@@ -80,33 +81,31 @@ class Settings:
 
     @property
     def defaults(self) -> Config:
-        """What holds where neither the file nor the command line says anything."""
+        """The settings without a file and command line."""
         return self._complete(Config())
 
     def load(self) -> Config:
-        """The settings to start with."""
         return self._accept(None if self.path is None else _source(self.path, _read(self.path)))
 
     def reload(self) -> Config:
-        """The settings as they are now; takes a while, because the file must not change meanwhile."""
+        """Read the settings again; takes a moment, because the file must stay unchanged."""
         return self._accept(None if self.path is None else _source(self.path, self._read_settled(self.path)))
 
     def locate(self, problem: Problem) -> Problem:
-        """The problem with the place where its key was set."""
         return self._locate(problem, self.source)
 
     def _read_settled(self, path: Path) -> bytes:
-        """A file that is the same twice; also when it is missing for a moment, as while an editor saves."""
-        last = _look(path)
+        """Read until two readings are equal; also if the file is missing for a moment, while an editor saves it."""
+        last = _try_read(path)
         for _ in range(READS_MAX):
             self._pause()
-            before, last = last, _look(path)
+            before, last = last, _try_read(path)
             if isinstance(last, bytes):
                 if last == before:
                     return last
             elif isinstance(before, ConfigError) and before.code == last.code:
                 raise last
-        raise ConfigError("config_unsettled", f"{path} does not stop changing", "reload again when it is written")
+        raise ConfigError("config_unsettled", f"{path} keeps changing", "reload again when it is complete")
 
     def _accept(self, source: Source | None) -> Config:
         values = ({} if source is None else _parse(source)) | self._overrides
@@ -125,7 +124,7 @@ class Settings:
     def _complete(self, config: Config) -> Config:
         data_dir = config.data_dir or default_data_dir(self._environment, self._uid)
         socket = config.socket or default_socket(self._environment, self._uid)
-        # Absolute, so that what `status` tells holds in every directory.
+        # Absolute, so that the paths in `status` are valid in every directory.
         return replace(
             config,
             data_dir=_absolute(data_dir),
@@ -135,7 +134,7 @@ class Settings:
 
 
 def load(path: Path | None, overrides: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> Config:
-    """The settings of a file, under those of the command line, over the defaults of this user."""
+    """The settings of a file and the command line, over the defaults of this user."""
     return Settings(path, overrides, environment, uid).load()
 
 
@@ -143,8 +142,8 @@ def _absolute(path: str) -> str:
     return os.path.abspath(path)  # noqa: PTH100 - Path.resolve would follow links
 
 
-def _look(path: Path) -> bytes | ConfigError:
-    """What can be read of a file that is there for good; empty is what one is that somebody begins to write."""
+def _try_read(path: Path) -> bytes | ConfigError:
+    """The file's bytes or the error; an empty file is an error, because an editor may have just truncated it."""
     try:
         data = _read(path, again=True)
     except ConfigError as error:
@@ -153,17 +152,17 @@ def _look(path: Path) -> bytes | ConfigError:
 
 
 def _read(path: Path, *, again: bool = False) -> bytes:
-    """A file's bytes. The first time that may be a pipe; later one in its place would be waited for without end."""
+    """The file's bytes. `again` refuses pipes, which would block a reload."""
     try:
         with open(path, "rb", opener=_open_at_once if again else None) as file:
             if again and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise _unreadable(path, "it is not a file that can be read again")
+                raise _unreadable(path, "it is not a regular file")
             data = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
         raise _unreadable(path, error.strerror) from error
     if len(data) > FILE_BYTES_MAX:
         reason = f"{path} has more than {FILE_BYTES_MAX} bytes"
-        raise ConfigError("config_too_large", reason, "name a file with settings")
+        raise ConfigError("config_too_large", reason, "name a settings file")
     return data
 
 
@@ -172,7 +171,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def _unreadable(path: Path, reason: str | None) -> ConfigError:
-    return ConfigError("config_unreadable", f"{path}: {reason}", "name a file that can be read")
+    return ConfigError("config_unreadable", f"{path}: {reason}", "name a readable file")
 
 
 def _source(path: Path, data: bytes) -> Source:
@@ -181,16 +180,16 @@ def _source(path: Path, data: bytes) -> Source:
         return Source(path, data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise _not_toml(path, f"byte {data[error.start]:#04x} is no UTF-8 (at line {line})") from error
+        raise _not_toml(path, f"byte {data[error.start]:#04x} is not UTF-8 (at line {line})") from error
 
 
 def _parse(source: Source) -> dict[str, Any]:
     try:
         return tomllib.loads(source.text)
     except (ValueError, RecursionError) as error:
-        reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
-        line = None if "(at line" in reason else broken_line(source.text)
-        where = "" if line is None else f"; what is not right begins at line {line}"
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        line = None if "(at line" in reason else invalid_line(source.text)
+        where = "" if line is None else f"; the invalid statement begins at line {line}"
         raise _not_toml(source.path, reason + where) from error
 
 
@@ -202,5 +201,5 @@ def _invalid(path: Path | None, problems: Iterable[Problem]) -> ConfigError:
     found = sorted(problems, key=lambda problem: (problem.line is None, problem.line or 0))
     where = COMMAND_LINE if all(problem.place == COMMAND_LINE for problem in found) else path
     more = len(found) - PROBLEMS_MAX
-    fix = "mend these keys" if more <= 0 else f"mend these keys and {more} more"
+    fix = "fix these keys" if more <= 0 else f"fix these keys and {more} more"
     return ConfigError("config_invalid", f"{where} is not a valid configuration", fix, found[:PROBLEMS_MAX])

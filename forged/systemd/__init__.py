@@ -1,1 +1,1 @@
-"""What the daemon and the system's service manager tell each other."""
+"""Integration with systemd: notification, watchdog, socket activation, units."""

@@ -1,7 +1,8 @@
-"""What the service manager says in the environment of what it starts.
+"""Reads the environment variables that systemd sets for a service.
 
-Law: its variables are for this process alone. They are taken out of the environment whatever they hold, so that no
-child takes them for its own; one that makes no sense is the operator's to mend, and named.
+Invariants:
+- The variables are removed from the environment, so that child processes do not use them.
+- An invalid value raises a `ConfigError` that names the variable.
 """
 
 from __future__ import annotations
@@ -13,23 +14,24 @@ from forged.errors import ConfigError
 Environment = MutableMapping[str, str]
 
 DIGITS_MAX = 20
-"""As many as the largest number of 64 bits has."""
+"""The digits of the largest 64-bit number."""
 
 
 def take(environment: Environment, name: str) -> str:
-    """The variable's value, which is gone from the environment then; empty where there is none."""
+    """Remove the variable and return its value; empty if it is not set."""
     return environment.pop(name, "")
 
 
 def whole_number(name: str, text: str) -> int | None:
-    """Read a number as systemd writes it, digits and nothing else; None for an empty text."""
+    """Parse a decimal number; None for an empty text."""
     if not text:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) <= DIGITS_MAX):
-        raise nonsense(name, text, "a whole number")
+        raise invalid_variable(name, text, "a whole number")
     return int(text)
 
 
-def nonsense(name: str, text: str, wanted: str) -> ConfigError:
-    """What to raise for a variable that cannot be understood."""
-    return ConfigError("environment_invalid", f"{name} = {text!r} is not {wanted}", "let systemd set it, or unset it")
+def invalid_variable(name: str, text: str, wanted: str) -> ConfigError:
+    return ConfigError(
+        "environment_invalid", f"{name} must be {wanted}, got {text!r}", "let systemd set it, or unset it"
+    )

@@ -1,8 +1,9 @@
-"""Which doors were opened for the daemon, and which it opens itself.
+"""Combines inherited sockets with the configured addresses.
 
-Law: nothing that was handed over is left unused, and no address is opened twice. An inherited socket takes the place of
-the configured address that is the same, and is TLS where that is; an inherited Unix socket takes the place of the
-configured one wherever it is, because there is one control socket; any other is served in addition.
+Invariants:
+- Every inherited socket is served, and no address is opened twice.
+- An inherited TCP socket replaces the configured address that is equal to it, and uses TLS if that does; any other is
+  served in addition. An inherited Unix socket always replaces the configured control socket, because there is one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ TLS_NAME = "tls"
 
 @dataclass(frozen=True, slots=True)
 class InheritedListener:
-    """Where an inherited socket listens, `unix` or `tcp`, and what its unit calls it."""
+    """The address of an inherited socket, `unix` or `tcp`, and its `FileDescriptorName=`."""
 
     address: Address
     name: str = ""
@@ -28,22 +29,22 @@ class InheritedListener:
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Where the daemon serves; `inherited` says as which of these addresses each inherited socket does, in order."""
+    """The addresses that the daemon serves; `inherited` has the address of each inherited socket, in order."""
 
     socket: str
     listen: tuple[str, ...]
     inherited: tuple[Address, ...]
 
 
-def divide(
+def assign_listeners(
     inherited: Sequence[InheritedListener], socket: str, listen: Sequence[str], default: Sequence[str]
 ) -> Listeners:
-    """Give each inherited socket its place; `default` is what `listen` is when nobody has set it."""
+    """Assign each inherited socket to an address; `default` is the default of the `listen` setting."""
     configured = {address: Address.parse(address) for address in listen}
-    served = tuple(_as_served(door, configured.values()) for door in inherited)
+    served = tuple(_served_address(listener, configured.values()) for listener in inherited)
     ports = [address for address in served if address.scheme != "unix"]
     unset = bool(ports) and tuple(listen) == tuple(default)
-    opened = [] if unset else [text for text, address in configured.items() if not _taken(address, ports)]
+    opened = [] if unset else [text for text, address in configured.items() if not _is_inherited(address, ports)]
     paths = [address.path for address in served if address.scheme == "unix"]
     if len(paths) > 1:
         raise ConfigError(
@@ -54,25 +55,25 @@ def divide(
     return Listeners(paths[0] if paths else socket, (*map(str, ports), *opened), served)
 
 
-def _as_served(door: InheritedListener, configured: Iterable[Address]) -> Address:
-    address = door.address
+def _served_address(listener: InheritedListener, configured: Iterable[Address]) -> Address:
+    address = listener.address
     if address.scheme == "unix":
         return address
     schemes = [each.scheme for each in configured if _same(each, address)]
-    scheme = schemes[0] if schemes else "tls" if door.name == TLS_NAME else "tcp"
+    scheme = schemes[0] if schemes else "tls" if listener.name == TLS_NAME else "tcp"
     return Address(scheme, host=address.host, port=address.port)
 
 
-def _taken(configured: Address, ports: Iterable[Address]) -> bool:
+def _is_inherited(configured: Address, ports: Iterable[Address]) -> bool:
     return any(_same(configured, port) for port in ports)
 
 
 def _same(one: Address, other: Address) -> bool:
-    return one.port == other.port and not _meanings(one.host).isdisjoint(_meanings(other.host))
+    return one.port == other.port and not _equivalent_hosts(one.host).isdisjoint(_equivalent_hosts(other.host))
 
 
-def _meanings(host: str) -> frozenset[str]:
-    """What a host stands for: two that share a meaning cannot both be listened at with the same port."""
+def _equivalent_hosts(host: str) -> frozenset[str]:
+    """The addresses that a host stands for; two hosts that share one cannot be bound to the same port."""
     if host.lower() == "localhost":
         return frozenset({"127.0.0.1", "::1"})
     try:
@@ -81,5 +82,5 @@ def _meanings(host: str) -> frozenset[str]:
         return frozenset({host.lower()})
     if isinstance(number, IPv6Address):
         number = number.ipv4_mapped or number
-    # Listening at all IPv6 addresses, as systemd does for a bare port, takes the IPv4 ones too.
+    # Listening on all IPv6 addresses, as systemd does for a bare port, includes all IPv4 addresses.
     return frozenset({"any" if number.is_unspecified else str(number)})

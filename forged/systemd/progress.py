@@ -1,7 +1,8 @@
-"""Whether work that waits is being done.
+"""Detects work queues that make no progress.
 
-Law: where something waited at two looks in a row and nothing was done in between, nothing gets on. One look proves
-nothing, and a queue that is long but moves is no fault.
+Invariants:
+- A queue is stuck if work waited at two consecutive checks and nothing was completed in between. A long queue that
+  moves is not stuck.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """Work that is done one after the other: whether some waits or is being done, and how much was done so far."""
+class WorkQueue:
+    """A queue: whether work is waiting or running, and how much was completed so far."""
 
     name: str
     waiting: bool
@@ -20,13 +21,13 @@ class Lane:
 
 
 class Progress:
-    """What was seen at the last look."""
+    """The state of the queues at the last check."""
 
     def __init__(self) -> None:
-        self._before: Mapping[str, Lane] = {}
+        self._before: Mapping[str, WorkQueue] = {}
 
-    def stuck(self, lanes: Iterable[Lane]) -> list[str]:
-        """The names of the lanes in which nothing has got on since the last look."""
-        now = {lane.name: lane for lane in lanes}
+    def stuck(self, queues: Iterable[WorkQueue]) -> list[str]:
+        """The names of the queues without progress since the last check."""
+        now = {queue.name: queue for queue in queues}
         before, self._before = self._before, now
-        return [name for name, lane in now.items() if lane.waiting and before.get(name) == lane]
+        return [name for name, queue in now.items() if queue.waiting and before.get(name) == queue]

@@ -1,7 +1,4 @@
-"""The line about the daemon that `systemctl status` shows.
-
-Law: it says what an operator wants to know first, changes only when that does, and is never worth waiting for.
-"""
+"""Keeps the status line that `systemctl status` shows up to date."""
 
 from __future__ import annotations
 
@@ -13,22 +10,21 @@ from forged.errors import ForgedError
 from forged.status.model import Status
 from forged.systemd.notify import Notifier
 
-LOOK_INTERVAL_S = 5.0
+UPDATE_INTERVAL_S = 5.0
 RETRY_INTERVAL_S = 0.5
-"""How soon what the manager must hear, and did not, is tried again."""
+"""The pause before an unsent message is retried."""
 
 
 def status_line(status: Status) -> str:
-    """The daemon in a few words."""
     if status.trouble is not None:
         return f"cannot write: {status.trouble}"
     counts = ", ".join((_count(status.jobs, "job"), _count(status.connections, "connection")))
     return f"{counts}, fact {status.last_fact}"
 
 
-async def look(read_status: Callable[[], Awaitable[Status]]) -> str:
-    """The line as it is now, whatever the daemon answers; empty when it does not in time."""
-    with anyio.move_on_after(LOOK_INTERVAL_S):
+async def read_status_line(read_status: Callable[[], Awaitable[Status]]) -> str:
+    """The current status line; the error if the daemon refuses, empty if it does not answer in time."""
+    with anyio.move_on_after(UPDATE_INTERVAL_S):
         try:
             return status_line(await read_status())
         except ForgedError as error:
@@ -37,15 +33,15 @@ async def look(read_status: Callable[[], Awaitable[Status]]) -> str:
 
 
 async def report(notifier: Notifier, read_status: Callable[[], Awaitable[Status]]) -> None:
-    """Keep the line up to date for ever, and see to it that the manager hears what it must."""
+    """Update the status line and retry unsent messages, until cancelled."""
     while True:
-        while notifier.owes:
+        while notifier.has_unsent:
             await anyio.sleep(RETRY_INTERVAL_S)
             notifier.retry()
-        line = await look(read_status)
+        line = await read_status_line(read_status)
         if line:
             notifier.status(line)
-        await anyio.sleep(LOOK_INTERVAL_S)
+        await anyio.sleep(UPDATE_INTERVAL_S)
 
 
 def _count(number: int, what: str) -> str:

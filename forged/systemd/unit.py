@@ -1,7 +1,8 @@
-"""Units as texts: what is put into one where it is installed, and whose text it is by now.
+"""The texts of systemd units as they are installed.
 
-Law: what we wrote and nobody has changed since can be told from everything else, in every version. It carries its own
-digest, so neither the older texts nor a list of them need be kept.
+Invariants:
+- An installed file begins with a digest of its text, so that every version recognises files that it may overwrite
+  because an operator has not changed them.
 """
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ from pathlib import PurePath
 from forged.errors import ConfigError
 
 COMMAND = "/usr/bin/forged"
-"""What stands in the unit for the command's real path."""
+"""The command in the unit that is replaced by the installed one."""
 
 STAMP = b"# Written by forged install-service, sha256 "
 
 HIDDEN: Mapping[str, tuple[tuple[str, ...], str]] = {
     "ProtectHome": (("/home", "/root", "/run/user"), "read-only"),
-    "PrivateTmp": (("/tmp", "/var/tmp"), "no"),  # noqa: S108 - nothing is written there
+    "PrivateTmp": (("/tmp", "/var/tmp"), "no"),  # noqa: S108 - only compared with
 }
-"""By directive: the directories that it hides from the service, and what it has to be for them to be seen."""
+"""By directive: the directories that it hides from the service, and the value that makes them visible."""
 
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9_.,:+@/-]+")
 
 
 def with_command(unit: str, command: str) -> str:
-    """The unit of a daemon that is started by this command."""
+    """The unit with this command in `ExecStart=`."""
     if not _PLAIN_PATH.fullmatch(command):
         raise ConfigError(
             "command_path_unfit",
-            f"{command!r} cannot stand in a unit as it is",
-            "install forged at an absolute path of letters, digits and the signs _.,:+@-",
+            f"{command!r} cannot be written into a unit without quoting",
+            "install forged at an absolute path of letters, digits and _.,:+@-",
         )
     start = f"\nExecStart={COMMAND} "
     assert unit.count(start) == 1, "the unit starts one command"
@@ -41,7 +42,7 @@ def with_command(unit: str, command: str) -> str:
 
 
 def hidden(paths: Iterable[PurePath]) -> dict[str, PurePath]:
-    """Which directives hide one of these paths from the service, each with the first that it hides."""
+    """The directives that hide one of these paths from the service, each with the first path that it hides."""
     found: dict[str, PurePath] = {}
     for path in paths:
         for directive, (directories, _) in HIDDEN.items():
@@ -51,7 +52,7 @@ def hidden(paths: Iterable[PurePath]) -> dict[str, PurePath]:
 
 
 def unprotected(unit: str, directives: Iterable[str]) -> str:
-    """The unit without these protections, as far as the service can do with less."""
+    """The unit with these directives relaxed."""
     for directive in directives:
         protection = f"\n{directive}=yes\n"
         assert unit.count(protection) == 1, f"the unit has one {directive}="
@@ -60,12 +61,12 @@ def unprotected(unit: str, directives: Iterable[str]) -> str:
 
 
 def stamped(text: str) -> bytes:
-    """The text as it is installed, under its digest."""
+    """The text preceded by its digest."""
     body = text.encode()
     return STAMP + sha256(body).hexdigest().encode() + b"\n" + body
 
 
 def is_untouched(content: bytes) -> bool:
-    """Whether this is a stamped text, of any version, that nobody has changed since."""
+    """Whether this is a stamped text of any version, unchanged."""
     first, _, body = content.partition(b"\n")
     return first == STAMP + sha256(body).hexdigest().encode()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forged.config.lines import DEPTH_MAX, PARSED_CHARS_MAX, broken_line, key_lines
+from forged.config.lines import DEPTH_MAX, PARSED_CHARS_MAX, invalid_line, key_lines
 
 TRICKY = """\
 # comment = "no key"
@@ -114,7 +114,7 @@ def test_the_last_line_needs_no_end() -> None:
     ],
 )
 def test_what_is_not_complete_is_found_where_it_begins(text: str, line: int | None) -> None:
-    assert broken_line(text) == line
+    assert invalid_line(text) == line
 
 
 def test_a_text_that_would_take_too_long_has_lines_for_what_stands_before() -> None:
@@ -131,7 +131,7 @@ def test_keys_without_end_are_found_as_deep_as_people_write_them() -> None:
 
 
 def test_nesting_that_no_parser_follows_is_not_complete() -> None:
-    assert broken_line("a = 1\nb = " + "[" * 100_000 + "]" * 100_000) == 2
+    assert invalid_line("a = 1\nb = " + "[" * 100_000 + "]" * 100_000) == 2
 
 
 # Any text that TOML can be.

@@ -7,18 +7,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from forged.config.redaction import DEPTH_MAX, HIDDEN, shown
+from forged.config.redaction import DEPTH_MAX, HIDDEN, redacted
 
 
 @pytest.mark.parametrize("key", ["secret", "client_secret", "Password", "API_TOKEN", "key", "keys", "secret_file"])
 @pytest.mark.parametrize("value", ["x", 5, ["x"], {"a": "x"}])
 def test_what_may_be_a_secret_is_hidden_whatever_it_is(key: str, value: Any) -> None:
     settings = {"webhook": {"url": "u", "inner": [{key: value}], key: value}}
-    assert shown(settings) == {"webhook": {"url": "u", "inner": [{key: HIDDEN}], key: HIDDEN}}
+    assert redacted(settings) == {"webhook": {"url": "u", "inner": [{key: HIDDEN}], key: HIDDEN}}
 
 
 def test_frozen_settings_become_plain_ones() -> None:
-    assert shown(MappingProxyType({"a": (1, MappingProxyType({"b": (2,)}))})) == {"a": [1, {"b": [2]}]}
+    assert redacted(MappingProxyType({"a": (1, MappingProxyType({"b": (2,)}))})) == {"a": [1, {"b": [2]}]}
 
 
 @pytest.mark.parametrize(
@@ -31,19 +31,19 @@ def test_frozen_settings_become_plain_ones() -> None:
     ],
 )
 def test_what_a_reply_cannot_carry_becomes_a_text(value: object, text: str) -> None:
-    assert shown(value) == text
-    assert msgspec.msgpack.encode(shown({"x": value}))
+    assert redacted(value) == text
+    assert msgspec.msgpack.encode(redacted({"x": value}))
 
 
 def test_a_key_that_a_reply_cannot_carry_becomes_another() -> None:
-    assert shown({"\udce9": 1}) == {"\\udce9": 1}
+    assert redacted({"\udce9": 1}) == {"\\udce9": 1}
 
 
 def test_what_is_nested_too_deep_is_not_shown() -> None:
     deep: Any = 1
     for _ in range(100_000):
         deep = {"a": [deep]}
-    told = shown(deep)
+    told = redacted(deep)
     for _ in range(DEPTH_MAX // 2):
         told = told["a"][0]
     assert told == {"a": "..."}

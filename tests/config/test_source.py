@@ -161,7 +161,7 @@ host-a = "none"
 def test_a_mistake_names_the_file_the_line_the_value_and_what_would_be_right(tmp_path: Path) -> None:
     error = refusal(lambda: read(tmp_path, "\n\nin_flight_max = 0\ndrain_timeout_s = 'x'"))
     assert str(error).splitlines() == [
-        f"{tmp_path / 'forged.toml'} is not a valid configuration (mend these keys)",
+        f"{tmp_path / 'forged.toml'} is not a valid configuration (fix these keys)",
         "  line 3: in_flight_max must be 1 to 1000000, got 0",
         "  line 4: drain_timeout_s must be a number, 0 to 3600, got 'x'",
     ]
@@ -202,16 +202,16 @@ def test_a_file_of_nothing_but_mistakes_is_told_in_a_page(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"data_dir = ", "Invalid value (at end of document); what is not right begins at line 1"),
-        (b"socket_mode = 1\n\nlisten = [\n'a',\n", "; what is not right begins at line 3"),
-        (b"a = 1\nb = '''\nc = 1\n", "; what is not right begins at line 2"),
+        (b"data_dir = ", "Invalid value (at end of document); the invalid statement begins at line 1"),
+        (b"socket_mode = 1\n\nlisten = [\n'a',\n", "; the invalid statement begins at line 3"),
+        (b"a = 1\nb = '''\nc = 1\n", "; the invalid statement begins at line 2"),
         (b"a = 1\nb = x\n", "(at line 2, column 5)"),
         (b"a = 1\na = 2\n", "(at line 2, column 6)"),
         (b"[t]\n[t]\n", "(at line 2, column 3)"),
-        (b"a = 1\nb = '\xff\xfe'\n", "byte 0xff is no UTF-8 (at line 2)"),
-        (b"\xff\xfe", "byte 0xff is no UTF-8 (at line 1)"),
-        (b"a = 1\nb = " + b"[" * 10_000, "it is nested too deep; what is not right begins at line 2"),
-        (b"a = 1\n\nb = " + b"9" * 10_000, "; what is not right begins at line 3"),
+        (b"a = 1\nb = '\xff\xfe'\n", "byte 0xff is not UTF-8 (at line 2)"),
+        (b"\xff\xfe", "byte 0xff is not UTF-8 (at line 1)"),
+        (b"a = 1\nb = " + b"[" * 10_000, "it is nested too deeply; the invalid statement begins at line 2"),
+        (b"a = 1\n\nb = " + b"9" * 10_000, "; the invalid statement begins at line 3"),
         (b"\0", "(at line 1, column 1)"),
         (b"{}", "(at line 1, column 1)"),
     ],

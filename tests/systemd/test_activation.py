@@ -50,16 +50,16 @@ async def main():
     inherited = inherited_sockets(os.environ, os.getpid())
     config, network = activated(Config(socket=sys.argv[1], listen=()), SystemNetwork(), inherited)
     wanted = [Address("unix", path=config.socket), *map(Address.parse, config.listen)]
-    doors = [await network.listen(address, Answer) for address in wanted]
+    listeners = [await network.listen(address, Answer) for address in wanted]
     told = {
         "names": [each.name for each in inherited],
-        "doors": [str(door.address) for door in doors],
+        "doors": [str(listener.address) for listener in doors],
         "inherited": [each.sock.get_inheritable() for each in inherited],
         "left": [name for name in os.environ if name.startswith("LISTEN_")],
     }
     await over.wait()
-    for door in doors:
-        await door.close()
+    for listener in doors:
+        await listener.close()
 
 asyncio.run(main())
 """
@@ -118,7 +118,7 @@ def test_what_is_not_for_this_process_is_left_alone_and_not_passed_on(environmen
 )
 def test_what_makes_no_sense_is_named(name: str, value: str) -> None:
     environment = {"LISTEN_PID": "7", "LISTEN_FDS": "1", "LISTEN_FDNAMES": ""} | {name: value}
-    with pytest.raises(ConfigError, match=f"{name} = '{value}'"):
+    with pytest.raises(ConfigError, match=f"{name} must be .*, got '{value}'"):
         inherited_sockets(environment, PID)
     assert environment == {}
 
@@ -142,7 +142,7 @@ import os
 from forged.errors import ConfigError
 from forged.systemd.activation import inherited_sockets
 try:
-    print([each.door for each in inherited_sockets(os.environ, os.getpid())])
+    print([each.listener for each in inherited_sockets(os.environ, os.getpid())])
 except ConfigError as error:
     print(error.code, error)
 """
@@ -188,7 +188,7 @@ def test_a_unix_socket_without_a_path_is_refused() -> None:
         sock.bind(f"\0forged-test-{os.getpid()}")
         sock.listen()
         with pytest.raises(ConfigError) as raised:
-            _ = InheritedSocket(sock, "").door
+            _ = InheritedSocket(sock, "").listener
     assert raised.value.code == "socket_without_path"
 
 
@@ -264,7 +264,7 @@ async def test_a_socket_that_does_not_listen_is_refused(
 async def test_what_was_not_inherited_is_opened(tmp_path: Path, ends: Ends) -> None:
     with listening(tmp_path, "unix") as [sock]:
         [inherited] = handed(sock)
-        network = ActivatedNetwork(SystemNetwork(), [(inherited.door.address, inherited.sock)])
+        network = ActivatedNetwork(SystemNetwork(), [(inherited.listener.address, inherited.sock)])
         assert (await ends.listen(network, Address("tcp", host="127.0.0.1"))).address.port != 0
         inherited.sock.close()
 

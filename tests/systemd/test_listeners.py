@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from forged.errors import ConfigError
 from forged.net.transport.port import Address
-from forged.systemd.listeners import InheritedListener, Listeners, divide
+from forged.systemd.listeners import InheritedListener, Listeners, assign_listeners
 
 SOCKET = "/run/forged/forged.sock"
 DEFAULT = ("tcp://127.0.0.1:7433",)
@@ -18,16 +18,16 @@ def tcp(host: str, port: int, name: str = "") -> InheritedListener:
 
 
 def divided(*inherited: InheritedListener, listen: tuple[str, ...] = DEFAULT) -> tuple[str, ...]:
-    return divide(inherited, SOCKET, listen, DEFAULT).listen
+    return assign_listeners(inherited, SOCKET, listen, DEFAULT).listen
 
 
 def test_nothing_inherited_changes_nothing() -> None:
-    assert divide([], SOCKET, DEFAULT, DEFAULT) == Listeners(SOCKET, DEFAULT, ())
+    assert assign_listeners([], SOCKET, DEFAULT, DEFAULT) == Listeners(SOCKET, DEFAULT, ())
 
 
 def test_a_unix_socket_takes_the_place_of_the_configured_one_wherever_it_is() -> None:
     other = InheritedListener(Address("unix", path="/elsewhere"), "control")
-    assert divide([other], SOCKET, DEFAULT, DEFAULT) == Listeners("/elsewhere", DEFAULT, (other.address,))
+    assert assign_listeners([other], SOCKET, DEFAULT, DEFAULT) == Listeners("/elsewhere", DEFAULT, (other.address,))
 
 
 def test_the_default_is_not_opened_beside_a_tcp_socket() -> None:
@@ -79,7 +79,7 @@ def test_one_that_is_not_configured_is_tls_if_its_name_says_so() -> None:
 def test_two_unix_sockets_are_one_too_many() -> None:
     other = InheritedListener(Address("unix", path="/elsewhere"))
     with pytest.raises(ConfigError, match=r"/run/forged/forged\.sock, /elsewhere") as raised:
-        divide([UNIX, other], SOCKET, DEFAULT, DEFAULT)
+        assign_listeners([UNIX, other], SOCKET, DEFAULT, DEFAULT)
     assert raised.value.code == "sockets_too_many"
 
 
@@ -97,18 +97,18 @@ texts = st.builds(
 def test_every_inherited_socket_is_served_and_its_address_can_be_found_again(
     inherited: list[InheritedListener], listen: list[str]
 ) -> None:
-    doors = divide(inherited, SOCKET, listen, DEFAULT)
-    found = [Address.parse(text) for text in doors.listen]
-    assert found[: len(inherited)] == list(doors.inherited)
-    assert [(door.host, door.port) for door in doors.inherited] == [
-        (door.address.host, door.address.port) for door in inherited
+    listeners = assign_listeners(inherited, SOCKET, listen, DEFAULT)
+    found = [Address.parse(text) for text in listeners.listen]
+    assert found[: len(inherited)] == list(listeners.inherited)
+    assert [(listener.host, listener.port) for listener in listeners.inherited] == [
+        (listener.address.host, listener.address.port) for listener in inherited
     ]
-    assert set(doors.listen[len(inherited) :]) <= set(listen)
+    assert set(listeners.listen[len(inherited) :]) <= set(listen)
 
 
-def place(door: InheritedListener) -> tuple[str, int]:
+def place(listener: InheritedListener) -> tuple[str, int]:
     """Where only one socket can be."""
-    return door.address.host.replace("0.0.0.0", "::"), door.address.port
+    return listener.address.host.replace("0.0.0.0", "::"), listener.address.port
 
 
 sockets_apart = st.lists(st.builds(tcp, hosts, ports, st.sampled_from(["", "tls"])), max_size=4, unique_by=place)
@@ -116,5 +116,5 @@ sockets_apart = st.lists(st.builds(tcp, hosts, ports, st.sampled_from(["", "tls"
 
 @given(sockets_apart, st.lists(texts, max_size=4))
 def test_dividing_again_what_was_divided_changes_nothing(inherited: list[InheritedListener], listen: list[str]) -> None:
-    doors = divide(inherited, SOCKET, listen, DEFAULT)
-    assert divide(inherited, doors.socket, doors.listen, DEFAULT) == doors
+    listeners = assign_listeners(inherited, SOCKET, listen, DEFAULT)
+    assert assign_listeners(inherited, listeners.socket, listeners.listen, DEFAULT) == listeners

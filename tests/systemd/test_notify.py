@@ -63,7 +63,7 @@ def test_without_a_manager_nothing_is_told(environment: dict[str, str]) -> None:
     notifier.reloading(1)
     notifier.watchdog()
     notifier.retry()
-    assert (notifier.active, notifier.owes) == (False, False)
+    assert (notifier.active, notifier.has_unsent) == (False, False)
 
 
 @pytest.mark.parametrize("address", ["@", "/", "relative", "vsock:2:1"])
@@ -103,10 +103,10 @@ class TestABusyManager:
     def test_hears_in_the_end_that_the_daemon_is_ready(self, manager: Manager) -> None:
         waiting, notifier = manager.be_busy(), manager.notifier
         notifier.ready("serving")
-        assert notifier.owes
+        assert notifier.has_unsent
         assert len(manager.heard()) == waiting
         notifier.retry()
-        assert not notifier.owes
+        assert not notifier.has_unsent
         assert manager.heard() == [["READY=1", "STATUS=serving"]]
         notifier.retry()
         assert manager.heard() == []
@@ -137,7 +137,7 @@ class TestABusyManager:
         manager.be_busy()
         notifier = manager.notifier
         notifier.status("lost")
-        assert not notifier.owes
+        assert not notifier.has_unsent
         manager.heard()
         notifier.status("lost")
         assert manager.heard() == [["STATUS=lost"]]
@@ -150,7 +150,7 @@ def test_a_manager_that_is_gone_hears_it_when_it_is_back(tmp_path: Path) -> None
     (tmp_path / "notify").unlink()
     notifier.retry()
     notifier.watchdog()
-    assert notifier.owes
+    assert notifier.has_unsent
     with at(tmp_path) as manager:
         notifier.retry()
         assert manager.heard() == [["READY=1", "STATUS=serving"]]
@@ -159,4 +159,4 @@ def test_a_manager_that_is_gone_hears_it_when_it_is_back(tmp_path: Path) -> None
 def test_an_address_that_is_too_long_is_survived() -> None:
     notifier = Notifier(f"/{'x' * 200}")
     notifier.ready("serving")
-    assert notifier.owes
+    assert notifier.has_unsent

@@ -8,7 +8,7 @@ import pytest
 
 from forged.errors import Unavailable
 from forged.status.model import Status
-from forged.systemd.report import LOOK_INTERVAL_S, report, status_line
+from forged.systemd.report import UPDATE_INTERVAL_S, report, status_line
 from tests.kernel_fixture import on_virtual_time
 from tests.systemd.manager import Manager
 
@@ -43,10 +43,10 @@ async def test_the_line_is_told_when_it_changes_and_not_more_often_than_somebody
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(report, manager.notifier, read)
-        await anyio.sleep(LOOK_INTERVAL_S * 3.5)
+        await anyio.sleep(UPDATE_INTERVAL_S * 3.5)
         for jobs in range(1, 100):  # noqa: B007 - the reader sees it
-            await anyio.sleep(LOOK_INTERVAL_S / 50)
-        await anyio.sleep(LOOK_INTERVAL_S)
+            await anyio.sleep(UPDATE_INTERVAL_S / 50)
+        await anyio.sleep(UPDATE_INTERVAL_S)
         tasks.cancel_scope.cancel()
     messages = manager.heard()
     assert messages[0] == ["STATUS=0 jobs, 0 connections, fact 0"]
@@ -69,7 +69,7 @@ async def test_a_daemon_that_refuses_or_is_silent_is_looked_at_again(manager: Ma
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(report, manager.notifier, read)
-        await anyio.sleep(LOOK_INTERVAL_S * 4)
+        await anyio.sleep(UPDATE_INTERVAL_S * 4)
         tasks.cancel_scope.cancel()
     assert manager.heard() == [
         ["STATUS=cannot answer: state is being reloaded"],
@@ -86,8 +86,8 @@ async def test_readiness_that_did_not_get_through_is_told_as_soon_as_it_does(man
     notifier.ready("serving")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(report, notifier, read)
-        await anyio.sleep(LOOK_INTERVAL_S)
-        assert notifier.owes
+        await anyio.sleep(UPDATE_INTERVAL_S)
+        assert notifier.has_unsent
         assert len(manager.heard()) == waiting
         await anyio.sleep(1)
         tasks.cancel_scope.cancel()

@@ -10,7 +10,7 @@ import pytest
 from forged.errors import ConfigError, Unavailable
 from forged.kernel.messages import Call, Decision, Nothing, Record, Request
 from forged.status.model import PingDaemon
-from forged.systemd.watchdog import BusProbe, feed, feeding_interval_s
+from forged.systemd.watchdog import BusProbe, feed_watchdog, watchdog_interval_s
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import Added, Echoed, Kernel, on_virtual_time, running
 from tests.systemd.manager import Manager
@@ -21,22 +21,22 @@ FED = ["WATCHDOG=1"]
 
 class TestTheInterval:
     def test_is_a_third_of_the_timeout(self) -> None:
-        assert feeding_interval_s({"WATCHDOG_USEC": "30000000"}, 7) == 10
-        assert feeding_interval_s({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "7"}, 7) == 10
+        assert watchdog_interval_s({"WATCHDOG_USEC": "30000000"}, 7) == 10
+        assert watchdog_interval_s({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "7"}, 7) == 10
 
     @pytest.mark.parametrize(
         "environment",
         [{}, {"WATCHDOG_USEC": "0"}, {"WATCHDOG_PID": "7"}, {"WATCHDOG_USEC": "3000", "WATCHDOG_PID": "8"}],
     )
     def test_is_none_where_nobody_wants_to_hear_of_this_process(self, environment: dict[str, str]) -> None:
-        assert feeding_interval_s(environment, 7) is None
+        assert watchdog_interval_s(environment, 7) is None
         assert environment == {}
 
     @pytest.mark.parametrize("name", ["WATCHDOG_USEC", "WATCHDOG_PID"])
     def test_that_makes_no_sense_is_the_operators_to_mend(self, name: str) -> None:
         environment = {"WATCHDOG_USEC": "1", "WATCHDOG_PID": "1"} | {name: "soon"}
-        with pytest.raises(ConfigError, match=f"{name} = 'soon'"):
-            feeding_interval_s(environment, 1)
+        with pytest.raises(ConfigError, match=f"{name} must be a whole number, got 'soon'"):
+            watchdog_interval_s(environment, 1)
         assert environment == {}
 
 
@@ -53,7 +53,7 @@ async def fed(
         register(kernel)
 
     async with running(store, serve) as kernel, anyio.create_task_group() as tasks:
-        tasks.start_soon(feed, manager.notifier, INTERVAL_S, BusProbe(kernel.bus, INTERVAL_S))
+        tasks.start_soon(feed_watchdog, manager.notifier, INTERVAL_S, BusProbe(kernel.bus, INTERVAL_S))
         # Between two feeds, so that nothing that is counted falls on the border.
         await anyio.sleep(INTERVAL_S / 2)
         yield kernel
@@ -209,7 +209,7 @@ async def test_a_probe_that_is_late_once_is_asked_again_at_once(manager: Manager
 
     async with anyio.create_task_group() as tasks:
         began = anyio.current_time()
-        tasks.start_soon(feed, manager.notifier, INTERVAL_S, probe)
+        tasks.start_soon(feed_watchdog, manager.notifier, INTERVAL_S, probe)
         await anyio.sleep(INTERVAL_S * 1.5)
         tasks.cancel_scope.cancel()
     assert [at - began for at in asked] == [0, INTERVAL_S]

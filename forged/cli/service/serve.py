@@ -41,8 +41,8 @@ from forged.plugins.host.loader import find
 from forged.status.model import ReadStatus
 from forged.systemd.activation import activated, inherited_sockets
 from forged.systemd.notify import Notifier
-from forged.systemd.report import look, report
-from forged.systemd.watchdog import BusProbe, feed, feeding_interval_s
+from forged.systemd.report import read_status_line, report
+from forged.systemd.watchdog import BusProbe, feed_watchdog, watchdog_interval_s
 from forged.telemetry.log import configure
 from forged.version import VERSION
 
@@ -84,7 +84,7 @@ class Process:
 
     def __init__(self, path: Path | None, flags: Mapping[str, Any]) -> None:
         self._notifier = Notifier.from_environment(os.environ)
-        self._feeding_s = feeding_interval_s(os.environ, os.getpid())
+        self._watchdog_s = watchdog_interval_s(os.environ, os.getpid())
         self._inherited = inherited_sockets(os.environ, os.getpid())
         self._files = FileLimit()
         self._settings = Settings(path, flags, os.environ, os.getuid(), adapt=self._adapt)
@@ -189,9 +189,9 @@ class Process:
         if not self._notifier.active:
             return
         tasks.start_soon(report, self._notifier, partial(daemon.bus.ask, ReadStatus()))
-        if self._feeding_s is not None:
-            probe = BusProbe(daemon.bus, self._feeding_s)
-            tasks.start_soon(feed, self._notifier, self._feeding_s, probe, self._logs.log)
+        if self._watchdog_s is not None:
+            probe = BusProbe(daemon.bus, self._watchdog_s)
+            tasks.start_soon(feed_watchdog, self._notifier, self._watchdog_s, probe, self._logs.log)
 
     async def _report_ready(self, daemon: Daemon) -> None:
         addresses = [f"unix://{self._config.socket}", *daemon.listening]
@@ -216,7 +216,7 @@ class Process:
         self._logs.log.info("the daemon is stopping; a second signal kills it")
 
     async def _status(self, daemon: Daemon) -> str:
-        return await look(partial(daemon.bus.ask, ReadStatus()))
+        return await read_status_line(partial(daemon.bus.ask, ReadStatus()))
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
