@@ -1,227 +1,179 @@
-"""Refusals of any system call, once or for ever: a typed error or success, and no partial checkpoint."""
+"""Trying again what may pass, and clearing away what came to nothing."""
 
 from __future__ import annotations
 
-import errno
-from contextlib import suppress
-from functools import partial
-from itertools import islice, product
-from typing import Any, get_args
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-import numpy as np
 import pytest
 
-from forged.checkpoint import checkpoint
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.ports import CancelToken
+from forged.checkpoint.ports import CancelToken, Reader, RemoteStorage, Storage
 from forged.checkpoint.storage import listing
-from forged.checkpoint.storage.local import LocalStorage
-from tests.checkpoint.crash_trials import (
-    BEFORE,
-    CONVERT,
-    DELETE,
-    SAVE,
-    SHORT,
-    Action,
-    Group,
-    Lasting,
-    after_power_cuts,
-    after_refusals,
-    after_trouble,
-    before,
-    failing_from,
-    operations,
-)
-from tests.checkpoint.faulty_files import Act, Fault, NthFails, with_fault
-from tests.checkpoint.memory_files import EMPTY, MemoryFiles
-from tests.checkpoint.save_history import AT, Finder, load_all, same, state
-from tests.checkpoint.test_crash_states import WORLDS
-from tests.sweeps import share
+from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
+from forged.retry import RetryPolicy
+from tests.checkpoint.faulty_storage import Fault, FaultyStorage, broken
+from tests.checkpoint.memory_storage import MemoryStorage
+from tests.checkpoint.sources import CopiedSource
 
-FOREGROUND = [world for world in WORLDS[:5] if not world.in_background]
-DONE = [(world, deed) for world in FOREGROUND for deed in (SAVE, DELETE)] + [(Group(), CONVERT)]
-NUMBERS = {
-    "short": SHORT,
-    "EIO": errno.EIO,
-    "ENOSPC": errno.ENOSPC,
-    "EINTR": errno.EINTR,
-    "ETIMEDOUT": errno.ETIMEDOUT,
+NEVER = CancelToken()
+
+
+def passing() -> BaseException:
+    return broken(retryable=True)
+
+
+def first(times: int, *, after: bool = False, error: Callable[[], BaseException] = passing) -> Fault:
+    """So many operations fail."""
+    failed = 0
+
+    def fault(number: int, what: str, done: bool) -> None:
+        nonlocal failed
+        if done == after and failed < times:
+            failed += 1
+            raise error()
+
+    return fault
+
+
+def patient(faulty: Storage, attempts: int | None = 3, **policy: Any) -> tuple[Storage, list[float]]:
+    """A storage with a handler, and the pauses that it makes."""
+    pauses: list[float] = []
+    handler = FaultToleranceHandler(faulty, RetryPolicy(attempts, **policy), lambda: 0.5, pauses.append)
+    return handler.guard(faulty), pauses
+
+
+def opened(storage: Storage) -> int:
+    with storage.open("there") as reader:
+        return reader.size
+
+
+ACTS: dict[str, Callable[[Storage], Any]] = {
+    "sync_names": lambda storage: storage.sync_names(["there"]),
+    "publish": lambda storage: storage.publish("new", b"data"),
+    "open": lambda storage: opened(storage),
+    "free_bytes": lambda storage: storage.free_bytes(),
+    "read": lambda storage: storage.read("there", 10),
+    "entries": lambda storage: list(storage.entries()),
+    "move": lambda storage: storage.move("there", "elsewhere"),
+    "delete": lambda storage: storage.delete(["there"]),
 }
-WAYS = [way for way in product(NUMBERS.values(), get_args(Lasting)) if way[0] != SHORT]
-TURNS = 4
-"""So each operation is refused once, with all of its kind, and with all behind it, each time with another error."""
-PASSING = [errno.EIO, errno.EINTR, errno.ETIMEDOUT]
 
 
-@pytest.mark.parametrize("lasting", get_args(Lasting))
-@pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
-@pytest.mark.parametrize(("world", "deed"), DONE, ids=str)
-def test_no_refusal_leaves_a_partial_checkpoint_or_files(
-    world: Group, number: int, lasting: Lasting, deed: Action
-) -> None:
-    image = before(world)
-    names = operations(world, image, deed)
-    moments = (
-        [moment for moment, name in enumerate(names) if name == "write"]
-        if number == SHORT
-        else share(len(names), WAYS.index((number, lasting)), TURNS)
-    )
-    assert list(islice(after_refusals(world, image, deed, number, lasting, moments=moments), 5)) == []
+@pytest.fixture
+def memory() -> MemoryStorage:
+    memory = MemoryStorage()
+    memory.files["there"] = b"data"
+    return memory
 
 
-def test_a_refusal_in_the_background_leaves_nothing_half_there_and_nothing_for_ever() -> None:
-    """The ranks may then hear of each other's trouble too late, or never: it is over when the time is."""
-    world = Group(2, in_background=True, timeout_s=0.3)
-    assert list(islice(after_refusals(world, before(world), SAVE, errno.EIO, "once"), 5)) == []
+@pytest.mark.parametrize("act", ACTS)
+def test_every_operation_is_tried_again_with_pauses(memory: MemoryStorage, act: str) -> None:
+    faulty = FaultyStorage(memory, first(2))
+    storage, pauses = patient(faulty, delay_s=1.0, exponential=True, jitter=0.5)
+    ACTS[act](storage)
+    assert faulty.calls.count(act) == 3
+    assert pauses == [0.75, 1.5]
 
 
-@pytest.mark.parametrize("deed", [SAVE, DELETE], ids=["save", "delete"])
-@pytest.mark.parametrize("number", PASSING, ids=["EIO", "EINTR", "ETIMEDOUT"])
-@pytest.mark.parametrize("world", [Group(retries=2), Group(2, in_background=True, retries=2)], ids=str)
-def test_what_passes_is_waited_out(world: Group, number: int, deed: Action) -> None:
-    image = before(world)
-    for first in share(len(operations(world, image, deed)), PASSING.index(number), len(PASSING), first=1):
-        is_synced = False
-        refuse = failing_from(first, number, "once")
-
-        def fault(count: int, name: str, act: Act, first: int = first, refuse: Fault = refuse) -> Any:
-            nonlocal is_synced
-            is_synced |= count == first and name == "sync_directory"
-            return refuse(count, name, act)
-
-        try:
-            deed.act(world.history(world.disk(image), fault))
-        except CheckpointException:
-            assert is_synced, "all else is tried again"
-            assert number != errno.EINTR
+@pytest.mark.parametrize("act", ACTS)
+def test_what_goes_on_failing_is_raised_in_the_end(memory: MemoryStorage, act: str) -> None:
+    faulty = FaultyStorage(memory, first(9))
+    storage, pauses = patient(faulty)
+    with pytest.raises(CheckpointException, match="broken"):
+        ACTS[act](storage)
+    assert (faulty.calls.count(act), pauses) == (3, [1.0, 1.0])
 
 
-@pytest.mark.parametrize("is_new", [True, False], ids=["new", "used"])
-@pytest.mark.parametrize(
-    "world", [Group(retries=2), Group(2, retries=2), Group(retries=2, lacking=("unnamed",))], ids=str
-)
-def test_a_save_whose_directories_could_not_be_synced_fails_and_the_next_one_outlives_a_power_cut(
-    world: Group, is_new: bool
-) -> None:
-    """A second sync may succeed, and tells nothing of what the first one was to write."""
-    image = EMPTY if is_new else before(world)
-    again = world._replace(options=(("seed", 1),))
-    for nth in range(100):
-        memory = world.disk(image)
-        fault = NthFails(nth, "sync_directory", errno.EIO)
-        with suppress(CheckpointException):
-            world.history(memory, fault).save("new", 2)
-            assert not fault.has_come
-        if not fault.has_come:
-            break
-        assert memory.image.files == image.files
-        again.history(memory).save("new", 2)
-        assert list(islice(after_power_cuts(memory, Finder(world.size), {} if is_new else BEFORE), 5)) == []
-    assert 2 < nth < 99
+@pytest.mark.parametrize("act", ACTS)
+def test_what_does_not_pass_is_raised_at_once(memory: MemoryStorage, act: str) -> None:
+    faulty = FaultyStorage(memory, first(9, error=broken))
+    storage, pauses = patient(faulty)
+    with pytest.raises(CheckpointException, match="broken"):
+        ACTS[act](storage)
+    assert (len(faulty.calls), pauses) == (1, [])
 
 
-class Clock:
-    """A clock that jumps."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+def test_foreign_errors_are_not_tried_again(memory: MemoryStorage) -> None:
+    storage, pauses = patient(FaultyStorage(memory, first(9, error=lambda: OSError(5, "io"))))
+    with pytest.raises(OSError, match="io"):
+        storage.read("there", 10)
+    assert pauses == []
 
 
-@pytest.mark.parametrize(("world", "deed"), DONE[:4], ids=str)
-def test_an_operation_that_takes_too_long_ends_it_in_time(
-    world: Group, deed: Action, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    image = before(world)
-    found: list[str] = []
-    for first in range(len(operations(world, image, deed))):
-        clock = Clock()
-        monkeypatch.setattr(checkpoint, "CancelToken", partial(CancelToken, monotonic=clock))
+def test_what_fails_only_when_it_is_entered_is_tried_again_and_what_is_read_then_is_not(memory: MemoryStorage) -> None:
+    class Late(MemoryStorage):
+        tries = 0
 
-        def slow(number: int, name: str, act: Act, first: int = first, clock: Clock = clock) -> Any:
-            result = act()
-            if number == first:
-                clock.now += 1e6
-            return result
+        @contextmanager
+        def open(self, name: str) -> Iterator[Reader]:
+            self.tries += 1
+            if self.tries < 3:
+                raise broken(retryable=True)
+            with super().open(name) as reader:
+                yield reader
 
-        found += after_trouble(world, image, deed, slow)
-    assert found == []
+    late = Late()
+    late.files = memory.files
+    storage, _ = patient(late)
+    with pytest.raises(CheckpointException, match="in the block"), storage.open("there"):
+        raise CheckpointException("in the block", retryable=True)
+    assert late.tries == 3
 
 
-def test_a_save_that_takes_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, memory = Clock(), MemoryFiles()
-    monkeypatch.setattr(checkpoint, "CancelToken", partial(CancelToken, monotonic=clock))
+def test_a_write_is_tried_again_from_its_beginning(memory: MemoryStorage) -> None:
+    token = CancelToken(1000.0, monotonic=lambda: 0.0)
+    storage, _ = patient(FaultyStorage(memory, first(2)), delay_s=0.001)
+    storage.write("new", CopiedSource(b"bytes"), token)
+    assert memory.files["new"] == b"bytes"
 
-    def slow(number: int, name: str, act: Act) -> Any:
-        clock.now += 1e6 if name == "reserve" else 0
-        return act()
 
+def test_cancelled_token_ends_retries(memory: MemoryStorage) -> None:
+    times = iter([0.0, *[0.4] * 2, *[2.0] * 20])
+    storage, _ = patient(FaultyStorage(memory, first(99)), None, delay_s=0.001)
     with pytest.raises(CheckpointException) as caught:
-        Group().history(memory, slow).save("new", 1)
+        storage.write("new", CopiedSource(b"bytes"), CancelToken(1.0, monotonic=lambda: next(times)))
     assert caught.value.type is ExceptionType.TIMEOUT
-    assert memory.image.files == {}
 
 
-@pytest.mark.parametrize("lasting", get_args(Lasting))
-@pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
-def test_what_is_loaded_is_right_or_an_error(number: int, lasting: Lasting) -> None:
-    image = before(Group(2))
-    outcomes: list[bool | str] = []
-    wanted = [state(1, rank, 2) for rank in range(2)]
-    for first in range(1, 100):
-        memory = MemoryFiles(image)
-        storage = LocalStorage(AT, files=with_fault(memory, failing_from(first, number, lasting)))
-        try:
-            outcomes.append(all(map(same, load_all(storage, "old"), wanted)))
-        except CheckpointException as error:
-            outcomes.append(error.code)
-        assert memory.descriptors == 0
-    assert outcomes[-1] is True, "no load takes so many operations"
-    assert False not in outcomes
+def test_a_storage_that_is_bounded_stops_all_its_operations(memory: MemoryStorage) -> None:
+    storage, _ = patient(FaultyStorage(memory, first(99)), None, delay_s=0.001)
+    stopped = CancelToken()
+    stopped.cancel()
+    assert isinstance(storage, RemoteStorage)
+    with pytest.raises(CheckpointException, match="cancelled"):
+        storage.bounded(stopped).read("there", 10)
 
 
-def test_a_read_that_gives_less_is_gone_on_with() -> None:
-    memory = MemoryFiles(before(Group()))
-
-    def fault(number: int, name: str, act: Act) -> Any:
-        if name != "read":
-            return act()
-        assert isinstance(act, partial)
-        fd, room, offset = act.args
-        return act.func(fd, room[: max(1, len(room) // 3)], offset)
-
-    [found] = load_all(LocalStorage(AT, files=with_fault(memory, fault)), "old")
-    assert same(found, state(1))
+def test_a_document_that_got_through_is_not_taken_for_another_ones(memory: MemoryStorage) -> None:
+    faulty = FaultyStorage(memory, first(1, after=True))
+    storage, _ = patient(faulty)
+    storage.publish("new", b"data")
+    assert memory.files["new"] == b"data"
+    assert faulty.calls == ["publish", "publish", "read", "sync_names"]
 
 
-def test_a_list_that_cannot_be_read_is_an_error_and_not_empty() -> None:
-    memory = MemoryFiles(before(Group()))
-    for first in range(1, 3):
-        storage = LocalStorage(AT, files=with_fault(memory, failing_from(first, errno.EIO, "once")))
-        with pytest.raises(CheckpointException):
-            listing.prefixes(storage)
-
-
-def test_what_one_rank_cannot_write_no_rank_has_saved() -> None:
-    """Only one of two disks is full, and both ranks are told."""
-    memory = MemoryFiles()
-
-    def fault(number: int, name: str, act: Act) -> Any:
-        if name == "reserve":
-            raise OSError(errno.ENOSPC, "full")
-        return act()
-
+def test_file_of_another_save_is_kept(memory: MemoryStorage) -> None:
+    storage, _ = patient(FaultyStorage(memory))
     with pytest.raises(CheckpointException) as caught:
-        Group(2).history(memory, fault).save("new", 1)
-    assert caught.value.code == "checkpoint_disk_full"
-    assert memory.image.files == {}
+        storage.publish("there", b"data")
+    assert caught.value.code == "checkpoint_exists"
+    memory.files["new"] = b"other"
+    storage, _ = patient(FaultyStorage(memory, first(1)))
+    with pytest.raises(CheckpointException) as caught:
+        storage.publish("new", b"data")
+    assert (caught.value.code, memory.files["new"]) == ("checkpoint_exists", b"other")
 
 
-def test_states_of_different_ranks_and_versions_differ() -> None:
-    """Else the trials could not tell one from the other."""
-    states = [state(version, rank, 2) for version in (1, 2) for rank in (0, 1)]
-    assert len({one["rows"].local.tobytes() for one in states}) == len(states)
-    assert len({one["own"].value["numbers"].tobytes() for one in states}) == 4
-    assert not np.array_equal(states[0]["w"], states[2]["w"])
+def test_the_rest_is_as_the_storage_says(memory: MemoryStorage) -> None:
+    memory.room = 5
+    storage, _ = patient(memory)
+    assert (storage.url, storage.free_bytes()) == (memory.url, 5)
+
+
+def test_rolling_back_clears_what_has_no_manifest(memory: MemoryStorage) -> None:
+    part = listing.part_name("run", "0a1b2c3d", 0, 1, is_packed=False)
+    memory.files[part] = b"half"
+    assert FaultToleranceHandler(memory).rollback("run") == [part]
+    assert memory.files == {"there": b"data"}
