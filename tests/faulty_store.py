@@ -11,28 +11,28 @@ from forged.kernel.store.port import PAGE_ENTRIES_MAX, Change, Conflict, Entry, 
 
 
 def full() -> StoreUnavailable:
-    """What a store says on a full disk."""
+    """The error of a full disk."""
     return StoreUnavailable("store_full", "the store cannot write: no space left", "make room")
 
 
 class FaultyStore:
-    """The port `forged.kernel.store.port.Store` over a `MemoryStore`, with all that can go wrong."""
+    """A `MemoryStore` with faults."""
 
     def __init__(self, memory: MemoryStore | None = None) -> None:
         self.memory = memory or MemoryStore("a history")
         self.batches: list[Sequence[Transaction]] = []
-        """What was committed, batch by batch."""
+        """The committed batches."""
         self.attempts = 0
         self.commit_error: ForgedError | None = None
-        """What commits raise, changing nothing."""
+        """The error that commits raise."""
         self.read_error: ForgedError | None = None
-        """What reads raise."""
+        """The error that reads raise."""
         self.dies = ""
-        """`before` or `after`: the next commit never returns, and has changed nothing or everything."""
+        """`before` or `after`: the next commit hangs before or after it was applied."""
         self._open = asyncio.Event()
         self._open.set()
         self.entered = asyncio.Event()
-        """A commit has begun since this was cleared."""
+        """Set when a commit begins."""
 
     @property
     def revision(self) -> int:
@@ -43,12 +43,12 @@ class FaultyStore:
         return self.memory.history
 
     def block(self) -> None:
-        """Let commits wait until `unblock`."""
+        """Block commits until `unblock`."""
         self._open.clear()
         self.entered.clear()
 
     def unblock(self) -> None:
-        """Let the commits go on."""
+        """Unblock commits."""
         self._open.set()
 
     async def get(self, key: str) -> Entry | None:
@@ -57,7 +57,7 @@ class FaultyStore:
 
     async def list(self, prefix: str, *, after: str = "", limit: int = PAGE_ENTRIES_MAX) -> Sequence[Entry]:
         self._check_reads()
-        # A real store gives others their turn here, and so this one.
+        # A real store yields to the event loop here.
         await asyncio.sleep(0)
         return await self.memory.list(prefix, after=after, limit=limit)
 

@@ -24,27 +24,27 @@ from tests.simulation.loop import VirtualClock, run
 P = ParamSpec("P")
 
 WAIT_MAX_S = 3600.0
-"""Virtual seconds after which a test that waits for something has waited in vain."""
+"""The virtual time limit of a test in seconds."""
 TOTAL_KEY = "tally/total"
 OPERATOR = Principal("an operator", Role.OPERATOR)
 CLIENT = b"c" * 16
 
 
 class Added(Fact, frozen=True):
-    """The tally has grown."""
+    """The tally was increased."""
 
     amount: int
     total: int
 
 
 class Echoed(Fact, frozen=True):
-    """Somebody has reacted to a fact."""
+    """A handler has reacted to a fact."""
 
     of: int
 
 
 class Add(Request[int], frozen=True):
-    """Let the tally grow; the answer is the total."""
+    """Increase the tally; returns the total."""
 
     job_field: ClassVar[str | None] = None
 
@@ -52,14 +52,14 @@ class Add(Request[int], frozen=True):
 
 
 class ReadTotal(Request[int], frozen=True):
-    """The total, as far as it is durable."""
+    """Read the durable total."""
 
     decides: ClassVar[bool] = False
     job_field: ClassVar[str | None] = None
 
 
 class Tick(Signal, frozen=True):
-    """Some time has passed."""
+    """A periodic signal."""
 
     external: ClassVar[bool] = True
     job_field: ClassVar[str | None] = None
@@ -68,7 +68,7 @@ class Tick(Signal, frozen=True):
 
 
 class Level(Signal, frozen=True):
-    """How high something is."""
+    """A signal with a key."""
 
     job_field: ClassVar[str | None] = None
 
@@ -81,26 +81,26 @@ class Level(Signal, frozen=True):
 
 
 class Tally:
-    """An owner of state: one number."""
+    """A state owner with one number."""
 
     def __init__(self) -> None:
         self.total = 0
         self.loads = 0
 
     async def load(self, store: Store) -> None:
-        """Become what the store holds."""
+        """Reload the number from the store."""
         entry = await store.get(TOTAL_KEY)
         self.total = int(entry.value) if entry else 0
         self.loads += 1
 
     def add(self, amount: int) -> Decision[int]:
-        """Grow at once, and say what must become durable for it."""
+        """Increase the number in memory and return the decision."""
         self.total += amount
         return Decision(self.total, (Added(amount, self.total),), {TOTAL_KEY: b"%d" % self.total})
 
 
 class Kernel:
-    """All of it. `serve` on the bus before `running`, or in its `register`."""
+    """The parts of a daemon's core. Register handlers in `register` of `running`."""
 
     def __init__(self, store: Store, *, facts_max: int = 50_000) -> None:
         self.store = store
@@ -114,16 +114,16 @@ class Kernel:
         self.bus.serve(ReadTotal, lambda *_: self.tally.total, owner="tally")
 
     def submit(self, amount: int = 1) -> Pending:
-        """Decide that the tally has grown."""
+        """Submit an `Add`."""
         return self.bus.submit(Add(amount), call())
 
     async def add(self, amount: int = 1) -> int:
-        """Let the tally grow and wait until that is durable."""
+        """Increase the tally and wait until that is durable."""
         total: int = await self.submit(amount).wait()
         return total
 
     async def settle(self) -> None:
-        """Wait until everything decided is durable and every fact is handled."""
+        """Wait until all decisions are durable and all facts handled."""
         await self.bus.drain()
 
     def facts(self, fact_type: type[Fact] | None = None) -> list[Any]:
@@ -134,13 +134,13 @@ class Kernel:
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[TaskGroup]:
-    """Tasks that run as long as the block. One that ends it before, as a lost cancellation would, is an error."""
+    """A task group that is cancelled at the end of the block; an earlier cancellation is an error."""
     whole = False
     async with anyio.create_task_group() as tasks:
         yield tasks
         whole = True
         tasks.cancel_scope.cancel()
-    assert whole, "a task has cancelled the others"
+    assert whole, "a task has cancelled the task group"
 
 
 @asynccontextmanager
@@ -163,18 +163,18 @@ async def running(
 
 
 def call(number: int = 0, acknowledged: int = 0, digest: int = 0, **more: Any) -> Call:
-    """A call by an operator's client; number 0 is one that nobody remembers."""
+    """A call by an operator's client; with number 0 its reply is not remembered."""
     client = CLIENT if number else b""
     return Call(OPERATOR, "a test", client=client, number=number, acknowledged=acknowledged, digest=digest, **more)
 
 
 def ids(records: Sequence[Record]) -> list[int]:
-    """Which facts."""
+    """The ids of the records."""
     return [record.id for record in records]
 
 
 def on_virtual_time(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
-    """Run a test on a loop of its own, where time passes only in the imagination."""
+    """Run a test on its own virtual loop."""
 
     @wraps(test)
     def run_it(*args: P.args, **kwargs: P.kwargs) -> None:

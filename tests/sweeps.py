@@ -1,7 +1,7 @@
-"""How much of a sweep is gone through: what is tried at each of many moments, in each of several ways.
+"""Select the cases of a sweep: a fault at each of many moments, in each of several ways.
 
-Law: every run tries something at every moment, each time in a few of the ways; `FORGED_WHOLE=1`, which `make soak`
-says, has it tried at every moment in all of them. What a run tries is the same each time.
+A normal run covers every moment with some of the ways; `FORGED_WHOLE=1` (set by `make soak`) covers every moment with
+all ways. The selection is deterministic.
 """
 
 from __future__ import annotations
@@ -12,5 +12,5 @@ WHOLE = os.environ.get("FORGED_WHOLE") == "1"
 
 
 def share(count: int, way: int, ways: int, *, first: int = 0) -> range:
-    """The moments, of so many, at which it is tried in this way: of so many ways one after the other has its turn."""
+    """The moments of `count` at which this of the `ways` is tried."""
     return range(first, count) if WHOLE else range(first + way % ways, count, ways)

@@ -271,7 +271,7 @@ async def test_a_stop_takes_no_longer_than_the_drain_and_the_farewell_whatever_h
     host, store = Host(), a_store()
     async with a_daemon(store, host.extend) as here:
         stuck = await here.greeted()
-        stuck.transport.clog()
+        stuck.transport.stop_reading()
         stuck.request(1, "Linger")
         stuck.request(2, "PingDaemon")
         await host.busy.wait()

@@ -32,7 +32,7 @@ STRANGER = Peer("tcp", "192.0.2.1:5")
 
 
 class Door:
-    """The token service of a spine, and how often the doors were told to look again at who is inside."""
+    """The token service, and the number of `rights_changed` calls."""
 
     service: TokenService
 
@@ -44,7 +44,7 @@ class Door:
         kernel.ledger.register(self.service)
 
     def knock(self, text: str = TEXT) -> Principal | str:
-        """Who a stranger with this token is, or why not."""
+        """The principal of a remote peer with this token, or the error code."""
         try:
             return self.service.identify(STRANGER, text)
         except RequestRefused as error:
@@ -99,7 +99,7 @@ async def test_revoking_once_more_changes_nothing() -> None:
 async def test_revoking_what_does_not_exist_is_refused() -> None:
     async with running(register=Door().register) as kernel:
         with pytest.raises(RequestRefused) as caught:
-            await kernel.bus.ask(RevokeToken("nobody"))
+            await kernel.bus.ask(RevokeToken("unknown"))
         assert caught.value.code == "token_not_found"
 
 

@@ -103,7 +103,7 @@ def test_reset_keeps_no_more_than_the_journal_may_hold() -> None:
 # Stories.
 
 FAMILY = {1: 0, 2: 1, 3: 1, 4: 2, 5: 0, 6: 4, 7: 3, 8: 5}
-"""Two families: 1 led to 2 and 3, these to 4, 6 and 7; 5 led to 8."""
+"""1 caused 2 and 3, which caused 4, 6 and 7; 5 caused 8."""
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_story_is_what_reading_the_causes_one_by_one_gives(data: st.DataObject
 
 
 class Journals(RuleBasedStateMachine):
-    """A journal beside a plain list."""
+    """A journal and a list as its model."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,13 +23,13 @@ from tests.simulation.loop import VirtualClock
 
 
 class Rubble(Fact, frozen=True):
-    """Holds what cannot be encoded."""
+    """A fact that cannot be encoded."""
 
     thing: Any
 
 
 class Hall:
-    """Hears everything, and notes what was durable when it did."""
+    """A publisher that records the facts and the durable revision at that time."""
 
     def __init__(self) -> None:
         self.heard: list[Record] = []
@@ -46,7 +46,7 @@ class Hall:
 
 
 class House:
-    """A ledger, its store, its audience and one owner of state."""
+    """A ledger with its store, publisher and one state owner."""
 
     def __init__(self, store: FaultyStore, facts_max: int) -> None:
         self.store = store
@@ -185,9 +185,9 @@ async def test_a_fact_s_id_is_the_revision_that_made_it_durable() -> None:
 @on_virtual_time
 async def test_the_record_tells_job_generation_cause_and_origin() -> None:
     async with house() as it:
-        await it.ledger.append(Decision(None, (Added(1, 1),), job="a", generation=4), cause=1, origin="somebody").wait()
+        await it.ledger.append(Decision(None, (Added(1, 1),), job="a", generation=4), cause=1, origin="test").wait()
         (record,) = it.hall.heard
-        assert (record.job, record.generation, record.cause, record.origin) == ("a", 4, 1, "somebody")
+        assert (record.job, record.generation, record.cause, record.origin) == ("a", 4, 1, "test")
 
 
 @on_virtual_time
@@ -210,9 +210,9 @@ async def test_what_is_decided_while_a_batch_is_written_shares_the_next() -> Non
         it.store.block()
         first = it.add()
         await it.store.entered.wait()
-        others = [it.add() for _ in range(50)]
+        later = [it.add() for _ in range(50)]
         it.store.unblock()
-        assert [await pending.wait() for pending in (first, *others)] == list(range(1, 52))
+        assert [await pending.wait() for pending in (first, *later)] == list(range(1, 52))
         assert [len(batch) for batch in it.store.batches[1:]] == [1, 50]
         assert (it.ledger.batches, it.ledger.decisions) == (2, 51)
 
@@ -425,7 +425,7 @@ async def test_a_saved_cursor_that_is_lost_rewinds_nobody() -> None:
         assert it.hall.rewound == []
 
 
-# Taint.
+# Reloads.
 
 
 @on_virtual_time
@@ -662,7 +662,7 @@ async def test_nothing_is_answered_before_the_start() -> None:
     assert caught.value.code == "starting"
 
 
-# What is kept.
+# Dropping old facts.
 
 
 @on_virtual_time
@@ -790,7 +790,7 @@ def test_a_pending_reply_calls_everybody_back_once() -> None:
 
 
 @on_virtual_time
-async def test_somebody_who_waits_no_longer_does_not_disturb_the_others() -> None:
+async def test_somebody_who_waits_no_longer_does_not_disturb_the_later() -> None:
     async with house() as it:
         it.store.block()
         pending = it.add(3)
@@ -803,7 +803,7 @@ async def test_somebody_who_waits_no_longer_does_not_disturb_the_others() -> Non
 @on_virtual_time
 async def test_a_fenced_store_is_named_as_lost_leadership() -> None:
     async with house() as it:
-        it.store.commit_error = StoreFenced("store_fenced", "somebody else has written")
+        it.store.commit_error = StoreFenced("store_fenced", "another process has written")
         with pytest.raises(NotLeader):
             await it.add().wait()
 

@@ -94,16 +94,16 @@ def test_a_fence_is_behind_by_its_term_first_and_its_generation_then(lesser: Fen
 
 
 def test_a_record_tells_all_of_it() -> None:
-    it = record(job="a", generation=3, cause=5, origin="somebody")
+    it = record(job="a", generation=3, cause=5, origin="test")
     assert (it.id, it.at, it.type, it.job, it.generation, it.cause, it.origin, it.fact) == (
-        *(7, 1.5, "Added", "a", 3, 5, "somebody"),
+        *(7, 1.5, "Added", "a", 3, 5, "test"),
         Added(1, 2),
     )
 
 
 def test_a_record_is_an_array_with_its_body_last() -> None:
-    it = record(job="a", generation=3, cause=5, origin="somebody")
-    assert it.data == stored(7, 1.5, "Added", "a", 3, 5, "somebody", {"amount": 1, "total": 2})
+    it = record(job="a", generation=3, cause=5, origin="test")
+    assert it.data == stored(7, 1.5, "Added", "a", 3, 5, "test", {"amount": 1, "total": 2})
 
 
 def test_fields_are_plain_values() -> None:

@@ -164,7 +164,7 @@ class ModelClient:
 
 
 class Books(RuleBasedStateMachine):
-    """A reply book with its part of a store, beside two plain dicts. Time stands still, so nobody falls silent."""
+    """A reply table with its stored keys, and two dicts as its model. The clock stands still."""
 
     def __init__(self) -> None:
         super().__init__()

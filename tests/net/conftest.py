@@ -1,4 +1,4 @@
-"""What the tests of real connections share."""
+"""Fixtures for tests of real connections."""
 
 from __future__ import annotations
 

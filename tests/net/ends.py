@@ -1,4 +1,4 @@
-"""The ends of real connections, recorded, and the certificates for them."""
+"""Recording protocols for real connections, and test certificates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forged.net.transport.port import Address, Listener, Network
 
 
 class End(asyncio.Protocol):
-    """One end of a connection: what came, and how it ended."""
+    """One end of a connection, which records the received bytes and the end."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
@@ -41,7 +41,7 @@ class End(asyncio.Protocol):
         return self.transport
 
     async def hear(self, expected: bytes) -> None:
-        """Wait for these bytes and no others."""
+        """Wait for exactly these bytes."""
         while len(self.received) < len(expected):
             self.heard.clear()
             await self.heard.wait()
@@ -50,7 +50,7 @@ class End(asyncio.Protocol):
 
 @dataclass
 class Ends:
-    """Makes ends and listeners, and closes all of them."""
+    """Creates ends and listeners, and closes them all."""
 
     accepted: asyncio.Queue[End] = field(default_factory=asyncio.Queue)
     made: list[End] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Ends:
         return listener
 
     async def connect(self, network: Network, address: Address) -> tuple[End, End]:
-        """A connection's near and far end, both open."""
+        """Connect; returns the near and the far end."""
         near = self.near()
         await network.connect(address, lambda: near)
         far = await self.accepted.get()
@@ -91,7 +91,7 @@ class Ends:
 
 @dataclass(frozen=True)
 class Certificates:
-    """An authority and the files that it signed."""
+    """A certificate authority and the certificates that it issued."""
 
     directory: Path
     authority: trustme.CA = field(default_factory=trustme.CA)
@@ -103,7 +103,7 @@ class Certificates:
         return path
 
     def issue(self, *names: str, common_name: str | None = None) -> tuple[Path, Path]:
-        """A certificate and its key, each in a file."""
+        """Issue a certificate; returns its file and its key file."""
         issued = self.authority.issue_cert(*names, common_name=common_name)
         stem = (common_name or names[0]).replace(" ", "-")
         certificate, key = self.directory / f"{stem}.pem", self.directory / f"{stem}.key"

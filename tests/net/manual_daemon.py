@@ -1,7 +1,6 @@
-"""Connections worked by hand: no sockets, and time that stands until it is told to go on.
+"""A daemon without sockets: the test moves the clock and sends the frames of its clients.
 
-A daemon on a `ManualNetwork` meets clients that the test plays frame by frame; what the daemon does with its transport
-can be seen, and what the network would do to it can be done.
+`ManualTransport` shows what the daemon does with its transport, and lets the test act as the network.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ TURN_PAUSE_S = 0.005
 
 
 def frame(message: Any) -> bytes:
-    """A frame as somebody else's library would write it."""
+    """A frame, encoded with the msgpack library."""
     payload: bytes = msgpack.packb(message)
     return struct.pack(">I", len(payload)) + payload
 
 
 class ManualClock:
-    """Both kinds of time, moved by hand."""
+    """A clock that the test moves."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
@@ -62,7 +61,7 @@ class ManualClock:
 
 
 class ManualTransport(asyncio.Transport):
-    """Keeps what is written; `clog` stands for a peer that does not read."""
+    """Records written bytes; after `stop_reading` the peer does not read."""
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
         super().__init__()
@@ -77,14 +76,14 @@ class ManualTransport(asyncio.Transport):
         self._reads = True
         self._high = 1 << 16
 
-    def clog(self) -> None:
-        """From now on the peer reads nothing."""
+    def stop_reading(self) -> None:
+        """The peer stops reading."""
         self._reads = False
 
-    def unclog(self) -> None:
-        """The peer reads all there is, and goes on reading."""
-        self._reads, clogged, self.unread = True, self.unread > self._high, 0
-        if clogged:
+    def resume_peer_reading(self) -> None:
+        """The peer reads everything and continues."""
+        self._reads, was_full, self.unread = True, self.unread > self._high, 0
+        if was_full:
             self.protocol.resume_writing()
         if self.closed:
             self._go()
@@ -94,8 +93,8 @@ class ManualTransport(asyncio.Transport):
         self.writes += 1
         if self._reads:
             return
-        was_clogged, self.unread = self.unread > self._high, self.unread + len(data)
-        if not was_clogged and self.unread > self._high:
+        was_full_before, self.unread = self.unread > self._high, self.unread + len(data)
+        if not was_full_before and self.unread > self._high:
             self.protocol.pause_writing()
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
@@ -114,7 +113,7 @@ class ManualTransport(asyncio.Transport):
 
     def close(self) -> None:
         self.closed = True
-        # As with a real one, what waits for a peer that does not read keeps the connection.
+        # As in a real transport, unsent bytes keep the connection open.
         if not self.unread:
             self._go()
 
@@ -129,7 +128,7 @@ class ManualTransport(asyncio.Transport):
 
 
 class ManualClient:
-    """A client whose every frame is the test's."""
+    """A client whose frames the test sends."""
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
         self.protocol = protocol
@@ -145,26 +144,26 @@ class ManualClient:
         self.send_bytes(frame(list(elements)))
 
     def send_bytes(self, data: bytes) -> None:
-        """Let these bytes arrive in one piece."""
+        """Deliver these bytes in one piece."""
         assert self.transport.reading, "the other end does not read"
         self.protocol.data_received(data)
 
     def hello(self, client: bytes = CLIENT, token: str | None = None) -> None:
-        """Say hello as a client of version 1 does."""
+        """Send a hello of version 1."""
         self.send(HELLO, 1, 1, client, "by hand", token)
 
     def request(self, number: int, method: str, acknowledged: int = 0, **fields: Any) -> None:
-        """Ask something."""
+        """Send a request."""
         self.send(REQUEST, number, acknowledged, method, fields)
 
     def heard(self) -> list[Message]:
-        """All messages that have come and were not looked at."""
+        """All unread messages."""
         self._read()
         messages, self._messages = list(self._messages), deque()
         return messages
 
     async def next(self, *kinds: int) -> Message:
-        """The next message of one of these kinds (any, when none is named); what comes before it is passed over."""
+        """The next message of one of these kinds (default: any); earlier ones are skipped."""
         async for _ in turns():
             self._read()
             while self._messages:
@@ -187,7 +186,7 @@ class ManualClient:
 
 
 class ManualNetwork:
-    """The port `forged.net.transport.port.Network`, with one door."""
+    """The port `forged.net.transport.port.Network`, with one listener."""
 
     def __init__(self) -> None:
         self._factory: ProtocolFactory | None = None
@@ -196,13 +195,13 @@ class ManualNetwork:
         self.peer_of_next = OPERATOR
 
     def client(self, peer: Peer = OPERATOR) -> ManualClient:
-        """Somebody connects."""
+        """Connect a client."""
         self.peer_of_next = peer
         self.clients.append(ManualClient(self.accept()))
         return self.clients[-1]
 
     def accept(self) -> asyncio.Protocol:
-        """Somebody knocks, and has yet to shake hands."""
+        """Accept a connection without connecting its transport."""
         assert self._factory is not None
         return self._factory()
 
@@ -211,14 +210,14 @@ class ManualNetwork:
         return ManualListener(address)
 
     async def connect(self, address: Address, factory: ProtocolFactory) -> asyncio.Transport:
-        raise PeerError("by_hand", "nobody connects from here")
+        raise PeerError("by_hand", "this network does not connect")
 
     def peer(self, transport: asyncio.BaseTransport) -> Peer:
         return self._peers.setdefault(transport, self.peer_of_next)
 
 
 class ManualListener:
-    """A door that is always where it was asked to be."""
+    """A listener at the requested address."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
@@ -227,11 +226,11 @@ class ManualListener:
         return []
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Nothing to close."""
 
 
 class ManualDaemon:
-    """A daemon, the network it listens on, and its clock."""
+    """A daemon with its network and clock."""
 
     def __init__(self, daemon: Daemon, network: ManualNetwork, clock: ManualClock) -> None:
         self.daemon = daemon
@@ -240,11 +239,11 @@ class ManualDaemon:
         self.server = daemon.server
 
     def client(self, peer: Peer = OPERATOR) -> ManualClient:
-        """Somebody connects."""
+        """Connect a client."""
         return self.network.client(peer)
 
     async def greeted(self, peer: Peer = OPERATOR, client: bytes = CLIENT, token: str | None = None) -> ManualClient:
-        """Somebody connects and is welcome."""
+        """Connect a client and exchange hello and welcome."""
         made = self.client(peer)
         made.hello(client, token)
         await made.next(WELCOME)
@@ -253,20 +252,20 @@ class ManualDaemon:
     async def ask(
         self, client: ManualClient, method: str, number: int = 1, acknowledged: int = 0, **fields: Any
     ) -> Any:
-        """What a client is answered."""
+        """Send a request and return its reply body."""
         client.request(number, method, acknowledged, **fields)
         answer = await client.next(REPLY, FAILURE)
         assert answer[:2] == [REPLY, number], answer
         return answer[2]
 
     def sweep(self, seconds: float) -> None:
-        """Let time pass, in one step, and have everybody looked at."""
+        """Advance the clock and sweep all sessions."""
         self.clock.now += seconds
         for session in list(self.server.sessions):
             session.sweep(self.clock.now)
 
     async def serves_others(self) -> None:
-        """Fail unless somebody new is let in and answered."""
+        """Fail unless a new client is served."""
         client = await self.greeted(client=os.urandom(16))
         assert await self.ask(client, "PingDaemon") == {}
         client.send(BYE, 1)
@@ -274,15 +273,15 @@ class ManualDaemon:
 
 
 async def until(true: Callable[[], bool]) -> None:
-    """Let the loop turn until this is so."""
+    """Run the loop until the condition holds."""
     async for _ in turns():
         if true():
             return
-    raise AssertionError("it never became so")
+    raise AssertionError("the condition never held")
 
 
 async def turns() -> AsyncIterator[None]:
-    """Turns of the loop, many and swift, and then fewer with time for its timers between them."""
+    """Turns of the loop: many without pause, then some with pauses for timers."""
     for turn in range(TURNS_MAX):
         yield
         await asyncio.sleep(0 if turn < SWIFT_TURNS else TURN_PAUSE_S)
@@ -292,7 +291,7 @@ async def turns() -> AsyncIterator[None]:
 async def manual_daemon(
     tmp_path: Path, *, extend: Callable[[Daemon], None] = lambda daemon: None, **settings: Any
 ) -> AsyncIterator[ManualDaemon]:
-    """A daemon that meets nobody but those whom the test plays."""
+    """A daemon whose clients are all played by the test."""
 
     async def open_store() -> MemoryStore:
         return MemoryStore("history-1")
@@ -307,7 +306,7 @@ async def manual_daemon(
 
 @asynccontextmanager
 async def in_one_task(context: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
-    """Enter and leave a context in a task of its own, for fixtures: they begin and end in different ones."""
+    """Enter and exit a context manager in one task, for fixtures, which use two."""
     entered: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     left = asyncio.Event()
 

@@ -1,6 +1,6 @@
-"""docs/protocol.md as data: its vectors, its tables and its session; and the parts that are written from the code.
+"""docs/protocol.md as data: vectors, tables and session; and its generated parts.
 
-`python -m tests.net.protocol_page` writes those parts anew.
+`python -m tests.net.protocol_page` regenerates them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PLAIN = {str: "text", int: "int", float: "float", bool: "bool", bytes: "bytes",
 
 @dataclass(frozen=True)
 class Vector:
-    """The bytes of a frame, and the message that they are."""
+    """A frame and its message."""
 
     frame: bytes
     message: list[Any]
@@ -63,14 +63,14 @@ def session() -> list[Line]:
 
 
 def notation(written: str) -> Any:
-    """What JSON with `hex"..."` and `ANY` in it stands for."""
+    """Parse JSON with `hex"..."` and `ANY`."""
     plain = re.sub(r'hex"([0-9a-f]*)"', r'{"$hex": "\1"}', written)
     plain = re.sub(r"\bANY\b", '{"$any": true}', plain)
     return json.loads(plain, object_hook=_unhex)
 
 
 def table(heading: str) -> list[dict[str, str]]:
-    """The rows of the first table under a heading, by the names of its columns; code marks taken off."""
+    """The rows of the first table under a heading, by column name, without code marks."""
     (_, section) = re.split(rf"^#+ {re.escape(heading)}$", text(), maxsplit=1, flags=re.MULTILINE)
     lines = section.splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith("|"))
@@ -80,24 +80,24 @@ def table(heading: str) -> list[dict[str, str]]:
 
 
 def generated() -> dict[str, str]:
-    """What the page says where it is written from the code."""
+    """The generated parts of the page."""
     return {name: body for _, name, body in _parts()}
 
 
 def generate() -> dict[str, str]:
-    """What it should say there."""
+    """The generated parts as they should be."""
     return {"requests": _requests(), "replies": _replies()}
 
 
 def write() -> None:
-    """Write those parts anew."""
+    """Regenerate these parts."""
     parts = generate()
     page = _GENERATED.sub(lambda found: f"{found[1]}{parts[found[2]]}{found[3]}", text())
     PAGE.write_text(page, encoding="utf-8")
 
 
 def describe(wanted: Any) -> str:
-    """A type in the words of the page."""
+    """The name of a type on the page."""
     origin, arguments = get_origin(wanted), get_args(wanted)
     if origin in (Union, UnionType):
         return " or ".join(map(describe, arguments))

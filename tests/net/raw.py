@@ -1,4 +1,4 @@
-"""A client with nothing but a socket and msgpack, and a daemon on real sockets for it to meet."""
+"""A client made of a socket and msgpack, and a daemon on real sockets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAIT_MAX_S = 20.0
 
 
 class RawClient:
-    """One connection. Leave the block to close it."""
+    """One connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -36,7 +36,7 @@ class RawClient:
     @classmethod
     @asynccontextmanager
     async def connected(cls, endpoint: str) -> AsyncIterator[RawClient]:
-        """Connect, and say nothing."""
+        """Connect without a hello."""
         address = Address.parse(endpoint)
         if address.scheme == "unix":
             streams = await asyncio.open_unix_connection(address.path)
@@ -51,7 +51,7 @@ class RawClient:
     @classmethod
     @asynccontextmanager
     async def greeted(cls, endpoint: str, token: str | None = None) -> AsyncIterator[RawClient]:
-        """Connect and be welcome."""
+        """Connect and exchange hello and welcome."""
         async with cls.connected(endpoint) as client:
             await client.hello(token)
             assert (await client.receive())[0] == WELCOME
@@ -64,7 +64,7 @@ class RawClient:
         await self.send_bytes(frame(list(elements)))
 
     async def send_bytes(self, data: bytes) -> None:
-        """Send, and wait while the other end does not read."""
+        """Send, and wait until the write buffer has room."""
         self.write(data)
         await self._writer.drain()
 
@@ -73,7 +73,7 @@ class RawClient:
         self._writer.write(data)
 
     def stop_reading(self) -> None:
-        """Leave what comes to the kernel, and at last to the other end."""
+        """Stop reading, so that the buffers fill up."""
         transport = self._writer.transport
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
@@ -84,7 +84,7 @@ class RawClient:
         transport.resume_reading()
 
     async def receive(self) -> Message:
-        """The next message that is no ping."""
+        """The next message except pings."""
         async with asyncio.timeout(WAIT_MAX_S):
             while True:
                 (length,) = struct.unpack(">I", await self._reader.readexactly(4))
@@ -94,7 +94,7 @@ class RawClient:
                     return message
 
     async def request(self, number: int, method: str, **fields: Any) -> Any:
-        """What a request is answered, or the code with which it is refused."""
+        """The reply to a request, or its error code."""
         await self.send(REQUEST, number, number - 1, method, fields)
         answer = await self.receive()
         assert answer[0] in (REPLY, FAILURE)
@@ -102,7 +102,7 @@ class RawClient:
         return answer[2] if answer[0] == REPLY else answer[3]
 
     async def last_word(self) -> str:
-        """The code with which the other end lets go, which it then does; empty if it says none."""
+        """The code of the failure that ends the connection; empty without one."""
         code = ""
         try:
             while True:
@@ -114,7 +114,7 @@ class RawClient:
 
 
 class SetClock(SystemClock):
-    """The machine's clocks, of which the one on the wall may be set."""
+    """The system clock with an adjustable wall time."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -137,7 +137,7 @@ class RealDaemon:
         return len(self.daemon.server.sessions)
 
     async def serves_others(self) -> None:
-        """Fail unless somebody new is let in and answered, on both doors."""
+        """Fail unless new clients are served on both addresses."""
         for endpoint in (self.unix, self.tcp):
             if endpoint.startswith("tls"):
                 continue
@@ -153,14 +153,14 @@ async def real_daemon(
     tls: ssl.SSLContext | None = None,
     **settings: Any,
 ) -> AsyncIterator[RealDaemon]:
-    """A daemon whose state is in memory and whose sockets are the machine's; with `tls`, the port speaks that."""
+    """A daemon on real sockets with its state in memory; with `tls` its port uses TLS."""
 
     async def open_store() -> MemoryStore:
         return MemoryStore("history-1")
 
-    door = "tcp://127.0.0.1:0" if tls is None else "tls://127.0.0.1:0"
-    config = Config(data_dir=str(directory), socket=str(directory / "s"), listen=(door,))
-    # Without the user timeout: the kernel must not let go of those who do not read before the daemon does.
+    listen = "tcp://127.0.0.1:0" if tls is None else "tls://127.0.0.1:0"
+    config = Config(data_dir=str(directory), socket=str(directory / "s"), listen=(listen,))
+    # Without user timeout: the daemon, not the kernel, must disconnect peers that do not read.
     network = SystemNetwork(tls_server=tls, liveness=Liveness(user_timeout_s=0))
     clock = SetClock()
     ports = Ports(clock, network, os.getpid(), os.getuid(), open_store)

@@ -1,4 +1,4 @@
-"""Clients that mean harm, over real sockets. After each of them the daemon serves others."""
+"""Hostile clients on real sockets; after each the daemon must serve a new client."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def here(tmp_path: Path) -> AsyncIterator[RealDaemon]:
 
 @pytest.fixture
 def room_for_a_crowd() -> Iterator[None]:
-    """As many open files as the crowd takes; each connection has its two ends in this process."""
+    """Raise the limit of open files for the crowd; both ends of each connection are in this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = CROWD_MAX + 2 * CONNECTIONS_MAX + BATCH + DESCRIPTORS_SPARED
     if hard != resource.RLIM_INFINITY and hard < wanted:

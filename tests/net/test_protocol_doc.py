@@ -49,7 +49,7 @@ EDGE = [
     FORGED / "kernel" / "bus" / "dispatcher.py",
     *(FORGED / "kernel" / f"{name}.py" for name in ("ledger", "replies")),
 ]
-"""Where errors are raised that belong to no request in particular."""
+"""The modules that raise errors of no particular request."""
 
 MESSAGES: dict[int, type[Message]] = {one.__struct_config__.tag: one for one in AnyMessage.__args__}
 NAMES = {"RequestMessage": "Request", "GapMessage": "Gap", "SignalMessage": "Signal"}
@@ -231,7 +231,7 @@ class Player:
         self._socket.close()
 
     def play(self, lines: list[Line]) -> None:
-        """Say what the page says, and hear what it says will be heard."""
+        """Send and expect the messages of the page."""
         expected: list[Any] = []
         for line in lines:
             if line.sender == "<":
@@ -275,7 +275,7 @@ class Player:
 
 
 def fits(found: Any, expected: Any) -> bool:
-    """Whether it is what the page says, with anything where the page says `ANY`."""
+    """Whether a value matches; `ANY` matches everything."""
     if expected == ANYTHING:
         return True
     if isinstance(expected, list) and isinstance(found, list):

@@ -41,7 +41,7 @@ from tests.net.manual_daemon import (
 
 
 class AskBack(Request[str], frozen=True):
-    """Have the daemon ask its caller for an echo."""
+    """The handler sends a request to the caller."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -51,7 +51,7 @@ class AskBack(Request[str], frozen=True):
 
 
 class EchoWord(Request[str], frozen=True):
-    """What the daemon asks."""
+    """A request from the daemon to a client."""
 
     word: str
 
@@ -75,7 +75,7 @@ def subscribe(client: ManualClient, stream: int = 1, since: int | None = -1) -> 
     client.send(SUBSCRIBE, stream, since, "", [], [], 60_000)
 
 
-# Room.
+# Connection limits.
 
 
 async def test_one_too_many_is_told_so_and_the_others_are_served(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ async def test_an_idle_connection_costs_little_memory(here: ManualDaemon) -> Non
     assert held / 200 < 16 << 10, "the hands of the test included"
 
 
-# Who is who.
+# Sessions by client id.
 
 
 async def test_a_session_is_found_by_its_client_s_id(here: ManualDaemon) -> None:
@@ -193,7 +193,7 @@ async def test_the_latest_session_of_a_client_is_the_one_that_is_found(here: Man
     assert session_of(here.server, client_id(7)) is None
 
 
-# Facts, by turns.
+# Streams in turn.
 
 
 async def test_an_idle_connection_is_not_looked_at_when_facts_come(
@@ -231,11 +231,11 @@ async def test_one_with_much_to_catch_up_does_not_keep_another_waiting(tmp_path:
         subscribe(slow, since=-1)
         subscribe(fresh, since=here.daemon.journal.last - 1)
         while not (await fresh.next(FACTS))[3]:
-            """Where the stream begins was told first."""
+            """The first message is the start position."""
         assert sum(len(message[3]) for message in slow.heard() if message[0] == FACTS) < 3000
 
 
-# Requests, by turns.
+# Requests in turn.
 
 
 async def test_when_the_bus_is_free_again_those_who_waited_longest_are_first(
@@ -260,11 +260,11 @@ async def test_when_the_bus_is_free_again_those_who_waited_longest_are_first(
         return len(served) == 9
 
     await until(free_again)
-    # The first client waited already when the others came.
+    # The first client waited before the later ones came.
     assert served == [client_id(number) for number in (0, 0, 1, 2, 0, 1, 2, 1, 2)]
 
 
-# The end.
+# Stopping.
 
 
 async def test_at_the_end_everybody_is_told_goodbye_and_why(here: ManualDaemon) -> None:
@@ -294,7 +294,7 @@ async def test_the_last_facts_leave_before_the_goodbye(here: ManualDaemon) -> No
 
 async def test_one_who_does_not_take_the_goodbye_is_cut_off(here: ManualDaemon) -> None:
     client = await here.greeted()
-    client.transport.clog()
+    client.transport.stop_reading()
     client.request(1, "PingDaemon")
     await here.server.close_sessions(0.01)
     assert client.transport.aborted
@@ -315,7 +315,7 @@ async def test_whoever_stops_admitting_reads_no_more_and_answers_what_it_has_beg
     client.request(1, "PingDaemon")
     here.server.stop_admitting()
     assert not client.transport.reading
-    # In the kernel's hands already when reading stopped.
+    # In the kernel buffer when reading stopped.
     client.protocol.data_received(frame([REQUEST, 2, 0, "PingDaemon", {}]))
     begun[0].resolve()
     assert (await client.next())[:2] == [REPLY, 1]

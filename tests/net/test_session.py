@@ -51,7 +51,7 @@ OTHER_CLIENT = bytes(16)
 
 
 class WaitForGate(Request[Nothing], frozen=True):
-    """Answered when the test opens the gate."""
+    """A request that is answered when the test opens the gate."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -59,7 +59,7 @@ class WaitForGate(Request[Nothing], frozen=True):
 
 
 class SendBack(Request[dict[str, Any]], frozen=True):
-    """Answered with whatever the test has prepared."""
+    """A request that is answered with a prepared reply."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -67,13 +67,13 @@ class SendBack(Request[dict[str, Any]], frozen=True):
 
 
 class AskClient(Request[Nothing], frozen=True):
-    """What the daemon asks its clients here."""
+    """A request from the daemon to its clients."""
 
     word: str
 
 
 class LightBlinked(Signal, frozen=True):
-    """Something that a worker may say."""
+    """A signal that workers may send."""
 
     external: ClassVar[bool] = True
 
@@ -86,13 +86,13 @@ class LightBlinked(Signal, frozen=True):
 
 
 class FuseBlown(Signal, frozen=True):
-    """Something that only the daemon's own parts say."""
+    """A signal that clients may not send."""
 
     job: str
 
 
 class Extras:
-    """What the daemon of these tests does besides."""
+    """The additional handlers of the test daemon."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -130,7 +130,7 @@ async def here(tmp_path: Path, extras: Extras) -> AsyncIterator[ManualDaemon]:
 
 
 async def told(client: ManualClient) -> tuple[str, str]:
-    """The kind and code with which the daemon let go of a client."""
+    """The kind and code of the failure that ended the connection."""
     message = await client.next(FAILURE)
     assert message[1] == 0
     await client.lost()
@@ -138,7 +138,7 @@ async def told(client: ManualClient) -> tuple[str, str]:
 
 
 async def refused(client: ManualClient, method: str, number: int = 1, **fields: Any) -> tuple[str, str]:
-    """The kind and code with which the daemon refused a request."""
+    """The kind and code of the failure of a request."""
     client.request(number, method, **fields)
     message = await client.next(FAILURE)
     assert message[1] == number
@@ -153,7 +153,7 @@ def only_session(here: ManualDaemon) -> Session:
 async def token(here: ManualDaemon, role: Role, jobs: list[str] | None = None, ttl_s: float | None = None) -> str:
     """A new token's text."""
     operator = await here.greeted(client=OTHER_CLIENT)
-    await here.ask(operator, "CreateToken", name="somebody", role=role, secret=SECRET, jobs=jobs, ttl_s=ttl_s)
+    await here.ask(operator, "CreateToken", name="client", role=role, secret=SECRET, jobs=jobs, ttl_s=ttl_s)
     operator.send(BYE, 1)
     await operator.lost()
     return encode_token(SECRET)[1]
@@ -271,7 +271,7 @@ async def test_a_token_makes_a_stranger_somebody(here: ManualDaemon) -> None:
     text = await token(here, Role.VIEWER)
     client = here.client(STRANGER)
     client.hello(token=text)
-    assert (await client.next(WELCOME))[3:5] == ["somebody", "viewer"]
+    assert (await client.next(WELCOME))[3:5] == ["client", "viewer"]
 
 
 async def test_a_token_that_was_never_issued_is_refused_even_to_the_operator(here: ManualDaemon) -> None:
@@ -519,7 +519,7 @@ async def test_an_answer_that_cannot_be_sent_is_the_handler_s_failure(
 async def test_an_answer_that_cannot_be_sent_does_not_stop_those_behind_it(here: ManualDaemon, extras: Extras) -> None:
     extras.back = object()
     client = await here.greeted()
-    # A decision first, so that all answers wait for it to be durable and are sent from there.
+    # A decision first, so that all replies wait until it is durable.
     client.request(1, "CreateJob", job="a")
     client.request(2, "SendBack")
     client.request(3, "PingDaemon")
@@ -540,13 +540,13 @@ async def test_answers_to_one_who_does_not_read_wait_unencoded_and_all_arrive_wh
 ) -> None:
     extras.back = {"x": "x" * (3 << 20)}
     client = await here.greeted()
-    client.transport.clog()
+    client.transport.stop_reading()
     client.request(1, "CreateJob", job="a")
     client.send_bytes(b"".join(frame([REQUEST, number, 0, "SendBack", {}]) for number in (2, 3, 4)))
     await until(lambda: client.transport.unread > 0)
     await here.serves_others()
     assert client.transport.unread < 4 << 20, "one large answer is written, two wait"
-    client.transport.unclog()
+    client.transport.resume_peer_reading()
     assert sorted([(await client.next(REPLY))[1] for _ in range(4)]) == [1, 2, 3, 4]
 
 
@@ -555,16 +555,16 @@ async def test_a_flood_of_cheap_requests_with_large_answers_is_taken_as_fast_as_
 ) -> None:
     extras.back = {"x": "x" * (1 << 20)}
     client = await here.greeted()
-    client.transport.clog()
+    client.transport.stop_reading()
     client.send_bytes(b"".join(frame([REQUEST, number, 0, "SendBack", {}]) for number in range(1, 41)))
     await here.serves_others()
     assert client.transport.unread < 4 << 20
     assert not client.transport.reading
     for _ in range(40):
-        client.transport.unclog()
-        client.transport.clog()
+        client.transport.resume_peer_reading()
+        client.transport.stop_reading()
         await asyncio.sleep(0)
-    client.transport.unclog()
+    client.transport.resume_peer_reading()
     assert sum(message[0] == REPLY for message in client.heard()) == 40
 
 
@@ -578,7 +578,7 @@ def subscribe(
 
 
 async def facts_of(client: ManualClient, stream: int = 1) -> list[Message]:
-    """The records of the next message of a stream that has any."""
+    """The records of the next facts message with records."""
     while True:
         message = await client.next(FACTS)
         if message[1] == stream and message[3]:
@@ -717,12 +717,12 @@ async def test_a_stream_to_one_who_does_not_read_costs_no_memory_and_tells_of_th
         subscribe(reader, since=None, credit=60_000)
         await reader.next(FACTS)
         start = here.daemon.journal.last
-        reader.transport.clog()
+        reader.transport.stop_reading()
         for number in range(2, 1002):
             await here.ask(writer, "AddNote", number=number, acknowledged=number - 1, job="a", text="x" * 4000)
         assert reader.transport.unread < (1 << 20) + (1 << 19)
         await here.serves_others()
-        reader.transport.unclog()
+        reader.transport.resume_peer_reading()
         seen, missed = await _until_fact(reader, here.daemon.journal.last)
         assert len(missed) == 1
         assert sorted(seen + list(range(missed[0][0], missed[0][1] + 1))) == list(range(start + 1, start + 1001))
@@ -740,7 +740,7 @@ async def _until_fact(reader: ManualClient, last: int) -> tuple[list[int], list[
     return seen, missed
 
 
-# The daemon asks.
+# Requests from the daemon.
 
 
 async def test_the_daemon_asks_a_client_and_is_answered(here: ManualDaemon) -> None:
@@ -895,7 +895,7 @@ async def test_a_signal_of_another_shape_breaks_the_protocol(here: ManualDaemon,
     await here.serves_others()
 
 
-# Goodbye.
+# Bye.
 
 
 async def test_after_bye_nothing_is_heard(here: ManualDaemon) -> None:
@@ -914,7 +914,7 @@ async def test_bye_acknowledges(here: ManualDaemon) -> None:
     assert len(here.daemon.ledger.replies) == 0
 
 
-# Whatever they send.
+# Arbitrary input.
 
 scalars = (
     st.none() | st.booleans() | st.integers(-2, 70_000) | st.floats() | st.text(max_size=6) | st.binary(max_size=6)

@@ -14,7 +14,7 @@ UNFINISHED = f"{NAME}.0123abcd.new"
 
 
 async def copy_nothing(path: Path) -> None:
-    """No backup is made here."""
+    """Fails if a backup is made."""
 
 
 def service_in(directory: Path, copy: Copy | None = copy_nothing) -> BackupService:
@@ -37,7 +37,7 @@ def test_nothing_else_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_daemon_without_files_removes_none(tmp_path: Path) -> None:
-    (tmp_path / NAME).write_bytes(b"somebody else's")
+    (tmp_path / NAME).write_bytes(b"other content")
     service_in(tmp_path, copy=None).clear()
     assert (tmp_path / NAME).exists()
 

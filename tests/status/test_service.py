@@ -62,7 +62,7 @@ async def view(kernel: Kernel, name: str) -> HandlerView:
 
 
 async def record_family(kernel: Kernel, *jobs: str) -> list[int]:
-    """Facts of which each led to the next, in these jobs."""
+    """A chain of facts in these jobs; each causes the next."""
     cause = 0
     family = []
     for job in jobs:

@@ -38,7 +38,7 @@ ECHOES_KEY = "echo/count"
 
 
 class Echo:
-    """A durable handler with state: it answers every `Added` with an `Echoed`, and counts."""
+    """A durable handler with state: decides an `Echoed` for every `Added`, and counts."""
 
     def __init__(self, kernel: Kernel, **terms: Any) -> None:
         self.count = 0
@@ -61,7 +61,7 @@ class Echo:
 
 
 class Built:
-    """What a test registered, for its later reference."""
+    """The handlers that a test registered."""
 
     echo: Echo
 
@@ -70,7 +70,7 @@ class Built:
 
 
 def echoes(kernel: Kernel) -> list[int]:
-    """Which facts were answered, in the order of the answers."""
+    """The facts that were handled, in order."""
     return [fact.of for fact in kernel.facts(Echoed)]
 
 
@@ -265,7 +265,7 @@ async def test_a_handler_that_hangs_is_cancelled_and_put_on_record() -> None:
 
 
 class Stubborn:
-    """Ignores its cancellations until it is let go."""
+    """Ignores cancellations until it is released."""
 
     def __init__(self) -> None:
         self.released = asyncio.Event()
@@ -364,7 +364,7 @@ async def test_a_readmitted_durable_handler_goes_on_where_it_was() -> None:
         assert heard == additions(kernel)
 
 
-@pytest.mark.parametrize("name", ["fine", "nobody"])
+@pytest.mark.parametrize("name", ["fine", "unknown"])
 @on_virtual_time
 async def test_only_who_is_in_quarantine_can_be_readmitted(name: str) -> None:
     async with running(register=lambda kernel: kernel.bus.on(Added, failing, name="fine")) as kernel:
@@ -423,7 +423,7 @@ async def test_every_failure_of_a_handler_is_told_to_who_asked_for_it() -> None:
         await kernel.add()
         await anyio.sleep(10)
         assert told.count(("failing", "ValueError: boom")) == 1
-        # Also where the failure is over a failure, which is not put on record.
+        # Also for a failure on a `HandlerFailed` fact, which is not journalled.
         assert told.count(("failing for all", "ValueError: boom")) == 3
         assert len(kernel.facts(HandlerFailed)) == 2
 
@@ -439,7 +439,7 @@ async def test_what_a_handler_raises_is_told_unless_it_is_an_error_of_ours() -> 
         kernel.bus.on(Added, failing, name="failing")
         kernel.bus.on(Added, refuse, name="refusing")
         kernel.bus.on_signal(Tick, lambda *_: failing(record_of_nothing), name="listening")
-        kernel.bus.replace(ReadTotal, lambda *_: failing(record_of_nothing), owner="somebody")
+        kernel.bus.replace(ReadTotal, lambda *_: failing(record_of_nothing), owner="plugin")
         kernel.bus.on_handler_bug = lambda owner, error: told.append((owner, str(error)))
 
     record_of_nothing = Record.of(Echoed(0), fact_id=1, at=0.0)
@@ -451,7 +451,7 @@ async def test_what_a_handler_raises_is_told_unless_it_is_an_error_of_ours() -> 
         await kernel.settle()
         await anyio.sleep(1)
         assert sorted(told) == [
-            ("ReadTotal in somebody", "boom"),
+            ("ReadTotal in plugin", "boom"),
             ("failing", "boom"),
             ("listening", "boom"),
         ]
@@ -472,11 +472,11 @@ async def test_a_plugin_s_handler_is_readmitted_with_its_plugin_only() -> None:
 async def test_what_is_to_be_on_record_later_is_there_in_order_once_the_store_takes_writes() -> None:
     store = FaultyStore()
     async with running(store) as kernel:
-        kernel.bus.record_later(Decision(None, (Echoed(1),)), origin="somebody")
+        kernel.bus.record_later(Decision(None, (Echoed(1),)), origin="test")
         store.commit_error = full()
         await anyio.sleep(1)
         for number in (2, 3):
-            kernel.bus.record_later(Decision(None, (Echoed(number),)), origin="somebody")
+            kernel.bus.record_later(Decision(None, (Echoed(number),)), origin="test")
         await anyio.sleep(10)
         assert kernel.facts(Echoed) == []
         store.commit_error = None
@@ -693,7 +693,7 @@ async def test_facts_that_come_to_light_with_a_reload_reach_a_rewound_handler_on
         store.unblock()
         await kernel.add()
         await anyio.sleep(1)
-        # Somebody else writes a fact, which fences the reaction that is being written.
+        # Another writer commits a fact, which fences the pending decision.
         async with running(store.memory) as other:
             await other.add()
         store.unblock()

@@ -19,7 +19,7 @@ from tests.kernel_fixture import CLIENT, OPERATOR, Add, Added, Kernel, ReadTotal
 
 
 class AddSlowly(Request[int], frozen=True):
-    """Let the tally grow, after having waited for something."""
+    """Add to the tally after awaiting."""
 
     job_field: ClassVar[str | None] = None
 
@@ -27,14 +27,14 @@ class AddSlowly(Request[int], frozen=True):
 
 
 class Contemplate(Request[int], frozen=True):
-    """Think about it, and change nothing."""
+    """Await, and change nothing."""
 
     decides: ClassVar[bool] = False
     job_field: ClassVar[str | None] = None
 
 
 class Tend(Request[Nothing], frozen=True):
-    """Do something in a job."""
+    """A request in a job."""
 
     needs: ClassVar[Role] = Role.WORKER
 
@@ -42,7 +42,7 @@ class Tend(Request[Nothing], frozen=True):
 
 
 class Survey(Request[Nothing], frozen=True):
-    """Look at all jobs that one may see."""
+    """A read with `ANY_JOB`."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -50,17 +50,17 @@ class Survey(Request[Nothing], frozen=True):
 
 
 class Prune(Request[Nothing], frozen=True):
-    """Change something in all jobs that one may change."""
+    """A decision with `ANY_JOB`."""
 
     job_field: ClassVar[str | None] = ANY_JOB
 
 
 class Orphan(Request[Nothing], frozen=True):
-    """Nobody answers this."""
+    """A request without a handler."""
 
 
 class Slow:
-    """Answers `AddSlowly` once it is let go."""
+    """Handles `AddSlowly` when it is released."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -81,7 +81,7 @@ class Slow:
 
 
 class Built:
-    """What a test registered, for its later reference."""
+    """The handlers that a test registered."""
 
     slow: Slow
 
@@ -165,7 +165,7 @@ async def test_a_request_that_does_not_decide_must_not_decide() -> None:
         assert kernel.tally.total == 0
 
 
-# Who may.
+# Authorisation.
 
 
 def worker(*jobs: str) -> Call:
@@ -301,7 +301,7 @@ async def test_a_handler_that_hangs_keeps_out_its_own_requests_and_no_others() -
         assert not any(pending.done for pending in hanging)
 
 
-# Handlers that break.
+# Handlers with bugs.
 
 
 @pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(1)])
@@ -563,7 +563,7 @@ async def test_a_request_that_died_after_its_commit_is_answered_and_not_repeated
 
 
 class Lamp:
-    """State that a request may find as it wants it already."""
+    """State for which a request may need no change."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.lit = False

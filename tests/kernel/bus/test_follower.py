@@ -22,11 +22,11 @@ from forged.kernel.messages import Decision, Fact, Gap, Record
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import Added, Echoed, Kernel, ids, on_virtual_time, running, task_group
 
-DOWN = Unavailable("receiver_down", "nobody is there", "")
+DOWN = Unavailable("receiver_down", "the receiver is down", "")
 
 
 class Receiver:
-    """To whom facts are delivered: notes them, and does what it is told to."""
+    """A receiver of facts that records them and misbehaves on request."""
 
     def __init__(self, **terms: Any) -> None:
         self.batches: list[list[int]] = []
@@ -66,7 +66,7 @@ def additions(kernel: Kernel) -> list[int]:
 
 
 async def delivered(receiver: Receiver) -> None:
-    """Wait until there is nothing left for the follower to do."""
+    """Wait until the follower has delivered everything."""
     while not receiver.follower.idle:
         await anyio.sleep(0.1)
 
@@ -265,7 +265,7 @@ async def test_an_hour_without_a_receiver_is_no_failure_and_costs_the_bus_nothin
         await kernel.bus.drain()
         assert kernel.facts(HandlerFailed) == []
         assert (receiver.follower.statistics.failed, receiver.follower.failures_in_a_row) == (0, 0)
-        assert (receiver.follower.behind, receiver.follower.waiting_for) == (300, "nobody is there")
+        assert (receiver.follower.behind, receiver.follower.waiting_for) == (300, "the receiver is down")
         assert not any(isinstance(value, list | dict | set) and value for value in vars(receiver.follower).values())
         receiver.batches.clear()
         receiver.does = lambda _: None
@@ -627,11 +627,11 @@ async def test_one_delivers_while_the_store_takes_no_writes() -> None:
     batch_max=st.integers(1, 4),
 )
 def test_whatever_happens_every_durable_fact_is_delivered_in_order(steps: list[str], batch_max: int) -> None:
-    live_through(steps, batch_max)
+    replay(steps, batch_max)
 
 
 @on_virtual_time
-async def live_through(steps: list[str], batch_max: int) -> None:
+async def replay(steps: list[str], batch_max: int) -> None:
     store, heard = FaultyStore(), list[int]()
     lives: list[list[str]] = [[]]
     for step in steps:
@@ -688,7 +688,7 @@ def follower_of(deliver: Deliver, types: frozenset[type[Fact]]) -> Follower:
 
 
 class Shelf:
-    """A journal, all of which was published."""
+    """A journal with only published facts."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal

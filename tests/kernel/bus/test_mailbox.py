@@ -22,7 +22,7 @@ NOTHING: Decision[None] = Decision(None)
 
 
 class Post:
-    """A mailbox, and what its owner hears of it."""
+    """A mailbox, and what it reports."""
 
     def __init__(self, handler: FactHandler, terms: dict[str, Any]) -> None:
         self.committed: list[int] = []
@@ -50,7 +50,7 @@ class Post:
             await anyio.sleep(0.001)
 
     async def supervise(self, seconds: float) -> None:
-        """Look after the mailbox like a bus does, for so long."""
+        """Supervise the mailbox like the bus, for some seconds."""
         for _ in range(int(seconds * 4)):
             await anyio.sleep(0.25)
             if self.mailbox.overdue(asyncio.get_running_loop().time()):
@@ -82,7 +82,7 @@ async def post(handler: FactHandler, **terms: Any) -> AsyncIterator[Post]:
 
 
 class Seen:
-    """A handler that notes what it was given, and does with some facts what it is told to."""
+    """A handler that records its facts and misbehaves on chosen ones."""
 
     def __init__(self, **acts: Callable[[Record], Any]) -> None:
         self.ids: list[int] = []
@@ -179,7 +179,7 @@ async def test_a_handler_that_never_waits_leaves_others_their_turn() -> None:
     assert len(turns) > 5
 
 
-# What a handler may do wrong.
+# Failures of handlers.
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ async def test_one_that_raises_after_its_cancellation_has_failed_with_what_it_ra
 
 
 class Stubborn:
-    """Ignores its cancellations until it is let go."""
+    """Ignores cancellations until it is released."""
 
     def __init__(self) -> None:
         self.released = False

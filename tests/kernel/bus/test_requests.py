@@ -20,7 +20,7 @@ async def wrapper(request: Any, _: Call, proceed: Proceed) -> Any:
 
 
 def sealing(register: Callable[[RequestTable], None], *expected: Any) -> list[str]:
-    """What is wrong at seal, as the operator reads it."""
+    """The error text of `seal`."""
     table = RequestTable()
     register(table)
     try:

@@ -18,7 +18,7 @@ CALL = call()
 
 
 class Rain(Signal, frozen=True):
-    """Another signal, about one thing."""
+    """A signal without a key."""
 
     job_field: ClassVar[str | None] = None
 
@@ -26,7 +26,7 @@ class Rain(Signal, frozen=True):
 
 
 class Step(Signal, frozen=True):
-    """How far a worker of a job is."""
+    """A worker's progress."""
 
     job: str
     worker: str
@@ -38,7 +38,7 @@ class Step(Signal, frozen=True):
 
 
 class Gauge:
-    """A handler that notes what it is given."""
+    """A handler that records its signals."""
 
     def __init__(self, *, open_at_once: bool = True) -> None:
         self.seen: list[Signal] = []

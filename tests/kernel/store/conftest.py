@@ -1,4 +1,4 @@
-"""What the tests of the durable store share."""
+"""Fixtures for the tests of the durable store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OpenSqlite: TypeAlias = Callable[..., Awaitable[SqliteStore]]
 
 @pytest.fixture
 async def open_sqlite() -> AsyncIterator[OpenSqlite]:
-    """`SqliteStore.open`, with a close at the end for whatever the test leaves open."""
+    """`SqliteStore.open`; stores that are still open are closed after the test."""
     opened: list[SqliteStore] = []
 
     async def open_one(*args: Any, **options: Any) -> SqliteStore:
@@ -29,7 +29,7 @@ async def open_sqlite() -> AsyncIterator[OpenSqlite]:
 
 @pytest.fixture
 def disk(request: pytest.FixtureRequest) -> Iterator[Disk]:
-    """A disk that records and fails."""
+    """A disk that records operations and can fail."""
     disk = Disk(f"disk of {request.node.name}")
     yield disk
     disk.unregister()

@@ -1,8 +1,9 @@
-"""A disk that remembers what was asked of it, can fail, and can be crashed at any moment.
+"""A disk that records operations, can fail, and can be crashed at any moment.
 
-Law: after a crash a file holds what its last sync made durable, and of every later write any of its sectors or none. A
-file that was never synced may be missing, and one that was deleted may be back. Of what a failed sync was to make
-durable, any part may be lost for good, although a later sync succeeds.
+Invariants:
+- After a crash a file has what its last sync made durable, and any subset of the sectors of later writes.
+- A file that was never synced may be missing; a deleted file may be back.
+- After a failed sync any part of its writes may be lost, even if a later sync succeeds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Kind: TypeAlias = Literal["create", "write", "truncate", "sync", "failed sync", 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One thing asked of the disk; a `mark` is a note of the test's own, with its number in `offset`."""
+    """One operation on the disk; a `mark` is set by the test, with its number in `offset`."""
 
     kind: Kind
     name: str
@@ -33,7 +34,7 @@ class Operation:
 
 
 class Disk(apsw.VFS):
-    """SQLite's way to its files, writing down what passes; `failing` names the code with which an operation fails."""
+    """A VFS that records operations; `failing` maps operations to the error code with which they fail."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, base="")
@@ -60,7 +61,7 @@ class Disk(apsw.VFS):
 
 
 class RecordedFile(apsw.VFSFile):
-    """A file whose changes are written down."""
+    """A file that records its changes."""
 
     def __init__(self, disk: Disk, path: str | apsw.URIFilename | None, name: str, flags: list[int]) -> None:
         super().__init__("", path, flags)
@@ -81,7 +82,7 @@ class RecordedFile(apsw.VFSFile):
 
 
 class Rows:
-    """The rows of a statement, already read."""
+    """The rows of a statement."""
 
     def __init__(self, rows: Iterable[Any]) -> None:
         self._rows = list(rows)
@@ -90,11 +91,11 @@ class Rows:
         return iter(self._rows)
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """There is nothing to close."""
 
 
 class ApswConnection:
-    """An apsw connection that raises as the standard library does; `replaced` maps statements to others run instead."""
+    """An apsw connection that raises as the standard library does; `replaced` maps statements to replacements."""
 
     def __init__(self, path: Path, vfs: str, replaced: Mapping[str, str]) -> None:
         self._connection = apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READWRITE, vfs=vfs)
@@ -124,7 +125,7 @@ class ApswConnection:
 
 
 def connect_through(disk: Disk, replaced: Mapping[str, str] | None = None) -> Connect:
-    """How to open connections whose files are on the disk."""
+    """A `Connect` for files on the disk."""
 
     def connect(path: Path) -> Connection:
         return ApswConnection(path, disk.name, replaced or {})
@@ -140,7 +141,7 @@ def _of_library(error: apsw.Error) -> sqlite3.Error:
 
 @dataclass(slots=True)
 class File:
-    """A file as the medium has it: what is durable, what is not yet, and what the name stood for before."""
+    """A file: durable content, pending writes, and the previous file of that name."""
 
     durable: bytes = b""
     pending: list[Operation] = field(default_factory=list)
@@ -149,21 +150,21 @@ class File:
     before: File | None = None
 
     def after_crash(self, random: Random, kept: float) -> bytes | None:
-        """What may be found, when each pending sector has the chance `kept` to have been written."""
+        """A possible content after a crash; each pending sector is written with probability `kept`."""
         if not self.entry_durable and random.random() >= kept:
             return self.before.after_crash(random, kept) if self.before else None
         return None if self.deleted else apply(self.durable, self.pending, lambda: random.random() < kept)
 
 
 class Medium:
-    """The files of a directory, followed through the operations on them."""
+    """The files of a directory, replayed from recorded operations."""
 
     def __init__(self, contents: Mapping[str, bytes], random: Random) -> None:
         self._files = {name: File(content) for name, content in contents.items()}
         self._random = random
 
     def follow(self, operation: Operation) -> None:
-        """Take note of one operation."""
+        """Apply one operation."""
         before = self._files.get(operation.name)
         match operation.kind:
             case "mark":
@@ -180,7 +181,7 @@ class Medium:
                 self._files[operation.name].pending.append(operation)
 
     def crash(self) -> Mapping[str, bytes]:
-        """The files as a crash at this moment may leave them."""
+        """The files after a crash at this moment."""
         kept = self._random.choice((0.0, 0.1, 0.5, 0.9, 1.0))
         found = {name: file.after_crash(self._random, kept) for name, file in self._files.items()}
         return {name: content for name, content in found.items() if content is not None}
@@ -200,7 +201,7 @@ class Medium:
 
 
 def apply(content: bytes, operations: Iterable[Operation], survives: Callable[[], bool]) -> bytes:
-    """The content after those parts of the operations that survive."""
+    """The content after the surviving parts of the operations."""
     image = bytearray(content)
     for operation in operations:
         if operation.kind == "write":
@@ -214,7 +215,7 @@ def apply(content: bytes, operations: Iterable[Operation], survives: Callable[[]
 
 
 def sectors(operation: Operation) -> Iterator[tuple[int, bytes]]:
-    """A write in pieces that do not cross a sector's border."""
+    """A write, split at sector boundaries."""
     offset, end = operation.offset, operation.offset + len(operation.data)
     while offset < end:
         border = min(end, (offset // SECTOR_BYTES + 1) * SECTOR_BYTES)

@@ -1,4 +1,4 @@
-"""A connection that lets a test come between the store and SQLite."""
+"""A SQLite connection with a hook before every statement."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Intercepted:
 
 
 def connect_with(before: Before) -> Connect:
-    """How to open connections that call `before`."""
+    """A `Connect` for connections that call `before`."""
 
     def intercepted(path: Path) -> Connection:
         return Intercepted(connect(path), before)

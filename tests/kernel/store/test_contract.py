@@ -1,4 +1,4 @@
-"""What every store does, whatever is behind it."""
+"""The contract of all stores."""
 
 from __future__ import annotations
 
@@ -428,7 +428,7 @@ TRANSACTIONS = st.builds(
 
 
 async def outcomes(store: Store, batches: Sequence[Sequence[Transaction]]) -> Sequence[object]:
-    """All that can be seen of a store while it takes the batches."""
+    """Everything observable of a store while it commits the batches."""
     seen: list[object] = []
     watch = store.watch("", 0)
     for batch in batches:

@@ -1,4 +1,4 @@
-"""The range of a prefix holds the keys that start with it, and no others."""
+"""The range of a prefix contains exactly the keys that start with it."""
 
 from __future__ import annotations
 

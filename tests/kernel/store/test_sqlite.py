@@ -1,4 +1,4 @@
-"""What the durable store does beyond the contract: it lasts, it is alone, and it finishes what it began."""
+"""The durable store beyond the contract: durability, locking, and commits of cancelled callers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def path(tmp_path: Path) -> Path:
 
 @contextmanager
 def another_process_with(path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has the store open."""
+    """A process with the store open."""
     command = [sys.executable, "-c", HOLDER, str(path)]
     with subprocess.Popen(command, cwd=PROJECT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -65,7 +65,7 @@ def size(path: Path) -> int:
 
 
 class Gate:
-    """Stops the thread of the database ahead of one statement, until the test lets it pass."""
+    """Blocks the database thread before one statement until the test releases it."""
 
     def __init__(self, statement: str) -> None:
         self.statement = statement

@@ -1,4 +1,4 @@
-"""A backup is a store of its own, made of one revision while commits go on."""
+"""A backup shows one revision and is made while commits continue."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def store(tmp_path: Path, path: Path, open_sqlite: OpenSqlite) -> SqliteStore:
-    """A store of a dozen slices."""
+    """A store with a dozen slices."""
     path.parent.mkdir()
     store = await open_sqlite(tmp_path / "store.db")
     await fill(store)
@@ -63,7 +63,7 @@ async def content(store: SqliteStore) -> Sequence[Entry]:
 
 
 async def commits_until(done: asyncio.Future[Any], store: SqliteStore) -> dict[int, Sequence[Entry]]:
-    """Change keys everywhere, in, ahead of and behind the slice at hand; what the store held at each revision."""
+    """Change keys in, before and after the current slice; returns the content at each revision."""
     states: dict[int, Sequence[Entry]] = {}
     for step in count(store.revision + 1):
         puts = {KEYS[step * 997 % len(KEYS)]: f"{step}".encode(), f"key/{step * 331 % 4000:05}/new": b""}
@@ -176,7 +176,7 @@ async def test_a_full_disk_under_the_backup_is_no_failure_of_the_store(
     tmp_path: Path, path: Path, open_sqlite: OpenSqlite
 ) -> None:
     def before(connection: Connection, statement: str) -> None:
-        """Let only the copy be small: it alone is filled in one long transaction of its own."""
+        """Limit the size of the copy only, which is filled in one long transaction."""
         if statement == "BEGIN":
             connection.execute("PRAGMA max_page_count = 1").close()
 
@@ -198,7 +198,7 @@ async def test_a_copy_that_cannot_follow_a_commit_fails_alone(
     committed = False
 
     def before(connection: Connection, statement: str) -> None:
-        """Refuse what the copy is to repeat of a commit."""
+        """Fail when a commit is repeated in the copy."""
         nonlocal copy, committed
         if statement == "BEGIN":
             copy = connection

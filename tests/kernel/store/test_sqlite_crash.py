@@ -1,7 +1,7 @@
-"""A power cut at any moment loses nothing that was acknowledged, and leaves no batch half there.
+"""A power cut loses no acknowledged commit and leaves no partial batch.
 
-The operations of a whole run on the files are written down; then crashes are made from them at many moments, and each
-one is opened by the standard library's SQLite. Runs with weaker syncing prove that the crashes would show a loss.
+All file operations of a run are recorded; crash states are derived from them at many moments and opened with the
+standard library's SQLite. Runs with weaker syncing show that the crash states would reveal a loss.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FREQUENT_CHECKPOINTS = {f"PRAGMA wal_autocheckpoint = {LOG_PAGES}": "PRAGMA wal_
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What was asked of the disk, from which files on, and what the store held at each revision."""
+    """A run: the initial files, the operations, and the store's content at each revision."""
 
     initial: Mapping[str, bytes]
     operations: Sequence[Operation]
@@ -41,7 +41,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """The files after a crash, and which revisions they may show."""
+    """The files after a crash, and the revisions that they may show."""
 
     files: Mapping[str, bytes]
     acknowledged: int
@@ -49,7 +49,7 @@ class Crash:
 
 
 def fail_nothing(_: Operation) -> int | None:
-    """The disk is well."""
+    """No faults."""
     return None
 
 
@@ -60,7 +60,7 @@ def fail_one_sync() -> Callable[[Operation], int | None]:
 
 
 def batch_after(revision: int, random: Random) -> Sequence[Transaction]:
-    """Some transactions on old and new keys, with values from nothing to several pages."""
+    """Transactions on old and new keys, with values from 0 bytes to several pages."""
     batch = []
     for number in range(revision + 1, revision + 1 + random.randint(1, 4)):
         puts = {
@@ -73,9 +73,9 @@ def batch_after(revision: int, random: Random) -> Sequence[Transaction]:
 
 
 async def record(disk: Disk, directory: Path, synchronous: str = "FULL", failing: float = 0.0) -> Run:
-    """Commit batches, with one reopening in the middle, and write down all that reaches the disk.
+    """Commit batches, reopen once in between, and record all disk operations.
 
-    A commit's sync fails with the chance `failing`; its batch is then refused.
+    A commit's sync fails with probability `failing`; its batch is then refused.
     """
     path = directory / "store.db"
     replaced = FREQUENT_CHECKPOINTS | {"PRAGMA synchronous = FULL": f"PRAGMA synchronous = {synchronous}"}
@@ -98,7 +98,7 @@ async def record(disk: Disk, directory: Path, synchronous: str = "FULL", failing
 
 
 async def attempt(store: SqliteStore, batch: Sequence[Transaction], disk: Disk) -> bool:
-    """Commit, noting when it was begun and how far the store is known to be afterwards."""
+    """Commit, with marks at its start and end."""
     disk.operations.append(Operation("mark", "begun", batch[-1].revision))
     try:
         await store.commit(batch)
@@ -110,7 +110,7 @@ async def attempt(store: SqliteStore, batch: Sequence[Transaction], disk: Disk) 
 
 
 async def state_after(batches: Sequence[Sequence[Transaction]]) -> Sequence[Entry]:
-    """What a store holds when it took these batches."""
+    """The content of a store after these batches."""
     twin = MemoryStore("a history")
     for batch in batches:
         await twin.commit(batch)
@@ -118,7 +118,7 @@ async def state_after(batches: Sequence[Sequence[Transaction]]) -> Sequence[Entr
 
 
 def crashes(run: Run, random: Random) -> Iterator[Crash]:
-    """Crashes at random moments of a run, in the order of time."""
+    """Crashes at random moments of a run, in order."""
     medium = Medium(run.initial, random)
     reached = {"acknowledged": 0, "begun": 0}
     moments = Counter(random.choices(range(len(run.operations)), k=CRASHES))
@@ -131,7 +131,7 @@ def crashes(run: Run, random: Random) -> Iterator[Crash]:
 
 
 def restore(files: Mapping[str, bytes], directory: Path) -> None:
-    """Put the files of a crash where they can be opened."""
+    """Write the files of a crash to disk."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     for name, content in files.items():
@@ -139,7 +139,7 @@ def restore(files: Mapping[str, bytes], directory: Path) -> None:
 
 
 async def verdict(crash: Crash, run: Run, directory: Path) -> str:
-    """What is wrong with the store that a crash left; nothing, when all is well."""
+    """The error in the store after a crash; empty if it is correct."""
     restore(crash.files, directory)
     try:
         store = await SqliteStore.open(directory / "store.db")
@@ -155,7 +155,7 @@ async def verdict(crash: Crash, run: Run, directory: Path) -> str:
 
 
 async def verdicts(run: Run, directory: Path, seed: int) -> Sequence[str]:
-    """What is wrong after each crash where something is."""
+    """The errors after all crashes."""
     found = [await verdict(crash, run, directory / "crashed") for crash in crashes(run, Random(seed))]
     return [each for each in found if each]
 

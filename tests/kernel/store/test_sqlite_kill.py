@@ -1,4 +1,4 @@
-"""`kill -9` in the middle of commits loses nothing that was acknowledged, and leaves no batch half there."""
+"""`kill -9` during commits loses no acknowledged commit and leaves no partial batch."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ PROJECT = Path(forged.__file__).parents[1]
 
 
 class Victims:
-    """The warm process, from the outside."""
+    """The forking process, from the outside."""
 
     def __init__(self, orders: IO[bytes], words: IO[bytes]) -> None:
         self._orders = orders
         self._words = words
 
     def kill_one(self, path: Path, acknowledgements: int, turns: int) -> Sequence[int]:
-        """Let one write to the store and kill it so many turns of a loop after so many acknowledgements.
+        """Start a writer and kill it some loop turns after some acknowledgements.
 
-        The turns let the kill meet any part of a commit. Returns all revisions that were acknowledged.
+        The turns vary the part of a commit that is hit. Returns the acknowledged revisions.
         """
         self._orders.write(f"{path}\n".encode())
         self._orders.flush()

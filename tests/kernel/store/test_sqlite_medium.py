@@ -1,4 +1,4 @@
-"""A medium that refuses: the store says which way, applies nothing, and goes on as soon as the medium does."""
+"""A full or failing disk: the store reports it, applies nothing, and recovers when the disk does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VALUE_BYTES = 60_000
 
 
 class SmallDisk(Protocol):
-    """A place for a store that can be filled up, and freed again."""
+    """A directory that can be filled and freed."""
 
     path: Path
     connect: Connect
@@ -42,7 +42,7 @@ class SmallDisk(Protocol):
 
 
 class PageLimit:
-    """SQLite itself refuses to let the database grow."""
+    """SQLite's page limit."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "store.db"
@@ -61,7 +61,7 @@ class PageLimit:
 
 
 class Tmpfs:
-    """A mounted filesystem of a few MiB, with ballast on it."""
+    """A mounted file system of a few MiB, with a ballast file."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "store.db"
@@ -78,16 +78,16 @@ class Tmpfs:
 
 
 def mount(directory: Path) -> bool:
-    """Mount a small tmpfs there, if we may."""
+    """Mount a small tmpfs, if permitted."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={TMPFS_BYTES}", "tmpfs", str(directory)]
     return os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 @pytest.fixture(params=["page limit", "tmpfs"])
 def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SmallDisk]:
-    """Both kinds of small disk; without the right to mount, the page limit stands for both.
+    """Both kinds of small disk; without the right to mount, the page limit is used for both.
 
-    To be named ahead of `open_sqlite`, which then closes its stores before this unmounts.
+    Request it before `open_sqlite`, so that stores are closed before the unmount.
     """
     if request.param == "page limit" or not mount(tmp_path):
         yield PageLimit(tmp_path)
@@ -100,7 +100,7 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Small
 
 @contextmanager
 def unwritable(path: Path) -> Iterator[None]:
-    """Permissions do not bind root, but the immutable flag does; everybody else may take the permission away."""
+    """Make a file read-only: by the immutable flag as root, by permissions otherwise."""
     mode = path.stat().st_mode
     if os.geteuid() != 0:
         path.chmod(mode & ~0o222)
@@ -117,7 +117,7 @@ def unwritable(path: Path) -> Iterator[None]:
 
 @contextmanager
 def file_size_limit(limit_bytes: int) -> Iterator[None]:
-    """No file of this process can grow beyond the limit."""
+    """Limit the size of all files of this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
     try:
@@ -131,14 +131,14 @@ def size(path: Path) -> int:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """What a killed process leaves: all that was written, synced or not."""
+    """The files after a kill: all writes, synced or not."""
     target.mkdir()
     for each in source.glob("store.db*"):
         shutil.copy(each, target)
 
 
 async def commit_until_refused(store: SqliteStore, random: Random) -> StoreUnavailable:
-    """Fill the store; with random bytes, so that no filesystem saves space."""
+    """Fill the store with random bytes, which no file system compresses."""
     for _ in range(4 * TMPFS_BYTES // VALUE_BYTES):
         revision = store.revision + 1
         try:
@@ -255,7 +255,7 @@ class TestReadOnly:
 
 
 def fail(kind: str, suffix: str, code: int) -> Callable[[Operation], int | None]:
-    """The operations of one kind on one file fail."""
+    """Let one kind of operation fail on one file."""
     return lambda operation: code if operation.kind == kind and operation.name == f"store.db{suffix}" else None
 
 

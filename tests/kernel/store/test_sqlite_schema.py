@@ -1,4 +1,4 @@
-"""Which files are taken for a store, and what is done about the others: nothing."""
+"""The examination of store files; files that fail it are not changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ B_TREE_PAGES = {2, 5, 10, TABLE_LEAF}
 
 
 def sql(path: Path, *statements: str) -> None:
-    """Do to the file what no store would."""
+    """Damage the file."""
     with closing(sqlite3.connect(path)) as connection, connection:
         for statement in statements:
             connection.execute(statement)
@@ -63,7 +63,7 @@ def files(directory: Path) -> Mapping[str, bytes]:
 
 
 async def write_store(path: Path) -> None:
-    """A closed store of some forty pages: small values, long ones, and a free page or two."""
+    """A closed store of about forty pages with small and long values and free pages."""
     store = await SqliteStore.open(path)
     random = Random(1)
     for revision in range(1, 11):
@@ -82,7 +82,7 @@ async def path(tmp_path: Path) -> Path:
 
 
 async def refusal(path: Path, checked_bytes_max: int = CHECKED_BYTES_MAX) -> ForgedError | None:
-    """With what the store is refused, and that nothing in its directory has changed then; None when it opens."""
+    """The error of opening the store, after which no file may have changed; None if it opens."""
     before = files(path.parent)
     try:
         store = await SqliteStore.open(path, checked_bytes_max=checked_bytes_max)
@@ -104,13 +104,13 @@ async def assert_corrupt(path: Path, what: str = "", checked_bytes_max: int = CH
 
 
 def interrupt_close(connection: Connection, statement: str) -> None:
-    """Leave the log behind, as a killed process does."""
+    """Keep the log file, as after a kill."""
     if statement == "close":
         connection.interrupt()
 
 
 def without_a_leaf(whole: bytes) -> bytes:
-    """The file with zeros in place of a page of small values."""
+    """The file with one page of small values overwritten with zeros."""
     pages = range(PAGE_BYTES, len(whole), PAGE_BYTES)
     leaf = next(at for at in pages if whole[at] == TABLE_LEAF and b"small/1" in whole[at : at + PAGE_BYTES])
     return whole[:leaf] + bytes(PAGE_BYTES) + whole[leaf + PAGE_BYTES :]
@@ -257,7 +257,7 @@ class TestDamage:
             save(path, whole[:start] + bytes(PAGE_BYTES) + whole[start + PAGE_BYTES :])
             if (error := await refusal(path)) is not None:
                 assert isinstance(error, StoreCorrupt)
-            else:  # a page within a long value, or a free one, has no form that could be wrong
+            else:  # overflow pages and free pages have no structure to check
                 assert whole[start] not in B_TREE_PAGES
 
     @pytest.mark.parametrize("found", [b"", b"\n", b"a text, and not a short one\n" * 1000, bytes(PAGE_BYTES * 3)])

@@ -1,7 +1,7 @@
-"""A warm process that forks writers to be killed: `python -m tests.kernel.store.victims`, with a path on each line.
+"""A process that forks writers to be killed: `python -m tests.kernel.store.victims`, with a path on each line.
 
-A writer says `born` with its process, then `acknowledged` with each revision that the store has acknowledged to it; the
-warm process says `dead` when the writer is.
+A writer prints `born` and its pid, then `acknowledged` and each acknowledged revision; the forking process prints
+`dead` when the writer has ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STDOUT = 1
 
 
 def batch_after(revision: int) -> Sequence[Transaction]:
-    """The one batch that a writer commits when it finds the store at this revision."""
+    """The batch that a writer commits at this revision."""
     revisions = range(revision + 1, revision + 1 + BATCH_TRANSACTIONS)
     return [
         Transaction(
@@ -34,14 +34,14 @@ def batch_after(revision: int) -> Sequence[Transaction]:
 
 
 def state_at(revision: int) -> Sequence[Entry]:
-    """What a store holds after the batches up to this revision."""
+    """The content of a store at this revision."""
     kept = range(max(1, revision - KEPT_REVISIONS + 1), revision + 1)
     halves = [Entry(f"{half}/{each:06}", payload(each), each) for half in "ab" for each in kept]
     return [*halves, Entry("head", payload(revision), revision)] if revision else []
 
 
 def payload(revision: int) -> bytes:
-    """Values of many lengths, up to several pages."""
+    """A value of 0 bytes to several pages."""
     return f"{revision},".encode() * (revision * 37 % 2000)
 
 
@@ -54,12 +54,12 @@ async def write(path: Path) -> None:
 
 
 def say(word: str, number: int) -> None:
-    """One line, in one write."""
+    """Print one line with one write."""
     os.write(STDOUT, f"{word} {number}\n".encode())
 
 
 def main() -> None:
-    """Fork one writer per line, and wait for its end."""
+    """Fork one writer per line and wait for its end."""
     for line in sys.stdin:
         writer = os.fork()
         if writer == 0:

@@ -43,7 +43,7 @@ def pair() -> Iterator[Pair]:
 
 @pytest.fixture(params=["loop", "thread"])
 def receive(request: pytest.FixtureRequest) -> Receive:
-    """Both ways to receive, with the same claims to keep."""
+    """Both receive functions."""
 
     async def in_loop(sock: socket.socket) -> list[int]:
         sock.settimeout(0)
@@ -80,7 +80,7 @@ def memory_files(count: int) -> Iterator[list[int]]:
 
 
 def names(received: Sequence[int]) -> list[str]:
-    """What the descriptors refer to; closes them."""
+    """The files of the descriptors, which are closed."""
     found = [target(Path(f"/proc/self/fd/{descriptor}")).split()[0] for descriptor in received]
     for descriptor in received:
         os.close(descriptor)
@@ -366,7 +366,7 @@ def nothing_came(sock: socket.socket) -> bool:
 
 
 def fill(sock: socket.socket) -> int:
-    """Send until no more fits, in bytes so that not one more fits."""
+    """Fill the socket buffer to the last byte."""
     filled = 0
     for piece in (bytes(4096), b"x"):
         while True:
@@ -384,7 +384,7 @@ async def drain(sock: socket.socket, count: int) -> None:
 
 @contextmanager
 def descriptors_left(count: int) -> Iterator[None]:
-    """Let this process open only so many more."""
+    """Limit the number of further descriptors of this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = [os.dup(0) for _ in range(64)]
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, hard))

@@ -350,7 +350,7 @@ async def test_the_mistake_of_a_mover_comes_back_as_it_is_too() -> None:
 
 
 class Watched:
-    """A receive under way, and whether its thread has ended."""
+    """A running receive, and whether its thread has ended."""
 
     def __init__(self, destination: int, on_start: Callable[[], None] = lambda: None) -> None:
         self.started = asyncio.Event()
@@ -374,7 +374,7 @@ class Watched:
 
 
 def first_bytes(sock: socket.socket) -> None:
-    """Enough to fill the piece that a TLS receive writes at once, and not all; the other end may go when some came."""
+    """Receive part of the bytes, but more than one TLS write."""
     with suppress(OSError):
         sock.sendall(DATA[: movers.BUFFER_BYTES])
 

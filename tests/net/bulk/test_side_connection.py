@@ -1,4 +1,4 @@
-"""Side connections, against a real daemon: bytes and descriptors in both directions, and what goes wrong with them."""
+"""Side connections with a real daemon: bytes and descriptors in both directions, and failures."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from forged.net.transport.sockets import SystemNetwork
 from forged.net.transport.tls import client_context, server_context
 
 SIZE = 3_000_001
-"""Large enough for many pieces, and not a multiple of anything."""
+"""Many pieces, and not a multiple of a buffer size."""
 
 
 class AskForTicket(Request[Ticket], frozen=True):
-    """A ticket for what the test has prepared."""
+    """Returns a ticket for the prepared transfer."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
     job_field: ClassVar[str | None] = ANY_JOB
 
 
-class House:
-    """A daemon with TCP, TLS and Unix doors that gives a ticket for `offer`."""
+class TicketDaemon:
+    """A daemon on TCP, TLS and Unix sockets that issues a ticket for `transfer`."""
 
     def __init__(self, directory: Path, side_connections_max: int) -> None:
         self.directory = directory
@@ -79,8 +79,10 @@ class House:
 
 
 @asynccontextmanager
-async def a_house(tmp_path: Path, side_connections_max: int = SIDE_CONNECTIONS_MAX) -> AsyncIterator[House]:
-    house = House(tmp_path, side_connections_max)
+async def ticket_daemon(
+    tmp_path: Path, side_connections_max: int = SIDE_CONNECTIONS_MAX
+) -> AsyncIterator[TicketDaemon]:
+    daemon_runner = TicketDaemon(tmp_path, side_connections_max)
 
     async def open_store() -> MemoryStore:
         return MemoryStore("test")
@@ -91,15 +93,15 @@ async def a_house(tmp_path: Path, side_connections_max: int = SIDE_CONNECTIONS_M
         listen=("tcp://127.0.0.1:0", "tls://localhost:0"),
         drain_timeout_s=1.0,
     )
-    ports = Ports(SystemClock(), house.network(), os.getpid(), os.getuid(), open_store)
-    async with Daemon.running(config, ports, extend=house.extend) as daemon:
+    ports = Ports(SystemClock(), daemon_runner.network(), os.getpid(), os.getuid(), open_store)
+    async with Daemon.running(config, ports, extend=daemon_runner.extend) as daemon:
         tcp, tls = daemon.listening
-        house.endpoints = {"tcp": tcp, "tls": tls, "unix": f"unix://{tmp_path}/s.sock"}
-        yield house
+        daemon_runner.endpoints = {"tcp": tcp, "tls": tls, "unix": f"unix://{tmp_path}/s.sock"}
+        yield daemon_runner
 
 
-def client_of(house: House, scheme: str = "unix") -> ForgedClient:
-    return ForgedClient(house.endpoints[scheme], network=house.network())
+def client_of(daemon_runner: TicketDaemon, scheme: str = "unix") -> ForgedClient:
+    return ForgedClient(daemon_runner.endpoints[scheme], network=daemon_runner.network())
 
 
 def a_file(path: Path, data: bytes) -> int:
@@ -110,8 +112,8 @@ def a_file(path: Path, data: bytes) -> int:
 @pytest.mark.parametrize("scheme", ["tcp", "tls", "unix"])
 async def test_the_daemon_sends_a_file_and_the_client_stores_it(tmp_path: Path, scheme: str) -> None:
     data = os.urandom(SIZE)
-    async with a_house(tmp_path) as house, client_of(house, scheme) as client:
-        house.offer = side_connection.file_sender(a_file(tmp_path / "source", data), SIZE)
+    async with ticket_daemon(tmp_path) as daemon_runner, client_of(daemon_runner, scheme) as client:
+        daemon_runner.offer = side_connection.file_sender(a_file(tmp_path / "source", data), SIZE)
         fd = a_file(tmp_path / "target", b"")
         await client.fetch_file(await client.request(AskForTicket()), fd)
         os.close(fd)
@@ -121,8 +123,8 @@ async def test_the_daemon_sends_a_file_and_the_client_stores_it(tmp_path: Path, 
 @pytest.mark.parametrize("scheme", ["tcp", "tls", "unix"])
 async def test_the_client_sends_a_file_and_the_daemon_stores_it(tmp_path: Path, scheme: str) -> None:
     data = os.urandom(SIZE)
-    async with a_house(tmp_path) as house, client_of(house, scheme) as client:
-        house.offer = side_connection.file_receiver(a_file(tmp_path / "target", b""), SIZE)
+    async with ticket_daemon(tmp_path) as daemon_runner, client_of(daemon_runner, scheme) as client:
+        daemon_runner.offer = side_connection.file_receiver(a_file(tmp_path / "target", b""), SIZE)
         fd = a_file(tmp_path / "source", data)
         await client.deliver_file(await client.request(AskForTicket()), fd)
         os.close(fd)
@@ -132,24 +134,24 @@ async def test_the_client_sends_a_file_and_the_daemon_stores_it(tmp_path: Path, 
 @pytest.mark.parametrize("scheme", ["tcp", "tls", "unix"])
 async def test_memory_travels_both_ways(tmp_path: Path, scheme: str) -> None:
     data, room = os.urandom(SIZE), bytearray(SIZE)
-    async with a_house(tmp_path) as house, client_of(house, scheme) as client:
-        house.offer = side_connection.buffer_sender(memoryview(data))
+    async with ticket_daemon(tmp_path) as daemon_runner, client_of(daemon_runner, scheme) as client:
+        daemon_runner.offer = side_connection.buffer_sender(memoryview(data))
         assert await client.fetch_bytes(await client.request(AskForTicket())) == data
-        house.offer = side_connection.buffer_receiver(memoryview(room))
+        daemon_runner.offer = side_connection.buffer_receiver(memoryview(room))
         await client.deliver_bytes(await client.request(AskForTicket()), memoryview(data))
     assert room == data
 
 
 async def test_nothing_at_all_travels_too(tmp_path: Path) -> None:
-    async with a_house(tmp_path) as house, client_of(house) as client:
-        house.offer = side_connection.buffer_sender(memoryview(b""))
+    async with ticket_daemon(tmp_path) as daemon_runner, client_of(daemon_runner) as client:
+        daemon_runner.offer = side_connection.buffer_sender(memoryview(b""))
         assert await client.fetch_bytes(await client.request(AskForTicket())) == b""
 
 
 async def test_a_transfer_goes_on_from_an_offset(tmp_path: Path) -> None:
     data = os.urandom(SIZE)
-    async with a_house(tmp_path) as house, client_of(house) as client:
-        house.offer = side_connection.file_sender(a_file(tmp_path / "source", data), SIZE)
+    async with ticket_daemon(tmp_path) as daemon_runner, client_of(daemon_runner) as client:
+        daemon_runner.offer = side_connection.file_sender(a_file(tmp_path / "source", data), SIZE)
         fd = a_file(tmp_path / "target", data[:1000])
         await client.fetch_file(await client.request(AskForTicket()), fd, offset=1000)
         os.close(fd)
@@ -158,8 +160,8 @@ async def test_a_transfer_goes_on_from_an_offset(tmp_path: Path) -> None:
 
 async def test_descriptors_travel_over_a_unix_socket(tmp_path: Path) -> None:
     fds = [a_file(tmp_path / name, name.encode()) for name in ("one", "two")]
-    async with a_house(tmp_path) as house, client_of(house) as client:
-        house.offer = side_connection.descriptor_sender(fds)
+    async with ticket_daemon(tmp_path) as daemon_runner, client_of(daemon_runner) as client:
+        daemon_runner.offer = side_connection.descriptor_sender(fds)
         taken = await client.fetch_descriptors(await client.request(AskForTicket()))
     assert [os.pread(fd, 10, 0) for fd in taken] == [b"one", b"two"]
     for fd in (*fds, *taken):
@@ -168,8 +170,8 @@ async def test_descriptors_travel_over_a_unix_socket(tmp_path: Path) -> None:
 
 async def test_the_offer_is_closed_when_it_was_used(tmp_path: Path) -> None:
     fd = a_file(tmp_path / "source", b"x" * 10)
-    async with a_house(tmp_path) as house, client_of(house) as client:
-        house.offer = side_connection.file_sender(fd, 10)
+    async with ticket_daemon(tmp_path) as daemon_runner, client_of(daemon_runner) as client:
+        daemon_runner.offer = side_connection.file_sender(fd, 10)
         await client.fetch_bytes(await client.request(AskForTicket()))
         await client.ping()
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -177,8 +179,8 @@ async def test_the_offer_is_closed_when_it_was_used(tmp_path: Path) -> None:
 
 
 async def test_a_ticket_is_good_once(tmp_path: Path) -> None:
-    async with a_house(tmp_path) as house, client_of(house) as client:
-        house.offer = side_connection.buffer_sender(memoryview(b"secret"))
+    async with ticket_daemon(tmp_path) as daemon_runner, client_of(daemon_runner) as client:
+        daemon_runner.offer = side_connection.buffer_sender(memoryview(b"secret"))
         ticket = await client.request(AskForTicket())
         assert await client.fetch_bytes(ticket) == b"secret"
         with pytest.raises(PeerError) as refused:
@@ -188,15 +190,15 @@ async def test_a_ticket_is_good_once(tmp_path: Path) -> None:
 
 
 async def test_a_ticket_that_nobody_gave_is_refused(tmp_path: Path) -> None:
-    async with a_house(tmp_path) as house, client_of(house) as client:
+    async with ticket_daemon(tmp_path) as daemon_runner, client_of(daemon_runner) as client:
         with pytest.raises(PeerError) as refused:
             await client.fetch_bytes(Ticket(b"0" * 16, 3))
         assert refused.value.code == "ticket_unknown"
 
 
 async def test_an_offset_outside_the_bytes_is_refused(tmp_path: Path) -> None:
-    async with a_house(tmp_path) as house, client_of(house) as client:
-        house.offer = side_connection.buffer_sender(memoryview(b"abc"))
+    async with ticket_daemon(tmp_path) as daemon_runner, client_of(daemon_runner) as client:
+        daemon_runner.offer = side_connection.buffer_sender(memoryview(b"abc"))
         fd = a_file(tmp_path / "target", b"")
         with pytest.raises(ForgedError) as refused:
             await client.fetch_file(await client.request(AskForTicket()), fd, offset=4)
@@ -205,8 +207,8 @@ async def test_an_offset_outside_the_bytes_is_refused(tmp_path: Path) -> None:
 
 
 async def test_a_ticket_for_more_than_there_is_room_for_is_refused_before_a_byte_is_moved(tmp_path: Path) -> None:
-    async with a_house(tmp_path) as house, client_of(house) as client:
-        house.offer = side_connection.buffer_sender(memoryview(b"abc"))
+    async with ticket_daemon(tmp_path) as daemon_runner, client_of(daemon_runner) as client:
+        daemon_runner.offer = side_connection.buffer_sender(memoryview(b"abc"))
         ticket = await client.request(AskForTicket())
         with pytest.raises(RequestRefused) as refused:
             await client.fetch_bytes(Ticket(ticket.ticket, 2))
@@ -215,8 +217,8 @@ async def test_a_ticket_for_more_than_there_is_room_for_is_refused_before_a_byte
 
 async def test_a_sender_whose_file_was_truncated_does_not_hang_the_receiver(tmp_path: Path) -> None:
     fd = a_file(tmp_path / "source", b"x" * 100)
-    async with a_house(tmp_path) as house, client_of(house) as client:
-        house.offer = side_connection.file_sender(fd, 200)
+    async with ticket_daemon(tmp_path) as daemon_runner, client_of(daemon_runner) as client:
+        daemon_runner.offer = side_connection.file_sender(fd, 200)
         with pytest.raises(Unavailable) as truncated:
             await client.fetch_bytes(await client.request(AskForTicket()))
         assert truncated.value.code == "bulk_truncated"
@@ -224,8 +226,8 @@ async def test_a_sender_whose_file_was_truncated_does_not_hang_the_receiver(tmp_
 
 
 async def test_a_peer_that_hangs_up_after_the_welcome_leaves_nothing_behind(tmp_path: Path) -> None:
-    async with a_house(tmp_path) as house, client_of(house) as client:
-        house.offer = side_connection.buffer_sender(memoryview(b"abc"))
+    async with ticket_daemon(tmp_path) as daemon_runner, client_of(daemon_runner) as client:
+        daemon_runner.offer = side_connection.buffer_sender(memoryview(b"abc"))
         ticket = await client.request(AskForTicket())
         reader, writer = await asyncio.open_unix_connection(str(tmp_path / "s.sock"))
         writer.write(frames.encode(encode(Hello(1, 1, b"x" * 16, ticket=ticket.ticket))))
@@ -233,13 +235,13 @@ async def test_a_peer_that_hangs_up_after_the_welcome_leaves_nothing_behind(tmp_
         writer.close()
         await writer.wait_closed()
         await client.ping()
-        assert len(house.daemon.tickets) == 0
+        assert len(daemon_runner.daemon.tickets) == 0
 
 
-async def refuse_once(offer: side_connection.BulkTransfer, house: House) -> None:
-    """Have a client ask for what the daemon cannot give just now, and see that nothing else is harmed."""
-    house.offer = offer
-    async with client_of(house) as client:
+async def refuse_once(offer: side_connection.BulkTransfer, daemon_runner: TicketDaemon) -> None:
+    """Let one transfer fail, and check that the daemon still serves."""
+    daemon_runner.offer = offer
+    async with client_of(daemon_runner) as client:
         with pytest.raises(Unavailable):
             await client.fetch_bytes(await client.request(AskForTicket()))
         await client.ping()
@@ -251,8 +253,8 @@ async def test_a_mover_that_is_refused_something_by_the_system_ends_its_side_con
     def move(sock: socket.socket, offset: int) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    async with a_house(tmp_path) as house:
-        await refuse_once(side_connection.BulkTransfer(3, move, lambda: closed.append(1)), house)
+    async with ticket_daemon(tmp_path) as daemon_runner:
+        await refuse_once(side_connection.BulkTransfer(3, move, lambda: closed.append(1)), daemon_runner)
         assert closed == [1]
 
 
@@ -267,14 +269,14 @@ async def test_a_connection_that_cannot_be_taken_over_for_want_of_descriptors_en
 
     async def detach_without_descriptors(transport: asyncio.Transport) -> socket.socket:
         with monkeypatch.context() as meanwhile:
-            # Only the daemon's end: the client's is detached in the same process.
+            # Only the daemon's end: the client's end is detached in the same process.
             meanwhile.setattr(socket, "socketpair", refuse)
             meanwhile.setattr(os, "dup", refuse)
             return await detach(transport)
 
     monkeypatch.setattr(tickets, "detach", detach_without_descriptors)
-    async with a_house(tmp_path) as house, client_of(house, scheme) as client:
-        house.offer = side_connection.BulkTransfer(3, lambda sock, offset: None, closed.set)
+    async with ticket_daemon(tmp_path) as daemon_runner, client_of(daemon_runner, scheme) as client:
+        daemon_runner.offer = side_connection.BulkTransfer(3, lambda sock, offset: None, closed.set)
         with pytest.raises(Unavailable):
             await client.fetch_bytes(await client.request(AskForTicket()))
         await closed.wait()
@@ -295,13 +297,13 @@ async def test_a_mistake_over_a_side_connection_is_reported_and_ends_that_one_al
         raise Unavailable("not_now", "not now")
 
     offer = side_connection.BulkTransfer(3, fail) if culprit == "move" else side_connection.BulkTransfer(3, move, fail)
-    async with a_house(tmp_path) as house:
-        await refuse_once(offer, house)
+    async with ticket_daemon(tmp_path) as daemon_runner:
+        await refuse_once(offer, daemon_runner)
     assert [type(context["exception"]) for context in reported] == [ZeroDivisionError]
 
 
 async def test_one_side_connection_too_many_is_refused_and_its_ticket_stays_good(tmp_path: Path) -> None:
-    async with a_house(tmp_path, side_connections_max=1) as house, client_of(house) as client:
+    async with ticket_daemon(tmp_path, side_connections_max=1) as daemon_runner, client_of(daemon_runner) as client:
         begun, goes_on = asyncio.Event(), threading.Event()
         loop = asyncio.get_running_loop()
 
@@ -310,10 +312,10 @@ async def test_one_side_connection_too_many_is_refused_and_its_ticket_stays_good
             goes_on.wait()
             raise Unavailable("not_now", "not now")
 
-        house.offer = side_connection.BulkTransfer(3, move)
+        daemon_runner.offer = side_connection.BulkTransfer(3, move)
         first = asyncio.create_task(client.fetch_bytes(await client.request(AskForTicket())))
         await begun.wait()
-        house.offer = side_connection.buffer_sender(memoryview(b"abc"))
+        daemon_runner.offer = side_connection.buffer_sender(memoryview(b"abc"))
         ticket = await client.request(AskForTicket())
         with pytest.raises(Unavailable) as refused:
             await client.fetch_bytes(ticket)
@@ -321,7 +323,7 @@ async def test_one_side_connection_too_many_is_refused_and_its_ticket_stays_good
         goes_on.set()
         with pytest.raises(Unavailable):
             await first
-        while house.daemon.sides.open_count:
+        while daemon_runner.daemon.sides.open_count:
             await client.ping()
         assert await client.fetch_bytes(ticket) == b"abc"
 
@@ -368,7 +370,7 @@ async def test_a_backup_is_a_data_directory_that_a_daemon_can_be_started_on(tmp_
 
 
 async def test_a_store_that_is_no_file_says_that_it_has_no_backup(tmp_path: Path) -> None:
-    async with a_house(tmp_path) as house, client_of(house) as client:
+    async with ticket_daemon(tmp_path) as daemon_runner, client_of(daemon_runner) as client:
         with pytest.raises(RequestRefused) as refused:
             await client.backup(tmp_path / "copy")
     assert refused.value.code == "backup_impossible"
@@ -407,8 +409,8 @@ def test_tickets_are_limited_and_one_too_many_lets_go_of_its_offer() -> None:
 
 
 async def test_a_side_connection_is_as_the_protocol_page_says(tmp_path: Path) -> None:
-    async with a_house(tmp_path) as house, client_of(house) as client:
-        house.offer = side_connection.buffer_sender(memoryview(b"abcdef"))
+    async with ticket_daemon(tmp_path) as daemon_runner, client_of(daemon_runner) as client:
+        daemon_runner.offer = side_connection.buffer_sender(memoryview(b"abcdef"))
         ticket = await client.request(AskForTicket())
         reader, writer = await asyncio.open_unix_connection(str(tmp_path / "s.sock"))
         hello = msgpack.packb([0, 1, 1, b"x" * 16, "a test", None, ticket.ticket, 2])

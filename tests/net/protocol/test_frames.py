@@ -29,7 +29,7 @@ def pieces(draw: st.DrawFn, whole: st.SearchStrategy[bytes]) -> list[bytes]:
 
 
 def read(data: Iterable[bytes], limit: int = LIMIT) -> tuple[list[bytes], bool]:
-    """The payloads that came out, and whether what came in was refused."""
+    """The decoded payloads, and whether the input was refused."""
     decoder, inbox = FrameDecoder(limit), deque[bytes]()
     try:
         for piece in data:
@@ -40,7 +40,7 @@ def read(data: Iterable[bytes], limit: int = LIMIT) -> tuple[list[bytes], bool]:
 
 
 def expected(data: bytes, limit: int = LIMIT) -> tuple[list[bytes], bool]:
-    """The same, said as simply as it can be."""
+    """The expected result, computed simply."""
     found: list[bytes] = []
     while len(data) >= 4:
         (length,) = struct.unpack(">I", data[:4])

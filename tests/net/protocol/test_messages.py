@@ -43,7 +43,7 @@ from forged.net.protocol.messages import (
     failure,
 )
 
-RECORD = Raw(msgpack.packb([5, 1.5, "NoteAdded", "a", 0, 0, "somebody", {"text": "hi"}]))
+RECORD = Raw(msgpack.packb([5, 1.5, "NoteAdded", "a", 0, 0, "test", {"text": "hi"}]))
 BODY = Raw(msgpack.packb({"job": "a"}))
 
 EVERY_MESSAGE: list[Message] = [
@@ -67,7 +67,7 @@ EVERY_MESSAGE: list[Message] = [
 
 
 def plain(message: Message) -> Any:
-    """What another library reads."""
+    """The message decoded by the msgpack library."""
     return msgpack.unpackb(encode(message))
 
 

@@ -32,7 +32,7 @@ def record(fact_id: int, job: str = "a", text: str = "x") -> Record:
 
 
 def journal(last: int, *, facts_max: int = 100_000, jobs: str = "a") -> Journal:
-    """Facts 1 to `last`, in these jobs by turns."""
+    """Facts 1 to `last`, in these jobs in turn."""
     made = Journal(facts_max)
     made.extend([record(fact_id, jobs[fact_id % len(jobs)]) for fact_id in range(1, last + 1)])
     return made
@@ -48,7 +48,7 @@ def stream(request: Subscribe, facts: Journal, allowed: frozenset[str] | None = 
 
 
 def advanced(reader: OutgoingStream, facts: Journal) -> list[StreamMessage]:
-    """Everything that can be said now."""
+    """All messages until the stream has caught up."""
     messages = []
     while reader.due(facts):
         messages += reader.advance(facts)
@@ -178,13 +178,13 @@ def test_a_batch_is_bounded_in_bytes_but_for_one_fact() -> None:
 
 def test_a_turn_looks_through_a_bounded_part_of_the_journal() -> None:
     facts = journal(3 * SCAN_FACTS_MAX)
-    reader = stream(subscribe(jobs=("nobody",)), facts)
+    reader = stream(subscribe(jobs=("unknown",)), facts)
     assert reader.advance(facts)[-1] == Facts(7, SCAN_FACTS_MAX, ())
 
 
 def test_a_reader_that_nothing_concerns_learns_now_and_then_how_far_it_is() -> None:
     facts = journal(5)
-    reader = stream(subscribe(None, jobs=("nobody",)), facts)
+    reader = stream(subscribe(None, jobs=("unknown",)), facts)
     assert advanced(reader, facts) == [Facts(7, 5, ())]
     facts.extend([record(fact_id) for fact_id in range(6, 5 + PROGRESS_IDS)])
     assert advanced(reader, facts) == []
@@ -194,7 +194,7 @@ def test_a_reader_that_nothing_concerns_learns_now_and_then_how_far_it_is() -> N
 
 def test_a_reader_of_the_past_learns_that_it_has_caught_up_though_nothing_concerned_it() -> None:
     facts = journal(5)
-    reader = stream(subscribe(jobs=("nobody",)), facts)
+    reader = stream(subscribe(jobs=("unknown",)), facts)
     assert advanced(reader, facts) == [Facts(7, 0, ()), Facts(7, 5, ())]
     facts.extend([record(6)])
     assert advanced(reader, facts) == []

@@ -27,7 +27,7 @@ GONE_WITHIN_S = 30.0
 
 
 class Recorded(Connection):
-    """A connection that keeps what it is told, admits as much as it is let, and does what the test wants."""
+    """A connection that records its messages and is controlled by the test."""
 
     def __init__(self, clock: ManualClock, limits: ConnectionLimits = LIMITS) -> None:
         super().__init__(clock, limits)
@@ -36,7 +36,7 @@ class Recorded(Connection):
         self.endings: list[ForgedError] = []
         self.resumed_times = 0
         self.act: Callable[[Any], None] = lambda message: None
-        """What the test wants done about a message."""
+        """The reaction to a message."""
 
     def opened(self) -> None:
         self.established()
@@ -57,14 +57,14 @@ class Recorded(Connection):
 
 
 class Fresh(Recorded):
-    """One whose hellos have not been exchanged."""
+    """A connection before its hello."""
 
     def opened(self) -> None:
-        """There is more to come."""
+        """More messages are expected."""
 
 
 class Scene:
-    """A connection and its peer, whose frames the test sends."""
+    """A connection whose peer is played by the test."""
 
     def __init__(self, connection: Recorded | None = None) -> None:
         self.clock = ManualClock()
@@ -73,7 +73,7 @@ class Scene:
         self.transport = self.peer.transport
 
     def numbers(self) -> list[int]:
-        """The numbers of the cancels that were received: the shortest of all messages."""
+        """The numbers of the received cancels."""
         return [message.number for message in self.connection.messages]
 
     def sweep(self, seconds: float) -> None:
@@ -90,13 +90,13 @@ async def scene() -> Scene:
 
 
 def failure_of(scene: Scene) -> tuple[str, str]:
-    """The kind and code that the peer was told, as the last word."""
+    """The kind and code of the failure that was sent last."""
     message = scene.peer.heard()[-1]
     assert message[:2] == [FAILURE, 0]
     return message[2], message[3]
 
 
-# What arrives.
+# Receiving.
 
 
 async def test_messages_are_worked_off_in_order(scene: Scene) -> None:
@@ -221,7 +221,7 @@ async def test_a_failure_of_the_connection_ends_it_with_that_error(scene: Scene)
     assert (error.code, error.message, error.fix) == ("gone", "text", "fix")
 
 
-# What is sent.
+# Sending.
 
 
 async def test_what_is_sent_in_one_turn_leaves_at_once_and_the_rest_of_it_together(scene: Scene) -> None:
@@ -243,7 +243,7 @@ async def test_much_leaves_before_the_turn_is_over_so_that_a_reader_that_does_no
     scene: Scene,
 ) -> None:
     scene.connection.act = lambda message: scene.connection.send(Bye(0, "x" * 100_000))
-    scene.transport.clog()
+    scene.transport.stop_reading()
     scene.cancels(1, MESSAGES_PER_TURN)
     assert scene.connection.write_paused
     assert len(scene.numbers()) < 20
@@ -251,12 +251,12 @@ async def test_much_leaves_before_the_turn_is_over_so_that_a_reader_that_does_no
 
 
 async def test_a_peer_that_does_not_read_is_not_read_either_until_it_does(scene: Scene) -> None:
-    scene.transport.clog()
+    scene.transport.stop_reading()
     scene.connection.send(Bye(0, "x" * (2 << 20)))
     assert scene.connection.write_paused
     scene.cancels(1, 1)
     assert (scene.numbers(), scene.transport.reading) == ([], False)
-    scene.transport.unclog()
+    scene.transport.resume_peer_reading()
     assert (scene.numbers(), scene.transport.reading) == ([1], True)
     assert scene.connection.resumed_times == 1
 
@@ -269,7 +269,7 @@ async def test_a_message_that_the_other_end_would_refuse_is_not_sent(scene: Scen
     assert await scene.peer.next() == [CANCEL, 1]
 
 
-# Being called back while calling.
+# Re-entrant calls.
 
 
 async def test_it_may_be_closed_over_a_message(scene: Scene) -> None:
@@ -298,7 +298,7 @@ async def test_writing_may_clog_while_a_message_is_worked_off(scene: Scene) -> N
         scene.connection.send(Bye(0, "x" * (3 << 20)))
 
     scene.connection.act = answer
-    scene.transport.clog()
+    scene.transport.stop_reading()
     scene.cancels(1, 3)
     assert (scene.numbers(), scene.transport.reading) == ([1], False)
 
@@ -428,7 +428,7 @@ async def test_one_that_is_not_read_is_still_pinged_so_that_its_end_is_noticed(s
 
 
 async def test_one_that_reads_nothing_for_too_long_is_let_go(scene: Scene) -> None:
-    scene.transport.clog()
+    scene.transport.stop_reading()
     scene.connection.send(Bye(0, "x" * (2 << 20)))
     scene.peer.send(CANCEL, 1)
     scene.sweep(LIMITS.silence_max_s)
@@ -442,7 +442,7 @@ async def test_one_that_reads_nothing_for_too_long_is_let_go(scene: Scene) -> No
 
 
 async def test_one_that_reads_slowly_is_borne_with(scene: Scene) -> None:
-    scene.transport.clog()
+    scene.transport.stop_reading()
     scene.connection.send(Bye(0, "x" * (3 << 20)))
     scene.peer.send(CANCEL, 1)
     for _ in range(5):
@@ -452,7 +452,7 @@ async def test_one_that_reads_slowly_is_borne_with(scene: Scene) -> None:
 
 
 async def test_one_that_does_not_take_the_last_word_is_cut_off(scene: Scene) -> None:
-    scene.transport.clog()
+    scene.transport.stop_reading()
     scene.connection.fail(PeerError("code", "text"))
     await asyncio.sleep(0)
     assert not scene.connection.lost

@@ -39,8 +39,8 @@ class Time:
         self.now += seconds
 
 
-class Line:
-    """A connection to this process, and its other end."""
+class Pair:
+    """A connection with both ends."""
 
     def __init__(self, there: socket.socket, here: socket.socket) -> None:
         self.there, self.here = there, here
@@ -56,8 +56,8 @@ class Line:
         assert self.here.recv(1) == b"x"
 
 
-class Switchboard:
-    """Lines that a selector watches, on a clock of its own."""
+class Connections:
+    """Connections registered with a selector that uses a test clock."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.time = Time()
@@ -66,45 +66,45 @@ class Switchboard:
         stack.callback(self.selector.close)
         self.door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
 
-    def line(self) -> Line:
-        """One over IP, watched, that has said nothing yet."""
+    def line(self) -> Pair:
+        """A registered TCP connection without data."""
         line = self.unwatched()
         self.selector.register(line.fd, EVENT_READ)
         return line
 
-    def unwatched(self) -> Line:
+    def unwatched(self) -> Pair:
         there = self._stack.enter_context(socket.create_connection(self.door.getsockname()))
         here = self._stack.enter_context(self.door.accept()[0])
-        return Line(there, here)
+        return Pair(there, here)
 
-    def pair(self) -> Line:
-        """One that does not leave this process, watched."""
+    def pair(self) -> Pair:
+        """A registered socket pair."""
         there, here = (self._stack.enter_context(end) for end in socket.socketpair())
         self.selector.register(here.fileno(), EVENT_READ)
-        return Line(there, here)
+        return Pair(there, here)
 
     def heard(self) -> set[int]:
-        """Whom the selector tells of, without waiting."""
+        """The ready connections, without waiting."""
         return {key.fd for key, _ in self.selector.select(0)}
 
-    def hears(self, line: Line) -> bool:
-        """Have somebody speak; tells whether that is heard at once."""
+    def hears(self, line: Pair) -> bool:
+        """Send on a connection; returns whether the selector reports it at once."""
         line.say()
         if self.heard() != {line.fd}:
             return False
         line.listen()
         return True
 
-    def resting(self, count: int) -> list[Line]:
-        """So many that rest."""
+    def resting(self, count: int) -> list[Pair]:
+        """Idle connections."""
         lines = [self.line() for _ in range(count)]
         self.time.go_on(A_WHILE_S)
         assert all(self.hears(line) for line in lines)
         self.time.go_on(A_WHILE_S)
         return lines
 
-    def exhaust(self, lines: list[Line]) -> None:
-        """Have some of them wake the process as often as they may, in as short a time as they can."""
+    def exhaust(self, lines: list[Pair]) -> None:
+        """Cause the allowed number of wake-ups in the shortest time."""
         self.time.go_on(WAKES_WITHIN_S)
         assert self.heard() == set()
         for wake in range(WAKES_MAX):
@@ -113,30 +113,30 @@ class Switchboard:
 
 
 @pytest.fixture
-def board() -> Iterator[Switchboard]:
+def board() -> Iterator[Connections]:
     with ExitStack() as stack:
-        yield Switchboard(stack)
+        yield Connections(stack)
 
 
 MANY = 8
-"""So many are enough to speak too often together, each of them after a while."""
+"""Enough idle connections to exceed the wake-up limit together."""
 assert WAKES_MAX * A_WHILE_S / (MANY - 1) < WAKES_WITHIN_S
 
 
-def test_who_rests_is_heard_at_once_while_that_comes_seldom(board: Switchboard) -> None:
+def test_who_rests_is_heard_at_once_while_that_comes_seldom(board: Connections) -> None:
     (one,) = board.resting(1)
     for _ in range(3 * WAKES_MAX):
         assert board.hears(one)
         board.time.go_on(A_WHILE_S)
 
 
-def test_those_who_rest_wait_when_they_have_woken_the_process_too_often(board: Switchboard) -> None:
+def test_those_who_rest_wait_when_they_have_woken_the_process_too_often(board: Connections) -> None:
     lines = board.resting(MANY)
     board.exhaust(lines)
     assert not board.hears(lines[0])
 
 
-def test_those_who_have_waited_are_heard_together(board: Switchboard) -> None:
+def test_those_who_have_waited_are_heard_together(board: Connections) -> None:
     lines = board.resting(MANY)
     board.exhaust(lines)
     for line in lines:
@@ -146,12 +146,12 @@ def test_those_who_have_waited_are_heard_together(board: Switchboard) -> None:
     assert board.heard() == {line.fd for line in lines}
 
 
-def test_nobody_waits_for_longer_than_the_hold_though_the_loop_would_sleep(board: Switchboard) -> None:
+def test_nobody_waits_for_longer_than_the_hold_though_the_loop_would_sleep(board: Connections) -> None:
     board.exhaust(board.resting(MANY))
     assert board.selector.select(None) == []
 
 
-def test_they_wait_again_when_several_have_spoken(board: Switchboard) -> None:
+def test_they_wait_again_when_several_have_spoken(board: Connections) -> None:
     lines = board.resting(MANY)
     board.exhaust(lines)
     board.time.go_on(A_WHILE_S)
@@ -162,7 +162,7 @@ def test_they_wait_again_when_several_have_spoken(board: Switchboard) -> None:
     assert not board.hears(lines[0])
 
 
-def test_they_wait_no_more_when_hardly_anybody_has_spoken(board: Switchboard) -> None:
+def test_they_wait_no_more_when_hardly_anybody_has_spoken(board: Connections) -> None:
     one, other, *more = board.resting(MANY)
     board.exhaust([one, other, *more])
     board.time.go_on(A_WHILE_S)
@@ -170,7 +170,7 @@ def test_they_wait_no_more_when_hardly_anybody_has_spoken(board: Switchboard) ->
     assert board.hears(other)
 
 
-def test_who_is_in_conversation_does_not_wait(board: Switchboard) -> None:
+def test_who_is_in_conversation_does_not_wait(board: Connections) -> None:
     talker, *lines = board.resting(MANY)
     for _ in range(3):
         assert board.hears(talker)
@@ -178,7 +178,7 @@ def test_who_is_in_conversation_does_not_wait(board: Switchboard) -> None:
     assert board.hears(talker)
 
 
-def test_a_conversation_is_over_after_a_while(board: Switchboard) -> None:
+def test_a_conversation_is_over_after_a_while(board: Connections) -> None:
     talker, *lines = board.resting(MANY)
     for silence_s in (0, 0, A_WHILE_S):
         board.time.go_on(silence_s)
@@ -187,14 +187,14 @@ def test_a_conversation_is_over_after_a_while(board: Switchboard) -> None:
     assert not board.hears(talker)
 
 
-def test_who_has_just_come_does_not_wait(board: Switchboard) -> None:
+def test_who_has_just_come_does_not_wait(board: Connections) -> None:
     lines = board.resting(MANY)
     board.exhaust(lines)
     assert board.hears(board.line())
 
 
-def test_what_does_not_come_from_elsewhere_never_waits(board: Switchboard) -> None:
-    """As the pipe by which threads wake the loop."""
+def test_what_does_not_come_from_elsewhere_never_waits(board: Connections) -> None:
+    """Like the self-pipe of an event loop."""
     pair = board.pair()
     lines = board.resting(MANY)
     assert board.hears(pair)
@@ -202,7 +202,7 @@ def test_what_does_not_come_from_elsewhere_never_waits(board: Switchboard) -> No
     assert board.hears(pair)
 
 
-def test_a_door_never_waits(board: Switchboard) -> None:
+def test_a_door_never_waits(board: Connections) -> None:
     lines = board.resting(MANY)
     board.selector.register(board.door.fileno(), EVENT_READ)
     for _ in range(2):
@@ -212,7 +212,7 @@ def test_a_door_never_waits(board: Switchboard) -> None:
         board.door.accept()[0].close()
 
 
-def test_who_waits_to_write_does_not_rest(board: Switchboard) -> None:
+def test_who_waits_to_write_does_not_rest(board: Connections) -> None:
     one, *lines = board.resting(MANY)
     board.exhaust(lines)
     board.selector.modify(one.fd, EVENT_READ | EVENT_WRITE)
@@ -223,20 +223,20 @@ def test_who_waits_to_write_does_not_rest(board: Switchboard) -> None:
     assert board.heard() == {one.fd}
 
 
-def test_whoever_watches_somebody_anew_is_told_by_what_it_gave_last(board: Switchboard) -> None:
+def test_whoever_watches_somebody_anew_is_told_by_what_it_gave_last(board: Connections) -> None:
     (one,) = board.resting(1)
     board.selector.modify(one.fd, EVENT_READ, "new")
     one.say()
     assert [key.data for key, _ in board.selector.select(0)] == ["new"]
 
 
-def test_the_end_of_one_who_rests_is_heard(board: Switchboard) -> None:
+def test_the_end_of_one_who_rests_is_heard(board: Connections) -> None:
     (one,) = board.resting(1)
     one.there.close()
     assert board.heard() == {one.fd}
 
 
-def test_who_is_watched_no_more_is_not_heard_and_not_known(board: Switchboard) -> None:
+def test_who_is_watched_no_more_is_not_heard_and_not_known(board: Connections) -> None:
     (one,) = board.resting(1)
     assert one.fd in board.selector.get_map()
     board.selector.unregister(one.fd)
@@ -247,7 +247,7 @@ def test_who_is_watched_no_more_is_not_heard_and_not_known(board: Switchboard) -
         board.selector.unregister(one.fd)
 
 
-def test_a_number_that_is_used_again_is_somebody_else(board: Switchboard) -> None:
+def test_a_number_that_is_used_again_is_somebody_else(board: Connections) -> None:
     lines = board.resting(MANY)
     gone, other = lines[0], board.unwatched()
     board.exhaust(lines[1:])
@@ -258,7 +258,7 @@ def test_a_number_that_is_used_again_is_somebody_else(board: Switchboard) -> Non
     assert board.heard() == {gone.fd}
 
 
-def test_a_number_that_was_left_behind_is_refused_as_by_other_selectors(board: Switchboard) -> None:
+def test_a_number_that_was_left_behind_is_refused_as_by_other_selectors(board: Connections) -> None:
     one, other = *board.resting(1), board.unwatched()
     os.dup2(other.fd, one.fd)
     with pytest.raises(KeyError, match="already registered"):
@@ -287,7 +287,7 @@ def test_an_event_loop_whose_connections_rest_loses_nothing(
         assert await asyncio.to_thread(lambda: "from a thread") == "from a thread"
         await ends.close()
 
-    # To this selector every word comes an hour after the last.
+    # For this selector an hour passes between reads.
     selector = ModeratingSelector(lambda: float(next(hours)))
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
         runner.run(talk())

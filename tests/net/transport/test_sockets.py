@@ -35,7 +35,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Address:
 
 @pytest.fixture
 def full_tcp() -> Iterator[Address]:
-    """A listener whose queue is full, so that the system answers nobody."""
+    """A listener whose queue is full."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
@@ -104,9 +104,9 @@ async def test_closing_does_not_remove_a_file_that_took_the_place(
     path = tmp_path / "socket"
     listener = await ends.listen(network, Address("unix", path=str(path)))
     path.unlink()
-    path.write_text("somebody else's")
+    path.write_text("other content")
     await listener.close()
-    assert path.read_text() == "somebody else's"
+    assert path.read_text() == "other content"
 
 
 async def test_the_socket_mode_is_an_argument(ends: Ends, tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ async def test_a_tcp_peer_of_this_machine_is_on_loopback(network: SystemNetwork,
 
 
 class Remote:
-    """A transport as a far host would have it."""
+    """A transport with a remote address."""
 
     def __init__(self, peername: tuple[Any, ...] | None) -> None:
         with socket.socket(socket.AF_INET6) as closed:

@@ -104,7 +104,7 @@ async def test_a_port_is_free_again_at_once_after_its_connections_were_closed_he
 
 
 def resolve(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
-    """Let every name resolve to these addresses."""
+    """Resolve every name to these addresses."""
 
     def getaddrinfo(_host: str, port: int, **_options: Any) -> list[tcp.AddressInfo]:
         return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (host, port)) for host in hosts]
@@ -114,7 +114,7 @@ def resolve(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
 
 @contextmanager
 def unread(liveness: Liveness) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A connection with more under way than its far end, which reads nothing, has room for."""
+    """A connection whose peer does not read, with a full window."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as near:
         for sock in (listener, near):
             liveness.apply(sock)
@@ -167,7 +167,7 @@ def test_a_peer_that_lives_and_reads_nothing_for_four_seconds_is_kept_by_who_loo
         user_timeout = UserTimeout(kept)
         ended = select.poll()
         for sock in (kept, lost):
-            ended.register(sock, 0)  # errors and hang-ups are told of in any case
+            ended.register(sock, 0)  # errors and hang-ups are always reported
         began = time.monotonic()
         gone = set()
         while (left_s := began + HELD_S - time.monotonic()) > 0:

@@ -19,12 +19,12 @@ from tests.net.ends import Certificates, End, Ends
 LOCALHOST = Address("tls", host="127.0.0.1")
 ALERT_RECORD = 21
 BAD_HANDSHAKE = b"\x16\x03\x01\x00\x04\x02\x00\x00\x00"
-"""A record of TLS with the server's first word in it, where the client's belongs."""
+"""A TLS record with a server hello where a client hello is expected."""
 
 
 @pytest.fixture
 def strangers(tmp_path: Path) -> Certificates:
-    """An authority that nobody else trusts."""
+    """An untrusted authority."""
     return Certificates(tmp_path)
 
 
@@ -40,7 +40,7 @@ async def connection(ends: Ends, server: ssl.SSLContext, client: ssl.SSLContext)
 
 
 async def refused(ends: Ends, server: ssl.SSLContext, client: ssl.SSLContext) -> PeerError:
-    """The error of a connection that does not come about."""
+    """The error of a failed connection."""
     network = SystemNetwork(tls_server=server, tls_client=client)
     listener = await ends.listen(network, LOCALHOST)
     with pytest.raises(PeerError, match=str(listener.address)) as raised:
@@ -209,7 +209,7 @@ async def test_a_client_signed_by_a_stranger_is_not_let_in_and_learns_why(
 
 
 async def thrown_out(ends: Ends, server: ssl.SSLContext, client: ssl.SSLContext) -> ssl.SSLError:
-    """How a client loses a connection that with TLS 1.3 it believes to have, and the server never did."""
+    """The error with which a TLS 1.3 client loses a connection that the server refused."""
     network = SystemNetwork(tls_server=server, tls_client=client)
     listener = await ends.listen(network, LOCALHOST)
     near = ends.near()
@@ -287,18 +287,18 @@ async def test_no_session_outlives_the_authority_that_let_it_in(
 
 
 def visit(client: ssl.SSLContext, address: Address, session: ssl.SSLSession | None = None) -> ssl.SSLSession | None:
-    """Connect as those do who keep sessions, which asyncio does not; returns the session to go on with."""
+    """Connect with session resumption; returns the session."""
     with (
         socket.create_connection((address.host, address.port)) as plain,
         client.wrap_socket(plain, server_hostname=address.host, session=session) as secured,
     ):
-        # What the server has to say after the handshake, a session or an alert, is only seen by reading.
+        # A session ticket or alert after the handshake is processed by reading only.
         assert secured.recv(1)
         return secured.session
 
 
 class Greeter(asyncio.Protocol):
-    """Says a word to whoever is let in, and hangs up."""
+    """Sends a byte string to every client and closes."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -337,7 +337,7 @@ async def test_files_that_do_not_fit_change_nothing(
 
 
 def issue_daemon(certificates: Certificates, name: str, kind: KeyType = KeyType.ECDSA) -> tuple[Path, Path]:
-    """A daemon's certificate with a key of some kind, and the key."""
+    """Issue a certificate with a key of this kind."""
     issued = certificates.authority.issue_cert("127.0.0.1", name, common_name=name, key_type=kind)
     certificate, key = certificates.directory / f"{name}.pem", certificates.directory / f"{name}.key"
     certificate.write_bytes(b"".join(part.bytes() for part in issued.cert_chain_pems))

@@ -1,4 +1,4 @@
-"""Doors that speak TLS, among clients that connect and say nothing."""
+"""TLS servers with silent clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG_S = 1000.0
 
 
 class Exhausted(socket.socket):
-    """A listening socket of a process that has no descriptor left, once."""
+    """A listening socket whose first `accept` fails with EMFILE."""
 
     refusals = 1
 
@@ -44,13 +44,13 @@ def network(certificates: Certificates) -> SystemNetwork:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is sent away to make room."""
+    """No handshake is closed for another."""
     monkeypatch.setattr(tls_server, "HANDSHAKE_MIN_S", LONG_S)
 
 
 @pytest.fixture
-async def complaints() -> list[dict[str, Any]]:
-    """What the event loop complains about."""
+async def reported() -> list[dict[str, Any]]:
+    """The contexts of the event loop's exception handler."""
     heard: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context))
     return heard
@@ -58,7 +58,7 @@ async def complaints() -> list[dict[str, Any]]:
 
 @pytest.fixture
 def uncollected() -> Iterator[None]:
-    """The garbage collector is not there to help."""
+    """Disable the garbage collector."""
     gc.collect()
     gc.disable()
     yield
@@ -66,14 +66,14 @@ def uncollected() -> Iterator[None]:
 
 
 async def silent(network: SystemNetwork, listener: Listener, ends: Ends) -> End:
-    """Somebody who connects without TLS, and says nothing."""
+    """A client that connects and sends nothing."""
     end = ends.near()
     await network.connect(Address("tcp", host="127.0.0.1", port=listener.address.port), lambda: end)
     return end
 
 
 async def crowd(network: SystemNetwork, listener: Listener, ends: Ends) -> list[End]:
-    """As many silent ones as there is room for; all of them have been accepted."""
+    """The maximum number of silent clients, all accepted."""
     those = [await silent(network, listener, ends) for _ in range(HANDSHAKES_MAX)]
     for _ in those:
         await ends.accepted.get()
@@ -183,7 +183,7 @@ async def test_a_handshake_that_fails_keeps_no_memory(network: SystemNetwork, en
 
 
 async def test_a_process_without_descriptors_complains_and_goes_on_when_it_has_some(
-    network: SystemNetwork, ends: Ends, complaints: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    network: SystemNetwork, ends: Ends, reported: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls_server, "ACCEPT_RETRY_S", 0.0)
     sock = Exhausted()
@@ -191,12 +191,12 @@ async def test_a_process_without_descriptors_complains_and_goes_on_when_it_has_s
     sock.listen()
     listener = ends.keep(await network.listen_on(sock, ends.far, tls=True))
     assert await serves(network, listener, ends)
-    assert [str(complaint["exception"]) for complaint in complaints] == ["[Errno 24] Too many open files"]
+    assert [str(complaint["exception"]) for complaint in reported] == ["[Errno 24] Too many open files"]
 
 
 @pytest.mark.usefixtures("patient")
 async def test_a_door_that_is_closed_stays_closed_when_there_is_room_again(
-    network: SystemNetwork, ends: Ends, complaints: list[dict[str, Any]]
+    network: SystemNetwork, ends: Ends, reported: list[dict[str, Any]]
 ) -> None:
     listener = await ends.listen(network, LOCALHOST)
     those = await crowd(network, listener, ends)
@@ -206,7 +206,7 @@ async def test_a_door_that_is_closed_stays_closed_when_there_is_room_again(
         end.open_transport.abort()
         await asyncio.shield(end.lost)
     assert await serves(network, await ends.listen(network, PLAIN), ends)
-    assert complaints == []
+    assert reported == []
 
 
 async def test_a_handshake_under_way_goes_on_when_the_door_is_closed(
