@@ -985,7 +985,7 @@ def test_worker_that_had_to_wait_has_all_its_time_from_then_on() -> None:
     assert [fact.worker_id for fact in book.facts if isinstance(fact, WorkerFailed)] == ["b"]
 
 
-class TestWhoIsToldToGoAndDoesNot:
+class TestOverdueDrain:
     def told(self, *names: str) -> Playbook:
         book = formed("a", *names, leave_timeout_ms=60_000, **PATIENT)
         book.cluster.drain("a", book.now, "its host is needed")

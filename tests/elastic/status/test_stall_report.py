@@ -91,7 +91,7 @@ def quarrel(book: Playbook, *pairs: tuple[str, str]) -> None:
     book.complete_attempt()
 
 
-class TestWhoDoesNotReachAnother:
+class TestPeerReports:
     def test_is_told_as_long_as_no_worker_knows_of_a_step(self) -> None:
         book = formed("a", "b", "c")
         quarrel(book, ("c", "b"))
@@ -138,7 +138,7 @@ class TestWhoDoesNotReachAnother:
         assert said(book).startswith(f"{few}2 more report problems, in 2 worlds")
 
 
-class TestAWorldThatIsNotWhole:
+class TestIncompleteWorld:
     def test_is_told_of_until_the_next_one_begins(self) -> None:
         book = formed("a", "b")
         book.die("b")
@@ -152,7 +152,7 @@ class TestAWorldThatIsNotWhole:
         assert waits == "1 worker waits for 1 more: min_workers is 2"
 
 
-class TestAWorldOfWhichNoStepIsKnown:
+class TestNoStep:
     def test_is_told_of_when_that_lasts_though_all_are_heard(self) -> None:
         book = formed("a", "b")
         book.wait(9.0, still=True)

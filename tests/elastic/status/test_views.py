@@ -143,7 +143,7 @@ def test_a_plan_for_a_job_that_is_over_is_refused() -> None:
     assert (error.value.code, error.value.message) == ("job_over", "job run is aborted: enough")
 
 
-class TestAPlanWhereSomeOfTheWorldAreGone:
+class TestPlanWithMissingMembers:
     def test_goes_by_how_many_are_there_and_names_worker_that_is_not(self) -> None:
         book = formed("a", "b", "c", "d", min_workers=3, failure_tolerance_percentage=80)
         book.die("b", "d")

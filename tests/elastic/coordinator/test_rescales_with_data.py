@@ -54,7 +54,9 @@ def members(book: Playbook, name: str) -> tuple[list[str], list[str]]:
     return [worker.id for worker in found.target], [worker.id for worker in found.leaving]
 
 
-def say(book: Playbook, *names: str, state: int = 0, data: int = 0, waits: bool = False, trouble: str = "") -> None:
+def report_progress(
+    book: Playbook, *names: str, state: int = 0, data: int = 0, waits: bool = False, trouble: str = ""
+) -> None:
     for name in names:
         number = book.cluster.attempts
         book.cluster.attempt_progress(
@@ -69,11 +71,11 @@ def failed(book: Playbook) -> list[str]:
 def wait_saying(book: Playbook, seconds: int, *names: str, silent: Sequence[str] = ()) -> None:
     """Time passes, and these workers report every second that they wait."""
     for _ in range(seconds):
-        say(book, *names, waits=True)
+        report_progress(book, *names, waits=True)
         book.wait(1.0, silent=silent)
 
 
-class TestACommit:
+class TestCommit:
     def test_waits_for_all_workers_that_hold_data_though_they_have_the_state(self) -> None:
         book = formed("a", "b")
         book.cluster.rescale(book.now, "a wish")
@@ -121,7 +123,7 @@ def under_way(book: Playbook) -> Attempt:
     return attempt
 
 
-class TestTheBackground:
+class TestBackgroundRescale:
     """In asynchronous mode data moves while training continues."""
 
     def test_is_where_data_moves_for_worker_that_joins(self) -> None:
@@ -290,8 +292,8 @@ class TestTheBackground:
         join(book, "c")
         book.wait(0.1)
         for second in range(10):
-            say(book, "a", waits=True)
-            say(book, "b", data=second * RECEIVED_BYTES_MIN)
+            report_progress(book, "a", waits=True)
+            report_progress(book, "b", data=second * RECEIVED_BYTES_MIN)
             book.wait(1.0)
         assert failed(book) == []
         wait_saying(book, 3, "a", "b")
@@ -305,7 +307,7 @@ class TestTheBackground:
         assert failed(book) == ["b"]
 
 
-class TestTheMembersOfAnAttempt:
+class TestAttemptMembers:
     def test_are_workers_that_hold_data_by_rank(self) -> None:
         book = Playbook(**SOON, min_workers=3)
         join(book, "a")
@@ -329,7 +331,7 @@ class TestTheMembersOfAnAttempt:
         assert error.value.code == "attempt_over"
 
 
-class TestWhoIsToGo:
+class TestLeaver:
     def test_has_its_data_taken_over_at_once(self) -> None:
         book = formed("a", "b", least=1)
         b = book.cluster.members["b"]
@@ -435,7 +437,7 @@ class TestSilence:
     def test_of_worker_that_fetches_and_gets_on_is_none(self) -> None:
         book = self.begun()
         for second in range(1, 20):
-            say(book, "a", "b", state=1_000, data=second * RECEIVED_BYTES_MIN)
+            report_progress(book, "a", "b", state=1_000, data=second * RECEIVED_BYTES_MIN)
             book.wait(1.0)
         assert failed(book) == []
 
@@ -443,15 +445,15 @@ class TestSilence:
         book = self.begun()
         book.ready("a")
         for _ in range(5):
-            say(book, "b", state=1_000, data=7)
+            report_progress(book, "b", state=1_000, data=7)
             book.wait(1.0)
         assert failed(book) == ["b"]
 
     def test_is_broken_by_data_though_more_bytes_of_state_have_come_before(self) -> None:
         book = self.begun()
-        say(book, "b", state=100 * RECEIVED_BYTES_MIN)
+        report_progress(book, "b", state=100 * RECEIVED_BYTES_MIN)
         for second in range(1, 10):
-            say(book, "a", "b", data=second * RECEIVED_BYTES_MIN)
+            report_progress(book, "a", "b", data=second * RECEIVED_BYTES_MIN)
             book.wait(1.0)
         assert failed(book) == []
 
@@ -470,7 +472,7 @@ class TestSilence:
         book = self.begun()
         wait_saying(book, 10, "a", "b")
         book.ready("a")
-        say(book, "b")
+        report_progress(book, "b")
         book.wait(4.0)
         assert failed(book) == ["b"]
 
@@ -486,18 +488,18 @@ class TestSilence:
         for second in range(1, 5):
             book.cluster.attempt_progress("b", incarnation("b", 2), number, (0, second), book.now, is_waiting=True)
             book.cluster.attempt_progress("b", incarnation("b"), number - 1, (0, second), book.now, is_waiting=True)
-            say(book, "a", waits=True)
+            report_progress(book, "a", waits=True)
             book.wait(1.0)
         assert failed(book) == ["b"]
 
 
-class TestTrouble:
+class TestReportedProblem:
     def test_is_told_as_the_reason_for_which_a_worker_has_failed(self) -> None:
         book = formed("a", "b", rescale_timeout_ms=2_000)
         book.cluster.rescale(book.now, "a wish")
         stop(book, "a", "b")
         book.ready("a")
-        say(book, "b", trouble="  there is no room on the disk ")
+        report_progress(book, "b", trouble="  there is no room on the disk ")
         book.wait(3.0)
         assert book.last(WorkerFailed).reason == ("no answer in attempt 2 within 2 s: there is no room on the disk")
 
@@ -506,8 +508,8 @@ class TestTrouble:
         book.cluster.rescale(book.now, "a wish")
         stop(book, "a", "b")
         book.ready("a")
-        say(book, "b", trouble="there is no room on the disk")
-        say(book, "b")
+        report_progress(book, "b", trouble="there is no room on the disk")
+        report_progress(book, "b")
         book.wait(3.0)
         assert book.last(WorkerFailed).reason == "no answer in attempt 2 within 2 s"
 
@@ -516,20 +518,20 @@ class TestTrouble:
         book = formed(*names)
         book.cluster.rescale(book.now, "a wish")
         stop(book, *names)
-        say(book, *names[1:], waits=True, trouble="shard 3 is missing")
+        report_progress(book, *names[1:], waits=True, trouble="shard 3 is missing")
         book.ready("w1")
         assert describe_stall(book.cluster, book.time) == (
             "attempt 2 waits for w0, w2, w3, w4 to receive state and data (0 s); w2, w3, w4: shard 3 is missing"
         )
         for name in names[2:]:
-            say(book, name, waits=True, trouble=f"shard {name} is missing")
-        say(book, "w0", trouble="x" * 10_000)
+            report_progress(book, name, waits=True, trouble=f"shard {name} is missing")
+        report_progress(book, "w0", trouble="x" * 10_000)
         told = describe_stall(book.cluster, book.time)
         assert told.endswith("; 1 more report problems")
         assert len(told) < 1_000
 
 
-class TestWhoWaitsOutside:
+class TestWaitingJoiners:
     def test_is_counted_for_the_members_of_a_full_attempt(self) -> None:
         book = formed("a", "b", max_workers=2)
         join(book, "c", "d")
