@@ -447,8 +447,17 @@ def test_pieces_follow_each_other(kinds: list[tuple[list[int], str]], data: st.D
         itemsize = dtype_of(tensors.dtypes[number]).itemsize
         offset, shape = boxes.get(place, ((0,) * len(shapes[number]), shapes[number]))
         lengths.append(chunk_lengths(Box(offset, shape), grid_of(shapes[number], itemsize), itemsize))
-    told = deduplicate_boxes(boxes, len(kinds))
-    part = Part("a/x", 0, sum(map(sum, lengths)), 0, list(order), *told, digests(sum(map(len, lengths))), digests(1))
+    boxes_and_numbers = deduplicate_boxes(boxes, len(kinds))
+    part = Part(
+        "a/x",
+        0,
+        sum(map(sum, lengths)),
+        0,
+        list(order),
+        *boxes_and_numbers,
+        digests(sum(map(len, lengths))),
+        digests(1),
+    )
     manifest = decode(encode(Manifest("a", 0.0, 1, tensors, States.of([{"d": {}}]), [part])), PATH)
     found = list(pieces(manifest, 0))
     assert [piece.tensor for piece in found] == list(order)

@@ -241,14 +241,14 @@ class TestGivenState:
         with pytest.raises(CheckpointException) as caught:
             load_state(storage, manifest, into)
         assert caught.value.code == "checkpoint_state_differs"
-        for told in (
+        for difference in (
             "model/w is float64 (2, 3) in the checkpoint and float64 (3, 2) in the state",
             "model/b is int64 (3,) in the checkpoint and float32 (3,) in the state",
             "model/extra is not in the checkpoint",
             "optimizer/groups/#0 is not in the state",
             "optimizer/groups/#1 is not in the state",
         ):
-            assert told in caught.value.message
+            assert difference in caught.value.message
         assert bits(into["optimizer"][0]["m"]) == bits(before)
         assert storage.reads == []
 
