@@ -38,10 +38,12 @@ COMPLETE = "complete"
 EPILOG = """\
 exit codes:
   0    success; also if the reader of the output stops early
-  1    failure: an error in the daemon, no forged daemon at the address, or output that cannot be written;
-       an audit that found errors; a damaged or different checkpoint
+  1    failure: an error in the daemon, no forged daemon at the address, output
+       that cannot be written, an audit that found errors, a damaged or
+       different checkpoint
   2    wrong usage, or a local problem to fix first
-  3    refused by the daemon, with the reason; a checkpoint that is missing or exists already
+  3    refused by the daemon, with the reason; a checkpoint that is missing or
+       exists already
   4    unavailable: no daemon or storage, or no answer in time; try again
   130  interrupted
 
@@ -184,7 +186,13 @@ def _handlers(options: Options) -> int:
     columns = ("name", "kind", "messages", "queued", "handled", "failed", "dropped", "p50_s", "p99_s", "quarantined")
     with Connection(options) as wire:
         handlers = answers.several(wire, "ListHandlers", field="handlers", key="name")
-        answer(options, {"handlers": handlers}, lambda: tables.table(handlers, columns, "no handlers"))
+        answer(
+            options,
+            {"handlers": handlers},
+            lambda: tables.table(
+                handlers, columns, "no handlers", yielding=("messages", "p99_s", "p50_s"), kept="name"
+            ),
+        )
     return EXIT_OK
 
 
