@@ -53,12 +53,12 @@ async def main():
     listeners = [await network.listen(address, Answer) for address in wanted]
     told = {
         "names": [each.name for each in inherited],
-        "doors": [str(listener.address) for listener in doors],
+        "listeners": [str(listener.address) for listener in listeners],
         "inherited": [each.sock.get_inheritable() for each in inherited],
         "left": [name for name in os.environ if name.startswith("LISTEN_")],
     }
     await over.wait()
-    for listener in doors:
+    for listener in listeners:
         await listener.close()
 
 asyncio.run(main())
@@ -197,7 +197,7 @@ def test_without_inherited_sockets_the_network_is_the_machines() -> None:
     assert activated(config, network, []) == (config, network)
 
 
-async def test_the_daemon_is_told_where_it_listens_and_finds_these_doors_open(tmp_path: Path, ends: Ends) -> None:
+async def test_the_daemon_is_told_where_it_listens_and_finds_these_sockets_open(tmp_path: Path, ends: Ends) -> None:
     with listening(tmp_path, "unix", "tcp") as sockets:
         config, network = activated(Config(socket="/other"), SystemNetwork(), handed(*sockets))
         port = sockets[1].getsockname()[1]
@@ -297,5 +297,5 @@ def test_the_real_systemd_socket_activate_passes_sockets(tmp_path: Path) -> None
         with client.makefile() as answer:
             told = json.loads(answer.read())
     assert told["names"] == ["control"]
-    assert told["doors"] == [f"unix://{path}"]
+    assert told["listeners"] == [f"unix://{path}"]
     assert (told["inherited"], told["left"]) == ([False], [])
