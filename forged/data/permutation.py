@@ -65,12 +65,6 @@ class Permutation:
         _go_round(found, self.size, self._rounds.forwards)
         return found.view(np.int64)
 
-    def index_of(self, values: npt.ArrayLike) -> Indices:
-        """The indices of these values."""
-        found = _within(values, self.size)
-        _go_round(found, self.size, self._rounds.backwards)
-        return found.view(np.int64)
-
 
 def permute_each(size: int, indices: Indices, *key: int | Words) -> Indices:
     """The value at each index in a permutation of its own; a word of the key may be an array with one per index.
@@ -114,19 +108,6 @@ class _Rounds:
             np.bitwise_and(values, mask, out=values)
             np.right_shift(values, half, out=scratch)
             np.bitwise_xor(values, scratch, out=values)
-
-    def backwards(self, values: Words, chosen: Chosen) -> None:
-        """Undo `forwards`."""
-        mask, half = self._mask_and_half()
-        scratch = np.empty_like(values)
-        factors = self._of(_inverse(self.factors), chosen)
-        for factor, addend in zip(factors[::-1], self._of(self.addends, chosen)[::-1], strict=True):
-            # At least half of the bits are shifted out, so folding twice is the identity.
-            np.right_shift(values, half, out=scratch)
-            np.bitwise_xor(values, scratch, out=values)
-            np.subtract(values, addend, out=values)
-            np.multiply(values, factor, out=values)
-            np.bitwise_and(values, mask, out=values)
 
     def _mask_and_half(self) -> tuple[np.uint64, np.uint64]:
         return np.uint64((1 << self.bits) - 1), np.uint64((self.bits + 1) // 2)
@@ -191,11 +172,3 @@ def _mixed(words: Words) -> Words:
     words = (words ^ (words >> np.uint64(30))) * _FIRST
     words = (words ^ (words >> np.uint64(27))) * _SECOND
     return words ^ (words >> np.uint64(31))
-
-
-def _inverse(odd: Words) -> Words:
-    """The multiplicative inverse modulo 2**64 by Newton's method, which doubles the correct bits each time."""
-    found = odd.copy()
-    for _ in range(5):
-        found *= np.uint64(2) - odd * found
-    return found

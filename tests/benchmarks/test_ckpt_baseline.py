@@ -36,10 +36,15 @@ def test_a_raw_write_leaves_a_file_of_that_many_bytes_in_whole_pages(
 
 
 @pytest.mark.parametrize("read", [read_direct, read_buffered])
-def test_a_raw_read_takes_time(read: Callable[[Path], float]) -> None:
+def test_a_raw_read_reads_the_whole_file(read: Callable[[Path], float]) -> None:
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
     with temporary_directory() as path:
         (path / "file").write_bytes(bytes(BLOCK_BYTES + 5))
+        before = bytes_read()
         assert read(path / "file") > 0
+        assert bytes_read() - before >= BLOCK_BYTES + 5
 
 
 def test_what_was_measured_is_removed_with_all_that_lies_beside_it_under_its_name(tmp_path: Path) -> None:

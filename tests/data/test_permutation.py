@@ -97,13 +97,12 @@ def test_it_is_what_plain_numbers_give(size: int, seed: int, epoch: int, data: s
 
 @UNTIMED
 @given(st.integers(1, 2**63), st.integers(0, 2**64 - 1), st.data())
-def test_an_index_is_found_again(size: int, seed: int, data: st.DataObject) -> None:
-    indices = data.draw(st.lists(st.integers(0, size - 1), max_size=20))
+def test_distinct_indices_have_distinct_values(size: int, seed: int, data: st.DataObject) -> None:
+    indices = data.draw(st.lists(st.integers(0, size - 1), max_size=20, unique=True))
     permutation = Permutation(size, seed)
     values = permutation.at(indices)
     assert all(0 <= value < size for value in values.tolist())
-    assert permutation.index_of(values).tolist() == indices
-    assert permutation.at(permutation.index_of(indices)).tolist() == indices
+    assert len(set(values.tolist())) == len(indices)
 
 
 @UNTIMED
@@ -119,7 +118,7 @@ def test_pieces_meet_without_a_seam() -> None:
     permutation = Permutation(10**12, 3)
     whole = permutation.span(5, 5 + 2 * PIECE + 7)
     assert np.array_equal(whole[PIECE - 3 : PIECE + 3], permutation.span(5 + PIECE - 3, 5 + PIECE + 3))
-    assert np.array_equal(permutation.index_of(whole), np.arange(5, 5 + 2 * PIECE + 7))
+    assert len(np.unique(whole)) == len(whole)
 
 
 def test_the_largest_size_ends_where_int64_does() -> None:
@@ -127,7 +126,7 @@ def test_the_largest_size_ends_where_int64_does() -> None:
     last = permutation.span(2**63 - 3, 2**63)
     assert last.dtype == np.int64
     assert (last >= 0).all()
-    assert permutation.index_of(last).tolist() == [2**63 - 3, 2**63 - 2, 2**63 - 1]
+    assert len(np.unique(last)) == 3
 
 
 @pytest.mark.parametrize("size", [1, 5, 100, 4096, 10**9])
@@ -216,9 +215,8 @@ def test_what_is_no_key_is_refused(word: Any) -> None:
 @pytest.mark.parametrize("indices", [[10], [-1], [0.5], ["0"], [[1]], [True], 2**70, 3])
 def test_what_is_no_index_is_refused(indices: Any) -> None:
     permutation = Permutation(10, 1)
-    for ask in (permutation.at, permutation.index_of):
-        with pytest.raises(RequestRefused, match="from 0 to 9"):
-            ask(indices)
+    with pytest.raises(RequestRefused, match="from 0 to 9"):
+        permutation.at(indices)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (2, 1), (0, 11)])

@@ -6,6 +6,7 @@ import pickle
 import socket
 import struct
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -242,10 +243,11 @@ async def test_who_reads_nothing_is_given_up(carrier: BulkTransport) -> None:
     assert isinstance(error, Unavailable)
 
 
-async def test_a_pause_of_no_time_is_none(carrier: BulkTransport) -> None:
+async def test_a_pause_takes_its_time(carrier: BulkTransport) -> None:
     async with channel(carrier) as (made, _):
-        await converse(made, lambda wire: wire.pause(0.0))
+        began = time.monotonic()
         await converse(made, lambda wire: wire.pause(SOON_S))
+        assert time.monotonic() - began >= SOON_S
 
 
 async def test_a_pause_ends_when_the_connection_is_cut() -> None:
