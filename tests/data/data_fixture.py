@@ -1,4 +1,4 @@
-"""Training data on the spine: a daemon without its doors, and workers that say what they hold and fetch in no time."""
+"""A data service on a bus without network, with workers that offer shards and fetch at once."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.kernel_fixture import OPERATOR, Kernel, running
 
 DATASET = DatasetSpec(1_000, 10)
 AT_ONCE: dict[str, Any] = {"stability_window_ms": 0, "failure_window_ms": 0, "redistribution_type": "incremental"}
-"""Settings under which everything happens as soon as it can."""
+"""Settings without waits."""
 
 NUMBERS_BEFORE_MAX = 1_000
-"""So many requests a worker has made at most before its daemon was killed."""
+"""Above the number of requests that a worker has made before its daemon was killed."""
 
 
 class DataFixture(ServiceFixture):
-    """A spine on which elastic training is served, and its data."""
+    """A kernel with the elastic, data and audit services."""
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
@@ -42,26 +42,26 @@ class DataFixture(ServiceFixture):
         kernel.ledger.register(self.data)
         kernel.ledger.register(self.audit)
         self.held: dict[str, set[int]] = {}
-        """What lies with whom."""
+        """The shards that each worker holds."""
 
     @property
     def attempt(self) -> int:
-        """The one that is under way; 0 if none is."""
+        """The number of the current attempt; 0 without one."""
         attempt = self.service.clusters[JOB].attempt
         return 0 if attempt is None else attempt.number
 
     async def come(self, name: str, *held: int, job: str = JOB, life: int = 1, **settings: Any) -> None:
-        """A worker joins, with these shards."""
+        """A worker joins that holds these shards."""
         self.held[name] = set(held)
         is_first = job not in self.service.clusters
         await self.worker(name, life, job).join({**AT_ONCE, **settings} if is_first else None, with_data=True)
         await self.wait(0.1)
 
     async def come_again(self, *names: str) -> None:
-        """They reach the daemon again."""
+        """The workers reconnect."""
         for name in names:
             worker = self.worker(name)
-            # A number that was used before would be answered as it was then.
+            # A reused request number would get the remembered reply.
             worker._number = NUMBERS_BEFORE_MAX
             worker.come_back()
         await self.wait(0.1)
@@ -69,7 +69,7 @@ class DataFixture(ServiceFixture):
     async def offer(
         self, name: str, attempt: int | None = None, dataset: DatasetSpec = DATASET, **more: Any
     ) -> OfferTaken:
-        """A worker says what it holds."""
+        """A worker offers what it holds."""
         worker = self.workers[name]
         held = more.pop("held", np.array(sorted(self.held[name]), "<i8").tobytes())
         number = self.attempt if attempt is None else attempt
@@ -77,12 +77,12 @@ class DataFixture(ServiceFixture):
         return await worker.ask(OfferShards(worker.job, name, worker.incarnation, number, dataset, held, size, **more))
 
     async def part(self, name: str, attempt: int | None = None) -> TransferPart:
-        """What a worker has to fetch."""
+        """Read a worker's part of the plan."""
         number = self.attempt if attempt is None else attempt
         return await self.workers[name].ask(ReadTransfers(self.workers[name].job, name, number))
 
     async def stop(self, step: int = 0) -> None:
-        """All members of the attempt have stopped."""
+        """All members of the attempt stop."""
         attempt = self.service.clusters[JOB].attempt
         assert attempt is not None
         for name in attempt.target:
@@ -90,7 +90,7 @@ class DataFixture(ServiceFixture):
         await self.kernel.settle()
 
     async def offer_all(self, dataset: DatasetSpec = DATASET) -> None:
-        """All members of the attempt have stopped and say what they hold."""
+        """All members of the attempt stop and offer."""
         await self.stop()
         attempt = self.service.clusters[JOB].attempt
         assert attempt is not None
@@ -98,7 +98,7 @@ class DataFixture(ServiceFixture):
             await self.offer(name, dataset=dataset)
 
     async def fetch(self, *names: str) -> None:
-        """Workers fetch what they have to, and say so."""
+        """Workers fetch their shards and report it."""
         for name in names:
             part, worker = await self.part(name), self.workers[name]
             shards = np.frombuffer(part.shards, "<i8").tolist()
@@ -107,7 +107,7 @@ class DataFixture(ServiceFixture):
             await worker.ask(said)
 
     async def commit(self, *names: str) -> RescaleCompleted:
-        """They are ready, and drop what others are to hold."""
+        """The workers report ready, and drop the shards that moved away."""
         kept = {name: set(np.frombuffer((await self.part(name)).keep, "<i8").tolist()) for name in names}
         attempt = self.attempt
         for name in names:
@@ -130,7 +130,7 @@ class DataFixture(ServiceFixture):
             self.kernel.bus.signal(said, Call(OPERATOR, "a test", client=worker.client))
 
     def owners(self) -> dict[str, set[int]]:
-        """Who owns what in the committed world."""
+        """The shards that each worker owns in the committed world."""
         assignment = self.data.jobs[JOB].assignment
         return {
             worker.id: set(np.flatnonzero(assignment.owners == place).tolist())

@@ -1,6 +1,6 @@
 """`python -m tests.data.loader_process WORKERS`: an epoch through PyTorch's own `DataLoader`, as its samples in a line.
 
-Halfway the world changes, and everybody goes on from a state that was saved.
+Halfway the world changes, and all ranks continue from a saved state.
 """
 
 from __future__ import annotations

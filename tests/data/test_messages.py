@@ -6,7 +6,7 @@ from forged.data.messages import DatasetSpec, HeldView, OfferShards
 
 
 def test_who_says_no_weight_has_1() -> None:
-    """As a worker from before there were weights, and a daemon to whoever asks it."""
+    """Messages without weights, as of an earlier version."""
     for said in (
         OfferShards("run", "a", b"i" * 16, 1, DatasetSpec(1_000, 10), weight=3.0),
         HeldView("a", 1, 0, 9, 3.0),

@@ -85,7 +85,7 @@ class TestCopiesThatDiffer:
     COPIED = DatasetSpec(1_000, 10, 1, has_origin=True)
 
     async def held_twice(self, stage: DataFixture, dataset: DatasetSpec, **settings: Any) -> None:
-        """A world of two, who hold all and do not agree on the shards 3 and 4; a owns the first five."""
+        """A world of two workers that hold all shards and differ in 3 and 4; a owns the first five."""
         await stage.come("a", *ALL, min_workers=2, **settings)
         await stage.come("b", *ALL)
         await stage.rescale("a", "b", dataset=dataset)
@@ -245,7 +245,7 @@ OTHER = DatasetSpec(1_200, 12, has_origin=True)
 
 
 async def given_up(stage: DataFixture, *names: str) -> None:
-    """All have gone, and nobody has trained."""
+    """All workers have left before the first world."""
     for name in names:
         await stage.workers[name].leave()
         del stage.held[name]
@@ -253,7 +253,7 @@ async def given_up(stage: DataFixture, *names: str) -> None:
 
 
 class TestADatasetWithWhichNobodyHasTrained:
-    """A script whose dataset was not right is started again with another one."""
+    """A script with a wrong dataset is restarted with another one."""
 
     @on_virtual_time
     async def test_binds_nobody_when_those_who_had_it_are_gone(self) -> None:
@@ -450,7 +450,7 @@ class TestAPlan:
 
     @on_virtual_time
     async def test_is_made_though_who_completed_it_has_to_say_so_again(self) -> None:
-        """Its request was given up before the plan was made."""
+        """The client abandoned its request before the plan was made."""
         async with data_fixture() as stage:
             await stage.come("a", *range(10))
             await stage.stop()
@@ -741,7 +741,7 @@ class TestProgress:
 
 
 async def doubted_by_b(stage: DataFixture, dataset: DatasetSpec, **settings: Any) -> None:
-    """Have two in a world, of whom one says that the other's copy of shard 3 is bad."""
+    """Form a world of a and b, in which b reports a's copy of shard 3 as bad."""
     await stage.come("a", *range(10), min_workers=1, **settings)
     await stage.rescale("a", dataset=dataset)
     await stage.come("b")
@@ -796,7 +796,7 @@ class TestADaemonThatIsKilled:
     @on_virtual_time
     @pytest.mark.parametrize("stops", [True, False])
     async def test_has_who_comes_into_the_place_of_one_with_a_copy_in_doubt_look_at_it_once(self, stops: bool) -> None:
-        """Nobody stops for it: it does not train yet."""
+        """No stop is needed, because the worker does not train yet."""
         dataset = DatasetSpec(1_000, 10, 1)
         async with data_fixture() as stage:
             await doubted_by_b(stage, dataset, use_synchronous_rescaling=stops)
@@ -813,7 +813,7 @@ class TestADaemonThatIsKilled:
 
     @on_virtual_time
     async def test_has_who_takes_the_place_of_one_with_a_copy_in_doubt_at_once_look_at_it(self) -> None:
-        """The one who is gone is of the world still that is committed."""
+        """The failed worker is still in the committed world."""
         dataset = DatasetSpec(1_000, 10, 1)
         async with data_fixture() as stage:
             await doubted_by_b(stage, dataset)
@@ -1210,7 +1210,7 @@ class TestWhatTheOriginDoesNotGive:
     WITH_ORIGIN = DatasetSpec(1_000, 10, 0, True)
 
     async def partial(self, stage: DataFixture, **settings: Any) -> None:
-        """Two workers, and nobody has anything."""
+        """Two workers without shards."""
         await stage.come("a", min_workers=2, **settings)
         await stage.come("b")
         await stage.offer_all(self.WITH_ORIGIN)

@@ -16,7 +16,7 @@ from forged.elastic import ClusterTopology, ElasticTrainingConfig, Redistributio
 
 HOSTS = 3
 UNTIMED = settings(deadline=None)
-"""For tests of which single examples may take long while the machine is busy."""
+"""For tests with examples that may take long on a busy machine."""
 
 
 def at(number: int, host: int) -> WorkerId:
@@ -25,12 +25,12 @@ def at(number: int, host: int) -> WorkerId:
 
 
 def spread(*numbers: int) -> ClusterTopology:
-    """Workers of whom every one has a host of its own."""
+    """Workers with one host each."""
     return ClusterTopology(tuple(at(number, number) for number in numbers))
 
 
 def crowded(*numbers: int) -> ClusterTopology:
-    """Workers on few hosts."""
+    """Workers that share `HOSTS` hosts."""
     return ClusterTopology(tuple(at(number, number % HOSTS) for number in numbers))
 
 

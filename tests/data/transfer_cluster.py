@@ -1,4 +1,4 @@
-"""Workers with shards, and somebody between them who meddles with the bytes."""
+"""Workers with shards, and a proxy that tampers with the bytes between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.worker.meshes import PATIENCE_S, open_meshes
 FAST_RETRY = RetryPolicy(attempts=3, delay_s=0.01)
 
 Tamper = Callable[[int, bytes], bytes]
-"""Told at which byte of the way to the fetcher a piece begins; returns what goes on; if it is less, it is cut there."""
+"""Is given the offset and the bytes of a piece on its way to the fetcher; returns what is passed on, cut if shorter."""
 
 
 def pass_unchanged(at: int, data: bytes) -> bytes:
@@ -32,7 +32,7 @@ def pass_unchanged(at: int, data: bytes) -> bytes:
 
 
 def cut_after(count: int) -> Tamper:
-    """Cut the connection behind so many bytes."""
+    """Cut the connection after so many bytes."""
     return lambda at, data: data[: max(0, count - at)]
 
 
@@ -53,23 +53,23 @@ def flip_once(at_byte: int) -> Tamper:
 
 
 class TamperingProxy:
-    """A port that leads to a worker's; `tamper` sees what comes back."""
+    """A port that forwards to a worker; `tamper` sees the replies."""
 
     def __init__(self, target: WorkerId) -> None:
         self.tamper: Tamper = pass_unchanged
         self.hold_at: int | None = None
-        """Behind so many bytes nothing goes on before the gate is opened."""
+        """After so many bytes nothing passes until the gate opens."""
         self.gate = asyncio.Event()
         self.held = asyncio.Event()
         self.passed: list[int] = []
-        """How many bytes came back, for each connection."""
+        """The bytes of the replies, for each connection."""
         self.worker: WorkerId
         self._target = target
         self._tasks: list[asyncio.Future[None]] = []
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[WorkerId]:
-        """Let others in; returns where the worker seems to be."""
+        """Listen; yields the worker's address as seen through the proxy."""
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         self.worker = WorkerId(self._target.id, "127.0.0.1", port)
@@ -136,17 +136,17 @@ def shard(number: int) -> DataShard:
 
 
 def open_descriptors() -> int:
-    """How many are open."""
+    """The number of open file descriptors of this process."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def content_of(number: int, size: int) -> bytes:
-    """Bytes that are a shard's and no other's."""
+    """Bytes that differ for every shard."""
     return Random(number).randbytes(size)
 
 
 class DelayedStore(MemoryShardStore):
-    """Of which each write takes its time."""
+    """A store whose writes wait for a gate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class DelayedStore(MemoryShardStore):
 
 
 class BlockedStore(MemoryShardStore):
-    """That gives nobody a place to write, until it is let go."""
+    """A store whose `receive` waits for a gate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Observer:
 
 @dataclass
 class TransferCluster:
-    """Some workers; the first fetches."""
+    """Workers with stores; the first one fetches."""
 
     meshes: list[Mesh]
     workers: list[WorkerId]
@@ -196,23 +196,23 @@ class TransferCluster:
 
     @property
     def fetcher(self) -> WorkerId:
-        """Who fetches."""
+        """The worker that fetches."""
         return self.workers[0]
 
     @property
     def store(self) -> ShardStore:
-        """That of who fetches."""
+        """The fetcher's store."""
         return self.stores[0]
 
     def manager(self, **options: Any) -> DataTransferManager:
-        """That of who fetches; it does not wait for long."""
+        """A manager of the fetcher, with short retries."""
         defaults = {"retry": FAST_RETRY, "random": Random(1).random, **self.options}
         return DataTransferManager(
             self.fetcher, self.store, self.meshes[0].connect_for_shards, **{**defaults, **options}
         )
 
     async def move(self, manager: DataTransferManager, number: int, *sources: int | WorkerId) -> MovedShard | None:
-        """Have a shard fetched from some workers, the first of them the owner."""
+        """Fetch a shard from these workers, the first one as its owner."""
         first, *rest = (one if isinstance(one, WorkerId) else self.workers[one] for one in sources)
         return await manager.transfer_data_shards(first, self.fetcher, shard(number), replicas=rest)
 
@@ -221,7 +221,7 @@ class TransferCluster:
 async def open_cluster(
     count: int, make_store: Callable[[int], ShardStore] = lambda number: MemoryShardStore(), **options: Any
 ) -> AsyncIterator[TransferCluster]:
-    """So many workers, each with a store."""
+    """Run so many workers, each with a store."""
     async with AsyncExitStack() as stack:
         made = await stack.enter_async_context(open_meshes(count, **options))
         stores = [make_store(number) for number in range(count)]

@@ -74,7 +74,7 @@ MUST_HAPPEN = (
     "the origin fails",
     "the origin hangs",
     "a shard comes of an origin that has hung",
-    "the origin gives a shard to nobody",
+    "the origin gives a shard to no worker",
     "there is no room for a shard",
     "an epoch is finished",
     "an epoch is proven",
@@ -100,7 +100,7 @@ class Disk(MemoryShardStore):
         self.rotten: dict[int, bytes] = {}
         """What lies in the place of shards that the disk has spoilt."""
         self.found: set[int] = set()
-        """Those of which somebody has said so."""
+        """The bad copies that were reported."""
         self.can_be_mended = False
         """Whether what is spoilt there can be had again."""
         self._watch = watch
@@ -123,7 +123,7 @@ class Disk(MemoryShardStore):
         self.found.discard(shard)
 
     def is_rotten(self, shard: int) -> bool:
-        """Whether it was spoilt, and nobody has put another in its place."""
+        """Whether the copy is damaged and was not replaced since."""
         return self.holds(shard) and self.read(shard) == self.rotten.get(shard)
 
     def has_room_for(self, count: int) -> bool:

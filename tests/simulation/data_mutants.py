@@ -34,7 +34,7 @@ Mutant = Callable[[], Any]
 
 @contextmanager
 def commit_without_waiting_for_data() -> Iterator[None]:
-    """Only those who need the state are waited for."""
+    """Wait only for the workers that need the state."""
     settle = Attempt.synchronise
 
     def hasty(self: Attempt, with_data: Collection[str] = ()) -> None:
@@ -46,7 +46,7 @@ def commit_without_waiting_for_data() -> Iterator[None]:
 
 @contextmanager
 def drop_before_the_commit() -> Iterator[None]:
-    """Who need not hold a shard any more drops it as soon as the plan says so."""
+    """A worker drops a shard that it need not hold as soon as the plan says so."""
     try_once = ShardHolder._try
 
     async def hasty(self: ShardHolder, attempt: int, **options: Any) -> None:
@@ -62,7 +62,7 @@ def drop_before_the_commit() -> Iterator[None]:
 
 @contextmanager
 def believe_what_was_held_once() -> Iterator[None]:
-    """Whoever had a shard in the world before is taken to have it still."""
+    """Count a worker's shards of the previous world as held."""
     offer = ShardOwnership.offer
 
     def trusting(self: ShardOwnership, worker: WorkerId, held: Indices, *what: Any) -> bool:
@@ -79,7 +79,7 @@ def believe_what_was_held_once() -> Iterator[None]:
 
 @contextmanager
 def weigh_all_alike() -> Iterator[None]:
-    """What a worker says of how much it should hold is not heard."""
+    """Ignore the weights of workers."""
     offer = ShardOwnership.offer
 
     def deaf(self: ShardOwnership, worker: WorkerId, held: Indices, *what: Any) -> bool:
@@ -92,7 +92,7 @@ def weigh_all_alike() -> Iterator[None]:
 
 @contextmanager
 def call_lost_what_nobody_owns() -> Iterator[None]:
-    """Further copies are not asked for."""
+    """Do not count replicas."""
     offer = ShardOwnership.offer
 
     def forgetful(self: ShardOwnership, worker: WorkerId, held: Indices, *what: Any) -> bool:
@@ -109,14 +109,14 @@ def call_lost_what_nobody_owns() -> Iterator[None]:
 
 @contextmanager
 def leave_the_sampler_behind() -> Iterator[None]:
-    """The state goes from worker to worker, and how far the data is used does not."""
+    """Transfer the training state without the sampler's position."""
     with patch.object(TrainingProgress, "transferable_state", property(lambda self: self.script_state)):
         yield
 
 
 @contextmanager
 def draw_as_in_the_world_before() -> Iterator[None]:
-    """Who holds what is settled once and for all."""
+    """Keep the first assignment of the shards."""
     reassign = ElasticSampler.reassign
 
     def idle(self: ElasticSampler, owners: Any, world_size: int) -> None:
@@ -166,7 +166,7 @@ def prove_with_what_was_done_again() -> Iterator[None]:
 
 @contextmanager
 def leave_without_telling() -> Iterator[None]:
-    """What the last steps have used is kept to himself by whoever goes."""
+    """A leaving worker does not report its last steps."""
 
     async def silent(self: UsageReport) -> None:
         return
@@ -177,7 +177,7 @@ def leave_without_telling() -> Iterator[None]:
 
 @contextmanager
 def commit_when_the_first_has_its_data() -> Iterator[None]:
-    """Where nobody stops, nobody else is waited for."""
+    """In a background rescale, wait for no other worker."""
     ready = Cluster.ready
 
     def hasty(self: Cluster, *what: Any) -> None:

@@ -43,13 +43,13 @@ class DataPromise(StrEnum):
         "when a plan is committed each shard has an owner that holds it verified, and as many copies as there are to be"
     )
     SHARE = "when a plan is committed each owns its share by weight, rounded down or up"
-    KEPT = "nobody drops a shard that he has to hold, or before others hold it under a committed plan"
-    GOES_ON = "where nobody is to stop for data, steps are committed while it moves, as long as nobody fails"
-    LOST = "a shard is called lost when nobody who is there has it, and the job waits or is aborted by its policy"
+    KEPT = "no worker drops a shard that it has to hold, or before others hold it under a committed plan"
+    GOES_ON = "in a background rescale steps are committed while data moves, as long as no worker fails"
+    LOST = "a shard is called lost when no member has it, and the job waits or is aborted by its policy"
     SAMPLES = "a step takes as many samples as it has to, each once, and each rank from what it holds"
     SAMPLER = "all members of a world are equally far in the data, as far as the committed steps have come"
     ONCE = "committed steps use each sample of a finished epoch once"
-    AUDIT = "the audit says what was used, and misses only what nobody was left to tell"
+    AUDIT = "the audit says what was used, and misses only what no worker was left to report"
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Draw:
     parts: dict[int, list[int]] = field(default_factory=dict)
     """By rank."""
     witnesses: set[Trainee] = field(default_factory=set)
-    """Who has seen it committed."""
+    """The workers that have seen the commit."""
 
     @property
     def samples(self) -> list[int]:
@@ -103,7 +103,7 @@ class DataTruth:
         """The committed steps, and what they used."""
         for step in range(self.truth.steps_committed):
             draw = self.valid(step, self.truth.generation)
-            assert draw is not None, f"nobody drew step {step} of {self.truth.job}"
+            assert draw is not None, f"no worker drew step {step} of {self.truth.job}"
             yield step, draw
 
     def is_dropped(self, at: SamplerState, batch: int) -> bool:
@@ -165,13 +165,13 @@ class DataOracle:
         if known := self.jobs.get(request.job):
             if is_crowded:
                 known.crowded.add(request.attempt)
-                self._met("others take what a worker cannot keep")
+                self._met("other workers take what a worker cannot store")
             known.told[request.attempt][request.worker_id].update(np.frombuffer(part.keep, "<i8").tolist())
             if not part.is_released:
                 known.owned[request.attempt][request.worker_id] = sum(part.owned)
 
     def told_owners(self, request: ReadOwners, page: OwnersPage) -> None:
-        """A member of a world is told who owns what."""
+        """A member of a world reads the owners."""
         known = self.jobs.get(request.job)
         plan = None if known is None else known.plans.get(page.generation)
         if plan is None:
@@ -192,7 +192,7 @@ class DataOracle:
         match fact:
             case RescaleStarted(removed=removed):
                 if "has to verify suspect copies" in fact.reason:
-                    self._met("all stop for a copy in doubt while data is about to move")
+                    self._met("training stops for a suspect copy while data is about to move")
                 staying = [worker for worker in truth.world.workers if worker.id not in removed]
                 known.members[fact.attempt] = (*staying, *(truth.members[name] for name in fact.added))
             case RescaleCompleted():
@@ -246,7 +246,7 @@ class DataOracle:
             if trainee is not None and worker.id in owned:
                 weights[worker.id] = Fraction(known.weights[trainee])
         if weights.keys() != owned.keys():
-            # Somebody is gone already.
+            # A worker has failed already.
             return
         for name, weight in weights.items():
             share = known.data.shards * weight / sum(weights.values())
@@ -256,13 +256,13 @@ class DataOracle:
             self._met("shares differ by weight")
 
     def _lost(self, known: DataTruth, fact: ShardsLost) -> None:
-        """Nobody has these any more, it is said."""
+        """These shards are reported as lost."""
         truth = known.truth
         truth.data_lost = known.truth.config.lost_data_policy is LostDataPolicy.ABORT
         if not fact.shards or (known.data.has_origin and not known.data.ways.origin_failed):
             self.breach(DataPromise.LOST, f"{fact} of {truth.job}, whose data can be had again")
         if known.data.has_origin:
-            self._met("the origin gives a shard to nobody")
+            self._met("the origin gives a shard to no worker")
             return
         known.lost_in = fact.attempt
         for member in known.members[fact.attempt]:
@@ -273,7 +273,7 @@ class DataOracle:
         self._met("a shard is lost")
 
     def starves(self, job: str) -> bool:
-        """Whether the attempt that is under way waits for what nobody has."""
+        """Whether the current attempt waits for lost shards."""
         known = self.jobs.get(job)
         truth = None if known is None else known.truth
         return known is not None and truth is not None and truth.in_attempt and known.lost_in == truth.attempt
@@ -281,7 +281,7 @@ class DataOracle:
     # What lies on the disks.
 
     def _drops(self, known: DataTruth, disk: Disk, shard: int) -> None:
-        """Somebody is about to drop a shard."""
+        """A worker is about to drop a shard."""
         self._look()
         truth, trainee = known.truth, disk.user
         assert trainee is not None

@@ -57,7 +57,7 @@ USUAL: dict[str, Any] = {"redistribution_type": "incremental", "max_consecutive_
 
 @pytest.fixture(params=[True, False], ids=["with a stop", "in the background"], autouse=True)
 def _each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of this holds whether training stops for a rescale or not."""
+    """Run each test with synchronous and with background rescales."""
     monkeypatch.setitem(USUAL, "use_synchronous_rescaling", request.param)
 
 
@@ -84,7 +84,7 @@ def put(store: ShardStore, shard: int) -> None:
 
 
 class TrainingCluster:
-    """A crew with data, and what its steps have drawn."""
+    """Workers with data, and the samples that their steps have drawn."""
 
     def __init__(self, crew: Crew, runner: DaemonRunner, *, is_sharded: bool = False, **terms: Any) -> None:
         self.crew = crew
@@ -172,14 +172,14 @@ class TrainingCluster:
 async def training_cluster(
     runner: DaemonRunner, *, settings: dict[str, Any] | None = None, **terms: Any
 ) -> AsyncIterator[TrainingCluster]:
-    """Those who will train there."""
+    """The workers that are to train."""
     async with crew_at(runner.endpoint, **(USUAL | (settings or {}))) as crew:
         yield TrainingCluster(crew, runner, **terms)
 
 
 @asynccontextmanager
 async def held_at(owner: type[Any], method: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[asyncio.Event]:
-    """Whoever comes to a method first waits there until the block is left; the event tells that somebody has."""
+    """The first call of a method waits until the block is left; the event tells that it has come."""
     original, reached, leave = getattr(owner, method), asyncio.Event(), asyncio.Event()
 
     async def held(*arguments: Any, **options: Any) -> Any:
@@ -390,7 +390,7 @@ class TestSampling:
                 await asyncio.Event().wait()
                 return await finish()
 
-            # The others have finished the step, and wait for who never says so.
+            # The other workers have finished the step, and wait for one that never reports it.
             monkeypatch.setattr(victim, "finish_step", never)
             await soon(stopped)
             await client.evict_worker(JOB, "c")
@@ -561,7 +561,7 @@ class TestWhoIsToGo:
 
 
 class TestTheBackground:
-    """Where nobody stops for a rescale, training goes on while data moves."""
+    """In a background rescale, training continues while data moves."""
 
     @pytest.fixture(autouse=True)
     def _each_way(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -772,7 +772,7 @@ class TestCopies:
             assert isinstance(item.fact, ShardsLost)
             assert set(item.fact.shards) <= {10, 11}
             assert not set(item.fact.shards) & set(cluster.stores["a"].held())
-            # Whoever brings them lets the job go on.
+            # A worker that holds them lets the job continue.
             cluster.start("c", store=filled(10, 11))
             await cluster.crew.world_of("a", "b", "c")
             await cluster.check_holdings("a", "b", "c")
@@ -802,7 +802,7 @@ async def standing(client: ForgedClient) -> str:
 
 
 class MoodyOrigin:
-    """An origin that gives all but one shard, until somebody mends it."""
+    """An origin that gives all shards but one, until it is repaired."""
 
     def __init__(self) -> None:
         self.is_mended = False

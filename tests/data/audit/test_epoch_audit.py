@@ -239,7 +239,7 @@ def test_a_late_report_of_a_void_step_is_void() -> None:
 
 
 def test_a_late_report_of_what_was_told_and_became_void_changes_nothing() -> None:
-    """Others of its world told of more steps than count, before the training went back behind them."""
+    """Other members reported steps that are void since the training went back to before them."""
     log = log_of((1, [Run(0, 0, 0, 1, 8)]))
     log.rewind(2, 3)
     before = log.encode()

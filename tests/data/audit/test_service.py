@@ -139,7 +139,7 @@ async def test_who_is_left_alone_without_the_state_makes_void_what_was_used_wher
         (b,) = await stage.start("b")
         await stage.wait(31.0)
         assert stage.facts(RescaleCompleted)[-1].step is None
-        assert (await audit(stage)).used == 30, "who trained trains on"
+        assert (await audit(stage)).used == 30, "the trainer resumes"
         await a.leave()
         await stage.wait(1.0)
         await b.stop(stage.attempt, 0, holds_state=False)

@@ -41,7 +41,7 @@ def ownership(
 
 
 def settled(it: ShardOwnership, number: int, held: dict[str, Indices], *, leaving: str = "") -> DataAttempt:
-    """All say what they hold, and a plan is made."""
+    """All workers offer, and a plan is made."""
     it.begin(number, workers("".join(name for name in held if name not in leaving)), workers(leaving), 0.0)
     was_last = [it.offer(worker(name), ids, False, 8 * ids.size, 0.0) for name, ids in held.items()]
     assert was_last == [False] * (len(held) - 1) + [True]
@@ -52,7 +52,7 @@ def settled(it: ShardOwnership, number: int, held: dict[str, Indices], *, leavin
 
 
 def part(it: ShardOwnership, name: str, attempt: int) -> tuple[list[int], list[list[int]], list[int]]:
-    """What a member has to fetch, from whom, and what it keeps; all pages of it."""
+    """All pages of a member's part: shards to fetch, their sources, shards to keep."""
     shards: list[int] = []
     sources: list[list[int]] = []
     keep: list[int] = []
@@ -78,7 +78,7 @@ def test_another_dataset_is_refused_by_its_numbers() -> None:
 
 
 def crowded(held: dict[str, Indices], config: ElasticTrainingConfig = CONFIG) -> list[list[int]]:
-    """What each owns where the first cannot keep more than it has, and the last is to go."""
+    """The shards of each worker when the first one is full and the last one leaves."""
     it, everybody = ownership(12), workers("".join(held))
     it.begin(1, everybody[:-1], everybody[-1:], 0.0)
     for name, shards in held.items():

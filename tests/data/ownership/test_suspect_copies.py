@@ -63,7 +63,7 @@ def test_a_newcomer_looks_once_at_what_is_in_doubt_at_those_who_are_gone() -> No
     assert it.for_newcomer(C, ids(3), ids(1, 2, 3, 4), {"b", "c"}).tolist() == []
     assert it.for_newcomer(C, ids(), ids(1, 2, 3, 4), {"b", "c"}).tolist() == []
     assert it.for_newcomer(WorkerId("c", "h", 4), ids(), ALL, {"b", "c"}).tolist() == [1, 3], "another life"
-    assert it.take_changes().keys() == {("a", 1), ("a", 3), ("b", 2)}, "a's copies stay in doubt, and no others are"
+    assert it.take_changes().keys() == {("a", 1), ("a", 3), ("b", 2)}, "only a's copies stay suspect"
 
 
 def test_what_changes_is_told_once_to_whoever_writes_it_down() -> None:

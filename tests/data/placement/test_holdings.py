@@ -1,4 +1,4 @@
-"""What callers say of who holds what, read or refused."""
+"""Reading the holders that callers pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan tells: the same as its columns, in the words of whoever asks."""
+"""The views of a plan agree with its columns."""
 
 from __future__ import annotations
 

@@ -25,12 +25,12 @@ FULL = RedistributionType.FULL_RESHUFFLE
 
 
 def owners_of(plan: DataRedistributionPlan) -> dict[int, WorkerId]:
-    """Who owns each shard afterwards, as the assignments say."""
+    """The owner of each shard after the plan, by its assignments."""
     return {shard.shard_id: worker for worker, shards in plan.worker_assignments.items() for shard in shards}
 
 
 def living(change: Change) -> list[list[WorkerId]]:
-    """Who holds each shard and can be asked, the owner first if it can be."""
+    """The reachable holders of each shard, the owner first."""
     there = {*change.new.workers, *(worker for worker in change.leaving if worker in change.old)}
     return [[one for one in holders if one in there] for holders in held_before(change)]
 
@@ -280,7 +280,7 @@ def test_the_old_owner_becomes_a_further_copy_before_another_is_made() -> None:
     plan = redistributor(replication=1).calculate_plan(
         spread(0, 1), spread(0, 1, 2), 3, current=[0, 0, 0], replicas=[[1, 1, 1]]
     )
-    # What the first has owned, and what the second has a copy of, are the copies of the others' shards.
+    # The copies are the first worker's former shards and the second worker's replicas.
     assert sorted(plan.replicas[0].tolist()) == [0, 1, 2]
     assert [transfer.destination_worker for transfer in plan.transfers] == [at(2, 2)] * 2
 

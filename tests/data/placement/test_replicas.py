@@ -133,7 +133,7 @@ def test_copies_are_spread_evenly(world: int) -> None:
 
 
 def test_the_copies_of_what_one_owns_lie_with_all_others_about_alike() -> None:
-    """Who fails is replaced from all of them at once."""
+    """A failed worker's shards can be fetched from all other workers at once."""
     hosts = np.arange(5, dtype=np.int32)
     owners = np.resize(hosts, 5_000)
     (placed,) = place_replicas(np.full((1, 5_000), NOBODY, np.int32), [], owners, hosts)
@@ -180,7 +180,7 @@ def test_where_a_host_has_fewer_workers_they_have_more_of_the_copies() -> None:
 
 
 def test_what_was_placed_by_these_weights_stays_where_a_host_has_less_room_than_its_workers_have_weight() -> None:
-    """Whether there is room for all does not follow from who is given the one more."""
+    """Whether all replicas fit does not depend on the workers that get the extra ones."""
     hosts, owners = np.array([0, 1, 2, 2, 0], np.int32), np.array([3, 4], np.int32)
     weights, held = (0, 0, 1, 15, 10), [np.array([0, 2], np.int32)]
     placed = place_replicas(keep_replicas(held, owners, hosts, 1), held, owners, hosts, weights)

@@ -21,7 +21,7 @@ PLANS = redistributor(replication=1)
 PLAN = PLANS.calculate_plan(
     spread(0, 1, 3), NEW, 24, shards=12, replicas=[[1, 0, 0, -1, -1, -1, 1, 0, 1, -1, -1, -1]], leaving=[at(3, 3)]
 )
-"""Owners 0, 1 and the one who leaves, 3, before; some shards have a further copy."""
+"""The owners before are 0, 1 and the leaving worker 3; some shards have a replica."""
 
 BELOW_ALL_KINDS: Any = PLAN.columns.kinds.astype(np.int8) - len(SourceKind)
 

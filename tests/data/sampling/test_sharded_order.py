@@ -61,7 +61,7 @@ def test_draws_are_as_much_as_is_wanted_and_as_even_as_can_be(left: list[int], w
 
 
 def test_what_cannot_be_divided_is_drawn_in_turns() -> None:
-    """So that with equal shards nobody runs dry long before the others."""
+    """So that with equal shards all ranks run out at about the same step."""
     order = order_of(4000, 4, [0, 1, 2, 3], 4)
     for _ in range(399):
         order.advance(10)
@@ -141,7 +141,7 @@ def test_of_no_position_there_are_no_samples() -> None:
     assert order_of(0, 0).samples(0, [range(0)]).tolist() == []
 
 
-# Who holds what.
+# The holders.
 
 
 @st.composite
@@ -153,7 +153,7 @@ def worlds(draw: st.DrawFn, shards: int) -> tuple[list[int], int]:
 @UNTIMED
 @given(st.data())
 def test_each_sample_of_an_epoch_is_used_once_under_any_history(data: st.DataObject) -> None:
-    """Worlds change; steps that were drawn do not count; states travel; shards are held by nobody for a while."""
+    """Worlds change, drawn steps are not committed, states move, and shards have no holder for a while."""
     samples = data.draw(st.integers(1, 60))
     shards = data.draw(st.integers(1, min(samples, 9)))
     order = order_of(samples, shards)
@@ -184,7 +184,7 @@ def test_each_sample_of_an_epoch_is_used_once_under_any_history(data: st.DataObj
 @UNTIMED
 @given(st.data())
 def test_what_a_step_takes_does_not_depend_on_when_the_world_began(data: st.DataObject) -> None:
-    """Who joined now, with the cursors of another, and who was there from the beginning, agree."""
+    """A joiner with another rank's cursors agrees with a rank that was there from the beginning."""
     shards = data.draw(st.integers(1, 8))
     owners, size = data.draw(worlds(shards))
     order = order_of(50, shards, owners, size)

@@ -143,7 +143,7 @@ def test_a_shard_is_written_by_one_at_a_time_and_not_when_it_is_held(store: Shar
 @pytest.mark.parametrize("stamp", [None, STAMP])
 @pytest.mark.parametrize("end", ["close", "drop"])
 def test_who_has_closed_a_shard_touches_it_no_more(store: ShardStore, end: str, stamp: Stamp | None) -> None:
-    """As it is for a thread that hung when somebody else took the shard from it."""
+    """As for a thread that hung while another writer took over the shard."""
     older = store.receive(7, stamp)
     older.write(DATA[:100])
     getattr(older, end)()

@@ -68,7 +68,7 @@ CARRIERS: list[Callable[[], BulkTransport]] = [SocketBulkTransport, LoopBulkTran
 
 
 class Standing(SystemClock):
-    """A clock that somebody moves."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -98,7 +98,7 @@ def directories(place: Path) -> Callable[[int], ShardStore]:
 def plan_for(
     cluster: TransferCluster, numbers: int, held: dict[int, list[int]], copies: dict[int, list[int]]
 ) -> DataRedistributionPlan:
-    """All shards for the first worker; `held` and `copies` say who of the others has which."""
+    """A plan that moves all shards to the first worker; `held` and `copies` are the other workers' shards."""
     redistributor = DataRedistributor(ElasticTrainingConfig())
     others = cluster.workers[1:]
     return redistributor.calculate_plan(
@@ -423,7 +423,7 @@ async def test_a_byte_that_changes_on_its_way_is_found_and_another_source_taken(
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for long for bytes that a wrong length has announced."""
+    """Shortens the wait for announced bytes that never come."""
     monkeypatch.setattr(movers, "STALL_TIMEOUT_S", 0.3)
     monkeypatch.setattr(shard_protocol, "TURN_TIMEOUT_S", 0.3)
     monkeypatch.setattr(shards, "ANSWER_TIMEOUT_S", 0.3)
@@ -494,7 +494,7 @@ async def test_a_truncated_copy_is_reported_and_another_taken(tmp_path: Path) ->
 
 
 class MeddledStore(DirectoryShardStore):
-    """Lets somebody do something to the file when it has been opened."""
+    """Calls a function with the file when it is opened."""
 
     def __init__(self, path: Path, tamper: Callable[[Path], None]) -> None:
         super().__init__(path)
@@ -600,7 +600,7 @@ LOST = Unavailable("peer_lost", "it is gone", "ask again")
 
 
 class Unsteady(MemoryShardStore):
-    """That often cannot say what lies in it; and who has asked it."""
+    """A store whose queries fail some times, and that records the calling threads."""
 
     def __init__(self, trouble: Exception | None = None, *, times: int = 0, of: str = "partial") -> None:
         super().__init__()
@@ -746,7 +746,7 @@ def plan_through(cluster: TransferCluster, proxy: TamperingProxy) -> DataRedistr
 async def half_way() -> AsyncIterator[
     tuple[TransferCluster, TamperingProxy, DataTransferManager, asyncio.Future[TransferReport]]
 ]:
-    """A plan whose only shard stands still in the proxy."""
+    """A running plan whose only shard is held by the proxy."""
     async with open_cluster(2) as cluster:
         put(cluster.stores[1], 0)
         proxy = TamperingProxy(cluster.workers[1])
@@ -760,7 +760,8 @@ async def half_way() -> AsyncIterator[
 
 async def test_a_newer_plan_ends_the_older_one_and_what_has_arrived_is_kept() -> None:
     async with half_way() as (cluster, _, manager, moving):
-        await until(lambda: cluster.store.partial(0) is not None or bool(cluster.store._arriving))  # type: ignore[attr-defined]
+        store: Any = cluster.store
+        await until(lambda: store.partial(0) is not None or bool(store._arriving))
         report = await manager.execute_plan(plan_for(cluster, 1, {1: [0]}, {}))
         assert await code_of(moving) == "plan_superseded"
         (moved,) = report.moved

@@ -34,12 +34,12 @@ from tests.data.transfer_cluster import BlockedStore, DelayedStore, content_of, 
 from tests.worker.meshes import PATIENCE_S, until
 
 SILENT_S = 0.02
-"""How often a caller looks; how long an origin is silent is up to the clock of the test."""
+"""The timeout, on the test's clock."""
 SIZE = 3 * PIECE_BYTES + 5
 
 
 class Clock:
-    """It stands still until somebody moves it."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -48,12 +48,12 @@ class Clock:
         return self.now
 
     def pass_by(self) -> None:
-        """Let as much time pass as anybody has patience for."""
+        """Advance beyond the timeout."""
         self.now += 2 * SILENT_S
 
 
 class Way:
-    """A flow that nobody watches."""
+    """A flow control without limits."""
 
     def started(self, offset: int, size: int | None) -> None:
         return
@@ -66,7 +66,7 @@ class Way:
 
 
 class Hanging:
-    """An origin that hangs behind so many bytes of a shard, in as many calls as it is told to, until it is let go."""
+    """An origin that hangs after so many bytes in the first calls, until it is released."""
 
     def __init__(self, behind: int = 0, times: int = 1) -> None:
         self.gate = threading.Event()
@@ -92,13 +92,13 @@ class Hanging:
         file.write(data)
 
     async def end(self) -> None:
-        """Let all of them go, and see that they do."""
+        """Release all threads, and wait until they have ended."""
         self.gate.set()
         await until(lambda: not any(thread.is_alive() for thread in self.threads))
 
 
 class Scene:
-    """Somebody who asks an origin."""
+    """The reads of one worker from one origin, on a clock of the test."""
 
     def __init__(self, store: ShardStore, origin: ShardOrigin) -> None:
         self.store = store
@@ -113,7 +113,7 @@ class Scene:
         return asyncio.ensure_future(self.reads.read(self.read(number)))
 
     async def hang(self, origin: Hanging, number: int = 7) -> None:
-        """Ask, and give up an origin that hangs."""
+        """Read until the timeout from an origin that hangs."""
         reading, before = self.ask(number), origin.hung
         await until(lambda: origin.hung > before)
         self.clock.pass_by()
@@ -121,7 +121,7 @@ class Scene:
             await reading
 
     async def supersede(self, hung: Callable[[], int]) -> None:
-        """Ask, and want the shard no more once that hangs, too."""
+        """Read, and cancel when that read hangs, too."""
         reading, before = self.ask(), hung()
         await until(lambda: hung() > before)
         reading.cancel()
@@ -382,7 +382,7 @@ def test_an_origin_may_run_an_event_loop_of_its_own(run: Callable[..., bytes]) -
 
 
 async def test_an_origin_sees_nothing_of_the_context_of_who_calls() -> None:
-    """There stands which library runs the event loop, where somebody asks that way."""
+    """Set by sniffio: the library that runs the event loop."""
     library: ContextVar[str] = ContextVar("library", default="none")
     library.set("the caller's")
     seen: list[str] = []
@@ -498,7 +498,7 @@ class TestCallsThatDoNotEnd:
 
 
 class OwnStore(ShardStore):
-    """Of somebody who knows no more than the port says."""
+    """A store that checks that its writers are used as the port says."""
 
     def __init__(self) -> None:
         self._inner = MemoryShardStore()

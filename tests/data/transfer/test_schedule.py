@@ -116,7 +116,7 @@ def test_one_outage_is_one_failure_however_many_were_under_way() -> None:
 
 
 def fail_all_of(made: TransferSchedule, gone: Source) -> list[tuple[int, Source]]:
-    """Let one source break everything off and the others give all; returns what was started."""
+    """One source breaks every transfer and the other ones succeed; returns what was started."""
     now, seen = 0.0, list[tuple[int, Source]]()
     while not made.is_over:
         for number, source in started(made, now):

@@ -100,7 +100,7 @@ def test_worlds_of_which_all_was_told_are_forgotten() -> None:
 
 
 def test_steps_that_are_told_in_parts_are_told_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank goes on in a large shard while others take one small shard after the other."""
+    """One rank continues in a large shard while other ranks take several small ones."""
     monkeypatch.setattr(sample_usage, "REPORT_ROWS_MAX", 7)
     sampler = ElasticSampler(1_000, 20, 1, mode="sharded", dataset=Dataset.of(1_000, 200))
     sampler.reassign([0] * 150 + [1] * 30 + [2] * 20, 3)

@@ -21,7 +21,7 @@ DATA = content_of(7, 100_000)
 
 
 async def come(one: Stranger) -> None:
-    """Prove who one is, for shards."""
+    """Authenticate for shards."""
     challenge = await one.challenge()
     one.say(answered(answer(0, purpose=Purpose.SHARDS), KEY, challenge.nonce))
     assert isinstance(await one.hear(), Accepted)
@@ -61,7 +61,7 @@ async def test_a_worker_knows_whether_anybody_has_come_lately() -> None:
         await connection.fetch(7, cluster.store, FlowControl())
         assert giver.has_given()
         await until(lambda: not giver.has_given())
-        assert not giver.has_given(), "who stays on the line and wants nothing does not come"
+        assert not giver.has_given(), "an idle connection is not counted"
         assert not cluster.meshes[0].has_given()
         connection.close()
 

@@ -1,4 +1,4 @@
-"""One worker's part of the training data, and a daemon that says what a test has it say."""
+"""The shard holder with a scripted daemon."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def int64(*numbers: int) -> bytes:
 
 
 def part(*wanted: int, keep: tuple[int, ...], owned: tuple[int, ...] = (), is_released: bool = False) -> TransferPart:
-    """All of it comes from the origin."""
+    """A part of a plan in which all shards come from the origin."""
     sources = np.full(len(wanted), ORIGIN, "<i4").tobytes()
     flags = bytes(shard in owned for shard in keep)
     return TransferPart((ME, OTHER), int64(*wanted), sources, 1, int64(*keep), flags, False, is_released)
 
 
 class Line:
-    """What the daemon is told, and what it answers."""
+    """Records requests to the daemon, and answers as the test says."""
 
     job = "run"
     worker = ME
@@ -96,7 +96,7 @@ class Line:
         self.pages: Callable[[int], OwnersPage] | None = None
         self.refusals: list[RequestRefused] = []
         self.errors: list[ForgedError] = []
-        """What comes of saying that a copy is bad."""
+        """Raised by the next reports of bad copies."""
         self.suspect: list[bytes] = []
         self.heard: Callable[[Any], None] = lambda request: None
 
@@ -121,7 +121,7 @@ class Line:
 
 
 class Clock(SystemClock):
-    """The right time, unless somebody moves it."""
+    """The real time plus what the test adds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -131,7 +131,7 @@ class Clock(SystemClock):
 
 
 class NoMesh:
-    """Nobody is reached."""
+    """A mesh in which no worker is reachable."""
 
     given: Any = None
 
@@ -143,7 +143,7 @@ class NoMesh:
 
 
 class Scene:
-    """A custodian and all around it."""
+    """A shard holder with its store, scripted daemon and signals."""
 
     def __init__(
         self,
@@ -182,12 +182,12 @@ class Scene:
         self.signals.append(signal)
 
     def waits(self, *under_way: ShardInTransit) -> bool:
-        """Whether it says that it waits, with these under way."""
+        """Whether the holder reports waiting, with these shards in transit."""
         self.holder._reports.on_progress(TransferProgress(0, 0, 2, 0, 1.0, under_way))
         return self.signals[-1].is_waiting
 
     def tries_once(self) -> None:
-        """It asks nobody twice in the same try."""
+        """Make each try ask every source once."""
         manager = self.holder.transfers
         manager._context = replace(manager._bound_context, retry=RetryPolicy(attempts=1))
 
@@ -427,7 +427,7 @@ class TestTheOwners:
 
 class TestAFullStore:
     async def test_is_why_others_wait_for_this_worker_which_never_says_that_it_waits_for_them(self) -> None:
-        """Whoever says so now and then would never be late, however long the others have waited."""
+        """Such a signal now and then would keep the worker from ever being late."""
         it = Scene(MemoryShardStore(bytes_max=10))
         it.tries_once()
         with pytest.raises(StoreFailed):
@@ -653,7 +653,7 @@ class TestWhatTheOriginDoesNotGive:
         assert not it.waits()
 
     async def test_is_not_waited_for_where_a_worker_has_it_who_is_not_reached_from_here(self) -> None:
-        """Or an origin that hangs would hide for ever that this worker does not reach the others."""
+        """Or a hanging origin would hide that this worker cannot reach other workers."""
         it = Scene()
         assert not it.waits(
             ShardInTransit(2, None, 0, None, 400.0), ShardInTransit(3, None, 0, None, 400.0, may_be_at_a_worker=True)

@@ -1,4 +1,4 @@
-"""Both ends of a delivery, against somebody who says what he wants, byte by byte."""
+"""Both ends of the shard protocol against a scripted peer, byte by byte."""
 
 from __future__ import annotations
 
