@@ -1,7 +1,8 @@
-"""Numbers that a script gives, as what travels.
+"""Checks of the numbers that a training script passes.
 
-Law: who trains has the numbers of whatever it computes with; what comes out of here is Python's own, finite and not
-negative, or a refusal that names the field.
+Invariants:
+- Numbers of other libraries, such as numpy's, become Python's own.
+- A number that is not finite, or is negative, is refused with the name of its field.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from forged.net.protocol.messages import INTEGER_MAX
 
 
 def rate(name: str, given: Any) -> float:
-    """A number of any kind, such as a learning rate."""
+    """A finite number that is not negative, such as a learning rate."""
     try:
         value = math.nan if isinstance(given, str | bytes | bytearray) else float(given)
     except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not 0.0 <= value < math.inf:
         raise RequestRefused(
-            "number_invalid", f"{name} is {shortened(given)}", "give a finite number that is not negative"
+            "number_invalid", f"{name} must be finite and >= 0, got {shortened(given)}", "pass such a number"
         )
     return value
 
 
 def count(name: str, given: Any, *, at_least: int = 0) -> int:
-    """A whole number, such as that of samples."""
+    """An integer within limits, such as a number of samples."""
     try:
         value = operator.index(given)
     except TypeError:
         value = -1
     if not at_least <= value <= INTEGER_MAX:
-        fix = f"give a whole number from {at_least} to {INTEGER_MAX}"
-        raise RequestRefused("number_invalid", f"{name} is {shortened(given)}", fix)
+        limits = f"an integer from {at_least} to {INTEGER_MAX}"
+        raise RequestRefused("number_invalid", f"{name} must be {limits}, got {shortened(given)}", "pass such a number")
     return value

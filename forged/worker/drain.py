@@ -103,7 +103,7 @@ class Drain:
         self._meeting_s = 0.0
         """For how long the script has waited in one and the same collective."""
         self._aborted_because = ""
-        """Why the drain has aborted a step; the worker leaves then, whatever is asked for afterwards."""
+        """Why the drain has aborted a step; the worker then leaves at the end of the step."""
         self._overdue_because = ""
         # Leaving.
         self.own_world: World | None = None
@@ -201,14 +201,14 @@ class Drain:
         view, current_world = self._state.view, self._state.current_world
         if current_world.meeting is not None:
             return False
-        is_stopping = view.is_under_way and view.synchronising is None and not view.moving
+        is_stopping = view.is_attempt_running and view.synchronising is None and not view.background_attempt
         return is_stopping or (current_world.is_stepping and view.stop_wanted > 0)
 
     def _exceeded_timeout(self, no_daemon_s: float) -> str:
         """What the worker has waited for in vain, for as long as it may; empty if for nothing."""
         config = self._state.config
         if _exceeds(self._meeting_s, config.leave_timeout_s):
-            self._aborted_because = f"the others did not come to a collective for {config.leave_timeout_s:g} s"
+            self._aborted_because = f"the other ranks did not come to a collective for {config.leave_timeout_s:g} s"
         if self._aborted_because:
             return self._aborted_because
         if _exceeds(no_daemon_s, config.reconnect_grace_s):

@@ -84,7 +84,7 @@ class FactListener:
         if self.shards is not None:
             if isinstance(item, Record):
                 self.shards.on_fact(item.fact)
-            self.shards.obtain_in_background(self._view.moving)
+            self.shards.obtain_in_background(self._view.background_attempt)
         world = self._state.current_world.world
         if self._view.lost and world is not None:
             world.abort(f"{self._view.lost} is gone")
@@ -99,7 +99,7 @@ class FactListener:
         self._heartbeat.follow_settings()
         self._drain.begin_if_told()
         if self.shards is not None:
-            self.shards.obtain_in_background(self._view.moving)
+            self.shards.obtain_in_background(self._view.background_attempt)
 
     def begin_to_ask(self) -> None:
         """The daemon knows this worker: make up for missed facts from now on."""

@@ -177,7 +177,7 @@ class Mesh:
     async def _host(self, world: World, topology: ClusterTopology) -> None:
         assert self._tasks is not None
         hub = self._hub = HubEndpoint(world, peer_messages.digest_of(topology.workers), self._tasks)
-        world.side = hub
+        world.endpoint = hub
         for link, early in list(self._early.items()):
             self._place(link, early.answer)
         await hub.settled.wait()
@@ -187,8 +187,8 @@ class Mesh:
     async def _meet(self, world: World, topology: ClusterTopology) -> None:
         self._hub = None
         self._turn_away_early()
-        side = MemberEndpoint(world)
-        world.side = side
+        endpoint = MemberEndpoint(world)
+        world.endpoint = endpoint
         answer = msgspec.structs.replace(
             self._answer(topology.workers[0].id, Purpose.MEMBER, world.generation),
             rank=world.rank,
@@ -196,9 +196,9 @@ class Mesh:
         )
 
         async def attempt() -> None:
-            side.await_start()
-            side.link = await self._dial(topology.workers[0], answer, side)
-            await side.started
+            endpoint.await_start()
+            endpoint.link = await self._dial(topology.workers[0], answer, endpoint)
+            await endpoint.started
 
         await retry.run(
             MEETING,
@@ -214,7 +214,7 @@ class Mesh:
         if self._hub is not None:
             absent, peer = self._hub.absent, self._hub.first_absent
         else:
-            is_let_in = isinstance(world.side, MemberEndpoint) and world.side.link is not None
+            is_let_in = isinstance(world.endpoint, MemberEndpoint) and world.endpoint.link is not None
             absent, peer = f"the other members at {topology.workers[0]}", "" if is_let_in else topology.workers[0].id
         return WorldIncomplete(f"{absent} did not connect within {timeout_s:g} s", peer)
 

@@ -1,8 +1,9 @@
-"""What a worker has to say to whoever runs its script.
+"""A worker's log in its training script.
 
-Law: it goes to Python's own `logging`, as the logger `forged`, so that the script decides where it is written; a script
-that decides nothing sees warnings and errors on its standard error. What failed in the script's own code comes with its
-traceback.
+Invariants:
+- Messages go to the logger `forged` of Python's `logging`, which the script configures. Without a configuration,
+  warnings and errors appear on standard error.
+- An error in the script's own code is logged with its traceback.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ NAME = "forged"
 
 
 class ScriptLog:
-    """Says it through `logging`."""
+    """Logs through `logging`."""
 
     def __init__(self, **bound: Any) -> None:
         self._logger = logging.getLogger(NAME)
@@ -45,7 +46,7 @@ class ScriptLog:
     def _say(self, level: str, event: str, fields: dict[str, Any], *, with_traceback: bool = False) -> None:
         fields = self._bound | fields
         told = ", ".join(["%s=%s"] * len(fields))
-        # Put together by `logging`, which survives what cannot be shown.
+        # `logging` formats the message, and survives a field that cannot be formatted.
         text = f"{NAME}: %s ({told})" if fields else f"{NAME}: %s"
         self._logger.log(LEVELS[level], text, event, *chain(*fields.items()), exc_info=with_traceback)
 

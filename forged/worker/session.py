@@ -139,7 +139,7 @@ class WorkerSession:
         spec, state = self._spec, self.state
         shards = self.shards = self.listener.shards = self._make_shard_holder()
         if shards is not None:
-            shards.obtain_in_background(state.view.moving)
+            shards.obtain_in_background(state.view.background_attempt)
         return Rescaler(
             state,
             self._registration,

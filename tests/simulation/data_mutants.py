@@ -195,7 +195,7 @@ def stop_while_data_moves() -> Iterator[None]:
     stop_wanted = JobView.stop_wanted
 
     def eager(self: JobView) -> int:
-        return stop_wanted.__get__(self) or self.moving
+        return stop_wanted.__get__(self) or self.background_attempt
 
     with patch.object(JobView, "stop_wanted", property(eager)):
         yield

@@ -299,7 +299,7 @@ class TestSteps:
                     break
             assert [int(step) for step in worker.steps(5)] == [3, 4]
 
-    def test_a_script_that_breaks_out_leaves_in_good_order_and_the_others_go_on(
+    def test_script_that_breaks_out_of_its_loop_leaves_and_the_world_trains_on(
         self, scripts: Scripts, client: BlockingClient
     ) -> None:
         def short(worker: Training) -> None:
@@ -407,9 +407,7 @@ class TestTheEndOfAScript:
         assert [fact.reason for fact in past(client, WorkerLeft)] == [reason]
         assert past(client, WorkerFailed) == []
 
-    def test_one_that_is_interrupted_while_it_waits_for_others_ends_at_once(
-        self, scripts: Scripts, client: BlockingClient
-    ) -> None:
+    def test_script_interrupted_in_a_collective_ends_at_once(self, scripts: Scripts, client: BlockingClient) -> None:
         meeting = Meeting()
         main = threading.main_thread().ident
         assert main is not None
@@ -605,9 +603,7 @@ class TestSignals:
         assert waited == [False]
         assert [fact.reason for fact in past(client, WorkerLeft)] == ["the host is taken away"]
 
-    def test_before_anybody_waits_for_it_sigterm_ends_it_as_it_would_have(
-        self, endpoint: str, client: BlockingClient
-    ) -> None:
+    def test_sigterm_before_registration_has_its_default_effect(self, endpoint: str, client: BlockingClient) -> None:
         done = subprocess.run([sys.executable, "-c", TERMINATED_TOO_EARLY, endpoint], capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
         assert past(client, WorkerJoined) == []
@@ -669,7 +665,7 @@ class TestLeaving:
         assert found == ["it is enough", threading.get_ident(), [worker.step], []]
         assert [fact.reason for fact in past(client, WorkerLeft)] == ["it is enough"]
 
-    def test_the_others_are_not_met_any_more_which_is_told(self, scripts: Scripts) -> None:
+    def test_collective_of_a_leaving_worker_is_refused(self, scripts: Scripts) -> None:
         log = Heard()
         has_gone = threading.Event()
 
@@ -705,7 +701,7 @@ class TestLeaving:
         assert "do this in the next step" in failure["reason"]
 
     @pytest.mark.parametrize("event", ["leaving", "rescaling_requested", "state_synchronized"])
-    def test_a_subscriber_that_nobody_could_await_is_refused(self, event: str, endpoint: str) -> None:
+    def test_asynchronous_subscriber_of_a_blocking_worker_is_refused(self, event: str, endpoint: str) -> None:
         async def save(value: object) -> None:
             raise AssertionError("nobody awaits it")
 
@@ -897,7 +893,7 @@ class TestWhatItTells:
                 worker.update_training_state(1, 7, 0.5)
             assert raised.value.code == "step_counted"
 
-    def test_without_a_name_it_gets_one_that_nobody_else_has(self, endpoint: str) -> None:
+    def test_worker_without_a_name_gets_a_unique_one(self, endpoint: str) -> None:
         names = set()
         for _ in range(2):
             with join(endpoint, job=JOB) as worker:
@@ -968,7 +964,7 @@ def test_the_shares_of_a_world_are_all_of_it_in_the_order_of_ranks(
     assert [one for share in found for one in share] == list(range(total))
 
 
-def test_who_is_in_no_world_has_no_share(endpoint: str) -> None:
+def test_worker_in_no_world_has_no_share(endpoint: str) -> None:
     with at(endpoint) as worker:
         assert worker.share(64) == range(0)
 

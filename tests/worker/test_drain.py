@@ -72,7 +72,7 @@ class Scene:
 
     def hold_up_world(self, holds_up: bool) -> None:
         """Whether the other workers wait for this one to stop."""
-        self.state.view.is_under_way = holds_up
+        self.state.view.is_attempt_running = holds_up
 
     def meet(self, mark: int | None) -> None:
         """Wait in the collective of this mark, or in none."""
@@ -394,7 +394,7 @@ class TestTimeouts:
         async with task_group() as tasks:
             tasks.start_soon(change)
             assert round(await scene.drained()) == 60
-        why = "the others did not come to a collective for 60 s"
+        why = "the other ranks did not come to a collective for 60 s"
         assert scene.aborted == [f"me does not wait any longer: {why}"]
         assert scene.drain.reason == f"{WISH}; {why}"
 
@@ -610,7 +610,9 @@ class TestHandingOverTheState:
         assert crew[name].places[0].step >= 5
         await crew.finish(name)
 
-    async def test_who_joins_behind_the_wish_that_all_others_go_gets_it(self, crew: Crew, client: ForgedClient) -> None:
+    async def test_joiner_after_all_workers_were_told_to_drain_gets_the_state(
+        self, crew: Crew, client: ForgedClient
+    ) -> None:
         await self._train(crew, client, "a")
         go_on = await held_in_a_step(crew["a"])
         await client.drain_worker(JOB, "a")
@@ -619,7 +621,7 @@ class TestHandingOverTheState:
         assert await crew.over("a") == [None]
         await self._is_continued_by(crew, "b")
 
-    async def test_who_was_to_stay_may_die_before_the_other_has_gone(
+    async def test_remaining_worker_may_die_before_the_draining_one_has_left(
         self, runner: DaemonRunner, crew: Crew, client: ForgedClient
     ) -> None:
         await self._train(crew, client, "a", "b")
@@ -636,7 +638,7 @@ class TestHandingOverTheState:
         assert await crew.over("a") == [None]
         await self._is_continued_by(crew, "c")
 
-    async def test_who_comes_while_the_only_one_saves_something_gets_it(
+    async def test_joiner_gets_the_state_while_the_only_worker_saves(
         self, runner: DaemonRunner, crew: Crew, client: ForgedClient
     ) -> None:
         await self._train(crew, client, "a")
@@ -659,7 +661,7 @@ class TestHandingOverTheState:
 
     @pytest.mark.parametrize("how", ["is put out", "goes"])
     @pytest.mark.parametrize("synchronous", [True, False])
-    async def test_who_comes_when_the_world_behind_that_has_ended_gets_it_from_who_saves_something_still(
+    async def test_joiner_gets_the_state_from_a_saving_worker_when_the_next_world_has_ended(
         self, how: str, synchronous: bool, runner: DaemonRunner, client: ForgedClient
     ) -> None:
         async with crew_at(runner.endpoint, use_synchronous_rescaling=synchronous) as crew:
@@ -685,7 +687,7 @@ class TestHandingOverTheState:
             assert await crew.over("a") == [None]
             await self._is_continued_by(crew, "c")
 
-    async def test_who_was_to_stay_may_die_while_the_other_saves_something(
+    async def test_remaining_worker_may_die_while_the_draining_one_saves(
         self, crew: Crew, client: ForgedClient
     ) -> None:
         await self._train(crew, client, "a", "b")
@@ -721,7 +723,7 @@ class TestHandingOverTheState:
             await self._is_continued_by(crew, "b")
         await proxy.close()
 
-    async def test_a_step_that_lasts_longer_than_anybody_is_waited_for_is_not_held_against_it(
+    async def test_step_longer_than_the_leave_timeout_does_not_make_the_worker_overdue(
         self, runner: DaemonRunner, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         looks = 0
@@ -745,9 +747,7 @@ class TestHandingOverTheState:
             assert await crew.over("a") == [None]
             await self._is_continued_by(crew, "b")
 
-    async def test_of_several_who_are_told_to_go_at_once_the_last_one_gives_it(
-        self, crew: Crew, client: ForgedClient
-    ) -> None:
+    async def test_last_of_several_draining_workers_gives_the_state(self, crew: Crew, client: ForgedClient) -> None:
         await self._train(crew, client, "a", "c")
         await self._register(crew, client, "b")
         for name in "ac":
@@ -773,7 +773,7 @@ class TestHandingOverTheState:
         assert await crew.over("a") == [None]
         await self._is_continued_by(crew, "b")
 
-    async def test_who_nobody_can_follow_goes_at_once(self, crew: Crew, client: ForgedClient) -> None:
+    async def test_worker_without_a_successor_leaves_at_once(self, crew: Crew, client: ForgedClient) -> None:
         await self._train(crew, client, "a")
         crew["a"].worker.drain("nobody is there")
         assert await crew.over("a") == [None]

@@ -16,7 +16,7 @@ from forged.worker.errors import NEWS_DIFFER, StepAborted, WorkerEvicted, is_tem
     ],
     ids=lambda error: error.code,
 )
-def test_what_is_the_others_affair_passes(error: ForgedError) -> None:
+def test_errors_of_peers_and_of_the_daemon_are_temporary(error: ForgedError) -> None:
     assert is_temporary(error)
 
 

@@ -45,7 +45,7 @@ def test_all_subscribers_hear_in_the_order_in_which_they_came() -> None:
     assert heard == [("first", 1), ("second", 1), ("first", 2), ("second", 2)]
 
 
-def test_whoever_subscribes_twice_hears_once_and_may_leave_twice() -> None:
+def test_function_that_subscribes_twice_is_called_once() -> None:
     heard: list[int] = []
     event: Event[int] = Event("counted", Notes())
     event.subscribe(heard.append)
@@ -68,7 +68,7 @@ def test_it_is_a_decorator_that_leaves_the_function_as_it_is() -> None:
     assert double(2) == 4
 
 
-def test_a_subscriber_that_fails_is_logged_and_the_others_hear_all_the_same() -> None:
+def test_failing_subscriber_is_logged_and_the_rest_are_called() -> None:
     notes = Notes()
     heard: list[int] = []
     event: Event[int] = Event("counted", notes)
@@ -83,7 +83,7 @@ def test_a_subscriber_that_fails_is_logged_and_the_others_hear_all_the_same() ->
     assert notes.errors == [{"event": "a subscriber failed", "event_name": "counted", "reason": "ValueError: no"}]
 
 
-async def test_who_waits_waits_for_asynchronous_subscribers_and_for_one_after_the_other() -> None:
+async def test_awaited_event_waits_for_asynchronous_subscribers_in_order() -> None:
     notes = Notes()
     heard: list[str] = []
     event: Event[int] = Event("counted", notes, is_awaited=True)
@@ -119,7 +119,7 @@ class HearsLater:
 
 
 @pytest.mark.parametrize("subscriber", [hears, partial(hears, 1)], ids=["function", "partial"])
-def test_where_nobody_awaits_it_an_asynchronous_subscriber_is_refused(subscriber: Any) -> None:
+def test_asynchronous_subscriber_is_refused_where_it_is_not_awaited(subscriber: Any) -> None:
     event: Event[int] = Event("counted", Notes())
     with pytest.raises(RequestRefused, match="subscribe a plain function") as raised:
         event.subscribe(subscriber)
@@ -163,7 +163,7 @@ async def test_one_that_starts_a_task_and_returns_it_is_as_good_as_any() -> None
     assert notes.errors == []
 
 
-def test_a_subscriber_may_leave_and_others_may_come_while_it_is_told() -> None:
+def test_subscribers_may_come_and_go_while_an_event_is_fired() -> None:
     heard: list[str] = []
     event: Event[int] = Event("counted", Notes())
 

@@ -189,7 +189,7 @@ def test_what_is_missed_while_it_asks_is_asked_for_again() -> None:
     scene(act)
 
 
-def test_nobody_asks_before_the_daemon_knows_the_worker_and_then_at_once() -> None:
+def test_missed_facts_are_asked_for_once_the_daemon_knows_the_worker() -> None:
     async def act(scene: Scene) -> None:
         scene.listener.hear(GAP)
         await anyio.sleep(10)
@@ -225,7 +225,7 @@ def test_of_a_job_that_is_over_it_learns_how_it_ended(phase: Phase) -> None:
         (Unavailable("too_late", "the client is closed"), Unavailable),
     ],
 )
-def test_whoever_is_not_wanted_any_more_ends_and_asks_no_more(refusal: ForgedError, end: type[ForgedError]) -> None:
+def test_worker_that_the_daemon_refuses_ends_and_asks_no_more(refusal: ForgedError, end: type[ForgedError]) -> None:
     async def act(scene: Scene) -> None:
         scene.listener.begin_to_ask()
         scene.listener.hear(GAP)
@@ -237,7 +237,7 @@ def test_whoever_is_not_wanted_any_more_ends_and_asks_no_more(refusal: ForgedErr
     scene(act, refusal)
 
 
-def test_an_answer_that_comes_behind_the_end_of_the_tasks_hurts_nobody() -> None:
+def test_answer_after_the_end_of_the_tasks_has_no_effect() -> None:
     async def play() -> None:
         async with task_group() as tasks:
             one = Scene(Daemon(), tasks)
@@ -264,7 +264,7 @@ class TestFactsThatAreMissed:
         for number in range(150):
             await client.note("noise", f"{number}")
 
-    async def test_a_world_for_which_nobody_stopped_begins_where_its_members_are(
+    async def test_world_of_a_background_rescale_begins_at_its_members_step(
         self, runner: DaemonRunner, tmp_path: Path, client: ForgedClient
     ) -> None:
         """The daemon, which is asked for what was missed, has heard less of the steps than have been made."""

@@ -33,7 +33,7 @@ class Unspeakable(Exception):
         (WorkerEvicted("evicted: slow"), "it counts as dead"),
     ],
 )
-def test_who_was_interrupted_or_is_wanted_no_more_has_not_failed(error: BaseException | None, reason: str) -> None:
+def test_interrupted_or_evicted_worker_has_not_failed(error: BaseException | None, reason: str) -> None:
     assert reason_of(error) == LeaveReason(reason, failed=False)
 
 
@@ -47,7 +47,7 @@ def test_who_was_interrupted_or_is_wanted_no_more_has_not_failed(error: BaseExce
         (ValueError("\ud800"), "its script failed: ValueError: \\ud800"),
     ],
 )
-def test_who_fails_says_of_what_in_one_line(error: Exception, reason: str) -> None:
+def test_failed_script_is_described_in_one_line(error: Exception, reason: str) -> None:
     said = reason_of(error)
     assert said.failed
     assert said.reason.startswith(reason)

@@ -65,7 +65,7 @@ async def test_a_source_that_is_killed_in_the_middle_is_unavailable(monkeypatch:
         assert arriving.descriptors() == []
 
 
-async def test_a_fetcher_that_is_killed_in_the_middle_hurts_nobody() -> None:
+async def test_killed_fetcher_disturbs_no_other_fetcher() -> None:
     parts = random_parts(*STATE_SIZES)
     got = buffers(*STATE_SIZES)
     async with open_meshes(2) as made, PeerProcess("v") as victim:

@@ -95,13 +95,13 @@ async def test_all_members_enter_the_world_with_their_ranks() -> None:
         assert worlds[1].names == ("w2", "w0", "w1")
 
 
-async def test_a_world_of_one_needs_nobody() -> None:
+async def test_world_of_one_needs_no_peer() -> None:
     async with open_meshes(1) as made:
         (world,) = await made.enter(1)
         assert await world.all_gather(b"me") == [b"me"]
 
 
-async def test_who_comes_before_the_hub_has_heard_waits_for_it() -> None:
+async def test_member_that_connects_before_the_hub_knows_the_world_waits() -> None:
     async with open_meshes(3) as made:
         coming = [asyncio.ensure_future(mesh.enter(5, made.topology, PATIENCE_S)) for mesh in made.meshes[1:]]
         await until(lambda: len(made.meshes[0]._early) == 2)
@@ -109,7 +109,7 @@ async def test_who_comes_before_the_hub_has_heard_waits_for_it() -> None:
         await each([world, *[await one for one in coming]], lambda world: world.barrier())
 
 
-async def test_who_comes_too_early_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fetcher_that_connects_too_early_does_not_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh_module, "EARLY_WAIT_S", 0.0)
     monkeypatch.setattr(mesh_module, "SWEEP_INTERVAL_S", 0.01)
     async with open_meshes(2) as made:
@@ -133,13 +133,13 @@ async def test_no_generation_is_entered_twice_nor_an_older_one_after_it() -> Non
             assert raised.value.code == "generation_over"
 
 
-async def test_a_generation_that_nobody_else_entered_can_be_tried_again() -> None:
+async def test_generation_that_no_other_worker_entered_can_be_tried_again() -> None:
     async with open_meshes(2) as made:
         assert await code_of(made, 0, made.topology) == "world_incomplete"
         await each(await made.enter(1), lambda world: world.barrier())
 
 
-async def test_who_did_not_come_is_named() -> None:
+async def test_member_that_did_not_connect_is_named() -> None:
     async with open_meshes(3) as made:
         outcomes = await failures(
             made.meshes[0].enter(1, made.topology, 0.2), made.meshes[1].enter(1, made.topology, PATIENCE_S)
@@ -148,7 +148,7 @@ async def test_who_did_not_come_is_named() -> None:
         assert [getattr(error, "peer", "") for error in outcomes] == ["w2", "w2"]
 
 
-async def test_the_hub_names_who_is_missing_when_somebody_else_gives_up_waiting() -> None:
+async def test_hub_names_missing_members_when_a_member_gives_up_waiting() -> None:
     async with open_meshes(3) as made:
         hub, impatient = await failures(
             made.meshes[0].enter(1, made.topology, PATIENCE_S), made.meshes[1].enter(1, made.topology, 0.2)
@@ -159,7 +159,7 @@ async def test_the_hub_names_who_is_missing_when_somebody_else_gives_up_waiting(
         assert (hub.peer, impatient.peer) == ("w2", "")
 
 
-async def test_who_does_not_reach_the_hub_names_it_and_who_only_waits_for_it_does_not() -> None:
+async def test_unreached_hub_is_named_and_a_slow_one_is_not() -> None:
     async with open_meshes(2) as made:
         with socket.create_server(("127.0.0.1", 0)) as free:
             nowhere = WorkerId("w0", *free.getsockname())
@@ -207,7 +207,7 @@ async def test_a_cancelled_enter_leaves_a_mesh_that_can_enter_again() -> None:
         await each(await made.enter(2), lambda world: world.barrier())
 
 
-async def test_members_who_mean_different_worlds_do_not_meet() -> None:
+async def test_members_with_different_topologies_do_not_meet() -> None:
     async with open_meshes(3) as made:
         hub = asyncio.ensure_future(failures(made.meshes[0].enter(1, made.of(0, 1), 0.3)))
         assert await code_of(made, 1, made.of(0, 1, 2)) == "topology_differs"
@@ -215,12 +215,12 @@ async def test_members_who_mean_different_worlds_do_not_meet() -> None:
         await hub
 
 
-async def test_who_is_not_in_the_world_does_not_enter_it() -> None:
+async def test_worker_cannot_enter_a_world_without_it() -> None:
     async with open_meshes(2) as made:
         assert await code_of(made, 1, made.of(0)) == "not_a_member"
 
 
-async def test_a_mesh_without_a_key_enters_nothing_and_believes_nobody() -> None:
+async def test_mesh_without_a_key_enters_no_world_and_accepts_no_peer() -> None:
     async with open_meshes(2) as made:
         made.meshes[0].trust(b"")
         assert await code_of(made, 0, made.topology) == "mesh_not_ready"
@@ -243,7 +243,7 @@ async def test_a_second_process_under_the_same_id_does_not_take_the_place() -> N
         await each([await hub, await first, await third], lambda world: world.barrier())
 
 
-async def test_a_member_whose_connection_broke_before_the_start_comes_again() -> None:
+async def test_member_reconnects_after_a_break_before_the_start() -> None:
     async with open_meshes(3) as made:
         coming = [asyncio.ensure_future(mesh.enter(1, made.topology, PATIENCE_S)) for mesh in made.meshes[:2]]
         hub = made.meshes[0]
@@ -295,7 +295,7 @@ async def test_the_descriptors_are_those_of_the_door_and_of_all_connections() ->
         answered(answer(), KEY, b"c" * 32),
     ],
 )
-async def test_who_does_not_prove_anything_is_cut_off_without_a_word(proper: Answer) -> None:
+async def test_peer_without_a_proof_is_disconnected_without_a_message(proper: Answer) -> None:
     async with open_meshes(1) as made, stranger(made.workers[0]) as one:
         await one.challenge()
         one.say(proper)
@@ -304,7 +304,7 @@ async def test_who_does_not_prove_anything_is_cut_off_without_a_word(proper: Ans
 
 
 @pytest.mark.parametrize("changes", [{"job": "walk"}, {"target": "w9"}])
-async def test_who_wants_another_worker_or_job_is_cut_off_without_a_word(changes: dict[str, Any]) -> None:
+async def test_peer_for_another_worker_or_job_is_disconnected_without_a_message(changes: dict[str, Any]) -> None:
     async with open_meshes(1) as made, stranger(made.workers[0]) as one:
         challenge = await one.challenge()
         one.say(answered(answer(**changes), KEY, challenge.nonce))
@@ -339,7 +339,7 @@ async def test_every_challenge_is_another_so_that_nothing_can_be_replayed() -> N
         assert await other.is_cut_off()
 
 
-async def test_who_is_slow_with_its_proof_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_peer_with_a_slow_proof_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh_module, "SWEEP_INTERVAL_S", 0.01)
     async with open_meshes(1) as made, stranger(made.workers[0]) as one:
         await one.challenge()

@@ -154,7 +154,7 @@ def test_a_host_that_is_gone_ends_the_world_when_the_kernel_finds_out() -> None:
     simulate(3, story)
 
 
-def test_a_host_that_is_gone_holds_nobody_longer_than_was_said() -> None:
+def test_collective_with_a_gone_host_ends_at_the_callers_timeout() -> None:
     """The calm network has no keepalive."""
 
     async def story(cluster: Cluster) -> None:

@@ -163,7 +163,7 @@ async def test_workers_train_over_tls_and_a_newcomer_takes_the_state(
         await crew.finish("a", "b", "c")
 
 
-async def test_a_newcomer_whom_nobody_believes_says_why_and_the_others_go_on(
+async def test_refused_joiner_raises_the_reason_and_the_world_trains_on(
     runner: DaemonRunner, certificates: Certificates, strangers: Certificates
 ) -> None:
     async with crew_at(runner.endpoint) as crew:
@@ -177,7 +177,7 @@ async def test_a_newcomer_whom_nobody_believes_says_why_and_the_others_go_on(
         await crew.finish("a", "b")
 
 
-async def test_who_is_not_believed_any_more_has_to_go_and_the_others_stay(
+async def test_worker_whose_token_is_revoked_leaves_and_the_world_trains_on(
     runner: DaemonRunner, certificates: Certificates
 ) -> None:
     """Its certificate is not renewed in time, and the world changes."""

@@ -77,7 +77,7 @@ async def test_the_first_rank_tells_soon_and_each_thing_once() -> None:
 
 
 @on_virtual_time
-async def test_the_others_tell_now_and_then() -> None:
+async def test_ranks_above_zero_report_now_and_then() -> None:
     scene = Scene(OTHER)
     scene.make_steps()
     async with task_group() as tasks:
@@ -89,7 +89,7 @@ async def test_the_others_tell_now_and_then() -> None:
 
 
 @on_virtual_time
-async def test_who_is_in_no_world_yet_tells_like_one_of_the_others() -> None:
+async def test_worker_in_no_world_reports_like_ranks_above_zero() -> None:
     scene = Scene(OTHER)
     scene.state.current_world.topology = ClusterTopology()
     scene.make_steps()
@@ -106,7 +106,7 @@ def crowd(before: int) -> ClusterTopology:
 
 
 @on_virtual_time
-async def test_of_many_others_each_asks_what_is_known_and_tells_the_rest() -> None:
+async def test_ranks_above_zero_report_only_what_the_daemon_does_not_know() -> None:
     scene = Scene(OTHER)
     scene.state.current_world.topology = crowd(2)
     scene.make_steps()
@@ -122,7 +122,7 @@ async def test_of_many_others_each_asks_what_is_known_and_tells_the_rest() -> No
 
 
 @on_virtual_time
-async def test_of_many_others_some_tell_all_the_same_and_each_has_its_turn() -> None:
+async def test_some_ranks_above_zero_report_everything_in_turns() -> None:
     turns = []
     for before in range(6):
         scene = Scene(OTHER)

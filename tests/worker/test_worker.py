@@ -147,7 +147,7 @@ class TestTheValueOfIt:
         assert not worker.is_rescaling
 
     @pytest.mark.parametrize("event", ["rescaling_requested", "state_synchronized"])
-    async def test_a_subscriber_that_nobody_awaits_is_refused(self, event: str) -> None:
+    async def test_asynchronous_subscriber_of_an_event_that_is_not_awaited_is_refused(self, event: str) -> None:
         async def hear(value: object) -> None:
             raise AssertionError("nobody awaits it")
 
@@ -155,7 +155,7 @@ class TestTheValueOfIt:
             getattr(ElasticWorker("me"), event).subscribe(hear)
         assert raised.value.code == "subscriber_asynchronous"
 
-    async def test_who_is_in_no_world_does_not_resume(self) -> None:
+    async def test_worker_in_no_world_does_not_resume(self) -> None:
         worker = ElasticWorker("me")
         await worker.resume_training()
         assert worker.get_metadata().status is WorkerStatus.JOINING
@@ -185,7 +185,7 @@ class TestTheValueOfIt:
         worker.update_training_state(3, 50, 0.25)
         assert (worker.epoch, worker.step, worker.learning_rate) == (3, 50, 0.25)
 
-    def test_its_numbers_are_pythons_own_and_others_are_refused_by_name(self) -> None:
+    def test_numbers_become_pythons_own_and_invalid_ones_are_refused_by_name(self) -> None:
         size, place = np.int64(32), (np.int64(2), np.int64(50), np.float32(0.5))
         worker = ElasticWorker("me", learning_rate=np.float64(0.1), global_batch_size=size)  # type: ignore[arg-type]
         worker.update_training_state(*place)  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ class TestTheValueOfIt:
                 await collective()
             assert raised.value.code == "worker_unconnected"
 
-    async def test_who_is_not_connected_disconnects_and_closes_without_an_error(self) -> None:
+    async def test_disconnect_and_close_without_a_connection_are_no_errors(self) -> None:
         worker = ElasticWorker("me")
         await worker.disconnect()
         await worker.close()
@@ -279,11 +279,11 @@ class TestComingAndGoing:
         assert await past(client, WorkerFailed) == []
         counters.close()
 
-    async def test_who_has_no_pulse_is_no_worker_and_may_register_again(
+    async def test_worker_whose_pulse_fails_to_start_is_not_registered_and_may_try_again(
         self, runner: DaemonRunner, client: ForgedClient
     ) -> None:
         process = Pulsing()
-        process.error = Unavailable("pulse_not_started", "no pulse could be started")
+        process.error = Unavailable("pulse_not_started", "the pulse could not be started")
         worker = ElasticWorker("me", config(), job=JOB, process=process)
         async with worker.session(runner.endpoint):
             with pytest.raises(Unavailable, match="no pulse"):
@@ -313,7 +313,7 @@ class TestComingAndGoing:
             await worker.register()
         assert process.tokens == [shown]
 
-    async def test_who_is_cancelled_in_its_goodbye_says_it_all_the_same(
+    async def test_cancelled_goodbye_is_still_delivered(
         self, runner: DaemonRunner, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         leave, leaves = CurrentWorld.leave, asyncio.Event()
@@ -340,7 +340,7 @@ class TestComingAndGoing:
         said = await past(client, WorkerLeft, JobCompleted, WorkerFailed)
         assert said == [WorkerLeft("me", "training completed"), JobCompleted(3)]
 
-    async def test_who_is_interrupted_in_its_goodbye_does_not_wait_for_a_daemon_that_is_away(
+    async def test_interrupted_goodbye_does_not_wait_for_an_absent_daemon(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         patience: list[float] = []
@@ -365,7 +365,7 @@ class TestComingAndGoing:
         assert [patience_s <= LEAVE_TIMEOUT_S for patience_s in others] == [True]
 
     @pytest.mark.parametrize("is_cancelled", [True, False])
-    async def test_who_is_interrupted_while_it_registers_has_left_and_may_register_again(
+    async def test_worker_interrupted_while_registering_has_left_and_may_register_again(
         self, is_cancelled: bool, runner: DaemonRunner, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         join, joined = Registration.join, asyncio.Event()
@@ -390,7 +390,7 @@ class TestComingAndGoing:
         reasons = [fact.reason for fact in await past(client, WorkerFailed, WorkerLeft)]
         assert reasons == ["it was interrupted" if is_cancelled else "it was disconnected", "it was disconnected"]
 
-    async def test_who_is_told_to_go_in_the_last_step_says_that_the_training_is_done(
+    async def test_worker_drained_in_the_last_step_reports_that_the_training_is_done(
         self, crew: Crew, client: ForgedClient
     ) -> None:
         async def drain(step: int) -> None:
@@ -406,7 +406,7 @@ class TestComingAndGoing:
         said = await past(client, WorkerLeft, JobCompleted)
         assert said == [WorkerLeft("a", "training completed"), JobCompleted(5)]
 
-    async def test_who_has_left_has_no_rank_and_does_not_resume(self, runner: DaemonRunner) -> None:
+    async def test_worker_that_has_left_has_no_rank_and_does_not_resume(self, runner: DaemonRunner) -> None:
         worker = guest("me", config(), job=JOB)
         await worker.connect(runner.endpoint)
         await worker.begin_step()
@@ -425,7 +425,7 @@ class TestComingAndGoing:
             (view,) = await client.workers(JOB)
             assert view.local_world_size == 8
 
-    async def test_who_is_connected_does_not_connect_again(self, runner: DaemonRunner) -> None:
+    async def test_connected_worker_cannot_connect_again(self, runner: DaemonRunner) -> None:
         async with guest("me", config(), job=JOB) as worker:
             await worker.connect(runner.endpoint)
             with pytest.raises(RequestRefused) as raised:
@@ -459,7 +459,7 @@ class TestComingAndGoing:
             assert not second.is_connected
             assert [view.id for view in await client.workers(JOB)] == ["me"]
 
-    async def test_a_state_that_cannot_travel_is_refused_before_anybody_hears_of_the_worker(
+    async def test_state_that_cannot_be_transferred_is_refused_before_the_worker_joins(
         self, runner: DaemonRunner, client: ForgedClient
     ) -> None:
         worker = guest("me", config(), job=JOB, state={"w": object()})
@@ -538,7 +538,7 @@ class TestComingAndGoing:
                     break
         assert [fact.reason for fact in await past(client, WorkerLeft)] == ["it left its loop"]
 
-    async def test_a_script_whose_job_is_aborted_leaves_whatever_it_makes_of_it(
+    async def test_script_of_an_aborted_job_leaves_for_that_reason_despite_its_own_error(
         self, runner: DaemonRunner, client: ForgedClient
     ) -> None:
         async def script() -> None:
@@ -558,7 +558,7 @@ class TestComingAndGoing:
 
 
 class TestTraining:
-    async def test_a_step_tells_that_it_was_broken_off_to_who_stands_behind_it(self, runner: DaemonRunner) -> None:
+    async def test_step_tells_after_its_block_that_it_was_aborted(self, runner: DaemonRunner) -> None:
         done: list[int] = []
         aborted: list[int] = []
         async with guest("me", config(), job=JOB) as worker:
@@ -580,7 +580,7 @@ class TestTraining:
         await crew.finish("a")
         assert [fact.step for fact in await past(client, JobCompleted)] == [crew.total]
 
-    async def test_others_come_and_have_step_rate_and_state_of_who_was_there(self, crew: Crew) -> None:
+    async def test_joiners_take_step_rate_and_state_from_the_first_worker(self, crew: Crew) -> None:
         crew.make("a", learning_rate=0.25, global_batch_size=64)
         crew["a"].state["ballast"][:] = 7.0
         crew.start("a")
@@ -595,7 +595,7 @@ class TestTraining:
         await crew.world_of("a", "b", "c", "d")
         await crew.finish("a", "b", "c", "d")
 
-    async def test_nobody_has_to_do_a_step_again_because_another_joins(self, crew: Crew) -> None:
+    async def test_no_step_is_repeated_when_a_worker_joins(self, crew: Crew) -> None:
         """All stop behind the same step: no step is broken off."""
         aborted: list[str] = []
         lose = CurrentWorld.lose
@@ -706,7 +706,7 @@ class TestTraining:
                 assert worker.global_batch_size == 64
 
     @pytest.mark.parametrize("synchronous", [False, True])
-    async def test_who_hears_of_a_world_has_its_rate_and_its_batch_already(
+    async def test_subscriber_of_a_rescale_sees_the_new_rate_and_batch(
         self, synchronous: bool, runner: DaemonRunner
     ) -> None:
         settings = {"use_synchronous_rescaling": synchronous, "scale_batch_with_world": True}
@@ -832,9 +832,7 @@ class TestLeaving:
         assert left == [[]]
         assert [fact.reason for fact in await past(client, WorkerLeft)] == ["it is enough"]
 
-    async def test_the_others_are_in_another_world_while_one_saves_what_it_has(
-        self, crew: Crew, client: ForgedClient
-    ) -> None:
+    async def test_other_workers_train_in_another_world_while_one_saves(self, crew: Crew, client: ForgedClient) -> None:
         crew.start("a", "b", "c")
         await crew.world_of("a", "b", "c")
         saves, saved = asyncio.Event(), asyncio.Event()
@@ -855,7 +853,7 @@ class TestLeaving:
         await crew.finish("a")
 
     @pytest.mark.parametrize("is_needed", [False, True])
-    async def test_who_is_cancelled_while_it_saves_is_told_again(self, is_needed: bool, crew: Crew) -> None:
+    async def test_script_cancelled_while_it_saves_is_told_again(self, is_needed: bool, crew: Crew) -> None:
         (a,) = crew.make("a")
         saves, saved = asyncio.Event(), list[str]()
 
@@ -885,7 +883,7 @@ class TestLeaving:
             await crew.world_of("b")
             assert crew["b"].places[0].step == 1
 
-    async def test_a_state_that_fails_while_it_is_saved_keeps_nobody_from_saving_it(self, crew: Crew) -> None:
+    async def test_state_that_fails_to_pack_does_not_keep_the_script_from_saving(self, crew: Crew) -> None:
         """Another comes for it meanwhile, and has it when it can be had again."""
 
         class Saved:
@@ -920,7 +918,7 @@ class TestLeaving:
         await crew.world_of("b")
         assert crew["b"].places[0].step == 1
 
-    async def test_an_operator_drains_one_and_the_others_go_on(self, crew: Crew, client: ForgedClient) -> None:
+    async def test_operator_drains_one_worker_and_the_world_trains_on(self, crew: Crew, client: ForgedClient) -> None:
         crew.start("a", "b", "c")
         await crew.world_of("a", "b", "c")
         why: list[str] = []
@@ -933,7 +931,7 @@ class TestLeaving:
         assert await past(client, WorkerFailed) == []
         await crew.finish("b", "c")
 
-    async def test_who_waits_in_a_step_for_one_that_does_not_come_goes_after_a_while(
+    async def test_draining_worker_in_a_stuck_collective_leaves_after_the_timeout(
         self, runner: DaemonRunner, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("forged.worker.drain.LOOK_INTERVAL_S", 0.02)
@@ -957,7 +955,7 @@ class TestLeaving:
         assert left.reason.startswith("the night; ")
         assert await past(client, WorkerFailed) == []
 
-    async def test_who_goes_with_a_step_that_does_not_count_names_the_one_that_its_state_is_behind(
+    async def test_leaving_names_the_steps_applied_to_the_state_also_where_the_last_does_not_count(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("forged.worker.drain.LOOK_INTERVAL_S", 0.02)
@@ -1025,7 +1023,7 @@ class TestLeaving:
         await crew.finish("b")
 
     @pytest.mark.parametrize("synchronous", [True, False])
-    async def test_who_alone_has_the_state_gives_it_to_who_waits_before_it_goes(
+    async def test_only_state_holder_gives_its_state_to_a_waiting_joiner_before_it_leaves(
         self, synchronous: bool, runner: DaemonRunner, client: ForgedClient
     ) -> None:
         settings = {"stability_window_ms": 600_000, "use_synchronous_rescaling": synchronous}
@@ -1043,7 +1041,7 @@ class TestLeaving:
             await crew.finish("b")
 
     @pytest.mark.parametrize(("synchronous", "moment"), [(True, "_report"), (False, "_cross")])
-    async def test_who_alone_has_the_state_gives_it_to_who_is_being_taken_in_before_it_goes(
+    async def test_only_state_holder_gives_its_state_to_a_joiner_of_a_running_attempt_before_it_leaves(
         self, synchronous: bool, moment: str, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async with crew_at(runner.endpoint, use_synchronous_rescaling=synchronous) as crew:
@@ -1064,7 +1062,7 @@ class TestLeaving:
             assert crew["b"].places[0].step >= 5
             await crew.finish("b")
 
-    async def test_who_is_told_to_go_while_its_session_ends_just_ends(
+    async def test_worker_drained_while_its_session_ends_ends(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         worker = guest("me", config(), job=JOB)
@@ -1080,7 +1078,7 @@ class TestLeaving:
         async with worker.session(runner.endpoint):
             await worker.register()
 
-    async def test_who_is_evicted_is_told_and_the_others_go_on(self, crew: Crew, client: ForgedClient) -> None:
+    async def test_evicted_worker_is_told_and_the_world_trains_on(self, crew: Crew, client: ForgedClient) -> None:
         crew.start("a", "b", "c")
         await crew.world_of("a", "b", "c")
         await client.evict_worker(JOB, "a", "it is slow")
@@ -1090,7 +1088,9 @@ class TestLeaving:
         await crew.world_of("b", "c")
         await crew.finish("b", "c")
 
-    async def test_who_comes_to_its_end_completes_the_job_for_all(self, crew: Crew, client: ForgedClient) -> None:
+    async def test_worker_that_reaches_the_total_completes_the_job_for_all(
+        self, crew: Crew, client: ForgedClient
+    ) -> None:
         crew.start("a", "b", "c")
         await crew.world_of("a", "b", "c")
         await crew.finish("a", "b", "c")
@@ -1101,7 +1101,7 @@ class TestLeaving:
             await late.connect(*crew.endpoints)
         assert raised.value.code == "job_over"
 
-    async def test_who_was_never_taken_in_is_told_when_the_job_is_completed(self, runner: DaemonRunner) -> None:
+    async def test_worker_that_was_never_taken_in_learns_that_the_job_is_complete(self, runner: DaemonRunner) -> None:
         async with crew_at(runner.endpoint, max_workers=1) as crew:
             crew.start("a")
             await crew.world_of("a")
@@ -1114,7 +1114,7 @@ class TestLeaving:
             assert of_b.code == "job_completed"
             assert crew["b"].places == []
 
-    async def test_who_gives_its_state_goes_on_when_it_has_missed_something(
+    async def test_state_source_trains_on_after_a_gap_in_the_facts(
         self, crew: Crew, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         held, go = asyncio.Event(), asyncio.Event()
@@ -1131,7 +1131,7 @@ class TestLeaving:
         crew.start("b")
         await held.wait()
         a = crew["a"].member
-        heard_at = a.state.view.heard_at
+        heard_at = a.state.view.newest_fact_id
         a.listener.hear(Gap(heard_at + 1, heard_at + 2, "the journal has moved on"))
         go.set()
         await crew.world_of("a", "b")
@@ -1205,7 +1205,7 @@ class TestLeaving:
         await b.disconnect()
         await a.disconnect()
 
-    async def test_who_has_no_data_redistributes_none(self) -> None:
+    async def test_worker_without_data_redistributes_none(self) -> None:
         plan = DataRedistributor(config()).calculate_plan(ClusterTopology(), TOPOLOGY, 8, shards=4)
         with pytest.raises(RequestRefused) as raised:
             await ElasticWorker("me").redistribute_data(plan)
@@ -1331,7 +1331,7 @@ class TestWishesOfOperators:
 
 
 class TestWhoTakesPart:
-    async def test_more_than_the_most_wait_until_somebody_goes(self, runner: DaemonRunner) -> None:
+    async def test_fetchers_beyond_the_limit_wait_for_a_turn(self, runner: DaemonRunner) -> None:
         async with crew_at(runner.endpoint, max_workers=2) as crew:
             crew.start("a", "b")
             await crew.world_of("a", "b")
@@ -1343,7 +1343,9 @@ class TestWhoTakesPart:
             await crew.world_of("b", "c")
             await crew.finish("b", "c")
 
-    async def test_too_few_wait_for_others(self, runner: DaemonRunner, client: ForgedClient) -> None:
+    async def test_worker_waits_while_there_are_fewer_than_min_workers(
+        self, runner: DaemonRunner, client: ForgedClient
+    ) -> None:
         async with crew_at(runner.endpoint, min_workers=2) as crew:
             crew.start("a")
             crew.start("b")
@@ -1418,7 +1420,7 @@ class TestADaemonThatIsAway:
             await crew.finish("a", "b", "c")
         await absences[0]
 
-    async def test_one_that_is_away_when_somebody_goes_learns_it_when_it_is_back(
+    async def test_disconnected_worker_learns_of_a_departure_when_it_is_back(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("forged.worker.daemon.registration.LEAVE_TIMEOUT_S", 0.05)

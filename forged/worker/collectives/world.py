@@ -99,7 +99,7 @@ class Endpoint(Protocol):
 class World:
     """One rank's part in a world. Calls are made one after the other, in the same order at all ranks."""
 
-    side: Endpoint
+    endpoint: Endpoint
 
     def __init__(self, generation: int, rank: int, names: Sequence[str]) -> None:
         self.generation = generation
@@ -125,21 +125,23 @@ class World:
         await self._do(Call(Kind.BARRIER), timeout_s=timeout_s)
 
     async def gather(self, value: Given, root: int = 0, *, timeout_s: float | None = None) -> list[Any] | None:
-        """What every rank has given, by rank, at the root; None elsewhere."""
+        """The values of all ranks in rank order, at the root; None at the other ranks."""
         result = await self._do(Call(Kind.GATHER, root), arrays.pack(value), timeout_s=timeout_s)
         return [arrays.unpack(one) for one in result.values] if root == self.rank else None
 
     async def all_gather(self, value: Given, *, timeout_s: float | None = None) -> list[Any]:
-        """What every rank has given, by rank."""
+        """The values of all ranks in rank order."""
         result = await self._do(Call(Kind.ALL_GATHER), arrays.pack(value), timeout_s=timeout_s)
         return [arrays.unpack(one) for one in result.values]
 
     async def broadcast(self, value: Given | None, root: int = 0, *, timeout_s: float | None = None) -> Any:
-        """What the root has given; what the others give does not matter."""
+        """The root's value; the other ranks' values are ignored."""
         own = None
         if root == self.rank:
             if value is None:
-                raise RequestRefused("collective_unfit", "the root of a broadcast gives nothing", "give a value")
+                raise RequestRefused(
+                    "collective_unfit", "the root of a broadcast must give a value, got None", "give one"
+                )
             own = arrays.pack(value)
         result = await self._do(Call(Kind.BROADCAST, root), own, timeout_s=timeout_s)
         return arrays.unpack(own or result.values[0])
@@ -152,7 +154,7 @@ class World:
         out: Array | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """One array out of those of all ranks, in a new array or in `out`."""
+        """Reduce the arrays of all ranks, into a new array or into `out`."""
         operation, own = _operation(op), arrays.pack_array(value)
         arrays.check_operation(operation, own)
         if out is not None:
@@ -165,9 +167,10 @@ class World:
         return arrays.unpack(Value(own.form, reduced.data, reduced.dtype, reduced.shape))
 
     async def end_step(self, step: int, *, stop_wanted: int = 0, timeout_s: float | None = None) -> StepVerdict:
-        """Say that this rank has finished a step, and wait until all have.
+        """Report that this rank has finished a step, and wait until all ranks have.
 
-        Who wants the world to stop behind it gives a number over 0; all learn the largest, and so stop together.
+        A rank that wants the world to stop after the step gives a number above 0; all ranks learn the largest number,
+        and so stop together.
         """
         if not 0 <= stop_wanted <= INTEGER_MAX or abs(step) > INTEGER_MAX:
             raise RequestRefused("step_invalid", f"step {step} or stop_wanted {stop_wanted} is out of range")
@@ -176,25 +179,25 @@ class World:
         return StepVerdict(committed=True, stop_wanted=result.stop_wanted, reason=reason)
 
     def abort(self, reason: str, peer: str = "") -> None:
-        """Break the world off: every call that waits or comes later, at every rank, raises `CollectiveAborted`."""
+        """Abort the world: every waiting and later call, at every rank, raises `CollectiveAborted`."""
         if self._ending is None:
-            self.side.end(aborted(reason, peer))
+            self.endpoint.end(aborted(reason, peer))
 
     async def leave(self) -> None:
-        """Go in good order: calls that were answered stay so, and others cannot be any more."""
+        """Leave the world: results that were delivered stay valid, and no further collective completes."""
         if self._ending is None:
             self.on_over(aborted("this worker has left the world"))
-            await self.side.leave()
+            await self.endpoint.leave()
 
-    # What the way to the hub tells.
+    # Called by the endpoint.
 
     def on_result(self, result: Result) -> None:
-        """The present call is answered."""
+        """The result of the present call has arrived."""
         if self._waiting is not None and not self._waiting.done() and result.number == self._number:
             self._waiting.set_result(result)
 
     def on_over(self, ending: Ending) -> None:
-        """The world is over; the first reason is the one that counts."""
+        """The world has ended; the first reason counts."""
         if self._ending is not None:
             return
         self._ending = ending
@@ -212,7 +215,7 @@ class World:
         self._number += 1
         self._waiting = answer = asyncio.get_running_loop().create_future()
         try:
-            self.side.contribute(Contribution(self._number, call, value, stop_wanted))
+            self.endpoint.contribute(Contribution(self._number, call, value, stop_wanted))
             return self._checked(call, await self._answered(call, answer, timeout_s))
         finally:
             self._waiting = None
@@ -246,7 +249,7 @@ class World:
         return result
 
     def _give_up(self, call: Call, why: str) -> None:
-        missing = self.side.waiting_for()
+        missing = self.endpoint.waiting_for()
         waiting_for = f", waiting for {missing}" if missing else ""
         self.abort(f"{call} #{self._number} of {self.names[self.rank]} (rank {self.rank}) {why}{waiting_for}")
 

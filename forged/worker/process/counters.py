@@ -1,8 +1,9 @@
-"""How far a worker is, in memory that another process can read.
+"""A worker's progress counters, in memory that its pulse process can read.
 
-Law: one process writes and any may read, without a lock and without a system call. Each number is written whole, so a
-reader may see an older one and never half of one. The memory belongs to nobody: it is there as long as somebody has it
-open, so what a worker wrote last can be read after it was killed.
+Invariants:
+- One process writes and any process may read, without locks and system calls. Each number is written as one word, so a
+  reader may see an older number and never half of one.
+- The memory exists for as long as any process has it open, so the last numbers can be read after the worker was killed.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ NS_PER_S = 10**9
 
 
 class Counters:
-    """The steps that a worker has committed, and how often it has come to where workers meet; when to say so."""
+    """Committed steps, marks (see `CurrentWorld.mark`), and the interval of the pulse."""
 
     def __init__(self, descriptor: int, protection: int) -> None:
         self.descriptor = descriptor
         self._memory = mmap.mmap(descriptor, SIZE, mmap.MAP_SHARED, protection)
-        # Aligned words in the machine's own order: these are moved whole.
+        # Aligned words in native byte order are read and written in one access.
         self._words = memoryview(self._memory).cast("Q")
 
     @classmethod
     def create(cls) -> Self:
-        """New ones, at 0, for the process that counts."""
+        """New counters at 0, for the worker."""
         descriptor = os.memfd_create("forged-counters", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, SIZE)
@@ -40,10 +41,10 @@ class Counters:
 
     @classmethod
     def attach(cls, descriptor: int) -> Self:
-        """Another process's, to read; the descriptor is theirs from now on."""
+        """Another process's counters, to read; takes over the descriptor."""
         if os.fstat(descriptor).st_size != SIZE:
             raise ForgedError(
-                "counters_invalid", f"descriptor {descriptor} does not hold counters", "this is a mistake: report it"
+                "counters_invalid", f"descriptor {descriptor} does not hold counters", "this is a bug: report it"
             )
         return cls(descriptor, mmap.PROT_READ)
 
@@ -65,7 +66,7 @@ class Counters:
 
     @property
     def pulse_interval_s(self) -> float:
-        """How often the pulse is to speak; 0 where nobody has said."""
+        """The interval of the pulse's reports; 0 where it was never set."""
         return self._words[PULSE_INTERVAL] / NS_PER_S
 
     @pulse_interval_s.setter
@@ -73,7 +74,7 @@ class Counters:
         self._words[PULSE_INTERVAL] = round(seconds * NS_PER_S)
 
     def close(self) -> None:
-        """Let go of the memory; once is enough. What others have open stays open."""
+        """Unmap the memory here. Idempotent; other processes keep theirs."""
         if self._memory.closed:
             return
         self._words.release()

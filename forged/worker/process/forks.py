@@ -1,14 +1,14 @@
-"""Sockets that forked children must not keep.
+"""Closes a worker's sockets in forked children.
 
-Law: the connections of a worker end when its process ends. A child that was forked from it, to load data say, has
-copies of its sockets and would hold them open; so in the child they are closed before anything else is done, without a
-word to the other end, and whoever uses the worker there is told so.
+Invariants:
+- The connections of a worker end when its process ends. A forked child, a data loader for example, has copies of the
+  sockets and would hold them open; so they are closed in the child before anything else happens there, without a
+  message to the peer. The worker raises an error when it is used in the child.
+- A closed descriptor is replaced by `/dev/null`: the next file would otherwise get its number, and an object that still
+  owns the number would close that file.
 
-A number that was closed would be given to the next file, and an object that still thinks the number its own would
-close that one. So what is closed is replaced by nothing, under the same number.
-
-Children that C code forks on its own, and sockets that another thread is opening at that very moment, escape. The
-worker's pulse does not go by its sockets.
+Not covered: children that C code forks by itself, and sockets that another thread opens during the fork. The pulse does
+not depend on the worker's sockets.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _held: dict[ForkGuard, None] = {}
 
 
 class ForkGuard:
-    """Closes in forked children what belongs to this process alone: the sockets that `descriptors` names then."""
+    """Closes, in forked children, the sockets that `descriptors` returns there."""
 
     def __init__(self, descriptors: Callable[[], Iterable[int]]) -> None:
         self.forked = False
-        """Whether this is a child of the process to which the sockets belong."""
+        """Whether this process is a child of the one that owns the sockets."""
         self._descriptors = descriptors
         self._owner = os.getpid()
         _held[self] = None
 
     def check(self) -> None:
-        """Raise, in a forked child."""
+        """Raise in a forked child."""
         if self.forked:
             raise RequestRefused(
                 "worker_forked",
@@ -42,14 +42,14 @@ class ForkGuard:
             )
 
     def close(self) -> None:
-        """Nothing is left to be closed; no error if that is known already."""
+        """Close nothing in later children. Idempotent."""
         _held.pop(self, None)
 
     def leave_behind(self, nothing: int | None) -> None:
-        """In the child: let go of everything. `nothing` is a descriptor that takes the place of each."""
+        """In the child: close the sockets. `nothing` is a descriptor of `/dev/null` that replaces each."""
         self.forked = True
         for descriptor in self._descriptors():
-            # What somebody else has closed meanwhile is as good as closed.
+            # The descriptor may be closed already.
             with contextlib.suppress(OSError):
                 os.close(descriptor) if nothing is None else _replace(descriptor, nothing)
 
@@ -60,7 +60,7 @@ def _replace(descriptor: int, nothing: int) -> None:
 
 
 def _leave_all_behind() -> None:
-    """Called in every forked child, by its only thread, before it goes on."""
+    """Called in every forked child, in its only thread, before `fork` returns."""
     if not _held:
         return
     guards = list(_held)
@@ -69,7 +69,7 @@ def _leave_all_behind() -> None:
     with contextlib.suppress(OSError):
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for guard in guards:
-        # Whatever is wrong with one, the others' sockets have to be closed all the same.
+        # An error with one guard must not leave another guard's sockets open.
         with contextlib.suppress(Exception):
             guard.leave_behind(nothing)
     if nothing is not None:

@@ -1,12 +1,14 @@
-"""Starting the pulse of this process, and stopping it.
+"""Starts and stops the pulse of this process.
 
-Law: the pulse is a program of its own, and inherits what it watches and nothing else: no socket, no lock, no terminal,
-no place in the group of processes that Ctrl-C and a supervisor's signals go to. What is secret is told to it through a
-pipe, where `ps` does not show it.
+Invariants:
+- The pulse is a program of its own and inherits only the descriptors that it watches: no socket, no lock, no
+  terminal, and not the process group that gets Ctrl-C and a supervisor's signals.
+- Secrets are passed through a pipe, where `ps` does not show them.
+- A pulse that ends alone, killed or refused by the daemon, is replaced: without a pulse, a worker that computes with
+  the GIL held looks dead.
 
-A supervisor that kills all of a control group, or the end of a container, takes the pulse as well. Then nobody tells of
-the death, and what remains is that both connections are lost. A pulse that ends alone, because somebody kills it or the
-daemon does not let it in, is replaced: without one, a worker that computes with Python's lock held looks dead.
+A supervisor that kills a whole control group, or the end of a container, ends the pulse too. No process reports the
+death then, and the daemon sees both connections lost.
 """
 
 from __future__ import annotations
@@ -32,23 +34,22 @@ from forged.worker.process.counters import Counters
 from forged.worker.process.forks import ForkGuard
 
 REPLACING = RetryPolicy(attempts=None, delay_s=1.0, exponential=True, delay_max_s=60.0, jitter=0.5)
-"""For pulses that end: to start one costs about as much as to start Python."""
+"""The pauses between replacements: a start costs as much as starting Python."""
 FLAGS = "-sSP"
-"""No directories but those that are named: to look for packages costs more than all the rest."""
+"""No import paths besides the named ones: looking for packages costs more than the rest of the start."""
 _bequeathed: list[subprocess.Popen[bytes]] = []
-"""Those that have something to tell yet; who has ended is asked how, now and then, so that it goes."""
+"""Pulses that still have a goodbye to report; those that have ended are reaped at the next start."""
 PROGRAM = "import sys; sys.path += sys.argv[1:]; from forged.worker.process.pulse_process import main; main()"
 
 
 class Pulse:
-    """The process that speaks for this one. `Pulse.start` starts it."""
+    """The pulse process of this process; made by `Pulse.start`."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: int) -> None:
         self._process = process
-        # The number alone: an object would be closed when the interpreter ends, and the pulse would leave before that
-        # is over.
+        # A plain number: a file object would be closed early in the interpreter's shutdown, and end the pulse then.
         self._control = control
-        # A child that holds the pipe would make the pulse believe that this process still wants it.
+        # A forked child that holds the pipe would keep the pulse alive.
         self._guard = ForkGuard(lambda: [self._control])
 
     @classmethod
@@ -63,9 +64,9 @@ class Pulse:
         *,
         interval_s: float = PULSE_INTERVAL_S,
     ) -> Self:
-        """Have the daemon told that this process lives, and when it has ended.
+        """Start a process that reports to the daemon that this one lives, and when it has ended.
 
-        TLS goes by the environment: `$FORGED_CA`, `$FORGED_CERTIFICATE`, `$FORGED_KEY`.
+        TLS is configured by the environment: `$FORGED_CA`, `$FORGED_CERTIFICATE`, `$FORGED_KEY`.
         """
         _bequeathed[:] = [process for process in _bequeathed if process.poll() is None]
         with _not_started():
@@ -99,12 +100,11 @@ class Pulse:
 
     @property
     def alive(self) -> bool:
-        """Whether there is one still: the daemon may not want to hear of this worker."""
+        """Whether the pulse is running; it ends when the daemon refuses this worker."""
         return not self._guard.forked and self._process.poll() is None
 
     def close(self) -> None:
-        """This process speaks for itself again, or leaves. Nothing is said; in forked children nothing happens, nor to
-        one that has yet to tell what was left to it."""
+        """End the pulse without a report. No effect in forked children, and on a pulse that has a goodbye to report."""
         if self._guard.forked or self._process in _bequeathed:
             return
         if self._control >= 0:
@@ -115,13 +115,13 @@ class Pulse:
         self._process.wait()
 
     def bequeath(self, words: Mapping[str, Any]) -> None:
-        """Have the daemon told with what this process has left, as soon as there is one; then the pulse goes by itself.
+        """Leave this worker's goodbye to the pulse, which reports it as soon as there is a daemon, and ends.
 
-        In forked children nothing happens, nor where it has ended already.
+        No effect in forked children, and on a pulse that has ended.
         """
         if self._guard.forked or self._control < 0 or not self.alive:
             return
-        # One that ends in this moment takes nothing more.
+        # The pulse may end at this moment.
         with suppress(OSError):
             self._order(msgpack.packb(dict(words)))
             os.close(self._control)
@@ -138,26 +138,26 @@ class Pulse:
 
 
 class PulseKeeper:
-    """Keeps a pulse going, for as long as somebody looks after it now and then."""
+    """Replaces a pulse that has ended, whenever `look` is called."""
 
     def __init__(self, start: Callable[[], Pulse], clock: Clock, random: Random, log: Log) -> None:
         self.pulse = start()
-        """The newest."""
+        """The newest pulse."""
         self._start = start
         self._clock = clock
         self._random = random
         self._log = log
         self._pauses = REPLACING.delays(random)
         self._again_at = clock.monotonic()
-        """Before that, no other is started."""
+        """The time before which no other pulse is started."""
 
     def look(self) -> None:
-        """Start another if there is none any more."""
+        """Start another pulse if the last one has ended."""
         now = self._clock.monotonic()
         if self.pulse.alive or now < self._again_at:
             return
         if now - self._again_at > REPLACING.delay_max_s:
-            # The one before has lived for long enough to be no reason for a pause now.
+            # The last pulse has lived long enough to start the pauses anew.
             self._pauses = REPLACING.delays(self._random)
         self._again_at = now + next(self._pauses)
         self.pulse.close()
@@ -169,13 +169,12 @@ class PulseKeeper:
             self._log.warning("the pulse has ended, and another was started", pid=self.pulse.pid)
 
     def close(self) -> None:
-        """Nobody needs a pulse any more."""
         self.pulse.close()
 
 
 @contextmanager
 def _of_this_process() -> Iterator[tuple[int, int]]:
-    """What stands for this process, whoever gets its number later: a pidfd, and its `/proc/PID/stat`."""
+    """Descriptors that identify this process even if its pid is reused: a pidfd and `/proc/PID/stat`."""
     pidfd = os.pidfd_open(os.getpid())
     try:
         stat = os.open(f"/proc/{os.getpid()}/stat", os.O_RDONLY | os.O_CLOEXEC)
@@ -189,10 +188,10 @@ def _of_this_process() -> Iterator[tuple[int, int]]:
 
 def _run(control: int, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
     places = {str(Path(str(module.__file__)).parents[1]): None for module in (forged, msgpack)}
-    return subprocess.Popen(  # noqa: S603 - this interpreter, and a program that stands above
+    return subprocess.Popen(  # noqa: S603 - this interpreter, and the program above
         [sys.executable or "", FLAGS, "-c", PROGRAM, *places],
         stdin=control,
-        # The worker's own output would stay open for as long as the pulse is there.
+        # The pulse must not hold the worker's output open.
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         pass_fds=descriptors,
@@ -202,7 +201,7 @@ def _run(control: int, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
 
 
 def _steers_python(name: str) -> bool:
-    """Whether a variable is about how the worker's program is run. Where Python itself is, is the same for both."""
+    """Whether a variable configures the worker's Python; PYTHONHOME is the same for both."""
     return name.startswith("PYTHON") and name != "PYTHONHOME"
 
 
@@ -213,6 +212,6 @@ def _not_started() -> Iterator[None]:
     except OSError as error:
         raise Unavailable(
             "pulse_not_started",
-            f"no pulse could be started: {error.strerror or error}",
+            f"the pulse could not be started: {error.strerror or error}",
             "see the limits on processes and memory",
         ) from error

@@ -1,15 +1,15 @@
-"""The pulse of a worker: a process that speaks for another, whatever that one does.
+"""The pulse of a worker: a process that reports the worker's liveness, whatever the worker does.
 
-Law: nothing of the worker's can stop it but the worker's end. It shares no lock, no thread and no socket with it, and
-knows it by descriptors that the worker handed over, which stand for that process and never for another that gets its
-number. It says nothing to people, and goes: without a word when the worker wants it to or the daemon does not want to
-hear of it; and when the worker has ended, or has left it the words with which it wanted to leave, after the daemon has
-acknowledged that, or `REPORT_S_MAX`.
+Invariants:
+- Only the worker's end stops the pulse. It shares no lock, thread or socket with the worker, and identifies the worker
+  by descriptors that stay valid when the pid is reused.
+- The pulse has no output. It ends silently when the worker closes its pipe or the daemon refuses the worker. When the
+  worker has died, or has left its goodbye to the pulse, the pulse ends after the daemon has acknowledged the report, or
+  after `REPORT_S_MAX`.
+- A worker that a signal has stopped is not dead: the pulse reports that it uses no CPU and takes no step.
 
-A worker that is stopped by a signal is not dead. It uses no CPU and takes no step, and that is what is told of it.
-
-`forged.worker.process.pulse` starts it, and writes its orders to its standard input, which then stays open for as long
-as the worker wants a pulse.
+`forged.worker.process.pulse` starts it and writes its orders to its standard input, which stays open for as long as the
+worker wants a pulse.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from forged.worker.process.counters import Counters
 
 CONTROL = 0
 ANSWER_S_MAX = 3.0
-"""How long the daemon may take to let us in, or to answer."""
+"""How long the daemon may take to accept the connection, or to answer."""
 UNHEARD_S_MAX = 2.0
-"""How long what was said may go unacknowledged by the daemon's host."""
+"""How long sent bytes may stay unacknowledged by the daemon's host."""
 REPORT_S_MAX = 60.0
-"""How long it is tried to report an end: a daemon that comes back later finds out by the worker's grace."""
+"""How long an end is reported: a daemon that returns later learns of it by the reconnect grace."""
 OBITUARY_S_MAX = 0.05
-"""How long it is waited to learn how it ended, when it is known that it does."""
+"""How long to wait for the exit status of a process that is ending."""
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""What a terminal or a supervisor sends to everybody: the worker may take its time to leave in good order."""
+"""Signals that a terminal or supervisor sends to all processes: the worker may take its time to leave."""
 ENDS_IT = frozenset({"version_mismatch", "client_invalid"})
 STAT_BYTES_MAX = 4096
 EXITING = 0x4
@@ -51,15 +51,15 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class WatchedWorker:
-    """The process of the worker: by a pidfd, by its open `/proc/PID/stat`, and by a pipe that it holds."""
+    """The worker's process: a pidfd, its open `/proc/PID/stat`, and a pipe that it holds open."""
 
     def __init__(self, pidfd: int, stat: int, control: int) -> None:
         self.over = False
-        """Whether there is nothing to watch any more."""
+        """Whether the worker has ended or wants no pulse any more."""
         self.death = ""
-        """How it ended; empty while it has not, as far as is known."""
+        """How the worker ended; empty while it lives."""
         self.last_words: dict[str, Any] = {}
-        """With what it has left, if it could not say so itself."""
+        """The goodbye that the worker could not deliver itself."""
         self._pidfd = pidfd
         self._stat = stat
         self._control = control
@@ -68,7 +68,7 @@ class WatchedWorker:
         self._poll.register(control, select.POLLIN)
 
     def wait(self, seconds: float, line: Wire | None = None) -> bool:
-        """Wait until something happens to the worker or on the line; tells whether it was the line."""
+        """Wait for the worker or the connection; returns whether the connection is readable."""
         if line is not None:
             self._poll.register(line, select.POLLIN)
         try:
@@ -85,12 +85,12 @@ class WatchedWorker:
         return line is not None and line.fileno() in happened
 
     def cpu_s(self) -> float:
-        """The CPU time of all its threads so far."""
+        """The CPU time of all threads of the worker."""
         fields = self._fields()
         return (int(fields[11]) + int(fields[12])) / TICKS_PER_S if fields else 0.0
 
     def _let_go(self) -> None:
-        """Nobody holds the pipe any more: it wants no pulse, or runs another program; unless it is just ending."""
+        """The pipe is closed: the worker wants no pulse, has executed another program, or is just ending."""
         self.over = True
         fields = self._fields()
         if not fields or int(fields[6]) & EXITING:
@@ -100,7 +100,7 @@ class WatchedWorker:
 
     def _obituary(self) -> str:
         fields = self._fields()
-        # The kernel tells how it ended until whoever started it has asked.
+        # The exit status is readable until the parent process has reaped the worker.
         if not fields or fields[0] != b"Z":
             return "its process has ended"
         code = os.waitstatus_to_exitcode(int(fields[49]))
@@ -110,17 +110,17 @@ class WatchedWorker:
         return f"its process was killed by {known.get(-code, f'signal {-code}')}"
 
     def _fields(self) -> list[bytes]:
-        """What `/proc/PID/stat` says from the state on; nothing of who is gone."""
+        """The fields of `/proc/PID/stat` from the state on; empty for a process that is gone."""
         try:
             text = os.pread(self._stat, STAT_BYTES_MAX, 0)
         except ProcessLookupError:
             return []
-        # The name before may be anything, with spaces and parentheses too.
+        # The process name before may contain spaces and parentheses.
         return text[text.rindex(b")") + 1 :].split()
 
 
 class Pulse:
-    """What is said of the worker, and to whom."""
+    """Reports about one worker to the daemon."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Pulse:
         self._pauses = REJOINING.delays(_chance)
 
     def speak(self) -> None:
-        """Speak for the worker until it is gone, and then of its end; or until the daemon wants to hear nothing."""
+        """Report that the worker lives, and then its end; return early if the daemon refuses the worker."""
         while not self._worker.over:
             try:
                 self._beat(self._line or self._connect())
@@ -156,7 +156,7 @@ class Pulse:
             self._line.close()
 
     def _beat(self, line: Wire) -> None:
-        """Say that the worker lives; and listen until it is to be said again."""
+        """Send one pulse, and read from the daemon until the next is due."""
         counters = self._counters
         interval_s = counters.pulse_interval_s or self._interval_s
         again_at = self._now() + interval_s
@@ -190,12 +190,12 @@ class Pulse:
     def _connect(self) -> Wire:
         self._line = Wire(next(self._endpoints), self._token, ANSWER_S_MAX, program="forged-pulse")
         self._line.set_user_timeout(UNHEARD_S_MAX)
-        # What came together with the welcome makes nobody who waits at the socket look.
+        # Data that arrived together with the welcome would not make the socket readable again.
         self._line.process_incoming()
         return self._line
 
     def _lose(self, error: ForgedError) -> float:
-        """Give up the connection; returns when to try another, or raises what no other would change."""
+        """Drop the connection; returns the pause before the next, or raises an error that is not retryable."""
         if self._line is not None:
             self._line.drop()
             self._line = None
@@ -209,14 +209,14 @@ def _chance() -> float:
 
 
 def read_orders(control: int) -> dict[str, Any]:
-    """What a worker wrote: the length, and a map. One that dies meanwhile has no pulse: `EOFError`."""
+    """Read a message of the worker: its length, and a map. Raises `EOFError` if the worker has closed the pipe."""
     (size,) = struct.unpack(">I", _read(control, 4))
     orders: dict[str, Any] = msgpack.unpackb(_read(control, size))
     return orders
 
 
 def _words_from(control: int) -> dict[str, Any]:
-    """The words with which the worker has left; none where it has just let go of the pipe."""
+    """The worker's goodbye; empty where it has only closed the pipe."""
     try:
         return read_orders(control)
     except EOFError:
@@ -234,7 +234,7 @@ def _read(descriptor: int, size: int) -> bytes:
 
 
 def main() -> None:
-    """Be the pulse of the worker that started this process."""
+    """Run the pulse of the worker that has started this process."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -242,5 +242,5 @@ def main() -> None:
         worker = WatchedWorker(orders["pidfd"], orders["stat"], CONTROL)
         Pulse(orders, worker, Counters.attach(orders["counters"])).speak()
     except (EOFError, ForgedError):
-        # Nobody is there to be told: the worker is gone, or the daemon does not want to hear of it.
+        # The worker is gone, or the daemon refuses it: there is nothing to report to.
         sys.exit(1)

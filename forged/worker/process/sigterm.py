@@ -1,10 +1,11 @@
-"""SIGTERM: the step is finished and the worker leaves, where the script has not its own idea of it.
+"""SIGTERM drains the workers of this process, unless the script has a handler of its own.
 
-Law: the handler is ours only while a worker hears it, only where there was none before, and never in a forked child,
-where nobody could finish a step. Where no worker is waited for, the process ends as it would have without us.
+Invariants:
+- The handler is installed only while a worker uses it, only where there was none before, and never in a forked child.
+- In a process without a registered worker, SIGTERM has its default effect.
 
-It is a handler of Python's and none of the event loop's: a loop hears of signals through a pipe that forked children
-share, and would take the end of a child for its own.
+This is a handler of Python's `signal`, not of the event loop: a loop learns of signals through a pipe that forked
+children share, and would take a child's SIGTERM for its own.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _hearing: dict[Callable[[], bool], None] = {}
 
 @contextmanager
 def heeding_sigterm(told: Callable[[], bool]) -> Iterator[None]:
-    """Call `told` at SIGTERM, in the main thread; it returns whether there is a worker that leaves.
+    """Inside the block, call `told` at SIGTERM; it returns whether there is a worker to drain.
 
-    Nothing happens in another thread than the main one, which alone may handle signals.
+    No effect outside the main thread, which alone may install handlers.
     """
     if not _is_main() or signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, _terminated):
         yield
@@ -41,7 +42,7 @@ def heeding_sigterm(told: Callable[[], bool]) -> Iterator[None]:
 
 
 def is_heeded() -> bool:
-    """Whether SIGTERM comes to workers."""
+    """Whether SIGTERM drains workers."""
     return signal.getsignal(signal.SIGTERM) is _terminated
 
 
@@ -50,15 +51,15 @@ def _is_main() -> bool:
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
-    if any([told() for told in tuple(_hearing)]):  # noqa: C419 - all of them are told
+    if any([told() for told in tuple(_hearing)]):  # noqa: C419 - each worker must be told
         return
-    # Nobody waits for a worker of this process, so there is no step to be finished first.
+    # No worker of this process is registered.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.raise_signal(signal.SIGTERM)
 
 
 class _Forking(threading.local):
-    """SIGTERM while a thread forks: it waits, because Python forgets in the child what came before it had looked."""
+    """Blocks SIGTERM during a fork: Python discards, in the child, a signal that it has not handled yet."""
 
     has_blocked = False
 

@@ -1,15 +1,18 @@
-"""What a worker has of the process that it lives in.
+"""The process that a worker lives in: its pulse, forked children and SIGTERM.
 
-Law: a process is one worker's, unless it is said that it is shared. Then a pulse speaks for it, its connections end
-with it though forked children live on, and SIGTERM lets it finish its step and leave; in a forked child the worker is
-nobody. Where many workers live in one process, as in tests and simulations, none of them has any of that: the end of
-the process is not the end of one of them.
+Invariants:
+- A process is one worker's own, unless it is given as shared. A worker with its own process has a pulse, its
+  connections end with the process even if forked children live on, and SIGTERM drains it. It cannot be used in a
+  forked child.
+- Workers that share a process, in tests and simulations, have none of that: the end of the process is not the end of
+  one worker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from functools import partial
 from random import SystemRandom
 from typing import Any, Protocol
 
@@ -22,44 +25,44 @@ from forged.worker.process.sigterm import heeding_sigterm
 
 
 class WorkerProcess(Protocol):
-    """The process of a worker; one object for one worker."""
+    """The process of one worker."""
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a child of the process in which the worker lives."""
+        """Whether this process is a forked child of the worker's."""
         ...
 
     def check(self) -> None:
-        """Raise where the worker does not live."""
+        """Raise in a forked child of the worker's process."""
         ...
 
     def inhabited(
         self, descriptors: Callable[[], Iterable[int]], told_to_end: Callable[[], bool]
     ) -> AbstractContextManager[Counters | None]:
-        """Be a worker's inside the block; what it counts there is for its pulse. See `ForkGuard`, `heeding_sigterm`."""
+        """Guard forks and handle SIGTERM inside the block; yields the counters for the pulse."""
         ...
 
     def begin_pulse(
         self, endpoints: Sequence[str], job: str, worker_id: str, incarnation: bytes, token: str | None
     ) -> None:
-        """Have somebody speak for the worker, whom the daemon knows by now."""
+        """Start the pulse of a worker that the daemon has registered."""
         ...
 
     def look_after_pulse(self) -> None:
-        """Start another if it has ended; to be called now and then."""
+        """Replace a pulse that has ended; called at each step."""
         ...
 
     def bequeath(self, words: Mapping[str, Any]) -> None:
-        """Leave it to the pulse to tell with what the worker has left, as soon as there is a daemon."""
+        """Leave the worker's goodbye to the pulse, which reports it as soon as there is a daemon."""
         ...
 
 
 class OwnProcess:
-    """This process, which is one worker's."""
+    """A process that is one worker's own."""
 
     def __init__(self, log: Log) -> None:
         self.heart: PulseKeeper | None = None
-        """What keeps its pulse going; None while it has none."""
+        """Keeps a pulse running; None while the worker has none."""
         self._counters: Counters | None = None
         self._guard: ForkGuard | None = None
         self._log = log
@@ -78,7 +81,7 @@ class OwnProcess:
     ) -> Iterator[Counters]:
         with ExitStack() as stack:
             counters = self._counters = stack.enter_context(closing(Counters.create()))
-            # Until the worker has left it may die, which is to be told.
+            # The worker may die until it has left, so the pulse ends last.
             stack.callback(self._end_pulse)
             self._guard = ForkGuard(descriptors)
             stack.callback(self._guard.close)
@@ -91,9 +94,7 @@ class OwnProcess:
         counters = self._counters
         assert counters is not None
 
-        def start() -> Pulse:
-            return Pulse.start(endpoints, job, worker_id, incarnation, token, counters)
-
+        start = partial(Pulse.start, endpoints, job, worker_id, incarnation, token, counters)
         self.heart = PulseKeeper(start, SystemClock(), SystemRandom().random, self._log)
 
     def look_after_pulse(self) -> None:
@@ -111,7 +112,7 @@ class OwnProcess:
 
 
 class SharedProcess:
-    """A process in which more live than this worker. Whoever speaks for it may read `counters`."""
+    """A process that several workers share. A test may read the worker's `counters`."""
 
     is_forked = False
 

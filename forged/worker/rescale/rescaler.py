@@ -176,7 +176,7 @@ class Rescaler:
         return settled.source.id == self._registration.worker.id
 
     def _is_taker(self, settled: RescaleSynchronising) -> bool:
-        return not (self._is_source(settled) or self._view.goes or self._has_state_of(settled.step))
+        return not (self._is_source(settled) or self._view.leaves or self._has_state_of(settled.step))
 
     def _is_synchronising(self, attempt: int) -> bool:
         view, settled = self._view, self._view.synchronising

@@ -1,1 +1,1 @@
-"""Training state on its way from one worker to another."""
+"""The transfer of training state from one worker to another."""

@@ -1,8 +1,10 @@
-"""A worker's training state, as bytes for another worker and back.
+"""The encoding of a training state for a state transfer.
 
-Law: what arrives is what was there, bit for bit, with the same keys, shapes and types. Arrays and long `bytes` are not
-copied into a message: the head describes them, and their memory is read and written where it is. What is packed can
-travel; what never could is refused, with its place. Nothing is ever unpickled.
+Invariants:
+- The received state equals the sent one bit for bit, with the same keys, shapes and types.
+- Arrays and long `bytes` are not copied into a message: the head describes them, and their memory is sent and received
+  in place.
+- A state that cannot be transferred is refused when it is packed, with the path of the value. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ Array = npt.NDArray[Any]
 ARRAY, SCALAR, BYTES, TUPLE, LIST, DICT, PLAIN = "a", "s", "b", "t", "l", "d", "p"
 DEPTH_MAX = 64
 BYTES_IN_HEAD_MAX = 4096
-"""Longer `bytes` travel as arrays do."""
+"""Longer `bytes` are sent as parts, like arrays."""
 _PLAIN: tuple[type[Any], ...] = (bool, int, float, str, bytes)
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What brings its state by itself."""
+    """An object with `state_dict` and `load_state_dict`."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
 
@@ -54,7 +56,7 @@ class Head(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A state on its way out: its head, and the memory of its arrays."""
+    """A packed state: its head, and the memory of its arrays."""
 
     head: bytes
     parts: list[memoryview]
@@ -65,7 +67,7 @@ _decode = msgspec.msgpack.Decoder(Head).decode
 
 
 def pack(state: Any) -> Packed:
-    """Describe a state; its arrays must not change until they were sent."""
+    """Pack a state; its arrays must not change until they have been sent."""
     arrays: list[Array] = []
     tree = _describe(_values(state), arrays, "state", 0)
     specs = [ArraySpec(name_of(array.dtype), array.shape) for array in arrays]
@@ -81,23 +83,23 @@ def pack(state: Any) -> Packed:
 
 
 class Arriving:
-    """A state on its way in: `parts` is where its bytes go, and `adopt` makes it the worker's."""
+    """A state that is being received: `parts` take its bytes, and `adopt` applies it to the worker's state."""
 
     def __init__(self, head: bytes) -> None:
         try:
             self._head = _decode(head)
             self._arrays = [_room_for(spec) for spec in self._head.arrays]
-            # Now, and not when all has arrived.
+            # Invalid descriptions are refused now, and not when all parts have arrived.
             self._build(self._head.tree, 0, self._arrays.__getitem__)
         except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, PeerError) as error:
             raise PeerError("state_invalid", f"a state cannot be read: {error}") from error
         except MemoryError as error:
-            raise Unavailable("state_too_large", f"there is no memory for the state: {error}", "free some") from error
+            raise Unavailable("state_too_large", f"there is no memory for the state: {error}", "free memory") from error
         self.parts = [_memory(array) for array in self._arrays]
 
     def adopt(self, state: Any) -> None:
-        """Let a state become the one that has arrived; arrays that fit are filled where they are."""
-        # However often the other end has named some bytes, they are made once.
+        """Make a state equal to the received one; arrays that fit are filled in place."""
+        # Bytes that the description names several times are made once.
         bytes_of = cache(lambda number: self._arrays[number].tobytes())
         _adopted(state, self._build(self._head.tree, 0, bytes_of))
 
@@ -105,7 +107,7 @@ class Arriving:
         try:
             kind, content = node
         except (TypeError, ValueError) as error:
-            raise PeerError("state_invalid", "a state's description is none") from error
+            raise PeerError("state_invalid", "a state's description is invalid") from error
         if depth > DEPTH_MAX:
             raise PeerError("state_invalid", "a state is nested too deep")
         build: Mapping[str, Callable[[], Any]] = {
@@ -120,11 +122,11 @@ class Arriving:
         try:
             return build[kind]()
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise PeerError("state_invalid", f"a state's description is none: {error!r}") from error
+            raise PeerError("state_invalid", f"a state's description is invalid: {error!r}") from error
 
 
 def copy_of(state: Any) -> Callable[[], None]:
-    """Remember a state; what is returned brings it back."""
+    """Copy a state; returns a function that restores it."""
     packed = pack(state)
     kept = [bytes(part) for part in packed.parts]
 
@@ -175,7 +177,7 @@ def _describe(value: Any, arrays: list[Array], where: str, depth: int) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    # What is derived from a plain type, such as the number of a step, arrives as what it is made of.
+    # A value of a derived type, such as `Step`, is sent as its plain type.
     return next((plain(value) for plain in _PLAIN if isinstance(value, plain)), None)
 
 
@@ -186,16 +188,16 @@ def _key(key: Any, where: str) -> Any:
 
 
 def _keep(array: Array, arrays: list[Array], where: str) -> int:
-    """The number under which the array is sent."""
+    """Add an array to the parts; returns its number."""
     if not travels(array.dtype) or isinstance(array, np.ma.MaskedArray):
         raise RequestRefused("state_unfit", f"{where} is an array of {array.dtype}", "keep arrays of numbers in it")
-    # A slice has no memory of its own that could be read as a whole.
+    # A slice is not contiguous, and is copied.
     arrays.append(np.asarray(array) if array.flags.c_contiguous else np.ascontiguousarray(array))
     return len(arrays) - 1
 
 
 def _texts(node: Any, where: str) -> Iterator[tuple[str, str]]:
-    """Every text of a described state, and where it is."""
+    """Every text of a described state, and its path."""
     kind, content = node
     if kind == DICT:
         for key, one in content:
@@ -232,38 +234,38 @@ def _is_unicode(text: str) -> bool:
 
 def _too_large(tree: Any, head_bytes: int, parts: int) -> RequestRefused:
     if parts > PARTS_MAX:
-        what = f"state has {parts} arrays and long bytes in it, and {PARTS_MAX} can travel"
+        what = f"state has {parts} arrays and long bytes in it, limit {PARTS_MAX}"
         return RequestRefused("state_too_large", what, "put small arrays together")
-    what = f"state is {head_bytes} bytes long without its arrays and long bytes, and {HEAD_BYTES_MAX} can travel"
+    what = f"state is {head_bytes} bytes long without its arrays and long bytes, limit {HEAD_BYTES_MAX}"
     longest = max(((_size_of(text), where) for where, text in _texts(tree, "state")), default=None)
     most = "" if longest is None else f"; the largest text, {longest[1]}, has {longest[0]}"
     return RequestRefused("state_too_large", what + most, "keep long texts as bytes, and many numbers as an array")
 
 
 def _room_for(spec: ArraySpec) -> Array:
-    """An array for what will arrive."""
+    """An array that takes the received elements."""
     return np.empty(spec.shape, dtype_named(spec.dtype))
 
 
 def _memory(array: Array) -> memoryview:
-    """The bytes of an array, where they are."""
+    """The bytes of an array, without a copy."""
     return array.reshape(-1).view(np.uint8).data if array.size else memoryview(bytearray())
 
 
 def _adopted(present: Any, arrived: Any) -> Any:
-    """What has arrived; in the place of what is there, as far as that can take it."""
+    """The received value, put into the present one in place as far as that fits."""
     if isinstance(present, Stateful):
         present.load_state_dict(arrived)
         return present
     if isinstance(present, MutableMapping) and isinstance(arrived, Mapping):
         values = {key: _adopted(present.get(key), value) for key, value in arrived.items()}
         if list(present) != list(values):
-            # The order of keys is part of what was there.
+            # The order of the keys is part of the state.
             present.clear()
         present.update(values)
         return present
     if isinstance(arrived, tuple) and isinstance(present, tuple) and len(present) == len(arrived):
-        # A named one is made of its fields in their order, and travels without their names.
+        # A named tuple is sent as a plain one, and made again from its fields in order.
         make = getattr(type(present), "_make", tuple)
         return make(_adopted(old, new) for old, new in zip(present, arrived, strict=True))
     if isinstance(arrived, list) and isinstance(present, list) and len(present) == len(arrived):
@@ -276,6 +278,6 @@ def _adopted(present: Any, arrived: Any) -> Any:
 
 
 def _fits(present: Any, arrived: Any) -> bool:
-    """Whether the elements can be put where those of the present array are."""
+    """Whether the received elements can be written into the present array."""
     arrays = isinstance(present, np.ndarray) and isinstance(arrived, np.ndarray)
     return arrays and present.shape == arrived.shape and present.dtype == arrived.dtype and present.flags.writeable

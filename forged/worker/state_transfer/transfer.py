@@ -1,8 +1,10 @@
-"""The training state on its way from the worker that has it to those that are behind.
+"""The state transfer between two workers: one offers its state, the other fetches it.
 
-Law: what is offered is offered for one attempt at a rescale; a newer one supersedes it on both ends, and what is
-withdrawn is sent to nobody from that moment on, until it is offered again. A fetch goes on with the first part that was
-not verified yet, and its state counts when every part was. Whoever comes before the offer waits for it a while.
+Invariants:
+- A state is offered for one attempt at a rescale. A newer attempt supersedes it at both ends, and a withdrawn offer
+  sends nothing more.
+- A fetch that is repeated resumes at the first part that is not verified; the state counts when all parts are.
+- A fetcher that connects before the offer waits for it.
 """
 
 from __future__ import annotations
@@ -33,41 +35,41 @@ from forged.worker.transport.peer_messages import (
 )
 
 OFFER_WAIT_S = 10.0
-"""How long who comes early waits for the offer."""
+"""How long a fetcher waits for the offer."""
 ANSWER_TIMEOUT_S = 5.0
-"""How long the other end may think about what takes no time."""
+"""How long the peer may take for an answer that needs no work."""
 TURN_TIMEOUT_S = 600.0
-"""How long a fetcher waits behind others for its turn."""
+"""How long a fetcher waits while the source serves other fetchers."""
 FETCHING = RetryPolicy(attempts=8, delay_s=0.05, exponential=True, delay_max_s=1.0, jitter=0.5)
 
 Into = Callable[[bytes], Sequence[memoryview]]
-"""Makes room for a state whose head is given: memory for every part of it."""
+"""Takes a state's head, and returns memory for every part."""
 Dial = Callable[[WorkerId, int, Receiver], Awaitable[DialledLink]]
 
 _FINAL_CODES = frozenset({"state_not_offered", "attempt_over"})
 
 
 class Dialogue:
-    """What one end hears of the other, one message at a time; that it is gone, once its last message was taken."""
+    """The messages of the peer, one at a time; the end of the connection is raised after the last message was taken."""
 
     def __init__(self) -> None:
         self._heard: asyncio.Future[PeerMessage] = asyncio.get_running_loop().create_future()
         self._end: ForgedError | None = None
 
     def on_message(self, link: PeerLink, message: PeerMessage) -> None:
-        """The other end says something."""
+        """The peer has sent a message."""
         if self._heard.done():
-            raise PeerError("message_unexpected", "the other end speaks out of turn")
+            raise PeerError("message_unexpected", "the peer sent a second message before an answer to the first")
         self._heard.set_result(message)
 
     def on_end(self, link: PeerLink, error: ForgedError) -> None:
-        """The other end is gone."""
+        """The connection has ended."""
         self._end = error
         if not self._heard.done():
             self._fail(error)
 
     async def next(self, timeout_s: float) -> PeerMessage:
-        """What the other end says next."""
+        """The peer's next message."""
         with anyio.move_on_after(timeout_s):
             # Not `shield`: since Python 3.14 it reports an exception that arrives after the timeout to the event loop.
             await asyncio.wait((self._heard,))
@@ -76,11 +78,11 @@ class Dialogue:
             if self._end is not None:
                 self._fail(self._end)
             return message
-        raise Unavailable("peer_timeout", f"the other worker said nothing for {timeout_s:g} s", "fetch again")
+        raise Unavailable("peer_timeout", f"the peer sent nothing for {timeout_s:g} s", "fetch again")
 
     def _fail(self, error: ForgedError) -> None:
         self._heard.set_exception(error)
-        self._heard.exception()  # looked at, so that nobody is told it was never retrieved
+        self._heard.exception()  # retrieved, so that asyncio does not log it
 
 
 @dataclass(slots=True, eq=False)
@@ -90,11 +92,11 @@ class _Offer:
     parts: list[memoryview]
     scopes: dict[PeerLink, anyio.CancelScope] = field(default_factory=dict)
     channels: dict[BulkChannel, None] = field(default_factory=dict)
-    """In the order in which they came, in which they are cut."""
+    """In the order of the connections, in which they are cut."""
 
     @contextmanager
     def served(self, link: PeerLink, scope: anyio.CancelScope) -> Iterator[None]:
-        """Somebody fetches it, as long as the scope is not cancelled."""
+        """Serve a fetcher inside the block, until the scope is cancelled."""
         self.scopes[link] = scope
         try:
             yield
@@ -102,7 +104,7 @@ class _Offer:
             del self.scopes[link]
 
     def cut(self) -> None:
-        """Nobody gets a byte more."""
+        """Stop all transfers of this offer."""
         for channel in self.channels:
             channel.cut()
         for scope in self.scopes.values():
@@ -110,7 +112,7 @@ class _Offer:
 
 
 class StateServer:
-    """Gives the state to those who come for it."""
+    """Serves this worker's state to fetchers."""
 
     def __init__(self, carrier: BulkTransport, tasks: TaskGroup, log: Log, offer_wait_s: float = OFFER_WAIT_S) -> None:
         self._carrier = carrier
@@ -123,13 +125,13 @@ class StateServer:
         self._turns = anyio.CapacityLimiter(THREADS_MAX)
 
     def descriptors(self) -> list[int]:
-        """Those of all sockets at work."""
+        """The file descriptors of all transfers."""
         channels = self._offer.channels if self._offer is not None else ()
         return [fd for channel in channels if (fd := channel.descriptor()) is not None]
 
     @contextmanager
     def offering(self, attempt: int, head: bytes, parts: Sequence[memoryview | bytes]) -> Iterator[None]:
-        """Offer a state for an attempt, until the block is left; its memory must not change meanwhile."""
+        """Offer a state for an attempt inside the block, in which its memory must not change."""
         offer = _Offer(attempt, head, _checked(head, parts))
         is_taken = attempt == self._newest and self._offer is not None
         if attempt < self._newest or is_taken:
@@ -146,7 +148,7 @@ class StateServer:
                 self._offer = None
 
     def admit(self, link: AcceptedLink, attempt: int, worker: str) -> None:
-        """Somebody comes for the state."""
+        """Take a fetcher's connection."""
         dialogue = Dialogue()
         link.receiver = dialogue
         self._tasks.start_soon(self._serve, link, dialogue, attempt, worker)
@@ -168,7 +170,7 @@ class StateServer:
         link.send(StateOffer(offer.head, tuple(part.nbytes for part in offer.parts)))
         wanted = await dialogue.next(ANSWER_TIMEOUT_S)
         if not isinstance(wanted, StateWanted) or wanted.part > len(offer.parts):
-            raise PeerError("message_unexpected", "the fetcher does not say what it wants")
+            raise PeerError("message_unexpected", "the fetcher does not request parts of the offer")
         async with self._turns:
             link.send(StateReady())
             channel = await self._carrier.open(_handed_over(link))
@@ -181,7 +183,7 @@ class StateServer:
 
     @property
     def is_giving(self) -> bool:
-        """Whether somebody is being sent the state."""
+        """Whether the state is being sent to a fetcher."""
         return self._offer is not None and bool(self._offer.channels)
 
     async def _offer_for(self, attempt: int) -> _Offer:
@@ -195,7 +197,7 @@ class StateServer:
         raise Unavailable(
             "state_not_offered",
             f"no state was offered for attempt {attempt} within {self._offer_wait_s:g} s",
-            "ask later",
+            "fetch again later",
         )
 
     def _notify(self) -> None:
@@ -204,7 +206,7 @@ class StateServer:
 
 
 class StateFetch:
-    """Takes a state from another worker."""
+    """Fetches states from other workers."""
 
     def __init__(self, carrier: BulkTransport, dial: Dial, source: Random, offer_wait_s: float = OFFER_WAIT_S) -> None:
         self._carrier = carrier
@@ -220,16 +222,16 @@ class StateFetch:
 
     @property
     def received(self) -> int:
-        """How many bytes of states have come."""
+        """The bytes of states that have arrived."""
         return self._received + (0 if self._channel is None else self._channel.received)
 
     def descriptors(self) -> list[int]:
-        """That of the socket at work."""
+        """The file descriptor of the present transfer."""
         descriptor = None if self._channel is None else self._channel.descriptor()
         return [] if descriptor is None else [descriptor]
 
     async def fetch(self, source: WorkerId, attempt: int, into: Into) -> None:
-        """Fetch what the source offers for an attempt, into what `into` gives; a newer fetch ends this one."""
+        """Fetch the source's state for an attempt into the memory that `into` returns; a newer fetch ends this one."""
         if attempt < self._attempt:
             raise _over(attempt, self._attempt)
         if self._scope is not None:
@@ -286,7 +288,7 @@ class StateFetch:
 
 
 class _Arriving:
-    """A state of which some parts are here."""
+    """A state that is being received."""
 
     def __init__(self, into: Into) -> None:
         self.verified = 0
@@ -295,7 +297,7 @@ class _Arriving:
         self._parts: list[memoryview] = []
 
     def prepare(self, offer: StateOffer) -> None:
-        """Make room for what is offered."""
+        """Get memory for the offered state."""
         if self._offer == offer:
             return
         self.verified, self._offer = 0, offer
@@ -304,22 +306,22 @@ class _Arriving:
         if sizes != offer.sizes or any(part.readonly for part in self._parts):
             raise RequestRefused(
                 "state_room_unfit",
-                f"there is room for {len(sizes)} parts of {sum(sizes)} bytes where"
-                f" {len(offer.sizes)} of {sum(offer.sizes)} come",
-                "give writeable memory for every part, in their order",
+                f"there is memory for {len(sizes)} parts of {sum(sizes)} bytes, and"
+                f" {len(offer.sizes)} of {sum(offer.sizes)} are offered",
+                "return writeable memory for every part, in their order",
             )
 
     def missing(self) -> list[memoryview]:
-        """The parts that are not here yet."""
+        """The parts that are not verified yet."""
         return self._parts[self.verified :]
 
     def one_more(self) -> None:
-        """Another part is here, and right."""
+        """Another part is verified."""
         self.verified += 1
 
 
 def _handed_over(link: PeerLink) -> asyncio.Transport:
-    """The transport of a connection that has nothing more to say, if it has not ended meanwhile."""
+    """The transport of a connection whose messages are done; raises if the connection has ended."""
     if link.lost:
         raise Unavailable("state_broken_off", "the connection ended before the state was sent", "fetch it again")
     return link.hand_over()
@@ -330,7 +332,7 @@ def _checked(head: bytes, parts: Sequence[memoryview | bytes]) -> list[memoryvie
     if len(head) > HEAD_BYTES_MAX or len(views) > PARTS_MAX:
         raise RequestRefused(
             "state_too_large",
-            f"a head of {len(head)} bytes and {len(views)} parts are over {HEAD_BYTES_MAX} and {PARTS_MAX}",
+            f"a head of {len(head)} bytes and {len(views)} parts; limits {HEAD_BYTES_MAX} and {PARTS_MAX}",
             "put small arrays together",
         )
     return views
@@ -338,5 +340,5 @@ def _checked(head: bytes, parts: Sequence[memoryview | bytes]) -> list[memoryvie
 
 def _over(attempt: int, newest: int) -> Unavailable:
     return Unavailable(
-        "attempt_over", f"attempt {attempt} is over, {newest} is the newest", "wait for the daemon's word"
+        "attempt_over", f"attempt {attempt} is over, {newest} is the newest", "wait for the daemon's next fact"
     )

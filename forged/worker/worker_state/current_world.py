@@ -71,7 +71,7 @@ class CurrentWorld:
     def is_stopped(self) -> bool:
         """Whether the world has stopped, and the reason still holds or has not arrived here as a fact yet."""
         view = self._view
-        return self._stopped_by > 0 and (view.heard_at < self._stopped_by or view.stop_wanted > 0)
+        return self._stopped_by > 0 and (view.newest_fact_id < self._stopped_by or view.stop_wanted > 0)
 
     # Steps.
 

@@ -75,19 +75,19 @@ class JobView:
     """The newest committed world."""
     term: int = 0
     """The term of the daemon that has answered last; 0 before the first answer."""
-    heard_at: int = 0
+    newest_fact_id: int = 0
     """The id of the newest fact that has arrived."""
-    asked_at: int = 0
+    stop_asked_by: int = 0
     """The id of the newest fact that asks for a stop."""
     attempt: int = 0
     """The newest attempt that this worker takes part in; 0 before the first."""
-    is_under_way: bool = False
+    is_attempt_running: bool = False
     """Whether that attempt has not ended."""
-    goes: bool = False
+    leaves: bool = False
     """Whether that attempt forms a world without this worker, which takes no state then."""
     rescaling: bool = False
     """Whether a new world is being formed and training stops for it."""
-    moving: int = 0
+    background_attempt: int = 0
     """The attempt for which shards move while training continues; 0 for none."""
     lost: str = ""
     """A member of the world that is gone, so that collectives cannot complete; empty for none."""
@@ -122,10 +122,10 @@ class JobView:
     def stop_wanted(self) -> int:
         """The id of the fact for which the world has to stop after its step; 1 where the id is unknown, 0 for none."""
         wanted = self.paused or self.rescaling or self.committed is not None
-        return max(1, self.asked_at) if wanted else 0
+        return max(1, self.stop_asked_by) if wanted else 0
 
     def hear(self, record: Record) -> None:
-        self.heard_at = record.id
+        self.newest_fact_id = record.id
         fact = record.fact
         match fact:
             case RescaleStarted():
@@ -133,7 +133,7 @@ class JobView:
             case RescaleSynchronising() if fact.attempt == self.attempt:
                 self.synchronising = fact
             case RescaleAborted() | JobWaiting():
-                self.synchronising, self.moving, self.is_under_way = None, 0, False
+                self.synchronising, self.background_attempt, self.is_attempt_running = None, 0, False
             case RescaleCompleted():
                 self._completed(fact, record.id)
             case WorkerFailed() | WorkerLeft():
@@ -145,7 +145,7 @@ class JobView:
 
     def miss(self, gap: Gap) -> None:
         """The daemon does not have these facts any more."""
-        self.heard_at = max(self.heard_at, gap.last)
+        self.newest_fact_id = max(self.newest_fact_id, gap.last)
         self.outdated, self._unconfirmed = True, self.synchronising
         self._pause_told = self._settings_told = self._attempt_told = False
 
@@ -163,15 +163,15 @@ class JobView:
         before = self.topology
         is_newer = joined.topology.epoch > before.epoch
         rescaling, moving = self._under_way(joined)
-        self.is_under_way = joined.attempt > 0 or (self.is_under_way and self._attempt_told)
+        self.is_attempt_running = joined.attempt > 0 or (self.is_attempt_running and self._attempt_told)
         if is_newer:
-            self._hold(joined.topology, self.asked_at)
+            self._hold(joined.topology, self.stop_asked_by)
             self.rescaling = rescaling
         if joined.is_member and (is_newer or (is_new and joined.topology.epoch == before.epoch)):
             self.committed = _commit_of(joined, before, self.attempt)
         if joined.attempt > self.attempt:
-            self.attempt, self.goes, self.rescaling = joined.attempt, joined.is_leaver, rescaling
-        self.moving = moving
+            self.attempt, self.leaves, self.rescaling = joined.attempt, joined.is_leaver, rescaling
+        self.background_attempt = moving
         if joined.synchronising is not None and joined.synchronising.attempt == self.attempt:
             self.synchronising = joined.synchronising
         elif self.synchronising is self._unconfirmed:
@@ -187,14 +187,14 @@ class JobView:
         if joined.attempt > self.attempt:
             return not joined.in_background, joined.attempt if joined.in_background else 0
         # The known attempt may have begun after the answer was made. If it has ended since, a fact will tell.
-        moving = self.moving if self._attempt_told or joined.attempt == self.moving else 0
+        moving = self.background_attempt if self._attempt_told or joined.attempt == self.background_attempt else 0
         is_stop = joined.attempt > 0 and not joined.in_background
         return is_stop or (self.rescaling and self._attempt_told), moving
 
     def _hear_of_job(self, fact: Fact | UnknownFact, record: Record) -> None:
         match fact:
             case JobPaused():
-                self.paused, self.asked_at, self._pause_told = True, record.id, True
+                self.paused, self.stop_asked_by, self._pause_told = True, record.id, True
             case JobResumed():
                 self.paused, self._pause_told = False, True
             case JobChanged():
@@ -203,29 +203,29 @@ class JobView:
                 # The facts until now may be about an earlier job of the same name.
                 self._is_doubtful, self._settings_told = True, False
             case JobCompleted():
-                self.completed, self.moving = fact.step, 0
+                self.completed, self.background_attempt = fact.step, 0
             case JobAborted():
-                self.moving = 0
+                self.background_attempt = 0
                 see = f"see `forgectl events --job {record.job}`"
                 self.end = JobEnded("job_aborted", f"the job was aborted: {fact.reason}", see)
             case JobRemoved():
-                self.moving = 0
+                self.background_attempt = 0
                 self.end = JobEnded("job_removed", "the job was removed", "create it again")
             case _:
                 pass
 
     def _started(self, fact: RescaleStarted, fact_id: int) -> None:
-        self.synchronising, self.moving = None, 0
+        self.synchronising, self.background_attempt = None, 0
         gone = set(fact.removed).difference(fact.leaving)
         is_wanted = self.has(self.worker_id) and self.worker_id not in gone
         if not (is_wanted or self.worker_id in fact.added or self.worker_id in fact.leaving):
             return
-        self.attempt, self.goes, self._attempt_told = fact.attempt, self.worker_id in fact.leaving, True
-        self.is_under_way = True
+        self.attempt, self.leaves, self._attempt_told = fact.attempt, self.worker_id in fact.leaving, True
+        self.is_attempt_running = True
         if fact.in_background:
-            self.moving = fact.attempt
+            self.background_attempt = fact.attempt
             return
-        self.asked_at, self.rescaling = fact_id, True
+        self.stop_asked_by, self.rescaling = fact_id, True
         self.lost = next((worker for worker in fact.removed if worker in gone - {self.worker_id}), self.lost)
 
     def _completed(self, fact: RescaleCompleted, fact_id: int) -> None:
@@ -234,7 +234,7 @@ class JobView:
             # The daemon's answer, which may be under way, tells the rest.
             self.outdated = self.known
             self.rescaling = self.rescaling and self.attempt > fact.attempt
-            self.moving = self.moving if self.moving > fact.attempt else 0
+            self.background_attempt = self.background_attempt if self.background_attempt > fact.attempt else 0
             return
         before = self.topology
         self._hold(before.apply(fact.delta), fact_id)
@@ -250,9 +250,15 @@ class JobView:
                 fact.reason,
             )
 
-    def _hold(self, topology: ClusterTopology, asked_at: int) -> None:
-        self.topology, self.asked_at = topology, asked_at
-        self.rescaling, self.lost, self.synchronising, self.moving, self.is_under_way = False, "", None, 0, False
+    def _hold(self, topology: ClusterTopology, stop_asked_by: int) -> None:
+        self.topology, self.stop_asked_by = topology, stop_asked_by
+        self.rescaling, self.lost, self.synchronising, self.background_attempt, self.is_attempt_running = (
+            False,
+            "",
+            None,
+            0,
+            False,
+        )
 
     def _gone(self, fact: WorkerFailed | WorkerLeft) -> None:
         if fact.worker_id != self.worker_id:

@@ -88,7 +88,7 @@ class SessionState:
     def _is_bound(self) -> bool:
         """Whether the worker is in the committed world, has yet to cross into it, or leaves by a running attempt."""
         view = self.view
-        takes_part = view.is_under_way and view.goes
+        takes_part = view.is_attempt_running and view.leaves
         return takes_part or self.worker in view.topology or view.committed is not None
 
     # Changes.

@@ -33,7 +33,7 @@ async def test_a_connection_that_ends_before_a_member_has_it_in_hand_fails_the_a
         await side.started
 
 
-async def test_the_end_of_an_earlier_connection_is_nothing_to_who_has_another() -> None:
+async def test_end_of_an_earlier_connection_does_not_affect_the_present_one() -> None:
     side = MemberEndpoint(World(1, 1, ["a", "b"]))
     side.await_start()
     side.link = link()

@@ -111,7 +111,7 @@ def test_a_root_that_is_no_rank_is_refused() -> None:
     assert error_of(hub(), 1, Contribution(1, Call(Kind.GATHER, 3), value())).code == "collective_root_invalid"
 
 
-def test_the_largest_wish_to_stop_counts_and_who_has_one_is_named() -> None:
+def test_largest_stop_wish_counts_and_names_its_ranks() -> None:
     step = Call(Kind.END_STEP, step=1)
     collected = collect(hub(), *(Contribution(1, step, stop_wanted=wanted) for wanted in (0, 9, 4)))
     assert (collected.stop_wanted, collected.stop_by) == (9, ("w1", "w2"))
@@ -135,7 +135,7 @@ def test_what_was_gathered_before_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(("size", "is_refused"), [(16, False), (17, True)])
-def test_a_reduction_that_would_be_too_large_is_refused_by_whoever_comes_first(size: int, is_refused: bool) -> None:
+def test_too_large_reduction_is_refused_at_the_first_call(size: int, is_refused: bool) -> None:
     data = bytes(COLLECTIVE_BYTES_MAX)
     call = Call(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="|u1", shape=(len(data),))
     contribution = Contribution(1, call, Value(Form.ARRAY, memoryview(data), "|u1", (len(data),)))
@@ -156,7 +156,7 @@ def test_a_reduction_that_would_be_too_large_is_refused_by_whoever_comes_first(s
         (Call(Kind.ALL_GATHER), [True, True, True]),
     ],
 )
-def test_only_who_needs_the_values_is_told_them(call: Call, expected: list[bool]) -> None:
+def test_only_ranks_that_need_the_values_receive_them(call: Call, expected: list[bool]) -> None:
     assert [receives(call, rank) for rank in range(3)] == expected
 
 
@@ -175,7 +175,7 @@ def test_every_rank_knows_how_many_values_are_its(call: Call, expected: list[int
     assert [values_due(call, rank, 3) for rank in range(3)] == expected
 
 
-def test_who_is_missing_is_named_but_not_by_the_hundred() -> None:
+def test_missing_ranks_are_named_up_to_a_limit() -> None:
     one = hub(100)
     one.take(1, Contribution(1, BARRIER))
     missing = one.missing()

@@ -37,7 +37,7 @@ async def codes_of(worlds: list[World], act: Act) -> set[str]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_nobody_passes_a_barrier_before_the_last_has_come(size: int) -> None:
+async def test_no_rank_passes_a_barrier_before_the_last_has_called(size: int) -> None:
     passed: list[int] = []
 
     async def pass_through(world: World) -> None:
@@ -161,7 +161,7 @@ async def test_a_step_is_committed_when_all_have_finished_it() -> None:
         assert all(verdict.committed and not verdict.pause and verdict.reason == "" for verdict in verdicts)
 
 
-async def test_all_stop_behind_the_step_when_one_wants_to_and_learn_who() -> None:
+async def test_all_ranks_stop_after_the_step_if_one_wants_to_and_learn_its_name() -> None:
     async with open_world(3) as worlds:
         verdicts = await each(worlds, lambda world: world.end_step(5, stop_wanted=40 + world.rank if world.rank else 0))
         assert len(set(verdicts)) == 1
@@ -195,7 +195,7 @@ async def test_a_rank_that_comes_after_a_mismatch_is_told_too() -> None:
 
 
 @pytest.mark.parametrize("act", ACTS.values(), ids=ACTS)
-async def test_a_world_that_is_aborted_lets_everybody_go(act: Act) -> None:
+async def test_aborted_world_ends_the_calls_of_all_ranks(act: Act) -> None:
     async with open_world(4) as worlds:
         waiting = asyncio.ensure_future(failures(*(act(world) for world in worlds[:3])))
         await anyio.wait_all_tasks_blocked()
@@ -239,7 +239,7 @@ async def test_a_call_that_takes_too_long_ends_the_world_for_all(late: int) -> N
             await worlds[late].barrier()
 
 
-async def test_a_hub_that_waits_too_long_says_for_whom() -> None:
+async def test_hub_that_times_out_names_the_missing_ranks() -> None:
     async with open_world(3) as worlds:
         waiting = asyncio.ensure_future(failures(worlds[1].barrier()))
         await anyio.wait_all_tasks_blocked()
@@ -288,7 +288,7 @@ async def test_a_call_that_is_refused_before_it_is_made_costs_nothing() -> None:
         await each(worlds, ACTS["barrier"])
 
 
-async def test_who_leaves_takes_no_answered_call_back() -> None:
+async def test_rank_that_leaves_does_not_revoke_a_delivered_result() -> None:
     async with open_world(3) as worlds:
 
         async def finish(world: World) -> bool:
@@ -300,7 +300,7 @@ async def test_who_leaves_takes_no_answered_call_back() -> None:
 
 
 @pytest.mark.parametrize("who", [0, 2])
-async def test_a_call_that_needs_who_has_left_says_so_and_blames_nobody(who: int) -> None:
+async def test_call_that_needs_a_rank_that_left_names_it_and_blames_no_worker(who: int) -> None:
     async with open_world(3) as worlds:
         await worlds[who].leave()
         others = [world for world in worlds if world.rank != who]
@@ -321,7 +321,7 @@ async def test_leaving_twice_or_after_an_abort_is_no_error() -> None:
 
 @pytest.mark.parametrize("act", ACTS.values(), ids=ACTS)
 @pytest.mark.parametrize("who", [0, 1])
-async def test_who_is_lost_is_named_to_all(act: Act, who: int) -> None:
+async def test_lost_rank_is_named_at_all_ranks(act: Act, who: int) -> None:
     async with open_meshes(4) as made:
         worlds = await made.enter(1)
         others = [world for world in worlds if world.rank != who]
@@ -359,11 +359,11 @@ async def test_a_thousand_calls_leave_nothing_behind() -> None:
                 await world.end_step(step)
 
         await each(worlds, many)
-        assert not worlds[0].side._hub._brought  # type: ignore[attr-defined]
+        assert not worlds[0].endpoint._hub._brought  # type: ignore[attr-defined]
         assert len(asyncio.all_tasks()) <= 3
 
 
-async def test_a_world_of_one_leaves_the_loop_to_others_too() -> None:
+async def test_world_of_one_yields_to_the_event_loop() -> None:
     turns: list[int] = []
 
     async def other() -> None:
@@ -409,7 +409,7 @@ class Nonsensical:
 @pytest.mark.parametrize("act", ["gather", "broadcast", "all_gather", "all_reduce"])
 async def test_a_hub_that_answers_nonsense_is_told_so(act: str, values: tuple[Value, ...]) -> None:
     world = World(1, 1, ["a", "b"])
-    world.side = Nonsensical(world, values)
+    world.endpoint = Nonsensical(world, values)
     root = {"gather": 1, "broadcast": 0}.get(act)
     with pytest.raises(PeerError):
         await (getattr(world, act)(1.0) if root is None else getattr(world, act)(1.0, root))
@@ -417,7 +417,7 @@ async def test_a_hub_that_answers_nonsense_is_told_so(act: str, values: tuple[Va
 
 async def test_a_number_that_comes_back_as_an_array_is_the_hubs_mistake() -> None:
     world = World(1, 1, ["a", "b"])
-    world.side = Nonsensical(world, (pack_array(np.zeros(2)),))
+    world.endpoint = Nonsensical(world, (pack_array(np.zeros(2)),))
     with pytest.raises(PeerError):
         await world.all_reduce(1.0)
     with pytest.raises(PeerError):

@@ -36,7 +36,7 @@ def test_what_one_writes_another_reads() -> None:
     written.close()
 
 
-def test_a_number_is_never_half_of_one_and_outlives_who_wrote_it() -> None:
+def test_number_is_written_whole_and_outlives_its_writer() -> None:
     """A process counts with all bytes of a step alike, and is killed in the middle of it."""
     counters = Counters.create()
     command = [sys.executable, "-c", COUNT_FOR_EVER, f"{counters.descriptor}"]
@@ -54,7 +54,7 @@ def test_a_number_is_never_half_of_one_and_outlives_who_wrote_it() -> None:
     counters.close()
 
 
-def test_who_only_reads_cannot_write() -> None:
+def test_reader_of_counters_cannot_write() -> None:
     written = Counters.create()
     read = Counters.attach(os.dup(written.descriptor))
     with pytest.raises(TypeError):
@@ -83,7 +83,7 @@ def test_memory_of_another_size_holds_no_counters(size: int) -> None:
     os.close(descriptor)
 
 
-def test_closing_twice_is_once_and_closes_nobody_elses_descriptor() -> None:
+def test_second_close_does_not_close_a_reused_descriptor() -> None:
     counters = Counters.create()
     counters.close()
     taken = os.open(os.devnull, os.O_RDONLY)

@@ -120,7 +120,7 @@ def test_an_object_that_closes_its_number_later_closes_no_other_file() -> None:
     theirs.close()
 
 
-def test_what_is_wrong_with_one_does_not_keep_the_others_open() -> None:
+def test_error_in_one_guard_does_not_leave_other_sockets_open() -> None:
     ours, theirs = socket.socketpair()
 
     def broken() -> list[int]:

@@ -76,7 +76,7 @@ def ended_by_itself(pulse: Pulse) -> bool:
 
 
 class TestTheLiving:
-    def test_it_says_who_lives_and_how_far_it_is(self, witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_pulse_reports_the_worker_and_its_counters(self, witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FORGED_TOKEN", "forged_token")
         with victim(witness.endpoint):
             hello = witness.next("Hello").body
@@ -118,7 +118,7 @@ class TestTheLiving:
             worker.kill()
             assert witness.next("ReportDeath")
 
-    def test_signals_to_everybody_do_not_end_it(self, witness: Witness) -> None:
+    def test_signals_to_the_process_group_do_not_end_the_pulse(self, witness: Witness) -> None:
         with victim(witness.endpoint) as worker:
             witness.next("Pulse")
             assert os.getsid(worker.pulse) == worker.pulse
@@ -209,7 +209,7 @@ class TestTheDead:
             assert witness.next("ReportDeath").body["reason"] == reason
             assert worker.pulse_is_gone()
 
-    def test_a_worker_whose_children_live_on_is_reported(self, witness: Witness) -> None:
+    def test_death_of_a_worker_with_living_children_is_reported(self, witness: Witness) -> None:
         way = "child = os.fork(); child and print(child, flush=True); signal.pause()"
         with victim(witness.endpoint, way) as worker:
             child = int(worker.stdout.readline())
@@ -355,11 +355,11 @@ class TestStarting:
 
         before = own_descriptors()
         monkeypatch.setattr(pulses, "_run", dead)
-        with pytest.raises(Unavailable, match="no pulse could be started"):
+        with pytest.raises(Unavailable, match="the pulse could not be started"):
             started(NOBODY, counters)
         assert own_descriptors() == before
 
-    def test_a_token_is_not_shown_to_whoever_lists_processes(self, counters: Counters) -> None:
+    def test_token_is_not_visible_in_the_process_list(self, counters: Counters) -> None:
         with closing(started(NOBODY, counters, token="forged_secret")) as pulse:
             assert b"forged_secret" not in Path(f"/proc/{pulse.pid}/cmdline").read_bytes()
 

@@ -53,7 +53,7 @@ def ended(process: subprocess.Popen[bytes]) -> None:
 
 
 class TestWatching:
-    def test_who_lives_is_not_over(self) -> None:
+    def test_living_process_is_not_over(self) -> None:
         with watched() as (_, worker, control):
             assert not worker.wait(0.0)
             assert not worker.over
@@ -124,7 +124,7 @@ class TestReporting:
             yield partial(Pulse, orders, worker, counters)
             os.close(control)
 
-    def test_a_death_that_nobody_hears_of_is_told_for_so_long(self, make_pulse: Callable[..., Pulse]) -> None:
+    def test_death_without_a_daemon_is_reported_for_report_s_max(self, make_pulse: Callable[..., Pulse]) -> None:
         """The clock is the test's: each pause takes as long as it is, and no time."""
         pauses: list[float] = []
         dead = make_pulse(now=lambda: sum(pauses), sleep=pauses.append)

@@ -137,7 +137,7 @@ class TestAWorkerOnALoop:
             assert counters.step == 2
             assert counters.marks > 0
 
-    async def test_is_nobody_in_a_forked_child(self, runner: DaemonRunner, client: ForgedClient) -> None:
+    async def test_worker_cannot_be_used_in_a_forked_child(self, runner: DaemonRunner, client: ForgedClient) -> None:
         async with ElasticWorker("me", config(), job=JOB) as worker:
             await worker.connect(runner.endpoint)
             held = [number for number in worker.descriptors() if number >= 0]

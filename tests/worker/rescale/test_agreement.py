@@ -51,7 +51,7 @@ NAMES = ("a", "b", "c")
         ),
     ],
 )
-def test_the_state_that_holds_and_who_has_not_got_it(
+def test_settled_source_and_ranks_that_need_its_state(
     stops: list[StopReport], source: int, step: int, behind: set[int]
 ) -> None:
     agreement = settle(NAMES, stops)
@@ -67,7 +67,7 @@ async def test_all_members_agree_on_the_same() -> None:
 
 
 @pytest.mark.parametrize("word", [b"\xc1", 5])
-async def test_who_does_not_say_where_it_is_breaks_the_rule(word: bytes | int) -> None:
+async def test_invalid_stop_report_is_a_peer_error(word: bytes | int) -> None:
     async with open_world(2) as (world, other):
         told = asyncio.ensure_future(other.all_gather(word))
         with pytest.raises(PeerError, match="sent no valid stop report"):

@@ -47,7 +47,7 @@ from tests.worker.crew import JOB, Crew, all_connected, crew_at, guest, past
 class TestNotStopping:
     """Jobs whose world changes without a barrier at the daemon."""
 
-    async def test_who_joins_is_there_soon_and_has_the_state(self, runner: DaemonRunner) -> None:
+    async def test_joiner_of_a_background_rescale_has_the_state(self, runner: DaemonRunner) -> None:
         async with crew_at(runner.endpoint, use_synchronous_rescaling=False) as crew:
             crew.start("a")
             await crew.world_of("a", steps=5)
@@ -56,7 +56,7 @@ class TestNotStopping:
             assert crew["b"].places[0].step >= 5
             await crew.finish("a", "b", "c")
 
-    async def test_who_goes_is_not_missed(self, runner: DaemonRunner, client: ForgedClient) -> None:
+    async def test_evicted_worker_does_not_stop_the_job(self, runner: DaemonRunner, client: ForgedClient) -> None:
         async with crew_at(runner.endpoint, use_synchronous_rescaling=False) as crew:
             crew.start("a")
             await crew.world_of("a")
@@ -75,7 +75,7 @@ class TestNotStopping:
                 "for the first world, for which nobody has to stop, all say"
             )
 
-    async def test_where_the_last_goes_who_was_known_to_have_the_state_the_others_say_where_they_are(
+    async def test_members_report_their_steps_when_the_last_known_state_holder_leaves(
         self, runner: DaemonRunner, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # Nobody says that all have met.
@@ -98,7 +98,7 @@ class TestNotStopping:
             assert len(behind) == 2
             assert behind[1] >= begun >= 5
 
-    async def test_those_who_join_at_once_learn_of_worlds_that_were_committed_before_their_answers(
+    async def test_workers_that_join_at_once_learn_of_worlds_committed_before_their_answers(
         self, runner: DaemonRunner
     ) -> None:
         """Nobody waits for anybody here, so facts overtake what the daemon has answered."""
@@ -137,7 +137,7 @@ class TestNotStopping:
             assert crew["b"].worker.generation == late[0] + 1
             await crew.finish("a", "b")
 
-    async def test_who_learns_of_the_world_by_an_answer_fetches_what_the_source_offers(
+    async def test_worker_that_learns_of_the_world_from_an_answer_fetches_the_offered_state(
         self, runner: DaemonRunner
     ) -> None:
         """It does not know under which attempt the others have that world."""
@@ -258,7 +258,11 @@ def standings(draw: st.DrawFn) -> JobView:
     """What a worker may have heard."""
     step, number = st.sampled_from([0, 1]), st.integers(1, 2)
     standing = JobView("me", topology=draw(st.sampled_from(WORLDS)), attempt=draw(st.integers(0, 2)))
-    standing.rescaling, standing.goes, standing.outdated = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    standing.rescaling, standing.leaves, standing.outdated = (
+        draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.booleans()),
+    )
     standing.lost = draw(st.sampled_from(["", "hub"]))
     if draw(st.booleans()):
         standing.synchronising = RescaleSynchronising(draw(number), draw(st.sampled_from([ME, HUB])), draw(step), 1)
@@ -328,7 +332,7 @@ async def test_what_was_heard_while_the_old_world_was_left_keeps_from_the_next()
 
 
 class TestConnectionsThatBreak:
-    async def test_a_connection_that_comes_back_is_nothing_to_the_others(
+    async def test_connection_that_returns_changes_nothing_for_the_other_workers(
         self, runner: DaemonRunner, tmp_path: Path
     ) -> None:
         proxy = Proxy(tmp_path / "p", runner.config.socket)

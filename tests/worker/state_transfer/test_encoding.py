@@ -183,7 +183,7 @@ class TestWhatIsTooLarge:
         assert (raised.value.code, "as bytes" in raised.value.fix) == ("state_too_large", True)
 
     def test_so_are_numbers_that_are_no_array(self) -> None:
-        with pytest.raises(RequestRefused, match="and 16777216 can travel") as raised:
+        with pytest.raises(RequestRefused, match="limit 16777216") as raised:
             pack({"losses": [0.5] * (HEAD_BYTES_MAX // 10)})
         assert (raised.value.code, "as an array" in raised.value.fix) == ("state_too_large", True)
 

@@ -139,7 +139,7 @@ async def test_states_of_no_part_and_of_many_parts_travel_too(sizes: Sequence[in
     assert got == parts
 
 
-async def test_who_comes_before_the_offer_waits_for_it() -> None:
+async def test_fetcher_that_connects_before_the_offer_waits() -> None:
     parts = random_parts(100)
     got, into = room(100)
     async with open_meshes(2) as made:
@@ -152,7 +152,7 @@ async def test_who_comes_before_the_offer_waits_for_it() -> None:
     assert got == parts
 
 
-async def test_who_waits_in_vain_is_told_so() -> None:
+async def test_fetcher_that_waits_in_vain_gets_an_error() -> None:
     async with open_meshes(2) as made:
         assert made.meshes[0]._desk is not None
         made.meshes[0]._desk._offer_wait_s = 0.05
@@ -288,7 +288,7 @@ async def test_an_offer_that_is_withdrawn_is_cut_in_the_middle() -> None:
         assert not made.meshes[0].has_given()
 
 
-async def test_a_newer_offer_cuts_who_still_fetches_the_older_one() -> None:
+async def test_newer_offer_ends_fetches_of_the_older_one() -> None:
     async with open_meshes(2) as made:
         held = Held(made)
         await held.is_under_way()
@@ -400,7 +400,7 @@ async def test_a_fetcher_that_does_not_say_what_it_wants_is_let_go(monkeypatch: 
         assert link.lost or link.closing
 
 
-async def test_that_the_source_has_gone_is_heard_also_by_who_was_held_up_before_it_took_the_offer(
+async def test_slow_fetcher_learns_that_the_source_has_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Or it would wait for its turn, for minutes, and all others for it."""

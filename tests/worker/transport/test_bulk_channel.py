@@ -119,7 +119,7 @@ async def test_a_fetcher_that_never_says_that_it_has_all_is_no_success(carrier: 
         assert await code_of(made.give([memoryview(b"abc")])) == "state_truncated"
 
 
-async def test_who_stands_still_is_given_up(carrier: BulkTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stalled_peer_is_given_up(carrier: BulkTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(movers, "STALL_TIMEOUT_S", 0.05)
     async with channel(carrier) as (made, _):
         assert await code_of(made.take(buffers(5), nothing)) in {"state_broken_off", "bulk_failed"}

@@ -106,7 +106,7 @@ async def test_words_are_said_as_frames(carrier: BulkTransport) -> None:
         assert await apart(far.recv, len(frame), socket.MSG_WAITALL) == frame
 
 
-async def test_who_says_nothing_is_not_waited_for_longer_than_was_said(carrier: BulkTransport) -> None:
+async def test_silent_peer_is_waited_for_until_the_timeout(carrier: BulkTransport) -> None:
     async with channel(carrier) as (made, far):
         assert await converse(made, lambda wire: wire.hear(SOON_S)) is None
         assert not await made.is_called(SOON_S)
@@ -234,7 +234,7 @@ async def test_a_file_that_ends_early_is_an_error(carrier: BulkTransport) -> Non
     assert error.code == "bulk_source_short"
 
 
-async def test_who_reads_nothing_is_given_up(carrier: BulkTransport) -> None:
+async def test_peer_that_reads_nothing_is_given_up(carrier: BulkTransport) -> None:
     file = os.memfd_create("file")
     os.ftruncate(file, 64 << 20)
     async with channel(carrier) as (made, _):
@@ -276,7 +276,7 @@ def test_errors_survive_the_way_between_processes() -> None:
     assert pickle.loads(pickle.dumps(HungUp())).code == "peer_hung_up"
 
 
-async def test_words_of_others_are_words(carrier: BulkTransport) -> None:
+async def test_message_of_another_conversation_is_passed_on(carrier: BulkTransport) -> None:
     """What belongs there is for the conversation to judge."""
     async with channel(carrier) as (made, far):
         far.sendall(frame_of(StateWanted(1)))

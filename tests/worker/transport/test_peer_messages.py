@@ -76,7 +76,7 @@ def test_the_listener_proves_itself_over_what_it_accepts() -> None:
     assert not is_accepted(msgspec.structs.replace(message, incarnation=b"g" * 16), answer, KEY, CHALLENGE)
 
 
-def test_a_proof_cannot_be_sent_back_to_whom_it_came_from() -> None:
+def test_proof_cannot_be_reflected() -> None:
     answer = answered(ANSWER, KEY, CHALLENGE)
     reflected = accepted(answer, KEY, CHALLENGE, b"")
     assert reflected.proof != answer.proof

@@ -44,7 +44,7 @@ PAUSED = Record.of(JobPaused("lunch"), fact_id=7, at=0.0)
 RESUMED = Record.of(JobResumed("coffee"), fact_id=8, at=0.0)
 
 
-async def test_who_is_in_no_world_takes_no_step_and_its_step_is_void() -> None:
+async def test_worker_in_no_world_may_not_step_and_its_step_is_void() -> None:
     presence = CurrentWorld(JobView("me"), None)
     assert not presence.may_step
     assert presence.status is WorkerStatus.JOINING
@@ -122,7 +122,7 @@ async def test_a_world_that_is_lost_twice_is_told_of_once() -> None:
         assert told == Trouble(GENERATION, "w1", told.why if told else "")
 
 
-async def test_only_a_script_that_waits_for_others_can_be_let_out_of_that() -> None:
+async def test_only_a_collective_that_the_script_waits_in_can_be_aborted() -> None:
     async with together(2) as (one, other):
         one.begin_step()
         one.abort_collective("it is to go")
@@ -136,7 +136,7 @@ async def test_only_a_script_that_waits_for_others_can_be_let_out_of_that() -> N
             await other.together(lambda world: world.barrier())
 
 
-async def test_who_leaves_in_good_order_ends_the_world_for_the_others() -> None:
+async def test_rank_that_leaves_ends_the_world_for_the_other_ranks() -> None:
     async with together(2) as (one, other):
         world = other.world
         assert world is not None
@@ -161,7 +161,7 @@ async def test_marks_begin_anew_with_each_world_and_are_shown_to_the_pulse() -> 
         assert presence.topology is topology
 
 
-def test_a_mistake_is_blamed_on_nobody() -> None:
+def test_script_error_blames_no_worker() -> None:
     assert peer_of(RequestRefused("no", "no")) == ""
     assert peer_of(CollectiveMismatch("differ", "they differ")) == ""
     assert peer_of(WorldIncomplete("nobody came", "w3")) == "w3"

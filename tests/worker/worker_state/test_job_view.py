@@ -106,10 +106,10 @@ class TestMoving:
         hearing.start(2, added=["b"], in_background=True)
         return hearing
 
-    def test_asks_for_no_stop_and_takes_nobody_for_lost(self) -> None:
+    def test_background_rescale_asks_for_no_stop_and_marks_no_worker_as_lost(self) -> None:
         hearing = self.moving()
         standing = hearing.standing
-        assert (standing.attempt, standing.moving) == (2, 2)
+        assert (standing.attempt, standing.background_attempt) == (2, 2)
         assert (standing.stop_wanted, standing.rescaling, standing.lost) == (0, False, "")
 
     def test_does_not_call_off_a_pause(self) -> None:
@@ -119,11 +119,11 @@ class TestMoving:
         hearing.start(2, added=["b"], in_background=True)
         assert hearing.standing.stop_wanted == wanted > 0
 
-    def test_concerns_who_is_added_and_nobody_who_is_left_out(self) -> None:
+    def test_attempt_concerns_added_workers_and_not_omitted_ones(self) -> None:
         joiner, outsider = Hearing(A, B), Hearing(A, B)
         joiner.start(2, added=["me"], in_background=True)
         outsider.start(2, added=["c"], in_background=True)
-        assert (joiner.standing.moving, outsider.standing.moving) == (2, 0)
+        assert (joiner.standing.background_attempt, outsider.standing.background_attempt) == (2, 0)
 
     @pytest.mark.parametrize(
         "fact",
@@ -141,24 +141,27 @@ class TestMoving:
     def test_is_over_with_what_ends_the_attempt(self, fact: Fact) -> None:
         hearing = self.moving()
         hearing.hear(fact)
-        assert hearing.standing.moving == 0
+        assert hearing.standing.background_attempt == 0
 
     def test_is_over_with_the_commit_for_which_all_stop(self) -> None:
         hearing = self.moving()
         hearing.commit(A, ME, B, attempt=2)
-        assert (hearing.standing.moving, hearing.standing.stop_wanted) == (0, hearing.standing.heard_at)
+        assert (hearing.standing.background_attempt, hearing.standing.stop_wanted) == (
+            0,
+            hearing.standing.newest_fact_id,
+        )
 
     def test_goes_on_with_the_next_attempt_in_the_background(self) -> None:
         hearing = self.moving()
         hearing.hear(RescaleAborted(2, "b failed"))
         hearing.start(3, in_background=True)
-        assert (hearing.standing.moving, hearing.standing.stop_wanted) == (3, 0)
+        assert (hearing.standing.background_attempt, hearing.standing.stop_wanted) == (3, 0)
 
-    def test_is_told_to_who_comes_while_it_is_under_way(self) -> None:
+    def test_joiner_learns_of_a_background_attempt_from_the_answer(self) -> None:
         hearing = Hearing(known=False)
         hearing.standing.catch_up(joined(ClusterTopology((A, ME), 4), attempt=7, is_member=True, in_background=True))
         standing = hearing.standing
-        assert (standing.attempt, standing.moving, standing.rescaling) == (7, 7, False)
+        assert (standing.attempt, standing.background_attempt, standing.rescaling) == (7, 7, False)
 
     def test_outlasts_a_gap_if_the_daemon_says_so(self) -> None:
         for still_under_way in (True, False):
@@ -168,23 +171,23 @@ class TestMoving:
             hearing.standing.catch_up(
                 joined(hearing.standing.topology, attempt=attempt, is_member=True, in_background=still_under_way)
             )
-            assert hearing.standing.moving == attempt
+            assert hearing.standing.background_attempt == attempt
 
     def test_may_have_begun_behind_the_daemons_answer(self) -> None:
         hearing = self.moving()
         hearing.standing.catch_up(joined(ClusterTopology((A, ME), 5), is_member=True))
-        assert hearing.standing.moving == 2
+        assert hearing.standing.background_attempt == 2
 
     def test_is_over_if_the_daemon_tells_of_a_newer_attempt_that_stops(self) -> None:
         hearing = self.moving()
         hearing.standing.catch_up(joined(hearing.standing.topology, attempt=3, is_member=True))
-        assert (hearing.standing.moving, hearing.standing.rescaling) == (0, True)
+        assert (hearing.standing.background_attempt, hearing.standing.rescaling) == (0, True)
 
     def test_of_a_commit_that_does_not_fit_is_over_unless_it_is_newer(self) -> None:
         for commit, left in ((2, 0), (1, 2)):
             hearing = self.moving()
             hearing.commit(A, ME, attempt=commit, base=ClusterTopology((A, B), 40))
-            assert hearing.standing.moving == left
+            assert hearing.standing.background_attempt == left
 
 
 class TestSettings:
@@ -220,22 +223,22 @@ class TestSettings:
 
 
 class TestStopping:
-    def test_nobody_wants_a_stop_at_first(self) -> None:
+    def test_no_stop_is_wanted_at_first(self) -> None:
         assert Hearing(A, ME).standing.stop_wanted == 0
 
     def test_a_rescale_wants_it_until_its_commit_is_entered(self) -> None:
         hearing = Hearing(A, ME)
         hearing.start(2, added=["b"])
-        assert hearing.standing.stop_wanted == hearing.standing.heard_at
+        assert hearing.standing.stop_wanted == hearing.standing.newest_fact_id
         hearing.commit(A, ME, B, attempt=2)
-        assert hearing.standing.stop_wanted == hearing.standing.heard_at
+        assert hearing.standing.stop_wanted == hearing.standing.newest_fact_id
         hearing.standing.committed = None
         assert hearing.standing.stop_wanted == 0
 
     def test_a_pause_wants_it_until_it_is_over(self) -> None:
         hearing = Hearing(A, ME)
         hearing.hear(JobPaused("lunch"))
-        assert hearing.standing.stop_wanted == hearing.standing.heard_at
+        assert hearing.standing.stop_wanted == hearing.standing.newest_fact_id
         hearing.hear(JobResumed("done"))
         assert hearing.standing.stop_wanted == 0
 
@@ -328,7 +331,7 @@ class TestCommits:
 
 class TestTheLost:
     @pytest.mark.parametrize("fact", [WorkerFailed("a", 0, "dead"), WorkerLeft("a", "done")])
-    def test_who_is_gone_from_the_world_is_lost_until_the_next(self, fact: Fact) -> None:
+    def test_member_that_has_failed_is_lost_until_the_next_world(self, fact: Fact) -> None:
         hearing = Hearing(A, ME)
         hearing.hear(fact)
         assert hearing.standing.lost == "a"
@@ -336,12 +339,12 @@ class TestTheLost:
         hearing.commit(ME, attempt=2)
         assert hearing.standing.lost == ""
 
-    def test_who_is_not_in_the_world_is_not_missed(self) -> None:
+    def test_failure_outside_the_world_marks_no_worker_as_lost(self) -> None:
         hearing = Hearing(A, ME)
         hearing.hear(WorkerFailed("b", -1, "dead"))
         assert hearing.standing.lost == ""
 
-    def test_a_rescale_that_removes_somebody_tells_of_the_loss_too(self) -> None:
+    def test_rescale_that_removes_a_worker_marks_it_as_lost(self) -> None:
         hearing = Hearing(A, ME)
         hearing.start(2, removed=["a"])
         assert hearing.standing.lost == "a"
@@ -388,7 +391,7 @@ class TestWhatWasMissed:
     def test_a_gap_makes_it_ask_and_counts_as_heard(self) -> None:
         hearing = Hearing(A, ME)
         hearing.standing.miss(Gap(20, 90, "too slow"))
-        assert (hearing.standing.outdated, hearing.standing.heard_at) == (True, 90)
+        assert (hearing.standing.outdated, hearing.standing.newest_fact_id) == (True, 90)
 
     def test_what_was_settled_holds_until_the_answer_tells_otherwise(self) -> None:
         settled = RescaleSynchronising(5, A, 7, 1)
@@ -485,7 +488,7 @@ class TestWhatWasMissed:
             JobRemoved("run"),
         ],
     )
-    def test_what_was_heard_too_early_to_know_who_was_meant_makes_it_ask_once_more(self, fact: Fact) -> None:
+    def test_fact_before_registration_about_its_own_name_is_asked_about_again(self, fact: Fact) -> None:
         hearing = Hearing(known=False)
         hearing.hear(fact)
         hearing.standing.catch_up(joined())
@@ -510,7 +513,7 @@ class TestWhatWasMissed:
         hearing.standing.catch_up(joined(ClusterTopology((A, B), 4)))
         assert (hearing.standing.attempt, hearing.standing.rescaling) == (3, True)
 
-    def test_an_attempt_of_whose_end_the_answer_has_told_is_over_when_that_is_heard(self) -> None:
+    def test_attempt_that_the_answer_calls_ended_is_over(self) -> None:
         hearing = Hearing(known=False)
         after = ClusterTopology((A, ME, B), 2)
         hearing.start(3, added=["me"])
@@ -520,7 +523,7 @@ class TestWhatWasMissed:
         assert not hearing.standing.rescaling
         assert hearing.standing.committed is not None
 
-    def test_an_attempt_of_whose_end_nobody_will_tell_any_more_is_over_with_the_answer(self) -> None:
+    def test_attempt_whose_end_was_missed_is_over_with_the_answer(self) -> None:
         hearing = Hearing(A, ME)
         hearing.start(3, added=["b"])
         hearing.standing.miss(Gap(20, 90, "too slow"))

@@ -32,7 +32,7 @@ def counters() -> Iterator[Counters]:
         yield counters
 
 
-def test_it_begins_before_the_first_step_with_a_state_that_nobody_has_to_take() -> None:
+def test_initial_progress_has_no_steps_and_no_state_to_transfer() -> None:
     found = progress_of()
     assert found.stop_report == StopReport(0, False, False, 0, 0.5, 32)
     assert found.training_state(3, 1.0) is None
@@ -57,7 +57,7 @@ def test_a_step_that_is_begun_again_was_not_finished() -> None:
     assert found.stop_report.position == 7
 
 
-def test_what_is_finished_without_a_state_that_others_could_take_is_nothing_to_them() -> None:
+def test_finished_step_without_a_transferable_state_is_not_reported() -> None:
     found = progress_of()
     found.finish_step()
     assert found.stop_report == StopReport(0, False, False, 0, 0.5, 32)
@@ -101,7 +101,7 @@ def test_the_state_is_behind_a_finished_step_also_where_that_never_counts() -> N
     assert found.step == 8
 
 
-def test_where_nobody_knows_behind_what_step_a_world_begins_the_own_one_stays() -> None:
+def test_commit_without_a_step_keeps_the_workers_own_step() -> None:
     found = progress_of()
     found.receive_state(7)
     found.finish_step()
@@ -109,7 +109,7 @@ def test_where_nobody_knows_behind_what_step_a_world_begins_the_own_one_stays() 
     assert found.stop_report == StopReport(7, True, True, 0, 0.5, 32)
 
 
-def test_a_rate_a_batch_or_an_epoch_that_nobody_names_stays() -> None:
+def test_rate_batch_and_epoch_keep_their_values_if_a_commit_names_none() -> None:
     found = progress_of()
     found.epoch = 4
     found.apply_commit(commit(step=3))
