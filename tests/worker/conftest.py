@@ -1,4 +1,4 @@
-"""What the tests of the worker share."""
+"""Fixtures of the worker's tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["runner", "threaded_daemon"]
 
 @pytest.fixture
 async def crew(runner: DaemonRunner) -> AsyncIterator[Crew]:
-    """Those who will train there."""
+    """Trainers of one job at the daemon."""
     async with crew_at(runner.endpoint) as crew:
         yield crew
 

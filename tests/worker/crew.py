@@ -1,7 +1,7 @@
-"""Workers on one loop that train something of which every step shows.
+"""Workers on one event loop that train a state in which every step shows.
 
-The state is one number: a function of how many steps were applied to it, and of their order. So a step that was lost or
-done twice shows at once, in every worker.
+The state is one number, a function of the steps that were applied to it and of their order: a step that was lost or
+applied twice shows at once, in every worker.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ JOB = "run"
 PRIME = 2_147_483_647
 PATIENCE_S = 30.0
 COMPUTING_S = 0.002
-"""What a step takes besides its collective: who trains while others wait for something leaves them the processor."""
+"""The duration of a step besides its collective, which leaves the processor to workers that wait."""
 _CHAINS = [0]
 _GROWING = threading.Lock()
 
 
 def config(**settings: Any) -> ElasticTrainingConfig:
-    """Settings under which nobody waits for what does not come."""
+    """Settings with short windows and a tolerance for every failure."""
     soon = {"stability_window_ms": 0, "failure_window_ms": 5, "failure_tolerance_percentage": 100}
     return ElasticTrainingConfig(**(soon | settings))
 
@@ -44,7 +44,7 @@ def advance(chain: int, step: int) -> int:
 
 
 def chain_behind(steps: int) -> int:
-    """The state behind so many steps; workers ask before each of theirs, some of them in threads of their own."""
+    """The state after so many steps. Workers in several threads call this before each step."""
     with _GROWING:
         while len(_CHAINS) <= steps:
             _CHAINS.append(advance(_CHAINS[-1], len(_CHAINS) - 1))
@@ -53,7 +53,7 @@ def chain_behind(steps: int) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker did a step."""
+    """Generation, rank and world size of one step of a worker."""
 
     generation: int
     rank: int
@@ -62,7 +62,7 @@ class Place:
 
 
 def guest(name: str, config: ElasticTrainingConfig | None = None, **options: Any) -> ElasticWorker:
-    """A worker that is one of many in this process."""
+    """A worker in a shared process."""
     return ElasticWorker(name, config, process=SharedProcess(), **options)
 
 
@@ -75,7 +75,7 @@ class Trainer:
         self.state = {"chain": np.zeros(1, np.int64), "ballast": np.zeros(10_000)}
         self.worker = guest(name, crew.config, job=job, state=self.state, **options)
         self.places: list[Place] = []
-        """Where its steps were that counted."""
+        """The places of its committed steps."""
         self.rescales: list[Any] = []
         self.worker.rescaling_requested.subscribe(self.rescales.append)
         self.before_step: Callable[[int], Awaitable[None]] | None = None
@@ -88,18 +88,18 @@ class Trainer:
 
     @property
     def member(self) -> WorkerSession:
-        """What its worker is made of while it is connected."""
+        """The worker's session while it is connected."""
         return self.worker._connected
 
     async def run(self) -> None:
-        """Train until there is nothing more to do."""
+        """Train until there are no more steps."""
         async with self.worker.session(*self.crew.endpoints):
             await self.steps()
 
     async def steps(self) -> None:
-        """What the script does inside its session."""
+        """The training loop inside the session."""
         while (step := await self.worker.begin_step(self.crew.total)) is not None:
-            assert self.chain == chain_behind(step), f"{self.name} is not where {step} steps lead"
+            assert self.chain == chain_behind(step), f"{self.name} does not have the state after {step} steps"
             place = Place(self.worker.generation, self.worker.rank, self.worker.world_size, step)
             if self.before_step is not None:
                 await self.before_step(step)
@@ -138,13 +138,13 @@ class Crew:
         return self.trainers[name]
 
     def make(self, *names: str, **options: Any) -> list[Trainer]:
-        """Some that have not begun."""
+        """Make trainers without starting them."""
         made = [Trainer(self, name, **options) for name in names]
         self.trainers |= {trainer.name: trainer for trainer in made}
         return made
 
     def start(self, *names: str, **options: Any) -> list[Trainer]:
-        """Have some begin."""
+        """Start trainers."""
         made = [self.trainers.get(name) or self.make(name, **options)[0] for name in names]
         for trainer in made:
             trainer.task = asyncio.create_task(trainer.run())
@@ -152,12 +152,12 @@ class Crew:
         return made
 
     async def moved(self) -> None:
-        """Something has happened."""
+        """A trainer has done a step or ended."""
         async with self._moved:
             self._moved.notify_all()
 
     async def until(self, true: Callable[[], bool]) -> None:
-        """Wait until something holds; looks whenever somebody has made a step or ended."""
+        """Wait until a condition holds, which is checked whenever a trainer has done a step or ended."""
         try:
             async with asyncio.timeout(PATIENCE_S), self._moved:
                 while not true():
@@ -178,7 +178,7 @@ class Crew:
         return all(trainer.worker._state.current_world.is_stopped for trainer in self.trainers.values())
 
     async def world_of(self, *names: str, steps: int = 2) -> None:
-        """Wait until these, and nobody else, train together."""
+        """Wait until exactly these workers train together."""
 
         def together() -> bool:
             topologies = [self[name].worker.current_topology for name in names]
@@ -192,25 +192,25 @@ class Crew:
         await self.until(together)
 
     async def more_steps(self, *names: str, steps: int = 3) -> None:
-        """Wait until these have made some more."""
+        """Wait until these workers have done more steps."""
         goals = {name: self[name].worker.step + steps for name in names}
         await self.until(lambda: all(self[name].worker.step >= goal for name, goal in goals.items()))
 
     @asynccontextmanager
     async def rescaled(self, *names: str) -> AsyncIterator[None]:
-        """Wait until what is done in the block has brought these into another world."""
+        """Wait until the block has brought these workers into another world."""
         before = {name: self[name].worker.generation for name in names}
         yield
         await self.until(lambda: all(self[name].worker.generation > before[name] for name in names))
 
     async def over(self, *names: str) -> list[BaseException | None]:
-        """Wait until these have ended; what they raised."""
+        """Wait until these trainers have ended; returns what they raised."""
         tasks = [task for name in names if (task := self[name].task) is not None]
         await self.until(lambda: all(task.done() for task in tasks))
         return [task.exception() for task in tasks]
 
     async def finish(self, *names: str, steps: int = 3) -> None:
-        """Let these come to the end of the training together, and see that all is right."""
+        """Let these workers complete the training together, and check the result."""
         self.total = max(trainer.worker.step for trainer in self.trainers.values()) + steps
         assert await self.over(*names) == [None] * len(names)
         for name in names:
@@ -218,7 +218,7 @@ class Crew:
         self.check()
 
     def check(self) -> None:
-        """One world has one rank for each, and its steps come one after the other."""
+        """Check that each rank of a world had one worker, and that no step was applied twice."""
         owners: dict[tuple[int, int], str] = {}
         sizes: dict[int, int] = {}
         for trainer in self.trainers.values():
@@ -226,13 +226,13 @@ class Crew:
             assert steps == sorted(set(steps)), f"{trainer.name} did a step twice"
             for place in trainer.places:
                 owner = owners.setdefault((place.generation, place.rank), trainer.name)
-                assert owner == trainer.name, f"{owner} and {trainer.name} are rank {place.rank} of one world"
+                assert owner == trainer.name, f"{owner} and {trainer.name} both had rank {place.rank} of one world"
                 assert sizes.setdefault(place.generation, place.world_size) == place.world_size
 
 
 @asynccontextmanager
 async def crew_at(*endpoints: str, **settings: Any) -> AsyncIterator[Crew]:
-    """A crew, which is sent home at the end of the block, whatever it is doing."""
+    """Trainers of one job, which are cancelled at the end of the block."""
     crew = Crew(list(endpoints), config(**settings))
     async with AsyncExitStack() as stack:
         stack.push_async_callback(_send_home, crew)
@@ -248,12 +248,12 @@ async def _send_home(crew: Crew) -> None:
 
 
 async def past(client: ForgedClient, *types: type[Fact]) -> list[Any]:
-    """What has happened in their job, the oldest first."""
+    """The facts of the job so far, the oldest first."""
     return [item.fact async for item in client.past_facts(*types, jobs=[JOB]) if isinstance(item, Record)]
 
 
 async def all_connected(client: ForgedClient, *names: str) -> None:
-    """Wait until the daemon is connected to these, and to nobody else."""
+    """Wait until the daemon is connected to exactly these workers."""
     async with asyncio.timeout(PATIENCE_S):
         while {view.id for view in await client.workers(JOB) if view.connected} != set(names):
             await asyncio.sleep(0.005)

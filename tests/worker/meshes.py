@@ -21,13 +21,13 @@ PATIENCE_S = 30.0
 
 
 def incarnation(number: int) -> bytes:
-    """One for the worker of that number."""
+    """The incarnation of the worker of that number."""
     return number.to_bytes(16, "big")
 
 
 @dataclass
 class Meshes:
-    """Some open meshes, and who is where."""
+    """Open meshes and their worker ids."""
 
     meshes: list[Mesh]
     workers: list[WorkerId]

@@ -1,6 +1,6 @@
 """A worker's mesh in a process of its own, to be killed.
 
-Law: it does what the lines of JSON on its input say, and answers each with a line before it waits for anybody else. It
+The process follows the lines of JSON on its input, and answers each line before it waits for another peer. It
 ends with its input.
 """
 

@@ -84,7 +84,7 @@ def waits(thread: int) -> bool:
 
 
 def learn(worker: Training, step: int) -> None:
-    """What a careless script does: it changes its state before it knows what the others have."""
+    """A script without `with step:` that changes its state before its last collective."""
     assert worker.state["chain"][0] == chain_behind(step), f"{worker.worker_id} is not where {step} steps lead"
     assert worker.state["scratch"]["last"] == step
     worker.state["scratch"]["last"] = step + 1
@@ -561,7 +561,7 @@ class TestSignals:
         with at(endpoint, config=config(min_workers=2)) as worker:
             thread.start()
             for _ in worker.steps(STEPS):
-                raise AssertionError("nobody else is there")
+                raise AssertionError("no other worker is there")
         thread.join(PATIENCE_S)
         assert [fact.reason for fact in past(client, WorkerLeft)] == ["it was told to end, by SIGTERM"]
 
@@ -653,7 +653,7 @@ class TestLeaving:
         found: list[Any] = []
 
         def save(reason: str) -> None:
-            # It is alone, so it meets nobody else, and has not left yet.
+            # It is alone in its world and has not left yet.
             worker.barrier()
             found.extend([reason, threading.get_ident(), worker.gather(worker.step), past(client, WorkerLeft)])
 
@@ -703,7 +703,7 @@ class TestLeaving:
     @pytest.mark.parametrize("event", ["leaving", "rescaling_requested", "state_synchronized"])
     def test_asynchronous_subscriber_of_a_blocking_worker_is_refused(self, event: str, endpoint: str) -> None:
         async def save(value: object) -> None:
-            raise AssertionError("nobody awaits it")
+            raise AssertionError("never awaited")
 
         with at(endpoint) as worker, pytest.raises(RequestRefused) as raised:
             getattr(worker, event).subscribe(save)
@@ -925,7 +925,7 @@ class TestWhatItTells:
                 if topology is not None:
                     assert topology.world_size == 1
                     rank = training.worker.get_metadata().rank
-                    # Whose training is over meanwhile has none.
+                    # A worker whose training is over meanwhile has none.
                     assert rank == topology.rank_of(training.worker_id) or not training.worker.is_connected
                     looks += 1
             return looks

@@ -585,11 +585,11 @@ class TestWhileTheScriptSaves:
 
 
 class TestHandingOverTheState:
-    """Somebody waits to be taken in, and all who have the state are told to go; with a real daemon."""
+    """A joiner waits, and all workers with the state are told to drain; with a real daemon."""
 
     @pytest.fixture(params=[True, False], ids=["synchronous", "asynchronous"])
     async def crew(self, request: pytest.FixtureRequest, runner: DaemonRunner) -> AsyncIterator[Crew]:
-        # Nobody is taken in before somebody has to be.
+        # No joiner is taken in before one is needed.
         settings = {"stability_window_ms": 600_000, "use_synchronous_rescaling": request.param}
         async with crew_at(runner.endpoint, **settings) as crew:
             yield crew
@@ -741,7 +741,7 @@ class TestHandingOverTheState:
             await self._register(crew, client, "b")
             go_on = await held_in_a_step(crew["a"])
             await client.drain_worker(JOB, "a")
-            # So many looks take twice as long as anybody is waited for.
+            # So many looks take twice the leave timeout.
             await until(lambda: looks > 40)
             go_on.set()
             assert await crew.over("a") == [None]
@@ -775,9 +775,9 @@ class TestHandingOverTheState:
 
     async def test_worker_without_a_successor_leaves_at_once(self, crew: Crew, client: ForgedClient) -> None:
         await self._train(crew, client, "a")
-        crew["a"].worker.drain("nobody is there")
+        crew["a"].worker.drain("there is no other worker")
         assert await crew.over("a") == [None]
-        assert [fact.reason for fact in await past(client, WorkerLeft)] == ["nobody is there"]
+        assert [fact.reason for fact in await past(client, WorkerLeft)] == ["there is no other worker"]
 
 
 async def held_in_a_step(trainer: Trainer) -> asyncio.Event:

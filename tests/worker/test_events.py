@@ -105,7 +105,7 @@ async def test_awaited_event_waits_for_asynchronous_subscribers_in_order() -> No
 
 
 async def hears(value: int) -> None:
-    raise AssertionError("nobody awaits it")
+    raise AssertionError("never awaited")
 
 
 class HearsLater:
@@ -115,7 +115,7 @@ class HearsLater:
         self.value = value
 
     def __await__(self) -> Generator[None, None, None]:
-        raise AssertionError("nobody awaits it")
+        raise AssertionError("never awaited")
 
 
 @pytest.mark.parametrize("subscriber", [hears, partial(hears, 1)], ids=["function", "partial"])

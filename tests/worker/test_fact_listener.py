@@ -1,4 +1,4 @@
-"""What a worker hears of its job, and asks for."""
+"""How a worker learns the facts of its job."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ GAP = Gap(5, 6, "the journal has moved on")
 
 
 class Stream:
-    """Facts that come, and then an end of them."""
+    """A fact stream that ends."""
 
     def __init__(self, *items: Record | Gap, error: ForgedError | None = None) -> None:
         self.items = items
@@ -60,7 +60,7 @@ class Stream:
 
 
 class Daemon:
-    """Answers what it is asked, in turn; the last answer holds for ever."""
+    """Answers joins in turn; the last answer is repeated."""
 
     def __init__(self, *answers: ForgedError | None, phase: Phase = Phase.ABORTED) -> None:
         self.answers = list(answers)
@@ -73,7 +73,7 @@ class Daemon:
 
 
 class Scene:
-    """A worker that hears."""
+    """A fact listener and its surroundings."""
 
     def __init__(self, daemon: Daemon, tasks: TaskGroup) -> None:
         self.daemon = daemon
@@ -250,7 +250,7 @@ def test_answer_after_the_end_of_the_tasks_has_no_effect() -> None:
 
 
 class TestFactsThatAreMissed:
-    """Whoever was away for longer than the daemon keeps facts asks what it has missed."""
+    """A worker that was away for longer than the daemon keeps facts joins again."""
 
     @pytest.fixture
     async def runner(self, tmp_path: Path) -> AsyncIterator[DaemonRunner]:

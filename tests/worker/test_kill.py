@@ -19,7 +19,7 @@ from tests.worker.peer_process import ACTS, STATE_SIZES, PeerProcess
 
 
 async def world_with(victim: PeerProcess, made: Meshes, *, victim_is_hub: bool) -> list[World]:
-    """The worlds of those who survive."""
+    """The worlds of the survivors."""
     own = made.workers
     topology = ClusterTopology((victim.worker, *own) if victim_is_hub else (*own, victim.worker))
     await victim.enter(1, topology)
@@ -31,7 +31,7 @@ async def world_with(victim: PeerProcess, made: Meshes, *, victim_is_hub: bool) 
 @pytest.mark.parametrize("victim_is_hub", [False, True], ids=["member", "hub"])
 @pytest.mark.parametrize("act", ACTS)
 async def test_a_kill_in_the_middle_of_a_collective_is_told_to_all_with_the_name(act: str, victim_is_hub: bool) -> None:
-    """Once while the others wait for it, and once while it waits for another."""
+    """Once while its peers wait for it, and once while it waits for a peer."""
     async with open_meshes(3) as made, AsyncExitStack() as stack:
         victims = [await stack.enter_async_context(PeerProcess(f"v{number}")) for number in range(2)]
         for has_called, victim in enumerate(victims):

@@ -36,7 +36,7 @@ from tests.worker.meshes import JOB, KEY, PATIENCE_S, Meshes, each, failures, in
 
 
 class Stranger:
-    """Somebody who speaks the protocol byte by byte, and as wrongly as it wants."""
+    """A peer that sends any bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -155,7 +155,7 @@ async def test_hub_names_missing_members_when_a_member_gives_up_waiting() -> Non
         )
         assert isinstance(hub, CollectiveAborted)
         assert isinstance(impatient, WorldIncomplete)
-        # Whoever was let in knows that it is not the hub's fault, and not whose it is.
+        # An accepted member knows that the hub is not to blame, and not which member is.
         assert (hub.peer, impatient.peer) == ("w2", "")
 
 
@@ -284,7 +284,7 @@ async def test_the_descriptors_are_those_of_the_door_and_of_all_connections() ->
         assert [len(mesh.descriptors()) for mesh in made.meshes] == [3, 2, 2]
 
 
-# Those who come with bad intentions, or by mistake.
+# Malicious and mistaken peers.
 
 
 @pytest.mark.parametrize(
@@ -391,7 +391,7 @@ async def test_a_proven_member_that_comes_for_what_is_over_is_told_so() -> None:
 
 @asynccontextmanager
 async def impostor(*messages: Any) -> AsyncIterator[WorkerId]:
-    """Somebody who listens in a worker's place, says this, and waits."""
+    """Listen in a worker's place, send this, and wait."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for message in messages:

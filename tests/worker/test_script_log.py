@@ -14,8 +14,8 @@ from forged.worker.script_log import SCRIPT_LOG
 NOT_CONFIGURED = """
 from forged.worker.script_log import SCRIPT_LOG
 
-SCRIPT_LOG.debug("nobody wants to know")
-SCRIPT_LOG.info("hardly anybody")
+SCRIPT_LOG.debug("a detail")
+SCRIPT_LOG.info("a note")
 SCRIPT_LOG.warning("look at it some time", why="it is odd")
 SCRIPT_LOG.error("look at it now")
 """

@@ -36,7 +36,7 @@ def test_it_tells_whether_the_script_has_entered_it() -> None:
 
 def test_it_swallows_that_it_was_broken_off_and_nothing_else() -> None:
     with numbered():
-        raise StepAborted("somebody died")
+        raise StepAborted("a peer died")
     with pytest.raises(ValueError, match="mine"), numbered():
         raise ValueError("mine")
 

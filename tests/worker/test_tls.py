@@ -41,7 +41,7 @@ def certificates(tmp_path: Path) -> Certificates:
 
 @pytest.fixture
 def strangers(tmp_path: Path) -> Certificates:
-    """An authority that nobody else trusts."""
+    """Certificates of another authority."""
     return made_in(tmp_path / "theirs")
 
 
@@ -73,7 +73,7 @@ def expired(certificates: Certificates) -> PeerTls:
 
 
 def shown_by(shows: PeerTls, trusts: Certificates) -> PeerTls:
-    """Who shows the one and trusts the other."""
+    """TLS files with a certificate of one authority and the trust of another."""
     return PeerTls(trusts.ca, shows.certificate, shows.key)
 
 

@@ -23,7 +23,7 @@ STEPS = 3
 
 
 class Scene:
-    """A worker that has made some steps in world 4, and a daemon that takes what it says, or not."""
+    """A worker that has done some steps in generation 4, and a daemon that accepts or refuses its reports."""
 
     job = "run"
 
@@ -57,7 +57,7 @@ class Scene:
             self.progress.commit_step()
 
     def told(self) -> list[tuple[int, int, int]]:
-        """By report: the world, where it began, and behind which step what was told ends."""
+        """Of each report: the generation, its first step, and the step after the last one."""
         return [(said.generation, said.begins_at, max(run.end_step for run in said.runs)) for said in self.said]
 
 
@@ -100,7 +100,7 @@ async def test_worker_in_no_world_reports_like_ranks_above_zero() -> None:
 
 
 def crowd(before: int) -> ClusterTopology:
-    """Many more than can be compared at once, of whom so many are before the other."""
+    """A world with more ranks than are compared at once; so many are before this one."""
     others = [WorkerId(f"w{number}", "host", number) for number in range(2, 3 * COMPARED_MAX)]
     return ClusterTopology((FIRST, *others[:before], OTHER, *others[before:]), 4)
 

@@ -62,7 +62,7 @@ from tests.worker.meshes import until
 
 
 class Pulsing(SharedProcess):
-    """One that notes which pulse was to be begun, or fails to."""
+    """A process that records the pulses to be started, or fails to start one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Pulsing(SharedProcess):
 
 
 def anonymously(link: Callable[..., Link], *parts: Any) -> Link:
-    """The link that is made of these parts, but for the token."""
+    """A link without a token."""
     return link(*parts[:-1], None)
 
 
@@ -86,7 +86,7 @@ TOPOLOGY = ClusterTopology((WorkerId("a", "host", 1), WorkerId("me", "host", 2),
 
 
 class TestTheValueOfIt:
-    """What it is without a cluster."""
+    """A worker that is not connected."""
 
     def test_it_has_an_id_and_no_rank_and_joins(self) -> None:
         worker = ElasticWorker(WorkerId("me", "host", 2), config())
@@ -149,7 +149,7 @@ class TestTheValueOfIt:
     @pytest.mark.parametrize("event", ["rescaling_requested", "state_synchronized"])
     async def test_asynchronous_subscriber_of_an_event_that_is_not_awaited_is_refused(self, event: str) -> None:
         async def hear(value: object) -> None:
-            raise AssertionError("nobody awaits it")
+            raise AssertionError("never awaited")
 
         with pytest.raises(RequestRefused) as raised:
             getattr(ElasticWorker("me"), event).subscribe(hear)
@@ -307,7 +307,7 @@ class TestComingAndGoing:
         monkeypatch.setenv("FORGED_TOKEN", "of the environment")
         process = Pulsing()
         worker = ElasticWorker("me", config(), job=JOB, process=process, token=given)
-        # The daemon knows no tokens, and takes whoever comes without one.
+        # The daemon has no tokens, and accepts workers without one.
         monkeypatch.setattr("forged.client.client.Link", partial(anonymously, Link))
         async with worker.session(runner.endpoint):
             await worker.register()
@@ -567,7 +567,7 @@ class TestTraining:
                 with step:
                     if step == 1 and not aborted:
                         assert worker._state.current_world.world is not None
-                        worker._state.current_world.world.abort("somebody is gone")
+                        worker._state.current_world.world.abort("a member is gone")
                     await worker.barrier()
                     done.append(int(step))
                 if step.aborted:
@@ -747,7 +747,7 @@ class TestTraining:
         crew.start("a", "b")
         await crew.world_of("a", "b")
         found: dict[str, list[Any]] = {}
-        # Nobody is further than one step behind or ahead of the others.
+        # No worker is more than one step ahead of another.
         begins_at = crew["a"].worker.step + 2
 
         async def all_of_them(worker: ElasticWorker) -> None:
@@ -791,7 +791,7 @@ class TestTraining:
                     numbers.append(int(step))
                     await worker.all_reduce(1)
                     if len(numbers) == 2:
-                        raise StepAborted("as if somebody had died behind the last collective")
+                        raise StepAborted("as if a peer had died after the last collective")
         assert numbers == [0, 1, 2, 3, 4]
 
 
@@ -897,7 +897,7 @@ class TestLeaving:
                 return {"chain": self.chain, "ballast": 0}
 
             def load_state_dict(self, state: Any) -> None:
-                raise AssertionError("nobody is ahead")
+                raise AssertionError("no worker is ahead")
 
         asked, state = asyncio.Event(), Saved()
 
@@ -1001,7 +1001,7 @@ class TestLeaving:
             monkeypatch.setattr(Rescaler, "advance", come)
             crew.start("a")
             await waits.wait()
-            crew["a"].worker.drain("nobody comes")
+            crew["a"].worker.drain("no other worker joins")
             assert await crew.over("a") == [None]
 
     async def test_the_last_one_with_the_state_gives_it_away_before_it_goes(

@@ -1,4 +1,4 @@
-"""A daemon that hears the pulses of workers and does nothing about them; and workers to be killed."""
+"""A fake daemon that records the pulses of workers, and worker processes to be killed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Said(NamedTuple):
 
 
 class Witness:
-    """What was said to it, in order. `refusals` are its answers to requests, and to the hello under that name."""
+    """A fake daemon that records its messages. `refusals` are its answers, by request name and for `Hello`."""
 
     def __init__(self, path: Path) -> None:
         self.endpoint = f"unix://{path}"
@@ -46,12 +46,12 @@ class Witness:
         self.open()
 
     def open(self) -> None:
-        """Be there, again."""
+        """Listen (again)."""
         self._fake = FakeDaemon(self._path, self._treat)
         self._loop.call(self._fake.__aenter__)
 
     def close(self) -> None:
-        """Be gone, with all connections."""
+        """Close the listener and all connections."""
         self._loop.call(self._fake.__aexit__)
         self._path.unlink()
 
@@ -61,13 +61,13 @@ class Witness:
         self._loop.end()
 
     def next(self, name: str) -> Said:
-        """The next of this name; what else is said before it is passed over."""
+        """The next message of this name; messages before it are skipped."""
         while (said := self.said.get(timeout=PATIENCE_S)).name != name:
             pass
         return said
 
     def forget(self) -> None:
-        """Whatever was said until now."""
+        """Drop the messages so far."""
         while not self.said.empty():
             self.said.get_nowait()
 
@@ -94,7 +94,7 @@ class Witness:
 
 
 class Victim:
-    """A worker's process with a pulse; what it does besides is its `way`, a line of Python."""
+    """A worker's process with a pulse; it runs `way`, a line of Python."""
 
     def __init__(self, endpoint: str, way: str, interval_s: float = INTERVAL_S) -> None:
         command = [sys.executable, "-m", __name__, endpoint, f"{interval_s}", way]
@@ -110,7 +110,7 @@ class Victim:
         self.stdout = self.process.stdout
         self.pulse: int = json.loads(self.stdout.readline())["pulse"]
         self.pulse_end = os.pidfd_open(self.pulse)
-        # It goes its way when its pulse is known: it may end it at once.
+        # It runs its line once the pulse is known, which the line may end at once.
         with self.process.stdin as go:
             go.write("go\n")
 
@@ -139,7 +139,7 @@ class Victim:
 
 @contextmanager
 def victim(endpoint: str, way: str = "signal.pause()", interval_s: float = INTERVAL_S) -> Iterator[Victim]:
-    """One that is gone afterwards, whatever happens."""
+    """A victim that is killed at the end of the block."""
     one = Victim(endpoint, way, interval_s)
     try:
         yield one
@@ -160,11 +160,11 @@ def state(pid: int) -> str:
 
 
 def main(endpoint: str, interval: str, way: str) -> None:
-    """Be a victim."""
+    """Run as a victim."""
     from forged.worker.process.counters import Counters
     from forged.worker.process.pulse import Pulse
 
-    # Nobody ends it when the tests were killed.
+    # Ends the victim if the tests were killed.
     signal.alarm(VICTIM_S_MAX)
     counters = Counters.create()
     counters.step, counters.marks = 3, 7

@@ -14,7 +14,7 @@ from tests.telemetry.heard import Heard
 
 
 class Deaf:
-    """A client whose daemon answers nothing."""
+    """A client without an answer from its daemon."""
 
     async def request(self, request: Any, **_: Any) -> Any:
         await anyio.sleep_forever()

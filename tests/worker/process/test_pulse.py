@@ -230,7 +230,7 @@ class TestTheDead:
             worker.process.wait()
             assert not worker.pulse_is_gone(0.0)
             witness.open()
-            # Whoever started it has asked how it ended, and only the kernel could tell anybody else.
+            # The parent process has reaped it, so the exit status cannot be read any more.
             assert witness.next("ReportDeath").body["reason"].startswith("its process ")
             assert worker.pulse_is_gone()
 
@@ -292,7 +292,7 @@ class TestSilence:
             assert ended_by_itself(pulse)
 
     def test_a_daemon_that_is_too_old_to_know_of_deaths_is_told_once(self, witness: Witness) -> None:
-        witness.refusals["ReportDeath"] = Failure(1, "refused", "request_unknown", "nobody answers that")
+        witness.refusals["ReportDeath"] = Failure(1, "refused", "request_unknown", "no answer to that")
         with victim(witness.endpoint) as worker:
             witness.next("Pulse")
             worker.kill()

@@ -32,7 +32,7 @@ Watched = tuple[subprocess.Popen[bytes], WatchedWorker, int]
 def watched(
     program: str = "print(flush=True); input()",
 ) -> Iterator[Watched]:
-    """A process that waits, who watches it, and the end of the pipe that it would hold."""
+    """A waiting process, its watcher, and the end of the pipe that it would hold."""
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

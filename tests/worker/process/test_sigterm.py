@@ -24,7 +24,7 @@ with heeding_sigterm(lambda: False):
 
 
 class Told:
-    """Who hears of it, and leaves or does not."""
+    """A handler that notes SIGTERM and says whether a worker leaves."""
 
     def __init__(self, *, leaves: bool = True) -> None:
         self.times = 0

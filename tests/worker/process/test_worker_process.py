@@ -51,7 +51,7 @@ def who_uses_it_is_refused(process: OwnProcess) -> None:
 
 
 def kill(pulse: Pulse) -> None:
-    """As somebody else does who means another."""
+    """As another library that handles SIGTERM does."""
     os.kill(pulse.pid, signal.SIGKILL)
     os.waitid(os.P_PID, pulse.pid, os.WEXITED | os.WNOWAIT)
 

@@ -18,13 +18,13 @@ NAMES = ("a", "b", "c")
     ("stops", "source", "step", "behind"),
     [
         pytest.param([StopReport(5, True)] * 3, 0, 5, set(), id="nothing is left to settle"),
-        pytest.param([StopReport(0, False)] * 3, 0, 0, {1, 2}, id="nobody has a state: that of the first"),
+        pytest.param([StopReport(0, False)] * 3, 0, 0, {1, 2}, id="no member has a state: that of the first"),
         pytest.param(
             [StopReport(0, False), StopReport(9, False), StopReport(9, False)],
             1,
             9,
             {0, 2},
-            id="nobody has, some bring one",
+            id="no survivor has, joiners bring one",
         ),
         pytest.param(
             [StopReport(0, False), StopReport(7, True), StopReport(7, True)], 1, 7, {0}, id="a new one at rank 0"

@@ -45,7 +45,7 @@ from tests.worker.crew import JOB, Crew, all_connected, crew_at, guest, past
 
 
 class TestNotStopping:
-    """Jobs whose world changes without a barrier at the daemon."""
+    """Jobs with background rescales."""
 
     async def test_joiner_of_a_background_rescale_has_the_state(self, runner: DaemonRunner) -> None:
         async with crew_at(runner.endpoint, use_synchronous_rescaling=False) as crew:
@@ -71,14 +71,12 @@ class TestNotStopping:
             told = await past(client, RescaleSynchronising, RescaleCompleted)
             assert not any(isinstance(fact, RescaleSynchronising) for fact in told[2:])
             behind = [fact.step for fact in told if isinstance(fact, RescaleCompleted)]
-            assert behind == [0, *[None] * (len(behind) - 1)], (
-                "for the first world, for which nobody has to stop, all say"
-            )
+            assert behind == [0, *[None] * (len(behind) - 1)], "all workers report a step for the first world only"
 
     async def test_members_report_their_steps_when_the_last_known_state_holder_leaves(
         self, runner: DaemonRunner, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        # Nobody says that all have met.
+        # The daemon does not learn that all members have met.
         monkeypatch.setattr(Heartbeat, "beat_now", lambda heartbeat: None)
         settings = {"use_synchronous_rescaling": False, "worker_heartbeat_timeout_ms": 600_000}
         async with crew_at(runner.endpoint, **settings) as crew:
@@ -101,7 +99,7 @@ class TestNotStopping:
     async def test_workers_that_join_at_once_learn_of_worlds_committed_before_their_answers(
         self, runner: DaemonRunner
     ) -> None:
-        """Nobody waits for anybody here, so facts overtake what the daemon has answered."""
+        """Without a barrier, facts overtake the daemon's answers."""
         names = [f"w{number}" for number in range(8)]
         async with crew_at(runner.endpoint, use_synchronous_rescaling=False) as crew:
             crew.start(*names)
@@ -140,7 +138,7 @@ class TestNotStopping:
     async def test_worker_that_learns_of_the_world_from_an_answer_fetches_the_offered_state(
         self, runner: DaemonRunner
     ) -> None:
-        """It does not know under which attempt the others have that world."""
+        """It does not know the attempt of that world."""
         async with crew_at(runner.endpoint, use_synchronous_rescaling=False) as crew:
             crew.start("a", "b")
             await crew.world_of("a", "b", steps=5)
@@ -161,13 +159,13 @@ class TestNotStopping:
 
 
 class TestAStateThatCannotBeHad:
-    """Where nobody has stopped, a newcomer fetches it in the new world."""
+    """In a background rescale a joiner fetches the state in the new world."""
 
     @pytest.mark.parametrize(
         ("error", "blamed"),
         [
             (Unavailable("attempt_over", "attempt 3 is over, 4 is the newest"), ""),
-            (Unavailable("unreachable", "nobody answers"), "a"),
+            (Unavailable("unreachable", "no answer"), "a"),
         ],
         ids=["superseded", "unreached"],
     )
@@ -206,11 +204,11 @@ WORLDS = (
     ClusterTopology((HUB,), 2),
 )
 UNDERTAKINGS_MAX = 8
-"""So many things at most are done one after the other before a worker waits for news."""
+"""How many things a rescaler does at most before it waits for a change."""
 
 
 class Willing:
-    """All that a passage needs of others works at once, or fails at once."""
+    """Everything that a rescaler calls succeeds at once, or fails at once."""
 
     def __init__(self, failure: ForgedError | None) -> None:
         self.failure = failure
@@ -255,7 +253,7 @@ def state_of(view: JobView) -> SessionState:
 
 @st.composite
 def standings(draw: st.DrawFn) -> JobView:
-    """What a worker may have heard."""
+    """Any view of the job."""
     step, number = st.sampled_from([0, 1]), st.integers(1, 2)
     standing = JobView("me", topology=draw(st.sampled_from(WORLDS)), attempt=draw(st.integers(0, 2)))
     standing.rescaling, standing.leaves, standing.outdated = (
@@ -279,17 +277,17 @@ def standings(draw: st.DrawFn) -> JobView:
     st.booleans(),
     st.integers(0, 2),
     st.booleans(),
-    st.sampled_from([None, Unavailable("unreachable", "nobody answers"), WorldIncomplete("nobody comes", "hub")]),
+    st.sampled_from([None, Unavailable("unreachable", "no answer"), WorldIncomplete("no peer connects", "hub")]),
     st.booleans(),
 )
 def test_whatever_was_heard_a_worker_comes_to_wait_for_news(
     standing: JobView, takes: bool, settled: int, holds_state: bool, failure: ForgedError | None, in_trouble: bool
 ) -> None:
-    """Who goes on for ever without waiting lets nothing else have its turn, what it would wait for included."""
+    """A rescaler that never waits would starve the event loop, and with it what it waits for."""
     others: Any = Willing(failure)
     state = state_of(standing)
     state.progress.holds_state = holds_state
-    state.current_world.trouble = Trouble(2, "hub", "nobody answers") if in_trouble else None
+    state.current_world.trouble = Trouble(2, "hub", "no answer") if in_trouble else None
     clock = SystemClock()
     rescaler = Rescaler(state, others, others, others, None, others, WorkerEvents(SILENT), clock, SILENT)
     rescaler._reported = settled
@@ -302,7 +300,7 @@ def test_whatever_was_heard_a_worker_comes_to_wait_for_news(
             while True:
                 await rescaler.advance(takes_state=takes)
                 done += 1
-                assert done < UNDERTAKINGS_MAX, "it goes on and on"
+                assert done < UNDERTAKINGS_MAX, "the rescaler never waits"
 
     go()
 
@@ -312,7 +310,7 @@ async def test_what_was_heard_while_the_old_world_was_left_keeps_from_the_next()
     state = state_of(JobView("me"))
 
     class Nobody:
-        """Nobody comes."""
+        """A mesh to which no peer connects."""
 
         worker = ME
 
@@ -410,7 +408,7 @@ class TestWorkersThatHaveNotHeardTheSame:
 
     async def test_what_is_wrong_with_the_state_is_said_to_the_script(self, crew: Crew) -> None:
         class Small:
-            """What cannot take what the others have."""
+            """A state that does not fit."""
 
             def state_dict(self) -> dict[str, Any]:
                 return {"chain": 0}

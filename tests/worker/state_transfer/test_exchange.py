@@ -1,4 +1,4 @@
-"""The state of a worker on its way, between real meshes."""
+"""State transfers between real meshes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZE = 1000
 
 
 class Line:
-    """Hears what a worker says of what it receives."""
+    """Records the reports about a transfer."""
 
     def __init__(self) -> None:
         self.said: list[tuple[int, int, str, str]] = []
@@ -42,7 +42,7 @@ class Line:
 
 
 class Pair:
-    """One who gives and one who takes."""
+    """A state source and a taker."""
 
     def __init__(self, made: Meshes, tasks: Any) -> None:
         self.made = made
@@ -135,7 +135,7 @@ async def test_a_source_that_is_not_reached_is_told_of_until_it_is(monkeypatch: 
         assert both.made.meshes[1].source_unreached is None
         said = len(both.line.said)
         await anyio.sleep(0.05)
-        assert len(both.line.said) == said, "who has the state says nothing more"
+        assert len(both.line.said) == said, "a worker that has the state reports nothing more"
 
 
 async def test_what_passes_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def room(*sizes: int) -> tuple[list[memoryview], Into]:
 
 
 class WatchedChannel:
-    """A channel whose parts are counted, and which `after` may disturb."""
+    """A channel that counts its parts, and that `after` may disturb."""
 
     def __init__(self, inner: BulkChannel, carrier: WatchedCarrier) -> None:
         self.inner = inner
@@ -403,7 +403,7 @@ async def test_a_fetcher_that_does_not_say_what_it_wants_is_let_go(monkeypatch: 
 async def test_slow_fetcher_learns_that_the_source_has_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Or it would wait for its turn, for minutes, and all others for it."""
+    """Otherwise it would wait for minutes, and other fetchers for it."""
     monkeypatch.setattr(transfer, "ANSWER_TIMEOUT_S", 0.05)
     async with talk() as (dialogue, link):
         async with asyncio.timeout(PATIENCE_S):

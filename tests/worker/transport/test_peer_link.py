@@ -24,7 +24,7 @@ def user_timeout_s(link: PeerLink) -> float:
 async def test_a_large_message_may_stay_unread_until_the_next_look_and_a_small_one_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who sends it may compute right after, with Python's lock held, and not look for a while."""
+    """The sender may compute right after, with the GIL held."""
     monkeypatch.setattr(mesh, "SWEEP_INTERVAL_S", HOUR_S)
     async with open_meshes(2) as made:
         worlds = await made.enter(1)

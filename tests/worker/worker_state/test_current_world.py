@@ -26,7 +26,7 @@ GENERATION = 4
 
 @asynccontextmanager
 async def together(count: int) -> AsyncIterator[list[CurrentWorld]]:
-    """So many workers in one world."""
+    """Workers in one world."""
     async with open_meshes(count) as made, asyncio.timeout(PATIENCE_S):
         presences = [CurrentWorld(JobView(worker.id), None) for worker in made.workers]
         for presence, world in zip(presences, await made.enter(GENERATION), strict=True):
@@ -67,7 +67,7 @@ async def test_a_step_counts_when_all_have_ended_it() -> None:
 async def test_all_stop_behind_the_same_step_and_rest_until_each_has_heard_why_and_that_it_is_over() -> None:
     async with together(2) as (one, other):
         hear(one, PAUSED)
-        assert one.may_step, "the world stops, and nobody by himself"
+        assert one.may_step, "the world stops as a whole"
         assert await each([one, other], lambda presence: presence.end_step(1)) == [True, True]
         assert (one.is_stopped, other.is_stopped) == (True, True)
         hear(other, PAUSED)
@@ -108,16 +108,16 @@ async def test_a_step_that_cannot_end_does_not_count_and_loses_the_world() -> No
 async def test_what_the_daemon_has_told_itself_it_is_not_told(known: str) -> None:
     async with together(2) as (one, _):
         setattr(one._view, known, "w1" if known == "lost" else True)
-        one.lose(WorldIncomplete("nobody came", "w1"))
+        one.lose(WorldIncomplete("no peer connected", "w1"))
         assert one.world is None
         assert one.trouble is None
 
 
 async def test_a_world_that_is_lost_twice_is_told_of_once() -> None:
     async with together(2) as (one, _):
-        one.lose(WorldIncomplete("nobody came", "w1"))
+        one.lose(WorldIncomplete("no peer connected", "w1"))
         told = one.trouble
-        one.lose(WorldIncomplete("nobody came", "w0"))
+        one.lose(WorldIncomplete("no peer connected", "w0"))
         assert one.trouble is told
         assert told == Trouble(GENERATION, "w1", told.why if told else "")
 
@@ -164,4 +164,4 @@ async def test_marks_begin_anew_with_each_world_and_are_shown_to_the_pulse() -> 
 def test_script_error_blames_no_worker() -> None:
     assert peer_of(RequestRefused("no", "no")) == ""
     assert peer_of(CollectiveMismatch("differ", "they differ")) == ""
-    assert peer_of(WorldIncomplete("nobody came", "w3")) == "w3"
+    assert peer_of(WorldIncomplete("no peer connected", "w3")) == "w3"
