@@ -24,7 +24,7 @@ from tests.checkpoint.plain_reader import same, state_of
 from tests.client.conftest import runner, threaded_daemon
 from tests.client.daemon_runner import DaemonRunner
 from tests.client.threaded_daemon import ThreadedDaemon
-from tests.worker.crew import JOB, Crew, Trainer, config, crew_at
+from tests.worker.trainers import JOB, TrainerGroup, Trainer, config, group_at
 from tests.worker.test_blocking import Scripts
 
 __all__ = ["runner", "threaded_daemon"]
@@ -34,10 +34,10 @@ ROWS = 6_000
 
 
 @pytest.fixture
-async def crew(runner: DaemonRunner) -> AsyncIterator[Crew]:
+async def group(runner: DaemonRunner) -> AsyncIterator[TrainerGroup]:
     """The workers of the job, when all have joined."""
-    async with crew_at(runner.endpoint, min_workers=2) as crew:
-        yield crew
+    async with group_at(runner.endpoint, min_workers=2) as group:
+        yield group
 
 
 @pytest.fixture
@@ -82,10 +82,10 @@ class Saving:
         return before_exchange
 
 
-async def test_workers_save_over_their_collectives(crew: Crew) -> None:
+async def test_workers_save_over_their_collectives(group: TrainerGroup) -> None:
     storage = MemoryStorage()
-    crew.start(*NAMES)
-    await crew.world_of(*NAMES)
+    group.start(*NAMES)
+    await group.world_of(*NAMES)
 
     async def act(trainer: Trainer, one: DistributedCheckpoint) -> Any:
         worker = trainer.worker
@@ -98,8 +98,8 @@ async def test_workers_save_over_their_collectives(crew: Crew) -> None:
         assert same(zeros["copied"], whole())
         return result.source_world_size, worker.rank
 
-    saving = Saving(storage, [crew[name] for name in NAMES], act)
-    await crew.more_steps(*NAMES, steps=8)
+    saving = Saving(storage, [group[name] for name in NAMES], act)
+    await group.more_steps(*NAMES, steps=8)
     assert sorted(outcome for (outcome,) in saving.outcomes.values()) == [(3, 0), (3, 1), (3, 2)]
     for prefix in ("a", "b"):
         state = state_of(storage, prefix)["model"]
@@ -108,30 +108,30 @@ async def test_workers_save_over_their_collectives(crew: Crew) -> None:
         manifest = listing.read_manifest(storage, prefix)
         assert (manifest.world_size, manifest.step) == (3, state["step"])
         assert manifest.fence is not None
-        assert manifest.fence.generation == crew["a"].worker.generation
-        assert manifest.fence.term == crew["a"].worker.term > 0
-    await crew.finish(*NAMES)
+        assert manifest.fence.generation == group["a"].worker.generation
+        assert manifest.fence.term == group["a"].worker.term > 0
+    await group.finish(*NAMES)
 
 
-async def test_what_the_workers_say_may_be_larger_than_a_frame(crew: Crew) -> None:
+async def test_what_the_workers_say_may_be_larger_than_a_frame(group: TrainerGroup) -> None:
     """The names alone are some MiB, and every rank says them."""
     storage = MemoryStorage()
-    crew.start(*NAMES)
-    await crew.world_of(*NAMES)
+    group.start(*NAMES)
+    await group.world_of(*NAMES)
     mine = {f"{number:05d}{'x' * 400}": np.full(3, number) for number in range(6_000)}
 
     async def act(trainer: Trainer, one: DistributedCheckpoint) -> Any:
         own = {**mine, "own": ShardedArray(np.ones(1), (3,), (trainer.worker.rank,))}
         return await one.save(own, options=SaveOptions("a", include_rng_state=False))
 
-    saving = Saving(storage, [crew[name] for name in NAMES], act)
-    await crew.more_steps(*NAMES, steps=8)
+    saving = Saving(storage, [group[name] for name in NAMES], act)
+    await group.more_steps(*NAMES, steps=8)
     assert list(saving.outcomes.values()) == [["a"]] * 3
     assert same(state_of(storage, "a")["model"], {**mine, "own": np.ones(3)})
-    await crew.finish(*NAMES)
+    await group.finish(*NAMES)
 
 
-async def test_a_worker_that_is_lost_while_all_write_aborts_the_step_and_the_save(crew: Crew) -> None:
+async def test_a_worker_that_is_lost_while_all_write_aborts_the_step_and_the_save(group: TrainerGroup) -> None:
     """The save is rolled back; the survivors repeat the step and save in their new world."""
     loop, writing, release = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
@@ -143,15 +143,15 @@ async def test_a_worker_that_is_lost_while_all_write_aborts_the_step_and_the_sav
             super().write(name, source, token)
 
     storage = Stalled()
-    crew.start(*NAMES)
-    await crew.world_of(*NAMES)
+    group.start(*NAMES)
+    await group.world_of(*NAMES)
 
     async def act(trainer: Trainer, one: DistributedCheckpoint) -> Any:
         worker = trainer.worker
         mine = {"rows": part(worker.rank, worker.world_size)}
         return await one.save(mine, options=SaveOptions(f"w{worker.world_size}", include_rng_state=False))
 
-    trainers = [crew[name] for name in NAMES]
+    trainers = [group[name] for name in NAMES]
     saving = Saving(storage, trainers, act)
     async with asyncio.timeout(30):
         await writing.wait()
@@ -160,15 +160,15 @@ async def test_a_worker_that_is_lost_while_all_write_aborts_the_step_and_the_sav
     assert lost.task is not None
     lost.task.cancel()
     release.set()
-    await crew.world_of(*left)
-    await crew.more_steps(*left, steps=3)
+    await group.world_of(*left)
+    await group.more_steps(*left, steps=3)
     for name in left:
         first, second = saving.outcomes[name]
         assert isinstance(first, StepAborted)
         assert second == "w2"
     assert listing.prefixes(storage) == ["w2"]
     assert same(state_of(storage, "w2")["model"], {"rows": whole()})
-    await crew.finish(*left)
+    await group.finish(*left)
 
 
 def test_scripts_save_and_load_together(scripts: Scripts, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tests.processes.worker_script import (
     hold_gil,
     report,
 )
-from tests.worker.crew import advance
+from tests.worker.trainers import advance
 
 
 def fork() -> None:
@@ -58,7 +58,7 @@ async def train(worker: ElasticWorker, is_enough: Callable[[], bool], gil_s: int
     recorder.record_commit()
     async for _ in worker.steps(worker.step):
         raise AssertionError("no step is left")
-    assert state["chain"][0] == recorder.chain_behind(worker.step)
+    assert state["chain"][0] == recorder.chain_after(worker.step)
     report(finished=worker.step)
 
 

@@ -29,7 +29,7 @@ from tests.processes.worker_script import (
     report,
     stop_at,
 )
-from tests.worker.crew import advance
+from tests.worker.trainers import advance
 
 SAMPLES, SHARDS, BATCH, SEED = 200, 40, 16, 7
 SHARD_BYTES = 100_000

@@ -32,7 +32,7 @@ from forged.worker.mesh import Mesh
 from forged.worker.transport.peer_link import frame_of
 from forged.worker.transport.peer_messages import Call, Kind, Result
 from forged.worker.worker import ElasticWorker
-from tests.worker.crew import advance
+from tests.worker.trainers import advance
 
 JOB = "run"
 COMPUTING_S = 0.002
@@ -195,7 +195,7 @@ class StepRecorder:
         """Report the last step if it is committed, and check the state for the next one."""
         self.record_commit()
         chain = int(self._worker.state["chain"][0])
-        assert chain == self.chain_behind(step), f"the state {chain} does not result from {step} steps"
+        assert chain == self.chain_after(step), f"the state {chain} does not result from {step} steps"
         self._place = (step, self._worker.generation, self._worker.rank, self._worker.world_size)
 
     def record_commit(self) -> None:
@@ -204,7 +204,7 @@ class StepRecorder:
         if place is not None and self._worker.step > place[0]:
             report(step=place[0], generation=place[1], rank=place[2], size=place[3])
 
-    def chain_behind(self, steps: int) -> int:
+    def chain_after(self, steps: int) -> int:
         while len(self._chains) <= steps:
             self._chains.append(advance(self._chains[-1], len(self._chains) - 1))
         return self._chains[steps]
@@ -231,7 +231,7 @@ def train(worker: Training, stop_file: Path, gil_s: int, countdown: Countdown) -
     recorder.record_commit()
     for _ in worker.steps(worker.step):
         raise AssertionError("no step is left")
-    assert state["chain"][0] == recorder.chain_behind(worker.step)
+    assert state["chain"][0] == recorder.chain_after(worker.step)
     assert (state["ballast"] == worker.step).all()
     report(finished=worker.step)
 

@@ -10,16 +10,16 @@ import pytest
 from forged.client import ForgedClient
 from tests.client.conftest import runner, threaded_daemon
 from tests.client.daemon_runner import SOON, DaemonRunner
-from tests.worker.crew import Crew, crew_at
+from tests.worker.trainers import TrainerGroup, group_at
 
 __all__ = ["runner", "threaded_daemon"]
 
 
 @pytest.fixture
-async def crew(runner: DaemonRunner) -> AsyncIterator[Crew]:
+async def group(runner: DaemonRunner) -> AsyncIterator[TrainerGroup]:
     """Trainers of one job at the daemon."""
-    async with crew_at(runner.endpoint) as crew:
-        yield crew
+    async with group_at(runner.endpoint) as group:
+        yield group
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from forged.elastic.model import GlobalTrainingState, RescalingEvent, WorkerId, 
 from forged.errors import ConfigError, RequestRefused
 from forged.kernel.messages import Fact, Record
 from forged.loop_thread import LoopThread
+from forged.net.protocol.messages import INTEGER_MAX
 from forged.worker.blocking import Training, join
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
 from forged.worker.process.pulse import Pulse
@@ -35,8 +36,8 @@ from forged.worker.process.worker_process import OwnProcess
 from forged.worker.rescale.rescaler import Rescaler
 from tests.client.threaded_daemon import ThreadedDaemon
 from tests.telemetry.heard import Heard
-from tests.worker.crew import JOB, PATIENCE_S, advance, chain_behind, config
 from tests.worker.process.test_forks import in_a_child, is_nothing
+from tests.worker.trainers import JOB, PATIENCE_S, advance, chain_after, config
 
 R = TypeVar("R")
 
@@ -85,7 +86,7 @@ def waits(thread: int) -> bool:
 
 def learn(worker: Training, step: int) -> None:
     """A script without `with step:` that changes its state before its last collective."""
-    assert worker.state["chain"][0] == chain_behind(step), f"{worker.worker_id} is not where {step} steps lead"
+    assert worker.state["chain"][0] == chain_after(step), f"{worker.worker_id} is not where {step} steps lead"
     assert worker.state["scratch"]["last"] == step
     worker.state["scratch"]["last"] = step + 1
     worker.state["scratch"]["many"][0] += 1
@@ -96,7 +97,7 @@ def learn(worker: Training, step: int) -> None:
 def is_right_behind(steps: int, worker: Training) -> bool:
     scratch = worker.state["scratch"]
     return (
-        (worker.step, worker.state["chain"][0]) == (steps, chain_behind(steps))
+        (worker.step, worker.state["chain"][0]) == (steps, chain_after(steps))
         and scratch["last"] == steps
         and bool((scratch["many"][0] == steps).all())
     )
@@ -782,7 +783,7 @@ class TestForkedChildren:
                 learn(worker, step)
 
             def reads() -> None:
-                assert worker.state["chain"][0] == chain_behind(3)
+                assert worker.state["chain"][0] == chain_after(3)
                 assert worker.step == 3
 
             in_a_child(reads)
@@ -970,7 +971,8 @@ def test_worker_in_no_world_has_no_share(endpoint: str) -> None:
 
 
 @pytest.mark.parametrize("total", [-1, 1.5, 240.0, "240", None, [1, 2]])
-def test_of_what_is_no_number_of_things_there_is_no_share(endpoint: str, total: Any) -> None:
+def test_share_of_an_invalid_total_is_refused(endpoint: str, total: Any) -> None:
     with at(endpoint) as worker, pytest.raises(RequestRefused) as error:
         worker.share(total)
-    assert (error.value.code, f"total is {total!r}" in error.value.message) == ("number_invalid", True)
+    expected = f"total must be an integer from 0 to {INTEGER_MAX}, got {total!r}"
+    assert (error.value.code, error.value.message) == ("number_invalid", expected)

@@ -45,7 +45,7 @@ from forged.worker.data.transfer_reports import TransferReports
 from forged.worker.errors import JobEnded, WorkerEvicted
 from tests.client.daemon_runner import SOON, DaemonRunner
 from tests.data.transfer_cluster import DelayedStore, content_of
-from tests.worker.crew import JOB, PATIENCE_S, Crew, Trainer, crew_at
+from tests.worker.trainers import JOB, PATIENCE_S, TrainerGroup, Trainer, group_at
 from tests.worker.meshes import until
 
 SAMPLES, SHARDS, BATCH, SEED = 120, 12, 7, 3
@@ -86,8 +86,8 @@ def put(store: ShardStore, shard: int) -> None:
 class TrainingCluster:
     """Workers with data, and the samples that their steps have drawn."""
 
-    def __init__(self, crew: Crew, runner: DaemonRunner, *, is_sharded: bool = False, **terms: Any) -> None:
-        self.crew = crew
+    def __init__(self, group: TrainerGroup, runner: DaemonRunner, *, is_sharded: bool = False, **terms: Any) -> None:
+        self.group = group
         self.runner = runner
         self.is_sharded = is_sharded
         self.terms: dict[str, Any] = {"origin": ORIGIN, "replication": 0, **terms}
@@ -103,9 +103,9 @@ class TrainingCluster:
         for name in names:
             self.stores[name] = store or self.stores.get(name) or MemoryShardStore()
             data = TrainingData(SAMPLES, SHARDS, self.stores[name], **{**self.terms, **terms})
-            (trainer,) = self.crew.make(name, data=data, sampler=self.sampler())
+            (trainer,) = self.group.make(name, data=data, sampler=self.sampler())
             trainer.before_step = partial(self._draw, trainer)
-            self.crew.start(name)
+            self.group.start(name)
 
     async def _draw(self, trainer: Trainer, step: int) -> None:
         worker = trainer.worker
@@ -137,19 +137,19 @@ class TrainingCluster:
             assert self.stores[owner].read(shard) == content_of(shard, SIZE)
         copies = [sum(self.stores[name].holds(shard) for name in names) for shard in range(SHARDS)]
         assert copies == [min(1 + self.terms["replication"], len(names))] * SHARDS
-        assert [self.crew[owner].worker.should_handle_shard(shard, SHARDS) for shard, owner in enumerate(owners)] == [
+        assert [self.group[owner].worker.should_handle_shard(shard, SHARDS) for shard, owner in enumerate(owners)] == [
             True
         ] * SHARDS
         mine = [
-            sum(self.crew[name].worker.should_handle_shard(shard, SHARDS) for name in names) for shard in range(SHARDS)
+            sum(self.group[name].worker.should_handle_shard(shard, SHARDS) for name in names) for shard in range(SHARDS)
         ]
         assert mine == [1] * SHARDS
 
     async def finish(self, *names: str, steps: int = 40) -> None:
         """Train to the end, and see that each sample of each epoch was used once."""
-        await self.crew.finish(*names, steps=steps)
+        await self.group.finish(*names, steps=steps)
         self.check_draws()
-        for epoch in range(self.crew.total * BATCH // (SAMPLES + BATCH)):
+        for epoch in range(self.group.total * BATCH // (SAMPLES + BATCH)):
             audit = await self.audit(epoch)
             assert audit.complete, audit
 
@@ -157,7 +157,7 @@ class TrainingCluster:
         """What counts of the draws is each sample of an epoch once; and in shared mode, what one alone would draw."""
         reference = self.sampler() if not self.is_sharded else None
         found: list[int] = []
-        for step in range(self.crew.total):
+        for step in range(self.group.total):
             draws = self.drawn[step][max(self.drawn[step])].values()
             drawn = sorted(np.concatenate(list(draws)).tolist())
             found += drawn
@@ -173,8 +173,8 @@ async def training_cluster(
     runner: DaemonRunner, *, settings: dict[str, Any] | None = None, **terms: Any
 ) -> AsyncIterator[TrainingCluster]:
     """The workers that are to train."""
-    async with crew_at(runner.endpoint, **(USUAL | (settings or {}))) as crew:
-        yield TrainingCluster(crew, runner, **terms)
+    async with group_at(runner.endpoint, **(USUAL | (settings or {}))) as group:
+        yield TrainingCluster(group, runner, **terms)
 
 
 @asynccontextmanager
@@ -208,16 +208,16 @@ class TestAWorld:
     ) -> None:
         async with training_cluster(runner, replication=replication) as cluster, cluster.client() as client:
             cluster.start("a", "b", "c")
-            await cluster.crew.world_of("a", "b", "c")
+            await cluster.group.world_of("a", "b", "c")
             await cluster.check_holdings("a", "b", "c")
             cluster.start("d")
-            await cluster.crew.world_of("a", "b", "c", "d")
+            await cluster.group.world_of("a", "b", "c", "d")
             await cluster.check_holdings("a", "b", "c", "d")
             await client.evict_worker(JOB, "b")
-            await cluster.crew.world_of("a", "c", "d")
+            await cluster.group.world_of("a", "c", "d")
             await cluster.check_holdings("a", "c", "d")
             await client.drain_worker(JOB, "a")
-            await cluster.crew.world_of("c", "d")
+            await cluster.group.world_of("c", "d")
             await cluster.check_holdings("c", "d")
             await cluster.finish("c", "d")
 
@@ -225,7 +225,7 @@ class TestAWorld:
         async with training_cluster(runner, origin=None) as cluster:
             cluster.start("a", store=filled(*range(6)))
             cluster.start("b", store=filled(*range(6, 12)))
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             await cluster.check_holdings("a", "b")
             totals = (await cluster.facts(TransfersPlanned))[-1].totals
             assert (totals.transfers, totals.from_origin) == (0, 0)
@@ -234,9 +234,9 @@ class TestAWorld:
     async def test_moves_no_more_than_it_must_when_somebody_comes(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner) as cluster:
             cluster.start("a", "b", "c")
-            await cluster.crew.world_of("a", "b", "c")
+            await cluster.group.world_of("a", "b", "c")
             cluster.start("d")
-            await cluster.crew.world_of("a", "b", "c", "d")
+            await cluster.group.world_of("a", "b", "c", "d")
             totals = (await cluster.facts(TransfersPlanned))[-1].totals
             assert (totals.shards, totals.from_owners, totals.from_origin) == (3, 3, 0)
 
@@ -248,7 +248,7 @@ class TestAWorld:
 
             cluster.start("a")
             cluster.start("b", weight=3)
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             await cluster.check_holdings("a", "b")
             assert await held() == {"a": (3, 1.0), "b": (9, 3.0)}
             await runner.close()
@@ -256,27 +256,27 @@ class TestAWorld:
             assert await held() == {"a": (3, 1.0), "b": (9, 3.0)}
             assert (await client.plan_data(JOB, ["a", "b"])).transfers == 0
             await client.drain_worker(JOB, "b")
-            await cluster.crew.over("b")
-            await cluster.crew.world_of("a")
+            await cluster.group.over("b")
+            await cluster.group.world_of("a")
             cluster.start("b", weight=0.5)
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             await cluster.check_holdings("a", "b")
             assert await held() == {"a": (8, 1.0), "b": (4, 0.5)}
             await cluster.finish("a", "b")
 
     async def test_without_data_goes_by_the_remainder(self, runner: DaemonRunner) -> None:
-        async with crew_at(runner.endpoint) as crew:
-            crew.start("a", "b")
-            await crew.world_of("a", "b")
+        async with group_at(runner.endpoint) as group:
+            group.start("a", "b")
+            await group.world_of("a", "b")
             for name in "ab":
-                worker = crew[name].worker
+                worker = group[name].worker
                 assert [worker.should_handle_shard(n, 4) for n in range(4)] == [n % 2 == worker.rank for n in range(4)]
 
     async def test_goes_by_the_remainder_for_what_is_divided_otherwise(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner) as cluster:
             cluster.start("a", "b")
-            await cluster.crew.world_of("a", "b")
-            worker = cluster.crew["a"].worker
+            await cluster.group.world_of("a", "b")
+            worker = cluster.group["a"].worker
             assert [worker.should_handle_shard(n, 5) for n in range(5)] == [n % 2 == worker.rank for n in range(5)]
             assert not worker.should_handle_shard(SHARDS, SHARDS)
 
@@ -284,21 +284,21 @@ class TestAWorld:
     async def test_takes_in_nobody_who_would_train_on_nothing(self, runner: DaemonRunner, first: str) -> None:
         async with training_cluster(runner) as cluster:
             made = {"with": TrainingData(SAMPLES, SHARDS, MemoryShardStore(), origin=ORIGIN), "without": None}
-            cluster.crew.make("a", data=made[first])
-            cluster.crew.make("b", data=made["without" if first == "with" else "with"])
-            cluster.crew.start("a")
-            await cluster.crew.world_of("a")
-            cluster.crew.start("b")
-            (error,) = await cluster.crew.over("b")
+            cluster.group.make("a", data=made[first])
+            cluster.group.make("b", data=made["without" if first == "with" else "with"])
+            cluster.group.start("a")
+            await cluster.group.world_of("a")
+            cluster.group.start("b")
+            (error,) = await cluster.group.over("b")
             assert getattr(error, "code", error) == ("dataset_missing" if first == "with" else "dataset_differs")
-            await cluster.crew.world_of("a")
+            await cluster.group.world_of("a")
 
     async def test_takes_in_nobody_with_another_dataset_and_does_not_stop_for_it(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner) as cluster:
             cluster.start("a")
-            await cluster.crew.world_of("a")
+            await cluster.group.world_of("a")
             cluster.start("b", replication=1)
-            (error,) = await cluster.crew.over("b")
+            (error,) = await cluster.group.over("b")
             assert getattr(error, "code", error) == "dataset_differs"
             assert "replication is 0 in the job, 1 in this worker" in str(error)
             assert len(await cluster.facts(RescaleStarted)) == 1
@@ -311,9 +311,9 @@ class TestAWorld:
             async with client.facts(ShardsLost, since=0, jobs=[JOB]) as told, asyncio.timeout(PATIENCE_S):
                 await anext(told)
             await client.evict_worker(JOB, "a")
-            await cluster.crew.over("a")
+            await cluster.group.over("a")
             cluster.start("b", origin=ORIGIN)
-            await cluster.crew.world_of("b")
+            await cluster.group.world_of("b")
             await cluster.check_holdings("b")
 
     async def test_of_two_jobs_at_once_keeps_them_apart(self, runner: DaemonRunner) -> None:
@@ -321,10 +321,10 @@ class TestAWorld:
             cluster.start("a", "b")
             store = MemoryShardStore()
             data = TrainingData(50, 5, store, origin=ORIGIN)
-            cluster.crew.make("z", job="other", data=data)
-            cluster.crew.start("z")
-            await cluster.crew.world_of("a", "b")
-            await cluster.crew.world_of("z")
+            cluster.group.make("z", job="other", data=data)
+            cluster.group.start("z")
+            await cluster.group.world_of("a", "b")
+            await cluster.group.world_of("z")
             assert set(store.held()) == set(range(5))
             await cluster.check_holdings("a", "b")
 
@@ -335,11 +335,11 @@ class TestSampling:
         async with training_cluster(runner) as cluster:
             for name, drop_last in (("a", False), ("b", True)):
                 data = TrainingData(SAMPLES, SHARDS, MemoryShardStore(), origin=ORIGIN) if with_data else None
-                cluster.crew.make(name, data=data, sampler=ElasticSampler(SAMPLES, BATCH, SEED, drop_last=drop_last))
-            cluster.crew.start("a")
-            await cluster.crew.until(lambda: cluster.crew["a"].worker.is_registered)
-            cluster.crew.start("b")
-            (error,) = await cluster.crew.over("b")
+                cluster.group.make(name, data=data, sampler=ElasticSampler(SAMPLES, BATCH, SEED, drop_last=drop_last))
+            cluster.group.start("a")
+            await cluster.group.until(lambda: cluster.group["a"].worker.is_registered)
+            cluster.group.start("b")
+            (error,) = await cluster.group.over("b")
             assert getattr(error, "code", error) == "sampler_differs"
             assert "drop_last is False in the job, True in this worker" in str(error)
 
@@ -351,23 +351,23 @@ class TestSampling:
         ):
             living = ["w0", "w1", "w2"]
             cluster.start(*living)
-            await cluster.crew.world_of(*living)
+            await cluster.group.world_of(*living)
             for number in range(3, 9):
                 victim = living.pop(number % len(living))
                 await client.evict_worker(JOB, victim)
                 living.append(f"w{number}")
                 cluster.start(living[-1])
-                await cluster.crew.world_of(*living, steps=1 + number % 4)
+                await cluster.group.world_of(*living, steps=1 + number % 4)
             await cluster.check_holdings(*living)
             await cluster.finish(*living)
 
     async def test_in_sharded_mode_draws_from_what_is_held(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner, is_sharded=True) as cluster:
             cluster.start("a", "b")
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             dataset = Dataset.of(SAMPLES, SHARDS)
             for name in "ab":
-                worker = cluster.crew[name].worker
+                worker = cluster.group[name].worker
                 held = set(cluster.stores[name].held())
                 drawn = _drawn_by(cluster, name, worker.generation)
                 assert set(dataset.shard_of(sorted(drawn)).tolist()) <= held
@@ -381,8 +381,8 @@ class TestSampling:
             cluster.client() as client,
         ):
             cluster.start("a", "b", "c")
-            await cluster.crew.world_of("a", "b", "c")
-            victim = cluster.crew["c"].worker
+            await cluster.group.world_of("a", "b", "c")
+            victim = cluster.group["c"].worker
             finish, stopped = victim.finish_step, asyncio.Event()
 
             async def never() -> bool:
@@ -394,7 +394,7 @@ class TestSampling:
             monkeypatch.setattr(victim, "finish_step", never)
             await soon(stopped)
             await client.evict_worker(JOB, "c")
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             await cluster.finish("a", "b")
 
     async def test_is_told_by_who_is_left_when_those_who_were_there_die_before_they_told(
@@ -410,52 +410,52 @@ class TestSampling:
         monkeypatch.setattr(Registration, "say", keep_quiet)
         async with training_cluster(runner) as cluster, cluster.client() as client:
             cluster.start("a", "b")
-            await cluster.crew.world_of("a", "b", steps=5)
+            await cluster.group.world_of("a", "b", steps=5)
             cluster.start("c")
-            await cluster.crew.world_of("a", "b", "c")
+            await cluster.group.world_of("a", "b", "c")
             for name in "ab":
                 await client.evict_worker(JOB, name)
-            await cluster.crew.world_of("c")
+            await cluster.group.world_of("c")
             await cluster.finish("c")
 
     async def test_of_no_samples_is_proven_to_have_used_them(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner) as cluster:
-            cluster.crew.make("a", sampler=ElasticSampler(0, BATCH))
-            cluster.crew.start("a")
-            await cluster.crew.world_of("a")
-            await cluster.crew.finish("a")
+            cluster.group.make("a", sampler=ElasticSampler(0, BATCH))
+            cluster.group.start("a")
+            await cluster.group.world_of("a")
+            await cluster.group.finish("a")
             audit = await cluster.audit(0)
             assert (audit.samples, audit.used, audit.complete) == (0, 0, True)
 
     async def test_tells_the_epoch_with_the_step_of_which_it_is(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner) as cluster, cluster.client() as client:
             cluster.start("a", "b", "c")
-            await cluster.crew.world_of("a", "b", "c")
+            await cluster.group.world_of("a", "b", "c")
             for name in "cb":
-                await cluster.crew.more_steps("a", steps=STEPS_PER_EPOCH)
+                await cluster.group.more_steps("a", steps=STEPS_PER_EPOCH)
                 await client.evict_worker(JOB, name)
-                await cluster.crew.world_of(*("ab" if name == "c" else "a"))
+                await cluster.group.world_of(*("ab" if name == "c" else "a"))
             commits = [fact for fact in await cluster.facts(RescaleCompleted) if fact.step]
             assert [fact.epoch for fact in commits] == [fact.step // STEPS_PER_EPOCH for fact in commits]
             assert commits[-1].epoch >= 2
-            worker = cluster.crew["a"].worker
+            worker = cluster.group["a"].worker
             assert worker.sampler is not None
             assert worker.epoch == worker.sampler.epoch
 
     async def test_takes_a_whole_epoch_where_the_world_grows_beyond_it(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner, settings={"scale_batch_with_world": True}) as cluster:
             for name in "ab":
-                cluster.crew.make(name, sampler=ElasticSampler(20, 12, SEED, drop_last=True))
-            cluster.crew.start("a")
-            await cluster.crew.world_of("a")
-            cluster.crew.start("b")
-            await cluster.crew.world_of("a", "b")
+                cluster.group.make(name, sampler=ElasticSampler(20, 12, SEED, drop_last=True))
+            cluster.group.start("a")
+            await cluster.group.world_of("a")
+            cluster.group.start("b")
+            await cluster.group.world_of("a", "b")
             for name in "ab":
-                worker = cluster.crew[name].worker
+                worker = cluster.group[name].worker
                 assert worker.sampler is not None
                 assert (worker.global_batch_size, worker.sampler.global_batch) == (24, 20)
                 assert sorted(np.concatenate([worker.sampler.batch(rank, 2) for rank in (0, 1)])) == list(range(20))
-            await cluster.crew.finish("a", "b")
+            await cluster.group.finish("a", "b")
             epoch = max((await cluster.audit(0)).epochs)
             audit = await cluster.audit(epoch)
             assert (audit.used, audit.dropped, audit.complete) == (20, 0, True)
@@ -471,11 +471,11 @@ class TestWhoIsToGo:
         async with training_cluster(runner, origin=None) as cluster:
             cluster.start("a", store=filled(*range(SHARDS)))
             cluster.start("b")
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             await cluster.check_holdings("a", "b")
-            cluster.crew["a"].worker.drain("the spot price")
-            assert await cluster.crew.over("a") == [None]
-            await cluster.crew.world_of("b")
+            cluster.group["a"].worker.drain("the spot price")
+            assert await cluster.group.over("a") == [None]
+            await cluster.group.world_of("b")
             await cluster.check_holdings("b")
             assert [fact.worker_id for fact in await cluster.facts(WorkerLeft)] == ["a"]
             assert await cluster.facts(ShardsLost) == []
@@ -484,44 +484,44 @@ class TestWhoIsToGo:
     async def test_alone_goes_and_keeps_what_it_holds(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner) as cluster, cluster.client() as client:
             cluster.start("a")
-            await cluster.crew.world_of("a")
+            await cluster.group.world_of("a")
             await client.drain_worker(JOB, "a")
-            assert await cluster.crew.over("a") == [None]
+            assert await cluster.group.over("a") == [None]
             assert set(cluster.stores["a"].held()) == set(range(SHARDS))
 
     async def test_with_all_others_goes_with_them(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner) as cluster:
             cluster.start("a", "b", "c")
-            await cluster.crew.world_of("a", "b", "c")
+            await cluster.group.world_of("a", "b", "c")
             for name in "abc":
-                cluster.crew[name].worker.drain("the night")
-            assert await cluster.crew.over("a", "b", "c") == [None] * 3
+                cluster.group[name].worker.drain("the night")
+            assert await cluster.group.over("a", "b", "c") == [None] * 3
             assert await cluster.facts(WorkerFailed) == []
 
     async def test_while_it_joins_goes_at_once(self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         async with training_cluster(runner) as cluster:
             cluster.start("a")
-            await cluster.crew.world_of("a")
+            await cluster.group.world_of("a")
             async with held_at(ShardHolder, "_try", monkeypatch) as reached:
                 cluster.start("b")
                 await soon(reached)
-                cluster.crew["b"].worker.drain("a change of mind")
-                cluster.crew["b"].member.state.wake()
-            await cluster.crew.over("b")
-            await cluster.crew.world_of("a")
+                cluster.group["b"].worker.drain("a change of mind")
+                cluster.group["b"].member.state.wake()
+            await cluster.group.over("b")
+            await cluster.group.world_of("a")
             await cluster.check_holdings("a")
 
     async def test_while_the_daemon_is_away_trains_until_others_can_take_over(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner, origin=None) as cluster:
             cluster.start("a", store=filled(*range(SHARDS)))
             cluster.start("b")
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             await runner.close()
-            cluster.crew["a"].worker.drain("the spot price")
-            await cluster.crew.more_steps("a", "b", steps=20)
+            cluster.group["a"].worker.drain("the spot price")
+            await cluster.group.more_steps("a", "b", steps=20)
             await runner.open()
-            assert await cluster.crew.over("a") == [None]
-            await cluster.crew.world_of("b")
+            assert await cluster.group.over("a") == [None]
+            await cluster.group.world_of("b")
             await cluster.check_holdings("b")
 
     async def test_does_not_wait_for_a_daemon_that_stays_away(
@@ -531,10 +531,10 @@ class TestWhoIsToGo:
         async with training_cluster(runner, origin=None, settings={"reconnect_grace_ms": 500}) as cluster:
             cluster.start("a", store=filled(*range(SHARDS)))
             cluster.start("b")
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             await runner.close()
-            cluster.crew["a"].worker.drain("the spot price")
-            assert await cluster.crew.over("a") == [None]
+            cluster.group["a"].worker.drain("the spot price")
+            assert await cluster.group.over("a") == [None]
             await runner.open()
             assert set(cluster.stores["a"].held()) == set(range(SHARDS)) - set(cluster.stores["b"].held())
 
@@ -547,14 +547,14 @@ class TestWhoIsToGo:
         async with training_cluster(runner, origin=None, settings=settings) as cluster, cluster.client() as client:
             cluster.start("a", store=filled(*range(SHARDS)))
             cluster.start("b")
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             await client.evict_worker(JOB, "a")
             async with client.facts(ShardsLost, since=0, jobs=[JOB]) as told, asyncio.timeout(PATIENCE_S):
                 await anext(told)
             if daemon == "away":
                 await runner.close()
-            cluster.crew["b"].worker.drain("the spot price")
-            assert await cluster.crew.over("b") == [None]
+            cluster.group["b"].worker.drain("the spot price")
+            assert await cluster.group.over("b") == [None]
             if daemon == "there":
                 (left,) = await cluster.facts(WorkerLeft)
                 assert left.reason == "the spot price; no worker came for what it holds for 1 s"
@@ -573,21 +573,21 @@ class TestTheBackground:
     ) -> None:
         async with training_cluster(runner, is_sharded=is_sharded) as cluster:
             cluster.start("a", "b")
-            await cluster.crew.world_of("a", "b")
-            generation = cluster.crew["a"].worker.generation
+            await cluster.group.world_of("a", "b")
+            generation = cluster.group["a"].worker.generation
             held = {name: set(cluster.stores[name].held()) for name in "ab"}
             async with held_at(TransferReports, "send_done", monkeypatch) as reached:
                 cluster.start("c")
                 await soon(reached)
                 # More than an epoch, in which nothing is drawn that is not owned.
-                await cluster.crew.more_steps("a", "b", steps=SAMPLES // BATCH + 5)
-                assert {cluster.crew[name].worker.generation for name in "ab"} == {generation}
+                await cluster.group.more_steps("a", "b", steps=SAMPLES // BATCH + 5)
+                assert {cluster.group[name].worker.generation for name in "ab"} == {generation}
                 assert {name: set(cluster.stores[name].held()) for name in "ab"} == held
                 for name in "ab":
-                    worker = cluster.crew[name].worker
+                    worker = cluster.group[name].worker
                     assert {n for n in range(SHARDS) if worker.should_handle_shard(n, SHARDS)} == held[name]
                     assert not worker.is_rescaling
-            await cluster.crew.world_of("a", "b", "c")
+            await cluster.group.world_of("a", "b", "c")
             await cluster.check_holdings("a", "b", "c")
             assert [fact.in_background for fact in await cluster.facts(RescaleStarted)][-1]
             await cluster.finish("a", "b", "c")
@@ -596,14 +596,14 @@ class TestTheBackground:
         async with training_cluster(runner, origin=None) as cluster:
             cluster.start("a", store=filled(*range(SHARDS)))
             cluster.start("b")
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             await until(lambda: runner.daemon.elastic.clusters[JOB].membership.state_holders == {"a", "b"})
             async with held_at(TransferReports, "send_done", monkeypatch) as reached:
-                cluster.crew["a"].worker.drain("the spot price")
+                cluster.group["a"].worker.drain("the spot price")
                 await soon(reached)
-                await cluster.crew.more_steps("a", "b", steps=10)
-            assert await cluster.crew.over("a") == [None]
-            await cluster.crew.world_of("b")
+                await cluster.group.more_steps("a", "b", steps=10)
+            assert await cluster.group.over("a") == [None]
+            await cluster.group.world_of("b")
             await cluster.check_holdings("b")
             await cluster.finish("b")
 
@@ -612,13 +612,13 @@ class TestTheBackground:
     ) -> None:
         async with training_cluster(runner) as cluster, cluster.client() as client:
             cluster.start("a", "b")
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             async with held_at(TransferReports, "send_done", monkeypatch) as reached:
                 cluster.start("c")
                 await soon(reached)
                 await client.evict_worker(JOB, "c")
-                await cluster.crew.more_steps("a", "b")
-            await cluster.crew.world_of("a", "b")
+                await cluster.group.more_steps("a", "b")
+            await cluster.group.world_of("a", "b")
             await cluster.check_holdings("a", "b")
             attempts = await cluster.facts(RescaleStarted)
             assert [fact.in_background for fact in attempts if not fact.added][-1]
@@ -629,12 +629,12 @@ class TestTheBackground:
     ) -> None:
         async with training_cluster(runner, replication=1) as cluster, cluster.client() as client:
             cluster.start("a", "b")
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             async with held_at(TransferReports, "send_done", monkeypatch) as reached:
                 cluster.start("c")
                 await soon(reached)
                 await client.evict_worker(JOB, "b")
-            await cluster.crew.world_of("a", "c")
+            await cluster.group.world_of("a", "c")
             await cluster.check_holdings("a", "c")
             assert not (await cluster.facts(RescaleStarted))[-1].in_background
             await cluster.finish("a", "c")
@@ -644,13 +644,13 @@ class TestTheBackground:
     ) -> None:
         async with training_cluster(runner) as cluster:
             cluster.start("a", "b")
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             leave = asyncio.Event()
 
             async def long(step: int) -> None:
                 await leave.wait()
 
-            cluster.crew["a"].before_exchange = long
+            cluster.group["a"].before_exchange = long
             async with cluster.client() as client, client.facts(RescaleCompleted, jobs=[JOB]) as facts:
                 for name in ("c", "d"):
                     cluster.start(name)
@@ -659,10 +659,10 @@ class TestTheBackground:
                     assert isinstance(item.fact, RescaleCompleted)
                     assert item.fact.added == [name]
             assert set(cluster.stores["a"].held()) == {
-                n for n in range(SHARDS) if cluster.crew["a"].worker.should_handle_shard(n, SHARDS)
+                n for n in range(SHARDS) if cluster.group["a"].worker.should_handle_shard(n, SHARDS)
             }
             leave.set()
-            await cluster.crew.world_of("a", "b", "c", "d")
+            await cluster.group.world_of("a", "b", "c", "d")
             await cluster.check_holdings("a", "b", "c", "d")
             await cluster.finish("a", "b", "c", "d")
 
@@ -671,30 +671,30 @@ class TestTheBackground:
     ) -> None:
         async with training_cluster(runner) as cluster:
             cluster.start("a")
-            await cluster.crew.world_of("a")
+            await cluster.group.world_of("a")
 
             def held() -> dict[int, Stamp]:
                 raise OSError("the disk is gone")
 
             monkeypatch.setattr(cluster.stores["a"], "held", held)
             cluster.start("b")
-            (error,) = await cluster.crew.over("a")
+            (error,) = await cluster.group.over("a")
             assert isinstance(error, OSError)
-            await cluster.crew.world_of("b")
+            await cluster.group.world_of("b")
 
     async def test_goes_on_over_a_daemon_that_comes_back(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async with training_cluster(runner) as cluster:
             cluster.start("a", "b")
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             async with held_at(TransferReports, "send_done", monkeypatch) as reached:
                 cluster.start("c")
                 await soon(reached)
                 await runner.close()
-                await cluster.crew.more_steps("a", "b", steps=10)
+                await cluster.group.more_steps("a", "b", steps=10)
             await runner.open()
-            await cluster.crew.world_of("a", "b", "c")
+            await cluster.group.world_of("a", "b", "c")
             await cluster.check_holdings("a", "b", "c")
             await cluster.finish("a", "b", "c")
 
@@ -704,11 +704,11 @@ class TestCopies:
         async with training_cluster(runner, origin=None, replication=1) as cluster, cluster.client() as client:
             for name in "ab":
                 cluster.start(name, store=filled(*range(SHARDS)))
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             for shard in range(SHARDS):
                 cluster.stores["a"].damage(shard, b"!" * SIZE)
             cluster.start("c")
-            await cluster.crew.world_of("a", "b", "c")
+            await cluster.group.world_of("a", "b", "c")
             found = await cluster.facts(CorruptShardFound)
             assert found
             assert {(fact.worker_id, fact.found_by) for fact in found} == {("a", "c")}
@@ -716,7 +716,7 @@ class TestCopies:
                 cluster.stores["c"].read(shard) == content_of(shard, SIZE) for shard in cluster.stores["c"].held()
             )
             await client.evict_worker(JOB, "a")
-            await cluster.crew.world_of("b", "c")
+            await cluster.group.world_of("b", "c")
             await cluster.check_holdings("b", "c")
 
     async def test_that_are_bad_and_stay_with_their_owner_are_fetched_anew_before_anybody_trains_with_them(
@@ -724,11 +724,11 @@ class TestCopies:
     ) -> None:
         async with training_cluster(runner, replication=1) as cluster:
             cluster.start("a")
-            await cluster.crew.world_of("a")
+            await cluster.group.world_of("a")
             for shard in (0, 7):
                 cluster.stores["a"].damage(shard, b"!" * SIZE)
             cluster.start("b")
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             await cluster.check_holdings("a", "b")
             for name in "ab":
                 assert all(cluster.stores[name].read(shard) == content_of(shard, SIZE) for shard in range(SHARDS))
@@ -751,18 +751,18 @@ class TestCopies:
         monkeypatch.setattr(local_shards, "_is_intact", slow)
         async with training_cluster(runner, replication=1, settings={"rescale_timeout_ms": 1_000}) as cluster:
             cluster.start("a")
-            await cluster.crew.world_of("a")
+            await cluster.group.world_of("a")
             for shard in range(SHARDS):
                 cluster.stores["a"].damage(shard, b"!" * SIZE)
             cluster.start("b")
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             assert len(await cluster.facts(CorruptShardFound)) == SHARDS
             assert await cluster.facts(WorkerFailed) == []
 
     async def test_of_which_the_last_is_bad_are_named_as_lost_and_nobody_trains(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner, origin=None) as cluster, cluster.client() as client:
             cluster.start("a", store=filled(*range(SHARDS)))
-            await cluster.crew.world_of("a")
+            await cluster.group.world_of("a")
             cluster.stores["a"].damage(11, b"!" * SIZE)
             cluster.stores["a"].damage(10, b"!" * SIZE)
             async with client.facts(ShardsLost, jobs=[JOB]) as facts:
@@ -774,7 +774,7 @@ class TestCopies:
             assert not set(item.fact.shards) & set(cluster.stores["a"].held())
             # A worker that holds them lets the job continue.
             cluster.start("c", store=filled(10, 11))
-            await cluster.crew.world_of("a", "b", "c")
+            await cluster.group.world_of("a", "b", "c")
             await cluster.check_holdings("a", "b", "c")
             assert await cluster.facts(WorkerFailed) == []
 
@@ -792,7 +792,7 @@ class TestCopies:
             assert item.fact == ShardsLost(1, 2, [10, 11])
             await asyncio.sleep(2.5)
             cluster.start("b", store=filled(10, 11))
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             await cluster.check_holdings("a", "b")
             assert await cluster.facts(WorkerFailed) == []
 
@@ -840,7 +840,7 @@ class TestAShardThatTheOriginDoesNotGive:
             )
             assert 2 <= origin.asked < 10
             origin.is_mended = True
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             await cluster.check_holdings("a", "b")
             assert await cluster.facts(WorkerFailed) == []
             assert len(await cluster.facts(ShardsLost)) == 1
@@ -867,7 +867,7 @@ class TestAShardThatTheOriginDoesNotGive:
             assert (item.fact.count, item.fact.shards) == (1, [3])
             assert item.fact.reason[1:].startswith(": shard 3: the origin gave nothing of it for 3 s")
             gate.set()
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             await cluster.check_holdings("a", "b")
             assert await cluster.facts(WorkerFailed) == []
 
@@ -889,7 +889,7 @@ class TestAShardThatTheOriginDoesNotGive:
                 while "a: the origin has given nothing of shard 3 for " not in await standing(client):
                     await asyncio.sleep(0.01)
             gate.set()
-            await cluster.crew.world_of("a")
+            await cluster.group.world_of("a")
             assert await standing(client) == ""
             await cluster.check_holdings("a")
 
@@ -906,7 +906,7 @@ class TestAShardThatTheOriginDoesNotGive:
 
         async with training_cluster(runner, origin=FunctionOrigin(write_at_last)) as cluster:
             cluster.start("a")
-            await cluster.crew.world_of("a")
+            await cluster.group.world_of("a")
             await cluster.check_holdings("a")
 
     async def test_is_asked_of_who_joins(self, runner: DaemonRunner) -> None:
@@ -915,13 +915,13 @@ class TestAShardThatTheOriginDoesNotGive:
                 cluster.start("a")
                 await asyncio.wait_for(anext(facts), PATIENCE_S)
             cluster.start("b", store=filled(3))
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             await cluster.check_holdings("a", "b")
 
     async def test_ends_the_job_where_that_is_its_policy(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner, origin=MoodyOrigin(), settings={"lost_data_policy": "abort"}) as cluster:
             cluster.start("a")
-            (error,) = await cluster.crew.over("a")
+            (error,) = await cluster.group.over("a")
             assert isinstance(error, JobEnded)
             assert "a: shard 3: there is no shard-3" in error.message
 
@@ -937,7 +937,7 @@ class TestTrouble:
 
         async with training_cluster(runner, origin=FunctionOrigin(moody)) as cluster:
             cluster.start("a", "b")
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             await cluster.check_holdings("a", "b")
 
     async def test_with_a_full_store_costs_its_worker_its_place_and_the_others_nothing(
@@ -945,11 +945,11 @@ class TestTrouble:
     ) -> None:
         async with training_cluster(runner, settings={"rescale_timeout_ms": 500}) as cluster:
             cluster.start("a")
-            await cluster.crew.world_of("a")
+            await cluster.group.world_of("a")
             cluster.start("b", store=MemoryShardStore(bytes_max=SIZE))
-            (error,) = await cluster.crew.over("b")
+            (error,) = await cluster.group.over("b")
             assert isinstance(error, WorkerEvicted)
-            await cluster.crew.world_of("a")
+            await cluster.group.world_of("a")
             await cluster.check_holdings("a")
 
     async def test_with_a_store_that_hangs_under_what_the_origin_gives_costs_its_worker_its_place(
@@ -959,7 +959,7 @@ class TestTrouble:
         async with training_cluster(runner, settings={"rescale_timeout_ms": 1_000}) as cluster:
             store = DelayedStore()
             cluster.start("a", store=store)
-            (error,) = await cluster.crew.over("a")
+            (error,) = await cluster.group.over("a")
             assert isinstance(error, WorkerEvicted)
             store.gate.set()
             (failed,) = await cluster.facts(WorkerFailed)
@@ -975,12 +975,12 @@ class TestTrouble:
         async with training_cluster(runner, origin=None, settings=settings) as cluster, cluster.client() as client:
             cluster.start("a", store=filled(*range(SHARDS)))
             cluster.start("b", "c")
-            await cluster.crew.world_of("a", "b", "c")
-            await cluster.crew.until(lambda: len(cluster.stores["a"].held()) == 4)
+            await cluster.group.world_of("a", "b", "c")
+            await cluster.group.until(lambda: len(cluster.stores["a"].held()) == 4)
             cluster.stores["a"]._bytes_max = 4 * SIZE
             await client.drain_worker(JOB, "b")
-            assert await cluster.crew.over("b") == [None]
-            await cluster.crew.world_of("a", "c")
+            assert await cluster.group.over("b") == [None]
+            await cluster.group.world_of("a", "c")
             await cluster.check_holdings("a", "c")
             assert [len(cluster.stores[name].held()) for name in "ac"] == [4, 8]
             assert await cluster.facts(WorkerFailed, ShardsLost) == []
@@ -994,9 +994,9 @@ class TestTrouble:
         monkeypatch.setitem(cast("dict[str, Any]", DataTransferManager.__init__.__kwdefaults__), "retry", swift)
         async with training_cluster(runner, settings={"rescale_timeout_ms": 1_000}) as cluster:
             cluster.start("a")
-            await cluster.crew.world_of("a")
+            await cluster.group.world_of("a")
             cluster.start("b", store=MemoryShardStore(bytes_max=SIZE))
-            await cluster.crew.over("b")
+            await cluster.group.over("b")
             (failed,) = await cluster.facts(WorkerFailed)
             assert failed.worker_id == "b"
             assert "did not answer in attempt 2 within 1 s: cannot store " in failed.reason
@@ -1009,13 +1009,13 @@ class TestTrouble:
     ) -> None:
         async with training_cluster(runner, origin=None) as cluster:
             cluster.start("a", store=filled(*range(SHARDS)))
-            await cluster.crew.world_of("a")
+            await cluster.group.world_of("a")
             async with held_at(owner, point, monkeypatch) as reached:
                 cluster.start("b")
                 await soon(reached)
                 await runner.close()
             await runner.open()
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             await cluster.check_holdings("a", "b")
             await cluster.finish("a", "b")
 
@@ -1025,12 +1025,12 @@ class TestTrouble:
     ) -> None:
         async with training_cluster(runner, origin=None) as cluster, cluster.client() as client:
             cluster.start("a", store=filled(*range(SHARDS)))
-            await cluster.crew.world_of("a")
+            await cluster.group.world_of("a")
             async with held_at(owner, point, monkeypatch) as reached:
                 cluster.start("b")
                 await soon(reached)
                 await client.rescale_job(JOB)
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             await cluster.check_holdings("a", "b")
             assert (await cluster.facts(RescaleCompleted))[-1].attempt >= 3
 
@@ -1039,12 +1039,12 @@ class TestTrouble:
     ) -> None:
         async with training_cluster(runner) as cluster:
             cluster.start("a")
-            await cluster.crew.world_of("a")
+            await cluster.group.world_of("a")
 
             def fail(shard: int) -> None:
                 raise StoreFailed("store_failed", "the disk is read-only", "mount it again")
 
             monkeypatch.setattr(cluster.stores["a"], "drop", fail)
             cluster.start("b")
-            await cluster.crew.world_of("a", "b")
+            await cluster.group.world_of("a", "b")
             assert len(cluster.stores["a"].held()) == SHARDS

@@ -26,8 +26,8 @@ from tests.client.daemon_runner import DaemonRunner
 from tests.client.proxy import Proxy
 from tests.kernel_fixture import on_virtual_time, task_group
 from tests.telemetry.heard import Heard
-from tests.worker.crew import JOB, Crew, Trainer, crew_at, past
 from tests.worker.meshes import until
+from tests.worker.trainers import JOB, Trainer, TrainerGroup, group_at, past
 
 CONFIG = ElasticTrainingConfig(leave_timeout_ms=60_000, reconnect_grace_ms=15_000)
 ME = WorkerId("me", "host", 1)
@@ -588,46 +588,46 @@ class TestHandingOverTheState:
     """A joiner waits, and all workers with the state are told to drain; with a real daemon."""
 
     @pytest.fixture(params=[True, False], ids=["synchronous", "asynchronous"])
-    async def crew(self, request: pytest.FixtureRequest, runner: DaemonRunner) -> AsyncIterator[Crew]:
+    async def group(self, request: pytest.FixtureRequest, runner: DaemonRunner) -> AsyncIterator[TrainerGroup]:
         # No joiner is taken in before one is needed.
         settings = {"stability_window_ms": 600_000, "use_synchronous_rescaling": request.param}
-        async with crew_at(runner.endpoint, **settings) as crew:
-            yield crew
+        async with group_at(runner.endpoint, **settings) as group:
+            yield group
 
-    async def _train(self, crew: Crew, client: ForgedClient, *names: str) -> None:
-        await self._register(crew, client, *names)
+    async def _train(self, group: TrainerGroup, client: ForgedClient, *names: str) -> None:
+        await self._register(group, client, *names)
         await client.rescale_job(JOB)
-        await crew.world_of(*names, steps=5)
+        await group.world_of(*names, steps=5)
 
-    async def _register(self, crew: Crew, client: ForgedClient, *names: str) -> None:
+    async def _register(self, group: TrainerGroup, client: ForgedClient, *names: str) -> None:
         async with client.facts(WorkerJoined, jobs=[JOB]) as joined:
-            crew.start(*names)
+            group.start(*names)
             for _ in names:
                 await anext(joined)
 
-    async def _is_continued_by(self, crew: Crew, name: str) -> None:
-        await crew.until(lambda: bool(crew[name].places))
-        assert crew[name].places[0].step >= 5
-        await crew.finish(name)
+    async def _is_continued_by(self, group: TrainerGroup, name: str) -> None:
+        await group.until(lambda: bool(group[name].places))
+        assert group[name].places[0].step >= 5
+        await group.finish(name)
 
     async def test_joiner_after_all_workers_were_told_to_drain_gets_the_state(
-        self, crew: Crew, client: ForgedClient
+        self, group: TrainerGroup, client: ForgedClient
     ) -> None:
-        await self._train(crew, client, "a")
-        go_on = await held_in_a_step(crew["a"])
+        await self._train(group, client, "a")
+        go_on = await held_in_a_step(group["a"])
         await client.drain_worker(JOB, "a")
-        await self._register(crew, client, "b")
+        await self._register(group, client, "b")
         go_on.set()
-        assert await crew.over("a") == [None]
-        await self._is_continued_by(crew, "b")
+        assert await group.over("a") == [None]
+        await self._is_continued_by(group, "b")
 
     async def test_remaining_worker_may_die_before_the_draining_one_has_left(
-        self, runner: DaemonRunner, crew: Crew, client: ForgedClient
+        self, runner: DaemonRunner, group: TrainerGroup, client: ForgedClient
     ) -> None:
-        await self._train(crew, client, "a", "b")
-        await self._register(crew, client, "c")
-        await held_in_a_step(crew["b"])
-        a, b = crew["a"].worker, crew["b"].member
+        await self._train(group, client, "a", "b")
+        await self._register(group, client, "c")
+        await held_in_a_step(group["b"])
+        a, b = group["a"].worker, group["b"].member
         a.drain("the spot price")
         cluster = runner.daemon.elastic.clusters[JOB]
         await until(lambda: cluster.members["a"].drain_reason is not None)
@@ -635,92 +635,92 @@ class TestHandingOverTheState:
             link.abort()
         await until(lambda: a._state.current_world.world is None)
         await client.evict_worker(JOB, "b")
-        assert await crew.over("a") == [None]
-        await self._is_continued_by(crew, "c")
+        assert await group.over("a") == [None]
+        await self._is_continued_by(group, "c")
 
     async def test_joiner_gets_the_state_while_the_only_worker_saves(
-        self, runner: DaemonRunner, crew: Crew, client: ForgedClient
+        self, runner: DaemonRunner, group: TrainerGroup, client: ForgedClient
     ) -> None:
-        await self._train(crew, client, "a")
+        await self._train(group, client, "a")
         saves, saved = asyncio.Event(), asyncio.Event()
 
         async def save(reason: str) -> None:
             saves.set()
             await saved.wait()
 
-        crew["a"].worker.leaving.subscribe(save)
-        crew["a"].worker.drain("the night")
+        group["a"].worker.leaving.subscribe(save)
+        group["a"].worker.drain("the night")
         await saves.wait()
-        await self._register(crew, client, "b")
+        await self._register(group, client, "b")
         cluster = runner.daemon.elastic.clusters[JOB]
         await until(lambda: "b" in cluster.membership.world)
         assert "a" in cluster.members, "it gives away what it has while it saves"
         saved.set()
-        assert await crew.over("a") == [None]
-        await self._is_continued_by(crew, "b")
+        assert await group.over("a") == [None]
+        await self._is_continued_by(group, "b")
 
     @pytest.mark.parametrize("how", ["is put out", "goes"])
     @pytest.mark.parametrize("synchronous", [True, False])
     async def test_joiner_gets_the_state_from_a_saving_worker_when_the_next_world_has_ended(
         self, how: str, synchronous: bool, runner: DaemonRunner, client: ForgedClient
     ) -> None:
-        async with crew_at(runner.endpoint, use_synchronous_rescaling=synchronous) as crew:
-            await self._train(crew, client, "a", "b")
+        async with group_at(runner.endpoint, use_synchronous_rescaling=synchronous) as group:
+            await self._train(group, client, "a", "b")
             saves, saved = asyncio.Event(), asyncio.Event()
 
             async def save(reason: str) -> None:
                 saves.set()
                 await saved.wait()
 
-            crew["a"].worker.leaving.subscribe(save)
-            crew["a"].worker.drain("the spot price")
+            group["a"].worker.leaving.subscribe(save)
+            group["a"].worker.drain("the spot price")
             await saves.wait()
-            await crew.world_of("b")
+            await group.world_of("b")
             if how == "goes":
-                crew["b"].worker.drain("the spot price, too")
+                group["b"].worker.drain("the spot price, too")
             else:
                 await client.evict_worker(JOB, "b", "it is bad")
-            await crew.over("b")
-            crew.start("c")
-            await crew.world_of("c")
+            await group.over("b")
+            group.start("c")
+            await group.world_of("c")
             saved.set()
-            assert await crew.over("a") == [None]
-            await self._is_continued_by(crew, "c")
+            assert await group.over("a") == [None]
+            await self._is_continued_by(group, "c")
 
     async def test_remaining_worker_may_die_while_the_draining_one_saves(
-        self, crew: Crew, client: ForgedClient
+        self, group: TrainerGroup, client: ForgedClient
     ) -> None:
-        await self._train(crew, client, "a", "b")
-        await self._register(crew, client, "c")
+        await self._train(group, client, "a", "b")
+        await self._register(group, client, "c")
         reasons = []
 
         async def save(reason: str) -> None:
             reasons.append(reason)
             await client.evict_worker(JOB, "b")
 
-        crew["a"].worker.leaving.subscribe(save)
-        crew["a"].worker.drain("the spot price")
-        assert await crew.over("a") == [None]
-        await self._is_continued_by(crew, "c")
+        group["a"].worker.leaving.subscribe(save)
+        group["a"].worker.drain("the spot price")
+        assert await group.over("a") == [None]
+        await self._is_continued_by(group, "c")
         assert reasons == ["the spot price"], "what it saved is the newest"
 
     async def test_a_connection_that_breaks_at_the_wrong_moment_changes_nothing(
         self, runner: DaemonRunner, tmp_path: Path, client: ForgedClient
     ) -> None:
         proxy = Proxy(tmp_path / "p", runner.config.socket)
-        async with crew_at(proxy.endpoint, stability_window_ms=600_000) as crew:
-            await self._train(crew, client, "a")
-            crew.endpoints = [runner.endpoint]
-            await self._register(crew, client, "b")
-            go_on = await held_in_a_step(crew["a"])
-            a = crew["a"].worker
+        async with group_at(proxy.endpoint, stability_window_ms=600_000) as group:
+            await self._train(group, client, "a")
+            group.endpoints = [runner.endpoint]
+            await self._register(group, client, "b")
+            go_on = await held_in_a_step(group["a"])
+            a = group["a"].worker
             proxy.cut()
-            while crew["a"].member._client.connected:
+            while group["a"].member._client.connected:
                 await asyncio.sleep(0)
             a.drain("it was told to end, by SIGTERM")
             go_on.set()
-            assert await crew.over("a") == [None]
-            await self._is_continued_by(crew, "b")
+            assert await group.over("a") == [None]
+            await self._is_continued_by(group, "b")
         await proxy.close()
 
     async def test_step_longer_than_the_leave_timeout_does_not_make_the_worker_overdue(
@@ -736,47 +736,49 @@ class TestHandingOverTheState:
 
         monkeypatch.setattr(Mesh, "has_given", look)
         monkeypatch.setattr(drain, "LOOK_INTERVAL_S", 0.01)
-        async with crew_at(runner.endpoint, stability_window_ms=600_000, leave_timeout_ms=200) as crew:
-            await self._train(crew, client, "a")
-            await self._register(crew, client, "b")
-            go_on = await held_in_a_step(crew["a"])
+        async with group_at(runner.endpoint, stability_window_ms=600_000, leave_timeout_ms=200) as group:
+            await self._train(group, client, "a")
+            await self._register(group, client, "b")
+            go_on = await held_in_a_step(group["a"])
             await client.drain_worker(JOB, "a")
             # So many looks take twice the leave timeout.
             await until(lambda: looks > 40)
             go_on.set()
-            assert await crew.over("a") == [None]
-            await self._is_continued_by(crew, "b")
+            assert await group.over("a") == [None]
+            await self._is_continued_by(group, "b")
 
-    async def test_last_of_several_draining_workers_gives_the_state(self, crew: Crew, client: ForgedClient) -> None:
-        await self._train(crew, client, "a", "c")
-        await self._register(crew, client, "b")
+    async def test_last_of_several_draining_workers_gives_the_state(
+        self, group: TrainerGroup, client: ForgedClient
+    ) -> None:
+        await self._train(group, client, "a", "c")
+        await self._register(group, client, "b")
         for name in "ac":
-            crew[name].worker.drain("the spot price")
-        assert await crew.over("a", "c") == [None, None]
-        await self._is_continued_by(crew, "b")
+            group[name].worker.drain("the spot price")
+        assert await group.over("a", "c") == [None, None]
+        await self._is_continued_by(group, "b")
 
     async def test_a_world_that_does_not_come_together_at_once_is_waited_for(
-        self, crew: Crew, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+        self, group: TrainerGroup, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        await self._train(crew, client, "a")
+        await self._train(group, client, "a")
         enter, failed = Mesh.enter, asyncio.Event()
 
         async def fail_once(mesh: Mesh, *arguments: Any) -> Any:
-            if mesh is crew["a"].member._mesh and not failed.is_set():
+            if mesh is group["a"].member._mesh and not failed.is_set():
                 failed.set()
                 raise WorldIncomplete("a packet was lost", "b")
             return await enter(mesh, *arguments)
 
         monkeypatch.setattr(Mesh, "enter", fail_once)
-        await self._register(crew, client, "b")
-        crew["a"].worker.drain("its host is needed")
-        assert await crew.over("a") == [None]
-        await self._is_continued_by(crew, "b")
+        await self._register(group, client, "b")
+        group["a"].worker.drain("its host is needed")
+        assert await group.over("a") == [None]
+        await self._is_continued_by(group, "b")
 
-    async def test_worker_without_a_successor_leaves_at_once(self, crew: Crew, client: ForgedClient) -> None:
-        await self._train(crew, client, "a")
-        crew["a"].worker.drain("there is no other worker")
-        assert await crew.over("a") == [None]
+    async def test_worker_without_a_successor_leaves_at_once(self, group: TrainerGroup, client: ForgedClient) -> None:
+        await self._train(group, client, "a")
+        group["a"].worker.drain("there is no other worker")
+        assert await group.over("a") == [None]
         assert [fact.reason for fact in await past(client, WorkerLeft)] == ["there is no other worker"]
 
 

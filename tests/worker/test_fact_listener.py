@@ -33,7 +33,7 @@ from forged.worker.worker_state.session_state import SessionState
 from tests.client.daemon_runner import DaemonRunner, config_in
 from tests.client.proxy import Proxy
 from tests.kernel_fixture import on_virtual_time, task_group
-from tests.worker.crew import JOB, Crew, crew_at
+from tests.worker.trainers import JOB, TrainerGroup, group_at
 
 PAUSED = Record.of(JobPaused("lunch"), fact_id=7, at=0.0)
 DONE = Record.of(JobCompleted(9), fact_id=8, at=0.0)
@@ -269,19 +269,19 @@ class TestFactsThatAreMissed:
     ) -> None:
         """The daemon, which is asked for what was missed, has heard less of the steps than have been made."""
         proxy = Proxy(tmp_path / "p", runner.config.socket)
-        async with crew_at(proxy.endpoint, use_synchronous_rescaling=False) as crew:
-            crew.start("me")
-            await crew.world_of("me", steps=5)
+        async with group_at(proxy.endpoint, use_synchronous_rescaling=False) as group:
+            group.start("me")
+            await group.world_of("me", steps=5)
             proxy.rule = lambda way, message: way == "down" and isinstance(message, Facts)
-            crew.endpoints = [runner.endpoint]
+            group.endpoints = [runner.endpoint]
             async with client.facts(RescaleCompleted) as facts:
-                crew.start("c")
+                group.start("c")
                 await anext(facts)
             await self._noise(client)
             proxy.rule = lambda way, message: False
             proxy.cut()
-            await crew.world_of("me", "c")
-            await crew.finish("me", "c")
+            await group.world_of("me", "c")
+            await group.finish("me", "c")
         await proxy.close()
 
     @pytest.mark.parametrize(
@@ -292,81 +292,81 @@ class TestFactsThatAreMissed:
         self, happening: str, runner: DaemonRunner, tmp_path: Path, client: ForgedClient
     ) -> None:
         proxy = Proxy(tmp_path / "p", runner.config.socket)
-        async with crew_at(runner.endpoint) as crew:
-            crew.start("a", "b")
-            await crew.world_of("a", "b")
-            crew.endpoints = [proxy.endpoint]
-            crew.start("me")
-            await crew.world_of("a", "b", "me")
-            crew.endpoints = [runner.endpoint]
+        async with group_at(runner.endpoint) as group:
+            group.start("a", "b")
+            await group.world_of("a", "b")
+            group.endpoints = [proxy.endpoint]
+            group.start("me")
+            await group.world_of("a", "b", "me")
+            group.endpoints = [runner.endpoint]
             # Facts do not come through until there are too many of them.
             proxy.rule = lambda way, message: way == "down" and isinstance(message, Facts)
-            await HAPPENINGS[happening](client, crew)
+            await HAPPENINGS[happening](client, group)
             await self._noise(client)
             proxy.rule = lambda way, message: False
             proxy.cut()
-            await AFTERMATHS[happening](client, crew)
+            await AFTERMATHS[happening](client, group)
         await proxy.close()
 
 
-async def _nothing(client: ForgedClient, crew: Crew) -> None:
+async def _nothing(client: ForgedClient, group: TrainerGroup) -> None:
     await client.note(JOB, "a remark")
 
 
-async def _join(client: ForgedClient, crew: Crew) -> None:
+async def _join(client: ForgedClient, group: TrainerGroup) -> None:
     async with client.facts(RescaleStarted) as facts:
-        crew.start("c")
+        group.start("c")
         await anext(facts)
 
 
-async def _complete(client: ForgedClient, crew: Crew) -> None:
+async def _complete(client: ForgedClient, group: TrainerGroup) -> None:
     async with client.facts(JobCompleted) as facts:
-        crew.total = crew["a"].worker.step + 3
+        group.total = group["a"].worker.step + 3
         await anext(facts)
 
 
-async def _all_go_on(client: ForgedClient, crew: Crew) -> None:
-    await crew.more_steps("a", "b", "me")
-    await crew.finish("a", "b", "me")
+async def _all_go_on(client: ForgedClient, group: TrainerGroup) -> None:
+    await group.more_steps("a", "b", "me")
+    await group.finish("a", "b", "me")
 
 
-async def _resumes(client: ForgedClient, crew: Crew) -> None:
-    await crew.until(lambda: all(crew[name].worker._state.current_world.is_stopped for name in ("a", "b")))
+async def _resumes(client: ForgedClient, group: TrainerGroup) -> None:
+    await group.until(lambda: all(group[name].worker._state.current_world.is_stopped for name in ("a", "b")))
     await client.resume_job(JOB)
-    await _all_go_on(client, crew)
+    await _all_go_on(client, group)
 
 
-async def _drained(client: ForgedClient, crew: Crew) -> None:
-    assert await crew.over("me") == [None]
-    await crew.world_of("a", "b")
+async def _drained(client: ForgedClient, group: TrainerGroup) -> None:
+    assert await group.over("me") == [None]
+    await group.world_of("a", "b")
 
 
-async def _joined(client: ForgedClient, crew: Crew) -> None:
-    await crew.world_of("a", "b", "c", "me")
-    await crew.finish("a", "b", "c", "me")
+async def _joined(client: ForgedClient, group: TrainerGroup) -> None:
+    await group.world_of("a", "b", "c", "me")
+    await group.finish("a", "b", "c", "me")
 
 
-async def _evicted(client: ForgedClient, crew: Crew) -> None:
-    assert isinstance((await crew.over("me"))[0], WorkerEvicted)
-    await crew.world_of("a", "b")
+async def _evicted(client: ForgedClient, group: TrainerGroup) -> None:
+    assert isinstance((await group.over("me"))[0], WorkerEvicted)
+    await group.world_of("a", "b")
 
 
-async def _aborted(client: ForgedClient, crew: Crew) -> None:
-    assert all(isinstance(error, JobEnded) for error in await crew.over("a", "b", "me"))
+async def _aborted(client: ForgedClient, group: TrainerGroup) -> None:
+    assert all(isinstance(error, JobEnded) for error in await group.over("a", "b", "me"))
 
 
-async def _completed(client: ForgedClient, crew: Crew) -> None:
-    assert await crew.over("a", "b", "me") == [None] * 3
-    assert crew["me"].worker.step == crew.total
+async def _completed(client: ForgedClient, group: TrainerGroup) -> None:
+    assert await group.over("a", "b", "me") == [None] * 3
+    assert group["me"].worker.step == group.total
 
 
-HAPPENINGS: dict[str, Callable[[ForgedClient, Crew], Awaitable[object]]] = {
+HAPPENINGS: dict[str, Callable[[ForgedClient, TrainerGroup], Awaitable[object]]] = {
     "nothing": _nothing,
-    "pause": lambda client, crew: client.pause_job(JOB),
-    "drain": lambda client, crew: client.drain_worker(JOB, "me"),
+    "pause": lambda client, group: client.pause_job(JOB),
+    "drain": lambda client, group: client.drain_worker(JOB, "me"),
     "join": _join,
-    "evict": lambda client, crew: client.evict_worker(JOB, "me"),
-    "abort": lambda client, crew: client.abort_job(JOB),
+    "evict": lambda client, group: client.evict_worker(JOB, "me"),
+    "abort": lambda client, group: client.abort_job(JOB),
     "complete": _complete,
 }
 AFTERMATHS = {

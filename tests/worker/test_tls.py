@@ -23,9 +23,9 @@ from forged.worker.transport.peer_tls import PeerTls
 from forged.worker.worker import ElasticWorker
 from tests.client.daemon_runner import DaemonRunner, config_in
 from tests.net.ends import Certificates
-from tests.worker.crew import JOB as CREWS_JOB
-from tests.worker.crew import crew_at
 from tests.worker.meshes import JOB, KEY, PATIENCE_S, Meshes, buffers, each, failures, incarnation, random_parts
+from tests.worker.trainers import JOB as CREWS_JOB
+from tests.worker.trainers import group_at
 
 HOST = "127.0.0.1"
 YESTERDAY = dt.datetime.now(dt.UTC) - dt.timedelta(days=1)
@@ -155,44 +155,44 @@ async def test_a_certificate_for_another_host_is_refused(certificates: Certifica
 async def test_workers_train_over_tls_and_a_newcomer_takes_the_state(
     runner: DaemonRunner, certificates: Certificates
 ) -> None:
-    async with crew_at(runner.endpoint) as crew:
-        crew.start("a", "b", peer_tls=identity(certificates))
-        await crew.world_of("a", "b")
-        crew.start("c", peer_tls=identity(certificates))
-        await crew.world_of("a", "b", "c")
-        await crew.finish("a", "b", "c")
+    async with group_at(runner.endpoint) as group:
+        group.start("a", "b", peer_tls=identity(certificates))
+        await group.world_of("a", "b")
+        group.start("c", peer_tls=identity(certificates))
+        await group.world_of("a", "b", "c")
+        await group.finish("a", "b", "c")
 
 
 async def test_refused_joiner_raises_the_reason_and_the_world_trains_on(
     runner: DaemonRunner, certificates: Certificates, strangers: Certificates
 ) -> None:
-    async with crew_at(runner.endpoint) as crew:
-        crew.start("a", "b", peer_tls=identity(certificates))
-        await crew.world_of("a", "b")
-        crew.start("c", peer_tls=identity(strangers))
-        (error,) = await crew.over("c")
+    async with group_at(runner.endpoint) as group:
+        group.start("a", "b", peer_tls=identity(certificates))
+        await group.world_of("a", "b")
+        group.start("c", peer_tls=identity(strangers))
+        (error,) = await group.over("c")
         assert isinstance(error, PeerError)
         assert error.code == "tls_failed"
-        await crew.world_of("a", "b")
-        await crew.finish("a", "b")
+        await group.world_of("a", "b")
+        await group.finish("a", "b")
 
 
 async def test_worker_whose_token_is_revoked_leaves_and_the_world_trains_on(
     runner: DaemonRunner, certificates: Certificates
 ) -> None:
     """Its certificate is not renewed in time, and the world changes."""
-    async with crew_at(runner.endpoint, max_consecutive_failures=100) as crew:
-        crew.start("a", "b", "c", peer_tls=identity(certificates))
-        await crew.world_of("a", "b", "c")
-        (hub,) = [name for name in "abc" if crew[name].worker.rank == 0]
+    async with group_at(runner.endpoint, max_consecutive_failures=100) as group:
+        group.start("a", "b", "c", peer_tls=identity(certificates))
+        await group.world_of("a", "b", "c")
+        (hub,) = [name for name in "abc" if group[name].worker.rank == 0]
         others = sorted({"a", "b", "c"} - {hub})
-        show(crew[hub].worker, expired(certificates))
+        show(group[hub].worker, expired(certificates))
         async with ForgedClient(runner.endpoint) as client:
             await client.rescale_job(CREWS_JOB)
-            await crew.world_of(*others)
+            await group.world_of(*others)
             failed = [item.fact async for item in client.past_facts(WorkerFailed) if isinstance(item, Record)]
         assert [fact.worker_id for fact in failed if isinstance(fact, WorkerFailed)] == [hub]
-        await crew.finish(*others)
+        await group.finish(*others)
 
 
 def test_every_variable_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

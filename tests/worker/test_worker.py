@@ -57,8 +57,18 @@ from forged.worker.worker import ElasticWorker
 from forged.worker.worker_state.current_world import CurrentWorld
 from tests.client.daemon_runner import SOON, DaemonRunner
 from tests.telemetry.heard import Heard
-from tests.worker.crew import JOB, PATIENCE_S, Crew, all_connected, chain_behind, config, crew_at, guest, past
 from tests.worker.meshes import until
+from tests.worker.trainers import (
+    JOB,
+    PATIENCE_S,
+    TrainerGroup,
+    all_connected,
+    chain_after,
+    config,
+    group_at,
+    past,
+    shared_worker,
+)
 
 
 class Pulsing(SharedProcess):
@@ -114,7 +124,7 @@ class TestTheValueOfIt:
 
     def test_it_tells_how_many_processes_it_stands_for(self) -> None:
         assert ElasticWorker("me", local_world_size=8).get_metadata().local_world_size == 8
-        with pytest.raises(RequestRefused, match="local_world_size is 0"):
+        with pytest.raises(RequestRefused, match=r"local_world_size must be an integer from 1 .*, got 0"):
             ElasticWorker("me", local_world_size=0)
 
     async def test_its_rank_is_its_place_in_the_topology(self) -> None:
@@ -219,7 +229,7 @@ class TestComingAndGoing:
     async def test_it_connects_registers_beats_and_disconnects(
         self, runner: DaemonRunner, client: ForgedClient
     ) -> None:
-        worker = guest("me", config(worker_heartbeat_timeout_ms=30), job=JOB, attributes={"gpu": "none"})
+        worker = shared_worker("me", config(worker_heartbeat_timeout_ms=30), job=JOB, attributes={"gpu": "none"})
         await worker.connect(runner.endpoint)
         assert worker.is_connected
         assert worker.is_registered
@@ -248,7 +258,7 @@ class TestComingAndGoing:
             beaten.set()
 
         monkeypatch.setattr(Registration, "beat", note)
-        async with guest("me", config(worker_heartbeat_timeout_ms=9_000), job=JOB) as worker:
+        async with shared_worker("me", config(worker_heartbeat_timeout_ms=9_000), job=JOB) as worker:
             await worker.connect(runner.endpoint)
             before = worker.get_metadata().last_heartbeat
             await asyncio.wait_for(beaten.wait(), PATIENCE_S)
@@ -286,7 +296,7 @@ class TestComingAndGoing:
         process.error = Unavailable("pulse_not_started", "the pulse could not be started")
         worker = ElasticWorker("me", config(), job=JOB, process=process)
         async with worker.session(runner.endpoint):
-            with pytest.raises(Unavailable, match="no pulse"):
+            with pytest.raises(Unavailable, match="the pulse could not be started"):
                 await worker.begin_step()
             assert not worker.is_registered
             assert await client.workers(JOB) == []
@@ -323,7 +333,7 @@ class TestComingAndGoing:
             await asyncio.sleep(0.1)
             await leave(presence)
 
-        worker = guest("me", config(), job=JOB)
+        worker = shared_worker("me", config(), job=JOB)
 
         async def train() -> None:
             async for _ in worker.steps(3):
@@ -353,9 +363,9 @@ class TestComingAndGoing:
                 await asyncio.Event().wait()
 
         monkeypatch.setattr(Registration, "leave", leave)
-        async with crew_at(runner.endpoint) as crew:
-            crew.total = 3
-            (a,) = crew.start("a")
+        async with group_at(runner.endpoint) as group:
+            group.total = 3
+            (a,) = group.start("a")
             await says.wait()
             assert a.task is not None
             a.task.cancel()
@@ -375,7 +385,7 @@ class TestComingAndGoing:
             joined.set()
             await asyncio.Event().wait()
 
-        worker = guest("me", config(), job=JOB)
+        worker = shared_worker("me", config(), job=JOB)
         async with worker.session(runner.endpoint):
             with monkeypatch.context() as patch:
                 patch.setattr(Registration, "join", join_slowly)
@@ -391,23 +401,23 @@ class TestComingAndGoing:
         assert reasons == ["it was interrupted" if is_cancelled else "it was disconnected", "it was disconnected"]
 
     async def test_worker_drained_in_the_last_step_reports_that_the_training_is_done(
-        self, crew: Crew, client: ForgedClient
+        self, group: TrainerGroup, client: ForgedClient
     ) -> None:
         async def drain(step: int) -> None:
             if step == 4:
-                crew["a"].worker.drain("the night")
-                await until(lambda: crew["a"].member.state.is_leave_due)
+                group["a"].worker.drain("the night")
+                await until(lambda: group["a"].member.state.is_leave_due)
 
-        crew.total = 5
-        (a,) = crew.make("a")
+        group.total = 5
+        (a,) = group.make("a")
         a.before_step = drain
-        crew.start("a")
-        assert await crew.over("a") == [None]
+        group.start("a")
+        assert await group.over("a") == [None]
         said = await past(client, WorkerLeft, JobCompleted)
         assert said == [WorkerLeft("a", "training completed"), JobCompleted(5)]
 
     async def test_worker_that_has_left_has_no_rank_and_does_not_resume(self, runner: DaemonRunner) -> None:
-        worker = guest("me", config(), job=JOB)
+        worker = shared_worker("me", config(), job=JOB)
         await worker.connect(runner.endpoint)
         await worker.begin_step()
         await worker.leave("enough of it")
@@ -420,13 +430,13 @@ class TestComingAndGoing:
     async def test_the_daemon_knows_how_many_processes_it_stands_for(
         self, runner: DaemonRunner, client: ForgedClient
     ) -> None:
-        async with guest("me", config(), job=JOB, local_world_size=8) as worker:
+        async with shared_worker("me", config(), job=JOB, local_world_size=8) as worker:
             await worker.connect(runner.endpoint)
             (view,) = await client.workers(JOB)
             assert view.local_world_size == 8
 
     async def test_connected_worker_cannot_connect_again(self, runner: DaemonRunner) -> None:
-        async with guest("me", config(), job=JOB) as worker:
+        async with shared_worker("me", config(), job=JOB) as worker:
             await worker.connect(runner.endpoint)
             with pytest.raises(RequestRefused) as raised:
                 await worker.connect(runner.endpoint)
@@ -437,7 +447,7 @@ class TestComingAndGoing:
     async def test_it_may_come_back_and_is_another_worker_then(
         self, runner: DaemonRunner, client: ForgedClient
     ) -> None:
-        worker = guest("me", config(), job=JOB)
+        worker = shared_worker("me", config(), job=JOB)
         incarnations = set()
         for _ in range(3):
             await worker.connect(runner.endpoint)
@@ -450,9 +460,9 @@ class TestComingAndGoing:
     async def test_an_id_that_is_alive_is_refused_and_leaves_nothing_behind(
         self, runner: DaemonRunner, client: ForgedClient
     ) -> None:
-        async with guest("me", config(), job=JOB) as first:
+        async with shared_worker("me", config(), job=JOB) as first:
             await first.connect(runner.endpoint)
-            second = guest("me", config(), job=JOB)
+            second = shared_worker("me", config(), job=JOB)
             with pytest.raises(RequestRefused) as raised:
                 await second.connect(runner.endpoint)
             assert raised.value.code == "worker_exists"
@@ -462,7 +472,7 @@ class TestComingAndGoing:
     async def test_state_that_cannot_be_transferred_is_refused_before_the_worker_joins(
         self, runner: DaemonRunner, client: ForgedClient
     ) -> None:
-        worker = guest("me", config(), job=JOB, state={"w": object()})
+        worker = shared_worker("me", config(), job=JOB, state={"w": object()})
         with pytest.raises(RequestRefused) as raised:
             await worker.connect(runner.endpoint)
         assert raised.value.code == "state_unfit"
@@ -474,7 +484,7 @@ class TestComingAndGoing:
         monkeypatch.setattr(
             sessions, "ForgedClient", lambda *where, **options: ForgedClient(*where, connect_timeout_s=0.05, **options)
         )
-        worker = guest("me", config(), job=JOB)
+        worker = shared_worker("me", config(), job=JOB)
         with pytest.raises(Unavailable):
             await worker.connect(f"unix://{tmp_path}/nobody")
         assert not worker.is_connected
@@ -489,20 +499,20 @@ class TestComingAndGoing:
             return ForgedClient(*where, **options)
 
         monkeypatch.setattr(sessions, "ForgedClient", reach)
-        async with guest("me", config(), job=JOB) as worker:
+        async with shared_worker("me", config(), job=JOB) as worker:
             await worker.connect(runner.endpoint)
         assert given["reconnect"].delay_max_s <= 0.5
 
-    async def test_the_job_settings_are_those_of_the_job(self, runner: DaemonRunner, crew: Crew) -> None:
-        crew.start("a")
-        await crew.world_of("a")
-        async with guest("b", None, job=JOB) as worker:
+    async def test_the_job_settings_are_those_of_the_job(self, runner: DaemonRunner, group: TrainerGroup) -> None:
+        group.start("a")
+        await group.world_of("a")
+        async with shared_worker("b", None, job=JOB) as worker:
             await worker.connect(runner.endpoint)
-            assert worker._connected.state.config == crew.config
+            assert worker._connected.state.config == group.config
 
     async def test_a_script_that_fails_says_so(self, runner: DaemonRunner, client: ForgedClient) -> None:
         async def script() -> None:
-            async with guest("me", config(), job=JOB) as worker:
+            async with shared_worker("me", config(), job=JOB) as worker:
                 await worker.connect(runner.endpoint)
                 raise ValueError("a mistake")
 
@@ -516,7 +526,7 @@ class TestComingAndGoing:
         connected = asyncio.Event()
 
         async def script() -> None:
-            async with guest("me", config(), job=JOB) as worker:
+            async with shared_worker("me", config(), job=JOB) as worker:
                 await worker.connect(runner.endpoint)
                 connected.set()
                 await asyncio.Event().wait()
@@ -531,7 +541,7 @@ class TestComingAndGoing:
     async def test_a_script_that_breaks_out_of_its_loop_says_so(
         self, runner: DaemonRunner, client: ForgedClient
     ) -> None:
-        async with guest("me", config(), job=JOB) as worker:
+        async with shared_worker("me", config(), job=JOB) as worker:
             await worker.connect(runner.endpoint)
             async for step in worker.steps():
                 if step == 2:
@@ -542,7 +552,7 @@ class TestComingAndGoing:
         self, runner: DaemonRunner, client: ForgedClient
     ) -> None:
         async def script() -> None:
-            async with guest("me", config(), job=JOB) as worker:
+            async with shared_worker("me", config(), job=JOB) as worker:
                 await worker.connect(runner.endpoint)
                 try:
                     async for step in worker.steps():
@@ -561,7 +571,7 @@ class TestTraining:
     async def test_step_tells_after_its_block_that_it_was_aborted(self, runner: DaemonRunner) -> None:
         done: list[int] = []
         aborted: list[int] = []
-        async with guest("me", config(), job=JOB) as worker:
+        async with shared_worker("me", config(), job=JOB) as worker:
             await worker.connect(runner.endpoint)
             async for step in worker.steps(3):
                 with step:
@@ -574,28 +584,28 @@ class TestTraining:
                     aborted.append(int(step))
         assert (done, aborted) == ([0, 1, 2], [1])
 
-    async def test_one_trains_alone(self, crew: Crew, client: ForgedClient) -> None:
-        crew.start("a")
-        await crew.world_of("a")
-        await crew.finish("a")
-        assert [fact.step for fact in await past(client, JobCompleted)] == [crew.total]
+    async def test_one_trains_alone(self, group: TrainerGroup, client: ForgedClient) -> None:
+        group.start("a")
+        await group.world_of("a")
+        await group.finish("a")
+        assert [fact.step for fact in await past(client, JobCompleted)] == [group.total]
 
-    async def test_joiners_take_step_rate_and_state_from_the_first_worker(self, crew: Crew) -> None:
-        crew.make("a", learning_rate=0.25, global_batch_size=64)
-        crew["a"].state["ballast"][:] = 7.0
-        crew.start("a")
-        await crew.world_of("a", steps=5)
-        crew.start("b")
-        await crew.world_of("a", "b")
-        b = crew["b"]
+    async def test_joiners_take_step_rate_and_state_from_the_first_worker(self, group: TrainerGroup) -> None:
+        group.make("a", learning_rate=0.25, global_batch_size=64)
+        group["a"].state["ballast"][:] = 7.0
+        group.start("a")
+        await group.world_of("a", steps=5)
+        group.start("b")
+        await group.world_of("a", "b")
+        b = group["b"]
         assert b.places[0].step >= 5
         assert (b.worker.learning_rate, b.worker.global_batch_size) == (0.25, 64)
         assert (b.state["ballast"] == 7.0).all()
-        crew.start("c", "d")
-        await crew.world_of("a", "b", "c", "d")
-        await crew.finish("a", "b", "c", "d")
+        group.start("c", "d")
+        await group.world_of("a", "b", "c", "d")
+        await group.finish("a", "b", "c", "d")
 
-    async def test_no_step_is_repeated_when_a_worker_joins(self, crew: Crew) -> None:
+    async def test_no_step_is_repeated_when_a_worker_joins(self, group: TrainerGroup) -> None:
         """All stop behind the same step: no step is broken off."""
         aborted: list[str] = []
         lose = CurrentWorld.lose
@@ -606,38 +616,38 @@ class TestTraining:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CurrentWorld, "lose", note)
-            crew.start("a", "b")
-            await crew.world_of("a", "b")
+            group.start("a", "b")
+            await group.world_of("a", "b")
             for name in ("c", "d"):
-                crew.start(name)
-                await crew.world_of(*crew.trainers)
+                group.start(name)
+                await group.world_of(*group.trainers)
             assert aborted == []
-        await crew.finish(*crew.trainers)
+        await group.finish(*group.trainers)
 
-    async def test_events_tell_of_every_world_with_the_rank_in_it(self, crew: Crew) -> None:
+    async def test_events_tell_of_every_world_with_the_rank_in_it(self, group: TrainerGroup) -> None:
         synchronised: list[GlobalTrainingState] = []
-        crew.make("a")[0].worker.state_synchronized.subscribe(synchronised.append)
-        crew.start("a")
-        await crew.world_of("a")
-        crew.start("b")
-        await crew.world_of("a", "b")
-        first, second = crew["a"].rescales
+        group.make("a")[0].worker.state_synchronized.subscribe(synchronised.append)
+        group.start("a")
+        await group.world_of("a")
+        group.start("b")
+        await group.world_of("a", "b")
+        first, second = group["a"].rescales
         assert (first.type, first.new_topology.world_size, first.old_topology.world_size) == ("scale_up", 1, 0)
         assert [worker.id for worker in second.added_workers] == ["b"]
         assert second.old_topology == first.new_topology
         assert second.trigger_reason == "b joined"
-        (joined,) = crew["b"].rescales
+        (joined,) = group["b"].rescales
         assert joined.new_topology == second.new_topology
         assert joined.old_topology == first.new_topology
         assert [state.active_worker_count for state in synchronised] == [1, 2]
         assert synchronised[1].current_step >= 2
 
-    async def test_rank_and_size_are_those_of_the_world_that_was_entered(self, crew: Crew) -> None:
-        crew.start("a")
-        await crew.world_of("a")
-        crew.start("b", "c")
-        await crew.world_of("a", "b", "c")
-        for trainer in crew.trainers.values():
+    async def test_rank_and_size_are_those_of_the_world_that_was_entered(self, group: TrainerGroup) -> None:
+        group.start("a")
+        await group.world_of("a")
+        group.start("b", "c")
+        await group.world_of("a", "b", "c")
+        for trainer in group.trainers.values():
             topology = trainer.worker.current_topology
             assert topology is not None
             assert topology.workers[trainer.worker.rank] == trainer.worker.worker_id
@@ -645,63 +655,63 @@ class TestTraining:
             assert state is not None
             assert (state.active_worker_count, trainer.worker.get_metadata().status) == (3, WorkerStatus.ACTIVE)
 
-    async def test_it_says_that_it_rescales_until_it_is_in_the_new_world(self, crew: Crew) -> None:
-        crew.start("a")
-        await crew.world_of("a")
-        assert not crew["a"].worker.is_rescaling
+    async def test_it_says_that_it_rescales_until_it_is_in_the_new_world(self, group: TrainerGroup) -> None:
+        group.start("a")
+        await group.world_of("a")
+        assert not group["a"].worker.is_rescaling
         seen: list[bool] = []
         leave = CurrentWorld.leave
 
         async def look(presence: CurrentWorld) -> None:
-            (worker,) = (one.worker for one in crew.trainers.values() if one.worker._state.current_world is presence)
+            (worker,) = (one.worker for one in group.trainers.values() if one.worker._state.current_world is presence)
             seen.append(worker.is_rescaling)
             await leave(presence)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CurrentWorld, "leave", look)
-            crew.start("b")
-            await crew.world_of("a", "b")
+            group.start("b")
+            await group.world_of("a", "b")
         assert len(seen) >= 2
         assert all(seen)
-        assert not any(trainer.worker.is_rescaling for trainer in crew.trainers.values())
-        await crew.finish("a", "b")
+        assert not any(trainer.worker.is_rescaling for trainer in group.trainers.values())
+        await group.finish("a", "b")
 
-    async def test_a_script_begins_where_it_says(self, crew: Crew) -> None:
-        trainer = crew.make("a")[0]
+    async def test_a_script_begins_where_it_says(self, group: TrainerGroup) -> None:
+        trainer = group.make("a")[0]
         trainer.worker.update_training_state(3, 40, 0.5)
-        trainer.state["chain"][0] = chain_behind(40)
-        crew.start("a")
-        crew.start("b")
-        await crew.world_of("a", "b")
-        assert crew["b"].worker.epoch == 3
-        assert crew["b"].places[0].step >= 40
-        await crew.finish("a", "b")
+        trainer.state["chain"][0] = chain_after(40)
+        group.start("a")
+        group.start("b")
+        await group.world_of("a", "b")
+        assert group["b"].worker.epoch == 3
+        assert group["b"].places[0].step >= 40
+        await group.finish("a", "b")
 
-    async def test_the_world_counts_its_steps_and_the_script_its_epochs(self, crew: Crew) -> None:
-        crew.start("a")
-        await crew.world_of("a")
-        worker = crew["a"].worker
+    async def test_the_world_counts_its_steps_and_the_script_its_epochs(self, group: TrainerGroup) -> None:
+        group.start("a")
+        await group.world_of("a")
+        worker = group["a"].worker
         with pytest.raises(RequestRefused) as raised:
             worker.update_training_state(1, worker.step + 5, 0.5)
         assert raised.value.code == "step_counted"
         worker.update_training_state(1, worker.step, 0.5)
-        crew.start("b")
-        await crew.world_of("a", "b")
-        assert (crew["b"].worker.epoch, crew["b"].worker.learning_rate) == (1, 0.5)
+        group.start("b")
+        await group.world_of("a", "b")
+        assert (group["b"].worker.epoch, group["b"].worker.learning_rate) == (1, 0.5)
 
     @pytest.mark.parametrize("synchronous", [False, True])
     async def test_the_rate_and_the_batch_follow_the_world_where_they_shall(
         self, synchronous: bool, runner: DaemonRunner
     ) -> None:
         settings = {"use_synchronous_rescaling": synchronous, "scale_batch_with_world": True}
-        async with crew_at(runner.endpoint, **settings) as crew:
-            crew.make("a", learning_rate=0.1, global_batch_size=32)
-            crew.start("a")
-            await crew.world_of("a")
-            crew.start("b")
-            await crew.world_of("a", "b")
+        async with group_at(runner.endpoint, **settings) as group:
+            group.make("a", learning_rate=0.1, global_batch_size=32)
+            group.start("a")
+            await group.world_of("a")
+            group.start("b")
+            await group.world_of("a", "b")
             for name in ("a", "b"):
-                worker = crew[name].worker
+                worker = group[name].worker
                 assert worker.learning_rate == pytest.approx(0.2)
                 assert worker.global_batch_size == 64
 
@@ -710,21 +720,21 @@ class TestTraining:
         self, synchronous: bool, runner: DaemonRunner
     ) -> None:
         settings = {"use_synchronous_rescaling": synchronous, "scale_batch_with_world": True}
-        async with crew_at(runner.endpoint, **settings) as crew:
+        async with group_at(runner.endpoint, **settings) as group:
             heard: dict[str, list[tuple[int, float, int, int]]] = {"a": [], "b": []}
 
             def note(name: str, event: RescalingEvent) -> None:
-                worker = crew[name].worker
+                worker = group[name].worker
                 paces = worker.learning_rate, worker.global_batch_size
                 heard[name].append((event.new_topology.world_size, *paces, worker.epoch))
 
-            for trainer in crew.make("a", "b", learning_rate=0.1, global_batch_size=32):
+            for trainer in group.make("a", "b", learning_rate=0.1, global_batch_size=32):
                 trainer.worker.rescaling_requested.subscribe(partial(note, trainer.name))
-            crew["a"].worker.update_training_state(3, 0, 0.1)
-            crew.start("a")
-            await crew.world_of("a")
-            crew.start("b")
-            await crew.world_of("a", "b")
+            group["a"].worker.update_training_state(3, 0, 0.1)
+            group.start("a")
+            await group.world_of("a")
+            group.start("b")
+            await group.world_of("a", "b")
             assert heard == {"a": [(1, 0.1, 32, 3), (2, 0.2, 64, 3)], "b": [(2, 0.2, 64, 3)]}
 
     @pytest.mark.parametrize("synchronous", [False, True])
@@ -732,23 +742,23 @@ class TestTraining:
         self, synchronous: bool, runner: DaemonRunner
     ) -> None:
         settings = {"use_synchronous_rescaling": synchronous, "base_learning_rate": 0.5}
-        async with crew_at(runner.endpoint, **settings) as crew:
-            crew.make("a", learning_rate=0.25)
-            crew.start("a")
-            await crew.world_of("a")
-            worker = crew["a"].worker
+        async with group_at(runner.endpoint, **settings) as group:
+            group.make("a", learning_rate=0.25)
+            group.start("a")
+            await group.world_of("a")
+            worker = group["a"].worker
             worker.update_training_state(1, worker.step, 0.125)
-            crew.start("b")
-            await crew.world_of("a", "b")
-            assert [crew[name].worker.learning_rate for name in ("a", "b")] == [0.125, 0.125]
-            assert [crew[name].worker.epoch for name in ("a", "b")] == [1, 1]
+            group.start("b")
+            await group.world_of("a", "b")
+            assert [group[name].worker.learning_rate for name in ("a", "b")] == [0.125, 0.125]
+            assert [group[name].worker.epoch for name in ("a", "b")] == [1, 1]
 
-    async def test_collectives_are_those_of_the_world(self, crew: Crew) -> None:
-        crew.start("a", "b")
-        await crew.world_of("a", "b")
+    async def test_collectives_are_those_of_the_world(self, group: TrainerGroup) -> None:
+        group.start("a", "b")
+        await group.world_of("a", "b")
         found: dict[str, list[Any]] = {}
         # No worker is more than one step ahead of another.
-        begins_at = crew["a"].worker.step + 2
+        begins_at = group["a"].worker.step + 2
 
         async def all_of_them(worker: ElasticWorker) -> None:
             await worker.barrier()
@@ -763,28 +773,28 @@ class TestTraining:
 
             return do
 
-        for trainer in crew.trainers.values():
+        for trainer in group.trainers.values():
             trainer.before_step = at_that_step(trainer.worker)
-        await crew.until(lambda: len(found) == 2)
+        await group.until(lambda: len(found) == 2)
         assert sorted(found.values(), key=lambda one: int(one[0])) == [[0, [0, 1], 6, 1], [1, None, 6, 1]]
-        await crew.finish("a", "b")
+        await group.finish("a", "b")
 
-    async def test_ranks_that_do_not_do_the_same_are_told_so(self, crew: Crew) -> None:
-        crew.start("a", "b")
-        await crew.world_of("a", "b")
+    async def test_ranks_that_do_not_do_the_same_are_told_so(self, group: TrainerGroup) -> None:
+        group.start("a", "b")
+        await group.world_of("a", "b")
 
         async def something_else(step: int) -> None:
-            await crew["b"].worker.broadcast(1)
+            await group["b"].worker.broadcast(1)
 
-        crew["b"].before_step = something_else
-        outcomes = await crew.over("a", "b")
+        group["b"].before_step = something_else
+        outcomes = await group.over("a", "b")
         assert all(isinstance(error, CollectiveMismatch) for error in outcomes), outcomes
 
     async def test_steps_are_an_iterator_of_steps_that_may_be_broken_off(
-        self, runner: DaemonRunner, crew: Crew
+        self, runner: DaemonRunner, group: TrainerGroup
     ) -> None:
         numbers: list[int] = []
-        async with guest("me", crew.config, job=JOB) as worker:
+        async with shared_worker("me", group.config, job=JOB) as worker:
             await worker.connect(runner.endpoint)
             async for step in worker.steps(5):
                 with step:
@@ -799,16 +809,16 @@ class TestWaiting:
     async def test_it_says_what_it_waits_for(self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(registrations, "LOGGED_AFTER_S", 0.01)
         log = Heard()
-        async with crew_at(runner.endpoint, min_workers=2) as crew:
-            crew.start("a", log=log)
+        async with group_at(runner.endpoint, min_workers=2) as group:
+            group.start("a", log=log)
             async with asyncio.timeout(PATIENCE_S):
                 while not log.of("this worker waits"):
                     await asyncio.sleep(0.01)
-            crew.start("b")
-            await crew.world_of("a", "b")
+            group.start("b")
+            await group.world_of("a", "b")
             told = len(log.of("this worker waits"))
-            await crew.more_steps("a", "b")
-            await crew.finish("a", "b")
+            await group.more_steps("a", "b")
+            await group.finish("a", "b")
         assert log.of("this worker waits")[0]["why"].startswith("1 worker waits for 1 more: min_workers is 2")
         assert len(log.of("this worker waits")) == told
 
@@ -823,7 +833,7 @@ class TestLeaving:
             await worker.barrier()
             left.append(await past(client, WorkerLeft))
 
-        async with guest("me", config(), job=JOB) as worker:
+        async with shared_worker("me", config(), job=JOB) as worker:
             worker.leaving.subscribe(save)
             await worker.connect(runner.endpoint)
             async for step in worker.steps():
@@ -832,29 +842,31 @@ class TestLeaving:
         assert left == [[]]
         assert [fact.reason for fact in await past(client, WorkerLeft)] == ["it is enough"]
 
-    async def test_other_workers_train_in_another_world_while_one_saves(self, crew: Crew, client: ForgedClient) -> None:
-        crew.start("a", "b", "c")
-        await crew.world_of("a", "b", "c")
+    async def test_other_workers_train_in_another_world_while_one_saves(
+        self, group: TrainerGroup, client: ForgedClient
+    ) -> None:
+        group.start("a", "b", "c")
+        await group.world_of("a", "b", "c")
         saves, saved = asyncio.Event(), asyncio.Event()
 
         async def save(reason: str) -> None:
             saves.set()
             await saved.wait()
 
-        crew["b"].worker.leaving.subscribe(save)
-        crew["b"].worker.drain("the night")
+        group["b"].worker.leaving.subscribe(save)
+        group["b"].worker.drain("the night")
         await saves.wait()
         await client.evict_worker(JOB, "c", "it is slow")
-        assert isinstance((await crew.over("c"))[0], WorkerEvicted)
-        await crew.world_of("a")
+        assert isinstance((await group.over("c"))[0], WorkerEvicted)
+        await group.world_of("a")
         assert await past(client, WorkerLeft) == []
         saved.set()
-        assert await crew.over("b") == [None]
-        await crew.finish("a")
+        assert await group.over("b") == [None]
+        await group.finish("a")
 
     @pytest.mark.parametrize("is_needed", [False, True])
-    async def test_script_cancelled_while_it_saves_is_told_again(self, is_needed: bool, crew: Crew) -> None:
-        (a,) = crew.make("a")
+    async def test_script_cancelled_while_it_saves_is_told_again(self, is_needed: bool, group: TrainerGroup) -> None:
+        (a,) = group.make("a")
         saves, saved = asyncio.Event(), list[str]()
 
         async def save(reason: str) -> None:
@@ -864,10 +876,10 @@ class TestLeaving:
             saved.append(reason)
 
         a.worker.leaving.subscribe(save)
-        async with a.worker.session(*crew.endpoints):
+        async with a.worker.session(*group.endpoints):
             assert await a.worker.begin_step() == 0
             a.worker.drain("the night")
-            a.state["chain"][0] = chain_behind(1)
+            a.state["chain"][0] = chain_after(1)
             await a.worker.finish_step()
             await until(lambda: a.member.state.is_leave_due)
             interrupted = asyncio.create_task(a.worker.begin_step())
@@ -875,20 +887,20 @@ class TestLeaving:
             interrupted.cancel()
             await asyncio.wait([interrupted])
             if is_needed:
-                crew.start("b")
+                group.start("b")
                 await until(lambda: not a.member.state.is_leave_due)
             assert await a.worker.begin_step() is None
         assert saved == ["the night"]
         if is_needed:
-            await crew.world_of("b")
-            assert crew["b"].places[0].step == 1
+            await group.world_of("b")
+            assert group["b"].places[0].step == 1
 
-    async def test_state_that_fails_to_pack_does_not_keep_the_script_from_saving(self, crew: Crew) -> None:
+    async def test_state_that_fails_to_pack_does_not_keep_the_script_from_saving(self, group: TrainerGroup) -> None:
         """Another comes for it meanwhile, and has it when it can be had again."""
 
         class Saved:
             is_locked = False
-            chain = np.full(1, chain_behind(1))
+            chain = np.full(1, chain_after(1))
 
             def state_dict(self) -> dict[str, Any]:
                 if self.is_locked:
@@ -903,33 +915,35 @@ class TestLeaving:
 
         async def save(reason: str) -> None:
             state.is_locked = True
-            crew.start("b")
+            group.start("b")
             await asked.wait()
             state.is_locked = False
 
-        worker = guest("a", config(), job=JOB, state=state)
+        worker = shared_worker("a", config(), job=JOB, state=state)
         worker.leaving.subscribe(save)
-        async with worker.session(*crew.endpoints), asyncio.timeout(PATIENCE_S):
+        async with worker.session(*group.endpoints), asyncio.timeout(PATIENCE_S):
             assert await worker.begin_step() == 0
             await worker.finish_step()
             worker.drain("the night")
             await until(lambda: worker._connected.state.is_leave_due)
             assert await worker.begin_step() is None
-        await crew.world_of("b")
-        assert crew["b"].places[0].step == 1
+        await group.world_of("b")
+        assert group["b"].places[0].step == 1
 
-    async def test_operator_drains_one_worker_and_the_world_trains_on(self, crew: Crew, client: ForgedClient) -> None:
-        crew.start("a", "b", "c")
-        await crew.world_of("a", "b", "c")
+    async def test_operator_drains_one_worker_and_the_world_trains_on(
+        self, group: TrainerGroup, client: ForgedClient
+    ) -> None:
+        group.start("a", "b", "c")
+        await group.world_of("a", "b", "c")
         why: list[str] = []
-        crew["a"].worker.leaving.subscribe(why.append)
+        group["a"].worker.leaving.subscribe(why.append)
         await client.drain_worker(JOB, "a", "its host is needed")
-        assert await crew.over("a") == [None]
+        assert await group.over("a") == [None]
         assert why == ["its host is needed"]
-        await crew.world_of("b", "c")
+        await group.world_of("b", "c")
         assert [fact.reason for fact in await past(client, WorkerLeft)] == ["its host is needed"]
         assert await past(client, WorkerFailed) == []
-        await crew.finish("b", "c")
+        await group.finish("b", "c")
 
     async def test_draining_worker_in_a_stuck_collective_leaves_after_the_timeout(
         self, runner: DaemonRunner, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
@@ -941,16 +955,16 @@ class TestLeaving:
             holds.set()
             await goes_on.wait()
 
-        async with crew_at(runner.endpoint, leave_timeout_ms=100) as crew:
-            crew.start("a", "b")
-            await crew.world_of("a", "b")
-            crew["b"].before_exchange = hold
+        async with group_at(runner.endpoint, leave_timeout_ms=100) as group:
+            group.start("a", "b")
+            await group.world_of("a", "b")
+            group["b"].before_exchange = hold
             await holds.wait()
-            crew["a"].worker.drain("the night")
-            assert await crew.over("a") == [None]
+            group["a"].worker.drain("the night")
+            assert await group.over("a") == [None]
             goes_on.set()
-            await crew.world_of("b")
-            await crew.finish("b")
+            await group.world_of("b")
+            await group.finish("b")
         (left,) = [fact for fact in await past(client, WorkerLeft) if fact.worker_id == "a"]
         assert left.reason.startswith("the night; ")
         assert await past(client, WorkerFailed) == []
@@ -961,10 +975,10 @@ class TestLeaving:
         monkeypatch.setattr("forged.worker.drain.LOOK_INTERVAL_S", 0.02)
         holds, goes_on = asyncio.Event(), asyncio.Event()
         told: list[tuple[int, int]] = []
-        async with crew_at(runner.endpoint, leave_timeout_ms=100) as crew:
-            a, b = crew.start("a", "b")
+        async with group_at(runner.endpoint, leave_timeout_ms=100) as group:
+            a, b = group.start("a", "b")
             a.worker.leaving.subscribe(lambda _: told.append((a.worker.step, a.chain)))
-            await crew.world_of("a", "b")
+            await group.world_of("a", "b")
             finish_step = b.worker.finish_step
 
             async def hold() -> bool:
@@ -975,22 +989,22 @@ class TestLeaving:
             monkeypatch.setattr(b.worker, "finish_step", hold)
             await holds.wait()
             a.worker.drain("the night")
-            assert await crew.over("a") == [None]
+            assert await group.over("a") == [None]
             goes_on.set()
             ((step, chain),) = told
-            assert (step, chain) == (a.places[-1].step + 2, chain_behind(step))
+            assert (step, chain) == (a.places[-1].step + 2, chain_after(step))
             assert a.worker.step == step, "behind the end, too"
 
-    async def test_a_script_drains_itself(self, crew: Crew) -> None:
-        crew.start("a", "b")
-        await crew.world_of("a", "b")
-        crew["b"].worker.drain("it has an appointment")
-        assert await crew.over("b") == [None]
-        await crew.world_of("a")
-        await crew.finish("a")
+    async def test_a_script_drains_itself(self, group: TrainerGroup) -> None:
+        group.start("a", "b")
+        await group.world_of("a", "b")
+        group["b"].worker.drain("it has an appointment")
+        assert await group.over("b") == [None]
+        await group.world_of("a")
+        await group.finish("a")
 
     async def test_one_that_waits_drains_too(self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-        async with crew_at(runner.endpoint, min_workers=2) as crew:
+        async with group_at(runner.endpoint, min_workers=2) as group:
             waits = asyncio.Event()
             advance = Rescaler.advance
 
@@ -999,56 +1013,56 @@ class TestLeaving:
                 await advance(rescaler)
 
             monkeypatch.setattr(Rescaler, "advance", come)
-            crew.start("a")
+            group.start("a")
             await waits.wait()
-            crew["a"].worker.drain("no other worker joins")
-            assert await crew.over("a") == [None]
+            group["a"].worker.drain("no other worker joins")
+            assert await group.over("a") == [None]
 
     async def test_the_last_one_with_the_state_gives_it_away_before_it_goes(
-        self, crew: Crew, monkeypatch: pytest.MonkeyPatch
+        self, group: TrainerGroup, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        crew.start("a")
-        await crew.world_of("a", steps=5)
+        group.start("a")
+        await group.world_of("a", steps=5)
         fetch = StateExchange.fetch
 
         async def drain_first(exchange: StateExchange, *arguments: Any) -> None:
-            crew["a"].worker.drain("in the middle of it")
+            group["a"].worker.drain("in the middle of it")
             await fetch(exchange, *arguments)
 
         monkeypatch.setattr(StateExchange, "fetch", drain_first)
-        crew.start("b")
-        assert await crew.over("a") == [None]
-        await crew.world_of("b")
-        assert crew["b"].places[0].step >= 5
-        await crew.finish("b")
+        group.start("b")
+        assert await group.over("a") == [None]
+        await group.world_of("b")
+        assert group["b"].places[0].step >= 5
+        await group.finish("b")
 
     @pytest.mark.parametrize("synchronous", [True, False])
     async def test_only_state_holder_gives_its_state_to_a_waiting_joiner_before_it_leaves(
         self, synchronous: bool, runner: DaemonRunner, client: ForgedClient
     ) -> None:
         settings = {"stability_window_ms": 600_000, "use_synchronous_rescaling": synchronous}
-        async with crew_at(runner.endpoint, **settings) as crew, client.facts(WorkerJoined, jobs=[JOB]) as joined:
-            crew.start("a")
+        async with group_at(runner.endpoint, **settings) as group, client.facts(WorkerJoined, jobs=[JOB]) as joined:
+            group.start("a")
             await anext(joined)
             await client.rescale_job(JOB)
-            await crew.world_of("a", steps=5)
-            crew.start("b")
+            await group.world_of("a", steps=5)
+            group.start("b")
             await anext(joined)
-            crew["a"].worker.drain("its host is needed")
-            assert await crew.over("a") == [None]
-            await crew.world_of("b")
-            assert crew["b"].places[0].step >= 5
-            await crew.finish("b")
+            group["a"].worker.drain("its host is needed")
+            assert await group.over("a") == [None]
+            await group.world_of("b")
+            assert group["b"].places[0].step >= 5
+            await group.finish("b")
 
     @pytest.mark.parametrize(("synchronous", "moment"), [(True, "_report"), (False, "_cross")])
     async def test_only_state_holder_gives_its_state_to_a_joiner_of_a_running_attempt_before_it_leaves(
         self, synchronous: bool, moment: str, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with crew_at(runner.endpoint, use_synchronous_rescaling=synchronous) as crew:
-            crew.start("a")
-            await crew.world_of("a", steps=5)
-            worker = crew["a"].worker
-            rescaler = crew["a"].member.rescaler
+        async with group_at(runner.endpoint, use_synchronous_rescaling=synchronous) as group:
+            group.start("a")
+            await group.world_of("a", steps=5)
+            worker = group["a"].worker
+            rescaler = group["a"].member.rescaler
             go_on = getattr(rescaler, moment)
 
             async def drain_first(*arguments: Any) -> None:
@@ -1056,16 +1070,16 @@ class TestLeaving:
                 await go_on(*arguments)
 
             monkeypatch.setattr(rescaler, moment, drain_first)
-            crew.start("b")
-            assert await crew.over("a") == [None]
-            await crew.world_of("b")
-            assert crew["b"].places[0].step >= 5
-            await crew.finish("b")
+            group.start("b")
+            assert await group.over("a") == [None]
+            await group.world_of("b")
+            assert group["b"].places[0].step >= 5
+            await group.finish("b")
 
     async def test_worker_drained_while_its_session_ends_ends(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        worker = guest("me", config(), job=JOB)
+        worker = shared_worker("me", config(), job=JOB)
         open_mesh = Mesh.open
 
         @asynccontextmanager
@@ -1078,48 +1092,50 @@ class TestLeaving:
         async with worker.session(runner.endpoint):
             await worker.register()
 
-    async def test_evicted_worker_is_told_and_the_world_trains_on(self, crew: Crew, client: ForgedClient) -> None:
-        crew.start("a", "b", "c")
-        await crew.world_of("a", "b", "c")
+    async def test_evicted_worker_is_told_and_the_world_trains_on(
+        self, group: TrainerGroup, client: ForgedClient
+    ) -> None:
+        group.start("a", "b", "c")
+        await group.world_of("a", "b", "c")
         await client.evict_worker(JOB, "a", "it is slow")
-        (error,) = await crew.over("a")
+        (error,) = await group.over("a")
         assert isinstance(error, WorkerEvicted)
         assert "it is slow" in error.message
-        await crew.world_of("b", "c")
-        await crew.finish("b", "c")
+        await group.world_of("b", "c")
+        await group.finish("b", "c")
 
     async def test_worker_that_reaches_the_total_completes_the_job_for_all(
-        self, crew: Crew, client: ForgedClient
+        self, group: TrainerGroup, client: ForgedClient
     ) -> None:
-        crew.start("a", "b", "c")
-        await crew.world_of("a", "b", "c")
-        await crew.finish("a", "b", "c")
+        group.start("a", "b", "c")
+        await group.world_of("a", "b", "c")
+        await group.finish("a", "b", "c")
         (completed,) = await past(client, JobCompleted)
-        assert completed.step == crew.total
-        late = guest("late", config(), job=JOB)
+        assert completed.step == group.total
+        late = shared_worker("late", config(), job=JOB)
         with pytest.raises(RequestRefused) as raised:
-            await late.connect(*crew.endpoints)
+            await late.connect(*group.endpoints)
         assert raised.value.code == "job_over"
 
     async def test_worker_that_was_never_taken_in_learns_that_the_job_is_complete(self, runner: DaemonRunner) -> None:
-        async with crew_at(runner.endpoint, max_workers=1) as crew:
-            crew.start("a")
-            await crew.world_of("a")
-            crew.start("b")
-            await crew.until(lambda: crew["b"].worker.is_registered)
-            crew.total = crew["a"].worker.step + 3
-            of_a, of_b = await crew.over("a", "b")
+        async with group_at(runner.endpoint, max_workers=1) as group:
+            group.start("a")
+            await group.world_of("a")
+            group.start("b")
+            await group.until(lambda: group["b"].worker.is_registered)
+            group.total = group["a"].worker.step + 3
+            of_a, of_b = await group.over("a", "b")
             assert of_a is None
             assert isinstance(of_b, JobEnded)
             assert of_b.code == "job_completed"
-            assert crew["b"].places == []
+            assert group["b"].places == []
 
     async def test_state_source_trains_on_after_a_gap_in_the_facts(
-        self, crew: Crew, monkeypatch: pytest.MonkeyPatch
+        self, group: TrainerGroup, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         held, go = asyncio.Event(), asyncio.Event()
-        crew.start("a")
-        await crew.world_of("a")
+        group.start("a")
+        await group.world_of("a")
         fetch = StateExchange.fetch
 
         async def slowly(exchange: StateExchange, source: WorkerId, attempt: int) -> None:
@@ -1128,14 +1144,14 @@ class TestLeaving:
             await fetch(exchange, source, attempt)
 
         monkeypatch.setattr(StateExchange, "fetch", slowly)
-        crew.start("b")
+        group.start("b")
         await held.wait()
-        a = crew["a"].member
+        a = group["a"].member
         heard_at = a.state.view.newest_fact_id
         a.listener.hear(Gap(heard_at + 1, heard_at + 2, "the journal has moved on"))
         go.set()
-        await crew.world_of("a", "b")
-        await crew.finish("a", "b")
+        await group.world_of("a", "b")
+        await group.finish("a", "b")
 
     async def test_that_the_training_is_done_is_said_for_as_long_as_the_daemon_waits(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
@@ -1155,10 +1171,10 @@ class TestLeaving:
         monkeypatch.setattr(Registration, "say", later)
         monkeypatch.setattr(registrations, "LEAVE_TIMEOUT_S", 0.01)
         monkeypatch.setattr("forged.worker.session.LEAVE_TIMEOUT_S", 0.01)
-        async with crew_at(runner.endpoint) as crew:
-            crew.total = 3
-            crew.start("a")
-            assert await crew.over("a") == [None]
+        async with group_at(runner.endpoint) as group:
+            group.total = 3
+            group.start("a")
+            assert await group.over("a") == [None]
         assert tried == 2
         async with ForgedClient(runner.endpoint, reconnect=SOON) as client:
             assert [fact.step for fact in await past(client, JobCompleted)] == [3]
@@ -1170,7 +1186,7 @@ class TestLeaving:
         for shard in range(4):
             stores[1].put(shard, [b"%d" % shard * 100])
         a, b = (
-            guest(name, config(), job=JOB, data=TrainingData(8, 4, store))
+            shared_worker(name, config(), job=JOB, data=TrainingData(8, 4, store))
             for name, store in zip("ab", stores, strict=True)
         )
         await a.connect(runner.endpoint)
@@ -1211,187 +1227,187 @@ class TestLeaving:
             await ElasticWorker("me").redistribute_data(plan)
         assert raised.value.code == "data_missing"
 
-    async def test_a_script_that_fails_is_gone_at_once(self, crew: Crew, client: ForgedClient) -> None:
-        crew.start("a", "b")
-        await crew.world_of("a", "b")
+    async def test_a_script_that_fails_is_gone_at_once(self, group: TrainerGroup, client: ForgedClient) -> None:
+        group.start("a", "b")
+        await group.world_of("a", "b")
 
         async def fail(step: int) -> None:
-            await crew["b"].worker.leave("its script failed", failed=True)
+            await group["b"].worker.leave("its script failed", failed=True)
             raise ValueError("a mistake")
 
-        crew["b"].before_step = fail
-        (error,) = await crew.over("b")
+        group["b"].before_step = fail
+        (error,) = await group.over("b")
         assert isinstance(error, ValueError)
-        await crew.world_of("a")
+        await group.world_of("a")
         assert [(fact.worker_id, fact.rank) for fact in await past(client, WorkerFailed)] == [("b", 1)]
 
 
 class TestWishesOfOperators:
-    async def test_a_pause_lasts_until_it_is_over(self, crew: Crew, client: ForgedClient) -> None:
-        crew.start("a", "b")
-        await crew.world_of("a", "b")
+    async def test_a_pause_lasts_until_it_is_over(self, group: TrainerGroup, client: ForgedClient) -> None:
+        group.start("a", "b")
+        await group.world_of("a", "b")
         await client.pause_job(JOB)
-        await crew.until(
-            lambda: all(trainer.worker._state.current_world.is_stopped for trainer in crew.trainers.values())
+        await group.until(
+            lambda: all(trainer.worker._state.current_world.is_stopped for trainer in group.trainers.values())
         )
-        steps = [trainer.worker.step for trainer in crew.trainers.values()]
+        steps = [trainer.worker.step for trainer in group.trainers.values()]
         assert steps[0] == steps[1]
         await client.resume_job(JOB)
-        await crew.more_steps("a", "b")
-        await crew.finish("a", "b")
+        await group.more_steps("a", "b")
+        await group.finish("a", "b")
 
     async def test_a_rescale_within_a_pause_is_done_and_the_pause_goes_on(
-        self, crew: Crew, client: ForgedClient
+        self, group: TrainerGroup, client: ForgedClient
     ) -> None:
-        crew.start("a", "b")
-        await crew.world_of("a", "b")
+        group.start("a", "b")
+        await group.world_of("a", "b")
         await client.pause_job(JOB)
-        await crew.until(
-            lambda: all(trainer.worker._state.current_world.is_stopped for trainer in crew.trainers.values())
+        await group.until(
+            lambda: all(trainer.worker._state.current_world.is_stopped for trainer in group.trainers.values())
         )
-        step = crew["a"].worker.step
+        step = group["a"].worker.step
         entered = asyncio.Event()
-        (late,) = crew.make("c")
+        (late,) = group.make("c")
         late.worker.state_synchronized.subscribe(lambda _: entered.set())
-        crew.start("c")
+        group.start("c")
         await entered.wait()
         assert late.worker.world_size == 3
         assert late.worker._state.current_world.is_stopped
         await client.resume_job(JOB)
-        await crew.world_of("a", "b", "c")
+        await group.world_of("a", "b", "c")
         assert late.places[0].step == step
-        await crew.finish("a", "b", "c")
+        await group.finish("a", "b", "c")
 
     async def test_a_pause_that_is_over_while_a_rescale_is_wanted_does_not_call_it_off(
-        self, crew: Crew, client: ForgedClient
+        self, group: TrainerGroup, client: ForgedClient
     ) -> None:
         """All is heard within one step."""
-        crew.start("a")
-        await crew.world_of("a")
+        group.start("a")
+        await group.world_of("a")
         heard, go_on = asyncio.Event(), asyncio.Event()
 
         async def hold(step: int) -> None:
             heard.set()
             await go_on.wait()
 
-        crew["a"].before_step = hold
+        group["a"].before_step = hold
         await heard.wait()
         await client.pause_job(JOB)
         async with client.facts(RescaleStarted) as facts:
-            crew.start("b")
+            group.start("b")
             await anext(facts)
         await client.resume_job(JOB)
         async with asyncio.timeout(PATIENCE_S):
-            while crew["a"].worker._state.view.paused or not crew["a"].worker._state.view.attempt:
+            while group["a"].worker._state.view.paused or not group["a"].worker._state.view.attempt:
                 await asyncio.sleep(0.001)
-        crew["a"].before_step = None
+        group["a"].before_step = None
         go_on.set()
-        await crew.world_of("a", "b")
+        await group.world_of("a", "b")
 
-    async def test_a_job_that_is_aborted_ends_for_all(self, crew: Crew, client: ForgedClient) -> None:
-        crew.start("a", "b")
-        await crew.world_of("a", "b")
+    async def test_a_job_that_is_aborted_ends_for_all(self, group: TrainerGroup, client: ForgedClient) -> None:
+        group.start("a", "b")
+        await group.world_of("a", "b")
         await client.abort_job(JOB, "a mistake in the data")
-        for error in await crew.over("a", "b"):
+        for error in await group.over("a", "b"):
             assert isinstance(error, JobEnded)
             assert "a mistake in the data" in error.message
 
-    async def test_a_job_that_is_removed_ends_for_all(self, crew: Crew, client: ForgedClient) -> None:
-        crew.start("a", "b")
-        await crew.world_of("a", "b")
+    async def test_a_job_that_is_removed_ends_for_all(self, group: TrainerGroup, client: ForgedClient) -> None:
+        group.start("a", "b")
+        await group.world_of("a", "b")
         await client.remove_job(JOB, force=True)
-        for error in await crew.over("a", "b"):
+        for error in await group.over("a", "b"):
             assert isinstance(error, RequestRefused)
             assert error.code in ("job_removed", "job_unknown")
 
-    async def test_a_rescale_for_no_reason_changes_nothing(self, crew: Crew, client: ForgedClient) -> None:
-        crew.start("a", "b")
-        await crew.world_of("a", "b")
-        async with crew.rescaled("a", "b"):
+    async def test_a_rescale_for_no_reason_changes_nothing(self, group: TrainerGroup, client: ForgedClient) -> None:
+        group.start("a", "b")
+        await group.world_of("a", "b")
+        async with group.rescaled("a", "b"):
             await client.rescale_job(JOB)
-        await crew.finish("a", "b")
+        await group.finish("a", "b")
 
-    async def test_two_hundred_rescales_leave_nothing_behind(self, crew: Crew, client: ForgedClient) -> None:
-        crew.start("a", "b")
-        await crew.world_of("a", "b")
+    async def test_two_hundred_rescales_leave_nothing_behind(self, group: TrainerGroup, client: ForgedClient) -> None:
+        group.start("a", "b")
+        await group.world_of("a", "b")
 
         async def rescale(times: int) -> tuple[int, int]:
             for _ in range(times):
-                async with crew.rescaled("a", "b"):
+                async with group.rescaled("a", "b"):
                     await client.rescale_job(JOB)
-            await crew.more_steps("a", "b")
+            await group.more_steps("a", "b")
             gc.collect()
             return len(asyncio.all_tasks()), sum(
-                len(trainer.worker.descriptors()) for trainer in crew.trainers.values()
+                len(trainer.worker.descriptors()) for trainer in group.trainers.values()
             )
 
         before = await rescale(20)
         assert await rescale(180) == before
-        await crew.finish("a", "b")
+        await group.finish("a", "b")
 
 
 class TestWhoTakesPart:
     async def test_fetchers_beyond_the_limit_wait_for_a_turn(self, runner: DaemonRunner) -> None:
-        async with crew_at(runner.endpoint, max_workers=2) as crew:
-            crew.start("a", "b")
-            await crew.world_of("a", "b")
-            crew.start("c")
-            await crew.until(lambda: crew["c"].worker.is_registered)
-            await crew.more_steps("a", "b")
-            assert crew["c"].worker.rank == -1
-            crew["a"].worker.drain("make room")
-            await crew.world_of("b", "c")
-            await crew.finish("b", "c")
+        async with group_at(runner.endpoint, max_workers=2) as group:
+            group.start("a", "b")
+            await group.world_of("a", "b")
+            group.start("c")
+            await group.until(lambda: group["c"].worker.is_registered)
+            await group.more_steps("a", "b")
+            assert group["c"].worker.rank == -1
+            group["a"].worker.drain("make room")
+            await group.world_of("b", "c")
+            await group.finish("b", "c")
 
     async def test_worker_waits_while_there_are_fewer_than_min_workers(
         self, runner: DaemonRunner, client: ForgedClient
     ) -> None:
-        async with crew_at(runner.endpoint, min_workers=2) as crew:
-            crew.start("a")
-            crew.start("b")
-            await crew.world_of("a", "b")
+        async with group_at(runner.endpoint, min_workers=2) as group:
+            group.start("a")
+            group.start("b")
+            await group.world_of("a", "b")
             async with client.facts(JobWaiting) as facts:
-                crew["a"].worker.drain("it goes")
+                group["a"].worker.drain("it goes")
                 await anext(facts)
-            step = crew["b"].worker.step
-            crew.start("c")
-            await crew.world_of("b", "c")
-            assert crew["c"].places[0].step in (step, step + 1)
-            await crew.finish("b", "c")
+            step = group["b"].worker.step
+            group.start("c")
+            await group.world_of("b", "c")
+            assert group["c"].places[0].step in (step, step + 1)
+            await group.finish("b", "c")
 
     async def test_many_at_once_are_one_world_soon(self, runner: DaemonRunner) -> None:
         names = [f"w{number}" for number in range(12)]
-        async with crew_at(runner.endpoint, min_workers=12) as crew:
-            crew.start(*names)
-            await crew.world_of(*names)
-            assert {trainer.worker.generation for trainer in crew.trainers.values()} == {1}
-            await crew.finish(*names)
+        async with group_at(runner.endpoint, min_workers=12) as group:
+            group.start(*names)
+            await group.world_of(*names)
+            assert {trainer.worker.generation for trainer in group.trainers.values()} == {1}
+            await group.finish(*names)
 
 
 class TestADaemonThatIsAway:
-    async def test_training_goes_on_and_nothing_is_rescaled(self, runner: DaemonRunner, crew: Crew) -> None:
-        crew.start("a", "b")
-        await crew.world_of("a", "b")
-        generation = crew["a"].worker.generation
+    async def test_training_goes_on_and_nothing_is_rescaled(self, runner: DaemonRunner, group: TrainerGroup) -> None:
+        group.start("a", "b")
+        await group.world_of("a", "b")
+        generation = group["a"].worker.generation
         await runner.close()
-        await crew.more_steps("a", "b", steps=20)
+        await group.more_steps("a", "b", steps=20)
         await runner.open()
         async with ForgedClient(runner.endpoint, reconnect=SOON) as client:
             await all_connected(client, "a", "b")
-            await crew.more_steps("a", "b")
-            assert crew["a"].worker.generation == generation
+            await group.more_steps("a", "b")
+            assert group["a"].worker.generation == generation
             assert await past(client, WorkerFailed) == []
-            crew.start("c")
-            await crew.world_of("a", "b", "c")
-        await crew.finish("a", "b", "c")
+            group.start("c")
+            await group.world_of("a", "b", "c")
+        await group.finish("a", "b", "c")
 
     @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
     @pytest.mark.parametrize("word", ["join", "stopped", "ready", "leave"])
     async def test_it_may_go_at_every_word_of_a_rescale(
-        self, word: str, after: bool, runner: DaemonRunner, crew: Crew, monkeypatch: pytest.MonkeyPatch
+        self, word: str, after: bool, runner: DaemonRunner, group: TrainerGroup, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        crew.start("a", "b")
-        await crew.world_of("a", "b")
+        group.start("a", "b")
+        await group.world_of("a", "b")
         said = getattr(Registration, word)
         absences: list[asyncio.Task[Any]] = []
 
@@ -1410,26 +1426,26 @@ class TestADaemonThatIsAway:
 
         monkeypatch.setattr(Registration, word, go_at_it)
         if word == "leave":
-            crew["b"].worker.drain("it has to")
-            await crew.over("b")
-            await crew.world_of("a")
-            await crew.finish("a")
+            group["b"].worker.drain("it has to")
+            await group.over("b")
+            await group.world_of("a")
+            await group.finish("a")
         else:
-            crew.start("c")
-            await crew.world_of("a", "b", "c")
-            await crew.finish("a", "b", "c")
+            group.start("c")
+            await group.world_of("a", "b", "c")
+            await group.finish("a", "b", "c")
         await absences[0]
 
     async def test_disconnected_worker_learns_of_a_departure_when_it_is_back(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("forged.worker.daemon.registration.LEAVE_TIMEOUT_S", 0.05)
-        async with crew_at(runner.endpoint, reconnect_grace_ms=1_000) as crew:
-            crew.start("a", "b", "c")
-            await crew.world_of("a", "b", "c")
+        async with group_at(runner.endpoint, reconnect_grace_ms=1_000) as group:
+            group.start("a", "b", "c")
+            await group.world_of("a", "b", "c")
             await runner.close()
-            crew["a"].worker.drain("without a word")
-            assert await crew.over("a") == [None]
+            group["a"].worker.drain("without a word")
+            assert await group.over("a") == [None]
             await runner.open()
-            await crew.world_of("b", "c")
-            await crew.finish("b", "c")
+            await group.world_of("b", "c")
+            await group.finish("b", "c")

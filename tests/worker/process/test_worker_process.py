@@ -21,9 +21,9 @@ from forged.worker.process.sigterm import SIGTERM_REASON, is_heeded
 from forged.worker.process.worker_process import OwnProcess, SharedProcess
 from forged.worker.worker import ElasticWorker
 from tests.client.daemon_runner import DaemonRunner
-from tests.worker.crew import JOB, config, past
 from tests.worker.process.test_forks import in_a_child, is_nothing
 from tests.worker.process.test_sigterm import Told
+from tests.worker.trainers import JOB, config, past
 
 
 @pytest.fixture

@@ -41,33 +41,33 @@ from forged.worker.worker_state.session_state import SessionState
 from tests.client.daemon_runner import DaemonRunner
 from tests.client.proxy import Proxy
 from tests.kernel_fixture import on_virtual_time
-from tests.worker.crew import JOB, Crew, all_connected, crew_at, guest, past
+from tests.worker.trainers import JOB, TrainerGroup, all_connected, group_at, past, shared_worker
 
 
 class TestNotStopping:
     """Jobs with background rescales."""
 
     async def test_joiner_of_a_background_rescale_has_the_state(self, runner: DaemonRunner) -> None:
-        async with crew_at(runner.endpoint, use_synchronous_rescaling=False) as crew:
-            crew.start("a")
-            await crew.world_of("a", steps=5)
-            crew.start("b", "c")
-            await crew.world_of("a", "b", "c")
-            assert crew["b"].places[0].step >= 5
-            await crew.finish("a", "b", "c")
+        async with group_at(runner.endpoint, use_synchronous_rescaling=False) as group:
+            group.start("a")
+            await group.world_of("a", steps=5)
+            group.start("b", "c")
+            await group.world_of("a", "b", "c")
+            assert group["b"].places[0].step >= 5
+            await group.finish("a", "b", "c")
 
     async def test_evicted_worker_does_not_stop_the_job(self, runner: DaemonRunner, client: ForgedClient) -> None:
-        async with crew_at(runner.endpoint, use_synchronous_rescaling=False) as crew:
-            crew.start("a")
-            await crew.world_of("a")
-            crew.start("b", "c")
-            await crew.world_of("a", "b", "c")
+        async with group_at(runner.endpoint, use_synchronous_rescaling=False) as group:
+            group.start("a")
+            await group.world_of("a")
+            group.start("b", "c")
+            await group.world_of("a", "b", "c")
             await client.evict_worker(JOB, "b")
-            assert isinstance((await crew.over("b"))[0], WorkerEvicted)
-            await crew.world_of("a", "c")
-            crew.start("d")
-            await crew.world_of("a", "c", "d")
-            await crew.finish("a", "c", "d")
+            assert isinstance((await group.over("b"))[0], WorkerEvicted)
+            await group.world_of("a", "c")
+            group.start("d")
+            await group.world_of("a", "c", "d")
+            await group.finish("a", "c", "d")
             told = await past(client, RescaleSynchronising, RescaleCompleted)
             assert not any(isinstance(fact, RescaleSynchronising) for fact in told[2:])
             behind = [fact.step for fact in told if isinstance(fact, RescaleCompleted)]
@@ -79,17 +79,17 @@ class TestNotStopping:
         # The daemon does not learn that all members have met.
         monkeypatch.setattr(Heartbeat, "beat_now", lambda heartbeat: None)
         settings = {"use_synchronous_rescaling": False, "worker_heartbeat_timeout_ms": 600_000}
-        async with crew_at(runner.endpoint, **settings) as crew:
-            crew.start("a")
-            await crew.world_of("a", steps=5)
-            crew.start("b", "c")
-            await crew.world_of("a", "b", "c")
-            begun = crew["b"].places[0].step
+        async with group_at(runner.endpoint, **settings) as group:
+            group.start("a")
+            await group.world_of("a", steps=5)
+            group.start("b", "c")
+            await group.world_of("a", "b", "c")
+            begun = group["b"].places[0].step
             await client.evict_worker(JOB, "a")
-            await crew.world_of("b", "c")
-            crew.start("d")
-            await crew.world_of("b", "c", "d")
-            await crew.finish("b", "c", "d")
+            await group.world_of("b", "c")
+            group.start("d")
+            await group.world_of("b", "c", "d")
+            await group.finish("b", "c", "d")
             told = await past(client, RescaleCompleted)
             behind = [fact.step for fact in told if isinstance(fact, RescaleCompleted) and fact.step is not None]
             assert behind[0] == 0
@@ -101,25 +101,25 @@ class TestNotStopping:
     ) -> None:
         """Without a barrier, facts overtake the daemon's answers."""
         names = [f"w{number}" for number in range(8)]
-        async with crew_at(runner.endpoint, use_synchronous_rescaling=False) as crew:
-            crew.start(*names)
-            await crew.world_of(*names)
-            await crew.finish(*names)
+        async with group_at(runner.endpoint, use_synchronous_rescaling=False) as group:
+            group.start(*names)
+            await group.world_of(*names)
+            await group.finish(*names)
 
     async def test_a_world_that_is_committed_in_the_moment_in_which_another_is_entered_is_entered_next(
         self, runner: DaemonRunner, client: ForgedClient
     ) -> None:
-        async with crew_at(runner.endpoint, use_synchronous_rescaling=False) as crew:
-            crew.start("a", "b")
-            await crew.world_of("a", "b")
+        async with group_at(runner.endpoint, use_synchronous_rescaling=False) as group:
+            group.start("a", "b")
+            await group.world_of("a", "b")
             agree = Rescaler._agree
-            state = crew["a"].worker._state
+            state = group["a"].worker._state
             standing = state.view
             late: list[int] = []
 
             async def agree_late(passage: Rescaler, world: World, commit: Commit) -> Agreement:
                 agreement = await agree(passage, world, commit)
-                if passage is crew["a"].member.rescaler and not late:
+                if passage is group["a"].member.rescaler and not late:
                     late.append(commit.topology.epoch)
                     with anyio.CancelScope(shield=True):
                         await client.rescale_job(JOB)
@@ -130,32 +130,32 @@ class TestNotStopping:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Rescaler, "_agree", agree_late)
                 await client.rescale_job(JOB)
-                await crew.until(lambda: bool(late) and crew["a"].worker.generation == late[0] + 1)
-                await crew.more_steps("a", "b")
-            assert crew["b"].worker.generation == late[0] + 1
-            await crew.finish("a", "b")
+                await group.until(lambda: bool(late) and group["a"].worker.generation == late[0] + 1)
+                await group.more_steps("a", "b")
+            assert group["b"].worker.generation == late[0] + 1
+            await group.finish("a", "b")
 
     async def test_worker_that_learns_of_the_world_from_an_answer_fetches_the_offered_state(
         self, runner: DaemonRunner
     ) -> None:
         """It does not know the attempt of that world."""
-        async with crew_at(runner.endpoint, use_synchronous_rescaling=False) as crew:
-            crew.start("a", "b")
-            await crew.world_of("a", "b", steps=5)
-            generation = crew["a"].worker.generation
+        async with group_at(runner.endpoint, use_synchronous_rescaling=False) as group:
+            group.start("a", "b")
+            await group.world_of("a", "b", steps=5)
+            generation = group["a"].worker.generation
             cross = Rescaler._cross
 
             async def another_attempt(passage: Rescaler, commit: Commit) -> None:
-                if passage is crew["c"].member.rescaler:
+                if passage is group["c"].member.rescaler:
                     passage._view.committed = commit = replace(commit, attempt=1)
                 await cross(passage, commit)
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Rescaler, "_cross", another_attempt)
-                crew.start("c")
-                await crew.world_of("a", "b", "c")
-            assert crew["c"].worker.generation == generation + 1
-            await crew.finish("a", "b", "c")
+                group.start("c")
+                await group.world_of("a", "b", "c")
+            assert group["c"].worker.generation == generation + 1
+            await group.finish("a", "b", "c")
 
 
 class TestAStateThatCannotBeHad:
@@ -185,14 +185,14 @@ class TestAStateThatCannotBeHad:
                 raise error
             await fetch(exchange, source, attempt)
 
-        async with crew_at(runner.endpoint, use_synchronous_rescaling=False) as crew:
-            crew.start("a")
-            await crew.world_of("a", steps=5)
+        async with group_at(runner.endpoint, use_synchronous_rescaling=False) as group:
+            group.start("a")
+            await group.world_of("a", steps=5)
             monkeypatch.setattr(Registration, "complain", note)
             monkeypatch.setattr(StateExchange, "fetch", fail_once)
-            crew.start("b")
-            await crew.world_of("a", "b")
-            await crew.finish("a", "b")
+            group.start("b")
+            await group.world_of("a", "b")
+            await group.finish("a", "b")
         assert complaints[0] == blamed
 
 
@@ -334,59 +334,61 @@ class TestConnectionsThatBreak:
         self, runner: DaemonRunner, tmp_path: Path
     ) -> None:
         proxy = Proxy(tmp_path / "p", runner.config.socket)
-        async with crew_at(proxy.endpoint) as crew, ForgedClient(runner.endpoint) as client:
-            crew.start("a", "b")
-            await crew.world_of("a", "b")
-            generation = crew["a"].worker.generation
+        async with group_at(proxy.endpoint) as group, ForgedClient(runner.endpoint) as client:
+            group.start("a", "b")
+            await group.world_of("a", "b")
+            generation = group["a"].worker.generation
             for _ in range(5):
                 proxy.cut()
-                await crew.more_steps("a", "b")
+                await group.more_steps("a", "b")
             await all_connected(client, "a", "b")
-            assert crew["a"].worker.generation == generation
-            crew.start("c")
-            await crew.world_of("a", "b", "c")
-            await crew.finish("a", "b", "c")
+            assert group["a"].worker.generation == generation
+            group.start("c")
+            await group.world_of("a", "b", "c")
+            await group.finish("a", "b", "c")
         await proxy.close()
 
-    async def test_a_link_between_two_workers_that_breaks_leads_to_a_new_world_of_the_same(self, crew: Crew) -> None:
-        crew.start("a", "b", "c")
-        await crew.world_of("a", "b", "c")
+    async def test_a_link_between_two_workers_that_breaks_leads_to_a_new_world_of_the_same(
+        self, group: TrainerGroup
+    ) -> None:
+        group.start("a", "b", "c")
+        await group.world_of("a", "b", "c")
         for _ in range(3):
-            mesh = crew["b"].member._mesh
+            mesh = group["b"].member._mesh
             assert mesh is not None
-            async with crew.rescaled("a", "b", "c"):
+            async with group.rescaled("a", "b", "c"):
                 for link in list(mesh._links):
                     link.abort()
-            await crew.more_steps("a", "b", "c")
-        await crew.finish("a", "b", "c")
+            await group.more_steps("a", "b", "c")
+        await group.finish("a", "b", "c")
 
 
 class TestWorkersThatHaveNotHeardTheSame:
     @pytest.mark.parametrize("code", sorted(NEWS_DIFFER))
     async def test_a_refusal_by_a_peer_leads_to_a_new_world_and_never_to_the_script(
-        self, code: str, crew: Crew, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+        self, code: str, group: TrainerGroup, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         enter = Mesh.enter
         refused: list[int] = []
 
         async def refuse_once(mesh: Mesh, generation: int, *arguments: Any, **options: Any) -> Any:
-            if not refused and mesh is crew["b"].member._mesh:
+            if not refused and mesh is group["b"].member._mesh:
                 refused.append(generation)
                 raise RequestRefused(code, "it has other news")
             return await enter(mesh, generation, *arguments, **options)
 
-        crew.start("a")
-        await crew.world_of("a")
+        group.start("a")
+        await group.world_of("a")
         monkeypatch.setattr(Mesh, "enter", refuse_once)
-        crew.start("b")
-        await crew.world_of("a", "b")
-        assert crew["b"].worker.generation > refused[0]
+        group.start("b")
+        await group.world_of("a", "b")
+        assert group["b"].worker.generation > refused[0]
         assert await past(client, WorkerFailed) == []
-        await crew.finish("a", "b")
+        await group.finish("a", "b")
 
     @pytest.mark.parametrize("code", sorted(NEWS_DIFFER))
     async def test_a_source_that_refuses_is_asked_again(
-        self, code: str, crew: Crew, monkeypatch: pytest.MonkeyPatch
+        self, code: str, group: TrainerGroup, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(exchange, "PAUSE_S", 0.0)
         fetch = Mesh.fetch_state
@@ -399,14 +401,14 @@ class TestWorkersThatHaveNotHeardTheSame:
             await fetch(mesh, source, attempt, into)
 
         monkeypatch.setattr(Mesh, "fetch_state", refuse_twice)
-        crew.start("a")
-        await crew.world_of("a")
-        crew.start("b")
-        await crew.world_of("a", "b")
+        group.start("a")
+        await group.world_of("a")
+        group.start("b")
+        await group.world_of("a", "b")
         assert len(refused) == 2
-        await crew.finish("a", "b")
+        await group.finish("a", "b")
 
-    async def test_what_is_wrong_with_the_state_is_said_to_the_script(self, crew: Crew) -> None:
+    async def test_what_is_wrong_with_the_state_is_said_to_the_script(self, group: TrainerGroup) -> None:
         class Small:
             """A state that does not fit."""
 
@@ -416,12 +418,12 @@ class TestWorkersThatHaveNotHeardTheSame:
             def load_state_dict(self, state: Any) -> None:
                 raise ValueError("it does not fit")
 
-        crew.start("a")
-        await crew.world_of("a")
-        late = guest("late", crew.config, job=JOB, state=Small())
+        group.start("a")
+        await group.world_of("a")
+        late = shared_worker("late", group.config, job=JOB, state=Small())
         async with late:
-            await late.connect(*crew.endpoints)
+            await late.connect(*group.endpoints)
             with pytest.raises(ValueError, match="does not fit"):
                 await late.begin_step()
-        await crew.world_of("a")
-        await crew.finish("a")
+        await group.world_of("a")
+        await group.finish("a")

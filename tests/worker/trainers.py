@@ -43,7 +43,7 @@ def advance(chain: int, step: int) -> int:
     return (chain * 31 + step + 1) % PRIME
 
 
-def chain_behind(steps: int) -> int:
+def chain_after(steps: int) -> int:
     """The state after so many steps. Workers in several threads call this before each step."""
     with _GROWING:
         while len(_CHAINS) <= steps:
@@ -61,7 +61,7 @@ class Place:
     step: int
 
 
-def guest(name: str, config: ElasticTrainingConfig | None = None, **options: Any) -> ElasticWorker:
+def shared_worker(name: str, config: ElasticTrainingConfig | None = None, **options: Any) -> ElasticWorker:
     """A worker in a shared process."""
     return ElasticWorker(name, config, process=SharedProcess(), **options)
 
@@ -69,11 +69,11 @@ def guest(name: str, config: ElasticTrainingConfig | None = None, **options: Any
 class Trainer:
     """A training script and its worker."""
 
-    def __init__(self, crew: Crew, name: str, *, job: str = JOB, **options: Any) -> None:
-        self.crew = crew
+    def __init__(self, group: TrainerGroup, name: str, *, job: str = JOB, **options: Any) -> None:
+        self.group = group
         self.name = name
         self.state = {"chain": np.zeros(1, np.int64), "ballast": np.zeros(10_000)}
-        self.worker = guest(name, crew.config, job=job, state=self.state, **options)
+        self.worker = shared_worker(name, group.config, job=job, state=self.state, **options)
         self.places: list[Place] = []
         """The places of its committed steps."""
         self.rescales: list[Any] = []
@@ -93,13 +93,13 @@ class Trainer:
 
     async def run(self) -> None:
         """Train until there are no more steps."""
-        async with self.worker.session(*self.crew.endpoints):
+        async with self.worker.session(*self.group.endpoints):
             await self.steps()
 
     async def steps(self) -> None:
         """The training loop inside the session."""
-        while (step := await self.worker.begin_step(self.crew.total)) is not None:
-            assert self.chain == chain_behind(step), f"{self.name} does not have the state after {step} steps"
+        while (step := await self.worker.begin_step(self.group.total)) is not None:
+            assert self.chain == chain_after(step), f"{self.name} does not have the state after {step} steps"
             place = Place(self.worker.generation, self.worker.rank, self.worker.world_size, step)
             if self.before_step is not None:
                 await self.before_step(step)
@@ -110,7 +110,7 @@ class Trainer:
                 pass
             if await self.worker.finish_step():
                 self.places.append(place)
-                await self.crew.moved()
+                await self.group.moved()
             await asyncio.sleep(COMPUTING_S)
 
     async def _exchange(self, step: int) -> None:
@@ -125,7 +125,7 @@ class Trainer:
 
 
 @dataclass
-class Crew:
+class TrainerGroup:
     """Trainers of one job."""
 
     endpoints: list[str]
@@ -214,7 +214,7 @@ class Crew:
         self.total = max(trainer.worker.step for trainer in self.trainers.values()) + steps
         assert await self.over(*names) == [None] * len(names)
         for name in names:
-            assert (self[name].worker.step, self[name].chain) == (self.total, chain_behind(self.total)), self[name]
+            assert (self[name].worker.step, self[name].chain) == (self.total, chain_after(self.total)), self[name]
         self.check()
 
     def check(self) -> None:
@@ -231,16 +231,16 @@ class Crew:
 
 
 @asynccontextmanager
-async def crew_at(*endpoints: str, **settings: Any) -> AsyncIterator[Crew]:
+async def group_at(*endpoints: str, **settings: Any) -> AsyncIterator[TrainerGroup]:
     """Trainers of one job, which are cancelled at the end of the block."""
-    crew = Crew(list(endpoints), config(**settings))
+    group = TrainerGroup(list(endpoints), config(**settings))
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(_send_home, crew)
-        yield crew
+        stack.push_async_callback(_cancel_all, group)
+        yield group
 
 
-async def _send_home(crew: Crew) -> None:
-    tasks = [trainer.task for trainer in crew.trainers.values() if trainer.task is not None]
+async def _cancel_all(group: TrainerGroup) -> None:
+    tasks = [trainer.task for trainer in group.trainers.values() if trainer.task is not None]
     for task in tasks:
         task.cancel()
     async with asyncio.timeout(PATIENCE_S):
