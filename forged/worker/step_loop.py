@@ -96,7 +96,7 @@ class StepLoop:
                 await self._complete(view.completed)
             elif total is not None and progress.step >= total and current_world.may_step:
                 # Before a drain: only the world knows that the training is complete.
-                await session.leave("the training is done", done=True)
+                await session.leave("training completed", done=True)
             elif self._state.is_leave_due:
                 return await session.drain.start_leaving(rescaler)
             elif not current_world.may_step:
@@ -157,7 +157,7 @@ class StepLoop:
             # All members have finished the step, or the training would not be complete.
             self._progress.commit_step()
         if self._progress.holds_state and self._progress.step >= step:
-            await self._session.leave("the training is done", done=True)
+            await self._session.leave("training completed", done=True)
             return
         why = "the training was done before this worker was taken in"
         await self._session.leave(why)
