@@ -24,8 +24,8 @@ from tests.checkpoint.plain_reader import same, state_of
 from tests.client.conftest import runner, threaded_daemon
 from tests.client.daemon_runner import DaemonRunner
 from tests.client.threaded_daemon import ThreadedDaemon
-from tests.worker.trainers import JOB, TrainerGroup, Trainer, config, group_at
 from tests.worker.test_blocking import Scripts
+from tests.worker.trainers import JOB, Trainer, TrainerGroup, config, group_at
 
 __all__ = ["runner", "threaded_daemon"]
 

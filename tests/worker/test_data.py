@@ -45,8 +45,8 @@ from forged.worker.data.transfer_reports import TransferReports
 from forged.worker.errors import JobEnded, WorkerEvicted
 from tests.client.daemon_runner import SOON, DaemonRunner
 from tests.data.transfer_cluster import DelayedStore, content_of
-from tests.worker.trainers import JOB, PATIENCE_S, TrainerGroup, Trainer, group_at
 from tests.worker.meshes import until
+from tests.worker.trainers import JOB, PATIENCE_S, Trainer, TrainerGroup, group_at
 
 SAMPLES, SHARDS, BATCH, SEED = 120, 12, 7, 3
 STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
