@@ -1,7 +1,7 @@
-"""What holds for all tests.
+"""Configuration of all tests.
 
-A shell without job control starts what runs in the background with Ctrl-C ignored, and so would every process that a
-test starts and interrupts. And a busy machine is no failure: no example of a property has to be quick.
+A shell without job control starts background jobs with SIGINT ignored, and processes that tests interrupt would inherit
+that. Hypothesis deadlines are disabled, because the machine may be busy.
 """
 
 from __future__ import annotations

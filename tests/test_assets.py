@@ -16,7 +16,7 @@ Place = Callable[[Path], None]
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """Makes the package one that lives in a directory where nothing of the kind is, and nothing is recorded."""
+    """Move the package to a directory without files, and empty the install record."""
 
     def move(beside: Path) -> None:
         monkeypatch.setattr(assets, "PACKAGE_PARENT", beside)

@@ -1,4 +1,4 @@
-"""How a daemon starts and stops, on virtual time and with clients that are played frame by frame."""
+"""Start and stop of the daemon, on virtual time, with clients played frame by frame."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LONG_S = 10.0
 
 
 class Linger(Request[str], frozen=True):
-    """Answered when the test allows."""
+    """A request that is answered when the test allows it."""
 
     needs: ClassVar[Role] = Role.VIEWER
     decides: ClassVar[bool] = False
@@ -56,11 +56,11 @@ class Linger(Request[str], frozen=True):
 
 
 class Unserved(Request[str], frozen=True):
-    """Nobody answers it."""
+    """A request without a handler."""
 
 
 class Host:
-    """A handler that takes its time, and notices when somebody has come and when it was let go."""
+    """A slow handler that records its calls and its release."""
 
     def __init__(self) -> None:
         self.busy = asyncio.Event()
@@ -76,7 +76,7 @@ class Host:
 
 
 def a_store() -> FaultyStore:
-    """One that can be looked into when its daemon has stopped."""
+    """A store that can be read after its daemon has stopped."""
     return FaultyStore(ReusableStore("h"))
 
 
@@ -99,7 +99,7 @@ async def a_daemon(
 
 
 class SlowNetwork(ManualNetwork):
-    """Its doors take long to open, and none does where an error is given."""
+    """A network whose listeners open slowly, or fail with a given error."""
 
     def __init__(self, error: ForgedError | None = None) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def names_in(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
-# The start.
+# Starting.
 
 
 @on_virtual_time
@@ -130,7 +130,7 @@ async def test_a_request_that_nobody_answers_is_refused_by_name(monkeypatch: pyt
     monkeypatch.setattr(daemon_module, "REQUESTS", (*REQUESTS, Unserved))
     with pytest.raises(ConfigError, match="Unserved") as refused:
         async with a_daemon():
-            """It does not come to this."""
+            """Not reached."""
     assert refused.value.code == "requests_unsettled"
 
 
@@ -141,7 +141,7 @@ async def test_a_request_that_two_answer_is_refused_by_name() -> None:
 
     with pytest.raises(ConfigError, match=r"a plugin.*CreateJob") as refused:
         async with a_daemon(extend=answer_too):
-            """It does not come to this."""
+            """Not reached."""
     assert refused.value.code == "requests_unsettled"
 
 
@@ -151,7 +151,7 @@ async def test_a_store_that_cannot_be_read_is_the_error_of_the_start() -> None:
     store.read_error = StoreCorrupt("store_corrupt", "it is damaged", "restore a backup")
     with pytest.raises(StoreCorrupt):
         async with a_daemon(store):
-            """It does not come to this."""
+            """Not reached."""
 
 
 @on_virtual_time
@@ -192,7 +192,7 @@ async def test_who_cannot_listen_has_neither_started_nor_stopped() -> None:
     in_use = ConfigError("address_in_use", "another process has it", "stop it")
     with pytest.raises(ConfigError) as refused:
         async with a_daemon(store, network=SlowNetwork(in_use)):
-            """It does not come to this."""
+            """Not reached."""
     assert refused.value is in_use
     assert await kinds_on_record(store) == []
 
@@ -212,7 +212,7 @@ async def test_what_a_backup_that_was_cut_short_left_is_gone_after_the_start(tmp
     assert not [name for name in left if name.startswith(NAME)]
 
 
-# The stop.
+# Stopping.
 
 
 @on_virtual_time
@@ -224,7 +224,7 @@ async def test_what_is_being_done_is_answered_before_the_goodbye_and_nothing_new
         await host.busy.wait()
         stopping = asyncio.create_task(here.daemon._stop())
         await until(lambda: not client.transport.reading)
-        # It was on its way already.
+        # It was in flight already.
         client.protocol.data_received(frame([REQUEST, 2, 0, "PingDaemon", {}]))
         host.free.set()
         await stopping
@@ -249,7 +249,7 @@ async def test_how_far_durable_handlers_have_come_is_saved_after_a_drain_that_wa
     host, store = Host(), a_store()
 
     async def watch(record: Record) -> None:
-        """Sees everything."""
+        """Handles all facts."""
 
     def extend(daemon: Daemon) -> None:
         host.extend(daemon)

@@ -81,7 +81,7 @@ def test_what_is_no_file_is_refused() -> None:
 def test_what_the_cache_has_is_told_to_owners_and_strangers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_ours: bool
 ) -> None:
-    """The system itself tells strangers that it has everything, so they are to find out by reading."""
+    """`mincore` reports everything as cached to other users, so the test read is used."""
     monkeypatch.setattr(file_sync, "_may_query_cache", lambda fd: is_ours)
     with (tmp_path / "file").open("w+b", buffering=0) as file:
         file.write(bytes(10 * PAGE))

@@ -1,4 +1,4 @@
-"""What is left out in a flood, and when that is told."""
+"""Suppressed reports in a flood, and when their count is returned."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def no_luck() -> float:
 
 
 class Script:
-    """An action that fails with these errors in turn and then succeeds, and the sleep between its calls."""
+    """An action that raises these errors in turn and then succeeds; records the pauses."""
 
     def __init__(self, *errors: BaseException) -> None:
         self.errors = list(errors)
@@ -155,7 +155,7 @@ def test_all_bad_fields_are_named_at_once() -> None:
 
 @pytest.mark.parametrize(("policy", "grace_s"), [(RECONNECTING, 15.0), (REJOINING, 2.0)], ids=["client", "worker"])
 def test_reconnecting_never_ends_and_knocks_several_times_within_a_grace(policy: RetryPolicy, grace_s: float) -> None:
-    """Also of a daemon that comes back when it has been away for long: the longest pauses count then."""
+    """Also after a long outage, when the pauses have their maximum."""
     assert policy.attempts is None
     pauses = list(islice(policy.delays(no_luck), 30))
     assert sum(pauses[-4:]) <= grace_s

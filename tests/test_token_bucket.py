@@ -10,7 +10,7 @@ PER_S = 10.0
 BURST = 50.0
 
 uses = st.lists(st.tuples(st.floats(0.0, 20.0), st.floats(0.0, 100.0)), max_size=60)
-"""Pauses, and what is asked for behind each."""
+"""Pauses and the amount requested after each."""
 
 
 def test_whoever_was_quiet_may_use_a_whole_burst_at_once() -> None:

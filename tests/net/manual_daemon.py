@@ -291,7 +291,7 @@ async def turns() -> AsyncIterator[None]:
 async def manual_daemon(
     tmp_path: Path, *, extend: Callable[[Daemon], None] = lambda daemon: None, **settings: Any
 ) -> AsyncIterator[ManualDaemon]:
-    """A daemon whose clients are all played by the test."""
+    """A daemon with clients that the test plays."""
 
     async def open_store() -> MemoryStore:
         return MemoryStore("history-1")

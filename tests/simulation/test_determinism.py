@@ -1,4 +1,4 @@
-"""The same seed gives the same trace in every process, whatever its hash seed and its heap."""
+"""The same seed gives the same trace in every process, independent of hash seed and heap."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROUNDS = 5
 
 
 class Line(asyncio.Protocol):
-    """A connection whose bytes are traced, and echoed by the server."""
+    """A traced connection to an echo server."""
 
     def __init__(self, name: str, trace: list[str], echo: bool = False) -> None:
         self._name = name
@@ -50,7 +50,7 @@ class Line(asyncio.Protocol):
 
 
 class Scenario:
-    """Task groups, scopes, deadlines, cancellation, a bad network and a bad disk, with all that happens traced."""
+    """A traced scenario with task groups, deadlines, cancellation, and network and disk faults."""
 
     def __init__(self, seed: int) -> None:
         self.trace: list[str] = []
@@ -121,7 +121,7 @@ class Scenario:
 
 
 def scenario(seed: int) -> list[str]:
-    """All that happens in the scenario under a seed."""
+    """The trace of the scenario under a seed."""
     played = Scenario(seed)
     run(played.play, seed)
     return played.trace

@@ -17,7 +17,7 @@ OLD, NEW = b"synced", b"not synced, and long enough to be torn"
 
 
 def outcomes(act: Callable[[SimulatedDisk], Coroutine[object, object, T]], faults: DiskFaults = GOOD) -> list[T]:
-    """What an act returns under many seeds."""
+    """The results of an action under many seeds."""
     return [run(partial(act, SimulatedDisk(Random(seed), faults)), seed) for seed in range(100)]
 
 

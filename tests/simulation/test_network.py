@@ -22,7 +22,7 @@ ALWAYS = 1.0
 
 
 class Recorder(asyncio.Protocol):
-    """Writes down what it hears, and when."""
+    """Records its calls with their times."""
 
     def __init__(self, keep_open: bool = False) -> None:
         self.events: list[object] = []
@@ -84,7 +84,7 @@ Act = Callable[[Scene], Coroutine[Any, Any, None]]
 
 
 def play(act: Act, seed: int = 1, faults: Faults = CALM) -> tuple[Scene, list[str]]:
-    """Run an act on a new network and return what is left, with its trace."""
+    """Run an action on a new network; returns the scene and its trace."""
     trace: list[str] = []
 
     async def main() -> Scene:

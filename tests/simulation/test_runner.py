@@ -12,7 +12,7 @@ from tests.simulation.runner import Kind, simulate_seed
 
 
 def loops(seed: int, _watch: Callable[[Any], None]) -> None:
-    """A world in which somebody asks and asks, and takes whatever comes for an answer."""
+    """A simulation with a task that never yields."""
 
     async def ask() -> None:
         while True:

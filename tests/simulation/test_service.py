@@ -1,4 +1,4 @@
-"""The simulation itself: it passes, it is reproducible, and it finds bugs."""
+"""The service simulation passes, is reproducible, and catches mutants."""
 
 from __future__ import annotations
 

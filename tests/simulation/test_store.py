@@ -1,4 +1,4 @@
-"""The contract of every store, on a log on a simulated disk; and what faults and crashes leave of it."""
+"""The store contract on the simulated disk, with faults and crashes."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def content_of(transactions: Sequence[Transaction]) -> Content:
 
 
 class Writer:
-    """Commits batches, and knows what of them a crash must keep, and what it may."""
+    """Commits batches, and knows which a crash must or may keep."""
 
     def __init__(self, random: Random) -> None:
         self.committed: list[Transaction] = []
         self.doubtful: list[list[Transaction]] = []
-        """What was tried since the last success; at most one of it may come to light after a crash."""
+        """The failed batches since the last success; at most one may reappear after a crash."""
         self._random = random
 
     async def write(self, store: Store) -> None:

@@ -1,4 +1,4 @@
-"""The same conversations over real sockets and over the simulated network are heard alike by their protocols."""
+"""Protocols get the same calls over real sockets and over the simulated network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGE = bytes(range(256)) * 8192
 
 
 class End(asyncio.Protocol):
-    """Writes down what it hears, with bytes that came in a row as one."""
+    """Records its calls; consecutive bytes are joined."""
 
     def __init__(self, *, keep_open: bool = False) -> None:
         self.heard: list[object] = []
@@ -28,13 +28,13 @@ class End(asyncio.Protocol):
         self._news = asyncio.Event()
 
     async def hears(self, event: object) -> None:
-        """Wait until it has heard this."""
+        """Wait for this call."""
         while event not in self.heard:
             await self._news.wait()
             self._news.clear()
 
     async def over(self) -> None:
-        """Wait for the end."""
+        """Wait for `connection_lost`."""
         while not (self.heard and isinstance(self.heard[-1], tuple)):
             await self._news.wait()
             self._news.clear()
@@ -121,7 +121,7 @@ async def half_close(client: End, server: End) -> None:
 
 
 async def nothing(_client: End, _server: End) -> None:
-    """They end it by themselves."""
+    """The protocols end the connection."""
 
 
 async def close_with_much_to_send(client: End, _server: End) -> None:
