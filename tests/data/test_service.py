@@ -81,7 +81,7 @@ def marks(stage: DataFixture, name: str, **others: int) -> bytes:
     return int64(*(others.get(f"shard_{shard}", 1) for shard in sorted(stage.held[name])))
 
 
-class TestCopiesThatDiffer:
+class TestConflictingCopies:
     COPIED = DatasetSpec(1_000, 10, 1, has_origin=True)
 
     async def held_twice(self, stage: DataFixture, dataset: DatasetSpec, **settings: Any) -> None:
@@ -96,7 +96,7 @@ class TestCopiesThatDiffer:
         await stage.offer("b", dataset=dataset, marks=marks(stage, "b", shard_3=2, shard_4=3))
 
     @on_virtual_time
-    async def test_are_told_and_who_holds_something_else_than_the_owner_fetches_that(self) -> None:
+    async def test_are_published_and_the_minority_fetches_the_owners_bytes(self) -> None:
         async with data_fixture() as stage:
             await self.held_twice(stage, self.COPIED)
             owned = sorted(stage.owners()["a"])[:2]
@@ -122,7 +122,7 @@ class TestCopiesThatDiffer:
             assert (await stage.kernel.bus.ask(ShowData(JOB))).differing == 0
 
     @on_virtual_time
-    async def test_are_told_and_nothing_is_done_where_what_is_dropped_could_not_be_had_again(self) -> None:
+    async def test_are_published_and_kept_without_an_origin(self) -> None:
         dataset = DatasetSpec(1_000, 10, 1)
         async with data_fixture() as stage:
             await self.held_twice(stage, dataset)
@@ -135,7 +135,7 @@ class TestCopiesThatDiffer:
                 assert part.shards == part.replaced == b""
 
     @on_virtual_time
-    async def test_have_all_stop_before_somebody_drops_what_it_may_train_with(self) -> None:
+    async def test_stop_training_before_a_worker_drops_its_copy(self) -> None:
         async with data_fixture() as stage:
             await self.held_twice(stage, self.COPIED, use_synchronous_rescaling=False)
             await stage.come("c")
@@ -150,7 +150,7 @@ class TestCopiesThatDiffer:
             assert stage.facts(CopiesDiffer) == []
 
     @on_virtual_time
-    async def test_are_not_looked_for_where_a_worker_does_not_say_what_it_holds(self) -> None:
+    async def test_are_not_detected_without_marks(self) -> None:
         async with data_fixture() as stage:
             await self.held_twice(stage, self.COPIED)
             await stage.kernel.bus.ask(RescaleJob(JOB))
@@ -160,7 +160,7 @@ class TestCopiesThatDiffer:
             assert stage.facts(CopiesDiffer) == []
 
     @on_virtual_time
-    async def test_are_named_by_a_mark_for_each_shard_or_by_none(self) -> None:
+    async def test_offer_needs_one_mark_per_shard_or_none(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *ALL)
             await stage.stop()
@@ -168,9 +168,9 @@ class TestCopiesThatDiffer:
             assert await refused(stage.offer("a", marks=b"1")) == "holdings_invalid"
 
 
-class TestWhatCannotBeRead:
+class TestUnreadableRecords:
     @on_virtual_time
-    async def test_is_forgotten_and_what_workers_hold_is_heard_anew(self) -> None:
+    async def test_are_dropped_and_workers_offer_anew(self) -> None:
         store = FaultyStore()
         async with data_fixture(store) as stage:
             await formed(stage)
@@ -187,7 +187,7 @@ class TestWhatCannotBeRead:
 
 class TestADataset:
     @on_virtual_time
-    async def test_is_defined_once_by_the_first_who_says_what_it_holds(self) -> None:
+    async def test_is_defined_once_by_the_first_offer(self) -> None:
         async with data_fixture() as stage:
             await formed(stage)
             assert stage.facts(DatasetDefined) == [DatasetDefined(DATASET)]
@@ -196,7 +196,7 @@ class TestADataset:
             assert len(stage.facts(DatasetDefined)) == 1
 
     @on_virtual_time
-    async def test_that_is_another_one_is_refused(self) -> None:
+    async def test_that_differs_is_refused(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", min_workers=2)
             await stage.come("b")
@@ -205,7 +205,7 @@ class TestADataset:
             assert await refused(stage.offer("b", dataset=DatasetSpec(1_000, 11))) == "dataset_differs"
 
     @on_virtual_time
-    async def test_that_cannot_be_is_refused_and_defines_nothing(self) -> None:
+    async def test_that_is_invalid_is_refused_and_defines_nothing(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a")
             await stage.stop()
@@ -228,14 +228,14 @@ class TestADataset:
             assert known == (await keys_in(store) == [f"{JOB}/dataset"]) == bool(stage.facts(DatasetDefined))
 
     @on_virtual_time
-    async def test_of_a_job_that_none_was_given_to_is_nowhere(self) -> None:
+    async def test_of_a_job_without_data_is_refused(self) -> None:
         async with data_fixture() as stage:
             await stage.kernel.bus.ask(CreateJob("other"))
             for request in (ShowData("other"), ShowTransfers("other"), PlanData("other", ["a"]), ReadOwners("other")):
                 assert await refused(stage.kernel.bus.ask(request)) == "job_without_data"
 
     @on_virtual_time
-    async def test_of_a_job_that_is_not_there_is_nowhere_and_so_is_the_job(self) -> None:
+    async def test_of_an_unknown_job_is_refused(self) -> None:
         async with data_fixture() as stage:
             for request in (ShowData("other"), ShowTransfers("other"), PlanData("other", ["a"]), ReadOwners("other")):
                 assert await refused(stage.kernel.bus.ask(request)) == "job_unknown"
@@ -252,11 +252,11 @@ async def given_up(stage: DataFixture, *names: str) -> None:
     await stage.wait(1.0)
 
 
-class TestADatasetWithWhichNobodyHasTrained:
+class TestDatasetBeforeTheFirstWorld:
     """A script with a wrong dataset is restarted with another one."""
 
     @on_virtual_time
-    async def test_binds_nobody_when_those_who_had_it_are_gone(self) -> None:
+    async def test_may_be_replaced_when_its_workers_are_gone(self) -> None:
         store = FaultyStore()
         async with data_fixture(store) as stage:
             await stage.come("a", *range(8))
@@ -273,7 +273,7 @@ class TestADatasetWithWhichNobodyHasTrained:
             assert await keys_in(store) == [f"{JOB}/dataset", f"{JOB}/holders/{attempt}", f"{JOB}/piece/{attempt}/0/0"]
 
     @on_virtual_time
-    async def test_binds_who_comes_once_there_was_a_world(self) -> None:
+    async def test_is_final_once_a_world_has_used_it(self) -> None:
         async with data_fixture() as stage:
             await formed(stage)
             await given_up(stage, "a", "b")
@@ -284,7 +284,7 @@ class TestADatasetWithWhichNobodyHasTrained:
             assert stage.facts(DatasetDefined) == [DatasetDefined(DATASET)]
 
     @on_virtual_time
-    async def test_that_cannot_be_takes_the_place_of_none(self) -> None:
+    async def test_is_not_replaced_by_an_invalid_one(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(8))
             await stage.offer_all()
@@ -295,7 +295,7 @@ class TestADatasetWithWhichNobodyHasTrained:
             assert stage.data.jobs[JOB].dataset == DATASET
 
     @on_virtual_time
-    async def test_binds_those_who_are_in_an_attempt_with_who_has_said_it_there(self) -> None:
+    async def test_is_final_within_its_attempt(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(8), min_workers=2)
             await stage.come("z")
@@ -313,7 +313,7 @@ class TestADatasetWithWhichNobodyHasTrained:
             assert stage.owners() == stage.held
 
     @on_virtual_time
-    async def test_is_kept_no_more_than_what_was_planned_with_it(self) -> None:
+    async def test_is_deleted_with_its_plans_when_replaced(self) -> None:
         """A daemon that is killed in between knows the newer one, and a plan of that only."""
         store = FaultyStore()
         async with data_fixture(store) as stage:
@@ -337,7 +337,7 @@ class TestADatasetWithWhichNobodyHasTrained:
             assert stage.owners() == stage.held
 
     @on_virtual_time
-    async def test_leaves_its_copies_in_doubt_where_the_next_has_the_same_shards(self) -> None:
+    async def test_keeps_suspect_copies_when_the_next_has_the_same_shards(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
@@ -352,7 +352,7 @@ class TestADatasetWithWhichNobodyHasTrained:
             assert not (await stage.offer("a", dataset=copied, verified=int64(3))).suspect
 
     @on_virtual_time
-    async def test_takes_the_doubts_along_where_the_next_has_other_shards(self) -> None:
+    async def test_drops_suspect_copies_when_the_next_has_other_shards(self) -> None:
         store = FaultyStore()
         async with data_fixture(store) as stage:
             await stage.come("a", *range(10), min_workers=2)
@@ -370,7 +370,7 @@ class TestADatasetWithWhichNobodyHasTrained:
 
 class TestAPlan:
     @on_virtual_time
-    async def test_is_made_when_all_members_have_said_what_they_hold(self) -> None:
+    async def test_is_made_when_all_members_have_offered(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
@@ -386,7 +386,7 @@ class TestAPlan:
             assert (planned.attempt, planned.totals.transfers, planned.totals.from_owners) == (1, 5, 5)
 
     @on_virtual_time
-    async def test_holds_from_the_commit_on(self) -> None:
+    async def test_takes_effect_with_the_commit(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
@@ -402,7 +402,7 @@ class TestAPlan:
             assert (page.generation, page.more, len(page.owners)) == (1, False, 40)
 
     @on_virtual_time
-    async def test_is_told_to_be_over_once_all_have_what_they_need(self) -> None:
+    async def test_completes_once_when_all_members_have_finished(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
@@ -449,7 +449,7 @@ class TestAPlan:
             assert stage.facts(RescaleCompleted)[-1].delta.epoch == 1
 
     @on_virtual_time
-    async def test_is_made_though_who_completed_it_has_to_say_so_again(self) -> None:
+    async def test_is_made_when_the_last_offer_is_repeated(self) -> None:
         """The client abandoned its request before the plan was made."""
         async with data_fixture() as stage:
             await stage.come("a", *range(10))
@@ -464,7 +464,7 @@ class TestAPlan:
             assert len(stage.facts(TransfersPlanned)) == 1
 
     @on_virtual_time
-    async def test_is_told_in_parts_of_who_says_in_parts_what_it_holds(self) -> None:
+    async def test_waits_for_all_parts_of_an_offer(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a")
             await stage.stop()
@@ -474,7 +474,7 @@ class TestAPlan:
             assert stage.facts(TransfersPlanned)[0].totals.transfers == 0
 
     @on_virtual_time
-    async def test_that_would_be_made_is_told_without_doing_anything(self) -> None:
+    async def test_preview_changes_nothing(self) -> None:
         async with data_fixture() as stage:
             await formed(stage)
             before = len(stage.records())
@@ -483,7 +483,7 @@ class TestAPlan:
             assert len(stage.records()) == before
 
     @on_virtual_time
-    async def test_gives_each_its_share_by_weight_and_tells_the_weights(self) -> None:
+    async def test_gives_shares_by_weight_and_shows_the_weights(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
@@ -496,7 +496,7 @@ class TestAPlan:
             assert [(one.worker_id, one.owned, one.weight) for one in shown.workers] == [("a", 2, 1.0), ("b", 8, 4.0)]
 
     @on_virtual_time
-    async def test_is_not_held_up_by_a_weight_that_is_none(self) -> None:
+    async def test_is_made_after_an_offer_with_an_invalid_weight(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
@@ -509,7 +509,7 @@ class TestAPlan:
             assert len(stage.facts(TransfersPlanned)) == 1
 
     @on_virtual_time
-    async def test_is_made_shown_and_tried_where_it_holds_up_nobody(self) -> None:
+    async def test_and_views_are_computed_outside_the_event_loop(self) -> None:
         done: list[object] = []
 
         async def elsewhere(act: Callable[[], Any]) -> Any:
@@ -525,9 +525,9 @@ class TestAPlan:
             assert done[1:] == answers
 
 
-class TestWhatIsToldOfData:
+class TestCausesOfDataFacts:
     @on_virtual_time
-    async def test_follows_from_the_rescale_and_is_in_its_story(self) -> None:
+    async def test_follow_from_the_rescale_and_are_in_its_story(self) -> None:
         async with data_fixture() as stage:
             await formed(stage)
             await stage.come("c")
@@ -541,7 +541,7 @@ class TestWhatIsToldOfData:
             assert {"TransfersPlanned", "TransfersCompleted"} <= set(story)
 
     @on_virtual_time
-    async def test_of_a_bad_copy_follows_from_the_rescale_in_which_it_was_found(self) -> None:
+    async def test_bad_copy_follows_from_the_rescale_in_which_it_was_found(self) -> None:
         async with data_fixture() as stage:
             await formed(stage)
             await stage.come("c")
@@ -552,13 +552,13 @@ class TestWhatIsToldOfData:
             assert (found.cause, found.generation) == (started.id, 1)
 
     @on_virtual_time
-    async def test_follows_from_who_joined_where_it_is_what_the_workers_train_with(self) -> None:
+    async def test_dataset_follows_from_the_first_join(self) -> None:
         async with data_fixture() as stage:
             await formed(stage)
             assert stage.last(DatasetDefined).cause == stage.records(WorkerJoined)[0].id
 
     @on_virtual_time
-    async def test_follows_from_the_rescale_that_lacks_shards(self) -> None:
+    async def test_lost_shards_follow_from_the_rescale(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(8))
             await stage.stop()
@@ -567,7 +567,7 @@ class TestWhatIsToldOfData:
             assert (lost.cause, lost.generation) == (stage.last(RescaleStarted).id, 0)
 
     @on_virtual_time
-    async def test_follows_from_no_rescale_where_a_script_has_shards_moved_besides(self) -> None:
+    async def test_bad_copy_found_by_a_script_has_no_cause(self) -> None:
         async with data_fixture() as stage:
             await formed(stage)
             await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
@@ -577,7 +577,7 @@ class TestWhatIsToldOfData:
 
 class TestProgress:
     @on_virtual_time
-    async def test_is_shown_by_worker_as_it_is_told(self) -> None:
+    async def test_is_shown_by_worker_as_signalled(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
@@ -593,14 +593,14 @@ class TestProgress:
             assert (shown.done, shown.bytes) == (3, 300)
 
     @on_virtual_time
-    async def test_of_bad_copies_is_put_on_record(self) -> None:
+    async def test_bad_copy_is_published(self) -> None:
         async with data_fixture() as stage:
             await formed(stage)
             await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
             assert stage.facts(CorruptShardFound) == [CorruptShardFound("a", 3, "b")]
 
     @on_virtual_time
-    async def test_of_the_same_bad_copy_is_put_on_record_once_for_each_attempt(self) -> None:
+    async def test_bad_copy_is_published_once_per_attempt(self) -> None:
         async with data_fixture() as stage:
             await formed(stage)
             for source, shard in (("a", 3), ("a", 3), ("a", 4)):
@@ -613,7 +613,7 @@ class TestProgress:
             assert await refused(stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 10))) == "shard_invalid"
 
     @on_virtual_time
-    async def test_of_a_bad_copy_that_its_holder_is_to_keep_comes_to_nothing_before_it_was_looked_at(self) -> None:
+    async def test_attempt_restarts_for_a_suspect_copy_that_the_plan_uses(self) -> None:
         dataset = DatasetSpec(1_000, 10, 1)
         async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2)
@@ -643,7 +643,7 @@ class TestProgress:
             assert stage.held["a"] == stage.held["b"] == set(range(10))
 
     @on_virtual_time
-    async def test_of_a_bad_copy_that_its_holder_need_not_keep_is_no_reason_to_begin_anew(self) -> None:
+    async def test_attempt_continues_with_a_suspect_copy_that_the_plan_does_not_use(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
@@ -655,7 +655,7 @@ class TestProgress:
             assert [fact.attempt for fact in stage.facts(RescaleCompleted)] == [1]
 
     @on_virtual_time
-    async def test_of_a_bad_copy_has_all_stop_who_would_say_in_the_background_what_they_hold(self) -> None:
+    async def test_background_offer_with_a_suspect_copy_stops_training(self) -> None:
         async with data_fixture() as stage:
             await formed(stage, use_synchronous_rescaling=False)
             await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
@@ -685,7 +685,7 @@ class TestProgress:
             assert stage.facts(WorkerFailed) == []
 
     @on_virtual_time
-    async def test_of_a_bad_copy_that_lies_nowhere_any_more_stops_nobody(self) -> None:
+    async def test_suspect_copy_that_is_gone_stops_no_training(self) -> None:
         store = FaultyStore()
         async with data_fixture(store) as stage:
             await stage.come("a", *range(10), min_workers=2, use_synchronous_rescaling=False)
@@ -706,9 +706,7 @@ class TestProgress:
             assert [fact.in_background for fact in stage.facts(RescaleStarted)] == [False, True]
 
     @on_virtual_time
-    async def test_of_bad_copies_may_be_too_much_to_be_remembered_which_is_said(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_too_many_suspect_copies_are_logged(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(suspect_copies, "SUSPECTS_MAX", 1)
         log = Heard()
         async with data_fixture() as stage:
@@ -721,14 +719,14 @@ class TestProgress:
             assert log.lines == [("warning", said, {"job": JOB, "copies": 1})]
 
     @on_virtual_time
-    async def test_of_a_bad_copy_of_who_has_no_name_is_refused(self) -> None:
+    async def test_bad_copy_of_an_invalid_worker_name_is_refused(self) -> None:
         async with data_fixture() as stage:
             await formed(stage)
             assert await refused(stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a/b", 3))) == "name_invalid"
             assert stage.facts(CorruptShardFound) == []
 
     @on_virtual_time
-    async def test_that_bad_copies_make_impossible_begins_anew(self) -> None:
+    async def test_attempt_restarts_when_only_bad_copies_are_found(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
@@ -755,7 +753,7 @@ class TestADaemonThatIsKilled:
 
     @pytest.mark.parametrize("stops", [True, False])
     @on_virtual_time
-    async def test_knows_which_copies_are_in_doubt(self, stops: bool) -> None:
+    async def test_remembers_suspect_copies(self, stops: bool) -> None:
         store = FaultyStore()
         async with data_fixture(store) as stage:
             await formed(stage, use_synchronous_rescaling=stops)
@@ -778,7 +776,7 @@ class TestADaemonThatIsKilled:
             assert not [key for key in await keys_in(store) if "suspect" in key]
 
     @on_virtual_time
-    async def test_knows_of_the_doubts_about_a_worker_that_was_away_meanwhile(self) -> None:
+    async def test_remembers_suspect_copies_of_an_absent_worker(self) -> None:
         dataset = DatasetSpec(1_000, 10, 1)
         store = FaultyStore()
         async with data_fixture(store) as stage:
@@ -795,7 +793,7 @@ class TestADaemonThatIsKilled:
 
     @on_virtual_time
     @pytest.mark.parametrize("stops", [True, False])
-    async def test_has_who_comes_into_the_place_of_one_with_a_copy_in_doubt_look_at_it_once(self, stops: bool) -> None:
+    async def test_has_a_replacement_verify_a_suspect_copy_once(self, stops: bool) -> None:
         """No stop is needed, because the worker does not train yet."""
         dataset = DatasetSpec(1_000, 10, 1)
         async with data_fixture() as stage:
@@ -812,7 +810,7 @@ class TestADaemonThatIsKilled:
             assert not (await stage.offer("c", dataset=dataset, verified=int64(3))).suspect
 
     @on_virtual_time
-    async def test_has_who_takes_the_place_of_one_with_a_copy_in_doubt_at_once_look_at_it(self) -> None:
+    async def test_has_an_immediate_replacement_verify_a_suspect_copy(self) -> None:
         """The failed worker is still in the committed world."""
         dataset = DatasetSpec(1_000, 10, 1)
         async with data_fixture() as stage:
@@ -828,7 +826,7 @@ class TestADaemonThatIsKilled:
             assert (await stage.offer("c", dataset=dataset)).suspect == int64(3)
 
     @on_virtual_time
-    async def test_before_the_plan_is_kept_begins_anew(self) -> None:
+    async def test_before_the_plan_is_stored_restarts_the_attempt(self) -> None:
         store = FaultyStore()
         async with data_fixture(store) as stage:
             await stage.come("a", *range(10), min_workers=2)
@@ -844,7 +842,7 @@ class TestADaemonThatIsKilled:
             assert stage.owners() == stage.held
 
     @on_virtual_time
-    async def test_with_a_plan_that_came_to_nothing_forgets_it(self) -> None:
+    async def test_deletes_a_plan_without_commit(self) -> None:
         store = FaultyStore()
         async with data_fixture(store) as stage:
             await stage.come("a", *range(10), min_workers=2)
@@ -862,7 +860,7 @@ class TestADaemonThatIsKilled:
             assert await keys_in(again) == [f"{JOB}/dataset", f"{JOB}/holders/2", f"{JOB}/piece/2/0/0"]
 
     @on_virtual_time
-    async def test_knows_the_weights_of_who_holds_the_data(self) -> None:
+    async def test_remembers_the_weights(self) -> None:
         store = FaultyStore()
         async with data_fixture(store) as stage:
             await stage.come("a", *range(10), min_workers=2)
@@ -916,7 +914,7 @@ class TestADaemonThatIsKilled:
         test()
 
     @on_virtual_time
-    async def test_while_it_deletes_what_is_no_more_leaves_nothing_of_it_in_the_end(self) -> None:
+    async def test_while_it_deletes_a_job_completes_the_deletion(self) -> None:
         store = FaultyStore()
         async with data_fixture(store) as stage:
             await formed(stage)
@@ -936,7 +934,7 @@ class TestADaemonThatIsKilled:
 
 class TestAFullDisk:
     @on_virtual_time
-    async def test_when_the_plan_is_to_be_kept_costs_the_attempt_and_nothing_else(self) -> None:
+    async def test_while_the_plan_is_stored_fails_only_the_attempt(self) -> None:
         store = FaultyStore()
         async with data_fixture(store) as stage:
             await formed(stage)
@@ -976,9 +974,9 @@ class TestAJobThatIsRemoved:
             assert stage.owners() == {"a": set(range(7))}
 
 
-class TestWhereNobodyStops:
+class TestBackgroundRescale:
     @on_virtual_time
-    async def test_a_plan_is_made_and_committed_while_training_goes_on(self) -> None:
+    async def test_plan_is_made_and_committed_during_training(self) -> None:
         async with data_fixture() as stage:
             await formed(stage, use_synchronous_rescaling=False)
             await stage.come("c")
@@ -993,7 +991,7 @@ class TestWhereNobodyStops:
             assert sorted(map(len, stage.held.values())) == [3, 3, 4]
 
     @on_virtual_time
-    async def test_shards_that_are_lost_make_all_stop_and_are_named_then(self) -> None:
+    async def test_lost_shards_stop_training_and_are_published(self) -> None:
         async with data_fixture() as stage:
             await formed(stage, use_synchronous_rescaling=False)
             stage.held["a"] -= {0}
@@ -1011,7 +1009,7 @@ class TestWhereNobodyStops:
             assert stage.facts(RescaleStarted)[-1] == ahead
 
     @on_virtual_time
-    async def test_shards_that_are_lost_end_the_job_where_that_is_its_policy(self) -> None:
+    async def test_lost_shards_abort_the_job_by_policy(self) -> None:
         async with data_fixture() as stage:
             await formed(stage, use_synchronous_rescaling=False, lost_data_policy="abort")
             stage.held["a"] -= {0}
@@ -1026,7 +1024,7 @@ class TestWhereNobodyStops:
 
 class TestLostShards:
     @on_virtual_time
-    async def test_are_named_and_the_job_waits(self) -> None:
+    async def test_are_published_and_the_job_waits(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(8), rescale_timeout_ms=500)
             await stage.stop()
@@ -1039,7 +1037,7 @@ class TestLostShards:
             assert (shown.running, shown.waiting_for, shown.lost, shown.lost_shards) == (True, [], 2, [8, 9])
 
     @on_virtual_time
-    async def test_are_said_to_have_been_with_whoever_had_them_last_and_is_gone(self) -> None:
+    async def test_name_the_workers_that_held_them_last(self) -> None:
         async with data_fixture() as stage:
             await formed(stage, failure_tolerance_percentage=100, min_workers_timeout_ms=None)
             await stage.workers["b"].leave()
@@ -1056,7 +1054,7 @@ class TestLostShards:
             assert (shown.lost, shown.lost_shards) == (5, [5, 6, 7, 8, 9])
 
     @on_virtual_time
-    async def test_are_waited_for_by_nobody_when_the_job_was_given_up(self) -> None:
+    async def test_are_not_waited_for_after_an_abort(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(8), lost_data_policy="abort")
             await stage.stop()
@@ -1066,7 +1064,7 @@ class TestLostShards:
             assert (shown.running, shown.aborted, shown.lost) == (False, True, 2)
 
     @on_virtual_time
-    async def test_are_waited_for_by_who_has_said_what_it_holds_however_long_that_takes(self) -> None:
+    async def test_are_waited_for_without_timeout_by_members_that_offered(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(8), rescale_timeout_ms=500)
             await stage.stop()
@@ -1078,7 +1076,7 @@ class TestLostShards:
             assert stage.attempt == 1
 
     @on_virtual_time
-    async def test_are_no_excuse_for_who_has_not_said_what_it_holds(self) -> None:
+    async def test_do_not_protect_a_member_that_has_not_offered(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(8), min_workers=2, rescale_timeout_ms=500)
             await stage.come("b")
@@ -1090,7 +1088,7 @@ class TestLostShards:
             assert [fact.worker_id for fact in stage.facts(WorkerFailed)] == ["b"]
 
     @on_virtual_time
-    async def test_are_no_excuse_for_who_waits_no_more(self) -> None:
+    async def test_do_not_protect_a_member_that_stopped_waiting(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(10), min_workers=2, rescale_timeout_ms=500)
             await stage.come("b")
@@ -1104,7 +1102,7 @@ class TestLostShards:
             assert [fact.worker_id for fact in stage.facts(WorkerFailed)] == ["b"]
 
     @on_virtual_time
-    async def test_that_a_newcomer_brings_let_the_job_go_on(self) -> None:
+    async def test_that_a_joiner_holds_let_the_job_continue(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(8))
             await stage.stop()
@@ -1117,7 +1115,7 @@ class TestLostShards:
             assert stage.owners() == stage.held
 
     @on_virtual_time
-    async def test_that_one_brings_who_came_before_the_loss_was_known_let_the_job_go_on(self) -> None:
+    async def test_that_an_earlier_joiner_holds_let_the_job_continue(self) -> None:
         async with data_fixture() as stage:
             await formed(stage)
             await stage.workers["b"].leave(failed=True)
@@ -1133,7 +1131,7 @@ class TestLostShards:
             assert union(stage.owners().values()) == ALL
 
     @on_virtual_time
-    async def test_are_not_asked_for_again_and_again_of_those_who_do_not_fit_in(self) -> None:
+    async def test_do_not_restart_the_attempt_for_workers_outside_a_full_world(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(8), max_workers=1)
             await stage.stop()
@@ -1143,7 +1141,7 @@ class TestLostShards:
             assert len(stage.facts(RescaleStarted)) == 1
 
     @on_virtual_time
-    async def test_are_told_together_with_those_who_wait_and_were_not_asked(self) -> None:
+    async def test_report_how_many_waiting_workers_were_not_asked(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(8), max_workers=1)
             await stage.come("b", 8, 9)
@@ -1157,7 +1155,7 @@ class TestLostShards:
             )
 
     @on_virtual_time
-    async def test_are_brought_by_who_takes_the_place_of_one_that_was_evicted(self) -> None:
+    async def test_that_the_replacement_of_an_evicted_worker_holds_are_found(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(8), max_workers=1)
             await stage.stop()
@@ -1172,7 +1170,7 @@ class TestLostShards:
             assert stage.owners() == {"b": ALL}
 
     @on_virtual_time
-    async def test_make_all_begin_anew_once_however_many_come_at_a_time(self) -> None:
+    async def test_restart_the_attempt_once_for_several_joiners(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(8))
             await stage.stop()
@@ -1186,7 +1184,7 @@ class TestLostShards:
             assert stage.attempt == 2
 
     @on_virtual_time
-    async def test_end_the_job_where_that_is_its_policy(self) -> None:
+    async def test_abort_the_job_by_policy(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(8), lost_data_policy="abort")
             await stage.stop()
@@ -1197,7 +1195,7 @@ class TestLostShards:
             assert stage.facts(ShardsLost) == [ShardsLost(1, 2, [8, 9])]
 
     @on_virtual_time
-    async def test_are_none_where_there_is_an_origin(self) -> None:
+    async def test_are_none_with_an_origin(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a")
             dataset = DatasetSpec(1_000, 10, 0, True)
@@ -1206,7 +1204,7 @@ class TestLostShards:
             assert stage.facts(TransfersPlanned)[0].totals.from_origin == 10
 
 
-class TestWhatTheOriginDoesNotGive:
+class TestShardsTheOriginRefuses:
     WITH_ORIGIN = DatasetSpec(1_000, 10, 0, True)
 
     async def partial(self, stage: DataFixture, **settings: Any) -> None:
@@ -1222,7 +1220,7 @@ class TestWhatTheOriginDoesNotGive:
         await stage.kernel.settle()
 
     @on_virtual_time
-    async def test_is_named_with_who_says_so_and_the_job_waits(self) -> None:
+    async def test_are_published_with_the_reporting_worker_and_the_job_waits(self) -> None:
         async with data_fixture() as stage:
             await self.partial(stage)
             await self.say(stage, "b", 1, 3, certain=True)
@@ -1233,7 +1231,7 @@ class TestWhatTheOriginDoesNotGive:
             assert (stage.attempt, stage.facts(JobAborted)) == (1, [])
 
     @on_virtual_time
-    async def test_is_no_more_missing_when_who_needs_it_has_it(self) -> None:
+    async def test_are_no_longer_lost_when_the_member_finishes(self) -> None:
         async with data_fixture() as stage:
             await self.partial(stage)
             await self.say(stage, "b", 1, 3)
@@ -1243,7 +1241,7 @@ class TestWhatTheOriginDoesNotGive:
             assert stage.owners() == stage.held
 
     @on_virtual_time
-    async def test_is_fetched_from_another_who_was_given_it(self) -> None:
+    async def test_are_fetched_from_a_member_that_got_them(self) -> None:
         dataset = DatasetSpec(1_000, 10, 1, True)
         async with data_fixture() as stage:
             await stage.come("a", min_workers=2, lost_data_policy="abort")
@@ -1257,7 +1255,7 @@ class TestWhatTheOriginDoesNotGive:
             assert stage.facts(TransfersPlanned)[-1].totals.from_origin == 0
 
     @on_virtual_time
-    async def test_is_asked_of_who_comes(self) -> None:
+    async def test_are_looked_for_at_a_joiner(self) -> None:
         async with data_fixture() as stage:
             await self.partial(stage)
             await self.say(stage, "b", 1, 3)
@@ -1268,7 +1266,7 @@ class TestWhatTheOriginDoesNotGive:
             assert union(stage.owners().values()) == ALL
 
     @on_virtual_time
-    async def test_is_asked_of_who_came_before_it_was_known(self) -> None:
+    async def test_are_looked_for_at_an_earlier_joiner(self) -> None:
         async with data_fixture() as stage:
             await self.partial(stage)
             await stage.come("c", 1, 3)
@@ -1277,7 +1275,7 @@ class TestWhatTheOriginDoesNotGive:
             assert stage.attempt == 2
 
     @on_virtual_time
-    async def test_ends_the_job_where_that_is_its_policy_and_it_is_certain(self) -> None:
+    async def test_abort_the_job_by_policy_when_certain(self) -> None:
         async with data_fixture() as stage:
             await self.partial(stage, lost_data_policy="abort")
             await self.say(stage, "b", 1, 3)
@@ -1288,7 +1286,7 @@ class TestWhatTheOriginDoesNotGive:
             assert len(stage.facts(ShardsLost)) == 1
 
     @on_virtual_time
-    async def test_makes_all_stop_where_training_goes_on(self) -> None:
+    async def test_stop_training_in_a_background_rescale(self) -> None:
         async with data_fixture() as stage:
             await self.partial(stage, use_synchronous_rescaling=False)
             await stage.fetch("a", "b")
@@ -1306,7 +1304,7 @@ class TestWhatTheOriginDoesNotGive:
             assert stage.facts(ShardsLost) == [ShardsLost(3, 1, [5], "b: no file")]
 
     @on_virtual_time
-    async def test_is_said_of_shards_there_are_by_members_of_the_attempt(self) -> None:
+    async def test_report_is_refused_from_non_members_and_for_unknown_shards(self) -> None:
         async with data_fixture() as stage:
             await self.partial(stage)
             assert await refused(self.say(stage, "b", 10)) == "shard_invalid"
@@ -1315,9 +1313,9 @@ class TestWhatTheOriginDoesNotGive:
             assert stage.facts(ShardsLost) == []
 
 
-class TestAPlanThatWasCommittedAndIsNotAdoptedYet:
+class TestCommittedPlanBeforeItsFactArrives:
     @on_virtual_time
-    async def test_is_kept_when_the_next_one_is_made(self) -> None:
+    async def test_is_kept_when_the_next_plan_is_made(self) -> None:
         """The commit is heard of later than the offers to the next attempt are."""
         store = FaultyStore()
         async with data_fixture(store) as stage:
@@ -1339,7 +1337,7 @@ class TestAPlanThatWasCommittedAndIsNotAdoptedYet:
             assert stage.owners() == stage.held
 
     @on_virtual_time
-    async def test_is_forgotten_with_those_that_came_to_nothing_when_a_later_one_is_adopted(self) -> None:
+    async def test_is_deleted_when_a_later_plan_is_committed(self) -> None:
         store = FaultyStore()
         async with data_fixture(store) as stage:
             await formed(stage)
@@ -1353,9 +1351,9 @@ class TestAPlanThatWasCommittedAndIsNotAdoptedYet:
             assert await keys_in(store) == [f"{JOB}/dataset", f"{JOB}/holders/4", f"{JOB}/piece/4/0/0"]
 
 
-class TestAWorkerThatIsToGo:
+class TestDrainingWorker:
     @on_virtual_time
-    async def test_gives_what_only_it_holds_away_before(self) -> None:
+    async def test_gives_away_what_only_it_holds(self) -> None:
         async with data_fixture() as stage:
             await formed(stage)
             await stage.kernel.bus.ask(DrainWorker(JOB, "b"))
@@ -1369,7 +1367,7 @@ class TestAWorkerThatIsToGo:
             assert stage.held == {"a": set(ALL), "b": set()}
 
     @on_virtual_time
-    async def test_gives_it_to_who_is_to_go_behind_it_and_nobody_gives_it_to_nobody(self) -> None:
+    async def test_last_of_two_draining_workers_takes_over_all_shards(self) -> None:
         async with data_fixture() as stage:
             await formed(stage)
             a, b = stage.workers["a"], stage.workers["b"]
@@ -1386,7 +1384,7 @@ class TestAWorkerThatIsToGo:
             assert not stage.attempt
 
     @on_virtual_time
-    async def test_and_was_told_so_while_it_joined_is_given_nothing(self) -> None:
+    async def test_that_was_drained_while_joining_gets_nothing(self) -> None:
         async with data_fixture() as stage:
             await stage.come("a", *range(10))
             await stage.rescale("a")
@@ -1401,7 +1399,7 @@ class TestAWorkerThatIsToGo:
 
 class TestTwoJobs:
     @on_virtual_time
-    async def test_have_nothing_to_do_with_each_other(self) -> None:
+    async def test_are_independent(self) -> None:
         async with data_fixture() as stage:
             await formed(stage)
             before = stage.owners()
