@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -247,6 +248,25 @@ def test_everything_that_a_plugin_is_given_is_told() -> None:
 def test_links_lead_to_files_that_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def named_in(page: str, pattern: str) -> list[str]:
+    return sorted(set(re.findall(pattern, (ROOT / page).read_text())))
+
+
+@pytest.mark.parametrize("name", named_in("docs/glossary.md", r"`(forged\.[\w.]+)`"))
+def test_the_glossary_names_modules_and_types_that_exist(name: str) -> None:
+    pkgutil.resolve_name(name)
+
+
+@pytest.mark.parametrize("name", named_in("docs/testing.md", r"`(tests/[\w./*]+)`"))
+def test_the_page_on_tests_names_files_that_exist(name: str) -> None:
+    assert list(ROOT.glob(name))
+
+
+@pytest.mark.parametrize("name", named_in("ARCHITECTURE.md", r"`((?:[a-z_]+/)+[a-z_]+\.py)`"))
+def test_the_architecture_names_modules_that_exist(name: str) -> None:
+    assert any((ROOT / "forged").rglob(name)) or (ROOT / name).exists()
 
 
 def test_the_table_of_settings_names_every_setting() -> None:
