@@ -328,10 +328,10 @@ class TestComingAndGoing:
     ) -> None:
         leave, leaves = CurrentWorld.leave, asyncio.Event()
 
-        async def leave_slowly(presence: CurrentWorld) -> None:
+        async def leave_slowly(current_world: CurrentWorld) -> None:
             leaves.set()
             await asyncio.sleep(0.1)
-            await leave(presence)
+            await leave(current_world)
 
         worker = shared_worker("me", config(), job=JOB)
 
@@ -610,9 +610,9 @@ class TestTraining:
         aborted: list[str] = []
         lose = CurrentWorld.lose
 
-        def note(presence: CurrentWorld, error: Any) -> None:
+        def note(current_world: CurrentWorld, error: Any) -> None:
             aborted.append(error.message)
-            lose(presence, error)
+            lose(current_world, error)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CurrentWorld, "lose", note)
@@ -662,10 +662,12 @@ class TestTraining:
         seen: list[bool] = []
         leave = CurrentWorld.leave
 
-        async def look(presence: CurrentWorld) -> None:
-            (worker,) = (one.worker for one in group.trainers.values() if one.worker._state.current_world is presence)
+        async def look(current_world: CurrentWorld) -> None:
+            (worker,) = (
+                one.worker for one in group.trainers.values() if one.worker._state.current_world is current_world
+            )
             seen.append(worker.is_rescaling)
-            await leave(presence)
+            await leave(current_world)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CurrentWorld, "leave", look)

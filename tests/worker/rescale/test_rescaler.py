@@ -114,16 +114,16 @@ class TestNotStopping:
             await group.world_of("a", "b")
             agree = Rescaler._agree
             state = group["a"].worker._state
-            standing = state.view
+            view = state.view
             late: list[int] = []
 
-            async def agree_late(passage: Rescaler, world: World, commit: Commit) -> Agreement:
-                agreement = await agree(passage, world, commit)
-                if passage is group["a"].member.rescaler and not late:
+            async def agree_late(rescaler: Rescaler, world: World, commit: Commit) -> Agreement:
+                agreement = await agree(rescaler, world, commit)
+                if rescaler is group["a"].member.rescaler and not late:
                     late.append(commit.topology.epoch)
                     with anyio.CancelScope(shield=True):
                         await client.rescale_job(JOB)
-                        while standing.committed is commit:
+                        while view.committed is commit:
                             await state.wait_for_change()
                 return agreement
 
@@ -145,10 +145,10 @@ class TestNotStopping:
             generation = group["a"].worker.generation
             cross = Rescaler._cross
 
-            async def another_attempt(passage: Rescaler, commit: Commit) -> None:
-                if passage is group["c"].member.rescaler:
-                    passage._view.committed = commit = replace(commit, attempt=1)
-                await cross(passage, commit)
+            async def another_attempt(rescaler: Rescaler, commit: Commit) -> None:
+                if rescaler is group["c"].member.rescaler:
+                    rescaler._view.committed = commit = replace(commit, attempt=1)
+                await cross(rescaler, commit)
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Rescaler, "_cross", another_attempt)
@@ -203,11 +203,11 @@ WORLDS = (
     ClusterTopology((ME,), 2),
     ClusterTopology((HUB,), 2),
 )
-UNDERTAKINGS_MAX = 8
+ACTIONS_MAX = 8
 """How many things a rescaler does at most before it waits for a change."""
 
 
-class Willing:
+class Surroundings:
     """Everything that a rescaler calls succeeds at once, or fails at once."""
 
     def __init__(self, failure: ForgedError | None) -> None:
@@ -226,7 +226,7 @@ class Willing:
 
     def beat_now(self) -> None: ...
 
-    async def enter(self, *_: object) -> Willing:
+    async def enter(self, *_: object) -> Surroundings:
         self._fail()
         return self
 
@@ -252,28 +252,26 @@ def state_of(view: JobView) -> SessionState:
 
 
 @st.composite
-def standings(draw: st.DrawFn) -> JobView:
+def views(draw: st.DrawFn) -> JobView:
     """Any view of the job."""
     step, number = st.sampled_from([0, 1]), st.integers(1, 2)
-    standing = JobView("me", topology=draw(st.sampled_from(WORLDS)), attempt=draw(st.integers(0, 2)))
-    standing.rescaling, standing.leaves, standing.outdated = (
+    view = JobView("me", topology=draw(st.sampled_from(WORLDS)), attempt=draw(st.integers(0, 2)))
+    view.rescaling, view.leaves, view.outdated = (
         draw(st.booleans()),
         draw(st.booleans()),
         draw(st.booleans()),
     )
-    standing.lost = draw(st.sampled_from(["", "hub"]))
+    view.lost = draw(st.sampled_from(["", "hub"]))
     if draw(st.booleans()):
-        standing.synchronising = RescaleSynchronising(draw(number), draw(st.sampled_from([ME, HUB])), draw(step), 1)
+        view.synchronising = RescaleSynchronising(draw(number), draw(st.sampled_from([ME, HUB])), draw(step), 1)
     if draw(st.booleans()):
         behind = draw(st.one_of(st.none(), step))
-        standing.committed = Commit(
-            draw(number), ClusterTopology(), draw(st.sampled_from(WORLDS)), behind, 0, 0.0, 0, ""
-        )
-    return standing
+        view.committed = Commit(draw(number), ClusterTopology(), draw(st.sampled_from(WORLDS)), behind, 0, 0.0, 0, "")
+    return view
 
 
 @given(
-    standings(),
+    views(),
     st.booleans(),
     st.integers(0, 2),
     st.booleans(),
@@ -281,11 +279,11 @@ def standings(draw: st.DrawFn) -> JobView:
     st.booleans(),
 )
 def test_whatever_was_heard_a_worker_comes_to_wait_for_news(
-    standing: JobView, takes: bool, settled: int, holds_state: bool, failure: ForgedError | None, in_trouble: bool
+    view: JobView, takes: bool, settled: int, holds_state: bool, failure: ForgedError | None, in_trouble: bool
 ) -> None:
     """A rescaler that never waits would starve the event loop, and with it what it waits for."""
-    others: Any = Willing(failure)
-    state = state_of(standing)
+    others: Any = Surroundings(failure)
+    state = state_of(view)
     state.progress.holds_state = holds_state
     state.current_world.trouble = Trouble(2, "hub", "no answer") if in_trouble else None
     clock = SystemClock()
@@ -300,7 +298,7 @@ def test_whatever_was_heard_a_worker_comes_to_wait_for_news(
             while True:
                 await rescaler.advance(takes_state=takes)
                 done += 1
-                assert done < UNDERTAKINGS_MAX, "the rescaler never waits"
+                assert done < ACTIONS_MAX, "the rescaler never waits"
 
     go()
 

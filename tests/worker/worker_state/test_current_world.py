@@ -28,16 +28,16 @@ GENERATION = 4
 async def together(count: int) -> AsyncIterator[list[CurrentWorld]]:
     """Workers in one world."""
     async with open_meshes(count) as made, asyncio.timeout(PATIENCE_S):
-        presences = [CurrentWorld(JobView(worker.id), None) for worker in made.workers]
-        for presence, world in zip(presences, await made.enter(GENERATION), strict=True):
-            presence.take_rank(made.topology)
-            presence.enter(world)
-        yield presences
+        current_worlds = [CurrentWorld(JobView(worker.id), None) for worker in made.workers]
+        for current_world, world in zip(current_worlds, await made.enter(GENERATION), strict=True):
+            current_world.take_rank(made.topology)
+            current_world.enter(world)
+        yield current_worlds
 
 
-def hear(presence: CurrentWorld, *records: Record) -> None:
+def hear(current_world: CurrentWorld, *records: Record) -> None:
     for record in records:
-        presence._view.hear(record)
+        current_world._view.hear(record)
 
 
 PAUSED = Record.of(JobPaused("lunch"), fact_id=7, at=0.0)
@@ -45,30 +45,30 @@ RESUMED = Record.of(JobResumed("coffee"), fact_id=8, at=0.0)
 
 
 async def test_worker_in_no_world_may_not_step_and_its_step_is_void() -> None:
-    presence = CurrentWorld(JobView("me"), None)
-    assert not presence.may_step
-    assert presence.status is WorkerStatus.JOINING
+    current_world = CurrentWorld(JobView("me"), None)
+    assert not current_world.may_step
+    assert current_world.status is WorkerStatus.JOINING
     with pytest.raises(StepAborted, match="no world"):
-        await presence.together(lambda world: world.barrier())
-    assert presence.is_void
-    assert not await presence.end_step(1)
-    await presence.leave()
-    assert presence.trouble is None
+        await current_world.together(lambda world: world.barrier())
+    assert current_world.is_void
+    assert not await current_world.end_step(1)
+    await current_world.leave()
+    assert current_world.trouble is None
 
 
 async def test_a_step_counts_when_all_have_ended_it() -> None:
-    async with together(3) as presences:
-        sums = await each(presences, lambda one: one.together(lambda world: world.all_reduce(np.ones(2))))
+    async with together(3) as current_worlds:
+        sums = await each(current_worlds, lambda one: one.together(lambda world: world.all_reduce(np.ones(2))))
         assert [list(total) for total in sums] == [[3, 3]] * 3
-        assert await each(presences, lambda one: one.end_step(1)) == [True] * 3
-        assert all(presence.may_step for presence in presences)
+        assert await each(current_worlds, lambda one: one.end_step(1)) == [True] * 3
+        assert all(current_world.may_step for current_world in current_worlds)
 
 
 async def test_all_stop_behind_the_same_step_and_rest_until_each_has_heard_why_and_that_it_is_over() -> None:
     async with together(2) as (one, other):
         hear(one, PAUSED)
         assert one.may_step, "the world stops as a whole"
-        assert await each([one, other], lambda presence: presence.end_step(1)) == [True, True]
+        assert await each([one, other], lambda current_world: current_world.end_step(1)) == [True, True]
         assert (one.is_stopped, other.is_stopped) == (True, True)
         hear(other, PAUSED)
         assert other.is_stopped
@@ -126,7 +126,7 @@ async def test_only_a_collective_that_the_script_waits_in_can_be_aborted() -> No
     async with together(2) as (one, other):
         one.begin_step()
         one.abort_collective("it is to go")
-        await each([one, other], lambda presence: presence.together(lambda world: world.barrier()))
+        await each([one, other], lambda current_world: current_world.together(lambda world: world.barrier()))
         assert one.meeting is None
         waits = asyncio.ensure_future(one.end_step(1))
         await until(lambda: one.meeting is not None)
@@ -149,16 +149,16 @@ async def test_rank_that_leaves_ends_the_world_for_the_other_ranks() -> None:
 
 async def test_marks_begin_anew_with_each_world_and_are_shown_to_the_pulse() -> None:
     with closing(Counters.create()) as counters:
-        presence = CurrentWorld(JobView("me"), counters)
+        current_world = CurrentWorld(JobView("me"), counters)
         async with open_meshes(1) as made:
             topology = made.topology
-        presence.take_rank(topology)
-        presence.mark()
-        presence.mark()
-        assert presence.marks == counters.marks == topology.epoch * COLLECTIVES_PER_WORLD + 2
-        presence.come_to(topology)
-        assert presence.marks == topology.epoch * COLLECTIVES_PER_WORLD
-        assert presence.topology is topology
+        current_world.take_rank(topology)
+        current_world.mark()
+        current_world.mark()
+        assert current_world.marks == counters.marks == topology.epoch * COLLECTIVES_PER_WORLD + 2
+        current_world.come_to(topology)
+        assert current_world.marks == topology.epoch * COLLECTIVES_PER_WORLD
+        assert current_world.topology is topology
 
 
 def test_script_error_blames_no_worker() -> None:

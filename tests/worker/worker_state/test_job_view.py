@@ -32,25 +32,25 @@ from forged.worker.worker_state.job_view import FOLLOWED, JobView
 A, B, C, ME = (WorkerId(name, "host", port) for port, name in enumerate(("a", "b", "c", "me"), 1))
 
 
-class Hearing:
-    """A standing, and facts that come one after the other."""
+class Listener:
+    """A view, and facts that come one after the other."""
 
     def __init__(self, *workers: WorkerId, known: bool = True) -> None:
-        self.standing = JobView("me")
+        self.view = JobView("me")
         self.ids = itertools.count(10)
         self.epoch = 0
         if known:
-            self.standing.catch_up(joined())
+            self.view.catch_up(joined())
         if workers:
             self.commit(*workers)
-            self.standing.committed = None
+            self.view.committed = None
 
     def hear(self, *facts: Fact) -> None:
         for fact in facts:
-            self.standing.hear(Record.of(fact, fact_id=next(self.ids), at=0.0, job="run"))
+            self.view.hear(Record.of(fact, fact_id=next(self.ids), at=0.0, job="run"))
 
     def commit(self, *workers: WorkerId, attempt: int = 1, base: ClusterTopology | None = None) -> None:
-        before = base if base is not None else self.standing.topology
+        before = base if base is not None else self.view.topology
         self.hear(completed(before, ClusterTopology(workers, before.epoch + 1), attempt))
 
     def start(
@@ -101,29 +101,29 @@ def joined(
 class TestMoving:
     """What concerns an attempt for which training data moves while training goes on."""
 
-    def moving(self) -> Hearing:
-        hearing = Hearing(A, ME)
-        hearing.start(2, added=["b"], in_background=True)
-        return hearing
+    def in_background(self) -> Listener:
+        listener = Listener(A, ME)
+        listener.start(2, added=["b"], in_background=True)
+        return listener
 
     def test_background_rescale_asks_for_no_stop_and_marks_no_worker_as_lost(self) -> None:
-        hearing = self.moving()
-        standing = hearing.standing
-        assert (standing.attempt, standing.background_attempt) == (2, 2)
-        assert (standing.stop_wanted, standing.rescaling, standing.lost) == (0, False, "")
+        listener = self.in_background()
+        view = listener.view
+        assert (view.attempt, view.background_attempt) == (2, 2)
+        assert (view.stop_wanted, view.rescaling, view.lost) == (0, False, "")
 
     def test_does_not_call_off_a_pause(self) -> None:
-        hearing = Hearing(A, ME)
-        hearing.hear(JobPaused("lunch"))
-        wanted = hearing.standing.stop_wanted
-        hearing.start(2, added=["b"], in_background=True)
-        assert hearing.standing.stop_wanted == wanted > 0
+        listener = Listener(A, ME)
+        listener.hear(JobPaused("lunch"))
+        wanted = listener.view.stop_wanted
+        listener.start(2, added=["b"], in_background=True)
+        assert listener.view.stop_wanted == wanted > 0
 
     def test_attempt_concerns_added_workers_and_not_omitted_ones(self) -> None:
-        joiner, outsider = Hearing(A, B), Hearing(A, B)
+        joiner, outsider = Listener(A, B), Listener(A, B)
         joiner.start(2, added=["me"], in_background=True)
         outsider.start(2, added=["c"], in_background=True)
-        assert (joiner.standing.background_attempt, outsider.standing.background_attempt) == (2, 0)
+        assert (joiner.view.background_attempt, outsider.view.background_attempt) == (2, 0)
 
     @pytest.mark.parametrize(
         "fact",
@@ -139,84 +139,84 @@ class TestMoving:
         ids=lambda fact: type(fact).__name__,
     )
     def test_is_over_with_what_ends_the_attempt(self, fact: Fact) -> None:
-        hearing = self.moving()
-        hearing.hear(fact)
-        assert hearing.standing.background_attempt == 0
+        listener = self.in_background()
+        listener.hear(fact)
+        assert listener.view.background_attempt == 0
 
     def test_is_over_with_the_commit_for_which_all_stop(self) -> None:
-        hearing = self.moving()
-        hearing.commit(A, ME, B, attempt=2)
-        assert (hearing.standing.background_attempt, hearing.standing.stop_wanted) == (
+        listener = self.in_background()
+        listener.commit(A, ME, B, attempt=2)
+        assert (listener.view.background_attempt, listener.view.stop_wanted) == (
             0,
-            hearing.standing.newest_fact_id,
+            listener.view.newest_fact_id,
         )
 
     def test_goes_on_with_the_next_attempt_in_the_background(self) -> None:
-        hearing = self.moving()
-        hearing.hear(RescaleAborted(2, "b failed"))
-        hearing.start(3, in_background=True)
-        assert (hearing.standing.background_attempt, hearing.standing.stop_wanted) == (3, 0)
+        listener = self.in_background()
+        listener.hear(RescaleAborted(2, "b failed"))
+        listener.start(3, in_background=True)
+        assert (listener.view.background_attempt, listener.view.stop_wanted) == (3, 0)
 
     def test_joiner_learns_of_a_background_attempt_from_the_answer(self) -> None:
-        hearing = Hearing(known=False)
-        hearing.standing.catch_up(joined(ClusterTopology((A, ME), 4), attempt=7, is_member=True, in_background=True))
-        standing = hearing.standing
-        assert (standing.attempt, standing.background_attempt, standing.rescaling) == (7, 7, False)
+        listener = Listener(known=False)
+        listener.view.catch_up(joined(ClusterTopology((A, ME), 4), attempt=7, is_member=True, in_background=True))
+        view = listener.view
+        assert (view.attempt, view.background_attempt, view.rescaling) == (7, 7, False)
 
     def test_outlasts_a_gap_if_the_daemon_says_so(self) -> None:
         for still_under_way in (True, False):
-            hearing = self.moving()
-            hearing.standing.miss(Gap(12, 20, "why"))
+            listener = self.in_background()
+            listener.view.miss(Gap(12, 20, "why"))
             attempt = 2 if still_under_way else 0
-            hearing.standing.catch_up(
-                joined(hearing.standing.topology, attempt=attempt, is_member=True, in_background=still_under_way)
+            listener.view.catch_up(
+                joined(listener.view.topology, attempt=attempt, is_member=True, in_background=still_under_way)
             )
-            assert hearing.standing.background_attempt == attempt
+            assert listener.view.background_attempt == attempt
 
     def test_may_have_begun_behind_the_daemons_answer(self) -> None:
-        hearing = self.moving()
-        hearing.standing.catch_up(joined(ClusterTopology((A, ME), 5), is_member=True))
-        assert hearing.standing.background_attempt == 2
+        listener = self.in_background()
+        listener.view.catch_up(joined(ClusterTopology((A, ME), 5), is_member=True))
+        assert listener.view.background_attempt == 2
 
     def test_is_over_if_the_daemon_tells_of_a_newer_attempt_that_stops(self) -> None:
-        hearing = self.moving()
-        hearing.standing.catch_up(joined(hearing.standing.topology, attempt=3, is_member=True))
-        assert (hearing.standing.background_attempt, hearing.standing.rescaling) == (0, True)
+        listener = self.in_background()
+        listener.view.catch_up(joined(listener.view.topology, attempt=3, is_member=True))
+        assert (listener.view.background_attempt, listener.view.rescaling) == (0, True)
 
     def test_of_a_commit_that_does_not_fit_is_over_unless_it_is_newer(self) -> None:
         for commit, left in ((2, 0), (1, 2)):
-            hearing = self.moving()
-            hearing.commit(A, ME, attempt=commit, base=ClusterTopology((A, B), 40))
-            assert hearing.standing.background_attempt == left
+            listener = self.in_background()
+            listener.commit(A, ME, attempt=commit, base=ClusterTopology((A, B), 40))
+            assert listener.view.background_attempt == left
 
 
 class TestSettings:
     """Those of the job."""
 
     def test_are_those_that_the_daemon_tells_who_joins(self) -> None:
-        hearing = Hearing(known=False)
-        hearing.standing.catch_up(joined(settings={"max_workers": 3}))
-        assert hearing.standing.settings == {"max_workers": 3}
+        listener = Listener(known=False)
+        listener.view.catch_up(joined(settings={"max_workers": 3}))
+        assert listener.view.settings == {"max_workers": 3}
 
     def test_are_what_is_heard_last_though_an_older_answer_comes_behind_it(self) -> None:
-        hearing = Hearing()
-        hearing.hear(JobChanged("run", 2, {"max_workers": 4}))
-        assert hearing.standing.settings == {"max_workers": 4}
-        hearing.standing.catch_up(joined(settings={"max_workers": 3}))
-        assert hearing.standing.settings == {"max_workers": 4}
+        listener = Listener()
+        listener.hear(JobChanged("run", 2, {"max_workers": 4}))
+        assert listener.view.settings == {"max_workers": 4}
+        listener.view.catch_up(joined(settings={"max_workers": 3}))
+        assert listener.view.settings == {"max_workers": 4}
 
     def test_are_asked_for_when_something_was_missed(self) -> None:
-        hearing = Hearing()
-        hearing.hear(JobChanged("run", 2, {"max_workers": 4}))
-        hearing.standing.miss(Gap(1, 99, "it was away"))
-        hearing.standing.catch_up(joined(settings={"max_workers": 5}))
-        assert hearing.standing.settings == {"max_workers": 5}
+        listener = Listener()
+        listener.hear(JobChanged("run", 2, {"max_workers": 4}))
+        listener.view.miss(Gap(1, 99, "it was away"))
+        listener.view.catch_up(joined(settings={"max_workers": 5}))
+        assert listener.view.settings == {"max_workers": 5}
 
     def test_are_not_those_of_a_job_that_was_removed_before(self) -> None:
-        hearing = Hearing(known=False)
-        hearing.hear(JobChanged("run", 2, {"max_workers": 4}), JobRemoved("run"))
-        hearing.standing.catch_up(joined(settings={"max_workers": 5}))
-        assert hearing.standing.settings == {"max_workers": 5}
+        listener = Listener(known=False)
+        listener.hear(JobChanged("run", 2, {"max_workers": 4}), JobRemoved("run"))
+        listener.view.catch_up(joined(settings={"max_workers": 5}))
+        assert listener.view.settings == {"max_workers": 5}
 
     def test_are_followed(self) -> None:
         assert JobChanged in FOLLOWED
@@ -224,130 +224,130 @@ class TestSettings:
 
 class TestStopping:
     def test_no_stop_is_wanted_at_first(self) -> None:
-        assert Hearing(A, ME).standing.stop_wanted == 0
+        assert Listener(A, ME).view.stop_wanted == 0
 
     def test_a_rescale_wants_it_until_its_commit_is_entered(self) -> None:
-        hearing = Hearing(A, ME)
-        hearing.start(2, added=["b"])
-        assert hearing.standing.stop_wanted == hearing.standing.newest_fact_id
-        hearing.commit(A, ME, B, attempt=2)
-        assert hearing.standing.stop_wanted == hearing.standing.newest_fact_id
-        hearing.standing.committed = None
-        assert hearing.standing.stop_wanted == 0
+        listener = Listener(A, ME)
+        listener.start(2, added=["b"])
+        assert listener.view.stop_wanted == listener.view.newest_fact_id
+        listener.commit(A, ME, B, attempt=2)
+        assert listener.view.stop_wanted == listener.view.newest_fact_id
+        listener.view.committed = None
+        assert listener.view.stop_wanted == 0
 
     def test_a_pause_wants_it_until_it_is_over(self) -> None:
-        hearing = Hearing(A, ME)
-        hearing.hear(JobPaused("lunch"))
-        assert hearing.standing.stop_wanted == hearing.standing.newest_fact_id
-        hearing.hear(JobResumed("done"))
-        assert hearing.standing.stop_wanted == 0
+        listener = Listener(A, ME)
+        listener.hear(JobPaused("lunch"))
+        assert listener.view.stop_wanted == listener.view.newest_fact_id
+        listener.hear(JobResumed("done"))
+        assert listener.view.stop_wanted == 0
 
     def test_a_resumption_does_not_call_off_a_rescale(self) -> None:
-        hearing = Hearing(A, ME)
-        hearing.hear(JobPaused("lunch"))
-        hearing.start(2, added=["b"])
-        wanted = hearing.standing.stop_wanted
-        hearing.hear(JobResumed("done"))
-        assert hearing.standing.stop_wanted == wanted > 0
+        listener = Listener(A, ME)
+        listener.hear(JobPaused("lunch"))
+        listener.start(2, added=["b"])
+        wanted = listener.view.stop_wanted
+        listener.hear(JobResumed("done"))
+        assert listener.view.stop_wanted == wanted > 0
 
     def test_a_rescale_does_not_call_off_a_pause(self) -> None:
-        hearing = Hearing(A, ME)
-        hearing.hear(JobPaused("lunch"))
-        hearing.start(2, added=["b"])
-        hearing.commit(A, ME, B, attempt=2)
-        hearing.standing.committed = None
-        assert hearing.standing.stop_wanted > 0
+        listener = Listener(A, ME)
+        listener.hear(JobPaused("lunch"))
+        listener.start(2, added=["b"])
+        listener.commit(A, ME, B, attempt=2)
+        listener.view.committed = None
+        assert listener.view.stop_wanted > 0
 
     def test_a_pause_of_which_the_fact_is_not_known_wants_it_too(self) -> None:
-        standing = JobView("me")
-        standing.catch_up(joined(paused=True))
-        assert standing.stop_wanted > 0
+        view = JobView("me")
+        view.catch_up(joined(paused=True))
+        assert view.stop_wanted > 0
 
     def test_a_rescale_without_this_worker_is_nothing_to_it(self) -> None:
-        hearing = Hearing(A, B)
-        hearing.start(2, added=["c"])
-        assert (hearing.standing.attempt, hearing.standing.stop_wanted) == (0, 0)
+        listener = Listener(A, B)
+        listener.start(2, added=["c"])
+        assert (listener.view.attempt, listener.view.stop_wanted) == (0, 0)
 
 
 class TestAttempts:
     def test_the_newest_counts_and_ends_what_was_settled_before(self) -> None:
-        hearing = Hearing(A, ME)
-        hearing.start(2)
+        listener = Listener(A, ME)
+        listener.start(2)
         settled = RescaleSynchronising(2, A, 7, 1)
-        hearing.hear(settled)
-        before = hearing.standing.synchronising
+        listener.hear(settled)
+        before = listener.view.synchronising
         assert before == settled
-        hearing.start(3)
-        assert (hearing.standing.attempt, hearing.standing.synchronising) == (3, None)
-        hearing.hear(settled)
-        assert hearing.standing.synchronising is None
+        listener.start(3)
+        assert (listener.view.attempt, listener.view.synchronising) == (3, None)
+        listener.hear(settled)
+        assert listener.view.synchronising is None
 
     def test_one_that_was_given_up_has_nothing_settled(self) -> None:
-        hearing = Hearing(A, ME)
-        hearing.start(2)
-        hearing.hear(RescaleSynchronising(2, A, 7, 1), RescaleAborted(2, "why"))
-        assert hearing.standing.synchronising is None
+        listener = Listener(A, ME)
+        listener.start(2)
+        listener.hear(RescaleSynchronising(2, A, 7, 1), RescaleAborted(2, "why"))
+        assert listener.view.synchronising is None
 
     def test_a_joiner_takes_part_in_the_one_that_adds_it(self) -> None:
-        hearing = Hearing(A, B)
-        hearing.start(2, added=["me"])
-        assert hearing.standing.attempt == 2
+        listener = Listener(A, B)
+        listener.start(2, added=["me"])
+        assert listener.view.attempt == 2
 
     def test_one_that_replaces_a_dead_worker_of_this_name_is_this_workers(self) -> None:
-        hearing = Hearing(A, ME)
-        hearing.start(2, added=["me"], removed=["me"])
-        assert (hearing.standing.attempt, hearing.standing.lost) == (2, "")
+        listener = Listener(A, ME)
+        listener.start(2, added=["me"], removed=["me"])
+        assert (listener.view.attempt, listener.view.lost) == (2, "")
 
 
 class TestCommits:
     def test_a_commit_leads_from_the_world_before_into_the_next(self) -> None:
-        hearing = Hearing(A, ME)
-        before = hearing.standing.topology
-        hearing.commit(A, ME, B, attempt=2)
-        commit = hearing.standing.committed
+        listener = Listener(A, ME)
+        before = listener.view.topology
+        listener.commit(A, ME, B, attempt=2)
+        commit = listener.view.committed
         assert commit is not None
-        assert (commit.before, commit.topology) == (before, hearing.standing.topology)
+        assert (commit.before, commit.topology) == (before, listener.view.topology)
         assert commit.topology.workers == (A, ME, B)
         assert (commit.attempt, commit.step, commit.epoch) == (2, 7, 2)
         assert (commit.learning_rate, commit.global_batch_size, commit.reason) == (0.5, 64, "because")
 
     def test_a_commit_from_a_world_that_was_not_heard_of_makes_it_ask(self) -> None:
-        hearing = Hearing(A, ME)
-        hearing.commit(A, attempt=9, base=ClusterTopology((A, B), 7))
-        standing = hearing.standing
-        assert (standing.outdated, standing.committed, standing.topology.epoch) == (True, None, 1)
+        listener = Listener(A, ME)
+        listener.commit(A, attempt=9, base=ClusterTopology((A, B), 7))
+        view = listener.view
+        assert (view.outdated, view.committed, view.topology.epoch) == (True, None, 1)
         later = ClusterTopology((A, ME), 8)
-        standing.catch_up(joined(later, is_member=True))
-        assert not standing.outdated
-        assert standing.committed is not None
-        assert standing.committed.topology == later
+        view.catch_up(joined(later, is_member=True))
+        assert not view.outdated
+        assert view.committed is not None
+        assert view.committed.topology == later
 
     def test_an_answer_that_is_older_than_what_was_heard_is_not_enough(self) -> None:
-        hearing = Hearing(A, ME)
-        hearing.commit(A, attempt=9, base=ClusterTopology((A, B), 7))
-        hearing.standing.catch_up(joined(ClusterTopology((A, B), 7)))
-        assert hearing.standing.outdated
+        listener = Listener(A, ME)
+        listener.commit(A, attempt=9, base=ClusterTopology((A, B), 7))
+        listener.view.catch_up(joined(ClusterTopology((A, B), 7)))
+        assert listener.view.outdated
 
 
 class TestTheLost:
     @pytest.mark.parametrize("fact", [WorkerFailed("a", 0, "dead"), WorkerLeft("a", "done")])
     def test_member_that_has_failed_is_lost_until_the_next_world(self, fact: Fact) -> None:
-        hearing = Hearing(A, ME)
-        hearing.hear(fact)
-        assert hearing.standing.lost == "a"
-        hearing.start(2, removed=["a"])
-        hearing.commit(ME, attempt=2)
-        assert hearing.standing.lost == ""
+        listener = Listener(A, ME)
+        listener.hear(fact)
+        assert listener.view.lost == "a"
+        listener.start(2, removed=["a"])
+        listener.commit(ME, attempt=2)
+        assert listener.view.lost == ""
 
     def test_failure_outside_the_world_marks_no_worker_as_lost(self) -> None:
-        hearing = Hearing(A, ME)
-        hearing.hear(WorkerFailed("b", -1, "dead"))
-        assert hearing.standing.lost == ""
+        listener = Listener(A, ME)
+        listener.hear(WorkerFailed("b", -1, "dead"))
+        assert listener.view.lost == ""
 
     def test_rescale_that_removes_a_worker_marks_it_as_lost(self) -> None:
-        hearing = Hearing(A, ME)
-        hearing.start(2, removed=["a"])
-        assert hearing.standing.lost == "a"
+        listener = Listener(A, ME)
+        listener.start(2, removed=["a"])
+        assert listener.view.lost == "a"
 
 
 class TestTheEnd:
@@ -360,122 +360,122 @@ class TestTheEnd:
         ],
     )
     def test_it_has_a_type_and_a_code(self, fact: Fact, kind: type[ForgedError], code: str) -> None:
-        hearing = Hearing(A, ME)
-        hearing.hear(fact)
-        assert isinstance(hearing.standing.end, kind)
-        assert hearing.standing.end.code == code
+        listener = Listener(A, ME)
+        listener.hear(fact)
+        assert isinstance(listener.view.end, kind)
+        assert listener.view.end.code == code
 
     @pytest.mark.parametrize(
         "fact", [WorkerFailed("me", 1, "dead"), WorkerDraining("me", "go"), JobAborted("x", 1), JobRemoved("run")]
     )
     def test_what_is_said_of_the_name_before_this_worker_has_it_is_said_of_another(self, fact: Fact) -> None:
-        hearing = Hearing(known=False)
-        hearing.hear(fact)
-        hearing.standing.catch_up(joined())
-        assert (hearing.standing.end, hearing.standing.draining) == (None, None)
+        listener = Listener(known=False)
+        listener.hear(fact)
+        listener.view.catch_up(joined())
+        assert (listener.view.end, listener.view.draining) == (None, None)
 
     def test_that_training_is_done_comes_with_the_steps(self) -> None:
-        hearing = Hearing(A, ME)
-        hearing.hear(JobCompleted(7))
-        assert hearing.standing.completed == 7
+        listener = Listener(A, ME)
+        listener.hear(JobCompleted(7))
+        assert listener.view.completed == 7
 
     def test_a_worker_drains_when_it_is_meant(self) -> None:
-        hearing = Hearing(A, ME)
-        hearing.hear(WorkerDraining("a", "go"))
-        assert hearing.standing.draining is None
-        hearing.hear(WorkerDraining("me", "go"))
-        assert hearing.standing.draining == "go"
+        listener = Listener(A, ME)
+        listener.hear(WorkerDraining("a", "go"))
+        assert listener.view.draining is None
+        listener.hear(WorkerDraining("me", "go"))
+        assert listener.view.draining == "go"
 
 
 class TestWhatWasMissed:
     def test_a_gap_makes_it_ask_and_counts_as_heard(self) -> None:
-        hearing = Hearing(A, ME)
-        hearing.standing.miss(Gap(20, 90, "too slow"))
-        assert (hearing.standing.outdated, hearing.standing.newest_fact_id) == (True, 90)
+        listener = Listener(A, ME)
+        listener.view.miss(Gap(20, 90, "too slow"))
+        assert (listener.view.outdated, listener.view.newest_fact_id) == (True, 90)
 
     def test_what_was_settled_holds_until_the_answer_tells_otherwise(self) -> None:
         settled = RescaleSynchronising(5, A, 7, 1)
         for said, behind in ((settled, settled), (None, None)):
-            hearing = Hearing(A, ME)
-            hearing.start(5)
-            hearing.hear(settled)
-            hearing.standing.miss(Gap(20, 90, "too slow"))
-            assert hearing.standing.synchronising == settled
-            hearing.standing.catch_up(joined(hearing.standing.topology, attempt=5, synchronising=said))
-            assert hearing.standing.synchronising == behind
+            listener = Listener(A, ME)
+            listener.start(5)
+            listener.hear(settled)
+            listener.view.miss(Gap(20, 90, "too slow"))
+            assert listener.view.synchronising == settled
+            listener.view.catch_up(joined(listener.view.topology, attempt=5, synchronising=said))
+            assert listener.view.synchronising == behind
 
     def test_what_was_settled_is_over_with_its_attempt(self) -> None:
-        hearing = Hearing(A, ME)
-        hearing.start(5)
-        hearing.hear(RescaleSynchronising(5, A, 7, 1))
-        hearing.standing.miss(Gap(20, 90, "too slow"))
-        hearing.standing.catch_up(joined(hearing.standing.topology, attempt=6))
-        assert (hearing.standing.attempt, hearing.standing.synchronising) == (6, None)
+        listener = Listener(A, ME)
+        listener.start(5)
+        listener.hear(RescaleSynchronising(5, A, 7, 1))
+        listener.view.miss(Gap(20, 90, "too slow"))
+        listener.view.catch_up(joined(listener.view.topology, attempt=6))
+        assert (listener.view.attempt, listener.view.synchronising) == (6, None)
 
     def test_what_was_settled_behind_the_gap_is_newer_than_the_answer(self) -> None:
-        hearing = Hearing(A, ME)
-        hearing.start(5)
-        hearing.hear(RescaleSynchronising(5, A, 7, 1))
-        hearing.standing.miss(Gap(20, 90, "too slow"))
-        hearing.start(6)
+        listener = Listener(A, ME)
+        listener.start(5)
+        listener.hear(RescaleSynchronising(5, A, 7, 1))
+        listener.view.miss(Gap(20, 90, "too slow"))
+        listener.start(6)
         settled = RescaleSynchronising(6, A, 7, 1)
-        hearing.hear(settled)
-        hearing.standing.catch_up(joined(hearing.standing.topology, attempt=5))
-        assert hearing.standing.synchronising is settled
+        listener.hear(settled)
+        listener.view.catch_up(joined(listener.view.topology, attempt=5))
+        assert listener.view.synchronising is settled
 
     def test_the_answer_brings_the_attempt_what_was_settled_the_pause_and_the_wish_to_go(self) -> None:
-        hearing = Hearing(A, ME)
-        hearing.standing.miss(Gap(20, 90, "too slow"))
+        listener = Listener(A, ME)
+        listener.view.miss(Gap(20, 90, "too slow"))
         settled = RescaleSynchronising(5, A, 7, 1)
-        hearing.standing.catch_up(
-            joined(hearing.standing.topology, attempt=5, paused=True, leaving="go", synchronising=settled)
+        listener.view.catch_up(
+            joined(listener.view.topology, attempt=5, paused=True, leaving="go", synchronising=settled)
         )
-        standing = hearing.standing
-        assert (standing.attempt, standing.rescaling, standing.paused, standing.draining) == (5, True, True, "go")
-        assert standing.synchronising == settled
-        assert not standing.outdated
+        view = listener.view
+        assert (view.attempt, view.rescaling, view.paused, view.draining) == (5, True, True, "go")
+        assert view.synchronising == settled
+        assert not view.outdated
 
     def test_what_was_heard_since_is_newer_than_the_answer(self) -> None:
-        hearing = Hearing(A, ME)
-        old = hearing.standing.topology
-        hearing.standing.miss(Gap(20, 90, "too slow"))
-        hearing.hear(JobResumed("go on"))
-        hearing.commit(A, ME, B, attempt=6)
-        commit = hearing.standing.committed
-        hearing.standing.catch_up(joined(old, attempt=6, paused=True, is_member=True))
-        assert not hearing.standing.paused
-        assert hearing.standing.committed is commit
-        assert hearing.standing.topology.epoch == 2
+        listener = Listener(A, ME)
+        old = listener.view.topology
+        listener.view.miss(Gap(20, 90, "too slow"))
+        listener.hear(JobResumed("go on"))
+        listener.commit(A, ME, B, attempt=6)
+        commit = listener.view.committed
+        listener.view.catch_up(joined(old, attempt=6, paused=True, is_member=True))
+        assert not listener.view.paused
+        assert listener.view.committed is commit
+        assert listener.view.topology.epoch == 2
 
     def test_a_world_that_is_entered_is_not_entered_again(self) -> None:
-        hearing = Hearing(A, ME)
-        hearing.standing.miss(Gap(20, 90, "too slow"))
-        hearing.standing.catch_up(joined(hearing.standing.topology, is_member=True))
-        assert hearing.standing.committed is None
+        listener = Listener(A, ME)
+        listener.view.miss(Gap(20, 90, "too slow"))
+        listener.view.catch_up(joined(listener.view.topology, is_member=True))
+        assert listener.view.committed is None
 
     def test_a_world_that_was_committed_together_with_the_answer_is_entered(self) -> None:
         """A job that does not stop for rescales takes a joiner in at once, and tells of it before it answers."""
-        hearing = Hearing(known=False)
-        hearing.start(1, added=["me"])
-        hearing.commit(ME, attempt=1)
-        assert hearing.standing.committed is None
-        hearing.standing.catch_up(joined(hearing.standing.topology, is_member=True))
-        commit = hearing.standing.committed
+        listener = Listener(known=False)
+        listener.start(1, added=["me"])
+        listener.commit(ME, attempt=1)
+        assert listener.view.committed is None
+        listener.view.catch_up(joined(listener.view.topology, is_member=True))
+        commit = listener.view.committed
         assert commit is not None
         assert (commit.attempt, commit.topology.workers) == (1, (ME,))
 
     def test_a_first_answer_that_is_older_than_what_was_heard_is_asked_for_again(self) -> None:
-        hearing = Hearing(known=False)
-        hearing.start(1, added=["me"])
-        hearing.commit(ME, attempt=1)
-        hearing.commit(ME, A, attempt=2)
-        standing = hearing.standing
-        standing.catch_up(joined())
-        assert (standing.outdated, standing.committed) == (True, None)
-        standing.catch_up(joined(standing.topology, is_member=True))
-        assert not standing.outdated
-        assert standing.committed is not None
-        assert standing.committed.topology.workers == (ME, A)
+        listener = Listener(known=False)
+        listener.start(1, added=["me"])
+        listener.commit(ME, attempt=1)
+        listener.commit(ME, A, attempt=2)
+        view = listener.view
+        view.catch_up(joined())
+        assert (view.outdated, view.committed) == (True, None)
+        view.catch_up(joined(view.topology, is_member=True))
+        assert not view.outdated
+        assert view.committed is not None
+        assert view.committed.topology.workers == (ME, A)
 
     @pytest.mark.parametrize(
         "fact",
@@ -489,44 +489,44 @@ class TestWhatWasMissed:
         ],
     )
     def test_fact_before_registration_about_its_own_name_is_asked_about_again(self, fact: Fact) -> None:
-        hearing = Hearing(known=False)
-        hearing.hear(fact)
-        hearing.standing.catch_up(joined())
-        assert hearing.standing.outdated
-        hearing.standing.catch_up(joined())
-        assert not hearing.standing.outdated
+        listener = Listener(known=False)
+        listener.hear(fact)
+        listener.view.catch_up(joined())
+        assert listener.view.outdated
+        listener.view.catch_up(joined())
+        assert not listener.view.outdated
 
     def test_a_world_of_another_under_this_name_is_not_entered(self) -> None:
-        standing = JobView("me")
-        standing.catch_up(joined(ClusterTopology((A, ME), 4)))
-        assert (standing.committed, standing.topology.epoch) == (None, 4)
+        view = JobView("me")
+        view.catch_up(joined(ClusterTopology((A, ME), 4)))
+        assert (view.committed, view.topology.epoch) == (None, 4)
 
     def test_an_attempt_that_was_heard_of_before_the_answer_is_not_forgotten(self) -> None:
-        hearing = Hearing(known=False)
-        hearing.start(3, added=["me"])
-        hearing.standing.catch_up(joined(ClusterTopology((A, B), 4), attempt=3))
-        assert (hearing.standing.attempt, hearing.standing.rescaling) == (3, True)
+        listener = Listener(known=False)
+        listener.start(3, added=["me"])
+        listener.view.catch_up(joined(ClusterTopology((A, B), 4), attempt=3))
+        assert (listener.view.attempt, listener.view.rescaling) == (3, True)
 
     def test_an_attempt_that_began_behind_the_answer_and_was_heard_of_before_it_is_not_forgotten(self) -> None:
-        hearing = Hearing(known=False)
-        hearing.start(3, added=["me"])
-        hearing.standing.catch_up(joined(ClusterTopology((A, B), 4)))
-        assert (hearing.standing.attempt, hearing.standing.rescaling) == (3, True)
+        listener = Listener(known=False)
+        listener.start(3, added=["me"])
+        listener.view.catch_up(joined(ClusterTopology((A, B), 4)))
+        assert (listener.view.attempt, listener.view.rescaling) == (3, True)
 
     def test_attempt_that_the_answer_calls_ended_is_over(self) -> None:
-        hearing = Hearing(known=False)
+        listener = Listener(known=False)
         after = ClusterTopology((A, ME, B), 2)
-        hearing.start(3, added=["me"])
-        hearing.standing.catch_up(joined(after, is_member=True))
-        assert hearing.standing.rescaling
-        hearing.hear(completed(ClusterTopology((A, B), 1), after, 3))
-        assert not hearing.standing.rescaling
-        assert hearing.standing.committed is not None
+        listener.start(3, added=["me"])
+        listener.view.catch_up(joined(after, is_member=True))
+        assert listener.view.rescaling
+        listener.hear(completed(ClusterTopology((A, B), 1), after, 3))
+        assert not listener.view.rescaling
+        assert listener.view.committed is not None
 
     def test_attempt_whose_end_was_missed_is_over_with_the_answer(self) -> None:
-        hearing = Hearing(A, ME)
-        hearing.start(3, added=["b"])
-        hearing.standing.miss(Gap(20, 90, "too slow"))
-        hearing.standing.catch_up(joined(ClusterTopology((A, ME, B), 2), is_member=True))
-        assert not hearing.standing.rescaling
-        assert hearing.standing.committed is not None
+        listener = Listener(A, ME)
+        listener.start(3, added=["b"])
+        listener.view.miss(Gap(20, 90, "too slow"))
+        listener.view.catch_up(joined(ClusterTopology((A, ME, B), 2), is_member=True))
+        assert not listener.view.rescaling
+        assert listener.view.committed is not None
