@@ -160,7 +160,7 @@ class Session(Connection):
     def opened(self) -> None:
         assert self._transport is not None
         self.peer = self._peer_of(self._transport)
-        self._log = self.host.log.bind(peer=self.peer.address, door=self.peer.scheme)
+        self._log = self.host.log.bind(peer=self.peer.address, transport=self.peer.scheme)
         self._log.debug("connection opened")
         try:
             self.host.admit(self)

@@ -25,9 +25,9 @@ from tests.net.manual_daemon import (
     BYE,
     FACTS,
     FAILURE,
+    REMOTE,
     REPLY,
     REQUEST,
-    STRANGER,
     SUBSCRIBE,
     UNSUBSCRIBE,
     WORKER,
@@ -94,7 +94,7 @@ async def test_a_few_get_in_by_the_unix_socket_when_all_else_is_full(tmp_path: P
     async with manual_daemon(tmp_path, connections_max=2) as here:
         for number in range(2 + UNIX_RESERVE):
             await here.greeted(client=client_id(number))
-        for peer in (WORKER, STRANGER):
+        for peer in (WORKER, REMOTE):
             assert (await here.client(peer).next(FAILURE))[3] == "too_many_connections"
         assert (await here.client().next(FAILURE))[3] == "too_many_connections"
 

@@ -30,10 +30,10 @@ from tests.net.manual_daemon import (
     HELLO,
     PING,
     PONG,
+    REMOTE,
     REPLY,
     REQUEST,
     SIGNAL,
-    STRANGER,
     SUBSCRIBE,
     UNSUBSCRIBE,
     WELCOME,
@@ -259,7 +259,7 @@ async def test_a_hello_is_heard_while_the_daemon_admits_no_requests(
 
 
 async def test_a_stranger_without_a_token_is_told_how_to_get_one(here: ManualDaemon) -> None:
-    client = here.client(STRANGER)
+    client = here.client(REMOTE)
     client.hello()
     message = await client.next(FAILURE)
     assert message[1:4] == [0, "refused", "token_required"]
@@ -269,7 +269,7 @@ async def test_a_stranger_without_a_token_is_told_how_to_get_one(here: ManualDae
 
 async def test_a_token_makes_a_stranger_somebody(here: ManualDaemon) -> None:
     text = await token(here, Role.VIEWER)
-    client = here.client(STRANGER)
+    client = here.client(REMOTE)
     client.hello(token=text)
     assert (await client.next(WELCOME))[3:5] == ["client", "viewer"]
 
@@ -284,7 +284,7 @@ async def test_a_token_that_was_never_issued_is_refused_even_to_the_operator(her
 async def test_an_expired_token_is_refused_when_it_is_played_again(here: ManualDaemon) -> None:
     text = await token(here, Role.VIEWER, ttl_s=60.0)
     here.clock.now += 60.0
-    client = here.client(STRANGER)
+    client = here.client(REMOTE)
     client.hello(token=text)
     assert await told(client) == ("refused", "token_expired")
     await here.serves_others()
@@ -292,7 +292,7 @@ async def test_an_expired_token_is_refused_when_it_is_played_again(here: ManualD
 
 async def test_a_token_that_expires_while_its_bearer_is_connected_ends_the_connection(here: ManualDaemon) -> None:
     text = await token(here, Role.VIEWER, ttl_s=3.0)
-    client = await here.greeted(STRANGER, token=text)
+    client = await here.greeted(REMOTE, token=text)
     here.sweep(2.9)
     assert await here.ask(client, "PingDaemon") == {}
     here.sweep(0.1)
@@ -302,18 +302,18 @@ async def test_a_token_that_expires_while_its_bearer_is_connected_ends_the_conne
 
 async def test_a_token_that_is_revoked_while_its_bearer_is_connected_ends_the_connection(here: ManualDaemon) -> None:
     text = await token(here, Role.VIEWER)
-    client = await here.greeted(STRANGER, token=text)
+    client = await here.greeted(REMOTE, token=text)
     operator = await here.greeted(client=OTHER_CLIENT)
     await here.ask(operator, "RevokeToken", number=2, token_id=encode_token(SECRET)[0])
     assert await told(client) == ("refused", "token_revoked")
-    again = here.client(STRANGER)
+    again = here.client(REMOTE)
     again.hello(token=text)
     assert await told(again) == ("refused", "token_revoked")
     await here.serves_others()
 
 
 async def test_a_viewer_that_orders_is_refused_and_changes_nothing(here: ManualDaemon) -> None:
-    client = await here.greeted(STRANGER, token=await token(here, Role.VIEWER))
+    client = await here.greeted(REMOTE, token=await token(here, Role.VIEWER))
     before = here.daemon.ledger.revision
     assert await refused(client, "CreateJob", job="a") == ("refused", "forbidden")
     assert await refused(client, "CreateToken", 2, name="x", role="operator", secret=SECRET) == ("refused", "forbidden")
@@ -323,7 +323,7 @@ async def test_a_viewer_that_orders_is_refused_and_changes_nothing(here: ManualD
 
 
 async def test_who_is_bound_to_a_job_has_no_say_in_another(here: ManualDaemon) -> None:
-    client = await here.greeted(STRANGER, token=await token(here, Role.OPERATOR, ["a"]))
+    client = await here.greeted(REMOTE, token=await token(here, Role.OPERATOR, ["a"]))
     assert (await here.ask(client, "CreateJob", job="a"))["name"] == "a"
     assert await refused(client, "CreateJob", 2, job="b") == ("refused", "forbidden")
 
@@ -640,13 +640,13 @@ async def test_there_is_an_end_to_the_streams_of_a_connection(here: ManualDaemon
 
 
 async def test_a_stream_of_a_job_that_is_none_of_one_s_business_ends_at_once(here: ManualDaemon) -> None:
-    client = await here.greeted(STRANGER, token=await token(here, Role.VIEWER, ["a"]))
+    client = await here.greeted(REMOTE, token=await token(here, Role.VIEWER, ["a"]))
     subscribe(client, jobs=["a", "b"])
     assert (await client.next(ENDED))[1:4] == [1, "refused", "forbidden"]
 
 
 async def test_who_is_bound_to_a_job_is_sent_the_facts_of_that_job_only(here: ManualDaemon) -> None:
-    client = await here.greeted(STRANGER, token=await token(here, Role.WORKER, ["a"]))
+    client = await here.greeted(REMOTE, token=await token(here, Role.WORKER, ["a"]))
     subscribe(client)
     operator = await here.greeted(client=OTHER_CLIENT)
     for number, job in ((2, "b"), (3, "a")):
@@ -863,7 +863,7 @@ async def test_a_signal_that_nobody_knows_says_nothing(here: ManualDaemon) -> No
 
 
 async def test_a_signal_of_one_who_may_not_send_it_is_not_heard(here: ManualDaemon, extras: Extras) -> None:
-    client = await here.greeted(STRANGER, token=await token(here, Role.VIEWER))
+    client = await here.greeted(REMOTE, token=await token(here, Role.VIEWER))
     client.send(SIGNAL, "LightBlinked", {"job": "a", "light": "green"})
     assert await here.ask(client, "PingDaemon") == {}
     assert extras.signals == []
@@ -872,7 +872,7 @@ async def test_a_signal_of_one_who_may_not_send_it_is_not_heard(here: ManualDaem
 async def test_a_signal_about_a_job_that_the_sender_is_not_bound_to_is_not_heard(
     here: ManualDaemon, extras: Extras
 ) -> None:
-    client = await here.greeted(STRANGER, token=await token(here, Role.WORKER, jobs=["a"]))
+    client = await here.greeted(REMOTE, token=await token(here, Role.WORKER, jobs=["a"]))
     client.send(SIGNAL, "LightBlinked", {"job": "b", "light": "red"})
     client.send(SIGNAL, "LightBlinked", {"job": "a", "light": "green"})
     await until(lambda: extras.signals == [LightBlinked("a", "green")])

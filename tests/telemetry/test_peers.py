@@ -17,7 +17,7 @@ from tests.net.manual_daemon import (
     CLIENT,
     HELLO,
     OPERATOR,
-    STRANGER,
+    REMOTE,
     WORKER,
     ManualClient,
     ManualClock,
@@ -47,7 +47,7 @@ async def test_a_connection_is_told_at_both_its_ends_with_who_it_was() -> None:
         client.send(BYE, 0)
         await client.lost()
         [opened], [ended] = log.of("connection opened"), log.of("connection ended")
-    assert opened == {"peer": OPERATOR.address, "door": "unix"}
+    assert opened == {"peer": OPERATOR.address, "transport": "unix"}
     assert ended["client"] == CLIENT.hex()
     assert ended["principal"] == "unix:0"
     assert log.levels("connection opened") == log.levels("connection ended") == {"debug"}
@@ -103,7 +103,7 @@ async def test_many_who_are_sent_away_do_not_fill_the_log_and_are_counted() -> N
     log = Heard()
     async with a_daemon(log) as here:
         for _ in range(100):
-            client = here.client(STRANGER)
+            client = here.client(REMOTE)
             client.hello()
             await client.lost()
         assert len(log.of("a peer was disconnected")) == DISCONNECTS_LOGGED_PER_S_MAX
