@@ -1,4 +1,4 @@
-"""A loop in a thread of its own, and scripts that wait for it."""
+"""An event loop in a thread, and threads that wait for it."""
 
 from __future__ import annotations
 
@@ -457,7 +457,7 @@ class TestSignals:
     ) -> None:
         while not is_in(selectors.EpollSelector.select, loop._thread.ident):
             pass
-        # As if who tells it were interrupted right behind.
+        # As if the calling thread were interrupted right after it scheduled the call.
         monkeypatch.setattr(loop._loop, "_write_to_self", lambda: None)
         assert loop.run(echo, 5) == 5
 

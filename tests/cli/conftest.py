@@ -1,4 +1,4 @@
-"""What the tests of the commands share."""
+"""Fixtures of the command tests."""
 
 from __future__ import annotations
 

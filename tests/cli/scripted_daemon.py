@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shlex
 import struct
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from json import loads
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +40,22 @@ class ScriptedDaemon:
         self, path: Path, answers: Mapping[str, Any], agent: str, facts: list[Any], welcome: list[Any] | None
     ) -> None:
         self.path = path
-        self.asked: list[tuple[str, Any]] = []
+        self.requests: list[tuple[str, Any]] = []
         self._answers = answers
         self._facts = facts
         latest = len(facts)
         self._welcome = welcome or [WELCOME, 1, agent, "unix:0", "operator", "a history", latest, 1, 4 << 20, 1024, 0]
 
-    async def treat(self, guest: FakeConnection) -> None:
+    async def treat(self, connection: FakeConnection) -> None:
         while True:
-            length = int.from_bytes(await guest.reader.readexactly(4), "big")
-            message = msgpack.unpackb(await guest.reader.readexactly(length))
+            length = int.from_bytes(await connection.reader.readexactly(4), "big")
+            message = msgpack.unpackb(await connection.reader.readexactly(length))
             if message[0] == HELLO:
-                self._say(guest, self._welcome)
+                self._say(connection, self._welcome)
             elif message[0] == REQUEST:
-                self._say(guest, self._answer(*message[1:5]))
+                self._say(connection, self._answer(*message[1:5]))
             elif message[0] == SUBSCRIBE:
-                self._say(guest, [FACTS, 1, len(self._facts), self._facts])
+                self._say(connection, [FACTS, 1, len(self._facts), self._facts])
 
     def run(self, line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
         """Run `forgectl` on it; returns exit code, output and errors."""
@@ -63,26 +63,26 @@ class ScriptedDaemon:
         said = capsys.readouterr()
         return code, said.out, said.err
 
-    def told(self, line: str, capsys: pytest.CaptureFixture[str]) -> Any:
+    def json(self, line: str, capsys: pytest.CaptureFixture[str]) -> Any:
         """The JSON output of a command."""
         code, out, err = self.run(f"{line} --json", capsys)
         assert (code, err) == (0, "")
-        return json.loads(out)
+        return loads(out)
 
     def command(self, line: str) -> list[str]:
         """The command line of a `forgectl` process that uses it."""
         return [sys.executable, "-m", "forged.cli.forgectl.main", "--socket", str(self.path), *shlex.split(line)]
 
     def _answer(self, number: int, acknowledged: int, method: str, fields: Any) -> list[Any]:
-        self.asked.append((method, fields))
+        self.requests.append((method, fields))
         answer = self._answers.get(method, UNKNOWN)
         if isinstance(answer, Refusal):
             return [FAILURE, number, *answer.said]
         return [REPLY, number, answer]
 
-    def _say(self, guest: FakeConnection, message: list[Any]) -> None:
+    def _say(self, connection: FakeConnection, message: list[Any]) -> None:
         payload = msgpack.packb(message)
-        guest.writer.write(struct.pack(">I", len(payload)) + payload)
+        connection.writer.write(struct.pack(">I", len(payload)) + payload)
 
 
 @contextmanager
@@ -107,15 +107,15 @@ def scripted_daemon(
         loop.end()
 
 
-async def say_nothing(guest: FakeConnection) -> None:
+async def say_nothing(connection: FakeConnection) -> None:
     """Receive, and never reply."""
-    await guest.gone()
+    await connection.wait_closed()
 
 
-async def trickle(guest: FakeConnection) -> None:
+async def trickle(connection: FakeConnection) -> None:
     """Send an incomplete message byte by byte, without end."""
-    guest.writer.write(b"\0\0\xff\xff")
+    connection.writer.write(b"\0\0\xff\xff")
     while True:
-        guest.writer.write(b"\x90")
-        await guest.writer.drain()
+        connection.writer.write(b"\x90")
+        await connection.writer.drain()
         await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What becomes of a command as a process: its exit code, and its output where that cannot be written."""
+"""Exit codes and output errors of the commands as processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def shell(daemon: ScriptedDaemon) -> Shell:
     def run(line: str) -> subprocess.CompletedProcess[str]:
         program = f'ctl() {{ {shlex.quote(sys.executable)} -m forged.cli.forgectl.main "$@"; }}; {line}'
         environment = os.environ | {"FORGED_SOCKET": str(daemon.path)}
-        # What is ignored stays so in children, and whoever runs tests in the background has interrupts ignored.
+        # Ignored signals stay ignored in children, and a test run in the background ignores SIGINT.
         return subprocess.run(
             ["bash", "-c", program],
             env=environment,
@@ -139,7 +139,7 @@ class TestOutput:
         self, shell: Shell, daemon: ScriptedDaemon, line: str
     ) -> None:
         done = shell(f"ctl {line} >&-")
-        assert (done.returncode, daemon.asked) == (1, [])
+        assert (done.returncode, daemon.requests) == (1, [])
         assert done.stderr == "forgectl: standard output is closed; nothing was done (redirect it to /dev/null)\n"
 
     @pytest.mark.parametrize(

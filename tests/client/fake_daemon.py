@@ -30,23 +30,23 @@ class FakeConnection:
         self.reader = reader
         self.writer = writer
 
-    async def hear(self) -> Any:
+    async def receive(self) -> Any:
         """The next message."""
         length = int.from_bytes(await self.reader.readexactly(4), "big")
         return decode(await self.reader.readexactly(length))
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         payload = encode(message)
         self.writer.write(len(payload).to_bytes(4, "big") + payload)
 
-    async def greet(self, welcome: Welcome = WELCOME) -> Hello:
+    async def accept_hello(self, welcome: Welcome = WELCOME) -> Hello:
         """Receive the hello and send the welcome."""
-        hello = await self.hear()
+        hello = await self.receive()
         assert isinstance(hello, Hello)
-        self.say(welcome)
+        self.send(welcome)
         return hello
 
-    async def gone(self) -> None:
+    async def wait_closed(self) -> None:
         """Wait until the client has closed."""
         while await self.reader.read(1 << 16):
             pass
@@ -68,6 +68,6 @@ class FakeDaemon:
         await self._door.close()
 
     @property
-    def guests(self) -> int:
+    def connections(self) -> int:
         """The number of accepted connections."""
         return self._door.accepted

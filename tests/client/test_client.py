@@ -1,4 +1,4 @@
-"""What `ForgedClient` promises to the program that uses it."""
+"""`ForgedClient`: requests, reconnections and closing."""
 
 from __future__ import annotations
 
@@ -235,10 +235,10 @@ class TestCalls:
 
 class TestOpening:
     async def test_without_a_daemon_it_says_how_to_start_one(self, tmp_path: Path) -> None:
-        with pytest.raises(Unavailable, match="start one with `forged run`") as nobody:
+        with pytest.raises(Unavailable, match="start one with `forged run`") as refused:
             async with ForgedClient(f"unix://{tmp_path}/none.sock", connect_timeout_s=0.05):
                 pass
-        assert nobody.value.code == "no_daemon"
+        assert refused.value.code == "no_daemon"
 
     async def test_without_an_endpoint_it_is_the_socket_of_the_environment(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
@@ -262,8 +262,8 @@ class TestOpening:
         async with ForgedClient(runner.endpoint) as client:
             with pytest.raises(RequestRefused, match="reader is viewer"):
                 await client.create_job("a")
-        async with ForgedClient(runner.endpoint, token="") as nobody:
-            assert (await nobody.create_job("a")).name == "a"
+        async with ForgedClient(runner.endpoint, token="") as anonymous:
+            assert (await anonymous.create_job("a")).name == "a"
 
     async def test_an_empty_token_in_the_environment_is_none(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
@@ -302,7 +302,7 @@ class TestOpening:
         self, runner: DaemonRunner, tmp_path: Path
     ) -> None:
         async with (
-            FakeDaemon(tmp_path / "mute.sock", FakeConnection.gone) as mute,
+            FakeDaemon(tmp_path / "mute.sock", FakeConnection.wait_closed) as mute,
             client_of(mute, runner, connect_timeout_s=1.5) as client,
         ):
             assert client.endpoint == runner.endpoint
@@ -324,9 +324,9 @@ class TestOpening:
     async def test_opening_can_be_cancelled(self, tmp_path: Path) -> None:
         arrived = asyncio.Event()
 
-        async def keep_waiting(guest: FakeConnection) -> None:
+        async def keep_waiting(connection: FakeConnection) -> None:
             arrived.set()
-            await guest.gone()
+            await connection.wait_closed()
 
         async with FakeDaemon(tmp_path / "mute.sock", keep_waiting) as mute:
             opening = asyncio.create_task(client_of(mute, connect_timeout_s=60).__aenter__())

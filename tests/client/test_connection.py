@@ -1,4 +1,4 @@
-"""What a client makes of what its daemon says on one connection."""
+"""The client's end of one connection."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ TWICE = RetryPolicy(attempts=2, delay_s=0.001)
 ONCE = RetryPolicy(attempts=1)
 
 
-async def refuse_all(guest: FakeConnection, failure: Failure) -> None:
-    await guest.hear()
-    guest.say(failure)
+async def refuse_all(connection: FakeConnection, failure: Failure) -> None:
+    await connection.receive()
+    connection.send(failure)
 
 
 class TestHello:
     async def test_the_first_word_is_a_hello_with_the_token(self, tmp_path: Path) -> None:
         heard: list[Hello] = []
 
-        async def treat(guest: FakeConnection) -> None:
-            heard.append(await guest.greet())
-            await guest.gone()
+        async def treat(connection: FakeConnection) -> None:
+            heard.append(await connection.accept_hello())
+            await connection.wait_closed()
 
         async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake, token="a token"):
             (hello,) = heard
@@ -45,10 +45,10 @@ class TestHello:
     async def test_every_connection_of_a_client_bears_the_same_id(self, tmp_path: Path) -> None:
         heard: list[bytes] = []
 
-        async def treat(guest: FakeConnection) -> None:
-            heard.append((await guest.greet()).client)
+        async def treat(connection: FakeConnection) -> None:
+            heard.append((await connection.accept_hello()).client)
             if len(heard) == 3:
-                await guest.gone()
+                await connection.wait_closed()
 
         async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake):
             while len(heard) < 3:
@@ -57,30 +57,30 @@ class TestHello:
 
     async def test_a_daemon_that_speaks_no_version_of_ours_is_final(self, tmp_path: Path) -> None:
         strange = msgspec.structs.replace(WELCOME, version=99)
-        async with FakeDaemon(tmp_path / "s", lambda guest: _welcome_and_wait(guest, strange)) as fake:
+        async with FakeDaemon(tmp_path / "s", lambda connection: _welcome_and_wait(connection, strange)) as fake:
             with pytest.raises(PeerError, match="version 99") as mismatch:
                 await client_of(fake, connect_timeout_s=60).__aenter__()
         assert mismatch.value.code == "version_mismatch"
 
     async def test_a_daemon_that_does_not_speak_our_version_is_final(self, tmp_path: Path) -> None:
         failure = Failure(0, "peer", "version_mismatch", "this end speaks versions 7 to 9", "upgrade")
-        async with FakeDaemon(tmp_path / "s", lambda guest: refuse_all(guest, failure)) as fake:
+        async with FakeDaemon(tmp_path / "s", lambda connection: refuse_all(connection, failure)) as fake:
             with pytest.raises(PeerError, match="7 to 9"):
                 await client_of(fake, connect_timeout_s=60).__aenter__()
 
     async def test_a_daemon_that_is_full_is_asked_again_and_then_named_as_the_reason(self, tmp_path: Path) -> None:
-        failure = Failure(0, "unavailable", "too_many_connections", "the house is full", "try later")
-        async with FakeDaemon(tmp_path / "s", lambda guest: refuse_all(guest, failure)) as fake:
-            with pytest.raises(Unavailable, match="the house is full") as nobody:
+        failure = Failure(0, "unavailable", "too_many_connections", "too many connections", "try later")
+        async with FakeDaemon(tmp_path / "s", lambda connection: refuse_all(connection, failure)) as fake:
+            with pytest.raises(Unavailable, match="too many connections") as refused:
                 await client_of(fake, connect_timeout_s=60, reconnect=TWICE).__aenter__()
-            assert fake.guests == 2
-        assert nobody.value.code == "no_daemon"
+            assert fake.connections == 2
+        assert refused.value.code == "no_daemon"
 
     @pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\3abc", b"\0\0\0\1\xc0"])
     async def test_an_endpoint_that_is_not_a_daemon_is_reported(self, tmp_path: Path, said: bytes) -> None:
-        async def treat(guest: FakeConnection) -> None:
-            guest.writer.write(said)
-            await guest.gone()
+        async def treat(connection: FakeConnection) -> None:
+            connection.writer.write(said)
+            await connection.wait_closed()
 
         async with FakeDaemon(tmp_path / "s", treat) as fake:
             with pytest.raises(Unavailable, match=r"no daemon on .*(a frame's length|invalid message)"):
@@ -91,10 +91,10 @@ class TestConversation:
     async def test_a_ping_is_answered(self, tmp_path: Path) -> None:
         answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-        async def treat(guest: FakeConnection) -> None:
-            await guest.greet()
-            guest.say(Ping(5))
-            answered.set_result(await guest.hear())
+        async def treat(connection: FakeConnection) -> None:
+            await connection.accept_hello()
+            connection.send(Ping(5))
+            answered.set_result(await connection.receive())
 
         async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake):
             assert await answered == Pong(5)
@@ -102,36 +102,36 @@ class TestConversation:
     async def test_what_breaks_the_protocol_is_told_and_costs_the_connection(self, tmp_path: Path) -> None:
         told: list[Any] = []
 
-        async def treat(guest: FakeConnection) -> None:
-            await guest.greet()
+        async def treat(connection: FakeConnection) -> None:
+            await connection.accept_hello()
             if not told:
-                guest.say(Hello(1, 1, b"0" * 16))
-                told.append(await guest.hear())
-            await guest.gone()
+                connection.send(Hello(1, 1, b"0" * 16))
+                told.append(await connection.receive())
+            await connection.wait_closed()
 
         async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake) as client:
-            while fake.guests < 2 or not client.connected:
+            while fake.connections < 2 or not client.connected:
                 await asyncio.sleep(0)
         assert [(one.number, one.kind, one.code) for one in told] == [(0, "peer", "message_unexpected")]
 
     async def test_a_fact_that_cannot_be_read_costs_the_connection_and_not_the_client(self, tmp_path: Path) -> None:
-        async def treat(guest: FakeConnection) -> None:
-            await guest.greet()
-            subscribed = await guest.hear()
-            broken = () if fake.guests > 1 else (msgspec.Raw(b"\xc0"),)
-            guest.say(Facts(subscribed.stream, 1, broken))
-            await guest.gone()
+        async def treat(connection: FakeConnection) -> None:
+            await connection.accept_hello()
+            subscribed = await connection.receive()
+            broken = () if fake.connections > 1 else (msgspec.Raw(b"\xc0"),)
+            connection.send(Facts(subscribed.stream, 1, broken))
+            await connection.wait_closed()
 
         async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake) as client, client.facts():
-            assert fake.guests == 2
+            assert fake.connections == 2
 
     async def test_an_answer_that_is_none_fails_the_call_alone(self, tmp_path: Path) -> None:
-        async def treat(guest: FakeConnection) -> None:
-            await guest.greet()
-            request = await guest.hear()
-            guest.say(ReplyOut(request.number, "not jobs"))
-            guest.say(ReplyOut(request.number + 1000, "to nobody"))
-            await guest.gone()
+        async def treat(connection: FakeConnection) -> None:
+            await connection.accept_hello()
+            request = await connection.receive()
+            connection.send(ReplyOut(request.number, "not jobs"))
+            connection.send(ReplyOut(request.number + 1000, "unexpected"))
+            await connection.wait_closed()
 
         async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake) as client:
             with pytest.raises(PeerError, match="ListJobs") as invalid:
@@ -143,21 +143,21 @@ class TestConversation:
         job = Job(name="a", settings={"blob": "x" * (5 << 20)}, created_at=0.0, created_by="a test")
         page = JobPage([job], more=False)
 
-        async def treat(guest: FakeConnection) -> None:
-            await guest.greet(msgspec.structs.replace(WELCOME, frame_bytes_max=8 << 20))
-            request: RequestMessage = await guest.hear()
-            guest.say(ReplyOut(request.number, page))
-            await guest.gone()
+        async def treat(connection: FakeConnection) -> None:
+            await connection.accept_hello(msgspec.structs.replace(WELCOME, frame_bytes_max=8 << 20))
+            request: RequestMessage = await connection.receive()
+            connection.send(ReplyOut(request.number, page))
+            await connection.wait_closed()
 
         async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake) as client:
             assert await client.request(ListJobs()) == page
 
     async def test_goodbye_says_why_the_daemon_went(self, tmp_path: Path) -> None:
-        async def treat(guest: FakeConnection) -> None:
-            await guest.greet()
-            await guest.hear()
-            guest.say(Bye(0, "gone fishing"))
-            await guest.gone()
+        async def treat(connection: FakeConnection) -> None:
+            await connection.accept_hello()
+            await connection.receive()
+            connection.send(Bye(0, "gone fishing"))
+            await connection.wait_closed()
 
         async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake, reconnect=ONCE) as client:
             with pytest.raises(Unavailable, match="gone fishing"):
@@ -209,7 +209,7 @@ class TestTls:
 
 
 async def _secured_house(directory: Path, files: dict[str, str]) -> DaemonRunner:
-    """A daemon that lets in who shows a certificate."""
+    """A daemon that requires a client certificate."""
     network = SystemNetwork(tls_server=tls.server_context(files["cert"], files["key"], files["ca"]))
     config = config_in(directory, listen=("tls://127.0.0.1:0",), certificate_roles={"bot": "worker"})
     runner = DaemonRunner(config, network=network)
@@ -217,6 +217,6 @@ async def _secured_house(directory: Path, files: dict[str, str]) -> DaemonRunner
     return runner
 
 
-async def _welcome_and_wait(guest: FakeConnection, welcome: Welcome) -> None:
-    await guest.greet(welcome)
-    await guest.gone()
+async def _welcome_and_wait(connection: FakeConnection, welcome: Welcome) -> None:
+    await connection.accept_hello(welcome)
+    await connection.wait_closed()

@@ -1,4 +1,4 @@
-"""How a client stays connected, and whom it spares."""
+"""Connecting and reconnecting."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Clock:
         return self.now
 
 
-async def welcome_and_drop(guest: FakeConnection) -> None:
-    await guest.greet()
+async def welcome_and_drop(connection: FakeConnection) -> None:
+    await connection.accept_hello()
 
 
 class TestPauses:
     async def test_a_daemon_that_closes_each_connection_is_not_flooded(self, tmp_path: Path) -> None:
         dice = Dice(1)
         async with FakeDaemon(tmp_path / "s", welcome_and_drop) as fake, client_of(fake, source=dice):
-            while fake.guests < 6:
+            while fake.connections < 6:
                 await asyncio.sleep(0.001)
         assert dice.pauses >= 5
 
@@ -55,14 +55,14 @@ class TestPauses:
         dice, clock = Dice(1), Clock()
         leave = asyncio.Event()
 
-        async def treat(guest: FakeConnection) -> None:
-            await guest.greet()
-            await (leave.wait() if fake.guests == 1 else guest.gone())
+        async def treat(connection: FakeConnection) -> None:
+            await connection.accept_hello()
+            await (leave.wait() if fake.connections == 1 else connection.wait_closed())
 
         async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake, source=dice, clock=clock) as client:
             clock.now += 60
             leave.set()
-            while fake.guests < 2 or not client.connected:
+            while fake.connections < 2 or not client.connected:
                 await asyncio.sleep(0)
             assert dice.pauses == 0
 
@@ -75,27 +75,27 @@ class TestPauses:
         ):
             while dice.pauses < 4:
                 await asyncio.sleep(0.001)
-            assert min(first.guests, second.guests) >= 4
+            assert min(first.connections, second.connections) >= 4
 
     async def test_a_hurried_start_does_not_hurry_what_comes_later(self, tmp_path: Path) -> None:
-        async def treat(guest: FakeConnection) -> None:
-            if fake.guests > 1:
+        async def treat(connection: FakeConnection) -> None:
+            if fake.connections > 1:
                 await asyncio.sleep(0.5)
-            await guest.greet()
-            if fake.guests > 1:
-                await guest.gone()
+            await connection.accept_hello()
+            if fake.connections > 1:
+                await connection.wait_closed()
 
         async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake, connect_timeout_s=0.8) as client:
-            while fake.guests < 2 or not client.connected:
+            while fake.connections < 2 or not client.connected:
                 await asyncio.sleep(0.001)
-            assert fake.guests == 2
+            assert fake.connections == 2
 
     async def test_a_policy_that_gives_up_ends_the_client(self, runner: DaemonRunner) -> None:
         async with client_of(runner, reconnect=RetryPolicy(attempts=3, delay_s=0.001)) as client:
             await runner.close()
-            with pytest.raises(Unavailable, match="cannot connect") as nobody:
+            with pytest.raises(Unavailable, match="cannot connect") as refused:
                 await client.status()
-            assert nobody.value.code == "no_daemon"
+            assert refused.value.code == "no_daemon"
             with pytest.raises(Unavailable, match="no daemon on"):
                 await client.status()
 
@@ -110,17 +110,17 @@ class TestEnd:
     async def test_a_client_that_is_left_while_it_connects_leaves_nothing_behind(self, tmp_path: Path) -> None:
         tried = asyncio.Event()
 
-        async def treat(guest: FakeConnection) -> None:
-            if fake.guests == 1:
-                await guest.greet()
+        async def treat(connection: FakeConnection) -> None:
+            if fake.connections == 1:
+                await connection.accept_hello()
             else:
                 tried.set()
-                await guest.gone()
+                await connection.wait_closed()
 
         async with FakeDaemon(tmp_path / "s", treat) as fake:
             async with client_of(fake):
                 await tried.wait()
-            guests = fake.guests
+            guests = fake.connections
         assert guests == 2
 
     async def test_a_daemon_that_does_not_read_does_not_keep_it_from_leaving(
@@ -129,8 +129,8 @@ class TestEnd:
         monkeypatch.setattr(connector, "GOODBYE_TIMEOUT_S", 0.02)
         over = asyncio.Event()
 
-        async def treat(guest: FakeConnection) -> None:
-            await guest.greet()
+        async def treat(connection: FakeConnection) -> None:
+            await connection.accept_hello()
             # With its buffer full, as a process that hangs, it reads no more.
             await over.wait()
 

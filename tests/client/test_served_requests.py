@@ -1,4 +1,4 @@
-"""How a client answers what its daemon asks."""
+"""Requests that the daemon sends to a client."""
 
 from __future__ import annotations
 

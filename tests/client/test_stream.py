@@ -1,4 +1,4 @@
-"""What a reader of facts may rely on."""
+"""Streams of facts."""
 
 from __future__ import annotations
 

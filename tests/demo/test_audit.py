@@ -1,4 +1,4 @@
-"""The audit finds whatever is planted, and nothing else."""
+"""The audit finds all planted errors, and nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def share(rank: int, size: int) -> tuple[int, int]:
 
 
 def trained(worlds: Sequence[tuple[Sequence[str], int]], broken_off: Sequence[int] = ()) -> dict[str, list[Entry]]:
-    """What workers write who train so many steps in each of these worlds.
+    """The records of workers that train a number of steps in each of these worlds.
 
     In the generations of `broken_off` they begin another step, which is done again in the next one.
     """
@@ -44,7 +44,7 @@ def trained(worlds: Sequence[tuple[Sequence[str], int]], broken_off: Sequence[in
 
 
 def usual() -> dict[str, list[Entry]]:
-    """Three workers, of whom one dies in step 4; then another comes."""
+    """Three workers; one dies in step 4, then another one joins."""
     return trained([(["a", "b", "c"], 4), (["a", "c"], 3), (["a", "c", "d"], 2)], broken_off=[1])
 
 

@@ -27,7 +27,7 @@ def put(store: DirectoryShardStore, shard: int, data: bytes) -> None:
 
 @pytest.fixture
 def stores(tmp_path: Path, task: Task) -> dict[str, DirectoryShardStore]:
-    """Of two workers, who both hold all shards."""
+    """Two workers that both hold all shards."""
     stores = {name: DirectoryShardStore(directory_of(tmp_path, name)) for name in WORKERS}
     for store in stores.values():
         for number in range(SHARDS):

@@ -1,4 +1,4 @@
-"""What the processes of a demonstration leave behind."""
+"""The demo leaves no process behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`forgectl`'s own connection, against daemons, silence and nonsense."""
+"""The blocking connection, against daemons, silent peers and invalid data."""
 
 from __future__ import annotations
 
@@ -81,18 +81,18 @@ class TestHello:
     def test_an_endpoint_that_is_not_a_daemon_is_reported(
         self, loop: EventLoopThread, tmp_path: Path, said: bytes, why: str
     ) -> None:
-        async def treat(guest: FakeConnection) -> None:
-            guest.writer.write(said)
-            await guest.gone()
+        async def treat(connection: FakeConnection) -> None:
+            connection.writer.write(said)
+            await connection.wait_closed()
 
         with pytest.raises(PeerError, match=why) as strange, connected(loop, tmp_path, treat):
             pass
         assert strange.value.code == "not_a_daemon"
 
     def test_a_daemon_of_another_version_is_told_apart(self, loop: EventLoopThread, tmp_path: Path) -> None:
-        async def treat(guest: FakeConnection) -> None:
-            await guest.greet(msgspec.structs.replace(WELCOME, version=9))
-            await guest.gone()
+        async def treat(connection: FakeConnection) -> None:
+            await connection.accept_hello(msgspec.structs.replace(WELCOME, version=9))
+            await connection.wait_closed()
 
         with (
             pytest.raises(PeerError, match=r"\(a fake\) speaks version 9") as mismatch,
@@ -102,12 +102,12 @@ class TestHello:
         assert (mismatch.value.code, mismatch.value.fix) == ("version_mismatch", "upgrade forgectl")
 
     def test_what_a_newer_daemon_appends_to_its_welcome_is_ignored(self, loop: EventLoopThread, tmp_path: Path) -> None:
-        async def treat(guest: FakeConnection) -> None:
-            await guest.hear()
+        async def treat(connection: FakeConnection) -> None:
+            await connection.receive()
             fields = [1, *msgspec.to_builtins(WELCOME)[1:], "news", {}]
             payload = msgspec.msgpack.encode(fields)
-            guest.writer.write(len(payload).to_bytes(4, "big") + payload)
-            await guest.gone()
+            connection.writer.write(len(payload).to_bytes(4, "big") + payload)
+            await connection.wait_closed()
 
         with connected(loop, tmp_path, treat) as line:
             assert line.history == WELCOME.history
@@ -122,10 +122,10 @@ class TestHello:
         assert mismatch.value.fix == "upgrade the daemon"
 
     def test_one_that_refuses_our_version_is_quoted(self, loop: EventLoopThread, tmp_path: Path) -> None:
-        async def treat(guest: FakeConnection) -> None:
-            await guest.hear()
-            guest.say(Failure(0, "peer", "version_mismatch", "this end speaks 2 to 3", "upgrade the older"))
-            await guest.gone()
+        async def treat(connection: FakeConnection) -> None:
+            await connection.receive()
+            connection.send(Failure(0, "peer", "version_mismatch", "this end speaks 2 to 3", "upgrade the older"))
+            await connection.wait_closed()
 
         said = "no common protocol version: this end speaks 2 to 3"
         with pytest.raises(PeerError, match=said) as mismatch, connected(loop, tmp_path, treat):
@@ -145,8 +145,8 @@ class TestHello:
             turned_away.join()
 
     def test_one_that_hangs_up_is_unavailable(self, loop: EventLoopThread, tmp_path: Path) -> None:
-        async def treat(guest: FakeConnection) -> None:
-            await guest.hear()
+        async def treat(connection: FakeConnection) -> None:
+            await connection.receive()
 
         with pytest.raises(Unavailable, match="closed the connection"), connected(loop, tmp_path, treat):
             pass
@@ -156,12 +156,12 @@ class TestAnswers:
     def test_pings_are_answered_and_do_not_count_as_an_answer(self, loop: EventLoopThread, tmp_path: Path) -> None:
         heard: list[Any] = []
 
-        async def treat(guest: FakeConnection) -> None:
-            await guest.greet()
-            await guest.hear()
+        async def treat(connection: FakeConnection) -> None:
+            await connection.accept_hello()
+            await connection.receive()
             for nonce in range(1000):
-                guest.say(Ping(nonce))
-                heard.append(await guest.hear())
+                connection.send(Ping(nonce))
+                heard.append(await connection.receive())
                 await asyncio.sleep(SHORT_S / 20)
 
         with (
@@ -172,14 +172,14 @@ class TestAnswers:
         assert heard[0] == Pong(0)
 
     def test_a_failure_is_raised_as_what_it_is(self, loop: EventLoopThread, tmp_path: Path) -> None:
-        async def treat(guest: FakeConnection) -> None:
-            await guest.greet()
-            await guest.hear()
-            guest.say(Failure(1, "refused", "no_way", "that will not do", "do something else"))
-            await guest.hear()
+        async def treat(connection: FakeConnection) -> None:
+            await connection.accept_hello()
+            await connection.receive()
+            connection.send(Failure(1, "refused", "no_way", "that will not do", "do something else"))
+            await connection.receive()
             payload = b"\x95\x04\x02\xa8internal\xa1x\xa3why"
-            guest.writer.write(len(payload).to_bytes(4, "big") + payload)
-            await guest.gone()
+            connection.writer.write(len(payload).to_bytes(4, "big") + payload)
+            await connection.wait_closed()
 
         with connected(loop, tmp_path, treat) as line:
             with pytest.raises(RequestRefused, match="will not do") as refused:
@@ -189,11 +189,11 @@ class TestAnswers:
         assert (refused.value.code, refused.value.fix) == ("no_way", "do something else")
 
     def test_answers_may_be_as_large_as_the_daemon_says(self, loop: EventLoopThread, tmp_path: Path) -> None:
-        async def treat(guest: FakeConnection) -> None:
-            await guest.greet()
-            guest.say(ReplyOut((await guest.hear()).number, "x" * 1_000_000))
-            guest.say(ReplyOut((await guest.hear()).number, "x" * 5_000_000))
-            await guest.gone()
+        async def treat(connection: FakeConnection) -> None:
+            await connection.accept_hello()
+            connection.send(ReplyOut((await connection.receive()).number, "x" * 1_000_000))
+            connection.send(ReplyOut((await connection.receive()).number, "x" * 5_000_000))
+            await connection.wait_closed()
 
         with connected(loop, tmp_path, treat) as line:
             assert len(line.request("Anything")) == 1_000_000
@@ -201,10 +201,10 @@ class TestAnswers:
                 line.request("Anything")
 
     def test_goodbye_is_unavailable_and_says_so(self, loop: EventLoopThread, tmp_path: Path) -> None:
-        async def treat(guest: FakeConnection) -> None:
-            await guest.greet()
-            guest.say(Bye(0, "gone fishing"))
-            await guest.gone()
+        async def treat(connection: FakeConnection) -> None:
+            await connection.accept_hello()
+            connection.send(Bye(0, "gone fishing"))
+            await connection.wait_closed()
 
         with pytest.raises(Unavailable, match="is stopping"), connected(loop, tmp_path, treat) as line:
             line.request("Anything")
@@ -249,12 +249,12 @@ class TestAnswers:
     def test_what_has_not_its_shape_is_an_error(
         self, loop: EventLoopThread, tmp_path: Path, message: list[Any]
     ) -> None:
-        async def treat(guest: FakeConnection) -> None:
-            await guest.greet()
-            await guest.hear()
+        async def treat(connection: FakeConnection) -> None:
+            await connection.accept_hello()
+            await connection.receive()
             payload = msgpack.packb(message)
-            guest.writer.write(len(payload).to_bytes(4, "big") + payload)
-            await guest.gone()
+            connection.writer.write(len(payload).to_bytes(4, "big") + payload)
+            await connection.wait_closed()
 
         with pytest.raises(ForgedError), connected(loop, tmp_path, treat) as line:
             line.request("Anything") if message[0] == 3 else next(line.facts(None, [], []))
@@ -267,16 +267,16 @@ class TestAnswers:
             pytest.raises(ConfigError, match="cannot be sent"),
         ):
             line.request("AddNote", text=given)
-        assert daemon.asked == []
+        assert daemon.requests == []
 
 
 class TestSayingAndHeeding:
     def test_a_signal_is_said_as_it_is(self, loop: EventLoopThread, tmp_path: Path) -> None:
-        async def treat(guest: FakeConnection) -> None:
-            await guest.greet()
-            signal = await guest.hear()
-            guest.say(ReplyOut((await guest.hear()).number, [signal.name, bytes(signal.body)]))
-            await guest.gone()
+        async def treat(connection: FakeConnection) -> None:
+            await connection.accept_hello()
+            signal = await connection.receive()
+            connection.send(ReplyOut((await connection.receive()).number, [signal.name, bytes(signal.body)]))
+            await connection.wait_closed()
 
         with connected(loop, tmp_path, treat) as line:
             line.signal("Pulse", job="run", step=3)
@@ -284,13 +284,13 @@ class TestSayingAndHeeding:
         assert (name, msgpack.unpackb(body)) == ("Pulse", {"job": "run", "step": 3})
 
     def test_process_incoming_answers_a_ping(self, loop: EventLoopThread, tmp_path: Path) -> None:
-        async def treat(guest: FakeConnection) -> None:
-            await guest.greet()
-            await guest.hear()
-            guest.say(Ping(7))
-            pong = await guest.hear()
-            guest.say(ReplyOut((await guest.hear()).number, pong.nonce))
-            await guest.gone()
+        async def treat(connection: FakeConnection) -> None:
+            await connection.accept_hello()
+            await connection.receive()
+            connection.send(Ping(7))
+            pong = await connection.receive()
+            connection.send(ReplyOut((await connection.receive()).number, pong.nonce))
+            await connection.wait_closed()
 
         with connected(loop, tmp_path, treat) as line:
             line.signal("Begin")
@@ -299,13 +299,13 @@ class TestSayingAndHeeding:
             assert line.request("Anything") == 7
 
     def test_what_came_with_the_welcome_is_heeded_too(self, loop: EventLoopThread, tmp_path: Path) -> None:
-        async def treat(guest: FakeConnection) -> None:
-            await guest.hear()
+        async def treat(connection: FakeConnection) -> None:
+            await connection.receive()
             payloads = [msgspec.msgpack.encode(message) for message in (WELCOME, Ping(7))]
-            guest.writer.write(b"".join(len(payload).to_bytes(4, "big") + payload for payload in payloads))
-            pong = await guest.hear()
-            guest.say(ReplyOut((await guest.hear()).number, pong.nonce))
-            await guest.gone()
+            connection.writer.write(b"".join(len(payload).to_bytes(4, "big") + payload for payload in payloads))
+            pong = await connection.receive()
+            connection.send(ReplyOut((await connection.receive()).number, pong.nonce))
+            await connection.wait_closed()
 
         with connected(loop, tmp_path, treat) as line:
             line.process_incoming()
@@ -314,14 +314,14 @@ class TestSayingAndHeeding:
     def test_process_incoming_does_not_wait(self, loop: EventLoopThread, tmp_path: Path) -> None:
         """Neither for a first byte nor for the last of a message that has begun."""
 
-        async def treat(guest: FakeConnection) -> None:
-            await guest.greet()
-            await guest.hear()
-            guest.writer.write(b"\0\0\0\3\x92\x0d")
-            await guest.hear()
-            guest.writer.write(b"\0")
-            guest.say(ReplyOut((await guest.hear()).number, "well"))
-            await guest.gone()
+        async def treat(connection: FakeConnection) -> None:
+            await connection.accept_hello()
+            await connection.receive()
+            connection.writer.write(b"\0\0\0\3\x92\x0d")
+            await connection.receive()
+            connection.writer.write(b"\0")
+            connection.send(ReplyOut((await connection.receive()).number, "well"))
+            await connection.wait_closed()
 
         with connected(loop, tmp_path, treat) as line:
             line.process_incoming()
@@ -348,12 +348,12 @@ class TestSayingAndHeeding:
     def test_process_incoming_raises_when_the_connection_has_ended(
         self, loop: EventLoopThread, tmp_path: Path, said: bytes, error: type[ForgedError]
     ) -> None:
-        async def treat(guest: FakeConnection) -> None:
-            await guest.greet()
-            await guest.hear()
-            guest.writer.write(said)
+        async def treat(connection: FakeConnection) -> None:
+            await connection.accept_hello()
+            await connection.receive()
+            connection.writer.write(said)
             if said:
-                await guest.gone()
+                await connection.wait_closed()
 
         with connected(loop, tmp_path, treat) as line:
             line.signal("Begin")
@@ -376,10 +376,10 @@ class TestSayingAndHeeding:
 
 class TestFacts:
     def test_a_message_that_begins_and_does_not_end_is_given_up(self, loop: EventLoopThread, tmp_path: Path) -> None:
-        async def treat(guest: FakeConnection) -> None:
-            await guest.greet()
-            await guest.hear()
-            await trickle(guest)
+        async def treat(connection: FakeConnection) -> None:
+            await connection.accept_hello()
+            await connection.receive()
+            await trickle(connection)
 
         with (
             pytest.raises(Unavailable, match="did not answer within"),
@@ -408,9 +408,9 @@ class TestFacts:
     ) -> None:
         monkeypatch.setattr(connection, "PING_AFTER_S", SHORT_S)
 
-        async def treat(guest: FakeConnection) -> None:
-            await guest.greet()
-            await guest.gone()
+        async def treat(connection: FakeConnection) -> None:
+            await connection.accept_hello()
+            await connection.wait_closed()
 
         def stop() -> None:
             raise BrokenPipeError
@@ -426,13 +426,13 @@ class TestFacts:
         monkeypatch.setattr(connection, "PING_AFTER_S", SHORT_S)
         heard: list[Any] = []
 
-        async def treat(guest: FakeConnection) -> None:
-            await guest.greet()
-            heard.append(await guest.hear())
+        async def treat(connection: FakeConnection) -> None:
+            await connection.accept_hello()
+            heard.append(await connection.receive())
             for _ in range(3):
-                heard.append(await guest.hear())
-                guest.say(Pong(0))
-            await guest.gone()
+                heard.append(await connection.receive())
+                connection.send(Pong(0))
+            await connection.wait_closed()
 
         with (
             pytest.raises(Unavailable, match="did not answer within"),
@@ -468,7 +468,7 @@ class TestFacts:
 class TestTls:
     @pytest.fixture
     def secured(self, tmp_path: Path, loop: EventLoopThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-        """The endpoint of a daemon that lets in whose certificate it knows; ours are in the environment."""
+        """The endpoint of a daemon that requires client certificates; those of the test are in the environment."""
         authority = trustme.CA()
         issued = authority.issue_cert("127.0.0.1", common_name="bot")
         files = {name: str(tmp_path / f"{name}.pem") for name in ("CA", "CERTIFICATE", "KEY")}
@@ -517,9 +517,9 @@ class TestTls:
 
 
 def _turn_away(server: socket.socket, said: bytes) -> None:
-    guest, _ = server.accept()
-    guest.sendall(len(said).to_bytes(4, "big") + said)
-    guest.close()
+    connection, _ = server.accept()
+    connection.sendall(len(said).to_bytes(4, "big") + said)
+    connection.close()
 
 
 def test_starting_it_imports_nothing_heavy() -> None:

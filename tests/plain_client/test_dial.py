@@ -1,4 +1,4 @@
-"""Reaching the daemon, and being told why not."""
+"""Opening a connection, and the errors of a failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOME_GROUP = 1
 
 @contextmanager
 def listening(path: Path, backlog: int = 8) -> Iterator[Path]:
-    """A socket that lets everybody connect, as many as it has room for."""
+    """A listening socket with a limited accept queue."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
         server.listen(backlog)
@@ -31,8 +31,8 @@ def listening(path: Path, backlog: int = 8) -> Iterator[Path]:
 
 
 @contextmanager
-def somebody_else() -> Iterator[None]:
-    """For root, who may use everything, be a user who may not."""
+def unprivileged_user() -> Iterator[None]:
+    """Act as an unprivileged user if the tests run as root."""
     root = os.geteuid() == 0
     if root:
         os.seteuid(NOBODY)
@@ -45,7 +45,7 @@ def somebody_else() -> Iterator[None]:
 
 @pytest.fixture
 def open_directory() -> Iterator[Path]:
-    """One that everybody may enter, with all that is above it."""
+    """A directory that all users can access."""
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o755)
         yield Path(directory)
@@ -103,7 +103,7 @@ class TestPermission:
             else:
                 path.chmod(mode)
                 os.chown(path, 0, SOME_GROUP)
-            with somebody_else():
+            with unprivileged_user():
                 error = refused(f"unix://{path}")
             group = grp.getgrgid(path.stat().st_gid).gr_name
         assert (type(error), error.code) == (ConfigError, "connect_not_permitted")
@@ -115,7 +115,7 @@ class TestPermission:
         inner.mkdir(mode=0o700)
         with listening(inner / "s") as path:
             inner.chmod(0)
-            with somebody_else():
+            with unprivileged_user():
                 error = refused(f"unix://{path}")
             inner.chmod(0o700)
         assert (type(error), error.code) == (ConfigError, "connect_not_permitted")

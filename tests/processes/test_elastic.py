@@ -184,22 +184,22 @@ class TestTheDeathOfAll:
 
 
 class TestADaemonThatIsKilled:
-    @pytest.mark.parametrize("who", ["a", "c"], ids=["member", "joiner"])
+    @pytest.mark.parametrize("victim_name", ["a", "c"], ids=["member", "joiner"])
     @pytest.mark.parametrize("point", ["stopping", "stopped", "entering"])
-    async def test_at_each_stage_of_a_rescale(self, point: str, who: str, cluster: TrainingCluster) -> None:
-        await self._killed_at(cluster, point, who)
+    async def test_at_each_stage_of_a_rescale(self, point: str, victim_name: str, cluster: TrainingCluster) -> None:
+        await self._killed_at(cluster, point, victim_name)
 
     @pytest.mark.parametrize("point", ["joining", "joined", "having the state", "ready"])
     async def test_at_each_word_of_one_that_joins(self, point: str, cluster: TrainingCluster) -> None:
         await self._killed_at(cluster, point, "c")
 
-    async def _killed_at(self, cluster: TrainingCluster, point: str, who: str) -> None:
-        await cluster.start_in_order("a", "b", victim=who, at=point, action="hold")
+    async def _killed_at(self, cluster: TrainingCluster, point: str, victim_name: str) -> None:
+        await cluster.start_in_order("a", "b", victim=victim_name, at=point, action="hold")
         cluster.arm()
-        await cluster.start("c", at=point if who == "c" else "", action="hold")
-        await cluster.until(lambda: cluster[who].held == 1)
+        await cluster.start("c", at=point if victim_name == "c" else "", action="hold")
+        await cluster.until(lambda: cluster[victim_name].held == 1)
         await cluster.daemon.kill()
-        cluster[who].release()
+        cluster[victim_name].release()
         await cluster.daemon.start()
         await cluster.wait_for_world("a", "b", "c")
         assert await cluster.facts(WorkerFailed) == []
@@ -264,7 +264,7 @@ class TestStandingStill:
     async def test_for_longer_than_a_timeout_that_was_made_short_meanwhile_is_no_death(
         self, fork_server: ForkServer, tmp_path: Path
     ) -> None:
-        """Neither for who has yet to hear of it, nor for whom its pulse has to speak more often then."""
+        """Also for a worker that has not received the change yet, and for one whose pulse must report more often."""
         async with cluster_on(fork_server, tmp_path, stall_timeout_ms=500) as cluster, cluster.client() as client:
             await cluster.start("a", "c")
             await cluster.start("b", gil_s=2)

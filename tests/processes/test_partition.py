@@ -100,7 +100,7 @@ def test_of_two_unconnected_members_the_higher_rank_is_evicted(clusters: Make) -
 
 
 def test_an_unreachable_state_source_is_evicted(clusters: Make) -> None:
-    """It alone has not heard what the others made of their step, so its state is the one that all others need."""
+    """It alone missed the commit of the step, so all other workers need its state."""
     cluster = clusters()
     generation = cluster.until_together(*WORKERS)
     hub, member, unheard = by_rank(cluster, 0, 1, 2)

@@ -73,19 +73,19 @@ class Witness:
 
     async def _treat(self, guest: FakeConnection) -> None:
         if "Hello" in self.refusals:
-            await guest.hear()
-            guest.say(self.refusals["Hello"])
-            await guest.gone()
+            await guest.receive()
+            guest.send(self.refusals["Hello"])
+            await guest.wait_closed()
             return
-        hello = await guest.greet()
+        hello = await guest.accept_hello()
         self._hear("Hello", {"agent": hello.agent, "token": hello.token})
         while True:
-            message = await guest.hear()
+            message = await guest.receive()
             if isinstance(message, SignalMessage):
                 self._hear(message.name, msgspec.msgpack.decode(message.body))
             elif isinstance(message, RequestMessage):
                 self._hear(message.method, msgspec.msgpack.decode(message.body))
-                guest.say(self.refusals.get(message.method) or ReplyOut(message.number, {}))
+                guest.send(self.refusals.get(message.method) or ReplyOut(message.number, {}))
             else:
                 self._hear(type(message).__name__, {})
 

@@ -1,4 +1,4 @@
-"""What daemons of other versions answer."""
+"""Replies of daemons of other versions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_is_no_answer_is_an_error_that_names_both_versions(
 @pytest.mark.parametrize("line", EVERY_COMMAND)
 @pytest.mark.parametrize("flag", ["", "--json"])
 def test_an_answer_without_any_field_is_shown(tmp_path: Path, capsys: Caught, line: str, flag: str) -> None:
-    """An older daemon, whose fields have other names."""
+    """The reply of an older daemon with other field names."""
     bodies: dict[str, Any] = {method: {"earlier": 1} for method in EVERY_COMMAND.values()}
     bodies |= {method: [{"earlier": 1}, {}] for method in ("ListHandlers", "ListPlugins")}
     bodies |= {"ListJobs": {"jobs": [{}, {"earlier": 1}]}, "ListTokens": {"tokens": [{}, {"earlier": 1}]}}

@@ -1,4 +1,4 @@
-"""A backup's file, as it is left behind."""
+"""The file of a backup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may come next on a command line."""
+"""Candidates for completion."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class TestWithADaemon:
     def test_long_lists_are_asked_for_from_what_is_typed(self, tmp_path: Path) -> None:
         with scripted_daemon(tmp_path, ANSWERS) as daemon:
             words("--socket", str(daemon.path), "jobs", "show", "train-1")
-            assert daemon.asked == [("ListJobs", {"after": "train-"})]
+            assert daemon.requests == [("ListJobs", {"after": "train-"})]
 
     @pytest.mark.parametrize("name", ["a\tb", "a\nb", "a\x1b[2J", "", None, 7, {}])
     def test_a_name_that_is_none_breaks_nothing(self, tmp_path: Path, name: Any) -> None:
@@ -132,7 +132,7 @@ class TestWithADaemon:
         fake = FakeDaemon(tmp_path / "s", treat)
         loop.call(fake.__aenter__)
         assert words("--timeout", "3600", "--socket", str(tmp_path / "s"), "jobs", "show", "") == []
-        assert fake.guests == 1
+        assert fake.connections == 1
         loop.call(fake.__aexit__)
         loop.end()
         assert capfd.readouterr() == ("", "")

@@ -1,4 +1,4 @@
-"""`forgectl ckpt`: its grammar, and what holds for all of its commands."""
+"""`forgectl ckpt`: its arguments, and the behaviour of all its commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts that shells load. Bash is made to complete for real."""
+"""The completion scripts; that of bash runs in a real bash."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_where_nothing_waits_for_a_restart_there_is_no_column_for_it(tmp_path: P
 
 def test_programs_are_told_what_the_daemon_says(tmp_path: Path, capsys: Caught) -> None:
     with scripted_daemon(tmp_path, {"ShowConfig": SHOWN}) as daemon:
-        assert daemon.told("config", capsys) == SHOWN
+        assert daemon.json("config", capsys) == SHOWN
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_daemon_of_another_version_may_leave_out_and_add(tmp_path: Path, capsy
 def test_a_reload_says_what_became_of_it(tmp_path: Path, capsys: Caught, said: Any, shown: str) -> None:
     with scripted_daemon(tmp_path, {"ReloadConfig": said}) as daemon:
         assert daemon.run("config reload", capsys) == (0, shown, "")
-        assert daemon.told("config reload", capsys) == said
+        assert daemon.json("config reload", capsys) == said
 
 
 def test_a_real_daemon_answers_so(threaded_daemon: ThreadedDaemon, capsys: Caught) -> None:

@@ -1,4 +1,4 @@
-"""`forgectl data`, and what is shown of training data."""
+"""`forgectl data`, and training data in other commands."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class TestShow:
         ]
         answers["ShowData"] = VIEW | {"workers": [one | {"weight": 1.0} for one in HELD]}
         assert "weight" not in daemon.run("data show --job run", capsys)[1]
-        assert daemon.told("data show --job run", capsys) == answers["ShowData"]
+        assert daemon.json("data show --job run", capsys) == answers["ShowData"]
 
     def test_that_copies_differ_is_told_where_they_do(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
@@ -115,15 +115,15 @@ class TestShow:
         assert "differing" not in daemon.run("data show --job run", capsys)[1]
 
     def test_programs_are_told_all_of_it(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
-        assert daemon.told("data show --job run", capsys) == VIEW
-        assert daemon.asked == [("ShowData", {"job": "run"})]
+        assert daemon.json("data show --job run", capsys) == VIEW
+        assert daemon.requests == [("ShowData", {"job": "run"})]
 
     @pytest.mark.parametrize("line", ["data", "data ls", "data list"])
     def test_all_datasets_are_a_table(self, daemon: ScriptedDaemon, capsys: Caught, line: str) -> None:
         header, row = daemon.run(line, capsys)[1].splitlines()
         assert header.split() == ["job", "samples", "shards", "replication", "has_origin", "generation", "workers"]
         assert row.split() == ["run", "1000", "40", "1", "yes", "5", "2"]
-        assert daemon.told(line, capsys) == {"data": [VIEW]}
+        assert daemon.json(line, capsys) == {"data": [VIEW]}
 
     def test_jobs_without_data_are_passed_over(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
@@ -243,8 +243,8 @@ class TestAudit:
 
     def test_programs_are_told_each_epoch_with_whether_it_is_over(self, tmp_path: Path, capsys: Caught) -> None:
         with scripted_daemon(tmp_path, Daemon(BEGUN, audited(0), audited(1))) as daemon:
-            told = daemon.told("data audit --job run", capsys)
-            asked = daemon.asked
+            told = daemon.json("data audit --job run", capsys)
+            asked = daemon.requests
         assert [one[1]["epoch"] for one in asked] == [None, 0, 1]
         assert (told["job"], told["ok"], told["epochs_left_out"]) == ("run", True, 0)
         assert [(one["epoch"], one["over"], one["complete"]) for one in told["audits"]] == [
@@ -303,20 +303,20 @@ class TestPlan:
             "bytes      480 kB",
             "estimated  9.6 ms",
         ]
-        assert daemon.asked[-1] == ("PlanData", {"job": "run", "workers": ["w0", "w1"]})
+        assert daemon.requests[-1] == ("PlanData", {"job": "run", "workers": ["w0", "w1"]})
 
     def test_gone_workers_are_sent_with_the_plan_request(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers |= {"PlanRescale": self.PLAN | {"gone": ["w2"]}, "PlanData": TOTALS}
         daemon.run("plan --job run --workers 2", capsys)
-        assert daemon.asked[-1] == ("PlanData", {"job": "run", "workers": ["w0", "w1"], "gone": ["w2"]})
+        assert daemon.requests[-1] == ("PlanData", {"job": "run", "workers": ["w0", "w1"], "gone": ["w2"]})
 
     def test_programs_find_it_in_the_plan(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers |= {"PlanRescale": self.PLAN, "PlanData": TOTALS}
-        assert daemon.told("plan --job run --workers 2", capsys) == self.PLAN | {"data": TOTALS}
+        assert daemon.json("plan --job run --workers 2", capsys) == self.PLAN | {"data": TOTALS}
 
     def test_nothing_to_travel_is_told(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers |= {"PlanRescale": self.PLAN, "PlanData": dict.fromkeys(TOTALS, 0)}
@@ -328,7 +328,7 @@ class TestPlan:
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, answer: Refusal
     ) -> None:
         answers |= {"PlanRescale": self.PLAN, "PlanData": answer}
-        assert daemon.told("plan --job run --workers 2", capsys) == self.PLAN
+        assert daemon.json("plan --job run --workers 2", capsys) == self.PLAN
         assert daemon.run("plan --job run --workers 2", capsys)[1].splitlines()[-1].split() == ["w2", "2", "-"]
 
     def test_what_is_refused_for_another_reason_is_told(

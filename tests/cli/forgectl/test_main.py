@@ -1,4 +1,4 @@
-"""`forgectl`, as people and programs use it."""
+"""`forgectl`: arguments, errors and the commands of main."""
 
 from __future__ import annotations
 
@@ -262,10 +262,10 @@ class TestExitCodes:
     def test_one_that_begins_and_does_not_end_exits_with_4_in_time(
         self, ctl: Ctl, threaded_daemon: ThreadedDaemon, tmp_path: Path, line: str, treat: Treat, *, greet: bool
     ) -> None:
-        async def receive(guest: FakeConnection) -> None:
+        async def receive(connection: FakeConnection) -> None:
             if greet:
-                await guest.greet()
-            await treat(guest)
+                await connection.accept_hello()
+            await treat(connection)
 
         with faking(threaded_daemon, tmp_path / "slow", receive) as endpoint:
             code, out, err = ctl(line, f"--timeout {HUNG_TIMEOUT_S} --endpoint {endpoint}")
@@ -288,9 +288,9 @@ class TestExitCodes:
     def test_what_answers_as_a_web_server_exits_with_1_and_is_named(
         self, ctl: Ctl, threaded_daemon: ThreadedDaemon, tmp_path: Path
     ) -> None:
-        async def answer(guest: FakeConnection) -> None:
-            guest.writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            await guest.gone()
+        async def answer(connection: FakeConnection) -> None:
+            connection.writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            await connection.wait_closed()
 
         with faking(threaded_daemon, tmp_path / "web", answer) as endpoint:
             code, out, err = ctl("status", f"--endpoint {endpoint}")
@@ -579,7 +579,7 @@ def command(threaded_daemon: ThreadedDaemon, line: str) -> list[str]:
 @contextmanager
 def running(threaded_daemon: ThreadedDaemon, line: str) -> Iterator[subprocess.Popen[str]]:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # Whoever runs the tests in the background has them ignore interrupts, and so would what they start.
+    # A test run in the background ignores SIGINT, and so would its children.
     with subprocess.Popen(command(threaded_daemon, line), preexec_fn=_heed_interrupts, **pipes) as process:
         try:
             yield process
@@ -602,7 +602,7 @@ def _read_until(process: subprocess.Popen[str], text: str) -> list[dict[str, Any
 
 @contextmanager
 def listening(path: Path) -> Iterator[Path]:
-    """A socket that lets everybody connect and says nothing."""
+    """A socket that accepts connections and sends nothing."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
         server.listen()

@@ -1,4 +1,4 @@
-"""What programs are told."""
+"""JSON output."""
 
 from __future__ import annotations
 

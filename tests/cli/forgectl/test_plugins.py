@@ -56,7 +56,7 @@ class TestList:
         assert second.endswith(r"OSError: no\x1b[2J route")
 
     def test_programs_are_told_all_of_it(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
-        assert daemon.told("plugins", capsys) == {"plugins": [EVENT_LOG, WEBHOOK]}
+        assert daemon.json("plugins", capsys) == {"plugins": [EVENT_LOG, WEBHOOK]}
 
     def test_none_are_said_in_words(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers["ListPlugins"] = []
@@ -80,7 +80,7 @@ class TestShow:
         assert daemon.run("plugins show event_log", capsys)[1].endswith("name\nrotate\nflush\n")
 
     def test_programs_are_told_of_the_one_alone(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
-        assert daemon.told("plugins show webhook", capsys) == WEBHOOK
+        assert daemon.json("plugins show webhook", capsys) == WEBHOOK
 
     def test_one_that_is_not_there_is_refused(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         code, out, err = daemon.run("plugins show nobody", capsys)
@@ -92,8 +92,8 @@ class TestSwitch:
     @pytest.mark.parametrize(("verb", "method"), [("enable", "EnablePlugin"), ("disable", "DisablePlugin")])
     def test_it_is_asked_for_by_name(self, daemon: ScriptedDaemon, capsys: Caught, verb: str, method: str) -> None:
         assert daemon.run(f"plugins {verb} webhook", capsys) == (0, f"{verb}d webhook\n", "")
-        assert daemon.asked == [(method, {"plugin": "webhook"})]
-        assert daemon.told(f"plugins {verb} webhook", capsys) == {}
+        assert daemon.requests == [(method, {"plugin": "webhook"})]
+        assert daemon.json(f"plugins {verb} webhook", capsys) == {}
 
     def test_a_refusal_exits_with_3(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers["EnablePlugin"] = Refusal("refused", "plugin_unknown", "there is no plugin 'x'", "see the list")
@@ -104,13 +104,13 @@ class TestRun:
     def test_arguments_are_values_by_name(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         daemon.run("plugins run event_log rotate keep=3 --json compress=true", capsys)
         arguments = {"keep": 3, "compress": True}
-        assert daemon.asked == [
+        assert daemon.requests == [
             ("RunPluginCommand", {"plugin": "event_log", "command": "rotate", "arguments": arguments})
         ]
 
     def test_an_argument_that_is_given_twice_is_refused(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         code, _, err = daemon.run("plugins run event_log rotate keep=3 keep=4", capsys)
-        assert (code, daemon.asked) == (2, [])
+        assert (code, daemon.requests) == (2, [])
         assert "keep is given twice" in err
 
     @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ class TestRun:
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, result: Any, said: Any
     ) -> None:
         answers["RunPluginCommand"] = result
-        assert daemon.told("plugins run event_log rotate", capsys) == {"result": said}
+        assert daemon.json("plugins run event_log rotate", capsys) == {"result": said}
 
     @pytest.mark.parametrize(("levels", "code"), [(400, 0), (1000, JSON_1000_LEVELS)])
     def test_what_is_nested_without_end_is_cut_for_people(
@@ -188,8 +188,8 @@ class TestStatus:
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ReadStatus"] = self.STATUS
-        assert daemon.told("status", capsys) == self.STATUS
-        assert daemon.asked == [("ReadStatus", {})]
+        assert daemon.json("status", capsys) == self.STATUS
+        assert daemon.requests == [("ReadStatus", {})]
 
 
 def test_a_real_daemon_answers_so(threaded_daemon: ThreadedDaemon, capsys: Caught) -> None:

@@ -1,4 +1,4 @@
-"""How the daemon's answers look to people."""
+"""Tables, fields and facts as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`forgectl transfers`: once, followed in a pipe, and on a terminal."""
+"""`forgectl transfers`: once, and with `--follow` in a pipe and on a terminal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OVER = RUNNING | {
 LOST = RUNNING | {"done": 0, "bytes": 0, "lost": 3, "lost_shards": [0, 4, 7]}
 NONE_YET = Refusal("refused", "transfers_none", "nothing has travelled in job run yet", "ask later")
 WENT = Refusal("refused", "forbidden", "not yours any more")
-"""What ends who follows."""
+"""The refusal that ends `--follow`."""
 
 
 class Life(dict[str, Any]):
@@ -141,7 +141,7 @@ class TestOnce:
                 assert out.partition("\ntransfers: ")[2].startswith(said)
                 assert bool(said) == ("\ntransfers: " in out)
                 moving = {"transfers": view} if said else {}
-                assert daemon.told("jobs show run", capsys) == job | {"training": training} | moving
+                assert daemon.json("jobs show run", capsys) == job | {"training": training} | moving
 
     @pytest.mark.parametrize("training", [{"phase": "waiting"}, {"phase": "rescaling", "rescale": {"attempt": 4}}])
     def test_what_travelled_for_another_attempt_is_not_shown_with_a_job(
@@ -153,8 +153,8 @@ class TestOnce:
             assert "\ntransfers: " not in daemon.run("jobs show run", capsys)[1]
 
     def test_programs_are_told_all_of_it(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
-        assert daemon.told("transfers --job run", capsys) == RUNNING
-        assert daemon.asked == [("ShowTransfers", {"job": "run"})]
+        assert daemon.json("transfers --job run", capsys) == RUNNING
+        assert daemon.requests == [("ShowTransfers", {"job": "run"})]
 
     def test_where_nothing_has_travelled_it_is_refused(self, tmp_path: Path, capsys: Caught) -> None:
         with scripted_daemon(tmp_path, Life(NONE_YET)) as daemon:

@@ -1,4 +1,4 @@
-"""What people write on the command line."""
+"""Values on the command line."""
 
 from __future__ import annotations
 

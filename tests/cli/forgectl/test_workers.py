@@ -1,4 +1,4 @@
-"""`forgectl workers`, `forgectl plan`, and what is shown of training."""
+"""`forgectl workers`, `plan` and `jobs` with training, and facts in words."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class TestList:
         assert len(line) <= columns
 
     def test_programs_are_told_all_of_it(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
-        assert daemon.told("workers ls", capsys) == {"workers": [W0, W1]}
+        assert daemon.json("workers ls", capsys) == {"workers": [W0, W1]}
 
     def test_trouble_has_a_column_where_there_is_some(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
@@ -155,7 +155,7 @@ class TestList:
     ) -> None:
         answers["ListJobs"] = {"jobs": [JOB, JOB | {"name": "two"}], "more": False}
         daemon.run("workers", capsys)
-        assert daemon.asked[1:] == [("ListWorkers", {"job": job, "after": ""}) for job in ("run", "two")]
+        assert daemon.requests[1:] == [("ListWorkers", {"job": job, "after": ""}) for job in ("run", "two")]
 
     def test_pages_that_lead_nowhere_end(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers["ListWorkers"] = {"workers": [W0], "more": True}
@@ -174,12 +174,12 @@ class TestOneWorker:
     def test_it_is_a_line_for_each_field(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         lines = daemon.run("workers show w0", capsys)[1].splitlines()
         assert "last_heartbeat_age  400 ms" in lines
-        assert daemon.asked[-1] == ("ShowWorker", {"job": "run", "worker_id": "w0"})
+        assert daemon.requests[-1] == ("ShowWorker", {"job": "run", "worker_id": "w0"})
 
     def test_programs_are_told_all_of_it(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers["ShowWorker"] = W1
-        assert daemon.told("workers show w1 --job run", capsys) == W1
-        assert daemon.asked == [("ShowWorker", {"job": "run", "worker_id": "w1"})]
+        assert daemon.json("workers show w1 --job run", capsys) == W1
+        assert daemon.requests == [("ShowWorker", {"job": "run", "worker_id": "w1"})]
 
     @pytest.mark.parametrize(
         ("verb", "method", "said"),
@@ -192,16 +192,16 @@ class TestOneWorker:
         self, daemon: ScriptedDaemon, capsys: Caught, verb: str, method: str, said: str
     ) -> None:
         assert daemon.run(f"workers {verb} w0", capsys) == (0, said, "")
-        assert daemon.asked[-1] == (method, {"job": "run", "worker_id": "w0"})
-        assert daemon.told(f"workers {verb} w0 --job run --reason 'disk is full'", capsys) == {"job": "run", "id": "w0"}
-        assert daemon.asked[-1] == (method, {"job": "run", "worker_id": "w0", "reason": "disk is full"})
+        assert daemon.requests[-1] == (method, {"job": "run", "worker_id": "w0"})
+        assert daemon.json(f"workers {verb} w0 --job run --reason 'disk is full'", capsys) == {"job": "run", "id": "w0"}
+        assert daemon.requests[-1] == (method, {"job": "run", "worker_id": "w0", "reason": "disk is full"})
 
     @pytest.mark.parametrize("line", ["--job two drain w0", "drain w0 --job two", "--job run drain w0 --job two"])
     def test_the_job_may_be_named_before_the_verb_or_behind_it(
         self, daemon: ScriptedDaemon, capsys: Caught, line: str
     ) -> None:
         assert daemon.run(f"workers {line}", capsys)[0] == 0
-        assert daemon.asked == [("DrainWorker", {"job": "two", "worker_id": "w0"})]
+        assert daemon.requests == [("DrainWorker", {"job": "two", "worker_id": "w0"})]
 
     def test_what_may_not_have_been_meant_is_told(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
@@ -210,7 +210,7 @@ class TestOneWorker:
         said = "draining w0 (job run) after its current step\nnote: training will stand still\n"
         assert daemon.run("workers drain w0", capsys) == (0, said, "")
         told = {"job": "run", "id": "w0", "remarks": ["training will stand still"]}
-        assert daemon.told("workers drain w0", capsys) == told
+        assert daemon.json("workers drain w0", capsys) == told
 
     def test_a_worker_of_several_jobs_is_asked_for_by_job(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
@@ -219,7 +219,7 @@ class TestOneWorker:
         code, out, err = daemon.run("workers evict w0", capsys)
         assert (code, out) == (3, "")
         assert "several jobs have a worker 'w0': run, two (choose one with --job)" in err
-        assert "EvictWorker" not in {method for method, _ in daemon.asked}
+        assert "EvictWorker" not in {method for method, _ in daemon.requests}
 
     @pytest.mark.parametrize("answer", [ABSENT, UNTRAINED])
     def test_one_that_no_job_has_is_refused(
@@ -249,8 +249,8 @@ class TestJobs:
     ) -> None:
         code, out, err = daemon.run(f"jobs {verb} run", capsys)
         assert (code, err, out[:5]) == (0, "", "run: ")
-        assert daemon.told(f"jobs {verb} run --reason 'a b'", capsys) == {}
-        assert daemon.asked == [(method, {"job": "run"}), (method, {"job": "run", "reason": "a b"})]
+        assert daemon.json(f"jobs {verb} run --reason 'a b'", capsys) == {}
+        assert daemon.requests == [(method, {"job": "run"}), (method, {"job": "run", "reason": "a b"})]
 
     @pytest.mark.parametrize(
         ("verb", "reply", "said"),
@@ -282,7 +282,7 @@ class TestJobs:
     ) -> None:
         answers |= dict.fromkeys(("PauseJob", "ResumeJob", "AbortJob", "RescaleJob"), reply)
         assert daemon.run(f"jobs {verb} run", capsys) == (0, f"run: {said}\n", "")
-        assert daemon.told(f"jobs {verb} run", capsys) == reply
+        assert daemon.json(f"jobs {verb} run", capsys) == reply
 
     def test_show_tells_where_training_is(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         job, training = daemon.run("jobs show run", capsys)[1].split("\n\n")
@@ -321,7 +321,7 @@ class TestJobs:
         answers["ShowJob"] = answers["CreateJob"] = answers["ChangeJob"] = JOB | {"fence": [1, 0]}
         for line in ("jobs show run", "jobs create run", "jobs change run a=1"):
             assert "fence" not in daemon.run(line, capsys)[1]
-        assert daemon.told("jobs show run", capsys)["fence"] == [1, 0]
+        assert daemon.json("jobs show run", capsys)["fence"] == [1, 0]
 
     def test_list_shows_phases_of_jobs_with_members(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
@@ -331,7 +331,7 @@ class TestJobs:
         header, *rows = daemon.run("jobs ls", capsys)[1].splitlines()
         assert header.split()[:3] == ["name", "phase", "version"]
         assert [row.split()[:3] for row in rows] == [["run", "running", "1"], ["two", "-", "1"]]
-        assert daemon.told("jobs ls", capsys) == {"jobs": [JOB | {"phase": "running"}, JOB | {"name": "two"}]}
+        assert daemon.json("jobs ls", capsys) == {"jobs": [JOB | {"phase": "running"}, JOB | {"name": "two"}]}
 
     @pytest.mark.parametrize(("phase", "said"), [("running", "paused"), ("completed", "completed")])
     def test_list_shows_paused_jobs(
@@ -339,12 +339,12 @@ class TestJobs:
     ) -> None:
         answers["ListClusters"] = {"clusters": [RUNNING | {"phase": phase, "paused": True}], "more": False}
         assert said in daemon.run("jobs ls", capsys)[1].splitlines()[1].split()
-        assert daemon.told("jobs ls", capsys) == {"jobs": [JOB | {"phase": phase, "paused": True}]}
+        assert daemon.json("jobs ls", capsys) == {"jobs": [JOB | {"phase": phase, "paused": True}]}
 
     def test_a_daemon_that_tells_no_phases_lists_its_jobs_all_the_same(
         self, daemon: ScriptedDaemon, capsys: Caught
     ) -> None:
-        assert daemon.told("jobs ls", capsys) == {"jobs": [JOB]}
+        assert daemon.json("jobs ls", capsys) == {"jobs": [JOB]}
 
     @pytest.mark.parametrize(("line", "more"), [("jobs rm run", {}), ("jobs rm run --force", {"force": True})])
     def test_a_job_is_removed_by_force_where_that_is_said(
@@ -352,17 +352,17 @@ class TestJobs:
     ) -> None:
         answers["RemoveJob"] = {}
         assert daemon.run(line, capsys)[0] == 0
-        assert daemon.asked == [("RemoveJob", {"job": "run"} | more)]
+        assert daemon.requests == [("RemoveJob", {"job": "run"} | more)]
 
     def test_programs_find_the_training_in_the_job(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
-        assert daemon.told("jobs show run", capsys) == JOB | {"training": RUNNING}
+        assert daemon.json("jobs show run", capsys) == JOB | {"training": RUNNING}
 
     @pytest.mark.parametrize("answer", [UNTRAINED, UNKNOWN])
     def test_a_job_without_training_is_shown_all_the_same(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, answer: Refusal
     ) -> None:
         answers["ShowCluster"] = answer
-        assert daemon.told("jobs show run", capsys) == JOB
+        assert daemon.json("jobs show run", capsys) == JOB
         assert "phase" not in daemon.run("jobs show run", capsys)[1]
 
     @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ class TestWatch:
 
     def test_where_nothing_is_under_way_it_says_how_things_are(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert daemon.run("jobs watch run", capsys)[1].startswith("running: generation 4")
-        assert len(daemon.asked) == 1
+        assert len(daemon.requests) == 1
 
     def test_what_stands_still_is_told_behind_how_things_are(self, tmp_path: Path, capsys: Caught) -> None:
         life = [
@@ -464,7 +464,7 @@ class TestPlan:
             "w1         2         1",
             "new-1      -         2",
         ]
-        assert daemon.asked[0] == ("PlanRescale", {"job": "run", "workers": 3})
+        assert daemon.requests[0] == ("PlanRescale", {"job": "run", "workers": 3})
 
     def test_unknown_values_are_shown_as_dashes(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
@@ -476,7 +476,7 @@ class TestPlan:
 
     def test_programs_are_told_all_of_it(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers["PlanRescale"] = self.PLAN
-        assert daemon.told("plan --job run --workers 3", capsys) == self.PLAN
+        assert daemon.json("plan --job run --workers 3", capsys) == self.PLAN
 
     def test_many_future_workers_are_one_line(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
@@ -487,7 +487,7 @@ class TestPlan:
         *_, header, only, line = daemon.run("plan --job run --workers 3", capsys)[1].splitlines()
         assert (header.split(), only.split()) == (["worker", "rank", "new_rank"], ["new-1", "-", "1"])
         assert line == "new-2 … new-9997 get ranks 4 … 9999"
-        assert len(daemon.told("plan --job run --workers 3", capsys)["workers"]) == 9_997
+        assert len(daemon.json("plan --job run --workers 3", capsys)["workers"]) == 9_997
         answers["PlanRescale"] = self.PLAN | {"workers": many}
         assert daemon.run("plan --job run --workers 3", capsys)[1].splitlines()[-2:] == ["", line]
 
@@ -696,11 +696,11 @@ class TestCompletion:
 
     def test_where_the_job_is_named_its_workers_are(self, daemon: ScriptedDaemon) -> None:
         assert [name for name, _ in self.offered(daemon, "workers", "drain", "--job", "run", "w1")] == ["w1"]
-        assert daemon.asked == [("ListWorkers", {"job": "run", "after": "w"})]
+        assert daemon.requests == [("ListWorkers", {"job": "run", "after": "w"})]
 
     def test_also_before_the_verb(self, daemon: ScriptedDaemon) -> None:
         assert [name for name, _ in self.offered(daemon, "workers", "--job", "run", "drain", "w1")] == ["w1"]
-        assert daemon.asked == [("ListWorkers", {"job": "run", "after": "w"})]
+        assert daemon.requests == [("ListWorkers", {"job": "run", "after": "w"})]
 
     def test_where_there_are_none_nothing_is_offered(self, daemon: ScriptedDaemon, answers: dict[str, Any]) -> None:
         answers["ListWorkers"] = UNKNOWN
@@ -712,7 +712,7 @@ class TestCompletion:
 
 
 class TestARealDaemon:
-    """Of which the workers are played."""
+    """With simulated workers."""
 
     @pytest.fixture(autouse=True)
     def _training(self, client: BlockingClient) -> None:

@@ -1,4 +1,4 @@
-"""All that is wrong with a configuration, before a daemon meets it."""
+"""`forged check-config`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A daemon as a process: how it starts, what it takes from the system, how it ends."""
+"""The daemon as a process: start, resources, signals and end."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ class TestRunning:
 
 @contextmanager
 def blocking_reader(daemon: DaemonProcess) -> Iterator[None]:
-    """Somebody who asks for more than fits between him and the daemon, and does not read it."""
+    """A client that requests more data than the socket buffers hold, and does not read it."""
     with daemon.client() as client:
         client.create_job("a")
         for number in range(500):

@@ -154,10 +154,10 @@ class TestTheLiving:
         async def ping(guest: Any) -> None:
             from forged.net.protocol.messages import Ping
 
-            await guest.greet()
-            await guest.hear()
-            guest.say(Ping(7))
-            answer = await guest.hear()
+            await guest.accept_hello()
+            await guest.receive()
+            guest.send(Ping(7))
+            answer = await guest.receive()
             witness.said.put((0.0, type(answer).__name__, {"nonce": answer.nonce}))  # type: ignore[arg-type]
 
         witness._treat = ping  # type: ignore[method-assign]
