@@ -127,7 +127,7 @@ class Mesh:
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
             self._desk = StateServer(self._carrier, tasks, self._log)
-            self._shard_server = ShardServer(self._carrier, tasks, self._log, lambda: self._shards)
+            self._shard_server = ShardServer(self._carrier, tasks, self._log, self._shards)
             tasks.start_soon(self._sweep)
             try:
                 async with self._listening(Address(self._scheme, host=host, port=port)) as address:
@@ -256,6 +256,8 @@ class Mesh:
     def serve_shards(self, store: ShardStore | None) -> None:
         """Serve the shards of this store from now on."""
         self._shards = store
+        if self._shard_server is not None:
+            self._shard_server.store = store
 
     async def connect_for_shards(self, source: WorkerId) -> ShardConnection:
         """Connect to a worker, to fetch shards from it."""

@@ -29,7 +29,7 @@ def draft(ownership: ShardOwnership, attempt: DataAttempt, config: ElasticTraini
     copies = {worker: offers[worker].copies for worker in present.workers}
     held = {worker: ids for worker, (ids, _) in copies.items()}
     bytes_per_sample = _bytes_per_sample(dataset, offers, held, otherwise=ownership.bytes_per_sample)
-    pace = average_pace((one.bytes_per_second for one in offers.values()), bytes_per_sample) or ownership.pace
+    pace = average_pace([one.bytes_per_second for one in offers.values()], bytes_per_sample) or ownership.pace
     owners = _current_owners(assignment, held)
     minority = _outvoted(copies, owners)
     if minority and dataset.has_origin:

@@ -36,10 +36,8 @@ IDLE_MAX_S = 60.0
 class ShardServer:
     """Serves this worker's shards."""
 
-    def __init__(
-        self, carrier: BulkTransport, tasks: TaskGroup, log: Log, store: Callable[[], ShardStore | None]
-    ) -> None:
-        self._store = store
+    def __init__(self, carrier: BulkTransport, tasks: TaskGroup, log: Log, store: ShardStore | None) -> None:
+        self.store = store
         self._carrier = carrier
         self._tasks = tasks
         self._log = log
@@ -82,7 +80,7 @@ class ShardServer:
         while await channel.is_called(IDLE_MAX_S):
             self._serving += 1
             try:
-                if not await channel.converse(partial(shard_protocol.serve, store=self._store()), self._slots):
+                if not await channel.converse(partial(shard_protocol.serve, store=self.store), self._slots):
                     break
             finally:
                 self._serving -= 1
