@@ -193,15 +193,15 @@ class ShardedOrder:
 
 
 def even_draws(left: Indices, wanted: int) -> Indices:
-    """What each rank draws that has so much left, if together they draw as much as is wanted, or all that there is.
+    """How many samples each rank draws, given what each has left, for `wanted` in all or everything that is left.
 
-    No rank draws two more than another that has something left. What cannot be divided is drawn by those who have the
-    most left, of equals by the lower rank.
+    The numbers differ by at most one among ranks that have samples left. The remainder goes to the ranks with the most
+    left, and among equals to the lower rank.
     """
     ordered = np.sort(left)
     drained = np.concatenate([[0], np.cumsum(ordered)])
     others = np.arange(len(left), 0, -1)
-    # What all draw together when nobody draws more than the one who has the least, the second least...
+    # The total if no rank draws more than the one with the least left, the second least, …
     together = drained[:-1] + ordered * others
     fewer = int(np.searchsorted(together, wanted, side="right"))
     if fewer == len(left):

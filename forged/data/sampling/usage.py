@@ -234,13 +234,13 @@ def per_step(rows: Column, first: int, end: int) -> Column:
 
 
 def first_of_latest(rows: Iterable[Column], end: int, ranges_max: int) -> int:
-    """The first of the steps up to `end` that have used so many ranges together, or fewer; the last is one of them."""
+    """The first of the last steps before `end` that used at most so many ranges together; at least one step."""
     steps, _, _, counts, _ = np.concatenate([np.empty((5, 0), np.int64), *rows], axis=1)
     ends = np.minimum(steps + counts, end)
     low, high = int(steps.min(initial=end - 1)), end - 1
     while low < high:
         middle = (low + high) // 2
-        # As many may be told as fit into no whole number.
+        # The total may not fit into 64 bits.
         if np.maximum(ends - np.maximum(steps, middle), 0).sum(dtype=float) > ranges_max:
             low = middle + 1
         else:

@@ -350,7 +350,7 @@ class ShardHolder:
     # 4. After the commit.
 
     async def adopt(self, commit: Commit) -> None:
-        """Own what the committed world assigns, drop the rest, and tell the sampler who owns what."""
+        """Own what the committed world assigns, drop the rest, and give the sampler the owners."""
         await self._adopt(commit.attempt, commit.topology)
         if self._sampler is not None and self._sampler.mode is SamplingMode.SHARDED:
             self._sampler.reassign(await self._read_owners(commit.topology), commit.topology.world_size)
