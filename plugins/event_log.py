@@ -1,8 +1,10 @@
-"""Writes facts to a file, a JSON object on each line, and begins a new file when that one is large.
+"""Writes facts to a file, one JSON object per line, and rotates large files.
 
-Law: each fact is in the files exactly once and in order, as long as nobody edits them, over restarts and kills: what is
-there already is read from the last line. A line is there whole or, after a failure, cut off before anything is written
-behind it. Files are touched in a thread, one piece of work after the other, so that a slow disk holds up nobody else.
+Invariants:
+- Each fact is in the files exactly once, over restarts and kills: the position is read from the files, and an
+  incomplete last line is removed.
+- The files are written in a thread; a slow or full disk delays deliveries and loses nothing.
+- A file that is not an event log is not changed.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ T = TypeVar("T")
 
 API_VERSION = 1
 
-PATIENCE_S = 5.0
-"""How long to wait for the disk before the daemon is told that it is slow; the work goes on meanwhile."""
+WAIT_S = 5.0
+"""How long a delivery waits for a slow disk before it raises `Unavailable`; the write continues."""
 MODE = 0o600
 FLAGS = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""Not blocking: what has the name may be a pipe."""
+"""Non-blocking, because the path may be a pipe."""
 BLOCK_BYTES = 1 << 16
 LINE_START = b'{"history":"'
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -58,7 +60,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def register(context: PluginContext) -> None:
-    """Follow the facts that are asked for."""
+    """Follow the facts that the settings select."""
     settings = context.settings(Settings)
     path = Path(settings.path) if settings.path else context.directory() / "events.jsonl"
     if wanted := what_is_wrong_with(path):
@@ -66,13 +68,13 @@ def register(context: PluginContext) -> None:
         raise ConfigError("event_log_path", "the event log cannot be kept there", "name another file", [problem])
     files = Files(path, bytes_max=settings.bytes_max, files_max=settings.files_max, fsync=settings.fsync)
     log = EventLog(context, settings, files)
-    context.command("status", log.status, help="how far it has come", needs=Role.VIEWER)
+    context.command("status", log.status, help="show the position", needs=Role.VIEWER)
     context.command("rotate", log.rotate, help="begin a new file")
     context.on_stop(log.close)
 
 
 def what_is_wrong_with(path: Path) -> str:
-    """Why the log could not be kept there, as far as that can be told without touching anything; empty if it can."""
+    """What the path must be for the log to be written, without changing any file; empty if it can be written."""
     try:
         return _what_is_wrong_with(path)
     except OSError as error:
@@ -95,7 +97,7 @@ def _what_is_wrong_with(path: Path) -> str:
 
 
 class Mark(NamedTuple):
-    """How far the files have come: the last id that is in them, and in which history."""
+    """The last fact in the files: its id and history."""
 
     history: str
     last: int
@@ -105,7 +107,7 @@ NOWHERE = Mark("", 0)
 
 
 class Line(NamedTuple):
-    """A line for the file, and how far the files have come with it."""
+    """A line, and the position of the files after it."""
 
     text: bytes
     mark: Mark
@@ -129,7 +131,7 @@ class _LastOfGap(msgspec.Struct):
 
 
 class _Place(msgspec.Struct):
-    """What a line says of its place in history."""
+    """The fields of a line that give its position."""
 
     history: str
     id: int = 0
@@ -137,7 +139,7 @@ class _Place(msgspec.Struct):
 
 
 def read_mark(line: bytes) -> Mark:
-    """How far the files have come with a line that is in them; `ValueError` where it is not one of ours."""
+    """The position of a line in a file; `ValueError` if it is not a line of an event log."""
     place = msgspec.json.decode(line, type=_Place)
     last = place.gap.last if place.gap else place.id
     if not last:
@@ -146,7 +148,7 @@ def read_mark(line: bytes) -> Mark:
 
 
 class Files:
-    """The file that is written, and those that are full: `path.1` is the latest. For one thread at a time."""
+    """The current file and the rotated ones, of which `path.1` is the latest. Used by one thread at a time."""
 
     def __init__(self, path: Path, *, bytes_max: int, files_max: int, fsync: bool) -> None:
         self.path = path
@@ -159,10 +161,10 @@ class Files:
         self._fsync = fsync
         self._fd: int | None = None
         self._known = False
-        """Whether it was looked into the files how far they have come."""
+        """Whether the position was read from the files."""
 
     def write(self, lines: Iterable[Line]) -> None:
-        """Write what is not in the files yet. What cannot be written is not there at all, and raises `OSError`."""
+        """Write the lines that are not in the files yet; a line that cannot be written completely raises `OSError`."""
         self._open()
         waiting: list[Line] = []
         size = self.size = self._measured
@@ -178,7 +180,7 @@ class Files:
         self._append(waiting)
 
     def rotate(self) -> bool:
-        """Begin a new file, unless nothing is in this one."""
+        """Begin a new file, unless this one is empty."""
         self._open()
         if not self._measured:
             return False
@@ -186,7 +188,7 @@ class Files:
         return True
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
@@ -197,7 +199,7 @@ class Files:
         return os.fstat(self._fd).st_size
 
     def _open(self) -> None:
-        """Have the file that goes by the name now: somebody may have taken it away, or put another into its place."""
+        """Open the file again if it was moved or replaced."""
         if self._fd is not None and self._is_the_one(self._fd):
             return
         self.close()
@@ -221,11 +223,11 @@ class Files:
             return False
 
     def _recover(self, fd: int) -> None:
-        """Cut off what is half a line, and see how far the files have come."""
+        """Remove an incomplete last line and read the position from the files."""
         size = os.fstat(fd).st_size
         line, end = last_line(fd, size)
         while b"\0" in line:
-            # A power cut has left zeros where a part of the line should be.
+            # After a power failure a part of the line may be zeros.
             line, end = last_line(fd, end - len(line) - 1)
         mark = _mark_in(line)
         if not LINE_START.startswith(os.pread(fd, len(LINE_START), end).partition(b"\0")[0]):
@@ -264,7 +266,7 @@ class Files:
         try:
             os.ftruncate(fd, size)
         except OSError:
-            # What is in it will be seen when it is opened anew.
+            # Its content is read when it is opened again.
             self._known = False
             self.close()
 
@@ -277,9 +279,9 @@ class Files:
             os.fdatasync(self._fd)
 
     def _rotate(self) -> None:
-        """Move every file one place back, the last one away, and begin anew."""
+        """Rename each file to the next number, delete the last, and begin a new file."""
         last = self._files_max - 1
-        # No further than to the first place that is free, so that a second attempt moves nothing twice.
+        # Only up to the first unused number, so that a second attempt moves no file twice.
         end = next((number for number in range(1, last) if not os.path.lexists(self._place(number))), last)
         for number in range(end, 0, -1):
             with suppress(FileNotFoundError):
@@ -320,7 +322,7 @@ def _mark_in(line: bytes) -> Mark | None:
 
 
 def last_line(fd: int, size: int) -> tuple[bytes, int]:
-    """The last whole line in so many bytes of a file, without its end, and where that is; empty and 0 without one."""
+    """The last complete line in the first `size` bytes of a file and its offset; empty and 0 if there is none."""
     start, tail = size, b""
     while start:
         block = min(start, BLOCK_BYTES)
@@ -334,7 +336,7 @@ def last_line(fd: int, size: int) -> tuple[bytes, int]:
 
 
 class EventLog:
-    """Owns the files, and the thread that works on them."""
+    """Owns the files and the thread that writes them."""
 
     def __init__(self, context: PluginContext, settings: Settings, files: Files) -> None:
         self._context = context
@@ -350,11 +352,11 @@ class EventLog:
         )
 
     async def deliver(self, records: Sequence[Record]) -> None:
-        """Write facts down."""
+        """Write facts."""
         await self._work(partial(self._files.write, lines_of(self._context.history, records)))
 
     async def tell(self, gap: Gap) -> None:
-        """Write down that facts are missing."""
+        """Write a gap."""
         await self._work(partial(self._files.write, [line_of_gap(self._context.history, gap)]))
 
     async def rotate(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -362,7 +364,7 @@ class EventLog:
         return {"rotated": await self._work(self._files.rotate)}
 
     def status(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """How far it has come."""
+        """The plugin's position and counters."""
         files, feed = self._files, self._feed
         return {
             "path": str(files.path),
@@ -376,11 +378,11 @@ class EventLog:
         }
 
     async def close(self) -> None:
-        """Let go of the file, once the thread has."""
+        """Close the file after the thread's work."""
         await self._work(self._files.close)
 
     async def _work(self, work: Callable[[], T]) -> T:
-        """Have something done in the thread behind what is being done there, or `Unavailable`."""
+        """Run a function in the thread, after its current work; raises `Unavailable` after `WAIT_S`."""
         while self._working is not None:
             await self._wait(self._working)
         self._working = working = asyncio.get_running_loop().run_in_executor(None, work)
@@ -394,13 +396,13 @@ class EventLog:
             raise Unavailable(code, reason, "it is tried again") from error
 
     async def _wait(self, working: asyncio.Future[Any]) -> None:
-        done, _ = await asyncio.wait([working], timeout=PATIENCE_S)
+        done, _ = await asyncio.wait([working], timeout=WAIT_S)
         if not done:
-            reason = f"{self._files.path}: the disk has not answered for {PATIENCE_S:g} s"
+            reason = f"{self._files.path}: the disk has not answered for {WAIT_S:g} s"
             raise Unavailable("event_log_slow", reason, "it is waited for")
 
     def _ended(self, working: asyncio.Future[Any]) -> None:
         self._working = None
         if not working.cancelled():
-            # Whoever waited may have gone; then nobody else asks.
+            # Retrieve the exception, because the waiter may have been cancelled.
             working.exception()

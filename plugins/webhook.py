@@ -1,8 +1,10 @@
-"""Posts facts to a URL, signed; docs/plugins.md says how a receiver is written.
+"""Posts signed facts to a URL; docs/plugins.md describes receivers.
 
-Law: facts are posted in order, each at least once, and the queue is the daemon's journal: nothing is lost while it
-holds them, whatever the receiver does for however long. Only what the receiver refuses as such, again and again, is
-left out, one fact at a time, counted and told. Nothing is posted that is not signed, and no redirect is followed.
+Invariants:
+- Facts are posted in order, each at least once. The queue is the daemon's journal: no fact is lost while the journal
+  keeps it.
+- Only a fact that the receiver refuses repeatedly is skipped; it is counted and logged.
+- Every body is signed, and redirects are not followed.
 """
 
 from __future__ import annotations
@@ -46,16 +48,16 @@ API_VERSION = 1
 
 SECRET_BYTES_MAX = 4096
 ANSWER_BYTES_MAX = 1024
-"""What is read of the answer that says why not."""
+"""The bytes read of an error response."""
 SHOWN_CHARS_MAX = 200
 RETRY_AFTER_MAX_S = 3600.0
 MISCONFIGURED_PAUSE_S = 30.0
-"""How long to leave a receiver alone that somebody has to mend first."""
+"""The pause after a configuration error."""
 TEST_TIMEOUT_S = 8.0
-"""Less than the daemon gives a command."""
+"""Less than the daemon's limit for commands."""
 
 REFUSED = frozenset({400, 409, 413, 422})
-"""What says that this very body is not wanted."""
+"""Statuses that refuse this body."""
 PASSING = frozenset({408, 425, 429})
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=300)]
@@ -76,7 +78,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def register(context: PluginContext) -> None:
-    """Follow the facts that are asked for."""
+    """Follow the facts that the settings select."""
     settings = context.settings(Settings)
     access = _access(context.name, settings)
     webhook = Webhook(context, settings, Receiver(settings, access, context.clock.wall))
@@ -86,7 +88,7 @@ def register(context: PluginContext) -> None:
 
 
 class Verdict(Enum):
-    """What an answer means for what was posted."""
+    """What a response means for a delivery."""
 
     DELIVERED = auto()
     LATER = auto()
@@ -95,7 +97,7 @@ class Verdict(Enum):
 
 
 def judge(status: int) -> Verdict:
-    """What a status says; whatever nobody knows is for somebody to mend, and loses nothing."""
+    """The verdict of a status; unknown statuses count as configuration errors, which lose nothing."""
     if 200 <= status < 300:
         return Verdict.DELIVERED
     if status in PASSING or 500 <= status < 600:
@@ -104,7 +106,7 @@ def judge(status: int) -> Verdict:
 
 
 def retry_after_s(header: str | None, now: float) -> float:
-    """For how long a receiver wants to be left alone, in seconds or until a date; 0 where it says nothing sensible."""
+    """The pause in seconds that `Retry-After` asks for, as a number or a date; 0 if it is invalid."""
     text = (header or "").strip()
     if text.isascii() and text.isdecimal():
         wanted_s = float(text[:10])
@@ -118,13 +120,13 @@ def retry_after_s(header: str | None, now: float) -> float:
 
 
 def sign(secret: bytes, at: int, body: bytes) -> str:
-    """The signature of a body that is posted at that time."""
+    """The signature of a body posted at that time."""
     return f"t={at},v1={hmac.new(secret, b'%d.' % at + body, hashlib.sha256).hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """What is posted together: facts with ids from `first` to `last`, or none."""
+    """One delivery: the facts from `first` to `last`, or none."""
 
     key: str
     body: bytes
@@ -134,7 +136,7 @@ class Parcel:
 
 
 def pack(history: str, records: Sequence[Record], bytes_max: int, end: int | None = None) -> Parcel:
-    """As many of the records as one body takes, at least one; none behind the one with the id `end`."""
+    """As many records as fit into one body, at least one, up to the id `end`."""
     head = b'{"history":%b,"facts":[' % msgspec.json.encode(history)
     lines: list[bytes] = []
     room = bytes_max - len(head) - len(b"]}")
@@ -151,20 +153,20 @@ def pack(history: str, records: Sequence[Record], bytes_max: int, end: int | Non
 
 
 def pack_gap(history: str, gap: Gap) -> Parcel:
-    """The news that facts are missing."""
+    """A delivery that reports a gap."""
     said = {"first": gap.first, "last": gap.last, "reason": gap.reason}
     body = msgspec.json.encode({"history": history, "facts": [], "gap": said})
     return Parcel(f"{history}-{gap.first}-{gap.last}-gap", body, gap.first, gap.last)
 
 
 def _without_fact(line: bytes) -> bytes:
-    """A fact that fits into no body is named without what it says."""
+    """A fact that is too large for a body, without its content."""
     head: dict[str, Any] = msgspec.json.decode(line)
     return msgspec.json.encode(head | {"fact": None, "omitted_bytes": len(line)})
 
 
 class Answer(NamedTuple):
-    """What a receiver said."""
+    """A receiver's response."""
 
     status: int
     retry_after_s: float
@@ -177,19 +179,19 @@ class Answer(NamedTuple):
 
 
 class Access(NamedTuple):
-    """What it takes to reach the receiver."""
+    """The secret and the TLS context."""
 
     secret: bytes
     tls: ssl.SSLContext | None
 
 
 class Receiver:
-    """The other end of the URL."""
+    """The receiver at the URL."""
 
     def __init__(self, settings: Settings, access: Access, wall: Callable[[], float]) -> None:
         parts = urlsplit(settings.url)
         self.place = f"{parts.scheme}://{parts.netloc}"
-        """The URL as far as it may be shown: what comes behind is a secret with some receivers."""
+        """Scheme and host of the URL; the path may contain a secret."""
         self._settings = settings
         self._access = access
         self._wall = wall
@@ -197,7 +199,7 @@ class Receiver:
         self._closed = False
 
     async def post(self, parcel: Parcel, timeout_s: float | None = None) -> Answer:
-        """What it answers, or `Unavailable` where nothing comes back in time."""
+        """Post a body; returns the response, or raises `Unavailable` without one in time."""
         import aiohttp
 
         timeout_s = timeout_s or self._settings.timeout_s
@@ -219,7 +221,7 @@ class Receiver:
             raise _unreachable(self.place, _in_words(error)) from error
 
     async def close(self) -> None:
-        """Let go of the connection, for good."""
+        """Close the connection."""
         session, self._session, self._closed = self._session, None, True
         if session is not None:
             await session.close()
@@ -248,7 +250,7 @@ class Receiver:
         }
 
     async def _read(self, response: aiohttp.ClientResponse) -> Answer:
-        # Whoever has taken the facts need not say more. Of the others we want to hear why, and no more of it than this.
+        # The body of a success is not read; of an error only its first bytes.
         said = b"" if judge(response.status) is Verdict.DELIVERED else await self._beginning(response)
         headers = response.headers
         return Answer(
@@ -259,7 +261,7 @@ class Receiver:
         )
 
     async def _beginning(self, response: aiohttp.ClientResponse) -> bytes:
-        """The first bytes of what says why not. Where it breaks off, the status counts all the same.
+        """The first bytes of an error response. If reading fails, the status still counts.
 
         One that does not come in time is no answer at all, whatever its status: the attempt is given up.
         """
@@ -275,7 +277,7 @@ class Receiver:
 
 
 class Webhook:
-    """Owns what was posted, and what to make of the answers."""
+    """Delivers facts and acts on the responses."""
 
     def __init__(self, context: PluginContext, settings: Settings, receiver: Receiver) -> None:
         self.receiver = receiver
@@ -285,7 +287,7 @@ class Webhook:
             jobs=settings.jobs,
             name="facts",
             batch_max=settings.batch_max,
-            # Each attempt has its own limit. In one call each fact is posted alone at worst, and was searched for.
+            # Each attempt has its own limit; at worst one call posts each fact alone while searching the refused one.
             deadline_s=2 * settings.batch_max * (settings.timeout_s + 1),
             on_gap=self.tell,
         )
@@ -293,11 +295,11 @@ class Webhook:
         self._settings = settings
         self._together_max = settings.batch_max
         self._refusals = 0
-        """How often what is next was refused; at `attempts_max` the search for the fact that is refused begins."""
+        """How often the next delivery was refused; at `attempts_max` the search for the refused fact begins."""
         self._done = 0
-        """The id of the last fact that was taken or left out."""
+        """The id of the last fact that was delivered or skipped."""
         self._end: int | None = None
-        """Where a parcel ended that was posted in vain, so that it is the same at each attempt."""
+        """The last id of the failed delivery, so that each attempt posts the same facts."""
         self._not_before = 0.0
         self._trouble: Unavailable | None = None
         self._delivered = self._deliveries = self._left_out = self._gaps = 0
@@ -305,18 +307,18 @@ class Webhook:
         self._last_delivery_at: float | None = None
 
     async def deliver(self, records: Sequence[Record]) -> None:
-        """Post facts until all of them are taken, or `Unavailable` says why not."""
+        """Post facts until all are delivered or skipped, or raise `Unavailable`."""
         rest = [record for record in records if record.id > self._done]
         while rest:
             prepare = partial(pack, self._context.history, rest[: self._together_max], self._settings.body_bytes_max)
-            # In a thread, because large facts take a while and others wait for the loop.
+            # In a thread, because encoding large facts would block the event loop.
             parcel = await asyncio.to_thread(prepare, self._end)
             if await self._settled(parcel):
                 rest = rest[parcel.count :]
         self._stop_searching()
 
     async def tell(self, gap: Gap) -> None:
-        """Post that facts are missing."""
+        """Post a gap."""
         await self._settled(pack_gap(self._context.history, gap))
 
     async def test(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -338,7 +340,7 @@ class Webhook:
         }
 
     def status(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """How far it has come."""
+        """The plugin's position and counters."""
         now, feed = self._context.clock.monotonic(), self._feed
         again_at = max(feed.again_at or 0.0, self._not_before)
         return {
@@ -356,7 +358,7 @@ class Webhook:
         }
 
     async def _settled(self, parcel: Parcel) -> bool:
-        """Whether there is nothing more to do about a parcel: it was taken, or left out."""
+        """Whether a delivery is finished: accepted or skipped."""
         self._wait_if_asked_to()
         self._end = parcel.last
         try:
@@ -388,7 +390,7 @@ class Webhook:
             self._context.log.info("the receiver takes facts again", receiver=self.receiver.place)
 
     def _refused(self, parcel: Parcel, answer: Answer) -> bool:
-        """Have it tried again, or a part of it; at last leave out the one fact that is refused by itself."""
+        """Retry the delivery or half of it; skip a single fact that is refused."""
         self._refusals += 1
         if not self._searching:
             fix = "see what the receiver says of it"
@@ -415,7 +417,7 @@ class Webhook:
     def _not_now(self, verdict: Verdict, answer: Answer) -> Unavailable:
         pause_s, fix = answer.retry_after_s, ""
         if verdict is Verdict.MISCONFIGURED:
-            pause_s, fix = max(pause_s, MISCONFIGURED_PAUSE_S), "mend `url`, the secret or the receiver"
+            pause_s, fix = max(pause_s, MISCONFIGURED_PAUSE_S), "correct `url`, the secret or the receiver"
         self._not_before = self._context.clock.monotonic() + pause_s
         return self._noticed(Unavailable(f"webhook_{verdict.name.lower()}", f"{self.receiver.place}: {answer}", fix))
 
@@ -435,7 +437,7 @@ def _unreachable(place: str, reason: str) -> Unavailable:
 
 
 def _in_words(error: Exception) -> str:
-    """What went wrong below the HTTP client, where it knows."""
+    """The cause of an error below the HTTP client, if known."""
     inner = getattr(error, "certificate_error", None) or getattr(error, "os_error", None) or error
     if isinstance(inner, ssl.SSLCertVerificationError):
         return f"its certificate is not accepted: {inner.verify_message}"
@@ -443,7 +445,7 @@ def _in_words(error: Exception) -> str:
 
 
 def _shown(text: str) -> str:
-    """What somebody else said, short and on one line."""
+    """The text cut to one short line."""
     return "".join(one if one.isprintable() else " " for one in text.strip()[:SHOWN_CHARS_MAX])
 
 
@@ -451,13 +453,13 @@ def _shown(text: str) -> str:
 
 
 def _access(name: str, settings: Settings) -> Access:
-    """What the files hold that are named, or `ConfigError` with all that is wrong."""
+    """Read the files that the settings name, or raise `ConfigError` with all problems."""
     problems = [*_url_problems("url", settings.url, plain=settings.plain_http)]
     if settings.proxy:
         problems += _url_problems("proxy", settings.proxy, plain=True)
     secret, tls = b"", None
     try:
-        import aiohttp  # noqa: F401 - here rather than at the first delivery, for which nobody waits with patience
+        import aiohttp  # noqa: F401 - imported now, so that the first delivery does not wait for it
     except ImportError:
         problems.append(("url", settings.url, "posted to with aiohttp, which is missing: pip install aiohttp"))
     try:
@@ -477,7 +479,7 @@ def _access(name: str, settings: Settings) -> Access:
         problems.append(("ca_file", settings.ca_file, f"a file with authorities in PEM: {_reason(error)}"))
     if problems:
         found = [Problem(f"plugins.{name}.{key}", value, wanted) for key, value, wanted in problems]
-        raise ConfigError("webhook_settings", "the webhook cannot be used like this", "mend these settings", found)
+        raise ConfigError("webhook_settings", "the webhook's settings are invalid", "fix these settings", found)
     return Access(secret, tls)
 
 
@@ -486,7 +488,7 @@ def _reason(error: Exception) -> str:
 
 
 def _read_secret(path: str) -> bytes:
-    # Not blocking: it may be a pipe that nobody writes to.
+    # Non-blocking, because the file may be a pipe without a writer.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as file:
         found = os.fstat(fd)

@@ -23,7 +23,7 @@ from tests.faulty_store import FaultyStore
 from tests.kernel_fixture import Kernel, running, task_group
 from tests.net.manual_daemon import ManualClock
 
-PATIENCE_S = 30.0
+WAIT_S = 30.0
 """Real seconds after which a test has waited in vain."""
 TOGETHER = 50
 """Facts in one decision."""
@@ -151,7 +151,7 @@ async def plugged(
 ) -> AsyncIterator[House]:
     """A house with this plugin in it, killed at the end of the block, but for what the plugin does at its stop."""
     houses: list[House] = []
-    with anyio.fail_after(PATIENCE_S):
+    with anyio.fail_after(WAIT_S):
         async with (
             running(
                 store or FaultyStore(),

@@ -522,7 +522,7 @@ async def test_a_disk_that_hangs_holds_up_nobody_and_what_it_does_in_the_end_cou
         works.wait()
         return real(fd, data)
 
-    monkeypatch.setattr(event_log, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(event_log, "WAIT_S", 0.01)
     async with plug(types=["Blob"]) as house:
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", hang)
