@@ -41,7 +41,7 @@ from tests.net.manual_daemon import (
     frame,
     until,
 )
-from tests.plugins.stage import source
+from tests.plugins.plugin_fixture import source
 
 DRAIN_TIMEOUT_S = 5.0
 LONG_S = 10.0

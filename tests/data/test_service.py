@@ -54,7 +54,7 @@ from tests.data.data_fixture import DATASET, DataFixture, data_fixture, keys_in,
 from tests.elastic.cluster_playbook import JOB
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import OPERATOR, on_virtual_time
-from tests.telemetry.heard import Heard
+from tests.telemetry.recording_log import RecordingLog
 
 ALL = frozenset(range(10))
 
@@ -708,7 +708,7 @@ class TestProgress:
     @on_virtual_time
     async def test_too_many_suspect_copies_are_logged(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(suspect_copies, "SUSPECTS_MAX", 1)
-        log = Heard()
+        log = RecordingLog()
         async with data_fixture() as stage:
             stage.data._log = log
             await formed(stage)

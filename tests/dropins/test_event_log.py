@@ -25,7 +25,7 @@ from forged.kernel.messages import Gap, Record
 from forged.kernel.store.memory import MemoryStore
 from plugins import event_log
 from plugins.event_log import Files, Line, Mark
-from tests.dropins.house import VIEWER, Blob, House, Rare, plugged, refusal
+from tests.dropins.daemon_fixture import VIEWER, Blob, House, Rare, plugged, refusal
 from tests.faulty_store import FaultyStore
 from tests.kernel_fixture import Add
 from tests.processes.test_full_disk import disk as disk  # a fixture
@@ -236,7 +236,7 @@ from itertools import count
 from pathlib import Path
 from forged.kernel.messages import Record
 from plugins.event_log import Files, lines_of
-from tests.dropins.house import Blob
+from tests.dropins.daemon_fixture import Blob
 files = Files(Path(sys.argv[1]), bytes_max=20_000, files_max=1000, fsync=False)
 for start in count(1, 7):
     records = [Record.of(Blob("x" * (number % 300)), fact_id=number, at=1.5) for number in range(start, start + 10)]

@@ -22,8 +22,8 @@ from forged.errors import RequestRefused, Unavailable
 from forged.kernel.messages import Record
 from plugins import webhook
 from plugins.webhook import Verdict
+from tests.dropins.daemon_fixture import VIEWER, Blob, House, Rare, plugged, refusal
 from tests.dropins.hook import SECRET, Body, Hook, hooked, speaking
-from tests.dropins.house import VIEWER, Blob, House, Rare, plugged, refusal
 from tests.faulty_store import FaultyStore
 from tests.kernel_fixture import Add
 from tests.net.ends import Certificates

@@ -16,7 +16,7 @@ from forged.kernel.messages import Fact, Gap, Record, Request, Signal
 from forged.log import SILENT
 from forged.plugins.context import PluginContext
 from tests.kernel_fixture import Added, Echoed
-from tests.plugins.stage import Guess, Knock, Said
+from tests.plugins.plugin_fixture import Guess, Knock, Said
 
 
 class Nowhere:

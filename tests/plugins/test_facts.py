@@ -19,7 +19,7 @@ from forged.plugins.facts import (
     check_facts,
     check_job_and_generation,
 )
-from tests.plugins.stage import Said
+from tests.plugins.plugin_fixture import Said
 
 
 def code(error: pytest.ExceptionInfo[RequestRefused]) -> str:

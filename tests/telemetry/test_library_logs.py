@@ -10,7 +10,7 @@ import pytest
 from forged.telemetry.library_logs import LINES_PER_S_MAX, LibraryLogs, collected
 from forged.telemetry.report import ExceptionReport
 from tests.net.manual_daemon import ManualClock, until
-from tests.telemetry.heard import Heard
+from tests.telemetry.recording_log import RecordingLog
 
 library = logging.getLogger("a.library")
 
@@ -19,7 +19,7 @@ class Place:
     """A log, and what is told to it."""
 
     def __init__(self) -> None:
-        self.log, self.clock = Heard(), ManualClock()
+        self.log, self.clock = RecordingLog(), ManualClock()
         self.library_logs = LibraryLogs(self.log, ExceptionReport(self.log, self.clock).log, self.clock)
 
 

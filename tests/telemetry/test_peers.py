@@ -25,11 +25,11 @@ from tests.net.manual_daemon import (
     ManualNetwork,
     until,
 )
-from tests.telemetry.heard import Heard
+from tests.telemetry.recording_log import RecordingLog
 
 
 @asynccontextmanager
-async def a_daemon(log: Heard) -> AsyncIterator[ManualDaemon]:
+async def a_daemon(log: RecordingLog) -> AsyncIterator[ManualDaemon]:
     async def open_store() -> MemoryStore:
         return MemoryStore("h")
 
@@ -41,7 +41,7 @@ async def a_daemon(log: Heard) -> AsyncIterator[ManualDaemon]:
 
 @on_virtual_time
 async def test_a_connection_is_told_at_both_its_ends_with_who_it_was() -> None:
-    log = Heard()
+    log = RecordingLog()
     async with a_daemon(log) as here:
         client = await here.greeted()
         client.send(BYE, 0)
@@ -68,7 +68,7 @@ def bring_a_wrong_token(client: ManualClient) -> None:
 
 @pytest.mark.parametrize("misbehave", [speak_another_protocol, speak_a_later_version, bring_a_wrong_token])
 def test_who_is_sent_away_is_told_with_the_reason(misbehave: Callable[[ManualClient], None]) -> None:
-    log = Heard()
+    log = RecordingLog()
 
     @on_virtual_time
     async def meet() -> None:
@@ -88,7 +88,7 @@ def test_who_is_sent_away_is_told_with_the_reason(misbehave: Callable[[ManualCli
 
 @on_virtual_time
 async def test_who_breaks_the_protocol_after_the_hello_is_told_by_name() -> None:
-    log = Heard()
+    log = RecordingLog()
     async with a_daemon(log) as here:
         client = await here.greeted()
         client.send(HELLO, 1, 1, CLIENT, "again", None)
@@ -100,7 +100,7 @@ async def test_who_breaks_the_protocol_after_the_hello_is_told_by_name() -> None
 
 @on_virtual_time
 async def test_many_who_are_sent_away_do_not_fill_the_log_and_are_counted() -> None:
-    log = Heard()
+    log = RecordingLog()
     async with a_daemon(log) as here:
         for _ in range(100):
             client = here.client(REMOTE)

@@ -15,7 +15,7 @@ from forged.telemetry.report import EXCEPTIONS_MAX, TRACEBACK_CHARS_MAX, Excepti
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import Add, Added, Kernel, Tick, call, on_virtual_time, running
 from tests.net.manual_daemon import ManualClock
-from tests.telemetry.heard import Heard
+from tests.telemetry.recording_log import RecordingLog
 
 
 class Shouted(Fact, frozen=True):
@@ -32,7 +32,7 @@ class Stumble(Request[int], frozen=True):
     how: str
 
 
-def reporting(log: Heard, **limits: Any) -> Any:
+def reporting(log: RecordingLog, **limits: Any) -> Any:
     """Registers a reporter on a spine and keeps it there."""
 
     def register(kernel: Kernel) -> None:
@@ -56,12 +56,12 @@ def added(count: int) -> list[Record]:
     return [record_of(Added(1, number), number) for number in range(1, count + 1)]
 
 
-def fact_report(log: Heard, per_s_max: float = 10.0, clock: Clock | None = None) -> FactReport:
+def fact_report(log: RecordingLog, per_s_max: float = 10.0, clock: Clock | None = None) -> FactReport:
     return FactReport(log, clock or ManualClock(), per_s_max)
 
 
 def test_a_fact_is_told_with_its_place_in_history_and_its_fields() -> None:
-    log = Heard()
+    log = RecordingLog()
     fact_report(log).log([record_of(Added(5, 7), 4)])
     assert log.lines == [
         (
@@ -82,7 +82,7 @@ def test_a_fact_is_told_with_its_place_in_history_and_its_fields() -> None:
 
 
 def test_a_fact_has_the_level_of_its_class_and_one_that_is_unknown_is_info() -> None:
-    log = Heard()
+    log = RecordingLog()
     unknown = Record.read(record_of(Shouted(), 2).data.replace(b"Shouted", b"Whisper"))
     fact_report(log).log([record_of(HandlerFailed("h", 1, "why"), 1), record_of(Shouted(), 3), unknown])
     assert [(level, fields["type"]) for level, _, fields in log.lines] == [
@@ -93,7 +93,7 @@ def test_a_fact_has_the_level_of_its_class_and_one_that_is_unknown_is_info() -> 
 
 
 def test_below_the_level_of_the_log_nothing_is_told_or_counted() -> None:
-    log, clock = Heard(level="warning"), ManualClock()
+    log, clock = RecordingLog(level="warning"), ManualClock()
     report = fact_report(log, clock=clock)
     report.log(added(1000))
     clock.now += 100
@@ -102,7 +102,7 @@ def test_below_the_level_of_the_log_nothing_is_told_or_counted() -> None:
 
 
 def test_of_a_flood_only_so_much_is_told_and_the_rest_is_counted_in_one_line_at_its_end() -> None:
-    log, clock = Heard(), ManualClock()
+    log, clock = RecordingLog(), ManualClock()
     report = fact_report(log, 10.0, clock)
     report.log(added(1000))
     report.look(clock.now)
@@ -115,14 +115,14 @@ def test_of_a_flood_only_so_much_is_told_and_the_rest_is_counted_in_one_line_at_
 
 
 def test_a_flood_of_what_is_usual_does_not_hide_a_warning() -> None:
-    log = Heard()
+    log = RecordingLog()
     report = fact_report(log, 10.0)
     report.log([*added(1000), record_of(HandlerFailed("h", 1, "why"), 2000)])
     assert [fields["type"] for level, _, fields in log.lines if level == "warning"] == ["HandlerFailed"]
 
 
 def test_the_limit_can_be_changed_and_none_at_all_is_told_at_zero() -> None:
-    log, clock = Heard(), ManualClock()
+    log, clock = RecordingLog(), ManualClock()
     report = fact_report(log, 0.0, clock)
     report.log(added(1000))
     report.look(clock.now + 100)
@@ -135,7 +135,7 @@ def test_the_limit_can_be_changed_and_none_at_all_is_told_at_zero() -> None:
 
 @on_virtual_time
 async def test_facts_of_the_bus_are_told_once_they_are_durable() -> None:
-    log, store = Heard(), FaultyStore()
+    log, store = RecordingLog(), FaultyStore()
     async with running(store, reporting(log)) as kernel:
         store.block()
         pending = kernel.submit(4)
@@ -148,7 +148,7 @@ async def test_facts_of_the_bus_are_told_once_they_are_durable() -> None:
 
 @on_virtual_time
 async def test_a_reporter_can_be_told_a_new_limit() -> None:
-    log = Heard()
+    log = RecordingLog()
     async with running(register=reporting(log, facts_per_s_max=0)) as kernel:
         await kernel.add()
         assert log.of("fact") == []
@@ -159,7 +159,7 @@ async def test_a_reporter_can_be_told_a_new_limit() -> None:
 
 @on_virtual_time
 async def test_a_store_that_stops_taking_writes_is_told_once_and_so_is_its_recovery() -> None:
-    log, store = Heard(), FaultyStore()
+    log, store = RecordingLog(), FaultyStore()
     async with running(store, reporting(log)) as kernel, anyio.create_task_group() as tasks:
         tasks.start_soon(kernel.reporter.run)  # type: ignore[attr-defined]
         store.commit_error = full()
@@ -176,7 +176,7 @@ async def test_a_store_that_stops_taking_writes_is_told_once_and_so_is_its_recov
 
 @on_virtual_time
 async def test_a_failure_that_is_over_before_anybody_looks_is_told_too() -> None:
-    log = Heard()
+    log = RecordingLog()
     async with running(register=reporting(log)) as kernel:
         kernel.bus.submit(Stumble("once"), call())
         await kernel.ledger.writable()
@@ -186,7 +186,7 @@ async def test_a_failure_that_is_over_before_anybody_looks_is_told_too() -> None
 
 @on_virtual_time
 async def test_what_a_handler_of_requests_raised_is_told_with_its_traceback() -> None:
-    log = Heard()
+    log = RecordingLog()
     async with running(register=reporting(log)) as kernel:
         assert kernel.bus.submit(Stumble("over a stone"), call()).error is not None
         [mistake] = log.of("unexpected exception")
@@ -198,7 +198,7 @@ async def test_what_a_handler_of_requests_raised_is_told_with_its_traceback() ->
 
 @on_virtual_time
 async def test_what_a_wrapper_raised_is_told_as_the_wrappers() -> None:
-    log = Heard()
+    log = RecordingLog()
 
     async def wrap(request: Add, _: Call, proceed: Any) -> int:
         raise KeyError(request.amount)
@@ -215,7 +215,7 @@ async def test_what_a_wrapper_raised_is_told_as_the_wrappers() -> None:
 
 @on_virtual_time
 async def test_what_a_handler_of_facts_raised_is_told_and_a_refusal_is_not() -> None:
-    log = Heard()
+    log = RecordingLog()
 
     async def break_down(record: Record) -> None:
         raise ZeroDivisionError(record.id)
@@ -240,7 +240,7 @@ async def test_what_a_handler_of_facts_raised_is_told_and_a_refusal_is_not() -> 
 
 @on_virtual_time
 async def test_a_refusal_of_a_request_is_no_mistake() -> None:
-    log = Heard()
+    log = RecordingLog()
     async with running(register=reporting(log)) as kernel:
         assert kernel.bus.submit(Stumble("refuse"), call()).error is not None
     assert log.of("unexpected exception") == []
@@ -263,7 +263,7 @@ def raised(error: BaseException) -> BaseException:
 
 
 def test_the_same_mistake_is_told_three_times_a_minute_and_counted_otherwise() -> None:
-    log, clock = Heard(), ManualClock()
+    log, clock = RecordingLog(), ManualClock()
     report = ExceptionReport(log, clock)
     for _ in range(100):
         report.log("h", raised(ValueError("x")))
@@ -278,7 +278,7 @@ def test_the_same_mistake_is_told_three_times_a_minute_and_counted_otherwise() -
 
 
 def test_another_mistake_is_told_while_one_repeats_itself() -> None:
-    log = Heard()
+    log = RecordingLog()
     report = ExceptionReport(log, ManualClock())
     for error in [ValueError("x")] * 10 + [KeyError("y")]:
         report.log("h", raised(error))
@@ -286,7 +286,7 @@ def test_another_mistake_is_told_while_one_repeats_itself() -> None:
 
 
 def test_mistakes_of_endless_kinds_take_bounded_memory() -> None:
-    log = Heard()
+    log = RecordingLog()
     report = ExceptionReport(log, ManualClock())
     for number in range(EXCEPTIONS_MAX * 3):
         report.log(f"owner {number}", ValueError("x"))
@@ -309,7 +309,7 @@ def deep(levels: int = 900) -> None:
 
 
 def test_a_hostile_exception_is_told_and_hurts_nobody() -> None:
-    log = Heard()
+    log = RecordingLog()
     report = ExceptionReport(log, ManualClock())
     report.log("h", raised(Hostile()))
     try:

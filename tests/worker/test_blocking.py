@@ -35,7 +35,7 @@ from forged.worker.process.sigterm import is_heeded
 from forged.worker.process.worker_process import OwnProcess
 from forged.worker.rescale.rescaler import Rescaler
 from tests.client.threaded_daemon import ThreadedDaemon
-from tests.telemetry.heard import Heard
+from tests.telemetry.recording_log import RecordingLog
 from tests.worker.process.test_forks import in_a_child, is_nothing
 from tests.worker.trainers import JOB, PATIENCE_S, advance, chain_after, config
 
@@ -634,7 +634,7 @@ class TestSignals:
 
 class TestThePulse:
     def test_one_that_ended_alone_is_replaced_at_the_next_step_and_it_is_told(self, endpoint: str) -> None:
-        log = Heard()
+        log = RecordingLog()
         with at(endpoint, log=log) as worker:
             steps = worker.steps()
             next(steps)
@@ -667,7 +667,7 @@ class TestLeaving:
         assert [fact.reason for fact in past(client, WorkerLeft)] == ["it is enough"]
 
     def test_collective_of_a_leaving_worker_is_refused(self, scripts: Scripts) -> None:
-        log = Heard()
+        log = RecordingLog()
         has_gone = threading.Event()
 
         def goes(worker: Training) -> None:
@@ -694,7 +694,7 @@ class TestLeaving:
         assert "worker_leaving" in failure["reason"] or "is leaving" in failure["reason"]
 
     def test_a_subscriber_in_the_workers_thread_cannot_wait_for_it_and_is_told_what_to_do(self, endpoint: str) -> None:
-        log = Heard()
+        log = RecordingLog()
         with at(endpoint, log=log) as worker:
             worker.rescaling_requested.subscribe(lambda event: worker.barrier())
             next(worker.steps())

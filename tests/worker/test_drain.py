@@ -25,7 +25,7 @@ from forged.worker.worker_state.session_state import SessionState
 from tests.client.daemon_runner import DaemonRunner
 from tests.client.proxy import Proxy
 from tests.kernel_fixture import on_virtual_time, task_group
-from tests.telemetry.heard import Heard
+from tests.telemetry.recording_log import RecordingLog
 from tests.worker.meshes import until
 from tests.worker.trainers import JOB, Trainer, TrainerGroup, group_at, past
 
@@ -52,7 +52,7 @@ class Scene:
         self.takers = 0
         """At so many looks another worker has taken something."""
         self.wakes: list[float] = []
-        self.log = Heard()
+        self.log = RecordingLog()
         self.beats: list[bool] = []
         """Whether each heartbeat said that the worker is leaving."""
         self.serves = 0

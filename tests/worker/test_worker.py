@@ -56,7 +56,7 @@ from forged.worker.state_transfer.exchange import StateExchange
 from forged.worker.worker import ElasticWorker
 from forged.worker.worker_state.current_world import CurrentWorld
 from tests.client.daemon_runner import SOON, DaemonRunner
-from tests.telemetry.heard import Heard
+from tests.telemetry.recording_log import RecordingLog
 from tests.worker.meshes import until
 from tests.worker.trainers import (
     JOB,
@@ -810,7 +810,7 @@ class TestTraining:
 class TestWaiting:
     async def test_it_says_what_it_waits_for(self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(registrations, "LOGGED_AFTER_S", 0.01)
-        log = Heard()
+        log = RecordingLog()
         async with group_at(runner.endpoint, min_workers=2) as group:
             group.start("a", log=log)
             async with asyncio.timeout(PATIENCE_S):

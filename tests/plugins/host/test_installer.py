@@ -26,7 +26,7 @@ from forged.plugins.model import (
 )
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import Add, Added, Kernel, ReadTotal, Tick, call, ids, on_virtual_time, running
-from tests.plugins.stage import FAILURES_MAX, Contexts, Guess, Knock, ReportException, Said, Vote, on, staged
+from tests.plugins.plugin_fixture import FAILURES_MAX, Contexts, Guess, Knock, ReportException, Said, Vote, on, staged
 
 DOWN = Unavailable("receiver_down", "nobody is there", "")
 

@@ -17,7 +17,7 @@ from forged.plugins.host.loader import GROUP, MODULE_PREFIX, SOURCE_BYTES_MAX, f
 from forged.plugins.host.plugin_host import PluginSource
 from forged.plugins.model import PluginRefused, PluginState
 from tests.kernel_fixture import on_virtual_time
-from tests.plugins.stage import staged
+from tests.plugins.plugin_fixture import staged
 
 UID = os.getuid()
 STRANGER = 54321

@@ -32,7 +32,7 @@ from forged.plugins.model import (
 )
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import Add, Added, Kernel, ReadTotal, call, on_virtual_time, running
-from tests.plugins.stage import (
+from tests.plugins.plugin_fixture import (
     FAILURES_MAX,
     Contexts,
     Guess,

@@ -10,7 +10,7 @@ from forged.errors import Unavailable
 from forged.worker.daemon.registration import Registration, log_pauses, persevere
 from forged.worker.daemon.wait_reporter import WaitReporter
 from tests.kernel_fixture import on_virtual_time, task_group
-from tests.telemetry.heard import Heard
+from tests.telemetry.recording_log import RecordingLog
 
 
 class Daemon:
@@ -22,7 +22,7 @@ class Daemon:
 
 @on_virtual_time
 async def test_what_lasts_is_told_with_its_reason_and_again_after_pauses_that_grow() -> None:
-    log = Heard()
+    log = RecordingLog()
     async with task_group() as tasks:
         waiting = WaitReporter(cast("Registration", Daemon()), tasks, log)
         for _ in range(9):
@@ -36,7 +36,7 @@ async def test_what_lasts_is_told_with_its_reason_and_again_after_pauses_that_gr
 
 @on_virtual_time
 async def test_what_passes_in_a_moment_is_not_told() -> None:
-    log = Heard()
+    log = RecordingLog()
     async with task_group() as tasks:
         waiting = WaitReporter(cast("Registration", Daemon()), tasks, log)
         for _ in range(9):
@@ -50,7 +50,7 @@ async def test_what_passes_in_a_moment_is_not_told() -> None:
 
 @on_virtual_time
 async def test_what_is_tried_again_and_again_is_told_when_it_lasts() -> None:
-    log, began_at = Heard(), anyio.current_time()
+    log, began_at = RecordingLog(), anyio.current_time()
 
     async def fail() -> float:
         if anyio.current_time() < began_at + 60.0:

@@ -26,7 +26,7 @@ from forged.worker.process.counters import Counters
 from forged.worker.process.pulse import FLAGS, Pulse, PulseKeeper
 from tests.client.threaded_daemon import ThreadedDaemon
 from tests.net.manual_daemon import ManualClock
-from tests.telemetry.heard import Heard
+from tests.telemetry.recording_log import RecordingLog
 from tests.worker.process.test_forks import in_a_child
 from tests.worker.witness import INCARNATION, INTERVAL_S, PATIENCE_S, Witness, is_over, state, victim
 
@@ -413,7 +413,7 @@ class TestReplacing:
             starts += 1
             return self.Ended()
 
-        log = Heard()
+        log = RecordingLog()
         heart = PulseKeeper(start, clock, lambda: 0.0, log)
         heart.look()
         assert starts == 2
@@ -427,7 +427,7 @@ class TestReplacing:
         assert log.levels("the pulse has ended, and another was started") == {"warning"}
 
     def test_one_that_cannot_be_started_is_tried_again(self) -> None:
-        clock, log = ManualClock(), Heard()
+        clock, log = ManualClock(), RecordingLog()
         outcomes: list[Any] = [self.Ended(), Unavailable("pulse_not_started", "no"), self.Ended()]
 
         def start() -> Any:
@@ -444,7 +444,7 @@ class TestReplacing:
         assert outcomes == []
 
     def test_one_that_lives_is_left_alone(self, witness: Witness, counters: Counters) -> None:
-        heart = PulseKeeper(lambda: started(witness.endpoint, counters), SystemClock(), lambda: 0.0, Heard())
+        heart = PulseKeeper(lambda: started(witness.endpoint, counters), SystemClock(), lambda: 0.0, RecordingLog())
         pid = heart.pulse.pid
         heart.look()
         assert heart.pulse.pid == pid

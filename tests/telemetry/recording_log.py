@@ -1,4 +1,4 @@
-"""A log that keeps what it is told."""
+"""A log that records its events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from forged.log import LEVELS, Log
 
 
 @dataclass
-class Heard:
+class RecordingLog:
     """The port `forged.log.Log`; those that are bound to fields share one list."""
 
     lines: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Heard:
         self._keep("error", event, fields)
 
     def bind(self, **fields: Any) -> Log:
-        return Heard(self.lines, self.level, self.bound | fields)
+        return RecordingLog(self.lines, self.level, self.bound | fields)
 
     def of(self, event: str) -> list[dict[str, Any]]:
         """The fields of all lines with this event."""

@@ -43,7 +43,7 @@ class Rare(Fact, frozen=True):
 
 
 @dataclass
-class Heard:
+class RecordingLog:
     """A log that is kept."""
 
     events: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
@@ -64,8 +64,8 @@ class Heard:
     def error(self, event: str, **fields: Any) -> None:
         self.events.append(("error", event, self.bound | fields))
 
-    def bind(self, **fields: Any) -> Heard:
-        return Heard(self.events, self.bound | fields)
+    def bind(self, **fields: Any) -> RecordingLog:
+        return RecordingLog(self.events, self.bound | fields)
 
     def said(self, level: str) -> list[str]:
         return [event for at, event, _ in self.events if at == level]
@@ -78,7 +78,7 @@ class House:
         self.kernel = kernel
         self.name = name
         self.clock = ManualClock()
-        self.log = Heard()
+        self.log = RecordingLog()
         self.naps: list[float] = []
         self.on_nap: Callable[[], object] = lambda: None
         """Called at the end of each pause."""

@@ -1,4 +1,4 @@
-"""A spine with plugins: what a daemon is to them, without its doors and on virtual time."""
+"""A kernel with plugins on virtual time, without listeners."""
 
 from __future__ import annotations
 
