@@ -299,7 +299,7 @@ class TestJobs:
         assert rescale.splitlines()[:5] == [
             "rescale in progress:",
             "attempt      4",
-            "stage        pausing",
+            "stage        stopping",
             "for          1.5 s",
             "waiting_for  w1, w2",
         ]
@@ -403,8 +403,8 @@ class TestWatch:
             code, out, err = daemon.run("jobs watch run", capsys)
         assert (code, err) == (0, "")
         assert out.splitlines() == [
-            "attempt 4: pausing, waiting for w1, w2 (w3 failed: dead)",
-            "attempt 4: pausing, waiting for w2 (w3 failed: dead)",
+            "attempt 4: stopping, waiting for w1, w2 (w3 failed: dead)",
+            "attempt 4: stopping, waiting for w2 (w3 failed: dead)",
             "attempt 4: synchronising (w3 failed: dead)",
             "rescaling: between two attempts",
             "running: generation 4, 1 worker, step 120 (w3 failed: dead)",
@@ -428,7 +428,7 @@ class TestWatch:
         ]
         with scripted_daemon(tmp_path, Script(ShowCluster=life)) as daemon:
             assert daemon.run("jobs watch run", capsys)[1].splitlines() == [
-                "attempt 4: pausing, waiting for w1, w2 (w3 failed: dead)",
+                "attempt 4: stopping, waiting for w1, w2 (w3 failed: dead)",
                 "rescaling: between two attempts; attempt 5 starts when w1 is back",
                 "running: generation 4, 1 worker, step 120; paused: night",
             ]
@@ -437,7 +437,7 @@ class TestWatch:
         many = RESCALING | {"rescale": PAUSING | {"waiting_for": [f"w{number}" for number in range(1000)]}}
         with scripted_daemon(tmp_path, Script(ShowCluster=[many, RUNNING])) as daemon:
             first = daemon.run("jobs watch run", capsys)[1].splitlines()[0]
-        assert first.startswith("attempt 4: pausing, waiting for w0, w1, w2, w3, w4, w5, w6, w7 and 992 more (")
+        assert first.startswith("attempt 4: stopping, waiting for w0, w1, w2, w3, w4, w5, w6, w7 and 992 more (")
 
 
 class TestPlan:
@@ -604,7 +604,7 @@ class TestFactsInWords:
             (
                 "WorkerLost",
                 {"worker_id": "w0", "reason": "connection lost", "grace_s": 15.0},
-                "w0 is lost: its connection is gone; it has 15 s to reconnect",
+                "w0 is lost: connection lost; it has 15 s to reconnect",
             ),
             (
                 "WorkerLost",
@@ -767,13 +767,13 @@ class TestARealDaemon:
     def test_a_job_is_removed_when_it_is_aborted_or_by_force(self, ctl: Ctl) -> None:
         code, _, err = ctl("jobs rm run")
         assert code == 3
-        assert "job run has 2 workers (abort it first (`forgectl jobs abort run`), or --force)" in err
+        assert "job run has 2 workers (abort it first (`forgectl jobs abort run`), or use --force)" in err
         assert ctl("jobs rm run --force")[0] == 0
         assert [job["name"] for job in json.loads(ctl("jobs ls --json")[1])["jobs"]] == ["idle"]
 
     def test_drain_below_min_workers_prints_a_note(self, ctl: Ctl) -> None:
-        assert "will stand still: 1 worker will be left, and min_workers is 2" in ctl("workers drain w0")[1]
-        assert "will stand still: no worker will be left, and min_workers is 2" in ctl("workers drain w1")[1]
+        assert "training will stop: 1 worker left, min_workers is 2" in ctl("workers drain w0")[1]
+        assert "training will stop: no worker left, min_workers is 2" in ctl("workers drain w1")[1]
 
     def test_invalid_settings_are_refused_with_all_errors(self, ctl: Ctl) -> None:
         for line in ("jobs create new", "jobs change run"):
