@@ -1,4 +1,4 @@
-"""Settings read from a file of a user who is not root."""
+"""Settings files of an unprivileged user."""
 
 from __future__ import annotations
 

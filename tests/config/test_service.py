@@ -31,7 +31,7 @@ AT_START = Config(data_dir="/d", socket="/s", plugins={"webhook": {"url": "u", "
 
 
 class House:
-    """Somebody who reads settings and lets them hold."""
+    """A settings port that records what is applied."""
 
     def __init__(self) -> None:
         self.wanted = AT_START

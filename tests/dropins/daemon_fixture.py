@@ -1,4 +1,4 @@
-"""A plugin in a daemon without doors, whose pauses pass in no time."""
+"""A plugin in a daemon without listeners, with a virtual clock for its pauses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Somebody to whom facts are posted."""
+"""A receiver of posted facts."""
 
 from __future__ import annotations
 

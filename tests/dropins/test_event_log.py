@@ -338,7 +338,7 @@ async def test_a_new_file_is_begun_when_somebody_says_so(plug: Plug, path: Path)
     assert [len(one.read_text().splitlines()) for one in all_files(path)] == [1, 1]
 
 
-# What others do to the file.
+# Changes to the file by other processes.
 
 
 def test_a_file_that_was_moved_away_is_begun_anew(path: Path) -> None:

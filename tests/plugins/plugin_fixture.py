@@ -100,7 +100,7 @@ class Stage:
 
 @dataclass
 class ReportException:
-    """What was told to be a mistake in somebody's code."""
+    """The unexpected exceptions that were reported."""
 
     told: list[tuple[str, BaseException]] = field(default_factory=list)
 
@@ -148,7 +148,7 @@ async def staged(
     facts_max: int = 50_000,
     **more: Any,
 ) -> AsyncIterator[Stage]:
-    """A running spine whose plugins, by the names of "one", "two" and "three", register so."""
+    """A running kernel with plugins "one", "two" and "three" that register with these functions."""
     names = iter(("one", "two", "three"))
     sources = [one if isinstance(one, PluginSource) else source(one, next(names)) for one in plugins]
     hosts: list[PluginHost] = []

@@ -393,7 +393,7 @@ async def test_other_tasks_run_between_the_steps_without_an_alarm(guard: AlarmGu
 
 
 class Answer:
-    """An awaitable whose iterator can do nothing but be iterated."""
+    """An awaitable with a plain iterator, without `send` and `throw`."""
 
     def __await__(self) -> Any:
         return iter([None, None])

@@ -64,5 +64,5 @@ class Manager:
 
 
 def at(directory: Path) -> Manager:
-    """A manager whose socket is in a directory."""
+    """A service manager with its socket in this directory."""
     return Manager(str(directory / "notify"))

@@ -271,7 +271,7 @@ async def test_what_was_not_inherited_is_opened(tmp_path: Path, ends: Ends) -> N
 
 @contextmanager
 def activated_program(directory: Path, *options: str, listen: Sequence[str]) -> Iterator[None]:
-    """The small program above, started by the real `systemd-socket-activate` when somebody connects."""
+    """The small program above, started by the real `systemd-socket-activate` at the first connection."""
     assert ACTIVATE is not None
     program = directory / "program.py"
     program.write_text(PROGRAM)

@@ -109,5 +109,5 @@ def test_the_real_systemd_socket_activate_starts_it_for_whoever_connects(manager
         process.terminate()
         process.communicate(timeout=ENDS_WITHIN_S)
         assert process.returncode == 0
-    # The file is systemd's: whoever connects from now on wakes the next daemon.
+    # systemd keeps the socket file: the next connection starts another daemon.
     assert control.is_socket()

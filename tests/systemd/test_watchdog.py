@@ -46,7 +46,7 @@ async def fed(
     store: FaultyStore | None = None,
     register: Callable[[Kernel], object] = lambda kernel: None,
 ) -> AsyncIterator[Kernel]:
-    """A spine whose watchdog is being fed."""
+    """A kernel with a running watchdog feed."""
 
     def serve(kernel: Kernel) -> None:
         kernel.bus.serve(PingDaemon, lambda *_: Nothing(), owner="status")

@@ -1,4 +1,4 @@
-"""One text for all who scrape."""
+"""Concurrent scrapes share one text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who came, who was sent away and why, as the daemon's log tells it."""
+"""Connections and refusals in the daemon's log."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.telemetry.recording_log import RecordingLog
 
 
 class Shouted(Fact, frozen=True):
-    """A fact whose level nobody knows."""
+    """A fact with an unknown level."""
 
     level: ClassVar[str] = "deafening"
 

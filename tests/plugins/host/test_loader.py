@@ -27,7 +27,7 @@ as_root = pytest.mark.skipif(UID != 0, reason="only root can give files to other
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
-    """A directory for plugins whose parents are all as they should be, as pytest's own are."""
+    """A plugin directory; pytest's temporary directories have acceptable owners and modes."""
     path = tmp_path / "plugins"
     path.mkdir(mode=0o755)
     before = set(sys.modules)
