@@ -65,7 +65,7 @@ class TestCalls:
             assert client.status().socket == threaded_daemon.socket
             reader = client.create_token("reader", Role.VIEWER)
         monkeypatch.setenv("FORGED_TOKEN", reader)
-        with BlockingClient() as client, pytest.raises(RequestRefused, match="reader is viewer"):
+        with BlockingClient() as client, pytest.raises(RequestRefused, match="reader has role viewer"):
             client.create_job("a")
 
     def test_methods_return_what_the_async_ones_return(self, threaded_daemon: ThreadedDaemon) -> None:

@@ -260,7 +260,7 @@ class TestOpening:
             viewer = await operator.create_token("reader", Role.VIEWER)
         monkeypatch.setenv("FORGED_TOKEN", viewer)
         async with ForgedClient(runner.endpoint) as client:
-            with pytest.raises(RequestRefused, match="reader is viewer"):
+            with pytest.raises(RequestRefused, match="reader has role viewer"):
                 await client.create_job("a")
         async with ForgedClient(runner.endpoint, token="") as anonymous:
             assert (await anonymous.create_job("a")).name == "a"
@@ -286,7 +286,7 @@ class TestOpening:
         await runner.close()
 
     async def test_a_token_that_is_refused_ends_it_at_once(self, runner: DaemonRunner) -> None:
-        with pytest.raises(RequestRefused, match="token is not known") as refused:
+        with pytest.raises(RequestRefused, match="token is unknown") as refused:
             async with client_of(runner, token="forged_0_0", connect_timeout_s=60):
                 pass
         assert refused.value.code == "token_unknown"

@@ -189,7 +189,7 @@ class TestArguments:
         (secure,) = threaded_daemon.runner.daemon.listening
         code, _, err = ctl("ping", f"--endpoint {secure.replace('tls://', 'tcp://')}")
         assert code == 4
-        assert f"write {secure}" in err
+        assert f"use {secure}" in err
 
     def test_the_socket_is_the_one_that_the_environment_names(
         self, ctl: Ctl, threaded_daemon: ThreadedDaemon, monkeypatch: pytest.MonkeyPatch
@@ -201,7 +201,7 @@ class TestArguments:
         monkeypatch.setenv("FORGED_TOKEN", "forged_nonsense")
         code, _, err = ctl("ping")
         assert code == 3
-        assert "token is not known" in err
+        assert "token is unknown" in err
 
     def test_a_tcp_endpoint_will_do(self, ctl: Ctl, threaded_daemon: ThreadedDaemon) -> None:
         threaded_daemon.call(threaded_daemon.runner.reopen, listen=("tcp://127.0.0.1:0",))
