@@ -14,7 +14,7 @@ SEEDS ?= 0:200
 KILLS ?= 2000
 DATA_KILLS ?= 200
 CHECKPOINT_KILLS ?= 5000
-SMOKE ?= tests/test_init.py tests/test_daemon.py tests/test_errors.py tests/config tests/systemd tests/kernel tests/net tests/client
+SMOKE ?= tests/test_init.py tests/test_daemon.py tests/test_errors.py tests/config tests/telemetry tests/kernel/bus tests/net/protocol tests/client
 SLOW_PYTEST := $(BIN)/pytest -o faulthandler_timeout=0
 
 .PHONY: demo test check smoke bench bench-torch soak wheel clean
