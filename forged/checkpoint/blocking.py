@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 
 import anyio
 
-from forged.blocking import BlockingFacade, blocking
+from forged.blocking.facade import BlockingFacade, blocking
 from forged.checkpoint.checkpoint import DistributedCheckpoint, require_same_save
 from forged.checkpoint.coordinators import RankGroup, as_coordinator, run_in_thread
 from forged.checkpoint.errors import ExceptionType

@@ -18,13 +18,13 @@ from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 import anyio
 
-from forged.blocking import BlockingFacade, blocking
+from forged.blocking.facade import BlockingFacade, blocking
+from forged.blocking.loop_thread import LoopThread
 from forged.client.client import CLOSED, EARLIEST, ForgedClient
 from forged.client.stream import FactStream
 from forged.clock import Clock
 from forged.errors import RequestRefused, Unavailable
 from forged.kernel.messages import Fact, Fence, Gap, Record, Request, Signal
-from forged.loop_thread import LoopThread
 from forged.net.transport.connection import ConnectionLimits
 from forged.net.transport.port import Network
 from forged.retry import RetryPolicy

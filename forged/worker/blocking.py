@@ -18,7 +18,8 @@ from copy import copy
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from forged.blocking import BlockingFacade, blocking
+from forged.blocking.facade import BlockingFacade, blocking
+from forged.blocking.loop_thread import LoopThread
 from forged.data.dataset import Indices
 from forged.data.sampling.sampler import ElasticSampler
 from forged.data.training import TrainingData
@@ -27,7 +28,6 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescalingEvent, WorkerId
 from forged.errors import RequestRefused
 from forged.log import Log
-from forged.loop_thread import LoopThread
 from forged.worker.arguments import count
 from forged.worker.drain import Leaving
 from forged.worker.errors import StepAborted

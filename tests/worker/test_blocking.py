@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from forged.blocking.loop_thread import LoopThread
 from forged.client import BlockingClient
 from forged.data.dataset import Dataset
 from forged.data.store.memory import MemoryShardStore
@@ -26,7 +27,6 @@ from forged.elastic.messages import JobCompleted, WorkerFailed, WorkerJoined, Wo
 from forged.elastic.model import GlobalTrainingState, RescalingEvent, WorkerId, WorkerStatus
 from forged.errors import ConfigError, RequestRefused
 from forged.kernel.messages import Fact, Record
-from forged.loop_thread import LoopThread
 from forged.net.protocol.messages import INTEGER_MAX
 from forged.worker.blocking import Training, join
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted

@@ -31,7 +31,7 @@ from forged.cli.ckpt.statistics import Statistics, has_statistics, plain_element
 from forged.cli.ckpt.target import open_checkpoint
 from forged.cli.ckpt.values import displayable, plain_values
 from forged.cli.forgectl import tables
-from forged.cli.forgectl.backup import write_whole
+from forged.cli.forgectl.commands.backup import write_whole
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options
 from forged.cli.process import EXIT_OK

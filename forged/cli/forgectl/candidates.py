@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from forged.cli.ckpt import candidates as offers
-from forged.cli.forgectl import answers, plugins, workers
+from forged.cli.forgectl import answers
+from forged.cli.forgectl.commands import plugins, workers
 from forged.cli.forgectl.connection import Connection
 from forged.cli.forgectl.parser import Options, Parser
 from forged.cli.process import EXIT_OK

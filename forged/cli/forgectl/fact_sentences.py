@@ -9,8 +9,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from forged.cli.forgectl import data, tables
+from forged.cli.forgectl import tables
 from forged.cli.forgectl.answers import RANK_NONE, Row, known
+from forged.cli.forgectl.commands import data
 
 _CLAUSES: Mapping[str, tuple[str, ...]] = {
     "WorkerJoined": ("{worker} joined and waits for a rank",),

@@ -174,7 +174,7 @@ def _ping(options: Options) -> int:
 
 
 def _status(options: Options) -> int:
-    from forged.cli.forgectl.plugins import inactive
+    from forged.cli.forgectl.commands.plugins import inactive
 
     with Connection(options) as wire:
         status = answers.one(wire, "ReadStatus")
@@ -211,7 +211,7 @@ def _note(options: Options) -> int:
 
 
 def _backup(options: Options) -> int:
-    from forged.cli.forgectl.backup import write_whole
+    from forged.cli.forgectl.commands.backup import write_whole
 
     with Connection(options) as wire:
         ticket, size_bytes = answers.backup(wire)

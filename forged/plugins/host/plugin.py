@@ -18,7 +18,7 @@ from forged.kernel.bus.mailbox import Mailbox
 from forged.plugins.context import Command
 from forged.plugins.host.call_limits import CallLimit
 from forged.plugins.model import CommandView, PluginState, PluginView
-from forged.token_bucket import TokenBucket
+from forged.rate_limit import TokenBucket
 
 RECENT_S = 60.0
 

@@ -50,7 +50,7 @@ from forged.plugins.model import (
     PluginView,
     RunPluginCommand,
 )
-from forged.token_bucket import TokenBucket
+from forged.rate_limit import TokenBucket
 
 R = TypeVar("R")
 

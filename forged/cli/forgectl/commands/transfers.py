@@ -14,9 +14,9 @@ from typing import Any
 
 from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.answers import Row, count_in
+from forged.cli.forgectl.commands.data import of_job, restart_hint
+from forged.cli.forgectl.commands.events import over_restarts
 from forged.cli.forgectl.connection import Connection
-from forged.cli.forgectl.data import of_job, restart_hint
-from forged.cli.forgectl.events import over_restarts
 from forged.cli.forgectl.output import answer, print_json
 from forged.cli.forgectl.parser import Options, Parser
 from forged.cli.process import EXIT_OK, stop_without_reader

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forged.cli.forgectl.backup import write_whole
+from forged.cli.forgectl.commands.backup import write_whole
 from forged.errors import ForgedError, Unavailable
 
 

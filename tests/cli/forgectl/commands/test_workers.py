@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from forged.cli.forgectl import candidates, fact_sentences, jobs, main, tables
+from forged.cli.forgectl import candidates, fact_sentences, main, tables
+from forged.cli.forgectl.commands import jobs
 from forged.client import BlockingClient
 from forged.data import messages as about_data
 from forged.elastic import messages

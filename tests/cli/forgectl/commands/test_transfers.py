@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from forged.cli.forgectl import candidates, events, main, transfers
+from forged.cli.forgectl import candidates, main
+from forged.cli.forgectl.commands import events, transfers
 from tests.cli.scripted_daemon import Refusal, ScriptedDaemon, scripted_daemon
 
 Caught = pytest.CaptureFixture[str]

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from forged.cli.forgectl import answers, tables, transfers
+from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.answers import UNTOLD, Row, known
+from forged.cli.forgectl.commands import transfers
 from forged.cli.forgectl.connection import Connection
 from forged.cli.forgectl.output import answer, print_json
 from forged.cli.forgectl.parser import Options, Parser, add_reason, positional, verb, verbs_of

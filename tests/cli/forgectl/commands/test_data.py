@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from forged.cli.forgectl import candidates, data, fact_sentences, main
+from forged.cli.forgectl import candidates, fact_sentences, main
+from forged.cli.forgectl.commands import data
 from tests.cli.scripted_daemon import UNKNOWN, Refusal, ScriptedDaemon, scripted_daemon
 from tests.client.simulated_workers import train_with_data
 from tests.client.threaded_daemon import ThreadedDaemon

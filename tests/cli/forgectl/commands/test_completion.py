@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from forged.cli.forgectl import main
-from forged.cli.forgectl.completion import SCRIPTS
+from forged.cli.forgectl.commands.completion import SCRIPTS
 from tests.cli.scripted_daemon import scripted_daemon
 
 BIN = Path(sys.executable).parent

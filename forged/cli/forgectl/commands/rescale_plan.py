@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
-from forged.cli.forgectl import answers, data, tables
+from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.answers import RANK_NONE, Row, known, rank
+from forged.cli.forgectl.commands import data
 from forged.cli.forgectl.connection import Connection
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options, Parser

@@ -18,8 +18,8 @@ from typing import Any
 import anyio
 import pytest
 
+from forged.blocking.loop_thread import LoopThread
 from forged.errors import RequestRefused, Unavailable
-from forged.loop_thread import LoopThread
 from tests.worker.process.test_forks import in_a_child
 
 PATIENCE_S = 20.0

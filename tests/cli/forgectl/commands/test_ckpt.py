@@ -16,7 +16,8 @@ import pytest
 
 import forged.checkpoint
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel
-from forged.cli.forgectl import ckpt, main
+from forged.cli.forgectl import main
+from forged.cli.forgectl.commands import ckpt
 from tests.checkpoint.s3_server import S3Server
 
 Caught = pytest.CaptureFixture[str]

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import pytest
 
-from forged.blocking import BlockingFacade, blocking
+from forged.blocking.facade import BlockingFacade, blocking
 
 R = TypeVar("R")
 
