@@ -372,10 +372,15 @@ class ElasticWorker:
             await self._session.leave(reason, done=done, failed=failed)
 
     def drain(self, reason: str) -> None:
-        """Drain this worker: it leaves after a step, when it is not needed any more."""
+        """Drain this worker: it leaves after a step, when it is not needed any more.
+
+        While the worker connects, the drain begins once it is registered.
+        """
         self.process.check()
         if self._session is not None:
             self._session.drain_because(reason)
+        else:
+            self._state.view.draining = self._state.view.draining or reason
 
     def told_to_end(self) -> bool:
         """Drain because of SIGTERM; returns whether there is a worker to drain. Callable from any thread and signal

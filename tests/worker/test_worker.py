@@ -1078,6 +1078,24 @@ class TestLeaving:
             assert group["b"].places[0].step >= 5
             await group.finish("b")
 
+    async def test_worker_drained_while_it_connects_leaves_once_it_is_registered(
+        self, runner: DaemonRunner, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        worker = shared_worker("me", config(), job=JOB)
+        open_mesh = Mesh.open
+
+        @asynccontextmanager
+        async def drain_first(mesh: Mesh, *address: Any) -> AsyncIterator[Address]:
+            worker.drain("its host is needed")
+            async with open_mesh(mesh, *address) as opened:
+                yield opened
+
+        monkeypatch.setattr(Mesh, "open", drain_first)
+        async with worker.session(runner.endpoint):
+            async for step in worker.steps(100):
+                assert step < 99, "it has not drained"
+        assert [fact.reason for fact in await past(client, WorkerLeft)] == ["its host is needed"]
+
     async def test_worker_drained_while_its_session_ends_ends(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
