@@ -27,7 +27,7 @@ TORCH = [
     Path(sysconfig.get_path("purelib")),
     *ROOT.glob(".venv/peers/lib/python3.*/site-packages"),
 ]
-"""Where torch may lie."""
+"""Directories that may contain torch."""
 
 
 def sharded(total: int, shards: int, global_batch: int, world_size: int = 2, **options: Any) -> ElasticSampler:
@@ -37,7 +37,7 @@ def sharded(total: int, shards: int, global_batch: int, world_size: int = 2, **o
     return sampler
 
 
-def either(mode: str, total: int = 103, global_batch: int = 8, **options: Any) -> ElasticSampler:
+def sampler_of(mode: str, total: int = 103, global_batch: int = 8, **options: Any) -> ElasticSampler:
     """A sampler for two ranks."""
     if mode == "shared":
         return ElasticSampler(total, global_batch, 7, **options)
@@ -49,7 +49,7 @@ def of_world(sampler: ElasticSampler, world_size: int) -> list[int]:
 
 
 def epoch_of(sampler: ElasticSampler, world_size: int = 2) -> list[list[int]]:
-    """The steps of the epoch that is on, each committed."""
+    """The steps of the current epoch, each committed."""
     epoch, steps = sampler.epoch, []
     while sampler.epoch == epoch:
         steps.append(of_world(sampler, world_size))
@@ -57,7 +57,7 @@ def epoch_of(sampler: ElasticSampler, world_size: int = 2) -> list[list[int]]:
     return steps
 
 
-both = pytest.mark.parametrize("mode", ["shared", "sharded"])
+both_modes = pytest.mark.parametrize("mode", ["shared", "sharded"])
 
 
 # One sequence for every world.
@@ -73,7 +73,7 @@ def test_the_union_over_ranks_is_the_same_sequence_for_every_world_size(
         assert epoch_of(ElasticSampler(total, global_batch, 3), size) == alone
 
 
-def test_a_rank_takes_as_much_as_any_other_or_one_more_or_less() -> None:
+def test_ranks_take_equal_shares_within_one_sample() -> None:
     sampler = ElasticSampler(1000, 10, 1)
     sampler.advance()
     assert [sampler.positions(rank, 4) for rank in range(4)] == [
@@ -86,7 +86,7 @@ def test_a_rank_takes_as_much_as_any_other_or_one_more_or_less() -> None:
     assert sampler.batch(0, 20).tolist() == []
 
 
-def test_a_million_million_samples_are_no_matter() -> None:
+def test_dataset_of_a_trillion_samples_is_supported() -> None:
     sampler = ElasticSampler(10**12, 4096, 1)
     sampler.load_state_dict({**sampler.state_dict(), "epoch": 3, "consumed": 10**12 - 5000})
     last = of_world(sampler, 3)
@@ -98,42 +98,42 @@ def test_a_million_million_samples_are_no_matter() -> None:
     assert sampler.state == SamplerState(4, 0)
 
 
-@both
-def test_each_epoch_has_each_sample_once_in_another_order(mode: str) -> None:
-    sampler = either(mode)
+@both_modes
+def test_each_epoch_has_every_sample_once_in_a_different_order(mode: str) -> None:
+    sampler = sampler_of(mode)
     epochs = [[sample for step in epoch_of(sampler) for sample in step] for _ in range(3)]
     assert sampler.epoch == 3
     assert all(sorted(epoch) == list(range(103)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-@both
-def test_a_batch_is_the_same_until_the_step_counts(mode: str) -> None:
-    sampler = either(mode)
+@both_modes
+def test_batch_stays_the_same_until_advance(mode: str) -> None:
+    sampler = sampler_of(mode)
     first = of_world(sampler, 2)
     assert of_world(sampler, 2) == first
     sampler.advance()
     assert not set(of_world(sampler, 2)) & set(first)
 
 
-@both
+@both_modes
 def test_batches_are_of_int64(mode: str) -> None:
-    assert either(mode).batch(0, 2).dtype == np.int64
-    assert either(mode, shuffle=False).batch(0, 2).dtype == np.int64
+    assert sampler_of(mode).batch(0, 2).dtype == np.int64
+    assert sampler_of(mode, shuffle=False).batch(0, 2).dtype == np.int64
 
 
-def test_another_seed_is_another_order() -> None:
+def test_different_seeds_give_different_orders() -> None:
     assert ElasticSampler(1000, 50, 1).batch(0, 1).tolist() != ElasticSampler(1000, 50, 2).batch(0, 1).tolist()
 
 
-def test_without_shuffling_samples_come_as_they_are() -> None:
+def test_sampler_without_shuffling_is_ascending() -> None:
     assert epoch_of(ElasticSampler(7, 3, shuffle=False), 2) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
 # The end of an epoch.
 
 
-@both
+@both_modes
 @pytest.mark.parametrize(
     ("total", "global_batch", "drop_last", "sizes"),
     [
@@ -148,16 +148,16 @@ def test_without_shuffling_samples_come_as_they_are() -> None:
 def test_the_last_batch_is_smaller_or_dropped(
     mode: str, total: int, global_batch: int, drop_last: bool, sizes: list[int]
 ) -> None:
-    sampler = either(mode, total, global_batch, drop_last=drop_last)
+    sampler = sampler_of(mode, total, global_batch, drop_last=drop_last)
     for epoch in range(2):
         assert sampler.epoch == epoch
         assert sampler.steps_left == len(sizes)
         assert [len(step) for step in epoch_of(sampler)] == sizes
 
 
-@both
-def test_the_last_step_tells_what_was_dropped(mode: str) -> None:
-    sampler = either(mode, 20, 8, drop_last=True)
+@both_modes
+def test_last_step_reports_the_dropped_samples(mode: str) -> None:
+    sampler = sampler_of(mode, 20, 8, drop_last=True)
     assert not any(use.dropped for use in sampler.advance())
     last = sampler.advance()
     assert sum(use.end - use.start for use in last if use.dropped) == 4
@@ -165,9 +165,9 @@ def test_the_last_step_tells_what_was_dropped(mode: str) -> None:
     assert {use.epoch for use in last} == {0}
 
 
-@both
-def test_a_batch_that_grows_behind_its_last_step_takes_what_there_is(mode: str) -> None:
-    sampler = either(mode, 20, 8, drop_last=True)
+@both_modes
+def test_batch_grown_near_the_end_takes_the_remaining_samples(mode: str) -> None:
+    sampler = sampler_of(mode, 20, 8, drop_last=True)
     sampler.global_batch = 4
     for _ in range(3):
         sampler.advance()
@@ -179,9 +179,9 @@ def test_a_batch_that_grows_behind_its_last_step_takes_what_there_is(mode: str) 
     assert sampler.state == SamplerState(1, 0)
 
 
-@both
-def test_a_batch_may_change_between_steps(mode: str) -> None:
-    sampler = either(mode)
+@both_modes
+def test_global_batch_may_change_between_steps(mode: str) -> None:
+    sampler = sampler_of(mode)
     used = []
     for size in [8, 16, 3, 50, 26]:
         sampler.global_batch = size
@@ -192,9 +192,9 @@ def test_a_batch_may_change_between_steps(mode: str) -> None:
     assert sampler.epoch == 1
 
 
-@both
-def test_a_step_that_is_to_take_more_than_an_epoch_takes_an_epoch(mode: str) -> None:
-    sampler = either(mode, 20, 8, drop_last=True)
+@both_modes
+def test_step_larger_than_an_epoch_takes_one_epoch(mode: str) -> None:
+    sampler = sampler_of(mode, 20, 8, drop_last=True)
     sampler.advance()
     sampler.take(30)
     assert sampler.global_batch == 20
@@ -205,14 +205,14 @@ def test_a_step_that_is_to_take_more_than_an_epoch_takes_an_epoch(mode: str) -> 
     assert [(use.epoch, use.dropped) for use in sampler.advance()] == [(1, False)] * (1 if mode == "shared" else 10)
     sampler.take(8)
     assert sampler.global_batch == 8
-    for taking, size in ((either(mode, 20, 8), 30), (either(mode, 0, 8, drop_last=True), 30)):
+    for taking, size in ((sampler_of(mode, 20, 8), 30), (sampler_of(mode, 0, 8, drop_last=True), 30)):
         taking.take(size)
         assert taking.global_batch == size
 
 
-@both
-def test_an_epoch_without_samples_has_no_steps_and_passes(mode: str) -> None:
-    sampler = either(mode, 0, 8, drop_last=True)
+@both_modes
+def test_epoch_without_samples_has_no_steps(mode: str) -> None:
+    sampler = sampler_of(mode, 0, 8, drop_last=True)
     assert (sampler.steps_left, list(sampler.batches(0, 2)), of_world(sampler, 2)) == (0, [], [])
     assert sampler.advance() == []
     assert sampler.epoch == 1
@@ -223,18 +223,18 @@ def test_an_epoch_without_samples_has_no_steps_and_passes(mode: str) -> None:
 
 @UNTIMED
 @given(st.data())
-def test_what_the_steps_tell_proves_each_epoch_whatever_became_of_the_workers(data: st.DataObject) -> None:
-    """Worlds and batches change, steps are lost and done again, all die and one comes back from an older state."""
+def test_reported_steps_prove_each_epoch_under_any_history(data: st.DataObject) -> None:
+    """Worlds and batches change, steps are lost and repeated, and a world restarts from an older state."""
     mode = data.draw(st.sampled_from(["shared", "sharded"]))
     total, drop_last = data.draw(st.integers(1, 60)), data.draw(st.booleans())
     shards = min(total, 10)
-    sampler = either(mode, total, 1, drop_last=drop_last)
+    sampler = sampler_of(mode, total, 1, drop_last=drop_last)
     log, step, saved = UsageLog(total), 0, (0, sampler.state_dict())
     used: list[tuple[int, list[int]]] = []
     for generation in range(1, 1 + data.draw(st.integers(1, 6))):
         if data.draw(st.integers(0, 3)) == 0:
             step, state = saved
-            sampler = either(mode, total, 1, drop_last=drop_last)
+            sampler = sampler_of(mode, total, 1, drop_last=drop_last)
             sampler.load_state_dict(state)
             log.rewind(generation, step)
             del used[step:]
@@ -262,38 +262,38 @@ def test_what_the_steps_tell_proves_each_epoch_whatever_became_of_the_workers(da
     assert sorted(left + done) == list(range(total))
 
 
-def test_a_step_that_did_not_count_is_found_missing() -> None:
+def test_unreported_step_is_missing_in_the_audit() -> None:
     sampler, log = ElasticSampler(40, 10, 7), UsageLog(40)
     for step in range(4):
-        told = sampler.advance()
+        uses = sampler.advance()
         if step != 2:
-            log.report(1, runs_of([(step, told)]))
+            log.report(1, runs_of([(step, uses)]))
     assert log.audit(0).missing == [range(20, 30)]
     sampler.load_state_dict({**sampler.state_dict(), "epoch": 0, "consumed": 20})
     assert sampler.samples_at(0, range(20, 30)).tolist() == sampler.batch(0, 1).tolist()
 
 
-@both
-def test_positions_are_what_the_world_tells(mode: str) -> None:
-    sampler = either(mode)
+@both_modes
+def test_positions_match_the_reported_usage(mode: str) -> None:
+    sampler = sampler_of(mode)
     ranges = [one for rank in range(2) for one in sampler.positions(rank, 2)]
-    told = sampler.advance()
-    assert sorted(at for one in ranges for at in one) == sorted(at for use in told for at in range(use.start, use.end))
+    uses = sampler.advance()
+    assert sorted(at for one in ranges for at in one) == sorted(at for use in uses for at in range(use.start, use.end))
 
 
 # States.
 
 
-@both
-def test_a_state_that_has_travelled_goes_on_where_it_was(mode: str) -> None:
-    sampler = either(mode)
+@both_modes
+def test_transferred_state_continues_at_the_same_position(mode: str) -> None:
+    sampler = sampler_of(mode)
     for _ in range(20):
         sampler.advance()
     packed = pack(sampler)
     arriving = Arriving(packed.head)
     for part, given_part in zip(arriving.parts, packed.parts, strict=True):
         part[:] = given_part
-    other = either(mode)
+    other = sampler_of(mode)
     arriving.adopt(other)
     assert other.state == sampler.state == SamplerState(1, 7 * 8)
     assert epoch_of(other) == epoch_of(sampler)
@@ -304,13 +304,13 @@ def test_a_state_in_shared_mode_is_plain_values() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(state)) == state
 
 
-@both
+@both_modes
 @pytest.mark.parametrize(
     ("name", "value"),
     [("total", 104), ("seed", 8), ("shuffle", False), ("drop_last", True), ("mode", "other"), ("shards", 9)],
 )
 def test_the_state_of_another_sampler_is_refused_and_changes_nothing(mode: str, name: str, value: Any) -> None:
-    sampler = either(mode)
+    sampler = sampler_of(mode)
     sampler.advance()
     own = sampler.settings[name]
     with pytest.raises(RequestRefused) as caught:
@@ -323,10 +323,10 @@ def test_the_state_of_another_sampler_is_refused_and_changes_nothing(mode: str, 
     assert sampler.state == SamplerState(0, 8)
 
 
-@both
+@both_modes
 @pytest.mark.parametrize(("name", "value"), [("epoch", -1), ("epoch", 1.5), ("epoch", None), ("epoch", 2**63)])
-def test_a_state_that_is_none_is_refused_and_changes_nothing(mode: str, name: str, value: Any) -> None:
-    sampler = either(mode)
+def test_invalid_state_is_refused_and_changes_nothing(mode: str, name: str, value: Any) -> None:
+    sampler = sampler_of(mode)
     sampler.advance()
     with pytest.raises(RequestRefused, match=name) as caught:
         sampler.load_state_dict({**sampler.state_dict(), name: value})
@@ -334,9 +334,9 @@ def test_a_state_that_is_none_is_refused_and_changes_nothing(mode: str, name: st
     assert sampler.state == SamplerState(0, 8)
 
 
-@both
-def test_half_a_state_is_refused(mode: str) -> None:
-    sampler = either(mode)
+@both_modes
+def test_incomplete_state_is_refused(mode: str) -> None:
+    sampler = sampler_of(mode)
     for name in sampler.state_dict().keys() - STATED_LATER:
         state = sampler.state_dict()
         del state[name]
@@ -346,27 +346,27 @@ def test_half_a_state_is_refused(mode: str) -> None:
 
 def test_the_state_of_the_other_mode_is_refused() -> None:
     with pytest.raises(RequestRefused, match="with mode = sharded, and this one has mode = shared"):
-        either("shared").load_state_dict(either("sharded").state_dict())
+        sampler_of("shared").load_state_dict(sampler_of("sharded").state_dict())
     with pytest.raises(RequestRefused, match="with mode = shared, and this one has mode = sharded"):
-        either("sharded").load_state_dict(either("shared").state_dict())
+        sampler_of("sharded").load_state_dict(sampler_of("shared").state_dict())
 
 
-@both
-def test_a_state_from_before_all_settings_were_part_of_it_is_taken(mode: str) -> None:
-    sampler, other = either(mode), either(mode)
+@both_modes
+def test_old_state_without_all_settings_is_loaded(mode: str) -> None:
+    sampler, other = sampler_of(mode), sampler_of(mode)
     sampler.advance()
     other.load_state_dict({name: value for name, value in sampler.state_dict().items() if name not in STATED_LATER})
     assert other.state == sampler.state
 
 
-@both
-def test_the_state_of_another_mode_from_before_modes_were_told_is_refused(mode: str) -> None:
-    old = {name: value for name, value in either(mode).state_dict().items() if name not in STATED_LATER}
+@both_modes
+def test_old_state_of_the_other_mode_is_refused(mode: str) -> None:
+    old = {name: value for name, value in sampler_of(mode).state_dict().items() if name not in STATED_LATER}
     with pytest.raises(RequestRefused, match="part of a state of a sampler in this mode"):
-        either("shared" if mode == "sharded" else "sharded").load_state_dict(old)
+        sampler_of("shared" if mode == "sharded" else "sharded").load_state_dict(old)
 
 
-def test_numbers_may_be_numpys() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     numbers: Any = np.array([100, 8, 7, 10])
     total, batch, seed, shards = numbers
     sampler = ElasticSampler(total, batch, seed, mode="sharded", dataset=Dataset(total, shards))
@@ -377,8 +377,8 @@ def test_numbers_may_be_numpys() -> None:
 
 
 @pytest.mark.parametrize("consumed", [-1, 104, 1.0, None])
-def test_more_than_all_cannot_be_consumed(consumed: Any) -> None:
-    sampler = either("shared")
+def test_invalid_consumed_count_is_refused(consumed: Any) -> None:
+    sampler = sampler_of("shared")
     with pytest.raises(RequestRefused, match="consumed"):
         sampler.load_state_dict({**sampler.state_dict(), "consumed": consumed})
 
@@ -386,10 +386,10 @@ def test_more_than_all_cannot_be_consumed(consumed: Any) -> None:
 # Iteration.
 
 
-@both
+@both_modes
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_iterating_looks_ahead_to_the_end_of_the_epoch_and_advances_nothing(mode: str, drop_last: bool) -> None:
-    sampler = either(mode, drop_last=drop_last)
+def test_iteration_yields_the_rest_of_the_epoch_and_advances_nothing(mode: str, drop_last: bool) -> None:
+    sampler = sampler_of(mode, drop_last=drop_last)
     for _ in range(3):
         sampler.advance()
     ahead = [[batch.tolist() for batch in sampler.batches(rank, 2)] for rank in range(2)]
@@ -398,9 +398,9 @@ def test_iterating_looks_ahead_to_the_end_of_the_epoch_and_advances_nothing(mode
     assert [[*first, *second] for first, second in zip(*ahead, strict=True)] == epoch_of(sampler)
 
 
-@both
-def test_training_while_iterating_comes_to_the_end_of_the_epoch_once(mode: str) -> None:
-    sampler = either(mode)
+@both_modes
+def test_training_while_iterating_ends_with_the_epoch(mode: str) -> None:
+    sampler = sampler_of(mode)
     steps = 0
     for batch in sampler.batches(0, 2):
         assert batch.tolist() == sampler.batch(0, 2).tolist()
@@ -409,10 +409,10 @@ def test_training_while_iterating_comes_to_the_end_of_the_epoch_once(mode: str) 
     assert (steps, sampler.state) == (13, SamplerState(1, 0))
 
 
-@both
-def test_a_batch_sampler_gives_lists_and_knows_how_many(mode: str) -> None:
+@both_modes
+def test_batch_sampler_yields_lists_and_has_a_length(mode: str) -> None:
     """What a `DataLoader` asks of its `batch_sampler`: an iterator of lists of plain numbers, and their number."""
-    batches = either(mode).for_rank(1, 2)
+    batches = sampler_of(mode).for_rank(1, 2)
     assert isinstance(batches, RankBatches)
     found = list(batches)
     assert len(batches) == len(found) == 13
@@ -420,18 +420,18 @@ def test_a_batch_sampler_gives_lists_and_knows_how_many(mode: str) -> None:
     assert list(batches) == found
 
 
-@both
-def test_setting_the_epoch_that_is_on_does_not_begin_it_again(mode: str) -> None:
-    sampler = either(mode)
+@both_modes
+def test_setting_the_current_epoch_does_not_restart_it(mode: str) -> None:
+    sampler = sampler_of(mode)
     batches = sampler.for_rank(0, 2)
     sampler.advance()
     batches.set_epoch(0)
     assert sampler.state == SamplerState(0, 8)
     batches.set_epoch(5)
     assert sampler.state == SamplerState(5, 0)
-    assert list(batches) != list(either(mode).for_rank(0, 2))
+    assert list(batches) != list(sampler_of(mode).for_rank(0, 2))
     batches.set_epoch(0)
-    assert list(batches) == list(either(mode).for_rank(0, 2))
+    assert list(batches) == list(sampler_of(mode).for_rank(0, 2))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -453,13 +453,13 @@ def test_pytorch_loads_each_sample_once_over_a_rescale(workers: int) -> None:
     assert found["shared"] == ElasticSampler(103, 103, 7).batch(0, 1).tolist()
 
 
-def test_a_rank_that_has_nothing_to_draw_has_an_empty_batch() -> None:
-    """So all ranks have as many steps; PyTorch has to be told what to make of it."""
+def test_rank_with_nothing_to_draw_has_an_empty_batch() -> None:
+    """All ranks have equally many steps, so a PyTorch script must handle empty batches."""
     batches = [list(ElasticSampler(9, 8, 7).for_rank(rank, 4)) for rank in range(4)]
     assert [[len(batch) for batch in of_rank] for of_rank in batches] == [[2, 0], [2, 0], [2, 0], [2, 1]]
 
 
-# What is refused.
+# Refusals.
 
 
 @pytest.mark.parametrize(
@@ -480,26 +480,26 @@ def test_a_rank_that_has_nothing_to_draw_has_an_empty_batch() -> None:
         ("dataset", {"dataset": Dataset(10, 2)}),
     ],
 )
-def test_what_makes_no_sampler_is_refused_by_name(name: str, change: dict[str, Any]) -> None:
+def test_invalid_sampler_argument_is_refused_by_name(name: str, change: dict[str, Any]) -> None:
     with pytest.raises(RequestRefused, match=name) as caught:
         ElasticSampler(**{"total": 10, "global_batch": 4, "seed": 7, **change})
     assert caught.value.code == "sampler_invalid"
 
 
-@both
+@both_modes
 @pytest.mark.parametrize(
     ("rank", "world_size", "name"), [(-1, 2, "rank"), (2, 2, "rank"), (0, 0, "world_size"), (0.0, 2, "rank")]
 )
-def test_who_is_in_no_world_is_refused(mode: str, rank: Any, world_size: int, name: str) -> None:
-    sampler = either(mode)
+def test_invalid_rank_or_world_size_is_refused(mode: str, rank: Any, world_size: int, name: str) -> None:
+    sampler = sampler_of(mode)
     for ask in (sampler.positions, sampler.batch, sampler.batches, sampler.for_rank):
         with pytest.raises(RequestRefused, match=name):
             ask(rank, world_size)
 
 
-@both
-def test_a_batch_that_is_refused_changes_nothing(mode: str) -> None:
-    sampler = either(mode, drop_last=True)
+@both_modes
+def test_refused_global_batch_changes_nothing(mode: str) -> None:
+    sampler = sampler_of(mode, drop_last=True)
     with pytest.raises(RequestRefused, match="must be at most 103"):
         sampler.global_batch = 104
     assert sampler.global_batch == 8
@@ -510,12 +510,12 @@ def test_shards_are_assigned_in_sharded_mode_only() -> None:
         ElasticSampler(10, 2, 7).reassign([0], 1)
 
 
-@both
+@both_modes
 @pytest.mark.parametrize("positions", [range(-1, 3), range(100, 104), range(5, 3), range(0, 10, 2)])
-def test_what_are_no_positions_is_refused(mode: str, positions: range) -> None:
+def test_invalid_positions_are_refused(mode: str, positions: range) -> None:
     with pytest.raises(RequestRefused, match="positions"):
-        either(mode).samples_at(0, positions)
+        sampler_of(mode).samples_at(0, positions)
 
 
-def test_modes_are_named_as_they_are_written() -> None:
+def test_sampling_modes_have_their_wire_names() -> None:
     assert [str(mode) for mode in SamplingMode] == ["shared", "sharded"]

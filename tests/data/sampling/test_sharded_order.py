@@ -46,13 +46,13 @@ def flat(ranges: list[range]) -> list[int]:
         ([2**62, 2**62 - 1], 2**63 - 1, [2**62, 2**62 - 1]),
     ],
 )
-def test_ranks_draw_evenly_and_who_runs_dry_draws_less(left: list[int], wanted: int, draws: list[int]) -> None:
+def test_ranks_draw_evenly_and_an_exhausted_rank_draws_less(left: list[int], wanted: int, draws: list[int]) -> None:
     assert even_draws(np.array(left, np.int64), wanted).tolist() == draws
 
 
 @UNTIMED
 @given(st.lists(st.integers(0, 12), max_size=8), st.integers(0, 60))
-def test_draws_are_as_much_as_is_wanted_and_as_even_as_can_be(left: list[int], wanted: int) -> None:
+def test_draws_sum_to_the_request_and_differ_by_at_most_one(left: list[int], wanted: int) -> None:
     draws = even_draws(np.array(left, np.int64), wanted).tolist()
     assert sum(draws) == min(wanted, sum(left))
     assert all(0 <= draw <= most for draw, most in zip(draws, left, strict=True))
@@ -60,8 +60,8 @@ def test_draws_are_as_much_as_is_wanted_and_as_even_as_can_be(left: list[int], w
     assert not open_ranks or max(draws) <= min(open_ranks) + 1
 
 
-def test_what_cannot_be_divided_is_drawn_in_turns() -> None:
-    """So that with equal shards all ranks run out at about the same step."""
+def test_remainder_of_a_step_rotates_over_the_ranks() -> None:
+    """With equal shards all ranks are exhausted at about the same step."""
     order = order_of(4000, 4, [0, 1, 2, 3], 4)
     for _ in range(399):
         order.advance(10)
@@ -71,7 +71,7 @@ def test_what_cannot_be_divided_is_drawn_in_turns() -> None:
 # What they draw.
 
 
-def test_a_rank_draws_from_its_shards_only() -> None:
+def test_rank_draws_only_from_its_shards() -> None:
     owners = [0, 1, 2, 0, 1, 2, 0]
     dataset, order = Dataset(100, 7), order_of(100, 7, owners, 3)
     while order.left:
@@ -81,7 +81,7 @@ def test_a_rank_draws_from_its_shards_only() -> None:
         order.advance(8)
 
 
-def test_a_rank_uses_one_shard_behind_the_other_each_from_its_beginning() -> None:
+def test_rank_uses_its_shards_one_after_the_other() -> None:
     dataset, order = Dataset(100, 7), order_of(100, 7)
     shards: list[int] = []
     while order.left:
@@ -90,12 +90,12 @@ def test_a_rank_uses_one_shard_behind_the_other_each_from_its_beginning() -> Non
             assert one.start == dataset.shard(shard).start_index + order.cursors[shard]
             shards.append(shard)
         order.advance(6)
-    met = list(dict.fromkeys(shards))
-    assert sorted(met) == list(range(7))
-    assert shards == sorted(shards, key=met.index)
+    shard_order = list(dict.fromkeys(shards))
+    assert sorted(shard_order) == list(range(7))
+    assert shards == sorted(shards, key=shard_order.index)
 
 
-def test_epochs_take_shards_and_samples_in_other_orders() -> None:
+def test_epochs_order_shards_and_samples_differently() -> None:
     order = order_of(60, 6)
     first = order.samples(0, order.positions(0, 1, 60)).tolist()
     order.begin(1)
@@ -105,7 +105,7 @@ def test_epochs_take_shards_and_samples_in_other_orders() -> None:
     assert sorted(first) == sorted(second) == list(range(60))
 
 
-def test_each_shard_has_an_order_of_its_own() -> None:
+def test_each_shard_is_shuffled_differently() -> None:
     order = order_of(400, 4)
     within = [
         tuple(sample - shard * 100 for sample in order.samples(0, [range(shard * 100, shard * 100 + 100)]).tolist())
@@ -114,13 +114,13 @@ def test_each_shard_has_an_order_of_its_own() -> None:
     assert len(set(within)) == 4
 
 
-def test_without_shuffling_shards_and_samples_stay_in_their_order() -> None:
+def test_order_without_shuffling_is_ascending() -> None:
     order = order_of(60, 6, [1, 0, 1, 0, 1, 0], 2, shuffle=False)
     assert order.samples(0, order.positions(0, 2, 60)).tolist() == [*range(10, 20), *range(30, 40), *range(50, 60)]
 
 
 @pytest.mark.parametrize(("samples", "shards"), [(1000, 7), (1000, 300), (1000, 1000), (5, 1)])
-def test_samples_of_many_shards_at_once_are_those_of_one_after_the_other(samples: int, shards: int) -> None:
+def test_samples_of_many_shards_equal_those_read_shard_by_shard(samples: int, shards: int) -> None:
     dataset, order = Dataset(samples, shards), order_of(samples, shards)
     starts, ends = dataset.bounds(np.arange(shards))
     one_by_one = [
@@ -135,7 +135,7 @@ def test_samples_of_many_shards_at_once_are_those_of_one_after_the_other(samples
     assert order.samples(3, few).tolist() == one_by_one[: sum(map(len, few))]
 
 
-def test_of_no_position_there_are_no_samples() -> None:
+def test_empty_positions_have_no_samples() -> None:
     assert order_of(60, 6).samples(0, []).tolist() == []
     assert order_of(60, 6).samples(0, [range(3, 3)]).tolist() == []
     assert order_of(0, 0).samples(0, [range(0)]).tolist() == []
@@ -153,7 +153,7 @@ def worlds(draw: st.DrawFn, shards: int) -> tuple[list[int], int]:
 @UNTIMED
 @given(st.data())
 def test_each_sample_of_an_epoch_is_used_once_under_any_history(data: st.DataObject) -> None:
-    """Worlds change, drawn steps are not committed, states move, and shards have no holder for a while."""
+    """Worlds change, drawn steps are not committed, states move, and shards temporarily have no holder."""
     samples = data.draw(st.integers(1, 60))
     shards = data.draw(st.integers(1, min(samples, 9)))
     order = order_of(samples, shards)
@@ -183,8 +183,8 @@ def test_each_sample_of_an_epoch_is_used_once_under_any_history(data: st.DataObj
 
 @UNTIMED
 @given(st.data())
-def test_what_a_step_takes_does_not_depend_on_when_the_world_began(data: st.DataObject) -> None:
-    """A joiner with another rank's cursors agrees with a rank that was there from the beginning."""
+def test_step_is_independent_of_when_the_rank_joined(data: st.DataObject) -> None:
+    """A joiner with another rank's cursors draws the same as a rank of the first world."""
     shards = data.draw(st.integers(1, 8))
     owners, size = data.draw(worlds(shards))
     order = order_of(50, shards, owners, size)
@@ -206,7 +206,7 @@ def test_what_a_step_takes_does_not_depend_on_when_the_world_began(data: st.Data
         joined.advance(7)
 
 
-def test_what_a_step_drew_that_does_not_count_is_there_again() -> None:
+def test_positions_of_an_uncommitted_step_are_drawn_again() -> None:
     order = order_of(100, 10, [0, 1] * 5, 2)
     order.advance(10)
     drawn = order.taken(10)
@@ -214,7 +214,7 @@ def test_what_a_step_drew_that_does_not_count_is_there_again() -> None:
     assert order.taken(10) == drawn
 
 
-def test_what_a_dead_worker_has_used_stays_used() -> None:
+def test_samples_used_by_a_dead_worker_are_not_drawn_again() -> None:
     order = order_of(100, 10, [0, 1] * 5, 2)
     used = order.samples(0, order.taken(30)).tolist()
     order.advance(30)
@@ -223,7 +223,7 @@ def test_what_a_dead_worker_has_used_stays_used() -> None:
     assert sorted(used + rest) == list(range(100))
 
 
-def test_a_step_is_smaller_while_nobody_holds_what_is_left_and_then_there_is_none() -> None:
+def test_unheld_shards_shrink_the_step_and_then_raise_shards_unheld() -> None:
     order = order_of(100, 10, [0, NOBODY] * 5, 1)
     assert len(flat(order.taken(80))) == 50
     order.advance(80)
@@ -237,7 +237,7 @@ def test_a_step_is_smaller_while_nobody_holds_what_is_left_and_then_there_is_non
     assert len(flat(order.taken(80))) == 50
 
 
-def test_nobody_holds_anything_before_the_first_assignment() -> None:
+def test_order_without_an_assignment_is_refused() -> None:
     order = ShardedOrder(Dataset(10, 2), 7, shuffle=True)
     with pytest.raises(RequestRefused, match="world_size must be 0"):
         order.positions(0, 1, 4)
@@ -245,18 +245,18 @@ def test_nobody_holds_anything_before_the_first_assignment() -> None:
         order.advance(4)
 
 
-def test_a_rank_without_shards_draws_nothing() -> None:
+def test_rank_without_shards_draws_nothing() -> None:
     order = order_of(30, 3, [2, 0, 2], 4)
     assert [len(flat(order.positions(rank, 4, 8))) for rank in range(4)] == [4, 0, 4, 0]
 
 
-def test_no_samples_are_used_at_once() -> None:
+def test_empty_dataset_has_no_positions() -> None:
     order = order_of(0, 0, [], 3)
     assert (order.left, order.taken(5), order.rest()) == (0, [], [])
     order.advance(5)
 
 
-def test_a_look_ahead_changes_nothing() -> None:
+def test_fork_leaves_the_order_unchanged() -> None:
     order = order_of(100, 10, [0, 1] * 5, 2)
     ahead = order.fork()
     while ahead.left:
@@ -267,7 +267,7 @@ def test_a_look_ahead_changes_nothing() -> None:
     assert order.epoch == 0
 
 
-def test_a_state_is_no_view_of_what_goes_on() -> None:
+def test_state_dict_is_a_copy() -> None:
     order = order_of(100, 10)
     state = order.state_dict()
     order.advance(50)
@@ -294,7 +294,7 @@ def test_a_state_is_no_view_of_what_goes_on() -> None:
         ([0] * 10, True, "world_size"),
     ],
 )
-def test_what_is_no_assignment_is_refused_and_changes_nothing(owners: Any, world_size: Any, name: str) -> None:
+def test_invalid_assignment_is_refused_and_changes_nothing(owners: Any, world_size: Any, name: str) -> None:
     order = order_of(100, 10, [0, 1] * 5, 2)
     order.advance(30)
     before = order.taken(10)
@@ -304,13 +304,13 @@ def test_what_is_no_assignment_is_refused_and_changes_nothing(owners: Any, world
     assert order.taken(10) == before
 
 
-def test_another_world_than_the_one_that_is_assigned_is_refused() -> None:
+def test_world_size_other_than_the_assigned_one_is_refused() -> None:
     with pytest.raises(RequestRefused, match=r"world_size must be 2, .* got 3"):
         order_of(100, 10, [0, 1] * 5, 2).positions(0, 3, 4)
 
 
 @pytest.mark.parametrize("cursors", [None, [0] * 9, [[0] * 10], [0.0] * 10, [11] + [0] * 9, [-1] + [0] * 9, ["0"] * 10])
-def test_what_are_no_cursors_is_refused_and_changes_nothing(cursors: Any) -> None:
+def test_invalid_cursors_are_refused_and_change_nothing(cursors: Any) -> None:
     order = order_of(100, 10)
     order.advance(30)
     before = order.taken(10)

@@ -34,8 +34,8 @@ def store(tmp_path: Path) -> DirectoryShardStore:
     return DirectoryShardStore(tmp_path / "shards")
 
 
-def again(store: DirectoryShardStore) -> DirectoryShardStore:
-    """What another process would find."""
+def reopened(store: DirectoryShardStore) -> DirectoryShardStore:
+    """The store as another process opens it."""
     return DirectoryShardStore(store.path)
 
 
@@ -49,38 +49,38 @@ def code_of(action: Callable[[], object]) -> str:
     return raised.value.code
 
 
-def test_another_process_finds_what_is_held_and_what_was_begun(store: DirectoryShardStore) -> None:
+def test_reopened_store_finds_held_and_partial_shards(store: DirectoryShardStore) -> None:
     store.put(7, [DATA])
     with store.receive(8, STAMP) as arriving:
         arriving.write(DATA[:99])
-    found = again(store)
+    found = reopened(store)
     assert found.held() == {7: STAMP}
     assert found.partial(8) == PartialShard(STAMP, 99)
     with found.receive(8, STAMP, 99) as arriving:
         arriving.write(DATA[99:])
         arriving.commit()
-    assert again(store).held() == {7: STAMP, 8: STAMP}
+    assert reopened(store).held() == {7: STAMP, 8: STAMP}
 
 
-def test_the_name_of_a_file_says_all_there_is_to_say(store: DirectoryShardStore) -> None:
+def test_file_name_carries_number_and_stamp(store: DirectoryShardStore) -> None:
     store.put(7, [DATA])
     assert names(store) == [name_of(7, STAMP)]
     assert store.path_of(7) == store.path / name_of(7, STAMP)
     assert store.path_of(7).read_bytes() == DATA
 
 
-def test_what_has_no_stamp_does_not_outlive_its_writer(store: DirectoryShardStore) -> None:
+def test_file_without_a_stamp_is_removed_on_open(store: DirectoryShardStore) -> None:
     (store.path / "shard-7.part").write_bytes(DATA)
-    found = again(store)
+    found = reopened(store)
     assert names(found) == []
 
 
-def test_what_a_living_process_is_writing_is_left_alone(store: DirectoryShardStore) -> None:
+def test_file_being_written_by_a_live_process_is_kept(store: DirectoryShardStore) -> None:
     with store.receive(7, None) as arriving:
         arriving.write(DATA)
         context = multiprocessing.get_context("fork")
         near, far = context.Pipe()
-        process = context.Process(target=lambda: far.send(names(again(store))))
+        process = context.Process(target=lambda: far.send(names(reopened(store))))
         process.start()
         assert near.recv() == ["shard-7.part"]
         process.join()
@@ -88,12 +88,12 @@ def test_what_a_living_process_is_writing_is_left_alone(store: DirectoryShardSto
     assert store.holds(7)
 
 
-def test_two_processes_do_not_write_the_same_shard(store: DirectoryShardStore) -> None:
+def test_second_process_cannot_write_the_same_shard(store: DirectoryShardStore) -> None:
     with store.receive(7, STAMP) as arriving:
         arriving.write(DATA)
         context = multiprocessing.get_context("fork")
         near, far = context.Pipe()
-        process = context.Process(target=lambda: far.send(code_of(lambda: again(store).receive(7, STAMP))))
+        process = context.Process(target=lambda: far.send(code_of(lambda: reopened(store).receive(7, STAMP))))
         process.start()
         assert near.recv() == "shard_arriving"
         process.join()
@@ -116,36 +116,36 @@ def test_two_processes_do_not_write_the_same_shard(store: DirectoryShardStore) -
         "readme.txt",
     ],
 )
-def test_files_of_other_directory_sync_or_lengths_are_no_shards(store: DirectoryShardStore, name: str) -> None:
+def test_files_of_other_names_or_lengths_are_no_shards(store: DirectoryShardStore, name: str) -> None:
     (store.path / name).write_bytes(DATA)
-    found = again(store)
+    found = reopened(store)
     assert not found.held()
     assert found.partial(7) is None
     assert names(found) == [name]
 
 
 @given(st.text(max_size=40))
-def test_no_name_is_believed_that_was_not_made_here(text: str) -> None:
+def test_only_names_made_by_name_of_are_parsed(text: str) -> None:
     found = directory._NAME.match(text)
     if found is not None:
         stamp = Stamp(int(found[2]), bytes.fromhex(found[3]))
         assert name_of(int(found[1]), stamp) + (found[4] or "") == text
 
 
-def test_links_and_other_things_are_no_shards(store: DirectoryShardStore, tmp_path: Path) -> None:
+def test_links_and_directories_are_no_shards(store: DirectoryShardStore, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(DATA)
     (store.path / name_of(1, STAMP)).symlink_to(secret)
     (store.path / name_of(2, STAMP)).mkdir()
     (store.path / (name_of(3, STAMP) + ".part")).symlink_to(secret)
-    found = again(store)
+    found = reopened(store)
     assert not found.held()
     assert found.partial(3) is None
     assert code_of(lambda: found.receive(3, STAMP)) == "shard_store_failed"
     assert secret.read_bytes() == DATA
 
 
-def test_a_link_that_takes_the_place_of_a_shard_is_not_followed(store: DirectoryShardStore, tmp_path: Path) -> None:
+def test_link_in_place_of_a_shard_is_not_followed(store: DirectoryShardStore, tmp_path: Path) -> None:
     store.put(7, [DATA])
     secret = tmp_path / "secret"
     secret.write_bytes(DATA)
@@ -156,7 +156,7 @@ def test_a_link_that_takes_the_place_of_a_shard_is_not_followed(store: Directory
 
 
 @pytest.mark.parametrize("change", [lambda path: os.truncate(path, 10), lambda path: path.unlink()])
-def test_a_file_that_somebody_has_cut_off_or_taken_away_is_not_said_to_be_held(
+def test_truncated_or_deleted_file_is_not_listed_as_held(
     store: DirectoryShardStore, change: Callable[[Path], None]
 ) -> None:
     for shard in (6, 7):
@@ -168,7 +168,7 @@ def test_a_file_that_somebody_has_cut_off_or_taken_away_is_not_said_to_be_held(
     assert store.held() == {6: STAMP, 7: STAMP}
 
 
-def test_a_pipe_that_takes_the_place_of_a_shard_holds_up_nobody(store: DirectoryShardStore) -> None:
+def test_pipe_in_place_of_a_shard_does_not_block(store: DirectoryShardStore) -> None:
     store.put(7, [DATA])
     path = store.path_of(7)
     path.unlink()
@@ -180,7 +180,7 @@ def test_a_pipe_that_takes_the_place_of_a_shard_holds_up_nobody(store: Directory
 
 
 @pytest.mark.parametrize("change", [lambda path: os.truncate(path, 10), lambda path: path.unlink()])
-def test_a_truncated_or_missing_file_is_damaged_and_no_longer_held(
+def test_opening_a_truncated_or_deleted_file_raises_shard_damaged(
     store: DirectoryShardStore, change: Callable[[Path], None]
 ) -> None:
     store.put(7, [DATA])
@@ -207,9 +207,7 @@ def replace(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [rewrite, replace, lambda path: os.truncate(path, 0)])
-def test_a_file_that_is_written_to_or_replaced_has_changed(
-    store: DirectoryShardStore, change: Callable[[Path], None]
-) -> None:
+def test_modified_or_replaced_file_has_changed(store: DirectoryShardStore, change: Callable[[Path], None]) -> None:
     store.put(7, [DATA])
     with store.open(7) as opened:
         assert not opened.has_changed()
@@ -217,22 +215,20 @@ def test_a_file_that_is_written_to_or_replaced_has_changed(
         assert opened.has_changed()
 
 
-def test_the_bytes_are_durable_before_they_have_their_name_and_the_name_before_they_count(
+def test_file_is_synced_before_its_rename_and_the_directory_before_the_shard_is_held(
     store: DirectoryShardStore,
 ) -> None:
-    story: list[str] = []
+    events: list[str] = []
 
     def fsync(fd: int) -> None:
-        story.append(f"sync {Path(f'/proc/self/fd/{fd}').readlink().name} held {store.holds(7)}")
+        events.append(f"sync {Path(f'/proc/self/fd/{fd}').readlink().name} held {store.holds(7)}")
 
     with patch("os.fsync", fsync):
         store.put(7, [DATA])
-    assert story == ["sync shard-7.part held False", "sync shards held False"]
+    assert events == ["sync shard-7.part held False", "sync shards held False"]
 
 
-def test_the_disk_begins_to_write_while_more_arrives(
-    store: DirectoryShardStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_write_back_starts_while_bytes_arrive(store: DirectoryShardStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "WRITE_BACK_BYTES", 2000)
     begun: list[tuple[str, int, int]] = []
 
@@ -246,7 +242,7 @@ def test_the_disk_begins_to_write_while_more_arrives(
         arriving.commit()
 
 
-def test_what_the_disk_could_not_begin_with_is_left_to_the_final_sync(
+def test_failed_write_back_is_left_to_the_final_sync(
     store: DirectoryShardStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(directory, "WRITE_BACK_BYTES", 1)
@@ -261,15 +257,15 @@ def test_what_the_disk_could_not_begin_with_is_left_to_the_final_sync(
 
 
 @pytest.fixture
-def in_pages() -> memoryview:
-    """Two pages and a bit, which begin at a page."""
+def page_aligned() -> memoryview:
+    """Two pages and 100 bytes, aligned to a page."""
     memory = memoryview(mmap.mmap(-1, 3 * file_sync.PAGE))[: 2 * file_sync.PAGE + 100]
     memory[:] = os.urandom(len(memory))
     return memory
 
 
-class Writes:
-    """What is written, and whether it goes past the page cache."""
+class RecordedWrites:
+    """Records each write, and whether it bypasses the page cache."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refused: int | None = None) -> None:
         self.seen: list[tuple[int, int, bool]] = []
@@ -286,43 +282,43 @@ class Writes:
         return self._write(fd, data, offset)
 
 
-def test_whole_pages_of_a_large_shard_go_past_the_page_cache(
-    store: DirectoryShardStore, in_pages: memoryview, monkeypatch: pytest.MonkeyPatch
+def test_whole_pages_of_a_large_shard_bypass_the_page_cache(
+    store: DirectoryShardStore, page_aligned: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writes, size = Writes(monkeypatch), len(in_pages)
-    with store.receive(7, Stamp.of(bytes(in_pages))) as arriving:
-        arriving.write(in_pages[: file_sync.PAGE])
-        arriving.write(in_pages[file_sync.PAGE : 2 * file_sync.PAGE])
-        arriving.write(in_pages[2 * file_sync.PAGE :])
+    writes, size = RecordedWrites(monkeypatch), len(page_aligned)
+    with store.receive(7, Stamp.of(bytes(page_aligned))) as arriving:
+        arriving.write(page_aligned[: file_sync.PAGE])
+        arriving.write(page_aligned[file_sync.PAGE : 2 * file_sync.PAGE])
+        arriving.write(page_aligned[2 * file_sync.PAGE :])
         arriving.commit()
     assert writes.seen == [
         (0, file_sync.PAGE, True),
         (file_sync.PAGE, file_sync.PAGE, True),
         (2 * file_sync.PAGE, 100, False),
     ]
-    assert store.path_of(7).read_bytes() == bytes(in_pages)
+    assert store.path_of(7).read_bytes() == bytes(page_aligned)
     assert store.held()[7].size == size
 
 
-def test_what_begins_inside_a_page_goes_through_the_cache(
-    store: DirectoryShardStore, in_pages: memoryview, monkeypatch: pytest.MonkeyPatch
+def test_unaligned_writes_use_the_page_cache(
+    store: DirectoryShardStore, page_aligned: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = bytes(in_pages)
-    writes = Writes(monkeypatch)
+    data = bytes(page_aligned)
+    writes = RecordedWrites(monkeypatch)
     with store.receive(7, Stamp.of(data)) as arriving:
-        arriving.write(in_pages[:10])
-        arriving.write(in_pages[10 : 10 + file_sync.PAGE])
+        arriving.write(page_aligned[:10])
+        arriving.write(page_aligned[10 : 10 + file_sync.PAGE])
         arriving.write(data[10 + file_sync.PAGE :])
         arriving.commit()
     assert [is_past_cache for _, _, is_past_cache in writes.seen] == [False, False, False]
     assert store.path_of(7).read_bytes() == data
 
 
-def test_small_shards_and_those_of_unknown_size_go_through_the_cache(
-    store: DirectoryShardStore, in_pages: memoryview, monkeypatch: pytest.MonkeyPatch
+def test_small_and_unsized_shards_use_the_page_cache(
+    store: DirectoryShardStore, page_aligned: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writes, page = Writes(monkeypatch), in_pages[: file_sync.PAGE]
-    store.put(7, [in_pages])
+    writes, page = RecordedWrites(monkeypatch), page_aligned[: file_sync.PAGE]
+    store.put(7, [page_aligned])
     with store.receive(8, Stamp.of(bytes(page))) as arriving:
         arriving.write(page)
         arriving.commit()
@@ -330,42 +326,42 @@ def test_small_shards_and_those_of_unknown_size_go_through_the_cache(
 
 
 @pytest.mark.parametrize("refused", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_a_file_system_that_only_knows_the_cache_gets_all_through_it(
-    store: DirectoryShardStore, in_pages: memoryview, monkeypatch: pytest.MonkeyPatch, refused: int
+def test_file_system_without_direct_io_uses_the_page_cache(
+    store: DirectoryShardStore, page_aligned: memoryview, monkeypatch: pytest.MonkeyPatch, refused: int
 ) -> None:
-    writes = Writes(monkeypatch, refused=refused)
-    with store.receive(7, Stamp.of(bytes(in_pages))) as arriving:
-        arriving.write(in_pages[: file_sync.PAGE])
-        arriving.write(in_pages[file_sync.PAGE : 2 * file_sync.PAGE])
-        arriving.write(in_pages[2 * file_sync.PAGE :])
+    writes = RecordedWrites(monkeypatch, refused=refused)
+    with store.receive(7, Stamp.of(bytes(page_aligned))) as arriving:
+        arriving.write(page_aligned[: file_sync.PAGE])
+        arriving.write(page_aligned[file_sync.PAGE : 2 * file_sync.PAGE])
+        arriving.write(page_aligned[2 * file_sync.PAGE :])
         arriving.commit()
     assert [is_past_cache for _, _, is_past_cache in writes.seen] == [True, False, False, False]
-    assert store.path_of(7).read_bytes() == bytes(in_pages)
+    assert store.path_of(7).read_bytes() == bytes(page_aligned)
 
 
-def test_a_file_that_cannot_be_written_past_the_cache_is_written_through_it(
-    store: DirectoryShardStore, in_pages: memoryview, monkeypatch: pytest.MonkeyPatch
+def test_file_that_refuses_direct_io_uses_the_page_cache(
+    store: DirectoryShardStore, page_aligned: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writes = Writes(monkeypatch)
+    writes = RecordedWrites(monkeypatch)
     with (
         patch("forged.file_sync.bypass_cache", side_effect=OSError(errno.EINVAL, "it cannot")),
-        store.receive(7, Stamp.of(bytes(in_pages))) as arriving,
+        store.receive(7, Stamp.of(bytes(page_aligned))) as arriving,
     ):
-        arriving.write(in_pages)
+        arriving.write(page_aligned)
         arriving.commit()
-    assert writes.seen == [(0, len(in_pages), False)]
+    assert writes.seen == [(0, len(page_aligned), False)]
 
 
-def test_a_full_disk_is_told_of_past_the_cache_too(
-    store: DirectoryShardStore, in_pages: memoryview, monkeypatch: pytest.MonkeyPatch
+def test_full_disk_is_reported_with_direct_io(
+    store: DirectoryShardStore, page_aligned: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Writes(monkeypatch, refused=errno.ENOSPC)
-    with store.receive(7, Stamp.of(bytes(in_pages))) as arriving:
-        assert code_of(lambda: arriving.write(in_pages[: file_sync.PAGE])) == "disk_full"
+    RecordedWrites(monkeypatch, refused=errno.ENOSPC)
+    with store.receive(7, Stamp.of(bytes(page_aligned))) as arriving:
+        assert code_of(lambda: arriving.write(page_aligned[: file_sync.PAGE])) == "disk_full"
     assert names(store) == []
 
 
-def test_those_who_wait_for_their_directory_sync_share_a_sync_that_began_after_them(store: DirectoryShardStore) -> None:
+def test_concurrent_commits_share_a_directory_sync_that_began_after_them(store: DirectoryShardStore) -> None:
     gate, syncing, renamed = threading.Event(), threading.Event(), threading.Barrier(4)
     syncs: list[set[str]] = []
 
@@ -400,7 +396,7 @@ def test_those_who_wait_for_their_directory_sync_share_a_sync_that_began_after_t
 
 
 @pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.replace", "forged.data.store.directory.sync_directory"])
-def test_a_shard_that_could_not_be_made_durable_does_not_count(store: DirectoryShardStore, call: str) -> None:
+def test_shard_that_could_not_be_synced_is_not_held(store: DirectoryShardStore, call: str) -> None:
     with patch(call, side_effect=OSError(5, "the disk is broken")), pytest.raises(StoreFailed) as raised:
         store.put(7, [DATA])
     assert raised.value.code == "shard_store_failed"
@@ -409,7 +405,7 @@ def test_a_shard_that_could_not_be_made_durable_does_not_count(store: DirectoryS
     store.put(7, [DATA])
 
 
-def test_what_does_not_fit_on_the_disk_is_dropped_so_that_others_do(small_disk: Path) -> None:
+def test_shard_that_does_not_fit_is_dropped_to_free_its_space(small_disk: Path) -> None:
     store = DirectoryShardStore(small_disk)
     big = bytes(600 << 10)
     store.put(1, [big])
@@ -424,13 +420,13 @@ def test_what_does_not_fit_on_the_disk_is_dropped_so_that_others_do(small_disk: 
     assert set(store.held()) == {2, 3}
 
 
-def test_a_directory_that_cannot_be_used_is_the_operators(tmp_path: Path) -> None:
+def test_unusable_directory_raises_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError):
         DirectoryShardStore(tmp_path / "file")
 
 
-def test_no_descriptor_is_left_behind(store: DirectoryShardStore) -> None:
+def test_store_leaks_no_descriptors(store: DirectoryShardStore) -> None:
     before = open_descriptors()
     store.put(1, [DATA])
     with store.open(1):
@@ -446,13 +442,13 @@ def test_no_descriptor_is_left_behind(store: DirectoryShardStore) -> None:
     assert open_descriptors() == before
 
 
-def test_more_than_what_is_here_cannot_be_gone_on_from(store: DirectoryShardStore) -> None:
+def test_offset_beyond_the_partial_bytes_is_refused(store: DirectoryShardStore) -> None:
     assert code_of(lambda: store.receive(7, STAMP, 1)) == "shard_offset_invalid"
     store.put(7, [DATA])
 
 
-class Busy:
-    """A thread that is at work in a store: it holds the store's locks inside the block."""
+class BusyThread:
+    """A thread that holds the store's locks inside the block."""
 
     def __init__(self, store: DirectoryShardStore) -> None:
         self._store = store
@@ -474,7 +470,7 @@ class Busy:
 
 
 def exit_code_of_child(act: Callable[[], object]) -> int:
-    """How a forked child ends that does something; one that hangs is ended by a signal."""
+    """The exit code of a forked child that runs `act`; a signal ends a hanging child."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -487,7 +483,7 @@ def exit_code_of_child(act: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_child_that_is_forked_while_another_thread_is_at_work_can_read_and_write(store: DirectoryShardStore) -> None:
+def test_child_forked_during_store_work_can_read_and_write(store: DirectoryShardStore) -> None:
     store.put(7, [DATA])
 
     def use() -> None:
@@ -496,16 +492,16 @@ def test_a_child_that_is_forked_while_another_thread_is_at_work_can_read_and_wri
         store.put(8, [DATA])
         store.drop(7)
 
-    with Busy(store):
+    with BusyThread(store):
         assert exit_code_of_child(use) == 0
-    assert again(store).held() == {8: STAMP}
+    assert reopened(store).held() == {8: STAMP}
 
 
-def test_who_reads_waits_for_nobody_who_writes(store: DirectoryShardStore) -> None:
+def test_readers_do_not_wait_for_writers(store: DirectoryShardStore) -> None:
     store.put(7, [DATA])
     with store.receive(8, STAMP) as arriving:
         arriving.write(DATA[:99])
-    with Busy(store):
+    with BusyThread(store):
         assert store.holds(7)
         assert store.path_of(7).read_bytes() == DATA
         assert store.held() == {7: STAMP}
@@ -513,7 +509,7 @@ def test_who_reads_waits_for_nobody_who_writes(store: DirectoryShardStore) -> No
         store.open(7).close()
 
 
-def test_a_store_that_nobody_uses_any_more_is_let_go(tmp_path: Path) -> None:
+def test_unreferenced_store_is_garbage_collected(tmp_path: Path) -> None:
     store = DirectoryShardStore(tmp_path)
     known = weakref.ref(store)
     del store

@@ -9,7 +9,7 @@ from forged.data.store.port import Stamp, StoreFailed
 from tests.data.transfer_cluster import open_descriptors
 
 
-def test_it_takes_no_more_than_there_is_room_for() -> None:
+def test_store_refuses_shards_beyond_its_capacity() -> None:
     store = MemoryShardStore(bytes_max=10)
     store.put(1, [b"x" * 6])
     with pytest.raises(StoreFailed) as raised:
@@ -18,7 +18,7 @@ def test_it_takes_no_more_than_there_is_room_for() -> None:
     store.put(2, [b"x" * 4])
 
 
-def test_damaged_bytes_keep_the_stamp_that_they_had() -> None:
+def test_damaged_shard_keeps_its_stamp() -> None:
     store = MemoryShardStore()
     stamp = store.put(1, [b"right"])
     store.damage(1, b"wrong")
@@ -27,7 +27,7 @@ def test_damaged_bytes_keep_the_stamp_that_they_had() -> None:
         assert os.pread(opened.fd, 5, 0) == b"wrong"
 
 
-def test_no_descriptor_is_left_behind() -> None:
+def test_store_leaks_no_descriptors() -> None:
     before = open_descriptors()
     store = MemoryShardStore()
     store.put(1, [b"x" * 100_000])

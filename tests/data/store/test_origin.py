@@ -17,8 +17,8 @@ from forged.errors import ForgedError, Unavailable
 SHARD = DataShard(7, 70, 80)
 
 
-class Watched:
-    """A flow that counts."""
+class CountingFlow:
+    """A flow control that counts bytes and delays."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.counts: list[int] = []
@@ -38,26 +38,26 @@ class Watched:
         return float(count)
 
 
-def brought(origin: ShardOrigin, flow: Watched | None = None, one: DataShard = SHARD) -> MemoryShardStore:
-    store, watched = MemoryShardStore(), flow or Watched()
-    bringing(origin, store, watched, one=one).run()
+def store_read_from(origin: ShardOrigin, flow: CountingFlow | None = None, one: DataShard = SHARD) -> MemoryShardStore:
+    store, flow = MemoryShardStore(), flow or CountingFlow()
+    origin_read(origin, store, flow, one=one).run()
     return store
 
 
-def bringing(
+def origin_read(
     origin: ShardOrigin,
     store: ShardStore,
-    watched: Watched | None = None,
+    flow: CountingFlow | None = None,
     clock: Clock | None = None,
     one: DataShard = SHARD,
 ) -> OriginRead:
-    told = watched or Watched()
-    return OriginRead(origin, one, store, told, told.waits.append, (clock or SystemClock()).monotonic)
+    flow = flow or CountingFlow()
+    return OriginRead(origin, one, store, flow, flow.waits.append, (clock or SystemClock()).monotonic)
 
 
-def code_of(origin: ShardOrigin, flow: Watched | None = None) -> str:
+def code_of(origin: ShardOrigin, flow: CountingFlow | None = None) -> str:
     with pytest.raises(ForgedError) as raised:
-        brought(origin, flow)
+        store_read_from(origin, flow)
     return raised.value.code
 
 
@@ -66,60 +66,60 @@ def write(shard: DataShard, file: BinaryIO) -> None:
         file.write(b"%d," % index)
 
 
-def test_a_function_writes_the_bytes_of_a_shard() -> None:
-    assert brought(FunctionOrigin(write)).read(7) == b"70,71,72,73,74,75,76,77,78,79,"
+def test_function_origin_writes_the_bytes_of_a_shard() -> None:
+    assert store_read_from(FunctionOrigin(write)).read(7) == b"70,71,72,73,74,75,76,77,78,79,"
 
 
-def test_a_directory_has_a_file_for_each_shard(tmp_path: Path) -> None:
+def test_directory_origin_reads_one_file_per_shard(tmp_path: Path) -> None:
     (tmp_path / "part-0007.bin").write_bytes(b"bytes")
-    assert brought(DirectoryOrigin(tmp_path, "part-{shard_id:04}.bin")).read(7) == b"bytes"
+    assert store_read_from(DirectoryOrigin(tmp_path, "part-{shard_id:04}.bin")).read(7) == b"bytes"
 
 
-def test_a_shard_that_the_directory_has_not_is_named(tmp_path: Path) -> None:
+def test_shard_missing_in_the_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(ForgedError, match="shard 7") as raised:
-        brought(DirectoryOrigin(tmp_path))
+        store_read_from(DirectoryOrigin(tmp_path))
     assert raised.value.code == "shard_not_at_origin"
 
 
-def test_what_an_origin_raises_is_translated_and_nothing_is_left() -> None:
+def test_error_of_an_origin_becomes_origin_failed_and_leaves_nothing() -> None:
     def fail(shard: DataShard, file: BinaryIO) -> None:
         file.write(b"x")
         raise ConnectionResetError("gone")
 
     store = MemoryShardStore()
     with pytest.raises(Unavailable, match="gone") as raised:
-        bringing(FunctionOrigin(fail), store).run()
+        origin_read(FunctionOrigin(fail), store).run()
     assert raised.value.code == "origin_failed"
     assert not store.held()
     assert store.partial(7) is None
-    assert brought(FunctionOrigin(write)).holds(7)
+    assert store_read_from(FunctionOrigin(write)).holds(7)
 
 
 @pytest.mark.parametrize("raised", [asyncio.CancelledError(), SystemExit(3), GeneratorExit(), KeyboardInterrupt()])
-def test_what_would_cancel_or_end_others_is_the_origins_failure_too(raised: BaseException) -> None:
+def test_cancellation_or_exit_raised_by_an_origin_becomes_origin_failed(raised: BaseException) -> None:
     def fail(shard: DataShard, file: BinaryIO) -> None:
         raise raised
 
-    with pytest.raises(Unavailable, match=rf"shard 7: {type(raised).__name__}") as told:
-        brought(FunctionOrigin(fail))
-    assert told.value.code == "origin_failed"
+    with pytest.raises(Unavailable, match=rf"shard 7: {type(raised).__name__}") as error:
+        store_read_from(FunctionOrigin(fail))
+    assert error.value.code == "origin_failed"
 
 
-def test_large_writes_are_cut_slowed_down_and_told() -> None:
+def test_large_writes_are_split_throttled_and_counted() -> None:
     data = bytes(PIECE_BYTES * 2 + 5)
-    watched = Watched()
+    flow = CountingFlow()
 
     def write_at_once(shard: DataShard, file: BinaryIO) -> None:
         assert file.write(data) == len(data)
 
-    store = brought(FunctionOrigin(write_at_once), watched)
+    store = store_read_from(FunctionOrigin(write_at_once), flow)
     assert store.held()[7] == Stamp.of(data)
-    assert watched.counts == [PIECE_BYTES, PIECE_BYTES, 5]
-    assert watched.waits == [float(count) for count in watched.counts]
-    assert watched.began == [(0, None)]
+    assert flow.counts == [PIECE_BYTES, PIECE_BYTES, 5]
+    assert flow.waits == [float(count) for count in flow.counts]
+    assert flow.began == [(0, None)]
 
 
-def test_what_is_no_longer_wanted_stops_at_the_next_write() -> None:
+def test_stopped_transfer_ends_at_the_next_write() -> None:
     written: list[int] = []
 
     def endless(shard: DataShard, file: BinaryIO) -> None:
@@ -127,21 +127,21 @@ def test_what_is_no_longer_wanted_stops_at_the_next_write() -> None:
             file.write(b"x")
             written.append(1)
 
-    assert code_of(FunctionOrigin(endless), Watched(stop_after=5)) == "transfer_stopped"
+    assert code_of(FunctionOrigin(endless), CountingFlow(stop_after=5)) == "transfer_stopped"
     assert len(written) == 5
 
 
-def no_byte(shard: DataShard, file: BinaryIO) -> None:
+def write_nothing(shard: DataShard, file: BinaryIO) -> None:
     file.write(b"")
 
 
-def test_an_origin_that_writes_nothing_of_a_shard_with_samples_has_failed() -> None:
+def test_origin_that_writes_nothing_for_a_shard_with_samples_fails() -> None:
     store = MemoryShardStore()
     with pytest.raises(Unavailable, match="no byte of shard 7") as raised:
-        bringing(FunctionOrigin(no_byte), store).run()
+        origin_read(FunctionOrigin(write_nothing), store).run()
     assert raised.value.code == "origin_empty"
     assert not store.held()
 
 
-def test_a_shard_of_no_samples_may_have_no_bytes() -> None:
-    assert brought(FunctionOrigin(no_byte), one=DataShard(7, 70, 70)).held() == {7: Stamp.of(b"")}
+def test_shard_without_samples_may_be_empty() -> None:
+    assert store_read_from(FunctionOrigin(write_nothing), one=DataShard(7, 70, 70)).held() == {7: Stamp.of(b"")}

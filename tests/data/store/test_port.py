@@ -1,4 +1,4 @@
-"""The contract that every store of shards keeps."""
+"""The contract of all shard stores."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def code_of(action: Callable[[], object]) -> str:
 
 
 @pytest.mark.parametrize("shard", [True, False, 1.5, 1.0, "7", None, -1, SHARD_ID_MAX + 1, np.bool_(True)])
-def test_what_is_no_number_of_a_shard_is_refused_by_name(store: ShardStore, shard: Any) -> None:
+def test_invalid_shard_number_is_refused_with_its_value(store: ShardStore, shard: Any) -> None:
     with pytest.raises(RequestRefused) as raised:
         store.put(shard, [b"x"])
     assert raised.value.code == "shard_invalid"
@@ -46,21 +46,21 @@ def test_what_is_no_number_of_a_shard_is_refused_by_name(store: ShardStore, shar
     assert store.held() == {}
 
 
-def test_a_number_of_a_shard_may_be_numpys(store: ShardStore) -> None:
+def test_numpy_shard_number_is_accepted(store: ShardStore) -> None:
     store.put(cast("int", np.int64(7)), [DATA])
     assert store.held() == {7: STAMP}
     assert {type(shard) for shard in store.held()} == {int}
 
 
 @pytest.mark.parametrize("data", [b"", b"x", DATA])
-def test_what_was_put_is_held_with_the_stamp_of_its_bytes(store: ShardStore, data: bytes) -> None:
+def test_put_shard_is_held_with_the_stamp_of_its_bytes(store: ShardStore, data: bytes) -> None:
     assert store.put(7, [data[:3], data[3:]]) == Stamp.of(data)
     assert store.held() == {7: Stamp.of(data)}
     assert store.holds(7)
     assert read(store, 7) == data
 
 
-def test_what_arrives_is_held_when_it_was_committed_and_not_before(store: ShardStore) -> None:
+def test_received_shard_is_held_after_the_commit_and_not_before(store: ShardStore) -> None:
     with store.receive(7, STAMP) as arriving:
         arriving.write(DATA)
         assert not store.holds(7)
@@ -71,7 +71,7 @@ def test_what_arrives_is_held_when_it_was_committed_and_not_before(store: ShardS
 
 
 @pytest.mark.parametrize("data", [DATA[:-1], DATA + b"x", b"\1" + DATA[1:], b""])
-def test_what_is_not_what_its_stamp_says_is_dropped(store: ShardStore, data: bytes) -> None:
+def test_shard_that_differs_from_its_stamp_is_dropped(store: ShardStore, data: bytes) -> None:
     with store.receive(7, STAMP) as arriving:
         arriving.write(data)
         with pytest.raises(ShardCorrupt) as raised:
@@ -82,7 +82,7 @@ def test_what_is_not_what_its_stamp_says_is_dropped(store: ShardStore, data: byt
     assert store.partial(7) is None
 
 
-def test_an_interrupted_shard_goes_on_where_it_stopped(store: ShardStore) -> None:
+def test_interrupted_shard_resumes_at_its_offset(store: ShardStore) -> None:
     with store.receive(7, STAMP) as arriving:
         arriving.write(DATA[:1000])
     assert store.partial(7) == PartialShard(STAMP, 1000)
@@ -93,7 +93,7 @@ def test_an_interrupted_shard_goes_on_where_it_stopped(store: ShardStore) -> Non
     assert read(store, 7) == DATA
 
 
-def test_nobody_is_blamed_when_what_was_there_before_may_have_been_wrong(store: ShardStore) -> None:
+def test_corrupt_resumed_shard_is_reported_as_not_whole(store: ShardStore) -> None:
     with store.receive(7, STAMP) as arriving:
         arriving.write(b"x" * 1000)
     with store.receive(7, STAMP, 1000) as arriving:
@@ -104,7 +104,7 @@ def test_nobody_is_blamed_when_what_was_there_before_may_have_been_wrong(store: 
     assert store.partial(7) is None
 
 
-def test_another_stamp_begins_anew(store: ShardStore) -> None:
+def test_receive_with_another_stamp_starts_over(store: ShardStore) -> None:
     with store.receive(7, STAMP) as arriving:
         arriving.write(DATA[:1000])
     other = Stamp.of(b"other")
@@ -113,14 +113,14 @@ def test_another_stamp_begins_anew(store: ShardStore) -> None:
     assert store.partial(7) == PartialShard(other, 3)
 
 
-def test_what_has_no_stamp_leaves_nothing_when_it_is_interrupted(store: ShardStore) -> None:
+def test_interrupted_shard_without_a_stamp_leaves_nothing(store: ShardStore) -> None:
     with store.receive(7, None) as arriving:
         arriving.write(DATA)
     assert store.partial(7) is None
     assert not store.held()
 
 
-def test_what_cannot_be_put_whole_leaves_nothing(store: ShardStore) -> None:
+def test_failed_put_leaves_nothing(store: ShardStore) -> None:
     def pieces() -> object:
         yield DATA
         raise ZeroDivisionError
@@ -132,7 +132,7 @@ def test_what_cannot_be_put_whole_leaves_nothing(store: ShardStore) -> None:
     store.put(7, [DATA])
 
 
-def test_a_shard_is_written_by_one_at_a_time_and_not_when_it_is_held(store: ShardStore) -> None:
+def test_second_writer_and_held_shard_are_refused(store: ShardStore) -> None:
     with store.receive(7, STAMP):
         assert code_of(lambda: store.receive(7, STAMP)) == "shard_arriving"
         assert code_of(lambda: store.drop(7)) == "shard_arriving"
@@ -142,8 +142,8 @@ def test_a_shard_is_written_by_one_at_a_time_and_not_when_it_is_held(store: Shar
 
 @pytest.mark.parametrize("stamp", [None, STAMP])
 @pytest.mark.parametrize("end", ["close", "drop"])
-def test_who_has_closed_a_shard_touches_it_no_more(store: ShardStore, end: str, stamp: Stamp | None) -> None:
-    """As for a thread that hung while another writer took over the shard."""
+def test_closed_writer_cannot_touch_the_shard(store: ShardStore, end: str, stamp: Stamp | None) -> None:
+    """A thread may hang while another writer takes over the shard."""
     older = store.receive(7, stamp)
     older.write(DATA[:100])
     getattr(older, end)()
@@ -160,7 +160,7 @@ def test_who_has_closed_a_shard_touches_it_no_more(store: ShardStore, end: str, 
     assert read(store, 7) == DATA
 
 
-def test_a_dropped_shard_is_gone_and_who_reads_it_finishes(store: ShardStore) -> None:
+def test_dropped_shard_is_gone_and_open_readers_finish(store: ShardStore) -> None:
     store.put(7, [DATA])
     with store.receive(8, STAMP) as arriving:
         arriving.write(b"x")
@@ -176,19 +176,19 @@ def test_a_dropped_shard_is_gone_and_who_reads_it_finishes(store: ShardStore) ->
 
 
 @pytest.mark.parametrize("shard", [-1, SHARD_ID_MAX + 1])
-def test_numbers_that_are_no_shards_are_refused(store: ShardStore, shard: int) -> None:
+def test_shard_numbers_out_of_range_are_refused(store: ShardStore, shard: int) -> None:
     assert code_of(lambda: store.receive(shard, STAMP)) == "shard_invalid"
     with pytest.raises(RequestRefused):
         store.open(shard)
 
 
-def test_held_is_what_it_was_when_it_was_asked(store: ShardStore) -> None:
+def test_held_is_a_snapshot(store: ShardStore) -> None:
     store.put(1, [b"1"])
     before = store.held()
     store.put(2, [b"2"])
     assert set(before) == {1}
 
 
-def test_errors_survive_the_way_between_processes() -> None:
+def test_errors_are_picklable() -> None:
     error = pickle.loads(pickle.dumps(ShardCorrupt(3, is_whole=True)))
     assert (error.shard, error.is_whole, error.code) == (3, True, "shard_corrupt")

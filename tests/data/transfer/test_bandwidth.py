@@ -16,7 +16,7 @@ RATE = 100 * RATE_BYTES_MIN
     st.lists(st.tuples(st.integers(0, RATE), st.floats(0, 2)), max_size=30),
     st.floats(0, 1e6),
 )
-def test_no_more_passes_than_the_rate_and_one_burst(wishes: list[tuple[int, float]], began: float) -> None:
+def test_bytes_never_exceed_the_rate_plus_one_burst(wishes: list[tuple[int, float]], began: float) -> None:
     throttle = Throttle(RATE)
     now, passed = began, 0
     for count, idle_s in wishes:
@@ -26,17 +26,17 @@ def test_no_more_passes_than_the_rate_and_one_burst(wishes: list[tuple[int, floa
         assert passed <= RATE * (now - began + BURST_S) * (1 + 1e-6) + 1
 
 
-def test_whoever_comes_later_waits_longer() -> None:
+def test_later_callers_wait_longer() -> None:
     throttle = Throttle(RATE)
     throttle.take(int(RATE * BURST_S), 0.0)
     assert [round(throttle.take(RATE, 0.0), 6) for _ in range(3)] == [1.0, 2.0, 3.0]
 
 
-def test_without_a_rate_nobody_waits() -> None:
+def test_limiter_without_a_rate_never_delays() -> None:
     assert Throttle(None).take(1 << 60, 0.0) == 0.0
 
 
-def test_a_clock_that_two_threads_read_in_another_order_gives_nothing_away() -> None:
+def test_clock_values_out_of_order_grant_no_extra_bytes() -> None:
     throttle = Throttle(RATE)
     throttle.take(int(RATE * BURST_S), 10.0)
     first = throttle.take(RATE, 9.0)
@@ -44,7 +44,7 @@ def test_a_clock_that_two_threads_read_in_another_order_gives_nothing_away() -> 
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, RATE_BYTES_MIN - 1, math.inf, math.nan])
-def test_a_rate_that_is_none_is_the_operators(rate: float) -> None:
+def test_invalid_rate_is_refused(rate: float) -> None:
     with pytest.raises(ConfigError):
         Throttle(rate)
 
@@ -62,7 +62,7 @@ def test_rate_is_bytes_over_time() -> None:
     assert bandwidth.bytes_per_s == 100.0
 
 
-def test_old_transfers_fade() -> None:
+def test_older_transfers_weigh_less() -> None:
     bandwidth = Bandwidth()
     bandwidth.observe(1000, 1.0)
     for _ in range(20):

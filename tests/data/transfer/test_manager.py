@@ -61,13 +61,13 @@ from tests.data.transfer_cluster import (
 from tests.worker.meshes import PATIENCE_S, until
 
 SIZE = 300_000
-ENDS = 3000
-"""Where the bytes of a first shard certainly have begun on a connection, and the handshake is over."""
+HANDSHAKE_BYTES_MAX = 3000
+"""An offset in a connection behind the handshake, inside the bytes of the first shard."""
 
 CARRIERS: list[Callable[[], BulkTransport]] = [SocketBulkTransport, LoopBulkTransport]
 
 
-class Standing(SystemClock):
+class AdvancedClock(SystemClock):
     """A clock that the test advances."""
 
     def __init__(self) -> None:
@@ -118,11 +118,11 @@ async def code_of(action: Any) -> str:
     return raised.value.code
 
 
-# What comes through.
+# Transfers that succeed.
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
-async def test_a_plan_moves_every_shard_that_is_for_this_worker(
+async def test_plan_moves_every_shard_assigned_to_the_worker(
     carrier: Callable[[], BulkTransport], tmp_path: Path
 ) -> None:
     async with open_cluster(3, directories(tmp_path), carrier=carrier()) as cluster:
@@ -138,7 +138,7 @@ async def test_a_plan_moves_every_shard_that_is_for_this_worker(
         assert all(bytes_of(cluster.store, number) == content_of(number, SIZE) for number in range(5))
 
 
-async def test_transfers_of_others_are_abandoned_to_them() -> None:
+async def test_plan_moves_no_shards_of_other_destinations() -> None:
     async with open_cluster(3) as cluster:
         put(cluster.stores[2], 0, 1)
         redistributor = DataRedistributor(ElasticTrainingConfig())
@@ -161,14 +161,14 @@ async def test_transfers_of_others_are_abandoned_to_them() -> None:
         ({"max_concurrent_transfers": 3, "use_parallel_data_transfer": False}, 1),
     ],
 )
-async def test_as_many_shards_move_at_once_as_may(options: dict[str, Any], expected: int) -> None:
+async def test_concurrent_transfers_reach_the_configured_maximum(options: dict[str, Any], expected: int) -> None:
     most: list[int] = []
 
     def watch(progress: TransferProgress) -> None:
         most.append(len(progress.in_transit))
 
     gate = threading.Event()
-    stores = [MemoryShardStore(), SlowStore(gate)]
+    stores = [MemoryShardStore(), GatedStore(gate)]
     async with open_cluster(2, lambda number: stores[number]) as cluster:
         put(cluster.stores[1], *range(6))
         manager = cluster.manager(observer=Observer(progress=watch), progress_interval_s=0.001, **options)
@@ -179,8 +179,8 @@ async def test_as_many_shards_move_at_once_as_may(options: dict[str, Any], expec
     assert max(most) == expected
 
 
-class SlowStore(MemoryShardStore):
-    """Gives nothing before it may."""
+class GatedStore(MemoryShardStore):
+    """Blocks each open until the gate is set."""
 
     def __init__(self, gate: threading.Event) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class SlowStore(MemoryShardStore):
         return super().open(shard)
 
 
-async def test_shards_move_in_the_order_of_their_priority_over_one_connection() -> None:
+async def test_sequential_transfers_use_one_connection_in_priority_order() -> None:
     async with open_cluster(2) as cluster:
         put(cluster.stores[1], *range(20), size=10)
         before = cluster.meshes[1].counts.accepted
@@ -202,7 +202,7 @@ async def test_shards_move_in_the_order_of_their_priority_over_one_connection() 
 
 
 @pytest.mark.parametrize("size", [0, 1])
-async def test_shards_of_almost_nothing_move_too(size: int, tmp_path: Path) -> None:
+async def test_shards_of_zero_and_one_bytes_are_moved(size: int, tmp_path: Path) -> None:
     async with open_cluster(2, directories(tmp_path)) as cluster:
         put(cluster.stores[1], 0, size=size)
         moved = await cluster.move(cluster.manager(), 0, 1)
@@ -219,7 +219,7 @@ async def test_ten_thousand_small_shards_move() -> None:
         assert cluster.store.held() == cluster.stores[1].held()
 
 
-async def test_what_is_held_already_is_not_moved() -> None:
+async def test_shard_already_held_is_kept() -> None:
     async with open_cluster(2) as cluster:
         put(cluster.stores[1], 0, 1)
         put(cluster.store, 1)
@@ -230,7 +230,7 @@ async def test_what_is_held_already_is_not_moved() -> None:
         assert await cluster.move(manager, 1, 1) is None
 
 
-async def test_what_belongs_to_no_worker_moves_nothing_and_says_what_to_do() -> None:
+async def test_unbound_manager_is_refused_with_a_fix() -> None:
     async with open_cluster(2) as cluster:
         manager = DataTransferManager(max_concurrent_transfers=4)
         plan = plan_for(cluster, 2, {1: [0, 1]}, {})
@@ -244,7 +244,7 @@ async def test_what_belongs_to_no_worker_moves_nothing_and_says_what_to_do() -> 
             assert "ElasticWorker.transfers" in error.value.fix
 
 
-async def test_what_is_bound_to_a_worker_moves_shards_to_it() -> None:
+async def test_bound_manager_moves_shards_to_its_worker() -> None:
     async with open_cluster(2) as cluster:
         put(cluster.stores[1], 0, 1)
         manager = DataTransferManager(max_concurrent_transfers=4)
@@ -256,14 +256,14 @@ async def test_what_is_bound_to_a_worker_moves_shards_to_it() -> None:
         assert error.value.code == "manager_bound"
 
 
-async def test_an_empty_plan_is_done_at_once() -> None:
+async def test_empty_plan_completes_at_once() -> None:
     async with open_cluster(2) as cluster:
         report = await cluster.manager().execute_plan(plan_for(cluster, 0, {}, {}))
         assert report.is_complete
         assert report.moved == ()
 
 
-async def test_progress_ends_with_everything_and_never_goes_back() -> None:
+async def test_progress_is_monotonic_and_ends_complete() -> None:
     seen: list[TransferProgress] = []
     async with open_cluster(2) as cluster:
         put(cluster.stores[1], *range(5))
@@ -275,7 +275,7 @@ async def test_progress_ends_with_everything_and_never_goes_back() -> None:
     assert seen[-1].in_transit == ()
 
 
-async def test_what_was_measured_becomes_the_pace_of_plans() -> None:
+async def test_measured_bandwidth_becomes_the_pace_of_plans() -> None:
     async with open_cluster(2) as cluster:
         put(cluster.stores[1], 0)
         manager = cluster.manager()
@@ -287,7 +287,7 @@ async def test_what_was_measured_becomes_the_pace_of_plans() -> None:
         assert (pace.bytes_per_sample, pace.now) == (100.0, 5.0)
 
 
-async def test_a_rate_limit_lets_all_of_it_through() -> None:
+async def test_rate_limited_plan_completes() -> None:
     async with open_cluster(2) as cluster:
         put(cluster.stores[1], 0, 1)
         manager = cluster.manager(rate_bytes_per_s=50 * RATE_BYTES_MIN)
@@ -295,13 +295,13 @@ async def test_a_rate_limit_lets_all_of_it_through() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 65, 2.5, True, "x", None])
-async def test_so_many_at_once_are_the_operators_mistake(count: object) -> None:
+async def test_invalid_max_concurrent_transfers_is_refused(count: object) -> None:
     async with open_cluster(1) as cluster:
         with pytest.raises(ConfigError, match=r"max_concurrent_transfers must be a whole number from 1 to 64, got "):
             cluster.manager(max_concurrent_transfers=count)
 
 
-async def test_no_descriptor_is_abandoned_behind(tmp_path: Path) -> None:
+async def test_transfers_leak_no_descriptors(tmp_path: Path) -> None:
     async with open_cluster(3, directories(tmp_path)) as cluster:
         put(cluster.stores[1], 0, 1, 2)
         manager = cluster.manager()
@@ -319,7 +319,7 @@ async def test_no_descriptor_is_abandoned_behind(tmp_path: Path) -> None:
 # Sources that fail.
 
 
-async def test_a_shard_that_the_owner_has_not_comes_from_a_copy() -> None:
+async def test_shard_missing_at_its_owner_comes_from_a_copy() -> None:
     async with open_cluster(3) as cluster:
         put(cluster.stores[2], 0)
         report = await cluster.manager().execute_plan(plan_for(cluster, 1, {1: [0]}, {2: [0]}))
@@ -327,7 +327,7 @@ async def test_a_shard_that_the_owner_has_not_comes_from_a_copy() -> None:
         assert report.bad_copies == ()
 
 
-async def test_a_shard_that_no_worker_has_comes_from_its_origin() -> None:
+async def test_shard_that_no_worker_holds_comes_from_the_origin() -> None:
     def write(one: DataShard, file: BinaryIO) -> None:
         file.write(content_of(one.shard_id, SIZE))
 
@@ -338,7 +338,7 @@ async def test_a_shard_that_no_worker_has_comes_from_its_origin() -> None:
         assert bytes_of(cluster.store, 0) == content_of(0, SIZE)
 
 
-async def test_a_shard_that_is_nowhere_is_named_with_all_that_was_tried() -> None:
+async def test_missing_shard_is_reported_with_all_tried_sources() -> None:
     async with open_cluster(3) as cluster:
         put(cluster.stores[1], 1)
         report = await cluster.manager().execute_plan(plan_for(cluster, 2, {1: [0, 1]}, {2: [0]}))
@@ -350,7 +350,7 @@ async def test_a_shard_that_is_nowhere_is_named_with_all_that_was_tried() -> Non
             report.require_complete()
 
 
-async def test_a_dead_source_is_abandoned_for_a_copy() -> None:
+async def test_shard_of_a_dead_source_comes_from_a_copy() -> None:
     async with open_cluster(2) as cluster:
         put(cluster.stores[1], 0, 1)
         dead = WorkerId("w9", "127.0.0.1", 1)
@@ -360,7 +360,7 @@ async def test_a_dead_source_is_abandoned_for_a_copy() -> None:
             await cluster.move(manager, 7, dead)
 
 
-async def test_who_holds_no_store_gives_nothing() -> None:
+async def test_worker_without_a_store_refuses_shards() -> None:
     async with open_cluster(2) as cluster:
         cluster.meshes[1].serve_shards(None)
         with pytest.raises(Unavailable, match=r"shard 0 .*it is not held"):
@@ -368,104 +368,104 @@ async def test_who_holds_no_store_gives_nothing() -> None:
 
 
 @pytest.mark.parametrize("percent", range(101))
-async def test_a_source_that_breaks_off_is_gone_on_with_where_it_stopped(percent: int, tmp_path: Path) -> None:
-    """Also when no other connection to it ever comes about: then a copy gives the rest."""
+async def test_interrupted_transfer_resumes_at_its_offset(percent: int, tmp_path: Path) -> None:
+    """A copy sends the rest when the source accepts no further connection."""
     async with open_cluster(3, directories(tmp_path)) as cluster:
         put(cluster.stores[1], 0)
         put(cluster.stores[2], 0)
         proxy = TamperingProxy(cluster.workers[1])
-        cut_at = ENDS + percent * SIZE // 100
+        cut_at = HANDSHAKE_BYTES_MAX + percent * SIZE // 100
 
         def cut_for_good(at: int, data: bytes) -> bytes:
             return b"" if len(proxy.passed) > 1 else cut_after(cut_at)(at, data)
 
         proxy.tamper = cut_for_good
-        async with proxy.open() as seeming:
-            moved = await cluster.move(cluster.manager(), 0, seeming, 2)
+        async with proxy.open() as proxied:
+            moved = await cluster.move(cluster.manager(), 0, proxied, 2)
         assert moved is not None
-        came_through = proxy.passed[0]
-        if moved.source == seeming:
-            assert came_through > SIZE
+        passed_bytes = proxy.passed[0]
+        if moved.source == proxied:
+            assert passed_bytes > SIZE
         else:
             assert moved.resumed_from > 0
-            assert came_through - ENDS < moved.resumed_from <= came_through
+            assert passed_bytes - HANDSHAKE_BYTES_MAX < moved.resumed_from <= passed_bytes
         assert bytes_of(cluster.store, 0) == content_of(0, SIZE)
 
 
-async def test_a_connection_that_always_breaks_and_always_gains_gets_there() -> None:
+async def test_transfer_that_progresses_on_each_broken_connection_completes() -> None:
     async with open_cluster(2) as cluster:
         put(cluster.stores[1], 0)
         proxy = TamperingProxy(cluster.workers[1])
         proxy.tamper = cut_after(SIZE // 8)
-        async with proxy.open() as seeming:
-            moved = await cluster.move(cluster.manager(), 0, seeming)
+        async with proxy.open() as proxied:
+            moved = await cluster.move(cluster.manager(), 0, proxied)
         assert moved is not None
         assert len(proxy.passed) > 8
-        assert sum(proxy.passed) < SIZE + len(proxy.passed) * ENDS
+        assert sum(proxy.passed) < SIZE + len(proxy.passed) * HANDSHAKE_BYTES_MAX
         assert bytes_of(cluster.store, 0) == content_of(0, SIZE)
 
 
-@pytest.mark.parametrize("at_byte", [ENDS, SIZE // 2, SIZE])
-async def test_a_byte_that_changes_on_its_way_is_found_and_another_source_taken(at_byte: int) -> None:
+@pytest.mark.parametrize("at_byte", [HANDSHAKE_BYTES_MAX, SIZE // 2, SIZE])
+async def test_byte_flipped_in_transit_is_detected_and_another_source_is_used(at_byte: int) -> None:
     bad: list[BadCopy] = []
     async with open_cluster(3) as cluster:
         put(cluster.stores[1], 0)
         put(cluster.stores[2], 0)
         proxy = TamperingProxy(cluster.workers[1])
         proxy.tamper = flip_once(at_byte)
-        async with proxy.open() as seeming:
-            moved = await cluster.move(cluster.manager(observer=Observer(bad_copy=bad.append)), 0, seeming, 2)
+        async with proxy.open() as proxied:
+            moved = await cluster.move(cluster.manager(observer=Observer(bad_copy=bad.append)), 0, proxied, 2)
         assert moved is not None
         assert (moved.source, moved.resumed_from) == (cluster.workers[2], 0)
-        assert [(one.shard_id, one.source, one.code) for one in bad] == [(0, seeming, "shard_corrupt")]
+        assert [(one.shard_id, one.source, one.code) for one in bad] == [(0, proxied, "shard_corrupt")]
         assert bytes_of(cluster.store, 0) == content_of(0, SIZE)
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shortens the wait for announced bytes that never come."""
     monkeypatch.setattr(movers, "STALL_TIMEOUT_S", 0.3)
     monkeypatch.setattr(shard_protocol, "TURN_TIMEOUT_S", 0.3)
     monkeypatch.setattr(shards, "ANSWER_TIMEOUT_S", 0.3)
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_timeouts")
 @pytest.mark.parametrize("step", range(8))
-async def test_a_byte_that_changes_anywhere_does_no_harm_though_there_is_one_source_only(step: int) -> None:
+async def test_byte_flipped_anywhere_never_stores_a_wrong_shard(step: int) -> None:
     size = 500
     limits = replace(PEER_LIMITS, hello_timeout_s=0.3)
     async with open_cluster(2, limits=limits) as cluster:
         put(cluster.stores[1], 0, size=size)
         proxy = TamperingProxy(cluster.workers[1])
-        async with proxy.open() as seeming:
-            await cluster.move(cluster.manager(), 0, seeming)
+        async with proxy.open() as proxied:
+            await cluster.move(cluster.manager(), 0, proxied)
             total = proxy.passed[0]
             for at_byte in range(step, total, 8):
                 cluster.store.drop(0)
                 proxy.tamper = flip_once(at_byte)
-                # A changed proof or refusal may be a refusal; what is never said is that a wrong shard is here.
+                # A changed proof or refusal may be a refusal; but a wrong shard is never held.
                 with suppress(Unavailable):
-                    await cluster.move(cluster.manager(), 0, seeming)
+                    await cluster.move(cluster.manager(), 0, proxied)
                 assert not cluster.store.holds(0) or bytes_of(cluster.store, 0) == content_of(0, size)
 
 
-async def test_a_copy_that_is_wrong_on_the_disk_of_its_source_is_found_and_reported(tmp_path: Path) -> None:
+async def test_copy_corrupt_on_its_source_disk_is_reported(tmp_path: Path) -> None:
     bad: list[BadCopy] = []
     async with open_cluster(3, directories(tmp_path)) as cluster:
         put(cluster.stores[1], 0)
         put(cluster.stores[2], 0)
-        rotten = cluster.stores[1]
-        assert isinstance(rotten, DirectoryShardStore)
-        with rotten.path_of(0).open("r+b") as file:
+        damaged_store = cluster.stores[1]
+        assert isinstance(damaged_store, DirectoryShardStore)
+        with damaged_store.path_of(0).open("r+b") as file:
             file.seek(SIZE // 2)
-            file.write(b"rotten")
+            file.write(b"damaged_store")
         moved = await cluster.move(cluster.manager(observer=Observer(bad_copy=bad.append)), 0, 1, 2)
         assert moved is not None
         assert moved.source == cluster.workers[2]
         assert [(one.shard_id, one.source, one.code) for one in bad] == [(0, cluster.workers[1], "shard_corrupt")]
 
 
-async def test_when_both_copies_are_wrong_the_shard_is_named_and_nothing_is_held() -> None:
+async def test_shard_with_two_corrupt_copies_is_missing_and_nothing_is_held() -> None:
     async with open_cluster(3) as cluster:
         for store in cluster.stores[1:]:
             put(store, 0)
@@ -478,7 +478,7 @@ async def test_when_both_copies_are_wrong_the_shard_is_named_and_nothing_is_held
         assert cluster.store.partial(0) is None
 
 
-async def test_a_truncated_copy_is_reported_and_another_taken(tmp_path: Path) -> None:
+async def test_truncated_copy_is_reported_and_another_source_is_used(tmp_path: Path) -> None:
     bad: list[BadCopy] = []
     async with open_cluster(3, directories(tmp_path)) as cluster:
         put(cluster.stores[1], 0)
@@ -493,16 +493,16 @@ async def test_a_truncated_copy_is_reported_and_another_taken(tmp_path: Path) ->
         assert not short.holds(0)
 
 
-class MeddledStore(DirectoryShardStore):
+class TamperedStore(DirectoryShardStore):
     """Calls a function with the file when it is opened."""
 
     def __init__(self, path: Path, tamper: Callable[[Path], None]) -> None:
         super().__init__(path)
-        self._meddle = tamper
+        self._tamper = tamper
 
     def open(self, shard: int) -> Any:
         opened = super().open(shard)
-        self._meddle(self.path_of(shard))
+        self._tamper(self.path_of(shard))
         return opened
 
 
@@ -514,11 +514,11 @@ def rewrite(path: Path) -> None:
 @pytest.mark.parametrize(
     ("tamper", "codes"), [(rewrite, {"shard_changed"}), (lambda path: os.truncate(path, SIZE // 2), {"shard_damaged"})]
 )
-async def test_a_file_that_changes_while_it_is_sent_does_not_count(
+async def test_file_changed_while_sent_is_rejected(
     tamper: Callable[[Path], None], codes: set[str], tmp_path: Path
 ) -> None:
     bad: list[BadCopy] = []
-    stores = [MemoryShardStore(), MeddledStore(tmp_path, tamper), MemoryShardStore()]
+    stores = [MemoryShardStore(), TamperedStore(tmp_path, tamper), MemoryShardStore()]
     async with open_cluster(3, lambda number: stores[number]) as cluster:
         put(cluster.stores[1], 0)
         put(cluster.stores[2], 0)
@@ -529,7 +529,7 @@ async def test_a_file_that_changes_while_it_is_sent_does_not_count(
         assert bytes_of(cluster.store, 0) == content_of(0, SIZE)
 
 
-async def test_a_resumed_shard_whose_beginning_was_wrong_is_fetched_anew_and_nobody_blamed() -> None:
+async def test_resumed_shard_with_a_wrong_prefix_is_refetched_without_a_bad_copy_report() -> None:
     bad: list[BadCopy] = []
     async with open_cluster(2) as cluster:
         put(cluster.stores[1], 0)
@@ -542,7 +542,7 @@ async def test_a_resumed_shard_whose_beginning_was_wrong_is_fetched_anew_and_nob
         assert bytes_of(cluster.store, 0) == content_of(0, SIZE)
 
 
-async def test_what_was_begun_of_another_content_is_not_gone_on_with() -> None:
+async def test_partial_shard_of_other_content_is_not_resumed() -> None:
     async with open_cluster(2) as cluster:
         put(cluster.stores[1], 0)
         with cluster.store.receive(0, Stamp.of(b"other")) as arriving:
@@ -555,7 +555,7 @@ async def test_what_was_begun_of_another_content_is_not_gone_on_with() -> None:
 # This worker fails.
 
 
-async def test_a_full_disk_is_no_sources_fault_and_the_rest_finds_room() -> None:
+async def test_full_disk_blames_no_source_and_smaller_shards_arrive() -> None:
     stores = [MemoryShardStore(bytes_max=SIZE + 100), MemoryShardStore()]
     async with open_cluster(2, lambda number: stores[number]) as cluster:
         put(cluster.stores[1], 0, size=SIZE + 101)
@@ -569,7 +569,7 @@ async def test_a_full_disk_is_no_sources_fault_and_the_rest_finds_room() -> None
         assert report.bad_copies == ()
 
 
-async def test_a_disk_that_is_full_in_the_middle_is_told_and_what_fits_arrives(small_disk: Path) -> None:
+async def test_disk_full_during_a_transfer_is_reported_and_smaller_shards_arrive(small_disk: Path) -> None:
     stores = [DirectoryShardStore(small_disk), MemoryShardStore()]
     async with open_cluster(2, lambda number: stores[number]) as cluster:
         put(cluster.stores[1], 0, size=2 << 20)
@@ -580,7 +580,7 @@ async def test_a_disk_that_is_full_in_the_middle_is_told_and_what_fits_arrives(s
     assert len(list(small_disk.iterdir())) == 2  # noqa: ASYNC240
 
 
-async def test_what_a_store_of_somebody_else_raises_is_told_and_ends_nothing_else() -> None:
+async def test_error_of_a_custom_store_is_reported_and_other_shards_move() -> None:
     class Strange(MemoryShardStore):
         def receive(self, shard: int, stamp: Stamp | None, offset: int = 0) -> ArrivingShard:
             if shard == 0:
@@ -599,31 +599,31 @@ AWAY = StoreFailed("shard_store_failed", "the disk is away for a moment", "see t
 LOST = Unavailable("peer_lost", "it is gone", "ask again")
 
 
-class Unsteady(MemoryShardStore):
+class FailingQueryStore(MemoryShardStore):
     """A store whose queries fail some times, and that records the calling threads."""
 
     def __init__(self, trouble: Exception | None = None, *, times: int = 0, of: str = "partial") -> None:
         super().__init__()
         self.trouble, self.times, self.of = trouble, times, of
-        self.asked_in: set[int] = set()
+        self.querying_threads: set[int] = set()
 
     def partial(self, shard: int) -> PartialShard | None:
-        self._be_asked("partial")
+        self._record_query("partial")
         return super().partial(shard)
 
     def holds(self, shard: int) -> bool:
-        self._be_asked("holds")
+        self._record_query("holds")
         return super().holds(shard)
 
-    def _be_asked(self, what: str) -> None:
-        self.asked_in.add(threading.get_ident())
+    def _record_query(self, what: str) -> None:
+        self.querying_threads.add(threading.get_ident())
         if self.trouble is not None and what == self.of and self.times:
             self.times -= 1
             raise self.trouble
 
 
-class BreakingOff:
-    """A source that gives some of a shard so many times, and then the whole of it."""
+class InterruptedSource:
+    """A source that fails after some bytes of a shard `times` times, and then sends all of it."""
 
     def __init__(self, times: int = 1, error: Exception = LOST) -> None:
         self.times, self.error = times, error
@@ -655,44 +655,44 @@ FROM_B = Wanted(shard(0), 0, (WorkerId("b", "h", 2),))
 
 @pytest.mark.parametrize("of", ["partial", "holds"])
 @pytest.mark.parametrize("trouble", [AWAY, ZeroDivisionError("strange")], ids=["refused", "strange"])
-async def test_a_store_that_cannot_say_for_a_moment_what_it_has_is_asked_again(trouble: Exception, of: str) -> None:
-    source, store = BreakingOff(), Unsteady(trouble, times=2, of=of)
+async def test_store_query_that_fails_temporarily_is_retried(trouble: Exception, of: str) -> None:
+    source, store = InterruptedSource(), FailingQueryStore(trouble, times=2, of=of)
     report = await source.manager(store).execute([FROM_B])
     assert report.is_complete
     assert bytes_of(store, 0) == content_of(0, SIZE)
 
 
 @pytest.mark.parametrize("of", ["partial", "holds"])
-async def test_a_store_that_never_says_what_it_has_is_our_own_fault(of: str) -> None:
-    source, store = BreakingOff(1_000), Unsteady(AWAY, times=1_000, of=of)
+async def test_store_query_that_always_fails_is_the_workers_own_fault(of: str) -> None:
+    source, store = InterruptedSource(1_000), FailingQueryStore(AWAY, times=1_000, of=of)
     (missing,) = (await source.manager(store).execute([FROM_B])).missing
     assert missing.is_own_fault
     assert "the disk is away" in missing.reason
 
 
-async def test_a_bad_copy_is_told_of_though_the_store_cannot_say_what_it_has() -> None:
-    source, store = BreakingOff(1, ShardCorrupt(0, is_whole=True)), Unsteady(AWAY, times=2, of="holds")
-    told: list[BadCopy] = []
-    report = await source.manager(store, observer=Observer(bad_copy=told.append)).execute([FROM_B])
-    assert (report.is_complete, [copy.shard_id for copy in told]) == (True, [0])
+async def test_bad_copy_is_reported_while_store_queries_fail() -> None:
+    source, store = InterruptedSource(1, ShardCorrupt(0, is_whole=True)), FailingQueryStore(AWAY, times=2, of="holds")
+    reported: list[BadCopy] = []
+    report = await source.manager(store, observer=Observer(bad_copy=reported.append)).execute([FROM_B])
+    assert (report.is_complete, [copy.shard_id for copy in reported]) == (True, [0])
 
 
-async def test_what_is_held_is_kept_though_the_store_could_not_say_so_at_first() -> None:
-    source, store = BreakingOff(), Unsteady(AWAY, times=1, of="holds")
+async def test_held_shard_is_kept_after_a_failed_store_query() -> None:
+    source, store = InterruptedSource(), FailingQueryStore(AWAY, times=1, of="holds")
     put(store, 0)
     report = await source.manager(store).execute([FROM_B])
     assert (report.kept, report.moved) == ((0,), ())
 
 
 @pytest.mark.parametrize("uses_threads", [True, False])
-async def test_the_event_loop_does_not_wait_for_the_store_where_there_are_threads(uses_threads: bool) -> None:
-    source, store = BreakingOff(), Unsteady()
+async def test_store_is_queried_outside_the_event_loop_thread_when_threads_are_used(uses_threads: bool) -> None:
+    source, store = InterruptedSource(), FailingQueryStore()
     assert (await source.manager(store, uses_threads=uses_threads).execute([FROM_B])).is_complete
-    assert (threading.get_ident() in store.asked_in) != uses_threads
+    assert (threading.get_ident() in store.querying_threads) != uses_threads
 
 
 @pytest.mark.parametrize("raised", [asyncio.CancelledError(), SystemExit(3)])
-async def test_an_origin_that_cancels_or_exits_has_given_nothing_and_ends_nothing(raised: BaseException) -> None:
+async def test_origin_that_raises_cancellation_or_exit_fails_only_its_shard(raised: BaseException) -> None:
     def write(one: DataShard, file: BinaryIO) -> None:
         if one.shard_id == 0:
             raise raised
@@ -707,7 +707,7 @@ async def test_an_origin_that_cancels_or_exits_has_given_nothing_and_ends_nothin
         assert type(raised).__name__ in report.missing[0].reason
 
 
-async def test_a_store_that_cancels_its_own_work_under_an_origin_is_our_own_fault() -> None:
+async def test_store_that_raises_cancellation_is_the_workers_own_fault() -> None:
     class Strange(MemoryShardStore):
         def receive(self, shard: int, stamp: Stamp | None, offset: int = 0) -> ArrivingShard:
             raise asyncio.CancelledError
@@ -720,7 +720,7 @@ async def test_a_store_that_cancels_its_own_work_under_an_origin_is_our_own_faul
         assert "cannot be stored: CancelledError" in report.missing[0].reason
 
 
-async def test_there_is_no_report_when_something_within_seems_to_be_cancelled() -> None:
+async def test_cancellation_raised_by_a_source_is_no_report() -> None:
     async def connect(worker: WorkerId) -> Connection:
         raise asyncio.CancelledError
 
@@ -734,11 +734,11 @@ async def test_there_is_no_report_when_something_within_seems_to_be_cancelled() 
 
 
 def plan_through(cluster: TransferCluster, proxy: TamperingProxy) -> DataRedistributionPlan:
-    """One shard, which will stand still in the proxy."""
+    """A plan for one shard that the proxy holds back."""
     proxy.hold_at = SIZE // 2
-    seeming = proxy.worker
+    proxied = proxy.worker
     return DataRedistributor(ElasticTrainingConfig()).calculate_plan(
-        ClusterTopology((seeming,)), ClusterTopology((cluster.fetcher,)), 1, shards=1, leaving=[seeming]
+        ClusterTopology((proxied,)), ClusterTopology((cluster.fetcher,)), 1, shards=1, leaving=[proxied]
     )
 
 
@@ -758,7 +758,7 @@ async def half_way() -> AsyncIterator[
             proxy.gate.set()
 
 
-async def test_a_newer_plan_ends_the_older_one_and_what_has_arrived_is_kept() -> None:
+async def test_newer_plan_ends_the_older_one_and_keeps_received_bytes() -> None:
     async with half_way() as (cluster, _, manager, moving):
         store: Any = cluster.store
         await until(lambda: store.partial(0) is not None or bool(store._arriving))
@@ -770,7 +770,7 @@ async def test_a_newer_plan_ends_the_older_one_and_what_has_arrived_is_kept() ->
         await until(lambda: len(cluster.meshes[0].descriptors()) == 1)
 
 
-async def test_a_plan_that_is_cancelled_holds_nothing_open_and_keeps_what_has_arrived() -> None:
+async def test_cancelled_plan_closes_connections_and_keeps_received_bytes() -> None:
     async with half_way() as (cluster, _, manager, moving):
         manager.cancel()
         assert await code_of(moving) == "plan_superseded"
@@ -789,7 +789,7 @@ async def test_a_cancelled_task_ends_its_threads() -> None:
         assert not cluster.store.holds(0)
 
 
-async def test_connections_that_are_cut_are_made_anew() -> None:
+async def test_cut_connections_are_reopened() -> None:
     async with half_way() as (cluster, proxy, _, moving):
         cluster.meshes[0]._shard_connections.cut()
         proxy.gate.set()
@@ -798,7 +798,7 @@ async def test_connections_that_are_cut_are_made_anew() -> None:
         assert len(proxy.passed) == 2
 
 
-async def test_a_plan_of_an_older_generation_is_refused() -> None:
+async def test_plan_of_an_older_generation_is_refused() -> None:
     async with open_cluster(2) as cluster:
         put(cluster.stores[1], 0)
         manager = cluster.manager()
@@ -808,7 +808,7 @@ async def test_a_plan_of_an_older_generation_is_refused() -> None:
         await manager.execute_plan(plan, generation=5)
 
 
-async def test_of_many_plans_at_once_the_last_is_executed() -> None:
+async def test_last_of_many_concurrent_plans_is_executed() -> None:
     async with open_cluster(2) as cluster:
         put(cluster.stores[1], *range(5))
         manager = cluster.manager()
@@ -818,7 +818,7 @@ async def test_of_many_plans_at_once_the_last_is_executed() -> None:
         assert len(cluster.store.held()) == 5
 
 
-async def test_an_origin_that_hangs_holds_up_nobody_who_cancels() -> None:
+async def test_hanging_origin_does_not_delay_cancellation() -> None:
     gate, asked = threading.Event(), threading.Event()
 
     def hang(one: DataShard, file: BinaryIO) -> None:
@@ -839,8 +839,8 @@ async def test_an_origin_that_hangs_holds_up_nobody_who_cancels() -> None:
         assert not store.holds(0)
 
 
-async def test_an_origin_that_hangs_is_named_and_tried_again_and_others_go_on() -> None:
-    gate, asked, clock = threading.Event(), list[int](), Standing()
+async def test_hanging_origin_is_reported_and_retried_while_other_shards_move() -> None:
+    gate, asked, clock = threading.Event(), list[int](), AdvancedClock()
 
     def hang(one: DataShard, file: BinaryIO) -> None:
         asked.append(one.shard_id)
@@ -864,9 +864,9 @@ async def test_an_origin_that_hangs_is_named_and_tried_again_and_others_go_on() 
         assert bytes_of(cluster.store, 1) == content_of(1, SIZE)
 
 
-async def test_it_is_told_for_how_long_an_origin_is_silent_and_not_while_the_store_is_at_work() -> None:
-    gate, asked, clock = threading.Event(), threading.Event(), Standing()
-    told = list[TransferProgress]()
+async def test_progress_reports_origin_silence_except_while_the_store_works() -> None:
+    gate, asked, clock = threading.Event(), threading.Event(), AdvancedClock()
+    reported = list[TransferProgress]()
 
     def hang(one: DataShard, file: BinaryIO) -> None:
         asked.set()
@@ -874,13 +874,13 @@ async def test_it_is_told_for_how_long_an_origin_is_silent_and_not_while_the_sto
         file.write(b"bytes")
 
     def silences() -> list[float | None]:
-        return [one.origin_silent_s for one in told[-1].in_transit] if told else []
+        return [one.origin_silent_s for one in reported[-1].in_transit] if reported else []
 
     store = DelayedStore()
     async with open_cluster(1, lambda number: store) as cluster:
         origin = FunctionOrigin(hang)
         manager = cluster.manager(
-            origin=origin, clock=clock, observer=Observer(progress=told.append), progress_interval_s=0.001
+            origin=origin, clock=clock, observer=Observer(progress=reported.append), progress_interval_s=0.001
         )
         moving = asyncio.ensure_future(manager.execute_plan(plan_for(cluster, 1, {}, {})))
         await until(asked.is_set)
@@ -894,9 +894,9 @@ async def test_it_is_told_for_how_long_an_origin_is_silent_and_not_while_the_sto
         assert (await moving).is_complete
 
 
-async def test_it_is_told_of_what_is_asked_of_an_origin_whether_a_worker_who_has_it_is_not_reached() -> None:
+async def test_origin_read_says_whether_an_unreachable_worker_may_hold_the_shard() -> None:
     gate, asked = threading.Event(), threading.Event()
-    told: list[TransferProgress] = []
+    reported: list[TransferProgress] = []
 
     def hang(one: DataShard, file: BinaryIO) -> None:
         asked.set()
@@ -912,20 +912,20 @@ async def test_it_is_told_of_what_is_asked_of_an_origin_whether_a_worker_who_has
         connect,
         origin=FunctionOrigin(hang),
         retry=RetryPolicy(attempts=1),
-        observer=Observer(progress=told.append),
+        observer=Observer(progress=reported.append),
         progress_interval_s=0.001,
     )
     moving = asyncio.ensure_future(manager.execute([Wanted(shard(0), 0, (WorkerId("b", "h", 2), None))]))
     await until(asked.is_set)
-    told.clear()
-    await until(lambda: bool(told))
-    assert [(one.source, one.may_be_at_a_worker) for one in told[-1].in_transit] == [(None, True)]
+    reported.clear()
+    await until(lambda: bool(reported))
+    assert [(one.source, one.may_be_at_a_worker) for one in reported[-1].in_transit] == [(None, True)]
     gate.set()
     assert (await moving).is_complete
 
 
-async def test_a_store_that_hangs_under_what_the_origin_gives_is_our_own_fault() -> None:
-    clock, store = Standing(), BlockedStore()
+async def test_store_that_hangs_during_an_origin_read_is_the_workers_own_fault() -> None:
+    clock, store = AdvancedClock(), BlockedStore()
     async with open_cluster(1, lambda number: store) as cluster:
         origin, once = FunctionOrigin(write_bytes), RetryPolicy(attempts=1)
         manager = cluster.manager(origin=origin, origin_timeout_s=0.02, clock=clock, retry=once)
@@ -944,14 +944,14 @@ async def test_a_store_that_hangs_under_what_the_origin_gives_is_our_own_fault()
         assert (await manager.execute_plan(plan)).is_complete
 
 
-async def test_a_patience_that_is_none_is_refused() -> None:
+async def test_invalid_origin_timeout_is_refused() -> None:
     async with open_cluster(1) as cluster:
         with pytest.raises(ForgedError, match=r"origin_timeout_s must be .*, got 0"):
             cluster.manager(origin_timeout_s=0)
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_workers_that_fetch_from_each_other_all_get_everything(seed: int) -> None:
+async def test_workers_that_fetch_from_each_other_receive_all_shards(seed: int) -> None:
     source = Random(seed)
     async with open_cluster(4) as cluster:
         for number in range(40):

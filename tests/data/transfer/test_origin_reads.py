@@ -47,12 +47,12 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def pass_by(self) -> None:
+    def expire(self) -> None:
         """Advance beyond the timeout."""
         self.now += 2 * SILENT_S
 
 
-class Way:
+class UnlimitedFlow:
     """A flow control without limits."""
 
     def started(self, offset: int, size: int | None) -> None:
@@ -65,7 +65,7 @@ class Way:
         return 0.0
 
 
-class Hanging:
+class HangingOrigin:
     """An origin that hangs after so many bytes in the first calls, until it is released."""
 
     def __init__(self, behind: int = 0, times: int = 1) -> None:
@@ -97,7 +97,7 @@ class Hanging:
         await until(lambda: not any(thread.is_alive() for thread in self.threads))
 
 
-class Scene:
+class ReadFixture:
     """The reads of one worker from one origin, on a clock of the test."""
 
     def __init__(self, store: ShardStore, origin: ShardOrigin) -> None:
@@ -107,16 +107,16 @@ class Scene:
         self.reads = OriginReads(SILENT_S)
 
     def read(self, number: int = 7) -> OriginRead:
-        return OriginRead(self.origin, shard(number), self.store, Way(), lambda seconds: None, self.clock)
+        return OriginRead(self.origin, shard(number), self.store, UnlimitedFlow(), lambda seconds: None, self.clock)
 
     def ask(self, number: int = 7) -> asyncio.Task[Stamp]:
         return asyncio.ensure_future(self.reads.read(self.read(number)))
 
-    async def hang(self, origin: Hanging, number: int = 7) -> None:
+    async def hang(self, origin: HangingOrigin, number: int = 7) -> None:
         """Read until the timeout from an origin that hangs."""
         reading, before = self.ask(number), origin.hung
         await until(lambda: origin.hung > before)
-        self.clock.pass_by()
+        self.clock.expire()
         with pytest.raises(OriginSilent):
             await reading
 
@@ -149,36 +149,34 @@ def bytes_of(store: ShardStore, number: int) -> bytes:
 
 
 @asynccontextmanager
-async def let_go(origin: Hanging) -> AsyncIterator[None]:
+async def releasing(origin: HangingOrigin) -> AsyncIterator[None]:
     try:
         yield
     finally:
         await origin.end()
 
 
-async def test_an_origin_that_gives_the_shard_is_heard(store: ShardStore) -> None:
-    scene = Scene(store, FunctionOrigin(write_bytes))
-    assert await scene.ask() == Stamp.of(b"bytes")
+async def test_origin_that_writes_the_shard_completes_the_read(store: ShardStore) -> None:
+    fixture = ReadFixture(store, FunctionOrigin(write_bytes))
+    assert await fixture.ask() == Stamp.of(b"bytes")
     assert bytes_of(store, 7) == b"bytes"
 
 
-async def test_what_an_origin_raises_is_raised() -> None:
+async def test_error_of_the_origin_is_raised() -> None:
     def fail(one: DataShard, file: BinaryIO) -> None:
         raise OSError("the bucket is away")
 
     with pytest.raises(Unavailable, match="the bucket is away"):
-        await Scene(MemoryShardStore(), FunctionOrigin(fail)).ask()
+        await ReadFixture(MemoryShardStore(), FunctionOrigin(fail)).ask()
 
 
 @pytest.mark.parametrize("behind", [0, 10, PIECE_BYTES, SIZE])
-async def test_a_silent_origin_is_given_up_and_what_it_does_later_touches_nothing(
-    store: ShardStore, behind: int
-) -> None:
-    origin = Hanging(behind)
-    async with let_go(origin):
-        scene = Scene(store, origin)
-        await scene.hang(origin)
-        assert await scene.ask() == Stamp.of(content_of(7, SIZE))
+async def test_late_writes_of_an_abandoned_origin_read_are_refused(store: ShardStore, behind: int) -> None:
+    origin = HangingOrigin(behind)
+    async with releasing(origin):
+        fixture = ReadFixture(store, origin)
+        await fixture.hang(origin)
+        assert await fixture.ask() == Stamp.of(content_of(7, SIZE))
         await origin.end()
         (error,) = origin.raised
         assert isinstance(error, Unavailable)
@@ -187,11 +185,11 @@ async def test_a_silent_origin_is_given_up_and_what_it_does_later_touches_nothin
 
 
 @pytest.mark.parametrize("behind", [0, SIZE])
-async def test_what_comes_late_never_gets_into_what_a_newer_try_is_writing(store: ShardStore, behind: int) -> None:
-    origin = Hanging(behind)
-    async with let_go(origin):
-        scene = Scene(store, origin)
-        await scene.hang(origin)
+async def test_late_writes_never_reach_the_shard_of_a_newer_read(store: ShardStore, behind: int) -> None:
+    origin = HangingOrigin(behind)
+    async with releasing(origin):
+        fixture = ReadFixture(store, origin)
+        await fixture.hang(origin)
         with store.receive(7, None) as newer:
             newer.write(content_of(7, SIZE)[:1000])
             await origin.end()
@@ -201,11 +199,11 @@ async def test_what_comes_late_never_gets_into_what_a_newer_try_is_writing(store
         assert bytes_of(store, 7) == content_of(7, SIZE)
 
 
-async def test_what_a_silent_origin_has_given_so_far_leaves_neither_file_nor_descriptor(tmp_path: Path) -> None:
-    store, origin = DirectoryShardStore(tmp_path), Hanging(SIZE)
-    async with let_go(origin):
+async def test_abandoned_origin_read_leaves_no_file_or_descriptor(tmp_path: Path) -> None:
+    store, origin = DirectoryShardStore(tmp_path), HangingOrigin(SIZE)
+    async with releasing(origin):
         before = open_descriptors()
-        await Scene(store, origin).hang(origin)
+        await ReadFixture(store, origin).hang(origin)
         assert names_in(tmp_path) == []
         assert open_descriptors() == before
         await origin.end()
@@ -213,18 +211,18 @@ async def test_what_a_silent_origin_has_given_so_far_leaves_neither_file_nor_des
         assert open_descriptors() == before
 
 
-async def test_the_shard_and_how_long_nothing_came_are_named() -> None:
-    origin = Hanging()
-    async with let_go(origin):
-        scene = Scene(MemoryShardStore(), origin)
-        reading = scene.ask()
+async def test_silence_error_names_the_shard_and_the_duration() -> None:
+    origin = HangingOrigin()
+    async with releasing(origin):
+        fixture = ReadFixture(MemoryShardStore(), origin)
+        reading = fixture.ask()
         await until(lambda: origin.hung == 1)
-        scene.clock.pass_by()
+        fixture.clock.expire()
         with pytest.raises(OriginSilent, match=r"the origin gave nothing of shard 7 for 0\.02 s"):
             await reading
 
 
-async def test_an_origin_that_ends_normally_when_it_was_given_up_has_given_nothing(store: ShardStore) -> None:
+async def test_abandoned_origin_read_that_returns_normally_stores_nothing(store: ShardStore) -> None:
     gate, ended = threading.Event(), threading.Event()
 
     def swallow(one: DataShard, file: BinaryIO) -> None:
@@ -234,8 +232,8 @@ async def test_an_origin_that_ends_normally_when_it_was_given_up_has_given_nothi
             file.write(b"more")
         ended.set()
 
-    scene = Scene(store, FunctionOrigin(swallow))
-    read = scene.read()
+    fixture = ReadFixture(store, FunctionOrigin(swallow))
+    read = fixture.read()
     outcome: list[BaseException] = []
 
     def run() -> None:
@@ -257,7 +255,7 @@ async def test_an_origin_that_ends_normally_when_it_was_given_up_has_given_nothi
     assert bytes_of(store, 7) == b"another's"
 
 
-async def test_each_byte_begins_the_patience_anew() -> None:
+async def test_each_written_byte_restarts_the_timeout() -> None:
     turns = [threading.Event() for _ in range(5)]
     written = [threading.Event() for _ in range(5)]
 
@@ -267,18 +265,18 @@ async def test_each_byte_begins_the_patience_anew() -> None:
             file.write(b"x")
             done.set()
 
-    scene = Scene(MemoryShardStore(), FunctionOrigin(drip))
-    read = scene.read()
-    reading = asyncio.ensure_future(scene.reads.read(read))
+    fixture = ReadFixture(MemoryShardStore(), FunctionOrigin(drip))
+    read = fixture.read()
+    reading = asyncio.ensure_future(fixture.reads.read(read))
     for turn, done in zip(turns, written, strict=True):
-        scene.clock.now += 0.75 * SILENT_S
+        fixture.clock.now += 0.75 * SILENT_S
         turn.set()
         await until(done.is_set)
         assert read.idle_s() == 0.0
     assert await reading == Stamp.of(b"xxxxx")
 
 
-async def test_to_write_nothing_is_to_give_nothing() -> None:
+async def test_empty_write_does_not_restart_the_timeout() -> None:
     asked_for, turn, written, gate = (threading.Event() for _ in range(4))
 
     def pretend(one: DataShard, file: BinaryIO) -> None:
@@ -288,35 +286,35 @@ async def test_to_write_nothing_is_to_give_nothing() -> None:
         written.set()
         assert gate.wait(PATIENCE_S)
 
-    scene = Scene(MemoryShardStore(), FunctionOrigin(pretend))
-    read = scene.read()
-    reading = asyncio.ensure_future(scene.reads.read(read))
+    fixture = ReadFixture(MemoryShardStore(), FunctionOrigin(pretend))
+    read = fixture.read()
+    reading = asyncio.ensure_future(fixture.reads.read(read))
     await until(asked_for.is_set)
-    scene.clock.now += 0.75 * SILENT_S
+    fixture.clock.now += 0.75 * SILENT_S
     turn.set()
     await until(written.is_set)
     assert read.idle_s() > 0.5 * SILENT_S
-    scene.clock.now += 0.75 * SILENT_S
+    fixture.clock.now += 0.75 * SILENT_S
     with pytest.raises(OriginSilent):
         await reading
     gate.set()
 
 
-async def test_the_time_that_the_store_takes_is_not_the_origins() -> None:
+async def test_time_spent_in_the_store_does_not_count_as_origin_silence() -> None:
     store = DelayedStore()
-    scene = Scene(store, FunctionOrigin(write_bytes))
-    read = scene.read()
-    reading = asyncio.ensure_future(scene.reads.read(read))
+    fixture = ReadFixture(store, FunctionOrigin(write_bytes))
+    read = fixture.read()
+    reading = asyncio.ensure_future(fixture.reads.read(read))
     await until(store.reached.is_set)
-    scene.clock.pass_by()
+    fixture.clock.expire()
     assert read.idle_s() == 0.0
-    assert scene.reads.origin_silent_s(read) is None
+    assert fixture.reads.origin_silent_s(read) is None
     store.gate.set()
     assert await reading == Stamp.of(b"bytes")
 
 
-class SlowToLetGo(MemoryShardStore):
-    """Of which each shard that is closed takes its time."""
+class SlowClosingStore(MemoryShardStore):
+    """A store whose shards close only when the gate is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -335,32 +333,32 @@ class SlowToLetGo(MemoryShardStore):
         return arriving
 
 
-async def test_the_origin_is_not_waited_for_when_the_store_has_yet_to_let_go_of_what_it_broke_off() -> None:
+async def test_origin_is_not_silent_while_the_store_closes_a_failed_shard() -> None:
     def fail(one: DataShard, file: BinaryIO) -> None:
         raise OSError("the bucket is away")
 
-    store = SlowToLetGo()
-    scene = Scene(store, FunctionOrigin(fail))
-    read = scene.read()
-    reading = asyncio.ensure_future(scene.reads.read(read))
+    store = SlowClosingStore()
+    fixture = ReadFixture(store, FunctionOrigin(fail))
+    read = fixture.read()
+    reading = asyncio.ensure_future(fixture.reads.read(read))
     await until(store.reached.is_set)
-    assert scene.reads.origin_silent_s(read) is None
+    assert fixture.reads.origin_silent_s(read) is None
     store.gate.set()
     with pytest.raises(Unavailable, match="the bucket is away"):
         await reading
 
 
-async def test_the_origin_is_not_waited_for_when_the_store_has_yet_to_take_the_shard_from_it() -> None:
-    store, origin = SlowToLetGo(), Hanging()
-    async with let_go(origin):
-        scene = Scene(store, origin)
-        read = scene.read()
-        reading = asyncio.ensure_future(scene.reads.read(read))
+async def test_origin_is_not_silent_while_the_store_closes_an_abandoned_shard() -> None:
+    store, origin = SlowClosingStore(), HangingOrigin()
+    async with releasing(origin):
+        fixture = ReadFixture(store, origin)
+        read = fixture.read()
+        reading = asyncio.ensure_future(fixture.reads.read(read))
         await until(lambda: origin.hung == 1)
-        scene.clock.pass_by()
-        assert scene.reads.origin_silent_s(read) == pytest.approx(2 * SILENT_S)
+        fixture.clock.expire()
+        assert fixture.reads.origin_silent_s(read) == pytest.approx(2 * SILENT_S)
         await until(store.reached.is_set)
-        assert scene.reads.origin_silent_s(read) is None
+        assert fixture.reads.origin_silent_s(read) is None
         store.gate.set()
         with pytest.raises(OriginSilent):
             await reading
@@ -376,12 +374,12 @@ def test_an_origin_may_run_an_event_loop_of_its_own(run: Callable[..., bytes]) -
         file.write(run(fetch() if run is asyncio.run else fetch))
 
     async def ask() -> Stamp:
-        return await Scene(MemoryShardStore(), FunctionOrigin(write)).ask()
+        return await ReadFixture(MemoryShardStore(), FunctionOrigin(write)).ask()
 
     assert anyio.run(ask) == Stamp.of(b"bytes")
 
 
-async def test_an_origin_sees_nothing_of_the_context_of_who_calls() -> None:
+async def test_origin_does_not_inherit_the_callers_context() -> None:
     """Set by sniffio: the library that runs the event loop."""
     library: ContextVar[str] = ContextVar("library", default="none")
     library.set("the caller's")
@@ -391,11 +389,11 @@ async def test_an_origin_sees_nothing_of_the_context_of_who_calls() -> None:
         seen.append(library.get())
         write_bytes(one, file)
 
-    await Scene(MemoryShardStore(), FunctionOrigin(write)).ask()
+    await ReadFixture(MemoryShardStore(), FunctionOrigin(write)).ask()
     assert seen == ["none"]
 
 
-async def test_a_thread_that_is_with_the_store_gives_the_shard_back_itself() -> None:
+async def test_cancelled_read_inside_the_store_releases_the_shard_from_its_thread() -> None:
     store = DelayedStore()
     wrote: list[BaseException] = []
 
@@ -406,7 +404,7 @@ async def test_a_thread_that_is_with_the_store_gives_the_shard_back_itself() -> 
             wrote.append(error)
             raise
 
-    reading = Scene(store, FunctionOrigin(write)).ask()
+    reading = ReadFixture(store, FunctionOrigin(write)).ask()
     await until(store.reached.is_set)
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -419,90 +417,90 @@ async def test_a_thread_that_is_with_the_store_gives_the_shard_back_itself() -> 
     assert store.put(7, [b"another's"]) == Stamp.of(b"another's")
 
 
-async def test_who_is_cancelled_leaves_the_shard_to_others_at_once(store: ShardStore) -> None:
-    origin = Hanging(10)
-    async with let_go(origin):
-        scene = Scene(store, origin)
-        reading = scene.ask()
+async def test_cancelled_read_releases_the_shard_at_once(store: ShardStore) -> None:
+    origin = HangingOrigin(10)
+    async with releasing(origin):
+        fixture = ReadFixture(store, origin)
+        reading = fixture.ask()
         await until(lambda: origin.hung == 1)
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
-        assert await scene.ask() == Stamp.of(content_of(7, SIZE))
+        assert await fixture.ask() == Stamp.of(content_of(7, SIZE))
 
 
-class TestCallsThatDoNotEnd:
-    async def test_are_so_many_for_one_shard_and_then_it_is_refused(self) -> None:
-        origin = Hanging(times=1000)
-        async with let_go(origin):
-            scene = Scene(MemoryShardStore(), origin)
+class TestHangingReads:
+    async def test_read_is_refused_at_the_limit_per_shard(self) -> None:
+        origin = HangingOrigin(times=1000)
+        async with releasing(origin):
+            fixture = ReadFixture(MemoryShardStore(), origin)
             for _ in range(ABANDONED_PER_SHARD_MAX):
-                await scene.hang(origin)
+                await fixture.hang(origin)
             with pytest.raises(OriginStuck, match=r"of shard 7 for .* s, and 3 earlier reads still hang"):
-                await scene.ask()
+                await fixture.ask()
             assert len(origin.threads) == ABANDONED_PER_SHARD_MAX
-            await scene.hang(origin, 8)
+            await fixture.hang(origin, 8)
 
-    async def test_are_so_many_altogether(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_read_is_refused_at_the_total_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(origin_reads, "ABANDONED_MAX", 2)
-        origin = Hanging(times=1000)
-        async with let_go(origin):
-            scene = Scene(MemoryShardStore(), origin)
-            await scene.hang(origin, 1)
-            await scene.hang(origin, 2)
+        origin = HangingOrigin(times=1000)
+        async with releasing(origin):
+            fixture = ReadFixture(MemoryShardStore(), origin)
+            await fixture.hang(origin, 1)
+            await fixture.hang(origin, 2)
             with pytest.raises(OriginStuck, match=r"of shard 3 .* 2 earlier reads still hang"):
-                await scene.ask(3)
+                await fixture.ask(3)
 
-    async def test_make_room_when_they_end(self) -> None:
-        origin = Hanging(times=ABANDONED_PER_SHARD_MAX)
-        async with let_go(origin):
-            scene = Scene(MemoryShardStore(), origin)
+    async def test_read_is_accepted_after_earlier_reads_end(self) -> None:
+        origin = HangingOrigin(times=ABANDONED_PER_SHARD_MAX)
+        async with releasing(origin):
+            fixture = ReadFixture(MemoryShardStore(), origin)
             for _ in range(ABANDONED_PER_SHARD_MAX):
-                await scene.hang(origin)
+                await fixture.hang(origin)
             await origin.end()
-            await until(lambda: not scene.reads._abandoned)
-            assert await scene.ask() == Stamp.of(content_of(7, SIZE))
+            await until(lambda: not fixture.reads._abandoned)
+            assert await fixture.ask() == Stamp.of(content_of(7, SIZE))
 
-    async def test_are_waited_for_as_long_as_there_was_no_time_to_answer(self) -> None:
-        """Or a few plans that are superseded in a row would make a slow origin one that hangs."""
-        origin = Hanging(times=ABANDONED_PER_SHARD_MAX)
-        async with let_go(origin):
-            scene = Scene(MemoryShardStore(), origin)
+    async def test_reads_superseded_before_the_timeout_are_awaited(self) -> None:
+        """Otherwise several superseded plans in a row would turn a slow origin into a hanging one."""
+        origin = HangingOrigin(times=ABANDONED_PER_SHARD_MAX)
+        async with releasing(origin):
+            fixture = ReadFixture(MemoryShardStore(), origin)
             for _ in range(ABANDONED_PER_SHARD_MAX):
-                await scene.supersede(lambda: origin.hung)
-            read = scene.read()
-            reading = asyncio.ensure_future(scene.reads.read(read))
+                await fixture.supersede(lambda: origin.hung)
+            read = fixture.read()
+            reading = asyncio.ensure_future(fixture.reads.read(read))
             await anyio.wait_all_tasks_blocked()
             assert not reading.done()
-            scene.clock.now += 0.5 * SILENT_S
-            assert scene.reads.origin_silent_s(read) == pytest.approx(0.5 * SILENT_S)
+            fixture.clock.now += 0.5 * SILENT_S
+            assert fixture.reads.origin_silent_s(read) == pytest.approx(0.5 * SILENT_S)
             await origin.end()
             assert await reading == Stamp.of(content_of(7, SIZE))
 
-    async def test_but_hang_in_the_store_are_waited_for_as_long_and_then_it_is_the_store_that_is_named(self) -> None:
+    async def test_reads_hanging_in_the_store_are_awaited_and_then_blamed_on_the_store(self) -> None:
         store = BlockedStore()
-        scene = Scene(store, FunctionOrigin(write_bytes))
+        fixture = ReadFixture(store, FunctionOrigin(write_bytes))
         for _ in range(ABANDONED_PER_SHARD_MAX):
-            await scene.supersede(lambda: store.reached)
-        read = scene.read()
-        reading = asyncio.ensure_future(scene.reads.read(read))
+            await fixture.supersede(lambda: store.reached)
+        read = fixture.read()
+        reading = asyncio.ensure_future(fixture.reads.read(read))
         await anyio.wait_all_tasks_blocked()
         assert not reading.done()
-        assert scene.reads.origin_silent_s(read) is None
-        scene.clock.pass_by()
+        assert fixture.reads.origin_silent_s(read) is None
+        fixture.clock.expire()
         with pytest.raises(StoreStuck, match="3 earlier reads still hang in the shard store"):
             await reading
         store.gate.set()
-        await until(lambda: not scene.reads._abandoned)
-        assert await scene.ask() == Stamp.of(b"bytes")
+        await until(lambda: not fixture.reads._abandoned)
+        assert await fixture.ask() == Stamp.of(b"bytes")
 
 
-class OwnStore(ShardStore):
+class CheckedStore(ShardStore):
     """A store that checks that its writers are used as the port says."""
 
     def __init__(self) -> None:
         self._inner = MemoryShardStore()
-        self.writers: list[OwnArriving] = []
+        self.writers: list[CheckedArrivingShard] = []
 
     def held(self) -> Mapping[int, Stamp]:
         return self._inner.held()
@@ -520,12 +518,12 @@ class OwnStore(ShardStore):
         self._inner.drop(number)
 
     def receive(self, number: int, stamp: Stamp | None, offset: int = 0) -> ArrivingShard:
-        self.writers.append(OwnArriving(self._inner.receive(number, stamp, offset)))
+        self.writers.append(CheckedArrivingShard(self._inner.receive(number, stamp, offset)))
         return self.writers[-1]
 
 
-class OwnArriving(ArrivingShard):
-    """It does not expect to be used when it was closed."""
+class CheckedArrivingShard(ArrivingShard):
+    """Fails the test when it is used after it was closed."""
 
     def __init__(self, inner: ArrivingShard) -> None:
         self._inner = inner
@@ -549,13 +547,13 @@ class OwnArriving(ArrivingShard):
         self._inner.close()
 
 
-async def test_a_store_of_somebodys_own_is_closed_once_and_used_no_more() -> None:
-    store, origin = OwnStore(), Hanging(10)
-    async with let_go(origin):
-        scene = Scene(store, origin)
-        await scene.hang(origin)
+async def test_custom_store_writer_is_closed_once_and_not_used_afterwards() -> None:
+    store, origin = CheckedStore(), HangingOrigin(10)
+    async with releasing(origin):
+        fixture = ReadFixture(store, origin)
+        await fixture.hang(origin)
         assert [writer.is_closed for writer in store.writers] == [True]
-        assert await scene.ask() == Stamp.of(content_of(7, SIZE))
+        assert await fixture.ask() == Stamp.of(content_of(7, SIZE))
         await origin.end()
         assert [error.code for error in origin.raised if isinstance(error, Unavailable)] == ["transfer_stopped"]
 
@@ -566,7 +564,7 @@ from forged.data.transfer.origin_reads import OriginReads
 from forged.data.store.memory import MemoryShardStore
 from forged.data.store.origin import FunctionOrigin
 from forged.data.transfer.origin_reads import OriginRead
-from tests.data.transfer.test_origin_reads import Way
+from tests.data.transfer.test_origin_reads import UnlimitedFlow
 from tests.data.transfer_cluster import shard
 
 hung = threading.Event()
@@ -576,7 +574,7 @@ def hang(one, file):
     threading.Event().wait()
 
 async def main():
-    read = OriginRead(FunctionOrigin(hang), shard(7), MemoryShardStore(), Way(), lambda s: None, lambda: 0.0)
+    read = OriginRead(FunctionOrigin(hang), shard(7), MemoryShardStore(), UnlimitedFlow(), lambda s: None, lambda: 0.0)
     reading = asyncio.ensure_future(OriginReads(600.0).read(read))
     await asyncio.to_thread(hung.wait)
     {how}
@@ -587,31 +585,31 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("how", ["reading.cancel()", "pass"])
-async def test_a_process_ends_though_its_origin_hangs(how: str) -> None:
+async def test_process_exits_while_its_origin_hangs(how: str) -> None:
     done = await asyncio.to_thread(
         subprocess.run, [sys.executable, "-c", END.format(how=how)], capture_output=True, timeout=PATIENCE_S
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"done\n", b"")
 
 
-def test_an_origin_that_answers_when_the_loop_has_ended_harms_nobody() -> None:
-    origin, failed = Hanging(), list[object]()
-    unheard: Callable[..., object] = threading.excepthook
+def test_origin_that_answers_after_the_loop_has_closed_is_ignored() -> None:
+    origin, failed = HangingOrigin(), list[object]()
+    original_hook: Callable[..., object] = threading.excepthook
 
     async def main() -> None:
-        reading = Scene(MemoryShardStore(), origin).ask()
+        reading = ReadFixture(MemoryShardStore(), origin).ask()
         await until(lambda: origin.hung == 1)
         reading.cancel()
         with suppress(asyncio.CancelledError):
             await reading
 
-    threading.excepthook = lambda told: failed.append(told)
+    threading.excepthook = failed.append
     try:
         asyncio.run(main())
         origin.gate.set()
         for thread in origin.threads:
             thread.join(PATIENCE_S)
     finally:
-        threading.excepthook = unheard
+        threading.excepthook = original_hook
     assert not any(thread.is_alive() for thread in origin.threads)
     assert failed == []

@@ -27,7 +27,7 @@ def test_a_complete_report_raises_nothing() -> None:
     report.require_complete()
 
 
-def test_missing_shards_are_named_with_all_that_was_tried() -> None:
+def test_missing_shards_are_listed_with_all_attempts() -> None:
     missing = MissingShard(7, (SourceFailure(A, "it is gone"), SourceFailure(None, "no such file")))
     with pytest.raises(Unavailable) as raised:
         TransferReport(missing=(missing, MissingShard(9, ()))).require_complete()
@@ -37,7 +37,7 @@ def test_missing_shards_are_named_with_all_that_was_tried() -> None:
     )
 
 
-def test_a_source_that_says_the_same_each_time_is_quoted_once() -> None:
+def test_repeated_reason_of_a_source_is_quoted_once() -> None:
     missing = MissingShard(7, (SourceFailure(None, "the bucket is away"),) * 3)
     assert str(missing) == "shard 7 (the origin: the bucket is away)"
 
@@ -48,7 +48,7 @@ def test_the_shard_and_the_origin_are_named_once() -> None:
     assert missing.reason == "the origin failed over it: ValueError: shard 33 is odd"
 
 
-def test_a_reason_that_several_share_is_told_once() -> None:
+def test_reason_shared_by_several_sources_is_quoted_once() -> None:
     full = [
         MissingShard(number, (SourceFailure(A, f"there is no room on the disk for shard {number}", Fault.OWN),))
         for number in (13, 17, 19)
@@ -60,7 +60,7 @@ def test_a_reason_that_several_share_is_told_once() -> None:
     )
 
 
-def test_what_this_host_does_not_take_is_nobody_elses_fault() -> None:
+def test_storage_error_of_this_host_blames_no_source() -> None:
     full = MissingShard(7, (SourceFailure(A, "it is gone"), SourceFailure(A, "there is no room", Fault.OWN)))
     assert (full.is_own_fault, full.has_no_holder) == (True, False)
     with pytest.raises(StoreFailed) as raised:
@@ -70,18 +70,18 @@ def test_what_this_host_does_not_take_is_nobody_elses_fault() -> None:
     assert (origin.is_own_fault, origin.has_no_holder) == (True, False)
 
 
-def test_a_shard_has_no_holder_where_no_worker_was_to_have_it() -> None:
-    def told(*failures: SourceFailure) -> tuple[bool, bool]:
+def test_shard_without_worker_sources_is_reported_without_a_holder() -> None:
+    def verdict(*failures: SourceFailure) -> tuple[bool, bool]:
         missing = MissingShard(7, failures)
         return missing.has_no_holder, missing.is_refused
 
     refused, broken = SourceFailure(None, "no such file", Fault.REFUSED), SourceFailure(None, "away")
-    assert told(refused) == (True, True)
-    assert told(broken, broken) == (True, False)
-    assert told(broken, SourceFailure(None, "our disk", Fault.OWN), refused) == (True, True)
-    assert told() == (True, True)
-    assert told(SourceFailure(A, "away"), refused) == (False, True)
-    assert told(SourceFailure(A, "not held", Fault.REFUSED)) == (False, True)
+    assert verdict(refused) == (True, True)
+    assert verdict(broken, broken) == (True, False)
+    assert verdict(broken, SourceFailure(None, "our disk", Fault.OWN), refused) == (True, True)
+    assert verdict() == (True, True)
+    assert verdict(SourceFailure(A, "away"), refused) == (False, True)
+    assert verdict(SourceFailure(A, "not held", Fault.REFUSED)) == (False, True)
 
 
 def test_many_missing_shards_are_counted() -> None:
@@ -90,7 +90,7 @@ def test_many_missing_shards_are_counted() -> None:
         report.require_complete()
 
 
-def test_progress_has_a_rate_also_before_time_has_passed() -> None:
+def test_progress_rate_is_defined_at_time_zero() -> None:
     assert TransferProgress(0, 0, 1, 10, 0.0).bytes_per_s == 0.0
     assert TransferProgress(0, 0, 1, 10, 2.0).bytes_per_s == 5.0
 
@@ -104,5 +104,5 @@ def test_progress_has_a_rate_also_before_time_has_passed() -> None:
         TransferProgress(1, 2, 3, 4, 5.0, (ShardInTransit(1, A, 5, None), ShardInTransit(2, None, 0, 9, 4.5))),
     ],
 )
-def test_outcomes_can_be_told_to_others(value: msgspec.Struct) -> None:
+def test_outcomes_are_serializable(value: msgspec.Struct) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=type(value)) == value

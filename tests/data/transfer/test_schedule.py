@@ -41,17 +41,17 @@ def reasons(made: TransferSchedule, number: int) -> list[tuple[Source, str]]:
     return [(complaint.source, complaint.reason) for complaint in made.given_up[number]]
 
 
-def test_the_highest_priority_goes_first_whatever_the_order_of_the_plan() -> None:
+def test_highest_priority_starts_first() -> None:
     made = schedule(wanted(1, A, priority=5), wanted(2, A, priority=9), wanted(3, A, priority=7))
     assert [number for number, _ in started(made)] == [2, 3, 1]
 
 
-def test_of_equal_priorities_the_lower_number_goes_first() -> None:
+def test_lower_shard_number_starts_first_at_equal_priority() -> None:
     made = schedule(wanted(2, A, priority=0), wanted(1, A, priority=0))
     assert [number for number, _ in started(made)] == [1, 2]
 
 
-def test_as_many_are_under_way_as_there_may_be_and_each_end_starts_another() -> None:
+def test_concurrency_is_filled_and_each_end_starts_another_transfer() -> None:
     made = schedule(*(wanted(number, A) for number in range(5)), concurrency=2)
     assert started(made) == [(0, A), (1, A)]
     assert made.next_at() is None
@@ -64,16 +64,14 @@ def test_as_many_are_under_way_as_there_may_be_and_each_end_starts_another() -> 
 @pytest.mark.parametrize(
     ("fault", "may_be_at_a_worker"), [(Fault.BROKEN, True), (Fault.REFUSED, False), (Fault.CORRUPT, False)]
 )
-def test_it_is_told_whether_the_origin_is_asked_for_what_a_worker_may_have(
-    fault: Fault, may_be_at_a_worker: bool
-) -> None:
+def test_origin_start_says_whether_a_worker_may_hold_the_shard(fault: Fault, may_be_at_a_worker: bool) -> None:
     made = schedule(wanted(1, A, None), retry=RetryPolicy(attempts=1))
     assert made.next(0.0) == Start(shard(1), A)
     made.failed(1, fault, "why", 0.0)
     assert made.next(0.0) == Start(shard(1), None, may_be_at_a_worker)
 
 
-def test_who_cannot_give_a_shard_is_not_asked_again_and_the_next_is_at_once() -> None:
+def test_source_that_refuses_a_shard_is_replaced_at_once() -> None:
     made = schedule(wanted(1, A, B, None))
     for source in (A, B, None):
         assert started(made, 0.0) == [(1, source)]
@@ -82,7 +80,7 @@ def test_who_cannot_give_a_shard_is_not_asked_again_and_the_next_is_at_once() ->
     assert reasons(made, 1) == [(source, f"not at {source}") for source in (A, B, None)]
 
 
-def test_who_breaks_off_is_asked_again_after_growing_pauses_and_then_the_next() -> None:
+def test_broken_source_is_retried_with_backoff_and_then_replaced() -> None:
     made = schedule(wanted(1, A, B))
     starts, now = [], 0.0
     for _ in range(3):
@@ -95,7 +93,7 @@ def test_who_breaks_off_is_asked_again_after_growing_pauses_and_then_the_next() 
     assert started(made, now) == [(1, B)]
 
 
-def test_a_source_that_breaks_off_is_left_alone_by_all_shards_and_others_go_on() -> None:
+def test_broken_source_pauses_for_all_shards_while_other_sources_continue() -> None:
     made = schedule(wanted(1, A), wanted(2, A), wanted(3, B), concurrency=1)
     assert started(made) == [(1, A)]
     made.failed(1, Fault.BROKEN, "gone", 0.0)
@@ -106,7 +104,7 @@ def test_a_source_that_breaks_off_is_left_alone_by_all_shards_and_others_go_on()
     assert started(made, 1.0) == [(1, A)]
 
 
-def test_one_outage_is_one_failure_however_many_were_under_way() -> None:
+def test_one_outage_counts_once_for_all_transfers_in_progress() -> None:
     made = schedule(*(wanted(number, A) for number in range(4)))
     started(made, 0.0)
     for number in range(4):
@@ -115,7 +113,7 @@ def test_one_outage_is_one_failure_however_many_were_under_way() -> None:
     assert len(started(made, 1.5)) == 4
 
 
-def fail_all_of(made: TransferSchedule, gone: Source) -> list[tuple[int, Source]]:
+def fail_source(made: TransferSchedule, gone: Source) -> list[tuple[int, Source]]:
     """One source breaks every transfer and the other ones succeed; returns what was started."""
     now, seen = 0.0, list[tuple[int, Source]]()
     while not made.is_over:
@@ -129,20 +127,20 @@ def fail_all_of(made: TransferSchedule, gone: Source) -> list[tuple[int, Source]
     return seen
 
 
-def test_a_source_that_was_given_up_is_asked_for_no_other_shard() -> None:
+def test_abandoned_source_is_asked_for_no_other_shard() -> None:
     made = schedule(wanted(1, A), wanted(2, A, B), wanted(3, A), concurrency=2)
-    assert fail_all_of(made, A) == [(1, A), (2, A)] * 3 + [(2, B)]
+    assert fail_source(made, A) == [(1, A), (2, A)] * 3 + [(2, B)]
     assert reasons(made, 1) == [(A, "gone")] * 3
     assert reasons(made, 3) == [(A, GIVEN_UP)]
 
 
-def test_one_at_a_time_a_source_is_given_up_when_a_second_shard_speaks_against_it() -> None:
+def test_sequential_schedule_abandons_a_source_after_two_shards_fail() -> None:
     made = schedule(*(wanted(number, A) for number in range(9)), concurrency=1)
-    assert fail_all_of(made, A) == [(0, A)] * 3 + [(1, A)] * 3
+    assert fail_source(made, A) == [(0, A)] * 3 + [(1, A)] * 3
     assert set(made.given_up) == set(range(9))
 
 
-def test_a_source_that_works_again_has_all_its_attempts_again() -> None:
+def test_success_resets_the_attempts_of_a_source() -> None:
     made = schedule(wanted(1, A), wanted(2, A), concurrency=1)
     for now in (0.0, 1.0):
         started(made, now)
@@ -154,7 +152,7 @@ def test_a_source_that_works_again_has_all_its_attempts_again() -> None:
     assert made.next_at() == 4.0
 
 
-def test_attempts_that_gain_something_do_not_count() -> None:
+def test_attempts_that_progress_do_not_count() -> None:
     made = schedule(wanted(1, A))
     now = 0.0
     for _ in range(50):
@@ -164,7 +162,7 @@ def test_attempts_that_gain_something_do_not_count() -> None:
         now += 1.0
 
 
-def test_a_shard_that_breaks_every_connection_is_given_up_though_others_come_through() -> None:
+def test_shard_that_breaks_every_connection_is_abandoned_while_others_succeed() -> None:
     made = schedule(wanted(0, A), *(wanted(number, A) for number in range(1, 20)), concurrency=1)
     now, tries = 0.0, 0
     while not made.is_over:
@@ -179,7 +177,7 @@ def test_a_shard_that_breaks_every_connection_is_given_up_though_others_come_thr
     assert set(made.given_up) == {0}
 
 
-def test_a_corrupt_copy_is_the_last_to_be_asked_again_and_only_once() -> None:
+def test_corrupt_copy_is_retried_once_after_all_other_sources() -> None:
     made = schedule(wanted(1, A, B))
     for source in (A, B, A, B):
         assert started(made) == [(1, source)]
@@ -188,7 +186,7 @@ def test_a_corrupt_copy_is_the_last_to_be_asked_again_and_only_once() -> None:
     assert len(made.given_up[1]) == 4
 
 
-def test_a_doubtful_copy_is_asked_again_and_not_for_ever() -> None:
+def test_copy_corrupt_after_a_resume_is_retried_a_limited_number_of_times() -> None:
     made = schedule(wanted(1, A))
     tries = 0
     while started(made):
@@ -198,7 +196,7 @@ def test_a_doubtful_copy_is_asked_again_and_not_for_ever() -> None:
     assert tries == 3
 
 
-def test_what_is_our_own_fault_is_tried_again_with_the_same_source_and_then_given_up() -> None:
+def test_own_fault_is_retried_with_the_same_source_and_then_abandoned() -> None:
     made = schedule(wanted(1, A, B), wanted(2, B))
     now, tries = 0.0, 0
     while 1 not in made.given_up:
@@ -214,7 +212,7 @@ def test_what_is_our_own_fault_is_tried_again_with_the_same_source_and_then_give
     assert made.is_over
 
 
-def test_a_source_that_hangs_is_not_asked_for_the_same_shard_again() -> None:
+def test_hanging_source_is_not_asked_for_the_same_shard_again() -> None:
     made = schedule(wanted(1, None), wanted(2, A, None))
     assert started(made) == [(1, None), (2, A)]
     made.failed(1, Fault.SILENT, "nothing came", 600.0)
@@ -223,7 +221,7 @@ def test_a_source_that_hangs_is_not_asked_for_the_same_shard_again() -> None:
     assert started(made, 600.0) == [(2, None)]
 
 
-def test_a_source_over_which_two_shards_hang_is_given_up_for_all() -> None:
+def test_source_on_which_two_shards_hang_is_abandoned_for_all_shards() -> None:
     made = schedule(*(wanted(number, None) for number in range(5)), concurrency=2)
     assert started(made) == [(0, None), (1, None)]
     made.failed(0, Fault.SILENT, "nothing came", 600.0)
@@ -235,7 +233,7 @@ def test_a_source_over_which_two_shards_hang_is_given_up_for_all() -> None:
     assert made.is_over
 
 
-def test_a_source_that_gives_others_meanwhile_is_not_given_up_for_shards_that_hang() -> None:
+def test_source_that_delivers_other_shards_is_not_abandoned_for_hanging_ones() -> None:
     made = schedule(*(wanted(number, None) for number in range(6)), concurrency=3)
     assert started(made) == [(0, None), (1, None), (2, None)]
     made.succeeded(2)
@@ -244,7 +242,7 @@ def test_a_source_that_gives_others_meanwhile_is_not_given_up_for_shards_that_ha
     assert started(made, 600.0) == [(3, None), (4, None), (5, None)]
 
 
-def test_a_shard_that_hangs_and_one_that_breaks_off_give_up_nothing_together() -> None:
+def test_one_hanging_and_one_broken_shard_do_not_abandon_the_source() -> None:
     made = schedule(*(wanted(number, None) for number in range(6)))
     assert len(started(made)) == 4
     made.failed(0, Fault.BROKEN, "gone", 1.0)
@@ -256,7 +254,7 @@ def test_a_shard_that_hangs_and_one_that_breaks_off_give_up_nothing_together() -
     assert set(made.given_up) == {1}
 
 
-def test_shards_that_hung_before_a_source_worked_say_nothing_against_it_any_more() -> None:
+def test_success_clears_earlier_hangs_of_a_source() -> None:
     made = schedule(*(wanted(number, None) for number in range(5)), concurrency=2)
     started(made)
     made.failed(0, Fault.SILENT, "nothing came", 600.0)
@@ -267,7 +265,7 @@ def test_shards_that_hung_before_a_source_worked_say_nothing_against_it_any_more
     assert started(made, 1201.0) == [(4, None)]
 
 
-def test_a_source_that_was_given_up_for_hanging_is_asked_again_when_something_comes_of_it() -> None:
+def test_source_abandoned_for_hanging_is_used_again_after_a_success() -> None:
     made = schedule(wanted(0, None), wanted(1, None), wanted(2, None), wanted(3, A, None), wanted(4, A, None))
     assert len(started(made)) == 4
     made.failed(0, Fault.SILENT, "nothing came", 600.0)
@@ -280,7 +278,7 @@ def test_a_source_that_was_given_up_for_hanging_is_asked_again_when_something_co
     assert started(made, 601.0) == [(4, None)]
 
 
-def test_a_source_that_was_given_up_for_breaking_off_is_not_asked_again_though_something_comes_of_it() -> None:
+def test_source_abandoned_for_broken_connections_stays_abandoned_after_a_success() -> None:
     made = schedule(*(wanted(number, A) for number in range(3)), wanted(3, B, A), retry=RetryPolicy(attempts=1))
     assert len(started(made)) == 4
     made.failed(0, Fault.BROKEN, "gone", 1.0)
@@ -291,7 +289,7 @@ def test_a_source_that_was_given_up_for_breaking_off_is_not_asked_again_though_s
     assert reasons(made, 3) == [(B, "no"), (A, GIVEN_UP)]
 
 
-def test_shards_that_are_stuck_say_nothing_against_their_source() -> None:
+def test_stuck_shards_do_not_count_against_their_source() -> None:
     made = schedule(*(wanted(number, None) for number in range(4)), concurrency=3)
     assert len(started(made)) == 3
     for number in range(3):
@@ -300,25 +298,25 @@ def test_shards_that_are_stuck_say_nothing_against_their_source() -> None:
     assert started(made) == [(3, None)]
 
 
-def test_a_shard_that_nobody_has_is_given_up_at_once() -> None:
+def test_shard_without_sources_is_abandoned_at_once() -> None:
     made = schedule(wanted(1))
     assert made.is_over
     assert made.given_up == {1: ()}
 
 
-def test_nothing_wanted_is_over_at_once() -> None:
+def test_empty_schedule_is_over_at_once() -> None:
     assert schedule().is_over
     assert schedule().next(0.0) is None
 
 
-def test_a_shard_that_is_wanted_twice_is_moved_once() -> None:
+def test_shard_listed_twice_is_moved_once() -> None:
     made = schedule(wanted(1, A), wanted(1, B))
     assert started(made) == [(1, A)]
     made.succeeded(1)
     assert made.is_over
 
 
-def test_a_source_that_is_named_twice_is_one_source() -> None:
+def test_source_listed_twice_is_tried_once() -> None:
     made = schedule(wanted(1, A, A))
     started(made)
     made.failed(1, Fault.REFUSED, "no", 0.0)
@@ -330,7 +328,7 @@ def test_a_source_that_is_named_twice_is_one_source() -> None:
     st.integers(1, 4),
     st.randoms(use_true_random=False),
 )
-def test_every_shard_is_moved_or_given_up_whatever_fails(
+def test_every_shard_is_moved_or_abandoned_under_any_failures(
     sources: Iterable[list[WorkerId | None]], concurrency: int, source: Random
 ) -> None:
     shards = [wanted(number, *its_sources) for number, its_sources in enumerate(sources)]

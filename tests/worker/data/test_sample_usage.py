@@ -16,21 +16,21 @@ def consumption(batch: int = BATCH) -> SampleUsage:
 
 
 def train(it: SampleUsage, first: int, end: int) -> None:
-    """So many steps that count."""
+    """Finish and commit these steps."""
     for step in range(first, end):
         it.finish()
         it.commit(step)
 
 
-def tell(it: SampleUsage, log: UsageLog) -> None:
-    """The daemon hears all of it."""
+def report_all(it: SampleUsage, log: UsageLog) -> None:
+    """Report all usage to the daemon's log."""
     for generation, begins_at, runs in list(it.unreported()):
         log.rewind(generation, begins_at)
         log.report(generation, runs)
         it.known(generation, max(run.end_step for run in runs))
 
 
-def test_a_step_is_noted_when_it_counts_and_not_before() -> None:
+def test_step_is_recorded_when_committed_and_not_before() -> None:
     it = consumption()
     it.enter(1, 0)
     it.finish()
@@ -40,7 +40,7 @@ def test_a_step_is_noted_when_it_counts_and_not_before() -> None:
     assert (generation, begins_at, run.step, run.size) == (1, 0, 0, BATCH)
 
 
-def test_a_step_that_is_done_again_has_used_nothing_before() -> None:
+def test_repeated_step_counts_only_its_last_run() -> None:
     it = consumption()
     it.enter(1, 0)
     train(it, 0, 3)
@@ -50,11 +50,11 @@ def test_a_step_that_is_done_again_has_used_nothing_before() -> None:
     it.enter(2, 3)
     train(it, 3, 10)
     log = UsageLog(SAMPLES)
-    tell(it, log)
+    report_all(it, log)
     assert log.audit(0).complete
 
 
-def test_a_step_that_turns_out_to_count_is_noted_in_the_world_in_which_it_was() -> None:
+def test_step_committed_late_is_recorded_under_its_own_generation() -> None:
     it = consumption()
     it.enter(1, 0)
     train(it, 0, 3)
@@ -64,21 +64,21 @@ def test_a_step_that_turns_out_to_count_is_noted_in_the_world_in_which_it_was() 
     assert [(generation, runs[0].count) for generation, _, runs in it.unreported()] == [(1, 4)]
 
 
-def test_what_was_told_is_told_no_more() -> None:
+def test_reported_usage_is_not_reported_again() -> None:
     it = consumption()
     log = UsageLog(SAMPLES)
     it.enter(1, 0)
     train(it, 0, 4)
-    tell(it, log)
+    report_all(it, log)
     assert list(it.unreported()) == []
     train(it, 4, 10)
     ((_, _, (run,)),) = it.unreported()
     assert (run.step, run.count) == (4, 6)
-    tell(it, log)
+    report_all(it, log)
     assert log.audit(0).complete
 
 
-def test_what_comes_while_the_daemon_is_told_is_told_later() -> None:
+def test_steps_committed_during_a_report_are_reported_later() -> None:
     it = consumption()
     it.enter(1, 0)
     train(it, 0, 4)
@@ -89,17 +89,17 @@ def test_what_comes_while_the_daemon_is_told_is_told_later() -> None:
     assert (run.step, run.count) == (4, 2)
 
 
-def test_worlds_of_which_all_was_told_are_forgotten() -> None:
+def test_fully_reported_generations_are_dropped() -> None:
     it = consumption()
     log = UsageLog(SAMPLES)
     for generation in range(1, 50):
         it.enter(generation, generation - 1)
         train(it, generation - 1, generation)
-        tell(it, log)
+        report_all(it, log)
     assert len(it.state_dict()["noted"]) < 50
 
 
-def test_steps_that_are_told_in_parts_are_told_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_split_into_parts_keeps_steps_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank continues in a large shard while other ranks take several small ones."""
     monkeypatch.setattr(sample_usage, "REPORT_ROWS_MAX", 7)
     sampler = ElasticSampler(1_000, 20, 1, mode="sharded", dataset=Dataset.of(1_000, 200))
@@ -116,12 +116,12 @@ def test_steps_that_are_told_in_parts_are_told_whole(monkeypatch: pytest.MonkeyP
     ends = [max(run.end_step for run in runs) for _, _, runs in parts]
     starts = [min(run.step for run in runs) for _, _, runs in parts]
     assert starts[1:] == ends[:-1]
-    tell(it, log)
+    report_all(it, log)
     assert log.audit(0).complete
     assert list(it.unreported()) == []
 
 
-def test_notes_travel_with_the_state_to_who_has_not_been_there() -> None:
+def test_loaded_state_carries_the_unreported_usage() -> None:
     it, other = consumption(), consumption()
     it.enter(1, 0)
     train(it, 0, 3)
@@ -132,11 +132,11 @@ def test_notes_travel_with_the_state_to_who_has_not_been_there() -> None:
     other.enter(3, 7)
     train(other, 7, 10)
     log = UsageLog(SAMPLES)
-    tell(other, log)
+    report_all(other, log)
     assert log.audit(0).complete
 
 
-def test_notes_of_who_is_further_take_the_place_of_ones_own() -> None:
+def test_loaded_state_replaces_the_workers_own_usage() -> None:
     it, other = consumption(), consumption()
     log = UsageLog(SAMPLES)
     for one in (it, other):
@@ -144,11 +144,11 @@ def test_notes_of_who_is_further_take_the_place_of_ones_own() -> None:
         train(one, 0, 3)
         one.finish()
     it.commit(3)
-    tell(it, log)
+    report_all(it, log)
     train(it, 4, 5)
     other.sampler.load_state_dict(it.sampler.state_dict())
     other.load_state_dict(it.state_dict())
     other.enter(2, 5)
     train(other, 5, 10)
-    tell(other, log)
+    report_all(other, log)
     assert log.audit(0).complete

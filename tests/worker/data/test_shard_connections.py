@@ -20,14 +20,14 @@ from tests.worker.test_mesh import Stranger, answer, stranger
 DATA = content_of(7, 100_000)
 
 
-async def come(one: Stranger) -> None:
+async def authenticate(visitor: Stranger) -> None:
     """Authenticate for shards."""
-    challenge = await one.challenge()
-    one.say(answered(answer(0, purpose=Purpose.SHARDS), KEY, challenge.nonce))
-    assert isinstance(await one.hear(), Accepted)
+    challenge = await visitor.challenge()
+    visitor.say(answered(answer(0, purpose=Purpose.SHARDS), KEY, challenge.nonce))
+    assert isinstance(await visitor.hear(), Accepted)
 
 
-async def test_one_visit_is_good_for_many_shards() -> None:
+async def test_one_connection_serves_many_shards() -> None:
     async with open_cluster(2) as cluster:
         for number in range(30):
             cluster.stores[1].put(number, [content_of(number, 1000 * number)])
@@ -42,7 +42,7 @@ async def test_one_visit_is_good_for_many_shards() -> None:
         assert cluster.store.held() == cluster.stores[1].held()
 
 
-async def test_a_refused_shard_ends_no_visit() -> None:
+async def test_refused_shard_keeps_the_connection_open() -> None:
     async with open_cluster(2) as cluster:
         cluster.stores[1].put(7, [DATA])
         connection = await cluster.meshes[0].connect_for_shards(cluster.workers[1])
@@ -52,7 +52,7 @@ async def test_a_refused_shard_ends_no_visit() -> None:
         connection.close()
 
 
-async def test_a_worker_knows_whether_anybody_has_come_lately() -> None:
+async def test_has_given_is_true_only_after_recent_requests() -> None:
     async with open_cluster(2) as cluster:
         cluster.stores[1].put(7, [DATA])
         giver = cluster.meshes[1]
@@ -79,7 +79,7 @@ async def test_idle_shard_connections_hold_no_thread(monkeypatch: pytest.MonkeyP
         await until(lambda: len(cluster.meshes[1].descriptors()) == 1)
 
 
-async def test_who_stays_idle_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_connections, "IDLE_MAX_S", 0.01)
     async with open_cluster(2) as cluster:
         connection = await cluster.meshes[0].connect_for_shards(cluster.workers[1])
@@ -89,7 +89,7 @@ async def test_who_stays_idle_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None
         connection.close()
 
 
-async def test_too_many_visitors_are_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_beyond_the_limit_are_refused_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_connections, "CONNECTIONS_MAX", 1)
     async with open_cluster(2) as cluster:
         connection = await cluster.meshes[0].connect_for_shards(cluster.workers[1])
@@ -101,7 +101,7 @@ async def test_too_many_visitors_are_told_to_come_again(monkeypatch: pytest.Monk
         (await cluster.meshes[0].connect_for_shards(cluster.workers[1])).close()
 
 
-async def test_the_descriptors_of_both_ends_are_known() -> None:
+async def test_descriptors_of_both_ends_are_listed() -> None:
     async with open_cluster(2) as cluster:
         connection = await cluster.meshes[0].connect_for_shards(cluster.workers[1])
         await until(lambda: [len(mesh.descriptors()) for mesh in cluster.meshes] == [2, 2])
@@ -110,7 +110,7 @@ async def test_the_descriptors_of_both_ends_are_known() -> None:
         await until(lambda: [len(mesh.descriptors()) for mesh in cluster.meshes] == [1, 1])
 
 
-async def test_the_store_may_be_changed_at_any_time() -> None:
+async def test_new_connection_uses_the_replaced_store() -> None:
     async with open_cluster(2) as cluster:
         connection = await cluster.meshes[0].connect_for_shards(cluster.workers[1])
         with pytest.raises(ForgedError):
@@ -124,52 +124,52 @@ async def test_the_store_may_be_changed_at_any_time() -> None:
         connection.close()
 
 
-async def test_nobody_gets_a_shard_without_the_jobs_key() -> None:
-    async with open_cluster(1) as cluster, stranger(cluster.fetcher) as one:
+async def test_connection_without_the_job_key_is_closed() -> None:
+    async with open_cluster(1) as cluster, stranger(cluster.fetcher) as visitor:
         cluster.store.put(7, [DATA])
-        await one.challenge()
-        one.say(answered(answer(0, purpose=Purpose.SHARDS), b"another key", bytes(32)))
-        assert await one.is_cut_off()
+        await visitor.challenge()
+        visitor.say(answered(answer(0, purpose=Purpose.SHARDS), b"another key", bytes(32)))
+        assert await visitor.is_cut_off()
 
 
-async def test_shards_are_given_byte_by_byte_to_who_has_the_key() -> None:
-    async with open_cluster(1) as cluster, stranger(cluster.fetcher) as one:
+async def test_authenticated_connection_receives_the_shard_bytes() -> None:
+    async with open_cluster(1) as cluster, stranger(cluster.fetcher) as visitor:
         cluster.store.put(7, [b"bytes"])
-        await come(one)
-        assert await one.hear() == ShardsReady()
-        one.say(ShardWanted(7))
-        assert await one.hear() == ShardComing(7, *Stamp.of(b"bytes"))
-        assert await one.reader.readexactly(5) == b"bytes"
+        await authenticate(visitor)
+        assert await visitor.hear() == ShardsReady()
+        visitor.say(ShardWanted(7))
+        assert await visitor.hear() == ShardComing(7, *Stamp.of(b"bytes"))
+        assert await visitor.reader.readexactly(5) == b"bytes"
 
 
 @pytest.mark.parametrize("garbage", [b"\xff" * 8, bytes(4), b"GET / HTTP/1.1\r\n\r\n"])
-async def test_garbage_ends_the_visit_and_nothing_else(garbage: bytes) -> None:
+async def test_garbage_closes_only_its_own_connection(garbage: bytes) -> None:
     async with open_cluster(2) as cluster:
         cluster.store.put(7, [DATA])
-        async with stranger(cluster.fetcher) as one:
-            await come(one)
-            assert await one.hear() == ShardsReady()
-            one.writer.write(garbage)
-            assert await one.is_cut_off()
+        async with stranger(cluster.fetcher) as visitor:
+            await authenticate(visitor)
+            assert await visitor.hear() == ShardsReady()
+            visitor.writer.write(garbage)
+            assert await visitor.is_cut_off()
         connection = await cluster.meshes[1].connect_for_shards(cluster.fetcher)
         await connection.fetch(7, cluster.stores[1], FlowControl())
         connection.close()
 
 
-async def test_who_speaks_before_it_is_its_turn_is_cut_off() -> None:
-    async with open_cluster(1) as cluster, stranger(cluster.fetcher) as one:
-        challenge = await one.challenge()
-        one.say(answered(answer(0, purpose=Purpose.SHARDS), KEY, challenge.nonce))
-        one.writer.write(b"\xff" * 100)
+async def test_connection_that_sends_out_of_turn_is_closed() -> None:
+    async with open_cluster(1) as cluster, stranger(cluster.fetcher) as visitor:
+        challenge = await visitor.challenge()
+        visitor.say(answered(answer(0, purpose=Purpose.SHARDS), KEY, challenge.nonce))
+        visitor.writer.write(b"\xff" * 100)
         heard = []
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                heard.append(await one.hear())
+                heard.append(await visitor.hear())
         assert not any(isinstance(word, ShardComing) for word in heard)
         await until(lambda: len(cluster.meshes[0].descriptors()) == 1)
 
 
-async def test_a_visit_to_somebody_who_gives_no_shards_is_an_error() -> None:
+async def test_connecting_to_a_server_without_shards_fails() -> None:
     async with open_meshes(1) as made:
         mesh = made.meshes[0]
 
@@ -184,7 +184,7 @@ async def test_a_visit_to_somebody_who_gives_no_shards_is_an_error() -> None:
         assert len(mesh.descriptors()) == 1
 
 
-async def test_a_mesh_that_closes_ends_all_shard_connections() -> None:
+async def test_closing_mesh_closes_all_shard_connections() -> None:
     async with open_cluster(2) as cluster:
         third = Mesh("w2", incarnation(2), JOB, key=KEY)
         async with third.open():

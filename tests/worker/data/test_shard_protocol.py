@@ -46,7 +46,7 @@ def carrier(request: pytest.FixtureRequest) -> BulkTransport:
 
 
 class FlowControl:
-    """Remembers."""
+    """Records the calls."""
 
     def __init__(self) -> None:
         self.began: tuple[int, int | None] | None = None
@@ -69,7 +69,7 @@ async def served(made: BulkChannel, store: ShardStore | None) -> bool:
 
 
 async def served_when_called(made: BulkChannel, store: ShardStore) -> bool:
-    """A source waits for no more than a moment in its thread."""
+    """Serve once the peer has sent a request, as a source waits only briefly in its thread."""
     assert await made.is_called(PATIENCE_S)
     return await served(made, store)
 
@@ -79,16 +79,16 @@ async def fetched(made: BulkChannel, store: ShardStore, flow: FlowControl | None
     return await made.converse(conversation, CapacityLimiter(1))
 
 
-def hear(far: socket.socket) -> PeerMessage:
+def read_message(far: socket.socket) -> PeerMessage:
     length = int.from_bytes(receive(far, 4), "big")
     return decode(bytes(receive(far, length)))
 
 
-def said(*words: Any) -> bytes:
-    return b"".join(word if isinstance(word, bytes) else frame_of(word) for word in words)
+def encoded(*messages: Any) -> bytes:
+    return b"".join(message if isinstance(message, bytes) else frame_of(message) for message in messages)
 
 
-async def apart(action: Callable[..., Any], *arguments: Any) -> Any:
+async def in_thread(action: Callable[..., Any], *arguments: Any) -> Any:
     return await asyncio.get_running_loop().run_in_executor(None, action, *arguments)
 
 
@@ -115,32 +115,32 @@ def begun(stamp: Stamp = STAMP, count: int = 1000) -> MemoryShardStore:
 
 
 async def ask(carrier: BulkTransport, store: ShardStore | None, wanted: ShardWanted) -> tuple[PeerMessage, bytes, bool]:
-    """What comes back for a wish: the word, the bytes behind it, and whether the conversation may go on."""
+    """The answer to a request, the bytes after it, and whether the connection stays open."""
     async with channel(carrier) as (made, far):
-        far.sendall(said(wanted))
+        far.sendall(encoded(wanted))
         serving = asyncio.ensure_future(served(made, store))
-        answer = await apart(hear, far)
+        answer = await in_thread(read_message, far)
         if isinstance(answer, Refused):
             return answer, b"", await serving
         assert isinstance(answer, ShardComing)
-        data = bytes(await apart(receive, far, answer.size - answer.offset))
-        assert await apart(hear, far) == SENT
+        data = bytes(await in_thread(receive, far, answer.size - answer.offset))
+        assert await in_thread(read_message, far) == SENT
         return answer, data, await serving
 
 
-async def test_a_shard_that_is_wanted_comes_with_its_stamp_and_is_confirmed(carrier: BulkTransport) -> None:
+async def test_requested_shard_is_sent_with_its_stamp_and_confirmed(carrier: BulkTransport) -> None:
     assert await ask(carrier, full(), ShardWanted(7)) == (ALL, DATA, True)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 1000, len(DATA)])
-async def test_who_has_the_beginning_gets_the_rest(carrier: BulkTransport, offset: int) -> None:
+async def test_request_with_an_offset_receives_the_rest(carrier: BulkTransport, offset: int) -> None:
     answer, data, _ = await ask(carrier, full(), ShardWanted(7, offset, *STAMP))
     assert answer == ShardComing(7, *STAMP, offset)
     assert data == DATA[offset:]
 
 
 @pytest.mark.parametrize("wanted", [ShardWanted(7, 5, *Stamp.of(b"other")), ShardWanted(7, 5, len(DATA), NO_CHECKSUM)])
-async def test_who_has_the_beginning_of_something_else_gets_all_of_it(
+async def test_request_with_an_offset_into_other_content_receives_the_whole_shard(
     carrier: BulkTransport, wanted: ShardWanted
 ) -> None:
     assert await ask(carrier, full(), wanted) == (ALL, DATA, True)
@@ -156,75 +156,77 @@ async def test_who_has_the_beginning_of_something_else_gets_all_of_it(
         (ShardWanted(7, 1), "shard_offset_invalid"),
     ],
 )
-async def test_what_cannot_be_given_is_refused_by_name_and_the_conversation_goes_on(
+async def test_invalid_request_is_refused_and_the_connection_stays_open(
     carrier: BulkTransport, wanted: ShardWanted, code: str
 ) -> None:
-    answer, _, goes_on = await ask(carrier, full(), wanted)
+    answer, _, stays_open = await ask(carrier, full(), wanted)
     assert isinstance(answer, Refused)
     assert answer.code == code
     assert f"shard {wanted.shard}" in answer.text
-    assert goes_on
+    assert stays_open
 
 
-async def test_a_worker_without_a_store_holds_nothing(carrier: BulkTransport) -> None:
+async def test_worker_without_a_store_refuses_every_shard(carrier: BulkTransport) -> None:
     answer, _, _ = await ask(carrier, None, ShardWanted(7))
     assert isinstance(answer, Refused)
     assert answer.code == "shard_not_held"
 
 
-async def test_many_wishes_are_granted_in_their_order(carrier: BulkTransport) -> None:
+async def test_pipelined_requests_are_served_in_order(carrier: BulkTransport) -> None:
     store = MemoryShardStore()
     for number in range(50):
         store.put(number, [b"%d" % number])
     async with channel(carrier) as (made, far):
-        far.sendall(said(*(ShardWanted(number) for number in range(50))))
+        far.sendall(encoded(*(ShardWanted(number) for number in range(50))))
         serving = asyncio.ensure_future(served(made, store))
         for number in range(50):
-            answer = await apart(hear, far)
-            assert bytes(await apart(receive, far, answer.size)) == b"%d" % number
-            assert await apart(hear, far) == SENT
+            answer = await in_thread(read_message, far)
+            assert bytes(await in_thread(receive, far, answer.size)) == b"%d" % number
+            assert await in_thread(read_message, far) == SENT
         assert await serving
 
 
-async def test_a_source_lets_others_have_their_turn(carrier: BulkTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_source_yields_its_thread_after_its_share_of_bytes(
+    carrier: BulkTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shard_protocol, "TURN_BYTES", 2 * len(DATA))
     async with channel(carrier) as (made, far):
-        far.sendall(said(*[ShardWanted(7)] * 3))
-        reading = apart(receive, far, 3 * len(said(ALL, DATA, SENT)))
+        far.sendall(encoded(*[ShardWanted(7)] * 3))
+        reading = in_thread(receive, far, 3 * len(encoded(ALL, DATA, SENT)))
         task = asyncio.ensure_future(reading)
         assert await served(made, full())
         assert await made.is_called(PATIENCE_S)
         assert await served(made, full())
-        assert bytes(await task) == said(ALL, DATA, SENT) * 3
+        assert bytes(await task) == encoded(ALL, DATA, SENT) * 3
 
 
-async def test_when_nobody_is_there_any_more_the_source_is_done(carrier: BulkTransport) -> None:
+async def test_source_ends_when_the_peer_has_disconnected(carrier: BulkTransport) -> None:
     async with channel(carrier) as (made, far):
         far.close()
         assert not await served(made, full())
 
 
-@pytest.mark.parametrize("word", [StateReady(), SENT, b"\0\0\0\1\xc1", b"GET / HTTP/1.1\r\n\r\n"])
-async def test_who_does_not_wish_breaks_the_protocol(carrier: BulkTransport, word: Any) -> None:
+@pytest.mark.parametrize("message", [StateReady(), SENT, b"\0\0\0\1\xc1", b"GET / HTTP/1.1\r\n\r\n"])
+async def test_message_other_than_a_request_breaks_the_protocol(carrier: BulkTransport, message: Any) -> None:
     async with channel(carrier) as (made, far):
-        far.sendall(said(word))
+        far.sendall(encoded(message))
         assert isinstance(await error_of(served(made, full())), PeerError)
 
 
 @pytest.mark.parametrize("shard", [-1, 2**63, 2**64 - 1])
-async def test_numbers_that_are_none_break_the_protocol(carrier: BulkTransport, shard: int) -> None:
+async def test_invalid_numbers_in_a_request_break_the_protocol(carrier: BulkTransport, shard: int) -> None:
     async with channel(carrier) as (made, far):
-        far.sendall(said(ShardWanted(shard)))
+        far.sendall(encoded(ShardWanted(shard)))
         assert isinstance(await error_of(served(made, full())), PeerError)
 
 
 # The fetcher.
 
 
-async def told(carrier: BulkTransport, store: MemoryShardStore, *words: Any) -> ForgedError:
-    """What the fetcher makes of what a source says, which then hangs up."""
+async def fetch_from_bytes(carrier: BulkTransport, store: MemoryShardStore, *messages: Any) -> ForgedError:
+    """Fetch from a source that sends these bytes and disconnects; return the error."""
     async with channel(carrier) as (made, far):
-        far.sendall(said(*words))
+        far.sendall(encoded(*messages))
         far.shutdown(socket.SHUT_WR)
         error = await error_of(fetched(made, store))
     assert not store.held()
@@ -232,12 +234,12 @@ async def told(carrier: BulkTransport, store: MemoryShardStore, *words: Any) -> 
     return error
 
 
-async def test_a_shard_is_fetched_and_held(carrier: BulkTransport) -> None:
+async def test_fetched_shard_is_held(carrier: BulkTransport) -> None:
     store, flow = MemoryShardStore(), FlowControl()
     async with channel(carrier) as (made, far):
-        far.sendall(said(ALL, DATA, SENT))
+        far.sendall(encoded(ALL, DATA, SENT))
         assert await fetched(made, store, flow) == STAMP
-        assert hear(far) == ShardWanted(7)
+        assert read_message(far) == ShardWanted(7)
     assert store.read(7) == DATA
     assert (flow.began, flow.count) == ((0, len(DATA)), len(DATA))
 
@@ -245,9 +247,9 @@ async def test_a_shard_is_fetched_and_held(carrier: BulkTransport) -> None:
 async def test_the_rest_of_a_shard_is_fetched_from_where_it_stopped(carrier: BulkTransport) -> None:
     store, flow = begun(), FlowControl()
     async with channel(carrier) as (made, far):
-        far.sendall(said(ShardComing(7, *STAMP, 1000), DATA[1000:], SENT))
+        far.sendall(encoded(ShardComing(7, *STAMP, 1000), DATA[1000:], SENT))
         assert await fetched(made, store, flow) == STAMP
-        assert hear(far) == ShardWanted(7, 1000, *STAMP)
+        assert read_message(far) == ShardWanted(7, 1000, *STAMP)
     assert store.read(7) == DATA
     assert (flow.began, flow.count) == ((1000, len(DATA)), len(DATA) - 1000)
 
@@ -258,38 +260,38 @@ async def test_the_rest_comes_in_pieces_that_begin_at_multiples_of_their_length(
     with store.receive(7, stamp) as arriving:
         arriving.write(data[:1000])
     async with channel(carrier) as (made, far):
-        sending = asyncio.to_thread(far.sendall, said(ShardComing(7, *stamp, 1000), data[1000:], SENT))
+        sending = asyncio.to_thread(far.sendall, encoded(ShardComing(7, *stamp, 1000), data[1000:], SENT))
         assert (await asyncio.gather(fetched(made, store, flow), sending))[0] == stamp
     assert store.read(7) == data
     assert flow.pieces == [PIECE_BYTES - 1000, PIECE_BYTES, 5]
 
 
-async def test_a_source_may_begin_anew(carrier: BulkTransport) -> None:
+async def test_source_may_restart_from_offset_zero(carrier: BulkTransport) -> None:
     other = b"other" * 100
     store = begun()
     async with channel(carrier) as (made, far):
-        far.sendall(said(ShardComing(7, *Stamp.of(other)), other, SENT))
+        far.sendall(encoded(ShardComing(7, *Stamp.of(other)), other, SENT))
         assert await fetched(made, store) == Stamp.of(other)
     assert store.read(7) == other
 
 
-async def test_what_has_arrived_before_the_connection_breaks_is_kept(carrier: BulkTransport) -> None:
+async def test_bytes_received_before_the_connection_breaks_are_kept(carrier: BulkTransport) -> None:
     store = MemoryShardStore()
-    error = await told(carrier, store, ALL, DATA[:5000])
+    error = await fetch_from_bytes(carrier, store, ALL, DATA[:5000])
     assert error.code == "bulk_truncated"
     assert store.partial(7) == PartialShard(STAMP, 5000)
 
 
-async def test_all_bytes_without_a_confirmation_do_not_count_yet(carrier: BulkTransport) -> None:
+async def test_shard_without_a_confirmation_is_not_held(carrier: BulkTransport) -> None:
     store = MemoryShardStore()
-    error = await told(carrier, store, ALL, DATA)
+    error = await fetch_from_bytes(carrier, store, ALL, DATA)
     assert error.retryable
     assert store.partial(7) == PartialShard(STAMP, len(DATA))
 
 
-async def test_a_shard_that_was_changed_meanwhile_is_dropped(carrier: BulkTransport) -> None:
+async def test_shard_reported_as_changed_is_dropped(carrier: BulkTransport) -> None:
     store = MemoryShardStore()
-    error = await told(carrier, store, ALL, DATA, ShardSent(True))
+    error = await fetch_from_bytes(carrier, store, ALL, DATA, ShardSent(True))
     assert isinstance(error, RequestRefused)
     assert error.code == "shard_changed"
     assert "shard 7" in error.message
@@ -298,22 +300,22 @@ async def test_a_shard_that_was_changed_meanwhile_is_dropped(carrier: BulkTransp
 
 async def test_wrong_bytes_are_dropped(carrier: BulkTransport) -> None:
     store = MemoryShardStore()
-    error = await told(carrier, store, ALL, DATA[::-1], SENT)
+    error = await fetch_from_bytes(carrier, store, ALL, DATA[::-1], SENT)
     assert error.code == "shard_corrupt"
     assert store.partial(7) is None
 
 
 @pytest.mark.parametrize("extra", [b"x", b"\xff" * 100, DATA])
-async def test_a_source_that_sends_too_much_is_not_believed(carrier: BulkTransport, extra: bytes) -> None:
+async def test_source_that_sends_too_many_bytes_is_rejected(carrier: BulkTransport, extra: bytes) -> None:
     store = MemoryShardStore()
-    error = await told(carrier, store, ALL, DATA, extra, SENT)
+    error = await fetch_from_bytes(carrier, store, ALL, DATA, extra, SENT)
     assert isinstance(error, PeerError)
     assert store.partial(7) is None
 
 
-async def test_a_source_that_sends_too_little_is_not_believed(carrier: BulkTransport) -> None:
+async def test_source_that_sends_too_few_bytes_is_rejected(carrier: BulkTransport) -> None:
     store = MemoryShardStore()
-    assert (await told(carrier, store, ALL, DATA[:-1], SENT)).code in {
+    assert (await fetch_from_bytes(carrier, store, ALL, DATA[:-1], SENT)).code in {
         "shard_corrupt",
         "bulk_truncated",
         "frame_length",
@@ -333,9 +335,9 @@ async def test_a_source_that_sends_too_little_is_not_believed(carrier: BulkTrans
         SENT,
     ],
 )
-async def test_a_source_that_answers_something_else_breaks_the_protocol(carrier: BulkTransport, coming: Any) -> None:
+async def test_answer_for_another_request_breaks_the_protocol(carrier: BulkTransport, coming: Any) -> None:
     store = begun()
-    error = await told(carrier, store, coming, DATA)
+    error = await fetch_from_bytes(carrier, store, coming, DATA)
     assert isinstance(error, PeerError)
     assert store.partial(7) == PartialShard(STAMP, 1000)
 
@@ -349,33 +351,35 @@ async def test_a_source_that_answers_something_else_breaks_the_protocol(carrier:
         ShardComing(7, 2**63, NO_CHECKSUM),
     ],
 )
-async def test_sizes_and_offsets_that_are_none_break_the_protocol(carrier: BulkTransport, coming: Any) -> None:
-    assert isinstance(await told(carrier, MemoryShardStore(), coming), PeerError)
+async def test_invalid_sizes_and_offsets_break_the_protocol(carrier: BulkTransport, coming: Any) -> None:
+    assert isinstance(await fetch_from_bytes(carrier, MemoryShardStore(), coming), PeerError)
 
 
-async def test_a_refusal_comes_out_as_it_was_said(carrier: BulkTransport) -> None:
-    error = await told(carrier, MemoryShardStore(), Refused("refused", "shard_not_held", "shard 7 is not held", "ask"))
+async def test_refusal_is_raised_unchanged(carrier: BulkTransport) -> None:
+    error = await fetch_from_bytes(
+        carrier, MemoryShardStore(), Refused("refused", "shard_not_held", "shard 7 is not held", "ask")
+    )
     assert isinstance(error, RequestRefused)
     assert error.code == "shard_not_held"
 
 
-async def test_a_source_that_never_answers_is_given_up(carrier: BulkTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_source_that_never_answers_times_out(carrier: BulkTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_protocol, "TURN_TIMEOUT_S", 0.01)
     async with channel(carrier) as (made, _):
         assert (await error_of(fetched(made, MemoryShardStore()))).code == "peer_timeout"
 
 
-async def test_an_announced_size_takes_no_room_before_its_bytes_come(carrier: BulkTransport) -> None:
+async def test_announced_size_allocates_no_memory_before_the_bytes_arrive(carrier: BulkTransport) -> None:
     store = MemoryShardStore()
-    error = await told(carrier, store, ShardComing(7, 2**62, NO_CHECKSUM), b"few")
+    error = await fetch_from_bytes(carrier, store, ShardComing(7, 2**62, NO_CHECKSUM), b"few")
     assert error.code == "bulk_truncated"
     assert store.partial(7) == PartialShard(Stamp(2**62, NO_CHECKSUM), 3)
 
 
-async def test_both_ends_understand_each_other(carrier: BulkTransport) -> None:
+async def test_fetch_and_serve_work_against_each_other(carrier: BulkTransport) -> None:
     store = begun()
     async with pair(carrier) as (source, fetcher):
-        goes_on, stamp = await asyncio.gather(served_when_called(source, full()), fetched(fetcher, store))
-    assert goes_on
+        stays_open, stamp = await asyncio.gather(served_when_called(source, full()), fetched(fetcher, store))
+    assert stays_open
     assert stamp == STAMP
     assert store.read(7) == DATA
