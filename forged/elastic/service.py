@@ -121,7 +121,7 @@ class ElasticService:
 
     async def load(self, store: Store) -> None:
         """Replace all state by what the store holds; which clients are connected stays known."""
-        await self._table.load(store, self._loop.now())
+        await self._table.load(store, self._loop.now)
         self._loop.wake()
 
     async def run(self, *, task_status: TaskStatus[None] = TASK_STATUS_IGNORED) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -58,7 +59,7 @@ from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.jobs.model import ChangeJob, CreateJob, ListJobs, RemoveJob, SettingValue, ShowJob
 from forged.kernel.ledger import read_all
 from forged.kernel.messages import Call, Fence, Nothing
-from forged.kernel.store.port import OPERATIONS_MAX, Store
+from forged.kernel.store.port import OPERATIONS_MAX, PAGE_ENTRIES_MAX, Entry, Store
 from tests.elastic.cluster_playbook import JOB, incarnation, worker_of
 from tests.elastic.service_fixture import ServiceFixture, WorkerStub, service_fixture
 from tests.faulty_store import FaultyStore, full
@@ -609,6 +610,29 @@ async def test_changed_settings_hold_at_once_and_after_a_restart() -> None:
         assert fixture.told()[-1] == "RescaleStarted"
     async with service_fixture(store) as other:
         assert other.service.clusters[JOB].config.max_workers == 3
+
+
+class SlowStore(FaultyStore):
+    """A store whose reads may take long."""
+
+    read_s = 0.0
+
+    async def list(self, prefix: str, *, after: str = "", limit: int = PAGE_ENTRIES_MAX) -> Sequence[Entry]:
+        await anyio.sleep(self.read_s)
+        return await super().list(prefix, after=after, limit=limit)
+
+
+@on_virtual_time
+async def test_workers_have_their_whole_reconnect_grace_after_a_slow_load() -> None:
+    store = SlowStore()
+    async with service_fixture(store) as fixture:
+        await fixture.form_world("a", "b")
+    store.read_s = 20.0
+    async with service_fixture(store) as other:
+        await anyio.sleep(14.0)
+        assert not other.facts(WorkerFailed)
+        await anyio.sleep(2.0)
+        assert [fact.worker_id for fact in other.facts(WorkerFailed)] == ["a", "b"]
 
 
 @on_virtual_time

@@ -7,6 +7,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import islice
 
 from forged.elastic.coordinator.cluster import Cluster
@@ -30,11 +31,13 @@ class JobTable:
         """Keys of removed jobs and members that are still to be deleted."""
         self._workers_by_client: defaultdict[bytes, dict[tuple[str, str], None]] = defaultdict(dict)
 
-    async def load(self, store: Store, now: Moment) -> None:
+    async def load(self, store: Store, clock: Callable[[], Moment]) -> None:
         """Replace everything by what the store holds, except which clients are connected."""
         entries: defaultdict[str, list[tuple[str, bytes]]] = defaultdict(list)
         for entry in await read_all(store, PREFIX):
             entries[job_of(entry.key)].append((entry.key, entry.value))
+        # Not the time before the read, which may take longer than a worker may be silent.
+        now = clock()
         self.clusters.clear()
         self._workers_by_client.clear()
         self.stale_keys.clear()
