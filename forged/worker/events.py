@@ -11,7 +11,7 @@ from asyncio import isfuture
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from inspect import isawaitable, iscoroutinefunction
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from forged.elastic.model import GlobalTrainingState, RescalingEvent
 from forged.errors import RequestRefused, describe
@@ -74,6 +74,19 @@ class Event(Generic[T]):
             yield
         except Exception as error:  # noqa: BLE001 - a subscriber is code of the script
             self._log.error("a subscriber failed", event_name=self._name, reason=describe(error))
+
+
+class RescaleHooks(Protocol):
+    """The methods of a worker that a rescale calls. A subclass of `ElasticWorker` may override them."""
+
+    async def on_rescaling_event(self, event: RescalingEvent) -> None:
+        """The worker has entered the event's world."""
+
+    async def synchronize_state(self, state: GlobalTrainingState) -> None:
+        """The worker has this training state; called after `on_rescaling_event`."""
+
+    async def resume_training(self) -> None:
+        """A step begins."""
 
 
 class WorkerEvents:

@@ -27,7 +27,7 @@ from forged.worker.daemon.registration import LEAVE_TIMEOUT_S, Registration
 from forged.worker.daemon.wait_reporter import WaitReporter
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.drain import Drain
-from forged.worker.events import WorkerEvents
+from forged.worker.events import RescaleHooks
 from forged.worker.fact_listener import FactListener
 from forged.worker.goodbye import Goodbye, LeaveReason, reason_of
 from forged.worker.mesh import Mesh
@@ -50,7 +50,7 @@ class WorkerSession:
         self,
         spec: WorkerSpec,
         state: SessionState,
-        events: WorkerEvents,
+        hooks: RescaleHooks,
         incarnation: bytes,
         client: ForgedClient,
         mesh: Mesh,
@@ -58,7 +58,7 @@ class WorkerSession:
     ) -> None:
         self.state = state
         self._spec = spec
-        self._events = events
+        self.hooks = hooks
         self._client = client
         self._mesh = mesh
         self._tasks = tasks
@@ -147,7 +147,7 @@ class WorkerSession:
             StateExchange(self._mesh, self._registration, state.progress, self._tasks, spec.log),
             shards,
             self._heartbeat,
-            self._events,
+            self.hooks,
             spec.clock,
             spec.log,
         )
@@ -210,7 +210,7 @@ class WorkerSession:
 async def open_session(
     spec: WorkerSpec,
     state: SessionState,
-    events: WorkerEvents,
+    hooks: RescaleHooks,
     incarnation: bytes,
     wanted: WorkerId,
     endpoints: tuple[str, ...],
@@ -230,7 +230,7 @@ async def open_session(
         _open_mesh(spec, state, incarnation, wanted, client) as mesh,
         anyio.create_task_group() as tasks,
     ):
-        session = WorkerSession(spec, state, events, incarnation, client, mesh, tasks)
+        session = WorkerSession(spec, state, hooks, incarnation, client, mesh, tasks)
         try:
             yield session
         except Exception as error:  # noqa: BLE001 - raised below: a task group would wrap it in an exception group

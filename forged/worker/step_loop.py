@@ -106,7 +106,7 @@ class StepLoop:
                 current_world.begin_step()
                 progress.begin_step()
                 self._process.look_after_pulse()
-                current_world.activate(self._state.worker)
+                await session.hooks.resume_training()
                 return progress.step
         return None
 

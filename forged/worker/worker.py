@@ -317,9 +317,7 @@ class ElasticWorker:
                 self._sessions += 1
                 self._progress.begin_session(counters)
                 state = self._state = SessionState(self.worker_id, self._progress, counters, self._clock.wall())
-                async with open_session(
-                    self._spec, state, self._events, self.incarnation, self._wanted, endpoints
-                ) as session:
+                async with open_session(self._spec, state, self, self.incarnation, self._wanted, endpoints) as session:
                     self._session, self._steps = session, StepLoop(session, self.process)
                     yield self
         finally:
@@ -453,7 +451,7 @@ class ElasticWorker:
         """The sum, mean, minimum or maximum over all ranks."""
         return await self.step_loop.together(lambda world: world.all_reduce(array, op))
 
-    # Rescaling by hand. A rescale does all of this by itself.
+    # A rescale calls these methods (`forged.worker.events.RescaleHooks`); a subclass may override them.
 
     async def on_rescaling_event(self, event: RescalingEvent) -> None:
         """Take the rank of the event's world, and tell the subscribers."""
@@ -471,7 +469,7 @@ class ElasticWorker:
         self._events.state_synchronized.fire(state)
 
     async def resume_training(self) -> None:
-        """Train again after a rescale, unless this worker is in no world or has left."""
+        """Train again after a rescale, unless this worker is in no world or has left. Called before each step."""
         self._state.current_world.activate(self.worker_id)
 
     # Data.

@@ -642,6 +642,32 @@ class TestTraining:
         assert [state.active_worker_count for state in synchronised] == [1, 2]
         assert synchronised[1].current_step >= 2
 
+    async def test_rescale_calls_the_methods_that_a_subclass_overrides(self, runner: DaemonRunner) -> None:
+        called: list[object] = []
+
+        class Recording(ElasticWorker):
+            async def on_rescaling_event(self, event: RescalingEvent) -> None:
+                called.append(("event", event.new_topology.world_size))
+                await super().on_rescaling_event(event)
+
+            async def update_topology(self, topology: ClusterTopology) -> None:
+                called.append(("topology", topology.world_size))
+                await super().update_topology(topology)
+
+            async def synchronize_state(self, state: GlobalTrainingState) -> None:
+                called.append(("state", state.active_worker_count))
+                await super().synchronize_state(state)
+
+            async def resume_training(self) -> None:
+                await super().resume_training()
+                called.append(self.get_metadata().status)
+
+        worker = Recording("me", config(), job=JOB, process=SharedProcess())
+        async with worker.session(runner.endpoint):
+            assert [int(step) async for step in worker.steps(2)] == [0, 1]
+        world = [("event", 1), ("topology", 1), ("state", 1)]
+        assert called == [*world, WorkerStatus.ACTIVE, WorkerStatus.ACTIVE]
+
     async def test_rank_and_size_are_those_of_the_world_that_was_entered(self, group: TrainerGroup) -> None:
         group.start("a")
         await group.world_of("a")

@@ -8,7 +8,7 @@ Invariants:
 - In a synchronous rescale each worker sends a stop report and takes the state that was settled. In a background rescale
   the members agree on the state when they meet.
 - A temporary error is reported to the daemon and tried again; a permanent one ends training here.
-- A world's training state is applied once, when the world is entered.
+- A world's training state is applied when the world is entered, before its hooks are called.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from forged.worker.daemon.heartbeat import Heartbeat
 from forged.worker.daemon.registration import Registration
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.errors import BLAMELESS, WorldIncomplete, is_temporary
-from forged.worker.events import WorkerEvents
+from forged.worker.events import RescaleHooks
 from forged.worker.mesh import Mesh
 from forged.worker.rescale.agreement import Agreement, agree
 from forged.worker.state_transfer.exchange import StateExchange
@@ -53,7 +53,7 @@ class Rescaler:
         exchange: StateExchange,
         shards: ShardHolder | None,
         heartbeat: Heartbeat,
-        events: WorkerEvents,
+        hooks: RescaleHooks,
         clock: Clock,
         log: Log,
     ) -> None:
@@ -66,7 +66,7 @@ class Rescaler:
         self._exchange = exchange
         self._shards = shards
         self._heartbeat = heartbeat
-        self._events = events
+        self._hooks = hooks
         self._clock = clock
         self._log = log
         self._reported = 0
@@ -217,7 +217,7 @@ class Rescaler:
             view.committed = None
 
     async def _enter(self, commit: Commit) -> None:
-        """Meet the members, apply the training state, and tell the subscribers."""
+        """Meet the members, apply the training state, and call the hooks, which tell the subscribers."""
         topology = commit.topology
         try:
             world, agreement = await self._meet(commit)
@@ -243,11 +243,9 @@ class Rescaler:
         if progress.usage is not None:
             progress.usage.enter(topology.epoch, progress.step)
         self._current_world.enter(world)
-        self._current_world.status = WorkerStatus.RESCALING
-        self._current_world.take_rank(topology)
         event = RescalingEvent.between(commit.before, topology, self._clock.wall(), commit.reason)
-        self._events.rescaling_requested.fire(event)
-        self._events.state_synchronized.fire(state)
+        await self._hooks.on_rescaling_event(event)
+        await self._hooks.synchronize_state(state)
         # The first mark of a world: all members have met and have the state.
         self._current_world.mark()
         if not self._state.config.use_synchronous_rescaling:

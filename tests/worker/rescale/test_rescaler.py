@@ -28,7 +28,6 @@ from forged.worker.collectives.world import World
 from forged.worker.daemon.heartbeat import Heartbeat
 from forged.worker.daemon.registration import Registration
 from forged.worker.errors import NEWS_DIFFER, JobEnded, WorkerEvicted, WorldIncomplete
-from forged.worker.events import WorkerEvents
 from forged.worker.mesh import Mesh
 from forged.worker.rescale.agreement import Agreement
 from forged.worker.rescale.rescaler import Rescaler
@@ -238,6 +237,7 @@ class Surroundings:
             raise self.failure
 
     take = fetch = ready = settle = complain
+    on_rescaling_event = synchronize_state = resume_training = complain
 
     @contextmanager
     def offering(self, _attempt: int) -> Iterator[None]:
@@ -287,7 +287,7 @@ def test_whatever_was_heard_a_worker_comes_to_wait_for_news(
     state.progress.holds_state = holds_state
     state.current_world.trouble = Trouble(2, "hub", "no answer") if in_trouble else None
     clock = SystemClock()
-    rescaler = Rescaler(state, others, others, others, None, others, WorkerEvents(SILENT), clock, SILENT)
+    rescaler = Rescaler(state, others, others, others, None, others, others, clock, SILENT)
     rescaler._reported = settled
     done = 0
 
@@ -316,7 +316,7 @@ async def test_what_was_heard_while_the_old_world_was_left_keeps_from_the_next()
             await anyio.sleep_forever()
 
     nobody: Any = Nobody()
-    rescaler = Rescaler(state, nobody, nobody, nobody, None, nobody, WorkerEvents(SILENT), SystemClock(), SILENT)
+    rescaler = Rescaler(state, nobody, nobody, nobody, None, nobody, nobody, SystemClock(), SILENT)
     state.view.committed = Commit(1, ClusterTopology(), ClusterTopology((HUB, ME), 2), 0, 0, 0.0, 0, "")
 
     async def leave() -> None:
