@@ -28,30 +28,30 @@ from tests.kernel_fixture import Kernel, call, on_virtual_time, running
 
 SECRET = bytes(range(32))
 TEXT = encode_token(SECRET)[1]
-STRANGER = Peer("tcp", "192.0.2.1:5")
+REMOTE_PEER = Peer("tcp", "192.0.2.1:5")
 
 
-class Door:
+class RunningTokenService:
     """The token service, and the number of `rights_changed` calls."""
 
     service: TokenService
 
     def __init__(self) -> None:
-        self.told = 0
+        self.changes = 0
 
     def register(self, kernel: Kernel) -> None:
-        self.service = TokenService(kernel.bus, kernel.clock, AccessPolicy(daemon_uid=1000), self._tell)
+        self.service = TokenService(kernel.bus, kernel.clock, AccessPolicy(daemon_uid=1000), self._count_change)
         kernel.ledger.register(self.service)
 
-    def knock(self, text: str = TEXT) -> Principal | str:
+    def authenticate(self, text: str = TEXT) -> Principal | str:
         """The principal of a remote peer with this token, or the error code."""
         try:
-            return self.service.identify(STRANGER, text)
+            return self.service.identify(REMOTE_PEER, text)
         except RequestRefused as error:
             return error.code
 
-    def _tell(self) -> None:
-        self.told += 1
+    def _count_change(self) -> None:
+        self.changes += 1
 
 
 def create(**more: Any) -> CreateToken:
@@ -60,35 +60,35 @@ def create(**more: Any) -> CreateToken:
 
 @on_virtual_time
 async def test_whoever_has_the_text_is_let_in_once_the_token_was_created() -> None:
-    door = Door()
-    async with running(register=door.register, requests=REQUESTS) as kernel:
-        assert door.knock() == "token_unknown"
+    access = RunningTokenService()
+    async with running(register=access.register, requests=REQUESTS) as kernel:
+        assert access.authenticate() == "token_unknown"
         view = await kernel.bus.ask(create(jobs=("a",)))
-        assert door.knock() == Principal("laptop", Role.WORKER, frozenset({"a"}))
+        assert access.authenticate() == Principal("laptop", Role.WORKER, frozenset({"a"}))
         assert kernel.facts() == [TokenCreated(view.token_id, "laptop", Role.WORKER, ("a",))]
         assert await kernel.bus.ask(ListTokens()) == TokenPage([view], more=False)
 
 
 @on_virtual_time
 async def test_a_revoked_token_is_accepted_no_more_and_the_doors_are_told_when_it_is_durable() -> None:
-    door, store = Door(), FaultyStore()
-    async with running(store, door.register) as kernel:
+    access, store = RunningTokenService(), FaultyStore()
+    async with running(store, access.register) as kernel:
         view = await kernel.bus.ask(create())
         store.block()
         pending = kernel.bus.submit(RevokeToken(view.token_id), call())
         await store.entered.wait()
-        assert door.told == 0
+        assert access.changes == 0
         store.unblock()
         assert (await pending.wait()).revoked_at is not None
         await kernel.settle()
-        assert (door.told, door.knock()) == (1, "token_revoked")
+        assert (access.changes, access.authenticate()) == (1, "token_revoked")
         assert kernel.facts(TokenRevoked) == [TokenRevoked(view.token_id, "laptop")]
 
 
 @on_virtual_time
 async def test_revoking_once_more_changes_nothing() -> None:
-    door = Door()
-    async with running(register=door.register) as kernel:
+    access = RunningTokenService()
+    async with running(register=access.register) as kernel:
         view = await kernel.bus.ask(create())
         first = await kernel.bus.ask(RevokeToken(view.token_id))
         assert await kernel.bus.ask(RevokeToken(view.token_id)) == first
@@ -97,7 +97,7 @@ async def test_revoking_once_more_changes_nothing() -> None:
 
 @on_virtual_time
 async def test_revoking_what_does_not_exist_is_refused() -> None:
-    async with running(register=Door().register) as kernel:
+    async with running(register=RunningTokenService().register) as kernel:
         with pytest.raises(RequestRefused) as caught:
             await kernel.bus.ask(RevokeToken("unknown"))
         assert caught.value.code == "token_not_found"
@@ -105,70 +105,70 @@ async def test_revoking_what_does_not_exist_is_refused() -> None:
 
 @on_virtual_time
 async def test_tokens_and_their_end_survive_a_restart() -> None:
-    door, store = Door(), FaultyStore()
-    async with running(store, door.register) as kernel:
+    access, store = RunningTokenService(), FaultyStore()
+    async with running(store, access.register) as kernel:
         await kernel.bus.ask(create())
         other = await kernel.bus.ask(create(secret=bytes(32)))
         await kernel.bus.ask(RevokeToken(other.token_id))
-    async with running(store, door.register):
-        assert door.knock() == Principal("laptop", Role.WORKER)
-        assert door.knock(encode_token(bytes(32))[1]) == "token_revoked"
+    async with running(store, access.register):
+        assert access.authenticate() == Principal("laptop", Role.WORKER)
+        assert access.authenticate(encode_token(bytes(32))[1]) == "token_revoked"
 
 
 @on_virtual_time
 async def test_a_token_whose_commit_failed_is_not_known() -> None:
-    door, store = Door(), FaultyStore()
-    async with running(store, door.register) as kernel:
+    access, store = RunningTokenService(), FaultyStore()
+    async with running(store, access.register) as kernel:
         store.commit_error = full()
         with pytest.raises(Unavailable):
             await kernel.bus.ask(create())
-        assert door.knock() == "token_unknown"
+        assert access.authenticate() == "token_unknown"
 
 
 @on_virtual_time
 async def test_a_token_whose_revocation_is_not_durable_is_accepted_and_stays_so_when_that_fails() -> None:
-    door, store = Door(), FaultyStore()
-    async with running(store, door.register) as kernel:
+    access, store = RunningTokenService(), FaultyStore()
+    async with running(store, access.register) as kernel:
         view = await kernel.bus.ask(create())
         store.block()
         pending = kernel.bus.submit(RevokeToken(view.token_id), call())
         await store.entered.wait()
-        assert door.knock() == Principal("laptop", Role.WORKER)
+        assert access.authenticate() == Principal("laptop", Role.WORKER)
         store.commit_error = full()
         store.unblock()
         with pytest.raises(Unavailable):
             await pending.wait()
-        assert (door.knock(), door.told) == (Principal("laptop", Role.WORKER), 0)
+        assert (access.authenticate(), access.changes) == (Principal("laptop", Role.WORKER), 0)
         store.commit_error = None
         await kernel.ledger.writable()
         await kernel.bus.ask(RevokeToken(view.token_id))
-        assert door.knock() == "token_revoked"
+        assert access.authenticate() == "token_revoked"
 
 
 @on_virtual_time
 async def test_a_token_is_unknown_until_it_is_durable() -> None:
-    door, store = Door(), FaultyStore()
-    async with running(store, door.register) as kernel:
+    access, store = RunningTokenService(), FaultyStore()
+    async with running(store, access.register) as kernel:
         store.block()
         pending = kernel.bus.submit(create(), call())
         await store.entered.wait()
-        assert door.knock() == "token_unknown"
+        assert access.authenticate() == "token_unknown"
         store.unblock()
         await pending.wait()
-        assert isinstance(door.knock(), Principal)
+        assert isinstance(access.authenticate(), Principal)
 
 
 @on_virtual_time
 async def test_the_door_knows_what_is_acknowledged_at_that_very_moment_and_nothing_that_is_still_on_its_way() -> None:
-    door, store = Door(), FaultyStore()
-    async with running(store, door.register) as kernel:
+    access, store = RunningTokenService(), FaultyStore()
+    async with running(store, access.register) as kernel:
         store.block()
         created = kernel.bus.submit(create(), call())
         await store.entered.wait()
         seen: list[Principal | str] = []
-        created.when_done(lambda _: seen.append(door.knock()))
+        created.when_done(lambda _: seen.append(access.authenticate()))
         revoked = kernel.bus.submit(RevokeToken(encode_token(SECRET)[0]), call())
-        revoked.when_done(lambda _: seen.append(door.knock()))
+        revoked.when_done(lambda _: seen.append(access.authenticate()))
         store.unblock()
         await revoked.wait()
         assert seen == [Principal("laptop", Role.WORKER), "token_revoked"]
@@ -176,9 +176,9 @@ async def test_the_door_knows_what_is_acknowledged_at_that_very_moment_and_nothi
 
 @on_virtual_time
 async def test_creating_lets_go_of_the_oldest_of_the_dead_in_the_same_decision() -> None:
-    door, store = Door(), FaultyStore()
-    async with running(store, door.register) as kernel:
-        door.service.tokens.dead_max = 1
+    access, store = RunningTokenService(), FaultyStore()
+    async with running(store, access.register) as kernel:
+        access.service.tokens.dead_max = 1
         for number in range(3):
             await kernel.bus.ask(create(secret=bytes([number]) * 32, ttl_s=60.0 + number))
         kernel.clock.jump(100.0)
@@ -186,13 +186,13 @@ async def test_creating_lets_go_of_the_oldest_of_the_dead_in_the_same_decision()
         held = {encode_token(bytes([2]) * 32)[0], view.token_id}
         assert {token.token_id for token in (await kernel.bus.ask(ListTokens())).tokens} == held
         assert {entry.key.removeprefix(PREFIX) for entry in await store.list(PREFIX)} == held
-        assert door.knock(encode_token(bytes(32))[1]) == "token_unknown"
-        assert door.knock(encode_token(bytes([2]) * 32)[1]) == "token_expired"
+        assert access.authenticate(encode_token(bytes(32))[1]) == "token_unknown"
+        assert access.authenticate(encode_token(bytes([2]) * 32)[1]) == "token_expired"
 
 
 @on_virtual_time
 async def test_the_list_is_told_in_pages_that_follow_each_other() -> None:
-    async with running(register=Door().register) as kernel:
+    async with running(register=RunningTokenService().register) as kernel:
         views = [await kernel.bus.ask(create(secret=bytes([number]) * 32)) for number in range(5)]
         listed: list[TokenView] = []
         sizes = []
@@ -209,7 +209,7 @@ async def test_the_list_is_told_in_pages_that_follow_each_other() -> None:
 @on_virtual_time
 async def test_a_page_of_tokens_fits_into_a_frame() -> None:
     jobs = tuple(f"{number:0{JOB_CHARS_MAX}}" for number in range(JOBS_PER_TOKEN_MAX))
-    async with running(register=Door().register) as kernel:
+    async with running(register=RunningTokenService().register) as kernel:
         for number in range(40):
             await kernel.bus.ask(create(secret=bytes([number]) * 32, jobs=jobs))
         page = await kernel.bus.ask(ListTokens())
@@ -220,7 +220,7 @@ async def test_a_page_of_tokens_fits_into_a_frame() -> None:
 @on_virtual_time
 async def test_neither_store_nor_facts_nor_answers_hold_the_secret() -> None:
     store = FaultyStore()
-    async with running(store, Door().register) as kernel:
+    async with running(store, RunningTokenService().register) as kernel:
         view = await kernel.bus.submit(create(), call(1)).wait()
         listed = await kernel.bus.ask(ListTokens())
         held = [value for batch in store.batches for one in batch for value in one.puts.values()]
@@ -231,13 +231,13 @@ async def test_neither_store_nor_facts_nor_answers_hold_the_secret() -> None:
 
 @on_virtual_time
 async def test_a_token_lives_as_long_as_it_was_given() -> None:
-    door = Door()
-    async with running(register=door.register) as kernel:
+    access = RunningTokenService()
+    async with running(register=access.register) as kernel:
         await kernel.bus.ask(create(ttl_s=60.0))
         kernel.clock.jump(59.0)
-        assert isinstance(door.knock(), Principal)
+        assert isinstance(access.authenticate(), Principal)
         kernel.clock.jump(1.0)
-        assert door.knock() == "token_expired"
+        assert access.authenticate() == "token_expired"
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ async def test_a_token_lives_as_long_as_it_was_given() -> None:
 )
 @on_virtual_time
 async def test_what_is_no_token_is_the_caller_s_to_mend_and_changes_nothing(more: dict[str, Any]) -> None:
-    async with running(register=Door().register) as kernel:
+    async with running(register=RunningTokenService().register) as kernel:
         with pytest.raises(RequestRefused):
             await kernel.bus.ask(create(**more))
         assert (await kernel.bus.ask(ListTokens()), kernel.facts()) == (TokenPage([], more=False), [])
@@ -263,7 +263,7 @@ async def test_what_is_no_token_is_the_caller_s_to_mend_and_changes_nothing(more
 @pytest.mark.parametrize("principal", [Principal("w", Role.WORKER), Principal("o", Role.OPERATOR, frozenset({"a"}))])
 @on_virtual_time
 async def test_tokens_are_for_operators_of_the_whole_daemon(principal: Principal) -> None:
-    async with running(register=Door().register) as kernel:
+    async with running(register=RunningTokenService().register) as kernel:
         for request in (create(), ListTokens(), RevokeToken("x")):
             with pytest.raises(RequestRefused) as caught:
                 await kernel.bus.ask(request, Call(principal, "a test"))

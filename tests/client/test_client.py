@@ -26,7 +26,7 @@ from tests.client.daemon_runner import SOON, DaemonRunner, config_in
 from tests.client.example_messages import ExampleRequest, ExampleSignal
 from tests.client.fake_daemon import FakeConnection, FakeDaemon
 from tests.client.proxy import Proxy, cut_once
-from tests.net.ends import Certificates
+from tests.net.recording_connections import Certificates
 
 
 def client_of(*places: DaemonRunner | Proxy | FakeDaemon, **options: Any) -> ForgedClient:

@@ -1,4 +1,4 @@
-"""Settings files of an unprivileged user."""
+"""Write and load settings files as an unprivileged user."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ NOTHING: dict[str, Any] = {}
 
 
 def write(directory: Path, text: str | bytes) -> Path:
-    """The file, with this in it."""
+    """Write the settings file."""
     path = directory / "forged.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
 
 
 def read(directory: Path, text: str | bytes, **overrides: Any) -> Config:
-    """What these settings are."""
+    """Load these settings."""
     return load(write(directory, text), overrides, HOME, USER)
 
 
 def problems(directory: Path, text: str, **overrides: Any) -> list[Problem]:
-    """What is wrong with these settings."""
+    """The problems of invalid settings."""
     with pytest.raises(ConfigError) as caught:
         read(directory, text, **overrides)
     assert caught.value.code == "config_invalid"
@@ -36,5 +36,5 @@ def problems(directory: Path, text: str, **overrides: Any) -> list[Problem]:
 
 
 def wrong_keys(directory: Path, text: str, **overrides: Any) -> list[str]:
-    """The keys that are wrong."""
+    """The keys of the problems."""
     return [problem.key for problem in problems(directory, text, **overrides)]

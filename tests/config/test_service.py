@@ -30,7 +30,7 @@ from tests.kernel_fixture import Added, Kernel, call, on_virtual_time, running
 AT_START = Config(data_dir="/d", socket="/s", plugins={"webhook": {"url": "u", "secret": "hush", "list": [{"a": 1}]}})
 
 
-class House:
+class RecordingSettings:
     """A settings port that records what is applied."""
 
     def __init__(self) -> None:
@@ -66,14 +66,14 @@ async def setting(kernel: Kernel, key: str) -> Setting:
     return next(setting for setting in view.settings if setting.key == key)
 
 
-Test = Callable[[Kernel, House], Awaitable[None]]
+Test = Callable[[Kernel, RecordingSettings], Awaitable[None]]
 
 
-def in_house(test: Test) -> Callable[[], None]:
+def with_config_service(test: Test) -> Callable[[], None]:
     async def prepared() -> None:
-        house = House()
-        async with running(register=house.register, requests=REQUESTS) as kernel:
-            await test(kernel, house)
+        settings = RecordingSettings()
+        async with running(register=settings.register, requests=REQUESTS) as kernel:
+            await test(kernel, settings)
 
     prepared.__name__ = test.__name__
     return on_virtual_time(prepared)
@@ -82,8 +82,8 @@ def in_house(test: Test) -> Callable[[], None]:
 # What is shown.
 
 
-@in_house
-async def test_every_setting_is_shown_with_its_default(kernel: Kernel, house: House) -> None:
+@with_config_service
+async def test_every_setting_is_shown_with_its_default(kernel: Kernel, settings: RecordingSettings) -> None:
     view = await kernel.bus.ask(ShowConfig())
     assert view.source == "/f.toml"
     assert [one.key for one in view.settings] == list(Config.__slots__)
@@ -94,11 +94,11 @@ async def test_every_setting_is_shown_with_its_default(kernel: Kernel, house: Ho
     assert (await setting(kernel, "listen")).value == ["tcp://127.0.0.1:7433"]
 
 
-@in_house
-async def test_what_may_be_a_secret_is_hidden(kernel: Kernel, house: House) -> None:
+@with_config_service
+async def test_what_may_be_a_secret_is_hidden(kernel: Kernel, settings: RecordingSettings) -> None:
     shown = await setting(kernel, "plugins")
     assert shown.value == {"webhook": {"url": "u", "secret": HIDDEN, "list": [{"a": 1}]}}
-    house.wanted = replace(AT_START, plugins={"webhook": {"secret": "psst"}})
+    settings.wanted = replace(AT_START, plugins={"webhook": {"secret": "psst"}})
     await kernel.bus.ask(ReloadConfig())
     view = await kernel.bus.ask(ShowConfig())
     encoded = msgspec.msgpack.encode(view)
@@ -110,24 +110,24 @@ async def test_what_may_be_a_secret_is_hidden(kernel: Kernel, house: House) -> N
 @pytest.mark.parametrize("principal", [Principal("v", Role.VIEWER), Principal("o", Role.OPERATOR, frozenset({"a"}))])
 @on_virtual_time
 async def test_whoever_does_not_operate_the_daemon_is_refused(request_: Any, principal: Principal) -> None:
-    house = House()
-    async with running(register=house.register) as kernel:
+    settings = RecordingSettings()
+    async with running(register=settings.register) as kernel:
         with pytest.raises(RequestRefused) as caught:
             await kernel.bus.ask(request_, Call(principal, "a test"))
         assert caught.value.code == "forbidden"
-        assert house.reads == 0
+        assert settings.reads == 0
 
 
 # What a reload does.
 
 
-@in_house
-async def test_what_may_change_does_and_the_rest_waits(kernel: Kernel, house: House) -> None:
-    house.wanted = replace(AT_START, drain_timeout_s=3.0, log_level="debug", http="127.0.0.1:1", plugins={})
+@with_config_service
+async def test_what_may_change_does_and_the_rest_waits(kernel: Kernel, settings: RecordingSettings) -> None:
+    settings.wanted = replace(AT_START, drain_timeout_s=3.0, log_level="debug", http="127.0.0.1:1", plugins={})
     reloaded = await kernel.bus.ask(ReloadConfig())
     assert reloaded == Reloaded(["drain_timeout_s", "log_level"], ["http", "plugins"])
-    assert house.applied == [replace(AT_START, drain_timeout_s=3.0, log_level="debug")]
-    assert house.service.running == house.applied[0]
+    assert settings.applied == [replace(AT_START, drain_timeout_s=3.0, log_level="debug")]
+    assert settings.service.running == settings.applied[0]
     assert await setting(kernel, "drain_timeout_s") == Setting(
         key="drain_timeout_s", value=3.0, default=10.0, live=True
     )
@@ -137,37 +137,39 @@ async def test_what_may_change_does_and_the_rest_waits(kernel: Kernel, house: Ho
     assert (await setting(kernel, "socket")).wanted is None
 
 
-@in_house
-async def test_what_waits_is_told_at_each_reload_until_it_is_taken_back(kernel: Kernel, house: House) -> None:
-    house.wanted = replace(AT_START, http="127.0.0.1:1")
+@with_config_service
+async def test_what_waits_is_told_at_each_reload_until_it_is_taken_back(
+    kernel: Kernel, settings: RecordingSettings
+) -> None:
+    settings.wanted = replace(AT_START, http="127.0.0.1:1")
     assert (await kernel.bus.ask(ReloadConfig())).needs_restart == ["http"]
     assert (await kernel.bus.ask(ReloadConfig())).needs_restart == ["http"]
-    house.wanted = AT_START
+    settings.wanted = AT_START
     assert await kernel.bus.ask(ReloadConfig()) == Reloaded([], [])
     assert (await setting(kernel, "http")).wanted is None
 
 
-@in_house
-async def test_nothing_is_applied_when_nothing_changes(kernel: Kernel, house: House) -> None:
-    house.wanted = replace(AT_START, http="127.0.0.1:1")
+@with_config_service
+async def test_nothing_is_applied_when_nothing_changes(kernel: Kernel, settings: RecordingSettings) -> None:
+    settings.wanted = replace(AT_START, http="127.0.0.1:1")
     await kernel.bus.ask(ReloadConfig())
-    assert house.applied == []
+    assert settings.applied == []
 
 
-@in_house
-async def test_it_is_put_on_record_with_who_asked_and_why(kernel: Kernel, house: House) -> None:
+@with_config_service
+async def test_it_is_put_on_record_with_who_asked_and_why(kernel: Kernel, settings: RecordingSettings) -> None:
     await kernel.add()
-    house.wanted = replace(AT_START, drain_timeout_s=3.0)
+    settings.wanted = replace(AT_START, drain_timeout_s=3.0)
     cause = kernel.journal.last
     await kernel.bus.ask(ReloadConfig(), replace(call(), cause=cause))
     record = kernel.journal.after(cause, 1)[0]
     assert (record.fact, record.cause, record.origin) == (ConfigReloaded(["drain_timeout_s"], []), cause, "a test")
 
 
-@in_house
-async def test_a_signal_reloads_as_a_request_does(kernel: Kernel, house: House) -> None:
-    house.wanted = replace(AT_START, drain_timeout_s=3.0)
-    outcome = await house.service.reload("SIGHUP")
+@with_config_service
+async def test_a_signal_reloads_as_a_request_does(kernel: Kernel, settings: RecordingSettings) -> None:
+    settings.wanted = replace(AT_START, drain_timeout_s=3.0)
+    outcome = await settings.service.reload("SIGHUP")
     await kernel.settle()
     assert outcome == ConfigReloaded(["drain_timeout_s"], []) == kernel.facts(ConfigReloaded)[0]
     assert kernel.journal.after(0, 1)[0].origin == "SIGHUP"
@@ -188,17 +190,19 @@ async def test_where_there_is_nothing_to_read_everything_stays() -> None:
 BAD = ConfigError("config_invalid", "f is not valid", "mend these", [Problem("a", 1, "2", line=3)])
 
 
-@in_house
-async def test_whoever_asks_is_told_what_is_wrong_and_everything_stays(kernel: Kernel, house: House) -> None:
-    house.wanted = replace(AT_START, drain_timeout_s=3.0, http="127.0.0.1:1")
+@with_config_service
+async def test_whoever_asks_is_told_what_is_wrong_and_everything_stays(
+    kernel: Kernel, settings: RecordingSettings
+) -> None:
+    settings.wanted = replace(AT_START, drain_timeout_s=3.0, http="127.0.0.1:1")
     await kernel.bus.ask(ReloadConfig())
-    house.error = BAD
+    settings.error = BAD
     with pytest.raises(RequestRefused) as caught:
         await kernel.bus.ask(ReloadConfig())
     assert (caught.value.code, caught.value.message) == ("config_refused", str(BAD))
     await kernel.settle()
     assert kernel.facts(ConfigRefused) == [ConfigRefused(str(BAD))]
-    assert len(house.applied) == 1
+    assert len(settings.applied) == 1
     assert (await setting(kernel, "drain_timeout_s")).value == 3.0
     assert (await setting(kernel, "http")).wanted == "127.0.0.1:1"
 
@@ -206,10 +210,10 @@ async def test_whoever_asks_is_told_what_is_wrong_and_everything_stays(kernel: K
 @pytest.mark.parametrize("error", [BAD, OSError(5, "broken"), RuntimeError("a bug"), Unavailable("x", "y")])
 @on_virtual_time
 async def test_a_signal_s_reload_raises_nothing(error: Exception) -> None:
-    house = House()
-    async with running(register=house.register) as kernel:
-        house.error = error
-        outcome = await house.service.reload("SIGHUP")
+    settings = RecordingSettings()
+    async with running(register=settings.register) as kernel:
+        settings.error = error
+        outcome = await settings.service.reload("SIGHUP")
         await kernel.settle()
         assert isinstance(outcome, ConfigRefused)
         assert kernel.facts(ConfigRefused) == [outcome]
@@ -241,10 +245,10 @@ async def test_settings_that_cannot_be_applied_are_refused_and_tried_again_at_th
         assert tries == [wanted, wanted]
 
 
-@in_house
-async def test_a_refusal_without_end_is_put_on_record_all_the_same(kernel: Kernel, house: House) -> None:
-    house.error = ConfigError("config_invalid", "x" * (2 << 20) + "\udce9")
-    assert isinstance(await house.service.reload("SIGHUP"), ConfigRefused)
+@with_config_service
+async def test_a_refusal_without_end_is_put_on_record_all_the_same(kernel: Kernel, settings: RecordingSettings) -> None:
+    settings.error = ConfigError("config_invalid", "x" * (2 << 20) + "\udce9")
+    assert isinstance(await settings.service.reload("SIGHUP"), ConfigRefused)
     await kernel.settle()
     assert len(kernel.facts(ConfigRefused)) == 1
     assert kernel.ledger.failures == 0
@@ -253,38 +257,38 @@ async def test_a_refusal_without_end_is_put_on_record_all_the_same(kernel: Kerne
 # Several at once, and all kinds of trouble.
 
 
-@in_house
-async def test_two_reloads_at_once_are_done_one_after_the_other(kernel: Kernel, house: House) -> None:
-    house.gate = anyio.Event()
+@with_config_service
+async def test_two_reloads_at_once_are_done_one_after_the_other(kernel: Kernel, settings: RecordingSettings) -> None:
+    settings.gate = anyio.Event()
     outcomes: list[object] = []
 
     async def reload(drain_timeout_s: float) -> None:
-        outcomes.append(await house.service.reload(f"{drain_timeout_s}"))
+        outcomes.append(await settings.service.reload(f"{drain_timeout_s}"))
 
     async with anyio.create_task_group() as tasks:
         for number in range(3):
             tasks.start_soon(reload, number)
-        await house.asked.wait()
-        house.wanted = replace(AT_START, drain_timeout_s=3.0)
-        house.gate.set()
+        await settings.asked.wait()
+        settings.wanted = replace(AT_START, drain_timeout_s=3.0)
+        settings.gate.set()
     assert outcomes == [ConfigReloaded(["drain_timeout_s"], []), ConfigReloaded([], []), ConfigReloaded([], [])]
-    assert house.reads == 3
-    assert len(house.applied) == 1
+    assert settings.reads == 3
+    assert len(settings.applied) == 1
 
 
-@in_house
+@with_config_service
 async def test_a_reload_that_is_cancelled_changes_nothing_and_lets_the_next_one_in(
-    kernel: Kernel, house: House
+    kernel: Kernel, settings: RecordingSettings
 ) -> None:
-    house.gate = anyio.Event()
-    house.wanted = replace(AT_START, drain_timeout_s=3.0)
+    settings.gate = anyio.Event()
+    settings.wanted = replace(AT_START, drain_timeout_s=3.0)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(house.service.reload, "SIGHUP")
-        await house.asked.wait()
+        tasks.start_soon(settings.service.reload, "SIGHUP")
+        await settings.asked.wait()
         tasks.cancel_scope.cancel()
-    assert (house.applied, house.service.running) == ([], AT_START)
-    house.gate.set()
-    assert await house.service.reload("SIGHUP") == ConfigReloaded(["drain_timeout_s"], [])
+    assert (settings.applied, settings.service.running) == ([], AT_START)
+    settings.gate.set()
+    assert await settings.service.reload("SIGHUP") == ConfigReloaded(["drain_timeout_s"], [])
 
 
 async def break_disk(kernel: Kernel, store: FaultyStore) -> None:
@@ -298,34 +302,34 @@ async def break_disk(kernel: Kernel, store: FaultyStore) -> None:
 
 @on_virtual_time
 async def test_on_a_full_disk_settings_hold_without_a_record() -> None:
-    house, store = House(), FaultyStore()
-    async with running(store, house.register) as kernel:
+    settings, store = RecordingSettings(), FaultyStore()
+    async with running(store, settings.register) as kernel:
         await break_disk(kernel, store)
-        house.wanted = replace(AT_START, drain_timeout_s=3.0)
+        settings.wanted = replace(AT_START, drain_timeout_s=3.0)
         assert await kernel.bus.ask(ReloadConfig()) == Reloaded(["drain_timeout_s"], [])
-        assert await house.service.reload("SIGHUP") == ConfigReloaded([], [])
-        assert house.applied == [house.wanted]
-        house.error = BAD
-        assert await house.service.reload("SIGHUP") == ConfigRefused(str(BAD))
+        assert await settings.service.reload("SIGHUP") == ConfigReloaded([], [])
+        assert settings.applied == [settings.wanted]
+        settings.error = BAD
+        assert await settings.service.reload("SIGHUP") == ConfigRefused(str(BAD))
         assert (await setting(kernel, "drain_timeout_s")).value == 3.0
         store.commit_error = None
         await kernel.ledger.writable()
         assert kernel.facts() == []
-        house.error = None
-        await house.service.reload("SIGHUP")
+        settings.error = None
+        await settings.service.reload("SIGHUP")
         await kernel.settle()
         assert kernel.facts() == [ConfigReloaded([], [])]
 
 
 @on_virtual_time
 async def test_a_disk_that_fills_up_over_the_record_takes_no_setting_back() -> None:
-    house, store = House(), FaultyStore()
-    async with running(store, house.register) as kernel:
+    settings, store = RecordingSettings(), FaultyStore()
+    async with running(store, settings.register) as kernel:
         store.commit_error = full()
-        house.wanted = replace(AT_START, drain_timeout_s=3.0)
+        settings.wanted = replace(AT_START, drain_timeout_s=3.0)
         with pytest.raises(Unavailable):
             await kernel.bus.ask(ReloadConfig())
-        assert house.applied == [house.wanted]
+        assert settings.applied == [settings.wanted]
         store.commit_error = None
         await kernel.ledger.writable()
         assert await kernel.bus.ask(ReloadConfig()) == Reloaded([], [])
@@ -333,15 +337,15 @@ async def test_a_disk_that_fills_up_over_the_record_takes_no_setting_back() -> N
 
 @on_virtual_time
 async def test_a_cause_that_was_taken_back_meanwhile_is_not_told() -> None:
-    house, store = House(), FaultyStore()
-    async with running(store, house.register) as kernel:
-        house.gate = anyio.Event()
+    settings, store = RecordingSettings(), FaultyStore()
+    async with running(store, settings.register) as kernel:
+        settings.gate = anyio.Event()
         store.block()
         kernel.submit()
         pending = kernel.ledger.append(Decision(None, (Added(1, 1),)))
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(house.service.reload, "SIGHUP", pending.revision)
-            await house.asked.wait()
+            tasks.start_soon(settings.service.reload, "SIGHUP", pending.revision)
+            await settings.asked.wait()
             store.commit_error = full()
             store.unblock()
             while kernel.ledger.read_only is None:
@@ -349,6 +353,6 @@ async def test_a_cause_that_was_taken_back_meanwhile_is_not_told() -> None:
             store.commit_error = None
             await kernel.ledger.writable()
             assert kernel.ledger.revision < pending.revision
-            house.gate.set()
+            settings.gate.set()
         await kernel.settle()
         assert [record.cause for record in kernel.journal.after(0, 10)] == [0]

@@ -1,4 +1,4 @@
-"""Both plugins in daemons of their own, found in a directory as an operator puts them there, and killed with -9."""
+"""webhook and event_log in real daemons, loaded from `plugin_dir`, under `kill -9`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from forged.client import EARLIEST, ForgedClient
 from forged.kernel.messages import Record
 from forged.plugins.model import ListPlugins, PluginView, RunPluginCommand
-from tests.dropins.hook import SECRET, Hook, hooked
+from tests.dropins.webhook_receiver import SECRET, WebhookReceiver, listening
 from tests.processes.daemon import DaemonProcess
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
@@ -42,8 +42,8 @@ def plugins(tmp_path: Path) -> Path:
     return directory
 
 
-class Place:
-    """Where a daemon is started again and again."""
+class DaemonDirectory:
+    """A directory in which daemons are started one after the other."""
 
     def __init__(self, directory: Path, plugins: Path, url: str, secret: Path) -> None:
         self.directory = directory
@@ -72,7 +72,7 @@ class Place:
         return json.loads(done.stdout)
 
     def check(self) -> None:
-        """Have the settings checked as an operator does before a reload."""
+        """Run `forged check-config`."""
         command = [sys.executable, "-m", "forged.cli.forged", "check-config", str(self._settings)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -82,14 +82,14 @@ class Place:
         return ForgedClient(f"unix://{self.directory / 'forged.sock'}")
 
     def written(self) -> list[int]:
-        """The ids in the files of the event log, in the order in which they were written."""
+        """The ids in the event log's files, in the order of writing."""
         rotated = sorted(self.directory.glob("events.jsonl.*"), key=lambda one: -int(one.suffix[1:]))
         lines = b"".join(one.read_bytes() for one in (*rotated, self.log)).splitlines()
         return [json.loads(line)["id"] for line in lines]
 
 
 async def caught_up(client: ForgedClient, plugin: str, last: int) -> None:
-    """Wait until a plugin has come as far as that."""
+    """Wait until a plugin has delivered up to this fact."""
     while (await client.request(RunPluginCommand(plugin, "status")))["position"] < last:
         """It is asked again."""
 
@@ -97,35 +97,35 @@ async def caught_up(client: ForgedClient, plugin: str, last: int) -> None:
 async def test_kill_9_loses_no_fact_for_either_and_doubles_none_in_the_log(
     tmp_path: Path, plugins: Path, secret: Path
 ) -> None:
-    async with hooked(Hook()) as hook:
-        place = Place(tmp_path, plugins, hook.url, secret)
-        hook.judge = lambda body: 503
-        with place.daemon():
-            async with place.client as client:
+    async with listening(WebhookReceiver()) as receiver:
+        directory = DaemonDirectory(tmp_path, plugins, receiver.url, secret)
+        receiver.judge = lambda body: 503
+        with directory.daemon():
+            async with directory.client as client:
                 await client.create_job("a")
                 for number in range(NOTES):
                     await client.note("a", f"{number}")
-            await hook.until(lambda: len(hook.deliveries) > 0)
-        hook.judge = lambda body: 200
-        with place.daemon():
-            await hook.until(lambda: len(hook.taken) >= DELIVERED_BEFORE_THE_KILL)
-        with place.daemon() as daemon:
-            async with place.client as client:
+            await receiver.until(lambda: len(receiver.deliveries) > 0)
+        receiver.judge = lambda body: 200
+        with directory.daemon():
+            await receiver.until(lambda: len(receiver.accepted_ids) >= DELIVERED_BEFORE_THE_KILL)
+        with directory.daemon() as daemon:
+            async with directory.client as client:
                 await client.note("a", "the last one")
                 facts = [item async for item in client.past_facts(since=EARLIEST)]
                 for plugin in ("webhook", "event_log"):
                     await caught_up(client, plugin, facts[-1].id if isinstance(facts[-1], Record) else 0)
                 views = await client.request(ListPlugins())
             assert daemon.end(signal.SIGTERM)[0] == 0
-    _check(place, hook, [fact.id for fact in facts if isinstance(fact, Record)], views)
+    _check(directory, receiver, [fact.id for fact in facts if isinstance(fact, Record)], views)
 
 
-def _check(place: Place, hook: Hook, expected: list[int], views: list[PluginView]) -> None:
-    assert all(delivery.signed for delivery in hook.deliveries)
-    assert set(expected) <= set(hook.taken)
-    first = list(dict.fromkeys(hook.taken))
+def _check(directory: DaemonDirectory, receiver: WebhookReceiver, expected: list[int], views: list[PluginView]) -> None:
+    assert all(delivery.signed for delivery in receiver.deliveries)
+    assert set(expected) <= set(receiver.accepted_ids)
+    first = list(dict.fromkeys(receiver.accepted_ids))
     assert first == sorted(first)
-    written = place.written()
+    written = directory.written()
     assert written == sorted(set(written))
     assert set(expected) <= set(written)
     assert {view.name: (view.state, view.failed) for view in views} == {
@@ -137,19 +137,19 @@ def _check(place: Place, hook: Hook, expected: list[int], views: list[PluginView
 async def test_an_operator_sees_how_they_fare_and_has_them_do_things(
     tmp_path: Path, plugins: Path, secret: Path
 ) -> None:
-    place = Place(tmp_path, plugins, "http://127.0.0.1:1/hook", secret)
-    place.check()
-    with place.daemon():
-        async with place.client as client:
+    directory = DaemonDirectory(tmp_path, plugins, "http://127.0.0.1:1/hook", secret)
+    directory.check()
+    with directory.daemon():
+        async with directory.client as client:
             await client.create_job("a")
             while not (await client.request(RunPluginCommand("webhook", "status")))["trouble"]:
                 """It has not tried yet."""
             await caught_up(client, "event_log", 1)
-        [log, webhook] = place.forgectl("plugins")["plugins"]
+        [log, webhook] = directory.forgectl("plugins")["plugins"]
         assert (log["state"], log["reason"]) == ("active", None)
         assert webhook["state"] == "active"
         assert "127.0.0.1:1" in webhook["reason"]
-        assert place.forgectl("plugins", "run", "event_log", "rotate")["result"] == {"rotated": True}
+        assert directory.forgectl("plugins", "run", "event_log", "rotate")["result"] == {"rotated": True}
         # What is checked is used by a daemon at that moment.
-        place.check()
-    assert place.log.with_name("events.jsonl.1").exists()
+        directory.check()
+    assert directory.log.with_name("events.jsonl.1").exists()

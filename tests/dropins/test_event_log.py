@@ -25,7 +25,7 @@ from forged.kernel.messages import Gap, Record
 from forged.kernel.store.memory import MemoryStore
 from plugins import event_log
 from plugins.event_log import Files, Line, Mark
-from tests.dropins.daemon_fixture import VIEWER, Blob, House, Rare, plugged, refusal
+from tests.dropins.dropin_fixture import VIEWER, Blob, LoadedPlugin, Rare, refusal, running_plugin
 from tests.faulty_store import FaultyStore
 from tests.kernel_fixture import Add
 from tests.processes.test_full_disk import disk as disk  # a fixture
@@ -33,7 +33,7 @@ from tests.processes.test_full_disk import fill
 
 KILLS = 8
 
-Plug = Callable[..., AbstractAsyncContextManager[House]]
+RunPlugin = Callable[..., AbstractAsyncContextManager[LoadedPlugin]]
 
 
 @pytest.fixture
@@ -42,12 +42,12 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def plug(path: Path, tmp_path: Path) -> Plug:
-    def plug(store: FaultyStore | None = None, facts_max: int = 50_000, **given: Any) -> Any:
+def run_plugin(path: Path, tmp_path: Path) -> RunPlugin:
+    def run_plugin(store: FaultyStore | None = None, facts_max: int = 50_000, **given: Any) -> Any:
         chosen = {"path": str(path)} | given
-        return plugged("event_log", event_log, chosen, tmp_path, store=store, facts_max=facts_max)
+        return running_plugin("event_log", event_log, chosen, tmp_path, store=store, facts_max=facts_max)
 
-    return plug
+    return run_plugin
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def opened(path: Path, *, bytes_max: int = 1 << 30, files_max: int = 5, fsync: b
 
 
 def write(path: Path, written: Iterator[Line], **given: Any) -> None:
-    """As one daemon does that is killed afterwards."""
+    """Write like a daemon that is then killed."""
     files = opened(path, **given)
     try:
         files.write(written)
@@ -76,13 +76,13 @@ def write(path: Path, written: Iterator[Line], **given: Any) -> None:
 
 
 def all_files(path: Path) -> list[Path]:
-    """The oldest first."""
+    """All files, oldest first."""
     rotated = path.parent.glob(f"{path.name}.*")
     return [*sorted(rotated, key=lambda one: -int(one.suffix[1:])), *([path] if path.exists() else [])]
 
 
 def entries(path: Path) -> list[dict[str, Any]]:
-    """What is in all files, which are whole lines."""
+    """The entries of all files; fails on a partial line."""
     text = b"".join(one.read_bytes() for one in all_files(path))
     assert not text or text.endswith(b"\n")
     return [json.loads(line) for line in text.splitlines()]
@@ -99,35 +99,37 @@ def ids(path: Path) -> list[int]:
 # Lines.
 
 
-async def test_each_fact_is_a_line_with_its_place_in_history(plug: Plug, path: Path) -> None:
-    async with plug() as house:
-        expected = await house.say(Blob(b"\x00\xff"), Blob(float("nan")), Blob("two\nlines\u2028"), job="a")
-        await house.caught_up()
-        history = house.kernel.store.history
+async def test_each_fact_is_a_line_with_its_place_in_history(run_plugin: RunPlugin, path: Path) -> None:
+    async with run_plugin() as plugin:
+        expected = await plugin.publish(Blob(b"\x00\xff"), Blob(float("nan")), Blob("two\nlines\u2028"), job="a")
+        await plugin.caught_up()
+        history = plugin.kernel.store.history
     assert ids(path) == expected
     assert [entry["fact"]["value"] for entry in entries(path)] == ["00ff", None, "two\nlines\u2028"]
     assert {(entry["history"], entry["job"], entry["type"]) for entry in entries(path)} == {(history, "a", "Blob")}
 
 
-async def test_only_facts_of_the_types_and_jobs_that_are_asked_for_are_written(plug: Plug, path: Path) -> None:
-    async with plug(types=["Rare"], jobs=["a"]) as house:
-        await house.say(Blob(1), Rare(1), job="a")
-        await house.say(Rare(2), job="b")
-        await house.say(Rare(3), job="a")
-        await house.caught_up()
+async def test_only_facts_of_the_types_and_jobs_that_are_asked_for_are_written(
+    run_plugin: RunPlugin, path: Path
+) -> None:
+    async with run_plugin(types=["Rare"], jobs=["a"]) as plugin:
+        await plugin.publish(Blob(1), Rare(1), job="a")
+        await plugin.publish(Rare(2), job="b")
+        await plugin.publish(Rare(3), job="a")
+        await plugin.caught_up()
     assert [entry["fact"]["number"] for entry in entries(path)] == [1, 3]
 
 
-async def test_a_gap_is_a_line_too_and_is_written_once(plug: Plug, path: Path) -> None:
+async def test_a_gap_is_a_line_too_and_is_written_once(run_plugin: RunPlugin, path: Path) -> None:
     store = FaultyStore()
-    async with plug(store, facts_max=10) as house:
-        [first] = await house.say(Blob(0))
-        await house.caught_up()
-        await house.run("rotate")
-        house.follower.pause()
-        await house.say(*map(Blob, range(30)))
-        house.follower.resume()
-        await house.caught_up()
+    async with run_plugin(store, facts_max=10) as plugin:
+        [first] = await plugin.publish(Blob(0))
+        await plugin.caught_up()
+        await plugin.run("rotate")
+        plugin.follower.pause()
+        await plugin.publish(*map(Blob, range(30)))
+        plugin.follower.resume()
+        await plugin.caught_up()
     told = [entry for entry in entries(path) if "gap" in entry]
     assert len(told) == 1
     assert told[0]["gap"]["first"] == first + 1
@@ -137,11 +139,11 @@ async def test_a_gap_is_a_line_too_and_is_written_once(plug: Plug, path: Path) -
 
 
 async def test_the_file_is_its_owners_alone_and_in_the_plugins_directory_unless_told_otherwise(
-    plug: Plug, tmp_path: Path
+    run_plugin: RunPlugin, tmp_path: Path
 ) -> None:
-    async with plug(path="") as house:
-        await house.say(Blob(1))
-        await house.caught_up()
+    async with run_plugin(path="") as plugin:
+        await plugin.publish(Blob(1))
+        await plugin.caught_up()
     path = tmp_path / "plugins" / "event_log" / "events.jsonl"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert len(ids(path)) == 1
@@ -151,16 +153,16 @@ async def test_the_file_is_its_owners_alone_and_in_the_plugins_directory_unless_
 
 
 async def test_what_is_in_the_file_is_not_written_again_by_a_daemon_that_has_forgotten_it(
-    plug: Plug, path: Path
+    run_plugin: RunPlugin, path: Path
 ) -> None:
     store = FaultyStore()
-    async with plug(store) as house:
-        expected = await house.say(*map(Blob, range(20)))
-        await house.caught_up()
-        assert house.kernel.ledger.cursors["event_log/facts"] < expected[-1]
-    async with plug(store) as house:
-        expected += await house.say(Blob(20))
-        await house.caught_up()
+    async with run_plugin(store) as plugin:
+        expected = await plugin.publish(*map(Blob, range(20)))
+        await plugin.caught_up()
+        assert plugin.kernel.ledger.cursors["event_log/facts"] < expected[-1]
+    async with run_plugin(store) as plugin:
+        expected += await plugin.publish(Blob(20))
+        await plugin.caught_up()
     assert ids(path) == expected
 
 
@@ -213,11 +215,11 @@ def test_the_same_ids_of_another_history_are_other_facts(path: Path) -> None:
     assert ids(path) == [1, 2, 3, 4, 5, 3, 4, 5, 6]
 
 
-async def test_a_restored_backup_writes_on(plug: Plug, path: Path) -> None:
+async def test_a_restored_backup_writes_on(run_plugin: RunPlugin, path: Path) -> None:
     for history in ("one", "two"):
-        async with plug(FaultyStore(MemoryStore(history))) as house:
-            await house.say(Blob(history))
-            await house.caught_up()
+        async with run_plugin(FaultyStore(MemoryStore(history))) as plugin:
+            await plugin.publish(Blob(history))
+            await plugin.caught_up()
     assert [entry["history"] for entry in entries(path)] == ["one", "two"]
 
 
@@ -236,7 +238,7 @@ from itertools import count
 from pathlib import Path
 from forged.kernel.messages import Record
 from plugins.event_log import Files, lines_of
-from tests.dropins.daemon_fixture import Blob
+from tests.dropins.dropin_fixture import Blob
 files = Files(Path(sys.argv[1]), bytes_max=20_000, files_max=1000, fsync=False)
 for start in count(1, 7):
     records = [Record.of(Blob("x" * (number % 300)), fact_id=number, at=1.5) for number in range(start, start + 10)]
@@ -317,24 +319,24 @@ def test_a_rotation_that_was_cut_short_loses_nothing_and_is_finished(
     assert ids(path) == [1, 2, 3, 4, 5]
 
 
-async def test_rotation_under_load_keeps_the_order(plug: Plug, path: Path) -> None:
-    async with plug(bytes_max=3000, files_max=1000, batch_max=7) as house:
-        expected = await house.say(*map(Blob, range(500)))
-        await house.caught_up()
-        assert (await house.run("status"))["rotations"] == len(all_files(path)) - 1 > 10
+async def test_rotation_under_load_keeps_the_order(run_plugin: RunPlugin, path: Path) -> None:
+    async with run_plugin(bytes_max=3000, files_max=1000, batch_max=7) as plugin:
+        expected = await plugin.publish(*map(Blob, range(500)))
+        await plugin.caught_up()
+        assert (await plugin.run("status"))["rotations"] == len(all_files(path)) - 1 > 10
     assert ids(path) == expected
 
 
-async def test_a_new_file_is_begun_when_somebody_says_so(plug: Plug, path: Path) -> None:
-    async with plug() as house:
-        assert await house.run("rotate") == {"rotated": False}
-        await house.say(Blob(1))
-        await house.caught_up()
-        assert await house.run("rotate") == {"rotated": True}
-        await house.say(Blob(2))
-        await house.caught_up()
+async def test_a_new_file_is_begun_when_somebody_says_so(run_plugin: RunPlugin, path: Path) -> None:
+    async with run_plugin() as plugin:
+        assert await plugin.run("rotate") == {"rotated": False}
+        await plugin.publish(Blob(1))
+        await plugin.caught_up()
+        assert await plugin.run("rotate") == {"rotated": True}
+        await plugin.publish(Blob(2))
+        await plugin.caught_up()
         with pytest.raises(RequestRefused, match="viewer"):
-            await house.run("rotate", VIEWER)
+            await plugin.run("rotate", VIEWER)
     assert [len(one.read_text().splitlines()) for one in all_files(path)] == [1, 1]
 
 
@@ -438,33 +440,35 @@ def remount(disk: Path, how: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
 
 
-async def test_a_full_disk_loses_nothing_and_is_written_on_when_there_is_space(plug: Plug, disk: Path) -> None:
+async def test_a_full_disk_loses_nothing_and_is_written_on_when_there_is_space(
+    run_plugin: RunPlugin, disk: Path
+) -> None:
     path = disk / "log" / "events.jsonl"
-    async with plug(path=str(path)) as house:
-        expected = await house.say(Blob(0))
-        await house.caught_up()
+    async with run_plugin(path=str(path)) as plugin:
+        expected = await plugin.publish(Blob(0))
+        await plugin.caught_up()
         filler = fill(disk)
-        expected += await house.say(*(Blob("x" * 1000) for _ in range(50)))
-        assert "No space left on device" in await house.stalled()
+        expected += await plugin.publish(*(Blob("x" * 1000) for _ in range(50)))
+        assert "No space left on device" in await plugin.stalled()
         assert ids(path) == expected[:1]
-        assert house.view.state == "active"
+        assert plugin.view.state == "active"
         filler.unlink()
-        await house.caught_up()
-        assert house.view.failed == 0
+        await plugin.caught_up()
+        assert plugin.view.failed == 0
     assert ids(path) == expected
 
 
 async def test_a_directory_that_cannot_be_written_is_refused_and_waited_for_later(
-    plug: Plug, refused: Callable[..., str], disk: Path
+    run_plugin: RunPlugin, refused: Callable[..., str], disk: Path
 ) -> None:
     path = disk / "log" / "events.jsonl"
-    async with plug(path=str(path)) as house:
+    async with run_plugin(path=str(path)) as plugin:
         remount(disk, "ro")
-        expected = await house.say(Blob(0))
-        assert "Read-only file system" in await house.stalled()
+        expected = await plugin.publish(Blob(0))
+        assert "Read-only file system" in await plugin.stalled()
         assert "writable by the daemon" in await asyncio.to_thread(refused, path=str(path))
         remount(disk, "rw")
-        await house.caught_up()
+        await plugin.caught_up()
     assert ids(path) == expected
 
 
@@ -513,7 +517,7 @@ def test_what_cannot_be_made_durable_is_written_anew(path: Path, monkeypatch: py
 
 
 async def test_a_disk_that_hangs_holds_up_nobody_and_what_it_does_in_the_end_counts(
-    plug: Plug, path: Path, monkeypatch: pytest.MonkeyPatch
+    run_plugin: RunPlugin, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs, works, real = threading.Event(), threading.Event(), os.write
 
@@ -523,30 +527,30 @@ async def test_a_disk_that_hangs_holds_up_nobody_and_what_it_does_in_the_end_cou
         return real(fd, data)
 
     monkeypatch.setattr(event_log, "WAIT_S", 0.01)
-    async with plug(types=["Blob"]) as house:
+    async with run_plugin(types=["Blob"]) as plugin:
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", hang)
-            expected = await house.say(Blob(1))
+            expected = await plugin.publish(Blob(1))
             try:
                 await asyncio.to_thread(hangs.wait)
-                assert "has not answered" in await house.stalled()
-                assert await house.kernel.bus.ask(Add(2)) == 2
+                assert "has not answered" in await plugin.stalled()
+                assert await plugin.kernel.bus.ask(Add(2)) == 2
                 with pytest.raises(Unavailable, match="has not answered"):
-                    await house.run("rotate")
-                assert (await house.run("status", VIEWER))["trouble"]
-                expected += await house.say(Blob(2))
+                    await plugin.run("rotate")
+                assert (await plugin.run("status", VIEWER))["trouble"]
+                expected += await plugin.publish(Blob(2))
             finally:
                 works.set()
-            await house.caught_up()
-        assert house.view.failed == 0
+            await plugin.caught_up()
+        assert plugin.view.failed == 0
     assert ids(path) == expected
 
 
-async def test_its_status_says_how_far_it_has_come(plug: Plug, path: Path) -> None:
-    async with plug() as house:
-        [_, last] = await house.say(Blob(1), Blob(2))
-        await house.caught_up()
-        said = await house.run("status", VIEWER)
+async def test_its_status_says_how_far_it_has_come(run_plugin: RunPlugin, path: Path) -> None:
+    async with run_plugin() as plugin:
+        [_, last] = await plugin.publish(Blob(1), Blob(2))
+        await plugin.caught_up()
+        said = await plugin.run("status", VIEWER)
     assert said == {
         "path": str(path),
         "bytes": sum(map(len, lines_in(path))),

@@ -22,16 +22,16 @@ from forged.errors import RequestRefused, Unavailable
 from forged.kernel.messages import Record
 from plugins import webhook
 from plugins.webhook import Verdict
-from tests.dropins.daemon_fixture import VIEWER, Blob, House, Rare, plugged, refusal
-from tests.dropins.hook import SECRET, Body, Hook, hooked, speaking
+from tests.dropins.dropin_fixture import VIEWER, Blob, LoadedPlugin, Rare, refusal, running_plugin
+from tests.dropins.webhook_receiver import SECRET, Body, WebhookReceiver, listening, raw_server
 from tests.faulty_store import FaultyStore
 from tests.kernel_fixture import Add
-from tests.net.ends import Certificates
+from tests.net.recording_connections import Certificates
 
 HOUR_S = 3600.0
 NOBODY = "http://127.0.0.1:1/hook"
 
-Plug = Callable[..., AbstractAsyncContextManager[House]]
+RunPlugin = Callable[..., AbstractAsyncContextManager[LoadedPlugin]]
 Answer = int | Callable[[], web.Response]
 
 
@@ -44,18 +44,18 @@ def secret(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def hook() -> AsyncIterator[Hook]:
-    async with hooked(Hook()) as made:
+async def receiver() -> AsyncIterator[WebhookReceiver]:
+    async with listening(WebhookReceiver()) as made:
         yield made
 
 
 @pytest.fixture
-def plug(secret: Path, tmp_path: Path) -> Plug:
-    def plug(url: str, store: FaultyStore | None = None, facts_max: int = 50_000, **settings: Any) -> Any:
+def run_plugin(secret: Path, tmp_path: Path) -> RunPlugin:
+    def run_plugin(url: str, store: FaultyStore | None = None, facts_max: int = 50_000, **settings: Any) -> Any:
         given = {"url": url, "secret_file": str(secret)} | settings
-        return plugged("webhook", webhook, given, tmp_path, store=store, facts_max=facts_max)
+        return running_plugin("webhook", webhook, given, tmp_path, store=store, facts_max=facts_max)
 
-    return plug
+    return run_plugin
 
 
 @pytest.fixture
@@ -72,12 +72,12 @@ def records(*facts: Blob) -> list[Record]:
 
 
 def contains(number: int, *, status: int) -> Callable[[Body], int]:
-    """Refuse whatever has a fact of this value in it."""
+    """Answer with this status if a fact in the body has this value, else 200."""
     return lambda body: status if any(fact["fact"].get("value") == number for fact in body["facts"]) else 200
 
 
 def one_after_the_other(*answers: Answer) -> Callable[[Body], int | web.Response]:
-    """Each answer once, and the last one from then on."""
+    """Return each answer once, and repeat the last one."""
     left = list(answers)
 
     def judge(body: Body) -> int | web.Response:
@@ -271,12 +271,14 @@ def test_an_authority_that_is_none_is_refused(refused: Callable[..., str], secre
 # Delivery.
 
 
-async def test_facts_are_posted_in_order_with_their_place_in_history_and_signed(plug: Plug, hook: Hook) -> None:
-    async with plug(hook.url) as house:
-        ids = await house.say(Blob(b"\x00\xff"), Blob(float("nan")), Blob({1: "ü"}), job="a")
-        await house.caught_up()
-        [delivery] = hook.deliveries
-        history = house.kernel.store.history
+async def test_facts_are_posted_in_order_with_their_place_in_history_and_signed(
+    run_plugin: RunPlugin, receiver: WebhookReceiver
+) -> None:
+    async with run_plugin(receiver.url) as plugin:
+        ids = await plugin.publish(Blob(b"\x00\xff"), Blob(float("nan")), Blob({1: "ü"}), job="a")
+        await plugin.caught_up()
+        [delivery] = receiver.deliveries
+        history = plugin.kernel.store.history
     first = delivery.body["facts"][0]
     assert delivery.signed
     assert delivery.body["history"] == history
@@ -289,186 +291,204 @@ async def test_facts_are_posted_in_order_with_their_place_in_history_and_signed(
     assert delivery.headers["User-Agent"].startswith("forged/")
 
 
-async def test_only_facts_of_the_types_and_jobs_that_are_asked_for_are_posted(plug: Plug, hook: Hook) -> None:
-    async with plug(hook.url, types=["Rare"], jobs=["a"]) as house:
-        await house.say(Blob(1), Rare(1), job="a")
-        await house.say(Rare(2), job="b")
-        await house.say(Rare(3), job="a")
-        await house.caught_up()
-    assert [fact["fact"]["number"] for one in hook.deliveries for fact in one.body["facts"]] == [1, 3]
+async def test_only_facts_of_the_types_and_jobs_that_are_asked_for_are_posted(
+    run_plugin: RunPlugin, receiver: WebhookReceiver
+) -> None:
+    async with run_plugin(receiver.url, types=["Rare"], jobs=["a"]) as plugin:
+        await plugin.publish(Blob(1), Rare(1), job="a")
+        await plugin.publish(Rare(2), job="b")
+        await plugin.publish(Rare(3), job="a")
+        await plugin.caught_up()
+    assert [fact["fact"]["number"] for one in receiver.deliveries for fact in one.body["facts"]] == [1, 3]
 
 
-async def test_a_type_that_nobody_has_named_yet_is_warned_of_and_waited_for(plug: Plug, hook: Hook) -> None:
-    async with plug(hook.url, types=["Rare", "WorkerFialed"]) as house:
-        await house.say(Blob(1), Rare(1))
-        await house.caught_up()
-        assert house.log.said("warning") == ["no fact types of these names"]
-    assert [fact["type"] for one in hook.deliveries for fact in one.body["facts"]] == ["Rare"]
+async def test_a_type_that_nobody_has_named_yet_is_warned_of_and_waited_for(
+    run_plugin: RunPlugin, receiver: WebhookReceiver
+) -> None:
+    async with run_plugin(receiver.url, types=["Rare", "WorkerFialed"]) as plugin:
+        await plugin.publish(Blob(1), Rare(1))
+        await plugin.caught_up()
+        assert plugin.log.said("warning") == ["no fact types of these names"]
+    assert [fact["type"] for one in receiver.deliveries for fact in one.body["facts"]] == ["Rare"]
 
 
-async def test_while_the_receiver_is_down_for_an_hour_nothing_is_lost_and_the_pauses_grow(plug: Plug) -> None:
-    async with hooked(Hook()) as reserved:
+async def test_while_the_receiver_is_down_for_an_hour_nothing_is_lost_and_the_pauses_grow(
+    run_plugin: RunPlugin,
+) -> None:
+    async with listening(WebhookReceiver()) as reserved:
         port = int(reserved.url.rpartition(":")[2].partition("/")[0])
-    async with plug(reserved.url) as house:
-        began, over = house.clock.now, asyncio.Event()
-        house.on_nap = lambda: over.set() if house.clock.now - began >= HOUR_S else None
-        ids = [*await house.say(Blob(0)), *await house.say(*map(Blob, range(1, 250)))]
-        assert "127.0.0.1" in await house.stalled()
+    async with run_plugin(reserved.url) as plugin:
+        began, over = plugin.clock.now, asyncio.Event()
+        plugin.on_pause = lambda: over.set() if plugin.clock.now - began >= HOUR_S else None
+        ids = [*await plugin.publish(Blob(0)), *await plugin.publish(*map(Blob, range(1, 250)))]
+        assert "127.0.0.1" in await plugin.stalled()
         await over.wait()
-        assert house.view.state == "active"
-        assert house.view.failed == 0
-        assert len(house.naps) < HOUR_S / 20
-        assert house.log.said("warning") == ["the receiver takes no facts"]
-        async with hooked(Hook(), port=port) as hook:
-            await house.caught_up()
-            assert hook.taken == ids
-        assert house.log.said("info") == ["the receiver takes facts again"]
+        assert plugin.view.state == "active"
+        assert plugin.view.failed == 0
+        assert len(plugin.pauses) < HOUR_S / 20
+        assert plugin.log.said("warning") == ["the receiver takes no facts"]
+        async with listening(WebhookReceiver(), port=port) as receiver:
+            await plugin.caught_up()
+            assert receiver.accepted_ids == ids
+        assert plugin.log.said("info") == ["the receiver takes facts again"]
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
-async def test_what_the_receiver_cannot_take_now_is_posted_again_as_it_was(plug: Plug, hook: Hook, status: int) -> None:
-    hook.judge = one_after_the_other(status, status, 200)
-    async with plug(hook.url) as house:
-        ids = await house.say(Blob(1), Blob(2))
-        await house.stalled()
+async def test_what_the_receiver_cannot_take_now_is_posted_again_as_it_was(
+    run_plugin: RunPlugin, receiver: WebhookReceiver, status: int
+) -> None:
+    receiver.judge = one_after_the_other(status, status, 200)
+    async with run_plugin(receiver.url) as plugin:
+        ids = await plugin.publish(Blob(1), Blob(2))
+        await plugin.stalled()
         # What comes meanwhile goes into the next one, so that the same key is the same body.
-        ids += await house.say(Blob(3))
-        await house.caught_up()
-    first, second, third, rest = hook.deliveries
+        ids += await plugin.publish(Blob(3))
+        await plugin.caught_up()
+    first, second, third, rest = receiver.deliveries
     assert first.raw == second.raw == third.raw
     assert len({one.headers["Forged-Delivery"] for one in (first, second, third)}) == 1
-    assert hook.taken == ids
+    assert receiver.accepted_ids == ids
     assert rest.ids == ids[2:]
 
 
-async def test_a_receiver_that_asks_to_be_left_alone_is(plug: Plug, hook: Hook) -> None:
+async def test_a_receiver_that_asks_to_be_left_alone_is(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
     asked = partial(web.Response, status=429, headers={"Retry-After": "600"})
-    hook.judge = one_after_the_other(asked, 200)
-    async with plug(hook.url) as house:
-        began = house.clock.now
-        await house.say(Blob(1))
-        await hook.until(lambda: len(hook.deliveries) == 2)
-        assert 600 <= house.clock.now - began < 600 + 31
-        await house.caught_up()
+    receiver.judge = one_after_the_other(asked, 200)
+    async with run_plugin(receiver.url) as plugin:
+        began = plugin.clock.now
+        await plugin.publish(Blob(1))
+        await receiver.until(lambda: len(receiver.deliveries) == 2)
+        assert 600 <= plugin.clock.now - began < 600 + 31
+        await plugin.caught_up()
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 401, 403, 404, 405, 410])
 async def test_a_misconfiguration_is_shown_and_tried_seldom_and_loses_nothing(
-    plug: Plug, hook: Hook, status: int
+    run_plugin: RunPlugin, receiver: WebhookReceiver, status: int
 ) -> None:
     answer = partial(web.Response, status=status, text="no\x1b[31m way", headers={"Location": "https://else.where/"})
-    hook.judge = one_after_the_other(*[answer] * 20, 200)
-    async with plug(hook.url) as house:
-        began = house.clock.now
-        ids = await house.say(Blob(1))
-        reason = await house.stalled()
+    receiver.judge = one_after_the_other(*[answer] * 20, 200)
+    async with run_plugin(receiver.url) as plugin:
+        began = plugin.clock.now
+        ids = await plugin.publish(Blob(1))
+        reason = await plugin.stalled()
         assert f"{status}" in reason
         assert "https://else.where/" in reason
         assert "no [31m way" in reason
         assert "/hook" not in reason
-        await house.caught_up()
-        assert house.clock.now - began >= 19 * webhook.MISCONFIGURED_PAUSE_S
-        assert house.view.failed == 0
-    assert hook.taken == ids
+        await plugin.caught_up()
+        assert plugin.clock.now - began >= 19 * webhook.MISCONFIGURED_PAUSE_S
+        assert plugin.view.failed == 0
+    assert receiver.accepted_ids == ids
 
 
-async def test_a_redirect_is_not_followed(plug: Plug, hook: Hook) -> None:
-    async with hooked(Hook()) as elsewhere:
-        hook.judge = lambda body: web.Response(status=307, headers={"Location": elsewhere.url})
-        async with plug(hook.url) as house:
-            await house.say(Blob(1))
-            assert elsewhere.url in await house.stalled()
+async def test_a_redirect_is_not_followed(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
+    async with listening(WebhookReceiver()) as elsewhere:
+        receiver.judge = lambda body: web.Response(status=307, headers={"Location": elsewhere.url})
+        async with run_plugin(receiver.url) as plugin:
+            await plugin.publish(Blob(1))
+            assert elsewhere.url in await plugin.stalled()
         assert elsewhere.deliveries == []
 
 
 @pytest.mark.parametrize("status", [400, 409, 413, 422])
 async def test_a_fact_that_is_refused_is_found_and_left_out_and_the_others_go_on(
-    plug: Plug, hook: Hook, status: int
+    run_plugin: RunPlugin, receiver: WebhookReceiver, status: int
 ) -> None:
-    hook.judge = contains(37, status=status)
-    async with plug(hook.url) as house:
-        ids = await house.say(*map(Blob, range(64)))
-        await house.caught_up()
-        ids += await house.say(Blob("after"))
-        await house.caught_up()
-        said = await house.run("status")
-        assert house.log.said("error") == ["what the receiver refuses is left out"]
-        assert [fields["first"] for level, _, fields in house.log.events if level == "error"] == [ids[37]]
-        assert house.view.failed == 0
-    assert hook.taken == ids[:37] + ids[38:]
+    receiver.judge = contains(37, status=status)
+    async with run_plugin(receiver.url) as plugin:
+        ids = await plugin.publish(*map(Blob, range(64)))
+        await plugin.caught_up()
+        ids += await plugin.publish(Blob("after"))
+        await plugin.caught_up()
+        said = await plugin.run("status")
+        assert plugin.log.said("error") == ["what the receiver refuses is left out"]
+        assert [fields["first"] for level, _, fields in plugin.log.events if level == "error"] == [ids[37]]
+        assert plugin.view.failed == 0
+    assert receiver.accepted_ids == ids[:37] + ids[38:]
     assert (said["left_out"], said["delivered"], said["trouble"]) == (1, 64, None)
-    attempts = [one for one in hook.deliveries if one.status == status]
+    attempts = [one for one in receiver.deliveries if one.status == status]
     assert len(attempts) <= 5 + 6
 
 
-async def test_every_refused_fact_of_a_batch_is_left_out_and_no_other(plug: Plug, hook: Hook) -> None:
+async def test_every_refused_fact_of_a_batch_is_left_out_and_no_other(
+    run_plugin: RunPlugin, receiver: WebhookReceiver
+) -> None:
     poison = {0, 5, 6, 31}
-    hook.judge = lambda body: 422 if any(fact["fact"]["value"] in poison for fact in body["facts"]) else 200
-    async with plug(hook.url, attempts_max=1) as house:
-        ids = await house.say(*map(Blob, range(32)))
-        await house.caught_up()
-        assert (await house.run("status"))["left_out"] == 4
-    assert hook.taken == [one for number, one in enumerate(ids) if number not in poison]
+    receiver.judge = lambda body: 422 if any(fact["fact"]["value"] in poison for fact in body["facts"]) else 200
+    async with run_plugin(receiver.url, attempts_max=1) as plugin:
+        ids = await plugin.publish(*map(Blob, range(32)))
+        await plugin.caught_up()
+        assert (await plugin.run("status"))["left_out"] == 4
+    assert receiver.accepted_ids == [one for number, one in enumerate(ids) if number not in poison]
 
 
-async def test_a_receiver_that_wants_smaller_bodies_gets_them_and_nothing_is_left_out(plug: Plug, hook: Hook) -> None:
-    hook.judge = lambda body: 413 if len(body["facts"]) > 3 else 200
-    async with plug(hook.url) as house:
-        ids = await house.say(*map(Blob, range(40)))
-        await house.caught_up()
-        assert (await house.run("status"))["left_out"] == 0
-    assert hook.taken == ids
+async def test_a_receiver_that_wants_smaller_bodies_gets_them_and_nothing_is_left_out(
+    run_plugin: RunPlugin, receiver: WebhookReceiver
+) -> None:
+    receiver.judge = lambda body: 413 if len(body["facts"]) > 3 else 200
+    async with run_plugin(receiver.url) as plugin:
+        ids = await plugin.publish(*map(Blob, range(40)))
+        await plugin.caught_up()
+        assert (await plugin.run("status"))["left_out"] == 0
+    assert receiver.accepted_ids == ids
 
 
-async def test_a_receiver_that_refuses_everything_does_not_drain_the_queue_at_once(plug: Plug, hook: Hook) -> None:
+async def test_a_receiver_that_refuses_everything_does_not_drain_the_queue_at_once(
+    run_plugin: RunPlugin, receiver: WebhookReceiver
+) -> None:
     """Each fact that is left out was refused `attempts_max` times, with pauses in between."""
-    async with plug(hook.url, attempts_max=5) as house:
-        hook.judge = lambda body: 400 if len(house.log.said("error")) < 4 else 200
-        ids = await house.say(*map(Blob, range(8)))
-        await house.caught_up()
-        assert (await house.run("status"))["left_out"] == 4
-        assert len(house.naps) == 4 * 4
-    assert hook.taken == ids[4:]
+    async with run_plugin(receiver.url, attempts_max=5) as plugin:
+        receiver.judge = lambda body: 400 if len(plugin.log.said("error")) < 4 else 200
+        ids = await plugin.publish(*map(Blob, range(8)))
+        await plugin.caught_up()
+        assert (await plugin.run("status"))["left_out"] == 4
+        assert len(plugin.pauses) == 4 * 4
+    assert receiver.accepted_ids == ids[4:]
 
 
-async def test_a_search_goes_on_where_the_receiver_went_away_meanwhile(plug: Plug, hook: Hook) -> None:
+async def test_a_search_goes_on_where_the_receiver_went_away_meanwhile(
+    run_plugin: RunPlugin, receiver: WebhookReceiver
+) -> None:
     poison = contains(3, status=400)
     answers = iter([None, 503, None, 503, None, 503])
-    hook.judge = lambda body: next(answers, None) or poison(body)
-    async with plug(hook.url, attempts_max=1) as house:
-        ids = await house.say(*map(Blob, range(8)))
-        await house.caught_up()
-    assert sorted(set(hook.taken)) == [one for number, one in enumerate(ids) if number != 3]
+    receiver.judge = lambda body: next(answers, None) or poison(body)
+    async with run_plugin(receiver.url, attempts_max=1) as plugin:
+        ids = await plugin.publish(*map(Blob, range(8)))
+        await plugin.caught_up()
+    assert sorted(set(receiver.accepted_ids)) == [one for number, one in enumerate(ids) if number != 3]
 
 
-async def test_huge_facts_go_in_bodies_of_their_own(plug: Plug, hook: Hook) -> None:
-    async with plug(hook.url, body_bytes_max=300_000) as house:
-        ids = await house.say(*(Blob(bytes([number]) * 60_000) for number in range(20)))
-        await house.caught_up()
-    assert hook.taken == ids
-    assert len(hook.deliveries) == 10
-    assert max(len(one.raw) for one in hook.deliveries) <= 300_000
+async def test_huge_facts_go_in_bodies_of_their_own(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
+    async with run_plugin(receiver.url, body_bytes_max=300_000) as plugin:
+        ids = await plugin.publish(*(Blob(bytes([number]) * 60_000) for number in range(20)))
+        await plugin.caught_up()
+    assert receiver.accepted_ids == ids
+    assert len(receiver.deliveries) == 10
+    assert max(len(one.raw) for one in receiver.deliveries) <= 300_000
 
 
-async def test_bodies_of_many_mebibytes_are_posted_where_that_is_allowed(plug: Plug, hook: Hook) -> None:
-    async with plug(hook.url, body_bytes_max=1 << 26) as house:
-        ids = await house.say(*(Blob("x" * 60_000) for _ in range(60)))
-        await house.caught_up()
-    assert hook.taken == ids
-    assert len(hook.deliveries[0].raw) > 2 << 20
+async def test_bodies_of_many_mebibytes_are_posted_where_that_is_allowed(
+    run_plugin: RunPlugin, receiver: WebhookReceiver
+) -> None:
+    async with run_plugin(receiver.url, body_bytes_max=1 << 26) as plugin:
+        ids = await plugin.publish(*(Blob("x" * 60_000) for _ in range(60)))
+        await plugin.caught_up()
+    assert receiver.accepted_ids == ids
+    assert len(receiver.deliveries[0].raw) > 2 << 20
 
 
-async def test_a_gap_is_posted_in_its_place(plug: Plug, hook: Hook) -> None:
+async def test_a_gap_is_posted_in_its_place(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
     store = FaultyStore()
-    async with plug(NOBODY, store, facts_max=10) as house:
-        await house.say(Blob(0))
-        await house.stalled()
-        await house.say(*map(Blob, range(1, 30)))
-        history = house.kernel.store.history
-    async with plug(hook.url, store, facts_max=10) as house:
-        await house.caught_up()
-        assert (await house.run("status"))["gaps"] == 1
-    gap, facts = hook.deliveries[0], hook.deliveries[1:]
+    async with run_plugin(NOBODY, store, facts_max=10) as plugin:
+        await plugin.publish(Blob(0))
+        await plugin.stalled()
+        await plugin.publish(*map(Blob, range(1, 30)))
+        history = plugin.kernel.store.history
+    async with run_plugin(receiver.url, store, facts_max=10) as plugin:
+        await plugin.caught_up()
+        assert (await plugin.run("status"))["gaps"] == 1
+    gap, facts = receiver.deliveries[0], receiver.deliveries[1:]
     assert gap.body["facts"] == []
     assert gap.body["gap"]["last"] + 1 == facts[0].ids[0]
     assert "journal" in gap.body["gap"]["reason"]
@@ -476,88 +496,90 @@ async def test_a_gap_is_posted_in_its_place(plug: Plug, hook: Hook) -> None:
     assert gap.headers["Forged-Delivery"] == f"{history}-{gap.body['gap']['first']}-{gap.body['gap']['last']}-gap"
 
 
-async def test_a_gap_that_is_not_taken_is_posted_again(plug: Plug, hook: Hook) -> None:
-    hook.judge = one_after_the_other(503, 503, 200)
-    async with plug(NOBODY, store := FaultyStore(), facts_max=10) as house:
-        await house.say(Blob(0))
-        await house.stalled()
-        await house.say(*map(Blob, range(1, 30)))
-    async with plug(hook.url, store, facts_max=10) as house:
-        await house.caught_up()
-    assert [bool(one.body.get("gap")) for one in hook.deliveries] == [True, True, True, False]
+async def test_a_gap_that_is_not_taken_is_posted_again(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
+    receiver.judge = one_after_the_other(503, 503, 200)
+    async with run_plugin(NOBODY, store := FaultyStore(), facts_max=10) as plugin:
+        await plugin.publish(Blob(0))
+        await plugin.stalled()
+        await plugin.publish(*map(Blob, range(1, 30)))
+    async with run_plugin(receiver.url, store, facts_max=10) as plugin:
+        await plugin.caught_up()
+    assert [bool(one.body.get("gap")) for one in receiver.deliveries] == [True, True, True, False]
 
 
-async def test_a_gap_that_is_refused_stops_nothing(plug: Plug, hook: Hook) -> None:
-    hook.judge = lambda body: 422 if "gap" in body else 200
-    async with plug(NOBODY, store := FaultyStore(), facts_max=10) as house:
-        await house.say(Blob(0))
-        await house.stalled()
-        await house.say(*map(Blob, range(1, 30)))
-    async with plug(hook.url, store, facts_max=10) as house:
-        await house.caught_up()
-        assert (await house.run("status"))["left_out"] == 1
-    assert len(hook.taken) == 10
+async def test_a_gap_that_is_refused_stops_nothing(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
+    receiver.judge = lambda body: 422 if "gap" in body else 200
+    async with run_plugin(NOBODY, store := FaultyStore(), facts_max=10) as plugin:
+        await plugin.publish(Blob(0))
+        await plugin.stalled()
+        await plugin.publish(*map(Blob, range(1, 30)))
+    async with run_plugin(receiver.url, store, facts_max=10) as plugin:
+        await plugin.caught_up()
+        assert (await plugin.run("status"))["left_out"] == 1
+    assert len(receiver.accepted_ids) == 10
 
 
-async def test_the_queue_survives_a_restart_and_goes_on_in_order(plug: Plug, hook: Hook) -> None:
+async def test_the_queue_survives_a_restart_and_goes_on_in_order(
+    run_plugin: RunPlugin, receiver: WebhookReceiver
+) -> None:
     store = FaultyStore()
-    async with plug(hook.url, store) as house:
-        ids = await house.say(Blob(0))
-        await house.caught_up()
-        hook.judge = lambda body: 503
-        ids += await house.say(*map(Blob, range(1, 5)))
-        await house.stalled()
-    hook.judge = lambda body: 200
-    async with plug(hook.url, store) as house:
-        ids += await house.say(Blob(5))
-        await house.caught_up()
-    assert list(dict.fromkeys(hook.taken)) == ids
+    async with run_plugin(receiver.url, store) as plugin:
+        ids = await plugin.publish(Blob(0))
+        await plugin.caught_up()
+        receiver.judge = lambda body: 503
+        ids += await plugin.publish(*map(Blob, range(1, 5)))
+        await plugin.stalled()
+    receiver.judge = lambda body: 200
+    async with run_plugin(receiver.url, store) as plugin:
+        ids += await plugin.publish(Blob(5))
+        await plugin.caught_up()
+    assert list(dict.fromkeys(receiver.accepted_ids)) == ids
 
 
 # Receivers that behave badly.
 
 
-async def test_a_receiver_that_says_nothing_holds_up_nobody_and_is_given_up_in_time(plug: Plug) -> None:
+async def test_a_receiver_that_says_nothing_holds_up_nobody_and_is_given_up_in_time(run_plugin: RunPlugin) -> None:
     silent = asyncio.Event()
 
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         silent.set()
         await asyncio.Event().wait()
 
-    async with speaking(say_nothing) as url, plug(url, timeout_s=0.05) as house:
-        await house.say(Blob(1))
+    async with raw_server(say_nothing) as url, run_plugin(url, timeout_s=0.05) as plugin:
+        await plugin.publish(Blob(1))
         await silent.wait()
-        assert await house.kernel.bus.ask(Add(2)) == 2
-        assert "no answer in 0.05 s" in await house.stalled()
-        assert house.view.failed == 0
+        assert await plugin.kernel.bus.ask(Add(2)) == 2
+        assert "no answer in 0.05 s" in await plugin.stalled()
+        assert plugin.view.failed == 0
 
 
-async def test_a_refusal_that_never_ends_is_given_up_in_time(plug: Plug) -> None:
+async def test_a_refusal_that_never_ends_is_given_up_in_time(run_plugin: RunPlugin) -> None:
     async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 500 Oh\r\nContent-Length: 1000\r\n\r\nx")
         await asyncio.Event().wait()
 
-    async with speaking(trickle) as url, plug(url, timeout_s=0.05) as house:
-        await house.say(Blob(1))
-        assert "no answer in 0.05 s" in await house.stalled()
+    async with raw_server(trickle) as url, run_plugin(url, timeout_s=0.05) as plugin:
+        await plugin.publish(Blob(1))
+        assert "no answer in 0.05 s" in await plugin.stalled()
 
 
-async def test_of_a_refusal_no_more_is_read_than_is_shown(plug: Plug, hook: Hook) -> None:
-    hook.judge = lambda body: web.Response(status=500, body=b"x" * (8 << 20))
-    async with plug(hook.url) as house:
-        await house.say(Blob(1))
-        assert len(await house.stalled()) < 2 * webhook.SHOWN_CHARS_MAX
+async def test_of_a_refusal_no_more_is_read_than_is_shown(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
+    receiver.judge = lambda body: web.Response(status=500, body=b"x" * (8 << 20))
+    async with run_plugin(receiver.url) as plugin:
+        await plugin.publish(Blob(1))
+        assert len(await plugin.stalled()) < 2 * webhook.SHOWN_CHARS_MAX
 
 
-async def test_whoever_has_taken_the_facts_need_not_finish_the_answer(plug: Plug) -> None:
+async def test_whoever_has_taken_the_facts_need_not_finish_the_answer(run_plugin: RunPlugin) -> None:
     async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nx")
         await asyncio.Event().wait()
 
-    async with speaking(trickle) as url, plug(url) as house:
-        await house.say(Blob(1))
-        await house.caught_up()
-        assert (await house.run("status"))["delivered"] == 1
+    async with raw_server(trickle) as url, run_plugin(url) as plugin:
+        await plugin.publish(Blob(1))
+        await plugin.caught_up()
+        assert (await plugin.run("status"))["delivered"] == 1
 
 
 @pytest.mark.parametrize(
@@ -570,26 +592,26 @@ async def test_whoever_has_taken_the_facts_need_not_finish_the_answer(plug: Plug
         b"HTTP/1.1 200 OK\r\nA: " + b"x" * 99_999,
     ],
 )
-async def test_an_answer_that_breaks_off_or_is_none_is_no_delivery(plug: Plug, said: bytes) -> None:
+async def test_an_answer_that_breaks_off_or_is_none_is_no_delivery(run_plugin: RunPlugin, said: bytes) -> None:
     async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(said)
         await writer.drain()
 
-    async with speaking(say) as url, plug(url) as house:
-        await house.say(Blob(1))
-        await house.stalled()
-        assert (await house.run("status"))["delivered"] == 0
-        assert house.view.failed == 0
+    async with raw_server(say) as url, run_plugin(url) as plugin:
+        await plugin.publish(Blob(1))
+        await plugin.stalled()
+        assert (await plugin.run("status"))["delivered"] == 0
+        assert plugin.view.failed == 0
 
 
-async def test_a_refusal_that_dies_halfway_is_judged_by_its_status(plug: Plug) -> None:
+async def test_a_refusal_that_dies_halfway_is_judged_by_its_status(run_plugin: RunPlugin) -> None:
     async def die(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 404 Not here\r\nContent-Length: 1000\r\n\r\nhalf of")
         await writer.drain()
 
-    async with speaking(die) as url, plug(url) as house:
-        await house.say(Blob(1))
-        assert "it answers 404: half of" in await house.stalled()
+    async with raw_server(die) as url, run_plugin(url) as plugin:
+        await plugin.publish(Blob(1))
+        assert "it answers 404: half of" in await plugin.stalled()
 
 
 # TLS.
@@ -602,127 +624,131 @@ def certificates(tmp_path: Path, *names: str) -> tuple[ssl.SSLContext, str]:
     return context, str(authority.ca)
 
 
-async def test_https_is_verified_by_the_authority_that_is_named(plug: Plug, tmp_path: Path) -> None:
+async def test_https_is_verified_by_the_authority_that_is_named(run_plugin: RunPlugin, tmp_path: Path) -> None:
     tls, ca = certificates(tmp_path, "127.0.0.1")
-    async with hooked(Hook(), tls=tls) as hook, plug(hook.url, ca_file=ca) as house:
-        ids = await house.say(Blob(1))
-        await house.caught_up()
-        assert hook.taken == ids
+    async with listening(WebhookReceiver(), tls=tls) as receiver, run_plugin(receiver.url, ca_file=ca) as plugin:
+        ids = await plugin.publish(Blob(1))
+        await plugin.caught_up()
+        assert receiver.accepted_ids == ids
 
 
-async def test_a_certificate_of_an_unknown_authority_gets_nothing(plug: Plug, tmp_path: Path) -> None:
+async def test_a_certificate_of_an_unknown_authority_gets_nothing(run_plugin: RunPlugin, tmp_path: Path) -> None:
     tls, _ = certificates(tmp_path, "127.0.0.1")
-    async with hooked(Hook(), tls=tls) as hook, plug(hook.url) as house:
-        await house.say(Blob(1))
-        assert "its certificate is not accepted" in await house.stalled()
-        assert hook.deliveries == []
+    async with listening(WebhookReceiver(), tls=tls) as receiver, run_plugin(receiver.url) as plugin:
+        await plugin.publish(Blob(1))
+        assert "its certificate is not accepted" in await plugin.stalled()
+        assert receiver.deliveries == []
 
 
-async def test_a_certificate_for_another_host_gets_nothing(plug: Plug, tmp_path: Path) -> None:
+async def test_a_certificate_for_another_host_gets_nothing(run_plugin: RunPlugin, tmp_path: Path) -> None:
     tls, ca = certificates(tmp_path, "another.example")
-    async with hooked(Hook(), tls=tls) as hook, plug(hook.url, ca_file=ca) as house:
-        await house.say(Blob(1))
-        assert "IP address mismatch" in await house.stalled()
-        assert hook.deliveries == []
+    async with listening(WebhookReceiver(), tls=tls) as receiver, run_plugin(receiver.url, ca_file=ca) as plugin:
+        await plugin.publish(Blob(1))
+        assert "IP address mismatch" in await plugin.stalled()
+        assert receiver.deliveries == []
 
 
-async def test_a_self_signed_certificate_gets_nothing(plug: Plug, tmp_path: Path) -> None:
+async def test_a_self_signed_certificate_gets_nothing(run_plugin: RunPlugin, tmp_path: Path) -> None:
     context, authority, pem = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), trustme.CA(), tmp_path / "self.pem"
     pem.write_bytes(authority.private_key_pem.bytes() + authority.cert_pem.bytes())
     context.load_cert_chain(pem)
-    async with hooked(Hook(), tls=context) as hook, plug(hook.url) as house:
-        await house.say(Blob(1))
-        assert "self-signed" in await house.stalled()
-        assert hook.deliveries == []
+    async with listening(WebhookReceiver(), tls=context) as receiver, run_plugin(receiver.url) as plugin:
+        await plugin.publish(Blob(1))
+        assert "self-signed" in await plugin.stalled()
+        assert receiver.deliveries == []
 
 
 # The way there.
 
 
-async def test_a_proxy_in_the_environment_is_not_asked(plug: Plug, hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_proxy_in_the_environment_is_not_asked(
+    run_plugin: RunPlugin, receiver: WebhookReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1/")
-    async with plug(hook.url) as house:
-        await house.say(Blob(1))
-        await house.caught_up()
-    assert len(hook.taken) == 1
+    async with run_plugin(receiver.url) as plugin:
+        await plugin.publish(Blob(1))
+        await plugin.caught_up()
+    assert len(receiver.accepted_ids) == 1
 
 
-async def test_a_proxy_in_the_settings_is(plug: Plug, hook: Hook) -> None:
-    proxy = hook.url.removesuffix("/hook")
-    async with plug("http://nowhere.invalid/hook", proxy=proxy, plain_http=True) as house:
-        await house.say(Blob(1))
-        await house.caught_up()
-    assert len(hook.taken) == 1
+async def test_a_proxy_in_the_settings_is(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
+    proxy = receiver.url.removesuffix("/hook")
+    async with run_plugin("http://nowhere.invalid/hook", proxy=proxy, plain_http=True) as plugin:
+        await plugin.publish(Blob(1))
+        await plugin.caught_up()
+    assert len(receiver.accepted_ids) == 1
 
 
 # Commands.
 
 
-async def test_its_status_says_how_far_it_has_come(plug: Plug, hook: Hook) -> None:
-    hook.judge = one_after_the_other(200, 503)
-    async with plug(hook.url) as house:
-        [first] = await house.say(Blob(1))
-        await house.caught_up()
-        await house.say(Blob(2), Blob(3))
-        await house.stalled()
-        said = await house.run("status", VIEWER)
+async def test_its_status_says_how_far_it_has_come(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
+    receiver.judge = one_after_the_other(200, 503)
+    async with run_plugin(receiver.url) as plugin:
+        [first] = await plugin.publish(Blob(1))
+        await plugin.caught_up()
+        await plugin.publish(Blob(2), Blob(3))
+        await plugin.stalled()
+        said = await plugin.run("status", VIEWER)
         assert (said["position"], said["behind"], said["delivered"], said["deliveries"]) == (first, 2, 1, 1)
         assert said["last_status"] == 503
         assert "it answers 503" in said["trouble"]
-        assert said["receiver"] in hook.url
+        assert said["receiver"] in receiver.url
         assert "/hook" not in str(said)
 
 
-async def test_a_test_posts_an_empty_delivery_at_once_and_tells_what_came_back(plug: Plug, hook: Hook) -> None:
-    async with plug(hook.url) as house:
-        said = await house.run("test")
+async def test_a_test_posts_an_empty_delivery_at_once_and_tells_what_came_back(
+    run_plugin: RunPlugin, receiver: WebhookReceiver
+) -> None:
+    async with run_plugin(receiver.url) as plugin:
+        said = await plugin.run("test")
         assert (said["accepted"], said["status"]) == (True, 200)
-        hook.judge = lambda body: web.Response(status=403, text="who are you?")
-        said = await house.run("test")
-        assert (said["accepted"], said["status"], said["answer"]) == (False, 403, "who are you?")
-    ping = hook.deliveries[0]
+        receiver.judge = lambda body: web.Response(status=403, text="unknown sender")
+        said = await plugin.run("test")
+        assert (said["accepted"], said["status"], said["answer"]) == (False, 403, "unknown sender")
+    ping = receiver.deliveries[0]
     assert ping.signed
     assert (ping.body["facts"], ping.body["ping"]) == ([], True)
 
 
-async def test_a_test_that_succeeds_ends_a_long_wait(plug: Plug, hook: Hook) -> None:
-    hook.judge = one_after_the_other(partial(web.Response, status=503, headers={"Retry-After": "3600"}), 200)
-    async with plug(hook.url) as house:
-        began = house.clock.now
-        house.on_nap = lambda: None
-        await house.say(Blob(1))
-        await house.stalled()
-        await house.run("test")
-        await house.caught_up()
-        assert house.clock.now - began < 100
+async def test_a_test_that_succeeds_ends_a_long_wait(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
+    receiver.judge = one_after_the_other(partial(web.Response, status=503, headers={"Retry-After": "3600"}), 200)
+    async with run_plugin(receiver.url) as plugin:
+        began = plugin.clock.now
+        plugin.on_pause = lambda: None
+        await plugin.publish(Blob(1))
+        await plugin.stalled()
+        await plugin.run("test")
+        await plugin.caught_up()
+        assert plugin.clock.now - began < 100
 
 
-async def test_a_test_of_a_receiver_that_is_not_there_says_so_and_is_no_failure(plug: Plug) -> None:
-    async with plug(NOBODY) as house:
+async def test_a_test_of_a_receiver_that_is_not_there_says_so_and_is_no_failure(run_plugin: RunPlugin) -> None:
+    async with run_plugin(NOBODY) as plugin:
         with pytest.raises(Unavailable, match=NOBODY.removesuffix("/hook")):
-            await house.run("test")
-        assert house.view.failed == 0
+            await plugin.run("test")
+        assert plugin.view.failed == 0
 
 
-async def test_a_viewer_may_look_and_not_post(plug: Plug, hook: Hook) -> None:
-    async with plug(hook.url) as house:
+async def test_a_viewer_may_look_and_not_post(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
+    async with run_plugin(receiver.url) as plugin:
         with pytest.raises(RequestRefused, match="viewer"):
-            await house.run("test", VIEWER)
-    assert hook.deliveries == []
+            await plugin.run("test", VIEWER)
+    assert receiver.deliveries == []
 
 
 async def test_a_stop_lets_go_of_the_connection_and_what_is_left_is_posted_by_the_next_daemon(
-    plug: Plug, hook: Hook
+    run_plugin: RunPlugin, receiver: WebhookReceiver
 ) -> None:
     store = FaultyStore()
-    async with plug(hook.url, store) as house:
-        ids = await house.say(Blob(1))
-        await house.caught_up()
-        await house.host.stop()
-        ids += await house.say(Blob(2))
-        assert "the daemon is stopping" in await house.stalled()
-    assert hook.taken == ids[:1]
-    async with plug(hook.url, store) as house:
-        await house.caught_up()
-    assert list(dict.fromkeys(hook.taken)) == ids
+    async with run_plugin(receiver.url, store) as plugin:
+        ids = await plugin.publish(Blob(1))
+        await plugin.caught_up()
+        await plugin.host.stop()
+        ids += await plugin.publish(Blob(2))
+        assert "the daemon is stopping" in await plugin.stalled()
+    assert receiver.accepted_ids == ids[:1]
+    async with run_plugin(receiver.url, store) as plugin:
+        await plugin.caught_up()
+    assert list(dict.fromkeys(receiver.accepted_ids)) == ids

@@ -184,7 +184,7 @@ def test_a_job_begins_with_the_term_and_what_is_no_job_has_no_fence() -> None:
 
 
 def removed_at(fence: Fence) -> tuple[JobBook, bytes | None]:
-    """A book whose job was removed at that generation, and what is stored of it."""
+    """A job book after removal of its job at this generation, and its stored keys."""
     book = JobBook()
     book.load([msgspec.msgpack.encode(Job(name="a", settings={}, created_at=1.0, created_by="x", fence=fence))], None)
     return book, book.remove(RemoveJob("a")).writes.get(FLOOR_KEY)

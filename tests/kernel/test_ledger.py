@@ -22,39 +22,39 @@ from tests.kernel_fixture import TOTAL_KEY, Added, Kernel, Tally, call, ids, on_
 from tests.simulation.loop import VirtualClock
 
 
-class Rubble(Fact, frozen=True):
+class UnencodableFact(Fact, frozen=True):
     """A fact that cannot be encoded."""
 
     thing: Any
 
 
-class Hall:
+class RecordingPublisher:
     """A publisher that records the facts and the durable revision at that time."""
 
     def __init__(self) -> None:
-        self.heard: list[Record] = []
-        self.durable_when_heard: list[bool] = []
+        self.published: list[Record] = []
+        self.durable_when_published: list[bool] = []
         self.rewound: list[tuple[str, int]] = []
         self.store: FaultyStore
 
     def publish(self, records: Sequence[Record]) -> None:
-        self.heard += records
-        self.durable_when_heard += [record.id <= self.store.revision for record in records]
+        self.published += records
+        self.durable_when_published += [record.id <= self.store.revision for record in records]
 
     def rewind(self, handler: str, position: int) -> None:
         self.rewound.append((handler, position))
 
 
-class House:
+class RunningLedger:
     """A ledger with its store, publisher and one state owner."""
 
     def __init__(self, store: FaultyStore, facts_max: int) -> None:
         self.store = store
-        self.hall = Hall()
-        self.hall.store = store
+        self.publisher = RecordingPublisher()
+        self.publisher.store = store
         self.tally = Tally()
         self.journal = Journal(facts_max)
-        self.ledger = Ledger(store, self.journal, clock(), self.hall)
+        self.ledger = Ledger(store, self.journal, clock(), self.publisher)
         self.ledger.register(self.tally)
 
     def add(self, amount: int = 1, **more: Any) -> Pending:
@@ -73,8 +73,8 @@ def clock() -> VirtualClock:
 
 
 @asynccontextmanager
-async def house(store: FaultyStore | None = None, facts_max: int = 50_000) -> AsyncIterator[House]:
-    built = House(store or FaultyStore(), facts_max)
+async def running_ledger(store: FaultyStore | None = None, facts_max: int = 50_000) -> AsyncIterator[RunningLedger]:
+    built = RunningLedger(store or FaultyStore(), facts_max)
     await built.ledger.start()
     async with task_group() as tasks:
         tasks.start_soon(built.ledger.run)
@@ -86,7 +86,7 @@ async def house(store: FaultyStore | None = None, facts_max: int = 50_000) -> As
 
 @on_virtual_time
 async def test_a_reply_waits_until_its_decision_is_durable() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         it.store.block()
         pending = it.add(5)
         await it.store.entered.wait()
@@ -98,30 +98,30 @@ async def test_a_reply_waits_until_its_decision_is_durable() -> None:
 
 @on_virtual_time
 async def test_facts_are_heard_only_once_they_are_durable() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         it.store.block()
         pending = it.add()
         await it.store.entered.wait()
-        assert it.hall.heard == []
+        assert it.publisher.published == []
         assert it.journal.last == 0
         it.store.unblock()
         await pending.wait()
-        assert [record.fact for record in it.hall.heard] == [Added(1, 1)]
-        assert it.hall.durable_when_heard == [True]
+        assert [record.fact for record in it.publisher.published] == [Added(1, 1)]
+        assert it.publisher.durable_when_published == [True]
 
 
 @on_virtual_time
 async def test_facts_are_heard_before_the_reply() -> None:
-    async with house() as it:
-        heard_when_answered: list[int] = []
-        it.add().when_done(lambda _: heard_when_answered.append(len(it.hall.heard)))
+    async with running_ledger() as it:
+        published_when_answered: list[int] = []
+        it.add().when_done(lambda _: published_when_answered.append(len(it.publisher.published)))
         await it.ledger.flush()
-        assert heard_when_answered == [1]
+        assert published_when_answered == [1]
 
 
 @on_virtual_time
 async def test_state_changes_at_once() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         it.store.block()
         it.add(2)
         it.add(3)
@@ -130,7 +130,7 @@ async def test_state_changes_at_once() -> None:
 
 @on_virtual_time
 async def test_a_read_waits_for_the_decision_that_it_rests_on() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         it.store.block()
         it.add(7)
         read = it.ledger.settled(it.tally.total)
@@ -142,7 +142,7 @@ async def test_a_read_waits_for_the_decision_that_it_rests_on() -> None:
 
 @on_virtual_time
 async def test_a_read_waits_for_the_batch_that_is_being_written_too() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         it.store.block()
         it.add(7)
         await it.store.entered.wait()
@@ -154,7 +154,7 @@ async def test_a_read_waits_for_the_batch_that_is_being_written_too() -> None:
 
 @on_virtual_time
 async def test_a_read_fails_with_the_decision_that_it_rests_on() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         it.store.commit_error = full()
         it.add(7)
         read = it.ledger.settled(it.tally.total)
@@ -164,35 +164,35 @@ async def test_a_read_fails_with_the_decision_that_it_rests_on() -> None:
 
 @on_virtual_time
 async def test_a_read_of_what_is_durable_is_answered_at_once() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         await it.add().wait()
         assert it.ledger.settled("x").done
 
 
 @on_virtual_time
 async def test_a_fact_s_id_is_the_revision_that_made_it_durable() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         pending = it.ledger.append(Decision(None, (Added(1, 1), Added(2, 3), Added(3, 6))))
         await pending.wait()
-        first, second, third = ids(it.hall.heard)
+        first, second, third = ids(it.publisher.published)
         assert (second, third) == (first + 1, first + 2)
         assert pending.revision == third == it.store.revision == it.ledger.durable
         entry = await it.store.get(fact_key(third))
         assert entry is not None
-        assert (entry.revision, entry.value) == (third, it.hall.heard[-1].data)
+        assert (entry.revision, entry.value) == (third, it.publisher.published[-1].data)
 
 
 @on_virtual_time
 async def test_the_record_tells_job_generation_cause_and_origin() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         await it.ledger.append(Decision(None, (Added(1, 1),), job="a", generation=4), cause=1, origin="test").wait()
-        (record,) = it.hall.heard
+        (record,) = it.publisher.published
         assert (record.job, record.generation, record.cause, record.origin) == ("a", 4, 1, "test")
 
 
 @on_virtual_time
 async def test_writes_facts_and_reply_are_one_transaction() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         request = call(1)
         it.ledger.recall(request)
         await it.add(3, call=request).wait()
@@ -206,7 +206,7 @@ async def test_writes_facts_and_reply_are_one_transaction() -> None:
 
 @on_virtual_time
 async def test_what_is_decided_while_a_batch_is_written_shares_the_next() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         it.store.block()
         first = it.add()
         await it.store.entered.wait()
@@ -219,7 +219,7 @@ async def test_what_is_decided_while_a_batch_is_written_shares_the_next() -> Non
 
 @on_virtual_time
 async def test_what_is_decided_in_one_turn_shares_one_batch() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         for _ in range(10):
             it.add()
         await it.ledger.flush()
@@ -228,7 +228,7 @@ async def test_what_is_decided_in_one_turn_shares_one_batch() -> None:
 
 @on_virtual_time
 async def test_a_batch_is_bounded() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         pendings = [it.add() for _ in range(BATCH_MAX + 10)]
         assert [await pending.wait() for pending in pendings] == list(range(1, BATCH_MAX + 11))
         assert [len(batch) for batch in it.store.batches[1:]] == [BATCH_MAX, 10]
@@ -236,7 +236,7 @@ async def test_a_batch_is_bounded() -> None:
 
 @on_virtual_time
 async def test_flush_waits_for_everything_decided() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         it.add()
         it.store.block()
         it.add()
@@ -250,7 +250,7 @@ async def test_flush_waits_for_everything_decided() -> None:
 
 @on_virtual_time
 async def test_flush_returns_when_the_commit_has_failed() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         it.store.commit_error = full()
         it.add()
         await it.ledger.flush()
@@ -262,7 +262,7 @@ async def test_flush_returns_when_the_commit_has_failed() -> None:
 
 @on_virtual_time
 async def test_everybody_who_waits_for_a_failed_commit_is_told() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         it.store.block()
         in_flight = it.add()
         await it.store.entered.wait()
@@ -277,7 +277,7 @@ async def test_everybody_who_waits_for_a_failed_commit_is_told() -> None:
 
 @on_virtual_time
 async def test_after_a_failed_commit_state_is_what_the_store_holds() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         await it.add(10).wait()
         it.store.commit_error = full()
         it.add(1)
@@ -289,19 +289,19 @@ async def test_after_a_failed_commit_state_is_what_the_store_holds() -> None:
 
 @on_virtual_time
 async def test_nobody_hears_of_a_decision_that_failed() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         it.store.commit_error = full()
         it.add(1)
         await it.ledger.flush()
         it.store.commit_error = None
         await it.recovered()
         await it.add(5).wait()
-        assert [record.fact for record in it.hall.heard] == [Added(5, 5)]
+        assert [record.fact for record in it.publisher.published] == [Added(5, 5)]
 
 
 @on_virtual_time
 async def test_while_the_disk_is_full_reads_go_on_and_writes_are_unavailable() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         await it.add(10).wait()
         it.store.commit_error = full()
         with pytest.raises(Unavailable):
@@ -316,7 +316,7 @@ async def test_while_the_disk_is_full_reads_go_on_and_writes_are_unavailable() -
 
 @on_virtual_time
 async def test_work_goes_on_by_itself_once_there_is_room_again() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         await it.add(10).wait()
         it.store.commit_error = full()
         with pytest.raises(Unavailable):
@@ -327,12 +327,12 @@ async def test_work_goes_on_by_itself_once_there_is_room_again() -> None:
         it.ledger.require_writable()
         assert await it.add(5).wait() == 15
         assert await it.stored_total() == 15
-        assert ids(it.hall.heard) == ids(it.journal.after(0, 10))
+        assert ids(it.publisher.published) == ids(it.journal.after(0, 10))
 
 
 @on_virtual_time
 async def test_writing_is_closed_until_the_probe_has_succeeded() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         it.store.commit_error = full()
         it.add()
         await it.ledger.flush()
@@ -345,7 +345,7 @@ async def test_writing_is_closed_until_the_probe_has_succeeded() -> None:
 
 @on_virtual_time
 async def test_a_decision_taken_while_nothing_can_be_written_is_undone() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         await it.add(10).wait()
         it.store.commit_error = full()
         it.add()
@@ -361,7 +361,7 @@ async def test_a_decision_taken_while_nothing_can_be_written_is_undone() -> None
 
 @on_virtual_time
 async def test_when_reading_fails_as_well_nothing_is_answered_until_it_works() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         await it.add(10).wait()
         it.store.commit_error = it.store.read_error = full()
         with pytest.raises(Unavailable):
@@ -378,7 +378,7 @@ async def test_when_reading_fails_as_well_nothing_is_answered_until_it_works() -
 
 @on_virtual_time
 async def test_a_refusal_of_the_store_is_a_failed_commit_like_any_other() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         it.store.commit_error = RequestRefused("transaction_too_large", "too large")
         with pytest.raises(RequestRefused):
             await it.add(1).wait()
@@ -389,7 +389,7 @@ async def test_a_refusal_of_the_store_is_a_failed_commit_like_any_other() -> Non
 
 @on_virtual_time
 async def test_the_error_of_a_long_trouble_keeps_no_memory_of_those_who_met_it() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         it.store.commit_error = full()
         waiting = [it.add() for _ in range(20)]
         for pending in waiting:
@@ -405,24 +405,24 @@ async def test_the_error_of_a_long_trouble_keeps_no_memory_of_those_who_met_it()
 
 @on_virtual_time
 async def test_a_durable_handler_is_rewound_to_before_the_lost_decision() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         await it.add(cursor=("h", 5)).wait()
         it.store.commit_error = full()
         it.add(cursor=("h", 8))
         it.add(cursor=("h", 9))
         await it.ledger.flush()
-        assert it.hall.rewound == [("h", 7), ("h", 8)]
+        assert it.publisher.rewound == [("h", 7), ("h", 8)]
         assert it.ledger.cursors == {"h": 5}
 
 
 @on_virtual_time
 async def test_a_saved_cursor_that_is_lost_rewinds_nobody() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         it.ledger.save_cursor("h", 8)
         it.store.commit_error = full()
         it.ledger.save_cursor("h", 9)
         await it.ledger.flush()
-        assert it.hall.rewound == []
+        assert it.publisher.rewound == []
 
 
 # Reloads.
@@ -430,7 +430,7 @@ async def test_a_saved_cursor_that_is_lost_rewinds_nobody() -> None:
 
 @on_virtual_time
 async def test_tainted_state_is_read_anew() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         await it.add(10).wait()
         it.tally.total = 99
         it.ledger.reload(Unavailable("reloading", "state is being reloaded"))
@@ -443,7 +443,7 @@ async def test_tainted_state_is_read_anew() -> None:
 
 @on_virtual_time
 async def test_what_was_being_written_when_state_was_tainted_stays_decided() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         it.store.block()
         before = it.add(10)
         await it.store.entered.wait()
@@ -459,7 +459,7 @@ async def test_what_was_being_written_when_state_was_tainted_stays_decided() -> 
 async def test_state_tainted_while_it_is_being_read_is_read_once_more_before_anybody_sees_it(
     error: ForgedError | None,
 ) -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         await it.add(10).wait()
         it.store.commit_error = error
         reading = anyio.Event()
@@ -494,16 +494,16 @@ async def test_state_tainted_while_it_is_being_read_is_read_once_more_before_any
         Decision(None, writes={"k": b"x" * (VALUE_BYTES_MAX + 1)}),
         Decision(None, writes={f"k{index}": b"" for index in range(OPERATIONS_MAX + 1)}),
         Decision(None, writes={"k" * 1000: b""}),
-        Decision(None, (Rubble(object()),)),
-        Decision(None, (Rubble(1 << 70),)),
-        Decision(None, (Rubble("\ud800"),)),
+        Decision(None, (UnencodableFact(object()),)),
+        Decision(None, (UnencodableFact(1 << 70),)),
+        Decision(None, (UnencodableFact("\ud800"),)),
         Decision(object()),
     ],
     ids=["value", "operations", "key", "no encoding", "too large an integer", "no text", "reply"],
 )
 @on_virtual_time
 async def test_a_decision_that_cannot_be_stored_leaves_no_trace(impossible: Decision[Any]) -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         await it.add(10).wait()
         it.tally.total = 99
         request = call(1)
@@ -524,11 +524,11 @@ async def test_a_decision_that_cannot_be_stored_leaves_no_trace(impossible: Deci
 @on_virtual_time
 async def test_a_restarted_ledger_has_everything_that_was_acknowledged() -> None:
     store = FaultyStore()
-    async with house(store) as it:
+    async with running_ledger(store) as it:
         await it.add(10).wait()
         await it.add(5, cursor=("h", 1)).wait()
         before = it.journal.after(0, 10)
-    async with house(store) as it:
+    async with running_ledger(store) as it:
         assert it.tally.total == 15
         assert [record.data for record in it.journal.after(0, 10)] == [record.data for record in before]
         assert it.ledger.cursors == {"h": 1}
@@ -537,25 +537,25 @@ async def test_a_restarted_ledger_has_everything_that_was_acknowledged() -> None
 @on_virtual_time
 async def test_what_an_earlier_process_published_is_not_published_again() -> None:
     store = FaultyStore()
-    async with house(store) as it:
+    async with running_ledger(store) as it:
         await it.add().wait()
-    async with house(store) as it:
+    async with running_ledger(store) as it:
         await it.add().wait()
-        assert [record.fact for record in it.hall.heard] == [Added(1, 2)]
+        assert [record.fact for record in it.publisher.published] == [Added(1, 2)]
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @on_virtual_time
 async def test_a_decision_that_dies_at_its_commit_happened_whole_or_not_at_all(moment: str) -> None:
     store = FaultyStore()
-    async with house(store) as it:
+    async with running_ledger(store) as it:
         await it.add(10).wait()
         store.dies = moment
         pending = it.add(5)
         await anyio.sleep(1)
         assert not pending.done
     store.dies = ""
-    async with house(store) as it:
+    async with running_ledger(store) as it:
         assert it.tally.total == (15 if moment == "after" else 10)
         assert len(it.journal) == (2 if moment == "after" else 1)
 
@@ -565,7 +565,7 @@ async def test_the_term_grows_with_every_start() -> None:
     store = FaultyStore()
     terms = []
     for _ in range(3):
-        async with house(store) as it:
+        async with running_ledger(store) as it:
             terms.append(it.ledger.term)
     assert terms == [1, 2, 3]
 
@@ -573,9 +573,9 @@ async def test_the_term_grows_with_every_start() -> None:
 @on_virtual_time
 async def test_a_ledger_that_was_overtaken_is_told_that_it_does_not_lead() -> None:
     store = FaultyStore()
-    async with house(store) as old:
+    async with running_ledger(store) as old:
         await old.add(10).wait()
-        async with house(store) as new:
+        async with running_ledger(store) as new:
             with pytest.raises(NotLeader):
                 await old.add(1).wait()
             with pytest.raises(NotLeader):
@@ -586,7 +586,7 @@ async def test_a_ledger_that_was_overtaken_is_told_that_it_does_not_lead() -> No
 @on_virtual_time
 async def test_a_ledger_that_was_overtaken_never_writes_again() -> None:
     store = FaultyStore()
-    async with house(store) as old, house(store) as new:
+    async with running_ledger(store) as old, running_ledger(store) as new:
         await new.add(5).wait()
         with pytest.raises(NotLeader):
             await old.add(1).wait()
@@ -600,9 +600,9 @@ async def test_a_ledger_that_was_overtaken_never_writes_again() -> None:
 @on_virtual_time
 async def test_an_overtaken_ledger_is_fenced_even_where_its_revision_is_ahead() -> None:
     store = FaultyStore()
-    async with house(store) as old:
+    async with running_ledger(store) as old:
         old.ledger.revision += 1000
-        async with house(store):
+        async with running_ledger(store):
             with pytest.raises(NotLeader):
                 await old.add(1).wait()
 
@@ -610,7 +610,7 @@ async def test_an_overtaken_ledger_is_fenced_even_where_its_revision_is_ahead() 
 @on_virtual_time
 async def test_a_ledger_takes_a_store_over_only_from_the_term_that_it_saw() -> None:
     memory = MemoryStore("a history")
-    first, second = (Ledger(memory, Journal(), clock(), Hall()) for _ in range(2))
+    first, second = (Ledger(memory, Journal(), clock(), RecordingPublisher()) for _ in range(2))
     await first.start()
     await second.start()
     assert (first.term, second.term) == (1, 2)
@@ -619,11 +619,11 @@ async def test_a_ledger_takes_a_store_over_only_from_the_term_that_it_saw() -> N
 @on_virtual_time
 async def test_a_ledger_that_starts_while_another_writes_takes_the_store_over_in_the_end() -> None:
     memory = MemoryStore("a history")
-    async with house(FaultyStore(memory)) as old:
+    async with running_ledger(FaultyStore(memory)) as old:
         await old.add(10).wait()
         slow = FaultyStore(memory)
         slow.block()
-        new = House(slow, 100)
+        new = RunningLedger(slow, 100)
         async with task_group() as tasks:
             tasks.start_soon(new.ledger.start)
             await slow.entered.wait()
@@ -642,10 +642,10 @@ async def test_a_ledger_that_starts_while_another_writes_takes_the_store_over_in
 @on_virtual_time
 async def test_a_store_that_is_full_at_the_start_is_read_from_until_there_is_room() -> None:
     store = FaultyStore()
-    async with house(store) as it:
+    async with running_ledger(store) as it:
         await it.add(10).wait()
     store.commit_error = full()
-    async with house(store) as it:
+    async with running_ledger(store) as it:
         assert await it.ledger.settled(it.tally.total).wait() == 10
         with pytest.raises(Unavailable):
             it.ledger.require_writable()
@@ -656,7 +656,7 @@ async def test_a_store_that_is_full_at_the_start_is_read_from_until_there_is_roo
 
 @on_virtual_time
 async def test_nothing_is_answered_before_the_start() -> None:
-    ledger = Ledger(FaultyStore(), Journal(), clock(), Hall())
+    ledger = Ledger(FaultyStore(), Journal(), clock(), RecordingPublisher())
     with pytest.raises(Unavailable) as caught:
         ledger.require_readable()
     assert caught.value.code == "starting"
@@ -667,7 +667,7 @@ async def test_nothing_is_answered_before_the_start() -> None:
 
 @on_virtual_time
 async def test_the_store_keeps_as_many_facts_as_the_journal() -> None:
-    async with house(facts_max=10) as it:
+    async with running_ledger(facts_max=10) as it:
         for _ in range(50):
             await it.add().wait()
         stored = await read_all(it.store, "fact/")
@@ -678,21 +678,21 @@ async def test_the_store_keeps_as_many_facts_as_the_journal() -> None:
 @on_virtual_time
 async def test_the_floor_survives_a_restart() -> None:
     store = FaultyStore()
-    async with house(store, facts_max=10) as it:
+    async with running_ledger(store, facts_max=10) as it:
         for _ in range(50):
             await it.add().wait()
         floor = it.journal.floor
-    async with house(store, facts_max=10) as it:
+    async with running_ledger(store, facts_max=10) as it:
         assert it.journal.floor == floor > 0
 
 
 @on_virtual_time
 async def test_a_lowered_limit_is_reached_by_and_by() -> None:
     store = FaultyStore()
-    async with house(store, facts_max=200) as it:
+    async with running_ledger(store, facts_max=200) as it:
         for _ in range(200):
             await it.add().wait()
-    async with house(store, facts_max=10) as it:
+    async with running_ledger(store, facts_max=10) as it:
         assert len(it.journal) == 10
         for _ in range(20):
             await it.add().wait()
@@ -701,7 +701,7 @@ async def test_a_lowered_limit_is_reached_by_and_by() -> None:
 
 @on_virtual_time
 async def test_a_full_journal_takes_the_largest_decision_that_an_empty_one_takes() -> None:
-    async with house(facts_max=200) as it:
+    async with running_ledger(facts_max=200) as it:
         large = Decision(None, tuple(Added(index, index) for index in range(100)))
         for _ in range(10):
             await it.ledger.append(large).wait()
@@ -712,7 +712,7 @@ async def test_a_full_journal_takes_the_largest_decision_that_an_empty_one_takes
 
 @on_virtual_time
 async def test_an_acknowledged_reply_is_forgotten_in_the_store_as_well() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         for number in range(1, 11):
             request = call(number, acknowledged=number - 1)
             assert it.ledger.recall(request) is None
@@ -723,7 +723,7 @@ async def test_an_acknowledged_reply_is_forgotten_in_the_store_as_well() -> None
 
 @on_virtual_time
 async def test_many_acknowledged_at_once_are_forgotten_a_few_at_a_time() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         for number in range(1, 101):
             request = call(number)
             it.ledger.recall(request)
@@ -737,7 +737,7 @@ async def test_many_acknowledged_at_once_are_forgotten_a_few_at_a_time() -> None
 
 @on_virtual_time
 async def test_what_was_acknowledged_before_a_failed_commit_is_still_forgotten_after_it() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         request = call(1)
         it.ledger.recall(request)
         await it.add(call=request).wait()
@@ -755,18 +755,18 @@ async def test_what_was_acknowledged_before_a_failed_commit_is_still_forgotten_a
 async def test_a_reply_is_remembered_with_its_pending_before_and_its_bytes_after_a_restart() -> None:
     store = FaultyStore()
     request = call(1)
-    async with house(store) as it:
+    async with running_ledger(store) as it:
         it.ledger.recall(request)
         pending = it.add(10, call=request)
         assert it.ledger.recall(request) is pending
         await pending.wait()
-    async with house(store) as it:
+    async with running_ledger(store) as it:
         assert it.ledger.recall(request) == pending.encoded
 
 
 @on_virtual_time
 async def test_a_request_whose_commit_failed_may_be_sent_again() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         request = call(1)
         it.ledger.recall(request)
         it.store.commit_error = full()
@@ -791,7 +791,7 @@ def test_a_pending_reply_calls_everybody_back_once() -> None:
 
 @on_virtual_time
 async def test_somebody_who_waits_no_longer_does_not_disturb_the_later() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         it.store.block()
         pending = it.add(3)
         with anyio.move_on_after(1):
@@ -802,7 +802,7 @@ async def test_somebody_who_waits_no_longer_does_not_disturb_the_later() -> None
 
 @on_virtual_time
 async def test_a_fenced_store_is_named_as_lost_leadership() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         it.store.commit_error = StoreFenced("store_fenced", "another process has written")
         with pytest.raises(NotLeader):
             await it.add().wait()
@@ -810,7 +810,7 @@ async def test_a_fenced_store_is_named_as_lost_leadership() -> None:
 
 @on_virtual_time
 async def test_a_cause_lies_in_the_past() -> None:
-    async with house() as it:
+    async with running_ledger() as it:
         await it.add().wait()
         last = it.journal.last
         with pytest.raises(ForgedError):

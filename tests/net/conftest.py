@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.net.ends import Certificates, Ends
+from tests.net.recording_connections import Certificates, RecordingConnections
 
 
 @pytest.fixture
-async def ends() -> AsyncIterator[Ends]:
-    made = Ends()
+async def connections() -> AsyncIterator[RecordingConnections]:
+    made = RecordingConnections()
     yield made
     await made.close()
 

@@ -264,7 +264,7 @@ class ManualDaemon:
         for session in list(self.server.sessions):
             session.sweep(self.clock.now)
 
-    async def serves_others(self) -> None:
+    async def serves_new_clients(self) -> None:
         """Fail unless a new client is served."""
         client = await self.greeted(client=os.urandom(16))
         assert await self.ask(client, "PingDaemon") == {}

@@ -17,7 +17,6 @@ from forged.auth.tokens import encode_token
 from forged.net import server
 from forged.net.transport.port import Address
 from tests import kernel_fixture
-from tests.net.ends import Certificates
 from tests.net.manual_daemon import (
     BYE,
     CLIENT,
@@ -35,7 +34,8 @@ from tests.net.manual_daemon import (
     frame,
     until,
 )
-from tests.net.raw import RawClient, RealDaemon, real_daemon
+from tests.net.raw_client import RawClient, RealDaemon, real_daemon
+from tests.net.recording_connections import Certificates
 
 SECRET = bytes(range(32))
 POLITE = frame([HELLO, 1, 1, CLIENT])
@@ -131,8 +131,8 @@ async def test_bad_bytes_before_the_hello_are_named_and_the_others_are_served(
 ) -> None:
     async with RawClient.connected(endpoint) as client:
         client.write(data)
-        assert await client.last_word() == code
-    await here.serves_others()
+        assert await client.final_error_code() == code
+    await here.serves_new_clients()
 
 
 @pytest.mark.parametrize(("data", "code"), AFTER_HELLO.values(), ids=AFTER_HELLO.keys())
@@ -141,8 +141,8 @@ async def test_bad_bytes_after_the_hello_are_named_and_the_others_are_served(
 ) -> None:
     async with RawClient.greeted(endpoint) as client:
         client.write(data)
-        assert await client.last_word() == code
-    await here.serves_others()
+        assert await client.final_error_code() == code
+    await here.serves_new_clients()
 
 
 REFUSED: dict[str, tuple[list[Any], str]] = {
@@ -169,7 +169,7 @@ async def test_one_who_leaves_in_the_middle_leaves_nothing(here: RealDaemon, end
         client.write(data)
         await until(lambda: here.sessions == 1)
     await until(lambda: here.sessions == 0)
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 async def test_a_hello_one_byte_at_a_time_is_a_hello(here: RealDaemon, endpoint: str) -> None:
@@ -183,22 +183,22 @@ async def test_a_hello_one_byte_at_a_time_is_a_hello(here: RealDaemon, endpoint:
 async def test_one_who_stops_in_the_middle_of_a_frame_is_let_go(tmp_path: Path) -> None:
     async with real_daemon(tmp_path, frame_timeout_s=0.1) as here, RawClient.greeted(here.tcp) as client:
         client.write(header(1000) + b"the beginning")
-        await here.serves_others()
-        assert await client.last_word() == "frame_slow"
+        await here.serves_new_clients()
+        assert await client.final_error_code() == "frame_slow"
 
 
 @pytest.mark.usefixtures("swift_sweeps")
 async def test_one_who_never_says_hello_is_let_go(tmp_path: Path) -> None:
     async with real_daemon(tmp_path, hello_timeout_s=0.1) as here, RawClient.connected(here.tcp) as client:
-        assert await client.last_word() == "hello_late"
-        await here.serves_others()
+        assert await client.final_error_code() == "hello_late"
+        await here.serves_new_clients()
 
 
 @pytest.mark.usefixtures("swift_sweeps")
 async def test_one_who_falls_silent_is_let_go(tmp_path: Path) -> None:
     async with real_daemon(tmp_path, silence_max_s=0.1) as here, RawClient.greeted(here.tcp) as client:
-        assert await client.last_word() == "silent"
-        await here.serves_others()
+        assert await client.final_error_code() == "silent"
+        await here.serves_new_clients()
 
 
 @pytest.mark.usefixtures("swift_sweeps")
@@ -223,11 +223,11 @@ async def test_a_revoked_token_ends_its_connections_and_cannot_be_played_again(h
             assert await guest.request(1, "PingDaemon") == {}
             assert await guest.request(2, "CreateJob", job="a") == "forbidden"
             await operator.request(2, "RevokeToken", token_id=token_id)
-            assert await guest.last_word() == "token_revoked"
+            assert await guest.final_error_code() == "token_revoked"
         async with RawClient.connected(here.tcp) as again:
             await again.hello(text)
-            assert await again.last_word() == "token_revoked"
-    await here.serves_others()
+            assert await again.final_error_code() == "token_revoked"
+    await here.serves_new_clients()
 
 
 @pytest.mark.usefixtures("swift_sweeps")
@@ -238,11 +238,11 @@ async def test_an_expired_token_ends_its_connections_and_cannot_be_played_again(
         text = encode_token(SECRET)[1]
         async with RawClient.greeted(here.tcp, text) as guest:
             here.clock.ahead_s = 60.0
-            assert await guest.last_word() == "token_expired"
+            assert await guest.final_error_code() == "token_expired"
         async with RawClient.connected(here.tcp) as again:
             await again.hello(text)
-            assert await again.last_word() == "token_expired"
-        await here.serves_others()
+            assert await again.final_error_code() == "token_expired"
+        await here.serves_new_clients()
 
 
 @pytest.mark.usefixtures("room_for_a_crowd")
@@ -264,7 +264,7 @@ async def test_connections_beyond_the_limit_by_the_thousand_are_turned_away_and_
                     assert (await operator.request(1, "ReadStatus"))["connections"] == CONNECTIONS_MAX + 1
             await until(lambda: here.sessions == 1)
             assert await inside.request(1, "PingDaemon") == {}
-        await here.serves_others()
+        await here.serves_new_clients()
         await until(lambda: here.sessions == 0)
 
 
@@ -296,7 +296,7 @@ async def test_a_subscriber_that_never_reads_costs_a_bounded_amount_and_is_told_
             assert session.write_paused
             assert session._transport is not None
             assert session._transport.get_write_buffer_size() < 2 << 20
-            await here.serves_others()
+            await here.serves_new_clients()
             reader.read_again()
             seen, missed = await _read_until(reader, here.daemon.journal.last)
         assert missed
@@ -323,7 +323,7 @@ async def test_a_client_that_never_reads_its_replies_is_not_read_either(here: Re
         for number in range(2, 2002):
             client.write(frame([REQUEST, number, 1, "ShowJob", {"job": "a"}]))
         await until(lambda: session.write_paused)
-        await here.serves_others()
+        await here.serves_new_clients()
         assert session._transport is not None
         assert session._transport.get_write_buffer_size() < 3 << 20
         answered = [(await client.receive())[:2] for _ in range(2000)]
@@ -335,7 +335,7 @@ async def test_more_requests_than_may_be_in_flight_push_back_and_none_is_lost(tm
         client.write(frame([REQUEST, 1, 0, "CreateJob", {"job": "a"}]))
         for number in range(2, 3002):
             client.write(frame([REQUEST, number, 0, "AddNote", {"job": "a", "text": "x"}]))
-        await here.serves_others()
+        await here.serves_new_clients()
         answered = [(await client.receive())[:2] for _ in range(3001)]
         assert sorted(answered) == [[REPLY, number] for number in range(1, 3002)]
         assert here.daemon.journal.last >= 3001
@@ -355,15 +355,15 @@ async def test_answers_to_calls_that_nobody_made_say_nothing(here: RealDaemon, e
     async with RawClient.greeted(endpoint) as client:
         client.write(frame([REPLY, 1, {}]) + frame([FAILURE, 2, "refused", "c", "t"]))
         assert await client.request(1, "PingDaemon") == {}
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 async def test_what_comes_after_bye_is_not_done(here: RealDaemon, endpoint: str) -> None:
     async with RawClient.greeted(endpoint) as client:
         client.write(frame([BYE, 0]) + frame([REQUEST, 1, 0, "CreateJob", {"job": "a"}]))
-        assert await client.last_word() == ""
+        assert await client.final_error_code() == ""
     assert len(here.daemon.jobs.book) == 0
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 async def test_one_who_resets_the_connection_under_a_flood_of_answers_leaves_nothing(here: RealDaemon) -> None:
@@ -372,7 +372,7 @@ async def test_one_who_resets_the_connection_under_a_flood_of_answers_leaves_not
             client.write(frame([REQUEST, number, 0, "ListHandlers", {}]))
         await client.receive()
     await until(lambda: here.sessions == 0)
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 async def test_hostile_clients_of_every_sort_at_once_do_not_keep_others_from_being_served(here: RealDaemon) -> None:
@@ -380,9 +380,9 @@ async def test_hostile_clients_of_every_sort_at_once_do_not_keep_others_from_bei
         meet = RawClient.greeted if polite else RawClient.connected
         async with meet(here.tcp) as client:
             client.write(data)
-            await client.last_word()
+            await client.final_error_code()
 
     harmful = [harm(data, False) for data, _ in BEFORE_HELLO.values()]
     harmful += [harm(data, True) for data, _ in AFTER_HELLO.values()]
-    await asyncio.gather(*harmful, *(here.serves_others() for _ in range(10)))
+    await asyncio.gather(*harmful, *(here.serves_new_clients() for _ in range(10)))
     await until(lambda: here.sessions == 0)

@@ -38,7 +38,7 @@ from forged.net.protocol.messages import (
 from forged.net.transport.connection import ConnectionLimits
 from tests.net import protocol_page as page
 from tests.net.protocol_page import ANYTHING, Line, Vector
-from tests.net.raw import real_daemon
+from tests.net.raw_client import real_daemon
 
 FORGED = Path(errors.__file__).parent
 EDGE = [
@@ -211,13 +211,13 @@ def test_the_text_of_a_token_is_written_as_the_page_says() -> None:
 def test_the_session_of_the_page_is_what_a_daemon_does(tmp_path: Path) -> None:
     async def play() -> None:
         async with real_daemon(tmp_path) as here:
-            with Player(here.unix.removeprefix("unix://")) as player:
-                await asyncio.to_thread(player.play, page.session())
+            with SocketClient(here.unix.removeprefix("unix://")) as client:
+                await asyncio.to_thread(client.play, page.session())
 
     asyncio.run(play())
 
 
-class Player:
+class SocketClient:
     """A client made of a socket and msgpack."""
 
     def __init__(self, path: str) -> None:

@@ -105,7 +105,7 @@ async def test_many_at_once_beyond_the_limit_leave_nothing_behind(tmp_path: Path
             here.client(WORKER)
         here.sweep(5.1)
         await until(lambda: not here.server.sessions)
-        await here.serves_others()
+        await here.serves_new_clients()
 
 
 async def test_a_handshake_that_never_ends_does_not_take_up_room_for_ever(tmp_path: Path) -> None:

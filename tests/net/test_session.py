@@ -187,7 +187,7 @@ async def test_a_version_that_is_too_old_or_too_new_is_told_what_is_spoken(
     assert message[1:4] == [0, "peer", "version_mismatch"]
     assert "1 to 1" in message[4]
     await client.lost()
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 @pytest.mark.parametrize(
@@ -206,14 +206,14 @@ async def test_nothing_is_heard_before_the_hello(here: ManualDaemon, message: Me
     client = here.client()
     client.send(*message)
     assert await told(client) == ("peer", "hello_expected")
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 async def test_a_second_hello_is_unexpected(here: ManualDaemon) -> None:
     client = await here.greeted()
     client.hello()
     assert await told(client) == ("peer", "message_unexpected")
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 async def test_a_late_hello_is_not_waited_for(here: ManualDaemon) -> None:
@@ -264,7 +264,7 @@ async def test_a_stranger_without_a_token_is_told_how_to_get_one(here: ManualDae
     message = await client.next(FAILURE)
     assert message[1:4] == [0, "refused", "token_required"]
     assert "forgectl tokens create" in message[5]
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 async def test_a_token_makes_a_stranger_somebody(here: ManualDaemon) -> None:
@@ -278,7 +278,7 @@ async def test_a_token_that_was_never_issued_is_refused_even_to_the_operator(her
     client = here.client()
     client.hello(token=encode_token(bytes(32))[1])
     assert await told(client) == ("refused", "token_unknown")
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 async def test_an_expired_token_is_refused_when_it_is_played_again(here: ManualDaemon) -> None:
@@ -287,7 +287,7 @@ async def test_an_expired_token_is_refused_when_it_is_played_again(here: ManualD
     client = here.client(REMOTE)
     client.hello(token=text)
     assert await told(client) == ("refused", "token_expired")
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 async def test_a_token_that_expires_while_its_bearer_is_connected_ends_the_connection(here: ManualDaemon) -> None:
@@ -297,7 +297,7 @@ async def test_a_token_that_expires_while_its_bearer_is_connected_ends_the_conne
     assert await here.ask(client, "PingDaemon") == {}
     here.sweep(0.1)
     assert await told(client) == ("refused", "token_expired")
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 async def test_a_token_that_is_revoked_while_its_bearer_is_connected_ends_the_connection(here: ManualDaemon) -> None:
@@ -309,7 +309,7 @@ async def test_a_token_that_is_revoked_while_its_bearer_is_connected_ends_the_co
     again = here.client(REMOTE)
     again.hello(token=text)
     assert await told(again) == ("refused", "token_revoked")
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 async def test_a_viewer_that_orders_is_refused_and_changes_nothing(here: ManualDaemon) -> None:
@@ -319,7 +319,7 @@ async def test_a_viewer_that_orders_is_refused_and_changes_nothing(here: ManualD
     assert await refused(client, "CreateToken", 2, name="x", role="operator", secret=SECRET) == ("refused", "forbidden")
     assert here.daemon.ledger.revision == before
     assert await here.ask(client, "PingDaemon", number=3) == {}
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 async def test_who_is_bound_to_a_job_has_no_say_in_another(here: ManualDaemon) -> None:
@@ -352,7 +352,7 @@ async def test_an_unknown_method_is_refused_and_named(here: ManualDaemon) -> Non
     assert message[1:4] == [1, "refused", "request_unknown"]
     assert "DestroyWorld" in message[4]
     assert len(message[4]) < 200
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ async def test_a_time_that_is_none_breaks_the_protocol(here: ManualDaemon, timeo
     client = await here.greeted()
     client.send(REQUEST, 1, 0, "WaitForGate", {}, timeout_s)
     assert await told(client) == ("peer", "message_invalid")
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 async def test_a_cancelled_request_is_stopped_and_may_be_told_so(here: ManualDaemon, extras: Extras) -> None:
@@ -488,7 +488,7 @@ async def test_more_in_flight_than_allowed_waits_and_none_is_lost(here: ManualDa
     client.send_bytes(b"".join(frame([REQUEST, number, 0, "WaitForGate", {}]) for number in range(1, 11)))
     await until(lambda: extras.waiting == 4)
     assert not client.transport.reading
-    await here.serves_others()
+    await here.serves_new_clients()
     assert extras.waiting == 4
     extras.gate.set()
     assert sorted([(await client.next(REPLY))[1] for _ in range(10)]) == list(range(1, 11))
@@ -503,7 +503,7 @@ async def test_an_answer_to_one_who_is_gone_is_dropped(here: ManualDaemon, extra
     await client.lost()
     extras.gate.set()
     await until(lambda: extras.waiting == 0)
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 @pytest.mark.parametrize("back", [object(), {"x": 1 << 70}, {object(): 1}])
@@ -525,7 +525,7 @@ async def test_an_answer_that_cannot_be_sent_does_not_stop_those_behind_it(here:
     client.request(3, "PingDaemon")
     answers = [await client.next(REPLY, FAILURE) for _ in range(3)]
     assert [answer[:2] for answer in answers] == [[REPLY, 1], [FAILURE, 2], [REPLY, 3]]
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 async def test_an_answer_over_the_frame_limit_is_refused_under_its_number(here: ManualDaemon, extras: Extras) -> None:
@@ -544,7 +544,7 @@ async def test_answers_to_one_who_does_not_read_wait_unencoded_and_all_arrive_wh
     client.request(1, "CreateJob", job="a")
     client.send_bytes(b"".join(frame([REQUEST, number, 0, "SendBack", {}]) for number in (2, 3, 4)))
     await until(lambda: client.transport.unread > 0)
-    await here.serves_others()
+    await here.serves_new_clients()
     assert client.transport.unread < 4 << 20, "one large answer is written, two wait"
     client.transport.resume_peer_reading()
     assert sorted([(await client.next(REPLY))[1] for _ in range(4)]) == [1, 2, 3, 4]
@@ -557,7 +557,7 @@ async def test_a_flood_of_cheap_requests_with_large_answers_is_taken_as_fast_as_
     client = await here.greeted()
     client.transport.stop_reading()
     client.send_bytes(b"".join(frame([REQUEST, number, 0, "SendBack", {}]) for number in range(1, 41)))
-    await here.serves_others()
+    await here.serves_new_clients()
     assert client.transport.unread < 4 << 20
     assert not client.transport.reading
     for _ in range(40):
@@ -619,7 +619,7 @@ async def test_a_stream_with_a_number_that_is_taken_breaks_the_protocol(here: Ma
     subscribe(client)
     subscribe(client)
     assert await told(client) == ("peer", "stream_taken")
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 async def test_a_number_is_free_again_when_its_stream_has_ended(here: ManualDaemon) -> None:
@@ -665,7 +665,7 @@ async def test_credit_that_overflows_breaks_the_protocol(here: ManualDaemon) -> 
     subscribe(client, since=None, credit=65_536)
     client.send(CREDIT, 1, 1)
     assert await told(client) == ("peer", "credit_overflow")
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 async def test_credit_for_a_stream_that_is_not_there_says_nothing(here: ManualDaemon) -> None:
@@ -721,7 +721,7 @@ async def test_a_stream_to_one_who_does_not_read_costs_no_memory_and_tells_of_th
         for number in range(2, 1002):
             await here.ask(writer, "AddNote", number=number, acknowledged=number - 1, job="a", text="x" * 4000)
         assert reader.transport.unread < (1 << 20) + (1 << 19)
-        await here.serves_others()
+        await here.serves_new_clients()
         reader.transport.resume_peer_reading()
         seen, missed = await _until_fact(reader, here.daemon.journal.last)
         assert len(missed) == 1
@@ -828,7 +828,7 @@ async def test_answers_to_what_nobody_asked_are_dropped(here: ManualDaemon, mess
     client = await here.greeted()
     client.send(*message)
     assert await here.ask(client, "PingDaemon") == {}
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 @pytest.mark.parametrize(
@@ -844,7 +844,7 @@ async def test_what_only_a_daemon_says_breaks_the_protocol(here: ManualDaemon, m
     client = await here.greeted()
     client.send(*message)
     assert await told(client) == ("peer", "message_unexpected")
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 # Signals.
@@ -892,7 +892,7 @@ async def test_a_signal_of_another_shape_breaks_the_protocol(here: ManualDaemon,
     payload = b"\x93\x0f\xacLightBlinked" + body
     client.send_bytes(len(payload).to_bytes(4, "big") + payload)
     assert await told(client) == ("peer", "signal_invalid")
-    await here.serves_others()
+    await here.serves_new_clients()
 
 
 # Bye.
@@ -942,7 +942,7 @@ def test_whatever_a_client_sends_others_are_served(tmp_path: Path, polite: bool,
                 if client.transport.reading:
                     client.send_bytes(piece)
                 await asyncio.sleep(0)
-            await here.serves_others()
+            await here.serves_new_clients()
             assert mistakes == []
 
     asyncio.run(play())

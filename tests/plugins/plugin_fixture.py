@@ -35,7 +35,7 @@ Register = Callable[[PluginContext], Any]
 
 
 class Said(Fact, frozen=True):
-    """A plugin says something."""
+    """A plugin's fact."""
 
     text: str
     more: Any = None
@@ -59,14 +59,14 @@ class Vote(Request[str], frozen=True):
 
 
 class Knock(Signal, frozen=True):
-    """Somebody is there."""
+    """A plugin's signal."""
 
     job_field: ClassVar[str | None] = None
 
 
 @dataclass
-class Stage:
-    """Everything that a test of plugins touches."""
+class PluginKernel:
+    """A running kernel and its plugin host."""
 
     kernel: Kernel
     host: PluginHost
@@ -100,7 +100,7 @@ class Stage:
 
 @dataclass
 class ReportException:
-    """The unexpected exceptions that were reported."""
+    """Records unexpected exceptions."""
 
     told: list[tuple[str, BaseException]] = field(default_factory=list)
 
@@ -109,7 +109,7 @@ class ReportException:
 
 
 def source(register: Register | None = None, name: str = "one", **attributes: Any) -> PluginSource:
-    """Where a plugin comes from that does this when it is to register."""
+    """The source of a plugin with this `register` function and these module attributes."""
     module = ModuleType(name)
     module.__dict__.update({"API_VERSION": API_VERSION} | attributes)
     if register is not None:
@@ -126,7 +126,7 @@ def host_of(
     directory: Path = Path("/nowhere"),
     **limits: Any,
 ) -> PluginHost:
-    """A host that has taken in these plugins, on a bus that is not sealed yet."""
+    """A host with these plugins loaded, on a bus that is not sealed yet."""
     host = PluginHost(
         kernel.bus,
         kernel.clock,
@@ -141,14 +141,14 @@ def host_of(
 
 
 @asynccontextmanager
-async def staged(
+async def running_plugins(
     *plugins: Register | PluginSource,
     store: Store | None = None,
     register: Callable[[Kernel], object] = lambda kernel: None,
     facts_max: int = 50_000,
     **more: Any,
-) -> AsyncIterator[Stage]:
-    """A running kernel with plugins "one", "two" and "three" that register with these functions."""
+) -> AsyncIterator[PluginKernel]:
+    """A running kernel with plugins "one", "two" and "three" that have these `register` functions."""
     names = iter(("one", "two", "three"))
     sources = [one if isinstance(one, PluginSource) else source(one, next(names)) for one in plugins]
     hosts: list[PluginHost] = []
@@ -159,7 +159,7 @@ async def staged(
 
     async with running(store, register_all, requests=REQUESTS, facts_max=facts_max) as kernel, task_group() as tasks:
         await tasks.start(hosts[0].run)
-        yield Stage(kernel, hosts[0])
+        yield PluginKernel(kernel, hosts[0])
 
 
 def on(types: Any, handler: Any, **terms: Any) -> Register:
@@ -168,7 +168,7 @@ def on(types: Any, handler: Any, **terms: Any) -> Register:
 
 
 class Contexts:
-    """Keeps the context that a plugin was given."""
+    """A `register` function that keeps its context."""
 
     def __init__(self, then: Register = lambda context: None) -> None:
         self._then = then

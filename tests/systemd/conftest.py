@@ -1,4 +1,4 @@
-"""What the tests of what systemd is told share."""
+"""Fixtures for the systemd tests."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.net.conftest import certificates, ends
-from tests.systemd.manager import Manager, at
+from tests.net.conftest import certificates, connections
+from tests.systemd.service_manager import FakeServiceManager, service_manager_in
 
-__all__ = ["certificates", "ends", "manager"]
+__all__ = ["certificates", "connections", "manager"]
 
 
 @pytest.fixture
-def manager(tmp_path: Path) -> Iterator[Manager]:
-    with at(tmp_path) as manager:
+def manager(tmp_path: Path) -> Iterator[FakeServiceManager]:
+    with service_manager_in(tmp_path) as manager:
         yield manager

@@ -25,7 +25,7 @@ from forged.systemd.activation import (
     activated,
     inherited_sockets,
 )
-from tests.net.ends import Certificates, Ends
+from tests.net.recording_connections import Certificates, RecordingConnections
 
 ACTIVATE = shutil.which("systemd-socket-activate")
 PID = 7
@@ -197,59 +197,65 @@ def test_without_inherited_sockets_the_network_is_the_machines() -> None:
     assert activated(config, network, []) == (config, network)
 
 
-async def test_the_daemon_is_told_where_it_listens_and_finds_these_sockets_open(tmp_path: Path, ends: Ends) -> None:
+async def test_the_daemon_is_told_where_it_listens_and_finds_these_sockets_open(
+    tmp_path: Path, connections: RecordingConnections
+) -> None:
     with listening(tmp_path, "unix", "tcp") as sockets:
         config, network = activated(Config(socket="/other"), SystemNetwork(), handed(*sockets))
         port = sockets[1].getsockname()[1]
         assert (config.socket, config.listen) == (str(tmp_path / "s0"), (f"tcp://127.0.0.1:{port}",))
         for address in (Address("unix", path=config.socket), Address.parse(config.listen[0])):
-            listener = await ends.listen(network, address)
+            listener = await connections.listen(network, address)
             assert listener.address == address
-            near, far = await ends.connect(network, address)
+            near, far = await connections.connect(network, address)
             near.open_transport.write(b"hello")
             await far.hear(b"hello")
             assert network.peer(far.open_transport).scheme == address.scheme
 
 
-async def test_the_file_and_the_queue_of_an_inherited_socket_outlive_the_daemon(tmp_path: Path, ends: Ends) -> None:
+async def test_the_file_and_the_queue_of_an_inherited_socket_outlive_the_daemon(
+    tmp_path: Path, connections: RecordingConnections
+) -> None:
     with listening(tmp_path, "unix") as [sock]:
         for _ in range(2):
             config, network = activated(Config(), SystemNetwork(), handed(sock))
             address = Address("unix", path=config.socket)
-            await network.connect(address, ends.near)
-            listener = await ends.listen(network, address)
-            far = await ends.accepted.get()
+            await network.connect(address, connections.near)
+            listener = await connections.listen(network, address)
+            far = await connections.accepted.get()
             await far.made.wait()
             await listener.close()
             assert (tmp_path / "s0").is_socket()
 
 
 async def test_an_inherited_socket_speaks_tls_where_the_configured_address_does(
-    tmp_path: Path, ends: Ends, certificates: Certificates
+    tmp_path: Path, connections: RecordingConnections, certificates: Certificates
 ) -> None:
     with listening(tmp_path, "tcp") as [sock]:
         listen = f"tls://127.0.0.1:{sock.getsockname()[1]}"
         given = SystemNetwork(tls_server=certificates.server(), tls_client=certificates.client())
         config, network = activated(replace(Config(), listen=(listen,)), given, handed(sock))
         assert config.listen == (listen,)
-        await ends.listen(network, Address.parse(listen))
-        _, far = await ends.connect(network, Address.parse(listen))
+        await connections.listen(network, Address.parse(listen))
+        _, far = await connections.connect(network, Address.parse(listen))
         assert network.peer(far.open_transport).scheme == "tls"
 
 
-async def test_a_tls_socket_without_a_certificate_is_the_operators_to_mend(tmp_path: Path, ends: Ends) -> None:
+async def test_a_tls_socket_without_a_certificate_is_the_operators_to_mend(
+    tmp_path: Path, connections: RecordingConnections
+) -> None:
     with listening(tmp_path, "tcp") as [sock]:
         inherited = handed(sock, name="tls")
         config, network = activated(Config(), SystemNetwork(), inherited)
         with pytest.raises(ConfigError) as raised:
-            await network.listen(Address.parse(config.listen[0]), ends.far)
+            await network.listen(Address.parse(config.listen[0]), connections.far)
         assert raised.value.code == "tls_not_configured"
         inherited[0].sock.close()
 
 
 @pytest.mark.parametrize(("family", "kind"), [("inet", socket.SOCK_DGRAM), ("unix", socket.SOCK_DGRAM), ("inet", None)])
 async def test_a_socket_that_does_not_listen_is_refused(
-    tmp_path: Path, ends: Ends, family: str, kind: socket.SocketKind | None
+    tmp_path: Path, connections: RecordingConnections, family: str, kind: socket.SocketKind | None
 ) -> None:
     unix = family == "unix"
     with socket.socket(socket.AF_UNIX if unix else socket.AF_INET, kind or socket.SOCK_STREAM) as sock:
@@ -257,15 +263,15 @@ async def test_a_socket_that_does_not_listen_is_refused(
         config, network = activated(Config(), SystemNetwork(), [InheritedSocket(sock, "")])
         address = Address("unix", path=config.socket) if unix else Address.parse(config.listen[0])
         with pytest.raises(ConfigError) as raised:
-            await network.listen(address, ends.far)
+            await network.listen(address, connections.far)
     assert raised.value.code == "socket_not_listening"
 
 
-async def test_what_was_not_inherited_is_opened(tmp_path: Path, ends: Ends) -> None:
+async def test_what_was_not_inherited_is_opened(tmp_path: Path, connections: RecordingConnections) -> None:
     with listening(tmp_path, "unix") as [sock]:
         [inherited] = handed(sock)
         network = ActivatedNetwork(SystemNetwork(), [(inherited.listener.address, inherited.sock)])
-        assert (await ends.listen(network, Address("tcp", host="127.0.0.1"))).address.port != 0
+        assert (await connections.listen(network, Address("tcp", host="127.0.0.1"))).address.port != 0
         inherited.sock.close()
 
 

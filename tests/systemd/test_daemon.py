@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from forged.client import BlockingClient
-from tests.systemd.manager import Manager
+from tests.systemd.service_manager import FakeServiceManager
 
 ACTIVATE = shutil.which("systemd-socket-activate")
 ENDS_WITHIN_S = 30.0
@@ -38,16 +38,16 @@ def started(directory: Path, *before: str, **environment: str) -> Iterator[subpr
             process.kill()
 
 
-def until(manager: Manager, line: str) -> list[str]:
+def until(manager: FakeServiceManager, line: str) -> list[str]:
     """The message with this line; what comes before is the watchdog's, or a status."""
     while True:
-        lines = manager.hear()
+        lines = manager.receive()
         if line in lines:
             return lines
         assert lines == ["WATCHDOG=1"] or lines[0].startswith("STATUS="), lines
 
 
-def test_the_manager_hears_of_readiness_life_a_reload_and_the_end(manager: Manager, tmp_path: Path) -> None:
+def test_the_manager_hears_of_readiness_life_a_reload_and_the_end(manager: FakeServiceManager, tmp_path: Path) -> None:
     with started(tmp_path, **manager.environment, WATCHDOG_USEC=str(WATCHDOG_USEC)) as process:
         assert any(line.startswith("STATUS=0 jobs") for line in until(manager, "READY=1"))
         until(manager, "WATCHDOG=1")
@@ -66,12 +66,12 @@ def test_the_manager_hears_of_readiness_life_a_reload_and_the_end(manager: Manag
         assert process.returncode == 0
 
 
-def test_without_a_timeout_the_watchdog_is_left_alone(manager: Manager, tmp_path: Path) -> None:
+def test_without_a_timeout_the_watchdog_is_left_alone(manager: FakeServiceManager, tmp_path: Path) -> None:
     with started(tmp_path, **manager.environment) as process:
         until(manager, "READY=1")
         process.terminate()
         process.communicate(timeout=ENDS_WITHIN_S)
-    assert ["WATCHDOG=1"] not in manager.heard()
+    assert ["WATCHDOG=1"] not in manager.received()
 
 
 def test_a_watchdog_without_a_manager_is_no_reason_not_to_serve(tmp_path: Path) -> None:
@@ -90,7 +90,9 @@ def test_what_makes_no_sense_in_the_environment_is_refused(tmp_path: Path, name:
 
 
 @pytest.mark.skipif(ACTIVATE is None, reason="systemd-socket-activate is not installed")
-def test_the_real_systemd_socket_activate_starts_it_for_whoever_connects(manager: Manager, tmp_path: Path) -> None:
+def test_the_real_systemd_socket_activate_starts_it_for_whoever_connects(
+    manager: FakeServiceManager, tmp_path: Path
+) -> None:
     assert ACTIVATE is not None
     control = tmp_path / "control"
     before = [ACTIVATE, "--listen", str(control), "--setenv", f"NOTIFY_SOCKET={manager.address}"]

@@ -10,7 +10,7 @@ from forged.errors import Unavailable
 from forged.status.model import Status
 from forged.systemd.report import UPDATE_INTERVAL_S, report, status_line
 from tests.kernel_fixture import on_virtual_time
-from tests.systemd.manager import Manager
+from tests.systemd.service_manager import FakeServiceManager
 
 
 def status(**known: Any) -> Status:
@@ -35,7 +35,9 @@ def test_the_line_says_what_one_wants_to_know_first(known: dict[str, Any], line:
 
 
 @on_virtual_time
-async def test_the_line_is_told_when_it_changes_and_not_more_often_than_somebody_looks(manager: Manager) -> None:
+async def test_the_line_is_told_when_it_changes_and_not_more_often_than_somebody_looks(
+    manager: FakeServiceManager,
+) -> None:
     jobs = 0
 
     async def read() -> Status:
@@ -48,14 +50,14 @@ async def test_the_line_is_told_when_it_changes_and_not_more_often_than_somebody
             await anyio.sleep(UPDATE_INTERVAL_S / 50)
         await anyio.sleep(UPDATE_INTERVAL_S)
         tasks.cancel_scope.cancel()
-    messages = manager.heard()
+    messages = manager.received()
     assert messages[0] == ["STATUS=0 jobs, 0 connections, fact 0"]
     assert messages[-1] == ["STATUS=99 jobs, 0 connections, fact 0"]
     assert len(messages) <= 4
 
 
 @on_virtual_time
-async def test_a_daemon_that_refuses_or_is_silent_is_looked_at_again(manager: Manager) -> None:
+async def test_a_daemon_that_refuses_or_is_silent_is_looked_at_again(manager: FakeServiceManager) -> None:
     looks = 0
 
     async def read() -> Status:
@@ -71,24 +73,24 @@ async def test_a_daemon_that_refuses_or_is_silent_is_looked_at_again(manager: Ma
         tasks.start_soon(report, manager.notifier, read)
         await anyio.sleep(UPDATE_INTERVAL_S * 4)
         tasks.cancel_scope.cancel()
-    assert manager.heard() == [
+    assert manager.received() == [
         ["STATUS=cannot answer: state is being reloaded"],
         ["STATUS=0 jobs, 0 connections, fact 0"],
     ]
 
 
 @on_virtual_time
-async def test_readiness_that_did_not_get_through_is_told_as_soon_as_it_does(manager: Manager) -> None:
+async def test_readiness_that_did_not_get_through_is_told_as_soon_as_it_does(manager: FakeServiceManager) -> None:
     async def read() -> Status:
         return status()
 
-    waiting, notifier = manager.be_busy(), manager.notifier
+    waiting, notifier = manager.fill_queue(), manager.notifier
     notifier.ready("serving")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(report, notifier, read)
         await anyio.sleep(UPDATE_INTERVAL_S)
         assert notifier.has_unsent
-        assert len(manager.heard()) == waiting
+        assert len(manager.received()) == waiting
         await anyio.sleep(1)
         tasks.cancel_scope.cancel()
-    assert manager.heard()[0] == ["READY=1", "STATUS=serving"]
+    assert manager.received()[0] == ["READY=1", "STATUS=serving"]

@@ -13,7 +13,7 @@ from forged.status.model import PingDaemon
 from forged.systemd.watchdog import BusProbe, feed_watchdog, watchdog_interval_s
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import Added, Echoed, Kernel, on_virtual_time, running
-from tests.systemd.manager import Manager
+from tests.systemd.service_manager import FakeServiceManager
 
 INTERVAL_S = 10.0
 FED = ["WATCHDOG=1"]
@@ -42,7 +42,7 @@ class TestTheInterval:
 
 @asynccontextmanager
 async def fed(
-    manager: Manager,
+    manager: FakeServiceManager,
     store: FaultyStore | None = None,
     register: Callable[[Kernel], object] = lambda kernel: None,
 ) -> AsyncIterator[Kernel]:
@@ -60,23 +60,23 @@ async def fed(
         tasks.cancel_scope.cancel()
 
 
-async def feeds(manager: Manager, *, intervals: int = 6) -> int:
+async def feeds(manager: FakeServiceManager, *, intervals: int = 6) -> int:
     """How often the watchdog is fed from now on, in so many intervals."""
-    manager.heard()
+    manager.received()
     await anyio.sleep(intervals * INTERVAL_S)
-    messages = manager.heard()
+    messages = manager.received()
     assert all(message == FED for message in messages)
     return len(messages)
 
 
 @on_virtual_time
-async def test_an_idle_bus_is_fed_every_interval(manager: Manager) -> None:
+async def test_an_idle_bus_is_fed_every_interval(manager: FakeServiceManager) -> None:
     async with fed(manager):
         assert await feeds(manager) == 6
 
 
 @on_virtual_time
-async def test_a_busy_bus_whose_queues_move_is_fed(manager: Manager) -> None:
+async def test_a_busy_bus_whose_queues_move_is_fed(manager: FakeServiceManager) -> None:
     async def slow(record: Record) -> None:
         await anyio.sleep(INTERVAL_S / 2)
 
@@ -88,7 +88,7 @@ async def test_a_busy_bus_whose_queues_move_is_fed(manager: Manager) -> None:
 
 
 @on_virtual_time
-async def test_a_built_in_handler_that_never_returns_is_not_fed(manager: Manager) -> None:
+async def test_a_built_in_handler_that_never_returns_is_not_fed(manager: FakeServiceManager) -> None:
     release = anyio.Event()
 
     async def stuck(record: Record) -> None:
@@ -105,7 +105,7 @@ async def test_a_built_in_handler_that_never_returns_is_not_fed(manager: Manager
 
 
 @on_virtual_time
-async def test_what_is_stuck_is_told_to_the_log(manager: Manager) -> None:
+async def test_what_is_stuck_is_told_to_the_log(manager: FakeServiceManager) -> None:
     async with fed(manager, register=lambda kernel: kernel.bus.on(Added, forever, name="stuck")) as kernel:
         await kernel.add()
         probe = BusProbe(kernel.bus, INTERVAL_S)
@@ -125,7 +125,7 @@ async def forever(record: Record) -> None:
 
 
 @on_virtual_time
-async def test_a_plugins_handler_that_never_returns_is_fed(manager: Manager) -> None:
+async def test_a_plugins_handler_that_never_returns_is_fed(manager: FakeServiceManager) -> None:
     def register(kernel: Kernel) -> None:
         kernel.bus.on(Added, forever, name="plugin", lossless=False)
 
@@ -136,7 +136,7 @@ async def test_a_plugins_handler_that_never_returns_is_fed(manager: Manager) -> 
 
 
 @on_virtual_time
-async def test_a_commit_that_never_ends_is_not_fed(manager: Manager) -> None:
+async def test_a_commit_that_never_ends_is_not_fed(manager: FakeServiceManager) -> None:
     store = FaultyStore()
     async with fed(manager, store) as kernel:
         store.block()
@@ -154,14 +154,14 @@ async def hang(request: Request[Any], call: Call, proceed: Callable[[Request[Any
 
 
 @on_virtual_time
-async def test_a_plugin_that_wraps_the_ping_and_hangs_does_not_end_the_daemon(manager: Manager) -> None:
+async def test_a_plugin_that_wraps_the_ping_and_hangs_does_not_end_the_daemon(manager: FakeServiceManager) -> None:
     async with fed(manager, register=lambda kernel: kernel.bus.wrap(PingDaemon, hang, owner="plugin")):
         await anyio.sleep(INTERVAL_S)
         assert await feeds(manager) == 6
 
 
 @on_virtual_time
-async def test_nor_does_it_hide_a_commit_that_never_ends(manager: Manager) -> None:
+async def test_nor_does_it_hide_a_commit_that_never_ends(manager: FakeServiceManager) -> None:
     store = FaultyStore()
     async with fed(manager, store, lambda kernel: kernel.bus.wrap(PingDaemon, hang, owner="plugin")) as kernel:
         store.block()
@@ -172,7 +172,7 @@ async def test_nor_does_it_hide_a_commit_that_never_ends(manager: Manager) -> No
 
 
 @on_virtual_time
-async def test_an_answer_that_refuses_is_an_answer(manager: Manager) -> None:
+async def test_an_answer_that_refuses_is_an_answer(manager: FakeServiceManager) -> None:
     def refuse(request: PingDaemon, call: Call) -> Nothing:
         raise Unavailable("busy", "not now", "try again")
 
@@ -181,7 +181,7 @@ async def test_an_answer_that_refuses_is_an_answer(manager: Manager) -> None:
 
 
 @on_virtual_time
-async def test_a_full_disk_is_fed_and_so_are_those_who_wait_for_room(manager: Manager) -> None:
+async def test_a_full_disk_is_fed_and_so_are_those_who_wait_for_room(manager: FakeServiceManager) -> None:
     async def echo(record: Record) -> Decision[None]:
         return Decision(None, (Echoed(record.id),))
 
@@ -198,7 +198,7 @@ async def test_a_full_disk_is_fed_and_so_are_those_who_wait_for_room(manager: Ma
 
 
 @on_virtual_time
-async def test_a_probe_that_is_late_once_is_asked_again_at_once(manager: Manager) -> None:
+async def test_a_probe_that_is_late_once_is_asked_again_at_once(manager: FakeServiceManager) -> None:
     asked = []
 
     async def probe() -> list[str]:
@@ -213,4 +213,4 @@ async def test_a_probe_that_is_late_once_is_asked_again_at_once(manager: Manager
         await anyio.sleep(INTERVAL_S * 1.5)
         tasks.cancel_scope.cancel()
     assert [at - began for at in asked] == [0, INTERVAL_S]
-    assert manager.heard() == [FED]
+    assert manager.received() == [FED]

@@ -10,7 +10,7 @@ from forged.log import LEVELS, Log
 
 @dataclass
 class RecordingLog:
-    """The port `forged.log.Log`; those that are bound to fields share one list."""
+    """An implementation of `forged.log.Log`; bound logs share one list."""
 
     lines: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     level: str = "debug"
@@ -39,7 +39,7 @@ class RecordingLog:
         return [fields for _, said, fields in self.lines if said == event]
 
     def levels(self, event: str) -> set[str]:
-        """The levels at which it was said."""
+        """The levels of the lines with this event."""
         return {level for level, said, _ in self.lines if said == event}
 
     def _keep(self, level: str, event: str, fields: dict[str, Any]) -> None:

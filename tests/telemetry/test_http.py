@@ -200,7 +200,7 @@ async def test_a_hundred_scrapers_at_once_are_all_served_and_hold_nobody_up(tmp_
 
 
 async def raw(daemon: Daemon, request: bytes) -> bytes:
-    """All that comes back for these bytes, until the door closes the connection."""
+    """The response to these bytes, until the server closes the connection."""
     assert daemon.http is not None
     host, _, port = daemon.http.removeprefix("http://").rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))

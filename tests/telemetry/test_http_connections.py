@@ -1,4 +1,4 @@
-"""Who may stay connected over HTTP, and for how long."""
+"""Limits on the number and duration of HTTP connections."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from forged.telemetry.http_connections import IDLE_MAX_S, REQUEST_TIMEOUT_S, RES
 LINGERING = "/linger"
 
 
-class Door:
-    """A server of one page that answers at once and one that waits, and a clock that is moved by hand."""
+class PageServer:
+    """A server with one page that answers at once and one that waits, on a clock that the test moves."""
 
     def __init__(self, port: int, connections: HttpConnections) -> None:
         self.connections = connections
@@ -38,7 +38,7 @@ class Door:
 
 
 @asynccontextmanager
-async def a_door(monkeypatch: pytest.MonkeyPatch, connections_max: int = 3) -> AsyncIterator[Door]:
+async def page_server(monkeypatch: pytest.MonkeyPatch, connections_max: int = 3) -> AsyncIterator[PageServer]:
     connections = HttpConnections(connections_max)
 
     @web.middleware
@@ -51,8 +51,8 @@ async def a_door(monkeypatch: pytest.MonkeyPatch, connections_max: int = 3) -> A
         return web.Response(text="hello")
 
     async def linger(request: web.Request) -> web.Response:
-        door.asked.set()
-        await door.answer.wait()
+        server.asked.set()
+        await server.answer.wait()
         return web.Response(text="at last")
 
     application = web.Application(middlewares=[attend])
@@ -64,12 +64,12 @@ async def a_door(monkeypatch: pytest.MonkeyPatch, connections_max: int = 3) -> A
     connections.begin(runner.server)
     loop = asyncio.get_running_loop()
     listener = await loop.create_server(connections.enter, "127.0.0.1", 0)
-    door = Door(listener.sockets[0].getsockname()[1], connections)
-    monkeypatch.setattr(connections, "_now", lambda: loop.time() + door.later_s)
+    server = PageServer(listener.sockets[0].getsockname()[1], connections)
+    monkeypatch.setattr(connections, "_now", lambda: loop.time() + server.later_s)
     try:
-        yield door
+        yield server
     finally:
-        door.answer.set()
+        server.answer.set()
         listener.close()
         await runner.cleanup()
 
@@ -87,41 +87,41 @@ async def is_cut_off(reader: asyncio.StreamReader) -> bool:
 
 
 async def test_who_never_asks_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with a_door(monkeypatch) as door:
-        silent, writer = await door.connect()
-        slow, slow_writer = await door.connect()
+    async with page_server(monkeypatch) as server:
+        silent, writer = await server.connect()
+        slow, slow_writer = await server.connect()
         slow_writer.write(b"GET / HTTP/1.1\r\nX-Slow: ")
-        _, swift_writer = swift = await door.connect()
-        await door.ask(swift_writer)
+        _, swift_writer = swift = await server.connect()
+        await server.ask(swift_writer)
         assert await answered(swift[0]) == b"HTTP/1.1 200 OK"
-        door.sweep_after(REQUEST_TIMEOUT_S + 1)
+        server.sweep_after(REQUEST_TIMEOUT_S + 1)
         assert await is_cut_off(silent)
         assert await is_cut_off(slow)
-        await door.ask(swift_writer)
+        await server.ask(swift_writer)
         await swift[0].readuntil(b"hello")
         for one in (writer, slow_writer, swift_writer):
             one.close()
 
 
 async def test_who_asks_nothing_more_is_cut_off_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with a_door(monkeypatch) as door:
-        reader, writer = await door.connect()
-        await door.ask(writer)
+    async with page_server(monkeypatch) as server:
+        reader, writer = await server.connect()
+        await server.ask(writer)
         await reader.readuntil(b"hello")
-        door.sweep_after(IDLE_MAX_S - 1)
-        await door.ask(writer)
+        server.sweep_after(IDLE_MAX_S - 1)
+        await server.ask(writer)
         await reader.readuntil(b"hello")
-        door.sweep_after(IDLE_MAX_S + 1)
+        server.sweep_after(IDLE_MAX_S + 1)
         assert await is_cut_off(reader)
         writer.close()
 
 
 async def test_an_answer_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with a_door(monkeypatch) as door:
-        reader, writer = await door.connect()
-        await door.ask(writer, LINGERING)
-        await door.asked.wait()
-        door.sweep_after(RESPONSE_TIMEOUT_S + 1)
+    async with page_server(monkeypatch) as server:
+        reader, writer = await server.connect()
+        await server.ask(writer, LINGERING)
+        await server.asked.wait()
+        server.sweep_after(RESPONSE_TIMEOUT_S + 1)
         assert await is_cut_off(reader)
         writer.close()
 
@@ -129,54 +129,54 @@ async def test_an_answer_that_takes_too_long_is_given_up(monkeypatch: pytest.Mon
 async def test_when_all_places_are_taken_the_one_that_is_idle_longest_makes_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with a_door(monkeypatch, connections_max=2) as door:
-        first, second = await door.connect(), await door.connect()
+    async with page_server(monkeypatch, connections_max=2) as server:
+        first, second = await server.connect(), await server.connect()
         for reader, writer in (first, second):
-            await door.ask(writer)
+            await server.ask(writer)
             await reader.readuntil(b"hello")
-        third = await door.connect()
-        await door.ask(third[1])
+        third = await server.connect()
+        await server.ask(third[1])
         assert await answered(third[0]) == b"HTTP/1.1 200 OK"
         assert await is_cut_off(first[0])
-        await door.ask(second[1])
+        await server.ask(second[1])
         assert await answered(second[0]) == b"HTTP/1.1 200 OK"
         for _, writer in (first, second, third):
             writer.close()
 
 
 async def test_many_who_come_at_once_do_not_get_past_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with a_door(monkeypatch, connections_max=2) as door:
-        crowd = await asyncio.gather(*(door.connect() for _ in range(50)))
-        reader, writer = await door.connect()
-        await door.ask(writer)
+    async with page_server(monkeypatch, connections_max=2) as server:
+        crowd = await asyncio.gather(*(server.connect() for _ in range(50)))
+        reader, writer = await server.connect()
+        await server.ask(writer)
         assert await answered(reader) == b"HTTP/1.1 200 OK"
-        assert len(door.connections.here) <= 2
+        assert len(server.connections.here) <= 2
         for _, one in (*crowd, (reader, writer)):
             one.close()
 
 
 async def test_when_all_are_being_answered_one_more_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with a_door(monkeypatch, connections_max=1) as door:
-        reader, writer = await door.connect()
-        await door.ask(writer, LINGERING)
-        await door.asked.wait()
-        refused, refused_writer = await door.connect()
+    async with page_server(monkeypatch, connections_max=1) as server:
+        reader, writer = await server.connect()
+        await server.ask(writer, LINGERING)
+        await server.asked.wait()
+        refused, refused_writer = await server.connect()
         assert await answered(refused) == b"HTTP/1.1 503 Service Unavailable"
-        door.answer.set()
+        server.answer.set()
         assert await answered(reader) == b"HTTP/1.1 200 OK"
         for one in (writer, refused_writer):
             one.close()
 
 
 async def test_those_who_have_left_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with a_door(monkeypatch) as door:
-        reader, writer = await door.connect()
-        await door.ask(writer)
+    async with page_server(monkeypatch) as server:
+        reader, writer = await server.connect()
+        await server.ask(writer)
         await reader.readuntil(b"hello")
         writer.write(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
         assert await reader.read() != b""
         writer.close()
-        while door.connections.here:
+        while server.connections.here:
             await asyncio.sleep(0)
-        door.sweep_after(0)
-        assert door.connections._deadlines == {}
+        server.sweep_after(0)
+        assert server.connections._deadlines == {}

@@ -1,4 +1,4 @@
-"""What libraries and the event loop complain about, heard by our log."""
+"""Warnings and errors of libraries and the event loop in the daemon's log."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.telemetry.recording_log import RecordingLog
 library = logging.getLogger("a.library")
 
 
-class Place:
-    """A log, and what is told to it."""
+class LogFixture:
+    """A recording log that collects library logs."""
 
     def __init__(self) -> None:
         self.log, self.clock = RecordingLog(), ManualClock()
@@ -24,63 +24,63 @@ class Place:
 
 
 @pytest.fixture
-async def place() -> Place:
-    return Place()
+async def fixture() -> LogFixture:
+    return LogFixture()
 
 
-async def test_warnings_and_errors_of_libraries_are_told_and_the_rest_is_not(place: Place) -> None:
-    with collected(place.library_logs):
-        library.info("nobody wants to know")
+async def test_warnings_and_errors_of_libraries_are_told_and_the_rest_is_not(fixture: LogFixture) -> None:
+    with collected(fixture.library_logs):
+        library.info("not collected")
         library.warning("a %s", "warning")
         library.error("an error")
-    assert place.log.lines == [
+    assert fixture.log.lines == [
         ("warning", "library log", {"logger": "a.library", "why": "a warning"}),
         ("error", "library log", {"logger": "a.library", "why": "an error"}),
     ]
 
 
-async def test_an_exception_that_a_library_logs_comes_with_its_traceback(place: Place) -> None:
-    with collected(place.library_logs):
+async def test_an_exception_that_a_library_logs_comes_with_its_traceback(fixture: LogFixture) -> None:
+    with collected(fixture.library_logs):
         try:
             raise ZeroDivisionError
         except ZeroDivisionError:
             library.exception("it broke")
-    [mistake] = place.log.of("unexpected exception")
+    [mistake] = fixture.log.of("unexpected exception")
     assert mistake["owner"] == "a.library: it broke"
     assert "ZeroDivisionError" in mistake["exception"]
 
 
-async def test_a_callback_that_fails_is_told_with_its_traceback(place: Place) -> None:
-    with collected(place.library_logs):
+async def test_a_callback_that_fails_is_told_with_its_traceback(fixture: LogFixture) -> None:
+    with collected(fixture.library_logs):
         asyncio.get_running_loop().call_soon(lambda: 1 / 0)
-        await until(lambda: bool(place.log.lines))
-    assert "ZeroDivisionError" in place.log.of("unexpected exception")[0]["exception"]
+        await until(lambda: bool(fixture.log.lines))
+    assert "ZeroDivisionError" in fixture.log.of("unexpected exception")[0]["exception"]
 
 
-async def test_what_the_loop_says_without_an_exception_is_told(place: Place) -> None:
-    with collected(place.library_logs):
+async def test_what_the_loop_says_without_an_exception_is_told(fixture: LogFixture) -> None:
+    with collected(fixture.library_logs):
         asyncio.get_running_loop().call_exception_handler({"message": "something odd"})
-    assert place.log.of("event loop error") == [{"why": "something odd"}]
+    assert fixture.log.of("event loop error") == [{"why": "something odd"}]
 
 
-async def test_a_flood_of_complaints_is_counted(place: Place) -> None:
-    with collected(place.library_logs):
+async def test_a_flood_of_complaints_is_counted(fixture: LogFixture) -> None:
+    with collected(fixture.library_logs):
         for _ in range(1000):
             library.warning("again")
-    assert len(place.log.lines) == LINES_PER_S_MAX
-    place.library_logs.look(place.clock.now + 10)
-    assert place.log.of("library logs left out") == [{"times": 990}]
+    assert len(fixture.log.lines) == LINES_PER_S_MAX
+    fixture.library_logs.look(fixture.clock.now + 10)
+    assert fixture.log.of("library logs left out") == [{"times": 990}]
 
 
-async def test_a_library_that_formats_badly_does_not_fail_over_it(place: Place) -> None:
-    place.library_logs.handle(logging.LogRecord("a.library", logging.WARNING, "", 1, "%d", ("no number",), None))
-    assert place.log.of("library log cannot be formatted")[0]["logger"] == "a.library"
+async def test_a_library_that_formats_badly_does_not_fail_over_it(fixture: LogFixture) -> None:
+    fixture.library_logs.handle(logging.LogRecord("a.library", logging.WARNING, "", 1, "%d", ("no number",), None))
+    assert fixture.log.of("library log cannot be formatted")[0]["logger"] == "a.library"
 
 
-async def test_behind_the_block_all_is_as_it_was(place: Place) -> None:
+async def test_behind_the_block_all_is_as_it_was(fixture: LogFixture) -> None:
     loop = asyncio.get_running_loop()
     before = loop.get_exception_handler()
-    with collected(place.library_logs):
+    with collected(fixture.library_logs):
         assert loop.get_exception_handler() is not before
     assert loop.get_exception_handler() is before
-    assert place.library_logs not in logging.getLogger().handlers
+    assert fixture.library_logs not in logging.getLogger().handlers

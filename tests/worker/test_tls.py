@@ -22,7 +22,7 @@ from forged.worker.mesh import Mesh
 from forged.worker.transport.peer_tls import PeerTls
 from forged.worker.worker import ElasticWorker
 from tests.client.daemon_runner import DaemonRunner, config_in
-from tests.net.ends import Certificates
+from tests.net.recording_connections import Certificates
 from tests.worker.meshes import JOB, KEY, PATIENCE_S, Meshes, buffers, each, failures, incarnation, random_parts
 from tests.worker.trainers import JOB as CREWS_JOB
 from tests.worker.trainers import group_at

@@ -32,7 +32,7 @@ from forged.plain_client.connection import WINDOW_FACTS
 from tests.cli.scripted_daemon import say_nothing, trickle
 from tests.client.fake_daemon import FakeConnection, FakeDaemon
 from tests.client.threaded_daemon import ThreadedDaemon
-from tests.net.ends import Certificates
+from tests.net.recording_connections import Certificates
 
 STATUS_KEYS = {"version", "pid", "uptime_s", "listen", "http", "socket", "data_dir", "jobs", "workers", "plugins"}
 HUNG_TIMEOUT_S = "0.05"

@@ -23,7 +23,7 @@ from forged.plain_client.connection import SUBSCRIBE, Wire
 from forged.status.model import DaemonStarted, DaemonStopping
 from tests.cli.service.test_check_config import BAD_CONFIG, BAD_KEYS
 from tests.client.threaded_daemon import ThreadedDaemon
-from tests.net.ends import Certificates
+from tests.net.recording_connections import Certificates
 from tests.processes.daemon import DaemonProcess
 
 Start = Callable[..., tuple[int, str]]

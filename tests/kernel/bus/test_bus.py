@@ -60,7 +60,7 @@ class Echo:
         return Decision(None, (Echoed(record.id),), {ECHOES_KEY: b"%d" % self.count})
 
 
-class Built:
+class RegisteredHandlers:
     """The handlers that a test registered."""
 
     echo: Echo
@@ -195,7 +195,7 @@ async def test_a_subscription_to_nothing_or_under_a_taken_name_is_a_mistake(type
 
 @on_virtual_time
 async def test_facts_have_their_causes_so_that_a_story_can_be_told() -> None:
-    built = Built()
+    built = RegisteredHandlers()
     async with running(register=built.with_echo) as kernel:
         await kernel.add()
         await kernel.add()
@@ -520,7 +520,7 @@ async def test_a_mailbox_that_nobody_bounds_holds_the_edges_back() -> None:
 
 @on_virtual_time
 async def test_a_durable_handler_goes_on_where_it_was_when_the_daemon_died() -> None:
-    store, built = FaultyStore(), Built()
+    store, built = FaultyStore(), RegisteredHandlers()
     async with running(store, built.with_echo) as kernel:
         await kernel.add()
         await kernel.settle()
@@ -536,7 +536,7 @@ async def test_a_durable_handler_goes_on_where_it_was_when_the_daemon_died() -> 
 
 @on_virtual_time
 async def test_a_durable_handler_that_died_before_its_first_fact_still_gets_it() -> None:
-    store, built = FaultyStore(), Built()
+    store, built = FaultyStore(), RegisteredHandlers()
     async with running(store) as kernel:
         await kernel.add()
     async with running(store, built.with_echo) as kernel:
@@ -550,7 +550,7 @@ async def test_a_durable_handler_that_died_before_its_first_fact_still_gets_it()
 
 @on_virtual_time
 async def test_a_new_durable_handler_begins_with_the_present() -> None:
-    store, built = FaultyStore(), Built()
+    store, built = FaultyStore(), RegisteredHandlers()
     async with running(store) as kernel:
         await kernel.add()
     async with running(store, built.with_echo) as kernel:
@@ -593,7 +593,7 @@ async def test_a_durable_handler_that_is_rarely_concerned_is_told_of_no_gap_that
 
 @on_virtual_time
 async def test_a_durable_handler_that_is_far_behind_stays_where_it_is() -> None:
-    store, built = FaultyStore(), Built()
+    store, built = FaultyStore(), RegisteredHandlers()
     async with running(store, built.with_echo, facts_max=20) as kernel:
         built.echo.before_deciding = lambda _: asyncio.Event().wait()
         for _ in range(15):
@@ -646,7 +646,7 @@ async def test_a_durable_handler_that_was_away_for_longer_than_the_journal_is_to
 @pytest.mark.parametrize("moment", ["before", "after"])
 @on_virtual_time
 async def test_what_a_durable_handler_decides_happens_once_whenever_the_daemon_dies(moment: str) -> None:
-    store, built = FaultyStore(), Built()
+    store, built = FaultyStore(), RegisteredHandlers()
     async with running(store, built.with_echo) as kernel:
         await kernel.add()
         await kernel.settle()
@@ -666,7 +666,7 @@ async def test_what_a_durable_handler_decides_happens_once_whenever_the_daemon_d
 
 @on_virtual_time
 async def test_what_a_durable_handler_decided_in_a_commit_that_failed_is_decided_again_once() -> None:
-    store, built = FaultyStore(), Built()
+    store, built = FaultyStore(), RegisteredHandlers()
     async with running(store, built.with_echo) as kernel:
 
         def fill(_: Record) -> None:
@@ -686,7 +686,7 @@ async def test_what_a_durable_handler_decided_in_a_commit_that_failed_is_decided
 
 @on_virtual_time
 async def test_facts_that_come_to_light_with_a_reload_reach_a_rewound_handler_once() -> None:
-    store, built = FaultyStore(), Built()
+    store, built = FaultyStore(), RegisteredHandlers()
     async with running(store, built.with_echo) as kernel:
         store.block()
         built.echo.before_deciding = lambda _: store.block()
@@ -704,7 +704,7 @@ async def test_facts_that_come_to_light_with_a_reload_reach_a_rewound_handler_on
 
 @on_virtual_time
 async def test_a_durable_handler_that_breaks_after_changing_its_state_leaves_no_trace() -> None:
-    store, built = FaultyStore(), Built()
+    store, built = FaultyStore(), RegisteredHandlers()
     async with running(store, built.with_echo) as kernel:
 
         def break_off(record: Record) -> None:
@@ -729,7 +729,7 @@ async def test_whatever_happens_each_fact_that_was_acknowledged_is_answered_once
     left = list(steps)
     acknowledged = 0
     while True:
-        built = Built()
+        built = RegisteredHandlers()
         store.commit_error, store.dies = None, ""
         async with running(store, built.with_echo) as kernel:
             await kernel.ledger.writable()
@@ -753,7 +753,7 @@ async def test_whatever_happens_each_fact_that_was_acknowledged_is_answered_once
                 continue
         break
     store.commit_error, store.dies = None, ""
-    built = Built()
+    built = RegisteredHandlers()
     async with running(store, built.with_echo) as kernel:
         await kernel.ledger.writable()
         await kernel.settle()
@@ -821,7 +821,7 @@ async def test_a_bus_with_an_unanswered_request_does_not_start() -> None:
 
 @on_virtual_time
 async def test_draining_waits_for_the_handlers_and_for_what_they_decide() -> None:
-    built = Built()
+    built = RegisteredHandlers()
     heard: list[Record] = []
 
     async def take_time(record: Record) -> None:
@@ -875,7 +875,7 @@ async def test_a_durable_handler_may_ask_as_soon_as_it_runs() -> None:
 
 @on_virtual_time
 async def test_cursors_are_stored_under_the_handler_s_name() -> None:
-    built = Built()
+    built = RegisteredHandlers()
     async with running(register=built.with_echo) as kernel:
         await kernel.add()
         await kernel.settle()

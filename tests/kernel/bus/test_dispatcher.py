@@ -80,7 +80,7 @@ class Slow:
         return self.kernel.tally.add(request.amount)
 
 
-class Built:
+class RegisteredHandlers:
     """The handlers that a test registered."""
 
     slow: Slow
@@ -144,7 +144,7 @@ async def test_facts_carry_the_cause_and_the_origin_of_their_call() -> None:
 
 @on_virtual_time
 async def test_a_handler_that_awaits_does_not_keep_others_waiting() -> None:
-    built = Built()
+    built = RegisteredHandlers()
     async with running(register=built.with_slow) as kernel:
         pending = kernel.bus.submit(AddSlowly(5), call())
         assert await kernel.add(1) == 1
@@ -386,7 +386,7 @@ async def test_a_reply_that_cannot_be_encoded_leaves_no_trace() -> None:
 
 @on_virtual_time
 async def test_a_handler_that_awaits_for_longer_than_the_caller_waits_is_cancelled() -> None:
-    built = Built()
+    built = RegisteredHandlers()
     async with running(register=built.with_slow) as kernel:
         late = await refused(kernel.bus.submit(AddSlowly(), call(1, timeout_s=5)))
         assert (type(late), late.code) == (Unavailable, "deadline_exceeded")
@@ -396,7 +396,7 @@ async def test_a_handler_that_awaits_for_longer_than_the_caller_waits_is_cancell
 
 @on_virtual_time
 async def test_a_request_that_was_given_up_may_be_sent_again_and_is_done_once() -> None:
-    built = Built()
+    built = RegisteredHandlers()
     async with running(register=built.with_slow) as kernel:
         await refused(kernel.bus.submit(AddSlowly(5), call(1, timeout_s=5)))
         built.slow.gate.set()
@@ -406,7 +406,7 @@ async def test_a_request_that_was_given_up_may_be_sent_again_and_is_done_once() 
 
 @on_virtual_time
 async def test_a_deadline_after_the_decision_leaves_it_decided_and_the_reply_to_be_asked_for() -> None:
-    store, built = FaultyStore(), Built()
+    store, built = FaultyStore(), RegisteredHandlers()
     async with running(store, built.with_slow) as kernel:
         built.slow.gate.set()
         store.block()
@@ -418,7 +418,7 @@ async def test_a_deadline_after_the_decision_leaves_it_decided_and_the_reply_to_
 
 @on_virtual_time
 async def test_a_caller_may_cancel_what_awaits() -> None:
-    built = Built()
+    built = RegisteredHandlers()
     async with running(register=built.with_slow) as kernel:
         pending = kernel.bus.submit(AddSlowly(), call(1))
         await anyio.sleep(1)
@@ -429,7 +429,7 @@ async def test_a_caller_may_cancel_what_awaits() -> None:
 
 @on_virtual_time
 async def test_a_cancelled_request_that_is_wrapped_stops_in_its_handler_too() -> None:
-    built = Built()
+    built = RegisteredHandlers()
 
     def register(kernel: Kernel) -> None:
         built.with_slow(kernel)
@@ -457,7 +457,7 @@ async def test_cancelling_what_is_done_or_unknown_is_nothing() -> None:
 
 @on_virtual_time
 async def test_when_the_bus_ends_those_who_wait_are_told() -> None:
-    built = Built()
+    built = RegisteredHandlers()
     async with running(register=built.with_slow) as kernel:
         pending = kernel.bus.submit(AddSlowly(), call(1))
         await anyio.sleep(1)
@@ -488,7 +488,7 @@ async def test_a_request_that_is_repeated_before_its_commit_gets_the_same_reply(
 
 @on_virtual_time
 async def test_a_request_that_is_repeated_while_its_handler_awaits_gets_the_same_reply() -> None:
-    built = Built()
+    built = RegisteredHandlers()
     async with running(register=built.with_slow) as kernel:
         first, second = (kernel.bus.submit(AddSlowly(), call(1)) for _ in range(2))
         built.slow.gate.set()
@@ -497,7 +497,7 @@ async def test_a_request_that_is_repeated_while_its_handler_awaits_gets_the_same
 
 @on_virtual_time
 async def test_another_request_under_the_number_of_one_that_is_being_done_is_refused() -> None:
-    built = Built()
+    built = RegisteredHandlers()
     async with running(register=built.with_slow) as kernel:
         first = kernel.bus.submit(AddSlowly(), call(1, digest=7))
         assert (await refused(kernel.bus.submit(AddSlowly(9), call(1, digest=8)))).code == "request_id_reused"
@@ -778,7 +778,7 @@ async def test_a_wrapper_that_proceeds_twice_has_the_request_done_once() -> None
 
 @on_virtual_time
 async def test_the_deadline_covers_wrappers_and_handler_together() -> None:
-    built = Built()
+    built = RegisteredHandlers()
 
     def register(kernel: Kernel) -> None:
         built.with_slow(kernel)

@@ -687,7 +687,7 @@ def follower_of(deliver: Deliver, types: frozenset[type[Fact]]) -> Follower:
     )
 
 
-class Shelf:
+class PublishedJournal:
     """A journal with only published facts."""
 
     def __init__(self, journal: Journal) -> None:
@@ -702,10 +702,10 @@ async def test_what_is_in_the_journal_and_not_published_yet_is_not_delivered() -
     async def deliver(records: Sequence[Record]) -> None:
         taken.extend(ids(records))
 
-    shelf = Shelf(journal_of(10))
-    shelf.published = 7
+    published = PublishedJournal(journal_of(10))
+    published.published = 7
     follower = follower_of(deliver, frozenset())
-    follower.begin(shelf, 5)
+    follower.begin(published, 5)
     async with task_group() as tasks:
         tasks.start_soon(follower.run)
         await anyio.sleep(1)
@@ -723,7 +723,7 @@ async def test_a_long_journal_is_gone_through_while_the_others_have_their_turns(
         taken.append(len(records))
 
     follower = follower_of(deliver, types)
-    follower.begin(Shelf(journal), 0)
+    follower.begin(PublishedJournal(journal), 0)
     turns = 0
     async with task_group() as tasks:
         tasks.start_soon(follower.run)

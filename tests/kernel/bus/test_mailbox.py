@@ -21,7 +21,7 @@ from tests.simulation.loop import VirtualClock
 NOTHING: Decision[None] = Decision(None)
 
 
-class Post:
+class RunningMailbox:
     """A mailbox, and what it reports."""
 
     def __init__(self, handler: FactHandler, terms: dict[str, Any]) -> None:
@@ -73,8 +73,8 @@ def records(*fact_ids: int) -> list[Record]:
 
 
 @asynccontextmanager
-async def post(handler: FactHandler, **terms: Any) -> AsyncIterator[Post]:
-    it = Post(handler, terms)
+async def running_mailbox(handler: FactHandler, **terms: Any) -> AsyncIterator[RunningMailbox]:
+    it = RunningMailbox(handler, terms)
     async with task_group() as tasks:
         tasks.start_soon(it.mailbox.run)
         await anyio.lowlevel.checkpoint()
@@ -122,7 +122,7 @@ async def test_facts_are_handled_one_at_a_time_in_the_order_in_which_they_were_p
         seen.append(record.id)
         running -= 1
 
-    async with post(handler) as it:
+    async with running_mailbox(handler) as it:
         it.put(*range(1, 20))
         it.put(*range(20, 40))
         await it.idle()
@@ -132,7 +132,7 @@ async def test_facts_are_handled_one_at_a_time_in_the_order_in_which_they_were_p
 @on_virtual_time
 async def test_a_plain_function_may_be_a_handler() -> None:
     seen: list[Record] = []
-    async with post(seen.append) as it:
+    async with running_mailbox(seen.append) as it:
         it.put(1, 2)
         await it.idle()
     assert ids(seen) == [1, 2]
@@ -141,7 +141,7 @@ async def test_a_plain_function_may_be_a_handler() -> None:
 @on_virtual_time
 async def test_putting_never_calls_the_handler() -> None:
     seen = Seen()
-    async with post(seen) as it:
+    async with running_mailbox(seen) as it:
         it.put(1)
         assert seen.ids == []
         await it.idle()
@@ -160,7 +160,7 @@ async def test_a_fact_put_by_the_handler_waits_for_its_turn() -> None:
             it.put(record.id + 1)
         depth -= 1
 
-    async with post(handler) as it:
+    async with running_mailbox(handler) as it:
         it.put(1)
         await it.idle()
         assert it.mailbox.statistics.handled == 100
@@ -171,7 +171,7 @@ async def test_a_fact_put_by_the_handler_waits_for_its_turn() -> None:
 async def test_a_handler_that_never_waits_leaves_others_their_turn() -> None:
     turns: list[int] = []
     seen = Seen()
-    async with post(seen) as it:
+    async with running_mailbox(seen) as it:
         it.put(*range(1, 2001))
         while not it.mailbox.idle:
             turns.append(len(seen.ids))
@@ -188,7 +188,7 @@ async def test_a_handler_that_never_waits_leaves_others_their_turn() -> None:
 @on_virtual_time
 async def test_what_a_handler_raises_costs_it_one_fact(error: BaseException) -> None:
     seen = Seen(on_2=raising(error))
-    async with post(seen) as it:
+    async with running_mailbox(seen) as it:
         it.put(1, 2, 3)
         await it.idle()
         assert seen.ids == [1, 2, 3]
@@ -205,7 +205,7 @@ async def test_a_cancellation_that_comes_from_within_is_a_failure_like_any_other
         await future
 
     seen = Seen(on_1=await_something_cancelled, on_2=raising(asyncio.CancelledError()))
-    async with post(seen) as it:
+    async with running_mailbox(seen) as it:
         it.put(1, 2, 3)
         await it.idle()
         assert seen.ids == [1, 2, 3]
@@ -215,7 +215,7 @@ async def test_a_cancellation_that_comes_from_within_is_a_failure_like_any_other
 
 @on_virtual_time
 async def test_what_is_no_decision_is_a_failure() -> None:
-    async with post(Seen(on_1=lambda _: "fine")) as it:
+    async with running_mailbox(Seen(on_1=lambda _: "fine")) as it:
         it.put(1)
         await it.idle()
         assert it.reports == [(1, "TypeError: handler watcher must return a Decision or None, got str")]
@@ -223,7 +223,7 @@ async def test_what_is_no_decision_is_a_failure() -> None:
 
 @on_virtual_time
 async def test_one_who_decides_without_being_durable_is_refused_and_its_state_undone() -> None:
-    async with post(Seen(on_1=lambda _: NOTHING)) as it:
+    async with running_mailbox(Seen(on_1=lambda _: NOTHING)) as it:
         it.put(1)
         await it.idle()
         assert (it.committed, it.reloads) == ([], 1)
@@ -232,7 +232,7 @@ async def test_one_who_decides_without_being_durable_is_refused_and_its_state_un
 
 @on_virtual_time
 async def test_the_end_of_the_mailbox_is_no_failure_of_its_handler() -> None:
-    async with post(Seen(on_1=hang), deadline_s=5) as it:
+    async with running_mailbox(Seen(on_1=hang), deadline_s=5) as it:
         it.put(1)
         await anyio.sleep(1)
     assert it.reports == []
@@ -244,7 +244,7 @@ async def test_the_end_of_the_mailbox_is_no_failure_of_its_handler() -> None:
 @on_virtual_time
 async def test_a_handler_over_its_deadline_is_cancelled_and_the_next_fact_has_its_turn() -> None:
     seen = Seen(on_1=hang)
-    async with post(seen, deadline_s=2) as it:
+    async with running_mailbox(seen, deadline_s=2) as it:
         it.put(1, 2)
         await it.supervise(5)
         assert seen.ids == [1, 2]
@@ -257,7 +257,7 @@ async def test_a_handler_within_its_deadline_is_left_alone() -> None:
     async def take_a_second(_: Record) -> None:
         await anyio.sleep(1)
 
-    async with post(take_a_second, deadline_s=2) as it:
+    async with running_mailbox(take_a_second, deadline_s=2) as it:
         it.put(*range(1, 10))
         await it.supervise(20)
         assert (it.reports, it.mailbox.statistics.handled) == ([], 9)
@@ -265,7 +265,7 @@ async def test_a_handler_within_its_deadline_is_left_alone() -> None:
 
 @on_virtual_time
 async def test_without_a_deadline_a_handler_may_take_for_ever() -> None:
-    async with post(Seen(on_1=hang)) as it:
+    async with running_mailbox(Seen(on_1=hang)) as it:
         it.put(1)
         await it.supervise(1000)
         assert it.reports == []
@@ -282,7 +282,7 @@ async def test_one_that_ends_after_its_cancellation_as_if_nothing_was_is_late_an
     async def wait_a_moment(_: Record) -> None:
         await anyio.sleep(1)
 
-    async with post(Seen(on_1=swallow, on_2=wait_a_moment), deadline_s=2) as it:
+    async with running_mailbox(Seen(on_1=swallow, on_2=wait_a_moment), deadline_s=2) as it:
         it.put(1, 2, 3)
         await it.supervise(10)
         assert it.reports == [(1, "exceeded its deadline of 2 s")]
@@ -297,7 +297,7 @@ async def test_one_that_raises_after_its_cancellation_has_failed_with_what_it_ra
         except asyncio.CancelledError:
             raise ValueError("boom") from None
 
-    async with post(Seen(on_1=complain), deadline_s=2) as it:
+    async with running_mailbox(Seen(on_1=complain), deadline_s=2) as it:
         it.put(1, 2)
         await it.supervise(10)
         assert it.reports == [(1, "ValueError: boom")]
@@ -320,7 +320,7 @@ class Stubborn:
 @on_virtual_time
 async def test_one_that_cannot_be_cancelled_is_given_up_and_quarantined() -> None:
     stubborn = Stubborn()
-    async with post(Seen(on_1=stubborn), deadline_s=2) as it:
+    async with running_mailbox(Seen(on_1=stubborn), deadline_s=2) as it:
         it.put(1, 2)
         await it.supervise(60)
         assert it.reports == [(1, f"still runs after {CANCELS_MAX} cancellations")]
@@ -343,7 +343,7 @@ async def test_what_one_that_was_given_up_decides_in_the_end_is_undone() -> None
                 continue
         return NOTHING
 
-    async with post(Seen(on_1=decide_late), durable=True, deadline_s=2) as it:
+    async with running_mailbox(Seen(on_1=decide_late), durable=True, deadline_s=2) as it:
         it.put(1)
         await it.supervise(60)
         release.set()
@@ -361,7 +361,7 @@ def failing(_: Record) -> None:
 @on_virtual_time
 async def test_after_so_many_failures_in_a_row_a_handler_is_given_nothing_more() -> None:
     seen = Seen(**{f"on_{number}": failing for number in range(2, 10)})
-    async with post(seen, failures_max=3) as it:
+    async with running_mailbox(seen, failures_max=3) as it:
         it.put(*range(1, 20))
         await it.idle()
         it.put(20)
@@ -374,7 +374,7 @@ async def test_after_so_many_failures_in_a_row_a_handler_is_given_nothing_more()
 @on_virtual_time
 async def test_a_success_in_between_starts_the_count_anew() -> None:
     seen = Seen(on_1=failing, on_2=failing, on_4=failing, on_5=failing)
-    async with post(seen, failures_max=3) as it:
+    async with running_mailbox(seen, failures_max=3) as it:
         it.put(*range(1, 7))
         await it.idle()
         assert seen.ids == [1, 2, 3, 4, 5, 6]
@@ -383,7 +383,7 @@ async def test_a_success_in_between_starts_the_count_anew() -> None:
 
 @on_virtual_time
 async def test_a_handler_without_that_limit_is_never_quarantined() -> None:
-    async with post(failing) as it:
+    async with running_mailbox(failing) as it:
         it.put(*range(1, 1001))
         await it.idle()
         assert it.mailbox.statistics.failed == 1000
@@ -392,7 +392,7 @@ async def test_a_handler_without_that_limit_is_never_quarantined() -> None:
 @on_virtual_time
 async def test_one_that_is_readmitted_takes_the_next_fact_and_is_told_what_it_missed() -> None:
     seen = Seen(on_1=failing)
-    async with post(seen, failures_max=1) as it:
+    async with running_mailbox(seen, failures_max=1) as it:
         it.put(1, 2)
         await it.idle()
         it.put(3)
@@ -408,7 +408,7 @@ async def test_one_that_is_readmitted_takes_the_next_fact_and_is_told_what_it_mi
 @on_virtual_time
 async def test_one_that_is_readmitted_has_all_its_tries_again() -> None:
     seen = Seen(on_1=failing, on_2=failing, on_3=failing)
-    async with post(seen, failures_max=2) as it:
+    async with running_mailbox(seen, failures_max=2) as it:
         it.put(1, 2)
         await it.idle()
         it.mailbox.readmit()
@@ -423,7 +423,7 @@ async def test_one_that_is_readmitted_has_all_its_tries_again() -> None:
 @on_virtual_time
 async def test_a_plugin_s_mailbox_forgets_its_oldest_facts_and_tells_which() -> None:
     seen = Seen()
-    async with post(seen, lossless=False, mailbox_max=3) as it:
+    async with running_mailbox(seen, lossless=False, mailbox_max=3) as it:
         it.put(*range(1, 11))
         assert len(it.mailbox.queue) == 3
         await it.idle()
@@ -441,7 +441,7 @@ async def test_a_gap_is_told_before_the_fact_behind_it() -> None:
         told.append(record.id)
         await release.wait()
 
-    async with post(
+    async with running_mailbox(
         handler, lossless=False, mailbox_max=2, on_gap=lambda gap: told.append((gap.first, gap.last))
     ) as it:
         it.put(1)
@@ -473,7 +473,7 @@ async def test_each_fact_is_either_seen_or_in_a_gap_and_all_in_order(
         told.extend(range(gap.first, gap.last + 1))
 
     last = 0
-    async with post(handler, lossless=False, mailbox_max=mailbox_max, on_gap=on_gap) as it:
+    async with running_mailbox(handler, lossless=False, mailbox_max=mailbox_max, on_gap=on_gap) as it:
         for count, pause_s in chunks:
             it.put(*range(last + 1, last + count + 1))
             last += count
@@ -485,7 +485,7 @@ async def test_each_fact_is_either_seen_or_in_a_gap_and_all_in_order(
 @on_virtual_time
 async def test_one_that_raises_over_a_gap_still_has_its_facts() -> None:
     seen = Seen()
-    async with post(seen, lossless=False, mailbox_max=1, on_gap=raising(ValueError("boom"))) as it:
+    async with running_mailbox(seen, lossless=False, mailbox_max=1, on_gap=raising(ValueError("boom"))) as it:
         it.put(1, 2)
         await it.idle()
         it.put(3)
@@ -497,7 +497,7 @@ async def test_one_that_raises_over_a_gap_still_has_its_facts() -> None:
 @on_virtual_time
 async def test_a_lossless_mailbox_loses_nothing() -> None:
     seen = Seen()
-    async with post(seen, mailbox_max=3) as it:
+    async with running_mailbox(seen, mailbox_max=3) as it:
         it.put(*range(1, 1001))
         await it.idle()
         assert len(seen.ids) == 1000
@@ -509,7 +509,7 @@ async def test_a_lossless_mailbox_loses_nothing() -> None:
 
 @on_virtual_time
 async def test_what_a_durable_handler_decides_is_committed_with_the_fact_that_it_decided_on() -> None:
-    async with post(Seen(on_2=lambda _: NOTHING), durable=True) as it:
+    async with running_mailbox(Seen(on_2=lambda _: NOTHING), durable=True) as it:
         it.put(1, 2, 3)
         await it.idle()
         assert it.committed == [2]
@@ -519,7 +519,7 @@ async def test_what_a_durable_handler_decides_is_committed_with_the_fact_that_it
 @on_virtual_time
 async def test_a_durable_handler_rests_while_nothing_can_be_written() -> None:
     seen = Seen(on_1=lambda _: it.writable.clear())
-    async with post(seen, durable=True, deadline_s=1, failures_max=1) as it:
+    async with running_mailbox(seen, durable=True, deadline_s=1, failures_max=1) as it:
         it.put(1, 2)
         await it.supervise(30)
         assert (seen.ids, it.reports, it.mailbox.quarantined) == ([1], [], False)
@@ -539,7 +539,7 @@ async def test_what_is_unavailable_to_a_durable_handler_is_tried_again_and_nothi
             raise Unavailable("not now", "not now")
 
     seen = Seen(on_1=sometimes)
-    async with post(seen, durable=True, failures_max=1) as it:
+    async with running_mailbox(seen, durable=True, failures_max=1) as it:
         it.put(1, 2)
         await anyio.sleep(10 * RETRY_PAUSE_S)
         assert seen.ids == [1, 1, 1, 1, 2]
@@ -548,7 +548,7 @@ async def test_what_is_unavailable_to_a_durable_handler_is_tried_again_and_nothi
 
 @on_virtual_time
 async def test_the_time_between_two_tries_counts_for_no_deadline() -> None:
-    async with post(raising_async(Unavailable("not now", "not now")), durable=True, deadline_s=1) as it:
+    async with running_mailbox(raising_async(Unavailable("not now", "not now")), durable=True, deadline_s=1) as it:
         it.put(1)
         await it.supervise(30)
         assert it.reports == []
@@ -565,7 +565,7 @@ def raising_async(error: Exception) -> FactHandler:
 @on_virtual_time
 async def test_a_commit_that_is_unavailable_is_decided_again() -> None:
     seen = Seen(on_1=lambda _: NOTHING)
-    async with post(seen, durable=True) as it:
+    async with running_mailbox(seen, durable=True) as it:
         it.commit_error = Unavailable("full", "full")
         it.put(1)
         await anyio.sleep(RETRY_PAUSE_S / 2)
@@ -577,7 +577,7 @@ async def test_a_commit_that_is_unavailable_is_decided_again() -> None:
 @pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(1), asyncio.CancelledError()])
 @on_virtual_time
 async def test_what_a_durable_handler_may_have_changed_before_it_broke_off_is_undone(error: BaseException) -> None:
-    async with post(Seen(on_1=raising(error)), durable=True) as it:
+    async with running_mailbox(Seen(on_1=raising(error)), durable=True) as it:
         it.put(1)
         await it.idle()
         assert it.reloads == 1
@@ -585,7 +585,7 @@ async def test_what_a_durable_handler_may_have_changed_before_it_broke_off_is_un
 
 @on_virtual_time
 async def test_a_refusal_changes_nothing_so_nothing_is_undone() -> None:
-    async with post(Seen(on_1=raising(RequestRefused("no", "no"))), durable=True) as it:
+    async with running_mailbox(Seen(on_1=raising(RequestRefused("no", "no"))), durable=True) as it:
         it.put(1)
         await it.idle()
         assert (it.reloads, len(it.reports)) == (0, 1)
@@ -594,7 +594,7 @@ async def test_a_refusal_changes_nothing_so_nothing_is_undone() -> None:
 @on_virtual_time
 async def test_a_rewound_mailbox_handles_its_facts_again() -> None:
     seen = Seen(on_2=lambda _: NOTHING)
-    async with post(seen, durable=True) as it:
+    async with running_mailbox(seen, durable=True) as it:
         it.put(1, 2, 3)
         await it.idle()
         it.mailbox.rewind(records(2, 3), 1)
@@ -606,7 +606,7 @@ async def test_a_rewound_mailbox_handles_its_facts_again() -> None:
 @on_virtual_time
 async def test_a_rewound_mailbox_takes_only_what_it_is_for() -> None:
     seen = Seen()
-    async with post(seen, durable=True) as it:
+    async with running_mailbox(seen, durable=True) as it:
         it.mailbox.rewind([Record.of(Added(1, 1), fact_id=1, at=0.0), *records(2)], 0)
         await it.idle()
         assert seen.ids == [2]
@@ -615,7 +615,7 @@ async def test_a_rewound_mailbox_takes_only_what_it_is_for() -> None:
 @on_virtual_time
 async def test_a_rewind_in_the_middle_of_a_fact_cancels_it_without_blame() -> None:
     seen = Seen(on_2=hang)
-    async with post(seen, durable=True, failures_max=1) as it:
+    async with running_mailbox(seen, durable=True, failures_max=1) as it:
         it.put(1, 2, 3)
         await anyio.sleep(1)
         seen._acts.clear()
@@ -636,7 +636,7 @@ async def test_a_rewind_reaches_a_handler_that_was_about_to_go_on() -> None:
         decided.append(record.id)
         return NOTHING
 
-    async with post(handler, durable=True) as it:
+    async with running_mailbox(handler, durable=True) as it:
         it.put(1)
         await anyio.sleep(1)
         woken.set()
@@ -653,7 +653,7 @@ async def test_what_is_decided_in_spite_of_a_rewind_is_undone() -> None:
         return NOTHING
 
     seen = Seen(on_1=decide_all_the_same)
-    async with post(seen, durable=True) as it:
+    async with running_mailbox(seen, durable=True) as it:
         it.put(1)
         await anyio.sleep(1)
         seen._acts.clear()
@@ -673,7 +673,7 @@ async def test_a_rewind_between_two_tries_does_not_double_the_fact() -> None:
             raise Unavailable("not now", "not now")
 
     seen = Seen(on_1=once)
-    async with post(seen, durable=True) as it:
+    async with running_mailbox(seen, durable=True) as it:
         it.put(1, 2)
         await anyio.sleep(RETRY_PAUSE_S / 2)
         it.mailbox.rewind(records(1, 2), 0)
@@ -684,7 +684,7 @@ async def test_a_rewind_between_two_tries_does_not_double_the_fact() -> None:
 @on_virtual_time
 async def test_a_quarantined_mailbox_stays_closed_when_it_is_rewound() -> None:
     seen = Seen(on_2=failing)
-    async with post(seen, durable=True, failures_max=1) as it:
+    async with running_mailbox(seen, durable=True, failures_max=1) as it:
         it.put(1, 2)
         await it.idle()
         it.mailbox.rewind(records(1, 2), 0)
@@ -718,7 +718,7 @@ async def test_whatever_a_durable_handler_does_it_sees_each_fact_in_order(
             raise asyncio.CancelledError
         return NOTHING if act == "decide" else None
 
-    async with post(handler, durable=True) as it:
+    async with running_mailbox(handler, durable=True) as it:
         waiting = list(range(1, len(acts) + 1))
         for chunk in chunks:
             if waiting[:chunk]:

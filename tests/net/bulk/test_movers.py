@@ -18,7 +18,7 @@ from anyio import to_thread
 
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.net.bulk import movers
-from tests.net.ends import Certificates
+from tests.net.recording_connections import Certificates
 
 MIB = 1 << 20
 DATA = os.urandom(3 * MIB + 17)

@@ -20,7 +20,7 @@ from forged.net.transport.interrupt_moderation import (
 )
 from forged.net.transport.port import Address, Scheme
 from forged.net.transport.sockets import SystemNetwork
-from tests.net.ends import Certificates, Ends
+from tests.net.recording_connections import Certificates, RecordingConnections
 
 A_WHILE_S = 1.01 * IDLE_MIN_S
 AT_LAST_S = 1.01 * POLL_INTERVAL_S
@@ -40,7 +40,7 @@ class Time:
 
 
 class Pair:
-    """A connection with both ends."""
+    """A connection with both connections."""
 
     def __init__(self, there: socket.socket, here: socket.socket) -> None:
         self.there, self.here = there, here
@@ -274,9 +274,9 @@ def test_an_event_loop_whose_connections_rest_loses_nothing(
     address = Address("unix", path=str(tmp_path / "s")) if scheme == "unix" else Address(scheme, host="127.0.0.1")
 
     async def talk() -> None:
-        ends = Ends()
-        listener = await ends.listen(network, address)
-        near, far = await ends.connect(network, listener.address)
+        connections = RecordingConnections()
+        listener = await connections.listen(network, address)
+        near, far = await connections.connect(network, listener.address)
         words = b""
         for number in range(50):
             words += b"%d " % number
@@ -285,7 +285,7 @@ def test_an_event_loop_whose_connections_rest_loses_nothing(
             far.open_transport.write(b"%d " % number)
             await near.hear(words)
         assert await asyncio.to_thread(lambda: "from a thread") == "from a thread"
-        await ends.close()
+        await connections.close()
 
     # For this selector an hour passes between reads.
     selector = ModeratingSelector(lambda: float(next(hours)))

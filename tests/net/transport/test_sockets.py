@@ -13,7 +13,7 @@ from forged.errors import ConfigError, Unavailable
 from forged.net.transport.port import Address, Peer, Scheme
 from forged.net.transport.sockets import SystemNetwork
 from forged.net.transport.tcp import Liveness
-from tests.net.ends import Certificates, Ends
+from tests.net.recording_connections import Certificates, RecordingConnections
 
 ANY_PORT = Address("tcp", host="127.0.0.1")
 
@@ -52,118 +52,140 @@ def full_unix(tmp_path: Path) -> Iterator[socket.socket]:
         yield listener
 
 
-async def test_bytes_travel_both_ways(network: SystemNetwork, address: Address, ends: Ends) -> None:
-    listener = await ends.listen(network, address)
-    near, far = await ends.connect(network, listener.address)
+async def test_bytes_travel_both_ways(
+    network: SystemNetwork, address: Address, connections: RecordingConnections
+) -> None:
+    listener = await connections.listen(network, address)
+    near, far = await connections.connect(network, listener.address)
     near.open_transport.write(b"there")
     await far.hear(b"there")
     far.open_transport.write(b"and back")
     await near.hear(b"and back")
 
 
-async def test_port_0_becomes_the_port_that_was_given(network: SystemNetwork, ends: Ends) -> None:
-    listener = await ends.listen(network, ANY_PORT)
+async def test_port_0_becomes_the_port_that_was_given(
+    network: SystemNetwork, connections: RecordingConnections
+) -> None:
+    listener = await connections.listen(network, ANY_PORT)
     assert listener.address.host == "127.0.0.1"
     assert listener.address.port != 0
 
 
 async def test_a_unix_listener_tells_the_path_it_was_asked_for(
-    network: SystemNetwork, ends: Ends, tmp_path: Path
+    network: SystemNetwork, connections: RecordingConnections, tmp_path: Path
 ) -> None:
     address = Address("unix", path=str(tmp_path / "socket"))
-    assert (await ends.listen(network, address)).address == address
+    assert (await connections.listen(network, address)).address == address
 
 
 async def test_closing_a_listener_leaves_connections_standing(
-    network: SystemNetwork, address: Address, ends: Ends
+    network: SystemNetwork, address: Address, connections: RecordingConnections
 ) -> None:
-    listener = await ends.listen(network, address)
-    near, far = await ends.connect(network, listener.address)
+    listener = await connections.listen(network, address)
+    near, far = await connections.connect(network, listener.address)
     await listener.close()
     near.open_transport.write(b"still here")
     await far.hear(b"still here")
 
 
-async def test_a_closed_listener_answers_nobody(network: SystemNetwork, address: Address, ends: Ends) -> None:
-    listener = await ends.listen(network, address)
+async def test_a_closed_listener_answers_nobody(
+    network: SystemNetwork, address: Address, connections: RecordingConnections
+) -> None:
+    listener = await connections.listen(network, address)
     await listener.close()
     with pytest.raises(Unavailable) as raised:
-        await network.connect(listener.address, ends.near)
+        await network.connect(listener.address, connections.near)
     assert raised.value.code == ("no_socket" if address.scheme == "unix" else "connect_refused")
 
 
-async def test_closing_a_listener_twice_changes_nothing(network: SystemNetwork, address: Address, ends: Ends) -> None:
-    listener = await ends.listen(network, address)
+async def test_closing_a_listener_twice_changes_nothing(
+    network: SystemNetwork, address: Address, connections: RecordingConnections
+) -> None:
+    listener = await connections.listen(network, address)
     await listener.close()
     await listener.close()
 
 
 async def test_closing_does_not_remove_a_file_that_took_the_place(
-    network: SystemNetwork, ends: Ends, tmp_path: Path
+    network: SystemNetwork, connections: RecordingConnections, tmp_path: Path
 ) -> None:
     path = tmp_path / "socket"
-    listener = await ends.listen(network, Address("unix", path=str(path)))
+    listener = await connections.listen(network, Address("unix", path=str(path)))
     path.unlink()
     path.write_text("other content")
     await listener.close()
     assert path.read_text() == "other content"
 
 
-async def test_the_socket_mode_is_an_argument(ends: Ends, tmp_path: Path) -> None:
+async def test_the_socket_mode_is_an_argument(connections: RecordingConnections, tmp_path: Path) -> None:
     path = tmp_path / "socket"
-    await ends.listen(SystemNetwork(socket_mode=0o600), Address("unix", path=str(path)))
+    await connections.listen(SystemNetwork(socket_mode=0o600), Address("unix", path=str(path)))
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-async def test_a_port_in_use_is_a_config_error_that_names_the_address(network: SystemNetwork, ends: Ends) -> None:
-    listener = await ends.listen(network, ANY_PORT)
+async def test_a_port_in_use_is_a_config_error_that_names_the_address(
+    network: SystemNetwork, connections: RecordingConnections
+) -> None:
+    listener = await connections.listen(network, ANY_PORT)
     with pytest.raises(ConfigError, match=str(listener.address)) as raised:
-        await network.listen(listener.address, ends.far)
+        await network.listen(listener.address, connections.far)
     assert raised.value.code == "address_in_use"
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "tls"])
-async def test_nobody_at_the_port_is_connect_refused(network: SystemNetwork, ends: Ends, scheme: Scheme) -> None:
+async def test_nobody_at_the_port_is_connect_refused(
+    network: SystemNetwork, connections: RecordingConnections, scheme: Scheme
+) -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         with pytest.raises(Unavailable, match=str(bound.getsockname()[1])) as raised:
-            await network.connect(Address(scheme, host="127.0.0.1", port=bound.getsockname()[1]), ends.near)
+            await network.connect(Address(scheme, host="127.0.0.1", port=bound.getsockname()[1]), connections.near)
     assert raised.value.code == "connect_refused"
     assert "daemon or worker" in raised.value.fix, "either may be meant"
 
 
-async def test_a_dead_unix_socket_is_connect_refused(network: SystemNetwork, ends: Ends, tmp_path: Path) -> None:
+async def test_a_dead_unix_socket_is_connect_refused(
+    network: SystemNetwork, connections: RecordingConnections, tmp_path: Path
+) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(tmp_path / "dead"))
     with pytest.raises(Unavailable) as raised:
-        await network.connect(Address("unix", path=str(tmp_path / "dead")), ends.near)
+        await network.connect(Address("unix", path=str(tmp_path / "dead")), connections.near)
     assert raised.value.code == "connect_refused"
 
 
 @pytest.mark.parametrize("path", ["missing", "missing/socket", "file/socket"])
-async def test_no_file_at_the_path_is_no_socket(network: SystemNetwork, ends: Ends, tmp_path: Path, path: str) -> None:
+async def test_no_file_at_the_path_is_no_socket(
+    network: SystemNetwork, connections: RecordingConnections, tmp_path: Path, path: str
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(Unavailable) as raised:
-        await network.connect(Address("unix", path=str(tmp_path / path)), ends.near)
+        await network.connect(Address("unix", path=str(tmp_path / path)), connections.near)
     assert raised.value.code == "no_socket"
 
 
-async def test_a_host_that_does_not_answer_is_connect_timeout(full_tcp: Address, ends: Ends) -> None:
+async def test_a_host_that_does_not_answer_is_connect_timeout(
+    full_tcp: Address, connections: RecordingConnections
+) -> None:
     with pytest.raises(Unavailable) as raised:
-        await SystemNetwork(connect_timeout_s=0.05).connect(full_tcp, ends.near)
+        await SystemNetwork(connect_timeout_s=0.05).connect(full_tcp, connections.near)
     assert raised.value.code == "connect_timeout"
 
 
-async def test_a_unix_listener_that_does_not_accept_is_connect_timeout(full_unix: socket.socket, ends: Ends) -> None:
+async def test_a_unix_listener_that_does_not_accept_is_connect_timeout(
+    full_unix: socket.socket, connections: RecordingConnections
+) -> None:
     with pytest.raises(Unavailable) as raised:
-        await SystemNetwork(connect_timeout_s=0.05).connect(Address("unix", path=full_unix.getsockname()), ends.near)
+        await SystemNetwork(connect_timeout_s=0.05).connect(
+            Address("unix", path=full_unix.getsockname()), connections.near
+        )
     assert raised.value.code == "connect_timeout"
 
 
 async def test_a_unix_connect_waits_for_room_in_the_queue(
-    network: SystemNetwork, full_unix: socket.socket, ends: Ends
+    network: SystemNetwork, full_unix: socket.socket, connections: RecordingConnections
 ) -> None:
-    near = ends.near()
+    near = connections.near()
     async with asyncio.TaskGroup() as tasks:
         connecting = tasks.create_task(network.connect(Address("unix", path=full_unix.getsockname()), lambda: near))
         await asyncio.sleep(0)
@@ -174,96 +196,108 @@ async def test_a_unix_connect_waits_for_room_in_the_queue(
         await near.hear(b"welcome")
 
 
-async def test_a_tls_server_that_says_nothing_is_connect_timeout(certificates: Certificates, ends: Ends) -> None:
+async def test_a_tls_server_that_says_nothing_is_connect_timeout(
+    certificates: Certificates, connections: RecordingConnections
+) -> None:
     network = SystemNetwork(tls_client=certificates.client(), connect_timeout_s=0.05)
-    listener = await ends.listen(network, ANY_PORT)
+    listener = await connections.listen(network, ANY_PORT)
     with pytest.raises(Unavailable) as raised:
-        await network.connect(Address("tls", host="127.0.0.1", port=listener.address.port), ends.near)
+        await network.connect(Address("tls", host="127.0.0.1", port=listener.address.port), connections.near)
     assert raised.value.code == "connect_timeout"
 
 
-async def test_a_server_that_hangs_up_during_the_handshake_is_connect_reset(network: SystemNetwork, ends: Ends) -> None:
-    listener = await ends.listen(network, ANY_PORT)
+async def test_a_server_that_hangs_up_during_the_handshake_is_connect_reset(
+    network: SystemNetwork, connections: RecordingConnections
+) -> None:
+    listener = await connections.listen(network, ANY_PORT)
 
     async def hang_up() -> None:
-        far = await ends.accepted.get()
+        far = await connections.accepted.get()
         await far.made.wait()
         far.open_transport.abort()
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(hang_up())
         with pytest.raises(Unavailable) as raised:
-            await network.connect(Address("tls", host="127.0.0.1", port=listener.address.port), ends.near)
+            await network.connect(Address("tls", host="127.0.0.1", port=listener.address.port), connections.near)
     assert raised.value.code == "connect_reset"
 
 
 @pytest.mark.parametrize("host", ["host.invalid", "no..name", "x" * 70])
-async def test_a_name_without_an_address_is_host_not_found(network: SystemNetwork, ends: Ends, host: str) -> None:
+async def test_a_name_without_an_address_is_host_not_found(
+    network: SystemNetwork, connections: RecordingConnections, host: str
+) -> None:
     with pytest.raises(Unavailable) as raised:
-        await network.connect(Address("tcp", host=host, port=1), ends.near)
+        await network.connect(Address("tcp", host=host, port=1), connections.near)
     assert raised.value.code == "host_not_found"
 
 
 async def test_a_socket_that_may_not_be_used_is_the_operators_to_mend(
-    network: SystemNetwork, ends: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    network: SystemNetwork, connections: RecordingConnections, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_sock: socket.socket, _path: str) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     with pytest.raises(ConfigError) as raised:
-        await network.connect(Address("unix", path=str(tmp_path / "socket")), ends.near)
+        await network.connect(Address("unix", path=str(tmp_path / "socket")), connections.near)
     assert raised.value.code == "connect_not_permitted"
 
 
-async def test_a_cancelled_connect_leaves_no_descriptor_behind(full_tcp: Address, ends: Ends) -> None:
+async def test_a_cancelled_connect_leaves_no_descriptor_behind(
+    full_tcp: Address, connections: RecordingConnections
+) -> None:
     before = open_descriptors()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
-            await SystemNetwork().connect(full_tcp, ends.near)
+            await SystemNetwork().connect(full_tcp, connections.near)
     assert open_descriptors() == before
 
 
 @pytest.mark.parametrize("verb", ["listen", "connect"])
-async def test_tls_without_a_context_is_a_config_error(ends: Ends, verb: str) -> None:
+async def test_tls_without_a_context_is_a_config_error(connections: RecordingConnections, verb: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        await getattr(SystemNetwork(), verb)(Address("tls", host="127.0.0.1"), ends.near)
+        await getattr(SystemNetwork(), verb)(Address("tls", host="127.0.0.1"), connections.near)
     assert raised.value.code == "tls_not_configured"
 
 
-async def test_an_adopted_tcp_socket_serves(network: SystemNetwork, ends: Ends) -> None:
+async def test_an_adopted_tcp_socket_serves(network: SystemNetwork, connections: RecordingConnections) -> None:
     sock = socket.create_server(("127.0.0.1", 0))
-    listener = ends.keep(await network.listen_on(sock, ends.far))
+    listener = connections.keep(await network.listen_on(sock, connections.far))
     assert listener.address == Address("tcp", host="127.0.0.1", port=sock.getsockname()[1])
-    near, far = await ends.connect(network, listener.address)
+    near, far = await connections.connect(network, listener.address)
     near.open_transport.write(b"hello")
     await far.hear(b"hello")
 
 
-async def test_an_adopted_tcp_socket_can_speak_tls(network: SystemNetwork, ends: Ends) -> None:
+async def test_an_adopted_tcp_socket_can_speak_tls(network: SystemNetwork, connections: RecordingConnections) -> None:
     sock = socket.create_server(("127.0.0.1", 0))
-    listener = ends.keep(await network.listen_on(sock, ends.far, tls=True))
+    listener = connections.keep(await network.listen_on(sock, connections.far, tls=True))
     assert listener.address.scheme == "tls"
-    near, far = await ends.connect(network, listener.address)
+    near, far = await connections.connect(network, listener.address)
     near.open_transport.write(b"hello")
     await far.hear(b"hello")
 
 
-async def test_the_file_of_an_adopted_unix_socket_stays(network: SystemNetwork, ends: Ends, tmp_path: Path) -> None:
+async def test_the_file_of_an_adopted_unix_socket_stays(
+    network: SystemNetwork, connections: RecordingConnections, tmp_path: Path
+) -> None:
     sock = socket.socket(socket.AF_UNIX)
     sock.bind(str(tmp_path / "socket"))
     sock.listen()
-    listener = ends.keep(await network.listen_on(sock, ends.far))
+    listener = connections.keep(await network.listen_on(sock, connections.far))
     assert listener.address == Address("unix", path=str(tmp_path / "socket"))
-    await ends.connect(network, listener.address)
+    await connections.connect(network, listener.address)
     await listener.close()
     assert (tmp_path / "socket").is_socket()
 
 
-async def test_an_adopted_socket_is_not_inherited_by_children(network: SystemNetwork, ends: Ends) -> None:
+async def test_an_adopted_socket_is_not_inherited_by_children(
+    network: SystemNetwork, connections: RecordingConnections
+) -> None:
     sock = socket.create_server(("127.0.0.1", 0))
     sock.set_inheritable(True)
-    ends.keep(await network.listen_on(sock, ends.far))
+    connections.keep(await network.listen_on(sock, connections.far))
     assert not sock.get_inheritable()
 
 
@@ -286,19 +320,19 @@ def connected() -> socket.socket:
 
 @pytest.mark.parametrize("make", [datagrams, packets, connected, socket.socket])
 async def test_a_socket_that_is_no_listening_stream_is_refused_and_stays_the_callers(
-    network: SystemNetwork, ends: Ends, make: Any
+    network: SystemNetwork, connections: RecordingConnections, make: Any
 ) -> None:
     with make() as sock:
         with pytest.raises(ConfigError) as raised:
-            await network.listen_on(sock, ends.far)
+            await network.listen_on(sock, connections.far)
         assert raised.value.code == "socket_not_listening"
         assert sock.fileno() != -1
 
 
-async def test_both_ends_of_a_tcp_connection_are_watched_over_by_the_kernel(ends: Ends) -> None:
+async def test_both_ends_of_a_tcp_connection_are_watched_over_by_the_kernel(connections: RecordingConnections) -> None:
     network = SystemNetwork(liveness=Liveness(3, 4, 5, user_timeout_s=6.5))
-    listener = await ends.listen(network, ANY_PORT)
-    for end in await ends.connect(network, listener.address):
+    listener = await connections.listen(network, ANY_PORT)
+    for end in await connections.connect(network, listener.address):
         sock = end.open_transport.get_extra_info("socket")
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         options = (socket.TCP_NODELAY, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
@@ -307,31 +341,37 @@ async def test_both_ends_of_a_tcp_connection_are_watched_over_by_the_kernel(ends
 
 
 async def test_both_ends_of_a_unix_connection_know_the_others_user(
-    network: SystemNetwork, ends: Ends, tmp_path: Path
+    network: SystemNetwork, connections: RecordingConnections, tmp_path: Path
 ) -> None:
-    listener = await ends.listen(network, Address("unix", path=str(tmp_path / "socket")))
-    for end in await ends.connect(network, listener.address):
+    listener = await connections.listen(network, Address("unix", path=str(tmp_path / "socket")))
+    for end in await connections.connect(network, listener.address):
         assert network.peer(end.open_transport) == Peer("unix", f"pid {os.getpid()}", uid=os.getuid())
 
 
-async def test_a_unix_peer_that_is_gone_keeps_its_user(network: SystemNetwork, ends: Ends, tmp_path: Path) -> None:
-    listener = await ends.listen(network, Address("unix", path=str(tmp_path / "socket")))
-    near, far = await ends.connect(network, listener.address)
+async def test_a_unix_peer_that_is_gone_keeps_its_user(
+    network: SystemNetwork, connections: RecordingConnections, tmp_path: Path
+) -> None:
+    listener = await connections.listen(network, Address("unix", path=str(tmp_path / "socket")))
+    near, far = await connections.connect(network, listener.address)
     near.open_transport.abort()
     assert network.peer(far.open_transport).uid == os.getuid()
 
 
-async def test_a_closed_unix_transport_has_no_user(network: SystemNetwork, ends: Ends, tmp_path: Path) -> None:
-    listener = await ends.listen(network, Address("unix", path=str(tmp_path / "socket")))
-    near, _ = await ends.connect(network, listener.address)
+async def test_a_closed_unix_transport_has_no_user(
+    network: SystemNetwork, connections: RecordingConnections, tmp_path: Path
+) -> None:
+    listener = await connections.listen(network, Address("unix", path=str(tmp_path / "socket")))
+    near, _ = await connections.connect(network, listener.address)
     near.open_transport.abort()
     await asyncio.shield(near.lost)
     assert network.peer(near.open_transport) == Peer("unix", "unknown")
 
 
-async def test_a_tcp_peer_of_this_machine_is_on_loopback(network: SystemNetwork, ends: Ends) -> None:
-    listener = await ends.listen(network, ANY_PORT)
-    near, far = await ends.connect(network, listener.address)
+async def test_a_tcp_peer_of_this_machine_is_on_loopback(
+    network: SystemNetwork, connections: RecordingConnections
+) -> None:
+    listener = await connections.listen(network, ANY_PORT)
+    near, far = await connections.connect(network, listener.address)
     port = near.open_transport.get_extra_info("sockname")[1]
     assert network.peer(far.open_transport) == Peer("tcp", f"127.0.0.1:{port}", loopback=True)
 

@@ -14,7 +14,7 @@ from forged.errors import ConfigError, PeerError
 from forged.net.transport import tls
 from forged.net.transport.port import Address, Listener
 from forged.net.transport.sockets import SystemNetwork
-from tests.net.ends import Certificates, End, Ends
+from tests.net.recording_connections import Certificates, RecordingConnections, RecordingProtocol
 
 LOCALHOST = Address("tls", host="127.0.0.1")
 ALERT_RECORD = 21
@@ -33,46 +33,52 @@ def mutual(certificates: Certificates) -> ssl.SSLContext:
     return tls.server_context(*certificates.issue("localhost", "127.0.0.1"), certificates.ca)
 
 
-async def connection(ends: Ends, server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[SystemNetwork, End, End]:
+async def connection(
+    connections: RecordingConnections, server: ssl.SSLContext, client: ssl.SSLContext
+) -> tuple[SystemNetwork, RecordingProtocol, RecordingProtocol]:
     network = SystemNetwork(tls_server=server, tls_client=client)
-    listener = await ends.listen(network, LOCALHOST)
-    return network, *await ends.connect(network, listener.address)
+    listener = await connections.listen(network, LOCALHOST)
+    return network, *await connections.connect(network, listener.address)
 
 
-async def refused(ends: Ends, server: ssl.SSLContext, client: ssl.SSLContext) -> PeerError:
+async def refused(connections: RecordingConnections, server: ssl.SSLContext, client: ssl.SSLContext) -> PeerError:
     """The error of a failed connection."""
     network = SystemNetwork(tls_server=server, tls_client=client)
-    listener = await ends.listen(network, LOCALHOST)
+    listener = await connections.listen(network, LOCALHOST)
     with pytest.raises(PeerError, match=str(listener.address)) as raised:
-        await network.connect(listener.address, ends.near)
+        await network.connect(listener.address, connections.near)
     assert raised.value.code == "tls_failed"
     return raised.value
 
 
-async def serves(ends: Ends, network: SystemNetwork, listener: Listener) -> bool:
-    near, far = await ends.connect(network, listener.address)
+async def serves(connections: RecordingConnections, network: SystemNetwork, listener: Listener) -> bool:
+    near, far = await connections.connect(network, listener.address)
     near.open_transport.write(b"hello")
     await far.hear(b"hello")
     return True
 
 
-async def test_tls_1_3_is_spoken_by_default(certificates: Certificates, ends: Ends) -> None:
-    _, near, _ = await connection(ends, certificates.server(), certificates.client())
+async def test_tls_1_3_is_spoken_by_default(certificates: Certificates, connections: RecordingConnections) -> None:
+    _, near, _ = await connection(connections, certificates.server(), certificates.client())
     assert near.open_transport.get_extra_info("ssl_object").version() == "TLSv1.3"
 
 
-async def test_tls_1_2_is_spoken_where_both_allow_it(certificates: Certificates, ends: Ends) -> None:
+async def test_tls_1_2_is_spoken_where_both_allow_it(
+    certificates: Certificates, connections: RecordingConnections
+) -> None:
     server = tls.server_context(*certificates.issue("127.0.0.1"), minimum="1.2")
     client = tls.client_context(certificates.ca, minimum="1.2")
     client.maximum_version = ssl.TLSVersion.TLSv1_2
-    _, near, _ = await connection(ends, server, client)
+    _, near, _ = await connection(connections, server, client)
     assert near.open_transport.get_extra_info("ssl_object").version() == "TLSv1.2"
 
 
-async def test_an_old_client_is_refused_by_default(certificates: Certificates, ends: Ends) -> None:
+async def test_an_old_client_is_refused_by_default(
+    certificates: Certificates, connections: RecordingConnections
+) -> None:
     client = tls.client_context(certificates.ca, minimum="1.2")
     client.maximum_version = ssl.TLSVersion.TLSv1_2
-    assert "no TLS version that we accept" in str(await refused(ends, certificates.server(), client))
+    assert "no TLS version that we accept" in str(await refused(connections, certificates.server(), client))
 
 
 @pytest.mark.parametrize("make", ["server", "client"])
@@ -84,149 +90,161 @@ def test_a_version_below_1_2_is_a_config_error_that_names_the_setting(certificat
 
 
 async def test_a_server_signed_by_a_stranger_is_not_accepted(
-    certificates: Certificates, strangers: Certificates, ends: Ends
+    certificates: Certificates, strangers: Certificates, connections: RecordingConnections
 ) -> None:
-    reason = str(await refused(ends, strangers.server(), certificates.client()))
+    reason = str(await refused(connections, strangers.server(), certificates.client()))
     assert "its certificate is not accepted: unable to get local issuer certificate" in reason
 
 
-async def test_a_server_with_another_name_is_not_accepted(certificates: Certificates, ends: Ends) -> None:
+async def test_a_server_with_another_name_is_not_accepted(
+    certificates: Certificates, connections: RecordingConnections
+) -> None:
     server = tls.server_context(*certificates.issue("elsewhere.example"))
-    assert "IP address mismatch" in str(await refused(ends, server, certificates.client()))
+    assert "IP address mismatch" in str(await refused(connections, server, certificates.client()))
 
 
 async def test_the_system_authorities_are_trusted_without_a_ca_and_ours_is_not_among_them(
-    certificates: Certificates, ends: Ends
+    certificates: Certificates, connections: RecordingConnections
 ) -> None:
-    reason = str(await refused(ends, certificates.server(), tls.client_context()))
+    reason = str(await refused(connections, certificates.server(), tls.client_context()))
     assert "its certificate is not accepted" in reason
 
 
-async def test_a_server_that_speaks_no_tls_is_told_so(certificates: Certificates, ends: Ends) -> None:
+async def test_a_server_that_speaks_no_tls_is_told_so(
+    certificates: Certificates, connections: RecordingConnections
+) -> None:
     network = SystemNetwork(tls_client=certificates.client())
-    plain = await ends.listen(network, Address("tcp", host="127.0.0.1"))
+    plain = await connections.listen(network, Address("tcp", host="127.0.0.1"))
 
     async def answer_in_plain_text() -> None:
-        far = await ends.accepted.get()
+        far = await connections.accepted.get()
         await far.made.wait()
         far.open_transport.write(b"what do you want?")
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(answer_in_plain_text())
         with pytest.raises(PeerError, match="it does not speak TLS") as raised:
-            await network.connect(Address("tls", host="127.0.0.1", port=plain.address.port), ends.near)
+            await network.connect(Address("tls", host="127.0.0.1", port=plain.address.port), connections.near)
     assert raised.value.code == "tls_failed"
 
 
 @pytest.mark.parametrize("text", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x05hello", bytes(64)])
 async def test_plain_text_to_a_tls_port_is_hung_up_on_and_the_port_goes_on_serving(
-    certificates: Certificates, ends: Ends, text: bytes
+    certificates: Certificates, connections: RecordingConnections, text: bytes
 ) -> None:
     network = SystemNetwork(tls_server=certificates.server(), tls_client=certificates.client())
-    listener = await ends.listen(network, LOCALHOST)
-    near = ends.near()
+    listener = await connections.listen(network, LOCALHOST)
+    near = connections.near()
     transport = await network.connect(Address("tcp", host="127.0.0.1", port=listener.address.port), lambda: near)
     transport.write(text)
     await asyncio.shield(near.lost)
-    assert not ends.accepted.get_nowait().made.is_set()
-    assert await serves(ends, network, listener)
+    assert not connections.accepted.get_nowait().made.is_set()
+    assert await serves(connections, network, listener)
 
 
-async def test_who_goes_on_after_an_alert_is_hung_up_on(certificates: Certificates, ends: Ends) -> None:
+async def test_who_goes_on_after_an_alert_is_hung_up_on(
+    certificates: Certificates, connections: RecordingConnections
+) -> None:
     network = SystemNetwork(tls_server=certificates.server())
-    listener = await ends.listen(network, LOCALHOST)
-    near = ends.near()
+    listener = await connections.listen(network, LOCALHOST)
+    near = connections.near()
     transport = await network.connect(Address("tcp", host="127.0.0.1", port=listener.address.port), lambda: near)
     transport.write(BAD_HANDSHAKE)
     await near.heard.wait()
     assert near.received[0] == ALERT_RECORD
     transport.write(BAD_HANDSHAKE)
     await asyncio.shield(near.lost)
-    assert not ends.accepted.get_nowait().made.is_set()
+    assert not connections.accepted.get_nowait().made.is_set()
 
 
-async def test_a_client_that_never_ends_its_handshake_is_hung_up_on(certificates: Certificates, ends: Ends) -> None:
+async def test_a_client_that_never_ends_its_handshake_is_hung_up_on(
+    certificates: Certificates, connections: RecordingConnections
+) -> None:
     network = SystemNetwork(tls_server=certificates.server(), tls_handshake_timeout_s=0.05)
-    listener = await ends.listen(network, LOCALHOST)
-    near = ends.near()
+    listener = await connections.listen(network, LOCALHOST)
+    near = connections.near()
     await network.connect(Address("tcp", host="127.0.0.1", port=listener.address.port), lambda: near)
     await asyncio.shield(near.lost)
-    assert not ends.accepted.get_nowait().made.is_set()
+    assert not connections.accepted.get_nowait().made.is_set()
 
 
 async def test_a_client_with_a_certificate_is_let_in_and_known_by_its_common_name(
-    certificates: Certificates, mutual: ssl.SSLContext, ends: Ends
+    certificates: Certificates, mutual: ssl.SSLContext, connections: RecordingConnections
 ) -> None:
     identity = certificates.issue("worker.example", common_name="worker 7")
-    network, _, far = await connection(ends, mutual, tls.client_context(certificates.ca, *identity))
+    network, _, far = await connection(connections, mutual, tls.client_context(certificates.ca, *identity))
     peer = network.peer(far.open_transport)
     assert (peer.scheme, peer.loopback, peer.certificate_name) == ("tls", True, "worker 7")
 
 
 async def test_a_certificate_without_a_common_name_is_known_by_its_first_dns_name(
-    certificates: Certificates, mutual: ssl.SSLContext, ends: Ends
+    certificates: Certificates, mutual: ssl.SSLContext, connections: RecordingConnections
 ) -> None:
     identity = certificates.issue("192.0.2.1", "worker.example", "also.example")
-    network, _, far = await connection(ends, mutual, tls.client_context(certificates.ca, *identity))
+    network, _, far = await connection(connections, mutual, tls.client_context(certificates.ca, *identity))
     assert network.peer(far.open_transport).certificate_name == "worker.example"
 
 
 async def test_a_certificate_without_a_name_is_not_taken_for_none(
-    certificates: Certificates, mutual: ssl.SSLContext, ends: Ends
+    certificates: Certificates, mutual: ssl.SSLContext, connections: RecordingConnections
 ) -> None:
     network, _, far = await connection(
-        ends, mutual, tls.client_context(certificates.ca, *certificates.issue("192.0.2.1"))
+        connections, mutual, tls.client_context(certificates.ca, *certificates.issue("192.0.2.1"))
     )
     assert network.peer(far.open_transport).certificate_name == ""
 
 
-async def test_a_client_nobody_asked_for_a_certificate_has_no_name(certificates: Certificates, ends: Ends) -> None:
+async def test_a_client_nobody_asked_for_a_certificate_has_no_name(
+    certificates: Certificates, connections: RecordingConnections
+) -> None:
     identity = certificates.issue("worker.example", common_name="worker 7")
     client = tls.client_context(certificates.ca, *identity)
-    network, _, far = await connection(ends, certificates.server(), client)
+    network, _, far = await connection(connections, certificates.server(), client)
     assert network.peer(far.open_transport).certificate_name is None
 
 
-async def test_a_client_knows_the_server_by_its_certificate(certificates: Certificates, ends: Ends) -> None:
+async def test_a_client_knows_the_server_by_its_certificate(
+    certificates: Certificates, connections: RecordingConnections
+) -> None:
     server = tls.server_context(*certificates.issue("127.0.0.1", "daemon.example"))
-    network, near, _ = await connection(ends, server, certificates.client())
+    network, near, _ = await connection(connections, server, certificates.client())
     assert network.peer(near.open_transport).certificate_name == "daemon.example"
 
 
 async def test_a_client_without_a_certificate_is_not_let_in_and_learns_why(
-    certificates: Certificates, mutual: ssl.SSLContext, ends: Ends
+    certificates: Certificates, mutual: ssl.SSLContext, connections: RecordingConnections
 ) -> None:
-    error = await thrown_out(ends, mutual, certificates.client())
+    error = await thrown_out(connections, mutual, certificates.client())
     assert "it requires a client certificate" in str(tls.refusal("the daemon", error))
 
 
 async def test_a_client_signed_by_a_stranger_is_not_let_in_and_learns_why(
-    certificates: Certificates, strangers: Certificates, mutual: ssl.SSLContext, ends: Ends
+    certificates: Certificates, strangers: Certificates, mutual: ssl.SSLContext, connections: RecordingConnections
 ) -> None:
     client = tls.client_context(certificates.ca, *strangers.issue("worker.example"))
-    error = await thrown_out(ends, mutual, client)
+    error = await thrown_out(connections, mutual, client)
     assert "it does not trust the authority that signed our certificate" in str(tls.refusal("the daemon", error))
 
 
-async def thrown_out(ends: Ends, server: ssl.SSLContext, client: ssl.SSLContext) -> ssl.SSLError:
+async def thrown_out(connections: RecordingConnections, server: ssl.SSLContext, client: ssl.SSLContext) -> ssl.SSLError:
     """The error with which a TLS 1.3 client loses a connection that the server refused."""
     network = SystemNetwork(tls_server=server, tls_client=client)
-    listener = await ends.listen(network, LOCALHOST)
-    near = ends.near()
+    listener = await connections.listen(network, LOCALHOST)
+    near = connections.near()
     await network.connect(listener.address, lambda: near)
     error = await asyncio.shield(near.lost)
-    assert not ends.accepted.get_nowait().made.is_set()
+    assert not connections.accepted.get_nowait().made.is_set()
     assert isinstance(error, ssl.SSLError)
     return error
 
 
 async def test_with_tls_1_2_a_client_without_a_certificate_is_refused_at_once(
-    certificates: Certificates, ends: Ends
+    certificates: Certificates, connections: RecordingConnections
 ) -> None:
     server = tls.server_context(*certificates.issue("127.0.0.1"), certificates.ca, minimum="1.2")
     server.maximum_version = ssl.TLSVersion.TLSv1_2
     client = tls.client_context(certificates.ca, minimum="1.2")
-    assert "it does not accept our certificate, or requires one" in str(await refused(ends, server, client))
+    assert "it does not accept our certificate, or requires one" in str(await refused(connections, server, client))
 
 
 # Renewal.
@@ -236,49 +254,51 @@ async def test_with_tls_1_2_a_client_without_a_certificate_is_refused_at_once(
 @pytest.mark.parametrize("before", KeyType)
 @pytest.mark.parametrize("version", tls.VERSIONS)
 async def test_those_who_connect_after_a_renewal_are_shown_the_new_certificate_whatever_its_key(
-    certificates: Certificates, ends: Ends, version: tls.Version, before: KeyType, after: KeyType
+    certificates: Certificates, connections: RecordingConnections, version: tls.Version, before: KeyType, after: KeyType
 ) -> None:
     server = tls.server_context(*issue_daemon(certificates, "old.example", before), minimum=version)
     client = tls.client_context(certificates.ca, minimum=version)
     client.maximum_version = tls.VERSIONS[version]
-    network, near, _ = await connection(ends, server, client)
+    network, near, _ = await connection(connections, server, client)
     tls.renew(server, *issue_daemon(certificates, "new.example", after))
     assert network.peer(near.open_transport).certificate_name == "old.example"
-    again, _ = await ends.connect(network, ends.listeners[-1].address)
+    again, _ = await connections.connect(network, connections.listeners[-1].address)
     assert network.peer(again.open_transport).certificate_name == "new.example"
 
 
-async def test_connections_made_before_a_renewal_go_on(certificates: Certificates, ends: Ends) -> None:
+async def test_connections_made_before_a_renewal_go_on(
+    certificates: Certificates, connections: RecordingConnections
+) -> None:
     server = tls.server_context(*issue_daemon(certificates, "old.example"))
-    _, near, far = await connection(ends, server, certificates.client())
+    _, near, far = await connection(connections, server, certificates.client())
     tls.renew(server, *issue_daemon(certificates, "new.example"))
     near.open_transport.write(b"still here")
     await far.hear(b"still here")
 
 
-async def test_of_many_renewals_the_last_holds(certificates: Certificates, ends: Ends) -> None:
+async def test_of_many_renewals_the_last_holds(certificates: Certificates, connections: RecordingConnections) -> None:
     server = certificates.server()
     for name in ("one.example", "two.example", "three.example"):
         tls.renew(server, *issue_daemon(certificates, name))
-    network, near, _ = await connection(ends, server, certificates.client())
+    network, near, _ = await connection(connections, server, certificates.client())
     assert network.peer(near.open_transport).certificate_name == "three.example"
 
 
 async def test_a_renewed_authority_decides_who_gets_in(
-    certificates: Certificates, strangers: Certificates, mutual: ssl.SSLContext, ends: Ends
+    certificates: Certificates, strangers: Certificates, mutual: ssl.SSLContext, connections: RecordingConnections
 ) -> None:
     ours = tls.client_context(certificates.ca, *certificates.issue("worker.example"))
     theirs = tls.client_context(certificates.ca, *strangers.issue("stranger.example"))
     tls.renew(mutual, *certificates.issue("127.0.0.1"), strangers.ca)
-    network, _, far = await connection(ends, mutual, theirs)
+    network, _, far = await connection(connections, mutual, theirs)
     assert network.peer(far.open_transport).certificate_name == "stranger.example"
-    assert "does not trust the authority" in str(tls.refusal("the daemon", await thrown_out(ends, mutual, ours)))
+    assert "does not trust the authority" in str(tls.refusal("the daemon", await thrown_out(connections, mutual, ours)))
 
 
 async def test_no_session_outlives_the_authority_that_let_it_in(
-    certificates: Certificates, strangers: Certificates, mutual: ssl.SSLContext, ends: Ends
+    certificates: Certificates, strangers: Certificates, mutual: ssl.SSLContext, connections: RecordingConnections
 ) -> None:
-    listener = ends.keep(await SystemNetwork(tls_server=mutual).listen(LOCALHOST, Greeter))
+    listener = connections.keep(await SystemNetwork(tls_server=mutual).listen(LOCALHOST, Greeter))
     client = tls.client_context(certificates.ca, *certificates.issue("worker.example"))
     session = await asyncio.to_thread(visit, client, listener.address)
     tls.renew(mutual, *certificates.issue("127.0.0.1"), strangers.ca)
@@ -307,16 +327,16 @@ class Greeter(asyncio.Protocol):
 
 
 async def test_after_a_renewal_a_client_still_needs_a_certificate_and_learns_so(
-    certificates: Certificates, mutual: ssl.SSLContext, ends: Ends
+    certificates: Certificates, mutual: ssl.SSLContext, connections: RecordingConnections
 ) -> None:
     tls.renew(mutual, *certificates.issue("127.0.0.1"), certificates.ca)
-    error = await thrown_out(ends, mutual, certificates.client())
+    error = await thrown_out(connections, mutual, certificates.client())
     assert "it requires a client certificate" in str(tls.refusal("the daemon", error))
 
 
 @pytest.mark.parametrize("broken", ["half a certificate", "another key", "no certificate", "no authority"])
 async def test_files_that_do_not_fit_change_nothing(
-    certificates: Certificates, mutual: ssl.SSLContext, ends: Ends, broken: str
+    certificates: Certificates, mutual: ssl.SSLContext, connections: RecordingConnections, broken: str
 ) -> None:
     certificate, key = certificates.issue("new.example", "127.0.0.1")
     authority = certificates.ca
@@ -332,7 +352,7 @@ async def test_files_that_do_not_fit_change_nothing(
         tls.renew(mutual, certificate, key, authority)
     assert refused.value.code == "tls_files"
     client = tls.client_context(certificates.ca, *certificates.issue("worker.example"))
-    network, near, _ = await connection(ends, mutual, client)
+    network, near, _ = await connection(connections, mutual, client)
     assert network.peer(near.open_transport).certificate_name == "localhost"
 
 

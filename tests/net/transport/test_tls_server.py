@@ -15,7 +15,7 @@ import pytest
 from forged.net.transport import tls_server
 from forged.net.transport.port import Address, Listener
 from forged.net.transport.sockets import SystemNetwork
-from tests.net.ends import Certificates, End, Ends
+from tests.net.recording_connections import Certificates, RecordingConnections, RecordingProtocol
 
 LOCALHOST = Address("tls", host="127.0.0.1")
 PLAIN = Address("tcp", host="127.0.0.1")
@@ -65,23 +65,25 @@ def uncollected() -> Iterator[None]:
     gc.enable()
 
 
-async def silent(network: SystemNetwork, listener: Listener, ends: Ends) -> End:
+async def silent(network: SystemNetwork, listener: Listener, connections: RecordingConnections) -> RecordingProtocol:
     """A client that connects and sends nothing."""
-    end = ends.near()
+    end = connections.near()
     await network.connect(Address("tcp", host="127.0.0.1", port=listener.address.port), lambda: end)
     return end
 
 
-async def crowd(network: SystemNetwork, listener: Listener, ends: Ends) -> list[End]:
+async def crowd(
+    network: SystemNetwork, listener: Listener, connections: RecordingConnections
+) -> list[RecordingProtocol]:
     """The maximum number of silent clients, all accepted."""
-    those = [await silent(network, listener, ends) for _ in range(HANDSHAKES_MAX)]
+    those = [await silent(network, listener, connections) for _ in range(HANDSHAKES_MAX)]
     for _ in those:
-        await ends.accepted.get()
+        await connections.accepted.get()
     return those
 
 
-async def serves(network: SystemNetwork, listener: Listener, ends: Ends) -> bool:
-    near, far = await ends.connect(network, listener.address)
+async def serves(network: SystemNetwork, listener: Listener, connections: RecordingConnections) -> bool:
+    near, far = await connections.connect(network, listener.address)
     near.open_transport.write(b"hello")
     await far.hear(b"hello")
     return True
@@ -89,80 +91,82 @@ async def serves(network: SystemNetwork, listener: Listener, ends: Ends) -> bool
 
 @pytest.mark.usefixtures("patient")
 async def test_no_more_are_let_in_than_may_be_at_it_and_other_doors_are_not_touched(
-    network: SystemNetwork, ends: Ends
+    network: SystemNetwork, connections: RecordingConnections
 ) -> None:
-    crowded, plain = await ends.listen(network, LOCALHOST), await ends.listen(network, PLAIN)
-    await crowd(network, crowded, ends)
-    waiting = [await silent(network, crowded, ends) for _ in range(20)]
+    crowded, plain = await connections.listen(network, LOCALHOST), await connections.listen(network, PLAIN)
+    await crowd(network, crowded, connections)
+    waiting = [await silent(network, crowded, connections) for _ in range(20)]
     for _ in range(3):
-        assert await serves(network, plain, ends)
-    assert ends.accepted.empty()
+        assert await serves(network, plain, connections)
+    assert connections.accepted.empty()
     assert not any(end.lost.done() for end in waiting)
 
 
 @pytest.mark.usefixtures("patient")
-async def test_whoever_gives_up_makes_room(network: SystemNetwork, ends: Ends) -> None:
-    listener = await ends.listen(network, LOCALHOST)
-    first, second = await crowd(network, listener, ends)
+async def test_whoever_gives_up_makes_room(network: SystemNetwork, connections: RecordingConnections) -> None:
+    listener = await connections.listen(network, LOCALHOST)
+    first, second = await crowd(network, listener, connections)
     first.open_transport.abort()
-    assert await serves(network, listener, ends)
+    assert await serves(network, listener, connections)
     assert not second.lost.done()
 
 
 @pytest.mark.usefixtures("patient")
-async def test_whose_time_is_over_makes_room(certificates: Certificates, ends: Ends) -> None:
+async def test_whose_time_is_over_makes_room(certificates: Certificates, connections: RecordingConnections) -> None:
     network = SystemNetwork(
         tls_server=certificates.server(),
         tls_client=certificates.client(),
         handshakes_max=HANDSHAKES_MAX,
         tls_handshake_timeout_s=0.2,
     )
-    listener = await ends.listen(network, LOCALHOST)
-    those = await crowd(network, listener, ends)
-    assert await serves(network, listener, ends)
+    listener = await connections.listen(network, LOCALHOST)
+    those = await crowd(network, listener, connections)
+    assert await serves(network, listener, connections)
     assert await asyncio.shield(those[0].lost) is None
 
 
 async def test_when_there_is_no_room_the_oldest_goes_once_it_had_its_time(
-    network: SystemNetwork, ends: Ends, monkeypatch: pytest.MonkeyPatch
+    network: SystemNetwork, connections: RecordingConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls_server, "HANDSHAKE_MIN_S", 0.05)
-    listener = await ends.listen(network, LOCALHOST)
-    oldest, _ = await crowd(network, listener, ends)
-    assert await serves(network, listener, ends)
+    listener = await connections.listen(network, LOCALHOST)
+    oldest, _ = await crowd(network, listener, connections)
+    assert await serves(network, listener, connections)
     assert await asyncio.shield(oldest.lost) is None
 
 
 async def test_many_silent_ones_only_delay_those_who_come_after_them(
-    network: SystemNetwork, ends: Ends, monkeypatch: pytest.MonkeyPatch
+    network: SystemNetwork, connections: RecordingConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls_server, "HANDSHAKE_MIN_S", 0.0)
-    listener = await ends.listen(network, LOCALHOST)
+    listener = await connections.listen(network, LOCALHOST)
     for _ in range(50):
-        await silent(network, listener, ends)
-    near = ends.near()
+        await silent(network, listener, connections)
+    near = connections.near()
     await network.connect(listener.address, lambda: near)
     near.open_transport.write(b"here I am")
-    far = [await ends.accepted.get() for _ in range(51)][-1]
+    far = [await connections.accepted.get() for _ in range(51)][-1]
     await far.hear(b"here I am")
 
 
 async def test_while_there_is_room_nobody_is_hurried(
-    network: SystemNetwork, ends: Ends, monkeypatch: pytest.MonkeyPatch
+    network: SystemNetwork, connections: RecordingConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls_server, "HANDSHAKE_MIN_S", 0.0)
-    listener = await ends.listen(network, LOCALHOST)
-    slow = await silent(network, listener, ends)
-    await ends.accepted.get()
+    listener = await connections.listen(network, LOCALHOST)
+    slow = await silent(network, listener, connections)
+    await connections.accepted.get()
     for _ in range(3):
-        assert await serves(network, listener, ends)
+        assert await serves(network, listener, connections)
     assert not slow.lost.done()
 
 
-async def test_a_connection_that_never_comes_about_is_told_its_end_alone(network: SystemNetwork, ends: Ends) -> None:
-    listener = await ends.listen(network, LOCALHOST)
-    near = await silent(network, listener, ends)
-    far = await ends.accepted.get()
+async def test_a_connection_that_never_comes_about_is_told_its_end_alone(
+    network: SystemNetwork, connections: RecordingConnections
+) -> None:
+    listener = await connections.listen(network, LOCALHOST)
+    near = await silent(network, listener, connections)
+    far = await connections.accepted.get()
     near.open_transport.abort()
     assert isinstance(await asyncio.shield(far.lost), OSError)
     assert not far.made.is_set()
@@ -170,52 +174,57 @@ async def test_a_connection_that_never_comes_about_is_told_its_end_alone(network
 
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n"])
-async def test_a_handshake_that_fails_keeps_no_memory(network: SystemNetwork, ends: Ends, said: bytes) -> None:
-    listener = await ends.listen(network, LOCALHOST)
+async def test_a_handshake_that_fails_keeps_no_memory(
+    network: SystemNetwork, connections: RecordingConnections, said: bytes
+) -> None:
+    listener = await connections.listen(network, LOCALHOST)
     before = sum(isinstance(each, SSLProtocol) for each in gc.get_objects())
     for _ in range(10):
-        near = await silent(network, listener, ends)
+        near = await silent(network, listener, connections)
         near.open_transport.write(said)
         near.open_transport.write_eof()
-        await asyncio.shield((await ends.accepted.get()).lost)
+        await asyncio.shield((await connections.accepted.get()).lost)
         await asyncio.shield(near.lost)
     assert sum(isinstance(each, SSLProtocol) for each in gc.get_objects()) - before <= 1
 
 
 async def test_a_process_without_descriptors_complains_and_goes_on_when_it_has_some(
-    network: SystemNetwork, ends: Ends, reported: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    network: SystemNetwork,
+    connections: RecordingConnections,
+    reported: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tls_server, "ACCEPT_RETRY_S", 0.0)
     sock = Exhausted()
     sock.bind(("127.0.0.1", 0))
     sock.listen()
-    listener = ends.keep(await network.listen_on(sock, ends.far, tls=True))
-    assert await serves(network, listener, ends)
+    listener = connections.keep(await network.listen_on(sock, connections.far, tls=True))
+    assert await serves(network, listener, connections)
     assert [str(complaint["exception"]) for complaint in reported] == ["[Errno 24] Too many open files"]
 
 
 @pytest.mark.usefixtures("patient")
 async def test_a_door_that_is_closed_stays_closed_when_there_is_room_again(
-    network: SystemNetwork, ends: Ends, reported: list[dict[str, Any]]
+    network: SystemNetwork, connections: RecordingConnections, reported: list[dict[str, Any]]
 ) -> None:
-    listener = await ends.listen(network, LOCALHOST)
-    those = await crowd(network, listener, ends)
+    listener = await connections.listen(network, LOCALHOST)
+    those = await crowd(network, listener, connections)
     await listener.close()
     assert listener.descriptors() == []
     for end in those:
         end.open_transport.abort()
         await asyncio.shield(end.lost)
-    assert await serves(network, await ends.listen(network, PLAIN), ends)
+    assert await serves(network, await connections.listen(network, PLAIN), connections)
     assert reported == []
 
 
 async def test_a_handshake_under_way_goes_on_when_the_door_is_closed(
-    certificates: Certificates, network: SystemNetwork, ends: Ends
+    certificates: Certificates, network: SystemNetwork, connections: RecordingConnections
 ) -> None:
-    listener = await ends.listen(network, LOCALHOST)
-    near = ends.near()
+    listener = await connections.listen(network, LOCALHOST)
+    near = connections.near()
     with socket.create_connection(("127.0.0.1", listener.address.port)) as sock:
-        far = await ends.accepted.get()
+        far = await connections.accepted.get()
         await listener.close()
         await asyncio.get_running_loop().create_connection(
             lambda: near, sock=sock, ssl=certificates.client(), server_hostname="127.0.0.1"

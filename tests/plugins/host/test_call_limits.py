@@ -12,8 +12,8 @@ from forged.plugins.host.call_limits import GRACE_S, CallLimit
 from tests.kernel_fixture import on_virtual_time, task_group
 
 
-class Piece:
-    """A piece of work under a limit, and how it went."""
+class LimitedWork:
+    """A work_item of work under a limit, and how it went."""
 
     def __init__(self, work: Callable[[CallLimit], Awaitable[object]], limit_s: float = 1.0) -> None:
         self.work = work
@@ -54,17 +54,17 @@ async def go_on(_: CallLimit) -> None:
 
 @on_virtual_time
 async def test_work_within_its_time_is_left_alone() -> None:
-    piece = Piece(lambda _: anyio.sleep(0.9))
-    await piece.run()
-    assert (piece.outcome, piece.limit.cancelled, piece.cancelling) == ("done", False, 0)
+    work_item = LimitedWork(lambda _: anyio.sleep(0.9))
+    await work_item.run()
+    assert (work_item.outcome, work_item.limit.cancelled, work_item.cancelling) == ("done", False, 0)
 
 
 @on_virtual_time
 async def test_work_over_its_time_is_cancelled_and_leaves_nothing_of_that_behind() -> None:
-    piece = Piece(hang)
-    await piece.run()
-    assert (piece.outcome, piece.limit.cancelled, piece.limit.abandoned) == ("cancelled", True, False)
-    assert (piece.cancelling, piece.took_s) == (0, 1.0)
+    work_item = LimitedWork(hang)
+    await work_item.run()
+    assert (work_item.outcome, work_item.limit.cancelled, work_item.limit.abandoned) == ("cancelled", True, False)
+    assert (work_item.cancelling, work_item.took_s) == (0, 1.0)
     await anyio.sleep(10)
 
 
@@ -79,29 +79,29 @@ async def test_cancelled_work_may_put_things_in_order() -> None:
             await anyio.sleep(GRACE_S - 0.1)
             tidied.append(anyio.current_time())
 
-    piece = Piece(tidy)
-    await piece.run()
-    assert (piece.outcome, tidied) == ("cancelled", [1.0 + GRACE_S - 0.1])
+    work_item = LimitedWork(tidy)
+    await work_item.run()
+    assert (work_item.outcome, tidied) == ("cancelled", [1.0 + GRACE_S - 0.1])
 
 
 @on_virtual_time
 async def test_work_that_goes_on_for_too_long_is_given_up() -> None:
-    piece = Piece(go_on)
-    await piece.run()
-    assert (piece.outcome, piece.limit.abandoned, piece.cancelling) == ("cancelled", True, 0)
-    assert piece.took_s == pytest.approx(1.0 + GRACE_S)
+    work_item = LimitedWork(go_on)
+    await work_item.run()
+    assert (work_item.outcome, work_item.limit.abandoned, work_item.cancelling) == ("cancelled", True, 0)
+    assert work_item.took_s == pytest.approx(1.0 + GRACE_S)
 
 
 @on_virtual_time
 async def test_work_can_be_stopped_before_its_time_is_over() -> None:
-    piece = Piece(hang, 100.0)
+    work_item = LimitedWork(hang, 100.0)
     async with task_group() as tasks:
-        tasks.start_soon(piece.run)
+        tasks.start_soon(work_item.run)
         await anyio.sleep(1)
-        piece.limit.stop()
-        piece.limit.stop()
+        work_item.limit.stop()
+        work_item.limit.stop()
         await anyio.sleep(1)
-    assert (piece.outcome, piece.took_s) == ("cancelled", 1.0)
+    assert (work_item.outcome, work_item.took_s) == ("cancelled", 1.0)
 
 
 @on_virtual_time
@@ -109,9 +109,9 @@ async def test_work_that_stops_itself_is_stopped_where_it_waits_and_no_later() -
     async def stop(limit: CallLimit) -> None:
         limit.stop()
 
-    piece = Piece(stop)
-    await piece.run()
-    assert piece.outcome == "done"
+    work_item = LimitedWork(stop)
+    await work_item.run()
+    assert work_item.outcome == "done"
     # Whatever the task does next is none of the turn's business.
     await anyio.sleep(1)
 
@@ -119,9 +119,9 @@ async def test_work_that_stops_itself_is_stopped_where_it_waits_and_no_later() -
         limit.stop()
         await asyncio.Event().wait()
 
-    piece = Piece(stop_and_wait, 100.0)
-    await piece.run()
-    assert (piece.outcome, piece.took_s) == ("cancelled", 0.0)
+    work_item = LimitedWork(stop_and_wait, 100.0)
+    await work_item.run()
+    assert (work_item.outcome, work_item.took_s) == ("cancelled", 0.0)
 
 
 @pytest.mark.parametrize(("behind_s", "outcome"), [(0.4, "done"), (0.6, "cancelled")])
@@ -133,9 +133,9 @@ async def test_an_interlude_takes_none_of_the_time(behind_s: float, outcome: str
             await anyio.sleep(100)
         await anyio.sleep(behind_s)
 
-    piece = Piece(work)
-    await piece.run()
-    assert piece.outcome == outcome
+    work_item = LimitedWork(work)
+    await work_item.run()
+    assert work_item.outcome == outcome
 
 
 @on_virtual_time
@@ -148,9 +148,9 @@ async def test_interludes_that_overlap_are_one() -> None:
         await asyncio.gather(wait(limit, 5), wait(limit, 10))
         await hang(limit)
 
-    piece = Piece(work)
-    await piece.run()
-    assert (piece.outcome, piece.took_s) == ("cancelled", 11.0)
+    work_item = LimitedWork(work)
+    await work_item.run()
+    assert (work_item.outcome, work_item.took_s) == ("cancelled", 11.0)
 
 
 @on_virtual_time
@@ -162,13 +162,13 @@ async def test_what_the_daemon_does_in_an_interlude_is_not_stopped() -> None:
             await anyio.sleep(10)
             done.append("it")
 
-    piece = Piece(work)
+    work_item = LimitedWork(work)
     async with task_group() as tasks:
-        tasks.start_soon(piece.run)
+        tasks.start_soon(work_item.run)
         await anyio.sleep(1)
-        piece.limit.stop()
+        work_item.limit.stop()
         await anyio.sleep(20)
-    assert (piece.outcome, done) == ("done", ["it"])
+    assert (work_item.outcome, done) == ("done", ["it"])
 
 
 @on_virtual_time
@@ -182,16 +182,16 @@ async def test_an_interlude_that_outlives_its_turn_cancels_nobody() -> None:
         await asyncio.sleep(0)
 
     tasks: list[asyncio.Task[None]] = []
-    piece = Piece(work)
-    await piece.run()
+    work_item = LimitedWork(work)
+    await work_item.run()
     await anyio.sleep(100)
-    assert (piece.outcome, tasks[0].done()) == ("done", True)
+    assert (work_item.outcome, tasks[0].done()) == ("done", True)
 
 
 @on_virtual_time
 async def test_an_end_from_outside_is_not_taken_for_the_turn_s_own() -> None:
-    piece = Piece(hang, 100.0)
+    work_item = LimitedWork(hang, 100.0)
     with anyio.move_on_after(1) as scope:
-        await piece.run()
+        await work_item.run()
     assert scope.cancel_called
-    assert (piece.limit.cancelled, piece.outcome) == (False, "cancelled")
+    assert (work_item.limit.cancelled, work_item.outcome) == (False, "cancelled")

@@ -26,7 +26,17 @@ from forged.plugins.model import (
 )
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import Add, Added, Kernel, ReadTotal, Tick, call, ids, on_virtual_time, running
-from tests.plugins.plugin_fixture import FAILURES_MAX, Contexts, Guess, Knock, ReportException, Said, Vote, on, staged
+from tests.plugins.plugin_fixture import (
+    FAILURES_MAX,
+    Contexts,
+    Guess,
+    Knock,
+    ReportException,
+    Said,
+    Vote,
+    on,
+    running_plugins,
+)
 
 DOWN = Unavailable("receiver_down", "nobody is there", "")
 
@@ -74,12 +84,12 @@ async def refused(work: Any) -> ForgedError:
 @on_virtual_time
 async def test_an_observer_hears_the_facts_that_it_asked_for_in_order() -> None:
     heard: list[Record] = []
-    async with staged(on(Added, heard.append)) as stage:
+    async with running_plugins(on(Added, heard.append)) as plugins:
         for _ in range(5):
-            await stage.kernel.add()
-        await stage.kernel.settle()
-        assert ids(heard) == additions(stage.kernel)
-        assert stage.plugin().handled == 5
+            await plugins.kernel.add()
+        await plugins.kernel.settle()
+        assert ids(heard) == additions(plugins.kernel)
+        assert plugins.plugin().handled == 5
 
 
 @on_virtual_time
@@ -90,10 +100,10 @@ async def test_an_observer_may_be_a_coroutine() -> None:
         await anyio.sleep(1)
         heard.append(record.id)
 
-    async with staged(on(Added, take_time)) as stage:
-        await stage.kernel.add()
+    async with running_plugins(on(Added, take_time)) as plugins:
+        await plugins.kernel.add()
         await anyio.sleep(2)
-        assert (heard, stage.plugin().handled) == (additions(stage.kernel), 1)
+        assert (heard, plugins.plugin().handled) == (additions(plugins.kernel), 1)
 
 
 @pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(1), RequestRefused("no", "no", "")])
@@ -101,13 +111,13 @@ async def test_an_observer_may_be_a_coroutine() -> None:
 async def test_an_observer_that_fails_is_put_on_record_and_the_plugin_given_up_after_a_few(
     error: BaseException,
 ) -> None:
-    async with staged(on(Added, raising(error))) as stage:
+    async with running_plugins(on(Added, raising(error))) as plugins:
         for number in range(1, FAILURES_MAX + 3):
-            await stage.kernel.add()
+            await plugins.kernel.add()
             await anyio.sleep(0.1)
-            assert stage.plugin().active == (number < FAILURES_MAX)
-        assert len(stage.failures()) == FAILURES_MAX
-        (quarantined,) = stage.quarantines()
+            assert plugins.plugin().active == (number < FAILURES_MAX)
+        assert len(plugins.failures()) == FAILURES_MAX
+        (quarantined,) = plugins.quarantines()
         assert (quarantined.plugin, quarantined.part, quarantined.failures) == ("one", "one/part", FAILURES_MAX)
 
 
@@ -118,12 +128,12 @@ async def test_a_success_in_between_forgives_the_failures_before() -> None:
         if record.fact.total % FAILURES_MAX:
             raise ValueError("boom")
 
-    async with staged(on(Added, alternate)) as stage:
+    async with running_plugins(on(Added, alternate)) as plugins:
         for _ in range(5 * FAILURES_MAX):
-            await stage.kernel.add()
+            await plugins.kernel.add()
             await anyio.sleep(60)
-        assert stage.plugin().active
-        assert stage.plugin().failed == 10
+        assert plugins.plugin().active
+        assert plugins.plugin().failed == 10
 
 
 @on_virtual_time
@@ -132,11 +142,11 @@ async def test_that_the_world_is_at_fault_is_no_failure_of_an_observer() -> None
         raise DOWN
 
     for handler in (raising(DOWN), fail):
-        async with staged(on(Added, handler)) as stage:
+        async with running_plugins(on(Added, handler)) as plugins:
             for _ in range(2 * FAILURES_MAX):
-                await stage.kernel.add()
-            await stage.kernel.settle()
-            assert (stage.plugin().active, stage.plugin().failed, stage.failures()) == (True, 0, [])
+                await plugins.kernel.add()
+            await plugins.kernel.settle()
+            assert (plugins.plugin().active, plugins.plugin().failed, plugins.failures()) == (True, 0, [])
 
 
 @on_virtual_time
@@ -150,14 +160,14 @@ async def test_an_observer_that_publishes_while_the_disk_is_full_is_not_given_up
         contexts(context)
         context.on(Added, say)
 
-    async with staged(register, store=store) as stage:
+    async with running_plugins(register, store=store) as plugins:
         for _ in range(2 * FAILURES_MAX):
-            await stage.kernel.add()
+            await plugins.kernel.add()
             store.commit_error = full()
             await anyio.sleep(5)
             store.commit_error = None
-            await stage.kernel.ledger.writable()
-        assert stage.plugin().active
+            await plugins.kernel.ledger.writable()
+        assert plugins.plugin().active
 
 
 @on_virtual_time
@@ -168,43 +178,43 @@ async def test_an_observer_that_decides_is_told_that_it_cannot() -> None:
         return decide[0](record)
 
     for handler in (decide[0], decide_later):
-        async with staged(on(Added, handler)) as stage:
-            await stage.kernel.add()
-            await stage.kernel.settle()
+        async with running_plugins(on(Added, handler)) as plugins:
+            await plugins.kernel.add()
+            await plugins.kernel.settle()
             await anyio.sleep(1)
-            (reason,) = stage.failures()
+            (reason,) = plugins.failures()
             assert "an observer may publish facts" in reason
-            assert stage.kernel.ledger.reloads == 1
+            assert plugins.kernel.ledger.reloads == 1
 
 
 @on_virtual_time
 async def test_an_observer_that_hangs_is_cancelled_and_the_next_fact_has_its_turn() -> None:
-    async with staged(on(Added, hang, deadline_s=1.0), failures_max=100) as stage:
+    async with running_plugins(on(Added, hang, deadline_s=1.0), failures_max=100) as plugins:
         for _ in range(3):
-            await stage.kernel.add()
+            await plugins.kernel.add()
         await anyio.sleep(3.5)
-        assert [reason.split(": ")[-1] for reason in stage.failures()] == ["took longer than its 1 s"] * 3
+        assert [reason.split(": ")[-1] for reason in plugins.failures()] == ["took longer than its 1 s"] * 3
 
 
 @on_virtual_time
 async def test_an_observer_that_ignores_its_cancellation_is_stepped_no_further() -> None:
     stubborn = Stubborn()
-    async with staged(on(Added, stubborn, deadline_s=1.0)) as stage:
-        await stage.kernel.add()
+    async with running_plugins(on(Added, stubborn, deadline_s=1.0)) as plugins:
+        await plugins.kernel.add()
         await anyio.sleep(1.0 + GRACE_S + 0.1)
         assert stubborn.cancelled == 1
-        (reason,) = stage.failures()
+        (reason,) = plugins.failures()
         assert "ignored its cancellation" in reason
-        await stage.kernel.bus.drain()
+        await plugins.kernel.bus.drain()
         for _ in range(FAILURES_MAX - 1):
-            await stage.kernel.add()
+            await plugins.kernel.add()
         await anyio.sleep(20)
-        assert stage.state() is PluginState.QUARANTINED
-        await stage.enable()
+        assert plugins.state() is PluginState.QUARANTINED
+        await plugins.enable()
         stubborn.released.set()
-        await stage.kernel.add()
+        await plugins.kernel.add()
         await anyio.sleep(1)
-        assert stage.plugin().handled == 1
+        assert plugins.plugin().handled == 1
 
 
 @on_virtual_time
@@ -217,24 +227,24 @@ async def test_an_observer_that_falls_far_behind_misses_the_oldest_and_is_told_w
         heard.append(record.id)
         await release.wait()
 
-    async with staged(on(Added, wait, mailbox_max=2, on_gap=gaps.append, deadline_s=100.0)) as stage:
+    async with running_plugins(on(Added, wait, mailbox_max=2, on_gap=gaps.append, deadline_s=100.0)) as plugins:
         for _ in range(6):
-            await stage.kernel.add()
+            await plugins.kernel.add()
         release.set()
         await anyio.sleep(1)
-        all_of_them = additions(stage.kernel)
+        all_of_them = additions(plugins.kernel)
         assert heard == [all_of_them[0], *all_of_them[-2:]]
         assert [(gap.first, gap.last) for gap in gaps] == [(all_of_them[1], all_of_them[3])]
 
 
 @on_virtual_time
 async def test_an_observer_holds_nobody_back() -> None:
-    async with staged(on(Added, hang)) as stage:
-        stage.kernel.bus.backlog_max = 2
+    async with running_plugins(on(Added, hang)) as plugins:
+        plugins.kernel.bus.backlog_max = 2
         for _ in range(10):
-            await stage.kernel.add()
-        assert not stage.kernel.bus.congested
-        await stage.kernel.bus.drain()
+            await plugins.kernel.add()
+        assert not plugins.kernel.bus.congested
+        await plugins.kernel.bus.drain()
 
 
 @on_virtual_time
@@ -250,16 +260,16 @@ async def test_an_observer_of_a_plugin_that_is_left_out_is_stopped_at_once_and_h
             ended.append("stopped")
             raise ValueError("on the way out")
 
-    async with staged(on(Added, wait, deadline_s=100.0)) as stage:
-        await stage.kernel.add()
-        await stage.kernel.add()
+    async with running_plugins(on(Added, wait, deadline_s=100.0)) as plugins:
+        await plugins.kernel.add()
+        await plugins.kernel.add()
         await anyio.sleep(0.1)
-        await stage.disable()
+        await plugins.disable()
         await anyio.sleep(0.1)
-        await stage.kernel.add()
+        await plugins.kernel.add()
         await anyio.sleep(100)
-        assert (heard, ended) == (additions(stage.kernel)[:1], ["stopped"])
-        assert (await stage.view()).reason == "disabled by an operator"
+        assert (heard, ended) == (additions(plugins.kernel)[:1], ["stopped"])
+        assert (await plugins.view()).reason == "disabled by an operator"
 
 
 # Following.
@@ -275,18 +285,18 @@ async def test_a_follower_goes_on_where_it_was_when_its_plugin_is_enabled_again(
             raise ValueError("boom")
         taken.extend(ids(records))
 
-    async with staged(lambda context: context.follow(Added, deliver)) as stage:
-        await stage.kernel.add()
+    async with running_plugins(lambda context: context.follow(Added, deliver)) as plugins:
+        await plugins.kernel.add()
         await anyio.sleep(60)
-        assert stage.state() is PluginState.QUARANTINED
-        await stage.kernel.add()
+        assert plugins.state() is PluginState.QUARANTINED
+        await plugins.kernel.add()
         broken = False
         await anyio.sleep(60)
         assert taken == []
-        await stage.enable()
+        await plugins.enable()
         await anyio.sleep(60)
-        assert taken == additions(stage.kernel)
-        assert stage.plugin().active
+        assert taken == additions(plugins.kernel)
+        assert plugins.plugin().active
 
 
 @on_virtual_time
@@ -294,11 +304,11 @@ async def test_a_follower_whose_receiver_is_down_says_so_and_is_not_given_up() -
     async def deliver(_: Sequence[Record]) -> None:
         raise DOWN
 
-    async with staged(lambda context: context.follow(Added, deliver)) as stage:
-        await stage.kernel.add()
+    async with running_plugins(lambda context: context.follow(Added, deliver)) as plugins:
+        await plugins.kernel.add()
         await anyio.sleep(3600 / 2)
-        assert stage.plugin().active
-        assert (await stage.view()).reason == "nobody is there"
+        assert plugins.plugin().active
+        assert (await plugins.view()).reason == "nobody is there"
 
 
 @on_virtual_time
@@ -310,17 +320,17 @@ async def test_a_delivery_that_hangs_is_cancelled_and_tried_again() -> None:
         if len(taken) == 1:
             await asyncio.Event().wait()
 
-    async with staged(lambda context: context.follow(Added, deliver, deadline_s=5.0)) as stage:
-        await stage.kernel.add()
+    async with running_plugins(lambda context: context.follow(Added, deliver, deadline_s=5.0)) as plugins:
+        await plugins.kernel.add()
         await anyio.sleep(10)
-        assert taken == [additions(stage.kernel)] * 2
-        assert stage.plugin().failed == 1
+        assert taken == [additions(plugins.kernel)] * 2
+        assert plugins.plugin().failed == 1
 
 
 @on_virtual_time
 async def test_a_delivery_may_be_a_plain_function() -> None:
     taken: list[int] = []
-    async with staged(
+    async with running_plugins(
         lambda context: context.follow(Added, lambda records: taken.extend(ids(records)), name="f")
     ) as it:
         await it.kernel.add()
@@ -337,31 +347,31 @@ async def test_a_delivery_under_way_when_its_plugin_is_left_out_is_made_again() 
         if len(taken) == 1:
             await asyncio.Event().wait()
 
-    async with staged(lambda context: context.follow(Added, deliver)) as stage:
-        await stage.kernel.add()
+    async with running_plugins(lambda context: context.follow(Added, deliver)) as plugins:
+        await plugins.kernel.add()
         await anyio.sleep(1)
-        await stage.disable()
+        await plugins.disable()
         await anyio.sleep(1)
-        assert (await stage.view()).reason == "disabled by an operator"
-        await stage.enable()
-        assert (await stage.view()).reason is None
+        assert (await plugins.view()).reason == "disabled by an operator"
+        await plugins.enable()
+        assert (await plugins.view()).reason is None
         await anyio.sleep(60)
-        assert taken == [additions(stage.kernel)] * 2
-        assert stage.plugin().failed == 0
+        assert taken == [additions(plugins.kernel)] * 2
+        assert plugins.plugin().failed == 0
 
 
 @on_virtual_time
 async def test_the_position_of_a_follower_is_kept_over_a_restart() -> None:
     store, taken = FaultyStore(), list[int]()
     register = lambda context: context.follow(Added, lambda records: taken.extend(ids(records)), name="f")  # noqa: E731
-    async with staged(register, store=store) as stage:
-        await stage.kernel.add()
+    async with running_plugins(register, store=store) as plugins:
+        await plugins.kernel.add()
         await anyio.sleep(2 * CURSOR_INTERVAL_S)
     async with running(store) as kernel:
         await kernel.add()
-    async with staged(register, store=store) as stage:
+    async with running_plugins(register, store=store) as plugins:
         await anyio.sleep(1)
-        assert taken == additions(stage.kernel)
+        assert taken == additions(plugins.kernel)
 
 
 # Listening.
@@ -376,18 +386,20 @@ async def test_signals_are_heard_and_a_listener_that_fails_is_given_up() -> None
         if tick.at:
             raise ValueError("boom")
 
-    async with staged(lambda context: context.on_signal(Tick, listen)) as stage:
+    async with running_plugins(lambda context: context.on_signal(Tick, listen)) as plugins:
         for number in range(FAILURES_MAX + 3):
-            stage.kernel.bus.signal(Tick(float(number)), call())
+            plugins.kernel.bus.signal(Tick(float(number)), call())
             await anyio.sleep(1)
         assert heard == [0.0, *map(float, range(1, FAILURES_MAX + 1))]
-        assert stage.state() is PluginState.QUARANTINED
+        assert plugins.state() is PluginState.QUARANTINED
 
 
 @on_virtual_time
 async def test_a_plugin_may_listen_for_its_own_signals() -> None:
     heard: list[object] = []
-    async with staged(lambda context: context.on_signal(Knock, lambda knock, _: heard.append(knock), name="k")) as it:
+    async with running_plugins(
+        lambda context: context.on_signal(Knock, lambda knock, _: heard.append(knock), name="k")
+    ) as it:
         it.kernel.bus.signal(Knock(), call())
         await anyio.sleep(1)
         assert heard == [Knock()]
@@ -411,18 +423,18 @@ async def test_a_plugin_answers_its_own_requests() -> None:
         return plus_one(guess, call)
 
     for handler in (plus_one, later):
-        async with staged(serving(Guess, handler)) as stage:
-            assert await stage.kernel.bus.ask(Guess(2)) == 3
+        async with running_plugins(serving(Guess, handler)) as plugins:
+            assert await plugins.kernel.bus.ask(Guess(2)) == 3
 
 
 @on_virtual_time
 async def test_a_plugin_that_is_left_out_answers_nothing_and_the_caller_is_told_why() -> None:
-    async with staged(serving(Guess, plus_one)) as stage:
-        await stage.disable()
-        error = await refused(stage.kernel.bus.ask(Guess()))
+    async with running_plugins(serving(Guess, plus_one)) as plugins:
+        await plugins.disable()
+        error = await refused(plugins.kernel.bus.ask(Guess()))
         assert (type(error), error.code, error.fix) == (Unavailable, "plugin_left_out", "forgectl plugins enable one")
-        await stage.enable()
-        assert await stage.kernel.bus.ask(Guess()) == 1
+        await plugins.enable()
+        assert await plugins.kernel.bus.ask(Guess()) == 1
 
 
 @on_virtual_time
@@ -430,10 +442,10 @@ async def test_what_a_served_request_decides_becomes_durable_with_the_reply() ->
     def vote(request: Vote, _: Call) -> Decision[str]:
         return Decision("counted", (Said(request.text),))
 
-    async with staged(serving(Vote, vote)) as stage:
+    async with running_plugins(serving(Vote, vote)) as plugins:
         for _ in range(2):
-            assert await stage.kernel.bus.ask(Vote("aye"), call(1)) == "counted"
-        assert stage.kernel.facts(Said) == [Said("aye")]
+            assert await plugins.kernel.bus.ask(Vote("aye"), call(1)) == "counted"
+        assert plugins.kernel.facts(Said) == [Said("aye")]
 
 
 @pytest.mark.parametrize(
@@ -457,11 +469,11 @@ async def test_what_is_not_a_plugin_s_to_decide_is_refused_and_nobody_s_state_is
         return decision
 
     for handler in (lambda *_: decision, later):
-        async with staged(serving(Vote, handler)) as stage:
-            loads = stage.kernel.tally.loads
-            error = await refused(stage.kernel.bus.ask(Vote(), call(1)))
+        async with running_plugins(serving(Vote, handler)) as plugins:
+            loads = plugins.kernel.tally.loads
+            error = await refused(plugins.kernel.bus.ask(Vote(), call(1)))
             assert error.code == code
-            assert stage.kernel.tally.loads == loads
+            assert plugins.kernel.tally.loads == loads
 
 
 @pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(1), asyncio.CancelledError(), StopIteration()])
@@ -473,16 +485,16 @@ async def test_a_handler_that_breaks_is_an_answer_to_the_caller_and_a_failure_of
         raise error
 
     for handler in (raising(error), later):
-        async with staged(serving(Vote, handler)) as stage:
+        async with running_plugins(serving(Vote, handler)) as plugins:
             broken = ReportException()
-            stage.kernel.bus.on_handler_bug = broken
+            plugins.kernel.bus.on_handler_bug = broken
             for _ in range(FAILURES_MAX):
-                answer = await refused(stage.kernel.bus.ask(Vote()))
+                answer = await refused(plugins.kernel.bus.ask(Vote()))
                 assert (type(answer), answer.code) == (ForgedError, "plugin_broken")
-            assert (await refused(stage.kernel.bus.ask(Vote()))).code == "plugin_left_out"
-            await stage.kernel.settle()
-            assert len(stage.quarantines()) == 1
-            assert stage.kernel.ledger.reloads == 1
+            assert (await refused(plugins.kernel.bus.ask(Vote()))).code == "plugin_left_out"
+            await plugins.kernel.settle()
+            assert len(plugins.quarantines()) == 1
+            assert plugins.kernel.ledger.reloads == 1
             assert {part for part, _ in broken.told} <= {"one/Vote"}
 
 
@@ -492,19 +504,19 @@ async def test_to_refuse_a_request_is_a_plugin_s_right() -> None:
         raise DOWN
 
     for handler in (raising(RequestRefused("no", "no", "")), later):
-        async with staged(serving(Guess, handler)) as stage:
+        async with running_plugins(serving(Guess, handler)) as plugins:
             for _ in range(2 * FAILURES_MAX):
-                assert (await refused(stage.kernel.bus.ask(Guess()))).code in ("no", "receiver_down")
-            assert (stage.plugin().active, stage.plugin().failed) == (True, 0)
+                assert (await refused(plugins.kernel.bus.ask(Guess()))).code in ("no", "receiver_down")
+            assert (plugins.plugin().active, plugins.plugin().failed) == (True, 0)
 
 
 @on_virtual_time
 async def test_a_handler_that_hangs_is_an_error_in_time() -> None:
-    async with staged(serving(Guess, hang, deadline_s=2.0)) as stage:
-        began = stage.kernel.clock.monotonic()
-        error = await refused(stage.kernel.bus.ask(Guess()))
+    async with running_plugins(serving(Guess, hang, deadline_s=2.0)) as plugins:
+        began = plugins.kernel.clock.monotonic()
+        error = await refused(plugins.kernel.bus.ask(Guess()))
         assert "took longer than its 2 s" in error.message
-        assert stage.kernel.clock.monotonic() - began == pytest.approx(2.0)
+        assert plugins.kernel.clock.monotonic() - began == pytest.approx(2.0)
 
 
 @on_virtual_time
@@ -514,39 +526,39 @@ async def test_an_answer_that_comes_too_late_is_none() -> None:
             await asyncio.Event().wait()
         return 1
 
-    async with staged(serving(Guess, late, deadline_s=2.0)) as stage:
-        assert "took longer than its 2 s" in (await refused(stage.kernel.bus.ask(Guess()))).message
-        assert (stage.plugin().failed, stage.plugin().handled) == (1, 0)
+    async with running_plugins(serving(Guess, late, deadline_s=2.0)) as plugins:
+        assert "took longer than its 2 s" in (await refused(plugins.kernel.bus.ask(Guess()))).message
+        assert (plugins.plugin().failed, plugins.plugin().handled) == (1, 0)
 
 
 @on_virtual_time
 async def test_a_handler_that_ignores_its_cancellation_is_an_error_in_time_too() -> None:
     stubborn = Stubborn()
-    async with staged(serving(Guess, stubborn, deadline_s=2.0)) as stage:
-        began = stage.kernel.clock.monotonic()
-        error = await refused(stage.kernel.bus.ask(Guess()))
+    async with running_plugins(serving(Guess, stubborn, deadline_s=2.0)) as plugins:
+        began = plugins.kernel.clock.monotonic()
+        error = await refused(plugins.kernel.bus.ask(Guess()))
         assert "ignored its cancellation" in error.message
-        assert stage.kernel.clock.monotonic() - began == pytest.approx(2.0 + GRACE_S)
-        assert (stubborn.cancelled, stage.kernel.bus.dispatcher.in_flight, stage.plugin().turns) == (1, 0, {})
+        assert plugins.kernel.clock.monotonic() - began == pytest.approx(2.0 + GRACE_S)
+        assert (stubborn.cancelled, plugins.kernel.bus.dispatcher.in_flight, plugins.plugin().turns) == (1, 0, {})
 
 
 @on_virtual_time
 async def test_a_caller_s_deadline_and_cancellation_are_no_failure_of_the_plugin() -> None:
-    async with staged(serving(Guess, hang, deadline_s=60.0)) as stage:
-        assert (await refused(stage.kernel.bus.ask(Guess(), call(timeout_s=1.0)))).code == "deadline_exceeded"
-        pending = stage.kernel.bus.submit(Guess(), call(1))
+    async with running_plugins(serving(Guess, hang, deadline_s=60.0)) as plugins:
+        assert (await refused(plugins.kernel.bus.ask(Guess(), call(timeout_s=1.0)))).code == "deadline_exceeded"
+        pending = plugins.kernel.bus.submit(Guess(), call(1))
         await anyio.sleep(1)
-        stage.kernel.bus.dispatcher.cancel(call(1).client, 1)
+        plugins.kernel.bus.dispatcher.cancel(call(1).client, 1)
         assert (await refused(pending.wait())).code == "cancelled"
-        assert (stage.plugin().failed, stage.plugin().turns) == (0, {})
+        assert (plugins.plugin().failed, plugins.plugin().turns) == (0, {})
 
 
 @on_virtual_time
 async def test_a_handler_that_ignores_its_caller_s_deadline_keeps_neither_the_caller_nor_the_loop() -> None:
     stubborn = Stubborn()
-    async with staged(serving(Guess, stubborn, deadline_s=60.0)) as stage:
-        assert (await refused(stage.kernel.bus.ask(Guess(), call(timeout_s=1.0)))).code == "deadline_exceeded"
-        assert stage.kernel.clock.monotonic() == pytest.approx(1.0, abs=0.1)
+    async with running_plugins(serving(Guess, stubborn, deadline_s=60.0)) as plugins:
+        assert (await refused(plugins.kernel.bus.ask(Guess(), call(timeout_s=1.0)))).code == "deadline_exceeded"
+        assert plugins.kernel.clock.monotonic() == pytest.approx(1.0, abs=0.1)
 
 
 # Replacing.
@@ -554,29 +566,31 @@ async def test_a_handler_that_ignores_its_caller_s_deadline_keeps_neither_the_ca
 
 @on_virtual_time
 async def test_a_replacement_answers_until_its_plugin_is_left_out() -> None:
-    async with staged(lambda context: context.replace(ReadTotal, lambda *_: 99)) as stage:
-        await stage.kernel.add(3)
-        assert await stage.kernel.bus.ask(ReadTotal()) == 99
-        await stage.disable()
-        assert await stage.kernel.bus.ask(ReadTotal()) == 3
-        await stage.enable()
-        assert await stage.kernel.bus.ask(ReadTotal()) == 99
+    async with running_plugins(lambda context: context.replace(ReadTotal, lambda *_: 99)) as plugins:
+        await plugins.kernel.add(3)
+        assert await plugins.kernel.bus.ask(ReadTotal()) == 99
+        await plugins.disable()
+        assert await plugins.kernel.bus.ask(ReadTotal()) == 3
+        await plugins.enable()
+        assert await plugins.kernel.bus.ask(ReadTotal()) == 99
 
 
 @on_virtual_time
 async def test_a_replacement_that_breaks_falls_back_to_the_daemon_s_handler() -> None:
-    async with staged(lambda context: context.replace(Add, raising(ValueError("boom")))) as stage:
+    async with running_plugins(lambda context: context.replace(Add, raising(ValueError("boom")))) as plugins:
         for _ in range(FAILURES_MAX):
-            await refused(stage.kernel.add())
-        assert await stage.kernel.add(5) == 5
-        assert stage.kernel.ledger.reloads == 1
+            await refused(plugins.kernel.add())
+        assert await plugins.kernel.add(5) == 5
+        assert plugins.kernel.ledger.reloads == 1
 
 
 @on_virtual_time
 async def test_a_replacement_may_say_what_the_daemon_would_have_said() -> None:
-    async with staged(lambda context: context.replace(Add, lambda add, _: Decision(1, (Added(1, 1),)))) as stage:
-        assert await stage.kernel.add() == 1
-        assert stage.kernel.facts(Added) == [Added(1, 1)]
+    async with running_plugins(
+        lambda context: context.replace(Add, lambda add, _: Decision(1, (Added(1, 1),)))
+    ) as plugins:
+        assert await plugins.kernel.add() == 1
+        assert plugins.kernel.facts(Added) == [Added(1, 1)]
 
 
 # Wrapping.
@@ -596,9 +610,9 @@ async def test_a_wrapper_may_change_the_request_and_the_reply() -> None:
         total: int = await proceed(Add(request.amount * 2))
         return total + 1000
 
-    async with staged(wrapping(Add, double)) as stage:
-        assert await stage.kernel.add(2) == 1004
-        assert stage.plugin().handled == 1
+    async with running_plugins(wrapping(Add, double)) as plugins:
+        assert await plugins.kernel.add(2) == 1004
+        assert plugins.plugin().handled == 1
 
 
 @on_virtual_time
@@ -608,10 +622,10 @@ async def test_a_wrapper_may_refuse_or_answer_by_itself() -> None:
             raise RequestRefused("negative", "no", "")
         return 7
 
-    async with staged(wrapping(Add, judge)) as stage:
+    async with running_plugins(wrapping(Add, judge)) as plugins:
         for _ in range(2 * FAILURES_MAX):
-            assert (await refused(stage.kernel.add(-1))).code == "negative"
-        assert (await stage.kernel.add(1), stage.plugin().failed, stage.kernel.facts(Added)) == (7, 0, [])
+            assert (await refused(plugins.kernel.add(-1))).code == "negative"
+        assert (await plugins.kernel.add(1), plugins.plugin().failed, plugins.kernel.facts(Added)) == (7, 0, [])
 
 
 @on_virtual_time
@@ -619,7 +633,7 @@ async def test_what_the_handler_refuses_is_no_failure_of_a_wrapper() -> None:
     def refuse(*_: Any) -> Any:
         raise RequestRefused("no", "no", "")
 
-    async with staged(
+    async with running_plugins(
         wrapping(Guess, pass_on), register=lambda kernel: kernel.bus.serve(Guess, refuse, owner="x")
     ) as it:
         for _ in range(2 * FAILURES_MAX):
@@ -633,14 +647,14 @@ async def test_requests_go_past_a_wrapper_that_is_left_out_unless_it_is_required
     async def fail(*_: Any) -> Any:
         raise ValueError("boom")
 
-    async with staged(wrapping(Add, fail, required=required)) as stage:
+    async with running_plugins(wrapping(Add, fail, required=required)) as plugins:
         for _ in range(FAILURES_MAX):
-            assert (await refused(stage.kernel.add())).code == "plugin_broken"
-        assert stage.state() is PluginState.QUARANTINED
+            assert (await refused(plugins.kernel.add())).code == "plugin_broken"
+        assert plugins.state() is PluginState.QUARANTINED
         if required:
-            assert (await refused(stage.kernel.add())).code == "plugin_left_out"
+            assert (await refused(plugins.kernel.add())).code == "plugin_left_out"
         else:
-            assert await stage.kernel.add(4) == 4
+            assert await plugins.kernel.add(4) == 4
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -653,10 +667,10 @@ async def test_a_wrapper_that_hangs_before_or_behind_the_handler_is_an_error_in_
         await hang()
         return reply
 
-    async with staged(wrapping(Add, wrap, deadline_s=2.0)) as stage:
-        assert (await refused(stage.kernel.add())).code == "plugin_broken"
-        assert stage.kernel.clock.monotonic() == pytest.approx(2.0, abs=0.1)
-        assert len(stage.kernel.facts(Added)) == (0 if before else 1)
+    async with running_plugins(wrapping(Add, wrap, deadline_s=2.0)) as plugins:
+        assert (await refused(plugins.kernel.add())).code == "plugin_broken"
+        assert plugins.kernel.clock.monotonic() == pytest.approx(2.0, abs=0.1)
+        assert len(plugins.kernel.facts(Added)) == (0 if before else 1)
 
 
 async def slow(*_: Any) -> int:
@@ -674,12 +688,12 @@ async def test_the_handler_s_time_is_not_the_wrapper_s(behind_s: float, well: bo
         return reply
 
     serve = lambda kernel: kernel.bus.serve(Guess, slow, owner="slow")  # noqa: E731
-    async with staged(wrapping(Guess, wrap, deadline_s=2.0), register=serve) as stage:
+    async with running_plugins(wrapping(Guess, wrap, deadline_s=2.0), register=serve) as plugins:
         if well:
-            assert await stage.kernel.bus.ask(Guess()) == 1
+            assert await plugins.kernel.bus.ask(Guess()) == 1
         else:
-            await refused(stage.kernel.bus.ask(Guess()))
-        assert stage.plugin().failed == (0 if well else 1)
+            await refused(plugins.kernel.bus.ask(Guess()))
+        assert plugins.plugin().failed == (0 if well else 1)
 
 
 @pytest.mark.parametrize(("behind_s", "well"), [(1.5, True), (2.5, False)])
@@ -691,42 +705,42 @@ async def test_a_wrapper_may_proceed_twice_at_once(behind_s: float, well: bool) 
         return sum(both)
 
     serve = lambda kernel: kernel.bus.serve(Guess, slow, owner="slow")  # noqa: E731
-    async with staged(wrapping(Guess, wrap, deadline_s=2.0), register=serve) as stage:
+    async with running_plugins(wrapping(Guess, wrap, deadline_s=2.0), register=serve) as plugins:
         if well:
-            assert await stage.kernel.bus.ask(Guess()) == 2
+            assert await plugins.kernel.bus.ask(Guess()) == 2
         else:
-            await refused(stage.kernel.bus.ask(Guess()))
-        assert stage.plugin().failed == (0 if well else 1)
+            await refused(plugins.kernel.bus.ask(Guess()))
+        assert plugins.plugin().failed == (0 if well else 1)
 
 
 @on_virtual_time
 async def test_leaving_a_plugin_out_does_not_cancel_what_the_daemon_does_for_its_wrapper() -> None:
-    async with staged(
+    async with running_plugins(
         wrapping(Guess, pass_on), register=lambda kernel: kernel.bus.serve(Guess, slow, owner="slow")
-    ) as stage:
-        pending = stage.kernel.bus.submit(Guess(), call())
+    ) as plugins:
+        pending = plugins.kernel.bus.submit(Guess(), call())
         await anyio.sleep(1)
-        await stage.disable()
+        await plugins.disable()
         assert await pending.wait() == 1
 
 
 @on_virtual_time
 async def test_leaving_a_plugin_out_ends_what_its_wrapper_does_itself() -> None:
-    async with staged(wrapping(Add, hang, deadline_s=60.0)) as stage:
-        pending = stage.kernel.submit()
+    async with running_plugins(wrapping(Add, hang, deadline_s=60.0)) as plugins:
+        pending = plugins.kernel.submit()
         await anyio.sleep(1)
-        await stage.disable()
+        await plugins.disable()
         assert (await refused(pending.wait())).code == "plugin_left_out"
-        assert (stage.plugin().failed, stage.kernel.clock.monotonic() < 2) == (0, True)
+        assert (plugins.plugin().failed, plugins.kernel.clock.monotonic() < 2) == (0, True)
 
 
 @on_virtual_time
 async def test_a_caller_s_deadline_holds_in_a_wrapper_and_in_what_it_proceeds_to() -> None:
-    async with staged(
+    async with running_plugins(
         wrapping(Guess, pass_on), register=lambda kernel: kernel.bus.serve(Guess, slow, owner="slow")
-    ) as stage:
-        assert (await refused(stage.kernel.bus.ask(Guess(), call(timeout_s=1.0)))).code == "deadline_exceeded"
-        assert (stage.plugin().failed, stage.kernel.bus.dispatcher.in_flight) == (0, 0)
+    ) as plugins:
+        assert (await refused(plugins.kernel.bus.ask(Guess(), call(timeout_s=1.0)))).code == "deadline_exceeded"
+        assert (plugins.plugin().failed, plugins.kernel.bus.dispatcher.in_flight) == (0, 0)
 
 
 @on_virtual_time
@@ -740,10 +754,10 @@ async def test_wrappers_are_within_each_other_the_last_outermost() -> None:
     def serve(kernel: Kernel) -> None:
         kernel.bus.serve(Vote, lambda *_: "c", owner="x")
 
-    async with staged(wrapping(Vote, adding("b")), wrapping(Vote, adding("a")), register=serve) as stage:
-        assert await stage.kernel.bus.ask(Vote()) == "abc"
-        await stage.disable("two")
-        assert await stage.kernel.bus.ask(Vote()) == "bc"
+    async with running_plugins(wrapping(Vote, adding("b")), wrapping(Vote, adding("a")), register=serve) as plugins:
+        assert await plugins.kernel.bus.ask(Vote()) == "abc"
+        await plugins.disable("two")
+        assert await plugins.kernel.bus.ask(Vote()) == "bc"
 
 
 async def test_a_wrapper_that_holds_up_the_loop_is_interrupted_and_the_handler_within_it_is_not() -> None:
@@ -773,12 +787,12 @@ async def hold_up(guard: AlarmGuard) -> None:
     def serve(kernel: Kernel) -> None:
         kernel.bus.serve(Guess, long, owner="long")
 
-    async with staged(wrapping(Guess, wrap), register=serve, guard=guard, block_max_s=0.2) as stage:
-        assert await stage.kernel.bus.ask(Guess(0)) == 1
+    async with running_plugins(wrapping(Guess, wrap), register=serve, guard=guard, block_max_s=0.2) as plugins:
+        assert await plugins.kernel.bus.ask(Guess(0)) == 1
         for _ in range(FAILURES_MAX):
-            assert "blocked the daemon" in (await refused(stage.kernel.bus.ask(Guess(1)))).message
-        assert stage.state() is PluginState.QUARANTINED
-        assert await stage.kernel.bus.ask(Guess(1)) == 1
+            assert "blocked the daemon" in (await refused(plugins.kernel.bus.ask(Guess(1)))).message
+        assert plugins.state() is PluginState.QUARANTINED
+        assert await plugins.kernel.bus.ask(Guess(1)) == 1
 
 
 # What cannot be.
@@ -829,31 +843,31 @@ async def test_what_cannot_be_registered_is_refused_as_a_whole_and_the_daemon_st
         context.on_stop(raising(ValueError()))
         register(context)
 
-    async with staged(greedy) as stage:
-        bus = stage.kernel.bus
-        assert stage.state() is PluginState.REFUSED
-        assert reason in str(stage.plugin().reason)
+    async with running_plugins(greedy) as plugins:
+        bus = plugins.kernel.bus
+        assert plugins.state() is PluginState.REFUSED
+        assert reason in str(plugins.plugin().reason)
         assert (bus.mailboxes, bus.followers, bus.slots, bus.owners) == ({}, {}, {}, {})
         assert set(bus.requests.routes) == {Add, ReadTotal, *REQUESTS}
-        assert await stage.kernel.add() == 1
+        assert await plugins.kernel.add() == 1
         await anyio.sleep(1)
-        await stage.host.stop()
-        view = await stage.view()
+        await plugins.host.stop()
+        view = await plugins.view()
         assert (view.parts, view.commands, view.failed) == ([], [], 0)
 
 
 @on_virtual_time
 async def test_the_first_of_two_that_replace_the_same_is_taken_in() -> None:
     replaces = [lambda context, number=number: context.replace(ReadTotal, lambda *_: number) for number in (1, 2)]
-    async with staged(*replaces) as stage:
-        assert await stage.kernel.bus.ask(ReadTotal()) == 1
-        assert "another plugin replaces the handler of ReadTotal" in str(stage.plugin("two").reason)
+    async with running_plugins(*replaces) as plugins:
+        assert await plugins.kernel.bus.ask(ReadTotal()) == 1
+        assert "another plugin replaces the handler of ReadTotal" in str(plugins.plugin("two").reason)
 
 
 @on_virtual_time
 async def test_a_plugin_may_wrap_what_another_serves() -> None:
-    async with staged(lambda context: context.serve(Guess, plus_one), wrapping(Guess, pass_on)) as stage:
-        assert await stage.kernel.bus.ask(Guess(1)) == 2
+    async with running_plugins(lambda context: context.serve(Guess, plus_one), wrapping(Guess, pass_on)) as plugins:
+        assert await plugins.kernel.bus.ask(Guess(1)) == 2
 
 
 def test_the_requests_that_look_after_plugins_are_spared() -> None:

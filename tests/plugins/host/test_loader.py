@@ -17,7 +17,7 @@ from forged.plugins.host.loader import GROUP, MODULE_PREFIX, SOURCE_BYTES_MAX, f
 from forged.plugins.host.plugin_host import PluginSource
 from forged.plugins.model import PluginRefused, PluginState
 from tests.kernel_fixture import on_virtual_time
-from tests.plugins.plugin_fixture import staged
+from tests.plugins.plugin_fixture import running_plugins
 
 UID = os.getuid()
 STRANGER = 54321
@@ -236,10 +236,10 @@ def test_a_module_that_cannot_be_loaded_leaves_nothing_behind(directory: Path, s
 
     @on_virtual_time
     async def take_in() -> None:
-        async with staged(only(directory)) as stage:
-            assert stage.state() is PluginState.REFUSED
+        async with running_plugins(only(directory)) as plugins:
+            assert plugins.state() is PluginState.REFUSED
             assert MODULE_PREFIX + "one" not in sys.modules
-            assert await stage.kernel.add() == 1
+            assert await plugins.kernel.add() == 1
 
     take_in()
 
@@ -248,8 +248,8 @@ async def test_an_import_that_never_ends_is_interrupted(directory: Path) -> None
     put(directory, "while True: pass")
     guard = AlarmGuard()
     try:
-        async with staged(only(directory), guard=guard, load_timeout_s=0.05) as stage:
-            assert "blocked the daemon" in str(stage.plugin().reason)
+        async with running_plugins(only(directory), guard=guard, load_timeout_s=0.05) as plugins:
+            assert "blocked the daemon" in str(plugins.plugin().reason)
             assert MODULE_PREFIX + "one" not in sys.modules
     finally:
         guard.close()
@@ -260,11 +260,11 @@ def test_a_file_whose_name_is_no_text_is_refused_on_record(directory: Path) -> N
 
     @on_virtual_time
     async def take_in() -> None:
-        async with staged(only(directory)) as stage:
-            (refused,) = stage.kernel.facts(PluginRefused)
+        async with running_plugins(only(directory)) as plugins:
+            (refused,) = plugins.kernel.facts(PluginRefused)
             assert refused.plugin == "caf\\udce9"
-            assert await stage.kernel.add() == 1
-            assert [view.name for view in stage.host.views] == ["caf\\udce9"]
+            assert await plugins.kernel.add() == 1
+            assert [view.name for view in plugins.host.views] == ["caf\\udce9"]
 
     take_in()
 
@@ -274,8 +274,8 @@ def test_a_name_that_is_none_for_a_plugin_is_refused(directory: Path) -> None:
 
     @on_virtual_time
     async def load() -> None:
-        async with staged(*in_directory(directory, UID)) as stage:
-            assert "plugin name must match" in str(stage.plugin("My Plugin").reason)
+        async with running_plugins(*in_directory(directory, UID)) as plugins:
+            assert "plugin name must match" in str(plugins.plugin("My Plugin").reason)
 
     load()
 
@@ -306,8 +306,8 @@ def test_an_entry_point_is_to_be_a_module() -> None:
 @pytest.mark.parametrize("value", ["nothing_of_this_name", "json:nothing", "json.nothing"])
 @on_virtual_time
 async def test_an_entry_point_that_leads_nowhere_is_refused(value: str) -> None:
-    async with staged(*in_environment([point(value)])) as stage:
-        assert stage.state() is PluginState.REFUSED
+    async with running_plugins(*in_environment([point(value)])) as plugins:
+        assert plugins.state() is PluginState.REFUSED
 
 
 def install(directory: Path, metadata: str | None) -> None:
@@ -343,8 +343,8 @@ def test_an_installed_package_is_found_and_taken_in(
 
     @on_virtual_time
     async def take_in() -> None:
-        async with staged(found) as stage:
-            assert (stage.state("tiny"), stage.plugin("tiny").version) == (PluginState.ACTIVE, version)
+        async with running_plugins(found) as plugins:
+            assert (plugins.state("tiny"), plugins.plugin("tiny").version) == (PluginState.ACTIVE, version)
 
     take_in()
     monkeypatch.delitem(sys.modules, "tiny_forged_plugin")

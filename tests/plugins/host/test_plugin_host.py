@@ -39,8 +39,8 @@ from tests.plugins.plugin_fixture import (
     ReportException,
     Said,
     on,
+    running_plugins,
     source,
-    staged,
 )
 
 
@@ -113,15 +113,15 @@ def fails_at(error: BaseException) -> PluginSource:
 async def test_what_cannot_be_taken_in_is_refused_with_the_reason_on_record_and_the_daemon_starts(
     found: PluginSource, reason: str
 ) -> None:
-    async with staged(found) as stage:
-        (fact,) = stage.kernel.facts(PluginRefused)
+    async with running_plugins(found) as plugins:
+        (fact,) = plugins.kernel.facts(PluginRefused)
         assert (fact.plugin, reason in fact.reason) == (found.name, True)
-        view = await stage.view(found.name)
+        view = await plugins.view(found.name)
         assert (view.state, view.reason) == (PluginState.REFUSED, fact.reason)
-        assert await stage.kernel.add() == 1
-        assert (await refused(stage.enable(found.name))).code == "plugin_not_loaded"
-        await stage.disable(found.name)
-        assert [plugin.name for plugin in stage.host.refused] == [found.name]
+        assert await plugins.kernel.add() == 1
+        assert (await refused(plugins.enable(found.name))).code == "plugin_not_loaded"
+        await plugins.disable(found.name)
+        assert [plugin.name for plugin in plugins.host.refused] == [found.name]
 
 
 @on_virtual_time
@@ -132,14 +132,14 @@ async def test_a_mistake_in_a_plugin_is_told_with_its_traceback_and_a_refusal_is
         kernel.bus.on_handler_bug = broken
 
     refusal = ConfigError("no", "no", "")
-    async with staged(raising(mistake), raising(refusal), register=register):
+    async with running_plugins(raising(mistake), raising(refusal), register=register):
         assert broken.told == [("one", mistake)]
 
 
 @on_virtual_time
 async def test_one_that_is_refused_leaves_the_others_be() -> None:
-    async with staged(raising(ValueError()), on(Added, lambda _: None), raising(SystemExit())) as stage:
-        assert [stage.state(name) for name in ("one", "two", "three")] == [
+    async with running_plugins(raising(ValueError()), on(Added, lambda _: None), raising(SystemExit())) as plugins:
+        assert [plugins.state(name) for name in ("one", "two", "three")] == [
             PluginState.REFUSED,
             PluginState.ACTIVE,
             PluginState.REFUSED,
@@ -155,9 +155,9 @@ async def test_a_plugin_that_takes_for_ever_is_refused(where: str) -> None:
     found = PluginSource("one", "a test", spin) if where == "import" else source(spin)
     guard = AlarmGuard()
     try:
-        async with staged(found, guard=guard, load_timeout_s=0.05) as stage:
-            assert "blocked the daemon for more than 0.05 s" in str(stage.plugin().reason)
-            assert await stage.kernel.add() == 1
+        async with running_plugins(found, guard=guard, load_timeout_s=0.05) as plugins:
+            assert "blocked the daemon for more than 0.05 s" in str(plugins.plugin().reason)
+            assert await plugins.kernel.add() == 1
     finally:
         guard.close()
 
@@ -168,8 +168,8 @@ async def test_a_module_that_answers_for_its_attributes_does_so_as_a_plugin() ->
         def __getattr__(self, name: str) -> Any:
             raise SystemExit(name)
 
-    async with staged(PluginSource("one", "a test", lambda: Odd())) as stage:  # type: ignore[arg-type, return-value]
-        assert "raised SystemExit: API_VERSION" in str(stage.plugin().reason)
+    async with running_plugins(PluginSource("one", "a test", lambda: Odd())) as plugins:  # type: ignore[arg-type, return-value]
+        assert "raised SystemExit: API_VERSION" in str(plugins.plugin().reason)
 
 
 @on_virtual_time
@@ -179,33 +179,33 @@ async def test_the_version_is_the_package_s_or_the_module_s() -> None:
         PluginSource("two", "a package", source(quiet, __version__="1.2").load, "3.4"),
         source(quiet, "three", __version__="\udce9" * 100),
     )
-    async with staged(*sources) as stage:
-        versions = [(await stage.view(name)).version for name in ("one", "two", "three")]
+    async with running_plugins(*sources) as plugins:
+        versions = [(await plugins.view(name)).version for name in ("one", "two", "three")]
         assert versions == ["1.2", "3.4", ("\\udce9" * 100)[:64]]
 
 
 @on_virtual_time
 async def test_the_settings_of_a_plugin_reach_it_without_the_key_that_is_the_daemon_s() -> None:
     contexts = Contexts()
-    async with staged(contexts, settings={"one": {"enabled": True, "url": "x"}}):
+    async with running_plugins(contexts, settings={"one": {"enabled": True, "url": "x"}}):
         assert contexts.context.config == {"url": "x"}
 
 
 @on_virtual_time
 async def test_a_plugin_that_is_disabled_in_the_settings_is_not_even_loaded() -> None:
-    async with staged(fails_at(AssertionError()), settings={"one": {"enabled": False}}) as stage:
-        view = await stage.view()
+    async with running_plugins(fails_at(AssertionError()), settings={"one": {"enabled": False}}) as plugins:
+        view = await plugins.view()
         assert (view.state, view.reason) == (PluginState.DISABLED, "enabled = false in the settings")
-        assert stage.kernel.facts(PluginRefused) == []
-        assert (await refused(stage.enable())).code == "plugin_not_loaded"
-        await stage.disable()
-        assert stage.kernel.facts(PluginDisabled) == []
+        assert plugins.kernel.facts(PluginRefused) == []
+        assert (await refused(plugins.enable())).code == "plugin_not_loaded"
+        await plugins.disable()
+        assert plugins.kernel.facts(PluginDisabled) == []
 
 
 @on_virtual_time
 async def test_settings_for_a_plugin_that_is_not_there_are_told() -> None:
-    async with staged(quiet, settings={"one": {}, "webhok": {}}) as stage:
-        view = await stage.view("webhok")
+    async with running_plugins(quiet, settings={"one": {}, "webhok": {}}) as plugins:
+        view = await plugins.view("webhok")
         assert (view.state, view.reason, view.origin) == (
             PluginState.REFUSED,
             "no plugin of this name was found",
@@ -221,8 +221,8 @@ class Settings(msgspec.Struct):
 @on_virtual_time
 async def test_all_that_is_wrong_in_the_settings_is_told_at_once() -> None:
     settings = {"one": {"ulr": "x", "times": "many"}}
-    async with staged(lambda context: context.settings(Settings), settings=settings) as stage:
-        plugin = stage.plugin()
+    async with running_plugins(lambda context: context.settings(Settings), settings=settings) as plugins:
+        plugin = plugins.plugin()
         assert [problem.key for problem in plugin.problems] == [
             "plugins.one.ulr",
             "plugins.one.times",
@@ -234,9 +234,9 @@ async def test_all_that_is_wrong_in_the_settings_is_told_at_once() -> None:
 @on_virtual_time
 async def test_of_two_with_the_same_name_the_first_is_taken_in_and_the_other_is_told() -> None:
     second = PluginSource("one", "elsewhere", source(raising(AssertionError())).load)
-    async with staged(source(quiet), second) as stage:
-        assert stage.plugin().active
-        assert "elsewhere has a plugin of the same name" in str((await stage.view()).reason)
+    async with running_plugins(source(quiet), second) as plugins:
+        assert plugins.plugin().active
+        assert "elsewhere has a plugin of the same name" in str((await plugins.view()).reason)
 
 
 @on_virtual_time
@@ -250,8 +250,8 @@ async def test_what_is_there_is_shown() -> None:
         context.every(2, lambda: None, name="pulse")
         context.command("status", lambda _: None, help="how it is")
 
-    async with staged(register) as stage:
-        view = await stage.view()
+    async with running_plugins(register) as plugins:
+        view = await plugins.view()
         assert (view.name, view.origin, view.state, view.reason) == ("one", "a test", PluginState.ACTIVE, None)
         assert view.parts == [
             "observes Added",
@@ -262,13 +262,13 @@ async def test_what_is_there_is_shown() -> None:
             "every 2 s",
         ]
         assert view.commands == [CommandView("status", "how it is")]
-        assert stage.host.views == [view]
+        assert plugins.host.views == [view]
 
 
 @on_virtual_time
 async def test_registering_is_over_when_register_has_returned() -> None:
     contexts = Contexts()
-    async with staged(contexts):
+    async with running_plugins(contexts):
         with pytest.raises(RuntimeError, match=r"only in register\(\)"):
             contexts.context.on(Added, lambda _: None, name="late")
         with pytest.raises(RuntimeError):
@@ -284,9 +284,9 @@ async def test_a_plugin_is_told_which_history_its_facts_belong_to() -> None:
         heard.append(context.history)
         context.on(Added, lambda _: heard.append(context.history), name="part")
 
-    async with staged(register) as stage:
-        await stage.kernel.add()
-        await stage.kernel.settle()
+    async with running_plugins(register) as plugins:
+        await plugins.kernel.add()
+        await plugins.kernel.settle()
         assert heard == ["", "a history"]
 
 
@@ -307,19 +307,19 @@ async def test_a_plugin_is_given_up_as_a_whole() -> None:
         context.wrap(Add, hang, deadline_s=1.0)
         context.command("break", raising(ValueError("boom")))
 
-    async with staged(register) as stage:
+    async with running_plugins(register) as plugins:
         for _ in range(FAILURES_MAX):
-            assert (await refused(stage.run("break"))).code == "plugin_broken"
-        assert stage.state() is PluginState.QUARANTINED
+            assert (await refused(plugins.run("break"))).code == "plugin_broken"
+        assert plugins.state() is PluginState.QUARANTINED
         beats.clear()
-        assert await stage.kernel.add(2) == 2
+        assert await plugins.kernel.add(2) == 2
         await anyio.sleep(30)
         assert (heard, beats) == ([], [])
-        assert await stage.kernel.bus.ask(ReadTotal()) == 2
+        assert await plugins.kernel.bus.ask(ReadTotal()) == 2
         for request in (Guess(), RunPluginCommand("one", "break")):
-            assert (await refused(stage.kernel.bus.ask(request, call()))).code == "plugin_left_out"
-        assert stage.quarantines() == [PluginQuarantined("one", "one/break", FAILURES_MAX, "ValueError: boom")]
-        assert (await stage.view()).reason == "one/break: ValueError: boom"
+            assert (await refused(plugins.kernel.bus.ask(request, call()))).code == "plugin_left_out"
+        assert plugins.quarantines() == [PluginQuarantined("one", "one/break", FAILURES_MAX, "ValueError: boom")]
+        assert (await plugins.view()).reason == "one/break: ValueError: boom"
 
 
 @on_virtual_time
@@ -332,69 +332,69 @@ async def test_a_plugin_that_is_enabled_again_has_a_clean_record_and_all_its_wor
         if broken:
             raise ValueError("boom")
 
-    async with staged(on(Added, hear)) as stage:
+    async with running_plugins(on(Added, hear)) as plugins:
         for _ in range(FAILURES_MAX):
-            await stage.kernel.add()
-            await stage.kernel.settle()
-        assert not stage.plugin().active
-        await stage.enable()
+            await plugins.kernel.add()
+            await plugins.kernel.settle()
+        assert not plugins.plugin().active
+        await plugins.enable()
         for _ in range(FAILURES_MAX - 1):
-            await stage.kernel.add()
+            await plugins.kernel.add()
             await anyio.sleep(0.1)
-        assert stage.plugin().active
+        assert plugins.plugin().active
         broken = False
-        await stage.kernel.add()
-        await stage.kernel.settle()
+        await plugins.kernel.add()
+        await plugins.kernel.settle()
         assert len(heard) == 2 * FAILURES_MAX
-        assert len(stage.quarantines()) == 1
-        assert stage.kernel.facts(PluginEnabled) == [PluginEnabled("one")]
+        assert len(plugins.quarantines()) == 1
+        assert plugins.kernel.facts(PluginEnabled) == [PluginEnabled("one")]
 
 
 @on_virtual_time
 async def test_enabling_and_disabling_twice_is_no_error_and_one_fact() -> None:
-    async with staged(quiet) as stage:
-        await stage.enable()
+    async with running_plugins(quiet) as plugins:
+        await plugins.enable()
         for _ in range(2):
-            await stage.disable()
-        assert (await stage.view()).reason == "disabled by an operator"
+            await plugins.disable()
+        assert (await plugins.view()).reason == "disabled by an operator"
         for _ in range(2):
-            await stage.enable()
-        await stage.kernel.settle()
-        assert stage.kernel.facts(PluginDisabled) == [PluginDisabled("one")]
-        assert stage.kernel.facts(PluginEnabled) == [PluginEnabled("one")]
+            await plugins.enable()
+        await plugins.kernel.settle()
+        assert plugins.kernel.facts(PluginDisabled) == [PluginDisabled("one")]
+        assert plugins.kernel.facts(PluginEnabled) == [PluginEnabled("one")]
 
 
 @on_virtual_time
 async def test_a_plugin_in_quarantine_may_be_disabled() -> None:
-    async with staged(lambda context: context.command("break", raising(ValueError()))) as stage:
+    async with running_plugins(lambda context: context.command("break", raising(ValueError()))) as plugins:
         for _ in range(FAILURES_MAX):
-            await refused(stage.run("break"))
-        await stage.disable()
-        assert stage.state() is PluginState.DISABLED
-        await stage.enable()
-        assert stage.plugin().active
+            await refused(plugins.run("break"))
+        await plugins.disable()
+        assert plugins.state() is PluginState.DISABLED
+        await plugins.enable()
+        assert plugins.plugin().active
 
 
 @on_virtual_time
 async def test_plugins_can_be_disabled_and_enabled_while_nothing_can_be_written() -> None:
     store = FaultyStore()
-    async with staged(quiet, store=store) as stage:
+    async with running_plugins(quiet, store=store) as plugins:
         store.commit_error = full()
-        await refused(stage.kernel.add())
-        await stage.disable()
-        assert stage.state() is PluginState.DISABLED
-        await stage.enable()
-        assert stage.plugin().active
+        await refused(plugins.kernel.add())
+        await plugins.disable()
+        assert plugins.state() is PluginState.DISABLED
+        await plugins.enable()
+        assert plugins.plugin().active
         store.commit_error = None
         await anyio.sleep(10)
-        facts = [*stage.kernel.facts(PluginDisabled), *stage.kernel.facts(PluginEnabled)]
+        facts = [*plugins.kernel.facts(PluginDisabled), *plugins.kernel.facts(PluginEnabled)]
         assert facts == [PluginDisabled("one"), PluginEnabled("one")]
 
 
 @on_virtual_time
 async def test_a_plugin_that_nobody_knows_cannot_be_looked_after() -> None:
-    async with staged() as stage:
-        for work in (stage.enable("nobody"), stage.disable("nobody"), stage.run("x", "nobody")):
+    async with running_plugins() as plugins:
+        for work in (plugins.enable("nobody"), plugins.disable("nobody"), plugins.run("x", "nobody")):
             assert (await refused(work)).code == "plugin_unknown"
 
 
@@ -402,12 +402,12 @@ async def test_a_plugin_that_nobody_knows_cannot_be_looked_after() -> None:
 async def test_a_refusal_before_the_store_takes_writes_is_put_on_record_once_it_does() -> None:
     store = FaultyStore()
     store.commit_error = full()
-    async with staged(raising(ValueError("boom")), store=store) as stage:
+    async with running_plugins(raising(ValueError("boom")), store=store) as plugins:
         await anyio.sleep(5)
-        assert stage.kernel.facts(PluginRefused) == []
+        assert plugins.kernel.facts(PluginRefused) == []
         store.commit_error = None
         await anyio.sleep(5)
-        assert stage.kernel.facts(PluginRefused) == [PluginRefused("one", "ValueError: boom")]
+        assert plugins.kernel.facts(PluginRefused) == [PluginRefused("one", "ValueError: boom")]
 
 
 @on_virtual_time
@@ -416,11 +416,11 @@ async def test_a_plugin_that_fails_every_second_time_is_given_up_too() -> None:
         if record.fact.total % 2:
             raise ValueError("boom")
 
-    async with staged(on(Added, flap), failures_max=5) as stage:
+    async with running_plugins(on(Added, flap), failures_max=5) as plugins:
         for _ in range(60):
-            await stage.kernel.add()
+            await plugins.kernel.add()
             await anyio.sleep(RECENT_S / 60)
-        assert stage.state() is PluginState.QUARANTINED
+        assert plugins.state() is PluginState.QUARANTINED
 
 
 @on_virtual_time
@@ -428,7 +428,7 @@ async def test_a_part_that_runs_when_its_plugin_disables_itself_ends_well() -> N
     contexts, went_on = Contexts(), list[str]()
 
     async def give_up(_: dict[str, Any]) -> str:
-        await stage.disable()
+        await plugins.disable()
         await anyio.sleep(1)
         went_on.append("on")
         return "done"
@@ -437,19 +437,19 @@ async def test_a_part_that_runs_when_its_plugin_disables_itself_ends_well() -> N
         contexts(context)
         context.command("quit", give_up)
 
-    async with staged(register) as stage:
-        assert (await refused(stage.run("quit"))).code == "plugin_left_out"
-        assert (went_on, stage.plugin().failed) == ([], 0)
-        assert await stage.kernel.add() == 1
+    async with running_plugins(register) as plugins:
+        assert (await refused(plugins.run("quit"))).code == "plugin_left_out"
+        assert (went_on, plugins.plugin().failed) == ([], 0)
+        assert await plugins.kernel.add() == 1
 
 
 @on_virtual_time
 async def test_limits_that_change_hold_at_once() -> None:
-    async with staged(lambda context: context.command("break", raising(ValueError()))) as stage:
-        await refused(stage.run("break"))
-        stage.host.set_limits(PluginLimits(failures_max=2))
-        await refused(stage.run("break"))
-        assert not stage.plugin().active
+    async with running_plugins(lambda context: context.command("break", raising(ValueError()))) as plugins:
+        await refused(plugins.run("break"))
+        plugins.host.set_limits(PluginLimits(failures_max=2))
+        await refused(plugins.run("break"))
+        assert not plugins.plugin().active
 
 
 # Publishing.
@@ -462,55 +462,55 @@ async def say(contexts: Contexts, count: int = 1, **more: Any) -> None:
 @on_virtual_time
 async def test_what_a_plugin_says_is_on_record_with_its_cause_its_job_and_its_name() -> None:
     contexts = Contexts()
-    async with staged(contexts) as stage:
-        await stage.kernel.add()
-        cause = stage.kernel.journal.last
+    async with running_plugins(contexts) as plugins:
+        await plugins.kernel.add()
+        cause = plugins.kernel.journal.last
         await contexts.context.publish(Said("a"), Said("b"), job="j", cause=cause)
-        records = stage.kernel.journal.after(cause, 10)
+        records = plugins.kernel.journal.after(cause, 10)
         assert [(one.fact, one.job, one.cause, one.origin) for one in records] == [
             (Said("a"), "j", cause, "plugin one"),
             (Said("b"), "j", cause, "plugin one"),
         ]
-        assert (await stage.view()).published == 2
+        assert (await plugins.view()).published == 2
 
 
 @on_virtual_time
 async def test_what_is_published_is_durable_when_that_is_done() -> None:
     store, contexts = FaultyStore(), Contexts()
-    async with staged(contexts, store=store) as stage:
+    async with running_plugins(contexts, store=store) as plugins:
         store.block()
         with anyio.move_on_after(10) as scope:
             await say(contexts)
         assert scope.cancelled_caught
         store.unblock()
-        await stage.kernel.settle()
-        assert len(stage.kernel.facts(Said)) == 1
+        await plugins.kernel.settle()
+        assert len(plugins.kernel.facts(Said)) == 1
 
 
 @on_virtual_time
 async def test_a_plugin_that_publishes_in_a_storm_is_refused_and_then_given_up() -> None:
     contexts = Contexts()
-    async with staged(contexts, facts_per_s_max=10.0) as stage:
+    async with running_plugins(contexts, facts_per_s_max=10.0) as plugins:
         for _ in range(int(BURST_S * 10)):
             await say(contexts)
         for _ in range(FAILURES_MAX):
-            assert stage.plugin().active
+            assert plugins.plugin().active
             assert (await refused(say(contexts))).code == "plugin_storm"
         assert (await refused(say(contexts))).code == "plugin_left_out"
-        await stage.kernel.settle()
-        assert len(stage.kernel.facts(Said)) == BURST_S * 10
-        (quarantined,) = stage.quarantines()
+        await plugins.kernel.settle()
+        assert len(plugins.kernel.facts(Said)) == BURST_S * 10
+        (quarantined,) = plugins.quarantines()
         assert quarantined.reason == "more than 10 facts per second"
 
 
 @on_virtual_time
 async def test_a_plugin_that_publishes_steadily_within_the_rate_is_never_refused() -> None:
     contexts = Contexts()
-    async with staged(contexts, facts_per_s_max=10.0) as stage:
+    async with running_plugins(contexts, facts_per_s_max=10.0) as plugins:
         for _ in range(200):
             await say(contexts)
             await anyio.sleep(0.1)
-        assert len(stage.kernel.facts(Said)) == 200
+        assert len(plugins.kernel.facts(Said)) == 200
 
 
 @pytest.mark.parametrize(
@@ -537,11 +537,11 @@ async def test_what_cannot_be_on_record_is_refused_and_nobody_s_state_is_read_an
     facts: list[Any], more: dict[str, Any], code: str
 ) -> None:
     store, contexts = FaultyStore(), Contexts()
-    async with staged(contexts, store=store) as stage:
-        await stage.kernel.add()
+    async with running_plugins(contexts, store=store) as plugins:
+        await plugins.kernel.add()
         assert (await refused(contexts.context.publish(*facts, **more))).code == code
-        assert (stage.kernel.ledger.reloads, stage.kernel.facts(Said), stage.plugin().failed) == (1, [], 0)
-        assert await stage.kernel.add() == 2
+        assert (plugins.kernel.ledger.reloads, plugins.kernel.facts(Said), plugins.plugin().failed) == (1, [], 0)
+        assert await plugins.kernel.add() == 2
     async with running(store) as kernel:
         assert await kernel.add() == 3
 
@@ -549,30 +549,30 @@ async def test_what_cannot_be_on_record_is_refused_and_nobody_s_state_is_read_an
 @on_virtual_time
 async def test_nothing_can_be_published_while_nothing_can_be_written() -> None:
     store, contexts = FaultyStore(), Contexts()
-    async with staged(contexts, store=store) as stage:
+    async with running_plugins(contexts, store=store) as plugins:
         store.commit_error = full()
-        await refused(stage.kernel.add())
+        await refused(plugins.kernel.add())
         for _ in range(2 * FAILURES_MAX):
             assert isinstance(await refused(say(contexts)), Unavailable)
-        assert (stage.plugin().active, stage.plugin().failed) == (True, 0)
+        assert (plugins.plugin().active, plugins.plugin().failed) == (True, 0)
         store.commit_error = None
-        await stage.kernel.ledger.writable()
+        await plugins.kernel.ledger.writable()
         await say(contexts)
 
 
 @on_virtual_time
 async def test_to_publish_nothing_is_nothing() -> None:
     contexts = Contexts()
-    async with staged(contexts) as stage:
+    async with running_plugins(contexts) as plugins:
         await contexts.context.publish()
-        assert (stage.plugin().published, stage.plugin().handled, len(stage.kernel.journal)) == (0, 0, 0)
+        assert (plugins.plugin().published, plugins.plugin().handled, len(plugins.kernel.journal)) == (0, 0, 0)
 
 
 @on_virtual_time
 async def test_a_plugin_that_is_left_out_neither_publishes_nor_asks() -> None:
     contexts = Contexts()
-    async with staged(contexts) as stage:
-        await stage.disable()
+    async with running_plugins(contexts) as plugins:
+        await plugins.disable()
         assert (await refused(say(contexts))).code == "plugin_left_out"
         assert (await refused(contexts.context.ask(Add()))).code == "plugin_left_out"
 
@@ -583,20 +583,20 @@ async def test_a_plugin_that_is_left_out_neither_publishes_nor_asks() -> None:
 @on_virtual_time
 async def test_a_plugin_asks_in_its_own_name_with_a_cause() -> None:
     contexts = Contexts()
-    async with staged(contexts) as stage:
-        await stage.kernel.add()
+    async with running_plugins(contexts) as plugins:
+        await plugins.kernel.add()
         assert await contexts.context.ask(Add(2), cause=1) == 3
-        record = stage.kernel.journal.get(stage.kernel.journal.last)
+        record = plugins.kernel.journal.get(plugins.kernel.journal.last)
         assert record is not None
         assert (record.cause, record.origin) == (1, "plugin one")
         assert (await refused(contexts.context.ask(Add(), cause=99))).code == "cause_unknown"
-        assert stage.kernel.ledger.reloads == 1
+        assert plugins.kernel.ledger.reloads == 1
 
 
 @on_virtual_time
 async def test_a_plugin_waits_no_longer_for_an_answer_than_it_says() -> None:
     contexts = Contexts()
-    async with staged(contexts, register=lambda kernel: kernel.bus.serve(Guess, hang, owner="x")):
+    async with running_plugins(contexts, register=lambda kernel: kernel.bus.serve(Guess, hang, owner="x")):
         assert (await refused(contexts.context.ask(Guess(), timeout_s=2.0))).code == "deadline_exceeded"
 
 
@@ -616,7 +616,7 @@ async def test_what_is_done_again_and_again_never_overlaps_and_rests_in_between(
         await anyio.sleep(2.5)
         running_now -= 1
 
-    async with staged(lambda context: context.every(1.0, take_time)):
+    async with running_plugins(lambda context: context.every(1.0, take_time)):
         await anyio.sleep(11)
         assert began == pytest.approx([1.0, 4.5, 8.0])
 
@@ -631,10 +631,10 @@ async def test_what_is_done_again_and_again_goes_on_after_a_failure_and_ends_aft
         if count != 2:
             raise ValueError("boom")
 
-    async with staged(lambda context: context.every(1.0, act)) as stage:
+    async with running_plugins(lambda context: context.every(1.0, act)) as plugins:
         await anyio.sleep(60)
-        assert (count, stage.state()) == (2 + FAILURES_MAX, PluginState.QUARANTINED)
-        await stage.enable()
+        assert (count, plugins.state()) == (2 + FAILURES_MAX, PluginState.QUARANTINED)
+        await plugins.enable()
         await anyio.sleep(60)
         assert count == 2 + 2 * FAILURES_MAX
 
@@ -647,9 +647,11 @@ async def test_to_be_refused_something_is_a_failure_and_no_mistake_to_be_told() 
         kernel.bus.on_handler_bug = broken
 
     refusal = RequestRefused("no", "no", "")
-    async with staged(lambda context: context.every(1.0, raising(refusal), name="e"), register=register) as stage:
+    async with running_plugins(
+        lambda context: context.every(1.0, raising(refusal), name="e"), register=register
+    ) as plugins:
         await anyio.sleep(1.5)
-        assert (stage.plugin().failed, broken.told) == (1, [])
+        assert (plugins.plugin().failed, broken.told) == (1, [])
 
 
 async def test_a_task_that_a_plugin_starts_may_not_hold_up_the_loop_either() -> None:
@@ -663,9 +665,11 @@ async def test_a_task_that_a_plugin_starts_may_not_hold_up_the_loop_either() -> 
 
     guard = AlarmGuard()
     try:
-        async with staged(lambda context: context.command("start", start), guard=guard, block_max_s=0.05) as stage:
-            assert (await refused(stage.run("start"))).code == "plugin_broken"
-            assert await stage.kernel.add() == 1
+        async with running_plugins(
+            lambda context: context.command("start", start), guard=guard, block_max_s=0.05
+        ) as plugins:
+            assert (await refused(plugins.run("start"))).code == "plugin_broken"
+            assert await plugins.kernel.add() == 1
     finally:
         guard.close()
 
@@ -673,25 +677,25 @@ async def test_a_task_that_a_plugin_starts_may_not_hold_up_the_loop_either() -> 
 @pytest.mark.parametrize("act", [hang, stubborn])
 @on_virtual_time
 async def test_what_hangs_is_ended_and_begun_anew_until_the_plugin_is_given_up(act: Any) -> None:
-    async with staged(lambda context: context.every(1.0, act, deadline_s=2.0)) as stage:
+    async with running_plugins(lambda context: context.every(1.0, act, deadline_s=2.0)) as plugins:
         await anyio.sleep(60)
-        assert (stage.state(), stage.plugin().failed, stage.plugin().turns) == (
+        assert (plugins.state(), plugins.plugin().failed, plugins.plugin().turns) == (
             PluginState.QUARANTINED,
             FAILURES_MAX,
             {},
         )
-        await stage.enable()
-        assert stage.plugin().active
+        await plugins.enable()
+        assert plugins.plugin().active
 
 
 @on_virtual_time
 async def test_a_disabled_plugin_does_nothing_again_and_again() -> None:
     beats: list[int] = []
-    async with staged(lambda context: context.every(1.0, lambda: beats.append(1), name="pulse")) as stage:
-        await stage.disable()
+    async with running_plugins(lambda context: context.every(1.0, lambda: beats.append(1), name="pulse")) as plugins:
+        await plugins.disable()
         await anyio.sleep(60)
         assert beats == []
-        await stage.enable()
+        await plugins.enable()
         await anyio.sleep(10.5)
         assert len(beats) == 11
 
@@ -709,10 +713,10 @@ async def test_a_command_has_its_arguments_and_its_result() -> None:
         context.command("now", lambda arguments: len(arguments))
         context.command("later", later)
 
-    async with staged(register) as stage:
-        assert await stage.run("now", a=1, b=2) == 2
-        assert await stage.run("later", a=1) == {"a": 1, "more": [1, b"raw", None]}
-        assert (await refused(stage.run("never"))).code == "command_unknown"
+    async with running_plugins(register) as plugins:
+        assert await plugins.run("now", a=1, b=2) == 2
+        assert await plugins.run("later", a=1) == {"a": 1, "more": [1, b"raw", None]}
+        assert (await refused(plugins.run("never"))).code == "command_unknown"
 
 
 @on_virtual_time
@@ -725,8 +729,8 @@ async def test_what_a_command_returns_is_made_fit_to_be_sent() -> None:
         "set": {1},
         "number": math.inf,
     }
-    async with staged(lambda context: context.command("show", lambda _: results)) as stage:
-        shown = await stage.run("show")
+    async with running_plugins(lambda context: context.command("show", lambda _: results)) as plugins:
+        shown = await plugins.run("show")
         msgspec.msgpack.encode(shown)
         assert shown == {
             "moment": "2026-01-02T00:00:00Z",
@@ -746,9 +750,9 @@ def endless() -> list[Any]:
 @pytest.mark.parametrize("result", ["caf\udce9", 1 << 70, endless()])
 @on_virtual_time
 async def test_what_cannot_be_sent_is_the_plugin_s_failure(result: Any) -> None:
-    async with staged(lambda context: context.command("show", lambda _: result)) as stage:
-        assert (await refused(stage.run("show"))).code == "plugin_broken"
-        assert stage.plugin().failed == 1
+    async with running_plugins(lambda context: context.command("show", lambda _: result)) as plugins:
+        assert (await refused(plugins.run("show"))).code == "plugin_broken"
+        assert plugins.plugin().failed == 1
 
 
 @on_virtual_time
@@ -758,10 +762,10 @@ async def test_a_command_needs_the_role_that_it_says() -> None:
         context.command("touch", lambda _: "done")
 
     viewer = Call(Principal("a viewer", Role.VIEWER), "a test")
-    async with staged(register) as stage:
-        assert await stage.kernel.bus.ask(RunPluginCommand("one", "look"), viewer) == "seen"
-        error = await refused(stage.kernel.bus.ask(RunPluginCommand("one", "touch"), viewer))
-        assert (error.code, stage.plugin().failed) == ("forbidden", 0)
+    async with running_plugins(register) as plugins:
+        assert await plugins.kernel.bus.ask(RunPluginCommand("one", "look"), viewer) == "seen"
+        error = await refused(plugins.kernel.bus.ask(RunPluginCommand("one", "touch"), viewer))
+        assert (error.code, plugins.plugin().failed) == ("forbidden", 0)
 
 
 @on_virtual_time
@@ -770,11 +774,11 @@ async def test_a_command_may_refuse_and_one_that_hangs_is_an_error_in_time() -> 
         context.command("refuse", raising(RequestRefused("no", "no", "")))
         context.command("hang", hang)
 
-    async with staged(register) as stage:
-        assert (await refused(stage.run("refuse"))).code == "no"
-        assert (await refused(stage.run("hang"))).code == "plugin_broken"
-        assert stage.kernel.clock.monotonic() == pytest.approx(COMMAND_TIMEOUT_S, abs=0.1)
-        assert stage.plugin().failed == 1
+    async with running_plugins(register) as plugins:
+        assert (await refused(plugins.run("refuse"))).code == "no"
+        assert (await refused(plugins.run("hang"))).code == "plugin_broken"
+        assert plugins.kernel.clock.monotonic() == pytest.approx(COMMAND_TIMEOUT_S, abs=0.1)
+        assert plugins.plugin().failed == 1
 
 
 # The end.
@@ -799,18 +803,18 @@ async def test_every_plugin_ends_what_it_began_whatever_the_others_do() -> None:
         ):
             context.on_stop(action)
 
-    async with staged(register, failures_max=100) as stage:
-        await stage.host.stop()
+    async with running_plugins(register, failures_max=100) as plugins:
+        await plugins.host.stop()
         assert sorted(ended) == ["async", "plain"]
-        assert stage.kernel.clock.monotonic() <= STOP_TIMEOUT_S + GRACE_S + 0.1
+        assert plugins.kernel.clock.monotonic() <= STOP_TIMEOUT_S + GRACE_S + 0.1
 
 
 @on_virtual_time
 async def test_a_plugin_that_takes_no_part_ends_what_it_began_too() -> None:
     ended: list[str] = []
-    async with staged(lambda context: context.on_stop(lambda: ended.append("it"))) as stage:
-        await stage.disable()
-        await stage.host.stop()
+    async with running_plugins(lambda context: context.on_stop(lambda: ended.append("it"))) as plugins:
+        await plugins.disable()
+        await plugins.host.stop()
         assert ended == ["it"]
 
 
@@ -822,11 +826,11 @@ async def test_a_part_that_ignores_its_cancellation_does_not_keep_the_daemon_fro
         context.every(1.0, stubborn, name="e", deadline_s=1e6)
         context.serve(Guess, stubborn, deadline_s=1e6)
 
-    async with staged(register) as stage:
-        await stage.kernel.add()
-        stage.kernel.bus.submit(Guess(), call())
+    async with running_plugins(register) as plugins:
+        await plugins.kernel.add()
+        plugins.kernel.bus.submit(Guess(), call())
         await anyio.sleep(5)
-        assert len(stage.plugin().turns) == 4
+        assert len(plugins.plugin().turns) == 4
 
 
 @on_virtual_time
@@ -841,8 +845,8 @@ async def test_failures_that_were_counted_are_not_counted_twice() -> None:
         contexts(context)
         context.on(Added, hear)
 
-    async with staged(register) as stage:
-        await stage.kernel.add()
-        await stage.kernel.settle()
+    async with running_plugins(register) as plugins:
+        await plugins.kernel.add()
+        await plugins.kernel.settle()
         await anyio.sleep(1)
-        assert stage.plugin().failed == 1
+        assert plugins.plugin().failed == 1

@@ -1,4 +1,4 @@
-"""A receiver of posted facts."""
+"""A webhook receiver that records deliveries and answers as the test says."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from aiohttp import web
 SECRET = b"a secret between two"
 
 Body = dict[str, Any]
-Speak = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+RawHandler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 Judge = Callable[[Body], int | web.Response | Awaitable[web.Response]]
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """What was posted once, and the status that it was answered with."""
+    """One received POST request, and the status of the response."""
 
     headers: Mapping[str, str]
     raw: bytes
@@ -45,8 +45,8 @@ class Delivery:
         return hmac.compare_digest(signed, parts["v1"])
 
 
-class Hook:
-    """A receiver that judges as it is told, and remembers everything."""
+class WebhookReceiver:
+    """Records all deliveries; `judge` returns the status or response for a body."""
 
     def __init__(self) -> None:
         self.deliveries: list[Delivery] = []
@@ -55,12 +55,12 @@ class Hook:
         self._posted = asyncio.Event()
 
     @property
-    def taken(self) -> list[int]:
-        """The ids of the facts that were accepted, in the order in which they came."""
+    def accepted_ids(self) -> list[int]:
+        """The ids of the accepted facts, in the order of arrival."""
         return [one for delivery in self.deliveries if delivery.status == 200 for one in delivery.ids]
 
     async def until(self, enough: Callable[[], bool]) -> None:
-        """Wait until what was posted is enough."""
+        """Wait until the condition on the deliveries holds."""
         while not enough():
             self._posted.clear()
             await self._posted.wait()
@@ -78,46 +78,48 @@ class Hook:
 
 
 @asynccontextmanager
-async def hooked(hook: Hook, *, port: int = 0, tls: ssl.SSLContext | None = None) -> AsyncIterator[Hook]:
-    """Have it listen inside the block, on any port unless one is given."""
+async def listening(
+    receiver: WebhookReceiver, *, port: int = 0, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[WebhookReceiver]:
+    """Listen inside the block; port 0 means any free port."""
     app = web.Application(client_max_size=1 << 30)
-    app.router.add_post("/hook", hook.answer)
+    app.router.add_post("/hook", receiver.answer)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
     await runner.setup()
     try:
         site = web.TCPSite(runner, "127.0.0.1", port, ssl_context=tls)
         await site.start()
         address: tuple[str, int] = runner.addresses[0]
-        hook.url = f"{'https' if tls else 'http'}://127.0.0.1:{address[1]}/hook"
-        yield hook
+        receiver.url = f"{'https' if tls else 'http'}://127.0.0.1:{address[1]}/hook"
+        yield receiver
     finally:
         await runner.cleanup()
 
 
 @asynccontextmanager
-async def speaking(speak: Speak) -> AsyncIterator[str]:
-    """A server that says whatever it likes; yields the URL."""
-    talks: set[asyncio.Task[None]] = set()
+async def raw_server(handle: RawHandler) -> AsyncIterator[str]:
+    """A server that reads one request and lets `handle` write the response; yields the URL."""
+    tasks: set[asyncio.Task[None]] = set()
 
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        talks.add(task)
+        tasks.add(task)
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
             await reader.readexactly(int(length.partition(b":")[2]))
-            await speak(reader, writer)
+            await handle(reader, writer)
         except asyncio.CancelledError:
             pass  # the end of the test
         finally:
             writer.transport.abort()
 
-    server = await asyncio.start_server(talk, "127.0.0.1", 0)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/hook"
     finally:
         server.close()
-        for task in talks:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*talks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)

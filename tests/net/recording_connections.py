@@ -1,4 +1,4 @@
-"""Recording protocols for real connections, and test certificates."""
+"""Real connections whose ends record received bytes, and test certificates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forged.net.transport import tls
 from forged.net.transport.port import Address, Listener, Network
 
 
-class End(asyncio.Protocol):
+class RecordingProtocol(asyncio.Protocol):
     """One end of a connection, which records the received bytes and the end."""
 
     def __init__(self) -> None:
@@ -49,18 +49,18 @@ class End(asyncio.Protocol):
 
 
 @dataclass
-class Ends:
-    """Creates ends and listeners, and closes them all."""
+class RecordingConnections:
+    """Creates connections and listeners, and closes all of them."""
 
-    accepted: asyncio.Queue[End] = field(default_factory=asyncio.Queue)
-    made: list[End] = field(default_factory=list)
+    accepted: asyncio.Queue[RecordingProtocol] = field(default_factory=asyncio.Queue)
+    made: list[RecordingProtocol] = field(default_factory=list)
     listeners: list[Listener] = field(default_factory=list)
 
-    def near(self) -> End:
-        self.made.append(End())
+    def near(self) -> RecordingProtocol:
+        self.made.append(RecordingProtocol())
         return self.made[-1]
 
-    def far(self) -> End:
+    def far(self) -> RecordingProtocol:
         end = self.near()
         self.accepted.put_nowait(end)
         return end
@@ -72,7 +72,7 @@ class Ends:
         self.listeners.append(listener)
         return listener
 
-    async def connect(self, network: Network, address: Address) -> tuple[End, End]:
+    async def connect(self, network: Network, address: Address) -> tuple[RecordingProtocol, RecordingProtocol]:
         """Connect; returns the near and the far end."""
         near = self.near()
         await network.connect(address, lambda: near)

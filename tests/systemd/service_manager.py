@@ -1,4 +1,4 @@
-"""A service manager, as far as it listens to what services tell it."""
+"""A fake systemd that receives the messages of `sd_notify`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Self
 
 from forged.systemd.notify import Notifier
 
-HEARS_WITHIN_S = 30.0
+WAIT_MAX_S = 30.0
 DATAGRAM_BYTES_MAX = 4096
 
 
-class Manager:
-    """Its notification socket, at a path or, where that begins with @, an abstract one."""
+class FakeServiceManager:
+    """The notification socket: at a path, or abstract if the address begins with @."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -35,13 +35,13 @@ class Manager:
     def notifier(self) -> Notifier:
         return Notifier.from_environment(dict(self.environment))
 
-    def hear(self) -> list[str]:
+    def receive(self) -> list[str]:
         """Wait for a message; returns its lines."""
-        self._socket.settimeout(HEARS_WITHIN_S)
+        self._socket.settimeout(WAIT_MAX_S)
         return self._socket.recv(DATAGRAM_BYTES_MAX).decode().split("\n")
 
-    def heard(self) -> list[list[str]]:
-        """The lines of every message that has come and was not heard yet."""
+    def received(self) -> list[list[str]]:
+        """The lines of every unread message, without waiting."""
         self._socket.settimeout(0)
         messages = []
         while True:
@@ -50,8 +50,8 @@ class Manager:
             except BlockingIOError:
                 return messages
 
-    def be_busy(self) -> int:
-        """Let no more messages in until some were heard; returns how many are waiting."""
+    def fill_queue(self) -> int:
+        """Fill the receive queue; returns the number of queued messages."""
         count = 0
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
             other.setblocking(False)
@@ -63,6 +63,6 @@ class Manager:
                 count += 1
 
 
-def at(directory: Path) -> Manager:
+def service_manager_in(directory: Path) -> FakeServiceManager:
     """A service manager with its socket in this directory."""
-    return Manager(str(directory / "notify"))
+    return FakeServiceManager(str(directory / "notify"))

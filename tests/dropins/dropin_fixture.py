@@ -1,4 +1,4 @@
-"""A plugin in a daemon without listeners, with a virtual clock for its pauses."""
+"""webhook and event_log in a kernel without network, with a virtual clock for retry pauses."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from tests.kernel_fixture import Kernel, running, task_group
 from tests.net.manual_daemon import ManualClock
 
 WAIT_S = 30.0
-"""Real seconds after which a test has waited in vain."""
+"""Timeout of a test, in real seconds."""
 TOGETHER = 50
 """Facts in one decision."""
 VIEWER = Principal("a viewer", Role.VIEWER)
 
 
 class Blob(Fact, frozen=True):
-    """Whatever a plugin may put on record."""
+    """A fact with an arbitrary value."""
 
     value: Any
 
 
 class Rare(Fact, frozen=True):
-    """Something of another type."""
+    """A fact of a second type."""
 
     number: int
 
 
 @dataclass
 class RecordingLog:
-    """A log that is kept."""
+    """A log that records its events."""
 
     events: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     bound: dict[str, Any] = field(default_factory=dict)
@@ -71,16 +71,16 @@ class RecordingLog:
         return [event for at, event, _ in self.events if at == level]
 
 
-class House:
-    """The plugin, what it is plugged into, and how long its follower has rested."""
+class LoadedPlugin:
+    """One plugin with its host, log and clock; `pauses` are the pauses between delivery attempts."""
 
     def __init__(self, kernel: Kernel, name: str, module: ModuleType, settings: Mapping[str, Any], place: Path) -> None:
         self.kernel = kernel
         self.name = name
         self.clock = ManualClock()
         self.log = RecordingLog()
-        self.naps: list[float] = []
-        self.on_nap: Callable[[], object] = lambda: None
+        self.pauses: list[float] = []
+        self.on_pause: Callable[[], object] = lambda: None
         """Called at the end of each pause."""
         self.host = PluginHost(
             kernel.bus,
@@ -93,7 +93,7 @@ class House:
         )
         self.host.load([PluginSource(name, "a test", lambda: module)])
         for follower in kernel.bus.followers.values():
-            follower._sleep = self._nap
+            follower._sleep = self._pause
             follower._now = self.clock.monotonic
 
     @property
@@ -106,8 +106,8 @@ class House:
         [follower] = self.kernel.bus.followers.values()
         return follower
 
-    async def say(self, *facts: Fact, job: str = "") -> list[int]:
-        """Put facts on record; returns their ids."""
+    async def publish(self, *facts: Fact, job: str = "") -> list[int]:
+        """Commit facts; returns their ids."""
         ids: list[int] = []
         for start in range(0, len(facts), TOGETHER):
             some = facts[start : start + TOGETHER]
@@ -117,30 +117,30 @@ class House:
         return ids
 
     async def run(self, command: str, principal: Principal | None = None) -> Any:
-        """What one of its commands answers."""
+        """Run a command of the plugin; returns the result."""
         call = Call(principal or Principal("an operator", Role.OPERATOR), "a test")
         return await self.kernel.bus.ask(RunPluginCommand(self.name, command), call)
 
     async def caught_up(self) -> None:
-        """Wait until everything was delivered that is on record."""
+        """Wait until all committed facts are delivered."""
         while not self.follower.idle:
             await asyncio.sleep(0)
 
     async def stalled(self) -> str:
-        """Wait until it cannot go on; returns why."""
+        """Wait until a delivery fails; returns the reason."""
         while self.follower.waiting_for is None:
             await asyncio.sleep(0)
         return str(self.follower.waiting_for)
 
-    async def _nap(self, pause_s: float) -> None:
-        self.naps.append(pause_s)
+    async def _pause(self, pause_s: float) -> None:
+        self.pauses.append(pause_s)
         self.clock.now += pause_s
         await asyncio.sleep(0)
-        self.on_nap()
+        self.on_pause()
 
 
 @asynccontextmanager
-async def plugged(
+async def running_plugin(
     name: str,
     module: ModuleType,
     settings: Mapping[str, Any],
@@ -148,33 +148,33 @@ async def plugged(
     *,
     store: Store | None = None,
     facts_max: int = 50_000,
-) -> AsyncIterator[House]:
-    """A house with this plugin in it, killed at the end of the block, but for what the plugin does at its stop."""
-    houses: list[House] = []
+) -> AsyncIterator[LoadedPlugin]:
+    """A running kernel with this plugin; at the end of the block the plugin is stopped and the kernel is killed."""
+    loaded: list[LoadedPlugin] = []
     with anyio.fail_after(WAIT_S):
         async with (
             running(
                 store or FaultyStore(),
-                lambda kernel: houses.append(House(kernel, name, module, settings, place)),
+                lambda kernel: loaded.append(LoadedPlugin(kernel, name, module, settings, place)),
                 facts_max=facts_max,
             ) as kernel,
             task_group() as tasks,
         ):
-            [house] = houses
-            await tasks.start(house.host.run)
-            assert kernel is house.kernel
+            [plugin] = loaded
+            await tasks.start(plugin.host.run)
+            assert kernel is plugin.kernel
             try:
-                yield house
+                yield plugin
             finally:
-                await house.host.stop()
+                await plugin.host.stop()
 
 
 def refusal(name: str, module: ModuleType, settings: Mapping[str, Any], place: Path) -> str:
-    """Why a plugin is not taken in with these settings; empty if it is."""
+    """Why the host refuses the plugin with these settings; empty if it loads."""
 
     async def load() -> str:
         kernel = Kernel(FaultyStore())
-        house = House(kernel, name, module, settings, place)
-        return "" if house.view.state == "active" else f"{house.view.reason}"
+        plugin = LoadedPlugin(kernel, name, module, settings, place)
+        return "" if plugin.view.state == "active" else f"{plugin.view.reason}"
 
     return asyncio.run(load())

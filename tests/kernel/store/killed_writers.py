@@ -1,4 +1,4 @@
-"""A process that forks writers to be killed: `python -m tests.kernel.store.victims`, with a path on each line.
+"""A process that forks writers to be killed: `python -m tests.kernel.store.killed_writers`, with a path on each line.
 
 A writer prints `born` and its pid, then `acknowledged` and each acknowledged revision; the forking process prints
 `dead` when the writer has ended.

@@ -101,7 +101,7 @@ class RawClient:
         assert answer[1] == number
         return answer[2] if answer[0] == REPLY else answer[3]
 
-    async def last_word(self) -> str:
+    async def final_error_code(self) -> str:
         """The code of the failure that ends the connection; empty without one."""
         code = ""
         try:
@@ -113,7 +113,7 @@ class RawClient:
             return code
 
 
-class SetClock(SystemClock):
+class AdjustableClock(SystemClock):
     """The system clock with an adjustable wall time."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class SetClock(SystemClock):
 class RealDaemon:
     """A daemon on a Unix socket and a TCP port."""
 
-    def __init__(self, daemon: Daemon, clock: SetClock) -> None:
+    def __init__(self, daemon: Daemon, clock: AdjustableClock) -> None:
         self.daemon = daemon
         self.clock = clock
         self.unix = f"unix://{daemon.config.socket}"
@@ -136,7 +136,7 @@ class RealDaemon:
     def sessions(self) -> int:
         return len(self.daemon.server.sessions)
 
-    async def serves_others(self) -> None:
+    async def serves_new_clients(self) -> None:
         """Fail unless new clients are served on both addresses."""
         for endpoint in (self.unix, self.tcp):
             if endpoint.startswith("tls"):
@@ -162,7 +162,7 @@ async def real_daemon(
     config = Config(data_dir=str(directory), socket=str(directory / "s"), listen=(listen,))
     # Without user timeout: the daemon, not the kernel, must disconnect peers that do not read.
     network = SystemNetwork(tls_server=tls, liveness=Liveness(user_timeout_s=0))
-    clock = SetClock()
+    clock = AdjustableClock()
     ports = Ports(clock, network, os.getpid(), os.getuid(), open_store)
     async with in_one_task(Daemon.running(replace(config, **settings), ports, extend=extend)) as daemon:
         yield RealDaemon(daemon, clock)
