@@ -108,7 +108,7 @@ def _from(module: str, fill: str = "fill") -> Fill:
     """The function that completes a command's parser, imported when the command is used."""
 
     def imported(parser: Parser) -> None:
-        function: Fill = getattr(import_module(f"forged.cli.forgectl.{module}"), fill)
+        function: Fill = getattr(import_module(f"forged.cli.forgectl.commands.{module}"), fill)
         function(parser)
 
     return imported
