@@ -34,7 +34,7 @@ def answered(directory: Path, **bodies: Any) -> Iterator[Wire]:
 
 @pytest.mark.parametrize("body", [None, 7, "x", True, b"x"])
 @pytest.mark.parametrize("line", EVERY_COMMAND)
-def test_what_is_no_answer_is_an_error_that_names_both_versions(
+def test_invalid_reply_is_an_error_that_names_both_versions(
     tmp_path: Path, capsys: Caught, line: str, body: Any
 ) -> None:
     with scripted_daemon(tmp_path, dict.fromkeys(EVERY_COMMAND.values(), body), agent="forged/9.9.9") as daemon:
@@ -45,7 +45,7 @@ def test_what_is_no_answer_is_an_error_that_names_both_versions(
 
 @pytest.mark.parametrize("line", EVERY_COMMAND)
 @pytest.mark.parametrize("flag", ["", "--json"])
-def test_an_answer_without_any_field_is_shown(tmp_path: Path, capsys: Caught, line: str, flag: str) -> None:
+def test_reply_without_known_fields_is_shown(tmp_path: Path, capsys: Caught, line: str, flag: str) -> None:
     """The reply of an older daemon with other field names."""
     bodies: dict[str, Any] = {method: {"earlier": 1} for method in EVERY_COMMAND.values()}
     bodies |= {method: [{"earlier": 1}, {}] for method in ("ListHandlers", "ListPlugins")}
@@ -66,7 +66,7 @@ def test_an_answer_without_any_field_is_shown(tmp_path: Path, capsys: Caught, li
         lambda rows, name: {name: rows, "more": False, "later": 1},
     ],
 )
-def test_a_list_may_be_bare_or_in_a_field(tmp_path: Path, method: str, shape: Any) -> None:
+def test_list_reply_may_be_bare_or_in_a_field(tmp_path: Path, method: str, shape: Any) -> None:
     rows = [{"name": "a", "later": {}}, "b", 7]
     field = LISTS[method]
     with answered(tmp_path, **{method: shape(rows, field)}) as wire:
@@ -75,12 +75,12 @@ def test_a_list_may_be_bare_or_in_a_field(tmp_path: Path, method: str, shape: An
 
 
 @pytest.mark.parametrize("last", [{}, {"name": 7}, {"name": ""}])
-def test_pages_that_lead_nowhere_are_an_error(tmp_path: Path, last: dict[str, Any]) -> None:
+def test_pages_without_progress_are_an_error(tmp_path: Path, last: dict[str, Any]) -> None:
     with answered(tmp_path, ListJobs={"jobs": [last], "more": True}) as wire, pytest.raises(PeerError):
         answers.pages(wire, "ListJobs", field="jobs", key="name")
 
 
-def test_the_same_page_over_and_over_is_an_error(tmp_path: Path) -> None:
+def test_repeated_page_is_an_error(tmp_path: Path) -> None:
     with answered(tmp_path, ListJobs={"jobs": [{"name": "a"}], "more": True}) as wire, pytest.raises(PeerError):
         answers.pages(wire, "ListJobs", field="jobs", key="name")
 
@@ -91,6 +91,6 @@ def test_pages_max_limits_the_pages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("said", [{}, {"ticket": b"x"}, {"ticket": "x", "size": 1}, {"ticket": b"x", "size": -1}])
-def test_a_ticket_that_is_none_is_an_error(tmp_path: Path, said: dict[str, Any]) -> None:
+def test_invalid_ticket_is_an_error(tmp_path: Path, said: dict[str, Any]) -> None:
     with answered(tmp_path, BackUp=said) as wire, pytest.raises(PeerError):
         answers.backup(wire)

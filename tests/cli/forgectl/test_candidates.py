@@ -59,18 +59,18 @@ class TestWithoutADaemon:
             (["jobs", "create", "a", "lr=1", "fa"], []),
         ],
     )  # fmt: skip
-    def test_the_grammar_decides(self, typed: list[str], offered: list[str]) -> None:
+    def test_candidates_follow_the_argument_parser(self, typed: list[str], offered: list[str]) -> None:
         assert words(*typed) == offered
 
-    def test_every_command_is_offered(self) -> None:
+    def test_every_command_is_a_candidate(self) -> None:
         assert words() == words("") == [name for name, _, _ in main._COMMANDS]
 
-    def test_commands_and_options_say_what_they_are_for(self) -> None:
+    def test_commands_and_options_have_help_texts(self) -> None:
         assert dict(candidates.candidates(main._parser(), ["story"])) == {
             "story": "show the causes and consequences of a fact"
         }
 
-    def test_files_are_completed_as_they_are_typed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_file_names_are_completed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "inner").mkdir()
         (tmp_path / "inner" / "file").touch()
         (tmp_path / ".hidden").touch()
@@ -107,27 +107,27 @@ class TestWithADaemon:
             (["plugins", "run", "nobody", ""], []),
         ],
     )
-    def test_values_are_those_that_it_has(self, tmp_path: Path, typed: list[str], offered: list[str]) -> None:
+    def test_values_come_from_the_daemon(self, tmp_path: Path, typed: list[str], offered: list[str]) -> None:
         with scripted_daemon(tmp_path, ANSWERS, facts=FACTS) as daemon:
             assert words("--socket", str(daemon.path), *typed) == offered
 
-    def test_long_lists_are_asked_for_from_what_is_typed(self, tmp_path: Path) -> None:
+    def test_long_lists_are_requested_from_the_typed_prefix(self, tmp_path: Path) -> None:
         with scripted_daemon(tmp_path, ANSWERS) as daemon:
             words("--socket", str(daemon.path), "jobs", "show", "train-1")
             assert daemon.requests == [("ListJobs", {"after": "train-"})]
 
     @pytest.mark.parametrize("name", ["a\tb", "a\nb", "a\x1b[2J", "", None, 7, {}])
-    def test_a_name_that_is_none_breaks_nothing(self, tmp_path: Path, name: Any) -> None:
+    def test_invalid_name_has_no_candidates(self, tmp_path: Path, name: Any) -> None:
         with scripted_daemon(tmp_path, {"ListPlugins": [{"name": name}, {"name": "alpha"}, {}]}) as daemon:
             assert words("--socket", str(daemon.path), "plugins", "show", "a") == ["alpha"]
 
     @pytest.mark.parametrize("answer", [Refusal("refused", "forbidden"), 7, {}, {"plugins": 7}, None])
-    def test_what_is_no_answer_offers_nothing(self, tmp_path: Path, answer: Any) -> None:
+    def test_invalid_reply_has_no_candidates(self, tmp_path: Path, answer: Any) -> None:
         with scripted_daemon(tmp_path, {"ListPlugins": answer}) as daemon:
             assert words("--socket", str(daemon.path), "plugins", "show", "") == []
 
     @pytest.mark.parametrize("treat", [say_nothing, trickle])
-    def test_one_that_hangs_is_not_waited_for(self, tmp_path: Path, treat: Any, capfd: Caught) -> None:
+    def test_hanging_daemon_is_not_awaited(self, tmp_path: Path, treat: Any, capfd: Caught) -> None:
         loop = EventLoopThread()
         fake = FakeDaemon(tmp_path / "s", treat)
         loop.call(fake.__aenter__)
@@ -138,18 +138,18 @@ class TestWithADaemon:
         assert capfd.readouterr() == ("", "")
 
 
-def test_the_hidden_command_prints_words_and_their_meanings(capsys: Caught) -> None:
+def test_hidden_command_prints_candidates_with_help(capsys: Caught) -> None:
     assert main.main(["complete", "--", "plugins", "ena"]) == 0
     assert main.main(["complete", "plugins", "ena"]) == 0
     assert capsys.readouterr().out == "enable\tenable a plugin, also after a quarantine\n" * 2
 
 
-def test_the_hidden_command_is_not_advertised() -> None:
+def test_hidden_command_is_not_in_the_help() -> None:
     assert "complete" not in words("")
     assert "    complete " not in main._parser().format_help()
 
 
-def test_a_command_is_taken_apart_only_when_it_is_used() -> None:
+def test_parser_of_a_command_is_built_only_when_used() -> None:
     taken: list[Parser] = []
     parser = Parser(prog="x")
     parser.fill = taken.append

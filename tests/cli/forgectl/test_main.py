@@ -43,7 +43,7 @@ Treat = Callable[[FakeConnection], Awaitable[None]]
 
 @pytest.fixture
 def ctl(threaded_daemon: ThreadedDaemon, capsys: pytest.CaptureFixture[str]) -> Ctl:
-    """Runs a command line; returns its exit code, output and complaints."""
+    """Runs a command line; returns its exit code, output and errors."""
 
     def run(line: str, place: str | None = None) -> tuple[int, str, str]:
         code = main.main(shlex.split(f"{place or f'--socket {threaded_daemon.socket}'} {line}"))
@@ -59,8 +59,8 @@ def client(threaded_daemon: ThreadedDaemon) -> Iterator[BlockingClient]:
         yield client
 
 
-def told(ctl: Ctl, line: str) -> Any:
-    """What a command tells a program."""
+def json_of(ctl: Ctl, line: str) -> Any:
+    """The JSON output of a command."""
     code, out, err = ctl(f"{line} --json")
     assert (code, err) == (0, "")
     return json.loads(out)
@@ -108,50 +108,50 @@ class TestArguments:
         assert "usage: forgectl" in capsys.readouterr().err
 
     @pytest.mark.parametrize("endpoint", ["gopher://x:1", "tcp://host", "tcp://host:port", "tcp://:1", "unix://", "x"])
-    def test_what_is_no_endpoint_exits_with_2(self, ctl: Ctl, endpoint: str) -> None:
+    def test_invalid_endpoint_exits_with_2(self, ctl: Ctl, endpoint: str) -> None:
         code, out, err = ctl("ping", f"--endpoint {endpoint}")
         assert (code, out) == (2, "")
         assert "unix:///path, tcp://host:port or tls://host:port" in err
 
-    def test_programs_are_told_of_wrong_usage_as_of_any_error(self, ctl: Ctl) -> None:
+    def test_wrong_usage_is_a_json_error(self, ctl: Ctl) -> None:
         code, out, err = ctl("jobs nonsense --json")
         error = json.loads(err)["error"]
         assert (code, out, error["kind"], error["code"]) == (2, "", "config", "usage_wrong")
         assert "'nonsense'" in error["message"]
         assert error["fix"] == "see `forgectl jobs --help`"
 
-    def test_settings_may_stand_on_both_sides_of_an_option(self, ctl: Ctl) -> None:
-        assert told(ctl, "jobs create a x=1 --timeout 5 y=2")["settings"] == {"x": 1, "y": 2}
-        assert told(ctl, "jobs create b --timeout 5 y=2")["settings"] == {"y": 2}
-        assert told(ctl, "jobs change b --version 1 y=3 z=4")["settings"] == {"y": 3, "z": 4}
+    def test_settings_may_precede_and_follow_options(self, ctl: Ctl) -> None:
+        assert json_of(ctl, "jobs create a x=1 --timeout 5 y=2")["settings"] == {"x": 1, "y": 2}
+        assert json_of(ctl, "jobs create b --timeout 5 y=2")["settings"] == {"y": 2}
+        assert json_of(ctl, "jobs change b --version 1 y=3 z=4")["settings"] == {"y": 3, "z": 4}
 
-    def test_a_setting_that_is_given_twice_is_refused(self, ctl: Ctl) -> None:
+    def test_setting_given_twice_is_refused(self, ctl: Ctl) -> None:
         code, _, err = ctl("jobs create a x=1 x=2")
         assert code == 2
         assert "x is given twice" in err
 
     @pytest.mark.parametrize("command", ["jobs", "tokens", "handlers"])
-    def test_a_command_alone_lists(self, ctl: Ctl, command: str) -> None:
-        named = [[one["name"] for one in told(ctl, f"{command}{verb}")[command]] for verb in ("", " ls", " list")]
+    def test_command_without_a_verb_lists(self, ctl: Ctl, command: str) -> None:
+        named = [[one["name"] for one in json_of(ctl, f"{command}{verb}")[command]] for verb in ("", " ls", " list")]
         assert named == [named[0]] * 3
 
-    def test_what_is_no_setting_exits_with_2(self, ctl: Ctl) -> None:
+    def test_invalid_setting_exits_with_2(self, ctl: Ctl) -> None:
         code, _, err = ctl("jobs create a lr:0.1")
         assert code == 2
         assert "use KEY=VALUE" in err
 
-    def test_a_lifetime_below_0_is_told_by_its_flag(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_negative_ttl_error_names_the_flag(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main.main(shlex.split("tokens create bot --role viewer --ttl -1"))
         assert "argument --ttl: must be a number of seconds > 0, got '-1'" in capsys.readouterr().err
 
-    def test_help_tells_the_time_that_it_waits(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_help_shows_the_default_timeout(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main.main(["ping", "--help"])
         assert "(default: 10)" in capsys.readouterr().out
 
     @pytest.mark.parametrize("command", ["ping", "handlers", "jobs ls", "tokens list", "events"])
-    def test_what_names_the_daemon_may_stand_behind_the_command(
+    def test_daemon_options_may_follow_the_command(
         self, ctl: Ctl, threaded_daemon: ThreadedDaemon, command: str
     ) -> None:
         for line in (f"{command} --socket {threaded_daemon.socket} --timeout 5 --token ''", f"--json {command}"):
@@ -159,7 +159,7 @@ class TestArguments:
         assert ctl(f"{command} --token forged_nonsense")[0] == 3
         assert json.loads(ctl(f"--json {command}")[1].splitlines()[0])
 
-    def test_what_stands_before_the_command_holds_where_nothing_stands_behind_it(self, ctl: Ctl) -> None:
+    def test_options_before_the_command_apply(self, ctl: Ctl) -> None:
         code, _, err = ctl("--token forged_nonsense jobs ls --json")
         assert code == 3
         assert json.loads(err)["error"]["code"] == "token_unknown"
@@ -172,16 +172,16 @@ class TestArguments:
         ],
     )  # fmt: skip
     def test_only_plain_decimal_numbers_are_numbers(self, ctl: Ctl, text: str, value: object) -> None:
-        settings = told(ctl, f"jobs create a {shlex.quote(f'x={text}')}")["settings"]
+        settings = json_of(ctl, f"jobs create a {shlex.quote(f'x={text}')}")["settings"]
         assert (settings["x"], type(settings["x"])) == (value, type(value))
 
-    def test_a_number_that_is_too_large_is_refused_by_its_key(self, ctl: Ctl) -> None:
+    def test_too_large_number_is_refused_by_key(self, ctl: Ctl) -> None:
         assert ctl("jobs create a lr=1e999")[0] == 3
         code, _, err = ctl(f"jobs create a steps={10**30}")
         assert code == 2
         assert "steps must fit into 64 bits" in err
 
-    def test_a_plain_endpoint_where_tls_is_spoken_is_told_how_to_write_it(
+    def test_tcp_endpoint_of_a_tls_daemon_suggests_the_tls_endpoint(
         self, ctl: Ctl, threaded_daemon: ThreadedDaemon, tmp_path: Path
     ) -> None:
         threaded_daemon.runner.network = SystemNetwork(tls_server=Certificates(tmp_path).server())
@@ -191,19 +191,19 @@ class TestArguments:
         assert code == 4
         assert f"use {secure}" in err
 
-    def test_the_socket_is_the_one_that_the_environment_names(
+    def test_socket_is_read_from_the_environment(
         self, ctl: Ctl, threaded_daemon: ThreadedDaemon, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("FORGED_SOCKET", threaded_daemon.socket)
         assert ctl("ping", " ")[0] == 0
 
-    def test_the_token_is_the_one_that_the_environment_names(self, ctl: Ctl, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_token_is_read_from_the_environment(self, ctl: Ctl, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FORGED_TOKEN", "forged_nonsense")
         code, _, err = ctl("ping")
         assert code == 3
         assert "token is unknown" in err
 
-    def test_a_tcp_endpoint_will_do(self, ctl: Ctl, threaded_daemon: ThreadedDaemon) -> None:
+    def test_tcp_endpoint_is_accepted(self, ctl: Ctl, threaded_daemon: ThreadedDaemon) -> None:
         threaded_daemon.call(threaded_daemon.runner.reopen, listen=("tcp://127.0.0.1:0",))
         (endpoint,) = threaded_daemon.runner.daemon.listening
         assert ctl("ping", f"--endpoint {endpoint}")[0] == 0
@@ -211,7 +211,7 @@ class TestArguments:
 
 
 def every_command(parser: Parser, name: str = "") -> Iterator[str]:
-    """The names of all commands and verbs, without their other names."""
+    """The names of all commands and verbs, without aliases."""
     for action in parser.whole()._actions:
         if isinstance(action, argparse._SubParsersAction):
             for shown in action._choices_actions:
@@ -223,34 +223,34 @@ class TestDocumentation:
     PAGE = (Path(__file__).parents[3] / "docs" / "forgectl.md").read_text()
 
     @pytest.mark.parametrize("name", list(every_command(main._parser())))
-    def test_every_command_stands_on_the_page(self, name: str) -> None:
+    def test_every_command_is_documented(self, name: str) -> None:
         assert re.search(rf"^\|.*`forgectl {name}\b", self.PAGE, re.MULTILINE)
 
     @pytest.mark.parametrize("option", ["socket", "endpoint", "token", "timeout", "json"])
-    def test_so_does_what_holds_for_all(self, option: str) -> None:
+    def test_every_common_option_is_documented(self, option: str) -> None:
         assert re.search(rf"^\| `--{option}\b", self.PAGE, re.MULTILINE)
 
-    def test_help_and_page_tell_the_same_exit_codes(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_help_and_page_list_the_same_exit_codes(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main.main(["--help"])
-        told = re.findall(r"^  (\d+)  ", capsys.readouterr().out, re.MULTILINE)
-        assert told == re.findall(r"^\| (\d+) \|", self.PAGE, re.MULTILINE) == ["0", "1", "2", "3", "4", "130"]
+        exit_codes = re.findall(r"^  (\d+)  ", capsys.readouterr().out, re.MULTILINE)
+        assert exit_codes == re.findall(r"^\| (\d+) \|", self.PAGE, re.MULTILINE) == ["0", "1", "2", "3", "4", "130"]
 
 
 class TestExitCodes:
-    def test_what_the_daemon_refuses_exits_with_3(self, ctl: Ctl) -> None:
+    def test_refused_request_exits_with_3(self, ctl: Ctl) -> None:
         code, out, err = ctl("note nobody hello")
         assert (code, out) == (3, "")
         assert err.startswith("forgectl: there is no job 'nobody'")
 
-    def test_without_a_daemon_it_exits_with_4_and_says_how_to_start_one(self, ctl: Ctl, tmp_path: Path) -> None:
+    def test_missing_daemon_exits_with_4_and_says_how_to_start_one(self, ctl: Ctl, tmp_path: Path) -> None:
         code, out, err = ctl("status", f"--socket {tmp_path}/none")
         assert (code, out) == (4, "")
         assert "No such file" in err
         assert "start one with `forged run`" in err
 
     @pytest.mark.parametrize("line", ["status", "events", "events --follow"])
-    def test_a_daemon_that_hangs_exits_with_4_in_time(self, ctl: Ctl, tmp_path: Path, line: str) -> None:
+    def test_hanging_daemon_exits_with_4_after_the_timeout(self, ctl: Ctl, tmp_path: Path, line: str) -> None:
         with listening(tmp_path / "hung") as path:
             code, out, err = ctl(line, f"--timeout {HUNG_TIMEOUT_S} --socket {path}")
         assert (code, out) == (4, "")
@@ -259,7 +259,7 @@ class TestExitCodes:
     @pytest.mark.parametrize("greet", [True, False])
     @pytest.mark.parametrize("treat", [say_nothing, trickle])
     @pytest.mark.parametrize("line", ["status", "jobs", "events", "backup file", "plugins"])
-    def test_one_that_begins_and_does_not_end_exits_with_4_in_time(
+    def test_incomplete_reply_exits_with_4_after_the_timeout(
         self, ctl: Ctl, threaded_daemon: ThreadedDaemon, tmp_path: Path, line: str, treat: Treat, *, greet: bool
     ) -> None:
         async def receive(connection: FakeConnection) -> None:
@@ -272,7 +272,7 @@ class TestExitCodes:
         assert (code, out) == (4, "")
         assert f"did not answer within {HUNG_TIMEOUT_S} s" in err
 
-    def test_a_web_server_that_waits_for_more_is_not_waited_for(self, ctl: Ctl) -> None:
+    def test_web_server_without_a_reply_is_not_awaited(self, ctl: Ctl) -> None:
         with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
             serving = threading.Thread(target=server.serve_forever)
             serving.start()
@@ -281,11 +281,11 @@ class TestExitCodes:
             server.shutdown()
             serving.join()
         assert out == ""
-        # It waits for the end of a line, which comes only where a byte of what is said happens to be one.
+        # The server reads until a line ends, and the binary hello may or may not contain a line end.
         named = {4: "check that a daemon listens there", 1: "it speaks HTTP"}
         assert named[code] in err
 
-    def test_what_answers_as_a_web_server_exits_with_1_and_is_named(
+    def test_http_reply_exits_with_1_and_names_http(
         self, ctl: Ctl, threaded_daemon: ThreadedDaemon, tmp_path: Path
     ) -> None:
         async def answer(connection: FakeConnection) -> None:
@@ -299,39 +299,39 @@ class TestExitCodes:
 
 
 class TestJson:
-    def test_status_tells_what_programs_need(self, ctl: Ctl, threaded_daemon: ThreadedDaemon) -> None:
-        status = told(ctl, "status")
+    def test_json_status_has_the_documented_fields(self, ctl: Ctl, threaded_daemon: ThreadedDaemon) -> None:
+        status = json_of(ctl, "status")
         assert status.keys() >= STATUS_KEYS
         assert status["socket"] == threaded_daemon.socket
         assert isinstance(status["uptime_s"], float)
 
-    def test_every_command_answers_with_one_object(self, ctl: Ctl, client: BlockingClient) -> None:
-        assert told(ctl, "ping")["seconds"] > 0
-        assert told(ctl, "jobs create a lr=0.1 steps=7 fast=true slow=False name=x none=none")["settings"] == {
+    def test_every_command_prints_one_json_object(self, ctl: Ctl, client: BlockingClient) -> None:
+        assert json_of(ctl, "ping")["seconds"] > 0
+        assert json_of(ctl, "jobs create a lr=0.1 steps=7 fast=true slow=False name=x none=none")["settings"] == {
             "lr": 0.1, "steps": 7, "fast": True, "slow": False, "name": "x", "none": None,
         }  # fmt: skip
-        assert told(ctl, "note a hello") == {}
-        assert [job["name"] for job in told(ctl, "jobs ls")["jobs"]] == ["a"]
-        assert told(ctl, "jobs show a") == told(ctl, "jobs list")["jobs"][0]
-        assert {handler["name"] for handler in told(ctl, "handlers")["handlers"]} >= {"jobs", "auth", "status"}
-        (story,) = told(ctl, f"story {client.status().last_fact}")["story"]
+        assert json_of(ctl, "note a hello") == {}
+        assert [job["name"] for job in json_of(ctl, "jobs ls")["jobs"]] == ["a"]
+        assert json_of(ctl, "jobs show a") == json_of(ctl, "jobs list")["jobs"][0]
+        assert {handler["name"] for handler in json_of(ctl, "handlers")["handlers"]} >= {"jobs", "auth", "status"}
+        (story,) = json_of(ctl, f"story {client.status().last_fact}")["story"]
         assert story["type"] == "NoteAdded"
-        assert told(ctl, "jobs rm a") == {}
-        assert told(ctl, "jobs ls") == {"jobs": []}
+        assert json_of(ctl, "jobs rm a") == {}
+        assert json_of(ctl, "jobs ls") == {"jobs": []}
 
-    def test_lists_that_do_not_fit_into_a_frame_are_whole(self, ctl: Ctl, client: BlockingClient) -> None:
+    def test_lists_larger_than_a_frame_are_complete(self, ctl: Ctl, client: BlockingClient) -> None:
         names = [f"j{number:02}" for number in range(80)]
         for name in names:
             client.create_job(name, {"blob": "x" * 60_000})
-        assert [job["name"] for job in told(ctl, "jobs ls")["jobs"]] == names
+        assert [job["name"] for job in json_of(ctl, "jobs ls")["jobs"]] == names
 
     def test_tokens_are_listed_oldest_first(self, ctl: Ctl, client: BlockingClient) -> None:
         names = [f"bot-{number}" for number in range(9)]
         for name in names:
             client.create_token(name, Role.VIEWER)
-        assert [token["name"] for token in told(ctl, "tokens ls")["tokens"]] == names
+        assert [token["name"] for token in json_of(ctl, "tokens ls")["tokens"]] == names
 
-    def test_events_are_one_object_a_line(self, ctl: Ctl, client: BlockingClient) -> None:
+    def test_events_are_one_json_object_per_line(self, ctl: Ctl, client: BlockingClient) -> None:
         client.create_job("a", {"lr": 0.1})
         code, out, _ = ctl("events --json")
         started, created = map(json.loads, out.splitlines())
@@ -360,35 +360,37 @@ class TestJson:
 
 
 class TestChangingJobs:
-    def test_a_change_leaves_the_settings_that_it_does_not_name(self, ctl: Ctl) -> None:
-        told(ctl, "jobs create a nodes=4 lr=0.1 note=")
-        changed = told(ctl, "jobs change a nodes=8 more=none")
+    def test_change_keeps_unnamed_settings(self, ctl: Ctl) -> None:
+        json_of(ctl, "jobs create a nodes=4 lr=0.1 note=")
+        changed = json_of(ctl, "jobs change a nodes=8 more=none")
         assert changed["version"] == 2
         assert changed["settings"] == {"nodes": 8, "lr": 0.1, "note": "", "more": None}
 
-    def test_what_is_given_empty_is_taken_away(self, ctl: Ctl) -> None:
-        told(ctl, "jobs create a nodes=4 lr=0.1")
-        assert told(ctl, "jobs change a lr= never=")["settings"] == {"nodes": 4}
+    def test_empty_value_removes_the_setting(self, ctl: Ctl) -> None:
+        json_of(ctl, "jobs create a nodes=4 lr=0.1")
+        assert json_of(ctl, "jobs change a lr= never=")["settings"] == {"nodes": 4}
 
-    def test_a_changed_job_tells_what_it_was_created_with(self, ctl: Ctl) -> None:
+    def test_changed_job_reports_created_with(self, ctl: Ctl) -> None:
         assert "created_with" not in ctl("jobs create a nodes=4")[1]
         assert "created_with" in ctl("jobs change a nodes=8")[1]
-        assert told(ctl, "jobs create a nodes=4")["settings"] == {"nodes": 8}, "it is there, as it is by now"
+        assert json_of(ctl, "jobs create a nodes=4")["settings"] == {"nodes": 8}, (
+            "the existing job is returned with its current settings"
+        )
 
-    def test_a_change_of_another_version_is_refused(self, ctl: Ctl) -> None:
-        told(ctl, "jobs create a nodes=4")
-        assert told(ctl, "jobs change a nodes=8 --version 1")["version"] == 2
+    def test_change_of_another_version_is_refused(self, ctl: Ctl) -> None:
+        json_of(ctl, "jobs create a nodes=4")
+        assert json_of(ctl, "jobs change a nodes=8 --version 1")["version"] == 2
         code, _, err = ctl("jobs change a nodes=9 --version 1")
         assert code == 3
         assert "is at version 2, not 1" in err
 
     def test_remove_is_rm(self, ctl: Ctl) -> None:
-        told(ctl, "jobs create a")
+        json_of(ctl, "jobs create a")
         assert ctl("jobs remove a")[1] == "removed job a\n"
 
 
 class TestHandlers:
-    def test_a_quarantined_handler_is_readmitted(self, ctl: Ctl, threaded_daemon: ThreadedDaemon) -> None:
+    def test_quarantined_handler_is_reenabled(self, ctl: Ctl, threaded_daemon: ThreadedDaemon) -> None:
         def break_down(record: Record) -> None:
             raise ValueError
 
@@ -398,35 +400,35 @@ class TestHandlers:
         threaded_daemon.runner.extend = extend
         threaded_daemon.call(threaded_daemon.runner.reopen)
         assert ctl("handlers readmit broken")[0] == 3
-        told(ctl, "jobs create a")
+        json_of(ctl, "jobs create a")
         while "HandlerQuarantined" not in ctl("events")[1]:
             pass
         assert ctl("handlers readmit broken")[1] == "re-enabled broken\n"
 
 
 class TestTokens:
-    def test_a_tokens_life(self, ctl: Ctl, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_token_is_created_used_and_revoked(self, ctl: Ctl, monkeypatch: pytest.MonkeyPatch) -> None:
         code, text, _ = ctl("tokens create bot --role viewer --job a --job b --ttl 60")
         assert code == 0
-        (token,) = told(ctl, "tokens ls")["tokens"]
+        (token,) = json_of(ctl, "tokens ls")["tokens"]
         assert (token["name"], token["role"], token["jobs"]) == ("bot", "viewer", ["a", "b"])
         monkeypatch.setenv("FORGED_TOKEN", text.strip())
         assert ctl("ping")[0] == 0
         assert ctl("tokens ls")[0] == 3
         monkeypatch.delenv("FORGED_TOKEN")
         assert ctl(f"tokens revoke {token['token_id']}")[1] == f"revoked {token['token_id']} (bot)\n"
-        code, _, err = ctl("ping", f"--token {text.strip()} --socket {told(ctl, 'status')['socket']}")
+        code, _, err = ctl("ping", f"--token {text.strip()} --socket {json_of(ctl, 'status')['socket']}")
         assert code == 3
         assert "was revoked" in err
 
-    def test_json_holds_the_text_and_the_list_does_not(self, ctl: Ctl) -> None:
-        created = told(ctl, "tokens create bot --role operator")
+    def test_token_text_is_in_the_creation_reply_and_not_in_the_list(self, ctl: Ctl) -> None:
+        created = json_of(ctl, "tokens create bot --role operator")
         assert created["token"].startswith(f"forged_{created['token_id']}_")
         assert created["token"] not in ctl("tokens ls --json")[1]
 
 
-class TestPeople:
-    def test_status_is_a_line_for_each_field(self, ctl: Ctl) -> None:
+class TestTextOutput:
+    def test_status_prints_a_line_per_field(self, ctl: Ctl) -> None:
         out = ctl("status")[1]
         assert re.search(r"^uptime +\d+(\.\d+)? (ms|s)$", out, re.MULTILINE)
         assert re.search(r"^http +-$", out, re.MULTILINE)
@@ -438,16 +440,16 @@ class TestPeople:
         assert [row[header.index("created_by") :].split()[0] for row in rows] == [f"unix:{os.getuid()}"] * 2
         assert rows[0].endswith("{lr=0.1}")
 
-    def test_latencies_are_in_units_that_people_use(self, ctl: Ctl) -> None:
+    def test_latencies_have_readable_units(self, ctl: Ctl) -> None:
         ctl("ping")
         (line,) = (line for line in ctl("handlers")[1].splitlines() if "PingDaemon" in line)
         assert re.search(r"\d (µs|ms) ", line)
 
-    def test_nothing_is_said_in_words(self, ctl: Ctl) -> None:
+    def test_empty_lists_print_a_sentence(self, ctl: Ctl) -> None:
         assert ctl("jobs ls")[1] == "no jobs\n"
         assert ctl("tokens ls")[1] == "no tokens\n"
 
-    def test_there_is_no_colour_where_there_is_no_terminal(self, ctl: Ctl, client: BlockingClient) -> None:
+    def test_output_without_a_terminal_has_no_colour(self, ctl: Ctl, client: BlockingClient) -> None:
         client.create_job("a")
         assert not any("\x1b" in ctl(line)[1] for line in ("status", "events", "jobs ls", "handlers", "story 3"))
 
@@ -457,13 +459,13 @@ class TestPeople:
         line = ctl("events")[1].splitlines()[-1]
         assert r'text="red \x1b[31m\nforged: all is well"' in line
 
-    def test_a_story_stands_below_its_cause(self, ctl: Ctl, client: BlockingClient) -> None:
+    def test_story_is_indented_below_its_cause(self, ctl: Ctl, client: BlockingClient) -> None:
         client.create_job("a")
         last = client.status().last_fact
         out = ctl(f"story {last}")[1]
         assert re.match(rf"> +{last}  .* JobCreated +name=a", out)
 
-    def test_a_fact_that_is_not_kept_has_no_story(self, ctl: Ctl) -> None:
+    def test_story_of_an_unknown_fact_is_refused(self, ctl: Ctl) -> None:
         code, out, err = ctl("story 999")
         assert (code, out) == (3, "")
         assert "the journal has facts" in err
@@ -481,7 +483,7 @@ class TestEvents:
         assert code == 0
         return [(event["type"], event["job"]) for event in map(json.loads, out.splitlines())]
 
-    def test_they_are_told_oldest_first(self, ctl: Ctl) -> None:
+    def test_events_are_listed_oldest_first(self, ctl: Ctl) -> None:
         assert self.chosen(ctl, "")[1:] == [
             ("JobCreated", "a"),
             ("NoteAdded", "a"),
@@ -489,25 +491,25 @@ class TestEvents:
             ("NoteAdded", "b"),
         ]
 
-    def test_since_leaves_out_what_is_not_behind_it(self, ctl: Ctl, client: BlockingClient) -> None:
+    def test_since_omits_older_events(self, ctl: Ctl, client: BlockingClient) -> None:
         assert self.chosen(ctl, f"--since {client.status().last_fact - 1}") == [("NoteAdded", "b")]
         assert self.chosen(ctl, f"--since {client.status().last_fact}") == []
 
-    def test_jobs_and_types_choose(self, ctl: Ctl) -> None:
+    def test_events_are_filtered_by_job_and_type(self, ctl: Ctl) -> None:
         assert self.chosen(ctl, "--job b") == [("JobCreated", "b"), ("NoteAdded", "b")]
         assert self.chosen(ctl, "--type NoteAdded --job a --job b") == [("NoteAdded", "a"), ("NoteAdded", "b")]
         assert len(self.chosen(ctl, "--type NoteAdded --type JobCreated")) == 4
 
-    def test_where_nothing_is_chosen_there_is_nothing(self, ctl: Ctl) -> None:
+    def test_filter_without_matches_prints_nothing(self, ctl: Ctl) -> None:
         assert self.chosen(ctl, "--type NoSuchFact") == []
         assert self.chosen(ctl, "--job none") == []
 
-    def test_more_than_the_wire_takes_at_once_comes_whole(self, ctl: Ctl, client: BlockingClient) -> None:
+    def test_history_larger_than_a_frame_is_complete(self, ctl: Ctl, client: BlockingClient) -> None:
         for number in range(WINDOW_FACTS + 100):
             client.note("a", f"{number}")
         assert len(self.chosen(ctl, "--type NoteAdded")) == 2 + WINDOW_FACTS + 100
 
-    def test_what_is_forgotten_is_told_as_missing(
+    def test_trimmed_history_is_reported_as_a_gap(
         self, ctl: Ctl, threaded_daemon: ThreadedDaemon, client: BlockingClient
     ) -> None:
         threaded_daemon.call(threaded_daemon.runner.reopen, journal_facts_max=100)
@@ -519,9 +521,9 @@ class TestEvents:
 
 
 class TestPipes:
-    """With processes, because it is about what is between them."""
+    """Real processes connected by pipes."""
 
-    def test_the_reader_may_stop_early(self, threaded_daemon: ThreadedDaemon, client: BlockingClient) -> None:
+    def test_closed_pipe_ends_the_command(self, threaded_daemon: ThreadedDaemon, client: BlockingClient) -> None:
         client.create_job("a")
         for number in range(2000):
             client.note("a", f"{number} {'x' * 100}")
@@ -533,12 +535,12 @@ class TestPipes:
             assert process.stderr is not None
             assert process.stderr.read() == ""
 
-    def test_a_terminal_without_the_character_is_shown_its_number(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_unencodable_character_is_shown_as_its_number(self, threaded_daemon: ThreadedDaemon) -> None:
         environment = os.environ | {"PYTHONIOENCODING": "ascii"}
         done = subprocess.run(command(threaded_daemon, "ping"), env=environment, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
 
-    def test_follow_goes_on_over_a_restart_of_the_daemon(
+    def test_follow_continues_after_a_daemon_restart(
         self, threaded_daemon: ThreadedDaemon, client: BlockingClient
     ) -> None:
         client.create_job("a")
@@ -561,7 +563,7 @@ class TestPipes:
         assert "the daemon is back" in remarks
         assert "Traceback" not in remarks
 
-    def test_follow_begins_with_what_comes_next(self, threaded_daemon: ThreadedDaemon, client: BlockingClient) -> None:
+    def test_follow_starts_with_the_next_event(self, threaded_daemon: ThreadedDaemon, client: BlockingClient) -> None:
         client.create_job("a")
         with running(threaded_daemon, "events --follow --json") as process:
             while not threaded_daemon.call(threaded_daemon.subscriptions):
@@ -580,14 +582,14 @@ def command(threaded_daemon: ThreadedDaemon, line: str) -> list[str]:
 def running(threaded_daemon: ThreadedDaemon, line: str) -> Iterator[subprocess.Popen[str]]:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # A test run in the background ignores SIGINT, and so would its children.
-    with subprocess.Popen(command(threaded_daemon, line), preexec_fn=_heed_interrupts, **pipes) as process:
+    with subprocess.Popen(command(threaded_daemon, line), preexec_fn=_restore_interrupts, **pipes) as process:
         try:
             yield process
         finally:
             process.kill()
 
 
-def _heed_interrupts() -> None:
+def _restore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -613,7 +615,7 @@ def listening(path: Path) -> Iterator[Path]:
 def faking(
     threaded_daemon: ThreadedDaemon, path: Path, treat: Callable[[FakeConnection], Awaitable[None]]
 ) -> Iterator[str]:
-    """A daemon that is none."""
+    """A fake daemon with this handler."""
     fake = FakeDaemon(path, treat)
     threaded_daemon.call(fake.__aenter__)
     yield fake.endpoint

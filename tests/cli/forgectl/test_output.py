@@ -21,7 +21,7 @@ INFINITE = float("inf")
         ({"text": "\ud800 \x1b"}, {"text": "\ud800 \x1b"}),
     ],
 )
-def test_json_can_say_it(value: Any, said: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_value_has_a_json_form(value: Any, said: Any, capsys: pytest.CaptureFixture[str]) -> None:
     print_json(value)
     text = capsys.readouterr().out
     assert text.isascii()

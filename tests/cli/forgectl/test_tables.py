@@ -20,7 +20,7 @@ def record(fact_id: int, cause: int = 0, **fact: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def be_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 80) -> None:
+def pretend_terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 80) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")
@@ -41,7 +41,7 @@ class TestUnits:
             (2 * 10**15, "2,000.0 TB"),
         ],
     )
-    def test_sizes_are_said_as_people_say_them(self, count: int, said: str) -> None:
+    def test_sizes_have_readable_units(self, count: int, said: str) -> None:
         assert tables.size(count) == said
 
     @pytest.mark.parametrize(
@@ -80,11 +80,11 @@ class TestUnits:
             (1000 * DAY_S, "1000d00h"),
         ],
     )
-    def test_durations_are_said_as_people_say_them(self, seconds: float, said: str) -> None:
+    def test_durations_have_readable_units(self, seconds: float, said: str) -> None:
         assert tables.duration(seconds) == said
 
     @pytest.mark.parametrize(("seconds", "said"), [(0.0009996, "1 ms"), (0.9996, "1 s"), (59.96, "1m00s")])
-    def test_what_rounds_up_to_the_next_unit_is_said_in_it(self, seconds: float, said: str) -> None:
+    def test_value_that_rounds_up_uses_the_next_unit(self, seconds: float, said: str) -> None:
         assert tables.duration(seconds) == said
 
     @pytest.mark.parametrize(
@@ -109,43 +109,45 @@ class TestUnits:
             ("settings", {1: "x"}, "{1=x}"),
         ],
     )
-    def test_a_field_is_shown_in_the_unit_of_its_name(self, key: str, value: Any, said: str) -> None:
+    def test_field_suffix_determines_the_unit(self, key: str, value: Any, said: str) -> None:
         assert tables.field(key, value) == said
 
-    def test_a_time_is_the_time_here(self) -> None:
+    def test_times_are_local(self) -> None:
         assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", tables.field("created_at", 1e9))
 
 
 class TestLayout:
-    def test_pairs_stand_below_each_other(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_pairs_are_printed_one_per_line(self, capsys: pytest.CaptureFixture[str]) -> None:
         tables.pairs({"pid": 7, "uptime_s": 192, "socket": ""})
         assert capsys.readouterr().out == "pid     7\nuptime  3m12s\nsocket  -\n"
 
-    def test_numbers_stand_to_the_right(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_numbers_are_right_aligned(self, capsys: pytest.CaptureFixture[str]) -> None:
         tables.table([{"name": "a", "handled": 5}, {"name": "long", "handled": 1234}], ("name", "handled"), "none")
         assert capsys.readouterr().out == "name  handled\na           5\nlong     1234\n"
 
-    def test_no_rows_are_said_in_words(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_empty_table_prints_a_sentence(self, capsys: pytest.CaptureFixture[str]) -> None:
         tables.table([], ("name",), "no jobs")
         assert capsys.readouterr().out == "no jobs\n"
 
-    def test_a_story_is_indented_by_what_caused_what(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_story_is_indented_by_cause(self, capsys: pytest.CaptureFixture[str]) -> None:
         tables.story([record(1), record(2, 1), record(3, 2), record(4, 1)], marked=2)
         lines = capsys.readouterr().out.splitlines()
         assert [line.index("NoteAdded") - lines[0].index("NoteAdded") for line in lines] == [0, 2, 4, 2]
         assert [line[0] for line in lines] == [" ", ">", " ", " "]
         assert lines[1].endswith("(a test, caused by 1)")
 
-    def test_what_was_not_sent_is_shown_as_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_missing_fields_are_shown_as_dashes(self, capsys: pytest.CaptureFixture[str]) -> None:
         tables.table([{"name": "a"}, {"handled": 7, "later": 1}], ("name", "handled", "created_at"), "none")
         assert capsys.readouterr().out == "name  handled  created\na           -  -\n-           7  -\n"
 
     @pytest.mark.parametrize("element", [{}, {"id": 7}, {"gap": 7}, {"gap": {}}, {"fact": 7, "at": "x", "cause": {}}])
-    def test_a_record_may_lack_anything(self, capsys: pytest.CaptureFixture[str], element: dict[str, Any]) -> None:
+    def test_record_with_missing_fields_is_one_line(
+        self, capsys: pytest.CaptureFixture[str], element: dict[str, Any]
+    ) -> None:
         tables.story([element], marked=7)
         assert capsys.readouterr().out.count("\n") == 1
 
-    def test_what_is_nested_too_deeply_is_cut(self) -> None:
+    def test_deeply_nested_value_is_cut(self) -> None:
         nested: Any = {}
         for _ in range(2000):
             nested = {"in": nested}
@@ -161,10 +163,10 @@ class TestTerminal:
     COLUMNS = ("name", "failed", "state", "reason")
 
     @pytest.mark.parametrize("columns", [200, 80, 60, 45])
-    def test_a_table_fits_into_it(
+    def test_table_fits_the_terminal(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
     ) -> None:
-        be_a_terminal(monkeypatch, columns)
+        pretend_terminal(monkeypatch, columns)
         monkeypatch.setenv("NO_COLOR", "1")
         tables.table(self.WIDE, self.COLUMNS, "none")
         _, line = capsys.readouterr().out.splitlines()
@@ -172,10 +174,10 @@ class TestTerminal:
         assert line.startswith("webhook       5  quarantined  no route")
         assert line.endswith(tables.CUT)
 
-    def test_what_can_no_more_be_told_apart_is_not_cut_further(
+    def test_columns_are_not_cut_below_their_minimum(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        be_a_terminal(monkeypatch, 10)
+        pretend_terminal(monkeypatch, 10)
         monkeypatch.setenv("NO_COLOR", "1")
         tables.table(self.WIDE, self.COLUMNS, "none")
         assert capsys.readouterr().out.splitlines()[1] == "webhook       5  quarant…  no rout…"
@@ -183,26 +185,26 @@ class TestTerminal:
     @pytest.mark.parametrize(
         ("columns", "line"),
         [
-            (50, "webhook-of-the-house    7  active  10.0.0.1:4000"),
-            (45, "webhook-of-the-house    7  active  10.0.0.1:…"),
-            (40, "webhook-of-the-house    7  active"),
-            (30, "webhook-of-the-house  active"),
+            (50, "webhook-of-the-team1    7  active  10.0.0.1:4000"),
+            (45, "webhook-of-the-team1    7  active  10.0.0.1:…"),
+            (40, "webhook-of-the-team1    7  active"),
+            (30, "webhook-of-the-team1  active"),
             (20, "webhook-of-…  active"),
         ],
     )
-    def test_what_yields_gives_way_first_and_is_left_out_and_what_is_kept_is_cut_last(
+    def test_yielding_columns_are_cut_first_and_the_kept_column_last(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int, line: str
     ) -> None:
-        be_a_terminal(monkeypatch, columns)
+        pretend_terminal(monkeypatch, columns)
         monkeypatch.setenv("NO_COLOR", "1")
-        row = {"name": "webhook-of-the-house", "gen": 7, "state": "active", "address": "10.0.0.1:4000"}
+        row = {"name": "webhook-of-the-team1", "gen": 7, "state": "active", "address": "10.0.0.1:4000"}
         tables.table([row], tuple(row), "none", yielding=("address", "gen"), kept="name")
         assert capsys.readouterr().out.splitlines()[1] == line
 
-    def test_a_fact_is_broken_between_words(
+    def test_fact_wraps_between_words(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        be_a_terminal(monkeypatch, 60)
+        pretend_terminal(monkeypatch, 60)
         tables.event(record(17, 3, text="no route to host " * 6 + "日本語"))
         painted = capsys.readouterr().out
         first, *others = re.sub(r"\x1b\[\d*m", "", painted).splitlines()
@@ -210,27 +212,27 @@ class TestTerminal:
         assert all(len(line) <= 60 and line.startswith(" " * tables.HANGING) for line in others)
         assert " ".join(" ".join(others).split()) == f'text="{"no route to host " * 6}日本語" (a test, caused by 3)'
 
-    def test_what_is_said_of_one_thing_is_broken_between_words(
+    def test_pair_value_wraps_between_words(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        be_a_terminal(monkeypatch, 40)
+        pretend_terminal(monkeypatch, 40)
         monkeypatch.setenv("NO_COLOR", "1")
         tables.pairs({"standing": "1 worker waits for 2 more: min_workers is 3"})
         assert capsys.readouterr().out == "standing  1 worker waits for 2 more:\n          min_workers is 3\n"
 
-    def test_nothing_is_broken_in_a_pipe_or_where_there_is_no_room_for_words(
+    def test_fact_does_not_wrap_in_a_pipe_or_on_a_narrow_terminal(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("COLUMNS", "40")
         tables.event(record(17, text="no route to host " * 6))
-        be_a_terminal(monkeypatch, 20)
+        pretend_terminal(monkeypatch, 20)
         tables.event(record(17, text="no route to host " * 6))
         assert capsys.readouterr().out.count("\n") == 2
 
     def test_wide_characters_are_cut_by_their_columns(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        be_a_terminal(monkeypatch, 10)
+        pretend_terminal(monkeypatch, 10)
         tables.table([{"a": "日本語" * 9}], ("a",), "none")
         assert capsys.readouterr().out.splitlines()[1] == "日本語日…"
 
@@ -255,7 +257,7 @@ class TestTerminal:
     def test_states_have_colours(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: str, value: Any, colour: str
     ) -> None:
-        be_a_terminal(monkeypatch)
+        pretend_terminal(monkeypatch)
         tables.table([{key: value, "more": "x"}], (key, "more"), "none")
         cell = tables.field(key, value)
         assert f"\x1b[{colour}m{cell}\x1b[0m" in capsys.readouterr().out.splitlines()[1]
@@ -263,17 +265,17 @@ class TestTerminal:
     @pytest.mark.parametrize(
         ("key", "value"), [("state", "news"), ("state", None), ("state", []), ("problem", None), ("quarantined", False)]
     )
-    def test_what_is_well_or_unknown_has_none(
+    def test_healthy_and_unknown_states_have_no_colour(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: str, value: Any
     ) -> None:
-        be_a_terminal(monkeypatch)
+        pretend_terminal(monkeypatch)
         tables.table([{key: value}], (key,), "none")
         assert "\x1b" not in capsys.readouterr().out.splitlines()[1]
 
-    def test_there_is_colour_on_a_terminal(
+    def test_terminal_output_has_colour(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        be_a_terminal(monkeypatch)
+        pretend_terminal(monkeypatch)
         tables.pairs({"pid": 7})
         assert capsys.readouterr().out == "\x1b[2mpid\x1b[0m  7\n"
 
@@ -281,12 +283,12 @@ class TestTerminal:
     def test_no_color_and_dumb_terminals_have_no_colours(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, value: str
     ) -> None:
-        be_a_terminal(monkeypatch)
+        pretend_terminal(monkeypatch)
         monkeypatch.setenv(name, value)
         tables.pairs({"pid": 7})
         assert capsys.readouterr().out == "pid  7\n"
 
-    def test_there_is_none_in_a_pipe(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_pipe_output_has_no_colour(self, capsys: pytest.CaptureFixture[str]) -> None:
         tables.event({"gap": {"first": 1, "last": 2, "reason": "gone"}})
         assert capsys.readouterr().out == "-- facts 1 to 2 missing: gone\n"
 
@@ -294,17 +296,17 @@ class TestTerminal:
 @pytest.mark.parametrize(
     ("count", "said"), [(0, "0 files"), (1, "1 file"), (2, "2 files"), (1_234_567, "1,234,567 files")]
 )
-def test_things_are_counted_as_people_do(count: int, said: str) -> None:
+def test_counts_have_separators_and_plurals(count: int, said: str) -> None:
     assert tables.counted(count, "file") == said
 
 
 @pytest.mark.parametrize(("part", "said"), [(0.0, "[----]"), (0.5, "[##--]"), (1.0, "[####]"), (7.0, "[####]")])
-def test_a_bar_is_filled_as_far_as_something_is(part: float, said: str) -> None:
+def test_bar_is_filled_in_proportion(part: float, said: str) -> None:
     assert tables.bar(part, 4) == said
 
 
 @pytest.mark.parametrize(
     ("value", "said"), [(None, None), (1.0000000298, 1.0), (1234567.8, 1234570.0), (float("inf"), float("inf"))]
 )
-def test_figures_are_rounded_to_what_people_read(value: float | None, said: float | None) -> None:
+def test_numbers_are_rounded_to_readable_digits(value: float | None, said: float | None) -> None:
     assert tables.rounded(value) == said

@@ -458,7 +458,7 @@ async def test_copy_corrupt_on_its_source_disk_is_reported(tmp_path: Path) -> No
         assert isinstance(damaged_store, DirectoryShardStore)
         with damaged_store.path_of(0).open("r+b") as file:
             file.seek(SIZE // 2)
-            file.write(b"damaged_store")
+            file.write(b"damaged")
         moved = await cluster.move(cluster.manager(observer=Observer(bad_copy=bad.append)), 0, 1, 2)
         assert moved is not None
         assert moved.source == cluster.workers[2]

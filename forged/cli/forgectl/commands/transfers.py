@@ -155,7 +155,7 @@ def summary(view: Row) -> str:
     if lost := count_in(view, "lost"):
         by = answers.list_in(view, "last_held_by")
         fix = f"; {restart_hint(by)}" if by else ""
-        return f"{begin}: no worker has {_lost(view, lost)}; waiting for one that has{fix}"
+        return f"{begin}: no worker has {_lost(view, lost)}; waiting for a worker that has them{fix}"
     if not _is_planned(view):
         return f"{begin}: planning transfers"
     done, moved, elapsed_s = count_in(view, "done"), count_in(view, "bytes"), _seconds(view, "elapsed_s")

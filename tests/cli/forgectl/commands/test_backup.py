@@ -14,8 +14,8 @@ from forged.errors import ForgedError, Unavailable
 
 
 @pytest.fixture(autouse=True)
-def open_mask() -> Iterator[None]:
-    """The mask that hides least."""
+def zero_umask() -> Iterator[None]:
+    """Clear the umask, so that only the explicit mode restricts access."""
     before = os.umask(0)
     yield
     os.umask(before)
@@ -25,19 +25,19 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def cut_off() -> Iterator[bytes]:
+def interrupted_pieces() -> Iterator[bytes]:
     yield b"half"
     raise Unavailable("connection_lost", "the daemon is gone")
 
 
-def test_it_is_whole_and_for_its_owner_only(tmp_path: Path) -> None:
+def test_backup_is_complete_and_private(tmp_path: Path) -> None:
     write_whole(str(tmp_path / "copy"), [b"one", b"two"])
     assert (tmp_path / "copy").read_bytes() == b"onetwo"
     assert mode(tmp_path / "copy") == 0o600
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
-def test_it_is_for_its_owner_only_while_it_is_written(tmp_path: Path) -> None:
+def test_backup_is_private_while_it_is_written(tmp_path: Path) -> None:
     modes: list[int] = []
 
     def pieces() -> Iterator[bytes]:
@@ -49,7 +49,7 @@ def test_it_is_for_its_owner_only_while_it_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["copy", "copy.part"])
-def test_backup_replaces_a_readable_file_by_a_private_one(tmp_path: Path, name: str) -> None:
+def test_backup_replaces_a_readable_file_with_a_private_one(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"old")
     (tmp_path / name).chmod(0o666)
     write_whole(str(tmp_path / "copy"), [b"new"])
@@ -57,15 +57,15 @@ def test_backup_replaces_a_readable_file_by_a_private_one(tmp_path: Path, name: 
     assert mode(tmp_path / "copy") == 0o600
 
 
-def test_one_that_is_cut_off_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+def test_interrupted_backup_leaves_the_existing_file(tmp_path: Path) -> None:
     (tmp_path / "copy").write_bytes(b"old")
     with pytest.raises(Unavailable):
-        write_whole(str(tmp_path / "copy"), cut_off())
+        write_whole(str(tmp_path / "copy"), interrupted_pieces())
     assert (tmp_path / "copy").read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
-def test_where_it_cannot_be_written_it_says_so(tmp_path: Path) -> None:
+def test_unwritable_path_raises_backup_failed(tmp_path: Path) -> None:
     with pytest.raises(ForgedError, match="No such file") as failed:
         write_whole(str(tmp_path / "none" / "copy"), [b"x"])
     assert failed.value.code == "backup_failed"

@@ -24,8 +24,8 @@ Caught = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
-def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with S3Server(tmp_path_factory.mktemp("weed")) as server:
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with S3Server(tmp_path_factory.mktemp("s3")) as server:
         yield server
 
 
@@ -37,19 +37,19 @@ def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         "verify a --timeout 0", "show a --tensors", "cat a b --out",
     ],
 )  # fmt: skip
-def test_what_means_nothing_is_told_with_its_usage(line: str, capsys: Caught) -> None:
+def test_wrong_usage_exits_with_2_and_prints_usage(line: str, capsys: Caught) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main(["ckpt", *line.split()])
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("usage: forgectl ")
 
 
-def test_programs_are_told_of_it_as_of_any_error(capsys: Caught) -> None:
+def test_wrong_usage_is_json_with_the_json_option(capsys: Caught) -> None:
     assert main.main(["ckpt", "show", "--json"]) == 2
     assert json.loads(capsys.readouterr().err)["error"]["code"] == "usage_wrong"
 
 
-def test_what_leads_to_a_daemon_may_stand_before_it_and_is_not_used(
+def test_daemon_options_before_the_command_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Caught
 ) -> None:
     monkeypatch.setenv("FORGED_SOCKET", "/nowhere")
@@ -58,7 +58,7 @@ def test_what_leads_to_a_daemon_may_stand_before_it_and_is_not_used(
     assert json.loads(capsys.readouterr().out)["checkpoints"] == []
 
 
-def test_help_names_nothing_that_leads_to_a_daemon(capsys: Caught) -> None:
+def test_help_lists_no_daemon_options(capsys: Caught) -> None:
     for words in (["ckpt", "--help"], ["ckpt", "verify", "--help"]):
         with pytest.raises(SystemExit):
             main.main(words)
@@ -67,12 +67,12 @@ def test_help_names_nothing_that_leads_to_a_daemon(capsys: Caught) -> None:
         assert "--socket" not in said
 
 
-def test_choices_are_those_of_the_engine() -> None:
+def test_choices_match_the_checkpoint_engine() -> None:
     assert tuple(CheckpointFormat) == ckpt.FORMATS
     assert tuple(CompressionLevel) == ckpt.COMPRESSIONS
 
 
-def test_forgectl_starts_without_what_reads_checkpoints() -> None:
+def test_parsing_does_not_import_the_checkpoint_engine() -> None:
     program = (
         "import sys; from forged.cli.forgectl import main; main._parsed(['ckpt', 'verify', 'x']); "
         "sys.exit({'numpy', 'asyncio', 'anyio', 'msgspec', 'forged.checkpoint'} & {*sys.modules} != set())"
@@ -80,7 +80,7 @@ def test_forgectl_starts_without_what_reads_checkpoints() -> None:
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
-def test_a_closed_output_ends_the_command(tmp_path: Path) -> None:
+def test_closed_output_ends_the_command(tmp_path: Path) -> None:
     forged.checkpoint.save(str(tmp_path / "a"), {f"w{number}": np.zeros(1) for number in range(20_000)})
     command = [sys.executable, "-m", "forged.cli.forgectl.main", "ckpt", "show", str(tmp_path / "a")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as showing:
@@ -92,19 +92,19 @@ def test_a_closed_output_ends_the_command(tmp_path: Path) -> None:
         assert showing.stderr.read() == b""
 
 
-class TestInABucket:
+class TestBucket:
     @pytest.fixture
-    def url(self, weed: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-        for name, value in weed.environment().items():
+    def url(self, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+        for name, value in s3.environment().items():
             monkeypatch.setenv(name, value)
-        return f"s3://{weed.bucket()}/runs"
+        return f"s3://{s3.bucket()}/runs"
 
     def run(self, line: str, capsys: Caught) -> tuple[int, str, str]:
         code = main.main(["ckpt", *shlex.split(line)])
         said = capsys.readouterr()
         return code, said.out, said.err
 
-    def test_everything_can_be_done_by_url(
+    def test_every_command_accepts_a_url(
         self, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Caught
     ) -> None:
         monkeypatch.chdir(tmp_path)
@@ -126,19 +126,17 @@ class TestInABucket:
         assert self.run(f"rm {url}/7/a --yes", capsys)[0] == 0
         assert [row["prefix"] for row in json.loads(self.run(f"ls {url} --json", capsys)[1])["checkpoints"]] == ["b"]
 
-    def test_what_is_not_there_is_told_by_its_code(self, url: str, capsys: Caught) -> None:
+    def test_missing_checkpoint_and_bucket_have_exit_and_error_codes(self, url: str, capsys: Caught) -> None:
         assert self.run(f"show {url}/none", capsys)[0] == 3
         code, _, err = self.run("ls s3://no-such-bucket/x --json", capsys)
         assert (code, json.loads(err)["error"]["code"]) == (2, "checkpoint_bucket_missing")
 
-    def test_rights_that_are_missing_are_for_this_side_to_mend(
-        self, url: str, monkeypatch: pytest.MonkeyPatch, capsys: Caught
-    ) -> None:
+    def test_missing_permission_exits_with_2(self, url: str, monkeypatch: pytest.MonkeyPatch, capsys: Caught) -> None:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
         code, _, err = self.run(f"ls {url} --json", capsys)
         assert (code, json.loads(err)["error"]["code"]) == (2, "checkpoint_storage_denied")
 
-    def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_was_said(
+    def test_unresponsive_server_times_out_after_the_given_time(
         self, url: str, monkeypatch: pytest.MonkeyPatch, capsys: Caught
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -147,7 +145,7 @@ class TestInABucket:
         assert (code, json.loads(err)["error"]["code"]) == (4, "checkpoint_timeout")
 
     @pytest.mark.parametrize("verb", ["ls", "show", "verify"])
-    def test_who_interrupts_a_wait_is_heard_and_told_nothing(
+    def test_interrupted_wait_exits_with_130_and_no_output(
         self, url: str, monkeypatch: pytest.MonkeyPatch, verb: str
     ) -> None:
         command = [sys.executable, "-m", "forged.cli.forgectl.main", "ckpt", verb, f"{url}/a"]

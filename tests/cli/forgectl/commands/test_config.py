@@ -38,7 +38,7 @@ def table(said: str) -> list[list[str]]:
     return [[row[start:end].strip() for start, end in zip(starts, [*starts[1:], None], strict=True)] for row in rows]
 
 
-def test_settings_are_shown_as_they_are_written(tmp_path: Path, capsys: Caught) -> None:
+def test_settings_are_shown_in_the_notation_of_the_file(tmp_path: Path, capsys: Caught) -> None:
     with scripted_daemon(tmp_path, {"ShowConfig": SHOWN}) as daemon:
         code, out, _ = daemon.run("config", capsys)
     assert code == 0
@@ -52,12 +52,12 @@ def test_settings_are_shown_as_they_are_written(tmp_path: Path, capsys: Caught) 
     ]
 
 
-def test_where_nothing_waits_for_a_restart_there_is_no_column_for_it(tmp_path: Path, capsys: Caught) -> None:
+def test_restart_column_is_omitted_when_no_setting_needs_a_restart(tmp_path: Path, capsys: Caught) -> None:
     with scripted_daemon(tmp_path, {"ShowConfig": {"source": None, "settings": [setting("a", 1, 1)]}}) as daemon:
         assert daemon.run("config show", capsys)[1] == "no configuration file\nkey  value  default\na    1\n"
 
 
-def test_programs_are_told_what_the_daemon_says(tmp_path: Path, capsys: Caught) -> None:
+def test_json_output_is_the_reply(tmp_path: Path, capsys: Caught) -> None:
     with scripted_daemon(tmp_path, {"ShowConfig": SHOWN}) as daemon:
         assert daemon.json("config", capsys) == SHOWN
 
@@ -65,7 +65,7 @@ def test_programs_are_told_what_the_daemon_says(tmp_path: Path, capsys: Caught) 
 @pytest.mark.parametrize(
     "said", [{}, {"settings": None}, {"settings": [1, {}, {"key": "a", "later": {}}], "later": 1}, {"source": 7}]
 )
-def test_a_daemon_of_another_version_may_leave_out_and_add(tmp_path: Path, capsys: Caught, said: Any) -> None:
+def test_replies_with_missing_or_additional_fields_are_shown(tmp_path: Path, capsys: Caught, said: Any) -> None:
     with scripted_daemon(tmp_path, {"ShowConfig": said, "ReloadConfig": said}) as daemon:
         assert daemon.run("config", capsys)[0] == 0
         assert daemon.run("config reload", capsys)[0] == 0
@@ -78,17 +78,17 @@ def test_a_daemon_of_another_version_may_leave_out_and_add(tmp_path: Path, capsy
         ({"changed": [], "needs_restart": []}, "no setting changed\n"),
     ],
 )
-def test_a_reload_says_what_became_of_it(tmp_path: Path, capsys: Caught, said: Any, shown: str) -> None:
+def test_reload_prints_changed_settings(tmp_path: Path, capsys: Caught, said: Any, shown: str) -> None:
     with scripted_daemon(tmp_path, {"ReloadConfig": said}) as daemon:
         assert daemon.run("config reload", capsys) == (0, shown, "")
         assert daemon.json("config reload", capsys) == said
 
 
-def test_a_real_daemon_answers_so(threaded_daemon: ThreadedDaemon, capsys: Caught) -> None:
+def test_config_of_a_real_daemon_is_shown(threaded_daemon: ThreadedDaemon, capsys: Caught) -> None:
     place = ["--socket", threaded_daemon.socket]
     assert main.main([*place, "config", "--json"]) == 0
-    told = {one["key"]: one for one in json.loads(capsys.readouterr().out)["settings"]}
-    assert told["socket"]["value"] == threaded_daemon.socket
-    assert told["drain_timeout_s"].keys() == setting("", 0, 0).keys()
+    settings_by_key = {one["key"]: one for one in json.loads(capsys.readouterr().out)["settings"]}
+    assert settings_by_key["socket"]["value"] == threaded_daemon.socket
+    assert settings_by_key["drain_timeout_s"].keys() == setting("", 0, 0).keys()
     assert main.main([*place, "config"]) == 0
     assert re.search(rf"^socket +{re.escape(threaded_daemon.socket)}", capsys.readouterr().out, re.MULTILINE)

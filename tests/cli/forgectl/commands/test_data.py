@@ -29,8 +29,8 @@ TOTALS = {
 DATALESS = Refusal("refused", "job_without_data", "job 'run' has no dataset", "give its workers one")
 
 
-def audited(epoch: int, **changes: Any) -> dict[str, Any]:
-    """What a daemon says of an epoch that is complete, but for the changes."""
+def complete_audit(epoch: int, **changes: Any) -> dict[str, Any]:
+    """The audit of a complete epoch, with these changes."""
     return {
         "job": "run", "epoch": epoch, "samples": 1000, "used": 1000, "dropped": 0, "complete": True,
         "missing_total": 0, "missing": [], "repeated_total": 0, "repeated": [], "forgotten": False,
@@ -38,11 +38,11 @@ def audited(epoch: int, **changes: Any) -> dict[str, Any]:
     } | changes  # fmt: skip
 
 
-BEGUN = audited(2, used=490, complete=False, missing_total=510, missing=[[490, 1000]])
+BEGUN = complete_audit(2, used=490, complete=False, missing_total=510, missing=[[490, 1000]])
 
 
-class Daemon(dict[str, Any]):
-    """Answers, of which that of an audit depends on the epoch that is asked for."""
+class ScriptedAudits(dict[str, Any]):
+    """Replies of a daemon; the reply to an audit depends on the requested epoch."""
 
     def __init__(self, *audits: Any) -> None:
         super().__init__(AuditData="one of them")
@@ -80,7 +80,7 @@ class TestShow:
         answers["ShowData"] = VIEW | {"lost": 0, "lost_shards": [], "last_held_by": []}
         assert "lost" not in daemon.run("data show --job run", capsys)[1]
 
-    def test_the_dataset_stands_above_what_each_worker_holds(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
+    def test_dataset_is_shown_above_the_shards_of_each_worker(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert daemon.run("data show --job run", capsys)[1].splitlines() == [
             "job         run",
             "dataset     1,000 samples in 40 shards, 1 replica of each, with an origin",
@@ -91,7 +91,7 @@ class TestShow:
             "e             20      20      500",
         ]
 
-    def test_weights_are_told_where_one_is_not_1(
+    def test_weights_are_shown_when_one_differs_from_1(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ShowData"] = VIEW | {"workers": [HELD[0] | {"weight": 1.0}, HELD[1] | {"weight": 3.0}]}
@@ -104,9 +104,7 @@ class TestShow:
         assert "weight" not in daemon.run("data show --job run", capsys)[1]
         assert daemon.json("data show --job run", capsys) == answers["ShowData"]
 
-    def test_that_copies_differ_is_told_where_they_do(
-        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
-    ) -> None:
+    def test_differing_copies_are_shown(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers["ShowData"] = VIEW | {"differing": 2, "differing_shards": [3, 4]}
         assert [line.split() for line in daemon.run("data show --job run", capsys)[1].splitlines()[3:5]] == [
             ["differing", "2"],
@@ -115,7 +113,7 @@ class TestShow:
         answers["ShowData"] = VIEW | {"differing": 0, "differing_shards": []}
         assert "differing" not in daemon.run("data show --job run", capsys)[1]
 
-    def test_programs_are_told_all_of_it(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
+    def test_json_output_is_the_reply(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert daemon.json("data show --job run", capsys) == VIEW
         assert daemon.requests == [("ShowData", {"job": "run"})]
 
@@ -126,13 +124,13 @@ class TestShow:
         assert row.split() == ["run", "1000", "40", "1", "yes", "5", "2"]
         assert daemon.json(line, capsys) == {"data": [VIEW]}
 
-    def test_jobs_without_data_are_passed_over(
+    def test_jobs_without_data_are_omitted(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ShowData"] = DATALESS
         assert daemon.run("data", capsys) == (0, "no job has a dataset\n", "")
 
-    def test_one_that_is_named_is_refused(
+    def test_named_job_without_data_is_refused(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ShowData"] = DATALESS
@@ -140,9 +138,7 @@ class TestShow:
         assert (code, out) == (3, "")
         assert "has no dataset" in err
 
-    def test_what_is_refused_for_another_reason_is_told(
-        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
-    ) -> None:
+    def test_other_refusals_exit_with_3(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers["ShowData"] = Refusal("refused", "forbidden", "not yours")
         assert daemon.run("data", capsys)[0] == 3
 
@@ -156,7 +152,7 @@ class TestShow:
             {"dataset": {"samples": "x"}},
         ],
     )
-    def test_data_may_lack_anything(
+    def test_replies_with_missing_fields_are_shown(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, view: dict[str, Any]
     ) -> None:
         answers["ShowData"] = view
@@ -166,12 +162,12 @@ class TestShow:
 
 class TestAudit:
     def run(self, directory: Path, capsys: Caught, *audits: Any, flags: str = "") -> tuple[int, list[str], str]:
-        with scripted_daemon(directory, Daemon(*audits)) as daemon:
+        with scripted_daemon(directory, ScriptedAudits(*audits)) as daemon:
             code, out, err = daemon.run(f"data audit --job run {flags}", capsys)
         return code, out.splitlines(), err
 
-    def test_epochs_of_which_the_same_is_to_be_said_are_one_line(self, tmp_path: Path, capsys: Caught) -> None:
-        assert self.run(tmp_path, capsys, BEGUN, audited(0), audited(1)) == (
+    def test_equal_audits_of_consecutive_epochs_are_one_line(self, tmp_path: Path, capsys: Caught) -> None:
+        assert self.run(tmp_path, capsys, BEGUN, complete_audit(0), complete_audit(1)) == (
             0,
             [
                 "epochs 0 to 1: 1,000 of 1,000 samples used once in each",
@@ -180,17 +176,17 @@ class TestAudit:
             "",
         )
 
-    def test_an_epoch_that_is_named_is_the_only_one(self, tmp_path: Path, capsys: Caught) -> None:
-        said = self.run(tmp_path, capsys, audited(1), flags="--epoch 1")
+    def test_only_the_named_epoch_is_audited(self, tmp_path: Path, capsys: Caught) -> None:
+        said = self.run(tmp_path, capsys, complete_audit(1), flags="--epoch 1")
         assert said == (0, ["epoch 1: 1,000 of 1,000 samples used once"], "")
 
-    def test_what_was_left_out_on_purpose_is_told(self, tmp_path: Path, capsys: Caught) -> None:
-        said = self.run(tmp_path, capsys, audited(1, used=990, dropped=10), flags="--epoch 1")
+    def test_samples_dropped_by_configuration_are_counted(self, tmp_path: Path, capsys: Caught) -> None:
+        said = self.run(tmp_path, capsys, complete_audit(1, used=990, dropped=10), flags="--epoch 1")
         assert said == (0, ["epoch 1: 990 of 1,000 samples used once, 10 dropped by configuration"], "")
 
-    def test_one_of_which_workers_tell_differently_fails_and_names_them(self, tmp_path: Path, capsys: Caught) -> None:
+    def test_contradicting_reports_fail_and_name_the_workers(self, tmp_path: Path, capsys: Caught) -> None:
         conflicts = [{"step": 8 + number, "worker_id": "b"} for number in range(10)]
-        unclear = audited(2, complete=False, conflicts=conflicts)
+        unclear = complete_audit(2, complete=False, conflicts=conflicts)
         code, lines, err = self.run(tmp_path, capsys, unclear, flags="--epoch 2")
         assert (code, err) == (1, "")
         named = ", ".join(f"b at step {step}" for step in range(8, 16))
@@ -199,8 +195,8 @@ class TestAudit:
             f"  workers contradict each other, so their reports prove nothing: {named} and 2 more",
         ]
 
-    def test_one_that_is_over_and_lacks_samples_fails_and_names_them(self, tmp_path: Path, capsys: Caught) -> None:
-        short = audited(0, used=950, complete=False, missing_total=50, missing=[[100, 140], [200, 210]])
+    def test_finished_epoch_with_missing_samples_fails_and_lists_them(self, tmp_path: Path, capsys: Caught) -> None:
+        short = complete_audit(0, used=950, complete=False, missing_total=50, missing=[[100, 140], [200, 210]])
         code, lines, err = self.run(tmp_path, capsys, short, flags="--epoch 0")
         assert (code, err) == (1, "")
         assert lines == [
@@ -208,15 +204,13 @@ class TestAudit:
             "  not reported as used: 50 positions: [100, 140), [200, 210)",
         ]
 
-    def test_one_in_the_middle_of_which_nothing_is_known_is_not_passed_over(
-        self, tmp_path: Path, capsys: Caught
-    ) -> None:
-        nothing = audited(1, used=0, complete=False, missing_total=1000, missing=[[0, 1000]], epochs=[0, 2])
-        code, lines, _ = self.run(tmp_path, capsys, BEGUN | {"epochs": [0, 2]}, audited(0), nothing)
+    def test_unreported_epoch_between_reported_ones_fails(self, tmp_path: Path, capsys: Caught) -> None:
+        nothing = complete_audit(1, used=0, complete=False, missing_total=1000, missing=[[0, 1000]], epochs=[0, 2])
+        code, lines, _ = self.run(tmp_path, capsys, BEGUN | {"epochs": [0, 2]}, complete_audit(0), nothing)
         assert code == 1
         assert lines[1] == "epoch 1: 0 of 1,000 samples used once; the epoch is over and incomplete"
 
-    def test_what_was_used_twice_fails_before_the_epoch_is_over(self, tmp_path: Path, capsys: Caught) -> None:
+    def test_repeated_samples_fail_while_the_epoch_is_running(self, tmp_path: Path, capsys: Caught) -> None:
         twice = BEGUN | {"repeated_total": 10, "repeated": [[0, 10]]}
         code, lines, _ = self.run(tmp_path, capsys, twice, flags="--epoch 2")
         assert code == 1
@@ -225,25 +219,25 @@ class TestAudit:
             "  used more than once: 10 positions: [0, 10)",
         ]
 
-    def test_what_was_forgotten_is_the_reason_that_is_told(self, tmp_path: Path, capsys: Caught) -> None:
-        forgotten = audited(0, used=0, complete=False, missing_total=1000, missing=[[0, 1000]], forgotten=True)
+    def test_forgotten_usage_is_given_as_the_reason(self, tmp_path: Path, capsys: Caught) -> None:
+        forgotten = complete_audit(0, used=0, complete=False, missing_total=1000, missing=[[0, 1000]], forgotten=True)
         code, lines, _ = self.run(tmp_path, capsys, forgotten, flags="--epoch 0")
         assert code == 1
         assert "restored to the middle of this epoch" in lines[1]
 
-    def test_of_many_ranges_the_first_are_shown(self, tmp_path: Path, capsys: Caught) -> None:
+    def test_long_lists_of_ranges_are_shortened(self, tmp_path: Path, capsys: Caught) -> None:
         ranges = [[at, at + 1] for at in range(0, 40, 2)]
-        short = audited(0, used=980, complete=False, missing_total=20, missing=ranges)
+        short = complete_audit(0, used=980, complete=False, missing_total=20, missing=ranges)
         lines = self.run(tmp_path, capsys, short, flags="--epoch 0")[1]
         assert lines[1].endswith("[14, 15) and 12 more ranges")
 
-    def test_an_epoch_that_was_not_begun_is_no_failure(self, tmp_path: Path, capsys: Caught) -> None:
-        nothing = audited(9, used=0, complete=False, missing_total=1000, missing=[[0, 1000]])
+    def test_epoch_that_has_not_begun_is_no_failure(self, tmp_path: Path, capsys: Caught) -> None:
+        nothing = complete_audit(9, used=0, complete=False, missing_total=1000, missing=[[0, 1000]])
         said = self.run(tmp_path, capsys, nothing, flags="--epoch 9")
         assert said == (0, ["epoch 9: 0 of 1,000 samples used once; the epoch is still running"], "")
 
-    def test_programs_are_told_each_epoch_with_whether_it_is_over(self, tmp_path: Path, capsys: Caught) -> None:
-        with scripted_daemon(tmp_path, Daemon(BEGUN, audited(0), audited(1))) as daemon:
+    def test_json_lists_every_epoch_and_whether_it_is_over(self, tmp_path: Path, capsys: Caught) -> None:
+        with scripted_daemon(tmp_path, ScriptedAudits(BEGUN, complete_audit(0), complete_audit(1))) as daemon:
             told = daemon.json("data audit --job run", capsys)
             asked = daemon.requests
         assert [one[1]["epoch"] for one in asked] == [None, 0, 1]
@@ -255,15 +249,15 @@ class TestAudit:
         ]
         assert told["audits"][2]["missing"] == [[490, 1000]]
 
-    def test_of_very_many_epochs_the_newest_are_audited(
+    def test_only_the_newest_epochs_are_audited(
         self, tmp_path: Path, capsys: Caught, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(data, "EPOCHS_AUDITED_MAX", 2)
-        lines = self.run(tmp_path, capsys, BEGUN, audited(1))[1]
+        lines = self.run(tmp_path, capsys, BEGUN, complete_audit(1))[1]
         assert lines[0] == "1 older epoch not audited: choose one with --epoch"
         assert [line.partition(":")[0] for line in lines[1:]] == ["epoch 1", "epoch 2"]
 
-    def test_a_job_of_which_nothing_was_told_is_refused(self, tmp_path: Path, capsys: Caught) -> None:
+    def test_job_without_reported_steps_is_refused(self, tmp_path: Path, capsys: Caught) -> None:
         code, lines, err = self.run(tmp_path, capsys, Refusal("refused", "usage_none", "no step was reported yet"))
         assert (code, lines) == (3, [])
         assert "no step was reported yet" in err
@@ -272,11 +266,11 @@ class TestAudit:
         "audit",
         [{}, {"epochs": 7}, {"epochs": [-(10**18), 1 << 63, True]}, {"epoch": "x", "missing": 7, "repeated_total": []}],
     )
-    def test_an_audit_may_lack_anything(self, tmp_path: Path, capsys: Caught, audit: dict[str, Any]) -> None:
+    def test_audits_with_missing_fields_are_shown(self, tmp_path: Path, capsys: Caught, audit: dict[str, Any]) -> None:
         assert self.run(tmp_path, capsys, audit)[0] == 0
 
     @pytest.mark.parametrize("epoch", ["-1", "x", "1.5", "", "9" * 30])
-    def test_what_is_no_epoch_is_wrong_usage(self, epoch: str, capsys: Caught) -> None:
+    def test_invalid_epoch_is_wrong_usage(self, epoch: str, capsys: Caught) -> None:
         with pytest.raises(SystemExit) as left:
             main.main(["data", "audit", "--job", "run", f"--epoch={epoch}"])
         assert left.value.code == 2
@@ -293,7 +287,7 @@ class TestPlan:
         ],
     }  # fmt: skip
 
-    def test_what_would_travel_stands_below_the_ranks(
+    def test_planned_transfers_are_shown_below_the_ranks(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers |= {"PlanRescale": self.PLAN, "PlanData": TOTALS}
@@ -313,33 +307,33 @@ class TestPlan:
         daemon.run("plan --job run --workers 2", capsys)
         assert daemon.requests[-1] == ("PlanData", {"job": "run", "workers": ["w0", "w1"], "gone": ["w2"]})
 
-    def test_programs_find_it_in_the_plan(
+    def test_json_contains_the_planned_transfers(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers |= {"PlanRescale": self.PLAN, "PlanData": TOTALS}
         assert daemon.json("plan --job run --workers 2", capsys) == self.PLAN | {"data": TOTALS}
 
-    def test_nothing_to_travel_is_told(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
+    def test_plan_without_transfers_says_so(
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
+    ) -> None:
         answers |= {"PlanRescale": self.PLAN, "PlanData": dict.fromkeys(TOTALS, 0)}
         said = daemon.run("plan --job run --workers 2", capsys)[1]
         assert said.endswith("\n\nno shard moves\n")
 
     @pytest.mark.parametrize("answer", [DATALESS, UNKNOWN])
-    def test_of_a_job_without_data_the_plan_is_as_before(
+    def test_plan_of_a_job_without_data_has_no_transfers(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, answer: Refusal
     ) -> None:
         answers |= {"PlanRescale": self.PLAN, "PlanData": answer}
         assert daemon.json("plan --job run --workers 2", capsys) == self.PLAN
         assert daemon.run("plan --job run --workers 2", capsys)[1].splitlines()[-1].split() == ["w2", "2", "-"]
 
-    def test_what_is_refused_for_another_reason_is_told(
-        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
-    ) -> None:
+    def test_other_refusals_exit_with_3(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers |= {"PlanRescale": self.PLAN, "PlanData": Refusal("refused", "forbidden", "not yours")}
         assert daemon.run("plan --job run --workers 2", capsys)[0] == 3
 
 
-class TestFactsInWords:
+class TestFactSentences:
     @pytest.mark.parametrize(
         ("kind", "fact", "said"),
         [
@@ -392,18 +386,18 @@ class TestFactsInWords:
             ),
         ],
     )
-    def test_they_are_sentences(self, kind: str, fact: dict[str, Any], said: str) -> None:
+    def test_data_facts_have_sentences(self, kind: str, fact: dict[str, Any], said: str) -> None:
         assert fact_sentences.in_words(kind, fact) == said
 
 
 @pytest.mark.parametrize("typed", [["data", "show", "--job", ""], ["data", "audit", "--job", "r"]])
-def test_jobs_are_offered_where_one_is_meant(daemon: ScriptedDaemon, typed: list[str]) -> None:
+def test_job_names_are_completed(daemon: ScriptedDaemon, typed: list[str]) -> None:
     words = ["--socket", str(daemon.path), *typed]
     assert candidates.candidates(main._parser(), words) == [("run", "")]
 
 
-class TestARealDaemon:
-    """Of which a worker has trained for an epoch and a half."""
+class TestRealDaemon:
+    """A daemon with a worker that has trained for an epoch and a half."""
 
     @pytest.fixture
     def ctl(self, threaded_daemon: ThreadedDaemon, tmp_path: Path, capsys: Caught) -> Callable[[str], tuple[int, str]]:
@@ -415,7 +409,7 @@ class TestARealDaemon:
 
         return run
 
-    def test_all_that_is_asked_is_answered(self, ctl: Callable[[str], tuple[int, str]]) -> None:
+    def test_show_audit_and_plan_work_after_training(self, ctl: Callable[[str], tuple[int, str]]) -> None:
         assert ctl("data audit --job run") == (
             0,
             "epoch 0: 100 of 100 samples used once\nepoch 1: 50 of 100 samples used once; the epoch is still running\n",

@@ -49,22 +49,24 @@ JSON_1000_LEVELS = 1 if sys.version_info < (3, 12) else 0
 
 class TestList:
     @pytest.mark.parametrize("line", ["plugins", "plugins ls", "plugins list"])
-    def test_it_is_a_table(self, daemon: ScriptedDaemon, capsys: Caught, line: str) -> None:
+    def test_plugins_are_a_table(self, daemon: ScriptedDaemon, capsys: Caught, line: str) -> None:
         header, first, second = daemon.run(line, capsys)[1].splitlines()
         assert header.split() == ["name", "version", "state", "handled", "failed", "published", "origin", "reason"]
         assert first.split()[:6] == ["event_log", "1.2", "active", "41", "0", "0"]
         assert second.endswith(r"OSError: no\x1b[2J route")
 
-    def test_programs_are_told_all_of_it(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
+    def test_json_lists_all_fields(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert daemon.json("plugins", capsys) == {"plugins": [EVENT_LOG, WEBHOOK]}
 
-    def test_none_are_said_in_words(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
+    def test_empty_list_prints_no_plugins(
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
+    ) -> None:
         answers["ListPlugins"] = []
         assert daemon.run("plugins", capsys)[1] == "no plugins\n"
 
 
 class TestShow:
-    def test_its_commands_stand_below_it(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
+    def test_commands_are_listed_below_the_plugin(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         whole, commands = daemon.run("plugins show event_log", capsys)[1].split("\n\n")
         assert "parts      observes every fact, every 5 s" in whole.splitlines()
         assert [line.split() for line in commands.splitlines()] == [
@@ -72,17 +74,17 @@ class TestShow:
             ["rotate", "keep", "begin", "a", "new", "file"],
         ]
 
-    def test_one_without_commands_has_no_table_of_them(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
+    def test_plugin_without_commands_has_no_command_table(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert "\n\n" not in daemon.run("plugins show webhook", capsys)[1]
 
-    def test_commands_may_be_names_alone(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
+    def test_commands_may_be_plain_names(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers["ListPlugins"] = [EVENT_LOG | {"commands": ["rotate", "flush"]}]
         assert daemon.run("plugins show event_log", capsys)[1].endswith("name\nrotate\nflush\n")
 
-    def test_programs_are_told_of_the_one_alone(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
+    def test_json_contains_only_the_named_plugin(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert daemon.json("plugins show webhook", capsys) == WEBHOOK
 
-    def test_one_that_is_not_there_is_refused(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
+    def test_unknown_plugin_is_refused(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         code, out, err = daemon.run("plugins show nobody", capsys)
         assert (code, out) == (3, "")
         assert "unknown plugin 'nobody'" in err
@@ -90,25 +92,27 @@ class TestShow:
 
 class TestSwitch:
     @pytest.mark.parametrize(("verb", "method"), [("enable", "EnablePlugin"), ("disable", "DisablePlugin")])
-    def test_it_is_asked_for_by_name(self, daemon: ScriptedDaemon, capsys: Caught, verb: str, method: str) -> None:
+    def test_enable_and_disable_send_the_plugin_name(
+        self, daemon: ScriptedDaemon, capsys: Caught, verb: str, method: str
+    ) -> None:
         assert daemon.run(f"plugins {verb} webhook", capsys) == (0, f"{verb}d webhook\n", "")
         assert daemon.requests == [(method, {"plugin": "webhook"})]
         assert daemon.json(f"plugins {verb} webhook", capsys) == {}
 
-    def test_a_refusal_exits_with_3(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
+    def test_refused_switch_exits_with_3(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers["EnablePlugin"] = Refusal("refused", "plugin_unknown", "there is no plugin 'x'", "see the list")
         assert daemon.run("plugins enable x", capsys) == (3, "", "forgectl: there is no plugin 'x' (see the list)\n")
 
 
 class TestRun:
-    def test_arguments_are_values_by_name(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
+    def test_arguments_are_sent_by_name(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         daemon.run("plugins run event_log rotate keep=3 --json compress=true", capsys)
         arguments = {"keep": 3, "compress": True}
         assert daemon.requests == [
             ("RunPluginCommand", {"plugin": "event_log", "command": "rotate", "arguments": arguments})
         ]
 
-    def test_an_argument_that_is_given_twice_is_refused(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
+    def test_argument_given_twice_is_refused(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         code, _, err = daemon.run("plugins run event_log rotate keep=3 keep=4", capsys)
         assert (code, daemon.requests) == (2, [])
         assert "keep is given twice" in err
@@ -151,7 +155,7 @@ class TestRun:
         assert daemon.json("plugins run event_log rotate", capsys) == {"result": said}
 
     @pytest.mark.parametrize(("levels", "code"), [(400, 0), (1000, JSON_1000_LEVELS)])
-    def test_what_is_nested_without_end_is_cut_for_people(
+    def test_deeply_nested_reply_is_cut_in_text_output(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, levels: int, code: int
     ) -> None:
         nested: Any = "deep"
@@ -165,7 +169,7 @@ class TestRun:
 class TestStatus:
     STATUS = {"version": "0.1.0", "plugins": ["event_log", "webhook"]}  # noqa: RUF012
 
-    def test_plugins_that_do_not_work_have_a_line(
+    def test_status_lists_inactive_plugins(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ReadStatus"] = self.STATUS
@@ -176,7 +180,7 @@ class TestStatus:
         "listed",
         [[], [EVENT_LOG], ["event_log"], Refusal("refused", "forbidden"), UNKNOWN],
     )
-    def test_where_none_are_in_trouble_or_known_there_is_no_such_line(
+    def test_status_omits_inactive_plugins_when_there_are_none(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, listed: Any
     ) -> None:
         answers |= {"ReadStatus": self.STATUS, "ListPlugins": listed}
@@ -184,15 +188,13 @@ class TestStatus:
         assert (code, err) == (0, "")
         assert "inactive" not in out
 
-    def test_programs_are_told_what_the_daemon_says(
-        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
-    ) -> None:
+    def test_json_status_is_the_reply(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers["ReadStatus"] = self.STATUS
         assert daemon.json("status", capsys) == self.STATUS
         assert daemon.requests == [("ReadStatus", {})]
 
 
-def test_a_real_daemon_answers_so(threaded_daemon: ThreadedDaemon, capsys: Caught) -> None:
+def test_plugins_of_a_real_daemon_are_shown(threaded_daemon: ThreadedDaemon, capsys: Caught) -> None:
     place = ["--socket", threaded_daemon.socket, "plugins"]
     assert main.main([*place, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"plugins": []}

@@ -75,7 +75,7 @@ def client(threaded_daemon: ThreadedDaemon) -> Iterator[BlockingClient]:
 
 @pytest.fixture
 def ctl(threaded_daemon: ThreadedDaemon, capsys: Caught) -> Ctl:
-    """Has a real daemon asked."""
+    """Runs `forgectl` on a real daemon."""
 
     def run(line: str) -> tuple[int, str, str]:
         code = main.main(["--socket", threaded_daemon.socket, *shlex.split(line)])
@@ -97,7 +97,7 @@ class TestList:
             "workers --job run ls",
         ],
     )
-    def test_it_is_a_table(self, daemon: ScriptedDaemon, capsys: Caught, line: str) -> None:
+    def test_workers_are_a_table(self, daemon: ScriptedDaemon, capsys: Caught, line: str) -> None:
         header, *rows = daemon.run(line, capsys)[1].splitlines()
         assert header.split() == ["job", "id", "rank", "status", "step", "gen", "heartbeat", "address"]
         assert [row.split() for row in rows] == [
@@ -106,7 +106,7 @@ class TestList:
         ]
 
     @pytest.mark.parametrize("columns", [60, 80])
-    def test_an_id_is_whole_on_a_narrow_terminal(
+    def test_worker_id_is_not_cut_on_a_narrow_terminal(
         self,
         daemon: ScriptedDaemon,
         answers: dict[str, Any],
@@ -123,10 +123,10 @@ class TestList:
         assert line.split()[:4] == ["run", long, "0", "active"]
         assert len(line) <= columns
 
-    def test_programs_are_told_all_of_it(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
+    def test_json_output_is_the_reply(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert daemon.json("workers ls", capsys) == {"workers": [W0, W1]}
 
-    def test_trouble_has_a_column_where_there_is_some(
+    def test_trouble_column_is_shown_when_a_worker_reports_trouble(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         assert "problem" not in daemon.run("workers", capsys)[1]
@@ -143,7 +143,7 @@ class TestList:
         assert daemon.run("workers", capsys) == (0, "no workers\n", "")
         assert daemon.run("workers ls --job run", capsys) == (0, "no workers\n", "")
 
-    def test_a_job_that_is_named_and_not_there_is_refused(
+    def test_unknown_named_job_is_refused(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers |= {"ListWorkers": UNTRAINED, "ShowJob": Refusal("refused", "job_unknown", "there is no job 'run'")}
@@ -151,19 +151,21 @@ class TestList:
         assert (code, out) == (3, "")
         assert "there is no job 'run'" in err
 
-    def test_every_page_of_every_job_is_asked_for(
+    def test_all_pages_of_all_jobs_are_requested(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ListJobs"] = {"jobs": [JOB, JOB | {"name": "two"}], "more": False}
         daemon.run("workers", capsys)
         assert daemon.requests[1:] == [("ListWorkers", {"job": job, "after": ""}) for job in ("run", "two")]
 
-    def test_pages_that_lead_nowhere_end(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
+    def test_pages_without_progress_end_with_1(
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
+    ) -> None:
         answers["ListWorkers"] = {"workers": [W0], "more": True}
         assert daemon.run("workers", capsys)[0] == 1
 
     @pytest.mark.parametrize("line", ["workers", "workers show w0", "jobs pause run", "plan --job run --workers 2"])
-    def test_an_older_daemon_is_named(self, tmp_path: Path, capsys: Caught, line: str) -> None:
+    def test_older_daemon_is_named_in_the_error(self, tmp_path: Path, capsys: Caught, line: str) -> None:
         with scripted_daemon(tmp_path, {"ListJobs": {"jobs": [JOB]}}, agent="forged/0.0.1") as daemon:
             code, out, err = daemon.run(line, capsys)
         assert (code, out) == (3, "")
@@ -171,13 +173,13 @@ class TestList:
         assert "upgrade the daemon" in err
 
 
-class TestOneWorker:
-    def test_it_is_a_line_for_each_field(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
+class TestWorker:
+    def test_show_prints_a_line_per_field(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         lines = daemon.run("workers show w0", capsys)[1].splitlines()
         assert "last_heartbeat_age  400 ms" in lines
         assert daemon.requests[-1] == ("ShowWorker", {"job": "run", "worker_id": "w0"})
 
-    def test_programs_are_told_all_of_it(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
+    def test_json_output_is_the_reply(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers["ShowWorker"] = W1
         assert daemon.json("workers show w1 --job run", capsys) == W1
         assert daemon.requests == [("ShowWorker", {"job": "run", "worker_id": "w1"})]
@@ -189,7 +191,7 @@ class TestOneWorker:
             ("evict", "EvictWorker", "evicted w0 (job run)\n"),
         ],
     )
-    def test_the_job_is_found_by_the_worker(
+    def test_job_is_found_by_the_worker_id(
         self, daemon: ScriptedDaemon, capsys: Caught, verb: str, method: str, said: str
     ) -> None:
         assert daemon.run(f"workers {verb} w0", capsys) == (0, said, "")
@@ -198,22 +200,18 @@ class TestOneWorker:
         assert daemon.requests[-1] == (method, {"job": "run", "worker_id": "w0", "reason": "disk is full"})
 
     @pytest.mark.parametrize("line", ["--job two drain w0", "drain w0 --job two", "--job run drain w0 --job two"])
-    def test_the_job_may_be_named_before_the_verb_or_behind_it(
-        self, daemon: ScriptedDaemon, capsys: Caught, line: str
-    ) -> None:
+    def test_job_option_may_precede_or_follow_the_verb(self, daemon: ScriptedDaemon, capsys: Caught, line: str) -> None:
         assert daemon.run(f"workers {line}", capsys)[0] == 0
         assert daemon.requests == [("DrainWorker", {"job": "two", "worker_id": "w0"})]
 
-    def test_what_may_not_have_been_meant_is_told(
-        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
-    ) -> None:
+    def test_drain_prints_the_remarks(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers["DrainWorker"] = {"remarks": ["training will stand still"]}
         said = "draining w0 (job run) after its current step\nnote: training will stand still\n"
         assert daemon.run("workers drain w0", capsys) == (0, said, "")
         told = {"job": "run", "id": "w0", "remarks": ["training will stand still"]}
         assert daemon.json("workers drain w0", capsys) == told
 
-    def test_a_worker_of_several_jobs_is_asked_for_by_job(
+    def test_worker_id_in_several_jobs_needs_the_job_option(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ListJobs"] = {"jobs": [JOB, JOB | {"name": "two"}], "more": False}
@@ -223,7 +221,7 @@ class TestOneWorker:
         assert "EvictWorker" not in {method for method, _ in daemon.requests}
 
     @pytest.mark.parametrize("answer", [ABSENT, UNTRAINED])
-    def test_one_that_no_job_has_is_refused(
+    def test_unknown_worker_is_refused(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, answer: Refusal
     ) -> None:
         answers["ShowWorker"] = answer
@@ -231,7 +229,7 @@ class TestOneWorker:
         assert code == 3
         assert "no job has a worker 'w9'" in err
 
-    def test_what_the_daemon_refuses_for_another_reason_is_no_absence(
+    def test_other_refusals_are_not_reported_as_unknown_worker(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ShowWorker"] = Refusal("refused", "forbidden", "not yours")
@@ -245,7 +243,7 @@ class TestJobs:
         ("verb", "method"),
         [("pause", "PauseJob"), ("resume", "ResumeJob"), ("abort", "AbortJob"), ("rescale", "RescaleJob")],
     )
-    def test_training_is_steered_with_a_reason_or_without(
+    def test_control_commands_send_an_optional_reason(
         self, daemon: ScriptedDaemon, capsys: Caught, verb: str, method: str
     ) -> None:
         code, out, err = daemon.run(f"jobs {verb} run", capsys)
@@ -285,7 +283,7 @@ class TestJobs:
         assert daemon.run(f"jobs {verb} run", capsys) == (0, f"run: {said}\n", "")
         assert daemon.json(f"jobs {verb} run", capsys) == reply
 
-    def test_show_tells_where_training_is(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
+    def test_show_prints_phase_and_progress(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         job, training = daemon.run("jobs show run", capsys)[1].split("\n\n")
         assert job.splitlines()[0].split() == ["name", "run"]
         lines = dict(line.split(maxsplit=1) for line in training.splitlines())
@@ -306,7 +304,7 @@ class TestJobs:
         ]
 
     @pytest.mark.parametrize("cluster", [RUNNING, RESCALING])
-    def test_show_begins_with_what_stands_still(
+    def test_show_prints_the_stall_report_first(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, cluster: dict[str, Any]
     ) -> None:
         answers["ShowCluster"] = cluster | {"stall_report": "1 worker waits: max_workers is 1"}
@@ -316,7 +314,7 @@ class TestJobs:
         lines = daemon.run("jobs show run", capsys)[1].split("\n\n")[1].splitlines()
         assert lines[1] == "stall_report       -"
 
-    def test_the_fence_of_a_job_is_for_programs(
+    def test_fence_is_only_in_json_output(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         answers["ShowJob"] = answers["CreateJob"] = answers["ChangeJob"] = JOB | {"fence": [1, 0]}
@@ -342,24 +340,22 @@ class TestJobs:
         assert said in daemon.run("jobs ls", capsys)[1].splitlines()[1].split()
         assert daemon.json("jobs ls", capsys) == {"jobs": [JOB | {"phase": phase, "paused": True}]}
 
-    def test_a_daemon_that_tells_no_phases_lists_its_jobs_all_the_same(
-        self, daemon: ScriptedDaemon, capsys: Caught
-    ) -> None:
+    def test_jobs_of_a_daemon_without_phases_are_listed(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert daemon.json("jobs ls", capsys) == {"jobs": [JOB]}
 
     @pytest.mark.parametrize(("line", "more"), [("jobs rm run", {}), ("jobs rm run --force", {"force": True})])
-    def test_a_job_is_removed_by_force_where_that_is_said(
+    def test_rm_sends_force_only_with_the_option(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, line: str, more: dict[str, Any]
     ) -> None:
         answers["RemoveJob"] = {}
         assert daemon.run(line, capsys)[0] == 0
         assert daemon.requests == [("RemoveJob", {"job": "run"} | more)]
 
-    def test_programs_find_the_training_in_the_job(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
+    def test_json_of_a_job_contains_its_training(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert daemon.json("jobs show run", capsys) == JOB | {"training": RUNNING}
 
     @pytest.mark.parametrize("answer", [UNTRAINED, UNKNOWN])
-    def test_a_job_without_training_is_shown_all_the_same(
+    def test_job_without_training_is_shown(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, answer: Refusal
     ) -> None:
         answers["ShowCluster"] = answer
@@ -370,15 +366,15 @@ class TestJobs:
         "cluster",
         [{"rescale": 7, "state": None}, RUNNING | {"state": 7}, {"rescale": {"waiting_for": 7}}, {"later": 1}],
     )
-    def test_training_may_lack_anything(
+    def test_training_with_missing_fields_is_shown(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, cluster: dict[str, Any]
     ) -> None:
         answers["ShowCluster"] = cluster
         assert daemon.run("jobs show run", capsys)[0] == 0
 
 
-class Script(dict[str, Any]):
-    """Answers, of which some are lists of what is answered one after the other."""
+class ScriptedReplies(dict[str, Any]):
+    """Replies; those to `ShowCluster` are returned one after the other."""
 
     def get(self, key: str, default: Any = None) -> Any:
         answer = super().get(key, default)
@@ -390,7 +386,7 @@ class TestWatch:
     def _at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(jobs, "WATCH_INTERVAL_S", 0)
 
-    LIFE = (
+    WATCH_REPLIES = (
         RESCALING,
         RESCALING | {"rescale": PAUSING | {"for_s": 1.7}},
         RESCALING | {"rescale": PAUSING | {"waiting_for": ["w2"]}},
@@ -399,8 +395,8 @@ class TestWatch:
         RUNNING,
     )
 
-    def test_each_stage_is_a_line_until_it_is_over(self, tmp_path: Path, capsys: Caught) -> None:
-        with scripted_daemon(tmp_path, Script(ShowCluster=list(self.LIFE))) as daemon:
+    def test_watch_prints_a_line_per_stage(self, tmp_path: Path, capsys: Caught) -> None:
+        with scripted_daemon(tmp_path, ScriptedReplies(ShowCluster=list(self.WATCH_REPLIES))) as daemon:
             code, out, err = daemon.run("jobs watch run", capsys)
         assert (code, err) == (0, "")
         assert out.splitlines() == [
@@ -411,23 +407,23 @@ class TestWatch:
             "running: generation 4, 1 worker, step 120 (w3 failed: dead)",
         ]
 
-    def test_programs_are_told_a_line_for_each(self, tmp_path: Path, capsys: Caught) -> None:
-        with scripted_daemon(tmp_path, Script(ShowCluster=list(self.LIFE))) as daemon:
+    def test_watch_prints_a_json_line_per_change(self, tmp_path: Path, capsys: Caught) -> None:
+        with scripted_daemon(tmp_path, ScriptedReplies(ShowCluster=list(self.WATCH_REPLIES))) as daemon:
             told = [json.loads(line) for line in daemon.run("jobs watch run --json", capsys)[1].splitlines()]
-        assert told == [self.LIFE[number] for number in (0, 2, 3, 4, 5)]
+        assert told == [self.WATCH_REPLIES[number] for number in (0, 2, 3, 4, 5)]
 
-    def test_where_nothing_is_under_way_it_says_how_things_are(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
+    def test_watch_without_a_rescale_prints_the_phase_and_ends(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert daemon.run("jobs watch run", capsys)[1].startswith("running: generation 4")
         assert len(daemon.requests) == 1
 
-    def test_what_stands_still_is_told_behind_how_things_are(self, tmp_path: Path, capsys: Caught) -> None:
+    def test_watch_prints_the_stall_report_after_the_phase(self, tmp_path: Path, capsys: Caught) -> None:
         life = [
             RESCALING | {"stall_report": "attempt 4 waits for w1, w2 to stop (1 s)"},
             RESCALING | {"rescale": None, "stall_report": "attempt 5 starts when w1 is back"},
             RESCALING | {"rescale": None, "stall_report": "attempt 5 starts when w1 is back, in 2 s at the latest"},
             RUNNING | {"reason": "", "stall_report": "paused: night"},
         ]
-        with scripted_daemon(tmp_path, Script(ShowCluster=life)) as daemon:
+        with scripted_daemon(tmp_path, ScriptedReplies(ShowCluster=life)) as daemon:
             assert daemon.run("jobs watch run", capsys)[1].splitlines() == [
                 "attempt 4: stopping, waiting for w1, w2 (w3 failed: dead)",
                 "rescaling: between two attempts; attempt 5 starts when w1 is back",
@@ -436,7 +432,7 @@ class TestWatch:
 
     def test_watch_counts_many_missing_workers(self, tmp_path: Path, capsys: Caught) -> None:
         many = RESCALING | {"rescale": PAUSING | {"waiting_for": [f"w{number}" for number in range(1000)]}}
-        with scripted_daemon(tmp_path, Script(ShowCluster=[many, RUNNING])) as daemon:
+        with scripted_daemon(tmp_path, ScriptedReplies(ShowCluster=[many, RUNNING])) as daemon:
             first = daemon.run("jobs watch run", capsys)[1].splitlines()[0]
         assert first.startswith("attempt 4: stopping, waiting for w0, w1, w2, w3, w4, w5, w6, w7 and 992 more (")
 
@@ -452,7 +448,7 @@ class TestPlan:
         ],
     }  # fmt: skip
 
-    def test_what_would_change_is_shown(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
+    def test_plan_prints_the_changes(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers["PlanRescale"] = self.PLAN
         assert daemon.run("plan --job run --workers 3", capsys)[1].splitlines() == [
             "workers            2 -> 3",
@@ -475,7 +471,7 @@ class TestPlan:
         lines = daemon.run("plan --job run --workers 3", capsys)[1].splitlines()
         assert lines[1:3] == ["learning_rate      -", "global_batch_size  - -> 32"]
 
-    def test_programs_are_told_all_of_it(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
+    def test_json_output_is_the_reply(self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught) -> None:
         answers["PlanRescale"] = self.PLAN
         assert daemon.json("plan --job run --workers 3", capsys) == self.PLAN
 
@@ -493,7 +489,7 @@ class TestPlan:
         assert daemon.run("plan --job run --workers 3", capsys)[1].splitlines()[-2:] == ["", line]
 
     @pytest.mark.parametrize("plan", [{}, {"workers": 7, "remarks": None}, {"workers": [7], "remarks": [{}]}])
-    def test_a_plan_may_lack_anything(
+    def test_plan_with_missing_fields_is_shown(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, plan: dict[str, Any]
     ) -> None:
         answers["PlanRescale"] = plan
@@ -501,7 +497,7 @@ class TestPlan:
         assert (code, out.splitlines()[-1]) == (0, "no rank changes")
 
     @pytest.mark.parametrize("size", ["0", "-1", "some", "1.5", "1_0", "", "9" * 30])
-    def test_what_is_no_number_of_workers_is_wrong_usage(self, size: str, capsys: Caught) -> None:
+    def test_invalid_number_of_workers_is_wrong_usage(self, size: str, capsys: Caught) -> None:
         with pytest.raises(SystemExit) as left:
             main.main(["plan", "--job", "run", f"--workers={size}"])
         assert left.value.code == 2
@@ -512,7 +508,7 @@ ABOUT_TRAINING = (messages.__name__, about_data.__name__)
 
 
 def as_sent(value: Any) -> Any:
-    """As it comes out of the wire."""
+    """The value after encoding and decoding."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(value))
 
 
@@ -528,7 +524,7 @@ COMPLETED = {
 }  # fmt: skip
 
 
-class TestFactsInWords:
+class TestFactSentences:
     @pytest.mark.parametrize(
         ("kind", "fact", "said"),
         [
@@ -616,10 +612,10 @@ class TestFactsInWords:
             ("JobAborted", {"reason": "enough", "step": 0}, "training is aborted after step 0: enough"),
         ],
     )
-    def test_they_are_sentences(self, kind: str, fact: dict[str, Any], said: str) -> None:
+    def test_training_facts_have_sentences(self, kind: str, fact: dict[str, Any], said: str) -> None:
         assert fact_sentences.in_words(kind, fact) == said
 
-    def test_every_fact_about_training_has_one_and_no_other(self) -> None:
+    def test_exactly_the_facts_about_training_have_sentences(self) -> None:
         assert fact_sentences._CLAUSES.keys() == {
             name for name, kind in FACTS.items() if kind.__module__ in ABOUT_TRAINING and kind is not Fact
         }
@@ -629,7 +625,7 @@ class TestFactsInWords:
         named = {name for clause in fact_sentences._CLAUSES[kind] for name in re.findall(r"\{(\w+)\}", clause)}
         assert set(FACTS[kind].__struct_fields__) - named <= fact_sentences._FOLLOWS
 
-    def test_what_a_newer_daemon_says_besides_stands_behind_it(self) -> None:
+    def test_unknown_fields_are_appended_to_the_sentence(self) -> None:
         said = fact_sentences.in_words("WorkerLeft", {"worker_id": "w0", "reason": "done", "mood": "good", "for_s": 60})
         assert said == "w0 left: done mood=good for_s=1m00s"
 
@@ -649,7 +645,7 @@ class TestFactsInWords:
         said = fact_sentences.in_words("WorkerLeft", {"worker_id": "w0", "reason": "\x1b[2J\n{worker_id}"})
         assert said == r"w0 left: \x1b[2J\n{worker_id}"
 
-    def test_they_stand_in_events_and_in_stories(self, capsys: Caught) -> None:
+    def test_sentences_are_shown_in_events_and_stories(self, capsys: Caught) -> None:
         record = {"id": 7, "at": 0.0, "type": "JobCompleted", "job": "a", "origin": "x", "fact": {"step": 9}}
         tables.event(record, fact_sentences.in_words)
         tables.story([record], 7, fact_sentences.in_words)
@@ -657,7 +653,7 @@ class TestFactsInWords:
         assert first.endswith("JobCompleted          training is complete after step 9  (x)")
         assert second.endswith(first.partition("7")[2])
 
-    def test_a_worker_stands_anywhere_as_it_is_written(self) -> None:
+    def test_worker_addresses_are_shown_in_one_notation(self) -> None:
         worker = {"id": "w0", "hostname": "h\n", "port": 4}
         assert tables.field("workers", [worker, worker | {"more": 1}]) == (
             r"w0@h\n:4, {id=w0 hostname=h\n port=4 more=1}"
@@ -692,27 +688,27 @@ class TestCompletion:
     def offered(self, daemon: ScriptedDaemon, *typed: str) -> list[tuple[str, str]]:
         return candidates.candidates(main._parser(), ["--socket", str(daemon.path), *typed])
 
-    def test_workers_of_all_jobs_are_offered(self, daemon: ScriptedDaemon) -> None:
+    def test_workers_of_all_jobs_are_completed(self, daemon: ScriptedDaemon) -> None:
         assert self.offered(daemon, "workers", "show", "") == [("w0", "run, active"), ("w1", "run, joining")]
 
-    def test_where_the_job_is_named_its_workers_are(self, daemon: ScriptedDaemon) -> None:
+    def test_workers_of_the_named_job_are_completed(self, daemon: ScriptedDaemon) -> None:
         assert [name for name, _ in self.offered(daemon, "workers", "drain", "--job", "run", "w1")] == ["w1"]
         assert daemon.requests == [("ListWorkers", {"job": "run", "after": "w"})]
 
-    def test_also_before_the_verb(self, daemon: ScriptedDaemon) -> None:
+    def test_job_option_before_the_verb_limits_completion(self, daemon: ScriptedDaemon) -> None:
         assert [name for name, _ in self.offered(daemon, "workers", "--job", "run", "drain", "w1")] == ["w1"]
         assert daemon.requests == [("ListWorkers", {"job": "run", "after": "w"})]
 
-    def test_where_there_are_none_nothing_is_offered(self, daemon: ScriptedDaemon, answers: dict[str, Any]) -> None:
+    def test_completion_without_workers_is_empty(self, daemon: ScriptedDaemon, answers: dict[str, Any]) -> None:
         answers["ListWorkers"] = UNKNOWN
         assert self.offered(daemon, "workers", "evict", "") == []
 
     @pytest.mark.parametrize("typed", [["jobs", "pause", ""], ["jobs", "watch", "r"], ["plan", "--job", ""]])
-    def test_jobs_are_offered_where_one_is_meant(self, daemon: ScriptedDaemon, typed: list[str]) -> None:
+    def test_job_names_are_completed(self, daemon: ScriptedDaemon, typed: list[str]) -> None:
         assert self.offered(daemon, *typed) == [("run", "")]
 
 
-class TestARealDaemon:
+class TestRealDaemon:
     """With simulated workers."""
 
     @pytest.fixture(autouse=True)
@@ -720,7 +716,7 @@ class TestARealDaemon:
         client.create_job("idle")
         train(client, "run", "w0", "w1")
 
-    def test_its_workers_have_the_fields_that_programs_read(self, ctl: Ctl) -> None:
+    def test_workers_have_the_documented_fields(self, ctl: Ctl) -> None:
         workers = json.loads(ctl("workers ls --json")[1])["workers"]
         fields = ("id", "rank", "status", "job", "generation", "step")
         assert [[one[field] for field in fields] for one in workers] == [
@@ -729,7 +725,7 @@ class TestARealDaemon:
         ]
         assert all("last_heartbeat_age_s" in one for one in workers)
 
-    def test_a_worker_is_drained_and_another_is_evicted(self, ctl: Ctl) -> None:
+    def test_drain_and_evict_remove_the_workers(self, ctl: Ctl) -> None:
         assert ctl("workers drain w0 --reason upgrade")[0] == 0
         assert "leaving" in ctl("workers show w0")[1]
         assert ctl("workers evict w1")[0] == 0
@@ -738,7 +734,7 @@ class TestARealDaemon:
         assert "draining w0 after its current step: upgrade" in events
         assert "w1 failed (rank 1): evicted: requested by an operator" in events
 
-    def test_a_rescale_is_asked_for_and_seen(self, ctl: Ctl) -> None:
+    def test_requested_rescale_is_shown(self, ctl: Ctl) -> None:
         assert ctl("jobs rescale run --reason 'a test'")[0] == 0
         training = json.loads(ctl("jobs show run --json")[1])["training"]
         assert (training["phase"], training["rescale"]["waiting_for"]) == ("rescaling", ["w0", "w1"])
@@ -747,7 +743,7 @@ class TestARealDaemon:
         assert ctl("jobs abort run")[0] == 0
         assert ctl("jobs watch run")[1].startswith("aborted: generation 1")
 
-    def test_training_is_paused_and_goes_on(self, ctl: Ctl) -> None:
+    def test_training_pauses_and_resumes(self, ctl: Ctl) -> None:
         assert ctl("jobs pause run")[0] == 0
         assert json.loads(ctl("jobs show run --json")[1])["training"]["paused"]
         assert ctl("jobs resume run")[0] == 0
@@ -756,16 +752,16 @@ class TestARealDaemon:
     def test_plan_names_removed_workers(self, ctl: Ctl) -> None:
         assert re.search(r"^w1 +1 +-$", ctl("plan --job run --workers 1")[1], re.MULTILINE)
 
-    def test_where_the_training_of_each_job_is_stands_in_the_list(self, ctl: Ctl) -> None:
+    def test_job_list_shows_the_phase_of_each_job(self, ctl: Ctl) -> None:
         jobs = json.loads(ctl("jobs ls --json")[1])["jobs"]
         assert [(job["name"], job.get("phase")) for job in jobs] == [("idle", None), ("run", "running")]
 
-    def test_what_stands_still_is_shown_with_its_reason(self, ctl: Ctl) -> None:
+    def test_stall_report_is_shown_with_its_reason(self, ctl: Ctl) -> None:
         ctl("jobs pause run --reason night")
         assert re.search("^stall_report +paused: night$", ctl("jobs show run")[1], re.MULTILINE)
         assert ctl("jobs watch run")[1].endswith("; paused: night\n")
 
-    def test_a_job_is_removed_when_it_is_aborted_or_by_force(self, ctl: Ctl) -> None:
+    def test_job_is_removed_when_aborted_or_with_force(self, ctl: Ctl) -> None:
         code, _, err = ctl("jobs rm run")
         assert code == 3
         assert "job run has 2 workers (abort it first (`forgectl jobs abort run`), or use --force)" in err
@@ -785,7 +781,7 @@ class TestARealDaemon:
             )
 
     @pytest.mark.parametrize("line", ["jobs pause nojob", "jobs rescale nojob", "plan --job nojob --workers 2"])
-    def test_a_job_that_is_not_there_is_said_not_to_be_there(self, ctl: Ctl, line: str) -> None:
+    def test_unknown_job_is_reported(self, ctl: Ctl, line: str) -> None:
         code, _, err = ctl(line)
         assert code == 3
         assert "there is no job 'nojob' (see `forgectl jobs ls`)" in err
