@@ -999,7 +999,7 @@ class TestTrouble:
             await cluster.group.over("b")
             (failed,) = await cluster.facts(WorkerFailed)
             assert failed.worker_id == "b"
-            assert "did not answer in attempt 2 within 1 s: cannot store " in failed.reason
+            assert "no answer in attempt 2 within 1 s: cannot store " in failed.reason
             assert "no space" in failed.reason
             assert await cluster.facts(ShardsLost) == []
 
