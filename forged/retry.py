@@ -1,7 +1,9 @@
-"""Retries are decided here: `RetryPolicy` (how often, which pauses), `is_retryable` (which errors), `run` (the loop).
+"""Retries: `RetryPolicy` (how often, which pauses), `is_retryable` (which errors), `run` (the loop).
+
+Each caller has its policy next to its use, for example `forged/client/connector.py` and
+`forged/worker/daemon/registration.py`.
 
 Invariants:
-- Every retry with pauses uses a `RetryPolicy`.
 - Randomness and sleep are arguments.
 - A cancellation is not a failure: it is raised at once.
 """

@@ -73,7 +73,8 @@ def events_of_training(example: str, directory: Path) -> str:
     commands = ["jobs create run stability_window_ms=0", "events --since 0 --job run --json"]
     with a_daemon(directory) as environment:
         endpoint = f"unix://{environment['FORGED_SOCKET']}"
-        training = [sys.executable, "-c", example.replace("tcp://127.0.0.1:7433", endpoint)]
+        script = example.replace("tcp://127.0.0.1:7433", endpoint).replace("time.sleep(0.1)", "time.sleep(0)")
+        training = [sys.executable, "-c", script]
         for command in (["forgectl", *commands[0].split()], training, ["forgectl", *commands[1].split()]):
             done = subprocess.run(
                 command, cwd=directory, env=environment, capture_output=True, text=True, timeout=TRAINED_S
@@ -248,6 +249,19 @@ def test_everything_that_a_plugin_is_given_is_told() -> None:
 def test_links_lead_to_files_that_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+MERMAID_WORDS = {
+    *("loop", "alt", "else", "opt", "par", "and", "end", "note"),
+    *("over", "critical", "option", "break", "rect", "box"),
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_participant_of_a_diagram_has_the_name_of_a_mermaid_keyword(page: Path) -> None:
+    for diagram in blocks(page, "mermaid"):
+        assert MERMAID_WORDS.isdisjoint(re.findall(r"participant (\w+)", diagram))
+        assert ";" not in diagram
 
 
 def named_in(page: str, pattern: str) -> list[str]:

@@ -23,7 +23,7 @@ from anyio import to_thread
 from forged.checkpoint import rng
 from forged.checkpoint.coordinators import RankGroup, as_coordinator, run_in_thread
 from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
-from forged.checkpoint.format.manifest import Fence, Manifest
+from forged.checkpoint.format.manifest import Manifest, ManifestFence
 from forged.checkpoint.format.tree import INTEGER_MAX, LeafType
 from forged.checkpoint.loading.loader import Loaded, load_state
 from forged.checkpoint.model import (
@@ -344,7 +344,7 @@ class DistributedCheckpoint:
         """The job, step and fence of this save."""
         coordinator = self._coordinator
         job, generation = getattr(coordinator, "job", ""), _count(getattr(coordinator, "generation", None))
-        fence = None if generation is None else Fence(_count(getattr(coordinator, "term", 0)) or 0, generation)
+        fence = None if generation is None else ManifestFence(_count(getattr(coordinator, "term", 0)) or 0, generation)
         return RunInfo(job if isinstance(job, str) else "", _count(getattr(coordinator, "step", None)), fence)
 
     def _background_saver(self) -> BackgroundSaver:

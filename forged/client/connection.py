@@ -100,7 +100,7 @@ class Link(Connection):
         elif kind is Welcome:
             self._welcomed(message)
         elif kind is Bye:
-            self.close(Unavailable("stopping", message.reason or "the daemon said goodbye", "reconnect"))
+            self.close(Unavailable("stopping", message.reason or "the daemon is stopping", "reconnect"))
         else:
             raise PeerError("message_unexpected", f"a client cannot receive {kind.__name__}")
 

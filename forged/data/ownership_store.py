@@ -77,7 +77,7 @@ class OwnershipStore:
         try:
             return restored(job, entries)
         except PeerError as error:
-            self._log.error("the stored data of a job is dropped", job=job, why=error.message)
+            self._log.error("stored shard assignment is unreadable and was discarded", job=job, why=error.message)
             return None
 
     def define(self, job: str, dataset: DatasetSpec, attempt: int, generation: int, cause: int) -> ShardOwnership:

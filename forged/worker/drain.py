@@ -41,7 +41,7 @@ from forged.kernel.messages import Gap, Record
 from forged.log import Log
 from forged.retry import Random
 from forged.worker.collectives.world import World
-from forged.worker.daemon.heartbeat import Heartbeat
+from forged.worker.daemon.heartbeat import HeartbeatSender
 from forged.worker.daemon.registration import Registration
 from forged.worker.mesh import Mesh
 from forged.worker.rescale.rescaler import Rescaler
@@ -76,7 +76,7 @@ class Drain:
         state: SessionState,
         registration: Registration,
         mesh: Mesh,
-        heartbeat: Heartbeat,
+        heartbeat: HeartbeatSender,
         usage: UsageReport | None,
         tasks: TaskGroup,
         random: Random,
@@ -168,7 +168,7 @@ class Drain:
         try:
             return await question()
         except ForgedError as error:
-            self._log.warning("the daemon refuses to say whether this worker may leave", why=str(error))
+            self._log.warning("the leave query was refused; leaving", why=str(error))
             return True
 
     def _pause_s(self) -> float:

@@ -16,7 +16,7 @@ from forged.elastic.phases import Phase
 from forged.errors import ForgedError, RequestRefused
 from forged.jobs.model import JobChanged
 from forged.kernel.messages import Gap, Record
-from forged.worker.daemon.heartbeat import Heartbeat
+from forged.worker.daemon.heartbeat import HeartbeatSender
 from forged.worker.daemon.registration import Registration
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.drain import Drain
@@ -34,7 +34,7 @@ class FactListener:
         spec: WorkerSpec,
         state: SessionState,
         registration: Registration,
-        heartbeat: Heartbeat,
+        heartbeat: HeartbeatSender,
         drain: Drain,
         mesh: Mesh,
         tasks: TaskGroup,

@@ -92,19 +92,19 @@ def reason_of(error: BaseException | None) -> LeaveReason:
     """Why a worker leaves whose script has ended with this exception, or with none."""
     match error:
         case None:
-            return LeaveReason("it left its loop")
+            return LeaveReason("its script left the step loop")
         case JobEnded(code="job_removed"):
             return LeaveReason("the job was removed")
         case JobEnded():
             return LeaveReason("the job was aborted")
         case WorkerEvicted():
-            return LeaveReason("it counts as dead")
+            return LeaveReason("the daemon declared it failed")
         case SystemExit():
             return LeaveReason(f"its script exited with {_exit_code(error)}")
         case Exception():
             return LeaveReason(f"its script failed: {_in_one_line(error)}", failed=True)
         case _:
-            return LeaveReason("it was interrupted")
+            return LeaveReason("its script was interrupted")
 
 
 def _exit_code(error: SystemExit) -> str:

@@ -22,7 +22,7 @@ from forged.elastic.model import WorkerId
 from forged.errors import ForgedError
 from forged.net.transport.port import Address
 from forged.retry import REJOINING
-from forged.worker.daemon.heartbeat import Heartbeat
+from forged.worker.daemon.heartbeat import HeartbeatSender
 from forged.worker.daemon.registration import LEAVE_TIMEOUT_S, Registration
 from forged.worker.daemon.wait_reporter import WaitReporter
 from forged.worker.data.shard_holder import ShardHolder
@@ -64,7 +64,7 @@ class WorkerSession:
         self._tasks = tasks
         log, clock = spec.log, spec.clock
         self._registration = Registration(client, spec.job, state.worker, incarnation, spec.random, log)
-        self._heartbeat = Heartbeat(state, self._registration, clock)
+        self._heartbeat = HeartbeatSender(state, self._registration, clock)
         usage = state.progress.usage
         self._usage = None if usage is None else UsageReport(state, usage, self._registration, clock, log)
         self.drain = Drain(

@@ -33,7 +33,7 @@ from forged.checkpoint import (
     coordinators,
     create_checkpoint,
 )
-from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE, Fence
+from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE, ManifestFence
 from forged.checkpoint.ports import Storage
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
@@ -606,7 +606,7 @@ async def test_invalid_numbers_of_a_coordinator_are_left_out(storage: MemoryStor
     one = checkpoint(storage, Worker(SimulatedRanks(1), 0, {}))
     await one.save({"w": np.arange(3)}, options=SaveOptions("a"))
     manifest = listing.read_manifest(storage, "a")
-    assert (manifest.step, manifest.fence) == (None, Fence(0, 7))
+    assert (manifest.step, manifest.fence) == (None, ManifestFence(0, 7))
     assert manifest.job == (value if isinstance(value, str) else "")
 
 
@@ -616,7 +616,7 @@ async def test_the_term_is_in_the_manifest(storage: MemoryStorage) -> None:
 
     await checkpoint(storage, Worker(SimulatedRanks(1), 0, {})).save({}, options=SaveOptions("a"))
     manifest = listing.read_manifest(storage, "a")
-    assert (manifest.step, manifest.fence) == (41, Fence(3, 7))
+    assert (manifest.step, manifest.fence) == (41, ManifestFence(3, 7))
 
 
 # The factory.

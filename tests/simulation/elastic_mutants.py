@@ -24,7 +24,7 @@ from forged.elastic.rescale import attempt
 from forged.elastic.rescale.attempt import Attempt, StopReport
 from forged.worker.collectives.world import World
 from forged.worker.rescale import rescaler
-from forged.worker.rescale.agreement import Agreement, agree
+from forged.worker.rescale.agreement import StateAgreement, agree
 from forged.worker.rescale.rescaler import Rescaler
 from forged.worker.state_transfer.exchange import StateExchange
 from forged.worker.worker_state.job_view import Commit
@@ -67,11 +67,11 @@ def _taken_at_their_word() -> Iterator[None]:
     come_to_agree = Rescaler._agree
     commits: dict[World, Commit] = {}
 
-    async def claim(world: World, own: StopReport) -> Agreement:
+    async def claim(world: World, own: StopReport) -> StateAgreement:
         step = commits[world].step
         return await agree(world, own if step is None else replace(own, step=step, finished=False, holds_state=True))
 
-    async def note(self: Rescaler, world: World, commit: Commit) -> Agreement:
+    async def note(self: Rescaler, world: World, commit: Commit) -> StateAgreement:
         commits[world] = commit
         return await come_to_agree(self, world, commit)
 

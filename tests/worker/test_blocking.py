@@ -30,7 +30,7 @@ from forged.kernel.messages import Fact, Record
 from forged.net.protocol.messages import INTEGER_MAX
 from forged.worker.blocking import Training, join
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
-from forged.worker.process.pulse import Pulse
+from forged.worker.process.pulse import PulseProcess
 from forged.worker.process.sigterm import is_heeded
 from forged.worker.process.worker_process import OwnProcess
 from forged.worker.rescale.rescaler import Rescaler
@@ -63,7 +63,7 @@ def at(endpoint: str, name: str = "me", **given: Any) -> Training:
     return join(endpoint, **options)
 
 
-def pulse_of(worker: Training) -> Pulse:
+def pulse_of(worker: Training) -> PulseProcess:
     """The process that speaks for it."""
     process = worker.worker.process
     assert isinstance(process, OwnProcess)
@@ -319,7 +319,7 @@ class TestSteps:
         a.result(PATIENCE_S)
         b.result(PATIENCE_S)
         assert [(fact.worker_id, fact.reason) for fact in past(client, WorkerLeft)] == [
-            ("a", "it left its loop"),
+            ("a", "its script left the step loop"),
             ("b", "training completed"),
         ]
         assert past(client, WorkerFailed) == []
@@ -397,7 +397,7 @@ class TestTheEndOfAScript:
 
     @pytest.mark.parametrize(
         ("end", "reason"),
-        [(SystemExit(3), "its script exited with 3"), (KeyboardInterrupt(), "it was interrupted")],
+        [(SystemExit(3), "its script exited with 3"), (KeyboardInterrupt(), "its script was interrupted")],
         ids=["exit", "interrupt"],
     )
     def test_one_that_is_ended_leaves_like_any_other(
@@ -429,7 +429,7 @@ class TestTheEndOfAScript:
         with pytest.raises(JobEnded):
             a.result(PATIENCE_S)
         left = [(fact.worker_id, fact.reason) for fact in past(client, WorkerLeft)]
-        assert left[0] == ("b", "it was interrupted")
+        assert left[0] == ("b", "its script was interrupted")
 
     def test_an_exit_of_a_subscriber_in_the_workers_thread_ends_the_script_with_its_code(
         self, endpoint: str, client: BlockingClient

@@ -21,16 +21,16 @@ class Unspeakable(Exception):
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (None, "it left its loop"),
-        (KeyboardInterrupt(), "it was interrupted"),
-        (GeneratorExit(), "it was interrupted"),
+        (None, "its script left the step loop"),
+        (KeyboardInterrupt(), "its script was interrupted"),
+        (GeneratorExit(), "its script was interrupted"),
         (SystemExit(), "its script exited with 0"),
         (SystemExit(0), "its script exited with 0"),
         (SystemExit(3), "its script exited with 3"),
         (SystemExit("no data"), "its script exited with 1: no data"),
         (JobEnded("job_aborted", "the job was aborted: enough"), "the job was aborted"),
         (JobEnded("job_removed", "the job was removed"), "the job was removed"),
-        (WorkerEvicted("evicted: slow"), "it counts as dead"),
+        (WorkerEvicted("evicted: slow"), "the daemon declared it failed"),
     ],
 )
 def test_interrupted_or_evicted_worker_has_not_failed(error: BaseException | None, reason: str) -> None:

@@ -43,8 +43,10 @@ def test_a_script_may_configure_the_logger(caplog: pytest.LogCaptureFixture) -> 
     assert not SCRIPT_LOG.hears("info")
     with caplog.at_level(logging.INFO, "forged"):
         assert SCRIPT_LOG.hears("info")
-        SCRIPT_LOG.info("trying again", why="it was away")
-    assert caplog.record_tuples == [("forged", logging.INFO, "forged: trying again (why=it was away)")]
+        SCRIPT_LOG.info("retrying a request to the daemon", why="it was away")
+    assert caplog.record_tuples == [
+        ("forged", logging.INFO, "forged: retrying a request to the daemon (why=it was away)")
+    ]
 
 
 def test_fields_that_are_bound_are_told_with_every_event(caplog: pytest.LogCaptureFixture) -> None:

@@ -398,7 +398,10 @@ class TestComingAndGoing:
             assert await client.workers(JOB) == []
             await worker.register()
         reasons = [fact.reason for fact in await past(client, WorkerFailed, WorkerLeft)]
-        assert reasons == ["it was interrupted" if is_cancelled else "it was disconnected", "it was disconnected"]
+        assert reasons == [
+            "its script was interrupted" if is_cancelled else "it was disconnected",
+            "it was disconnected",
+        ]
 
     async def test_worker_drained_in_the_last_step_reports_that_the_training_is_done(
         self, group: TrainerGroup, client: ForgedClient
@@ -536,7 +539,7 @@ class TestComingAndGoing:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert [fact.reason for fact in await past(client, WorkerLeft)] == ["it was interrupted"]
+        assert [fact.reason for fact in await past(client, WorkerLeft)] == ["its script was interrupted"]
 
     async def test_a_script_that_breaks_out_of_its_loop_says_so(
         self, runner: DaemonRunner, client: ForgedClient
@@ -546,7 +549,7 @@ class TestComingAndGoing:
             async for step in worker.steps():
                 if step == 2:
                     break
-        assert [fact.reason for fact in await past(client, WorkerLeft)] == ["it left its loop"]
+        assert [fact.reason for fact in await past(client, WorkerLeft)] == ["its script left the step loop"]
 
     async def test_script_of_an_aborted_job_leaves_for_that_reason_despite_its_own_error(
         self, runner: DaemonRunner, client: ForgedClient

@@ -162,13 +162,13 @@ def state(pid: int) -> str:
 def main(endpoint: str, interval: str, way: str) -> None:
     """Run as a victim."""
     from forged.worker.process.counters import Counters
-    from forged.worker.process.pulse import Pulse
+    from forged.worker.process.pulse import PulseProcess
 
     # Ends the victim if the tests were killed.
     signal.alarm(VICTIM_S_MAX)
     counters = Counters.create()
     counters.step, counters.marks = 3, 7
-    pulse = Pulse.start(
+    pulse = PulseProcess.start(
         [endpoint], "run", "w1", INCARNATION, os.environ.get("FORGED_TOKEN"), counters, interval_s=float(interval)
     )
     print(json.dumps({"pulse": pulse.pid}), flush=True)

@@ -45,7 +45,7 @@ BoxText = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape of a box."""
 
 
-class Fence(msgspec.Struct, frozen=True):
+class ManifestFence(msgspec.Struct, frozen=True):
     """The leader's term and the job's generation under which the checkpoint was saved."""
 
     term: int = 0
@@ -114,7 +114,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     """Files for other tools, with their sizes."""
     job: str = ""
     step: int | None = None
-    fence: Fence | None = None
+    fence: ManifestFence | None = None
     custom: dict[str, Any] = {}
 
     @cached_property

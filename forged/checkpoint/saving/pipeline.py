@@ -24,7 +24,7 @@ from anyio import to_thread
 from forged.checkpoint.coordinators import OutcomeUnknown, RankGroup, StorageUnresponsive, run_in_thread
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.consolidated import File
-from forged.checkpoint.format.manifest import Fence, Manifest, Part, encode
+from forged.checkpoint.format.manifest import Manifest, ManifestFence, Part, encode
 from forged.checkpoint.format.states import States, split_per_rank
 from forged.checkpoint.format.tree import Leaf, LeafType, Node, flatten, renumber_tensors
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, SaveOptions
@@ -65,7 +65,7 @@ class Proposal(msgspec.Struct, frozen=True, array_like=True):
     """The key of the plan that the rank has cached."""
 
 
-class Agreement(msgspec.Struct, frozen=True, array_like=True):
+class SaveAgreement(msgspec.Struct, frozen=True, array_like=True):
     """The root's answer to the proposals."""
 
     prefix: str
@@ -81,7 +81,7 @@ class RunInfo(msgspec.Struct, frozen=True):
 
     job: str = ""
     step: int | None = None
-    fence: Fence | None = None
+    fence: ManifestFence | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class RankSave:
     rank: int
     world_size: int
     options: SaveOptions
-    agreement: Agreement
+    agreement: SaveAgreement
     plan: Plan
     image_or_error: ArrayImage | Exception
     """What this rank writes, or why that could not be prepared."""
@@ -187,7 +187,7 @@ class Saver:
             proposals.extend(msgspec.msgpack.decode(one, type=Proposal) for one in encoded)
             return msgspec.msgpack.encode(await self._agreement(ranks, proposals, options))
 
-        agreement = msgspec.msgpack.decode(await ranks.decide(propose, decide), type=Agreement)
+        agreement = msgspec.msgpack.decode(await ranks.decide(propose, decide), type=SaveAgreement)
         ranks.prefix = agreement.prefix
         self._cached = cached = await _with_plan(ranks, cached, agreement, options)
         plan, layout = cached.plan, cached.layout
@@ -200,7 +200,7 @@ class Saver:
             return save(error)
         return save(image, states)
 
-    async def _agreement(self, ranks: RankGroup, proposals: list[Proposal], options: SaveOptions) -> Agreement:
+    async def _agreement(self, ranks: RankGroup, proposals: list[Proposal], options: SaveOptions) -> SaveAgreement:
         """At the root: check that all ranks save alike and that the name is free."""
         for rank, proposal in enumerate(proposals):
             if proposal.options != proposals[0].options:
@@ -215,7 +215,7 @@ class Saver:
         await run_in_thread(partial(listing.require_free, bounded(context.storage, ranks.token), prefix), ranks.token)
         key = b"alone" if ranks.is_alone else _plan_key(proposals, options)
         save_id = context.random_bytes(listing.SAVE_ID_BYTES).hex()
-        return Agreement(prefix, save_id, now, key, all(one.plan == key for one in proposals))
+        return SaveAgreement(prefix, save_id, now, key, all(one.plan == key for one in proposals))
 
     # Step 2, only in the background: copy the state, so that training may go on.
 
@@ -412,7 +412,9 @@ def _proposal(ranks: RankGroup, node: Node, cached: _CachedPlan, options: SaveOp
     return Proposal(compared, frame, own, cached.description.digest(), cached.key)
 
 
-async def _with_plan(ranks: RankGroup, cached: _CachedPlan, agreement: Agreement, options: SaveOptions) -> _CachedPlan:
+async def _with_plan(
+    ranks: RankGroup, cached: _CachedPlan, agreement: SaveAgreement, options: SaveOptions
+) -> _CachedPlan:
     """The agreed plan and the layout of this rank's file; from the cache where all ranks have them."""
     if agreement.is_known:
         return cached

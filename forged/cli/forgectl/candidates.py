@@ -15,7 +15,7 @@ from typing import Any
 from forged.cli.ckpt import candidates as offers
 from forged.cli.forgectl import answers
 from forged.cli.forgectl.commands import plugins, workers
-from forged.cli.forgectl.connection import Connection
+from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.parser import Options, Parser
 from forged.cli.process import EXIT_OK
 from forged.errors import ForgedError
@@ -133,7 +133,7 @@ class _Line:
 
 
 def _from_daemon(source: ValuesFromDaemon, options: Options, begun: str) -> list[Candidate]:
-    with contextlib.suppress(ForgedError), Connection(options) as wire:
+    with contextlib.suppress(ForgedError), DaemonConnection(options) as wire:
         return [(f"{text}", f"{what}") for text, what in source(wire, options, begun) if text]
     return []
 

@@ -13,7 +13,7 @@ from forged.plain_client.connection import Wire
 PROGRAM = "forgectl"
 
 
-class Connection:
+class DaemonConnection:
     """A connection to the daemon that the options name."""
 
     def __init__(self, options: Options) -> None:

@@ -16,7 +16,7 @@ from importlib import import_module
 from io import TextIOWrapper
 
 from forged.cli.forgectl import answers, tables
-from forged.cli.forgectl.connection import PROGRAM, Connection
+from forged.cli.forgectl.connection import PROGRAM, DaemonConnection
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import (
     Fill,
@@ -165,7 +165,7 @@ _WITHOUT_DAEMON = frozenset({"ckpt"})
 
 
 def _ping(options: Options) -> int:
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         started = time.perf_counter()
         wire.request("PingDaemon")
         took_s = time.perf_counter() - started
@@ -176,7 +176,7 @@ def _ping(options: Options) -> int:
 def _status(options: Options) -> int:
     from forged.cli.forgectl.commands.plugins import inactive
 
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         status = answers.one(wire, "ReadStatus")
         answer(options, status, lambda: tables.pairs(status | inactive(wire)))
     return EXIT_OK
@@ -184,7 +184,7 @@ def _status(options: Options) -> int:
 
 def _handlers(options: Options) -> int:
     columns = ("name", "kind", "messages", "queued", "handled", "failed", "dropped", "p50_s", "p99_s", "quarantined")
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         handlers = answers.several(wire, "ListHandlers", field="handlers", key="name")
         answer(
             options,
@@ -197,14 +197,14 @@ def _handlers(options: Options) -> int:
 
 
 def _readmit(options: Options) -> int:
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         wire.request("ReadmitHandler", handler=options.name)
         answer(options, {}, lambda: print(f"re-enabled {options.name}"))
     return EXIT_OK
 
 
 def _note(options: Options) -> int:
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         wire.request("AddNote", job=options.job, text=options.text)
         answer(options, {}, lambda: print(f"added the note to job {options.job}"))
     return EXIT_OK
@@ -213,7 +213,7 @@ def _note(options: Options) -> int:
 def _backup(options: Options) -> int:
     from forged.cli.forgectl.commands.backup import write_whole
 
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         ticket, size_bytes = answers.backup(wire)
         write_whole(options.file, wire.fetch(ticket, size_bytes))
         answer(

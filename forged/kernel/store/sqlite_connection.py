@@ -1,7 +1,7 @@
 """The part of DB-API that the store uses, and the translation of SQLite's errors.
 
 Invariants:
-- Only the `Connection` protocol is used, so that a test can substitute another binding.
+- Only the `SqliteConnection` protocol is used, so that a test can substitute another binding.
 - A connection creates no file, waits for no lock, and begins no transaction implicitly.
 - SQLite and OS errors are translated to `ForgedError` here only.
 """
@@ -30,7 +30,7 @@ class Cursor(Protocol):
     def close(self) -> None: ...
 
 
-class Connection(Protocol):
+class SqliteConnection(Protocol):
     """One connection in autocommit mode; it raises `sqlite3.Error` with its `sqlite_errorcode`."""
 
     @property
@@ -45,22 +45,22 @@ class Connection(Protocol):
     def close(self) -> None: ...
 
 
-Connect: TypeAlias = Callable[[Path], Connection]
+Connect: TypeAlias = Callable[[Path], SqliteConnection]
 
 
-def connect(path: Path) -> Connection:
+def connect(path: Path) -> SqliteConnection:
     """Connect to an existing file with the standard library."""
     return sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, isolation_level=None, timeout=0)
 
 
-def single(connection: Connection, sql: str, *parameters: object) -> Any:
+def single(connection: SqliteConnection, sql: str, *parameters: object) -> Any:
     """Execute a statement with one row and one column and return the value."""
     [(value,)] = connection.execute(sql, parameters)
     return value
 
 
 @contextmanager
-def transaction(connection: Connection) -> Iterator[None]:
+def transaction(connection: SqliteConnection) -> Iterator[None]:
     """Run the block in a transaction."""
     if connection.in_transaction:  # an earlier ROLLBACK failed
         connection.execute("ROLLBACK")
@@ -73,7 +73,7 @@ def transaction(connection: Connection) -> Iterator[None]:
         raise
 
 
-def _undo(connection: Connection) -> None:
+def _undo(connection: SqliteConnection) -> None:
     """Roll back, and make sure that the failed transaction cannot reappear.
 
     SQLite may have rolled back by itself. If only the sync of a COMMIT failed, the transaction may be complete in the
@@ -85,7 +85,7 @@ def _undo(connection: Connection) -> None:
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
 
 
-def close_without_checkpoint(connection: Connection) -> None:
+def close_without_checkpoint(connection: SqliteConnection) -> None:
     """Close without changing the files: the interrupt prevents the checkpoint of the write-ahead log."""
     connection.interrupt()
     connection.close()

@@ -18,7 +18,13 @@ from typing import Protocol
 from forged.kernel.store.batch import BatchOutcome, Write, decide, expected_keys
 from forged.kernel.store.keys import prefix_end
 from forged.kernel.store.port import Entry, Transaction
-from forged.kernel.store.sqlite_connection import Connection, close_without_checkpoint, corrupt, single, transaction
+from forged.kernel.store.sqlite_connection import (
+    SqliteConnection,
+    close_without_checkpoint,
+    corrupt,
+    single,
+    transaction,
+)
 from forged.kernel.store.sqlite_file import OpenOptions, ensure, locked_directory
 from forged.kernel.store.sqlite_schema import examine, migrate, newest_version
 
@@ -57,7 +63,7 @@ class CommitObserver(Protocol):
 class Database:
     """An open database; use it on the thread that opened it."""
 
-    def __init__(self, options: OpenOptions, connection: Connection) -> None:
+    def __init__(self, options: OpenOptions, connection: SqliteConnection) -> None:
         self.options = options
         self.connection = connection
         self.observers: list[CommitObserver] = []
@@ -109,7 +115,7 @@ class Database:
         self.connection.close()
 
 
-def write(connection: Connection, writes: Iterable[Write], revision: int) -> None:
+def write(connection: SqliteConnection, writes: Iterable[Write], revision: int) -> None:
     """Apply one write per key, so the order of puts and deletes does not matter."""
     puts: list[Write] = []
     deletes: list[tuple[str]] = []
@@ -123,7 +129,7 @@ def write(connection: Connection, writes: Iterable[Write], revision: int) -> Non
     connection.execute(_ADVANCE, (revision,))
 
 
-def _examined(options: OpenOptions) -> Connection:
+def _examined(options: OpenOptions) -> SqliteConnection:
     path = options.path
     if not path.is_file():
         raise corrupt(path, "it is not a file")
@@ -139,7 +145,7 @@ def _examined(options: OpenOptions) -> Connection:
     return connection
 
 
-def _set_up(connection: Connection, options: OpenOptions) -> None:
+def _set_up(connection: SqliteConnection, options: OpenOptions) -> None:
     with transaction(connection):
         pass  # an empty transaction fails now if the file is not writable
     mode = single(connection, "PRAGMA journal_mode = WAL")

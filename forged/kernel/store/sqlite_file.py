@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forged.errors import ConfigError
-from forged.kernel.store.sqlite_connection import Connect, Connection, corrupt
+from forged.kernel.store.sqlite_connection import Connect, SqliteConnection, corrupt
 from forged.kernel.store.sqlite_schema import Migration, build
 
 JOURNAL_SUFFIXES = ("-wal", "-journal")
@@ -55,7 +55,7 @@ def ensure(options: OpenOptions) -> None:
     _sync(options.path.parent)
 
 
-def create_file(new: Path, options: OpenOptions, history: str) -> Connection:
+def create_file(new: Path, options: OpenOptions, history: str) -> SqliteConnection:
     """Create a file with an empty store and connect to it without durability, to fill it before `put_in_place`."""
     os.close(os.open(new, os.O_CREAT | os.O_EXCL, 0o600))
     connection = options.connect(new)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from forged.errors import ConfigError
-from forged.kernel.store.sqlite_connection import APPLICATION_ID, Connection, corrupt, single, transaction
+from forged.kernel.store.sqlite_connection import APPLICATION_ID, SqliteConnection, corrupt, single, transaction
 
 CHECKED_BYTES_MAX = 512 << 20
 """Up to this size every page is checked when a store is opened. Above it, only header, length, schema and meta are;
@@ -23,7 +23,7 @@ other damage raises `StoreCorrupt` at the first read of the page."""
 
 HISTORY_BYTES = 16
 
-Migration: TypeAlias = Callable[[Connection], None]
+Migration: TypeAlias = Callable[[SqliteConnection], None]
 MIGRATIONS: Mapping[int, Migration] = {}
 """For each version above 1, the migration from the version before."""
 
@@ -35,7 +35,7 @@ _TABLES = (
 )
 
 
-def build(connection: Connection, history: str, migrations: Mapping[int, Migration]) -> None:
+def build(connection: SqliteConnection, history: str, migrations: Mapping[int, Migration]) -> None:
     """Create the tables of an empty store."""
     with transaction(connection):
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
@@ -47,7 +47,7 @@ def build(connection: Connection, history: str, migrations: Mapping[int, Migrati
     migrate(connection, migrations)
 
 
-def migrate(connection: Connection, migrations: Mapping[int, Migration]) -> None:
+def migrate(connection: SqliteConnection, migrations: Mapping[int, Migration]) -> None:
     """Migrate an examined store to the newest version."""
     version, newest = single(connection, "PRAGMA user_version"), newest_version(migrations)
     if version == newest:
@@ -64,7 +64,7 @@ def newest_version(migrations: Mapping[int, Migration]) -> int:
     return max(migrations, default=1)
 
 
-def examine(connection: Connection, path: Path, newest: int, checked_bytes_max: int) -> None:
+def examine(connection: SqliteConnection, path: Path, newest: int, checked_bytes_max: int) -> None:
     """Raise `StoreCorrupt` for a damaged store, `ConfigError` for a newer version."""
     _examine_identity(connection, path, newest)
     _examine_length(connection, path)
@@ -73,7 +73,7 @@ def examine(connection: Connection, path: Path, newest: int, checked_bytes_max: 
     _examine_tables(connection, path)
 
 
-def _examine_identity(connection: Connection, path: Path, newest: int) -> None:
+def _examine_identity(connection: SqliteConnection, path: Path, newest: int) -> None:
     application = single(connection, "PRAGMA application_id")
     if application != APPLICATION_ID:
         raise corrupt(path, f"its application id is {application:#x}, must be {APPLICATION_ID:#x}")
@@ -90,7 +90,7 @@ def _examine_identity(connection: Connection, path: Path, newest: int) -> None:
         raise corrupt(path, f"its schema version is {version}")
 
 
-def _examine_length(connection: Connection, path: Path) -> None:
+def _examine_length(connection: SqliteConnection, path: Path) -> None:
     """Detect a truncated file: SQLite would read the missing part of a page as zeros."""
     log = path.with_name(f"{path.name}-wal")
     if log.exists() and log.stat().st_size > 0:
@@ -100,14 +100,14 @@ def _examine_length(connection: Connection, path: Path) -> None:
         raise corrupt(path, f"it is truncated: {found} bytes of {wanted}")
 
 
-def _examine_pages(connection: Connection, path: Path) -> None:
+def _examine_pages(connection: SqliteConnection, path: Path) -> None:
     # `quick_check` would pass an index whose entries point to missing rows.
     found = single(connection, "PRAGMA integrity_check(1)")
     if found != "ok":
         raise corrupt(path, " ".join(found.split()))
 
 
-def _examine_tables(connection: Connection, path: Path) -> None:
+def _examine_tables(connection: SqliteConnection, path: Path) -> None:
     connection.execute("SELECT key, value, revision FROM kv LIMIT 0").close()
     meta = dict(connection.execute("SELECT name, value FROM meta"))
     if meta.get("schema_version") != single(connection, "PRAGMA user_version"):

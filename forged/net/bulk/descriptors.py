@@ -171,14 +171,20 @@ def _wrong(marker: bytes, received: int, count: int, *, cut: bool) -> ForgedErro
     if received == count and not cut:
         return None
     if received == count:
-        return PeerError("descriptors_too_many", f"more than the announced {count} descriptors arrived", "fix the peer")
+        return PeerError(
+            "descriptors_too_many",
+            f"more than the announced {count} descriptors arrived",
+            "upgrade forged at the other end",
+        )
     if cut:
         return Unavailable(
             "descriptors_exhausted",
             f"this process received only {received} of {count} descriptors: its limit of open files is reached",
             "raise its limit of open files (LimitNOFILE=)",
         )
-    return PeerError("descriptors_missing", f"{received} of {count} announced descriptors arrived", "fix the peer")
+    return PeerError(
+        "descriptors_missing", f"{received} of {count} announced descriptors arrived", "upgrade forged at the other end"
+    )
 
 
 def _truncated() -> Unavailable:

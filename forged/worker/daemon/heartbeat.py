@@ -14,7 +14,7 @@ from forged.worker.daemon.registration import Registration
 from forged.worker.worker_state.session_state import SessionState
 
 
-class Heartbeat:
+class HeartbeatSender:
     """Sends one worker's heartbeats at the interval that the job's settings name."""
 
     def __init__(self, state: SessionState, registration: Registration, clock: Clock) -> None:
@@ -39,7 +39,7 @@ class Heartbeat:
             state.progress.step,
             current_world.marks,
             state.config.heartbeat_interval_s,
-            parting=state.drain.is_leaving,
+            last_step_done=state.drain.is_leaving,
         )
         current_world.heartbeat_at = self._clock.wall()
 

@@ -120,20 +120,22 @@ class Registration:
         """Report that this worker has the state and its shards; false if the report comes too late."""
         return await self._report(ReportReady(self.job, self.worker.id, self.incarnation, attempt))
 
-    async def complain(self, generation: int, peer: str, why: str) -> None:
+    async def report_peer(self, generation: int, peer: str, why: str) -> None:
         """Report that this worker cannot continue in its world."""
         await self.say(ReportTrouble(self.job, self.worker.id, self.incarnation, generation, peer, reason=why))
 
     def receiving(self, attempt: int, received: int, *, trouble: str, unreached: str) -> None:
         """Signal how much of the state has arrived, which worker is out of reach, and why."""
-        said = AttemptProgress(self.job, self.worker.id, self.incarnation, attempt, received)
-        self._client.signal(msgspec.structs.replace(said, trouble=trouble, unreachable_peer=unreached))
+        progress = AttemptProgress(self.job, self.worker.id, self.incarnation, attempt, received)
+        self._client.signal(msgspec.structs.replace(progress, trouble=trouble, unreachable_peer=unreached))
 
     # Living and waiting.
 
-    def beat(self, step: int, marks: int, every_s: float, *, parting: bool = False) -> None:
-        """Signal a heartbeat; the next one is due in `every_s`."""
-        self._client.signal(Heartbeat(self.job, self.worker.id, self.incarnation, step, marks, every_s, parting))
+    def beat(self, step: int, marks: int, interval_s: float, *, last_step_done: bool = False) -> None:
+        """Signal a heartbeat; the next one is due in `interval_s`."""
+        self._client.signal(
+            Heartbeat(self.job, self.worker.id, self.incarnation, step, marks, interval_s, last_step_done)
+        )
 
     async def why_waiting(self) -> str:
         """What the job waits for, in the daemon's words. Asked once, without a retry."""
@@ -182,14 +184,14 @@ class Registration:
         if scope.cancelled_caught:
             # The rest of a timeout is no round number.
             why = f"the daemon did not answer within {round(timeout_s, 2):g} s"
-            self._log.warning("could not say goodbye", why=why)
+            self._log.warning("the daemon did not acknowledge this worker's leave", why=why)
         return is_said
 
     async def _leave(self, request: LeaveJob) -> bool:
         try:
             await self.say(request)
         except ForgedError as error:
-            self._log.warning("could not say goodbye", why=str(error))
+            self._log.warning("the daemon did not acknowledge this worker's leave", why=str(error))
             return isinstance(error, RequestRefused)
         return True
 
@@ -221,9 +223,9 @@ async def persevere(act: Callable[[], Awaitable[R]], source: Random, log: Log) -
             return False
         tried_s = anyio.current_time() - began_at
         if tried_s < due_s:
-            log.info("trying again", why=str(error))
+            log.info("retrying a request to the daemon", why=str(error))
         else:
-            log.warning("still trying", for_s=round(tried_s), why=str(error))
+            log.warning("still retrying a request to the daemon", for_s=round(tried_s), why=str(error))
             due_s = tried_s + next(pauses)
         return True
 

@@ -42,8 +42,8 @@ _bequeathed: list[subprocess.Popen[bytes]] = []
 PROGRAM = "import sys; sys.path += sys.argv[1:]; from forged.worker.process.pulse_process import main; main()"
 
 
-class Pulse:
-    """The pulse process of this process; made by `Pulse.start`."""
+class PulseProcess:
+    """The pulse process of this process; made by `PulseProcess.start`."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: int) -> None:
         self._process = process
@@ -140,7 +140,7 @@ class Pulse:
 class PulseKeeper:
     """Replaces a pulse that has ended, whenever `look` is called."""
 
-    def __init__(self, start: Callable[[], Pulse], clock: Clock, random: Random, log: Log) -> None:
+    def __init__(self, start: Callable[[], PulseProcess], clock: Clock, random: Random, log: Log) -> None:
         self.pulse = start()
         """The newest pulse."""
         self._start = start
@@ -164,7 +164,7 @@ class PulseKeeper:
         try:
             self.pulse = self._start()
         except Unavailable as error:
-            self._log.warning("the pulse has ended, and no other could be started", why=str(error))
+            self._log.warning("the pulse process exited and could not be restarted", why=str(error))
         else:
             self._log.warning("the pulse has ended, and another was started", pid=self.pulse.pid)
 

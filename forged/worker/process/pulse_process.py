@@ -119,7 +119,7 @@ class WatchedWorker:
         return text[text.rindex(b")") + 1 :].split()
 
 
-class Pulse:
+class PulseReporter:
     """Reports about one worker to the daemon."""
 
     def __init__(
@@ -161,7 +161,7 @@ class Pulse:
         interval_s = counters.pulse_interval_s or self._interval_s
         again_at = self._now() + interval_s
         line.signal(
-            "Pulse",
+            "PulseReporter",
             **self._about,
             cpu_s=self._worker.cpu_s(),
             step=counters.step,
@@ -240,7 +240,7 @@ def main() -> None:
     try:
         orders = read_orders(CONTROL)
         worker = WatchedWorker(orders["pidfd"], orders["stat"], CONTROL)
-        Pulse(orders, worker, Counters.attach(orders["counters"])).speak()
+        PulseReporter(orders, worker, Counters.attach(orders["counters"])).speak()
     except (EOFError, ForgedError):
         # The worker is gone, or the daemon refuses it: there is nothing to report to.
         sys.exit(1)

@@ -20,7 +20,7 @@ from forged.clock import SystemClock
 from forged.log import Log
 from forged.worker.process.counters import Counters
 from forged.worker.process.forks import ForkGuard
-from forged.worker.process.pulse import Pulse, PulseKeeper
+from forged.worker.process.pulse import PulseKeeper, PulseProcess
 from forged.worker.process.sigterm import heeding_sigterm
 
 
@@ -94,7 +94,7 @@ class OwnProcess:
         counters = self._counters
         assert counters is not None
 
-        start = partial(Pulse.start, endpoints, job, worker_id, incarnation, token, counters)
+        start = partial(PulseProcess.start, endpoints, job, worker_id, incarnation, token, counters)
         self.heart = PulseKeeper(start, SystemClock(), SystemRandom().random, self._log)
 
     def look_after_pulse(self) -> None:

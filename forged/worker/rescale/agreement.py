@@ -20,7 +20,7 @@ _decode = msgspec.msgpack.Decoder(StopReport).decode
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class StateAgreement:
     """The state source of a world, and the ranks that need its state."""
 
     source: int
@@ -36,12 +36,12 @@ class Agreement:
         return self.stop.position
 
 
-async def agree(world: World, own: StopReport) -> Agreement:
+async def agree(world: World, own: StopReport) -> StateAgreement:
     """Exchange stop reports with all members of a world."""
     return settle(world.names, [_read(told) for told in await world.all_gather(_encode(own))])
 
 
-def settle(names: tuple[str, ...], stops: list[StopReport]) -> Agreement:
+def settle(names: tuple[str, ...], stops: list[StopReport]) -> StateAgreement:
     """What follows from the members' stop reports, in rank order."""
     source = names.index(choose_source(names, dict(zip(names, stops, strict=True))))
     position = stops[source].position
@@ -50,7 +50,7 @@ def settle(names: tuple[str, ...], stops: list[StopReport]) -> Agreement:
         for rank, stop in enumerate(stops)
         if rank != source and not (stop.holds_state and stop.position == position)
     )
-    return Agreement(source, stops[source], behind)
+    return StateAgreement(source, stops[source], behind)
 
 
 def _read(told: bytes) -> StopReport:

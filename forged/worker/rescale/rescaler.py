@@ -26,15 +26,15 @@ from forged.errors import ForgedError, Unavailable
 from forged.log import Log
 from forged.net.transport.tls import TLS_FAILED
 from forged.worker.collectives.world import CollectiveAborted, World
-from forged.worker.daemon.heartbeat import Heartbeat
+from forged.worker.daemon.heartbeat import HeartbeatSender
 from forged.worker.daemon.registration import Registration
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.errors import BLAMELESS, WorldIncomplete, is_temporary
 from forged.worker.events import RescaleHooks
 from forged.worker.mesh import Mesh
-from forged.worker.rescale.agreement import Agreement, agree
+from forged.worker.rescale.agreement import StateAgreement, agree
 from forged.worker.state_transfer.exchange import StateExchange
-from forged.worker.worker_state.current_world import Trouble, peer_of
+from forged.worker.worker_state.current_world import PeerReport, peer_of
 from forged.worker.worker_state.job_view import Commit
 from forged.worker.worker_state.session_state import SessionState
 
@@ -52,7 +52,7 @@ class Rescaler:
         mesh: Mesh,
         exchange: StateExchange,
         shards: ShardHolder | None,
-        heartbeat: Heartbeat,
+        heartbeat: HeartbeatSender,
         hooks: RescaleHooks,
         clock: Clock,
         log: Log,
@@ -90,7 +90,7 @@ class Rescaler:
             else:
                 await self._state.wait_for_change()
         elif self._current_world.trouble is not None:
-            await self._run(partial(self._complain, self._current_world.trouble))
+            await self._run(partial(self._report_peer, self._current_world.trouble))
         elif view.synchronising is not None and view.synchronising.attempt == self._reported:
             if takes_state or not self._is_taker(view.synchronising):
                 await self._synchronise(view.synchronising)
@@ -117,8 +117,8 @@ class Rescaler:
             # The ranks have called different collectives, which is an error in the script.
             raise error
 
-    async def _complain(self, trouble: Trouble) -> None:
-        await self._registration.complain(*trouble)
+    async def _report_peer(self, trouble: PeerReport) -> None:
+        await self._registration.report_peer(*trouble)
         self._current_world.trouble = None
 
     async def _report(self, attempt: int) -> None:
@@ -147,7 +147,7 @@ class Rescaler:
         except ForgedError as error:
             if not is_temporary(error) or error.code == TLS_FAILED:
                 raise
-            self._log.warning("the attempt could not be followed", attempt=settled.attempt, why=str(error))
+            self._log.warning("the rescale attempt failed; retrying", attempt=settled.attempt, why=str(error))
             await self._run(partial(anyio.sleep, TROUBLE_PAUSE_S), still)
 
     async def _give_or_take(self, settled: RescaleSynchronising, still: Callable[[], bool]) -> None:
@@ -225,7 +225,7 @@ class Rescaler:
             if not is_temporary(error):
                 raise
             hub = topology.workers[0].id if error.code == TLS_FAILED else ""
-            self._current_world.trouble = Trouble(topology.epoch, peer_of(error) or hub, error.message)
+            self._current_world.trouble = PeerReport(topology.epoch, peer_of(error) or hub, error.message)
             return
         stop, progress = agreement.stop, self._progress
         state = GlobalTrainingState(
@@ -252,7 +252,7 @@ class Rescaler:
             # After a background rescale the daemon learns of that from the heartbeats alone.
             self._heartbeat.beat_now()
 
-    async def _meet(self, commit: Commit) -> tuple[World, Agreement]:
+    async def _meet(self, commit: Commit) -> tuple[World, StateAgreement]:
         """Connect to the other members, and have the state and the shards that the world starts with."""
         topology = commit.topology
         # A member that waits here has come further than the members that are missing.
@@ -263,11 +263,11 @@ class Rescaler:
             if self._shards is not None:
                 await self._shards.adopt(commit)
         except BaseException:
-            world.abort(f"{self._registration.worker.id} does not go on with it")
+            world.abort(f"{self._registration.worker.id} cannot enter this world")
             raise
         return world, agreement
 
-    async def _agree(self, world: World, commit: Commit) -> Agreement:
+    async def _agree(self, world: World, commit: Commit) -> StateAgreement:
         """Agree on the state; the source gives it to the members that have another one."""
         agreement = await agree(world, self._progress.stop_report)
         if not agreement.behind:

@@ -251,7 +251,7 @@ def _length_of(header: bytes | memoryview) -> int:
         raise PeerError(
             "frame_length",
             f"frame length must be 1..{DIALOGUE_BYTES_MAX}, got {length}",
-            "see the peer's version",
+            "run the same forged version on all workers",
         )
     return int(length)
 

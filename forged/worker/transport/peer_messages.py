@@ -267,7 +267,9 @@ def decode(payload: bytes) -> PeerMessage:
     try:
         return _decoder.decode(payload)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise PeerError("message_invalid", f"invalid message from a peer: {error}", "see the peer's version") from error
+        raise PeerError(
+            "message_invalid", f"invalid message from a peer: {error}", "run the same forged version on all workers"
+        ) from error
 
 
 def answered(answer: Answer, key: bytes, challenge: bytes) -> Answer:

@@ -20,8 +20,8 @@ from forged.checkpoint.format.manifest import (
     DIGEST_BYTES,
     SIZE_MAX,
     TOMBSTONE,
-    Fence,
     Manifest,
+    ManifestFence,
     Part,
     Tensors,
     decode,
@@ -92,7 +92,7 @@ def test_decode_gives_the_encoded_manifest(level: CompressionLevel) -> None:
         sound(level),
         job="j",
         step=5,
-        fence=Fence(2, 3),
+        fence=ManifestFence(2, 3),
         custom={"x": [1, {"y": None}]},
         layout=CheckpointFormat.SINGLE_FILE,
     )

@@ -13,7 +13,7 @@ from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import Manifest, Part, Tensors, encode
 from forged.checkpoint.format.states import States
 from forged.checkpoint.ports import CancelToken
-from forged.checkpoint.saving.pipeline import Agreement
+from forged.checkpoint.saving.pipeline import SaveAgreement
 from forged.checkpoint.saving.receipts import GONE_S, POLL_MAX_S, POLL_S, RankWaiter, ReceiptExchange
 from forged.checkpoint.storage import listing
 from tests.checkpoint.memory_storage import MemoryStorage
@@ -53,7 +53,7 @@ def part(rank: int) -> Part:
 
 def exchange(storage: MemoryStorage, rank: int, *meanwhile: Any, save_id: str = "0a1b2c3d") -> ReceiptExchange:
     work: Any = SimpleNamespace(
-        rank=rank, world_size=3, is_root=rank == 0, agreement=Agreement("run", save_id, 0.0, b"", True)
+        rank=rank, world_size=3, is_root=rank == 0, agreement=SaveAgreement("run", save_id, 0.0, b"", True)
     )
     return ReceiptExchange(storage, work, RankWaiter(Clock(*meanwhile).token(), tuple))
 

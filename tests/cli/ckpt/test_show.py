@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from forged.checkpoint.format.manifest import Fence, Manifest, encode
+from forged.checkpoint.format.manifest import Manifest, ManifestFence, encode
 from forged.checkpoint.model import PerRank
 from tests.cli.ckpt.conftest import STATE, CheckpointFolder
 
@@ -21,7 +21,7 @@ def changed(checkpoint_folder: CheckpointFolder, manifest: Manifest, **fields: A
 
 def test_text_shows_the_contents(checkpoint_folder: CheckpointFolder) -> None:
     manifest = checkpoint_folder.save("a", STATE)
-    changed(checkpoint_folder, manifest, job="run", step=7, custom={"loss": 0.5}, fence=Fence(2, 3))
+    changed(checkpoint_folder, manifest, job="run", step=7, custom={"loss": 0.5}, fence=ManifestFence(2, 3))
     output = checkpoint_folder.run("show checkpoints/a")
     assert (output.code, output.err) == (0, "")
     about = dict(line.split(None, 1) for line in output.lines[:9])
@@ -46,7 +46,7 @@ def test_json_has_all_fields(checkpoint_folder: CheckpointFolder) -> None:
     manifest = checkpoint_folder.save(
         "a", *[{"w": np.zeros((2, 3), ml_dtypes.bfloat16), "own": PerRank(r)} for r in range(2)]
     )
-    changed(checkpoint_folder, manifest, custom={"x": [1]}, fence=Fence(2, 3), job="run", step=9)
+    changed(checkpoint_folder, manifest, custom={"x": [1]}, fence=ManifestFence(2, 3), job="run", step=9)
     result = checkpoint_folder.run_json("show checkpoints/a")
     assert (result["world_size"], result["job"], result["step"]) == (2, "run", 9)
     assert result["fence"] == {"term": 2, "generation": 3}

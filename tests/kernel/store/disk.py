@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 import apsw
 
-from forged.kernel.store.sqlite_connection import Connect, Connection
+from forged.kernel.store.sqlite_connection import Connect, SqliteConnection
 
 SECTOR_BYTES = 512
 Kind: TypeAlias = Literal["create", "write", "truncate", "sync", "failed sync", "delete", "mark"]
@@ -127,7 +127,7 @@ class ApswConnection:
 def connect_through(disk: Disk, replaced: Mapping[str, str] | None = None) -> Connect:
     """A `Connect` for files on the disk."""
 
-    def connect(path: Path) -> Connection:
+    def connect(path: Path) -> SqliteConnection:
         return ApswConnection(path, disk.name, replaced or {})
 
     return connect

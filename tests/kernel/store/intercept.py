@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from forged.kernel.store.sqlite_connection import Connect, Connection, Cursor, connect
+from forged.kernel.store.sqlite_connection import Connect, Cursor, SqliteConnection, connect
 
-Before: TypeAlias = Callable[[Connection, str], None]
+Before: TypeAlias = Callable[[SqliteConnection, str], None]
 
 
 class Intercepted:
     """The standard connection, with `before` called ahead of every statement, on the thread of the database."""
 
-    def __init__(self, connection: Connection, before: Before) -> None:
+    def __init__(self, connection: SqliteConnection, before: Before) -> None:
         self._connection = connection
         self._before = before
 
@@ -41,7 +41,7 @@ class Intercepted:
 def connect_with(before: Before) -> Connect:
     """A `Connect` for connections that call `before`."""
 
-    def intercepted(path: Path) -> Connection:
+    def intercepted(path: Path) -> SqliteConnection:
         return Intercepted(connect(path), before)
 
     return intercepted

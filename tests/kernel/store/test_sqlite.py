@@ -18,7 +18,7 @@ import forged
 from forged.errors import ConfigError
 from forged.kernel.store.port import Change, Compacted, Entry, StoreUnavailable, Transaction
 from forged.kernel.store.sqlite import SqliteStore
-from forged.kernel.store.sqlite_connection import Connection, connect
+from forged.kernel.store.sqlite_connection import SqliteConnection, connect
 from forged.kernel.store.sqlite_database import LOG_KEPT_BYTES_MAX, LOG_PAGES
 from tests.kernel.store.conftest import OpenSqlite
 from tests.kernel.store.disk import Disk, Operation, connect_through
@@ -73,7 +73,7 @@ class Gate:
         self._arrived = Event()
         self._open = Event()
 
-    def __call__(self, _: Connection, statement: str) -> None:
+    def __call__(self, _: SqliteConnection, statement: str) -> None:
         if self.shut and statement == self.statement:
             self.shut = False
             self._arrived.set()
@@ -297,7 +297,7 @@ class TestCancelling:
         await (await open_sqlite(path)).close()
         gate, closed = Gate("PRAGMA synchronous = FULL"), Event()
 
-        def before(connection: Connection, statement: str) -> None:
+        def before(connection: SqliteConnection, statement: str) -> None:
             gate(connection, statement)
             if statement == "close":
                 connection.close()  # before the event is set; closing twice is closing

@@ -16,7 +16,7 @@ from forged.errors import RequestRefused
 from forged.kernel.store.port import Entry, StoreUnavailable, Transaction
 from forged.kernel.store.sqlite import SqliteStore
 from forged.kernel.store.sqlite_backup import SLICE_ENTRIES_MAX
-from forged.kernel.store.sqlite_connection import Connection
+from forged.kernel.store.sqlite_connection import SqliteConnection
 from tests.kernel.store.conftest import OpenSqlite
 from tests.kernel.store.intercept import connect_with
 
@@ -175,7 +175,7 @@ async def test_a_closed_store_has_no_backup(store: SqliteStore, path: Path) -> N
 async def test_a_full_disk_under_the_backup_is_no_failure_of_the_store(
     tmp_path: Path, path: Path, open_sqlite: OpenSqlite
 ) -> None:
-    def before(connection: Connection, statement: str) -> None:
+    def before(connection: SqliteConnection, statement: str) -> None:
         """Limit the size of the copy only, which is filled in one long transaction."""
         if statement == "BEGIN":
             connection.execute("PRAGMA max_page_count = 1").close()
@@ -194,10 +194,10 @@ async def test_a_full_disk_under_the_backup_is_no_failure_of_the_store(
 async def test_a_copy_that_cannot_follow_a_commit_fails_alone(
     tmp_path: Path, path: Path, open_sqlite: OpenSqlite
 ) -> None:
-    copy: Connection | None = None
+    copy: SqliteConnection | None = None
     committed = False
 
-    def before(connection: Connection, statement: str) -> None:
+    def before(connection: SqliteConnection, statement: str) -> None:
         """Fail when a commit is repeated in the copy."""
         nonlocal copy, committed
         if statement == "BEGIN":

@@ -20,7 +20,7 @@ import pytest
 from forged.errors import ForgedError
 from forged.kernel.store.port import Change, Entry, StoreUnavailable, Transaction
 from forged.kernel.store.sqlite import SqliteStore
-from forged.kernel.store.sqlite_connection import Connect, Connection, connect, translated
+from forged.kernel.store.sqlite_connection import Connect, SqliteConnection, connect, translated
 from forged.kernel.store.sqlite_database import LOG_PAGES
 from tests.kernel.store.conftest import OpenSqlite
 from tests.kernel.store.disk import Disk, Operation, connect_through
@@ -55,7 +55,7 @@ class PageLimit:
     def free(self) -> None:
         self._pages_max = 1 << 20
 
-    def _limit(self, connection: Connection, statement: str) -> None:
+    def _limit(self, connection: SqliteConnection, statement: str) -> None:
         if statement == "BEGIN IMMEDIATE":
             connection.execute(f"PRAGMA max_page_count = {self._pages_max}").close()
 
@@ -239,7 +239,7 @@ class TestReadOnly:
     async def test_a_store_that_becomes_read_only_is_still_read(self, open_sqlite: OpenSqlite, tmp_path: Path) -> None:
         query_only = False
 
-        def before(connection: Connection, statement: str) -> None:
+        def before(connection: SqliteConnection, statement: str) -> None:
             if statement == "BEGIN IMMEDIATE":
                 connection.execute(f"PRAGMA query_only = {int(query_only)}").close()
 

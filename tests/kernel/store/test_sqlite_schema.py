@@ -13,7 +13,7 @@ import pytest
 from forged.errors import ConfigError, ForgedError
 from forged.kernel.store.port import Entry, StoreCorrupt, StoreUnavailable, Transaction
 from forged.kernel.store.sqlite import SqliteStore
-from forged.kernel.store.sqlite_connection import APPLICATION_ID, Connection
+from forged.kernel.store.sqlite_connection import APPLICATION_ID, SqliteConnection
 from forged.kernel.store.sqlite_schema import CHECKED_BYTES_MAX
 from tests.kernel.store.conftest import OpenSqlite
 from tests.kernel.store.intercept import connect_with
@@ -103,7 +103,7 @@ async def assert_corrupt(path: Path, what: str = "", checked_bytes_max: int = CH
     assert "restore a backup" in error.fix
 
 
-def interrupt_close(connection: Connection, statement: str) -> None:
+def interrupt_close(connection: SqliteConnection, statement: str) -> None:
     """Keep the log file, as after a kill."""
     if statement == "close":
         connection.interrupt()
@@ -165,15 +165,15 @@ class TestNewStores:
 
 class TestMigrations:
     @staticmethod
-    def add_colour(connection: Connection) -> None:
+    def add_colour(connection: SqliteConnection) -> None:
         connection.execute("ALTER TABLE kv ADD COLUMN colour TEXT")
 
     @staticmethod
-    def paint(connection: Connection) -> None:
+    def paint(connection: SqliteConnection) -> None:
         connection.execute("UPDATE kv SET colour = 'red'")
 
     @staticmethod
-    def fail(connection: Connection) -> None:
+    def fail(connection: SqliteConnection) -> None:
         connection.execute("UPDATE no_such_table SET colour = 'red'")
 
     async def test_an_older_store_takes_every_step_and_keeps_its_content(

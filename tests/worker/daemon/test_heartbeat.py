@@ -9,7 +9,7 @@ from anyio.abc import TaskGroup
 
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import WorkerId
-from forged.worker.daemon.heartbeat import Heartbeat
+from forged.worker.daemon.heartbeat import HeartbeatSender
 from forged.worker.daemon.registration import Registration
 from forged.worker.worker_state.progress import TrainingProgress
 from forged.worker.worker_state.session_state import SessionState
@@ -30,7 +30,7 @@ class Scene:
         self.state = SessionState(WorkerId("me", "host", 1), TrainingProgress(0.0, 0))
         self.state.follow_settings(settings(interval_s))
         clock = VirtualClock(asyncio.get_running_loop())
-        self.heartbeat = Heartbeat(self.state, cast("Registration", self), clock)
+        self.heartbeat = HeartbeatSender(self.state, cast("Registration", self), clock)
         self._began_at = anyio.current_time()
         tasks.start_soon(self.heartbeat.run)
 

@@ -25,4 +25,6 @@ async def test_how_long_the_daemon_was_given_for_a_goodbye_is_told_as_people_rea
     log, deaf = RecordingLog(), Deaf()
     line = Registration(deaf, "run", WorkerId("a", "host", 1), bytes(16), Random(1), log)  # type: ignore[arg-type]
     await line.leave("training completed", 7, 2.99918, done=True, failed=False)
-    assert [said["why"] for said in log.of("could not say goodbye")] == ["the daemon did not answer within 3 s"]
+    assert [said["why"] for said in log.of("the daemon did not acknowledge this worker's leave")] == [
+        "the daemon did not answer within 3 s"
+    ]

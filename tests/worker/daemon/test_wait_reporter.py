@@ -58,11 +58,11 @@ async def test_what_is_tried_again_and_again_is_told_when_it_lasts() -> None:
         return anyio.current_time()
 
     await persevere(fail, Random(1), log)
-    told = log.of("still trying")
-    assert log.levels("still trying") == {"warning"}
+    told = log.of("still retrying a request to the daemon")
+    assert log.levels("still retrying a request to the daemon") == {"warning"}
     assert [round(fields["for_s"], -1) for fields in told] == [10, 30]
     assert {fields["why"] for fields in told} == {"nothing says yet that it died (try again)"}
-    assert len(log.of("trying again")) > 20
+    assert len(log.of("retrying a request to the daemon")) > 20
 
 
 def test_the_pauses_do_not_grow_for_ever() -> None:

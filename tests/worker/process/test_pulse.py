@@ -23,7 +23,7 @@ from forged.net.protocol.messages import Failure
 from forged.plain_client.connection import Wire
 from forged.worker.process import pulse as pulses
 from forged.worker.process.counters import Counters
-from forged.worker.process.pulse import FLAGS, Pulse, PulseKeeper
+from forged.worker.process.pulse import FLAGS, PulseKeeper, PulseProcess
 from tests.client.threaded_daemon import ThreadedDaemon
 from tests.net.manual_daemon import ManualClock
 from tests.telemetry.recording_log import RecordingLog
@@ -58,16 +58,16 @@ def counters() -> Iterator[Counters]:
         yield counters
 
 
-def started(endpoint: str, counters: Counters, token: str | None = None) -> Pulse:
+def started(endpoint: str, counters: Counters, token: str | None = None) -> PulseProcess:
     """A pulse of this very process."""
-    return Pulse.start([endpoint], "run", "w1", INCARNATION, token, counters, interval_s=INTERVAL_S)
+    return PulseProcess.start([endpoint], "run", "w1", INCARNATION, token, counters, interval_s=INTERVAL_S)
 
 
 def own_descriptors() -> set[str]:
     return {one.name for one in Path("/proc/self/fd").iterdir()}
 
 
-def ended_by_itself(pulse: Pulse) -> bool:
+def ended_by_itself(pulse: PulseProcess) -> bool:
     pidfd = os.pidfd_open(pulse.pid)
     try:
         return is_over(pidfd, PATIENCE_S) and not pulse.alive
@@ -80,7 +80,7 @@ class TestTheLiving:
         monkeypatch.setenv("FORGED_TOKEN", "forged_token")
         with victim(witness.endpoint):
             hello = witness.next("Hello").body
-            said = witness.next("Pulse").body
+            said = witness.next("PulseProcess").body
         assert hello["agent"].startswith("forged-pulse/")
         assert hello["token"] == "forged_token"
         cpu_s = said.pop("cpu_s")
@@ -90,28 +90,28 @@ class TestTheLiving:
 
     def test_it_speaks_as_often_as_the_worker_says_from_then_on(self, witness: Witness, counters: Counters) -> None:
         with closing(started(witness.endpoint, counters)):
-            assert witness.next("Pulse").body["interval_s"] == INTERVAL_S
+            assert witness.next("PulseProcess").body["interval_s"] == INTERVAL_S
             counters.pulse_interval_s = 0.125
-            while (said := witness.next("Pulse")).body["interval_s"] != 0.125:
+            while (said := witness.next("PulseProcess")).body["interval_s"] != 0.125:
                 pass
-            assert witness.next("Pulse").at - said.at >= 0.1
+            assert witness.next("PulseProcess").at - said.at >= 0.1
 
     def test_it_goes_on_while_the_gil_is_held(self, witness: Witness) -> None:
         with victim(witness.endpoint, HOLD_THE_GIL):
-            marks, cpu_s = -1, witness.next("Pulse").body["cpu_s"]
+            marks, cpu_s = -1, witness.next("PulseProcess").body["cpu_s"]
             # Once two pulses tell the same, no thread of Python has run in between.
-            while (said := witness.next("Pulse").body)["collective_seq"] != marks:
+            while (said := witness.next("PulseProcess").body)["collective_seq"] != marks:
                 marks = said["collective_seq"]
-            while (later := witness.next("Pulse").body)["cpu_s"] <= max(cpu_s, said["cpu_s"]):
+            while (later := witness.next("PulseProcess").body)["cpu_s"] <= max(cpu_s, said["cpu_s"]):
                 assert later["collective_seq"] == marks
 
     def test_a_stopped_worker_is_not_dead(self, witness: Witness) -> None:
         with victim(witness.endpoint) as worker:
-            witness.next("Pulse")
+            witness.next("PulseProcess")
             os.kill(worker.pid, signal.SIGSTOP)
             os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOWAIT)
             witness.forget()
-            used = {witness.next("Pulse").body["cpu_s"] for _ in range(20)}
+            used = {witness.next("PulseProcess").body["cpu_s"] for _ in range(20)}
             assert state(worker.pid) == "T"
             assert len(used) == 1
             os.kill(worker.pid, signal.SIGCONT)
@@ -120,33 +120,33 @@ class TestTheLiving:
 
     def test_signals_to_the_process_group_do_not_end_the_pulse(self, witness: Witness) -> None:
         with victim(witness.endpoint) as worker:
-            witness.next("Pulse")
+            witness.next("PulseProcess")
             assert os.getsid(worker.pulse) == worker.pulse
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                 os.kill(worker.pulse, number)
             witness.forget()
-            witness.next("Pulse")
+            witness.next("PulseProcess")
 
     def test_it_comes_back_to_a_daemon_that_was_restarted(self, witness: Witness) -> None:
         with victim(witness.endpoint):
-            witness.next("Pulse")
+            witness.next("PulseProcess")
             witness.close()
             witness.forget()
             witness.open()
             witness.next("Hello")
-            witness.next("Pulse")
+            witness.next("PulseProcess")
 
     def test_it_turns_to_the_next_endpoint(self, witness: Witness, counters: Counters) -> None:
         endpoints = [NOBODY, "no endpoint", witness.endpoint]
-        with closing(Pulse.start(endpoints, "run", "w1", INCARNATION, None, counters, interval_s=INTERVAL_S)):
-            assert witness.next("Pulse")
+        with closing(PulseProcess.start(endpoints, "run", "w1", INCARNATION, None, counters, interval_s=INTERVAL_S)):
+            assert witness.next("PulseProcess")
 
     def test_it_starts_before_the_daemon_does(self, witness: Witness, counters: Counters) -> None:
         witness.close()
         with closing(started(witness.endpoint, counters)) as pulse:
             assert pulse.alive
             witness.open()
-            assert witness.next("Pulse")
+            assert witness.next("PulseProcess")
 
     def test_it_answers_pings(self, witness: Witness) -> None:
         """Between two pulses, which here are an hour apart."""
@@ -174,7 +174,7 @@ class TestTheDead:
         taken_s = []
         for _ in range(KILLS):
             with victim(witness.endpoint) as worker:
-                witness.next("Pulse")
+                witness.next("PulseProcess")
                 killed_at = worker.kill()
                 report = witness.next("ReportDeath")
                 taken_s.append(report.at - killed_at)
@@ -189,7 +189,7 @@ class TestTheDead:
 
     def test_it_says_goodbye_so_that_the_answer_is_acknowledged(self, witness: Witness) -> None:
         with victim(witness.endpoint) as worker:
-            witness.next("Pulse")
+            witness.next("PulseProcess")
             worker.kill()
             witness.next("ReportDeath")
             assert witness.next("Bye")
@@ -224,7 +224,7 @@ class TestTheDead:
 
     def test_a_daemon_that_is_down_hears_of_it_when_it_is_back(self, witness: Witness) -> None:
         with victim(witness.endpoint) as worker:
-            witness.next("Pulse")
+            witness.next("PulseProcess")
             witness.close()
             worker.kill()
             worker.process.wait()
@@ -249,7 +249,7 @@ class TestTheDead:
     def test_a_report_that_gets_no_answer_is_made_again(self, witness: Witness) -> None:
         """An answer that says "later" is none."""
         with victim(witness.endpoint) as worker:
-            witness.next("Pulse")
+            witness.next("PulseProcess")
             witness.refusals["ReportDeath"] = Failure(1, "unavailable", "starting", "not yet")
             worker.kill()
             witness.next("ReportDeath")
@@ -260,7 +260,7 @@ class TestTheDead:
     def test_output_of_the_worker_ends_with_the_worker(self, witness: Witness) -> None:
         """`train | tee log` is not kept waiting by a pulse that cannot report."""
         with victim(witness.endpoint) as worker:
-            witness.next("Pulse")
+            witness.next("PulseProcess")
             witness.close()
             worker.kill()
             assert worker.stdout.read() == ""
@@ -294,7 +294,7 @@ class TestSilence:
     def test_a_daemon_that_is_too_old_to_know_of_deaths_is_told_once(self, witness: Witness) -> None:
         witness.refusals["ReportDeath"] = Failure(1, "refused", "request_unknown", "no answer to that")
         with victim(witness.endpoint) as worker:
-            witness.next("Pulse")
+            witness.next("PulseProcess")
             worker.kill()
             assert worker.pulse_is_gone()
         assert [said.name for said in list(witness.said.queue)].count("ReportDeath") == 1
@@ -312,7 +312,7 @@ class TestStarting:
         with victim(witness.endpoint, way) as worker:
             sockets = set(worker.stdout.readline().split())
             pulse = int(worker.stdout.readline())
-            while witness.next("Pulse").body["worker_id"] != "w2":
+            while witness.next("PulseProcess").body["worker_id"] != "w2":
                 pass
             held = {int(one.name): str(one.readlink()) for one in Path(f"/proc/{pulse}/fd").iterdir()}
             stat = f"/proc/{worker.pid}/stat"
@@ -370,11 +370,11 @@ class TestStarting:
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         monkeypatch.setenv("PYTHONMALLOC", "nonsense")
         with closing(started(witness.endpoint, counters)):
-            assert witness.next("Pulse")
+            assert witness.next("PulseProcess")
 
     def test_a_forked_child_has_no_pulse_and_cannot_end_its_parents(self, witness: Witness, counters: Counters) -> None:
         with closing(started(witness.endpoint, counters)) as pulse:
-            witness.next("Pulse")
+            witness.next("PulseProcess")
 
             def in_vain() -> None:
                 assert not pulse.alive
@@ -382,7 +382,7 @@ class TestStarting:
 
             in_a_child(in_vain)
             witness.forget()
-            assert witness.next("Pulse")
+            assert witness.next("PulseProcess")
             assert pulse.alive
 
     def test_it_imports_nothing_heavy(self) -> None:
@@ -438,7 +438,7 @@ class TestReplacing:
 
         heart = PulseKeeper(start, clock, lambda: 0.0, log)
         heart.look()
-        assert log.levels("the pulse has ended, and no other could be started") == {"warning"}
+        assert log.levels("the pulse process exited and could not be restarted") == {"warning"}
         clock.now += 1.01
         heart.look()
         assert outcomes == []

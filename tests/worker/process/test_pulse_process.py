@@ -19,7 +19,7 @@ from forged.errors import ForgedError, RequestRefused
 from forged.retry import REJOINING
 from forged.worker.process import pulse_process
 from forged.worker.process.counters import Counters
-from forged.worker.process.pulse_process import REPORT_S_MAX, Pulse, WatchedWorker, read_orders
+from forged.worker.process.pulse_process import REPORT_S_MAX, PulseReporter, WatchedWorker, read_orders
 from tests.worker.witness import INCARNATION, INTERVAL_S, PATIENCE_S
 
 NAMED_BADLY = "open('/proc/self/comm', 'w').write('x) R 1 (('); print(flush=True); input()"
@@ -114,17 +114,19 @@ class TestWatching:
 
 class TestReporting:
     @pytest.fixture
-    def make_pulse(self) -> Iterator[Callable[..., Pulse]]:
+    def make_pulse(self) -> Iterator[Callable[..., PulseReporter]]:
         """Makes the pulse of a worker that has died."""
         about = {"job": "run", "worker_id": "w1", "incarnation": INCARNATION}
         orders = about | {"endpoints": [NOBODY], "token": None, "interval_s": INTERVAL_S}
         with watched() as (process, worker, control), closing(Counters.create()) as counters:
             process.kill()
             process.wait()
-            yield partial(Pulse, orders, worker, counters)
+            yield partial(PulseReporter, orders, worker, counters)
             os.close(control)
 
-    def test_death_without_a_daemon_is_reported_for_report_s_max(self, make_pulse: Callable[..., Pulse]) -> None:
+    def test_death_without_a_daemon_is_reported_for_report_s_max(
+        self, make_pulse: Callable[..., PulseReporter]
+    ) -> None:
         """The clock is the test's: each pause takes as long as it is, and no time."""
         pauses: list[float] = []
         dead = make_pulse(now=lambda: sum(pauses), sleep=pauses.append)
@@ -132,7 +134,7 @@ class TestReporting:
         assert REPORT_S_MAX - LONGEST_PAUSE_S < sum(pauses) <= REPORT_S_MAX
 
     def test_what_no_other_connection_would_change_ends_it(
-        self, make_pulse: Callable[..., Pulse], monkeypatch: pytest.MonkeyPatch
+        self, make_pulse: Callable[..., PulseReporter], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def refuse(*args: object, **options: object) -> None:
             raise RequestRefused("token_unknown", "no")

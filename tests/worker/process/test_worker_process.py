@@ -16,7 +16,7 @@ from forged.elastic.messages import WorkerFailed, WorkerLeft
 from forged.errors import RequestRefused
 from forged.log import SILENT
 from forged.worker.process.counters import Counters
-from forged.worker.process.pulse import Pulse
+from forged.worker.process.pulse import PulseProcess
 from forged.worker.process.sigterm import SIGTERM_REASON, is_heeded
 from forged.worker.process.worker_process import OwnProcess, SharedProcess
 from forged.worker.worker import ElasticWorker
@@ -50,7 +50,7 @@ def who_uses_it_is_refused(process: OwnProcess) -> None:
     assert (raised.value.code, process.is_forked) == ("worker_forked", True)
 
 
-def kill(pulse: Pulse) -> None:
+def kill(pulse: PulseProcess) -> None:
     """As another library that handles SIGTERM does."""
     os.kill(pulse.pid, signal.SIGKILL)
     os.waitid(os.P_PID, pulse.pid, os.WEXITED | os.WNOWAIT)
@@ -144,7 +144,7 @@ class TestAWorkerOnALoop:
             await worker.begin_step()
             in_a_child(lambda: is_cut_off(worker, held))
             await worker.barrier()
-        assert [fact.reason for fact in await past(client, WorkerLeft)] == ["it left its loop"]
+        assert [fact.reason for fact in await past(client, WorkerLeft)] == ["its script left the step loop"]
         assert await past(client, WorkerFailed) == []
 
     async def test_finishes_its_step_and_leaves_at_sigterm(self, runner: DaemonRunner, client: ForgedClient) -> None:

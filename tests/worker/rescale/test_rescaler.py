@@ -25,15 +25,15 @@ from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.log import SILENT
 from forged.worker.collectives.world import World
-from forged.worker.daemon.heartbeat import Heartbeat
+from forged.worker.daemon.heartbeat import HeartbeatSender
 from forged.worker.daemon.registration import Registration
 from forged.worker.errors import NEWS_DIFFER, JobEnded, WorkerEvicted, WorldIncomplete
 from forged.worker.mesh import Mesh
-from forged.worker.rescale.agreement import Agreement
+from forged.worker.rescale.agreement import StateAgreement
 from forged.worker.rescale.rescaler import Rescaler
 from forged.worker.state_transfer import exchange
 from forged.worker.state_transfer.exchange import StateExchange
-from forged.worker.worker_state.current_world import Trouble
+from forged.worker.worker_state.current_world import PeerReport
 from forged.worker.worker_state.job_view import Commit, JobView
 from forged.worker.worker_state.progress import TrainingProgress
 from forged.worker.worker_state.session_state import SessionState
@@ -76,7 +76,7 @@ class TestNotStopping:
         self, runner: DaemonRunner, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # The daemon does not learn that all members have met.
-        monkeypatch.setattr(Heartbeat, "beat_now", lambda heartbeat: None)
+        monkeypatch.setattr(HeartbeatSender, "beat_now", lambda heartbeat: None)
         settings = {"use_synchronous_rescaling": False, "worker_heartbeat_timeout_ms": 600_000}
         async with group_at(runner.endpoint, **settings) as group:
             group.start("a")
@@ -116,7 +116,7 @@ class TestNotStopping:
             view = state.view
             late: list[int] = []
 
-            async def agree_late(rescaler: Rescaler, world: World, commit: Commit) -> Agreement:
+            async def agree_late(rescaler: Rescaler, world: World, commit: Commit) -> StateAgreement:
                 agreement = await agree(rescaler, world, commit)
                 if rescaler is group["a"].member.rescaler and not late:
                     late.append(commit.topology.epoch)
@@ -171,28 +171,28 @@ class TestAStateThatCannotBeHad:
     async def test_is_held_against_the_source_unless_that_has_gone_on(
         self, error: Unavailable, blamed: str, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        complaints: list[str] = []
-        complain, fetch = Registration.complain, StateExchange.fetch
+        report_peerts: list[str] = []
+        report_peer, fetch = Registration.report_peer, StateExchange.fetch
 
         async def note(line: Registration, generation: int, peer: str, why: str) -> None:
             if line.worker.id == "b":
-                complaints.append(peer)
-            await complain(line, generation, peer, why)
+                report_peerts.append(peer)
+            await report_peer(line, generation, peer, why)
 
         async def fail_once(exchange: StateExchange, source: WorkerId, attempt: int) -> None:
-            if not complaints:
+            if not report_peerts:
                 raise error
             await fetch(exchange, source, attempt)
 
         async with group_at(runner.endpoint, use_synchronous_rescaling=False) as group:
             group.start("a")
             await group.world_of("a", steps=5)
-            monkeypatch.setattr(Registration, "complain", note)
+            monkeypatch.setattr(Registration, "report_peer", note)
             monkeypatch.setattr(StateExchange, "fetch", fail_once)
             group.start("b")
             await group.world_of("a", "b")
             await group.finish("a", "b")
-        assert complaints[0] == blamed
+        assert report_peerts[0] == blamed
 
 
 ME, HUB = WorkerId("me", "host", 1), WorkerId("hub", "host", 2)
@@ -221,7 +221,7 @@ class Surroundings:
 
     async def leave(self) -> None: ...
 
-    async def complain(self, *_: object) -> None: ...
+    async def report_peer(self, *_: object) -> None: ...
 
     def beat_now(self) -> None: ...
 
@@ -236,8 +236,8 @@ class Surroundings:
         if self.failure is not None:
             raise self.failure
 
-    take = fetch = ready = settle = complain
-    on_rescaling_event = synchronize_state = resume_training = complain
+    take = fetch = ready = settle = report_peer
+    on_rescaling_event = synchronize_state = resume_training = report_peer
 
     @contextmanager
     def offering(self, _attempt: int) -> Iterator[None]:
@@ -285,7 +285,7 @@ def test_whatever_was_heard_a_worker_comes_to_wait_for_news(
     others: Any = Surroundings(failure)
     state = state_of(view)
     state.progress.holds_state = holds_state
-    state.current_world.trouble = Trouble(2, "hub", "no answer") if in_trouble else None
+    state.current_world.trouble = PeerReport(2, "hub", "no answer") if in_trouble else None
     clock = SystemClock()
     rescaler = Rescaler(state, others, others, others, None, others, others, clock, SILENT)
     rescaler._reported = settled

@@ -17,7 +17,7 @@ from forged.kernel.messages import Record
 from forged.worker.collectives.world import CollectiveMismatch
 from forged.worker.errors import StepAborted, WorldIncomplete
 from forged.worker.process.counters import Counters
-from forged.worker.worker_state.current_world import CurrentWorld, Trouble, peer_of
+from forged.worker.worker_state.current_world import CurrentWorld, PeerReport, peer_of
 from forged.worker.worker_state.job_view import JobView
 from tests.worker.meshes import PATIENCE_S, each, open_meshes, until
 
@@ -119,7 +119,7 @@ async def test_a_world_that_is_lost_twice_is_told_of_once() -> None:
         told = one.trouble
         one.lose(WorldIncomplete("no peer connected", "w0"))
         assert one.trouble is told
-        assert told == Trouble(GENERATION, "w1", told.why if told else "")
+        assert told == PeerReport(GENERATION, "w1", told.why if told else "")
 
 
 async def test_only_a_collective_that_the_script_waits_in_can_be_aborted() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.answers import Row
-from forged.cli.forgectl.connection import Connection
+from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options, Parser, verb, verbs_of
 from forged.cli.process import EXIT_OK
@@ -25,7 +25,7 @@ def fill(config: Parser) -> None:
 
 
 def _show(options: Options) -> int:
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         view = answers.one(wire, "ShowConfig")
         answer(options, view, lambda: _print_settings(view))
     return EXIT_OK
@@ -58,7 +58,7 @@ def _written(key: str, value: Any) -> str:
 
 
 def _reload(options: Options) -> int:
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         outcome = answers.one(wire, "ReloadConfig")
         answer(options, outcome, lambda: _print_reloaded(outcome))
     return EXIT_OK

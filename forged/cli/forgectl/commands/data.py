@@ -13,7 +13,7 @@ from typing import Any
 
 from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.answers import Row, count_in
-from forged.cli.forgectl.connection import Connection
+from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options, Parser, verb, verbs_of
 from forged.cli.process import EXIT_FAILED, EXIT_OK
@@ -58,7 +58,7 @@ def _epoch(text: str) -> int:
 
 
 def _list(options: Options) -> int:
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         jobs = answers.pages(wire, "ListJobs", field="jobs", key="name")
         found = [
             view
@@ -71,7 +71,7 @@ def _list(options: Options) -> int:
 
 
 def _show(options: Options) -> int:
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         view = answers.one(wire, "ShowData", job=options.job)
     answer(options, view, lambda: _print_view(view))
     return EXIT_OK
@@ -96,7 +96,7 @@ def _print_view(view: Row) -> None:
 
 
 def _audit(options: Options) -> int:
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         first = answers.one(wire, "AuditData", job=options.job, epoch=options.epoch)
         span = _span(first) if options.epoch is None else [first.get("epoch")]
         audits = list(_audits(wire, options.job, first, span[-EPOCHS_AUDITED_MAX:]))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from forged.cli.forgectl import answers, tables
-from forged.cli.forgectl.connection import PROGRAM, Connection
+from forged.cli.forgectl.connection import PROGRAM, DaemonConnection
 from forged.cli.forgectl.output import answer, print_json
 from forged.cli.forgectl.parser import Options, Parser, positional
 from forged.cli.forgectl.values import fact_id
@@ -54,7 +54,7 @@ def _events(options: Options) -> int:
 def _story(options: Options) -> int:
     from forged.cli.forgectl.fact_sentences import in_words
 
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         records = answers.story(wire, options.id)
         answer(options, {"story": records}, lambda: tables.story(records, options.id, in_words))
     return EXIT_OK
@@ -62,7 +62,7 @@ def _story(options: Options) -> int:
 
 def _past(options: Options) -> Iterator[Event]:
     since = EARLIEST if options.since is None else options.since
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         for _, event in wire.facts(since, options.type, options.job, until=wire.latest):
             if event is not None:
                 yield event
@@ -88,7 +88,7 @@ def over_restarts(options: Options, read: Callable[[Wire], Iterator[T]]) -> Iter
     pause_s = 0.0
     while True:
         try:
-            with Connection(options) as wire:
+            with DaemonConnection(options) as wire:
                 if pause_s > RECONNECT_PAUSE_S:
                     _remark("the daemon is back")
                 wire.while_quiet = stop_without_reader

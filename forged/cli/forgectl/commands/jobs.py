@@ -10,7 +10,7 @@ from typing import Any
 from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.answers import UNTOLD, Row, known
 from forged.cli.forgectl.commands import transfers
-from forged.cli.forgectl.connection import Connection
+from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer, print_json
 from forged.cli.forgectl.parser import Options, Parser, add_reason, positional, verb, verbs_of
 from forged.cli.forgectl.values import settings, version
@@ -53,14 +53,14 @@ def _of_job(parser: Parser) -> Parser:
 
 def _create(options: Options) -> int:
     wanted = settings(options.settings)
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         job = answers.one(wire, "CreateJob", job=options.name, settings=wanted)
         answer(options, job, lambda: _print_job(job))
     return EXIT_OK
 
 
 def _list(options: Options) -> int:
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         jobs = answers.pages(wire, "ListJobs", field="jobs", key="name")
         phases = _phases(wire)
         jobs = [job | phases.get(f"{job.get('name')}", {}) for job in jobs]
@@ -70,7 +70,7 @@ def _list(options: Options) -> int:
 
 
 def _show(options: Options) -> int:
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         job = answers.one(wire, "ShowJob", job=options.name)
         training = _training(wire, options.name)
         moving = transfers.under_way(wire, options.name, training)
@@ -86,7 +86,7 @@ def _show(options: Options) -> int:
 
 def _change(options: Options) -> int:
     wanted = settings(options.settings)
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         present = answers.one(wire, "ShowJob", job=options.name)
         expected = present.get("version") if options.version is None else options.version
         merged = _merged(present.get("settings"), wanted)
@@ -109,7 +109,7 @@ def _print_job(job: Row) -> None:
 
 
 def _remove(options: Options) -> int:
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         wire.request("RemoveJob", job=options.name, **({"force": True} if options.force else {}))
         answer(options, {}, lambda: print(f"removed job {options.name}"))
     return EXIT_OK
@@ -144,7 +144,7 @@ _CONTROL_VERBS = (
 
 def _control(options: Options, method: str, describe: Callable[[Row], str]) -> int:
     reason = {} if options.reason is None else {"reason": options.reason}
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         reply = answers.one(wire, method, job=options.name, **reason)
         answer(
             options,
@@ -190,7 +190,7 @@ def _because(reply: Row) -> str:
 
 def _watch(options: Options) -> int:
     printed = ""
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         while True:
             cluster = answers.one(wire, "ShowCluster", job=options.name)
             line = _progress(cluster)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.answers import Row
-from forged.cli.forgectl.connection import Connection
+from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options, Parser, positional, verb, verbs_of
 from forged.cli.forgectl.values import settings
@@ -53,14 +53,14 @@ def inactive(wire: Wire) -> Row:
 
 
 def _list(options: Options) -> int:
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         plugins = listed(wire)
         answer(options, {"plugins": plugins}, lambda: tables.table(plugins, COLUMNS, "no plugins"))
     return EXIT_OK
 
 
 def _show(options: Options) -> int:
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         plugins = listed(wire)
     found = next((one for one in plugins if one.get("name") == options.plugin), None)
     if found is None:
@@ -89,7 +89,7 @@ def _disable(options: Options) -> int:
 
 
 def _switch(options: Options, method: str, done: str) -> int:
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         reply = answers.one(wire, method, plugin=options.plugin)
         answer(options, reply, lambda: print(f"{done} {options.plugin}"))
     return EXIT_OK
@@ -97,7 +97,7 @@ def _switch(options: Options, method: str, done: str) -> int:
 
 def _run(options: Options) -> int:
     arguments = settings(options.settings)
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         fields = {"plugin": options.plugin, "command": options.command, "arguments": arguments}
         result = wire.request("RunPluginCommand", **fields)
         answer(options, {"result": result}, lambda: tables.anything(result))

@@ -11,7 +11,7 @@ from typing import Any
 from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.answers import RANK_NONE, Row, known, rank
 from forged.cli.forgectl.commands import data
-from forged.cli.forgectl.connection import Connection
+from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options, Parser
 from forged.cli.process import EXIT_OK
@@ -36,7 +36,7 @@ def _size(text: str) -> int:
 
 
 def _plan(options: Options) -> int:
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         plan = answers.one(wire, "PlanRescale", job=options.job, workers=options.workers)
         totals = data.planned_transfers(wire, options.job, _target(plan), answers.list_in(plan, "gone"))
         answer(options, plan | ({"data": totals} if totals else {}), lambda: _print_plan(plan, totals))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from forged.cli.forgectl import answers, tables
-from forged.cli.forgectl.connection import Connection
+from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options, Parser, positional, verb, verbs_of
 from forged.cli.forgectl.values import lifetime
@@ -31,14 +31,14 @@ def _create(options: Options) -> int:
 
     secret = os.urandom(SECRET_BYTES_MIN)
     fields = {"name": options.name, "role": options.role, "secret": secret, "jobs": options.job, "ttl_s": options.ttl}
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         token = answers.one(wire, "CreateToken", **fields) | {"token": encode_token(secret)[1]}
         answer(options, token, lambda: print(token["token"]))
     return EXIT_OK
 
 
 def _list(options: Options) -> int:
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         tokens = answers.pages(wire, "ListTokens", field="tokens", key="token_id")
         tokens.sort(key=lambda token: token.get("created_at") or 0.0)
         answer(options, {"tokens": tokens}, lambda: tables.table(tokens, COLUMNS, "no tokens"))
@@ -46,7 +46,7 @@ def _list(options: Options) -> int:
 
 
 def _revoke(options: Options) -> int:
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         token = answers.one(wire, "RevokeToken", token_id=options.token_id)
         answer(options, token, lambda: print(f"revoked {options.token_id} ({tables.field('', token.get('name'))})"))
     return EXIT_OK

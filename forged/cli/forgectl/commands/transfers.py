@@ -16,7 +16,7 @@ from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.answers import Row, count_in
 from forged.cli.forgectl.commands.data import of_job, restart_hint
 from forged.cli.forgectl.commands.events import over_restarts
-from forged.cli.forgectl.connection import Connection
+from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer, print_json
 from forged.cli.forgectl.parser import Options, Parser
 from forged.cli.process import EXIT_OK, stop_without_reader
@@ -45,7 +45,7 @@ def fill(transfers: Parser) -> None:
 def _transfers(options: Options) -> int:
     if options.follow:
         return _follow(options)
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         view = answers.one(wire, "ShowTransfers", job=options.job)
     answer(options, view, lambda: print("\n".join(_block(view))))
     return EXIT_OK

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.answers import UNTRAINED, Row, rank
-from forged.cli.forgectl.connection import Connection
+from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options, Parser, add_reason, positional, verb, verbs_of
 from forged.cli.process import EXIT_OK
@@ -50,7 +50,7 @@ def _of_worker(parser: Parser) -> Parser:
 
 
 def _list(options: Options) -> int:
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         jobs = dict.fromkeys(options.jobs)
         workers = [row for job in jobs for row in _required(wire, job)] if jobs else list(listed(wire, _jobs(wire)))
     rows = [_readable(worker) for worker in workers]
@@ -76,7 +76,7 @@ def _readable(worker: Row) -> Row:
 
 
 def _show(options: Options) -> int:
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         _, worker = _find(wire, options)
     answer(options, worker, lambda: tables.pairs(worker | {"rank": rank(worker.get("rank"))}))
     return EXIT_OK
@@ -92,7 +92,7 @@ def _evict(options: Options) -> int:
 
 def _remove(options: Options, method: str, done: str) -> int:
     worker, reason = options.worker, {} if options.reason is None else {"reason": options.reason}
-    with Connection(options) as wire:
+    with DaemonConnection(options) as wire:
         job = _named_job(options) or _find(wire, options)[0]
         reply = answers.one(wire, method, job=job, worker_id=worker, **reason)
     said = done.format(worker=worker, job=job)
