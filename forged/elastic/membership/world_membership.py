@@ -49,7 +49,9 @@ class WorldMembership:
 
     def add(self, newcomer: Member) -> None:
         self.members.add(newcomer)
-        self._outsiders[newcomer.id] = newcomer
+        # A process that has left and registers again before the next world is in the committed one still.
+        if not self.in_world(newcomer):
+            self._outsiders[newcomer.id] = newcomer
 
     def mark_leaver(self, member: Member) -> None:
         if self.in_world(member):

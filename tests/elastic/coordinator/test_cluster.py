@@ -1069,6 +1069,27 @@ def test_in_asynchronous_mode_the_topology_changes_and_no_worker_stops() -> None
     assert book.cluster.training.current_step == 12
 
 
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_process_that_leaves_and_registers_again_keeps_its_rank(synchronous: bool) -> None:
+    book = formed("a", "b", "c", use_synchronous_rescaling=synchronous)
+    book.leave("b")
+    book.join("b")
+    book.wait(0.1)
+    if synchronous:
+        book.complete_attempt()
+    assert (book.world, book.cluster.generation, book.cluster.phase) == (["a", "b", "c"], 2, Phase.RUNNING)
+
+
+def test_process_that_was_alone_and_registers_again_forms_the_next_world() -> None:
+    book = formed("a")
+    book.leave("a")
+    book.wait(1.0)
+    assert book.cluster.phase is Phase.WAITING
+    book.join("a")
+    book.complete_attempt()
+    assert (book.world, book.cluster.generation, book.cluster.phase) == (["a"], 2, Phase.RUNNING)
+
+
 def test_where_no_worker_trains_yet_all_say_where_they_begin_in_asynchronous_mode_too() -> None:
     book = Playbook(use_synchronous_rescaling=False)
     book.join("a", "b")
