@@ -98,11 +98,11 @@ def test_a_dataset_of_nothing_has_no_shards() -> None:
         (2**40, SHARDS_MAX + 1, "shards"),
     ],
 )
-def test_what_is_no_size_is_refused_by_name(samples: Any, shards: Any, field: str) -> None:
+def test_invalid_size_is_refused_by_name(samples: Any, shards: Any, field: str) -> None:
     with pytest.raises(RequestRefused, match=field) as caught:
         Dataset.of(samples, shards)
     assert caught.value.code == "dataset_invalid"
-    assert "whole number from" in caught.value.fix
+    assert "must be a whole number from" in caught.value.message
     assert len(str(caught.value)) < 300
 
 

@@ -34,9 +34,9 @@ class Scene:
         self._began_at = anyio.current_time()
         tasks.start_soon(self.heartbeat.run)
 
-    def beat(self, step: int, marks: int, every_s: float, *, parting: bool) -> None:
-        self.beats.append((round(anyio.current_time() - self._began_at, 3), every_s))
-        self.leaving.append(parting)
+    def beat(self, step: int, marks: int, interval_s: float, *, last_step_done: bool) -> None:
+        self.beats.append((round(anyio.current_time() - self._began_at, 3), interval_s))
+        self.leaving.append(last_step_done)
 
     def follow(self, interval_s: float) -> None:
         self.state.follow_settings(settings(interval_s))
