@@ -25,23 +25,23 @@ NAMES = [setting.name for setting in fields(Config)]
 SETTING = r"^# (\w+ = .*|\[plugins\])$"
 
 
-def test_the_file_of_defaults_is_valid_and_changes_nothing() -> None:
+def test_the_shipped_settings_file_is_valid_and_equals_the_defaults() -> None:
     assert load(DEFAULTS, NOTHING, HOME, USER) == load(None, NOTHING, HOME, USER)
 
 
-def test_its_commented_settings_are_all_there_are_at_their_defaults() -> None:
+def test_the_shipped_file_lists_every_setting_with_its_default() -> None:
     told = tomllib.loads("\n".join(re.findall(SETTING, DEFAULTS.read_text(), re.MULTILINE)))
     assert Config(**told) == Config()
     assert list(told) == NAMES
 
 
-def test_each_of_its_settings_has_a_line_that_says_what_it_is() -> None:
+def test_each_setting_of_the_shipped_file_has_a_describing_comment() -> None:
     for before, line in pairwise(DEFAULTS.read_text().splitlines()):
         if re.match(r"# (\w+ = |\[)", line):
             assert re.match(r"# [A-Z].*\.$", before), line
 
 
-def test_with_every_sign_taken_away_it_is_valid_examples_included(tmp_path: Path) -> None:
+def test_the_shipped_file_is_valid_with_all_settings_uncommented(tmp_path: Path) -> None:
     path = tmp_path / "forged.toml"
     path.write_text(re.sub(r"^# (?=\w+ = |\[|  )", "", DEFAULTS.read_text(), flags=re.MULTILINE))
     config = load(path, NOTHING, HOME, USER)
@@ -50,7 +50,7 @@ def test_with_every_sign_taken_away_it_is_valid_examples_included(tmp_path: Path
     assert {"path", "bytes_max", "files_max"} <= set(config.plugins["event_log"])
 
 
-def test_the_example_of_production_is_valid_as_a_whole() -> None:
+def test_the_production_example_is_valid() -> None:
     config = load(PRODUCTION, NOTHING, {}, 0)
     assert [Address.parse(address).scheme for address in config.listen] == ["tls"]
     assert config.tls_client_ca
@@ -59,7 +59,7 @@ def test_the_example_of_production_is_valid_as_a_whole() -> None:
     assert set(config.plugins) == {"webhook", "event_log"}
 
 
-def test_each_setting_of_production_stands_below_a_comment_that_says_why() -> None:
+def test_each_setting_of_the_production_example_has_a_comment() -> None:
     lines = PRODUCTION.read_text().splitlines()
     blocks = "\n".join(lines).split("\n\n")
     for block in blocks:
@@ -68,7 +68,7 @@ def test_each_setting_of_production_stands_below_a_comment_that_says_why() -> No
 
 
 @pytest.mark.parametrize("key", [*RANGES, *CHOICES])
-def test_the_page_of_operations_tells_the_range_of_each_setting(key: str) -> None:
+def test_operations_page_lists_the_range_of_each_setting(key: str) -> None:
     [row] = re.findall(rf"^\| `{key}` \|.*$", OPERATIONS.read_text(), re.MULTILINE)
     if key in RANGES:
         low, high = RANGES[key]
@@ -77,6 +77,6 @@ def test_the_page_of_operations_tells_the_range_of_each_setting(key: str) -> Non
         assert f"| {', '.join(CHOICES[key])} |" in row
 
 
-def test_the_page_of_operations_tells_which_settings_change_at_a_reload() -> None:
+def test_operations_page_lists_the_reloadable_settings() -> None:
     [sentence] = re.findall(r"These settings change at once: (.*?)\. ", OPERATIONS.read_text(), re.DOTALL)
     assert set(re.findall(r"`(\w+)`", sentence)) == LIVE

@@ -51,7 +51,7 @@ two = 2
 """
 
 
-def test_a_key_has_the_line_at_which_its_statement_begins() -> None:
+def test_key_line_is_the_first_line_of_its_statement() -> None:
     text = TRICKY.replace(" ; closed", "")
     assert key_lines(text) == {
         "data_dir": 2,
@@ -90,7 +90,7 @@ def test_a_key_of_a_table_has_its_own_line_under_the_path_of_the_table() -> None
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_lines_are_counted_however_they_end(end: str) -> None:
+def test_line_numbers_hold_for_every_kind_of_line_ending(end: str) -> None:
     assert key_lines(TABLES.replace("\n", end)) == key_lines(TABLES)
 
 
@@ -113,11 +113,11 @@ def test_the_last_line_needs_no_end() -> None:
         ("[", 1),
     ],
 )
-def test_what_is_not_complete_is_found_where_it_begins(text: str, line: int | None) -> None:
+def test_incomplete_statement_has_the_line_at_which_it_begins(text: str, line: int | None) -> None:
     assert invalid_line(text) == line
 
 
-def test_a_text_that_would_take_too_long_has_lines_for_what_stands_before() -> None:
+def test_text_over_the_work_limit_has_lines_for_the_keys_before_it() -> None:
     numbers = "1,\n" * 5_000
     text = f"first = 1\nmany = [\n{numbers}]\nlast = 2\n"
     assert tomllib.loads(text)["last"] == 2
@@ -125,12 +125,12 @@ def test_a_text_that_would_take_too_long_has_lines_for_what_stands_before() -> N
     assert key_lines(text) == {"first": 1}
 
 
-def test_keys_without_end_are_found_as_deep_as_people_write_them() -> None:
+def test_keys_are_found_up_to_a_limited_nesting_depth() -> None:
     text = ".".join(["a"] * 500) + " = 1\n"
     assert len(key_lines(text)) == DEPTH_MAX
 
 
-def test_nesting_that_no_parser_follows_is_not_complete() -> None:
+def test_nesting_beyond_the_parser_limit_is_incomplete() -> None:
     assert invalid_line("a = 1\nb = " + "[" * 100_000 + "]" * 100_000) == 2
 
 

@@ -22,12 +22,12 @@ def keys(**values: Any) -> list[str]:
 # Frozen.
 
 
-def test_the_whole_is_frozen() -> None:
+def test_config_is_immutable() -> None:
     with pytest.raises(FrozenInstanceError):
         Config().http = "x"  # type: ignore[misc]  # that it is one is the claim
 
 
-def test_tables_and_lists_are_frozen_to_the_last() -> None:
+def test_nested_tables_and_lists_are_immutable() -> None:
     config = Config(plugins={"a": {"list": [1, {"b": [2]}], "table": {"c": {}}}}, certificate_roles={"h": "viewer"})
     settings: Any = config.plugins["a"]
     assert settings["list"] == (1, {"b": (2,)})
@@ -43,14 +43,14 @@ def test_tables_and_lists_are_frozen_to_the_last() -> None:
             table["x"] = 1
 
 
-def test_what_it_was_made_of_may_change() -> None:
+def test_config_does_not_share_its_input() -> None:
     plugins = {"a": {"x": 1}}
     config = Config(plugins=plugins)
     plugins["a"]["x"] = 2
     assert config.plugins == {"a": {"x": 1}}
 
 
-def test_it_is_compared_by_what_is_in_it() -> None:
+def test_configs_with_equal_settings_are_equal() -> None:
     def config(value: Any) -> Config:
         return Config(plugins={"a": {"x": [value]}})
 
@@ -71,7 +71,7 @@ def test_every_number_has_a_range() -> None:
 
 
 @pytest.mark.parametrize("key", RANGES)
-def test_the_ends_of_a_range_are_within_and_what_is_beyond_is_not(key: str) -> None:
+def test_range_includes_its_ends_and_nothing_beyond(key: str) -> None:
     low, high = RANGES[key]
     for value in (low, high):
         assert keys(**{key: value}) == []
@@ -81,12 +81,12 @@ def test_the_ends_of_a_range_are_within_and_what_is_beyond_is_not(key: str) -> N
 
 @pytest.mark.parametrize("key", [key for key in RANGES if isinstance(getattr(Config(), key), float)])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_no_finite_number_is_beyond_every_range(key: str, value: float) -> None:
+def test_nonfinite_number_is_outside_every_range(key: str, value: float) -> None:
     assert keys(**{key: value}) == [key]
 
 
 @pytest.mark.parametrize("key", CHOICES)
-def test_a_choice_is_one_of_those_there_are(key: str) -> None:
+def test_unknown_choice_is_refused(key: str) -> None:
     for choice in CHOICES[key]:
         assert keys(**{key: choice}) == []
     for other in ("", "boss", CHOICES[key][0].upper()):
@@ -98,7 +98,7 @@ def test_a_choice_is_one_of_those_there_are(key: str) -> None:
 
 @pytest.mark.parametrize("key", RANGES)
 @pytest.mark.parametrize("value", ["x", True, [], {}])
-def test_a_number_that_is_none_is_told_the_range(key: str, value: Any) -> None:
+def test_error_for_a_non_number_names_the_range(key: str, value: Any) -> None:
     low, high = RANGES[key]
     ends = "0o0 to 0o777" if key == "socket_mode" else f"{low} to {high}"
     [(_, wanted)] = found(**{key: value})
@@ -126,7 +126,7 @@ def test_a_number_that_is_none_is_told_the_range(key: str, value: Any) -> None:
         ("plugins", ["webhook"], "a table"),
     ],
 )
-def test_a_value_is_told_what_is_wanted(key: str, value: Any, wanted: str) -> None:
+def test_error_for_a_wrong_type_names_the_expected_type(key: str, value: Any, wanted: str) -> None:
     assert found(**{key: value}) == [(key, wanted)]
 
 
@@ -140,11 +140,11 @@ def test_a_value_is_told_what_is_wanted(key: str, value: Any, wanted: str) -> No
         ("loglevel", "log_level"),
     ],
 )
-def test_a_mistyped_key_is_told_the_nearest(key: str, nearest: str) -> None:
+def test_error_for_a_mistyped_key_names_the_nearest_key(key: str, nearest: str) -> None:
     assert found(**{key: "x"}) == [(key, f"unknown key `{key}`; did you mean `{nearest}`?")]
 
 
-def test_a_key_like_no_other_is_told_all_there_are() -> None:
+def test_error_for_an_unknown_key_lists_all_keys() -> None:
     [(_, wanted)] = found(zebra=1)
     assert all(setting.name in wanted for setting in fields(Config))
 
@@ -152,7 +152,7 @@ def test_a_key_like_no_other_is_told_all_there_are() -> None:
 @pytest.mark.parametrize(
     "address", ["nowhere", "tcp://host", "http://host:1", "host:99999", ":1", "unix:///s", "", "a b:1", "a\0b:1"]
 )
-def test_where_it_listens_is_a_host_and_a_port(address: str) -> None:
+def test_listen_address_needs_host_and_port(address: str) -> None:
     assert keys(listen=[address]) == ["listen"]
     assert not address or keys(http=address) == ["http"]
 
@@ -168,23 +168,23 @@ def test_where_it_listens_is_a_host_and_a_port(address: str) -> None:
         ({"tls_certificate": "/c", "tls_key": "/k", "listen": ["tls://0.0.0.0:1"]}, []),
     ],
 )
-def test_a_tls_setting_without_its_other_half_is_a_mistake(settings: dict[str, Any], wrong: list[str]) -> None:
+def test_tls_certificate_and_key_are_required_together(settings: dict[str, Any], wrong: list[str]) -> None:
     assert keys(**settings) == wrong
 
 
-def test_http_with_tls_is_refused_because_it_would_be_served_without() -> None:
+def test_http_address_with_tls_scheme_is_refused() -> None:
     [(_, wanted)] = found(tls_certificate="c", tls_key="k", http="tls://127.0.0.1:1")
     assert wanted == "host:port or tcp://host:port, because it is plain HTTP"
 
 
 @pytest.mark.parametrize("role", ["none", "boss", "", 5, ["viewer"], {}])
-def test_a_certificate_has_a_role_that_lets_somebody_in(role: object) -> None:
+def test_certificate_role_must_grant_access(role: object) -> None:
     settings = {"certificate_roles": {"host.a": role}, "tls_client_ca": "/ca", "tls_certificate": "c", "tls_key": "k"}
     assert found(**settings) == [("certificate_roles.host.a", "one of viewer, worker, operator")]
 
 
 @pytest.mark.parametrize("table", ["certificate_roles", "plugins"])
-def test_a_setting_below_a_table_is_told_where_it_belongs(table: str) -> None:
+def test_error_for_a_setting_below_a_table_names_its_right_place(table: str) -> None:
     [(key, wanted), *_] = found(**{table: {"log_level": "debug"}})
     assert key == f"{table}.log_level"
     assert wanted.endswith(" (settings of the daemon stand above the first [table])")
@@ -200,19 +200,19 @@ def test_a_plugin_has_settings_of_any_kind(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "A", "9a", "_a", "a.b", "a b", "a" * 65, "ä", "a\n"])
-def test_a_plugin_name_that_is_none_is_told_how_one_looks(name: str) -> None:
+def test_error_for_an_invalid_plugin_name_describes_valid_names(name: str) -> None:
     [(key, wanted)] = found(plugins={name: {}})
     assert key == f"plugins.{name}"
     assert "a to z" in wanted
 
 
 @pytest.mark.parametrize("value", ["x", 5, [{}], True])
-def test_a_plugin_s_settings_are_a_table(value: object) -> None:
+def test_plugin_settings_must_be_a_table(value: object) -> None:
     assert found(plugins={"a": value}) == [("plugins.a", "a table with the settings of this plugin")]
 
 
 @pytest.mark.parametrize("value", ["yes", 1, 0, [], {}])
-def test_whether_a_plugin_is_enabled_is_true_or_false(value: object) -> None:
+def test_plugin_enabled_must_be_a_boolean(value: object) -> None:
     assert found(plugins={"a": {"enabled": value}}) == [("plugins.a.enabled", "true or false")]
 
 
@@ -225,7 +225,7 @@ def test_whether_a_plugin_is_enabled_is_true_or_false(value: object) -> None:
         (-(2**63) - 1, "plugins.a.x", "a whole number of 64 bits"),
     ],
 )
-def test_a_number_that_no_reply_can_carry_is_refused(value: object, key: str, wanted: str) -> None:
+def test_plugin_number_that_cannot_be_encoded_is_refused(value: object, key: str, wanted: str) -> None:
     assert found(plugins={"a": {"x": value}}) == [(key, wanted)]
 
 
@@ -253,12 +253,12 @@ def test_settings_that_are_nested_too_deep_are_refused(wrap: Any) -> None:
         {"plugins": {"a": {"enabled": {"key": "hush"}}}},
     ],
 )
-def test_no_problem_tells_a_secret(values: dict[str, Any]) -> None:
+def test_problems_do_not_contain_secret_text(values: dict[str, Any]) -> None:
     [problem] = find_problems(values)
     assert "hush" not in str(problem)
     assert HIDDEN in repr(problem.value)
 
 
-def test_a_secret_number_is_not_told_either() -> None:
+def test_problems_do_not_contain_secret_numbers() -> None:
     [problem] = find_problems({"plugins": {"a": {"token": 2**70}}})
     assert problem.value == HIDDEN

@@ -12,7 +12,7 @@ from forged.config.redaction import DEPTH_MAX, HIDDEN, redacted
 
 @pytest.mark.parametrize("key", ["secret", "client_secret", "Password", "API_TOKEN", "key", "keys", "secret_file"])
 @pytest.mark.parametrize("value", ["x", 5, ["x"], {"a": "x"}])
-def test_what_may_be_a_secret_is_hidden_whatever_it_is(key: str, value: Any) -> None:
+def test_possible_secret_of_any_type_is_hidden(key: str, value: Any) -> None:
     settings = {"webhook": {"url": "u", "inner": [{key: value}], key: value}}
     assert redacted(settings) == {"webhook": {"url": "u", "inner": [{key: HIDDEN}], key: HIDDEN}}
 
@@ -30,16 +30,16 @@ def test_frozen_settings_become_plain_ones() -> None:
         ("caf\udce9", "caf\\udce9"),
     ],
 )
-def test_what_a_reply_cannot_carry_becomes_a_text(value: object, text: str) -> None:
+def test_value_that_cannot_be_encoded_becomes_text(value: object, text: str) -> None:
     assert redacted(value) == text
     assert msgspec.msgpack.encode(redacted({"x": value}))
 
 
-def test_a_key_that_a_reply_cannot_carry_becomes_another() -> None:
+def test_key_that_cannot_be_encoded_is_replaced() -> None:
     assert redacted({"\udce9": 1}) == {"\\udce9": 1}
 
 
-def test_what_is_nested_too_deep_is_not_shown() -> None:
+def test_value_nested_too_deep_is_not_shown() -> None:
     deep: Any = 1
     for _ in range(100_000):
         deep = {"a": [deep]}

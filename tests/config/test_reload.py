@@ -32,12 +32,12 @@ CHANGES = st.dictionaries(st.sampled_from(NAMES), st.integers(0, 5)).map(
 )
 
 
-def test_what_may_change_is_a_setting() -> None:
+def test_reloadable_keys_are_settings() -> None:
     assert set(NAMES) > LIVE
 
 
 @pytest.mark.parametrize("key", NAMES)
-def test_each_setting_changes_at_once_or_waits_for_a_restart(key: str) -> None:
+def test_each_setting_is_applied_or_needs_a_restart(key: str) -> None:
     wanted = replace(RUNNING, **{key: other(key, 0)})
     plan = plan_reload(RUNNING, wanted)
     if key in LIVE:
@@ -47,12 +47,12 @@ def test_each_setting_changes_at_once_or_waits_for_a_restart(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["log_format", "plugins", "plugin_dir", "plugin_load_timeout_s", "listen", "http"])
-def test_what_is_set_up_once_waits_for_a_restart(key: str) -> None:
+def test_settings_used_at_the_start_need_a_restart(key: str) -> None:
     assert key not in LIVE
 
 
 @given(running=CHANGES, wanted=CHANGES)
-def test_every_difference_is_told_once_and_only_what_may_change_does(
+def test_each_difference_is_reported_once_and_only_reloadable_settings_change(
     running: dict[str, Any], wanted: dict[str, Any]
 ) -> None:
     before, after = Config(**running), Config(**wanted)
@@ -64,7 +64,7 @@ def test_every_difference_is_told_once_and_only_what_may_change_does(
 
 
 @given(running=CHANGES, wanted=CHANGES)
-def test_a_second_reload_changes_nothing_and_tells_again_what_waits(
+def test_second_reload_changes_nothing_and_reports_pending_settings_again(
     running: dict[str, Any], wanted: dict[str, Any]
 ) -> None:
     plan = plan_reload(Config(**running), Config(**wanted))
@@ -72,7 +72,7 @@ def test_a_second_reload_changes_nothing_and_tells_again_what_waits(
     assert (again.config, again.changed, again.needs_restart) == (plan.config, (), plan.needs_restart)
 
 
-def test_the_same_file_is_no_change(tmp_path: Path) -> None:
+def test_reload_of_the_same_file_changes_nothing(tmp_path: Path) -> None:
     text = 'data_dir = "state"\nlisten = ["tcp://127.0.0.1:1"]\ndrain_timeout_s = 3\n[plugins.a]\nx = [1, {y = 2}]\n'
     running, wanted = read(tmp_path, text), read(tmp_path, text.replace("= 3", "= 3.0"))
     assert plan_reload(running, wanted) == plan_reload(running, running)

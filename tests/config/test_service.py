@@ -95,7 +95,7 @@ async def test_every_setting_is_shown_with_its_default(kernel: Kernel, settings:
 
 
 @with_config_service
-async def test_what_may_be_a_secret_is_hidden(kernel: Kernel, settings: RecordingSettings) -> None:
+async def test_show_config_hides_possible_secrets(kernel: Kernel, settings: RecordingSettings) -> None:
     shown = await setting(kernel, "plugins")
     assert shown.value == {"webhook": {"url": "u", "secret": HIDDEN, "list": [{"a": 1}]}}
     settings.wanted = replace(AT_START, plugins={"webhook": {"secret": "psst"}})
@@ -109,7 +109,7 @@ async def test_what_may_be_a_secret_is_hidden(kernel: Kernel, settings: Recordin
 @pytest.mark.parametrize("request_", [ShowConfig(), ReloadConfig()])
 @pytest.mark.parametrize("principal", [Principal("v", Role.VIEWER), Principal("o", Role.OPERATOR, frozenset({"a"}))])
 @on_virtual_time
-async def test_whoever_does_not_operate_the_daemon_is_refused(request_: Any, principal: Principal) -> None:
+async def test_config_requests_of_non_operators_are_refused(request_: Any, principal: Principal) -> None:
     settings = RecordingSettings()
     async with running(register=settings.register) as kernel:
         with pytest.raises(RequestRefused) as caught:
@@ -122,7 +122,9 @@ async def test_whoever_does_not_operate_the_daemon_is_refused(request_: Any, pri
 
 
 @with_config_service
-async def test_what_may_change_does_and_the_rest_waits(kernel: Kernel, settings: RecordingSettings) -> None:
+async def test_reload_applies_reloadable_settings_and_reports_the_others_as_pending(
+    kernel: Kernel, settings: RecordingSettings
+) -> None:
     settings.wanted = replace(AT_START, drain_timeout_s=3.0, log_level="debug", http="127.0.0.1:1", plugins={})
     reloaded = await kernel.bus.ask(ReloadConfig())
     assert reloaded == Reloaded(["drain_timeout_s", "log_level"], ["http", "plugins"])
@@ -138,7 +140,7 @@ async def test_what_may_change_does_and_the_rest_waits(kernel: Kernel, settings:
 
 
 @with_config_service
-async def test_what_waits_is_told_at_each_reload_until_it_is_taken_back(
+async def test_pending_settings_are_reported_at_each_reload_until_reverted(
     kernel: Kernel, settings: RecordingSettings
 ) -> None:
     settings.wanted = replace(AT_START, http="127.0.0.1:1")
@@ -150,14 +152,14 @@ async def test_what_waits_is_told_at_each_reload_until_it_is_taken_back(
 
 
 @with_config_service
-async def test_nothing_is_applied_when_nothing_changes(kernel: Kernel, settings: RecordingSettings) -> None:
+async def test_reload_without_changes_applies_nothing(kernel: Kernel, settings: RecordingSettings) -> None:
     settings.wanted = replace(AT_START, http="127.0.0.1:1")
     await kernel.bus.ask(ReloadConfig())
     assert settings.applied == []
 
 
 @with_config_service
-async def test_it_is_put_on_record_with_who_asked_and_why(kernel: Kernel, settings: RecordingSettings) -> None:
+async def test_reload_fact_records_principal_and_cause(kernel: Kernel, settings: RecordingSettings) -> None:
     await kernel.add()
     settings.wanted = replace(AT_START, drain_timeout_s=3.0)
     cause = kernel.journal.last
@@ -167,7 +169,7 @@ async def test_it_is_put_on_record_with_who_asked_and_why(kernel: Kernel, settin
 
 
 @with_config_service
-async def test_a_signal_reloads_as_a_request_does(kernel: Kernel, settings: RecordingSettings) -> None:
+async def test_sighup_reloads_like_a_request(kernel: Kernel, settings: RecordingSettings) -> None:
     settings.wanted = replace(AT_START, drain_timeout_s=3.0)
     outcome = await settings.service.reload("SIGHUP")
     await kernel.settle()
@@ -176,7 +178,7 @@ async def test_a_signal_reloads_as_a_request_does(kernel: Kernel, settings: Reco
 
 
 @on_virtual_time
-async def test_where_there_is_nothing_to_read_everything_stays() -> None:
+async def test_reload_without_a_file_changes_nothing() -> None:
     def register(kernel: Kernel) -> None:
         ConfigService(kernel.bus, SettingsPort(), lambda _: pytest.fail("nothing is new"), AT_START)
 
@@ -191,9 +193,7 @@ BAD = ConfigError("config_invalid", "f is not valid", "mend these", [Problem("a"
 
 
 @with_config_service
-async def test_whoever_asks_is_told_what_is_wrong_and_everything_stays(
-    kernel: Kernel, settings: RecordingSettings
-) -> None:
+async def test_invalid_file_refuses_the_reload_with_its_problems(kernel: Kernel, settings: RecordingSettings) -> None:
     settings.wanted = replace(AT_START, drain_timeout_s=3.0, http="127.0.0.1:1")
     await kernel.bus.ask(ReloadConfig())
     settings.error = BAD
@@ -209,7 +209,7 @@ async def test_whoever_asks_is_told_what_is_wrong_and_everything_stays(
 
 @pytest.mark.parametrize("error", [BAD, OSError(5, "broken"), RuntimeError("a bug"), Unavailable("x", "y")])
 @on_virtual_time
-async def test_a_signal_s_reload_raises_nothing(error: Exception) -> None:
+async def test_failed_reload_by_sighup_does_not_raise(error: Exception) -> None:
     settings = RecordingSettings()
     async with running(register=settings.register) as kernel:
         settings.error = error
@@ -220,7 +220,7 @@ async def test_a_signal_s_reload_raises_nothing(error: Exception) -> None:
 
 
 @on_virtual_time
-async def test_settings_that_cannot_be_applied_are_refused_and_tried_again_at_the_next_reload() -> None:
+async def test_settings_that_cannot_be_applied_are_refused_and_retried_at_the_next_reload() -> None:
     tries: list[Config] = []
 
     def apply(config: Config) -> None:
@@ -246,7 +246,7 @@ async def test_settings_that_cannot_be_applied_are_refused_and_tried_again_at_th
 
 
 @with_config_service
-async def test_a_refusal_without_end_is_put_on_record_all_the_same(kernel: Kernel, settings: RecordingSettings) -> None:
+async def test_long_refusal_is_recorded_truncated(kernel: Kernel, settings: RecordingSettings) -> None:
     settings.error = ConfigError("config_invalid", "x" * (2 << 20) + "\udce9")
     assert isinstance(await settings.service.reload("SIGHUP"), ConfigRefused)
     await kernel.settle()
@@ -258,7 +258,7 @@ async def test_a_refusal_without_end_is_put_on_record_all_the_same(kernel: Kerne
 
 
 @with_config_service
-async def test_two_reloads_at_once_are_done_one_after_the_other(kernel: Kernel, settings: RecordingSettings) -> None:
+async def test_concurrent_reloads_run_one_after_the_other(kernel: Kernel, settings: RecordingSettings) -> None:
     settings.gate = anyio.Event()
     outcomes: list[object] = []
 
@@ -277,7 +277,7 @@ async def test_two_reloads_at_once_are_done_one_after_the_other(kernel: Kernel, 
 
 
 @with_config_service
-async def test_a_reload_that_is_cancelled_changes_nothing_and_lets_the_next_one_in(
+async def test_cancelled_reload_changes_nothing_and_allows_the_next(
     kernel: Kernel, settings: RecordingSettings
 ) -> None:
     settings.gate = anyio.Event()
@@ -301,7 +301,7 @@ async def break_disk(kernel: Kernel, store: FaultyStore) -> None:
 
 
 @on_virtual_time
-async def test_on_a_full_disk_settings_hold_without_a_record() -> None:
+async def test_reload_on_a_full_disk_applies_without_a_fact() -> None:
     settings, store = RecordingSettings(), FaultyStore()
     async with running(store, settings.register) as kernel:
         await break_disk(kernel, store)
@@ -322,7 +322,7 @@ async def test_on_a_full_disk_settings_hold_without_a_record() -> None:
 
 
 @on_virtual_time
-async def test_a_disk_that_fills_up_over_the_record_takes_no_setting_back() -> None:
+async def test_settings_stay_applied_when_recording_the_reload_fails() -> None:
     settings, store = RecordingSettings(), FaultyStore()
     async with running(store, settings.register) as kernel:
         store.commit_error = full()
@@ -336,7 +336,7 @@ async def test_a_disk_that_fills_up_over_the_record_takes_no_setting_back() -> N
 
 
 @on_virtual_time
-async def test_a_cause_that_was_taken_back_meanwhile_is_not_told() -> None:
+async def test_reload_fact_omits_a_rolled_back_cause() -> None:
     settings, store = RecordingSettings(), FaultyStore()
     async with running(store, settings.register) as kernel:
         settings.gate = anyio.Event()

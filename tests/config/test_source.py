@@ -31,7 +31,7 @@ def refusal(act: Callable[[], object]) -> ConfigError:
 # What holds.
 
 
-def test_without_a_file_everything_is_as_it_is_by_default() -> None:
+def test_config_without_a_file_has_the_defaults() -> None:
     config = load(None, NOTHING, HOME, USER)
     assert config.listen == (f"tcp://{DEFAULT_LISTEN}",)
     assert (config.data_dir, config.socket) == (
@@ -40,32 +40,32 @@ def test_without_a_file_everything_is_as_it_is_by_default() -> None:
     )
 
 
-def test_root_has_places_of_its_own() -> None:
+def test_root_has_its_own_default_paths() -> None:
     config = load(None, NOTHING, {}, 0)
     assert (config.data_dir, config.socket) == (ROOT_DATA_DIR, ROOT_SOCKET)
 
 
-def test_a_file_s_settings_stand_over_the_defaults_and_the_flags_over_both(tmp_path: Path) -> None:
+def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path: Path) -> None:
     config = read(tmp_path, 'data_dir = "/a"\nsocket = "/a/s"\nsocket_mode = 0o600', data_dir="/b", socket=None)
     assert (config.data_dir, config.socket, config.socket_mode) == ("/b", "/a/s", 0o600)
 
 
-def test_a_flag_mends_what_the_file_says(tmp_path: Path) -> None:
+def test_valid_flag_replaces_an_invalid_file_setting(tmp_path: Path) -> None:
     assert read(tmp_path, 'listen = ["nowhere"]', listen=["127.0.0.1:0"]).listen == ("127.0.0.1:0",)
 
 
-def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load(None, {"data_dir": "state", "socket": "s", "plugin_dir": "p"}, HOME, USER)
     places = (config.data_dir, config.socket, config.plugin_dir)
     assert places == (str(tmp_path / "state"), str(tmp_path / "s"), str(tmp_path / "p"))
 
 
-def test_a_whole_number_will_do_where_a_number_is_wanted(tmp_path: Path) -> None:
+def test_integer_is_accepted_for_a_float_setting(tmp_path: Path) -> None:
     assert read(tmp_path, "drain_timeout_s = 3").drain_timeout_s == 3
 
 
-def test_everything_at_once_is_accepted(tmp_path: Path) -> None:
+def test_file_with_all_settings_is_accepted(tmp_path: Path) -> None:
     text = """
         listen = ["tls://0.0.0.0:7433", "tcp://127.0.0.1:0"]
         http = "127.0.0.1:9090"
@@ -83,21 +83,21 @@ def test_everything_at_once_is_accepted(tmp_path: Path) -> None:
     assert config.plugins == {"webhook": {"url": "https://hooks.example"}}
 
 
-def test_no_address_means_no_listening_there(tmp_path: Path) -> None:
+def test_empty_address_disables_its_listener(tmp_path: Path) -> None:
     config = read(tmp_path, "listen = []\nhttp = ''")
     assert (config.listen, config.http) == ((), "")
 
 
 @pytest.mark.parametrize("text", [b"", b"\n", b"# nothing", b"\xef\xbb\xbf# with a mark", b"\r\n\r\n"])
-def test_a_file_may_say_nothing(tmp_path: Path, text: bytes) -> None:
+def test_empty_file_is_valid(tmp_path: Path, text: bytes) -> None:
     assert read(tmp_path, text) == load(None, NOTHING, HOME, USER)
 
 
-def test_a_mark_of_utf_8_and_lines_of_another_system_are_read(tmp_path: Path) -> None:
+def test_byte_order_mark_and_crlf_are_accepted(tmp_path: Path) -> None:
     assert read(tmp_path, b'\xef\xbb\xbfdata_dir = "/a"\r\nsocket = "/s"\r\n').data_dir == "/a"
 
 
-def test_the_first_time_a_pipe_will_do(tmp_path: Path) -> None:
+def test_pipe_is_accepted_at_the_start(tmp_path: Path) -> None:
     receiving, sending = os.pipe()
     os.write(sending, b"drain_timeout_s = 3")
     os.close(sending)
@@ -110,7 +110,7 @@ def test_the_first_time_a_pipe_will_do(tmp_path: Path) -> None:
 # What is wrong, and where.
 
 
-def test_every_mistake_is_reported_at_once_with_its_line(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once_with_their_lines(tmp_path: Path) -> None:
     text = '''\
 # socket = 5
 data_dire = "/typo"
@@ -158,7 +158,7 @@ host-a = "none"
         ]
 
 
-def test_a_mistake_names_the_file_the_line_the_value_and_what_would_be_right(tmp_path: Path) -> None:
+def test_problem_names_file_line_value_and_fix(tmp_path: Path) -> None:
     error = refusal(lambda: read(tmp_path, "\n\nin_flight_max = 0\ndrain_timeout_s = 'x'"))
     assert str(error).splitlines() == [
         f"{tmp_path / 'forged.toml'} is not a valid configuration (fix these keys)",
@@ -167,16 +167,16 @@ def test_a_mistake_names_the_file_the_line_the_value_and_what_would_be_right(tmp
     ]
 
 
-def test_a_mistake_behind_a_mark_of_utf_8_has_the_right_line(tmp_path: Path) -> None:
+def test_problem_after_a_byte_order_mark_has_the_right_line(tmp_path: Path) -> None:
     error = refusal(lambda: read(tmp_path, b"\xef\xbb\xbfin_flight_max = 0\nsocket_mode = true"))
     assert [problem.line for problem in error.problems] == [1, 2]
 
 
-def test_a_flag_is_checked_like_a_key(tmp_path: Path) -> None:
+def test_invalid_flag_is_reported_like_a_key(tmp_path: Path) -> None:
     assert wrong_keys(tmp_path, "", listen=["nowhere"]) == ["listen"]
 
 
-def test_a_mistake_on_the_command_line_is_said_to_be_there(tmp_path: Path) -> None:
+def test_problem_of_a_flag_names_the_command_line(tmp_path: Path) -> None:
     text = "listen = []\nsocket_mode = 'x'"
     wrong = problems(tmp_path, text, listen=["nowhere"])
     assert [(problem.key, problem.line, problem.place) for problem in wrong] == [
@@ -187,13 +187,13 @@ def test_a_mistake_on_the_command_line_is_said_to_be_there(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("with_file", [True, False])
-def test_where_only_flags_are_wrong_the_file_is_not_blamed(tmp_path: Path, with_file: bool) -> None:
+def test_problem_of_a_flag_does_not_name_the_file(tmp_path: Path, with_file: bool) -> None:
     path = write(tmp_path, "listen = []") if with_file else None
     error = refusal(lambda: load(path, {"http": "nowhere"}, HOME, USER))
     assert error.message == "the command line is not a valid configuration"
 
 
-def test_a_file_of_nothing_but_mistakes_is_told_in_a_page(tmp_path: Path) -> None:
+def test_problem_report_has_a_bounded_length(tmp_path: Path) -> None:
     error = refusal(lambda: read(tmp_path, "".join(f"x{number} = 1\n" for number in range(10_000))))
     assert len(error.problems) == PROBLEMS_MAX
     assert f"and {10_000 - PROBLEMS_MAX} more" in str(error)
@@ -216,7 +216,7 @@ def test_a_file_of_nothing_but_mistakes_is_told_in_a_page(tmp_path: Path) -> Non
         (b"{}", "(at line 1, column 1)"),
     ],
 )
-def test_what_is_no_toml_is_said_to_be_none_and_where(tmp_path: Path, data: bytes, said: str) -> None:
+def test_invalid_toml_is_reported_with_its_position(tmp_path: Path, data: bytes, said: str) -> None:
     path = write(tmp_path, data)
     error = refusal(lambda: load(path, NOTHING, HOME, USER))
     assert error.code == "config_not_toml"
@@ -225,7 +225,7 @@ def test_what_is_no_toml_is_said_to_be_none_and_where(tmp_path: Path, data: byte
 
 
 @pytest.mark.parametrize("name", ["absent.toml", ".", "forged.toml/below", "loop", "x" * 300])
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+def test_error_for_an_unreadable_path_names_it(tmp_path: Path, name: str) -> None:
     write(tmp_path, "")
     (tmp_path / "loop").symlink_to("loop")
     error = refusal(lambda: load(tmp_path / name, NOTHING, HOME, USER))
@@ -234,13 +234,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
 
 
 @NO_ROOT
-def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+def test_error_for_a_file_without_read_permission_names_it(tmp_path: Path) -> None:
     path = write(tmp_path, "")
     path.chmod(0)
     assert "Permission denied" in str(refusal(lambda: load(path, NOTHING, HOME, USER)))
 
 
-def test_a_directory_in_its_place_leaves_no_file_open(tmp_path: Path) -> None:
+def test_directory_as_file_is_refused_and_leaves_no_open_descriptor(tmp_path: Path) -> None:
     before = len(os.listdir("/dev/fd"))  # noqa: PTH208 - the listing's own descriptor counts both times
     for _ in range(10):
         refusal(lambda: load(tmp_path, NOTHING, HOME, USER))
@@ -254,11 +254,11 @@ def test_a_file_of_a_megabyte_is_refused_before_it_is_parsed(tmp_path: Path, lin
     assert (error.code, str(FILE_BYTES_MAX) in error.message) == ("config_too_large", True)
 
 
-def test_what_never_ends_is_not_read_for_ever() -> None:
+def test_endless_file_is_read_up_to_a_limit() -> None:
     assert refusal(lambda: load(Path("/dev/zero"), NOTHING, HOME, USER)).code == "config_too_large"
 
 
-def test_a_file_of_the_largest_size_is_read(tmp_path: Path) -> None:
+def test_file_of_the_maximum_size_is_read(tmp_path: Path) -> None:
     text = b"drain_timeout_s = 3\n"
     assert read(tmp_path, text + b"#" * (FILE_BYTES_MAX - len(text))).drain_timeout_s == 3
 
@@ -266,13 +266,13 @@ def test_a_file_of_the_largest_size_is_read(tmp_path: Path) -> None:
 # Where keys are.
 
 
-def test_a_source_knows_the_line_of_a_key_or_of_the_table_it_would_be_in() -> None:
+def test_source_finds_the_line_of_a_key_or_its_table() -> None:
     source = Source(Path("f"), "a = 1\n[plugins.webhook]\nurl = 'u'\n")
     keys = ["a", "plugins.webhook.url", "plugins.webhook.url.deeper", "plugins.webhook.none", "none", "", "plugins.b"]
     assert [source.line_of(key) for key in keys] == [1, 3, 3, 2, None, None, 2]
 
 
-def test_problems_that_are_found_later_have_their_place_too(tmp_path: Path) -> None:
+def test_later_problems_have_their_line_too(tmp_path: Path) -> None:
     path = write(tmp_path, "\n[plugins.webhook]\nurl = 'ftp://'\n")
     read_once = settings(path, http="127.0.0.1:1")
     problem = Problem("plugins.webhook.url", "ftp://", "an https URL")
@@ -303,7 +303,7 @@ class Writer:
                 self.path.write_text(content)
 
 
-def test_what_the_file_says_by_now_is_wanted(tmp_path: Path) -> None:
+def test_reload_reads_the_current_file(tmp_path: Path) -> None:
     path = write(tmp_path, "drain_timeout_s = 1")
     daemon = settings(path, socket="/s")
     before = daemon.load()
@@ -311,21 +311,19 @@ def test_what_the_file_says_by_now_is_wanted(tmp_path: Path) -> None:
     assert daemon.reload() == replace(before, drain_timeout_s=2)
 
 
-def test_a_file_that_has_not_changed_says_the_same(tmp_path: Path) -> None:
+def test_reload_of_an_unchanged_file_returns_equal_settings(tmp_path: Path) -> None:
     daemon = settings(write(tmp_path, "data_dir = 'd'\nlisten = []\n[plugins.a]\nb = [{c = 1}]\n"))
     assert daemon.load() == daemon.reload() == daemon.reload()
 
 
-def test_without_a_file_everything_stays() -> None:
+def test_reload_without_a_file_changes_nothing() -> None:
     writer = Writer(Path("/nowhere"))
     daemon = settings(None, writer, http="127.0.0.1:1")
     assert daemon.load() == daemon.reload()
     assert writer.pauses == 0
 
 
-def test_another_directory_and_environment_by_then_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reload_ignores_a_changed_directory_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "# nothing")
     environment = dict(HOME)
@@ -336,14 +334,14 @@ def test_another_directory_and_environment_by_then_change_nothing(
     assert daemon.reload() == before
 
 
-def test_a_file_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
+def test_reload_waits_until_the_file_stops_changing(tmp_path: Path) -> None:
     path = write(tmp_path, "drain_timeout_s = 1")
     writer = Writer(path, "drain_ti", "", None, "drain_timeout_s = 2\nhttp", "drain_timeout_s = 2\n")
     assert settings(path, writer).reload().drain_timeout_s == 2
     assert writer.pauses == 6
 
 
-def test_a_file_that_never_stops_changing_is_refused(tmp_path: Path) -> None:
+def test_reload_refuses_a_file_that_keeps_changing(tmp_path: Path) -> None:
     path = write(tmp_path, "")
     writer = Writer(path, *(f"drain_timeout_s = {number}" for number in range(100)))
     assert refusal(settings(path, writer).reload).code == "config_unsettled"
@@ -354,7 +352,9 @@ def test_a_file_that_never_stops_changing_is_refused(tmp_path: Path) -> None:
     ("content", "code"),
     [("", "config_empty"), (None, "config_unreadable"), ("a = ", "config_not_toml"), ("a = 1", "config_invalid")],
 )
-def test_a_bad_file_is_refused_and_what_was_read_before_stays(tmp_path: Path, content: str | None, code: str) -> None:
+def test_reload_refuses_an_invalid_file_and_keeps_the_previous_settings(
+    tmp_path: Path, content: str | None, code: str
+) -> None:
     path = write(tmp_path, "drain_timeout_s = 1")
     daemon = settings(path)
     config, source = daemon.load(), daemon.source
@@ -365,7 +365,7 @@ def test_a_bad_file_is_refused_and_what_was_read_before_stays(tmp_path: Path, co
     assert daemon.reload() == config
 
 
-def test_every_problem_of_a_reload_has_its_line(tmp_path: Path) -> None:
+def test_problems_of_a_reload_have_their_lines(tmp_path: Path) -> None:
     path = write(tmp_path, "")
     daemon = settings(path)
     daemon.load()
@@ -374,7 +374,7 @@ def test_every_problem_of_a_reload_has_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "directory", "socket"])
-def test_what_is_no_file_any_more_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+def test_reload_refuses_a_path_that_is_no_longer_a_file(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "forged.toml"
     with socket.socket(socket.AF_UNIX) as door:
         if kind == "fifo":
@@ -386,7 +386,7 @@ def test_what_is_no_file_any_more_is_refused_at_once(tmp_path: Path, kind: str) 
         assert refusal(settings(path).reload).code == "config_unreadable"
 
 
-def test_what_the_process_makes_of_the_settings_is_no_change(tmp_path: Path) -> None:
+def test_derived_settings_are_not_reported_as_changes(tmp_path: Path) -> None:
     def fewer(config: Config) -> Config:
         return replace(config, connections_max=min(config.connections_max, 10))
 
@@ -397,6 +397,6 @@ def test_what_the_process_makes_of_the_settings_is_no_change(tmp_path: Path) -> 
     assert daemon.reload().connections_max == 5
 
 
-def test_the_defaults_are_those_of_the_user_whatever_is_set(tmp_path: Path) -> None:
+def test_defaults_do_not_depend_on_the_settings(tmp_path: Path) -> None:
     path = write(tmp_path, "data_dir = '/d'")
     assert settings(path, socket="/s").defaults == load(None, NOTHING, HOME, USER)

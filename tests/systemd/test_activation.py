@@ -87,7 +87,7 @@ def handed(*sockets: socket.socket, name: str = "") -> list[InheritedSocket]:
     return [InheritedSocket(sock.dup(), name) for sock in sockets]
 
 
-def test_nothing_in_the_environment_is_no_sockets() -> None:
+def test_empty_environment_has_no_inherited_sockets() -> None:
     assert inherited_sockets({}, PID) == []
 
 
@@ -100,7 +100,7 @@ def test_nothing_in_the_environment_is_no_sockets() -> None:
         {"LISTEN_PID": "7", "LISTEN_FDS": "0", "LISTEN_FDNAMES": ""},
     ],
 )
-def test_what_is_not_for_this_process_is_left_alone_and_not_passed_on(environment: dict[str, str]) -> None:
+def test_sockets_for_another_pid_are_ignored_and_not_passed_to_children(environment: dict[str, str]) -> None:
     assert inherited_sockets(environment, PID) == []
     assert environment == {}
 
@@ -116,7 +116,7 @@ def test_what_is_not_for_this_process_is_left_alone_and_not_passed_on(environmen
         ("LISTEN_FDNAMES", "one:two"),
     ],
 )
-def test_what_makes_no_sense_is_named(name: str, value: str) -> None:
+def test_invalid_variables_are_named(name: str, value: str) -> None:
     environment = {"LISTEN_PID": "7", "LISTEN_FDS": "1", "LISTEN_FDNAMES": ""} | {name: value}
     with pytest.raises(ConfigError, match=f"{name} must be .*, got '{value}'"):
         inherited_sockets(environment, PID)
@@ -161,7 +161,7 @@ print(before, [each.sock.get_inheritable() for each in inherited_sockets(os.envi
     assert "LISTEN_" not in told
 
 
-def test_a_descriptor_that_is_no_socket_is_refused() -> None:
+def test_descriptor_of_a_file_is_refused() -> None:
     reader, writer = os.pipe()
     try:
         assert "descriptor_unusable descriptor 3" in run_with_descriptors(REFUSED, reader)
@@ -170,7 +170,7 @@ def test_a_descriptor_that_is_no_socket_is_refused() -> None:
         os.close(writer)
 
 
-def test_a_descriptor_that_is_closed_is_refused(tmp_path: Path) -> None:
+def test_closed_descriptor_is_refused(tmp_path: Path) -> None:
     code = "import os\nos.environ['LISTEN_FDS'] = '3'\nos.closerange(4, 20)\n" + REFUSED
     with listening(tmp_path, "tcp") as [sock]:
         assert "descriptor_unusable descriptor 4" in run_with_descriptors(code, sock.fileno())
@@ -192,12 +192,12 @@ def test_a_unix_socket_without_a_path_is_refused() -> None:
     assert raised.value.code == "socket_without_path"
 
 
-def test_without_inherited_sockets_the_network_is_the_machines() -> None:
+def test_network_without_inherited_sockets_is_the_system_network() -> None:
     config, network = Config(), SystemNetwork()
     assert activated(config, network, []) == (config, network)
 
 
-async def test_the_daemon_is_told_where_it_listens_and_finds_these_sockets_open(
+async def test_inherited_sockets_serve_connections_at_their_addresses(
     tmp_path: Path, connections: RecordingConnections
 ) -> None:
     with listening(tmp_path, "unix", "tcp") as sockets:
@@ -213,7 +213,7 @@ async def test_the_daemon_is_told_where_it_listens_and_finds_these_sockets_open(
             assert network.peer(far.open_transport).scheme == address.scheme
 
 
-async def test_the_file_and_the_queue_of_an_inherited_socket_outlive_the_daemon(
+async def test_file_and_queue_of_an_inherited_socket_survive_the_daemon(
     tmp_path: Path, connections: RecordingConnections
 ) -> None:
     with listening(tmp_path, "unix") as [sock]:
@@ -241,7 +241,7 @@ async def test_an_inherited_socket_speaks_tls_where_the_configured_address_does(
         assert network.peer(far.open_transport).scheme == "tls"
 
 
-async def test_a_tls_socket_without_a_certificate_is_the_operators_to_mend(
+async def test_inherited_tls_socket_without_certificate_is_a_config_error(
     tmp_path: Path, connections: RecordingConnections
 ) -> None:
     with listening(tmp_path, "tcp") as [sock]:
@@ -267,7 +267,9 @@ async def test_a_socket_that_does_not_listen_is_refused(
     assert raised.value.code == "socket_not_listening"
 
 
-async def test_what_was_not_inherited_is_opened(tmp_path: Path, connections: RecordingConnections) -> None:
+async def test_configured_address_without_inherited_socket_is_opened(
+    tmp_path: Path, connections: RecordingConnections
+) -> None:
     with listening(tmp_path, "unix") as [sock]:
         [inherited] = handed(sock)
         network = ActivatedNetwork(SystemNetwork(), [(inherited.listener.address, inherited.sock)])

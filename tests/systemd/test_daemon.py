@@ -47,7 +47,7 @@ def until(manager: FakeServiceManager, line: str) -> list[str]:
         assert lines == ["WATCHDOG=1"] or lines[0].startswith("STATUS="), lines
 
 
-def test_the_manager_hears_of_readiness_life_a_reload_and_the_end(manager: FakeServiceManager, tmp_path: Path) -> None:
+def test_daemon_notifies_ready_watchdog_reload_and_stopping(manager: FakeServiceManager, tmp_path: Path) -> None:
     with started(tmp_path, **manager.environment, WATCHDOG_USEC=str(WATCHDOG_USEC)) as process:
         assert any(line.startswith("STATUS=0 jobs") for line in until(manager, "READY=1"))
         until(manager, "WATCHDOG=1")
@@ -66,7 +66,7 @@ def test_the_manager_hears_of_readiness_life_a_reload_and_the_end(manager: FakeS
         assert process.returncode == 0
 
 
-def test_without_a_timeout_the_watchdog_is_left_alone(manager: FakeServiceManager, tmp_path: Path) -> None:
+def test_no_watchdog_messages_without_a_timeout(manager: FakeServiceManager, tmp_path: Path) -> None:
     with started(tmp_path, **manager.environment) as process:
         until(manager, "READY=1")
         process.terminate()
@@ -74,14 +74,14 @@ def test_without_a_timeout_the_watchdog_is_left_alone(manager: FakeServiceManage
     assert ["WATCHDOG=1"] not in manager.received()
 
 
-def test_a_watchdog_without_a_manager_is_no_reason_not_to_serve(tmp_path: Path) -> None:
+def test_daemon_serves_with_a_watchdog_timeout_but_no_notification_socket(tmp_path: Path) -> None:
     with started(tmp_path, WATCHDOG_USEC=str(WATCHDOG_USEC)) as process:
         assert process.stdout is not None
         assert " is ready on " in process.stdout.readline()
 
 
 @pytest.mark.parametrize("name", ["LISTEN_FDS", "WATCHDOG_USEC", "NOTIFY_SOCKET"])
-def test_what_makes_no_sense_in_the_environment_is_refused(tmp_path: Path, name: str) -> None:
+def test_daemon_refuses_invalid_environment_variables(tmp_path: Path, name: str) -> None:
     with started(tmp_path, **{name: "nonsense"}) as process:
         _, complaint = process.communicate(timeout=ENDS_WITHIN_S)
     assert process.returncode == 2
@@ -90,7 +90,7 @@ def test_what_makes_no_sense_in_the_environment_is_refused(tmp_path: Path, name:
 
 
 @pytest.mark.skipif(ACTIVATE is None, reason="systemd-socket-activate is not installed")
-def test_the_real_systemd_socket_activate_starts_it_for_whoever_connects(
+def test_real_systemd_socket_activate_starts_the_daemon_at_a_connection(
     manager: FakeServiceManager, tmp_path: Path
 ) -> None:
     assert ACTIVATE is not None

@@ -6,7 +6,7 @@ from forged.errors import ConfigError
 from forged.systemd.environment import take, whole_number
 
 
-def test_what_was_taken_is_gone() -> None:
+def test_taken_variable_is_removed_from_the_environment() -> None:
     environment = {"A": "1", "B": "2"}
     assert (take(environment, "A"), take(environment, "A")) == ("1", "")
     assert environment == {"B": "2"}
@@ -20,7 +20,7 @@ def test_digits_are_a_number(text: str, number: int | None) -> None:
 
 
 @pytest.mark.parametrize("text", ["-1", "+1", " 1", "1 ", "1.0", "0x10", "1_0", "٣", "x", "9" * 5000])
-def test_anything_else_is_the_operators_to_mend(text: str) -> None:
+def test_text_that_is_no_number_is_a_config_error(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^N must be a whole number, got ") as raised:
         whole_number("N", text)
     assert raised.value.code == "environment_invalid"

@@ -21,21 +21,21 @@ def divided(*inherited: InheritedListener, listen: tuple[str, ...] = DEFAULT) ->
     return assign_listeners(inherited, SOCKET, listen, DEFAULT).listen
 
 
-def test_nothing_inherited_changes_nothing() -> None:
+def test_listeners_without_inherited_sockets_are_the_configured_ones() -> None:
     assert assign_listeners([], SOCKET, DEFAULT, DEFAULT) == Listeners(SOCKET, DEFAULT, ())
 
 
-def test_a_unix_socket_takes_the_place_of_the_configured_one_wherever_it_is() -> None:
+def test_inherited_unix_socket_replaces_the_configured_one_at_any_path() -> None:
     other = InheritedListener(Address("unix", path="/elsewhere"), "control")
     assert assign_listeners([other], SOCKET, DEFAULT, DEFAULT) == Listeners("/elsewhere", DEFAULT, (other.address,))
 
 
-def test_the_default_is_not_opened_beside_a_tcp_socket() -> None:
+def test_default_address_is_not_opened_besides_an_inherited_tcp_socket() -> None:
     assert divided(tcp("0.0.0.0", 9000), UNIX) == ("tcp://0.0.0.0:9000",)
     assert divided(UNIX) == DEFAULT
 
 
-def test_what_is_configured_is_opened_beside_a_tcp_socket() -> None:
+def test_configured_address_is_opened_besides_an_inherited_tcp_socket() -> None:
     assert divided(tcp("10.0.0.1", 9000), listen=("tcp://10.0.0.1:1", "tls://10.0.0.1:2")) == (
         "tcp://10.0.0.1:9000",
         "tcp://10.0.0.1:1",
@@ -55,28 +55,30 @@ def test_what_is_configured_is_opened_beside_a_tcp_socket() -> None:
         ("tls://10.0.0.1:7433", "::ffff:10.0.0.1", "tls://[::ffff:10.0.0.1]:7433"),
     ],
 )
-def test_the_same_address_is_taken_and_stays_what_it_is(configured: str, host: str, served: str) -> None:
+def test_inherited_socket_replaces_the_same_address_and_keeps_its_scheme(
+    configured: str, host: str, served: str
+) -> None:
     # The other name of the descriptor does not count where the address is configured.
     for name in ("", "tls"):
         assert divided(tcp(host, 7433, name), listen=(configured,)) == (served,)
 
 
-def test_both_sockets_of_a_host_take_the_place_of_its_name() -> None:
+def test_ipv4_and_ipv6_sockets_replace_localhost() -> None:
     both = (tcp("127.0.0.1", 7433), tcp("::1", 7433))
     assert divided(*both, listen=("tls://localhost:7433",)) == ("tls://127.0.0.1:7433", "tls://[::1]:7433")
 
 
 @pytest.mark.parametrize("configured", ["tcp://10.0.0.1:7434", "tcp://10.0.0.2:7433", "tcp://10.0.0.1:0"])
-def test_another_address_is_opened_besides(configured: str) -> None:
+def test_other_configured_addresses_are_opened(configured: str) -> None:
     assert divided(tcp("10.0.0.1", 7433), listen=(configured,)) == ("tcp://10.0.0.1:7433", configured)
 
 
-def test_one_that_is_not_configured_is_tls_if_its_name_says_so() -> None:
+def test_unconfigured_socket_is_tls_if_its_descriptor_name_is_tls() -> None:
     sockets = (tcp("10.0.0.1", 1, "tls"), tcp("10.0.0.1", 2, "workers"), tcp("10.0.0.1", 3))
     assert divided(*sockets, listen=()) == ("tls://10.0.0.1:1", "tcp://10.0.0.1:2", "tcp://10.0.0.1:3")
 
 
-def test_two_unix_sockets_are_one_too_many() -> None:
+def test_two_inherited_unix_sockets_are_refused() -> None:
     other = InheritedListener(Address("unix", path="/elsewhere"))
     with pytest.raises(ConfigError, match=r"/run/forged/forged\.sock, /elsewhere") as raised:
         assign_listeners([UNIX, other], SOCKET, DEFAULT, DEFAULT)
@@ -94,9 +96,7 @@ texts = st.builds(
 
 
 @given(st.lists(st.builds(tcp, hosts, ports, st.sampled_from(["", "tls"])), max_size=4), st.lists(texts, max_size=4))
-def test_every_inherited_socket_is_served_and_its_address_can_be_found_again(
-    inherited: list[InheritedListener], listen: list[str]
-) -> None:
+def test_every_inherited_socket_is_served_at_one_address(inherited: list[InheritedListener], listen: list[str]) -> None:
     listeners = assign_listeners(inherited, SOCKET, listen, DEFAULT)
     found = [Address.parse(text) for text in listeners.listen]
     assert found[: len(inherited)] == list(listeners.inherited)
@@ -115,6 +115,6 @@ sockets_apart = st.lists(st.builds(tcp, hosts, ports, st.sampled_from(["", "tls"
 
 
 @given(sockets_apart, st.lists(texts, max_size=4))
-def test_dividing_again_what_was_divided_changes_nothing(inherited: list[InheritedListener], listen: list[str]) -> None:
+def test_assigning_listeners_twice_changes_nothing(inherited: list[InheritedListener], listen: list[str]) -> None:
     listeners = assign_listeners(inherited, SOCKET, listen, DEFAULT)
     assert assign_listeners(inherited, listeners.socket, listeners.listen, DEFAULT) == listeners

@@ -10,7 +10,7 @@ from forged.systemd.notify import STATUS_CHARS_MAX, Notifier
 from tests.systemd.service_manager import FakeServiceManager, service_manager_in
 
 
-def test_the_manager_hears_how_the_daemon_is_from_start_to_stop(manager: FakeServiceManager) -> None:
+def test_notifications_cover_the_daemon_from_start_to_stop(manager: FakeServiceManager) -> None:
     notifier = manager.notifier
     notifier.ready("serving")
     notifier.status("3 jobs")
@@ -28,7 +28,7 @@ def test_the_manager_hears_how_the_daemon_is_from_start_to_stop(manager: FakeSer
     ]
 
 
-def test_a_daemon_that_stops_has_nothing_else_to_say_than_that_it_is_alive(manager: FakeServiceManager) -> None:
+def test_stopping_daemon_sends_only_watchdog_messages(manager: FakeServiceManager) -> None:
     notifier = manager.notifier
     notifier.stopping("draining")
     notifier.status("3 jobs")
@@ -38,12 +38,12 @@ def test_a_daemon_that_stops_has_nothing_else_to_say_than_that_it_is_alive(manag
     assert manager.received() == [["STOPPING=1", "STATUS=draining"], ["WATCHDOG=1"]]
 
 
-def test_a_long_stop_asks_for_the_time_that_it_takes(manager: FakeServiceManager) -> None:
+def test_long_stop_extends_the_timeout(manager: FakeServiceManager) -> None:
     manager.notifier.stopping("draining", within_s=90.5)
     assert manager.received() == [["STOPPING=1", "EXTEND_TIMEOUT_USEC=90500000", "STATUS=draining"]]
 
 
-def test_an_abstract_socket_is_an_address_too() -> None:
+def test_abstract_socket_address_is_accepted() -> None:
     with FakeServiceManager(f"@forged-test-{os.getpid()}") as manager:
         manager.notifier.watchdog()
         assert manager.received() == [["WATCHDOG=1"]]
@@ -56,7 +56,7 @@ def test_children_do_not_inherit_the_address(manager: FakeServiceManager) -> Non
 
 
 @pytest.mark.parametrize("environment", [{}, {"NOTIFY_SOCKET": ""}])
-def test_without_a_manager_nothing_is_told(environment: dict[str, str]) -> None:
+def test_nothing_is_sent_without_a_notification_socket(environment: dict[str, str]) -> None:
     notifier = Notifier.from_environment(environment)
     for tell in (notifier.ready, notifier.stopping, notifier.status):
         tell("to nobody")
@@ -67,14 +67,14 @@ def test_without_a_manager_nothing_is_told(environment: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("address", ["@", "/", "relative", "vsock:2:1"])
-def test_an_address_that_is_none_is_the_operators_to_mend(address: str) -> None:
+def test_invalid_notification_address_is_a_config_error(address: str) -> None:
     environment = {"NOTIFY_SOCKET": address}
     with pytest.raises(ConfigError, match="NOTIFY_SOCKET"):
         Notifier.from_environment(environment)
     assert environment == {}
 
 
-def test_a_status_that_is_shown_is_not_sent_again(manager: FakeServiceManager) -> None:
+def test_unchanged_status_is_not_sent_again(manager: FakeServiceManager) -> None:
     notifier = manager.notifier
     for text in ("a", "a", "b", "a"):
         notifier.status(text)
@@ -100,7 +100,7 @@ def test_a_status_is_one_line_of_valid_text(manager: FakeServiceManager, text: s
 class TestABusyManager:
     """One that reads nothing for a while: nothing waits for it."""
 
-    def test_hears_in_the_end_that_the_daemon_is_ready(self, manager: FakeServiceManager) -> None:
+    def test_receives_readiness_after_its_queue_has_room(self, manager: FakeServiceManager) -> None:
         waiting, notifier = manager.fill_queue(), manager.notifier
         notifier.ready("serving")
         assert notifier.has_unsent
@@ -111,7 +111,7 @@ class TestABusyManager:
         notifier.retry()
         assert manager.received() == []
 
-    def test_hears_it_before_anything_that_came_later(self, manager: FakeServiceManager) -> None:
+    def test_receives_readiness_before_later_messages(self, manager: FakeServiceManager) -> None:
         manager.fill_queue()
         notifier = manager.notifier
         notifier.ready("serving")
@@ -124,7 +124,7 @@ class TestABusyManager:
         notifier.status("3 jobs")
         assert manager.received() == [["READY=1", "STATUS=serving again"], ["STATUS=3 jobs"]]
 
-    def test_hears_only_where_the_daemon_stands_now(self, manager: FakeServiceManager) -> None:
+    def test_receives_only_the_latest_state(self, manager: FakeServiceManager) -> None:
         manager.fill_queue()
         notifier = manager.notifier
         notifier.reloading(1)
@@ -133,7 +133,7 @@ class TestABusyManager:
         notifier.retry()
         assert manager.received() == [["READY=1", "STATUS=serving"]]
 
-    def test_misses_a_status_and_hears_the_next(self, manager: FakeServiceManager) -> None:
+    def test_misses_a_status_and_receives_the_next(self, manager: FakeServiceManager) -> None:
         manager.fill_queue()
         notifier = manager.notifier
         notifier.status("lost")
@@ -143,7 +143,7 @@ class TestABusyManager:
         assert manager.received() == [["STATUS=lost"]]
 
 
-def test_a_manager_that_is_gone_hears_it_when_it_is_back(tmp_path: Path) -> None:
+def test_restarted_manager_receives_the_unsent_state(tmp_path: Path) -> None:
     with service_manager_in(tmp_path) as manager:
         notifier = manager.notifier
     notifier.ready("serving")
@@ -156,7 +156,7 @@ def test_a_manager_that_is_gone_hears_it_when_it_is_back(tmp_path: Path) -> None
         assert manager.received() == [["READY=1", "STATUS=serving"]]
 
 
-def test_an_address_that_is_too_long_is_survived() -> None:
+def test_too_long_address_does_not_raise() -> None:
     notifier = Notifier(f"/{'x' * 200}")
     notifier.ready("serving")
     assert notifier.has_unsent

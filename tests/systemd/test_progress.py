@@ -12,21 +12,21 @@ def looked(*looks: WorkQueue) -> list[list[str]]:
     return [progress.stuck([queue]) for queue in looks]
 
 
-def test_one_look_proves_nothing() -> None:
+def test_one_check_finds_nothing_stuck() -> None:
     assert looked(WorkQueue("a", waiting=True, done=0)) == [[]]
 
 
-def test_waiting_twice_with_nothing_done_is_stuck_until_something_is() -> None:
+def test_queue_is_stuck_after_two_checks_without_progress() -> None:
     stuck, moved = WorkQueue("a", waiting=True, done=3), WorkQueue("a", waiting=True, done=4)
     assert looked(stuck, stuck, stuck, moved, moved) == [[], ["a"], ["a"], [], ["a"]]
 
 
-def test_nothing_that_waits_is_no_fault() -> None:
+def test_empty_queue_is_not_stuck() -> None:
     idle, busy = WorkQueue("a", waiting=False, done=3), WorkQueue("a", waiting=True, done=3)
     assert looked(idle, idle, busy, idle, busy) == [[], [], [], [], []]
 
 
-def test_each_lane_is_judged_by_itself() -> None:
+def test_each_queue_is_judged_alone() -> None:
     progress = Progress()
     progress.stuck([WorkQueue("a", waiting=True, done=0), WorkQueue("b", waiting=True, done=0)])
     assert progress.stuck([WorkQueue("a", waiting=True, done=1), WorkQueue("b", waiting=True, done=0)]) == ["b"]
@@ -35,7 +35,7 @@ def test_each_lane_is_judged_by_itself() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=20))
-def test_stuck_means_that_two_looks_saw_the_same_wait(steps: list[tuple[bool, int]]) -> None:
+def test_queue_is_stuck_only_if_two_checks_saw_the_same_waiting_work(steps: list[tuple[bool, int]]) -> None:
     queues, done = [], 0
     for waiting, more in steps:
         done += more

@@ -30,12 +30,12 @@ def status(**known: Any) -> Status:
         ({"jobs": 3, "trouble": "the disk is full (make room)"}, "cannot write: the disk is full (make room)"),
     ],
 )
-def test_the_line_says_what_one_wants_to_know_first(known: dict[str, Any], line: str) -> None:
+def test_status_line_shows_trouble_or_counts(known: dict[str, Any], line: str) -> None:
     assert status_line(status(**known)) == line
 
 
 @on_virtual_time
-async def test_the_line_is_told_when_it_changes_and_not_more_often_than_somebody_looks(
+async def test_status_line_is_sent_once_per_change(
     manager: FakeServiceManager,
 ) -> None:
     jobs = 0
@@ -57,7 +57,7 @@ async def test_the_line_is_told_when_it_changes_and_not_more_often_than_somebody
 
 
 @on_virtual_time
-async def test_a_daemon_that_refuses_or_is_silent_is_looked_at_again(manager: FakeServiceManager) -> None:
+async def test_status_is_read_again_after_an_error_or_timeout(manager: FakeServiceManager) -> None:
     looks = 0
 
     async def read() -> Status:
@@ -80,7 +80,7 @@ async def test_a_daemon_that_refuses_or_is_silent_is_looked_at_again(manager: Fa
 
 
 @on_virtual_time
-async def test_readiness_that_did_not_get_through_is_told_as_soon_as_it_does(manager: FakeServiceManager) -> None:
+async def test_unsent_readiness_is_sent_again(manager: FakeServiceManager) -> None:
     async def read() -> Status:
         return status()
 

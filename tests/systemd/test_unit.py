@@ -13,14 +13,14 @@ from forged.systemd.unit import COMMAND, HIDDEN, hidden, is_untouched, stamped, 
 UNIT = asset("systemd", "forged.service").read_text()
 
 
-def test_the_command_is_put_into_the_unit_and_nothing_else_is_changed() -> None:
+def test_with_command_changes_only_the_command() -> None:
     changed = with_command(UNIT, "/opt/forged-1.2+x/bin/forged")
     assert "\nExecStart=/opt/forged-1.2+x/bin/forged run --config /etc/forged/forged.toml\n" in changed
     assert changed.replace("/opt/forged-1.2+x/bin/forged", COMMAND) == UNIT
 
 
 @pytest.mark.parametrize("command", ["forged", "", "/with space/forged", "/a%b", "/a$b", "/a\nUser=root", '/a"b', "/ä"])
-def test_a_path_that_a_unit_would_read_otherwise_is_refused(command: str) -> None:
+def test_path_that_needs_escaping_in_a_unit_is_refused(command: str) -> None:
     with pytest.raises(ConfigError) as raised:
         with_command(UNIT, command)
     assert raised.value.code == "command_path_unfit"
@@ -38,20 +38,20 @@ def test_a_path_that_a_unit_would_read_otherwise_is_refused(command: str) -> Non
         ("/var/tmp/forged", ["PrivateTmp"]),
     ],
 )
-def test_what_the_unit_hides_is_known(path: str, directives: list[str]) -> None:
+def test_paths_hidden_by_the_unit_are_found(path: str, directives: list[str]) -> None:
     assert hidden([PurePosixPath("/usr/bin/python3"), PurePosixPath(path)]) == dict.fromkeys(
         directives, PurePosixPath(path)
     )
 
 
-def test_protections_can_be_taken_away_one_by_one() -> None:
+def test_protections_can_be_removed_separately() -> None:
     assert unprotected(UNIT, []) == UNIT
     changed = unprotected(UNIT, HIDDEN)
     assert "\nProtectHome=read-only\n" in changed
     assert "\nPrivateTmp=no\n" in changed
 
 
-def test_a_text_of_ours_is_known_until_somebody_changes_it() -> None:
+def test_stamped_text_is_untouched_until_edited() -> None:
     content = stamped(UNIT)
     assert content.endswith(UNIT.encode())
     assert is_untouched(content)
@@ -61,5 +61,5 @@ def test_a_text_of_ours_is_known_until_somebody_changes_it() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_anything_else_is_not_ours(content: bytes) -> None:
+def test_text_without_a_stamp_is_not_untouched(content: bytes) -> None:
     assert not is_untouched(content)

@@ -28,12 +28,12 @@ class TestTheInterval:
         "environment",
         [{}, {"WATCHDOG_USEC": "0"}, {"WATCHDOG_PID": "7"}, {"WATCHDOG_USEC": "3000", "WATCHDOG_PID": "8"}],
     )
-    def test_is_none_where_nobody_wants_to_hear_of_this_process(self, environment: dict[str, str]) -> None:
+    def test_is_none_without_a_timeout_for_this_process(self, environment: dict[str, str]) -> None:
         assert watchdog_interval_s(environment, 7) is None
         assert environment == {}
 
     @pytest.mark.parametrize("name", ["WATCHDOG_USEC", "WATCHDOG_PID"])
-    def test_that_makes_no_sense_is_the_operators_to_mend(self, name: str) -> None:
+    def test_that_is_invalid_is_a_config_error(self, name: str) -> None:
         environment = {"WATCHDOG_USEC": "1", "WATCHDOG_PID": "1"} | {name: "soon"}
         with pytest.raises(ConfigError, match=f"{name} must be a whole number, got 'soon'"):
             watchdog_interval_s(environment, 1)
@@ -70,13 +70,13 @@ async def feeds(manager: FakeServiceManager, *, intervals: int = 6) -> int:
 
 
 @on_virtual_time
-async def test_an_idle_bus_is_fed_every_interval(manager: FakeServiceManager) -> None:
+async def test_watchdog_is_fed_every_interval_while_the_bus_is_idle(manager: FakeServiceManager) -> None:
     async with fed(manager):
         assert await feeds(manager) == 6
 
 
 @on_virtual_time
-async def test_a_busy_bus_whose_queues_move_is_fed(manager: FakeServiceManager) -> None:
+async def test_watchdog_is_fed_while_busy_queues_progress(manager: FakeServiceManager) -> None:
     async def slow(record: Record) -> None:
         await anyio.sleep(INTERVAL_S / 2)
 
@@ -88,7 +88,7 @@ async def test_a_busy_bus_whose_queues_move_is_fed(manager: FakeServiceManager) 
 
 
 @on_virtual_time
-async def test_a_built_in_handler_that_never_returns_is_not_fed(manager: FakeServiceManager) -> None:
+async def test_watchdog_is_not_fed_while_a_built_in_handler_hangs(manager: FakeServiceManager) -> None:
     release = anyio.Event()
 
     async def stuck(record: Record) -> None:
@@ -105,7 +105,7 @@ async def test_a_built_in_handler_that_never_returns_is_not_fed(manager: FakeSer
 
 
 @on_virtual_time
-async def test_what_is_stuck_is_told_to_the_log(manager: FakeServiceManager) -> None:
+async def test_stuck_queue_is_logged(manager: FakeServiceManager) -> None:
     async with fed(manager, register=lambda kernel: kernel.bus.on(Added, forever, name="stuck")) as kernel:
         await kernel.add()
         probe = BusProbe(kernel.bus, INTERVAL_S)
@@ -125,7 +125,7 @@ async def forever(record: Record) -> None:
 
 
 @on_virtual_time
-async def test_a_plugins_handler_that_never_returns_is_fed(manager: FakeServiceManager) -> None:
+async def test_watchdog_is_fed_while_a_plugin_handler_hangs(manager: FakeServiceManager) -> None:
     def register(kernel: Kernel) -> None:
         kernel.bus.on(Added, forever, name="plugin", lossless=False)
 
@@ -136,7 +136,7 @@ async def test_a_plugins_handler_that_never_returns_is_fed(manager: FakeServiceM
 
 
 @on_virtual_time
-async def test_a_commit_that_never_ends_is_not_fed(manager: FakeServiceManager) -> None:
+async def test_watchdog_is_not_fed_while_a_commit_hangs(manager: FakeServiceManager) -> None:
     store = FaultyStore()
     async with fed(manager, store) as kernel:
         store.block()
@@ -154,14 +154,14 @@ async def hang(request: Request[Any], call: Call, proceed: Callable[[Request[Any
 
 
 @on_virtual_time
-async def test_a_plugin_that_wraps_the_ping_and_hangs_does_not_end_the_daemon(manager: FakeServiceManager) -> None:
+async def test_watchdog_is_fed_while_a_plugin_wrapper_of_ping_hangs(manager: FakeServiceManager) -> None:
     async with fed(manager, register=lambda kernel: kernel.bus.wrap(PingDaemon, hang, owner="plugin")):
         await anyio.sleep(INTERVAL_S)
         assert await feeds(manager) == 6
 
 
 @on_virtual_time
-async def test_nor_does_it_hide_a_commit_that_never_ends(manager: FakeServiceManager) -> None:
+async def test_hanging_plugin_wrapper_does_not_hide_a_hanging_commit(manager: FakeServiceManager) -> None:
     store = FaultyStore()
     async with fed(manager, store, lambda kernel: kernel.bus.wrap(PingDaemon, hang, owner="plugin")) as kernel:
         store.block()
@@ -172,7 +172,7 @@ async def test_nor_does_it_hide_a_commit_that_never_ends(manager: FakeServiceMan
 
 
 @on_virtual_time
-async def test_an_answer_that_refuses_is_an_answer(manager: FakeServiceManager) -> None:
+async def test_watchdog_is_fed_when_the_probe_request_is_refused(manager: FakeServiceManager) -> None:
     def refuse(request: PingDaemon, call: Call) -> Nothing:
         raise Unavailable("busy", "not now", "try again")
 
@@ -181,7 +181,7 @@ async def test_an_answer_that_refuses_is_an_answer(manager: FakeServiceManager) 
 
 
 @on_virtual_time
-async def test_a_full_disk_is_fed_and_so_are_those_who_wait_for_room(manager: FakeServiceManager) -> None:
+async def test_watchdog_is_fed_while_the_disk_is_full(manager: FakeServiceManager) -> None:
     async def echo(record: Record) -> Decision[None]:
         return Decision(None, (Echoed(record.id),))
 
@@ -198,7 +198,7 @@ async def test_a_full_disk_is_fed_and_so_are_those_who_wait_for_room(manager: Fa
 
 
 @on_virtual_time
-async def test_a_probe_that_is_late_once_is_asked_again_at_once(manager: FakeServiceManager) -> None:
+async def test_late_probe_is_repeated_at_once(manager: FakeServiceManager) -> None:
     asked = []
 
     async def probe() -> list[str]:

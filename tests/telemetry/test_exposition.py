@@ -30,7 +30,7 @@ class Numbers(Collector):
             yield GaugeMetricFamily(f"family_{number}", "Some number", value=self.reads)
 
 
-async def test_a_hundred_who_ask_at_once_are_given_one_text_that_was_made_once() -> None:
+async def test_concurrent_scrapes_share_one_rendered_text() -> None:
     numbers, clock = Numbers(), ManualClock()
     exposition = Exposition(numbers, clock.monotonic)
     texts = await asyncio.gather(*(exposition.text() for _ in range(100)))
@@ -40,7 +40,7 @@ async def test_a_hundred_who_ask_at_once_are_given_one_text_that_was_made_once()
     assert [family.name for family in families] == [f"family_{number}" for number in range(50)]
 
 
-async def test_a_text_that_is_too_old_is_made_anew() -> None:
+async def test_expired_text_is_rendered_again() -> None:
     numbers, clock = Numbers(1), ManualClock()
     exposition = Exposition(numbers, clock.monotonic)
     first = await exposition.text()
@@ -50,7 +50,7 @@ async def test_a_text_that_is_too_old_is_made_anew() -> None:
     assert b"family_0 2.0" in await exposition.text()
 
 
-async def test_others_have_their_turn_between_the_families() -> None:
+async def test_rendering_yields_between_metric_families() -> None:
     turns = 0
 
     async def count_turns() -> None:
@@ -65,7 +65,7 @@ async def test_others_have_their_turn_between_the_families() -> None:
     assert turns >= 50
 
 
-async def test_who_goes_away_while_it_is_made_does_not_keep_others_from_it() -> None:
+async def test_cancelled_scrape_does_not_fail_the_others() -> None:
     numbers = Numbers()
     exposition = Exposition(numbers, ManualClock().monotonic)
     with anyio.CancelScope() as scope:

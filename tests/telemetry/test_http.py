@@ -54,13 +54,13 @@ async def get(daemon: Daemon, path: str, token: str | None = None, scheme: str =
         return answer.status, await answer.text()
 
 
-async def test_a_daemon_that_works_is_healthy_and_ready(tmp_path: Path) -> None:
+async def test_working_daemon_is_healthy_and_ready(tmp_path: Path) -> None:
     async with watched(tmp_path) as daemon:
         assert await get(daemon, "/healthz") == (200, '{"healthy": true}')
         assert await get(daemon, "/readyz") == (200, '{"ready": true}')
 
 
-async def test_status_tells_where_http_is_served(tmp_path: Path) -> None:
+async def test_status_shows_the_http_address(tmp_path: Path) -> None:
     async with watched(tmp_path) as daemon, ForgedClient(f"unix://{tmp_path}/s") as client:
         assert (await client.status()).http == daemon.http
 
@@ -74,7 +74,7 @@ async def test_a_store_that_takes_no_writes_is_healthy_but_not_ready(tmp_path: P
         assert "store_full" in text
 
 
-async def test_the_metrics_are_prometheus_text_and_count_what_happened(tmp_path: Path) -> None:
+async def test_metrics_are_prometheus_text_with_current_counts(tmp_path: Path) -> None:
     async with watched(tmp_path) as daemon, ForgedClient(f"unix://{tmp_path}/s") as client:
         for name in ("one", "two"):
             await client.create_job(name)
@@ -92,7 +92,7 @@ async def test_the_metrics_are_prometheus_text_and_count_what_happened(tmp_path:
         assert samples["forged_store_writable", ()] == 1
 
 
-async def test_somebody_without_rights_is_refused_and_a_token_is_accepted(tmp_path: Path) -> None:
+async def test_metrics_need_rights_and_accept_a_token(tmp_path: Path) -> None:
     async with watched(tmp_path, anonymous="none") as daemon, ForgedClient(f"unix://{tmp_path}/s") as client:
         status, text = await get(daemon, "/metrics")
         assert status == 401
@@ -102,30 +102,28 @@ async def test_somebody_without_rights_is_refused_and_a_token_is_accepted(tmp_pa
         assert (await get(daemon, "/metrics", token[:-1]))[0] == 401
 
 
-async def test_health_and_readiness_are_told_to_this_host_without_rights(tmp_path: Path) -> None:
+async def test_health_and_readiness_need_no_rights_on_loopback(tmp_path: Path) -> None:
     async with watched(tmp_path, anonymous="none") as daemon:
         for path in ("/healthz", "/readyz"):
             assert (await get(daemon, path))[0] == 200
             assert (await get(daemon, path, "nonsense"))[0] == 200
 
 
-async def test_who_asks_from_elsewhere_needs_rights_for_health_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_health_needs_rights_for_remote_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "_is_loopback", lambda remote: False)
     async with watched(tmp_path) as daemon:
         for path in ("/healthz", "/readyz", "/metrics"):
             assert (await get(daemon, path))[0] == 401
 
 
-async def test_a_refusal_tells_how_to_show_a_token(tmp_path: Path) -> None:
+async def test_refusal_explains_the_authorization_header(tmp_path: Path) -> None:
     async with watched(tmp_path, anonymous="none") as daemon:
         _, text = await get(daemon, "/metrics")
         assert "send `Authorization: Bearer TOKEN`" in text
         assert "forgectl tokens create NAME --role viewer" in text
 
 
-async def test_a_token_that_does_not_reach_is_forbidden(tmp_path: Path) -> None:
+async def test_token_with_insufficient_role_is_forbidden(tmp_path: Path) -> None:
     async with watched(tmp_path) as daemon, ForgedClient(f"unix://{tmp_path}/s") as client:
         bound = await client.create_token("of-a-job", Role.OPERATOR, jobs=["a"])
         status, text = await get(daemon, "/metrics", bound)
@@ -134,13 +132,13 @@ async def test_a_token_that_does_not_reach_is_forbidden(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
-async def test_bearer_is_understood_in_any_case(tmp_path: Path, scheme: str) -> None:
+async def test_bearer_is_case_insensitive(tmp_path: Path, scheme: str) -> None:
     async with watched(tmp_path, anonymous="none") as daemon, ForgedClient(f"unix://{tmp_path}/s") as client:
         token = await client.create_token("prometheus", Role.VIEWER)
         assert (await get(daemon, "/metrics", token, scheme))[0] == 200
 
 
-async def test_a_port_in_use_is_the_operators_error(tmp_path: Path) -> None:
+async def test_port_in_use_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     async with watched(tmp_path) as daemon:
         assert daemon.http is not None
@@ -150,14 +148,14 @@ async def test_a_port_in_use_is_the_operators_error(tmp_path: Path) -> None:
     assert refused.value.code == "http_address"
 
 
-async def test_an_address_that_the_machine_does_not_have_yet_is_the_worlds_fault(tmp_path: Path) -> None:
+async def test_missing_local_address_is_unavailable(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match=r"192\.0\.2\.1") as refused:
         async with watched(tmp_path, http="192.0.2.1:0"):
             """It does not come to this."""
     assert refused.value.code == "http_address_not_available"
 
 
-async def test_a_daemon_that_stops_is_not_ready(tmp_path: Path) -> None:
+async def test_stopping_daemon_is_not_ready(tmp_path: Path) -> None:
     async with watched(tmp_path) as daemon:
         daemon.server.stop_admitting()
         status, text = await get(daemon, "/readyz")
@@ -165,7 +163,7 @@ async def test_a_daemon_that_stops_is_not_ready(tmp_path: Path) -> None:
         assert "stopping" in text
 
 
-async def test_a_hundred_scrapers_at_once_are_all_served_and_hold_nobody_up(tmp_path: Path) -> None:
+async def test_hundred_concurrent_scrapes_are_served_without_delaying_requests(tmp_path: Path) -> None:
     async with watched(tmp_path) as daemon:
         pings = 0
         scraped = asyncio.Event()
@@ -226,9 +224,7 @@ async def raw(daemon: Daemon, request: bytes) -> bytes:
         ("PUT", "/readyz", 405),
     ],
 )
-async def test_only_what_is_there_can_be_read_and_nothing_written(
-    tmp_path: Path, method: str, path: str, status: int
-) -> None:
+async def test_unknown_paths_and_write_methods_are_refused(tmp_path: Path, method: str, path: str, status: int) -> None:
     async with watched(tmp_path) as daemon:
         request = f"{method} {path} HTTP/1.1\r\nHost: here\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
         head, _, body = (await raw(daemon, request.encode())).partition(b"\r\n\r\n")
@@ -248,7 +244,7 @@ async def test_only_what_is_there_can_be_read_and_nothing_written(
     ],
     ids=["huge header", "many headers", "huge path", "tls", "negative length", "zeros"],
 )
-async def test_what_is_no_sound_request_is_refused_and_others_are_served(
+async def test_malformed_request_is_refused_and_other_clients_are_served(
     tmp_path: Path, request_bytes: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with watched(tmp_path) as daemon:
@@ -258,7 +254,9 @@ async def test_what_is_no_sound_request_is_refused_and_others_are_served(
     assert [record for record in caplog.records if record.exc_info] == []
 
 
-async def test_who_does_not_read_the_answer_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_client_that_does_not_read_the_response_is_disconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop = asyncio.get_running_loop()
     later_s = 0.0
     swept = asyncio.Event()

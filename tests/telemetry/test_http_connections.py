@@ -86,7 +86,7 @@ async def is_cut_off(reader: asyncio.StreamReader) -> bool:
         return True
 
 
-async def test_who_never_asks_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     async with page_server(monkeypatch) as server:
         silent, writer = await server.connect()
         slow, slow_writer = await server.connect()
@@ -116,7 +116,7 @@ async def test_who_asks_nothing_more_is_cut_off_later(monkeypatch: pytest.Monkey
         writer.close()
 
 
-async def test_an_answer_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_response_beyond_the_time_limit_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     async with page_server(monkeypatch) as server:
         reader, writer = await server.connect()
         await server.ask(writer, LINGERING)
@@ -126,7 +126,7 @@ async def test_an_answer_that_takes_too_long_is_given_up(monkeypatch: pytest.Mon
         writer.close()
 
 
-async def test_when_all_places_are_taken_the_one_that_is_idle_longest_makes_room(
+async def test_connection_over_the_limit_replaces_the_longest_idle_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with page_server(monkeypatch, connections_max=2) as server:
@@ -144,7 +144,7 @@ async def test_when_all_places_are_taken_the_one_that_is_idle_longest_makes_room
             writer.close()
 
 
-async def test_many_who_come_at_once_do_not_get_past_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_simultaneous_connections_stay_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     async with page_server(monkeypatch, connections_max=2) as server:
         crowd = await asyncio.gather(*(server.connect() for _ in range(50)))
         reader, writer = await server.connect()
@@ -155,7 +155,7 @@ async def test_many_who_come_at_once_do_not_get_past_the_limit(monkeypatch: pyte
             one.close()
 
 
-async def test_when_all_are_being_answered_one_more_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_is_refused_while_all_others_are_being_served(monkeypatch: pytest.MonkeyPatch) -> None:
     async with page_server(monkeypatch, connections_max=1) as server:
         reader, writer = await server.connect()
         await server.ask(writer, LINGERING)
@@ -168,7 +168,7 @@ async def test_when_all_are_being_answered_one_more_is_told_so(monkeypatch: pyte
             one.close()
 
 
-async def test_those_who_have_left_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closed_connections_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     async with page_server(monkeypatch) as server:
         reader, writer = await server.connect()
         await server.ask(writer)

@@ -28,7 +28,7 @@ async def fixture() -> LogFixture:
     return LogFixture()
 
 
-async def test_warnings_and_errors_of_libraries_are_told_and_the_rest_is_not(fixture: LogFixture) -> None:
+async def test_library_warnings_and_errors_are_logged_and_lower_levels_are_not(fixture: LogFixture) -> None:
     with collected(fixture.library_logs):
         library.info("not collected")
         library.warning("a %s", "warning")
@@ -39,7 +39,7 @@ async def test_warnings_and_errors_of_libraries_are_told_and_the_rest_is_not(fix
     ]
 
 
-async def test_an_exception_that_a_library_logs_comes_with_its_traceback(fixture: LogFixture) -> None:
+async def test_library_exception_is_logged_with_its_traceback(fixture: LogFixture) -> None:
     with collected(fixture.library_logs):
         try:
             raise ZeroDivisionError
@@ -50,20 +50,20 @@ async def test_an_exception_that_a_library_logs_comes_with_its_traceback(fixture
     assert "ZeroDivisionError" in mistake["exception"]
 
 
-async def test_a_callback_that_fails_is_told_with_its_traceback(fixture: LogFixture) -> None:
+async def test_failed_callback_is_logged_with_its_traceback(fixture: LogFixture) -> None:
     with collected(fixture.library_logs):
         asyncio.get_running_loop().call_soon(lambda: 1 / 0)
         await until(lambda: bool(fixture.log.lines))
     assert "ZeroDivisionError" in fixture.log.of("unexpected exception")[0]["exception"]
 
 
-async def test_what_the_loop_says_without_an_exception_is_told(fixture: LogFixture) -> None:
+async def test_event_loop_error_without_exception_is_logged(fixture: LogFixture) -> None:
     with collected(fixture.library_logs):
         asyncio.get_running_loop().call_exception_handler({"message": "something odd"})
     assert fixture.log.of("event loop error") == [{"why": "something odd"}]
 
 
-async def test_a_flood_of_complaints_is_counted(fixture: LogFixture) -> None:
+async def test_library_logs_over_the_rate_are_counted(fixture: LogFixture) -> None:
     with collected(fixture.library_logs):
         for _ in range(1000):
             library.warning("again")
@@ -72,12 +72,12 @@ async def test_a_flood_of_complaints_is_counted(fixture: LogFixture) -> None:
     assert fixture.log.of("library logs left out") == [{"times": 990}]
 
 
-async def test_a_library_that_formats_badly_does_not_fail_over_it(fixture: LogFixture) -> None:
+async def test_library_record_with_a_bad_format_does_not_raise(fixture: LogFixture) -> None:
     fixture.library_logs.handle(logging.LogRecord("a.library", logging.WARNING, "", 1, "%d", ("no number",), None))
     assert fixture.log.of("library log cannot be formatted")[0]["logger"] == "a.library"
 
 
-async def test_behind_the_block_all_is_as_it_was(fixture: LogFixture) -> None:
+async def test_logging_is_restored_after_the_block(fixture: LogFixture) -> None:
     loop = asyncio.get_running_loop()
     before = loop.get_exception_handler()
     with collected(fixture.library_logs):

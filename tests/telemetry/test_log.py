@@ -54,7 +54,7 @@ def on_a_terminal(environment: Mapping[str, str], format: str = "auto") -> bytes
     return shown
 
 
-def test_programs_are_given_one_json_object_per_line(tmp_path: Path) -> None:
+def test_json_log_has_one_object_per_line(tmp_path: Path) -> None:
     logs, path = logged(tmp_path / "log")
     logs.log.warning("something", count=3)
     assert lines_of(logs, path) == [
@@ -62,7 +62,7 @@ def test_programs_are_given_one_json_object_per_line(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_bound_is_in_every_line_and_the_log_that_it_was_bound_to_has_it_not(tmp_path: Path) -> None:
+def test_bound_fields_are_in_every_line_of_the_bound_log_only(tmp_path: Path) -> None:
     logs, path = logged(tmp_path / "log")
     bound: Log = logs.log.bind(peer="a").bind(client="b")
     bound.debug("one")
@@ -72,7 +72,7 @@ def test_what_is_bound_is_in_every_line_and_the_log_that_it_was_bound_to_has_it_
     assert "peer" not in two
 
 
-def test_a_field_cannot_pass_itself_off_as_the_level_or_the_time(tmp_path: Path) -> None:
+def test_field_cannot_replace_level_or_time(tmp_path: Path) -> None:
     logs, path = logged(tmp_path / "log")
     logs.log.bind(timestamp="never").info("something", level="error")
     [line] = lines_of(logs, path)
@@ -80,7 +80,7 @@ def test_a_field_cannot_pass_itself_off_as_the_level_or_the_time(tmp_path: Path)
     assert line["timestamp"].startswith("2026-01-31T")
 
 
-def test_the_level_can_be_changed_for_those_who_have_a_log_already(tmp_path: Path) -> None:
+def test_level_change_applies_to_bound_logs(tmp_path: Path) -> None:
     logs, path = logged(tmp_path / "log")
     bound = logs.log.bind(peer="a")
     logs.set_level("error")
@@ -93,7 +93,7 @@ def test_the_level_can_be_changed_for_those_who_have_a_log_already(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("level", "format"), [("loud", "auto"), ("INFO", "auto"), ("info", "xml"), ("", "json")])
-def test_an_unknown_level_or_format_is_the_operators_error(level: str, format: str) -> None:  # noqa: A002
+def test_unknown_level_or_format_is_a_config_error(level: str, format: str) -> None:  # noqa: A002
     with pytest.raises(ConfigError, match="one of"):
         configure(level, format, io.StringIO())
 
@@ -106,7 +106,7 @@ def test_an_unknown_level_at_a_reload_changes_nothing(tmp_path: Path) -> None:
     logs.close(PATIENCE_S)
 
 
-def test_people_on_a_terminal_are_given_text_in_colours() -> None:
+def test_terminal_log_is_coloured_text() -> None:
     shown = on_a_terminal({"TERM": "xterm"})
     assert b"something" in shown
     assert b"\x1b[32m" in shown
@@ -114,13 +114,13 @@ def test_people_on_a_terminal_are_given_text_in_colours() -> None:
 
 
 @pytest.mark.parametrize("environment", [{"NO_COLOR": "1", "TERM": "xterm"}, {"TERM": "dumb"}])
-def test_colours_are_left_out_for_those_who_do_not_want_them(environment: Mapping[str, str]) -> None:
+def test_no_color_disables_colours(environment: Mapping[str, str]) -> None:
     shown = on_a_terminal(environment)
     assert b"something" in shown
     assert b"\x1b" not in shown
 
 
-def test_json_can_be_asked_for_on_a_terminal_and_text_in_a_file(tmp_path: Path) -> None:
+def test_format_setting_overrides_terminal_detection(tmp_path: Path) -> None:
     assert json.loads(on_a_terminal({}, "json"))["event"] == "something"
     logs, path = logged(tmp_path / "log", "pretty", {"TERM": "xterm"})
     logs.log.info("something", count=3)
@@ -129,7 +129,7 @@ def test_json_can_be_asked_for_on_a_terminal_and_text_in_a_file(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("level", "priority"), [("debug", 7), ("info", 6), ("warning", 4), ("error", 3)])
-def test_journald_is_told_the_priority_in_front_of_the_object(tmp_path: Path, level: str, priority: int) -> None:
+def test_journald_lines_begin_with_a_priority(tmp_path: Path, level: str, priority: int) -> None:
     path = tmp_path / "log"
     path.touch()
     status = path.stat()
@@ -142,7 +142,7 @@ def test_journald_is_told_the_priority_in_front_of_the_object(tmp_path: Path, le
 
 
 @pytest.mark.parametrize("journal", ["1:1", "", "nonsense"])
-def test_a_stream_that_does_not_lead_to_the_journal_has_no_priorities(tmp_path: Path, journal: str) -> None:
+def test_stream_without_journald_has_no_priorities(tmp_path: Path, journal: str) -> None:
     logs, path = logged(tmp_path / "log", environment={"JOURNAL_STREAM": journal})
     logs.log.info("something")
     assert lines_of(logs, path)[0]["event"] == "something"
@@ -166,14 +166,14 @@ class NoTime(Noon):
         return 1e300
 
 
-def test_an_event_that_cannot_be_made_is_counted_and_hurts_nobody() -> None:
+def test_event_that_cannot_be_rendered_is_counted_and_does_not_raise() -> None:
     logs = configure("info", "json", io.StringIO(), clock=NoTime(), environment={})
     logs.log.info("something")
     assert logs.lost == 1
     logs.close(PATIENCE_S)
 
 
-def test_a_closed_stream_hurts_nobody(tmp_path: Path) -> None:
+def test_closed_stream_does_not_raise(tmp_path: Path) -> None:
     stream = (tmp_path / "log").open("w")
     stream.close()
     logs = configure("info", "auto", stream, environment={"JOURNAL_STREAM": "1:1"})
@@ -182,7 +182,7 @@ def test_a_closed_stream_hurts_nobody(tmp_path: Path) -> None:
     assert logs.lost == 1
 
 
-def test_lines_that_were_lost_are_told_in_the_format_of_the_log(tmp_path: Path) -> None:
+def test_lost_lines_are_reported_in_the_log_format(tmp_path: Path) -> None:
     logs, path = logged(tmp_path / "log")
     logs._outlet.writer.lose("there was no room")
     logs.log.info("something")
@@ -203,7 +203,7 @@ print("done", logs.lost > 0, flush=True)
 
 
 @pytest.mark.parametrize("stderr", ["unread", "full", "closed", "gone"])
-def test_a_process_whose_standard_error_is_useless_goes_on_and_ends_well(stderr: str, tmp_path: Path) -> None:
+def test_process_with_unusable_standard_error_exits_with_0(stderr: str, tmp_path: Path) -> None:
     reading, writing = os.pipe()
     if stderr == "gone":
         os.close(reading)
@@ -223,7 +223,7 @@ def test_a_process_whose_standard_error_is_useless_goes_on_and_ends_well(stderr:
 @pytest.mark.parametrize(
     "module", ["forged", "forged.client", "forged.cli.forgectl.main", "forged.daemon", "forged.log"]
 )
-def test_what_does_not_log_loads_nothing_of_it(module: str) -> None:
+def test_import_without_logging_does_not_load_the_log(module: str) -> None:
     heavy = "{'structlog', 'aiohttp', 'prometheus_client'}"
     program = f"import sys, {module}; sys.exit(', '.join({heavy} & set(sys.modules)) or None)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

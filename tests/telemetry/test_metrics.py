@@ -65,7 +65,7 @@ def test_each_size_is_in_the_bucket_whose_bound_it_does_not_exceed() -> None:
 
 
 @on_virtual_time
-async def test_what_waits_for_handlers_and_what_they_failed_on_is_shown() -> None:
+async def test_queue_lengths_and_failures_of_handlers_are_shown() -> None:
     def fail(record: object) -> None:
         raise ZeroDivisionError
 
@@ -84,7 +84,7 @@ async def test_what_waits_for_handlers_and_what_they_failed_on_is_shown() -> Non
 
 
 @on_virtual_time
-async def test_one_that_follows_the_journal_is_shown_among_the_handlers() -> None:
+async def test_followers_are_shown_as_handlers() -> None:
     async def deliver(records: object) -> None:
         """Takes all."""
 
@@ -109,7 +109,7 @@ async def test_the_build_the_process_and_the_log_are_shown() -> None:
 
 
 @on_virtual_time
-async def test_all_of_it_is_valid_in_both_formats_and_explained() -> None:
+async def test_metrics_are_valid_in_both_formats_and_have_help() -> None:
     async with running() as kernel:
         registry = registry_of(kernel)
         await kernel.add()
@@ -121,7 +121,7 @@ async def test_all_of_it_is_valid_in_both_formats_and_explained() -> None:
 
 
 @on_virtual_time
-async def test_a_plugin_shows_its_state_and_what_it_did() -> None:
+async def test_plugin_metrics_show_state_and_counts() -> None:
     plugin = PluginView(
         name="noisy",
         version="1",

@@ -40,7 +40,7 @@ async def a_daemon(log: RecordingLog) -> AsyncIterator[ManualDaemon]:
 
 
 @on_virtual_time
-async def test_a_connection_is_told_at_both_its_ends_with_who_it_was() -> None:
+async def test_connection_is_logged_at_start_and_end_with_its_principal() -> None:
     log = RecordingLog()
     async with a_daemon(log) as here:
         client = await here.greeted()
@@ -67,7 +67,7 @@ def bring_a_wrong_token(client: ManualClient) -> None:
 
 
 @pytest.mark.parametrize("misbehave", [speak_another_protocol, speak_a_later_version, bring_a_wrong_token])
-def test_who_is_sent_away_is_told_with_the_reason(misbehave: Callable[[ManualClient], None]) -> None:
+def test_refused_peer_is_logged_with_the_reason(misbehave: Callable[[ManualClient], None]) -> None:
     log = RecordingLog()
 
     @on_virtual_time
@@ -87,7 +87,7 @@ def test_who_is_sent_away_is_told_with_the_reason(misbehave: Callable[[ManualCli
 
 
 @on_virtual_time
-async def test_who_breaks_the_protocol_after_the_hello_is_told_by_name() -> None:
+async def test_protocol_error_after_the_hello_is_logged_with_the_principal() -> None:
     log = RecordingLog()
     async with a_daemon(log) as here:
         client = await here.greeted()
@@ -99,7 +99,7 @@ async def test_who_breaks_the_protocol_after_the_hello_is_told_by_name() -> None
 
 
 @on_virtual_time
-async def test_many_who_are_sent_away_do_not_fill_the_log_and_are_counted() -> None:
+async def test_refusals_over_the_rate_are_counted() -> None:
     log = RecordingLog()
     async with a_daemon(log) as here:
         for _ in range(100):

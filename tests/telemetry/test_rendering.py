@@ -51,7 +51,7 @@ ODD: Mapping[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_json_comes_out_whatever_a_field_holds(name: str) -> None:
+def test_json_is_rendered_for_any_field_value(name: str) -> None:
     line = to_json(HEAD | {"odd": ODD[name], "sound": "yes"})
     read = json.loads(line)
     assert read["event"] == "something"
@@ -60,14 +60,14 @@ def test_json_comes_out_whatever_a_field_holds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_text_comes_out_whatever_a_field_holds(name: str) -> None:
+def test_text_is_rendered_for_any_field_value(name: str) -> None:
     line = PrettyFormatter(colours=False)(HEAD | {"odd": ODD[name], "sound": "yes"}).decode()
     assert "something" in line
     assert "sound=yes" in line
 
 
 @pytest.mark.parametrize("field", ["event", "reason", "exception"])
-def test_json_escapes_what_a_terminal_would_obey_and_loses_nothing(field: str) -> None:
+def test_json_escapes_control_characters_without_loss(field: str) -> None:
     line = to_json(HEAD | {field: EVIL})
     assert all(one.isprintable() for one in line.decode())
     assert json.loads(line)[field] == EVIL
@@ -75,12 +75,12 @@ def test_json_escapes_what_a_terminal_would_obey_and_loses_nothing(field: str) -
 
 @pytest.mark.parametrize("field", ["event", "reason"])
 @pytest.mark.parametrize("value", [EVIL, {"nested": EVIL}, [EVIL]])
-def test_text_of_others_does_nothing_to_a_terminal_and_begins_no_line(field: str, value: Any) -> None:
+def test_untrusted_text_cannot_control_the_terminal_or_begin_a_line(field: str, value: Any) -> None:
     line = PrettyFormatter(colours=False)(HEAD | {field: value}).decode()
     assert all(one.isprintable() for one in line)
 
 
-def test_a_traceback_is_shown_on_lines_of_its_own_which_cannot_be_taken_for_events() -> None:
+def test_traceback_lines_cannot_be_mistaken_for_events() -> None:
     forged = "Traceback:\n\x1b[31mboom\n2026-01-31T12:00:00.000Z [error] the store is on fire"
     first, *rest = PrettyFormatter(colours=False)(HEAD | {"exception": forged}).decode().splitlines()
     assert "something" in first
@@ -88,19 +88,19 @@ def test_a_traceback_is_shown_on_lines_of_its_own_which_cannot_be_taken_for_even
     assert all(line.startswith("  ") and line.isprintable() for line in rest)
 
 
-def test_colours_are_used_only_where_they_are_wanted() -> None:
+def test_colours_are_used_only_if_enabled() -> None:
     assert b"\x1b[" in PrettyFormatter(colours=True)(HEAD)
     assert b"\x1b" not in PrettyFormatter(colours=False)(HEAD)
 
 
-def test_people_read_fields_in_the_order_in_which_they_were_given() -> None:
+def test_text_keeps_the_order_of_fields() -> None:
     line = PrettyFormatter(colours=False)(HEAD | {"z": 1, "a": "two words", "m": ""}).decode()
     assert line.endswith("z=1 a='two words' m=''")
 
 
 @pytest.mark.parametrize("size", [LINE_BYTES_MAX, 1 << 20])
 @pytest.mark.parametrize("filling", ["x", "\x1b", "é", "\U0001f525"])
-def test_a_line_that_is_too_long_is_cut_and_still_one_object(size: int, filling: str) -> None:
+def test_long_json_line_is_cut_and_stays_valid(size: int, filling: str) -> None:
     line = to_json(HEAD | {"short": "whole", "long": filling * size, "nested": {"a": [filling * size]}})
     read = json.loads(line)
     assert len(line) <= 48 << 10
@@ -124,6 +124,6 @@ def test_any_fields_make_one_printable_line(fields: dict[str, Any]) -> None:
 
 
 @given(st.text())
-def test_what_is_visible_is_printable_and_printable_text_stays(text: str) -> None:
+def test_visible_text_is_printable_and_keeps_printable_text(text: str) -> None:
     assert visible(text).isprintable()
     assert visible(text) == text or not text.isprintable()

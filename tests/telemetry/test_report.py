@@ -60,7 +60,7 @@ def fact_report(log: RecordingLog, per_s_max: float = 10.0, clock: Clock | None 
     return FactReport(log, clock or ManualClock(), per_s_max)
 
 
-def test_a_fact_is_told_with_its_place_in_history_and_its_fields() -> None:
+def test_fact_is_logged_with_its_id_and_fields() -> None:
     log = RecordingLog()
     fact_report(log).log([record_of(Added(5, 7), 4)])
     assert log.lines == [
@@ -81,7 +81,7 @@ def test_a_fact_is_told_with_its_place_in_history_and_its_fields() -> None:
     ]
 
 
-def test_a_fact_has_the_level_of_its_class_and_one_that_is_unknown_is_info() -> None:
+def test_fact_is_logged_at_the_level_of_its_class_or_info() -> None:
     log = RecordingLog()
     unknown = Record.read(record_of(Shouted(), 2).data.replace(b"Shouted", b"Whisper"))
     fact_report(log).log([record_of(HandlerFailed("h", 1, "why"), 1), record_of(Shouted(), 3), unknown])
@@ -92,7 +92,7 @@ def test_a_fact_has_the_level_of_its_class_and_one_that_is_unknown_is_info() -> 
     ]
 
 
-def test_below_the_level_of_the_log_nothing_is_told_or_counted() -> None:
+def test_facts_below_the_log_level_are_not_logged_or_counted() -> None:
     log, clock = RecordingLog(level="warning"), ManualClock()
     report = fact_report(log, clock=clock)
     report.log(added(1000))
@@ -101,7 +101,7 @@ def test_below_the_level_of_the_log_nothing_is_told_or_counted() -> None:
     assert log.lines == []
 
 
-def test_of_a_flood_only_so_much_is_told_and_the_rest_is_counted_in_one_line_at_its_end() -> None:
+def test_facts_over_the_rate_are_counted_in_one_line() -> None:
     log, clock = RecordingLog(), ManualClock()
     report = fact_report(log, 10.0, clock)
     report.log(added(1000))
@@ -114,14 +114,14 @@ def test_of_a_flood_only_so_much_is_told_and_the_rest_is_counted_in_one_line_at_
     assert [fields["facts"] for fields in log.of("facts left out of the log")] == [990]
 
 
-def test_a_flood_of_what_is_usual_does_not_hide_a_warning() -> None:
+def test_flood_of_info_facts_does_not_suppress_a_warning() -> None:
     log = RecordingLog()
     report = fact_report(log, 10.0)
     report.log([*added(1000), record_of(HandlerFailed("h", 1, "why"), 2000)])
     assert [fields["type"] for level, _, fields in log.lines if level == "warning"] == ["HandlerFailed"]
 
 
-def test_the_limit_can_be_changed_and_none_at_all_is_told_at_zero() -> None:
+def test_limit_can_be_changed_and_zero_logs_no_facts() -> None:
     log, clock = RecordingLog(), ManualClock()
     report = fact_report(log, 0.0, clock)
     report.log(added(1000))
@@ -134,7 +134,7 @@ def test_the_limit_can_be_changed_and_none_at_all_is_told_at_zero() -> None:
 
 
 @on_virtual_time
-async def test_facts_of_the_bus_are_told_once_they_are_durable() -> None:
+async def test_facts_are_logged_when_durable() -> None:
     log, store = RecordingLog(), FaultyStore()
     async with running(store, reporting(log)) as kernel:
         store.block()
@@ -147,7 +147,7 @@ async def test_facts_of_the_bus_are_told_once_they_are_durable() -> None:
 
 
 @on_virtual_time
-async def test_a_reporter_can_be_told_a_new_limit() -> None:
+async def test_reporter_limit_can_be_changed() -> None:
     log = RecordingLog()
     async with running(register=reporting(log, facts_per_s_max=0)) as kernel:
         await kernel.add()
@@ -158,7 +158,7 @@ async def test_a_reporter_can_be_told_a_new_limit() -> None:
 
 
 @on_virtual_time
-async def test_a_store_that_stops_taking_writes_is_told_once_and_so_is_its_recovery() -> None:
+async def test_store_failure_and_recovery_are_logged_once_each() -> None:
     log, store = RecordingLog(), FaultyStore()
     async with running(store, reporting(log)) as kernel, anyio.create_task_group() as tasks:
         tasks.start_soon(kernel.reporter.run)  # type: ignore[attr-defined]
@@ -175,7 +175,7 @@ async def test_a_store_that_stops_taking_writes_is_told_once_and_so_is_its_recov
 
 
 @on_virtual_time
-async def test_a_failure_that_is_over_before_anybody_looks_is_told_too() -> None:
+async def test_short_store_failure_is_logged_too() -> None:
     log = RecordingLog()
     async with running(register=reporting(log)) as kernel:
         kernel.bus.submit(Stumble("once"), call())
@@ -185,7 +185,7 @@ async def test_a_failure_that_is_over_before_anybody_looks_is_told_too() -> None
 
 
 @on_virtual_time
-async def test_what_a_handler_of_requests_raised_is_told_with_its_traceback() -> None:
+async def test_request_handler_exception_is_logged_with_its_traceback() -> None:
     log = RecordingLog()
     async with running(register=reporting(log)) as kernel:
         assert kernel.bus.submit(Stumble("over a stone"), call()).error is not None
@@ -197,7 +197,7 @@ async def test_what_a_handler_of_requests_raised_is_told_with_its_traceback() ->
 
 
 @on_virtual_time
-async def test_what_a_wrapper_raised_is_told_as_the_wrappers() -> None:
+async def test_wrapper_exception_is_logged_with_the_wrapper_as_owner() -> None:
     log = RecordingLog()
 
     async def wrap(request: Add, _: Call, proceed: Any) -> int:
@@ -214,7 +214,7 @@ async def test_what_a_wrapper_raised_is_told_as_the_wrappers() -> None:
 
 
 @on_virtual_time
-async def test_what_a_handler_of_facts_raised_is_told_and_a_refusal_is_not() -> None:
+async def test_fact_handler_exception_is_logged_and_a_refusal_is_not() -> None:
     log = RecordingLog()
 
     async def break_down(record: Record) -> None:
@@ -239,7 +239,7 @@ async def test_what_a_handler_of_facts_raised_is_told_and_a_refusal_is_not() -> 
 
 
 @on_virtual_time
-async def test_a_refusal_of_a_request_is_no_mistake() -> None:
+async def test_refused_request_is_not_logged_as_an_exception() -> None:
     log = RecordingLog()
     async with running(register=reporting(log)) as kernel:
         assert kernel.bus.submit(Stumble("refuse"), call()).error is not None
@@ -247,7 +247,7 @@ async def test_a_refusal_of_a_request_is_no_mistake() -> None:
 
 
 @on_virtual_time
-async def test_without_a_reporter_mistakes_are_answered_as_before() -> None:
+async def test_exceptions_are_answered_without_a_reporter() -> None:
     async with running(register=lambda kernel: kernel.bus.serve(Stumble, stumble, owner="clumsy")) as kernel:
         error = kernel.bus.submit(Stumble("x"), call()).error
         assert error is not None
@@ -262,7 +262,7 @@ def raised(error: BaseException) -> BaseException:
         return caught
 
 
-def test_the_same_mistake_is_told_three_times_a_minute_and_counted_otherwise() -> None:
+def test_repeated_exception_is_logged_three_times_a_minute_and_counted() -> None:
     log, clock = RecordingLog(), ManualClock()
     report = ExceptionReport(log, clock)
     for _ in range(100):
@@ -277,7 +277,7 @@ def test_the_same_mistake_is_told_three_times_a_minute_and_counted_otherwise() -
     assert "test_report.py:" in again["place"]
 
 
-def test_another_mistake_is_told_while_one_repeats_itself() -> None:
+def test_new_exception_is_logged_while_another_repeats() -> None:
     log = RecordingLog()
     report = ExceptionReport(log, ManualClock())
     for error in [ValueError("x")] * 10 + [KeyError("y")]:
@@ -285,7 +285,7 @@ def test_another_mistake_is_told_while_one_repeats_itself() -> None:
     assert "KeyError" in log.lines[-1][2]["exception"]
 
 
-def test_mistakes_of_endless_kinds_take_bounded_memory() -> None:
+def test_distinct_exceptions_use_bounded_memory() -> None:
     log = RecordingLog()
     report = ExceptionReport(log, ManualClock())
     for number in range(EXCEPTIONS_MAX * 3):
@@ -308,7 +308,7 @@ def deep(levels: int = 900) -> None:
     raise RecursionError("x" * 100_000)
 
 
-def test_a_hostile_exception_is_told_and_hurts_nobody() -> None:
+def test_exception_that_cannot_be_shown_is_logged_without_raising() -> None:
     log = RecordingLog()
     report = ExceptionReport(log, ManualClock())
     report.log("h", raised(Hostile()))

@@ -62,7 +62,7 @@ def test_lines_are_written_in_order_and_the_last_ones_at_the_end() -> None:
     assert writer.lost == 0
 
 
-def test_what_a_full_disk_loses_is_counted_and_told_when_it_is_written_to_again() -> None:
+def test_lines_lost_on_a_full_disk_are_counted_and_reported_later() -> None:
     disk = Disk()
     disk.full = True
     writer = LineWriter(disk, loss_line)
@@ -76,7 +76,7 @@ def test_what_a_full_disk_loses_is_counted_and_told_when_it_is_written_to_again(
     assert disk.lines == [b"kept\n", b"lost 3: writing failed: No space left on device\n"]
 
 
-def test_who_logs_does_not_wait_for_a_writer_that_hangs_and_what_finds_no_room_is_counted() -> None:
+def test_logging_does_not_wait_for_a_hanging_writer_and_overflow_is_counted() -> None:
     disk = Disk()
     disk.open.clear()
     writer = LineWriter(disk, loss_line)
@@ -91,7 +91,7 @@ def test_who_logs_does_not_wait_for_a_writer_that_hangs_and_what_finds_no_room_i
     assert disk.lines[-1].startswith(b"lost 7: ")
 
 
-def test_few_long_lines_may_take_no_more_room_than_many_short_ones() -> None:
+def test_queue_is_bounded_in_bytes() -> None:
     disk = Disk()
     disk.open.clear()
     writer = LineWriter(disk, loss_line)
@@ -104,7 +104,7 @@ def test_few_long_lines_may_take_no_more_room_than_many_short_ones() -> None:
     assert writer.close(PATIENCE_S)
 
 
-def test_a_line_that_could_not_be_made_is_told_without_another_line() -> None:
+def test_lost_line_is_reported_without_another_line() -> None:
     disk = Disk()
     writer = LineWriter(disk, loss_line)
     writer.lose("event cannot be formatted")
@@ -113,7 +113,7 @@ def test_a_line_that_could_not_be_made_is_told_without_another_line() -> None:
     assert disk.lines == [b"lost 1: event cannot be formatted\n"]
 
 
-def test_closing_waits_no_longer_than_it_is_told_to() -> None:
+def test_close_waits_no_longer_than_its_timeout() -> None:
     disk = Disk()
     disk.open.clear()
     writer = LineWriter(disk, loss_line)
@@ -126,7 +126,7 @@ def test_closing_waits_no_longer_than_it_is_told_to() -> None:
     assert disk.lines == [b"x\n"]
 
 
-def test_a_pipe_that_nobody_reads_stops_nobody_and_what_was_kept_is_whole() -> None:
+def test_unread_pipe_does_not_block_and_keeps_lines_whole() -> None:
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
     sink = DescriptorWriter(writing)
@@ -169,7 +169,7 @@ def test_the_full_device_loses_lines_and_nothing_else() -> None:
     assert writer.lost == 1
 
 
-def test_a_descriptor_that_somebody_made_non_blocking_is_waited_for() -> None:
+def test_nonblocking_descriptor_is_waited_for() -> None:
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
     os.set_blocking(writing, False)
@@ -185,7 +185,7 @@ def test_a_descriptor_that_somebody_made_non_blocking_is_waited_for() -> None:
     assert read == [data]
 
 
-def test_a_line_that_broke_off_does_not_swallow_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_line_does_not_merge_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     written = bytearray()
     room = [4]
 
@@ -209,7 +209,7 @@ def test_a_line_that_broke_off_does_not_swallow_the_next_one(monkeypatch: pytest
     assert bytes(written) == b"firs\nsecond line\nthird line\n"
 
 
-def test_the_descriptor_is_its_own_so_the_stream_may_be_closed(tmp_path: Path) -> None:
+def test_writer_duplicates_the_descriptor(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as stream:
         sink = writer_for(stream)
     sink(b"after\n")
@@ -217,7 +217,7 @@ def test_the_descriptor_is_its_own_so_the_stream_may_be_closed(tmp_path: Path) -
     assert (tmp_path / "log").read_bytes() == b"after\n"
 
 
-def test_a_stream_that_is_no_file_is_written_to_all_the_same() -> None:
+def test_stream_without_a_descriptor_is_written_to() -> None:
     stream = io.StringIO()
     sink = writer_for(stream)
     sink("é\n".encode())
@@ -232,7 +232,7 @@ def closed() -> IO[str]:
 
 
 @pytest.mark.parametrize("stream", [None, closed()])
-def test_where_there_is_no_stream_every_line_is_lost_and_counted(stream: IO[str] | None) -> None:
+def test_lines_without_a_stream_are_counted_as_lost(stream: IO[str] | None) -> None:
     sink = writer_for(stream)  # type: ignore[arg-type]
     assert isinstance(sink, NoWriter)
     writer = LineWriter(sink, loss_line)
