@@ -32,12 +32,12 @@ def put(path: Path) -> Path:
     return path
 
 
-def test_a_checkout_has_them_next_to_the_package() -> None:
+def test_assets_of_a_checkout_are_next_to_the_package() -> None:
     for kind, name in [("systemd", "forged.service"), ("systemd", "forged.socket"), ("config", "forged.toml")]:
         assert asset(kind, name) == ROOT / kind / name
 
 
-def test_what_lies_next_to_an_installed_package_is_somebody_elses(place: Place, tmp_path: Path) -> None:
+def test_files_next_to_an_installed_package_are_ignored(place: Place, tmp_path: Path) -> None:
     put(tmp_path / "site-packages" / "systemd" / "forged.service")
     place(tmp_path / "site-packages")
     with pytest.raises(ConfigError) as raised:
@@ -47,15 +47,13 @@ def test_what_lies_next_to_an_installed_package_is_somebody_elses(place: Place, 
 
 
 @pytest.mark.parametrize("where", ["target", "data"])
-def test_without_a_record_they_are_where_installers_put_them(place: Place, tmp_path: Path, where: str) -> None:
+def test_assets_without_an_install_record_are_at_the_default_location(place: Place, tmp_path: Path, where: str) -> None:
     put_there = put(tmp_path / where / "share" / "forged" / "config" / "forged.toml")
     place(tmp_path / "target")
     assert asset("config", "forged.toml") == put_there
 
 
-def test_the_record_of_the_installer_says_where_they_are(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_assets_are_found_by_the_install_record(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_there = put(tmp_path / "venv" / "share" / "forged" / "plugins" / "webhook.py")
     package = tmp_path / "venv" / "lib" / "site-packages"
     info = package / "recorded-1.0.dist-info"

@@ -27,7 +27,7 @@ def test_a_benchmark_prints_one_object_with_its_figures(name: str) -> None:
         assert figure["ours"] > 0
 
 
-def test_a_reference_that_is_not_there_is_not_guessed() -> None:
+def test_missing_reference_value_is_not_guessed() -> None:
     record = Figure("rate", "1/s", 10.0, None, 2.0).as_record()
     assert (record["reference"], record["ratio"], record["met"]) == (None, None, None)
 
@@ -49,7 +49,7 @@ def test_subjects_take_turns_and_every_other_round_goes_backwards() -> None:
     assert medians == {"a": 1.0, "b": 2.0}
 
 
-def test_rows_that_are_measured_anew_stand_where_the_old_ones_did() -> None:
+def test_remeasured_rows_replace_the_old_ones_in_place() -> None:
     page = "# Old\n\n| `bus` | a |\n| `plan` | b |\n| `plan` | c |\n| `gone_host` | d |\n"
     new = replaced(page, "# New\n\n", {"plan": ["| `plan` | e |\n"], "rpc": ["| `rpc` | f |\n"]})
     assert new == "# New\n\n| `bus` | a |\n| `rpc` | f |\n| `plan` | e |\n| `gone_host` | d |\n"

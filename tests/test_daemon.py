@@ -126,7 +126,7 @@ def names_in(directory: Path) -> set[str]:
 
 
 @on_virtual_time
-async def test_a_request_that_nobody_answers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_start_refuses_a_request_type_without_handler_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon_module, "REQUESTS", (*REQUESTS, Unserved))
     with pytest.raises(ConfigError, match="Unserved") as refused:
         async with a_daemon():
@@ -135,7 +135,7 @@ async def test_a_request_that_nobody_answers_is_refused_by_name(monkeypatch: pyt
 
 
 @on_virtual_time
-async def test_a_request_that_two_answer_is_refused_by_name() -> None:
+async def test_start_refuses_a_request_type_with_two_handlers_by_name() -> None:
     def answer_too(daemon: Daemon) -> None:
         daemon.bus.serve(CreateJob, lambda request, call: None, owner="a plugin")
 
@@ -146,7 +146,7 @@ async def test_a_request_that_two_answer_is_refused_by_name() -> None:
 
 
 @on_virtual_time
-async def test_a_store_that_cannot_be_read_is_the_error_of_the_start() -> None:
+async def test_start_fails_with_the_error_of_an_unreadable_store() -> None:
     store = a_store()
     store.read_error = StoreCorrupt("store_corrupt", "it is damaged", "restore a backup")
     with pytest.raises(StoreCorrupt):
@@ -155,7 +155,7 @@ async def test_a_store_that_cannot_be_read_is_the_error_of_the_start() -> None:
 
 
 @on_virtual_time
-async def test_what_plugins_do_again_and_again_begins_when_all_doors_are_open() -> None:
+async def test_periodic_plugin_work_begins_when_all_listeners_are_open() -> None:
     network, began = SlowNetwork(), asyncio.Event()
     opened: list[list[str]] = []
 
@@ -170,7 +170,7 @@ async def test_what_plugins_do_again_and_again_begins_when_all_doors_are_open() 
 
 
 @on_virtual_time
-async def test_a_start_is_on_record_when_all_doors_are_open() -> None:
+async def test_start_is_recorded_when_all_listeners_are_open() -> None:
     store, network = a_store(), SlowNetwork()
     seen: list[list[str]] = []
 
@@ -187,7 +187,7 @@ async def test_a_start_is_on_record_when_all_doors_are_open() -> None:
 
 
 @on_virtual_time
-async def test_who_cannot_listen_has_neither_started_nor_stopped() -> None:
+async def test_daemon_that_cannot_listen_records_neither_start_nor_stop() -> None:
     store = a_store()
     in_use = ConfigError("address_in_use", "another process has it", "stop it")
     with pytest.raises(ConfigError) as refused:
@@ -197,7 +197,7 @@ async def test_who_cannot_listen_has_neither_started_nor_stopped() -> None:
     assert await kinds_on_record(store) == []
 
 
-async def test_what_a_backup_that_was_cut_short_left_is_gone_after_the_start(tmp_path: Path) -> None:
+async def test_start_deletes_the_leftovers_of_an_interrupted_backup(tmp_path: Path) -> None:
     for name in (NAME, f"{NAME}.0123.new"):
         (tmp_path / name).write_bytes(b"half a copy")
     (tmp_path / "notes").write_bytes(b"somebody else's")
@@ -216,7 +216,7 @@ async def test_what_a_backup_that_was_cut_short_left_is_gone_after_the_start(tmp
 
 
 @on_virtual_time
-async def test_what_is_being_done_is_answered_before_the_goodbye_and_nothing_new_is_begun() -> None:
+async def test_stop_answers_running_requests_before_goodbye_and_starts_no_new_ones() -> None:
     host = Host()
     async with a_daemon(extend=host.extend) as here:
         client = await here.greeted()
@@ -232,7 +232,7 @@ async def test_what_is_being_done_is_answered_before_the_goodbye_and_nothing_new
 
 
 @on_virtual_time
-async def test_a_drain_that_finds_no_end_is_cut_short_and_the_stop_is_on_record_all_the_same() -> None:
+async def test_drain_over_its_timeout_is_cancelled_and_the_stop_is_recorded() -> None:
     host, store = Host(), a_store()
     async with a_daemon(store, host.extend) as here:
         client = await here.greeted()
@@ -245,7 +245,7 @@ async def test_a_drain_that_finds_no_end_is_cut_short_and_the_stop_is_on_record_
 
 
 @on_virtual_time
-async def test_how_far_durable_handlers_have_come_is_saved_after_a_drain_that_was_cut_short() -> None:
+async def test_positions_of_durable_handlers_are_saved_after_a_cancelled_drain() -> None:
     host, store = Host(), a_store()
 
     async def watch(record: Record) -> None:
@@ -267,7 +267,7 @@ async def test_how_far_durable_handlers_have_come_is_saved_after_a_drain_that_wa
 
 
 @on_virtual_time
-async def test_a_stop_takes_no_longer_than_the_drain_and_the_farewell_whatever_hangs() -> None:
+async def test_stop_time_is_bounded_by_drain_and_goodbye_timeouts() -> None:
     host, store = Host(), a_store()
     async with a_daemon(store, host.extend) as here:
         stuck = await here.greeted()
@@ -283,7 +283,7 @@ async def test_a_stop_takes_no_longer_than_the_drain_and_the_farewell_whatever_h
 
 @pytest.mark.parametrize("error", [full(), StoreCorrupt("store_corrupt", "it is damaged", "restore a backup")])
 @on_virtual_time
-async def test_everybody_is_told_goodbye_when_the_store_takes_nothing_more(error: ForgedError) -> None:
+async def test_clients_receive_goodbye_when_the_store_refuses_writes(error: ForgedError) -> None:
     store = a_store()
     async with a_daemon(store) as here:
         client = await here.greeted()
@@ -294,7 +294,7 @@ async def test_everybody_is_told_goodbye_when_the_store_takes_nothing_more(error
 
 
 @on_virtual_time
-async def test_what_broke_the_block_comes_out_of_it_when_the_store_is_broken_too() -> None:
+async def test_exception_in_the_block_is_raised_even_if_the_store_fails() -> None:
     async def make_a_mistake() -> None:
         store = a_store()
         async with a_daemon(store) as here:

@@ -90,14 +90,14 @@ def events_of_training(example: str, directory: Path) -> str:
         ("docs/elastic.md", "ElasticWorker"),
     ],
 )
-def test_the_training_of_a_page_trains(page: str, joins: str, tmp_path: Path) -> None:
+def test_training_example_of_a_page_trains(page: str, joins: str, tmp_path: Path) -> None:
     others = ("drain", "JobEnded")
     examples = [block for block in blocks(ROOT / page, "python") if joins in block]
     [example] = [block for block in examples if not any(other in block for other in others)]
     assert "JobCompleted" in events_of_training(example, tmp_path)
 
 
-def test_the_worker_of_a_page_that_goes_in_good_order_has_saved_its_state(tmp_path: Path) -> None:
+def test_drained_worker_of_an_example_has_saved_its_state(tmp_path: Path) -> None:
     [example] = [block for block in blocks(ROOT / "docs" / "elastic.md", "python") if "drain" in block]
     told = events_of_training(example, tmp_path)
     assert "WorkerLeft" in told
@@ -109,7 +109,7 @@ def test_the_worker_of_a_page_that_goes_in_good_order_has_saved_its_state(tmp_pa
     assert checkpoint.load(saved.with_name(prefix))["w"].tolist() == [steps] * 8
 
 
-def test_the_worker_of_a_page_whose_job_is_aborted_has_saved_its_state(tmp_path: Path) -> None:
+def test_aborted_worker_of_an_example_has_saved_its_state(tmp_path: Path) -> None:
     [example] = [block for block in blocks(ROOT / "docs" / "elastic.md", "python") if "JobEnded" in block]
     with a_daemon(tmp_path) as environment:
 
@@ -134,7 +134,7 @@ def test_the_worker_of_a_page_whose_job_is_aborted_has_saved_its_state(tmp_path:
     assert checkpoint.load(saved.with_name(prefix))["w"].tolist() == [int(prefix.rpartition("-")[2])] * 8
 
 
-def test_the_store_of_the_page_on_data_keeps_the_contract() -> None:
+def test_shard_store_of_the_data_page_passes_the_contract() -> None:
     [example] = [block for block in blocks(ROOT / "docs" / "data.md", "python") if "ShardStore" in block]
     named: dict[str, Any] = {}
     exec(example, named)
@@ -161,7 +161,7 @@ def test_the_store_of_the_page_on_data_keeps_the_contract() -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/checkpoint.md"])
-def test_what_is_saved_in_three_lines_is_loaded_by_the_page_that_tells_how_it_lies(page: str, tmp_path: Path) -> None:
+def test_checkpoint_of_the_short_example_is_loaded_by_the_layout_example(page: str, tmp_path: Path) -> None:
     [saves] = [block for block in blocks(ROOT / page, "python") if "forged.checkpoint.save(" in block]
     [reads] = blocks(ROOT / "docs" / "checkpoint-format.md", "python")
     for example in (saves, reads):
@@ -194,7 +194,7 @@ def welcome(tmp_path: Path) -> Path:
     return directory
 
 
-def test_the_plugin_of_ten_lines_does_what_is_said_of_it(welcome: Path, tmp_path: Path) -> None:
+def test_ten_line_plugin_works_as_described(welcome: Path, tmp_path: Path) -> None:
     commands = [shlex.split(line) for line in blocks(PLUGINS, "sh")[0].splitlines()]
     assert commands[1][:2] == ["forgectl", "events"]
     with a_daemon(tmp_path, "--plugin-dir", str(welcome)) as environment:
@@ -210,13 +210,13 @@ def test_the_plugin_of_ten_lines_does_what_is_said_of_it(welcome: Path, tmp_path
     assert json.loads(shown.stdout)["state"] == "active"
 
 
-def test_the_test_of_the_plugin_of_ten_lines_passes(welcome: Path) -> None:
+def test_test_of_the_ten_line_plugin_passes(welcome: Path) -> None:
     test = blocks(PLUGINS, "python")[1] + "\ntest_a_new_job_is_welcomed()\n"
     done = subprocess.run([sys.executable, "-c", test], cwd=welcome, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_receiver_that_is_written_as_shown_knows_a_signature_from_another() -> None:
+def test_receiver_example_tells_valid_from_invalid_signatures() -> None:
     names: dict[str, Any] = {}
     exec(blocks(PLUGINS, "python")[2], names)
     now, is_from_forged = int(time.time()), names["is_from_forged"]
@@ -228,7 +228,7 @@ def test_a_receiver_that_is_written_as_shown_knows_a_signature_from_another() ->
 
 
 @pytest.mark.parametrize("plugin", [webhook, event_log], ids=lambda plugin: plugin.__name__)
-def test_the_settings_of_a_plugin_are_those_of_its_code(plugin: ModuleType) -> None:
+def test_documented_plugin_settings_match_the_code(plugin: ModuleType) -> None:
     _, section = PLUGINS.read_text().split(f"## `{plugin.__name__.rpartition('.')[2]}`")
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|([^|]*)\|", section.split("\n## ")[0], re.MULTILINE)
     told = {name: default.strip().strip("`") for names, default in rows for name in re.findall(r"\w+", names)}
@@ -239,7 +239,7 @@ def test_the_settings_of_a_plugin_are_those_of_its_code(plugin: ModuleType) -> N
             assert json.loads(told[name]) == field.default
 
 
-def test_everything_that_a_plugin_is_given_is_told() -> None:
+def test_every_member_of_plugin_context_is_documented() -> None:
     told = set(re.findall(r"`(\w+)(?:\([^`]*\))?`", PLUGINS.read_text()))
     given = {name for name in dir(PluginContext) if not name.startswith("_")} - {"close"}
     assert given <= told
@@ -289,7 +289,7 @@ def test_the_table_of_settings_names_every_setting() -> None:
 
 
 @pytest.mark.parametrize("target", ["demo", "test", "check", "bench", "soak"])
-def test_make_knows_the_targets_that_are_written_about(target: str) -> None:
+def test_documented_make_targets_exist(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
@@ -308,12 +308,12 @@ def spelt_out(command: str) -> list[str]:
     return [put_in.get(word.strip("{}"), word) for word in shlex.split(re.sub(r"\{[^}]*bound[^}]*\}", "", plain))[1:]]
 
 
-def test_commands_are_written_about_at_all() -> None:
+def test_documents_mention_commands() -> None:
     assert len(commands_written_about()) >= 10
 
 
 @pytest.mark.parametrize("command", commands_written_about())
-def test_every_command_that_is_written_about_exists(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_documented_command_exists(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = spelt_out(command)
     # Where a text names a command without its arguments, it is the command that has to exist.
     try:

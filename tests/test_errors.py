@@ -22,13 +22,13 @@ from forged.errors import (
 )
 
 
-def test_an_error_says_what_is_wrong_and_how_to_mend_it() -> None:
+def test_error_text_has_problem_and_fix() -> None:
     error = RequestRefused("job_unknown", "there is no job a", "create it")
     assert (error.code, error.message, error.fix) == ("job_unknown", "there is no job a", "create it")
     assert str(error) == "there is no job a (create it)"
 
 
-def test_an_error_without_a_fix_is_its_sentence() -> None:
+def test_error_without_a_fix_is_its_message() -> None:
     assert str(ForgedError("x", "it broke")) == "it broke"
 
 
@@ -43,7 +43,7 @@ def test_an_error_without_a_fix_is_its_sentence() -> None:
         (NotLeader, True),
     ],
 )
-def test_only_what_passes_may_be_tried_again(error: type[ForgedError], retryable: bool) -> None:
+def test_only_temporary_errors_are_retryable(error: type[ForgedError], retryable: bool) -> None:
     assert error("code", "message").retryable is retryable
 
 
@@ -69,7 +69,7 @@ def test_a_configuration_error_names_every_problem() -> None:
         (Problem("a.b", 1, "2", line=3, place="the command line"), "line 3: a.b must be 2, got 1"),
     ],
 )
-def test_a_problem_says_where_it_is(problem: Problem, text: str) -> None:
+def test_problem_has_a_location(problem: Problem, text: str) -> None:
     assert str(problem) == text
 
 
@@ -90,7 +90,7 @@ def test_a_problem_with_a_large_value_is_short(value: object) -> None:
     assert text.startswith("key must be something small, got ")
 
 
-def test_a_problem_with_a_value_nested_without_end_can_be_told() -> None:
+def test_problem_with_a_recursive_value_has_a_text() -> None:
     value: object = 1
     for _ in range(100_000):
         value = {"a": value}
@@ -100,32 +100,32 @@ def test_a_problem_with_a_value_nested_without_end_can_be_told() -> None:
 @pytest.mark.parametrize(
     ("key", "text"), [("\x1b[31m", "'\\x1b[31m' must be 2, got 1"), ("a\nb", "'a\\nb' must be 2, got 1")]
 )
-def test_a_key_that_would_upset_a_terminal_is_written_as_python_would(key: str, text: str) -> None:
+def test_key_with_control_characters_is_escaped(key: str, text: str) -> None:
     assert str(Problem(key, 1, "2")) == text
 
 
-def test_a_key_without_end_is_cut() -> None:
+def test_long_key_is_cut() -> None:
     assert len(str(Problem("k" * 10_000, 1, "2"))) < VALUE_CHARS_MAX + 100
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_comes_over_the_wire_as_what_it_was(kind: str) -> None:
+def test_error_survives_encoding(kind: str) -> None:
     error = from_wire(kind, "code", "message", "fix")
     assert type(error) is KINDS[kind]
     assert (error.kind, error.code, error.message, error.fix) == (kind, "code", "message", "fix")
 
 
-def test_lost_leadership_comes_over_the_wire_as_such() -> None:
+def test_lost_leadership_survives_encoding() -> None:
     assert type(from_wire(NotLeader.kind, "not_leader", "message", "")) is NotLeader
 
 
-def test_a_kind_that_a_newer_peer_knows_is_a_plain_error() -> None:
+def test_unknown_error_kind_becomes_a_plain_error() -> None:
     error = from_wire("weather", "storm", "message", "")
     assert type(error) is ForgedError
     assert error.code == "storm"
 
 
-def test_every_kind_is_its_class_s() -> None:
+def test_each_error_kind_has_one_class() -> None:
     assert {kind: cls.kind for kind, cls in KINDS.items()} == {kind: kind for kind in KINDS}
 
 
@@ -150,7 +150,7 @@ class Silent(Exception):
         (Silent(), "Silent (its text cannot be shown)"),
     ],
 )
-def test_whatever_was_raised_can_be_described(error: BaseException, text: str) -> None:
+def test_any_exception_can_be_described(error: BaseException, text: str) -> None:
     assert describe(error) == text
 
 

@@ -12,7 +12,7 @@ from forged import file_sync
 from forged.file_sync import PAGE, bypass_cache, sync_directory
 
 
-def test_it_is_the_directory_that_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_directory_syncs_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[os.stat_result] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd)))
     sync_directory(tmp_path)
@@ -21,13 +21,13 @@ def test_it_is_the_directory_that_is_synced(tmp_path: Path, monkeypatch: pytest.
     assert found.st_ino == tmp_path.stat().st_ino
 
 
-def test_what_is_no_directory_is_an_error(tmp_path: Path) -> None:
+def test_syncing_a_path_that_is_no_directory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
         sync_directory(tmp_path / "file")
 
 
-def test_what_goes_past_the_cache_is_in_whole_pages(tmp_path: Path) -> None:
+def test_direct_writes_are_whole_pages(tmp_path: Path) -> None:
     memory = memoryview(mmap.mmap(-1, PAGE))
     memory[:] = bytes(range(256)) * (PAGE // 256)
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
@@ -49,7 +49,7 @@ def test_room_is_reserved_as_a_size(tmp_path: Path) -> None:
     assert (tmp_path / "file").stat().st_size == 10_000
 
 
-def test_a_name_that_somebody_has_is_not_taken(tmp_path: Path) -> None:
+def test_existing_name_is_not_overwritten(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     one.write_text("one")
     file_sync.rename_new(str(one), str(other))
@@ -67,7 +67,7 @@ def test_the_cache_is_written_and_forgotten(tmp_path: Path) -> None:
         assert os.pread(file.fileno(), 4, 0) == b"data"
 
 
-def test_what_is_no_file_is_refused() -> None:
+def test_path_that_is_no_file_is_refused() -> None:
     outlet, inlet = os.pipe()
     try:
         with pytest.raises(OSError, match=os.strerror(errno.ESPIPE)):
@@ -78,7 +78,7 @@ def test_what_is_no_file_is_refused() -> None:
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_what_the_cache_has_is_told_to_owners_and_strangers(
+def test_cached_bytes_are_reported_to_owners_and_other_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_ours: bool
 ) -> None:
     """`mincore` reports everything as cached to other users, so the test read is used."""
@@ -90,7 +90,7 @@ def test_what_the_cache_has_is_told_to_owners_and_strangers(
         assert not file_sync.is_cached(file.fileno(), 5 * PAGE)
 
 
-def test_of_a_file_that_has_become_shorter_nothing_is_told(tmp_path: Path) -> None:
+def test_cache_query_beyond_the_end_of_a_file_is_an_error(tmp_path: Path) -> None:
     with (tmp_path / "file").open("w+b", buffering=0) as file:
         file.write(bytes(PAGE))
         with pytest.raises(OSError, match="greater than file size"):

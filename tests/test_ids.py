@@ -10,7 +10,7 @@ from forged.errors import RequestRefused
 from forged.ids import CLIENT_ID_BYTES, NAME_LENGTH_MAX, check_name, new_client_id
 
 
-def test_a_client_s_id_has_its_length_and_comes_from_the_source() -> None:
+def test_client_id_has_fixed_length_and_uses_the_given_random_source() -> None:
     first, again, other = (new_client_id(Random(seed).getrandbits) for seed in (1, 1, 2))
     assert len(first) == CLIENT_ID_BYTES
     assert first == again != other
@@ -24,7 +24,7 @@ def test_a_name_is_returned_as_it_is(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["", "-a", "a-", ".", "..", "a/b", "a b", "a\n", "ä", "a\0", "\ud800", "A" * (NAME_LENGTH_MAX + 1)]
 )
-def test_what_is_no_name_is_refused_with_its_field_and_the_fix(name: str) -> None:
+def test_invalid_name_is_refused_with_field_and_fix(name: str) -> None:
     with pytest.raises(RequestRefused) as caught:
         check_name("job", name)
     assert caught.value.code == "name_invalid"

@@ -8,7 +8,7 @@ from forged.log import LEVELS, SILENT
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_silent_log_hears_nothing_and_takes_everything(level: str) -> None:
+def test_silent_log_accepts_and_discards_every_event(level: str) -> None:
     assert not SILENT.hears(level)
     getattr(SILENT.bind(peer="a"), level)("an event", field=object())
 

@@ -77,7 +77,7 @@ def test_the_wheel_carries_the_units_the_settings_and_the_plugins(wheel: Path) -
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "examples/"))]
 
 
-def test_the_version_stands_in_one_place(wheel: Path) -> None:
+def test_version_is_defined_in_one_place(wheel: Path) -> None:
     assert wheel.name.startswith(f"forged_ml-{VERSION}-")
     assert not re.search(r"^version\s*=\s*\"", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     sources = (path for path in (ROOT / "forged").rglob("*.py") if path.name != "version.py")
@@ -85,7 +85,7 @@ def test_the_version_stands_in_one_place(wheel: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["forged", "forgectl"])
-def test_the_commands_tell_their_version(environment: Path, name: str) -> None:
+def test_commands_print_their_version(environment: Path, name: str) -> None:
     assert VERSION in run(environment, name, "--version")
 
 
@@ -102,7 +102,7 @@ def test_the_installed_command_can_install_its_service(environment: Path, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_installed_daemon_runs_with_what_the_wheel_asks_for(environment: Path, tmp_path: Path) -> None:
+def test_installed_daemon_runs_with_the_wheel_s_dependencies(environment: Path, tmp_path: Path) -> None:
     places = ["--data-dir", str(tmp_path / "data"), "--socket", str(tmp_path / "s"), "--listen", "127.0.0.1:0"]
     command = [str(environment / "bin" / "forged"), "run", *places]
     with subprocess.Popen(command, cwd=tmp_path, env=CLEAN, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as daemon:
@@ -119,7 +119,7 @@ def test_the_installed_daemon_runs_with_what_the_wheel_asks_for(environment: Pat
     assert daemon.returncode == 0
 
 
-def test_files_that_came_along_are_found_in_a_directory_of_packages(wheel: Path, tmp_path: Path) -> None:
+def test_assets_are_found_in_a_target_directory(wheel: Path, tmp_path: Path) -> None:
     pip("install", "--quiet", "--no-deps", "--target", str(tmp_path / "packages"), str(wheel))
     code = "from forged.assets import asset; print(asset('systemd', 'forged.service'))"
     # Not -I, which would leave out the path that is the point here.

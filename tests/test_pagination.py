@@ -10,12 +10,12 @@ from forged.pagination import PAGE_BYTES_MAX, PAGE_ENTRIES_MAX, ascending, take_
 
 
 @given(names=st.sets(st.text(max_size=3)), after=st.text(max_size=3))
-def test_names_come_in_order_from_behind_the_last_one_on(names: set[str], after: str) -> None:
+def test_page_continues_after_the_last_name(names: set[str], after: str) -> None:
     assert list(ascending(names, after)) == sorted(name for name in names if name > after)
 
 
 @given(sizes=st.lists(st.integers(0, 3 * PAGE_BYTES_MAX // 2), max_size=5), limit=st.integers(1, 6))
-def test_pages_bring_every_entry_once_and_the_last_says_so(sizes: list[int], limit: int) -> None:
+def test_pages_contain_every_entry_once_and_mark_the_last(sizes: list[int], limit: int) -> None:
     left = [bytes(size) for size in sizes]
     while left:
         page, more = take_page(iter(left), limit)
@@ -26,17 +26,17 @@ def test_pages_bring_every_entry_once_and_the_last_says_so(sizes: list[int], lim
         assert more == bool(left)
 
 
-def test_a_page_holds_so_many_entries_at_most_whatever_is_asked_for() -> None:
+def test_page_size_is_bounded() -> None:
     page, more = take_page(iter(range(PAGE_ENTRIES_MAX + 1)), 1 << 60)
     assert (len(page), more) == (PAGE_ENTRIES_MAX, True)
 
 
-def test_nothing_is_an_empty_page_and_the_last() -> None:
+def test_empty_list_is_one_last_page() -> None:
     assert take_page(iter(()), 1) == ([], False)
 
 
 @pytest.mark.parametrize("limit", [0, -1])
-def test_a_page_of_nothing_is_refused(limit: int) -> None:
+def test_page_limit_of_zero_is_refused(limit: int) -> None:
     with pytest.raises(RequestRefused) as caught:
         take_page(iter((1,)), limit)
     assert caught.value.code == "page_invalid"

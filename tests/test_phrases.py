@@ -12,19 +12,19 @@ def test_every_number_makes_a_sentence(number: int, said: str) -> None:
     assert f"{counted(number, 'worker')} {is_or_are(number)} left" == said
 
 
-def test_the_first_of_many_names_stand_for_them() -> None:
+def test_long_list_of_names_is_abbreviated() -> None:
     names = [f"w{number}" for number in range(NAMES_MAX + 2)]
     assert (named([]), named(names[:2])) == ("", "w0, w1")
     assert named(names) == f"{', '.join(names[:NAMES_MAX])} and 2 more"
 
 
-def test_a_reason_is_what_was_said_as_far_as_it_can_be_kept_or_what_goes_without_saying() -> None:
+def test_reason_is_the_bounded_text_or_the_default() -> None:
     assert in_words(" the night\n", "none") == "the night"
     assert in_words(" \n", "none") == "none"
     assert in_words("x" * (REASON_CHARS_MAX + 1), "none") == "x" * REASON_CHARS_MAX
 
 
-def test_that_somebody_joined_is_said_only_where_somebody_did() -> None:
+def test_sentence_mentions_joins_only_if_workers_joined() -> None:
     assert (list(joined([])), list(joined(["a", "b"]))) == ([], ["a, b joined"])
 
 
@@ -36,5 +36,5 @@ def test_that_somebody_joined_is_said_only_where_somebody_did() -> None:
         (2, 3, "2 workers left; min_workers is 3"),
     ],
 )
-def test_that_too_few_are_left_is_said_of_every_number(there: int, needed: int, said: str) -> None:
+def test_sentence_about_too_few_workers_fits_every_number(there: int, needed: int, said: str) -> None:
     assert too_few(there, needed) == said

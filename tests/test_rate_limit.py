@@ -37,7 +37,7 @@ def test_no_more_than_a_burst_is_saved_up() -> None:
 
 
 @given(uses=uses)
-def test_over_any_stretch_of_time_no_more_than_a_burst_and_the_rate_is_used(uses: list[tuple[float, float]]) -> None:
+def test_use_over_any_interval_is_bounded_by_burst_and_rate(uses: list[tuple[float, float]]) -> None:
     bucket, now = TokenBucket(PER_S, BURST, 0.0), 0.0
     used: list[tuple[float, float]] = []
     for pause_s, amount in uses:
@@ -51,7 +51,7 @@ def test_over_any_stretch_of_time_no_more_than_a_burst_and_the_rate_is_used(uses
 
 
 @given(uses=uses)
-def test_who_asks_for_no_more_than_the_rate_is_never_refused(uses: list[tuple[float, float]]) -> None:
+def test_use_within_the_rate_is_never_refused(uses: list[tuple[float, float]]) -> None:
     bucket, now = TokenBucket(PER_S, BURST, 0.0), 0.0
     for pause_s, _ in uses:
         now += pause_s
@@ -59,7 +59,7 @@ def test_who_asks_for_no_more_than_the_rate_is_never_refused(uses: list[tuple[fl
 
 
 @pytest.mark.parametrize("now", [-5.0, 0.0])
-def test_a_clock_that_stands_or_goes_back_gives_nothing(now: float) -> None:
+def test_clock_that_stops_or_goes_back_adds_no_tokens(now: float) -> None:
     bucket = TokenBucket(PER_S, BURST, 0.0)
     bucket.take(BURST, 0.0)
     assert not bucket.take(1.0, now)
@@ -69,14 +69,14 @@ def let_through(flood: RateLimit, times: int, now: float) -> int:
     return sum(flood.admits(now) for _ in range(times))
 
 
-def test_one_burst_is_let_through_and_then_so_much_per_second() -> None:
+def test_one_burst_passes_and_then_the_rate_per_second() -> None:
     flood = RateLimit(10, 10, 0.0)
     assert let_through(flood, 100, 0.0) == 10
     assert let_through(flood, 100, 0.5) == 5
     assert let_through(flood, 100, 60.0) == 10
 
 
-def test_what_was_left_out_is_told_once_and_only_when_the_flood_is_over() -> None:
+def test_suppressed_count_is_returned_once_at_the_end_of_the_flood() -> None:
     flood = RateLimit(10, 10, 0.0)
     let_through(flood, 100, 0.0)
     let_through(flood, 100, 0.5)
@@ -85,7 +85,7 @@ def test_what_was_left_out_is_told_once_and_only_when_the_flood_is_over() -> Non
     assert flood.count(100.0) == 0
 
 
-def test_a_flood_that_does_not_end_is_told_in_between() -> None:
+def test_suppressed_count_is_returned_periodically_during_a_long_flood() -> None:
     flood = RateLimit(1, 1, 0.0)
     told = []
     for second in range(int(COUNT_S) + 2):
@@ -94,7 +94,7 @@ def test_a_flood_that_does_not_end_is_told_in_between() -> None:
     assert [count for count in told if count] == [10 * (COUNT_S + 1)]
 
 
-def test_where_nothing_was_left_out_nothing_is_told() -> None:
+def test_nothing_is_returned_without_suppressed_reports() -> None:
     flood = RateLimit(10, 10, 0.0)
     let_through(flood, 10, 0.0)
     assert flood.count(1000.0) == 0
@@ -115,7 +115,7 @@ def test_a_limit_can_be_changed_while_it_is_used() -> None:
     st.floats(0.05, 50),
     st.integers(1, 50),
 )
-def test_whatever_comes_is_let_through_or_counted(arrivals: list[tuple[float, int]], per_s: float, burst: int) -> None:
+def test_each_report_passes_or_is_counted(arrivals: list[tuple[float, int]], per_s: float, burst: int) -> None:
     flood = RateLimit(per_s, burst, 0.0)
     now, through, told = 0.0, 0, 0
     for pause, times in arrivals:

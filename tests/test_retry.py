@@ -67,7 +67,7 @@ def test_exponential_pauses_double_up_to_the_limit() -> None:
     assert list(policy.delays(no_luck)) == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
 
 
-def test_without_end_the_pauses_go_on_at_the_limit() -> None:
+def test_endless_pauses_stay_at_the_limit() -> None:
     policy = RetryPolicy(attempts=None, exponential=True)
     assert list(islice(policy.delays(no_luck), 5000))[-1] == 30.0
 
@@ -116,21 +116,21 @@ def test_attempts_below_one_are_refused(attempts: int) -> None:
 
 
 @pytest.mark.parametrize("delay_s", [-1.0, math.nan, math.inf])
-def test_a_delay_that_is_no_length_of_time_is_refused(delay_s: float) -> None:
+def test_invalid_delay_is_refused(delay_s: float) -> None:
     with pytest.raises(ConfigError) as caught:
         RetryPolicy(delay_s=delay_s)
     assert keys(caught.value) == ["delay_s"]
 
 
 @pytest.mark.parametrize("delay_max_s", [-1.0, math.nan, math.inf, 0.5])
-def test_a_limit_that_is_no_length_of_time_or_below_the_delay_is_refused(delay_max_s: float) -> None:
+def test_limit_that_is_invalid_or_below_the_delay_is_refused(delay_max_s: float) -> None:
     with pytest.raises(ConfigError) as caught:
         RetryPolicy(delay_max_s=delay_max_s)
     assert keys(caught.value) == ["delay_max_s"]
 
 
 @pytest.mark.parametrize("jitter", [-0.1, 1.1, math.nan])
-def test_a_jitter_that_is_no_fraction_is_refused(jitter: float) -> None:
+def test_jitter_outside_0_to_1_is_refused(jitter: float) -> None:
     with pytest.raises(ConfigError) as caught:
         RetryPolicy(jitter=jitter)
     assert keys(caught.value) == ["jitter"]
@@ -154,14 +154,16 @@ def test_all_bad_fields_are_named_at_once() -> None:
 
 
 @pytest.mark.parametrize(("policy", "grace_s"), [(RECONNECTING, 15.0), (REJOINING, 2.0)], ids=["client", "worker"])
-def test_reconnecting_never_ends_and_knocks_several_times_within_a_grace(policy: RetryPolicy, grace_s: float) -> None:
+def test_reconnecting_never_ends_and_tries_several_times_within_the_grace_period(
+    policy: RetryPolicy, grace_s: float
+) -> None:
     """Also after a long outage, when the pauses have their maximum."""
     assert policy.attempts is None
     pauses = list(islice(policy.delays(no_luck), 30))
     assert sum(pauses[-4:]) <= grace_s
 
 
-def test_what_is_unavailable_passes_and_what_is_refused_does_not() -> None:
+def test_unavailable_is_retryable_and_refused_is_not() -> None:
     assert is_retryable(passing())
     assert not is_retryable(RequestRefused("no", "no"))
     assert not is_retryable(ForgedError("broken", "broken"))
@@ -174,7 +176,7 @@ async def test_a_success_is_returned_without_a_pause() -> None:
     assert (script.calls, script.pauses) == (1, [])
 
 
-async def test_a_passing_error_is_tried_again_after_each_pause() -> None:
+async def test_retryable_error_is_retried_after_each_pause() -> None:
     script = Script(passing(), passing())
     policy = RetryPolicy(exponential=True)
     assert await run(policy, script.action, sleep=script.sleep, random=no_luck) == "done"
@@ -199,7 +201,7 @@ async def test_one_attempt_raises_the_first_error() -> None:
 
 
 @pytest.mark.parametrize("error", [RequestRefused("no", "no"), OSError(), ForgedError("broken", "broken")])
-async def test_an_error_that_does_not_pass_is_raised_at_once(error: Exception) -> None:
+async def test_error_that_is_not_retryable_is_raised_at_once(error: Exception) -> None:
     script = Script(error)
     with pytest.raises(type(error)) as caught:
         await run(RetryPolicy(), script.action, sleep=script.sleep, random=no_luck)
@@ -207,7 +209,7 @@ async def test_an_error_that_does_not_pass_is_raised_at_once(error: Exception) -
     assert (script.calls, script.pauses) == (1, [])
 
 
-async def test_the_caller_may_say_what_passes() -> None:
+async def test_caller_can_define_retryable_errors() -> None:
     script = Script(OSError())
 
     def is_os_error(error: Exception) -> bool:
@@ -217,13 +219,13 @@ async def test_the_caller_may_say_what_passes() -> None:
     assert (result, script.calls) == ("done", 2)
 
 
-async def test_without_a_last_attempt_it_goes_on_until_it_succeeds() -> None:
+async def test_unlimited_attempts_continue_until_success() -> None:
     script = Script(*(passing() for _ in range(1000)))
     assert await run(RECONNECTING, script.action, sleep=script.sleep, random=no_luck) == "done"
     assert script.calls == 1001
 
 
-async def test_a_cancelled_action_is_not_tried_again_even_when_everything_passes() -> None:
+async def test_cancelled_action_is_not_retried_even_if_all_errors_are_retryable() -> None:
     script = Script(asyncio.CancelledError())
     with pytest.raises(asyncio.CancelledError):
         await run(RetryPolicy(), script.action, sleep=script.sleep, random=no_luck, retryable=lambda _: True)

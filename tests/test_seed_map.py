@@ -207,7 +207,7 @@ def test_every_declaration_of_the_seeds_has_its_row() -> None:
 
 
 @pytest.mark.skipif(not SEEDS.is_dir(), reason="this clone has no seeds beside it")
-def test_the_list_of_names_is_that_of_the_seeds() -> None:
+def test_seed_names_file_matches_the_seeds() -> None:
     assert NAMES.read_text() == names_in_the_seeds(), "run: python tests/test_seed_map.py"
 
 
@@ -220,17 +220,17 @@ def test_every_named_test_exists() -> None:
     assert [row.test for row in rows() if row.state == "shown" and not is_a_test(row.test)] == []
 
 
-def test_no_missing_name_is_importable_already() -> None:
+def test_names_marked_missing_are_not_importable() -> None:
     missing = [row.python for row in rows() if row.state == "missing" and row.python != NOTHING]
     assert [name for name in missing if is_importable(name)] == []
 
 
-def test_what_is_left_out_has_no_name_and_a_reason() -> None:
+def test_omitted_declaration_has_no_name_and_a_reason() -> None:
     left_out = [row for row in rows() if row.state == "left out"]
     assert [row.declared for row in left_out if row.python != NOTHING or not row.deviation] == []
 
 
-def test_a_name_that_two_seeds_share_says_so_in_both() -> None:
+def test_name_shared_by_two_seeds_is_marked_in_both() -> None:
     sharing = defaultdict(list)
     for row in rows():
         sharing[row.python].append(row)

@@ -73,7 +73,7 @@ def test_another_user_without_a_role_in_the_policy_is_refused_by_uid() -> None:
 
 
 @given(policy=POLICIES, loopback=st.booleans())
-def test_a_unix_peer_without_credentials_is_refused_whatever_the_policy(policy: AccessPolicy, loopback: bool) -> None:
+def test_unix_peer_without_credentials_is_refused_under_every_policy(policy: AccessPolicy, loopback: bool) -> None:
     assert refusal(Peer("unix", "/s", loopback=loopback), policy).code == "token_required"
 
 
@@ -83,7 +83,7 @@ def test_a_valid_token_decides_alone(peer: Peer, policy: AccessPolicy) -> None:
 
 
 @given(peer=PEERS, policy=POLICIES, text=st.text(max_size=80))
-def test_an_invalid_token_is_refused_whoever_presents_it(peer: Peer, policy: AccessPolicy, text: str) -> None:
+def test_invalid_token_is_refused_for_every_peer(peer: Peer, policy: AccessPolicy, text: str) -> None:
     assert refusal(peer, policy, text).code == "token_unknown"
 
 
@@ -98,7 +98,7 @@ def test_a_revoked_or_expired_token_is_refused_even_to_root() -> None:
         assert caught.value.code == code
 
 
-def test_an_empty_token_is_an_invalid_one_and_not_none() -> None:
+def test_empty_token_is_invalid_rather_than_absent() -> None:
     assert refusal(ROOT, token="").code == "token_unknown"
 
 
@@ -107,7 +107,7 @@ def test_a_certificate_has_the_role_of_the_policy() -> None:
     assert who(CERTIFIED, policy) == Principal("certificate:host-a", Role.OPERATOR)
 
 
-def test_a_listed_certificate_goes_before_the_loopback_role() -> None:
+def test_certificate_role_precedes_the_loopback_role() -> None:
     policy = AccessPolicy(daemon_uid=DAEMON_UID, certificate_roles={"host-a": Role.VIEWER})
     peer = Peer("tls", "127.0.0.1:4000", loopback=True, certificate_name="host-a")
     assert who(peer, policy).role is Role.VIEWER
@@ -137,32 +137,32 @@ def test_a_uid_counts_only_on_unix(scheme: str) -> None:
     assert refusal(peer).code == "token_required"
 
 
-def test_anybody_on_loopback_is_a_worker_by_default() -> None:
+def test_loopback_client_is_a_worker_by_default() -> None:
     assert who(LOOPBACK) == Principal("anonymous:loopback", Role.WORKER)
 
 
-def test_anybody_on_loopback_has_the_role_of_the_policy() -> None:
+def test_loopback_client_has_the_role_of_the_policy() -> None:
     policy = AccessPolicy(daemon_uid=DAEMON_UID, anonymous_loopback_role=Role.VIEWER)
     assert who(LOOPBACK, policy).role is Role.VIEWER
 
 
-def test_a_policy_can_refuse_anybody_on_loopback() -> None:
+def test_policy_can_refuse_loopback_clients() -> None:
     policy = AccessPolicy(daemon_uid=DAEMON_UID, anonymous_loopback_role=None)
     assert refusal(LOOPBACK, policy).code == "token_required"
 
 
 @given(policy=POLICIES)
-def test_a_stranger_elsewhere_is_refused_whatever_the_policy(policy: AccessPolicy) -> None:
+def test_remote_client_without_token_is_refused_under_every_policy(policy: AccessPolicy) -> None:
     assert refusal(REMOTE, policy).code == "token_required"
 
 
 @pytest.mark.parametrize("peer", [USER, REMOTE, CERTIFIED])
-def test_a_refusal_tells_how_to_make_a_token_and_where_to_put_it(peer: Peer) -> None:
+def test_refusal_explains_how_to_create_and_pass_a_token(peer: Peer) -> None:
     assert "forgectl tokens create" in refusal(peer).fix
     assert "FORGED_TOKEN" in refusal(peer).fix
 
 
-def test_a_name_given_by_the_daemon_cannot_be_a_token_s() -> None:
+def test_token_cannot_have_a_name_reserved_by_the_daemon() -> None:
     given_names = [who(ROOT).name, who(LOOPBACK).name]
     for name in given_names:
         with pytest.raises(RequestRefused):
@@ -185,13 +185,13 @@ def test_authorise_refuses_exactly_what_the_principal_may_not(
         forbidden(principal, needed, job)
 
 
-def test_a_refusal_says_who_what_is_needed_and_how_to_get_it() -> None:
+def test_refusal_names_principal_needed_role_and_fix() -> None:
     error = forbidden(Principal("ci", Role.VIEWER, frozenset({"b", "a"})), Role.WORKER, "c")
     assert error.message == "ci has role viewer for job 'a', 'b'; required is worker for job 'c'"
     assert "forgectl tokens create NAME --role worker --job c" in error.fix
 
 
-def test_a_refusal_of_what_concerns_the_daemon_says_so() -> None:
+def test_refusal_of_a_daemon_wide_request_says_so() -> None:
     error = forbidden(Principal("ci", Role.OPERATOR, frozenset({"a"})), Role.OPERATOR, None)
     assert error.message == "ci has role operator for job 'a'; required is operator for the whole daemon"
 
@@ -201,7 +201,7 @@ def test_a_refusal_counts_many_jobs_instead_of_naming_them() -> None:
     assert "for 7 jobs" in error.message
 
 
-def test_a_job_s_name_is_cut_and_quoted_where_it_goes_into_a_command() -> None:
+def test_job_name_is_cut_and_quoted_in_a_suggested_command() -> None:
     error = forbidden(Principal("ci", Role.VIEWER), Role.WORKER, "x; reboot" + "y" * 2**20)
     assert "--job 'x; reboot" in error.fix
     assert len(str(error)) < 1000

@@ -37,7 +37,7 @@ def token(**changes: object) -> Token:
         (Role.OPERATOR, {Role.VIEWER, Role.WORKER, Role.OPERATOR}),
     ],
 )
-def test_a_role_covers_what_the_table_says(role: Role, covered: set[Role]) -> None:
+def test_role_covers_the_roles_of_the_table(role: Role, covered: set[Role]) -> None:
     assert {needed for needed in Role if role.covers(needed)} == covered
 
 
@@ -56,13 +56,13 @@ def test_a_set_of_jobs_bounds_every_role(role: Role, jobs: frozenset[str], neede
 
 
 @given(role=ROLES, jobs=st.frozensets(st.text()), needed=ROLES)
-def test_nobody_bound_to_jobs_may_do_what_concerns_the_whole_daemon(
+def test_principal_bound_to_jobs_may_not_make_daemon_wide_requests(
     role: Role, jobs: frozenset[str], needed: Role
 ) -> None:
     assert not Principal("ci", role, jobs).may(needed, None)
 
 
-def test_an_empty_set_of_jobs_is_no_job_rather_than_all() -> None:
+def test_empty_set_of_jobs_allows_no_job() -> None:
     assert not Principal("ci", Role.OPERATOR, frozenset()).may(Role.VIEWER, "a")
 
 
@@ -75,7 +75,7 @@ def test_the_principal_of_a_token_for_all_jobs_has_all_jobs() -> None:
 
 
 @pytest.mark.parametrize(("now", "expired"), [(9.0, False), (10.0, True), (11.0, True)])
-def test_a_token_expires_at_the_very_moment(now: float, expired: bool) -> None:
+def test_token_expires_at_its_expiry_time(now: float, expired: bool) -> None:
     assert token(expires_at=10.0).expired(now) is expired
 
 
@@ -90,12 +90,12 @@ def test_a_token_is_live_until_it_is_revoked_or_expired() -> None:
 
 
 @given(stored=TOKENS)
-def test_a_token_comes_back_from_msgpack_as_it_went_in(stored: Token) -> None:
+def test_token_survives_encoding(stored: Token) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(stored), type=Token) == stored
 
 
 @given(principal=st.builds(Principal, name=st.text(), role=ROLES, jobs=JOBS))
-def test_a_principal_comes_back_from_msgpack_as_it_went_in(principal: Principal) -> None:
+def test_principal_survives_encoding(principal: Principal) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(principal), type=Principal) == principal
 
 

@@ -59,7 +59,7 @@ def create(**more: Any) -> CreateToken:
 
 
 @on_virtual_time
-async def test_whoever_has_the_text_is_let_in_once_the_token_was_created() -> None:
+async def test_token_text_authenticates_after_the_token_is_created() -> None:
     access = RunningTokenService()
     async with running(register=access.register, requests=REQUESTS) as kernel:
         assert access.authenticate() == "token_unknown"
@@ -70,7 +70,7 @@ async def test_whoever_has_the_text_is_let_in_once_the_token_was_created() -> No
 
 
 @on_virtual_time
-async def test_a_revoked_token_is_accepted_no_more_and_the_doors_are_told_when_it_is_durable() -> None:
+async def test_revocation_takes_effect_and_notifies_sessions_when_durable() -> None:
     access, store = RunningTokenService(), FaultyStore()
     async with running(store, access.register) as kernel:
         view = await kernel.bus.ask(create())
@@ -86,7 +86,7 @@ async def test_a_revoked_token_is_accepted_no_more_and_the_doors_are_told_when_i
 
 
 @on_virtual_time
-async def test_revoking_once_more_changes_nothing() -> None:
+async def test_revoking_twice_changes_nothing() -> None:
     access = RunningTokenService()
     async with running(register=access.register) as kernel:
         view = await kernel.bus.ask(create())
@@ -96,7 +96,7 @@ async def test_revoking_once_more_changes_nothing() -> None:
 
 
 @on_virtual_time
-async def test_revoking_what_does_not_exist_is_refused() -> None:
+async def test_revoking_a_missing_token_is_refused() -> None:
     async with running(register=RunningTokenService().register) as kernel:
         with pytest.raises(RequestRefused) as caught:
             await kernel.bus.ask(RevokeToken("unknown"))
@@ -104,7 +104,7 @@ async def test_revoking_what_does_not_exist_is_refused() -> None:
 
 
 @on_virtual_time
-async def test_tokens_and_their_end_survive_a_restart() -> None:
+async def test_tokens_and_revocations_survive_a_restart() -> None:
     access, store = RunningTokenService(), FaultyStore()
     async with running(store, access.register) as kernel:
         await kernel.bus.ask(create())
@@ -126,7 +126,7 @@ async def test_a_token_whose_commit_failed_is_not_known() -> None:
 
 
 @on_virtual_time
-async def test_a_token_whose_revocation_is_not_durable_is_accepted_and_stays_so_when_that_fails() -> None:
+async def test_token_is_accepted_until_its_revocation_is_durable_and_after_a_failed_one() -> None:
     access, store = RunningTokenService(), FaultyStore()
     async with running(store, access.register) as kernel:
         view = await kernel.bus.ask(create())
@@ -159,7 +159,7 @@ async def test_a_token_is_unknown_until_it_is_durable() -> None:
 
 
 @on_virtual_time
-async def test_the_door_knows_what_is_acknowledged_at_that_very_moment_and_nothing_that_is_still_on_its_way() -> None:
+async def test_authentication_follows_acknowledged_changes_at_once_and_ignores_pending_ones() -> None:
     access, store = RunningTokenService(), FaultyStore()
     async with running(store, access.register) as kernel:
         store.block()
@@ -175,7 +175,7 @@ async def test_the_door_knows_what_is_acknowledged_at_that_very_moment_and_nothi
 
 
 @on_virtual_time
-async def test_creating_lets_go_of_the_oldest_of_the_dead_in_the_same_decision() -> None:
+async def test_creating_a_token_deletes_the_oldest_dead_tokens_in_the_same_decision() -> None:
     access, store = RunningTokenService(), FaultyStore()
     async with running(store, access.register) as kernel:
         access.service.tokens.dead_max = 1
@@ -191,7 +191,7 @@ async def test_creating_lets_go_of_the_oldest_of_the_dead_in_the_same_decision()
 
 
 @on_virtual_time
-async def test_the_list_is_told_in_pages_that_follow_each_other() -> None:
+async def test_tokens_are_listed_in_consecutive_pages() -> None:
     async with running(register=RunningTokenService().register) as kernel:
         views = [await kernel.bus.ask(create(secret=bytes([number]) * 32)) for number in range(5)]
         listed: list[TokenView] = []
@@ -218,7 +218,7 @@ async def test_a_page_of_tokens_fits_into_a_frame() -> None:
 
 
 @on_virtual_time
-async def test_neither_store_nor_facts_nor_answers_hold_the_secret() -> None:
+async def test_store_facts_and_replies_do_not_contain_the_secret() -> None:
     store = FaultyStore()
     async with running(store, RunningTokenService().register) as kernel:
         view = await kernel.bus.submit(create(), call(1)).wait()
@@ -230,7 +230,7 @@ async def test_neither_store_nor_facts_nor_answers_hold_the_secret() -> None:
 
 
 @on_virtual_time
-async def test_a_token_lives_as_long_as_it_was_given() -> None:
+async def test_token_expires_after_its_ttl() -> None:
     access = RunningTokenService()
     async with running(register=access.register) as kernel:
         await kernel.bus.ask(create(ttl_s=60.0))
@@ -253,7 +253,7 @@ async def test_a_token_lives_as_long_as_it_was_given() -> None:
     ids=["name", "jobs", "ttl", "nan", "short", "long"],
 )
 @on_virtual_time
-async def test_what_is_no_token_is_the_caller_s_to_mend_and_changes_nothing(more: dict[str, Any]) -> None:
+async def test_invalid_token_request_is_refused_and_changes_nothing(more: dict[str, Any]) -> None:
     async with running(register=RunningTokenService().register) as kernel:
         with pytest.raises(RequestRefused):
             await kernel.bus.ask(create(**more))
@@ -262,7 +262,7 @@ async def test_what_is_no_token_is_the_caller_s_to_mend_and_changes_nothing(more
 
 @pytest.mark.parametrize("principal", [Principal("w", Role.WORKER), Principal("o", Role.OPERATOR, frozenset({"a"}))])
 @on_virtual_time
-async def test_tokens_are_for_operators_of_the_whole_daemon(principal: Principal) -> None:
+async def test_token_requests_need_an_operator_of_all_jobs(principal: Principal) -> None:
     async with running(register=RunningTokenService().register) as kernel:
         for request in (create(), ListTokens(), RevokeToken("x")):
             with pytest.raises(RequestRefused) as caught:

@@ -66,7 +66,7 @@ def invalid(name: str = "ci", jobs: Collection[str] | None = None, expires_at: f
 
 
 @given(name=NAMES, role=st.sampled_from(Role), jobs=JOBS, entropy=SECRETS)
-def test_the_issued_text_authenticates_as_what_was_issued(
+def test_issued_text_authenticates_as_the_issued_token(
     name: str, role: Role, jobs: list[str] | None, entropy: bytes
 ) -> None:
     book = TokenRegistry()
@@ -75,7 +75,7 @@ def test_the_issued_text_authenticates_as_what_was_issued(
 
 
 @given(entropies=st.lists(SECRETS, min_size=1, max_size=5, unique=True))
-def test_a_book_loaded_from_what_was_stored_knows_the_same_texts(entropies: list[bytes]) -> None:
+def test_tokens_loaded_from_the_store_authenticate_the_same_texts(entropies: list[bytes]) -> None:
     book = TokenRegistry()
     texts = [book.issue(f"n{i}", Role.VIEWER, None, None, NOW, entropy)[1] for i, entropy in enumerate(entropies)]
     stored = [msgspec.msgpack.encode(token) for token in everything(book)]
@@ -86,7 +86,7 @@ def test_a_book_loaded_from_what_was_stored_knows_the_same_texts(entropies: list
 
 
 @given(entropy=SECRETS)
-def test_every_issued_text_is_ascii_within_the_limit_and_of_the_documented_form(entropy: bytes) -> None:
+def test_issued_text_is_ascii_bounded_and_in_the_documented_form(entropy: bytes) -> None:
     token, text = TokenRegistry().issue("ci", Role.VIEWER, None, None, NOW, entropy)
     assert text.isascii()
     assert len(text) <= TEXT_CHARS_MAX
@@ -96,7 +96,7 @@ def test_every_issued_text_is_ascii_within_the_limit_and_of_the_documented_form(
 
 
 @given(entropy=SECRETS)
-def test_neither_the_secret_nor_the_text_is_in_what_is_stored(entropy: bytes) -> None:
+def test_stored_token_contains_neither_secret_nor_text(entropy: bytes) -> None:
     book = TokenRegistry()
     token, text = book.issue("ci", Role.VIEWER, None, None, NOW, entropy)
     kept = repr(vars(book)).encode() + msgspec.msgpack.encode(token)
@@ -245,7 +245,7 @@ def test_a_revoked_token_stays_refused_when_the_clock_goes_back() -> None:
     assert refusal(book, text, NOW).code == "token_revoked"
 
 
-def test_revoked_and_expired_is_told_only_to_who_has_the_whole_text() -> None:
+def test_revoked_and_expired_are_reported_only_for_the_complete_text() -> None:
     book = TokenRegistry()
     revoked, revoked_text = issue(book, 1)
     _, expired_text = issue(book, 2, expires_at=NOW + 1)
@@ -291,7 +291,7 @@ def test_the_list_is_in_the_order_of_ids_and_has_the_revoked_and_expired() -> No
     assert tuple(book.after(first.token_id)) == (second,)
 
 
-def test_of_the_dead_beyond_the_limit_those_that_died_first_are_forgotten() -> None:
+def test_dead_tokens_over_the_limit_are_deleted_oldest_first() -> None:
     book = TokenRegistry(dead_max=1)
     (revoked, _), (expired, _), (late, _), (live, _) = (
         issue(book, 1),
@@ -305,14 +305,14 @@ def test_of_the_dead_beyond_the_limit_those_that_died_first_are_forgotten() -> N
     assert set(everything(book)) == {late, live}
 
 
-def test_how_many_are_forgotten_at_once_is_bounded() -> None:
+def test_number_of_tokens_deleted_at_once_is_bounded() -> None:
     book = TokenRegistry(dead_max=0)
     for number in range(FORGOTTEN_MAX + 1):
         issue(book, number, expires_at=NOW + 1)
     assert [len(book.forget_dead(NOW + 1)) for _ in range(3)] == [FORGOTTEN_MAX, 1, 0]
 
 
-def test_loading_replaces_what_was_there() -> None:
+def test_loading_replaces_all_tokens() -> None:
     book = TokenRegistry()
     _, text = issue(book)
     book.load(())
@@ -351,7 +351,7 @@ def test_a_revoked_or_expired_token_makes_room() -> None:
     issue(book, 4, now=NOW + 1)
 
 
-def test_a_secret_that_was_used_is_refused_and_leaves_the_first_token() -> None:
+def test_reused_secret_is_refused_and_keeps_the_first_token() -> None:
     book = TokenRegistry()
     _, text = issue(book, 1)
     with pytest.raises(Unavailable) as caught:
@@ -361,7 +361,7 @@ def test_a_secret_that_was_used_is_refused_and_leaves_the_first_token() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 16, 31, SECRET_BYTES_MAX + 1])
-def test_a_secret_outside_its_limits_is_our_own_mistake(size: int) -> None:
+def test_secret_of_invalid_length_is_an_internal_error(size: int) -> None:
     with pytest.raises(ForgedError) as caught:
         TokenRegistry().issue("ci", Role.WORKER, None, None, NOW, bytes(size))
     assert (caught.value.kind, caught.value.code) == ("internal", "token_secret_size")
@@ -385,7 +385,7 @@ def test_a_bad_number_of_jobs_is_refused_by_field(jobs: tuple[str, ...]) -> None
     assert f"got {len(jobs)}" in message
 
 
-def test_a_bad_job_is_refused_by_its_place() -> None:
+def test_invalid_job_is_refused_by_its_index() -> None:
     message = invalid(jobs=("a", "", "x" * (JOB_CHARS_MAX + 1)))
     assert "jobs[1] must be " in message
     assert "got ''; jobs[2] must be " in message
@@ -393,7 +393,7 @@ def test_a_bad_job_is_refused_by_its_place() -> None:
 
 
 @pytest.mark.parametrize("expires_at", [NOW, NOW - 1, math.nan, math.inf, -math.inf])
-def test_an_expiry_that_is_no_time_to_come_is_refused_by_field(expires_at: float) -> None:
+def test_expiry_not_in_the_future_is_refused_by_field(expires_at: float) -> None:
     assert invalid(expires_at=expires_at).startswith("expires_at must be ")
 
 

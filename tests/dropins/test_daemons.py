@@ -94,7 +94,7 @@ async def caught_up(client: ForgedClient, plugin: str, last: int) -> None:
         """It is asked again."""
 
 
-async def test_kill_9_loses_no_fact_for_either_and_doubles_none_in_the_log(
+async def test_kill_9_loses_no_fact_and_duplicates_none_in_the_event_log(
     tmp_path: Path, plugins: Path, secret: Path
 ) -> None:
     async with listening(WebhookReceiver()) as receiver:
@@ -134,9 +134,7 @@ def _check(directory: DaemonDirectory, receiver: WebhookReceiver, expected: list
     }
 
 
-async def test_an_operator_sees_how_they_fare_and_has_them_do_things(
-    tmp_path: Path, plugins: Path, secret: Path
-) -> None:
+async def test_operator_sees_plugin_status_and_runs_commands(tmp_path: Path, plugins: Path, secret: Path) -> None:
     directory = DaemonDirectory(tmp_path, plugins, "http://127.0.0.1:1/hook", secret)
     directory.check()
     with directory.daemon():

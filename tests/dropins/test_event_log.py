@@ -99,7 +99,7 @@ def ids(path: Path) -> list[int]:
 # Lines.
 
 
-async def test_each_fact_is_a_line_with_its_place_in_history(run_plugin: RunPlugin, path: Path) -> None:
+async def test_each_fact_is_a_line_with_history_and_id(run_plugin: RunPlugin, path: Path) -> None:
     async with run_plugin() as plugin:
         expected = await plugin.publish(Blob(b"\x00\xff"), Blob(float("nan")), Blob("two\nlines\u2028"), job="a")
         await plugin.caught_up()
@@ -109,9 +109,7 @@ async def test_each_fact_is_a_line_with_its_place_in_history(run_plugin: RunPlug
     assert {(entry["history"], entry["job"], entry["type"]) for entry in entries(path)} == {(history, "a", "Blob")}
 
 
-async def test_only_facts_of_the_types_and_jobs_that_are_asked_for_are_written(
-    run_plugin: RunPlugin, path: Path
-) -> None:
+async def test_only_facts_of_the_selected_types_and_jobs_are_written(run_plugin: RunPlugin, path: Path) -> None:
     async with run_plugin(types=["Rare"], jobs=["a"]) as plugin:
         await plugin.publish(Blob(1), Rare(1), job="a")
         await plugin.publish(Rare(2), job="b")
@@ -120,7 +118,7 @@ async def test_only_facts_of_the_types_and_jobs_that_are_asked_for_are_written(
     assert [entry["fact"]["number"] for entry in entries(path)] == [1, 3]
 
 
-async def test_a_gap_is_a_line_too_and_is_written_once(run_plugin: RunPlugin, path: Path) -> None:
+async def test_gap_is_written_as_one_line(run_plugin: RunPlugin, path: Path) -> None:
     store = FaultyStore()
     async with run_plugin(store, facts_max=10) as plugin:
         [first] = await plugin.publish(Blob(0))
@@ -138,9 +136,7 @@ async def test_a_gap_is_a_line_too_and_is_written_once(run_plugin: RunPlugin, pa
     assert event_log.read_mark(json.dumps(told[0]).encode()).last == told[0]["gap"]["last"]
 
 
-async def test_the_file_is_its_owners_alone_and_in_the_plugins_directory_unless_told_otherwise(
-    run_plugin: RunPlugin, tmp_path: Path
-) -> None:
+async def test_file_is_private_and_by_default_in_the_plugin_directory(run_plugin: RunPlugin, tmp_path: Path) -> None:
     async with run_plugin(path="") as plugin:
         await plugin.publish(Blob(1))
         await plugin.caught_up()
@@ -152,9 +148,7 @@ async def test_the_file_is_its_owners_alone_and_in_the_plugins_directory_unless_
 # Exactly once.
 
 
-async def test_what_is_in_the_file_is_not_written_again_by_a_daemon_that_has_forgotten_it(
-    run_plugin: RunPlugin, path: Path
-) -> None:
+async def test_facts_in_the_file_are_not_written_again_after_a_lost_position(run_plugin: RunPlugin, path: Path) -> None:
     store = FaultyStore()
     async with run_plugin(store) as plugin:
         expected = await plugin.publish(*map(Blob, range(20)))
@@ -168,7 +162,7 @@ async def test_what_is_in_the_file_is_not_written_again_by_a_daemon_that_has_for
 
 @settings(deadline=None)
 @given(st.data())
-def test_a_file_that_ends_anywhere_is_mended_and_gone_on_with(
+def test_file_truncated_at_any_byte_is_repaired_and_continued(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     path = tmp_path_factory.mktemp("torn") / "events.jsonl"
@@ -184,7 +178,7 @@ def test_a_file_that_ends_anywhere_is_mended_and_gone_on_with(
     assert path.read_bytes() == whole
 
 
-def test_a_line_with_a_hole_from_a_power_cut_is_written_anew(path: Path) -> None:
+def test_line_damaged_by_a_power_cut_is_rewritten(path: Path) -> None:
     write(path, lines(1, 5))
     whole = path.read_bytes()
     damaged = bytearray(whole)
@@ -196,26 +190,26 @@ def test_a_line_with_a_hole_from_a_power_cut_is_written_anew(path: Path) -> None
     assert path.read_bytes() == whole
 
 
-def test_the_file_before_says_how_far_it_came_where_the_live_one_is_new(path: Path) -> None:
+def test_last_id_is_read_from_the_rotated_file_if_the_current_one_is_missing(path: Path) -> None:
     write(path, lines(1, 5))
     path.rename(path.with_name("events.jsonl.1"))
     write(path, lines(1, 7))
     assert ids(path) == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_line_of_any_length_is_found_again(path: Path) -> None:
+def test_last_line_of_any_length_is_found(path: Path) -> None:
     write(path, lines(1, 3, padding=300_000))
     write(path, lines(1, 4, padding=300_000))
     assert ids(path) == [1, 2, 3, 4]
 
 
-def test_the_same_ids_of_another_history_are_other_facts(path: Path) -> None:
+def test_equal_ids_of_another_history_are_written(path: Path) -> None:
     write(path, lines(1, 5))
     write(path, lines(3, 6, history="restored"))
     assert ids(path) == [1, 2, 3, 4, 5, 3, 4, 5, 6]
 
 
-async def test_a_restored_backup_writes_on(run_plugin: RunPlugin, path: Path) -> None:
+async def test_restored_backup_appends_its_facts(run_plugin: RunPlugin, path: Path) -> None:
     for history in ("one", "two"):
         async with run_plugin(FaultyStore(MemoryStore(history))) as plugin:
             await plugin.publish(Blob(history))
@@ -224,7 +218,7 @@ async def test_a_restored_backup_writes_on(run_plugin: RunPlugin, path: Path) ->
 
 
 @pytest.mark.parametrize("content", ["a text", "a text\n", "[1]\n", '{"id": 1}\n', '{"history":"h"}\n', '{"a": 1'])
-def test_a_file_that_is_no_event_log_is_left_as_it_is(path: Path, content: str) -> None:
+def test_file_that_is_no_event_log_is_not_changed(path: Path, content: str) -> None:
     path.parent.mkdir()
     path.write_text(content)
     with pytest.raises(OSError, match="it is no event log"):
@@ -287,7 +281,7 @@ def test_files_stay_below_their_limits_and_hold_the_latest_facts_in_order(
         assert len(found) == len(sizes)
 
 
-def test_files_beyond_a_limit_that_was_lowered_go(path: Path) -> None:
+def test_files_over_a_lowered_limit_are_deleted(path: Path) -> None:
     for number in range(1, 9):
         write(path, lines(number, number, padding=100), bytes_max=100, files_max=8)
     assert len(all_files(path)) == 8
@@ -296,7 +290,7 @@ def test_files_beyond_a_limit_that_was_lowered_go(path: Path) -> None:
 
 
 @pytest.mark.parametrize("survived", range(4))
-def test_a_rotation_that_was_cut_short_loses_nothing_and_is_finished(
+def test_interrupted_rotation_loses_nothing_and_is_completed(
     path: Path, survived: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(1, 5):
@@ -327,7 +321,7 @@ async def test_rotation_under_load_keeps_the_order(run_plugin: RunPlugin, path: 
     assert ids(path) == expected
 
 
-async def test_a_new_file_is_begun_when_somebody_says_so(run_plugin: RunPlugin, path: Path) -> None:
+async def test_rotate_command_starts_a_new_file(run_plugin: RunPlugin, path: Path) -> None:
     async with run_plugin() as plugin:
         assert await plugin.run("rotate") == {"rotated": False}
         await plugin.publish(Blob(1))
@@ -343,7 +337,7 @@ async def test_a_new_file_is_begun_when_somebody_says_so(run_plugin: RunPlugin, 
 # Changes to the file by other processes.
 
 
-def test_a_file_that_was_moved_away_is_begun_anew(path: Path) -> None:
+def test_moved_file_is_replaced_by_a_new_one(path: Path) -> None:
     files = opened(path)
     files.write(lines(1, 3))
     path.rename(path.with_name("events.jsonl-20260501"))
@@ -352,7 +346,7 @@ def test_a_file_that_was_moved_away_is_begun_anew(path: Path) -> None:
     assert ids(path) == [4, 5]
 
 
-def test_a_file_that_was_moved_away_and_made_anew_is_written_on_in_the_new_one(path: Path) -> None:
+def test_replaced_file_is_appended_to(path: Path) -> None:
     files = opened(path)
     files.write(lines(1, 3))
     path.rename(path.with_name("elsewhere"))
@@ -363,7 +357,7 @@ def test_a_file_that_was_moved_away_and_made_anew_is_written_on_in_the_new_one(p
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
-def test_a_file_that_was_copied_and_emptied_is_written_from_its_beginning(path: Path) -> None:
+def test_emptied_file_is_written_from_its_beginning(path: Path) -> None:
     files = opened(path)
     files.write(lines(1, 3))
     os.truncate(path, 0)
@@ -372,7 +366,7 @@ def test_a_file_that_was_copied_and_emptied_is_written_from_its_beginning(path: 
     assert ids(path) == [4, 5]
 
 
-def test_a_link_that_was_put_into_its_place_is_not_followed(path: Path, tmp_path: Path) -> None:
+def test_symbolic_link_in_place_of_the_file_is_not_followed(path: Path, tmp_path: Path) -> None:
     other = tmp_path / "shadow"
     other.write_text("")
     files = opened(path)
@@ -384,7 +378,7 @@ def test_a_link_that_was_put_into_its_place_is_not_followed(path: Path, tmp_path
     assert other.read_text() == ""
 
 
-def test_a_pipe_that_was_put_into_its_place_is_refused_without_waiting(path: Path) -> None:
+def test_pipe_in_place_of_the_file_is_refused_without_blocking(path: Path) -> None:
     path.parent.mkdir()
     os.mkfifo(path)
     with pytest.raises(OSError, match="not a file"):
@@ -405,7 +399,9 @@ def test_a_second_writer_is_refused(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, partial(os.symlink, "/dev/null")])
-def test_what_is_no_file_is_refused(refused: Callable[..., str], path: Path, make: Callable[[Path], None]) -> None:
+def test_path_that_is_no_regular_file_is_refused(
+    refused: Callable[..., str], path: Path, make: Callable[[Path], None]
+) -> None:
     path.parent.mkdir()
     make(path)
     reason = refused()
@@ -416,18 +412,16 @@ def test_what_is_no_file_is_refused(refused: Callable[..., str], path: Path, mak
 @pytest.mark.parametrize(
     "given", [{"path": "log/events.jsonl"}, {"files_max": 1}, {"bytes_max": 10}, {"fsync": "yes"}, {"colour": "red"}]
 )
-def test_a_setting_that_is_of_no_use_is_refused_by_its_key(refused: Callable[..., str], given: dict[str, Any]) -> None:
+def test_invalid_setting_is_refused_by_key(refused: Callable[..., str], given: dict[str, Any]) -> None:
     assert f"plugins.event_log.{next(iter(given))}" in refused(**given)
 
 
-def test_a_file_below_a_file_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_path_below_a_file_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "is not one" in refused(path=str(tmp_path / "file" / "events.jsonl"))
 
 
-def test_to_be_asked_whether_the_settings_will_do_leaves_nothing_behind(
-    refused: Callable[..., str], path: Path
-) -> None:
+def test_checking_the_settings_creates_no_file(refused: Callable[..., str], path: Path) -> None:
     assert refused() == ""
     assert not path.parent.exists()
 
@@ -440,9 +434,7 @@ def remount(disk: Path, how: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
 
 
-async def test_a_full_disk_loses_nothing_and_is_written_on_when_there_is_space(
-    run_plugin: RunPlugin, disk: Path
-) -> None:
+async def test_full_disk_loses_nothing_and_writing_resumes_with_space(run_plugin: RunPlugin, disk: Path) -> None:
     path = disk / "log" / "events.jsonl"
     async with run_plugin(path=str(path)) as plugin:
         expected = await plugin.publish(Blob(0))
@@ -458,7 +450,7 @@ async def test_a_full_disk_loses_nothing_and_is_written_on_when_there_is_space(
     assert ids(path) == expected
 
 
-async def test_a_directory_that_cannot_be_written_is_refused_and_waited_for_later(
+async def test_unwritable_directory_is_refused_at_the_start_and_retried_later(
     run_plugin: RunPlugin, refused: Callable[..., str], disk: Path
 ) -> None:
     path = disk / "log" / "events.jsonl"
@@ -501,7 +493,7 @@ def test_a_write_that_fails_halfway_leaves_no_trace(
     assert ids(path) == list(range(1, 13))
 
 
-def test_what_cannot_be_made_durable_is_written_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_are_rewritten_after_a_failed_sync(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int) -> None:
         raise OSError(errno.EIO, "the disk is gone")
 
@@ -516,7 +508,7 @@ def test_what_cannot_be_made_durable_is_written_anew(path: Path, monkeypatch: py
     assert ids(path) == [1, 2]
 
 
-async def test_a_disk_that_hangs_holds_up_nobody_and_what_it_does_in_the_end_counts(
+async def test_hanging_disk_does_not_block_the_daemon_and_its_late_write_counts(
     run_plugin: RunPlugin, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs, works, real = threading.Event(), threading.Event(), os.write
@@ -546,7 +538,7 @@ async def test_a_disk_that_hangs_holds_up_nobody_and_what_it_does_in_the_end_cou
     assert ids(path) == expected
 
 
-async def test_its_status_says_how_far_it_has_come(run_plugin: RunPlugin, path: Path) -> None:
+async def test_status_shows_the_last_written_fact(run_plugin: RunPlugin, path: Path) -> None:
     async with run_plugin() as plugin:
         [_, last] = await plugin.publish(Blob(1), Blob(2))
         await plugin.caught_up()
@@ -563,7 +555,7 @@ async def test_its_status_says_how_far_it_has_come(run_plugin: RunPlugin, path: 
     }
 
 
-def test_a_mark_is_read_from_facts_and_gaps_alone() -> None:
+def test_position_is_read_only_from_facts_and_gaps() -> None:
     gap = event_log.line_of_gap("h", Gap(3, 9, "because"))
     assert event_log.read_mark(gap.text) == gap.mark == Mark("h", 9)
     for line in (b"", b"{}", b"[]", b'{"history":1,"id":2}', b'{"history":"h","id":"2"}', b'{"history":"h","id":0}'):

@@ -99,7 +99,7 @@ def one_after_the_other(*answers: Answer) -> Callable[[Body], int | web.Response
         (Verdict.MISCONFIGURED, [301, 302, 304, 307, 308, 401, 403, 404, 405, 407, 410, 411, 415, 418, 451, 999]),
     ],
 )
-def test_only_what_says_that_the_body_is_not_wanted_can_lose_a_fact(verdict: Verdict, statuses: list[int]) -> None:
+def test_only_statuses_that_reject_the_body_can_drop_a_fact(verdict: Verdict, statuses: list[int]) -> None:
     assert {webhook.judge(status) for status in statuses} == {verdict}
 
 
@@ -125,14 +125,12 @@ NOW = datetime(2026, 5, 1, 12, 0, 0, tzinfo=UTC)
         ("Fri, 99 May 2026 12:01:00 GMT", 0.0),
     ],
 )
-def test_a_receiver_says_in_seconds_or_by_a_date_how_long_to_wait_and_for_an_hour_at_most(
-    header: str | None, wanted_s: float
-) -> None:
+def test_retry_after_is_seconds_or_a_date_up_to_an_hour(header: str | None, wanted_s: float) -> None:
     assert webhook.retry_after_s(header, NOW.timestamp()) == wanted_s
 
 
 @given(st.text())
-def test_no_retry_after_does_harm(header: str) -> None:
+def test_any_retry_after_text_gives_a_bounded_pause(header: str) -> None:
     assert 0.0 <= webhook.retry_after_s(header, NOW.timestamp()) <= HOUR_S
 
 
@@ -140,7 +138,7 @@ def test_no_retry_after_does_harm(header: str) -> None:
 
 
 @given(st.lists(st.binary(max_size=600), min_size=1, max_size=30), st.integers(4096, 6000))
-def test_bodies_hold_all_facts_in_order_and_each_stays_below_the_limit(blobs: list[bytes], bytes_max: int) -> None:
+def test_bodies_contain_all_facts_in_order_within_the_limit(blobs: list[bytes], bytes_max: int) -> None:
     rest, told = records(*map(Blob, blobs)), []
     while rest:
         parcel = webhook.pack("h", rest, bytes_max)
@@ -152,7 +150,7 @@ def test_bodies_hold_all_facts_in_order_and_each_stays_below_the_limit(blobs: li
     assert told == [blob.hex() for blob in blobs]
 
 
-def test_a_fact_that_fits_into_no_body_is_named_without_what_it_says() -> None:
+def test_fact_over_the_body_limit_is_sent_without_its_fields() -> None:
     parcel = webhook.pack("h", records(Blob("x" * 10_000), Blob("small")), 4096)
     [fact] = json.loads(parcel.body)["facts"]
     assert len(parcel.body) < 4096
@@ -160,12 +158,12 @@ def test_a_fact_that_fits_into_no_body_is_named_without_what_it_says() -> None:
     assert fact["omitted_bytes"] > 10_000
 
 
-def test_a_parcel_ends_where_it_ended_before() -> None:
+def test_body_can_be_limited_to_an_end_fact() -> None:
     facts = records(*map(Blob, range(9)))
     assert webhook.pack("h", facts, 1 << 20, end=4).key == "h-1-4"
 
 
-def test_a_signature_is_over_the_time_and_the_body() -> None:
+def test_signature_covers_time_and_body() -> None:
     # As openssl has it: printf '12.body' | openssl dgst -sha256 -hmac key
     digest = "207315d59098aa7f7eda7f2b5ea2bb7fde0990a5248266262dc02564b4a4efe7"
     assert webhook.sign(b"key", 12, b"body") == f"t=12,v1={digest}"
@@ -174,11 +172,11 @@ def test_a_signature_is_over_the_time_and_the_body() -> None:
 # Settings.
 
 
-def test_an_endpoint_and_a_secret_are_all_it_needs(refused: Callable[..., str]) -> None:
+def test_url_and_secret_are_sufficient_settings(refused: Callable[..., str]) -> None:
     assert refused() == ""
 
 
-def test_everything_that_is_wrong_is_told_at_once(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_all_invalid_settings_are_reported_at_once(refused: Callable[..., str], tmp_path: Path) -> None:
     reason = refused(url="ftp://x", proxy="nonsense", secret_file=str(tmp_path / "none"), ca_file=str(tmp_path / "no"))
     for key in ("url", "proxy", "secret_file", "ca_file"):
         assert f"plugins.webhook.{key} must be " in reason
@@ -198,9 +196,7 @@ def test_everything_that_is_wrong_is_told_at_once(refused: Callable[..., str], t
         {"secret": "in the settings"},
     ],
 )
-def test_a_setting_that_is_of_no_use_is_refused_by_its_key(
-    refused: Callable[..., str], settings: dict[str, Any]
-) -> None:
+def test_invalid_setting_is_refused_by_key(refused: Callable[..., str], settings: dict[str, Any]) -> None:
     assert f"plugins.webhook.{next(iter(settings))}" in refused(**settings)
 
 
@@ -225,7 +221,7 @@ def test_a_setting_that_is_of_no_use_is_refused_by_its_key(
         "http://localhost.example/",
     ],
 )
-def test_a_url_that_cannot_or_should_not_be_posted_to_is_refused(refused: Callable[..., str], url: str) -> None:
+def test_invalid_or_unsafe_url_is_refused(refused: Callable[..., str], url: str) -> None:
     reason = refused(url=url)
     assert "plugins.webhook.url must be " in reason
     assert "user:password" not in reason
@@ -234,16 +230,16 @@ def test_a_url_that_cannot_or_should_not_be_posted_to_is_refused(refused: Callab
 @pytest.mark.parametrize(
     "url", ["http://localhost:80/", "http://127.8.9.1/", "http://[::1]:5/", "https://bücher.example/"]
 )
-def test_plain_http_is_for_this_host(refused: Callable[..., str], url: str) -> None:
+def test_plain_http_is_accepted_for_loopback(refused: Callable[..., str], url: str) -> None:
     assert refused(url=url) == ""
 
 
-def test_plain_http_to_others_has_to_be_asked_for(refused: Callable[..., str]) -> None:
+def test_plain_http_to_remote_hosts_needs_a_setting(refused: Callable[..., str]) -> None:
     assert refused(url="http://hooks.example/", plain_http=True) == ""
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o660])
-def test_a_secret_that_others_can_read_or_write_is_refused_with_the_fix(
+def test_secret_accessible_to_other_users_is_refused_with_a_fix(
     refused: Callable[..., str], secret: Path, mode: int
 ) -> None:
     secret.chmod(mode)
@@ -251,27 +247,25 @@ def test_a_secret_that_others_can_read_or_write_is_refused_with_the_fix(
 
 
 @pytest.mark.parametrize(("content", "reason"), [(b"", "not empty"), (b" \n\n", "not empty"), (b"x" * 5000, "at most")])
-def test_a_secret_that_is_none_is_refused(
-    refused: Callable[..., str], secret: Path, content: bytes, reason: str
-) -> None:
+def test_invalid_secret_is_refused(refused: Callable[..., str], secret: Path, content: bytes, reason: str) -> None:
     secret.write_bytes(content)
     assert reason in refused()
 
 
-def test_a_directory_or_a_pipe_is_no_secret(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_directory_or_pipe_as_secret_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     assert "a file with the secret" in refused(secret_file=str(tmp_path / "pipe"))
     assert "plugins.webhook.secret_file" in refused(secret_file=str(tmp_path))
 
 
-def test_an_authority_that_is_none_is_refused(refused: Callable[..., str], secret: Path) -> None:
+def test_invalid_ca_file_is_refused(refused: Callable[..., str], secret: Path) -> None:
     assert "in PEM" in refused(ca_file=str(secret))
 
 
 # Delivery.
 
 
-async def test_facts_are_posted_in_order_with_their_place_in_history_and_signed(
+async def test_facts_are_posted_signed_and_in_order_with_history_and_id(
     run_plugin: RunPlugin, receiver: WebhookReceiver
 ) -> None:
     async with run_plugin(receiver.url) as plugin:
@@ -291,7 +285,7 @@ async def test_facts_are_posted_in_order_with_their_place_in_history_and_signed(
     assert delivery.headers["User-Agent"].startswith("forged/")
 
 
-async def test_only_facts_of_the_types_and_jobs_that_are_asked_for_are_posted(
+async def test_only_facts_of_the_selected_types_and_jobs_are_posted(
     run_plugin: RunPlugin, receiver: WebhookReceiver
 ) -> None:
     async with run_plugin(receiver.url, types=["Rare"], jobs=["a"]) as plugin:
@@ -302,9 +296,7 @@ async def test_only_facts_of_the_types_and_jobs_that_are_asked_for_are_posted(
     assert [fact["fact"]["number"] for one in receiver.deliveries for fact in one.body["facts"]] == [1, 3]
 
 
-async def test_a_type_that_nobody_has_named_yet_is_warned_of_and_waited_for(
-    run_plugin: RunPlugin, receiver: WebhookReceiver
-) -> None:
+async def test_unknown_fact_type_is_warned_of_and_accepted(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
     async with run_plugin(receiver.url, types=["Rare", "WorkerFialed"]) as plugin:
         await plugin.publish(Blob(1), Rare(1))
         await plugin.caught_up()
@@ -312,7 +304,7 @@ async def test_a_type_that_nobody_has_named_yet_is_warned_of_and_waited_for(
     assert [fact["type"] for one in receiver.deliveries for fact in one.body["facts"]] == ["Rare"]
 
 
-async def test_while_the_receiver_is_down_for_an_hour_nothing_is_lost_and_the_pauses_grow(
+async def test_receiver_outage_of_an_hour_loses_nothing_and_pauses_grow(
     run_plugin: RunPlugin,
 ) -> None:
     async with listening(WebhookReceiver()) as reserved:
@@ -334,7 +326,7 @@ async def test_while_the_receiver_is_down_for_an_hour_nothing_is_lost_and_the_pa
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
-async def test_what_the_receiver_cannot_take_now_is_posted_again_as_it_was(
+async def test_temporarily_refused_body_is_posted_again_unchanged(
     run_plugin: RunPlugin, receiver: WebhookReceiver, status: int
 ) -> None:
     receiver.judge = one_after_the_other(status, status, 200)
@@ -351,7 +343,7 @@ async def test_what_the_receiver_cannot_take_now_is_posted_again_as_it_was(
     assert rest.ids == ids[2:]
 
 
-async def test_a_receiver_that_asks_to_be_left_alone_is(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
+async def test_retry_after_of_the_receiver_is_respected(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
     asked = partial(web.Response, status=429, headers={"Retry-After": "600"})
     receiver.judge = one_after_the_other(asked, 200)
     async with run_plugin(receiver.url) as plugin:
@@ -363,7 +355,7 @@ async def test_a_receiver_that_asks_to_be_left_alone_is(run_plugin: RunPlugin, r
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 401, 403, 404, 405, 410])
-async def test_a_misconfiguration_is_shown_and_tried_seldom_and_loses_nothing(
+async def test_misconfiguration_is_shown_retried_rarely_and_loses_nothing(
     run_plugin: RunPlugin, receiver: WebhookReceiver, status: int
 ) -> None:
     answer = partial(web.Response, status=status, text="no\x1b[31m way", headers={"Location": "https://else.where/"})
@@ -392,7 +384,7 @@ async def test_a_redirect_is_not_followed(run_plugin: RunPlugin, receiver: Webho
 
 
 @pytest.mark.parametrize("status", [400, 409, 413, 422])
-async def test_a_fact_that_is_refused_is_found_and_left_out_and_the_others_go_on(
+async def test_refused_fact_is_isolated_and_skipped(
     run_plugin: RunPlugin, receiver: WebhookReceiver, status: int
 ) -> None:
     receiver.judge = contains(37, status=status)
@@ -411,9 +403,7 @@ async def test_a_fact_that_is_refused_is_found_and_left_out_and_the_others_go_on
     assert len(attempts) <= 5 + 6
 
 
-async def test_every_refused_fact_of_a_batch_is_left_out_and_no_other(
-    run_plugin: RunPlugin, receiver: WebhookReceiver
-) -> None:
+async def test_only_the_refused_facts_of_a_batch_are_skipped(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
     poison = {0, 5, 6, 31}
     receiver.judge = lambda body: 422 if any(fact["fact"]["value"] in poison for fact in body["facts"]) else 200
     async with run_plugin(receiver.url, attempts_max=1) as plugin:
@@ -423,7 +413,7 @@ async def test_every_refused_fact_of_a_batch_is_left_out_and_no_other(
     assert receiver.accepted_ids == [one for number, one in enumerate(ids) if number not in poison]
 
 
-async def test_a_receiver_that_wants_smaller_bodies_gets_them_and_nothing_is_left_out(
+async def test_receiver_that_refuses_large_bodies_gets_smaller_ones(
     run_plugin: RunPlugin, receiver: WebhookReceiver
 ) -> None:
     receiver.judge = lambda body: 413 if len(body["facts"]) > 3 else 200
@@ -434,7 +424,7 @@ async def test_a_receiver_that_wants_smaller_bodies_gets_them_and_nothing_is_lef
     assert receiver.accepted_ids == ids
 
 
-async def test_a_receiver_that_refuses_everything_does_not_drain_the_queue_at_once(
+async def test_receiver_that_refuses_everything_drops_facts_slowly(
     run_plugin: RunPlugin, receiver: WebhookReceiver
 ) -> None:
     """Each fact that is left out was refused `attempts_max` times, with pauses in between."""
@@ -447,7 +437,7 @@ async def test_a_receiver_that_refuses_everything_does_not_drain_the_queue_at_on
     assert receiver.accepted_ids == ids[4:]
 
 
-async def test_a_search_goes_on_where_the_receiver_went_away_meanwhile(
+async def test_search_for_a_refused_fact_continues_after_an_outage(
     run_plugin: RunPlugin, receiver: WebhookReceiver
 ) -> None:
     poison = contains(3, status=400)
@@ -459,7 +449,7 @@ async def test_a_search_goes_on_where_the_receiver_went_away_meanwhile(
     assert sorted(set(receiver.accepted_ids)) == [one for number, one in enumerate(ids) if number != 3]
 
 
-async def test_huge_facts_go_in_bodies_of_their_own(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
+async def test_large_facts_are_split_into_small_bodies(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
     async with run_plugin(receiver.url, body_bytes_max=300_000) as plugin:
         ids = await plugin.publish(*(Blob(bytes([number]) * 60_000) for number in range(20)))
         await plugin.caught_up()
@@ -468,9 +458,7 @@ async def test_huge_facts_go_in_bodies_of_their_own(run_plugin: RunPlugin, recei
     assert max(len(one.raw) for one in receiver.deliveries) <= 300_000
 
 
-async def test_bodies_of_many_mebibytes_are_posted_where_that_is_allowed(
-    run_plugin: RunPlugin, receiver: WebhookReceiver
-) -> None:
+async def test_large_bodies_are_posted_if_allowed(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
     async with run_plugin(receiver.url, body_bytes_max=1 << 26) as plugin:
         ids = await plugin.publish(*(Blob("x" * 60_000) for _ in range(60)))
         await plugin.caught_up()
@@ -496,7 +484,7 @@ async def test_a_gap_is_posted_in_its_place(run_plugin: RunPlugin, receiver: Web
     assert gap.headers["Forged-Delivery"] == f"{history}-{gap.body['gap']['first']}-{gap.body['gap']['last']}-gap"
 
 
-async def test_a_gap_that_is_not_taken_is_posted_again(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
+async def test_failed_gap_is_posted_again(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
     receiver.judge = one_after_the_other(503, 503, 200)
     async with run_plugin(NOBODY, store := FaultyStore(), facts_max=10) as plugin:
         await plugin.publish(Blob(0))
@@ -507,7 +495,7 @@ async def test_a_gap_that_is_not_taken_is_posted_again(run_plugin: RunPlugin, re
     assert [bool(one.body.get("gap")) for one in receiver.deliveries] == [True, True, True, False]
 
 
-async def test_a_gap_that_is_refused_stops_nothing(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
+async def test_refused_gap_does_not_stop_delivery(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
     receiver.judge = lambda body: 422 if "gap" in body else 200
     async with run_plugin(NOBODY, store := FaultyStore(), facts_max=10) as plugin:
         await plugin.publish(Blob(0))
@@ -539,7 +527,7 @@ async def test_the_queue_survives_a_restart_and_goes_on_in_order(
 # Receivers that behave badly.
 
 
-async def test_a_receiver_that_says_nothing_holds_up_nobody_and_is_given_up_in_time(run_plugin: RunPlugin) -> None:
+async def test_silent_receiver_times_out_without_blocking_the_daemon(run_plugin: RunPlugin) -> None:
     silent = asyncio.Event()
 
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -554,7 +542,7 @@ async def test_a_receiver_that_says_nothing_holds_up_nobody_and_is_given_up_in_t
         assert plugin.view.failed == 0
 
 
-async def test_a_refusal_that_never_ends_is_given_up_in_time(run_plugin: RunPlugin) -> None:
+async def test_endless_error_response_times_out(run_plugin: RunPlugin) -> None:
     async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 500 Oh\r\nContent-Length: 1000\r\n\r\nx")
         await asyncio.Event().wait()
@@ -564,14 +552,16 @@ async def test_a_refusal_that_never_ends_is_given_up_in_time(run_plugin: RunPlug
         assert "no answer in 0.05 s" in await plugin.stalled()
 
 
-async def test_of_a_refusal_no_more_is_read_than_is_shown(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
+async def test_error_response_is_read_only_as_far_as_it_is_shown(
+    run_plugin: RunPlugin, receiver: WebhookReceiver
+) -> None:
     receiver.judge = lambda body: web.Response(status=500, body=b"x" * (8 << 20))
     async with run_plugin(receiver.url) as plugin:
         await plugin.publish(Blob(1))
         assert len(await plugin.stalled()) < 2 * webhook.SHOWN_CHARS_MAX
 
 
-async def test_whoever_has_taken_the_facts_need_not_finish_the_answer(run_plugin: RunPlugin) -> None:
+async def test_success_status_counts_without_a_complete_response(run_plugin: RunPlugin) -> None:
     async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nx")
         await asyncio.Event().wait()
@@ -592,7 +582,7 @@ async def test_whoever_has_taken_the_facts_need_not_finish_the_answer(run_plugin
         b"HTTP/1.1 200 OK\r\nA: " + b"x" * 99_999,
     ],
 )
-async def test_an_answer_that_breaks_off_or_is_none_is_no_delivery(run_plugin: RunPlugin, said: bytes) -> None:
+async def test_truncated_or_invalid_response_is_a_failed_delivery(run_plugin: RunPlugin, said: bytes) -> None:
     async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(said)
         await writer.drain()
@@ -604,7 +594,7 @@ async def test_an_answer_that_breaks_off_or_is_none_is_no_delivery(run_plugin: R
         assert plugin.view.failed == 0
 
 
-async def test_a_refusal_that_dies_halfway_is_judged_by_its_status(run_plugin: RunPlugin) -> None:
+async def test_truncated_error_response_is_judged_by_its_status(run_plugin: RunPlugin) -> None:
     async def die(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 404 Not here\r\nContent-Length: 1000\r\n\r\nhalf of")
         await writer.drain()
@@ -624,7 +614,7 @@ def certificates(tmp_path: Path, *names: str) -> tuple[ssl.SSLContext, str]:
     return context, str(authority.ca)
 
 
-async def test_https_is_verified_by_the_authority_that_is_named(run_plugin: RunPlugin, tmp_path: Path) -> None:
+async def test_https_is_verified_against_the_configured_ca(run_plugin: RunPlugin, tmp_path: Path) -> None:
     tls, ca = certificates(tmp_path, "127.0.0.1")
     async with listening(WebhookReceiver(), tls=tls) as receiver, run_plugin(receiver.url, ca_file=ca) as plugin:
         ids = await plugin.publish(Blob(1))
@@ -632,7 +622,7 @@ async def test_https_is_verified_by_the_authority_that_is_named(run_plugin: RunP
         assert receiver.accepted_ids == ids
 
 
-async def test_a_certificate_of_an_unknown_authority_gets_nothing(run_plugin: RunPlugin, tmp_path: Path) -> None:
+async def test_receiver_with_a_certificate_of_an_unknown_ca_gets_nothing(run_plugin: RunPlugin, tmp_path: Path) -> None:
     tls, _ = certificates(tmp_path, "127.0.0.1")
     async with listening(WebhookReceiver(), tls=tls) as receiver, run_plugin(receiver.url) as plugin:
         await plugin.publish(Blob(1))
@@ -640,7 +630,7 @@ async def test_a_certificate_of_an_unknown_authority_gets_nothing(run_plugin: Ru
         assert receiver.deliveries == []
 
 
-async def test_a_certificate_for_another_host_gets_nothing(run_plugin: RunPlugin, tmp_path: Path) -> None:
+async def test_receiver_with_a_certificate_for_another_host_gets_nothing(run_plugin: RunPlugin, tmp_path: Path) -> None:
     tls, ca = certificates(tmp_path, "another.example")
     async with listening(WebhookReceiver(), tls=tls) as receiver, run_plugin(receiver.url, ca_file=ca) as plugin:
         await plugin.publish(Blob(1))
@@ -648,7 +638,7 @@ async def test_a_certificate_for_another_host_gets_nothing(run_plugin: RunPlugin
         assert receiver.deliveries == []
 
 
-async def test_a_self_signed_certificate_gets_nothing(run_plugin: RunPlugin, tmp_path: Path) -> None:
+async def test_receiver_with_a_self_signed_certificate_gets_nothing(run_plugin: RunPlugin, tmp_path: Path) -> None:
     context, authority, pem = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), trustme.CA(), tmp_path / "self.pem"
     pem.write_bytes(authority.private_key_pem.bytes() + authority.cert_pem.bytes())
     context.load_cert_chain(pem)
@@ -661,7 +651,7 @@ async def test_a_self_signed_certificate_gets_nothing(run_plugin: RunPlugin, tmp
 # The way there.
 
 
-async def test_a_proxy_in_the_environment_is_not_asked(
+async def test_proxy_in_the_environment_is_ignored(
     run_plugin: RunPlugin, receiver: WebhookReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
@@ -672,7 +662,7 @@ async def test_a_proxy_in_the_environment_is_not_asked(
     assert len(receiver.accepted_ids) == 1
 
 
-async def test_a_proxy_in_the_settings_is(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
+async def test_proxy_in_the_settings_is_used(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
     proxy = receiver.url.removesuffix("/hook")
     async with run_plugin("http://nowhere.invalid/hook", proxy=proxy, plain_http=True) as plugin:
         await plugin.publish(Blob(1))
@@ -683,7 +673,7 @@ async def test_a_proxy_in_the_settings_is(run_plugin: RunPlugin, receiver: Webho
 # Commands.
 
 
-async def test_its_status_says_how_far_it_has_come(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
+async def test_status_shows_the_last_delivered_fact(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
     receiver.judge = one_after_the_other(200, 503)
     async with run_plugin(receiver.url) as plugin:
         [first] = await plugin.publish(Blob(1))
@@ -698,7 +688,7 @@ async def test_its_status_says_how_far_it_has_come(run_plugin: RunPlugin, receiv
         assert "/hook" not in str(said)
 
 
-async def test_a_test_posts_an_empty_delivery_at_once_and_tells_what_came_back(
+async def test_test_command_posts_an_empty_delivery_and_shows_the_response(
     run_plugin: RunPlugin, receiver: WebhookReceiver
 ) -> None:
     async with run_plugin(receiver.url) as plugin:
@@ -712,7 +702,7 @@ async def test_a_test_posts_an_empty_delivery_at_once_and_tells_what_came_back(
     assert (ping.body["facts"], ping.body["ping"]) == ([], True)
 
 
-async def test_a_test_that_succeeds_ends_a_long_wait(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
+async def test_successful_test_command_ends_a_long_pause(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
     receiver.judge = one_after_the_other(partial(web.Response, status=503, headers={"Retry-After": "3600"}), 200)
     async with run_plugin(receiver.url) as plugin:
         began = plugin.clock.now
@@ -724,21 +714,21 @@ async def test_a_test_that_succeeds_ends_a_long_wait(run_plugin: RunPlugin, rece
         assert plugin.clock.now - began < 100
 
 
-async def test_a_test_of_a_receiver_that_is_not_there_says_so_and_is_no_failure(run_plugin: RunPlugin) -> None:
+async def test_test_command_for_an_absent_receiver_is_no_plugin_failure(run_plugin: RunPlugin) -> None:
     async with run_plugin(NOBODY) as plugin:
         with pytest.raises(Unavailable, match=NOBODY.removesuffix("/hook")):
             await plugin.run("test")
         assert plugin.view.failed == 0
 
 
-async def test_a_viewer_may_look_and_not_post(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
+async def test_viewer_may_read_status_but_not_post(run_plugin: RunPlugin, receiver: WebhookReceiver) -> None:
     async with run_plugin(receiver.url) as plugin:
         with pytest.raises(RequestRefused, match="viewer"):
             await plugin.run("test", VIEWER)
     assert receiver.deliveries == []
 
 
-async def test_a_stop_lets_go_of_the_connection_and_what_is_left_is_posted_by_the_next_daemon(
+async def test_stop_closes_the_connection_and_the_next_daemon_posts_the_rest(
     run_plugin: RunPlugin, receiver: WebhookReceiver
 ) -> None:
     store = FaultyStore()

@@ -47,7 +47,7 @@ def stored(decision: Decision[Any]) -> Job:
     return msgspec.msgpack.decode(value, type=Job)
 
 
-def test_a_new_job_is_returned_stored_and_told_of() -> None:
+def test_new_job_is_returned_stored_and_recorded() -> None:
     decision = JobBook().create(CreateJob("a", SETTINGS), "somebody", 7.0, TERM)
     fence = Fence(TERM, 0)
     assert decision.reply == Job(name="a", settings=SETTINGS, created_at=7.0, created_by="somebody", fence=fence)
@@ -58,14 +58,14 @@ def test_a_new_job_is_returned_stored_and_told_of() -> None:
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, {}])
-def test_a_job_that_exists_with_the_same_settings_or_for_any_is_returned_and_nothing_changes(
+def test_creating_an_existing_job_with_equal_or_any_settings_changes_nothing(
     settings: dict[str, Any],
 ) -> None:
     book = book_with("a", **SETTINGS)
     assert book.create(CreateJob("a", settings), "another", 9.0, TERM) == Decision(book.get("a"))
 
 
-def test_a_job_that_exists_with_other_settings_is_refused_and_named_in_which() -> None:
+def test_creating_an_existing_job_with_other_settings_is_refused_with_the_differing_keys() -> None:
     other = CreateJob("a", SETTINGS | {"lr": 0.2, "more": 1})
     error = refusal(book_with("a", **SETTINGS).create, other, "x", 9.0, TERM)
     assert error.code == "job_differs"
@@ -73,13 +73,13 @@ def test_a_job_that_exists_with_other_settings_is_refused_and_named_in_which() -
 
 
 @pytest.mark.parametrize("value", [1.0, True, "1", None])
-def test_settings_of_different_types_differ_though_python_calls_them_equal(value: Any) -> None:
+def test_settings_of_different_types_differ_even_if_python_compares_them_equal(value: Any) -> None:
     error = refusal(book_with("a", same=0, lr=1).create, CreateJob("a", {"same": 0, "lr": value}), "x", 9.0, TERM)
     assert error.code == "job_differs"
     assert error.message.endswith(": lr")
 
 
-def test_a_setting_that_is_missing_is_another_than_none() -> None:
+def test_missing_setting_differs_from_none() -> None:
     error = refusal(book_with("a", x=None, y=1).create, CreateJob("a", {"y": 1}), "x", 9.0, TERM)
     assert error.message.endswith(": x")
 
@@ -91,7 +91,7 @@ def test_settings_are_the_same_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "-", "a" * 200])
-def test_a_name_that_is_none_is_refused(name: str) -> None:
+def test_invalid_job_name_is_refused(name: str) -> None:
     assert refusal(JobBook().create, CreateJob(name), "x", 1.0, TERM).code == "name_invalid"
 
 
@@ -102,7 +102,7 @@ def test_settings_are_bounded() -> None:
     assert refusal(book.change, ChangeJob("a", large, 1)).code == "settings_too_large"
 
 
-def test_how_many_jobs_there_are_is_bounded_and_those_that_exist_stay_usable() -> None:
+def test_number_of_jobs_is_bounded_and_existing_jobs_stay_usable() -> None:
     book = JobBook(jobs_max=2)
     for name in ("a", "b"):
         book.create(CreateJob(name), "x", 1.0, TERM)
@@ -112,7 +112,7 @@ def test_how_many_jobs_there_are_is_bounded_and_those_that_exist_stay_usable() -
     assert book.create(CreateJob("c"), "x", 1.0, TERM).reply.name == "c"
 
 
-def test_a_change_replaces_the_settings_and_counts_the_version() -> None:
+def test_change_replaces_the_settings_and_increments_the_version() -> None:
     book = book_with("a", **SETTINGS)
     decision = book.change(ChangeJob("a", {"lr": 0.2}, 1))
     assert decision.reply == book.get("a") == stored(decision)
@@ -140,14 +140,14 @@ def test_a_change_of_an_outdated_version_is_refused(version: int) -> None:
     assert book.get("a").settings == SETTINGS
 
 
-def test_a_removed_job_is_deleted_and_told_of() -> None:
+def test_removed_job_is_deleted_and_recorded() -> None:
     book = book_with("a")
     writes = {PREFIX + "a": None, FLOOR_KEY: msgspec.msgpack.encode(Fence(TERM, 1))}
     assert book.remove(RemoveJob("a")) == Decision(Nothing(), (JobRemoved("a"),), writes, job="a")
     assert len(book) == 0
 
 
-def test_removing_what_does_not_exist_is_no_error() -> None:
+def test_removing_a_missing_job_is_no_error() -> None:
     assert JobBook().remove(RemoveJob("a")) == Decision(Nothing())
 
 
@@ -156,7 +156,7 @@ def test_a_note_is_a_fact_of_its_job_and_writes_nothing() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x" * (NOTE_CHARS_MAX + 1)])
-def test_a_note_has_a_length(text: str) -> None:
+def test_note_length_is_bounded(text: str) -> None:
     assert refusal(book_with("a").note, AddNote("a", text)).code == "note_invalid"
 
 
@@ -178,7 +178,7 @@ def test_each_principal_sees_its_jobs_by_name() -> None:
 # Fences.
 
 
-def test_a_job_begins_with_the_term_and_what_is_no_job_has_no_fence() -> None:
+def test_new_job_is_fenced_by_the_term_and_a_missing_job_has_no_fence() -> None:
     book = book_with("a")
     assert (book.fence("a"), book.fence("b")) == (Fence(TERM, 0), None)
 
@@ -202,7 +202,7 @@ def test_a_job_created_again_begins_above_its_predecessor_also_after_a_restart(o
         assert one.create(CreateJob("a"), "x", 2.0, TERM).reply.fence == new
 
 
-def test_removing_a_job_that_is_less_far_does_not_lower_where_new_ones_begin() -> None:
+def test_removing_a_job_of_lower_generation_keeps_the_first_generation_of_new_jobs() -> None:
     _, floor = removed_at(Fence(TERM, 5))
     book = JobBook()
     book.load([msgspec.msgpack.encode(Job(name="b", settings={}, created_at=1.0, created_by="x"))], floor)
@@ -254,7 +254,7 @@ TestJobBooks = JobBooks.TestCase
 
 
 @pytest.mark.parametrize("value", [inf, -inf, nan])
-def test_a_number_that_json_cannot_say_is_refused_by_its_key(value: float) -> None:
+def test_setting_that_json_cannot_represent_is_refused_by_key(value: float) -> None:
     book = book_with("a")
     settings: dict[str, Any] = {"nodes": 4, "lr": value}
     for error in (

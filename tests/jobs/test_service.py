@@ -52,7 +52,7 @@ async def jobs_in(store: Store) -> dict[str, int]:
 
 
 @on_virtual_time
-async def test_it_answers_everything_that_is_said_of_jobs() -> None:
+async def test_service_answers_every_job_request() -> None:
     async with running(register=serving, requests=REQUESTS) as kernel:
         job = await kernel.bus.ask(CreateJob("a", {"lr": 0.1}))
         assert (job.created_by, int(job.created_at)) == ("daemon", int(EPOCH_S))
@@ -66,7 +66,7 @@ async def test_it_answers_everything_that_is_said_of_jobs() -> None:
 
 
 @on_virtual_time
-async def test_every_fact_of_a_job_is_marked_with_it() -> None:
+async def test_facts_of_a_job_carry_its_name() -> None:
     async with running(register=serving) as kernel:
         await kernel.bus.ask(CreateJob("a"))
         await kernel.bus.ask(AddNote("a", "hi"))
@@ -99,7 +99,7 @@ async def test_a_job_whose_commit_failed_does_not_exist() -> None:
 
 
 @on_virtual_time
-async def test_a_worker_creates_the_job_that_it_is_bound_to_and_sees_no_other() -> None:
+async def test_worker_creates_its_own_job_and_sees_no_other() -> None:
     async with running(register=serving) as kernel:
         await kernel.bus.ask(CreateJob("b"))
         assert (await kernel.bus.ask(CreateJob("a"), WORKER_OF_A)).created_by == "a worker"
@@ -121,7 +121,7 @@ async def test_a_viewer_changes_nothing() -> None:
 
 
 @on_virtual_time
-async def test_the_fence_that_callers_are_held_against_is_the_job_s() -> None:
+async def test_callers_are_checked_against_the_fence_of_the_job() -> None:
     async with running(register=serving) as kernel:
         fence = (await kernel.bus.ask(CreateJob("a"))).fence
         assert await kernel.bus.ask(AddNote("a", "hi"), Call(OPERATOR, "a test", fence=fence)) == Nothing()
@@ -141,7 +141,7 @@ async def test_worker_of_a_removed_job_is_fenced_off_the_next_job_of_that_name()
 
 
 @on_virtual_time
-async def test_where_new_jobs_begin_survives_a_restart() -> None:
+async def test_first_generation_of_new_jobs_survives_a_restart() -> None:
     store = FaultyStore()
     async with running(store, serving) as kernel:
         await kernel.bus.ask(CreateJob("a"))
@@ -178,7 +178,7 @@ async def test_a_page_of_jobs_fits_into_a_frame() -> None:
 
 
 @on_virtual_time
-async def test_a_page_ends_when_what_follows_is_not_for_the_caller() -> None:
+async def test_last_page_is_known_when_the_rest_is_hidden_from_the_caller() -> None:
     async with running(register=serving) as kernel:
         await kernel.bus.ask(CreateJob("a"))
         await kernel.bus.ask(CreateJob("b"))
@@ -186,7 +186,7 @@ async def test_a_page_ends_when_what_follows_is_not_for_the_caller() -> None:
 
 
 @on_virtual_time
-async def test_settings_that_the_training_service_refuses_change_nothing() -> None:
+async def test_settings_refused_by_the_training_service_change_nothing() -> None:
     def require(job: str, settings: Mapping[str, SettingValue]) -> None:
         if "wrong" in settings:
             raise RequestRefused("setting_wrong", f"{job} cannot have that", "leave it out")
@@ -201,7 +201,7 @@ async def test_settings_that_the_training_service_refuses_change_nothing() -> No
 
 
 @on_virtual_time
-async def test_a_job_at_which_workers_are_at_work_is_removed_by_force_only() -> None:
+async def test_job_with_active_workers_is_removed_only_with_force() -> None:
     workers = {"a": 1, "b": 2}
     training = TrainingPort(workers=lambda job: workers.get(job, 0))
     async with running(register=lambda kernel: serving(kernel, training)) as kernel:

@@ -25,7 +25,7 @@ class Shouted(Fact, frozen=True):
 
 
 class Stumble(Request[int], frozen=True):
-    """Goes wrong."""
+    """A request that fails in the given way."""
 
     job_field: ClassVar[str | None] = None
 
@@ -33,7 +33,7 @@ class Stumble(Request[int], frozen=True):
 
 
 def reporting(log: RecordingLog, **limits: Any) -> Any:
-    """Registers a reporter on a spine and keeps it there."""
+    """A `register` function that attaches a reporter to the kernel."""
 
     def register(kernel: Kernel) -> None:
         kernel.bus.serve(Stumble, stumble, owner="clumsy")
@@ -294,7 +294,7 @@ def test_distinct_exceptions_use_bounded_memory() -> None:
 
 
 class Hostile(Exception):
-    """Cannot even be shown."""
+    """An exception whose text cannot be made."""
 
     def __str__(self) -> str:
         raise RuntimeError("no")
