@@ -1,4 +1,4 @@
-"""Every benchmark runs, and prints what it promises; how fast anything is, is not for tests to say."""
+"""Every benchmark runs and prints its figures; the tests do not judge speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start and stop of the daemon, on virtual time, with clients played frame by frame."""
+"""Start and stop of the daemon on virtual time; the test sends the frames of the clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documentation says is so: its examples run, its links lead somewhere, its tables are those of the code."""
+"""The documentation is correct: examples run, links exist, tables match the code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 @contextmanager
 def a_daemon(directory: Path, *flags: str) -> Iterator[dict[str, str]]:
-    """A daemon as the README starts it; yields the environment of its users."""
+    """A daemon started as in the README; yields the environment for its clients."""
     socket = str(directory / "forged.sock")
     command = [str(BIN / "forged"), "run", "--data-dir", str(directory / "data"), "--socket", socket]
     command += ["--listen", "127.0.0.1:0", *flags]
@@ -69,7 +69,7 @@ def test_the_python_example_of_the_readme_runs(tmp_path: Path) -> None:
 
 
 def events_of_training(example: str, directory: Path) -> str:
-    """Run an example that trains, with a daemon, and return what was told of it."""
+    """Run a training example with a daemon; returns the recorded events."""
     commands = ["jobs create run stability_window_ms=0", "events --since 0 --job run --json"]
     with a_daemon(directory) as environment:
         endpoint = f"unix://{environment['FORGED_SOCKET']}"

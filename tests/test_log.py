@@ -1,4 +1,4 @@
-"""The log that says nothing."""
+"""The silent log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes out of the wheel, in an environment where nothing else is."""
+"""The wheel, installed into an empty virtual environment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLEAN = {name: value for name, value in os.environ.items() if not name.startswit
 
 
 def expected_assets() -> set[str]:
-    """The files that come along with the code."""
+    """The data files of the distribution."""
     patterns = ("systemd/forged.*", "config/*.toml", "plugins/*.py")
     return {str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)}
 

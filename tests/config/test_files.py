@@ -1,4 +1,4 @@
-"""The files that come along."""
+"""The shipped settings files."""
 
 from __future__ import annotations
 

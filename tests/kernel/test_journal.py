@@ -40,7 +40,7 @@ def test_a_fact_is_found_by_its_id() -> None:
 
 
 @pytest.mark.parametrize("fact_id", [-1, 0, 2, 4, 6, 10])
-def test_an_id_that_no_fact_has_is_not_found(fact_id: int) -> None:
+def test_unknown_id_is_not_found(fact_id: int) -> None:
     assert journal_of({1: 0, 5: 0, 9: 0}).get(fact_id) is None
 
 
@@ -70,7 +70,7 @@ def test_the_oldest_facts_are_forgotten_first_and_the_floor_says_up_to_which() -
     assert journal.get(2) is None
 
 
-def test_nothing_was_forgotten_while_the_floor_is_0() -> None:
+def test_floor_of_0_means_nothing_was_dropped() -> None:
     journal = Journal(3)
     journal.extend(records(5, 6, 7))
     assert (journal.floor, len(journal)) == (0, 3)
@@ -82,13 +82,13 @@ def test_a_batch_larger_than_the_journal_leaves_its_end() -> None:
     assert (ids(journal.after(0, 10)), journal.floor) == ([9, 10], 8)
 
 
-def test_facts_out_of_order_are_a_bug() -> None:
+def test_facts_out_of_order_raise_an_error() -> None:
     journal = journal_of({5: 0})
     with pytest.raises(AssertionError):
         journal.extend(records(5))
 
 
-def test_reset_takes_what_the_store_holds_with_its_floor() -> None:
+def test_reset_loads_the_stored_facts_and_floor() -> None:
     journal = journal_of({1: 0, 2: 0, 3: 0})
     journal.reset(records(7, 8), 6)
     assert (ids(journal.after(0, 10)), journal.floor, journal.last) == ([7, 8], 6, 8)
@@ -141,7 +141,7 @@ def test_a_story_is_bounded_downwards() -> None:
 
 
 @given(data=st.data(), count=st.integers(1, 60), facts_max=st.integers(1, 60))
-def test_a_story_is_what_reading_the_causes_one_by_one_gives(data: st.DataObject, count: int, facts_max: int) -> None:
+def test_story_equals_following_the_causes_one_by_one(data: st.DataObject, count: int, facts_max: int) -> None:
     causes = {fact_id: data.draw(st.integers(0, fact_id - 1)) for fact_id in range(1, count + 1)}
     journal = journal_of(causes, facts_max)
     kept = range(max(1, count - facts_max + 1), count + 1)
@@ -203,7 +203,7 @@ class Journals(RuleBasedStateMachine):
 TestJournals = Journals.TestCase
 
 
-def test_forgetting_goes_on_for_ever_within_the_bound() -> None:
+def test_journal_stays_within_its_bound() -> None:
     journal = Journal(100)
     for first in range(1, 10_001, 50):
         journal.extend(records(*range(first, first + 50)))

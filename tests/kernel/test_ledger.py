@@ -97,7 +97,7 @@ async def test_a_reply_waits_until_its_decision_is_durable() -> None:
 
 
 @on_virtual_time
-async def test_facts_are_heard_only_once_they_are_durable() -> None:
+async def test_facts_are_published_only_when_durable() -> None:
     async with running_ledger() as it:
         it.store.block()
         pending = it.add()
@@ -111,7 +111,7 @@ async def test_facts_are_heard_only_once_they_are_durable() -> None:
 
 
 @on_virtual_time
-async def test_facts_are_heard_before_the_reply() -> None:
+async def test_facts_are_published_before_the_reply() -> None:
     async with running_ledger() as it:
         published_when_answered: list[int] = []
         it.add().when_done(lambda _: published_when_answered.append(len(it.publisher.published)))
@@ -129,7 +129,7 @@ async def test_state_changes_at_once() -> None:
 
 
 @on_virtual_time
-async def test_a_read_waits_for_the_decision_that_it_rests_on() -> None:
+async def test_read_waits_for_the_decision_that_it_depends_on() -> None:
     async with running_ledger() as it:
         it.store.block()
         it.add(7)
@@ -141,7 +141,7 @@ async def test_a_read_waits_for_the_decision_that_it_rests_on() -> None:
 
 
 @on_virtual_time
-async def test_a_read_waits_for_the_batch_that_is_being_written_too() -> None:
+async def test_read_waits_for_the_batch_that_is_being_written() -> None:
     async with running_ledger() as it:
         it.store.block()
         it.add(7)
@@ -153,7 +153,7 @@ async def test_a_read_waits_for_the_batch_that_is_being_written_too() -> None:
 
 
 @on_virtual_time
-async def test_a_read_fails_with_the_decision_that_it_rests_on() -> None:
+async def test_read_fails_with_the_decision_that_it_depends_on() -> None:
     async with running_ledger() as it:
         it.store.commit_error = full()
         it.add(7)
@@ -163,7 +163,7 @@ async def test_a_read_fails_with_the_decision_that_it_rests_on() -> None:
 
 
 @on_virtual_time
-async def test_a_read_of_what_is_durable_is_answered_at_once() -> None:
+async def test_read_of_durable_state_is_answered_at_once() -> None:
     async with running_ledger() as it:
         await it.add().wait()
         assert it.ledger.settled("x").done
@@ -183,7 +183,7 @@ async def test_a_fact_s_id_is_the_revision_that_made_it_durable() -> None:
 
 
 @on_virtual_time
-async def test_the_record_tells_job_generation_cause_and_origin() -> None:
+async def test_record_has_job_generation_cause_and_origin() -> None:
     async with running_ledger() as it:
         await it.ledger.append(Decision(None, (Added(1, 1),), job="a", generation=4), cause=1, origin="test").wait()
         (record,) = it.publisher.published
@@ -205,7 +205,7 @@ async def test_writes_facts_and_reply_are_one_transaction() -> None:
 
 
 @on_virtual_time
-async def test_what_is_decided_while_a_batch_is_written_shares_the_next() -> None:
+async def test_decisions_during_a_commit_share_the_next_batch() -> None:
     async with running_ledger() as it:
         it.store.block()
         first = it.add()
@@ -218,7 +218,7 @@ async def test_what_is_decided_while_a_batch_is_written_shares_the_next() -> Non
 
 
 @on_virtual_time
-async def test_what_is_decided_in_one_turn_shares_one_batch() -> None:
+async def test_decisions_of_one_loop_turn_share_one_batch() -> None:
     async with running_ledger() as it:
         for _ in range(10):
             it.add()
@@ -261,7 +261,7 @@ async def test_flush_returns_when_the_commit_has_failed() -> None:
 
 
 @on_virtual_time
-async def test_everybody_who_waits_for_a_failed_commit_is_told() -> None:
+async def test_all_waiters_of_a_failed_commit_get_its_error() -> None:
     async with running_ledger() as it:
         it.store.block()
         in_flight = it.add()
@@ -276,7 +276,7 @@ async def test_everybody_who_waits_for_a_failed_commit_is_told() -> None:
 
 
 @on_virtual_time
-async def test_after_a_failed_commit_state_is_what_the_store_holds() -> None:
+async def test_state_is_reloaded_from_the_store_after_a_failed_commit() -> None:
     async with running_ledger() as it:
         await it.add(10).wait()
         it.store.commit_error = full()
@@ -288,7 +288,7 @@ async def test_after_a_failed_commit_state_is_what_the_store_holds() -> None:
 
 
 @on_virtual_time
-async def test_nobody_hears_of_a_decision_that_failed() -> None:
+async def test_facts_of_a_failed_decision_are_not_published() -> None:
     async with running_ledger() as it:
         it.store.commit_error = full()
         it.add(1)
@@ -300,7 +300,7 @@ async def test_nobody_hears_of_a_decision_that_failed() -> None:
 
 
 @on_virtual_time
-async def test_while_the_disk_is_full_reads_go_on_and_writes_are_unavailable() -> None:
+async def test_reads_work_and_writes_are_unavailable_while_the_disk_is_full() -> None:
     async with running_ledger() as it:
         await it.add(10).wait()
         it.store.commit_error = full()
@@ -315,7 +315,7 @@ async def test_while_the_disk_is_full_reads_go_on_and_writes_are_unavailable() -
 
 
 @on_virtual_time
-async def test_work_goes_on_by_itself_once_there_is_room_again() -> None:
+async def test_writes_resume_when_the_disk_has_space_again() -> None:
     async with running_ledger() as it:
         await it.add(10).wait()
         it.store.commit_error = full()
@@ -344,7 +344,7 @@ async def test_writing_is_closed_until_the_probe_has_succeeded() -> None:
 
 
 @on_virtual_time
-async def test_a_decision_taken_while_nothing_can_be_written_is_undone() -> None:
+async def test_decision_during_a_store_failure_is_undone() -> None:
     async with running_ledger() as it:
         await it.add(10).wait()
         it.store.commit_error = full()
@@ -360,7 +360,7 @@ async def test_a_decision_taken_while_nothing_can_be_written_is_undone() -> None
 
 
 @on_virtual_time
-async def test_when_reading_fails_as_well_nothing_is_answered_until_it_works() -> None:
+async def test_nothing_is_answered_while_the_store_cannot_be_read() -> None:
     async with running_ledger() as it:
         await it.add(10).wait()
         it.store.commit_error = it.store.read_error = full()
@@ -377,7 +377,7 @@ async def test_when_reading_fails_as_well_nothing_is_answered_until_it_works() -
 
 
 @on_virtual_time
-async def test_a_refusal_of_the_store_is_a_failed_commit_like_any_other() -> None:
+async def test_refusal_by_the_store_is_a_failed_commit() -> None:
     async with running_ledger() as it:
         it.store.commit_error = RequestRefused("transaction_too_large", "too large")
         with pytest.raises(RequestRefused):
@@ -388,7 +388,7 @@ async def test_a_refusal_of_the_store_is_a_failed_commit_like_any_other() -> Non
 
 
 @on_virtual_time
-async def test_the_error_of_a_long_trouble_keeps_no_memory_of_those_who_met_it() -> None:
+async def test_error_of_a_long_store_failure_does_not_accumulate_tracebacks() -> None:
     async with running_ledger() as it:
         it.store.commit_error = full()
         waiting = [it.add() for _ in range(20)]
@@ -416,7 +416,7 @@ async def test_a_durable_handler_is_rewound_to_before_the_lost_decision() -> Non
 
 
 @on_virtual_time
-async def test_a_saved_cursor_that_is_lost_rewinds_nobody() -> None:
+async def test_lost_cursor_write_rewinds_no_handler() -> None:
     async with running_ledger() as it:
         it.ledger.save_cursor("h", 8)
         it.store.commit_error = full()
@@ -429,7 +429,7 @@ async def test_a_saved_cursor_that_is_lost_rewinds_nobody() -> None:
 
 
 @on_virtual_time
-async def test_tainted_state_is_read_anew() -> None:
+async def test_tainted_state_is_reloaded() -> None:
     async with running_ledger() as it:
         await it.add(10).wait()
         it.tally.total = 99
@@ -442,7 +442,7 @@ async def test_tainted_state_is_read_anew() -> None:
 
 
 @on_virtual_time
-async def test_what_was_being_written_when_state_was_tainted_stays_decided() -> None:
+async def test_batch_being_written_when_state_is_tainted_stays_committed() -> None:
     async with running_ledger() as it:
         it.store.block()
         before = it.add(10)
@@ -456,7 +456,7 @@ async def test_what_was_being_written_when_state_was_tainted_stays_decided() -> 
 
 @pytest.mark.parametrize("error", [None, full()], ids=["writable", "full"])
 @on_virtual_time
-async def test_state_tainted_while_it_is_being_read_is_read_once_more_before_anybody_sees_it(
+async def test_state_tainted_during_a_reload_is_reloaded_again_before_use(
     error: ForgedError | None,
 ) -> None:
     async with running_ledger() as it:
@@ -535,7 +535,7 @@ async def test_a_restarted_ledger_has_everything_that_was_acknowledged() -> None
 
 
 @on_virtual_time
-async def test_what_an_earlier_process_published_is_not_published_again() -> None:
+async def test_facts_of_an_earlier_process_are_not_published_again() -> None:
     store = FaultyStore()
     async with running_ledger(store) as it:
         await it.add().wait()
@@ -546,7 +546,7 @@ async def test_what_an_earlier_process_published_is_not_published_again() -> Non
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @on_virtual_time
-async def test_a_decision_that_dies_at_its_commit_happened_whole_or_not_at_all(moment: str) -> None:
+async def test_decision_interrupted_at_its_commit_is_applied_completely_or_not_at_all(moment: str) -> None:
     store = FaultyStore()
     async with running_ledger(store) as it:
         await it.add(10).wait()
@@ -571,7 +571,7 @@ async def test_the_term_grows_with_every_start() -> None:
 
 
 @on_virtual_time
-async def test_a_ledger_that_was_overtaken_is_told_that_it_does_not_lead() -> None:
+async def test_fenced_ledger_reports_lost_leadership() -> None:
     store = FaultyStore()
     async with running_ledger(store) as old:
         await old.add(10).wait()
@@ -584,7 +584,7 @@ async def test_a_ledger_that_was_overtaken_is_told_that_it_does_not_lead() -> No
 
 
 @on_virtual_time
-async def test_a_ledger_that_was_overtaken_never_writes_again() -> None:
+async def test_fenced_ledger_never_writes_again() -> None:
     store = FaultyStore()
     async with running_ledger(store) as old, running_ledger(store) as new:
         await new.add(5).wait()
@@ -608,7 +608,7 @@ async def test_an_overtaken_ledger_is_fenced_even_where_its_revision_is_ahead() 
 
 
 @on_virtual_time
-async def test_a_ledger_takes_a_store_over_only_from_the_term_that_it_saw() -> None:
+async def test_ledger_takes_over_a_store_only_from_the_term_that_it_read() -> None:
     memory = MemoryStore("a history")
     first, second = (Ledger(memory, Journal(), clock(), RecordingPublisher()) for _ in range(2))
     await first.start()
@@ -640,7 +640,7 @@ async def test_a_ledger_that_starts_while_another_writes_takes_the_store_over_in
 
 
 @on_virtual_time
-async def test_a_store_that_is_full_at_the_start_is_read_from_until_there_is_room() -> None:
+async def test_store_full_at_the_start_serves_reads_until_there_is_space() -> None:
     store = FaultyStore()
     async with running_ledger(store) as it:
         await it.add(10).wait()
@@ -655,7 +655,7 @@ async def test_a_store_that_is_full_at_the_start_is_read_from_until_there_is_roo
 
 
 @on_virtual_time
-async def test_nothing_is_answered_before_the_start() -> None:
+async def test_requests_before_the_start_are_refused() -> None:
     ledger = Ledger(FaultyStore(), Journal(), clock(), RecordingPublisher())
     with pytest.raises(Unavailable) as caught:
         ledger.require_readable()
@@ -687,7 +687,7 @@ async def test_the_floor_survives_a_restart() -> None:
 
 
 @on_virtual_time
-async def test_a_lowered_limit_is_reached_by_and_by() -> None:
+async def test_lowered_limit_is_reached_gradually() -> None:
     store = FaultyStore()
     async with running_ledger(store, facts_max=200) as it:
         for _ in range(200):
@@ -700,7 +700,7 @@ async def test_a_lowered_limit_is_reached_by_and_by() -> None:
 
 
 @on_virtual_time
-async def test_a_full_journal_takes_the_largest_decision_that_an_empty_one_takes() -> None:
+async def test_full_journal_accepts_the_largest_decision() -> None:
     async with running_ledger(facts_max=200) as it:
         large = Decision(None, tuple(Added(index, index) for index in range(100)))
         for _ in range(10):
@@ -711,7 +711,7 @@ async def test_a_full_journal_takes_the_largest_decision_that_an_empty_one_takes
 
 
 @on_virtual_time
-async def test_an_acknowledged_reply_is_forgotten_in_the_store_as_well() -> None:
+async def test_acknowledged_reply_is_deleted_from_the_store() -> None:
     async with running_ledger() as it:
         for number in range(1, 11):
             request = call(number, acknowledged=number - 1)
@@ -722,7 +722,7 @@ async def test_an_acknowledged_reply_is_forgotten_in_the_store_as_well() -> None
 
 
 @on_virtual_time
-async def test_many_acknowledged_at_once_are_forgotten_a_few_at_a_time() -> None:
+async def test_many_acknowledged_replies_are_deleted_in_small_steps() -> None:
     async with running_ledger() as it:
         for number in range(1, 101):
             request = call(number)
@@ -736,7 +736,7 @@ async def test_many_acknowledged_at_once_are_forgotten_a_few_at_a_time() -> None
 
 
 @on_virtual_time
-async def test_what_was_acknowledged_before_a_failed_commit_is_still_forgotten_after_it() -> None:
+async def test_replies_acknowledged_before_a_failed_commit_are_deleted_after_it() -> None:
     async with running_ledger() as it:
         request = call(1)
         it.ledger.recall(request)
@@ -780,7 +780,7 @@ async def test_a_request_whose_commit_failed_may_be_sent_again() -> None:
 # Pending replies.
 
 
-def test_a_pending_reply_calls_everybody_back_once() -> None:
+def test_pending_reply_calls_each_callback_once() -> None:
     pending = Pending(1, "reply")
     told: list[Callable[[], object]] = []
     pending.when_done(lambda one: told.append(lambda: one.reply))
@@ -790,7 +790,7 @@ def test_a_pending_reply_calls_everybody_back_once() -> None:
 
 
 @on_virtual_time
-async def test_somebody_who_waits_no_longer_does_not_disturb_the_later() -> None:
+async def test_cancelled_waiter_does_not_affect_later_waiters() -> None:
     async with running_ledger() as it:
         it.store.block()
         pending = it.add(3)
@@ -809,7 +809,7 @@ async def test_a_fenced_store_is_named_as_lost_leadership() -> None:
 
 
 @on_virtual_time
-async def test_a_cause_lies_in_the_past() -> None:
+async def test_cause_id_is_below_the_fact_id() -> None:
     async with running_ledger() as it:
         await it.add().wait()
         last = it.journal.last
@@ -821,7 +821,7 @@ async def test_a_cause_lies_in_the_past() -> None:
 
 @pytest.mark.parametrize("key", ["fact/0000000000000001", "cursor/x", "reply/00/01", "ledger/floor"])
 @on_virtual_time
-async def test_a_store_that_holds_what_no_ledger_wrote_is_damaged(key: str) -> None:
+async def test_store_with_foreign_content_is_corrupt(key: str) -> None:
     store = FaultyStore()
     await store.commit([Transaction(1, {key: b"\xc1 garbage"})])
     with pytest.raises(StoreCorrupt) as damaged:

@@ -38,7 +38,7 @@ def test_a_name_that_is_taken_by_another_module_is_refused(base: type[Any], name
         msgspec.defstruct(name, (), bases=(base,), module="elsewhere")
 
 
-def test_a_module_that_is_loaded_again_may_define_its_messages_again() -> None:
+def test_reloaded_module_may_redefine_its_messages() -> None:
     again = msgspec.defstruct("Added", (), bases=(Fact,), module=Added.__module__, frozen=True)
     try:
         assert FACTS["Added"] is again
@@ -46,18 +46,18 @@ def test_a_module_that_is_loaded_again_may_define_its_messages_again() -> None:
         FACTS["Added"] = Added
 
 
-def test_a_request_says_what_it_answers() -> None:
+def test_request_declares_its_reply_type() -> None:
     assert ReadTotal.reply_type() is int
 
 
-def test_a_request_that_does_not_say_it_is_a_mistake() -> None:
+def test_request_without_reply_type_is_an_error() -> None:
     vague: Any = msgspec.defstruct("Vague", (), bases=(Request,), frozen=True)
     del REQUESTS["Vague"]
     with pytest.raises(TypeError, match="Vague must name its reply type"):
         vague.reply_type()
 
 
-def test_a_request_that_extends_another_answers_like_it() -> None:
+def test_request_subclass_inherits_the_reply_type() -> None:
     longer: Any = msgspec.defstruct("AddTwice", (), bases=(Add,), frozen=True)
     del REQUESTS["AddTwice"]
     assert longer.reply_type() is int
@@ -68,7 +68,7 @@ def test_messages_are_frozen() -> None:
         Added(1, 2).amount = 3  # type: ignore[misc]  # that it is one is the claim
 
 
-def test_a_signal_without_a_key_is_about_one_thing() -> None:
+def test_signal_without_a_key_has_one_slot() -> None:
     class Plain(Signal, frozen=True):
         job_field: ClassVar[str | None] = None
 
@@ -93,7 +93,7 @@ def test_a_fence_is_behind_by_its_term_first_and_its_generation_then(lesser: Fen
 # Records.
 
 
-def test_a_record_tells_all_of_it() -> None:
+def test_record_shows_all_fields() -> None:
     it = record(job="a", generation=3, cause=5, origin="test")
     assert (it.id, it.at, it.type, it.job, it.generation, it.cause, it.origin, it.fact) == (
         *(7, 1.5, "Added", "a", 3, 5, "test"),
@@ -121,7 +121,7 @@ def test_fields_are_plain_values() -> None:
     job=st.text(),
     origin=st.text(),
 )
-def test_what_is_read_is_what_was_recorded(
+def test_record_survives_encoding(
     amount: int, fact_id: int, cause: int, generation: int, at: float, job: str, origin: str
 ) -> None:
     it = Record.of(Added(amount, 0), fact_id=fact_id, at=at, job=job, generation=generation, cause=cause, origin=origin)
@@ -136,7 +136,7 @@ def test_a_record_is_read_from_anything_that_holds_bytes(kind: Any) -> None:
     assert Record.read(kind(record().data)).fact == Added(1, 2)
 
 
-def test_what_a_later_version_appends_is_passed_over_and_kept() -> None:
+def test_elements_of_a_later_version_are_ignored_and_kept() -> None:
     data = stored(7, 1.5, "Added", "", 0, 0, "", {"amount": 1, "total": 2}, "something new")
     assert Record.read(data).fact == Added(1, 2)
     assert Record.read(data).data == data
@@ -175,14 +175,14 @@ def test_a_fact_of_a_known_name_with_other_fields_is_shown_as_it_is(body: dict[s
         stored(7, 1.5, "Landed", "", 0, 0, "", msgspec.Raw(b"\x81\xa1a" + b"\x91" * 100_000 + b"\x90")),
     ],
 )
-def test_what_is_no_record_is_the_peer_s_error(data: bytes) -> None:
+def test_invalid_record_is_a_peer_error(data: bytes) -> None:
     with pytest.raises(PeerError) as caught:
         Record.read(data).fact  # noqa: B018 - it is decoded no sooner than it is looked at
     assert caught.value.code == "record_invalid"
 
 
 @given(data=st.binary(max_size=200))
-def test_garbage_is_the_peer_s_error_or_a_record(data: bytes) -> None:
+def test_arbitrary_bytes_are_a_peer_error_or_a_record(data: bytes) -> None:
     try:
         it = Record.read(data)
         assert it.fact is not None
@@ -191,5 +191,5 @@ def test_garbage_is_the_peer_s_error_or_a_record(data: bytes) -> None:
     assert it.fields()["id"] == it.id
 
 
-def test_nothing_is_an_empty_map() -> None:
+def test_none_is_encoded_as_an_empty_map() -> None:
     assert msgspec.msgpack.encode(Nothing()) == b"\x80"

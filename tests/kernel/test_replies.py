@@ -44,11 +44,11 @@ def from_client(client: int, number: int = 1, acknowledged: int = 0) -> Call:
     return Call(OPERATOR, "a test", client=client.to_bytes(16, "big"), number=number, acknowledged=acknowledged)
 
 
-def test_a_number_that_is_repeated_gets_the_answer_that_was_given() -> None:
+def test_repeated_number_gets_the_remembered_reply() -> None:
     assert book_with(1, 2).recall(call(2), 0.0) == "answer 2"
 
 
-def test_a_number_that_its_client_has_done_with_is_refused() -> None:
+def test_acknowledged_number_is_refused() -> None:
     book = book_with(1)
     assert book.recall(call(2, acknowledged=1), 0.0) is None
     with pytest.raises(RequestRefused) as caught:
@@ -56,7 +56,7 @@ def test_a_number_that_its_client_has_done_with_is_refused() -> None:
     assert caught.value.code == "request_stale"
 
 
-def test_a_number_that_comes_back_with_another_body_is_refused() -> None:
+def test_repeated_number_with_another_body_is_refused() -> None:
     with pytest.raises(RequestRefused) as caught:
         book_with(1).recall(call(1, digest=99), 0.0)
     assert caught.value.code == "request_id_reused"
@@ -75,13 +75,13 @@ def test_an_acknowledgement_never_goes_back() -> None:
         book.recall(call(2), 0.0)
 
 
-def test_the_acknowledgement_of_an_unknown_client_is_nothing() -> None:
+def test_acknowledgement_of_an_unknown_client_is_ignored() -> None:
     book = ReplyTable()
     book.acknowledge(b"?" * 16, 5)
     assert len(book) == 0
 
 
-def test_a_client_that_acknowledges_nothing_is_refused_in_the_end() -> None:
+def test_client_that_never_acknowledges_is_refused_at_the_limit() -> None:
     book = book_with(*range(1, UNACKNOWLEDGED_MAX + 1))
     with pytest.raises(RequestRefused) as caught:
         book.recall(call(UNACKNOWLEDGED_MAX + 1), 0.0)
@@ -90,7 +90,7 @@ def test_a_client_that_acknowledges_nothing_is_refused_in_the_end() -> None:
     assert book.recall(call(UNACKNOWLEDGED_MAX + 1, acknowledged=1), 0.0) is None
 
 
-def test_the_keys_of_acknowledged_answers_are_given_out_for_deletion_once() -> None:
+def test_keys_of_acknowledged_replies_are_returned_for_deletion_once() -> None:
     book = book_with(1, 2, 3)
     book.acknowledge(call(1).client, 2)
     keys = book.take_forgotten(EVERYTHING)
@@ -98,7 +98,7 @@ def test_the_keys_of_acknowledged_answers_are_given_out_for_deletion_once() -> N
     assert book.take_forgotten(EVERYTHING) == []
 
 
-def test_no_more_keys_are_given_out_than_there_is_room() -> None:
+def test_returned_keys_are_bounded_by_the_given_limit() -> None:
     book = book_with(*range(1, 101))
     book.acknowledge(call(1).client, 100)
     assert len(book.take_forgotten(5)) == 5
@@ -112,7 +112,7 @@ def test_a_stored_answer_is_read_back_as_its_bytes() -> None:
     assert book.recall(call(1, digest=7), 0.0) == msgspec.msgpack.encode(1)
 
 
-def test_what_was_acknowledged_to_this_process_stays_so_when_the_store_is_read_anew() -> None:
+def test_acknowledgements_survive_a_reload_from_the_store() -> None:
     book = book_with(1, 2)
     book.acknowledge(call(1).client, 1)
     book.load(stored(1, 2), 0.0)
@@ -122,20 +122,20 @@ def test_what_was_acknowledged_to_this_process_stays_so_when_the_store_is_read_a
     assert len(book) == 1
 
 
-def test_an_answer_to_a_client_that_was_forgotten_meanwhile_is_not_kept() -> None:
+def test_reply_to_a_forgotten_client_is_not_kept() -> None:
     book = ReplyTable()
     book.remember(call(1), "answer")
     assert len(book) == 0
 
 
-def test_a_client_that_fell_silent_is_forgotten_with_its_answers() -> None:
+def test_silent_client_is_forgotten_with_its_replies() -> None:
     book = book_with(1)
     book.recall(from_client(2), REMEMBERED_S + 1)
     assert len(book) == 0
     assert len(book.take_forgotten(EVERYTHING)) == 1
 
 
-def test_a_client_that_is_heard_of_now_and_then_is_remembered() -> None:
+def test_active_client_is_remembered() -> None:
     book = book_with(1)
     for hour in range(1, 100):
         assert book.recall(call(1), hour * 3600.0) == "answer 1"
@@ -144,7 +144,7 @@ def test_a_client_that_is_heard_of_now_and_then_is_remembered() -> None:
 
 
 @given(gaps_s=st.lists(st.floats(0, REMEMBERED_S / 10), min_size=1, max_size=300))
-def test_how_many_clients_are_known_is_bounded_by_how_many_come(gaps_s: list[float]) -> None:
+def test_number_of_known_clients_is_bounded_by_recent_clients(gaps_s: list[float]) -> None:
     book = ReplyTable()
     came_at: list[float] = []
     now = 0.0
@@ -250,14 +250,14 @@ def told(book: ReplyTable, number: int, *waiting: int) -> None:
     book.note(call(number).client, 0, number, waiting)
 
 
-def test_what_does_not_wait_any_more_is_forgotten_though_an_older_one_waits() -> None:
+def test_finished_request_is_forgotten_while_an_older_one_waits() -> None:
     book = book_with(2, 3)
     told(book, 4, 1)
     assert len(book) == 0
     assert len(book.take_forgotten(EVERYTHING)) == 2
 
 
-def test_what_does_not_wait_any_more_is_refused_when_it_comes_again() -> None:
+def test_finished_request_is_refused_when_repeated() -> None:
     book = book_with(2)
     told(book, 4, 1)
     with pytest.raises(RequestRefused) as caught:
@@ -265,14 +265,14 @@ def test_what_does_not_wait_any_more_is_refused_when_it_comes_again() -> None:
     assert caught.value.code == "request_stale"
 
 
-def test_what_still_waits_may_come_again() -> None:
+def test_waiting_request_may_be_repeated() -> None:
     book = book_with(2, 3)
     told(book, 5, 1, 3)
     assert book.recall(call(3), 0.0) == "answer 3"
     assert book.recall(call(1), 0.0) is None
 
 
-def test_what_is_told_late_does_not_undo_what_was_told_since() -> None:
+def test_late_acknowledgement_does_not_undo_a_newer_one() -> None:
     book = book_with(2, 3)
     told(book, 5, 1, 2)
     told(book, 4, 1, 2, 3)
@@ -280,7 +280,7 @@ def test_what_is_told_late_does_not_undo_what_was_told_since() -> None:
         book.recall(call(3), 0.0)
 
 
-def test_one_slow_request_does_not_use_up_the_room_for_the_answers_to_others() -> None:
+def test_replies_behind_a_slow_request_can_be_acknowledged() -> None:
     book = book_with()
     for number in range(2, 3 * UNACKNOWLEDGED_MAX):
         if number % 256 == 0:
@@ -299,7 +299,7 @@ def test_answers_to_one_client_are_bounded_in_bytes() -> None:
     assert caught.value.code == "too_many_unacknowledged"
 
 
-def test_when_there_is_no_room_the_client_that_was_silent_longest_makes_room() -> None:
+def test_client_over_the_limit_replaces_the_longest_silent_one() -> None:
     book = ReplyTable()
     for client in range(CLIENTS_MAX):
         assert book.recall(from_client(client), 0.0) is None

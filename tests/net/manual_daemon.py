@@ -128,7 +128,7 @@ class ManualTransport(asyncio.Transport):
 
 
 class ManualClient:
-    """A client whose frames the test sends."""
+    """A client; the test sends its frames."""
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
         self.protocol = protocol
@@ -291,7 +291,7 @@ async def turns() -> AsyncIterator[None]:
 async def manual_daemon(
     tmp_path: Path, *, extend: Callable[[Daemon], None] = lambda daemon: None, **settings: Any
 ) -> AsyncIterator[ManualDaemon]:
-    """A daemon with clients that the test plays."""
+    """A daemon; the test acts as its clients."""
 
     async def open_store() -> MemoryStore:
         return MemoryStore("history-1")

@@ -1,4 +1,4 @@
-"""Real connections whose ends record received bytes, and test certificates."""
+"""Real connections that record received bytes, and test certificates."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ AFTER_HELLO = BAD_BYTES | {
 
 
 @pytest.mark.parametrize(("data", "code"), BEFORE_HELLO.values(), ids=BEFORE_HELLO.keys())
-async def test_bad_bytes_before_the_hello_are_named_and_the_others_are_served(
+async def test_bad_bytes_before_the_hello_are_refused_and_new_clients_are_served(
     here: RealDaemon, endpoint: str, data: bytes, code: str
 ) -> None:
     async with RawClient.connected(endpoint) as client:
@@ -136,7 +136,7 @@ async def test_bad_bytes_before_the_hello_are_named_and_the_others_are_served(
 
 
 @pytest.mark.parametrize(("data", "code"), AFTER_HELLO.values(), ids=AFTER_HELLO.keys())
-async def test_bad_bytes_after_the_hello_are_named_and_the_others_are_served(
+async def test_bad_bytes_after_the_hello_are_refused_and_new_clients_are_served(
     here: RealDaemon, endpoint: str, data: bytes, code: str
 ) -> None:
     async with RawClient.greeted(endpoint) as client:
@@ -164,7 +164,7 @@ async def test_a_bad_request_is_refused_and_its_connection_lives(
 
 
 @pytest.mark.parametrize("data", [b"", b"\x00", header(100) + b"half a frame", POLITE[:9]])
-async def test_one_who_leaves_in_the_middle_leaves_nothing(here: RealDaemon, endpoint: str, data: bytes) -> None:
+async def test_disconnect_within_a_message_leaves_no_session(here: RealDaemon, endpoint: str, data: bytes) -> None:
     async with RawClient.connected(endpoint) as client:
         client.write(data)
         await until(lambda: here.sessions == 1)
@@ -172,7 +172,7 @@ async def test_one_who_leaves_in_the_middle_leaves_nothing(here: RealDaemon, end
     await here.serves_new_clients()
 
 
-async def test_a_hello_one_byte_at_a_time_is_a_hello(here: RealDaemon, endpoint: str) -> None:
+async def test_hello_sent_byte_by_byte_is_accepted(here: RealDaemon, endpoint: str) -> None:
     async with RawClient.connected(endpoint) as client:
         for index in range(len(POLITE)):
             await client.send_bytes(POLITE[index : index + 1])
@@ -180,7 +180,7 @@ async def test_a_hello_one_byte_at_a_time_is_a_hello(here: RealDaemon, endpoint:
 
 
 @pytest.mark.usefixtures("swift_sweeps")
-async def test_one_who_stops_in_the_middle_of_a_frame_is_let_go(tmp_path: Path) -> None:
+async def test_client_that_stops_within_a_frame_is_disconnected(tmp_path: Path) -> None:
     async with real_daemon(tmp_path, frame_timeout_s=0.1) as here, RawClient.greeted(here.tcp) as client:
         client.write(header(1000) + b"the beginning")
         await here.serves_new_clients()
@@ -188,14 +188,14 @@ async def test_one_who_stops_in_the_middle_of_a_frame_is_let_go(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("swift_sweeps")
-async def test_one_who_never_says_hello_is_let_go(tmp_path: Path) -> None:
+async def test_client_without_hello_is_disconnected(tmp_path: Path) -> None:
     async with real_daemon(tmp_path, hello_timeout_s=0.1) as here, RawClient.connected(here.tcp) as client:
         assert await client.final_error_code() == "hello_late"
         await here.serves_new_clients()
 
 
 @pytest.mark.usefixtures("swift_sweeps")
-async def test_one_who_falls_silent_is_let_go(tmp_path: Path) -> None:
+async def test_silent_client_is_disconnected(tmp_path: Path) -> None:
     async with real_daemon(tmp_path, silence_max_s=0.1) as here, RawClient.greeted(here.tcp) as client:
         assert await client.final_error_code() == "silent"
         await here.serves_new_clients()
@@ -203,7 +203,7 @@ async def test_one_who_falls_silent_is_let_go(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("swift_sweeps")
 @pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\n\r\n", POLITE, b"\x16\x03\x01"])
-async def test_one_who_does_not_speak_tls_where_it_is_spoken_leaves_nothing(
+async def test_plain_text_client_on_a_tls_port_leaves_no_session(
     tmp_path: Path, certificates: Certificates, data: bytes
 ) -> None:
     async with real_daemon(tmp_path, tls=certificates.server(), connections_max=5, hello_timeout_s=0.1) as here:
@@ -215,7 +215,7 @@ async def test_one_who_does_not_speak_tls_where_it_is_spoken_leaves_nothing(
             assert await client.request(1, "PingDaemon") == {}
 
 
-async def test_a_revoked_token_ends_its_connections_and_cannot_be_played_again(here: RealDaemon) -> None:
+async def test_revoked_token_ends_its_connections_and_cannot_be_reused(here: RealDaemon) -> None:
     async with RawClient.greeted(here.unix) as operator:
         await operator.request(1, "CreateToken", name="guest", role="viewer", secret=SECRET)
         token_id, text = encode_token(SECRET)
@@ -231,7 +231,7 @@ async def test_a_revoked_token_ends_its_connections_and_cannot_be_played_again(h
 
 
 @pytest.mark.usefixtures("swift_sweeps")
-async def test_an_expired_token_ends_its_connections_and_cannot_be_played_again(tmp_path: Path) -> None:
+async def test_expired_token_ends_its_connections_and_cannot_be_reused(tmp_path: Path) -> None:
     async with real_daemon(tmp_path) as here:
         async with RawClient.greeted(here.unix) as operator:
             await operator.request(1, "CreateToken", name="guest", role="viewer", secret=SECRET, ttl_s=60.0)
@@ -246,7 +246,7 @@ async def test_an_expired_token_ends_its_connections_and_cannot_be_played_again(
 
 
 @pytest.mark.usefixtures("room_for_a_crowd")
-async def test_connections_beyond_the_limit_by_the_thousand_are_turned_away_and_the_others_are_served(
+async def test_thousands_of_connections_over_the_limit_are_refused_and_existing_clients_are_served(
     tmp_path: Path,
 ) -> None:
     async with real_daemon(tmp_path, connections_max=CONNECTIONS_MAX, hello_timeout_s=60.0) as here:
@@ -283,7 +283,7 @@ async def _turned_away(one: socket.socket) -> bool:
     return b"too_many_connections" in told
 
 
-async def test_a_subscriber_that_never_reads_costs_a_bounded_amount_and_is_told_of_its_gap(tmp_path: Path) -> None:
+async def test_subscriber_that_never_reads_uses_bounded_memory_and_gets_a_gap(tmp_path: Path) -> None:
     async with real_daemon(tmp_path, journal_facts_max=200) as here:
         async with RawClient.greeted(here.unix) as reader, RawClient.greeted(here.unix) as writer:
             await writer.request(1, "CreateJob", job="a")
@@ -316,7 +316,7 @@ async def _read_until(reader: RawClient, last: int) -> tuple[list[int], list[tup
     return seen, missed
 
 
-async def test_a_client_that_never_reads_its_replies_is_not_read_either(here: RealDaemon) -> None:
+async def test_client_that_never_reads_replies_is_no_longer_read(here: RealDaemon) -> None:
     async with RawClient.greeted(here.unix) as client:
         await client.request(1, "CreateJob", job="a", settings={"x": "x" * 60_000})
         (session,) = here.daemon.server.sessions
@@ -330,7 +330,7 @@ async def test_a_client_that_never_reads_its_replies_is_not_read_either(here: Re
         assert answered == [[REPLY, number] for number in range(2, 2002)]
 
 
-async def test_more_requests_than_may_be_in_flight_push_back_and_none_is_lost(tmp_path: Path) -> None:
+async def test_requests_over_the_in_flight_limit_wait_and_none_is_lost(tmp_path: Path) -> None:
     async with real_daemon(tmp_path, in_flight_max=8) as here, RawClient.greeted(here.tcp) as client:
         client.write(frame([REQUEST, 1, 0, "CreateJob", {"job": "a"}]))
         for number in range(2, 3002):
@@ -341,7 +341,7 @@ async def test_more_requests_than_may_be_in_flight_push_back_and_none_is_lost(tm
         assert here.daemon.journal.last >= 3001
 
 
-async def test_a_frame_that_comes_twice_is_done_once(here: RealDaemon, endpoint: str) -> None:
+async def test_repeated_request_frame_is_executed_once(here: RealDaemon, endpoint: str) -> None:
     async with RawClient.greeted(endpoint) as client:
         await client.request(1, "CreateJob", job="a")
         note = frame([REQUEST, 2, 1, "AddNote", {"job": "a", "text": "once"}])
@@ -351,14 +351,14 @@ async def test_a_frame_that_comes_twice_is_done_once(here: RealDaemon, endpoint:
         assert len(here.daemon.journal) == before + 1
 
 
-async def test_answers_to_calls_that_nobody_made_say_nothing(here: RealDaemon, endpoint: str) -> None:
+async def test_replies_to_unknown_calls_are_ignored(here: RealDaemon, endpoint: str) -> None:
     async with RawClient.greeted(endpoint) as client:
         client.write(frame([REPLY, 1, {}]) + frame([FAILURE, 2, "refused", "c", "t"]))
         assert await client.request(1, "PingDaemon") == {}
     await here.serves_new_clients()
 
 
-async def test_what_comes_after_bye_is_not_done(here: RealDaemon, endpoint: str) -> None:
+async def test_messages_after_bye_are_ignored(here: RealDaemon, endpoint: str) -> None:
     async with RawClient.greeted(endpoint) as client:
         client.write(frame([BYE, 0]) + frame([REQUEST, 1, 0, "CreateJob", {"job": "a"}]))
         assert await client.final_error_code() == ""
@@ -366,7 +366,7 @@ async def test_what_comes_after_bye_is_not_done(here: RealDaemon, endpoint: str)
     await here.serves_new_clients()
 
 
-async def test_one_who_resets_the_connection_under_a_flood_of_answers_leaves_nothing(here: RealDaemon) -> None:
+async def test_connection_reset_during_a_flood_of_replies_leaves_no_session(here: RealDaemon) -> None:
     async with RawClient.greeted(here.tcp) as client:
         for number in range(1, 500):
             client.write(frame([REQUEST, number, 0, "ListHandlers", {}]))
@@ -375,7 +375,7 @@ async def test_one_who_resets_the_connection_under_a_flood_of_answers_leaves_not
     await here.serves_new_clients()
 
 
-async def test_hostile_clients_of_every_sort_at_once_do_not_keep_others_from_being_served(here: RealDaemon) -> None:
+async def test_new_clients_are_served_during_simultaneous_attacks(here: RealDaemon) -> None:
     async def harm(data: bytes, polite: bool) -> None:
         meet = RawClient.greeted if polite else RawClient.connected
         async with meet(here.tcp) as client:

@@ -78,7 +78,7 @@ def subscribe(client: ManualClient, stream: int = 1, since: int | None = -1) -> 
 # Connection limits.
 
 
-async def test_one_too_many_is_told_so_and_the_others_are_served(tmp_path: Path) -> None:
+async def test_connection_over_the_limit_is_refused_and_existing_clients_are_served(tmp_path: Path) -> None:
     async with manual_daemon(tmp_path, connections_max=2) as here:
         first, second = [await here.greeted(WORKER, client_id(number)) for number in (1, 2)]
         third = here.client(WORKER)
@@ -90,7 +90,7 @@ async def test_one_too_many_is_told_so_and_the_others_are_served(tmp_path: Path)
         await here.greeted(WORKER, client_id(3))
 
 
-async def test_a_few_get_in_by_the_unix_socket_when_all_else_is_full(tmp_path: Path) -> None:
+async def test_unix_socket_accepts_a_few_connections_over_the_limit(tmp_path: Path) -> None:
     async with manual_daemon(tmp_path, connections_max=2) as here:
         for number in range(2 + UNIX_RESERVE):
             await here.greeted(client=client_id(number))
@@ -99,7 +99,7 @@ async def test_a_few_get_in_by_the_unix_socket_when_all_else_is_full(tmp_path: P
         assert (await here.client().next(FAILURE))[3] == "too_many_connections"
 
 
-async def test_many_at_once_beyond_the_limit_leave_nothing_behind(tmp_path: Path) -> None:
+async def test_many_simultaneous_connections_over_the_limit_leave_no_session(tmp_path: Path) -> None:
     async with manual_daemon(tmp_path, connections_max=3) as here:
         for _ in range(200):
             here.client(WORKER)
@@ -128,7 +128,7 @@ async def test_a_handshake_that_has_failed_takes_up_no_room(tmp_path: Path) -> N
         await here.greeted(WORKER)
 
 
-async def test_handshakes_that_do_not_end_lock_nobody_out(tmp_path: Path) -> None:
+async def test_unfinished_handshakes_do_not_block_new_clients(tmp_path: Path) -> None:
     async with manual_daemon(tmp_path, connections_max=2) as here:
         for _ in range(100):
             here.network.accept()
@@ -138,7 +138,7 @@ async def test_handshakes_that_do_not_end_lock_nobody_out(tmp_path: Path) -> Non
         await here.greeted(client=client_id(3))
 
 
-async def test_a_session_that_has_left_is_held_nowhere(here: ManualDaemon) -> None:
+async def test_ended_session_is_not_referenced(here: ManualDaemon) -> None:
     client = await here.greeted()
     subscribe(client)
     await client.next(FACTS)
@@ -217,7 +217,7 @@ async def test_an_idle_connection_is_not_looked_at_when_facts_come(
     assert set(pumped) == {client_id(2)}
 
 
-async def test_one_with_much_to_catch_up_does_not_keep_another_waiting(tmp_path: Path) -> None:
+async def test_stream_far_behind_does_not_delay_another(tmp_path: Path) -> None:
     async with manual_daemon(tmp_path) as here:
         writer = await here.greeted(client=client_id(1))
         await here.ask(writer, "CreateJob", job="a")
@@ -238,7 +238,7 @@ async def test_one_with_much_to_catch_up_does_not_keep_another_waiting(tmp_path:
 # Requests in turn.
 
 
-async def test_when_the_bus_is_free_again_those_who_waited_longest_are_first(
+async def test_waiting_requests_resume_in_order_of_waiting_time(
     here: ManualDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     desk = here.daemon.bus.dispatcher
@@ -267,7 +267,7 @@ async def test_when_the_bus_is_free_again_those_who_waited_longest_are_first(
 # Stopping.
 
 
-async def test_at_the_end_everybody_is_told_goodbye_and_why(here: ManualDaemon) -> None:
+async def test_all_clients_get_goodbye_with_a_reason_at_the_stop(here: ManualDaemon) -> None:
     clients = [await here.greeted(client=client_id(number)) for number in range(3)]
     await here.server.close_sessions(1.0)
     for client in clients:
@@ -276,7 +276,7 @@ async def test_at_the_end_everybody_is_told_goodbye_and_why(here: ManualDaemon) 
     assert not here.server.sessions
 
 
-async def test_one_who_was_accepted_too_late_is_told_so(here: ManualDaemon) -> None:
+async def test_connection_accepted_during_the_stop_is_refused(here: ManualDaemon) -> None:
     await here.server.close_sessions(1.0)
     late = here.client()
     assert (await late.next(FAILURE))[3] == "stopping"
@@ -292,7 +292,7 @@ async def test_the_last_facts_leave_before_the_goodbye(here: ManualDaemon) -> No
     assert kinds == [FACTS, FACTS, BYE]
 
 
-async def test_one_who_does_not_take_the_goodbye_is_cut_off(here: ManualDaemon) -> None:
+async def test_client_that_does_not_read_the_goodbye_is_disconnected(here: ManualDaemon) -> None:
     client = await here.greeted()
     client.transport.stop_reading()
     client.request(1, "PingDaemon")
@@ -301,7 +301,7 @@ async def test_one_who_does_not_take_the_goodbye_is_cut_off(here: ManualDaemon) 
     await client.lost()
 
 
-async def test_whoever_stops_admitting_reads_no_more_and_answers_what_it_has_begun(
+async def test_server_that_stops_admitting_reads_no_more_and_answers_running_requests(
     here: ManualDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = await here.greeted()
@@ -323,7 +323,7 @@ async def test_whoever_stops_admitting_reads_no_more_and_answers_what_it_has_beg
     assert not client.transport.reading
 
 
-async def test_one_who_has_not_said_hello_is_not_greeted_any_more(here: ManualDaemon) -> None:
+async def test_client_without_hello_is_not_welcomed_during_the_stop(here: ManualDaemon) -> None:
     client = here.client()
     here.server.stop_admitting()
     assert not client.transport.reading
@@ -389,14 +389,14 @@ async def test_what_a_client_refuses_comes_back_as_it_was_said(daemon: Daemon) -
         assert (caught.value.code, caught.value.fix) == ("not_today", "come tomorrow")
 
 
-async def test_where_it_listens_is_told_with_the_port_that_it_got(daemon: Daemon) -> None:
+async def test_listening_addresses_show_the_assigned_port(daemon: Daemon) -> None:
     socket, tcp = daemon.server.addresses
     assert socket == Address("unix", path=daemon.config.socket)
     assert (tcp.scheme, tcp.host) == ("tcp", "127.0.0.1")
     assert tcp.port != 0
 
 
-async def test_behind_closed_doors_those_inside_are_served(daemon: Daemon) -> None:
+async def test_connected_clients_are_served_after_the_listeners_are_closed(daemon: Daemon) -> None:
     (endpoint,) = daemon.listening
     async with ForgedClient(endpoint) as client:
         await daemon.server.stop_listening()

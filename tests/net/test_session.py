@@ -162,7 +162,7 @@ async def token(here: ManualDaemon, role: Role, jobs: list[str] | None = None, t
 # Hello.
 
 
-async def test_a_hello_is_welcomed_with_what_holds_here(here: ManualDaemon) -> None:
+async def test_welcome_has_version_limits_and_history(here: ManualDaemon) -> None:
     client = here.client()
     client.hello()
     welcome = await client.next()
@@ -202,7 +202,7 @@ async def test_a_version_that_is_too_old_or_too_new_is_told_what_is_spoken(
         [WELCOME, 1, "a", "p", "r", "h", 1, 1, 1, 1],
     ],
 )
-async def test_nothing_is_heard_before_the_hello(here: ManualDaemon, message: Message) -> None:
+async def test_messages_before_the_hello_are_refused(here: ManualDaemon, message: Message) -> None:
     client = here.client()
     client.send(*message)
     assert await told(client) == ("peer", "hello_expected")
@@ -258,7 +258,7 @@ async def test_a_hello_is_heard_while_the_daemon_admits_no_requests(
 # Rights.
 
 
-async def test_a_stranger_without_a_token_is_told_how_to_get_one(here: ManualDaemon) -> None:
+async def test_remote_client_without_token_is_refused_with_instructions(here: ManualDaemon) -> None:
     client = here.client(REMOTE)
     client.hello()
     message = await client.next(FAILURE)
@@ -267,7 +267,7 @@ async def test_a_stranger_without_a_token_is_told_how_to_get_one(here: ManualDae
     await here.serves_new_clients()
 
 
-async def test_a_token_makes_a_stranger_somebody(here: ManualDaemon) -> None:
+async def test_remote_client_with_a_token_has_its_principal(here: ManualDaemon) -> None:
     text = await token(here, Role.VIEWER)
     client = here.client(REMOTE)
     client.hello(token=text)
@@ -281,7 +281,7 @@ async def test_a_token_that_was_never_issued_is_refused_even_to_the_operator(her
     await here.serves_new_clients()
 
 
-async def test_an_expired_token_is_refused_when_it_is_played_again(here: ManualDaemon) -> None:
+async def test_expired_token_is_refused_when_reused(here: ManualDaemon) -> None:
     text = await token(here, Role.VIEWER, ttl_s=60.0)
     here.clock.now += 60.0
     client = here.client(REMOTE)
@@ -312,7 +312,7 @@ async def test_a_token_that_is_revoked_while_its_bearer_is_connected_ends_the_co
     await here.serves_new_clients()
 
 
-async def test_a_viewer_that_orders_is_refused_and_changes_nothing(here: ManualDaemon) -> None:
+async def test_deciding_request_of_a_viewer_is_refused_and_changes_nothing(here: ManualDaemon) -> None:
     client = await here.greeted(REMOTE, token=await token(here, Role.VIEWER))
     before = here.daemon.ledger.revision
     assert await refused(client, "CreateJob", job="a") == ("refused", "forbidden")
@@ -322,7 +322,7 @@ async def test_a_viewer_that_orders_is_refused_and_changes_nothing(here: ManualD
     await here.serves_new_clients()
 
 
-async def test_who_is_bound_to_a_job_has_no_say_in_another(here: ManualDaemon) -> None:
+async def test_request_for_another_job_is_refused(here: ManualDaemon) -> None:
     client = await here.greeted(REMOTE, token=await token(here, Role.OPERATOR, ["a"]))
     assert (await here.ask(client, "CreateJob", job="a"))["name"] == "a"
     assert await refused(client, "CreateJob", 2, job="b") == ("refused", "forbidden")
@@ -336,7 +336,7 @@ async def test_a_request_is_answered_under_its_number(here: ManualDaemon) -> Non
     assert (await here.ask(client, "CreateJob", number=41, job="a"))["name"] == "a"
 
 
-async def test_answers_come_in_whatever_order_they_are_ready(here: ManualDaemon, extras: Extras) -> None:
+async def test_replies_are_sent_in_order_of_completion(here: ManualDaemon, extras: Extras) -> None:
     client = await here.greeted()
     client.request(1, "WaitForGate")
     client.request(2, "PingDaemon")
@@ -429,7 +429,7 @@ async def test_a_number_that_comes_back_with_another_body_is_refused(here: Manua
     assert await refused(client, "CreateJob", job="b") == ("refused", "request_id_reused")
 
 
-async def test_a_number_that_its_client_has_done_with_is_stale(here: ManualDaemon) -> None:
+async def test_acknowledged_number_is_stale(here: ManualDaemon) -> None:
     client = await here.greeted()
     await here.ask(client, "CreateJob", job="a")
     client.request(2, "CreateJob", acknowledged=1, job="b")
@@ -451,7 +451,7 @@ async def test_a_request_is_given_up_at_its_deadline(here: ManualDaemon, extras:
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), -1.0, "soon"])
-async def test_a_time_that_is_none_breaks_the_protocol(here: ManualDaemon, timeout_s: object) -> None:
+async def test_invalid_deadline_is_a_protocol_error(here: ManualDaemon, timeout_s: object) -> None:
     client = await here.greeted()
     client.send(REQUEST, 1, 0, "WaitForGate", {}, timeout_s)
     assert await told(client) == ("peer", "message_invalid")
@@ -467,7 +467,7 @@ async def test_a_cancelled_request_is_stopped_and_may_be_told_so(here: ManualDae
     assert extras.waiting == 0
 
 
-async def test_cancelling_what_is_not_being_done_says_nothing(here: ManualDaemon) -> None:
+async def test_cancelling_an_unknown_request_is_ignored(here: ManualDaemon) -> None:
     client = await here.greeted()
     client.send(CANCEL, 17)
     assert await here.ask(client, "PingDaemon") == {}
@@ -495,7 +495,7 @@ async def test_more_in_flight_than_allowed_waits_and_none_is_lost(here: ManualDa
     assert client.transport.reading
 
 
-async def test_an_answer_to_one_who_is_gone_is_dropped(here: ManualDaemon, extras: Extras) -> None:
+async def test_reply_to_a_disconnected_client_is_dropped(here: ManualDaemon, extras: Extras) -> None:
     client = await here.greeted()
     client.request(1, "WaitForGate")
     await until(lambda: extras.waiting == 1)
@@ -535,7 +535,7 @@ async def test_an_answer_over_the_frame_limit_is_refused_under_its_number(here: 
     assert await here.ask(client, "PingDaemon", number=2) == {}
 
 
-async def test_answers_to_one_who_does_not_read_wait_unencoded_and_all_arrive_when_it_does(
+async def test_replies_to_a_client_that_does_not_read_wait_unencoded_and_arrive_later(
     here: ManualDaemon, extras: Extras
 ) -> None:
     extras.back = {"x": "x" * (3 << 20)}
@@ -639,13 +639,13 @@ async def test_there_is_an_end_to_the_streams_of_a_connection(here: ManualDaemon
     assert await here.ask(client, "PingDaemon") == {}
 
 
-async def test_a_stream_of_a_job_that_is_none_of_one_s_business_ends_at_once(here: ManualDaemon) -> None:
+async def test_stream_of_a_forbidden_job_ends_at_once(here: ManualDaemon) -> None:
     client = await here.greeted(REMOTE, token=await token(here, Role.VIEWER, ["a"]))
     subscribe(client, jobs=["a", "b"])
     assert (await client.next(ENDED))[1:4] == [1, "refused", "forbidden"]
 
 
-async def test_who_is_bound_to_a_job_is_sent_the_facts_of_that_job_only(here: ManualDaemon) -> None:
+async def test_principal_bound_to_a_job_gets_facts_of_that_job_only(here: ManualDaemon) -> None:
     client = await here.greeted(REMOTE, token=await token(here, Role.WORKER, ["a"]))
     subscribe(client)
     operator = await here.greeted(client=OTHER_CLIENT)
@@ -708,7 +708,7 @@ async def test_streams_take_turns_so_that_none_is_kept_waiting(here: ManualDaemo
     assert served == numbers, "no second turn before everyone's first, though there was more to send"
 
 
-async def test_a_stream_to_one_who_does_not_read_costs_no_memory_and_tells_of_the_gap_later(
+async def test_stream_to_a_client_that_does_not_read_uses_bounded_memory_and_sends_a_gap_later(
     tmp_path: Path,
 ) -> None:
     async with manual_daemon(tmp_path, journal_facts_max=100) as here:
@@ -824,7 +824,7 @@ async def test_a_client_is_not_asked_more_at_once_than_a_connection_may_take(her
 
 
 @pytest.mark.parametrize("message", [[REPLY, 5, {}], [FAILURE, 5, "refused", "no", "no"]])
-async def test_answers_to_what_nobody_asked_are_dropped(here: ManualDaemon, message: Message) -> None:
+async def test_replies_to_unknown_calls_are_dropped(here: ManualDaemon, message: Message) -> None:
     client = await here.greeted()
     client.send(*message)
     assert await here.ask(client, "PingDaemon") == {}
@@ -856,22 +856,20 @@ async def test_a_signal_reaches_its_handler(here: ManualDaemon, extras: Extras) 
     await until(lambda: extras.signals == [LightBlinked("a", "green")])
 
 
-async def test_a_signal_that_nobody_knows_says_nothing(here: ManualDaemon) -> None:
+async def test_unknown_signal_is_ignored(here: ManualDaemon) -> None:
     client = await here.greeted(WORKER)
     client.send(SIGNAL, "SomethingNew", {"x": 1})
     assert await here.ask(client, "PingDaemon") == {}
 
 
-async def test_a_signal_of_one_who_may_not_send_it_is_not_heard(here: ManualDaemon, extras: Extras) -> None:
+async def test_signal_without_the_needed_role_is_ignored(here: ManualDaemon, extras: Extras) -> None:
     client = await here.greeted(REMOTE, token=await token(here, Role.VIEWER))
     client.send(SIGNAL, "LightBlinked", {"job": "a", "light": "green"})
     assert await here.ask(client, "PingDaemon") == {}
     assert extras.signals == []
 
 
-async def test_a_signal_about_a_job_that_the_sender_is_not_bound_to_is_not_heard(
-    here: ManualDaemon, extras: Extras
-) -> None:
+async def test_signal_about_a_forbidden_job_is_ignored(here: ManualDaemon, extras: Extras) -> None:
     client = await here.greeted(REMOTE, token=await token(here, Role.WORKER, jobs=["a"]))
     client.send(SIGNAL, "LightBlinked", {"job": "b", "light": "red"})
     client.send(SIGNAL, "LightBlinked", {"job": "a", "light": "green"})
@@ -898,7 +896,7 @@ async def test_a_signal_of_another_shape_breaks_the_protocol(here: ManualDaemon,
 # Bye.
 
 
-async def test_after_bye_nothing_is_heard(here: ManualDaemon) -> None:
+async def test_messages_after_bye_are_ignored(here: ManualDaemon) -> None:
     client = await here.greeted()
     client.send_bytes(frame([BYE, 0]) + frame([REQUEST, 1, 0, "CreateJob", {"job": "a"}]))
     await client.lost()
@@ -932,7 +930,7 @@ messages = st.tuples(st.integers(0, 16), st.lists(anything, max_size=7)).map(lam
 
 @given(st.booleans(), st.lists(messages, max_size=12))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_a_client_sends_others_are_served(tmp_path: Path, polite: bool, data: list[bytes]) -> None:
+def test_other_clients_are_served_whatever_one_client_sends(tmp_path: Path, polite: bool, data: list[bytes]) -> None:
     async def play() -> None:
         async with manual_daemon(tmp_path) as here:
             mistakes: list[dict[str, Any]] = []

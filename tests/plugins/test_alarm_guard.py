@@ -247,10 +247,10 @@ def test_another_thread_may_call_the_daemon_without_touching_the_alarm(guard: Al
     assert done == [3]
 
 
-# Ringing at the worst moments.
+# Alarms at critical moments.
 
 
-def test_an_alarm_at_the_very_end_is_the_plugins_or_nobodys(guard: AlarmGuard) -> None:
+def test_alarm_at_the_end_of_a_run_interrupts_the_plugin_or_nothing(guard: AlarmGuard) -> None:
     """Many short runs with limits near their duration: each ends well or is interrupted, and leaves nothing behind."""
     draws = random.Random(7)
     outcomes = {"done": 0, "interrupted": 0}
@@ -309,7 +309,7 @@ def test_an_alarm_at_the_edge_of_the_daemons_code_does_not_hit_it(guard: AlarmGu
     assert guard._limits == []
 
 
-def test_an_alarm_that_nobody_has_set_is_ignored(guard: AlarmGuard) -> None:
+def test_foreign_alarm_is_ignored(guard: AlarmGuard) -> None:
     signal.raise_signal(signal.SIGALRM)
     assert guard.run(LONG_S, lambda: guard.outside(signal.raise_signal, signal.SIGALRM)) is None
 
@@ -420,7 +420,7 @@ async def test_what_cannot_be_awaited_is_an_error_like_any_other(guard: AlarmGua
         await awaiting(guard, nonsense)
 
 
-async def test_tasks_that_a_plugin_starts_are_its_own_affair(guard: AlarmGuard) -> None:
+async def test_plugin_may_start_tasks(guard: AlarmGuard) -> None:
     async def square(number: int) -> int:
         await asyncio.sleep(0)
         return number * number
@@ -499,7 +499,7 @@ async def test_a_plugins_scopes_and_timeouts_work_as_ever(guard: AlarmGuard) -> 
     assert task.cancelling() == 0
 
 
-async def test_a_plugin_may_be_out_of_patience_any_number_of_times(guard: AlarmGuard) -> None:
+async def test_plugin_timeouts_work_any_number_of_times(guard: AlarmGuard) -> None:
     async def work() -> int:
         done = 0
         for _ in range(2 * CANCELLATIONS_MAX):
@@ -567,7 +567,7 @@ STUBBORN_MAX = 100_000
 
 
 class Stubborn:
-    """Awaits on, whatever is raised in it, until it is closed."""
+    """Continues to await after every exception until it is closed."""
 
     def __init__(self, swallowed: type[BaseException] = asyncio.CancelledError) -> None:
         self.swallowed = swallowed
@@ -589,7 +589,7 @@ class Stubborn:
             self.closed = True
 
 
-async def test_work_that_ignores_its_cancellation_is_stepped_no_further_once_it_is_given_up(guard: AlarmGuard) -> None:
+async def test_abandoned_work_that_ignores_its_cancellation_is_not_stepped_again(guard: AlarmGuard) -> None:
     stubborn, abandoned = Stubborn(), False
     task = asyncio.create_task(awaiting(guard, stubborn(), LONG_S, abandoned=lambda: abandoned))
     for _ in range(3):
@@ -614,7 +614,7 @@ async def test_work_in_a_cancelled_scope_does_not_keep_the_loop_busy_for_ever(gu
     assert stubborn.cancelled == CANCELLATIONS_MAX
 
 
-async def test_work_that_swallows_even_its_end_is_let_go(guard: AlarmGuard, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_work_that_ignores_its_close_is_abandoned(guard: AlarmGuard, monkeypatch: pytest.MonkeyPatch) -> None:
     complaints: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", complaints.append)
     with anyio.move_on_after(0.001) as scope:

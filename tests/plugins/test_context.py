@@ -119,7 +119,7 @@ def test_a_part_is_called_as_its_function_unless_it_is_given_a_name(context: Plu
         lambda context: context.on_signal(Knock, plain, name="1st"),
     ],
 )
-def test_a_part_without_a_name_that_can_be_stored_is_a_mistake(
+def test_part_with_an_invalid_name_is_an_error(
     context: PluginContext, register: Callable[[PluginContext], object]
 ) -> None:
     with pytest.raises(ValueError, match="needs a name"):
@@ -150,7 +150,7 @@ def test_types_are_classes_of_facts_and_at_least_one(context: PluginContext, typ
         (["NobodySaysThis", Fact], {Fact}, set()),
     ],
 )
-def test_types_to_follow_may_be_given_by_names_that_nobody_knows_yet(
+def test_unknown_type_names_may_be_followed(
     context: PluginContext, types: Any, classes: set[type[Fact]], names: set[str]
 ) -> None:
     context.follow(types, later)
@@ -158,7 +158,7 @@ def test_types_to_follow_may_be_given_by_names_that_nobody_knows_yet(
     assert (set(delivering.types), set(delivering.names)) == (classes, names)
 
 
-def test_a_feed_before_the_daemon_runs_has_come_nowhere(context: PluginContext) -> None:
+def test_follower_before_the_start_has_position_0(context: PluginContext) -> None:
     feed = context.follow(Added, later)
     assert (feed.position, feed.behind, feed.waiting_for, feed.again_at) == (0, 0, None, None)
 

@@ -36,12 +36,12 @@ def nested(depth: int) -> list[Any]:
 @pytest.mark.parametrize(
     "fact", [Said("x"), Said("", {"a": [1, None, b"raw", 1.5]}), Said("x" * 60_000), Said("x", nested(DEPTH_MAX - 2))]
 )
-def test_a_plugin_says_facts_of_its_own(fact: Fact) -> None:
+def test_plugin_may_publish_its_own_facts(fact: Fact) -> None:
     check_facts([fact] * FACTS_MAX, own=True)
 
 
 @pytest.mark.parametrize("fact", [HandlerFailed("x", 1, "y"), Fact()])
-def test_the_daemon_s_facts_are_the_daemon_s_to_say(fact: Fact) -> None:
+def test_plugin_may_not_publish_facts_of_the_daemon(fact: Fact) -> None:
     with pytest.raises(RequestRefused) as caught:
         check_facts([fact], own=True)
     assert code(caught) == "fact_foreign"
@@ -60,7 +60,7 @@ def test_the_daemon_s_facts_are_the_daemon_s_to_say(fact: Fact) -> None:
         Said("x", nested(5000)),
     ],
 )
-def test_what_cannot_be_stored_and_read_again_is_refused(fact: Fact) -> None:
+def test_fact_that_cannot_be_decoded_again_is_refused(fact: Fact) -> None:
     with pytest.raises(RequestRefused) as caught:
         check_facts([fact], own=True)
     assert code(caught) == "fact_unfit"
@@ -89,7 +89,7 @@ def test_a_job_is_a_text_and_a_generation_a_whole_number(job: str, number: int) 
 @pytest.mark.parametrize(
     ("job", "number"), [(None, 0), (5, 0), (b"j", 0), ("\ud800", 0), ("j", -1), ("j", 1.0), ("j", True), ("j", None)]
 )
-def test_a_place_that_could_not_be_read_again_is_refused(job: object, number: object) -> None:
+def test_invalid_job_or_generation_is_refused(job: object, number: object) -> None:
     with pytest.raises(RequestRefused) as caught:
         check_job_and_generation(job, number)
     assert code(caught) == "fact_unfit"

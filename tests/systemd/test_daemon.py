@@ -1,4 +1,4 @@
-"""`forged run` as systemd runs it: what it tells, what it is handed, and what it takes for granted."""
+"""`forged run` under systemd: notifications, inherited sockets and environment variables."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def started(directory: Path, *before: str, **environment: str) -> Iterator[subpr
 
 
 def until(manager: FakeServiceManager, line: str) -> list[str]:
-    """The message with this line; what comes before is the watchdog's, or a status."""
+    """Wait for a message with this line; earlier messages must be watchdog or status messages."""
     while True:
         lines = manager.receive()
         if line in lines:

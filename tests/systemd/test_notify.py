@@ -59,7 +59,7 @@ def test_children_do_not_inherit_the_address(manager: FakeServiceManager) -> Non
 def test_nothing_is_sent_without_a_notification_socket(environment: dict[str, str]) -> None:
     notifier = Notifier.from_environment(environment)
     for tell in (notifier.ready, notifier.stopping, notifier.status):
-        tell("to nobody")
+        tell("no socket")
     notifier.reloading(1)
     notifier.watchdog()
     notifier.retry()

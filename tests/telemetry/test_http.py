@@ -1,4 +1,4 @@
-"""Health, readiness and metrics, asked over HTTP from a real daemon."""
+"""Health, readiness and metrics of a real daemon over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers themselves, read from the parts of a daemon."""
+"""The metrics, read from the parts of a daemon."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def registry_of(kernel: Kernel, lost: int = 0, plugins: Sequence[PluginView] = (
 
 
 def refuse(*_: object) -> Any:
-    raise AssertionError("nobody comes")
+    raise AssertionError("it has no client")
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Events as JSON and as text for people, whatever they hold."""
+"""Rendering of events with arbitrary fields as JSON and as text."""
 
 from __future__ import annotations
 

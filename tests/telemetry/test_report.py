@@ -1,4 +1,4 @@
-"""What the log is told of what happens on the bus, in the store and in handlers."""
+"""Log lines about facts, store failures and handler exceptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines that leave the process, or cannot."""
+"""Log lines written to streams that work, block or fail."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_all(descriptor: int) -> bytes:
 
 
 class Disk:
-    """A file that can be full, and a door that can be shut."""
+    """A file that can be full or block writes."""
 
     def __init__(self) -> None:
         self.lines: list[bytes] = []

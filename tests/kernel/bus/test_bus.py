@@ -86,7 +86,7 @@ def failing(_: Record) -> None:
 
 
 @on_virtual_time
-async def test_a_handler_gets_the_facts_that_it_asked_for() -> None:
+async def test_handler_gets_the_facts_of_its_types() -> None:
     added: list[Record] = []
     either: list[Record] = []
     everything: list[Record] = []
@@ -106,7 +106,7 @@ async def test_a_handler_gets_the_facts_that_it_asked_for() -> None:
 
 
 @on_virtual_time
-async def test_each_handler_has_its_own_pace_and_all_have_the_same_order() -> None:
+async def test_handlers_run_independently_in_the_same_order() -> None:
     fast: list[Record] = []
     slow: list[Record] = []
 
@@ -127,7 +127,7 @@ async def test_each_handler_has_its_own_pace_and_all_have_the_same_order() -> No
 
 
 @on_virtual_time
-async def test_nobody_hears_a_fact_before_it_is_durable() -> None:
+async def test_no_handler_gets_a_fact_before_it_is_durable() -> None:
     store = FaultyStore()
     heard: list[Record] = []
     async with running(store, lambda kernel: kernel.bus.on(Added, heard.append, name="ear")) as kernel:
@@ -161,7 +161,7 @@ async def test_publishing_inside_a_handler_queues_and_never_recurses() -> None:
 
 
 @on_virtual_time
-async def test_a_storm_of_one_handler_s_own_facts_leaves_the_others_their_turn() -> None:
+async def test_handler_that_keeps_publishing_does_not_starve_other_handlers() -> None:
     def register(kernel: Kernel) -> None:
         kernel.bus.on(Echoed, lambda record: Decision(None, (Echoed(record.id),)), name="storm", durable=True)
 
@@ -174,7 +174,7 @@ async def test_a_storm_of_one_handler_s_own_facts_leaves_the_others_their_turn()
 
 
 @on_virtual_time
-async def test_a_handler_that_comes_while_the_bus_runs_hears_what_comes_after() -> None:
+async def test_handler_added_at_run_time_gets_later_facts() -> None:
     heard: list[Record] = []
     async with running() as kernel:
         await kernel.add()
@@ -186,7 +186,7 @@ async def test_a_handler_that_comes_while_the_bus_runs_hears_what_comes_after() 
 
 @pytest.mark.parametrize(("types", "name"), [((), "new"), (Added, "taken")])
 @on_virtual_time
-async def test_a_subscription_to_nothing_or_under_a_taken_name_is_a_mistake(types: Any, name: str) -> None:
+async def test_subscription_without_types_or_with_a_used_name_is_an_error(types: Any, name: str) -> None:
     async with running(register=lambda kernel: kernel.bus.on(Added, failing, name="taken")) as kernel:
         with pytest.raises(ValueError, match=name):
             kernel.bus.on(types, failing, name=name)
@@ -194,7 +194,7 @@ async def test_a_subscription_to_nothing_or_under_a_taken_name_is_a_mistake(type
 
 
 @on_virtual_time
-async def test_facts_have_their_causes_so_that_a_story_can_be_told() -> None:
+async def test_facts_record_their_causes() -> None:
     built = RegisteredHandlers()
     async with running(register=built.with_echo) as kernel:
         await kernel.add()
@@ -211,7 +211,7 @@ async def test_facts_have_their_causes_so_that_a_story_can_be_told() -> None:
 
 
 @on_virtual_time
-async def test_a_handler_that_raises_is_put_on_record_and_the_others_have_the_fact_all_the_same() -> None:
+async def test_handler_exception_is_recorded_and_other_handlers_get_the_fact() -> None:
     heard: list[Record] = []
 
     def register(kernel: Kernel) -> None:
@@ -229,7 +229,7 @@ async def test_a_handler_that_raises_is_put_on_record_and_the_others_have_the_fa
 
 
 @on_virtual_time
-async def test_a_handler_whose_error_cannot_be_stored_as_it_is_harms_nobody_else() -> None:
+async def test_handler_error_that_cannot_be_stored_does_not_affect_other_handlers() -> None:
     def fail_oddly(_: Record) -> None:
         raise FileNotFoundError("caf\udce9")
 
@@ -240,7 +240,7 @@ async def test_a_handler_whose_error_cannot_be_stored_as_it_is_harms_nobody_else
 
 
 @on_virtual_time
-async def test_a_handler_that_fails_over_a_failure_is_not_put_on_record_for_ever() -> None:
+async def test_handler_failing_on_failure_facts_is_not_recorded_endlessly() -> None:
     def register(kernel: Kernel) -> None:
         kernel.bus.on(Fact, failing, name="one")
         kernel.bus.on(Fact, failing, name="two")
@@ -253,7 +253,7 @@ async def test_a_handler_that_fails_over_a_failure_is_not_put_on_record_for_ever
 
 
 @on_virtual_time
-async def test_a_handler_that_hangs_is_cancelled_and_put_on_record() -> None:
+async def test_hanging_handler_is_cancelled_and_recorded() -> None:
     async def hang(_: Record) -> None:
         await asyncio.Event().wait()
 
@@ -279,7 +279,7 @@ class Stubborn:
 
 
 @on_virtual_time
-async def test_a_handler_that_cannot_be_cancelled_is_given_up_while_the_others_go_on() -> None:
+async def test_uncancellable_handler_is_abandoned_and_the_others_continue() -> None:
     stubborn = Stubborn()
     heard: list[Record] = []
 
@@ -306,7 +306,7 @@ async def test_a_handler_that_cannot_be_cancelled_is_given_up_while_the_others_g
 
 
 @on_virtual_time
-async def test_a_handler_that_fails_too_often_in_a_row_is_quarantined_on_record() -> None:
+async def test_quarantine_after_repeated_failures_is_recorded() -> None:
     async with running(register=lambda kernel: kernel.bus.on(Added, failing, name="plugin", failures_max=3)) as kernel:
         for _ in range(5):
             await kernel.add()
@@ -316,7 +316,7 @@ async def test_a_handler_that_fails_too_often_in_a_row_is_quarantined_on_record(
 
 
 @on_virtual_time
-async def test_a_readmitted_handler_hears_what_comes_next() -> None:
+async def test_re_enabled_handler_gets_later_facts() -> None:
     heard: list[int] = []
     gaps: list[Gap] = []
 
@@ -342,7 +342,7 @@ async def test_a_readmitted_handler_hears_what_comes_next() -> None:
 
 
 @on_virtual_time
-async def test_a_readmitted_durable_handler_goes_on_where_it_was() -> None:
+async def test_re_enabled_durable_handler_continues_at_its_position() -> None:
     heard: list[int] = []
 
     def once_bitten(record: Record) -> None:
@@ -366,7 +366,7 @@ async def test_a_readmitted_durable_handler_goes_on_where_it_was() -> None:
 
 @pytest.mark.parametrize("name", ["fine", "unknown"])
 @on_virtual_time
-async def test_only_who_is_in_quarantine_can_be_readmitted(name: str) -> None:
+async def test_only_a_quarantined_handler_can_be_re_enabled(name: str) -> None:
     async with running(register=lambda kernel: kernel.bus.on(Added, failing, name="fine")) as kernel:
         with pytest.raises(RequestRefused) as caught:
             kernel.bus.readmit(name)
@@ -374,7 +374,7 @@ async def test_only_who_is_in_quarantine_can_be_readmitted(name: str) -> None:
 
 
 @on_virtual_time
-async def test_one_who_decides_without_being_durable_is_refused_and_leaves_no_trace() -> None:
+async def test_decision_of_a_handler_that_is_not_durable_is_refused_and_undone() -> None:
     def register(kernel: Kernel) -> None:
         kernel.bus.on(Added, lambda _: kernel.tally.add(100), name="sneaky")
 
@@ -389,7 +389,7 @@ async def test_one_who_decides_without_being_durable_is_refused_and_leaves_no_tr
 
 
 @on_virtual_time
-async def test_a_failure_while_nothing_can_be_written_is_put_on_record_later() -> None:
+async def test_handler_failure_during_a_store_failure_is_recorded_later() -> None:
     store = FaultyStore()
     release = asyncio.Event()
 
@@ -411,7 +411,7 @@ async def test_a_failure_while_nothing_can_be_written_is_put_on_record_later() -
 
 
 @on_virtual_time
-async def test_every_failure_of_a_handler_is_told_to_who_asked_for_it() -> None:
+async def test_every_handler_failure_is_reported_to_its_callback() -> None:
     told: list[tuple[str, str]] = []
 
     def register(kernel: Kernel) -> None:
@@ -429,7 +429,7 @@ async def test_every_failure_of_a_handler_is_told_to_who_asked_for_it() -> None:
 
 
 @on_virtual_time
-async def test_what_a_handler_raises_is_told_unless_it_is_an_error_of_ours() -> None:
+async def test_handler_exception_is_reported_unless_it_is_a_forged_error() -> None:
     told: list[tuple[str, str]] = []
 
     def refuse(_: Record) -> None:
@@ -469,7 +469,7 @@ async def test_a_plugin_s_handler_is_readmitted_with_its_plugin_only() -> None:
 
 
 @on_virtual_time
-async def test_what_is_to_be_on_record_later_is_there_in_order_once_the_store_takes_writes() -> None:
+async def test_deferred_facts_are_recorded_in_order_when_the_store_accepts_writes() -> None:
     store = FaultyStore()
     async with running(store) as kernel:
         kernel.bus.record_later(Decision(None, (Echoed(1),)), origin="test")
@@ -485,7 +485,7 @@ async def test_what_is_to_be_on_record_later_is_there_in_order_once_the_store_ta
 
 
 @on_virtual_time
-async def test_what_waits_to_be_on_record_is_bounded_and_the_newest_stay() -> None:
+async def test_deferred_facts_are_bounded_and_the_newest_are_kept() -> None:
     store = FaultyStore()
     async with running(store) as kernel:
         store.commit_error = full()
@@ -499,7 +499,7 @@ async def test_what_waits_to_be_on_record_is_bounded_and_the_newest_stay() -> No
 
 
 @on_virtual_time
-async def test_a_mailbox_that_nobody_bounds_holds_the_edges_back() -> None:
+async def test_lossless_mailbox_over_the_limit_makes_the_bus_congested() -> None:
     async def hang(_: Record) -> None:
         await asyncio.Event().wait()
 
@@ -519,7 +519,7 @@ async def test_a_mailbox_that_nobody_bounds_holds_the_edges_back() -> None:
 
 
 @on_virtual_time
-async def test_a_durable_handler_goes_on_where_it_was_when_the_daemon_died() -> None:
+async def test_durable_handler_continues_at_its_position_after_a_crash() -> None:
     store, built = FaultyStore(), RegisteredHandlers()
     async with running(store, built.with_echo) as kernel:
         await kernel.add()
@@ -535,7 +535,7 @@ async def test_a_durable_handler_goes_on_where_it_was_when_the_daemon_died() -> 
 
 
 @on_virtual_time
-async def test_a_durable_handler_that_died_before_its_first_fact_still_gets_it() -> None:
+async def test_durable_handler_gets_its_first_fact_after_a_crash() -> None:
     store, built = FaultyStore(), RegisteredHandlers()
     async with running(store) as kernel:
         await kernel.add()
@@ -560,7 +560,7 @@ async def test_a_new_durable_handler_begins_with_the_present() -> None:
 
 
 @on_virtual_time
-async def test_how_far_a_durable_handler_has_come_is_saved_also_when_it_decides_nothing() -> None:
+async def test_position_of_a_durable_handler_is_saved_without_decisions() -> None:
     store, heard = FaultyStore(), list[Record]()
 
     def register(kernel: Kernel) -> None:
@@ -575,7 +575,7 @@ async def test_how_far_a_durable_handler_has_come_is_saved_also_when_it_decides_
 
 
 @on_virtual_time
-async def test_a_durable_handler_that_is_rarely_concerned_is_told_of_no_gap_that_is_none() -> None:
+async def test_durable_handler_of_rare_facts_gets_no_false_gap() -> None:
     store, gaps = FaultyStore(), list[Gap]()
 
     def register(kernel: Kernel) -> None:
@@ -592,7 +592,7 @@ async def test_a_durable_handler_that_is_rarely_concerned_is_told_of_no_gap_that
 
 
 @on_virtual_time
-async def test_a_durable_handler_that_is_far_behind_stays_where_it_is() -> None:
+async def test_lagging_durable_handler_keeps_its_position() -> None:
     store, built = FaultyStore(), RegisteredHandlers()
     async with running(store, built.with_echo, facts_max=20) as kernel:
         built.echo.before_deciding = lambda _: asyncio.Event().wait()
@@ -605,7 +605,7 @@ async def test_a_durable_handler_that_is_far_behind_stays_where_it_is() -> None:
 
 
 @on_virtual_time
-async def test_a_durable_handler_in_quarantine_stays_where_it_is() -> None:
+async def test_quarantined_durable_handler_keeps_its_position() -> None:
     store, heard = FaultyStore(), list[Record]()
 
     def register(kernel: Kernel) -> None:
@@ -626,7 +626,7 @@ async def test_a_durable_handler_in_quarantine_stays_where_it_is() -> None:
 
 
 @on_virtual_time
-async def test_a_durable_handler_that_was_away_for_longer_than_the_journal_is_told_what_it_missed() -> None:
+async def test_durable_handler_behind_the_journal_gets_a_gap() -> None:
     store, gaps, heard = FaultyStore(), list[Gap](), list[Record]()
 
     def register(kernel: Kernel) -> None:
@@ -645,7 +645,7 @@ async def test_a_durable_handler_that_was_away_for_longer_than_the_journal_is_to
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @on_virtual_time
-async def test_what_a_durable_handler_decides_happens_once_whenever_the_daemon_dies(moment: str) -> None:
+async def test_decision_of_a_durable_handler_happens_once_across_crashes(moment: str) -> None:
     store, built = FaultyStore(), RegisteredHandlers()
     async with running(store, built.with_echo) as kernel:
         await kernel.add()
@@ -665,7 +665,7 @@ async def test_what_a_durable_handler_decides_happens_once_whenever_the_daemon_d
 
 
 @on_virtual_time
-async def test_what_a_durable_handler_decided_in_a_commit_that_failed_is_decided_again_once() -> None:
+async def test_decision_of_a_durable_handler_is_repeated_once_after_a_failed_commit() -> None:
     store, built = FaultyStore(), RegisteredHandlers()
     async with running(store, built.with_echo) as kernel:
 
@@ -685,7 +685,7 @@ async def test_what_a_durable_handler_decided_in_a_commit_that_failed_is_decided
 
 
 @on_virtual_time
-async def test_facts_that_come_to_light_with_a_reload_reach_a_rewound_handler_once() -> None:
+async def test_facts_found_by_a_reload_reach_a_rewound_handler_once() -> None:
     store, built = FaultyStore(), RegisteredHandlers()
     async with running(store, built.with_echo) as kernel:
         store.block()
@@ -724,7 +724,7 @@ async def test_a_durable_handler_that_breaks_after_changing_its_state_leaves_no_
 
 @given(steps=st.lists(st.sampled_from(["add", "settle", "wait", "fill", "free", "die", "restart"]), max_size=25))
 @on_virtual_time
-async def test_whatever_happens_each_fact_that_was_acknowledged_is_answered_once(steps: list[str]) -> None:
+async def test_each_acknowledged_fact_is_answered_once_under_any_faults(steps: list[str]) -> None:
     store = FaultyStore()
     left = list(steps)
     acknowledged = 0
@@ -783,13 +783,13 @@ async def test_a_signal_reaches_its_handlers_and_leaves_no_record() -> None:
 
 
 @on_virtual_time
-async def test_a_signal_that_nobody_handles_is_nothing() -> None:
+async def test_signal_without_handler_is_ignored() -> None:
     async with running() as kernel:
         kernel.bus.signal(Level("tank", 1), call())
 
 
 @on_virtual_time
-async def test_one_name_may_stand_for_several_signals_but_not_for_two_handlers() -> None:
+async def test_handler_name_may_cover_several_signals_but_not_two_handlers() -> None:
     seen: list[object] = []
 
     def handler(signal: object, _: object) -> None:
@@ -820,7 +820,7 @@ async def test_a_bus_with_an_unanswered_request_does_not_start() -> None:
 
 
 @on_virtual_time
-async def test_draining_waits_for_the_handlers_and_for_what_they_decide() -> None:
+async def test_drain_waits_for_handlers_and_their_decisions() -> None:
     built = RegisteredHandlers()
     heard: list[Record] = []
 

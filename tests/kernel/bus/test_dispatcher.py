@@ -114,7 +114,7 @@ async def test_a_request_is_answered_by_its_handler() -> None:
 
 
 @on_virtual_time
-async def test_an_answer_waits_until_what_was_decided_is_durable() -> None:
+async def test_reply_waits_until_the_decision_is_durable() -> None:
     store = FaultyStore()
     async with running(store) as kernel:
         store.block()
@@ -126,7 +126,7 @@ async def test_an_answer_waits_until_what_was_decided_is_durable() -> None:
 
 
 @on_virtual_time
-async def test_a_request_that_nobody_answers_is_refused() -> None:
+async def test_request_without_handler_is_refused() -> None:
     async with running() as kernel:
         assert (await refused(kernel.bus.submit(Orphan(), call()))).code == "request_unknown"
 
@@ -143,7 +143,7 @@ async def test_facts_carry_the_cause_and_the_origin_of_their_call() -> None:
 
 
 @on_virtual_time
-async def test_a_handler_that_awaits_does_not_keep_others_waiting() -> None:
+async def test_awaiting_handler_does_not_delay_other_requests() -> None:
     built = RegisteredHandlers()
     async with running(register=built.with_slow) as kernel:
         pending = kernel.bus.submit(AddSlowly(5), call())
@@ -186,21 +186,21 @@ async def test_a_role_that_does_not_cover_the_request_is_refused() -> None:
 
 
 @on_virtual_time
-async def test_somebody_bound_to_jobs_is_heard_in_these_alone() -> None:
+async def test_principal_bound_to_jobs_may_send_requests_for_these_jobs_only() -> None:
     async with running(register=tending) as kernel:
         assert await kernel.bus.submit(Tend("a"), worker("a")).wait() == Nothing()
         assert (await refused(kernel.bus.submit(Tend("b"), worker("a")))).code == "forbidden"
 
 
 @on_virtual_time
-async def test_somebody_bound_to_jobs_has_no_say_about_the_daemon_as_a_whole() -> None:
+async def test_principal_bound_to_jobs_may_not_send_daemon_wide_requests() -> None:
     async with running() as kernel:
         bound = Call(Principal("an operator of a", Role.OPERATOR, frozenset({"a"})), "a test")
         assert (await refused(kernel.bus.submit(Add(), bound))).code == "forbidden"
 
 
 @on_virtual_time
-async def test_what_concerns_any_job_needs_the_role_only() -> None:
+async def test_any_job_request_needs_only_the_role() -> None:
     async with running(register=tending) as kernel:
         assert await kernel.bus.submit(Survey(), worker("a")).wait() == Nothing()
         assert (await refused(kernel.bus.submit(Prune(), worker("a")))).code == "forbidden"
@@ -211,7 +211,7 @@ async def test_what_concerns_any_job_needs_the_role_only() -> None:
     [(Fence(2, 5), ""), (Fence(2, 6), ""), (Fence(3, 0), ""), (Fence(2, 4), "fenced"), (Fence(1, 9), "fenced")],
 )
 @on_virtual_time
-async def test_whoever_is_behind_the_job_s_fence_is_refused(held: Fence, code: str) -> None:
+async def test_caller_behind_the_fence_of_the_job_is_refused(held: Fence, code: str) -> None:
     def register(kernel: Kernel) -> None:
         tending(kernel)
         kernel.bus.dispatcher.fence_of = {"a": Fence(2, 5)}.get
@@ -223,7 +223,7 @@ async def test_whoever_is_behind_the_job_s_fence_is_refused(held: Fence, code: s
 
 
 @on_virtual_time
-async def test_a_request_that_was_done_is_answered_however_far_the_job_has_gone_since() -> None:
+async def test_completed_request_is_answered_again_after_the_generation_advanced() -> None:
     fences = {"a": Fence(2, 5)}
 
     def register(kernel: Kernel) -> None:
@@ -238,7 +238,7 @@ async def test_a_request_that_was_done_is_answered_however_far_the_job_has_gone_
 
 
 @on_virtual_time
-async def test_a_job_that_goes_on_while_a_handler_waits_refuses_what_the_handler_decides() -> None:
+async def test_decision_is_refused_if_the_generation_advanced_while_the_handler_waited() -> None:
     fences = {"a": Fence(2, 5)}
 
     def register(kernel: Kernel) -> None:
@@ -261,7 +261,7 @@ async def test_a_job_that_goes_on_while_a_handler_waits_refuses_what_the_handler
 
 @pytest.mark.parametrize("request_type", [AddSlowly, Contemplate])
 @on_virtual_time
-async def test_what_a_handler_saw_before_state_was_taken_back_is_not_told(request_type: type[Request[int]]) -> None:
+async def test_handler_result_from_rolled_back_state_is_not_returned(request_type: type[Request[int]]) -> None:
     def register(kernel: Kernel) -> None:
         async def slowly(*_: Any) -> Any:
             seen = kernel.tally.total
@@ -286,7 +286,7 @@ async def test_what_a_handler_saw_before_state_was_taken_back_is_not_told(reques
 
 
 @on_virtual_time
-async def test_a_handler_that_hangs_keeps_out_its_own_requests_and_no_others() -> None:
+async def test_hanging_handler_blocks_only_its_own_requests() -> None:
     def register(kernel: Kernel) -> None:
         async def hang(*_: Any) -> None:
             await anyio.sleep_forever()
@@ -342,7 +342,7 @@ async def test_an_awaiting_handler_that_breaks_after_changing_its_state_leaves_n
 
 
 @on_virtual_time
-async def test_a_reading_handler_that_breaks_harms_nobody_else() -> None:
+async def test_failed_read_handler_does_not_affect_other_requests() -> None:
     def register(kernel: Kernel) -> None:
         kernel.bus.serve(Contemplate, raising(ValueError("boom")), owner="thinker")
 
@@ -385,7 +385,7 @@ async def test_a_reply_that_cannot_be_encoded_leaves_no_trace() -> None:
 
 
 @on_virtual_time
-async def test_a_handler_that_awaits_for_longer_than_the_caller_waits_is_cancelled() -> None:
+async def test_handler_is_cancelled_at_the_deadline_of_the_caller() -> None:
     built = RegisteredHandlers()
     async with running(register=built.with_slow) as kernel:
         late = await refused(kernel.bus.submit(AddSlowly(), call(1, timeout_s=5)))
@@ -395,7 +395,7 @@ async def test_a_handler_that_awaits_for_longer_than_the_caller_waits_is_cancell
 
 
 @on_virtual_time
-async def test_a_request_that_was_given_up_may_be_sent_again_and_is_done_once() -> None:
+async def test_timed_out_request_may_be_repeated_and_runs_once() -> None:
     built = RegisteredHandlers()
     async with running(register=built.with_slow) as kernel:
         await refused(kernel.bus.submit(AddSlowly(5), call(1, timeout_s=5)))
@@ -405,7 +405,7 @@ async def test_a_request_that_was_given_up_may_be_sent_again_and_is_done_once() 
 
 
 @on_virtual_time
-async def test_a_deadline_after_the_decision_leaves_it_decided_and_the_reply_to_be_asked_for() -> None:
+async def test_deadline_after_the_decision_keeps_the_decision_and_the_reply() -> None:
     store, built = FaultyStore(), RegisteredHandlers()
     async with running(store, built.with_slow) as kernel:
         built.slow.gate.set()
@@ -417,7 +417,7 @@ async def test_a_deadline_after_the_decision_leaves_it_decided_and_the_reply_to_
 
 
 @on_virtual_time
-async def test_a_caller_may_cancel_what_awaits() -> None:
+async def test_caller_may_cancel_an_awaiting_request() -> None:
     built = RegisteredHandlers()
     async with running(register=built.with_slow) as kernel:
         pending = kernel.bus.submit(AddSlowly(), call(1))
@@ -447,7 +447,7 @@ async def test_a_cancelled_request_that_is_wrapped_stops_in_its_handler_too() ->
 
 
 @on_virtual_time
-async def test_cancelling_what_is_done_or_unknown_is_nothing() -> None:
+async def test_cancelling_a_finished_or_unknown_request_is_ignored() -> None:
     async with running() as kernel:
         await kernel.bus.submit(Add(), call(1)).wait()
         kernel.bus.dispatcher.cancel(CLIENT, 1)
@@ -456,7 +456,7 @@ async def test_cancelling_what_is_done_or_unknown_is_nothing() -> None:
 
 
 @on_virtual_time
-async def test_when_the_bus_ends_those_who_wait_are_told() -> None:
+async def test_waiting_callers_get_an_error_when_the_bus_ends() -> None:
     built = RegisteredHandlers()
     async with running(register=built.with_slow) as kernel:
         pending = kernel.bus.submit(AddSlowly(), call(1))
@@ -514,7 +514,7 @@ async def test_another_request_under_the_number_of_one_that_was_done_is_refused(
 
 
 @on_virtual_time
-async def test_a_number_that_its_client_has_done_with_is_refused() -> None:
+async def test_acknowledged_number_is_refused() -> None:
     async with running() as kernel:
         await kernel.bus.submit(Add(), call(1)).wait()
         await kernel.bus.submit(Add(), call(2, acknowledged=1)).wait()
@@ -630,7 +630,7 @@ async def test_while_the_disk_is_full_reads_are_answered_and_decisions_unavailab
 
 
 @on_virtual_time
-async def test_nobody_looks_at_state_that_is_being_read_anew() -> None:
+async def test_handlers_wait_while_state_is_reloaded() -> None:
     looked: list[int] = []
 
     def register(kernel: Kernel) -> None:
@@ -740,7 +740,7 @@ def return_no_awaitable(*_: Any) -> Any:
 
 @pytest.mark.parametrize("wrapper", [break_at_once, break_later, leave, cancel_itself, return_no_awaitable])
 @on_virtual_time
-async def test_a_wrapper_that_breaks_is_its_caller_s_bad_luck_alone(wrapper: Any) -> None:
+async def test_failed_wrapper_affects_only_its_caller(wrapper: Any) -> None:
     async with running(register=lambda kernel: kernel.bus.wrap(Add, wrapper, owner="a plugin")) as kernel:
         broken = await refused(kernel.submit())
         assert (type(broken), broken.code) == (ForgedError, "handler_broken")
@@ -790,7 +790,7 @@ async def test_the_deadline_covers_wrappers_and_handler_together() -> None:
 
 
 @on_virtual_time
-async def test_nobody_without_the_right_gets_as_far_as_a_wrapper() -> None:
+async def test_unauthorised_request_does_not_reach_wrappers() -> None:
     reached: list[object] = []
 
     async def wrapper(request: Any, _: Call, proceed: Proceed) -> Any:

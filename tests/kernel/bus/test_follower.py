@@ -89,7 +89,7 @@ async def test_facts_are_delivered_in_the_order_of_their_ids() -> None:
 
 
 @on_virtual_time
-async def test_nothing_is_delivered_that_is_not_durable() -> None:
+async def test_only_durable_facts_are_delivered() -> None:
     store, receiver = FaultyStore(), Receiver()
     async with running(store, receiver.register) as kernel:
         store.block()
@@ -104,7 +104,7 @@ async def test_nothing_is_delivered_that_is_not_durable() -> None:
 
 
 @on_virtual_time
-async def test_what_came_before_a_new_follower_is_not_its_affair() -> None:
+async def test_new_follower_gets_only_later_facts() -> None:
     store, receiver = FaultyStore(), Receiver()
     async with running(store) as kernel:
         await kernel.add()
@@ -115,7 +115,7 @@ async def test_what_came_before_a_new_follower_is_not_its_affair() -> None:
 
 
 @on_virtual_time
-async def test_a_follower_may_come_while_the_bus_runs() -> None:
+async def test_follower_can_be_added_at_run_time() -> None:
     receiver = Receiver()
     async with running() as kernel:
         await kernel.add()
@@ -126,7 +126,7 @@ async def test_a_follower_may_come_while_the_bus_runs() -> None:
 
 
 @on_virtual_time
-async def test_what_has_gathered_is_delivered_in_batches_of_limited_size() -> None:
+async def test_queued_facts_are_delivered_in_bounded_batches() -> None:
     receiver = Receiver(batch_max=4)
     release = asyncio.Event()
     receiver.does = lambda _: release.wait()
@@ -174,7 +174,7 @@ async def test_a_fact_that_a_delivery_leads_to_is_delivered_too() -> None:
 
 @pytest.mark.parametrize(("types", "name"), [((), "new"), (Added, "taken")])
 @on_virtual_time
-async def test_a_name_is_given_once_and_no_types_are_a_mistake(types: Any, name: str) -> None:
+async def test_duplicate_name_or_missing_types_is_an_error(types: Any, name: str) -> None:
     async with running(register=lambda kernel: kernel.bus.on(Added, lambda _: None, name="taken")) as kernel:
         with pytest.raises(ValueError, match=name):
             kernel.bus.follow(types, Receiver(), name=name)
@@ -222,7 +222,7 @@ async def test_after_a_success_the_pauses_begin_anew() -> None:
 
 @pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(1), RequestRefused("no", "boom", "")])
 @on_virtual_time
-async def test_a_failure_is_put_on_record_and_reported(error: BaseException) -> None:
+async def test_failure_is_recorded_and_reported(error: BaseException) -> None:
     receiver, told = Receiver(), list[tuple[str, str]]()
     receiver.does = raising(error)
     async with running(register=receiver.register) as kernel:
@@ -238,7 +238,7 @@ async def test_a_failure_is_put_on_record_and_reported(error: BaseException) -> 
 
 
 @on_virtual_time
-async def test_a_mistake_is_told_with_its_traceback_and_an_error_of_ours_is_not() -> None:
+async def test_unexpected_exception_is_reported_with_traceback_and_a_forged_error_is_not() -> None:
     receiver, told = Receiver(), list[BaseException]()
     mistake, refusal = ValueError("boom"), RequestRefused("no", "no", "")
     async with running(register=receiver.register) as kernel:
@@ -253,7 +253,7 @@ async def test_a_mistake_is_told_with_its_traceback_and_an_error_of_ours_is_not(
 
 
 @on_virtual_time
-async def test_an_hour_without_a_receiver_is_no_failure_and_costs_the_bus_nothing() -> None:
+async def test_receiver_outage_of_an_hour_is_no_failure_and_does_not_load_the_bus() -> None:
     receiver = Receiver()
     receiver.does = raising(DOWN)
     async with running(register=receiver.register) as kernel:
@@ -343,7 +343,7 @@ async def test_a_follower_goes_on_after_a_restart_where_it_was() -> None:
 
 
 @on_virtual_time
-async def test_what_was_delivered_just_before_a_crash_may_come_twice_but_never_not_at_all() -> None:
+async def test_crash_may_repeat_a_delivery_but_loses_none() -> None:
     store, receiver, again = FaultyStore(), Receiver(), Receiver()
     async with running(store, receiver.register) as kernel:
         await kernel.add()
@@ -355,7 +355,7 @@ async def test_what_was_delivered_just_before_a_crash_may_come_twice_but_never_n
 
 
 @on_virtual_time
-async def test_the_position_is_stored_under_the_follower_s_name_when_all_is_told() -> None:
+async def test_position_is_stored_under_the_follower_name() -> None:
     receiver = Receiver()
     async with running(register=receiver.register) as kernel:
         await kernel.add()
@@ -396,7 +396,7 @@ async def test_facts_that_do_not_concern_it_move_its_position_when_one_comes_tha
 
 
 @on_virtual_time
-async def test_one_that_is_rarely_concerned_is_told_of_no_gap_that_is_none() -> None:
+async def test_follower_of_rare_facts_gets_no_false_gap() -> None:
     store, receiver, again = FaultyStore(), Receiver(types=Echoed), Receiver(types=Echoed)
     async with running(store, receiver.register, facts_max=20) as kernel:
         for _ in range(50):
@@ -411,7 +411,7 @@ async def test_one_that_is_rarely_concerned_is_told_of_no_gap_that_is_none() -> 
 
 
 @on_virtual_time
-async def test_one_that_could_not_deliver_stays_where_it_is() -> None:
+async def test_follower_without_a_delivery_keeps_its_position() -> None:
     store, receiver, again = FaultyStore(), Receiver(), Receiver()
     receiver.does = raising(DOWN)
     async with running(store, receiver.register, facts_max=20) as kernel:
@@ -428,7 +428,7 @@ async def test_one_that_could_not_deliver_stays_where_it_is() -> None:
 
 
 @on_virtual_time
-async def test_what_the_journal_has_forgotten_meanwhile_is_told_as_a_gap_before_what_comes_behind() -> None:
+async def test_facts_dropped_by_the_journal_are_reported_as_a_gap_before_later_facts() -> None:
     receiver, order = Receiver(), list[object]()
     receiver.terms["on_gap"] = order.append
     receiver.does = raising(DOWN)
@@ -444,7 +444,7 @@ async def test_what_the_journal_has_forgotten_meanwhile_is_told_as_a_gap_before_
 
 
 @on_virtual_time
-async def test_a_gap_is_told_to_one_that_was_away_for_longer_than_the_journal() -> None:
+async def test_follower_behind_the_journal_gets_a_gap() -> None:
     store, receiver, again = FaultyStore(), Receiver(), Receiver()
     async with running(store, receiver.register, facts_max=10) as kernel:
         began = kernel.ledger.published
@@ -503,7 +503,7 @@ async def test_a_gap_is_awaited_where_telling_it_takes_time() -> None:
 
 
 @on_virtual_time
-async def test_one_that_is_paused_delivers_nothing_and_goes_on_where_it_was() -> None:
+async def test_paused_follower_delivers_nothing_and_continues_at_its_position() -> None:
     receiver = Receiver()
     async with running(register=receiver.register) as kernel:
         await kernel.add()
@@ -519,7 +519,7 @@ async def test_one_that_is_paused_delivers_nothing_and_goes_on_where_it_was() ->
 
 
 @on_virtual_time
-async def test_one_that_is_paused_stays_where_it_is_over_a_restart() -> None:
+async def test_paused_follower_keeps_its_position_across_a_restart() -> None:
     store, receiver, again = FaultyStore(), Receiver(), Receiver()
     async with running(store, receiver.register, facts_max=20) as kernel:
         await kernel.add()
@@ -553,7 +553,7 @@ async def test_a_pause_while_it_fails_ends_the_attempts_until_it_is_resumed_with
 
 
 @on_virtual_time
-async def test_one_that_is_paused_while_it_fails_does_not_rest_when_it_is_resumed() -> None:
+async def test_resumed_follower_retries_without_a_pause() -> None:
     receiver = Receiver()
 
     def fail(_: Sequence[Record]) -> None:
@@ -574,7 +574,7 @@ async def test_one_that_is_paused_while_it_fails_does_not_rest_when_it_is_resume
 
 
 @on_virtual_time
-async def test_commits_that_fail_are_delivered_by_nobody_and_the_others_once() -> None:
+async def test_facts_of_failed_commits_are_not_delivered_and_others_once() -> None:
     store, receiver = FaultyStore(), Receiver()
     async with running(store, receiver.register) as kernel:
         for round_ in range(6):
@@ -606,7 +606,7 @@ async def test_facts_that_come_to_light_with_a_reload_are_delivered() -> None:
 
 
 @on_virtual_time
-async def test_one_delivers_while_the_store_takes_no_writes() -> None:
+async def test_follower_delivers_while_the_store_refuses_writes() -> None:
     store, receiver = FaultyStore(), Receiver()
     receiver.does = raising(DOWN)
     async with running(store, receiver.register) as kernel:
@@ -626,7 +626,7 @@ async def test_one_delivers_while_the_store_takes_no_writes() -> None:
     ),
     batch_max=st.integers(1, 4),
 )
-def test_whatever_happens_every_durable_fact_is_delivered_in_order(steps: list[str], batch_max: int) -> None:
+def test_every_durable_fact_is_delivered_in_order_under_any_faults(steps: list[str], batch_max: int) -> None:
     replay(steps, batch_max)
 
 

@@ -222,7 +222,7 @@ async def test_what_is_no_decision_is_a_failure() -> None:
 
 
 @on_virtual_time
-async def test_one_who_decides_without_being_durable_is_refused_and_its_state_undone() -> None:
+async def test_decision_of_a_handler_that_is_not_durable_is_refused_and_its_state_undone() -> None:
     async with running_mailbox(Seen(on_1=lambda _: NOTHING)) as it:
         it.put(1)
         await it.idle()
@@ -272,7 +272,7 @@ async def test_without_a_deadline_a_handler_may_take_for_ever() -> None:
 
 
 @on_virtual_time
-async def test_one_that_ends_after_its_cancellation_as_if_nothing_was_is_late_and_the_next_fact_unharmed() -> None:
+async def test_handler_that_swallows_its_cancellation_counts_as_late() -> None:
     async def swallow(_: Record) -> None:
         try:
             await asyncio.Event().wait()
@@ -290,7 +290,7 @@ async def test_one_that_ends_after_its_cancellation_as_if_nothing_was_is_late_an
 
 
 @on_virtual_time
-async def test_one_that_raises_after_its_cancellation_has_failed_with_what_it_raised() -> None:
+async def test_handler_that_raises_after_its_cancellation_fails_with_that_error() -> None:
     async def complain(_: Record) -> None:
         try:
             await asyncio.Event().wait()
@@ -318,7 +318,7 @@ class Stubborn:
 
 
 @on_virtual_time
-async def test_one_that_cannot_be_cancelled_is_given_up_and_quarantined() -> None:
+async def test_uncancellable_handler_is_abandoned_and_quarantined() -> None:
     stubborn = Stubborn()
     async with running_mailbox(Seen(on_1=stubborn), deadline_s=2) as it:
         it.put(1, 2)
@@ -332,7 +332,7 @@ async def test_one_that_cannot_be_cancelled_is_given_up_and_quarantined() -> Non
 
 
 @on_virtual_time
-async def test_what_one_that_was_given_up_decides_in_the_end_is_undone() -> None:
+async def test_late_decision_of_an_abandoned_handler_is_undone() -> None:
     release = asyncio.Event()
 
     async def decide_late(_: Record) -> Decision[None]:
@@ -390,7 +390,7 @@ async def test_a_handler_without_that_limit_is_never_quarantined() -> None:
 
 
 @on_virtual_time
-async def test_one_that_is_readmitted_takes_the_next_fact_and_is_told_what_it_missed() -> None:
+async def test_re_enabled_handler_gets_a_gap_and_the_next_fact() -> None:
     seen = Seen(on_1=failing)
     async with running_mailbox(seen, failures_max=1) as it:
         it.put(1, 2)
@@ -406,7 +406,7 @@ async def test_one_that_is_readmitted_takes_the_next_fact_and_is_told_what_it_mi
 
 
 @on_virtual_time
-async def test_one_that_is_readmitted_has_all_its_tries_again() -> None:
+async def test_re_enabled_handler_has_a_new_failure_count() -> None:
     seen = Seen(on_1=failing, on_2=failing, on_3=failing)
     async with running_mailbox(seen, failures_max=2) as it:
         it.put(1, 2)
@@ -483,7 +483,7 @@ async def test_each_fact_is_either_seen_or_in_a_gap_and_all_in_order(
 
 
 @on_virtual_time
-async def test_one_that_raises_over_a_gap_still_has_its_facts() -> None:
+async def test_handler_that_fails_on_a_gap_still_gets_its_facts() -> None:
     seen = Seen()
     async with running_mailbox(seen, lossless=False, mailbox_max=1, on_gap=raising(ValueError("boom"))) as it:
         it.put(1, 2)

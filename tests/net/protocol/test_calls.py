@@ -65,7 +65,7 @@ async def test_a_number_below_the_lowest_that_waits_is_acknowledged(calls: Outgo
     assert calls.acknowledged == 3
 
 
-async def test_what_is_no_longer_wanted_is_acknowledged_too(calls: OutgoingCalls) -> None:
+async def test_cancelled_request_is_acknowledged_too(calls: OutgoingCalls) -> None:
     note(calls)
     note(calls)
     assert calls.abandon(1)
@@ -114,7 +114,7 @@ async def test_an_answer_of_another_type_is_a_peer_error(calls: OutgoingCalls, b
     assert caught.value.code == "reply_invalid"
 
 
-async def test_an_answer_that_nobody_waits_for_is_dropped(calls: OutgoingCalls) -> None:
+async def test_unexpected_reply_is_dropped(calls: OutgoingCalls) -> None:
     answer(calls, 7)
     number, waiting = ask(calls)
     answer(calls, number)
@@ -168,7 +168,7 @@ async def test_a_request_that_fits_into_no_frame_is_refused_before_it_has_a_numb
     assert (len(calls), calls.acknowledged) == (0, 0)
 
 
-async def test_now_and_then_the_other_end_is_told_which_old_requests_still_wait(calls: OutgoingCalls) -> None:
+async def test_old_waiting_requests_are_reported_periodically(calls: OutgoingCalls) -> None:
     slow = note(calls)
     said = []
     for _ in range(2 * (SPAN_MAX + LIST_EVERY)):

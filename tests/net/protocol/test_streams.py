@@ -63,13 +63,13 @@ def gaps(messages: list[StreamMessage]) -> list[tuple[int, int]]:
     return [(message.first, message.last) for message in messages if isinstance(message, GapMessage)]
 
 
-def test_the_first_thing_said_is_where_the_stream_begins() -> None:
+def test_first_message_has_the_start_position() -> None:
     facts = journal(5)
     for since, position in [(None, 5), (-1, 0), (0, 0), (3, 3)]:
         assert stream(subscribe(since), facts).advance(facts)[0] == Facts(7, position, ())
 
 
-def test_it_is_said_without_any_credit() -> None:
+def test_start_position_is_sent_without_credit() -> None:
     facts = journal(5)
     reader = stream(subscribe(credit=0), facts)
     assert reader.due(facts)
@@ -77,7 +77,7 @@ def test_it_is_said_without_any_credit() -> None:
     assert not reader.due(facts)
 
 
-def test_from_now_on_leaves_out_what_was() -> None:
+def test_stream_from_now_skips_earlier_facts() -> None:
     facts = journal(5)
     reader = stream(subscribe(None), facts)
     advanced(reader, facts)
@@ -85,7 +85,7 @@ def test_from_now_on_leaves_out_what_was() -> None:
     assert ids(advanced(reader, facts)) == [6]
 
 
-def test_a_position_is_gone_on_from() -> None:
+def test_stream_continues_at_the_given_position() -> None:
     facts = journal(5)
     assert ids(advanced(stream(subscribe(3), facts), facts)) == [4, 5]
 
@@ -155,7 +155,7 @@ def test_a_filter_lets_its_types_and_jobs_through() -> None:
     assert ids(advanced(stream(subscribe(types=("DaemonStopping",), jobs=("b",)), facts), facts)) == []
 
 
-def test_who_is_bound_to_jobs_sees_no_others_and_not_the_daemon() -> None:
+def test_principal_bound_to_jobs_gets_no_facts_of_other_jobs_or_the_daemon() -> None:
     facts = journal(6, jobs="ab")
     facts.extend([Record.of(DaemonStopping(1, "x"), fact_id=7, at=1.0)])
     assert ids(advanced(stream(subscribe(), facts, frozenset("a")), facts)) == [2, 4, 6]
@@ -182,7 +182,7 @@ def test_a_turn_looks_through_a_bounded_part_of_the_journal() -> None:
     assert reader.advance(facts)[-1] == Facts(7, SCAN_FACTS_MAX, ())
 
 
-def test_a_reader_that_nothing_concerns_learns_now_and_then_how_far_it_is() -> None:
+def test_reader_without_matching_facts_gets_its_position_periodically() -> None:
     facts = journal(5)
     reader = stream(subscribe(None, jobs=("unknown",)), facts)
     assert advanced(reader, facts) == [Facts(7, 5, ())]
@@ -192,7 +192,7 @@ def test_a_reader_that_nothing_concerns_learns_now_and_then_how_far_it_is() -> N
     assert advanced(reader, facts) == [Facts(7, 5 + PROGRESS_IDS, ())]
 
 
-def test_a_reader_of_the_past_learns_that_it_has_caught_up_though_nothing_concerned_it() -> None:
+def test_reader_of_history_learns_that_it_has_caught_up_without_matching_facts() -> None:
     facts = journal(5)
     reader = stream(subscribe(jobs=("unknown",)), facts)
     assert advanced(reader, facts) == [Facts(7, 0, ()), Facts(7, 5, ())]
@@ -200,7 +200,7 @@ def test_a_reader_of_the_past_learns_that_it_has_caught_up_though_nothing_concer
     assert advanced(reader, facts) == []
 
 
-def test_a_reader_of_the_past_learns_so_as_well_behind_its_last_credit() -> None:
+def test_reader_of_history_learns_that_it_has_caught_up_without_credit() -> None:
     facts = journal(5, jobs="bab")
     reader = stream(subscribe(jobs=("a",), credit=2), facts)
     (_, last) = advanced(reader, facts)

@@ -64,7 +64,7 @@ class Fresh(Recorded):
 
 
 class ConnectionWithPeer:
-    """A connection whose peer is played by the test."""
+    """A connection; the test acts as its peer."""
 
     def __init__(self, connection: Recorded | None = None) -> None:
         self.clock = ManualClock()
@@ -122,7 +122,7 @@ async def test_it_stops_reading_as_soon_as_the_next_message_would_not_be_admitte
     assert not pair.transport.reading
 
 
-async def test_one_who_sends_much_at_once_waits_while_others_have_their_turns(pair: ConnectionWithPeer) -> None:
+async def test_peer_with_many_messages_does_not_starve_other_connections(pair: ConnectionWithPeer) -> None:
     count = 2 * MESSAGES_PER_TURN + 1
     pair.cancels(1, count)
     assert (len(pair.numbers()), pair.transport.reading) == (MESSAGES_PER_TURN, False)
@@ -133,7 +133,7 @@ async def test_one_who_sends_much_at_once_waits_while_others_have_their_turns(pa
     assert pair.transport.reading
 
 
-async def test_nobody_s_turn_comes_sooner_because_something_else_happens(pair: ConnectionWithPeer) -> None:
+async def test_queued_turn_keeps_its_position_when_other_events_occur(pair: ConnectionWithPeer) -> None:
     pair.cancels(1, 2 * MESSAGES_PER_TURN)
     pair.connection.work()
     pair.connection.resume_writing()
@@ -165,7 +165,7 @@ async def test_what_follows_garbage_is_not_looked_at(pair: ConnectionWithPeer) -
 
 @given(st.lists(st.binary(max_size=40) | st.integers(0, 15).map(lambda n: frame([n, 1, 1])), max_size=10))
 @settings(max_examples=200)
-def test_whatever_arrives_nothing_is_raised_and_the_peer_is_told_or_heard(data: list[bytes]) -> None:
+def test_any_input_is_processed_or_refused_without_an_exception(data: list[bytes]) -> None:
     async def play() -> None:
         pair = ConnectionWithPeer()
         for piece in data:
@@ -374,14 +374,14 @@ async def test_after_a_while_of_silence_it_pings_and_a_pong_is_enough(pair: Conn
     assert not pair.transport.closed
 
 
-async def test_nobody_is_pinged_before_hellos_are_exchanged() -> None:
+async def test_no_ping_is_sent_before_the_hello() -> None:
     pair = ConnectionWithPeer(Fresh(ManualClock()))
     pair.sweep(LIMITS.ping_after_s + 0.1)
     await asyncio.sleep(0)
     assert pair.peer.heard() == []
 
 
-async def test_one_that_stays_silent_is_let_go(pair: ConnectionWithPeer) -> None:
+async def test_silent_peer_is_disconnected(pair: ConnectionWithPeer) -> None:
     pair.sweep(LIMITS.silence_max_s)
     assert not pair.transport.closed
     pair.sweep(0.1)
@@ -407,7 +407,7 @@ async def test_each_frame_has_its_own_time(pair: ConnectionWithPeer) -> None:
     assert len(pair.numbers()) == 5
 
 
-async def test_one_that_is_not_read_is_not_blamed_for_its_silence_or_its_half_frame(pair: ConnectionWithPeer) -> None:
+async def test_peer_is_not_timed_out_while_its_input_is_not_read(pair: ConnectionWithPeer) -> None:
     pair.connection.admitted = 1
     pair.peer.send_bytes(frame([CANCEL, 1]) + frame([CANCEL, 2])[:5])
     pair.sweep(3600)
@@ -419,7 +419,7 @@ async def test_one_that_is_not_read_is_not_blamed_for_its_silence_or_its_half_fr
     assert pair.numbers() == [1, 2]
 
 
-async def test_one_that_is_not_read_is_still_pinged_so_that_its_end_is_noticed(pair: ConnectionWithPeer) -> None:
+async def test_peer_is_pinged_while_its_input_is_not_read(pair: ConnectionWithPeer) -> None:
     pair.connection.admitted = 0
     pair.connection.work()
     for _ in range(3):
@@ -427,7 +427,7 @@ async def test_one_that_is_not_read_is_still_pinged_so_that_its_end_is_noticed(p
         assert await pair.peer.next() == [PING, 0]
 
 
-async def test_one_that_reads_nothing_for_too_long_is_let_go(pair: ConnectionWithPeer) -> None:
+async def test_peer_that_reads_nothing_is_disconnected(pair: ConnectionWithPeer) -> None:
     pair.transport.stop_reading()
     pair.connection.send(Bye(0, "x" * (2 << 20)))
     pair.peer.send(CANCEL, 1)
@@ -441,7 +441,7 @@ async def test_one_that_reads_nothing_for_too_long_is_let_go(pair: ConnectionWit
     assert pair.connection.endings[0].code == "not_reading"
 
 
-async def test_one_that_reads_slowly_is_borne_with(pair: ConnectionWithPeer) -> None:
+async def test_slow_reader_stays_connected(pair: ConnectionWithPeer) -> None:
     pair.transport.stop_reading()
     pair.connection.send(Bye(0, "x" * (3 << 20)))
     pair.peer.send(CANCEL, 1)
@@ -451,7 +451,7 @@ async def test_one_that_reads_slowly_is_borne_with(pair: ConnectionWithPeer) -> 
     assert not pair.transport.closed
 
 
-async def test_one_that_does_not_take_the_last_word_is_cut_off(pair: ConnectionWithPeer) -> None:
+async def test_peer_that_does_not_read_the_failure_is_disconnected(pair: ConnectionWithPeer) -> None:
     pair.transport.stop_reading()
     pair.connection.fail(PeerError("code", "text"))
     await asyncio.sleep(0)
@@ -475,7 +475,7 @@ async def test_then_they_may_be_as_large_as_the_limit(pair: ConnectionWithPeer) 
     assert failure_of(pair) == ("peer", "frame_length")
 
 
-async def test_one_that_is_lost_leaves_nothing_for_the_garbage_collector(
+async def test_lost_connection_leaves_no_reference_cycle(
     certificates: Certificates, connections: RecordingConnections
 ) -> None:
     clock, gone = ManualClock(), asyncio.Event()

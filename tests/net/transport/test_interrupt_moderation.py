@@ -123,20 +123,20 @@ MANY = 8
 assert WAKES_MAX * A_WHILE_S / (MANY - 1) < WAKES_WITHIN_S
 
 
-def test_who_rests_is_heard_at_once_while_that_comes_seldom(board: Connections) -> None:
+def test_idle_connection_is_reported_at_once_while_wake_ups_are_rare(board: Connections) -> None:
     (one,) = board.resting(1)
     for _ in range(3 * WAKES_MAX):
         assert board.hears(one)
         board.time.go_on(A_WHILE_S)
 
 
-def test_those_who_rest_wait_when_they_have_woken_the_process_too_often(board: Connections) -> None:
+def test_idle_connections_are_delayed_after_too_many_wake_ups(board: Connections) -> None:
     lines = board.resting(MANY)
     board.exhaust(lines)
     assert not board.hears(lines[0])
 
 
-def test_those_who_have_waited_are_heard_together(board: Connections) -> None:
+def test_delayed_connections_are_reported_together(board: Connections) -> None:
     lines = board.resting(MANY)
     board.exhaust(lines)
     for line in lines:
@@ -146,12 +146,12 @@ def test_those_who_have_waited_are_heard_together(board: Connections) -> None:
     assert board.heard() == {line.fd for line in lines}
 
 
-def test_nobody_waits_for_longer_than_the_hold_though_the_loop_would_sleep(board: Connections) -> None:
+def test_delay_is_bounded_even_if_the_loop_would_sleep(board: Connections) -> None:
     board.exhaust(board.resting(MANY))
     assert board.selector.select(None) == []
 
 
-def test_they_wait_again_when_several_have_spoken(board: Connections) -> None:
+def test_delay_continues_when_several_connections_were_ready(board: Connections) -> None:
     lines = board.resting(MANY)
     board.exhaust(lines)
     board.time.go_on(A_WHILE_S)
@@ -162,7 +162,7 @@ def test_they_wait_again_when_several_have_spoken(board: Connections) -> None:
     assert not board.hears(lines[0])
 
 
-def test_they_wait_no_more_when_hardly_anybody_has_spoken(board: Connections) -> None:
+def test_delay_ends_when_few_connections_were_ready(board: Connections) -> None:
     one, other, *more = board.resting(MANY)
     board.exhaust([one, other, *more])
     board.time.go_on(A_WHILE_S)
@@ -170,7 +170,7 @@ def test_they_wait_no_more_when_hardly_anybody_has_spoken(board: Connections) ->
     assert board.hears(other)
 
 
-def test_who_is_in_conversation_does_not_wait(board: Connections) -> None:
+def test_busy_connection_is_not_delayed(board: Connections) -> None:
     talker, *lines = board.resting(MANY)
     for _ in range(3):
         assert board.hears(talker)
@@ -178,7 +178,7 @@ def test_who_is_in_conversation_does_not_wait(board: Connections) -> None:
     assert board.hears(talker)
 
 
-def test_a_conversation_is_over_after_a_while(board: Connections) -> None:
+def test_busy_connection_becomes_idle_after_a_while(board: Connections) -> None:
     talker, *lines = board.resting(MANY)
     for silence_s in (0, 0, A_WHILE_S):
         board.time.go_on(silence_s)
@@ -187,13 +187,13 @@ def test_a_conversation_is_over_after_a_while(board: Connections) -> None:
     assert not board.hears(talker)
 
 
-def test_who_has_just_come_does_not_wait(board: Connections) -> None:
+def test_new_connection_is_not_delayed(board: Connections) -> None:
     lines = board.resting(MANY)
     board.exhaust(lines)
     assert board.hears(board.line())
 
 
-def test_what_does_not_come_from_elsewhere_never_waits(board: Connections) -> None:
+def test_local_descriptor_is_never_delayed(board: Connections) -> None:
     """Like the self-pipe of an event loop."""
     pair = board.pair()
     lines = board.resting(MANY)
@@ -202,7 +202,7 @@ def test_what_does_not_come_from_elsewhere_never_waits(board: Connections) -> No
     assert board.hears(pair)
 
 
-def test_a_door_never_waits(board: Connections) -> None:
+def test_listening_socket_is_never_delayed(board: Connections) -> None:
     lines = board.resting(MANY)
     board.selector.register(board.door.fileno(), EVENT_READ)
     for _ in range(2):
@@ -212,7 +212,7 @@ def test_a_door_never_waits(board: Connections) -> None:
         board.door.accept()[0].close()
 
 
-def test_who_waits_to_write_does_not_rest(board: Connections) -> None:
+def test_connection_waiting_to_write_is_not_idle(board: Connections) -> None:
     one, *lines = board.resting(MANY)
     board.exhaust(lines)
     board.selector.modify(one.fd, EVENT_READ | EVENT_WRITE)
@@ -223,20 +223,20 @@ def test_who_waits_to_write_does_not_rest(board: Connections) -> None:
     assert board.heard() == {one.fd}
 
 
-def test_whoever_watches_somebody_anew_is_told_by_what_it_gave_last(board: Connections) -> None:
+def test_modified_registration_returns_its_latest_data(board: Connections) -> None:
     (one,) = board.resting(1)
     board.selector.modify(one.fd, EVENT_READ, "new")
     one.say()
     assert [key.data for key, _ in board.selector.select(0)] == ["new"]
 
 
-def test_the_end_of_one_who_rests_is_heard(board: Connections) -> None:
+def test_end_of_an_idle_connection_is_reported(board: Connections) -> None:
     (one,) = board.resting(1)
     one.there.close()
     assert board.heard() == {one.fd}
 
 
-def test_who_is_watched_no_more_is_not_heard_and_not_known(board: Connections) -> None:
+def test_unregistered_connection_is_not_reported(board: Connections) -> None:
     (one,) = board.resting(1)
     assert one.fd in board.selector.get_map()
     board.selector.unregister(one.fd)
@@ -247,7 +247,7 @@ def test_who_is_watched_no_more_is_not_heard_and_not_known(board: Connections) -
         board.selector.unregister(one.fd)
 
 
-def test_a_number_that_is_used_again_is_somebody_else(board: Connections) -> None:
+def test_reused_descriptor_is_a_new_connection(board: Connections) -> None:
     lines = board.resting(MANY)
     gone, other = lines[0], board.unwatched()
     board.exhaust(lines[1:])

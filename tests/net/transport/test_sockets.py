@@ -35,7 +35,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Address:
 
 @pytest.fixture
 def full_tcp() -> Iterator[Address]:
-    """A listener whose queue is full."""
+    """A listener with a full queue."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)

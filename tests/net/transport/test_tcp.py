@@ -86,7 +86,7 @@ async def test_a_dial_goes_on_to_the_address_that_answers(monkeypatch: pytest.Mo
             assert sock.getpeername() == listener.getsockname()
 
 
-async def test_a_dial_that_nobody_answers_raises_what_the_system_said(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_connect_raises_the_error_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.3", 0))
         resolve(monkeypatch, "127.0.0.2", "127.0.0.3")
@@ -114,7 +114,7 @@ def resolve(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
 
 @contextmanager
 def unread(liveness: Liveness) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A connection whose peer does not read, with a full window."""
+    """A connection with a full window to a peer that does not read."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as near:
         for sock in (listener, near):
             liveness.apply(sock)
@@ -142,7 +142,7 @@ def test_a_connection_is_unread_only_while_its_window_is_full() -> None:
         assert not is_unread(far)
 
 
-def test_patience_is_long_while_nothing_is_read_and_usual_otherwise() -> None:
+def test_user_timeout_is_long_while_the_peer_does_not_read_and_normal_otherwise() -> None:
     with unread(Liveness()) as (near, far):
         user_timeout, other = UserTimeout(near), UserTimeout(far)
         user_timeout.update()
@@ -156,13 +156,13 @@ def test_patience_is_long_while_nothing_is_read_and_usual_otherwise() -> None:
         assert user_timeout_s(near) == Liveness().user_timeout_s
 
 
-def test_who_has_no_user_timeout_gets_none() -> None:
+def test_connection_without_user_timeout_gets_none() -> None:
     with unread(Liveness(user_timeout_s=0)) as (near, _):
         UserTimeout(near).update()
         assert user_timeout_s(near) == 0
 
 
-def test_a_peer_that_lives_and_reads_nothing_for_four_seconds_is_kept_by_who_looks_and_lost_by_who_does_not() -> None:
+def test_peer_that_reads_nothing_for_four_seconds_is_kept_only_with_timeout_adjustment() -> None:
     with unread(Liveness()) as (kept, slow), unread(Liveness()) as (lost, _):
         user_timeout = UserTimeout(kept)
         ended = select.poll()

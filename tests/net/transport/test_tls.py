@@ -89,7 +89,7 @@ def test_a_version_below_1_2_is_a_config_error_that_names_the_setting(certificat
     assert raised.value.code == "tls_version_invalid"
 
 
-async def test_a_server_signed_by_a_stranger_is_not_accepted(
+async def test_server_certificate_of_an_unknown_ca_is_refused(
     certificates: Certificates, strangers: Certificates, connections: RecordingConnections
 ) -> None:
     reason = str(await refused(connections, strangers.server(), certificates.client()))
@@ -142,7 +142,7 @@ async def test_plain_text_to_a_tls_port_is_hung_up_on_and_the_port_goes_on_servi
     assert await serves(connections, network, listener)
 
 
-async def test_who_goes_on_after_an_alert_is_hung_up_on(
+async def test_peer_that_continues_after_an_alert_is_disconnected(
     certificates: Certificates, connections: RecordingConnections
 ) -> None:
     network = SystemNetwork(tls_server=certificates.server())
@@ -194,7 +194,7 @@ async def test_a_certificate_without_a_name_is_not_taken_for_none(
     assert network.peer(far.open_transport).certificate_name == ""
 
 
-async def test_a_client_nobody_asked_for_a_certificate_has_no_name(
+async def test_client_without_requested_certificate_has_no_name(
     certificates: Certificates, connections: RecordingConnections
 ) -> None:
     identity = certificates.issue("worker.example", common_name="worker 7")
@@ -211,14 +211,14 @@ async def test_a_client_knows_the_server_by_its_certificate(
     assert network.peer(near.open_transport).certificate_name == "daemon.example"
 
 
-async def test_a_client_without_a_certificate_is_not_let_in_and_learns_why(
+async def test_client_without_a_certificate_is_refused_with_a_reason(
     certificates: Certificates, mutual: ssl.SSLContext, connections: RecordingConnections
 ) -> None:
     error = await thrown_out(connections, mutual, certificates.client())
     assert "it requires a client certificate" in str(tls.refusal("the daemon", error))
 
 
-async def test_a_client_signed_by_a_stranger_is_not_let_in_and_learns_why(
+async def test_client_certificate_of_an_unknown_ca_is_refused_with_a_reason(
     certificates: Certificates, strangers: Certificates, mutual: ssl.SSLContext, connections: RecordingConnections
 ) -> None:
     client = tls.client_context(certificates.ca, *strangers.issue("worker.example"))
@@ -253,7 +253,7 @@ async def test_with_tls_1_2_a_client_without_a_certificate_is_refused_at_once(
 @pytest.mark.parametrize("after", KeyType)
 @pytest.mark.parametrize("before", KeyType)
 @pytest.mark.parametrize("version", tls.VERSIONS)
-async def test_those_who_connect_after_a_renewal_are_shown_the_new_certificate_whatever_its_key(
+async def test_connections_after_a_renewal_get_the_new_certificate_with_any_key_type(
     certificates: Certificates, connections: RecordingConnections, version: tls.Version, before: KeyType, after: KeyType
 ) -> None:
     server = tls.server_context(*issue_daemon(certificates, "old.example", before), minimum=version)
@@ -284,7 +284,7 @@ async def test_of_many_renewals_the_last_holds(certificates: Certificates, conne
     assert network.peer(near.open_transport).certificate_name == "three.example"
 
 
-async def test_a_renewed_authority_decides_who_gets_in(
+async def test_renewed_authority_applies_to_new_connections(
     certificates: Certificates, strangers: Certificates, mutual: ssl.SSLContext, connections: RecordingConnections
 ) -> None:
     ours = tls.client_context(certificates.ca, *certificates.issue("worker.example"))
@@ -295,7 +295,7 @@ async def test_a_renewed_authority_decides_who_gets_in(
     assert "does not trust the authority" in str(tls.refusal("the daemon", await thrown_out(connections, mutual, ours)))
 
 
-async def test_no_session_outlives_the_authority_that_let_it_in(
+async def test_session_resumption_ends_with_its_authority(
     certificates: Certificates, strangers: Certificates, mutual: ssl.SSLContext, connections: RecordingConnections
 ) -> None:
     listener = connections.keep(await SystemNetwork(tls_server=mutual).listen(LOCALHOST, Greeter))
@@ -399,7 +399,7 @@ def test_a_key_with_a_passphrase_is_an_error_and_asks_for_nothing(certificates: 
     assert_problems(lambda: tls.server_context(certificate, locked), "tls_certificate", "tls_key")
 
 
-def test_garbage_in_pem_clothes_is_named(certificates: Certificates, tmp_path: Path) -> None:
+def test_invalid_pem_content_is_named(certificates: Certificates, tmp_path: Path) -> None:
     garbage = tmp_path / "garbage.pem"
     garbage.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
     certificate, key = certificates.issue("localhost")

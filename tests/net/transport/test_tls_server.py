@@ -90,9 +90,7 @@ async def serves(network: SystemNetwork, listener: Listener, connections: Record
 
 
 @pytest.mark.usefixtures("patient")
-async def test_no_more_are_let_in_than_may_be_at_it_and_other_doors_are_not_touched(
-    network: SystemNetwork, connections: RecordingConnections
-) -> None:
+async def test_handshakes_are_limited_per_listener(network: SystemNetwork, connections: RecordingConnections) -> None:
     crowded, plain = await connections.listen(network, LOCALHOST), await connections.listen(network, PLAIN)
     await crowd(network, crowded, connections)
     waiting = [await silent(network, crowded, connections) for _ in range(20)]
@@ -103,7 +101,9 @@ async def test_no_more_are_let_in_than_may_be_at_it_and_other_doors_are_not_touc
 
 
 @pytest.mark.usefixtures("patient")
-async def test_whoever_gives_up_makes_room(network: SystemNetwork, connections: RecordingConnections) -> None:
+async def test_disconnecting_client_frees_its_handshake_slot(
+    network: SystemNetwork, connections: RecordingConnections
+) -> None:
     listener = await connections.listen(network, LOCALHOST)
     first, second = await crowd(network, listener, connections)
     first.open_transport.abort()
@@ -112,7 +112,9 @@ async def test_whoever_gives_up_makes_room(network: SystemNetwork, connections: 
 
 
 @pytest.mark.usefixtures("patient")
-async def test_whose_time_is_over_makes_room(certificates: Certificates, connections: RecordingConnections) -> None:
+async def test_timed_out_handshake_frees_its_slot(
+    certificates: Certificates, connections: RecordingConnections
+) -> None:
     network = SystemNetwork(
         tls_server=certificates.server(),
         tls_client=certificates.client(),
@@ -125,7 +127,7 @@ async def test_whose_time_is_over_makes_room(certificates: Certificates, connect
     assert await asyncio.shield(those[0].lost) is None
 
 
-async def test_when_there_is_no_room_the_oldest_goes_once_it_had_its_time(
+async def test_oldest_handshake_is_closed_after_its_minimum_time_when_slots_are_full(
     network: SystemNetwork, connections: RecordingConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls_server, "HANDSHAKE_MIN_S", 0.05)
@@ -135,7 +137,7 @@ async def test_when_there_is_no_room_the_oldest_goes_once_it_had_its_time(
     assert await asyncio.shield(oldest.lost) is None
 
 
-async def test_many_silent_ones_only_delay_those_who_come_after_them(
+async def test_silent_clients_only_delay_later_clients(
     network: SystemNetwork, connections: RecordingConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls_server, "HANDSHAKE_MIN_S", 0.0)
@@ -149,7 +151,7 @@ async def test_many_silent_ones_only_delay_those_who_come_after_them(
     await far.hear(b"here I am")
 
 
-async def test_while_there_is_room_nobody_is_hurried(
+async def test_no_handshake_is_closed_early_while_slots_are_free(
     network: SystemNetwork, connections: RecordingConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls_server, "HANDSHAKE_MIN_S", 0.0)
@@ -188,7 +190,7 @@ async def test_a_handshake_that_fails_keeps_no_memory(
     assert sum(isinstance(each, SSLProtocol) for each in gc.get_objects()) - before <= 1
 
 
-async def test_a_process_without_descriptors_complains_and_goes_on_when_it_has_some(
+async def test_listener_reports_descriptor_exhaustion_and_recovers(
     network: SystemNetwork,
     connections: RecordingConnections,
     reported: list[dict[str, Any]],
@@ -204,7 +206,7 @@ async def test_a_process_without_descriptors_complains_and_goes_on_when_it_has_s
 
 
 @pytest.mark.usefixtures("patient")
-async def test_a_door_that_is_closed_stays_closed_when_there_is_room_again(
+async def test_closed_listener_stays_closed_when_a_slot_is_free(
     network: SystemNetwork, connections: RecordingConnections, reported: list[dict[str, Any]]
 ) -> None:
     listener = await connections.listen(network, LOCALHOST)
@@ -218,7 +220,7 @@ async def test_a_door_that_is_closed_stays_closed_when_there_is_room_again(
     assert reported == []
 
 
-async def test_a_handshake_under_way_goes_on_when_the_door_is_closed(
+async def test_running_handshake_continues_after_the_listener_is_closed(
     certificates: Certificates, network: SystemNetwork, connections: RecordingConnections
 ) -> None:
     listener = await connections.listen(network, LOCALHOST)

@@ -138,7 +138,7 @@ def test_what_is_not_a_socket_is_refused_and_left_alone(tmp_path: Path, make: Ca
     assert path.lstat() == before
 
 
-def test_of_daemons_that_start_at_once_over_a_dead_socket_one_wins(tmp_path: Path) -> None:
+def test_one_of_several_daemons_starting_at_a_dead_socket_wins(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     leave_dead_socket(path)
     together = threading.Barrier(STARTERS)
@@ -164,7 +164,7 @@ def test_of_daemons_that_start_at_once_over_a_dead_socket_one_wins(tmp_path: Pat
         assert [entry.name for entry in tmp_path.iterdir()] == ["socket"]
 
 
-def test_a_living_socket_that_takes_a_dead_ones_place_under_our_hands_stays(
+def test_live_socket_that_replaces_a_dead_one_during_the_check_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "socket"
@@ -222,7 +222,7 @@ def test_a_directory_that_may_not_be_written_is_a_config_error(tmp_path: Path, m
     assert raised.value.code == "socket_not_permitted"
 
 
-def test_removing_takes_the_file_that_is_ours(tmp_path: Path) -> None:
+def test_removing_deletes_the_own_socket_file(tmp_path: Path) -> None:
     with listening(tmp_path / "socket") as file:
         file.remove()
         assert not (tmp_path / "socket").exists()

@@ -85,7 +85,7 @@ async def test_cancelled_work_may_put_things_in_order() -> None:
 
 
 @on_virtual_time
-async def test_work_that_goes_on_for_too_long_is_given_up() -> None:
+async def test_work_that_ignores_its_cancellation_is_abandoned() -> None:
     work_item = LimitedWork(go_on)
     await work_item.run()
     assert (work_item.outcome, work_item.limit.abandoned, work_item.cancelling) == ("cancelled", True, 0)
@@ -112,7 +112,7 @@ async def test_work_that_stops_itself_is_stopped_where_it_waits_and_no_later() -
     work_item = LimitedWork(stop)
     await work_item.run()
     assert work_item.outcome == "done"
-    # Whatever the task does next is none of the turn's business.
+    # The limit does not apply to later work of the task.
     await anyio.sleep(1)
 
     async def stop_and_wait(limit: CallLimit) -> None:
@@ -172,7 +172,7 @@ async def test_what_the_daemon_does_in_an_interlude_is_not_stopped() -> None:
 
 
 @on_virtual_time
-async def test_an_interlude_that_outlives_its_turn_cancels_nobody() -> None:
+async def test_interlude_that_outlives_its_turn_cancels_no_task() -> None:
     async def outlive(limit: CallLimit) -> None:
         with limit.paused():
             await anyio.sleep(5)

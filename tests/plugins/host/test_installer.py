@@ -38,7 +38,7 @@ from tests.plugins.plugin_fixture import (
     running_plugins,
 )
 
-DOWN = Unavailable("receiver_down", "nobody is there", "")
+DOWN = Unavailable("receiver_down", "the receiver is down", "")
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
@@ -82,7 +82,7 @@ async def refused(work: Any) -> ForgedError:
 
 
 @on_virtual_time
-async def test_an_observer_hears_the_facts_that_it_asked_for_in_order() -> None:
+async def test_observer_gets_the_facts_of_its_types_in_order() -> None:
     heard: list[Record] = []
     async with running_plugins(on(Added, heard.append)) as plugins:
         for _ in range(5):
@@ -108,7 +108,7 @@ async def test_an_observer_may_be_a_coroutine() -> None:
 
 @pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(1), RequestRefused("no", "no", "")])
 @on_virtual_time
-async def test_an_observer_that_fails_is_put_on_record_and_the_plugin_given_up_after_a_few(
+async def test_observer_failures_are_recorded_and_quarantine_the_plugin(
     error: BaseException,
 ) -> None:
     async with running_plugins(on(Added, raising(error))) as plugins:
@@ -137,7 +137,7 @@ async def test_a_success_in_between_forgives_the_failures_before() -> None:
 
 
 @on_virtual_time
-async def test_that_the_world_is_at_fault_is_no_failure_of_an_observer() -> None:
+async def test_unavailable_error_is_no_failure_of_an_observer() -> None:
     async def fail(_: Record) -> None:
         raise DOWN
 
@@ -238,7 +238,7 @@ async def test_an_observer_that_falls_far_behind_misses_the_oldest_and_is_told_w
 
 
 @on_virtual_time
-async def test_an_observer_holds_nobody_back() -> None:
+async def test_slow_observer_does_not_delay_other_handlers() -> None:
     async with running_plugins(on(Added, hang)) as plugins:
         plugins.kernel.bus.backlog_max = 2
         for _ in range(10):
@@ -308,7 +308,7 @@ async def test_a_follower_whose_receiver_is_down_says_so_and_is_not_given_up() -
         await plugins.kernel.add()
         await anyio.sleep(3600 / 2)
         assert plugins.plugin().active
-        assert (await plugins.view()).reason == "nobody is there"
+        assert (await plugins.view()).reason == "the receiver is down"
 
 
 @on_virtual_time
@@ -462,9 +462,7 @@ async def test_what_a_served_request_decides_becomes_durable_with_the_reply() ->
     ],
 )
 @on_virtual_time
-async def test_what_is_not_a_plugin_s_to_decide_is_refused_and_nobody_s_state_is_read_anew(
-    decision: Decision[Any], code: str
-) -> None:
+async def test_forbidden_decision_is_refused_without_a_state_reload(decision: Decision[Any], code: str) -> None:
     async def later(*_: Any) -> Decision[Any]:
         return decision
 
@@ -499,7 +497,7 @@ async def test_a_handler_that_breaks_is_an_answer_to_the_caller_and_a_failure_of
 
 
 @on_virtual_time
-async def test_to_refuse_a_request_is_a_plugin_s_right() -> None:
+async def test_refusal_by_a_plugin_handler_is_no_failure() -> None:
     async def later(*_: Any) -> Any:
         raise DOWN
 
@@ -795,7 +793,7 @@ async def hold_up(guard: AlarmGuard) -> None:
         assert await plugins.kernel.bus.ask(Guess(1)) == 1
 
 
-# What cannot be.
+# Invalid registrations.
 
 
 def twice(context: PluginContext) -> None:
@@ -870,5 +868,5 @@ async def test_a_plugin_may_wrap_what_another_serves() -> None:
         assert await plugins.kernel.bus.ask(Guess(1)) == 2
 
 
-def test_the_requests_that_look_after_plugins_are_spared() -> None:
+def test_plugin_management_requests_cannot_be_wrapped_or_replaced() -> None:
     assert set(REQUESTS) == {ListPlugins, EnablePlugin, DisablePlugin, RunPluginCommand}

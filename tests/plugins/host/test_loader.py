@@ -22,7 +22,7 @@ from tests.plugins.plugin_fixture import running_plugins
 UID = os.getuid()
 STRANGER = 54321
 WELL = "API_VERSION = 1\nloaded = __name__, __file__\ndef register(context): pass\n"
-as_root = pytest.mark.skipif(UID != 0, reason="only root can give files to others")
+as_root = pytest.mark.skipif(UID != 0, reason="only root can change the owner of a file")
 
 
 @pytest.fixture
@@ -104,11 +104,11 @@ def test_without_a_directory_only_what_is_installed_is_found() -> None:
     assert all("/" not in found.origin for found in find("", UID))
 
 
-# Who may have written it.
+# Ownership and permissions.
 
 
 @pytest.mark.parametrize("mode", [0o666, 0o664, 0o646, 0o777])
-def test_a_file_that_others_may_write_is_refused(directory: Path, mode: int) -> None:
+def test_file_writable_by_other_users_is_refused(directory: Path, mode: int) -> None:
     path = put(directory)
     path.chmod(mode)
     error = refusal(directory)
@@ -117,7 +117,7 @@ def test_a_file_that_others_may_write_is_refused(directory: Path, mode: int) -> 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
 @pytest.mark.parametrize("level", [0, 1])
-def test_a_directory_on_the_way_that_others_may_write_is_refused(directory: Path, mode: int, level: int) -> None:
+def test_parent_directory_writable_by_other_users_is_refused(directory: Path, mode: int, level: int) -> None:
     put(directory)
     parent = [directory, directory.parent][level]
     parent.chmod(mode)
@@ -137,7 +137,7 @@ def test_a_sticky_file_is_not(directory: Path) -> None:
 
 
 @as_root
-def test_a_file_that_belongs_to_a_stranger_is_refused(directory: Path) -> None:
+def test_file_owned_by_another_user_is_refused(directory: Path) -> None:
     path = put(directory)
     os.chown(path, STRANGER, -1)
     error = refusal(directory)
@@ -145,7 +145,7 @@ def test_a_file_that_belongs_to_a_stranger_is_refused(directory: Path) -> None:
 
 
 @as_root
-def test_a_directory_that_belongs_to_a_stranger_is_refused(directory: Path) -> None:
+def test_directory_owned_by_another_user_is_refused(directory: Path) -> None:
     put(directory)
     os.chown(directory, STRANGER, -1)
     assert refusal(directory).code == "plugin_owner"
@@ -159,7 +159,7 @@ def test_what_belongs_to_root_or_to_the_daemon_s_user_is_trusted(directory: Path
     assert found.load()
 
 
-def test_a_link_is_judged_by_where_it_leads(directory: Path) -> None:
+def test_symbolic_link_is_judged_by_its_target(directory: Path) -> None:
     good, bad = directory.parent / "good", directory.parent / "bad"
     good.mkdir(mode=0o755)
     bad.mkdir()
@@ -173,12 +173,12 @@ def test_a_link_is_judged_by_where_it_leads(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["nowhere.py", "one.py"])
-def test_a_link_that_leads_nowhere_is_refused(directory: Path, target: str) -> None:
+def test_dangling_symbolic_link_is_refused(directory: Path, target: str) -> None:
     (directory / "one.py").symlink_to(directory / target)
     assert refusal(directory).code == "plugin_unreadable"
 
 
-# What is no plugin.
+# Invalid plugins.
 
 
 def pipe(path: Path) -> None:
@@ -200,7 +200,9 @@ def device(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [pipe, folder, listener, device])
-def test_what_is_no_file_is_refused_and_waited_for_by_nobody(directory: Path, make: Callable[[Path], None]) -> None:
+def test_path_that_is_no_regular_file_is_refused_without_blocking(
+    directory: Path, make: Callable[[Path], None]
+) -> None:
     make(directory / "one.py")
     error = refusal(directory)
     assert error.code in ("plugin_unreadable", "plugin_mode")
@@ -350,9 +352,7 @@ def test_an_installed_package_is_found_and_taken_in(
     monkeypatch.delitem(sys.modules, "tiny_forged_plugin")
 
 
-def test_what_is_installed_goes_before_a_file_of_the_same_name(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_installed_plugin_precedes_a_file_of_the_same_name(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = directory.parent / "site"
     site.mkdir()
     install(site, "Metadata-Version: 2.1\nName: tiny\nVersion: 1.5\n")

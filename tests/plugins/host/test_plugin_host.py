@@ -81,7 +81,7 @@ def fails_at(error: BaseException) -> PluginSource:
     return PluginSource("one", "a test", load)
 
 
-# Taking in.
+# Loading.
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def fails_at(error: BaseException) -> PluginSource:
     ],
 )
 @on_virtual_time
-async def test_what_cannot_be_taken_in_is_refused_with_the_reason_on_record_and_the_daemon_starts(
+async def test_plugin_that_cannot_be_loaded_is_recorded_with_the_reason_and_the_daemon_starts(
     found: PluginSource, reason: str
 ) -> None:
     async with running_plugins(found) as plugins:
@@ -125,7 +125,7 @@ async def test_what_cannot_be_taken_in_is_refused_with_the_reason_on_record_and_
 
 
 @on_virtual_time
-async def test_a_mistake_in_a_plugin_is_told_with_its_traceback_and_a_refusal_is_not() -> None:
+async def test_plugin_exception_is_reported_with_traceback_and_a_refusal_is_not() -> None:
     broken, mistake = ReportException(), ValueError("boom")
 
     def register(kernel: Kernel) -> None:
@@ -137,7 +137,7 @@ async def test_a_mistake_in_a_plugin_is_told_with_its_traceback_and_a_refusal_is
 
 
 @on_virtual_time
-async def test_one_that_is_refused_leaves_the_others_be() -> None:
+async def test_refused_plugin_does_not_affect_other_plugins() -> None:
     async with running_plugins(raising(ValueError()), on(Added, lambda _: None), raising(SystemExit())) as plugins:
         assert [plugins.state(name) for name in ("one", "two", "three")] == [
             PluginState.REFUSED,
@@ -147,7 +147,7 @@ async def test_one_that_is_refused_leaves_the_others_be() -> None:
 
 
 @pytest.mark.parametrize("where", ["import", "register"])
-async def test_a_plugin_that_takes_for_ever_is_refused(where: str) -> None:
+async def test_plugin_over_the_load_timeout_is_refused(where: str) -> None:
     def spin(*_: Any) -> Any:
         while True:
             time.sleep(0.001)
@@ -240,7 +240,7 @@ async def test_of_two_with_the_same_name_the_first_is_taken_in_and_the_other_is_
 
 
 @on_virtual_time
-async def test_what_is_there_is_shown() -> None:
+async def test_list_shows_plugins_and_their_parts() -> None:
     def register(context: PluginContext) -> None:
         context.on(Added, lambda _: None, name="ears")
         context.follow([Added, Said], lambda _: None, name="feet")
@@ -290,11 +290,11 @@ async def test_a_plugin_is_told_which_history_its_facts_belong_to() -> None:
         assert heard == ["", "a history"]
 
 
-# Quarantine, and back.
+# Quarantine.
 
 
 @on_virtual_time
-async def test_a_plugin_is_given_up_as_a_whole() -> None:
+async def test_quarantine_covers_all_parts_of_a_plugin() -> None:
     beats: list[float] = []
     heard: list[int] = []
 
@@ -392,7 +392,7 @@ async def test_plugins_can_be_disabled_and_enabled_while_nothing_can_be_written(
 
 
 @on_virtual_time
-async def test_a_plugin_that_nobody_knows_cannot_be_looked_after() -> None:
+async def test_unknown_plugin_cannot_be_enabled_or_disabled() -> None:
     async with running_plugins() as plugins:
         for work in (plugins.enable("nobody"), plugins.disable("nobody"), plugins.run("x", "nobody")):
             assert (await refused(work)).code == "plugin_unknown"
@@ -411,7 +411,7 @@ async def test_a_refusal_before_the_store_takes_writes_is_put_on_record_once_it_
 
 
 @on_virtual_time
-async def test_a_plugin_that_fails_every_second_time_is_given_up_too() -> None:
+async def test_plugin_that_fails_every_second_time_is_quarantined() -> None:
     async def flap(record: Any) -> None:
         if record.fact.total % 2:
             raise ValueError("boom")
@@ -460,7 +460,7 @@ async def say(contexts: Contexts, count: int = 1, **more: Any) -> None:
 
 
 @on_virtual_time
-async def test_what_a_plugin_says_is_on_record_with_its_cause_its_job_and_its_name() -> None:
+async def test_published_fact_is_recorded_with_cause_job_and_plugin() -> None:
     contexts = Contexts()
     async with running_plugins(contexts) as plugins:
         await plugins.kernel.add()
@@ -488,7 +488,7 @@ async def test_what_is_published_is_durable_when_that_is_done() -> None:
 
 
 @on_virtual_time
-async def test_a_plugin_that_publishes_in_a_storm_is_refused_and_then_given_up() -> None:
+async def test_plugin_that_publishes_too_fast_is_refused_and_then_quarantined() -> None:
     contexts = Contexts()
     async with running_plugins(contexts, facts_per_s_max=10.0) as plugins:
         for _ in range(int(BURST_S * 10)):
@@ -533,7 +533,7 @@ async def test_a_plugin_that_publishes_steadily_within_the_rate_is_never_refused
     ],
 )
 @on_virtual_time
-async def test_what_cannot_be_on_record_is_refused_and_nobody_s_state_is_read_anew(
+async def test_invalid_fact_is_refused_without_a_state_reload(
     facts: list[Any], more: dict[str, Any], code: str
 ) -> None:
     store, contexts = FaultyStore(), Contexts()
@@ -561,7 +561,7 @@ async def test_nothing_can_be_published_while_nothing_can_be_written() -> None:
 
 
 @on_virtual_time
-async def test_to_publish_nothing_is_nothing() -> None:
+async def test_publishing_no_facts_is_allowed() -> None:
     contexts = Contexts()
     async with running_plugins(contexts) as plugins:
         await contexts.context.publish()
@@ -569,7 +569,7 @@ async def test_to_publish_nothing_is_nothing() -> None:
 
 
 @on_virtual_time
-async def test_a_plugin_that_is_left_out_neither_publishes_nor_asks() -> None:
+async def test_inactive_plugin_cannot_publish_or_send_requests() -> None:
     contexts = Contexts()
     async with running_plugins(contexts) as plugins:
         await plugins.disable()
@@ -577,7 +577,7 @@ async def test_a_plugin_that_is_left_out_neither_publishes_nor_asks() -> None:
         assert (await refused(contexts.context.ask(Add()))).code == "plugin_left_out"
 
 
-# Asking.
+# Requests.
 
 
 @on_virtual_time
@@ -600,11 +600,11 @@ async def test_a_plugin_waits_no_longer_for_an_answer_than_it_says() -> None:
         assert (await refused(contexts.context.ask(Guess(), timeout_s=2.0))).code == "deadline_exceeded"
 
 
-# Again and again.
+# Periodic work.
 
 
 @on_virtual_time
-async def test_what_is_done_again_and_again_never_overlaps_and_rests_in_between() -> None:
+async def test_periodic_work_never_overlaps_and_pauses_between_runs() -> None:
     began: list[float] = []
     running_now = 0
 
@@ -622,7 +622,7 @@ async def test_what_is_done_again_and_again_never_overlaps_and_rests_in_between(
 
 
 @on_virtual_time
-async def test_what_is_done_again_and_again_goes_on_after_a_failure_and_ends_after_many() -> None:
+async def test_periodic_work_continues_after_a_failure_and_ends_after_many() -> None:
     count = 0
 
     def act() -> None:
@@ -676,7 +676,7 @@ async def test_a_task_that_a_plugin_starts_may_not_hold_up_the_loop_either() -> 
 
 @pytest.mark.parametrize("act", [hang, stubborn])
 @on_virtual_time
-async def test_what_hangs_is_ended_and_begun_anew_until_the_plugin_is_given_up(act: Any) -> None:
+async def test_hanging_periodic_work_is_restarted_until_the_plugin_is_quarantined(act: Any) -> None:
     async with running_plugins(lambda context: context.every(1.0, act, deadline_s=2.0)) as plugins:
         await anyio.sleep(60)
         assert (plugins.state(), plugins.plugin().failed, plugins.plugin().turns) == (
@@ -689,7 +689,7 @@ async def test_what_hangs_is_ended_and_begun_anew_until_the_plugin_is_given_up(a
 
 
 @on_virtual_time
-async def test_a_disabled_plugin_does_nothing_again_and_again() -> None:
+async def test_periodic_work_of_a_disabled_plugin_does_not_run() -> None:
     beats: list[int] = []
     async with running_plugins(lambda context: context.every(1.0, lambda: beats.append(1), name="pulse")) as plugins:
         await plugins.disable()
@@ -781,11 +781,11 @@ async def test_a_command_may_refuse_and_one_that_hangs_is_an_error_in_time() -> 
         assert plugins.plugin().failed == 1
 
 
-# The end.
+# Stopping.
 
 
 @on_virtual_time
-async def test_every_plugin_ends_what_it_began_whatever_the_others_do() -> None:
+async def test_every_plugin_is_stopped_even_if_another_fails() -> None:
     ended: list[str] = []
 
     async def end() -> None:
@@ -810,7 +810,7 @@ async def test_every_plugin_ends_what_it_began_whatever_the_others_do() -> None:
 
 
 @on_virtual_time
-async def test_a_plugin_that_takes_no_part_ends_what_it_began_too() -> None:
+async def test_inactive_plugin_is_stopped_too() -> None:
     ended: list[str] = []
     async with running_plugins(lambda context: context.on_stop(lambda: ended.append("it"))) as plugins:
         await plugins.disable()
