@@ -179,7 +179,7 @@ async def test_a_session_is_found_by_its_client_s_id(here: ManualDaemon) -> None
     assert session_of(here.server, client_id(7)) is None
 
 
-async def test_the_latest_session_of_a_client_is_the_one_that_is_found(here: ManualDaemon) -> None:
+async def test_lookup_by_client_id_returns_the_latest_session(here: ManualDaemon) -> None:
     old = await here.greeted(client=client_id(7))
     before = session_of(here.server, client_id(7))
     new = await here.greeted(client=client_id(7))

@@ -244,7 +244,7 @@ async def test_a_ticket_that_was_not_given_here_is_refused(here: ManualDaemon) -
     assert await told(client) == ("peer", "ticket_unknown")
 
 
-async def test_a_hello_is_heard_while_the_daemon_admits_no_requests(
+async def test_hello_is_accepted_while_the_daemon_admits_no_requests(
     here: ManualDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(here.daemon.bus.dispatcher, "in_flight", 1_000_000)
@@ -443,7 +443,7 @@ async def test_a_number_that_acknowledges_itself_is_stale(here: ManualDaemon) ->
     assert (await client.next(FAILURE))[3] == "request_stale"
 
 
-async def test_a_request_is_given_up_at_its_deadline(here: ManualDaemon, extras: Extras) -> None:
+async def test_request_is_cancelled_at_its_deadline(here: ManualDaemon, extras: Extras) -> None:
     client = await here.greeted()
     client.send(REQUEST, 1, 0, "WaitForGate", {}, 0.001)
     assert (await client.next(FAILURE))[1:4] == [1, "unavailable", "deadline_exceeded"]

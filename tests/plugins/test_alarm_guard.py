@@ -405,7 +405,7 @@ class Given:
         return "given"
 
 
-async def test_whatever_can_be_awaited_can_be_guarded(guard: AlarmGuard) -> None:
+async def test_every_awaitable_can_be_guarded(guard: AlarmGuard) -> None:
     future = asyncio.get_running_loop().create_future()
     asyncio.get_running_loop().call_soon(future.set_result, "brought")
     assert await awaiting(guard, future, LONG_S) == "brought"

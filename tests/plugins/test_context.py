@@ -192,7 +192,7 @@ class Odd(Signal, frozen=True):
         lambda context: context.on(Added, plain, deadline_s=None),
     ],
 )
-def test_what_is_of_the_wrong_kind_is_a_mistake_at_once(
+def test_argument_of_the_wrong_type_is_an_error_at_once(
     context: PluginContext, register: Callable[[PluginContext], object]
 ) -> None:
     with pytest.raises(TypeError):
@@ -248,7 +248,7 @@ def test_a_refused_part_leaves_nothing_behind(context: PluginContext) -> None:
     assert len(context.registration.observing) == 1
 
 
-def test_a_gap_may_be_told_to_a_coroutine_of_a_follower(context: PluginContext) -> None:
+def test_follower_gap_callback_may_be_a_coroutine(context: PluginContext) -> None:
     async def tell(gap: Gap) -> None:
         raise AssertionError(gap)
 

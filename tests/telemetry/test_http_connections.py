@@ -103,7 +103,7 @@ async def test_connection_without_a_request_is_closed(monkeypatch: pytest.Monkey
             one.close()
 
 
-async def test_who_asks_nothing_more_is_cut_off_later(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connection_after_a_request_is_closed_later(monkeypatch: pytest.MonkeyPatch) -> None:
     async with page_server(monkeypatch) as server:
         reader, writer = await server.connect()
         await server.ask(writer)

@@ -698,9 +698,7 @@ async def test_a_quarantined_mailbox_stays_closed_when_it_is_rewound() -> None:
     chunks=st.lists(st.integers(1, 7), min_size=40, max_size=40),
 )
 @on_virtual_time
-async def test_whatever_a_durable_handler_does_it_sees_each_fact_in_order(
-    acts: Sequence[str], chunks: list[int]
-) -> None:
+async def test_durable_handler_gets_each_fact_in_order_under_any_faults(acts: Sequence[str], chunks: list[int]) -> None:
     handled: list[int] = []
     tried: set[int] = set()
 

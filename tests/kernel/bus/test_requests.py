@@ -49,7 +49,7 @@ def test_each_type_served_once_is_settled() -> None:
     assert sealing(register, Add, ReadTotal) == []
 
 
-def test_a_type_that_nobody_serves_is_refused() -> None:
+def test_type_without_handler_is_refused() -> None:
     assert sealing(lambda table: None, Add) == ["Add None"]
 
 
@@ -61,11 +61,11 @@ def test_a_type_that_two_replace_is_refused() -> None:
     assert sealing(replaced_twice, Add) == ["Add three"]
 
 
-def test_replacing_what_nobody_serves_is_refused() -> None:
+def test_replacing_a_type_without_handler_is_refused() -> None:
     assert sealing(lambda table: table.replace(Add, answer, "two")) == ["Add two"]
 
 
-def test_wrapping_what_nobody_serves_is_refused() -> None:
+def test_wrapping_a_type_without_handler_is_refused() -> None:
     assert sealing(lambda table: table.wrap(Add, wrapper, "two")) == ["Add two"]
 
 
@@ -113,7 +113,7 @@ def test_a_type_that_is_served_without_being_expected_is_settled_too() -> None:
 
 
 @pytest.mark.parametrize("register", [served_twice, replaced_twice])
-def test_the_error_names_who_was_there_first(register: Callable[[RequestTable], None]) -> None:
+def test_error_names_the_first_registration(register: Callable[[RequestTable], None]) -> None:
     table = RequestTable()
     register(table)
     with pytest.raises(ConfigError, match=r"which (one serves|two replaces) already"):

@@ -159,7 +159,7 @@ async def test_how_many_signals_wait_is_bounded_and_the_oldest_go_first() -> Non
 
 
 @on_virtual_time
-async def test_the_handler_learns_who_sent_it() -> None:
+async def test_handler_gets_the_sender_of_a_signal() -> None:
     callers: list[str] = []
     async with slot_of(lambda _, sent: callers.append(sent.principal.name)) as slot:
         slot.put(Rain(1), CALL)

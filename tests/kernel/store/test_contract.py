@@ -156,7 +156,7 @@ class TestExpectations:
         ]
         assert await store.commit(batch) == [None, None, None]
 
-    async def test_a_transaction_does_not_see_one_that_was_left_out(self, store: Store) -> None:
+    async def test_transaction_does_not_see_a_refused_transaction(self, store: Store) -> None:
         batch = [
             Transaction(1, {"a": b"1"}, expect={"b": 9}),
             Transaction(2, {"a": b"2"}, expect={"a": ABSENT}),
@@ -337,7 +337,7 @@ class TestWatches:
         await store.commit([Transaction(1, {"a": b""})])
         assert await take(watch, 1) == [Change("a", b"", 1)]
 
-    async def test_a_watch_of_what_is_no_longer_kept_is_told_to_list(self, open_store: OpenStore) -> None:
+    async def test_watch_of_dropped_revisions_is_refused_and_must_list(self, open_store: OpenStore) -> None:
         store = await open_store(changes_max=4)
         for revision in (1, 2, 3):
             await store.commit([Transaction(revision, {"a": b""})])
@@ -410,7 +410,7 @@ class TestClosing:
         with pytest.raises(Unavailable):
             store.watch("", 0)
 
-    async def test_a_closed_store_still_tells_its_revision_and_history(self, store: Store) -> None:
+    async def test_closed_store_still_has_its_revision_and_history(self, store: Store) -> None:
         await store.commit([Transaction(3, {"a": b""})])
         history = store.history
         await store.close()

@@ -125,7 +125,7 @@ async def content(path: Path) -> tuple[int, str, Sequence[Entry]]:
 
 
 class TestNewStores:
-    async def test_a_new_file_says_whose_it_is_and_which_version(self, path: Path) -> None:
+    async def test_new_file_has_application_id_and_version(self, path: Path) -> None:
         assert read(path, "PRAGMA application_id") == APPLICATION_ID
         assert read(path, "PRAGMA user_version") == 1
         assert read(path, "SELECT value FROM meta WHERE name = 'schema_version'") == 1

@@ -223,7 +223,7 @@ async def test_a_sender_that_closes_after_the_header_is_truncated(pair: Pair, re
     assert (await failure(receive, far)).code == "descriptors_truncated"
 
 
-def test_a_sender_that_stalls_is_given_up_on(pair: Pair) -> None:
+def test_stalled_sender_times_out(pair: Pair) -> None:
     near, far = pair
     near.sendall(HEADER.pack(MAGIC, 1))
     far.settimeout(TIMEOUT_S)

@@ -185,21 +185,21 @@ def test_a_sender_that_closes_half_way_truncates_memory_too(pair: Pair) -> None:
     assert raised.value.code == "bulk_truncated"
 
 
-def test_a_sender_that_stalls_is_given_up_on(pair: Pair, destination: int) -> None:
+def test_stalled_sender_times_out(pair: Pair, destination: int) -> None:
     near, far = pair
     near.sendall(DATA[:1000])
     receive = partial(movers.receive_into_file, far, destination, 0, 3000, stall_timeout_s=STALL_S)
     assert code_of(receive) == "bulk_stalled"
 
 
-def test_a_sender_that_never_starts_is_given_up_on(pair: Pair) -> None:
+def test_sender_that_never_starts_times_out(pair: Pair) -> None:
     _, far = pair
     receive = partial(movers.receive_into_buffer, far, memoryview(bytearray(10)), stall_timeout_s=STALL_S)
     assert code_of(receive) == "bulk_stalled"
 
 
 @pytest.mark.parametrize("from_file", [True, False])
-def test_a_receiver_that_does_not_read_is_given_up_on(pair: Pair, tmp_path: Path, from_file: bool) -> None:
+def test_receiver_that_does_not_read_times_out(pair: Pair, tmp_path: Path, from_file: bool) -> None:
     near, _ = pair
     (tmp_path / "endless").touch()
     os.truncate(tmp_path / "endless", 64 * MIB)
@@ -281,7 +281,7 @@ def test_a_socket_is_afterwards_as_it_was(pair: Pair, timeout_s: float | None) -
     assert options(far) == before
 
 
-def test_a_receiver_that_rests_is_borne_by_the_kernel_as_long_as_by_us() -> None:
+def test_kernel_user_timeout_equals_the_stall_timeout() -> None:
     seen: list[int] = []
     with tcp_pair() as (near, _):
         near.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2000)
@@ -341,7 +341,7 @@ async def test_a_thread_that_does_not_start_is_unavailable(monkeypatch: pytest.M
     assert raised.value.code == "bulk_no_thread"
 
 
-async def test_the_mistake_of_a_mover_comes_back_as_it_is_too() -> None:
+async def test_unexpected_exception_of_a_mover_is_raised_unchanged() -> None:
     def mover(sock: socket.socket) -> None:
         raise RuntimeError("a mistake")
 

@@ -189,7 +189,7 @@ async def test_a_ticket_is_good_once(tmp_path: Path) -> None:
         await client.ping()
 
 
-async def test_a_ticket_that_nobody_gave_is_refused(tmp_path: Path) -> None:
+async def test_unknown_ticket_is_refused(tmp_path: Path) -> None:
     async with ticket_daemon(tmp_path) as daemon_runner, client_of(daemon_runner) as client:
         with pytest.raises(PeerError) as refused:
             await client.fetch_bytes(Ticket(b"0" * 16, 3))
@@ -284,7 +284,7 @@ async def test_a_connection_that_cannot_be_taken_over_for_want_of_descriptors_en
 
 
 @pytest.mark.parametrize("culprit", ["move", "close"])
-async def test_a_mistake_over_a_side_connection_is_reported_and_ends_that_one_alone(
+async def test_exception_in_a_side_connection_is_reported_and_ends_only_that_connection(
     tmp_path: Path, culprit: str
 ) -> None:
     reported: list[dict[str, Any]] = []
@@ -386,7 +386,7 @@ class FakeClock:
         return self.now
 
 
-def test_a_ticket_that_nobody_used_expires_and_lets_go_of_its_offer() -> None:
+def test_unused_ticket_expires_and_closes_its_offer() -> None:
     clock, closed = FakeClock(), []
     tickets = TicketRegistry(clock, os.urandom)
     ticket = tickets.issue(

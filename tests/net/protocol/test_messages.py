@@ -252,7 +252,7 @@ def test_an_error_travels_with_its_kind_code_text_and_fix() -> None:
     assert failure(0, ForgedError("c", "t")) == Failure(0, "internal", "c", "t", "")
 
 
-def test_what_an_error_says_is_bounded_whoever_s_words_it_repeats() -> None:
+def test_error_text_is_bounded_even_if_it_quotes_a_peer() -> None:
     wordy = RequestRefused("c", "t" * 10_000, "f" * 10_000)
     assert failure(4, wordy) == Failure(4, "refused", "c", "t" * TEXT_CHARS_MAX, "f" * TEXT_CHARS_MAX)
     assert ending(4, wordy) == Ended(4, "refused", "c", "t" * TEXT_CHARS_MAX, "f" * TEXT_CHARS_MAX)

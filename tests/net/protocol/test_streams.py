@@ -176,7 +176,7 @@ def test_a_batch_is_bounded_in_bytes_but_for_one_fact() -> None:
     assert [ids(reader.advance(facts)) for _ in range(4)] == [[1], [2], [3], [4]]
 
 
-def test_a_turn_looks_through_a_bounded_part_of_the_journal() -> None:
+def test_turn_scans_a_bounded_part_of_the_journal() -> None:
     facts = journal(3 * SCAN_FACTS_MAX)
     reader = stream(subscribe(jobs=("unknown",)), facts)
     assert reader.advance(facts)[-1] == Facts(7, SCAN_FACTS_MAX, ())

@@ -149,7 +149,7 @@ async def test_a_message_cut_anywhere_is_the_same_message(pair: ConnectionWithPe
     assert pair.numbers() == [7, 8]
 
 
-async def test_what_precedes_garbage_is_worked_off_before_the_peer_is_let_go(pair: ConnectionWithPeer) -> None:
+async def test_messages_before_invalid_bytes_are_processed_before_the_disconnect(pair: ConnectionWithPeer) -> None:
     pair.peer.send_bytes(frame([CANCEL, 1]) + bytes(4))
     assert pair.numbers() == [1]
     assert failure_of(pair) == ("peer", "frame_length")
@@ -180,7 +180,7 @@ def test_any_input_is_processed_or_refused_without_an_exception(data: list[bytes
     asyncio.run(play())
 
 
-async def test_a_mistake_of_ours_over_a_message_ends_that_connection_only(
+async def test_exception_in_a_message_handler_ends_only_that_connection(
     pair: ConnectionWithPeer, caplog: pytest.LogCaptureFixture
 ) -> None:
     def stumble(message: Any) -> None:
@@ -202,7 +202,7 @@ async def test_a_ping_is_answered_with_its_nonce(pair: ConnectionWithPeer) -> No
     assert pair.connection.messages == []
 
 
-async def test_a_pong_is_heard_and_says_nothing(pair: ConnectionWithPeer) -> None:
+async def test_pong_is_accepted_without_a_reply(pair: ConnectionWithPeer) -> None:
     pair.peer.send(PONG, 1)
     assert (pair.connection.messages, pair.peer.heard()) == ([], [])
 
@@ -351,7 +351,7 @@ async def test_a_connection_that_is_lost_is_unavailable(pair: ConnectionWithPeer
     assert cause is None or str(cause) in error.message
 
 
-async def test_a_connection_given_up_before_it_was_made_ends_and_is_dropped_when_it_is_made() -> None:
+async def test_connection_aborted_before_it_was_made_is_closed_when_made() -> None:
     connection = Recorded(ManualClock())
     connection.close()
     assert len(connection.endings) == 1

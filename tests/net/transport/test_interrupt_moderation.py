@@ -266,7 +266,7 @@ def test_a_number_that_was_left_behind_is_refused_as_by_other_selectors(board: C
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "tls", "unix"])
-def test_an_event_loop_whose_connections_rest_loses_nothing(
+def test_event_loop_with_idle_connections_loses_no_data(
     scheme: Scheme, certificates: Certificates, tmp_path: Path
 ) -> None:
     hours = itertools.count(step=3600)

@@ -71,7 +71,7 @@ async def test_port_0_becomes_the_port_that_was_given(
     assert listener.address.port != 0
 
 
-async def test_a_unix_listener_tells_the_path_it_was_asked_for(
+async def test_unix_listener_has_the_requested_path(
     network: SystemNetwork, connections: RecordingConnections, tmp_path: Path
 ) -> None:
     address = Address("unix", path=str(tmp_path / "socket"))
@@ -88,7 +88,7 @@ async def test_closing_a_listener_leaves_connections_standing(
     await far.hear(b"still here")
 
 
-async def test_a_closed_listener_answers_nobody(
+async def test_closed_listener_refuses_connections(
     network: SystemNetwork, address: Address, connections: RecordingConnections
 ) -> None:
     listener = await connections.listen(network, address)
@@ -133,7 +133,7 @@ async def test_a_port_in_use_is_a_config_error_that_names_the_address(
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "tls"])
-async def test_nobody_at_the_port_is_connect_refused(
+async def test_port_without_listener_is_connect_refused(
     network: SystemNetwork, connections: RecordingConnections, scheme: Scheme
 ) -> None:
     with socket.socket() as bound:
@@ -232,7 +232,7 @@ async def test_a_name_without_an_address_is_host_not_found(
     assert raised.value.code == "host_not_found"
 
 
-async def test_a_socket_that_may_not_be_used_is_the_operators_to_mend(
+async def test_socket_without_permission_is_a_config_error(
     network: SystemNetwork, connections: RecordingConnections, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_sock: socket.socket, _path: str) -> None:

@@ -37,7 +37,7 @@ def leave_dead_socket(path: Path) -> None:
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
 @pytest.mark.parametrize("mode", [0o600, 0o660, 0o666])
-def test_the_mode_is_the_one_asked_for_whatever_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
+def test_socket_mode_does_not_depend_on_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:
         with listening(tmp_path / "socket", mode):
@@ -193,7 +193,7 @@ def test_a_path_as_long_as_the_system_takes_works(tmp_path: Path) -> None:
         assert answers(path)
 
 
-def test_a_longer_path_is_a_config_error_that_tells_its_length(tmp_path: Path) -> None:
+def test_too_long_path_is_a_config_error_with_its_length(tmp_path: Path) -> None:
     path = tmp_path / ("é" * 60)
     with pytest.raises(ConfigError, match=str(len(os.fsencode(path)))) as raised:
         unix.listen(str(path), MODE, BACKLOG)

@@ -150,7 +150,7 @@ async def test_unavailable_error_is_no_failure_of_an_observer() -> None:
 
 
 @on_virtual_time
-async def test_an_observer_that_publishes_while_the_disk_is_full_is_not_given_up() -> None:
+async def test_observer_that_publishes_while_the_disk_is_full_is_not_quarantined() -> None:
     store, contexts = FaultyStore(), Contexts()
 
     async def say(record: Record) -> None:
@@ -248,7 +248,7 @@ async def test_slow_observer_does_not_delay_other_handlers() -> None:
 
 
 @on_virtual_time
-async def test_an_observer_of_a_plugin_that_is_left_out_is_stopped_at_once_and_hears_nothing() -> None:
+async def test_observer_of_a_disabled_plugin_is_stopped_at_once_and_gets_no_facts() -> None:
     heard: list[int] = []
     ended: list[str] = []
 
@@ -300,7 +300,7 @@ async def test_a_follower_goes_on_where_it_was_when_its_plugin_is_enabled_again(
 
 
 @on_virtual_time
-async def test_a_follower_whose_receiver_is_down_says_so_and_is_not_given_up() -> None:
+async def test_follower_with_an_unavailable_receiver_shows_it_and_is_not_quarantined() -> None:
     async def deliver(_: Sequence[Record]) -> None:
         raise DOWN
 
@@ -339,7 +339,7 @@ async def test_a_delivery_may_be_a_plain_function() -> None:
 
 
 @on_virtual_time
-async def test_a_delivery_under_way_when_its_plugin_is_left_out_is_made_again() -> None:
+async def test_delivery_interrupted_by_disabling_the_plugin_is_repeated() -> None:
     taken: list[list[int]] = []
 
     async def deliver(records: Sequence[Record]) -> None:
@@ -378,7 +378,7 @@ async def test_the_position_of_a_follower_is_kept_over_a_restart() -> None:
 
 
 @on_virtual_time
-async def test_signals_are_heard_and_a_listener_that_fails_is_given_up() -> None:
+async def test_listener_gets_signals_and_is_quarantined_after_failures() -> None:
     heard: list[float] = []
 
     def listen(tick: Tick, _: Call) -> None:
@@ -428,7 +428,7 @@ async def test_a_plugin_answers_its_own_requests() -> None:
 
 
 @on_virtual_time
-async def test_a_plugin_that_is_left_out_answers_nothing_and_the_caller_is_told_why() -> None:
+async def test_requests_to_a_disabled_plugin_are_refused_with_the_reason() -> None:
     async with running_plugins(serving(Guess, plus_one)) as plugins:
         await plugins.disable()
         error = await refused(plugins.kernel.bus.ask(Guess()))
@@ -563,7 +563,7 @@ async def test_a_handler_that_ignores_its_caller_s_deadline_keeps_neither_the_ca
 
 
 @on_virtual_time
-async def test_a_replacement_answers_until_its_plugin_is_left_out() -> None:
+async def test_replacement_answers_until_its_plugin_is_disabled() -> None:
     async with running_plugins(lambda context: context.replace(ReadTotal, lambda *_: 99)) as plugins:
         await plugins.kernel.add(3)
         assert await plugins.kernel.bus.ask(ReadTotal()) == 99
@@ -583,7 +583,7 @@ async def test_a_replacement_that_breaks_falls_back_to_the_daemon_s_handler() ->
 
 
 @on_virtual_time
-async def test_a_replacement_may_say_what_the_daemon_would_have_said() -> None:
+async def test_replacement_may_publish_a_fact_of_the_daemon() -> None:
     async with running_plugins(
         lambda context: context.replace(Add, lambda add, _: Decision(1, (Added(1, 1),)))
     ) as plugins:
@@ -641,7 +641,7 @@ async def test_what_the_handler_refuses_is_no_failure_of_a_wrapper() -> None:
 
 @pytest.mark.parametrize("required", [False, True])
 @on_virtual_time
-async def test_requests_go_past_a_wrapper_that_is_left_out_unless_it_is_required(required: bool) -> None:
+async def test_requests_bypass_a_disabled_wrapper_unless_it_is_required(required: bool) -> None:
     async def fail(*_: Any) -> Any:
         raise ValueError("boom")
 
@@ -855,7 +855,7 @@ async def test_what_cannot_be_registered_is_refused_as_a_whole_and_the_daemon_st
 
 
 @on_virtual_time
-async def test_the_first_of_two_that_replace_the_same_is_taken_in() -> None:
+async def test_first_of_two_replacements_of_a_request_is_loaded() -> None:
     replaces = [lambda context, number=number: context.replace(ReadTotal, lambda *_: number) for number in (1, 2)]
     async with running_plugins(*replaces) as plugins:
         assert await plugins.kernel.bus.ask(ReadTotal()) == 1

@@ -93,7 +93,7 @@ def test_types_of_a_plugin_can_be_looked_up_while_it_is_loaded(directory: Path) 
 
 
 @pytest.mark.parametrize("name", ["missing", "file"])
-def test_a_directory_that_cannot_be_read_is_the_operator_s_to_mend(directory: Path, name: str) -> None:
+def test_unreadable_plugin_directory_is_a_config_error(directory: Path, name: str) -> None:
     put(directory, name="file")
     with pytest.raises(ConfigError) as caught:
         list(in_directory(directory / name, UID))
@@ -257,7 +257,7 @@ async def test_an_import_that_never_ends_is_interrupted(directory: Path) -> None
         guard.close()
 
 
-def test_a_file_whose_name_is_no_text_is_refused_on_record(directory: Path) -> None:
+def test_file_name_that_is_not_utf8_is_refused_and_recorded(directory: Path) -> None:
     put(directory, name="caf\udce9.py")
 
     @on_virtual_time
@@ -334,7 +334,7 @@ def install(directory: Path, metadata: str | None) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_an_installed_package_is_found_and_taken_in(
+def test_installed_package_is_found_and_loaded(
     directory: Path, monkeypatch: pytest.MonkeyPatch, metadata: str | None, origin: str, version: str
 ) -> None:
     install(directory, metadata)

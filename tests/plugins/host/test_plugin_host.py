@@ -232,7 +232,7 @@ async def test_all_that_is_wrong_in_the_settings_is_told_at_once() -> None:
 
 
 @on_virtual_time
-async def test_of_two_with_the_same_name_the_first_is_taken_in_and_the_other_is_told() -> None:
+async def test_second_plugin_with_the_same_name_is_reported_and_not_loaded() -> None:
     second = PluginSource("one", "elsewhere", source(raising(AssertionError())).load)
     async with running_plugins(source(quiet), second) as plugins:
         assert plugins.plugin().active
@@ -640,7 +640,7 @@ async def test_periodic_work_continues_after_a_failure_and_ends_after_many() -> 
 
 
 @on_virtual_time
-async def test_to_be_refused_something_is_a_failure_and_no_mistake_to_be_told() -> None:
+async def test_refused_request_is_a_failure_without_an_exception_report() -> None:
     broken = ReportException()
 
     def register(kernel: Kernel) -> None:
@@ -769,7 +769,7 @@ async def test_a_command_needs_the_role_that_it_says() -> None:
 
 
 @on_virtual_time
-async def test_a_command_may_refuse_and_one_that_hangs_is_an_error_in_time() -> None:
+async def test_command_may_refuse_and_a_hanging_command_times_out() -> None:
     def register(context: PluginContext) -> None:
         context.command("refuse", raising(RequestRefused("no", "no", "")))
         context.command("hang", hang)
