@@ -52,14 +52,14 @@ def shell(daemon: ScriptedDaemon) -> Shell:
             env=environment,
             capture_output=True,
             text=True,
-            preexec_fn=heed_signals,
+            preexec_fn=restore_signals,
             check=False,
         )
 
     return run
 
 
-def heed_signals() -> None:
+def restore_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -83,7 +83,7 @@ class TestCodes:
             ("--socket /none/socket status", 4),
         ],
     )
-    def test_they_say_which_kind_of_thing_went_wrong(self, shell: Shell, line: str, code: int) -> None:
+    def test_exit_codes_name_the_kind_of_error(self, shell: Shell, line: str, code: int) -> None:
         for done in (shell(f"ctl {line}"), shell(f"ctl {line} --json")):
             assert done.returncode == code
             assert "Traceback" not in done.stderr
@@ -99,14 +99,14 @@ class TestCodes:
             (Unavailable("x", "x"), 4),
         ],
     )
-    def test_each_kind_of_error_has_its_own(
+    def test_each_kind_of_error_has_its_own_exit_code(
         self, error: ForgedError, code: int, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert complain("forgectl", error) == code
         assert capsys.readouterr().err == "forgectl: x\n"
 
     @pytest.mark.parametrize("line", ["events --follow --since 2000", "events --follow --json --since 2000"])
-    def test_an_interrupt_is_130_and_a_termination_kills(self, daemon: ScriptedDaemon, line: str) -> None:
+    def test_interrupt_exits_with_130_and_sigterm_kills(self, daemon: ScriptedDaemon, line: str) -> None:
         for name, code in ((signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)):
             with started(daemon, line) as process:
                 assert process.stdout is not None
@@ -120,13 +120,13 @@ class TestOutput:
     @pytest.mark.parametrize("line", ["events", "events --json", "events --follow --since 0", "status", "status --json",
                                       "jobs", "--help", "completion bash"])  # fmt: skip
     @pytest.mark.parametrize("reader", ["true", "head -1"])
-    def test_the_reader_may_stop_early(self, shell: Shell, line: str, reader: str) -> None:
+    def test_closed_pipe_ends_the_command(self, shell: Shell, line: str, reader: str) -> None:
         done = shell(f"ctl {line} | {reader} > /dev/null; exit ${{PIPESTATUS[0]}}")
         assert (done.returncode, done.stderr) == (0, "")
 
     @pytest.mark.parametrize("line", ["events", "events --json", "events --follow --since 0", "status", "status --json",
                                       "--help", "--version", "jobs --help", "completion zsh"])  # fmt: skip
-    def test_a_full_disk_is_a_failure(self, shell: Shell, line: str) -> None:
+    def test_output_to_a_full_disk_fails(self, shell: Shell, line: str) -> None:
         done = shell(f"ctl {line} > /dev/full")
         assert done.returncode == 1
         if "--json" in line:
@@ -135,7 +135,7 @@ class TestOutput:
             assert done.stderr == "forgectl: cannot write the output: No space left on device\n"
 
     @pytest.mark.parametrize("line", ["note a hello", "status", "events --follow", "--help", "nonsense"])
-    def test_with_its_output_closed_it_does_nothing_and_says_so(
+    def test_command_with_closed_stdout_does_nothing_and_fails(
         self, shell: Shell, daemon: ScriptedDaemon, line: str
     ) -> None:
         done = shell(f"ctl {line} >&-")
@@ -146,22 +146,20 @@ class TestOutput:
         ("line", "code"), [("status", 0), ("jobs show a", 3), ("nonsense", 2), ("jobs show a --json", 3)]
     )
     @pytest.mark.parametrize("errors", ["2>&-", "2> /dev/full"])
-    def test_complaints_that_cannot_be_written_change_nothing(
-        self, shell: Shell, line: str, code: int, errors: str
-    ) -> None:
+    def test_closed_stderr_does_not_change_the_exit_code(self, shell: Shell, line: str, code: int, errors: str) -> None:
         done = shell(f"ctl {line} {errors}")
         assert done.returncode == code
         assert bool(done.stdout) == (code == 0)
 
-    def test_its_input_may_be_closed(self, shell: Shell) -> None:
+    def test_stdin_may_be_closed(self, shell: Shell) -> None:
         done = shell("ctl status --json <&-")
         assert json.loads(done.stdout) == ANSWERS["ReadStatus"]
         assert done.returncode == 0
 
-    def test_with_everything_closed_there_is_still_a_code(self, shell: Shell) -> None:
+    def test_exit_code_is_set_with_all_streams_closed(self, shell: Shell) -> None:
         assert shell("ctl status <&- >&- 2>&-").returncode == 1
 
-    def test_follow_notices_a_closed_output_without_writing(
+    def test_follow_ends_on_a_closed_output_without_writing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(connection, "PING_AFTER_S", 0.05)
@@ -172,15 +170,15 @@ class TestOutput:
             assert main.main(["--socket", str(quiet.path), "events", "--follow"]) == 0
 
 
-class TestComplaints:
-    def test_control_characters_are_spelled_out(self) -> None:
+class TestErrorOutput:
+    def test_control_characters_are_written_as_escapes(self) -> None:
         assert plain("a\x1b[2J\nb\u202e") == r"a\x1b[2J\nb\u202e"
 
     def test_control_characters_are_escaped(self, capsys: pytest.CaptureFixture[str]) -> None:
         complain("forgectl", RequestRefused("x", "red \x1b[31m"))
         assert capsys.readouterr().err == "forgectl: red \\x1b[31m\n"
 
-    def test_problems_stand_below_each_other(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_problems_are_listed_one_per_line(self, capsys: pytest.CaptureFixture[str]) -> None:
         error = ConfigError("x", "all is wrong", problems=[Problem("a", 1, "0"), Problem("b", "\x07", "c")])
         complain("forgectl", error)
         assert len(capsys.readouterr().err.splitlines()) == 3
@@ -194,5 +192,5 @@ def started(daemon: ScriptedDaemon, line: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=heed_signals,
+        preexec_fn=restore_signals,
     )

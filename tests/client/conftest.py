@@ -1,4 +1,4 @@
-"""What the tests of the client library share."""
+"""Fixtures of the client tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def runner(tmp_path: Path) -> AsyncIterator[DaemonRunner]:
 
 @pytest.fixture
 async def proxy(runner: DaemonRunner, tmp_path: Path) -> AsyncIterator[Proxy]:
-    """Another way to the same daemon."""
+    """A proxy to the same daemon."""
     proxy = Proxy(tmp_path / "proxy.sock", runner.config.socket)
     yield proxy
     await proxy.close()

@@ -20,7 +20,7 @@ def pass_all(way: Way, message: Any) -> bool:
 
 
 def cut_once(way: Way, kind: type[Any], when: Callable[[Any], bool] = lambda message: True) -> Rule:
-    """Cut at the first message of a kind that goes this way."""
+    """Cut at the first message of this kind in this direction."""
     done = False
 
     def rule(its_way: Way, message: Any) -> bool:
@@ -49,7 +49,7 @@ class Proxy:
 
     @property
     def connections(self) -> int:
-        """How many there have been."""
+        """The number of accepted connections."""
         return self._door.accepted
 
     def cut(self) -> None:

@@ -51,7 +51,7 @@ from tests.client.threaded_daemon import ThreadedDaemon
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    """Give the other threads their turn until something is so."""
+    """Yield to the other threads until a condition holds."""
     while not true():
         threading.Event().wait(0.001)
 
@@ -98,15 +98,15 @@ class TestCalls:
         options = inspect.signature(ForgedClient.__init__).parameters.keys() - {"self", "endpoints"}
         assert options == ClientOptions.__annotations__.keys()
 
-    def test_a_refusal_is_raised_in_the_calling_thread(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_refusal_is_raised_in_the_calling_thread(self, threaded_daemon: ThreadedDaemon) -> None:
         with threaded_daemon.client() as client, pytest.raises(RequestRefused, match="no job"):
             client.note("nobody", "hello")
 
-    def test_a_deadline_is_kept(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_request_timeout_is_kept(self, threaded_daemon: ThreadedDaemon) -> None:
         with threaded_daemon.client() as client, pytest.raises(Unavailable, match="may have been executed"):
             client.request(ExampleRequest("life"), timeout_s=0.02)
 
-    def test_several_threads_may_use_it_at_once(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_several_threads_may_use_one_client(self, threaded_daemon: ThreadedDaemon) -> None:
         with threaded_daemon.client() as client, ThreadPoolExecutor(8) as threads:
             client.create_job("a")
             list(threads.map(lambda number: client.note("a", f"{number}"), range(200)))
@@ -114,7 +114,7 @@ class TestCalls:
         texts = sorted(int(fact.text) for fact in facts if isinstance(fact, NoteAdded))
         assert texts == list(range(200))
 
-    def test_a_signal_arrives(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_signal_reaches_the_daemon(self, threaded_daemon: ThreadedDaemon) -> None:
         with threaded_daemon.client() as client:
             client.signal(ExampleSignal("psst"))
             wait_until(lambda: threaded_daemon.heard == [ExampleSignal("psst")])
@@ -122,12 +122,12 @@ class TestCalls:
     def test_serve_answers_with_a_plain_function(self, threaded_daemon: ThreadedDaemon) -> None:
         threads: list[str] = []
 
-        def ponder(request: ExampleRequest) -> str:
+        def reply_to_example(request: ExampleRequest) -> str:
             threads.append(threading.current_thread().name)
             return f"{request.about} is short"
 
         with threaded_daemon.client() as client:
-            client.serve(ExampleRequest, ponder)
+            client.serve(ExampleRequest, reply_to_example)
             assert threaded_daemon.call(threaded_daemon.ask) == "life is short"
         assert threads[0] not in ("forged-client", "MainThread")
 
@@ -147,7 +147,7 @@ class TestTraining:
         ]
         assert client.worker("run", "w1").address == workers[1].address
 
-    def test_the_cluster_is_shown_whole(self, client: BlockingClient) -> None:
+    def test_cluster_view_is_complete(self, client: BlockingClient) -> None:
         cluster = client.cluster("run")
         assert (cluster.phase, cluster.generation, cluster.world_size) == (Phase.RUNNING, 1, 2)
         assert (cluster.state.learning_rate, cluster.state.global_batch_size) == (LEARNING_RATE, BATCH)
@@ -183,7 +183,7 @@ class TestTraining:
             with pytest.raises(RequestRefused, match="no worker has joined"):
                 ask("idle")
 
-    def test_more_workers_than_a_page_holds_are_whole(self, client: BlockingClient) -> None:
+    def test_worker_list_of_several_pages_is_complete(self, client: BlockingClient) -> None:
         client.create_job("large", {"min_workers": PAGE_ENTRIES_MAX + 2})
         names = [f"w{number:04}" for number in range(PAGE_ENTRIES_MAX + 1)]
         for name in names:
@@ -194,7 +194,7 @@ class TestTraining:
 class TestTrainingData:
     @pytest.fixture
     def client(self, threaded_daemon: ThreadedDaemon, tmp_path: Path) -> Iterator[BlockingClient]:
-        """Of a daemon with a job in which a worker has trained for an epoch and a half."""
+        """A client of a daemon with a worker that has trained for an epoch and a half."""
         train_with_data(threaded_daemon.runner.endpoint, "run", "w0", tmp_path / "shards", 15)
         with threaded_daemon.client() as client:
             yield client
@@ -212,13 +212,15 @@ class TestTrainingData:
         plan = client.plan_data("run", ["w0", "another"])
         assert plan.transfers == SHARDS // 2
 
-    def test_a_job_without_any_is_refused(self, client: BlockingClient) -> None:
+    def test_job_without_data_is_refused(self, client: BlockingClient) -> None:
         client.create_job("idle")
         for ask in (client.show_data, client.shard_owners, client.transfers, client.audit_data):
             with pytest.raises(RequestRefused, match="'idle'"):
                 ask("idle")
 
-    def test_owners_on_many_pages_are_whole(self, client: BlockingClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_owners_of_several_pages_are_complete(
+        self, client: BlockingClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(pages, "PAGE_SHARDS_MAX", 2)
         assert client.shard_owners("run") == ["w0"] * SHARDS
 
@@ -237,7 +239,7 @@ class TestTrainingData:
 
 
 class TestOpeningAndClosing:
-    def test_without_a_daemon_it_says_how_to_start_one_and_leaves_no_thread(self, tmp_path: Path) -> None:
+    def test_failed_opening_says_how_to_start_a_daemon_and_leaves_no_thread(self, tmp_path: Path) -> None:
         with (
             pytest.raises(Unavailable, match="start one with `forged run`"),
             BlockingClient(f"unix://{tmp_path}/none", connect_timeout_s=0.05),
@@ -245,7 +247,7 @@ class TestOpeningAndClosing:
             pass
         assert "forged-client" not in {thread.name for thread in threading.enumerate()}
 
-    def test_it_is_used_inside_its_block(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_use_outside_the_block_is_refused(self, threaded_daemon: ThreadedDaemon) -> None:
         client = threaded_daemon.client()
         for use in (client.ping, client.facts, lambda: client.aio):
             with pytest.raises(RequestRefused, match="not open"):
@@ -256,7 +258,7 @@ class TestOpeningAndClosing:
             with pytest.raises(Unavailable, match="was closed"):
                 use()
 
-    def test_it_is_opened_once(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_second_opening_is_refused(self, threaded_daemon: ThreadedDaemon) -> None:
         with threaded_daemon.client() as client, pytest.raises(RequestRefused, match="opened only once"):
             client.__enter__()
 
@@ -271,11 +273,11 @@ class TestOpeningAndClosing:
                     waiting.result()
             client.close()
 
-    def test_an_error_of_the_block_is_unchanged(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_error_raised_in_the_block_is_unchanged(self, threaded_daemon: ThreadedDaemon) -> None:
         with pytest.raises(KeyError, match="mine"), threaded_daemon.client():
             raise KeyError("mine")
 
-    def test_an_open_iterator_does_not_keep_it_from_closing(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_open_iterator_does_not_delay_closing(self, threaded_daemon: ThreadedDaemon) -> None:
         with threaded_daemon.client() as client:
             read, unread = client.facts(since=EARLIEST), client.facts(since=EARLIEST)
             next(read)
@@ -284,14 +286,14 @@ class TestOpeningAndClosing:
 
 
 class TestFacts:
-    def test_they_come_as_they_become_durable(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_facts_arrive_as_they_become_durable(self, threaded_daemon: ThreadedDaemon) -> None:
         with threaded_daemon.client() as client, client.facts(JobCreated) as facts:
             client.create_job("a")
             record = next(facts)
         assert isinstance(record, Record)
         assert record.fact == JobCreated("a", {})
 
-    def test_they_end_with_until(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_facts_end_with_until(self, threaded_daemon: ThreadedDaemon) -> None:
         with threaded_daemon.client() as client:
             client.create_job("a")
             last = client.status().last_fact
@@ -316,7 +318,7 @@ class TestFacts:
             client.ping()
             assert threaded_daemon.call(threaded_daemon.subscriptions) == 0
 
-    def test_closing_it_ends_the_wait_of_another_thread(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_closing_the_iterator_ends_the_wait_of_another_thread(self, threaded_daemon: ThreadedDaemon) -> None:
         with threaded_daemon.client() as client, ThreadPoolExecutor(1) as threads:
             facts = client.facts()
             waiting = threads.submit(next, facts, "over")

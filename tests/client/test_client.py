@@ -34,12 +34,12 @@ def client_of(*places: DaemonRunner | Proxy | FakeDaemon, **options: Any) -> For
 
 
 async def notes(client: ForgedClient) -> list[str]:
-    """The text of every note on record, in order."""
+    """The texts of all journalled notes, in order."""
     facts = [item.fact async for item in client.past_facts() if isinstance(item, Record)]
     return [fact.text for fact in facts if isinstance(fact, NoteAdded)]
 
 
-async def ponder_forever(request: ExampleRequest, call: Call) -> str:
+async def never_reply(request: ExampleRequest, call: Call) -> str:
     await asyncio.Event().wait()
     return request.about
 
@@ -49,14 +49,14 @@ def serving(handler: Callable[[ExampleRequest, Call], Any]) -> Callable[[Daemon]
 
 
 class TestCalls:
-    async def test_the_daemons_status_is_typed(self, runner: DaemonRunner) -> None:
+    async def test_status_is_typed(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as client:
             status = await client.status()
             assert isinstance(status, Status)
             assert status.socket == runner.config.socket
             assert await client.ping() >= 0
 
-    async def test_a_jobs_life(self, runner: DaemonRunner) -> None:
+    async def test_job_is_created_changed_and_removed(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as client:
             job = await client.create_job("a", {"lr": 0.1})
             assert job == await client.job("a") == Job(**_fields(job))
@@ -66,7 +66,7 @@ class TestCalls:
             await client.remove_job("a")
             assert await client.jobs() == []
 
-    async def test_lists_that_do_not_fit_into_a_frame_are_whole(self, runner: DaemonRunner) -> None:
+    async def test_lists_larger_than_a_frame_are_complete(self, runner: DaemonRunner) -> None:
         names = [f"j{number:02}" for number in range(80)]
         async with client_of(runner) as client:
             for name in names:
@@ -81,7 +81,7 @@ class TestCalls:
                 await client.create_token(name, Role.VIEWER, jobs=jobs)
             assert [token.name for token in await client.tokens()] == names
 
-    async def test_a_story_and_the_handlers(self, runner: DaemonRunner) -> None:
+    async def test_story_and_handlers_are_returned(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as client:
             (started,) = [item async for item in client.past_facts(DaemonStarted)]
             assert isinstance(started, Record)
@@ -91,7 +91,7 @@ class TestCalls:
             with pytest.raises(RequestRefused, match="not quarantined"):
                 await client.readmit_handler(handlers[0].name)
 
-    async def test_a_tokens_life(self, runner: DaemonRunner) -> None:
+    async def test_token_is_created_used_and_revoked(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as client:
             text = await client.create_token("bot", Role.VIEWER, jobs=["a"], ttl_s=60)
             (token,) = await client.tokens()
@@ -100,7 +100,7 @@ class TestCalls:
                 assert await bot.jobs() == []
             assert (await client.revoke_token(token.token_id)).revoked_at is not None
 
-    async def test_a_tokens_text_reaches_neither_daemon_nor_record(self, runner: DaemonRunner, proxy: Proxy) -> None:
+    async def test_token_text_reaches_neither_daemon_nor_journal(self, runner: DaemonRunner, proxy: Proxy) -> None:
         async with client_of(proxy) as client:
             text = await client.create_token("bot", Role.VIEWER)
             (created,) = [item async for item in client.past_facts(TokenCreated)]
@@ -108,23 +108,23 @@ class TestCalls:
         assert text.encode() not in created.data
         assert not any(text.encode() in bytes(one.body) for _, one in proxy.seen if isinstance(one, RequestMessage))
 
-    async def test_what_the_daemon_refuses_is_raised_with_its_code_and_fix(self, runner: DaemonRunner) -> None:
+    async def test_refusal_is_raised_with_its_code_and_fix(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as client:
             with pytest.raises(RequestRefused) as refused:
                 await client.note("nobody", "hi")
             assert refused.value.code == "job_unknown"
             assert "forgectl jobs create" in refused.value.fix
 
-    async def test_a_request_that_takes_too_long_says_that_the_outcome_is_unknown(self, runner: DaemonRunner) -> None:
-        runner.extend = serving(ponder_forever)
+    async def test_request_timeout_says_that_the_outcome_is_unknown(self, runner: DaemonRunner) -> None:
+        runner.extend = serving(never_reply)
         await runner.reopen()
         async with client_of(runner) as client:
             with pytest.raises(Unavailable, match="may have been executed") as late:
                 await client.request(ExampleRequest("life"), timeout_s=0.02)
             assert late.value.code == "deadline_exceeded"
 
-    async def test_a_slow_request_does_not_delay_other_requests(self, runner: DaemonRunner) -> None:
-        runner.extend = serving(ponder_forever)
+    async def test_slow_request_does_not_delay_other_requests(self, runner: DaemonRunner) -> None:
+        runner.extend = serving(never_reply)
         await runner.reopen()
         async with client_of(runner) as client:
             await client.create_job("a")
@@ -134,8 +134,8 @@ class TestCalls:
                 await client.note("a", f"{number}")
             slow.cancel()
 
-    async def test_no_time_at_all_is_not_the_default_time(self, runner: DaemonRunner) -> None:
-        runner.extend = serving(ponder_forever)
+    async def test_timeout_of_zero_is_not_the_default_timeout(self, runner: DaemonRunner) -> None:
+        runner.extend = serving(never_reply)
         await runner.reopen()
         async with client_of(runner) as client:
             with pytest.raises(Unavailable, match="may have been executed"):
@@ -148,10 +148,10 @@ class TestCalls:
                 await client.request(ReadStatus(), timeout_s=0.02)
             assert late.value.code == "deadline_exceeded"
 
-    async def test_a_cancelled_call_is_cancelled_at_the_daemon(self, runner: DaemonRunner) -> None:
+    async def test_cancelled_call_is_cancelled_at_the_daemon(self, runner: DaemonRunner) -> None:
         begun, stopped = asyncio.Event(), asyncio.Event()
 
-        async def ponder(request: ExampleRequest, call: Call) -> str:
+        async def reply_when_cancelled(request: ExampleRequest, call: Call) -> str:
             begun.set()
             try:
                 await asyncio.Event().wait()
@@ -159,7 +159,7 @@ class TestCalls:
                 stopped.set()
             return ""
 
-        runner.extend = serving(ponder)
+        runner.extend = serving(reply_when_cancelled)
         await runner.reopen()
         async with client_of(runner) as client:
             call = asyncio.create_task(client.request(ExampleRequest("life")))
@@ -170,7 +170,7 @@ class TestCalls:
         assert call.cancelled()
 
     @pytest.mark.parametrize("frame_bytes_max", [2 << 20, 8 << 20])
-    async def test_a_request_that_no_frame_holds_is_refused_before_it_breaks_the_connection(
+    async def test_request_larger_than_a_frame_is_refused_before_it_is_sent(
         self, runner: DaemonRunner, proxy: Proxy, frame_bytes_max: int
     ) -> None:
         await runner.reopen(frame_bytes_max=frame_bytes_max)
@@ -181,7 +181,7 @@ class TestCalls:
             assert await client.ping() >= 0
         assert proxy.connections == 1
 
-    async def test_the_clients_own_limits_hold_too(self, runner: DaemonRunner) -> None:
+    async def test_frame_limit_of_the_client_applies(self, runner: DaemonRunner) -> None:
         async with client_of(runner, limits=ConnectionLimits(frame_bytes_max=10_000)) as client:
             with pytest.raises(RequestRefused) as refused:
                 await client.note("a", "x" * 10_000)
@@ -189,13 +189,13 @@ class TestCalls:
             await runner.reopen()
             assert await client.ping() >= 0
 
-    async def test_more_requests_than_may_wait_take_turns(self, runner: DaemonRunner) -> None:
+    async def test_requests_beyond_the_waiting_limit_are_queued(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as client:
             pings = await asyncio.gather(*(client.ping() for _ in range(REQUESTS_WAITING_MAX + 500)))
         assert len(pings) == REQUESTS_WAITING_MAX + 500
 
-    async def test_a_request_that_never_got_its_turn_says_that_it_was_not_sent(self, runner: DaemonRunner) -> None:
-        runner.extend = serving(ponder_forever)
+    async def test_queued_request_timeout_says_that_it_was_not_sent(self, runner: DaemonRunner) -> None:
+        runner.extend = serving(never_reply)
         await runner.reopen()
         async with client_of(runner) as client:
             waiting = [asyncio.create_task(client.request(ExampleRequest("life"))) for _ in range(REQUESTS_WAITING_MAX)]
@@ -208,23 +208,23 @@ class TestCalls:
             await asyncio.wait(waiting)
             assert await client.ping() >= 0
 
-    async def test_large_requests_and_large_answers_do_not_lock_each_other_up(self, runner: DaemonRunner) -> None:
+    async def test_large_requests_and_replies_do_not_deadlock(self, runner: DaemonRunner) -> None:
         settings = {"blob": "x" * 60_000}
         async with client_of(runner) as client:
             jobs = await asyncio.gather(*(client.create_job("a", settings) for _ in range(500)))
         assert {job.name for job in jobs} == {"a"}
 
-    async def test_a_signal_arrives(self, runner: DaemonRunner) -> None:
-        heard: asyncio.Queue[Any] = asyncio.Queue()
+    async def test_signal_reaches_the_daemon(self, runner: DaemonRunner) -> None:
+        received: asyncio.Queue[Any] = asyncio.Queue()
         runner.extend = lambda daemon: daemon.bus.on_signal(
-            ExampleSignal, lambda signal, call: heard.put_nowait(signal), name="a test"
+            ExampleSignal, lambda signal, call: received.put_nowait(signal), name="a test"
         )
         await runner.reopen()
         async with client_of(runner) as client:
             client.signal(ExampleSignal("psst"))
-            assert await heard.get() == ExampleSignal("psst")
+            assert await received.get() == ExampleSignal("psst")
 
-    async def test_a_signal_without_a_connection_is_dropped(self, runner: DaemonRunner) -> None:
+    async def test_signal_without_a_connection_is_dropped(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as client:
             await runner.close()
             while client.connected:
@@ -234,26 +234,26 @@ class TestCalls:
 
 
 class TestOpening:
-    async def test_without_a_daemon_it_says_how_to_start_one(self, tmp_path: Path) -> None:
+    async def test_missing_daemon_error_says_how_to_start_one(self, tmp_path: Path) -> None:
         with pytest.raises(Unavailable, match="start one with `forged run`") as refused:
             async with ForgedClient(f"unix://{tmp_path}/none.sock", connect_timeout_s=0.05):
                 pass
         assert refused.value.code == "no_daemon"
 
-    async def test_without_an_endpoint_it_is_the_socket_of_the_environment(
+    async def test_default_endpoint_is_read_from_the_environment(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("FORGED_SOCKET", runner.config.socket)
         async with ForgedClient() as client:
             assert client.endpoint == runner.endpoint
 
-    async def test_without_an_environment_either_it_is_where_a_daemon_of_this_user_would_be(
+    async def test_default_endpoint_without_environment_is_the_users_socket(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.delenv("FORGED_SOCKET", raising=False)
         assert [str(one) for one in ForgedClient().endpoints] == [f"unix://{client_socket(os.environ, os.getuid())}"]
 
-    async def test_the_token_of_the_environment_sets_the_principal(
+    async def test_token_of_the_environment_sets_the_principal(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async with ForgedClient(runner.endpoint) as operator:
@@ -265,18 +265,18 @@ class TestOpening:
         async with ForgedClient(runner.endpoint, token="") as anonymous:
             assert (await anonymous.create_job("a")).name == "a"
 
-    async def test_an_empty_token_in_the_environment_is_none(
+    async def test_empty_token_in_the_environment_is_ignored(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("FORGED_TOKEN", "")
         async with ForgedClient(runner.endpoint) as client:
             assert (await client.create_job("a")).name == "a"
 
-    async def test_what_is_not_an_endpoint_is_refused(self) -> None:
+    async def test_invalid_endpoint_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="is invalid"):
             ForgedClient("gopher://somewhere")
 
-    async def test_a_plain_endpoint_where_tls_is_spoken_is_told_how_to_write_it(self, tmp_path: Path) -> None:
+    async def test_tcp_endpoint_of_a_tls_daemon_suggests_the_tls_endpoint(self, tmp_path: Path) -> None:
         network = SystemNetwork(tls_server=Certificates(tmp_path).server())
         runner = DaemonRunner(config_in(tmp_path / "tls", listen=("tls://127.0.0.1:0",)), network=network)
         (secure,) = (await runner.open()).listening
@@ -285,25 +285,21 @@ class TestOpening:
                 pass
         await runner.close()
 
-    async def test_a_token_that_is_refused_ends_it_at_once(self, runner: DaemonRunner) -> None:
+    async def test_refused_token_fails_opening_at_once(self, runner: DaemonRunner) -> None:
         with pytest.raises(RequestRefused, match="token is unknown") as refused:
             async with client_of(runner, token="forged_0_0", connect_timeout_s=60):
                 pass
         assert refused.value.code == "token_unknown"
 
-    async def test_of_several_endpoints_the_one_that_answers_is_used(
-        self, runner: DaemonRunner, tmp_path: Path
-    ) -> None:
+    async def test_first_endpoint_that_answers_is_used(self, runner: DaemonRunner, tmp_path: Path) -> None:
         async with ForgedClient(f"unix://{tmp_path}/none.sock", runner.endpoint, reconnect=SOON) as client:
             assert client.endpoint == runner.endpoint
             assert await client.ping() >= 0
 
-    async def test_an_endpoint_that_never_answers_does_not_keep_the_next_from_its_turn(
-        self, runner: DaemonRunner, tmp_path: Path
-    ) -> None:
+    async def test_unresponsive_endpoint_is_skipped(self, runner: DaemonRunner, tmp_path: Path) -> None:
         async with (
-            FakeDaemon(tmp_path / "mute.sock", FakeConnection.wait_closed) as mute,
-            client_of(mute, runner, connect_timeout_s=1.5) as client,
+            FakeDaemon(tmp_path / "mute.sock", FakeConnection.wait_closed) as silent_daemon,
+            client_of(silent_daemon, runner, connect_timeout_s=1.5) as client,
         ):
             assert client.endpoint == runner.endpoint
 
@@ -315,7 +311,7 @@ class TestOpening:
             async with client.facts():
                 pass
 
-    async def test_a_client_is_opened_once(self, runner: DaemonRunner) -> None:
+    async def test_second_opening_is_refused(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as client:
             with pytest.raises(RequestRefused, match="opened only once"):
                 await client.__aenter__()
@@ -328,16 +324,16 @@ class TestOpening:
             arrived.set()
             await connection.wait_closed()
 
-        async with FakeDaemon(tmp_path / "mute.sock", keep_waiting) as mute:
-            opening = asyncio.create_task(client_of(mute, connect_timeout_s=60).__aenter__())
+        async with FakeDaemon(tmp_path / "mute.sock", keep_waiting) as silent_daemon:
+            opening = asyncio.create_task(client_of(silent_daemon, connect_timeout_s=60).__aenter__())
             await arrived.wait()
             opening.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await opening
 
 
-class TestLosingTheDaemon:
-    async def test_a_call_while_the_daemon_is_away_is_done_when_it_is_back(self, runner: DaemonRunner) -> None:
+class TestDaemonLoss:
+    async def test_call_during_daemon_absence_completes_after_its_return(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as client:
             await client.create_job("a")
             await runner.close()
@@ -347,7 +343,7 @@ class TestLosingTheDaemon:
             await note
             assert await notes(client) == ["while you were out"]
 
-    async def test_a_request_that_was_lost_on_its_way_is_sent_again(self, runner: DaemonRunner, proxy: Proxy) -> None:
+    async def test_lost_request_is_sent_again(self, runner: DaemonRunner, proxy: Proxy) -> None:
         async with client_of(proxy) as client:
             await client.create_job("a")
             proxy.rule = cut_once("up", RequestMessage)
@@ -355,7 +351,7 @@ class TestLosingTheDaemon:
             assert proxy.cuts == 1
             assert await notes(client) == ["hello"]
 
-    async def test_a_request_whose_answer_was_lost_is_done_once(self, runner: DaemonRunner, proxy: Proxy) -> None:
+    async def test_request_with_a_lost_reply_is_executed_once(self, runner: DaemonRunner, proxy: Proxy) -> None:
         async with client_of(proxy) as client:
             await client.create_job("a")
             proxy.rule = cut_once("down", Reply)
@@ -366,7 +362,7 @@ class TestLosingTheDaemon:
         first, again = (one for one in sent if one.method == AddNote.__name__)
         assert first.number == again.number
 
-    async def test_many_lost_answers_are_all_done_once(self, runner: DaemonRunner, proxy: Proxy) -> None:
+    async def test_requests_with_many_lost_replies_are_executed_once(self, runner: DaemonRunner, proxy: Proxy) -> None:
         replies = 0
 
         def every_seventh_answer(way: str, message: Any) -> bool:
@@ -382,9 +378,7 @@ class TestLosingTheDaemon:
             assert sorted(await notes(client)) == sorted(f"note {number}" for number in range(50))
         assert proxy.cuts > 1
 
-    async def test_a_request_is_done_once_over_a_restart_of_the_daemon(
-        self, runner: DaemonRunner, proxy: Proxy
-    ) -> None:
+    async def test_request_is_executed_once_across_a_daemon_restart(self, runner: DaemonRunner, proxy: Proxy) -> None:
         async with client_of(proxy) as client:
             await client.create_job("a")
             proxy.rule = cut_once("down", Reply)
@@ -395,7 +389,7 @@ class TestLosingTheDaemon:
             await note
             assert await notes(client) == ["hello"]
 
-    async def test_it_turns_to_the_next_endpoint(self, runner: DaemonRunner, tmp_path: Path) -> None:
+    async def test_client_switches_to_the_next_endpoint(self, runner: DaemonRunner, tmp_path: Path) -> None:
         other = DaemonRunner(config_in(tmp_path / "other"))
         await other.open()
         async with client_of(runner, other) as client:
@@ -404,14 +398,13 @@ class TestLosingTheDaemon:
             assert (await client.status()).socket == other.config.socket
         await other.close()
 
-    async def test_a_daemon_that_does_not_lead_sends_it_to_the_next_endpoint(
-        self, runner: DaemonRunner, tmp_path: Path
-    ) -> None:
-        async def not_here(request: AddNote, call: Call, proceed: Any) -> Any:
+    async def test_client_leaves_a_daemon_that_is_not_the_leader(self, runner: DaemonRunner, tmp_path: Path) -> None:
+        async def refuse_as_follower(request: AddNote, call: Call, proceed: Any) -> Any:
             raise NotLeader("not_leader", "another daemon leads")
 
         follower = DaemonRunner(
-            config_in(tmp_path / "other"), extend=lambda daemon: daemon.bus.wrap(AddNote, not_here, owner="a test")
+            config_in(tmp_path / "other"),
+            extend=lambda daemon: daemon.bus.wrap(AddNote, refuse_as_follower, owner="a test"),
         )
         await follower.open()
         async with client_of(runner) as direct, client_of(follower, runner) as client:
@@ -425,7 +418,7 @@ class TestLosingTheDaemon:
                 await client.note("a", "hello")
         await follower.close()
 
-    async def test_a_token_that_is_revoked_ends_it_with_the_reason(self, runner: DaemonRunner) -> None:
+    async def test_revoked_token_ends_the_client_with_the_reason(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as operator:
             text = await operator.create_token("bot", Role.VIEWER)
             async with client_of(runner, token=text) as bot, bot.facts(since=None) as stream:
@@ -440,8 +433,8 @@ class TestLosingTheDaemon:
 
 
 class TestClosing:
-    async def test_calls_that_wait_are_told(self, runner: DaemonRunner) -> None:
-        runner.extend = serving(ponder_forever)
+    async def test_closing_fails_waiting_calls(self, runner: DaemonRunner) -> None:
+        runner.extend = serving(never_reply)
         await runner.reopen()
         async with client_of(runner) as client:
             waiting = asyncio.create_task(client.request(ExampleRequest("life")))
@@ -450,7 +443,7 @@ class TestClosing:
             await waiting
         assert closed.value.code == "client_closed"
 
-    async def test_streams_that_wait_are_told(self, runner: DaemonRunner) -> None:
+    async def test_closing_fails_waiting_streams(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as client:
             stream = await client.facts(since=None).__aenter__()
             waiting = asyncio.create_task(stream.__anext__())
@@ -469,7 +462,7 @@ class TestClosing:
                 pass
         assert not client.connected
 
-    async def test_it_says_goodbye_and_acknowledges_all_answers(self, runner: DaemonRunner, proxy: Proxy) -> None:
+    async def test_closing_sends_bye_and_acknowledges_all_replies(self, runner: DaemonRunner, proxy: Proxy) -> None:
         async with client_of(proxy) as client:
             await client.create_job("a")
             await client.note("a", "hello")
@@ -477,13 +470,13 @@ class TestClosing:
             await asyncio.sleep(0)
         assert [one for _, one in proxy.seen if isinstance(one, Bye)] == [Bye(2)]
 
-    async def test_it_can_be_closed_while_the_daemon_is_away(self, runner: DaemonRunner) -> None:
+    async def test_client_can_be_closed_while_the_daemon_is_down(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as client:
             await runner.close()
             while client.connected:
                 await asyncio.sleep(0)
 
-    async def test_an_error_of_the_block_is_unchanged(self, runner: DaemonRunner) -> None:
+    async def test_error_raised_in_the_block_is_unchanged(self, runner: DaemonRunner) -> None:
         with pytest.raises(KeyError, match="mine"):
             async with client_of(runner):
                 raise KeyError("mine")
@@ -502,7 +495,7 @@ class TestClosing:
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    async def test_a_timeout_around_it_is_a_timeout(self, runner: DaemonRunner) -> None:
+    async def test_timeout_around_the_client_raises_timeout_error(self, runner: DaemonRunner) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.02), client_of(runner):
                 await asyncio.Event().wait()
@@ -510,14 +503,14 @@ class TestClosing:
             async with client_of(runner), asyncio.timeout(0.02):
                 await asyncio.Event().wait()
 
-    async def test_two_clients_in_one_loop_do_not_know_each_other(self, runner: DaemonRunner) -> None:
+    async def test_two_clients_in_one_loop_are_independent(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as first, client_of(runner) as second:
             await asyncio.gather(first.create_job("a"), second.create_job("b"))
             async with second.facts(NoteAdded, since=None) as stream:
                 await first.note("a", "hello")
-                heard = await anext(stream)
-            assert isinstance(heard, Record)
-            assert heard.fact == NoteAdded("hello")
+                received = await anext(stream)
+            assert isinstance(received, Record)
+            assert received.fact == NoteAdded("hello")
             assert len(await first.jobs()) == 2
 
 

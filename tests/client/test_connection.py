@@ -31,7 +31,7 @@ async def refuse_all(connection: FakeConnection, failure: Failure) -> None:
 
 
 class TestHello:
-    async def test_the_first_word_is_a_hello_with_the_token(self, tmp_path: Path) -> None:
+    async def test_first_message_is_a_hello_with_the_token(self, tmp_path: Path) -> None:
         heard: list[Hello] = []
 
         async def treat(connection: FakeConnection) -> None:
@@ -42,7 +42,7 @@ class TestHello:
             (hello,) = heard
         assert (hello.version_min, hello.version_max, hello.token) == (1, 1, "a token")
 
-    async def test_every_connection_of_a_client_bears_the_same_id(self, tmp_path: Path) -> None:
+    async def test_all_connections_of_a_client_have_the_same_id(self, tmp_path: Path) -> None:
         heard: list[bytes] = []
 
         async def treat(connection: FakeConnection) -> None:
@@ -55,20 +55,20 @@ class TestHello:
                 await asyncio.sleep(0)
         assert len(set(heard)) == 1
 
-    async def test_a_daemon_that_speaks_no_version_of_ours_is_final(self, tmp_path: Path) -> None:
+    async def test_daemon_without_a_common_version_is_a_final_error(self, tmp_path: Path) -> None:
         strange = msgspec.structs.replace(WELCOME, version=99)
         async with FakeDaemon(tmp_path / "s", lambda connection: _welcome_and_wait(connection, strange)) as fake:
             with pytest.raises(PeerError, match="version 99") as mismatch:
                 await client_of(fake, connect_timeout_s=60).__aenter__()
         assert mismatch.value.code == "version_mismatch"
 
-    async def test_a_daemon_that_does_not_speak_our_version_is_final(self, tmp_path: Path) -> None:
+    async def test_daemon_that_refuses_the_version_is_a_final_error(self, tmp_path: Path) -> None:
         failure = Failure(0, "peer", "version_mismatch", "this end speaks versions 7 to 9", "upgrade")
         async with FakeDaemon(tmp_path / "s", lambda connection: refuse_all(connection, failure)) as fake:
             with pytest.raises(PeerError, match="7 to 9"):
                 await client_of(fake, connect_timeout_s=60).__aenter__()
 
-    async def test_a_daemon_that_is_full_is_asked_again_and_then_named_as_the_reason(self, tmp_path: Path) -> None:
+    async def test_full_daemon_is_retried_and_then_named_as_the_reason(self, tmp_path: Path) -> None:
         failure = Failure(0, "unavailable", "too_many_connections", "too many connections", "try later")
         async with FakeDaemon(tmp_path / "s", lambda connection: refuse_all(connection, failure)) as fake:
             with pytest.raises(Unavailable, match="too many connections") as refused:
@@ -87,7 +87,7 @@ class TestHello:
                 await client_of(fake, connect_timeout_s=60, reconnect=TWICE).__aenter__()
 
 
-class TestConversation:
+class TestMessages:
     async def test_a_ping_is_answered(self, tmp_path: Path) -> None:
         answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
@@ -99,7 +99,7 @@ class TestConversation:
         async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake):
             assert await answered == Pong(5)
 
-    async def test_what_breaks_the_protocol_is_told_and_costs_the_connection(self, tmp_path: Path) -> None:
+    async def test_protocol_violation_is_reported_and_closes_the_connection(self, tmp_path: Path) -> None:
         told: list[Any] = []
 
         async def treat(connection: FakeConnection) -> None:
@@ -114,7 +114,7 @@ class TestConversation:
                 await asyncio.sleep(0)
         assert [(one.number, one.kind, one.code) for one in told] == [(0, "peer", "message_unexpected")]
 
-    async def test_a_fact_that_cannot_be_read_costs_the_connection_and_not_the_client(self, tmp_path: Path) -> None:
+    async def test_undecodable_fact_closes_the_connection_and_keeps_the_client(self, tmp_path: Path) -> None:
         async def treat(connection: FakeConnection) -> None:
             await connection.accept_hello()
             subscribed = await connection.receive()
@@ -125,7 +125,7 @@ class TestConversation:
         async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake) as client, client.facts():
             assert fake.connections == 2
 
-    async def test_an_answer_that_is_none_fails_the_call_alone(self, tmp_path: Path) -> None:
+    async def test_invalid_reply_fails_only_its_call(self, tmp_path: Path) -> None:
         async def treat(connection: FakeConnection) -> None:
             await connection.accept_hello()
             request = await connection.receive()
@@ -139,7 +139,7 @@ class TestConversation:
             assert client.connected
         assert invalid.value.code == "reply_invalid"
 
-    async def test_frames_may_be_as_large_as_the_daemon_says(self, tmp_path: Path) -> None:
+    async def test_frame_limit_is_taken_from_the_daemon(self, tmp_path: Path) -> None:
         job = Job(name="a", settings={"blob": "x" * (5 << 20)}, created_at=0.0, created_by="a test")
         page = JobPage([job], more=False)
 
@@ -152,7 +152,7 @@ class TestConversation:
         async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake) as client:
             assert await client.request(ListJobs()) == page
 
-    async def test_goodbye_says_why_the_daemon_went(self, tmp_path: Path) -> None:
+    async def test_bye_carries_the_reason(self, tmp_path: Path) -> None:
         async def treat(connection: FakeConnection) -> None:
             await connection.accept_hello()
             await connection.receive()
@@ -178,37 +178,37 @@ class TestTls:
         issued.private_key_pem.write_to_path(tmp_path / "key.pem")
         return {name: str(tmp_path / f"{name}.pem") for name in ("ca", "cert", "key")}
 
-    async def test_certificates_are_those_that_the_environment_names(
+    async def test_certificates_are_read_from_the_environment(
         self, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        runner = await _secured_house(tmp_path, files)
+        runner = await _secured_daemon(tmp_path, files)
         for name, value in (("CA", "ca"), ("CERTIFICATE", "cert"), ("KEY", "key")):
             monkeypatch.setenv(f"FORGED_{name}", files[value])
         async with ForgedClient(runner.daemon.listening[0], reconnect=SOON) as client:
             assert (await client.create_job("a")).created_by == "certificate:bot"
         await runner.close()
 
-    async def test_a_certificate_that_is_not_accepted_is_final(
+    async def test_rejected_certificate_is_a_final_error(
         self, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        runner = await _secured_house(tmp_path, files)
+        runner = await _secured_daemon(tmp_path, files)
         trustme.CA().cert_pem.write_to_path(tmp_path / "other.pem")
         monkeypatch.setenv("FORGED_CA", str(tmp_path / "other.pem"))
         with pytest.raises(PeerError, match="its certificate is not accepted"):
             await ForgedClient(runner.daemon.listening[0], connect_timeout_s=60).__aenter__()
         await runner.close()
 
-    async def test_a_daemon_that_wants_a_certificate_says_so(
+    async def test_missing_client_certificate_is_reported(
         self, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        runner = await _secured_house(tmp_path, files)
+        runner = await _secured_daemon(tmp_path, files)
         monkeypatch.setenv("FORGED_CA", files["ca"])
         with pytest.raises(PeerError, match="requires a client certificate"):
             await ForgedClient(runner.daemon.listening[0], connect_timeout_s=60).__aenter__()
         await runner.close()
 
 
-async def _secured_house(directory: Path, files: dict[str, str]) -> DaemonRunner:
+async def _secured_daemon(directory: Path, files: dict[str, str]) -> DaemonRunner:
     """A daemon that requires a client certificate."""
     network = SystemNetwork(tls_server=tls.server_context(files["cert"], files["key"], files["ca"]))
     config = config_in(directory, listen=("tls://127.0.0.1:0",), certificate_roles={"bot": "worker"})

@@ -16,7 +16,7 @@ from tests.client.fake_daemon import FakeConnection, FakeDaemon
 from tests.client.test_client import client_of
 
 
-class Dice(Random):
+class CountingRandom(Random):
     """Counts the pauses: each draws once for its jitter."""
 
     pauses = 0
@@ -26,7 +26,7 @@ class Dice(Random):
         return super().random()
 
 
-class Clock:
+class SettableClock:
     """A clock that a test sets."""
 
     def __init__(self) -> None:
@@ -44,15 +44,15 @@ async def welcome_and_drop(connection: FakeConnection) -> None:
 
 
 class TestPauses:
-    async def test_a_daemon_that_closes_each_connection_is_not_flooded(self, tmp_path: Path) -> None:
-        dice = Dice(1)
+    async def test_daemon_that_closes_each_connection_is_retried_with_pauses(self, tmp_path: Path) -> None:
+        dice = CountingRandom(1)
         async with FakeDaemon(tmp_path / "s", welcome_and_drop) as fake, client_of(fake, source=dice):
             while fake.connections < 6:
                 await asyncio.sleep(0.001)
         assert dice.pauses >= 5
 
-    async def test_a_lost_connection_that_had_lasted_is_made_anew_without_a_pause(self, tmp_path: Path) -> None:
-        dice, clock = Dice(1), Clock()
+    async def test_long_lived_connection_is_reopened_without_a_pause(self, tmp_path: Path) -> None:
+        dice, clock = CountingRandom(1), SettableClock()
         leave = asyncio.Event()
 
         async def treat(connection: FakeConnection) -> None:
@@ -66,8 +66,8 @@ class TestPauses:
                 await asyncio.sleep(0)
             assert dice.pauses == 0
 
-    async def test_every_endpoint_has_its_turn_before_a_pause(self, tmp_path: Path) -> None:
-        dice = Dice(1)
+    async def test_every_endpoint_is_tried_before_a_pause(self, tmp_path: Path) -> None:
+        dice = CountingRandom(1)
         async with (
             FakeDaemon(tmp_path / "a", welcome_and_drop) as first,
             FakeDaemon(tmp_path / "b", welcome_and_drop) as second,
@@ -77,7 +77,7 @@ class TestPauses:
                 await asyncio.sleep(0.001)
             assert min(first.connections, second.connections) >= 4
 
-    async def test_a_hurried_start_does_not_hurry_what_comes_later(self, tmp_path: Path) -> None:
+    async def test_connect_timeout_of_opening_does_not_limit_reconnections(self, tmp_path: Path) -> None:
         async def treat(connection: FakeConnection) -> None:
             if fake.connections > 1:
                 await asyncio.sleep(0.5)
@@ -90,7 +90,7 @@ class TestPauses:
                 await asyncio.sleep(0.001)
             assert fake.connections == 2
 
-    async def test_a_policy_that_gives_up_ends_the_client(self, runner: DaemonRunner) -> None:
+    async def test_exhausted_retry_policy_ends_the_client(self, runner: DaemonRunner) -> None:
         async with client_of(runner, reconnect=RetryPolicy(attempts=3, delay_s=0.001)) as client:
             await runner.close()
             with pytest.raises(Unavailable, match="cannot connect") as refused:
@@ -101,13 +101,13 @@ class TestPauses:
 
 
 class TestEnd:
-    async def test_what_the_operator_must_mend_is_not_tried_again(self, runner: DaemonRunner) -> None:
+    async def test_config_error_is_not_retried(self, runner: DaemonRunner) -> None:
         endpoint = f"unix:///{'x' * 200}"
         client = client_of(runner)
         with pytest.raises(ConfigError, match="path"):
             await type(client)(endpoint, connect_timeout_s=60, reconnect=SOON).__aenter__()
 
-    async def test_a_client_that_is_left_while_it_connects_leaves_nothing_behind(self, tmp_path: Path) -> None:
+    async def test_client_closed_while_connecting_leaks_nothing(self, tmp_path: Path) -> None:
         tried = asyncio.Event()
 
         async def treat(connection: FakeConnection) -> None:
@@ -123,7 +123,7 @@ class TestEnd:
             guests = fake.connections
         assert guests == 2
 
-    async def test_a_daemon_that_does_not_read_does_not_keep_it_from_leaving(
+    async def test_daemon_that_does_not_read_does_not_delay_closing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(connector, "GOODBYE_TIMEOUT_S", 0.02)

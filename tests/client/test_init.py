@@ -18,14 +18,14 @@ assert ElasticWorker.__module__ == "forged.worker.worker"
 """
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_is_importable() -> None:
     assert [name for name in client.__all__ if not hasattr(client, name)] == []
 
 
-def test_what_is_not_there_is_an_attribute_error() -> None:
+def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = client.Nothing
 
 
-def test_the_worker_is_loaded_when_it_is_asked_for() -> None:
+def test_worker_module_is_imported_on_first_use() -> None:
     subprocess.run([sys.executable, "-c", LIGHT], check=True)

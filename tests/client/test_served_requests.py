@@ -23,7 +23,7 @@ def session_of(runner: DaemonRunner) -> Session:
 
 
 def ask(runner: DaemonRunner, *, timeout_s: float = 60.0) -> tuple[int, asyncio.Future[Any]]:
-    """Have the daemon ask its only client to ponder."""
+    """Send a request from the daemon to its only client."""
     session = session_of(runner)
     number, answer = session.calls.open(ExampleRequest("life"), timeout_s, None)
     session.send(session.calls.message(number))
@@ -34,18 +34,18 @@ async def ponder(request: ExampleRequest) -> str:
     return f"{request.about} is short"
 
 
-async def ponder_forever(request: ExampleRequest) -> str:
+async def never_reply(request: ExampleRequest) -> str:
     await asyncio.Event().wait()
     return ""
 
 
-async def test_the_daemon_gets_its_answer(runner: DaemonRunner) -> None:
+async def test_daemon_receives_the_reply(runner: DaemonRunner) -> None:
     async with client_of(runner) as client:
         client.serve(ExampleRequest, ponder)
         assert await ask(runner)[1] == "life is short"
 
 
-async def test_answers_come_as_they_are_ready(runner: DaemonRunner) -> None:
+async def test_replies_are_sent_as_they_are_ready(runner: DaemonRunner) -> None:
     slow = asyncio.Event()
 
     async def think(request: ExampleRequest) -> str:
@@ -79,7 +79,7 @@ async def test_a_request_of_the_wrong_shape_is_refused(runner: DaemonRunner) -> 
             await answer
 
 
-async def test_what_a_handler_refuses_is_refused(runner: DaemonRunner) -> None:
+async def test_refusal_of_a_handler_reaches_the_daemon(runner: DaemonRunner) -> None:
     async def refuse(request: ExampleRequest) -> str:
         raise RequestRefused("too_deep", "that is too deep", "ask something else")
 
@@ -91,9 +91,7 @@ async def test_what_a_handler_refuses_is_refused(runner: DaemonRunner) -> None:
 
 
 @pytest.mark.parametrize("broken", [ZeroDivisionError("division by zero"), None])
-async def test_a_broken_handler_is_reported_at_both_ends_and_harms_nothing(
-    runner: DaemonRunner, broken: Exception | None
-) -> None:
+async def test_failing_handler_is_reported_at_both_ends(runner: DaemonRunner, broken: Exception | None) -> None:
     """It raises, or returns what cannot be sent."""
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
@@ -112,23 +110,23 @@ async def test_a_broken_handler_is_reported_at_both_ends_and_harms_nothing(
     assert [type(context["exception"]) for context in reported] == [type(broken) if broken else TypeError]
 
 
-async def test_an_answer_that_no_frame_holds_is_an_error_to_the_daemon_alone(runner: DaemonRunner) -> None:
-    async def ramble(request: ExampleRequest) -> str:
+async def test_reply_larger_than_a_frame_is_an_error_only_at_the_daemon(runner: DaemonRunner) -> None:
+    async def reply_too_large(request: ExampleRequest) -> str:
         return "x" * (5 << 20)
 
     async with client_of(runner) as client:
-        client.serve(ExampleRequest, ramble)
+        client.serve(ExampleRequest, reply_too_large)
         with pytest.raises(ForgedError, match="bytes"):
             await ask(runner)[1]
         assert client.connected
 
 
-async def test_a_handler_has_no_longer_than_the_daemon_waits(runner: DaemonRunner) -> None:
+async def test_handler_is_stopped_when_the_daemons_deadline_passes(runner: DaemonRunner) -> None:
     stopped = asyncio.Event()
 
     async def forever(request: ExampleRequest) -> str:
         try:
-            return await ponder_forever(request)
+            return await never_reply(request)
         finally:
             stopped.set()
 
@@ -140,12 +138,12 @@ async def test_a_handler_has_no_longer_than_the_daemon_waits(runner: DaemonRunne
     assert late.value.code == "deadline_exceeded"
 
 
-async def test_what_the_daemon_cancels_is_stopped(runner: DaemonRunner) -> None:
+async def test_request_cancelled_by_the_daemon_is_stopped(runner: DaemonRunner) -> None:
     begun = asyncio.Event()
 
     async def forever(request: ExampleRequest) -> str:
         begun.set()
-        return await ponder_forever(request)
+        return await never_reply(request)
 
     async with client_of(runner) as client:
         client.serve(ExampleRequest, forever)
@@ -158,19 +156,17 @@ async def test_what_the_daemon_cancels_is_stopped(runner: DaemonRunner) -> None:
         assert client.connected
 
 
-async def test_more_than_it_can_do_at_once_is_turned_away(
-    runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_requests_beyond_the_limit_are_refused(runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_requests, "HANDLERS_RUNNING_MAX", 2)
     async with client_of(runner) as client:
-        client.serve(ExampleRequest, ponder_forever)
+        client.serve(ExampleRequest, never_reply)
         ask(runner)
         ask(runner)
         with pytest.raises(Unavailable, match="already handles 2 requests"):
             await ask(runner)[1]
 
 
-async def test_a_number_that_comes_again_while_it_is_being_answered_is_answered_once(runner: DaemonRunner) -> None:
+async def test_repeated_request_in_progress_is_answered_once(runner: DaemonRunner) -> None:
     begun, goes_on = asyncio.Event(), asyncio.Event()
     asked: list[ExampleRequest] = []
 
@@ -193,14 +189,14 @@ async def test_a_number_that_comes_again_while_it_is_being_answered_is_answered_
     assert len(asked) == 1
 
 
-async def test_a_handler_goes_on_when_the_daemon_is_gone_and_ends_with_the_client(runner: DaemonRunner) -> None:
+async def test_handler_continues_without_the_daemon_and_ends_with_the_client(runner: DaemonRunner) -> None:
     begun, goes_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def work(request: ExampleRequest) -> str:
         begun.set()
         try:
             await goes_on.wait()
-            return await ponder_forever(request)
+            return await never_reply(request)
         finally:
             ended.set()
 
@@ -217,7 +213,7 @@ async def test_a_handler_goes_on_when_the_daemon_is_gone_and_ends_with_the_clien
     assert ended.is_set()
 
 
-async def test_daemon_and_client_ask_each_other_at_once(runner: DaemonRunner) -> None:
+async def test_daemon_and_client_send_requests_with_equal_numbers_concurrently(runner: DaemonRunner) -> None:
     """On one connection, with numbers that are the same."""
 
     async def ask_back(request: ExampleRequest, client: ForgedClient) -> str:

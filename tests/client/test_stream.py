@@ -34,12 +34,12 @@ def facts(*ids: int, upto: int | None = None) -> Facts:
 
 
 class Reader:
-    """A stream without a client, and what it said to its daemon."""
+    """A stream without a client, and the messages that it sends."""
 
     def __init__(self, since: int | None = EARLIEST, until: int | None = None) -> None:
-        self.said: list[Any] = []
+        self.sent: list[Any] = []
         self.stream = FactStream(
-            1, since, (), (), opened=self.said.append, closed=self.said.append, until=until, grant=self.said.append
+            1, since, (), (), opened=self.sent.append, closed=self.sent.append, until=until, grant=self.sent.append
         )
 
     async def open(self, *, history: str = "h1", upto: int = 0) -> Reader:
@@ -69,19 +69,19 @@ class TestPosition:
         assert await reader.read(3) == [1, 2, 3]
         assert reader.stream.waiting == 0
 
-    async def test_it_asks_for_what_comes_behind_the_last_that_arrived(self) -> None:
+    async def test_resubscription_starts_after_the_last_received_fact(self) -> None:
         reader = await Reader().open()
         reader.stream.take(facts(1, 2, upto=9))
         assert reader.subscribe().since == 9
 
-    async def test_before_the_daemon_has_said_from_where_it_asks_as_its_reader_did(self) -> None:
+    async def test_resubscription_before_the_first_reply_repeats_the_readers_position(self) -> None:
         reader = Reader(since=None)
         assert reader.subscribe().since is None
         assert reader.subscribe().since is None
         reader.stream.take(facts(upto=5))
         assert reader.subscribe().since == 5
 
-    async def test_a_gap_stands_where_the_facts_would(self) -> None:
+    async def test_gap_is_returned_in_place_of_the_missing_facts(self) -> None:
         reader = await Reader().open()
         reader.stream.take(facts(1))
         reader.stream.take(GapMessage(1, 2, 7, "forgotten"))
@@ -100,7 +100,7 @@ class TestPosition:
         assert (reader.subscribe("h2").history, reader.stream.position) == ("h2", 1)
         assert await reader.read(4) == [1, 2, Gap(0, 0, "another history"), 1]
 
-    async def test_in_another_history_there_is_no_end_to_wait_for(self) -> None:
+    async def test_until_does_not_apply_to_another_history(self) -> None:
         reader = await Reader(until=100).open(history="h1")
         reader.stream.take(facts(1))
         reader.subscribe("h2")
@@ -112,15 +112,15 @@ class TestCredit:
     async def test_the_first_credit_is_a_window(self) -> None:
         assert Reader().subscribe().credit == WINDOW_FACTS
 
-    async def test_it_grants_half_a_window_when_that_has_been_read(self) -> None:
+    async def test_half_a_window_is_granted_after_it_was_read(self) -> None:
         reader = await Reader().open()
         reader.stream.take(facts(*range(1, WINDOW_FACTS + 1)))
         await reader.read(WINDOW_FACTS // 2 - 1)
-        assert not any(isinstance(one, Credit) for one in reader.said)
+        assert not any(isinstance(one, Credit) for one in reader.sent)
         await reader.read(1)
-        assert reader.said[-1] == Credit(1, WINDOW_FACTS // 2)
+        assert reader.sent[-1] == Credit(1, WINDOW_FACTS // 2)
 
-    async def test_subscribing_again_leaves_room_for_what_waits_to_be_read(self) -> None:
+    async def test_resubscription_credit_excludes_unread_facts(self) -> None:
         reader = await Reader().open()
         reader.stream.take(facts(*range(1, 101)))
         await reader.read(40)
@@ -128,9 +128,9 @@ class TestCredit:
         await reader.read(60)
         reader.stream.take(facts(*range(101, WINDOW_FACTS // 2 + 41)))
         await reader.read(WINDOW_FACTS // 2 - 60)
-        assert reader.said[-1] == Credit(1, WINDOW_FACTS // 2)
+        assert reader.sent[-1] == Credit(1, WINDOW_FACTS // 2)
 
-    async def test_a_reader_that_rests_holds_no_more_than_the_window(self, runner: DaemonRunner) -> None:
+    async def test_idle_reader_buffers_at_most_the_window(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as client, client_of(runner) as other:
             await other.create_job("a")
             async with client.facts(NoteAdded, since=None) as stream:
@@ -138,17 +138,17 @@ class TestCredit:
                     await asyncio.gather(*(other.note("a", f"{start + number}") for number in range(100)))
                 await client.ping()
                 assert stream.waiting == WINDOW_FACTS
-                heard = [_fact(await anext(stream)).text for _ in range(2 * WINDOW_FACTS)]
-        assert sorted(map(int, heard)) == list(range(2 * WINDOW_FACTS))
+                received = [_fact(await anext(stream)).text for _ in range(2 * WINDOW_FACTS)]
+        assert sorted(map(int, received)) == list(range(2 * WINDOW_FACTS))
 
 
 class TestEnding:
-    async def test_it_is_used_inside_its_block(self) -> None:
+    async def test_use_outside_the_block_is_refused(self) -> None:
         reader = Reader()
         with pytest.raises(RequestRefused, match="not open"):
             await anext(reader.stream)
 
-    async def test_it_is_opened_once(self) -> None:
+    async def test_second_opening_is_refused(self) -> None:
         reader = await Reader().open()
         with pytest.raises(RequestRefused, match="opened only once"):
             await reader.stream.__aenter__()
@@ -166,7 +166,7 @@ class TestEnding:
         reader.stream.close()
         assert [item async for item in reader.stream] == []
 
-    async def test_closing_it_while_it_opens_ends_the_wait(self) -> None:
+    async def test_closing_during_opening_ends_the_wait(self) -> None:
         reader = Reader()
         opening = asyncio.create_task(reader.stream.__aenter__())
         await asyncio.sleep(0)
@@ -181,9 +181,9 @@ class TestEnding:
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):
             await opening
-        assert reader.said == [reader.stream, reader.stream]
+        assert reader.sent == [reader.stream, reader.stream]
 
-    async def test_what_arrived_before_a_failure_is_read_before_it(self) -> None:
+    async def test_facts_received_before_a_failure_are_read_first(self) -> None:
         reader = await Reader().open()
         reader.stream.take(facts(1))
         reader.stream.take(Ended(1, "refused", "forbidden", "not yours"))
@@ -208,14 +208,14 @@ class TestEnding:
         await asyncio.wait([reading])
         assert await reader.read(1) == [1]
 
-    async def test_it_ends_behind_the_last_that_was_wanted(self) -> None:
+    async def test_stream_ends_after_until(self) -> None:
         reader = await Reader(until=3).open()
         reader.stream.take(facts(1, 3))
         assert [_id(item) async for item in reader.stream] == [1, 3]
 
 
-class TestAgainstADaemon:
-    async def test_facts_come_as_they_become_durable(self, runner: DaemonRunner) -> None:
+class TestRealDaemon:
+    async def test_facts_arrive_as_they_become_durable(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as client, client.facts(since=None) as stream:
             job = await client.create_job("a", {"lr": 1})
             created = await anext(stream)
@@ -223,22 +223,22 @@ class TestAgainstADaemon:
             assert created.fact == JobCreated(job.name, job.settings)
             assert created.job == "a"
 
-    async def test_only_what_was_asked_for_comes(self, runner: DaemonRunner) -> None:
+    async def test_only_the_selected_facts_arrive(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as client:
             await client.create_job("a")
             await client.create_job("b")
             await client.note("a", "mine")
             async with client.facts(NoteAdded, "JobCreated", since=EARLIEST, jobs=["b"]) as stream:
                 await client.note("b", "theirs")
-                heard = [await anext(stream) for _ in range(2)]
-            assert [_fact(item) for item in heard] == [JobCreated("b", {}), NoteAdded("theirs")]
+                received = [await anext(stream) for _ in range(2)]
+            assert [_fact(item) for item in received] == [JobCreated("b", {}), NoteAdded("theirs")]
 
-    async def test_every_type_is_what_fact_means(self, runner: DaemonRunner) -> None:
+    async def test_type_fact_selects_every_fact(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as client:
             everything = [item async for item in client.past_facts(Fact)]
             assert [_id(item) for item in everything] == [_id(item) async for item in client.past_facts()]
 
-    async def test_past_facts_end_where_none_of_them_is_wanted(self, runner: DaemonRunner) -> None:
+    async def test_past_facts_without_matches_end(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as client:
             await client.create_job("a")
             assert [item async for item in client.past_facts("NoSuchFact")] == []
@@ -251,7 +251,7 @@ class TestAgainstADaemon:
         async with client_of(runner, token=text) as client:
             assert [_fact(item) async for item in client.past_facts()] == [JobCreated("a", {})]
 
-    async def test_what_may_not_be_seen_is_refused_and_stays_refused(self, runner: DaemonRunner, proxy: Proxy) -> None:
+    async def test_forbidden_stream_is_refused_and_not_retried(self, runner: DaemonRunner, proxy: Proxy) -> None:
         async with client_of(runner) as operator:
             text = await operator.create_token("bot", Role.VIEWER, jobs=["a"])
         async with client_of(proxy, token=text) as client:
@@ -263,9 +263,7 @@ class TestAgainstADaemon:
         subscriptions = [one for way, one in proxy.seen if isinstance(one, Subscribe)]
         assert len(subscriptions) == 1
 
-    async def test_more_names_than_a_frame_holds_are_refused_to_their_reader_alone(
-        self, runner: DaemonRunner, proxy: Proxy
-    ) -> None:
+    async def test_too_large_selection_fails_only_its_stream(self, runner: DaemonRunner, proxy: Proxy) -> None:
         async with client_of(proxy) as client:
             with pytest.raises(ForgedError):
                 async with client.facts(jobs=["x" * 1000] * 5000):
@@ -295,13 +293,13 @@ class TestAgainstADaemon:
         async with client_of(runner) as writer, client_of(proxy) as client:
             async with client.facts(since=EARLIEST) as stream:
                 writing = asyncio.create_task(write(writer))
-                heard = await _until_last_note(stream, notes)
+                received = await _until_last_note(stream, notes)
                 await writing
             journal = [_id(item) async for item in writer.past_facts()]
-        assert [_id(item) for item in heard] == journal
+        assert [_id(item) for item in received] == journal
         assert proxy.cuts > 5
 
-    async def test_it_goes_on_over_restarts_of_the_daemon(self, runner: DaemonRunner) -> None:
+    async def test_stream_continues_across_daemon_restarts(self, runner: DaemonRunner) -> None:
         async with client_of(runner) as client, client.facts(NoteAdded, since=None) as stream:
             await client.create_job("a")
             for text in ("one", "two", "three"):
@@ -313,7 +311,7 @@ class TestAgainstADaemon:
                 NoteAdded("three"),
             ]
 
-    async def test_what_the_journal_has_forgotten_meanwhile_is_a_gap(self, runner: DaemonRunner, proxy: Proxy) -> None:
+    async def test_facts_trimmed_during_a_disconnection_are_a_gap(self, runner: DaemonRunner, proxy: Proxy) -> None:
         await runner.reopen(journal_facts_max=100)
         async with client_of(runner) as writer, client_of(proxy) as client:
             await writer.create_job("a")
@@ -335,7 +333,7 @@ class TestAgainstADaemon:
     async def test_another_history_at_the_same_address_is_a_gap(
         self, runner: DaemonRunner, tmp_path: Path, notes: int
     ) -> None:
-        """Whether the other daemon has said more so far than this one had, or less."""
+        """The other history is longer or shorter than the first one."""
         other = await _other_history(tmp_path / "other", notes)
         async with client_of(runner) as client:
             await client.create_job("a")
@@ -364,12 +362,12 @@ async def _other_history(directory: Path, notes: int) -> ReusableStore:
 
 
 async def _until_last_note(stream: FactStream, notes: int) -> list[Record | Gap]:
-    heard: list[Record | Gap] = []
+    received: list[Record | Gap] = []
     left = notes
     while left:
-        heard.append(await anext(stream))
-        left -= isinstance(_fact(heard[-1]), NoteAdded)
-    return heard
+        received.append(await anext(stream))
+        left -= isinstance(_fact(received[-1]), NoteAdded)
+    return received
 
 
 def _fact(item: Record | Gap) -> Any:

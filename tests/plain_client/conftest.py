@@ -1,4 +1,4 @@
-"""What the tests of the line share."""
+"""Fixtures of the plain client tests."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class TestHello:
             pass
         assert strange.value.code == "not_a_daemon"
 
-    def test_a_daemon_of_another_version_is_told_apart(self, loop: EventLoopThread, tmp_path: Path) -> None:
+    def test_daemon_of_another_version_is_reported(self, loop: EventLoopThread, tmp_path: Path) -> None:
         async def treat(connection: FakeConnection) -> None:
             await connection.accept_hello(msgspec.structs.replace(WELCOME, version=9))
             await connection.wait_closed()
@@ -101,7 +101,7 @@ class TestHello:
             pass
         assert (mismatch.value.code, mismatch.value.fix) == ("version_mismatch", "upgrade forgectl")
 
-    def test_what_a_newer_daemon_appends_to_its_welcome_is_ignored(self, loop: EventLoopThread, tmp_path: Path) -> None:
+    def test_additional_welcome_fields_are_ignored(self, loop: EventLoopThread, tmp_path: Path) -> None:
         async def treat(connection: FakeConnection) -> None:
             await connection.receive()
             fields = [1, *msgspec.to_builtins(WELCOME)[1:], "news", {}]
@@ -112,7 +112,7 @@ class TestHello:
         with connected(loop, tmp_path, treat) as line:
             assert line.history == WELCOME.history
 
-    def test_one_that_speaks_only_an_older_version_is_told_apart(self, tmp_path: Path) -> None:
+    def test_daemon_with_only_an_older_version_is_reported(self, tmp_path: Path) -> None:
         older = [1, 0, "forged/0.0.9", "unix:0", "operator", "", 0, 1, 4 << 20, 1024, 0]
         with (
             scripted_daemon(tmp_path, welcome=older) as daemon,
@@ -121,7 +121,7 @@ class TestHello:
             Wire(f"unix://{daemon.path}", None, LONG_S)
         assert mismatch.value.fix == "upgrade the daemon"
 
-    def test_one_that_refuses_our_version_is_quoted(self, loop: EventLoopThread, tmp_path: Path) -> None:
+    def test_version_refusal_is_quoted(self, loop: EventLoopThread, tmp_path: Path) -> None:
         async def treat(connection: FakeConnection) -> None:
             await connection.receive()
             connection.send(Failure(0, "peer", "version_mismatch", "this end speaks 2 to 3", "upgrade the older"))
@@ -132,7 +132,7 @@ class TestHello:
             pass
         assert mismatch.value.code == "version_mismatch"
 
-    def test_one_that_hangs_up_before_it_has_listened_is_quoted(self, tmp_path: Path) -> None:
+    def test_failure_sent_before_the_hello_is_quoted(self, tmp_path: Path) -> None:
         said = msgpack.packb([4, 0, "unavailable", "too_many_connections", "there are 7 already", "try again"])
         path = tmp_path / "s"
         with socket.socket(socket.AF_UNIX) as server:
@@ -144,7 +144,7 @@ class TestHello:
                 Wire(f"unix://{path}", None, LONG_S)
             turned_away.join()
 
-    def test_one_that_hangs_up_is_unavailable(self, loop: EventLoopThread, tmp_path: Path) -> None:
+    def test_closed_connection_is_unavailable(self, loop: EventLoopThread, tmp_path: Path) -> None:
         async def treat(connection: FakeConnection) -> None:
             await connection.receive()
 
@@ -171,7 +171,7 @@ class TestAnswers:
             line.request("ReadStatus")
         assert heard[0] == Pong(0)
 
-    def test_a_failure_is_raised_as_what_it_is(self, loop: EventLoopThread, tmp_path: Path) -> None:
+    def test_failure_is_raised_as_its_own_error_type(self, loop: EventLoopThread, tmp_path: Path) -> None:
         async def treat(connection: FakeConnection) -> None:
             await connection.accept_hello()
             await connection.receive()
@@ -188,7 +188,7 @@ class TestAnswers:
                 line.request("Anything")
         assert (refused.value.code, refused.value.fix) == ("no_way", "do something else")
 
-    def test_answers_may_be_as_large_as_the_daemon_says(self, loop: EventLoopThread, tmp_path: Path) -> None:
+    def test_frame_limit_is_taken_from_the_daemon(self, loop: EventLoopThread, tmp_path: Path) -> None:
         async def treat(connection: FakeConnection) -> None:
             await connection.accept_hello()
             connection.send(ReplyOut((await connection.receive()).number, "x" * 1_000_000))
@@ -200,7 +200,7 @@ class TestAnswers:
             with pytest.raises(PeerError, match="announces 5000"):
                 line.request("Anything")
 
-    def test_goodbye_is_unavailable_and_says_so(self, loop: EventLoopThread, tmp_path: Path) -> None:
+    def test_bye_is_unavailable_with_its_reason(self, loop: EventLoopThread, tmp_path: Path) -> None:
         async def treat(connection: FakeConnection) -> None:
             await connection.accept_hello()
             connection.send(Bye(0, "gone fishing"))
@@ -219,7 +219,7 @@ class TestAnswers:
             ("something else", "install the same build of both"),
         ],
     )
-    def test_a_request_that_it_does_not_know_names_both_versions(self, tmp_path: Path, agent: str, fix: str) -> None:
+    def test_unknown_request_names_both_versions(self, tmp_path: Path, agent: str, fix: str) -> None:
         with (
             scripted_daemon(tmp_path, agent=agent) as daemon,
             closing(Wire(f"unix://{daemon.path}", None, LONG_S)) as line,
@@ -231,9 +231,7 @@ class TestAnswers:
     @pytest.mark.parametrize(
         ("agent", "fix"), [("forged/99.0", "upgrade forgectl"), (f"forged/{VERSION}", "see the fields")]
     )
-    def test_fields_that_it_does_not_take_are_a_matter_of_versions_if_those_differ(
-        self, tmp_path: Path, agent: str, fix: str
-    ) -> None:
+    def test_refused_fields_name_both_versions_if_they_differ(self, tmp_path: Path, agent: str, fix: str) -> None:
         answers = {"CreateJob": Refusal("refused", "request_invalid", "field missing", "see the fields")}
         with (
             scripted_daemon(tmp_path, answers, agent=agent) as daemon,
@@ -246,7 +244,7 @@ class TestAnswers:
     @pytest.mark.parametrize(
         "message", [[3, 1], [3], [3, "x", {}], [7, 1, 2], [7, 1, 2, "x"], [8, 1, 1, 2], [4], [11, 1, {}]]
     )
-    def test_what_has_not_its_shape_is_an_error(
+    def test_reply_of_a_wrong_shape_is_an_error(
         self, loop: EventLoopThread, tmp_path: Path, message: list[Any]
     ) -> None:
         async def treat(connection: FakeConnection) -> None:
@@ -260,7 +258,7 @@ class TestAnswers:
             line.request("Anything") if message[0] == 3 else next(line.facts(None, [], []))
 
     @pytest.mark.parametrize("given", ["\udcff", 1 << 64])
-    def test_what_cannot_be_sent_is_the_callers_to_mend(self, tmp_path: Path, given: Any) -> None:
+    def test_unencodable_request_is_refused(self, tmp_path: Path, given: Any) -> None:
         with (
             scripted_daemon(tmp_path) as daemon,
             closing(Wire(f"unix://{daemon.path}", None, LONG_S)) as line,
@@ -270,8 +268,8 @@ class TestAnswers:
         assert daemon.requests == []
 
 
-class TestSayingAndHeeding:
-    def test_a_signal_is_said_as_it_is(self, loop: EventLoopThread, tmp_path: Path) -> None:
+class TestSendingAndReceiving:
+    def test_signal_is_sent_unchanged(self, loop: EventLoopThread, tmp_path: Path) -> None:
         async def treat(connection: FakeConnection) -> None:
             await connection.accept_hello()
             signal = await connection.receive()
@@ -298,7 +296,7 @@ class TestSayingAndHeeding:
             line.process_incoming()
             assert line.request("Anything") == 7
 
-    def test_what_came_with_the_welcome_is_heeded_too(self, loop: EventLoopThread, tmp_path: Path) -> None:
+    def test_messages_received_with_the_welcome_are_processed(self, loop: EventLoopThread, tmp_path: Path) -> None:
         async def treat(connection: FakeConnection) -> None:
             await connection.receive()
             payloads = [msgspec.msgpack.encode(message) for message in (WELCOME, Ping(7))]
@@ -312,7 +310,7 @@ class TestSayingAndHeeding:
             assert line.request("Anything") == 7
 
     def test_process_incoming_does_not_wait(self, loop: EventLoopThread, tmp_path: Path) -> None:
-        """Neither for a first byte nor for the last of a message that has begun."""
+        """It waits neither for a first byte nor for the rest of a message."""
 
         async def treat(connection: FakeConnection) -> None:
             await connection.accept_hello()
@@ -361,7 +359,7 @@ class TestSayingAndHeeding:
             with pytest.raises(error):
                 line.process_incoming()
 
-    def test_the_kernel_gives_up_a_host_that_takes_nothing(self, tmp_path: Path) -> None:
+    def test_kernel_times_out_a_host_that_acknowledges_nothing(self, tmp_path: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             welcome = msgspec.msgpack.encode(WELCOME)
             turned = threading.Thread(target=lambda: _turn_away(server, welcome))
@@ -375,7 +373,7 @@ class TestSayingAndHeeding:
 
 
 class TestFacts:
-    def test_a_message_that_begins_and_does_not_end_is_given_up(self, loop: EventLoopThread, tmp_path: Path) -> None:
+    def test_incomplete_message_times_out(self, loop: EventLoopThread, tmp_path: Path) -> None:
         async def treat(connection: FakeConnection) -> None:
             await connection.accept_hello()
             await connection.receive()
@@ -420,7 +418,7 @@ class TestFacts:
             with pytest.raises(BrokenPipeError):
                 next(line.facts(None, [], []))
 
-    def test_a_daemon_that_falls_silent_is_asked_and_then_given_up(
+    def test_silent_daemon_is_pinged_and_then_given_up(
         self, loop: EventLoopThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(connection, "PING_AFTER_S", SHORT_S)
@@ -441,7 +439,7 @@ class TestFacts:
             next(line.facts(None, [], []))
         assert [type(one) for one in heard] == [Subscribe, Ping, Ping, Ping]
 
-    def test_a_gap_is_told_with_the_position_behind_it(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_gap_is_returned_with_the_position_after_it(self, threaded_daemon: ThreadedDaemon) -> None:
         with threaded_daemon.client() as client:
             client.create_job("a")
             line = Wire(threaded_daemon.runner.endpoint, None, LONG_S)
@@ -450,7 +448,7 @@ class TestFacts:
         assert gap is not None
         assert gap["gap"]["last"] == position
 
-    def test_a_reader_that_has_seen_a_window_gives_credit_for_more(
+    def test_credit_is_granted_after_a_window_was_read(
         self, threaded_daemon: ThreadedDaemon, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(connection, "WINDOW_FACTS", 10)
@@ -480,16 +478,16 @@ class TestTls:
         context = tls.server_context(files["CERTIFICATE"], files["KEY"], files["CA"])
         config = config_in(tmp_path, listen=("tls://127.0.0.1:0",), certificate_roles={"bot": "viewer"})
 
-        async def open_house() -> DaemonRunner:
+        async def open_secured() -> DaemonRunner:
             runner = DaemonRunner(config, network=SystemNetwork(tls_server=context))
             await runner.open()
             return runner
 
-        runner = loop.call(open_house)
+        runner = loop.call(open_secured)
         yield runner.daemon.listening[0]
         loop.call(runner.close)
 
-    def test_a_daemon_behind_tls_answers(self, secured: str) -> None:
+    def test_request_over_tls_is_answered(self, secured: str) -> None:
         line = Wire(secured, None, LONG_S)
         assert line.request("ReadStatus")["listen"] == [secured]
         line.close()
@@ -501,15 +499,13 @@ class TestTls:
         assert line.request("ReadStatus")["listen"] == [secured]
         line.close()
 
-    def test_a_certificate_that_is_not_accepted_is_named(
-        self, secured: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_rejected_certificate_is_named(self, secured: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         trustme.CA().cert_pem.write_to_path(tmp_path / "other.pem")
         monkeypatch.setenv("FORGED_CA", str(tmp_path / "other.pem"))
         with pytest.raises(PeerError, match="its certificate is not accepted"):
             Wire(secured, None, LONG_S)
 
-    def test_a_certificate_that_is_missing_is_named(self, secured: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_certificate_is_named(self, secured: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("FORGED_CERTIFICATE")
         monkeypatch.delenv("FORGED_KEY")
         with pytest.raises(PeerError, match="requires a client certificate"):
@@ -522,13 +518,13 @@ def _turn_away(server: socket.socket, said: bytes) -> None:
     connection.close()
 
 
-def test_starting_it_imports_nothing_heavy() -> None:
+def test_import_loads_no_heavy_modules() -> None:
     program = "import sys, forged.cli.forgectl.main; print(*{name.partition('.')[0] for name in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert not HEAVY & set(loaded.split())
 
 
-def test_the_protocol_in_it_is_the_protocol_of_the_daemon() -> None:
+def test_protocol_constants_match_the_daemons() -> None:
     tags = {kind.__struct_config__.tag: kind.__name__.upper().removesuffix("MESSAGE") for kind in msgspec_messages()}
     ours = {
         "SUBSCRIBE",
@@ -555,7 +551,7 @@ def msgspec_messages() -> list[Any]:
     return list(AnyMessage.__args__)
 
 
-def test_a_blocking_client_and_a_wire_tell_the_same(threaded_daemon: ThreadedDaemon) -> None:
+def test_plain_and_full_client_return_the_same(threaded_daemon: ThreadedDaemon) -> None:
     with BlockingClient(threaded_daemon.runner.endpoint) as client:
         line = Wire(threaded_daemon.runner.endpoint, None, LONG_S)
         theirs = msgspec.to_builtins(client.status())

@@ -62,25 +62,25 @@ class TestUnix:
         with listening(tmp_path / "s") as path:
             dial(f"unix://{path}", LONG_S).close()
 
-    def test_where_nothing_is_it_says_how_to_start_one(self, tmp_path: Path) -> None:
+    def test_missing_socket_error_says_how_to_start_a_daemon(self, tmp_path: Path) -> None:
         error = refused(f"unix://{tmp_path}/none")
         assert (type(error), error.code) == (Unavailable, "no_daemon")
         assert "No such file" in error.message
         assert "start one with `forged run`" in error.fix
 
-    def test_a_socket_that_a_dead_daemon_left_is_told_apart(self, tmp_path: Path) -> None:
+    def test_socket_of_a_dead_daemon_is_reported_as_such(self, tmp_path: Path) -> None:
         with listening(tmp_path / "s") as path:
             pass
         error = refused(f"unix://{path}")
         assert (type(error), error.code) == (Unavailable, "no_daemon")
         assert "the daemon that created this socket is gone" in error.message
 
-    def test_what_is_no_socket_is_named(self, tmp_path: Path) -> None:
+    def test_path_that_is_no_socket_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         error = refused(f"unix://{tmp_path}/file")
         assert (type(error), error.message) == (ConfigError, f"{tmp_path}/file is not a socket")
 
-    def test_a_path_that_is_too_long_is_named(self) -> None:
+    def test_too_long_path_is_named(self) -> None:
         error = refused(f"unix:///{'x' * 200}")
         assert (type(error), error.code) == (ConfigError, "address_invalid")
         assert "too long" in error.message
@@ -110,7 +110,7 @@ class TestPermission:
         assert f"group {group}, mode 0o" in error.message
         assert error.fix == fix.format(group=group)
 
-    def test_a_directory_that_is_closed_is_named(self, open_directory: Path) -> None:
+    def test_inaccessible_directory_is_named(self, open_directory: Path) -> None:
         inner = open_directory / "inner"
         inner.mkdir(mode=0o700)
         with listening(inner / "s") as path:
@@ -129,18 +129,18 @@ class TestTcp:
             error = refused(f"tcp://127.0.0.1:{unused.getsockname()[1]}")
         assert (type(error), error.code) == (Unavailable, "no_daemon")
 
-    def test_a_host_that_is_not_known_is_named(self) -> None:
+    def test_unknown_host_is_named(self) -> None:
         error = refused("tcp://host.invalid:1")
         assert (type(error), error.fix) == (Unavailable, "check the host name")
 
-    def test_what_cannot_be_a_host_is_the_operators_to_mend(self) -> None:
+    def test_invalid_host_is_a_config_error(self) -> None:
         assert isinstance(refused("tcp://a..b:1"), ConfigError)
 
-    def test_one_that_does_not_answer_in_time_is_told_apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def wait_in_vain(*_: object) -> None:
+    def test_connect_timeout_is_reported_as_such(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def time_out(*_: object) -> None:
             raise TimeoutError("timed out")
 
-        monkeypatch.setattr(socket, "create_connection", wait_in_vain)
+        monkeypatch.setattr(socket, "create_connection", time_out)
         error = refused("tcp://10.0.0.1:1", 3.0)
         assert (error.code, error.message) == ("no_answer", "tcp://10.0.0.1:1 did not answer within 3 s")
 
@@ -153,6 +153,6 @@ class TestTcp:
 
 
 @pytest.mark.parametrize("endpoint", ["gopher://x:1", "tcp://host", "tcp://:1", "tcp://h:65536", "unix://", "x", ""])
-def test_what_is_no_endpoint_is_told_how_to_write_one(endpoint: str) -> None:
+def test_invalid_endpoint_error_shows_the_valid_forms(endpoint: str) -> None:
     error = refused(endpoint)
     assert (type(error), error.code) == (ConfigError, "address_invalid")

@@ -73,7 +73,7 @@ async def be_a_worker() -> None:
     }
     config = ElasticTrainingConfig(**options["config"])
     async with ElasticWorker(name, config, job=JOB, state=state) as worker:
-        worker.state_synchronized.subscribe(lambda told: report(entered=worker.generation, at=told.current_step))
+        worker.state_synchronized.subscribe(lambda event: report(entered=worker.generation, at=event.current_step))
         await worker.connect(endpoint)
         fork()
         await train(worker, (directory / STOP_FILE).exists, options["gil_s"], Countdown(1, directory / ARMED))

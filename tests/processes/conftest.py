@@ -1,4 +1,4 @@
-"""What the tests with real processes share."""
+"""Fixtures of the tests with real processes."""
 
 from __future__ import annotations
 

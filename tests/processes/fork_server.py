@@ -103,7 +103,7 @@ class ProcessStarter:
     async def __aenter__(self) -> Self:
         reader, self._writer = await asyncio.open_connection(sock=self.warm.commands.dup())
         self._born: asyncio.Queue[int] = asyncio.Queue()
-        self._told: dict[int, int] = {}
+        self._early_ends: dict[int, int] = {}
         self._hearing = asyncio.create_task(self._read_output(reader))
         self._one_at_a_time = asyncio.Lock()
         return self
@@ -121,7 +121,7 @@ class ProcessStarter:
         """Run the `main` of a module with these arguments, in a session of its own."""
         command_message = json.dumps({"module": module, "words": words}).encode()
         assert len(command_message) <= ORDER_BYTES_MAX
-        (ours, read), (heard, output) = socket.socketpair(), socket.socketpair()
+        (ours, read), (child_output, output) = socket.socketpair(), socket.socketpair()
         async with self._one_at_a_time:
             with read, output, log.open("ab") as complaints:
                 socket.send_fds(
@@ -130,24 +130,24 @@ class ProcessStarter:
             pid = await self._born.get()
             assert pid, "the fork server has died; see its error above"
         _, stdin = await asyncio.open_connection(sock=ours)
-        stdout, saying = await asyncio.open_connection(sock=heard)
+        stdout, saying = await asyncio.open_connection(sock=child_output)
         child = self._children[pid] = ForkedProcess(pid, stdin, stdout, _saying=saying)
-        if pid in self._told:
-            child.end(self._told.pop(pid))
+        if pid in self._early_ends:
+            child.end(self._early_ends.pop(pid))
         return child
 
     async def _read_output(self, reader: asyncio.StreamReader) -> None:
         with suppress(ConnectionError):
             async for line in reader:
-                told: dict[str, Any] = json.loads(line)
-                if "over" in told:
+                reply: dict[str, Any] = json.loads(line)
+                if "over" in reply:
                     return
-                if "born" in told:
-                    self._born.put_nowait(told["born"])
-                elif (child := self._children.get(told["ended"])) is not None and child.returncode is None:
-                    child.end(told["code"])
+                if "born" in reply:
+                    self._born.put_nowait(reply["born"])
+                elif (child := self._children.get(reply["ended"])) is not None and child.returncode is None:
+                    child.end(reply["code"])
                 else:
-                    self._told[told["ended"]] = told["code"]
+                    self._early_ends[reply["ended"]] = reply["code"]
         # The fork server has died: end all waits.
         self._born.put_nowait(0)
         for child in self._children.values():

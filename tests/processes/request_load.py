@@ -49,7 +49,7 @@ class LoadClient:
     name: str
     endpoints: Sequence[str]
     recorder: StepRecorder
-    heard: list[Record | Gap] = field(default_factory=list)
+    received: list[Record | Gap] = field(default_factory=list)
 
     async def run(self) -> None:
         """Send requests until the load ends, and receive all facts up to then."""
@@ -82,7 +82,7 @@ class LoadClient:
 
     async def _read(self, stream: FactStream) -> None:
         async for item in stream:
-            self.heard.append(item)
+            self.received.append(item)
 
 
 def names(journal: Sequence[Record | Gap]) -> Counter[str]:

@@ -44,9 +44,9 @@ class DataWorkerProcess(WorkerProcess):
         self.drawn: dict[tuple[int, int], list[int]] = {}
 
     def take(self, line: bytes) -> None:
-        told = json.loads(line)
-        if "drew" in told:
-            self.drawn[told["at"], told["world"]] = told["drew"]
+        report = json.loads(line)
+        if "drew" in report:
+            self.drawn[report["at"], report["world"]] = report["drew"]
         else:
             super().take(line)
 
@@ -96,7 +96,7 @@ class DataCluster(TrainingCluster):
         async with self.client() as client:
             return await client.request(ShowData(JOB))
 
-    async def told(self, *types: type[Fact], that: Callable[[Any], bool]) -> Any:
+    async def wait_for_fact(self, *types: type[Fact], that: Callable[[Any], bool]) -> Any:
         """Wait for a fact, which may exist already."""
         async with (
             asyncio.timeout(training_cluster.TIMEOUT_S),
@@ -110,8 +110,8 @@ class DataCluster(TrainingCluster):
 
     async def wait_for_planned_transfers(self, joiner: str) -> RescaleStarted:
         """Wait until the transfers for a joiner are planned; returns the attempt."""
-        started: RescaleStarted = await self.told(RescaleStarted, that=lambda fact: joiner in fact.added)
-        await self.told(TransfersPlanned, that=lambda fact: fact.attempt == started.attempt)
+        started: RescaleStarted = await self.wait_for_fact(RescaleStarted, that=lambda fact: joiner in fact.added)
+        await self.wait_for_fact(TransfersPlanned, that=lambda fact: fact.attempt == started.attempt)
         return started
 
     async def check_shards(self, directories: dict[str, Path]) -> None:
@@ -170,7 +170,7 @@ async def data_cluster_on(
 
 @pytest.mark.parametrize("synchronous", [True, False], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("mode", ["shared", "sharded"])
-async def test_deaths_at_random_cost_no_shard_and_no_sample(
+async def test_deaths_at_random_moments_lose_no_shard_and_no_sample(
     mode: str, synchronous: bool, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     print(f"FORGED_DATA_KILLS={KILLS} FORGED_SEED={SEED}")
@@ -210,7 +210,7 @@ async def test_deaths_at_random_cost_no_shard_and_no_sample(
 
 
 @pytest.mark.parametrize("mode", ["shared", "sharded"])
-async def test_training_goes_on_while_one_that_joins_fetches_slowly(
+async def test_training_continues_while_a_joiner_fetches_slowly(
     mode: str, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with data_cluster_on(
@@ -239,7 +239,7 @@ async def test_training_goes_on_while_one_that_joins_fetches_slowly(
 
 
 @pytest.mark.parametrize("victim", ["a", "b", "c"], ids=["hub", "member", "joiner"])
-async def test_a_death_during_background_transfers_costs_no_shard_and_no_sample(
+async def test_death_during_background_transfers_loses_no_shard_and_no_sample(
     victim: str, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with data_cluster_on(
@@ -254,7 +254,7 @@ async def test_a_death_during_background_transfers_costs_no_shard_and_no_sample(
         moving = await cluster.wait_for_planned_transfers("c")
         cluster[victim].kill()
         await cluster.wait_until_killed(victim)
-        behind = await cluster.told(RescaleStarted, that=lambda fact: fact.attempt == moving.attempt + 1)
+        behind = await cluster.wait_for_fact(RescaleStarted, that=lambda fact: fact.attempt == moving.attempt + 1)
         assert (moving.in_background, behind.in_background) == (True, victim == "c")
         survivors = [name for name in "abc" if name != victim]
         for name in survivors:
@@ -269,7 +269,7 @@ async def test_a_death_during_background_transfers_costs_no_shard_and_no_sample(
 
 
 @pytest.mark.parametrize("synchronous", [True, False], ids=["synchronous", "asynchronous"])
-async def test_a_drained_worker_hands_over_its_only_copies(
+async def test_drained_worker_hands_over_its_only_copies(
     synchronous: bool, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with data_cluster_on(fork_server, tmp_path, monkeypatch, use_synchronous_rescaling=synchronous) as cluster:
@@ -324,7 +324,7 @@ async def test_weights_of_the_present_workers_set_their_shares(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("names", ["a", "ab"], ids=["alone", "two"])
-async def test_a_drained_worker_ends_although_its_origin_hangs(
+async def test_drained_worker_ends_while_its_origin_hangs(
     names: str, number: signal.Signals, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with data_cluster_on(fork_server, tmp_path, monkeypatch, has_origin=True, min_workers=len(names)) as cluster:

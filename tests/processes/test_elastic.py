@@ -44,7 +44,7 @@ async def cluster(fork_server: ForkServer, tmp_path: Path) -> AsyncIterator[Trai
         yield cluster
 
 
-async def heard(client: ForgedClient, kind: type[Fact], worker: str) -> None:
+async def wait_for_fact(client: ForgedClient, kind: type[Fact], worker: str) -> None:
     """Wait for a fact about a worker, which may exist already."""
     async with asyncio.timeout(TIMEOUT_S), client.facts(kind, since=EARLIEST, jobs=[JOB]) as facts:
         async for item in facts:
@@ -52,16 +52,16 @@ async def heard(client: ForgedClient, kind: type[Fact], worker: str) -> None:
                 return
 
 
-class TestDeaths:
+class TestWorkerDeaths:
     @pytest.mark.parametrize("synchronous", [True, False], ids=["synchronous", "asynchronous"])
-    async def test_at_random_moments_they_cost_no_step_and_repeat_none(
+    async def test_deaths_at_random_moments_lose_and_repeat_no_step(
         self, synchronous: bool, fork_server: ForkServer, tmp_path: Path
     ) -> None:
         print(f"FORGED_KILLS={KILLS} FORGED_SEED={SEED}")
         async with cluster_on(fork_server, tmp_path, use_synchronous_rescaling=synchronous) as cluster:
-            await self._at_random_moments(cluster, Random(SEED))
+            await self._kill_at_random(cluster, Random(SEED))
 
-    async def _at_random_moments(self, cluster: TrainingCluster, random: Random) -> None:
+    async def _kill_at_random(self, cluster: TrainingCluster, random: Random) -> None:
         running = ["w0", "w1", "w2", "w3"]
         await cluster.start_together(*running)
         for number in range(4, 4 + KILLS):
@@ -80,13 +80,15 @@ class TestDeaths:
 
     @pytest.mark.parametrize("victim", ["a", "b"], ids=["hub", "member"])
     @pytest.mark.parametrize("point", ["in all_reduce", "in end_step"])
-    async def test_inside_a_step(self, point: str, victim: str, cluster: TrainingCluster) -> None:
-        await self._of_one_of_three(cluster, point, victim)
+    async def test_death_inside_a_step_leaves_a_world_of_survivors(
+        self, point: str, victim: str, cluster: TrainingCluster
+    ) -> None:
+        await self._kill_one_of_three(cluster, point, victim)
 
-    async def test_of_a_hub_that_has_told_one_member_alone_of_a_commit(self, cluster: TrainingCluster) -> None:
-        await self._of_one_of_three(cluster, "after a partial commit", "a")
+    async def test_death_of_the_hub_during_a_partial_commit_is_survived(self, cluster: TrainingCluster) -> None:
+        await self._kill_one_of_three(cluster, "after a partial commit", "a")
 
-    async def _of_one_of_three(self, cluster: TrainingCluster, point: str, victim: str) -> None:
+    async def _kill_one_of_three(self, cluster: TrainingCluster, point: str, victim: str) -> None:
         await cluster.start_in_order("a", "b", "c", victim=victim, at=point, nth=5)
         cluster.arm()
         await cluster.wait_until_killed(victim)
@@ -101,7 +103,7 @@ class TestDeaths:
         "point",
         ["joined", "stopping", "stopped", "receiving the state", "having the state", "ready", "entering", "entered"],
     )
-    async def test_of_one_that_joins(self, point: str, cluster: TrainingCluster) -> None:
+    async def test_death_of_a_joiner_leaves_the_world_training(self, point: str, cluster: TrainingCluster) -> None:
         await cluster.start("a", "b", ballast=BIG)
         await cluster.wait_for_world("a", "b")
         cluster.arm()
@@ -118,7 +120,9 @@ class TestDeaths:
             *((point, victim) for point in ("stopping", "stopped", "entering", "entered") for victim in "ab"),
         ],
     )
-    async def test_in_a_rescale_that_takes_another_in(self, point: str, victim: str, cluster: TrainingCluster) -> None:
+    async def test_death_during_a_rescale_still_admits_the_joiner(
+        self, point: str, victim: str, cluster: TrainingCluster
+    ) -> None:
         await cluster.start_in_order("a", "b", victim=victim, at=point, ballast=BIG)
         cluster.arm()
         await cluster.start("c", ballast=BIG)
@@ -128,7 +132,7 @@ class TestDeaths:
         await cluster.finish(survivor, "c")
 
     @pytest.mark.parametrize("victims", ["ab", "bc", "abc"], ids=["with the hub", "members", "all but one"])
-    async def test_of_several_at_once(self, victims: str, cluster: TrainingCluster) -> None:
+    async def test_simultaneous_deaths_leave_a_world_of_survivors(self, victims: str, cluster: TrainingCluster) -> None:
         await cluster.start_together("a", "b", "c", "d")
         for victim in victims:
             cluster[victim].kill()
@@ -150,8 +154,8 @@ class TestDeaths:
         await cluster.finish("a", "b", "c6")
 
 
-class TestTheDeathOfAll:
-    async def test_after_the_death_of_all_workers_new_ones_start_anew(self, cluster: TrainingCluster) -> None:
+class TestDeathOfAllWorkers:
+    async def test_new_worker_restarts_training_at_step_0(self, cluster: TrainingCluster) -> None:
         await cluster.start_together("a", "b")
         async with cluster.client() as client, client.facts(JobWaiting, jobs=[JOB]) as facts:
             cluster["a"].kill()
@@ -161,11 +165,15 @@ class TestTheDeathOfAll:
             assert waiting.fact == JobWaiting(0, 1)
         await cluster.start("c")
         await cluster.wait_for_world("c")
-        told = (await cluster.facts(RescaleCompleted))[-1]
-        assert (told.step, cluster["c"].entered[-1], cluster["c"].steps[0].step) == (0, (told.delta.epoch, 0), 0)
-        assert "no worker of world" in told.reason
+        completed = (await cluster.facts(RescaleCompleted))[-1]
+        assert (completed.step, cluster["c"].entered[-1], cluster["c"].steps[0].step) == (
+            0,
+            (completed.delta.epoch, 0),
+            0,
+        )
+        assert "no worker of world" in completed.reason
 
-    async def test_where_that_is_more_than_is_tolerated_the_job_is_given_up(
+    async def test_deaths_beyond_the_failure_budget_abort_the_job(
         self, fork_server: ForkServer, tmp_path: Path
     ) -> None:
         async with cluster_on(fork_server, tmp_path, failure_tolerance_percentage=20) as cluster:
@@ -183,14 +191,18 @@ class TestTheDeathOfAll:
             assert "job run is aborted" in cluster["d"].output
 
 
-class TestADaemonThatIsKilled:
+class TestKilledDaemon:
     @pytest.mark.parametrize("victim_name", ["a", "c"], ids=["member", "joiner"])
     @pytest.mark.parametrize("point", ["stopping", "stopped", "entering"])
-    async def test_at_each_stage_of_a_rescale(self, point: str, victim_name: str, cluster: TrainingCluster) -> None:
+    async def test_rescale_completes_after_the_daemon_dies_at_any_stage(
+        self, point: str, victim_name: str, cluster: TrainingCluster
+    ) -> None:
         await self._killed_at(cluster, point, victim_name)
 
     @pytest.mark.parametrize("point", ["joining", "joined", "having the state", "ready"])
-    async def test_at_each_word_of_one_that_joins(self, point: str, cluster: TrainingCluster) -> None:
+    async def test_join_completes_after_the_daemon_dies_at_any_request(
+        self, point: str, cluster: TrainingCluster
+    ) -> None:
         await self._killed_at(cluster, point, "c")
 
     async def _killed_at(self, cluster: TrainingCluster, point: str, victim_name: str) -> None:
@@ -220,7 +232,9 @@ class TestADaemonThatIsKilled:
 
     @pytest.mark.parametrize("victim", ["a", "b"], ids=["hub", "member"])
     @pytest.mark.parametrize("first", ["worker", "daemon"])
-    async def test_while_a_worker_dies(self, first: str, victim: str, cluster: TrainingCluster) -> None:
+    async def test_worker_that_dies_with_the_daemon_is_reported_failed(
+        self, first: str, victim: str, cluster: TrainingCluster
+    ) -> None:
         await cluster.start_together("a", "b", "c")
         if first == "worker":
             cluster[victim].kill()
@@ -237,9 +251,9 @@ class TestADaemonThatIsKilled:
         await cluster.finish(*survivors)
 
 
-class TestStandingStill:
+class TestStalledWorker:
     @pytest.mark.parametrize("way", ["stopped", "holding the GIL"])
-    async def test_for_longer_than_the_timeouts_is_told_and_is_no_death(
+    async def test_worker_stalled_beyond_the_timeouts_is_reported_and_has_not_failed(
         self, way: str, fork_server: ForkServer, tmp_path: Path
     ) -> None:
         """The pulse reports for a worker that holds the GIL."""
@@ -250,18 +264,18 @@ class TestStandingStill:
             cluster.arm()
             if way == "stopped":
                 cluster["b"].kill(signal.SIGSTOP)
-            await heard(client, WorkerStalled, "b")
+            await wait_for_fact(client, WorkerStalled, "b")
             if way == "stopped":
                 await asyncio.sleep(2 * SHORT_TIMEOUTS["worker_heartbeat_timeout_ms"] / 1000)
                 cluster["b"].kill(signal.SIGCONT)
-            await heard(client, WorkerRecovered, "b")
+            await wait_for_fact(client, WorkerRecovered, "b")
             await cluster.wait_for_steps("a", "b", "c")
             assert {fact.worker_id for fact in await cluster.facts(WorkerStalled)} == {"b"}
             assert await cluster.facts(WorkerFailed) == []
             assert len({cluster[name].steps[-1].generation for name in "abc"}) == 1
             await cluster.finish("a", "b", "c")
 
-    async def test_for_longer_than_a_timeout_that_was_made_short_meanwhile_is_no_death(
+    async def test_worker_stalled_beyond_a_shortened_timeout_has_not_failed(
         self, fork_server: ForkServer, tmp_path: Path
     ) -> None:
         """Also for a worker that has not received the change yet, and for one whose pulse must report more often."""
@@ -277,12 +291,12 @@ class TestStandingStill:
             cluster["a"].kill(signal.SIGCONT)
             await cluster.wait_for_steps("a", "b", "c")
             cluster.arm()
-            await heard(client, WorkerRecovered, "b")
+            await wait_for_fact(client, WorkerRecovered, "b")
             await cluster.wait_for_steps("a", "b", "c")
             assert await cluster.facts(WorkerFailed) == []
             await cluster.finish("a", "b", "c")
 
-    async def test_for_less_than_the_timeouts_is_nothing_at_all(self, cluster: TrainingCluster) -> None:
+    async def test_stall_below_the_timeouts_is_not_reported(self, cluster: TrainingCluster) -> None:
         await cluster.start_together("a", "b", "c")
         generation = cluster["a"].steps[-1].generation
         for name in "abc":
@@ -295,7 +309,7 @@ class TestStandingStill:
         await cluster.finish("a", "b", "c")
 
     @pytest.mark.parametrize("victim", ["a", "b"], ids=["hub", "member"])
-    async def test_with_its_pulse_for_longer_than_the_timeout_it_counts_as_dead_and_is_told_so_later(
+    async def test_worker_stopped_with_its_pulse_fails_and_ends_when_resumed(
         self, victim: str, fork_server: ForkServer, tmp_path: Path
     ) -> None:
         async with cluster_on(fork_server, tmp_path, **SHORT_TIMEOUTS) as cluster, cluster.client() as client:
@@ -303,7 +317,7 @@ class TestStandingStill:
             pulse = cluster[victim].pulse
             os.kill(pulse, signal.SIGSTOP)
             cluster[victim].kill(signal.SIGSTOP)
-            await heard(client, WorkerFailed, victim)
+            await wait_for_fact(client, WorkerFailed, victim)
             survivors = [name for name in "abc" if name != victim]
             await cluster.wait_for_world(*survivors)
             os.kill(pulse, signal.SIGCONT)
@@ -320,42 +334,42 @@ class TestStandingStill:
         async with cluster_on(fork_server, tmp_path, **settings) as cluster, cluster.client() as client:
             await cluster.start_together("a", "b", "c")
             cluster["b"].kill(signal.SIGSTOP)
-            await heard(client, WorkerFailed, "b")
+            await wait_for_fact(client, WorkerFailed, "b")
             await cluster.wait_for_world("a", "c")
             cluster["b"].kill(signal.SIGCONT)
             await cluster.until(lambda: cluster["b"].code is not None)
-            assert "it lives and made no progress" in cluster["b"].output
+            assert "alive, but no progress for" in cluster["b"].output
             await cluster.finish("a", "c")
 
 
-class TestAScriptWithAnEventLoop:
-    """Its worker is no less than that of a script without one. All of them have forked a child, which lives on."""
+class TestAsyncScript:
+    """Workers in scripts with an event loop; each script has forked a child that outlives it."""
 
-    async def _together(self, cluster: TrainingCluster, **options: Any) -> None:
+    async def _start_with_async_worker(self, cluster: TrainingCluster, **options: Any) -> None:
         await cluster.start("a")
         await cluster.start("b", script="async_worker_script", **options)
         await cluster.wait_for_world("a", "b")
 
-    async def test_that_holds_the_gil_for_longer_than_the_timeout_has_not_failed(
+    async def test_async_worker_that_holds_the_gil_has_not_failed(
         self, fork_server: ForkServer, tmp_path: Path
     ) -> None:
         async with cluster_on(fork_server, tmp_path, **SHORT_TIMEOUTS) as cluster, cluster.client() as client:
-            await self._together(cluster, gil_s=3)
+            await self._start_with_async_worker(cluster, gil_s=3)
             cluster.arm()
-            await heard(client, WorkerStalled, "b")
-            await heard(client, WorkerRecovered, "b")
+            await wait_for_fact(client, WorkerStalled, "b")
+            await wait_for_fact(client, WorkerRecovered, "b")
             await cluster.wait_for_steps("a", "b")
             assert await cluster.facts(WorkerFailed) == []
             cluster["b"].end_child()
             await cluster.finish("a", "b")
 
-    async def test_that_is_killed_counts_as_dead_at_once_though_its_child_lives(self, cluster: TrainingCluster) -> None:
-        """The pulse reports the end, or the probe is refused; no grace has to pass."""
+    async def test_killed_async_worker_fails_at_once_while_its_child_lives(self, cluster: TrainingCluster) -> None:
+        """The pulse reports the end or the probe is refused, so no grace period passes."""
         async with cluster.client() as client:
             await cluster.start("b", script="async_worker_script")
             await cluster.wait_for_world("b")
             cluster["b"].kill()
-            await heard(client, WorkerFailed, "b")
+            await wait_for_fact(client, WorkerFailed, "b")
         (failed,) = await cluster.facts(WorkerFailed)
         assert failed.reason.startswith("its process ") or failed.reason.endswith(" refuses connections")
         assert cluster["b"].child is not None
@@ -363,8 +377,8 @@ class TestAScriptWithAnEventLoop:
         cluster["b"].end_child()
         await cluster.wait_until_killed("b")
 
-    async def test_that_is_told_to_end_finishes_its_step_and_leaves(self, cluster: TrainingCluster) -> None:
-        await self._together(cluster)
+    async def test_async_worker_leaves_after_its_step_on_sigterm(self, cluster: TrainingCluster) -> None:
+        await self._start_with_async_worker(cluster)
         cluster["b"].end_child()
         cluster["b"].kill(signal.SIGTERM)
         await cluster.until(lambda: cluster["b"].code is not None)

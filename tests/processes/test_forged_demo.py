@@ -65,15 +65,15 @@ def processes_with(mark: str) -> list[str]:
     return found
 
 
-def the_story_of_the_kill(printed: str) -> list[str]:
+def kinds_after_the_kill(printed: str) -> list[str]:
     """The kinds of the facts that the demo quotes."""
     said = printed.splitlines()
-    told = said[next(at for at, line in enumerate(said, 1) if "$ forgectl story" in line) :]
-    quoted = takewhile(lambda line: line.startswith("   | "), told)
+    result = said[next(at for at, line in enumerate(said, 1) if "$ forgectl story" in line) :]
+    quoted = takewhile(lambda line: line.startswith("   | "), result)
     return [next(kind for kind in line.split() if kind[0].isupper()) for line in quoted]
 
 
-def test_in_a_pipe_it_is_plain_text_and_all_of_it_is_right(tmp_path: Path) -> None:
+def test_demo_in_a_pipe_succeeds_with_plain_text(tmp_path: Path) -> None:
     mark = uuid4().hex
     done = run("--workers", "3", MARK_OF_THE_TEST=mark, TMPDIR=str(tmp_path))
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
@@ -82,7 +82,7 @@ def test_in_a_pipe_it_is_plain_text_and_all_of_it_is_right(tmp_path: Path) -> No
     assert "FAIL" not in done.stdout
     assert processes_with(mark) == []
     assert list(tmp_path.iterdir()) == []
-    assert the_story_of_the_kill(done.stdout) == [
+    assert kinds_after_the_kill(done.stdout) == [
         "WorkerFailed",
         "RescaleStarted",
         "RescaleSynchronising",
@@ -92,23 +92,23 @@ def test_in_a_pipe_it_is_plain_text_and_all_of_it_is_right(tmp_path: Path) -> No
     ]
 
 
-def test_a_program_is_told_one_object(tmp_path: Path) -> None:
+def test_json_output_is_one_object(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     done = run("--json", "--workers", "3", "--keep", str(kept))
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    told = json.loads(done.stdout)
-    assert (told["ok"], told["problems"], told["workers"]) == (True, [], 3)
-    assert all(check["held"] for check in told["checks"])
-    assert all(told[name] > 0 for name in FIGURES)
-    assert told["steps"] == told["covered"] >= int(STEPS)
-    assert told["final_loss"] == pytest.approx(told["reference_loss"], abs=1e-9)
+    result = json.loads(done.stdout)
+    assert (result["ok"], result["problems"], result["workers"]) == (True, [], 3)
+    assert all(check["held"] for check in result["checks"])
+    assert all(result[name] > 0 for name in FIGURES)
+    assert result["steps"] == result["covered"] >= int(STEPS)
+    assert result["final_loss"] == pytest.approx(result["reference_loss"], abs=1e-9)
     # To hand shards over and to leave are one.
-    assert told["rescales"] == 4
-    assert told["audit"] == {
+    assert result["rescales"] == 4
+    assert result["audit"] == {
         # The one that was begun last may be at its very end.
-        "epochs": (told["steps"] * BATCH - 1) // SAMPLES,
+        "epochs": (result["steps"] * BATCH - 1) // SAMPLES,
         "samples": SAMPLES,
-        "used": told["steps"] * BATCH,
+        "used": result["steps"] * BATCH,
         "complete": True,
     }
     assert sorted(path.name for path in (kept / "shards").iterdir()) == ["w0", "w1", "w2", "w3"]
@@ -119,7 +119,9 @@ def test_a_program_is_told_one_object(tmp_path: Path) -> None:
     ("name", "code", "until"),
     [(signal.SIGINT, 130, "3 workers"), (signal.SIGTERM, 143, "(the daemon)")],
 )
-def test_interrupted_it_leaves_nothing_behind(name: signal.Signals, code: int, until: str, tmp_path: Path) -> None:
+def test_interrupted_demo_leaves_no_process_and_no_file(
+    name: signal.Signals, code: int, until: str, tmp_path: Path
+) -> None:
     mark = uuid4().hex
     environment = os.environ | {"MARK_OF_THE_TEST": mark, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
@@ -159,7 +161,7 @@ def test_a_closed_output_stops_the_demo_before_the_proof(tmp_path: Path) -> None
         (SAYS_ONE_THING_AND_DOES_ANOTHER, {"a parameter differs by "}),
     ],
 )
-def test_with_faults_in_the_workers_it_fails_and_says_what(faults: str, findings: set[str], tmp_path: Path) -> None:
+def test_demo_with_worker_faults_fails_and_names_them(faults: str, findings: set[str], tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "from pathlib import Path\n"
@@ -169,12 +171,12 @@ def test_with_faults_in_the_workers_it_fails_and_says_what(faults: str, findings
     )
     done = run("--json", "--workers", "2", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
-    told = json.loads(done.stdout)
-    assert not told["ok"]
-    assert {finding for finding in findings if any(one.startswith(finding) for one in told["problems"])} == findings
+    result = json.loads(done.stdout)
+    assert not result["ok"]
+    assert {finding for finding in findings if any(one.startswith(finding) for one in result["problems"])} == findings
 
 
-def test_with_a_worker_that_does_not_start_it_fails_and_says_why(tmp_path: Path) -> None:
+def test_demo_with_a_worker_that_does_not_start_fails_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nif 'forged.demo.train' in sys.orig_argv and 'w1' in sys.orig_argv:\n    sys.exit('no memory')\n"
     )
@@ -184,7 +186,7 @@ def test_with_a_worker_that_does_not_start_it_fails_and_says_why(tmp_path: Path)
     assert "Some checks failed." in done.stdout
 
 
-def test_a_directory_that_is_in_use_is_refused(tmp_path: Path) -> None:
+def test_directory_in_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = run("--keep", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
@@ -195,7 +197,7 @@ def test_a_directory_that_is_in_use_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "code"), [(("--keep", "."), "keep_in_use"), (("--workers", "1"), "usage_wrong"), (("-x",), "usage_wrong")]
 )
-def test_a_program_is_told_what_was_refused_as_an_object(flags: tuple[str, ...], code: str) -> None:
+def test_refusal_is_a_json_object(flags: tuple[str, ...], code: str) -> None:
     done = run("--json", *flags)
     assert (done.returncode, done.stdout) == (2, "")
     assert json.loads(done.stderr)["error"]["code"] == code

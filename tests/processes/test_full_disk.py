@@ -1,4 +1,4 @@
-"""A daemon on a disk that is really full: reads go on, and so does everything once there is space."""
+"""A daemon on a disk that is really full: reads work, and writes work again once there is space."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """Take all the space there is, with a file; returns it."""
+    """Fill the disk with a file; return the file."""
     filler = disk / "filler"
     with filler.open("ab", buffering=0) as file, suppress(OSError):
         while True:
@@ -69,26 +69,26 @@ def write_until_done(daemon: DaemonProcess) -> None:
     raise AssertionError("the daemon does not find that there is space")
 
 
-def assert_reads_go_on(daemon: DaemonProcess) -> None:
+def assert_reads_work(daemon: DaemonProcess) -> None:
     assert forgectl(daemon, "jobs", "show", "a")[0] == 0
     assert "no space left" in forgectl(daemon, "status")[1]
     assert "JobCreated" in forgectl(daemon, "events")[1]
 
 
-def test_a_full_disk_refuses_writes_and_nothing_else_until_there_is_space(disk: Path) -> None:
+def test_full_disk_refuses_only_writes_until_there_is_space(disk: Path) -> None:
     with DaemonProcess(disk) as daemon:
         assert forgectl(daemon, "jobs", "create", "a")[0] == 0
         filler = fill(disk)
         code, _, complaint = write_until_refused(daemon)
         assert code == 4
         assert "No space" in complaint or "full" in complaint
-        assert_reads_go_on(daemon)
+        assert_reads_work(daemon)
         filler.unlink()
         write_until_done(daemon)
         assert "there is space again" in forgectl(daemon, "events")[1]
 
 
-def test_a_daemon_that_is_started_on_a_full_disk_reads_and_recovers_without_another_start(disk: Path) -> None:
+def test_daemon_started_on_a_full_disk_reads_and_recovers_without_a_restart(disk: Path) -> None:
     with DaemonProcess(disk) as daemon:
         assert forgectl(daemon, "jobs", "create", "a")[0] == 0
         filler = fill(disk)
@@ -96,7 +96,7 @@ def test_a_daemon_that_is_started_on_a_full_disk_reads_and_recovers_without_anot
     with DaemonProcess(disk) as again:
         assert "is ready" in again.output
         assert write_until_refused(again)[0] == 4
-        assert_reads_go_on(again)
+        assert_reads_work(again)
         filler.unlink()
         write_until_done(again)
         assert "there is space again" in forgectl(again, "events")[1]

@@ -33,8 +33,8 @@ journal_facts_max = 1_000_000
 """
 
 
-class Victim:
-    """A daemon that is killed and started again in the same place."""
+class RestartedDaemon:
+    """A daemon that is killed and restarted in one directory."""
 
     def __init__(self, starter: ProcessStarter, directory: Path) -> None:
         self._nursery = starter
@@ -49,8 +49,8 @@ class Victim:
         words = ("run", *self._places, f"--listen={listen}")
         self._daemon = await self._nursery.start("forged.cli.forged", *words, log=self._log)
 
-    async def find_its_port(self) -> None:
-        """It listens where it happened to; its next lives will listen there too."""
+    async def record_port(self) -> None:
+        """Record the port that the daemon chose, so that restarted daemons listen on it."""
         async with ForgedClient(self.endpoints["unix"], reconnect=SOON) as client:
             (self.endpoints["tcp"],) = (await client.status()).listen
 
@@ -61,7 +61,7 @@ class Victim:
 
 
 @pytest.mark.parametrize("number", range(-(-KILLS // KILLS_PER_STORE)))
-async def test_kill_9_under_load_loses_nothing_and_does_nothing_twice(number: int, tmp_path: Path) -> None:
+async def test_kill_9_under_load_loses_and_repeats_no_request(number: int, tmp_path: Path) -> None:
     kills = min(KILLS - number * KILLS_PER_STORE, KILLS_PER_STORE)
     print(f"FORGED_KILLS={kills} FORGED_SEED={SEED + number}")
     recorder = StepRecorder(asyncio.Barrier(len(CLIENTS)))
@@ -73,11 +73,11 @@ async def test_kill_9_under_load_loses_nothing_and_does_nothing_twice(number: in
 async def _under_load(
     warm: ForkServer, directory: Path, recorder: StepRecorder, random: Random, kills: int
 ) -> tuple[list[LoadClient], list[Record | Gap]]:
-    """The clients that sent the load, and the journal at the end."""
+    """The clients of the load, and the final journal."""
     async with ProcessStarter(warm) as starter:
-        victim = Victim(starter, directory)
+        victim = RestartedDaemon(starter, directory)
         await victim.start()
-        await victim.find_its_port()
+        await victim.record_port()
         loaders = [
             LoadClient(f"c{index}", [victim.endpoints[way] for way in ways], recorder)
             for index, ways in enumerate(CLIENTS)
@@ -93,7 +93,7 @@ async def _under_load(
     return loaders, journal
 
 
-async def _kill_often(victim: Victim, recorder: StepRecorder, random: Random, kills: int) -> None:
+async def _kill_often(victim: RestartedDaemon, recorder: StepRecorder, random: Random, kills: int) -> None:
     """Kill it while it starts, or some time after it has begun to answer, and start it again."""
     for _ in range(kills):
         if random.random() < 0.25:
@@ -113,9 +113,9 @@ def _check(recorder: StepRecorder, loaders: list[LoadClient], journal: list[Reco
     assert not found - recorder.asked, "done twice"
     assert recorder.acknowledged == recorder.asked.keys(), "never acknowledged"
     for loader in loaders:
-        heard = [_id(item) for item in loader.heard]
-        assert heard == ids[: len(heard)], f"{loader.name} missed a fact, or heard one twice"
-        assert names(loader.heard) == found, f"{loader.name} did not hear everything"
+        received = [_id(item) for item in loader.received]
+        assert received == ids[: len(received)], f"{loader.name} missed or repeated a fact"
+        assert names(loader.received) == found, f"{loader.name} did not receive all facts"
     terms = [item.fact.term for item in journal if isinstance(item, Record) and isinstance(item.fact, DaemonStarted)]
     assert terms == sorted(set(terms))
     assert kills // 2 < len(terms) <= kills + 1

@@ -59,16 +59,14 @@ def wait_for(cluster: HostCluster, kind: type[WorkerLost | WorkerReturned], *nam
 
 
 def more_steps(cluster: HostCluster, *names: str, steps: int = 20) -> None:
-    """Wait until these have made some more."""
+    """Wait until these workers have made more steps."""
     goals = {name: cluster.workers[name].steps[-1]["step"] + steps for name in names}
     cluster.until(lambda: all(cluster.workers[name].steps[-1]["step"] >= goal for name, goal in goals.items()))
 
 
 @pytest.mark.parametrize("elements", [ELEMENTS, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("rank", [0, 1], ids=["hub", "member"])
-def test_a_gone_host_is_noticed_and_it_alone_and_is_welcome_when_it_starts_anew(
-    clusters: Make, rank: int, elements: int
-) -> None:
+def test_only_the_worker_of_a_lost_host_fails_and_may_join_again(clusters: Make, rank: int, elements: int) -> None:
     cluster = clusters(elements=elements)
     generation = cluster.until_together(*WORKERS)
     (victim,) = by_rank(cluster, rank)
@@ -87,7 +85,7 @@ def test_a_gone_host_is_noticed_and_it_alone_and_is_welcome_when_it_starts_anew(
     assert failed(cluster) == [victim]
 
 
-def test_of_two_unconnected_members_the_higher_rank_is_evicted(clusters: Make) -> None:
+def test_higher_rank_of_two_unconnected_members_is_evicted(clusters: Make) -> None:
     cluster = clusters()
     generation = cluster.until_together(*WORKERS)
     hub, member, parted = by_rank(cluster, 0, 1, 2)
@@ -103,16 +101,16 @@ def test_an_unreachable_state_source_is_evicted(clusters: Make) -> None:
     """It alone missed the commit of the step, so all other workers need its state."""
     cluster = clusters()
     generation = cluster.until_together(*WORKERS)
-    hub, member, unheard = by_rank(cluster, 0, 1, 2)
+    hub, member, silenced = by_rank(cluster, 0, 1, 2)
 
-    cluster.hosts.silence(hub, unheard)
+    cluster.hosts.silence(hub, silenced)
     cluster.until_together(hub, member, after=generation)
-    assert failed(cluster) == [unheard]
-    cluster.until(lambda: bool(cluster.workers[unheard].ended))
-    assert cluster.workers[unheard].ended == "worker_evicted"
+    assert failed(cluster) == [silenced]
+    cluster.until(lambda: bool(cluster.workers[silenced].ended))
+    assert cluster.workers[silenced].ended == "worker_evicted"
 
 
-def test_members_other_than_the_hub_may_be_disconnected(clusters: Make) -> None:
+def test_members_without_a_connection_to_each_other_keep_training(clusters: Make) -> None:
     cluster = clusters()
     generation = cluster.until_together(*WORKERS)
     attempts = len(facts(cluster, RescaleStarted))
@@ -126,7 +124,7 @@ def test_members_other_than_the_hub_may_be_disconnected(clusters: Make) -> None:
     assert len(facts(cluster, RescaleStarted)) == attempts
 
 
-def test_training_goes_on_without_the_daemon_and_nothing_changes_when_it_is_back(clusters: Make) -> None:
+def test_training_continues_without_the_daemon_and_the_world_is_kept(clusters: Make) -> None:
     cluster = clusters()
     generation = cluster.until_together(*WORKERS)
     attempts = len(facts(cluster, RescaleStarted))

@@ -102,17 +102,17 @@ class WorkerProcess:
         return sum(1 for _ in Path(f"/proc/{self.pid}/fd").iterdir())
 
     def take(self, line: bytes) -> None:
-        told = json.loads(line)
-        if "step" in told:
-            self.steps.append(Step(**told))
-        elif "entered" in told:
-            self.entered.append((told["entered"], told["at"]))
-        elif "finished" in told:
-            self.finished = told["finished"]
-        elif "child" in told:
-            self.child = told["child"]
+        report = json.loads(line)
+        if "step" in report:
+            self.steps.append(Step(**report))
+        elif "entered" in report:
+            self.entered.append((report["entered"], report["at"]))
+        elif "finished" in report:
+            self.finished = report["finished"]
+        elif "child" in report:
+            self.child = report["child"]
         else:
-            self.held += "held" in told
+            self.held += "held" in report
 
     def __repr__(self) -> str:
         last = self.steps[-1] if self.steps else None
@@ -294,17 +294,17 @@ class TrainingCluster:
         assert ends == dict.fromkeys(names, (0, behind)), await self.describe()
         self.check(await self.facts(RescaleCompleted))
 
-    def check(self, told: list[RescaleCompleted]) -> None:
+    def check(self, completed: list[RescaleCompleted]) -> None:
         """Check that workers and daemon agree on the worlds, and that each step is committed in exactly one."""
         topology = ClusterTopology()
         names = {}
-        for rescale in told:
+        for rescale in completed:
             topology = topology.apply(rescale.delta)
             names[topology.epoch] = [worker.id for worker in topology.workers]
-        assert list(names) == list(range(1, len(told) + 1))
-        steps = [rescale.step for rescale in told if rescale.step is not None]
+        assert list(names) == list(range(1, len(completed) + 1))
+        steps = [rescale.step for rescale in completed if rescale.step is not None]
         assert steps == sorted(steps)
-        assert [rescale.attempt for rescale in told] == sorted({rescale.attempt for rescale in told})
+        assert [rescale.attempt for rescale in completed] == sorted({rescale.attempt for rescale in completed})
         worlds: dict[int, int] = {}
         for worker in self.workers.values():
             numbers = [step.step for step in worker.steps]

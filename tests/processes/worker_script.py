@@ -252,5 +252,7 @@ def main() -> None:
     }
     config = ElasticTrainingConfig(**options["config"])
     with join(endpoint, job=JOB, state=state, worker_id=name, config=config) as worker:
-        worker.worker.state_synchronized.subscribe(lambda told: report(entered=worker.generation, at=told.current_step))
+        worker.worker.state_synchronized.subscribe(
+            lambda event: report(entered=worker.generation, at=event.current_step)
+        )
         train(worker, directory / STOP_FILE, options["gil_s"], Countdown(1, directory / ARMED))

@@ -20,14 +20,14 @@ tls_certificate = "cert.pem"
 BAD_KEYS = ("listen", "drain_timeout_s", "colour", "unix_other_role", "frame_bytes_max", "tls_certificate")
 
 
-def test_a_valid_one_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_valid_config_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "forged.toml"
     path.write_text('listen = ["tcp://127.0.0.1:0"]\n')
     assert forged.main(["check-config", str(path)]) == 0
     assert capsys.readouterr().out == f"{path} is valid\n"
 
 
-def test_all_that_is_wrong_is_listed_by_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_errors_are_listed_by_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "forged.toml"
     path.write_text(BAD_CONFIG)
     assert forged.main(["check-config", str(path)]) == 2
@@ -38,7 +38,7 @@ def test_all_that_is_wrong_is_listed_by_key(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(("text", "reason"), [("listen = [", "TOML"), (None, "No such file")])
-def test_one_that_cannot_be_read_says_why(
+def test_unreadable_config_names_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, reason: str
 ) -> None:
     path = tmp_path / "forged.toml"
@@ -48,7 +48,7 @@ def test_one_that_cannot_be_read_says_why(
     assert reason in capsys.readouterr().err
 
 
-def test_certificates_that_are_not_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_certificates_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "forged.toml"
     path.write_text('tls_certificate = "/none/cert.pem"\ntls_key = "/none/key.pem"\n')
     assert forged.main(["check-config", str(path)]) == 2

@@ -47,7 +47,7 @@ def run(root: Path, *flags: str, command: str | None = "/opt/forged/bin/forged")
 
 
 def tree(directory: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file: its mode, and what is in it."""
+    """The mode and content of every file."""
     files = [path for path in directory.rglob("*") if path.is_file()]
     return {str(path.relative_to(directory)): (stat.S_IMODE(path.stat().st_mode), path.read_bytes()) for path in files}
 
@@ -63,7 +63,7 @@ def umask(mask: int) -> Iterator[None]:
 
 @contextmanager
 def refused(code: str) -> Iterator[None]:
-    """The block is the operator's to mend, for this reason."""
+    """Expect a config error with this reason in the block."""
     with pytest.raises(ConfigError) as raised:
         yield
     assert raised.value.code == code
@@ -84,7 +84,7 @@ class TestDecide:
             (b"", "aside", "kept"),
         ],
     )
-    def test_only_what_is_ours_and_untouched_is_overwritten(
+    def test_only_unmodified_files_of_the_package_are_overwritten(
         self, found: bytes | None, unit: str, settings: str
     ) -> None:
         assert (decide(found, self.ours), decide(found, self.theirs)) == (unit, settings)
@@ -109,14 +109,14 @@ class TestInstalling:
         assert b"\nExecStart=/opt/forged/bin/forged run " in installed[SERVICE][1]
         assert all(is_untouched(installed[name][1]) for name in (SERVICE, SOCKET, SYSUSERS))
 
-    def test_tells_each_file_and_what_to_do_next(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_prints_each_file_and_the_next_steps(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run(root)
         said = capsys.readouterr().out
         assert all(f"{root / name}: written\n" in said for name in (*FILES, PLUGINS))
         assert f"systemd-sysusers --root={root} forged.conf" in said
         assert f"systemctl --root={root} enable forged.socket forged.service" in said
 
-    def test_again_changes_nothing_and_says_so(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_second_installation_changes_nothing(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run(root)
         before = versions(root)
         capsys.readouterr()
@@ -125,13 +125,13 @@ class TestInstalling:
         said = capsys.readouterr().out
         assert all(f"{root / name}: unchanged\n" in said for name in (*FILES, PLUGINS))
 
-    def test_a_unit_of_another_version_follows(self, root: Path) -> None:
+    def test_unit_of_another_version_is_updated(self, root: Path) -> None:
         run(root)
         (root / SERVICE).write_bytes(stamped("[Service]\nExecStart=/old/forged\n"))
         run(root, command="/opt/other/bin/forged")
         assert b"\nExecStart=/opt/other/bin/forged run " in (root / SERVICE).read_bytes()
 
-    def test_a_unit_that_was_changed_by_hand_stays_and_ours_is_put_next_to_it(
+    def test_modified_unit_is_kept_and_the_new_one_is_written_beside_it(
         self, root: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         run(root)
@@ -148,7 +148,7 @@ class TestInstalling:
         run(root)
         assert not aside.exists()
 
-    def test_settings_that_are_there_are_never_touched(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_existing_settings_are_never_changed(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (root / CONFIG).parent.mkdir(parents=True)
         (root / CONFIG).write_text("# mine")
         run(root)
@@ -162,13 +162,13 @@ class TestInstalling:
         run(root)
         assert (root / SERVICE).readlink() == Path("/dev/null")
 
-    def test_a_link_that_leads_nowhere_stays_a_link(self, root: Path) -> None:
+    def test_dangling_link_stays_a_link(self, root: Path) -> None:
         (root / SERVICE).parent.mkdir(parents=True)
         (root / SERVICE).symlink_to("/none/forged.service")
         run(root)
         assert (root / SERVICE).is_symlink()
 
-    def test_a_file_that_cannot_be_finished_is_not_there_at_all(self, root: Path) -> None:
+    def test_failed_write_leaves_no_file(self, root: Path) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         code = f"""
 import resource, signal, sys
@@ -188,18 +188,18 @@ except ConfigError as error:
         assert f"install_failed {root / SERVICE}: File too large" in done.stdout, done.stderr
         assert sorted(tree(root)) == sorted([SYSUSERS, SOCKET])
 
-    def test_a_directory_in_the_place_of_a_file_is_the_operators_to_mend(self, root: Path) -> None:
+    def test_directory_in_place_of_a_file_is_a_config_error(self, root: Path) -> None:
         (root / SERVICE).mkdir(parents=True)
         with pytest.raises(ConfigError, match="Is a directory") as raised:
             run(root)
         assert raised.value.code == "install_failed"
 
-    def test_a_file_in_the_place_of_a_directory_is_the_operators_to_mend(self, root: Path) -> None:
+    def test_file_in_place_of_a_directory_is_a_config_error(self, root: Path) -> None:
         root.write_text("not a directory")
         with refused("install_failed"):
             run(root)
 
-    def test_without_the_right_to_write_the_fix_is_told(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_write_permission_names_the_fix(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(path: Path, *_: object) -> None:
             raise PermissionError(13, "Permission denied", str(path))
 
@@ -208,7 +208,7 @@ except ConfigError as error:
             run(root)
         assert raised.value.code == "install_not_permitted"
 
-    def test_a_closed_output_does_not_stop_the_installation(self, root: Path) -> None:
+    def test_closed_output_does_not_stop_the_installation(self, root: Path) -> None:
         code = f"from tests.cli.service.test_install import run\nfrom pathlib import Path\nrun(Path({str(root)!r}))"
         reader, writer = os.pipe()
         os.close(reader)
@@ -222,10 +222,8 @@ except ConfigError as error:
         assert sorted(tree(root)) == sorted(FILES)
 
 
-class TestADryRun:
-    def test_shows_what_would_be_written_and_writes_nothing(
-        self, root: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+class TestDryRun:
+    def test_shows_planned_files_and_writes_nothing(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert run(root, "--dry-run") == 0
         said = capsys.readouterr().out
         assert not root.exists()
@@ -234,7 +232,7 @@ class TestADryRun:
             assert f"# would write {root / name}:\n{(root / name).read_text()}" in said
         assert f"# would create the directory {root / PLUGINS}\n" in said
 
-    def test_shows_what_would_be_left(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_shows_files_that_would_be_kept(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run(root)
         (root / SERVICE).write_text("# mine")
         (root / CONFIG).write_text("# mine")
@@ -258,7 +256,7 @@ class TestTheCommand:
         return str(path)
 
     @pytest.mark.parametrize("command", ["/home/me/bin/forged", "/root/venv/bin/forged", "/tmp/venv/bin/forged"])
-    def test_that_the_service_could_not_see_is_refused(self, root: Path, command: str) -> None:
+    def test_command_hidden_from_the_service_is_refused(self, root: Path, command: str) -> None:
         with pytest.raises(ConfigError, match=command) as raised:
             run(root, command=command)
         assert raised.value.code == "command_hidden"
@@ -277,23 +275,23 @@ class TestTheCommand:
         with refused("command_hidden"):
             run(root, command=command)
 
-    def test_which_is_a_link_into_a_home_is_refused(self, root: Path, tmp_path: Path, home: Path) -> None:
+    def test_command_linked_into_a_home_is_refused(self, root: Path, tmp_path: Path, home: Path) -> None:
         (tmp_path / "bin").mkdir()
         (tmp_path / "bin" / "forged").symlink_to(self.make(home / "forged"))
         with refused("command_hidden"):
             run(root, command=str(tmp_path / "bin" / "forged"))
 
     @pytest.mark.parametrize("text", ["", "\x7fELF\n", "#!\n", "#! \n"])
-    def test_which_is_no_script_is_judged_by_its_path(self, root: Path, tmp_path: Path, home: Path, text: str) -> None:
+    def test_binary_command_is_checked_by_its_path(self, root: Path, tmp_path: Path, home: Path, text: str) -> None:
         assert run(root, command=self.make(tmp_path / "forged", text)) == 0
 
-    def test_in_a_home_is_seen_when_the_operator_insists(self, root: Path) -> None:
+    def test_command_in_a_home_is_accepted_with_unprotect(self, root: Path) -> None:
         run(root, "--unprotect", command="/home/me/bin/forged")
         unit = (root / SERVICE).read_bytes()
         assert b"\nProtectHome=read-only\n" in unit
         assert b"\nPrivateTmp=yes\n" in unit
 
-    def test_is_this_one_unless_another_is_named(
+    def test_default_command_is_the_running_one(
         self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         command = self.make(tmp_path / "bin" / "forged")
@@ -302,7 +300,7 @@ class TestTheCommand:
         run(root, "--unprotect", command=None)
         assert f"\nExecStart={command} run ".encode() in (root / SERVICE).read_bytes()
 
-    def test_is_the_one_next_to_the_interpreter_when_run_as_a_module(
+    def test_command_is_beside_the_interpreter_when_run_as_a_module(
         self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         command = self.make(tmp_path / "bin" / "forged")
@@ -311,7 +309,7 @@ class TestTheCommand:
         run(root, "--unprotect", command=None)
         assert f"\nExecStart={command} run ".encode() in (root / SERVICE).read_bytes()
 
-    def test_has_to_be_named_where_none_can_be_found(
+    def test_command_must_be_given_when_none_is_found(
         self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(sys, "argv", ["-c"])
@@ -319,13 +317,13 @@ class TestTheCommand:
         with refused("command_unknown"):
             run(root, command=None)
 
-    def test_has_to_be_there_on_this_machine(self) -> None:
+    def test_missing_command_is_refused(self) -> None:
         with refused("command_missing"):
             run(Path("/"), "--dry-run", command="/opt/none/bin/forged")
 
 
-class TestMakingItKnown:
-    """What is done on a machine that systemd runs, without touching this one."""
+class TestRegistration:
+    """The commands that an installation under systemd runs; they are recorded and not executed."""
 
     @pytest.fixture
     def commands(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -338,7 +336,7 @@ class TestMakingItKnown:
         path.write_text(f"#!/bin/sh\necho {name} $* >>{directory}/log\n{script}\n")
         path.chmod(0o755)
 
-    def test_makes_the_user_and_has_the_units_read(self, commands: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_creates_the_user_and_reloads_the_units(self, commands: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for name in ("systemd-sysusers", "systemctl"):
             self.answer(commands, name, "exit 0")
         install._activate(Path("/"))
@@ -346,19 +344,19 @@ class TestMakingItKnown:
         assert log == "systemd-sysusers /etc/sysusers.d/forged.conf\nsystemctl daemon-reload\n"
         assert "systemctl daemon-reload: done\n" in capsys.readouterr().out
 
-    def test_says_what_went_wrong(self, commands: Path) -> None:
+    def test_failed_command_is_reported(self, commands: Path) -> None:
         self.answer(commands, "systemd-sysusers", "echo no such luck >&2; exit 1")
         with pytest.raises(ForgedError, match="no such luck") as raised:
             install._activate(Path("/"))
         assert raised.value.code == "systemd_failed"
         assert "systemctl" not in (commands / "log").read_text()
 
-    def test_says_that_a_tool_is_missing(self, commands: Path) -> None:
+    def test_missing_tool_is_reported(self, commands: Path) -> None:
         with pytest.raises(ForgedError, match="No such file") as raised:
             install._activate(Path("/"))
         assert raised.value.code == "systemd_failed"
 
-    def test_leaves_it_to_the_operator_where_systemd_does_not_run(
+    def test_without_systemd_the_commands_are_left_to_the_operator(
         self, commands: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(install, "BOOTED", commands / "none")
@@ -368,21 +366,21 @@ class TestMakingItKnown:
         assert not (commands / "log").exists()
 
 
-class TestTheInstalledUnits:
-    """As systemd itself reads them."""
+class TestInstalledUnits:
+    """The installed units, checked by systemd's own tools."""
 
     def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
         assert ANALYZE is not None
         return subprocess.run([ANALYZE, *words], capture_output=True, text=True)
 
     @with_analyze
-    def test_are_found_right(self, root: Path) -> None:
+    def test_units_pass_systemd_analyze_verify(self, root: Path) -> None:
         run(root, "--unprotect", command=sys.executable)
         done = self.ask("verify", str(root / SERVICE), str(root / SOCKET))
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
     @with_analyze
-    def test_expose_little(self, root: Path) -> None:
+    def test_units_have_a_low_exposure(self, root: Path) -> None:
         run(root)
         done = self.ask(
             "security", "--offline=true", f"--threshold={round(EXPOSURE_MAX * 10)}", "--no-pager", str(root / SERVICE)
@@ -392,7 +390,7 @@ class TestTheInstalledUnits:
         assert exposure < EXPOSURE_MAX
 
     @pytest.mark.skipif(shutil.which("systemd-sysusers") is None, reason="systemd-sysusers is not installed")
-    def test_the_user_and_the_group_are_made(self, root: Path) -> None:
+    def test_user_and_group_are_created(self, root: Path) -> None:
         run(root)
         done = subprocess.run(["systemd-sysusers", f"--root={root}", "forged.conf"], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

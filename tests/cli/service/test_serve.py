@@ -31,7 +31,7 @@ Start = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Start:
-    """Tries to run a daemon in this process; for starts that fail. Returns the exit code and the complaint."""
+    """Runs a daemon in this process for a start that fails; returns the exit code and the error text."""
 
     def run(*flags: str, **places: object) -> tuple[int, str]:
         given = {"data-dir": tmp_path / "data", "socket": tmp_path / "s", "listen": "127.0.0.1:0"}
@@ -66,7 +66,7 @@ class TestFileLimit:
             ((64, 64), (64, 64), 1),
         ],
     )
-    def test_it_is_raised_as_far_as_needed_and_connections_fit_into_what_there_is(
+    def test_file_limit_is_raised_and_connections_fit_into_it(
         self, limits: list[tuple[int, int]], before: tuple[int, int], after: tuple[int, int], connections: int
     ) -> None:
         limits.append(before)
@@ -75,23 +75,23 @@ class TestFileLimit:
         assert (limits[-1], files.allowed, files.connections_wanted) == (after, after[0], 1000)
 
 
-class TestRefusingToStart:
+class TestFailedStart:
     """In every case with one complaint that says what to do, exit code 2, and nothing left behind."""
 
-    def test_with_a_bad_config_all_that_is_wrong_is_listed(self, start: Start, tmp_path: Path) -> None:
+    def test_invalid_config_lists_all_errors(self, start: Start, tmp_path: Path) -> None:
         path = tmp_path / "forged.toml"
         path.write_text(BAD_CONFIG.replace('listen = ["nowhere"]\n', ""))
         code, complaint = start("--config", str(path))
         assert code == 2
         assert all(key in complaint for key in BAD_KEYS[1:])
 
-    def test_with_a_flag_that_makes_no_sense(self, start: Start) -> None:
+    def test_invalid_flag_is_refused(self, start: Start) -> None:
         code, complaint = start(listen="nowhere")
         assert code == 2
         assert "the command line is not a valid configuration" in complaint
         assert "tcp://host:port" in complaint
 
-    def test_on_a_data_directory_in_use(self, start: Start, tmp_path: Path) -> None:
+    def test_data_directory_in_use_is_refused(self, start: Start, tmp_path: Path) -> None:
         (tmp_path / "data").mkdir()
         with (tmp_path / "data" / serve.LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -100,26 +100,26 @@ class TestRefusingToStart:
         assert f"another daemon uses {tmp_path / 'data'}" in complaint
         assert "another --data-dir" in complaint
 
-    def test_on_a_data_directory_that_is_a_file(self, start: Start, tmp_path: Path) -> None:
+    def test_data_directory_that_is_a_file_is_refused(self, start: Start, tmp_path: Path) -> None:
         (tmp_path / "data").write_text("not a directory")
         code, complaint = start()
         assert code == 2
         assert "it is not a directory" in complaint
 
-    def test_on_a_data_directory_that_cannot_be_made(self, start: Start) -> None:
+    def test_data_directory_that_cannot_be_created_is_refused(self, start: Start) -> None:
         code, complaint = start(data_dir="/proc/forged")
         assert code == 2
         assert "/proc/forged" in complaint
         assert "set --data-dir to a writable directory" in complaint
 
     @pytest.mark.skipif(os.getuid() == 0, reason="nothing is forbidden to root")
-    def test_on_a_data_directory_that_is_not_ours(self, start: Start, tmp_path: Path) -> None:
+    def test_data_directory_without_write_permission_is_refused(self, start: Start, tmp_path: Path) -> None:
         (tmp_path / "data").mkdir(mode=0o500)
         code, complaint = start()
         assert code == 2
         assert "Permission denied" in complaint
 
-    def test_on_a_corrupt_database(self, start: Start, tmp_path: Path) -> None:
+    def test_corrupt_database_is_refused(self, start: Start, tmp_path: Path) -> None:
         (tmp_path / "data").mkdir()
         database = tmp_path / "data" / serve.DATABASE
         database.write_bytes(b"no database" * 1000)
@@ -129,7 +129,7 @@ class TestRefusingToStart:
         assert "restore a backup" in complaint
         assert database.read_bytes() == b"no database" * 1000
 
-    def test_on_a_port_in_use(self, start: Start, tmp_path: Path) -> None:
+    def test_port_in_use_is_refused(self, start: Start, tmp_path: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
             code, complaint = start(listen=f"127.0.0.1:{port}")
@@ -140,21 +140,21 @@ class TestRefusingToStart:
         )
         assert not (tmp_path / "s").exists()
 
-    def test_on_a_socket_where_a_daemon_listens(self, start: Start, threaded_daemon: ThreadedDaemon) -> None:
+    def test_socket_of_a_running_daemon_is_refused(self, start: Start, threaded_daemon: ThreadedDaemon) -> None:
         code, complaint = start(socket=threaded_daemon.socket)
         assert code == 2
         assert f"another process is listening at {threaded_daemon.socket}" in complaint
         with threaded_daemon.client() as client:
             assert client.ping() > 0
 
-    def test_on_a_socket_path_where_something_else_is(self, start: Start, tmp_path: Path) -> None:
+    def test_socket_path_of_another_file_is_refused(self, start: Start, tmp_path: Path) -> None:
         (tmp_path / "s").write_text("precious")
         code, complaint = start()
         assert code == 2
         assert "is not a socket" in complaint
         assert (tmp_path / "s").read_text() == "precious"
 
-    def test_on_certificates_that_are_not_there(self, start: Start, tmp_path: Path) -> None:
+    def test_missing_certificates_are_refused(self, start: Start, tmp_path: Path) -> None:
         path = tmp_path / "forged.toml"
         path.write_text('tls_certificate = "/none/cert.pem"\ntls_key = "/none/key.pem"\n')
         code, complaint = start("--config", str(path))
@@ -163,14 +163,12 @@ class TestRefusingToStart:
         assert "/none/key.pem" in complaint
 
     @pytest.mark.parametrize("place", ["listen", "http"])
-    def test_on_an_address_that_the_machine_does_not_have_yet_it_may_be_tried_again(
-        self, start: Start, place: str
-    ) -> None:
+    def test_missing_address_may_be_retried(self, start: Start, place: str) -> None:
         code, complaint = start(**{place: "192.0.2.1:0"})
         assert code == 4
         assert "192.0.2.1" in complaint
 
-    def test_it_can_be_tried_again(self, start: Start, tmp_path: Path) -> None:
+    def test_failed_start_releases_the_data_directory(self, start: Start, tmp_path: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             for _ in range(2):
                 code, complaint = start(listen=f"127.0.0.1:{taken.getsockname()[1]}")
@@ -178,7 +176,7 @@ class TestRefusingToStart:
 
 
 class TestRunning:
-    def test_it_says_where_it_is_ready(self, tmp_path: Path) -> None:
+    def test_ready_line_names_the_endpoints(self, tmp_path: Path) -> None:
         with DaemonProcess(tmp_path) as daemon:
             assert daemon.output.startswith("forged ")
             assert f"is ready on unix://{daemon.socket}, tcp://127.0.0.1:" in daemon.output
@@ -199,7 +197,7 @@ class TestRunning:
             with BlockingClient(listen) as other:
                 assert other.status().history == status.history
 
-    def test_a_reload_that_asks_for_more_connections_than_files_can_be_opened_is_told_of(self, tmp_path: Path) -> None:
+    def test_reload_with_connections_above_the_file_limit_is_reported(self, tmp_path: Path) -> None:
         with DaemonProcess(tmp_path) as daemon:
             resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (600, 600))
             (tmp_path / "forged.toml").write_text("connections_max = 1000\n")
@@ -210,7 +208,7 @@ class TestRunning:
             assert reloaded["fact"]["changed"] == ["connections_max"]
             assert daemon.end() == (0, "", "")
 
-    def test_certificates_that_moved_wait_for_a_restart_and_stop_no_reload(self, tmp_path: Path) -> None:
+    def test_moved_certificates_need_a_restart_and_do_not_fail_the_reload(self, tmp_path: Path) -> None:
         (tmp_path / "old").mkdir()
         old = {"tls_certificate": "old/localhost.pem", "tls_key": "old/localhost.key"}
         authority = Certificates(tmp_path / "old")
@@ -226,14 +224,14 @@ class TestRunning:
                 assert told["fact"]["needs_restart"] == list(old)
             assert told["fact"]["changed"] == ["log_level"]
 
-    def test_a_certificate_that_cannot_be_renewed_refuses_the_reload(self, tmp_path: Path) -> None:
+    def test_unreadable_certificate_fails_the_reload(self, tmp_path: Path) -> None:
         certificate, key = Certificates(tmp_path).issue("localhost")
         with DaemonProcess(tmp_path, tls_certificate=str(certificate), tls_key=str(key)) as daemon:
             key.unlink()
             daemon.process.send_signal(signal.SIGHUP)
             assert "tls_key" in daemon.wait_for("fact", type="ConfigRefused")["fact"]["reason"]
 
-    def test_what_is_stopping_reads_no_settings_anew(self, tmp_path: Path) -> None:
+    def test_stopping_daemon_ignores_reloads(self, tmp_path: Path) -> None:
         with DaemonProcess(tmp_path, log_facts_per_s_max=100_000) as daemon, blocking_reader(daemon):
             daemon.process.terminate()
             daemon.wait_for("the daemon is stopping; a second signal kills it")
@@ -241,7 +239,7 @@ class TestRunning:
         assert [line["type"] for line in daemon.log if line["event"] == "fact"][-1] == "DaemonStopping"
 
     @pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGINT])
-    def test_a_signal_ends_it_in_good_order(self, tmp_path: Path, name: signal.Signals) -> None:
+    def test_signal_stops_the_daemon_cleanly(self, tmp_path: Path, name: signal.Signals) -> None:
         with DaemonProcess(tmp_path) as daemon, daemon.client() as client:
             client.create_job("a")
             assert daemon.end(name) == (0, "", "")
@@ -252,12 +250,12 @@ class TestRunning:
             facts = [item.fact for item in client.past_facts(since=EARLIEST) if isinstance(item, Record)]
             assert [type(fact) for fact in facts[-2:]] == [DaemonStopping, DaemonStarted]
 
-    def test_a_client_that_does_not_read_does_not_delay_the_stop(self, tmp_path: Path) -> None:
+    def test_client_that_does_not_read_does_not_delay_the_stop(self, tmp_path: Path) -> None:
         with DaemonProcess(tmp_path, drain_timeout_s=0.2) as daemon, blocking_reader(daemon):
             assert daemon.end() == (0, "", "")
 
     @pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGINT])
-    def test_a_second_signal_ends_it_at_once(self, tmp_path: Path, name: signal.Signals) -> None:
+    def test_second_signal_stops_the_daemon_at_once(self, tmp_path: Path, name: signal.Signals) -> None:
         with DaemonProcess(tmp_path, drain_timeout_s=3600) as daemon, blocking_reader(daemon):
             daemon.process.send_signal(signal.SIGTERM)
             daemon.wait_for("the daemon is stopping; a second signal kills it")
@@ -265,7 +263,7 @@ class TestRunning:
         with DaemonProcess(tmp_path) as daemon, daemon.client() as client:
             assert [job.name for job in client.jobs()] == ["a"]
 
-    def test_what_kill_9_leaves_is_cleaned_up(self, tmp_path: Path) -> None:
+    def test_leftovers_of_kill_9_are_removed(self, tmp_path: Path) -> None:
         with DaemonProcess(tmp_path) as daemon, daemon.client() as client:
             client.create_job("a")
             daemon.end(signal.SIGKILL)
@@ -275,7 +273,7 @@ class TestRunning:
                 assert again.end()[0] == 0
         assert not daemon.socket.exists()
 
-    def test_a_closed_output_does_not_stop_the_daemon(self, tmp_path: Path) -> None:
+    def test_closed_output_does_not_stop_the_daemon(self, tmp_path: Path) -> None:
         with DaemonProcess(tmp_path) as daemon:
             assert daemon.process.stdout is not None
             assert daemon.process.stderr is not None
