@@ -202,7 +202,9 @@ class Meeting:
 
 class TestSteps:
     @pytest.mark.parametrize("careful", [True, False], ids=["with step", "without"])
-    def test_all_of_them_are_done_once_by_all(self, careful: bool, scripts: Scripts, client: BlockingClient) -> None:
+    def test_every_step_is_done_once_by_every_worker(
+        self, careful: bool, scripts: Scripts, client: BlockingClient
+    ) -> None:
         def script(worker: Training) -> list[int]:
             done = []
             for step in worker.steps(STEPS):
@@ -219,9 +221,7 @@ class TestSteps:
         assert [future.result(PATIENCE_S) for future in two] == [list(range(STEPS))] * 2
         assert [fact.step for fact in past(client, JobCompleted)] == [STEPS]
 
-    def test_without_with_the_state_is_what_it_was_when_a_step_is_broken_off(
-        self, scripts: Scripts, client: BlockingClient
-    ) -> None:
+    def test_aborted_step_without_a_block_restores_the_state(self, scripts: Scripts, client: BlockingClient) -> None:
         meeting = Meeting()
         repeated: dict[str, list[int]] = {"b": [], "c": []}
 
@@ -254,9 +254,7 @@ class TestSteps:
         assert repeated["b"] == [0, 1, 2, 3, 3, *range(4, STEPS)]
         assert repeated["c"] == list(range(3, STEPS))
 
-    def test_inside_with_what_stands_behind_the_collective_is_not_done(
-        self, scripts: Scripts, client: BlockingClient
-    ) -> None:
+    def test_aborted_step_skips_the_rest_of_its_block(self, scripts: Scripts, client: BlockingClient) -> None:
         meeting = Meeting()
         begun: list[int] = []
         done: list[int] = []
@@ -293,7 +291,7 @@ class TestSteps:
         assert done == list(range(STEPS))
         assert aborted == [3]
 
-    def test_one_that_is_left_early_is_given_back_when_steps_are_asked_for_again(self, endpoint: str) -> None:
+    def test_unfinished_step_is_returned_again_by_a_new_iteration(self, endpoint: str) -> None:
         with at(endpoint) as worker:
             for step in worker.steps():
                 if step == 3:
@@ -326,7 +324,7 @@ class TestSteps:
 
 
 class TestCollectives:
-    def test_they_are_those_of_the_world(self, scripts: Scripts) -> None:
+    def test_collectives_run_in_the_current_world(self, scripts: Scripts) -> None:
         def script(worker: Training) -> list[Any]:
             found: list[Any] = []
             for _ in worker.steps(1):
@@ -338,14 +336,14 @@ class TestCollectives:
         found = sorted((future.result(PATIENCE_S) for future in two), key=lambda one: int(one[0]))
         assert found == [[0, [0, 1], 6, 4], [1, None, 6, 4]]
 
-    def test_before_there_is_a_world_they_are_refused(self, endpoint: str) -> None:
+    def test_collectives_before_the_first_world_are_refused(self, endpoint: str) -> None:
         with at(endpoint) as worker:
             for collective in (worker.barrier, lambda: worker.all_reduce(1), lambda: worker.gather(1)):
                 with pytest.raises(StepAborted):
                     collective()
             assert [int(step) for step in worker.steps(2)] == [0, 1]
 
-    def test_between_two_steps_they_are_those_of_the_world(self, scripts: Scripts) -> None:
+    def test_collectives_between_two_steps_run_in_the_current_world(self, scripts: Scripts) -> None:
         def script(worker: Training) -> int:
             for step in worker.steps():
                 if step == 2:
@@ -356,9 +354,7 @@ class TestCollectives:
         two = [scripts.start(name, script, config=config(min_workers=2)) for name in "ab"]
         assert [future.result(PATIENCE_S) for future in two] == [3, 3]
 
-    def test_between_two_steps_a_broken_one_is_raised_also_to_a_careless_script(
-        self, scripts: Scripts, client: BlockingClient
-    ) -> None:
+    def test_aborted_collective_between_two_steps_is_raised(self, scripts: Scripts, client: BlockingClient) -> None:
         meeting = Meeting()
 
         def stays_behind(worker: Training) -> None:
@@ -384,13 +380,15 @@ class TestCollectives:
             a.result(PATIENCE_S)
 
 
-class TestTheEndOfAScript:
-    def test_one_that_raises_has_failed_and_its_error_is_its_own(self, endpoint: str, client: BlockingClient) -> None:
+class TestEndOfScript:
+    def test_script_that_raises_has_failed_and_keeps_its_error(self, endpoint: str, client: BlockingClient) -> None:
         with pytest.raises(ValueError, match="a mistake"):
             train_until_step_two(endpoint, ValueError("a mistake"))
         assert [fact.reason for fact in past(client, WorkerFailed)] == ["its script failed: ValueError: a mistake"]
 
-    def test_one_that_raises_before_its_first_step_was_never_there(self, endpoint: str, client: BlockingClient) -> None:
+    def test_script_that_raises_before_its_first_step_is_never_a_member(
+        self, endpoint: str, client: BlockingClient
+    ) -> None:
         with pytest.raises(ValueError, match="a mistake"), at(endpoint):
             raise ValueError("a mistake")
         assert past(client, WorkerJoined, WorkerFailed, WorkerLeft) == []
@@ -400,7 +398,7 @@ class TestTheEndOfAScript:
         [(SystemExit(3), "its script exited with 3"), (KeyboardInterrupt(), "its script was interrupted")],
         ids=["exit", "interrupt"],
     )
-    def test_one_that_is_ended_leaves_like_any_other(
+    def test_script_that_is_interrupted_leaves_without_failing(
         self, end: BaseException, reason: str, endpoint: str, client: BlockingClient
     ) -> None:
         with pytest.raises(type(end)):
@@ -431,7 +429,7 @@ class TestTheEndOfAScript:
         left = [(fact.worker_id, fact.reason) for fact in past(client, WorkerLeft)]
         assert left[0] == ("b", "its script was interrupted")
 
-    def test_an_exit_of_a_subscriber_in_the_workers_thread_ends_the_script_with_its_code(
+    def test_system_exit_of_a_subscriber_ends_the_script_with_its_code(
         self, endpoint: str, client: BlockingClient
     ) -> None:
         def train() -> None:
@@ -444,7 +442,7 @@ class TestTheEndOfAScript:
         assert raised.value.code == 3
         assert [fact.reason for fact in past(client, WorkerLeft)] == ["its script exited with 3"]
 
-    def test_a_job_that_ends_is_raised(self, endpoint: str, client: BlockingClient) -> None:
+    def test_end_of_the_job_is_raised(self, endpoint: str, client: BlockingClient) -> None:
         def give_up(step: int) -> None:
             if step == 2:
                 client.abort_job(JOB, "enough of it")
@@ -454,9 +452,7 @@ class TestTheEndOfAScript:
         assert [fact.reason for fact in past(client, WorkerLeft)] == ["the job was aborted"]
         assert past(client, WorkerFailed) == []
 
-    def test_to_close_is_idempotent_and_nothing_is_there_afterwards(
-        self, endpoint: str, client: BlockingClient
-    ) -> None:
+    def test_close_is_idempotent_and_leaks_nothing(self, endpoint: str, client: BlockingClient) -> None:
         worker = at(endpoint).__enter__()
         next(worker.steps())
         pulse = pulse_of(worker)
@@ -467,7 +463,7 @@ class TestTheEndOfAScript:
         assert not worker.worker.is_connected
         assert [thread.name for thread in threading.enumerate() if "forged-worker" in thread.name] == []
 
-    def test_it_is_opened_once(self, endpoint: str) -> None:
+    def test_second_opening_is_refused(self, endpoint: str) -> None:
         training = at(endpoint)
         with training:
             pass
@@ -475,7 +471,7 @@ class TestTheEndOfAScript:
             pass
         assert raised.value.code == "training_reopened"
 
-    def test_outside_of_the_block_it_says_what_is_missing(self, endpoint: str) -> None:
+    def test_use_before_the_block_is_refused_with_a_fix(self, endpoint: str) -> None:
         training = at(endpoint)
         for use in (lambda: training.rank, lambda: next(training.steps()), training.barrier):
             with pytest.raises(RequestRefused) as raised:
@@ -483,7 +479,7 @@ class TestTheEndOfAScript:
             assert raised.value.code == "worker_not_open"
         training.close()
 
-    def test_behind_the_block_it_says_so_too(self, endpoint: str) -> None:
+    def test_use_after_the_block_is_refused(self, endpoint: str) -> None:
         with at(endpoint) as worker:
             pass
         for use in (worker.barrier, worker.drain, lambda: worker.update_training_state(0, 0, 0.5)):
@@ -491,7 +487,7 @@ class TestTheEndOfAScript:
                 use()
             assert raised.value.code == "worker_not_open"
 
-    def test_ten_of_them_leave_no_descriptor_and_no_thread_behind(self, endpoint: str) -> None:
+    def test_ten_workers_leak_no_descriptor_and_no_thread(self, endpoint: str) -> None:
         def once(number: int) -> None:
             with at(endpoint, f"w{number}") as worker:
                 next(worker.steps())
@@ -503,7 +499,7 @@ class TestTheEndOfAScript:
             once(number)
         assert (quiet(descriptors, before[0]), threading.active_count()) == before
 
-    def test_a_daemon_that_refuses_it_leaves_nothing_open(self, endpoint: str) -> None:
+    def test_refusal_by_the_daemon_leaks_nothing(self, endpoint: str) -> None:
         before = quiet(descriptors)
         with pytest.raises(RequestRefused) as raised, at(endpoint, state={"w": object()}) as worker:
             next(worker.steps())
@@ -531,7 +527,7 @@ class TestSignals:
         assert [fact.reason for fact in past(client, WorkerLeft)] == why
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
-    def test_sigterm_ends_one_that_waits_for_a_world(
+    def test_sigterm_ends_a_worker_that_waits_for_a_world(
         self, endpoint: str, client: BlockingClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         main = threading.main_thread().ident
@@ -548,9 +544,7 @@ class TestSignals:
             assert list(worker.steps()) == []
         assert [fact.reason for fact in past(client, WorkerLeft)] == ["it was told to end, by SIGTERM"]
 
-    def test_while_it_waits_sigterm_is_heeded_whichever_thread_it_reaches(
-        self, endpoint: str, client: BlockingClient
-    ) -> None:
+    def test_sigterm_during_a_wait_is_handled_in_any_thread(self, endpoint: str, client: BlockingClient) -> None:
         main = threading.get_ident()
 
         def terminate() -> None:
@@ -566,7 +560,7 @@ class TestSignals:
         thread.join(PATIENCE_S)
         assert [fact.reason for fact in past(client, WorkerLeft)] == ["it was told to end, by SIGTERM"]
 
-    def test_a_handler_of_the_scripts_own_may_raise_a_timeout_error_while_it_waits(self, endpoint: str) -> None:
+    def test_timeout_error_raised_by_the_scripts_handler_ends_the_wait(self, endpoint: str) -> None:
         def too_late(number: int, frame: object) -> None:
             raise TimeoutError("the script has no more time")
 
@@ -587,9 +581,7 @@ class TestSignals:
             signal.signal(signal.SIGALRM, before)
         thread.join(PATIENCE_S)
 
-    def test_a_handler_of_the_scripts_own_may_drain_it_and_waits_for_nothing(
-        self, endpoint: str, client: BlockingClient
-    ) -> None:
+    def test_handler_of_the_script_may_drain_without_waiting(self, endpoint: str, client: BlockingClient) -> None:
         came_back, waited = threading.Event(), list[bool]()
         before = signal.signal(signal.SIGALRM, lambda number, frame: worker.drain("the host is taken away"))
         try:
@@ -609,7 +601,7 @@ class TestSignals:
         assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
         assert past(client, WorkerJoined) == []
 
-    def test_a_script_that_has_its_own_idea_of_sigterm_keeps_it(self, endpoint: str) -> None:
+    def test_sigterm_handler_of_the_script_is_kept(self, endpoint: str) -> None:
         heard: list[int] = []
 
         def own(number: int, frame: object) -> None:
@@ -627,13 +619,13 @@ class TestSignals:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         assert heard == [signal.SIGTERM] * 3
 
-    def test_in_another_thread_than_the_main_one_signals_are_left_alone(self, scripts: Scripts) -> None:
+    def test_worker_outside_the_main_thread_handles_no_signals(self, scripts: Scripts) -> None:
         script = scripts.start("a", lambda worker: [signal.getsignal(signal.SIGTERM) for _ in worker.steps(1)])
         assert script.result(PATIENCE_S) == [signal.SIG_DFL]
 
 
-class TestThePulse:
-    def test_one_that_ended_alone_is_replaced_at_the_next_step_and_it_is_told(self, endpoint: str) -> None:
+class TestPulse:
+    def test_ended_pulse_is_replaced_at_the_next_step_and_logged(self, endpoint: str) -> None:
         log = RecordingLog()
         with at(endpoint, log=log) as worker:
             steps = worker.steps()
@@ -648,9 +640,7 @@ class TestThePulse:
 
 
 class TestLeaving:
-    def test_what_is_to_be_saved_is_saved_by_blocking_calls_in_the_scripts_thread(
-        self, endpoint: str, client: BlockingClient
-    ) -> None:
+    def test_leaving_subscriber_may_block_in_the_scripts_thread(self, endpoint: str, client: BlockingClient) -> None:
         found: list[Any] = []
 
         def save(reason: str) -> None:
@@ -693,7 +683,7 @@ class TestLeaving:
         assert failure["event_name"] == "leaving"
         assert "worker_leaving" in failure["reason"] or "is leaving" in failure["reason"]
 
-    def test_a_subscriber_in_the_workers_thread_cannot_wait_for_it_and_is_told_what_to_do(self, endpoint: str) -> None:
+    def test_blocking_call_of_a_subscriber_is_refused_with_a_fix(self, endpoint: str) -> None:
         log = RecordingLog()
         with at(endpoint, log=log) as worker:
             worker.rescaling_requested.subscribe(lambda event: worker.barrier())
@@ -710,9 +700,7 @@ class TestLeaving:
             getattr(worker, event).subscribe(save)
         assert raised.value.code == "subscriber_asynchronous"
 
-    def test_a_subscriber_in_the_workers_thread_may_say_that_it_is_to_go(
-        self, endpoint: str, client: BlockingClient
-    ) -> None:
+    def test_subscriber_may_drain_the_worker(self, endpoint: str, client: BlockingClient) -> None:
         with at(endpoint) as worker:
             worker.state_synchronized.subscribe(lambda state: worker.drain("it has seen enough"))
             for _ in worker.steps(STEPS):
@@ -722,7 +710,9 @@ class TestLeaving:
 
 class TestForkedChildren:
     @pytest.mark.parametrize("by_a_thread", [False, True], ids=["main thread", "another thread"])
-    def test_sigterm_ends_them_as_it_would_have(self, by_a_thread: bool, endpoint: str, client: BlockingClient) -> None:
+    def test_sigterm_has_its_default_effect_in_forked_children(
+        self, by_a_thread: bool, endpoint: str, client: BlockingClient
+    ) -> None:
         def forked() -> int:
             child = os.fork()
             if child == 0:
@@ -744,7 +734,7 @@ class TestForkedChildren:
             assert is_heeded()
         assert [fact.reason for fact in past(client, WorkerLeft)] == ["training completed"]
 
-    def test_a_handler_of_the_scripts_own_is_theirs_too(self) -> None:
+    def test_forked_children_keep_the_scripts_handler(self) -> None:
         heard: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
         try:
@@ -757,7 +747,7 @@ class TestForkedChildren:
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def test_they_hold_no_socket_and_do_not_call_home(self, endpoint: str, client: BlockingClient) -> None:
+    def test_forked_children_hold_no_socket_and_send_nothing(self, endpoint: str, client: BlockingClient) -> None:
         with at(endpoint) as worker:
             for step in worker.steps(4):
                 if step == 2:
@@ -777,7 +767,7 @@ class TestForkedChildren:
         worker.close()
         worker.__exit__(ValueError, ValueError("in the child"), None)
 
-    def test_the_state_is_theirs_to_read(self, endpoint: str) -> None:
+    def test_forked_children_can_read_the_state(self, endpoint: str) -> None:
         with at(endpoint) as worker:
             for step in worker.steps(3):
                 learn(worker, step)
@@ -789,8 +779,8 @@ class TestForkedChildren:
             in_a_child(reads)
 
 
-class TestWhatItTells:
-    def test_events_tell_of_the_world_and_of_how_far_it_is(self, scripts: Scripts) -> None:
+class TestReports:
+    def test_events_carry_the_world_and_the_progress(self, scripts: Scripts) -> None:
         rescales: list[RescalingEvent] = []
         synchronised: list[GlobalTrainingState] = []
 
@@ -805,7 +795,7 @@ class TestWhatItTells:
         assert [worker.id for worker in rescale.new_topology.workers] == ["a"]
         assert (global_state.learning_rate, global_state.global_batch_size) == (0.25, 64)
 
-    def test_it_is_what_its_worker_is(self, endpoint: str) -> None:
+    def test_blocking_worker_has_the_properties_of_its_worker(self, endpoint: str) -> None:
         with at(endpoint, learning_rate=0.25, global_batch_size=64, attributes={"gpu": "none"}) as worker:
             assert (worker.rank, worker.world_size, worker.generation) == (-1, 0, 0)
             assert worker.current_topology is None
@@ -823,7 +813,7 @@ class TestWhatItTells:
             metadata = worker.worker.get_metadata()
             assert (metadata.status, metadata.custom_attributes) == (WorkerStatus.ACTIVE, {"gpu": "none"})
 
-    def test_its_transfers_bring_shards_from_another_worker(self, scripts: Scripts) -> None:
+    def test_transfers_fetch_shards_from_another_worker(self, scripts: Scripts) -> None:
         dataset, stores = Dataset(8, 4), {name: MemoryShardStore() for name in "ab"}
         for shard in range(4):
             stores["b"].put(shard, [b"%d" % shard * 100])
@@ -850,14 +840,14 @@ class TestWhatItTells:
         assert (len([one for one in moved if one is not None]), nothing) == (2, [])
         assert set(stores["a"].held()) == {0, 1, 2, 3}
 
-    def test_how_far_the_training_is_may_be_said_before_it_begins(self, endpoint: str) -> None:
+    def test_progress_may_be_set_before_the_training_begins(self, endpoint: str) -> None:
         with at(endpoint) as worker:
             worker.update_training_state(2, 40, 0.5)
             assert [int(step) for step in worker.steps(42)] == [40, 41]
             assert worker.current_state is not None
             assert (worker.current_state.current_epoch, worker.learning_rate) == (2, 0.5)
 
-    def test_numbers_may_be_numpys_over_all_rescales(self, scripts: Scripts) -> None:
+    def test_numpy_numbers_are_accepted_across_rescales(self, scripts: Scripts) -> None:
         meeting = Meeting()
         settings = config(max_workers=2)
 
@@ -887,7 +877,7 @@ class TestWhatItTells:
         meeting.go_on()
         assert a.result(PATIENCE_S) == b.result(PATIENCE_S) == (0.25, 32)
 
-    def test_the_steps_of_a_world_are_not_for_the_script_to_count(self, endpoint: str) -> None:
+    def test_step_counter_cannot_be_set_inside_a_world(self, endpoint: str) -> None:
         with at(endpoint) as worker:
             next(worker.steps())
             with pytest.raises(RequestRefused) as raised:
@@ -902,14 +892,12 @@ class TestWhatItTells:
         assert len(names) == 2
         assert all(f"-{os.getpid()}-" in name for name in names)
 
-    def test_an_address_may_be_given(self, endpoint: str) -> None:
+    def test_explicit_address_is_used(self, endpoint: str) -> None:
         with join(endpoint, job=JOB, worker_id=WorkerId("me", "127.0.0.1", 0)) as worker:
             assert worker.worker_id.hostname == "127.0.0.1"
             assert worker.worker_id.port > 0
 
-    def test_a_thread_that_looks_while_worlds_change_sees_one_world_at_a_time(
-        self, scripts: Scripts, client: BlockingClient
-    ) -> None:
+    def test_concurrent_reader_sees_consistent_worlds(self, scripts: Scripts, client: BlockingClient) -> None:
         over = threading.Event()
 
         def script(worker: Training) -> None:
@@ -952,7 +940,7 @@ class TestWhatItTells:
         (64, 4, [16] * 4),
     ],
 )
-def test_the_shares_of_a_world_are_all_of_it_in_the_order_of_ranks(
+def test_shares_cover_the_total_in_rank_order(
     total: int, size: int, shares: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = join("tcp://127.0.0.1:1")

@@ -25,5 +25,5 @@ def test_errors_of_peers_and_of_the_daemon_are_temporary(error: ForgedError) -> 
     [RequestRefused("state_unfit", "it is a string", "give a dict"), WorkerEvicted("requested by an operator")],
     ids=lambda error: error.code,
 )
-def test_what_is_wrong_here_does_not_pass(error: ForgedError) -> None:
+def test_local_errors_are_permanent(error: ForgedError) -> None:
     assert not is_temporary(error)

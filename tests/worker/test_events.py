@@ -35,7 +35,7 @@ class Notes:
         return self
 
 
-def test_all_subscribers_hear_in_the_order_in_which_they_came() -> None:
+def test_subscribers_are_called_in_order_of_subscription() -> None:
     heard: list[tuple[str, int]] = []
     event: Event[int] = Event("counted", Notes())
     event.subscribe(lambda value: heard.append(("first", value)))
@@ -58,7 +58,7 @@ def test_function_that_subscribes_twice_is_called_once() -> None:
     assert heard == [1]
 
 
-def test_it_is_a_decorator_that_leaves_the_function_as_it_is() -> None:
+def test_subscribe_as_a_decorator_returns_the_function() -> None:
     event: Event[int] = Event("counted", Notes())
 
     @event.subscribe
@@ -128,7 +128,7 @@ def test_asynchronous_subscriber_is_refused_where_it_is_not_awaited(subscriber: 
 
 
 @pytest.mark.parametrize("later", [hears, HearsLater], ids=["coroutine", "other"])
-def test_one_that_turns_out_to_be_asynchronous_has_failed(later: Any) -> None:
+def test_subscriber_that_returns_an_awaitable_is_logged_as_failed(later: Any) -> None:
     def subscriber(value: int) -> Any:
         made.append(later(value))
         return made[-1]
@@ -145,7 +145,7 @@ def test_one_that_turns_out_to_be_asynchronous_has_failed(later: Any) -> None:
     assert "subscribe a plain function" in error["reason"]
 
 
-async def test_one_that_starts_a_task_and_returns_it_is_as_good_as_any() -> None:
+async def test_subscriber_may_return_a_task() -> None:
     notes = Notes()
     event: Event[int] = Event("counted", notes)
     tasks: list[asyncio.Task[int]] = []

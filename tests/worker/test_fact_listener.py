@@ -72,7 +72,7 @@ class Daemon:
         return SimpleNamespace(phase=self.phase, reason="too many failed", state=SimpleNamespace(current_step=12))
 
 
-class Scene:
+class ListenerFixture:
     """A fact listener and its surroundings."""
 
     def __init__(self, daemon: Daemon, tasks: TaskGroup) -> None:
@@ -116,16 +116,16 @@ class Scene:
         self.wakes += 1
 
 
-def scene(act: Callable[[Scene], Any], *answers: ForgedError | None, phase: Phase = Phase.ABORTED) -> Any:
+def scene(act: Callable[[ListenerFixture], Any], *answers: ForgedError | None, phase: Phase = Phase.ABORTED) -> Any:
     async def play() -> None:
         async with task_group() as tasks:
-            await act(Scene(Daemon(*answers, phase=phase), tasks))
+            await act(ListenerFixture(Daemon(*answers, phase=phase), tasks))
 
     return on_virtual_time(play)()
 
 
-def test_what_is_heard_changes_the_standing_and_is_handed_on_in_its_order() -> None:
-    async def act(scene: Scene) -> None:
+def test_facts_update_the_view_and_are_passed_on_in_order() -> None:
+    async def act(scene: ListenerFixture) -> None:
         stream = Stream(PAUSED, DONE)
         await scene.listener.listen(cast("Any", stream))
         assert (scene.view.paused, scene.view.completed) == (True, 9)
@@ -136,8 +136,8 @@ def test_what_is_heard_changes_the_standing_and_is_handed_on_in_its_order() -> N
     scene(act)
 
 
-def test_a_stream_that_fails_ends_the_training_and_is_closed() -> None:
-    async def act(scene: Scene) -> None:
+def test_failing_stream_ends_the_training_and_is_closed() -> None:
+    async def act(scene: ListenerFixture) -> None:
         error = PeerError("stream_lost", "it is gone")
         stream = Stream(PAUSED, error=error)
         await scene.listener.listen(cast("Any", stream))
@@ -147,8 +147,8 @@ def test_a_stream_that_fails_ends_the_training_and_is_closed() -> None:
     scene(act)
 
 
-def test_a_stream_that_is_given_up_is_closed() -> None:
-    async def act(scene: Scene) -> None:
+def test_abandoned_stream_is_closed() -> None:
+    async def act(scene: ListenerFixture) -> None:
         stream = Stream(PAUSED)
         with anyio.CancelScope() as scope:
             scope.cancel()
@@ -159,8 +159,8 @@ def test_a_stream_that_is_given_up_is_closed() -> None:
     scene(act)
 
 
-def test_what_was_missed_is_asked_for_by_one_question_at_a_time() -> None:
-    async def act(scene: Scene) -> None:
+def test_missed_facts_are_requested_by_one_request_at_a_time() -> None:
+    async def act(scene: ListenerFixture) -> None:
         scene.listener.begin_to_ask()
         for _ in range(3):
             scene.listener.hear(GAP)
@@ -176,8 +176,8 @@ def test_what_was_missed_is_asked_for_by_one_question_at_a_time() -> None:
     scene(act)
 
 
-def test_what_is_missed_while_it_asks_is_asked_for_again() -> None:
-    async def act(scene: Scene) -> None:
+def test_facts_missed_during_a_request_are_requested_again() -> None:
+    async def act(scene: ListenerFixture) -> None:
         scene.listener.begin_to_ask()
         scene.listener.hear(GAP)
         await anyio.sleep(0.5)
@@ -190,7 +190,7 @@ def test_what_is_missed_while_it_asks_is_asked_for_again() -> None:
 
 
 def test_missed_facts_are_asked_for_once_the_daemon_knows_the_worker() -> None:
-    async def act(scene: Scene) -> None:
+    async def act(scene: ListenerFixture) -> None:
         scene.listener.hear(GAP)
         await anyio.sleep(10)
         assert scene.daemon.asked == 0
@@ -202,8 +202,8 @@ def test_missed_facts_are_asked_for_once_the_daemon_knows_the_worker() -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.COMPLETED, Phase.ABORTED])
-def test_of_a_job_that_is_over_it_learns_how_it_ended(phase: Phase) -> None:
-    async def act(scene: Scene) -> None:
+def test_listener_learns_how_a_finished_job_ended(phase: Phase) -> None:
+    async def act(scene: ListenerFixture) -> None:
         scene.listener.begin_to_ask()
         scene.listener.hear(GAP)
         await anyio.sleep(10)
@@ -225,8 +225,8 @@ def test_of_a_job_that_is_over_it_learns_how_it_ended(phase: Phase) -> None:
         (Unavailable("too_late", "the client is closed"), Unavailable),
     ],
 )
-def test_worker_that_the_daemon_refuses_ends_and_asks_no_more(refusal: ForgedError, end: type[ForgedError]) -> None:
-    async def act(scene: Scene) -> None:
+def test_refused_worker_ends_without_further_requests(refusal: ForgedError, end: type[ForgedError]) -> None:
+    async def act(scene: ListenerFixture) -> None:
         scene.listener.begin_to_ask()
         scene.listener.hear(GAP)
         await anyio.sleep(100)
@@ -240,7 +240,7 @@ def test_worker_that_the_daemon_refuses_ends_and_asks_no_more(refusal: ForgedErr
 def test_answer_after_the_end_of_the_tasks_has_no_effect() -> None:
     async def play() -> None:
         async with task_group() as tasks:
-            one = Scene(Daemon(), tasks)
+            one = ListenerFixture(Daemon(), tasks)
             one.listener.begin_to_ask()
             one.listener.hear(GAP)
             await asyncio.sleep(0)
@@ -288,7 +288,7 @@ class TestFactsThatAreMissed:
         "happening",
         ["nothing", "pause", "drain", "join", "evict", "abort", "complete"],
     )
-    async def test_it_hears_of_it_all_the_same(
+    async def test_worker_learns_of_missed_facts_by_joining_again(
         self, happening: str, runner: DaemonRunner, tmp_path: Path, client: ForgedClient
     ) -> None:
         proxy = Proxy(tmp_path / "p", runner.config.socket)

@@ -11,7 +11,7 @@ from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
 from forged.worker.goodbye import Goodbye, LeaveReason, reason_of
 
 
-class Unspeakable(Exception):
+class UnprintableError(Exception):
     """What cannot be shown."""
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ def test_interrupted_or_evicted_worker_has_not_failed(error: BaseException | Non
         (ValueError("nan"), "its script failed: ValueError: nan"),
         (ValueError("one\n  two"), "its script failed: ValueError: one two"),
         (StepAborted("b is gone"), "its script failed: the step was aborted: b is gone (do the step inside"),
-        (Unspeakable(), "its script failed: Unspeakable (its text cannot be shown)"),
+        (UnprintableError(), "its script failed: UnprintableError (its text cannot be shown)"),
         (ValueError("\ud800"), "its script failed: ValueError: \\ud800"),
     ],
 )
@@ -54,11 +54,11 @@ def test_failed_script_is_described_in_one_line(error: Exception, reason: str) -
 
 
 @pytest.mark.parametrize("error", [ValueError("x" * 1_000_000), SystemExit("x" * 1_000_000)])
-def test_a_reason_is_short_whatever_was_raised(error: BaseException) -> None:
+def test_reason_is_short_for_any_exception(error: BaseException) -> None:
     assert len(reason_of(error).reason) < 2_100
 
 
-async def test_what_was_said_first_is_said_until_that_was_done_once_and_again_only_in_haste() -> None:
+async def test_interrupted_leave_request_is_repeated_once() -> None:
     said: list[tuple[LeaveReason, bool]] = []
 
     async def say(last: LeaveReason, /, *, is_again: bool) -> None:

@@ -30,7 +30,7 @@ async def world_with(victim: PeerProcess, made: Meshes, *, victim_is_hub: bool) 
 
 @pytest.mark.parametrize("victim_is_hub", [False, True], ids=["member", "hub"])
 @pytest.mark.parametrize("act", ACTS)
-async def test_a_kill_in_the_middle_of_a_collective_is_told_to_all_with_the_name(act: str, victim_is_hub: bool) -> None:
+async def test_kill_during_a_collective_is_reported_to_all_with_the_name(act: str, victim_is_hub: bool) -> None:
     """Once while its peers wait for it, and once while it waits for a peer."""
     async with open_meshes(3) as made, AsyncExitStack() as stack:
         victims = [await stack.enter_async_context(PeerProcess(f"v{number}")) for number in range(2)]
@@ -51,7 +51,7 @@ async def test_a_kill_in_the_middle_of_a_collective_is_told_to_all_with_the_name
                 assert isinstance(error, CollectiveAborted)
 
 
-async def test_a_source_that_is_killed_in_the_middle_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_source_killed_during_a_transfer_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "FETCHING", RetryPolicy(attempts=2, delay_s=0.0))
     async with open_meshes(1) as made, PeerProcess("v") as victim:
         await victim.order(offer=1)
@@ -82,7 +82,7 @@ async def test_killed_fetcher_disturbs_no_other_fetcher() -> None:
     assert got == parts
 
 
-async def test_a_peer_that_stands_still_is_neither_lost_nor_waited_for_longer_than_was_said() -> None:
+async def test_stopped_peer_is_not_lost_and_is_awaited_until_the_timeout() -> None:
     async with open_meshes(2) as made, PeerProcess("v") as victim:
         worlds = await world_with(victim, made, victim_is_hub=False)
         victim.stop()
@@ -91,7 +91,7 @@ async def test_a_peer_that_stands_still_is_neither_lost_nor_waited_for_longer_th
         assert all(isinstance(error, CollectiveAborted) and error.peer == "" for error in errors)
 
 
-def test_a_process_that_ends_leaves_no_thread_that_keeps_it() -> None:
+def test_ending_process_is_not_kept_alive_by_threads() -> None:
     code = "import asyncio, tests.worker.peer_process as p; asyncio.run(p.main('v'))"
     done = subprocess.run([sys.executable, "-c", code], input=b"", capture_output=True, timeout=PATIENCE_S, check=False)
     assert (done.returncode, done.stderr) == (0, b"")

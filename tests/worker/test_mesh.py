@@ -207,7 +207,7 @@ async def test_a_cancelled_enter_leaves_a_mesh_that_can_enter_again() -> None:
         await each(await made.enter(2), lambda world: world.barrier())
 
 
-async def test_members_with_different_topologies_do_not_meet() -> None:
+async def test_members_with_different_topologies_do_not_form_a_world() -> None:
     async with open_meshes(3) as made:
         hub = asyncio.ensure_future(failures(made.meshes[0].enter(1, made.of(0, 1), 0.3)))
         assert await code_of(made, 1, made.of(0, 1, 2)) == "topology_differs"
@@ -229,7 +229,7 @@ async def test_mesh_without_a_key_enters_no_world_and_accepts_no_peer() -> None:
         await made.enter(2)
 
 
-async def test_a_second_process_under_the_same_id_does_not_take_the_place() -> None:
+async def test_second_process_with_the_same_id_is_refused() -> None:
     async with open_meshes(3) as made:
         hub = asyncio.ensure_future(made.meshes[0].enter(1, made.topology, PATIENCE_S))
         first = asyncio.ensure_future(made.meshes[1].enter(1, made.topology, PATIENCE_S))
@@ -255,7 +255,7 @@ async def test_member_reconnects_after_a_break_before_the_start() -> None:
         await each([await one for one in coming], lambda world: world.barrier())
 
 
-async def test_closing_a_mesh_ends_its_world_in_good_order() -> None:
+async def test_closing_a_mesh_ends_its_world_cleanly() -> None:
     async with open_meshes(2) as made:
         third = Mesh("w2", incarnation(2), JOB, key=KEY)
         async with third.open() as address:
@@ -265,20 +265,20 @@ async def test_closing_a_mesh_ends_its_world_in_good_order() -> None:
         assert "w2 (rank 2) left the world in good order" in str(error)
 
 
-async def test_what_the_block_raises_comes_out_as_it_is() -> None:
+async def test_error_raised_in_the_block_is_unchanged() -> None:
     with pytest.raises(ZeroDivisionError):
         async with Mesh("w0", incarnation(0), JOB, key=KEY).open():
             raise ZeroDivisionError
 
 
-async def test_a_door_that_cannot_be_opened_is_the_operators() -> None:
+async def test_address_that_cannot_be_bound_is_a_config_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ForgedError) as raised:
         async with Mesh("w0", incarnation(0), JOB, key=KEY).open(port=taken.getsockname()[1]):
             pass
     assert raised.value.kind == "config"
 
 
-async def test_the_descriptors_are_those_of_the_door_and_of_all_connections() -> None:
+async def test_descriptors_are_the_listener_and_all_connections() -> None:
     async with open_meshes(3) as made:
         await made.enter(1)
         assert [len(mesh.descriptors()) for mesh in made.meshes] == [3, 2, 2]
@@ -323,7 +323,7 @@ async def test_peer_for_another_worker_or_job_is_disconnected_without_a_message(
         frames.encode(encode(Refused("refused", "no", "no"))),
     ],
 )
-async def test_garbage_is_cut_off_without_a_word(garbage: bytes) -> None:
+async def test_garbage_is_disconnected_without_a_message(garbage: bytes) -> None:
     async with open_meshes(1) as made, stranger(made.workers[0]) as one:
         await one.challenge()
         one.writer.write(garbage)
@@ -331,7 +331,7 @@ async def test_garbage_is_cut_off_without_a_word(garbage: bytes) -> None:
         await until(lambda: made.meshes[0].counts.unproven == 1)
 
 
-async def test_every_challenge_is_another_so_that_nothing_can_be_replayed() -> None:
+async def test_challenges_are_unique() -> None:
     async with open_meshes(1) as made, stranger(made.workers[0]) as one, stranger(made.workers[0]) as other:
         first, second = await one.challenge(), await other.challenge()
         assert first.nonce != second.nonce
@@ -348,7 +348,7 @@ async def test_peer_with_a_slow_proof_is_disconnected(monkeypatch: pytest.Monkey
         assert await one.is_cut_off()
 
 
-async def test_strangers_in_masses_do_not_keep_members_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_unauthenticated_connections_do_not_block_members(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh_module, "STRANGERS_MAX", 4)
     async with open_meshes(2) as made:
         crowd = [await asyncio.open_connection(made.workers[0].hostname, made.workers[0].port) for _ in range(20)]
@@ -358,7 +358,7 @@ async def test_strangers_in_masses_do_not_keep_members_out(monkeypatch: pytest.M
             writer.close()
 
 
-async def test_a_member_that_breaks_the_protocol_ends_its_world_and_nothing_else() -> None:
+async def test_protocol_violation_of_a_member_ends_only_its_world() -> None:
     async with open_meshes(1) as made:
         topology = ClusterTopology((made.workers[0], WorkerId("w1", "127.0.0.1", 1)))
         hub = asyncio.ensure_future(made.meshes[0].enter(1, topology, PATIENCE_S))
@@ -376,7 +376,7 @@ async def test_a_member_that_breaks_the_protocol_ends_its_world_and_nothing_else
         await alone.barrier()
 
 
-async def test_a_proven_member_that_comes_for_what_is_over_is_told_so() -> None:
+async def test_member_that_connects_for_an_ended_generation_is_refused() -> None:
     async with open_meshes(1) as made:
         await made.enter(3)
         async with stranger(made.workers[0]) as one:
@@ -413,14 +413,14 @@ async def impostor(*messages: Any) -> AsyncIterator[WorkerId]:
         ((Accepted(b"i" * 16, b"p" * 32),), "message_unexpected"),
     ],
 )
-async def test_a_hub_that_is_none_is_not_believed(messages: tuple[Any, ...], code: str) -> None:
+async def test_unauthenticated_hub_is_rejected(messages: tuple[Any, ...], code: str) -> None:
     async with open_meshes(2) as made, impostor(*messages) as hub:
         with pytest.raises(PeerError) as raised:
             await made.meshes[1].enter(1, ClusterTopology((hub, made.workers[1])), PATIENCE_S)
         assert raised.value.code == code
 
 
-async def test_a_listener_that_says_nothing_is_given_up() -> None:
+async def test_silent_listener_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hub = WorkerId("w0", "127.0.0.1", silent.getsockname()[1])
         async with open_meshes(2) as made:

@@ -21,7 +21,7 @@ SCRIPT_LOG.error("look at it now")
 """
 
 
-class Unshowable:
+class UnprintableValue:
     def __str__(self) -> str:
         raise ValueError("it cannot be shown")
 
@@ -30,7 +30,7 @@ def fails(value: int) -> None:
     raise ValueError(f"{value} is a mistake")
 
 
-def test_a_script_that_configures_nothing_sees_warnings_and_errors_on_standard_error() -> None:
+def test_unconfigured_script_logs_warnings_and_errors_to_stderr() -> None:
     done = subprocess.run([sys.executable, "-c", NOT_CONFIGURED], capture_output=True, text=True, check=True)
     assert done.stdout == ""
     assert done.stderr.splitlines() == [
@@ -49,12 +49,12 @@ def test_a_script_may_configure_the_logger(caplog: pytest.LogCaptureFixture) -> 
     ]
 
 
-def test_fields_that_are_bound_are_told_with_every_event(caplog: pytest.LogCaptureFixture) -> None:
+def test_bound_fields_are_logged_with_every_event(caplog: pytest.LogCaptureFixture) -> None:
     SCRIPT_LOG.bind(job="run").warning("it is late", by="a minute")
     assert caplog.messages == ["forged: it is late (job=run, by=a minute)"]
 
 
-def test_a_subscriber_that_fails_is_told_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_subscriber_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     event: Event[int] = Event("counted", SCRIPT_LOG)
     event.subscribe(fails)
     event.fire(7)
@@ -62,7 +62,7 @@ def test_a_subscriber_that_fails_is_told_with_its_traceback(caplog: pytest.LogCa
     assert 'raise ValueError(f"{value} is a mistake")' in caplog.text
 
 
-def test_a_warning_comes_without_the_traceback_of_what_was_survived(caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_of_a_handled_error_has_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
     try:
         fails(7)
     except ValueError:
@@ -70,14 +70,14 @@ def test_a_warning_comes_without_the_traceback_of_what_was_survived(caplog: pyte
     assert "Traceback" not in caplog.text
 
 
-def test_what_cannot_be_shown_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unprintable_value_does_not_break_logging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "raiseExceptions", False)
     # As in a script: what pytest has hung in raises, so that a test notices.
     monkeypatch.setattr(logging.getLogger("forged"), "propagate", False)
-    SCRIPT_LOG.warning("it is odd", what=Unshowable())
+    SCRIPT_LOG.warning("it is odd", what=UnprintableValue())
 
 
-def test_importing_the_package_takes_no_logging() -> None:
+def test_importing_the_package_does_not_configure_logging() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import sys, forged; print('logging' in sys.modules)"],
         capture_output=True,

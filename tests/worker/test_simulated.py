@@ -88,11 +88,11 @@ async def training(cluster: Cluster) -> None:
     await asyncio.gather(*(train(world) for world in await cluster.enter(1)))
 
 
-def test_a_world_trains_on_a_simulated_network_the_same_way_each_time() -> None:
+def test_simulated_world_is_deterministic() -> None:
     assert simulate(4, training, 3) == simulate(4, training, 3)
 
 
-def test_a_state_travels_over_a_simulated_network() -> None:
+def test_state_is_transferred_over_a_simulated_network() -> None:
     sizes = (0, 10, 300_000)
     parts, got = random_parts(*sizes), buffers(*sizes)
 
@@ -105,7 +105,7 @@ def test_a_state_travels_over_a_simulated_network() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_process_that_is_killed_at_any_moment_is_named_to_all_and_the_rest_go_on(seed: int) -> None:
+def test_process_killed_at_any_moment_is_named_and_the_survivors_continue(seed: int) -> None:
     source = Random(seed)
 
     async def story(cluster: Cluster) -> None:
@@ -143,7 +143,7 @@ def test_a_process_that_is_killed_at_any_moment_is_named_to_all_and_the_rest_go_
     simulate(4, story, seed)
 
 
-def test_a_host_that_is_gone_ends_the_world_when_the_kernel_finds_out() -> None:
+def test_lost_host_ends_the_world_when_the_kernel_times_out() -> None:
     async def story(cluster: Cluster) -> None:
         cluster.network.links.faults = Faults(keepalive_s=(1.0, 3.0))
         worlds = await cluster.enter(1)
@@ -179,7 +179,7 @@ def test_members_that_cannot_reach_the_hub_enter_when_they_can() -> None:
     simulate(3, story)
 
 
-def test_a_world_that_cannot_meet_fails_at_all_members_in_time() -> None:
+def test_world_that_cannot_form_fails_at_all_members_in_time() -> None:
     async def story(cluster: Cluster) -> None:
         cluster.network.partition(["h0"], ["h1"])
         outcomes = await asyncio.gather(

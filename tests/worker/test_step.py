@@ -22,26 +22,26 @@ def numbered(world: World | None = None) -> Step:
     return Step.numbered(3, cast("CurrentWorld", world or World()))
 
 
-def test_it_is_its_number() -> None:
+def test_step_equals_its_number() -> None:
     step = numbered()
     assert (step, step + 1, f"{step}", [0, 1, 2, 5][step]) == (3, 4, "3", 5)
 
 
-def test_it_tells_whether_the_script_has_entered_it() -> None:
+def test_step_says_whether_it_was_entered() -> None:
     step = numbered()
     assert not step.is_entered
     with step:
         assert step.is_entered
 
 
-def test_it_swallows_that_it_was_broken_off_and_nothing_else() -> None:
+def test_step_block_suppresses_only_its_own_abort() -> None:
     with numbered():
         raise StepAborted("a peer died")
     with pytest.raises(ValueError, match="mine"), numbered():
         raise ValueError("mine")
 
 
-def test_it_tells_whether_it_was_broken_off_also_when_another_is_the_present_one() -> None:
+def test_step_says_whether_it_was_aborted_after_the_next_one_began() -> None:
     world = World()
     first, second = numbered(world), numbered(world)
     assert not first.aborted

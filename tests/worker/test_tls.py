@@ -126,13 +126,13 @@ async def test_a_state_is_moved_over_tls(certificates: Certificates) -> None:
     assert got == parts
 
 
-async def test_a_peer_of_another_authority_is_not_believed(certificates: Certificates, strangers: Certificates) -> None:
+async def test_peer_of_another_authority_is_rejected(certificates: Certificates, strangers: Certificates) -> None:
     error = await refusal(identity(strangers), identity(certificates))
     assert error.code == "tls_failed"
     assert "its certificate is not accepted" in error.message
 
 
-async def test_a_peer_is_told_that_its_authority_is_not_trusted(
+async def test_rejected_peer_learns_that_its_authority_is_not_trusted(
     certificates: Certificates, strangers: Certificates
 ) -> None:
     error = await refusal(identity(certificates), shown_by(identity(strangers), certificates))
@@ -140,7 +140,7 @@ async def test_a_peer_is_told_that_its_authority_is_not_trusted(
     assert "it does not trust the authority that signed our certificate" in error.message
 
 
-async def test_an_expired_certificate_is_refused_from_either_side_and_told_so(certificates: Certificates) -> None:
+async def test_expired_certificate_is_refused_at_either_end_with_the_reason(certificates: Certificates) -> None:
     theirs = await refusal(expired(certificates), identity(certificates))
     assert "its certificate is not accepted: certificate has expired" in theirs.message
     ours = await refusal(identity(certificates), expired(certificates))
@@ -152,7 +152,7 @@ async def test_a_certificate_for_another_host_is_refused(certificates: Certifica
     assert "mismatch" in error.message
 
 
-async def test_workers_train_over_tls_and_a_newcomer_takes_the_state(
+async def test_workers_train_over_tls_and_a_joiner_receives_the_state(
     runner: DaemonRunner, certificates: Certificates
 ) -> None:
     async with group_at(runner.endpoint) as group:
@@ -195,7 +195,7 @@ async def test_worker_whose_token_is_revoked_leaves_and_the_world_trains_on(
         await group.finish(*others)
 
 
-def test_every_variable_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FORGED_CERTIFICATE", "/somewhere.pem")
@@ -205,13 +205,13 @@ def test_every_variable_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch
     assert [problem.key for problem in raised.value.problems] == ["FORGED_CA", "FORGED_KEY"]
 
 
-def test_what_the_variables_name_is_used(certificates: Certificates) -> None:
+def test_files_named_by_the_variables_are_used(certificates: Certificates) -> None:
     ours = identity(certificates)
     environment = dict(zip(NAMES, map(str, (ours.authority, ours.certificate, ours.key)), strict=True))
     assert PeerTls.from_environment(environment) == PeerTls(*environment.values())
 
 
-def test_a_file_that_is_missing_is_named_as_the_worker_knows_it(certificates: Certificates, tmp_path: Path) -> None:
+def test_missing_file_is_named_with_its_variable(certificates: Certificates, tmp_path: Path) -> None:
     ours = identity(certificates)
     with pytest.raises(ConfigError) as raised:
         PeerTls(ours.authority, ours.certificate, tmp_path / "none.key").network()

@@ -22,7 +22,7 @@ FIRST, OTHER = WorkerId("first", "host", 1), WorkerId("other", "host", 2)
 STEPS = 3
 
 
-class Scene:
+class UsageFixture:
     """A worker that has done some steps in generation 4, and a daemon that accepts or refuses its reports."""
 
     job = "run"
@@ -62,8 +62,8 @@ class Scene:
 
 
 @on_virtual_time
-async def test_the_first_rank_tells_soon_and_each_thing_once() -> None:
-    scene = Scene()
+async def test_rank_zero_reports_soon_and_once() -> None:
+    scene = UsageFixture()
     scene.make_steps()
     async with task_group() as tasks:
         tasks.start_soon(scene.report.run)
@@ -78,7 +78,7 @@ async def test_the_first_rank_tells_soon_and_each_thing_once() -> None:
 
 @on_virtual_time
 async def test_ranks_above_zero_report_now_and_then() -> None:
-    scene = Scene(OTHER)
+    scene = UsageFixture(OTHER)
     scene.make_steps()
     async with task_group() as tasks:
         tasks.start_soon(scene.report.run)
@@ -90,7 +90,7 @@ async def test_ranks_above_zero_report_now_and_then() -> None:
 
 @on_virtual_time
 async def test_worker_in_no_world_reports_like_ranks_above_zero() -> None:
-    scene = Scene(OTHER)
+    scene = UsageFixture(OTHER)
     scene.state.current_world.topology = ClusterTopology()
     scene.make_steps()
     async with task_group() as tasks:
@@ -107,7 +107,7 @@ def crowd(before: int) -> ClusterTopology:
 
 @on_virtual_time
 async def test_ranks_above_zero_report_only_what_the_daemon_does_not_know() -> None:
-    scene = Scene(OTHER)
+    scene = UsageFixture(OTHER)
     scene.state.current_world.topology = crowd(2)
     scene.make_steps()
     scene.known_to = STEPS - 1
@@ -125,7 +125,7 @@ async def test_ranks_above_zero_report_only_what_the_daemon_does_not_know() -> N
 async def test_some_ranks_above_zero_report_everything_in_turns() -> None:
     turns = []
     for before in range(6):
-        scene = Scene(OTHER)
+        scene = UsageFixture(OTHER)
         scene.state.current_world.topology = crowd(before)
         async with task_group() as tasks:
             tasks.start_soon(scene.report.run)
@@ -138,8 +138,8 @@ async def test_some_ranks_above_zero_report_everything_in_turns() -> None:
 
 
 @on_virtual_time
-async def test_what_the_daemon_does_not_take_is_kept_until_it_does() -> None:
-    scene = Scene()
+async def test_refused_report_is_kept_and_repeated() -> None:
+    scene = UsageFixture()
     scene.make_steps()
     scene.refuses = True
     async with task_group() as tasks:
@@ -151,8 +151,8 @@ async def test_what_the_daemon_does_not_take_is_kept_until_it_does() -> None:
 
 
 @on_virtual_time
-async def test_that_there_is_nothing_to_use_is_said_once_in_each_world() -> None:
-    scene = Scene(samples=0)
+async def test_empty_usage_is_reported_once_per_world() -> None:
+    scene = UsageFixture(samples=0)
     for _ in range(2):
         await scene.report.tell()
     scene.state.current_world.topology = ClusterTopology((FIRST,), 5)

@@ -49,7 +49,7 @@ def test_an_array_comes_back_bit_for_bit(array: Array) -> None:
 
 
 @given(some_arrays())
-def test_an_array_whose_elements_do_not_lie_in_order_comes_back_as_it_looks(array: Array) -> None:
+def test_non_contiguous_array_round_trips(array: Array) -> None:
     turned = array.T[::-1] if array.ndim else array
     assert unpack(wire(pack(turned))).tobytes() == turned.tobytes()
 
@@ -81,19 +81,19 @@ def test_bytes_come_back_as_bytes(given_bytes: bytes) -> None:
     "unfit",
     ["text", None, [1.0], {}, 2**70, np.array([object()]), np.zeros(1, np.dtype([("a", "i4")])), MASKED],
 )
-def test_what_is_no_number_and_no_bytes_is_refused(unfit: Any) -> None:
+def test_value_that_is_neither_number_nor_bytes_is_refused(unfit: Any) -> None:
     with pytest.raises(RequestRefused) as raised:
         pack(unfit)
     assert raised.value.code == "collective_unfit"
 
 
-def test_what_is_too_large_is_refused_with_the_limit() -> None:
+def test_too_large_value_is_refused_with_the_limit() -> None:
     with pytest.raises(RequestRefused, match=str(COLLECTIVE_BYTES_MAX)) as raised:
         pack(np.zeros(COLLECTIVE_BYTES_MAX + 1, np.uint8))
     assert raised.value.code == "collective_too_large"
 
 
-def test_a_sum_goes_over_the_ranks_in_their_order() -> None:
+def test_sum_adds_ranks_in_order() -> None:
     """In another order these floats have another sum."""
     ranks = [np.float32(1e8), np.float32(-1e8), np.float32(1.0)]
     assert unpack(reduce(Operation.SUM, [pack(one) for one in ranks])) == 1.0
@@ -101,7 +101,7 @@ def test_a_sum_goes_over_the_ranks_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["<f4", "<f8", "<i4", "|u1", "<c8", ">f4"])
-def test_reductions_are_those_of_numpy(dtype: str) -> None:
+def test_reductions_match_numpy(dtype: str) -> None:
     given_arrays = [np.array([[1, 5], [3, rank]], dtype) for rank in range(4)]
     values = [pack(array) for array in given_arrays]
     for operation, expected in [
@@ -113,7 +113,7 @@ def test_reductions_are_those_of_numpy(dtype: str) -> None:
         np.testing.assert_array_equal(unpack(reduce(operation, values)), expected)
 
 
-def test_a_reduction_keeps_the_type_and_the_mean_of_integers_is_of_floats() -> None:
+def test_reduction_keeps_the_type_except_the_mean_of_integers() -> None:
     small = [pack(np.array([200], np.uint8)), pack(np.array([100], np.uint8))]
     assert reduce(Operation.SUM, small).dtype == "|u1"
     assert reduce(Operation.MEAN, small).dtype == "<f8"
@@ -121,13 +121,13 @@ def test_a_reduction_keeps_the_type_and_the_mean_of_integers_is_of_floats() -> N
     assert reduce(Operation.MEAN, [pack(np.array([1], np.float16)), pack(np.array([2], np.float16))]).dtype == "<f2"
 
 
-def test_what_overflows_says_so_by_its_value_and_no_warning() -> None:
+def test_overflow_gives_infinity_without_a_warning() -> None:
     assert unpack(reduce(Operation.SUM, [pack(np.array([6e4], np.float16)), pack(np.array([6e4], np.float16))])) == [
         np.inf
     ]
 
 
-def test_a_reduction_leaves_what_was_given_alone() -> None:
+def test_reduction_does_not_change_its_operands() -> None:
     first = np.array([1.0, 2.0])
     reduce(Operation.MEAN, [pack(first), pack(np.array([3.0, 4.0]))])
     assert first.tolist() == [1.0, 2.0]
@@ -142,7 +142,7 @@ def test_a_reduction_leaves_what_was_given_alone() -> None:
         (Operation.MIN, np.array(["ab"])),
     ],
 )
-def test_what_numpy_cannot_reduce_is_refused(operation: Operation, array: Array) -> None:
+def test_types_that_numpy_cannot_reduce_are_refused(operation: Operation, array: Array) -> None:
     with pytest.raises(RequestRefused) as raised:
         check_operation(operation, pack_array(array))
     assert raised.value.code == "collective_unfit"
@@ -150,13 +150,13 @@ def test_what_numpy_cannot_reduce_is_refused(operation: Operation, array: Array)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("operation", Operation)
-def test_what_numpy_can_reduce_is_not_refused(operation: Operation, dtype: str) -> None:
+def test_types_that_numpy_can_reduce_are_accepted(operation: Operation, dtype: str) -> None:
     value = pack_array(np.ones(2, dtype))
     check_operation(operation, value)
     assert reduce(operation, [value, value]).shape == (2,)
 
 
-def test_a_result_is_put_into_an_array_that_fits_and_into_no_other() -> None:
+def test_result_is_written_only_into_a_matching_array() -> None:
     value = pack_array(np.array([1, 2], np.int32))
     out = np.zeros(2, np.int32)
     check_out(value, Operation.SUM, out)
@@ -187,13 +187,13 @@ def test_a_result_is_put_into_an_array_that_fits_and_into_no_other() -> None:
         Value(Form.SCALAR, memoryview(b"1234"), "<f4", (1,)),
     ],
 )
-def test_a_value_that_cannot_be_one_is_the_peers_fault(value: Value) -> None:
+def test_invalid_value_is_a_peer_error(value: Value) -> None:
     with pytest.raises(PeerError):
         unpack(value)
 
 
 @pytest.mark.parametrize("reduced", [np.zeros(3), np.zeros(2, np.float32), np.float64(0)])
-def test_a_result_that_does_not_fit_what_was_brought_is_the_hubs_mistake(reduced: Any) -> None:
+def test_result_that_does_not_match_the_operand_is_a_peer_error(reduced: Any) -> None:
     own = pack_array(np.zeros(2))
     check_reduced(Operation.SUM, own, own)
     with pytest.raises(PeerError):

@@ -17,7 +17,7 @@ def link() -> PeerLink:
     return cast("PeerLink", object())
 
 
-async def test_a_connection_that_ends_before_a_member_has_it_in_hand_fails_the_attempt_also_the_second_time() -> None:
+async def test_connection_that_ends_before_use_fails_each_attempt() -> None:
     side = MemberEndpoint(World(1, 1, ["a", "b"]))
     first, second = link(), link()
     side.await_start()

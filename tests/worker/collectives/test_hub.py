@@ -46,7 +46,7 @@ def test_a_collective_is_complete_when_every_rank_has_called_it_in_any_order(ord
         assert not one.is_waiting
 
 
-def test_two_calls_that_differ_are_both_named_with_their_ranks() -> None:
+def test_mismatched_calls_are_named_with_their_ranks() -> None:
     one = hub()
     one.take(2, Contribution(1, Call(Kind.END_STEP, step=7)))
     error = error_of(one, 0, Contribution(1, Call(Kind.END_STEP, step=8)))
@@ -85,7 +85,7 @@ def test_reductions_differ_by_type_and_shape(dtype: str, shape: tuple[int, ...])
 
 
 @pytest.mark.parametrize(("rank", "number"), [(1, 1), (2, 0), (2, 2)])
-def test_a_rank_that_calls_twice_or_out_of_order_is_at_fault(rank: int, number: int) -> None:
+def test_rank_that_calls_twice_or_out_of_order_is_blamed(rank: int, number: int) -> None:
     one = hub()
     one.take(1, Contribution(1, BARRIER))
     error = error_of(one, rank, Contribution(number, BARRIER))
@@ -103,11 +103,11 @@ def test_a_rank_that_calls_twice_or_out_of_order_is_at_fault(rank: int, number: 
         Contribution(1, Call(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="<f8", shape=(2,)), value()),
     ],
 )
-def test_a_rank_that_brings_what_does_not_belong_to_its_call_is_at_fault(contribution: Contribution) -> None:
+def test_rank_whose_value_does_not_match_its_call_is_blamed(contribution: Contribution) -> None:
     assert isinstance(error_of(hub(), 1, contribution), PeerError)
 
 
-def test_a_root_that_is_no_rank_is_refused() -> None:
+def test_invalid_root_is_refused() -> None:
     assert error_of(hub(), 1, Contribution(1, Call(Kind.GATHER, 3), value())).code == "collective_root_invalid"
 
 
@@ -118,7 +118,7 @@ def test_largest_stop_wish_counts_and_names_its_ranks() -> None:
 
 
 @pytest.mark.parametrize("call", [Call(Kind.ALL_GATHER), Call(Kind.GATHER, 0)])
-def test_a_gathering_that_is_too_large_is_refused_as_soon_as_it_is_with_the_sum_so_far(call: Call) -> None:
+def test_too_large_gather_is_refused_early_with_its_sum(call: Call) -> None:
     piece = value(bytes(COLLECTIVE_BYTES_MAX // 2 + 1))
     one = hub(12)
     one.take(7, Contribution(1, call, piece))
@@ -127,7 +127,7 @@ def test_a_gathering_that_is_too_large_is_refused_as_soon_as_it_is_with_the_sum_
     assert str(COLLECTIVE_BYTES_MAX + 2) in error.message
 
 
-def test_what_was_gathered_before_does_not_count() -> None:
+def test_earlier_gathers_do_not_count_towards_the_limit() -> None:
     one, call, piece = hub(2), Call(Kind.ALL_GATHER), value(bytes(COLLECTIVE_BYTES_MAX // 2))
     for number in (1, 2):
         one.take(1, Contribution(number, call, piece))
@@ -171,7 +171,7 @@ def test_only_ranks_that_need_the_values_receive_them(call: Call, expected: list
         (Call(Kind.END_STEP), [0, 0, 0]),
     ],
 )
-def test_every_rank_knows_how_many_values_are_its(call: Call, expected: list[int]) -> None:
+def test_each_rank_receives_its_number_of_values(call: Call, expected: list[int]) -> None:
     assert [values_due(call, rank, 3) for rank in range(3)] == expected
 
 

@@ -54,7 +54,7 @@ async def test_no_rank_passes_a_barrier_before_the_last_has_called(size: int) ->
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_a_gathering_brings_everything_to_the_root_in_the_order_of_ranks(size: int) -> None:
+async def test_gather_delivers_values_to_the_root_in_rank_order(size: int) -> None:
     async with open_world(size) as worlds:
         for root in range(size):
             outcomes = await asyncio.gather(*(world.gather(b"%d" % world.rank, root) for world in worlds))
@@ -72,7 +72,7 @@ async def test_arrays_of_different_shapes_and_types_can_be_gathered() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_a_broadcast_gives_all_what_the_root_has(size: int) -> None:
+async def test_broadcast_delivers_the_value_of_the_root(size: int) -> None:
     async with open_world(size) as worlds:
         for root in range(size):
             given = np.arange(4, dtype=np.int16) + root
@@ -94,7 +94,7 @@ async def test_all_ranks_get_the_same_reduction(size: int, operation: str, expec
         assert [one.tolist() for one in outcomes] == [[expected(ranks), expected([-rank for rank in ranks])]] * size
 
 
-async def test_a_reduction_is_the_same_bit_for_bit_at_every_rank_and_in_every_run() -> None:
+async def test_reduction_is_bitwise_equal_at_every_rank_and_run() -> None:
     source = np.random.default_rng(1)
     given = [(source.standard_normal(1000) * 10.0 ** source.integers(-8, 8, 1000)).astype(np.float32) for _ in range(5)]
     seen: set[bytes] = set()
@@ -119,7 +119,7 @@ async def test_numbers_can_be_reduced_too() -> None:
         assert await each(worlds, lambda world: world.all_reduce(world.rank * 0.5, "max")) == [0.5, 0.5]
 
 
-async def test_a_result_can_be_put_where_the_operand_was() -> None:
+async def test_result_can_overwrite_the_operand() -> None:
     async with open_world(3) as worlds:
         operands = [np.full(3, rank, np.float32) for rank in range(3)]
         outcomes = await each(worlds, lambda world: world.all_reduce(operands[world.rank], out=operands[world.rank]))
@@ -127,7 +127,7 @@ async def test_a_result_can_be_put_where_the_operand_was() -> None:
         assert [operand.tolist() for operand in operands] == [[3.0] * 3] * 3
 
 
-async def test_large_arrays_are_reduced_apart_from_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_arrays_are_reduced_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     apart: list[int] = []
     run_sync = to_thread.run_sync
 
@@ -144,7 +144,7 @@ async def test_large_arrays_are_reduced_apart_from_the_loop(monkeypatch: pytest.
         assert apart == [1]
 
 
-async def test_a_reduction_that_fails_at_the_hub_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reduction_error_at_the_hub_reaches_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise MemoryError("no memory")
 
@@ -155,13 +155,13 @@ async def test_a_reduction_that_fails_at_the_hub_is_told_to_all(monkeypatch: pyt
         assert all("no memory" in str(error) for error in errors)
 
 
-async def test_a_step_is_committed_when_all_have_finished_it() -> None:
+async def test_step_is_committed_when_all_ranks_have_finished_it() -> None:
     async with open_world(3) as worlds:
         verdicts = await each(worlds, lambda world: world.end_step(5))
         assert all(verdict.committed and not verdict.pause and verdict.reason == "" for verdict in verdicts)
 
 
-async def test_all_ranks_stop_after_the_step_if_one_wants_to_and_learn_its_name() -> None:
+async def test_all_ranks_stop_after_the_step_when_one_requests_it() -> None:
     async with open_world(3) as worlds:
         verdicts = await each(worlds, lambda world: world.end_step(5, stop_wanted=40 + world.rank if world.rank else 0))
         assert len(set(verdicts)) == 1
@@ -169,7 +169,7 @@ async def test_all_ranks_stop_after_the_step_if_one_wants_to_and_learn_its_name(
         assert verdicts[0].reason == "asked by w1, w2"
 
 
-async def test_different_calls_are_an_error_at_every_rank_that_names_both() -> None:
+async def test_mismatched_calls_raise_an_error_that_names_both_at_every_rank() -> None:
     async with open_world(3) as worlds:
         errors = await failures(worlds[0].barrier(), worlds[1].end_step(3), worlds[2].barrier())
         for error in errors:
@@ -179,7 +179,7 @@ async def test_different_calls_are_an_error_at_every_rank_that_names_both() -> N
         assert await codes_of(worlds, ACTS["barrier"]) == {"collective_mismatch"}
 
 
-async def test_what_is_too_much_together_is_told_with_the_fix_for_that() -> None:
+async def test_too_large_total_is_refused_with_a_fix() -> None:
     half = np.zeros(COLLECTIVE_BYTES_MAX // 2 + 1, np.int8)
     async with open_world(2) as worlds:
         for error in await failures(*(world.gather(half) for world in worlds)):
@@ -187,7 +187,7 @@ async def test_what_is_too_much_together_is_told_with_the_fix_for_that() -> None
             assert (error.code, error.fix) == ("collective_too_large", "use several smaller collectives")
 
 
-async def test_a_rank_that_comes_after_a_mismatch_is_told_too() -> None:
+async def test_rank_that_calls_after_a_mismatch_gets_the_error() -> None:
     async with open_world(3) as worlds:
         await failures(worlds[0].all_reduce(1.0), worlds[1].all_reduce(1))
         with pytest.raises(CollectiveMismatch):
@@ -205,7 +205,7 @@ async def test_aborted_world_ends_the_calls_of_all_ranks(act: Act) -> None:
         assert await codes_of(worlds, act) == {"collective_aborted"}
 
 
-async def test_an_abort_by_the_hub_reaches_all() -> None:
+async def test_abort_by_the_hub_reaches_all_ranks() -> None:
     async with open_world(3) as worlds:
         waiting = asyncio.ensure_future(failures(*(world.barrier() for world in worlds[1:])))
         await anyio.wait_all_tasks_blocked()
@@ -216,7 +216,7 @@ async def test_an_abort_by_the_hub_reaches_all() -> None:
 
 
 @pytest.mark.parametrize("count", [3, 200_000], ids=["at once", "in a thread"])
-async def test_what_the_hub_cannot_compute_is_held_against_it(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hub_that_cannot_compute_is_blamed(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise MemoryError("there is no room")
 
@@ -271,7 +271,7 @@ async def test_two_calls_at_once_on_one_rank_are_refused() -> None:
         await task
 
 
-async def test_a_call_that_is_refused_before_it_is_made_costs_nothing() -> None:
+async def test_locally_refused_call_keeps_the_world() -> None:
     async with open_world(2) as worlds:
         for act in (
             lambda: worlds[0].gather("text"),  # type: ignore[arg-type]
@@ -334,7 +334,7 @@ async def test_lost_rank_is_named_at_all_ranks(act: Act, who: int) -> None:
         assert all(f"w{who} (rank {who}) was lost" in str(error) for error in errors)
 
 
-async def test_a_verdict_that_came_before_the_hub_was_lost_stays() -> None:
+async def test_step_committed_before_the_hub_was_lost_stays_committed() -> None:
     async with open_meshes(3) as made:
         worlds = await made.enter(1)
         hub_links = list(made.meshes[0]._links)
@@ -350,7 +350,7 @@ async def test_a_verdict_that_came_before_the_hub_was_lost_stays() -> None:
         assert await codes_of(worlds[1:], ACTS["barrier"]) == {"collective_aborted"}
 
 
-async def test_a_thousand_calls_leave_nothing_behind() -> None:
+async def test_thousand_calls_leak_nothing() -> None:
     async with open_meshes(2) as made:
         worlds = await made.enter(1)
 
@@ -385,7 +385,7 @@ NONSENSE: dict[str, tuple[Value, ...]] = {
 }
 
 
-class Nonsensical:
+class InvalidHubLink:
     """A way to a hub that answers everything with the same."""
 
     def __init__(self, world: World, values: tuple[Value, ...]) -> None:
@@ -407,17 +407,17 @@ class Nonsensical:
 
 @pytest.mark.parametrize("values", NONSENSE.values(), ids=NONSENSE)
 @pytest.mark.parametrize("act", ["gather", "broadcast", "all_gather", "all_reduce"])
-async def test_a_hub_that_answers_nonsense_is_told_so(act: str, values: tuple[Value, ...]) -> None:
+async def test_invalid_reply_of_the_hub_is_reported_to_it(act: str, values: tuple[Value, ...]) -> None:
     world = World(1, 1, ["a", "b"])
-    world.endpoint = Nonsensical(world, values)
+    world.endpoint = InvalidHubLink(world, values)
     root = {"gather": 1, "broadcast": 0}.get(act)
     with pytest.raises(PeerError):
         await (getattr(world, act)(1.0) if root is None else getattr(world, act)(1.0, root))
 
 
-async def test_a_number_that_comes_back_as_an_array_is_the_hubs_mistake() -> None:
+async def test_array_reply_to_a_number_is_a_peer_error() -> None:
     world = World(1, 1, ["a", "b"])
-    world.endpoint = Nonsensical(world, (pack_array(np.zeros(2)),))
+    world.endpoint = InvalidHubLink(world, (pack_array(np.zeros(2)),))
     with pytest.raises(PeerError):
         await world.all_reduce(1.0)
     with pytest.raises(PeerError):

@@ -21,7 +21,7 @@ def settings(interval_s: float) -> Mapping[str, Any]:
     return ElasticTrainingConfig(worker_heartbeat_timeout_ms=round(3000 * interval_s)).to_settings()
 
 
-class Scene:
+class HeartbeatFixture:
     """A worker that sends heartbeats, and the times and intervals of those that were sent."""
 
     def __init__(self, interval_s: float, tasks: TaskGroup) -> None:
@@ -46,7 +46,7 @@ class Scene:
 @on_virtual_time
 async def test_first_heartbeat_is_sent_at_once_and_the_next_after_each_interval() -> None:
     async with task_group() as tasks:
-        scene = Scene(3.0, tasks)
+        scene = HeartbeatFixture(3.0, tasks)
         await anyio.sleep(7.0)
     assert scene.beats == [(0.0, 3.0), (3.0, 3.0), (6.0, 3.0)]
 
@@ -54,7 +54,7 @@ async def test_first_heartbeat_is_sent_at_once_and_the_next_after_each_interval(
 @on_virtual_time
 async def test_new_interval_takes_effect_and_is_sent_at_once() -> None:
     async with task_group() as tasks:
-        scene = Scene(100.0, tasks)
+        scene = HeartbeatFixture(100.0, tasks)
         await anyio.sleep(10.0)
         scene.follow(1.0)
         await anyio.sleep(1.5)
@@ -64,7 +64,7 @@ async def test_new_interval_takes_effect_and_is_sent_at_once() -> None:
 @on_virtual_time
 async def test_settings_with_the_same_interval_send_no_heartbeat() -> None:
     async with task_group() as tasks:
-        scene = Scene(100.0, tasks)
+        scene = HeartbeatFixture(100.0, tasks)
         await anyio.sleep(10.0)
         scene.follow(100.0)
         await anyio.sleep(10.0)
@@ -74,7 +74,7 @@ async def test_settings_with_the_same_interval_send_no_heartbeat() -> None:
 @on_virtual_time
 async def test_heartbeat_tells_that_the_worker_is_leaving() -> None:
     async with task_group() as tasks:
-        scene = Scene(100.0, tasks)
+        scene = HeartbeatFixture(100.0, tasks)
         await anyio.sleep(1.0)
         scene.state.drain.is_leaving = True
         scene.heartbeat.beat_now()

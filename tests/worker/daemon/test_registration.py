@@ -13,7 +13,7 @@ from tests.kernel_fixture import on_virtual_time
 from tests.telemetry.recording_log import RecordingLog
 
 
-class Deaf:
+class UnansweredClient:
     """A client without an answer from its daemon."""
 
     async def request(self, request: Any, **_: Any) -> Any:
@@ -21,8 +21,8 @@ class Deaf:
 
 
 @on_virtual_time
-async def test_how_long_the_daemon_was_given_for_a_goodbye_is_told_as_people_read_it() -> None:
-    log, deaf = RecordingLog(), Deaf()
+async def test_timed_out_leave_request_is_logged_with_a_readable_duration() -> None:
+    log, deaf = RecordingLog(), UnansweredClient()
     line = Registration(deaf, "run", WorkerId("a", "host", 1), bytes(16), Random(1), log)  # type: ignore[arg-type]
     await line.leave("training completed", 7, 2.99918, done=True, failed=False)
     assert [said["why"] for said in log.of("the daemon did not acknowledge this worker's leave")] == [

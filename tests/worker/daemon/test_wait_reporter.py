@@ -21,7 +21,7 @@ class Daemon:
 
 
 @on_virtual_time
-async def test_what_lasts_is_told_with_its_reason_and_again_after_pauses_that_grow() -> None:
+async def test_long_wait_is_logged_repeatedly_after_growing_pauses() -> None:
     log = RecordingLog()
     async with task_group() as tasks:
         waiting = WaitReporter(cast("Registration", Daemon()), tasks, log)
@@ -35,7 +35,7 @@ async def test_what_lasts_is_told_with_its_reason_and_again_after_pauses_that_gr
 
 
 @on_virtual_time
-async def test_what_passes_in_a_moment_is_not_told() -> None:
+async def test_short_wait_is_not_logged() -> None:
     log = RecordingLog()
     async with task_group() as tasks:
         waiting = WaitReporter(cast("Registration", Daemon()), tasks, log)
@@ -49,7 +49,7 @@ async def test_what_passes_in_a_moment_is_not_told() -> None:
 
 
 @on_virtual_time
-async def test_what_is_tried_again_and_again_is_told_when_it_lasts() -> None:
+async def test_repeated_short_waits_are_logged_when_they_add_up() -> None:
     log, began_at = RecordingLog(), anyio.current_time()
 
     async def fail() -> float:
@@ -65,5 +65,5 @@ async def test_what_is_tried_again_and_again_is_told_when_it_lasts() -> None:
     assert len(log.of("retrying a request to the daemon")) > 20
 
 
-def test_the_pauses_do_not_grow_for_ever() -> None:
+def test_pauses_between_log_lines_are_bounded() -> None:
     assert list(islice(log_pauses(), 9)) == [10, 20, 40, 80, 160, 320, 600, 600, 600]

@@ -26,7 +26,7 @@ while True:
 """
 
 
-def test_what_one_writes_another_reads() -> None:
+def test_reader_sees_the_values_of_the_writer() -> None:
     written = Counters.create()
     read = Counters.attach(os.dup(written.descriptor))
     assert (read.step, read.marks, read.pulse_interval_s) == (0, 0, 0.0)
@@ -64,7 +64,7 @@ def test_reader_of_counters_cannot_write() -> None:
 
 
 @pytest.mark.parametrize("number", [-1, 2**64])
-def test_what_is_no_count_is_refused_and_changes_nothing(number: int) -> None:
+def test_invalid_count_is_refused_and_changes_nothing(number: int) -> None:
     counters = Counters.create()
     counters.step = 3
     with pytest.raises(ValueError):
@@ -93,7 +93,7 @@ def test_second_close_does_not_close_a_reused_descriptor() -> None:
     os.close(taken)
 
 
-def test_they_are_not_inherited_by_programs_that_are_started() -> None:
+def test_counters_are_not_inherited_by_started_programs() -> None:
     counters = Counters.create()
     assert not os.get_inheritable(counters.descriptor)
     counters.close()

@@ -50,7 +50,7 @@ def is_nothing(descriptor: int) -> bool:
 
 
 @pytest.mark.parametrize("held", ["guarded", "unguarded"])
-def test_a_killed_process_is_gone_at_once_for_the_other_end_though_its_child_lives(held: str) -> None:
+def test_connection_of_a_killed_process_ends_while_its_child_lives(held: str) -> None:
     """Without a guard the child keeps the connection open, which is what the guard is for."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         command = [sys.executable, "-c", HOLDER, f"{server.getsockname()[1]}", held]
@@ -73,7 +73,7 @@ def test_a_killed_process_is_gone_at_once_for_the_other_end_though_its_child_liv
             connection.close()
 
 
-def test_the_parent_keeps_its_sockets_open_and_usable() -> None:
+def test_parent_keeps_its_sockets_open() -> None:
     ours, theirs = socket.socketpair()
     guard = ForkGuard(lambda: [ours.fileno()])
 
@@ -89,7 +89,7 @@ def test_the_parent_keeps_its_sockets_open_and_usable() -> None:
     theirs.close()
 
 
-def test_use_in_a_child_is_refused_and_says_what_to_do() -> None:
+def test_use_in_a_child_is_refused_with_a_fix() -> None:
     guard = ForkGuard(list)
 
     def refused() -> None:
@@ -103,7 +103,7 @@ def test_use_in_a_child_is_refused_and_says_what_to_do() -> None:
     guard.close()
 
 
-def test_an_object_that_closes_its_number_later_closes_no_other_file() -> None:
+def test_late_close_of_a_descriptor_closes_no_other_file() -> None:
     ours, theirs = socket.socketpair()
     number = ours.fileno()
     guard = ForkGuard(lambda: [number])
@@ -143,7 +143,7 @@ def test_error_in_one_guard_does_not_leave_other_sockets_open() -> None:
     theirs.close()
 
 
-def test_without_a_free_descriptor_sockets_are_closed_all_the_same() -> None:
+def test_sockets_are_closed_without_a_free_descriptor() -> None:
     import resource
 
     ours, theirs = socket.socketpair()
@@ -164,7 +164,7 @@ def test_without_a_free_descriptor_sockets_are_closed_all_the_same() -> None:
     theirs.close()
 
 
-def test_what_was_given_up_is_left_alone_in_children() -> None:
+def test_released_sockets_are_not_closed_in_children() -> None:
     ours, theirs = socket.socketpair()
     guard = ForkGuard(lambda: [ours.fileno()])
     guard.close()

@@ -75,7 +75,7 @@ def ended_by_itself(pulse: PulseProcess) -> bool:
         os.close(pidfd)
 
 
-class TestTheLiving:
+class TestLiveWorker:
     def test_pulse_reports_the_worker_and_its_counters(self, witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FORGED_TOKEN", "forged_token")
         with victim(witness.endpoint):
@@ -88,7 +88,7 @@ class TestTheLiving:
         assert said == {**about, "step": 3, "collective_seq": 7, "interval_s": INTERVAL_S}
         assert 0.0 < cpu_s < PATIENCE_S
 
-    def test_it_speaks_as_often_as_the_worker_says_from_then_on(self, witness: Witness, counters: Counters) -> None:
+    def test_pulse_interval_follows_the_worker(self, witness: Witness, counters: Counters) -> None:
         with closing(started(witness.endpoint, counters)):
             assert witness.next("PulseProcess").body["interval_s"] == INTERVAL_S
             counters.pulse_interval_s = 0.125
@@ -96,7 +96,7 @@ class TestTheLiving:
                 pass
             assert witness.next("PulseProcess").at - said.at >= 0.1
 
-    def test_it_goes_on_while_the_gil_is_held(self, witness: Witness) -> None:
+    def test_pulse_continues_while_the_gil_is_held(self, witness: Witness) -> None:
         with victim(witness.endpoint, HOLD_THE_GIL):
             marks, cpu_s = -1, witness.next("PulseProcess").body["cpu_s"]
             # Once two pulses tell the same, no thread of Python has run in between.
@@ -127,7 +127,7 @@ class TestTheLiving:
             witness.forget()
             witness.next("PulseProcess")
 
-    def test_it_comes_back_to_a_daemon_that_was_restarted(self, witness: Witness) -> None:
+    def test_pulse_reconnects_to_a_restarted_daemon(self, witness: Witness) -> None:
         with victim(witness.endpoint):
             witness.next("PulseProcess")
             witness.close()
@@ -136,19 +136,19 @@ class TestTheLiving:
             witness.next("Hello")
             witness.next("PulseProcess")
 
-    def test_it_turns_to_the_next_endpoint(self, witness: Witness, counters: Counters) -> None:
+    def test_pulse_switches_to_the_next_endpoint(self, witness: Witness, counters: Counters) -> None:
         endpoints = [NOBODY, "no endpoint", witness.endpoint]
         with closing(PulseProcess.start(endpoints, "run", "w1", INCARNATION, None, counters, interval_s=INTERVAL_S)):
             assert witness.next("PulseProcess")
 
-    def test_it_starts_before_the_daemon_does(self, witness: Witness, counters: Counters) -> None:
+    def test_pulse_may_start_before_the_daemon(self, witness: Witness, counters: Counters) -> None:
         witness.close()
         with closing(started(witness.endpoint, counters)) as pulse:
             assert pulse.alive
             witness.open()
             assert witness.next("PulseProcess")
 
-    def test_it_answers_pings(self, witness: Witness) -> None:
+    def test_pulse_answers_pings(self, witness: Witness) -> None:
         """Between two pulses, which here are an hour apart."""
 
         async def ping(guest: Any) -> None:
@@ -168,8 +168,8 @@ class TestTheLiving:
         assert (name, body) == ("Pong", {"nonce": 7})
 
 
-class TestTheDead:
-    def test_a_kill_is_reported_with_what_killed(self, witness: Witness) -> None:
+class TestDeadWorker:
+    def test_kill_is_reported_with_its_signal(self, witness: Witness) -> None:
         """The time from the kill to the report is printed; how soon that is depends on the machine."""
         taken_s = []
         for _ in range(KILLS):
@@ -187,7 +187,7 @@ class TestTheDead:
             }
         print(f"from kill -9 to the report: median {statistics.median(taken_s) * 1e3:.1f} ms of {KILLS}")
 
-    def test_it_says_goodbye_so_that_the_answer_is_acknowledged(self, witness: Witness) -> None:
+    def test_pulse_acknowledges_the_reply_before_it_ends(self, witness: Witness) -> None:
         with victim(witness.endpoint) as worker:
             witness.next("PulseProcess")
             worker.kill()
@@ -204,7 +204,7 @@ class TestTheDead:
             ("os.kill(os.getpid(), signal.SIGRTMIN + 1)", f"its process was killed by signal {signal.SIGRTMIN + 1}"),
         ],
     )
-    def test_a_worker_that_ends_by_itself_is_reported(self, witness: Witness, way: str, reason: str) -> None:
+    def test_worker_that_exits_is_reported(self, witness: Witness, way: str, reason: str) -> None:
         with victim(witness.endpoint, way) as worker:
             assert witness.next("ReportDeath").body["reason"] == reason
             assert worker.pulse_is_gone()
@@ -217,12 +217,12 @@ class TestTheDead:
             assert witness.next("ReportDeath")
             os.kill(child, signal.SIGKILL)
 
-    def test_a_signal_to_its_group_does_not_hinder_the_report(self, witness: Witness) -> None:
+    def test_signal_to_the_process_group_does_not_prevent_the_report(self, witness: Witness) -> None:
         with victim(witness.endpoint) as worker:
             os.killpg(worker.pid, signal.SIGKILL)
             assert witness.next("ReportDeath")
 
-    def test_a_daemon_that_is_down_hears_of_it_when_it_is_back(self, witness: Witness) -> None:
+    def test_death_is_reported_when_the_daemon_is_back(self, witness: Witness) -> None:
         with victim(witness.endpoint) as worker:
             witness.next("PulseProcess")
             witness.close()
@@ -234,7 +234,7 @@ class TestTheDead:
             assert witness.next("ReportDeath").body["reason"].startswith("its process ")
             assert worker.pulse_is_gone()
 
-    def test_what_a_worker_could_not_say_itself_is_said_when_the_daemon_is_back(self, witness: Witness) -> None:
+    def test_undelivered_leave_request_is_delivered_when_the_daemon_is_back(self, witness: Witness) -> None:
         words = "pulse.bequeath({'reason': 'SIGTERM', 'step': 7}); pulse.close(); print(pulse.alive, flush=True)"
         witness.close()
         with victim(witness.endpoint, f"{words}; signal.pause()") as worker:
@@ -246,7 +246,7 @@ class TestTheDead:
             assert (left["reason"], left["step"]) == ("SIGTERM", 7)
             assert worker.pulse_is_gone()
 
-    def test_a_report_that_gets_no_answer_is_made_again(self, witness: Witness) -> None:
+    def test_unanswered_report_is_repeated(self, witness: Witness) -> None:
         """An answer that says "later" is none."""
         with victim(witness.endpoint) as worker:
             witness.next("PulseProcess")
@@ -268,14 +268,14 @@ class TestTheDead:
 
 
 class TestSilence:
-    def test_closing_it_says_nothing_and_leaves_nothing(self, witness: Witness) -> None:
+    def test_closed_pulse_reports_nothing_and_leaks_nothing(self, witness: Witness) -> None:
         with victim(witness.endpoint, "pulse.close(); pulse.close(); print(pulse.alive, flush=True)") as worker:
             assert worker.stdout.readline() == "False\n"
             assert worker.pulse_is_gone(0.0)
             worker.process.wait()
         assert "ReportDeath" not in {said.name for said in list(witness.said.queue)}
 
-    def test_a_worker_that_becomes_another_program_is_not_dead_and_has_no_pulse(self, witness: Witness) -> None:
+    def test_worker_that_execs_is_not_reported_dead(self, witness: Witness) -> None:
         with victim(witness.endpoint, "os.execv('/bin/sleep', ['sleep', '3600'])") as worker:
             assert worker.pulse_is_gone()
             assert worker.process.poll() is None
@@ -284,14 +284,14 @@ class TestSilence:
     @pytest.mark.parametrize(
         ("kind", "code"), [("refused", "token_unknown"), ("peer", "version_mismatch"), ("peer", "client_invalid")]
     )
-    def test_a_daemon_that_does_not_let_it_in_is_left_in_peace(
+    def test_daemon_that_refuses_the_pulse_is_not_retried(
         self, witness: Witness, counters: Counters, kind: str, code: str
     ) -> None:
         witness.refusals["Hello"] = Failure(0, kind, code, "no")
         with closing(started(witness.endpoint, counters)) as pulse:
             assert ended_by_itself(pulse)
 
-    def test_a_daemon_that_is_too_old_to_know_of_deaths_is_told_once(self, witness: Witness) -> None:
+    def test_daemon_without_death_reports_gets_one_report(self, witness: Witness) -> None:
         witness.refusals["ReportDeath"] = Failure(1, "refused", "request_unknown", "no answer to that")
         with victim(witness.endpoint) as worker:
             witness.next("PulseProcess")
@@ -301,7 +301,7 @@ class TestSilence:
 
 
 class TestStarting:
-    def test_it_inherits_what_it_watches_and_no_socket(self, witness: Witness) -> None:
+    def test_pulse_inherits_only_the_watched_descriptors(self, witness: Witness) -> None:
         way = (
             "import socket; kept = socket.socketpair(); print(*(os.fstat(end.fileno()).st_ino for end in kept), "
             "flush=True); pulse.close(); from forged.worker.process.pulse import Pulse; "
@@ -323,7 +323,7 @@ class TestStarting:
         assert kinds == {"/memfd", stat, "anon_inode", "socket"}
         assert not any(f"[{number}]" in target for target in held.values() for number in sockets)
 
-    def test_starts_and_stops_leave_nothing_behind(self, counters: Counters) -> None:
+    def test_starting_and_stopping_leaks_nothing(self, counters: Counters) -> None:
         before = own_descriptors()
         for _ in range(STARTS):
             with closing(started(NOBODY, counters)) as pulse:
@@ -334,7 +334,7 @@ class TestStarting:
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         assert f"{pid}" not in children
 
-    def test_one_that_cannot_be_started_is_unavailable_and_leaves_nothing(
+    def test_pulse_that_cannot_start_is_unavailable_and_leaks_nothing(
         self, counters: Counters, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         before = own_descriptors()
@@ -345,7 +345,7 @@ class TestStarting:
             assert error.value.code == "pulse_not_started"
         assert own_descriptors() == before
 
-    def test_one_that_dies_before_it_has_its_orders_is_unavailable(
+    def test_pulse_that_dies_during_startup_is_unavailable(
         self, counters: Counters, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def dead(control: int, descriptors: object) -> subprocess.Popen[bytes]:
@@ -363,7 +363,7 @@ class TestStarting:
         with closing(started(NOBODY, counters, token="forged_secret")) as pulse:
             assert b"forged_secret" not in Path(f"/proc/{pulse.pid}/cmdline").read_bytes()
 
-    def test_what_the_environment_says_to_python_is_not_for_the_pulse(
+    def test_python_environment_variables_do_not_affect_the_pulse(
         self, witness: Witness, counters: Counters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "struct.py").write_text("raise SystemExit")
@@ -372,7 +372,7 @@ class TestStarting:
         with closing(started(witness.endpoint, counters)):
             assert witness.next("PulseProcess")
 
-    def test_a_forked_child_has_no_pulse_and_cannot_end_its_parents(self, witness: Witness, counters: Counters) -> None:
+    def test_forked_child_has_no_pulse_and_cannot_end_its_parents(self, witness: Witness, counters: Counters) -> None:
         with closing(started(witness.endpoint, counters)) as pulse:
             witness.next("PulseProcess")
 
@@ -385,7 +385,7 @@ class TestStarting:
             assert witness.next("PulseProcess")
             assert pulse.alive
 
-    def test_it_imports_nothing_heavy(self) -> None:
+    def test_pulse_imports_no_heavy_modules(self) -> None:
         program = (
             "import sys; sys.path += sys.argv[1:]; import forged.worker.process.pulse_process; "
             "print(*{name.partition('.')[0] for name in sys.modules})"
@@ -405,7 +405,7 @@ class TestReplacing:
         def close(self) -> None:
             return
 
-    def test_one_that_ends_is_replaced_at_once_and_the_next_ones_behind_longer_and_longer_pauses(self) -> None:
+    def test_ended_pulse_is_replaced_at_once_and_later_ones_after_growing_pauses(self) -> None:
         clock, starts = ManualClock(), 0
 
         def start() -> Any:
@@ -426,7 +426,7 @@ class TestReplacing:
             assert starts == before + 1
         assert log.levels("the pulse has ended, and another was started") == {"warning"}
 
-    def test_one_that_cannot_be_started_is_tried_again(self) -> None:
+    def test_failed_start_of_a_pulse_is_retried(self) -> None:
         clock, log = ManualClock(), RecordingLog()
         outcomes: list[Any] = [self.Ended(), Unavailable("pulse_not_started", "no"), self.Ended()]
 
@@ -443,7 +443,7 @@ class TestReplacing:
         heart.look()
         assert outcomes == []
 
-    def test_one_that_lives_is_left_alone(self, witness: Witness, counters: Counters) -> None:
+    def test_live_pulse_is_not_replaced(self, witness: Witness, counters: Counters) -> None:
         heart = PulseKeeper(lambda: started(witness.endpoint, counters), SystemClock(), lambda: 0.0, RecordingLog())
         pid = heart.pulse.pid
         heart.look()
@@ -451,7 +451,7 @@ class TestReplacing:
         heart.close()
 
 
-def test_a_real_daemon_counts_a_killed_worker_as_failed(threaded_daemon: ThreadedDaemon) -> None:
+def test_real_daemon_counts_a_killed_worker_as_failed(threaded_daemon: ThreadedDaemon) -> None:
     """The worker's own connection is this test's, and stays: what tells of the death is the pulse."""
     endpoint = threaded_daemon.runner.endpoint
     with socket.create_server(("127.0.0.1", 0)) as peers, closing(Wire(endpoint, None, PATIENCE_S)) as line:

@@ -59,7 +59,7 @@ class TestWatching:
             assert not worker.over
             os.close(control)
 
-    def test_how_a_zombie_ended_is_known(self) -> None:
+    def test_exit_status_of_a_zombie_is_known(self) -> None:
         with watched() as (process, worker, control):
             process.kill()
             ended(process)
@@ -67,7 +67,7 @@ class TestWatching:
             assert (worker.over, worker.death) == (True, "its process was killed by SIGKILL")
             os.close(control)
 
-    def test_how_one_ended_that_was_asked_already_is_not_known(self) -> None:
+    def test_exit_status_of_a_reaped_process_is_unknown(self) -> None:
         with watched() as (process, worker, control):
             process.kill()
             process.wait()
@@ -76,7 +76,7 @@ class TestWatching:
             assert worker.cpu_s() == 0.0
             os.close(control)
 
-    def test_a_name_that_looks_like_other_fields_confuses_nothing(self) -> None:
+    def test_process_name_that_resembles_proc_fields_is_parsed(self) -> None:
         with watched(NAMED_BADLY) as (process, worker, control):
             assert "x) R 1 ((" in Path(f"/proc/{process.pid}/stat").read_text()
             process.send_signal(signal.SIGTERM)
@@ -85,13 +85,13 @@ class TestWatching:
             assert worker.death == "its process was killed by SIGTERM"
             os.close(control)
 
-    def test_one_that_lets_go_of_the_pipe_and_lives_wants_no_pulse(self) -> None:
+    def test_live_process_that_closed_the_pipe_needs_no_pulse(self) -> None:
         with watched() as (_, worker, control):
             os.close(control)
             worker.wait(PATIENCE_S)
             assert (worker.over, worker.death) == (True, "")
 
-    def test_one_that_leaves_words_behind_has_left_whatever_becomes_of_its_process(self) -> None:
+    def test_process_that_wrote_to_the_pipe_has_left(self) -> None:
         words = msgpack.packb({"reason": "SIGTERM"})
         with watched() as (process, worker, control):
             os.write(control, struct.pack(">I", len(words)) + words)
@@ -101,7 +101,7 @@ class TestWatching:
             worker.wait(PATIENCE_S)
             assert (worker.over, worker.death, worker.last_words) == (True, "", {"reason": "SIGTERM"})
 
-    def test_one_that_lets_go_of_the_pipe_because_it_ends_is_dead(self) -> None:
+    def test_process_that_closed_the_pipe_by_ending_is_dead(self) -> None:
         """As the kernel closes files before a process has ended, this may be seen before."""
         with watched() as (process, worker, control):
             process.kill()
@@ -133,7 +133,7 @@ class TestReporting:
         dead.speak()
         assert REPORT_S_MAX - LONGEST_PAUSE_S < sum(pauses) <= REPORT_S_MAX
 
-    def test_what_no_other_connection_would_change_ends_it(
+    def test_final_connection_error_ends_the_pulse(
         self, make_pulse: Callable[..., PulseReporter], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def refuse(*args: object, **options: object) -> None:
@@ -144,8 +144,8 @@ class TestReporting:
             make_pulse().speak()
 
 
-class TestOrders:
-    def test_orders_are_read_whole(self) -> None:
+class TestStartupSettings:
+    def test_settings_are_read_completely(self) -> None:
         heard, control = os.pipe()
         payload = msgpack.packb({"token": "t"})
         os.write(control, struct.pack(">I", len(payload)) + payload)
@@ -154,7 +154,7 @@ class TestOrders:
         os.close(control)
 
     @pytest.mark.parametrize("written", [b"", b"\0\0", b"\0\0\0\7", b"\0\0\0\7\x81"])
-    def test_orders_of_a_worker_that_died_while_giving_them_are_none(self, written: bytes) -> None:
+    def test_settings_of_a_worker_that_died_while_writing_are_ignored(self, written: bytes) -> None:
         heard, control = os.pipe()
         os.write(control, written)
         os.close(control)
@@ -163,7 +163,7 @@ class TestOrders:
         os.close(heard)
 
 
-def test_a_process_without_orders_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pulse_process_without_settings_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     ignored: dict[int, Callable[[], None] | int] = {}
     heard, control = os.pipe()
     os.close(control)

@@ -35,14 +35,14 @@ class Told:
         return self._leaves
 
 
-def test_all_workers_of_a_process_are_told() -> None:
+def test_all_workers_of_a_process_receive_sigterm() -> None:
     some = [Told(), Told(leaves=False), Told()]
     with heeding_sigterm(some[0]), heeding_sigterm(some[1]), heeding_sigterm(some[2]):
         signal.raise_signal(signal.SIGTERM)
     assert [one.times for one in some] == [1, 1, 1]
 
 
-def test_it_is_heeded_until_the_last_of_them_has_left() -> None:
+def test_sigterm_is_handled_until_the_last_worker_has_left() -> None:
     first, second = heeding_sigterm(lambda: True), heeding_sigterm(lambda: True)
     first.__enter__()
     second.__enter__()
@@ -52,13 +52,13 @@ def test_it_is_heeded_until_the_last_of_them_has_left() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_where_no_worker_is_waited_for_the_process_ends_as_it_would_have() -> None:
+def test_sigterm_without_a_leaving_worker_has_its_default_effect() -> None:
     done = subprocess.run([sys.executable, "-c", NOBODY_LEAVES], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_a_handler_of_the_scripts_own_stays(when: str) -> None:
+def test_handler_of_the_script_is_kept(when: str) -> None:
     def own(number: int, frame: object) -> None:
         return
 
@@ -73,7 +73,7 @@ def test_a_handler_of_the_scripts_own_stays(when: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_in_another_thread_nothing_happens() -> None:
+def test_no_handler_is_installed_outside_the_main_thread() -> None:
     heeded: list[bool] = []
 
     def script() -> None:
@@ -86,7 +86,7 @@ def test_in_another_thread_nothing_happens() -> None:
     assert heeded == [False]
 
 
-def test_it_ends_a_forked_child_and_does_not_reach_its_parent() -> None:
+def test_sigterm_ends_a_forked_child_and_not_its_parent() -> None:
     told = Told()
     with heeding_sigterm(told):
         child = os.fork()

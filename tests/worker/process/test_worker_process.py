@@ -56,8 +56,8 @@ def kill(pulse: PulseProcess) -> None:
     os.waitid(os.P_PID, pulse.pid, os.WEXITED | os.WNOWAIT)
 
 
-class TestOneThatIsOnesOwn:
-    def test_has_a_pulse_until_the_worker_has_left(self, own: OwnProcess, tmp_path: Path) -> None:
+class TestOwnProcess:
+    def test_own_process_has_a_pulse_until_the_worker_has_left(self, own: OwnProcess, tmp_path: Path) -> None:
         with own.inhabited(list, lambda: False):
             begin_pulse(own, tmp_path)
             assert own.heart is not None
@@ -67,7 +67,7 @@ class TestOneThatIsOnesOwn:
         assert alive == [True, False]
         assert own.heart is None
 
-    def test_has_another_pulse_when_one_has_ended(self, own: OwnProcess, tmp_path: Path) -> None:
+    def test_ended_pulse_is_replaced(self, own: OwnProcess, tmp_path: Path) -> None:
         with own.inhabited(list, lambda: False):
             begin_pulse(own, tmp_path)
             assert own.heart is not None
@@ -77,20 +77,18 @@ class TestOneThatIsOnesOwn:
             assert own.heart.pulse.alive
             assert own.heart.pulse is not first
 
-    def test_without_a_pulse_there_is_none_to_be_looked_after(self, own: OwnProcess) -> None:
+    def test_process_without_a_pulse_watches_none(self, own: OwnProcess) -> None:
         own.look_after_pulse()
         assert own.heart is None
 
-    def test_leaves_to_forked_children_neither_connections_nor_the_worker(
-        self, own: OwnProcess, pair: list[int]
-    ) -> None:
+    def test_forked_children_inherit_neither_connections_nor_the_worker(self, own: OwnProcess, pair: list[int]) -> None:
         with own.inhabited(lambda: pair, lambda: False):
             in_a_child(lambda: who_uses_it_is_refused(own))
             in_a_child(lambda: all(is_nothing(one) for one in pair) or os._exit(1))
             own.check()
             assert not own.is_forked
 
-    def test_hears_of_sigterm_as_long_as_the_worker_is_there(self, own: OwnProcess) -> None:
+    def test_sigterm_is_handled_while_the_worker_exists(self, own: OwnProcess) -> None:
         told = Told()
         with own.inhabited(list, told):
             signal.raise_signal(signal.SIGTERM)
@@ -98,8 +96,8 @@ class TestOneThatIsOnesOwn:
         assert not is_heeded()
 
 
-class TestOneThatIsShared:
-    def test_has_nothing_of_it_but_what_is_counted(self, tmp_path: Path, pair: list[int]) -> None:
+class TestSharedProcess:
+    def test_shared_process_has_only_the_counters(self, tmp_path: Path, pair: list[int]) -> None:
         with closing(Counters.create()) as counters:
             shared = SharedProcess(counters)
             with shared.inhabited(lambda: pair, lambda: True) as shown:
@@ -111,10 +109,10 @@ class TestOneThatIsShared:
                 assert not is_heeded()
 
 
-class TestAWorkerOnALoop:
+class TestAsyncWorker:
     """It has all of that by default."""
 
-    async def test_has_a_pulse_that_is_replaced_and_ends_with_it(self, runner: DaemonRunner) -> None:
+    async def test_pulse_is_replaced_and_ends_with_the_worker(self, runner: DaemonRunner) -> None:
         process = OwnProcess(SILENT)
         async with ElasticWorker("me", config(), job=JOB, process=process) as worker:
             await worker.connect(runner.endpoint)
@@ -126,7 +124,7 @@ class TestAWorkerOnALoop:
             assert (second is first, second.alive) == (False, True)
         assert not second.alive
 
-    async def test_shows_its_pulse_how_far_it_is(self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_pulse_sees_the_step_counter(self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         counters = Counters.create()
         monkeypatch.setattr(Counters, "create", lambda: counters)
         async with ElasticWorker("me", config(), job=JOB) as worker:
@@ -147,7 +145,9 @@ class TestAWorkerOnALoop:
         assert [fact.reason for fact in await past(client, WorkerLeft)] == ["its script left the step loop"]
         assert await past(client, WorkerFailed) == []
 
-    async def test_finishes_its_step_and_leaves_at_sigterm(self, runner: DaemonRunner, client: ForgedClient) -> None:
+    async def test_worker_finishes_its_step_and_leaves_at_sigterm(
+        self, runner: DaemonRunner, client: ForgedClient
+    ) -> None:
         why: list[str] = []
         done: list[int] = []
         async with ElasticWorker("me", config(), job=JOB) as worker:
@@ -163,7 +163,7 @@ class TestAWorkerOnALoop:
         assert [fact.reason for fact in await past(client, WorkerLeft)] == why == [SIGTERM_REASON]
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
-    async def test_leaves_signals_to_a_script_that_handles_them_on_its_loop(self, runner: DaemonRunner) -> None:
+    async def test_signals_handled_on_the_scripts_loop_are_left_to_the_script(self, runner: DaemonRunner) -> None:
         heard = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, heard.set)

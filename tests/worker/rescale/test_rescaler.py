@@ -43,7 +43,7 @@ from tests.kernel_fixture import on_virtual_time
 from tests.worker.trainers import JOB, TrainerGroup, all_connected, group_at, past, shared_worker
 
 
-class TestNotStopping:
+class TestBackgroundRescale:
     """Jobs with background rescales."""
 
     async def test_joiner_of_a_background_rescale_has_the_state(self, runner: DaemonRunner) -> None:
@@ -105,7 +105,7 @@ class TestNotStopping:
             await group.world_of(*names)
             await group.finish(*names)
 
-    async def test_a_world_that_is_committed_in_the_moment_in_which_another_is_entered_is_entered_next(
+    async def test_world_committed_while_another_is_entered_is_entered_next(
         self, runner: DaemonRunner, client: ForgedClient
     ) -> None:
         async with group_at(runner.endpoint, use_synchronous_rescaling=False) as group:
@@ -157,7 +157,7 @@ class TestNotStopping:
             await group.finish("a", "b", "c")
 
 
-class TestAStateThatCannotBeHad:
+class TestUnavailableState:
     """In a background rescale a joiner fetches the state in the new world."""
 
     @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ class TestAStateThatCannotBeHad:
         ],
         ids=["superseded", "unreached"],
     )
-    async def test_is_held_against_the_source_unless_that_has_gone_on(
+    async def test_unavailable_state_blames_the_source_unless_it_has_moved_on(
         self, error: Unavailable, blamed: str, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         report_peerts: list[str] = []
@@ -206,7 +206,7 @@ ACTIONS_MAX = 8
 """How many things a rescaler does at most before it waits for a change."""
 
 
-class Surroundings:
+class RescalerFixture:
     """Everything that a rescaler calls succeeds at once, or fails at once."""
 
     def __init__(self, failure: ForgedError | None) -> None:
@@ -225,7 +225,7 @@ class Surroundings:
 
     def beat_now(self) -> None: ...
 
-    async def enter(self, *_: object) -> Surroundings:
+    async def enter(self, *_: object) -> RescalerFixture:
         self._fail()
         return self
 
@@ -278,11 +278,11 @@ def views(draw: st.DrawFn) -> JobView:
     st.sampled_from([None, Unavailable("unreachable", "no answer"), WorldIncomplete("no peer connects", "hub")]),
     st.booleans(),
 )
-def test_whatever_was_heard_a_worker_comes_to_wait_for_news(
+def test_rescaler_always_ends_up_waiting_for_facts(
     view: JobView, takes: bool, settled: int, holds_state: bool, failure: ForgedError | None, in_trouble: bool
 ) -> None:
     """A rescaler that never waits would starve the event loop, and with it what it waits for."""
-    others: Any = Surroundings(failure)
+    others: Any = RescalerFixture(failure)
     state = state_of(view)
     state.progress.holds_state = holds_state
     state.current_world.trouble = PeerReport(2, "hub", "no answer") if in_trouble else None
@@ -304,7 +304,7 @@ def test_whatever_was_heard_a_worker_comes_to_wait_for_news(
 
 
 @on_virtual_time
-async def test_what_was_heard_while_the_old_world_was_left_keeps_from_the_next() -> None:
+async def test_fact_received_while_leaving_a_world_prevents_entering_the_next() -> None:
     state = state_of(JobView("me"))
 
     class Nobody:
@@ -327,7 +327,7 @@ async def test_what_was_heard_while_the_old_world_was_left_keeps_from_the_next()
         await rescaler.advance()
 
 
-class TestConnectionsThatBreak:
+class TestBrokenConnections:
     async def test_connection_that_returns_changes_nothing_for_the_other_workers(
         self, runner: DaemonRunner, tmp_path: Path
     ) -> None:
@@ -346,7 +346,7 @@ class TestConnectionsThatBreak:
             await group.finish("a", "b", "c")
         await proxy.close()
 
-    async def test_a_link_between_two_workers_that_breaks_leads_to_a_new_world_of_the_same(
+    async def test_broken_link_between_two_workers_leads_to_a_new_world_of_the_same_members(
         self, group: TrainerGroup
     ) -> None:
         group.start("a", "b", "c")
@@ -361,9 +361,9 @@ class TestConnectionsThatBreak:
         await group.finish("a", "b", "c")
 
 
-class TestWorkersThatHaveNotHeardTheSame:
+class TestDivergingViews:
     @pytest.mark.parametrize("code", sorted(NEWS_DIFFER))
-    async def test_a_refusal_by_a_peer_leads_to_a_new_world_and_never_to_the_script(
+    async def test_refusal_by_a_peer_leads_to_a_new_world_and_is_not_raised(
         self, code: str, group: TrainerGroup, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         enter = Mesh.enter
@@ -385,7 +385,7 @@ class TestWorkersThatHaveNotHeardTheSame:
         await group.finish("a", "b")
 
     @pytest.mark.parametrize("code", sorted(NEWS_DIFFER))
-    async def test_a_source_that_refuses_is_asked_again(
+    async def test_source_that_refuses_is_retried(
         self, code: str, group: TrainerGroup, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(exchange, "PAUSE_S", 0.0)
@@ -406,7 +406,7 @@ class TestWorkersThatHaveNotHeardTheSame:
         assert len(refused) == 2
         await group.finish("a", "b")
 
-    async def test_what_is_wrong_with_the_state_is_said_to_the_script(self, group: TrainerGroup) -> None:
+    async def test_state_error_is_raised_in_the_script(self, group: TrainerGroup) -> None:
         class Small:
             """A state that does not fit."""
 

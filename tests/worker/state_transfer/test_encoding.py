@@ -98,12 +98,12 @@ class Model:
 
 
 @given(STATES, STATES)
-def test_what_arrives_is_what_was_there_whatever_was_where_it_arrives(state: Any, target: Any) -> None:
+def test_loaded_state_equals_the_sent_one_for_any_target(state: Any, target: Any) -> None:
     assert same(carried(state, target), state)
 
 
 @given(STATES)
-def test_a_state_can_be_remembered_and_brought_back(state: dict[str, Any]) -> None:
+def test_state_can_be_saved_and_restored(state: dict[str, Any]) -> None:
     before = carried(state, {})
     restore = copy_of(state)
     for _ in range(2):
@@ -115,14 +115,14 @@ def test_a_state_can_be_remembered_and_brought_back(state: dict[str, Any]) -> No
         assert same(state, before)
 
 
-def test_what_was_sent_is_not_what_has_arrived() -> None:
+def test_received_state_does_not_share_memory_with_the_sent_one() -> None:
     state: dict[str, Any] = {"w": np.zeros(3), "l": [np.zeros(3)]}
     arrived = carried(state, {})
     state["w"][:] = 1
     assert not arrived["w"].any()
 
 
-def test_arrays_are_sent_from_where_they_are() -> None:
+def test_arrays_are_sent_without_a_copy() -> None:
     array = np.arange(6.0).reshape(2, 3)
     (part,) = pack({"w": array}).parts
     assert np.shares_memory(np.frombuffer(part, np.uint8), array)
@@ -133,7 +133,7 @@ def test_arrays_are_sent_from_where_they_are() -> None:
     [np.arange(12).reshape(3, 4).T, np.arange(12)[::-2], np.asfortranarray(np.eye(3)), np.broadcast_to(7, (2, 2))],
     ids=["transposed", "backwards", "fortran", "broadcast"],
 )
-def test_slices_and_views_arrive_as_what_they_show(array: Any) -> None:
+def test_slices_and_views_arrive_with_their_values(array: Any) -> None:
     arrived = carried({"w": array}, {})["w"]
     assert arrived.flags.c_contiguous
     np.testing.assert_array_equal(arrived, array)
@@ -149,24 +149,24 @@ class TestLongBytes:
         state = {"a": (LONG * (size // len(LONG) + 1))[:size], "b": [{"c": (bytes(size), 1)}]}
         assert same(carried(state, {}), state)
 
-    def test_they_are_sent_from_where_they_are(self) -> None:
+    def test_bytes_are_sent_without_a_copy(self) -> None:
         (part,) = pack({"a": LONG}).parts
         assert np.shares_memory(np.frombuffer(part, np.uint8), np.frombuffer(LONG, np.uint8))
 
-    def test_they_are_remembered_and_brought_back(self) -> None:
+    def test_bytes_are_saved_and_restored(self) -> None:
         state = {"a": LONG}
         restore = copy_of(state)
         state["a"] = b"else"
         restore()
         assert same(state, {"a": LONG})
 
-    def test_those_of_a_derived_type_arrive_as_bytes(self) -> None:
+    def test_bytes_subclass_arrives_as_bytes(self) -> None:
         class Derived(bytes):
             pass
 
         assert same(carried({"a": Derived(LONG)}, {}), {"a": LONG})
 
-    def test_a_head_that_names_them_often_costs_their_memory_once(self) -> None:
+    def test_head_that_repeats_long_bytes_allocates_them_once(self) -> None:
         arriving = Arriving(msgspec.msgpack.encode({"tree": ["d", [["a", ["l", [["b", 0]] * 100]]]], "arrays": U8}))
         arriving.parts[0][:] = b"ab"
         target: dict[str, Any] = {}
@@ -175,19 +175,19 @@ class TestLongBytes:
         assert len({id(one) for one in target["a"]}) == 1
 
 
-class TestWhatIsTooLarge:
-    def test_a_text_is_refused_with_its_place_and_size(self) -> None:
+class TestTooLarge:
+    def test_too_long_text_is_refused_with_its_path_and_size(self) -> None:
         state = {"name": "x", "model": [{"vocabulary": "ä" * (HEAD_BYTES_MAX // 2 + 1)}]}
         with pytest.raises(RequestRefused, match=r"state\['model'\]\[0\]\['vocabulary'\], has 16777218") as raised:
             pack(state)
         assert (raised.value.code, "as bytes" in raised.value.fix) == ("state_too_large", True)
 
-    def test_so_are_numbers_that_are_no_array(self) -> None:
+    def test_too_many_plain_numbers_are_refused(self) -> None:
         with pytest.raises(RequestRefused, match="limit 16777216") as raised:
             pack({"losses": [0.5] * (HEAD_BYTES_MAX // 10)})
         assert (raised.value.code, "as an array" in raised.value.fix) == ("state_too_large", True)
 
-    def test_more_arrays_than_can_travel_are_refused_with_their_number(self) -> None:
+    def test_too_many_arrays_are_refused_with_their_number(self) -> None:
         one = np.zeros(1)
         pack({"many": [one] * PARTS_MAX})
         with pytest.raises(RequestRefused, match=f"state has {PARTS_MAX + 1} arrays") as raised:
@@ -196,7 +196,7 @@ class TestWhatIsTooLarge:
 
 
 class TestFillingInPlace:
-    def test_arrays_that_fit_are_filled_where_they_are_at_any_depth(self) -> None:
+    def test_matching_arrays_are_filled_in_place_at_any_depth(self) -> None:
         arrays = [np.zeros(3, np.float32) for _ in range(4)]
         pair = [arrays[1], np.zeros(2)]
         target = {"w": arrays[0], "layers": pair, "deep": {"t": (arrays[2], 5)}, 3: arrays[3]}
@@ -213,17 +213,17 @@ class TestFillingInPlace:
         assert target["deep"] is deep
         assert same(target, source)
 
-    def test_views_into_a_larger_array_are_filled_where_they_are(self) -> None:
+    def test_views_into_a_larger_array_are_filled_in_place(self) -> None:
         large = np.zeros(10)
         carried({"a": np.ones(5), "b": np.full(5, 2.0)}, {"a": large[:5], "b": large[::2]})
         assert large.tolist()[1::2] == [1, 1, 0, 0, 0]
         assert large.tolist()[::2] == [2] * 5
 
     @pytest.mark.parametrize("unfit", [np.zeros(4), np.zeros(3, np.float32), 3, None, [1], "text"])
-    def test_what_does_not_fit_is_replaced(self, unfit: Any) -> None:
+    def test_arrays_that_do_not_match_are_replaced(self, unfit: Any) -> None:
         assert same(carried({"w": np.ones(3)}, {"w": unfit}), {"w": np.ones(3)})
 
-    def test_what_is_read_only_is_replaced(self) -> None:
+    def test_read_only_arrays_are_replaced(self) -> None:
         fixed = np.zeros(3)
         fixed.flags.writeable = False
         target = carried({"w": np.ones(3)}, {"w": fixed})
@@ -237,14 +237,14 @@ class TestFillingInPlace:
         assert same(target, {"adam": Moments(np.ones(1), [Moments(3, 4)]), "other": (1, 2, 3)})
         assert target["adam"].m is first
 
-    def test_a_named_tuple_is_brought_back_as_one(self) -> None:
+    def test_named_tuple_is_restored_as_one(self) -> None:
         state = {"adam": Moments(np.zeros(1), 1)}
         restore = copy_of(state)
         state["adam"] = Moments(np.ones(1), 2)
         restore()
         assert same(state, {"adam": Moments(np.zeros(1), 1)})
 
-    def test_keys_that_are_not_there_any_more_go_and_the_order_is_that_of_the_sender(self) -> None:
+    def test_removed_keys_are_dropped_and_the_order_is_the_senders(self) -> None:
         array = np.zeros(1)
         target = carried({"c": 1, "b": np.ones(1), "a": 2}, {"a": 0, "b": array, "gone": 1})
         assert list(target) == ["c", "b", "a"]
@@ -252,18 +252,18 @@ class TestFillingInPlace:
 
 
 class TestStateful:
-    def test_it_gives_and_takes_its_state_by_itself(self) -> None:
+    def test_stateful_object_saves_and_loads_its_own_state(self) -> None:
         target = carried(Model(np.arange(3)), Model(None))
         assert (target.value.tolist(), target.loads) == ([0, 1, 2], 1)
 
-    def test_it_can_be_brought_back(self) -> None:
+    def test_stateful_object_can_be_restored(self) -> None:
         model = Model(np.arange(3))
         restore = copy_of(model)
         model.value += 1
         restore()
         assert model.value.tolist() == [0, 1, 2]
 
-    def test_what_it_raises_is_told(self) -> None:
+    def test_error_of_a_stateful_object_is_reported(self) -> None:
         class Broken(Model):
             def state_dict(self) -> Mapping[str, Any]:
                 raise OSError("the device is gone")
@@ -290,13 +290,13 @@ class TestStateful:
         ({np.int64(1): 1}, "state has a int64 for a key"),
     ],
 )
-def test_what_cannot_travel_is_refused_with_its_place(state: Any, where: str) -> None:
+def test_untransferable_value_is_refused_with_its_path(state: Any, where: str) -> None:
     with pytest.raises(RequestRefused, match=where) as raised:
         pack(state)
     assert raised.value.code == "state_unfit"
 
 
-def test_what_is_nested_without_end_is_refused() -> None:
+def test_recursive_state_is_refused() -> None:
     endless: dict[str, Any] = {}
     endless["again"] = endless
     with pytest.raises(RequestRefused, match="nested too deep"):
@@ -333,19 +333,19 @@ def test_what_is_nested_without_end_is_refused() -> None:
         (["l", [["l", []]] * 3 + [7]], []),
     ],
 )
-def test_a_head_that_says_nonsense_is_the_other_ends_mistake(tree: Any, arrays: Any) -> None:
+def test_invalid_head_is_a_peer_error(tree: Any, arrays: Any) -> None:
     with pytest.raises(PeerError) as raised:
         Arriving(msgspec.msgpack.encode({"tree": tree, "arrays": arrays}))
     assert raised.value.code == "state_invalid"
 
 
 @given(st.binary(max_size=50))
-def test_no_head_does_anything_but_fail(head: bytes) -> None:
+def test_random_heads_only_raise_peer_errors(head: bytes) -> None:
     with pytest.raises(PeerError):
         Arriving(head)
 
 
-def test_a_head_that_is_nested_without_end_is_the_other_ends_mistake() -> None:
+def test_too_deeply_nested_head_is_a_peer_error() -> None:
     tree: Any = ["p", 1]
     for _ in range(DEPTH_MAX + 2):
         tree = ["l", [tree]]
@@ -353,7 +353,7 @@ def test_a_head_that_is_nested_without_end_is_the_other_ends_mistake() -> None:
         Arriving(msgspec.msgpack.encode({"tree": tree, "arrays": []}))
 
 
-def test_a_state_for_which_there_is_no_memory_is_told_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_without_enough_memory_is_reported_before_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise MemoryError("Unable to allocate 1 EiB")
 

@@ -93,14 +93,14 @@ def failing(monkeypatch: pytest.MonkeyPatch, *errors: ForgedError) -> Iterator[l
         yield left
 
 
-async def test_what_one_gives_the_other_becomes() -> None:
+async def test_taker_receives_the_state_of_the_source() -> None:
     async with pair() as both:
         with both.giver.offering(3):
             await both.taker.take(both.settled())
         assert both.has_arrived
 
 
-async def test_bytes_that_no_description_could_hold_are_given_too() -> None:
+async def test_bytes_longer_than_a_head_are_transferred() -> None:
     async with pair() as both:
         both.given["optimizer"] = np.random.default_rng(1).bytes(HEAD_BYTES_MAX + 1)
         with both.giver.offering(3):
@@ -109,7 +109,7 @@ async def test_bytes_that_no_description_could_hold_are_given_too() -> None:
         assert both.taken["optimizer"] == both.given["optimizer"]
 
 
-async def test_what_changes_behind_the_offer_is_not_given() -> None:
+async def test_changes_after_the_offer_are_not_transferred() -> None:
     async with pair() as both:
         offering = both.giver.offering(3)
         both.given["step"] = 8
@@ -118,7 +118,7 @@ async def test_what_changes_behind_the_offer_is_not_given() -> None:
         assert both.taken["step"] == 7
 
 
-async def test_a_source_that_is_not_reached_is_told_of_until_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unreachable_source_is_reported_until_it_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair() as both:
         nobody = WorkerId("w9", "127.0.0.1", 1)
         async with task_group() as tasks:
@@ -138,7 +138,7 @@ async def test_a_source_that_is_not_reached_is_told_of_until_it_is(monkeypatch: 
         assert len(both.line.said) == said, "a worker that has the state reports nothing more"
 
 
-async def test_what_passes_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_temporary_error_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair() as both:
         with failing(monkeypatch, Unavailable("away", "not now"), Unavailable("away", "not yet")) as left:
             with both.giver.offering(3):
@@ -148,7 +148,7 @@ async def test_what_passes_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("code", [TLS_FAILED, "state_room_unfit"])
-async def test_what_does_not_pass_is_raised(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_permanent_error_is_raised(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     error = Unavailable(code, "no") if code == TLS_FAILED else RequestRefused(code, "no")
     async with pair() as both:
         with failing(monkeypatch, error), pytest.raises(ForgedError) as raised:

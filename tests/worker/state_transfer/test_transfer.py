@@ -130,7 +130,7 @@ async def test_all_parts_arrive_as_they_are(carrier: Callable[[], BulkTransport]
 
 
 @pytest.mark.parametrize("sizes", [(), (0,), (5,) * 2000])
-async def test_states_of_no_part_and_of_many_parts_travel_too(sizes: Sequence[int]) -> None:
+async def test_states_of_zero_and_many_parts_are_transferred(sizes: Sequence[int]) -> None:
     parts = random_parts(*sizes)
     got, into = room(*sizes)
     async with open_meshes(2) as made:
@@ -152,7 +152,7 @@ async def test_fetcher_that_connects_before_the_offer_waits() -> None:
     assert got == parts
 
 
-async def test_fetcher_that_waits_in_vain_gets_an_error() -> None:
+async def test_fetcher_that_waits_too_long_gets_an_error() -> None:
     async with open_meshes(2) as made:
         assert made.meshes[0]._desk is not None
         made.meshes[0]._desk._offer_wait_s = 0.05
@@ -160,7 +160,7 @@ async def test_fetcher_that_waits_in_vain_gets_an_error() -> None:
         assert await code_of(made.meshes[1].fetch_state(made.workers[0], 1, into)) == "state_not_offered"
 
 
-async def test_what_was_withdrawn_or_superseded_is_over_until_it_is_offered_again() -> None:
+async def test_withdrawn_or_superseded_offer_is_over_until_it_is_repeated() -> None:
     async with open_meshes(2) as made:
         source, fetcher = made.meshes
         got, into = room(1)
@@ -188,7 +188,7 @@ async def test_a_newer_offer_is_not_withdrawn_by_the_end_of_an_older_one() -> No
     assert bytes(got[0]) == b"2"
 
 
-async def test_a_fetch_that_breaks_goes_on_with_the_part_where_it_broke() -> None:
+async def test_broken_fetch_resumes_at_its_part() -> None:
     sizes = (100_000,) * 6
     parts = random_parts(*sizes)
     got, into = room(*sizes)
@@ -210,7 +210,7 @@ async def test_a_fetch_that_breaks_goes_on_with_the_part_where_it_broke() -> Non
     assert got == parts
 
 
-async def test_a_part_that_arrives_damaged_does_not_count_and_is_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_damaged_part_is_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     parts, (got, into) = random_parts(10, 20, 30), room(10, 20, 30)
     right = bulk_channel.checksum_of
     damaged = [1]
@@ -230,7 +230,7 @@ async def test_a_part_that_arrives_damaged_does_not_count_and_is_fetched_again(m
     assert got == parts
 
 
-async def test_many_fetch_at_once() -> None:
+async def test_many_fetchers_are_served_concurrently() -> None:
     parts = random_parts(1_000_000, 50)
     rooms = [room(1_000_000, 50) for _ in range(11)]
     async with open_meshes(12) as made:
@@ -244,7 +244,7 @@ async def test_many_fetch_at_once() -> None:
     assert all(got == parts for got, _ in rooms)
 
 
-async def test_a_source_gives_while_it_waits_in_a_collective() -> None:
+async def test_source_serves_while_it_waits_in_a_collective() -> None:
     parts, (got, into) = random_parts(100), room(100)
     async with open_meshes(3) as made:
         worlds = await made.enter(1, 0, 1)
@@ -256,7 +256,7 @@ async def test_a_source_gives_while_it_waits_in_a_collective() -> None:
     assert got == parts
 
 
-class Held:
+class HeldFetch:
     """A fetch that stands still in the middle."""
 
     def __init__(self, made: Meshes, attempt: int = 1) -> None:
@@ -274,9 +274,9 @@ class Held:
         await until(lambda: self.taking.verified > 0)
 
 
-async def test_an_offer_that_is_withdrawn_is_cut_in_the_middle() -> None:
+async def test_withdrawn_offer_ends_running_fetches() -> None:
     async with open_meshes(2) as made:
-        held = Held(made)
+        held = HeldFetch(made)
         await held.is_under_way()
         assert [mesh.has_given() for mesh in made.meshes] == [True, False]
         held.offer.__exit__(None, None, None)
@@ -290,7 +290,7 @@ async def test_an_offer_that_is_withdrawn_is_cut_in_the_middle() -> None:
 
 async def test_newer_offer_ends_fetches_of_the_older_one() -> None:
     async with open_meshes(2) as made:
-        held = Held(made)
+        held = HeldFetch(made)
         await held.is_under_way()
         with made.meshes[0].offering(2, HEAD, []):
             held.gate.open()
@@ -300,7 +300,7 @@ async def test_newer_offer_ends_fetches_of_the_older_one() -> None:
 async def test_a_newer_fetch_ends_the_older_one() -> None:
     got, into = room(1)
     async with open_meshes(3) as made:
-        held = Held(made)
+        held = HeldFetch(made)
         await held.is_under_way()
         with made.meshes[2].offering(2, HEAD, [b"2"]):
             newer = asyncio.ensure_future(made.meshes[1].fetch_state(made.workers[2], 2, into))
@@ -312,7 +312,7 @@ async def test_a_newer_fetch_ends_the_older_one() -> None:
 
 async def test_a_cancelled_fetch_writes_nothing_afterwards() -> None:
     async with open_meshes(2) as made:
-        held = Held(made)
+        held = HeldFetch(made)
         await held.is_under_way()
         held.fetching.cancel()
         held.gate.open()
@@ -331,13 +331,13 @@ async def test_a_source_that_is_closed_in_the_middle_is_unavailable(monkeypatch:
         source = Mesh("w9", bytes(16), "run", key=b"the job's key, as long as a hash")
         async with source.open() as address:
             replaced = Meshes([source, made.meshes[1]], [WorkerId("w9", address.host, address.port), made.workers[1]])
-            held = Held(replaced)
+            held = HeldFetch(replaced)
             await held.is_under_way()
             held.gate.open()
         assert await code_of(held.fetching) in {"connect_refused", "connect_reset", "connection_lost", "bulk_truncated"}
 
 
-async def test_a_source_that_is_not_there_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_source_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "FETCHING", RetryPolicy(attempts=2, delay_s=0.0))
     async with open_meshes(1) as made:
         _, into = room()
@@ -360,7 +360,7 @@ async def test_room_that_cannot_be_written_is_refused() -> None:
             assert await code_of(fetching) == "state_room_unfit"
 
 
-async def test_what_the_callers_function_raises_comes_out() -> None:
+async def test_error_of_the_callers_function_is_raised() -> None:
     def into(head: bytes) -> list[memoryview]:
         raise ZeroDivisionError
 
@@ -390,7 +390,7 @@ async def talk() -> AsyncIterator[tuple[transfer.Dialogue, DialledLink]]:
             yield dialogue, await fetcher._dial_source(made.workers[0], 1, dialogue)
 
 
-async def test_a_fetcher_that_does_not_say_what_it_wants_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fetcher_without_a_request_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "ANSWER_TIMEOUT_S", 0.05)
     async with talk() as (dialogue, link):
         assert isinstance(await dialogue.next(PATIENCE_S), StateOffer)
@@ -415,7 +415,7 @@ async def test_slow_fetcher_learns_that_the_source_has_gone(
             assert await code_of(dialogue.next(transfer.TURN_TIMEOUT_S)) == "peer_timeout"
 
 
-async def test_a_fetcher_that_wants_more_than_there_is_is_refused() -> None:
+async def test_fetcher_that_requests_too_many_parts_is_refused() -> None:
     async with talk() as (dialogue, link):
         await dialogue.next(PATIENCE_S)
         link.send(StateWanted(2))
