@@ -161,7 +161,7 @@ class PulseReporter:
         interval_s = counters.pulse_interval_s or self._interval_s
         again_at = self._now() + interval_s
         line.signal(
-            "PulseReporter",
+            "Pulse",
             **self._about,
             cpu_s=self._worker.cpu_s(),
             step=counters.step,

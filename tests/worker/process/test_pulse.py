@@ -80,7 +80,7 @@ class TestLiveWorker:
         monkeypatch.setenv("FORGED_TOKEN", "forged_token")
         with victim(witness.endpoint):
             hello = witness.next("Hello").body
-            said = witness.next("PulseProcess").body
+            said = witness.next("Pulse").body
         assert hello["agent"].startswith("forged-pulse/")
         assert hello["token"] == "forged_token"
         cpu_s = said.pop("cpu_s")
@@ -90,28 +90,28 @@ class TestLiveWorker:
 
     def test_pulse_interval_follows_the_worker(self, witness: Witness, counters: Counters) -> None:
         with closing(started(witness.endpoint, counters)):
-            assert witness.next("PulseProcess").body["interval_s"] == INTERVAL_S
+            assert witness.next("Pulse").body["interval_s"] == INTERVAL_S
             counters.pulse_interval_s = 0.125
-            while (said := witness.next("PulseProcess")).body["interval_s"] != 0.125:
+            while (said := witness.next("Pulse")).body["interval_s"] != 0.125:
                 pass
-            assert witness.next("PulseProcess").at - said.at >= 0.1
+            assert witness.next("Pulse").at - said.at >= 0.1
 
     def test_pulse_continues_while_the_gil_is_held(self, witness: Witness) -> None:
         with victim(witness.endpoint, HOLD_THE_GIL):
-            marks, cpu_s = -1, witness.next("PulseProcess").body["cpu_s"]
+            marks, cpu_s = -1, witness.next("Pulse").body["cpu_s"]
             # Once two pulses tell the same, no thread of Python has run in between.
-            while (said := witness.next("PulseProcess").body)["collective_seq"] != marks:
+            while (said := witness.next("Pulse").body)["collective_seq"] != marks:
                 marks = said["collective_seq"]
-            while (later := witness.next("PulseProcess").body)["cpu_s"] <= max(cpu_s, said["cpu_s"]):
+            while (later := witness.next("Pulse").body)["cpu_s"] <= max(cpu_s, said["cpu_s"]):
                 assert later["collective_seq"] == marks
 
     def test_a_stopped_worker_is_not_dead(self, witness: Witness) -> None:
         with victim(witness.endpoint) as worker:
-            witness.next("PulseProcess")
+            witness.next("Pulse")
             os.kill(worker.pid, signal.SIGSTOP)
             os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOWAIT)
             witness.forget()
-            used = {witness.next("PulseProcess").body["cpu_s"] for _ in range(20)}
+            used = {witness.next("Pulse").body["cpu_s"] for _ in range(20)}
             assert state(worker.pid) == "T"
             assert len(used) == 1
             os.kill(worker.pid, signal.SIGCONT)
@@ -120,33 +120,33 @@ class TestLiveWorker:
 
     def test_signals_to_the_process_group_do_not_end_the_pulse(self, witness: Witness) -> None:
         with victim(witness.endpoint) as worker:
-            witness.next("PulseProcess")
+            witness.next("Pulse")
             assert os.getsid(worker.pulse) == worker.pulse
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                 os.kill(worker.pulse, number)
             witness.forget()
-            witness.next("PulseProcess")
+            witness.next("Pulse")
 
     def test_pulse_reconnects_to_a_restarted_daemon(self, witness: Witness) -> None:
         with victim(witness.endpoint):
-            witness.next("PulseProcess")
+            witness.next("Pulse")
             witness.close()
             witness.forget()
             witness.open()
             witness.next("Hello")
-            witness.next("PulseProcess")
+            witness.next("Pulse")
 
     def test_pulse_switches_to_the_next_endpoint(self, witness: Witness, counters: Counters) -> None:
         endpoints = [NOBODY, "no endpoint", witness.endpoint]
         with closing(PulseProcess.start(endpoints, "run", "w1", INCARNATION, None, counters, interval_s=INTERVAL_S)):
-            assert witness.next("PulseProcess")
+            assert witness.next("Pulse")
 
     def test_pulse_may_start_before_the_daemon(self, witness: Witness, counters: Counters) -> None:
         witness.close()
         with closing(started(witness.endpoint, counters)) as pulse:
             assert pulse.alive
             witness.open()
-            assert witness.next("PulseProcess")
+            assert witness.next("Pulse")
 
     def test_pulse_answers_pings(self, witness: Witness) -> None:
         """Between two pulses, which here are an hour apart."""
@@ -174,7 +174,7 @@ class TestDeadWorker:
         taken_s = []
         for _ in range(KILLS):
             with victim(witness.endpoint) as worker:
-                witness.next("PulseProcess")
+                witness.next("Pulse")
                 killed_at = worker.kill()
                 report = witness.next("ReportDeath")
                 taken_s.append(report.at - killed_at)
@@ -189,7 +189,7 @@ class TestDeadWorker:
 
     def test_pulse_acknowledges_the_reply_before_it_ends(self, witness: Witness) -> None:
         with victim(witness.endpoint) as worker:
-            witness.next("PulseProcess")
+            witness.next("Pulse")
             worker.kill()
             witness.next("ReportDeath")
             assert witness.next("Bye")
@@ -224,7 +224,7 @@ class TestDeadWorker:
 
     def test_death_is_reported_when_the_daemon_is_back(self, witness: Witness) -> None:
         with victim(witness.endpoint) as worker:
-            witness.next("PulseProcess")
+            witness.next("Pulse")
             witness.close()
             worker.kill()
             worker.process.wait()
@@ -249,7 +249,7 @@ class TestDeadWorker:
     def test_unanswered_report_is_repeated(self, witness: Witness) -> None:
         """An answer that says "later" is none."""
         with victim(witness.endpoint) as worker:
-            witness.next("PulseProcess")
+            witness.next("Pulse")
             witness.refusals["ReportDeath"] = Failure(1, "unavailable", "starting", "not yet")
             worker.kill()
             witness.next("ReportDeath")
@@ -260,7 +260,7 @@ class TestDeadWorker:
     def test_output_of_the_worker_ends_with_the_worker(self, witness: Witness) -> None:
         """`train | tee log` is not kept waiting by a pulse that cannot report."""
         with victim(witness.endpoint) as worker:
-            witness.next("PulseProcess")
+            witness.next("Pulse")
             witness.close()
             worker.kill()
             assert worker.stdout.read() == ""
@@ -294,7 +294,7 @@ class TestSilence:
     def test_daemon_without_death_reports_gets_one_report(self, witness: Witness) -> None:
         witness.refusals["ReportDeath"] = Failure(1, "refused", "request_unknown", "no answer to that")
         with victim(witness.endpoint) as worker:
-            witness.next("PulseProcess")
+            witness.next("Pulse")
             worker.kill()
             assert worker.pulse_is_gone()
         assert [said.name for said in list(witness.said.queue)].count("ReportDeath") == 1
@@ -304,15 +304,15 @@ class TestStarting:
     def test_pulse_inherits_only_the_watched_descriptors(self, witness: Witness) -> None:
         way = (
             "import socket; kept = socket.socketpair(); print(*(os.fstat(end.fileno()).st_ino for end in kept), "
-            "flush=True); pulse.close(); from forged.worker.process.pulse import Pulse; "
+            "flush=True); pulse.close(); from forged.worker.process.pulse import PulseProcess; "
             "[end.set_inheritable(True) for end in kept]; "
-            f"pulse = Pulse.start([{witness.endpoint!r}], 'run', 'w2', b'{INCARNATION.decode()}', None, counters); "
+            f"pulse = PulseProcess.start([{witness.endpoint!r}], 'run', 'w2', b'{INCARNATION.decode()}', None, counters); "
             "print(pulse.pid, flush=True); signal.pause()"
         )
         with victim(witness.endpoint, way) as worker:
             sockets = set(worker.stdout.readline().split())
             pulse = int(worker.stdout.readline())
-            while witness.next("PulseProcess").body["worker_id"] != "w2":
+            while witness.next("Pulse").body["worker_id"] != "w2":
                 pass
             held = {int(one.name): str(one.readlink()) for one in Path(f"/proc/{pulse}/fd").iterdir()}
             stat = f"/proc/{worker.pid}/stat"
@@ -370,11 +370,11 @@ class TestStarting:
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         monkeypatch.setenv("PYTHONMALLOC", "nonsense")
         with closing(started(witness.endpoint, counters)):
-            assert witness.next("PulseProcess")
+            assert witness.next("Pulse")
 
     def test_forked_child_has_no_pulse_and_cannot_end_its_parents(self, witness: Witness, counters: Counters) -> None:
         with closing(started(witness.endpoint, counters)) as pulse:
-            witness.next("PulseProcess")
+            witness.next("Pulse")
 
             def in_vain() -> None:
                 assert not pulse.alive
@@ -382,7 +382,7 @@ class TestStarting:
 
             in_a_child(in_vain)
             witness.forget()
-            assert witness.next("PulseProcess")
+            assert witness.next("Pulse")
             assert pulse.alive
 
     def test_pulse_imports_no_heavy_modules(self) -> None:
