@@ -117,7 +117,7 @@ def test_json_output_is_one_object(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "code", "until"),
-    [(signal.SIGINT, 130, "3 workers"), (signal.SIGTERM, 143, "(the daemon)")],
+    [(signal.SIGINT, 130, "attempt 1 committed"), (signal.SIGTERM, 143, "(the daemon)")],
 )
 def test_interrupted_demo_leaves_no_process_and_no_file(
     name: signal.Signals, code: int, until: str, tmp_path: Path

@@ -306,7 +306,8 @@ class TestStarting:
             "import socket; kept = socket.socketpair(); print(*(os.fstat(end.fileno()).st_ino for end in kept), "
             "flush=True); pulse.close(); from forged.worker.process.pulse import PulseProcess; "
             "[end.set_inheritable(True) for end in kept]; "
-            f"pulse = PulseProcess.start([{witness.endpoint!r}], 'run', 'w2', b'{INCARNATION.decode()}', None, counters); "
+            f"pulse = PulseProcess.start([{witness.endpoint!r}], 'run', 'w2', "
+            f"b'{INCARNATION.decode()}', None, counters); "
             "print(pulse.pid, flush=True); signal.pause()"
         )
         with victim(witness.endpoint, way) as worker:
