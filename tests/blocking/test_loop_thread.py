@@ -125,8 +125,9 @@ def alarms(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]
     try:
         yield
     finally:
-        # In this order: a handler that is about to run could set the timer again.
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        # First another handler, because this one could set the timer again. Not SIG_IGN: Python reports an alarm that
+        # comes just then as ignored due to a race.
+        signal.signal(signal.SIGALRM, lambda number, frame: None)
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
