@@ -17,7 +17,6 @@ import anyio
 
 from forged.blocking.facade import BlockingFacade, blocking
 from forged.checkpoint.checkpoint import DistributedCheckpoint, require_same_save
-from forged.checkpoint.coordinators import RankGroup, as_coordinator, run_in_thread
 from forged.checkpoint.errors import ExceptionType
 from forged.checkpoint.format.tree import LeafType
 from forged.checkpoint.loading.loader import Loaded, load_state
@@ -29,6 +28,7 @@ from forged.checkpoint.model import (
     SaveOptions,
 )
 from forged.checkpoint.ports import CancelToken, Storage, bounded
+from forged.checkpoint.rank_group import RankGroup, as_coordinator, run_in_thread
 from forged.checkpoint.saving.pipeline import save_state
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.listing import read_manifest

@@ -21,7 +21,6 @@ import numpy as np
 from anyio import to_thread
 
 from forged.checkpoint import rng
-from forged.checkpoint.coordinators import RankGroup, as_coordinator, run_in_thread
 from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
 from forged.checkpoint.format.manifest import Manifest, ManifestFence
 from forged.checkpoint.format.tree import INTEGER_MAX, LeafType
@@ -37,6 +36,7 @@ from forged.checkpoint.model import (
     check_timeout,
 )
 from forged.checkpoint.ports import CancelToken, Storage, bounded
+from forged.checkpoint.rank_group import RankGroup, as_coordinator, run_in_thread
 from forged.checkpoint.saving.background import BackgroundSaver, SaveHandle
 from forged.checkpoint.saving.pipeline import RankSave, RunInfo, SaveContext, Saver
 from forged.checkpoint.saving.staging import StagingMemory

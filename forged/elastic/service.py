@@ -15,7 +15,7 @@ from anyio.abc import TaskStatus
 from forged.auth.model import Role
 from forged.clock import Clock
 from forged.elastic.config import require_trainable
-from forged.elastic.coordinator.cluster import Cluster
+from forged.elastic.coordinator.job_coordinator import Cluster
 from forged.elastic.membership.member import Member
 from forged.elastic.messages import (
     AbortJob,

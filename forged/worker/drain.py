@@ -41,8 +41,8 @@ from forged.kernel.messages import Gap, Record
 from forged.log import Log
 from forged.retry import Random
 from forged.worker.collectives.world import World
-from forged.worker.daemon.heartbeat import HeartbeatSender
-from forged.worker.daemon.registration import Registration
+from forged.worker.daemon_link.heartbeat import HeartbeatSender
+from forged.worker.daemon_link.registration import Registration
 from forged.worker.mesh import Mesh
 from forged.worker.rescale.rescaler import Rescaler
 from forged.worker.usage_report import UsageReport

@@ -16,8 +16,8 @@ from forged.elastic.phases import Phase
 from forged.errors import ForgedError, RequestRefused
 from forged.jobs.model import JobChanged
 from forged.kernel.messages import Gap, Record
-from forged.worker.daemon.heartbeat import HeartbeatSender
-from forged.worker.daemon.registration import Registration
+from forged.worker.daemon_link.heartbeat import HeartbeatSender
+from forged.worker.daemon_link.registration import Registration
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.drain import Drain
 from forged.worker.errors import JobEnded, WorkerEvicted

@@ -14,7 +14,7 @@ import anyio
 
 from forged.elastic.model import WorkerStatus
 from forged.errors import describe
-from forged.worker.daemon.registration import LEAVE_TIMEOUT_S, Registration
+from forged.worker.daemon_link.registration import LEAVE_TIMEOUT_S, Registration
 from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.process.worker_process import WorkerProcess
 from forged.worker.usage_report import UsageReport

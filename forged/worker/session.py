@@ -22,9 +22,9 @@ from forged.elastic.model import WorkerId
 from forged.errors import ForgedError
 from forged.net.transport.port import Address
 from forged.retry import REJOINING
-from forged.worker.daemon.heartbeat import HeartbeatSender
-from forged.worker.daemon.registration import LEAVE_TIMEOUT_S, Registration
-from forged.worker.daemon.wait_reporter import WaitReporter
+from forged.worker.daemon_link.heartbeat import HeartbeatSender
+from forged.worker.daemon_link.registration import LEAVE_TIMEOUT_S, Registration
+from forged.worker.daemon_link.wait_reporter import WaitReporter
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.drain import Drain
 from forged.worker.events import RescaleHooks

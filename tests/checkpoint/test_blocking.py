@@ -31,7 +31,7 @@ from forged.checkpoint import (
 from forged.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.memory_storage import MemoryStorage
 from tests.checkpoint.plain_reader import same, state_of
-from tests.checkpoint.test_coordinators import Threads
+from tests.checkpoint.test_rank_group import Threads
 
 ENDS_WITHIN_S = 10.0
 STATE = {"model": {"w": np.arange(1000.0).reshape(10, 100), "b": np.float32(3)}, "step": 7, "names": ("a", b"b", None)}

@@ -13,7 +13,7 @@ import pytest
 
 from forged.auth.model import Principal, Role
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.coordinator.cluster import Cluster
+from forged.elastic.coordinator.job_coordinator import Cluster
 from forged.elastic.coordinator.records import PREFIX
 from forged.elastic.failure_detector.detector import CONFIRM_S
 from forged.elastic.messages import (

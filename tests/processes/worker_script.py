@@ -27,7 +27,7 @@ from forged.worker.blocking import Training, join
 from forged.worker.collectives.endpoints import HubEndpoint
 from forged.worker.collectives.hub import Collected
 from forged.worker.collectives.world import World
-from forged.worker.daemon.registration import Registration
+from forged.worker.daemon_link.registration import Registration
 from forged.worker.mesh import Mesh
 from forged.worker.transport.peer_link import frame_of
 from forged.worker.transport.peer_messages import Call, Kind, Result

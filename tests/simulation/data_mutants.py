@@ -19,7 +19,7 @@ from forged.data.ownership.ownership import ShardOwnership
 from forged.data.ownership.suspect_copies import SuspectCopies
 from forged.data.sampling.sampler import ElasticSampler
 from forged.data.sampling.sharded_order import ShardedOrder
-from forged.elastic.coordinator.cluster import Cluster
+from forged.elastic.coordinator.job_coordinator import Cluster
 from forged.elastic.model import WorkerId
 from forged.elastic.rescale.attempt import Attempt
 from forged.worker.data.sample_usage import SampleUsage

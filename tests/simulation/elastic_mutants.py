@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 from forged.elastic.coordinator import failures, records, rescaling
-from forged.elastic.coordinator.cluster import Cluster
+from forged.elastic.coordinator.job_coordinator import Cluster
 from forged.elastic.coordinator.job_state import JobState
 from forged.elastic.coordinator.step_witnesses import StepWitnesses
 from forged.elastic.failure_detector import detector, timeouts

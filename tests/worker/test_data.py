@@ -38,7 +38,7 @@ from forged.errors import RequestRefused
 from forged.kernel.messages import Fact, Record
 from forged.retry import RetryPolicy
 from forged.worker import drain
-from forged.worker.daemon.registration import Registration
+from forged.worker.daemon_link.registration import Registration
 from forged.worker.data import local_shards, transfer_reports
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.data.transfer_reports import TransferReports

@@ -45,8 +45,8 @@ from forged.kernel.messages import Gap
 from forged.net.transport.port import Address
 from forged.worker import session as sessions
 from forged.worker.collectives.world import CollectiveMismatch
-from forged.worker.daemon import registration as registrations
-from forged.worker.daemon.registration import LEAVE_TIMEOUT_S, Registration
+from forged.worker.daemon_link import registration as registrations
+from forged.worker.daemon_link.registration import LEAVE_TIMEOUT_S, Registration
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
 from forged.worker.mesh import Mesh
 from forged.worker.process.counters import Counters
@@ -1488,7 +1488,7 @@ class TestADaemonThatIsAway:
     async def test_disconnected_worker_learns_of_a_departure_when_it_is_back(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("forged.worker.daemon.registration.LEAVE_TIMEOUT_S", 0.05)
+        monkeypatch.setattr("forged.worker.daemon_link.registration.LEAVE_TIMEOUT_S", 0.05)
         async with group_at(runner.endpoint, reconnect_grace_ms=1_000) as group:
             group.start("a", "b", "c")
             await group.world_of("a", "b", "c")

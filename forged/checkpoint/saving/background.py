@@ -22,11 +22,11 @@ import anyio
 from anyio import to_thread
 from msgspec.structs import replace
 
-from forged.checkpoint.coordinators import OutcomeUnknown, RankFailure
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import Part
 from forged.checkpoint.model import WhenBusy
 from forged.checkpoint.ports import CancelToken, Storage
+from forged.checkpoint.rank_group import OutcomeUnknown, RankFailure
 from forged.checkpoint.saving.pipeline import RankSave, RunInfo, Saver
 from forged.checkpoint.saving.receipts import OUTCOME_GRACE_S, RankWaiter, ReceiptExchange
 from forged.errors import describe

@@ -21,7 +21,6 @@ import anyio
 import msgspec
 from anyio import to_thread
 
-from forged.checkpoint.coordinators import OutcomeUnknown, RankGroup, StorageUnresponsive, run_in_thread
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.consolidated import File
 from forged.checkpoint.format.manifest import Manifest, ManifestFence, Part, encode
@@ -29,6 +28,7 @@ from forged.checkpoint.format.states import States, split_per_rank
 from forged.checkpoint.format.tree import Leaf, LeafType, Node, flatten, renumber_tensors
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, SaveOptions
 from forged.checkpoint.ports import CancelToken, Storage, bounded
+from forged.checkpoint.rank_group import OutcomeUnknown, RankGroup, StorageUnresponsive, run_in_thread
 from forged.checkpoint.saving import parts
 from forged.checkpoint.saving.assembly import MemoryTensors, SavedTensors, TensorSource
 from forged.checkpoint.saving.consolidation import (

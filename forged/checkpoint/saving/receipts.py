@@ -13,10 +13,10 @@ from itertools import islice
 
 import msgspec
 
-from forged.checkpoint.coordinators import RankFailure
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import Part
 from forged.checkpoint.ports import CancelToken, Storage
+from forged.checkpoint.rank_group import RankFailure
 from forged.checkpoint.saving.pipeline import RankSave
 from forged.checkpoint.storage import listing
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import msgspec
 
 from forged.elastic.compatibility import SharedConfig
-from forged.elastic.coordinator.cluster import Cluster
 from forged.elastic.coordinator.failure_budget import FailureBudget
+from forged.elastic.coordinator.job_coordinator import Cluster
 from forged.elastic.coordinator.job_state import JobState
 from forged.elastic.membership.member import Member
 from forged.elastic.membership.registry import MemberRegistry

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from typing import TypeVar
 
-from forged.elastic.coordinator.cluster import Cluster
+from forged.elastic.coordinator.job_coordinator import Cluster
 from forged.elastic.coordinator.records import changed_records, job_record
 from forged.elastic.messages import (
     JobAborted,

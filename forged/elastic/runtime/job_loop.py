@@ -15,7 +15,7 @@ import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
 from forged.clock import Clock
-from forged.elastic.coordinator.cluster import Cluster
+from forged.elastic.coordinator.job_coordinator import Cluster
 from forged.elastic.coordinator.job_state import NEVER
 from forged.elastic.model import WorkerId
 from forged.elastic.outbox import Moment, Probe

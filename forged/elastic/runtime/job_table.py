@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from itertools import islice
 
-from forged.elastic.coordinator.cluster import Cluster
+from forged.elastic.coordinator.job_coordinator import Cluster
 from forged.elastic.coordinator.records import PREFIX, changed_records, job_of, restore
 from forged.elastic.outbox import Moment
 from forged.elastic.runtime.decisions import DECISION_ITEMS_MAX

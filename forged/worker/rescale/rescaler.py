@@ -26,8 +26,8 @@ from forged.errors import ForgedError, Unavailable
 from forged.log import Log
 from forged.net.transport.tls import TLS_FAILED
 from forged.worker.collectives.world import CollectiveAborted, World
-from forged.worker.daemon.heartbeat import HeartbeatSender
-from forged.worker.daemon.registration import Registration
+from forged.worker.daemon_link.heartbeat import HeartbeatSender
+from forged.worker.daemon_link.registration import Registration
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.errors import BLAMELESS, WorldIncomplete, is_temporary
 from forged.worker.events import RescaleHooks

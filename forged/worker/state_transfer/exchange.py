@@ -19,7 +19,7 @@ from forged.elastic.model import WorkerId
 from forged.errors import ForgedError
 from forged.log import Log
 from forged.net.transport.tls import TLS_FAILED
-from forged.worker.daemon.registration import Registration
+from forged.worker.daemon_link.registration import Registration
 from forged.worker.errors import is_temporary
 from forged.worker.mesh import Mesh
 from forged.worker.state_transfer.encoding import Arriving, pack

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forged.checkpoint import coordinators
+from forged.checkpoint import rank_group
 from forged.checkpoint.checkpoint import DistributedCheckpoint
-from forged.checkpoint.coordinators import OutcomeUnknown
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import SUFFIX
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, LoadOptions, SaveOptions, ShardedArray, WhenBusy
 from forged.checkpoint.ports import Storage
+from forged.checkpoint.rank_group import OutcomeUnknown
 from forged.checkpoint.saving import background, receipts
 from forged.checkpoint.saving.background import SaveHandle
 from forged.checkpoint.storage import listing
@@ -42,7 +42,7 @@ PATIENCE_S = 30.0
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short grace periods."""
-    monkeypatch.setattr(coordinators, "RETURN_GRACE_S", 0.2)
+    monkeypatch.setattr(rank_group, "RETURN_GRACE_S", 0.2)
     monkeypatch.setattr(background, "OUTCOME_GRACE_S", 0.5)
     monkeypatch.setattr(receipts, "POLL_MAX_S", 0.05)
 

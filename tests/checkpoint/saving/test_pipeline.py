@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forged.checkpoint import coordinators
-from forged.checkpoint.coordinators import OutcomeUnknown, RankGroup, SingleProcess
+from forged.checkpoint import rank_group
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE
 from forged.checkpoint.loading.loader import load_state
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, PerRank, SaveOptions, ShardedArray
 from forged.checkpoint.ports import CancelToken, Source, Storage
+from forged.checkpoint.rank_group import OutcomeUnknown, RankGroup, SingleProcess
 from forged.checkpoint.saving import parts
 from forged.checkpoint.saving.pipeline import RunInfo, SaveContext, Saver, save_state
 from forged.checkpoint.storage import listing
@@ -51,7 +51,7 @@ WISH, TERMS, DESCRIPTION, PLAN, LAID, AGREED, PART, VERDICT = range(1, 9)
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short grace periods."""
-    monkeypatch.setattr(coordinators, "RETURN_GRACE_S", 0.2)
+    monkeypatch.setattr(rank_group, "RETURN_GRACE_S", 0.2)
 
 
 def state_at(rank: int, world_size: int) -> dict[str, Any]:

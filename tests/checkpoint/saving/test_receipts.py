@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from forged.checkpoint.coordinators import OutcomeUnknown, RankFailure
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import Manifest, Part, Tensors, encode
 from forged.checkpoint.format.states import States
 from forged.checkpoint.ports import CancelToken
+from forged.checkpoint.rank_group import OutcomeUnknown, RankFailure
 from forged.checkpoint.saving.pipeline import SaveAgreement
 from forged.checkpoint.saving.receipts import GONE_S, POLL_MAX_S, POLL_S, RankWaiter, ReceiptExchange
 from forged.checkpoint.storage import listing

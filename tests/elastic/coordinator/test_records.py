@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from forged.elastic.coordinator.cluster import Cluster
+from forged.elastic.coordinator.job_coordinator import Cluster
 from forged.elastic.coordinator.records import changed_records, job_of, restore
 from forged.elastic.phases import Phase
 from forged.elastic.rescale.attempt import StopReport

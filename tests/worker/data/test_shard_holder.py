@@ -43,7 +43,7 @@ from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.kernel.messages import Nothing, Signal
 from forged.retry import RetryPolicy
-from forged.worker.daemon.registration import Registration
+from forged.worker.daemon_link.registration import Registration
 from forged.worker.data import shard_holder as holder_module
 from forged.worker.data.shard_holder import (
     ATTEMPTS_KEPT_MAX,

@@ -22,7 +22,7 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import JobPaused
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
-from forged.worker.daemon.registration import Registration
+from forged.worker.daemon_link.registration import Registration
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.errors import NEWS_DIFFER
 from forged.worker.mesh import Mesh

@@ -25,8 +25,8 @@ from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.log import SILENT
 from forged.worker.collectives.world import World
-from forged.worker.daemon.heartbeat import HeartbeatSender
-from forged.worker.daemon.registration import Registration
+from forged.worker.daemon_link.heartbeat import HeartbeatSender
+from forged.worker.daemon_link.registration import Registration
 from forged.worker.errors import NEWS_DIFFER, JobEnded, WorkerEvicted, WorldIncomplete
 from forged.worker.mesh import Mesh
 from forged.worker.rescale.agreement import StateAgreement

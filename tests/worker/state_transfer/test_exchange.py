@@ -17,7 +17,7 @@ from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.log import SILENT
 from forged.net.transport.tls import TLS_FAILED
 from forged.retry import RetryPolicy
-from forged.worker.daemon.registration import Registration
+from forged.worker.daemon_link.registration import Registration
 from forged.worker.mesh import Mesh
 from forged.worker.state_transfer import exchange, transfer
 from forged.worker.state_transfer.exchange import StateExchange

@@ -10,7 +10,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from forged.log import Log
-from forged.worker.daemon.registration import Registration, log_pauses
+from forged.worker.daemon_link.registration import Registration, log_pauses
 
 
 class WaitReporter:

@@ -11,8 +11,10 @@ from typing import Any
 import anyio
 import pytest
 
-from forged.checkpoint import coordinators
-from forged.checkpoint.coordinators import (
+from forged.checkpoint import rank_group
+from forged.checkpoint.errors import CheckpointException, ExceptionType
+from forged.checkpoint.ports import CancelToken, Coordinator
+from forged.checkpoint.rank_group import (
     BlockingCoordinator,
     OutcomeUnknown,
     RankFailure,
@@ -22,8 +24,6 @@ from forged.checkpoint.coordinators import (
     as_coordinator,
     run_in_thread,
 )
-from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.ports import CancelToken, Coordinator
 from forged.errors import ForgedError, RequestRefused
 from forged.worker.errors import StepAborted
 from tests.checkpoint.unreliable_ranks import UnreliableRank, after_event, answer_with, die, fail, group, hang
@@ -34,7 +34,7 @@ SOON_S = 0.2
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short grace periods."""
-    monkeypatch.setattr(coordinators, "RETURN_GRACE_S", 0.1)
+    monkeypatch.setattr(rank_group, "RETURN_GRACE_S", 0.1)
 
 
 def deciding(

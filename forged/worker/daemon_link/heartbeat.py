@@ -10,7 +10,7 @@ from __future__ import annotations
 import anyio
 
 from forged.clock import Clock
-from forged.worker.daemon.registration import Registration
+from forged.worker.daemon_link.registration import Registration
 from forged.worker.worker_state.session_state import SessionState
 
 
