@@ -15,7 +15,7 @@ from anyio.abc import TaskStatus
 from forged.auth.model import Role
 from forged.clock import Clock
 from forged.elastic.config import require_trainable
-from forged.elastic.coordinator.job_coordinator import Cluster
+from forged.elastic.coordinator.job_coordinator import JobCoordinator
 from forged.elastic.membership.member import Member
 from forged.elastic.messages import (
     AbortJob,
@@ -110,9 +110,9 @@ class ElasticService:
         serve(PlanRescale, self._plan, owner=OWNER)
         serve(DrainWorker, self._drain, owner=OWNER)
         serve(EvictWorker, self._evict, owner=OWNER)
-        serve(PauseJob, lambda request, call: self._control(request, Cluster.pause), owner=OWNER)
-        serve(ResumeJob, lambda request, call: self._control(request, Cluster.resume), owner=OWNER)
-        serve(AbortJob, lambda request, call: self._control(request, Cluster.abort), owner=OWNER)
+        serve(PauseJob, lambda request, call: self._control(request, JobCoordinator.pause), owner=OWNER)
+        serve(ResumeJob, lambda request, call: self._control(request, JobCoordinator.resume), owner=OWNER)
+        serve(AbortJob, lambda request, call: self._control(request, JobCoordinator.abort), owner=OWNER)
         serve(RescaleJob, self._rescale, owner=OWNER)
         self._bus.on(JobChanged, self._job_changed, name="elastic.settings", durable=True)
         self._bus.on(JobRemoved, self._job_removed, name="elastic.removal", durable=True)
@@ -131,38 +131,38 @@ class ElasticService:
     def arrived(self, client: bytes) -> None:
         """A client has connected."""
         self._table.connected.add(client)
-        for cluster, worker in self._table.workers_of(client):
-            cluster.connection_restored(worker, self._loop.now())
-            self._loop.settle(cluster)
+        for coordinator, worker in self._table.workers_of(client):
+            coordinator.connection_restored(worker, self._loop.now())
+            self._loop.settle(coordinator)
 
     def departed(self, client: bytes) -> None:
         """A client's last connection is gone."""
         self._table.connected.discard(client)
-        for cluster, worker in self._table.workers_of(client):
-            cluster.connection_lost(worker, self._loop.now())
-            self._loop.settle(cluster)
+        for coordinator, worker in self._table.workers_of(client):
+            coordinator.connection_lost(worker, self._loop.now())
+            self._loop.settle(coordinator)
             # A scan for the lost worker is due sooner than the loop expected.
             self._loop.wake()
 
     @property
-    def clusters(self) -> dict[str, Cluster]:
+    def coordinators(self) -> dict[str, JobCoordinator]:
         """The coordinators by job."""
-        return self._table.clusters
+        return self._table.coordinators
 
     @property
     def workers(self) -> int:
         """How many workers all jobs have."""
-        return sum(len(cluster.members) for cluster in self.clusters.values())
+        return sum(len(coordinator.members) for coordinator in self.coordinators.values())
 
     def generation(self, job: str) -> int:
         """The generation of a job's committed world; 0 without one."""
-        cluster = self.clusters.get(job)
-        return 0 if cluster is None else cluster.generation
+        coordinator = self.coordinators.get(job)
+        return 0 if coordinator is None else coordinator.generation
 
     def workers_at_work(self, job: str) -> int:
         """How many workers a job has that is not over."""
-        cluster = self.clusters.get(job)
-        return 0 if cluster is None or cluster.over else len(cluster.members)
+        coordinator = self.coordinators.get(job)
+        return 0 if coordinator is None or coordinator.over else len(coordinator.members)
 
     # Requests of workers.
 
@@ -171,17 +171,17 @@ class ElasticService:
         if request.rejoin:
             self._require_registered(request)
         # A worker that rejoins, or brings no settings, takes those that the job has now.
-        known = self.clusters.get(request.job) if request.rejoin or request.settings is None else None
+        known = self.coordinators.get(request.job) if request.rejoin or request.settings is None else None
         settings = known.settings if known else await self._create_job(request, call)
         # Settings from the store may date from a version that did not check them.
         require_trainable(request.job, settings)
         if request.rejoin:
             # The worker may have been removed while the job was created.
             self._require_registered(request)
-        cluster = self.clusters.get(request.job)
-        if cluster is None:
+        coordinator = self.coordinators.get(request.job)
+        if coordinator is None:
             key = self._token_bytes(PEER_KEY_BYTES)
-            cluster = self.clusters[request.job] = Cluster(request.job, settings, key)
+            coordinator = self.coordinators[request.job] = JobCoordinator(request.job, settings, key)
         now = self._loop.now()
         newcomer = Member(
             request.worker,
@@ -196,21 +196,21 @@ class ElasticService:
             # The client may have disconnected while the job was created, before it spoke for any worker.
             lost_at=None if call.client in self._table.connected else now.monotonic,
         )
-        cluster.require_compatible(request.shared_config)
-        cluster.join(newcomer, now)
-        cluster.adopt_shared_config(request.shared_config)
-        if (member := cluster.members.get(request.worker.id)) is None:
+        coordinator.require_compatible(request.shared_config)
+        coordinator.join(newcomer, now)
+        coordinator.adopt_shared_config(request.shared_config)
+        if (member := coordinator.members.get(request.worker.id)) is None:
             # Its client has disconnected, and a peer had reported it before: it has failed at once.
-            self._loop.settle(cluster)
+            self._loop.settle(coordinator)
             raise _worker_gone(request)
-        self._table.add_worker(call.client, cluster.name, member.id)
-        fence = self._bus.dispatcher.fence_of(cluster.name) or Fence(self._bus.ledger.term, cluster.generation)
-        return self._loop.decide(cluster, _join_reply(cluster, member, fence))
+        self._table.add_worker(call.client, coordinator.name, member.id)
+        fence = self._bus.dispatcher.fence_of(coordinator.name) or Fence(self._bus.ledger.term, coordinator.generation)
+        return self._loop.decide(coordinator, _join_reply(coordinator, member, fence))
 
     def _require_registered(self, request: JoinJob) -> None:
         """Refuse a worker that rejoins but was removed."""
-        cluster = self._cluster(request.job)
-        if not cluster.over and cluster.members.find(request.worker.id, request.incarnation) is None:
+        coordinator = self._coordinator(request.job)
+        if not coordinator.over and coordinator.members.find(request.worker.id, request.incarnation) is None:
             raise _worker_gone(request)
 
     async def _create_job(self, request: JoinJob, call: Call) -> dict[str, Any]:
@@ -221,29 +221,29 @@ class ElasticService:
 
     def _leave(self, request: LeaveJob, call: Call) -> Decision[LeaveReply]:
         check_step(request.step)
-        cluster = self.clusters.get(request.job)
-        if cluster is None:
+        coordinator = self.coordinators.get(request.job)
+        if coordinator is None:
             return Decision(LeaveReply(may_leave=True))
-        if request.if_permitted and not _may_leave(cluster, request):
+        if request.if_permitted and not _may_leave(coordinator, request):
             return Decision(LeaveReply(may_leave=False))
         worker, now = (request.worker_id, request.incarnation), self._loop.now()
         if request.failed:
-            cluster.died(*worker, now, request.reason or "reported by the worker itself")
+            coordinator.died(*worker, now, request.reason or "reported by the worker itself")
         else:
-            cluster.leave(*worker, now, reason=request.reason, done=request.done, step=request.step)
-        return self._loop.decide(cluster, LeaveReply(may_leave=True))
+            coordinator.leave(*worker, now, reason=request.reason, done=request.done, step=request.step)
+        return self._loop.decide(coordinator, LeaveReply(may_leave=True))
 
     def _announce_leave(self, request: AnnounceLeave, call: Call) -> Decision[LeaveReply]:
-        cluster = self._cluster(request.job)
-        if cluster.members.find(request.worker_id, request.incarnation) is not None:
-            cluster.drain(request.worker_id, self._loop.now(), request.reason or "requested by the worker")
-        return self._loop.decide(cluster, LeaveReply(may_leave=_may_leave(cluster, request)))
+        coordinator = self._coordinator(request.job)
+        if coordinator.members.find(request.worker_id, request.incarnation) is not None:
+            coordinator.drain(request.worker_id, self._loop.now(), request.reason or "requested by the worker")
+        return self._loop.decide(coordinator, LeaveReply(may_leave=_may_leave(coordinator, request)))
 
     def _read_leave(self, request: ReadLeave, call: Call) -> LeaveReply:
-        return LeaveReply(may_leave=_may_leave(self._cluster(request.job), request))
+        return LeaveReply(may_leave=_may_leave(self._coordinator(request.job), request))
 
     def _stopped(self, request: ReportStopped, call: Call) -> Decision[Nothing]:
-        cluster = self._cluster(request.job)
+        coordinator = self._coordinator(request.job)
         check_stop(request)
         report = StopReport(
             request.step,
@@ -253,41 +253,41 @@ class ElasticService:
             request.learning_rate,
             request.global_batch_size,
         )
-        cluster.stopped(request.worker_id, request.incarnation, request.attempt, report, self._loop.now())
-        return self._loop.decide(cluster, Nothing())
+        coordinator.stopped(request.worker_id, request.incarnation, request.attempt, report, self._loop.now())
+        return self._loop.decide(coordinator, Nothing())
 
     def _ready(self, request: ReportReady, call: Call) -> Decision[Nothing]:
-        cluster = self._cluster(request.job)
-        cluster.ready(request.worker_id, request.incarnation, request.attempt, self._loop.now())
-        return self._loop.decide(cluster, Nothing())
+        coordinator = self._coordinator(request.job)
+        coordinator.ready(request.worker_id, request.incarnation, request.attempt, self._loop.now())
+        return self._loop.decide(coordinator, Nothing())
 
     def _trouble(self, request: ReportTrouble, call: Call) -> Decision[Nothing]:
-        cluster = self._cluster(request.job)
+        coordinator = self._coordinator(request.job)
         worker, now = (request.worker_id, request.incarnation), self._loop.now()
-        cluster.peer_report(*worker, request.generation, now, peer=request.peer, reason=request.reason)
-        return self._loop.decide(cluster, Nothing())
+        coordinator.peer_report(*worker, request.generation, now, peer=request.peer, reason=request.reason)
+        return self._loop.decide(coordinator, Nothing())
 
     def _death(self, request: ReportDeath, call: Call) -> Decision[Nothing]:
-        cluster = self.clusters.get(request.job)
-        if cluster is None:
+        coordinator = self.coordinators.get(request.job)
+        if coordinator is None:
             return Decision(Nothing())
         reason = request.reason or "its process has ended"
-        cluster.died(request.worker_id, request.incarnation, self._loop.now(), reason)
-        return self._loop.decide(cluster, Nothing())
+        coordinator.died(request.worker_id, request.incarnation, self._loop.now(), reason)
+        return self._loop.decide(coordinator, Nothing())
 
     def _topology(self, request: ReadTopology, call: Call) -> ClusterTopology:
-        return self._cluster(request.job).membership.topology
+        return self._coordinator(request.job).membership.topology
 
     def _attempt(self, request: ReadAttempt, call: Call) -> AttemptMembers:
-        return self._cluster(request.job).attempt_members(request.worker_id, request.incarnation)
+        return self._coordinator(request.job).attempt_members(request.worker_id, request.incarnation)
 
     # Signals of workers. They have no reply, so one that makes no sense is ignored.
 
     def _heartbeat(self, signal: Heartbeat, call: Call) -> None:
-        cluster = self.clusters.get(signal.job)
-        if cluster is not None and is_countable(signal.step, signal.collective_seq):
+        coordinator = self.coordinators.get(signal.job)
+        if coordinator is not None and is_countable(signal.step, signal.collective_seq):
             progress = signal.step, signal.collective_seq
-            cluster.heartbeat(
+            coordinator.heartbeat(
                 signal.worker_id,
                 signal.incarnation,
                 *progress,
@@ -295,22 +295,22 @@ class ElasticService:
                 signal.interval_s,
                 last_step_done=signal.last_step_done,
             )
-            if cluster.outbox:
-                self._loop.settle(cluster)
+            if coordinator.outbox:
+                self._loop.settle(coordinator)
 
     def _pulse(self, signal: Pulse, call: Call) -> None:
-        cluster = self.clusters.get(signal.job)
-        if cluster is not None and is_countable(signal.step, signal.collective_seq):
+        coordinator = self.coordinators.get(signal.job)
+        if coordinator is not None and is_countable(signal.step, signal.collective_seq):
             worker, progress = (signal.worker_id, signal.incarnation), (signal.step, signal.collective_seq)
-            cluster.pulse(*worker, *progress, signal.cpu_s, self._loop.now(), signal.interval_s)
-            if cluster.outbox:
-                self._loop.settle(cluster)
+            coordinator.pulse(*worker, *progress, signal.cpu_s, self._loop.now(), signal.interval_s)
+            if coordinator.outbox:
+                self._loop.settle(coordinator)
 
     def _attempt_progress(self, signal: AttemptProgress, call: Call) -> None:
-        cluster = self.clusters.get(signal.job)
-        if cluster is None:
+        coordinator = self.coordinators.get(signal.job)
+        if coordinator is None:
             return
-        cluster.attempt_progress(
+        coordinator.attempt_progress(
             signal.worker_id,
             signal.incarnation,
             signal.attempt,
@@ -324,28 +324,29 @@ class ElasticService:
         if signal.unreachable_peer:
             # A suspected worker is judged sooner than the loop expected.
             self._loop.wake()
-        if cluster.outbox:
-            self._loop.settle(cluster)
+        if coordinator.outbox:
+            self._loop.settle(coordinator)
 
     # Requests of operators.
 
     def _list_workers(self, request: ListWorkers, call: Call) -> WorkerPage:
-        cluster, now = self._cluster(request.job), self._loop.now().monotonic
-        names = sorted(worker for worker in cluster.members if worker > request.after)
-        views = (worker_view(cluster, cluster.members[name], now) for name in names)
+        coordinator, now = self._coordinator(request.job), self._loop.now().monotonic
+        names = sorted(worker for worker in coordinator.members if worker > request.after)
+        views = (worker_view(coordinator, coordinator.members[name], now) for name in names)
         return WorkerPage(*take_page(views, request.limit))
 
     def _show_worker(self, request: ShowWorker, call: Call) -> WorkerView:
-        cluster = self._cluster(request.job)
-        return worker_view(cluster, cluster.members.require(request.worker_id), self._loop.now().monotonic)
+        coordinator = self._coordinator(request.job)
+        return worker_view(coordinator, coordinator.members.require(request.worker_id), self._loop.now().monotonic)
 
     def _show_cluster(self, request: ShowCluster, call: Call) -> ClusterView:
-        return cluster_view(self._cluster(request.job), self._loop.now().monotonic, self._write_error)
+        return cluster_view(self._coordinator(request.job), self._loop.now().monotonic, self._write_error)
 
     def _list_clusters(self, request: ListClusters, call: Call) -> ClusterPage:
         now, may, error = self._loop.now().monotonic, call.principal.may, self._write_error
-        names = ascending((name for name in self.clusters if may(Role.VIEWER, name)), request.after)
-        return ClusterPage(*take_page((cluster_view(self.clusters[name], now, error) for name in names), request.limit))
+        names = ascending((name for name in self.coordinators if may(Role.VIEWER, name)), request.after)
+        views = (cluster_view(self.coordinators[name], now, error) for name in names)
+        return ClusterPage(*take_page(views, request.limit))
 
     @property
     def _write_error(self) -> str:
@@ -353,40 +354,40 @@ class ElasticService:
         return str(self._bus.ledger.read_only or "")
 
     def _plan(self, request: PlanRescale, call: Call) -> RescalePlan:
-        return plan(self._cluster(request.job), request.workers)
+        return plan(self._coordinator(request.job), request.workers)
 
     def _drain(self, request: DrainWorker, call: Call) -> Decision[DrainReply]:
-        cluster = self._cluster(request.job)
-        cluster.drain(request.worker_id, self._loop.now(), request.reason)
-        return self._loop.decide(cluster, DrainReply(drain_remarks(cluster, request.worker_id)))
+        coordinator = self._coordinator(request.job)
+        coordinator.drain(request.worker_id, self._loop.now(), request.reason)
+        return self._loop.decide(coordinator, DrainReply(drain_remarks(coordinator, request.worker_id)))
 
     def _evict(self, request: EvictWorker, call: Call) -> Decision[Nothing]:
-        cluster = self._cluster(request.job)
-        cluster.evict(request.worker_id, self._loop.now(), request.reason)
-        return self._loop.decide(cluster, Nothing())
+        coordinator = self._coordinator(request.job)
+        coordinator.evict(request.worker_id, self._loop.now(), request.reason)
+        return self._loop.decide(coordinator, Nothing())
 
     def _rescale(self, request: RescaleJob, call: Call) -> Decision[ControlReply]:
-        cluster, now = self._cluster(request.job), self._loop.now()
-        cluster.rescale(now, request.reason, synchronous=request.synchronous)
-        has_started = cluster.phase not in (Phase.FORMING, Phase.WAITING)
-        return self._loop.decide(cluster, control_reply(cluster, now.monotonic, changed=has_started))
+        coordinator, now = self._coordinator(request.job), self._loop.now()
+        coordinator.rescale(now, request.reason, synchronous=request.synchronous)
+        has_started = coordinator.phase not in (Phase.FORMING, Phase.WAITING)
+        return self._loop.decide(coordinator, control_reply(coordinator, now.monotonic, changed=has_started))
 
-    def _control(self, request: Any, act: Callable[[Cluster, Moment, str], None]) -> Decision[ControlReply]:
-        cluster, now = self._cluster(request.job), self._loop.now()
-        before = cluster.phase, cluster.paused
-        act(cluster, now, request.reason)
-        has_changed = (cluster.phase, cluster.paused) != before
-        return self._loop.decide(cluster, control_reply(cluster, now.monotonic, changed=has_changed))
+    def _control(self, request: Any, act: Callable[[JobCoordinator, Moment, str], None]) -> Decision[ControlReply]:
+        coordinator, now = self._coordinator(request.job), self._loop.now()
+        before = coordinator.phase, coordinator.paused
+        act(coordinator, now, request.reason)
+        has_changed = (coordinator.phase, coordinator.paused) != before
+        return self._loop.decide(coordinator, control_reply(coordinator, now.monotonic, changed=has_changed))
 
     # Changes of jobs.
 
     def _job_changed(self, record: Record) -> Decision[None] | None:
-        fact, cluster = record.fact, self.clusters.get(record.job)
-        if cluster is None or not isinstance(fact, JobChanged):
+        fact, coordinator = record.fact, self.coordinators.get(record.job)
+        if coordinator is None or not isinstance(fact, JobChanged):
             return None
-        cluster.configure(fact.settings)
-        cluster.outbox.job = True
-        return self._loop.decide(cluster, None)
+        coordinator.configure(fact.settings)
+        coordinator.outbox.job = True
+        return self._loop.decide(coordinator, None)
 
     def _job_removed(self, record: Record) -> Decision[None] | None:
         deleted = self._table.remove(record.job)
@@ -395,10 +396,10 @@ class ElasticService:
         self._loop.wake()
         return Decision(None, writes=deleted)
 
-    def _cluster(self, job: str) -> Cluster:
-        cluster = self.clusters.get(job)
-        if cluster is not None:
-            return cluster
+    def _coordinator(self, job: str) -> JobCoordinator:
+        coordinator = self.coordinators.get(job)
+        if coordinator is not None:
+            return coordinator
         self._bus.dispatcher.require_job(job)
         raise RequestRefused("job_untrained", f"no worker has joined job {job[:80]!r} yet", "start workers first")
 
@@ -408,27 +409,27 @@ def _worker_gone(request: JoinJob) -> RequestRefused:
     return RequestRefused("worker_gone", text, "start a new process")
 
 
-def _join_reply(cluster: Cluster, member: Member, fence: Fence) -> JoinReply:
+def _join_reply(coordinator: JobCoordinator, member: Member, fence: Fence) -> JoinReply:
     # A worker outside the attempt has no part in it, and must not take its state.
-    attempt = cluster.attempt if cluster.attempt and member.id in cluster.attempt else None
+    attempt = coordinator.attempt if coordinator.attempt and member.id in coordinator.attempt else None
     return JoinReply(
-        generation=cluster.generation,
+        generation=coordinator.generation,
         fence=fence,
-        phase=cluster.phase,
-        paused=cluster.paused,
+        phase=coordinator.phase,
+        paused=coordinator.paused,
         attempt=attempt.number if attempt else 0,
-        peer_key=cluster.key,
-        topology=cluster.membership.topology,
-        state=cluster.training,
-        settings=cluster.settings,
-        is_member=cluster.membership.in_world(member),
+        peer_key=coordinator.key,
+        topology=coordinator.membership.topology,
+        state=coordinator.training,
+        settings=coordinator.settings,
+        is_member=coordinator.membership.in_world(member),
         drain_reason=member.drain_reason,
-        synchronising=cluster.synchronising if attempt else None,
+        synchronising=coordinator.synchronising if attempt else None,
         in_background=attempt is not None and attempt.in_background,
         is_leaver=attempt is not None and member.id in attempt.departing,
     )
 
 
-def _may_leave(cluster: Cluster, request: LeaveJob | AnnounceLeave | ReadLeave) -> bool:
-    member = cluster.members.find(request.worker_id, request.incarnation)
-    return member is None or cluster.may_leave(member)
+def _may_leave(coordinator: JobCoordinator, request: LeaveJob | AnnounceLeave | ReadLeave) -> bool:
+    member = coordinator.members.find(request.worker_id, request.incarnation)
+    return member is None or coordinator.may_leave(member)

@@ -30,8 +30,8 @@ from forged.checkpoint import (
     ShardedArray,
     Stateful,
     StorageOptions,
-    coordinators,
     create_checkpoint,
+    rank_group,
 )
 from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE, ManifestFence
 from forged.checkpoint.ports import Storage
@@ -68,7 +68,7 @@ class Model:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make hanging calls end soon after their timeout."""
-    monkeypatch.setattr(coordinators, "RETURN_GRACE_S", 0.2)
+    monkeypatch.setattr(rank_group, "RETURN_GRACE_S", 0.2)
 
 
 @pytest.fixture

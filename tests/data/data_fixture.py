@@ -20,7 +20,7 @@ from forged.jobs.model import REQUESTS as JOB_REQUESTS
 from forged.kernel.ledger import read_all
 from forged.kernel.messages import Call
 from forged.kernel.store.port import Store
-from tests.elastic.cluster_playbook import JOB
+from tests.elastic.coordinator_playbook import JOB
 from tests.elastic.service_fixture import ServiceFixture
 from tests.kernel_fixture import OPERATOR, Kernel, running
 
@@ -47,13 +47,13 @@ class DataFixture(ServiceFixture):
     @property
     def attempt(self) -> int:
         """The number of the current attempt; 0 without one."""
-        attempt = self.service.clusters[JOB].attempt
+        attempt = self.service.coordinators[JOB].attempt
         return 0 if attempt is None else attempt.number
 
     async def come(self, name: str, *held: int, job: str = JOB, life: int = 1, **settings: Any) -> None:
         """A worker joins that holds these shards."""
         self.held[name] = set(held)
-        is_first = job not in self.service.clusters
+        is_first = job not in self.service.coordinators
         await self.worker(name, life, job).join({**AT_ONCE, **settings} if is_first else None, with_data=True)
         await self.wait(0.1)
 
@@ -83,7 +83,7 @@ class DataFixture(ServiceFixture):
 
     async def stop(self, step: int = 0) -> None:
         """All members of the attempt stop."""
-        attempt = self.service.clusters[JOB].attempt
+        attempt = self.service.coordinators[JOB].attempt
         assert attempt is not None
         for name in attempt.target:
             await self.workers[name].stop(attempt.number, step, holds_state=name not in attempt.added)
@@ -92,7 +92,7 @@ class DataFixture(ServiceFixture):
     async def offer_all(self, dataset: DatasetSpec = DATASET) -> None:
         """All members of the attempt stop and offer."""
         await self.stop()
-        attempt = self.service.clusters[JOB].attempt
+        attempt = self.service.coordinators[JOB].attempt
         assert attempt is not None
         for name in attempt.target:
             await self.offer(name, dataset=dataset)

@@ -51,7 +51,7 @@ from forged.jobs.model import CreateJob, RemoveJob
 from forged.kernel.messages import Call, Decision, Record
 from forged.kernel.store.port import Transaction
 from tests.data.data_fixture import DATASET, DataFixture, data_fixture, keys_in, union
-from tests.elastic.cluster_playbook import JOB
+from tests.elastic.coordinator_playbook import JOB
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import OPERATOR, on_virtual_time
 from tests.telemetry.recording_log import RecordingLog
@@ -456,7 +456,7 @@ class TestAPlan:
             await stage.stop()
             offer = OfferShards(JOB, "a", stage.workers["a"].incarnation, 1, DATASET)
             ownership = stage.data._defined(offer, await stage.data._members(offer))
-            ownership.begin(1, (stage.service.clusters[JOB].members["a"].worker,), (), 0.0)
+            ownership.begin(1, (stage.service.coordinators[JOB].members["a"].worker,), (), 0.0)
             assert ownership.offer(ownership.member("a"), np.arange(10), False, 0, 0.0)
             await stage.offer("a")
             assert len(stage.facts(TransfersPlanned)) == 1
@@ -819,7 +819,7 @@ class TestADaemonThatIsKilled:
             await stage.kernel.bus.ask(EvictWorker(JOB, "a"))
             await stage.wait(0.2)
             await stage.stop()
-            attempt = stage.service.clusters[JOB].attempt
+            attempt = stage.service.coordinators[JOB].attempt
             assert attempt is not None
             assert set(attempt.target) == {"b", "c"}
             assert not (await stage.offer("b", dataset=dataset)).suspect

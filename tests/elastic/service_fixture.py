@@ -28,7 +28,7 @@ from forged.jobs.model import SettingValue
 from forged.jobs.service import JobService, TrainingPort
 from forged.kernel.messages import Call, Fact, Nothing, Record, Request
 from forged.kernel.store.port import Store
-from tests.elastic.cluster_playbook import JOB, incarnation, worker_of
+from tests.elastic.coordinator_playbook import JOB, incarnation, worker_of
 from tests.kernel_fixture import OPERATOR, Kernel, running
 
 R = TypeVar("R")
@@ -152,7 +152,7 @@ class ServiceFixture:
 
     async def complete_attempt(self, step: int = 0) -> RescaleCompleted:
         """All members of the current attempt answer."""
-        attempt = self.service.clusters[JOB].attempt
+        attempt = self.service.coordinators[JOB].attempt
         assert attempt is not None
         for name in attempt.members:
             await self.workers[name].stop(attempt.number, step, holds_state=name not in attempt.added)

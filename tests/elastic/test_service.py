@@ -13,7 +13,7 @@ import pytest
 
 from forged.auth.model import Principal, Role
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.coordinator.job_coordinator import Cluster
+from forged.elastic.coordinator.job_coordinator import JobCoordinator
 from forged.elastic.coordinator.records import PREFIX
 from forged.elastic.failure_detector.detector import CONFIRM_S
 from forged.elastic.messages import (
@@ -60,7 +60,7 @@ from forged.jobs.model import ChangeJob, CreateJob, ListJobs, RemoveJob, Setting
 from forged.kernel.ledger import read_all
 from forged.kernel.messages import Call, Fence, Nothing
 from forged.kernel.store.port import OPERATIONS_MAX, PAGE_ENTRIES_MAX, Entry, Store
-from tests.elastic.cluster_playbook import JOB, incarnation, worker_of
+from tests.elastic.coordinator_playbook import JOB, incarnation, worker_of
 from tests.elastic.service_fixture import ServiceFixture, WorkerStub, service_fixture
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import OPERATOR, on_virtual_time
@@ -74,7 +74,7 @@ async def keys(store: Store) -> list[str]:
 
 
 def world(fixture: ServiceFixture) -> list[str]:
-    return [worker.id for worker in fixture.service.clusters[JOB].membership.topology.workers]
+    return [worker.id for worker in fixture.service.coordinators[JOB].membership.topology.workers]
 
 
 # What follows from what.
@@ -354,9 +354,9 @@ async def test_a_worker_that_joined_into_a_failing_store_has_not_joined() -> Non
             await fixture.start("b")
         store.commit_error = None
         await fixture.wait(2.0)
-        assert list(fixture.service.clusters[JOB].members) == ["a"]
+        assert list(fixture.service.coordinators[JOB].members) == ["a"]
         await fixture.workers["b"].join()
-        assert list(fixture.service.clusters[JOB].members) == ["a", "b"]
+        assert list(fixture.service.coordinators[JOB].members) == ["a", "b"]
 
 
 # A daemon that dies.
@@ -389,7 +389,7 @@ async def test_worker_that_is_there_before_the_state_is_read_is_connected() -> N
         crew = await fixture.form_world("a", "b")
         fixture.kernel.ledger.reload(Unavailable("reloading", "a test", ""))
         await fixture.wait(60.0)
-        assert all(member.connected for member in fixture.service.clusters[JOB].members.values())
+        assert all(member.connected for member in fixture.service.coordinators[JOB].members.values())
         assert not fixture.records(WorkerFailed, WorkerLost)
         assert len(crew) == 2
 
@@ -452,7 +452,7 @@ async def test_the_client_of_one_that_left_has_nothing_to_do_with_worker_that_co
         old.lose()
         await fixture.wait(20.0)
         assert "WorkerLost" not in fixture.told()
-        assert fixture.service.clusters[JOB].members["a"].connected
+        assert fixture.service.coordinators[JOB].members["a"].connected
         new.lose()
         await fixture.wait(2.0)
         assert fixture.told()[-1] == "WorkerLost"
@@ -467,10 +467,10 @@ async def test_a_client_that_speaks_for_several_workers_loses_all_of_them() -> N
         b._number = 10
         await b.join()
         a.lose()
-        assert not fixture.service.clusters[JOB].members["a"].connected
-        assert not fixture.service.clusters["other"].members["b"].connected
+        assert not fixture.service.coordinators[JOB].members["a"].connected
+        assert not fixture.service.coordinators["other"].members["b"].connected
         a.come_back()
-        assert fixture.service.clusters["other"].members["b"].connected
+        assert fixture.service.coordinators["other"].members["b"].connected
 
 
 @on_virtual_time
@@ -539,7 +539,7 @@ async def test_worker_that_is_gone_before_it_has_joined_is_lost_and_looked_for()
                 tasks.start_soon(worker.ask, JoinJob(JOB, worker_of(name), worker.incarnation, settings=SOON))
                 await anyio.lowlevel.checkpoint()
                 worker.lose()
-            assert not fixture.service.clusters[JOB].members[name].connected
+            assert not fixture.service.coordinators[JOB].members[name].connected
         await fixture.wait(1.0)
         assert fixture.addresses.asked[:2] == ["a", "b"]
         assert "RescaleStarted" not in fixture.told(), "no worker is there to take part"
@@ -560,7 +560,7 @@ async def test_worker_that_goes_while_it_registers_again_has_not_come_back() -> 
             tasks.start_soon(a.ask, JoinJob(JOB, worker_of("a"), a.incarnation, settings=SOON))
             await anyio.lowlevel.checkpoint()
             a.lose()
-        assert not fixture.service.clusters[JOB].members["a"].connected
+        assert not fixture.service.coordinators[JOB].members["a"].connected
 
 
 # Jobs.
@@ -576,7 +576,7 @@ async def test_the_first_worker_creates_the_job_and_other_workers_need_not_know_
         with pytest.raises(RequestRefused) as error:
             await fixture.worker("d").join({"min_workers": 4})
         assert error.value.code == "job_differs"
-        assert "d" not in fixture.service.clusters[JOB].members
+        assert "d" not in fixture.service.coordinators[JOB].members
 
 
 @on_virtual_time
@@ -595,7 +595,7 @@ async def test_invalid_settings_create_no_job() -> None:
         assert all(text in error.value.message for text in ("min_workers must be ", "max_workers must be "))
         with pytest.raises(RequestRefused):
             await fixture.kernel.bus.ask(ShowJob(JOB))
-        assert fixture.service.clusters == {}
+        assert fixture.service.coordinators == {}
 
 
 @on_virtual_time
@@ -609,7 +609,7 @@ async def test_changed_settings_hold_at_once_and_after_a_restart() -> None:
         await fixture.wait(1.0)
         assert fixture.told()[-1] == "RescaleStarted"
     async with service_fixture(store) as other:
-        assert other.service.clusters[JOB].config.max_workers == 3
+        assert other.service.coordinators[JOB].config.max_workers == 3
 
 
 class SlowStore(FaultyStore):
@@ -693,7 +693,7 @@ async def test_settings_that_cannot_be_trained_with_are_refused_any_worker_that_
         assert fixture.told()[-1] == "RescaleCompleted"
         assert (await fixture.kernel.bus.ask(ShowJob(JOB))).version == 1
         assert [job.name for job in (await fixture.kernel.bus.ask(ListJobs())).jobs] == [JOB]
-        assert fixture.service.clusters[JOB].config == ElasticTrainingConfig()
+        assert fixture.service.coordinators[JOB].config == ElasticTrainingConfig()
 
 
 @on_virtual_time
@@ -704,7 +704,7 @@ async def test_joining_a_job_with_invalid_stored_settings_is_refused() -> None:
         with pytest.raises(RequestRefused, match="min_workers must be "):
             await fixture.start("a")
         assert fixture.told() == []
-        assert fixture.service.clusters == {}
+        assert fixture.service.coordinators == {}
 
 
 @on_virtual_time
@@ -785,7 +785,7 @@ async def test_nothing_is_left_of_a_job_that_was_removed() -> None:
         await fixture.kernel.bus.ask(RemoveJob(JOB, force=True))
         await fixture.wait(1.0)
         assert await keys(store) == []
-        assert (fixture.service.clusters, fixture.service.workers) == ({}, 0)
+        assert (fixture.service.coordinators, fixture.service.workers) == ({}, 0)
         with pytest.raises(RequestRefused) as error:
             await fixture.kernel.bus.ask(ShowCluster(JOB))
         assert error.value.code == "job_unknown"
@@ -804,7 +804,7 @@ async def test_what_a_dead_daemon_left_of_a_removed_job_is_swept_away() -> None:
     async with service_fixture(store) as other:
         await other.wait(1.0)
         assert await keys(store) == []
-        assert other.service.clusters == {}
+        assert other.service.coordinators == {}
 
 
 @on_virtual_time
@@ -814,7 +814,7 @@ async def test_a_job_that_is_made_again_at_once_keeps_its_workers() -> None:
     async with service_fixture(store) as fixture:
         crew = await fixture.start(*[f"w{number:04}" for number in range(600)])
         await fixture.kernel.bus.ask(RemoveJob(JOB, force=True))
-        while JOB in fixture.service.clusters:
+        while JOB in fixture.service.coordinators:
             await anyio.lowlevel.checkpoint()
         async with anyio.create_task_group() as tasks:
             for worker in crew[:300]:
@@ -914,8 +914,8 @@ async def test_jobs_have_nothing_to_do_with_each_other() -> None:
         await other.leave(failed=True)
         await fixture.wait(1.0)
         assert world(fixture) == ["a", "b"]
-        assert fixture.service.clusters[JOB].failure_budget.in_world == 0
-        keys_of_jobs = {cluster.key for cluster in fixture.service.clusters.values()}
+        assert fixture.service.coordinators[JOB].failure_budget.in_world == 0
+        keys_of_jobs = {coordinator.key for coordinator in fixture.service.coordinators.values()}
         assert len(keys_of_jobs) == 2
 
 
@@ -942,7 +942,7 @@ async def test_what_a_worker_says_of_itself_has_to_make_sense() -> None:
             with pytest.raises(RequestRefused) as error:
                 await fixture.kernel.bus.ask(request)
             assert error.value.code == code
-        assert fixture.service.clusters == {}
+        assert fixture.service.coordinators == {}
         assert fixture.told(without=()) == []
 
 
@@ -997,7 +997,7 @@ async def test_worker_with_another_shared_config_is_refused(
         with pytest.raises(RequestRefused) as error:
             await fixture.worker("b").join(shared_config=common)
         assert error.value.code == code
-        assert list(fixture.service.clusters[JOB].members) == ["a"]
+        assert list(fixture.service.coordinators[JOB].members) == ["a"]
 
 
 @on_virtual_time
@@ -1045,7 +1045,7 @@ async def test_too_large_shared_config_is_refused() -> None:
         with pytest.raises(RequestRefused) as error:
             await fixture.worker("a").join({}, shared_config={"dataset": {"name": "x" * 10_000}})
         assert error.value.code == "shared_config_invalid"
-        assert JOB not in fixture.service.clusters
+        assert JOB not in fixture.service.coordinators
 
 
 @on_virtual_time
@@ -1202,41 +1202,41 @@ async def test_what_breaks_by_itself_in_one_job_ends_that_job_and_not_other_work
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[str] = []
-    tick = Cluster.tick
+    tick = JobCoordinator.tick
 
-    def breaks(cluster: Cluster, now: Moment) -> None:
-        if cluster.name == JOB and not cluster.over:
+    def breaks(coordinator: JobCoordinator, now: Moment) -> None:
+        if coordinator.name == JOB and not coordinator.over:
             raise ZeroDivisionError("no")
-        tick(cluster, now)
+        tick(coordinator, now)
 
     async with service_fixture() as fixture:
         await fixture.form_world("a")
         other = fixture.worker("o", job="other")
         await other.join()
         fixture.kernel.bus.on_handler_bug = lambda owner, error: told.append(f"{owner}: {error}")
-        monkeypatch.setattr(Cluster, "tick", breaks)
+        monkeypatch.setattr(JobCoordinator, "tick", breaks)
         await fixture.wait(60.0)
         assert told == [f"job {JOB} in elastic: no"] * ERRORS_MAX
-        assert fixture.service.clusters[JOB].phase is Phase.ABORTED
-        assert fixture.service.clusters[JOB].reason.startswith("the coordinator failed 3 times in a row")
-        assert fixture.service.clusters["other"].phase is Phase.RESCALING
+        assert fixture.service.coordinators[JOB].phase is Phase.ABORTED
+        assert fixture.service.coordinators[JOB].reason.startswith("the coordinator failed 3 times in a row")
+        assert fixture.service.coordinators["other"].phase is Phase.RESCALING
 
 
 @on_virtual_time
 async def test_what_breaks_once_is_done_again_with_what_the_store_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     breaks = [True]
-    tick = Cluster.tick
+    tick = JobCoordinator.tick
 
-    def breaks_once(cluster: Cluster, now: Moment) -> None:
-        if breaks and cluster.members.get("b"):
+    def breaks_once(coordinator: JobCoordinator, now: Moment) -> None:
+        if breaks and coordinator.members.get("b"):
             breaks.clear()
-            cluster.membership.world.clear()
+            coordinator.membership.world.clear()
             raise ZeroDivisionError("no")
-        tick(cluster, now)
+        tick(coordinator, now)
 
     async with service_fixture() as fixture:
         await fixture.form_world("a")
-        monkeypatch.setattr(Cluster, "tick", breaks_once)
+        monkeypatch.setattr(JobCoordinator, "tick", breaks_once)
         b = fixture.worker("b")
         await b.join()
         await fixture.wait(31.0)
@@ -1248,19 +1248,19 @@ async def test_what_breaks_once_is_done_again_with_what_the_store_holds(monkeypa
 async def test_what_breaks_in_a_job_that_is_over_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
-    def breaks(cluster: Cluster, now: Moment) -> None:
+    def breaks(coordinator: JobCoordinator, now: Moment) -> None:
         raise ZeroDivisionError("no")
 
     async with service_fixture() as fixture:
         (a,) = await fixture.form_world("a")
         await a.leave(done=True, step=9)
         fixture.kernel.bus.on_handler_bug = lambda owner, error: told.append(owner)
-        monkeypatch.setattr(Cluster, "tick", breaks)
-        monkeypatch.setattr(Cluster, "due_at", lambda cluster: 0.0)
+        monkeypatch.setattr(JobCoordinator, "tick", breaks)
+        monkeypatch.setattr(JobCoordinator, "due_at", lambda coordinator: 0.0)
         fixture.service._loop.wake()
         await fixture.wait(60.0)
         assert len(told) == ERRORS_MAX
-        assert fixture.service.clusters[JOB].phase is Phase.COMPLETED
+        assert fixture.service.coordinators[JOB].phase is Phase.COMPLETED
 
 
 @on_virtual_time

@@ -19,7 +19,7 @@ from forged.data.ownership.ownership import ShardOwnership
 from forged.data.ownership.suspect_copies import SuspectCopies
 from forged.data.sampling.sampler import ElasticSampler
 from forged.data.sampling.sharded_order import ShardedOrder
-from forged.elastic.coordinator.job_coordinator import Cluster
+from forged.elastic.coordinator.job_coordinator import JobCoordinator
 from forged.elastic.model import WorkerId
 from forged.elastic.rescale.attempt import Attempt
 from forged.worker.data.sample_usage import SampleUsage
@@ -178,14 +178,14 @@ def leave_without_telling() -> Iterator[None]:
 @contextmanager
 def commit_when_the_first_has_its_data() -> Iterator[None]:
     """In a background rescale, wait for no other worker."""
-    ready = Cluster.ready
+    ready = JobCoordinator.ready
 
-    def hasty(self: Cluster, *what: Any) -> None:
+    def hasty(self: JobCoordinator, *what: Any) -> None:
         if self.attempt is not None and self.attempt.in_background:
             self.attempt.unready.clear()
         ready(self, *what)
 
-    with patch.object(Cluster, "ready", hasty):
+    with patch.object(JobCoordinator, "ready", hasty):
         yield
 
 

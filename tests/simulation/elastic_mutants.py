@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 from forged.elastic.coordinator import failures, records, rescaling
-from forged.elastic.coordinator.job_coordinator import Cluster
+from forged.elastic.coordinator.job_coordinator import JobCoordinator
 from forged.elastic.coordinator.job_state import JobState
 from forged.elastic.coordinator.step_witnesses import StepWitnesses
 from forged.elastic.failure_detector import detector, timeouts
@@ -120,12 +120,12 @@ def forget_the_attempt_at_restart() -> Iterator[None]:
         if found.phase is Phase.RESCALING:
             found.phase, found.rescale_reasons = Phase.RUNNING, []
 
-    def keep(self: Cluster, now: Any) -> None:
+    def keep(self: JobCoordinator, now: Any) -> None:
         resume(self, now)
         self.rescale_reasons, self.missing_since = [], None
 
-    resume = Cluster.resume_from_store
-    with patch.object(records, "_restore_cluster", forgetful), patch.object(Cluster, "resume_from_store", keep):
+    resume = JobCoordinator.resume_from_store
+    with patch.object(records, "_restore_cluster", forgetful), patch.object(JobCoordinator, "resume_from_store", keep):
         yield
 
 
@@ -266,7 +266,7 @@ def take_everybody_for_a_holder_of_the_state() -> Iterator[None]:
 @contextmanager
 def keep_nobody_for_the_state() -> Iterator[None]:
     """A draining worker may leave at once, though only it has the state."""
-    with patch.object(Cluster, "may_leave", lambda self, member: True):
+    with patch.object(JobCoordinator, "may_leave", lambda self, member: True):
         yield
 
 

@@ -597,7 +597,7 @@ class TestTheBackground:
             cluster.start("a", store=filled(*range(SHARDS)))
             cluster.start("b")
             await cluster.group.world_of("a", "b")
-            await until(lambda: runner.daemon.elastic.clusters[JOB].membership.state_holders == {"a", "b"})
+            await until(lambda: runner.daemon.elastic.coordinators[JOB].membership.state_holders == {"a", "b"})
             async with held_at(TransferReports, "send_done", monkeypatch) as reached:
                 cluster.group["a"].worker.drain("the spot price")
                 await soon(reached)

@@ -629,7 +629,7 @@ class TestHandingOverTheState:
         await held_in_a_step(group["b"])
         a, b = group["a"].worker, group["b"].member
         a.drain("the spot price")
-        cluster = runner.daemon.elastic.clusters[JOB]
+        cluster = runner.daemon.elastic.coordinators[JOB]
         await until(lambda: cluster.members["a"].drain_reason is not None)
         for link in list(b._mesh._links):
             link.abort()
@@ -652,7 +652,7 @@ class TestHandingOverTheState:
         group["a"].worker.drain("the night")
         await saves.wait()
         await self._register(group, client, "b")
-        cluster = runner.daemon.elastic.clusters[JOB]
+        cluster = runner.daemon.elastic.coordinators[JOB]
         await until(lambda: "b" in cluster.membership.world)
         assert "a" in cluster.members, "it gives away what it has while it saves"
         saved.set()

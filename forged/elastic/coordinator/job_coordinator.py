@@ -28,7 +28,7 @@ from forged.errors import RequestRefused, Unavailable
 from forged.phrases import in_words
 
 
-class Cluster(JobState):
+class JobCoordinator(JobState):
     """The state of one job, with the calls that change it."""
 
     def resume_from_store(self, now: Moment) -> None:

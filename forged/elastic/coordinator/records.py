@@ -13,7 +13,7 @@ import msgspec
 
 from forged.elastic.compatibility import SharedConfig
 from forged.elastic.coordinator.failure_budget import FailureBudget
-from forged.elastic.coordinator.job_coordinator import Cluster
+from forged.elastic.coordinator.job_coordinator import JobCoordinator
 from forged.elastic.coordinator.job_state import JobState
 from forged.elastic.membership.member import Member
 from forged.elastic.membership.registry import MemberRegistry
@@ -113,9 +113,9 @@ def job_record(job: JobState) -> dict[str, bytes | None]:
     return {f"{PREFIX}{job.name}/{CLUSTER}": _encode(_cluster_record(job))}
 
 
-def restore(name: str, entries: Iterable[tuple[str, bytes]], now: Moment) -> Cluster | None:
+def restore(name: str, entries: Iterable[tuple[str, bytes]], now: Moment) -> JobCoordinator | None:
     """The job that these entries were written for, with all members unseen; None if the job was removed."""
-    job = Cluster(name, {})
+    job = JobCoordinator(name, {})
     members: list[Member] = []
     world: WorldRecord | None = None
     extra_silence_s = 0.0

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from typing import TypeVar
 
-from forged.elastic.coordinator.job_coordinator import Cluster
+from forged.elastic.coordinator.job_coordinator import JobCoordinator
 from forged.elastic.coordinator.records import changed_records, job_record
 from forged.elastic.messages import (
     JobAborted,
@@ -56,67 +56,67 @@ class DecisionWriter:
         self._stale_keys = stale_keys
         """Keys that are to be deleted; a key that is written again is no longer one of them."""
 
-    def decide(self, cluster: Cluster, reply: R) -> Decision[R]:
+    def decide(self, coordinator: JobCoordinator, reply: R) -> Decision[R]:
         """The decision for all that is in the outbox, with the reply; what does not fit is appended before it."""
-        if not cluster.outbox:
+        if not coordinator.outbox:
             # True of nearly every answer to an attempt, and each worker gives two.
-            return self._decision(cluster, reply, (), {}, [], cluster.cause_id)
-        writes, output = changed_records(cluster), cluster.outbox.take()
-        cluster.is_stored = cluster.is_stored or bool(writes)
+            return self._decision(coordinator, reply, (), {}, [], coordinator.cause_id)
+        writes, output = changed_records(coordinator), coordinator.outbox.take()
+        coordinator.is_stored = coordinator.is_stored or bool(writes)
         for key in writes:
             self._stale_keys.pop(key, None)
         *before, last = _parts(output.facts, writes)
-        stored_cause_id = cluster.cause_id
+        stored_cause_id = coordinator.cause_id
         for facts, part in before:
-            decision = self._decision(cluster, None, facts, part, output.triggers, stored_cause_id)
+            decision = self._decision(coordinator, None, facts, part, output.triggers, stored_cause_id)
             self._bus.ledger.append(decision, origin=OWNER)
-        return self._decision(cluster, reply, *last, output.triggers, stored_cause_id)
+        return self._decision(coordinator, reply, *last, output.triggers, stored_cause_id)
 
-    def commit(self, cluster: Cluster) -> bool:
+    def commit(self, coordinator: JobCoordinator) -> bool:
         """Append the decision for an input that was no request, unless the outbox is empty or the ledger read-only."""
-        if not (cluster.outbox and self._bus.ledger.writable_now):
+        if not (coordinator.outbox and self._bus.ledger.writable_now):
             return False
-        self._bus.ledger.append(self.decide(cluster, None), origin=OWNER)
+        self._bus.ledger.append(self.decide(coordinator, None), origin=OWNER)
         return True
 
     def _decision(
         self,
-        cluster: Cluster,
+        coordinator: JobCoordinator,
         reply: R,
         facts: tuple[Fact, ...],
         writes: Writes,
         triggers: list[Fact],
         stored_cause_id: int,
     ) -> Decision[R]:
-        cause = _cause(cluster, facts)
-        self._note_fact_ids(cluster, facts, triggers)
-        if cluster.cause_id != stored_cause_id:
+        cause = _cause(coordinator, facts)
+        self._note_fact_ids(coordinator, facts, triggers)
+        if coordinator.cause_id != stored_cause_id:
             # The cause must survive a restart, so the job's record is encoded again with the new id.
-            writes |= {key: record for key, record in job_record(cluster).items() if key in writes}
-        return Decision(reply, facts, writes, cluster.name, cluster.generation, cause)
+            writes |= {key: record for key, record in job_record(coordinator).items() if key in writes}
+        return Decision(reply, facts, writes, coordinator.name, coordinator.generation, cause)
 
-    def _note_fact_ids(self, cluster: Cluster, facts: tuple[Fact, ...], triggers: list[Fact]) -> None:
+    def _note_fact_ids(self, coordinator: JobCoordinator, facts: tuple[Fact, ...], triggers: list[Fact]) -> None:
         """Keep the ids of the facts that later facts follow from."""
         for fact_id, fact in enumerate(facts, self._bus.ledger.revision + 1):
             if isinstance(fact, RescaleCompleted):
-                cluster.cause_id = 0
+                coordinator.cause_id = 0
             elif isinstance(fact, RescaleStarted) or any(fact is trigger for trigger in triggers):
-                cluster.cause_id = fact_id
-                if isinstance(fact, RescaleStarted) and cluster.attempt is not None:
+                coordinator.cause_id = fact_id
+                if isinstance(fact, RescaleStarted) and coordinator.attempt is not None:
                     # If one call has started several attempts, the last one is under way.
-                    cluster.attempt.started_id = fact_id
-            elif isinstance(fact, WorkerJoined) and fact.worker.id in cluster.members:
-                cluster.members[fact.worker.id].joined_id = fact_id
+                    coordinator.attempt.started_id = fact_id
+            elif isinstance(fact, WorkerJoined) and fact.worker.id in coordinator.members:
+                coordinator.members[fact.worker.id].joined_id = fact_id
 
 
-def _cause(cluster: Cluster, facts: tuple[Fact, ...]) -> int:
+def _cause(coordinator: JobCoordinator, facts: tuple[Fact, ...]) -> int:
     """The id of the fact that these follow from: the last that made a rescale necessary, else the first join."""
     if not (facts and isinstance(facts[0], _CONSEQUENCES)):
         return 0
     added = [worker for fact in facts if isinstance(fact, RescaleStarted) for worker in fact.added[:1]]
     # An added worker may be gone by now: while the ledger is read-only several inputs end up in one decision.
-    joined = (cluster.members[worker].joined_id for worker in added if worker in cluster.members)
-    return cluster.cause_id or next(joined, 0)
+    joined = (coordinator.members[worker].joined_id for worker in added if worker in coordinator.members)
+    return coordinator.cause_id or next(joined, 0)
 
 
 def _parts(facts: list[Fact], writes: Writes) -> Iterator[tuple[tuple[Fact, ...], Writes]]:

@@ -15,7 +15,7 @@ import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
 from forged.clock import Clock
-from forged.elastic.coordinator.job_coordinator import Cluster
+from forged.elastic.coordinator.job_coordinator import JobCoordinator
 from forged.elastic.coordinator.job_state import NEVER
 from forged.elastic.model import WorkerId
 from forged.elastic.outbox import Moment, Probe
@@ -60,17 +60,17 @@ class JobLoop:
 
     # After a call on a coordinator.
 
-    def decide(self, cluster: Cluster, reply: R) -> Decision[R]:
+    def decide(self, coordinator: JobCoordinator, reply: R) -> Decision[R]:
         """The decision for a request's call, with its reply."""
-        self._send_probes(cluster)
-        decision = self._writer.decide(cluster, reply)
+        self._send_probes(coordinator)
+        decision = self._writer.decide(coordinator, reply)
         self.wake()
         return decision
 
-    def settle(self, cluster: Cluster) -> None:
+    def settle(self, coordinator: JobCoordinator) -> None:
         """Decide the output of a call without a request; while the ledger is read-only it stays in the outbox."""
-        self._send_probes(cluster)
-        if self._writer.commit(cluster):
+        self._send_probes(coordinator)
+        if self._writer.commit(coordinator):
             self.wake()
 
     # By time.
@@ -89,54 +89,55 @@ class JobLoop:
     async def _sleep(self) -> None:
         """Sleep until something is due or `wake` is called."""
         await self._bus.ledger.writable()
-        due_at = min(map(self._due_at, self._table.clusters.values()), default=NEVER)
+        due_at = min(map(self._due_at, self._table.coordinators.values()), default=NEVER)
         due_at = -NEVER if self._table.stale_keys else due_at
         with anyio.move_on_after(max(0.0, due_at - self._clock.monotonic())):
             await self._wake_event.wait()
 
     def _tick(self) -> None:
         now = self.now()
-        for cluster in self._table.clusters.values():
-            is_due = self._due_at(cluster) <= now.monotonic or (cluster.outbox and not self._is_abandoned(cluster))
-            if is_due and not self._tick_job(cluster, now):
+        for coordinator in self._table.coordinators.values():
+            has_output = coordinator.outbox and not self._is_abandoned(coordinator)
+            is_due = has_output or self._due_at(coordinator) <= now.monotonic
+            if is_due and not self._tick_job(coordinator, now):
                 return
         if self._table.stale_keys:
             self._bus.ledger.append(Decision(None, writes=self._table.take_stale_keys()), origin=OWNER)
 
-    def _due_at(self, cluster: Cluster) -> float:
-        return NEVER if self._is_abandoned(cluster) else cluster.due_at()
+    def _due_at(self, coordinator: JobCoordinator) -> float:
+        return NEVER if self._is_abandoned(coordinator) else coordinator.due_at()
 
-    def _is_abandoned(self, cluster: Cluster) -> bool:
+    def _is_abandoned(self, coordinator: JobCoordinator) -> bool:
         """Whether the job is no longer ticked, because even aborting it failed."""
-        return self._errors.get(cluster.name, 0) > ERRORS_MAX
+        return self._errors.get(coordinator.name, 0) > ERRORS_MAX
 
-    def _tick_job(self, cluster: Cluster, now: Moment) -> bool:
+    def _tick_job(self, coordinator: JobCoordinator, now: Moment) -> bool:
         """Tick one job; returns false after an error, for which all state is loaded again from the store."""
-        errors = self._errors.get(cluster.name, 0)
+        errors = self._errors.get(coordinator.name, 0)
         try:
             if errors < ERRORS_MAX:
-                cluster.tick(now)
-            elif not cluster.over:
-                cluster.abort(now, f"the coordinator failed {errors} times in a row, a bug: see the daemon's log")
-            self.settle(cluster)
+                coordinator.tick(now)
+            elif not coordinator.over:
+                coordinator.abort(now, f"the coordinator failed {errors} times in a row, a bug: see the daemon's log")
+            self.settle(coordinator)
         except Exception as error:  # noqa: BLE001 - a bug in one job must not end the daemon
-            self._errors[cluster.name] = errors + 1
-            self._bus.report_service_bug(f"job {cluster.name} in {OWNER}", error)
+            self._errors[coordinator.name] = errors + 1
+            self._bus.report_service_bug(f"job {coordinator.name} in {OWNER}", error)
             return False
         if errors < ERRORS_MAX:
-            self._errors.pop(cluster.name, None)
+            self._errors.pop(coordinator.name, None)
         else:
-            self._errors[cluster.name] = ERRORS_MAX + 1
+            self._errors[coordinator.name] = ERRORS_MAX + 1
         return True
 
     # Probes.
 
-    def _send_probes(self, cluster: Cluster) -> None:
-        probes, cluster.outbox.probes = cluster.outbox.probes, []
+    def _send_probes(self, coordinator: JobCoordinator) -> None:
+        probes, coordinator.outbox.probes = coordinator.outbox.probes, []
         for probe in probes:
             if self._tasks is not None and probe not in self._probing:
                 self._probing.add(probe)
-                self._tasks.start_soon(self._probe, cluster.name, probe)
+                self._tasks.start_soon(self._probe, coordinator.name, probe)
 
     async def _probe(self, job: str, probe: Probe) -> None:
         try:
@@ -144,7 +145,7 @@ class JobLoop:
                 refused = await self._refuses_connections(probe.worker)
         finally:
             self._probing.discard(probe)
-        cluster = self._table.clusters.get(job)
-        if refused and cluster is not None:
-            cluster.probed(probe.worker.id, probe.incarnation, self.now(), refused=True)
-            self.settle(cluster)
+        coordinator = self._table.coordinators.get(job)
+        if refused and coordinator is not None:
+            coordinator.probed(probe.worker.id, probe.incarnation, self.now(), refused=True)
+            self.settle(coordinator)

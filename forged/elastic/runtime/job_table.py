@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from itertools import islice
 
-from forged.elastic.coordinator.job_coordinator import Cluster
+from forged.elastic.coordinator.job_coordinator import JobCoordinator
 from forged.elastic.coordinator.records import PREFIX, changed_records, job_of, restore
 from forged.elastic.outbox import Moment
 from forged.elastic.runtime.decisions import DECISION_ITEMS_MAX
@@ -25,7 +25,7 @@ class JobTable:
     """The coordinators by job, and the workers by client."""
 
     def __init__(self) -> None:
-        self.clusters: dict[str, Cluster] = {}
+        self.coordinators: dict[str, JobCoordinator] = {}
         self.connected: set[bytes] = set()
         self.stale_keys: dict[str, None] = {}
         """Keys of removed jobs and members that are still to be deleted."""
@@ -38,18 +38,18 @@ class JobTable:
             entries[job_of(entry.key)].append((entry.key, entry.value))
         # Not the time before the read, which may take longer than a worker may be silent.
         now = clock()
-        self.clusters.clear()
+        self.coordinators.clear()
         self._workers_by_client.clear()
         self.stale_keys.clear()
         for job, found in entries.items():
-            cluster = restore(job, found, now)
-            if cluster is None:
+            coordinator = restore(job, found, now)
+            if coordinator is None:
                 self.stale_keys.update(dict.fromkeys(key for key, _ in found))
             else:
-                self.clusters[job] = cluster
-        for cluster in self.clusters.values():
-            for member in cluster.members.values():
-                self._workers_by_client[member.client][cluster.name, member.id] = None
+                self.coordinators[job] = coordinator
+        for coordinator in self.coordinators.values():
+            for member in coordinator.members.values():
+                self._workers_by_client[member.client][coordinator.name, member.id] = None
                 if member.client in self.connected:
                     member.lost_at, member.is_unseen_since_restart = None, False
 
@@ -59,14 +59,14 @@ class JobTable:
         if len(self._workers_by_client[client]) > WORKERS_PER_CLIENT:
             self.workers_of(client)
 
-    def workers_of(self, client: bytes) -> list[tuple[Cluster, str]]:
+    def workers_of(self, client: bytes) -> list[tuple[JobCoordinator, str]]:
         """The workers that the client speaks for; forgets those that it no longer does."""
-        found: list[tuple[Cluster, str]] = []
+        found: list[tuple[JobCoordinator, str]] = []
         for job, worker in tuple(self._workers_by_client.get(client, ())):
-            cluster = self.clusters.get(job)
-            member = cluster.members.get(worker) if cluster else None
-            if cluster is not None and member is not None and member.client == client:
-                found.append((cluster, worker))
+            coordinator = self.coordinators.get(job)
+            member = coordinator.members.get(worker) if coordinator else None
+            if coordinator is not None and member is not None and member.client == client:
+                found.append((coordinator, worker))
             else:
                 self._workers_by_client[client].pop((job, worker), None)
         if not found:
@@ -75,15 +75,15 @@ class JobTable:
 
     def remove(self, job: str) -> dict[str, bytes | None] | None:
         """Remove a job; returns the first keys to delete, the rest become stale keys. None for an unknown job."""
-        cluster = self.clusters.pop(job, None)
-        if cluster is None:
+        coordinator = self.coordinators.pop(job, None)
+        if coordinator is None:
             return None
-        for member in cluster.members.values():
-            self._workers_by_client[member.client].pop((cluster.name, member.id), None)
-            cluster.outbox.members.add(member.id)
-        cluster.members.clear()
-        cluster.outbox.job = cluster.outbox.world = True
-        keys = sorted(changed_records(cluster), key=lambda key: key.count("/"))
+        for member in coordinator.members.values():
+            self._workers_by_client[member.client].pop((coordinator.name, member.id), None)
+            coordinator.outbox.members.add(member.id)
+        coordinator.members.clear()
+        coordinator.outbox.job = coordinator.outbox.world = True
+        keys = sorted(changed_records(coordinator), key=lambda key: key.count("/"))
         self.stale_keys.update(dict.fromkeys(keys[DECISION_ITEMS_MAX:]))
         return dict.fromkeys(keys[:DECISION_ITEMS_MAX])
 

@@ -15,7 +15,7 @@ from forged.jobs.model import CreateJob, RemoveJob
 from forged.kernel.ledger import read_all
 from forged.kernel.store.port import Store, Transaction
 from tests.data.data_fixture import DataFixture, data_fixture
-from tests.elastic.cluster_playbook import JOB
+from tests.elastic.coordinator_playbook import JOB
 from tests.faulty_store import FaultyStore
 from tests.kernel_fixture import on_virtual_time
 

@@ -16,7 +16,7 @@ from forged.elastic.messages import (
 from forged.elastic.phases import Phase
 from forged.elastic.rescale.attempt import StopReport
 from forged.jobs.model import SettingValue
-from tests.elastic.cluster_playbook import Playbook, formed, incarnation, kinds
+from tests.elastic.coordinator_playbook import Playbook, formed, incarnation, kinds
 
 WISH = "the night"
 SOON_S = 0.1
@@ -33,7 +33,7 @@ def of_size(least: int, *names: str, **settings: SettingValue) -> Playbook:
 
 def drain(book: Playbook, *names: str) -> None:
     for name in names:
-        book.cluster.drain(name, book.now, WISH)
+        book.coordinator.drain(name, book.now, WISH)
 
 
 def with_a_spare() -> Playbook:
@@ -48,7 +48,7 @@ def with_a_spare() -> Playbook:
 
 
 def may_go(book: Playbook, name: str) -> bool:
-    return book.cluster.may_leave(book.cluster.members[name])
+    return book.coordinator.may_leave(book.coordinator.members[name])
 
 
 def failed(book: Playbook) -> list[str]:
@@ -68,7 +68,7 @@ def test_other_workers_form_a_world_without_draining_worker() -> None:
     assert started.reason == "draining b: the night"
     completed = book.complete_attempt(5)
     assert (book.world, completed.removed, completed.step) == (["a", "c"], ["b"], 5)
-    assert "b" in book.cluster.members, "it may take its time to save what it has"
+    assert "b" in book.coordinator.members, "it may take its time to save what it has"
     book.new_facts()
     assert kinds(book.leave("b")) == ["WorkerLeft"]
     assert book.wait(10.0) == []
@@ -87,7 +87,7 @@ def test_workers_that_are_told_to_go_at_once_are_let_go_of_together() -> None:
     drain(book, "c", "d")
     book.wait(SOON_S)
     book.complete_attempt()
-    assert (book.world, book.cluster.generation) == (["a", "e"], 2)
+    assert (book.world, book.coordinator.generation) == (["a", "e"], 2)
 
 
 def test_joiner_takes_the_rank_of_draining_worker() -> None:
@@ -171,7 +171,7 @@ def test_in_asynchronous_mode_workers_that_alone_have_the_state_are_asked_for_it
     drain(book, "a")
     book.wait(SOON_S)
     assert book.complete_attempt(9).step == 9
-    assert (book.world, book.cluster.membership.state_holders) == (["b"], frozenset("b"))
+    assert (book.world, book.coordinator.membership.state_holders) == (["b"], frozenset("b"))
 
 
 def test_no_worker_goes_on_before_draining_worker_has_said_where_it_has_stopped() -> None:
@@ -206,7 +206,7 @@ def test_worker_that_is_of_no_use_any_more_need_not_wait_until_other_workers_hav
     book.leave("b")
     book.wait(SOON_S)
     book.ready("c")
-    assert (book.world, book.cluster.attempts) == (["a", "c"], 2), "its leaving has disturbed no worker"
+    assert (book.world, book.coordinator.attempts) == (["a", "c"], 2), "its leaving has disturbed no worker"
 
 
 def test_worker_that_was_of_no_use_any_more_is_when_the_one_fails_worker_that_was_to_stay() -> None:
@@ -229,7 +229,7 @@ def test_where_none_survivor_has_the_state_all_workers_that_have_it_wait_until_i
     book.die("a")
     book.wait(SOON_S)
     book.complete_attempt(5)
-    assert (book.world, book.cluster.training.current_step) == (["c"], 5)
+    assert (book.world, book.coordinator.training.current_step) == (["c"], 5)
 
 
 def test_worker_that_was_of_no_use_any_more_is_while_the_worker_that_was_to_stay_is_lost() -> None:
@@ -268,7 +268,7 @@ def test_draining_worker_and_dies_is_done_without_and_counts_towards_no_limit() 
     book.die("b")
     book.wait(SOON_S)
     book.complete_attempt()
-    assert (book.world, book.cluster.failure_budget.in_world) == (["a", "c"], 0)
+    assert (book.world, book.coordinator.failure_budget.in_world) == (["a", "c"], 0)
 
 
 def test_draining_worker_and_does_not_answer_fails() -> None:
@@ -297,9 +297,9 @@ def test_worker_that_has_gone_out_of_a_world_is_kept_until_all_of_the_next_one_h
     book.join("c")
     drain(book, "a")
     book.wait(SOON_S)
-    assert (book.world, book.cluster.membership.state_holders) == (["c", "b"], frozenset("b"))
+    assert (book.world, book.coordinator.membership.state_holders) == (["c", "b"], frozenset("b"))
     assert not may_go(book, "a"), "c has nothing yet, and b may die"
-    book.heartbeat("b", collective_seq=book.cluster.generation * COLLECTIVES_PER_WORLD + 1)
+    book.heartbeat("b", collective_seq=book.coordinator.generation * COLLECTIVES_PER_WORLD + 1)
     assert may_go(book, "a")
 
 
@@ -341,7 +341,7 @@ def test_the_next_daemon_keeps_worker_that_has_gone_out_of_a_world_that_may_not_
     book.restart()
     book.reconnect("a", "b", "c")
     assert not may_go(book, "a")
-    book.heartbeat("b", collective_seq=book.cluster.generation * COLLECTIVES_PER_WORLD + 1)
+    book.heartbeat("b", collective_seq=book.coordinator.generation * COLLECTIVES_PER_WORLD + 1)
     assert may_go(book, "a")
     book.restart()
     assert not may_go(book, "a"), "while no state holder can be reached"
@@ -380,7 +380,7 @@ def test_an_attempt_that_needs_draining_worker_comes_to_its_end() -> None:
     book.die("b")
     book.wait(SOON_S)
     book.join("c")
-    assert book.cluster.attempt is not None
+    assert book.coordinator.attempt is not None
     drain(book, "a")
     book.wait(1.0)
     assert not may_go(book, "a"), "it is the only one that has the state"
@@ -389,7 +389,7 @@ def test_an_attempt_that_needs_draining_worker_comes_to_its_end() -> None:
     assert may_go(book, "a")
     book.leave("a")
     assert kinds(book.wait(SOON_S)) == ["JobWaiting"]
-    assert book.cluster.membership.state_holders & book.cluster.members.keys() == {"c"}
+    assert book.coordinator.membership.state_holders & book.coordinator.members.keys() == {"c"}
 
 
 def test_when_other_workers_come_an_attempt_does_without_draining_worker() -> None:
@@ -521,16 +521,16 @@ def test_where_too_few_stay_worker_that_have_yet_to_meet_draining_worker_stays_u
     book.die("b")
     book.join("c")
     book.wait(SOON_S)
-    assert book.cluster.generation == 2, "no worker has stopped for it"
+    assert book.coordinator.generation == 2, "no worker has stopped for it"
     drain(book, "a")
     assert not may_go(book, "a")
-    book.heartbeat("a", collective_seq=book.cluster.generation * COLLECTIVES_PER_WORLD + 1)
+    book.heartbeat("a", collective_seq=book.coordinator.generation * COLLECTIVES_PER_WORLD + 1)
     assert may_go(book, "a")
 
 
 def test_where_too_few_stay_worker_that_holds_data_goes_when_that_has_been_taken_over() -> None:
     book = of_size(2, "a", "b")
-    for member in book.cluster.members.values():
+    for member in book.coordinator.members.values():
         member.with_data = True
     drain(book, "b")
     assert not may_go(book, "b")
@@ -541,13 +541,13 @@ def test_where_too_few_stay_worker_that_holds_data_goes_when_that_has_been_taken
 
 def test_worker_that_holds_data_stays_when_it_could_not_be_taken_over_because_too_few_were_left() -> None:
     book = of_size(3, "a", "b", "c", **ALL_MAY_FAIL)
-    for member in book.cluster.members.values():
+    for member in book.coordinator.members.values():
         member.with_data = True
     drain(book, "b")
     book.wait(SOON_S)
     book.die("c")
     book.wait(SOON_S)
-    assert book.cluster.phase is Phase.WAITING
+    assert book.coordinator.phase is Phase.WAITING
     assert not may_go(book, "b")
 
 
@@ -586,14 +586,14 @@ def test_worker_that_comes_while_all_of_a_full_world_are_to_go_is_given_the_stat
 
 def test_worker_that_holds_data_and_is_to_go_while_too_few_are_there_does_not_keep_the_daemon_busy() -> None:
     book = of_size(3, "a", "b", "c", **ALL_MAY_FAIL)
-    for member in book.cluster.members.values():
+    for member in book.coordinator.members.values():
         member.with_data = True
     book.die("c")
     book.wait(SOON_S)
     drain(book, "b")
     book.wait(1.0)
-    assert book.cluster.due_at() > book.time
-    assert book.cluster.phase is Phase.WAITING
+    assert book.coordinator.due_at() > book.time
+    assert book.coordinator.phase is Phase.WAITING
 
 
 def test_only_state_holder_waits_for_worker_that_is_on_the_way_back() -> None:
@@ -615,14 +615,14 @@ def test_only_state_holder_does_not_wait_for_worker_that_does_not_come_back() ->
     drain(book, "a")
     book.restart()
     book.reconnect("a")
-    book.wait(book.cluster.config.reconnect_grace_s + 1.0)
+    book.wait(book.coordinator.config.reconnect_grace_s + 1.0)
     assert may_go(book, "a")
 
 
 def test_when_the_training_is_over_no_worker_is_kept() -> None:
     book = formed("a", "b")
     drain(book, "a")
-    book.cluster.abort(book.now, "enough")
+    book.coordinator.abort(book.now, "enough")
     assert may_go(book, "a")
 
 
@@ -641,7 +641,7 @@ def test_draining_workers_may_go_when_their_attempt_has_come_to_nothing() -> Non
     assert not may_go(book, "a")
     book.leave("b")
     assert kinds(book.wait(SOON_S))[-1] == "JobWaiting"
-    assert (may_go(book, "a"), book.cluster.phase) == (True, Phase.WAITING)
+    assert (may_go(book, "a"), book.coordinator.phase) == (True, Phase.WAITING)
 
 
 # How many it may be.
@@ -653,7 +653,7 @@ def test_a_thousand_draining_workers_make_one_world() -> None:
     drain(book, *names[1:])
     book.wait(SOON_S)
     book.complete_attempt()
-    assert (book.world, book.cluster.generation) == (["w0"], 2)
+    assert (book.world, book.coordinator.generation) == (["w0"], 2)
 
 
 def test_worker_that_saves_for_long_after_its_last_world_is_not_evicted() -> None:
@@ -688,7 +688,7 @@ def test_worker_that_saves_after_its_last_world_is_kept_for_any_worker_that_come
     book.wait(SOON_S)
     if synchronous:
         book.complete_attempt(5)
-    book.heartbeat("b", collective_seq=book.cluster.generation * COLLECTIVES_PER_WORLD + 1)
+    book.heartbeat("b", collective_seq=book.coordinator.generation * COLLECTIVES_PER_WORLD + 1)
     book.heartbeat("a", last_step_done=True)
     assert may_go(book, "a")
     book.join("c")
@@ -720,20 +720,20 @@ def test_no_worker_is_kept_for_workers_that_have_gone_again() -> None:
 
 def test_worker_that_has_gone_out_takes_over_no_data_though_the_daemon_was_another_one_then() -> None:
     book = formed("a", "b", "c", use_synchronous_rescaling=False, **ALL_MAY_FAIL)
-    for member in book.cluster.members.values():
+    for member in book.coordinator.members.values():
         member.with_data = True
-        book.cluster.outbox.members.add(member.id)
+        book.coordinator.outbox.members.add(member.id)
     drain(book, "a")
     book.wait(SOON_S)
     book.ready("a", "b", "c")
     assert sorted(book.world) == ["b", "c"]
     book.restart()
     book.reconnect("a", "b", "c")
-    book.cluster.membership.state_holders = frozenset("b")
+    book.coordinator.membership.state_holders = frozenset("b")
     book.die("b")
     book.wait(SOON_S)
     assert book.last(RescaleStarted).leaving == ["a"]
-    seen = book.cluster.attempt_members("c", incarnation("c"))
+    seen = book.coordinator.attempt_members("c", incarnation("c"))
     assert [worker.id for worker in seen.target] == ["c"]
     assert [worker.id for worker in seen.leaving] == ["a"]
 
@@ -747,14 +747,14 @@ def test_a_job_that_waits_forms_no_world_with_worker_that_makes_no_more_steps_wh
     book.heartbeat("b", last_step_done=True)
     book.report_peer("a", why="b left the world in good order")
     book.wait(SOON_S)
-    assert book.cluster.phase is Phase.WAITING
+    assert book.coordinator.phase is Phase.WAITING
     book.restart() if what == "restarts" else book.lose("a")
     book.tick()
-    assert book.cluster.phase is Phase.WAITING
+    assert book.coordinator.phase is Phase.WAITING
     book.reconnect(*("ab" if what == "restarts" else "a"))
     book.heartbeat("b", last_step_done=True)
     book.tick()
-    assert book.cluster.phase is Phase.WAITING
+    assert book.coordinator.phase is Phase.WAITING
 
 
 def test_the_last_that_were_told_stay_also_behind_another_world() -> None:
@@ -767,4 +767,4 @@ def test_the_last_that_were_told_stay_also_behind_another_world() -> None:
     book.wait(SOON_S)
     book.complete_attempt(5)
     assert book.world == ["a", "b"]
-    assert list(book.cluster.membership.leavers) == ["a", "b"]
+    assert list(book.coordinator.membership.leavers) == ["a", "b"]

@@ -33,7 +33,7 @@ from forged.elastic.phases import Phase
 from forged.elastic.rescale.attempt import Stage, StopReport
 from forged.errors import ConfigError, RequestRefused, Unavailable
 from forged.phrases import REASON_CHARS_MAX, REASONS_MAX
-from tests.elastic.cluster_playbook import (
+from tests.elastic.coordinator_playbook import (
     START_S,
     WALL_S,
     WINDOW_S,
@@ -59,7 +59,7 @@ def refusal(error: pytest.ExceptionInfo[RequestRefused] | pytest.ExceptionInfo[U
 def test_a_worker_that_registers_has_joined_and_waits_for_its_rank() -> None:
     book = Playbook()
     assert book.join("a") == [WorkerJoined(worker_of("a"))]
-    assert (book.cluster.phase, book.world, book.cluster.generation) == (Phase.FORMING, [], 0)
+    assert (book.coordinator.phase, book.world, book.coordinator.generation) == (Phase.FORMING, [], 0)
 
 
 def test_joiners_wait_for_the_stability_window() -> None:
@@ -68,7 +68,7 @@ def test_joiners_wait_for_the_stability_window() -> None:
     assert book.wait(WINDOW_S - 0.5) == []
     (started,) = book.wait(1.0)
     assert started == RescaleStarted(1, RescaleType.SCALE_UP, 2, ["a", "b"], [], "a, b joined")
-    assert book.cluster.phase is Phase.RESCALING
+    assert book.coordinator.phase is Phase.RESCALING
 
 
 def test_the_window_begins_again_with_each_joiner() -> None:
@@ -133,7 +133,7 @@ def test_a_job_begins_after_its_window_however_it_ticks() -> None:
     book = Playbook(stability_window_ms=10_000)
     book.join("a")
     book.tick()
-    assert book.cluster.due_at() <= START_S + 10.0
+    assert book.coordinator.due_at() <= START_S + 10.0
 
 
 # Replacing.
@@ -168,7 +168,7 @@ def test_a_process_that_comes_back_under_the_id_of_one_that_died_is_another_work
     book.wait(0.1)
     completed = book.complete_attempt()
     assert (completed.added, completed.removed, completed.type) == (["b"], ["b"], RescaleType.REPLACE)
-    assert (book.world, book.cluster.generation) == (["a", "b"], 2)
+    assert (book.world, book.coordinator.generation) == (["a", "b"], 2)
 
 
 def test_rank_0_survives_if_its_worker_does() -> None:
@@ -211,10 +211,10 @@ def test_an_id_that_returns_on_another_host_is_at_its_new_address() -> None:
     book.die("b")
     there = newcomer("b", 2)
     there.worker = WorkerId("b", "elsewhere", 9999)
-    book.cluster.join(there, book.now)
+    book.coordinator.join(there, book.now)
     book.wait(0.1)
     book.complete_attempt()
-    assert str(book.cluster.membership.topology.workers[1]) == "b@elsewhere:9999"
+    assert str(book.coordinator.membership.topology.workers[1]) == "b@elsewhere:9999"
 
 
 def test_the_same_process_may_register_again() -> None:
@@ -227,14 +227,14 @@ def test_worker_that_registers_again_is_reached_through_its_new_client() -> None
     book = formed("a")
     again = newcomer("a")
     again.client = b"another"
-    book.cluster.join(again, book.now)
+    book.coordinator.join(again, book.now)
     book.restart()
-    assert book.cluster.members["a"].client == b"another"
+    assert book.coordinator.members["a"].client == b"another"
 
 
 def test_a_job_that_is_over_takes_no_worker() -> None:
     book = formed("a")
-    book.cluster.abort(book.now, "a test")
+    book.coordinator.abort(book.now, "a test")
     with pytest.raises(RequestRefused) as error:
         book.join("b")
     assert refusal(error) == "job_over"
@@ -249,12 +249,12 @@ def test_no_more_join_than_a_commit_can_name() -> None:
 
     def join_all() -> None:
         for member in members:
-            book.cluster.join(member, book.now)
+            book.coordinator.join(member, book.now)
 
     with pytest.raises(RequestRefused) as error:
         join_all()
     assert refusal(error) == "workers_full"
-    assert 1_000 < len(book.cluster.members) < 5_000
+    assert 1_000 < len(book.coordinator.members) < 5_000
     book.wait(WINDOW_S + 1)
     book.complete_attempt()
     assert max(map(len, book.stored.values())) < 1 << 20
@@ -269,19 +269,19 @@ def test_what_an_unknown_worker_says_or_what_is_said_of_it_is_no_error() -> None
     assert book.die("x") + book.die("a", life=2) == []
     assert book.lose("x") + book.reconnect("x") == []
     assert book.refuse_probe("x") + book.refuse_probe("a", life=2) == []
-    book.cluster.heartbeat("x", b"", 5, 5, book.now)
-    book.cluster.heartbeat("a", incarnation("a", 2), 5, 5, book.now)
-    book.cluster.pulse("x", b"", 5, 5, 1.0, book.now)
-    book.cluster.peer_report("x", b"", 1, book.now, peer="a", reason="")
+    book.coordinator.heartbeat("x", b"", 5, 5, book.now)
+    book.coordinator.heartbeat("a", incarnation("a", 2), 5, 5, book.now)
+    book.coordinator.pulse("x", b"", 5, 5, 1.0, book.now)
+    book.coordinator.peer_report("x", b"", 1, book.now, peer="a", reason="")
     assert book.new_facts() == []
-    assert (book.cluster.training.current_step, book.cluster.members["a"].step) == (0, 0)
+    assert (book.coordinator.training.current_step, book.coordinator.members["a"].step) == (0, 0)
 
 
 @pytest.mark.parametrize("act", ["drain", "evict"])
 def test_an_operator_worker_that_names_an_unknown_worker_is_told(act: str) -> None:
     book = formed("a")
     with pytest.raises(RequestRefused) as error:
-        getattr(book.cluster, act)("x", book.now, "a test")
+        getattr(book.coordinator, act)("x", book.now, "a test")
     assert refusal(error) == "worker_unknown"
 
 
@@ -319,7 +319,7 @@ def test_a_lost_connection_alone_proves_nothing_and_is_told_with_the_grace() -> 
     assert isinstance(returned, WorkerReturned)
     assert returned.after_s == pytest.approx(0.5)
     assert book.wait(60.0) == []
-    assert book.cluster.generation == 1
+    assert book.coordinator.generation == 1
 
 
 def test_a_connection_that_is_back_before_any_worker_looked_was_never_told_to_be_lost() -> None:
@@ -360,7 +360,7 @@ def test_a_refused_probe_proves_that_a_worker_without_a_connection_is_dead() -> 
 def test_an_answered_probe_proves_nothing() -> None:
     book = formed("a", "b")
     book.lose("b")
-    book.cluster.probed("b", incarnation("b"), book.now, refused=False)
+    book.coordinator.probed("b", incarnation("b"), book.now, refused=False)
     assert book.new_facts() == []
 
 
@@ -393,7 +393,7 @@ def test_a_report_about_one_that_only_has_to_come_back_to_a_new_daemon_proves_no
     book.restart()
     book.reconnect("a")
     assert book.report_peer("a", "b") == []
-    assert "b" in book.cluster.members
+    assert "b" in book.coordinator.members
 
 
 def test_what_piled_up_while_the_daemon_did_not_get_its_turn_is_held_against_no_worker() -> None:
@@ -402,7 +402,7 @@ def test_what_piled_up_while_the_daemon_did_not_get_its_turn_is_held_against_no_
     book.lose("b")
     assert kinds(book.stall_daemon(3_600.0)) == ["WorkerLost"]
     book.reconnect("b")
-    book.cluster.rescale(book.now, "a test")
+    book.coordinator.rescale(book.now, "a test")
     book.new_facts()
     assert book.stall_daemon(3_600.0) == []
     book.complete_attempt()
@@ -453,7 +453,7 @@ def test_worker_that_is_not_heard_is_not_known_to_make_no_progress() -> None:
 def test_no_worker_is_stalled_while_no_worker_is_to_train(rests: str) -> None:
     book = formed("a", "b", stall_timeout_ms=5_000, rescale_timeout_ms=0)
     if rests == "paused":
-        book.cluster.pause(book.now, "lunch")
+        book.coordinator.pause(book.now, "lunch")
     else:
         book.join("c")
         book.wait(31.0)
@@ -462,7 +462,7 @@ def test_no_worker_is_stalled_while_no_worker_is_to_train(rests: str) -> None:
     book.new_facts()
     assert book.wait(60.0, still=True) == []
     if rests == "paused":
-        book.cluster.resume(book.now, "back")
+        book.coordinator.resume(book.now, "back")
     else:
         book.ready("c")
     book.new_facts()
@@ -472,7 +472,7 @@ def test_no_worker_is_stalled_while_no_worker_is_to_train(rests: str) -> None:
 
 def test_worker_that_keeps_a_rescale_waiting_in_its_step_is_stalled_and_worker_that_has_stopped_is_not() -> None:
     book = formed("a", "b", stall_timeout_ms=5_000, rescale_timeout_ms=0)
-    book.cluster.rescale(book.now, "a test")
+    book.coordinator.rescale(book.now, "a test")
     book.stop("a", stop=StopReport(1, holds_state=True))
     book.new_facts()
     assert [fact.worker_id for fact in book.wait(20.0, still=True) if isinstance(fact, WorkerStalled)] == ["b"]
@@ -481,7 +481,7 @@ def test_worker_that_keeps_a_rescale_waiting_in_its_step_is_stalled_and_worker_t
 def test_a_new_world_is_a_new_beginning_for_worker_that_was_stalled() -> None:
     book = formed("a", "b", stall_timeout_ms=5_000)
     book.wait(6.0, still=True)
-    book.cluster.rescale(book.now, "a test")
+    book.coordinator.rescale(book.now, "a test")
     book.complete_attempt()
     assert kinds(book.facts[-4:]) == ["RescaleStarted", "WorkerRecovered", "WorkerRecovered", "RescaleCompleted"]
 
@@ -490,29 +490,29 @@ def test_the_committed_step_follows_those_in_the_world_alone() -> None:
     book = formed("a", "b")
     book.join("c")
     book.heartbeat("c", step=1_000)
-    assert book.cluster.training.current_step == 0
+    assert book.coordinator.training.current_step == 0
     book.heartbeat("b", step=7)
     book.heartbeat("a", step=6)
-    assert book.cluster.training.current_step == 6
+    assert book.coordinator.training.current_step == 6
     book.heartbeat("a", step=7)
-    assert book.cluster.training.current_step == 7
+    assert book.coordinator.training.current_step == 7
 
 
 def test_a_heartbeat_that_lies_is_not_believed_alone() -> None:
     book = formed("a", "b", "c")
     book.heartbeat("b", step=1_000_000)
-    assert book.cluster.training.current_step == 0
+    assert book.coordinator.training.current_step == 0
     book.heartbeat("a", step=5)
-    assert book.cluster.training.current_step == 5
+    assert book.coordinator.training.current_step == 5
     book.heartbeat("b", step=2_000_000)
     book.heartbeat("c", step=6)
-    assert book.cluster.training.current_step == 6
+    assert book.coordinator.training.current_step == 6
 
 
 def test_worker_that_is_done_says_how_many_steps_there_were() -> None:
     book = formed("a", "b")
-    a = book.cluster.members["a"]
-    book.cluster.leave("a", a.incarnation, book.now, reason="", done=True, step=9)
+    a = book.coordinator.members["a"]
+    book.coordinator.leave("a", a.incarnation, book.now, reason="", done=True, step=9)
     assert JobCompleted(9) in book.new_facts()
 
 
@@ -521,7 +521,7 @@ def test_a_member_that_is_silent_is_failed_and_waiting_workers_for_it_are_not() 
     book = formed("a", "b", "c", rescale_timeout_ms=5_000, **PATIENT)
     book.join("d")
     book.wait(WINDOW_S)
-    assert book.cluster.attempt is not None
+    assert book.coordinator.attempt is not None
     book.stop("d", stop=StopReport(0, holds_state=False))
     book.pulse("b")
     told = book.wait(7.0, silent=["b"], still=True)
@@ -543,12 +543,12 @@ def test_a_synchronous_rescale_is_a_barrier_with_one_commit() -> None:
     )
     assert synchronising == RescaleSynchronising(2, worker_of("b"), 9, behind=2)
     assert book.ready("c") == []
-    assert book.cluster.generation == 1
+    assert book.coordinator.generation == 1
     (completed,) = book.ready("a")
     assert isinstance(completed, RescaleCompleted)
     assert (completed.step, completed.epoch, completed.learning_rate, completed.global_batch_size) == (9, 2, 0.5, 64)
-    assert (book.cluster.generation, book.world) == (2, ["a", "b", "c"])
-    assert book.cluster.training.active_worker_count == 3
+    assert (book.coordinator.generation, book.world) == (2, ["a", "b", "c"])
+    assert book.coordinator.training.active_worker_count == 3
 
 
 def test_where_all_are_at_one_step_no_worker_has_to_be_synchronised() -> None:
@@ -584,7 +584,7 @@ def test_it_is_told_that_what_was_committed_is_lost() -> None:
     assert lost == ProgressLost(1200, 0, "no remaining worker holds them")
     assert isinstance(completed, RescaleCompleted)
     assert completed.reason.endswith("; 1,200 committed steps lost: no remaining worker holds them")
-    assert book.cluster.reason == completed.reason
+    assert book.coordinator.reason == completed.reason
 
 
 def test_survivors_of_a_death_inside_a_step_go_on_from_the_highest_committed_one() -> None:
@@ -615,7 +615,7 @@ def test_nothing_is_settled_by_an_attempt_that_comes_to_nothing() -> None:
     book.wait(0.1)
     book.stop("a", stop=StopReport(4, holds_state=True))
     book.stop("b", stop=StopReport(5, holds_state=True, learning_rate=9.0))
-    assert (book.cluster.training.current_step, book.cluster.training.learning_rate) == (4, 0.0)
+    assert (book.coordinator.training.current_step, book.coordinator.training.learning_rate) == (4, 0.0)
     book.die("b")
     book.wait(0.1)
     book.stop("a", stop=StopReport(4, holds_state=True))
@@ -650,25 +650,25 @@ def test_worker_that_goes_in_the_middle_of_an_attempt_is_never_in_a_world(stage:
         book.stop(name, stop=StopReport(3, holds_state=True))
     if stage is Stage.SYNCHRONISING:
         book.stop("c", stop=StopReport(2, holds_state=True))
-        assert book.cluster.attempt is not None
-        assert book.cluster.attempt.stage is stage
+        assert book.coordinator.attempt is not None
+        assert book.coordinator.attempt.stage is stage
     getattr(book, "die" if goes == "dies" else "leave")(gone)
     if stage is Stage.STOPPING:
         book.stop("a", "c", stop=StopReport(3, holds_state=True))
     else:
         book.ready("c")
-    assert book.cluster.generation == 1
+    assert book.coordinator.generation == 1
     book.wait(0.1)
     book.complete_attempt(3)
-    assert book.cluster.generation == 2
+    assert book.coordinator.generation == 2
     assert gone not in book.world
     assert sorted(book.world) == sorted(set("abcd") - {gone})
 
 
 def test_an_older_attempt_is_refused_and_changes_nothing() -> None:
     book = formed("a", "b")
-    book.cluster.rescale(book.now, "a test")
-    book.cluster.rescale(book.now, "another")
+    book.coordinator.rescale(book.now, "a test")
+    book.coordinator.rescale(book.now, "another")
     book.new_facts()
     with pytest.raises(RequestRefused) as stop:
         book.stop("a", stop=StopReport(1, holds_state=True), number=2)
@@ -677,19 +677,19 @@ def test_an_older_attempt_is_refused_and_changes_nothing() -> None:
     for error in (stop, ready):
         assert refusal(error) == "attempt_over"
         assert "attempt 3 is under way" in str(error.value)
-    assert book.cluster.attempt is not None
-    assert not book.cluster.attempt.stops
+    assert book.coordinator.attempt is not None
+    assert not book.coordinator.attempt.stops
 
 
 def test_worker_that_is_not_in_the_attempt_has_no_say_in_it() -> None:
     book = formed("a", "b")
-    book.cluster.rescale(book.now, "a test")
+    book.coordinator.rescale(book.now, "a test")
     book.join("c")
     with pytest.raises(RequestRefused) as error:
         book.stop("c", stop=StopReport(1, holds_state=True))
     assert refusal(error) == "attempt_over"
     with pytest.raises(RequestRefused):
-        book.cluster.stopped("a", incarnation("a", 2), 2, StopReport(1, holds_state=True), book.now)
+        book.coordinator.stopped("a", incarnation("a", 2), 2, StopReport(1, holds_state=True), book.now)
 
 
 def test_without_an_attempt_every_number_is_over() -> None:
@@ -706,7 +706,7 @@ def test_worker_that_is_in_a_long_step_together_with_all_other_workers_is_waited
     book.wait(WINDOW_S)
     book.stop("c", stop=StopReport(0, holds_state=False))
     assert "WorkerFailed" not in kinds(book.wait(60.0))
-    attempt = book.cluster.attempt
+    attempt = book.coordinator.attempt
     assert attempt is not None
     book.stop("a", stop=StopReport(1, holds_state=True))
     assert "WorkerFailed" not in kinds(book.wait(4.0))
@@ -737,7 +737,7 @@ def test_worker_that_is_blocked_in_a_step_goes_where_workers_that_are_stalled_do
     book.stop("c", stop=StopReport(0, holds_state=False))
     failed = []
     for _ in range(40):
-        book.pulse(*book.cluster.members.keys() & {"b"})
+        book.pulse(*book.coordinator.members.keys() & {"b"})
         failed += [fact.worker_id for fact in book.wait(0.5, silent=["b"]) if isinstance(fact, WorkerFailed)]
     assert failed[:1] == ["b"]
 
@@ -756,14 +756,14 @@ def test_a_joiner_that_does_not_answer_is_failed_though_a_worker_is_blocked_in_a
 def test_a_daemon_that_came_back_into_a_rescale_waits_for_no_worker_for_ever() -> None:
     """A worker whose pulse lives does not fail; and may be held up for long."""
     book = formed("a", "b", "c", **PATIENT)
-    book.cluster.rescale(book.now, "a test")
+    book.coordinator.rescale(book.now, "a test")
     book.settle()
     book.restart()
     book.reconnect("a", "b")
     for _ in range(40):
         book.pulse("c")
         book.wait(0.5, silent=["c"])
-    assert book.cluster.attempt is not None
+    assert book.coordinator.attempt is not None
 
 
 def test_worker_that_does_not_answer_in_time_has_failed_and_the_rescale_restarts_without_it() -> None:
@@ -792,7 +792,7 @@ def test_a_joiner_that_never_becomes_ready_is_failed_and_costs_the_job_nothing()
     assert failed == WorkerFailed("b", -1, "no answer in attempt 2 within 5 s")
     assert kinds(rest) == ["RescaleAborted", "RescaleStarted"]
     book.complete_attempt(3)
-    assert (book.world, book.cluster.failure_budget.in_world, book.cluster.failure_budget.in_a_row) == (
+    assert (book.world, book.coordinator.failure_budget.in_world, book.coordinator.failure_budget.in_a_row) == (
         ["a"],
         0,
         0,
@@ -834,7 +834,7 @@ def test_state_source_with_the_lower_rank_stays_and_the_laggard_fails() -> None:
 
 def test_a_source_that_most_do_not_reach_goes_whatever_its_rank() -> None:
     book = formed("a", "b", "c", "d", rescale_timeout_ms=5_000, failure_tolerance_percentage=100)
-    book.cluster.rescale(book.now, "a test")
+    book.coordinator.rescale(book.now, "a test")
     book.stop("a", stop=BEHIND)
     book.stop("b", "c", "d", stop=AHEAD)
     for name in ("b", "c"):
@@ -864,7 +864,7 @@ def test_a_joiner_that_does_not_get_the_state_costs_no_other_worker_its_place() 
 
 def test_a_source_that_neither_the_daemon_nor_a_member_reaches_has_failed() -> None:
     book = formed("a", "b", "c")
-    book.cluster.rescale(book.now, "a test")
+    book.coordinator.rescale(book.now, "a test")
     book.stop("a", stop=BEHIND)
     book.stop("b", "c", stop=AHEAD)
     book.wait(0.1)
@@ -878,7 +878,7 @@ def test_a_source_that_neither_the_daemon_nor_a_member_reaches_has_failed() -> N
 def refused_by_its_source(**settings: int) -> Playbook:
     """Where `a` takes the state from `c`, and has said that `c` refuses it."""
     book = formed("a", "b", "c", **settings, **PATIENT)
-    book.cluster.rescale(book.now, "a test")
+    book.coordinator.rescale(book.now, "a test")
     book.stop("a", "b", stop=AHEAD)
     book.stop("c", stop=BEHIND)
     book.ready("b")
@@ -903,7 +903,7 @@ def test_worker_that_is_silent_itself_is_not_kept_from_anything() -> None:
 
 def test_only_reports_about_the_source_count_in_a_state_transfer() -> None:
     book = formed("a", "b", "c", **PATIENT)
-    book.cluster.rescale(book.now, "a test")
+    book.coordinator.rescale(book.now, "a test")
     book.stop("a", stop=BEHIND)
     book.stop("b", "c", stop=AHEAD)
     book.wait(0.1)
@@ -919,7 +919,7 @@ def test_only_known_state_holder_stays_whatever_is_reported_about_it(quarrel: st
     book.join("c")
     book.die("a")
     book.wait(0.1)
-    assert (book.world, book.cluster.membership.state_holders) == (["c", "b"], frozenset("b"))
+    assert (book.world, book.coordinator.membership.state_holders) == (["c", "b"], frozenset("b"))
     if quarrel == "in three worlds":
         for _ in range(2):
             book.report_peer("b", "c")
@@ -928,7 +928,7 @@ def test_only_known_state_holder_stays_whatever_is_reported_about_it(quarrel: st
         book.report_peer("c", "b")
     else:
         for name in "bc":
-            book.cluster.members[name].with_data = True
+            book.coordinator.members[name].with_data = True
         book.report_peer("b", "c")
         book.wait(1.2)
         book.stop("b", stop=BEHIND)
@@ -937,7 +937,7 @@ def test_only_known_state_holder_stays_whatever_is_reported_about_it(quarrel: st
         book.ready("b")
         book.wait(6.0)
     assert [fact.worker_id for fact in book.facts if isinstance(fact, WorkerFailed)] == ["a", "c"]
-    assert "b" in book.cluster.members
+    assert "b" in book.coordinator.members
 
 
 def test_only_state_holder_is_not_failed_at_once_over_a_peer_report_and_a_lost_connection() -> None:
@@ -954,10 +954,10 @@ def test_only_state_holder_is_not_failed_at_once_over_a_peer_report_and_a_lost_c
 
 def test_a_report_about_a_source_is_over_when_the_state_has_come() -> None:
     book = formed("a", "b", "c", **PATIENT)
-    book.cluster.rescale(book.now, "a test")
+    book.coordinator.rescale(book.now, "a test")
     book.stop("a", "b", stop=AHEAD)
     book.stop("c", stop=BEHIND)
-    source = book.cluster.synchronising
+    source = book.coordinator.synchronising
     assert source is not None
     book.receive_state("c", unreached=source.source.id, trouble="refused")
     book.ready("c")
@@ -969,7 +969,7 @@ def test_a_report_about_a_source_is_over_when_the_state_has_come() -> None:
 def test_worker_that_had_to_wait_has_all_its_time_from_then_on() -> None:
     book = formed("a", rescale_timeout_ms=20_000, **PATIENT)
     book.join("b")
-    for member in book.cluster.members.values():
+    for member in book.coordinator.members.values():
         member.with_data = True
     book.wait(WINDOW_S)
     book.stop("a", stop=StopReport(30, holds_state=True))
@@ -980,7 +980,7 @@ def test_worker_that_had_to_wait_has_all_its_time_from_then_on() -> None:
         book.wait(1.0)
     book.receive_state("b", waits=False)
     book.wait(15.0)
-    assert "b" in book.cluster.members
+    assert "b" in book.coordinator.members
     book.wait(6.0)
     assert [fact.worker_id for fact in book.facts if isinstance(fact, WorkerFailed)] == ["b"]
 
@@ -988,7 +988,7 @@ def test_worker_that_had_to_wait_has_all_its_time_from_then_on() -> None:
 class TestOverdueDrain:
     def told(self, *names: str) -> Playbook:
         book = formed("a", *names, leave_timeout_ms=60_000, **PATIENT)
-        book.cluster.drain("a", book.now, "its host is needed")
+        book.coordinator.drain("a", book.now, "its host is needed")
         book.new_facts()
         return book
 
@@ -1006,7 +1006,7 @@ class TestOverdueDrain:
             book.wait(1.0, silent="a")
             book.pulse("a")
         assert self.failed(book) == []
-        while "a" in book.cluster.members:
+        while "a" in book.coordinator.members:
             book.pulse("a")
             book.wait(1.0, silent="a")
         (reason,) = self.failed(book)
@@ -1015,7 +1015,7 @@ class TestOverdueDrain:
     def test_is_evicted_when_no_worker_has_taken_it_in(self) -> None:
         book = formed("a", leave_timeout_ms=60_000, **PATIENT)
         book.join("b")
-        book.cluster.drain("b", book.now, "it is not wanted after all")
+        book.coordinator.drain("b", book.now, "it is not wanted after all")
         book.wait(59.0)
         assert self.failed(book) == []
         book.wait(2.0)
@@ -1031,7 +1031,7 @@ class TestOverdueDrain:
     @pytest.mark.parametrize("timeout_ms", [0, 1, 2000])
     def test_is_heard_at_its_pace_however_short_the_patience(self, timeout_ms: int) -> None:
         book = formed("a", "b", leave_timeout_ms=timeout_ms, **PATIENT)
-        book.cluster.drain("a", book.now, "its host is needed")
+        book.coordinator.drain("a", book.now, "its host is needed")
         for _ in range(20):
             book.wait(3.3, silent="a")
             book.heartbeat("a")
@@ -1040,14 +1040,14 @@ class TestOverdueDrain:
 
 def test_a_timeout_of_nothing_lets_a_rescale_take_as_long_as_it_does() -> None:
     book = formed("a", rescale_timeout_ms=0)
-    book.cluster.rescale(book.now, "a test")
+    book.coordinator.rescale(book.now, "a test")
     book.new_facts()
     assert book.wait(10_000.0) == []
 
 
 def test_worker_that_joins_in_the_middle_of_a_rescale_waits_for_the_next_one() -> None:
     book = formed("a")
-    book.cluster.rescale(book.now, "a test")
+    book.coordinator.rescale(book.now, "a test")
     book.join("b")
     book.complete_attempt()
     assert book.world == ["a"]
@@ -1064,9 +1064,9 @@ def test_in_asynchronous_mode_the_topology_changes_and_no_worker_stops() -> None
     assert isinstance(completed, RescaleCompleted)
     assert (completed.removed, book.world) == (["b"], ["a"])
     assert (completed.step, completed.epoch) == (None, None), "a worker that did not stop did not say where"
-    assert (book.cluster.generation, book.cluster.phase) == (2, Phase.RUNNING)
-    assert book.cluster.attempt is None
-    assert book.cluster.training.current_step == 12
+    assert (book.coordinator.generation, book.coordinator.phase) == (2, Phase.RUNNING)
+    assert book.coordinator.attempt is None
+    assert book.coordinator.training.current_step == 12
 
 
 @pytest.mark.parametrize("synchronous", [True, False])
@@ -1077,17 +1077,17 @@ def test_process_that_leaves_and_registers_again_keeps_its_rank(synchronous: boo
     book.wait(0.1)
     if synchronous:
         book.complete_attempt()
-    assert (book.world, book.cluster.generation, book.cluster.phase) == (["a", "b", "c"], 2, Phase.RUNNING)
+    assert (book.world, book.coordinator.generation, book.coordinator.phase) == (["a", "b", "c"], 2, Phase.RUNNING)
 
 
 def test_process_that_was_alone_and_registers_again_forms_the_next_world() -> None:
     book = formed("a")
     book.leave("a")
     book.wait(1.0)
-    assert book.cluster.phase is Phase.WAITING
+    assert book.coordinator.phase is Phase.WAITING
     book.join("a")
     book.complete_attempt()
-    assert (book.world, book.cluster.generation, book.cluster.phase) == (["a"], 2, Phase.RUNNING)
+    assert (book.world, book.coordinator.generation, book.coordinator.phase) == (["a"], 2, Phase.RUNNING)
 
 
 def test_where_no_worker_trains_yet_all_say_where_they_begin_in_asynchronous_mode_too() -> None:
@@ -1107,7 +1107,7 @@ def test_worker_that_comes_when_no_worker_of_a_world_is_left_says_where_it_begin
     book.wait(0.1)
     book.join("b")
     assert kinds(book.stop("b", stop=StopReport(90, holds_state=False))) == ["ProgressLost", "RescaleCompleted"]
-    assert (book.last(RescaleCompleted).step, book.cluster.training.current_step) == (90, 90)
+    assert (book.last(RescaleCompleted).step, book.coordinator.training.current_step) == (90, 90)
 
 
 def test_worker_that_is_left_and_may_never_have_met_former_state_holder_says_where_it_begins() -> None:
@@ -1122,7 +1122,7 @@ def test_worker_that_is_left_and_may_never_have_met_former_state_holder_says_whe
     assert isinstance(started, RescaleStarted)
     assert started.reason.endswith("no remaining worker of world 2 is known to hold the state")
     assert kinds(book.stop("b", stop=StopReport(0, holds_state=False))) == ["ProgressLost", "RescaleCompleted"]
-    assert (book.world, book.last(RescaleCompleted).step, book.cluster.training.current_step) == (
+    assert (book.world, book.last(RescaleCompleted).step, book.coordinator.training.current_step) == (
         ["b"],
         0,
         0,
@@ -1149,17 +1149,17 @@ def test_worker_that_has_met_other_workers_has_the_state() -> None:
     book.join("b")
     book.wait(WINDOW_S)
     book.heartbeat("a", collective_seq=2 * COLLECTIVES_PER_WORLD)
-    assert book.cluster.membership.state_holders == {"a"}, "it may wait there for its peers"
+    assert book.coordinator.membership.state_holders == {"a"}, "it may wait there for its peers"
     book.heartbeat("b", collective_seq=COLLECTIVES_PER_WORLD + 9)
-    assert book.cluster.membership.state_holders == {"a"}, "it is on its way from the world before"
+    assert book.coordinator.membership.state_holders == {"a"}, "it is on its way from the world before"
     book.heartbeat("b", collective_seq=2 * COLLECTIVES_PER_WORLD + 1)
-    assert book.cluster.membership.state_holders == {"a"}, (
+    assert book.coordinator.membership.state_holders == {"a"}, (
         "a worker that may not have the state cannot vouch for itself"
     )
     book.heartbeat("a", collective_seq=2 * COLLECTIVES_PER_WORLD + 1)
     book.restart()
     book.reconnect("a", "b")
-    assert book.cluster.membership.state_holders == {"a", "b"}
+    assert book.coordinator.membership.state_holders == {"a", "b"}
     book.die("a")
     assert kinds(book.wait(0.1)) == ["RescaleStarted", "RescaleCompleted"]
     assert (book.world, book.last(RescaleCompleted).step) == (["b"], None)
@@ -1217,7 +1217,7 @@ def test_a_rate_that_does_not_follow_the_world_is_not_told_where_no_worker_has_s
     book.wait(WINDOW_S)
     grown = book.last(RescaleCompleted)
     assert (book.world, grown.learning_rate, grown.global_batch_size) == (["a", "b"], 0.0, 0)
-    assert (book.cluster.training.learning_rate, book.cluster.training.global_batch_size) == (0.0, 0)
+    assert (book.coordinator.training.learning_rate, book.coordinator.training.global_batch_size) == (0.0, 0)
 
 
 def test_the_whole_world_may_be_replaced_and_says_so() -> None:
@@ -1229,7 +1229,7 @@ def test_the_whole_world_may_be_replaced_and_says_so() -> None:
     book.stop("b", stop=StopReport(90, holds_state=True))
     completed = book.last(RescaleCompleted)
     assert (completed.step, completed.removed, completed.added) == (90, ["a"], ["b"])
-    assert book.cluster.training.current_step == 90
+    assert book.coordinator.training.current_step == 90
 
 
 # Failures.
@@ -1241,7 +1241,7 @@ def test_as_many_as_are_tolerated_may_fail_and_one_more_aborts_the_job() -> None
     _, aborted = book.die("c")
     assert isinstance(aborted, JobAborted)
     assert aborted.reason == "3 of 10 workers failed; limit 2"
-    assert book.cluster.phase is Phase.ABORTED
+    assert book.coordinator.phase is Phase.ABORTED
 
 
 def test_one_may_fail_however_small_the_world() -> None:
@@ -1256,7 +1256,7 @@ def test_failures_are_counted_since_the_last_commit() -> None:
         book.die(name)
         book.wait(0.1)
         book.complete_attempt()
-    assert (book.world, book.cluster.failure_budget.in_world, book.cluster.over) == (["d"], 0, False)
+    assert (book.world, book.coordinator.failure_budget.in_world, book.coordinator.over) == (["d"], 0, False)
 
 
 def test_so_many_failures_without_a_committed_step_in_between_abort_the_job() -> None:
@@ -1280,8 +1280,8 @@ def test_a_committed_step_in_between_begins_the_count_anew(restarted: bool) -> N
         book.heartbeat("d", step=step + 1)
         if restarted:
             book.restart()
-            book.reconnect(*book.cluster.members)
-    assert (book.cluster.over, book.cluster.failure_budget.in_a_row) == (False, 0)
+            book.reconnect(*book.coordinator.members)
+    assert (book.coordinator.over, book.coordinator.failure_budget.in_a_row) == (False, 0)
 
 
 def test_steps_that_are_done_again_from_an_older_state_count_as_steps_in_between() -> None:
@@ -1293,7 +1293,7 @@ def test_steps_that_are_done_again_from_an_older_state_count_as_steps_in_between
     book.join("b")
     book.stop("b", stop=StopReport(500, holds_state=True))
     book.heartbeat("b", step=501)
-    assert (book.cluster.training.current_step, book.cluster.failure_budget.in_a_row) == (501, 0)
+    assert (book.coordinator.training.current_step, book.coordinator.failure_budget.in_a_row) == (501, 0)
 
 
 def test_a_restart_does_not_forget_failures() -> None:
@@ -1303,24 +1303,24 @@ def test_a_restart_does_not_forget_failures() -> None:
         book.wait(0.1)
         book.complete_attempt()
         book.restart()
-        book.reconnect(*book.cluster.members)
+        book.reconnect(*book.coordinator.members)
     assert kinds(book.die("c")) == ["WorkerFailed", "JobAborted"]
 
 
 def test_an_aborted_job_keeps_its_state_and_its_world() -> None:
     book = formed("a", "b")
     book.heartbeat("a", "b", step=7)
-    book.cluster.abort(book.now, "enough")
+    book.coordinator.abort(book.now, "enough")
     assert book.new_facts() == [JobAborted("enough", 7)]
     book.restart()
-    assert (book.world, book.cluster.phase, book.cluster.reason) == (["a", "b"], Phase.ABORTED, "enough")
+    assert (book.world, book.coordinator.phase, book.coordinator.reason) == (["a", "b"], Phase.ABORTED, "enough")
 
 
 def test_a_rescale_ends_with_the_job() -> None:
     book = formed("a", "b")
-    book.cluster.rescale(book.now, "a test")
+    book.coordinator.rescale(book.now, "a test")
     book.new_facts()
-    book.cluster.abort(book.now, "enough")
+    book.coordinator.abort(book.now, "enough")
     assert book.new_facts() == [RescaleAborted(2, "enough"), JobAborted("enough", 0)]
     with pytest.raises(RequestRefused):
         book.stop("a", stop=StopReport(1, holds_state=True))
@@ -1329,14 +1329,14 @@ def test_a_rescale_ends_with_the_job() -> None:
 def test_nothing_is_decided_when_a_job_is_over() -> None:
     book = formed("a", "b")
     book.join("c")
-    book.cluster.abort(book.now, "enough")
+    book.coordinator.abort(book.now, "enough")
     book.new_facts()
     assert kinds(book.die("a")) == ["WorkerFailed"]
     assert kinds(book.leave("c")) == ["WorkerLeft"]
     assert book.wait(1_000.0) == []
-    book.cluster.abort(book.now, "again")
+    book.coordinator.abort(book.now, "again")
     assert book.new_facts() == []
-    for act in (book.cluster.pause, book.cluster.resume, book.cluster.rescale):
+    for act in (book.coordinator.pause, book.coordinator.resume, book.coordinator.rescale):
         with pytest.raises(RequestRefused) as error:
             act(book.now, "a test")
         assert refusal(error) == "job_over"
@@ -1344,12 +1344,12 @@ def test_nothing_is_decided_when_a_job_is_over() -> None:
 
 def test_worker_that_goes_from_a_job_that_is_over_is_forgotten() -> None:
     book = formed("a", "b")
-    book.cluster.abort(book.now, "enough")
+    book.coordinator.abort(book.now, "enough")
     book.lose("a")
-    assert list(book.cluster.members) == ["b"]
+    assert list(book.coordinator.members) == ["b"]
     book.restart()
     book.wait(20.0)
-    assert (book.cluster.members, book.cluster.due_at()) == ({}, float("inf"))
+    assert (book.coordinator.members, book.coordinator.due_at()) == ({}, float("inf"))
     assert not [key for key in book.stored if "/member/" in key]
 
 
@@ -1361,7 +1361,7 @@ def test_below_min_workers_the_job_waits() -> None:
     book.die("b")
     (waiting,) = book.wait(0.1)
     assert waiting == JobWaiting(1, 2)
-    assert (book.cluster.phase, book.cluster.reason) == (Phase.WAITING, "1 worker left; min_workers is 2")
+    assert (book.coordinator.phase, book.coordinator.reason) == (Phase.WAITING, "1 worker left; min_workers is 2")
     assert book.wait(300.0) == []
 
 
@@ -1373,7 +1373,7 @@ def test_a_job_that_waits_goes_on_as_soon_as_there_are_enough() -> None:
     assert isinstance(started, RescaleStarted)
     assert started.reason == "b failed: its process has ended; c joined"
     book.complete_attempt(4)
-    assert (book.world, book.cluster.phase) == (["a", "c"], Phase.RUNNING)
+    assert (book.world, book.coordinator.phase) == (["a", "c"], Phase.RUNNING)
 
 
 def test_a_job_that_has_waited_for_too_long_is_aborted() -> None:
@@ -1430,7 +1430,7 @@ def test_a_job_without_a_worker_waits_for_its_first_one_as_long_as_that_takes() 
     book = Playbook(min_workers=2, min_workers_timeout_ms=60_000)
     book.join("a")
     book.leave("a")
-    assert book.cluster.due_at() == float("inf")
+    assert book.coordinator.due_at() == float("inf")
     book.time += 1_000
     assert kinds(book.join("b")) == ["WorkerJoined"]
     assert book.wait(59.0) == []
@@ -1446,7 +1446,7 @@ def test_a_job_that_waits_goes_on_when_fewer_are_needed() -> None:
     book = formed("a", "b", min_workers=2)
     book.die("b")
     book.wait(1.0)
-    book.cluster.configure({"min_workers": 1})
+    book.coordinator.configure({"min_workers": 1})
     assert kinds(book.wait(0.3)) == ["RescaleStarted"]
     assert book.complete_attempt().reason == "b failed: its process has ended"
 
@@ -1460,7 +1460,7 @@ def test_worker_that_leaves_in_good_order_is_no_failure() -> None:
     (started,) = book.wait(0.1)
     assert isinstance(started, RescaleStarted)
     assert started.reason == "b left: lunch"
-    assert (book.cluster.failure_budget.in_world, book.cluster.failure_budget.in_a_row) == (0, 0)
+    assert (book.coordinator.failure_budget.in_world, book.coordinator.failure_budget.in_a_row) == (0, 0)
 
 
 def test_a_joiner_may_go_again() -> None:
@@ -1473,7 +1473,7 @@ def test_a_joiner_may_go_again() -> None:
 def test_the_first_that_is_done_completes_the_job() -> None:
     book = formed("a", "b")
     assert book.leave("b", done=True, step=100) == [WorkerLeft("b", "training completed"), JobCompleted(100)]
-    assert book.cluster.phase is Phase.COMPLETED
+    assert book.coordinator.phase is Phase.COMPLETED
     assert book.leave("a", done=True, step=100) == [WorkerLeft("a", "training completed")]
 
 
@@ -1481,15 +1481,15 @@ def test_worker_that_is_not_in_the_world_cannot_complete_the_job() -> None:
     book = formed("a")
     book.join("b")
     assert book.leave("b", done=True, step=10**9) == [WorkerLeft("b", "training completed")]
-    assert (book.cluster.phase, book.cluster.training.current_step) == (Phase.RUNNING, 0)
+    assert (book.coordinator.phase, book.coordinator.training.current_step) == (Phase.RUNNING, 0)
 
 
 def test_evictions_are_no_failures_that_abort_a_job() -> None:
     book = formed("a", "b", "c", "d", max_consecutive_failures=1, failure_tolerance_percentage=0)
     for name in "bcd":
-        book.cluster.evict(name, book.now, "its host is needed")
+        book.coordinator.evict(name, book.now, "its host is needed")
     assert "JobAborted" not in kinds(book.wait(1.0))
-    assert (book.cluster.failure_budget.in_world, book.cluster.failure_budget.in_a_row) == (0, 0)
+    assert (book.coordinator.failure_budget.in_world, book.coordinator.failure_budget.in_a_row) == (0, 0)
     book.complete_attempt()
     assert book.world == ["a"]
     assert "JobAborted" in kinds(book.die("a")), "a death counts as before"
@@ -1498,19 +1498,19 @@ def test_evictions_are_no_failures_that_abort_a_job() -> None:
 def test_worker_that_was_told_to_go_and_does_not_answer_fails_and_counts_towards_no_limit() -> None:
     book = Playbook(rescale_timeout_ms=5_000)
     book.form_world("a", "b", "c")
-    book.cluster.drain("b", book.now, "the night")
+    book.coordinator.drain("b", book.now, "the night")
     book.die("c")
     book.wait(0.2)
     book.stop("a", stop=StopReport(5, True))
     book.wait(8.0)
     assert [fact.worker_id for fact in book.facts if isinstance(fact, WorkerFailed)] == ["c", "b"]
-    assert book.cluster.phase is Phase.RESCALING
+    assert book.coordinator.phase is Phase.RESCALING
     assert book.complete_attempt(5).removed == ["b", "c"]
 
 
 def test_an_evicted_worker_has_failed() -> None:
     book = formed("a", "b")
-    book.cluster.evict("b", book.now, "it smells")
+    book.coordinator.evict("b", book.now, "it smells")
     assert book.new_facts() == [WorkerFailed("b", 1, "evicted: it smells")]
     assert kinds(book.wait(0.1)) == ["RescaleStarted"]
 
@@ -1520,36 +1520,36 @@ def test_an_evicted_worker_has_failed() -> None:
 
 def test_training_rests_and_goes_on_again() -> None:
     book = formed("a")
-    book.cluster.pause(book.now, "lunch")
-    book.cluster.pause(book.now, "more lunch")
+    book.coordinator.pause(book.now, "lunch")
+    book.coordinator.pause(book.now, "more lunch")
     assert book.new_facts() == [JobPaused("lunch")]
     book.restart()
-    assert book.cluster.paused
-    book.cluster.resume(book.now, "coffee")
-    book.cluster.resume(book.now, "more coffee")
+    assert book.coordinator.paused
+    book.coordinator.resume(book.now, "coffee")
+    book.coordinator.resume(book.now, "more coffee")
     assert book.new_facts() == [JobResumed("coffee")]
-    assert not book.cluster.paused
+    assert not book.coordinator.paused
 
 
 def test_an_operator_may_have_a_rescale_at_once() -> None:
     book = formed("a")
     book.join("b")
-    book.cluster.rescale(book.now, "now please")
+    book.coordinator.rescale(book.now, "now please")
     started = book.new_facts()[-1]
     assert started == RescaleStarted(2, RescaleType.SCALE_UP, 2, ["b"], [], "now please; b joined")
 
 
 def test_a_rescale_that_is_wanted_twice_begins_anew() -> None:
     book = formed("a")
-    book.cluster.rescale(book.now, "once")
+    book.coordinator.rescale(book.now, "once")
     book.new_facts()
-    book.cluster.rescale(book.now, "twice")
+    book.coordinator.rescale(book.now, "twice")
     assert kinds(book.new_facts()) == ["RescaleAborted", "RescaleStarted"]
 
 
 def test_a_rescale_without_workers_is_refused() -> None:
     with pytest.raises(RequestRefused) as error:
-        Playbook().cluster.rescale(Moment(WALL_S, START_S), "a test")
+        Playbook().coordinator.rescale(Moment(WALL_S, START_S), "a test")
     assert refusal(error) == "workers_none"
 
 
@@ -1557,7 +1557,7 @@ def test_a_completed_job_cannot_be_aborted() -> None:
     book = formed("a")
     book.leave("a", done=True)
     with pytest.raises(RequestRefused) as error:
-        book.cluster.abort(book.now, "a test")
+        book.coordinator.abort(book.now, "a test")
     assert refusal(error) == "job_over"
     assert error.value.message == "job run is completed: training completed"
     assert book.new_facts() == []
@@ -1568,11 +1568,11 @@ def test_a_completed_job_cannot_be_aborted() -> None:
 def test_every_decision_has_a_reason_in_words_that_can_be_kept(act: str, reason: str) -> None:
     book = formed("a", "b")
     arguments = ("b", book.now, reason) if act in {"drain", "evict"} else (book.now, reason)
-    getattr(book.cluster, act)(*arguments)
+    getattr(book.coordinator, act)(*arguments)
     for fact in book.new_facts():
         said = getattr(fact, "reason", "nothing to say")
         assert 0 < len(said.strip()) <= REASON_CHARS_MAX + 50
-    assert book.cluster.reason or act in {"drain", "evict"}
+    assert book.coordinator.reason or act in {"drain", "evict"}
 
 
 def test_of_many_reasons_the_first_ones_are_told() -> None:
@@ -1583,7 +1583,7 @@ def test_of_many_reasons_the_first_ones_are_told() -> None:
     assert isinstance(started, RescaleStarted)
     assert started.reason.count("failed") == REASONS_MAX
     book.join(*[f"n{number}" for number in range(100)])
-    book.cluster.rescale(book.now, "more")
+    book.coordinator.rescale(book.now, "more")
     assert book.last(RescaleStarted).reason.endswith("n7 and 92 more joined")
 
 
@@ -1597,7 +1597,7 @@ def test_trouble_leads_to_another_world_of_the_same_workers() -> None:
     assert isinstance(started, RescaleStarted)
     assert (started.type, started.reason) == (RescaleType.REPLACE, "a cannot continue: it closed the connection")
     book.complete_attempt(3)
-    assert (book.world, book.cluster.generation) == (["a", "b"], 2)
+    assert (book.world, book.coordinator.generation) == (["a", "b"], 2)
 
 
 def test_trouble_in_an_older_world_or_from_outside_is_none() -> None:
@@ -1645,7 +1645,7 @@ def test_peer_reports_with_steps_in_between_evict_no_worker() -> None:
         book.wait(1.1)
         book.stop("a", "b", stop=StopReport(step, holds_state=True))
         assert book.world == ["a", "b"]
-    assert book.cluster.generation == 6
+    assert book.coordinator.generation == 6
 
 
 def test_where_no_worker_is_left_of_a_world_the_reason_says_so() -> None:
@@ -1754,7 +1754,7 @@ def test_a_hundred_rescales_do_not_drift() -> None:
         book.wait(0.1)
         book.complete_attempt(number)
     assert book.last(RescaleCompleted).delta.epoch == 201
-    assert (book.cluster.training.learning_rate, book.cluster.training.global_batch_size) == (0.1, 100)
+    assert (book.coordinator.training.learning_rate, book.coordinator.training.global_batch_size) == (0.1, 100)
 
 
 def test_a_base_in_the_settings_goes_before_that_of_the_first_world() -> None:
@@ -1779,8 +1779,8 @@ def test_the_base_outlives_the_daemon() -> None:
 def test_invalid_settings_change_nothing() -> None:
     book = formed("a")
     with pytest.raises(ConfigError):
-        book.cluster.configure({"min_workers": 0})
-    assert book.cluster.config.min_workers == 1
+        book.coordinator.configure({"min_workers": 0})
+    assert book.coordinator.config.min_workers == 1
 
 
 def test_a_spare_is_taken_in_when_there_may_be_more() -> None:
@@ -1788,7 +1788,7 @@ def test_a_spare_is_taken_in_when_there_may_be_more() -> None:
     book.join("a", "b")
     book.complete_attempt()
     book.wait(100.0)
-    book.cluster.configure({"max_workers": 2})
+    book.coordinator.configure({"max_workers": 2})
     assert kinds(book.wait(0.3)) == ["RescaleStarted"]
 
 
@@ -1801,7 +1801,7 @@ def test_workers_come_back_to_a_new_daemon_with_the_same_ranks_and_without_a_res
     assert book.wait(5.0) == []
     assert book.reconnect("c", "a", "b") == []
     assert book.wait(100.0) == []
-    assert (book.world, book.cluster.generation) == (["a", "b", "c"], 1)
+    assert (book.world, book.coordinator.generation) == (["a", "b", "c"], 1)
 
 
 def test_worker_that_does_not_come_back_to_a_new_daemon_within_the_grace_has_failed() -> None:
@@ -1836,16 +1836,16 @@ def test_a_daemon_that_dies_over_a_rescale_begins_it_again_when_all_are_back(sta
         book.stop("c", stop=StopReport(0, holds_state=False))
     book.restart()
     book.reconnect("a", "b")
-    assert book.cluster.attempt is None
+    assert book.coordinator.attempt is None
     with pytest.raises(RequestRefused):
         book.stop("a", stop=StopReport(3, holds_state=True), number=2)
     book.wait(1.0)
-    assert book.cluster.attempt is None
+    assert book.coordinator.attempt is None
     book.new_facts()
     (started,) = book.reconnect("c")
     assert isinstance(started, RescaleStarted)
     assert (started.attempt, started.added, started.reason) == (3, ["c"], "c joined")
-    assert (book.complete_attempt(3).step, book.cluster.generation) == (3, 2)
+    assert (book.complete_attempt(3).step, book.coordinator.generation) == (3, 2)
 
 
 def test_worker_that_does_not_come_back_to_a_rescale_is_left_out_of_it() -> None:
@@ -1894,7 +1894,7 @@ def test_generations_and_attempts_go_on_where_they_were() -> None:
     for number in range(2, 6):
         book.restart()
         book.reconnect("a")
-        book.cluster.rescale(book.now, "a test")
+        book.coordinator.rescale(book.now, "a test")
         completed = book.complete_attempt()
         assert (completed.attempt, completed.delta.base_epoch, completed.delta.epoch) == (number, number - 1, number)
 
@@ -1910,11 +1910,11 @@ def _crash_in_turn(book: Playbook, for_s: float) -> float:
     end = book.time + for_s
     while book.time < end:
         book.wait(0.1)
-        attempt = book.cluster.attempt
+        attempt = book.coordinator.attempt
         stood_s += 0.1 if attempt else 0.0
         if attempt is not None and attempt.stage is Stage.STOPPING:
             book.stop(*(name for name in "abc" if name not in attempt.stops), stop=StopReport(1, holds_state=True))
-        attempt = book.cluster.attempt
+        attempt = book.coordinator.attempt
         for name in lives:
             if attempt is not None and name in attempt and asked[name] != attempt.number:
                 asked[name], dies_at[name] = attempt.number, book.time + (3.0 if name == "x" else 5.0)
@@ -1933,7 +1933,7 @@ def test_joiners_that_die_in_turn_while_they_are_taken_in_do_not_keep_other_work
 ) -> None:
     book = formed("a", "b", "c", stability_window_ms=window_ms)
     assert _crash_in_turn(book, 1_200.0) < 240.0
-    assert book.cluster.phase is not Phase.ABORTED
+    assert book.coordinator.phase is not Phase.ABORTED
 
 
 def test_where_a_joiner_dies_in_an_attempt_other_workers_in_it_come_in_and_worker_that_came_later_waits() -> None:
@@ -1991,13 +1991,13 @@ def test_what_was_said_of_worker_that_is_in_no_world_any_more_counts_no_more() -
         book.report_peer("a", "x")
         book.wait(1.2)
         book.complete_attempt(0)
-    book.cluster.drain("x", book.now, "the night")
+    book.coordinator.drain("x", book.now, "the night")
     book.wait(0.1)
     book.complete_attempt(0)
-    assert (book.world, "x" in book.cluster.members) == (["a", "b"], True)
+    assert (book.world, "x" in book.coordinator.members) == (["a", "b"], True)
     book.report_peer("a", "b")
     book.wait(1.2)
-    assert book.cluster.phase is Phase.RESCALING
+    assert book.coordinator.phase is Phase.RESCALING
 
 
 # Time in which the daemon was stalled, or the job was paused.
@@ -2008,32 +2008,32 @@ def test_a_job_that_waits_is_not_given_up_for_the_time_in_which_the_daemon_did_n
     book.die("b")
     book.wait(1.0)
     book.stall_daemon(3_000.0)
-    assert not book.cluster.over
+    assert not book.coordinator.over
     book.wait(700.0)
-    assert book.cluster.over
+    assert book.coordinator.over
 
 
 def test_a_job_that_was_laid_to_rest_is_not_given_up_for_too_few_workers() -> None:
     book = formed("a", "b", min_workers=2)
-    book.cluster.pause(book.now, "maintenance")
+    book.coordinator.pause(book.now, "maintenance")
     book.die("b")
     book.wait(3_000.0)
-    book.cluster.resume(book.now, "")
+    book.coordinator.resume(book.now, "")
     book.wait(590.0)
-    assert not book.cluster.over
+    assert not book.coordinator.over
     book.wait(11.0)
-    assert book.cluster.over
+    assert book.coordinator.over
 
 
 def test_worker_that_is_stalled_already_goes_when_the_policy_becomes_so() -> None:
     book = formed("a", "b", stall_timeout_ms=5_000)
-    first = book.cluster.generation * COLLECTIVES_PER_WORLD
+    first = book.coordinator.generation * COLLECTIVES_PER_WORLD
     for second in range(1, 10):
         book.heartbeat("a", collective_seq=first + second)
         book.heartbeat("b", collective_seq=first + 1)
         book.wait(1.0, still=True)
     assert "WorkerStalled" in kinds(book.facts)
-    book.cluster.configure({**book.cluster.settings, "evict_stalled": True})
+    book.coordinator.configure({**book.coordinator.settings, "evict_stalled": True})
     book.wait(1.0, still=True)
     assert book.last(WorkerFailed).worker_id == "b"
 
@@ -2063,7 +2063,7 @@ def test_reported_death_counts_though_the_daemon_was_down() -> None:
     book.restart()
     book.reconnect("a", "d")
     book.die("b", "c")
-    assert book.cluster.phase is Phase.ABORTED
+    assert book.coordinator.phase is Phase.ABORTED
 
 
 def test_worker_that_was_back_and_is_lost_again_counts() -> None:
@@ -2073,12 +2073,12 @@ def test_worker_that_was_back_and_is_lost_again_counts() -> None:
     book.lose("b", "c")
     book.refuse_probe("b")
     book.refuse_probe("c")
-    assert book.cluster.phase is Phase.ABORTED
+    assert book.coordinator.phase is Phase.ABORTED
 
 
 def test_an_attempt_over_which_a_daemon_died_is_told_to_be_over_once() -> None:
     book = formed("a", "b")
-    book.cluster.rescale(book.now, "a test")
+    book.coordinator.rescale(book.now, "a test")
     book.settle()
     for _ in range(2):
         book.restart()
@@ -2112,11 +2112,11 @@ def test_steps_are_told_to_be_lost_with_the_last_that_said_in_an_attempt_that_th
 
 def test_a_job_is_given_up_behind_the_step_that_was_told_last() -> None:
     book = formed("a", "b", min_workers=2)
-    book.cluster.rescale(book.now, "a test")
+    book.coordinator.rescale(book.now, "a test")
     book.stop("a", "b", stop=StopReport(9, holds_state=True, finished=True))
-    book.cluster.rescale(book.now, "once more")
+    book.coordinator.rescale(book.now, "once more")
     book.stop("a", stop=StopReport(12, holds_state=True))
-    book.cluster.abort(book.now, "")
+    book.coordinator.abort(book.now, "")
     book.settle()
     assert book.last(JobAborted).step == 12
 
@@ -2128,12 +2128,12 @@ def test_worker_that_was_heard_by_this_daemon_did_not_go_before_it(heard: str) -
     book.reconnect("a", "d")
     book.heartbeat("b", "c") if heard == "its library" else book.pulse("b", "c")
     book.wait(20.0, silent="bc")
-    assert book.cluster.phase is Phase.ABORTED
+    assert book.coordinator.phase is Phase.ABORTED
 
 
 def test_however_many_joiners_have_died_the_next_one_is_taken_in_within_a_minute_or_so() -> None:
     book = formed("a")
-    book.cluster.failed_join_attempts = 100_000
+    book.coordinator.failed_join_attempts = 100_000
     book.join("b")
     book.wait(30.0 + 2.0**FAILED_JOINS_DOUBLED_MAX + 1.0, still=True)
     assert book.last(RescaleStarted).added == ["b"]
@@ -2141,7 +2141,7 @@ def test_however_many_joiners_have_died_the_next_one_is_taken_in_within_a_minute
 
 def test_an_attempt_that_its_own_world_breaks_keeps_no_joiner_out() -> None:
     book = formed("a", "b", use_synchronous_rescaling=False, max_workers=4)
-    for member in book.cluster.members.values():
+    for member in book.coordinator.members.values():
         member.with_data = True
     book.join("x")
     book.wait(31.0)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from forged.elastic.coordinator.job_coordinator import Cluster
+from forged.elastic.coordinator.job_coordinator import JobCoordinator
 from forged.elastic.coordinator.records import changed_records, restore
 from forged.elastic.failure_detector.detector import SCAN_INTERVAL_S
 from forged.elastic.membership.member import COLLECTIVES_PER_WORLD, Member
@@ -35,7 +35,7 @@ from forged.elastic.rescale.attempt import Stage, StopReport, choose_source
 from forged.elastic.rescale.ranks import assign_ranks
 from forged.errors import RequestRefused, Unavailable
 from forged.kernel.messages import Fact
-from tests.elastic.cluster_playbook import JOB, START_S, WALL_S, incarnation, newcomer
+from tests.elastic.coordinator_playbook import JOB, START_S, WALL_S, incarnation, newcomer
 
 NAMES = [f"w{number}" for number in range(6)]
 SETTLED_WITHIN_S = 200.0
@@ -129,7 +129,7 @@ class Histories(RuleBasedStateMachine):
         synchronous: bool,
     ) -> None:
         self.with_data = set(with_data)
-        self.cluster = Cluster(
+        self.coordinator = JobCoordinator(
             JOB,
             {
                 "use_synchronous_rescaling": synchronous,
@@ -154,17 +154,17 @@ class Histories(RuleBasedStateMachine):
 
     @property
     def phase(self) -> Phase:
-        return self.cluster.phase
+        return self.coordinator.phase
 
     # Workers that join, leave and die.
 
     @rule(name=st.sampled_from(NAMES))
     def start_a_worker(self, name: str) -> None:
         """A new process under a name that may be another's still."""
-        known = self.cluster.members.get(name)
-        was_over = self.cluster.over
+        known = self.coordinator.members.get(name)
+        was_over = self.coordinator.over
         life = self.lives[name] + 1
-        code = refused(lambda: self.cluster.join(self.newcomer(name, life), self.now))
+        code = refused(lambda: self.coordinator.join(self.newcomer(name, life), self.now))
         if was_over:
             assert code == "job_over"
         elif known is not None:
@@ -184,7 +184,7 @@ class Histories(RuleBasedStateMachine):
     def start_several_and_let_them_train(self, names: set[str]) -> None:
         for name in sorted(names):
             self.start_a_worker(name)
-        self.pass_time(self.cluster.config.stability_window_s)
+        self.pass_time(self.coordinator.config.stability_window_s)
         self.answer_all()
         self.meet()
         self.train(set(NAMES), finished=True)
@@ -193,33 +193,33 @@ class Histories(RuleBasedStateMachine):
     def say_hello_again(self, name: str) -> None:
         """The same process registers again: that changes nothing."""
         process = self.processes.get(name)
-        if process is None or not self.is_member(process) or not process.connected or self.cluster.over:
+        if process is None or not self.is_member(process) or not process.connected or self.coordinator.over:
             return
-        before = list(self.cluster.members)
-        self.cluster.join(self.newcomer(name, process.life), self.now)
-        assert list(self.cluster.members) == before
-        assert not [fact for fact in self.cluster.outbox.facts if isinstance(fact, WorkerJoined)]
+        before = list(self.coordinator.members)
+        self.coordinator.join(self.newcomer(name, process.life), self.now)
+        assert list(self.coordinator.members) == before
+        assert not [fact for fact in self.coordinator.outbox.facts if isinstance(fact, WorkerJoined)]
         self.settle()
 
     @rule(name=st.sampled_from(NAMES), done=st.sampled_from([False, False, False, True]))
     def leave(self, name: str, done: bool) -> None:
         process = self.living(name)
         if process is not None:
-            done = done and process.world == self.cluster.generation and not process.finished
-            self.cluster.leave(name, process.incarnation, self.now, reason="", done=done, step=process.step)
+            done = done and process.world == self.coordinator.generation and not process.finished
+            self.coordinator.leave(name, process.incarnation, self.now, reason="", done=done, step=process.step)
             if self.settle():
                 process.alive = process.connected = False
 
     @rule(name=st.sampled_from(NAMES))
     def leave_if_it_may(self, name: str) -> None:
         """What a worker does that was told to go."""
-        process, member = self.living(name), self.cluster.members.get(name)
+        process, member = self.living(name), self.coordinator.members.get(name)
         if process is None or member is None or not (self.is_member(process) and process.connected):
             return
-        if member.drain_reason is None or not self.cluster.may_leave(member):
+        if member.drain_reason is None or not self.coordinator.may_leave(member):
             return
-        others = [one for one in self.cluster.members.values() if one is not member]
-        if not self.cluster.over and self.has_all(process) and any(one.drain_reason is None for one in others):
+        others = [one for one in self.coordinator.members.values() if one is not member]
+        if not self.coordinator.over and self.has_all(process) and any(one.drain_reason is None for one in others):
             reached = [self.processes[one.id] for one in others if one.connected]
             assert any(self.has_all(other) for other in reached), "it takes the only state along"
         self.leave(name, done=False)
@@ -227,10 +227,10 @@ class Histories(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def part(self, name: str) -> None:
         """One that was told to go, and may, saves what it has first."""
-        process, member = self.living(name), self.cluster.members.get(name)
+        process, member = self.living(name), self.coordinator.members.get(name)
         if process is None or member is None or not (self.is_member(process) and process.connected):
             return
-        process.last_step_done = member.drain_reason is not None and self.cluster.may_leave(member)
+        process.last_step_done = member.drain_reason is not None and self.coordinator.may_leave(member)
         self.beat(name, by_pulse=False)
 
     @rule(name=st.sampled_from(NAMES), told=st.booleans())
@@ -241,7 +241,7 @@ class Histories(RuleBasedStateMachine):
             process.alive = False
             self.break_connection(name)
             if told:
-                self.cluster.died(name, process.incarnation, self.now, "its process has ended")
+                self.coordinator.died(name, process.incarnation, self.now, "its process has ended")
                 self.settle()
 
     @rule(name=st.sampled_from(NAMES))
@@ -250,7 +250,7 @@ class Histories(RuleBasedStateMachine):
         if process is not None and process.connected:
             process.connected = False
             if self.is_member(process):
-                self.cluster.connection_lost(name, self.now)
+                self.coordinator.connection_lost(name, self.now)
                 self.settle()
 
     @rule(name=st.sampled_from(NAMES))
@@ -259,14 +259,14 @@ class Histories(RuleBasedStateMachine):
         if process is not None and not process.connected:
             process.connected = True
             if self.is_member(process):
-                self.cluster.connection_restored(name, self.now)
+                self.coordinator.connection_restored(name, self.now)
                 self.settle()
 
     @rule(name=st.sampled_from(NAMES))
     def probe(self, name: str) -> None:
         process = self.processes.get(name)
         if process is not None:
-            self.cluster.probed(name, process.incarnation, self.now, refused=not process.alive)
+            self.coordinator.probed(name, process.incarnation, self.now, refused=not process.alive)
             self.settle()
 
     # What workers do.
@@ -275,33 +275,33 @@ class Histories(RuleBasedStateMachine):
     def answer(self, name: str) -> None:
         """Do the next thing that an attempt wants of a worker."""
         process = self.living(name)
-        attempt = self.cluster.attempt
+        attempt = self.coordinator.attempt
         if process is None or attempt is None or name not in attempt.members or not process.connected:
             return
         if not self.is_member(process):
             return
         if process.answered < attempt.number and attempt.stage is Stage.STOPPING:
             stop = StopReport(process.step, process.holds_state, process.holds_state and process.finished, 0, 0.1, 32)
-            self.cluster.stopped(name, process.incarnation, attempt.number, stop, self.now)
+            self.coordinator.stopped(name, process.incarnation, attempt.number, stop, self.now)
             if self.settle():
                 process.answered = attempt.number
-                process.world = process.world if self.cluster.attempt is None else 0
+                process.world = process.world if self.coordinator.attempt is None else 0
         elif attempt.stage is not Stage.STOPPING and name in attempt.unready:
             before = process.step, process.finished, process.holds_state
             if name in attempt.state_receivers:
                 if not self.processes[attempt.source].alive:
                     return
                 process.step, process.finished, process.holds_state = attempt.step, False, True
-            self.cluster.ready(name, process.incarnation, attempt.number, self.now)
+            self.coordinator.ready(name, process.incarnation, attempt.number, self.now)
             if not self.settle():
                 process.step, process.finished, process.holds_state = before
 
     @rule()
     def meet(self) -> None:
         """All members of an asynchronous world meet and agree on the state source."""
-        world = [self.processes.get(worker.id) for worker in self.cluster.membership.topology.workers]
+        world = [self.processes.get(worker.id) for worker in self.coordinator.membership.topology.workers]
         members = [process for process in world if process is not None and self.may_meet(process)]
-        if not members or len(members) < len(world) or self.met == self.cluster.generation:
+        if not members or len(members) < len(world) or self.met == self.coordinator.generation:
             return
         if self.phase is Phase.RUNNING:
             stops = {
@@ -316,7 +316,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), leaves=st.booleans())
     def go_while_the_others_answer(self, name: str, leaves: bool) -> None:
-        if self.cluster.attempt is None:
+        if self.coordinator.attempt is None:
             self.want("rescale", "a test")
         self.answer(name)
         if leaves:
@@ -328,11 +328,11 @@ class Histories(RuleBasedStateMachine):
     @rule(heard=st.sets(st.sampled_from(NAMES)), finished=st.booleans())
     def train(self, heard: set[str], finished: bool) -> None:
         """All finish a step, and these hear that it is committed; or one does not finish, and no worker hears it."""
-        world = [self.processes.get(worker.id) for worker in self.cluster.membership.topology.workers]
+        world = [self.processes.get(worker.id) for worker in self.coordinator.membership.topology.workers]
         members = [process for process in world if process is not None]
         able = all(self.trains(process) for process in members) and len(members) == len(world)
-        able = able and self.met == self.cluster.generation
-        if not able or not members or self.phase is not Phase.RUNNING or self.cluster.paused:
+        able = able and self.met == self.coordinator.generation
+        if not able or not members or self.phase is not Phase.RUNNING or self.coordinator.paused:
             return
         if not finished:
             for process in members[1:]:
@@ -353,7 +353,7 @@ class Histories(RuleBasedStateMachine):
         if process is None:
             return
         if by_pulse:
-            self.cluster.pulse(name, process.incarnation, process.step, self.collective_seq(process), 1.0, self.now)
+            self.coordinator.pulse(name, process.incarnation, process.step, self.collective_seq(process), 1.0, self.now)
         elif process.connected:
             self.say_how_far(process)
         self.settle()
@@ -363,9 +363,9 @@ class Histories(RuleBasedStateMachine):
         """A worker says that it does not reach another one; it may be wrong, or late."""
         process = self.living(name)
         if process is not None and process.connected:
-            generation = self.cluster.generation - back
+            generation = self.coordinator.generation - back
             why = f"{peer} is away"
-            self.cluster.peer_report(name, process.incarnation, generation, self.now, peer=peer, reason=why)
+            self.coordinator.peer_report(name, process.incarnation, generation, self.now, peer=peer, reason=why)
             self.settle()
 
     @rule(name=st.sampled_from(NAMES), back=st.integers(1, 2))
@@ -373,11 +373,11 @@ class Histories(RuleBasedStateMachine):
         process = self.living(name)
         if process is None:
             return
-        number, stop = self.cluster.attempts - back, StopReport(0, holds_state=False)
+        number, stop = self.coordinator.attempts - back, StopReport(0, holds_state=False)
         known = process.incarnation
-        assert refused(lambda: self.cluster.stopped(name, known, number, stop, self.now)) == "attempt_over"
-        assert refused(lambda: self.cluster.ready(name, known, number, self.now)) == "attempt_over"
-        assert not self.cluster.outbox
+        assert refused(lambda: self.coordinator.stopped(name, known, number, stop, self.now)) == "attempt_over"
+        assert refused(lambda: self.coordinator.ready(name, known, number, self.now)) == "attempt_over"
+        assert not self.coordinator.outbox
 
     @rule(name=st.sampled_from(NAMES))
     def a_former_life_speaks(self, name: str) -> None:
@@ -386,29 +386,29 @@ class Histories(RuleBasedStateMachine):
         if process is None or process.life == 1 or not self.is_member(process):
             return
         earlier = incarnation(name, process.life - 1)
-        self.cluster.leave(name, earlier, self.now, reason="", done=True, step=10**6)
-        self.cluster.died(name, earlier, self.now, "it ended")
-        self.cluster.heartbeat(name, earlier, 10**6, 10**6, self.now)
-        self.cluster.pulse(name, earlier, 10**6, 10**6, 1.0, self.now)
-        self.cluster.peer_report(name, earlier, self.cluster.generation, self.now, peer="", reason="")
-        self.cluster.probed(name, earlier, self.now, refused=True)
-        assert not self.cluster.outbox
+        self.coordinator.leave(name, earlier, self.now, reason="", done=True, step=10**6)
+        self.coordinator.died(name, earlier, self.now, "it ended")
+        self.coordinator.heartbeat(name, earlier, 10**6, 10**6, self.now)
+        self.coordinator.pulse(name, earlier, 10**6, 10**6, 1.0, self.now)
+        self.coordinator.peer_report(name, earlier, self.coordinator.generation, self.now, peer="", reason="")
+        self.coordinator.probed(name, earlier, self.now, refused=True)
+        assert not self.coordinator.outbox
 
     # What operators do.
 
     @rule(name=st.sampled_from(NAMES), evict=st.booleans(), reason=st.sampled_from(["", "maintenance"]))
     def send_away(self, name: str, evict: bool, reason: str) -> None:
-        act = self.cluster.evict if evict else self.cluster.drain
-        is_known = name in self.cluster.members
+        act = self.coordinator.evict if evict else self.coordinator.drain
+        is_known = name in self.coordinator.members
         assert refused(lambda: act(name, self.now, reason)) == ("" if is_known else "worker_unknown")
         self.settle()
 
     @rule(names=st.sets(st.sampled_from(NAMES)), joins=st.sampled_from([*NAMES, None]), answers=st.booleans())
     def send_several_away(self, names: set[str], joins: str | None, answers: bool) -> None:
         """These workers drain, a joiner may come, and they try to leave."""
-        for name in sorted(names & self.cluster.members.keys()):
+        for name in sorted(names & self.coordinator.members.keys()):
             self.send_away(name, evict=False, reason="the night")
-        if joins is not None and joins not in self.cluster.members:
+        if joins is not None and joins not in self.coordinator.members:
             self.start_a_worker(joins)
         self.pass_time(1.0)
         for name in sorted(names):
@@ -418,9 +418,9 @@ class Histories(RuleBasedStateMachine):
 
     @rule(what=st.sampled_from(["pause", "resume", "rescale"]), reason=st.sampled_from(["", "a test"]))
     def want(self, what: str, reason: str) -> None:
-        act = {"pause": self.cluster.pause, "resume": self.cluster.resume, "rescale": self.cluster.rescale}[what]
-        expected = "job_over" if self.cluster.over else ""
-        if what == "rescale" and not self.cluster.over and not self.cluster.members:
+        act = getattr(self.coordinator, what)
+        expected = "job_over" if self.coordinator.over else ""
+        if what == "rescale" and not self.coordinator.over and not self.coordinator.members:
             expected = "workers_none"
         assert refused(lambda: act(self.now, reason)) == expected
         self.settle()
@@ -429,7 +429,7 @@ class Histories(RuleBasedStateMachine):
     def abort(self, chance: int) -> None:
         if chance == 30:
             is_done = self.phase is Phase.COMPLETED
-            assert refused(lambda: self.cluster.abort(self.now, "")) == ("job_over" if is_done else "")
+            assert refused(lambda: self.coordinator.abort(self.now, "")) == ("job_over" if is_done else "")
             self.settle()
 
     # Time, and what happens to the daemon.
@@ -460,28 +460,28 @@ class Histories(RuleBasedStateMachine):
         """What is decided next will not have happened."""
         self.store_fails = True
 
-    @precondition(lambda self: self.cluster.members)
+    @precondition(lambda self: self.coordinator.members)
     @rule(least=st.integers(1, 3), most=st.sampled_from([3, 5, 100]))
     def change_settings(self, least: int, most: int) -> None:
-        self.cluster.configure({**self.cluster.settings, "min_workers": least, "max_workers": most})
-        self.cluster.outbox.job = True
+        self.coordinator.configure({**self.coordinator.settings, "min_workers": least, "max_workers": most})
+        self.coordinator.outbox.job = True
         self.settle()
 
     # What has to be so.
 
     def settle(self) -> bool:
         """Store and tell what has come out; False when the store failed, and nothing of it has happened."""
-        if self.store_fails and self.cluster.outbox:
+        if self.store_fails and self.coordinator.outbox:
             self.store_fails = False
             self.reload()
             return False
-        for key, value in changed_records(self.cluster).items():
+        for key, value in changed_records(self.coordinator).items():
             if value is None:
                 self.stored.pop(key, None)
             else:
                 self.stored[key] = value
-        out = self.cluster.outbox.take()
-        self.cluster.is_stored = self.cluster.is_stored or bool(self.stored)
+        out = self.coordinator.outbox.take()
+        self.coordinator.is_stored = self.coordinator.is_stored or bool(self.stored)
         self.newest = out.facts
         for fact in out.facts:
             self.hear(fact)
@@ -521,8 +521,8 @@ class Histories(RuleBasedStateMachine):
         self.told.attempt = fact
         survivors = len(self.told.topology.workers) - len(fact.removed)
         assert fact.world_size == survivors + len(fact.added)
-        assert self.cluster.config.min_workers <= fact.world_size
-        assert not fact.added or fact.world_size <= self.cluster.config.max_workers
+        assert self.coordinator.config.min_workers <= fact.world_size
+        assert not fact.added or fact.world_size <= self.coordinator.config.max_workers
 
     def hear_commit(self, fact: RescaleCompleted) -> None:
         started, told = self.told.attempt, self.told
@@ -567,27 +567,29 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def what_was_told_is_what_is(self) -> None:
-        if not hasattr(self, "cluster"):
+        if not hasattr(self, "coordinator"):
             return
-        cluster = self.cluster
-        assert cluster.membership.topology.workers == self.told.topology.workers
-        assert cluster.generation == self.told.topology.epoch == len(self.told.worlds)
-        assert list(cluster.membership.world) == [worker.id for worker in cluster.membership.topology.workers]
-        assert cluster.over == self.told.over
-        assert (cluster.phase is Phase.RESCALING) or cluster.attempt is None
-        if cluster.attempt is not None:
-            missing = set(cluster.attempt.members) - cluster.members.keys()
-            assert not missing or cluster.member_is_missing, "an attempt waits for a worker that is gone"
-        if self.phase is Phase.RUNNING and cluster.attempt is None:
-            assert cluster.membership.is_complete or cluster.member_is_missing, "a world trains on without a member"
+        coordinator = self.coordinator
+        assert coordinator.membership.topology.workers == self.told.topology.workers
+        assert coordinator.generation == self.told.topology.epoch == len(self.told.worlds)
+        assert list(coordinator.membership.world) == [worker.id for worker in coordinator.membership.topology.workers]
+        assert coordinator.over == self.told.over
+        assert (coordinator.phase is Phase.RESCALING) or coordinator.attempt is None
+        if coordinator.attempt is not None:
+            missing = set(coordinator.attempt.members) - coordinator.members.keys()
+            assert not missing or coordinator.member_is_missing, "an attempt waits for a worker that is gone"
+        if self.phase is Phase.RUNNING and coordinator.attempt is None:
+            assert coordinator.membership.is_complete or coordinator.member_is_missing, (
+                "a world trains on without a member"
+            )
 
     @invariant()
     def what_is_stored_is_what_is(self) -> None:
-        if not hasattr(self, "cluster") or self.cluster.outbox or not self.stored:
+        if not hasattr(self, "coordinator") or self.coordinator.outbox or not self.stored:
             return
         other = restore(JOB, sorted(self.stored.items()), self.now)
         assert other is not None
-        ours = self.cluster
+        ours = self.coordinator
         for name in ("settings", "key", "phase", "paused", "attempts", "failure_budget", "rescale_reasons"):
             assert getattr(other, name) == getattr(ours, name), name
         assert (other.membership.topology, other.membership.world) == (ours.membership.topology, ours.membership.world)
@@ -601,16 +603,16 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def the_daemon_can_rest(self) -> None:
-        if hasattr(self, "cluster"):
+        if hasattr(self, "coordinator"):
             self.tick()
 
     def teardown(self) -> None:
         """Nothing more goes wrong: the job comes to rest."""
-        if not hasattr(self, "cluster"):
+        if not hasattr(self, "coordinator"):
             return
         self.store_fails = False
-        if self.cluster.paused and not self.cluster.over:
-            self.cluster.resume(self.now, "")
+        if self.coordinator.paused and not self.coordinator.over:
+            self.coordinator.resume(self.now, "")
             self.settle()
         end = self.time + SETTLED_WITHIN_S
         while self.time < end and not self.at_rest():
@@ -621,38 +623,38 @@ class Histories(RuleBasedStateMachine):
             for name in NAMES:
                 self.leave_if_it_may(name)
             self.pass_time(0.5)
-        assert self.at_rest(), f"{self.phase} for ever: {self.cluster.reason}"
+        assert self.at_rest(), f"{self.phase} for ever: {self.coordinator.reason}"
 
     def at_rest(self) -> bool:
-        cluster = self.cluster
-        if cluster.over:
+        coordinator = self.coordinator
+        if coordinator.over:
             return True
         alive = [process for process in self.processes.values() if process.alive and self.is_member(process)]
-        if len(alive) != len(cluster.members):
+        if len(alive) != len(coordinator.members):
             return False
-        willing = sum(member.drain_reason is None for member in cluster.members.values())
-        enough = willing >= cluster.config.min_workers
-        if enough and willing < len(cluster.members):
+        willing = sum(member.drain_reason is None for member in coordinator.members.values())
+        enough = willing >= coordinator.config.min_workers
+        if enough and willing < len(coordinator.members):
             # Draining workers have left, if enough workers remain.
             return False
         if self.phase is Phase.RUNNING:
-            taken_in = sum(process.world == cluster.generation for process in alive)
-            full = len(cluster.membership.world) >= cluster.config.max_workers
-            is_whole = taken_in == len(cluster.membership.world)
+            taken_in = sum(process.world == coordinator.generation for process in alive)
+            full = len(coordinator.membership.world) >= coordinator.config.max_workers
+            is_whole = taken_in == len(coordinator.membership.world)
             return is_whole and (willing == taken_in or full or not enough)
         return self.phase in {Phase.FORMING, Phase.WAITING} and not enough
 
     # Small things.
 
     def tick(self) -> None:
-        self.cluster.tick(self.now)
-        assert self.cluster.due_at() > self.time, "the service would never rest"
+        self.coordinator.tick(self.now)
+        assert self.coordinator.due_at() > self.time, "the service would never rest"
         self.settle()
 
     def pass_time(self, seconds: float) -> None:
         end = self.time + seconds
         while self.time < end:
-            self.time = min(end, self.time + SCAN_INTERVAL_S, max(self.time, self.cluster.due_at()))
+            self.time = min(end, self.time + SCAN_INTERVAL_S, max(self.time, self.coordinator.due_at()))
             self.hear_all()
             self.tick()
 
@@ -665,7 +667,7 @@ class Histories(RuleBasedStateMachine):
     def reload(self) -> None:
         self.time += 0.1
         found = restore(JOB, sorted(self.stored.items()), self.now)
-        self.cluster = found or Cluster(JOB, self.cluster.settings)
+        self.coordinator = found or JobCoordinator(JOB, self.coordinator.settings)
         for process in self.processes.values():
             process.connected = False
 
@@ -676,7 +678,7 @@ class Histories(RuleBasedStateMachine):
 
     def say_how_far(self, process: Process) -> None:
         """A heartbeat."""
-        self.cluster.heartbeat(
+        self.coordinator.heartbeat(
             process.name,
             process.incarnation,
             process.step,
@@ -695,7 +697,7 @@ class Histories(RuleBasedStateMachine):
         return process.alive and self.is_member(process) and process.holds_state and steps >= self.committed > 0
 
     def may_meet(self, process: Process) -> bool:
-        is_there = process.alive and self.is_member(process) and process.world == self.cluster.generation
+        is_there = process.alive and self.is_member(process) and process.world == self.coordinator.generation
         return is_there and not process.last_step_done
 
     def living(self, name: str) -> Process | None:
@@ -703,7 +705,7 @@ class Histories(RuleBasedStateMachine):
         return process if process is not None and process.alive else None
 
     def is_member(self, process: Process) -> bool:
-        member = self.cluster.members.get(process.name)
+        member = self.coordinator.members.get(process.name)
         return member is not None and member.incarnation == process.incarnation
 
     def trains(self, process: Process) -> bool:

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from forged.elastic.coordinator.job_coordinator import Cluster
+from forged.elastic.coordinator.job_coordinator import JobCoordinator
 from forged.elastic.coordinator.records import changed_records, job_of, restore
 from forged.elastic.phases import Phase
 from forged.elastic.rescale.attempt import StopReport
-from tests.elastic.cluster_playbook import (
+from tests.elastic.coordinator_playbook import (
     JOB,
     WINDOW_S,
     Playbook,
@@ -17,7 +17,7 @@ from tests.elastic.cluster_playbook import (
 
 def changed(book: Playbook) -> set[str]:
     """What is about to be written, without what is common to all keys."""
-    return {key.removeprefix(f"elastic/{JOB}/") for key in changed_records(book.cluster)}
+    return {key.removeprefix(f"elastic/{JOB}/") for key in changed_records(book.coordinator)}
 
 
 def test_a_key_names_its_job() -> None:
@@ -27,19 +27,19 @@ def test_a_key_names_its_job() -> None:
 
 def test_what_changes_nothing_writes_nothing() -> None:
     book = formed("a", "b")
-    book.cluster.heartbeat("a", incarnation("a"), 5, 50, book.now)
-    book.cluster.pulse("a", incarnation("a"), 5, 50, 1.0, book.now)
-    book.cluster.tick(book.now)
-    assert not book.cluster.outbox
-    assert changed_records(book.cluster) == {}
+    book.coordinator.heartbeat("a", incarnation("a"), 5, 50, book.now)
+    book.coordinator.pulse("a", incarnation("a"), 5, 50, 1.0, book.now)
+    book.coordinator.tick(book.now)
+    assert not book.coordinator.outbox
+    assert changed_records(book.coordinator) == {}
 
 
 def test_the_first_worker_writes_the_cluster_and_itself_and_the_next_one_only_itself() -> None:
     book = Playbook()
-    book.cluster.join(newcomer("a"), book.now)
+    book.coordinator.join(newcomer("a"), book.now)
     assert changed(book) == {"cluster", "member/a"}
     book.settle()
-    book.cluster.join(newcomer("b"), book.now)
+    book.coordinator.join(newcomer("b"), book.now)
     assert changed(book) == {"member/b"}
 
 
@@ -47,30 +47,30 @@ def test_a_commit_writes_the_world_and_no_member() -> None:
     book = Playbook()
     book.join("a")
     book.wait(WINDOW_S)
-    book.cluster.stopped("a", incarnation("a"), 1, StopReport(0, holds_state=False), book.now)
+    book.coordinator.stopped("a", incarnation("a"), 1, StopReport(0, holds_state=False), book.now)
     assert changed(book) == {"cluster", "world"}
 
 
 def test_worker_that_goes_is_deleted() -> None:
     book = formed("a", "b")
-    book.cluster.leave("b", incarnation("b"), book.now, reason="", done=False, step=0)
-    assert changed_records(book.cluster)["elastic/run/member/b"] is None
+    book.coordinator.leave("b", incarnation("b"), book.now, reason="", done=False, step=0)
+    assert changed_records(book.coordinator)["elastic/run/member/b"] is None
 
 
 def test_what_comes_back_is_what_was_there() -> None:
     book = Playbook(min_workers=2, lr_adaptation_strategy="square_root", base_learning_rate=0.5, note="mine")
     member = newcomer("c")
     member.pid, member.host, member.local_world_size, member.attributes = 77, "host-c", 4, {"gpu": "8"}
-    book.cluster.join(member, book.now)
+    book.coordinator.join(member, book.now)
     book.form_world("a", "b", step=3, learning_rate=0.1, global_batch_size=64)
-    book.cluster.drain("b", book.now, "maintenance")
-    book.cluster.pause(book.now, "lunch")
-    book.cluster.adopt_shared_config({"dataset": {"samples": 100}})
+    book.coordinator.drain("b", book.now, "maintenance")
+    book.coordinator.pause(book.now, "lunch")
+    book.coordinator.adopt_shared_config({"dataset": {"samples": 100}})
     book.die("c")
     book.settle()
-    before, known = book.cluster, dict(book.cluster.members)
+    before, known = book.coordinator, dict(book.coordinator.members)
     book.restart()
-    after = book.cluster
+    after = book.coordinator
     for name in (
         "settings",
         "key",
@@ -104,7 +104,7 @@ def test_what_is_known_by_evidence_has_to_come_back_as_evidence() -> None:
     book = formed("a")
     book.pulse("a", step=9, collective_seq=90)
     book.restart()
-    member = book.cluster.members["a"]
+    member = book.coordinator.members["a"]
     assert (member.step, member.collective_seq, member.heard_at, member.pulse_at, member.cpu_s) == (
         0,
         0,
@@ -134,16 +134,16 @@ def test_a_job_without_a_world_has_none_afterwards() -> None:
     book = Playbook()
     book.join("a")
     book.restart()
-    assert (book.cluster.phase, book.cluster.membership.world, book.cluster.generation) == (
+    assert (book.coordinator.phase, book.coordinator.membership.world, book.coordinator.generation) == (
         Phase.FORMING,
         {},
         0,
     )
-    assert book.cluster.members["a"].worker == worker_of("a")
+    assert book.coordinator.members["a"].worker == worker_of("a")
 
 
 def test_a_cluster_that_is_new_is_not_known_to_the_store() -> None:
-    assert not Cluster(JOB, {}).is_stored
+    assert not JobCoordinator(JOB, {}).is_stored
     book = formed("a")
     book.restart()
-    assert book.cluster.is_stored
+    assert book.coordinator.is_stored

@@ -20,7 +20,7 @@ from forged.elastic.rescale.attempt import RECEIVED_BYTES_MIN, Attempt, Stage, S
 from forged.elastic.status.stall_report import describe_stall
 from forged.errors import RequestRefused
 from forged.jobs.model import SettingValue
-from tests.elastic.cluster_playbook import Playbook, incarnation, newcomer
+from tests.elastic.coordinator_playbook import Playbook, incarnation, newcomer
 
 SOON: dict[str, SettingValue] = {"stability_window_ms": 0, "failure_window_ms": 0}
 
@@ -29,7 +29,7 @@ def join(book: Playbook, *names: str, with_data: bool = True) -> None:
     for name in names:
         member = newcomer(name, now=book.time)
         member.with_data = with_data
-        book.cluster.join(member, book.now)
+        book.coordinator.join(member, book.now)
         book.settle()
 
 
@@ -40,7 +40,7 @@ def formed(*names: str, least: int = 0, **settings: SettingValue) -> Playbook:
     book.wait(0.1)
     book.complete_attempt()
     book.new_facts()
-    book.cluster.configure({**book.cluster.settings, "min_workers": least or len(names)})
+    book.coordinator.configure({**book.coordinator.settings, "min_workers": least or len(names)})
     return book
 
 
@@ -50,7 +50,7 @@ def stop(book: Playbook, *names: str) -> None:
 
 def members(book: Playbook, name: str) -> tuple[list[str], list[str]]:
     """The target and the leavers of the attempt, as a worker is told."""
-    found = book.cluster.attempt_members(name, incarnation(name))
+    found = book.coordinator.attempt_members(name, incarnation(name))
     return [worker.id for worker in found.target], [worker.id for worker in found.leaving]
 
 
@@ -58,8 +58,8 @@ def report_progress(
     book: Playbook, *names: str, state: int = 0, data: int = 0, waits: bool = False, trouble: str = ""
 ) -> None:
     for name in names:
-        number = book.cluster.attempts
-        book.cluster.attempt_progress(
+        number = book.coordinator.attempts
+        book.coordinator.attempt_progress(
             name, incarnation(name), number, (state, data), book.now, is_waiting=waits, problem=trouble
         )
 
@@ -78,13 +78,13 @@ def wait_saying(book: Playbook, seconds: int, *names: str, silent: Sequence[str]
 class TestCommit:
     def test_waits_for_all_workers_that_hold_data_though_they_have_the_state(self) -> None:
         book = formed("a", "b")
-        book.cluster.rescale(book.now, "a wish")
+        book.coordinator.rescale(book.now, "a wish")
         stop(book, "a", "b")
-        attempt = book.cluster.attempt
+        attempt = book.coordinator.attempt
         assert attempt is not None
         assert (attempt.stage, attempt.waiting_for) == (Stage.SYNCHRONISING, ["a", "b"])
         book.ready("a")
-        assert book.cluster.attempt is attempt
+        assert book.coordinator.attempt is attempt
         book.ready("b")
         assert book.last(RescaleCompleted).attempt == attempt.number
 
@@ -94,31 +94,31 @@ class TestCommit:
         join(book, "b", with_data=False)
         book.wait(0.1)
         book.complete_attempt()
-        book.cluster.rescale(book.now, "a wish")
+        book.coordinator.rescale(book.now, "a wish")
         stop(book, "a", "b")
-        attempt = book.cluster.attempt
+        attempt = book.coordinator.attempt
         assert attempt is not None
         assert attempt.waiting_for == ["a"]
 
     def test_does_not_go_ahead_of_data_though_no_worker_is_to_stop(self) -> None:
         book = formed("a", use_synchronous_rescaling=False)
-        before = book.cluster.generation
-        book.cluster.rescale(book.now, "a wish")
-        assert book.cluster.attempt is not None
-        assert book.cluster.generation == before
+        before = book.coordinator.generation
+        book.coordinator.rescale(book.now, "a wish")
+        assert book.coordinator.attempt is not None
+        assert book.coordinator.generation == before
         book.ready("a")
-        assert book.cluster.generation == before + 1
+        assert book.coordinator.generation == before + 1
 
 
 def trains_on(*names: str, **settings: SettingValue) -> Playbook:
     """An asynchronous world in which all hold data; some of them may drain."""
     book = formed(*names, use_synchronous_rescaling=False)
-    book.cluster.configure({**book.cluster.settings, "min_workers": 1, **settings})
+    book.coordinator.configure({**book.coordinator.settings, "min_workers": 1, **settings})
     return book
 
 
 def under_way(book: Playbook) -> Attempt:
-    attempt = book.cluster.attempt
+    attempt = book.coordinator.attempt
     assert attempt is not None
     return attempt
 
@@ -134,7 +134,7 @@ class TestBackgroundRescale:
         assert (started.in_background, started.added) == (True, ["c"])
         attempt = under_way(book)
         assert (attempt.stage, attempt.waiting_for) == (Stage.TRANSFERRING, ["a", "b", "c"])
-        assert book.cluster.synchronising is None
+        assert book.coordinator.synchronising is None
 
     def test_ends_with_the_commit_when_all_have_answered(self) -> None:
         book = trains_on("a", "b")
@@ -146,30 +146,30 @@ class TestBackgroundRescale:
         book.ready("b")
         completed = book.last(RescaleCompleted)
         assert book.world == ["a", "b", "c"]
-        assert (completed.step, completed.epoch, completed.attempt) == (None, None, book.cluster.attempts)
+        assert (completed.step, completed.epoch, completed.attempt) == (None, None, book.coordinator.attempts)
 
     def test_has_steps_in_it_that_are_known_of(self) -> None:
         book = trains_on("a", "b")
-        book.cluster.rescale(book.now, "a wish")
+        book.coordinator.rescale(book.now, "a wish")
         book.pulse("a", "b", step=7)
-        assert book.cluster.training.current_step == 7
-        assert book.cluster.trains
+        assert book.coordinator.training.current_step == 7
+        assert book.coordinator.trains
 
     def test_has_stalled_workers_in_it_that_are_told(self) -> None:
         book = trains_on("a", "b", stall_timeout_ms=5_000, rescale_timeout_ms=60_000)
-        book.cluster.rescale(book.now, "a wish")
+        book.coordinator.rescale(book.now, "a wish")
         book.heartbeat("a", "b", collective_seq=5_000)
         book.heartbeat("a", collective_seq=5_001)
         book.wait(10.0, still=True)
         assert [fact.worker_id for fact in book.facts if isinstance(fact, WorkerStalled)] == ["b"]
-        assert describe_stall(book.cluster, book.time) == (
+        assert describe_stall(book.coordinator, book.time) == (
             "attempt 2 waits for a, b to receive training data (training continues) (10 s); "
             "b stalled for 10 s after step 0"
         )
 
     def test_takes_no_word_that_a_worker_has_stopped(self) -> None:
         book = trains_on("a", "b")
-        book.cluster.rescale(book.now, "a wish")
+        book.coordinator.rescale(book.now, "a wish")
         stop(book, "a", "b")
         assert under_way(book).stops == {}
         assert book.world == ["a", "b"]
@@ -187,10 +187,10 @@ class TestBackgroundRescale:
         book = trains_on("a")
         join(book, "b")
         book.wait(0.1)
-        number = book.cluster.attempts
+        number = book.coordinator.attempts
         join(book, "c")
         book.wait(5.0)
-        assert book.cluster.attempts == number
+        assert book.coordinator.attempts == number
         book.ready("a", "b")
         book.wait(0.1)
         assert (under_way(book).added, under_way(book).in_background) == (("c",), True)
@@ -206,7 +206,7 @@ class TestBackgroundRescale:
 
     def test_takes_over_what_draining_worker_holds(self) -> None:
         book = trains_on("a", "b")
-        book.cluster.drain("b", book.now, "the spot price")
+        book.coordinator.drain("b", book.now, "the spot price")
         assert under_way(book).in_background
         assert members(book, "a") == (["a"], ["b"])
         book.ready("a", "b")
@@ -214,7 +214,7 @@ class TestBackgroundRescale:
 
     def test_does_not_outlast_a_member_of_the_world(self) -> None:
         book = trains_on("a", "b", "c")
-        book.cluster.rescale(book.now, "a wish")
+        book.coordinator.rescale(book.now, "a wish")
         book.die("b")
         book.wait(0.1)
         started = book.last(RescaleStarted)
@@ -238,18 +238,18 @@ class TestBackgroundRescale:
         book.report_peer("a", why="the line is cut")
         book.wait(0.1)
         assert not under_way(book).in_background
-        book.cluster.rescale(book.now, "a wish")
+        book.coordinator.rescale(book.now, "a wish")
         assert not under_way(book).in_background
         book.complete_attempt()
-        book.cluster.rescale(book.now, "a wish")
+        book.coordinator.rescale(book.now, "a wish")
         assert under_way(book).in_background
 
     def test_is_not_where_a_worker_wishes_that_all_stop(self) -> None:
         book = trains_on("a", "b")
-        book.cluster.rescale(book.now, "a wish", synchronous=True)
+        book.coordinator.rescale(book.now, "a wish", synchronous=True)
         assert not under_way(book).in_background
         book.complete_attempt()
-        book.cluster.rescale(book.now, "a wish")
+        book.coordinator.rescale(book.now, "a wish")
         assert under_way(book).in_background
 
     def test_is_not_where_no_worker_trains_yet(self) -> None:
@@ -260,18 +260,18 @@ class TestBackgroundRescale:
 
     def test_is_not_where_too_few_are_left(self) -> None:
         book = trains_on("a", "b", min_workers=2)
-        book.cluster.rescale(book.now, "a wish")
+        book.coordinator.rescale(book.now, "a wish")
         book.die("b")
         book.wait(0.1)
-        assert book.cluster.phase is Phase.WAITING
-        assert not book.cluster.trains
+        assert book.coordinator.phase is Phase.WAITING
+        assert not book.coordinator.trains
         join(book, "c")
         book.wait(0.1)
         assert not under_way(book).in_background
 
     def test_is_left_by_a_daemon_that_comes_back_and_does_not_know(self) -> None:
         book = trains_on("a", "b")
-        book.cluster.rescale(book.now, "a wish")
+        book.coordinator.rescale(book.now, "a wish")
         book.restart()
         book.reconnect("a", "b")
         book.wait(0.1)
@@ -281,9 +281,9 @@ class TestBackgroundRescale:
 
     def test_ends_with_the_job(self) -> None:
         book = trains_on("a", "b")
-        book.cluster.rescale(book.now, "a wish")
+        book.coordinator.rescale(book.now, "a wish")
         book.leave("a", done=True, step=9)
-        assert book.cluster.phase is Phase.COMPLETED
+        assert book.coordinator.phase is Phase.COMPLETED
         assert book.last(JobCompleted).step == 9
         assert book.last(RescaleAborted).attempt == 2
 
@@ -301,7 +301,7 @@ class TestBackgroundRescale:
 
     def test_fails_worker_that_all_wait_for_however_far_it_has_come_in_training(self) -> None:
         book = trains_on("a", "b", rescale_timeout_ms=2_000)
-        book.cluster.rescale(book.now, "a wish")
+        book.coordinator.rescale(book.now, "a wish")
         book.heartbeat("b", collective_seq=1_000_000)
         wait_saying(book, 3, "a")
         assert failed(book) == ["b"]
@@ -319,7 +319,7 @@ class TestAttemptMembers:
     @pytest.mark.parametrize("least", [1, 3], ids=["enough stay", "too few stay"])
     def test_are_told_apart_from_workers_that_go_however_few_stay(self, least: int) -> None:
         book = formed("a", "b", "c", least=least)
-        book.cluster.drain("b", book.now, "")
+        book.coordinator.drain("b", book.now, "")
         book.wait(0.1)
         assert members(book, "a") == (["a", "c"], ["b"])
 
@@ -334,34 +334,34 @@ class TestAttemptMembers:
 class TestLeaver:
     def test_has_its_data_taken_over_at_once(self) -> None:
         book = formed("a", "b", least=1)
-        b = book.cluster.members["b"]
-        book.cluster.drain("b", book.now, "the spot price")
+        b = book.coordinator.members["b"]
+        book.coordinator.drain("b", book.now, "the spot price")
         book.wait(0.1)
         assert book.last(RescaleStarted).reason == "draining b: the spot price"
         stop(book, "a", "b")
         book.ready("a")
         assert book.world == ["a", "b"]
-        assert not book.cluster.may_leave(b), "it has said nothing of its own shards"
+        assert not book.coordinator.may_leave(b), "it has said nothing of its own shards"
         book.ready("b")
         assert book.world == ["a"]
-        assert book.cluster.may_leave(b)
+        assert book.coordinator.may_leave(b)
 
     def test_from_too_few_has_its_data_taken_over_and_goes_then(self) -> None:
         book = formed("a", "b")
-        b = book.cluster.members["b"]
-        book.cluster.drain("b", book.now, "the spot price")
-        assert not book.cluster.may_leave(b)
+        b = book.coordinator.members["b"]
+        book.coordinator.drain("b", book.now, "the spot price")
+        assert not book.coordinator.may_leave(b)
         book.wait(0.1)
         book.complete_attempt()
         assert book.world == ["a", "b"]
-        assert book.cluster.may_leave(b)
-        attempts = book.cluster.attempts
+        assert book.coordinator.may_leave(b)
+        attempts = book.coordinator.attempts
         book.wait(600.0)
-        assert book.cluster.attempts == attempts, "once is enough"
+        assert book.coordinator.attempts == attempts, "once is enough"
 
     def test_has_other_workers_go_on_meanwhile_where_no_worker_stops(self) -> None:
         book = formed("a", "b", least=1, use_synchronous_rescaling=False)
-        book.cluster.drain("b", book.now, "the spot price")
+        book.coordinator.drain("b", book.now, "the spot price")
         book.wait(0.1)
         started = book.last(RescaleStarted)
         assert (started.in_background, started.removed, started.leaving) == (True, ["b"], ["b"])
@@ -371,43 +371,43 @@ class TestLeaver:
     def test_with_the_only_state_has_other_workers_stop(self) -> None:
         book = formed("b", use_synchronous_rescaling=False)
         join(book, "a")
-        book.cluster.drain("b", book.now, "the spot price")
+        book.coordinator.drain("b", book.now, "the spot price")
         book.wait(0.1)
         assert not book.last(RescaleStarted).in_background
         book.complete_attempt(7)
         assert book.last(RescaleSynchronising).source.id == "b"
-        assert (book.world, book.cluster.training.current_step) == (["a"], 7)
+        assert (book.world, book.coordinator.training.current_step) == (["a"], 7)
 
     def test_is_not_waited_for_anew_when_told_twice(self) -> None:
         book = formed("a", "b")
-        book.cluster.drain("b", book.now, "")
-        number = book.cluster.attempts
-        book.cluster.drain("b", book.now, "")
-        assert book.cluster.attempts == number
+        book.coordinator.drain("b", book.now, "")
+        number = book.coordinator.attempts
+        book.coordinator.drain("b", book.now, "")
+        assert book.coordinator.attempts == number
 
     @pytest.mark.parametrize("least", [1, 2], ids=["enough stay", "too few stay"])
     def test_and_takes_part_in_an_attempt_makes_it_begin_anew(self, least: int) -> None:
         book = formed("a", "b", least=least)
-        book.cluster.rescale(book.now, "a wish")
+        book.coordinator.rescale(book.now, "a wish")
         stop(book, "a", "b")
-        number = book.cluster.attempts
-        book.cluster.drain("b", book.now, "")
+        number = book.coordinator.attempts
+        book.coordinator.drain("b", book.now, "")
         book.wait(0.1)
-        assert book.cluster.attempts == number + 1
+        assert book.coordinator.attempts == number + 1
 
     def test_and_was_about_to_be_taken_in_is_left_out(self) -> None:
         book = formed("a")
         join(book, "b")
         book.wait(0.1)
-        number = book.cluster.attempts
-        book.cluster.drain("b", book.now, "")
-        attempt = book.cluster.attempt
+        number = book.coordinator.attempts
+        book.coordinator.drain("b", book.now, "")
+        attempt = book.coordinator.attempt
         assert attempt is not None
         assert (attempt.number, attempt.target) == (number + 1, ("a",))
 
     def test_is_remembered_by_the_next_daemon(self) -> None:
         book = formed("a", "b", least=1)
-        book.cluster.drain("b", book.now, "")
+        book.coordinator.drain("b", book.now, "")
         book.restart()
         book.reconnect("a", "b")
         book.wait(0.1)
@@ -418,11 +418,11 @@ class TestLeaver:
         join(book, "a", "b", with_data=False)
         book.wait(0.1)
         book.complete_attempt()
-        number = book.cluster.attempts
-        book.cluster.drain("a", book.now, "")
+        number = book.coordinator.attempts
+        book.coordinator.drain("a", book.now, "")
         book.wait(1.0)
-        assert (book.cluster.attempts, book.cluster.attempt) == (number, None)
-        assert book.cluster.may_leave(book.cluster.members["a"])
+        assert (book.coordinator.attempts, book.coordinator.attempt) == (number, None)
+        assert book.coordinator.may_leave(book.coordinator.members["a"])
 
 
 class TestSilence:
@@ -430,7 +430,7 @@ class TestSilence:
 
     def begun(self) -> Playbook:
         book = formed("a", "b", rescale_timeout_ms=2_000)
-        book.cluster.rescale(book.now, "a wish")
+        book.coordinator.rescale(book.now, "a wish")
         stop(book, "a", "b")
         return book
 
@@ -459,9 +459,9 @@ class TestSilence:
 
     def test_of_all_workers_that_wait_is_no_workers_fault(self) -> None:
         book = self.begun()
-        number = book.cluster.attempts
+        number = book.coordinator.attempts
         wait_saying(book, 60, "a", "b")
-        assert (failed(book), book.cluster.attempts) == ([], number)
+        assert (failed(book), book.coordinator.attempts) == ([], number)
 
     def test_is_that_of_the_one_for_worker_that_other_workers_wait(self) -> None:
         book = self.begun()
@@ -484,10 +484,10 @@ class TestSilence:
 
     def test_cannot_be_broken_by_worker_that_is_another_or_in_another_attempt(self) -> None:
         book = self.begun()
-        number = book.cluster.attempts
+        number = book.coordinator.attempts
         for second in range(1, 5):
-            book.cluster.attempt_progress("b", incarnation("b", 2), number, (0, second), book.now, is_waiting=True)
-            book.cluster.attempt_progress("b", incarnation("b"), number - 1, (0, second), book.now, is_waiting=True)
+            book.coordinator.attempt_progress("b", incarnation("b", 2), number, (0, second), book.now, is_waiting=True)
+            book.coordinator.attempt_progress("b", incarnation("b"), number - 1, (0, second), book.now, is_waiting=True)
             report_progress(book, "a", waits=True)
             book.wait(1.0)
         assert failed(book) == ["b"]
@@ -496,7 +496,7 @@ class TestSilence:
 class TestReportedProblem:
     def test_is_told_as_the_reason_for_which_a_worker_has_failed(self) -> None:
         book = formed("a", "b", rescale_timeout_ms=2_000)
-        book.cluster.rescale(book.now, "a wish")
+        book.coordinator.rescale(book.now, "a wish")
         stop(book, "a", "b")
         book.ready("a")
         report_progress(book, "b", trouble="  there is no room on the disk ")
@@ -505,7 +505,7 @@ class TestReportedProblem:
 
     def test_that_is_over_is_told_no_more(self) -> None:
         book = formed("a", "b", rescale_timeout_ms=2_000)
-        book.cluster.rescale(book.now, "a wish")
+        book.coordinator.rescale(book.now, "a wish")
         stop(book, "a", "b")
         book.ready("a")
         report_progress(book, "b", trouble="there is no room on the disk")
@@ -516,17 +516,17 @@ class TestReportedProblem:
     def test_stands_where_it_is_told_what_is_waited_for(self) -> None:
         names = [f"w{number}" for number in range(5)]
         book = formed(*names)
-        book.cluster.rescale(book.now, "a wish")
+        book.coordinator.rescale(book.now, "a wish")
         stop(book, *names)
         report_progress(book, *names[1:], waits=True, trouble="shard 3 is missing")
         book.ready("w1")
-        assert describe_stall(book.cluster, book.time) == (
+        assert describe_stall(book.coordinator, book.time) == (
             "attempt 2 waits for w0, w2, w3, w4 to receive state and data (0 s); w2, w3, w4: shard 3 is missing"
         )
         for name in names[2:]:
             report_progress(book, name, waits=True, trouble=f"shard {name} is missing")
         report_progress(book, "w0", trouble="x" * 10_000)
-        told = describe_stall(book.cluster, book.time)
+        told = describe_stall(book.coordinator, book.time)
         assert told.endswith("; 1 more report problems")
         assert len(told) < 1_000
 
@@ -535,20 +535,20 @@ class TestWaitingJoiners:
     def test_is_counted_for_the_members_of_a_full_attempt(self) -> None:
         book = formed("a", "b", max_workers=2)
         join(book, "c", "d")
-        book.cluster.rescale(book.now, "a wish")
-        found = book.cluster.attempt_members("a", incarnation("a"))
+        book.coordinator.rescale(book.now, "a wish")
+        found = book.coordinator.attempt_members("a", incarnation("a"))
         assert (found.has_room, found.waiting, found.generation) == (False, 2, 1)
-        assert describe_stall(book.cluster, book.time).endswith("; 2 workers wait: max_workers is 2")
+        assert describe_stall(book.coordinator, book.time).endswith("; 2 workers wait: max_workers is 2")
 
     def test_is_no_worker_that_is_in_the_attempt(self) -> None:
         book = formed("a")
         join(book, "b")
         book.wait(0.1)
-        found = book.cluster.attempt_members("a", incarnation("a"))
+        found = book.coordinator.attempt_members("a", incarnation("a"))
         assert (found.has_room, found.waiting) == (True, 0)
         join(book, "c")
-        assert book.cluster.attempt_members("a", incarnation("a")).waiting == 1
-        assert "max_workers" not in describe_stall(book.cluster, book.time)
+        assert book.coordinator.attempt_members("a", incarnation("a")).waiting == 1
+        assert "max_workers" not in describe_stall(book.coordinator, book.time)
 
 
 def test_only_those_are_said_to_take_the_state_that_do() -> None:
@@ -558,6 +558,6 @@ def test_only_those_are_said_to_take_the_state_that_do() -> None:
     stop(book, "a", "b")
     book.stop("c", stop=StopReport(0, holds_state=False))
     assert book.last(RescaleSynchronising).behind == 1
-    attempt = book.cluster.attempt
+    attempt = book.coordinator.attempt
     assert attempt is not None
     assert attempt.unready == {"a", "b", "c"}

@@ -18,7 +18,7 @@ from forged.elastic.membership.member import PULSE_INTERVAL_S, Member
 from forged.elastic.messages import WorkerLost, WorkerReturned, WorkerStalled
 from forged.elastic.model import WorkerId
 from forged.elastic.outbox import Outbox
-from tests.elastic.cluster_playbook import newcomer
+from tests.elastic.coordinator_playbook import newcomer
 
 
 def member(name: str, *, collective_seq: int = 0, reported_at: float = 0.0, progress_at: float = 0.0) -> Member:

@@ -7,7 +7,7 @@ from forged.elastic.failure_detector.detector import NEVER, FailureDetector
 from forged.elastic.failure_detector.suspicion import REPORTED_WORLDS_MAX, Suspicions
 from forged.elastic.membership.world_membership import WorldMembership
 from forged.elastic.outbox import Outbox
-from tests.elastic.cluster_playbook import START_S, newcomer
+from tests.elastic.coordinator_playbook import START_S, newcomer
 
 NOW = START_S + 10.0
 

@@ -16,7 +16,7 @@ from forged.elastic.membership.member import (
     pulse_interval_s,
     silent_since,
 )
-from tests.elastic.cluster_playbook import incarnation, worker_of
+from tests.elastic.coordinator_playbook import incarnation, worker_of
 
 CONFIG = ElasticTrainingConfig(worker_heartbeat_timeout_ms=10_000, reconnect_grace_ms=15_000)
 AT = 100.0

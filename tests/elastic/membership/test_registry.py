@@ -4,7 +4,7 @@ import pytest
 
 from forged.elastic.membership.registry import NAMES_BYTES_MAX, MemberRegistry
 from forged.errors import RequestRefused
-from tests.elastic.cluster_playbook import JOB, incarnation, newcomer
+from tests.elastic.coordinator_playbook import JOB, incarnation, newcomer
 
 
 def test_a_worker_is_known_by_its_incarnation() -> None:

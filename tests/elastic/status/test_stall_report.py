@@ -3,11 +3,11 @@ from __future__ import annotations
 from forged.elastic.membership.member import COLLECTIVES_PER_WORLD
 from forged.elastic.rescale.attempt import StopReport
 from forged.elastic.status.stall_report import STALLED_SHOWN_MAX, describe_stall
-from tests.elastic.cluster_playbook import WINDOW_S, Playbook, formed
+from tests.elastic.coordinator_playbook import WINDOW_S, Playbook, formed
 
 
 def said(book: Playbook) -> str:
-    return describe_stall(book.cluster, book.time)
+    return describe_stall(book.coordinator, book.time)
 
 
 def test_a_world_that_trains_stands_nowhere() -> None:
@@ -16,14 +16,14 @@ def test_a_world_that_trains_stands_nowhere() -> None:
 
 def test_what_is_over_stands_nowhere() -> None:
     book = formed("a", min_workers=1)
-    book.cluster.pause(book.now, "night")
-    book.cluster.abort(book.now, "enough")
+    book.coordinator.pause(book.now, "night")
+    book.coordinator.abort(book.now, "enough")
     assert said(book) == ""
 
 
 def test_a_pause_is_told_with_its_reason_whatever_has_happened_since_and_after_a_restart() -> None:
     book = formed("a", "b")
-    book.cluster.pause(book.now, "night")
+    book.coordinator.pause(book.now, "night")
     assert said(book) == "paused: night"
     book.die("b")
     book.wait(0.1)
@@ -31,7 +31,7 @@ def test_a_pause_is_told_with_its_reason_whatever_has_happened_since_and_after_a
     book.restart()
     assert said(book) == "paused: night"
     book.reconnect("a")
-    book.cluster.resume(book.now, "")
+    book.coordinator.resume(book.now, "")
     assert said(book) == ""
 
 
@@ -61,7 +61,7 @@ def test_worker_that_is_blocked_is_named_long_before_it_is_stalled() -> None:
 
 def test_worker_that_is_blocked_in_a_rescale_is_named_too() -> None:
     book = formed("a", "b")
-    book.cluster.rescale(book.now, "")
+    book.coordinator.rescale(book.now, "")
     hold_up(book, "b", 8.0)
     attempt, silent = said(book).split("; ")
     assert attempt.startswith("attempt 2 waits for a, b to stop")
@@ -70,14 +70,14 @@ def test_worker_that_is_blocked_in_a_rescale_is_named_too() -> None:
 
 def test_while_training_is_paused_no_worker_holds_it_up() -> None:
     book = formed("a", "b")
-    book.cluster.pause(book.now, "night")
+    book.coordinator.pause(book.now, "night")
     hold_up(book, "b", 8.0)
     assert said(book) == "paused: night"
 
 
 def test_of_many_workers_that_are_stalled_the_first_are_named() -> None:
     book = formed(*(f"w{number}" for number in range(STALLED_SHOWN_MAX + 2)))
-    for member in book.cluster.members.values():
+    for member in book.coordinator.members.values():
         member.stalled = True
     assert said(book).endswith("; 2 more stalled")
     assert said(book).count(" stalled for ") == STALLED_SHOWN_MAX
@@ -173,10 +173,10 @@ class TestNoStep:
 
     def test_is_no_matter_while_it_rests_nor_counted_from_before(self) -> None:
         book = formed("a", "b")
-        book.cluster.pause(book.now, "night")
+        book.coordinator.pause(book.now, "night")
         book.wait(60.0, still=True)
         assert said(book) == "paused: night"
-        book.cluster.resume(book.now, "")
+        book.coordinator.resume(book.now, "")
         assert said(book) == ""
 
     def test_waits_for_worker_that_has_no_connection_as_long_as_it_may_come_back(self) -> None:
@@ -239,7 +239,7 @@ def test_workers_that_form_a_world_wait_until_no_worker_joins_any_more() -> None
 
 def test_worker_that_finds_no_room_is_told_why() -> None:
     book = formed("a")
-    book.cluster.configure({"max_workers": 1})
+    book.coordinator.configure({"max_workers": 1})
     book.join("b")
     assert said(book) == "1 worker waits: max_workers is 1"
 
@@ -247,7 +247,7 @@ def test_worker_that_finds_no_room_is_told_why() -> None:
 def test_worker_that_would_not_make_enough_with_the_world_is_told_why() -> None:
     """The limit was raised while they trained."""
     book = formed("a", "b")
-    book.cluster.configure({"min_workers": 5})
+    book.coordinator.configure({"min_workers": 5})
     book.join("c")
     assert said(book) == "1 worker waits for 2 more: min_workers is 5"
 
@@ -275,7 +275,7 @@ def test_an_attempt_over_which_the_daemon_died_waits_for_worker_that_is_not_back
 
 def test_all_that_stands_still_is_told() -> None:
     book = formed("a")
-    book.cluster.configure({"max_workers": 1})
+    book.coordinator.configure({"max_workers": 1})
     book.join("b", "c")
-    book.cluster.pause(book.now, "night")
+    book.coordinator.pause(book.now, "night")
     assert said(book) == "paused: night; 2 workers wait: max_workers is 1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TypeVar
 
-from forged.elastic.coordinator.job_coordinator import Cluster
+from forged.elastic.coordinator.job_coordinator import JobCoordinator
 from forged.elastic.coordinator.records import changed_records, restore
 from forged.elastic.failure_detector.detector import SCAN_INTERVAL_S
 from forged.elastic.membership.member import Member
@@ -44,7 +44,7 @@ class Playbook:
 
     def __init__(self, **settings: SettingValue) -> None:
         self.settings = settings
-        self.cluster = Cluster(JOB, settings, b"key")
+        self.coordinator = JobCoordinator(JOB, settings, b"key")
         self.time = START_S
         self.stored: dict[str, bytes] = {}
         self.facts: list[Fact] = []
@@ -59,78 +59,78 @@ class Playbook:
     @property
     def world(self) -> list[str]:
         """The committed world in rank order."""
-        return [worker.id for worker in self.cluster.membership.topology.workers]
+        return [worker.id for worker in self.coordinator.membership.topology.workers]
 
     # Inputs.
 
     def join(self, *names: str, life: int = 1) -> list[Fact]:
         for name in names:
-            self.cluster.join(newcomer(name, life, self.time), self.now)
+            self.coordinator.join(newcomer(name, life, self.time), self.now)
             self.settle()
         return self.new_facts()
 
     def leave(self, name: str, *, reason: str = "", done: bool = False, step: int = 0, life: int = 1) -> list[Fact]:
-        self.cluster.leave(name, incarnation(name, life), self.now, reason=reason, done=done, step=step)
+        self.coordinator.leave(name, incarnation(name, life), self.now, reason=reason, done=done, step=step)
         return self.new_facts()
 
     def die(self, *names: str, life: int = 1) -> list[Fact]:
         """The pulses report these deaths."""
         for name in names:
-            self.cluster.died(name, incarnation(name, life), self.now, "its process has ended")
+            self.coordinator.died(name, incarnation(name, life), self.now, "its process has ended")
         return self.new_facts()
 
     def lose(self, *names: str) -> list[Fact]:
         for name in names:
-            self.cluster.connection_lost(name, self.now)
+            self.coordinator.connection_lost(name, self.now)
         return self.new_facts()
 
     def reconnect(self, *names: str) -> list[Fact]:
         for name in names:
-            self.cluster.connection_restored(name, self.now)
+            self.coordinator.connection_restored(name, self.now)
         return self.new_facts()
 
     def refuse_probe(self, name: str, life: int = 1) -> list[Fact]:
         """A probe of the worker is refused."""
-        self.cluster.probed(name, incarnation(name, life), self.now, refused=True)
+        self.coordinator.probed(name, incarnation(name, life), self.now, refused=True)
         return self.new_facts()
 
     def heartbeat(
         self, *names: str, step: int = 0, collective_seq: int = 0, last_step_done: bool = False
     ) -> list[Fact]:
         for name in names:
-            member = self.cluster.members[name]
-            self.cluster.heartbeat(
+            member = self.coordinator.members[name]
+            self.coordinator.heartbeat(
                 name, member.incarnation, step, collective_seq, self.now, last_step_done=last_step_done
             )
         return self.new_facts()
 
     def pulse(self, *names: str, step: int = 0, collective_seq: int = 0, cpu_s: float = 1.0) -> list[Fact]:
         for name in names:
-            member = self.cluster.members[name]
-            self.cluster.pulse(name, member.incarnation, step, collective_seq, cpu_s, self.now)
+            member = self.coordinator.members[name]
+            self.coordinator.pulse(name, member.incarnation, step, collective_seq, cpu_s, self.now)
         return self.new_facts()
 
     def stop(self, *names: str, stop: StopReport, number: int | None = None) -> list[Fact]:
         """These workers report that they have stopped there."""
         for name in names:
-            attempt = self.cluster.attempts if number is None else number
-            self.cluster.stopped(name, self.cluster.members[name].incarnation, attempt, stop, self.now)
+            attempt = self.coordinator.attempts if number is None else number
+            self.coordinator.stopped(name, self.coordinator.members[name].incarnation, attempt, stop, self.now)
         return self.new_facts()
 
     def ready(self, *names: str, number: int | None = None) -> list[Fact]:
         for name in names:
-            attempt = self.cluster.attempts if number is None else number
-            self.cluster.ready(name, self.cluster.members[name].incarnation, attempt, self.now)
+            attempt = self.coordinator.attempts if number is None else number
+            self.coordinator.ready(name, self.coordinator.members[name].incarnation, attempt, self.now)
         return self.new_facts()
 
     def receive_state(
         self, name: str, *, state: int = 0, waits: bool = False, trouble: str = "", unreached: str = ""
     ) -> list[Fact]:
         """The worker reports its progress in the attempt."""
-        self.cluster.attempt_progress(
+        self.coordinator.attempt_progress(
             name,
-            self.cluster.members[name].incarnation,
-            self.cluster.attempts,
+            self.coordinator.members[name].incarnation,
+            self.coordinator.attempts,
             (state, 0),
             self.now,
             is_waiting=waits,
@@ -140,34 +140,34 @@ class Playbook:
         return self.new_facts()
 
     def report_peer(self, name: str, peer: str = "", *, why: str = "it got no answer", back: int = 0) -> list[Fact]:
-        generation = self.cluster.generation - back
-        known = self.cluster.members[name].incarnation
-        self.cluster.peer_report(name, known, generation, self.now, peer=peer, reason=why)
+        generation = self.coordinator.generation - back
+        known = self.coordinator.members[name].incarnation
+        self.coordinator.peer_report(name, known, generation, self.now, peer=peer, reason=why)
         return self.new_facts()
 
     def wait(self, seconds: float, *, silent: Collection[str] = (), still: bool = False) -> list[Fact]:
-        """Let time pass as it does for the service: the cluster ticks when it is due.
+        """Let time pass as it does for the service: the coordinator ticks when it is due.
 
         Connected workers send heartbeats, except the `silent` ones, and make progress unless they stand `still`.
         """
         end = self.time + seconds
         while self.time < end:
-            self.time = min(end, self.time + SCAN_INTERVAL_S / 2, max(self.time, self.cluster.due_at()))
-            for member in self.cluster.members.values():
+            self.time = min(end, self.time + SCAN_INTERVAL_S / 2, max(self.time, self.coordinator.due_at()))
+            for member in self.coordinator.members.values():
                 if member.connected and member.id not in silent:
                     collective_seq = 0 if still else int(self.time)
                     done = member.last_step_done
-                    self.cluster.heartbeat(
+                    self.coordinator.heartbeat(
                         member.id, member.incarnation, 0, collective_seq, self.now, last_step_done=done
                     )
-            if self.cluster.due_at() <= self.time:
+            if self.coordinator.due_at() <= self.time:
                 self.tick()
             self.settle()
         return self.new_facts()
 
     def tick(self) -> None:
-        self.cluster.tick(self.now)
-        assert self.cluster.due_at() > self.time, "the service would never rest"
+        self.coordinator.tick(self.now)
+        assert self.coordinator.due_at() > self.time, "the service would never rest"
         self.settle()
 
     def stall_daemon(self, seconds: float) -> list[Fact]:
@@ -182,19 +182,19 @@ class Playbook:
         self.time += 1.0
         found = restore(JOB, sorted(self.stored.items()), self.now)
         assert found is not None
-        self.cluster = found
+        self.coordinator = found
 
     # Output.
 
     def settle(self) -> None:
         """Take the output and keep it."""
-        for key, value in changed_records(self.cluster).items():
+        for key, value in changed_records(self.coordinator).items():
             if value is None:
                 self.stored.pop(key, None)
             else:
                 self.stored[key] = value
-        self.cluster.is_stored = self.cluster.is_stored or bool(self.stored)
-        out = self.cluster.outbox.take()
+        self.coordinator.is_stored = self.coordinator.is_stored or bool(self.stored)
+        out = self.coordinator.outbox.take()
         self.facts += out.facts
         self.probes += out.probes
 
@@ -213,10 +213,10 @@ class Playbook:
 
     def complete_attempt(self, step: int = 0, **more: float) -> RescaleCompleted:
         """All members of the attempt stop after a step, and report ready if they have to."""
-        attempt = self.cluster.attempt
+        attempt = self.coordinator.attempt
         assert attempt is not None
         for name in attempt.members:
-            holds = name in self.cluster.membership.world and name not in attempt.added
+            holds = name in self.coordinator.membership.world and name not in attempt.added
             self.stop(name, stop=StopReport(step if holds else 0, holds, **more))  # type: ignore[arg-type]
         for name in attempt.waiting_for if attempt.stage is Stage.SYNCHRONISING else ():
             self.ready(name)
@@ -225,7 +225,7 @@ class Playbook:
     def form_world(self, *names: str, step: int = 0, **more: float) -> RescaleCompleted:
         """Make these workers the first world."""
         self.join(*names)
-        self.wait(self.cluster.config.stability_window_s)
+        self.wait(self.coordinator.config.stability_window_s)
         completed = self.complete_attempt(step, **more)
         self.new_facts()
         return completed
