@@ -60,7 +60,7 @@ class RetryPolicy:
         """The pauses between attempts in seconds; one fewer than attempts."""
         pause_s = self.delay_s
         for _ in repeat(None) if self.attempts is None else repeat(None, self.attempts - 1):
-            yield pause_s * (1.0 - self.jitter * random())
+            yield pause_s * (1.0 - self.jitter * random()) if self.jitter else pause_s
             if self.exponential:
                 pause_s = min(2.0 * pause_s, self.delay_max_s)
 

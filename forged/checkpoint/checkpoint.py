@@ -9,7 +9,6 @@ Invariants:
 from __future__ import annotations
 
 import os
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -375,7 +374,7 @@ def create_checkpoint(coordinator: Any = None, options: CheckpointOptions | None
     """A `DistributedCheckpoint` with these options."""
     options = options or CheckpointOptions()
     storage = create_storage(options.storage)
-    faults = FaultToleranceHandler(storage, options.retry_policy, random.random)
+    faults = FaultToleranceHandler(storage, options.retry_policy)
     validator = CheckpointValidator(storage, options.integrity_checkers, options.compatibility_checkers)
     return DistributedCheckpoint(coordinator, storage, faults, validator, default_timeout=options.default_timeout)
 

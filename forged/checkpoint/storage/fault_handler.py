@@ -7,11 +7,11 @@ Invariants:
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from random import SystemRandom
 from typing import TypeVar
 
 from forged.checkpoint.errors import CheckpointException
@@ -29,12 +29,12 @@ class FaultToleranceHandler:
         self,
         storage: Storage,
         retry_policy: RetryPolicy | None = None,
-        random: Callable[[], float] = random.random,
+        random: Callable[[], float] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.policy = RetryPolicy() if retry_policy is None else retry_policy
         self._storage = storage
-        self._random = random
+        self._random = random or SystemRandom().random
         self._sleep = sleep
 
     def guard(self, storage: Storage) -> Storage:

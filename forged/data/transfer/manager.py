@@ -8,9 +8,9 @@ Invariants:
 
 from __future__ import annotations
 
-import random as system_random
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
+from random import SystemRandom
 from typing import Self
 
 import anyio
@@ -58,7 +58,7 @@ class DataTransferManager:
         rate_bytes_per_s: float | None = None,
         retry: RetryPolicy = RETRY,
         clock: Clock | None = None,
-        random: Callable[[], float] = system_random.random,
+        random: Callable[[], float] | None = None,
         uses_threads: bool = True,
         observer: TransferObserver | None = None,
         progress_interval_s: float = PROGRESS_INTERVAL_S,
@@ -72,7 +72,7 @@ class DataTransferManager:
             concurrency=concurrency,
             slots=CapacityLimiter(concurrency),
             retry=retry,
-            random=random,
+            random=random or SystemRandom().random,
             clock=clock or SystemClock(),
             throttle=Throttle(rate_bytes_per_s),
             bandwidth=self.bandwidth,
