@@ -293,7 +293,7 @@ class Daemon:
 
     def _read_status(self) -> Status:
         ledger = self.ledger
-        trouble = ledger.unavailable or ledger.read_only
+        write_error = ledger.unavailable or ledger.read_only
         return Status(
             version=VERSION,
             pid=self._ports.pid,
@@ -313,7 +313,7 @@ class Daemon:
             history=self.store.history,
             decisions=ledger.decisions,
             batches=ledger.batches,
-            trouble=str(trouble) if trouble else None,
+            write_error=str(write_error) if write_error else None,
         )
 
 

@@ -374,7 +374,7 @@ class EventLog:
             "last": files.mark.last,
             "position": feed.position,
             "behind": feed.behind,
-            "trouble": feed.waiting_for,
+            "waiting_for": feed.waiting_for,
         }
 
     async def close(self) -> None:

@@ -301,7 +301,7 @@ class Webhook:
         self._end: int | None = None
         """The last id of the failed delivery, so that each attempt posts the same facts."""
         self._not_before = 0.0
-        self._trouble: Unavailable | None = None
+        self._last_error: Unavailable | None = None
         self._delivered = self._deliveries = self._left_out = self._gaps = 0
         self._last_status: int | None = None
         self._last_delivery_at: float | None = None
@@ -353,7 +353,7 @@ class Webhook:
             "behind": feed.behind,
             "last_delivery_at": self._last_delivery_at,
             "last_status": self._last_status,
-            "trouble": None if self._trouble is None else str(self._trouble),
+            "last_error": None if self._last_error is None else str(self._last_error),
             "next_attempt_s": round(again_at - now, 3) if again_at > now else None,
         }
 
@@ -385,8 +385,8 @@ class Webhook:
         self._last_delivery_at = self._context.clock.wall()
         if not self._searching:
             self._refusals = 0
-        if self._trouble is not None:
-            self._trouble = None
+        if self._last_error is not None:
+            self._last_error = None
             self._context.log.info("the receiver takes facts again", receiver=self.receiver.place)
 
     def _refused(self, parcel: Parcel, answer: Answer) -> bool:
@@ -422,13 +422,13 @@ class Webhook:
         return self._noticed(Unavailable(f"webhook_{verdict.name.lower()}", f"{self.receiver.place}: {answer}", fix))
 
     def _wait_if_asked_to(self) -> None:
-        if self._trouble is not None and self._context.clock.monotonic() < self._not_before:
-            raise self._trouble.with_traceback(None)
+        if self._last_error is not None and self._context.clock.monotonic() < self._not_before:
+            raise self._last_error.with_traceback(None)
 
     def _noticed(self, error: Unavailable) -> Unavailable:
-        if self._trouble is None or self._trouble.code != error.code:
+        if self._last_error is None or self._last_error.code != error.code:
             self._context.log.warning("the receiver takes no facts", reason=str(error))
-        self._trouble = error
+        self._last_error = error
         return error
 
 

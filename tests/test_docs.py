@@ -319,6 +319,6 @@ def test_every_documented_command_exists(command: str, capsys: pytest.CaptureFix
     try:
         assert understood(words, main._parsed)
     except SystemExit:
-        complaint = capsys.readouterr().err
-        assert "the following arguments are required" in complaint, f"{command}: {complaint}"
-        assert "COMMAND" not in complaint.splitlines()[-1], f"{command}: {complaint}"
+        error = capsys.readouterr().err
+        assert "the following arguments are required" in error, f"{command}: {error}"
+        assert "COMMAND" not in error.splitlines()[-1], f"{command}: {error}"

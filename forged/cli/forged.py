@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from forged.cli.forgectl.parser import Misuse, understood
-from forged.cli.process import EXIT_OK, complain, run
+from forged.cli.process import EXIT_OK, print_error, run
 from forged.cli.service import demo, install
 from forged.errors import ConfigError, ForgedError
 from forged.version import VERSION
@@ -30,19 +30,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = understood(words, _parser().parse_args)
     except ConfigError as error:
-        return complain(PROGRAM, error, json=as_json)
+        return print_error(PROGRAM, error, json=as_json)
     if options.act is not _run:
         return run(PROGRAM, partial(options.act, options), json=as_json)
     try:
         code: int = options.act(options)
     except ForgedError as error:
-        return complain(PROGRAM, error)
+        return print_error(PROGRAM, error)
     except BaseExceptionGroup as group:
         # An error in the running daemon is wrapped by each of its task groups.
         errors, bugs = group.split(ForgedError)
         if errors is None or bugs is not None:
             raise
-        return max(complain(PROGRAM, error) for error in _leaves(errors))
+        return max(print_error(PROGRAM, error) for error in _leaves(errors))
     return code
 
 

@@ -36,7 +36,7 @@ def run(program: str, act: Callable[[], int], *, json: bool = False) -> int:
     # `sys.stdout` is None if the parent process closed the stream.
     if not sys.stdout:
         closed = ForgedError("output_failed", "standard output is closed; nothing was done", "redirect it to /dev/null")
-        return complain(program, closed, json=json)
+        return print_error(program, closed, json=json)
     try:
         return _act(program, act, json=json)
     except BrokenPipeError:
@@ -45,12 +45,12 @@ def run(program: str, act: Callable[[], int], *, json: bool = False) -> int:
     except OSError as error:
         stop_writing()
         failure = ForgedError("output_failed", f"cannot write the output: {error.strerror}")
-        return complain(program, failure, json=json)
+        return print_error(program, failure, json=json)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 
 
-def complain(program: str, error: ForgedError, *, json: bool = False) -> int:
+def print_error(program: str, error: ForgedError, *, json: bool = False) -> int:
     """Print an error to standard error, as text or JSON; returns the exit code."""
     remark(_as_json(error) if json else f"{program}: {error}")
     return next((code for kind, code in _CODES if isinstance(error, kind)), EXIT_FAILED)
@@ -106,7 +106,7 @@ def _act(program: str, act: Callable[[], int], *, json: bool) -> int:
         return act()
     except ForgedError as error:
         sys.stdout.flush()
-        return complain(program, error, json=json)
+        return print_error(program, error, json=json)
     finally:
         sys.stdout.flush()
 

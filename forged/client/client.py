@@ -273,8 +273,8 @@ class ForgedClient(BulkMethods):
         except BaseException as error:
             if self._calls.abandon(number) and self._link is not None:
                 self._link.send(Cancel(number))
-            if isinstance(error, Unavailable) and error.code == "deadline_exceeded" and self._connector.trouble:
-                raise Unavailable(error.code, f"{error.message}: {self._connector.trouble}", error.fix) from None
+            if isinstance(error, Unavailable) and error.code == "deadline_exceeded" and self._connector.last_failures:
+                raise Unavailable(error.code, f"{error.message}: {self._connector.last_failures}", error.fix) from None
             raise
         return reply
 

@@ -69,7 +69,7 @@ class Connector:
         self._changed = anyio.Event()
 
     @property
-    def trouble(self) -> str:
+    def last_failures(self) -> str:
         """Why there is no connection, in words; empty if unknown."""
         return "; ".join(self._failures.values())
 
@@ -187,7 +187,7 @@ class Connector:
 
     def _no_daemon(self) -> Unavailable:
         where = ", ".join(map(str, self.endpoints))
-        reason = f": {self.trouble}" if self.trouble else ""
+        reason = f": {self.last_failures}" if self.last_failures else ""
         return Unavailable("no_daemon", f"no daemon on {where}{reason}", "start one with `forged run`")
 
     def _notify(self) -> None:

@@ -152,13 +152,13 @@ async def forgectl(socket: Path, *words: str) -> str:
         start_new_session=True,
     )
     try:
-        output_log, complaint = await process.communicate()
+        output_log, errors = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if process.returncode:
-        raise ForgedError("forgectl_failed", f"forgectl {' '.join(words)}: {complaint.decode().strip()}")
+        raise ForgedError("forgectl_failed", f"forgectl {' '.join(words)}: {errors.decode().strip()}")
     return output_log.decode()
 
 

@@ -305,7 +305,7 @@ class ReportReady(Request[Nothing], frozen=True):
     attempt: int
 
 
-class ReportTrouble(Request[Nothing], frozen=True):
+class ReportUnreachablePeer(Request[Nothing], frozen=True):
     """Report that the worker cannot continue with its world, because it cannot reach `peer` if one is named."""
 
     needs: ClassVar[Role] = Role.WORKER
@@ -433,7 +433,7 @@ class AttemptProgress(Signal, frozen=True):
     """How many bytes of training data it has received."""
     is_waiting: bool = False
     """Whether it waits for other members."""
-    trouble: str = ""
+    problem: str = ""
     """Its problem; empty without one."""
     unreachable_peer: str = ""
     """The peer that it cannot reach; empty without one."""
@@ -671,7 +671,7 @@ WORKER_REQUESTS = (
     LeaveJob,
     ReportStopped,
     ReportReady,
-    ReportTrouble,
+    ReportUnreachablePeer,
     ReportDeath,
     ReadTopology,
     AnnounceLeave,

@@ -44,7 +44,7 @@ from forged.elastic.messages import (
     ReportDeath,
     ReportReady,
     ReportStopped,
-    ReportTrouble,
+    ReportUnreachablePeer,
     RescaleJob,
     RescalePlan,
     ResumeJob,
@@ -96,7 +96,7 @@ class ElasticService:
         serve(ReadLeave, self._read_leave, owner=OWNER)
         serve(ReportStopped, self._stopped, owner=OWNER)
         serve(ReportReady, self._ready, owner=OWNER)
-        serve(ReportTrouble, self._trouble, owner=OWNER)
+        serve(ReportUnreachablePeer, self._peer_report, owner=OWNER)
         serve(ReportDeath, self._death, owner=OWNER)
         serve(ReadTopology, self._topology, owner=OWNER)
         serve(ReadAttempt, self._attempt, owner=OWNER)
@@ -261,7 +261,7 @@ class ElasticService:
         coordinator.ready(request.worker_id, request.incarnation, request.attempt, self._loop.now())
         return self._loop.decide(coordinator, Nothing())
 
-    def _trouble(self, request: ReportTrouble, call: Call) -> Decision[Nothing]:
+    def _peer_report(self, request: ReportUnreachablePeer, call: Call) -> Decision[Nothing]:
         coordinator = self._coordinator(request.job)
         worker, now = (request.worker_id, request.incarnation), self._loop.now()
         coordinator.peer_report(*worker, request.generation, now, peer=request.peer, reason=request.reason)
@@ -318,7 +318,7 @@ class ElasticService:
             (signal.state_bytes, signal.data_bytes + signal.shards * RECEIVED_BYTES_MIN),
             self._loop.now(),
             is_waiting=signal.is_waiting,
-            problem=signal.trouble,
+            problem=signal.problem,
             unreachable_peer=signal.unreachable_peer,
         )
         if signal.unreachable_peer:

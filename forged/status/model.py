@@ -26,7 +26,7 @@ class DaemonStopping(Fact, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """The daemon's status. `trouble` is the reason why it refuses decisions now; None if it accepts them."""
+    """The daemon's status. `write_error` is the reason why it refuses decisions now; None if it accepts them."""
 
     version: str
     pid: int
@@ -46,7 +46,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     history: str
     decisions: int
     batches: int
-    trouble: str | None
+    write_error: str | None
 
 
 class HandlerView(msgspec.Struct, frozen=True, kw_only=True):

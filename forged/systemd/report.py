@@ -16,8 +16,8 @@ RETRY_INTERVAL_S = 0.5
 
 
 def status_line(status: Status) -> str:
-    if status.trouble is not None:
-        return f"cannot write: {status.trouble}"
+    if status.write_error is not None:
+        return f"cannot write: {status.write_error}"
     counts = ", ".join((_count(status.jobs, "job"), _count(status.connections, "connection")))
     return f"{counts}, fact {status.last_fact}"
 

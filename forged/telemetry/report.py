@@ -89,9 +89,9 @@ class StoreReport:
     def look(self, now: float) -> None:
         """Log the changes since the last call."""
         ledger = self._ledger
-        trouble = ledger.unavailable or ledger.read_only
-        if trouble is not None:
-            self._report_failure(trouble, now)
+        error = ledger.unavailable or ledger.read_only
+        if error is not None:
+            self._report_failure(error, now)
         elif self._reported is not None:
             self._log.info("decisions can be written again", after_s=round(now - self._since, 1))
             self._reported = None
@@ -99,13 +99,13 @@ class StoreReport:
             self._log.warning("state reloaded from the store", times=ledger.failures - self._failures)
         self._failures = ledger.failures
 
-    def _report_failure(self, trouble: ForgedError, now: float) -> None:
-        known, self._reported = self._reported, (trouble.code, trouble.message)
+    def _report_failure(self, error: ForgedError, now: float) -> None:
+        known, self._reported = self._reported, (error.code, error.message)
         if known == self._reported:
             return
         if known is None:
             self._since = now
-        self._log.error("decisions cannot be written", code=trouble.code, why=trouble.message, fix=trouble.fix)
+        self._log.error("decisions cannot be written", code=error.code, why=error.message, fix=error.fix)
 
 
 class ExceptionReport:

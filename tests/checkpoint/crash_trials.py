@@ -65,7 +65,7 @@ class Group(NamedTuple):
         return MemoryFiles(lacking=self.lacking) if image is None else MemoryFiles(image, self.lacking)
 
     def history(self, memory: MemoryFiles, fault: Fault | None = None) -> History:
-        """What these ranks do on a disk, perhaps in trouble."""
+        """What these ranks do on a disk, perhaps with faults."""
         files = None if fault is None else with_fault(memory, fault)
         return History(
             memory,
@@ -225,8 +225,8 @@ def after_refusals(
             yield f"{deed.name} in {world}, operation {first} refused with {number} {lasting}: {wrong}"
 
 
-def after_trouble(world: Group, image: Image, deed: Action, fault: Fault) -> Iterator[str]:
-    """What is wrong when this trouble comes in between once."""
+def after_fault(world: Group, image: Image, deed: Action, fault: Fault) -> Iterator[str]:
+    """What is wrong after this fault has come once in between."""
     return _after(world, world.disk(image), deed, fault, is_once=True)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from forged.cli.forgectl import main
-from forged.cli.process import complain, plain
+from forged.cli.process import plain, print_error
 from forged.errors import ConfigError, ForgedError, PeerError, Problem, RequestRefused, Unavailable
 from forged.plain_client import connection
 from tests.cli.scripted_daemon import Refusal, ScriptedDaemon, scripted_daemon
@@ -102,7 +102,7 @@ class TestCodes:
     def test_each_kind_of_error_has_its_own_exit_code(
         self, error: ForgedError, code: int, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert complain("forgectl", error) == code
+        assert print_error("forgectl", error) == code
         assert capsys.readouterr().err == "forgectl: x\n"
 
     @pytest.mark.parametrize("line", ["events --follow --since 2000", "events --follow --json --since 2000"])
@@ -112,8 +112,8 @@ class TestCodes:
                 assert process.stdout is not None
                 process.stdout.readline()
                 process.send_signal(name)
-                _, complaints = process.communicate()
-            assert (process.returncode, complaints) == (code, "")
+                _, errors = process.communicate()
+            assert (process.returncode, errors) == (code, "")
 
 
 class TestOutput:
@@ -175,14 +175,14 @@ class TestErrorOutput:
         assert plain("a\x1b[2J\nb\u202e") == r"a\x1b[2J\nb\u202e"
 
     def test_control_characters_are_escaped(self, capsys: pytest.CaptureFixture[str]) -> None:
-        complain("forgectl", RequestRefused("x", "red \x1b[31m"))
+        print_error("forgectl", RequestRefused("x", "red \x1b[31m"))
         assert capsys.readouterr().err == "forgectl: red \\x1b[31m\n"
 
     def test_problems_are_listed_one_per_line(self, capsys: pytest.CaptureFixture[str]) -> None:
         error = ConfigError("x", "all is wrong", problems=[Problem("a", 1, "0"), Problem("b", "\x07", "c")])
-        complain("forgectl", error)
+        print_error("forgectl", error)
         assert len(capsys.readouterr().err.splitlines()) == 3
-        complain("forgectl", error, json=True)
+        print_error("forgectl", error, json=True)
         assert "all is wrong; " in json.loads(capsys.readouterr().err)["error"]["message"]
 
 

@@ -254,7 +254,7 @@ async def test_long_refusal_is_recorded_truncated(kernel: Kernel, settings: Reco
     assert kernel.ledger.failures == 0
 
 
-# Several at once, and all kinds of trouble.
+# Several errors of all kinds at once.
 
 
 @with_config_service

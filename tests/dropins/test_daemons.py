@@ -140,7 +140,7 @@ async def test_operator_sees_plugin_status_and_runs_commands(tmp_path: Path, plu
     with directory.daemon():
         async with directory.client as client:
             await client.create_job("a")
-            while not (await client.request(RunPluginCommand("webhook", "status")))["trouble"]:
+            while not (await client.request(RunPluginCommand("webhook", "status")))["last_error"]:
                 """It has not tried yet."""
             await caught_up(client, "event_log", 1)
         [log, webhook] = directory.forgectl("plugins")["plugins"]

@@ -529,7 +529,7 @@ async def test_hanging_disk_does_not_block_the_daemon_and_its_late_write_counts(
                 assert await plugin.kernel.bus.ask(Add(2)) == 2
                 with pytest.raises(Unavailable, match="has not answered"):
                     await plugin.run("rotate")
-                assert (await plugin.run("status", VIEWER))["trouble"]
+                assert (await plugin.run("status", VIEWER))["waiting_for"]
                 expected += await plugin.publish(Blob(2))
             finally:
                 works.set()
@@ -551,7 +551,7 @@ async def test_status_shows_the_last_written_fact(run_plugin: RunPlugin, path: P
         "last": last,
         "position": last,
         "behind": 0,
-        "trouble": None,
+        "waiting_for": None,
     }
 
 

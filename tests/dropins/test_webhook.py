@@ -398,7 +398,7 @@ async def test_refused_fact_is_isolated_and_skipped(
         assert [fields["first"] for level, _, fields in plugin.log.events if level == "error"] == [ids[37]]
         assert plugin.view.failed == 0
     assert receiver.accepted_ids == ids[:37] + ids[38:]
-    assert (said["left_out"], said["delivered"], said["trouble"]) == (1, 64, None)
+    assert (said["left_out"], said["delivered"], said["last_error"]) == (1, 64, None)
     attempts = [one for one in receiver.deliveries if one.status == status]
     assert len(attempts) <= 5 + 6
 
@@ -683,7 +683,7 @@ async def test_status_shows_the_last_delivered_fact(run_plugin: RunPlugin, recei
         said = await plugin.run("status", VIEWER)
         assert (said["position"], said["behind"], said["delivered"], said["deliveries"]) == (first, 2, 1, 1)
         assert said["last_status"] == 503
-        assert "it answers 503" in said["trouble"]
+        assert "it answers 503" in said["last_error"]
         assert said["receiver"] in receiver.url
         assert "/hook" not in str(said)
 

@@ -124,7 +124,7 @@ class Playbook:
         return self.new_facts()
 
     def receive_state(
-        self, name: str, *, state: int = 0, waits: bool = False, trouble: str = "", unreached: str = ""
+        self, name: str, *, state: int = 0, waits: bool = False, problem: str = "", unreached: str = ""
     ) -> list[Fact]:
         """The worker reports its progress in the attempt."""
         self.coordinator.attempt_progress(
@@ -134,7 +134,7 @@ class Playbook:
             (state, 0),
             self.now,
             is_waiting=waits,
-            problem=trouble,
+            problem=problem,
             unreachable_peer=unreached,
         )
         return self.new_facts()

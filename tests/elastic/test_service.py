@@ -36,7 +36,7 @@ from forged.elastic.messages import (
     ReadLeave,
     ReadTopology,
     ReportDeath,
-    ReportTrouble,
+    ReportUnreachablePeer,
     RescaleAborted,
     RescaleCompleted,
     RescaleJob,
@@ -133,7 +133,7 @@ async def test_an_attempt_that_has_to_begin_again_follows_from_what_broke_it() -
 async def test_a_failure_behind_a_report_is_the_cause_and_the_report_the_first_reason() -> None:
     async with service_fixture() as fixture:
         a, b, _ = await fixture.form_world("a", "b", "c", **PATIENT)
-        await a.ask(ReportTrouble(JOB, "a", a.incarnation, 1, "", "no answer"))
+        await a.ask(ReportUnreachablePeer(JOB, "a", a.incarnation, 1, "", "no answer"))
         await b.leave(failed=True)
         await fixture.wait(0.1)
         assert fixture.cause(RescaleStarted) == "WorkerFailed b"
@@ -279,7 +279,7 @@ async def test_what_happens_while_nothing_can_be_written_is_decided_afterwards()
         a, b, c = await fixture.form_world("a", "b", "c", **PATIENT)
         await fill(store, a)
         with pytest.raises(Unavailable):
-            await a.ask(ReportTrouble(JOB, "a", a.incarnation, 1))
+            await a.ask(ReportUnreachablePeer(JOB, "a", a.incarnation, 1))
         fixture.addresses.dead.add("b")
         b.lose()
         c.lose()
@@ -414,11 +414,11 @@ async def test_a_daemon_that_died_over_a_rescale_completes_it_under_another_numb
 
 
 @on_virtual_time
-async def test_trouble_that_was_acknowledged_is_not_forgotten_by_the_next_daemon() -> None:
+async def test_acknowledged_peer_report_is_kept_by_the_next_daemon() -> None:
     store = FaultyStore()
     async with service_fixture(store) as fixture:
         crew = await fixture.form_world("a", "b")
-        await crew[0].ask(ReportTrouble(JOB, "a", crew[0].incarnation, 1, "b", "no answer"))
+        await crew[0].ask(ReportUnreachablePeer(JOB, "a", crew[0].incarnation, 1, "b", "no answer"))
     async with service_fixture(store) as other:
         for worker in crew:
             worker.fixture = other
@@ -1064,7 +1064,7 @@ async def test_a_job_without_workers_is_not_trained() -> None:
             ResumeJob(JOB),
             AbortJob(JOB),
             RescaleJob(JOB),
-            ReportTrouble(JOB, "a", incarnation("a"), 0),
+            ReportUnreachablePeer(JOB, "a", incarnation("a"), 0),
         ):
             with pytest.raises(RequestRefused) as error:
                 await fixture.kernel.bus.ask(request)
@@ -1267,7 +1267,7 @@ async def test_what_breaks_in_a_job_that_is_over_is_left_alone(monkeypatch: pyte
 async def test_suspected_worker_is_judged_as_soon_as_the_report_counts() -> None:
     async with service_fixture() as fixture:
         a, b, _ = await fixture.form_world("a", "b", "c")
-        await a.ask(ReportTrouble(JOB, "a", a.incarnation, 1, "b", "no answer"))
+        await a.ask(ReportUnreachablePeer(JOB, "a", a.incarnation, 1, "b", "no answer"))
         began_at = fixture.kernel.clock.monotonic()
         fixture.service.departed(b.client)
         while not fixture.facts(WorkerFailed):

@@ -356,7 +356,7 @@ async def test_an_unknown_method_is_refused_and_named(here: ManualDaemon) -> Non
 
 
 @pytest.mark.parametrize(
-    ("fields", "complaint"),
+    ("fields", "expected"),
     [
         ({"job": 5}, "$.job"),
         ({"job": "a", "settings": {"x": [1]}}, "$.settings"),
@@ -365,12 +365,12 @@ async def test_an_unknown_method_is_refused_and_named(here: ManualDaemon) -> Non
         (None, "Expected `object`"),
     ],
 )
-async def test_wrong_types_are_refused_by_field(here: ManualDaemon, fields: Any, complaint: str) -> None:
+async def test_wrong_types_are_refused_by_field(here: ManualDaemon, fields: Any, expected: str) -> None:
     client = await here.greeted()
     client.send(REQUEST, 1, 0, "CreateJob", fields)
     message = await client.next(FAILURE)
     assert message[1:4] == [1, "refused", "request_invalid"]
-    assert complaint in message[4]
+    assert expected in message[4]
     assert await here.ask(client, "PingDaemon", number=2) == {}
 
 

@@ -615,13 +615,13 @@ async def test_work_in_a_cancelled_scope_does_not_keep_the_loop_busy_for_ever(gu
 
 
 async def test_work_that_ignores_its_close_is_abandoned(guard: AlarmGuard, monkeypatch: pytest.MonkeyPatch) -> None:
-    complaints: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
+    errors: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
     with anyio.move_on_after(0.001) as scope:
         await awaiting(guard, Stubborn(BaseException)(), LONG_S)
     assert scope.cancelled_caught
     gc.collect()
-    assert all(isinstance(complaint.exc_value, RuntimeError) for complaint in complaints)
+    assert all(isinstance(error.exc_value, RuntimeError) for error in errors)
 
 
 async def test_work_that_was_cancelled_does_not_wait_for_the_garbage_collector(guard: AlarmGuard) -> None:

@@ -47,7 +47,7 @@ class DaemonProcess:
         return self.process.stdout.readline()
 
     def end(self, name: signal.Signals = signal.SIGTERM) -> tuple[int, str, str]:
-        """Send a signal; returns the exit code, what was still said, and what it complained of outside its log."""
+        """Send a signal; returns the exit code, the rest of its output, and its error output outside the log."""
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         self.process.send_signal(name)

@@ -123,9 +123,9 @@ class ProcessStarter:
         assert len(command_message) <= ORDER_BYTES_MAX
         (ours, read), (child_output, output) = socket.socketpair(), socket.socketpair()
         async with self._one_at_a_time:
-            with read, output, log.open("ab") as complaints:
+            with read, output, log.open("ab") as errors:
                 socket.send_fds(
-                    self.warm.commands, [command_message], [read.fileno(), output.fileno(), complaints.fileno()]
+                    self.warm.commands, [command_message], [read.fileno(), output.fileno(), errors.fileno()]
                 )
             pid = await self._born.get()
             assert pid, "the fork server has died; see its error above"

@@ -131,8 +131,8 @@ def test_interrupted_demo_leaves_no_process_and_no_file(
         assert any(until in line for line in demo.stdout)
         assert len(processes_with(mark)) > 3
         demo.send_signal(name)
-        _, complaint = demo.communicate(timeout=ENDS_WITHIN_S)
-    assert (demo.returncode, complaint) == (code, "")
+        _, error = demo.communicate(timeout=ENDS_WITHIN_S)
+    assert (demo.returncode, error) == (code, "")
     assert processes_with(mark) == []
     assert list(tmp_path.iterdir()) == []
 
@@ -147,9 +147,9 @@ def test_a_closed_output_stops_the_demo_before_the_proof(tmp_path: Path) -> None
         assert demo.stderr is not None
         demo.stdout.readline()
         demo.stdout.close()
-        complaint = demo.stderr.read()
+        error = demo.stderr.read()
         assert demo.wait(ENDS_WITHIN_S) == 1
-    assert complaint.startswith("forged: the reader closed the output")
+    assert error.startswith("forged: the reader closed the output")
     assert processes_with(mark) == []
     assert list(tmp_path.iterdir()) == []
 

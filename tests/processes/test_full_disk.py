@@ -79,9 +79,9 @@ def test_full_disk_refuses_only_writes_until_there_is_space(disk: Path) -> None:
     with DaemonProcess(disk) as daemon:
         assert forgectl(daemon, "jobs", "create", "a")[0] == 0
         filler = fill(disk)
-        code, _, complaint = write_until_refused(daemon)
+        code, _, error = write_until_refused(daemon)
         assert code == 4
-        assert "No space" in complaint or "full" in complaint
+        assert "No space" in error or "full" in error
         assert_reads_work(daemon)
         filler.unlink()
         write_until_done(daemon)

@@ -34,16 +34,16 @@ from forged.kernel.messages import Call, Fact, Record
 from forged.kernel.store.port import Store
 from tests.simulation.base import ENDPOINT, SERVER, SOCKET, Simulation
 from tests.simulation.data import JobData, Ways, has_data
+from tests.simulation.elastic_faults import FaultInjector
 from tests.simulation.elastic_oracle import ElasticOracle
 from tests.simulation.elastic_process import Job, Process
 from tests.simulation.elastic_tally import Tally
-from tests.simulation.elastic_trouble import Trouble
 from tests.simulation.elastic_truth import Promise, Trainee, Truth, broken
 from tests.simulation.loop import SimulationError, VirtualClock, VirtualLoop, run
 from tests.simulation.network import HostNetwork
 
 RECOVERY_MAX_S = 90.0
-"""How long after the trouble every job must have trained again."""
+"""How long after the last fault every job must have trained again."""
 RESCALES_IN_A_ROW = 3
 """So many may follow each other before a job trains again, each with all of its data."""
 STEPS_MORE = 3
@@ -93,7 +93,7 @@ class ElasticWorld(Simulation):
             self.network.links.faults = replace(self.network.links.faults, reset=0.0, drop=0.0, duplicate=0.0)
         elif self.network.links.faults.reset or self.network.links.faults.drop or self.network.links.faults.duplicate:
             self.oracle.disturbances.begin("hostile", self.hosts)
-        self._trouble = Trouble(self, grim=random.random() < 0.7, steady=steady)
+        self._faults = FaultInjector(self, grim=random.random() < 0.7, steady=steady)
         self._server = self.network.host(SERVER)
 
     def _bring_data(self, source: Random, *, steady: bool) -> None:
@@ -168,7 +168,7 @@ class ElasticWorld(Simulation):
         async def happens(record: Record) -> None:
             if self.daemon is daemon and isinstance(record.fact, Fact):
                 self.look()
-                self._trouble.happens(record.fact, record.job)
+                self._faults.happens(record.fact, record.job)
 
         daemon.bus.wrap(ReportStopped, stopped, owner="simulation")
         daemon.bus.wrap(ReportReady, ready, owner="simulation")
@@ -256,9 +256,9 @@ class ElasticWorld(Simulation):
             self.processes.append(process)
             self.oracle.trainees.append(process.trainee)
             self.start(process.live)
-            self._trouble.befall(process, job, slot)
+            self._faults.befall(process, job, slot)
             await process.ended.wait()
-            self._trouble.follow(process)
+            self._faults.follow(process)
             await anyio.sleep(self._break_s(job, slot))
             self.look()
 
@@ -266,12 +266,12 @@ class ElasticWorld(Simulation):
         """Now and then an id comes back, and now and then it does so on the host that is there for this."""
         name = f"w{slot}" if self.random.random() < 0.5 else f"w{slot}-{life}"
         host = self._hosts_of(job, slot)[self.random.random() >= 0.8]
-        return Process(self, job, slot, name, host, mute=self._trouble.spoil(job, slot))
+        return Process(self, job, slot, name, host, mute=self._faults.spoil(job, slot))
 
     def _break_s(self, job: Job, slot: int) -> float:
         if not self.faults_active:
             return 0.5
-        return 0.1 if self._trouble.flaps(job, slot) else self.random.choice((0.0, 0.3, 2.0, 8.0))
+        return 0.1 if self._faults.flaps(job, slot) else self.random.choice((0.0, 0.3, 2.0, 8.0))
 
     def living(self, job: Job | None = None) -> list[Process]:
         """The processes that live, of one job or of all."""
@@ -291,7 +291,7 @@ class ElasticWorld(Simulation):
                     for slot in range(job.slots):
                         self.start(partial(self.keep, job, slot))
                 self.start(self._watch)
-                await self._trouble.make()
+                await self._faults.make()
                 await self._recover()
                 await self._finish()
                 self.oracle.check()
@@ -318,7 +318,7 @@ class ElasticWorld(Simulation):
         """After the faults every job trains again, with all live workers, or was aborted for a reason."""
         async with self.client(self.network.host("operator"), Random(f"recovery {self.seed}")) as operator:
             for job in self.jobs:
-                while not await self._trouble.want(operator, ResumeJob(job.name)):
+                while not await self._faults.want(operator, ResumeJob(job.name)):
                     await anyio.sleep(0.5)
         marks = {job.name: self._committed(job) for job in self.jobs}
         starve = self.oracle.data.starves

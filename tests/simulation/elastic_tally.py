@@ -1,4 +1,4 @@
-"""What worlds have met: so that it can be told whether a trouble that is meant to happen does.
+"""Counts the faults that simulated worlds have met, so that a fault that never happens is noticed.
 
 Law: only what took effect counts: a death by where it found the worker, a slow transfer when a commit waited for it.
 """

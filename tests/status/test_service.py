@@ -40,7 +40,7 @@ STATUS = Status(
     history="h",
     decisions=0,
     batches=0,
-    trouble=None,
+    write_error=None,
 )
 
 

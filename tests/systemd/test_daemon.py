@@ -83,10 +83,10 @@ def test_daemon_serves_with_a_watchdog_timeout_but_no_notification_socket(tmp_pa
 @pytest.mark.parametrize("name", ["LISTEN_FDS", "WATCHDOG_USEC", "NOTIFY_SOCKET"])
 def test_daemon_refuses_invalid_environment_variables(tmp_path: Path, name: str) -> None:
     with started(tmp_path, **{name: "nonsense"}) as process:
-        _, complaint = process.communicate(timeout=ENDS_WITHIN_S)
+        _, error = process.communicate(timeout=ENDS_WITHIN_S)
     assert process.returncode == 2
-    assert f"{name} must be " in complaint
-    assert "got 'nonsense'" in complaint
+    assert f"{name} must be " in error
+    assert "got 'nonsense'" in error
 
 
 @pytest.mark.skipif(ACTIVATE is None, reason="systemd-socket-activate is not installed")

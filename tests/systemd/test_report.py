@@ -19,7 +19,7 @@ def status(**known: Any) -> Status:
     for field in msgspec.structs.fields(Status):
         kinds = {int: 0, float: 0.0, str: ""}
         blank[field.name] = kinds.get(field.type, [] if "list" in str(field.type) else None)
-    return Status(**blank | {"trouble": None} | known)
+    return Status(**blank | {"write_error": None} | known)
 
 
 @pytest.mark.parametrize(
@@ -27,10 +27,10 @@ def status(**known: Any) -> Status:
     [
         ({"jobs": 3, "connections": 12, "last_fact": 1234}, "3 jobs, 12 connections, fact 1234"),
         ({"jobs": 1, "connections": 1}, "1 job, 1 connection, fact 0"),
-        ({"jobs": 3, "trouble": "the disk is full (make room)"}, "cannot write: the disk is full (make room)"),
+        ({"jobs": 3, "write_error": "the disk is full (make room)"}, "cannot write: the disk is full (make room)"),
     ],
 )
-def test_status_line_shows_trouble_or_counts(known: dict[str, Any], line: str) -> None:
+def test_status_line_shows_write_error_or_counts(known: dict[str, Any], line: str) -> None:
     assert status_line(status(**known)) == line
 
 

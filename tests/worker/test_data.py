@@ -926,8 +926,8 @@ class TestAShardThatTheOriginDoesNotGive:
             assert "a: shard 3: there is no shard-3" in error.message
 
 
-class TestTrouble:
-    async def test_with_the_origin_is_tried_again(self, runner: DaemonRunner) -> None:
+class TestFailedTransfers:
+    async def test_failed_origin_read_is_retried(self, runner: DaemonRunner) -> None:
         failures = iter(range(5))
 
         def moody(shard: DataShard, file: BinaryIO) -> None:
@@ -940,9 +940,7 @@ class TestTrouble:
             await cluster.group.world_of("a", "b")
             await cluster.check_holdings("a", "b")
 
-    async def test_with_a_full_store_costs_its_worker_its_place_and_the_others_nothing(
-        self, runner: DaemonRunner
-    ) -> None:
+    async def test_worker_with_a_full_store_leaves_the_world_and_training_continues(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner, settings={"rescale_timeout_ms": 500}) as cluster:
             cluster.start("a")
             await cluster.group.world_of("a")

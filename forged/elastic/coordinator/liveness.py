@@ -107,7 +107,7 @@ def peer_report(
     if member is None or not job.membership.in_world(member) or generation != job.generation or job.over:
         return
     if job.trains and not job.missing_is_explained:
-        job.suspicions.report_problem(member, peer)
+        job.suspicions.report_without_peer(member, peer)
     job.suspicions.report_unreachable(member, peer, now.monotonic)
     if not job.trains:
         return

@@ -34,7 +34,7 @@ class Suspicions:
             self.peer_reports.add(member.id, peer, self._membership.topology.epoch)
         self._suspect(other, member, now)
 
-    def report_problem(self, member: Member, peer: str) -> None:
+    def report_without_peer(self, member: Member, peer: str) -> None:
         """Take a member's report that it cannot continue, if it names no peer in the world and no failure explains it.
 
         Of a world that fails again and again one worker must go, if only the reporter.

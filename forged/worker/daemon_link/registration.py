@@ -30,7 +30,7 @@ from forged.elastic.messages import (
     ReadLeave,
     ReportReady,
     ReportStopped,
-    ReportTrouble,
+    ReportUnreachablePeer,
     ShowCluster,
 )
 from forged.elastic.model import WorkerId
@@ -120,14 +120,14 @@ class Registration:
         """Report that this worker has the state and its shards; false if the report comes too late."""
         return await self._report(ReportReady(self.job, self.worker.id, self.incarnation, attempt))
 
-    async def report_peer(self, generation: int, peer: str, why: str) -> None:
+    async def report_unreachable_peer(self, generation: int, peer: str, why: str) -> None:
         """Report that this worker cannot continue in its world."""
-        await self.say(ReportTrouble(self.job, self.worker.id, self.incarnation, generation, peer, reason=why))
+        await self.say(ReportUnreachablePeer(self.job, self.worker.id, self.incarnation, generation, peer, reason=why))
 
-    def receiving(self, attempt: int, received: int, *, trouble: str, unreached: str) -> None:
+    def receiving(self, attempt: int, received: int, *, problem: str, unreachable_peer: str) -> None:
         """Signal how much of the state has arrived, which worker is out of reach, and why."""
         progress = AttemptProgress(self.job, self.worker.id, self.incarnation, attempt, received)
-        self._client.signal(msgspec.structs.replace(progress, trouble=trouble, unreachable_peer=unreached))
+        self._client.signal(msgspec.structs.replace(progress, problem=problem, unreachable_peer=unreachable_peer))
 
     # Living and waiting.
 

@@ -285,7 +285,7 @@ class ShardHolder:
         is_planned = self._planned_attempt >= attempt
         while True:
             if not is_planned:
-                self._reports.waiting(trouble=lost)
+                self._reports.waiting(problem=lost)
                 with anyio.move_on_after(ASK_AGAIN_S):
                     await self._plan_known.wait()
             try:

@@ -25,7 +25,7 @@ from forged.log import Log
 from forged.phrases import counted
 from forged.worker.daemon_link.registration import Registration
 
-TROUBLE_CHARS_MAX = 500
+PROBLEM_CHARS_MAX = 500
 ORIGIN_TRIES = 3
 """After so many tries in a row, each with several attempts, the shards that the origin does not give count as lost."""
 ORIGIN_SILENCE_REPORTED_S = 5.0
@@ -62,7 +62,7 @@ class TransferReports(TransferObserver):
         self._has_reported_not_stored = False
         self._is_full = False
         """Whether the last try brought shards that could not be stored."""
-        self._trouble = ""
+        self._problem = ""
         """Why the last try failed."""
         self._storing_since: float | None = None
         """Since when a transfer from the origin was seen waiting for the store."""
@@ -71,17 +71,17 @@ class TransferReports(TransferObserver):
 
     def on_progress(self, progress: TransferProgress) -> None:
         waits = self._waits_for_origin_only(progress.in_transit)
-        trouble = "; before: ".join(filter(None, (_origin_silence(progress.in_transit), self._trouble)))
+        problem = "; before: ".join(filter(None, (_origin_silence(progress.in_transit), self._problem)))
         self._last_progress = progress.done, self._received + progress.bytes_moved
-        self._send(*self._last_progress, waits=waits, trouble=trouble)
+        self._send(*self._last_progress, waits=waits, problem=problem)
 
     def on_bad_copy(self, copy: BadCopy) -> None:
         self._bad_copies.append(copy)
         self._bad_copy_found.set()
 
-    def waiting(self, trouble: str | None = None) -> None:
-        """The worker waits for other workers or for the daemon; `trouble` replaces the last failure."""
-        self._send(waits=True, trouble=trouble)
+    def waiting(self, problem: str | None = None) -> None:
+        """The worker waits for other workers or for the daemon; `problem` replaces the last failure."""
+        self._send(waits=True, problem=problem)
 
     def own_turn(self) -> None:
         """The worker has its plan, and waits for nothing except, after such a try, the origin."""
@@ -89,9 +89,9 @@ class TransferReports(TransferObserver):
 
     def failed(self, reason: str) -> None:
         """A try failed for this reason, which the following signals carry."""
-        self._trouble = reason[:TROUBLE_CHARS_MAX]
+        self._problem = reason[:PROBLEM_CHARS_MAX]
 
-    def _send(self, transfers: int = 0, received: int = 0, *, waits: bool = False, trouble: str | None = None) -> None:
+    def _send(self, transfers: int = 0, received: int = 0, *, waits: bool = False, problem: str | None = None) -> None:
         line = self._line
         self._signal(
             AttemptProgress(
@@ -104,7 +104,7 @@ class TransferReports(TransferObserver):
                 transfers + self._bad_copies_reported,
                 received or self._received,
                 waits and not self._is_full,
-                (self._trouble if trouble is None else trouble)[:TROUBLE_CHARS_MAX],
+                (self._problem if problem is None else problem)[:PROBLEM_CHARS_MAX],
             )
         )
 
@@ -146,7 +146,7 @@ class TransferReports(TransferObserver):
         await self._send_missing(attempt, report)
         await self._send_not_stored(attempt, report)
         if report.is_complete:
-            self._trouble = ""
+            self._problem = ""
             await self.send_done(attempt, report)
 
     async def send_done(self, attempt: int, report: TransferReport) -> None:
@@ -204,7 +204,7 @@ class TransferReports(TransferObserver):
             attempt,
             len(lost),
             [one.shard_id for one in lost[:NAMED_MAX]],
-            f"shard {first.shard_id}: {first.reason}"[:TROUBLE_CHARS_MAX],
+            f"shard {first.shard_id}: {first.reason}"[:PROBLEM_CHARS_MAX],
             certain=self._tries_without_origin >= ORIGIN_TRIES or any(one.is_refused for one in lost),
         )
 

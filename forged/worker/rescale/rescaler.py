@@ -38,7 +38,7 @@ from forged.worker.worker_state.current_world import PeerReport, peer_of
 from forged.worker.worker_state.job_view import Commit
 from forged.worker.worker_state.session_state import SessionState
 
-TROUBLE_PAUSE_S = 0.2
+RETRY_PAUSE_S = 0.2
 """The pause before an attempt is followed again after an error."""
 
 
@@ -89,8 +89,8 @@ class Rescaler:
                 await self._cross(view.committed)
             else:
                 await self._state.wait_for_change()
-        elif self._current_world.trouble is not None:
-            await self._run(partial(self._report_peer, self._current_world.trouble))
+        elif self._current_world.peer_report is not None:
+            await self._run(partial(self._report_peer, self._current_world.peer_report))
         elif view.synchronising is not None and view.synchronising.attempt == self._reported:
             if takes_state or not self._is_taker(view.synchronising):
                 await self._synchronise(view.synchronising)
@@ -117,16 +117,16 @@ class Rescaler:
             # The ranks have called different collectives, which is an error in the script.
             raise error
 
-    async def _report_peer(self, trouble: PeerReport) -> None:
-        await self._registration.report_peer(*trouble)
-        self._current_world.trouble = None
+    async def _report_peer(self, peer_report: PeerReport) -> None:
+        await self._registration.report_unreachable_peer(*peer_report)
+        self._current_world.peer_report = None
 
     async def _report(self, attempt: int) -> None:
         """Leave the old world, and send the stop report."""
         view = self._view
         self._current_world.status = WorkerStatus.RESCALING
         await self._current_world.leave()
-        self._current_world.trouble = None
+        self._current_world.peer_report = None
         stop = self._progress.stop_report
 
         async def report() -> None:
@@ -148,7 +148,7 @@ class Rescaler:
             if not is_temporary(error) or error.code == TLS_FAILED:
                 raise
             self._log.warning("the rescale attempt failed; retrying", attempt=settled.attempt, why=str(error))
-            await self._run(partial(anyio.sleep, TROUBLE_PAUSE_S), still)
+            await self._run(partial(anyio.sleep, RETRY_PAUSE_S), still)
 
     async def _give_or_take(self, settled: RescaleSynchronising, still: Callable[[], bool]) -> None:
         """Offer the state or take the source's; then fetch the shards, and wait for the commit."""
@@ -209,7 +209,7 @@ class Rescaler:
             if is_member or self._has_state_of(commit.step):
                 self._progress.apply_commit(commit)
         await self._current_world.leave()
-        self._current_world.trouble = None
+        self._current_world.peer_report = None
         if still() and is_member:
             await self._run(partial(self._enter, commit), still)
         if view.committed is commit and not self._state.is_leave_due:
@@ -225,7 +225,7 @@ class Rescaler:
             if not is_temporary(error):
                 raise
             hub = topology.workers[0].id if error.code == TLS_FAILED else ""
-            self._current_world.trouble = PeerReport(topology.epoch, peer_of(error) or hub, error.message)
+            self._current_world.peer_report = PeerReport(topology.epoch, peer_of(error) or hub, error.message)
             return
         stop, progress = agreement.stop, self._progress
         state = GlobalTrainingState(

@@ -42,7 +42,7 @@ class StateExchange:
         self._progress = progress
         self._tasks = tasks
         self._log = log
-        self._trouble = ""
+        self._problem = ""
         """Why the last fetch of the present transfer failed; empty where none has."""
 
     def offering(self, attempt: int) -> AbstractContextManager[None]:
@@ -53,7 +53,7 @@ class StateExchange:
     async def take(self, settled: RescaleSynchronising) -> None:
         """Take the source's state; repeated until it is here."""
         telling = anyio.CancelScope()
-        self._trouble = ""
+        self._problem = ""
         self._tasks.start_soon(self._tell, settled, telling)
         try:
             while not await self._has_fetched(settled):
@@ -78,7 +78,7 @@ class StateExchange:
         except ForgedError as error:
             if not is_temporary(error) or error.code == TLS_FAILED:
                 raise
-            self._trouble = error.message
+            self._problem = error.message
             self._log.warning("the state could not be fetched", source=str(settled.source), why=str(error))
             return False
         return True
@@ -90,7 +90,7 @@ class StateExchange:
             while True:
                 await anyio.sleep(TELLING_INTERVAL_S)
                 error = self._mesh.source_unreached
-                unreached = "" if error is None else settled.source.id
-                trouble = self._trouble if error is None else error.message
+                unreachable = "" if error is None else settled.source.id
+                problem = self._problem if error is None else error.message
                 received = self._mesh.state_received - before
-                self._registration.receiving(settled.attempt, received, trouble=trouble, unreached=unreached)
+                self._registration.receiving(settled.attempt, received, problem=problem, unreachable_peer=unreachable)

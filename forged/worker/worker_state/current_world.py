@@ -48,7 +48,7 @@ class CurrentWorld:
         """Whether a collective of the present step was aborted."""
         self.is_stepping = False
         """Whether the script is inside a step."""
-        self.trouble: PeerReport | None = None
+        self.peer_report: PeerReport | None = None
         self.marks = 0
         """How often the worker has come to a point where the workers of a world meet."""
         self._is_meeting = False
@@ -149,7 +149,7 @@ class CurrentWorld:
         """The world cannot continue. Report it, unless the daemon has said so itself."""
         world, self.world = self.world, None
         if world is not None and not (self._view.lost or self._view.rescaling):
-            self.trouble = PeerReport(world.generation, peer_of(error), error.message)
+            self.peer_report = PeerReport(world.generation, peer_of(error), error.message)
 
     async def leave(self) -> None:
         world, self.world = self.world, None

@@ -25,9 +25,9 @@ from tests.checkpoint.crash_trials import (
     Action,
     Group,
     Lasting,
+    after_fault,
     after_power_cuts,
     after_refusals,
-    after_trouble,
     before,
     failing_from,
     operations,
@@ -70,7 +70,7 @@ def test_no_refusal_leaves_a_partial_checkpoint_or_files(
 
 
 def test_a_refusal_in_the_background_leaves_nothing_half_there_and_nothing_for_ever() -> None:
-    """The ranks may then hear of each other's trouble too late, or never: it is over when the time is."""
+    """The ranks may then learn of each other's failure too late or never; the operation ends at its timeout."""
     world = Group(2, in_background=True, timeout_s=0.3)
     assert list(islice(after_refusals(world, before(world), SAVE, errno.EIO, "once"), 5)) == []
 
@@ -146,7 +146,7 @@ def test_an_operation_that_takes_too_long_ends_it_in_time(
                 clock.now += 1e6
             return result
 
-        found += after_trouble(world, image, deed, slow)
+        found += after_fault(world, image, deed, slow)
     assert found == []
 
 

@@ -16,7 +16,7 @@ from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.storage.listing import missing_checkpoint
 from forged.checkpoint.storage.os_errors import translated as os_error
 from forged.cli.ckpt.command import checkpoint_command, translated, translated_errors
-from forged.cli.process import complain
+from forged.cli.process import print_error
 from forged.errors import ConfigError, Unavailable
 from tests.checkpoint.memory_storage import MemoryStorage
 
@@ -115,7 +115,7 @@ def test_checkpoint_errors_become_forgectl_errors() -> None:
     ],
 )
 def test_exit_codes_by_error(error: CheckpointException, code: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert complain("forgectl", translated(error)) == code
+    assert print_error("forgectl", translated(error)) == code
     assert error.message in capsys.readouterr().err
 
 

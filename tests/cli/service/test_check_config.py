@@ -31,9 +31,9 @@ def test_all_errors_are_listed_by_key(tmp_path: Path, capsys: pytest.CaptureFixt
     path = tmp_path / "forged.toml"
     path.write_text(BAD_CONFIG)
     assert forged.main(["check-config", str(path)]) == 2
-    complaint = capsys.readouterr().err
-    assert complaint.startswith(f"forged: {path} is not a valid configuration")
-    problems = [line.partition(": ")[2].removeprefix("unknown key `") for line in complaint.splitlines()[1:]]
+    error = capsys.readouterr().err
+    assert error.startswith(f"forged: {path} is not a valid configuration")
+    problems = [line.partition(": ")[2].removeprefix("unknown key `") for line in error.splitlines()[1:]]
     assert {re.split("[ `]", problem)[0] for problem in problems} == set(BAD_KEYS)
 
 
@@ -52,6 +52,6 @@ def test_missing_certificates_are_named(tmp_path: Path, capsys: pytest.CaptureFi
     path = tmp_path / "forged.toml"
     path.write_text('tls_certificate = "/none/cert.pem"\ntls_key = "/none/key.pem"\n')
     assert forged.main(["check-config", str(path)]) == 2
-    complaint = capsys.readouterr().err
-    assert "cannot read tls_certificate '/none/cert.pem': No such file" in complaint
-    assert "cannot read tls_key '/none/key.pem': No such file" in complaint
+    error = capsys.readouterr().err
+    assert "cannot read tls_certificate '/none/cert.pem': No such file" in error
+    assert "cannot read tls_key '/none/key.pem': No such file" in error

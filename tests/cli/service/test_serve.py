@@ -76,103 +76,103 @@ class TestFileLimit:
 
 
 class TestFailedStart:
-    """In every case with one complaint that says what to do, exit code 2, and nothing left behind."""
+    """In every case with one error that says what to do, exit code 2, and nothing left behind."""
 
     def test_invalid_config_lists_all_errors(self, start: Start, tmp_path: Path) -> None:
         path = tmp_path / "forged.toml"
         path.write_text(BAD_CONFIG.replace('listen = ["nowhere"]\n', ""))
-        code, complaint = start("--config", str(path))
+        code, error = start("--config", str(path))
         assert code == 2
-        assert all(key in complaint for key in BAD_KEYS[1:])
+        assert all(key in error for key in BAD_KEYS[1:])
 
     def test_invalid_flag_is_refused(self, start: Start) -> None:
-        code, complaint = start(listen="nowhere")
+        code, error = start(listen="nowhere")
         assert code == 2
-        assert "the command line is not a valid configuration" in complaint
-        assert "tcp://host:port" in complaint
+        assert "the command line is not a valid configuration" in error
+        assert "tcp://host:port" in error
 
     def test_data_directory_in_use_is_refused(self, start: Start, tmp_path: Path) -> None:
         (tmp_path / "data").mkdir()
         with (tmp_path / "data" / serve.LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            code, complaint = start()
+            code, error = start()
         assert code == 2
-        assert f"another daemon uses {tmp_path / 'data'}" in complaint
-        assert "another --data-dir" in complaint
+        assert f"another daemon uses {tmp_path / 'data'}" in error
+        assert "another --data-dir" in error
 
     def test_data_directory_that_is_a_file_is_refused(self, start: Start, tmp_path: Path) -> None:
         (tmp_path / "data").write_text("not a directory")
-        code, complaint = start()
+        code, error = start()
         assert code == 2
-        assert "it is not a directory" in complaint
+        assert "it is not a directory" in error
 
     def test_data_directory_that_cannot_be_created_is_refused(self, start: Start) -> None:
-        code, complaint = start(data_dir="/proc/forged")
+        code, error = start(data_dir="/proc/forged")
         assert code == 2
-        assert "/proc/forged" in complaint
-        assert "set --data-dir to a writable directory" in complaint
+        assert "/proc/forged" in error
+        assert "set --data-dir to a writable directory" in error
 
     @pytest.mark.skipif(os.getuid() == 0, reason="nothing is forbidden to root")
     def test_data_directory_without_write_permission_is_refused(self, start: Start, tmp_path: Path) -> None:
         (tmp_path / "data").mkdir(mode=0o500)
-        code, complaint = start()
+        code, error = start()
         assert code == 2
-        assert "Permission denied" in complaint
+        assert "Permission denied" in error
 
     def test_corrupt_database_is_refused(self, start: Start, tmp_path: Path) -> None:
         (tmp_path / "data").mkdir()
         database = tmp_path / "data" / serve.DATABASE
         database.write_bytes(b"no database" * 1000)
-        code, complaint = start()
+        code, error = start()
         assert code == 2
-        assert f"the store {database} is damaged" in complaint
-        assert "restore a backup" in complaint
+        assert f"the store {database} is damaged" in error
+        assert "restore a backup" in error
         assert database.read_bytes() == b"no database" * 1000
 
     def test_port_in_use_is_refused(self, start: Start, tmp_path: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
-            code, complaint = start(listen=f"127.0.0.1:{port}")
+            code, error = start(listen=f"127.0.0.1:{port}")
         assert code == 2
-        assert complaint.endswith(
+        assert error.endswith(
             f"forged: cannot listen at tcp://127.0.0.1:{port}: Address already in use"
             " (stop the process that listens there, or use another port)\n"
         )
         assert not (tmp_path / "s").exists()
 
     def test_socket_of_a_running_daemon_is_refused(self, start: Start, threaded_daemon: ThreadedDaemon) -> None:
-        code, complaint = start(socket=threaded_daemon.socket)
+        code, error = start(socket=threaded_daemon.socket)
         assert code == 2
-        assert f"another process is listening at {threaded_daemon.socket}" in complaint
+        assert f"another process is listening at {threaded_daemon.socket}" in error
         with threaded_daemon.client() as client:
             assert client.ping() > 0
 
     def test_socket_path_of_another_file_is_refused(self, start: Start, tmp_path: Path) -> None:
         (tmp_path / "s").write_text("precious")
-        code, complaint = start()
+        code, error = start()
         assert code == 2
-        assert "is not a socket" in complaint
+        assert "is not a socket" in error
         assert (tmp_path / "s").read_text() == "precious"
 
     def test_missing_certificates_are_refused(self, start: Start, tmp_path: Path) -> None:
         path = tmp_path / "forged.toml"
         path.write_text('tls_certificate = "/none/cert.pem"\ntls_key = "/none/key.pem"\n')
-        code, complaint = start("--config", str(path))
+        code, error = start("--config", str(path))
         assert code == 2
-        assert "/none/cert.pem" in complaint
-        assert "/none/key.pem" in complaint
+        assert "/none/cert.pem" in error
+        assert "/none/key.pem" in error
 
     @pytest.mark.parametrize("place", ["listen", "http"])
     def test_missing_address_may_be_retried(self, start: Start, place: str) -> None:
-        code, complaint = start(**{place: "192.0.2.1:0"})
+        code, error = start(**{place: "192.0.2.1:0"})
         assert code == 4
-        assert "192.0.2.1" in complaint
+        assert "192.0.2.1" in error
 
     def test_failed_start_releases_the_data_directory(self, start: Start, tmp_path: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             for _ in range(2):
-                code, complaint = start(listen=f"127.0.0.1:{taken.getsockname()[1]}")
-                assert (code, "in use by" in complaint) == (2, False)
+                code, error = start(listen=f"127.0.0.1:{taken.getsockname()[1]}")
+                assert (code, "in use by" in error) == (2, False)
 
 
 class TestRunning:

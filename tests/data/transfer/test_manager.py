@@ -602,9 +602,9 @@ LOST = Unavailable("peer_lost", "it is gone", "ask again")
 class FailingQueryStore(MemoryShardStore):
     """A store whose queries fail some times, and that records the calling threads."""
 
-    def __init__(self, trouble: Exception | None = None, *, times: int = 0, of: str = "partial") -> None:
+    def __init__(self, error: Exception | None = None, *, times: int = 0, of: str = "partial") -> None:
         super().__init__()
-        self.trouble, self.times, self.of = trouble, times, of
+        self.error, self.times, self.of = error, times, of
         self.querying_threads: set[int] = set()
 
     def partial(self, shard: int) -> PartialShard | None:
@@ -617,9 +617,9 @@ class FailingQueryStore(MemoryShardStore):
 
     def _record_query(self, what: str) -> None:
         self.querying_threads.add(threading.get_ident())
-        if self.trouble is not None and what == self.of and self.times:
+        if self.error is not None and what == self.of and self.times:
             self.times -= 1
-            raise self.trouble
+            raise self.error
 
 
 class InterruptedSource:
@@ -654,9 +654,9 @@ FROM_B = Wanted(shard(0), 0, (WorkerId("b", "h", 2),))
 
 
 @pytest.mark.parametrize("of", ["partial", "holds"])
-@pytest.mark.parametrize("trouble", [AWAY, ZeroDivisionError("strange")], ids=["refused", "strange"])
-async def test_store_query_that_fails_temporarily_is_retried(trouble: Exception, of: str) -> None:
-    source, store = InterruptedSource(), FailingQueryStore(trouble, times=2, of=of)
+@pytest.mark.parametrize("error", [AWAY, ZeroDivisionError("strange")], ids=["refused", "strange"])
+async def test_store_query_that_fails_temporarily_is_retried(error: Exception, of: str) -> None:
+    source, store = InterruptedSource(), FailingQueryStore(error, times=2, of=of)
     report = await source.manager(store).execute([FROM_B])
     assert report.is_complete
     assert bytes_of(store, 0) == content_of(0, SIZE)

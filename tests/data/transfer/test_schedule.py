@@ -38,7 +38,7 @@ def started(made: TransferSchedule, now: float = 0.0) -> list[tuple[int, Source]
 
 
 def reasons(made: TransferSchedule, number: int) -> list[tuple[Source, str]]:
-    return [(complaint.source, complaint.reason) for complaint in made.given_up[number]]
+    return [(failure.source, failure.reason) for failure in made.given_up[number]]
 
 
 def test_highest_priority_starts_first() -> None:

@@ -838,7 +838,7 @@ def test_a_source_that_most_do_not_reach_goes_whatever_its_rank() -> None:
     book.stop("a", stop=BEHIND)
     book.stop("b", "c", "d", stop=AHEAD)
     for name in ("b", "c"):
-        book.receive_state(name, unreached="a", trouble="no peer answers")
+        book.receive_state(name, unreached="a", problem="no peer answers")
     book.ready("d")
     assert book.last(RescaleSynchronising).source.id == "a"
     book.new_facts()
@@ -855,7 +855,7 @@ def test_a_joiner_that_does_not_get_the_state_costs_no_other_worker_its_place() 
     book.stop("a", "b", stop=BEHIND)
     book.stop("c", "d", stop=StopReport(0, holds_state=False))
     for name in ("c", "d"):
-        book.receive_state(name, unreached="a", trouble="no peer answers")
+        book.receive_state(name, unreached="a", problem="no peer answers")
     book.new_facts()
     failed = [fact for fact in book.wait(6.0) if isinstance(fact, WorkerFailed)]
     why = "no answer in attempt 2 within 5 s: no peer answers"
@@ -870,7 +870,7 @@ def test_a_source_that_neither_the_daemon_nor_a_member_reaches_has_failed() -> N
     book.wait(0.1)
     book.lose("a")
     book.new_facts()
-    book.receive_state("b", unreached="a", trouble="no peer answers")
+    book.receive_state("b", unreached="a", problem="no peer answers")
     failed, *_ = [fact for fact in book.wait(CONFIRM_S + 0.1) if isinstance(fact, WorkerFailed)]
     assert failed == WorkerFailed("a", 0, "unreachable from the daemon and from b")
 
@@ -882,7 +882,7 @@ def refused_by_its_source(**settings: int) -> Playbook:
     book.stop("a", "b", stop=AHEAD)
     book.stop("c", stop=BEHIND)
     book.ready("b")
-    book.receive_state("a", unreached="c", trouble="refused")
+    book.receive_state("a", unreached="c", problem="refused")
     return book
 
 
@@ -909,7 +909,7 @@ def test_only_reports_about_the_source_count_in_a_state_transfer() -> None:
     book.wait(0.1)
     book.lose("c")
     book.new_facts()
-    assert book.receive_state("b", unreached="c", trouble="it lies") == []
+    assert book.receive_state("b", unreached="c", problem="it lies") == []
 
 
 @pytest.mark.parametrize("quarrel", ["in three worlds", "over the state"])
@@ -933,7 +933,7 @@ def test_only_known_state_holder_stays_whatever_is_reported_about_it(quarrel: st
         book.wait(1.2)
         book.stop("b", stop=BEHIND)
         book.stop("c", stop=StopReport(0, holds_state=False))
-        book.receive_state("c", unreached="b", trouble="refused")
+        book.receive_state("c", unreached="b", problem="refused")
         book.ready("b")
         book.wait(6.0)
     assert [fact.worker_id for fact in book.facts if isinstance(fact, WorkerFailed)] == ["a", "c"]
@@ -959,7 +959,7 @@ def test_a_report_about_a_source_is_over_when_the_state_has_come() -> None:
     book.stop("c", stop=BEHIND)
     source = book.coordinator.synchronising
     assert source is not None
-    book.receive_state("c", unreached=source.source.id, trouble="refused")
+    book.receive_state("c", unreached=source.source.id, problem="refused")
     book.ready("c")
     book.new_facts()
     book.lose(source.source.id)
@@ -1587,10 +1587,10 @@ def test_of_many_reasons_the_first_ones_are_told() -> None:
     assert book.last(RescaleStarted).reason.endswith("n7 and 92 more joined")
 
 
-# Trouble.
+# Peer reports.
 
 
-def test_trouble_leads_to_another_world_of_the_same_workers() -> None:
+def test_peer_report_leads_to_another_world_of_the_same_workers() -> None:
     book = formed("a", "b")
     book.report_peer("a", "b", why="it closed the connection")
     (started,) = book.wait(1.1)
@@ -1600,14 +1600,14 @@ def test_trouble_leads_to_another_world_of_the_same_workers() -> None:
     assert (book.world, book.coordinator.generation) == (["a", "b"], 2)
 
 
-def test_trouble_in_an_older_world_or_from_outside_is_none() -> None:
+def test_peer_report_about_an_older_world_or_by_an_outsider_is_ignored() -> None:
     book = formed("a", "b")
     book.join("c")
     assert book.report_peer("a", "b", back=1) + book.report_peer("c", "a") == []
     assert book.wait(1.0) == []
 
 
-def test_trouble_that_was_acknowledged_outlives_the_daemon() -> None:
+def test_acknowledged_peer_report_survives_a_daemon_restart() -> None:
     book = formed("a", "b")
     book.report_peer("a", "b")
     book.restart()

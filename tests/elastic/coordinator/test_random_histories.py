@@ -359,7 +359,7 @@ class Histories(RuleBasedStateMachine):
         self.settle()
 
     @rule(name=st.sampled_from(NAMES), peer=st.sampled_from([*NAMES, ""]), back=st.integers(0, 1))
-    def complain(self, name: str, peer: str, back: int) -> None:
+    def report_peer(self, name: str, peer: str, back: int) -> None:
         """A worker says that it does not reach another one; it may be wrong, or late."""
         process = self.living(name)
         if process is not None and process.connected:

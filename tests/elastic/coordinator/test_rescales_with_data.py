@@ -55,12 +55,12 @@ def members(book: Playbook, name: str) -> tuple[list[str], list[str]]:
 
 
 def report_progress(
-    book: Playbook, *names: str, state: int = 0, data: int = 0, waits: bool = False, trouble: str = ""
+    book: Playbook, *names: str, state: int = 0, data: int = 0, waits: bool = False, problem: str = ""
 ) -> None:
     for name in names:
         number = book.coordinator.attempts
         book.coordinator.attempt_progress(
-            name, incarnation(name), number, (state, data), book.now, is_waiting=waits, problem=trouble
+            name, incarnation(name), number, (state, data), book.now, is_waiting=waits, problem=problem
         )
 
 
@@ -499,7 +499,7 @@ class TestReportedProblem:
         book.coordinator.rescale(book.now, "a wish")
         stop(book, "a", "b")
         book.ready("a")
-        report_progress(book, "b", trouble="  there is no room on the disk ")
+        report_progress(book, "b", problem="  there is no room on the disk ")
         book.wait(3.0)
         assert book.last(WorkerFailed).reason == ("no answer in attempt 2 within 2 s: there is no room on the disk")
 
@@ -508,7 +508,7 @@ class TestReportedProblem:
         book.coordinator.rescale(book.now, "a wish")
         stop(book, "a", "b")
         book.ready("a")
-        report_progress(book, "b", trouble="there is no room on the disk")
+        report_progress(book, "b", problem="there is no room on the disk")
         report_progress(book, "b")
         book.wait(3.0)
         assert book.last(WorkerFailed).reason == "no answer in attempt 2 within 2 s"
@@ -518,14 +518,14 @@ class TestReportedProblem:
         book = formed(*names)
         book.coordinator.rescale(book.now, "a wish")
         stop(book, *names)
-        report_progress(book, *names[1:], waits=True, trouble="shard 3 is missing")
+        report_progress(book, *names[1:], waits=True, problem="shard 3 is missing")
         book.ready("w1")
         assert describe_stall(book.coordinator, book.time) == (
             "attempt 2 waits for w0, w2, w3, w4 to receive state and data (0 s); w2, w3, w4: shard 3 is missing"
         )
         for name in names[2:]:
-            report_progress(book, name, waits=True, trouble=f"shard {name} is missing")
-        report_progress(book, "w0", trouble="x" * 10_000)
+            report_progress(book, name, waits=True, problem=f"shard {name} is missing")
+        report_progress(book, "w0", problem="x" * 10_000)
         told = describe_stall(book.coordinator, book.time)
         assert told.endswith("; 1 more report problems")
         assert len(told) < 1_000

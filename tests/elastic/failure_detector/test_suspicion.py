@@ -99,11 +99,11 @@ def test_reporter_is_evicted_if_no_report_names_a_peer(peer: str) -> None:
     scene = Scene()
     for _ in range(REPORTED_WORLDS_MAX):
         scene.begin_another()
-        scene.quarrels.report_problem(scene.membership.members["b"], peer)
+        scene.quarrels.report_without_peer(scene.membership.members["b"], peer)
     assert scene.quarrels.worker_to_evict() == "b"
 
 
 def test_worker_that_names_another_of_the_world_is_not_held_against_itself() -> None:
     scene = Scene()
-    scene.quarrels.report_problem(scene.membership.members["b"], "a")
+    scene.quarrels.report_without_peer(scene.membership.members["b"], "a")
     assert scene.quarrels.peer_reports.worlds == 0

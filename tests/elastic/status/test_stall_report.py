@@ -108,14 +108,14 @@ class TestPeerReports:
         assert begins == "attempt 2 is about to start: c cannot continue: it got no answer"
         assert quarrels.startswith("c cannot reach b, in 1 world so far")
 
-    def test_is_told_while_the_next_world_is_agreed_on_unless_that_tells_of_trouble(self) -> None:
+    def test_stall_is_reported_during_a_rescale_without_a_reported_problem(self) -> None:
         book = formed("a", "b", "c")
         book.report_peer("c", "b")
         book.wait(2.0)
         assert said(book).split("; ")[1] == "c cannot reach b, in 1 world so far"
         book.stop("a", "b", stop=StopReport(1, holds_state=True))
         book.stop("c", stop=StopReport(0, holds_state=True))
-        book.receive_state("c", trouble="a gives it nothing")
+        book.receive_state("c", problem="a gives it nothing")
         assert said(book).split("; ")[1:] == ["c: a gives it nothing"]
 
     def test_tells_of_no_long_step_beside_it(self) -> None:

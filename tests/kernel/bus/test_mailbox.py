@@ -291,13 +291,13 @@ async def test_handler_that_swallows_its_cancellation_counts_as_late() -> None:
 
 @on_virtual_time
 async def test_handler_that_raises_after_its_cancellation_fails_with_that_error() -> None:
-    async def complain(_: Record) -> None:
+    async def raise_always(_: Record) -> None:
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             raise ValueError("boom") from None
 
-    async with running_mailbox(Seen(on_1=complain), deadline_s=2) as it:
+    async with running_mailbox(Seen(on_1=raise_always), deadline_s=2) as it:
         it.put(1, 2)
         await it.supervise(10)
         assert it.reports == [(1, "ValueError: boom")]

@@ -224,7 +224,7 @@ def test_fields_of_a_later_version_are_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "complaint"),
+    ("fields", "expected"),
     [
         (msgpack.packb({}), "missing required field `job`"),
         (msgpack.packb({"job": 5}), r"Expected `str`, got `int` - at `\$.job`"),
@@ -236,8 +236,8 @@ def test_fields_of_a_later_version_are_ignored() -> None:
         (b"\x81", "truncated"),
     ],
 )
-def test_a_body_of_another_type_is_refused_by_field(fields: bytes, complaint: str) -> None:
-    with pytest.raises(msgspec.ValidationError, match=complaint):
+def test_a_body_of_another_type_is_refused_by_field(fields: bytes, expected: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=expected):
         body(fields)
 
 

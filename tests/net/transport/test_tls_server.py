@@ -202,7 +202,7 @@ async def test_listener_reports_descriptor_exhaustion_and_recovers(
     sock.listen()
     listener = connections.keep(await network.listen_on(sock, connections.far, tls=True))
     assert await serves(network, listener, connections)
-    assert [str(complaint["exception"]) for complaint in reported] == ["[Errno 24] Too many open files"]
+    assert [str(error["exception"]) for error in reported] == ["[Errno 24] Too many open files"]
 
 
 @pytest.mark.usefixtures("patient")

@@ -290,7 +290,7 @@ class TestAttempt:
         fixture = HolderFixture()
         fixture.daemon.refusals = [RequestRefused(SHARDS_LOST, "no worker has 14 shards", "") for _ in range(2)]
         await fixture.holder._try(1)
-        assert [(signal.is_waiting, signal.trouble) for signal in fixture.signals][:4] == [
+        assert [(signal.is_waiting, signal.problem) for signal in fixture.signals][:4] == [
             (True, ""),
             (True, "no worker has 14 shards"),
             (True, "no worker has 14 shards"),
@@ -692,24 +692,24 @@ class TestShardsMissingAtTheOrigin:
     async def test_silent_origin_is_reported_until_it_sends_bytes(self) -> None:
         fixture = HolderFixture()
 
-        def trouble(*silences: float | None) -> str:
+        def problem(*silences: float | None) -> str:
             fixture.waits(*(ShardInTransit(shard, None, 0, None, silence) for shard, silence in enumerate(silences)))
-            return fixture.signals[-1].trouble
+            return fixture.signals[-1].problem
 
-        assert trouble(ORIGIN_SILENCE_REPORTED_S - 0.1, None) == ""
-        assert trouble(1.0, ORIGIN_SILENCE_REPORTED_S, None) == "the origin has given nothing of shard 1 for 5 s"
+        assert problem(ORIGIN_SILENCE_REPORTED_S - 0.1, None) == ""
+        assert problem(1.0, ORIGIN_SILENCE_REPORTED_S, None) == "the origin has given nothing of shard 1 for 5 s"
         more = "nor of 2 other requested shards"
-        assert trouble(6.0, 41.7, 7.0) == f"the origin has given nothing of shard 1 for 42 s, {more}"
-        assert trouble(0.1, None) == ""
+        assert problem(6.0, 41.7, 7.0) == f"the origin has given nothing of shard 1 for 42 s, {more}"
+        assert problem(0.1, None) == ""
 
     async def test_silent_origin_is_reported_with_the_previous_error(self) -> None:
         fixture = HolderFixture(write=missing_at_origin)
         error = await self.fail(fixture, part(2, keep=(2,)))
         await fixture.holder._pause(str(error))
         fixture.waits(ShardInTransit(2, None, 0, None, 42.0))
-        assert fixture.signals[-1].trouble == f"the origin has given nothing of shard 2 for 42 s; before: {error}"
+        assert fixture.signals[-1].problem == f"the origin has given nothing of shard 2 for 42 s; before: {error}"
         fixture.waits(ShardInTransit(2, None, 0, None, 0.0))
-        assert fixture.signals[-1].trouble == str(error)
+        assert fixture.signals[-1].problem == str(error)
 
     async def test_holder_reports_waiting_between_tries_without_a_new_offer(
         self, monkeypatch: pytest.MonkeyPatch
@@ -719,7 +719,7 @@ class TestShardsMissingAtTheOrigin:
         assert not fixture.signals[-1].is_waiting
         fixture.signals.clear()
         pauses = await self.pauses_of(fixture, str(error), 12, monkeypatch)
-        assert all(signal.is_waiting and "there is no shard-2" in signal.trouble for signal in fixture.signals)
+        assert all(signal.is_waiting and "there is no shard-2" in signal.problem for signal in fixture.signals)
         assert max(pauses) <= REPORT_INTERVAL_S
         assert len(fixture.signals) == len(pauses)
         await self.fail(fixture, part(2, keep=(0, 2)))
@@ -771,7 +771,7 @@ class TestShardsMissingAtTheOrigin:
         assert reported.transfers == 1
         fixture.signals.clear()
         await fixture.run_attempt(1, part(2, keep=(2,)))
-        assert {(signal.is_waiting, signal.trouble) for signal in fixture.signals[1:]} == {(False, "")}
+        assert {(signal.is_waiting, signal.problem) for signal in fixture.signals[1:]} == {(False, "")}
 
     async def test_full_store_of_this_host_is_not_reported_as_lost_shards(
         self, monkeypatch: pytest.MonkeyPatch
@@ -783,5 +783,5 @@ class TestShardsMissingAtTheOrigin:
         assert error.message == "cannot store shard 2 (no space (free some space))"
         fixture.signals.clear()
         await self.pauses_of(fixture, str(error), 1, monkeypatch)
-        assert [(signal.is_waiting, signal.trouble) for signal in fixture.signals] == [(False, str(error))]
+        assert [(signal.is_waiting, signal.problem) for signal in fixture.signals] == [(False, str(error))]
         assert fixture.daemon.requests_of(ReportLostShards) == []

@@ -171,28 +171,28 @@ class TestUnavailableState:
     async def test_unavailable_state_blames_the_source_unless_it_has_moved_on(
         self, error: Unavailable, blamed: str, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        report_peerts: list[str] = []
-        report_peer, fetch = Registration.report_peer, StateExchange.fetch
+        reported_peers: list[str] = []
+        report_unreachable_peer, fetch = Registration.report_unreachable_peer, StateExchange.fetch
 
         async def note(line: Registration, generation: int, peer: str, why: str) -> None:
             if line.worker.id == "b":
-                report_peerts.append(peer)
-            await report_peer(line, generation, peer, why)
+                reported_peers.append(peer)
+            await report_unreachable_peer(line, generation, peer, why)
 
         async def fail_once(exchange: StateExchange, source: WorkerId, attempt: int) -> None:
-            if not report_peerts:
+            if not reported_peers:
                 raise error
             await fetch(exchange, source, attempt)
 
         async with group_at(runner.endpoint, use_synchronous_rescaling=False) as group:
             group.start("a")
             await group.world_of("a", steps=5)
-            monkeypatch.setattr(Registration, "report_peer", note)
+            monkeypatch.setattr(Registration, "report_unreachable_peer", note)
             monkeypatch.setattr(StateExchange, "fetch", fail_once)
             group.start("b")
             await group.world_of("a", "b")
             await group.finish("a", "b")
-        assert report_peerts[0] == blamed
+        assert reported_peers[0] == blamed
 
 
 ME, HUB = WorkerId("me", "host", 1), WorkerId("hub", "host", 2)
@@ -221,7 +221,7 @@ class RescalerFixture:
 
     async def leave(self) -> None: ...
 
-    async def report_peer(self, *_: object) -> None: ...
+    async def report_unreachable_peer(self, *_: object) -> None: ...
 
     def beat_now(self) -> None: ...
 
@@ -236,8 +236,8 @@ class RescalerFixture:
         if self.failure is not None:
             raise self.failure
 
-    take = fetch = ready = settle = report_peer
-    on_rescaling_event = synchronize_state = resume_training = report_peer
+    take = fetch = ready = settle = report_unreachable_peer
+    on_rescaling_event = synchronize_state = resume_training = report_unreachable_peer
 
     @contextmanager
     def offering(self, _attempt: int) -> Iterator[None]:
@@ -279,13 +279,13 @@ def views(draw: st.DrawFn) -> JobView:
     st.booleans(),
 )
 def test_rescaler_always_ends_up_waiting_for_facts(
-    view: JobView, takes: bool, settled: int, holds_state: bool, failure: ForgedError | None, in_trouble: bool
+    view: JobView, takes: bool, settled: int, holds_state: bool, failure: ForgedError | None, has_peer_report: bool
 ) -> None:
     """A rescaler that never waits would starve the event loop, and with it what it waits for."""
     others: Any = RescalerFixture(failure)
     state = state_of(view)
     state.progress.holds_state = holds_state
-    state.current_world.trouble = PeerReport(2, "hub", "no answer") if in_trouble else None
+    state.current_world.peer_report = PeerReport(2, "hub", "no answer") if has_peer_report else None
     clock = SystemClock()
     rescaler = Rescaler(state, others, others, others, None, others, others, clock, SILENT)
     rescaler._reported = settled

@@ -36,8 +36,8 @@ class Line:
         self.said: list[tuple[int, int, str, str]] = []
         self.heard = asyncio.Event()
 
-    def receiving(self, attempt: int, received: int, *, trouble: str, unreached: str) -> None:
-        self.said.append((attempt, received, trouble, unreached))
+    def receiving(self, attempt: int, received: int, *, problem: str, unreachable_peer: str) -> None:
+        self.said.append((attempt, received, problem, unreachable_peer))
         self.heard.set()
 
 
@@ -127,9 +127,9 @@ async def test_unreachable_source_is_reported_until_it_is_reached(monkeypatch: p
                 both.line.heard.clear()
                 await both.line.heard.wait()
             tasks.cancel_scope.cancel()
-        attempt, received, trouble, unreached = both.line.said[-1]
-        assert (attempt, received, unreached) == (3, 0, "w9")
-        assert "127.0.0.1:1" in trouble
+        attempt, received, problem, unreachable_peer = both.line.said[-1]
+        assert (attempt, received, unreachable_peer) == (3, 0, "w9")
+        assert "127.0.0.1:1" in problem
         with both.giver.offering(4):
             await both.taker.take(RescaleSynchronising(4, both.made.workers[0], 7, 1))
         assert both.made.meshes[1].source_unreached is None

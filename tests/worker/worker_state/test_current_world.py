@@ -53,7 +53,7 @@ async def test_worker_in_no_world_may_not_step_and_its_step_is_void() -> None:
     assert current_world.is_void
     assert not await current_world.end_step(1)
     await current_world.leave()
-    assert current_world.trouble is None
+    assert current_world.peer_report is None
 
 
 async def test_a_step_counts_when_all_have_ended_it() -> None:
@@ -87,8 +87,8 @@ async def test_a_collective_that_is_broken_off_voids_the_step_and_loses_the_worl
             await waiting
         assert one.is_void
         assert one.world is None
-        assert one.trouble is not None
-        assert (one.trouble.generation, one.trouble.peer) == (GENERATION, "w1")
+        assert one.peer_report is not None
+        assert (one.peer_report.generation, one.peer_report.peer) == (GENERATION, "w1")
         with pytest.raises(StepAborted, match="no world"):
             await one.together(lambda world: world.barrier())
 
@@ -110,16 +110,16 @@ async def test_what_the_daemon_has_told_itself_it_is_not_told(known: str) -> Non
         setattr(one._view, known, "w1" if known == "lost" else True)
         one.lose(WorldIncomplete("no peer connected", "w1"))
         assert one.world is None
-        assert one.trouble is None
+        assert one.peer_report is None
 
 
-async def test_a_world_that_is_lost_twice_is_told_of_once() -> None:
+async def test_first_loss_of_a_world_is_kept_as_peer_report() -> None:
     async with together(2) as (one, _):
         one.lose(WorldIncomplete("no peer connected", "w1"))
-        told = one.trouble
+        reported = one.peer_report
         one.lose(WorldIncomplete("no peer connected", "w0"))
-        assert one.trouble is told
-        assert told == PeerReport(GENERATION, "w1", told.why if told else "")
+        assert one.peer_report is reported
+        assert reported == PeerReport(GENERATION, "w1", reported.why if reported else "")
 
 
 async def test_only_a_collective_that_the_script_waits_in_can_be_aborted() -> None:
@@ -144,7 +144,7 @@ async def test_rank_that_leaves_ends_the_world_for_the_other_ranks() -> None:
         await one.leave()
         await until(lambda: world.ending is not None)
         assert not other.may_step
-        assert one.trouble is None
+        assert one.peer_report is None
 
 
 async def test_marks_begin_anew_with_each_world_and_are_shown_to_the_pulse() -> None:

@@ -126,7 +126,7 @@ class TestList:
     def test_json_output_is_the_reply(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert daemon.json("workers ls", capsys) == {"workers": [W0, W1]}
 
-    def test_trouble_column_is_shown_when_a_worker_reports_trouble(
+    def test_problem_column_is_shown_when_a_worker_reports_a_problem(
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
     ) -> None:
         assert "problem" not in daemon.run("workers", capsys)[1]

@@ -27,7 +27,7 @@ from forged.elastic.messages import (
     Pulse,
     ReportReady,
     ReportStopped,
-    ReportTrouble,
+    ReportUnreachablePeer,
     RescaleCompleted,
     RescaleJob,
     RescaleStarted,
@@ -46,7 +46,7 @@ from tests.simulation.elastic_truth import PAUSE, WAITS_S, Promise, broken
 if TYPE_CHECKING:
     from tests.simulation.elastic import ElasticWorld
 
-TROUBLE_S = 30.0
+FAULTS_S = 30.0
 HELD_S = (0.5, 14.0)
 SUSPENDED_S = (0.5, 30.0)
 DAEMON_SUSPENDED_S = (0.2, 3.0)
@@ -66,8 +66,8 @@ MOMENTS = (WorkerJoined, RescaleStarted, RescaleSynchronising, RescaleCompleted,
 """The facts at which a prepared fault may strike."""
 
 
-class Trouble:
-    """Makes trouble in one world."""
+class FaultInjector:
+    """Injects faults into one simulated world."""
 
     def __init__(self, world: ElasticWorld, *, grim: bool, steady: bool) -> None:
         self._world = world
@@ -91,7 +91,7 @@ class Trouble:
     async def make(self) -> None:
         """Until it ends."""
         world = self._world
-        ends_at = world.loop.time() + TROUBLE_S
+        ends_at = world.loop.time() + FAULTS_S
         source = Random(f"interference {world.seed}")
         async with world.client(world.network.host("operator"), source) as operator:
             while world.loop.time() < ends_at:
@@ -380,7 +380,7 @@ class Trouble:
         requests: tuple[Request[Any], ...] = (
             ReportStopped(*who, truth.attempt, step, 0, 0.0, 0, holds_state=True, finished=False),
             ReportReady(*who, truth.attempt),
-            ReportTrouble(*who, generation, reason="it does not like it"),
+            ReportUnreachablePeer(*who, generation, reason="it does not like it"),
             LeaveJob(*who, done=True, step=step),
         )
         await self._ask(client, self._random.choice(requests), REFUSALS_OF_THE_GONE)
