@@ -102,7 +102,7 @@ class Worker:
                 await self._report(ReportReady(JOB, self.name, incarnation_of(self.name), fact.attempt))
         elif isinstance(fact, RescaleCompleted):
             assert fact.step is not None
-            self._generation, self._step = fact.delta.epoch, fact.step
+            self._generation, self._step = fact.delta.generation, fact.step
             self._committed(self._generation, time.monotonic())
 
     async def _report(self, request: ReportStopped | ReportReady) -> None:

@@ -157,7 +157,7 @@ def _all_from(made: Scene, taker: WorkerId) -> DataRedistributionPlan:
     shards = len(made.held.held())
     before, after = ClusterTopology((made.worker,)), ClusterTopology((taker,))
     redistributor = DataRedistributor(ElasticTrainingConfig())
-    return redistributor.calculate_plan(before, after, shards, shards=shards, leaving=[made.worker])
+    return redistributor.calculate_plan(before, after, shards, shards=shards, draining=[made.worker])
 
 
 def bare(made: Scene, concurrency: int) -> float:

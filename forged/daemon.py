@@ -152,7 +152,7 @@ class Daemon:
             log=ports.log,
         )
         self.server.on_client_connected.append(self.elastic.arrived)
-        self.server.on_client_gone.append(self.elastic.departed)
+        self.server.on_client_gone.append(self.elastic.connection_lost)
         self.plugins = PluginHost(
             self.bus,
             clock,

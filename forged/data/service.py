@@ -101,7 +101,7 @@ class DataService:
         ownership.begin(
             members.attempt,
             members.target,
-            members.leaving,
+            members.draining,
             self._clock.monotonic(),
             cause=members.started_id,
             generation=members.generation,
@@ -313,7 +313,7 @@ class DataService:
         fact = record.fact
         if not isinstance(fact, RescaleCompleted):
             return None
-        writes = self._store.commit(record.job, fact.attempt, fact.delta.epoch)
+        writes = self._store.commit(record.job, fact.attempt, fact.delta.generation)
         return Decision(None, writes=writes) if writes else None
 
     def _on_job_removed(self, record: Record) -> None:

@@ -241,22 +241,22 @@ class Scenario:
 
     async def _drain_worker(self) -> None:
         observer = self._observer
-        leaver = observer.members[-1]
+        drained = observer.members[-1]
         self._output.step(
             "Drain a worker",
             "An operator needs its machine. The worker finishes its step, hands over its shards and leaves; no step is",
             "lost or repeated.",
         )
-        worker = observer.workers[leaver]
+        worker = observer.workers[drained]
         worker.may_end = True
-        self._output.note(f"$ forgectl workers drain {leaver} --reason maintenance", CYAN)
-        words = ("workers", "drain", leaver, "--reason", "maintenance")
+        self._output.note(f"$ forgectl workers drain {drained} --reason maintenance", CYAN)
+        words = ("workers", "drain", drained, "--reason", "maintenance")
         self._output.quote(await observer.observe_during(forgectl(self._daemon.socket, *words), "forgectl"))
-        await observer.until(lambda: observer.last_fact(WorkerLeft, leaver) is not None, f"{leaver} to leave")
-        await observer.until(lambda: leaver not in observer.members, f"a world without {leaver}")
-        await observer.until(lambda: worker.code is not None, f"the end of {leaver}")
+        await observer.until(lambda: observer.last_fact(WorkerLeft, drained) is not None, f"{drained} to leave")
+        await observer.until(lambda: drained not in observer.members, f"a world without {drained}")
+        await observer.until(lambda: worker.code is not None, f"the end of {drained}")
         self._check(
-            f"{leaver} left by itself with exit code 0",
+            f"{drained} left by itself with exit code 0",
             [] if worker.code == 0 else [f"{worker.code}: {worker.last_log_line}"],
         )
         await self._train("steps without the drained worker")

@@ -110,7 +110,7 @@ class RescaleStarted(Fact, frozen=True):
     removed: list[str]
     reason: str
     in_background: bool = False
-    leaving: list[str] = []  # noqa: RUF012 - msgspec copies it
+    draining: list[str] = []  # noqa: RUF012 - msgspec copies it
     """The removed workers that are present, and take part until the new world is committed."""
 
 
@@ -220,7 +220,7 @@ class JoinReply(msgspec.Struct, frozen=True):
     """The state source of the attempt, once it is chosen."""
     in_background: bool = False
     """Whether training continues during the attempt."""
-    is_leaver: bool = False
+    is_draining: bool = False
     """Whether the attempt's world is without this worker, which takes part until the commit."""
 
 
@@ -352,14 +352,14 @@ class ReadLeave(Request[LeaveReply], frozen=True):
 
 
 class AttemptMembers(msgspec.Struct, frozen=True):
-    """The members of an attempt that hold training data: of the intended world by rank, and leavers.
+    """The members of an attempt that hold training data: of the intended world by rank, and the draining ones.
 
-    If no such member stays, the leavers are also the target.
+    If no such member stays, the draining ones are also the target.
     """
 
     attempt: int
     target: tuple[WorkerId, ...]
-    leaving: tuple[WorkerId, ...]
+    draining: tuple[WorkerId, ...]
     settings: dict[str, SettingValue]
     in_background: bool = False
     """Whether the previous world trains on meanwhile."""

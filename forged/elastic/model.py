@@ -146,8 +146,8 @@ class WorkerMetadata(msgspec.Struct, frozen=True):
 class TopologyDelta(msgspec.Struct, frozen=True):
     """The change from one topology to the next: runs of old ranks, and new workers, in the order of the new ranks."""
 
-    base_epoch: int
-    epoch: int
+    base_generation: int
+    generation: int
     last_updated: float
     pieces: tuple[Run | WorkerId, ...]
 
@@ -164,6 +164,11 @@ class ClusterTopology(msgspec.Struct, frozen=True, dict=True):
         if len(self._ranks) != len(self.workers):
             # A ValueError, because msgspec reports it as a decoding error.
             raise ValueError("a worker is in a topology twice")
+
+    @property
+    def generation(self) -> int:
+        """The number of the committed world, which is `epoch`."""
+        return self.epoch
 
     @cached_property
     def _ranks(self) -> dict[WorkerId, int]:
@@ -203,14 +208,14 @@ class ClusterTopology(msgspec.Struct, frozen=True, dict=True):
                 pieces[-1] = (last[0], last[1] + 1)
             else:
                 pieces.append((rank, 1))
-        return TopologyDelta(self.epoch, new.epoch, new.last_updated, tuple(pieces))
+        return TopologyDelta(self.generation, new.generation, new.last_updated, tuple(pieces))
 
     def apply(self, delta: TopologyDelta) -> ClusterTopology:
-        """The topology after the delta; refuses a delta that was made for another epoch."""
-        if delta.base_epoch != self.epoch:
+        """The topology after the delta; refuses a delta that was made for another generation."""
+        if delta.base_generation != self.generation:
             raise RequestRefused(
-                "topology_epoch",
-                f"the delta applies to the topology of epoch {delta.base_epoch}, not {self.epoch}",
+                "topology_generation",
+                f"the delta applies to generation {delta.base_generation}, not {self.generation}",
                 "read the whole topology",
             )
         runs = [piece for piece in delta.pieces if isinstance(piece, tuple)]
@@ -220,7 +225,7 @@ class ClusterTopology(msgspec.Struct, frozen=True, dict=True):
         for piece in delta.pieces:
             workers += self.workers[piece[0] : sum(piece)] if isinstance(piece, tuple) else (piece,)
         try:
-            return ClusterTopology(tuple(workers), delta.epoch, delta.last_updated)
+            return ClusterTopology(tuple(workers), delta.generation, delta.last_updated)
         except ValueError as error:
             raise PeerError("topology_delta_invalid", str(error)) from error
 

@@ -135,7 +135,7 @@ class ElasticService:
             coordinator.connection_restored(worker, self._loop.now())
             self._loop.settle(coordinator)
 
-    def departed(self, client: bytes) -> None:
+    def connection_lost(self, client: bytes) -> None:
         """A client's last connection is gone."""
         self._table.connected.discard(client)
         for coordinator, worker in self._table.workers_of(client):
@@ -426,7 +426,7 @@ def _join_reply(coordinator: JobCoordinator, member: Member, fence: Fence) -> Jo
         drain_reason=member.drain_reason,
         synchronising=coordinator.synchronising if attempt else None,
         in_background=attempt is not None and attempt.in_background,
-        is_leaver=attempt is not None and member.id in attempt.departing,
+        is_draining=attempt is not None and member.id in attempt.draining_set,
     )
 
 

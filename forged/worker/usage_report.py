@@ -72,7 +72,7 @@ class UsageReport:
         for generation, begins_at, runs in list(self._usage.unreported()):
             await self._report(generation, begins_at, runs)
             self._usage.known(generation, max(run.end_step for run in runs))
-        generation = self._state.current_world.topology.epoch
+        generation = self._state.current_world.topology.generation
         if not self._usage.sampler.total and self._reported_empty < generation:
             # An empty dataset leaves no notes, and the audit needs one report per world.
             await self._report(generation, self._state.progress.step, [])

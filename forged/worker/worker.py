@@ -167,7 +167,7 @@ class ElasticWorker:
     @property
     def generation(self) -> int:
         """The generation of the world; after a session, of the last world."""
-        return self._state.current_world.topology.epoch
+        return self._state.current_world.topology.generation
 
     @property
     def term(self) -> int:

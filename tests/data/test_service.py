@@ -446,7 +446,7 @@ class TestAPlan:
             await stage.workers["b"].ready(1)
             await stage.kernel.settle()
             assert stage.owners() == {"a": ALL}
-            assert stage.facts(RescaleCompleted)[-1].delta.epoch == 1
+            assert stage.facts(RescaleCompleted)[-1].delta.generation == 1
 
     @on_virtual_time
     async def test_is_made_when_the_last_offer_is_repeated(self) -> None:
@@ -949,7 +949,7 @@ class TestAFullDisk:
             assert stage.owners() == stage.held
             await stage.rescale("a", "b")
             assert stage.owners() == stage.held
-            assert stage.facts(RescaleCompleted)[-1].delta.epoch == 2
+            assert stage.facts(RescaleCompleted)[-1].delta.generation == 2
 
 
 class TestAJobThatIsRemoved:

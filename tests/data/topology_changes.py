@@ -54,7 +54,7 @@ class Change:
     current: npt.NDArray[np.int32] | None
     replicas: npt.NDArray[np.int32] | None
     weights: dict[WorkerId, float] | None
-    leaving: tuple[WorkerId, ...]
+    draining: tuple[WorkerId, ...]
 
     def redistributor(self) -> DataRedistributor:
         return redistributor(self.strategy, self.replication)
@@ -68,7 +68,7 @@ class Change:
             current=self.current,
             replicas=self.replicas,
             weights=self.weights,
-            leaving=self.leaving,
+            draining=self.draining,
         )
 
 

@@ -97,7 +97,7 @@ class WorkerStub:
         )
 
     def lose(self) -> None:
-        self.fixture.service.departed(self.client)
+        self.fixture.service.connection_lost(self.client)
 
     def come_back(self) -> None:
         self.fixture.service.arrived(self.client)

@@ -336,7 +336,7 @@ def test_a_delta_of_another_epoch_is_refused(epoch: int) -> None:
     delta = topology(1, epoch=6).delta_to(topology(1, 2, epoch=7))
     with pytest.raises(RequestRefused) as caught:
         topology(1, epoch=epoch).apply(delta)
-    assert caught.value.code == "topology_epoch"
+    assert caught.value.code == "topology_generation"
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ async def test_a_rescale_follows_from_the_first_word_that_a_worker_drains() -> N
         await c.ask(AnnounceLeave(JOB, "c", c.incarnation, "the night"))
         await fixture.wait(0.1)
         assert fixture.cause(RescaleStarted) == "WorkerDraining b"
-        assert fixture.facts(RescaleStarted)[-1].leaving == ["b", "c"]
+        assert fixture.facts(RescaleStarted)[-1].draining == ["b", "c"]
 
 
 @on_virtual_time
@@ -410,7 +410,7 @@ async def test_a_daemon_that_died_over_a_rescale_completes_it_under_another_numb
         with pytest.raises(RequestRefused):
             await crew[1].stop(1, holds_state=False)
         completed = await other.complete_attempt()
-        assert (completed.attempt, completed.delta.epoch) == (2, 1)
+        assert (completed.attempt, completed.delta.generation) == (2, 1)
 
 
 @on_virtual_time
@@ -1113,7 +1113,7 @@ async def test_what_an_operator_asks_for_is_done() -> None:
         await fixture.wait(0.1)
         assert (await ask(PlanRescale(JOB, 4))).new_world_size == 4
         await fixture.complete_attempt()
-        assert (await ask(ReadTopology(JOB))).world_size == 1, "neither the leaver nor the evicted worker is in it"
+        assert (await ask(ReadTopology(JOB))).world_size == 1, "neither the draining nor the evicted worker is in it"
         await ask(AbortJob(JOB, "enough"))
         assert (await ask(ShowCluster(JOB))).phase is Phase.ABORTED
         assert fixture.told()[-2:] == ["RescaleCompleted", "JobAborted"]
@@ -1269,7 +1269,7 @@ async def test_suspected_worker_is_judged_as_soon_as_the_report_counts() -> None
         a, b, _ = await fixture.form_world("a", "b", "c")
         await a.ask(ReportUnreachablePeer(JOB, "a", a.incarnation, 1, "b", "no answer"))
         began_at = fixture.kernel.clock.monotonic()
-        fixture.service.departed(b.client)
+        fixture.service.connection_lost(b.client)
         while not fixture.facts(WorkerFailed):
             await anyio.sleep(0.01)
         assert fixture.kernel.clock.monotonic() - began_at < CONFIRM_S + 0.05

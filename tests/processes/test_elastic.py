@@ -168,7 +168,7 @@ class TestDeathOfAllWorkers:
         completed = (await cluster.facts(RescaleCompleted))[-1]
         assert (completed.step, cluster["c"].entered[-1], cluster["c"].steps[0].step) == (
             0,
-            (completed.delta.epoch, 0),
+            (completed.delta.generation, 0),
             0,
         )
         assert "no worker of world" in completed.reason

@@ -191,7 +191,7 @@ class ElasticOracle:
         self._go_on(truth, Cause.RESCALE_RESTARTED if restarted else Cause.RESCALE_STARTED, fact)
         truth.attempt, truth.in_attempt, truth.synchronising = fact.attempt, True, False
         truth.in_background, truth.began_at = fact.in_background, self._now()
-        if fact.in_background and (truth.stops_to_rescale or set(fact.removed) - set(fact.leaving)):
+        if fact.in_background and (truth.stops_to_rescale or set(fact.removed) - set(fact.draining)):
             self.breach(Promise.HISTORY, f"background attempt {fact.attempt} of {truth.job}: {fact}")
         truth.added, truth.source = tuple(fact.added), ""
         truth.waiting_since = None
@@ -218,10 +218,10 @@ class ElasticOracle:
         self._must_be_attempt(fact.attempt, truth, fact)
         self._go_on(truth, Cause.RESCALE_COMPLETED, fact)
         old, number = truth.world, truth.generation + 1
-        if fact.delta.epoch != number:
+        if fact.delta.generation != number:
             self.breach(
                 Promise.GENERATIONS_GROW,
-                f"{truth.job} has world {truth.generation}, and {fact.delta.epoch} is committed behind it",
+                f"{truth.job} has world {truth.generation}, and {fact.delta.generation} is committed behind it",
             )
         try:
             new = old.apply(fact.delta)

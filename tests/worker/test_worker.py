@@ -1245,7 +1245,7 @@ class TestLeaving:
             ClusterTopology((a.worker_id,)),
             8,
             shards=4,
-            leaving=[b.worker_id],
+            draining=[b.worker_id],
         )
         report = await a.redistribute_data(plan)
         assert report.is_complete

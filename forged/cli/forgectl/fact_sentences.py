@@ -29,7 +29,7 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
         " {in_background}",
         ", adding {added}",
         ", removing {removed}",
-        ", draining {leaving}",
+        ", draining {draining}",
         ": {reason}",
     ),
     "RescaleSynchronising": (

@@ -131,9 +131,9 @@ class AuditService:
         if log is None:
             # Earlier worlds that began at a lower step void more than this one does.
             before = [begun for begun in self._begun.get(record.job, ()) if begun[1] < fact.step]
-            self._begun[record.job] = [*before, (fact.delta.epoch, fact.step)][-BEGUN_MAX:]
+            self._begun[record.job] = [*before, (fact.delta.generation, fact.step)][-BEGUN_MAX:]
             return None
-        self._go_back(record.job, log, fact.delta.epoch, fact.step)
+        self._go_back(record.job, log, fact.delta.generation, fact.step)
         return Decision(None, writes=self._writes(record.job, log))
 
     def _removed(self, record: Record) -> Decision[None] | None:

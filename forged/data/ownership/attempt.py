@@ -120,7 +120,7 @@ class DataAttempt:
     number: int
     target: tuple[WorkerId, ...]
     """The members of the wanted world, by rank."""
-    leaving: tuple[WorkerId, ...]
+    draining: tuple[WorkerId, ...]
     """Workers that leave after the commit, and serve their shards until then."""
     offers: dict[WorkerId, Offer] = field(default_factory=dict)
     partial_offers: dict[WorkerId, Offer] = field(default_factory=dict)
@@ -154,7 +154,7 @@ class DataAttempt:
     @property
     def members(self) -> tuple[WorkerId, ...]:
         """The workers that offer shards: the wanted world, then those that only serve."""
-        return tuple(dict.fromkeys((*self.target, *self.leaving)))
+        return tuple(dict.fromkeys((*self.target, *self.draining)))
 
     @property
     def waiting_for(self) -> list[WorkerId]:

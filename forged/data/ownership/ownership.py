@@ -76,7 +76,7 @@ class ShardOwnership:
         self,
         number: int,
         target: tuple[WorkerId, ...],
-        leaving: tuple[WorkerId, ...],
+        draining: tuple[WorkerId, ...],
         now: float,
         *,
         cause: int = 0,
@@ -89,7 +89,7 @@ class ShardOwnership:
                 "attempt_over", f"attempt {number} is over; attempt {known.number} is under way", "use the newest"
             )
         if known is None or known.number < number:
-            self.attempt = DataAttempt(number, target, leaving, planned_at=now, cause=cause, generation=generation)
+            self.attempt = DataAttempt(number, target, draining, planned_at=now, cause=cause, generation=generation)
 
     def copies_to_verify(self, worker: WorkerId, verified: Indices, held: Indices) -> Indices:
         """The copies that a worker has to verify before its offer counts; any partial offer is dropped."""

@@ -49,7 +49,7 @@ def transfer_page(ownership: ShardOwnership, worker_id: str, attempt: int, after
         keep[after:until].astype("<i8").tobytes(),
         (plan.owners[keep[after:until]] == plan.workers.index(worker)).astype(np.uint8).tobytes(),
         until < max(rows.size, keep.size),
-        any(worker.id == worker_id for worker in current.leaving),
+        any(worker.id == worker_id for worker in current.draining),
         np.intersect1d(shards, current.replaced.get(worker, NO_SHARDS)).astype("<i8").tobytes(),
     )
 

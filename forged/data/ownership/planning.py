@@ -45,7 +45,7 @@ def draft(ownership: ShardOwnership, attempt: DataAttempt, config: ElasticTraini
         # Without the owners' own copies, which are nearly all.
         replicas={worker: ids[owners[ids] != rank] for rank, (worker, ids) in enumerate(held.items())},
         weights=_weights_where_full(ownership, attempt, config, weights, owners),
-        leaving=attempt.leaving,
+        draining=attempt.draining,
         pace=pace,
     )
     # The grouping by worker is computed here, in a thread, and not when the first member asks.
@@ -79,7 +79,7 @@ def preview(
         current=assignment.owners,
         replicas=assignment.replicas,
         weights=assignment.weights,
-        leaving=[worker for worker in assignment.workers if worker not in target and worker.id not in gone],
+        draining=[worker for worker in assignment.workers if worker not in target and worker.id not in gone],
         pace=ownership.pace,
     )
     return _totals(plan, ownership.bytes_per_sample)

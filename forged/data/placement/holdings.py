@@ -37,9 +37,9 @@ class Roster:
     numbers: Column
 
     @classmethod
-    def of(cls, old: ClusterTopology, new: ClusterTopology, leaving: Collection[WorkerId]) -> Roster:
+    def of(cls, old: ClusterTopology, new: ClusterTopology, draining: Collection[WorkerId]) -> Roster:
         """The new topology, and the workers of the old one that leave and still serve."""
-        serving = frozenset(leaving)
+        serving = frozenset(draining)
         workers = (*new.workers, *(one for one in old.workers if one in serving and one not in new))
         known: dict[str, int] = {}
         hosts = [known.setdefault(one.hostname, len(known)) for one in workers]

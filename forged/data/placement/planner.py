@@ -49,7 +49,7 @@ class DataRedistributor:
         current: Held | None = None,
         replicas: HeldCopies | None = None,
         weights: Mapping[WorkerId, float] | None = None,
-        leaving: Collection[WorkerId] = (),
+        draining: Collection[WorkerId] = (),
         pace: TransferPace | None = None,
     ) -> DataRedistributionPlan:
         """The assignment of shards in the new topology, and the transfers that it needs.
@@ -59,7 +59,7 @@ class DataRedistributor:
           shards of each of its workers. By default the shards are dealt in rounds over the old ranks. The `owners` and
           `replicas` of a plan can be passed to the next one, with this plan's new topology as the old one.
         - `weights`: the relative share of the data that each worker should hold; 1 for a worker that is not named.
-        - `leaving`: workers that leave and serve their shards until then. Other workers that leave are gone.
+        - `draining`: workers that leave and serve their shards until then. Other workers that leave are gone.
         - `pace`: the measured pace, for estimates.
 
         A worker is the same in both topologies if its id and its address are; after a restart at another address it
@@ -70,7 +70,7 @@ class DataRedistributor:
             raise RequestRefused(
                 "topology_empty", f"no worker can hold the {dataset.shards} shards", "wait until a worker has joined"
             )
-        roster = Roster.of(old, new, leaving)
+        roster = Roster.of(old, new, draining)
         before = read_owners(roster, dataset.shards, current)
         copies = read_replicas(roster, before, replicas)
         share = read_weights(weights, new.workers)
@@ -91,16 +91,16 @@ class DataRedistributor:
         )
 
     def validate_redistribution(
-        self, topology: ClusterTopology, plan: DataRedistributionPlan, *, leaving: Collection[WorkerId] = ()
+        self, topology: ClusterTopology, plan: DataRedistributionPlan, *, draining: Collection[WorkerId] = ()
     ) -> bool:
-        """Whether the plan is valid for this topology; of workers outside it only those in `leaving` may be sources."""
-        return self.examine_redistribution(topology, plan, leaving=leaving).is_valid
+        """Whether the plan is valid for this topology. Of workers outside it, only `draining` ones may be sources."""
+        return self.examine_redistribution(topology, plan, draining=draining).is_valid
 
     def examine_redistribution(
-        self, topology: ClusterTopology, plan: DataRedistributionPlan, *, leaving: Collection[WorkerId] = ()
+        self, topology: ClusterTopology, plan: DataRedistributionPlan, *, draining: Collection[WorkerId] = ()
     ) -> RedistributionReport:
         """The report that says what is wrong with the plan."""
-        return examine(topology, plan, self._replication, leaving)
+        return examine(topology, plan, self._replication, draining)
 
     def _owners(self, roster: Roster, before: Column, copies: Column, weights: Weights) -> tuple[Column, Places]:
         """The owner of each shard, and the shards that get another owner."""

@@ -35,11 +35,11 @@ class RedistributionReport:
 
 
 def examine(
-    topology: ClusterTopology, plan: DataRedistributionPlan, replication: int, leaving: Collection[WorkerId] = ()
+    topology: ClusterTopology, plan: DataRedistributionPlan, replication: int, draining: Collection[WorkerId] = ()
 ) -> RedistributionReport:
-    """All problems of a plan for this topology. Workers in `leaving` are outside the topology and alive."""
+    """All problems of a plan for this topology. Workers in `draining` are outside the topology and alive."""
     wanted = min(replication, max(0, topology.world_size - 1))
-    shape = tuple(_wrong_shape(plan)) or tuple(_wrong_workers(topology, plan, leaving)) or tuple(_wrong_numbers(plan))
+    shape = tuple(_wrong_shape(plan)) or tuple(_wrong_workers(topology, plan, draining)) or tuple(_wrong_numbers(plan))
     if shape:
         # Without valid places and shards no other check is meaningful.
         return RedistributionReport(shape)
@@ -68,7 +68,7 @@ def _wrong_shape(plan: DataRedistributionPlan) -> Iterator[str]:
 
 
 def _wrong_workers(
-    topology: ClusterTopology, plan: DataRedistributionPlan, leaving: Collection[WorkerId]
+    topology: ClusterTopology, plan: DataRedistributionPlan, draining: Collection[WorkerId]
 ) -> Iterator[str]:
     planned = dict.fromkeys(plan.workers[: max(0, plan.world_size)])
     if len(planned) != plan.world_size:
@@ -82,10 +82,10 @@ def _wrong_workers(
     for rank, (one, other) in ranks:
         if one != other and one in topology:
             yield f"{one} has rank {rank} in the plan, and {other} in the topology"
-    alive = {*topology.workers, *leaving}
+    alive = {*topology.workers, *draining}
     for one in plan.workers[plan.world_size :]:
         if one not in alive:
-            yield f"{one} serves shards and is neither in the topology nor leaving"
+            yield f"{one} serves shards and is neither in the topology nor draining"
     weights = (1,) * plan.world_size if plan.weights is None else plan.weights
     if len(weights) != plan.world_size or any(weight < 0 for weight in weights) or sum(weights) < min(1, len(weights)):
         yield f"the weights {plan.weights} are not those of {plan.world_size} workers"

@@ -98,7 +98,7 @@ class JobState:
 
     @property
     def generation(self) -> int:
-        return self.membership.topology.epoch
+        return self.membership.topology.generation
 
     @property
     def peer_reports(self) -> PeerReports:

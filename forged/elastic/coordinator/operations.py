@@ -23,7 +23,7 @@ def drain(job: JobState, worker_id: str, now: Moment, reason: str) -> None:
     job.outbox.publish(WorkerDraining(worker_id, member.drain_reason))
     if job.requires(member) and not job.member_is_missing and drain_at(job) == NEVER:
         job.outbox.mark_trigger()
-    job.membership.mark_leaver(member)
+    job.membership.mark_draining(member)
     if job.requires(member) and not job.membership.in_world(member):
         # It is a joiner of the current attempt, which must be repeated without it.
         job.rescale_requested_at = now.monotonic + job.config.failure_window_s
@@ -34,7 +34,7 @@ def may_leave(job: JobState, member: Member) -> bool:
     attempt = job.attempt
     if job.over:
         return True
-    if attempt is not None and member.id in attempt.departing:
+    if attempt is not None and member.id in attempt.draining_set:
         return _is_dispensable(job, member, attempt)
     return job.membership.may_leave(member, attempt_is_under_way=attempt is not None)
 

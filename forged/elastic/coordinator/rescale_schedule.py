@@ -78,8 +78,8 @@ def growth_at(job: JobState) -> float:
 
 def drain_at(job: JobState) -> float:
     """When a world without the first draining worker is due; further drains may follow within the failure window."""
-    leaver = job.membership.next_leaver(() if job.attempt is None else job.attempt.departing)
-    return NEVER if leaver is None else leaver.drain_since + job.config.failure_window_s
+    member = job.membership.next_to_leave(() if job.attempt is None else job.attempt.draining_set)
+    return NEVER if member is None else member.drain_since + job.config.failure_window_s
 
 
 def attempt_timeout_at(job: JobState) -> float:
@@ -134,7 +134,7 @@ def _wait_for_workers(job: JobState, present: int, now: Moment) -> None:
     if job.attempt is not None:
         job.outbox.publish(RescaleAborted(job.attempt.number, "too few workers"))
         job.attempt = None
-    job.membership.expect_departures(expected=False)
+    job.membership.announce_drains(announced=False)
     if job.phase is not Phase.WAITING:
         job.move_to(Cause.TOO_FEW, too_few(present, job.config.min_workers))
         job.outbox.publish(JobWaiting(present, job.config.min_workers))

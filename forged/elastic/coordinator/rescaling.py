@@ -30,22 +30,22 @@ def start(job: JobState, survivors: set[str], joiners: list[str], now: Moment) -
     """Start the next attempt, in place of the current one if there is one."""
     world, candidates = job.membership.world, job.membership.state_candidates()
     _explain_missing_state(job, candidates)
-    leavers = tuple(name for name in candidates if name not in survivors)
-    drains = (f"draining {name}: {candidates[name].drain_reason}" for name in leavers[:REASONS_MAX])
+    draining = tuple(name for name in candidates if name not in survivors)
+    drains = (f"draining {name}: {candidates[name].drain_reason}" for name in draining[:REASONS_MAX])
     reason = "; ".join(dict.fromkeys([*job.rescale_reasons, *drains, *joined(joiners)])) or job.reason
     keeps_training = _keeps_training(job)
     if job.attempt is not None:
         job.outbox.publish(RescaleAborted(job.attempt.number, reason))
     job.move_to(Cause.RESCALE_RESTARTED if job.phase is Phase.RESCALING else Cause.RESCALE_STARTED, reason)
     target = assign_ranks(list(world), survivors, joiners)
-    with_data = _with_data(job, (*target, *leavers))
+    with_data = _with_data(job, (*target, *draining))
     in_background = bool(with_data) and keeps_training
     job.attempts += 1
     attempt = job.attempt = Attempt(
         number=job.attempts,
         type=_type(len(world), len(target)),
         target=target,
-        leavers=leavers,
+        draining=draining,
         added=tuple(joiners),
         removed=tuple(worker for worker in world if worker not in survivors),
         reason=reason,
@@ -55,7 +55,7 @@ def start(job: JobState, survivors: set[str], joiners: list[str], now: Moment) -
         unready=set(with_data) if in_background else set(),
     )
     job.missing_since = job.rescale_requested_at = job.too_few_since = None
-    job.membership.expect_departures(expected=True)
+    job.membership.announce_drains(announced=True)
     job.outbox.publish(
         RescaleStarted(
             attempt=attempt.number,
@@ -65,7 +65,7 @@ def start(job: JobState, survivors: set[str], joiners: list[str], now: Moment) -
             removed=list(attempt.removed),
             reason=reason,
             in_background=in_background,
-            leaving=list(leavers),
+            draining=list(draining),
         )
     )
     # If no survivor is known to hold the state, all members must report where they start, so the commit waits.
@@ -138,9 +138,9 @@ def commit(job: JobState, attempt: Attempt, now: Moment) -> None:
     job.peer_report_reasons.clear()
     job.last_progress_at = now.monotonic
     job.failed_join_attempts = 0 if attempt.added else job.failed_join_attempts
-    for leaver in filter(None, map(job.members.get, attempt.leavers)):
+    for member in filter(None, map(job.members.get, attempt.draining)):
         # Its time to leave starts now: until the commit the world required it.
-        leaver.drain_since = now.monotonic
+        member.drain_since = now.monotonic
     for member in members:
         job.detector.recovered(member, step)
         member.step, member.progress_at = step, now.monotonic
@@ -182,12 +182,12 @@ def attempt_members(job: JobState, worker_id: str, incarnation: bytes) -> Attemp
     attempt, asking = answering(job, worker_id, incarnation, number)
     present = (job.members[worker] for worker in attempt.members if worker in job.members)
     members = [member for member in present if member.with_data]
-    departing = {member.id for member in members if member.departure_expected or member.id in attempt.departing}
-    leaving = tuple(member.worker for member in members if member.id in departing)
+    draining_ids = {member.id for member in members if member.drain_announced or member.id in attempt.draining_set}
+    draining = tuple(member.worker for member in members if member.id in draining_ids)
     return AttemptMembers(
         attempt.number,
-        tuple(member.worker for member in members if member.id not in departing) or leaving,
-        leaving,
+        tuple(member.worker for member in members if member.id not in draining_ids) or draining,
+        draining,
         job.settings,
         attempt.in_background,
         job.generation,

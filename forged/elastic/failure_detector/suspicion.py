@@ -31,7 +31,7 @@ class Suspicions:
         if other is None or not self._membership.in_world(member):
             return
         if other is not member and self._membership.in_world(other):
-            self.peer_reports.add(member.id, peer, self._membership.topology.epoch)
+            self.peer_reports.add(member.id, peer, self._membership.topology.generation)
         self._suspect(other, member, now)
 
     def report_without_peer(self, member: Member, peer: str) -> None:
@@ -41,11 +41,11 @@ class Suspicions:
         """
         other = self._membership.members.get(peer)
         if other is None or other is member or not self._membership.in_world(other):
-            self.peer_reports.add(member.id, member.id, self._membership.topology.epoch)
+            self.peer_reports.add(member.id, member.id, self._membership.topology.generation)
 
     def connection_lost(self, member: Member, now: float) -> None:
         """The daemon has lost a worker; suspect it if a peer has already reported it."""
-        reporter_id = self.peer_reports.reporter_of(member.id, self._membership.topology.epoch)
+        reporter_id = self.peer_reports.reporter_of(member.id, self._membership.topology.generation)
         reporter = self._membership.members.get(reporter_id)
         if reporter is not None:
             self._suspect(member, reporter, now)

@@ -77,7 +77,7 @@ class Member:
     progress_at: float = 0.0
     """When its progress last advanced."""
     stalled: bool = False
-    departure_expected: bool = False
+    drain_announced: bool = False
     """Whether the world, or the attempt, was formed with the knowledge that it drains."""
 
     @property

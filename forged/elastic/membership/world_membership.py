@@ -1,4 +1,4 @@
-"""Which role each member has: in the world, joiner, leaver, state holder; and which of them form the next world.
+"""Which role each member has: in the world, joiner, draining, state holder; and which of them form the next world.
 
 Invariants:
 - Only as many draining workers stay in the next world as `min_workers` requires.
@@ -30,7 +30,7 @@ class WorldMembership:
         """Members of the world known to have the state, by their stop reports or because all members have met."""
         self._outsiders: dict[str, Member] = {}
         """The members outside the world, in the order in which they registered."""
-        self._leavers: dict[str, Member] = {}
+        self._draining: dict[str, Member] = {}
         """The draining members of the world, in the order in which their drains began."""
         self._former: dict[str, Member] = {}
         """Members that left a world with its state and are still registered."""
@@ -42,10 +42,10 @@ class WorldMembership:
     # Changes.
 
     def classify(self) -> None:
-        """Sort all members into outsiders and leavers anew."""
+        """Sort all members into outsiders and draining members anew."""
         self._outsiders = {name: member for name, member in self.members.items() if not self.in_world(member)}
-        leavers = (member for member in self.present() if member.drain_reason is not None)
-        self._leavers = {member.id: member for member in sorted(leavers, key=lambda leaver: leaver.drain_since)}
+        draining = (member for member in self.present() if member.drain_reason is not None)
+        self._draining = {member.id: member for member in sorted(draining, key=lambda member: member.drain_since)}
 
     def add(self, newcomer: Member) -> None:
         self.members.add(newcomer)
@@ -53,19 +53,19 @@ class WorldMembership:
         if not self.in_world(newcomer):
             self._outsiders[newcomer.id] = newcomer
 
-    def mark_leaver(self, member: Member) -> None:
+    def mark_draining(self, member: Member) -> None:
         if self.in_world(member):
-            self._leavers[member.id] = member
+            self._draining[member.id] = member
 
     def remove(self, member: Member) -> None:
         self.members.remove(member)
-        for group in (self._outsiders, self._leavers, self._former):
+        for group in (self._outsiders, self._draining, self._former):
             group.pop(member.id, None)
 
     def commit(self, target: Sequence[str], removed: Collection[str], now: float, *, all_have_stopped: bool) -> None:
         """Make `target` the world; if all have stopped for it, all of them have the state."""
         workers = [self.members[name] for name in target]
-        self.topology = ClusterTopology(tuple(one.worker for one in workers), self.topology.epoch + 1, now)
+        self.topology = ClusterTopology(tuple(one.worker for one in workers), self.topology.generation + 1, now)
         holders = [member for member in self.present() if member.id in self.state_holders]
         self.world = {one.id: one.incarnation for one in workers}
         self.state_holders = frozenset(target) if all_have_stopped else self.state_holders.difference(removed)
@@ -101,12 +101,12 @@ class WorldMembership:
     @property
     def remaining(self) -> int:
         """How many members of the world do not drain."""
-        return self.present_count - len(self._leavers)
+        return self.present_count - len(self._draining)
 
     @property
-    def leavers(self) -> Collection[str]:
+    def draining(self) -> Collection[str]:
         """The draining members of the world, in the order in which their drains began."""
-        return self._leavers.keys()
+        return self._draining.keys()
 
     def joiners(self) -> Iterator[Member]:
         """The workers that wait for a world, in the order in which they registered; some may be lost."""
@@ -119,36 +119,36 @@ class WorldMembership:
 
     def next_survivors(self) -> set[str]:
         """The members of the world that stay in the next one."""
-        return {member.id for member in self._stayers()} | self._required_leavers()
+        return {member.id for member in self._stayers()} | self._required_draining()
 
     def next_joiners(self) -> list[str]:
         """The joiners that the next world has room for."""
-        room = self.config.max_workers - self.remaining - len(self._required_leavers())
+        room = self.config.max_workers - self.remaining - len(self._required_draining())
         return [member.id for member in islice(self.connected_joiners(), max(0, room))]
 
     def next_size(self, joiners: Collection[str]) -> int:
-        """The size of the next world with these joiners; leavers alone form no world."""
-        return self.remaining + len(self._required_leavers()) + len(joiners) if self.remaining or joiners else 0
+        """The size of the next world with these joiners; draining members alone form no world."""
+        return self.remaining + len(self._required_draining()) + len(joiners) if self.remaining or joiners else 0
 
     def _stayers(self) -> Iterator[Member]:
         return (member for member in self.present() if member.drain_reason is None)
 
-    def _required_leavers(self) -> set[str]:
-        """The leavers that `min_workers` requires; the last to drain stay."""
+    def _required_draining(self) -> set[str]:
+        """The draining members that `min_workers` requires; the last to drain stay."""
         missing = self.config.min_workers - self.remaining
-        if not self._leavers or missing <= 0:
+        if not self._draining or missing <= 0:
             return set()
         joining = sum(1 for _ in islice(self.connected_joiners(), missing))
-        return set(islice(self._usable_leavers(), missing - joining))
+        return set(islice(self._usable_draining(), missing - joining))
 
-    def _usable_leavers(self) -> Iterator[str]:
-        """The leavers that a world can use, the last to drain first.
+    def _usable_draining(self) -> Iterator[str]:
+        """The draining members that a world can use, the last to drain first.
 
-        A leaver that has done its last step is of use for its state only, while no stayer holds the state.
+        A draining member that has done its last step is of use for its state only, while no stayer holds the state.
         """
         # A stayer that is lost counts: it may be on its way back.
         is_held = any(member.id in self.state_holders for member in self._stayers())
-        return (name for name, member in reversed(self._leavers.items()) if not (is_held and member.last_step_done))
+        return (name for name, member in reversed(self._draining.items()) if not (is_held and member.last_step_done))
 
     def state_survives(self) -> bool:
         """Whether a connected stayer is known to have the state."""
@@ -156,32 +156,33 @@ class WorldMembership:
 
     # Leaving.
 
-    def next_leaver(self, departing: Collection[str]) -> Member | None:
-        """The first leaver without which a world can form, apart from those an attempt already lets go (`departing`).
+    def next_to_leave(self, in_attempt: Collection[str]) -> Member | None:
+        """The first draining member outside `in_attempt` without which a world can form.
 
-        A required leaver is one too, while workers that could take over its data have not been told to.
+        `in_attempt` has the members whose drain the current attempt completes. A required member counts too while no
+        attempt has announced its drain to the workers that could take over its data.
         """
-        if not (self._leavers and (self.remaining or next(self.connected_joiners(), None))):
+        if not (self._draining and (self.remaining or next(self.connected_joiners(), None))):
             return None
-        required = self._required_leavers()
-        dispensable = (one for name, one in self._leavers.items() if name not in required and name not in departing)
-        unannounced = (one for name, one in self._leavers.items() if name in required and self._is_unannounced(one))
+        required = self._required_draining()
+        dispensable = (one for name, one in self._draining.items() if name not in required and name not in in_attempt)
+        unannounced = (one for name, one in self._draining.items() if name in required and self._is_unannounced(one))
         first = next(chain(dispensable, unannounced), None)
         return first if first is not None and self._can_form else None
 
     def _is_unannounced(self, member: Member) -> bool:
         """Whether the members do not know of its drain, and may have to take over its state or data."""
-        return not member.departure_expected and (member.with_data or not self.remaining)
+        return not member.drain_announced and (member.with_data or not self.remaining)
 
     @property
     def _can_form(self) -> bool:
         """Whether there are enough workers for a world."""
         return self.next_size(self.next_joiners()) >= self.config.min_workers
 
-    def expect_departures(self, *, expected: bool) -> None:
-        """Note for all leavers whether an attempt was formed with the knowledge that they drain."""
-        for member in self._leavers.values():
-            member.departure_expected = expected
+    def announce_drains(self, *, announced: bool) -> None:
+        """Record for all draining members whether an attempt was formed with the knowledge that they drain."""
+        for member in self._draining.values():
+            member.drain_announced = announced
 
     def may_leave(self, member: Member, *, attempt_is_under_way: bool) -> bool:
         """Whether the next world has no use for a draining member; an attempt under way needs all its members."""
@@ -193,10 +194,10 @@ class WorldMembership:
             return False
         if self.remaining == 0 and next(self.joiners(), None) is None:
             return True
-        if member.id not in self._required_leavers() and self._can_form:
+        if member.id not in self._required_draining() and self._can_form:
             return False
         # There are too few workers for a world. What only this member has is kept until there are more.
-        return self.state_survives() and (member.departure_expected or not member.with_data)
+        return self.state_survives() and (member.drain_announced or not member.with_data)
 
     # The training state.
 

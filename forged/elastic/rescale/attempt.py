@@ -3,8 +3,8 @@
 Invariants:
 - The members of an attempt are fixed. Each reports first that it has stopped and where, then, if it needs the source's
   state or training data, that it has them.
-- A leaver answers like every member and may be the state source: its state is taken over before a world without it is
-  committed.
+- A draining member answers like every member and may be the state source: its state is taken over before a world
+  without it is committed.
 - No committed step is taken back: the state source is a survivor with the highest committed step. A step that only
   some members have finished counts only if no remaining member has it unfinished; otherwise all repeat it.
 - A background attempt waits for one answer only, from members with training data: that they hold their shards.
@@ -65,7 +65,7 @@ class Attempt:
     removed: tuple[str, ...]
     reason: str
     began_at: float
-    leavers: tuple[str, ...] = ()
+    draining: tuple[str, ...] = ()
     """The members that leave at the commit; they take part because their state or data may exist nowhere else."""
     heard_at: float = 0.0
     """When an awaited member last made progress; the rescale timeout counts from here."""
@@ -88,19 +88,19 @@ class Attempt:
     state_keepers: frozenset[str] = frozenset()
     """The members of the new world that have the state already."""
     dispensable: frozenset[str] = frozenset()
-    """The leavers that are no longer needed: they hold no training data, and a state keeper exists."""
+    """The draining members that are no longer needed: they hold no training data, and a state keeper exists."""
     unready: set[str] = field(default_factory=set)
     """The members that do not have the source's state, or their training data, yet."""
     started_id: int = 0
     """The id of its `RescaleStarted`."""
-    departing: frozenset[str] = field(init=False)
-    """The leavers as a set, for single look-ups."""
+    draining_set: frozenset[str] = field(init=False)
+    """`draining` as a set, for single look-ups."""
     members: tuple[str, ...] = field(init=False)
-    """The members that must answer: the intended world in rank order, then the leavers."""
+    """The members that must answer: the intended world in rank order, then the draining members."""
     _names: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.members, self.departing = self.target + self.leavers, frozenset(self.leavers)
+        self.members, self.draining_set = self.target + self.draining, frozenset(self.draining)
         self._names = frozenset(self.members)
 
     def __contains__(self, worker_id: object) -> bool:
@@ -134,10 +134,10 @@ class Attempt:
         """Choose the state source, now that all have stopped; members `with_data` must also report ready."""
         self.source = choose_source(self.members, self.stops, frozenset(self.added))
         self.step = self.stops[self.source].position
-        self.state_receivers = frozenset(_without_state(self.stops, self.source)).difference(self.leavers)
+        self.state_receivers = frozenset(_without_state(self.stops, self.source)).difference(self.draining)
         self.unready = {*self.state_receivers, *with_data}
         self.state_keepers = frozenset(self.target).difference(self.state_receivers)
-        can_spare = self.departing.difference(with_data, {self.source})
+        can_spare = self.draining_set.difference(with_data, {self.source})
         self.dispensable = can_spare if self.state_keepers else frozenset()
         self.stage = Stage.SYNCHRONISING
 

@@ -128,7 +128,7 @@ def plan(job: JobState, size: int) -> RescalePlan:
         raise RequestRefused("plan_invalid", f"workers must be 1 to {PLANNED_MAX}, got {size}", "give another number")
     old, present = list(job.membership.world), [member.id for member in job.membership.present()]
     # The highest ranks are removed, so that no survivor changes its rank.
-    survivors = [worker for worker in present if worker not in job.membership.leavers][:size]
+    survivors = [worker for worker in present if worker not in job.membership.draining][:size]
     joiners = [member.id for member in job.membership.connected_joiners()][: size - len(survivors)]
     missing = size - len(survivors) - len(joiners)
     new = assign_ranks(old, set(survivors), [*joiners, *islice(_new_names(job), missing)])

@@ -381,13 +381,14 @@ class ShardHolder:
         pages: list[OwnersPage] = []
         while not pages or pages[-1].more:
             page = await self._line.say(ReadOwners(self._line.job, sum(len(page.owners) for page in pages) // 4))
-            if page.generation < topology.epoch:
+            if page.generation < topology.generation:
                 # The daemon's data service processes the commit a moment later.
                 await anyio.sleep(ASK_AGAIN_S / 100)
-            elif page.generation == topology.epoch:
+            elif page.generation == topology.generation:
                 pages.append(page)
             else:
-                raise RequestRefused("generation_over", f"generation {topology.epoch} is over", "enter a newer one")
+                over = f"generation {topology.generation} is over"
+                raise RequestRefused("generation_over", over, "enter a newer one")
         places = np.frombuffer(b"".join(page.owners for page in pages), "<i4")
         ranks = np.array([*(topology.rank_of(worker) for worker in pages[0].workers), -1], np.int64)
         owners: Indices = ranks[places]

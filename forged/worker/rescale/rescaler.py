@@ -225,7 +225,7 @@ class Rescaler:
             if not is_temporary(error):
                 raise
             hub = topology.workers[0].id if error.code == TLS_FAILED else ""
-            self._current_world.peer_report = PeerReport(topology.epoch, peer_of(error) or hub, error.message)
+            self._current_world.peer_report = PeerReport(topology.generation, peer_of(error) or hub, error.message)
             return
         stop, progress = agreement.stop, self._progress
         state = GlobalTrainingState(
@@ -241,7 +241,7 @@ class Rescaler:
             # In a background rescale the next world may be committed by now.
             self._view.committed = None
         if progress.usage is not None:
-            progress.usage.enter(topology.epoch, progress.step)
+            progress.usage.enter(topology.generation, progress.step)
         self._current_world.enter(world)
         event = RescalingEvent.between(commit.before, topology, self._clock.wall(), commit.reason)
         await self._hooks.on_rescaling_event(event)
@@ -257,7 +257,7 @@ class Rescaler:
         topology = commit.topology
         # A member that waits here has come further than the members that are missing.
         self._current_world.come_to(topology)
-        world = await self._mesh.enter(topology.epoch, topology, self._state.config.rescale_timeout_s or None)
+        world = await self._mesh.enter(topology.generation, topology, self._state.config.rescale_timeout_s or None)
         try:
             agreement = await self._agree(world, commit)
             if self._shards is not None:

@@ -135,7 +135,7 @@ class CurrentWorld:
 
     def come_to(self, topology: ClusterTopology) -> None:
         """Count from this world's first mark: the daemon compares marks within a world only."""
-        self.marks = topology.epoch * COLLECTIVES_PER_WORLD
+        self.marks = topology.generation * COLLECTIVES_PER_WORLD
 
     def take_rank(self, topology: ClusterTopology) -> None:
         """The worker's rank is its position in this world from now on."""

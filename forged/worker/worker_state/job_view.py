@@ -113,7 +113,7 @@ class JobView:
     """Whether no answer yet was as new as the facts."""
     _is_doubtful: bool = False
     """Whether a fact arrived too early to tell whether it is about this worker or about an earlier one of its name."""
-    _epoch_told: int = 0
+    _generation_told: int = 0
     _pause_told: bool = False
     _settings_told: bool = False
     _attempt_told: bool = False
@@ -152,7 +152,7 @@ class JobView:
     def catch_up(self, joined: JoinReply) -> None:
         """Take over the daemon's answer to a join."""
         is_new, self.known, self.term = self._is_new, True, joined.fence.term
-        self.outdated = self._is_doubtful or joined.topology.epoch < self._epoch_told
+        self.outdated = self._is_doubtful or joined.topology.generation < self._generation_told
         self._is_new, self._is_doubtful = is_new and self.outdated, False
         if not self._pause_told:
             self.paused = joined.paused
@@ -161,16 +161,16 @@ class JobView:
         if joined.drain_reason is not None:
             self.draining = joined.drain_reason
         before = self.topology
-        is_newer = joined.topology.epoch > before.epoch
+        is_newer = joined.topology.generation > before.generation
         rescaling, moving = self._under_way(joined)
         self.is_attempt_running = joined.attempt > 0 or (self.is_attempt_running and self._attempt_told)
         if is_newer:
             self._hold(joined.topology, self.stop_asked_by)
             self.rescaling = rescaling
-        if joined.is_member and (is_newer or (is_new and joined.topology.epoch == before.epoch)):
+        if joined.is_member and (is_newer or (is_new and joined.topology.generation == before.generation)):
             self.committed = _commit_of(joined, before, self.attempt)
         if joined.attempt > self.attempt:
-            self.attempt, self.leaves, self.rescaling = joined.attempt, joined.is_leaver, rescaling
+            self.attempt, self.leaves, self.rescaling = joined.attempt, joined.is_draining, rescaling
         self.background_attempt = moving
         if joined.synchronising is not None and joined.synchronising.attempt == self.attempt:
             self.synchronising = joined.synchronising
@@ -216,11 +216,11 @@ class JobView:
 
     def _started(self, fact: RescaleStarted, fact_id: int) -> None:
         self.synchronising, self.background_attempt = None, 0
-        gone = set(fact.removed).difference(fact.leaving)
+        gone = set(fact.removed).difference(fact.draining)
         is_wanted = self.has(self.worker_id) and self.worker_id not in gone
-        if not (is_wanted or self.worker_id in fact.added or self.worker_id in fact.leaving):
+        if not (is_wanted or self.worker_id in fact.added or self.worker_id in fact.draining):
             return
-        self.attempt, self.leaves, self._attempt_told = fact.attempt, self.worker_id in fact.leaving, True
+        self.attempt, self.leaves, self._attempt_told = fact.attempt, self.worker_id in fact.draining, True
         self.is_attempt_running = True
         if fact.in_background:
             self.background_attempt = fact.attempt
@@ -229,8 +229,8 @@ class JobView:
         self.lost = next((worker for worker in fact.removed if worker in gone - {self.worker_id}), self.lost)
 
     def _completed(self, fact: RescaleCompleted, fact_id: int) -> None:
-        self._epoch_told = fact.delta.epoch
-        if fact.delta.base_epoch != self.topology.epoch:
+        self._generation_told = fact.delta.generation
+        if fact.delta.base_generation != self.topology.generation:
             # The daemon's answer, which may be under way, tells the rest.
             self.outdated = self.known
             self.rescaling = self.rescaling and self.attempt > fact.attempt

@@ -158,7 +158,7 @@ async def test_what_a_world_tells_that_was_void_before_anybody_had_told_anything
         await a.leave(failed=True)
         await stage.wait(1.0)
         await stage.complete_attempt()
-        generation = stage.facts(RescaleCompleted)[-1].delta.epoch
+        generation = stage.facts(RescaleCompleted)[-1].delta.generation
         await report(stage, generation - 1, 0, steps(0, 2))
         await stage.kernel.bus.ask(RescaleJob(JOB))
         await b.stop(stage.attempt, 1, holds_state=True)

@@ -40,9 +40,9 @@ def ownership(
     return ShardOwnership("run", DatasetSpec(samples or 100 * shards, shards, replication, has_origin))
 
 
-def settled(it: ShardOwnership, number: int, held: dict[str, Indices], *, leaving: str = "") -> DataAttempt:
+def settled(it: ShardOwnership, number: int, held: dict[str, Indices], *, draining: str = "") -> DataAttempt:
     """All workers offer, and a plan is made."""
-    it.begin(number, workers("".join(name for name in held if name not in leaving)), workers(leaving), 0.0)
+    it.begin(number, workers("".join(name for name in held if name not in draining)), workers(draining), 0.0)
     was_last = [it.offer(worker(name), ids, False, 8 * ids.size, 0.0) for name, ids in held.items()]
     assert was_last == [False] * (len(held) - 1) + [True]
     attempt = it.attempt
@@ -148,7 +148,7 @@ def test_an_owner_stays_the_owner_where_others_have_copies() -> None:
 
 def test_who_leaves_serves_and_gets_nothing() -> None:
     it = ownership(6)
-    attempt = settled(it, 1, {"a": ids(0, 1), "b": NOTHING, "z": ids(2, 3, 4, 5)}, leaving="z")
+    attempt = settled(it, 1, {"a": ids(0, 1), "b": NOTHING, "z": ids(2, 3, 4, 5)}, draining="z")
     assert attempt.totals.from_owners == 4
     assert attempt.lost == LostShards()
     assert part(it, "z", 1)[::2] == ([], [])

@@ -85,7 +85,7 @@ def test_bytes_are_those_of_the_samples_that_travel() -> None:
 
 
 def test_bytes_can_be_told_by_where_they_come_from() -> None:
-    plan = redistributor().calculate_plan(spread(0, 1, 2), spread(0), 9, shards=3, leaving=[at(1, 1)])
+    plan = redistributor().calculate_plan(spread(0, 1, 2), spread(0), 9, shards=3, draining=[at(1, 1)])
     assert [plan.transfer_count(kind) for kind in SourceKind] == [1, 0, 1]
     assert [plan.bytes_to_move(1, kind=kind) for kind in SourceKind] == [3, 0, 3]
     assert plan.bytes_to_move(sizes=np.array([1, 10, 100]), kind=SourceKind.ORIGIN) == 100

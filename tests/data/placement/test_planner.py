@@ -31,7 +31,7 @@ def owners_of(plan: DataRedistributionPlan) -> dict[int, WorkerId]:
 
 def living(change: Change) -> list[list[WorkerId]]:
     """The reachable holders of each shard, the owner first."""
-    there = {*change.new.workers, *(worker for worker in change.leaving if worker in change.old)}
+    there = {*change.new.workers, *(worker for worker in change.draining if worker in change.old)}
     return [[one for one in holders if one in there] for holders in held_before(change)]
 
 
@@ -52,7 +52,8 @@ def fewest_moves(change: Change) -> int:
 @UNTIMED
 @given(changes())
 def test_every_plan_is_valid(change: Change) -> None:
-    assert change.redistributor().examine_redistribution(change.new, change.plan(), leaving=change.leaving).errors == ()
+    report = change.redistributor().examine_redistribution(change.new, change.plan(), draining=change.draining)
+    assert report.errors == ()
 
 
 @UNTIMED
@@ -132,7 +133,7 @@ def test_there_are_as_many_further_copies_as_can_be_and_none_travels_to_who_has_
 @given(changes())
 def test_everybody_on_a_host_of_its_own_has_as_many_further_copies_as_others_or_one_more(change: Change) -> None:
     old, new = (spread(*(int(one.id[1:]) for one in known.workers)) for known in (change.old, change.new))
-    plan = replace(change, old=old, new=new, weights=None, leaving=()).plan()
+    plan = replace(change, old=old, new=new, weights=None, draining=()).plan()
     copies = plan.replica_assignments.counts
     assert copies.max() - copies.min() <= 1
 
@@ -174,7 +175,7 @@ def test_it_is_the_same_plan_whether_holdings_are_columns_or_names(change: Chang
             named[holders[0]].append(shard)
     by_name = change.redistributor().calculate_plan(
         change.old, change.new, change.samples, shards=change.shards, current=named, replicas=change.replicas,
-        weights=change.weights, leaving=change.leaving,
+        weights=change.weights, draining=change.draining,
     )  # fmt: skip
     assert list(by_name.transfers) == list(change.plan().transfers)
 
@@ -216,7 +217,7 @@ def test_the_shards_of_one_who_died_go_to_the_others_in_turn_from_the_origin() -
 
 
 def test_one_who_leaves_and_still_serves_is_the_source() -> None:
-    plan = redistributor().calculate_plan(spread(0, 1, 2), spread(0, 1), 12, leaving=[at(2, 2)])
+    plan = redistributor().calculate_plan(spread(0, 1, 2), spread(0, 1), 12, draining=[at(2, 2)])
     assert [transfer.source_worker for transfer in plan.transfers] == [at(2, 2)] * 4
     assert plan.transfer_count(SourceKind.OWNER) == 4
 

@@ -19,18 +19,18 @@ from tests.data.topology_changes import UNTIMED, Change, at, changes, redistribu
 NEW = spread(0, 1, 2)
 PLANS = redistributor(replication=1)
 PLAN = PLANS.calculate_plan(
-    spread(0, 1, 3), NEW, 24, shards=12, replicas=[[1, 0, 0, -1, -1, -1, 1, 0, 1, -1, -1, -1]], leaving=[at(3, 3)]
+    spread(0, 1, 3), NEW, 24, shards=12, replicas=[[1, 0, 0, -1, -1, -1, 1, 0, 1, -1, -1, -1]], draining=[at(3, 3)]
 )
-"""The owners before are 0, 1 and the leaving worker 3; some shards have a replica."""
+"""The owners before are 0, 1 and the draining worker 3; some shards have a replica."""
 
 BELOW_ALL_KINDS: Any = PLAN.columns.kinds.astype(np.int8) - len(SourceKind)
 
 
 def errors(
-    plan: DataRedistributionPlan, topology: ClusterTopology = NEW, leaving: Collection[WorkerId] = (at(3, 3),)
+    plan: DataRedistributionPlan, topology: ClusterTopology = NEW, draining: Collection[WorkerId] = (at(3, 3),)
 ) -> str:
-    report = PLANS.examine_redistribution(topology, plan, leaving=leaving)
-    is_valid = PLANS.validate_redistribution(topology, plan, leaving=leaving)
+    report = PLANS.examine_redistribution(topology, plan, draining=draining)
+    is_valid = PLANS.validate_redistribution(topology, plan, draining=draining)
     assert is_valid == report.is_valid == (not report.errors)
     return "\n".join(report.errors)
 
@@ -63,7 +63,7 @@ def test_a_plan_of_the_planner_has_no_errors() -> None:
 
 
 def test_who_serves_what_it_holds_has_to_be_alive() -> None:
-    assert errors(PLAN, leaving=()) == f"{at(3, 3)} serves shards and is neither in the topology nor leaving"
+    assert errors(PLAN, draining=()) == f"{at(3, 3)} serves shards and is neither in the topology nor draining"
 
 
 def test_ranks_are_those_of_the_topology() -> None:
@@ -208,5 +208,5 @@ def test_a_plan_without_one_of_its_transfers_is_never_valid(change: Change) -> N
     for row in range(len(plan.transfers)):
         rows = [other for other in range(len(plan.transfers)) if other != row]
         assert not change.redistributor().validate_redistribution(
-            change.new, picked(rows, plan), leaving=change.leaving
+            change.new, picked(rows, plan), draining=change.draining
         )

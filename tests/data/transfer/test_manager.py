@@ -108,7 +108,7 @@ def plan_for(
         shards=numbers,
         current={cluster.workers[number]: shards for number, shards in held.items()},
         replicas={cluster.workers[number]: shards for number, shards in copies.items()},
-        leaving=others,
+        draining=others,
     )
 
 
@@ -143,7 +143,7 @@ async def test_plan_moves_no_shards_of_other_destinations() -> None:
         put(cluster.stores[2], 0, 1)
         redistributor = DataRedistributor(ElasticTrainingConfig())
         old, new = ClusterTopology((cluster.workers[2],)), ClusterTopology((cluster.workers[0], cluster.workers[1]))
-        plan = redistributor.calculate_plan(old, new, 2, shards=2, leaving=[cluster.workers[2]])
+        plan = redistributor.calculate_plan(old, new, 2, shards=2, draining=[cluster.workers[2]])
         report = await cluster.manager().execute_plan(plan)
         assert [one.shard_id for one in report.moved] == list(plan.worker_assignments.ids(cluster.fetcher))
         assert (
@@ -738,7 +738,7 @@ def plan_through(cluster: TransferCluster, proxy: TamperingProxy) -> DataRedistr
     proxy.hold_at = SIZE // 2
     proxied = proxy.worker
     return DataRedistributor(ElasticTrainingConfig()).calculate_plan(
-        ClusterTopology((proxied,)), ClusterTopology((cluster.fetcher,)), 1, shards=1, leaving=[proxied]
+        ClusterTopology((proxied,)), ClusterTopology((cluster.fetcher,)), 1, shards=1, draining=[proxied]
     )
 
 

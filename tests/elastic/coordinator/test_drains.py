@@ -37,7 +37,7 @@ def drain(book: Playbook, *names: str) -> None:
 
 
 def with_a_spare() -> Playbook:
-    """An attempt in which `c` must still take the state of survivor `a` or leaver `b`."""
+    """An attempt in which `c` must still take the state of survivor `a` or draining `b`."""
     book = formed("a", "b")
     book.join("c")
     drain(book, "b")
@@ -64,7 +64,7 @@ def test_other_workers_form_a_world_without_draining_worker() -> None:
     assert book.new_facts() == [WorkerDraining("b", WISH)]
     (started,) = book.wait(SOON_S)
     assert isinstance(started, RescaleStarted)
-    assert (started.world_size, started.removed, started.leaving) == (2, ["b"], ["b"])
+    assert (started.world_size, started.removed, started.draining) == (2, ["b"], ["b"])
     assert started.reason == "draining b: the night"
     completed = book.complete_attempt(5)
     assert (book.world, completed.removed, completed.step) == (["a", "c"], ["b"], 5)
@@ -144,7 +144,7 @@ def test_in_asynchronous_mode_the_next_world_holds_at_once() -> None:
     started, completed = book.wait(SOON_S)[-2:]
     assert isinstance(started, RescaleStarted)
     assert isinstance(completed, RescaleCompleted)
-    assert (started.leaving, completed.step, book.world) == (["b"], None, ["a"])
+    assert (started.draining, completed.step, book.world) == (["b"], None, ["a"])
 
 
 # It takes part until then.
@@ -311,7 +311,7 @@ def test_worker_that_has_gone_out_of_a_world_is_asked_for_the_state_when_no_othe
     book.die("b")
     book.wait(SOON_S)
     started = book.last(RescaleStarted)
-    assert (started.leaving, started.removed) == (["a"], ["b"])
+    assert (started.draining, started.removed) == (["a"], ["b"])
     book.stop("a", stop=StopReport(9, holds_state=True))
     book.stop("c", stop=StopReport(0, holds_state=False))
     book.ready("c")
@@ -328,7 +328,7 @@ def test_worker_that_has_gone_out_of_a_world_and_died_is_asked_for_nothing() -> 
     assert book.wait(1.0) == [], "no world needs it"
     book.die("b")
     book.wait(SOON_S)
-    assert book.last(RescaleStarted).leaving == []
+    assert book.last(RescaleStarted).draining == []
     book.complete_attempt(0)
     assert book.world == ["c"]
 
@@ -369,7 +369,7 @@ def test_an_attempt_begins_anew_without_draining_worker() -> None:
     aborted, started = book.wait(SOON_S)[-2:]
     assert isinstance(aborted, RescaleAborted)
     assert isinstance(started, RescaleStarted)
-    assert (started.leaving, started.removed) == (["b"], ["b", "c"])
+    assert (started.draining, started.removed) == (["b"], ["b", "c"])
     assert not may_go(book, "b")
     assert book.complete_attempt(5).removed == ["b", "c"]
     assert may_go(book, "b")
@@ -695,7 +695,7 @@ def test_worker_that_saves_after_its_last_world_is_kept_for_any_worker_that_come
     book.die("b") if how == "fails" else book.leave("b")
     assert not may_go(book, "a"), "before the attempt at a world with the newcomer"
     book.wait(SOON_S)
-    assert book.last(RescaleStarted).leaving == ["a"]
+    assert book.last(RescaleStarted).draining == ["a"]
     assert not may_go(book, "a"), "while it is asked where it is"
     book.stop("a", stop=StopReport(5, holds_state=True))
     book.stop("c", stop=StopReport(0, holds_state=False))
@@ -732,10 +732,10 @@ def test_worker_that_has_gone_out_takes_over_no_data_though_the_daemon_was_anoth
     book.coordinator.membership.state_holders = frozenset("b")
     book.die("b")
     book.wait(SOON_S)
-    assert book.last(RescaleStarted).leaving == ["a"]
+    assert book.last(RescaleStarted).draining == ["a"]
     seen = book.coordinator.attempt_members("c", incarnation("c"))
     assert [worker.id for worker in seen.target] == ["c"]
-    assert [worker.id for worker in seen.leaving] == ["a"]
+    assert [worker.id for worker in seen.draining] == ["a"]
 
 
 @pytest.mark.parametrize("what", ["restarts", "blinks"])
@@ -767,4 +767,4 @@ def test_the_last_that_were_told_stay_also_behind_another_world() -> None:
     book.wait(SOON_S)
     book.complete_attempt(5)
     assert book.world == ["a", "b"]
-    assert list(book.coordinator.membership.leavers) == ["a", "b"]
+    assert list(book.coordinator.membership.draining) == ["a", "b"]

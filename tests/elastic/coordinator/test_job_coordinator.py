@@ -1753,7 +1753,7 @@ def test_a_hundred_rescales_do_not_drift() -> None:
         book.leave(f"n{number}")
         book.wait(0.1)
         book.complete_attempt(number)
-    assert book.last(RescaleCompleted).delta.epoch == 201
+    assert book.last(RescaleCompleted).delta.generation == 201
     assert (book.coordinator.training.learning_rate, book.coordinator.training.global_batch_size) == (0.1, 100)
 
 
@@ -1896,7 +1896,8 @@ def test_generations_and_attempts_go_on_where_they_were() -> None:
         book.reconnect("a")
         book.coordinator.rescale(book.now, "a test")
         completed = book.complete_attempt()
-        assert (completed.attempt, completed.delta.base_epoch, completed.delta.epoch) == (number, number - 1, number)
+        delta = completed.delta
+        assert (completed.attempt, delta.base_generation, delta.generation) == (number, number - 1, number)
 
 
 # Newcomers that die of being taken in.

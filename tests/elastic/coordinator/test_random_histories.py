@@ -531,7 +531,7 @@ class Histories(RuleBasedStateMachine):
         old = [worker.id for worker in told.topology.workers]
         told.topology = told.topology.apply(fact.delta)
         new = tuple(worker.id for worker in told.topology.workers)
-        assert told.topology.epoch == fact.delta.base_epoch + 1
+        assert told.topology.epoch == fact.delta.base_generation + 1
         assert told.topology.epoch not in told.worlds, "one world per generation"
         told.worlds[told.topology.epoch] = new
         assert len(set(new)) == len(new) == started.world_size

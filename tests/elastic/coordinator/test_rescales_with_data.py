@@ -49,9 +49,9 @@ def stop(book: Playbook, *names: str) -> None:
 
 
 def members(book: Playbook, name: str) -> tuple[list[str], list[str]]:
-    """The target and the leavers of the attempt, as a worker is told."""
+    """The target and the draining members of the attempt, as a worker reads them."""
     found = book.coordinator.attempt_members(name, incarnation(name))
-    return [worker.id for worker in found.target], [worker.id for worker in found.leaving]
+    return [worker.id for worker in found.target], [worker.id for worker in found.draining]
 
 
 def report_progress(
@@ -364,7 +364,7 @@ class TestLeaver:
         book.coordinator.drain("b", book.now, "the spot price")
         book.wait(0.1)
         started = book.last(RescaleStarted)
-        assert (started.in_background, started.removed, started.leaving) == (True, ["b"], ["b"])
+        assert (started.in_background, started.removed, started.draining) == (True, ["b"], ["b"])
         book.ready("a", "b")
         assert book.world == ["a"]
 
