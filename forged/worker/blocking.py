@@ -28,12 +28,12 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescalingEvent, WorkerId
 from forged.errors import RequestRefused
 from forged.log import Log
+from forged.logger_adapter import SCRIPT_LOG
 from forged.worker.arguments import count
 from forged.worker.drain import Leaving
 from forged.worker.errors import StepAborted
 from forged.worker.events import Event
 from forged.worker.process.sigterm import heeding_sigterm
-from forged.worker.script_log import SCRIPT_LOG
 from forged.worker.state_transfer.encoding import copy_of
 from forged.worker.step_loop import Step
 from forged.worker.transport.peer_tls import PeerTls

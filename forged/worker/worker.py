@@ -38,6 +38,7 @@ from forged.elastic.model import (
 )
 from forged.errors import RequestRefused
 from forged.log import Log
+from forged.logger_adapter import SCRIPT_LOG
 from forged.net.transport.port import Network
 from forged.worker import arguments
 from forged.worker.drain import Leaving
@@ -46,7 +47,6 @@ from forged.worker.events import Event, WorkerEvents
 from forged.worker.goodbye import reason_of
 from forged.worker.process.sigterm import SIGTERM_REASON
 from forged.worker.process.worker_process import OwnProcess, WorkerProcess
-from forged.worker.script_log import SCRIPT_LOG
 from forged.worker.session import WorkerSession, open_session
 from forged.worker.step_loop import Step, StepLoop
 from forged.worker.transport.bulk_channel import BulkTransport

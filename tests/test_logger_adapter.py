@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
+from forged.logger_adapter import SCRIPT_LOG
 from forged.worker.events import Event
-from forged.worker.script_log import SCRIPT_LOG
 
 NOT_CONFIGURED = """
-from forged.worker.script_log import SCRIPT_LOG
+from forged.logger_adapter import SCRIPT_LOG
 
 SCRIPT_LOG.debug("a detail")
 SCRIPT_LOG.info("a note")
