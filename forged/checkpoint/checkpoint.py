@@ -43,7 +43,7 @@ from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.locations import create_storage
 from forged.checkpoint.verification.validator import CheckpointValidator, CompatibilityChecker, IntegrityChecker
-from forged.log import SILENT, Log
+from forged.logger_adapter import as_log
 from forged.retry import RetryPolicy
 
 MODEL = "model"
@@ -95,7 +95,7 @@ class DistributedCheckpoint:
         storage: Storage | None = None,
         fault_handler: FaultToleranceHandler | None = None,
         validator: CheckpointValidator | None = None,
-        logger: Log = SILENT,
+        logger: Any = None,
         *,
         default_timeout: float = DEFAULT_TIMEOUT_S,
         leaf_types: Sequence[LeafType] = (),
@@ -105,7 +105,8 @@ class DistributedCheckpoint:
     ) -> None:
         """`coordinator` has rank, world_size, barrier, gather and broadcast, as a worker has; None for one process.
 
-        `generators` are random generators to save in addition to those of `random` and numpy.
+        `logger` is one of `logging` or structlog; its errors fail no call. `generators` are random generators to save
+        in addition to those of `random` and numpy.
         """
         if isinstance(storage, str | os.PathLike):
             raise invalid(
@@ -122,9 +123,9 @@ class DistributedCheckpoint:
         self._timeout_s = default_timeout
         self._leaf_types = tuple(leaf_types)
         self._generators: rng.Generators = dict(generators or {})
-        self._log = logger
+        self._log = log = as_log(logger)
         self._staging = StagingMemory()
-        self._saving = Saver(SaveContext(self._storage, wall, draw, self._leaf_types, logger))
+        self._saving = Saver(SaveContext(self._storage, wall, draw, self._leaf_types, log))
         self._background: BackgroundSaver | None = None
 
     # Saving.

@@ -27,7 +27,6 @@ from forged.data.transfer.manager import DataTransferManager
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescalingEvent, WorkerId
 from forged.errors import RequestRefused
-from forged.log import Log
 from forged.logger_adapter import SCRIPT_LOG
 from forged.worker.arguments import count
 from forged.worker.drain import Leaving
@@ -322,14 +321,14 @@ def join(
     data: TrainingData | None = None,
     sampler: ElasticSampler | None = None,
     peer_tls: bool = False,
-    log: Log = SCRIPT_LOG,
+    log: Any = SCRIPT_LOG,
 ) -> Training:
     """Take part in the training of a job; a context manager.
 
     `state` is a dict of arrays and plain values, or an object with `state_dict` and `load_state_dict`. The first worker
     creates the job, with `config` if it gives one. Without a `worker_id` the host's name and the pid make one. With
     `peer_tls`, workers use TLS between each other, with the files that `$FORGED_CA`, `$FORGED_CERTIFICATE` and
-    `$FORGED_KEY` name.
+    `$FORGED_KEY` name. `log` is a logger of `logging` or structlog; default: the logger `forged`.
     """
 
     def make() -> ElasticWorker:

@@ -37,8 +37,7 @@ from forged.elastic.model import (
     WorkerStatus,
 )
 from forged.errors import RequestRefused
-from forged.log import Log
-from forged.logger_adapter import SCRIPT_LOG
+from forged.logger_adapter import SCRIPT_LOG, as_log
 from forged.net.transport.port import Network
 from forged.worker import arguments
 from forged.worker.drain import Leaving
@@ -66,7 +65,7 @@ class ElasticWorker:
 
     The process is this worker's alone: it has a pulse, forked children keep none of its connections, and SIGTERM drains
     the worker. Where several workers live in one process, each is given a `SharedProcess()`. `local_world_size` is
-    the number of processes that the worker stands for on its host.
+    the number of processes that the worker stands for on its host. `log` is a logger of `logging` or structlog.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class ElasticWorker:
         clock: Clock | None = None,
         incarnation: bytes | None = None,
         process: WorkerProcess | None = None,
-        log: Log = SCRIPT_LOG,
+        log: Any = SCRIPT_LOG,
         random: Random | None = None,
         carrier: BulkTransport | None = None,
         peer_tls: PeerTls | None = None,
@@ -95,6 +94,7 @@ class ElasticWorker:
         if config is not None:
             config.validate()
         check_same_samples(data, sampler)
+        log = as_log(log)
         self._clock = clock or SystemClock()
         self._random = random or SystemRandom()
         self.incarnation = incarnation or self._random.randbytes(INCARNATION_BYTES)

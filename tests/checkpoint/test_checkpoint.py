@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import threading
 from collections.abc import Awaitable, Callable
@@ -12,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
+from structlog.testing import capture_logs
 
 from forged.checkpoint import (
     CheckpointException,
@@ -37,6 +40,7 @@ from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE, ManifestFence
 from forged.checkpoint.ports import Storage
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
+from forged.errors import RequestRefused
 from tests.checkpoint.faulty_storage import Fault, FaultyStorage, broken, on
 from tests.checkpoint.memory_storage import MemoryStorage
 from tests.checkpoint.plain_reader import same, state_of
@@ -651,3 +655,52 @@ async def test_the_default_storage_is_in_the_working_directory(tmp_path: Path, m
         "a.metadata.json",
         "b.metadata.json",
     ]
+
+
+# The logger.
+
+
+class RaisingLogger:
+    """A logger whose methods raise."""
+
+    def info(self, *args: object, **fields: object) -> None:
+        raise OSError("the log server is away")
+
+    debug = warning = error = info
+
+
+@pytest.mark.parametrize(
+    "logger",
+    [logging.getLogger("mine"), structlog.get_logger(), RaisingLogger(), logging, None],
+    ids=["standard", "structlog", "raising", "logging", "none"],
+)
+async def test_any_logger_is_taken_by_saves_and_loads(
+    logger: Any, storage: MemoryStorage, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "mine"), capture_logs() as events:
+        async with checkpoint(storage, logger=logger) as one:
+            await one.save(Model(1), options=SaveOptions("a"))
+            handle = await one.save_async(Model(1), options=SaveOptions("b"))
+            assert await handle.committed() == "b"
+            await one.load(Model(), options=LoadOptions("a"))
+            storage.delete(["a.metadata.json"])
+            with pytest.raises(CheckpointException, match="b exists already"):
+                await one.save(Model(1), options=SaveOptions("b"))
+    saved = [text for text in caplog.messages if "checkpoint saved" in text] + [event["event"] for event in events]
+    if logger in (logging, None) or isinstance(logger, RaisingLogger):
+        assert saved == []
+    else:
+        assert len(saved) == 1
+
+
+async def test_failed_background_save_ends_its_handle_though_the_logger_raises(storage: MemoryStorage) -> None:
+    one = checkpoint(FaultyStorage(storage, on("write")), logger=RaisingLogger())
+    handle = await one.save_async(Model(1), options=SaveOptions("a"))
+    with pytest.raises(CheckpointException):
+        await asyncio.wait_for(handle.committed(), 10.0)
+    await one.close()
+
+
+def test_text_in_place_of_a_logger_is_refused(storage: MemoryStorage) -> None:
+    with pytest.raises(RequestRefused, match="logger must have the methods"):
+        checkpoint(storage, logger="info")

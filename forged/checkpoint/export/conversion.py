@@ -10,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from forged.checkpoint.format.names import check_name
 from forged.checkpoint.format.states import States
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, RepairedChunk
 from forged.checkpoint.ports import CancelToken, Source, Storage, bounded
+from forged.checkpoint.progress import ByteCount, Progress
 from forged.checkpoint.saving import parts
 from forged.checkpoint.saving.assembly import Array, Assembly, SavedTensors, TensorSource
 from forged.checkpoint.saving.consolidation import (
@@ -46,7 +46,6 @@ from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.locations import root_at, storage_at
 
 Where = str | os.PathLike[str]
-Progress = Callable[[int, int], object]
 EXISTS = "checkpoint_exists"
 UNDONE_WITHIN_S = 10.0
 
@@ -272,10 +271,7 @@ class _CountedOrigin:
 
     def __init__(self, origin: TensorSource, progress: Progress | None, total: int) -> None:
         self._origin = origin
-        self._progress = progress
-        self._total = total
-        self._done = 0
-        self._lock = threading.Lock()
+        self._bytes = ByteCount(total, progress)
 
     @property
     def tensors(self) -> Tensors:
@@ -283,15 +279,9 @@ class _CountedOrigin:
 
     def fetch(self, wanted: Sequence[int], boxes: Mapping[int, Box], into: Mapping[int, Array]) -> None:
         self._origin.fetch(wanted, boxes, into)
-        self._count(sum(out.nbytes for out in into.values()))
+        # An evicted block is read and counted again.
+        self._bytes.add(sum(out.nbytes for out in into.values()))
 
     def finish(self) -> None:
         """Report completion."""
-        self._count(self._total)
-
-    def _count(self, size: int) -> None:
-        with self._lock:
-            # An evicted block is read again, so the count could exceed the total.
-            self._done = min(self._total, self._done + size)
-            if self._progress is not None:
-                self._progress(self._done, self._total)
+        self._bytes.finish()

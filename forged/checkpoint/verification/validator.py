@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -36,6 +36,7 @@ from forged.checkpoint.loading.fetching import (
 from forged.checkpoint.loading.read_plan import Index, PartLayout, blocks_of, plan
 from forged.checkpoint.model import check_timeout
 from forged.checkpoint.ports import CancelToken, Reader, Storage, bounded
+from forged.checkpoint.progress import ByteCount, Progress
 from forged.checkpoint.storage.listing import read_manifest
 from forged.checkpoint.thread_pool import THREADS, run_all
 from forged.errors import describe
@@ -44,9 +45,6 @@ FINDINGS_MAX = 200
 """The scan stops after so many findings."""
 SHOWN_MAX = 20
 FILES = "files"
-
-Progress = Callable[[int, int], object]
-"""Called with the bytes checked and the total; by several threads, one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +247,7 @@ class _Validation:
         for number in range(len(self._manifest.parts)):
             scan.part(number, threads)
         return ValidationResult(
-            "chunks", tuple(finding for _, _, finding in sorted(scan.found, key=itemgetter(0, 1))), (), scan.done
+            "chunks", tuple(finding for _, _, finding in sorted(scan.found, key=itemgetter(0, 1))), (), scan.bytes.done
         )
 
     def run_checker(self, checker: IntegrityChecker) -> ValidationResult:
@@ -270,12 +268,10 @@ class _ChunkScan:
     def __init__(self, storage: Storage, index: Index, token: CancelToken, progress: Progress | None) -> None:
         self.found: list[tuple[int, int, Finding]] = []
         """Findings with the numbers of their part and chunk, for sorting."""
-        self.done = 0
+        self.bytes = ByteCount(sum(part.size - part.data_offset for part in index.manifest.parts), progress)
         self._storage = storage
         self._index = index
         self._token = token
-        self._progress = progress
-        self._total = sum(part.size - part.data_offset for part in index.manifest.parts)
         self._lock = threading.Lock()
         self._buffers = BufferPool()
 
@@ -312,7 +308,7 @@ class _ChunkScan:
                 for number, chunk in enumerate(chunks, first):
                     self._check(layout, number, chunk)
         self._buffers.return_buffer(buffer)
-        self._report_progress(edges[-1] - edges[0])
+        self.bytes.add(edges[-1] - edges[0])
 
     def _check_singly(self, layout: PartLayout, reader: Reader, first: int, chunks: list[memoryview]) -> None:
         """Read chunk by chunk, to find those that cannot be read."""
@@ -359,12 +355,6 @@ class _ChunkScan:
         with self._lock:
             if len(self.found) < FINDINGS_MAX:
                 self.found.append((layout.number, number, finding))
-
-    def _report_progress(self, size: int) -> None:
-        with self._lock:
-            self.done += size
-            if self._progress is not None:
-                self._progress(self.done, self._total)
 
 
 def _manifest_findings(manifest: Manifest) -> Iterator[Finding]:

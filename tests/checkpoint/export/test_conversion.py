@@ -287,6 +287,20 @@ def test_a_healthy_copy_is_used_and_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["to", "x.safetensors", "x.npz"])
+def test_raising_progress_callback_does_not_fail_the_conversion(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path)
+
+    def fail(done: int, total: int) -> None:
+        raise ValueError("the bar is broken")
+
+    convert(tmp_path / "from", tmp_path / target, ConversionOptions(progress=fail))
+    assert capsys.readouterr().err == "forged: the progress callback failed: ValueError: the bar is broken\n"
+    assert (tmp_path / (target if "." in target else f"{target}.metadata.json")).exists()
+
+
+@pytest.mark.parametrize("target", ["to", "x.safetensors", "x.npz"])
 def test_cancellation_stops_the_conversion_and_leaves_nothing(target: str, tmp_path: Path) -> None:
     saved(tmp_path)
     before = files_in(tmp_path)

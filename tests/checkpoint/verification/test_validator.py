@@ -86,6 +86,20 @@ class TestValid:
         assert calls[-1] == (total, total)
         assert calls == sorted(calls)
 
+    def test_raising_progress_callback_does_not_fail_the_validation(self, capsys: pytest.CaptureFixture[str]) -> None:
+        storage, manifest = saved()
+        calls: list[int] = []
+
+        def fail(done: int, total: int) -> None:
+            calls.append(done)
+            raise ValueError("the bar is broken")
+
+        result = CheckpointValidator(storage).validate_checkpoint("a", progress=fail)
+        assert result.is_valid
+        assert result.bytes_checked == sum(part.size - part.data_offset for part in manifest.parts)
+        assert len(calls) == 1
+        assert capsys.readouterr().err == "forged: the progress callback failed: ValueError: the bar is broken\n"
+
     def test_a_shallow_validation_reads_only_headers(self) -> None:
         storage, manifest = saved()
         assert check(storage, deep=False).is_valid
