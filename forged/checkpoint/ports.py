@@ -71,7 +71,7 @@ class CancelToken:
         self.check()
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """The bytes of a file that is written. Several threads ask for blocks; a block may be asked for again."""
 
     @property
@@ -101,7 +101,7 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoredFile:
     """A file in a storage."""
 
     name: str
@@ -118,7 +118,7 @@ class Storage(Protocol):
         """The storage's name in messages."""
         ...
 
-    def write(self, name: str, source: Source, token: CancelToken) -> None:
+    def write(self, name: str, source: ByteSource, token: CancelToken) -> None:
         """Create a file with durable bytes; its name is durable after `sync_names`. An error if the name is taken."""
         ...
 
@@ -138,7 +138,7 @@ class Storage(Protocol):
         """Read a small file; `checkpoint_file_missing`, or `checkpoint_file_large`."""
         ...
 
-    def entries(self, under: str = "") -> Iterator[Entry]:
+    def entries(self, under: str = "") -> Iterator[StoredFile]:
         """The files whose names begin with `under`, in any order."""
         ...
 

@@ -32,7 +32,7 @@ COMMAND_LINE = "the command line"
 
 
 @dataclass(frozen=True)
-class Source:
+class SettingsFile:
     """The text of a settings file, which can find the lines of keys."""
 
     path: Path
@@ -53,7 +53,7 @@ class Source:
         return key_lines(self.text)
 
 
-class Settings:
+class SettingsReader:
     """Reads the settings of one daemon, at the start and at reloads.
 
     `adapt` adjusts them to the process, such as fewer connections if the limit of open files is low. It is applied to
@@ -71,7 +71,7 @@ class Settings:
         pause: Callable[[], None] = lambda: time.sleep(READ_PAUSE_S),
     ) -> None:
         self.path = None if path is None else path.absolute()
-        self.source: Source | None = None
+        self.source: SettingsFile | None = None
         """The last valid file."""
         self._overrides = {key: value for key, value in overrides.items() if value is not None}
         self._environment = dict(environment)
@@ -107,7 +107,7 @@ class Settings:
                 raise last
         raise ConfigError("config_unsettled", f"{path} keeps changing", "reload again when it is complete")
 
-    def _accept(self, source: Source | None) -> Config:
+    def _accept(self, source: SettingsFile | None) -> Config:
         values = ({} if source is None else _parse(source)) | self._overrides
         problems = [self._locate(problem, source) for problem in find_problems(values)]
         if problems:
@@ -116,7 +116,7 @@ class Settings:
         self.source = source
         return config
 
-    def _locate(self, problem: Problem, source: Source | None) -> Problem:
+    def _locate(self, problem: Problem, source: SettingsFile | None) -> Problem:
         if problem.key.partition(".")[0] in self._overrides:
             return replace(problem, place=COMMAND_LINE)
         return problem if source is None else source.locate(problem)
@@ -135,7 +135,7 @@ class Settings:
 
 def load(path: Path | None, overrides: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> Config:
     """The settings of a file and the command line, over the defaults of this user."""
-    return Settings(path, overrides, environment, uid).load()
+    return SettingsReader(path, overrides, environment, uid).load()
 
 
 def _absolute(path: str) -> str:
@@ -174,16 +174,16 @@ def _unreadable(path: Path, reason: str | None) -> ConfigError:
     return ConfigError("config_unreadable", f"{path}: {reason}", "name a readable file")
 
 
-def _source(path: Path, data: bytes) -> Source:
+def _source(path: Path, data: bytes) -> SettingsFile:
     try:
         # Some editors mark their files as UTF-8.
-        return Source(path, data.decode("utf-8-sig"))
+        return SettingsFile(path, data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise _not_toml(path, f"byte {data[error.start]:#04x} is not UTF-8 (at line {line})") from error
 
 
-def _parse(source: Source) -> dict[str, Any]:
+def _parse(source: SettingsFile) -> dict[str, Any]:
     try:
         return tomllib.loads(source.text)
     except (ValueError, RecursionError) as error:

@@ -18,7 +18,7 @@ from forged.data.messages import (
     TransferTotals,
     WorkerTransfers,
 )
-from forged.data.ownership.attempt import DataAttempt, Finished
+from forged.data.ownership.attempt import DataAttempt, FinishedTransfers
 from forged.data.ownership.ownership import ShardOwnership
 from forged.data.ownership.pages import data_view, owners_page
 from forged.data.ownership.planning import preview
@@ -119,7 +119,8 @@ class DataInspection:
         for worker in attempt.target:
             told = progress.get(worker.id) if number == attempt.number else None
             finished = attempt.finished.get(worker.id)
-            done, moved, _ = finished or (Finished(told.shards, told.data_bytes) if told else Finished(0, 0))
+                        reported = FinishedTransfers(told.shards, told.data_bytes) if told else FinishedTransfers(0, 0)
+            done, moved, _ = finished or reported
             transfers = 0 if attempt.plan is None else len(attempt.plan.for_worker(worker))
             yield WorkerTransfers(worker.id, done, transfers, moved, finished is not None)
 

@@ -34,7 +34,7 @@ from forged.data.messages import (
     TransfersCompleted,
     TransfersPlanned,
 )
-from forged.data.ownership.attempt import Assignment, DataAttempt, Draft, Finished, LostShards
+from forged.data.ownership.attempt import Assignment, DataAttempt, Draft, FinishedTransfers, LostShards
 from forged.data.ownership.ownership import ShardOwnership, attempt_over
 from forged.data.ownership.pages import transfer_page
 from forged.data.ownership.planning import draft, last_holders
@@ -201,7 +201,7 @@ class DataService:
                 why = f"{request.worker_id} cannot store {shards}: free space on its disk"
                 self._abandon(ownership, request.attempt, why, synchronous=False)
             return Decision(Nothing())
-        finished = Finished(request.transfers, request.received, request.took_s)
+        finished = FinishedTransfers(request.transfers, request.received, request.took_s)
         is_last = ownership.finish(request.worker_id, request.attempt, finished)
         attempt = ownership.attempt
         if not is_last or attempt is None:

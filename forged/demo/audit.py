@@ -22,7 +22,7 @@ Worlds = Mapping[int, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Coverage:
+class StepCoverage:
     """The number of committed steps, of those proven to have used their batch once, and of repeated ones."""
 
     steps: int
@@ -31,7 +31,7 @@ class Coverage:
     problems: list[str]
 
 
-def coverage(logs: Logs, worlds: Worlds, batch: int) -> Coverage:
+def coverage(logs: Logs, worlds: Worlds, batch: int) -> StepCoverage:
     """Check each committed step."""
     uses: dict[int, dict[int, list[tuple[str, Used]]]] = defaultdict(lambda: defaultdict(list))
     commits: dict[int, list[tuple[str, Committed]]] = defaultdict(list)
@@ -42,7 +42,7 @@ def coverage(logs: Logs, worlds: Worlds, batch: int) -> Coverage:
             commits[entry.step].append((worker, entry))
     steps = max(commits, default=-1) + 1
     found = [list(_step(step, uses[step], commits[step], worlds, batch)) for step in range(steps)]
-    return Coverage(
+    return StepCoverage(
         steps,
         sum(not problems for problems in found),
         sum(len(uses[step]) > 1 for step in range(steps)),

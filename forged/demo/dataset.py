@@ -47,7 +47,7 @@ def write_shard(samples: Samples, shard: DataShard, file: BinaryIO) -> None:
     file.write(rows.tobytes())
 
 
-class Reader:
+class DatasetReader:
     """Reads samples, and counts those from the worker's own directory."""
 
     def __init__(self, store: ShardStore, samples: Samples) -> None:

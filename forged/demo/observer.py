@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from forged.client import EARLIEST, ForgedClient
 from forged.demo.audit import Logs
 from forged.demo.output import Output
-from forged.demo.processes import DaemonProcess, WorkerProcess
+from forged.demo.processes import DaemonProcess, DemoWorker
 from forged.demo.records import Committed, Entered, Entry, read
 from forged.elastic.messages import RescaleCompleted
 from forged.elastic.model import ClusterTopology
@@ -35,7 +35,7 @@ class ClusterObserver:
     def __init__(self, output: Output, daemon: DaemonProcess, directory: Path, milestone: int) -> None:
         self.daemon = daemon
         self.directory = directory
-        self.workers: dict[str, WorkerProcess] = {}
+        self.workers: dict[str, DemoWorker] = {}
         self.facts: list[Record] = []
         self.topology = ClusterTopology()
         """The latest committed world."""
@@ -74,9 +74,9 @@ class ClusterObserver:
         log = self._logs.get(worker, [])
         return next((entry.step + 1 for entry in reversed(log) if isinstance(entry, Committed)), 0)
 
-    async def enter(self, name: str, endpoint: str, workers: int) -> WorkerProcess:
+    async def enter(self, name: str, endpoint: str, workers: int) -> DemoWorker:
         """Start a worker."""
-        worker = self.workers[name] = WorkerProcess(name, self.directory)
+        worker = self.workers[name] = DemoWorker(name, self.directory)
         await worker.start(endpoint, workers)
         return worker
 

@@ -94,7 +94,7 @@ class DaemonProcess:
         return self._process.returncode
 
 
-class WorkerProcess:
+class DemoWorker:
     """The training script as a process."""
 
     def __init__(self, name: str, directory: Path) -> None:

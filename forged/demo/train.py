@@ -21,7 +21,7 @@ import numpy as np
 
 from forged.data.sampling.sampler import ElasticSampler
 from forged.demo.checkpoints import CheckpointSaver
-from forged.demo.dataset import Reader, training_data
+from forged.demo.dataset import DatasetReader, training_data
 from forged.demo.learning import BATCH, LEARNING_RATE, Task, contribution, learn
 from forged.demo.records import NONE, Committed, Entered, Entry, Finished, Ready, Used, line_of
 from forged.elastic.config import ElasticTrainingConfig
@@ -102,7 +102,7 @@ def steps(worker: Training, recorder: Recorder) -> Iterator[Step]:
 
 def train(
     worker: Training,
-    reader: Reader,
+    reader: DatasetReader,
     recorder: Recorder,
     saver: CheckpointSaver,
     sampler: ElasticSampler,
@@ -137,7 +137,7 @@ def main() -> int:
     task, recorder = Task(), Recorder(options.directory / f"{options.name}{RECORDS}")
     state = task.state() | {"ends_at": NONE}
     data = training_data(options.directory, options.name, task.samples)
-    reader, sampler = Reader(data.store, task.samples), task.sampler()
+    reader, sampler = DatasetReader(data.store, task.samples), task.sampler()
     with join(
         options.endpoint,
         job=JOB,

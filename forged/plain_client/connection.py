@@ -53,7 +53,7 @@ Message = list[Any]
 Event = dict[str, Any]
 
 
-class Wire:
+class PlainConnection:
     """One connection to the daemon at an endpoint. `agent`, `history` and `latest` are from the daemon's welcome.
 
     `while_quiet` is called from time to time while waiting without a deadline; an exception from it ends the wait.
@@ -153,7 +153,7 @@ class Wire:
 
     def fetch(self, ticket: bytes, size: int) -> Iterator[bytes]:
         """The bytes of a ticket, piece by piece, over a side connection."""
-        side = Wire(self.endpoint, None, self._timeout_s, ticket)
+        side = PlainConnection(self.endpoint, None, self._timeout_s, ticket)
         try:
             side._send_all(GO)
             missing = size

@@ -145,7 +145,7 @@ class Command:
 
 
 @dataclass(slots=True)
-class Registration:
+class PluginRegistration:
     """The parts that a plugin has registered."""
 
     observing: list[Observing] = field(default_factory=list)
@@ -180,7 +180,7 @@ class PluginContext:
         """The plugin's table in the daemon's settings; see `settings`."""
         self.clock = clock
         self.log = log
-        self.registration = Registration()
+        self.registration = PluginRegistration()
         self._directory = directory
         self._host = host
         self._names: set[str] = set()

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.ports import CancelToken, Entry, Reader, Source, Storage
+from forged.checkpoint.ports import ByteSource, CancelToken, Reader, Storage, StoredFile
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class FaultyStorage:
     def url(self) -> str:
         return self._storage.url
 
-    def write(self, name: str, source: Source, token: CancelToken) -> None:
+    def write(self, name: str, source: ByteSource, token: CancelToken) -> None:
         self._do("write", lambda: self._storage.write(name, source, token))
 
     def sync_names(self, names: Collection[str]) -> None:
@@ -45,7 +45,7 @@ class FaultyStorage:
     def read(self, name: str, bytes_max: int) -> bytes:
         return self._do("read", lambda: self._storage.read(name, bytes_max))
 
-    def entries(self, under: str = "") -> Iterator[Entry]:
+    def entries(self, under: str = "") -> Iterator[StoredFile]:
         return self._do("entries", lambda: self._storage.entries(under))
 
     def move(self, name: str, to: str) -> None:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType, corrupted, storage_error
 from forged.checkpoint.format.names import check_name
-from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, Entry, Reader, Source
+from forged.checkpoint.ports import BLOCK_BYTES, ByteSource, CancelToken, Reader, StoredFile
 
 
 class MemoryReader:
@@ -74,7 +74,7 @@ class MemoryStorage:
         data[offset] ^= mask
         self.files[name] = bytes(data)
 
-    def write(self, name: str, source: Source, token: CancelToken) -> None:
+    def write(self, name: str, source: ByteSource, token: CancelToken) -> None:
         check_name(name)
         self._require_free(name)
         data = bytearray(source.size)
@@ -109,10 +109,10 @@ class MemoryStorage:
             )
         return data
 
-    def entries(self, under: str = "") -> Iterator[Entry]:
+    def entries(self, under: str = "") -> Iterator[StoredFile]:
         with self._lock:
             names = [name for name in self.files if name.startswith(under)]
-            found = [Entry(name, len(self.files[name]), float(self._written.get(name, 0))) for name in names]
+            found = [StoredFile(name, len(self.files[name]), float(self._written.get(name, 0))) for name in names]
         return iter(found)
 
     def move(self, name: str, to: str) -> None:

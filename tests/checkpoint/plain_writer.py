@@ -12,7 +12,7 @@ from forged.checkpoint.format.boxes import Box, chunks, grid_of, whole
 from forged.checkpoint.format.compression import compress
 from forged.checkpoint.format.dtypes import name_of
 from forged.checkpoint.format.manifest import Manifest, Part, Tensors, deduplicate_boxes, encode
-from forged.checkpoint.format.safetensors import Entry, encode_header
+from forged.checkpoint.format.safetensors import TensorEntry, encode_header
 from forged.checkpoint.format.states import States
 from forged.checkpoint.format.tree import Leaf, LeafType, flatten, renumber_tensors
 from forged.checkpoint.model import CompressionLevel
@@ -84,7 +84,7 @@ def _write_part(
 ) -> Part:
     """One file: a header, and the chunks of one piece after the other."""
     entries = [
-        Entry(f"{leaf.name}@{place}", name_of(leaf.array.dtype), leaf.box.shape, leaf.array.nbytes)
+        TensorEntry(f"{leaf.name}@{place}", name_of(leaf.array.dtype), leaf.box.shape, leaf.array.nbytes)
         for place, (_, leaf) in enumerate(share)
     ]
     is_packed = level is not CompressionLevel.NONE

@@ -12,7 +12,7 @@ import pytest
 from obstore.store import MemoryStore
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, Source, Storage
+from forged.checkpoint.ports import BLOCK_BYTES, ByteSource, CancelToken, Storage
 from forged.checkpoint.storage.local import LocalStorage
 from forged.checkpoint.storage.objects import ObjectStorage
 from tests.checkpoint.memory_storage import MemoryStorage
@@ -54,7 +54,7 @@ def code_of(act: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize("make", [CopiedSource, MemorySource])
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_written_is_read(storage: Storage, size: int, make: Callable[[bytes], Source]) -> None:
+def test_what_is_written_is_read(storage: Storage, size: int, make: Callable[[bytes], ByteSource]) -> None:
     data = pattern(size)
     storage.write("run/step/part", make(data), CancelToken())
     storage.sync_names(["run/step/part"])

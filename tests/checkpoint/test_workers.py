@@ -14,7 +14,7 @@ import pytest
 import forged.checkpoint
 from forged.checkpoint import BlockingCheckpoint, DistributedCheckpoint, LoadOptions, SaveOptions, ShardedArray
 from forged.checkpoint.errors import CheckpointException
-from forged.checkpoint.ports import CancelToken, Source
+from forged.checkpoint.ports import ByteSource, CancelToken
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
 from forged.worker.blocking import Training
@@ -136,7 +136,7 @@ async def test_a_worker_that_is_lost_while_all_write_aborts_the_step_and_the_sav
     loop, writing, release = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
     class Stalled(MemoryStorage):
-        def write(self, name: str, source: Source, token: CancelToken) -> None:
+        def write(self, name: str, source: ByteSource, token: CancelToken) -> None:
             if ".00001-of-00003" in name:
                 loop.call_soon_threadsafe(writing.set)
                 release.wait(30)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from forged.config import DEFAULT_LISTEN, Config, Settings, Source, load
+from forged.config import DEFAULT_LISTEN, Config, SettingsFile, SettingsReader, load
 from forged.config.source import FILE_BYTES_MAX, PROBLEMS_MAX, READS_MAX
 from forged.errors import ConfigError, Problem
 from forged.paths import ROOT_DATA_DIR, ROOT_SOCKET
@@ -18,8 +18,8 @@ from tests.config.files import HOME, NOTHING, USER, problems, read, write, wrong
 NO_ROOT = pytest.mark.skipif(os.getuid() == 0, reason="root reads everything")
 
 
-def settings(path: Path | None, pause: Callable[[], None] = lambda: None, **overrides: Any) -> Settings:
-    return Settings(path, overrides, HOME, USER, pause=pause)
+def settings(path: Path | None, pause: Callable[[], None] = lambda: None, **overrides: Any) -> SettingsReader:
+    return SettingsReader(path, overrides, HOME, USER, pause=pause)
 
 
 def refusal(act: Callable[[], object]) -> ConfigError:
@@ -267,7 +267,7 @@ def test_file_of_the_maximum_size_is_read(tmp_path: Path) -> None:
 
 
 def test_source_finds_the_line_of_a_key_or_its_table() -> None:
-    source = Source(Path("f"), "a = 1\n[plugins.webhook]\nurl = 'u'\n")
+    source = SettingsFile(Path("f"), "a = 1\n[plugins.webhook]\nurl = 'u'\n")
     keys = ["a", "plugins.webhook.url", "plugins.webhook.url.deeper", "plugins.webhook.none", "none", "", "plugins.b"]
     assert [source.line_of(key) for key in keys] == [1, 3, 3, 2, None, None, 2]
 
@@ -327,7 +327,7 @@ def test_reload_ignores_a_changed_directory_and_environment(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "# nothing")
     environment = dict(HOME)
-    daemon = Settings(Path("forged.toml"), {}, environment, USER, pause=lambda: None)
+    daemon = SettingsReader(Path("forged.toml"), {}, environment, USER, pause=lambda: None)
     before = daemon.load()
     monkeypatch.chdir("/")
     environment["HOME"] = "/elsewhere"
@@ -391,7 +391,7 @@ def test_derived_settings_are_not_reported_as_changes(tmp_path: Path) -> None:
         return replace(config, connections_max=min(config.connections_max, 10))
 
     path = write(tmp_path, "connections_max = 4000")
-    daemon = Settings(path, {}, HOME, USER, adapt=fewer, pause=lambda: None)
+    daemon = SettingsReader(path, {}, HOME, USER, adapt=fewer, pause=lambda: None)
     assert daemon.load() == daemon.reload()
     write(tmp_path, "connections_max = 5")
     assert daemon.reload().connections_max == 5

@@ -69,7 +69,7 @@ def test_a_training_that_was_right_has_no_problems() -> None:
 
 
 def test_where_nothing_counts_there_is_nothing_to_prove() -> None:
-    assert audit.coverage({}, {}, BATCH) == audit.Coverage(0, 0, 0, [])
+    assert audit.coverage({}, {}, BATCH) == audit.StepCoverage(0, 0, 0, [])
     assert audit.coverage({"a": [Ready(0.0)]}, {}, BATCH).steps == 0
 
 

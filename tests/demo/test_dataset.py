@@ -8,7 +8,16 @@ import pytest
 
 from forged.data.store.directory import DirectoryShardStore
 from forged.data.store.port import Stamp
-from forged.demo.dataset import DIVISION, SHARDS, Reader, bytes_of, directory_of, misplaced, training_data, write_shard
+from forged.demo.dataset import (
+    DIVISION,
+    SHARDS,
+    DatasetReader,
+    bytes_of,
+    directory_of,
+    misplaced,
+    training_data,
+    write_shard,
+)
 from forged.demo.learning import SAMPLES, Task
 
 WORKERS = ["w0", "w1"]
@@ -40,7 +49,7 @@ def test_a_sample_is_the_same_wherever_it_is_read(tmp_path: Path, task: Task) ->
     for number in range(0, SHARDS, 2):
         put(store, number, bytes_of(task.samples, DIVISION.shard(number)))
     which = np.random.default_rng(1).permutation(SAMPLES)
-    reader = Reader(store, task.samples)
+    reader = DatasetReader(store, task.samples)
     read = reader.read(which)
     assert np.array_equal(read.points, task.samples.points[which])
     assert np.array_equal(read.labels, task.samples.labels[which])
@@ -48,7 +57,7 @@ def test_a_sample_is_the_same_wherever_it_is_read(tmp_path: Path, task: Task) ->
 
 
 def test_no_samples_are_read_from_nowhere(tmp_path: Path, task: Task) -> None:
-    reader = Reader(DirectoryShardStore(tmp_path), task.samples)
+    reader = DatasetReader(DirectoryShardStore(tmp_path), task.samples)
     assert len(reader.read(np.empty(0, np.int64))) == 0
     assert (reader.here, reader.elsewhere) == (0, 0)
 

@@ -25,7 +25,7 @@ from forged.net.protocol.messages import Bye, Failure, Ping, Pong, ReplyOut, Sub
 from forged.net.transport import tls
 from forged.net.transport.sockets import SystemNetwork
 from forged.plain_client import connection
-from forged.plain_client.connection import Wire
+from forged.plain_client.connection import PlainConnection
 from forged.version import VERSION
 from tests.cli.scripted_daemon import Refusal, scripted_daemon, trickle
 from tests.client.daemon_runner import DaemonRunner, config_in
@@ -50,12 +50,12 @@ def connected(
     directory: Path,
     treat: Callable[[FakeConnection], Awaitable[None]],
     timeout_s: float = LONG_S,
-) -> Iterator[Wire]:
+) -> Iterator[PlainConnection]:
     """A wire to a fake daemon."""
     fake = FakeDaemon(directory / "s", treat)
     loop.call(fake.__aenter__)
     try:
-        with closing(Wire(fake.endpoint, None, timeout_s)) as line:
+        with closing(PlainConnection(fake.endpoint, None, timeout_s)) as line:
             yield line
     finally:
         loop.call(fake.__aexit__)
@@ -118,7 +118,7 @@ class TestHello:
             scripted_daemon(tmp_path, welcome=older) as daemon,
             pytest.raises(PeerError, match=r"forged/0\.0\.9") as mismatch,
         ):
-            Wire(f"unix://{daemon.path}", None, LONG_S)
+            PlainConnection(f"unix://{daemon.path}", None, LONG_S)
         assert mismatch.value.fix == "upgrade the daemon"
 
     def test_version_refusal_is_quoted(self, loop: EventLoopThread, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ class TestHello:
             turned_away = threading.Thread(target=lambda: _turn_away(server, said))
             turned_away.start()
             with pytest.raises(Unavailable, match="there are 7 already"):
-                Wire(f"unix://{path}", None, LONG_S)
+                PlainConnection(f"unix://{path}", None, LONG_S)
             turned_away.join()
 
     def test_closed_connection_is_unavailable(self, loop: EventLoopThread, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ class TestAnswers:
     def test_unknown_request_names_both_versions(self, tmp_path: Path, agent: str, fix: str) -> None:
         with (
             scripted_daemon(tmp_path, agent=agent) as daemon,
-            closing(Wire(f"unix://{daemon.path}", None, LONG_S)) as line,
+            closing(PlainConnection(f"unix://{daemon.path}", None, LONG_S)) as line,
             pytest.raises(RequestRefused, match=f"the daemon is {agent}, this is forgectl {VERSION}") as refused,
         ):
             line.request("ListPlugins")
@@ -235,7 +235,7 @@ class TestAnswers:
         answers = {"CreateJob": Refusal("refused", "request_invalid", "field missing", "see the fields")}
         with (
             scripted_daemon(tmp_path, answers, agent=agent) as daemon,
-            closing(Wire(f"unix://{daemon.path}", None, LONG_S)) as line,
+            closing(PlainConnection(f"unix://{daemon.path}", None, LONG_S)) as line,
             pytest.raises(RequestRefused) as refused,
         ):
             line.request("CreateJob")
@@ -261,7 +261,7 @@ class TestAnswers:
     def test_unencodable_request_is_refused(self, tmp_path: Path, given: Any) -> None:
         with (
             scripted_daemon(tmp_path) as daemon,
-            closing(Wire(f"unix://{daemon.path}", None, LONG_S)) as line,
+            closing(PlainConnection(f"unix://{daemon.path}", None, LONG_S)) as line,
             pytest.raises(ConfigError, match="cannot be sent"),
         ):
             line.request("AddNote", text=given)
@@ -364,7 +364,7 @@ class TestSendingAndReceiving:
             welcome = msgspec.msgpack.encode(WELCOME)
             turned = threading.Thread(target=lambda: _turn_away(server, welcome))
             turned.start()
-            line = Wire(f"tcp://127.0.0.1:{server.getsockname()[1]}", None, LONG_S)
+            line = PlainConnection(f"tcp://127.0.0.1:{server.getsockname()[1]}", None, LONG_S)
             line.set_user_timeout(1.5)
             with socket.socket(fileno=os.dup(line.fileno())) as same:
                 assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1500
@@ -395,7 +395,7 @@ class TestFacts:
         ]
         with (
             scripted_daemon(tmp_path, facts=records) as daemon,
-            closing(Wire(f"unix://{daemon.path}", None, LONG_S)) as line,
+            closing(PlainConnection(f"unix://{daemon.path}", None, LONG_S)) as line,
         ):
             read = [event for _, event in line.facts(-1, [], [], until=5) if event]
         assert [event["id"] for event in read] == [1, 2, 3]
@@ -442,7 +442,7 @@ class TestFacts:
     def test_gap_is_returned_with_the_position_after_it(self, threaded_daemon: ThreadedDaemon) -> None:
         with threaded_daemon.client() as client:
             client.create_job("a")
-            line = Wire(threaded_daemon.runner.endpoint, None, LONG_S)
+            line = PlainConnection(threaded_daemon.runner.endpoint, None, LONG_S)
             position, gap = next(line.facts(1, [], [], history="another history"))
             line.close()
         assert gap is not None
@@ -457,7 +457,7 @@ class TestFacts:
             for number in range(95):
                 client.note("a", f"{number}")
             last = client.status().last_fact
-            line = Wire(threaded_daemon.runner.endpoint, None, LONG_S)
+            line = PlainConnection(threaded_daemon.runner.endpoint, None, LONG_S)
             texts = [event["fact"].get("text") for _, event in line.facts(-1, [], [], until=last) if event]
             line.close()
         assert texts[2:] == [f"{number}" for number in range(95)]
@@ -488,12 +488,12 @@ class TestTls:
         loop.call(runner.close)
 
     def test_request_over_tls_is_answered(self, secured: str) -> None:
-        line = Wire(secured, None, LONG_S)
+        line = PlainConnection(secured, None, LONG_S)
         assert line.request("ReadStatus")["listen"] == [secured]
         line.close()
 
     def test_process_incoming_does_not_wait_with_tls(self, secured: str) -> None:
-        line = Wire(secured, None, LONG_S)
+        line = PlainConnection(secured, None, LONG_S)
         line.process_incoming()
         line.set_user_timeout(1.5)
         assert line.request("ReadStatus")["listen"] == [secured]
@@ -503,13 +503,13 @@ class TestTls:
         trustme.CA().cert_pem.write_to_path(tmp_path / "other.pem")
         monkeypatch.setenv("FORGED_CA", str(tmp_path / "other.pem"))
         with pytest.raises(PeerError, match="its certificate is not accepted"):
-            Wire(secured, None, LONG_S)
+            PlainConnection(secured, None, LONG_S)
 
     def test_missing_certificate_is_named(self, secured: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("FORGED_CERTIFICATE")
         monkeypatch.delenv("FORGED_KEY")
         with pytest.raises(PeerError, match="requires a client certificate"):
-            Wire(secured, None, LONG_S)
+            PlainConnection(secured, None, LONG_S)
 
 
 def _turn_away(server: socket.socket, said: bytes) -> None:
@@ -553,7 +553,7 @@ def msgspec_messages() -> list[Any]:
 
 def test_plain_and_full_client_return_the_same(threaded_daemon: ThreadedDaemon) -> None:
     with BlockingClient(threaded_daemon.runner.endpoint) as client:
-        line = Wire(threaded_daemon.runner.endpoint, None, LONG_S)
+        line = PlainConnection(threaded_daemon.runner.endpoint, None, LONG_S)
         theirs = msgspec.to_builtins(client.status())
         ours = line.request("ReadStatus")
         line.close()

@@ -30,7 +30,7 @@ from forged.worker.collectives.world import World
 from forged.worker.daemon_link.registration import Registration
 from forged.worker.mesh import Mesh
 from forged.worker.transport.peer_link import frame_of
-from forged.worker.transport.peer_messages import Call, Kind, Result
+from forged.worker.transport.peer_messages import CollectiveCall, Kind, Result
 from forged.worker.worker import ElasticWorker
 from tests.worker.trainers import advance
 
@@ -50,7 +50,7 @@ def _always(*arguments: Any) -> bool:
 
 
 def _calls(kind: Kind) -> Applies:
-    def applies(world: World, call: Call, *others: Any) -> bool:
+    def applies(world: World, call: CollectiveCall, *others: Any) -> bool:
         return call.kind is kind
 
     return applies

@@ -28,7 +28,7 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import LostDataPolicy, RedistributionType
 from forged.net.protocol.messages import Message
 from forged.worker.transport.bulk_channel import LoopBulkTransport, LoopChannel
-from forged.worker.transport.dialogue_wire import Absorb, Conversation, Wire, cut_off
+from forged.worker.transport.dialogue_wire import Absorb, Conversation, DialogueWire, cut_off
 from forged.worker.transport.peer_messages import PeerMessage
 from tests.simulation.elastic_truth import Trainee
 
@@ -363,12 +363,12 @@ class BadCarrier(LoopBulkTransport):
         """Read the connection as a stream."""
         return _BadChannel(transport, self._worsened)
 
-    def _worsened(self, wire: Wire) -> Wire:
+    def _worsened(self, wire: DialogueWire) -> DialogueWire:
         return _BadWire(wire, self._ways, self._shard_takes_s, self._source, self._met)
 
 
 class _BadChannel(LoopChannel):
-    def __init__(self, transport: asyncio.Transport, worsen: Callable[[Wire], Wire]) -> None:
+    def __init__(self, transport: asyncio.Transport, worsen: Callable[[DialogueWire], DialogueWire]) -> None:
         super().__init__(transport)
         self._worsen = worsen
 
@@ -378,7 +378,7 @@ class _BadChannel(LoopChannel):
 
 class _BadWire:
     def __init__(
-        self, wire: Wire, ways: Ways, shard_takes_s: float, source: Random, met: Callable[[str], None]
+        self, wire: DialogueWire, ways: Ways, shard_takes_s: float, source: Random, met: Callable[[str], None]
     ) -> None:
         self._wire = wire
         self._ways = ways

@@ -22,13 +22,13 @@ from forged.checkpoint.errors import CheckpointException, invalid
 from forged.checkpoint.export.external_files import INDEX, NPZ, SAFETENSORS, FileArrays, open_index, open_safetensors
 from forged.checkpoint.export.npz import Archive, open_npz
 from forged.checkpoint.format.boxes import Box
-from forged.checkpoint.format.consolidated import FILE_BYTES_MAX, FILE_METADATA, File, single_file_of
+from forged.checkpoint.format.consolidated import FILE_BYTES_MAX, FILE_METADATA, ConsolidatedFile, single_file_of
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import SUFFIX, Manifest, Part, Tensors, decode, encode
 from forged.checkpoint.format.names import check_name
 from forged.checkpoint.format.states import States
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, RepairedChunk
-from forged.checkpoint.ports import CancelToken, Source, Storage, bounded
+from forged.checkpoint.ports import ByteSource, CancelToken, Storage, bounded
 from forged.checkpoint.progress import ByteCount, Progress
 from forged.checkpoint.saving import parts
 from forged.checkpoint.saving.assembly import Array, Assembly, SavedTensors, TensorSource
@@ -170,7 +170,7 @@ def _write_checkpoint(opened: _Source, target: Where, options: ConversionOptions
     source = opened.manifest
     layout = options.format or source.layout
     save_id = options.draw(listing.SAVE_ID_BYTES).hex()
-    files: list[File] = []
+    files: list[ConsolidatedFile] = []
     if layout is CheckpointFormat.MULTI_SHARD:
         shares = _shares(opened, prefix, save_id, options)
     else:
@@ -237,7 +237,7 @@ def _write_file(
     storage = bounded(storage, token)
     tensors = opened.manifest.tensors
     everything = Share(list(range(len(tensors.names))), {})
-    source: Source
+    source: ByteSource
     if ending == NPZ:
         origin = opened.counted(options, [everything, everything])
         source = Archive(origin, _unique_names(opened.manifest), token)

@@ -35,7 +35,7 @@ FILE_METADATA = {"format": "pt", "by": "forged"}
 INDEX_SUFFIX = ".safetensors.index.json"
 
 
-class File(NamedTuple):
+class ConsolidatedFile(NamedTuple):
     """A file of whole tensors."""
 
     name: str
@@ -48,31 +48,33 @@ class File(NamedTuple):
     """The bytes of the tensors."""
 
 
-def files_of(tensors: Tensors, save_id: str, *, is_packed: bool, file_bytes_max: int = FILE_BYTES_MAX) -> list[File]:
+def files_of(
+    tensors: Tensors, save_id: str, *, is_packed: bool, file_bytes_max: int = FILE_BYTES_MAX
+) -> list[ConsolidatedFile]:
     """All files. A section is divided so that no file is larger than `file_bytes_max`, unless one tensor is."""
     if file_bytes_max < 1:
         raise invalid(f"file_bytes_max must be > 0, got {file_bytes_max}", "give a number of bytes above 0")
     ending = "packed" if is_packed else "safetensors"
-    found: list[File] = []
+    found: list[ConsolidatedFile] = []
     for section, numbers in _sections(tensors).items():
         names = dict(zip(numbers, names_of(tensors, numbers, section), strict=True))
         groups = list(_grouped_by_size(tensors, numbers, file_bytes_max))
         for place, (some, size) in enumerate(groups, 1):
             of = f"-{place:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
             name = f"{save_id}.{section}{of}.{ending}"
-            found.append(File(name, section, some, [names[number] for number in some], size))
+            found.append(ConsolidatedFile(name, section, some, [names[number] for number in some], size))
     return found
 
 
-def single_file_of(tensors: Tensors, name: str) -> File:
+def single_file_of(tensors: Tensors, name: str) -> ConsolidatedFile:
     """All tensors in one file."""
     numbers = list(range(len(tensors.names)))
-    return File(name, WHOLE, numbers, names_of(tensors, numbers, WHOLE), sum(_sizes(tensors)))
+    return ConsolidatedFile(name, WHOLE, numbers, names_of(tensors, numbers, WHOLE), sum(_sizes(tensors)))
 
 
-def indexes_of(files: Iterable[File]) -> dict[str, bytes]:
+def indexes_of(files: Iterable[ConsolidatedFile]) -> dict[str, bytes]:
     """By name, the index files: of the model, and of sections with several files."""
-    sections: dict[str, list[File]] = {}
+    sections: dict[str, list[ConsolidatedFile]] = {}
     for file in files:
         sections.setdefault(file.section, []).append(file)
     return {
@@ -145,7 +147,7 @@ def _sizes(tensors: Tensors) -> list[int]:
     ]
 
 
-def _index(files: list[File]) -> bytes:
+def _index(files: list[ConsolidatedFile]) -> bytes:
     index = {
         "metadata": {"total_size": sum(file.size for file in files)},
         "weight_map": {name: file.name for file in files for name in file.names},

@@ -39,7 +39,7 @@ _KNOWN = {there: name for name, there in SAFETENSORS.items()} | {
 _FIELDS = (b'"dtype"', b'"shape"', b'"data_offsets"')
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """An array in a file."""
 
     name: str
@@ -52,7 +52,7 @@ class Entry(NamedTuple):
 class Header(NamedTuple):
     """The header of a file."""
 
-    entries: list[Entry]
+    entries: list[TensorEntry]
     """In file order."""
     starts: list[int]
     """By entry, its offset in the file."""
@@ -61,7 +61,7 @@ class Header(NamedTuple):
     """The offset of the first array."""
 
 
-def encode_header(entries: Iterable[Entry], metadata: dict[str, str]) -> bytes:
+def encode_header(entries: Iterable[TensorEntry], metadata: dict[str, str]) -> bytes:
     """The header for arrays in this order, padded to a whole number of pages."""
     described: dict[str, object] = {METADATA: metadata} if metadata else {}
     offset = 0
@@ -148,7 +148,7 @@ def _require_names_once(text: bytes, count: int, file: str) -> None:
     json.loads(text, object_pairs_hook=once)
 
 
-def _entry(name: str, described: _ArrayHeader, file: str) -> Entry:
+def _entry(name: str, described: _ArrayHeader, file: str) -> TensorEntry:
     start, end = described.data_offsets
     dtype = _KNOWN.get(described.dtype)
     if dtype is None:
@@ -166,7 +166,7 @@ def _entry(name: str, described: _ArrayHeader, file: str) -> Entry:
         _refuse(file, f"{name[:80]!r} has more than {SIZE_MAX} bytes")
     if math.prod(described.shape) * itemsize != end - start:
         _refuse(file, f"{name[:80]!r} has {end - start} bytes, which does not match its shape")
-    return Entry(name, dtype, tuple(described.shape), end - start)
+    return TensorEntry(name, dtype, tuple(described.shape), end - start)
 
 
 def unique_name(name: str, taken: Container[str]) -> str:

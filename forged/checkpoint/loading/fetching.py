@@ -31,7 +31,7 @@ from forged.checkpoint.loading.read_plan import (
     Index,
     PartLayout,
     PieceId,
-    Plan,
+    ReadPlan,
     Span,
     plan,
 )
@@ -167,7 +167,7 @@ class _Fetching:
     def __exit__(self, *_: object) -> None:
         self._files.close()
 
-    def jobs(self, reads: Plan) -> list[_ReadJob]:
+    def jobs(self, reads: ReadPlan) -> list[_ReadJob]:
         """The reads, in file order."""
         jobs: list[_ReadJob] = []
         for number in sorted({*reads.spans, *reads.batches}):

@@ -171,7 +171,7 @@ class ChunkBatch(NamedTuple):
     targets: list[int]
 
 
-class Plan(NamedTuple):
+class ReadPlan(NamedTuple):
     """What to read, by part number."""
 
     spans: dict[int, list[Span]]
@@ -276,7 +276,7 @@ def plan(
     strided: Collection[int] = (),
     only_piece: PieceId | None = None,
     rank: int = 0,
-) -> Plan:
+) -> ReadPlan:
     """Plan the reads for some tensors.
 
     `wanted` are tensor numbers; a target is a position in it. `boxes` gives, by target, the part that is wanted of a
@@ -300,7 +300,7 @@ class _Planning:
         self._spans: dict[int, list[Span]] = {}
         self._batches: dict[int, list[ChunkBatch]] = {}
 
-    def plan(self, wanted: Sequence[int]) -> Plan:
+    def plan(self, wanted: Sequence[int]) -> ReadPlan:
         """The plan, in file order."""
         numbers = np.array(wanted, np.int64)
         is_whole, rows = self._whole_targets(numbers)
@@ -314,7 +314,7 @@ class _Planning:
             self._plan_whole_pieces(self._index.layout(number), targets, piece_table.pieces[rows[targets]])
         for spans in self._spans.values():
             spans.sort()
-        return Plan(self._spans, self._batches, self._bytes_needed(wanted))
+        return ReadPlan(self._spans, self._batches, self._bytes_needed(wanted))
 
     def _whole_targets(self, numbers: Integers) -> tuple[np.ndarray[Any, np.dtype[np.bool_]], Integers]:
         """Which targets are whole tensors with only whole pieces; and, for these, the row of one piece."""

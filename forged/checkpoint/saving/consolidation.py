@@ -15,7 +15,7 @@ from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
 from forged.checkpoint.format.consolidated import (
     FILE_BYTES_MAX,
     FILE_METADATA,
-    File,
+    ConsolidatedFile,
     files_of,
     indexes_of,
     single_file_of,
@@ -40,7 +40,7 @@ def planned_files(
     layout: CheckpointFormat,
     level: CompressionLevel,
     file_bytes_max: int = FILE_BYTES_MAX,
-) -> list[File]:
+) -> list[ConsolidatedFile]:
     """The files of a checkpoint of whole tensors; none without tensors."""
     if not tensors.names:
         return []
@@ -67,7 +67,7 @@ class NamedShare(NamedTuple):
 def write_file(
     storage: Storage,
     prefix: str,
-    file: File,
+    file: ConsolidatedFile,
     origin: TensorSource,
     level: CompressionLevel,
     rank: int,
@@ -91,7 +91,7 @@ def write_share(
     return parts.write_compressed(storage, file, rank, share, packed, token)
 
 
-def write_indexes(storage: Storage, prefix: str, save_id: str, files: Sequence[File]) -> dict[str, int]:
+def write_indexes(storage: Storage, prefix: str, save_id: str, files: Sequence[ConsolidatedFile]) -> dict[str, int]:
     """Write the indexes under temporary names, for `publish_indexes`; return their final names and sizes."""
     documents = {_index_names(prefix, save_id, name): data for name, data in indexes_of(files).items()}
     for _, shown in documents:
@@ -105,7 +105,7 @@ def write_indexes(storage: Storage, prefix: str, save_id: str, files: Sequence[F
     return {shown: len(data) for (_, shown), data in documents.items()}
 
 
-def publish_indexes(storage: Storage, prefix: str, save_id: str, files: Sequence[File]) -> None:
+def publish_indexes(storage: Storage, prefix: str, save_id: str, files: Sequence[ConsolidatedFile]) -> None:
     """Give the indexes their final names, over those that another save has left there.
 
     Call it after the manifest is published: then no other save uses the prefix.
@@ -114,7 +114,7 @@ def publish_indexes(storage: Storage, prefix: str, save_id: str, files: Sequence
         storage.move(*_index_names(prefix, save_id, name))
 
 
-def withdraw_indexes(storage: Storage, prefix: str, save_id: str, files: Sequence[File]) -> None:
+def withdraw_indexes(storage: Storage, prefix: str, save_id: str, files: Sequence[ConsolidatedFile]) -> None:
     """Delete the indexes of these files, but not an index that another save has put in their place."""
     doomed = []
     for name, data in indexes_of(files).items():

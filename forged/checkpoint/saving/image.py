@@ -30,7 +30,7 @@ from forged.checkpoint.format.boxes import (
 )
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import DIGEST_BYTES, Tensors
-from forged.checkpoint.format.safetensors import Entry, encode_header
+from forged.checkpoint.format.safetensors import TensorEntry, encode_header
 from forged.checkpoint.ports import BLOCK_BYTES
 from forged.checkpoint.saving.plan import Share
 
@@ -96,7 +96,7 @@ def layout_of(tensors: Tensors, share: Share, metadata: dict[str, str], names: S
         sizes.append(size)
         counts.append(len(marks[place]) - 1 if place in marks else int(volume > 0))
         name = names[place] if names else _entry_name(tensors, number, box, shape)
-        entries.append(Entry(name, dtype, box.shape, size))
+        entries.append(TensorEntry(name, dtype, box.shape, size))
     header = encode_header(entries, metadata)
     starts = list(accumulate(sizes, initial=len(header)))
     return Layout(header, boxes, grids, itemsizes, starts, list(accumulate(counts, initial=0)), marks)

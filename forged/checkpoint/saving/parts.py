@@ -20,9 +20,9 @@ from forged.checkpoint.format.compression import CompressionBackoff, compress
 from forged.checkpoint.format.manifest import DIGEST_BYTES, Part, deduplicate_boxes
 from forged.checkpoint.format.tree import Leaf
 from forged.checkpoint.model import CompressionLevel
-from forged.checkpoint.ports import CancelToken, Source, Storage
+from forged.checkpoint.ports import ByteSource, CancelToken, Storage
 from forged.checkpoint.saving.image import ArrayImage, Layout, PartImage, layout_of, slice_of
-from forged.checkpoint.saving.plan import Plan, Share
+from forged.checkpoint.saving.plan import SavePlan, Share
 from forged.checkpoint.saving.staging import StagedPart
 from forged.checkpoint.thread_pool import THREADS, run_all
 
@@ -32,7 +32,7 @@ RUN_BYTES = 64 << 20
 """One thread compresses this much of a piece, and learns meanwhile whether the piece gets smaller."""
 
 
-def image_of(plan: Plan, rank: int, leaves: Sequence[Leaf], layout: Layout | None = None) -> ArrayImage:
+def image_of(plan: SavePlan, rank: int, leaves: Sequence[Leaf], layout: Layout | None = None) -> ArrayImage:
     """A rank's share as the image of its file."""
     share = plan.shares[rank]
     layout = layout or layout_of(plan.tensors, share, FILE_METADATA)
@@ -47,7 +47,7 @@ def image_of(plan: Plan, rank: int, leaves: Sequence[Leaf], layout: Layout | Non
 
 
 def write_uncompressed(
-    storage: Storage, file: str, rank: int, share: Share, image: PartImage, source: Source, token: CancelToken
+    storage: Storage, file: str, rank: int, share: Share, image: PartImage, source: ByteSource, token: CancelToken
 ) -> Part:
     """Write a part as it is in memory; `source` is the image or its staged copy."""
     write_durably(storage, file, source, token)
@@ -201,7 +201,7 @@ class CompressedPart:
         return self._staged[start : start + length]
 
 
-def write_durably(storage: Storage, file: str, source: Source, token: CancelToken) -> None:
+def write_durably(storage: Storage, file: str, source: ByteSource, token: CancelToken) -> None:
     """Write a file with durable bytes and a durable name, or leave none."""
     require_free_space(storage, file, source.size)
     storage.write(file, source, token)

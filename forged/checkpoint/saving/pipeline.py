@@ -22,7 +22,7 @@ import msgspec
 from anyio import to_thread
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.format.consolidated import File
+from forged.checkpoint.format.consolidated import ConsolidatedFile
 from forged.checkpoint.format.manifest import Manifest, ManifestFence, Part, encode
 from forged.checkpoint.format.states import States, split_per_rank
 from forged.checkpoint.format.tree import Leaf, LeafType, Node, flatten, renumber_tensors
@@ -39,7 +39,7 @@ from forged.checkpoint.saving.consolidation import (
     write_indexes,
 )
 from forged.checkpoint.saving.image import ArrayImage, Layout, layout_of
-from forged.checkpoint.saving.plan import Description, Plan, plan
+from forged.checkpoint.saving.plan import Description, SavePlan, plan
 from forged.checkpoint.saving.staging import StagedPart, StagingMemory
 from forged.checkpoint.storage import listing
 from forged.errors import describe
@@ -101,7 +101,7 @@ class _CachedPlan:
 
     key: bytes = b""
     description: Description | None = None
-    plan: Plan | None = None
+    plan: SavePlan | None = None
     layout: Layout | None = None
     rank: int = 0
     """The rank that the layout is for."""
@@ -115,7 +115,7 @@ class RankSave:
     world_size: int
     options: SaveOptions
     agreement: SaveAgreement
-    plan: Plan
+    plan: SavePlan
     image_or_error: ArrayImage | Exception
     """What this rank writes, or why that could not be prepared."""
     states: States = field(default_factory=lambda: States([], [], []))
@@ -150,7 +150,7 @@ class RankSave:
             self.agreement.prefix, self.agreement.save_id, rank, self.world_size, is_packed=is_packed
         )
 
-    def whole_tensor_files(self) -> list[File]:
+    def whole_tensor_files(self) -> list[ConsolidatedFile]:
         """The files of whole tensors of this checkpoint."""
         agreement, options = self.agreement, self.options
         return planned_files(
@@ -431,7 +431,7 @@ async def _with_plan(
     return _CachedPlan(agreement.plan, cached.description, made, layout, ranks.rank)
 
 
-async def _new_plan(ranks: RankGroup, description: Description, options: SaveOptions) -> Plan:
+async def _new_plan(ranks: RankGroup, description: Description, options: SaveOptions) -> SavePlan:
     """The plan that the root makes from the descriptions of all ranks."""
     if ranks.is_alone:
         return plan([description])
@@ -444,7 +444,7 @@ async def _new_plan(ranks: RankGroup, description: Description, options: SaveOpt
         made = await to_thread.run_sync(plan, descriptions, options.copies)
         return msgspec.msgpack.encode(made)
 
-    return msgspec.msgpack.decode(await ranks.decide(describe, decide), type=Plan)
+    return msgspec.msgpack.decode(await ranks.decide(describe, decide), type=SavePlan)
 
 
 def _plan_key(proposals: list[Proposal], options: SaveOptions) -> bytes:
@@ -452,7 +452,7 @@ def _plan_key(proposals: list[Proposal], options: SaveOptions) -> bytes:
     return b"".join([options.copies.to_bytes(1, "big"), *(proposal.description for proposal in proposals)])
 
 
-def _states(node: Node, proposals: list[Proposal], made: Plan) -> States:
+def _states(node: Node, proposals: list[Proposal], made: SavePlan) -> States:
     """The states of all ranks, with the tensor numbers of the manifest."""
     if len(made.numbers) == 1:
         return States.of([node])

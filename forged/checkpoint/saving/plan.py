@@ -70,7 +70,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
         return Box(*self.boxes[place]) if place in self.boxes else whole(shape)
 
 
-class Plan(msgspec.Struct, frozen=True, array_like=True):
+class SavePlan(msgspec.Struct, frozen=True, array_like=True):
     """The tensors of a checkpoint, and each rank's share of them."""
 
     tensors: Tensors
@@ -79,21 +79,21 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     shares: list[Share]
 
 
-def plan(descriptions: Sequence[Description], copies: int = 1) -> Plan:
+def plan(descriptions: Sequence[Description], copies: int = 1) -> SavePlan:
     """Make the plan from the descriptions of all ranks."""
     if len(descriptions) == 1 and not descriptions[0].boxes:
         return _alone(descriptions[0])
     table = _Table()
     numbers = [table.add(rank, description) for rank, description in enumerate(descriptions)]
     _record_splits(table.tensors, numbers, descriptions)
-    return Plan(table.tensors, numbers, _shares(table, len(descriptions), copies))
+    return SavePlan(table.tensors, numbers, _shares(table, len(descriptions), copies))
 
 
-def _alone(description: Description) -> Plan:
+def _alone(description: Description) -> SavePlan:
     """The plan of a single rank without sharded arrays."""
     count = len(description.names)
     tensors = Tensors(description.names, description.dtypes, description.shapes, dict.fromkeys(description.private, 0))
-    return Plan(tensors, [list(range(count))], [Share(list(range(count)), {})])
+    return SavePlan(tensors, [list(range(count))], [Share(list(range(count)), {})])
 
 
 def _record_splits(tensors: Tensors, numbers: list[list[int]], descriptions: Sequence[Description]) -> None:

@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from forged.checkpoint.large_pages import new_memory
-from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, Source
+from forged.checkpoint.ports import BLOCK_BYTES, ByteSource, CancelToken
 from forged.checkpoint.storage.files import Files
 from forged.checkpoint.thread_pool import run_all
 from forged.file_sync import PAGE
@@ -59,7 +59,7 @@ class BlockBuffers:
 class FileWriter:
     """Writes the blocks of one source to one new file."""
 
-    def __init__(self, files: Files, fd: int, source: Source, buffers: BlockBuffers) -> None:
+    def __init__(self, files: Files, fd: int, source: ByteSource, buffers: BlockBuffers) -> None:
         self._files = files
         self._fd = fd
         self._source = source

@@ -15,7 +15,7 @@ from random import SystemRandom
 from typing import TypeVar
 
 from forged.checkpoint.errors import CheckpointException
-from forged.checkpoint.ports import CancelToken, Entry, Reader, Source, Storage, bounded
+from forged.checkpoint.ports import ByteSource, CancelToken, Reader, Storage, StoredFile, bounded
 from forged.checkpoint.storage import listing
 from forged.retry import RetryPolicy
 
@@ -75,7 +75,7 @@ class RetryingStorage:
     def bounded(self, token: CancelToken) -> Storage:
         return RetryingStorage(bounded(self._storage, token), self._faults, token)
 
-    def write(self, name: str, source: Source, token: CancelToken) -> None:
+    def write(self, name: str, source: ByteSource, token: CancelToken) -> None:
         self._faults.execute_with_retry(lambda: self._storage.write(name, source, token), token)
 
     def sync_names(self, names: Collection[str]) -> None:
@@ -106,7 +106,7 @@ class RetryingStorage:
     def read(self, name: str, bytes_max: int) -> bytes:
         return self._retried(lambda: self._storage.read(name, bytes_max))
 
-    def entries(self, under: str = "") -> Iterator[Entry]:
+    def entries(self, under: str = "") -> Iterator[StoredFile]:
         return iter(self._retried(lambda: list(self._storage.entries(under))))
 
     def move(self, name: str, to: str) -> None:

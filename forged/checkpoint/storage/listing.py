@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import MANIFEST_BYTES_MAX, SUFFIX, TOMBSTONE, Manifest, decode
 from forged.checkpoint.model import CheckpointInfo, check_prefix
-from forged.checkpoint.ports import Entry, Storage
+from forged.checkpoint.ports import Storage, StoredFile
 
 MISSING = "checkpoint_file_missing"
 SAVE_ID_BYTES = 4
@@ -217,16 +217,16 @@ def tombstones(storage: Storage) -> list[str]:
     return sorted(entry.name.removesuffix(TOMBSTONE) for entry in storage.entries() if entry.name.endswith(TOMBSTONE))
 
 
-def save_files(storage: Storage, prefix: str) -> list[Entry]:
+def save_files(storage: Storage, prefix: str) -> list[StoredFile]:
     """All files of saves under a prefix, finished or not."""
     lead = f"{prefix}/"
     return [entry for entry in storage.entries(lead) if _SAVE_FILE.fullmatch(entry.name.removeprefix(lead))]
 
 
-def unfinished_saves(storage: Storage) -> dict[str, list[Entry]]:
+def unfinished_saves(storage: Storage) -> dict[str, list[StoredFile]]:
     """The files of saves without a manifest, by prefix: failed, or still in progress."""
     names = {entry.name: entry for entry in storage.entries()}
-    found: dict[str, list[Entry]] = {}
+    found: dict[str, list[StoredFile]] = {}
     for name, entry in names.items():
         prefix, _, file = name.rpartition("/")
         if prefix and _SAVE_FILE.fullmatch(file) and prefix + SUFFIX not in names and prefix + TOMBSTONE not in names:

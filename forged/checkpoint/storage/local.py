@@ -21,7 +21,7 @@ from pathlib import Path
 
 from forged.checkpoint.errors import CheckpointException, storage_error
 from forged.checkpoint.format.names import check_name, check_name_prefix
-from forged.checkpoint.ports import CancelToken, Entry, Source
+from forged.checkpoint.ports import ByteSource, CancelToken, StoredFile
 from forged.checkpoint.storage.cache_bypass import FileReader
 from forged.checkpoint.storage.direct_write import (
     BUFFERS_PER_WRITE,
@@ -93,7 +93,7 @@ class LocalStorage:
     def url(self) -> str:
         return self._root
 
-    def write(self, name: str, source: Source, token: CancelToken) -> None:
+    def write(self, name: str, source: ByteSource, token: CancelToken) -> None:
         with errors_translated(name, self.url):
             path = self._path(name)
             free = self._free_bytes()
@@ -141,12 +141,12 @@ class LocalStorage:
             reader.read_into(0, memoryview(data))
             return bytes(data)
 
-    def entries(self, under: str = "") -> Iterator[Entry]:
+    def entries(self, under: str = "") -> Iterator[StoredFile]:
         """The files whose names begin with `under`. Symbolic links and inaccessible directories are skipped."""
         check_name_prefix(under)
         directory, slash, _ = under.rpartition("/")
         for name, found in self._walk(directory + slash, under):
-            yield Entry(name, found.size, found.modified_at)
+            yield StoredFile(name, found.size, found.modified_at)
 
     def move(self, name: str, to: str) -> None:
         """Rename a small file durably; if that was done already, sync it again."""
@@ -281,7 +281,7 @@ class LocalStorage:
                         self._files.remove_directory(path)
                     raise
 
-    def _fill(self, fd: int, name: str, source: Source, token: CancelToken, free: int) -> None:
+    def _fill(self, fd: int, name: str, source: ByteSource, token: CancelToken, free: int) -> None:
         try:
             writer = FileWriter(self._files, fd, source, self._buffers)
             try:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from forged.checkpoint.async_calls import ASYNC_CALLS, wait_for, wait_or_cancel
 from forged.checkpoint.errors import CheckpointException, ExceptionType, storage_error
 from forged.checkpoint.format.names import check_name, check_name_prefix
-from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, Entry, Reader, Source
+from forged.checkpoint.ports import BLOCK_BYTES, ByteSource, CancelToken, Reader, StoredFile
 from forged.checkpoint.storage.object_errors import translated
 from forged.checkpoint.storage.os_errors import file_large, file_short
 
@@ -90,7 +90,7 @@ class ObjectStorage:
         """The same storage with requests that end with the token."""
         return ObjectStorage(self._store, self.url, token)
 
-    def write(self, name: str, source: Source, token: CancelToken) -> None:
+    def write(self, name: str, source: ByteSource, token: CancelToken) -> None:
         check_name(name)
         storage = self.bounded(token)
         mark, is_small = _new_mark(), source.size <= BLOCK_BYTES
@@ -126,13 +126,13 @@ class ObjectStorage:
             raise file_short(name, size, len(data))
         return data
 
-    def entries(self, under: str = "") -> Iterator[Entry]:
+    def entries(self, under: str = "") -> Iterator[StoredFile]:
         folder = check_name_prefix(under).rpartition("/")[0]
         stream = self._store.list(folder or None, chunk_size=LISTED_AT_ONCE)
         while (found := self._requests.run(under, partial(_next, stream))) is not None:
             for meta in found:
                 if meta["path"].startswith(under) and "/." not in f"/{meta['path']}":
-                    yield Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())
+                    yield StoredFile(meta["path"], meta["size"], meta["last_modified"].timestamp())
 
     def move(self, name: str, to: str) -> None:
         try:
@@ -185,7 +185,7 @@ class ObjectStorage:
             return None
         return found.attributes.get(MARK)
 
-    def _upload(self, name: str, source: Source, token: CancelToken, mark: str) -> None:
+    def _upload(self, name: str, source: ByteSource, token: CancelToken, mark: str) -> None:
         """Replace the reservation of a name by the file, in parts.
 
         A part that reaches the store after its upload was aborted may stay there for ever, and an upload whose creation
@@ -274,7 +274,7 @@ class ObjectReader:
         place[:] = data
 
 
-def _blocks(name: str, source: Source, token: CancelToken) -> Iterator[memoryview]:
+def _blocks(name: str, source: ByteSource, token: CancelToken) -> Iterator[memoryview]:
     """The blocks of a file, each in new memory, because a cancelled request may still read it."""
     for offset in range(0, source.size, BLOCK_BYTES):
         token.check()

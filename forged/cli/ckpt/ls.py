@@ -15,7 +15,7 @@ from typing import Any
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.model import is_prefix
-from forged.checkpoint.ports import CancelToken, Entry, Storage
+from forged.checkpoint.ports import CancelToken, Storage, StoredFile
 from forged.checkpoint.storage import listing
 from forged.cli.ckpt.command import checkpoint_command
 from forged.cli.ckpt.target import storage_of
@@ -66,7 +66,7 @@ def checkpoint_row(manifest: Manifest) -> Row:
     }
 
 
-def leftover_row(prefix: str, entries: Sequence[Entry]) -> Row:
+def leftover_row(prefix: str, entries: Sequence[StoredFile]) -> Row:
     """Files without a manifest as a row."""
     return {
         "prefix": prefix,
@@ -77,7 +77,7 @@ def leftover_row(prefix: str, entries: Sequence[Entry]) -> Row:
     }
 
 
-def _is_written_by_save(entry: Entry) -> bool:
+def _is_written_by_save(entry: StoredFile) -> bool:
     return _OF_A_SAVE.fullmatch(entry.name.rpartition("/")[2]) is not None
 
 

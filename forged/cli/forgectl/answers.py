@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from forged.errors import PeerError, RequestRefused
-from forged.plain_client.connection import Wire, as_event
+from forged.plain_client.connection import PlainConnection, as_event
 from forged.version import VERSION
 
 Row = dict[str, Any]
@@ -22,7 +22,7 @@ UNTOLD = UNTRAINED | {"request_unknown"}
 _UNKNOWN_AT_0 = frozenset({"learning_rate", "global_batch_size", "state_timestamp"})
 
 
-def one(wire: Wire, method: str, **fields: Any) -> Row:
+def one(wire: PlainConnection, method: str, **fields: Any) -> Row:
     """Send a request whose reply is a map."""
     reply = wire.request(method, **fields)
     if not isinstance(reply, dict):
@@ -30,7 +30,7 @@ def one(wire: Wire, method: str, **fields: Any) -> Row:
     return reply
 
 
-def one_unless(wire: Wire, codes: frozenset[str], method: str, **fields: Any) -> Row:
+def one_unless(wire: PlainConnection, codes: frozenset[str], method: str, **fields: Any) -> Row:
     """Like `one`, but empty if the request is refused with one of these codes."""
     try:
         return one(wire, method, **fields)
@@ -40,13 +40,21 @@ def one_unless(wire: Wire, codes: frozenset[str], method: str, **fields: Any) ->
         return {}
 
 
-def several(wire: Wire, method: str, *, field: str, key: str) -> list[Row]:
+def several(wire: PlainConnection, method: str, *, field: str, key: str) -> list[Row]:
     """Send a request whose reply is a list, or a map with the list in `field`; other entries than maps get `key`."""
     return _rows(wire, method, wire.request(method), field, key)
 
 
 def pages(
-    wire: Wire, method: str, *, field: str, key: str, after: str = "", pages_max: int | None = None, **fields: Any
+        wire: PlainConnection,
+    method: str,
+    *,
+    field: str,
+    key: str,
+    after: str = "",
+    pages_max: int | None = None,
+    **fields: Any,
+,
 ) -> list[Row]:
     """Read a long list page by page; each page starts after the last entry of the previous one."""
     entries: list[Row] = []
@@ -64,7 +72,7 @@ def pages(
 
 
 def pages_unless(
-    wire: Wire, codes: frozenset[str], method: str, *, field: str, key: str, after: str = "", **fields: Any
+    wire: PlainConnection, codes: frozenset[str], method: str, *, field: str, key: str, after: str = "", **fields: Any
 ) -> list[Row]:
     """Like `pages`, but empty if the request is refused with one of these codes."""
     try:
@@ -102,7 +110,7 @@ def known(key: str, value: Any) -> Any:
     return None if key in _UNKNOWN_AT_0 and not value else value
 
 
-def story(wire: Wire, fact_id: int) -> list[Row]:
+def story(wire: PlainConnection, fact_id: int) -> list[Row]:
     """The causes and consequences of a fact."""
     reply = wire.request("TellStory", fact_id=fact_id)
     if not isinstance(reply, list):
@@ -110,7 +118,7 @@ def story(wire: Wire, fact_id: int) -> list[Row]:
     return [as_event(record) for record in reply]
 
 
-def backup(wire: Wire) -> tuple[bytes, int]:
+def backup(wire: PlainConnection) -> tuple[bytes, int]:
     """The ticket for a copy of the daemon's state, and its size in bytes."""
     reply = one(wire, "BackUp")
     ticket, size = reply.get("ticket"), reply.get("size")
@@ -119,14 +127,14 @@ def backup(wire: Wire) -> tuple[bytes, int]:
     return ticket, size
 
 
-def _rows(wire: Wire, method: str, reply: Any, field: str, key: str) -> list[Row]:
+def _rows(wire: PlainConnection, method: str, reply: Any, field: str, key: str) -> list[Row]:
     listed = reply.get(field) if isinstance(reply, dict) else reply
     if not isinstance(listed, list):
         raise _malformed(wire, method)
     return [entry if isinstance(entry, dict) else {key: entry} for entry in listed]
 
 
-def _malformed(wire: Wire, method: str) -> PeerError:
+def _malformed(wire: PlainConnection, method: str) -> PeerError:
     return PeerError(
         "answer_strange",
         f"forgectl {VERSION} cannot read the daemon's reply to {method} (daemon: {wire.agent})",

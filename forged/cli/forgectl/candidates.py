@@ -19,7 +19,7 @@ from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.parser import Options, Parser
 from forged.cli.process import EXIT_OK
 from forged.errors import ForgedError
-from forged.plain_client.connection import Wire
+from forged.plain_client.connection import PlainConnection
 
 DAEMON_TIMEOUT_S = 0.3
 PAGES_MAX = 4
@@ -31,7 +31,7 @@ FILES = frozenset({"FILE", "PATH", "TARGET"})
 
 Candidate = tuple[str, str]
 """A word and its meaning. A word that ends with `=` or `/` can be continued."""
-ValuesFromDaemon = Callable[[Wire, Options, str], Iterable[Candidate]]
+ValuesFromDaemon = Callable[[PlainConnection, Options, str], Iterable[Candidate]]
 
 
 def print_candidates(parser: Parser, words: Sequence[str]) -> int:
@@ -138,41 +138,41 @@ def _from_daemon(source: ValuesFromDaemon, options: Options, begun: str) -> list
     return []
 
 
-def _jobs(wire: Wire, options: Options, begun: str) -> Iterator[Candidate]:
+def _jobs(wire: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
     # All names that begin with `begun` sort after `begun` without its last character.
     jobs = answers.pages(wire, "ListJobs", field="jobs", key="name", after=begun[:-1], pages_max=PAGES_MAX)
     return ((job.get("name", ""), "") for job in jobs)
 
 
-def _workers(wire: Wire, options: Options, begun: str) -> Iterator[Candidate]:
+def _workers(wire: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
     named = getattr(options, "job", None) or getattr(options, "jobs", None)
     jobs = [named] if named else [job for job, _ in _jobs(wire, options, "")][:JOBS_FROM_DAEMON_MAX]
     found = workers.listed(wire, jobs, after=begun[:-1])
     return ((one.get("id", ""), f"{one.get('job', '')}, {one.get('status', '')}") for one in found)
 
 
-def _tokens(wire: Wire, options: Options, begun: str) -> Iterator[Candidate]:
+def _tokens(wire: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
     tokens = answers.pages(wire, "ListTokens", field="tokens", key="token_id", pages_max=PAGES_MAX)
     alive = (token for token in tokens if not token.get("revoked_at"))
     return ((token.get("token_id", ""), token.get("name", "")) for token in alive)
 
 
-def _handlers(wire: Wire, options: Options, begun: str) -> Iterator[Candidate]:
+def _handlers(wire: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
     handlers = answers.several(wire, "ListHandlers", field="handlers", key="name")
     return ((one.get("name", ""), "") for one in handlers if one.get("quarantined"))
 
 
-def _types(wire: Wire, options: Options, begun: str) -> Iterator[Candidate]:
+def _types(wire: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
     recent = wire.facts(max(-1, wire.latest - RECENT_FACTS), [], [], until=wire.latest)
     types = {event.get("type", "") for _, event in recent if event}
     return ((one, "") for one in sorted(types))
 
 
-def _plugins(wire: Wire, options: Options, begun: str) -> Iterator[Candidate]:
+def _plugins(wire: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
     return ((one.get("name", ""), one.get("state", "")) for one in plugins.listed(wire))
 
 
-def _commands(wire: Wire, options: Options, begun: str) -> Iterator[Candidate]:
+def _commands(wire: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
     for plugin in plugins.listed(wire):
         if plugin.get("name") == getattr(options, "plugin", None):
             yield from ((one.get("name", ""), one.get("help", "")) for one in plugins.commands_of(plugin))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from forged.cli.forgectl.parser import TIMEOUT_S, Options
-from forged.plain_client.connection import Wire
+from forged.plain_client.connection import PlainConnection
 
 PROGRAM = "forgectl"
 
@@ -19,10 +19,10 @@ class DaemonConnection:
     def __init__(self, options: Options) -> None:
         self._options = options
 
-    def __enter__(self) -> Wire:
+    def __enter__(self) -> PlainConnection:
         options = self._options
         token = os.environ.get("FORGED_TOKEN") if options.token is None else options.token
-        self._wire = Wire(_endpoint(options), token or None, options.timeout or TIMEOUT_S)
+        self._wire = PlainConnection(_endpoint(options), token or None, options.timeout or TIMEOUT_S)
         return self._wire
 
     def __exit__(self, *error: object) -> None:

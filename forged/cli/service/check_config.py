@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from forged.cli.service.serve import server_tls
 from forged.clock import SystemClock
-from forged.config import Config, Settings
+from forged.config import Config, SettingsReader
 from forged.daemon import Daemon, Ports
 from forged.errors import ConfigError, Problem
 from forged.kernel.store.memory import MemoryStore
@@ -26,7 +26,7 @@ from forged.plugins.host.plugin import Plugin
 
 def check(path: Path) -> None:
     """Raise `ConfigError` with all errors."""
-    settings = Settings(path, {}, os.environ, os.getuid())
+    settings = SettingsReader(path, {}, os.environ, os.getuid())
     config = settings.load()
     server_tls(config)
     found = [problem for plugin in _refused(config) for problem in _problems(plugin, config)]

@@ -42,7 +42,7 @@ Options = argparse.Namespace
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class InstalledFile:
     """A file to install. A stamped file (`ours`) is replaced by new versions; any other belongs to the operator."""
 
     path: Path
@@ -82,7 +82,7 @@ def install(options: Options) -> int:
     return EXIT_OK
 
 
-def decide(found: bytes | None, file: File) -> Outcome:
+def decide(found: bytes | None, file: InstalledFile) -> Outcome:
     """What happens to a file, given the present content."""
     if found is None:
         return "written"
@@ -96,12 +96,12 @@ def decide(found: bytes | None, file: File) -> Outcome:
 # The files.
 
 
-def _plan(root: Path, unit: str) -> list[File]:
+def _plan(root: Path, unit: str) -> list[InstalledFile]:
     return [
-        File(_under(root, SYSUSERS), stamped(_read_asset("systemd", "forged.sysusers"))),
-        File(_under(root, f"{UNITS}/forged.socket"), stamped(_read_asset("systemd", "forged.socket"))),
-        File(_under(root, f"{UNITS}/forged.service"), stamped(unit)),
-        File(_under(root, CONFIG), _read_asset("config", "forged.toml").encode(), ours=False),
+        InstalledFile(_under(root, SYSUSERS), stamped(_read_asset("systemd", "forged.sysusers"))),
+        InstalledFile(_under(root, f"{UNITS}/forged.socket"), stamped(_read_asset("systemd", "forged.socket"))),
+        InstalledFile(_under(root, f"{UNITS}/forged.service"), stamped(unit)),
+        InstalledFile(_under(root, CONFIG), _read_asset("config", "forged.toml").encode(), ours=False),
     ]
 
 
@@ -165,7 +165,7 @@ def _interpreter(command: Path) -> list[Path]:
 # Writing.
 
 
-def _print_plan(root: Path, plan: Sequence[File]) -> None:
+def _print_plan(root: Path, plan: Sequence[InstalledFile]) -> None:
     for file in plan:
         with _refusals_of(file.path):
             outcome = decide(_found(file.path), file)
@@ -178,7 +178,7 @@ def _print_plan(root: Path, plan: Sequence[File]) -> None:
     print(f"# would {'keep' if plugins.is_dir() else 'create'} the directory {plugins}")
 
 
-def _apply(root: Path, plan: Sequence[File]) -> None:
+def _apply(root: Path, plan: Sequence[InstalledFile]) -> None:
     for file in plan:
         with _refusals_of(file.path):
             outcome = _put(file)
@@ -189,7 +189,7 @@ def _apply(root: Path, plan: Sequence[File]) -> None:
     say(f"{plugins}: {_REASONS['written' if made else 'unchanged']}")
 
 
-def _put(file: File) -> Outcome:
+def _put(file: InstalledFile) -> Outcome:
     outcome = decide(_found(file.path), file)
     _make_directory(file.path.parent)
     if outcome == "written":

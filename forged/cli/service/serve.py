@@ -29,7 +29,7 @@ from anyio.abc import TaskGroup
 
 from forged.cli.process import say
 from forged.clock import SystemClock
-from forged.config import Config, Settings
+from forged.config import Config, SettingsReader
 from forged.config.service import SettingsPort
 from forged.daemon import STOP_BEYOND_DRAIN_S, Daemon, Ports
 from forged.errors import ConfigError
@@ -87,7 +87,7 @@ class Process:
         self._watchdog_s = watchdog_interval_s(os.environ, os.getpid())
         self._inherited = inherited_sockets(os.environ, os.getpid())
         self._files = FileLimit()
-        self._settings = Settings(path, flags, os.environ, os.getuid(), adapt=self._adapt)
+        self._settings = SettingsReader(path, flags, os.environ, os.getuid(), adapt=self._adapt)
         config = self._settings.load()
         self._tls = server_tls(config)
         network = SystemNetwork(

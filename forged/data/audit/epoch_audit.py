@@ -219,7 +219,7 @@ class UsageLog:
     def encode(self) -> list[bytes]:
         """The log, in chunks."""
         packed = list(_packed(self._parts()))
-        head = _Head(self.samples, self._told, self._floor, self._returns, self._settled, max(1, len(packed)))
+        head = _AuditHead(self.samples, self._told, self._floor, self._returns, self._settled, max(1, len(packed)))
         first, *others = packed or [[]]
         return [_encode((head, first)), *(_encode((number, parts)) for number, parts in enumerate(others, 1))]
 
@@ -236,7 +236,7 @@ class UsageLog:
             raise PeerError("usage_invalid", f"a log of usage cannot be read: {error}") from error
 
     @classmethod
-    def _of(cls, head: _Head, parts: Iterable[_Part]) -> UsageLog:
+    def _of(cls, head: _AuditHead, parts: Iterable[_Part]) -> UsageLog:
         log = cls(head.samples)
         log._told, log._floor, log._returns, log._settled = head.told, head.floor, head.returns, head.settled
         columns = defaultdict(list)
@@ -312,7 +312,7 @@ class _Epoch:
         self.first_settled, self.end_settled = (self.first_settled, step) if self.forgotten else (None, 0)
 
 
-class _Head(msgspec.Struct, frozen=True, array_like=True):
+class _AuditHead(msgspec.Struct, frozen=True, array_like=True):
     samples: Whole
     told: dict[Whole, Whole]
     floor: Whole
@@ -333,7 +333,7 @@ class _Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_first = msgspec.msgpack.Decoder(tuple[_Head, list[_Part]]).decode
+_decode_first = msgspec.msgpack.Decoder(tuple[_AuditHead, list[_Part]]).decode
 _decode_other = msgspec.msgpack.Decoder(tuple[Whole, list[_Part]]).decode
 
 

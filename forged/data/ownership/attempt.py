@@ -80,7 +80,7 @@ class Offer:
             self.parts, self.marks = [ids], [known]
 
 
-class Finished(NamedTuple):
+class FinishedTransfers(NamedTuple):
     """What one member has fetched and verified."""
 
     transfers: int
@@ -145,7 +145,7 @@ class DataAttempt:
     """Outvoted copies that their workers drop, to fetch the majority's bytes."""
     bad_copies: set[tuple[str, int]] = field(default_factory=set)
     """Worker and shard of each copy that was reported as bad."""
-    finished: dict[str, Finished] = field(default_factory=dict)
+    finished: dict[str, FinishedTransfers] = field(default_factory=dict)
     cause: int = 0
     """The id of the fact that the attempt began."""
     generation: int = 0

@@ -17,7 +17,7 @@ import numpy as np
 from forged.data.dataset import Dataset, Indices
 from forged.data.messages import NAMED_MAX, DatasetSpec
 from forged.data.model import TransferPace
-from forged.data.ownership.attempt import Assignment, DataAttempt, Draft, Finished, LostShards, Offer
+from forged.data.ownership.attempt import Assignment, DataAttempt, Draft, FinishedTransfers, LostShards, Offer
 from forged.data.ownership.conflicting_copies import Marks
 from forged.data.ownership.suspect_copies import SuspectCopies
 from forged.data.placement.planner import check_replication
@@ -146,7 +146,7 @@ class ShardOwnership:
 
     # What members report.
 
-    def finish(self, worker_id: str, attempt: int, finished: Finished) -> bool:
+    def finish(self, worker_id: str, attempt: int, finished: FinishedTransfers) -> bool:
         """A member has fetched what it needs; returns whether it was the last one."""
         current = self.require_planned(attempt)
         was_over = current.is_over

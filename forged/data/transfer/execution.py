@@ -45,7 +45,7 @@ T = TypeVar("T")
 _BAD_COPY_CODES = frozenset({"shard_corrupt", "shard_changed", "shard_damaged"})
 
 
-class Connection(Protocol):
+class SourceConnection(Protocol):
     """A connection to a worker that serves shards."""
 
     async def fetch(self, shard: int, store: ShardStore, flow: FlowControl) -> Stamp:
@@ -74,7 +74,7 @@ class TransferContext:
     """What the executions of one worker share."""
 
     store: ShardStore
-    connect: Callable[[WorkerId], Awaitable[Connection]]
+    connect: Callable[[WorkerId], Awaitable[SourceConnection]]
     origin: ShardOrigin | None
     concurrency: int
     slots: CapacityLimiter
@@ -167,7 +167,7 @@ class Execution:
         self._bad_copies: list[BadCopy] = []
         self._bytes = 0
         self._running: dict[_Attempt, None] = {}
-        self._idle: dict[Connection, WorkerId] = {}
+        self._idle: dict[SourceConnection, WorkerId] = {}
         self._changed = anyio.Event()
 
     async def run(self) -> TransferReport:
@@ -237,7 +237,7 @@ class Execution:
             oldest.close()
         return stamp
 
-    def _take_idle(self, source: WorkerId) -> Connection | None:
+    def _take_idle(self, source: WorkerId) -> SourceConnection | None:
         found = next((connection for connection, its_source in self._idle.items() if its_source == source), None)
         if found is not None:
             del self._idle[found]

@@ -24,7 +24,7 @@ from forged.data.placement.plan import DataRedistributionPlan
 from forged.data.store.origin import ORIGIN_TIMEOUT_S, ShardOrigin, check_origin_timeout
 from forged.data.store.port import ShardStore
 from forged.data.transfer.bandwidth import Bandwidth, Throttle
-from forged.data.transfer.execution import Connection, TransferContext, TransferObserver, execute
+from forged.data.transfer.execution import SourceConnection, TransferContext, TransferObserver, execute
 from forged.data.transfer.origin_reads import OriginReads, OriginReadsInLoop
 from forged.data.transfer.outcome import MovedShard, TransferReport
 from forged.data.transfer.schedule import Source, Wanted
@@ -35,7 +35,7 @@ from forged.retry import RetryPolicy
 
 RETRY = RetryPolicy(attempts=6, delay_s=0.1, exponential=True, delay_max_s=2.0, jitter=0.5)
 PROGRESS_INTERVAL_S = 0.5
-Connect = Callable[[WorkerId], Awaitable[Connection]]
+Connect = Callable[[WorkerId], Awaitable[SourceConnection]]
 
 
 class DataTransferManager:

@@ -72,7 +72,7 @@ class Start(NamedTuple):
     """Whether a worker that was named as a source was not reached."""
 
 
-class Failure(NamedTuple):
+class FetchFailure(NamedTuple):
     """A failed attempt to fetch a shard from a source."""
 
     source: Source
@@ -147,7 +147,7 @@ class _Shard:
     successes_before: int = 0
     """The success count of its source when the attempt started."""
     own_failures: int = 0
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[FetchFailure] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -163,7 +163,7 @@ class TransferSchedule:
     """Is told how each attempt ended, and decides what starts next."""
 
     def __init__(self, wanted: Iterable[Wanted], concurrency: int, retry: RetryPolicy, random: Random) -> None:
-        self.given_up: dict[int, tuple[Failure, ...]] = {}
+        self.given_up: dict[int, tuple[FetchFailure, ...]] = {}
         self._concurrency = concurrency
         self._retry = retry
         self._random = random
@@ -220,7 +220,7 @@ class TransferSchedule:
         shard = self._shards[shard_id]
         self._under_way.remove(shard_id)
         candidate = shard.candidates[0]
-        shard.failures.append(Failure(candidate.source, reason, fault))
+        shard.failures.append(FetchFailure(candidate.source, reason, fault))
         if progressed:
             candidate.attempts = 0
             self._sources[candidate.source].succeeded()
@@ -244,7 +244,7 @@ class TransferSchedule:
             candidate = shard.candidates[0]
             health = self._sources[candidate.source]
             if health.is_given_up:
-                shard.failures.append(Failure(candidate.source, GIVEN_UP, Fault.BROKEN))
+                shard.failures.append(FetchFailure(candidate.source, GIVEN_UP, Fault.BROKEN))
                 shard.candidates.pop(0)
             elif health.ready_at <= now:
                 return candidate

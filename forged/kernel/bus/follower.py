@@ -30,7 +30,7 @@ Deliver = Callable[[Sequence[Record]], Awaitable[None]]
 TellGap = Callable[[Gap], Awaitable[None] | None]
 
 
-class Source(Protocol):
+class FactSource(Protocol):
     """The part of the ledger that a follower reads."""
 
     journal: Journal
@@ -78,7 +78,7 @@ class Follower:
         self._sleep = sleep
         self._report = report
         self._on_bug = on_bug
-        self._source: Source | None = None
+        self._source: FactSource | None = None
         self._idle = False
         self._wanted: asyncio.Future[None] | None = None
 
@@ -96,7 +96,7 @@ class Follower:
         """The number of journal facts after the position, before filtering."""
         return 0 if self._source is None or self._idle else self._source.journal.count_after(self.position)
 
-    def begin(self, source: Source, position: int) -> None:
+    def begin(self, source: FactSource, position: int) -> None:
         """Start after `position`."""
         self._source, self.position = source, position
 

@@ -39,7 +39,7 @@ TLS_FAILED = "tls_failed"
 ALERT_PREFIXES = ("TLSV13_ALERT_", "TLSV1_ALERT_", "SSLV3_ALERT_", "TLSV1_", "SSLV3_")
 
 
-class Settings(NamedTuple):
+class TlsSettingNames(NamedTuple):
     """The settings that name the TLS files."""
 
     authority: str
@@ -47,8 +47,8 @@ class Settings(NamedTuple):
     key: str
 
 
-DAEMON_SETTINGS = Settings("tls_client_ca", "tls_certificate", "tls_key")
-CLIENT_SETTINGS = Settings("FORGED_CA", "FORGED_CERTIFICATE", "FORGED_KEY")
+DAEMON_SETTINGS = TlsSettingNames("tls_client_ca", "tls_certificate", "tls_key")
+CLIENT_SETTINGS = TlsSettingNames("FORGED_CA", "FORGED_CERTIFICATE", "FORGED_KEY")
 """Environment variables, in the order of `client_context`."""
 
 
@@ -192,7 +192,7 @@ def _refuse(problems: Iterable[Problem]) -> None:
 
 
 def _identity_problems(
-    context: ssl.SSLContext, certificate: str | Path, key: str | Path, settings: Settings
+    context: ssl.SSLContext, certificate: str | Path, key: str | Path, settings: TlsSettingNames
 ) -> list[Problem]:
     """Load certificate and key. Each file is checked first, because OpenSSL does not report which one is invalid."""
     problems = [

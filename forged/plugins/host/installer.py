@@ -17,7 +17,7 @@ from forged.kernel.bus import Bus
 from forged.kernel.bus.requests import Proceed
 from forged.kernel.messages import Call, Decision, Fact, Gap, Record
 from forged.plugins.alarm_guard import outside
-from forged.plugins.context import Delivering, Listening, Observing, Registration, Serving, Wrapping
+from forged.plugins.context import Delivering, Listening, Observing, PluginRegistration, Serving, Wrapping
 from forged.plugins.facts import check_decision
 from forged.plugins.host.call_limits import CallLimit
 from forged.plugins.host.calls import PluginCaller, inactive
@@ -25,7 +25,7 @@ from forged.plugins.host.plugin import Plugin
 from forged.plugins.model import REQUESTS
 
 
-def check(registration: Registration, bus: Bus) -> None:
+def check(registration: PluginRegistration, bus: Bus) -> None:
     """Raise `RequestRefused` for a registration that is not possible, before any part is installed."""
     served = [serving.request for serving in registration.serving]
     for serving in registration.serving:
@@ -70,7 +70,7 @@ class Installer:
         self._caller = turns
         self._plugin = plugin
 
-    def install(self, registration: Registration) -> None:
+    def install(self, registration: PluginRegistration) -> None:
         """Register all parts except periodic actions, commands and stop actions, which the host runs."""
         for observing in registration.observing:
             self._observe(observing)

@@ -31,7 +31,7 @@ from forged.kernel.bus.mailbox import Mailbox
 from forged.kernel.messages import Call, Decision, Fact, Nothing, Request
 from forged.log import Log
 from forged.plugins.alarm_guard import Guard, OutsideLog, outside
-from forged.plugins.context import Action, PluginContext, Recurring, Registration
+from forged.plugins.context import Action, PluginContext, PluginRegistration, Recurring
 from forged.plugins.facts import check_facts, check_job_and_generation
 from forged.plugins.host.calls import PluginCaller, inactive
 from forged.plugins.host.installer import Installer, check
@@ -164,7 +164,7 @@ class PluginHost:
         plugin.version = version
         self._install(plugin, context.registration)
 
-    def _install(self, plugin: Plugin, registration: Registration) -> None:
+    def _install(self, plugin: Plugin, registration: PluginRegistration) -> None:
         Installer(self._bus, self._caller, plugin).install(registration)
         for recurring in registration.recurring:
             plugin.part(recurring.name, f"every {recurring.interval_s:g} s")

@@ -13,7 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forged.errors import PeerError, RequestRefused
-from forged.worker.transport.peer_messages import COLLECTIVE_BYTES_MAX, Call, Contribution, Kind, Result, Value
+from forged.worker.transport.peer_messages import (
+    COLLECTIVE_BYTES_MAX,
+    CollectiveCall,
+    Contribution,
+    Kind,
+    Result,
+    Value,
+)
 
 REDUCED_BYTES_MAX = 1 << 30
 """The bytes that all ranks together may bring to a reduction, which waits for the last rank."""
@@ -26,7 +33,7 @@ class Collected:
     """A complete collective, with the ranks' values in rank order."""
 
     number: int
-    call: Call
+    call: CollectiveCall
     values: tuple[Value | None, ...]
     stop_wanted: int
     stop_by: tuple[str, ...]
@@ -95,7 +102,7 @@ class Hub:
         """A rank in words."""
         return f"{self.names[rank]} (rank {rank})"
 
-    def _complete(self, call: Call) -> Collected:
+    def _complete(self, call: CollectiveCall) -> Collected:
         ranks = range(len(self.names))
         wanted = [self._brought[rank].stop_wanted for rank in ranks]
         values = tuple(self._brought[rank].value for rank in ranks)
@@ -105,7 +112,7 @@ class Hub:
         self._brought, self._brought_bytes = {}, 0
         return collected
 
-    def _check_same(self, rank: int, call: Call) -> None:
+    def _check_same(self, rank: int, call: CollectiveCall) -> None:
         first_rank, first = next(iter(self._brought.items()))
         if call != first.call:
             raise RequestRefused(
@@ -155,21 +162,21 @@ class Hub:
             )
 
 
-def _brings(call: Call, rank: int) -> bool:
+def _brings(call: CollectiveCall, rank: int) -> bool:
     """Whether a rank has to bring a value."""
     if call.kind is Kind.BROADCAST:
         return rank == call.root
     return call.kind in (Kind.GATHER, Kind.ALL_GATHER, Kind.ALL_REDUCE)
 
 
-def receives(call: Call, rank: int) -> bool:
+def receives(call: CollectiveCall, rank: int) -> bool:
     """Whether a rank receives the values, or only learns that all ranks have called."""
     if call.kind is Kind.GATHER:
         return rank == call.root
     return rank != call.root
 
 
-def values_due(call: Call, rank: int, size: int) -> int:
+def values_due(call: CollectiveCall, rank: int, size: int) -> int:
     """How many values a rank receives."""
     if not receives(call, rank) or call.kind in (Kind.BARRIER, Kind.END_STEP):
         return 0

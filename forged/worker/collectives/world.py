@@ -21,7 +21,7 @@ from forged.net.protocol.messages import INTEGER_MAX
 from forged.worker.collectives import arrays
 from forged.worker.collectives.arrays import Array, Given
 from forged.worker.collectives.hub import values_due
-from forged.worker.transport.peer_messages import Call, Contribution, Kind, Operation, Result, Value
+from forged.worker.transport.peer_messages import CollectiveCall, Contribution, Kind, Operation, Result, Value
 
 ABORTED = "collective_aborted"
 
@@ -122,16 +122,16 @@ class World:
 
     async def barrier(self, *, timeout_s: float | None = None) -> None:
         """Wait for all ranks."""
-        await self._do(Call(Kind.BARRIER), timeout_s=timeout_s)
+        await self._do(CollectiveCall(Kind.BARRIER), timeout_s=timeout_s)
 
     async def gather(self, value: Given, root: int = 0, *, timeout_s: float | None = None) -> list[Any] | None:
         """The values of all ranks in rank order, at the root; None at the other ranks."""
-        result = await self._do(Call(Kind.GATHER, root), arrays.pack(value), timeout_s=timeout_s)
+        result = await self._do(CollectiveCall(Kind.GATHER, root), arrays.pack(value), timeout_s=timeout_s)
         return [arrays.unpack(one) for one in result.values] if root == self.rank else None
 
     async def all_gather(self, value: Given, *, timeout_s: float | None = None) -> list[Any]:
         """The values of all ranks in rank order."""
-        result = await self._do(Call(Kind.ALL_GATHER), arrays.pack(value), timeout_s=timeout_s)
+        result = await self._do(CollectiveCall(Kind.ALL_GATHER), arrays.pack(value), timeout_s=timeout_s)
         return [arrays.unpack(one) for one in result.values]
 
     async def broadcast(self, value: Given | None, root: int = 0, *, timeout_s: float | None = None) -> Any:
@@ -143,7 +143,7 @@ class World:
                     "collective_unfit", "the root of a broadcast must give a value, got None", "give one"
                 )
             own = arrays.pack(value)
-        result = await self._do(Call(Kind.BROADCAST, root), own, timeout_s=timeout_s)
+        result = await self._do(CollectiveCall(Kind.BROADCAST, root), own, timeout_s=timeout_s)
         return arrays.unpack(own or result.values[0])
 
     async def all_reduce(
@@ -159,7 +159,7 @@ class World:
         arrays.check_operation(operation, own)
         if out is not None:
             arrays.check_out(own, operation, out)
-        call = Call(Kind.ALL_REDUCE, operation=operation, dtype=own.dtype, shape=own.shape)
+        call = CollectiveCall(Kind.ALL_REDUCE, operation=operation, dtype=own.dtype, shape=own.shape)
         (reduced,) = (await self._do(call, own, timeout_s=timeout_s)).values
         arrays.check_reduced(operation, own, reduced)
         if out is not None:
@@ -174,7 +174,7 @@ class World:
         """
         if not 0 <= stop_wanted <= INTEGER_MAX or abs(step) > INTEGER_MAX:
             raise RequestRefused("step_invalid", f"step {step} or stop_wanted {stop_wanted} is out of range")
-        result = await self._do(Call(Kind.END_STEP, step=step), stop_wanted=stop_wanted, timeout_s=timeout_s)
+        result = await self._do(CollectiveCall(Kind.END_STEP, step=step), stop_wanted=stop_wanted, timeout_s=timeout_s)
         reason = f"asked by {', '.join(result.stop_by)}" if result.stop_by else ""
         return StepVerdict(committed=True, stop_wanted=result.stop_wanted, reason=reason)
 
@@ -205,7 +205,7 @@ class World:
             self._waiting.set_exception(ending.error())
 
     async def _do(
-        self, call: Call, value: Value | None = None, *, stop_wanted: int = 0, timeout_s: float | None = None
+        self, call: CollectiveCall, value: Value | None = None, *, stop_wanted: int = 0, timeout_s: float | None = None
     ) -> Result:
         if self._ending is not None:
             raise self._ending.error()
@@ -222,7 +222,7 @@ class World:
             if answer.done() and not answer.cancelled():
                 answer.exception()  # retrieved, so that asyncio does not log it
 
-    async def _answered(self, call: Call, answer: asyncio.Future[Result], timeout_s: float | None) -> Result:
+    async def _answered(self, call: CollectiveCall, answer: asyncio.Future[Result], timeout_s: float | None) -> Result:
         try:
             if answer.done():
                 # The other tasks of the loop get a turn, though the result was there at once.
@@ -240,7 +240,7 @@ class World:
         # The result arrived at the moment of the timeout.
         return answer.result()
 
-    def _checked(self, call: Call, result: Result) -> Result:
+    def _checked(self, call: CollectiveCall, result: Result) -> Result:
         due = values_due(call, self.rank, self.size)
         if len(result.values) != due:
             raise PeerError(
@@ -248,12 +248,12 @@ class World:
             )
         return result
 
-    def _give_up(self, call: Call, why: str) -> None:
+    def _give_up(self, call: CollectiveCall, why: str) -> None:
         missing = self.endpoint.waiting_for()
         waiting_for = f", waiting for {missing}" if missing else ""
         self.abort(f"{call} #{self._number} of {self.names[self.rank]} (rank {self.rank}) {why}{waiting_for}")
 
-    def _check_root(self, call: Call) -> None:
+    def _check_root(self, call: CollectiveCall) -> None:
         if call.root is not None and not 0 <= call.root < self.size:
             raise RequestRefused(
                 "collective_root_invalid",

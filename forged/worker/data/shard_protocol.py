@@ -18,7 +18,7 @@ from __future__ import annotations
 from forged.data.store.port import ArrivingShard, FlowControl, OpenShard, PartialShard, ShardStore, Stamp, not_held
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable, from_wire
 from forged.net.protocol.messages import TEXT_CHARS_MAX
-from forged.worker.transport.dialogue_wire import PIECE_BYTES, HungUp, Wire
+from forged.worker.transport.dialogue_wire import PIECE_BYTES, DialogueWire, HungUp
 from forged.worker.transport.peer_messages import PeerMessage, Refused, ShardComing, ShardSent, ShardWanted
 
 TURN_TIMEOUT_S = 60.0
@@ -31,7 +31,7 @@ TURN_BYTES = 256 << 20
 """After so many bytes a source's thread serves another connection."""
 
 
-async def serve(wire: Wire, store: ShardStore | None) -> bool:
+async def serve(wire: DialogueWire, store: ShardStore | None) -> bool:
     """Answer requests until none comes for `MOMENT_S` or the turn is over; False when the fetcher has closed."""
     sent = 0
     try:
@@ -47,7 +47,7 @@ async def serve(wire: Wire, store: ShardStore | None) -> bool:
     return True
 
 
-async def _answer(wire: Wire, store: ShardStore | None, wanted: ShardWanted) -> int:
+async def _answer(wire: DialogueWire, store: ShardStore | None, wanted: ShardWanted) -> int:
     try:
         opened = _opened(store, wanted)
     except ForgedError as error:
@@ -74,7 +74,7 @@ def _opened(store: ShardStore | None, wanted: ShardWanted) -> OpenShard:
     return store.open(wanted.shard)
 
 
-async def fetch(wire: Wire, shard: int, store: ShardStore, flow: FlowControl) -> Stamp:
+async def fetch(wire: DialogueWire, shard: int, store: ShardStore, flow: FlowControl) -> Stamp:
     """Fetch a shard into the store, resuming what is stored of it, and verify it."""
     stored = store.partial(shard)
     await wire.say(ShardWanted(shard) if stored is None else ShardWanted(shard, stored.offset, *stored.stamp))
@@ -98,7 +98,7 @@ def _is_as_requested(coming: ShardComing, shard: int, stored: PartialShard | Non
     return coming.shard == shard and (coming.offset == 0 or is_resumed)
 
 
-async def _receive(wire: Wire, coming: ShardComing, arriving: ArrivingShard, flow: FlowControl) -> None:
+async def _receive(wire: DialogueWire, coming: ShardComing, arriving: ArrivingShard, flow: FlowControl) -> None:
     """Receive in pieces that start at multiples of their size, which O_DIRECT can write."""
 
     def absorb(data: memoryview) -> None:
@@ -113,7 +113,7 @@ async def _receive(wire: Wire, coming: ShardComing, arriving: ArrivingShard, flo
         at += piece
 
 
-async def _require_unchanged(wire: Wire, shard: int, arriving: ArrivingShard) -> None:
+async def _require_unchanged(wire: DialogueWire, shard: int, arriving: ArrivingShard) -> None:
     try:
         sent = await wire.hear(TURN_TIMEOUT_S)
         if not isinstance(sent, ShardSent):

@@ -27,7 +27,7 @@ from typing import Any
 import msgpack
 
 from forged.errors import ForgedError, RequestRefused
-from forged.plain_client.connection import Wire
+from forged.plain_client.connection import PlainConnection
 from forged.retry import REJOINING
 from forged.worker.process.counters import Counters
 
@@ -67,7 +67,7 @@ class WatchedWorker:
         self._poll.register(pidfd, select.POLLIN)
         self._poll.register(control, select.POLLIN)
 
-    def wait(self, seconds: float, line: Wire | None = None) -> bool:
+    def wait(self, seconds: float, line: PlainConnection | None = None) -> bool:
         """Wait for the worker or the connection; returns whether the connection is readable."""
         if line is not None:
             self._poll.register(line, select.POLLIN)
@@ -138,7 +138,7 @@ class PulseReporter:
         self._counters = counters
         self._now = now
         self._sleep = sleep
-        self._line: Wire | None = None
+        self._line: PlainConnection | None = None
         self._pauses = REJOINING.delays(_chance)
 
     def speak(self) -> None:
@@ -155,7 +155,7 @@ class PulseReporter:
         if self._line is not None:
             self._line.close()
 
-    def _beat(self, line: Wire) -> None:
+    def _beat(self, line: PlainConnection) -> None:
         """Send one pulse, and read from the daemon until the next is due."""
         counters = self._counters
         interval_s = counters.pulse_interval_s or self._interval_s
@@ -187,8 +187,8 @@ class PulseReporter:
                 return
             self._sleep(pause_s)
 
-    def _connect(self) -> Wire:
-        self._line = Wire(next(self._endpoints), self._token, ANSWER_S_MAX, program="forged-pulse")
+    def _connect(self) -> PlainConnection:
+        self._line = PlainConnection(next(self._endpoints), self._token, ANSWER_S_MAX, program="forged-pulse")
         self._line.set_user_timeout(UNHEARD_S_MAX)
         # Data that arrived together with the welcome would not make the socket readable again.
         self._line.process_incoming()

@@ -32,7 +32,7 @@ _PLAIN: tuple[type[Any], ...] = (bool, int, float, str, bytes)
 
 
 @runtime_checkable
-class Stateful(Protocol):
+class StateDictHolder(Protocol):
     """An object with `state_dict` and `load_state_dict`."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
@@ -140,7 +140,7 @@ def copy_of(state: Any) -> Callable[[], None]:
 
 
 def _values(state: Any) -> Any:
-    if isinstance(state, Stateful):
+    if isinstance(state, StateDictHolder):
         return state.state_dict()
     if isinstance(state, MutableMapping):
         return state
@@ -161,7 +161,7 @@ def _describe(value: Any, arrays: list[Array], where: str, depth: int) -> Any:
         return (BYTES, _keep(np.frombuffer(value, np.uint8), arrays, where))
     if value is None or isinstance(value, _PLAIN):
         return (PLAIN, _plain(value))
-    if isinstance(value, Stateful):
+    if isinstance(value, StateDictHolder):
         return _describe(value.state_dict(), arrays, where, depth + 1)
     if isinstance(value, Mapping):
         return (
@@ -254,7 +254,7 @@ def _memory(array: Array) -> memoryview:
 
 def _adopted(present: Any, arrived: Any) -> Any:
     """The received value, put into the present one in place as far as that fits."""
-    if isinstance(present, Stateful):
+    if isinstance(present, StateDictHolder):
         present.load_state_dict(arrived)
         return present
     if isinstance(present, MutableMapping) and isinstance(arrived, Mapping):

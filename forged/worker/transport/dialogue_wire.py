@@ -1,8 +1,8 @@
 """A conversation between two workers over a connection that carries messages and bulk bytes.
 
 Invariants:
-- A conversation is one coroutine that sends and receives through a `Wire`. Over a socket the wire blocks and the
-  coroutine never suspends, so that a thread runs it to its end; over a stream it suspends as usual.
+- A conversation is one coroutine that sends and receives through a `DialogueWire`. Over a socket the wire blocks and
+  the coroutine never suspends, so that a thread runs it to its end; over a stream it suspends as usual.
 - A message is a frame of at most `DIALOGUE_BYTES_MAX`. A longer, invalid or truncated one ends the connection.
 - Bytes that have arrived are handed on even if the connection breaks afterwards.
 """
@@ -56,7 +56,7 @@ class HungUp(Unavailable):
         return HungUp, ()
 
 
-class Wire(Protocol):
+class DialogueWire(Protocol):
     """What a conversation sends and receives through."""
 
     async def say(self, message: Message) -> None:
@@ -80,7 +80,7 @@ class Wire(Protocol):
         ...
 
 
-Conversation = Callable[[Wire], Coroutine[Any, Any, T]]
+Conversation = Callable[[DialogueWire], Coroutine[Any, Any, T]]
 
 
 def in_one_go(conversation: Coroutine[Any, Any, T]) -> T:

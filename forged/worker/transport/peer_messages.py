@@ -97,7 +97,7 @@ class Value(msgspec.Struct, frozen=True, array_like=True):
     shape: Shape = ()
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True):
+class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
     """A collective as a rank calls it; all ranks of a world must call the same."""
 
     kind: Kind
@@ -167,7 +167,7 @@ class Contribution(Message, frozen=True, array_like=True, tag=5):
     """A member's call of the collective of that number. `stop_wanted` is used by `end_step` only."""
 
     number: Count
-    call: Call
+    call: CollectiveCall
     value: Value | None = None
     stop_wanted: Count = 0
 

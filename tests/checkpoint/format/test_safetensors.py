@@ -17,8 +17,8 @@ from forged.checkpoint.format.safetensors import (
     METADATA,
     PAGE,
     PLACE_BYTES,
-    Entry,
     Header,
+    TensorEntry,
     encode_header,
     parse_header,
     read_header,
@@ -45,7 +45,7 @@ class Bytes:
 
 def written(arrays: dict[str, np.ndarray[Any, Any]], metadata: dict[str, str] | None = None) -> bytes:
     """A whole file."""
-    entries = [Entry(name, array.dtype.name, array.shape, array.nbytes) for name, array in arrays.items()]
+    entries = [TensorEntry(name, array.dtype.name, array.shape, array.nbytes) for name, array in arrays.items()]
     return encode_header(entries, metadata or {}) + b"".join(array.tobytes() for array in arrays.values())
 
 
@@ -94,21 +94,21 @@ def test_the_library_knows_the_types_that_numpy_lacks(name: str) -> None:
 @pytest.mark.parametrize("name", [*sorted(EXTENDED - SAFETENSORS.keys()), ">f4", "<U3", "|S5", "complex128", "<M8[s]"])
 def test_types_that_the_format_lacks_are_stored_as_bytes(name: str) -> None:
     array = np.zeros((2, 3), dtype_of(name))
-    data = encode_header([Entry("x", name, array.shape, array.nbytes)], {}) + array.tobytes()
+    data = encode_header([TensorEntry("x", name, array.shape, array.nbytes)], {}) + array.tobytes()
     found = safetensors.numpy.load(data)["x"]
     assert (found.dtype.name, found.shape) == ("uint8", (array.nbytes,))
 
 
 def test_arrays_begin_at_a_page() -> None:
     for count in (0, 1, 50, 80):
-        header = encode_header([Entry(f"name {number}", "float32", (1,), 4) for number in range(count)], {})
+        header = encode_header([TensorEntry(f"name {number}", "float32", (1,), 4) for number in range(count)], {})
         assert len(header) % PAGE == 0
         assert parse_header(header[PLACE_BYTES:], 4 * count, FILE).data_offset == len(header)
 
 
 def test_a_header_above_the_library_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forged.checkpoint.format.safetensors.HEADER_BYTES_MAX", PAGE - PLACE_BYTES)
-    entries = [Entry(f"name {number}", "float32", (1,), 4) for number in range(80)]
+    entries = [TensorEntry(f"name {number}", "float32", (1,), 4) for number in range(80)]
     assert len(encode_header(entries[:40], {})) == PAGE
     with pytest.raises(CheckpointException) as caught:
         encode_header(entries, {})
@@ -116,7 +116,7 @@ def test_a_header_above_the_library_limit_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_colliding_names_are_made_unique() -> None:
-    entries = [Entry(name, "uint8", (1,), 1) for name in ("x", "x", "x (2)", "x", METADATA)]
+    entries = [TensorEntry(name, "uint8", (1,), 1) for name in ("x", "x", "x (2)", "x", METADATA)]
     found = safetensors.numpy.load(encode_header(entries, {}) + bytes(range(5)))
     assert {name: int(array[0]) for name, array in found.items()} == {
         "x": 0,

@@ -16,7 +16,7 @@ from forged.checkpoint.format.boxes import Box, Shape, chunk_lengths, chunks, gr
 from forged.checkpoint.format.manifest import Manifest, Part, Tensors, deduplicate_boxes
 from forged.checkpoint.format.states import States
 from forged.checkpoint.loading import read_plan
-from forged.checkpoint.loading.read_plan import ChunkBatch, Index, Plan, offset_in, plan, subtract
+from forged.checkpoint.loading.read_plan import ChunkBatch, Index, ReadPlan, offset_in, plan, subtract
 from tests.checkpoint.layouts import partitions, small_chunks
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -54,7 +54,7 @@ def elements(box: Box) -> set[tuple[int, ...]]:
     return set(product(*(range(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))))
 
 
-def elements_read(index: Index, reads: Plan, target: int, wanted: Box) -> list[tuple[int, ...]]:
+def elements_read(index: Index, reads: ReadPlan, target: int, wanted: Box) -> list[tuple[int, ...]]:
     """The elements that a plan puts into a target, according to its spans."""
     read: list[tuple[int, ...]] = []
     in_order = list(
@@ -136,7 +136,7 @@ class TestPlan:
         assert plan(index, [0], {0: Box((0, 0), (3, 4))}).bytes_needed == 12
 
     def test_an_empty_tensor_needs_no_part(self) -> None:
-        assert plan(Index(manifest_of([(0, 3)], [[]])), [0], {}) == Plan({}, {}, 0)
+        assert plan(Index(manifest_of([(0, 3)], [[]])), [0], {}) == ReadPlan({}, {}, 0)
 
     def test_ranks_read_different_copies(self) -> None:
         index = Index(manifest_of([(8,)], [[(0, whole((8,)))] for _ in range(3)]))

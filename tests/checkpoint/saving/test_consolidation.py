@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 from forged.checkpoint.errors import CheckpointException
-from forged.checkpoint.format.consolidated import File
+from forged.checkpoint.format.consolidated import ConsolidatedFile
 from forged.checkpoint.format.manifest import Manifest, Part, decode, encode
 from forged.checkpoint.loading.fetching import fetch
 from forged.checkpoint.loading.read_plan import Index
@@ -68,7 +68,12 @@ def saved(ranks: int, level: CompressionLevel = CompressionLevel.NONE) -> tuple[
 
 
 def write_files(
-    storage: MemoryStorage, source: Manifest, files: list[File], level: CompressionLevel, token: CancelToken = NEVER
+        storage: MemoryStorage,
+    source: Manifest,
+    files: list[ConsolidatedFile],
+    level: CompressionLevel,
+    token: CancelToken = NEVER,
+,
 ) -> list[Part]:
     tensors = SavedTensors(storage, source, token)
     return [write_file(storage, "a", file, tensors, level, 0, token) for file in files]

@@ -19,7 +19,7 @@ from forged.checkpoint.format.tree import Leaf, flatten
 from forged.checkpoint.model import CompressionLevel, PerRank, ShardedArray
 from forged.checkpoint.ports import BLOCK_BYTES, CancelToken
 from forged.checkpoint.saving import parts
-from forged.checkpoint.saving.plan import Description, Plan, plan
+from forged.checkpoint.saving.plan import Description, SavePlan, plan
 from forged.checkpoint.saving.staging import StagingMemory
 from forged.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.faulty_storage import FaultyStorage, on
@@ -29,7 +29,7 @@ NEVER = CancelToken()
 FILE = "a/12345678.00000-of-00001.safetensors"
 
 
-def world(*states: Any) -> tuple[Plan, list[list[Leaf]]]:
+def world(*states: Any) -> tuple[SavePlan, list[list[Leaf]]]:
     """What ranks with these states write."""
     leaves = [flatten(state)[1] for state in states]
     return plan([Description.of(mine) for mine in leaves]), leaves

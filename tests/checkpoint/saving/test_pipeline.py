@@ -18,7 +18,7 @@ from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE
 from forged.checkpoint.loading.loader import load_state
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, PerRank, SaveOptions, ShardedArray
-from forged.checkpoint.ports import CancelToken, Source, Storage
+from forged.checkpoint.ports import ByteSource, CancelToken, Storage
 from forged.checkpoint.rank_group import OutcomeUnknown, RankGroup, SingleProcess
 from forged.checkpoint.saving import parts
 from forged.checkpoint.saving.pipeline import RunInfo, SaveContext, Saver, save_state
@@ -596,7 +596,7 @@ async def test_a_write_that_is_slow_is_stopped_at_its_next_block() -> None:
     storage = MemoryStorage()
 
     class Slow(MemoryStorage):
-        def write(self, name: str, source: Source, token: CancelToken) -> None:
+        def write(self, name: str, source: ByteSource, token: CancelToken) -> None:
             token.wait(60)
 
     outcomes = await save(lambda rank: Slow() if rank == 1 else storage, 3, timeout_s=1.0)
@@ -639,7 +639,7 @@ async def test_cancelled_write_leaves_no_files() -> None:
     loop = asyncio.get_running_loop()
 
     class Slow(MemoryStorage):
-        def write(self, name: str, source: Source, token: CancelToken) -> None:
+        def write(self, name: str, source: ByteSource, token: CancelToken) -> None:
             loop.call_soon_threadsafe(began.set)
             token.wait(60)
 

@@ -17,7 +17,7 @@ from forged.checkpoint.format.boxes import Box, Shape, grid_of, whole
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.tree import flatten
 from forged.checkpoint.model import PerRank, ShardedArray
-from forged.checkpoint.saving.plan import UNSPLIT_BYTES_MAX, Description, Plan, plan
+from forged.checkpoint.saving.plan import UNSPLIT_BYTES_MAX, Description, SavePlan, plan
 
 DTYPES = st.sampled_from(["uint8", "float32", "bfloat16", "complex128", "|S5"])
 
@@ -37,7 +37,7 @@ def described_state(state: object) -> Description:
     return Description.of(flatten(state)[1])
 
 
-def written(made: Plan, tensor: int) -> list[tuple[int, Box]]:
+def written(made: SavePlan, tensor: int) -> list[tuple[int, Box]]:
     """The boxes of a tensor with the ranks that write them."""
     shape = tuple(made.tensors.shapes[tensor])
     return [
@@ -62,7 +62,7 @@ def times_covered(shape: Shape, boxes: Iterable[Box]) -> tuple[int, int]:
     return min(counts, default=0), max(counts, default=0)
 
 
-def bytes_of(made: Plan, rank: int) -> int:
+def bytes_of(made: SavePlan, rank: int) -> int:
     share, tensors = made.shares[rank], made.tensors
     return sum(
         share.box(place, tuple(tensors.shapes[number])).volume * dtype_of(tensors.dtypes[number]).itemsize
@@ -186,7 +186,7 @@ def test_what_is_a_ranks_own_is_never_shared(world: list[Description]) -> None:
 @given(worlds(), st.integers(1, 3))
 def test_plan_survives_encoding(world: list[Description], copies: int) -> None:
     made = plan(world, copies)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=Plan) == plan(world, copies)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=SavePlan) == plan(world, copies)
 
 
 @settings(deadline=None)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from forged.checkpoint.errors import CheckpointException
-from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, Source
+from forged.checkpoint.ports import BLOCK_BYTES, ByteSource, CancelToken
 from forged.checkpoint.storage.direct_write import BlockBuffers, FileWriter, retry_interrupted, write_whole
 from forged.checkpoint.storage.files import CREATE, READ, Files, SystemFiles
 from tests.checkpoint.faulty_files import Act, failing, taking_at_most, with_fault
@@ -24,7 +24,7 @@ WAIT_S = 30.0
 
 
 def filled(
-    files: Files, source: Source, path: str = f"{ROOT}/a", threads: int = 2, rooms: BlockBuffers | None = None
+    files: Files, source: ByteSource, path: str = f"{ROOT}/a", threads: int = 2, rooms: BlockBuffers | None = None
 ) -> None:
     fd = files.open(path, CREATE)
     try:
@@ -46,7 +46,7 @@ def content(files: MemoryFiles) -> bytes:
 @pytest.mark.parametrize("lacking", [(), ("direct",), ("direct", "reserve")], ids=["direct", "cached", "unreserved"])
 @pytest.mark.parametrize("size", SIZES)
 def test_a_file_has_what_its_source_has(
-    size: int, lacking: tuple[str, ...], lie: Callable[[bytes], Source], threads: int
+    size: int, lacking: tuple[str, ...], lie: Callable[[bytes], ByteSource], threads: int
 ) -> None:
     files, data = MemoryFiles(lacking=lacking), pattern(size)
     filled(files, lie(data), threads=threads)

@@ -11,7 +11,7 @@ import pytest
 
 from forged.cli.forgectl import answers
 from forged.errors import PeerError
-from forged.plain_client.connection import Wire
+from forged.plain_client.connection import PlainConnection
 from tests.cli.scripted_daemon import scripted_daemon
 
 LONG_S = 60.0
@@ -27,8 +27,11 @@ LISTS = {"ListHandlers": "handlers", "ListPlugins": "plugins", "ListJobs": "jobs
 
 
 @contextmanager
-def answered(directory: Path, **bodies: Any) -> Iterator[Wire]:
-    with scripted_daemon(directory, bodies) as daemon, closing(Wire(f"unix://{daemon.path}", None, LONG_S)) as wire:
+def answered(directory: Path, **bodies: Any) -> Iterator[PlainConnection]:
+    with (
+        scripted_daemon(directory, bodies) as daemon,
+        closing(PlainConnection(f"unix://{daemon.path}", None, LONG_S)) as wire,
+    ):
         yield wire
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from forged.assets import asset
 from forged.cli.service import install
-from forged.cli.service.install import NEXT_TO_IT, File, decide
+from forged.cli.service.install import NEXT_TO_IT, InstalledFile, decide
 from forged.errors import ConfigError, ForgedError
 from forged.systemd.unit import is_untouched, stamped
 
@@ -70,8 +70,8 @@ def refused(code: str) -> Iterator[None]:
 
 
 class TestDecide:
-    ours = File(Path("/unit"), stamped("new"))
-    theirs = File(Path("/settings"), b"new", ours=False)
+    ours = InstalledFile(Path("/unit"), stamped("new"))
+    theirs = InstalledFile(Path("/settings"), b"new", ours=False)
 
     @pytest.mark.parametrize(
         ("found", "unit", "settings"),

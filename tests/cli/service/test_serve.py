@@ -19,7 +19,7 @@ from forged.client import BlockingClient
 from forged.client.client import EARLIEST
 from forged.config import Config
 from forged.kernel.messages import Record
-from forged.plain_client.connection import SUBSCRIBE, Wire
+from forged.plain_client.connection import SUBSCRIBE, PlainConnection
 from forged.status.model import DaemonStarted, DaemonStopping
 from tests.cli.service.test_check_config import BAD_CONFIG, BAD_KEYS
 from tests.client.threaded_daemon import ThreadedDaemon
@@ -291,7 +291,7 @@ def blocking_reader(daemon: DaemonProcess) -> Iterator[None]:
         client.create_job("a")
         for number in range(500):
             client.note("a", f"{number} {'x' * 4000}")
-    with closing(Wire(f"unix://{daemon.socket}", None, 60.0)) as line:
+    with closing(PlainConnection(f"unix://{daemon.socket}", None, 60.0)) as line:
         line._send([SUBSCRIBE, 1, EARLIEST, "", [], [], 1 << 16])
         with daemon.client() as client:
             client.ping()

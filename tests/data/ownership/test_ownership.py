@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forged.data.dataset import Indices
 from forged.data.messages import NAMED_MAX, PAGE_SHARDS_MAX, DatasetSpec
 from forged.data.ownership import pages, planning, suspect_copies
-from forged.data.ownership.attempt import Assignment, DataAttempt, Draft, Finished, LostShards
+from forged.data.ownership.attempt import Assignment, DataAttempt, Draft, FinishedTransfers, LostShards
 from forged.data.ownership.ownership import ShardOwnership
 from forged.data.placement.planner import DataRedistributor
 from forged.elastic.config import ElasticTrainingConfig
@@ -263,7 +263,7 @@ def test_where_so_many_doubts_cannot_be_remembered_those_go_first_that_are_about
 def test_all_have_finished_once() -> None:
     it = ownership(4, has_origin=True)
     settled(it, 1, {"a": NOTHING, "b": NOTHING})
-    done = Finished(2, 20)
+    done = FinishedTransfers(2, 20)
     assert [it.finish("a", 1, done), it.finish("a", 1, done), it.finish("b", 1, done)] == [False, False, True]
     assert not it.finish("b", 1, done)
 
@@ -275,8 +275,8 @@ def test_the_first_transfers_show_how_large_and_how_fast_they_are() -> None:
     assert attempt.plan is not None
     it.assignment = type(it.assignment)(1, attempt.target, attempt.plan.owners, attempt.plan.replicas)
     assert planning.preview(it, ["a"], CONFIG).estimated_s is None
-    it.finish("a", 1, Finished(4, 40_000, 2.0))
-    it.finish("b", 1, Finished(4, 40_000, 2.0))
+    it.finish("a", 1, FinishedTransfers(4, 40_000, 2.0))
+    it.finish("b", 1, FinishedTransfers(4, 40_000, 2.0))
     totals = planning.preview(it, ["a"], CONFIG)
     # Four transfers in as many lanes, of 5,000 bytes per second each.
     assert (totals.transfers, totals.bytes) == (4, 40_000)
@@ -287,7 +287,7 @@ def test_the_first_transfers_show_how_large_and_how_fast_they_are() -> None:
 def test_a_time_that_is_none_shows_nothing(took_s: float) -> None:
     it = ownership(2, has_origin=True)
     settled(it, 1, {"a": NOTHING})
-    assert it.finish("a", 1, Finished(2, 20, took_s))
+    assert it.finish("a", 1, FinishedTransfers(2, 20, took_s))
     assert planning.preview(it, ["a", "b"], CONFIG).estimated_s is None
 
 
@@ -377,7 +377,7 @@ def test_what_the_origin_does_not_give_a_member_is_news_once_and_forgotten_when_
     assert not it.report_lost(attempt, "a", lost._replace(reason="a: the bucket is away"))
     assert it.report_lost(attempt, "a", LostShards(1, (2,), "a: it is not there"))
     assert (attempt.lost.number, attempt.lacks_shards) == (1, True)
-    it.finish("a", 1, Finished(2, 200))
+    it.finish("a", 1, FinishedTransfers(2, 200))
     assert (attempt.lost, attempt.lacks_shards) == (LostShards(), False)
 
 
@@ -386,7 +386,7 @@ def test_what_the_origin_gave_another_who_needs_it_has_come() -> None:
     attempt = settled(it, 1, {"a": NOTHING, "b": NOTHING, "c": NOTHING})
     of_a = part(it, "a", 1)[2]
     assert not it.has_arrived(attempt, range(4))
-    it.finish("a", 1, Finished(len(of_a), 100))
+    it.finish("a", 1, FinishedTransfers(len(of_a), 100))
     assert [shard for shard in range(4) if it.has_arrived(attempt, [shard])] == sorted(of_a)
     attempt.plan = None
     assert not it.has_arrived(attempt, range(4))

@@ -30,7 +30,7 @@ from forged.data.store.port import (
     StoreFailed,
 )
 from forged.data.transfer.bandwidth import RATE_BYTES_MIN
-from forged.data.transfer.execution import Connection
+from forged.data.transfer.execution import SourceConnection
 from forged.data.transfer.manager import DataTransferManager
 from forged.data.transfer.origin_reads import ABANDONED_PER_SHARD_MAX
 from forged.data.transfer.outcome import BadCopy, TransferProgress, TransferReport
@@ -644,7 +644,7 @@ class InterruptedSource:
         pass
 
     def manager(self, store: ShardStore, **options: Any) -> DataTransferManager:
-        async def connect(worker: WorkerId) -> Connection:
+        async def connect(worker: WorkerId) -> SourceConnection:
             return self
 
         return DataTransferManager(WorkerId("a", "h", 1), store, connect, retry=FAST_RETRY, **options)
@@ -721,7 +721,7 @@ async def test_store_that_raises_cancellation_is_the_workers_own_fault() -> None
 
 
 async def test_cancellation_raised_by_a_source_is_no_report() -> None:
-    async def connect(worker: WorkerId) -> Connection:
+    async def connect(worker: WorkerId) -> SourceConnection:
         raise asyncio.CancelledError
 
     manager = DataTransferManager(WorkerId("a", "h", 1), MemoryShardStore(), connect)
@@ -903,7 +903,7 @@ async def test_origin_read_says_whether_an_unreachable_worker_may_hold_the_shard
         assert gate.wait(PATIENCE_S)
         write_bytes(one, file)
 
-    async def connect(worker: WorkerId) -> Connection:
+    async def connect(worker: WorkerId) -> SourceConnection:
         raise Unavailable("peer_gone", f"{worker} is not there", "")
 
     manager = DataTransferManager(

@@ -6,9 +6,17 @@ from hypothesis import strategies as st
 
 from forged.errors import ForgedError, PeerError, RequestRefused
 from forged.worker.collectives.hub import NAMES_MAX, REDUCED_BYTES_MAX, Collected, Hub, receives, values_due
-from forged.worker.transport.peer_messages import COLLECTIVE_BYTES_MAX, Call, Contribution, Form, Kind, Operation, Value
+from forged.worker.transport.peer_messages import (
+    COLLECTIVE_BYTES_MAX,
+    CollectiveCall,
+    Contribution,
+    Form,
+    Kind,
+    Operation,
+    Value,
+)
 
-BARRIER = Call(Kind.BARRIER)
+BARRIER = CollectiveCall(Kind.BARRIER)
 
 
 def hub(size: int = 3) -> Hub:
@@ -37,7 +45,7 @@ def error_of(one: Hub, rank: int, contribution: Contribution) -> ForgedError:
 def test_a_collective_is_complete_when_every_rank_has_called_it_in_any_order(order: list[int], rounds: int) -> None:
     one = hub(5)
     for number in range(1, rounds + 1):
-        call = Call(Kind.ALL_GATHER)
+        call = CollectiveCall(Kind.ALL_GATHER)
         outcomes = [one.take(rank, Contribution(number, call, value(b"%d" % rank))) for rank in order]
         assert outcomes[:-1] == [None] * 4
         collected = outcomes[-1]
@@ -48,8 +56,8 @@ def test_a_collective_is_complete_when_every_rank_has_called_it_in_any_order(ord
 
 def test_mismatched_calls_are_named_with_their_ranks() -> None:
     one = hub()
-    one.take(2, Contribution(1, Call(Kind.END_STEP, step=7)))
-    error = error_of(one, 0, Contribution(1, Call(Kind.END_STEP, step=8)))
+    one.take(2, Contribution(1, CollectiveCall(Kind.END_STEP, step=7)))
+    error = error_of(one, 0, Contribution(1, CollectiveCall(Kind.END_STEP, step=8)))
     assert isinstance(error, RequestRefused)
     assert error.code == "collective_mismatch"
     for said in ("#1", "w2 (rank 2)", "step=7", "w0 (rank 0)", "step=8"):
@@ -59,15 +67,15 @@ def test_mismatched_calls_are_named_with_their_ranks() -> None:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (Call(Kind.GATHER, 0), Call(Kind.GATHER, 1)),
-        (Call(Kind.ALL_GATHER), Call(Kind.GATHER, 0)),
+        (CollectiveCall(Kind.GATHER, 0), CollectiveCall(Kind.GATHER, 1)),
+        (CollectiveCall(Kind.ALL_GATHER), CollectiveCall(Kind.GATHER, 0)),
         (
-            Call(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="", shape=()),
-            Call(Kind.ALL_REDUCE, operation=Operation.MAX, dtype="", shape=()),
+            CollectiveCall(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="", shape=()),
+            CollectiveCall(Kind.ALL_REDUCE, operation=Operation.MAX, dtype="", shape=()),
         ),
     ],
 )
-def test_calls_differ_by_kind_root_and_operation(first: Call, second: Call) -> None:
+def test_calls_differ_by_kind_root_and_operation(first: CollectiveCall, second: CollectiveCall) -> None:
     one = hub()
     one.take(0, Contribution(1, first, value()))
     assert error_of(one, 1, Contribution(1, second, value())).code == "collective_mismatch"
@@ -76,7 +84,7 @@ def test_calls_differ_by_kind_root_and_operation(first: Call, second: Call) -> N
 @pytest.mark.parametrize(("dtype", "shape"), [("<f4", (2,)), ("<f8", (3,)), ("<f8", (2, 1))])
 def test_reductions_differ_by_type_and_shape(dtype: str, shape: tuple[int, ...]) -> None:
     def reduction(dtype: str, shape: tuple[int, ...]) -> Contribution:
-        call = Call(Kind.ALL_REDUCE, operation=Operation.SUM, dtype=dtype, shape=shape)
+        call = CollectiveCall(Kind.ALL_REDUCE, operation=Operation.SUM, dtype=dtype, shape=shape)
         return Contribution(1, call, Value(Form.ARRAY, memoryview(b""), dtype, shape))
 
     one = hub()
@@ -97,10 +105,10 @@ def test_rank_that_calls_twice_or_out_of_order_is_blamed(rank: int, number: int)
     "contribution",
     [
         Contribution(1, BARRIER, value()),
-        Contribution(1, Call(Kind.GATHER, 0)),
-        Contribution(1, Call(Kind.BROADCAST, 0), value()),
-        Contribution(1, Call(Kind.BROADCAST, 1)),
-        Contribution(1, Call(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="<f8", shape=(2,)), value()),
+        Contribution(1, CollectiveCall(Kind.GATHER, 0)),
+        Contribution(1, CollectiveCall(Kind.BROADCAST, 0), value()),
+        Contribution(1, CollectiveCall(Kind.BROADCAST, 1)),
+        Contribution(1, CollectiveCall(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="<f8", shape=(2,)), value()),
     ],
 )
 def test_rank_whose_value_does_not_match_its_call_is_blamed(contribution: Contribution) -> None:
@@ -108,17 +116,19 @@ def test_rank_whose_value_does_not_match_its_call_is_blamed(contribution: Contri
 
 
 def test_invalid_root_is_refused() -> None:
-    assert error_of(hub(), 1, Contribution(1, Call(Kind.GATHER, 3), value())).code == "collective_root_invalid"
+    assert (
+        error_of(hub(), 1, Contribution(1, CollectiveCall(Kind.GATHER, 3), value())).code == "collective_root_invalid"
+    )
 
 
 def test_largest_stop_wish_counts_and_names_its_ranks() -> None:
-    step = Call(Kind.END_STEP, step=1)
+    step = CollectiveCall(Kind.END_STEP, step=1)
     collected = collect(hub(), *(Contribution(1, step, stop_wanted=wanted) for wanted in (0, 9, 4)))
     assert (collected.stop_wanted, collected.stop_by) == (9, ("w1", "w2"))
 
 
-@pytest.mark.parametrize("call", [Call(Kind.ALL_GATHER), Call(Kind.GATHER, 0)])
-def test_too_large_gather_is_refused_early_with_its_sum(call: Call) -> None:
+@pytest.mark.parametrize("call", [CollectiveCall(Kind.ALL_GATHER), CollectiveCall(Kind.GATHER, 0)])
+def test_too_large_gather_is_refused_early_with_its_sum(call: CollectiveCall) -> None:
     piece = value(bytes(COLLECTIVE_BYTES_MAX // 2 + 1))
     one = hub(12)
     one.take(7, Contribution(1, call, piece))
@@ -128,7 +138,7 @@ def test_too_large_gather_is_refused_early_with_its_sum(call: Call) -> None:
 
 
 def test_earlier_gathers_do_not_count_towards_the_limit() -> None:
-    one, call, piece = hub(2), Call(Kind.ALL_GATHER), value(bytes(COLLECTIVE_BYTES_MAX // 2))
+    one, call, piece = hub(2), CollectiveCall(Kind.ALL_GATHER), value(bytes(COLLECTIVE_BYTES_MAX // 2))
     for number in (1, 2):
         one.take(1, Contribution(number, call, piece))
         assert one.take(0, Contribution(number, call, piece)) is not None
@@ -137,7 +147,7 @@ def test_earlier_gathers_do_not_count_towards_the_limit() -> None:
 @pytest.mark.parametrize(("size", "is_refused"), [(16, False), (17, True)])
 def test_too_large_reduction_is_refused_at_the_first_call(size: int, is_refused: bool) -> None:
     data = bytes(COLLECTIVE_BYTES_MAX)
-    call = Call(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="|u1", shape=(len(data),))
+    call = CollectiveCall(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="|u1", shape=(len(data),))
     contribution = Contribution(1, call, Value(Form.ARRAY, memoryview(data), "|u1", (len(data),)))
     if not is_refused:
         assert hub(size).take(5, contribution) is None
@@ -151,27 +161,27 @@ def test_too_large_reduction_is_refused_at_the_first_call(size: int, is_refused:
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        (Call(Kind.GATHER, 1), [False, True, False]),
-        (Call(Kind.BROADCAST, 1), [True, False, True]),
-        (Call(Kind.ALL_GATHER), [True, True, True]),
+        (CollectiveCall(Kind.GATHER, 1), [False, True, False]),
+        (CollectiveCall(Kind.BROADCAST, 1), [True, False, True]),
+        (CollectiveCall(Kind.ALL_GATHER), [True, True, True]),
     ],
 )
-def test_only_ranks_that_need_the_values_receive_them(call: Call, expected: list[bool]) -> None:
+def test_only_ranks_that_need_the_values_receive_them(call: CollectiveCall, expected: list[bool]) -> None:
     assert [receives(call, rank) for rank in range(3)] == expected
 
 
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        (Call(Kind.GATHER, 1), [0, 3, 0]),
-        (Call(Kind.BROADCAST, 1), [1, 0, 1]),
-        (Call(Kind.ALL_GATHER), [3, 3, 3]),
-        (Call(Kind.ALL_REDUCE), [1, 1, 1]),
+        (CollectiveCall(Kind.GATHER, 1), [0, 3, 0]),
+        (CollectiveCall(Kind.BROADCAST, 1), [1, 0, 1]),
+        (CollectiveCall(Kind.ALL_GATHER), [3, 3, 3]),
+        (CollectiveCall(Kind.ALL_REDUCE), [1, 1, 1]),
         (BARRIER, [0, 0, 0]),
-        (Call(Kind.END_STEP), [0, 0, 0]),
+        (CollectiveCall(Kind.END_STEP), [0, 0, 0]),
     ],
 )
-def test_each_rank_receives_its_number_of_values(call: Call, expected: list[int]) -> None:
+def test_each_rank_receives_its_number_of_values(call: CollectiveCall, expected: list[int]) -> None:
     assert [values_due(call, rank, 3) for rank in range(3)] == expected
 
 

@@ -20,7 +20,7 @@ import forged
 from forged.clock import SystemClock
 from forged.errors import Unavailable
 from forged.net.protocol.messages import Failure
-from forged.plain_client.connection import Wire
+from forged.plain_client.connection import PlainConnection
 from forged.worker.process import pulse as pulses
 from forged.worker.process.counters import Counters
 from forged.worker.process.pulse import FLAGS, PulseKeeper, PulseProcess
@@ -455,12 +455,12 @@ class TestReplacing:
 def test_real_daemon_counts_a_killed_worker_as_failed(threaded_daemon: ThreadedDaemon) -> None:
     """The worker's own connection is this test's, and stays: what tells of the death is the pulse."""
     endpoint = threaded_daemon.runner.endpoint
-    with socket.create_server(("127.0.0.1", 0)) as peers, closing(Wire(endpoint, None, PATIENCE_S)) as line:
+    with socket.create_server(("127.0.0.1", 0)) as peers, closing(PlainConnection(endpoint, None, PATIENCE_S)) as line:
         worker = {"id": "w1", "hostname": "127.0.0.1", "port": peers.getsockname()[1]}
         line.request("JoinJob", job="run", worker=worker, incarnation=INCARNATION, settings={"stability_window_ms": 0})
         with (
             victim(endpoint, "counters.step = 41; signal.pause()") as killed,
-            closing(Wire(endpoint, None, PATIENCE_S)) as news,
+            closing(PlainConnection(endpoint, None, PATIENCE_S)) as news,
         ):
             while news.request("ShowWorker", job="run", worker_id="w1")["step"] != 41:
                 pass

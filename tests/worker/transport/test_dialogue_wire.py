@@ -23,8 +23,8 @@ from forged.worker.transport.dialogue_wire import (
     DIALOGUE_BYTES_MAX,
     PIECE_BYTES,
     Conversation,
+    DialogueWire,
     HungUp,
-    Wire,
     in_one_go,
 )
 from forged.worker.transport.peer_link import frame_of
@@ -84,7 +84,7 @@ async def error_of(made: BulkChannel, conversation: Conversation[Any]) -> Forged
     return raised.value
 
 
-async def hear(wire: Wire) -> Any:
+async def hear(wire: DialogueWire) -> Any:
     return await wire.hear(PATIENCE_S)
 
 
@@ -156,11 +156,11 @@ async def test_bytes_of_a_file_arrive_as_they_are(carrier: BulkTransport, size: 
     os.pwrite(file, data, 0)
     got = bytearray()
 
-    async def take(wire: Wire) -> None:
+    async def take(wire: DialogueWire) -> None:
         while len(got) < size:
             await wire.take(min(PIECE_BYTES, size - len(got)), got.extend)
 
-    async def give(wire: Wire) -> None:
+    async def give(wire: DialogueWire) -> None:
         await wire.give(file, 10, size, PATIENCE_S)
 
     async with pair(carrier) as channels:
@@ -255,7 +255,7 @@ async def test_a_pause_ends_when_the_connection_is_cut() -> None:
         started = asyncio.Event()
         loop = asyncio.get_running_loop()
 
-        async def pause(wire: Wire) -> None:
+        async def pause(wire: DialogueWire) -> None:
             loop.call_soon_threadsafe(started.set)
             await wire.pause(100 * PATIENCE_S)
 

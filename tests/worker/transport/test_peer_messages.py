@@ -12,8 +12,8 @@ from forged.errors import PeerError
 from forged.worker.transport import peer_messages
 from forged.worker.transport.peer_messages import (
     Answer,
-    Call,
     Challenge,
+    CollectiveCall,
     Contribution,
     Form,
     Kind,
@@ -85,12 +85,13 @@ def test_proof_cannot_be_reflected() -> None:
 
 def test_a_value_comes_back_without_a_copy_of_its_own() -> None:
     value = Value(Form.ARRAY, memoryview(b"12345678"), "<f8", ())
-    payload = encode(Contribution(1, Call(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="<f8", shape=()), value))
+        call = CollectiveCall(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="<f8", shape=())
+    payload = encode(Contribution(1, call, value))
     came = decode(payload)
     assert isinstance(came, Contribution)
     assert came.value is not None
     assert came.value.data.obj is payload
-    assert came == Contribution(1, Call(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="<f8", shape=()), value)
+    assert came == Contribution(1, call, value)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +125,9 @@ def test_what_later_versions_append_is_ignored() -> None:
 
 
 def test_calls_are_named_by_what_they_do() -> None:
-    assert str(Call(Kind.BARRIER)) == "barrier()"
-    assert str(Call(Kind.END_STEP, step=7)) == "end_step(step=7)"
-    reduction = Call(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="<f4", shape=(2, 3))
+    assert str(CollectiveCall(Kind.BARRIER)) == "barrier()"
+    assert str(CollectiveCall(Kind.END_STEP, step=7)) == "end_step(step=7)"
+    reduction = CollectiveCall(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="<f4", shape=(2, 3))
     assert str(reduction) == "all_reduce(sum, dtype=<f4, shape=(2, 3))"
 
 

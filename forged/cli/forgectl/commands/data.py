@@ -17,7 +17,7 @@ from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options, Parser, verb, verbs_of
 from forged.cli.process import EXIT_FAILED, EXIT_OK
-from forged.plain_client.connection import Wire
+from forged.plain_client.connection import PlainConnection
 
 WITHOUT_DATA = frozenset({"job_without_data"})
 UNTOLD = WITHOUT_DATA | {"request_unknown"}
@@ -109,13 +109,13 @@ def _audit(options: Options) -> int:
 # Requests.
 
 
-def planned_transfers(wire: Wire, job: str, workers: Sequence[Any], gone: Sequence[Any]) -> Row:
+def planned_transfers(wire: PlainConnection, job: str, workers: Sequence[Any], gone: Sequence[Any]) -> Row:
     """The transfers to a world of these workers, by rank, if the `gone` workers have failed; empty without data."""
     # An older daemon does not know the field `gone`.
     return answers.one_unless(wire, UNTOLD, "PlanData", job=job, workers=workers, **({"gone": gone} if gone else {}))
 
 
-def _audits(wire: Wire, job: str, first: Row, epochs: Sequence[Any]) -> Iterator[Row]:
+def _audits(wire: PlainConnection, job: str, first: Row, epochs: Sequence[Any]) -> Iterator[Row]:
     """The audits of these epochs, of which `first` is one; `over` if a later epoch has begun."""
     newest = max(_recorded(first), default=-1)
     for number in epochs:

@@ -17,7 +17,7 @@ from forged.cli.forgectl.parser import Options, Parser, positional
 from forged.cli.forgectl.values import fact_id
 from forged.cli.process import EXIT_OK, remark, stop_without_reader
 from forged.errors import Unavailable
-from forged.plain_client.connection import Event, Wire
+from forged.plain_client.connection import Event, PlainConnection
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ def _past(options: Options) -> Iterator[Event]:
 def _follow(options: Options) -> Iterator[Event]:
     position, history = options.since, ""
 
-    def read(wire: Wire) -> Iterator[Event]:
+    def read(wire: PlainConnection) -> Iterator[Event]:
         nonlocal position, history
         position = wire.latest if position is None else position
         history = history or wire.history
@@ -83,7 +83,7 @@ def _follow(options: Options) -> Iterator[Event]:
     return over_restarts(options, read)
 
 
-def over_restarts(options: Options, read: Callable[[Wire], Iterator[T]]) -> Iterator[T]:
+def over_restarts(options: Options, read: Callable[[PlainConnection], Iterator[T]]) -> Iterator[T]:
     """Yield what `read` yields, without end: reconnect when the daemon stops."""
     pause_s = 0.0
     while True:

@@ -15,7 +15,7 @@ from forged.cli.forgectl.output import answer, print_json
 from forged.cli.forgectl.parser import Options, Parser, add_reason, positional, verb, verbs_of
 from forged.cli.forgectl.values import settings, version
 from forged.cli.process import EXIT_OK, stop_without_reader
-from forged.plain_client.connection import Wire
+from forged.plain_client.connection import PlainConnection
 
 COLUMNS = ("name", "phase", "version", "created_at", "created_by", "settings")
 WATCH_INTERVAL_S = 0.2
@@ -207,12 +207,12 @@ def _watch(options: Options) -> int:
 # The state of the training.
 
 
-def _training(wire: Wire, job: str) -> Row:
+def _training(wire: PlainConnection, job: str) -> Row:
     """The state of a job's training; empty before the first worker joins, or if the daemon does not support it."""
     return answers.one_unless(wire, UNTOLD, "ShowCluster", job=job)
 
 
-def _phases(wire: Wire) -> dict[str, Row]:
+def _phases(wire: PlainConnection) -> dict[str, Row]:
     """The phase of each job that a worker has joined, and whether it is paused; empty if the daemon does not tell."""
     clusters = answers.pages_unless(wire, UNTOLD, "ListClusters", field="clusters", key="job")
     return {

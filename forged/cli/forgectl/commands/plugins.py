@@ -10,7 +10,7 @@ from forged.cli.forgectl.parser import Options, Parser, positional, verb, verbs_
 from forged.cli.forgectl.values import settings
 from forged.cli.process import EXIT_OK
 from forged.errors import RequestRefused
-from forged.plain_client.connection import Wire
+from forged.plain_client.connection import PlainConnection
 
 COLUMNS = ("name", "version", "state", "handled", "failed", "published", "origin", "reason")
 ACTIVE = "active"
@@ -29,7 +29,7 @@ def fill(plugins: Parser) -> None:
     positional(use, "settings", "KEY=VALUE", nargs="*")
 
 
-def listed(wire: Wire) -> list[Row]:
+def listed(wire: PlainConnection) -> list[Row]:
     """All plugins."""
     return answers.several(wire, "ListPlugins", field="plugins", key="name")
 
@@ -42,7 +42,7 @@ def commands_of(plugin: Row) -> list[Row]:
     return [one if isinstance(one, dict) else {"name": one} for one in commands]
 
 
-def inactive(wire: Wire) -> Row:
+def inactive(wire: PlainConnection) -> Row:
     """The status line of plugins that are not active; empty if all are."""
     try:
         plugins = listed(wire)

@@ -21,7 +21,7 @@ from forged.cli.forgectl.output import answer, print_json
 from forged.cli.forgectl.parser import Options, Parser
 from forged.cli.process import EXIT_OK, stop_without_reader
 from forged.errors import RequestRefused
-from forged.plain_client.connection import Wire
+from forged.plain_client.connection import PlainConnection
 
 POLL_INTERVAL_S = 0.2
 BAR_WIDTH = 24
@@ -66,7 +66,7 @@ def _follow(options: Options) -> int:
     return EXIT_OK
 
 
-def _poll(wire: Wire, job: str) -> Iterator[Row]:
+def _poll(wire: PlainConnection, job: str) -> Iterator[Row]:
     while True:
         try:
             yield answers.one(wire, "ShowTransfers", job=job)
@@ -94,7 +94,7 @@ class _Screen:
         self._attempt, self._height = view.get("attempt"), len(lines)
 
 
-def under_way(wire: Wire, job: str, training: Row) -> Row:
+def under_way(wire: PlainConnection, job: str, training: Row) -> Row:
     """The transfers of the rescale in progress; empty if there are none."""
     rescale = training.get("rescale")
     if not isinstance(rescale, dict):

@@ -15,7 +15,7 @@ from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options, Parser, add_reason, positional, verb, verbs_of
 from forged.cli.process import EXIT_OK
 from forged.errors import RequestRefused
-from forged.plain_client.connection import Wire
+from forged.plain_client.connection import PlainConnection
 
 COLUMNS = ("job", "id", "rank", "status", "step", "gen", "heartbeat_s", "address", "problem")
 YIELDING = ("address", "gen", "heartbeat_s", "step")
@@ -113,17 +113,17 @@ def _named_job(options: Options) -> str | None:
 # Requests.
 
 
-def listed(wire: Wire, jobs: Iterable[str], after: str = "") -> Iterator[Row]:
+def listed(wire: PlainConnection, jobs: Iterable[str], after: str = "") -> Iterator[Row]:
     """The workers of these jobs, of each job those with ids greater than `after`."""
     for job in jobs:
         yield from answers.pages_unless(wire, UNTRAINED, "ListWorkers", field="workers", key="id", after=after, job=job)
 
 
-def _jobs(wire: Wire) -> list[str]:
+def _jobs(wire: PlainConnection) -> list[str]:
     return [f"{job.get('name')}" for job in answers.pages(wire, "ListJobs", field="jobs", key="name")]
 
 
-def _required(wire: Wire, job: str) -> list[Row]:
+def _required(wire: PlainConnection, job: str) -> list[Row]:
     """The workers of a job; refused if the job does not exist."""
     workers = list(listed(wire, [job]))
     if not workers:
@@ -131,7 +131,7 @@ def _required(wire: Wire, job: str) -> list[Row]:
     return workers
 
 
-def _find(wire: Wire, options: Options) -> tuple[str, Row]:
+def _find(wire: PlainConnection, options: Options) -> tuple[str, Row]:
     """The named worker and its job."""
     worker, named = options.worker, _named_job(options)
     if named:
