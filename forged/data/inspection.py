@@ -119,7 +119,7 @@ class DataInspection:
         for worker in attempt.target:
             told = progress.get(worker.id) if number == attempt.number else None
             finished = attempt.finished.get(worker.id)
-                        reported = FinishedTransfers(told.shards, told.data_bytes) if told else FinishedTransfers(0, 0)
+            reported = FinishedTransfers(told.shards, told.data_bytes) if told else FinishedTransfers(0, 0)
             done, moved, _ = finished or reported
             transfers = 0 if attempt.plan is None else len(attempt.plan.for_worker(worker))
             yield WorkerTransfers(worker.id, done, transfers, moved, finished is not None)

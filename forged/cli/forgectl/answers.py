@@ -46,7 +46,7 @@ def several(wire: PlainConnection, method: str, *, field: str, key: str) -> list
 
 
 def pages(
-        wire: PlainConnection,
+    wire: PlainConnection,
     method: str,
     *,
     field: str,
@@ -54,7 +54,6 @@ def pages(
     after: str = "",
     pages_max: int | None = None,
     **fields: Any,
-,
 ) -> list[Row]:
     """Read a long list page by page; each page starts after the last entry of the previous one."""
     entries: list[Row] = []

@@ -68,12 +68,11 @@ def saved(ranks: int, level: CompressionLevel = CompressionLevel.NONE) -> tuple[
 
 
 def write_files(
-        storage: MemoryStorage,
+    storage: MemoryStorage,
     source: Manifest,
     files: list[ConsolidatedFile],
     level: CompressionLevel,
     token: CancelToken = NEVER,
-,
 ) -> list[Part]:
     tensors = SavedTensors(storage, source, token)
     return [write_file(storage, "a", file, tensors, level, 0, token) for file in files]

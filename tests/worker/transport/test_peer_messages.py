@@ -85,7 +85,7 @@ def test_proof_cannot_be_reflected() -> None:
 
 def test_a_value_comes_back_without_a_copy_of_its_own() -> None:
     value = Value(Form.ARRAY, memoryview(b"12345678"), "<f8", ())
-        call = CollectiveCall(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="<f8", shape=())
+    call = CollectiveCall(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="<f8", shape=())
     payload = encode(Contribution(1, call, value))
     came = decode(payload)
     assert isinstance(came, Contribution)
