@@ -14,6 +14,7 @@ import os
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from copy import copy
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -50,6 +51,7 @@ from forged.net.protocol.messages import (
 from forged.net.transport.connection import ConnectionLimits
 from forged.net.transport.port import Address, Network
 from forged.net.transport.tls import client_context
+from forged.owner_task import OwnerTask
 from forged.paths import client_socket
 from forged.retry import RECONNECTING, RetryPolicy
 
@@ -104,6 +106,7 @@ class ForgedClient(BulkMethods):
         self._served = ServedRequests()
         self._end: ForgedError | None = NOT_OPEN
         self._tasks: TaskGroup | None = None
+        self._owner = OwnerTask(self._running())
         self._network = network if network is not None else _system_network(self.endpoints)
         self._connector = Connector(
             self.endpoints,
@@ -120,21 +123,14 @@ class ForgedClient(BulkMethods):
     async def __aenter__(self) -> Self:
         if self._tasks is not None:
             raise RequestRefused("client_reopened", "a client can be opened only once", "create another client")
-        self._tasks = anyio.create_task_group()
-        self._end = None
-        await self._tasks.__aenter__()
-        self._tasks.start_soon(self._connector.run)
-        try:
-            await self._connector.first()
-        except BaseException as error:
-            await self._close(error)
-            raise
+        await self._owner.open()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return await self._close(error)
+    ) -> None:
+        with anyio.CancelScope(shield=True):
+            await self._owner.close()
 
     @property
     def connected(self) -> bool:
@@ -246,19 +242,26 @@ class ForgedClient(BulkMethods):
         for stream in list(self._streams.values()):
             stream.fail(error)
 
-    async def _close(self, error: BaseException | None) -> bool | None:
-        assert self._tasks is not None
-        with anyio.CancelScope(shield=True):
-            self._connector.finish(CLOSED)
-            await self._connector.leave(self._calls.acknowledged)
-        self._tasks.cancel_scope.cancel()
-        try:
-            return await self._tasks.__aexit__(None if error is None else type(error), error, None)
-        except BaseExceptionGroup as group:
-            # An error of the block leaves it unchanged; only errors of the client's own tasks come as a group.
-            if error is not None and group.exceptions == (error,):
-                return None
-            raise
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        """Keep a connection inside the block, which begins with the first one."""
+        failure: ForgedError | None = None
+        async with anyio.create_task_group() as self._tasks:
+            self._end = None
+            self._tasks.start_soon(self._connector.run)
+            try:
+                await self._connector.first()
+                yield
+            except ForgedError as error:
+                # Raised below: the task group would wrap it in an exception group.
+                failure = error
+            finally:
+                with anyio.CancelScope(shield=True):
+                    self._connector.finish(CLOSED)
+                    await self._connector.leave(self._calls.acknowledged)
+                self._tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
 
     # Requests.
 

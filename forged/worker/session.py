@@ -19,7 +19,7 @@ from forged.client.client import ForgedClient
 from forged.data.messages import CorruptShardFound
 from forged.elastic.messages import JoinReply
 from forged.elastic.model import WorkerId
-from forged.errors import ForgedError
+from forged.errors import ForgedError, Unavailable
 from forged.net.transport.port import Address
 from forged.retry import REJOINING
 from forged.worker.daemon_link.heartbeat import HeartbeatSender
@@ -235,6 +235,14 @@ async def open_session(
             yield session
         except Exception as error:  # noqa: BLE001 - raised below: a task group would wrap it in an exception group
             failure = error
+        except BaseException:
+            # A script in another task than the session's must not take this for the end of the training.
+            state.fail(
+                Unavailable(
+                    "session_ended", "the worker's session ended by itself", "close the worker: that raises why"
+                )
+            )
+            raise
         finally:
             with anyio.CancelScope(shield=True):
                 await session.leave("it was disconnected")

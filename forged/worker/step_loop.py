@@ -89,9 +89,7 @@ class StepLoop:
 
     async def _advance(self, rescaler: Rescaler, total: int | None) -> int | Leaving | None:
         view, current_world, progress, session = self._view, self._current_world, self._progress, self._session
-        while not session.is_over:
-            if view.end is not None:
-                await self._fail(view.end)
+        while view.end is None and not session.is_over:
             if view.completed is not None:
                 await self._complete(view.completed)
             elif total is not None and progress.step >= total and current_world.may_step:
@@ -108,6 +106,8 @@ class StepLoop:
                 self._process.look_after_pulse()
                 await session.hooks.resume_training()
                 return progress.step
+        if view.end is not None:
+            await self._fail(view.end)
         return None
 
     async def finish_step(self) -> bool:

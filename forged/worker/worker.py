@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from random import Random, SystemRandom
 from typing import Any, Self
 
@@ -39,6 +39,7 @@ from forged.elastic.model import (
 from forged.errors import RequestRefused
 from forged.logger_adapter import SCRIPT_LOG, as_log
 from forged.net.transport.port import Network
+from forged.owner_task import OwnerTask
 from forged.worker import arguments
 from forged.worker.drain import Leaving
 from forged.worker.errors import JobEnded, WorkerEvicted
@@ -123,7 +124,7 @@ class ElasticWorker:
         self._session: WorkerSession | None = None
         self._steps: StepLoop | None = None
         """Both are None while the worker is not connected."""
-        self._connection: AbstractAsyncContextManager[ElasticWorker] | None = None
+        self._connection: OwnerTask[ElasticWorker] | None = None
         """The session that `connect` has opened."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_open = False
@@ -292,19 +293,24 @@ class ElasticWorker:
     # Connecting and leaving.
 
     async def connect(self, *endpoints: str) -> None:
-        """Connect to a daemon and register. Disconnect in the same task."""
-        connection = self.session(*endpoints)
-        await connection.__aenter__()
+        """Connect to a daemon and register. Any task may disconnect."""
+        self.process.check()
+        connection = OwnerTask(self.session(*endpoints))
+        await connection.open()
         self._connection = connection
         try:
             await self.register()
         except BaseException:
-            await self.disconnect()
+            with anyio.CancelScope(shield=True):
+                await self.disconnect()
             raise
 
     @asynccontextmanager
     async def session(self, *endpoints: str) -> AsyncIterator[ElasticWorker]:
-        """Be connected inside the block, reachable for peers; `register` makes this a worker of the job."""
+        """Be connected inside the block, reachable for peers; `register` makes this a worker of the job.
+
+        Unlike `connect`, it ends in the task in which it began.
+        """
         self.process.check()
         if self._is_open:
             raise RequestRefused("worker_connected", "the worker is already connected to the cluster", "disconnect it")
@@ -341,9 +347,13 @@ class ElasticWorker:
 
     async def disconnect(self) -> None:
         """Leave. No effect for a worker that is not connected."""
-        connection, self._connection = self._connection, None
+        connection = self._connection
         if connection is not None and not self.process.is_forked:
-            await connection.__aexit__(None, None, None)
+            try:
+                await connection.close()
+            finally:
+                if self._connection is connection:
+                    self._connection = None
 
     async def close(self) -> None:
         """Leave. Idempotent."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -25,16 +24,5 @@ async def group(runner: DaemonRunner) -> AsyncIterator[TrainerGroup]:
 @pytest.fixture
 async def client(runner: DaemonRunner) -> AsyncIterator[ForgedClient]:
     """An operator."""
-    ready: asyncio.Future[ForgedClient] = asyncio.get_running_loop().create_future()
-    leave = asyncio.Event()
-
-    async def live() -> None:
-        async with ForgedClient(runner.endpoint, reconnect=SOON) as client:
-            ready.set_result(client)
-            await leave.wait()
-
-    # In a task of its own: a fixture begins and ends in different ones.
-    life = asyncio.create_task(live())
-    yield await ready
-    leave.set()
-    await life
+    async with ForgedClient(runner.endpoint, reconnect=SOON) as client:
+        yield client
