@@ -5,23 +5,25 @@ Invariants:
 - Every worker owns its weighted share, rounded down or up.
 - The incremental plan moves the minimum: a shard moves only if its owner is gone or owns more than its share.
 - The full reshuffle deals all shards in rounds over the new ranks.
+- A shard comes from a copy on the destination's host, else from any copy, else from the origin. Equally good copies
+  take turns, so that the load is even.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from forged.data.arguments import whole
-from forged.data.columns import NOBODY, Column, Counts, Places, count, deal, group, ordinals
+from forged.data.columns import NOBODY, Column, Counts, Mask, Places, count, deal, group, ordinals
 from forged.data.dataset import Dataset
-from forged.data.model import TransferPace
+from forged.data.model import SourceKind, TransferPace
 from forged.data.placement.holdings import Held, HeldCopies, Roster, read_owners, read_replicas
-from forged.data.placement.plan import DataRedistributionPlan, TransferColumns
+from forged.data.placement.plan import KINDS, DataRedistributionPlan, Kinds, TransferColumns
 from forged.data.placement.replicas import keep_replicas, place_replicas
 from forged.data.placement.shares import Shares, Weights, read_weights
-from forged.data.placement.sources import choose_sources
 from forged.data.placement.validation import RedistributionReport, examine
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, RedistributionType, WorkerId
@@ -235,3 +237,48 @@ def _part(
     towards = destinations[ids]
     sources = choose_sources(held, towards, roster.hosts)
     return TransferColumns(ids, sources.workers, sources.kinds, towards, np.full(ids.size, copy, np.uint8))
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """For each transfer the source, -1 for the origin, and its kind."""
+
+    workers: Column
+    kinds: Kinds
+
+
+def choose_sources(copies: Column, destinations: Column, hosts: Column) -> Sources:
+    """The source of each transfer; `copies` has a row for the owners, then one for each replica."""
+    transfers = destinations.size
+    sources = Sources(
+        np.full(transfers, NOBODY, np.int32), np.full(transfers, KINDS.index(SourceKind.ORIGIN), np.uint8)
+    )
+    found = np.flatnonzero((copies != NOBODY).any(axis=0))
+    if found.size:
+        row = _rows(copies[:, found], destinations[found], hosts)
+        sources.workers[found] = copies[row, found]
+        sources.kinds[found] = np.where(row == 0, KINDS.index(SourceKind.OWNER), KINDS.index(SourceKind.REPLICA))
+    return sources
+
+
+def _rows(copies: Column, destinations: Column, hosts: Column) -> Places:
+    """The chosen row in each column; every column has a copy."""
+    there = copies != NOBODY
+    near = there & (hosts[copies] == hosts[destinations])
+    good = np.where(near.any(axis=0), near, there)
+    return _nth(good, _turns(good, copies, hosts.size))
+
+
+def _turns(good: Mask, copies: Column, workers: int) -> Places:
+    """Which of the good copies is next, in turns among the transfers with the same first good copy."""
+    turns = np.zeros(good.shape[1], np.intp)
+    choices = good.sum(axis=0)
+    several = np.flatnonzero(choices > 1)
+    first = copies[good[:, several].argmax(axis=0), several]
+    turns[several] = ordinals(first, workers) % choices[several]
+    return turns
+
+
+def _nth(good: Mask, turns: Places) -> Places:
+    rows: Places = (good & (good.cumsum(axis=0) == turns + 1)).argmax(axis=0)
+    return rows

@@ -14,9 +14,8 @@ import numpy.typing as npt
 
 from forged.data.columns import NOBODY, Column, Counts, Mask, Places
 from forged.data.model import SourceKind
-from forged.data.placement.plan import DataRedistributionPlan
+from forged.data.placement.plan import KINDS, DataRedistributionPlan
 from forged.data.placement.shares import Shares
-from forged.data.placement.sources import KINDS
 from forged.elastic.model import ClusterTopology, WorkerId
 
 NAMED_MAX = 10
