@@ -13,7 +13,7 @@ from time import perf_counter
 import numpy as np
 
 from benchmarks.harness import Figure, interleaved, main
-from forged.data.dataset import Dataset
+from forged.data.model import Dataset
 from forged.data.permutation import Permutation
 from forged.data.sampling.sampler import ElasticSampler
 

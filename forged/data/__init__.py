@@ -1,8 +1,7 @@
 """Training data: shards and their placement, transfers between workers, sampling and the audit."""
 
 from forged.data.audit.epoch_audit import EpochAudit, UsageLog
-from forged.data.dataset import Dataset
-from forged.data.model import DataShard, DataTransfer, SourceKind, TransferPace
+from forged.data.model import Dataset, DataShard, DataTransfer, SourceKind, TransferPace
 from forged.data.placement.plan import DataRedistributionPlan
 from forged.data.placement.planner import DataRedistributor
 from forged.data.placement.validation import RedistributionReport

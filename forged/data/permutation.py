@@ -18,7 +18,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from forged.data.arguments import whole
+from forged.data.model import whole
 from forged.errors import Problem, RequestRefused
 
 Indices = npt.NDArray[np.int64]

@@ -17,7 +17,6 @@ from typing import NoReturn
 import numpy as np
 
 from forged.clock import Clock
-from forged.data.dataset import Indices
 from forged.data.inspection import Compute, DataInspection
 from forged.data.messages import (
     NAMED_MAX,
@@ -34,6 +33,7 @@ from forged.data.messages import (
     TransfersCompleted,
     TransfersPlanned,
 )
+from forged.data.model import Indices
 from forged.data.ownership.attempt import Assignment, DataAttempt, Draft, FinishedTransfers, LostShards
 from forged.data.ownership.ownership import ShardOwnership, attempt_over
 from forged.data.ownership.pages import transfer_page

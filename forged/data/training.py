@@ -12,8 +12,8 @@ from typing import cast
 
 import msgspec
 
-from forged.data.dataset import Dataset
 from forged.data.messages import DatasetSpec
+from forged.data.model import Dataset
 from forged.data.placement.planner import check_replication
 from forged.data.placement.shares import check_weight
 from forged.data.sampling.sampler import ElasticSampler, SamplingMode

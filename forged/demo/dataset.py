@@ -14,8 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from forged.data.dataset import Dataset
-from forged.data.model import DataShard
+from forged.data.model import Dataset, DataShard
 from forged.data.store.directory import DirectoryShardStore
 from forged.data.store.origin import FunctionOrigin
 from forged.data.store.port import ShardStore

@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 
 from forged.blocking.facade import BlockingFacade, blocking
 from forged.blocking.loop_thread import LoopThread
-from forged.data.dataset import Indices
+from forged.data.model import Indices
 from forged.data.sampling.sampler import ElasticSampler
 from forged.data.training import TrainingData
 from forged.data.transfer.manager import DataTransferManager

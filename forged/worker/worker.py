@@ -19,7 +19,7 @@ import anyio
 import msgspec
 
 from forged.clock import Clock, SystemClock
-from forged.data.dataset import Indices
+from forged.data.model import Indices
 from forged.data.placement.plan import DataRedistributionPlan
 from forged.data.sampling.sampler import ElasticSampler
 from forged.data.training import TrainingData, check_same_samples

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from forged.data import DirectoryShardStore, ElasticSampler, FunctionOrigin, TrainingData
-from forged.data.dataset import Dataset
 from forged.data.messages import DatasetSpec
+from forged.data.model import Dataset
 from forged.data.placement.planner import REPLICATION_MAX
 from forged.data.store.memory import MemoryShardStore
 from forged.data.store.origin import ORIGIN_TIMEOUT_S

@@ -18,8 +18,7 @@ import anyio
 import msgspec
 from anyio import CapacityLimiter
 
-from forged.data.dataset import Dataset
-from forged.data.model import DataShard
+from forged.data.model import Dataset, DataShard
 from forged.data.sampling.sampler import ElasticSampler, SamplingMode
 from forged.data.store.memory import MemoryShardStore
 from forged.data.store.port import StoreFailed

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 
 from forged.data.audit.epoch_audit import UsageLog
-from forged.data.dataset import Indices
+from forged.data.model import Indices
 from forged.data.ownership.ownership import ShardOwnership
 from forged.data.ownership.suspect_copies import SuspectCopies
 from forged.data.sampling.sampler import ElasticSampler

@@ -19,7 +19,7 @@ import pytest
 
 from forged.blocking.loop_thread import LoopThread
 from forged.client import BlockingClient
-from forged.data.dataset import Dataset
+from forged.data.model import Dataset
 from forged.data.store.memory import MemoryShardStore
 from forged.data.training import TrainingData
 from forged.data.transfer.outcome import MovedShard

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from forged.client import ForgedClient
-from forged.data.dataset import Dataset
 from forged.data.messages import (
     AuditData,
     AuditView,
@@ -26,7 +25,7 @@ from forged.data.messages import (
     ShowData,
     TransfersPlanned,
 )
-from forged.data.model import DataShard
+from forged.data.model import Dataset, DataShard
 from forged.data.sampling.sampler import ElasticSampler
 from forged.data.store.memory import MemoryShardStore
 from forged.data.store.origin import FunctionOrigin

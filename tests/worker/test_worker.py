@@ -16,7 +16,7 @@ import pytest
 
 from forged.client import ForgedClient
 from forged.client.connection import Link
-from forged.data.dataset import Dataset
+from forged.data.model import Dataset
 from forged.data.placement.planner import DataRedistributor
 from forged.data.store.memory import MemoryShardStore
 from forged.data.training import TrainingData

@@ -15,9 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from forged.data.columns import NOBODY, Column
-from forged.data.dataset import Indices
 from forged.data.messages import NAMED_MAX, TransferTotals
-from forged.data.model import TransferPace
+from forged.data.model import Indices, TransferPace
 from forged.data.ownership.conflicting_copies import Marks
 from forged.data.placement.plan import DataRedistributionPlan
 from forged.elastic.model import WorkerId

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forged.data.columns import Column, Mask
-from forged.data.dataset import Indices
+from forged.data.model import Indices
 
 Marks = npt.NDArray[np.uint64]
 """The first bytes of each copy's checksum; 0 where unknown."""

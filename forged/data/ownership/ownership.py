@@ -14,9 +14,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from forged.data.dataset import Dataset, Indices
 from forged.data.messages import NAMED_MAX, DatasetSpec
-from forged.data.model import TransferPace
+from forged.data.model import Dataset, Indices, TransferPace
 from forged.data.ownership.attempt import Assignment, DataAttempt, Draft, FinishedTransfers, LostShards, Offer
 from forged.data.ownership.conflicting_copies import Marks
 from forged.data.ownership.suspect_copies import SuspectCopies

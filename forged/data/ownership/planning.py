@@ -8,9 +8,8 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from forged.data.columns import NOBODY, Column, count
-from forged.data.dataset import Indices
 from forged.data.messages import NAMED_MAX, DatasetSpec, TransferTotals
-from forged.data.model import SourceKind
+from forged.data.model import Indices, SourceKind
 from forged.data.ownership.attempt import NO_SHARDS, Assignment, DataAttempt, Draft, LostShards, Offer
 from forged.data.ownership.conflicting_copies import Marks, outvoted
 from forged.data.ownership.ownership import ShardOwnership, average_pace

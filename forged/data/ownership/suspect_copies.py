@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 
-from forged.data.dataset import Indices
+from forged.data.model import Indices
 from forged.data.placement.plan import DataRedistributionPlan
 from forged.elastic.model import WorkerId
 

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forged.data.columns import NOBODY, Column, Counts, Places, count, group, ordinals
-from forged.data.dataset import Dataset
-from forged.data.model import DataShard, DataTransfer, SourceKind, TransferPace
+from forged.data.model import Dataset, DataShard, DataTransfer, SourceKind, TransferPace
 from forged.data.placement.shares import Weights
 from forged.elastic.model import WorkerId
 from forged.errors import RequestRefused

@@ -16,10 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forged.data.arguments import whole
 from forged.data.columns import NOBODY, Column, Counts, Mask, Places, count, deal, group, ordinals
-from forged.data.dataset import Dataset
-from forged.data.model import SourceKind, TransferPace
+from forged.data.model import Dataset, SourceKind, TransferPace, whole
 from forged.data.placement.holdings import Held, HeldCopies, Roster, read_owners, read_replicas
 from forged.data.placement.plan import KINDS, DataRedistributionPlan, Kinds, TransferColumns
 from forged.data.placement.replicas import keep_replicas, place_replicas

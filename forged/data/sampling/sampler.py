@@ -20,7 +20,7 @@ from typing import Any, Protocol, Self
 
 import numpy.typing as npt
 
-from forged.data.dataset import SAMPLES_MAX, Dataset
+from forged.data.model import SAMPLES_MAX, Dataset
 from forged.data.permutation import KEY_MAX, Indices, Permutation, check_whole
 from forged.data.sampling.sharded_order import ShardedOrder, counted, joined
 from forged.data.sampling.usage import WHOLE_MAX, Use

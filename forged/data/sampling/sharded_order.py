@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forged.data.columns import NOBODY
-from forged.data.dataset import Dataset
+from forged.data.model import Dataset
 from forged.data.permutation import Indices, Permutation, check_whole, permute_each
 from forged.elastic.model import WORLD_SIZE_MAX
 from forged.errors import Problem, RequestRefused, Unavailable

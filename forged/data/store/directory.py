@@ -33,7 +33,7 @@ import numpy as np
 import xxhash
 
 from forged import file_sync
-from forged.data.dataset import Dataset
+from forged.data.model import Dataset
 from forged.data.store.directory_lock import FILE_MODE, lock_directory, usable
 from forged.data.store.port import (
     CHECKSUM_BYTES,

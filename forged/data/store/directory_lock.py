@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from forged.data.dataset import Dataset
+from forged.data.model import Dataset
 from forged.errors import ConfigError
 from forged.file_sync import sync_directory
 

@@ -19,8 +19,7 @@ from typing import NamedTuple, Protocol, Self
 
 import xxhash
 
-from forged.data.arguments import whole
-from forged.data.dataset import Dataset
+from forged.data.model import Dataset, whole
 from forged.errors import RequestRefused, Unavailable
 
 SHARD_ID_MAX = 2**63 - 1

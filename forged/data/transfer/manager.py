@@ -17,9 +17,8 @@ import anyio
 from anyio import CapacityLimiter
 
 from forged.clock import Clock, SystemClock
-from forged.data.arguments import whole
 from forged.data.columns import NOBODY
-from forged.data.model import DataShard, DataTransfer, TransferPace
+from forged.data.model import DataShard, DataTransfer, TransferPace, whole
 from forged.data.placement.plan import DataRedistributionPlan
 from forged.data.store.origin import ORIGIN_TIMEOUT_S, ShardOrigin, check_origin_timeout
 from forged.data.store.port import ShardStore

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 from anyio import to_thread
 
-from forged.data.dataset import Indices
+from forged.data.model import Indices
 from forged.data.ownership.conflicting_copies import mark_of
 from forged.data.store.port import OpenShard, ShardStore, Stamp
 from forged.errors import RequestRefused

@@ -22,7 +22,6 @@ import numpy as np
 from anyio.abc import TaskGroup
 
 from forged.clock import Clock
-from forged.data.dataset import Dataset, Indices
 from forged.data.messages import (
     CorruptShardFound,
     OfferShards,
@@ -32,6 +31,7 @@ from forged.data.messages import (
     TransferPart,
     TransfersPlanned,
 )
+from forged.data.model import Dataset, Indices
 from forged.data.ownership.conflicting_copies import MARK_BYTES
 from forged.data.ownership.ownership import SHARDS_LOST
 from forged.data.sampling.sampler import ElasticSampler, SamplingMode

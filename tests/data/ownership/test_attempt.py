@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.data.columns import NOBODY
-from forged.data.dataset import Indices
+from forged.data.model import Indices
 from forged.data.ownership.attempt import Assignment, DataAttempt, LostShards, Offer
 from forged.elastic.model import WorkerId
 

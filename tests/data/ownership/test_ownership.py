@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forged.data.dataset import Indices
 from forged.data.messages import NAMED_MAX, PAGE_SHARDS_MAX, DatasetSpec
+from forged.data.model import Indices
 from forged.data.ownership import pages, planning, suspect_copies
 from forged.data.ownership.attempt import Assignment, DataAttempt, Draft, FinishedTransfers, LostShards
 from forged.data.ownership.ownership import ShardOwnership

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from forged.data import DataRedistributionPlan, DataRedistributor, DataTransfer, SourceKind
 from forged.data.columns import NOBODY
-from forged.data.dataset import SHARDS_DEFAULT_MAX
+from forged.data.model import SHARDS_DEFAULT_MAX
 from forged.data.placement.plan import KINDS
 from forged.data.placement.planner import REPLICATION_MAX, WINDOW_MIN, choose_sources
 from forged.elastic import ClusterTopology, ElasticTrainingConfig, RedistributionType, WorkerId

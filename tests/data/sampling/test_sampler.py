@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.data.audit.epoch_audit import UsageLog
-from forged.data.dataset import Dataset
+from forged.data.model import Dataset
 from forged.data.sampling.sampler import STATED_LATER, ElasticSampler, RankBatches, SamplerState, SamplingMode
 from forged.data.sampling.usage import runs_of
 from forged.errors import RequestRefused

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.data.columns import NOBODY
-from forged.data.dataset import Dataset
+from forged.data.model import Dataset
 from forged.data.permutation import Permutation
 from forged.data.sampling.sharded_order import SPANS_MAX, ShardedOrder, even_draws
 from forged.errors import RequestRefused, Unavailable

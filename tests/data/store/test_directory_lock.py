@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forged.data.dataset import Dataset
+from forged.data.model import Dataset
 from forged.data.store.directory import DirectoryShardStore
 from forged.data.training import TrainingData
 from forged.errors import ConfigError

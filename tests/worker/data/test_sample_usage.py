@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from forged.data.audit.epoch_audit import UsageLog
-from forged.data.dataset import Dataset
+from forged.data.model import Dataset
 from forged.data.sampling.sampler import ElasticSampler
 from forged.worker.data import sample_usage as sample_usage
 from forged.worker.data.sample_usage import SampleUsage

@@ -13,8 +13,8 @@ import pytest
 from anyio.abc import TaskGroup
 
 from forged.clock import SystemClock
-from forged.data.dataset import Dataset, Indices
 from forged.data.messages import CorruptShardFound, TransfersPlanned, TransferTotals
+from forged.data.model import Dataset, Indices
 from forged.data.sampling.sampler import ElasticSampler
 from forged.data.store.memory import MemoryShardStore
 from forged.data.training import TrainingData
