@@ -19,9 +19,9 @@ from forged.data.messages import (
     WorkerTransfers,
 )
 from forged.data.ownership.attempt import DataAttempt, FinishedTransfers
-from forged.data.ownership.ownership import ShardOwnership
 from forged.data.ownership.pages import data_view, owners_page
 from forged.data.ownership.planning import preview
+from forged.data.ownership_store import OWNER, OwnershipStore
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import AttemptProgress
 from forged.errors import RequestRefused
@@ -31,7 +31,6 @@ from forged.kernel.messages import Call
 
 T = TypeVar("T")
 
-OWNER = "data"
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Runs a computation where it does not block the event loop."""
 
@@ -44,11 +43,11 @@ async def inline(act: Callable[[], T]) -> T:
 class DataInspection:
     """Reads the ownerships of all jobs; changes nothing but the progress that workers signal."""
 
-    def __init__(self, bus: Bus, clock: Clock, compute: Compute, jobs: dict[str, ShardOwnership]) -> None:
+    def __init__(self, bus: Bus, clock: Clock, compute: Compute, store: OwnershipStore) -> None:
         self._bus = bus
         self._clock = clock
         self._compute = compute
-        self._jobs = jobs
+        self._store = store
         self._progress: dict[str, tuple[int, dict[str, AttemptProgress]]] = {}
         """By job: the newest attempt, and each worker's latest signal."""
         bus.serve(ReadOwners, self._read_owners, owner=OWNER)
@@ -56,14 +55,6 @@ class DataInspection:
         bus.serve(ShowTransfers, self._show_transfers, owner=OWNER)
         bus.serve(PlanData, self._preview, owner=OWNER)
         bus.on_signal(AttemptProgress, self._on_progress, name="data.progress")
-
-    def ownership(self, job: str) -> ShardOwnership:
-        """The ownership of a job; refused if the job or its dataset does not exist."""
-        ownership = self._jobs.get(job)
-        if ownership is not None:
-            return ownership
-        self._bus.dispatcher.require_job(job)
-        raise RequestRefused("job_without_data", f"job {job[:80]!r} has no dataset", "give its workers one")
 
     def forget(self, job: str) -> None:
         self._progress.pop(job, None)
@@ -75,19 +66,19 @@ class DataInspection:
         attempt, known = self._progress.get(signal.job, (0, {}))
         if signal.attempt > attempt:
             attempt, known = signal.attempt, {}
-        if signal.attempt == attempt and signal.job in self._jobs:
+        if signal.attempt == attempt and signal.job in self._store.jobs:
             known[signal.worker_id] = signal
             self._progress[signal.job] = attempt, known
 
     def _read_owners(self, request: ReadOwners, call: Call) -> OwnersPage:
-        return owners_page(self.ownership(request.job), request.after)
+        return owners_page(self._store.ownership(request.job), request.after)
 
     async def _show_data(self, request: ShowData, call: Call) -> DataView:
-        view: DataView = await self._compute(partial(data_view, self.ownership(request.job)))
+        view: DataView = await self._compute(partial(data_view, self._store.ownership(request.job)))
         return view
 
     def _show_transfers(self, request: ShowTransfers, call: Call) -> TransfersView:
-        attempt = self.ownership(request.job).attempt
+        attempt = self._store.ownership(request.job).attempt
         if attempt is None:
             raise RequestRefused("transfers_none", f"job {request.job} has had no transfers yet", "ask later")
         workers, lost = list(self._workers(request.job, attempt)), attempt.lost
@@ -125,7 +116,7 @@ class DataInspection:
             yield WorkerTransfers(worker.id, done, transfers, moved, finished is not None)
 
     async def _preview(self, request: PlanData, call: Call) -> TransferTotals:
-        ownership, job = self.ownership(request.job), await self._bus.ask(ShowJob(request.job))
+        ownership, job = self._store.ownership(request.job), await self._bus.ask(ShowJob(request.job))
         config = ElasticTrainingConfig.from_settings(job.settings)
         totals: TransferTotals = await self._compute(partial(preview, ownership, request.workers, config, request.gone))
         return totals

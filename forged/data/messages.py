@@ -21,6 +21,8 @@ NAMED_MAX = 20
 """How many shards a message names; its count may be larger."""
 PAGE_SHARDS_MAX = 1 << 16
 """How many transfers or owners one answer contains."""
+MARK_BYTES = 8
+"""A copy's mark is the first bytes of its checksum."""
 
 
 class DatasetSpec(msgspec.Struct, frozen=True):
@@ -143,7 +145,7 @@ class OfferShards(Request[OfferTaken], frozen=True):
     verified: bytes = b""
     """The suspect shards that it has verified since, whether they were bad or not, as int64."""
     marks: bytes = b""
-    """The first 8 bytes of the checksum of each shard in `held`; empty where unknown."""
+    """The mark of each shard in `held`; empty where unknown."""
 
 
 class TransferPart(msgspec.Struct, frozen=True):
@@ -426,3 +428,7 @@ WORKER_REQUESTS = (
 )
 OPERATOR_REQUESTS = (ShowData, ShowTransfers, PlanData, AuditData)
 REQUESTS = (*WORKER_REQUESTS, *OPERATOR_REQUESTS)
+
+
+def mark_of(checksum: bytes) -> bytes:
+    return checksum[:MARK_BYTES].ljust(MARK_BYTES, b"\0")

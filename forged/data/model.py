@@ -8,7 +8,9 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, SupportsIndex, cast
@@ -153,6 +155,14 @@ class TransferPace(msgspec.Struct, frozen=True):
                 "bytes_per_second must be finite and > 0, and bytes_per_sample finite and >= 0, "
                 f"got {self.bytes_per_second} and {self.bytes_per_sample}"
             )
+
+    @classmethod
+    def average(cls, rates: Iterable[float], bytes_per_sample: float) -> TransferPace | None:
+        """The pace with the average rate; None where no rate was measured."""
+        known = [rate for rate in rates if 0.0 < rate < math.inf]
+        if not (known and bytes_per_sample):
+            return None
+        return cls(sum(rate / len(known) for rate in known), bytes_per_sample)
 
     @property
     def seconds_per_sample(self) -> float:

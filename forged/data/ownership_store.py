@@ -27,7 +27,7 @@ from forged.data.ownership.records import (
     restored,
     suspect_writes,
 )
-from forged.errors import PeerError
+from forged.errors import PeerError, RequestRefused
 from forged.kernel.bus import Bus
 from forged.kernel.ledger import read_all
 from forged.kernel.messages import Decision
@@ -79,6 +79,14 @@ class OwnershipStore:
         except PeerError as error:
             self._log.error("stored shard assignment is unreadable and was discarded", job=job, why=error.message)
             return None
+
+    def ownership(self, job: str) -> ShardOwnership:
+        """The ownership of a job; refused if the job or its dataset does not exist."""
+        ownership = self.jobs.get(job)
+        if ownership is not None:
+            return ownership
+        self._bus.dispatcher.require_job(job)
+        raise RequestRefused("job_without_data", f"job {job[:80]!r} has no dataset", "give its workers one")
 
     def define(self, job: str, dataset: DatasetSpec, attempt: int, generation: int, cause: int) -> ShardOwnership:
         """Give a job its first dataset, or another one if no world has used the first."""

@@ -34,7 +34,7 @@ from forged.data.messages import (
     TransfersPlanned,
 )
 from forged.data.model import Indices
-from forged.data.ownership.attempt import Assignment, DataAttempt, Draft, FinishedTransfers, LostShards
+from forged.data.ownership.attempt import DataAttempt, Draft, FinishedTransfers, LostShards
 from forged.data.ownership.ownership import ShardOwnership, attempt_over
 from forged.data.ownership.pages import transfer_page
 from forged.data.ownership.planning import draft, last_holders
@@ -75,7 +75,7 @@ class DataService:
         self._log = log
         self._store = OwnershipStore(bus, log)
         self.jobs = self._store.jobs
-        self._inspection = DataInspection(bus, clock, compute, self.jobs)
+        self._inspection = DataInspection(bus, clock, compute, self._store)
         bus.serve(OfferShards, self._offer, owner=OWNER)
         bus.serve(ReadTransfers, self._read_transfers, owner=OWNER)
         bus.serve(ReportShards, self._report, owner=OWNER)
@@ -172,8 +172,7 @@ class DataService:
                 self._publish_lost(ownership.job, attempt, lost)
                 self._apply_lost_data_policy(ownership.job, attempt, lost, members, certain=True)
             return ()
-        assignment = Assignment(0, attempt.target, made.plan.owners, made.plan.replicas, made.weights)
-        self._store.keep_plan(ownership.job, attempt.number, assignment, members.generation)
+        self._store.keep_plan(ownership.job, attempt.number, made.assignment, members.generation)
         return (TransfersPlanned(attempt.number, attempt.totals),)
 
     def _publish_differing(self, job: str, attempt: DataAttempt) -> None:
@@ -185,11 +184,11 @@ class DataService:
     # 3. Members read their part, fetch, and report.
 
     def _read_transfers(self, request: ReadTransfers, call: Call) -> TransferPart:
-        ownership = self._inspection.ownership(request.job)
+        ownership = self._store.ownership(request.job)
         return transfer_page(ownership, request.worker_id, request.attempt, request.after)
 
     def _report(self, request: ReportShards, call: Call) -> Decision[Nothing]:
-        ownership = self._inspection.ownership(request.job)
+        ownership = self._store.ownership(request.job)
         ownership.require_planned(request.attempt)
         if request.missing:
             shards = counted(request.missing, "shard")
@@ -224,7 +223,7 @@ class DataService:
 
     def _report_corrupt(self, request: ReportCorruptShard, call: Call) -> Decision[Nothing]:
         job, source = request.job, check_name("source", request.source)
-        ownership = self._inspection.ownership(job)
+        ownership = self._store.ownership(job)
         is_news = ownership.report_bad(source, request.shard)
         if forgotten := ownership.suspect(source, request.shard):
             self._log.warning("too many suspect copies; some are trusted again", job=job, copies=forgotten)
@@ -255,7 +254,7 @@ class DataService:
 
     async def _report_lost(self, request: ReportLostShards, call: Call) -> Decision[Nothing]:
         members = await self._members(request)
-        job, ownership = request.job, self._inspection.ownership(request.job)
+        job, ownership = request.job, self._store.ownership(request.job)
         attempt, reason = ownership.require_planned(request.attempt), request.reason.strip()[:REASON_CHARS_MAX]
         ownership.require_shards(request.count, request.shards)
         holders = last_holders(ownership.assignment, np.array(request.shards, np.int64), attempt.members)

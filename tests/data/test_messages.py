@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from forged.data.messages import DatasetSpec, HeldView, OfferShards
+from forged.data.messages import MARK_BYTES, DatasetSpec, HeldView, OfferShards, mark_of
 
 
 def test_who_says_no_weight_has_1() -> None:
@@ -14,3 +14,8 @@ def test_who_says_no_weight_has_1() -> None:
         fields = msgspec.msgpack.decode(msgspec.msgpack.encode(said))
         assert fields.pop("weight") == 3.0
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=type(said)).weight == 1.0
+
+
+def test_a_mark_is_as_long_whatever_the_checksum() -> None:
+    assert mark_of(bytes(range(16))) == bytes(range(8))
+    assert mark_of(b"a") == b"a" + bytes(MARK_BYTES - 1)

@@ -13,15 +13,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from forged.data.columns import NOBODY, Column
 from forged.data.messages import NAMED_MAX, TransferTotals
 from forged.data.model import Indices, TransferPace
-from forged.data.ownership.conflicting_copies import Marks
 from forged.data.placement.plan import DataRedistributionPlan
 from forged.elastic.model import WorkerId
 
 NO_SHARDS = np.empty(0, np.int64)
+Marks = npt.NDArray[np.uint64]
+"""The mark of each copy, of its checksum; 0 where unknown."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +109,8 @@ class Draft:
     pace: TransferPace | None
     lost: LostShards
     """Shards that no member holds and no origin gives."""
-    weights: Mapping[WorkerId, float]
+    assignment: Assignment
+    """Takes effect with the commit, which gives it its generation."""
     outvoted: Mapping[WorkerId, Indices] = field(default_factory=dict)
     """The shards of which a worker holds different bytes than most other workers."""
 

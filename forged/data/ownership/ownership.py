@@ -9,15 +9,13 @@ Invariants:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from forged.data.messages import NAMED_MAX, DatasetSpec
 from forged.data.model import Dataset, Indices, TransferPace
-from forged.data.ownership.attempt import Assignment, DataAttempt, Draft, FinishedTransfers, LostShards, Offer
-from forged.data.ownership.conflicting_copies import Marks
+from forged.data.ownership.attempt import Assignment, DataAttempt, Draft, FinishedTransfers, LostShards, Marks, Offer
 from forged.data.ownership.suspect_copies import SuspectCopies
 from forged.data.placement.planner import check_replication
 from forged.data.placement.shares import check_weight
@@ -275,15 +273,7 @@ class ShardOwnership:
             self.bytes_per_sample = sum(one.bytes for one in finished) / (transfers * samples_per_shard)
         lanes = 1 if plan is None else plan.lanes
         rates = (one.bytes / one.took_s / max(1, min(lanes, one.transfers)) for one in finished if one.took_s > 0)
-        self.pace = self.pace or average_pace(rates, self.bytes_per_sample)
-
-
-def average_pace(rates: Iterable[float], bytes_per_sample: float) -> TransferPace | None:
-    """None where no rate was measured."""
-    known = [rate for rate in rates if 0.0 < rate < math.inf]
-    if not (known and bytes_per_sample):
-        return None
-    return TransferPace(sum(rate / len(known) for rate in known), bytes_per_sample)
+        self.pace = self.pace or TransferPace.average(rates, self.bytes_per_sample)
 
 
 def attempt_over(attempt: int) -> RequestRefused:

@@ -1,4 +1,10 @@
-"""Makes the transfer plan of an attempt from the members' offers. Changes nothing, so a thread may do it."""
+"""Makes the transfer plan of an attempt from the members' offers. Changes nothing, so a thread may do it.
+
+Invariants:
+- If copies of a shard differ, the content that most workers hold counts; in a tie the owner's, then the lowest rank's.
+- A copy without a mark counts as equal to the majority's.
+- The origin is not asked: an origin that gives different bytes each time is often the cause.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +13,11 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from forged.data.columns import NOBODY, Column, count
+from forged.data.columns import NOBODY, Column, Mask, count
 from forged.data.messages import NAMED_MAX, DatasetSpec, TransferTotals
-from forged.data.model import Indices, SourceKind
-from forged.data.ownership.attempt import NO_SHARDS, Assignment, DataAttempt, Draft, LostShards, Offer
-from forged.data.ownership.conflicting_copies import Marks, outvoted
-from forged.data.ownership.ownership import ShardOwnership, average_pace
+from forged.data.model import Indices, SourceKind, TransferPace
+from forged.data.ownership.attempt import NO_SHARDS, Assignment, DataAttempt, Draft, LostShards, Marks, Offer
+from forged.data.ownership.ownership import ShardOwnership
 from forged.data.placement.plan import DataRedistributionPlan
 from forged.data.placement.planner import DataRedistributor
 from forged.elastic.config import ElasticTrainingConfig
@@ -28,7 +33,7 @@ def draft(ownership: ShardOwnership, attempt: DataAttempt, config: ElasticTraini
     copies = {worker: offers[worker].copies for worker in present.workers}
     held = {worker: ids for worker, (ids, _) in copies.items()}
     bytes_per_sample = _bytes_per_sample(dataset, offers, held, otherwise=ownership.bytes_per_sample)
-    pace = average_pace([one.bytes_per_second for one in offers.values()], bytes_per_sample) or ownership.pace
+    pace = TransferPace.average([one.bytes_per_second for one in offers.values()], bytes_per_sample) or ownership.pace
     owners = _current_owners(assignment, held)
     minority = _outvoted(copies, owners)
     if minority and dataset.has_origin:
@@ -57,7 +62,8 @@ def draft(ownership: ShardOwnership, attempt: DataAttempt, config: ElasticTraini
         tuple(without_source[:NAMED_MAX].tolist()),
         last_held_by=last_holders(assignment, without_source, held),
     )
-    return Draft(plan, _totals(plan, bytes_per_sample), bytes_per_sample, pace, lost, weights, minority)
+    planned = Assignment(0, attempt.target, plan.owners, plan.replicas, weights)
+    return Draft(plan, _totals(plan, bytes_per_sample), bytes_per_sample, pace, lost, planned, minority)
 
 
 def preview(
@@ -146,11 +152,39 @@ def _outvoted(copies: Mapping[WorkerId, tuple[Indices, Marks]], owners: Column) 
     sizes = [ids.size for ids, _ in copies.values()]
     ids = np.concatenate([NO_SHARDS, *(ids for ids, _ in copies.values())])
     marks = np.concatenate([NO_SHARDS.view(np.uint64), *(marks for _, marks in copies.values())])
-    lost = outvoted(ids, marks, np.repeat(np.arange(len(sizes), dtype=np.int32), sizes), owners)
+    lost = outvoted_rows(ids, marks, np.repeat(np.arange(len(sizes), dtype=np.int32), sizes), owners)
     if not lost.any():
         return {}
     parts = np.split(np.flatnonzero(lost), np.searchsorted(np.flatnonzero(lost), np.cumsum(sizes)[:-1]))
     return {worker: ids[part] for worker, part in zip(copies, parts, strict=True) if part.size}
+
+
+def outvoted_rows(shards: Indices, marks: Marks, ranks: Column, owners: Column) -> Mask:
+    """Which copies are outvoted. Each row has a shard, its mark and its rank; `owners` has a rank for each shard."""
+    found = np.zeros(shards.size, np.bool_)
+    known = np.flatnonzero(marks)
+    reference = np.zeros(owners.size, np.uint64)
+    reference[shards[known]] = marks[known]
+    is_disputed = np.zeros(owners.size, np.bool_)
+    is_disputed[shards[known[marks[known] != reference[shards[known]]]]] = True
+    rows = known[is_disputed[shards[known]]]
+    if rows.size:
+        found[_losers(rows[np.lexsort((ranks[rows], marks[rows], shards[rows]))], shards, marks, ranks, owners)] = True
+    return found
+
+
+def _losers(rows: Indices, shards: Indices, marks: Marks, ranks: Column, owners: Column) -> Indices:
+    """The rows whose mark is outvoted; `rows` is sorted by shard, then mark."""
+    is_other = (shards[rows][1:] != shards[rows][:-1]) | (marks[rows][1:] != marks[rows][:-1])
+    starts = np.flatnonzero(np.concatenate(([True], is_other)))
+    votes = np.diff(np.append(starts, rows.size))
+    of_owner = np.logical_or.reduceat(ranks[rows] == owners[shards[rows]], starts)
+    of_shard, of_rank = shards[rows[starts]], ranks[rows[starts]]
+    best = np.lexsort((of_rank, ~of_owner, -votes, of_shard))
+    is_first = np.concatenate(([True], of_shard[best][1:] != of_shard[best][:-1]))
+    counts = np.zeros(starts.size, np.bool_)
+    counts[best[is_first]] = True
+    return rows[~np.repeat(counts, votes)]
 
 
 def _without_source(plan: DataRedistributionPlan) -> Indices:

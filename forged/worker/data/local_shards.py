@@ -17,8 +17,8 @@ import numpy as np
 import xxhash
 from anyio import to_thread
 
+from forged.data.messages import mark_of
 from forged.data.model import Indices
-from forged.data.ownership.conflicting_copies import mark_of
 from forged.data.store.port import OpenShard, ShardStore, Stamp
 from forged.errors import RequestRefused
 

@@ -23,6 +23,7 @@ from anyio.abc import TaskGroup
 
 from forged.clock import Clock
 from forged.data.messages import (
+    MARK_BYTES,
     CorruptShardFound,
     OfferShards,
     OwnersPage,
@@ -32,7 +33,6 @@ from forged.data.messages import (
     TransfersPlanned,
 )
 from forged.data.model import Dataset, Indices
-from forged.data.ownership.conflicting_copies import MARK_BYTES
 from forged.data.ownership.ownership import SHARDS_LOST
 from forged.data.sampling.sampler import ElasticSampler, SamplingMode
 from forged.data.training import TrainingData

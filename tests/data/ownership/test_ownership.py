@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from forged.data.messages import NAMED_MAX, PAGE_SHARDS_MAX, DatasetSpec
 from forged.data.model import Indices
 from forged.data.ownership import pages, planning, suspect_copies
-from forged.data.ownership.attempt import Assignment, DataAttempt, Draft, FinishedTransfers, LostShards
+from forged.data.ownership.attempt import DataAttempt, Draft, FinishedTransfers, LostShards
 from forged.data.ownership.ownership import ShardOwnership
 from forged.data.placement.planner import DataRedistributor
 from forged.elastic.config import ElasticTrainingConfig
@@ -424,7 +425,7 @@ def test_each_gets_its_share_by_the_weights_that_were_said(strategy: Redistribut
     config = ElasticTrainingConfig(redistribution_type=strategy)
     draft = weighed(ownership(12, has_origin=True), 1, {"a": 1.0, "b": 3.0}, config)
     assert owned(draft) == {"a": 3, "b": 9}
-    assert draft.weights == {worker("b"): 3.0}
+    assert draft.assignment.weights == {worker("b"): 3.0}
 
 
 def test_a_plan_goes_by_what_was_said_of_the_weights_for_its_attempt() -> None:
@@ -456,7 +457,7 @@ def test_what_is_no_weight_is_refused_and_nothing_of_it_is_kept(weight: Any) -> 
 def test_what_would_travel_goes_by_the_weights_of_who_is_there_and_1_for_who_comes() -> None:
     it = ownership(12, has_origin=True)
     draft = weighed(it, 1, {"a": 1.0, "b": 3.0})
-    it.assignment = Assignment(1, workers("ab"), draft.plan.owners, draft.plan.replicas, draft.weights)
+    it.assignment = replace(draft.assignment, generation=1)
     assert planning.preview(it, ["a", "b"], CONFIG).transfers == 0
     # Of 12 shards a and c get a fifth each: 2 or 3, and 7 or 8 are left to b.
     assert planning.preview(it, ["a", "b", "c"], CONFIG).shards == 2

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forged.data.ownership.conflicting_copies import MARK_BYTES, mark_of, outvoted
+from forged.data.ownership.planning import outvoted_rows
 
 SHARDS, WORKERS = 6, 5
 copies = st.dictionaries(
@@ -32,10 +32,5 @@ def test_the_content_counts_that_most_hold_then_the_owners_then_the_first_ones(
     rows = sorted(held)
     ranks, shards = (np.array([row[place] for row in rows], np.int64) for place in (0, 1))
     marks = np.array([held[row] for row in rows], np.uint64)
-    lost = outvoted(shards, marks, ranks.astype(np.int32), np.array(owners, np.int32))
+    lost = outvoted_rows(shards, marks, ranks.astype(np.int32), np.array(owners, np.int32))
     assert {rows[place] for place in np.flatnonzero(lost)} == expected
-
-
-def test_a_mark_is_as_long_whatever_the_checksum() -> None:
-    assert mark_of(bytes(range(16))) == bytes(range(8))
-    assert mark_of(b"a") == b"a" + bytes(MARK_BYTES - 1)
