@@ -27,7 +27,7 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import LostDataPolicy, RedistributionType
 from forged.net.protocol.messages import Message
 from forged.worker.transport.bulk_channel import LoopBulkTransport, LoopChannel
-from forged.worker.transport.dialogue_wire import Absorb, Conversation, DialogueWire, cut_off
+from forged.worker.transport.dialogue_wire import Conversation, DialogueWire, cut_off
 from forged.worker.transport.peer_messages import PeerMessage
 from tests.simulation.elastic_truth import Trainee
 
@@ -384,6 +384,7 @@ class _BadWire:
         self._shard_takes_s = shard_takes_s
         self._source = source
         self._met = met
+        self._is_cut = False
 
     async def say(self, message: Message) -> None:
         await self._wire.say(message)
@@ -397,25 +398,24 @@ class _BadWire:
     async def pause(self, seconds: float) -> None:
         await self._wire.pause(seconds)
 
-    async def take(self, count: int, absorb: Absorb) -> None:
+    async def take(self, count: int) -> memoryview:
+        if self._is_cut:
+            raise cut_off()
         if self._shard_takes_s:
             await anyio.sleep(self._shard_takes_s)
         if self._source.random() < self._ways.delay:
             await anyio.sleep(self._source.uniform(0.0, DELAY_S))
         if self._source.random() < self._ways.cut:
             self._met("a way is cut while a shard comes")
-            await self._wire.take(self._source.randint(0, count - 1), absorb)
-            raise cut_off()
+            count, self._is_cut = self._source.randint(0, count - 1), True
+            if not count:
+                raise cut_off()
+            return await self._wire.take(count)
         is_corrupt = self._source.random() < self._ways.corrupt
-        if is_corrupt:
-            self._met("a shard is changed on its way")
-        await self._wire.take(count, _changing_one(absorb) if is_corrupt else absorb)
-
-
-def _changing_one(absorb: Absorb) -> Absorb:
-    def absorb_changed(data: memoryview) -> None:
+        data = await self._wire.take(count)
+        if not is_corrupt:
+            return data
+        self._met("a shard is changed on its way")
         changed = bytearray(data)
         changed[len(changed) // 2] ^= 1
-        absorb(memoryview(changed))
-
-    return absorb_changed
+        return memoryview(changed)

@@ -100,17 +100,15 @@ def _is_as_requested(coming: ShardComing, shard: int, stored: PartialShard | Non
 
 async def _receive(wire: DialogueWire, coming: ShardComing, arriving: ArrivingShard, flow: FlowControl) -> None:
     """Receive in pieces that start at multiples of their size, which O_DIRECT can write."""
-
-    def absorb(data: memoryview) -> None:
-        arriving.write(data)
-        flow.received(data.nbytes)
-
     at = coming.offset
     while at < coming.size:
-        piece = min(PIECE_BYTES - at % PIECE_BYTES, coming.size - at)
-        await wire.pause(flow.delay_before(piece))
-        await wire.take(piece, absorb)
-        at += piece
+        end = min(at - at % PIECE_BYTES + PIECE_BYTES, coming.size)
+        await wire.pause(flow.delay_before(end - at))
+        while at < end:
+            data = await wire.take(end - at)
+            arriving.write(data)
+            flow.received(data.nbytes)
+            at += data.nbytes
 
 
 async def _require_unchanged(wire: DialogueWire, shard: int, arriving: ArrivingShard) -> None:

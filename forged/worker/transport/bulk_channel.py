@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import anyio
 import xxhash
@@ -27,7 +27,7 @@ from anyio import CapacityLimiter
 from forged.errors import Unavailable
 from forged.net.bulk import movers
 from forged.net.bulk.detach import detach
-from forged.worker.transport.dialogue_wire import Conversation, SocketWire, StreamWire, in_one_go, receive
+from forged.worker.transport.dialogue_wire import Conversation, SocketWire, StreamWire, receive
 
 GO = b"\x01"
 DONE = b"\x02"
@@ -120,7 +120,7 @@ class SocketChannel:
 
     async def converse(self, conversation: Conversation[T], turns: CapacityLimiter) -> T:
         """Run it in a thread."""
-        return await movers.run(lambda sock: in_one_go(conversation(SocketWire(sock))), self._sock, limiter=turns)
+        return await movers.run(lambda sock: run_blocking(conversation(SocketWire(sock))), self._sock, limiter=turns)
 
     async def is_called(self, patience_s: float) -> bool:
         """Wait without a thread."""
@@ -220,6 +220,17 @@ class LoopChannel:
                 await self._writer.drain()
         except OSError as error:
             raise _broken(error) from error
+
+
+def run_blocking(conversation: Coroutine[Any, Any, T]) -> T:
+    """Run a conversation over a blocking wire to its end."""
+    try:
+        conversation.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    conversation.close()
+    raise RuntimeError("a conversation over a blocking wire has suspended")
 
 
 def checksum_of(part: memoryview) -> bytes:

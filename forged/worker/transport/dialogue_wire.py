@@ -10,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import math
 import mmap
 import os
 import select
@@ -40,8 +39,6 @@ CHUNK_BYTES = 64 << 10
 """How many bytes a wire without threads moves at once."""
 
 T = TypeVar("T")
-Absorb = Callable[[memoryview], None]
-"""Takes received bytes, whose memory is reused afterwards."""
 
 _LENGTH = struct.Struct(">I")
 
@@ -71,8 +68,8 @@ class DialogueWire(Protocol):
         """Send a range of a file."""
         ...
 
-    async def take(self, count: int, absorb: Absorb) -> None:
-        """Receive `count` bytes; `absorb` gets at most `PIECE_BYTES` at a time."""
+    async def take(self, count: int) -> memoryview:
+        """Receive some bytes, at least one and at most `count` <= `PIECE_BYTES`; the next call reuses their memory."""
         ...
 
     async def pause(self, seconds: float) -> None:
@@ -81,17 +78,6 @@ class DialogueWire(Protocol):
 
 
 Conversation = Callable[[DialogueWire], Coroutine[Any, Any, T]]
-
-
-def in_one_go(conversation: Coroutine[Any, Any, T]) -> T:
-    """Run a conversation over a blocking wire to its end."""
-    try:
-        conversation.send(None)
-    except StopIteration as end:
-        result: T = end.value
-        return result
-    conversation.close()
-    raise RuntimeError("a conversation over a blocking wire has suspended")
 
 
 class _WarmMemory(threading.local):
@@ -129,27 +115,22 @@ class SocketWire:
         """Send a range of a file with `sendfile`."""
         movers.send_file(self._sock, fd, offset, count, stall_timeout_s=stall_timeout_s)
 
-    async def take(self, count: int, absorb: Absorb) -> None:
-        """Receive into populated, page-aligned memory, and hand on many bytes at a time if they arrive soon."""
-        while count:
-            count -= self._fill(count, absorb)
-
-    def _fill(self, count: int, absorb: Absorb) -> int:
-        """Receive until `HELD_BACK_S` after the first byte at most; returns how many bytes were handed on."""
-        filled, patient_until = 0, math.inf
-        try:
-            # Hand on what a stalled peer has sent: after a kill it would have to be sent again.
-            while filled < count and (not filled or self._has_more(patient_until)):
+    async def take(self, count: int) -> memoryview:
+        """Receive into populated, page-aligned memory, and wait up to `HELD_BACK_S` for more bytes after the first."""
+        filled = self._sock.recv_into(_warm.buffer[:count])
+        if not filled:
+            raise cut_off()
+        patient_until = time.monotonic() + HELD_BACK_S
+        while filled < count and self._has_more(patient_until):
+            try:
                 size = self._sock.recv_into(_warm.buffer[filled:count])
-                if not size:
-                    raise cut_off()
-                if not filled:
-                    patient_until = time.monotonic() + HELD_BACK_S
-                filled += size
-        finally:
-            if filled:
-                absorb(_warm.buffer[:filled])
-        return filled
+            except OSError:
+                size = 0
+            if not size:
+                # The next call finds the end; after a kill, what has arrived would have to be sent again.
+                break
+            filled += size
+        return _warm.buffer[:filled]
 
     def _has_more(self, patient_until: float) -> bool:
         patience_s = patient_until - time.monotonic()
@@ -201,13 +182,11 @@ class StreamWire:
             await self._write(data, stall_timeout_s)
             offset += len(data)
 
-    async def take(self, count: int, absorb: Absorb) -> None:
-        while count:
-            data = await _in_time(self._reader.read(min(CHUNK_BYTES, count)), movers.STALL_TIMEOUT_S)
-            if not data:
-                raise cut_off()
-            absorb(memoryview(data))
-            count -= len(data)
+    async def take(self, count: int) -> memoryview:
+        data = await _in_time(self._reader.read(min(CHUNK_BYTES, count)), movers.STALL_TIMEOUT_S)
+        if not data:
+            raise cut_off()
+        return memoryview(data)
 
     async def pause(self, seconds: float) -> None:
         if seconds > 0:

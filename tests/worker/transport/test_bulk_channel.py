@@ -18,6 +18,7 @@ from forged.worker.transport.bulk_channel import (
     LoopBulkTransport,
     SocketBulkTransport,
     checksum_of,
+    run_blocking,
 )
 from tests.worker.meshes import buffers, random_parts
 
@@ -143,3 +144,8 @@ async def test_a_cancelled_movement_ends_its_thread(carrier: BulkTransport) -> N
         taking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await taking
+
+
+async def test_a_conversation_that_suspends_over_a_blocking_wire_is_a_mistake() -> None:
+    with pytest.raises(RuntimeError, match="suspended"):
+        run_blocking(asyncio.sleep(0))
