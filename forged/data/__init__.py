@@ -8,17 +8,9 @@ from forged.data.placement.validation import RedistributionReport
 from forged.data.sampling.sampler import ElasticSampler, SamplerState, SamplingMode
 from forged.data.sampling.usage import Run, Use, runs_of
 from forged.data.store.directory import DirectoryShardStore
+from forged.data.store.errors import ShardCorrupt, StoreFailed, not_held
 from forged.data.store.origin import DirectoryOrigin, FunctionOrigin, ShardOrigin
-from forged.data.store.port import (
-    ArrivingShard,
-    OpenShard,
-    PartialShard,
-    ShardCorrupt,
-    ShardStore,
-    Stamp,
-    StoreFailed,
-    not_held,
-)
+from forged.data.store.port import ArrivingShard, OpenShard, PartialShard, ShardStore, Stamp
 from forged.data.training import TrainingData
 from forged.data.transfer.manager import DataTransferManager
 from forged.data.transfer.outcome import TransferReport

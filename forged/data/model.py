@@ -26,6 +26,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0)]
 Indices = npt.NDArray[np.int64]
 
 SAMPLES_MAX = 2**63 - 1
+SHARD_ID_MAX = 2**63 - 1
 SHARDS_MAX = 1 << 27
 """A plan takes a few bytes for every shard, whether it moves or not."""
 SHARDS_DEFAULT_MAX = 1 << 20
@@ -192,3 +193,13 @@ def _check(field: str, value: int, least: int, most: int) -> int:
             "see the size of the dataset",
         )
     return found
+
+
+def check_shard(shard: object) -> int:
+    """The shard id as an int; refused where a restart would not recognise the file named after it."""
+    number = whole(shard)
+    if number is None or not 0 <= number <= SHARD_ID_MAX:
+        raise RequestRefused(
+            "shard_invalid", f"shard must be a whole number from 0 to {SHARD_ID_MAX}, got {shard!r:.100}", "pass its id"
+        )
+    return number

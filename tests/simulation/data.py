@@ -20,8 +20,8 @@ from anyio import CapacityLimiter
 
 from forged.data.model import Dataset, DataShard
 from forged.data.sampling.sampler import ElasticSampler, SamplingMode
+from forged.data.store.errors import StoreFailed
 from forged.data.store.memory import MemoryShardStore
-from forged.data.store.port import StoreFailed
 from forged.data.training import TrainingData
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import LostDataPolicy, RedistributionType

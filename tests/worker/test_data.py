@@ -27,9 +27,10 @@ from forged.data.messages import (
 )
 from forged.data.model import Dataset, DataShard
 from forged.data.sampling.sampler import ElasticSampler
+from forged.data.store.errors import StoreFailed
 from forged.data.store.memory import MemoryShardStore
 from forged.data.store.origin import FunctionOrigin
-from forged.data.store.port import OpenShard, ShardStore, Stamp, StoreFailed
+from forged.data.store.port import OpenShard, ShardStore, Stamp
 from forged.data.training import TrainingData
 from forged.data.transfer.manager import DataTransferManager
 from forged.elastic.messages import RescaleCompleted, RescaleStarted, ShowCluster, WorkerFailed, WorkerLeft

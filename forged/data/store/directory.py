@@ -33,24 +33,18 @@ import numpy as np
 import xxhash
 
 from forged import file_sync
-from forged.data.model import Dataset
+from forged.data.model import Dataset, check_shard
 from forged.data.store.directory_lock import FILE_MODE, lock_directory, usable
-from forged.data.store.port import (
-    CHECKSUM_BYTES,
-    ArrivingShard,
-    OpenShard,
-    PartialShard,
+from forged.data.store.errors import (
     ShardCorrupt,
-    ShardStore,
-    Stamp,
     StoreFailed,
     already_arriving,
     already_held,
-    check_shard,
     damaged,
     no_longer_arriving,
     not_held,
 )
+from forged.data.store.port import CHECKSUM_BYTES, ArrivingShard, OpenShard, PartialShard, ShardStore, Stamp
 from forged.errors import RequestRefused
 from forged.file_sync import PAGE, sync_directory
 

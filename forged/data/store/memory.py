@@ -8,20 +8,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from forged.data.store.port import (
-    ArrivingShard,
-    OpenShard,
-    PartialShard,
+from forged.data.model import check_shard
+from forged.data.store.errors import (
     ShardCorrupt,
-    ShardStore,
-    Stamp,
     StoreFailed,
     already_arriving,
     already_held,
-    check_shard,
     no_longer_arriving,
     not_held,
 )
+from forged.data.store.port import ArrivingShard, OpenShard, PartialShard, ShardStore, Stamp
 
 
 class MemoryShardStore(ShardStore):

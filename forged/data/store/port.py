@@ -19,10 +19,8 @@ from typing import NamedTuple, Protocol, Self
 
 import xxhash
 
-from forged.data.model import Dataset, whole
-from forged.errors import RequestRefused, Unavailable
+from forged.data.model import Dataset
 
-SHARD_ID_MAX = 2**63 - 1
 CHECKSUM_BYTES = 16
 
 
@@ -42,22 +40,6 @@ class PartialShard(NamedTuple):
 
     stamp: Stamp
     offset: int
-
-
-class StoreFailed(Unavailable):
-    """This worker's shard store cannot read or write now; no other worker is at fault."""
-
-
-class ShardCorrupt(Unavailable):
-    """The received bytes do not match the stamp; `is_whole` if all of them came from one source."""
-
-    def __init__(self, shard: int, is_whole: bool) -> None:
-        super().__init__("shard_corrupt", f"the bytes of shard {shard} do not match its checksum", "fetch another copy")
-        self.shard = shard
-        self.is_whole = is_whole
-
-    def __reduce__(self) -> tuple[type[ShardCorrupt], tuple[int, bool]]:
-        return ShardCorrupt, (self.shard, self.is_whole)
 
 
 class Closing:
@@ -171,33 +153,3 @@ class FlowControl(Protocol):
     def delay_before(self, count: int) -> float:
         """How many seconds to wait before receiving so many bytes."""
         ...
-
-
-def check_shard(shard: object) -> int:
-    """The shard id as an int; refused where a restart would not recognise the file named after it."""
-    number = whole(shard)
-    if number is None or not 0 <= number <= SHARD_ID_MAX:
-        raise RequestRefused(
-            "shard_invalid", f"shard must be a whole number from 0 to {SHARD_ID_MAX}, got {shard!r:.100}", "pass its id"
-        )
-    return number
-
-
-def not_held(shard: int) -> RequestRefused:
-    return RequestRefused("shard_not_held", f"shard {shard} is not held here", "ask a worker that holds it")
-
-
-def damaged(shard: int, what: str) -> RequestRefused:
-    return RequestRefused("shard_damaged", f"shard {shard} is damaged here: {what}", "fetch another copy")
-
-
-def already_held(shard: int) -> RequestRefused:
-    return RequestRefused("shard_held", f"shard {shard} is already held here", "drop it first")
-
-
-def already_arriving(shard: int) -> StoreFailed:
-    return StoreFailed("shard_arriving", f"shard {shard} is already being written", "wait for that to end")
-
-
-def no_longer_arriving(shard: int) -> StoreFailed:
-    return StoreFailed("shard_closed", f"shard {shard} is closed for this writer", "open it again")

@@ -22,8 +22,9 @@ from anyio import CapacityLimiter, to_thread
 from anyio.abc import TaskGroup
 
 from forged.clock import Clock
+from forged.data.store.errors import ShardCorrupt, StoreFailed
 from forged.data.store.origin import ShardOrigin
-from forged.data.store.port import FlowControl, ShardCorrupt, ShardStore, Stamp, StoreFailed
+from forged.data.store.port import FlowControl, ShardStore, Stamp
 from forged.data.transfer.bandwidth import Bandwidth, Throttle
 from forged.data.transfer.origin_reads import OriginRead, OriginReads, OriginSilent, OriginStuck, StoreStuck
 from forged.data.transfer.outcome import (

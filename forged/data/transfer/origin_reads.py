@@ -23,8 +23,9 @@ import anyio
 from anyio import CapacityLimiter, to_thread
 
 from forged.data.model import DataShard
+from forged.data.store.errors import StoreFailed
 from forged.data.store.origin import ShardOrigin
-from forged.data.store.port import ArrivingShard, FlowControl, ShardStore, Stamp, StoreFailed
+from forged.data.store.port import ArrivingShard, FlowControl, ShardStore, Stamp
 from forged.errors import ForgedError, Unavailable, describe
 from forged.phrases import counted
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from forged.data.store.port import StoreFailed
+from forged.data.store.errors import StoreFailed
 from forged.data.transfer.schedule import Fault, Source
 from forged.errors import Unavailable
 

@@ -15,7 +15,8 @@ Invariants:
 
 from __future__ import annotations
 
-from forged.data.store.port import ArrivingShard, FlowControl, OpenShard, PartialShard, ShardStore, Stamp, not_held
+from forged.data.store.errors import not_held
+from forged.data.store.port import ArrivingShard, FlowControl, OpenShard, PartialShard, ShardStore, Stamp
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable, from_wire
 from forged.net.protocol.messages import TEXT_CHARS_MAX
 from forged.worker.transport.dialogue_wire import PIECE_BYTES, DialogueWire, HungUp

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from forged import file_sync
 from forged.data.store import directory
 from forged.data.store.directory import DirectoryShardStore, name_of
-from forged.data.store.port import PartialShard, Stamp, StoreFailed
+from forged.data.store.errors import StoreFailed
+from forged.data.store.port import PartialShard, Stamp
 from forged.errors import ConfigError, ForgedError, RequestRefused
 from tests.data.transfer_cluster import open_descriptors
 from tests.worker.meshes import PATIENCE_S

@@ -4,8 +4,9 @@ import os
 
 import pytest
 
+from forged.data.store.errors import StoreFailed
 from forged.data.store.memory import MemoryShardStore
-from forged.data.store.port import Stamp, StoreFailed
+from forged.data.store.port import Stamp
 from tests.data.transfer_cluster import open_descriptors
 
 

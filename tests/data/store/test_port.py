@@ -11,9 +11,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from forged.data.model import SHARD_ID_MAX
 from forged.data.store.directory import DirectoryShardStore
+from forged.data.store.errors import ShardCorrupt
 from forged.data.store.memory import MemoryShardStore
-from forged.data.store.port import SHARD_ID_MAX, PartialShard, ShardCorrupt, ShardStore, Stamp
+from forged.data.store.port import PartialShard, ShardStore, Stamp
 from forged.errors import ForgedError, RequestRefused
 
 DATA = bytes(range(256)) * 20

@@ -18,17 +18,10 @@ from forged.data.model import DataShard
 from forged.data.placement.plan import DataRedistributionPlan
 from forged.data.placement.planner import DataRedistributor
 from forged.data.store.directory import DirectoryShardStore
+from forged.data.store.errors import ShardCorrupt, StoreFailed
 from forged.data.store.memory import MemoryShardStore
 from forged.data.store.origin import FunctionOrigin
-from forged.data.store.port import (
-    ArrivingShard,
-    FlowControl,
-    PartialShard,
-    ShardCorrupt,
-    ShardStore,
-    Stamp,
-    StoreFailed,
-)
+from forged.data.store.port import ArrivingShard, FlowControl, PartialShard, ShardStore, Stamp
 from forged.data.transfer.bandwidth import RATE_BYTES_MIN
 from forged.data.transfer.execution import SourceConnection
 from forged.data.transfer.manager import DataTransferManager

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from forged.data.store.port import StoreFailed
+from forged.data.store.errors import StoreFailed
 from forged.data.transfer.outcome import (
     SHARDS_NAMED_MAX,
     BadCopy,

@@ -31,9 +31,10 @@ from forged.data.messages import (
 )
 from forged.data.model import DataShard
 from forged.data.ownership.ownership import SHARDS_LOST
+from forged.data.store.errors import StoreFailed
 from forged.data.store.memory import MemoryShardStore
 from forged.data.store.origin import FunctionOrigin, ShardOrigin
-from forged.data.store.port import OpenShard, Stamp, StoreFailed
+from forged.data.store.port import OpenShard, Stamp
 from forged.data.training import TrainingData
 from forged.data.transfer.outcome import BadCopy, MissingShard, ShardInTransit, TransferProgress, TransferReport
 from forged.data.transfer.schedule import Wanted
