@@ -29,7 +29,7 @@ from forged.config import Config
 from forged.config.messages import REQUESTS as CONFIG_REQUESTS
 from forged.config.service import ConfigService, SettingsPort
 from forged.data.audit.service import AuditService
-from forged.data.inspection import Compute, inline
+from forged.data.inspection import Compute
 from forged.data.messages import REQUESTS as DATA_REQUESTS
 from forged.data.service import DataService
 from forged.elastic.config import require_meant
@@ -76,6 +76,11 @@ REQUESTS: Sequence[type[Request[Any]]] = (
     *DATA_REQUESTS,
     *PLUGIN_REQUESTS,
 )
+
+
+async def inline(act: Callable[[], Any]) -> Any:
+    """Runs a computation in the event loop; for simulations, which have no threads."""
+    return act()
 
 
 @dataclass(frozen=True, slots=True)

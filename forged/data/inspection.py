@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from forged.clock import Clock
 from forged.data.messages import (
@@ -29,15 +29,8 @@ from forged.jobs.model import ShowJob
 from forged.kernel.bus import Bus
 from forged.kernel.messages import Call
 
-T = TypeVar("T")
-
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Runs a computation where it does not block the event loop."""
-
-
-async def inline(act: Callable[[], T]) -> T:
-    """A `Compute` for simulations, which have no threads."""
-    return act()
 
 
 class DataInspection:

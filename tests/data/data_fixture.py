@@ -9,8 +9,8 @@ from typing import Any
 import anyio
 import numpy as np
 
+from forged.daemon import inline
 from forged.data.audit.service import AuditService
-from forged.data.inspection import inline
 from forged.data.messages import REQUESTS as DATA_REQUESTS
 from forged.data.messages import DatasetSpec, OfferShards, OfferTaken, ReadTransfers, ReportShards, TransferPart
 from forged.data.ownership.records import PREFIX

@@ -115,8 +115,10 @@ class DataRedistributor:
     def _replicas(self, roster: Roster, before: Column, copies: Column, owners: Column, weights: Weights) -> Column:
         """The replicas of each shard."""
         wanted = min(self._replication, max(0, roster.world - 1))
+        if not wanted:
+            return np.empty((0, owners.size), np.int32)
         hosts = roster.hosts[: roster.world]
-        held = [np.where(row < roster.world, row, NOBODY) for row in (before, *copies)] if wanted else []
+        held = [np.where(row < roster.world, row, NOBODY) for row in (before, *copies)]
         return place_replicas(keep_replicas(held, owners, hosts, wanted), held, owners, hosts, weights)
 
 
