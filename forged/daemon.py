@@ -153,6 +153,7 @@ class Daemon:
             identify=self.tokens.identify,
             limits=_limits(config),
             connections_max=config.connections_max,
+            handshakes_max=config.handshakes_max,
             side_connection=self.sides.accept,
             log=ports.log,
         )
@@ -279,7 +280,7 @@ class Daemon:
         self.journal.facts_max = config.journal_facts_max
         self.bus.backlog_max = config.backlog_max
         self.reporter.set_limits(facts_per_s_max=config.log_facts_per_s_max)
-        self.server.set_limits(_limits(config), config.connections_max)
+        self.server.set_limits(_limits(config), config.connections_max, config.handshakes_max)
         self.tokens.set_policy(_policy(config, self._ports.uid))
         self.plugins.set_limits(_plugin_limits(config))
 

@@ -14,6 +14,8 @@ from enum import StrEnum
 
 import msgspec
 
+from forged.shares import Holder
+
 
 class Role(StrEnum):
     """What a principal may do within its jobs."""
@@ -50,6 +52,12 @@ class Principal(msgspec.Struct, frozen=True):
     def may(self, role_needed: Role, job: str | None) -> bool:
         """Whether this principal has the role for the job; None means the whole daemon."""
         return self.role.covers(role_needed) and (self.jobs is None or job in self.jobs)
+
+    @property
+    def holder(self) -> Holder:
+        """Whose share of the daemon's resources this principal uses; principals of the same jobs share one."""
+        group = self.name if not self.jobs else f"job {', '.join(sorted(self.jobs))}"
+        return Holder(group, self.name, is_operator=self.may(Role.OPERATOR, None))
 
 
 class Token(msgspec.Struct, frozen=True, kw_only=True):

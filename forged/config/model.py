@@ -50,6 +50,7 @@ class Config:
     certificate_roles: Mapping[str, str] = field(default_factory=dict)
     journal_facts_max: int = 50_000
     connections_max: int = 4096
+    handshakes_max: int = 256
     frame_bytes_max: int = 4 << 20
     in_flight_max: int = 1024
     backlog_max: int = 50_000
@@ -76,6 +77,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "drain_timeout_s": (0, 3600),
     "journal_facts_max": (100, 10_000_000),
     "connections_max": (1, 1_000_000),
+    "handshakes_max": (1, 1_000_000),
     "frame_bytes_max": (2 << 20, 1 << 30),
     "in_flight_max": (1, 1_000_000),
     "backlog_max": (100, 10_000_000),

@@ -19,6 +19,7 @@ LIVE = frozenset(
         "certificate_roles",
         "journal_facts_max",
         "connections_max",
+        "handshakes_max",
         "frame_bytes_max",
         "in_flight_max",
         "backlog_max",

@@ -1,8 +1,7 @@
 """The server: listens, keeps the client sessions, and schedules their streams.
 
 Invariants:
-- Beyond `connections_max` a connection is refused with `too_many_connections`; `UNIX_RESERVE` more are allowed on the
-  Unix socket, so that an operator can always connect.
+- The limits of connections are shared out by principal, with a reserve for operators (`admission`).
 - Sessions send facts in turn, and resume requests in turn after congestion, so that no session delays the others.
 - An idle connection costs one check per second.
 """
@@ -17,11 +16,12 @@ import anyio
 
 from forged.auth.model import Principal
 from forged.clock import Clock
-from forged.errors import PeerError, Unavailable
+from forged.errors import ForgedError, PeerError, Unavailable
 from forged.kernel.bus import Bus
 from forged.kernel.journal import Journal
 from forged.kernel.messages import Record
 from forged.log import SILENT, Log
+from forged.net.admission import HANDSHAKES_MAX, ConnectionTable, holder_before_hello
 from forged.net.protocol.messages import Bye, Hello
 from forged.net.session import Session
 from forged.net.transport.connection import ConnectionLimits
@@ -29,7 +29,6 @@ from forged.net.transport.port import Address, Listener, Network, Peer
 from forged.rate_limit import RateLimit
 
 CONNECTIONS_MAX = 4096
-UNIX_RESERVE = 16
 SWEEP_INTERVAL_S = 1.0
 CLEAR_INTERVAL_S = 0.01
 DISCONNECTS_LOGGED_PER_S_MAX = 10.0
@@ -57,6 +56,7 @@ class Server:
         identify: Callable[[Peer, str | None], Principal],
         limits: ConnectionLimits | None = None,
         connections_max: int = CONNECTIONS_MAX,
+        handshakes_max: int = HANDSHAKES_MAX,
         side_connection: SideConnection = refuse_side_connection,
         log: Log = SILENT,
     ) -> None:
@@ -78,10 +78,8 @@ class Server:
         self.streaming: dict[Session, None] = {}
         self.disconnect_log = RateLimit(DISCONNECTS_LOGGED_PER_S_MAX, DISCONNECTS_LOGGED_PER_S_MAX, clock.monotonic())
         self._network = network
-        self._connections_max = connections_max
+        self._table = ConnectionTable(connections_max, handshakes_max)
         self._listeners: list[Listener] = []
-        self._handshaking: dict[Session, None] = {}
-        """Sessions whose transport is not connected yet."""
         self._by_client: dict[bytes, Session] = {}
         self._due: dict[Session, None] = {}
         self._held: dict[Session, None] = {}
@@ -110,9 +108,9 @@ class Server:
             if suppressed := self.disconnect_log.count(now):
                 self.log.warning("more peers were disconnected", times=suppressed)
 
-    def set_limits(self, limits: ConnectionLimits, connections_max: int) -> None:
+    def set_limits(self, limits: ConnectionLimits, connections_max: int, handshakes_max: int) -> None:
         """Apply new limits. Existing sessions keep their frame size, which was part of their welcome."""
-        self._connections_max = connections_max
+        self._table.resize(connections_max, handshakes_max)
         self.limits = limits
         if self.stopping:
             return
@@ -155,20 +153,25 @@ class Server:
 
     def _new_session(self) -> Session:
         session = Session(self, self._network.peer)
-        self.sessions[session] = self._handshaking[session] = None
+        self.sessions[session] = None
         return session
 
-    def admit(self, session: Session) -> None:
-        """Refuse the session if it exceeds the limit; it is in `sessions` already."""
-        self._handshaking.pop(session, None)
+    def admit(self, session: Session, peer: Peer) -> None:
+        """Refuse a new connection if its address has its share; it is in `sessions` already."""
         if self.stopping:
             # It was accepted while the listeners were being closed.
             raise Unavailable("stopping", "the daemon is stopping", "reconnect")
-        assert session.peer is not None, "it is known once the transport is connected"
-        room = self._connections_max + (UNIX_RESERVE if session.peer.scheme == "unix" else 0)
-        # TLS handshakes in progress do not count, or silent peers could use up all connections.
-        if len(self.sessions) - len(self._handshaking) > room:
-            raise Unavailable("too_many_connections", f"the daemon has {room} connections, the maximum", "retry later")
+        self._table.open(session, holder_before_hello(peer, self._is_operator), self.clock.monotonic())
+
+    def _is_operator(self, peer: Peer) -> bool:
+        try:
+            return self.identify(peer, None).holder.is_operator
+        except ForgedError:
+            return False
+
+    def greet(self, session: Session, principal: Principal) -> None:
+        """Refuse the connection of a known principal if the principal has its share."""
+        self._table.greet(session, principal.holder)
 
     def greeted(self, session: Session) -> None:
         self._by_client[session.client] = session
@@ -177,7 +180,7 @@ class Server:
 
     def left(self, session: Session) -> None:
         self.sessions.pop(session, None)
-        self._handshaking.pop(session, None)
+        self._table.close(session)
         self.streaming.pop(session, None)
         self._due.pop(session, None)
         self._held.pop(session, None)

@@ -75,8 +75,12 @@ class SessionHost(Protocol):
     disconnect_log: RateLimit
     """Limits the log lines about disconnected peers."""
 
-    def admit(self, session: Session) -> None:
-        """Raise `Unavailable` if there is no room for another connection."""
+    def admit(self, session: Session, peer: Peer) -> None:
+        """Raise `Unavailable` if there is no room for another connection from this address."""
+        ...
+
+    def greet(self, session: Session, principal: Principal) -> None:
+        """Raise `Unavailable` if there is no room for another connection of this principal."""
         ...
 
     def greeted(self, session: Session) -> None:
@@ -163,7 +167,7 @@ class Session(Connection):
         self._log = self.host.log.bind(peer=self.peer.address, transport=self.peer.scheme)
         self._log.debug("connection opened")
         try:
-            self.host.admit(self)
+            self.host.admit(self, self.peer)
         except Unavailable as error:
             self.fail(error)
 
@@ -239,11 +243,12 @@ class Session(Connection):
             self.host.side_connection(self, hello)
             return
         assert self.peer is not None
-        self.principal = self.host.identify(self.peer, hello.token)
-        self._token = hello.token
+        principal = self.host.identify(self.peer, hello.token)
+        self.host.greet(self, principal)
+        self.principal, self._token = principal, hello.token
         self.client = hello.client
-        self._origin = f"{self.principal.name} at {self.peer.address}"
-        self._log = self._log.bind(client=self.client.hex(), principal=self.principal.name)
+        self._origin = f"{principal.name} at {self.peer.address}"
+        self._log = self._log.bind(client=self.client.hex(), principal=principal.name)
         self.established()
         self.host.greeted(self)
         self.send(self.welcome(min(hello.version_max, VERSION_MAX)))

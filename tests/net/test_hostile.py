@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import socket
 import struct
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forged.auth.tokens import encode_token
-from forged.net import server
+from forged.net import admission, server
 from forged.net.transport.port import Address
 from tests import kernel_fixture
 from tests.net.manual_daemon import (
@@ -249,14 +250,14 @@ async def test_expired_token_ends_its_connections_and_cannot_be_reused(tmp_path:
 async def test_thousands_of_connections_over_the_limit_are_refused_and_existing_clients_are_served(
     tmp_path: Path,
 ) -> None:
-    async with real_daemon(tmp_path, connections_max=CONNECTIONS_MAX, hello_timeout_s=60.0) as here:
+    async with real_daemon(tmp_path, connections_max=CONNECTIONS_MAX, handshakes_max=2 * BATCH) as here:
         async with RawClient.greeted(here.tcp) as inside:
             with ExitStack() as crowd:
                 for _ in range(CONNECTIONS_MAX - 1):
-                    crowd.enter_context(await _dial(here.tcp))
+                    crowd.enter_context(await _dial_politely(here.tcp))
                 await until(lambda: here.sessions == CONNECTIONS_MAX)
                 for _ in range(CROWD_MAX // BATCH):
-                    batch = [crowd.enter_context(await _dial(here.tcp)) for _ in range(BATCH)]
+                    batch = [crowd.enter_context(await _dial_politely(here.tcp)) for _ in range(BATCH)]
                     assert await inside.request(1, "PingDaemon") == {}
                     assert await asyncio.gather(*map(_turned_away, batch)) == [True] * BATCH
                 await until(lambda: here.sessions == CONNECTIONS_MAX)
@@ -266,6 +267,50 @@ async def test_thousands_of_connections_over_the_limit_are_refused_and_existing_
             assert await inside.request(1, "PingDaemon") == {}
         await here.serves_new_clients()
         await until(lambda: here.sessions == 0)
+
+
+async def test_silent_connections_keep_out_neither_operators_nor_new_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "SILENT_MIN_S", 0.0)
+    async with real_daemon(tmp_path, handshakes_max=20, hello_timeout_s=60.0) as here:
+        with ExitStack() as crowd:
+            for _ in range(100):
+                crowd.enter_context(await _dial(here.tcp))
+            await until(lambda: here.sessions == 20)
+            await here.serves_new_clients()
+            await until(lambda: here.sessions == 19)
+
+
+async def test_job_with_all_connections_gives_way_to_another_job_and_not_to_its_own_tokens(tmp_path: Path) -> None:
+    async with real_daemon(tmp_path, connections_max=20) as here, AsyncExitStack() as crowd:
+        async with RawClient.greeted(here.unix) as operator:
+            tokens = [await create_token(operator, number, job) for number, job in enumerate("aaab", start=1)]
+        hogs = [await crowd.enter_async_context(RawClient.greeted(here.tcp, tokens[0])) for _ in range(20)]
+        for text in tokens[1:]:
+            async with RawClient.greeted(here.tcp, text) as client:
+                assert await client.request(1, "PingDaemon") == {}
+        assert await hogs[0].request(1, "PingDaemon") == {}
+        assert await hogs[-1].final_error_code() == "too_many_connections"
+        others = [await crowd.enter_async_context(RawClient.greeted(here.tcp, tokens[3])) for _ in range(10)]
+        async with RawClient.connected(here.tcp) as client:
+            await client.hello(tokens[3])
+            assert await client.final_error_code() == "too_many_connections"
+        await here.serves_new_clients()
+        assert await others[0].request(1, "PingDaemon") == {}
+
+
+async def create_token(operator: RawClient, number: int, job: str, role: str = "worker") -> str:
+    """The text of a new token for one job."""
+    secret = bytes([number]) * 32
+    await operator.request(number, "CreateToken", name=f"token-{number}", role=role, secret=secret, jobs=[job])
+    return encode_token(secret)[1]
+
+
+async def _dial_politely(endpoint: str) -> socket.socket:
+    dialled = await _dial(endpoint)
+    await asyncio.get_running_loop().sock_sendall(dialled, frame([HELLO, 1, 1, os.urandom(16)]))
+    return dialled
 
 
 async def _dial(endpoint: str) -> socket.socket:

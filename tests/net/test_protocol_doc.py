@@ -20,7 +20,7 @@ from forged.auth.tokens import encode_token
 from forged.ids import NAME_LENGTH_MAX
 from forged.kernel.messages import Record
 from forged.kernel.replies import REMEMBERED_S, UNACKNOWLEDGED_MAX
-from forged.net import server, session, tickets
+from forged.net import admission, server, session, tickets
 from forged.net.protocol import messages, streams
 from forged.net.protocol.frames import FRAME_BYTES_MAX, FrameDecoder
 from forged.net.protocol.messages import (
@@ -43,7 +43,7 @@ from tests.net.raw_client import real_daemon
 FORGED = Path(errors.__file__).parent
 EDGE = [
     *sorted((FORGED / "net" / "protocol").glob("*.py")),
-    *(FORGED / "net" / f"{name}.py" for name in ("session", "server", "tickets")),
+    *(FORGED / "net" / f"{name}.py" for name in ("session", "server", "tickets", "admission")),
     FORGED / "net" / "transport" / "connection.py",
     *(FORGED / "auth" / f"{name}.py" for name in ("access", "tokens")),
     FORGED / "kernel" / "bus" / "dispatcher.py",
@@ -181,7 +181,8 @@ def test_the_limits_are_those_of_the_code() -> None:
         "silence before a ping": limits.ping_after_s,
         "silence": limits.silence_max_s,
         "connections": server.CONNECTIONS_MAX,
-        "connections beyond that on the Unix socket": server.UNIX_RESERVE,
+        "connections whose hello has not arrived": admission.HANDSHAKES_MAX,
+        "connections beyond both for operators": admission.OPERATOR_RESERVE,
         "lifetime of a ticket": tickets.TICKET_TTL_S,
     }
     assert {row["limit"]: float(row["value"].split()[0]) for row in page.table("Limits")} == expected

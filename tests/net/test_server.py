@@ -17,15 +17,16 @@ from forged.errors import RequestRefused, Unavailable
 from forged.kernel.messages import Call, Request
 from forged.kernel.pending import Pending
 from forged.kernel.store.memory import MemoryStore
-from forged.net.server import UNIX_RESERVE, Server
+from forged.net.admission import OPERATOR_RESERVE, SILENT_MIN_S
+from forged.net.server import Server
 from forged.net.session import Session
-from forged.net.transport.port import Address
+from forged.net.transport.port import Address, Peer
 from forged.net.transport.sockets import SystemNetwork
 from tests.net.manual_daemon import (
     BYE,
     FACTS,
     FAILURE,
-    REMOTE,
+    OPERATOR,
     REPLY,
     REQUEST,
     SUBSCRIBE,
@@ -38,6 +39,8 @@ from tests.net.manual_daemon import (
     manual_daemon,
     until,
 )
+
+USER = Peer("unix", "pid 7", uid=1000)
 
 
 class AskBack(Request[str], frozen=True):
@@ -82,6 +85,7 @@ async def test_connection_over_the_limit_is_refused_and_existing_clients_are_ser
     async with manual_daemon(tmp_path, connections_max=2) as here:
         first, second = [await here.greeted(WORKER, client_id(number)) for number in (1, 2)]
         third = here.client(WORKER)
+        third.hello(client_id(3))
         assert (await third.next())[1:4] == [0, "unavailable", "too_many_connections"]
         await third.lost()
         assert await here.ask(first, "PingDaemon") == {}
@@ -90,13 +94,58 @@ async def test_connection_over_the_limit_is_refused_and_existing_clients_are_ser
         await here.greeted(WORKER, client_id(3))
 
 
-async def test_unix_socket_accepts_a_few_connections_over_the_limit(tmp_path: Path) -> None:
+async def refused_at_hello(here: ManualDaemon, peer: Peer = OPERATOR, token: str | None = None) -> str:
+    """The code of the failure that a new client gets."""
+    client = here.client(peer)
+    client.hello(client_id(99), token)
+    code: str = (await client.next(FAILURE))[3]
+    return code
+
+
+async def test_operators_have_a_few_connections_over_the_limit(tmp_path: Path) -> None:
     async with manual_daemon(tmp_path, connections_max=2) as here:
-        for number in range(2 + UNIX_RESERVE):
+        for number in range(2 + OPERATOR_RESERVE):
             await here.greeted(client=client_id(number))
-        for peer in (WORKER, REMOTE):
-            assert (await here.client(peer).next(FAILURE))[3] == "too_many_connections"
-        assert (await here.client().next(FAILURE))[3] == "too_many_connections"
+        for peer in (WORKER, OPERATOR):
+            assert await refused_at_hello(here, peer) == "too_many_connections"
+
+
+async def test_other_users_of_the_unix_socket_do_not_use_the_reserve_of_operators(tmp_path: Path) -> None:
+    async with manual_daemon(tmp_path, connections_max=2, unix_other_role="worker") as here:
+        for number in range(2):
+            await here.greeted(USER, client_id(number))
+        assert await refused_at_hello(here, USER) == "too_many_connections"
+        await here.greeted(OPERATOR, client_id(3))
+
+
+async def test_principal_below_its_share_displaces_the_newest_connections_of_the_largest(tmp_path: Path) -> None:
+    async with manual_daemon(tmp_path, connections_max=4, unix_other_role="worker") as here:
+        many = [await here.greeted(WORKER, client_id(number)) for number in range(4)]
+        for number in (5, 6):
+            await here.greeted(USER, client_id(number))
+        await until(lambda: [client.transport.gone for client in many] == [False, False, True, True])
+        assert (await many[3].next(FAILURE))[3] == "too_many_connections"
+        assert await refused_at_hello(here, USER) == "too_many_connections"
+        assert await here.ask(many[0], "PingDaemon") == {}
+
+
+async def test_silent_connections_of_one_address_leave_room_for_another_and_for_operators(tmp_path: Path) -> None:
+    async with manual_daemon(tmp_path, handshakes_max=4, unix_other_role="worker") as here:
+        silent = [here.client(WORKER) for _ in range(4)]
+        assert (await here.client(WORKER).next(FAILURE))[3] == "too_many_connections"
+        await here.greeted(OPERATOR, client_id(1))
+        await here.greeted(USER, client_id(2))
+        assert (await silent[0].next(FAILURE))[3] == "too_many_connections"
+        assert not silent[1].transport.gone
+
+
+async def test_old_silent_connection_gives_way_to_a_new_one_of_its_address(tmp_path: Path) -> None:
+    async with manual_daemon(tmp_path, handshakes_max=2) as here:
+        silent = [here.client(WORKER) for _ in range(2)]
+        here.clock.now += SILENT_MIN_S
+        await here.greeted(WORKER, client_id(1))
+        assert (await silent[0].next(FAILURE))[3] == "too_many_connections"
+        assert not silent[1].transport.gone
 
 
 async def test_many_simultaneous_connections_over_the_limit_leave_no_session(tmp_path: Path) -> None:
@@ -134,7 +183,7 @@ async def test_unfinished_handshakes_do_not_block_new_clients(tmp_path: Path) ->
             here.network.accept()
         for number in (1, 2):
             await here.greeted(WORKER, client_id(number))
-        assert (await here.client(WORKER).next(FAILURE))[3] == "too_many_connections"
+        assert await refused_at_hello(here, WORKER) == "too_many_connections"
         await here.greeted(client=client_id(3))
 
 
@@ -146,7 +195,7 @@ async def test_ended_session_is_not_referenced(here: ManualDaemon) -> None:
     await client.lost()
     server = here.server
     assert not server.sessions
-    assert not server._handshaking
+    assert not server._table._holders
     assert not server.streaming
     assert not server._due
     assert session_of(server, client_id(1)) is None

@@ -69,14 +69,15 @@ class FileLimit:
     def fit(self, config: Config) -> Config:
         """Raise the limit to what `connections_max` needs; if the system allows less, lower `connections_max`."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = config.connections_max + FILES_BESIDES_CONNECTIONS
+        besides = config.handshakes_max + FILES_BESIDES_CONNECTIONS
+        wanted = config.connections_max + besides
         if soft != resource.RLIM_INFINITY and soft < wanted:
             soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         self.allowed, self.connections_wanted = soft, config.connections_max
         if soft == resource.RLIM_INFINITY or soft >= wanted:
             return config
-        return replace(config, connections_max=max(1, soft - FILES_BESIDES_CONNECTIONS))
+        return replace(config, connections_max=max(1, soft - besides))
 
 
 class Process:
