@@ -65,11 +65,13 @@ def register(context: PluginContext) -> None:
     path = Path(settings.path) if settings.path else context.directory() / "events.jsonl"
     if wanted := what_is_wrong_with(path):
         problem = Problem(f"plugins.{context.name}.path", str(path), wanted)
-        raise ConfigError("event_log_path", "the event log cannot be kept there", "name another file", [problem])
+        raise ConfigError(
+            "event_log_path", "the event log cannot be written to this path", "name another file", [problem]
+        )
     files = Files(path, bytes_max=settings.bytes_max, files_max=settings.files_max, fsync=settings.fsync)
     log = EventLog(context, settings, files)
     context.command("status", log.status, help="show the position", needs=Role.VIEWER)
-    context.command("rotate", log.rotate, help="begin a new file")
+    context.command("rotate", log.rotate, help="start a new file")
     context.on_stop(log.close)
 
 
@@ -231,7 +233,7 @@ class Files:
             line, end = last_line(fd, end - len(line) - 1)
         mark = _mark_in(line)
         if not LINE_START.startswith(os.pread(fd, len(LINE_START), end).partition(b"\0")[0]):
-            raise OSError(errno.EINVAL, "it is no event log: it ends with something else")
+            raise OSError(errno.EINVAL, "it is not an event log: its end is not a line of one")
         if size > end:
             os.ftruncate(fd, end)
         if not self._known:
@@ -318,7 +320,7 @@ def _mark_in(line: bytes) -> Mark | None:
     try:
         return read_mark(line) if line else None
     except ValueError as error:
-        raise OSError(errno.EINVAL, "it is no event log: its last line is none of ours") from error
+        raise OSError(errno.EINVAL, "it is not an event log: its last line is not a fact or gap") from error
 
 
 def last_line(fd: int, size: int) -> tuple[bytes, int]:
@@ -393,13 +395,13 @@ class EventLog:
         except OSError as error:
             code = "event_log_full" if error.errno in FULL else "event_log_failed"
             reason = f"{self._files.path}: {error.strerror or error}"
-            raise Unavailable(code, reason, "it is tried again") from error
+            raise Unavailable(code, reason, "check the file system; the plugin retries") from error
 
     async def _wait(self, working: asyncio.Future[Any]) -> None:
         done, _ = await asyncio.wait([working], timeout=WAIT_S)
         if not done:
-            reason = f"{self._files.path}: the disk has not answered for {WAIT_S:g} s"
-            raise Unavailable("event_log_slow", reason, "it is waited for")
+            reason = f"{self._files.path}: a write has not finished within {WAIT_S:g} s"
+            raise Unavailable("event_log_slow", reason, "check the disk; the plugin waits for it")
 
     def _ended(self, working: asyncio.Future[Any]) -> None:
         self._working = None

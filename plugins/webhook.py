@@ -82,8 +82,8 @@ def register(context: PluginContext) -> None:
     settings = context.settings(Settings)
     access = _access(context.name, settings)
     webhook = Webhook(context, settings, Receiver(settings, access, context.clock.wall))
-    context.command("status", webhook.status, help="how far it has come", needs=Role.VIEWER)
-    context.command("test", webhook.test, help="post an empty delivery and tell what comes back")
+    context.command("status", webhook.status, help="show position and counters", needs=Role.VIEWER)
+    context.command("test", webhook.test, help="post an empty delivery and show the response")
     context.on_stop(webhook.receiver.close)
 
 
@@ -175,7 +175,7 @@ class Answer(NamedTuple):
 
     def __str__(self) -> str:
         where = f" to {self.location}" if self.location else ""
-        return f"it answers {self.status}{where}{': ' if self.text else ''}{self.text}"
+        return f"it responds with {self.status}{where}{': ' if self.text else ''}{self.text}"
 
 
 class Access(NamedTuple):
@@ -230,7 +230,9 @@ class Receiver:
         import aiohttp
 
         if self._closed:
-            raise Unavailable("webhook_stopping", "the daemon is stopping", "what is left is posted when it is back")
+            raise Unavailable(
+                "webhook_stopping", "the daemon is stopping", "the remaining facts are posted after its restart"
+            )
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(ssl=self._access.tls or True),
@@ -387,13 +389,13 @@ class Webhook:
             self._refusals = 0
         if self._last_error is not None:
             self._last_error = None
-            self._context.log.info("the receiver takes facts again", receiver=self.receiver.place)
+            self._context.log.info("the receiver accepts facts again", receiver=self.receiver.place)
 
     def _refused(self, parcel: Parcel, answer: Answer) -> bool:
         """Retry the delivery or half of it; skip a single fact that is refused."""
         self._refusals += 1
         if not self._searching:
-            fix = "see what the receiver says of it"
+            fix = "see the receiver's log"
             raise self._noticed(Unavailable("webhook_refused", f"{self.receiver.place} refuses facts: {answer}", fix))
         self._end = None
         if parcel.count > 1:
@@ -403,7 +405,7 @@ class Webhook:
         self._done = parcel.last
         self._stop_searching()
         self._context.log.error(
-            "what the receiver refuses is left out", first=parcel.first, last=parcel.last, answer=str(answer)
+            "a fact that the receiver refuses was skipped", first=parcel.first, last=parcel.last, answer=str(answer)
         )
         return True
 
@@ -427,13 +429,15 @@ class Webhook:
 
     def _noticed(self, error: Unavailable) -> Unavailable:
         if self._last_error is None or self._last_error.code != error.code:
-            self._context.log.warning("the receiver takes no facts", reason=str(error))
+            self._context.log.warning("the receiver accepts no facts", reason=str(error))
         self._last_error = error
         return error
 
 
 def _unreachable(place: str, reason: str) -> Unavailable:
-    return Unavailable("webhook_unreachable", f"{place}: {_shown(reason)}", "see whether the receiver runs")
+    return Unavailable(
+        "webhook_unreachable", f"{place}: {_shown(reason)}", "check that the receiver runs and can be reached"
+    )
 
 
 def _in_words(error: Exception) -> str:
@@ -461,7 +465,7 @@ def _access(name: str, settings: Settings) -> Access:
     try:
         import aiohttp  # noqa: F401 - imported now, so that the first delivery does not wait for it
     except ImportError:
-        problems.append(("url", settings.url, "posted to with aiohttp, which is missing: pip install aiohttp"))
+        problems.append(("url", settings.url, "posted to with aiohttp, which is not installed: pip install aiohttp"))
     try:
         secret = _read_secret(settings.secret_file)
     except (OSError, ValueError) as error:

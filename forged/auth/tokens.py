@@ -60,7 +60,7 @@ class TokenRegistry:
         token = self._tokens.get(token_id)
         if token is None:
             shown = token_id[:TOKEN_ID_CHARS]
-            raise RequestRefused("token_not_found", f"there is no token {shown!r}", "see `forgectl tokens list`")
+            raise RequestRefused("token_not_found", f"there is no token {shown!r}", "see `forgectl tokens`")
         return token
 
     def after(self, token_id: str) -> Iterator[Token]:
@@ -144,7 +144,7 @@ class TokenRegistry:
             raise RequestRefused(
                 "tokens_full",
                 f"there are {live} live tokens; tokens_max is {self.tokens_max}",
-                "revoke unused tokens: `forgectl tokens list`, `forgectl tokens revoke ID`",
+                "list tokens with `forgectl tokens`, and revoke unused ones: `forgectl tokens revoke ID`",
             )
 
     @staticmethod

@@ -190,7 +190,7 @@ def _check(field: str, value: int, least: int, most: int) -> int:
         raise RequestRefused(
             "dataset_invalid",
             f"{field} must be a whole number from {least} to {most}, got {shown}",
-            "see the size of the dataset",
+            "check the numbers of samples and shards of the dataset",
         )
     return found
 

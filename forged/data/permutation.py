@@ -162,7 +162,9 @@ def _within(indices: npt.ArrayLike, size: int) -> Words:
 
 def _outside(what: str, size: int) -> RequestRefused:
     text = (
-        f"{what}: a permutation of {size} has whole numbers from 0 to {size - 1}" if size else f"{what}: there are none"
+        f"an index of a permutation of {size} must be a whole number from 0 to {size - 1}, got {what}"
+        if size
+        else f"an empty permutation has no index, got {what}"
     )
     return RequestRefused("permutation_index", text)
 

@@ -24,7 +24,9 @@ def rate(name: str, given: Any) -> float:
         value = math.nan
     if not 0.0 <= value < math.inf:
         raise RequestRefused(
-            "number_invalid", f"{name} must be finite and >= 0, got {shortened(given)}", "pass such a number"
+            "number_invalid",
+            f"{name} must be finite and >= 0, got {shortened(given)}",
+            "pass a number within these limits",
         )
     return value
 
@@ -37,5 +39,7 @@ def count(name: str, given: Any, *, at_least: int = 0) -> int:
         value = -1
     if not at_least <= value <= INTEGER_MAX:
         limits = f"an integer from {at_least} to {INTEGER_MAX}"
-        raise RequestRefused("number_invalid", f"{name} must be {limits}, got {shortened(given)}", "pass such a number")
+        raise RequestRefused(
+            "number_invalid", f"{name} must be {limits}, got {shortened(given)}", "pass a number within these limits"
+        )
     return value

@@ -266,8 +266,8 @@ class Training(BlockingFacade[ElasticWorker]):
     def leaving(self) -> Event[str]:
         """Happens when this worker leaves, after its last step: the moment to save.
 
-        Subscribers run in the script's thread, which waits until they return: plain functions. The other workers do
-        not meet this worker any more.
+        Subscribers run in the script's thread, which waits until they return: plain functions. Collectives
+        with other workers are over.
         """
         return self.worker.leaving
 

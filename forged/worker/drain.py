@@ -131,7 +131,7 @@ class Drain:
         self._tasks.start_soon(self._limit_waiting)
 
     def hear(self, item: Record | Gap) -> None:
-        """Reconsider after a fact that changes which workers need which."""
+        """Ask the daemon again after a fact that may change whether the other workers need this one."""
         if isinstance(item, Gap) or isinstance(item.fact, MAY_NEED_WORKER):
             self._reconsider(is_needed_anew=True)
         elif isinstance(item.fact, MAY_RELEASE_WORKER):
@@ -168,7 +168,7 @@ class Drain:
         try:
             return await question()
         except ForgedError as error:
-            self._log.warning("the leave query was refused; leaving", why=str(error))
+            self._log.warning("the daemon refused to say whether the worker may leave; leaving", why=str(error))
             return True
 
     def _pause_s(self) -> float:
@@ -176,14 +176,14 @@ class Drain:
         return QUESTION_INTERVAL_S * (0.5 + self._random())
 
     async def _limit_waiting(self) -> None:
-        """Make the worker overdue after its timeouts, and not overdue again when a taker comes after all."""
+        """Mark the worker as overdue after its timeouts, and unmark it when another worker takes over after all."""
         no_daemon_s = 0.0
         while True:
             self._overdue_because = self._exceeded_timeout(no_daemon_s)
             if bool(self._overdue_because) != self._flags.is_overdue:
                 self._toggle_overdue()
             if self._aborted_because:
-                why = f"{self._state.worker.id} does not wait any longer: {self._aborted_because}"
+                why = f"{self._state.worker.id} leaves without waiting further: {self._aborted_because}"
                 self._state.current_world.abort_collective(why)
             meeting = self._state.current_world.meeting
             await anyio.sleep(LOOK_INTERVAL_S)
@@ -205,17 +205,17 @@ class Drain:
         return is_stopping or (current_world.is_stepping and view.stop_wanted > 0)
 
     def _exceeded_timeout(self, no_daemon_s: float) -> str:
-        """What the worker has waited for in vain, for as long as it may; empty if for nothing."""
+        """The wait that has exceeded its timeout, as the reason to leave; empty if there is none."""
         config = self._state.config
         if _exceeds(self._meeting_s, config.leave_timeout_s):
-            self._aborted_because = f"the other ranks did not come to a collective for {config.leave_timeout_s:g} s"
+            self._aborted_because = f"the other ranks did not join a collective for {config.leave_timeout_s:g} s"
         if self._aborted_because:
             return self._aborted_because
         if _exceeds(no_daemon_s, config.reconnect_grace_s):
             lack = "the daemon recorded nothing" if self._registration.is_connected else "there was no daemon"
             return f"{lack} for {config.reconnect_grace_s:g} s"
         if _exceeds(self._unwanted_s, config.leave_timeout_s):
-            return f"no worker came for what it holds for {config.leave_timeout_s:g} s"
+            return f"no worker has taken over its state or shards for {config.leave_timeout_s:g} s"
         return ""
 
     def _toggle_overdue(self) -> None:
@@ -224,7 +224,7 @@ class Drain:
             if self._leave_request is not None:
                 self._leave_request.cancel()
             if self._state.is_needed:
-                self._log.warning("leaves with what other workers may need", why=self._overdue_because)
+                self._log.warning("leaving with state or shards that other workers may need", why=self._overdue_because)
             self._state.wake()
 
     # 2. The script saves.
@@ -253,7 +253,7 @@ class Drain:
                     else:
                         await rescaler.advance(takes_state=False)
         except Exception as error:  # noqa: BLE001 - packing calls the script's own state
-            self._log.warning("gives nothing to other workers any more", why=describe(error))
+            self._log.warning("can no longer give state or shards to other workers", why=describe(error))
         finally:
             ended.set()
 

@@ -23,7 +23,7 @@ class WorldIncomplete(Unavailable):
     """Not all members of a world have met. `peer` is a worker that was not reached, empty where that is unknown."""
 
     def __init__(self, reason: str, peer: str) -> None:
-        super().__init__("world_incomplete", reason, "tell the daemon, which knows which workers live")
+        super().__init__("world_incomplete", reason, "report the peer to the daemon and wait for its next world")
         self.peer = peer
 
     def __reduce__(self) -> tuple[type[WorldIncomplete], tuple[str, str]]:

@@ -87,7 +87,7 @@ class FactListener:
             self.shards.obtain_in_background(self._view.background_attempt)
         world = self._state.current_world.world
         if self._view.lost and world is not None:
-            world.abort(f"{self._view.lost} is gone")
+            world.abort(f"{self._view.lost} failed or left")
 
     # The daemon's answer to a join, which is newer than a gap in the facts.
 

@@ -122,7 +122,7 @@ class Mesh:
     async def open(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Address]:
         """Listen for peers inside the block; the address has the port."""
         if self._tasks is not None:
-            raise RequestRefused("mesh_reopened", "a mesh is opened once", "make another")
+            raise RequestRefused("mesh_reopened", "a mesh can be opened only once", "make another")
         failure: Exception | None = None
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
@@ -155,7 +155,7 @@ class Mesh:
         rank = self._rank_in(topology)
         if generation < self._generation or (self._world is not None and generation == self._generation):
             raise RequestRefused(
-                "generation_over", f"generation {generation} was entered before", "enter newer ones only"
+                "generation_over", f"generation {generation} was entered before", "enter a later generation"
             )
         if self._world is not None:
             self._world.abort(f"{self._worker_id} enters generation {generation}")
@@ -220,11 +220,15 @@ class Mesh:
 
     def _rank_in(self, topology: ClusterTopology) -> int:
         if self._tasks is None or not self._key:
-            raise RequestRefused("mesh_not_ready", "the mesh is not open, or has no key", "open it, and trust a key")
+            raise RequestRefused(
+                "mesh_not_ready", "the mesh is not open, or has no key", "open the mesh and set the job's key"
+            )
         for rank, worker in enumerate(topology.workers):
             if worker.id == self._worker_id:
                 return rank
-        raise RequestRefused("not_a_member", f"{self._worker_id} is not in this world", "wait for one that it is in")
+        raise RequestRefused(
+            "not_a_member", f"{self._worker_id} is not in this world", "wait for a world with this worker"
+        )
 
     # States.
 
@@ -283,7 +287,9 @@ class Mesh:
 
     async def _dial(self, target: WorkerId, answer: Answer, receiver: Receiver) -> DialledLink:
         if self._tasks is None or not self._key:
-            raise RequestRefused("mesh_not_ready", "the mesh is not open, or has no key", "open it, and trust a key")
+            raise RequestRefused(
+                "mesh_not_ready", "the mesh is not open, or has no key", "open the mesh and set the job's key"
+            )
         link = DialledLink(self._clock, self._limits, receiver, self._key, answer, str(target))
         self._links[link] = None
         link.over.add_done_callback(lambda _: self._links.pop(link, None))
@@ -300,16 +306,16 @@ class Mesh:
         link = AcceptedLink(self._clock, self._limits, self, self._random.randbytes(NONCE_BYTES))
         self._strangers[link] = None
         if len(self._strangers) > STRANGERS_MAX or len(self._strangers) + len(self._links) > PEERS_MAX:
-            next(iter(self._strangers)).cut("there were too many unproven connections")
+            next(iter(self._strangers)).cut("too many unauthenticated connections")
         return link
 
     def on_answer(self, link: AcceptedLink, answer: Answer) -> None:
         """A peer has answered the challenge: accept its proof, or close the connection."""
         if not self._key or not peer_messages.is_proven(answer, self._key, link.nonce):
-            link.cut("its proof is wrong")
+            link.cut("its authentication proof is wrong")
             return
         if answer.job != self._job or answer.target != self._worker_id:
-            link.cut("it called another worker or job")
+            link.cut("it addressed another worker or job")
             return
         del self._strangers[link]
         self._links[link] = None

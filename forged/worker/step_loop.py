@@ -132,8 +132,8 @@ class StepLoop:
         if own_world is None:
             raise RequestRefused(
                 "worker_leaving",
-                "this worker is leaving, and the other workers do not meet it any more",
-                "save without the other workers",
+                "this worker has left its world, so collectives with other workers are not possible",
+                "save without collectives",
             )
         return await act(own_world)
 
@@ -159,9 +159,9 @@ class StepLoop:
         if self._progress.holds_state and self._progress.step >= step:
             await self._session.leave("training completed", done=True)
             return
-        why = "the training was done before this worker was taken in"
+        why = "the training was complete before this worker joined it"
         await self._session.leave(why)
-        await self._fail(JobEnded("job_completed", why, "take the result from a worker that took part"))
+        await self._fail(JobEnded("job_completed", why, "take the result from a worker that trained"))
 
     @property
     def _is_left_out(self) -> bool:

@@ -265,7 +265,9 @@ class ElasticWorker:
         goes_back = self._progress.holds_state and step < self.step
         if goes_back or (step != self.step and self._state.current_world.world is not None):
             raise RequestRefused(
-                "step_counted", f"{self.step} steps are committed, and not {step}", "leave the counting to the steps"
+                "step_counted",
+                f"{self.step} steps are committed, got {step}",
+                "set the step only before the first world; `worker.steps()` counts from then on",
             )
         self._progress.learning_rate = arguments.rate("learning_rate", learning_rate)
         self._progress.epoch, self._progress.step = epoch, step

@@ -202,7 +202,7 @@ def test_an_origin_that_hangs_is_waited_for_as_long_as_it_may_be_silent_and_othe
     (report,), (took_s,), store = brought(origin, 20)
     assert {one.shard_id for one in report.moved} == set(range(20)) - {1}
     (missing,) = report.missing
-    assert missing.reason.startswith("the origin gave nothing of it for 600 s")
+    assert missing.reason.startswith("the origin sent no byte of it for 600 s")
     assert took_s == pytest.approx(ORIGIN_TIMEOUT_S, abs=0.1)
     assert not store._arriving
     assert origin.asked.count(1) == 1

@@ -221,7 +221,7 @@ async def test_restored_backup_appends_its_facts(run_plugin: RunPlugin, path: Pa
 def test_file_that_is_no_event_log_is_not_changed(path: Path, content: str) -> None:
     path.parent.mkdir()
     path.write_text(content)
-    with pytest.raises(OSError, match="it is no event log"):
+    with pytest.raises(OSError, match="it is not an event log"):
         write(path, lines(1, 1))
     assert path.read_text() == content
 

@@ -318,11 +318,11 @@ async def test_receiver_outage_of_an_hour_loses_nothing_and_pauses_grow(
         assert plugin.view.state == "active"
         assert plugin.view.failed == 0
         assert len(plugin.pauses) < HOUR_S / 20
-        assert plugin.log.said("warning") == ["the receiver takes no facts"]
+        assert plugin.log.said("warning") == ["the receiver accepts no facts"]
         async with listening(WebhookReceiver(), port=port) as receiver:
             await plugin.caught_up()
             assert receiver.accepted_ids == ids
-        assert plugin.log.said("info") == ["the receiver takes facts again"]
+        assert plugin.log.said("info") == ["the receiver accepts facts again"]
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
@@ -394,7 +394,7 @@ async def test_refused_fact_is_isolated_and_skipped(
         ids += await plugin.publish(Blob("after"))
         await plugin.caught_up()
         said = await plugin.run("status")
-        assert plugin.log.said("error") == ["what the receiver refuses is left out"]
+        assert plugin.log.said("error") == ["a fact that the receiver refuses was skipped"]
         assert [fields["first"] for level, _, fields in plugin.log.events if level == "error"] == [ids[37]]
         assert plugin.view.failed == 0
     assert receiver.accepted_ids == ids[:37] + ids[38:]

@@ -384,6 +384,6 @@ class TestAsyncScript:
         await cluster.until(lambda: cluster["b"].code is not None)
         assert (cluster["b"].code, cluster["b"].finished) == (0, cluster["b"].steps[-1].step + 1)
         await cluster.wait_for_world("a")
-        assert [fact.reason for fact in await cluster.facts(WorkerLeft)] == ["it was told to end, by SIGTERM"]
+        assert [fact.reason for fact in await cluster.facts(WorkerLeft)] == ["it received SIGTERM"]
         assert await cluster.facts(WorkerFailed) == []
         await cluster.finish("a")

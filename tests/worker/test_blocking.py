@@ -523,7 +523,7 @@ class TestSignals:
                     done.append(int(step))
             assert worker.step >= 4
         assert done == list(range(worker.step))
-        assert why == ["it was told to end, by SIGTERM"]
+        assert why == ["it received SIGTERM"]
         assert [fact.reason for fact in past(client, WorkerLeft)] == why
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
@@ -542,7 +542,7 @@ class TestSignals:
         monkeypatch.setattr(Rescaler, "advance", terminate)
         with at(endpoint, config=config(min_workers=2)) as worker:
             assert list(worker.steps()) == []
-        assert [fact.reason for fact in past(client, WorkerLeft)] == ["it was told to end, by SIGTERM"]
+        assert [fact.reason for fact in past(client, WorkerLeft)] == ["it received SIGTERM"]
 
     def test_sigterm_during_a_wait_is_handled_in_any_thread(self, endpoint: str, client: BlockingClient) -> None:
         main = threading.get_ident()
@@ -558,7 +558,7 @@ class TestSignals:
             for _ in worker.steps(STEPS):
                 raise AssertionError("no other worker is there")
         thread.join(PATIENCE_S)
-        assert [fact.reason for fact in past(client, WorkerLeft)] == ["it was told to end, by SIGTERM"]
+        assert [fact.reason for fact in past(client, WorkerLeft)] == ["it received SIGTERM"]
 
     def test_timeout_error_raised_by_the_scripts_handler_ends_the_wait(self, endpoint: str) -> None:
         def too_late(number: int, frame: object) -> None:

@@ -557,7 +557,7 @@ class TestWhoIsToGo:
             assert await cluster.group.over("b") == [None]
             if daemon == "there":
                 (left,) = await cluster.facts(WorkerLeft)
-                assert left.reason == "the spot price; no worker came for what it holds for 1 s"
+                assert left.reason == "the spot price; no worker has taken over its state or shards for 1 s"
 
 
 class TestTheBackground:
@@ -865,7 +865,7 @@ class TestAShardThatTheOriginDoesNotGive:
             assert isinstance(item, Record)
             assert isinstance(item.fact, ShardsLost)
             assert (item.fact.count, item.fact.shards) == (1, [3])
-            assert item.fact.reason[1:].startswith(": shard 3: the origin gave nothing of it for 3 s")
+            assert item.fact.reason[1:].startswith(": shard 3: the origin sent no byte of it for 3 s")
             gate.set()
             await cluster.group.world_of("a", "b")
             await cluster.check_holdings("a", "b")
@@ -886,7 +886,7 @@ class TestAShardThatTheOriginDoesNotGive:
                 cluster.start("a")
                 await asyncio.wait_for(anext(facts), PATIENCE_S)
             async with asyncio.timeout(PATIENCE_S):
-                while "a: the origin has given nothing of shard 3 for " not in await standing(client):
+                while "a: the origin has sent no byte of shard 3 for " not in await standing(client):
                     await asyncio.sleep(0.01)
             gate.set()
             await cluster.group.world_of("a")

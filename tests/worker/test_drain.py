@@ -203,7 +203,7 @@ async def test_overdue_worker_stays_for_a_taker_that_comes_before_it_has_left() 
     async with scene.told_to_drain() as drain:
         await anyio.sleep(1)
         assert scene.state.is_leave_due
-        assert drain.reason == "the spot price; no worker came for what it holds for 0.5 s"
+        assert drain.reason == "the spot price; no worker has taken over its state or shards for 0.5 s"
         scene.hold_up_world(True)
         await anyio.sleep(1)
         assert not await drain.finish_leaving()
@@ -394,7 +394,7 @@ class TestTimeouts:
         async with task_group() as tasks:
             tasks.start_soon(change)
             assert round(await scene.drained()) == 60
-        why = "the other ranks did not come to a collective for 60 s"
+        why = "the other ranks did not join a collective for 60 s"
         assert scene.aborted == [f"me does not wait any longer: {why}"]
         assert scene.drain.reason == f"{WISH}; {why}"
 
@@ -445,7 +445,7 @@ class TestTimeouts:
     async def test_worker_leaves_when_no_other_worker_takes_over_in_time(self) -> None:
         scene = Scene()
         assert round(await scene.drained()) == 60
-        assert scene.drain.reason == "the spot price; no worker came for what it holds for 60 s"
+        assert scene.drain.reason == "the spot price; no worker has taken over its state or shards for 60 s"
         scene.is_bound = False
         assert scene.drain.reason == WISH
 
@@ -507,7 +507,7 @@ class TestTimeouts:
         async with task_group() as tasks:
             tasks.start_soon(change)
             assert round(await scene.drained()) == 100
-        assert scene.drain.reason == "the spot price; no worker came for what it holds for 100 s"
+        assert scene.drain.reason == "the spot price; no worker has taken over its state or shards for 100 s"
 
 
 class TestWhileTheScriptSaves:
@@ -579,7 +579,7 @@ class TestWhileTheScriptSaves:
             scene.state.drain.may_leave, scene.serving_fails = False, error
             await scene.start_leaving()
             await anyio.sleep(1)
-            (said,) = scene.log.of("gives nothing to other workers any more")
+            (said,) = scene.log.of("can no longer give state or shards to other workers")
             assert "it changed size" in said["why"]
             assert await scene.drain.finish_leaving()
 
@@ -717,7 +717,7 @@ class TestHandingOverTheState:
             proxy.cut()
             while group["a"].member._client.connected:
                 await asyncio.sleep(0)
-            a.drain("it was told to end, by SIGTERM")
+            a.drain("it received SIGTERM")
             go_on.set()
             assert await group.over("a") == [None]
             await self._is_continued_by(group, "b")

@@ -843,15 +843,15 @@ class TestWaiting:
         async with group_at(runner.endpoint, min_workers=2) as group:
             group.start("a", log=log)
             async with asyncio.timeout(PATIENCE_S):
-                while not log.of("this worker waits"):
+                while not log.of("this worker is waiting"):
                     await asyncio.sleep(0.01)
             group.start("b")
             await group.world_of("a", "b")
-            told = len(log.of("this worker waits"))
+            told = len(log.of("this worker is waiting"))
             await group.more_steps("a", "b")
             await group.finish("a", "b")
-        assert log.of("this worker waits")[0]["why"].startswith("1 worker waits for 1 more: min_workers is 2")
-        assert len(log.of("this worker waits")) == told
+        assert log.of("this worker is waiting")[0]["why"].startswith("1 worker waits for 1 more: min_workers is 2")
+        assert len(log.of("this worker is waiting")) == told
 
 
 class TestLeaving:

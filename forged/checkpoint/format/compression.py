@@ -120,7 +120,7 @@ _thread_local = _ThreadLocal()
 
 
 def _smallest(plane: Bytes, search: int | None, *, whole_too: bool) -> bytes:
-    """The smaller frame of a plane; repetitions are searched if a sample has some or if `whole_too`."""
+    """The smaller frame of a plane; with a search for repetitions where a sample has some, or if `whole_too`."""
     data = plane.data
     counted = _thread_local.codec.compress(data, None)
     if search is None:

@@ -273,13 +273,19 @@ def _check(manifest: Manifest) -> None:
 
 def _check_states(manifest: Manifest) -> None:
     states = manifest.states
-    _require(len(states.frame_of_rank) == len(states.own) == manifest.world_size, "states: not one per rank")
+    _require(
+        len(states.frame_of_rank) == len(states.own) == manifest.world_size,
+        "states: the number of entries is not the number of ranks",
+    )
     _require(_are_all(states.frame_of_rank, len(states.frames)), "states.frame_of_rank")
     places = [_check_frame(frame, manifest.tensors) for frame in states.frames]
     owner = manifest.tensors.ranks.get
     for rank, own in enumerate(states.own):
         open_places = places[states.frame_of_rank[rank]]
-        _require(len(own) == len(open_places), "states.own: not one per open place")
+        _require(
+            len(own) == len(open_places),
+            "states.own: the number of entries is not the number of open places of the frame",
+        )
         for node, place in zip(own, open_places, strict=True):
             is_its = (owner(number) == rank for number in tensor_numbers(node, place.depth + 1))
             _require(all(is_its), "states.own: a tensor of another rank")
@@ -290,7 +296,8 @@ def _check_frame(frame: Node, tensors: Tensors) -> list[OpenPlace]:
     _require(_all_within(numbers, len(tensors.names)), "states.frames: an unknown tensor")
     _require(tensors.ranks.keys().isdisjoint(numbers), "states.frames: a per-rank tensor")
     _require(
-        [place.number for place in places] == list(range(len(places))), "states.frames: the numbers of the open places"
+        [place.number for place in places] == list(range(len(places))),
+        "states.frames: open places are not numbered from 0 in order",
     )
     return places
 
@@ -358,7 +365,9 @@ def _check_part(manifest: Manifest, part: Part, sizes: _Sizes) -> None:
     _require(0 <= part.rank < manifest.world_size, "parts.rank")
     _require(0 <= part.data_offset <= min(part.size, HEADER_BYTES_MAX + 8) and part.size <= SIZE_MAX, "parts.size")
     _require(_all_within(part.tensors, len(manifest.tensors.names)), "parts.tensors")
-    _require(len(part.box_of) in {0, len(part.tensors)}, "parts.box_of: not one per piece")
+    _require(
+        len(part.box_of) in {0, len(part.tensors)}, "parts.box_of: the number of entries is not the number of pieces"
+    )
     _require(_are_all({*part.box_of} - {_WHOLE}, len(part.boxes)), "parts.box_of")
     size = chunks = 0
     kinds = map(sizes.kind_of.__getitem__, part.tensors)
@@ -377,12 +386,15 @@ def _sizes_in(box: Box, shape: Shape, dtype: str) -> tuple[int, int]:
 
 def _check_chunks(part: Part, size: int, chunks: int) -> None:
     """Check the chunk lists of a part whose pieces have `size` bytes and `chunks` chunks."""
-    _require(len(digests_of(part)) == chunks * DIGEST_BYTES, "parts.digests: not one per chunk")
+    _require(
+        len(digests_of(part)) == chunks * DIGEST_BYTES,
+        "parts.digests: the number of digests is not the number of chunks",
+    )
     _require(len(base64.b64decode(part.header, validate=True)) == DIGEST_BYTES, "parts.header")
     if part.stored is not None:
         _require(len(part.stored) == chunks, "parts.stored")
         size = sum(map(abs, part.stored))
-    _require(part.data_offset + size == part.size, "parts.size: not the size of the pieces")
+    _require(part.data_offset + size == part.size, "parts.size: it is not the sum of the sizes of the pieces")
 
 
 def _is_stored(stored: int, length: int) -> bool:

@@ -356,7 +356,9 @@ class Saver:
         try:
             publish_indexes(storage, agreement.prefix, agreement.save_id, save.whole_tensor_files())
         except CheckpointException as error:
-            self._context.log.warning("a checkpoint has no index", prefix=agreement.prefix, why=str(error))
+            self._context.log.warning(
+                "the index of a consolidated checkpoint could not be written", prefix=agreement.prefix, why=str(error)
+            )
 
     def _delete_temporary_parts(self, save: RankSave) -> None:
         """Delete the parts from which the files of whole tensors were assembled."""

@@ -219,7 +219,7 @@ def _retry_config(settings: Mapping[str, str]) -> dict[str, int | timedelta]:
 def _number(settings: Mapping[str, str], key: str, otherwise: float) -> float:
     text = settings.get(key, f"{otherwise}")
     if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text):
-        raise _refused(f"{key} = {text!r} is no number", "give a number such as 60")
+        raise _refused(f"{key} = {text!r} is not a number", "give a number such as 60")
     return float(text)
 
 

@@ -168,7 +168,7 @@ class UsageLog:
             raise RequestRefused(
                 "usage_invalid",
                 f"generation {generation} or a later one has reported steps already",
-                "report that the training went back before the steps after that",
+                "report the return to an earlier step before the steps that follow it",
             )
         self._returns = [*(one for one in self._returns if one[1] < step), (generation, step)]
         self._settled = min(self._settled, step)
@@ -230,10 +230,10 @@ class UsageLog:
             head, parts = _decode_first(chunks[0])
             others = [_decode_other(chunk) for chunk in chunks[1:]]
             if head.chunks != len(chunks) or any(number != at for at, (number, _) in enumerate(others, 1)):
-                raise ValueError(f"the chunks are not the {head.chunks} of one log")
+                raise ValueError(f"the chunks do not form one log of {head.chunks} chunks")
             return cls._of(head, [*parts, *(part for _, more in others for part in more)])
         except (msgspec.MsgspecError, IndexError, ValueError, OverflowError, RequestRefused) as error:
-            raise PeerError("usage_invalid", f"a log of usage cannot be read: {error}") from error
+            raise PeerError("usage_invalid", f"the usage log cannot be decoded: {error}") from error
 
     @classmethod
     def _of(cls, head: _AuditHead, parts: Iterable[_Part]) -> UsageLog:
@@ -362,7 +362,7 @@ def _checked(columns: Column, samples: int) -> Column:
     room = (samples - starts) // np.maximum(sizes, 1)
     is_right = (steps >= SETTLED) & (starts >= 0) & (sizes > 0) & (counts > 0) & (counts <= room)
     if not bool(np.all(is_right & (dropped >= 0) & (dropped <= 1))):
-        raise ValueError("some rows are invalid")
+        raise ValueError("a row has a step, position, size or count outside its range")
     return columns
 
 
@@ -379,7 +379,8 @@ def _check_run(run: Run, samples: int) -> None:
         for name, least in (("step", 0), ("epoch", 0), ("start", 0), ("size", 1), ("count", 1)):
             check_whole("usage_invalid", name, getattr(run, name), least, WHOLE_MAX)
     if run.end > samples or run.end_step > STEP_MAX:
-        text = f"positions {run.start} to {run.end} in steps {run.step} to {run.end_step}: an epoch has {samples}"
+        used = f"{run.start} to {run.end} (steps {run.step} to {run.end_step})"
+        text = f"positions must be below {samples}, the samples of an epoch, got {used}"
         raise RequestRefused("usage_invalid", text)
 
 

@@ -116,7 +116,7 @@ class AuditService:
         return writes | {f"{PREFIX}{job}/{number}": None for number in range(len(chunks), len(before))}
 
     def _go_back(self, job: str, log: UsageLog, generation: int, step: int) -> None:
-        """A world begins at this step; earlier worlds may still report after it."""
+        """Void the usage from this step on, where a new world begins; earlier worlds may still report their steps."""
         try:
             log.rewind(generation, step)
         except RequestRefused as error:

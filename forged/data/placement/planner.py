@@ -129,7 +129,7 @@ def check_replication(replication: object) -> int:
         raise RequestRefused(
             "replication_invalid",
             f"replication must be a whole number from 0 to {REPLICATION_MAX}, got {replication!r:.100}",
-            "see how many workers there are",
+            "use fewer replicas than there are workers",
         )
     return found
 

@@ -235,7 +235,7 @@ def _mixed(offered: Column) -> Column:
 
 
 def _accepted(offered: Column, groups: Column, taken: Column, rings: Rings) -> Column:
-    """The offered workers, swapped where their group is taken, in the end for any worker of a free group."""
+    """The offered workers; where a worker's group is taken, another offered one or any worker of a free group."""
     found = offered.copy()
     waiting = np.flatnonzero(~_fits(found, groups, taken))
     for number in range(1, TRIES + 1):

@@ -104,7 +104,7 @@ def _wrong_numbers(plan: DataRedistributionPlan) -> Iterator[str]:
         ("sources", columns.sources, known),
     ):
         if beyond(column, NOBODY, most).any():
-            yield f"{name} names a place without a worker"
+            yield f"{name} has a rank that no worker has"
     rows = beyond(columns.shards, 0, plan.total_shards) | beyond(columns.destinations, 0, world)
     rows |= beyond(columns.copies, 0, plan.replicas.shape[0] + 1) | beyond(columns.kinds, 0, len(KINDS))
     yield from _named(

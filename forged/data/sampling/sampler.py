@@ -203,7 +203,7 @@ class ElasticSampler:
 
     @property
     def state(self) -> SamplerState:
-        """How far it is."""
+        """The position in the data: epoch, and samples used."""
         return SamplerState(self._order.epoch, self.total - self._order.left)
 
     @property

@@ -101,7 +101,7 @@ class DirectoryShardStore(ShardStore):
                 self._held[shard] = stamp
 
     def _delete_unstamped(self, entry: str) -> None:
-        """It cannot be resumed; only a live writer holds the lock."""
+        """Delete a part without a stamp, unless a live writer holds its lock: it cannot be resumed."""
         with suppress(OSError):
             fd = os.open(self.path / entry, os.O_RDWR | _SAFELY)
             try:
@@ -123,7 +123,7 @@ class DirectoryShardStore(ShardStore):
         return found
 
     def _drop_if_gone(self, shard: int) -> None:
-        """Another thread may have put the shard again: it counts from the moment when it has its name."""
+        """Stop counting a shard whose file is gone, unless another thread has stored the shard again meanwhile."""
         with self._lock:
             stamp = self._held.get(shard)
             if stamp is not None and not self._file_exists(shard, stamp):

@@ -42,7 +42,7 @@ Now = Callable[[], float]
 
 
 class OriginSilent(Unavailable):
-    """The origin gave nothing for the timeout."""
+    """The origin sent no byte within the timeout."""
 
 
 class OriginStuck(Unavailable):
@@ -105,7 +105,7 @@ class OriginRead:
             return error
         except BaseException as error:  # noqa: BLE001 - raised there, it would cancel the caller or end the event loop
             why = f"shard {self.shard_id} cannot be stored: {describe(error)}"
-            return StoreFailed("shard_store_failed", why, "see the shard store")
+            return StoreFailed("shard_store_failed", why, "check the shard store")
 
     def finish(self, result: Stamp | Exception) -> None:
         self._result = result
@@ -162,7 +162,7 @@ class OriginRead:
             raise Unavailable(
                 "origin_empty",
                 f"the origin wrote no byte of shard {self.shard_id}, which has {self._shard.size} samples",
-                "see the dataset's origin",
+                "check the dataset's origin",
             )
         with self._lock:
             return self._require_arriving().commit()
@@ -282,7 +282,7 @@ class OriginReads:
     def _stuck(self, shard_id: int, in_the_way: list[OriginRead]) -> OriginStuck:
         if in_store := sum(one.origin_silent_s() is None for one in in_the_way):
             why = f"{_unfinished(in_store)} in the shard store, so shard {shard_id} is not read from the origin"
-            return StoreStuck("store_stuck", why, "see the disk")
+            return StoreStuck("store_stuck", why, "check the disk of this host")
         why = f"{_silence(shard_id, self._timeout_s)}, and {_unfinished(len(in_the_way))} in it"
         return OriginStuck("origin_stuck", why, TIMEOUT_FIX)
 
@@ -317,7 +317,7 @@ class OriginReadsInLoop(OriginReads):
 
 
 def _silence(shard_id: int, timeout_s: float) -> str:
-    return f"the origin gave nothing of shard {shard_id} for {timeout_s:g} s"
+    return f"the origin sent no byte of shard {shard_id} for {timeout_s:g} s"
 
 
 def _unfinished(reads: int) -> str:

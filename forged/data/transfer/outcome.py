@@ -116,7 +116,7 @@ class TransferReport(msgspec.Struct, frozen=True):
     def require_complete(self) -> None:
         """Raise an error that names the missing shards, if there are any."""
         if own := [shard for shard in self.missing if shard.is_own_fault]:
-            raise StoreFailed("shards_not_kept", f"cannot store {_named(own)}", "see the disk")
+            raise StoreFailed("shards_not_kept", f"cannot store {_named(own)}", "check the disk of this host")
         if self.missing:
             raise Unavailable(
                 "shards_missing",
@@ -150,13 +150,13 @@ class ShardInTransit(msgspec.Struct, frozen=True):
     """How many of its bytes are in the store."""
     size: int | None
     origin_silent_s: float | None = None
-    """For how long the origin has given nothing; None while the transfer waits for a worker or for the store."""
+    """For how long the origin has sent no byte; None while the transfer waits for a worker or for the store."""
     may_be_at_a_worker: bool = False
     """Whether a worker that was named as a source was not reached."""
 
 
 class TransferProgress(msgspec.Struct, frozen=True):
-    """How far the transfers of a worker are; each replaces the previous one."""
+    """The progress of a worker's transfers; each value replaces the previous one."""
 
     done: int
     missing: int

@@ -33,7 +33,7 @@ CORRUPT_MAX = 2
 """How many corrupt copies of a shard one source may send: the first may have been damaged in transit."""
 
 
-GIVEN_UP = "given up after other shards failed there"
+GIVEN_UP = "not tried: other shards failed at this source"
 
 
 class Fault(Enum):
@@ -48,7 +48,7 @@ class Fault(Enum):
     CORRUPT_MIXED = auto()
     """The bytes are wrong, and came from several sources, so none can be blamed."""
     SILENT = auto()
-    """The source gave nothing for the timeout."""
+    """The source sent no byte within the timeout."""
     STUCK = auto()
     """Earlier attempts still hang at the source, so it was not asked."""
     OWN = auto()
@@ -115,7 +115,7 @@ class _SourceHealth:
             self.began_at, self.ready_at = now, now + pause_s
 
     def hung(self, shard_id: int, successes_before: int) -> None:
-        """The source gave nothing of the shard; `successes_before` is the success count when it was asked."""
+        """The source sent no byte of the shard; `successes_before` is the success count when it was asked."""
         if self.successes == successes_before:
             self.hung_shards.add(shard_id)
 

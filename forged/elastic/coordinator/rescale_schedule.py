@@ -1,7 +1,7 @@
 """When a rescale is due, and what the coordinator does when it is: start an attempt, wait for workers, or give up.
 
 Invariants:
-- `consider` runs after every input and on every tick; it alone starts attempts.
+- `consider` runs on every tick and after every input that can make a rescale due; it alone starts attempts.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def pulse_interval_s(config: ElasticTrainingConfig) -> float:
 
 
 def silent_since(config: ElasticTrainingConfig, now: float) -> float:
-    """Members that were last heard before this time are silent; the same for all, so computed once for many."""
+    """A member last heard before this time is silent. The time is equal for all members, so a scan computes it once."""
     interval_s = config.heartbeat_interval_s
     # In a short rescale there is less time to tell silent members, but never less than one heartbeat.
     short_s = max(HEARTBEAT_LATE * interval_s, RESCALE_SHARE * (config.rescale_timeout_s or math.inf))

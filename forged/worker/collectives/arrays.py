@@ -134,7 +134,7 @@ def check_operation(operation: Operation, value: Value) -> None:
 def _obstacle(operation: Operation, dtype: str) -> str | None:
     """Why arrays of this type cannot be reduced; None if they can."""
     if np.dtype(dtype).kind in TEXT_KINDS:
-        return "it is text"
+        return "its elements are text"
     empty = Value(Form.ARRAY, memoryview(b""), dtype, (0,))
     try:
         reduce(operation, [empty, empty])

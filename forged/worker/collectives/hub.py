@@ -135,7 +135,7 @@ class Hub:
         if together > most:
             raise RequestRefused(
                 "collective_too_large",
-                f"{call} #{self._number} brings {together} bytes in total; limit {most}",
+                f"{call} #{self._number} has {together} bytes from all ranks together; limit {most}",
                 "use several smaller collectives",
             )
 
@@ -144,13 +144,13 @@ class Hub:
         if call.root is not None and call.root >= len(self.names):
             raise RequestRefused(
                 "collective_root_invalid",
-                f"{call} of {self.describe(rank)} names a root that is not among {len(self.names)} ranks",
+                f"the root of {call} at {self.describe(rank)} must be a rank below {len(self.names)}",
                 "name a rank of this world",
             )
         if (value is not None) != _brings(call, rank):
             raise PeerError(
                 "value_unexpected",
-                f"{self.describe(rank)} brings a value to {call} where none is due, or none where one is",
+                f"{self.describe(rank)} must pass a value to {call} exactly where the operation needs one",
             )
         if (
             call.kind is Kind.ALL_REDUCE
@@ -158,7 +158,7 @@ class Hub:
             and (value.dtype, value.shape) != (call.dtype, call.shape)
         ):
             raise PeerError(
-                "value_invalid", f"{self.describe(rank)} brings an array of another type or shape to {call}"
+                "value_invalid", f"{self.describe(rank)} passes an array of another type or shape to {call}"
             )
 
 

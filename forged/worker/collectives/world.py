@@ -257,7 +257,7 @@ class World:
         if call.root is not None and not 0 <= call.root < self.size:
             raise RequestRefused(
                 "collective_root_invalid",
-                f"{call} names a root that is not among {self.size} ranks",
+                f"the root of {call} must be a rank below {self.size}",
                 "name a rank of this world",
             )
 

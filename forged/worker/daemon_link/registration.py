@@ -80,7 +80,7 @@ class Registration:
     # Joining.
 
     async def join(self, spec: WorkerSpec, *, again: bool = False) -> JoinReply:
-        """Become a worker of the job; `again`, to learn what was missed."""
+        """Become a worker of the job; with `again`, join once more to make up for missed facts."""
         return await self.say(
             JoinJob(
                 self.job,

@@ -128,7 +128,9 @@ class ShardConnections:
         """Take over a link that was dialled to fetch shards, once the source is ready."""
         try:
             if not isinstance(await dialogue.next(ANSWER_TIMEOUT_S), ShardsReady):
-                raise PeerError("message_unexpected", f"{source} does not serve shards", "see its version")
+                raise PeerError(
+                    "message_unexpected", f"{source} does not serve shards", "check which version of forged it runs"
+                )
             channel = await self._carrier.open(_taken_over(link))
         finally:
             if not link.lost:

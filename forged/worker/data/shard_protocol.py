@@ -128,4 +128,8 @@ async def _require_unchanged(wire: DialogueWire, shard: int, arriving: ArrivingS
 
 def _unexpected(said: PeerMessage | None, wanted: str) -> PeerError:
     what = "nothing" if said is None else type(said).__name__
-    return PeerError("message_unexpected", f"expected {wanted} from the other worker, got {what}", "see its version")
+    return PeerError(
+        "message_unexpected",
+        f"expected {wanted} from the other worker, got {what}",
+        "check which version of forged it runs",
+    )

@@ -224,4 +224,4 @@ def _origin_silence(in_transit: Iterable[ShardInTransit]) -> str:
         return ""
     seconds, shard = max(silent)
     more = f", nor of {counted(len(silent) - 1, 'other requested shard')}" if len(silent) > 1 else ""
-    return f"the origin has given nothing of shard {shard} for {seconds:.0f} s{more}"
+    return f"the origin has sent no byte of shard {shard} for {seconds:.0f} s{more}"

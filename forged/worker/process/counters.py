@@ -44,7 +44,9 @@ class Counters:
         """Another process's counters, to read; takes over the descriptor."""
         if os.fstat(descriptor).st_size != SIZE:
             raise ForgedError(
-                "counters_invalid", f"descriptor {descriptor} does not hold counters", "this is a bug: report it"
+                "counters_invalid",
+                f"descriptor {descriptor} is not the shared memory of a worker's counters",
+                "report this bug",
             )
         return cls(descriptor, mmap.PROT_READ)
 

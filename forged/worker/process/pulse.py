@@ -104,7 +104,7 @@ class PulseProcess:
         return not self._guard.forked and self._process.poll() is None
 
     def close(self) -> None:
-        """End the pulse without a report. No effect in forked children, and on a pulse that has a goodbye to report."""
+        """End the pulse without a report. No effect in forked children, or if the pulse has yet to report a leave."""
         if self._guard.forked or self._process in _bequeathed:
             return
         if self._control >= 0:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SIGTERM_REASON = "it was told to end, by SIGTERM"
+SIGTERM_REASON = "it received SIGTERM"
 
 _hearing: dict[Callable[[], bool], None] = {}
 

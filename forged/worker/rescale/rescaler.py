@@ -289,4 +289,4 @@ class Rescaler:
             await self._exchange.fetch(source, attempt)
         except Unavailable as error:
             blamed = "" if error.code in BLAMELESS else source.id
-            raise WorldIncomplete(f"the state of {source} could not be had: {error.message}", blamed) from error
+            raise WorldIncomplete(f"the state could not be fetched from {source}: {error.message}", blamed) from error

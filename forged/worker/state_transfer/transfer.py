@@ -306,7 +306,7 @@ class _Arriving:
         if sizes != offer.sizes or any(part.readonly for part in self._parts):
             raise RequestRefused(
                 "state_room_unfit",
-                f"there is memory for {len(sizes)} parts of {sum(sizes)} bytes, and"
+                f"memory for {len(sizes)} parts of {sum(sizes)} bytes was returned, and"
                 f" {len(offer.sizes)} of {sum(offer.sizes)} are offered",
                 "return writeable memory for every part, in their order",
             )

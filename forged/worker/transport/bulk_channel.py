@@ -305,5 +305,5 @@ def _truncated() -> Unavailable:
 
 
 def _broken(error: OSError) -> Unavailable:
-    reason = error.strerror or str(error) or "nothing moved for too long"
+    reason = error.strerror or str(error) or "no bytes moved within the timeout"
     return Unavailable("state_broken_off", f"the state cannot be moved: {reason}", "fetch the rest")

@@ -257,5 +257,5 @@ async def _in_time(action: Awaitable[T], timeout_s: float) -> T:
 
 
 def _broken(error: OSError) -> Unavailable:
-    reason = error.strerror or str(error) or "nothing moved for too long"
+    reason = error.strerror or str(error) or "no bytes moved within the timeout"
     return Unavailable("bulk_failed", f"the transfer failed: {reason}", "resume from there")

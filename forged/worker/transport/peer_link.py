@@ -157,7 +157,7 @@ class AcceptedLink(PeerLink):
 
     def sweep(self, now: float) -> None:
         if self.receiver is None and not self.lost and now - self._opened_at > self.limits.hello_timeout_s:
-            self.cut("no proof arrived in time")
+            self.cut("no authentication proof arrived in time")
         else:
             super().sweep(now)
 
@@ -168,7 +168,7 @@ class AcceptedLink(PeerLink):
             self._is_answered = True
             self._door.on_answer(self, message)
         else:
-            self.cut("another message arrived in place of the proof")
+            self.cut("another message arrived instead of the authentication proof")
 
     def ended(self, error: ForgedError) -> None:
         super().ended(error)
@@ -262,7 +262,7 @@ async def dial(network: Network, address: Address, link: DialledLink) -> None:
         if isinstance(error, TimeoutError):
             raise Unavailable(
                 "peer_timeout",
-                f"{address} gave no proof within {timeout_s:g} s",
+                f"{address} sent no authentication proof within {timeout_s:g} s",
                 "see whether a worker of this job listens there",
             ) from None
         raise

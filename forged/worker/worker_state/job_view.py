@@ -286,5 +286,5 @@ def _commit_of(joined: JoinReply, before: ClusterTopology, attempt: int) -> Comm
         state.current_epoch,
         state.learning_rate,
         state.global_batch_size,
-        "the facts that led to it were missed",
+        "unknown: the facts before it were missed",
     )

@@ -20,7 +20,7 @@ ANSWERS: dict[str, Any] = {
     "ListTokens": {"tokens": [{"token_id": "0a", "name": "bot"}, {"token_id": "0b", "name": "x", "revoked_at": 1.0}]},
     "ListHandlers": [{"name": "well"}, {"name": "ill", "quarantined": True}],
     "ListPlugins": [
-        {"name": "event_log", "state": "active", "commands": [{"name": "rotate", "help": "begin a new file"}, "flush"]},
+        {"name": "event_log", "state": "active", "commands": [{"name": "rotate", "help": "start a new file"}, "flush"]},
         {"name": "webhook", "state": "disabled", "commands": []},
     ],
 }

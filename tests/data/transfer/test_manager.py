@@ -588,7 +588,7 @@ async def test_error_of_a_custom_store_is_reported_and_other_shards_move() -> No
         assert "strange" in str(report.missing[0])
 
 
-AWAY = StoreFailed("shard_store_failed", "the disk is away for a moment", "see the disk")
+AWAY = StoreFailed("shard_store_failed", "the disk is away for a moment", "check the disk of this host")
 LOST = Unavailable("peer_lost", "it is gone", "ask again")
 
 
@@ -849,7 +849,7 @@ async def test_hanging_origin_is_reported_and_retried_while_other_shards_move() 
         report = await moving
         assert {one.shard_id for one in report.moved} == {0, 2}
         (missing,) = report.missing
-        assert missing.reason.startswith("the origin gave nothing of it for 0.02 s")
+        assert missing.reason.startswith("the origin sent no byte of it for 0.02 s")
         assert (missing.has_no_holder, missing.is_own_fault, missing.is_refused) == (True, False, False)
         again = await manager.execute_plan(plan_for(cluster, 3, {}, {}))
         assert [one.shard_id for one in again.moved] == [1]

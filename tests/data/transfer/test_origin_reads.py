@@ -218,7 +218,7 @@ async def test_silence_error_names_the_shard_and_the_duration() -> None:
         reading = fixture.ask()
         await until(lambda: origin.hung == 1)
         fixture.clock.expire()
-        with pytest.raises(OriginSilent, match=r"the origin gave nothing of shard 7 for 0\.02 s"):
+        with pytest.raises(OriginSilent, match=r"the origin sent no byte of shard 7 for 0\.02 s"):
             await reading
 
 

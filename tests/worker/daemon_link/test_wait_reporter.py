@@ -28,10 +28,10 @@ async def test_long_wait_is_logged_repeatedly_after_growing_pauses() -> None:
         for _ in range(9):
             waiting.begin()
             await anyio.sleep(10.0)
-    said = log.of("this worker waits")
+    said = log.of("this worker is waiting")
     assert [fields["for_s"] for fields in said] == [10, 30, 70]
     assert {fields["why"] for fields in said} == {"1 worker waits for 1 more"}
-    assert log.levels("this worker waits") == {"warning"}
+    assert log.levels("this worker is waiting") == {"warning"}
 
 
 @on_virtual_time

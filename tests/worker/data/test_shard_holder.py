@@ -653,7 +653,7 @@ class TestShardsMissingAtTheOrigin:
         sent = fixture.daemon.requests_of(ReportLostShards)
         assert [report.certain for report in sent] == [False, True]
         assert {report.reason.partition(" (")[0] for report in sent} == {
-            "shard 2: the origin gave nothing of it for 0.001 s"
+            "shard 2: the origin sent no byte of it for 0.001 s"
         }
 
     async def test_holder_reports_waiting_while_it_reads_the_origin(self) -> None:
@@ -698,9 +698,9 @@ class TestShardsMissingAtTheOrigin:
             return fixture.signals[-1].problem
 
         assert problem(ORIGIN_SILENCE_REPORTED_S - 0.1, None) == ""
-        assert problem(1.0, ORIGIN_SILENCE_REPORTED_S, None) == "the origin has given nothing of shard 1 for 5 s"
+        assert problem(1.0, ORIGIN_SILENCE_REPORTED_S, None) == "the origin has sent no byte of shard 1 for 5 s"
         more = "nor of 2 other requested shards"
-        assert problem(6.0, 41.7, 7.0) == f"the origin has given nothing of shard 1 for 42 s, {more}"
+        assert problem(6.0, 41.7, 7.0) == f"the origin has sent no byte of shard 1 for 42 s, {more}"
         assert problem(0.1, None) == ""
 
     async def test_silent_origin_is_reported_with_the_previous_error(self) -> None:
@@ -708,7 +708,7 @@ class TestShardsMissingAtTheOrigin:
         error = await self.fail(fixture, part(2, keep=(2,)))
         await fixture.holder._pause(str(error))
         fixture.waits(ShardInTransit(2, None, 0, None, 42.0))
-        assert fixture.signals[-1].problem == f"the origin has given nothing of shard 2 for 42 s; before: {error}"
+        assert fixture.signals[-1].problem == f"the origin has sent no byte of shard 2 for 42 s; before: {error}"
         fixture.waits(ShardInTransit(2, None, 0, None, 0.0))
         assert fixture.signals[-1].problem == str(error)
 

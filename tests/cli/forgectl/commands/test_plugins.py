@@ -19,7 +19,7 @@ Caught = pytest.CaptureFixture[str]
 EVENT_LOG = {
     "name": "event_log", "version": "1.2", "origin": "/etc/forged/plugins/event_log.py", "state": "active",
     "reason": None, "parts": ["observes every fact", "every 5 s"],
-    "commands": [{"name": "rotate", "help": "begin a new file", "arguments": ["keep"]}],
+    "commands": [{"name": "rotate", "help": "start a new file", "arguments": ["keep"]}],
     "handled": 41, "failed": 0, "published": 0,
 }  # fmt: skip
 WEBHOOK = EVENT_LOG | {
