@@ -268,7 +268,7 @@ class Daemon:
         try:
             self.ledger.require_writable()
             self.bus.save_cursors()
-            facts = (DaemonStopping(self._ports.pid, "asked to"),) if self._has_started else ()
+            facts = (DaemonStopping(self._ports.pid, "stop requested"),) if self._has_started else ()
             await self.ledger.append(Decision(None, facts), origin="stop").wait()
         except ForgedError:
             # A full or broken disk does not delay the stop: acknowledged decisions are durable already.

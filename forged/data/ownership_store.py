@@ -86,7 +86,9 @@ class OwnershipStore:
         if ownership is not None:
             return ownership
         self._bus.dispatcher.require_job(job)
-        raise RequestRefused("job_without_data", f"job {job[:80]!r} has no dataset", "give its workers one")
+        raise RequestRefused(
+            "job_without_data", f"job {job[:80]!r} has no dataset", "start its workers with `data=` (docs/data.md)"
+        )
 
     def define(self, job: str, dataset: DatasetSpec, attempt: int, generation: int, cause: int) -> ShardOwnership:
         """Give a job its first dataset, or another one if no world has used the first."""

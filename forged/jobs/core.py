@@ -113,7 +113,9 @@ class JobBook:
         job = self._jobs.get(name)
         if job is None:
             raise RequestRefused(
-                "job_unknown", f"there is no job {name[:80]!r}", "create it: `forgectl jobs create NAME`"
+                "job_unknown",
+                f"there is no job {name[:80]!r}",
+                "list jobs with `forgectl jobs`, or create it with `forgectl jobs create NAME`",
             )
         return job
 

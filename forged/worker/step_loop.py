@@ -132,7 +132,7 @@ class StepLoop:
         if own_world is None:
             raise RequestRefused(
                 "worker_leaving",
-                "this worker has left its world, so collectives with other workers are not possible",
+                "this worker is leaving and has left its world, so it has no collectives with other workers",
                 "save without collectives",
             )
         return await act(own_world)

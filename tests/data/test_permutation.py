@@ -228,5 +228,5 @@ def test_what_is_no_span_is_refused(start: int, stop: int) -> None:
 def test_a_permutation_of_nothing_has_nothing_at_any_index() -> None:
     assert Permutation(0, 1).span(0, 0).size == 0
     assert Permutation(0, 1).at([]).size == 0
-    with pytest.raises(RequestRefused, match="there are none"):
+    with pytest.raises(RequestRefused, match="an empty permutation has no index"):
         Permutation(0, 1).at([0])

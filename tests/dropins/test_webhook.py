@@ -601,7 +601,7 @@ async def test_truncated_error_response_is_judged_by_its_status(run_plugin: RunP
 
     async with raw_server(die) as url, run_plugin(url) as plugin:
         await plugin.publish(Blob(1))
-        assert "it answers 404: half of" in await plugin.stalled()
+        assert "it responds with 404: half of" in await plugin.stalled()
 
 
 # TLS.
@@ -683,7 +683,7 @@ async def test_status_shows_the_last_delivered_fact(run_plugin: RunPlugin, recei
         said = await plugin.run("status", VIEWER)
         assert (said["position"], said["behind"], said["delivered"], said["deliveries"]) == (first, 2, 1, 1)
         assert said["last_status"] == 503
-        assert "it answers 503" in said["last_error"]
+        assert "it responds with 503" in said["last_error"]
         assert said["receiver"] in receiver.url
         assert "/hook" not in str(said)
 

@@ -395,7 +395,7 @@ class TestTimeouts:
             tasks.start_soon(change)
             assert round(await scene.drained()) == 60
         why = "the other ranks did not join a collective for 60 s"
-        assert scene.aborted == [f"me does not wait any longer: {why}"]
+        assert scene.aborted == [f"me leaves without waiting further: {why}"]
         assert scene.drain.reason == f"{WISH}; {why}"
 
     @on_virtual_time

@@ -502,7 +502,7 @@ def chunks() -> list[bytes]:
 
 @pytest.mark.parametrize("number", range(12))
 def test_chunks_that_are_not_those_of_a_log_are_refused(chunks: list[bytes], number: int) -> None:
-    with pytest.raises(PeerError, match="cannot be read") as caught:
+    with pytest.raises(PeerError, match="cannot be decoded") as caught:
         UsageLog.decode(damaged(chunks)[number])
     assert caught.value.code == "usage_invalid"
 
@@ -534,9 +534,9 @@ def test_rows_that_no_log_can_have_are_refused(row: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("run", "name"),
     [
-        (Run(0, 0, 0, 21), "positions 0 to 21"),
-        (Run(0, 0, 5, 4, 4), "positions 5 to 21"),
-        (Run(0, 0, 20, 1), "positions 20 to 21"),
+        (Run(0, 0, 0, 21), "got 0 to 21"),
+        (Run(0, 0, 5, 4, 4), "got 5 to 21"),
+        (Run(0, 0, 20, 1), "got 20 to 21"),
         (Run(-1, 0, 0, 1), "step"),
         (Run(0, -1, 0, 1), "epoch"),
         (Run(0, 0, -1, 1), "start"),

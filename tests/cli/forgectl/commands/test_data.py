@@ -26,7 +26,9 @@ TOTALS = {
     "shards": 12, "transfers": 24, "from_owners": 20, "from_replicas": 4, "from_origin": 0, "bytes": 480_000,
     "estimated_s": 0.0096,
 }  # fmt: skip
-DATALESS = Refusal("refused", "job_without_data", "job 'run' has no dataset", "give its workers one")
+DATALESS = Refusal(
+    "refused", "job_without_data", "job 'run' has no dataset", "start its workers with `data=` (docs/data.md)"
+)
 
 
 def complete_audit(epoch: int, **changes: Any) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class TestShow:
         assert "parts      observes every fact, every 5 s" in whole.splitlines()
         assert [line.split() for line in commands.splitlines()] == [
             ["name", "arguments", "help"],
-            ["rotate", "keep", "begin", "a", "new", "file"],
+            ["rotate", "keep", "start", "a", "new", "file"],
         ]
 
     def test_plugin_without_commands_has_no_command_table(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
