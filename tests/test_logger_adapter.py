@@ -23,7 +23,7 @@ from forged.logger_adapter import SCRIPT_LOG
 
 SCRIPT_LOG.debug("a detail")
 SCRIPT_LOG.info("a note")
-SCRIPT_LOG.warning("look at it some time", why="it is odd")
+SCRIPT_LOG.warning("look at it some time", reason="it is odd")
 SCRIPT_LOG.error("look at it now")
 """
 
@@ -41,7 +41,7 @@ def test_unconfigured_script_logs_warnings_and_errors_to_stderr() -> None:
     done = subprocess.run([sys.executable, "-c", NOT_CONFIGURED], capture_output=True, text=True, check=True)
     assert done.stdout == ""
     assert done.stderr.splitlines() == [
-        "forged: look at it some time (why=it is odd)",
+        "forged: look at it some time (reason=it is odd)",
         "forged: look at it now",
     ]
 
@@ -50,9 +50,9 @@ def test_a_script_may_configure_the_logger(caplog: pytest.LogCaptureFixture) -> 
     assert not SCRIPT_LOG.hears("info")
     with caplog.at_level(logging.INFO, "forged"):
         assert SCRIPT_LOG.hears("info")
-        SCRIPT_LOG.info("retrying a request to the daemon", why="it was away")
+        SCRIPT_LOG.info("retrying a request to the daemon", reason="it was away")
     assert caplog.record_tuples == [
-        ("forged", logging.INFO, "forged: retrying a request to the daemon (why=it was away)")
+        ("forged", logging.INFO, "forged: retrying a request to the daemon (reason=it was away)")
     ]
 
 

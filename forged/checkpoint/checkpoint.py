@@ -240,7 +240,8 @@ class DistributedCheckpoint:
         if result is not None:
             result.require_valid(prefix)
             if result.has_warnings:
-                self._log.warning("checkpoint has faults", prefix=prefix, found=result.get_summary())
+                found = result.get_summary()
+                self._log.warning("checkpoint is damaged; the load may repair it", prefix=prefix, found=found)
         return manifest
 
     def _load(

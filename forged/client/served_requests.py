@@ -42,7 +42,8 @@ class ServedRequests:
         if (link, number) in self._running:
             return
         scope = self._running[link, number] = anyio.CancelScope()
-        answer: Message = failure(number, Unavailable("cancelled", f"{message.method} was cancelled", ""))
+        cancelled = Unavailable("cancelled", f"{message.method} was cancelled", "send the request again if needed")
+        answer: Message = failure(number, cancelled)
         try:
             with scope, anyio.move_on_after(message.timeout_s) as deadline:
                 answer = await self._outcome(message)

@@ -404,9 +404,9 @@ class AuditData(Request[AuditView], frozen=True):
 
 
 class PlanData(Request[TransferTotals], frozen=True):
-    """Preview the transfers if these were the workers, by rank; a new worker may have any name.
+    """Preview the transfers of a rescale to `workers`, ids in rank order; a new worker may have any id.
 
-    Workers in `gone` give nothing; other workers that are not named give their shards before they leave.
+    Workers in `gone` count as failed. Present workers that are not listed count as draining.
     """
 
     needs: ClassVar[Role] = Role.VIEWER

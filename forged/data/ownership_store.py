@@ -77,7 +77,7 @@ class OwnershipStore:
         try:
             return restored(job, entries)
         except PeerError as error:
-            self._log.error("stored shard assignment is unreadable and was discarded", job=job, why=error.message)
+            self._log.error("stored shard assignment is unreadable and was discarded", job=job, reason=error.message)
             return None
 
     def ownership(self, job: str) -> ShardOwnership:

@@ -217,11 +217,11 @@ class Session(Connection):
 
     def fail(self, error: ForgedError) -> None:
         if not (self.closing or self.lost) and self.host.disconnect_log.admits(self._clock.monotonic()):
-            self._log.warning("a peer was disconnected", code=error.code, why=error.message)
+            self._log.warning("a peer was disconnected", code=error.code, reason=error.message)
         super().fail(error)
 
     def ended(self, error: ForgedError) -> None:
-        self._log.debug("connection ended", code=error.code, why=error.message)
+        self._log.debug("connection ended", code=error.code, reason=error.message)
         self._streams.clear()
         self._answers.clear()
         self.calls.fail_all(error)

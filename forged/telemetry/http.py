@@ -144,9 +144,9 @@ class HttpServer:
             with anyio.fail_after(HEALTH_TIMEOUT_S):
                 await self._bus.ask(PingDaemon())
         except TimeoutError:
-            return web.json_response({"healthy": False, "why": f"no answer in {HEALTH_TIMEOUT_S} s"}, status=503)
+            return web.json_response({"healthy": False, "reason": f"no answer in {HEALTH_TIMEOUT_S} s"}, status=503)
         except ForgedError as error:
-            return web.json_response({"healthy": False, "why": str(error)}, status=503)
+            return web.json_response({"healthy": False, "reason": str(error)}, status=503)
         return web.json_response({"healthy": True})
 
     async def _readiness(self, request: web.Request) -> web.Response:
@@ -155,7 +155,7 @@ class HttpServer:
                 raise Unavailable("stopping", "the daemon is stopping", "try again when it has restarted")
             self._ledger.require_writable()
         except ForgedError as error:
-            return web.json_response({"ready": False, "code": error.code, "why": str(error)}, status=503)
+            return web.json_response({"ready": False, "code": error.code, "reason": str(error)}, status=503)
         return web.json_response({"ready": True})
 
     async def _metrics(self, request: web.Request) -> web.Response:

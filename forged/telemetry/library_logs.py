@@ -50,14 +50,14 @@ class LibraryLogs(logging.Handler):
         if error is not None:
             self._report_exception(message, error)
         elif self._limit.admits(self._now()):
-            self._log.error("event loop error", why=message)
+            self._log.error("event loop error", reason=message)
 
     def _log_one(self, record: logging.LogRecord) -> None:
         if record.exc_info is not None and record.exc_info[1] is not None:
             self._report_exception(f"{record.name}: {record.msg}", record.exc_info[1])
         elif self._limit.admits(self._now()):
             tell = self._log.error if record.levelno >= logging.ERROR else self._log.warning
-            tell("library log", logger=record.name, why=record.getMessage())
+            tell("library log", logger=record.name, reason=record.getMessage())
 
 
 @contextmanager

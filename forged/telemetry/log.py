@@ -67,7 +67,7 @@ class Logs:
         return self._render(event) + b"\n"
 
     def _loss_line(self, lines: int, why: str) -> bytes:
-        event = {"event": "log lines lost", "lines": lines, "why": why}
+        event = {"event": "log lines lost", "lines": lines, "reason": why}
         return self._finish(None, "warning", self._stamp(None, "warning", event))
 
 

@@ -73,7 +73,7 @@ class FactReport:
         for level, limit in self._limits.items():
             if omitted := limit.count(now):
                 why = f"more than {self._per_s_max:g} per second"
-                self._log.warning("facts left out of the log", facts=omitted, fact_level=level, why=why)
+                self._log.warning("facts left out of the log", facts=omitted, fact_level=level, reason=why)
 
 
 class StoreReport:
@@ -105,7 +105,7 @@ class StoreReport:
             return
         if known is None:
             self._since = now
-        self._log.error("decisions cannot be written", code=error.code, why=error.message, fix=error.fix)
+        self._log.error("decisions cannot be written", code=error.code, reason=error.message, fix=error.fix)
 
 
 class ExceptionReport:

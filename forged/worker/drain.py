@@ -168,7 +168,7 @@ class Drain:
         try:
             return await question()
         except ForgedError as error:
-            self._log.warning("the daemon refused to say whether the worker may leave; leaving", why=str(error))
+            self._log.warning("the daemon refused to say whether the worker may leave; leaving", reason=str(error))
             return True
 
     def _pause_s(self) -> float:
@@ -224,7 +224,9 @@ class Drain:
             if self._leave_request is not None:
                 self._leave_request.cancel()
             if self._state.is_needed:
-                self._log.warning("leaving with state or shards that other workers may need", why=self._overdue_because)
+                self._log.warning(
+                    "leaving with state or shards that other workers may need", reason=self._overdue_because
+                )
             self._state.wake()
 
     # 2. The script saves.
@@ -253,7 +255,7 @@ class Drain:
                     else:
                         await rescaler.advance(takes_state=False)
         except Exception as error:  # noqa: BLE001 - packing calls the script's own state
-            self._log.warning("can no longer give state or shards to other workers", why=describe(error))
+            self._log.warning("can no longer give state or shards to other workers", reason=describe(error))
         finally:
             ended.set()
 

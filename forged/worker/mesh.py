@@ -328,7 +328,7 @@ class Mesh:
         """An unproven connection has ended."""
         self._strangers.pop(link, None)
         self.counts.unproven += 1
-        self._log.debug("a peer connection closed before authentication", why=reason)
+        self._log.debug("a peer connection closed before authentication", reason=reason)
 
     # Peers that wait for a world.
 

@@ -61,7 +61,7 @@ class UsageReport:
                 await self._forget_known()
             await self._tell()
         except ForgedError as error:
-            self._log.warning("the daemon refused a report of used samples", why=str(error))
+            self._log.warning("the daemon refused a report of used samples", reason=str(error))
 
     async def _forget_known(self) -> None:
         for generation, begins_at in self._usage.worlds():

@@ -1218,7 +1218,8 @@ async def test_what_breaks_by_itself_in_one_job_ends_that_job_and_not_other_work
         await fixture.wait(60.0)
         assert told == [f"job {JOB} in elastic: no"] * ERRORS_MAX
         assert fixture.service.coordinators[JOB].phase is Phase.ABORTED
-        assert fixture.service.coordinators[JOB].reason.startswith("the coordinator failed 3 times in a row")
+        reason = fixture.service.coordinators[JOB].reason
+        assert reason.startswith("internal error: the coordinator failed 3 times in a row")
         assert fixture.service.coordinators["other"].phase is Phase.RESCALING
 
 

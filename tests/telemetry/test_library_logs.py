@@ -34,8 +34,8 @@ async def test_library_warnings_and_errors_are_logged_and_lower_levels_are_not(f
         library.warning("a %s", "warning")
         library.error("an error")
     assert fixture.log.lines == [
-        ("warning", "library log", {"logger": "a.library", "why": "a warning"}),
-        ("error", "library log", {"logger": "a.library", "why": "an error"}),
+        ("warning", "library log", {"logger": "a.library", "reason": "a warning"}),
+        ("error", "library log", {"logger": "a.library", "reason": "an error"}),
     ]
 
 
@@ -60,7 +60,7 @@ async def test_failed_callback_is_logged_with_its_traceback(fixture: LogFixture)
 async def test_event_loop_error_without_exception_is_logged(fixture: LogFixture) -> None:
     with collected(fixture.library_logs):
         asyncio.get_running_loop().call_exception_handler({"message": "something odd"})
-    assert fixture.log.of("event loop error") == [{"why": "something odd"}]
+    assert fixture.log.of("event loop error") == [{"reason": "something odd"}]
 
 
 async def test_library_logs_over_the_rate_are_counted(fixture: LogFixture) -> None:

@@ -188,7 +188,7 @@ def test_lost_lines_are_reported_in_the_log_format(tmp_path: Path) -> None:
     logs.log.info("something")
     lines = lines_of(logs, path)
     told = next(line for line in lines if line["event"] == "log lines lost")
-    assert (told["level"], told["lines"], told["why"]) == ("warning", 1, "there was no room")
+    assert (told["level"], told["lines"], told["reason"]) == ("warning", 1, "there was no room")
 
 
 PROGRAM = """

@@ -81,7 +81,7 @@ def test_refused_peer_is_logged_with_the_reason(misbehave: Callable[[ManualClien
     [told] = log.of("a peer was disconnected")
     assert told["peer"] == WORKER.address
     assert told["code"]
-    assert told["why"]
+    assert told["reason"]
     assert log.levels("a peer was disconnected") == {"warning"}
     assert log.of("connection ended")[0]["code"] == told["code"]
 

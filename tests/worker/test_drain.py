@@ -580,7 +580,7 @@ class TestWhileTheScriptSaves:
             await scene.start_leaving()
             await anyio.sleep(1)
             (said,) = scene.log.of("can no longer give state or shards to other workers")
-            assert "it changed size" in said["why"]
+            assert "it changed size" in said["reason"]
             assert await scene.drain.finish_leaving()
 
 

@@ -76,7 +76,6 @@ class Archive:
         self.size = archive_layout.size
 
     def block(self, offset: int, out: memoryview) -> memoryview:
-        """Make a block of the archive."""
         end = min(offset + len(out), self.size)
         at, number = offset, bisect_right(self._starts, offset) - 1
         while at < end:

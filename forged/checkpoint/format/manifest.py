@@ -281,12 +281,12 @@ def _check_states(manifest: Manifest) -> None:
     places = [_check_frame(frame, manifest.tensors) for frame in states.frames]
     owner = manifest.tensors.ranks.get
     for rank, own in enumerate(states.own):
-        open_places = places[states.frame_of_rank[rank]]
+        placeholders = places[states.frame_of_rank[rank]]
         _require(
-            len(own) == len(open_places),
-            "states.own: the number of entries is not the number of open places of the frame",
+            len(own) == len(placeholders),
+            "states.own: the number of entries is not the number of placeholders of the frame",
         )
-        for node, place in zip(own, open_places, strict=True):
+        for node, place in zip(own, placeholders, strict=True):
             is_its = (owner(number) == rank for number in tensor_numbers(node, place.depth + 1))
             _require(all(is_its), "states.own: a tensor of another rank")
 
@@ -297,7 +297,7 @@ def _check_frame(frame: Node, tensors: Tensors) -> list[OpenPlace]:
     _require(tensors.ranks.keys().isdisjoint(numbers), "states.frames: a per-rank tensor")
     _require(
         [place.number for place in places] == list(range(len(places))),
-        "states.frames: open places are not numbered from 0 in order",
+        "states.frames: placeholders are not numbered from 0 in order",
     )
     return places
 

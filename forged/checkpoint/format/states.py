@@ -1,10 +1,10 @@
-"""The states of all ranks; what they have in common is stored once.
+"""The states of all ranks, stored as common frames and values of single ranks.
 
-A frame is a tree with open places where each rank has a value of its own (`PerRank`).
+A frame is a tree with placeholders where each rank has a value of its own (`PerRank`).
 
 Invariants:
 - Ranks whose states have the same structure and common values share a frame.
-- A frame with a rank's values in its open places is exactly that rank's tree.
+- A frame with a rank's values in its placeholders is exactly that rank's tree.
 - To get the tree of a rank, only its frame and its values are read.
 """
 
@@ -33,14 +33,14 @@ class States(msgspec.Struct, frozen=True, dict=True):
     """The states by rank."""
 
     frames: list[Any]
-    """Trees with open places, `{"o": number}`; no two are equal."""
+    """Trees with placeholders, `{"o": number}`; no two are equal."""
     frame_of_rank: list[int]
     own: list[list[Any]]
-    """By rank, the values for the open places of its frame."""
+    """By rank, the values for the placeholders of its frame."""
 
     @classmethod
     def of(cls, trees: Iterable[Node]) -> Self:
-        """The states with these trees, by rank."""
+        """Build the states from one tree per rank."""
         states = cls([], [], [])
         for tree in trees:
             frame, own = split_per_rank(tree)
@@ -98,7 +98,7 @@ class States(msgspec.Struct, frozen=True, dict=True):
 
 
 def split_per_rank(tree: Node) -> tuple[Node, list[Node]]:
-    """Split a tree into its frame and the values for its open places."""
+    """Split a tree into its frame and the values for its placeholders."""
     own: list[Node] = []
 
     def take_per_rank(node: Node) -> Node:

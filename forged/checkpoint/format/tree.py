@@ -30,7 +30,7 @@ INTEGER_DIGITS_MAX = 4_000
 Node = Any
 """A node of the tree as it is written: an int for a tensor, else a dict whose one key is the node's kind."""
 OWN = "o"
-"""The kind of an open place in a frame; its value is the place's number."""
+"""The kind of a placeholder in a frame; its value is the place's number."""
 
 
 class Leaf(NamedTuple):
@@ -87,7 +87,7 @@ class OpenPlace(NamedTuple):
 
 
 def frame_content(frame: Node) -> tuple[list[int], list[OpenPlace]]:
-    """The numbers of the arrays in a frame, and its open places, each in order."""
+    """The numbers of the arrays in a frame, and its placeholders, each in order."""
     numbers: list[int] = []
     places: list[OpenPlace] = []
     _build(frame, numbers.append, 0, lambda number, depth: places.append(OpenPlace(number, depth)))
@@ -213,7 +213,7 @@ class _Flattening:
         except CheckpointException as error:
             raise invalid(f"{_path_shown(path)}: {error.message}", error.fix, code=error.code) from None
         if len(shape) > AXES_MAX:
-            raise invalid(f"{_path_shown(path)} has {len(shape)} axes", f"give it at most {AXES_MAX}")
+            raise invalid(f"{_path_shown(path)} has {len(shape)} axes", f"use at most {AXES_MAX} axes")
         if len(path) > NAME_CHARS_MAX:
             raise invalid(f"the name {path[:100]}... has {len(path)} characters", f"use at most {NAME_CHARS_MAX}")
         if type(array) is not np.ndarray:
@@ -301,11 +301,11 @@ def _digits(value: int, path: str) -> str:
 
 
 FillPlace = Callable[[int, int], Any]
-"""Gives the value for an open place, by its number and depth."""
+"""Gives the value for a placeholder, by its number and depth."""
 
 
 def _build(node: Node, tensor: Callable[[int], Any], depth: int, fill_place: FillPlace | None) -> Any:
-    """Build a tree; with `fill_place` a frame, which has open places and no per-rank values."""
+    """Build a tree; with `fill_place` a frame, which has placeholders and no per-rank values."""
     if type(node) is int:
         return tensor(node)
     if type(node) is not dict or len(node) != 1 or depth > DEPTH_MAX + 1:

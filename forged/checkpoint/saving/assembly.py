@@ -293,7 +293,6 @@ class Assembly:
         return data
 
     def _chunks(self, place: int) -> _Chunks:
-        """The chunks of a piece."""
         found = self._cut.get(place)
         if found is None:
             box, grid = self.layout.boxes[place], self.layout.grids.get(place)

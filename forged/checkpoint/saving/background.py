@@ -230,7 +230,7 @@ class BackgroundSaver:
         except BaseException as raised:  # noqa: BLE001 - the handle raises it
             error = RankFailure.of(raised).error(handle.prefix, ExceptionType.SAVE_FAILED, None)
             error.__cause__ = raised
-            self._log.error("a checkpoint was not saved", prefix=handle.prefix, why=str(error))
+            self._log.error("a checkpoint was not saved", prefix=handle.prefix, reason=str(error))
         try:
             self._unstage(save)
         finally:
@@ -290,13 +290,13 @@ class BackgroundSaver:
                 receipts.wait_for_outcome()
             self._delete_receipts(receipts)
         except CheckpointException as second_error:
-            self._log.warning("could not tell the other ranks of a failed save", why=str(second_error))
+            self._log.warning("could not tell the other ranks of a failed save", reason=str(second_error))
 
     def _delete_receipts(self, receipts: ReceiptExchange) -> None:
         try:
             receipts.delete_read()
         except CheckpointException as error:
-            self._log.warning("could not delete receipts of a save", why=str(error))
+            self._log.warning("could not delete receipts of a save", reason=str(error))
 
 
 def _join(earlier: Sequence[threading.Thread], token: CancelToken) -> None:

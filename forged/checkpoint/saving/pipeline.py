@@ -56,9 +56,9 @@ class Proposal(msgspec.Struct, frozen=True, array_like=True):
 
     options: bytes
     frame: bytes
-    """The nesting of the state, with open places for the values that differ between ranks."""
+    """The nesting of the state, with placeholders for the values that differ between ranks."""
     own: bytes
-    """The rank's values for the open places."""
+    """The rank's values for the placeholders."""
     description: bytes
     """The digest of the rank's arrays: names, dtypes, shapes, boxes."""
     plan: bytes
@@ -357,7 +357,9 @@ class Saver:
             publish_indexes(storage, agreement.prefix, agreement.save_id, save.whole_tensor_files())
         except CheckpointException as error:
             self._context.log.warning(
-                "the index of a consolidated checkpoint could not be written", prefix=agreement.prefix, why=str(error)
+                "the index of a consolidated checkpoint could not be written",
+                prefix=agreement.prefix,
+                reason=str(error),
             )
 
     def _delete_temporary_parts(self, save: RankSave) -> None:
@@ -366,7 +368,7 @@ class Saver:
             self._context.storage.delete([save.file(rank) for rank in range(save.world_size)])
         except CheckpointException as error:
             self._context.log.warning(
-                "could not delete temporary files of a save", prefix=save.agreement.prefix, why=str(error)
+                "could not delete temporary files of a save", prefix=save.agreement.prefix, reason=str(error)
             )
 
     # When a step fails.
@@ -381,7 +383,7 @@ class Saver:
             withdraw_indexes(storage, agreement.prefix, agreement.save_id, files)
         except CheckpointException as error:
             self._context.log.warning(
-                "could not delete files of a failed save", prefix=agreement.prefix, why=str(error)
+                "could not delete files of a failed save", prefix=agreement.prefix, reason=str(error)
             )
 
 

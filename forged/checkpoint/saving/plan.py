@@ -155,7 +155,7 @@ class _Table:
 
 
 def _shares(table: _Table, ranks: int, copies: int) -> list[Share]:
-    """The share of each rank."""
+    """Which boxes each rank writes. A box that several ranks hold is divided among them by size."""
     shares = [Share([], {}) for _ in range(ranks)]
     common: defaultdict[tuple[int, ...], list[tuple[int, Box, int]]] = defaultdict(list)
     for number, held in enumerate(table.holders):

@@ -126,7 +126,7 @@ def storage_at(where: str | os.PathLike[str], environment: Mapping[str, str] = o
     folder, slash, name = text.rpartition("/")
     if not name or folder.endswith(":/"):
         raise invalid(
-            f"{os.fspath(where)!r} names no checkpoint",
+            f"{os.fspath(where)!r} is not a checkpoint location",
             "give the folder and the checkpoint's name, such as runs/step-100 or s3://bucket/step-100",
             code="checkpoint_location_invalid",
         )

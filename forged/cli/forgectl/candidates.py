@@ -42,7 +42,7 @@ def print_candidates(parser: Parser, words: Sequence[str]) -> int:
 
 
 def candidates(parser: Parser, words: Sequence[str]) -> list[Candidate]:
-    """The candidates for the last of these words."""
+    """The shell completions for the last word of a command line."""
     *finished, begun = words or [""]
     line = _Line(parser)
     for word in finished:

@@ -73,7 +73,7 @@ class AuditService:
             in_order = [chunks[str(number)] for number in range(len(chunks))]
             self.logs[job], self._chunks[job] = UsageLog.decode(in_order), in_order
         except (KeyError, PeerError) as error:
-            self._log.error("the sample usage of a job is unreadable", job=job, why=describe(error))
+            self._log.error("the sample usage of a job is unreadable", job=job, reason=describe(error))
             self._unreadable[job] = [f"{PREFIX}{job}/{number}" for number in chunks]
 
     def _report(self, request: ReportUsage, call: Call) -> Decision[UsageTaken]:
@@ -120,7 +120,7 @@ class AuditService:
         try:
             log.rewind(generation, step)
         except RequestRefused as error:
-            self._log.debug("the start of a world was recorded late", job=job, generation=generation, why=error.message)
+            self._log.debug("start of a world recorded late", job=job, generation=generation, reason=error.message)
 
     def _committed(self, record: Record) -> Decision[None] | None:
         """A world was committed, and may fail before it reports. Where the fact names no step, a member has the state,

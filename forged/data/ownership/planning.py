@@ -69,7 +69,7 @@ def draft(ownership: ShardOwnership, attempt: DataAttempt, config: ElasticTraini
 def preview(
     ownership: ShardOwnership, names: list[str], config: ElasticTrainingConfig, gone: Collection[str] = ()
 ) -> TransferTotals:
-    """The transfers if these were the workers, by rank, and all current workers except `gone` gave their shards."""
+    """The transfers of a rescale to `workers`, in rank order; current workers except `gone` give their shards."""
     assignment, dataset = ownership.assignment, ownership.dataset
     known = {worker.id: worker for worker in assignment.workers}
     if len(set(names)) < len(names):

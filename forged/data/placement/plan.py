@@ -214,7 +214,7 @@ class DataRedistributionPlan:
         if bytes_per_sample is not None or sizes is None or len(sizes) != self.total_shards:
             raise RequestRefused(
                 "sizes_invalid",
-                "the sizes of shards are unknown",
+                "shard sizes are unknown",
                 "pass bytes_per_sample, or the size of each shard",
             )
         return int(np.asarray(sizes, np.int64)[shards].sum())

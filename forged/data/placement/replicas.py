@@ -267,7 +267,7 @@ class Rings:
         return left
 
     def elsewhere(self, taken: Column, turns: Places) -> Column:
-        """A worker of a free group; each turn gives another one."""
+        """For each column, a worker whose group is not in `taken`; different `turns` give different workers."""
         groups = np.sort(taken, axis=0)
         skips = self._skips(groups)
         places = turns % (self._ring.size - skips.sum(axis=0))

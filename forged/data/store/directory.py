@@ -9,7 +9,7 @@ Invariants:
   and durable. So there is no index that could disagree, and no half-written file counts as held.
 - Names contain only numbers, so they cannot leave the directory. Links are not followed.
 - The bytes that are hashed are those handed to the kernel, hashed while in the CPU cache; resumed bytes are read back.
-- Whole pages of a large shard bypass the page cache, which belongs to the training. For the rest, write-back starts
+- Whole pages of a large shard bypass the page cache, so that training keeps it. For the rest, write-back starts
   early, so that little is left for the final fsync.
 - An arriving file is locked against other processes with a lock that forked children do not inherit.
 - A child that is forked while another thread writes here can read held shards: reading takes no lock, and the child

@@ -38,4 +38,4 @@ def already_arriving(shard: int) -> StoreFailed:
 
 
 def no_longer_arriving(shard: int) -> StoreFailed:
-    return StoreFailed("shard_closed", f"shard {shard} is closed for this writer", "open it again")
+    return StoreFailed("shard_closed", f"the writer of shard {shard} is closed", "call `receive` again")

@@ -57,7 +57,7 @@ class Bandwidth:
         self._seconds = 0.0
 
     def observe(self, count: int, seconds: float) -> None:
-        """A transfer moved so many bytes in so many seconds."""
+        """Record that a transfer moved `count` bytes in `seconds`."""
         if seconds > 0:
             fading = 0.5 ** (seconds / HALF_LIFE_S)
             self._bytes = self._bytes * fading + count

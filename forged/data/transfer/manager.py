@@ -175,7 +175,7 @@ class DataTransferManager:
             yield Wanted(transfer.shard, transfer.priority, self._sources(transfer.source_worker, *holders))
 
     def _sources(self, *workers: Source) -> tuple[Source, ...]:
-        """Each worker once, without this one, then the origin."""
+        """The sources in the order tried: the other workers, each once, then the origin if there is one."""
         asked = [worker for worker in dict.fromkeys(workers) if worker is not None and worker != self.worker]
         return (*asked, None) if self._bound_context.origin is not None else tuple(asked)
 

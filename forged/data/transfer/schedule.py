@@ -64,7 +64,7 @@ class Wanted(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Fetch this shard from this source now."""
+    """The scheduler's instruction to fetch a shard from a source."""
 
     shard: DataShard
     source: Source

@@ -118,7 +118,8 @@ class JobLoop:
             if errors < ERRORS_MAX:
                 coordinator.tick(now)
             elif not coordinator.over:
-                coordinator.abort(now, f"the coordinator failed {errors} times in a row, a bug: see the daemon's log")
+                reason = f"internal error: the coordinator failed {errors} times in a row; see the daemon's log"
+                coordinator.abort(now, reason)
             self.settle(coordinator)
         except Exception as error:  # noqa: BLE001 - a bug in one job must not end the daemon
             self._errors[coordinator.name] = errors + 1

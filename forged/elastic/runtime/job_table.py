@@ -74,7 +74,10 @@ class JobTable:
         return found
 
     def remove(self, job: str) -> dict[str, bytes | None] | None:
-        """Remove a job; returns the first keys to delete, the rest become stale keys. None for an unknown job."""
+        """Remove a job. Returns as many of its keys as one decision can delete; None if the job is unknown.
+
+        The other keys are queued in `stale_keys`.
+        """
         coordinator = self.coordinators.pop(job, None)
         if coordinator is None:
             return None

@@ -103,10 +103,10 @@ def translated(path: Path) -> Iterator[None]:
 
 
 def corrupt(path: Path, what: str) -> StoreCorrupt:
-    """The error of a damaged store."""
+    """The error of a corrupt store."""
     return StoreCorrupt(
         "store_corrupt",
-        f"the store {path} is damaged: {what}",
+        f"store {path} is corrupt: {what}",
         f"move the directory {path.parent} away and restore a backup (that file only) into a new directory",
     )
 

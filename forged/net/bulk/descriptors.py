@@ -114,7 +114,8 @@ def _header(descriptors: Sequence[int]) -> bytes:
         try:
             os.fstat(descriptor)
         except OSError as error:
-            raise RequestRefused("descriptor_invalid", f"descriptor {descriptor} is not open", "open it") from error
+            closed = f"descriptor {descriptor} is not open"
+            raise RequestRefused("descriptor_invalid", closed, "send open descriptors") from error
     return HEADER.pack(MAGIC, len(descriptors))
 
 
@@ -180,7 +181,7 @@ def _wrong(marker: bytes, received: int, count: int, *, cut: bool) -> ForgedErro
         return Unavailable(
             "descriptors_exhausted",
             f"this process received only {received} of {count} descriptors: its limit of open files is reached",
-            "raise its limit of open files (LimitNOFILE=)",
+            "raise the open-file limit of this process (ulimit -n, LimitNOFILE=)",
         )
     return PeerError(
         "descriptors_missing", f"{received} of {count} announced descriptors arrived", "upgrade forged at the other end"

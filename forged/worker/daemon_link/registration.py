@@ -184,14 +184,14 @@ class Registration:
         if scope.cancelled_caught:
             # The rest of a timeout is no round number.
             why = f"the daemon did not answer within {round(timeout_s, 2):g} s"
-            self._log.warning("the daemon did not acknowledge this worker's leave", why=why)
+            self._log.warning("the daemon did not acknowledge this worker's leave", reason=why)
         return is_said
 
     async def _leave(self, request: LeaveJob) -> bool:
         try:
             await self.say(request)
         except ForgedError as error:
-            self._log.warning("the daemon did not acknowledge this worker's leave", why=str(error))
+            self._log.warning("the daemon did not acknowledge this worker's leave", reason=str(error))
             return isinstance(error, RequestRefused)
         return True
 
@@ -203,7 +203,7 @@ class Registration:
         except RequestRefused as error:
             if error.code != "attempt_over":
                 raise
-            self._log.info("a report came too late", why=error.message)
+            self._log.info("a report came too late", reason=error.message)
             return False
         return True
 
@@ -223,9 +223,9 @@ async def persevere(act: Callable[[], Awaitable[R]], source: Random, log: Log) -
             return False
         tried_s = anyio.current_time() - began_at
         if tried_s < due_s:
-            log.info("retrying a request to the daemon", why=str(error))
+            log.info("retrying a request to the daemon", reason=str(error))
         else:
-            log.warning("still retrying a request to the daemon", for_s=round(tried_s), why=str(error))
+            log.warning("still retrying a request to the daemon", for_s=round(tried_s), reason=str(error))
             due_s = tried_s + next(pauses)
         return True
 

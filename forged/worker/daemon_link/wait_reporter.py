@@ -40,4 +40,4 @@ class WaitReporter:
             for pause_s in log_pauses():
                 await anyio.sleep(pause_s)
                 why = await self._registration.why_waiting()
-                self._log.warning("this worker is waiting", for_s=round(anyio.current_time() - began_at), why=why)
+                self._log.warning("this worker is waiting", for_s=round(anyio.current_time() - began_at), reason=why)

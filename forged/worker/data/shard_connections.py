@@ -74,7 +74,7 @@ class ShardServer:
                 del self._channels[channel]
                 channel.close()
         except ForgedError as error:
-            self._log.info("serving shards ended", worker=worker, why=error.message)
+            self._log.info("serving shards ended", worker=worker, reason=error.message)
 
     async def _answer(self, channel: BulkChannel) -> None:
         while await channel.is_called(IDLE_MAX_S):

@@ -182,11 +182,11 @@ class ShardHolder:
                     return
                 except ForgedError as error:
                     if error.code == ATTEMPT_OVER:
-                        self._log.info("the attempt ended before all shards were fetched", why=error.message)
+                        self._log.info("the attempt ended before all shards were fetched", reason=error.message)
                         return
                     if not is_temporary(error):
                         raise
-                    self._log.warning("shards could not be fetched; trying again", why=str(error))
+                    self._log.warning("shards could not be fetched; retrying", reason=str(error))
                     reason = error.message
                 await self._pause(reason)
 
@@ -374,7 +374,7 @@ class ShardHolder:
             await self._local.drop_all_except(keep)
         except ForgedError as error:
             # To hold more than required does no harm.
-            self._log.warning("shards that moved to other workers could not be dropped", why=str(error))
+            self._log.warning("shards that moved to other workers could not be dropped", reason=str(error))
 
     async def _read_owners(self, topology: ClusterTopology) -> Indices:
         """The rank of each shard's owner in a committed world; -1 for an owner outside it."""

@@ -135,7 +135,7 @@ class TransferReports(TransferObserver):
             try:
                 await self._send_bad_copies()
             except ForgedError as error:
-                self._log.info("a bad copy could not be reported yet", why=error.message)
+                self._log.info("a bad copy could not be reported yet", reason=error.message)
                 return
             await self._bad_copy_found.wait()
 

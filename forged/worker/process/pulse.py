@@ -164,7 +164,7 @@ class PulseKeeper:
         try:
             self.pulse = self._start()
         except Unavailable as error:
-            self._log.warning("the pulse process exited and could not be restarted", why=str(error))
+            self._log.warning("the pulse process exited and could not be restarted", reason=str(error))
         else:
             self._log.warning("the pulse has ended, and another was started", pid=self.pulse.pid)
 

@@ -147,7 +147,7 @@ class Rescaler:
         except ForgedError as error:
             if not is_temporary(error) or error.code == TLS_FAILED:
                 raise
-            self._log.warning("the rescale attempt failed; retrying", attempt=settled.attempt, why=str(error))
+            self._log.warning("the rescale attempt failed; retrying", attempt=settled.attempt, reason=str(error))
             await self._run(partial(anyio.sleep, RETRY_PAUSE_S), still)
 
     async def _give_or_take(self, settled: RescaleSynchronising, still: Callable[[], bool]) -> None:

@@ -79,7 +79,7 @@ class StateExchange:
             if not is_temporary(error) or error.code == TLS_FAILED:
                 raise
             self._problem = error.message
-            self._log.warning("the state could not be fetched", source=str(settled.source), why=str(error))
+            self._log.warning("the state could not be fetched", source=str(settled.source), reason=str(error))
             return False
         return True
 

@@ -161,7 +161,7 @@ class StateServer:
             if scope.cancelled_caught:
                 link.refuse(_over(attempt, self._newest))
         except ForgedError as error:
-            self._log.info("a state was not fetched", worker=worker, attempt=attempt, why=error.message)
+            self._log.info("a state was not fetched", worker=worker, attempt=attempt, reason=error.message)
             link.refuse(error)
         finally:
             link.close()

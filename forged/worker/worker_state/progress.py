@@ -51,7 +51,7 @@ class TrainingProgress:
         self.usage = None if self.sampler is None else SampleUsage(self.sampler)
 
     def end_session(self) -> None:
-        """Count the finished step: no daemon will say any more whether it is committed, and the state includes it."""
+        """Count the last finished step as committed: its commit can no longer arrive, and the state includes it."""
         self.step, self.has_finished = self.steps_applied, False
         if self.sampler is not None:
             self.epoch = self.sampler.epoch

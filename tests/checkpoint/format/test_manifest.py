@@ -272,7 +272,7 @@ HOSTILE: dict[str, Callable[[Any], object]] = {
     "a tensor of all as a rank's own": set_to("states", "own", 0, [0]),
     "a tensor that is not there as a rank's own": set_to("states", "own", 0, [99]),
     "a rank's own that is nothing": set_to("states", "own", 0, [None]),
-    "a rank's own with an open place": set_to("states", "own", 0, [{"o": 0}]),
+    "a rank's own with a placeholder": set_to("states", "own", 0, [{"o": 0}]),
 }
 
 

@@ -125,7 +125,7 @@ class TestFailedStart:
         database.write_bytes(b"no database" * 1000)
         code, error = start()
         assert code == 2
-        assert f"the store {database} is damaged" in error
+        assert f"store {database} is corrupt" in error
         assert "restore a backup" in error
         assert database.read_bytes() == b"no database" * 1000
 

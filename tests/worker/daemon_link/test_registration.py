@@ -25,6 +25,6 @@ async def test_timed_out_leave_request_is_logged_with_a_readable_duration() -> N
     log, deaf = RecordingLog(), UnansweredClient()
     line = Registration(deaf, "run", WorkerId("a", "host", 1), bytes(16), Random(1), log)  # type: ignore[arg-type]
     await line.leave("training completed", 7, 2.99918, done=True, failed=False)
-    assert [said["why"] for said in log.of("the daemon did not acknowledge this worker's leave")] == [
+    assert [said["reason"] for said in log.of("the daemon did not acknowledge this worker's leave")] == [
         "the daemon did not answer within 3 s"
     ]

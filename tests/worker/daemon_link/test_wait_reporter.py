@@ -30,7 +30,7 @@ async def test_long_wait_is_logged_repeatedly_after_growing_pauses() -> None:
             await anyio.sleep(10.0)
     said = log.of("this worker is waiting")
     assert [fields["for_s"] for fields in said] == [10, 30, 70]
-    assert {fields["why"] for fields in said} == {"1 worker waits for 1 more"}
+    assert {fields["reason"] for fields in said} == {"1 worker waits for 1 more"}
     assert log.levels("this worker is waiting") == {"warning"}
 
 
@@ -61,7 +61,7 @@ async def test_repeated_short_waits_are_logged_when_they_add_up() -> None:
     told = log.of("still retrying a request to the daemon")
     assert log.levels("still retrying a request to the daemon") == {"warning"}
     assert [round(fields["for_s"], -1) for fields in told] == [10, 30]
-    assert {fields["why"] for fields in told} == {"nothing says yet that it died (try again)"}
+    assert {fields["reason"] for fields in told} == {"nothing says yet that it died (try again)"}
     assert len(log.of("retrying a request to the daemon")) > 20
 
 

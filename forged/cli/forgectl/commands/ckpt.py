@@ -43,7 +43,7 @@ def fill(checkpoints: Parser) -> None:
     positional(looking, "where", "WHERE")
     positional(looking, "tensor", "TENSOR")
     looking.add_argument(
-        "--rank", type=_rank, metavar="N", help="the rank, if each rank has its own tensor of this name"
+        "--rank", type=_rank, metavar="N", help="the rank whose tensor is meant (for per-rank tensors)"
     )
     looking.add_argument("--out", metavar="FILE", help="write the whole tensor to this .npy file")
     looking.add_argument("--force", action="store_true", help="replace an existing FILE")

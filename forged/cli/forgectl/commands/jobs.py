@@ -33,11 +33,11 @@ def fill(jobs: Parser) -> None:
     change = verb(verbs, "change", _change, "change settings of a job; KEY= restores the default")
     positional(change, "name", "JOB")
     positional(change, "settings", "KEY=VALUE", nargs="+")
-    change.add_argument("--version", type=version, metavar="N", help="only if the job is at this version")
+    change.add_argument("--version", type=version, metavar="N", help="fail unless the job has this version")
     _of_job(verb(verbs, "show", _show, "show a job and its training"))
     remove = verb(verbs, "rm", _remove, "remove a job", aliases=["remove"])
     positional(remove, "name", "JOB")
-    remove.add_argument("--force", action="store_true", help="even if the job has workers")
+    remove.add_argument("--force", action="store_true", help="remove the job even if it has workers")
     for name, act, text in _CONTROL_VERBS:
         add_reason(_of_job(verb(verbs, name, act, text)))
     _of_job(verb(verbs, "watch", _watch, "follow the current rescale until it ends"))
