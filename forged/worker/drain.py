@@ -1,6 +1,6 @@
 """How a draining worker leaves in good order.
 
-The flow, from the daemon's `WorkerDraining`, SIGTERM or the script's `drain` to the goodbye:
+The flow, from the daemon's `WorkerDraining`, SIGTERM or the script's `drain` to the leave report:
 
 1. `begin_if_told` records the drain with the daemon, which forms a world without this worker, and asks whether the
    worker may leave. The worker trains on until it may, or until it has waited for as long as the settings allow.

@@ -29,7 +29,7 @@ from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.drain import Drain
 from forged.worker.events import RescaleHooks
 from forged.worker.fact_listener import FactListener
-from forged.worker.goodbye import Goodbye, LeaveReason, reason_of
+from forged.worker.leave_report import LeaveReason, LeaveReport, reason_of
 from forged.worker.mesh import Mesh
 from forged.worker.rescale.rescaler import Rescaler
 from forged.worker.state_transfer.encoding import pack
@@ -72,7 +72,7 @@ class WorkerSession:
         )
         self.listener = FactListener(spec, state, self._registration, self._heartbeat, self.drain, mesh, tasks)
         self.wait_reporter = WaitReporter(self._registration, tasks, log)
-        self._goodbye = Goodbye(state, self._registration, self._usage, spec.process)
+        self._leave_report = LeaveReport(state, self._registration, self._usage, spec.process)
         self.rescaler: Rescaler | None = None
         """None before the daemon has taken the worker in."""
         self.shards: ShardHolder | None = None
@@ -85,12 +85,12 @@ class WorkerSession:
     @property
     def is_active(self) -> bool:
         """Whether the world waits for this worker."""
-        return self._is_registered and not self._goodbye.is_begun
+        return self._is_registered and not self._leave_report.is_begun
 
     @property
     def is_over(self) -> bool:
-        """Whether the worker has begun to say goodbye."""
-        return self._goodbye.is_begun
+        """Whether the worker has begun to report its leave."""
+        return self._leave_report.is_begun
 
     @property
     def endpoint(self) -> str:
@@ -191,7 +191,7 @@ class WorkerSession:
         if self._spec.process.is_forked:
             return
         if self._is_registered:
-            await self._goodbye.say(LeaveReason(reason, failed, done))
+            await self._leave_report.send(LeaveReason(reason, failed, done))
         else:
             # The script may have been interrupted while it registered, and that may be leaving at this moment.
             await self._leave_early(reason)

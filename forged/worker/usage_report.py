@@ -80,6 +80,6 @@ class UsageReport:
 
     async def _report(self, generation: int, begins_at: int, runs: list[Run]) -> UsageTaken:
         registration, samples = self._registration, self._usage.sampler.total
-        return await registration.say(
+        return await registration.send(
             ReportUsage(registration.job, registration.worker.id, generation, begins_at, samples, runs)
         )

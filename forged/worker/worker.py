@@ -44,7 +44,7 @@ from forged.worker import arguments
 from forged.worker.drain import Leaving
 from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.events import Event, WorkerEvents
-from forged.worker.goodbye import reason_of
+from forged.worker.leave_report import reason_of
 from forged.worker.process.sigterm import SIGTERM_REASON
 from forged.worker.process.worker_process import OwnProcess, WorkerProcess
 from forged.worker.session import WorkerSession, open_session

@@ -127,7 +127,7 @@ class SimulatedPulse:
         self.network = world.network.host(process.trainee.host)
         self.over = anyio.Event()
         self.death = ""
-        self.last_words: dict[str, Any] = {}
+        self.leave: dict[str, Any] = {}
         self._world = world
         self._about = about
         self._counters = process.counters
@@ -138,12 +138,12 @@ class SimulatedPulse:
         """Speak for the worker until it is gone, and then of its end."""
         self.network.execution.enter()
         with self._scope:
-            while not self.over.is_set() or self.death or self.last_words:
+            while not self.over.is_set() or self.death or self.leave:
                 try:
                     async with self._world.client(self.network, self._source) as client:
                         await self._beat(client)
-                        if self.last_words:
-                            await client.request(LeaveJob(*self._about, **self.last_words), timeout_s=REPORT_S_MAX)
+                        if self.leave:
+                            await client.request(LeaveJob(*self._about, **self.leave), timeout_s=REPORT_S_MAX)
                             self._world.met["a pulse says what its worker could not"] += 1
                         elif self.death:
                             await client.request(ReportDeath(*self._about, self.death), timeout_s=REPORT_S_MAX)
@@ -181,10 +181,10 @@ class SpokenFor(SharedProcess):
         super().__init__(process.counters)
         self._process = process
 
-    def bequeath(self, words: Mapping[str, Any]) -> None:
+    def leave_through_pulse(self, leave: Mapping[str, Any]) -> None:
         """Leave it to the pulse to tell with what the worker has left."""
         if self._process.alive and self._process.pulse is not None:
-            self._process.pulse.last_words = dict(words)
+            self._process.pulse.leave = dict(leave)
 
 
 class Process:

@@ -381,7 +381,7 @@ def test_what_a_process_sent_before_it_was_killed_still_arrives() -> None:
     assert play(act)[0].client.heard == b"last words"
 
 
-def test_a_host_that_is_gone_takes_its_last_words_along_and_times_out_who_writes_to_it() -> None:
+def test_a_host_that_is_gone_takes_its_leave_along_and_times_out_who_writes_to_it() -> None:
     async def act(scene: Scene) -> None:
         await scene.connect()
         scene.server.transport.write(b"last words")

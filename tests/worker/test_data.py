@@ -400,14 +400,14 @@ class TestSampling:
     async def test_is_told_by_who_is_left_when_those_who_were_there_die_before_they_told(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        say = Registration.say
+        send = Registration.send
 
         async def keep_quiet(line: Registration, request: Any) -> Any:
             if isinstance(request, ReportUsage) and line.worker.id in "ab":
                 raise RequestRefused("usage_full", "not now")
-            return await say(line, request)
+            return await send(line, request)
 
-        monkeypatch.setattr(Registration, "say", keep_quiet)
+        monkeypatch.setattr(Registration, "send", keep_quiet)
         async with training_cluster(runner) as cluster, cluster.client() as client:
             cluster.start("a", "b")
             await cluster.group.world_of("a", "b", steps=5)

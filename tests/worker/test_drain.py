@@ -31,7 +31,7 @@ from tests.worker.trainers import JOB, Trainer, TrainerGroup, group_at, past
 
 CONFIG = ElasticTrainingConfig(leave_timeout_ms=60_000, reconnect_grace_ms=15_000)
 ME = WorkerId("me", "host", 1)
-WISH, QUESTION, GOODBYE = "the spot price", "may it leave now?", "goodbye"
+WISH, QUESTION, LEAVE = "the spot price", "may it leave now?", "leave"
 NEEDED = Gap(1, 2, "anything may have happened")
 RELEASED = Record.of(WorkerLeft("other", "it is done"), fact_id=3, at=0.0)
 
@@ -123,7 +123,7 @@ class Scene:
         return await self._answer(QUESTION)
 
     async def leave_if_it_may(self, reason: str, step: int) -> bool:
-        return await self._answer(GOODBYE)
+        return await self._answer(LEAVE)
 
     async def _answer(self, asked: str) -> bool:
         self.asked.append(asked)
@@ -217,7 +217,7 @@ async def test_overdue_worker_leaves_without_asking() -> None:
     async with scene.told_to_drain() as drain:
         await anyio.sleep(1)
         assert await drain.finish_leaving()
-    assert GOODBYE not in scene.asked
+    assert LEAVE not in scene.asked
 
 
 @on_virtual_time
@@ -242,7 +242,7 @@ async def test_daemon_decides_at_the_moment_of_leaving() -> None:
         await anyio.sleep(50)
         assert (scene.state.is_leave_due, len(scene.asked)) == (True, 1)
         assert await drain.finish_leaving()
-    assert scene.asked == [WISH, GOODBYE]
+    assert scene.asked == [WISH, LEAVE]
 
 
 @on_virtual_time
@@ -255,7 +255,7 @@ async def test_worker_kept_at_the_moment_of_leaving_asks_again() -> None:
         assert not scene.state.is_leave_due
         await anyio.sleep(2 * QUESTION_INTERVAL_S)
         assert scene.state.is_leave_due
-    assert scene.asked == [WISH, GOODBYE, QUESTION, QUESTION]
+    assert scene.asked == [WISH, LEAVE, QUESTION, QUESTION]
 
 
 @on_virtual_time
@@ -270,7 +270,7 @@ async def test_kept_worker_may_not_leave_because_it_is_in_no_world() -> None:
         scene.answers = [True]
         await anyio.sleep(2 * QUESTION_INTERVAL_S)
         assert scene.state.is_leave_due
-    assert scene.asked.count(GOODBYE) == 1
+    assert scene.asked.count(LEAVE) == 1
 
 
 @pytest.mark.parametrize("has_daemon", [True, False])

@@ -45,7 +45,7 @@ class UsageFixture:
             SILENT,
         )
 
-    async def say(self, request: Any) -> UsageTaken:
+    async def send(self, request: Any) -> UsageTaken:
         if self.refuses:
             raise RequestRefused("usage_full", "not now")
         self.said.append(request)

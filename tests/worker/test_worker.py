@@ -323,7 +323,7 @@ class TestComingAndGoing:
             await worker.register()
         assert process.tokens == [shown]
 
-    async def test_cancelled_goodbye_is_still_delivered(
+    async def test_cancelled_leave_report_is_still_delivered(
         self, runner: DaemonRunner, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         leave, leaves = CurrentWorld.leave, asyncio.Event()
@@ -350,7 +350,7 @@ class TestComingAndGoing:
         said = await past(client, WorkerLeft, JobCompleted, WorkerFailed)
         assert said == [WorkerLeft("me", "training completed"), JobCompleted(3)]
 
-    async def test_interrupted_goodbye_does_not_wait_for_an_absent_daemon(
+    async def test_interrupted_leave_report_does_not_wait_for_an_absent_daemon(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         patience: list[float] = []
@@ -1205,9 +1205,9 @@ class TestLeaving:
     async def test_that_the_training_is_done_is_said_for_as_long_as_the_daemon_waits(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Where other last words are given up at once."""
+        """Where other leave reports are given up at once."""
         tried = 0
-        say = Registration.say
+        send = Registration.send
 
         async def later(line: Registration, request: Any) -> Any:
             nonlocal tried
@@ -1215,9 +1215,9 @@ class TestLeaving:
                 tried += 1
                 if tried == 1:
                     await asyncio.Event().wait()
-            return await say(line, request)
+            return await send(line, request)
 
-        monkeypatch.setattr(Registration, "say", later)
+        monkeypatch.setattr(Registration, "send", later)
         monkeypatch.setattr(registrations, "LEAVE_TIMEOUT_S", 0.01)
         monkeypatch.setattr("forged.worker.session.LEAVE_TIMEOUT_S", 0.01)
         async with group_at(runner.endpoint) as group:

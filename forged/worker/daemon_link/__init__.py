@@ -1,1 +1,1 @@
-"""The worker's conversation with the daemon: registration, facts, heartbeats and goodbye."""
+"""The worker's relation to the daemon: registration, heartbeats, and the log of what it waits for."""

@@ -45,7 +45,7 @@ R = TypeVar("R")
 
 PERSEVERING = RetryPolicy(attempts=None, delay_s=0.05, exponential=True, delay_max_s=1.0, jitter=0.5)
 LEAVE_TIMEOUT_S = 2.0
-"""How long a goodbye is tried even if the worker is cancelled."""
+"""How long a leave is reported even if the worker is cancelled."""
 LOGGED_AFTER_S = 10.0
 """How long something is waited for before that is logged as a warning."""
 LOG_PAUSE_S_MAX = 600.0
@@ -81,7 +81,7 @@ class Registration:
 
     async def join(self, spec: WorkerSpec, *, again: bool = False) -> JoinReply:
         """Become a worker of the job; with `again`, join once more to make up for missed facts."""
-        return await self.say(
+        return await self.send(
             JoinJob(
                 self.job,
                 self.worker,
@@ -122,7 +122,7 @@ class Registration:
 
     async def report_unreachable_peer(self, generation: int, peer: str, why: str) -> None:
         """Report that this worker cannot continue in its world."""
-        await self.say(ReportUnreachablePeer(self.job, self.worker.id, self.incarnation, generation, peer, reason=why))
+        await self.send(ReportUnreachablePeer(self.job, self.worker.id, self.incarnation, generation, peer, reason=why))
 
     def receiving(self, attempt: int, received: int, *, problem: str, unreachable_peer: str) -> None:
         """Signal how much of the state has arrived, which worker is out of reach, and why."""
@@ -147,23 +147,23 @@ class Registration:
 
     async def show_cluster(self) -> ClusterView:
         """How the job is, or how it ended."""
-        return await self.say(ShowCluster(self.job))
+        return await self.send(ShowCluster(self.job))
 
     # Leaving.
 
     async def announce_leave(self, reason: str) -> bool:
         """Record that this worker drains, so that a world without it is formed; tells whether it may leave at once."""
-        leave = await self.say(AnnounceLeave(self.job, self.worker.id, self.incarnation, reason))
+        leave = await self.send(AnnounceLeave(self.job, self.worker.id, self.incarnation, reason))
         return leave.may_leave
 
     async def may_leave(self) -> bool:
         """Whether this worker may leave by now; the daemon only reads."""
-        leave = await self.say(ReadLeave(self.job, self.worker.id, self.incarnation))
+        leave = await self.send(ReadLeave(self.job, self.worker.id, self.incarnation))
         return leave.may_leave
 
     async def leave_if_it_may(self, reason: str, step: int) -> bool:
         """Leave, unless the other workers need this one; tells whether it has left."""
-        leave = await self.say(
+        leave = await self.send(
             LeaveJob(self.job, self.worker.id, self.incarnation, reason, step=step, if_permitted=True)
         )
         return leave.may_leave
@@ -189,7 +189,7 @@ class Registration:
 
     async def _leave(self, request: LeaveJob) -> bool:
         try:
-            await self.say(request)
+            await self.send(request)
         except ForgedError as error:
             self._log.warning("the daemon did not acknowledge this worker's leave", reason=str(error))
             return isinstance(error, RequestRefused)
@@ -199,7 +199,7 @@ class Registration:
 
     async def _report(self, request: Request[Any]) -> bool:
         try:
-            await self.say(request)
+            await self.send(request)
         except RequestRefused as error:
             if error.code != "attempt_over":
                 raise
@@ -207,7 +207,7 @@ class Registration:
             return False
         return True
 
-    async def say(self, request: Request[R]) -> R:
+    async def send(self, request: Request[R]) -> R:
         """Send a request, and repeat it until the daemon has answered."""
         return await persevere(lambda: self._client.request(request), self._random, self._log)
 

@@ -258,7 +258,7 @@ class ShardHolder:
         held = await self._local.inventory()
         starts = range(0, max(1, held.ids.size), OFFER_SHARDS_MAX)
         for start in starts:
-            taken = await self._line.say(
+            taken = await self._line.send(
                 OfferShards(
                     self._line.job,
                     self._line.worker.id,
@@ -303,7 +303,7 @@ class ShardHolder:
         pages: list[TransferPart] = []
         after = 0
         while not pages or pages[-1].more:
-            page = await self._line.say(ReadTransfers(self._line.job, self._line.worker.id, attempt, after))
+            page = await self._line.send(ReadTransfers(self._line.job, self._line.worker.id, attempt, after))
             pages.append(page)
             after += max(len(page.shards), len(page.keep)) // 8
         return pages
@@ -380,7 +380,7 @@ class ShardHolder:
         """The rank of each shard's owner in a committed world; -1 for an owner outside it."""
         pages: list[OwnersPage] = []
         while not pages or pages[-1].more:
-            page = await self._line.say(ReadOwners(self._line.job, sum(len(page.owners) for page in pages) // 4))
+            page = await self._line.send(ReadOwners(self._line.job, sum(len(page.owners) for page in pages) // 4))
             if page.generation < topology.generation:
                 # The daemon's data service processes the commit a moment later.
                 await anyio.sleep(ASK_AGAIN_S / 100)

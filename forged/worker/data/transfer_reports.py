@@ -152,7 +152,7 @@ class TransferReports(TransferObserver):
     async def send_done(self, attempt: int, report: TransferReport) -> None:
         line = self._line
         moved = len(report.moved)
-        await line.say(
+        await line.send(
             ReportShards(line.job, line.worker.id, line.incarnation, attempt, moved, report.bytes, report.seconds)
         )
 
@@ -160,7 +160,7 @@ class TransferReports(TransferObserver):
         while self._bad_copies:
             copy = self._bad_copies[0]
             if copy.source is not None:
-                await self._line.say(
+                await self._line.send(
                     ReportCorruptShard(self._line.job, self._line.worker.id, copy.source.id, copy.shard_id)
                 )
             self._bad_copies.pop(0)
@@ -178,7 +178,7 @@ class TransferReports(TransferObserver):
         if news:
             self._refetched |= news
             line = self._line
-            await line.say(ReportShards(line.job, line.worker.id, line.incarnation, attempt, missing=len(news)))
+            await line.send(ReportShards(line.job, line.worker.id, line.incarnation, attempt, missing=len(news)))
         else:
             await self._send_lost(attempt, report)
 
@@ -192,7 +192,7 @@ class TransferReports(TransferObserver):
             return
         told = self._lost_report(attempt, lost)
         if told != self._reported_lost:
-            await self._line.say(told)
+            await self._line.send(told)
             self._reported_lost = told
 
     def _lost_report(self, attempt: int, lost: list[MissingShard]) -> ReportLostShards:
@@ -214,7 +214,7 @@ class TransferReports(TransferObserver):
         self._is_full = not_stored > 0
         if not_stored and not self._has_reported_not_stored:
             line, self._has_reported_not_stored = self._line, True
-            await line.say(ReportShards(line.job, line.worker.id, line.incarnation, attempt, not_stored=not_stored))
+            await line.send(ReportShards(line.job, line.worker.id, line.incarnation, attempt, not_stored=not_stored))
 
 
 def _origin_silence(in_transit: Iterable[ShardInTransit]) -> str:

@@ -37,8 +37,8 @@ REPLACING = RetryPolicy(attempts=None, delay_s=1.0, exponential=True, delay_max_
 """The pauses between replacements: a start costs as much as starting Python."""
 FLAGS = "-sSP"
 """No import paths besides the named ones: looking for packages costs more than the rest of the start."""
-_bequeathed: list[subprocess.Popen[bytes]] = []
-"""Pulses that still have a goodbye to report; those that have ended are reaped at the next start."""
+_reporting_leave: list[subprocess.Popen[bytes]] = []
+"""Pulses that still report a worker's leave; those that have ended are reaped at the next start."""
 PROGRAM = "import sys; sys.path += sys.argv[1:]; from forged.worker.process.pulse_process import main; main()"
 
 
@@ -68,7 +68,7 @@ class PulseProcess:
 
         TLS is configured by the environment: `$FORGED_CA`, `$FORGED_CERTIFICATE`, `$FORGED_KEY`.
         """
-        _bequeathed[:] = [process for process in _bequeathed if process.poll() is None]
+        _reporting_leave[:] = [process for process in _reporting_leave if process.poll() is None]
         with _not_started():
             heard, control = os.pipe()
             try:
@@ -105,7 +105,7 @@ class PulseProcess:
 
     def close(self) -> None:
         """End the pulse without a report. No effect in forked children, or if the pulse has yet to report a leave."""
-        if self._guard.forked or self._process in _bequeathed:
+        if self._guard.forked or self._process in _reporting_leave:
             return
         if self._control >= 0:
             os.close(self._control)
@@ -114,8 +114,8 @@ class PulseProcess:
         self._process.kill()
         self._process.wait()
 
-    def bequeath(self, words: Mapping[str, Any]) -> None:
-        """Leave this worker's goodbye to the pulse, which reports it as soon as there is a daemon, and ends.
+    def leave_through_pulse(self, leave: Mapping[str, Any]) -> None:
+        """Hand this worker's leave to the pulse, which reports it as soon as a daemon is reachable, and ends.
 
         No effect in forked children, and on a pulse that has ended.
         """
@@ -123,11 +123,11 @@ class PulseProcess:
             return
         # The pulse may end at this moment.
         with suppress(OSError):
-            self._order(msgpack.packb(dict(words)))
+            self._order(msgpack.packb(dict(leave)))
             os.close(self._control)
             self._control = -1
             self._guard.close()
-            _bequeathed.append(self._process)
+            _reporting_leave.append(self._process)
 
     def _order(self, orders: bytes) -> None:
         try:

@@ -4,7 +4,7 @@ Invariants:
 - Only the worker's end stops the pulse. It shares no lock, thread or socket with the worker, and identifies the worker
   by descriptors that stay valid when the pid is reused.
 - The pulse has no output. It ends silently when the worker closes its pipe or the daemon refuses the worker. When the
-  worker has died, or has left its goodbye to the pulse, the pulse ends after the daemon has acknowledged the report, or
+  worker has died, or has handed its leave to the pulse, the pulse ends after the daemon has acknowledged the report, or
   after `REPORT_S_MAX`.
 - A worker that a signal has stopped is not dead: the pulse reports that it uses no CPU and takes no step.
 
@@ -38,7 +38,7 @@ UNHEARD_S_MAX = 2.0
 """How long sent bytes may stay unacknowledged by the daemon's host."""
 REPORT_S_MAX = 60.0
 """How long an end is reported: a daemon that returns later learns of it by the reconnect grace."""
-OBITUARY_S_MAX = 0.05
+EXIT_WAIT_S_MAX = 0.05
 """How long to wait for the exit status of a process that is ending."""
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -58,8 +58,8 @@ class WatchedWorker:
         """Whether the worker has ended or wants no pulse any more."""
         self.death = ""
         """How the worker ended; empty while it lives."""
-        self.last_words: dict[str, Any] = {}
-        """The goodbye that the worker could not deliver itself."""
+        self.leave: dict[str, Any] = {}
+        """The leave that the worker could not report itself."""
         self._pidfd = pidfd
         self._stat = stat
         self._control = control
@@ -76,10 +76,10 @@ class WatchedWorker:
         finally:
             if line is not None:
                 self._poll.unregister(line)
-        if self._control in happened and (words := _words_from(self._control)):
-            self.over, self.last_words = True, words
+        if self._control in happened and (leave := _leave_from(self._control)):
+            self.over, self.leave = True, leave
         elif self._pidfd in happened:
-            self.over, self.death = True, self._obituary()
+            self.over, self.death = True, self._cause_of_end()
         elif self._control in happened:
             self._let_go()
         return line is not None and line.fileno() in happened
@@ -95,10 +95,10 @@ class WatchedWorker:
         fields = self._fields()
         if not fields or int(fields[6]) & EXITING:
             self._poll.unregister(self._control)
-            self._poll.poll(OBITUARY_S_MAX * 1000)
-            self.death = self._obituary()
+            self._poll.poll(EXIT_WAIT_S_MAX * 1000)
+            self.death = self._cause_of_end()
 
-    def _obituary(self) -> str:
+    def _cause_of_end(self) -> str:
         fields = self._fields()
         # The exit status is readable until the parent process has reaped the worker.
         if not fields or fields[0] != b"Z":
@@ -148,8 +148,8 @@ class PulseReporter:
                 self._beat(self._line or self._connect())
             except ForgedError as error:
                 self._worker.wait(self._lose(error))
-        if self._worker.last_words:
-            self._report("LeaveJob", **self._worker.last_words)
+        if self._worker.leave:
+            self._report("LeaveJob", **self._worker.leave)
         elif self._worker.death:
             self._report("ReportDeath", reason=self._worker.death)
         if self._line is not None:
@@ -215,8 +215,8 @@ def read_orders(control: int) -> dict[str, Any]:
     return orders
 
 
-def _words_from(control: int) -> dict[str, Any]:
-    """The worker's goodbye; empty where it has only closed the pipe."""
+def _leave_from(control: int) -> dict[str, Any]:
+    """The worker's leave; empty if it has only closed the pipe."""
     try:
         return read_orders(control)
     except EOFError:

@@ -52,8 +52,8 @@ class WorkerProcess(Protocol):
         """Replace a pulse that has ended; called at each step."""
         ...
 
-    def bequeath(self, words: Mapping[str, Any]) -> None:
-        """Leave the worker's goodbye to the pulse, which reports it as soon as there is a daemon."""
+    def leave_through_pulse(self, leave: Mapping[str, Any]) -> None:
+        """Hand the worker's leave to the pulse, which reports it as soon as a daemon is reachable."""
         ...
 
 
@@ -101,9 +101,9 @@ class OwnProcess:
         if self.heart is not None:
             self.heart.look()
 
-    def bequeath(self, words: Mapping[str, Any]) -> None:
+    def leave_through_pulse(self, leave: Mapping[str, Any]) -> None:
         if self.heart is not None:
-            self.heart.pulse.bequeath(words)
+            self.heart.pulse.leave_through_pulse(leave)
 
     def _end_pulse(self) -> None:
         heart, self.heart = self.heart, None
@@ -136,5 +136,5 @@ class SharedProcess:
     def look_after_pulse(self) -> None:
         return
 
-    def bequeath(self, words: Mapping[str, Any]) -> None:
+    def leave_through_pulse(self, leave: Mapping[str, Any]) -> None:
         return

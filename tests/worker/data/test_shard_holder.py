@@ -101,7 +101,7 @@ class ScriptedDaemon:
         self.suspect: list[bytes] = []
         self.on_request: Callable[[Any], None] = lambda request: None
 
-    async def say(self, request: Any) -> Any:
+    async def send(self, request: Any) -> Any:
         self.requests.append(request)
         self.on_request(request)
         if isinstance(request, OfferShards):

@@ -235,7 +235,9 @@ class TestDeadWorker:
             assert worker.pulse_is_gone()
 
     def test_undelivered_leave_request_is_delivered_when_the_daemon_is_back(self, witness: Witness) -> None:
-        words = "pulse.bequeath({'reason': 'SIGTERM', 'step': 7}); pulse.close(); print(pulse.alive, flush=True)"
+        words = (
+            "pulse.leave_through_pulse({'reason': 'SIGTERM', 'step': 7}); pulse.close(); print(pulse.alive, flush=True)"
+        )
         witness.close()
         with victim(witness.endpoint, f"{words}; signal.pause()") as worker:
             assert worker.stdout.readline() == "True\n"

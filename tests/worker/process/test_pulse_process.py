@@ -99,7 +99,7 @@ class TestWatching:
             process.kill()
             ended(process)
             worker.wait(PATIENCE_S)
-            assert (worker.over, worker.death, worker.last_words) == (True, "", {"reason": "SIGTERM"})
+            assert (worker.over, worker.death, worker.leave) == (True, "", {"reason": "SIGTERM"})
 
     def test_process_that_closed_the_pipe_by_ending_is_dead(self) -> None:
         """As the kernel closes files before a process has ended, this may be seen before."""
@@ -139,7 +139,7 @@ class TestReporting:
         def refuse(*args: object, **options: object) -> None:
             raise RequestRefused("token_unknown", "no")
 
-        monkeypatch.setattr(pulse_process, "Wire", refuse)
+        monkeypatch.setattr(pulse_process, "PlainConnection", refuse)
         with pytest.raises(ForgedError, match="no"):
             make_pulse().speak()
 

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
-from forged.worker.goodbye import Goodbye, LeaveReason, reason_of
+from forged.worker.leave_report import LeaveReason, LeaveReport, reason_of
 
 
 class UnprintableError(Exception):
@@ -61,17 +61,17 @@ def test_reason_is_short_for_any_exception(error: BaseException) -> None:
 async def test_interrupted_leave_request_is_repeated_once() -> None:
     said: list[tuple[LeaveReason, bool]] = []
 
-    async def say(last: LeaveReason, /, *, is_again: bool) -> None:
+    async def leave(last: LeaveReason, /, *, is_again: bool) -> None:
         said.append((last, is_again))
         if not is_again:
             scope.cancel()
             await anyio.sleep_forever()
 
     anything: Any = None
-    goodbye, words = Goodbye(anything, anything, None, anything), LeaveReason("training completed", done=True)
-    goodbye._leave = say  # type: ignore[method-assign, assignment]
+    report, reason = LeaveReport(anything, anything, None, anything), LeaveReason("training completed", done=True)
+    report._leave = leave  # type: ignore[method-assign, assignment]
     with anyio.CancelScope() as scope:
-        await goodbye.say(words)
+        await report.send(reason)
     for _ in range(2):
-        await goodbye.say(LeaveReason("it was disconnected"))
-    assert said == [(words, False), (words, True)]
+        await report.send(LeaveReason("it was disconnected"))
+    assert said == [(reason, False), (reason, True)]

@@ -1,9 +1,9 @@
-"""How a worker leaves its job: out of its world, its usage reported, and the reason told to the daemon.
+"""How a worker leaves its job: it leaves its world, reports the samples used, and tells the daemon the reason.
 
 Invariants:
 - A worker whose script raised an exception reports a failure, with that exception. A script that is interrupted, exits
   or breaks out of its loop has not failed, and neither has the worker of a job that is over.
-- The first reason counts. A goodbye that is cancelled is repeated, for a moment only.
+- The first reason counts. A report that is cancelled is sent again, for a short time only.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class LeaveReason(NamedTuple):
     """The training is complete."""
 
 
-class Goodbye:
-    """One registered worker's goodbye, which is said once."""
+class LeaveReport:
+    """One registered worker's leave, which is reported once."""
 
     def __init__(
         self, state: SessionState, registration: Registration, usage: UsageReport | None, process: WorkerProcess
@@ -40,28 +40,28 @@ class Goodbye:
         self._registration = registration
         self._usage = usage
         self._process = process
-        self._words: LeaveReason | None = None
-        self._was_tried = self._is_said = False
+        self._reason: LeaveReason | None = None
+        self._was_tried = self._is_sent = False
         self._turn = anyio.Lock()
 
     @property
     def is_begun(self) -> bool:
-        return self._words is not None
+        return self._reason is not None
 
-    async def say(self, words: LeaveReason) -> None:
-        """Leave for this reason, or for the one that was given first. No effect after a goodbye that was finished."""
-        words = self._words = self._words or words
+    async def send(self, reason: LeaveReason) -> None:
+        """Leave for this reason, or for the one that was given first. No effect once the leave is reported."""
+        reason = self._reason = self._reason or reason
         async with self._turn:
-            if not self._is_said:
+            if not self._is_sent:
                 is_again, self._was_tried = self._was_tried, True
-                await self._leave(words, is_again=is_again)
-                self._is_said = True
+                await self._leave(reason, is_again=is_again)
+                self._is_sent = True
 
-    async def _leave(self, words: LeaveReason, *, is_again: bool) -> None:
+    async def _leave(self, leave: LeaveReason, *, is_again: bool) -> None:
         self._state.current_world.status = WorkerStatus.LEAVING
         # This worker may be the only one to know that the training is complete, so it tries for as long as the daemon
         # waits for it; a script that has cancelled the first try does not want to wait for that.
-        grace_s = self._state.config.reconnect_grace_s if words.done and not is_again else 0.0
+        grace_s = self._state.config.reconnect_grace_s if leave.done and not is_again else 0.0
         moment_s = LEAVE_TIMEOUT_S / 2 if is_again else LEAVE_TIMEOUT_S
         ends_at = anyio.current_time() + max(LEAVE_TIMEOUT_S, grace_s)
         try:
@@ -74,14 +74,14 @@ class Goodbye:
                     await self._tell_usage()
         finally:
             left_s = max(moment_s, ends_at - anyio.current_time())
-            is_said = False
+            is_acknowledged = False
             try:
-                is_said = await self._registration.leave(
-                    words.reason, self._state.progress.step, left_s, done=words.done, failed=words.failed
+                is_acknowledged = await self._registration.leave(
+                    leave.reason, self._state.progress.step, left_s, done=leave.done, failed=leave.failed
                 )
             finally:
-                if not is_said:
-                    self._process.bequeath({**words._asdict(), "step": self._state.progress.step})
+                if not is_acknowledged:
+                    self._process.leave_through_pulse({**leave._asdict(), "step": self._state.progress.step})
 
     async def _tell_usage(self) -> None:
         if self._usage is not None:
