@@ -329,6 +329,7 @@ def _policy(config: Config, uid: int) -> AccessPolicy:
         daemon_uid=uid,
         unix_other_role=_role(config.unix_other_role),
         certificate_roles={name: Role(role) for name, role in roles.items()},
+        own_user_loopback_role=_role(config.own_user_loopback_role),
         anonymous_loopback_role=_role(config.anonymous_loopback_role),
     )
 

@@ -2,7 +2,8 @@
 
 Invariants:
 - If a token is presented, it alone decides. An invalid token is refused, without fallback to the peer's address.
-- Without a token the strongest evidence decides: the uid of a Unix socket's peer, a verified certificate, the address.
+- Without a token the strongest evidence decides: the uid of a Unix socket's peer, a verified certificate, the uid of a
+  peer on the loopback interface, the address.
 - A peer that matches no rule has no principal.
 """
 
@@ -35,8 +36,10 @@ class AccessPolicy:
     """The role of users other than root and the daemon's user, if the socket's file mode admits them."""
     certificate_roles: Mapping[str, Role] = field(default_factory=dict)
     """Roles by the name in the verified client certificate."""
-    anonymous_loopback_role: Role | None = Role.WORKER
-    """The role of connections from this host; set None if untrusted users or a proxy run on it."""
+    own_user_loopback_role: Role | None = Role.WORKER
+    """The role of the daemon's own user over TCP from this host; None if its processes forward remote clients."""
+    anonymous_loopback_role: Role | None = None
+    """The role of every user and program over TCP from this host."""
 
 
 def identify(peer: Peer, token: str | None, tokens: TokenRegistry, policy: AccessPolicy, now: float) -> Principal:
@@ -83,9 +86,21 @@ def _by_certificate(peer: Peer, policy: AccessPolicy) -> Principal | None:
 
 
 def _anonymous(peer: Peer, policy: AccessPolicy) -> Principal:
-    if peer.loopback and policy.anonymous_loopback_role is not None:
-        return Principal("anonymous:loopback", policy.anonymous_loopback_role)
-    raise _token_required(f"{peer.address} presented neither a token nor a certificate")
+    anonymous, own = policy.anonymous_loopback_role, policy.own_user_loopback_role
+    if (
+        peer.loopback
+        and peer.uid == policy.daemon_uid
+        and own is not None
+        and not (anonymous and anonymous.covers(own))
+    ):
+        return Principal(f"loopback:{peer.uid}", own)
+    if peer.loopback and anonymous is not None:
+        return Principal("anonymous:loopback", anonymous)
+    raise _token_required(f"{peer.address}{_user(peer)} presented neither a token nor a certificate")
+
+
+def _user(peer: Peer) -> str:
+    return f" (user {'unknown' if peer.uid is None else peer.uid})" if peer.loopback else ""
 
 
 def _token_required(reason: str) -> RequestRefused:

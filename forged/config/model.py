@@ -46,7 +46,8 @@ class Config:
     tls_key: str = ""
     tls_client_ca: str = ""
     unix_other_role: str = "none"
-    anonymous_loopback_role: str = "worker"
+    own_user_loopback_role: str = "worker"
+    anonymous_loopback_role: str = "none"
     certificate_roles: Mapping[str, str] = field(default_factory=dict)
     journal_facts_max: int = 50_000
     connections_max: int = 4096
@@ -93,6 +94,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
 ROLES = ("none", "viewer", "worker", "operator")
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "unix_other_role": ROLES,
+    "own_user_loopback_role": ROLES,
     "anonymous_loopback_role": ROLES,
     "log_level": ("debug", "info", "warning", "error"),
     "log_format": ("auto", "json", "pretty"),

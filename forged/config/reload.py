@@ -15,6 +15,7 @@ LIVE = frozenset(
     {
         "drain_timeout_s",
         "unix_other_role",
+        "own_user_loopback_role",
         "anonymous_loopback_role",
         "certificate_roles",
         "journal_facts_max",

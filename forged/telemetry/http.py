@@ -2,7 +2,8 @@
 
 Invariants:
 - `/healthz` and `/readyz` need no token on the loopback interface. `/metrics`, and every path from another host, needs
-  the viewer role for all jobs: by a token, or by `anonymous_loopback_role`.
+  the viewer role for all jobs: by a token, or by the role of loopback clients.
+- A request without a token must name this server, so that a web page whose domain resolves to this host gets nothing.
 - Healthy means that the bus answers a request; ready means that the store accepts decisions.
 """
 
@@ -11,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 import anyio
 from aiohttp import web
@@ -28,6 +31,7 @@ from forged.kernel.ledger import Ledger
 from forged.net.server import Server
 from forged.net.transport import tcp
 from forged.net.transport.port import Address, Peer
+from forged.net.transport.socket_owner import owner_uid
 from forged.plugins.model import PluginView
 from forged.status.model import PingDaemon
 from forged.telemetry.exposition import Exposition
@@ -40,6 +44,9 @@ BACKLOG = 128
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 BEARER = "bearer "
 LOOPBACK_WITHOUT_TOKEN = ("/healthz", "/readyz")
+HOST_CHARS_SHOWN_MAX = 80
+STATUS = {"forbidden": 403, "host_foreign": 421}
+"""The status of refusals by code; 401 for the others."""
 HOW_TO_AUTHENTICATE = "send `Authorization: Bearer TOKEN`; `forgectl tokens create NAME --role viewer` makes the token"
 
 Identify = Callable[[Peer, str | None], Principal]
@@ -61,12 +68,14 @@ class HttpServer:
         self._ledger = ledger
         self._identify = identify
         self._server = server
+        self._own_names = {socket.gethostname().lower()}
         self._connections = HttpConnections()
         self._exposition = Exposition(DaemonCollector(bus, ledger, server, log_lines_lost, plugins), _now)
 
     @asynccontextmanager
     async def open(self, address: Address) -> AsyncIterator[Address]:
         """Serve inside the block; yields the address with the actual port."""
+        self._own_names.add(address.host.lower())
         runner = web.AppRunner(self._application(), access_log=None, logger=_logger())
         await runner.setup()
         try:
@@ -123,7 +132,7 @@ class HttpServer:
         try:
             self._check_rights(request)
         except RequestRefused as error:
-            status = 403 if error.code == "forbidden" else 401
+            status = STATUS.get(error.code, 401)
             return web.json_response(
                 {"code": error.code, "error": f"{error.message} ({HOW_TO_AUTHENTICATE})"}, status=status
             )
@@ -132,12 +141,28 @@ class HttpServer:
     def _check_rights(self, request: web.Request) -> None:
         remote = request.remote or ""
         loopback = _is_loopback(remote)
-        if loopback and request.path in LOOPBACK_WITHOUT_TOKEN:
-            return
         header = request.headers.get("Authorization", "")
         token = header[len(BEARER) :].strip() if header.lower().startswith(BEARER) else None
-        principal = self._identify(Peer("tcp", remote, loopback=loopback), token)
+        if token is None:
+            self._require_own_name(request)
+        if loopback and request.path in LOOPBACK_WITHOUT_TOKEN:
+            return
+        uid = owner_uid(request.get_extra_info("socket")) if loopback and token is None else None
+        principal = self._identify(Peer("tcp", remote, loopback=loopback, uid=uid), token)
         authorise(principal, Role.VIEWER, None)
+
+    def _require_own_name(self, request: web.Request) -> None:
+        """Refuse a request for a domain that is not this host's: its sender has only resolved the domain to this host.
+
+        An address, and a name without a dot, is nobody's domain.
+        """
+        name = _host_name(request.headers.get("Host", ""))
+        if "." in name and not _is_address(name) and name not in self._own_names:
+            raise RequestRefused(
+                "host_foreign",
+                f"the Host header names {name[:HOST_CHARS_SHOWN_MAX]!r}, which is not this server",
+                "use an address of this host, or send a token",
+            )
 
     async def _health(self, request: web.Request) -> web.Response:
         try:
@@ -183,6 +208,21 @@ def _logger() -> logging.Logger:
 def _is_server_error(record: logging.LogRecord) -> bool:
     """Malformed requests are answered with status 400; any client can send them, so they are not logged."""
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+
+
+def _host_name(header: str) -> str:
+    """The name or address in a Host header, without port and brackets."""
+    with suppress(ValueError):
+        return (urlsplit(f"//{header}").hostname or "").rstrip(".")
+    return header
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_loopback(remote: str) -> bool:

@@ -18,7 +18,8 @@ _, VIEWER_TEXT = BOOK.issue("reader", Role.VIEWER, ("a",), None, NOW, bytes(rang
 
 ROOT = Peer("unix", "/run/forged.sock", uid=0)
 USER = Peer("unix", "/run/forged.sock", uid=1000)
-LOOPBACK = Peer("tcp", "127.0.0.1:4000", loopback=True)
+LOOPBACK = Peer("tcp", "127.0.0.1:4000", loopback=True, uid=1000)
+OWN_LOOPBACK = Peer("tcp", "127.0.0.1:4000", loopback=True, uid=DAEMON_UID)
 REMOTE = Peer("tcp", "10.0.0.7:4000")
 CERTIFIED = Peer("tls", "10.0.0.7:4000", certificate_name="host-a")
 
@@ -35,6 +36,7 @@ POLICIES = st.builds(
     daemon_uid=st.just(DAEMON_UID),
     unix_other_role=st.none() | st.sampled_from(Role),
     certificate_roles=st.dictionaries(st.sampled_from(["host-a", "host-b"]), st.sampled_from(Role)),
+    own_user_loopback_role=st.none() | st.sampled_from(Role),
     anonymous_loopback_role=st.none() | st.sampled_from(Role),
 )
 
@@ -137,8 +139,31 @@ def test_a_uid_counts_only_on_unix(scheme: str) -> None:
     assert refusal(peer).code == "token_required"
 
 
-def test_loopback_client_is_a_worker_by_default() -> None:
-    assert who(LOOPBACK) == Principal("anonymous:loopback", Role.WORKER)
+@pytest.mark.parametrize("uid", [None, 0, 1000])
+def test_loopback_client_of_another_user_is_refused_by_default(uid: int | None) -> None:
+    error = refusal(Peer("tcp", "127.0.0.1:4000", loopback=True, uid=uid))
+    assert error.code == "token_required"
+    assert f"user {'unknown' if uid is None else uid}" in error.message
+
+
+def test_loopback_client_of_the_daemon_s_own_user_is_a_worker_by_default() -> None:
+    assert who(OWN_LOOPBACK) == Principal(f"loopback:{DAEMON_UID}", Role.WORKER)
+
+
+def test_policy_can_refuse_the_daemon_s_own_user_on_loopback() -> None:
+    policy = AccessPolicy(daemon_uid=DAEMON_UID, own_user_loopback_role=None)
+    assert refusal(OWN_LOOPBACK, policy).code == "token_required"
+
+
+def test_own_user_has_the_greater_of_its_role_and_the_role_of_every_user() -> None:
+    policy = AccessPolicy(daemon_uid=DAEMON_UID, anonymous_loopback_role=Role.OPERATOR)
+    assert who(OWN_LOOPBACK, policy).role is Role.OPERATOR
+    policy = AccessPolicy(daemon_uid=DAEMON_UID, anonymous_loopback_role=Role.VIEWER)
+    assert who(OWN_LOOPBACK, policy).role is Role.WORKER
+
+
+def test_the_daemon_s_uid_counts_for_nothing_from_another_host() -> None:
+    assert refusal(Peer("tcp", "10.0.0.7:4000", uid=DAEMON_UID)).code == "token_required"
 
 
 def test_loopback_client_has_the_role_of_the_policy() -> None:
@@ -163,7 +188,8 @@ def test_refusal_explains_how_to_create_and_pass_a_token(peer: Peer) -> None:
 
 
 def test_token_cannot_have_a_name_reserved_by_the_daemon() -> None:
-    given_names = [who(ROOT).name, who(LOOPBACK).name]
+    anyone = AccessPolicy(daemon_uid=DAEMON_UID, anonymous_loopback_role=Role.VIEWER)
+    given_names = [who(ROOT).name, who(OWN_LOOPBACK).name, who(LOOPBACK, anyone).name]
     for name in given_names:
         with pytest.raises(RequestRefused):
             TokenRegistry().issue(name, Role.VIEWER, None, None, NOW, bytes(32))

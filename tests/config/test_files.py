@@ -55,7 +55,8 @@ def test_the_production_example_is_valid() -> None:
     assert [Address.parse(address).scheme for address in config.listen] == ["tls"]
     assert config.tls_client_ca
     assert set(config.certificate_roles.values()) == {"worker", "viewer", "operator"}
-    assert (config.anonymous_loopback_role, config.unix_other_role) == ("none", "operator")
+    assert (config.anonymous_loopback_role, config.own_user_loopback_role) == ("none", "none")
+    assert config.unix_other_role == "operator"
     assert set(config.plugins) == {"webhook", "event_log"}
 
 

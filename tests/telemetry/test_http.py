@@ -33,12 +33,12 @@ BIG_REQUEST = b"GET /metrics HTTP/1.1\r\nHost: here\r\n"
 
 
 @asynccontextmanager
-async def watched(tmp_path: Path, *, anonymous: str = "worker", http: str = "127.0.0.1:0") -> AsyncIterator[Daemon]:
+async def watched(tmp_path: Path, *, own: str = "worker", http: str = "127.0.0.1:0") -> AsyncIterator[Daemon]:
     async def open_store() -> MemoryStore:
         return MemoryStore("test")
 
     config = Config(
-        data_dir=str(tmp_path), socket=str(tmp_path / "s"), listen=(), http=http, anonymous_loopback_role=anonymous
+        data_dir=str(tmp_path), socket=str(tmp_path / "s"), listen=(), http=http, own_user_loopback_role=own
     )
     ports = Ports(SystemClock(), SystemNetwork(), os.getpid(), os.getuid(), open_store)
     async with Daemon.running(config, ports) as daemon:
@@ -93,7 +93,7 @@ async def test_metrics_are_prometheus_text_with_current_counts(tmp_path: Path) -
 
 
 async def test_metrics_need_rights_and_accept_a_token(tmp_path: Path) -> None:
-    async with watched(tmp_path, anonymous="none") as daemon, ForgedClient(f"unix://{tmp_path}/s") as client:
+    async with watched(tmp_path, own="none") as daemon, ForgedClient(f"unix://{tmp_path}/s") as client:
         status, text = await get(daemon, "/metrics")
         assert status == 401
         assert "token_required" in text
@@ -103,7 +103,7 @@ async def test_metrics_need_rights_and_accept_a_token(tmp_path: Path) -> None:
 
 
 async def test_health_and_readiness_need_no_rights_on_loopback(tmp_path: Path) -> None:
-    async with watched(tmp_path, anonymous="none") as daemon:
+    async with watched(tmp_path, own="none") as daemon:
         for path in ("/healthz", "/readyz"):
             assert (await get(daemon, path))[0] == 200
             assert (await get(daemon, path, "nonsense"))[0] == 200
@@ -117,7 +117,7 @@ async def test_health_needs_rights_for_remote_clients(tmp_path: Path, monkeypatc
 
 
 async def test_refusal_explains_the_authorization_header(tmp_path: Path) -> None:
-    async with watched(tmp_path, anonymous="none") as daemon:
+    async with watched(tmp_path, own="none") as daemon:
         _, text = await get(daemon, "/metrics")
         assert "send `Authorization: Bearer TOKEN`" in text
         assert "forgectl tokens create NAME --role viewer" in text
@@ -131,9 +131,33 @@ async def test_token_with_insufficient_role_is_forbidden(tmp_path: Path) -> None
         assert "forbidden" in text
 
 
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:7434", "EVIL.example.", "127.0.0.1.evil.example"])
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
+async def test_request_for_a_foreign_host_is_refused(tmp_path: Path, path: str, host: str) -> None:
+    async with watched(tmp_path) as daemon:
+        answer = await raw(daemon, f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        assert answer.startswith(b"HTTP/1.1 421 ")
+        assert b"host_foreign" in answer
+        assert b"forged_" not in answer
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:7434", "[::1]:7434", "localhost", "forged", ""])
+async def test_address_or_single_name_in_the_host_header_is_accepted(tmp_path: Path, host: str) -> None:
+    async with watched(tmp_path) as daemon:
+        answer = await raw(daemon, f"GET /healthz HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+async def test_request_with_a_token_may_name_any_host(tmp_path: Path) -> None:
+    async with watched(tmp_path) as daemon, ForgedClient(f"unix://{tmp_path}/s") as client:
+        token = await client.create_token("prometheus", Role.VIEWER)
+        head = f"Host: forged.example:7434\r\nAuthorization: Bearer {token}\r\nConnection: close\r\n"
+        assert (await raw(daemon, f"GET /metrics HTTP/1.1\r\n{head}\r\n".encode())).startswith(b"HTTP/1.1 200 ")
+
+
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
 async def test_bearer_is_case_insensitive(tmp_path: Path, scheme: str) -> None:
-    async with watched(tmp_path, anonymous="none") as daemon, ForgedClient(f"unix://{tmp_path}/s") as client:
+    async with watched(tmp_path, own="none") as daemon, ForgedClient(f"unix://{tmp_path}/s") as client:
         token = await client.create_token("prometheus", Role.VIEWER)
         assert (await get(daemon, "/metrics", token, scheme))[0] == 200
 

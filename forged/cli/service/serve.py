@@ -197,6 +197,8 @@ class Process:
     async def _report_ready(self, daemon: Daemon) -> None:
         addresses = [f"unix://{self._config.socket}", *daemon.listening]
         self._warn_of_fewer_connections(self._config)
+        if daemon.listening:
+            self._report_roles_without_token(daemon.config)
         if self._notifier.active:
             self._notifier.ready(await self._status(daemon))
             self._logs.log.info("the daemon is ready", addresses=addresses, data_dir=self._config.data_dir)
@@ -211,6 +213,13 @@ class Process:
                 wanted=self._files.connections_wanted,
                 open_files=self._files.allowed,
             )
+
+    def _report_roles_without_token(self, config: Config) -> None:
+        own, anonymous = config.own_user_loopback_role, config.anonymous_loopback_role
+        if own != "none":
+            self._logs.log.info("this user needs no token over TCP on this host", user=os.getuid(), role=own)
+        if anonymous != "none":
+            self._logs.log.warning("no user of this host needs a token over TCP", role=anonymous)
 
     def _report_stopping(self, daemon: Daemon) -> None:
         self._notifier.stopping("stopping", within_s=daemon.config.drain_timeout_s + 2 * STOP_BEYOND_DRAIN_S)

@@ -60,6 +60,7 @@ class Peer:
     address: str
     loopback: bool = False
     uid: int | None = None
+    """The user of the peer's process, for a Unix socket or a loopback address; None if the kernel does not say."""
     certificate_name: str | None = None
     """The name in the verified certificate, empty if it has none; None without a certificate."""
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from forged.errors import ConfigError, ForgedError, Unavailable
 from forged.net.transport import tcp, unix
 from forged.net.transport.port import Address, Listener, Peer, ProtocolFactory
+from forged.net.transport.socket_owner import owner_uid
 from forged.net.transport.tcp import Liveness
 from forged.net.transport.tls_server import TlsLimits, TlsServer
 
@@ -123,10 +124,11 @@ class SystemNetwork:
             return _unix_peer(sock)
         host, where = _ip_peer(transport.get_extra_info("peername"))
         loopback = host is not None and host.is_loopback
+        uid = owner_uid(sock) if loopback else None
         if transport.get_extra_info("ssl_object") is None:
-            return Peer("tcp", where, loopback=loopback)
+            return Peer("tcp", where, loopback=loopback, uid=uid)
         name = _certificate_name(transport.get_extra_info("peercert") or {})
-        return Peer("tls", where, loopback=loopback, certificate_name=name)
+        return Peer("tls", where, loopback=loopback, uid=uid, certificate_name=name)
 
     async def _serve(
         self,

@@ -18,6 +18,7 @@ from forged.cli.service import serve
 from forged.client import BlockingClient
 from forged.client.client import EARLIEST
 from forged.config import Config
+from forged.errors import RequestRefused
 from forged.kernel.messages import Record
 from forged.plain_client.connection import SUBSCRIBE, PlainConnection
 from forged.status.model import DaemonStarted, DaemonStopping
@@ -181,6 +182,23 @@ class TestRunning:
             assert daemon.output.startswith("forged ")
             assert f"is ready on unix://{daemon.socket}, tcp://127.0.0.1:" in daemon.output
             assert daemon.output.endswith(f"; data in {tmp_path}\n")
+
+    def test_own_user_works_over_tcp_without_a_token_and_the_log_says_so(self, tmp_path: Path) -> None:
+        with DaemonProcess(tmp_path) as daemon:
+            said = daemon.wait_for("this user needs no token over TCP on this host", role="worker")
+            assert said["user"] == os.getuid()
+            with daemon.client() as local, BlockingClient(local.status().listen[0]) as client:
+                assert client.create_job("run").name == "run"
+                with pytest.raises(RequestRefused, match=f"loopback:{os.getuid()} has role worker"):
+                    client.remove_job("run")
+
+    def test_without_a_role_for_its_own_user_a_daemon_refuses_every_tcp_client_without_a_token(
+        self, tmp_path: Path
+    ) -> None:
+        with DaemonProcess(tmp_path, own_user_loopback_role="none") as daemon, daemon.client() as local:
+            address = local.status().listen[0]
+            with pytest.raises(RequestRefused, match=f"user {os.getuid()}"), BlockingClient(address):
+                """It does not come to this."""
 
     def test_flags_override_the_file_and_port_0_is_any_port(self, tmp_path: Path) -> None:
         path = tmp_path / "other.toml"

@@ -373,7 +373,7 @@ async def test_a_tcp_peer_of_this_machine_is_on_loopback(
     listener = await connections.listen(network, ANY_PORT)
     near, far = await connections.connect(network, listener.address)
     port = near.open_transport.get_extra_info("sockname")[1]
-    assert network.peer(far.open_transport) == Peer("tcp", f"127.0.0.1:{port}", loopback=True)
+    assert network.peer(far.open_transport) == Peer("tcp", f"127.0.0.1:{port}", loopback=True, uid=os.getuid())
 
 
 class Remote:
@@ -404,3 +404,45 @@ def test_loopback_is_told_from_the_address(
 ) -> None:
     transport = cast("asyncio.BaseTransport", Remote(peername))
     assert network.peer(transport) == Peer("tcp", address, loopback=loopback)
+
+
+# Users of loopback connections.
+
+OTHER_UID = 65534
+
+
+@pytest.mark.parametrize(("scheme", "host"), [("tcp", "127.0.0.1"), ("tcp", "::1"), ("tls", "127.0.0.1")])
+async def test_loopback_peer_has_the_uid_of_its_process(
+    network: SystemNetwork, connections: RecordingConnections, scheme: Scheme, host: str
+) -> None:
+    listener = await connections.listen(network, Address(scheme, host=host))
+    _, far = await connections.connect(network, listener.address)
+    peer = network.peer(far.open_transport)
+    assert (peer.loopback, peer.uid) == (True, os.getuid())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+async def test_loopback_peer_of_another_user_has_that_uid(
+    network: SystemNetwork, connections: RecordingConnections
+) -> None:
+    listener = await connections.listen(network, ANY_PORT)
+    os.seteuid(OTHER_UID)
+    try:
+        stranger = socket.socket()
+    finally:
+        os.seteuid(0)
+    with stranger:
+        stranger.connect((listener.address.host, listener.address.port))
+        far = await connections.accepted.get()
+        await far.made.wait()
+        assert network.peer(far.open_transport).uid == OTHER_UID
+
+
+async def test_peer_that_has_closed_its_end_has_no_uid(
+    network: SystemNetwork, connections: RecordingConnections
+) -> None:
+    listener = await connections.listen(network, ANY_PORT)
+    socket.create_connection((listener.address.host, listener.address.port)).close()
+    far = await connections.accepted.get()
+    await far.made.wait()
+    assert network.peer(far.open_transport).uid is None
