@@ -7,14 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.test_docs import TRAINED_S, a_daemon
+from tests.test_docs import HANGS_S, a_daemon
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def run(name: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
     command = [sys.executable, str(EXAMPLES / name), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TRAINED_S)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -22,7 +22,7 @@ def run(name: str, *arguments: str, environment: dict[str, str] | None = None) -
 def test_train_completes_its_steps(tmp_path: Path) -> None:
     with a_daemon(tmp_path) as environment:
         create = ["forgectl", "jobs", "create", "run", "stability_window_ms=0"]
-        subprocess.run(create, env=environment, check=True, capture_output=True, timeout=TRAINED_S)
+        subprocess.run(create, env=environment, check=True, capture_output=True, timeout=HANGS_S)
         printed = run("train.py", f"unix://{environment['FORGED_SOCKET']}", environment=environment)
     assert printed == "rank 0 of 1: w = -1.00\n"
 

@@ -44,6 +44,8 @@ CONNECTIONS_MAX = 200
 CROWD_MAX = 10_000
 BATCH = 500
 DESCRIPTORS_SPARED = 200
+UNHURRIED: dict[str, Any] = {"hello_timeout_s": 3600.0, "frame_timeout_s": 3600.0, "silence_max_s": 86_400.0}
+"""Timeouts for a crowd in the daemon's own process: on a busy machine it is later with its hellos than real clients."""
 
 
 @pytest.fixture
@@ -250,7 +252,7 @@ async def test_expired_token_ends_its_connections_and_cannot_be_reused(tmp_path:
 async def test_thousands_of_connections_over_the_limit_are_refused_and_existing_clients_are_served(
     tmp_path: Path,
 ) -> None:
-    async with real_daemon(tmp_path, connections_max=CONNECTIONS_MAX, handshakes_max=2 * BATCH) as here:
+    async with real_daemon(tmp_path, connections_max=CONNECTIONS_MAX, handshakes_max=2 * BATCH, **UNHURRIED) as here:
         async with RawClient.greeted(here.tcp) as inside:
             with ExitStack() as crowd:
                 for _ in range(CONNECTIONS_MAX - 1):
@@ -259,7 +261,8 @@ async def test_thousands_of_connections_over_the_limit_are_refused_and_existing_
                 for _ in range(CROWD_MAX // BATCH):
                     batch = [crowd.enter_context(await _dial_politely(here.tcp)) for _ in range(BATCH)]
                     assert await inside.request(1, "PingDaemon") == {}
-                    assert await asyncio.gather(*map(_turned_away, batch)) == [True] * BATCH
+                    refusals = await asyncio.gather(*map(_rest_of, batch))
+                    assert [refusal for refusal in refusals if b"too_many_connections" not in refusal] == []
                 await until(lambda: here.sessions == CONNECTIONS_MAX)
                 async with RawClient.greeted(here.unix) as operator:
                     assert (await operator.request(1, "ReadStatus"))["connections"] == CONNECTIONS_MAX + 1
@@ -321,11 +324,12 @@ async def _dial(endpoint: str) -> socket.socket:
     return dialled
 
 
-async def _turned_away(one: socket.socket) -> bool:
-    told = b""
+async def _rest_of(one: socket.socket) -> bytes:
+    """Everything that the daemon sends until it closes the connection."""
+    received = b""
     while data := await asyncio.get_running_loop().sock_recv(one, 1000):
-        told += data
-    return b"too_many_connections" in told
+        received += data
+    return received
 
 
 async def test_subscriber_that_never_reads_uses_bounded_memory_and_gets_a_gap(tmp_path: Path) -> None:
