@@ -67,7 +67,7 @@ bench-torch: $(PEERS_READY)
 # Long runs: thousands of kills and seeds, and what the tests try a share of, whole. There a test may take long.
 soak: $(READY)
 	FORGED_KILLS=$(KILLS) FORGED_DATA_KILLS=$(DATA_KILLS) $(SLOW_PYTEST) tests/processes
-	FORGED_KILLS=$(CHECKPOINT_KILLS) $(SLOW_PYTEST) tests/checkpoint/test_kill.py
+	FORGED_KILLS=$(CHECKPOINT_KILLS) $(SLOW_PYTEST) tests/checkpoint/crashes/test_kill.py
 	FORGED_WHOLE=1 $(SLOW_PYTEST) $$(grep -l --include='test_*.py' -r 'tests\.sweeps' tests)
 	$(BIN)/python -m tests.simulation --seeds 0:5000 --check-coverage
 

@@ -19,7 +19,7 @@ from forged.kernel.messages import Call, Decision, Fact, Record, Request, Signal
 from forged.kernel.pending import Pending
 from forged.kernel.store.port import Store
 from tests.faulty_store import FaultyStore
-from tests.simulation.loop import VirtualClock, run
+from tests.simulation.environment.loop import VirtualClock, run
 
 P = ParamSpec("P")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.checkpoint.s3_server import S3Server
+from tests.checkpoint.fixtures.s3_server import S3Server
 
 
 @pytest.fixture(scope="session")

@@ -29,8 +29,8 @@ from forged.checkpoint import (
     ShardedArray,
 )
 from forged.checkpoint.storage.local import LocalStorage
-from tests.checkpoint.memory_storage import MemoryStorage
-from tests.checkpoint.plain_reader import same, state_of
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.plain_reader import same, state_of
 from tests.checkpoint.test_rank_group import Threads
 
 ENDS_WITHIN_S = 10.0

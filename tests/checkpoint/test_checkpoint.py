@@ -41,12 +41,12 @@ from forged.checkpoint.ports import Storage
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
 from forged.errors import RequestRefused
-from tests.checkpoint.faulty_storage import Fault, FaultyStorage, broken, on
-from tests.checkpoint.memory_storage import MemoryStorage
-from tests.checkpoint.plain_reader import same, state_of
-from tests.checkpoint.rank_group import SimulatedRanks
+from tests.checkpoint.fixtures.faulty_storage import Fault, FaultyStorage, broken, on
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.plain_reader import same, state_of
+from tests.checkpoint.fixtures.rank_group import SimulatedRanks
+from tests.checkpoint.fixtures.unreliable_ranks import UnreliableRank, group
 from tests.checkpoint.test_rng import unchanged
-from tests.checkpoint.unreliable_ranks import UnreliableRank, group
 
 __all__ = ["unchanged"]
 

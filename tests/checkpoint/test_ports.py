@@ -8,7 +8,7 @@ import pytest
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.ports import CancelToken, Coordinator, RemoteStorage, Storage, bounded
-from tests.checkpoint.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
 
 
 class Clock:

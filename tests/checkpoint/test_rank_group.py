@@ -26,7 +26,7 @@ from forged.checkpoint.rank_group import (
 )
 from forged.errors import ForgedError, RequestRefused
 from forged.worker.errors import StepAborted
-from tests.checkpoint.unreliable_ranks import UnreliableRank, after_event, answer_with, die, fail, group, hang
+from tests.checkpoint.fixtures.unreliable_ranks import UnreliableRank, after_event, answer_with, die, fail, group, hang
 
 SOON_S = 0.2
 

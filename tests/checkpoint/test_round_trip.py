@@ -13,9 +13,19 @@ from forged.checkpoint.checkpoint import DistributedCheckpoint
 from forged.checkpoint.format.boxes import Box
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, LoadOptions, SaveOptions, ShardedArray
 from forged.checkpoint.verification.validator import CheckpointValidator
-from tests.checkpoint.layouts import DTYPES, SHAPES, Array, array_of, bits, part_of, partitions, small_chunks, strided
-from tests.checkpoint.memory_storage import MemoryStorage
-from tests.checkpoint.rank_group import SimulatedRank, all_ranks
+from tests.checkpoint.fixtures.layouts import (
+    DTYPES,
+    SHAPES,
+    Array,
+    array_of,
+    bits,
+    part_of,
+    partitions,
+    small_chunks,
+    strided,
+)
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.rank_group import SimulatedRank, all_ranks
 
 
 @st.composite

@@ -25,8 +25,8 @@ from forged.checkpoint import (
     StorageOptions,
     create_checkpoint,
 )
-from tests.checkpoint.s3_server import S3Server
-from tests.checkpoint.tcp_proxy import TcpProxy
+from tests.checkpoint.fixtures.s3_server import S3Server
+from tests.checkpoint.fixtures.tcp_proxy import TcpProxy
 
 SOON_S = 1.0
 

@@ -15,8 +15,8 @@ from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.ports import BLOCK_BYTES, ByteSource, CancelToken, Storage
 from forged.checkpoint.storage.local import LocalStorage
 from forged.checkpoint.storage.objects import ObjectStorage
-from tests.checkpoint.memory_storage import MemoryStorage
-from tests.checkpoint.sources import SIZES, CopiedSource, FailingSource, MemorySource, pattern
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.sources import SIZES, CopiedSource, FailingSource, MemorySource, pattern
 
 LARGE = 2 * BLOCK_BYTES + 4_097
 HOSTILE = ["", "/a", "a/", "a//b", "../a", "a/../b", "a/./b", ".a", "a/.b", "a\0b", "a\nb", "a\\b", "x" * 300, "\ud800"]

@@ -19,8 +19,8 @@ from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
 from forged.worker.blocking import Training
 from forged.worker.errors import StepAborted
-from tests.checkpoint.memory_storage import MemoryStorage
-from tests.checkpoint.plain_reader import same, state_of
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.plain_reader import same, state_of
 from tests.client.conftest import runner, threaded_daemon
 from tests.client.daemon_runner import DaemonRunner
 from tests.client.threaded_daemon import ThreadedDaemon

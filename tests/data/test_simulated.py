@@ -21,7 +21,7 @@ from forged.data.transfer.schedule import Wanted
 from forged.errors import Unavailable
 from forged.retry import RetryPolicy
 from tests.data.transfer_cluster import Observer, content_of, shard
-from tests.simulation.loop import VirtualClock, run
+from tests.simulation.environment.loop import VirtualClock, run
 from tests.worker.test_simulated import Cluster
 
 SIZE = 400_000

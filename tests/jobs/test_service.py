@@ -30,7 +30,7 @@ from forged.kernel.store.port import Store
 from forged.pagination import PAGE_BYTES_MAX
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import OPERATOR, Kernel, on_virtual_time, running
-from tests.simulation.loop import EPOCH_S
+from tests.simulation.environment.loop import EPOCH_S
 
 WORKER_OF_A = Call(Principal("a worker", Role.WORKER, frozenset({"a"})), "a test")
 

@@ -19,7 +19,7 @@ from forged.kernel.store.memory import MemoryStore
 from forged.kernel.store.port import OPERATIONS_MAX, VALUE_BYTES_MAX, StoreCorrupt, StoreFenced, Transaction
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import TOTAL_KEY, Added, Kernel, Tally, call, ids, on_virtual_time, task_group
-from tests.simulation.loop import VirtualClock
+from tests.simulation.environment.loop import VirtualClock
 
 
 class UnencodableFact(Fact, frozen=True):

@@ -12,12 +12,13 @@ from collections.abc import Generator, Sequence
 from functools import partial
 from itertools import product
 
-from tests.simulation import data, elastic_tally
+from tests.simulation.data import simulation as data
+from tests.simulation.elastic import tally
 from tests.simulation.runner import MUTANTS, Kind, Outcome, command, kinds_for, simulate_pair
 
 TRACE_LINES = 40
 PROCESSES = 2
-MUST_HAPPEN = (*elastic_tally.MUST_HAPPEN, *data.MUST_HAPPEN)
+MUST_HAPPEN = (*tally.MUST_HAPPEN, *data.MUST_HAPPEN)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,11 +21,11 @@ from forged.client import ForgedClient
 from forged.config import Config
 from forged.daemon import Daemon, Ports
 from forged.errors import ForgedError, Unavailable
-from tests.simulation.disk import DiskFaults, SimulatedDisk
-from tests.simulation.links import Faults
-from tests.simulation.loop import VirtualClock, VirtualLoop
-from tests.simulation.network import SimulatedNetwork
-from tests.simulation.store import LogStore
+from tests.simulation.environment.disk import DiskFaults, SimulatedDisk
+from tests.simulation.environment.links import Faults
+from tests.simulation.environment.loop import VirtualClock, VirtualLoop
+from tests.simulation.environment.network import SimulatedNetwork
+from tests.simulation.environment.store import LogStore
 
 SERVER = "server"
 SOCKET = "/run/forged.sock"

@@ -14,13 +14,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from tests.simulation import data_mutants, elastic, elastic_mutants, mutants, service
-from tests.simulation.oracle import InvariantViolated
+from tests.simulation.daemon import mutants as daemon_mutants
+from tests.simulation.daemon import simulation as daemon
+from tests.simulation.daemon.oracle import InvariantViolated
+from tests.simulation.data import mutants as data_mutants
+from tests.simulation.elastic import mutants as elastic_mutants
+from tests.simulation.elastic import simulation as elastic
 
 CPU_S_MAX = 60.0
 """The CPU time limit of one seed; most take less than a second."""
 ELASTIC_MUTANTS = {**elastic_mutants.MUTANTS, **data_mutants.MUTANTS}
-MUTANTS = {**mutants.MUTANTS, **ELASTIC_MUTANTS}
+MUTANTS = {**daemon_mutants.MUTANTS, **ELASTIC_MUTANTS}
 
 
 class NeverYields(SystemExit):
@@ -37,7 +41,7 @@ class Kind(StrEnum):
 
 
 SIMULATE: dict[Kind, Callable[[int, Callable[[Any], None]], Any]] = {
-    Kind.SERVICE: service.simulate,
+    Kind.SERVICE: daemon.simulate,
     Kind.ELASTIC: elastic.simulate,
 }
 

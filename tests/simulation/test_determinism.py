@@ -16,11 +16,11 @@ import pytest
 from forged.errors import Unavailable
 from forged.kernel.store.port import StoreUnavailable, Transaction
 from forged.net.transport.port import Address
-from tests.simulation.disk import DiskFaults, SimulatedDisk
-from tests.simulation.links import Faults
-from tests.simulation.loop import run
-from tests.simulation.network import HostNetwork, SimulatedNetwork
-from tests.simulation.store import LogStore
+from tests.simulation.environment.disk import DiskFaults, SimulatedDisk
+from tests.simulation.environment.links import Faults
+from tests.simulation.environment.loop import run
+from tests.simulation.environment.network import HostNetwork, SimulatedNetwork
+from tests.simulation.environment.store import LogStore
 
 SERVER = Address.parse("tcp://server:1")
 BAD = Faults(latency_s=(0, 0.02), split=0.3, merge=0.3, reset=0.02, drop=0.02, give_up_after_s=(0.1, 0.5))

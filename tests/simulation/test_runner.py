@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from tests.simulation import runner
-from tests.simulation.loop import run
+from tests.simulation.environment.loop import run
 from tests.simulation.runner import Kind, simulate_seed
 
 

@@ -16,9 +16,9 @@ from forged.errors import ForgedError
 from forged.worker.collectives.world import CollectiveAborted, World
 from forged.worker.mesh import Mesh
 from forged.worker.transport.bulk_channel import LoopBulkTransport
-from tests.simulation.links import Faults
-from tests.simulation.loop import VirtualClock, run
-from tests.simulation.network import HostNetwork, SimulatedNetwork
+from tests.simulation.environment.links import Faults
+from tests.simulation.environment.loop import VirtualClock, run
+from tests.simulation.environment.network import HostNetwork, SimulatedNetwork
 from tests.worker.meshes import JOB, KEY, buffers, incarnation, random_parts
 
 PORT = 7000

@@ -16,7 +16,7 @@ from forged.worker.usage_report import COMPARED_MAX, INTERVAL_S, OTHERS_INTERVAL
 from forged.worker.worker_state.progress import TrainingProgress
 from forged.worker.worker_state.session_state import SessionState
 from tests.kernel_fixture import on_virtual_time, task_group
-from tests.simulation.loop import VirtualClock
+from tests.simulation.environment.loop import VirtualClock
 
 FIRST, OTHER = WorkerId("first", "host", 1), WorkerId("other", "host", 2)
 STEPS = 3

@@ -24,10 +24,10 @@ from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
 from forged.checkpoint.storage.locations import storage_at
-from tests.checkpoint.faulty_storage import broken
-from tests.checkpoint.memory_storage import MemoryStorage
-from tests.checkpoint.plain_writer import write_checkpoint
-from tests.checkpoint.sameness import require_same
+from tests.checkpoint.fixtures.faulty_storage import broken
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.plain_writer import write_checkpoint
+from tests.checkpoint.fixtures.sameness import require_same
 
 Array = np.ndarray[Any, Any]
 ROWS = 900

@@ -14,7 +14,7 @@ from forged.checkpoint.export.external_files import open_index, open_safetensors
 from forged.checkpoint.format.boxes import Box
 from forged.checkpoint.format.tree import DEPTH_MAX, flatten, unflatten
 from forged.checkpoint.ports import CancelToken
-from tests.checkpoint.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
 
 
 def built(names: list[str]) -> Any:

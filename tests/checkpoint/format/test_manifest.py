@@ -33,8 +33,8 @@ from forged.checkpoint.format.manifest import (
 from forged.checkpoint.format.states import States
 from forged.checkpoint.format.tree import DEPTH_MAX, NAME_CHARS_MAX, unflatten
 from forged.checkpoint.model import AXES_MAX, CheckpointFormat, CompressionLevel, PerRank, ShardedArray
-from tests.checkpoint.memory_storage import MemoryStorage
-from tests.checkpoint.plain_writer import write_checkpoint
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.plain_writer import write_checkpoint
 
 PATH = "a.metadata.json"
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from forged.checkpoint.format.states import PlainValue, States, merge_per_rank, split_per_rank
 from forged.checkpoint.format.tree import flatten, frame_content, tensor_numbers, unflatten
 from forged.checkpoint.model import PerRank
+from tests.checkpoint.fixtures.sameness import require_same
 from tests.checkpoint.format.test_tree import KEYS, PLAIN, written
-from tests.checkpoint.sameness import require_same
 
 STATES_WITH_PER_RANK = st.recursive(
     PLAIN,

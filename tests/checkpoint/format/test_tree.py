@@ -27,7 +27,7 @@ from forged.checkpoint.format.tree import (
     value_nodes,
 )
 from forged.checkpoint.model import AXES_MAX, PerRank, ShardedArray
-from tests.checkpoint.sameness import require_same
+from tests.checkpoint.fixtures.sameness import require_same
 
 KEYS = st.one_of(st.text(max_size=6), st.integers(-INTEGER_MAX + 1, INTEGER_MAX - 1))
 PLAIN = st.one_of(

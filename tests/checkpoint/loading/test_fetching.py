@@ -17,9 +17,9 @@ from forged.checkpoint.loading.fetching import BufferPool, bytes_of, fetch
 from forged.checkpoint.loading.read_plan import READ_BYTES_MAX, Index
 from forged.checkpoint.model import CompressionLevel
 from forged.checkpoint.ports import CancelToken, Reader
-from tests.checkpoint.layouts import DTYPES, array_of, bits, small_chunks
-from tests.checkpoint.memory_storage import MemoryReader, MemoryStorage
-from tests.checkpoint.plain_writer import write_checkpoint
+from tests.checkpoint.fixtures.layouts import DTYPES, array_of, bits, small_chunks
+from tests.checkpoint.fixtures.memory_storage import MemoryReader, MemoryStorage
+from tests.checkpoint.fixtures.plain_writer import write_checkpoint
 
 
 class WatchedStorage(MemoryStorage):

@@ -13,9 +13,9 @@ from forged.checkpoint.loading.lazy_view import CheckpointView, TensorInfo, view
 from forged.checkpoint.model import CompressionLevel, PerRank, ShardedArray
 from forged.checkpoint.storage.listing import read_manifest
 from forged.checkpoint.storage.local import LocalStorage
-from tests.checkpoint.layouts import array_of, bits, small_chunks
-from tests.checkpoint.memory_storage import MemoryStorage
-from tests.checkpoint.plain_writer import write_checkpoint
+from tests.checkpoint.fixtures.layouts import array_of, bits, small_chunks
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.plain_writer import write_checkpoint
 
 W = np.random.default_rng(0).normal(size=(400, 300)).astype(np.float32)
 

@@ -28,9 +28,9 @@ from forged.checkpoint.model import (
 )
 from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.storage import listing
-from tests.checkpoint.layouts import DTYPES, SHAPES, array_of, bits, part_of, partitions, small_chunks, strided
-from tests.checkpoint.memory_storage import MemoryStorage
-from tests.checkpoint.plain_writer import write_checkpoint
+from tests.checkpoint.fixtures.layouts import DTYPES, SHAPES, array_of, bits, part_of, partitions, small_chunks, strided
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.plain_writer import write_checkpoint
 
 Array = np.ndarray[Any, Any]
 THOROUGH = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -17,7 +17,7 @@ from forged.checkpoint.format.manifest import Manifest, Part, Tensors, deduplica
 from forged.checkpoint.format.states import States
 from forged.checkpoint.loading import read_plan
 from forged.checkpoint.loading.read_plan import ChunkBatch, Index, ReadPlan, offset_in, plan, subtract
-from tests.checkpoint.layouts import partitions, small_chunks
+from tests.checkpoint.fixtures.layouts import partitions, small_chunks
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 

@@ -13,9 +13,9 @@ from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.loading.loader import Loaded, load_state
 from forged.checkpoint.loading.repair import MANIFESTS_SEARCHED_MAX
 from forged.checkpoint.model import CompressionLevel, PerRank, RepairedChunk, ShardedArray
-from tests.checkpoint.layouts import small_chunks
-from tests.checkpoint.memory_storage import MemoryReader, MemoryStorage
-from tests.checkpoint.plain_writer import write_checkpoint
+from tests.checkpoint.fixtures.layouts import small_chunks
+from tests.checkpoint.fixtures.memory_storage import MemoryReader, MemoryStorage
+from tests.checkpoint.fixtures.plain_writer import write_checkpoint
 
 W = np.random.default_rng(0).integers(0, 255, 400_000, np.uint8)
 CHUNK = 1 << 17

@@ -21,8 +21,8 @@ from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.saving.assembly import Assembly, SavedTensors
 from forged.checkpoint.saving.image import Layout, layout_of
 from forged.checkpoint.saving.plan import Share
-from tests.checkpoint.memory_storage import MemoryStorage
-from tests.checkpoint.plain_writer import write_checkpoint
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.plain_writer import write_checkpoint
 
 Array = np.ndarray[Any, Any]
 DTYPES = [

@@ -30,10 +30,10 @@ from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.local import LocalStorage
 from forged.elastic.model import WorkerId
 from forged.retry import RetryPolicy
-from tests.checkpoint.faulty_storage import FaultyStorage, at, broken, on
-from tests.checkpoint.memory_storage import MemoryStorage
-from tests.checkpoint.plain_reader import same, state_of
-from tests.checkpoint.unreliable_ranks import RankFault, UnreliableRank, fail, group, hang
+from tests.checkpoint.fixtures.faulty_storage import FaultyStorage, at, broken, on
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.plain_reader import same, state_of
+from tests.checkpoint.fixtures.unreliable_ranks import RankFault, UnreliableRank, fail, group, hang
 
 ONCE = RetryPolicy(attempts=1)
 PATIENCE_S = 30.0

@@ -24,9 +24,9 @@ from forged.checkpoint.saving.consolidation import (
     write_file,
     write_indexes,
 )
-from tests.checkpoint.faulty_storage import FaultyStorage, broken
-from tests.checkpoint.memory_storage import MemoryStorage
-from tests.checkpoint.plain_writer import write_checkpoint
+from tests.checkpoint.fixtures.faulty_storage import FaultyStorage, broken
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.plain_writer import write_checkpoint
 
 Array = np.ndarray[Any, Any]
 SAVE_ID = "0123abcd"

@@ -22,8 +22,8 @@ from forged.checkpoint.saving import parts
 from forged.checkpoint.saving.plan import Description, SavePlan, plan
 from forged.checkpoint.saving.staging import StagingMemory
 from forged.checkpoint.storage.local import LocalStorage
-from tests.checkpoint.faulty_storage import FaultyStorage, on
-from tests.checkpoint.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.faulty_storage import FaultyStorage, on
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
 
 NEVER = CancelToken()
 FILE = "a/12345678.00000-of-00001.safetensors"

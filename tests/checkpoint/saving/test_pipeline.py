@@ -25,10 +25,10 @@ from forged.checkpoint.saving.pipeline import RunInfo, SaveContext, Saver, save_
 from forged.checkpoint.storage import listing
 from forged.checkpoint.verification.validator import CheckpointValidator
 from forged.log import SILENT
-from tests.checkpoint.faulty_storage import Fault, FaultyStorage, at, broken, on
-from tests.checkpoint.memory_storage import MemoryStorage
-from tests.checkpoint.plain_reader import same, state_of
-from tests.checkpoint.unreliable_ranks import (
+from tests.checkpoint.fixtures.faulty_storage import Fault, FaultyStorage, at, broken, on
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.plain_reader import same, state_of
+from tests.checkpoint.fixtures.unreliable_ranks import (
     RankFault,
     UnreliableRank,
     after_event,

@@ -16,7 +16,7 @@ from forged.checkpoint.rank_group import OutcomeUnknown, RankFailure
 from forged.checkpoint.saving.pipeline import SaveAgreement
 from forged.checkpoint.saving.receipts import GONE_S, POLL_MAX_S, POLL_S, RankWaiter, ReceiptExchange
 from forged.checkpoint.storage import listing
-from tests.checkpoint.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
 
 FAILURE = RankFailure("no room", ExceptionType.STORAGE_ERROR, "full", "make some")
 

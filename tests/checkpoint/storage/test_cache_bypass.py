@@ -20,9 +20,9 @@ from forged.checkpoint.storage.cache_bypass import FileReader
 from forged.checkpoint.storage.direct_write import BlockBuffers
 from forged.checkpoint.storage.files import READ, Files, SystemFiles
 from forged.checkpoint.thread_pool import run_all
-from tests.checkpoint.faulty_files import Act, failing, with_fault
-from tests.checkpoint.memory_files import EMPTY, ROOT, Image, MemoryFiles
-from tests.checkpoint.sources import PAGE, pattern
+from tests.checkpoint.fixtures.faulty_files import Act, failing, with_fault
+from tests.checkpoint.fixtures.memory_files import EMPTY, ROOT, Image, MemoryFiles
+from tests.checkpoint.fixtures.sources import PAGE, pattern
 
 PATH = f"{ROOT}/a"
 

@@ -16,9 +16,9 @@ from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.ports import BLOCK_BYTES, ByteSource, CancelToken
 from forged.checkpoint.storage.direct_write import BlockBuffers, FileWriter, retry_interrupted, write_whole
 from forged.checkpoint.storage.files import CREATE, READ, Files, SystemFiles
-from tests.checkpoint.faulty_files import Act, failing, taking_at_most, with_fault
-from tests.checkpoint.memory_files import ROOT, MemoryFiles
-from tests.checkpoint.sources import PAGE, SIZES, CopiedSource, MemorySource, pattern
+from tests.checkpoint.fixtures.faulty_files import Act, failing, taking_at_most, with_fault
+from tests.checkpoint.fixtures.memory_files import ROOT, MemoryFiles
+from tests.checkpoint.fixtures.sources import PAGE, SIZES, CopiedSource, MemorySource, pattern
 
 WAIT_S = 30.0
 

@@ -13,9 +13,9 @@ from forged.checkpoint.ports import CancelToken, Reader, RemoteStorage, Storage
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.retry import RetryPolicy
-from tests.checkpoint.faulty_storage import Fault, FaultyStorage, broken
-from tests.checkpoint.memory_storage import MemoryStorage
-from tests.checkpoint.sources import CopiedSource
+from tests.checkpoint.fixtures.faulty_storage import Fault, FaultyStorage, broken
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.sources import CopiedSource
 
 NEVER = CancelToken()
 

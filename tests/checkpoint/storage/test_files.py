@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from forged.checkpoint.storage.files import CREATE, READ, UNNAMED, Files, SystemFiles, directory_of
-from tests.checkpoint.memory_files import EMPTY, ROOT, CrashImages, Image, MemoryFiles
+from tests.checkpoint.fixtures.memory_files import EMPTY, ROOT, CrashImages, Image, MemoryFiles
 
 PAGE = 4096
 

@@ -18,8 +18,8 @@ from forged.checkpoint.model import CheckpointFormat, CompressionLevel
 from forged.checkpoint.ports import Storage
 from forged.checkpoint.storage import listing
 from forged.checkpoint.verification.validator import CheckpointValidator
-from tests.checkpoint.faulty_storage import FaultyStorage, broken
-from tests.checkpoint.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.faulty_storage import FaultyStorage, broken
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
 
 PREFIXES = ("a", "a/1", "a/1/2", "b")
 OF_A1 = ("a/1.", "a/1/")

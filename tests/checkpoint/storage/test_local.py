@@ -18,9 +18,9 @@ from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, Storage
 from forged.checkpoint.storage.files import UNNAMED, Files, SystemFiles
 from forged.checkpoint.storage.local import LocalStorage
-from tests.checkpoint.faulty_files import Act, NthFails, failing, with_fault
-from tests.checkpoint.memory_files import EMPTY, ROOT, WRITTEN_AT, Image, MemoryFiles
-from tests.checkpoint.sources import PAGE, CopiedSource, FailingSource, pattern
+from tests.checkpoint.fixtures.faulty_files import Act, NthFails, failing, with_fault
+from tests.checkpoint.fixtures.memory_files import EMPTY, ROOT, WRITTEN_AT, Image, MemoryFiles
+from tests.checkpoint.fixtures.sources import PAGE, CopiedSource, FailingSource, pattern
 
 AT = f"{ROOT}/checkpoints"
 

@@ -15,7 +15,7 @@ from forged.checkpoint.model import StorageOptions
 from forged.checkpoint.storage.local import LocalStorage
 from forged.checkpoint.storage.locations import OF_EVERY_BUCKET, PROVIDERS, create_storage, root_at, storage_at
 from forged.checkpoint.storage.objects import ObjectStorage
-from tests.checkpoint.s3_server import S3Server
+from tests.checkpoint.fixtures.s3_server import S3Server
 
 GOOGLE = {
     "service_account_key": '{"private_key": "private_key", "private_key_id": "id", "client_email": "e", '

@@ -23,10 +23,10 @@ from forged.checkpoint.storage.objects import (
     ObjectStorage,
     part_bytes,
 )
-from tests.checkpoint.memory_storage import MemoryStorage
-from tests.checkpoint.s3_server import S3Server
-from tests.checkpoint.sources import CopiedSource, FailingSource, MemorySource, pattern
-from tests.checkpoint.tcp_proxy import TcpProxy
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.s3_server import S3Server
+from tests.checkpoint.fixtures.sources import CopiedSource, FailingSource, MemorySource, pattern
+from tests.checkpoint.fixtures.tcp_proxy import TcpProxy
 
 WAITS_S = 30.0
 SOON_S = 0.5

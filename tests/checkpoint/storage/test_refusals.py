@@ -16,7 +16,7 @@ from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
-from tests.checkpoint.crash_trials import (
+from tests.checkpoint.crashes.crash_trials import (
     BEFORE,
     CONVERT,
     DELETE,
@@ -32,10 +32,10 @@ from tests.checkpoint.crash_trials import (
     failing_from,
     operations,
 )
-from tests.checkpoint.faulty_files import Act, Fault, NthFails, with_fault
-from tests.checkpoint.memory_files import EMPTY, MemoryFiles
-from tests.checkpoint.save_history import AT, Finder, load_all, same, state
-from tests.checkpoint.test_crash_states import WORLDS
+from tests.checkpoint.crashes.save_history import AT, Finder, load_all, same, state
+from tests.checkpoint.crashes.test_crash_states import WORLDS
+from tests.checkpoint.fixtures.faulty_files import Act, Fault, NthFails, with_fault
+from tests.checkpoint.fixtures.memory_files import EMPTY, MemoryFiles
 from tests.sweeps import share
 
 FOREGROUND = [world for world in WORLDS[:5] if not world.in_background]

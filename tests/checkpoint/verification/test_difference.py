@@ -13,8 +13,8 @@ from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.model import CompressionLevel, PerRank, ShardedArray
 from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.verification.difference import Amount, Difference, DifferenceKind, Side, differences
-from tests.checkpoint.memory_storage import MemoryStorage
-from tests.checkpoint.plain_writer import write_checkpoint
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.plain_writer import write_checkpoint
 
 Array = np.ndarray[Any, Any]
 NAN, INF = math.nan, math.inf

@@ -29,10 +29,10 @@ from forged.checkpoint.verification.validator import (
     ValidationResult,
     verify,
 )
-from tests.checkpoint.layouts import small_chunks
-from tests.checkpoint.memory_storage import MemoryReader, MemoryStorage
-from tests.checkpoint.plain_reader import same
-from tests.checkpoint.plain_writer import write_checkpoint
+from tests.checkpoint.fixtures.layouts import small_chunks
+from tests.checkpoint.fixtures.memory_storage import MemoryReader, MemoryStorage
+from tests.checkpoint.fixtures.plain_reader import same
+from tests.checkpoint.fixtures.plain_writer import write_checkpoint
 
 FLIPS = 10_000
 FLIPS_AT_ONCE = 4

@@ -14,7 +14,7 @@ from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.model import CompressionLevel
 from forged.checkpoint.storage.local import LocalStorage
 from forged.cli.forgectl import main
-from tests.checkpoint.plain_writer import write_checkpoint
+from tests.checkpoint.fixtures.plain_writer import write_checkpoint
 
 
 class Output(NamedTuple):

@@ -18,7 +18,7 @@ from forged.checkpoint.storage.os_errors import translated as os_error
 from forged.cli.ckpt.command import checkpoint_command, translated, translated_errors
 from forged.cli.process import print_error
 from forged.errors import ConfigError, Unavailable
-from tests.checkpoint.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
 
 LONG_S = 60.0
 

@@ -12,8 +12,8 @@ from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.format.tree import flatten
 from forged.checkpoint.model import PerRank
 from forged.cli.ckpt.values import displayable, plain_values
-from tests.checkpoint.memory_storage import MemoryStorage
-from tests.checkpoint.plain_writer import write_checkpoint
+from tests.checkpoint.fixtures.memory_storage import MemoryStorage
+from tests.checkpoint.fixtures.plain_writer import write_checkpoint
 
 
 def saved(*states: Any) -> Manifest:

@@ -16,7 +16,7 @@ from forged.kernel.bus.mailbox import CANCELS_MAX, RETRY_PAUSE_S, Mailbox
 from forged.kernel.bus.subscription import FactHandler, Subscription
 from forged.kernel.messages import Decision, Gap, Record
 from tests.kernel_fixture import Added, Echoed, ids, on_virtual_time, task_group
-from tests.simulation.loop import VirtualClock
+from tests.simulation.environment.loop import VirtualClock
 
 NOTHING: Decision[None] = Decision(None)
 

@@ -12,7 +12,7 @@ import pytest
 from forged.kernel.bus.signals import KEYS_MAX, SignalHandler, SignalSlot
 from forged.kernel.messages import Call, Signal
 from tests.kernel_fixture import Level, call, on_virtual_time, task_group
-from tests.simulation.loop import VirtualClock
+from tests.simulation.environment.loop import VirtualClock
 
 CALL = call()
 

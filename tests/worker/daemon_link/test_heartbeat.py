@@ -14,7 +14,7 @@ from forged.worker.daemon_link.registration import Registration
 from forged.worker.worker_state.progress import TrainingProgress
 from forged.worker.worker_state.session_state import SessionState
 from tests.kernel_fixture import on_virtual_time, task_group
-from tests.simulation.loop import VirtualClock
+from tests.simulation.environment.loop import VirtualClock
 
 
 def settings(interval_s: float) -> Mapping[str, Any]:

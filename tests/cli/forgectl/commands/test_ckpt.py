@@ -18,7 +18,7 @@ import forged.checkpoint
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel
 from forged.cli.forgectl import main
 from forged.cli.forgectl.commands import ckpt
-from tests.checkpoint.s3_server import S3Server
+from tests.checkpoint.fixtures.s3_server import S3Server
 
 Caught = pytest.CaptureFixture[str]
 

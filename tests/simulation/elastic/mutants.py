@@ -1,0 +1,317 @@
+"""Deliberate bugs in elastic training, to show that the simulation finds them.
+
+Invariants:
+- Each mutant changes one thing, for one simulated world, and breaks the promise that `BREAKS` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from forged.elastic.coordinator import failures, records, rescaling
+from forged.elastic.coordinator.job_coordinator import JobCoordinator
+from forged.elastic.coordinator.job_state import JobState
+from forged.elastic.coordinator.step_witnesses import StepWitnesses
+from forged.elastic.failure_detector import detector, timeouts
+from forged.elastic.membership.member import Member, death_evidence
+from forged.elastic.membership.world_membership import WorldMembership
+from forged.elastic.phases import Phase
+from forged.elastic.rescale import attempt
+from forged.elastic.rescale.attempt import Attempt, StopReport
+from forged.worker.collectives.world import World
+from forged.worker.rescale import rescaler
+from forged.worker.rescale.agreement import StateAgreement, agree
+from forged.worker.rescale.rescaler import Rescaler
+from forged.worker.state_transfer.exchange import StateExchange
+from forged.worker.worker_state.job_view import Commit
+from forged.worker.worker_state.progress import TrainingProgress
+from tests.simulation.elastic.truth import Promise
+
+Mutant = Callable[[], Any]
+
+
+@contextmanager
+def commit_before_all_have_stopped() -> Iterator[None]:
+    """The first stop report counts for all members."""
+
+    def hasty(self: Attempt) -> bool:
+        for worker in self.members:
+            self.stops.setdefault(worker, next(iter(self.stops.values())))
+        return True
+
+    with patch.object(Attempt, "all_stopped", property(hasty)):
+        yield
+
+
+@contextmanager
+def commit_before_all_have_the_state() -> Iterator[None]:
+    """The commit does not wait for joiners and laggards."""
+    settle = Attempt.synchronise
+
+    def hasty(self: Attempt, *what: Any) -> None:
+        settle(self, *what)
+        self.unready = set()
+
+    # Members that meet agree on the state source; without that no laggard would notice that it is behind.
+    with patch.object(Attempt, "synchronise", hasty), _taken_at_their_word():
+        yield
+
+
+@contextmanager
+def _taken_at_their_word() -> Iterator[None]:
+    """Every member claims to be at the step of the commit."""
+    come_to_agree = Rescaler._agree
+    commits: dict[World, Commit] = {}
+
+    async def claim(world: World, own: StopReport) -> StateAgreement:
+        step = commits[world].step
+        return await agree(world, own if step is None else replace(own, step=step, finished=False, holds_state=True))
+
+    async def note(self: Rescaler, world: World, commit: Commit) -> StateAgreement:
+        commits[world] = commit
+        return await come_to_agree(self, world, commit)
+
+    with patch.object(rescaler, "agree", claim), patch.object(Rescaler, "_agree", note):
+        yield
+
+
+@contextmanager
+def take_the_lowest_step() -> Iterator[None]:
+    """The worker with the lowest committed step is the state source."""
+
+    def lowest(self: Attempt, *what: Any) -> None:
+        settle(self, *what)
+        holders = [worker for worker in self.target if self.stops[worker].holds_state and worker not in self.added]
+        if holders:
+            self.source = min(holders, key=lambda worker: self.stops[worker].step)
+            self.step = self.stops[self.source].step
+            self.stops[self.source] = replace(self.stops[self.source], finished=False)
+            self.unready = {worker for worker in self.target if self.stops[worker].position != self.step}
+
+    settle = Attempt.synchronise
+    with patch.object(Attempt, "synchronise", lowest):
+        yield
+
+
+@contextmanager
+def count_what_somebody_has_finished() -> Iterator[None]:
+    """A step that one member has finished counts as committed."""
+
+    def furthest(target: tuple[str, ...], stops: Mapping[str, StopReport], added: Collection[str] = ()) -> str:
+        holders = [worker for worker in target if stops[worker].holds_state]
+        holders = [worker for worker in holders if worker not in added] or holders
+        return max(holders or target, key=lambda worker: stops[worker].position)
+
+    with patch.object(attempt, "choose_source", furthest):
+        yield
+
+
+@contextmanager
+def forget_the_attempt_at_restart() -> Iterator[None]:
+    """A daemon that died over an attempt takes the world before for the one that trains."""
+    take = records._restore_cluster
+
+    def forgetful(found: JobState, record: records.ClusterRecord) -> None:
+        take(found, record)
+        if found.phase is Phase.RESCALING:
+            found.phase, found.rescale_reasons = Phase.RUNNING, []
+
+    def keep(self: JobCoordinator, now: Any) -> None:
+        resume(self, now)
+        self.rescale_reasons, self.missing_since = [], None
+
+    resume = JobCoordinator.resume_from_store
+    with patch.object(records, "_restore_cluster", forgetful), patch.object(JobCoordinator, "resume_from_store", keep):
+        yield
+
+
+@contextmanager
+def number_attempts_anew_at_restart() -> Iterator[None]:
+    """How many attempts there were is remembered in memory alone."""
+    take = records._restore_cluster
+
+    def forgetful(found: JobState, record: records.ClusterRecord) -> None:
+        take(found, record)
+        found.attempts = 0
+
+    with patch.object(records, "_restore_cluster", forgetful):
+        yield
+
+
+@contextmanager
+def keep_only_the_first_world() -> Iterator[None]:
+    """The store is told of one world, so that after a restart a number is given to two."""
+    changed_records = records.changed_records
+
+    def sparing(found: JobState) -> dict[str, bytes | None]:
+        changed = changed_records(found)
+        if found.generation > 1:
+            changed.pop(f"{records.PREFIX}{found.name}/{records.WORLD}", None)
+        return changed
+
+    with patch("forged.elastic.runtime.decisions.changed_records", sparing):
+        yield
+
+
+@contextmanager
+def give_no_grace() -> Iterator[None]:
+    """A lost worker is dead at once."""
+
+    def merciless(member: Member, config: Any, now: float) -> str | None:
+        if member.lost_at is not None:
+            return f"its connection was lost {now - member.lost_at:.1f} s ago and did not come back"
+        return death_evidence(member, config, now)
+
+    with patch.object(detector, "death_evidence", merciless):
+        yield
+
+
+@contextmanager
+def turn_the_ranks_around() -> Iterator[None]:
+    """The survivors get their ranks in reverse order."""
+
+    def around(old: Sequence[str], staying: Collection[str], joining: Iterable[str]) -> tuple[str, ...]:
+        return (*(worker for worker in reversed(old) if worker in staying), *joining)
+
+    with patch.object(rescaling, "assign_ranks", around):
+        yield
+
+
+@contextmanager
+def tolerate_every_failure() -> Iterator[None]:
+    """No failure is one too many."""
+    with patch.object(failures, "abort_over_budget", lambda job: job.over):
+        yield
+
+
+@contextmanager
+def forget_what_was_finished() -> Iterator[None]:
+    """A worker that has finished a step which may not count says nothing of it."""
+    stop: Callable[[TrainingProgress], StopReport] = vars(TrainingProgress)["stop_report"].fget
+
+    def forgetful(self: TrainingProgress) -> StopReport:
+        return replace(stop(self), finished=False)
+
+    with patch.object(TrainingProgress, "stop_report", property(forgetful)):
+        yield
+
+
+@contextmanager
+def answer_without_the_state() -> Iterator[None]:
+    """A worker that is behind says that it has the state, and has not."""
+
+    async def pretend(self: StateExchange, source: Any, number: int) -> None:
+        return
+
+    with patch.object(StateExchange, "fetch", pretend):
+        yield
+
+
+@contextmanager
+def believe_every_heartbeat() -> Iterator[None]:
+    """One worker's word is enough."""
+    with patch.object(StepWitnesses, "hear", lambda self, worker, step, world: step):
+        yield
+
+
+@contextmanager
+def give_the_suspended_no_more_than_the_grace() -> Iterator[None]:
+    """A lost worker is dead after the grace, even with a live pulse."""
+
+    def deaf(member: Member, config: Any, now: float) -> str | None:
+        return death_evidence(member if member.connected else replace(member, pulse_at=None), config, now)
+
+    with patch.object(detector, "death_evidence", deaf):
+        yield
+
+
+@contextmanager
+def fail_whoever_has_not_answered() -> Iterator[None]:
+    """Members that wait for another one count as late, too."""
+
+    def everybody(waiting: Iterable[Member], *what: Any) -> list[Member]:
+        return list(waiting)
+
+    def hurried(*what: Any) -> bool:
+        return False
+
+    with patch.object(timeouts, "members_holding_up", everybody), patch.object(timeouts, "_is_in_step", hurried):
+        yield
+
+
+@contextmanager
+def count_evictions() -> Iterator[None]:
+    """An eviction counts as a failure."""
+    fail = failures.fail
+
+    def counted(*what: Any, is_uncounted: bool = False) -> None:
+        fail(*what)
+
+    with patch.object(failures, "fail", counted):
+        yield
+
+
+@contextmanager
+def take_everybody_for_a_holder_of_the_state() -> Iterator[None]:
+    """All members of a world count as state holders, though they may never have met one."""
+    everybody = property(lambda self: frozenset(self.world), lambda self, holders: None)
+    with patch.object(WorldMembership, "state_holders", everybody, create=True):
+        yield
+
+
+@contextmanager
+def keep_nobody_for_the_state() -> Iterator[None]:
+    """A draining worker may leave at once, though only it has the state."""
+    with patch.object(JobCoordinator, "may_leave", lambda self, member: True):
+        yield
+
+
+MUTANTS: dict[str, Mutant] = {
+    mutant.__name__: mutant
+    for mutant in (
+        commit_before_all_have_stopped,
+        commit_before_all_have_the_state,
+        take_the_lowest_step,
+        count_what_somebody_has_finished,
+        forget_the_attempt_at_restart,
+        number_attempts_anew_at_restart,
+        keep_only_the_first_world,
+        give_no_grace,
+        turn_the_ranks_around,
+        tolerate_every_failure,
+        forget_what_was_finished,
+        answer_without_the_state,
+        believe_every_heartbeat,
+        give_the_suspended_no_more_than_the_grace,
+        fail_whoever_has_not_answered,
+        count_evictions,
+        take_everybody_for_a_holder_of_the_state,
+        keep_nobody_for_the_state,
+    )
+}
+
+BREAKS: dict[str, Promise] = {
+    "commit_before_all_have_stopped": Promise.ACKNOWLEDGED,
+    "commit_before_all_have_the_state": Promise.ACKNOWLEDGED,
+    "take_the_lowest_step": Promise.STATE,
+    "count_what_somebody_has_finished": Promise.STEPS,
+    "forget_the_attempt_at_restart": Promise.RUNS_AGAIN,
+    "number_attempts_anew_at_restart": Promise.GENERATIONS_GROW,
+    "keep_only_the_first_world": Promise.GENERATIONS_GROW,
+    "give_no_grace": Promise.EVIDENCE,
+    "turn_the_ranks_around": Promise.ORDER_KEPT,
+    "tolerate_every_failure": Promise.TOLERANCE,
+    "forget_what_was_finished": Promise.STATE,
+    "answer_without_the_state": Promise.STATE,
+    "believe_every_heartbeat": Promise.STEPS,
+    "give_the_suspended_no_more_than_the_grace": Promise.EVIDENCE,
+    "fail_whoever_has_not_answered": Promise.EVIDENCE,
+    "count_evictions": Promise.TOLERANCE,
+    "take_everybody_for_a_holder_of_the_state": Promise.STEPS,
+    "keep_nobody_for_the_state": Promise.HANDED_OVER,
+}
+"""The promise that each of them breaks."""

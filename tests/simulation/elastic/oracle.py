@@ -1,0 +1,561 @@
+"""What must be true of every job that trains, whatever happens to its workers and their daemon.
+
+Invariants:
+- The oracle sees facts in the order of their ids, each once and before any worker acts on it, and what training scripts
+  see at that moment. It knows which processes live and which networks were bad, and asks neither daemon nor workers.
+- Every breach names the broken promise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import singledispatchmethod
+from typing import NoReturn
+
+from forged.elastic.config import tolerated_failures
+from forged.elastic.messages import (
+    JobAborted,
+    JobCompleted,
+    JobPaused,
+    JobResumed,
+    JobWaiting,
+    ProgressLost,
+    ReportReady,
+    ReportStopped,
+    RescaleAborted,
+    RescaleCompleted,
+    RescaleStarted,
+    RescaleSynchronising,
+    WorkerDraining,
+    WorkerFailed,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLost,
+    WorkerRecovered,
+    WorkerReturned,
+    WorkerStalled,
+)
+from forged.elastic.model import ClusterTopology, WorkerId
+from forged.elastic.phases import OVER, Cause, next_phase
+from forged.elastic.rescale.attempt import StopReport
+from forged.errors import ForgedError
+from forged.kernel.messages import Fact, Record
+from forged.status.model import DaemonStarted
+from tests.simulation.daemon.oracle import InvariantViolated
+from tests.simulation.data.oracle import DataOracle, DataPromise
+from tests.simulation.elastic.background import Background
+from tests.simulation.elastic.evidence import Evidence
+from tests.simulation.elastic.truth import (
+    BATCH,
+    QUIET_S,
+    WAITS_S,
+    Disturbances,
+    Promise,
+    Trainee,
+    Truth,
+    broken,
+)
+
+OLD_WORLD_MAX_S = 60.0
+"""How long an evicted worker may take to commit a last step with peers that have not heard of it, or are blocked."""
+
+
+class ElasticOracle:
+    """Keeps the promises in mind."""
+
+    def __init__(self, now: Callable[[], float], look: Callable[[], None], met: Callable[[str], None]) -> None:
+        self.facts: dict[int, bytes] = {}
+        self.last = 0
+        self.truths: dict[str, Truth] = {}
+        self.trainees: list[Trainee] = []
+        self.disturbances = Disturbances(now)
+        self.breaches: list[InvariantViolated] = []
+        self.data = DataOracle(self.trainee_of, self._raise, look, met)
+        self._evidence = Evidence(self.trainees, self.disturbances, now)
+        self._background = Background(self.trainees, self.disturbances, now)
+        self._now = now
+        self._steady_from = 0.0
+        """Since when workers have had time to find the daemon."""
+
+    # Facts.
+
+    def heard(self, records: Sequence[Record]) -> None:
+        """These are on record now."""
+        for record in records:
+            known = self.facts.get(record.id)
+            if known is not None:
+                if known != record.data:
+                    self.breach(Promise.HISTORY, f"fact {record.id} is another one than before: {record!r}")
+                continue
+            if record.id <= self.last:
+                self.breach(Promise.HISTORY, f"fact {record.id} came after {self.last}")
+            self.facts[record.id], self.last = record.data, record.id
+            if isinstance(record.fact, DaemonStarted):
+                self.reloaded()
+            truth = self.truths.get(record.job)
+            if truth is not None and isinstance(record.fact, Fact):
+                self.take(record.fact, truth)
+                self.data.heard(record.fact, truth)
+
+    def reloaded(self) -> None:
+        """A daemon has begun with what the store holds, or goes on with it."""
+        self._steady_from = self._now() + QUIET_S
+        for truth in self.truths.values():
+            truth.in_attempt = truth.synchronising = truth.in_background = False
+
+    @singledispatchmethod
+    def take(self, fact: Fact, truth: Truth) -> None:
+        """What a fact says of a job; many say nothing that matters here."""
+
+    @take.register
+    def _joined(self, fact: WorkerJoined, truth: Truth) -> None:
+        if there := truth.members.get(fact.worker.id):
+            self.breach(Promise.MEMBERS, f"{fact.worker} joined {truth.job}, and {there} has not gone")
+        self._must_not_be_over(fact, truth)
+        truth.members[fact.worker.id] = fact.worker
+        truth.joined_at[fact.worker] = self._now()
+        truth.hosts[fact.worker.id] = fact.worker.hostname
+
+    @take.register
+    def _left(self, fact: WorkerLeft, truth: Truth) -> None:
+        worker = self._gone(fact.worker_id, truth, fact)
+        if heir := self._heir_of(worker, truth, fact.reason):
+            told_s = self._now() - truth.told_to_go[worker]
+            self.breach(
+                Promise.HANDED_OVER,
+                f"{worker} left {truth.job}, told to {told_s:.1f} s ago, with the only state; {heir} waited for it",
+            )
+
+    def _heir_of(self, worker: WorkerId, truth: Truth, reason: str) -> WorkerId | None:
+        """The worker that waited for the state that a draining worker took along; None if there is none."""
+        is_last = worker in truth.world and not any(other in truth.world for other in truth.members.values())
+        waited_in_vain = "; " in reason
+        if not is_last or waited_in_vain or worker not in truth.told_to_go or truth.phase in OVER:
+            return None
+        config, now = truth.config, self._now()
+        waiting = [other for other in truth.members.values() if other not in truth.told_to_go]
+        has_room = config.max_workers > 1 and 1 + len(waiting) >= config.min_workers
+        trainee = self.trainee_of(worker)
+        has_state = trainee is not None and trainee.committed == truth.steps_committed > 0
+        if not (has_state and has_room) or self._is_disturbed(worker):
+            return None
+        return next((one for one in waiting if now - truth.joined_at[one] > WAITS_S and self._hears(one)), None)
+
+    def _hears(self, worker: WorkerId) -> bool:
+        trainee = self.trainee_of(worker)
+        is_held = trainee is None or trainee.held_until > self._now() - WAITS_S
+        return not (is_held or self._is_disturbed(worker)) and trainee is not None and trainee.alive
+
+    def _is_disturbed(self, worker: WorkerId) -> bool:
+        """Whether it may not have heard what was said, or not been heard."""
+        return self.disturbances.good_for_s(worker.hostname) < QUIET_S or self._now() < self._steady_from
+
+    @take.register
+    def _failed(self, fact: WorkerFailed, truth: Truth) -> None:
+        worker = self._gone(fact.worker_id, truth, fact)
+        rank = truth.world.rank_of(worker)
+        if fact.rank != rank:
+            self.breach(Promise.ONE_OWNER, f"{worker} failed at rank {fact.rank}, and has rank {rank}")
+        is_wanted = fact.reason.startswith("evicted: ") or worker in truth.told_to_go
+        is_wanted = is_wanted or fact.reason.endswith("it disappeared while the daemon was down")
+        if fact.rank >= 0 and truth.phase not in OVER and not is_wanted:
+            truth.failures += 1
+            truth.failed_behind.append(truth.steps_committed)
+        trainee = self.trainee_of(worker)
+        if trainee is None:
+            self.breach(Promise.EVIDENCE, f"{worker} failed, and is not known")
+        if against := self._evidence.against_death(trainee, fact.reason, truth):
+            self.breach(Promise.EVIDENCE, f"{worker} failed: {fact.reason}; but {against}")
+
+    @take.register
+    def _of_a_member(
+        self, fact: WorkerDraining | WorkerStalled | WorkerRecovered | WorkerLost | WorkerReturned, truth: Truth
+    ) -> None:
+        if fact.worker_id not in truth.members:
+            stranger = f"{fact.worker_id}, which is no member of {truth.job}"
+            self.breach(Promise.MEMBERS, f"{type(fact).__name__} of {stranger}")
+        if isinstance(fact, WorkerDraining):
+            truth.told_to_go[truth.members[fact.worker_id]] = self._now()
+
+    @take.register
+    def _rescale_started(self, fact: RescaleStarted, truth: Truth) -> None:
+        if truth.in_attempt:
+            self.breach(Promise.HISTORY, f"attempt {fact.attempt} of {truth.job} began within attempt {truth.attempt}")
+        if fact.attempt <= truth.attempt:
+            self.breach(
+                Promise.GENERATIONS_GROW, f"attempt {fact.attempt} of {truth.job} began after attempt {truth.attempt}"
+            )
+        self._must_be_borne(truth)
+        restarted = truth.phase.value == "rescaling"
+        self._go_on(truth, Cause.RESCALE_RESTARTED if restarted else Cause.RESCALE_STARTED, fact)
+        truth.attempt, truth.in_attempt, truth.synchronising = fact.attempt, True, False
+        truth.in_background, truth.began_at = fact.in_background, self._now()
+        if fact.in_background and (truth.stops_to_rescale or set(fact.removed) - set(fact.draining)):
+            self.breach(Promise.HISTORY, f"background attempt {fact.attempt} of {truth.job}: {fact}")
+        truth.added, truth.source = tuple(fact.added), ""
+        truth.waiting_since = None
+        config = truth.config
+        if not config.min_workers <= fact.world_size <= config.max_workers:
+            limits = f"{config.min_workers} to {config.max_workers}"
+            self.breach(Promise.MEMBERS, f"{truth.job} rescales to {fact.world_size} workers, and is to have {limits}")
+
+    @take.register
+    def _rescale_aborted(self, fact: RescaleAborted, truth: Truth) -> None:
+        if fact.reason != "the daemon restarted":
+            self._must_be_attempt(fact.attempt, truth, fact)
+        truth.in_attempt = truth.synchronising = truth.in_background = False
+
+    @take.register
+    def _rescale_synchronising(self, fact: RescaleSynchronising, truth: Truth) -> None:
+        self._must_be_attempt(fact.attempt, truth, fact)
+        if truth.synchronising:
+            self.breach(Promise.HISTORY, f"attempt {fact.attempt} of {truth.job} synchronises twice")
+        truth.synchronising, truth.source = True, fact.source.id
+
+    @take.register
+    def _rescale_completed(self, fact: RescaleCompleted, truth: Truth) -> None:
+        self._must_be_attempt(fact.attempt, truth, fact)
+        self._go_on(truth, Cause.RESCALE_COMPLETED, fact)
+        old, number = truth.world, truth.generation + 1
+        if fact.delta.generation != number:
+            self.breach(
+                Promise.GENERATIONS_GROW,
+                f"{truth.job} has world {truth.generation}, and {fact.delta.generation} is committed behind it",
+            )
+        try:
+            new = old.apply(fact.delta)
+        except ForgedError as error:
+            self.breach(Promise.HISTORY, f"what leads to world {number} of {truth.job} does not fit: {error}")
+        self._check_owners(truth, new)
+        self._check_order(truth, old, new)
+        if fact.step is not None:
+            self._check_acknowledged(truth, new, fact.attempt, fact.step)
+            self._check_stopped(truth, new, number)
+            if truth.stops_to_rescale:
+                self._check_step(truth, old, new, fact.step)
+            else:
+                self._check_beginning(truth, new, fact.step)
+        elif truth.stops_to_rescale or not self._goes_on(truth, old, new):
+            self.breach(Promise.STEPS, f"no commit says after which step world {number} of {truth.job} begins")
+        self._open(truth, new, fact)
+
+    def _open(self, truth: Truth, new: ClusterTopology, fact: RescaleCompleted) -> None:
+        """The new world holds."""
+        truth.followed_at[truth.generation] = self._now()
+        truth.worlds[new.epoch] = new
+        if fact.step is not None:
+            truth.placed.update(new.workers)
+            truth.begun.add(new.epoch)
+            truth.begins[new.epoch] = truth.committed[new.epoch] = fact.step
+        truth.in_attempt = truth.synchronising = truth.in_background = False
+        truth.failures = 0
+        first = self.trainee_of(new.workers[0])
+        truth.lone_liar |= new.world_size == 1 and first is not None and first.lies
+
+    @take.register
+    def _waiting(self, fact: JobWaiting, truth: Truth) -> None:
+        self._go_on(truth, Cause.TOO_FEW, fact)
+        if fact.workers >= truth.config.min_workers:
+            self.breach(
+                Promise.MEMBERS, f"{truth.job} waits with {fact.workers} workers, and needs {truth.config.min_workers}"
+            )
+        truth.in_attempt = truth.synchronising = truth.in_background = False
+        truth.waiting_since = self._now()
+
+    @take.register
+    def _wish(self, fact: JobPaused | JobResumed, truth: Truth) -> None:
+        self._must_not_be_over(fact, truth)
+        truth.paused = isinstance(fact, JobPaused)
+
+    @take.register
+    def _completed(self, fact: JobCompleted, truth: Truth) -> None:
+        self._go_on(truth, Cause.COMPLETED, fact)
+        steps = truth.steps_committed
+        if fact.step != steps:
+            self.breach(Promise.STEPS, f"{truth.job} was completed behind step {fact.step}, and {steps} are committed")
+        truth.reason = "completed"
+
+    @take.register
+    def _aborted(self, fact: JobAborted, truth: Truth) -> None:
+        self._go_on(truth, Cause.ABORTED, fact)
+        if against := self._evidence.against_abort(fact.reason, truth):
+            self.breach(Promise.TOLERANCE, f"{truth.job} was aborted without a reason: {fact.reason}; but {against}")
+        if fact.step > truth.steps_heard_of:
+            self.breach(Promise.STEPS, f"{truth.job} is aborted behind {fact.step}, {truth.steps_heard_of} committed")
+        truth.reason = fact.reason
+
+    @take.register
+    def _lost(self, fact: ProgressLost, truth: Truth) -> None:
+        if (steps := fact.step + fact.steps) > truth.steps_heard_of:
+            self.breach(Promise.STEPS, f"{truth.job} has lost steps up to {steps}, {truth.steps_heard_of} committed")
+
+    # What was reported to the daemon.
+
+    def stopped(self, report: ReportStopped) -> None:
+        """A worker says where it has stopped."""
+        if truth := self.truths.get(report.job):
+            stop = StopReport(report.step, report.holds_state, report.finished)
+            truth.stops[report.attempt][report.incarnation] = stop
+
+    def has_state(self, report: ReportReady) -> None:
+        """A worker says that it has the state."""
+        if truth := self.truths.get(report.job):
+            truth.ready[report.attempt].add(report.incarnation)
+
+    # What facts must fit.
+
+    def _gone(self, name: str, truth: Truth, fact: Fact) -> WorkerId:
+        worker = truth.members.pop(name, None)
+        if worker is None:
+            self.breach(Promise.MEMBERS, f"{type(fact).__name__} of {name}, which is no member of {truth.job}")
+        truth.gone.add(worker)
+        return worker
+
+    def _go_on(self, truth: Truth, cause: Cause, fact: Fact) -> None:
+        try:
+            truth.phase = next_phase(truth.phase, cause)
+        except ForgedError as error:
+            self.breach(Promise.HISTORY, f"{truth.job}, {type(fact).__name__}: {error.message}")
+
+    def _must_not_be_over(self, fact: Fact, truth: Truth) -> None:
+        if truth.phase in OVER:
+            self.breach(Promise.HISTORY, f"{type(fact).__name__} of {truth.job}, which is {truth.phase}")
+
+    def _must_be_attempt(self, attempt: int, truth: Truth, fact: Fact) -> None:
+        if not truth.in_attempt or attempt != truth.attempt:
+            self.breach(Promise.HISTORY, f"{type(fact).__name__} of attempt {attempt}, and {truth.job} is not in it")
+
+    def _must_be_borne(self, truth: Truth) -> None:
+        """A job goes on only with what it tolerates."""
+        size, config = truth.world.world_size, truth.config
+        if truth.failures > tolerated_failures(size, config.failure_tolerance_percentage):
+            self.breach(Promise.TOLERANCE, f"{truth.job} goes on with {truth.failures} of {size} workers failed")
+
+    def _check_owners(self, truth: Truth, new: ClusterTopology) -> None:
+        if len({worker.id for worker in new.workers}) != new.world_size:
+            self.breach(Promise.ONE_OWNER, f"world {new.epoch} of {truth.job} names a worker twice: {new.workers}")
+        if strangers := sorted(set(new.workers) - set(truth.members.values())):
+            self.breach(Promise.MEMBERS, f"world {new.epoch} of {truth.job} names {strangers}, which are no members")
+
+    def _check_order(self, truth: Truth, old: ClusterTopology, new: ClusterTopology) -> None:
+        before = [str(worker) for worker in old.workers if worker in new]
+        after = [str(worker) for worker in new.workers if worker in old]
+        if before != after:
+            self.breach(
+                Promise.ORDER_KEPT, f"world {new.epoch} of {truth.job} has {after}, and was in the order {before}"
+            )
+
+    def _check_acknowledged(self, truth: Truth, new: ClusterTopology, attempt: int, step: int) -> None:
+        """All members have stopped at the step after which the new world starts, or have received its state."""
+        trainees = [self.trainee_of(worker) for worker in new.workers]
+        told = truth.stops[attempt]
+        stops = [None if trainee is None else told.get(trainee.incarnation) for trainee in trainees]
+        nobody_has_any = not any(stop and stop.holds_state for stop in stops)
+        for rank, (trainee, stop) in enumerate(zip(trainees, stops, strict=True)):
+            world = f"world {new.epoch} of {truth.job} was committed behind {step}"
+            if trainee is None or stop is None:
+                self.breach(Promise.ACKNOWLEDGED, f"{world}, and {new.workers[rank]} did not stop")
+            is_source = trainee.name == truth.source or (rank == 0 and nobody_has_any)
+            has_state = stop.holds_state and stop.position == step
+            if not (is_source or has_state or trainee.incarnation in truth.ready[attempt]):
+                self.breach(Promise.ACKNOWLEDGED, f"{world}, and {trainee.me} is at {stop}")
+
+    def _check_stopped(self, truth: Truth, new: ClusterTopology, number: int) -> None:
+        """A member of a new world has left the previous one."""
+        for trainee in self.trainees:
+            if not trainee.alive or trainee.me is None or trainee.job != truth.job or trainee.me not in new:
+                continue
+            if trainee.stepping is not None and trainee.generation < number:
+                self.breach(
+                    Promise.ACKNOWLEDGED,
+                    f"world {number} of {truth.job} was committed while {trainee.me} was in step {trainee.stepping}",
+                )
+
+    def _check_step(self, truth: Truth, old: ClusterTopology, new: ClusterTopology, behind: int) -> None:
+        """Committed steps stay committed; a step that a member has not finished does not count."""
+        staying = [worker for worker in old.workers if worker in new]
+        if not staying:
+            # What is left is what a joiner has been given, if anything.
+            truth.failed_behind = [min(failed, behind) for failed in truth.failed_behind]
+            if behind > truth.committed.get(old.epoch, 0) + 1:
+                self.breach(
+                    Promise.STEPS,
+                    f"no worker of world {old.epoch} of {truth.job} is left, and it goes on behind {behind}",
+                )
+            return
+        # A step that survivors finished before a failure, and that counts now, is not one after it.
+        older = len(truth.failed_behind) - truth.failures
+        before = [failed for failed in truth.failed_behind[:older] if failed >= behind]
+        truth.failed_behind = [*before, *(max(failed, behind) for failed in truth.failed_behind[older:])]
+        committed = truth.committed[old.epoch]
+        if not committed <= behind <= committed + 1:
+            self.breach(
+                Promise.STEPS,
+                f"{committed} steps of {truth.job} are committed, and world {new.epoch} begins behind {behind}",
+            )
+        if behind > committed:
+            step = truth.steps[old.epoch, committed]
+            self._check_covered(truth, old, committed)
+            if unfinished := [str(worker) for worker in staying if worker not in step.finished]:
+                self.breach(
+                    Promise.STEPS, f"step {committed} of {truth.job} counts, and {unfinished} have not finished it"
+                )
+
+    def _goes_on(self, truth: Truth, old: ClusterTopology, new: ClusterTopology) -> bool:
+        """Whether a survivor has the state, by a commit with a step or from training."""
+        trained = {trainee.me for trainee in self.trainees if trainee.generation}
+        return any(worker in new and (worker in truth.placed or worker in trained) for worker in old.workers)
+
+    def _check_covered(self, truth: Truth, world: ClusterTopology, number: int) -> None:
+        """Every sample of the step was used once."""
+        parts = truth.steps[world.epoch, number].contributed
+        used = sorted(sample for share in parts.values() for sample in share)
+        if used != list(range(BATCH)):
+            self.breach(
+                Promise.STEPS,
+                f"step {number} of {truth.job} used {used} in world {world.epoch}: ranks {sorted(parts)}",
+            )
+
+    def is_gone(self, trainee: Trainee) -> bool:
+        """Whether the facts say that it is no member any more."""
+        truth = self.truths[trainee.job]
+        return truth.phase in OVER or trainee.me in truth.gone
+
+    def trainee_of(self, worker: WorkerId) -> Trainee | None:
+        """The process that this is."""
+        return next((trainee for trainee in self.trainees if trainee.me == worker), None)
+
+    # Training scripts.
+
+    def enters(self, trainee: Trainee, known: ClusterTopology, step: int) -> None:
+        """A worker has met its world, and the members have agreed after which step it starts."""
+        truth, me = self.truths[trainee.job], trainee.me
+        assert me is not None
+        world = truth.worlds.get(known.epoch)
+        if world is None or known.workers != world.workers:
+            self.breach(
+                Promise.ONE_OWNER, f"{me} enters world {known.epoch} of {truth.job}, which it takes for {known}"
+            )
+        if me not in world:
+            self.breach(Promise.ONE_OWNER, f"{me} enters world {world.epoch} of {truth.job}, which it is not in")
+        if known.epoch <= trainee.generation:
+            self.breach(Promise.GENERATIONS_GROW, f"{me} enters world {known.epoch} behind {trainee.generation}")
+        if world.epoch not in truth.begun:
+            self._begin_world(truth, world, step)
+        trainee.generation, trainee.committed, trainee.finished = known.epoch, step, None
+
+    def _begin_world(self, truth: Truth, world: ClusterTopology, step: int) -> None:
+        """An asynchronous world starts after the step on which its members agreed."""
+        self._check_beginning(truth, world, step)
+        truth.begun.add(world.epoch)
+        truth.begins[world.epoch] = truth.committed[world.epoch] = step
+
+    def _check_beginning(self, truth: Truth, world: ClusterTopology, step: int) -> None:
+        """Survivors continue where they were."""
+        known = [trainee for worker in world.workers if (trainee := self.trainee_of(worker)) is not None]
+        staying = [trainee for trainee in known if trainee.generation]
+        least, most = 0, truth.steps_committed + 1
+        if staying:
+            last = max(truth.begun)
+            in_last = any(trainee.generation == last for trainee in staying)
+            least = max([trainee.committed for trainee in staying] + [truth.committed[last]] * in_last)
+            most = least + all(trainee.has_finished(least) for trainee in staying)
+        if not least <= step <= most:
+            begins = f"world {world.epoch} of {truth.job} begins behind {step}"
+            self.breach(Promise.STEPS, f"{begins}, and it must be from {least} to {most}")
+
+    def begins(self, trainee: Trainee, step: int, state: int) -> None:
+        """A script is told to do a step."""
+        # A member that heard of it earlier may not have reported it.
+        self.check()
+        truth, me = self.truths[trainee.job], trainee.me
+        assert me is not None
+        if truth.stops_to_rescale and trainee.generation < truth.generation and me in truth.world:
+            self.breach(
+                Promise.ACKNOWLEDGED,
+                f"{me} begins step {step} in world {trainee.generation} of {truth.job}, {truth.generation} holds",
+            )
+        committed = truth.committed.get(trainee.generation)
+        if step != committed:
+            self.breach(Promise.STEPS, f"{me} begins step {step} of {truth.job}, and {committed} are committed")
+        self._check_state(truth, me, step, state)
+        trainee.stepping = step
+
+    def contributes(self, trainee: Trainee, rank: int, share: range) -> None:
+        """A script contributes its part of a step."""
+        truth, step = self.truths[trainee.job], trainee.stepping
+        assert trainee.me is not None
+        assert step is not None
+        if truth.worlds[trainee.generation].rank_of(trainee.me) != rank:
+            self.breach(Promise.ONE_OWNER, f"{trainee.me} takes itself for rank {rank} in world {trainee.generation}")
+        contributed = truth.steps[trainee.generation, step].contributed
+        if rank in contributed:
+            self.breach(
+                Promise.ONE_OWNER, f"rank {rank} gives its part of step {step} twice in world {trainee.generation}"
+            )
+        contributed[rank] = share
+
+    def finishes(self, trainee: Trainee) -> None:
+        """A script has done its part of a step, and changed its state."""
+        assert trainee.me is not None
+        assert trainee.stepping is not None
+        trainee.finished = trainee.stepping
+        self.truths[trainee.job].steps[trainee.generation, trainee.stepping].finished.add(trainee.me)
+
+    def ends(self, trainee: Trainee, state: int, *, counts: bool) -> None:
+        """A script is told what became of the step."""
+        truth, step = self.truths[trainee.job], trainee.stepping
+        assert trainee.me is not None
+        assert step is not None
+        trainee.stepping = None
+        if not counts:
+            return
+        world = truth.worlds[trainee.generation]
+        finished = truth.steps[trainee.generation, step].finished
+        if unfinished := [str(worker) for worker in world.workers if worker not in finished]:
+            self.breach(
+                Promise.STEPS, f"step {step} of {truth.job} is committed, and {unfinished} have not finished it"
+            )
+        self._check_covered(truth, world, step)
+        self._check_state(truth, trainee.me, step + 1, state)
+        self._check_not_put_out(truth, trainee, step)
+        truth.committed[trainee.generation] = max(truth.committed[trainee.generation], step + 1)
+        trainee.committed, truth.stepped_at = step + 1, self._now()
+
+    def _check_not_put_out(self, truth: Truth, trainee: Trainee, step: int) -> None:
+        """An evicted worker does not train on for long, and one that has stopped for another world not at all.
+
+        In asynchronous mode a world ends with its step, however long a member is blocked in it.
+        """
+        is_member = trainee.me in truth.world
+        old = f"{trainee.me} commits step {step} in world {trainee.generation}, and {truth.generation} holds"
+        if truth.stops_to_rescale and trainee.generation < truth.generation and is_member:
+            self.breach(Promise.ACKNOWLEDGED, old)
+        if not is_member and self._now() > truth.followed_at.get(trainee.generation, math.inf) + OLD_WORLD_MAX_S:
+            self.breach(Promise.GENERATIONS_GROW, f"{old} for {OLD_WORLD_MAX_S:g} s")
+
+    def _check_state(self, truth: Truth, me: WorkerId, steps: int, state: int) -> None:
+        if state != truth.state_after(steps):
+            known = truth.chain.index(state) if state in truth.chain else "no"
+            self.breach(
+                Promise.STATE, f"{me} has the state of {known} steps of {truth.job} where {steps} are behind it"
+            )
+
+    # Breaches.
+
+    def breach(self, promise: Promise, what: str) -> NoReturn:
+        """A promise was not kept."""
+        self._raise(broken(promise, what))
+
+    def _raise(self, error: InvariantViolated) -> NoReturn:
+        self.breaches.append(error)
+        raise error
+
+    def check(self) -> None:
+        """Raise a breach that was found where an exception would be lost."""
+        if self.breaches:
+            raise self.breaches[0]
+        for truth in self.truths.values():
+            if against := self._background.against(truth):
+                self.data.breach(DataPromise.GOES_ON, against)

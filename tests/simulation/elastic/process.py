@@ -1,0 +1,414 @@
+"""A training process and the pulse that speaks for it, on one simulated host.
+
+Invariants:
+- They are two processes: each can be killed alone, both end with the host, and a suspended worker has a live pulse.
+- What a killed process still does has no effect and is not checked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from random import Random
+from typing import Any, Protocol
+
+import anyio
+import numpy as np
+
+from forged.client import ForgedClient
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.membership.member import PULSE_INTERVAL_S
+from forged.elastic.messages import LeaveJob, Pulse, ReportDeath
+from forged.elastic.model import GlobalTrainingState, WorkerId
+from forged.errors import ForgedError, Unavailable
+from forged.log import SILENT
+from forged.worker.errors import StepAborted
+from forged.worker.process.counters import Counters
+from forged.worker.process.worker_process import SharedProcess
+from forged.worker.transport.bulk_channel import LoopBulkTransport
+from forged.worker.worker import ElasticWorker
+from tests.simulation.base import ENDPOINT
+from tests.simulation.data.simulation import JobData
+from tests.simulation.elastic.oracle import ElasticOracle
+from tests.simulation.elastic.truth import Promise, Trainee, advance, broken, samples, share_of
+from tests.simulation.environment.loop import VirtualClock, VirtualLoop
+from tests.simulation.environment.network import HostNetwork, SimulatedNetwork
+
+REPORT_S_MAX = 60.0
+MUTE_S = 300.0
+"""How long a worker that never becomes ready hangs."""
+SAVING_S = (0.0, 0.0, 0.5, 8.0)
+"""How long a draining worker may save its state before it leaves."""
+ENDS_IN_ORDER = frozenset(
+    {"worker_evicted", "job_aborted", "job_completed", "worker_exists", "job_over", "worker_undecided"}
+)
+"""What a training process may be told that has done nothing wrong."""
+
+
+class Surroundings(Protocol):
+    """What a process needs of its world."""
+
+    loop: VirtualLoop
+    random: Random
+    network: SimulatedNetwork
+    oracle: ElasticOracle
+    token: str
+
+    @property
+    def met(self) -> Counter[str]:
+        """How often what has happened."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Write a line of the trace."""
+        ...
+
+    def look(self) -> None:
+        """Take the facts that have been told since."""
+        ...
+
+    def start(self, act: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Have something happen beside."""
+        ...
+
+    def client(self, network: HostNetwork, source: Random) -> ForgedClient:
+        """The client of a worker or pulse."""
+        ...
+
+    def dies(self, trainee: Trainee) -> None:
+        """A process is killed."""
+        ...
+
+
+class Job:
+    """What trains, and how."""
+
+    data: JobData | None = None
+
+    def __init__(self, name: str, random: Random) -> None:
+        self.name = name
+        self.total: int | None = None
+        """How many steps it has; None while that is open."""
+        self.slots = random.randint(1, 4)
+        self.pace_s = random.choice((0.1, 0.3, 0.8))
+        self.ballast = random.choice((0, 1000, 30_000))
+        least = random.choice((1, random.randint(1, self.slots)))
+        self.config = ElasticTrainingConfig(
+            min_workers=least,
+            max_workers=random.choice((least, self.slots, 100)),
+            rescale_timeout_ms=random.choice((5000, 20_000, 30_000)),
+            max_consecutive_failures=random.choice((2, 3, 50, 50)),
+            use_synchronous_rescaling=random.random() < 0.75,
+            stability_window_ms=random.choice((0, 500, 3000)),
+            worker_heartbeat_timeout_ms=random.choice((4000, 8000)),
+            failure_tolerance_percentage=random.choice((0, 20, 50, 100, 100, 100)),
+            failure_window_ms=random.choice((0, 50, 500)),
+            reconnect_grace_ms=random.choice((8000, 12_000)),
+            leave_timeout_ms=random.choice((500, 8000, 8000)),
+            min_workers_timeout_ms=random.choice((8000, 20_000, None, None)),
+            stall_timeout_ms=random.choice((6000, 10_000)),
+            evict_stalled=random.random() < 0.3,
+        )
+
+    def train_with(self, data: JobData, *, steady: bool) -> None:
+        """Sample a dataset."""
+        self.data, self.config = data, data.configured(self.config, steady=steady)
+
+    @property
+    def world_size_max(self) -> int:
+        """How many train when all are there."""
+        return min(self.slots, self.config.max_workers)
+
+
+class SimulatedPulse:
+    """The process that speaks for another."""
+
+    def __init__(self, world: Surroundings, process: Process, about: tuple[str, str, bytes]) -> None:
+        self.network = world.network.host(process.trainee.host)
+        self.over = anyio.Event()
+        self.death = ""
+        self.leave: dict[str, Any] = {}
+        self._world = world
+        self._about = about
+        self._counters = process.counters
+        self._scope = anyio.CancelScope()
+        self._source = Random(world.random.getrandbits(64))
+
+    async def speak(self) -> None:
+        """Speak for the worker until it is gone, and then of its end."""
+        self.network.execution.enter()
+        with self._scope:
+            while not self.over.is_set() or self.death or self.leave:
+                try:
+                    async with self._world.client(self.network, self._source) as client:
+                        await self._beat(client)
+                        if self.leave:
+                            await client.request(LeaveJob(*self._about, **self.leave), timeout_s=REPORT_S_MAX)
+                            self._world.met["a pulse says what its worker could not"] += 1
+                        elif self.death:
+                            await client.request(ReportDeath(*self._about, self.death), timeout_s=REPORT_S_MAX)
+                        return
+                except Unavailable as error:
+                    self._world.note(f"the pulse of {self._about[1]} was told {error.code}")
+                    await anyio.sleep(self._interval_s)
+
+    async def _beat(self, client: ForgedClient) -> None:
+        while not self.over.is_set():
+            interval_s = self._interval_s
+            client.signal(Pulse(*self._about, 0.0, self._counters.step, self._counters.marks, interval_s))
+            with anyio.move_on_after(interval_s):
+                await self.over.wait()
+
+    @property
+    def _interval_s(self) -> float:
+        return self._counters.pulse_interval_s or PULSE_INTERVAL_S
+
+    def tell(self, death: str = "") -> None:
+        """The worker has gone: in good order, or so."""
+        self.death = death
+        self.over.set()
+
+    def kill(self) -> None:
+        """It goes without a word."""
+        self._world.network.kill(self.network)
+        self._scope.cancel()
+
+
+class SpokenFor(SharedProcess):
+    """What a simulated worker has of its process: one that speaks for it."""
+
+    def __init__(self, process: Process) -> None:
+        super().__init__(process.counters)
+        self._process = process
+
+    def leave_through_pulse(self, leave: Mapping[str, Any]) -> None:
+        """Leave it to the pulse to tell with what the worker has left."""
+        if self._process.alive and self._process.pulse is not None:
+            self._process.pulse.leave = dict(leave)
+
+
+class Process:
+    """A training process. One that is `mute` registers and never becomes ready."""
+
+    def __init__(self, world: Surroundings, job: Job, slot: int, name: str, host: str, *, mute: bool = False) -> None:
+        self.job = job
+        self.slot = slot
+        self.ended = anyio.Event()
+        self.counters = Counters.create()
+        self.pulse: SimulatedPulse | None = None
+        self.mute = mute
+        self._suspended_at = 0.0
+        self._held_s = 0.0
+        """For how long its script hangs in its next step."""
+        self._world = world
+        self._random = Random(world.random.getrandbits(64))
+        self._network = world.network.host(host)
+        self.clock = VirtualClock(world.loop, offset_s=self._random.uniform(0, 1e6))
+        self._scope = anyio.CancelScope()
+        data = job.data
+        self.disk = data.disk(slot, host, job.slots) if data is not None and data.has_shards else None
+        given = None if data is None or self.disk is None else data.training_data(self.disk)
+        self._state: dict[str, Any] = {"chain": np.ones(1, np.int64), "ballast": np.ones(job.ballast, np.int64)}
+        self.worker = ElasticWorker(
+            WorkerId(name, host, 0),
+            job.config,
+            job=job.name,
+            state=self._state,
+            token=world.token,
+            network=self._network,
+            clock=self.clock,
+            process=SpokenFor(self),
+            log=SILENT,
+            random=self._random,
+            carrier=LoopBulkTransport() if data is None else data.carrier(),
+            data=given,
+            sampler=None if data is None else data.sampler(),
+        )
+        self.worker.state_synchronized.subscribe(self._enter)
+        self.worker.leaving.subscribe(self._save)
+        self.trainee = Trainee(job.name, name, host, self.worker.incarnation)
+        if self.disk is not None and given is not None:
+            world.oracle.data.moves_in(self.trainee, self.disk, given.weight)
+
+    async def _save(self, reason: str) -> None:
+        """Some take their time before they go."""
+        await anyio.sleep(Random(self.worker.incarnation).choice(SAVING_S))
+
+    @property
+    def alive(self) -> bool:
+        return self.trainee.alive
+
+    @property
+    def suspended(self) -> bool:
+        return self._network.execution.suspended
+
+    async def live(self) -> None:
+        """From its start to its end."""
+        self._network.execution.enter()
+        try:
+            with self._scope:
+                await self._train()
+        except* ForgedError as errors:
+            self._told(errors)
+        finally:
+            self._finish("")
+
+    def _told(self, errors: BaseExceptionGroup[ForgedError]) -> None:
+        if not self.alive:
+            return
+        for error in _leaves(errors):
+            self._world.note(f"{self.trainee.name} was told {error}")
+            if not isinstance(error, Unavailable) and error.code not in ENDS_IN_ORDER:
+                raise broken(Promise.ANSWERS, f"{self.trainee.name} was told {error}") from error
+
+    # Faults.
+
+    def kill(self) -> None:
+        """As kill -9 does; its pulse sees it."""
+        self._world.note(f"{self.trainee.name} is killed")
+        self._world.dies(self.trainee)
+        self._world.network.kill(self._network)
+        self._scope.cancel()
+        self._finish("its process was killed by SIGKILL")
+
+    def vanish(self) -> None:
+        """Its host is gone, or its pulse is killed with it."""
+        self.trainee.alive = False
+        if self.pulse is not None:
+            self.pulse.kill()
+        self.kill()
+
+    def hold(self, seconds: float) -> None:
+        """Let its script hang for a while, from its next step on."""
+        self._held_s = seconds
+
+    def suspend(self, seconds: float) -> None:
+        """As SIGSTOP does, and SIGCONT so much later; its pulse goes on."""
+        self._world.note(f"{self.trainee.name} is suspended for {seconds:.1f} s")
+        self._network.execution.suspend()
+        self._suspended_at = self._world.loop.time()
+        self.trainee.hold(self._suspended_at, seconds)
+
+        async def resume_later() -> None:
+            await anyio.sleep(seconds)
+            self.resume()
+
+        self._world.start(resume_later)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        if self.suspended:
+            self._world.note(f"{self.trainee.name} goes on")
+            self._network.execution.resume()
+            self.trainee.let_go(self._world.loop.time(), self._suspended_at)
+
+    def _finish(self, death: str) -> None:
+        self.trainee.alive = False
+        if not self.ended.is_set():
+            self.ended.set()
+            if self.pulse is not None:
+                self.pulse.tell(death)
+
+    # Its script.
+
+    async def _train(self) -> None:
+        worker, trainee = self.worker, self.trainee
+        async with worker.session(ENDPOINT):
+            trainee.me = worker.worker_id
+            self._world.note(f"{trainee.me} has started")
+            self._start_pulse()
+            if self.mute:
+                trainee.hold(self._world.loop.time(), MUTE_S)
+                await worker.register()
+                self._world.note(f"{trainee.me} has registered, and is mute")
+                await self._until_put_out()
+                return
+            while (step := await worker.begin_step(self.job.total)) is not None:
+                await self._step(step)
+            trainee.alive, trainee.has_left = False, True
+            self._world.note(f"{trainee.me} has left behind step {worker.step}")
+
+    async def _until_put_out(self) -> None:
+        """Do nothing until the other workers continue without this one."""
+        gone = self._world.oracle.is_gone
+        with anyio.move_on_after(MUTE_S):
+            while not gone(self.trainee):
+                await anyio.sleep(0.5)
+
+    def _start_pulse(self) -> None:
+        about = (self.job.name, self.trainee.name, self.worker.incarnation)
+        self.pulse = SimulatedPulse(self._world, self, about)
+        self._world.start(self.pulse.speak)
+
+    def _enter(self, state: GlobalTrainingState) -> None:
+        self._world.look()
+        known = self.worker.current_topology
+        if self.alive and known is not None:
+            self._world.oracle.enters(self.trainee, known, state.current_step)
+
+    async def _step(self, step: int) -> None:
+        worker, trainee, world = self.worker, self.trainee, self._world
+        world.look()
+        if trainee.alive:
+            world.oracle.begins(trainee, step, self._steps_in_state())
+            if worker.sampler is not None:
+                world.oracle.data.begins(trainee, step, worker.sampler)
+        await self._work(self.job.pace_s)
+        try:
+            total = await self._exchange(step)
+        except StepAborted:
+            total = None
+        if total is not None:
+            await self._work(0.05)
+            self._apply(total)
+        counts = await worker.finish_step()
+        world.look()
+        if trainee.alive:
+            world.oracle.ends(trainee, self._steps_in_state(), counts=counts)
+            if counts and worker.sampler is not None:
+                world.oracle.data.counts(trainee, step)
+            if counts:
+                world.note(f"{trainee.name} has committed step {step} in world {trainee.generation}")
+
+    async def _exchange(self, step: int) -> int:
+        worker, trainee = self.worker, self.trainee
+        self._world.look()
+        rank, share = worker.rank, share_of(worker.rank, worker.world_size)
+        if trainee.alive:
+            self._world.oracle.contributes(trainee, rank, share)
+            if worker.sampler is not None:
+                self._world.oracle.data.draws(trainee, step, rank, worker.batch().tolist())
+        own = np.array([samples(self.job.name, step, share)], np.int64)
+        if step % 3 == 0:
+            await worker.barrier()
+        total = await worker.all_reduce(own)
+        if step % 4 == 0:
+            heard = await worker.broadcast(total, root=step % worker.world_size)
+            if not np.array_equal(heard, total):
+                raise broken(Promise.STATE, f"{trainee.me} has {total} in step {step}, and another has {heard}")
+        return int(total[0])
+
+    def _apply(self, total: int) -> None:
+        if self.trainee.alive:
+            self._world.oracle.finishes(self.trainee)
+        self._state["chain"][0] = advance(int(self._state["chain"][0]), total)
+        self._state["ballast"][:] = self._state["chain"][0]
+
+    async def _work(self, about_s: float) -> None:
+        held_s, self._held_s = self._held_s, 0.0
+        if held_s:
+            self._world.note(f"{self.trainee.name} is held up for {held_s:.1f} s")
+            self.trainee.hold(self._world.loop.time(), held_s)
+        await anyio.sleep(held_s + self._random.uniform(0.2, 1.0) * about_s)
+
+    def _steps_in_state(self) -> int:
+        """The chain, if all of the state is of one piece."""
+        chain = int(self._state["chain"][0])
+        return chain if bool((self._state["ballast"] == chain).all()) else -1
+
+
+def _leaves(errors: BaseExceptionGroup[ForgedError]) -> list[ForgedError]:
+    found: list[ForgedError] = []
+    for error in errors.exceptions:
+        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found

@@ -1,0 +1,270 @@
+"""A job that trains, as it really is: its processes, its worlds, its steps, and what was wrong around it.
+
+Law: nothing here judges. What is written down comes from facts in the order of their ids and from training scripts at
+the moment they act; the daemon is not asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.model import ClusterTopology, WorkerId
+from forged.elastic.phases import Phase
+from forged.elastic.rescale.attempt import StopReport
+from tests.simulation.daemon.oracle import InvariantViolated
+
+BATCH = 24
+"""The samples of a step."""
+MODULUS = 2**31 - 1
+BREAK_S = 1.0
+"""Between two times that a script is held up so little may pass without a step."""
+QUIET_S = 5.0
+"""When nothing has been wrong for so long, what is said is heard."""
+WAITS_S = 0.5
+"""A worker that has been there for so long is known to wait to be taken in."""
+SETTLED_AFTER_S = 20.0
+"""A network that was good for so long has no part in what happens then."""
+
+
+class Promise(StrEnum):
+    """What is promised of every job."""
+
+    HISTORY = "what was told stays, in one order, and the phases follow their table"
+    MEMBERS = "a worker joins once and goes once, and only members are spoken of"
+    ONE_OWNER = "one rank has one owner per generation"
+    GENERATIONS_GROW = "generations and attempts only grow"
+    ACKNOWLEDGED = "a committed rescale was acknowledged by all its members"
+    ORDER_KEPT = "survivors keep their relative order"
+    EVIDENCE = "no worker is declared dead without evidence"
+    TOLERANCE = "a job is aborted when it has had too much, and only then"
+    STEPS = "a step counts once, when all have finished it, and what counts stays"
+    HANDED_OVER = "a draining worker hands its state over to waiting joiners"
+    STATE = "the state of every trainer is a function of the number of committed steps"
+    RUNS_AGAIN = "when the faults have stopped, every job runs again within a bound"
+    ANSWERS = "a correct request is not refused"
+
+
+def broken(promise: Promise, what: str) -> InvariantViolated:
+    """What to raise when a promise was not kept."""
+    return InvariantViolated(f"{promise.name.lower()}: {what}")
+
+
+def samples(job: str, step: int, share: Iterable[int]) -> int:
+    """What some of the samples of a step come to."""
+    offset = sum(job.encode()) * 7919 + step * BATCH
+    return sum((offset + sample) * 2_654_435_761 % 1_000_003 for sample in share)
+
+
+def share_of(rank: int, size: int) -> range:
+    """A rank's part of the batch."""
+    return range(BATCH * rank // size, BATCH * (rank + 1) // size)
+
+
+def advance(chain: int, total: int) -> int:
+    """The state behind a step: it tells what steps there were, and in what order."""
+    return (chain * 31 + total) % MODULUS
+
+
+@dataclass(eq=False)
+class Trainee:
+    """A training process, as it really is."""
+
+    job: str
+    name: str
+    host: str
+    incarnation: bytes
+    me: WorkerId | None = None
+    """Its id for peers, with its own port; None before it has one."""
+    alive: bool = True
+    has_left: bool = False
+    """Whether its script came to its end."""
+    stepping: int | None = None
+    """The step that its script is in; None between two steps."""
+    generation: int = 0
+    """That of the world in which it trains; 0 before the first."""
+    committed: int = 0
+    """How many steps it has seen committed."""
+    finished: int | None = None
+    """The step that it has finished last."""
+    held_since: float = math.inf
+    """Since when, and until when, its script is held up, or was: it hangs, or the process is suspended."""
+    held_until: float = -math.inf
+    lies: bool = False
+    """Whether its heartbeats do."""
+
+    def hold(self, now: float, seconds: float) -> None:
+        """Note that its script is held up for so long."""
+        if now > self.held_until + BREAK_S:
+            self.held_since = now
+        self.held_until = max(self.held_until, now + seconds)
+
+    def let_go(self, now: float, since: float) -> None:
+        """Note that what held it up since then is over before its time; what held it up already may last."""
+        if since <= self.held_since:
+            self.held_until = min(self.held_until, now)
+
+    def has_finished(self, step: int) -> bool:
+        """Whether the step is behind it, committed or not."""
+        return self.committed > step or self.finished == step
+
+
+@dataclass
+class Step:
+    """What the workers of one world did for one step."""
+
+    contributed: dict[int, range] = field(default_factory=dict)
+    """By rank."""
+    finished: set[WorkerId] = field(default_factory=set)
+
+
+@dataclass
+class Truth:
+    """What is known of one job."""
+
+    job: str
+    config: ElasticTrainingConfig
+    phase: Phase = Phase.FORMING
+    attempt: int = 0
+    in_attempt: bool = False
+    """Whether the attempt of that number is under way, as far as the facts tell."""
+    synchronising: bool = False
+    in_background: bool = False
+    """Whether no member stops for it before its commit."""
+    began_at: float = 0.0
+    """When it began."""
+    paused: bool = False
+    added: Sequence[str] = ()
+    """The joiners of the attempt."""
+    source: str = ""
+    """The state source of the attempt."""
+    worlds: dict[int, ClusterTopology] = field(default_factory=dict)
+    followed_at: dict[int, float] = field(default_factory=dict)
+    """When another world was committed behind this one."""
+    begun: set[int] = field(default_factory=set)
+    """The worlds of which it is known with what step they begin."""
+    begins: dict[int, int] = field(default_factory=dict)
+    """Behind how many steps; by generation, in their order."""
+    placed: set[WorkerId] = field(default_factory=set)
+    """The members of a world whose commit had a step."""
+    steps: dict[tuple[int, int], Step] = field(default_factory=lambda: defaultdict(Step))
+    """By generation and number."""
+    committed: dict[int, int] = field(default_factory=dict)
+    """By generation: the newest step that a script has seen committed."""
+    chain: list[int] = field(default_factory=lambda: [1])
+    """The state behind so many steps."""
+    members: dict[str, WorkerId] = field(default_factory=dict)
+    hosts: dict[str, str] = field(default_factory=dict)
+    """Where a worker of that id was last."""
+    joined_at: dict[WorkerId, float] = field(default_factory=dict)
+    told_to_go: dict[WorkerId, float] = field(default_factory=dict)
+    """When that became known."""
+    gone: set[WorkerId] = field(default_factory=set)
+    stops: defaultdict[int, dict[bytes, StopReport]] = field(default_factory=lambda: defaultdict(dict))
+    """By attempt and incarnation: where members said that they have stopped."""
+    ready: defaultdict[int, set[bytes]] = field(default_factory=lambda: defaultdict(set))
+    """By attempt: the members that reported ready."""
+    stepped_at: float = -math.inf
+    """When a script last saw a step committed."""
+    failures: int = 0
+    failed_behind: list[int] = field(default_factory=list)
+    """How many steps were committed at each failure since the last step of which survivors told."""
+    lone_liar: bool = False
+    """Whether a worker with false heartbeats was alone in a world, so that no witness could contradict it."""
+    waiting_since: float | None = None
+    abort_wanted: bool = False
+    evictions_wanted: set[str] = field(default_factory=set)
+    """The names with a requested eviction; it may arrive late, at the next worker of that name."""
+    data_lost: bool = False
+    """Whether shards are lost and the job is not to wait for them."""
+    reason: str = ""
+
+    @property
+    def generation(self) -> int:
+        return len(self.worlds)
+
+    @property
+    def world(self) -> ClusterTopology:
+        return self.worlds.get(self.generation, ClusterTopology())
+
+    @property
+    def stops_to_rescale(self) -> bool:
+        """Whether all members stop for a new world, and its state is settled before the commit."""
+        return self.config.use_synchronous_rescaling
+
+    @property
+    def steps_committed(self) -> int:
+        """The newest step that a script has seen committed in the latest world."""
+        return self.committed[max(self.begun)] if self.begun else 0
+
+    @property
+    def steps_heard_of(self) -> float:
+        """The highest step that the daemon can have heard of; in asynchronous mode it may be of a lost world."""
+        if self.lone_liar:
+            return math.inf
+        return self.steps_committed if self.stops_to_rescale else max(self.committed.values(), default=0)
+
+    def state_after(self, steps: int) -> int:
+        """What the state has to be behind so many steps."""
+        while len(self.chain) <= steps:
+            step = len(self.chain) - 1
+            self.chain.append(advance(self.chain[-1], samples(self.job, step, range(BATCH))))
+        return self.chain[steps]
+
+
+PAUSE = "pause"
+"""What is wrong where nothing passes between any two hosts."""
+
+
+class Disturbances:
+    """Since when the network of a host, and the daemon behind it, are good or bad, and for what causes."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._ended: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        """By host and cause."""
+        self._began: dict[str, float] = {}
+        self._causes: defaultdict[str, set[str]] = defaultdict(set)
+        self._paused_at = -math.inf
+
+    def begin(self, cause: str, hosts: Iterable[str]) -> None:
+        """From now on something is wrong for these."""
+        if cause == PAUSE:
+            self._paused_at = self._now()
+        for host in hosts:
+            if self.good_for_s(host) > SETTLED_AFTER_S:
+                self._began[host] = self._now()
+            self._causes[host].add(cause)
+
+    def end(self, cause: str) -> None:
+        """That is over."""
+        for host, causes in self._causes.items():
+            if cause in causes:
+                causes.discard(cause)
+                self._ended[host][cause] = self._now()
+
+    def good_for_s(self, host: str) -> float:
+        """How long nothing has been wrong."""
+        return self.quiet_for_s(host, frozenset())
+
+    def quiet_for_s(self, host: str, but_for: frozenset[str]) -> float:
+        """How long nothing has been wrong but for this."""
+        if self._causes[host] - but_for:
+            return 0.0
+        ended = (at for cause, at in self._ended[host].items() if cause not in but_for)
+        return self._now() - max(ended, default=-math.inf)
+
+    def is_but_a_pause(self, host: str) -> bool:
+        """Whether nothing is wrong, or was a moment ago, but that all of the network paused."""
+        ended_at = self._ended[host].get(PAUSE, -math.inf)
+        is_pausing = PAUSE in self._causes[host] or self._now() - ended_at <= QUIET_S
+        paused_s = self._now() - self._paused_at
+        return is_pausing and self.quiet_for_s(host, frozenset({PAUSE})) > paused_s + QUIET_S
+
+    def bad_for_s(self, host: str) -> float:
+        """How long ago it began not to be good, but for short breaks."""
+        return self._now() - self._began.get(host, math.inf)
