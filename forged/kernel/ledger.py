@@ -25,8 +25,8 @@ from forged.errors import ForgedError, NotLeader, PeerError, Unavailable, descri
 from forged.kernel.journal import Journal
 from forged.kernel.messages import Call, Decision, Record
 from forged.kernel.pending import Pending
+from forged.kernel.replies import FLOOR_PREFIX, ReplyTable
 from forged.kernel.replies import PREFIX as REPLY_PREFIX
-from forged.kernel.replies import ReplyTable
 from forged.kernel.store.port import (
     ABSENT,
     OPERATIONS_MAX,
@@ -324,6 +324,9 @@ class Ledger:
     def _trim(self, puts: dict[str, bytes], deletes: list[str]) -> None:
         """Delete dropped replies and facts, as far as the transaction has room."""
         room = OPERATIONS_MAX - len(puts) - len(deletes) - len(self._fence)
+        floors = self.replies.take_floors(room)
+        puts |= floors
+        room -= len(floors)
         forgotten = self.replies.take_forgotten(room)
         deletes += forgotten
         surplus = min(len(self._kept) - self.journal.facts_max, room - len(forgotten) - 1, TRIM_MAX)
@@ -431,7 +434,8 @@ class Ledger:
             cursors = await read_all(self.store, CURSOR_PREFIX)
             self.cursors = {entry.key.removeprefix(CURSOR_PREFIX): int(entry.value) for entry in cursors}
         with _readable("a remembered reply"):
-            self.replies.load(await read_all(self.store, REPLY_PREFIX), self._clock.monotonic())
+            replies, floors = await read_all(self.store, REPLY_PREFIX), await read_all(self.store, FLOOR_PREFIX)
+            self.replies.load(replies, floors, self._clock.monotonic())
         for owner in self._state_owners:
             with _readable(f"the state of {type(owner).__name__}"):
                 await owner.load(self.store)

@@ -5,15 +5,19 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from forged.errors import RequestRefused, Unavailable
+from forged.auth.model import Principal, Role
+from forged.errors import ForgedError, RequestRefused, Unavailable
+from forged.kernel import replies
 from forged.kernel.messages import Call
 from forged.kernel.replies import (
     CLIENTS_MAX,
+    FLOOR_PREFIX,
     FORGET_PER_TRANSACTION,
+    PREFIX,
     REMEMBERED_S,
     SILENT_S,
     UNACKNOWLEDGED_BYTES_MAX,
@@ -108,14 +112,14 @@ def test_returned_keys_are_bounded_by_the_given_limit() -> None:
 
 def test_a_stored_answer_is_read_back_as_its_bytes() -> None:
     book = ReplyTable()
-    book.load(stored(1), 0.0)
+    book.load(stored(1), (), 0.0)
     assert book.recall(call(1, digest=7), 0.0) == msgspec.msgpack.encode(1)
 
 
 def test_acknowledgements_survive_a_reload_from_the_store() -> None:
     book = book_with(1, 2)
     book.acknowledge(call(1).client, 1)
-    book.load(stored(1, 2), 0.0)
+    book.load(stored(1, 2), (), 0.0)
     with pytest.raises(RequestRefused):
         book.recall(call(1), 0.0)
     assert book.take_forgotten(EVERYTHING) == [entry.key for entry in stored(1)]
@@ -219,7 +223,7 @@ class Books(RuleBasedStateMachine):
 
     @rule()
     def read_anew(self) -> None:
-        self.book.load([Entry(key, value, 1) for key, value in sorted(self.disk.items())], 0.0)
+        self.book.load([Entry(key, value, 1) for key, value in sorted(self.disk.items())], (), 0.0)
 
     @precondition(lambda self: len(self.disk) == len(self.book))
     @rule()
@@ -307,3 +311,205 @@ def test_client_over_the_limit_replaces_the_longest_silent_one() -> None:
         book.recall(from_client(CLIENTS_MAX), 1.0)
     assert caught.value.code == "reply_memory_full"
     assert book.recall(from_client(CLIENTS_MAX), 1.0 + SILENT_S) is None
+
+
+# Shares.
+
+
+def as_principal(name: str, role: Role = Role.WORKER, jobs: frozenset[str] | None = None) -> Principal:
+    return Principal(name, role, jobs)
+
+
+A, B = as_principal("a"), as_principal("b")
+
+
+def of(principal: Principal, client: int, number: int = 1) -> Call:
+    return Call(principal, "a test", client=client.to_bytes(16, "big"), number=number)
+
+
+def decided(book: ReplyTable, call: Call, now: float = 0.0, size: int = 0) -> None:
+    assert book.recall(call, now) is None
+    book.remember(call, f"answer {call.number}", size)
+
+
+def code_of(book: ReplyTable, call: Call, now: float = 0.0) -> str:
+    with pytest.raises(ForgedError) as caught:
+        book.recall(call, now)
+    return caught.value.code
+
+
+def test_principal_with_all_clients_is_refused_and_loses_one_to_another_principal() -> None:
+    book = ReplyTable(clients_max=10)
+    for client in range(10):
+        decided(book, of(A, client))
+    assert code_of(book, of(A, 10)) == "reply_memory_full"
+    decided(book, of(B, 11))
+    assert book.recall(of(A, 1), 0.0) == "answer 1"
+    assert code_of(book, of(A, 0)) == "reply_memory_full"
+
+
+def test_request_of_a_displaced_client_is_refused_and_a_new_one_is_executed() -> None:
+    book = ReplyTable(clients_max=2)
+    for client in range(2):
+        decided(book, of(A, client))
+    decided(book, of(B, 3))
+    decided(book, of(A, 1, 2), SILENT_S + 1)
+    assert code_of(book, of(A, 0), SILENT_S + 1) == "reply_memory_full"
+    assert code_of(book, of(A, 0), 2 * SILENT_S + 2) == "reply_forgotten"
+    assert book.recall(of(A, 0, 2), 2 * SILENT_S + 2) is None
+
+
+def test_operators_have_a_reserve_of_clients_and_are_not_displaced() -> None:
+    book = ReplyTable(clients_max=32)
+    for client in range(30):
+        decided(book, of(A, client))
+    assert code_of(book, of(A, 30)) == "reply_memory_full"
+    for client in range(100, 102):
+        decided(book, of(OPERATOR, client))
+    for client in range(200, 215):
+        decided(book, of(B, client))
+    assert code_of(book, of(B, 215)) == "reply_memory_full"
+    assert book.recall(of(OPERATOR, 100), 0.0) == "answer 1"
+
+
+def test_tokens_of_one_job_share_one_part_of_the_table() -> None:
+    book = ReplyTable(clients_max=12)
+    tokens = [as_principal(f"token-{number}", jobs=frozenset({"a"})) for number in range(4)]
+    for client in range(12):
+        decided(book, of(tokens[client % 4], client))
+    for client in range(100, 106):
+        decided(book, of(B, client))
+    assert code_of(book, of(B, 106)) == "reply_memory_full"
+
+
+def test_bytes_of_replies_are_shared_like_clients() -> None:
+    book = ReplyTable(bytes_max=1000)
+    decided(book, of(A, 1), size=1000)
+    assert code_of(book, of(A, 2)) == "reply_memory_full"
+    decided(book, of(B, 3), size=10)
+    assert code_of(book, of(A, 1)) == "reply_forgotten"
+    decided(book, of(A, 2))
+
+
+def test_floor_of_a_displaced_client_is_stored_before_its_replies_are_deleted() -> None:
+    book = ReplyTable(clients_max=1)
+    decided(book, of(A, 1))
+    decided(book, of(A, 2), SILENT_S + 1)
+    assert book.take_floors(0) == {}
+    assert book.take_forgotten(EVERYTHING) == []
+    assert list(book.take_floors(EVERYTHING)) == [f"{FLOOR_PREFIX}{of(A, 1).client.hex()}"]
+    assert book.take_forgotten(EVERYTHING) == [ReplyTable().write(of(A, 1), b"\xc0", 0.0)[0]]
+
+
+def test_floor_survives_a_restart() -> None:
+    before = ReplyTable(clients_max=1)
+    decided(before, of(A, 1, 7))
+    decided(before, of(A, 2), SILENT_S + 1)
+    stored = [Entry(key, value, 1) for key, value in before.take_floors(EVERYTHING).items()]
+    book = ReplyTable()
+    book.load((), stored, 0.0)
+    assert code_of(book, of(A, 1, 7)) == "reply_forgotten"
+    assert book.recall(of(A, 1, 8), 0.0) is None
+
+
+def test_floor_whose_commit_failed_is_stored_again() -> None:
+    book = ReplyTable(clients_max=1)
+    decided(book, of(A, 1))
+    decided(book, of(A, 2), SILENT_S + 1)
+    lost = book.take_floors(EVERYTHING)
+    book.load((), (), SILENT_S + 1)
+    assert book.take_floors(EVERYTHING) == lost
+
+
+def test_stored_replies_keep_their_holder_after_a_restart() -> None:
+    book = ReplyTable(clients_max=2)
+    book.load([Entry(*ReplyTable().write(of(A, client), b"\xc0", 0.0), 1) for client in (1, 2)], (), 0.0)
+    decided(book, of(B, 3))
+    assert code_of(book, of(A, 4)) == "reply_memory_full"
+
+
+def test_reply_of_a_client_that_was_displaced_meanwhile_is_deleted() -> None:
+    book = ReplyTable(clients_max=1)
+    running = of(A, 1)
+    assert book.recall(running, 0.0) is None
+    decided(book, of(A, 2), SILENT_S + 1)
+    key, _ = book.write(running, b"\xc0", 0.0)
+    book.remember(running, "answer")
+    book.take_floors(EVERYTHING)
+    assert book.take_forgotten(EVERYTHING) == [key]
+
+
+def test_floors_are_bounded_and_the_largest_principal_loses_its_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "FLOORS_MAX", 4)
+    book, now = ReplyTable(clients_max=2), 0.0
+    for principal, client in [(B, 100), (B, 101), *((A, client) for client in range(10))]:
+        now += SILENT_S + 1
+        decided(book, of(principal, client), now)
+    now += SILENT_S + 1
+    assert code_of(book, of(B, 100), now) == "reply_forgotten"
+    assert len(book.take_floors(EVERYTHING)) == 4
+
+
+class Displacements(RuleBasedStateMachine):
+    """A small table, its store, and principals with more clients than fit. No request is executed twice."""
+
+    PRINCIPALS = (A, B, OPERATOR)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = ReplyTable(clients_max=3, bytes_max=40)
+        self.stored: dict[str, bytes] = {}
+        self.executed: set[tuple[bytes, int]] = set()
+        self.now = 0.0
+
+    @rule(who=st.integers(0, 2), client=st.integers(0, 1), number=st.integers(1, 3), fate=st.integers(0, 4))
+    def ask(self, who: int, client: int, number: int, fate: int) -> None:
+        asked = of(self.PRINCIPALS[who], 10 * who + client, number)
+        try:
+            known = self.book.recall(asked, self.now)
+        except ForgedError as error:
+            if error.code not in ("reply_forgotten", "reply_memory_full"):
+                raise
+            return
+        if known is not None:
+            assert (asked.client, number) in self.executed
+            return
+        assert (asked.client, number) not in self.executed, "it would be executed twice"
+        self.commit(asked, fails=fate == 0)
+
+    def commit(self, asked: Call, *, fails: bool) -> None:
+        key, value = self.book.write(asked, msgspec.msgpack.encode(asked.number), 0.0)
+        puts, deletes = {key: value} | self.book.take_floors(2), self.book.take_forgotten(2)
+        assert not puts.keys() & set(deletes)
+        self.book.remember(asked, asked.number, len(value))
+        if fails:
+            self.load()
+            return
+        self.executed.add((asked.client, asked.number))
+        self.stored |= puts
+        for deleted in deletes:
+            self.stored.pop(deleted, None)
+
+    def load(self) -> None:
+        entries = [Entry(key, value, 1) for key, value in sorted(self.stored.items())]
+        replies = [entry for entry in entries if entry.key.startswith(PREFIX)]
+        self.book.load(replies, [entry for entry in entries if entry not in replies], self.now)
+
+    @rule()
+    def restart(self) -> None:
+        self.book = ReplyTable(clients_max=3, bytes_max=40)
+        self.load()
+
+    @rule(seconds=st.sampled_from([1.0, SILENT_S + 1]))
+    def wait(self, seconds: float) -> None:
+        self.now = min(self.now + seconds, REMEMBERED_S)
+
+    @invariant()
+    def table_is_bounded(self) -> None:
+        known = {key for key in self.stored if key.startswith(PREFIX)}
+        assert len(self.book) <= len(self.executed)
+        assert len(known) >= len(self.book)
+
+
+TestDisplacements = Displacements.TestCase
+TestDisplacements.settings = settings(max_examples=30, stateful_step_count=100)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from forged.auth.tokens import encode_token
+from forged.kernel.replies import ReplyTable
 from forged.net import admission, server
 from forged.net.transport.port import Address
 from tests import kernel_fixture
@@ -301,6 +302,25 @@ async def test_job_with_all_connections_gives_way_to_another_job_and_not_to_its_
             assert await client.final_error_code() == "too_many_connections"
         await here.serves_new_clients()
         assert await others[0].request(1, "PingDaemon") == {}
+
+
+async def test_job_that_fills_the_table_of_replies_locks_out_neither_operators_nor_other_jobs(tmp_path: Path) -> None:
+    async with real_daemon(tmp_path) as here:
+        here.daemon.ledger.replies = ReplyTable(clients_max=64)
+        async with RawClient.greeted(here.unix) as operator:
+            hostile, other = [await create_token(operator, number, job) for number, job in enumerate("ab", start=1)]
+            for number, job in enumerate("ab", start=3):
+                await operator.request(number, "CreateJob", job=job)
+        codes = []
+        for _ in range(70):
+            async with RawClient.greeted(here.tcp, hostile) as client:
+                codes.append(await client.request(1, "AddNote", job="a", text="x"))
+        assert codes == [{}] * 60 + ["reply_memory_full"] * 10
+        async with RawClient.greeted(here.tcp, other) as client:
+            assert await client.request(1, "AddNote", job="b", text="x") == {}
+        async with RawClient.greeted(here.unix) as operator:
+            revoked = await operator.request(1, "RevokeToken", token_id=encode_token(bytes([1]) * 32)[0])
+            assert revoked["revoked_at"] is not None
 
 
 async def create_token(operator: RawClient, number: int, job: str, role: str = "worker") -> str:

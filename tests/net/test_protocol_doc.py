@@ -19,7 +19,13 @@ from forged import errors
 from forged.auth.tokens import encode_token
 from forged.ids import NAME_LENGTH_MAX
 from forged.kernel.messages import Record
-from forged.kernel.replies import REMEMBERED_S, UNACKNOWLEDGED_MAX
+from forged.kernel.replies import (
+    CLIENTS_MAX,
+    CLIENTS_RESERVE,
+    REMEMBERED_BYTES_MAX,
+    REMEMBERED_S,
+    UNACKNOWLEDGED_MAX,
+)
 from forged.net import admission, server, session, tickets
 from forged.net.protocol import messages, streams
 from forged.net.protocol.frames import FRAME_BYTES_MAX, FrameDecoder
@@ -171,6 +177,9 @@ def test_the_limits_are_those_of_the_code() -> None:
         "a request's time": session.TIMEOUT_MAX_S,
         "unacknowledged replies of a client": UNACKNOWLEDGED_MAX,
         "replies are remembered": REMEMBERED_S,
+        "clients with remembered replies": CLIENTS_MAX,
+        "of these, for operators only": CLIENTS_RESERVE,
+        "bytes of remembered replies": REMEMBERED_BYTES_MAX,
         "streams on a connection": streams.STREAMS_MAX,
         "credit of a stream": messages.CREDIT_MAX,
         "names in a filter": streams.FILTER_NAMES_MAX,

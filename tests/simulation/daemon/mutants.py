@@ -70,8 +70,8 @@ def forget_replies_at_restart() -> Iterator[None]:
     """Remembered replies are not loaded after a restart."""
     load = ReplyTable.load
 
-    def load_nothing(self: ReplyTable, entries: Any, now: float) -> None:
-        load(self, [], now)
+    def load_nothing(self: ReplyTable, replies: Any, floors: Any, now: float) -> None:
+        load(self, [], floors, now)
 
     with patch.object(ReplyTable, "load", load_nothing):
         yield
