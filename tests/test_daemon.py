@@ -125,6 +125,11 @@ def names_in(directory: Path) -> set[str]:
 # Starting.
 
 
+def test_daemon_checks_every_request_type_for_a_handler() -> None:
+    declared = {request for request in Request.__subclasses__() if request.__module__.startswith("forged.")}
+    assert declared == set(REQUESTS)
+
+
 @on_virtual_time
 async def test_start_refuses_a_request_type_without_handler_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon_module, "REQUESTS", (*REQUESTS, Unserved))
