@@ -128,6 +128,10 @@ class SourceKind(StrEnum):
     """The dataset itself, as no worker holds it."""
 
 
+KINDS = tuple(SourceKind)
+"""Columns have indices into these."""
+
+
 class DataTransfer(msgspec.Struct, frozen=True):
     """The movement of one shard to one worker; transfers with a higher priority start first.
 

@@ -15,11 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from forged.data.columns import NOBODY, Column, Places, ordinals
+from forged.data.model import DataShard
+from forged.data.placement.plan import Assignments
 from forged.elastic.model import RANK_NONE, ClusterTopology, WorkerId
 from forged.errors import RequestRefused
 
 AnyArray = npt.NDArray[Any]
-Ids = Sequence[int] | AnyArray
+Ids = Sequence[int] | Sequence[DataShard] | AnyArray
 Held = Sequence[int] | AnyArray | Mapping[WorkerId, Ids]
 """Old ranks by shard, -1 for none; or the shards that each worker of the old topology holds."""
 HeldCopies = Held | Sequence[Sequence[int]]
@@ -109,7 +111,8 @@ def _claims(
 ) -> Iterator[tuple[int, Places]]:
     """The rank of each worker and the shards that it holds, each once."""
     for worker, given in held.items():
-        rank, ids = old.rank_of(worker), _as_array(field, given)
+        numbers = held.ids(worker) if isinstance(held, Assignments) else _numbers(given)
+        rank, ids = old.rank_of(worker), _as_array(field, numbers)
         if rank == RANK_NONE:
             raise _refused(
                 f"{field} names {worker}, which is not in the old topology", "name workers of the old topology"
@@ -117,6 +120,13 @@ def _claims(
         if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= shards):
             raise _refused(f"{field}: the shards of {worker} must be from 0 to {shards - 1}", "check the dataset")
         yield rank, np.unique(ids.astype(np.intp))
+
+
+def _numbers(given: Ids) -> object:
+    """The ids of shards that are given as values."""
+    if isinstance(given, Sequence) and given and isinstance(given[0], DataShard):
+        return [one.shard_id if isinstance(one, DataShard) else one for one in given]
+    return given
 
 
 def _stacked(claims: Sequence[tuple[int, Places]], shards: int) -> Column:

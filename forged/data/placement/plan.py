@@ -1,7 +1,7 @@
 """A transfer plan: the assignment of shards to workers, and the transfers that it needs.
 
 Invariants:
-- A plan consists of immutable columns.
+- A plan consists of immutable columns, whether the planner or a caller made it.
 - Every shard has exactly one owner, also a shard that stays.
 - Single shards and transfers are views: made when they are read, and not kept.
 - Transfers are sorted by priority: owners before replicas, and earlier shards first.
@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Generic, TypeVar, overload
@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from forged.data.columns import NOBODY, Column, Counts, Places, count, group, ordinals
-from forged.data.model import Dataset, DataShard, DataTransfer, SourceKind, TransferPace
+from forged.data.model import KINDS, Dataset, DataShard, DataTransfer, SourceKind, TransferPace
+from forged.data.placement.given_plan import GivenPlan, read_plan
 from forged.data.placement.shares import Weights
 from forged.elastic.model import WorkerId
 from forged.errors import RequestRefused
@@ -26,7 +27,6 @@ from forged.errors import RequestRefused
 V = TypeVar("V")
 
 Times = npt.NDArray[np.float64]
-KINDS = tuple(SourceKind)
 Kinds = npt.NDArray[np.uint8]
 """Indices into `KINDS`."""
 
@@ -67,9 +67,14 @@ class Assignments(Mapping[WorkerId, View[DataShard]]):
     dataset: Dataset
     workers: tuple[WorkerId, ...]
     holders: Column
+    known: Mapping[int, DataShard] = field(default_factory=dict)
+    """Shards as a caller gave them; others are those of the dataset."""
 
     def __getitem__(self, worker: WorkerId) -> View[DataShard]:
-        return View(self.ids(worker), self.dataset.shard)
+        return View(self.ids(worker), self._shard)
+
+    def _shard(self, shard_id: int) -> DataShard:
+        return self.known.get(shard_id) or self.dataset.shard(shard_id)
 
     def __iter__(self) -> Iterator[WorkerId]:
         return iter(self.workers)
@@ -117,7 +122,7 @@ class TransferColumns:
             column.setflags(write=False)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False, init=False)
 class DataRedistributionPlan:
     """The owners and replicas before and after, as places in `workers`, and the transfers between."""
 
@@ -135,7 +140,33 @@ class DataRedistributionPlan:
     pace: TransferPace | None = None
     lanes: int = 1
     """How many transfers a worker receives at once."""
-    _numbers: dict[WorkerId, int] = field(init=False, repr=False)
+    given: GivenPlan | None = None
+    """What a caller made the plan from, whose workers are in no order of rank; None for a plan of the planner."""
+    _numbers: dict[WorkerId, int] = field(init=False)
+
+    def __init__(
+        self,
+        transfers: Iterable[DataTransfer] = (),
+        worker_assignments: Mapping[WorkerId, Iterable[DataShard]] | None = None,
+        total_shards: int = 0,
+    ) -> None:
+        """A plan of the caller's own: the shards that each worker owns afterwards, and the transfers to that end.
+
+        `DataRedistributor.validate_redistribution` says whether it is consistent.
+        """
+        given = read_plan(transfers, worker_assignments or {}, total_shards)
+        plan = ColumnPlan(
+            given.dataset,
+            given.workers,
+            given.world_size,
+            given.owners_before,
+            given.replicas_before,
+            given.owners,
+            given.replicas,
+            TransferColumns(*(column.copy() for column in given.columns)),
+            given=given,
+        )
+        vars(self).update(vars(plan))
 
     def __post_init__(self) -> None:
         for column in (self.owners_before, self.replicas_before, self.owners, self.replicas):
@@ -153,15 +184,19 @@ class DataRedistributionPlan:
         """The number of shards, whether they move or not."""
         return self.dataset.shards
 
+    @property
+    def _given_shards(self) -> Mapping[int, DataShard]:
+        return {} if self.given is None else self.given.shards
+
     @cached_property
     def worker_assignments(self) -> Assignments:
         """The shards that each worker of the new topology owns, also those that stay."""
-        return Assignments(self.dataset, self.workers[: self.world_size], self.owners[np.newaxis])
+        return Assignments(self.dataset, self.workers[: self.world_size], self.owners[np.newaxis], self._given_shards)
 
     @cached_property
     def replica_assignments(self) -> Assignments:
         """The shards of which each worker of the new topology holds a replica."""
-        return Assignments(self.dataset, self.workers[: self.world_size], self.replicas)
+        return Assignments(self.dataset, self.workers[: self.world_size], self.replicas, self._given_shards)
 
     @cached_property
     def copy_assignments(self) -> Assignments:
@@ -169,7 +204,7 @@ class DataRedistributionPlan:
         if not len(self.replicas):
             return self.worker_assignments
         holders = np.concatenate((self.owners[np.newaxis], self.replicas))
-        return Assignments(self.dataset, self.workers[: self.world_size], holders)
+        return Assignments(self.dataset, self.workers[: self.world_size], holders, self._given_shards)
 
     @property
     def transfers(self) -> View[DataTransfer]:
@@ -191,6 +226,8 @@ class DataRedistributionPlan:
     @cached_property
     def priorities(self) -> Counts:
         """Earlier shards have higher priorities, and any owner's transfer a higher one than a replica's."""
+        if self.given is not None:
+            return np.array([transfer.priority for transfer in self.given.transfers], np.int64)
         first = (1 - self.columns.copies.astype(np.int64)) * self.total_shards
         return first - self.columns.shards
 
@@ -250,6 +287,8 @@ class DataRedistributionPlan:
         return group(self.columns.destinations, len(self.workers))
 
     def _transfer(self, row: int) -> DataTransfer:
+        if self.given is not None:
+            return self.given.transfers[row]
         columns, times = self.columns, self.completion_times
         source = int(columns.sources[row])
         return DataTransfer(
@@ -272,3 +311,8 @@ def _waited(queues: Places | Column, bound: int, samples: Counts) -> Counts:
     waited = np.empty(order.size, np.int64)
     waited[order] = through[1:] - np.repeat(through[starts[:-1]], np.diff(starts))
     return waited
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ColumnPlan(DataRedistributionPlan):
+    """A plan that is made from its columns."""

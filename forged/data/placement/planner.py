@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from forged.data.columns import NOBODY, Column, Counts, Mask, Places, count, deal, group, ordinals
-from forged.data.model import Dataset, SourceKind, TransferPace, whole
+from forged.data.model import KINDS, Dataset, SourceKind, TransferPace, whole
 from forged.data.placement.holdings import Held, HeldCopies, Roster, read_owners, read_replicas
-from forged.data.placement.plan import KINDS, DataRedistributionPlan, Kinds, TransferColumns
+from forged.data.placement.plan import Assignments, ColumnPlan, DataRedistributionPlan, Kinds, TransferColumns
 from forged.data.placement.replicas import keep_replicas, place_replicas
 from forged.data.placement.shares import Shares, Weights, read_weights
 from forged.data.placement.validation import RedistributionReport, examine
@@ -56,8 +56,9 @@ class DataRedistributor:
 
         - `shards`: by default one per sample, up to `SHARDS_DEFAULT_MAX`.
         - `current` and `replicas`: the current holders, as ranks of the old topology by shard (-1 for none), or as the
-          shards of each of its workers. By default the shards are dealt in rounds over the old ranks. The `owners` and
-          `replicas` of a plan can be passed to the next one, with this plan's new topology as the old one.
+          shards of each of its workers. By default the shards are dealt in rounds over the old ranks. The
+          `worker_assignments` and `replica_assignments` of a plan can be passed to the next one, with this plan's new
+          topology as the old one.
         - `weights`: the relative share of the data that each worker should hold; 1 for a worker that is not named.
         - `draining`: workers that leave and serve their shards until then. Other workers that leave are gone.
         - `pace`: the measured pace, for estimates.
@@ -70,13 +71,16 @@ class DataRedistributor:
             raise RequestRefused(
                 "topology_empty", f"no worker can hold the {dataset.shards} shards", "wait until a worker has joined"
             )
+        for name, given in (("current", current), ("replicas", replicas)):
+            if isinstance(given, Assignments) and given.dataset != dataset:
+                raise _of_other_dataset(name, given.dataset, dataset)
         roster = Roster.of(old, new, draining)
         before = read_owners(roster, dataset.shards, current)
         copies = read_replicas(roster, before, replicas)
         share = read_weights(weights, new.workers)
         owners, moving = self._owners(roster, before, copies, share)
         placed = self._replicas(roster, before, copies, owners, share)
-        return DataRedistributionPlan(
+        return ColumnPlan(
             dataset=dataset,
             workers=roster.workers,
             world_size=roster.world,
@@ -132,6 +136,14 @@ def check_replication(replication: object) -> int:
             "use fewer replicas than there are workers",
         )
     return found
+
+
+def _of_other_dataset(field: str, given: Dataset, dataset: Dataset) -> RequestRefused:
+    return RequestRefused(
+        "holdings_invalid",
+        f"{field} assigns {given.samples} samples in {given.shards} shards, not {dataset.samples} in {dataset.shards}",
+        "pass the assignments of a plan for the same dataset",
+    )
 
 
 def _least_moved(roster: Roster, before: Column, copies: Column, shares: Shares) -> tuple[Column, Places]:

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from forged.data.columns import NOBODY, Column, Counts, Mask, Places
-from forged.data.model import SourceKind
-from forged.data.placement.plan import KINDS, DataRedistributionPlan
+from forged.data.model import KINDS, SourceKind
+from forged.data.placement.plan import DataRedistributionPlan
 from forged.data.placement.shares import Shares
 from forged.elastic.model import ClusterTopology, WorkerId
 
@@ -38,7 +38,12 @@ def examine(
 ) -> RedistributionReport:
     """All problems of a plan for this topology. Workers in `draining` are outside the topology and alive."""
     wanted = min(replication, max(0, topology.world_size - 1))
-    shape = tuple(_wrong_shape(plan)) or tuple(_wrong_workers(topology, plan, draining)) or tuple(_wrong_numbers(plan))
+    shape = (
+        (plan.given.faults[:NAMED_MAX] if plan.given else ())
+        or tuple(_wrong_shape(plan))
+        or tuple(_wrong_workers(topology, plan, draining))
+        or tuple(_wrong_numbers(plan))
+    )
     if shape:
         # Without valid places and shards no other check is meaningful.
         return RedistributionReport(shape)
@@ -79,7 +84,7 @@ def _wrong_workers(
         return
     ranks = enumerate(zip(planned, topology.workers, strict=False))
     for rank, (one, other) in ranks:
-        if one != other and one in topology:
+        if plan.given is None and one != other and one in topology:
             yield f"{one} has rank {rank} in the plan, and {other} in the topology"
     alive = {*topology.workers, *draining}
     for one in plan.workers[plan.world_size :]:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 
 from forged.data import DataRedistributionPlan, Dataset, SourceKind, TransferPace
-from forged.data.placement.plan import KINDS, Assignments, View
+from forged.data.model import KINDS
+from forged.data.placement.plan import Assignments, View
 from forged.elastic import ClusterTopology
 from forged.errors import RequestRefused
 from tests.data.topology_changes import UNTIMED, Change, at, changes, redistributor, spread

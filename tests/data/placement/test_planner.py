@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from forged.data import DataRedistributionPlan, DataRedistributor, DataTransfer, SourceKind
 from forged.data.columns import NOBODY
-from forged.data.model import SHARDS_DEFAULT_MAX
-from forged.data.placement.plan import KINDS
+from forged.data.model import KINDS, SHARDS_DEFAULT_MAX
 from forged.data.placement.planner import REPLICATION_MAX, WINDOW_MIN, choose_sources
 from forged.elastic import ClusterTopology, ElasticTrainingConfig, RedistributionType, WorkerId
 from forged.errors import ConfigError, RequestRefused
@@ -420,3 +419,36 @@ def test_turns_do_not_follow_a_rhythm_of_the_shards() -> None:
 
 def test_of_nothing_there_are_no_sources() -> None:
     assert chosen([], []) == []
+
+
+# What a plan assigns is what the next one starts from.
+
+
+@pytest.mark.parametrize("strategy", RedistributionType)
+def test_assignments_of_a_plan_are_the_current_holders_of_the_next(strategy: RedistributionType) -> None:
+    plans = redistributor(strategy, replication=1)
+    first = plans.calculate_plan(spread(0, 1), spread(0, 1, 2), 100, shards=20)
+    expected = plans.calculate_plan(
+        spread(0, 1, 2), spread(1, 2, 3), 100, shards=20, current=first.owners, replicas=first.replicas
+    )
+    for current, replicas in (
+        (first.worker_assignments, first.replica_assignments),
+        (dict(first.worker_assignments), dict(first.replica_assignments)),
+        (
+            {worker: list(shards) for worker, shards in first.worker_assignments.items()},
+            {worker: list(shards) for worker, shards in first.replica_assignments.items()},
+        ),
+    ):
+        second = plans.calculate_plan(
+            spread(0, 1, 2), spread(1, 2, 3), 100, shards=20, current=current, replicas=replicas
+        )
+        assert list(second.transfers) == list(expected.transfers)
+        assert second.owners.tolist() == expected.owners.tolist()
+
+
+def test_assignments_of_another_dataset_are_refused() -> None:
+    first = redistributor().calculate_plan(spread(0), spread(0, 1), 100, shards=20)
+    with pytest.raises(RequestRefused) as raised:
+        redistributor().calculate_plan(spread(0, 1), spread(0), 200, shards=20, current=first.worker_assignments)
+    assert raised.value.code == "holdings_invalid"
+    assert raised.value.message == "current assigns 100 samples in 20 shards, not 200 in 20"
