@@ -138,7 +138,7 @@ async def _fetch(made: Scene, path: Path, concurrency: int) -> float:
     store, mesh = DirectoryShardStore(path), Mesh("taker", bytes(16), "bench", key=KEY)
     async with mesh.open() as address:
         taker = WorkerId("taker", address.host, address.port)
-        manager = DataTransferManager(taker, store, mesh.connect_for_shards, max_concurrent_transfers=concurrency)
+        manager = DataTransferManager(concurrency, worker=taker, store=store, connect=mesh.connect_for_shards)
         plan = _all_from(made, taker)
         start = time.monotonic()
         report = await manager.execute_plan(plan)

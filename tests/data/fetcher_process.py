@@ -19,7 +19,7 @@ async def fetch(source: WorkerId, directory: Path, number: int) -> None:
     mesh = Mesh("victim", bytes(16), JOB, key=KEY)
     async with mesh.open() as address:
         me = WorkerId("victim", address.host, address.port)
-        manager = DataTransferManager(me, DirectoryShardStore(directory), mesh.connect_for_shards)
+        manager = DataTransferManager(worker=me, store=DirectoryShardStore(directory), connect=mesh.connect_for_shards)
         await manager.transfer_data_shards(source, me, shard(number))
 
 

@@ -38,9 +38,9 @@ class DataCluster(Cluster):
 
     def manager(self, number: int, **options: Any) -> DataTransferManager:
         return DataTransferManager(
-            self.workers[number],
-            self.stores[number],
-            self.meshes[number].connect_for_shards,
+            worker=self.workers[number],
+            store=self.stores[number],
+            connect=self.meshes[number].connect_for_shards,
             clock=VirtualClock(asyncio.get_running_loop()),
             random=Random(number).random,
             uses_threads=False,

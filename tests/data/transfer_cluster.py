@@ -208,7 +208,7 @@ class TransferCluster:
         """A manager of the fetcher, with short retries."""
         defaults = {"retry": FAST_RETRY, "random": Random(1).random, **self.options}
         return DataTransferManager(
-            self.fetcher, self.store, self.meshes[0].connect_for_shards, **{**defaults, **options}
+            worker=self.fetcher, store=self.store, connect=self.meshes[0].connect_for_shards, **{**defaults, **options}
         )
 
     async def move(self, manager: DataTransferManager, number: int, *sources: int | WorkerId) -> MovedShard | None:

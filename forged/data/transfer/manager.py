@@ -40,19 +40,20 @@ Connect = Callable[[WorkerId], Awaitable[SourceConnection]]
 class DataTransferManager:
     """Moves shards to this worker; `connect` is `Mesh.connect_for_shards`.
 
-    A manager without a worker moves nothing until it is bound to one; `ElasticWorker.transfers` is bound to its worker.
+    A manager without a worker executes only empty plans until it is bound to one; `ElasticWorker.transfers` is bound to
+    its worker.
     `uses_threads=False` is for simulations: the origin is read in the event loop.
     """
 
     def __init__(
         self,
+        max_concurrent_transfers: int = 4,
+        *,
         worker: WorkerId | None = None,
         store: ShardStore | None = None,
         connect: Connect | None = None,
-        *,
         origin: ShardOrigin | None = None,
         origin_timeout_s: float = ORIGIN_TIMEOUT_S,
-        max_concurrent_transfers: int = 4,
         use_parallel_data_transfer: bool = True,
         rate_bytes_per_s: float | None = None,
         retry: RetryPolicy = RETRY,
@@ -88,6 +89,10 @@ class DataTransferManager:
         self._one_at_a_time = anyio.Lock()
         if worker is not None and store is not None and connect is not None:
             self.bind(worker, store, connect, origin=origin)
+        elif (worker, store, connect) != (None, None, None):
+            raise ConfigError(
+                "transfers_invalid", "worker, store and connect belong together", "pass all three, or call `bind` later"
+            )
 
     def bind(self, worker: WorkerId, store: ShardStore, connect: Connect, *, origin: ShardOrigin | None = None) -> Self:
         """Move shards to this worker from now on; a manager is bound once. Returns itself."""
@@ -115,10 +120,13 @@ class DataTransferManager:
 
         A plan of an older generation than a previous one is refused. Shards that no source gave are in the report.
         """
-        return await self.execute(self._wanted(plan), generation=generation)
+        return await self.execute(self._wanted(plan) if plan.transfers else (), generation=generation)
 
     async def execute(self, wanted: Iterable[Wanted], *, generation: int | None = None) -> TransferReport:
         """Fetch these shards, as for a plan."""
+        wanted = list(wanted)
+        if not wanted and self._context is None:
+            return TransferReport()
         self._fence(generation)
         number = self.cancel()
         async with self._one_at_a_time:
@@ -199,5 +207,8 @@ def _unbound() -> RequestRefused:
 
 def _holders_before(plan: DataRedistributionPlan, transfer: DataTransfer) -> list[WorkerId]:
     shard = transfer.shard.shard_id
+    if not 0 <= shard < plan.total_shards:
+        # A caller's plan may be wrong.
+        return []
     numbers = (int(plan.owners_before[shard]), *map(int, plan.replicas_before[:, shard]))
     return [plan.workers[number] for number in numbers if number != NOBODY]

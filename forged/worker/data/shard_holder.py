@@ -108,12 +108,12 @@ class ShardHolder:
         self._local = LocalShards(data.store, data.shards, uses_threads=uses_threads)
         self._reports = TransferReports(line, signal, clock, log)
         self.transfers = DataTransferManager(
-            line.worker,
-            data.store,
-            mesh.connect_for_shards,
+            config.transfers_at_once,
+            worker=line.worker,
+            store=data.store,
+            connect=mesh.connect_for_shards,
             origin=data.origin,
             origin_timeout_s=data.origin_timeout_s,
-            max_concurrent_transfers=config.transfers_at_once,
             rate_bytes_per_s=data.rate_bytes_per_s,
             clock=clock,
             random=random,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from forged.clock import SystemClock
-from forged.data.model import DataShard
+from forged.data.model import DataShard, DataTransfer
 from forged.data.placement.plan import DataRedistributionPlan
 from forged.data.placement.planner import DataRedistributor
 from forged.data.store.directory import DirectoryShardStore
@@ -37,6 +37,7 @@ from forged.worker.data import shard_connections as shards
 from forged.worker.data import shard_protocol
 from forged.worker.transport.bulk_channel import BulkTransport, LoopBulkTransport, SocketBulkTransport
 from forged.worker.transport.peer_link import PEER_LIMITS
+from tests.data.topology_changes import redistributor, spread
 from tests.data.transfer_cluster import (
     FAST_RETRY,
     BlockedStore,
@@ -247,6 +248,49 @@ async def test_bound_manager_moves_shards_to_its_worker() -> None:
         with pytest.raises(RequestRefused) as error:
             manager.bind(cluster.workers[1], cluster.stores[1], cluster.meshes[1].connect_for_shards)
         assert error.value.code == "manager_bound"
+
+
+@pytest.mark.parametrize("number", [0, -1, 65, 2.5, True, None, "4"])
+def test_number_of_concurrent_transfers_is_the_first_argument(number: Any) -> None:
+    with pytest.raises(ConfigError) as raised:
+        DataTransferManager(number)
+    assert "max_concurrent_transfers" in str(raised.value)
+
+
+async def test_manager_moves_as_many_shards_at_once_as_its_first_argument_says() -> None:
+    most: list[int] = []
+    gate = threading.Event()
+    stores = [MemoryShardStore(), GatedStore(gate)]
+    async with open_cluster(2, lambda number: stores[number]) as cluster:
+        put(cluster.stores[1], *range(6))
+        observer = Observer(progress=lambda progress: most.append(len(progress.in_transit)))
+        manager = DataTransferManager(3, observer=observer, progress_interval_s=0.001)
+        manager.bind(cluster.fetcher, cluster.store, cluster.meshes[0].connect_for_shards)
+        moving = asyncio.ensure_future(manager.execute_plan(plan_for(cluster, 6, {1: list(range(6))}, {})))
+        await until(lambda: max(most, default=0) == 3)
+        gate.set()
+        assert len((await moving).moved) == 6
+    assert max(most) == 3
+
+
+def test_worker_without_a_store_is_refused() -> None:
+    with pytest.raises(ConfigError, match="worker, store and connect belong together"):
+        DataTransferManager(worker=WorkerId("a", "h", 1))
+
+
+@pytest.mark.parametrize("plan", [DataRedistributionPlan(), redistributor().calculate_plan(spread(0), spread(0), 8)])
+async def test_unbound_manager_executes_an_empty_plan(plan: DataRedistributionPlan) -> None:
+    assert await DataTransferManager().execute_plan(plan) == TransferReport()
+
+
+async def test_plan_of_a_caller_is_executed() -> None:
+    async with open_cluster(2) as cluster:
+        put(cluster.stores[1], 0, 1)
+        shards = [shard(0), shard(1)]
+        transfers = [DataTransfer(cluster.workers[1], cluster.fetcher, one, 2 - one.shard_id) for one in shards]
+        plan = DataRedistributionPlan(transfers, {cluster.fetcher: shards}, 2)
+        report = await cluster.manager().execute_plan(plan)
+        assert sorted(one.shard_id for one in report.moved) == [0, 1]
 
 
 async def test_empty_plan_completes_at_once() -> None:
@@ -640,7 +684,9 @@ class InterruptedSource:
         async def connect(worker: WorkerId) -> SourceConnection:
             return self
 
-        return DataTransferManager(WorkerId("a", "h", 1), store, connect, retry=FAST_RETRY, **options)
+        return DataTransferManager(
+            worker=WorkerId("a", "h", 1), store=store, connect=connect, retry=FAST_RETRY, **options
+        )
 
 
 FROM_B = Wanted(shard(0), 0, (WorkerId("b", "h", 2),))
@@ -717,7 +763,7 @@ async def test_cancellation_raised_by_a_source_is_no_report() -> None:
     async def connect(worker: WorkerId) -> SourceConnection:
         raise asyncio.CancelledError
 
-    manager = DataTransferManager(WorkerId("a", "h", 1), MemoryShardStore(), connect)
+    manager = DataTransferManager(worker=WorkerId("a", "h", 1), store=MemoryShardStore(), connect=connect)
     with pytest.raises(Unavailable, match="before all shards arrived") as raised:
         await manager.execute([Wanted(shard(0), 0, (WorkerId("b", "h", 2),))])
     assert raised.value.code == "transfers_broken_off"
@@ -900,9 +946,9 @@ async def test_origin_read_says_whether_an_unreachable_worker_may_hold_the_shard
         raise Unavailable("peer_gone", f"{worker} is not there", "")
 
     manager = DataTransferManager(
-        WorkerId("a", "h", 1),
-        MemoryShardStore(),
-        connect,
+        worker=WorkerId("a", "h", 1),
+        store=MemoryShardStore(),
+        connect=connect,
         origin=FunctionOrigin(hang),
         retry=RetryPolicy(attempts=1),
         observer=Observer(progress=reported.append),
@@ -955,7 +1001,9 @@ async def test_workers_that_fetch_from_each_other_receive_all_shards(seed: int) 
 
         async def fetch_all(place: int) -> None:
             manager = DataTransferManager(
-                cluster.workers[place], cluster.stores[place], cluster.meshes[place].connect_for_shards
+                worker=cluster.workers[place],
+                store=cluster.stores[place],
+                connect=cluster.meshes[place].connect_for_shards,
             )
             for number in source.sample(range(40), 40):
                 await manager.transfer_data_shards(holders[number], cluster.workers[place], shard(number))
