@@ -137,6 +137,13 @@ def test_aborted_worker_of_an_example_has_saved_its_state(tmp_path: Path) -> Non
     assert checkpoint.load(saved.with_name(prefix))["w"].tolist() == [int(prefix.rpartition("-")[2])] * 8
 
 
+def test_plans_of_the_data_page_are_valid() -> None:
+    [example] = [block for block in blocks(ROOT / "docs" / "data.md", "python") if "DataRedistributionPlan(" in block]
+    named: dict[str, Any] = {}
+    exec(example, named)
+    assert [len(named[plan].for_worker(named["c"])) for plan in ("second", "own")] == [2, 2]
+
+
 def test_shard_store_of_the_data_page_passes_the_contract() -> None:
     [example] = [block for block in blocks(ROOT / "docs" / "data.md", "python") if "ShardStore" in block]
     named: dict[str, Any] = {}

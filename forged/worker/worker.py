@@ -41,6 +41,7 @@ from forged.logger_adapter import SCRIPT_LOG, as_log
 from forged.net.transport.port import Network
 from forged.owner_task import OwnerTask
 from forged.worker import arguments
+from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.drain import Leaving
 from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.events import Event, WorkerEvents
@@ -490,24 +491,31 @@ class ElasticWorker:
         """Whether this worker owns a shard: by the committed assignment of its dataset, else by the remainder."""
         if self.rank == RANK_NONE or not 0 <= shard_index < total_shards:
             return False
-        data, shards = self._spec.data, None if self._session is None else self._session.shards
+        data, shards = self._spec.data, self._shards
         if data is not None and shards is not None and total_shards == data.shards:
             return shards.owns(shard_index)
         return shard_index % self.world_size == self.rank
 
     async def redistribute_data(self, plan: DataRedistributionPlan) -> TransferReport:
         """Fetch the shards that a plan gives this worker. A rescale fetches those of its own plan by itself."""
+        # The address of a worker is known only when it has registered.
+        mine = [plan.for_worker(worker) for worker in plan.workers if worker.id == self.worker_id.id]
+        if self._shards is None and not any(mine):
+            return TransferReport()
         return await self.transfers.execute_plan(plan)
 
     @property
     def transfers(self) -> DataTransferManager:
         """Moves shards to this worker. The next rescale may drop shards that were moved by hand."""
-        shards = None if self._session is None else self._session.shards
-        if shards is None:
+        if self._shards is None:
             raise RequestRefused(
                 "data_missing", "the worker has no training data, or is not registered", "give it `data`, and register"
             )
-        return shards.transfers
+        return self._shards.transfers
+
+    @property
+    def _shards(self) -> ShardHolder | None:
+        return None if self._session is None else self._session.shards
 
 
 def _unconnected() -> RequestRefused:

@@ -17,9 +17,11 @@ import pytest
 from forged.client import ForgedClient
 from forged.client.connection import Link
 from forged.data.model import Dataset
+from forged.data.placement.plan import DataRedistributionPlan
 from forged.data.placement.planner import DataRedistributor
 from forged.data.store.memory import MemoryShardStore
 from forged.data.training import TrainingData
+from forged.data.transfer.outcome import TransferReport
 from forged.elastic.failure_detector.detector import SCAN_INTERVAL_S
 from forged.elastic.membership.member import PULSE_INTERVAL_S
 from forged.elastic.messages import (
@@ -180,6 +182,12 @@ class TestTheValueOfIt:
         now = worker.current_state
         assert now is not None
         assert (now.current_epoch, now.current_step, now.learning_rate, now.global_batch_size) == (2, 50, 0.1, 64)
+
+    async def test_number_of_workers_is_that_of_the_synchronised_state_until_a_world_is_entered(self) -> None:
+        worker = ElasticWorker("me")
+        await worker.synchronize_state(GlobalTrainingState(2, 50, 0.5, 64, active_worker_count=4))
+        assert worker.current_state is not None
+        assert worker.current_state.active_worker_count == 4
 
     def test_how_far_the_training_is_can_be_said_before_there_is_a_world(self) -> None:
         worker = ElasticWorker("me")
@@ -1275,6 +1283,11 @@ class TestLeaving:
         with pytest.raises(RequestRefused) as raised:
             await ElasticWorker("me").redistribute_data(plan)
         assert raised.value.code == "data_missing"
+
+    async def test_plan_without_transfers_to_a_worker_is_done_at_once(self) -> None:
+        others = DataRedistributor(config()).calculate_plan(ClusterTopology(), TOPOLOGY, 8, shards=4)
+        for plan in (DataRedistributionPlan(), others):
+            assert await ElasticWorker("c").redistribute_data(plan) == TransferReport()
 
     async def test_a_script_that_fails_is_gone_at_once(self, group: TrainerGroup, client: ForgedClient) -> None:
         group.start("a", "b")

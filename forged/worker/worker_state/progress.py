@@ -32,6 +32,8 @@ class TrainingProgress:
         self.step = 0
         """Committed steps."""
         self.epoch = 0
+        self.worker_count = 0
+        """The workers of the training state that was applied last."""
         self.learning_rate = arguments.rate("learning_rate", learning_rate)
         self.global_batch_size = arguments.count(
             "global_batch_size", global_batch_size or (0 if sampler is None else sampler.global_batch)
@@ -82,10 +84,11 @@ class TrainingProgress:
         )
 
     def training_state(self, world_size: int, now: float) -> GlobalTrainingState | None:
-        """None before the first world."""
+        """None before the first state; `world_size` is 0 in no world."""
         if not self.holds_state:
             return None
-        return GlobalTrainingState(self.epoch, self.step, self.learning_rate, self.global_batch_size, world_size, now)
+        workers = world_size or self.worker_count
+        return GlobalTrainingState(self.epoch, self.step, self.learning_rate, self.global_batch_size, workers, now)
 
     # Steps.
 
@@ -131,6 +134,7 @@ class TrainingProgress:
         """Continue from this training state, with its rate and its batch."""
         self._set_step(state.current_step)
         self.epoch, self.holds_state = state.current_epoch, True
+        self.worker_count = state.active_worker_count
         self._set_rate_and_batch(state.learning_rate, state.global_batch_size)
         self._publish_step()
 
