@@ -137,7 +137,7 @@ class RescaleCompleted(Fact, frozen=True):
     """A new world is committed; `delta` leads to it from the previous topology.
 
     If the members did not stop for it, they switch after their current step, which the daemon does not know: `step` and
-    `epoch` are None. A rate or batch of 0 means that the workers keep theirs.
+    `epoch` are None. A rate of None and a batch of 0 mean that the world takes those of its state source.
     """
 
     attempt: int
@@ -145,7 +145,7 @@ class RescaleCompleted(Fact, frozen=True):
     delta: TopologyDelta
     step: int | None
     epoch: int | None
-    learning_rate: float
+    learning_rate: float | None
     global_batch_size: int
     added: list[str]
     removed: list[str]
@@ -222,6 +222,8 @@ class JoinReply(msgspec.Struct, frozen=True):
     """Whether training continues during the attempt."""
     is_draining: bool = False
     """Whether the attempt's world is without this worker, which takes part until the commit."""
+    learning_rate: float | None = None
+    """The rate that the newest commit has set; None if it has set none."""
 
 
 class JoinJob(Request[JoinReply], frozen=True):
@@ -288,7 +290,7 @@ class ReportStopped(Request[Nothing], frozen=True):
     attempt: int
     step: int
     epoch: int = 0
-    learning_rate: float = 0.0
+    learning_rate: float | None = None
     global_batch_size: int = 0
     holds_state: bool = True
     finished: bool = False
@@ -647,8 +649,9 @@ class RescalePlan(msgspec.Struct, frozen=True, kw_only=True):
     new_world_size: int
     workers: list[PlannedWorker]
     moves: int
-    learning_rate: float
-    new_learning_rate: float
+    learning_rate: float | None
+    """None if only the workers know it."""
+    new_learning_rate: float | None
     global_batch_size: int
     new_global_batch_size: int
     remarks: list[str]

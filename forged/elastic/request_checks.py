@@ -28,7 +28,8 @@ def check_step(step: int) -> None:
 def check_stop(request: ReportStopped) -> None:
     _check_range("step", request.step, STEP_MAX)
     _check_range("epoch", request.epoch, STEP_MAX)
-    _check_range("learning_rate", request.learning_rate, LEARNING_RATE_MAX)
+    if request.learning_rate is not None:
+        _check_range("learning_rate", request.learning_rate, LEARNING_RATE_MAX)
     _check_range("global_batch_size", request.global_batch_size, BATCH_MAX)
 
 

@@ -421,6 +421,7 @@ def _join_reply(coordinator: JobCoordinator, member: Member, fence: Fence) -> Jo
         peer_key=coordinator.key,
         topology=coordinator.membership.topology,
         state=coordinator.training,
+        learning_rate=coordinator.learning_rate,
         settings=coordinator.settings,
         is_member=coordinator.membership.in_world(member),
         drain_reason=member.drain_reason,

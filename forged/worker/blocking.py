@@ -314,7 +314,7 @@ def join(
     worker_id: str | WorkerId | None = None,
     config: ElasticTrainingConfig | None = None,
     token: str | None = None,
-    learning_rate: float = 0.0,
+    learning_rate: float | None = None,
     global_batch_size: int = 0,
     attributes: Mapping[str, str] | None = None,
     local_world_size: int = 1,

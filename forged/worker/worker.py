@@ -78,7 +78,7 @@ class ElasticWorker:
         job: str = JOB,
         state: Any = None,
         token: str | None = None,
-        learning_rate: float = 0.0,
+        learning_rate: float | None = None,
         global_batch_size: int = 0,
         attributes: Mapping[str, str] | None = None,
         local_world_size: int = 1,
@@ -197,7 +197,8 @@ class ElasticWorker:
 
     @property
     def learning_rate(self) -> float:
-        return self._progress.learning_rate
+        """The same at all ranks of a world; 0 where no worker was given one."""
+        return self._progress.learning_rate or 0.0
 
     @property
     def global_batch_size(self) -> int:

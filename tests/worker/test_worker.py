@@ -181,7 +181,7 @@ class TestTheValueOfIt:
         assert heard == [state]
         now = worker.current_state
         assert now is not None
-        assert (now.current_epoch, now.current_step, now.learning_rate, now.global_batch_size) == (2, 50, 0.1, 64)
+        assert (now.current_epoch, now.current_step, now.learning_rate, now.global_batch_size) == (2, 50, 0.0, 64)
 
     async def test_number_of_workers_is_that_of_the_synchronised_state_until_a_world_is_entered(self) -> None:
         worker = ElasticWorker("me")
@@ -237,7 +237,7 @@ class TestComingAndGoing:
     async def test_it_connects_registers_beats_and_disconnects(
         self, runner: DaemonRunner, client: ForgedClient
     ) -> None:
-        worker = shared_worker("me", config(worker_heartbeat_timeout_ms=30), job=JOB, attributes={"gpu": "none"})
+        worker = shared_worker("me", config(worker_heartbeat_timeout_ms=3_000), job=JOB, attributes={"gpu": "none"})
         await worker.connect(runner.endpoint)
         assert worker.is_connected
         assert worker.is_registered
@@ -1511,3 +1511,12 @@ class TestADaemonThatIsAway:
             await runner.open()
             await group.world_of("b", "c")
             await group.finish("b", "c")
+
+
+async def test_joiner_takes_the_survivors_learning_rate_of_zero(group: TrainerGroup) -> None:
+    group.start("a", learning_rate=0.0, global_batch_size=8)
+    await group.world_of("a")
+    group.start("b", learning_rate=0.1, global_batch_size=16)
+    await group.world_of("a", "b")
+    workers = [group[name].worker for name in "ab"]
+    assert [(worker.learning_rate, worker.global_batch_size) for worker in workers] == [(0.0, 8)] * 2

@@ -53,6 +53,8 @@ class JobState:
         """Why the job is paused, or was paused last."""
 
         self.training = GlobalTrainingState()
+        self.learning_rate: float | None = None
+        """The rate that the newest commit has set; None if it has set none, so that only the workers know it."""
         self.reported_step = 0
         """The highest committed step reported while the job did not train; lost if no remaining worker holds it."""
         self.step_witnesses = StepWitnesses()

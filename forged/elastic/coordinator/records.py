@@ -36,11 +36,12 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     paused: bool
     pause_reason: str = ""
     state: GlobalTrainingState
+    learning_rate: float | None = None
     attempts: int
     failures: int
     failures_in_a_row: int
     failed_at_step: int
-    base: tuple[int, float, int]
+    base: tuple[int, float | None, int]
     reason: str
     rescale_reasons: list[str]
     extra_silence_s: float = 0.0
@@ -149,6 +150,7 @@ def _cluster_record(job: JobState) -> ClusterRecord:
         paused=job.paused,
         pause_reason=job.pause_reason,
         state=job.training,
+        learning_rate=job.learning_rate,
         attempts=job.attempts,
         failures=job.failure_budget.in_world,
         failures_in_a_row=job.failure_budget.in_a_row,
@@ -172,7 +174,7 @@ def _restore_cluster(job: JobState, record: ClusterRecord) -> None:
         record.paused,
         record.pause_reason,
     )
-    job.training, job.scaling_base = record.state, ScalingBase(*record.base)
+    job.training, job.learning_rate, job.scaling_base = record.state, record.learning_rate, ScalingBase(*record.base)
     job.failure_budget = FailureBudget(record.failures, record.failures_in_a_row, record.failed_at_step)
     job.attempts, job.interrupted_attempt = record.attempts, record.interrupted_attempt
     job.rescale_reasons, job.cause_id = record.rescale_reasons, record.cause_id

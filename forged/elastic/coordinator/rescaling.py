@@ -119,15 +119,19 @@ def commit(job: JobState, attempt: Attempt, now: Moment) -> None:
     job.membership.commit(attempt.target, attempt.removed, now.wall, all_have_stopped=has_stopped)
     members = list(job.membership.present())
     known_step, reported_step, job.reported_step = job.training.current_step, job.step, 0
+    rate = None
     if attempt.source:
-        job.training = state_at(job.training, attempt.stops[attempt.source], now.wall)
+        stop = attempt.stops[attempt.source]
+        job.training, rate = state_at(job.training, stop, now.wall), stop.learning_rate
     if not job.scaling_base.world:
-        job.scaling_base = ScalingBase(len(members), job.training.learning_rate, job.training.global_batch_size)
+        job.scaling_base = ScalingBase(len(members), rate, job.training.global_batch_size)
     # Without stop reports only the workers know rate and batch, unless both follow from the world size.
     is_known = has_stopped or job.config.scale_batch_with_world
-    rate, batch = scale(job.config, job.scaling_base, job.training, len(members)) if is_known else (0.0, 0)
+    batch = job.training.global_batch_size
+    rate, batch = scale(job.config, job.scaling_base, rate, batch, len(members)) if is_known else (None, 0)
     step, epoch = job.training.current_step, job.training.current_epoch
-    job.training = GlobalTrainingState(epoch, step, rate, batch, len(members), now.wall)
+    job.training = GlobalTrainingState(epoch, step, rate or 0.0, batch, len(members), now.wall)
+    job.learning_rate = rate
     job.step_witnesses.reset()
     job.failure_budget.world_committed(step)
     if step > known_step:

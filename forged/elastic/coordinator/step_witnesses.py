@@ -39,7 +39,7 @@ def state_at(state: GlobalTrainingState, stop: StopReport, now: float) -> Global
     return GlobalTrainingState(
         stop.epoch,
         stop.position,
-        stop.learning_rate or state.learning_rate,
+        state.learning_rate if stop.learning_rate is None else stop.learning_rate,
         stop.global_batch_size or state.global_batch_size,
         state.active_worker_count,
         now,

@@ -37,14 +37,15 @@ class Stage(StrEnum):
 class StopReport:
     """Where a member has stopped: its committed step, and whether it has `finished` the next one.
 
-    `holds_state` is false for a member without a state that other members could take.
+    `holds_state` is false for a member without a state that other members could take. `learning_rate` is None for a
+    member that was given none; a rate of 0 is a rate.
     """
 
     step: int
     holds_state: bool
     finished: bool = False
     epoch: int = 0
-    learning_rate: float = 0.0
+    learning_rate: float | None = None
     global_batch_size: int = 0
 
     @property

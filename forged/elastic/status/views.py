@@ -133,13 +133,13 @@ def plan(job: JobState, size: int) -> RescalePlan:
     missing = size - len(survivors) - len(joiners)
     new = assign_ranks(old, set(survivors), [*joiners, *islice(_new_names(job), missing)])
     gone = [worker for worker in old if worker not in job.members]
-    rate, batch = scale(job.config, job.scaling_base, job.training, size)
+    rate, batch = scale(job.config, job.scaling_base, job.learning_rate, job.training.global_batch_size, size)
     return RescalePlan(
         world_size=len(present),
         new_world_size=size,
         workers=_planned(old, new),
         moves=moves(old, new),
-        learning_rate=job.training.learning_rate,
+        learning_rate=job.learning_rate,
         new_learning_rate=rate,
         global_batch_size=job.training.global_batch_size,
         new_global_batch_size=batch,

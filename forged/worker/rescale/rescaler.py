@@ -228,10 +228,11 @@ class Rescaler:
             self._current_world.peer_report = PeerReport(topology.generation, peer_of(error) or hub, error.message)
             return
         stop, progress = agreement.stop, self._progress
+        rate = stop.learning_rate if commit.learning_rate is None else commit.learning_rate
         state = GlobalTrainingState(
             stop.epoch,
             agreement.step,
-            commit.learning_rate or stop.learning_rate,
+            rate or 0.0,
             commit.global_batch_size or stop.global_batch_size,
             topology.world_size,
             self._clock.wall(),

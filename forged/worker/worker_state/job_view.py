@@ -61,7 +61,8 @@ class Commit:
     step: int | None
     """The committed step that the world begins with; None after a background rescale, where the members agree on it."""
     epoch: int | None
-    learning_rate: float
+    learning_rate: float | None
+    """None where the world takes that of its state source."""
     global_batch_size: int
     reason: str
 
@@ -284,7 +285,7 @@ def _commit_of(joined: JoinReply, before: ClusterTopology, attempt: int) -> Comm
         joined.topology,
         state.current_step,
         state.current_epoch,
-        state.learning_rate,
+        joined.learning_rate,
         state.global_batch_size,
         "unknown: the facts before it were missed",
     )

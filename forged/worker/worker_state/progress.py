@@ -3,7 +3,9 @@
 Invariants:
 - A finished step counts once, when it is committed, also where only the next world tells that it was.
 - The sampler advances with the steps.
-- A rate, batch or epoch that a commit does not name keeps its value.
+- A rate, batch or epoch that a commit does not name keeps its value until the world is entered. Then all members have
+  the rate and the batch of the state source.
+- A rate of 0 is a rate; None is no rate.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ class TrainingProgress:
 
     def __init__(
         self,
-        learning_rate: float,
+        learning_rate: float | None,
         global_batch_size: int,
         sampler: ElasticSampler | None = None,
         script_state: Any = None,
@@ -34,7 +36,7 @@ class TrainingProgress:
         self.epoch = 0
         self.worker_count = 0
         """The workers of the training state that was applied last."""
-        self.learning_rate = arguments.rate("learning_rate", learning_rate)
+        self.learning_rate = None if learning_rate is None else arguments.rate("learning_rate", learning_rate)
         self.global_batch_size = arguments.count(
             "global_batch_size", global_batch_size or (0 if sampler is None else sampler.global_batch)
         )
@@ -88,7 +90,8 @@ class TrainingProgress:
         if not self.holds_state:
             return None
         workers = world_size or self.worker_count
-        return GlobalTrainingState(self.epoch, self.step, self.learning_rate, self.global_batch_size, workers, now)
+        rate, batch = self.learning_rate or 0.0, self.global_batch_size
+        return GlobalTrainingState(self.epoch, self.step, rate, batch, workers, now)
 
     # Steps.
 
@@ -128,7 +131,8 @@ class TrainingProgress:
         if commit.epoch is not None:
             self.epoch = commit.epoch
         self.holds_state = True
-        self._set_rate_and_batch(commit.learning_rate, commit.global_batch_size)
+        rate = self.learning_rate if commit.learning_rate is None else commit.learning_rate
+        self._set_rate_and_batch(rate, commit.global_batch_size or self.global_batch_size)
 
     def apply(self, state: GlobalTrainingState) -> None:
         """Continue from this training state, with its rate and its batch."""
@@ -144,8 +148,8 @@ class TrainingProgress:
             self.commit_step()
         self.step, self.has_finished = step, False
 
-    def _set_rate_and_batch(self, learning_rate: float, global_batch_size: int) -> None:
-        self.learning_rate = arguments.rate("learning_rate", learning_rate or self.learning_rate)
-        self.global_batch_size = arguments.count("global_batch_size", global_batch_size or self.global_batch_size)
+    def _set_rate_and_batch(self, learning_rate: float | None, global_batch_size: int) -> None:
+        self.learning_rate = None if learning_rate is None else arguments.rate("learning_rate", learning_rate)
+        self.global_batch_size = arguments.count("global_batch_size", global_batch_size)
         if self.sampler is not None and self.global_batch_size:
             self.sampler.take(self.global_batch_size)

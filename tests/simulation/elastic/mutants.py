@@ -270,6 +270,18 @@ def keep_nobody_for_the_state() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def keep_the_own_rate_where_the_worlds_is_zero() -> Iterator[None]:
+    """A worker takes a learning rate of 0 for none, and keeps its own."""
+    honest = TrainingProgress._set_rate_and_batch
+
+    def take(progress: TrainingProgress, learning_rate: float | None, global_batch_size: int) -> None:
+        honest(progress, learning_rate or progress.learning_rate, global_batch_size)
+
+    with patch.object(TrainingProgress, "_set_rate_and_batch", take):
+        yield
+
+
 MUTANTS: dict[str, Mutant] = {
     mutant.__name__: mutant
     for mutant in (
@@ -291,6 +303,7 @@ MUTANTS: dict[str, Mutant] = {
         count_evictions,
         take_everybody_for_a_holder_of_the_state,
         keep_nobody_for_the_state,
+        keep_the_own_rate_where_the_worlds_is_zero,
     )
 }
 
@@ -313,5 +326,6 @@ BREAKS: dict[str, Promise] = {
     "count_evictions": Promise.TOLERANCE,
     "take_everybody_for_a_holder_of_the_state": Promise.STEPS,
     "keep_nobody_for_the_state": Promise.HANDED_OVER,
+    "keep_the_own_rate_where_the_worlds_is_zero": Promise.ONE_RATE,
 }
 """The promise that each of them breaks."""

@@ -482,8 +482,8 @@ class ElasticOracle:
         self._check_state(truth, me, step, state)
         trainee.stepping = step
 
-    def contributes(self, trainee: Trainee, rank: int, share: range) -> None:
-        """A script contributes its part of a step."""
+    def contributes(self, trainee: Trainee, rank: int, share: range, pace: tuple[float, int]) -> None:
+        """A script contributes its part of a step, with this learning rate and batch."""
         truth, step = self.truths[trainee.job], trainee.stepping
         assert trainee.me is not None
         assert step is not None
@@ -495,6 +495,12 @@ class ElasticOracle:
                 Promise.ONE_OWNER, f"rank {rank} gives its part of step {step} twice in world {trainee.generation}"
             )
         contributed[rank] = share
+        paces = truth.steps[trainee.generation, step].paces
+        paces[rank] = pace
+        if len(set(paces.values())) > 1:
+            self.breach(
+                Promise.ONE_RATE, f"rates and batches differ in step {step} of world {trainee.generation}: {paces}"
+            )
 
     def finishes(self, trainee: Trainee) -> None:
         """A script has done its part of a step, and changed its state."""

@@ -30,13 +30,14 @@ from forged.worker.worker import ElasticWorker
 from tests.simulation.base import ENDPOINT
 from tests.simulation.data.simulation import JobData
 from tests.simulation.elastic.oracle import ElasticOracle
-from tests.simulation.elastic.truth import Promise, Trainee, advance, broken, samples, share_of
+from tests.simulation.elastic.truth import BATCH, Promise, Trainee, advance, broken, samples, share_of
 from tests.simulation.environment.loop import VirtualClock, VirtualLoop
 from tests.simulation.environment.network import HostNetwork, SimulatedNetwork
 
 REPORT_S_MAX = 60.0
 MUTE_S = 300.0
 """How long a worker that never becomes ready hangs."""
+WARM_UP_STEPS = 3
 SAVING_S = (0.0, 0.0, 0.5, 8.0)
 """How long a draining worker may save its state before it leaves."""
 ENDS_IN_ORDER = frozenset(
@@ -80,6 +81,11 @@ class Surroundings(Protocol):
         ...
 
 
+def rate_after(steps: int) -> float:
+    """The learning rate of a job with a schedule: a warm-up from 0."""
+    return 0.0 if steps < WARM_UP_STEPS else 0.1 / steps
+
+
 class Job:
     """What trains, and how."""
 
@@ -92,6 +98,8 @@ class Job:
         self.slots = random.randint(1, 4)
         self.pace_s = random.choice((0.1, 0.3, 0.8))
         self.ballast = random.choice((0, 1000, 30_000))
+        self.has_schedule = self.ballast > 0
+        """Whether the scripts change the learning rate after each step, beginning with a rate of 0."""
         least = random.choice((1, random.randint(1, self.slots)))
         self.config = ElasticTrainingConfig(
             min_workers=least,
@@ -223,6 +231,8 @@ class Process:
             carrier=LoopBulkTransport() if data is None else data.carrier(),
             data=given,
             sampler=None if data is None else data.sampler(),
+            learning_rate=Random(name).choice((None, 0.0, 0.1)),
+            global_batch_size=Random(name).choice((0, BATCH)) if data is None else 0,
         )
         self.worker.state_synchronized.subscribe(self._enter)
         self.worker.leaving.subscribe(self._save)
@@ -375,7 +385,8 @@ class Process:
         self._world.look()
         rank, share = worker.rank, share_of(worker.rank, worker.world_size)
         if trainee.alive:
-            self._world.oracle.contributes(trainee, rank, share)
+            pace = (worker.learning_rate, worker.global_batch_size)
+            self._world.oracle.contributes(trainee, rank, share, pace)
             if worker.sampler is not None:
                 self._world.oracle.data.draws(trainee, step, rank, worker.batch().tolist())
         own = np.array([samples(self.job.name, step, share)], np.int64)
@@ -391,6 +402,9 @@ class Process:
     def _apply(self, total: int) -> None:
         if self.trainee.alive:
             self._world.oracle.finishes(self.trainee)
+        if self.job.has_schedule:
+            worker = self.worker
+            worker.update_training_state(worker.epoch, worker.step, rate_after(worker.step + 1))
         self._state["chain"][0] = advance(int(self._state["chain"][0]), total)
         self._state["ballast"][:] = self._state["chain"][0]
 

@@ -44,6 +44,7 @@ class Promise(StrEnum):
     TOLERANCE = "a job is aborted when it has had too much, and only then"
     STEPS = "a step counts once, when all have finished it, and what counts stays"
     HANDED_OVER = "a draining worker hands its state over to waiting joiners"
+    ONE_RATE = "all ranks of a world have one learning rate and one batch"
     STATE = "the state of every trainer is a function of the number of committed steps"
     RUNS_AGAIN = "when the faults have stopped, every job runs again within a bound"
     ANSWERS = "a correct request is not refused"
@@ -119,6 +120,8 @@ class Step:
 
     contributed: dict[int, range] = field(default_factory=dict)
     """By rank."""
+    paces: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """The learning rate and the batch of each rank."""
     finished: set[WorkerId] = field(default_factory=set)
 
 

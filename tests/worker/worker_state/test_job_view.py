@@ -95,6 +95,7 @@ def joined(
         leaving,
         synchronising,
         in_background,
+        learning_rate=0.5,
     )
 
 

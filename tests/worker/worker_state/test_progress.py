@@ -16,7 +16,7 @@ from forged.worker.worker_state.progress import TrainingProgress
 NOWHERE = ClusterTopology()
 
 
-def commit(step: int | None = None, epoch: int | None = None, rate: float = 0.0, batch: int = 0) -> Commit:
+def commit(step: int | None = None, epoch: int | None = None, rate: float | None = None, batch: int = 0) -> Commit:
     return Commit(1, NOWHERE, NOWHERE, step, epoch, rate, batch, "a test")
 
 
@@ -114,6 +114,8 @@ def test_rate_batch_and_epoch_keep_their_values_if_a_commit_names_none() -> None
     found.epoch = 4
     found.apply_commit(commit(step=3))
     assert (found.epoch, found.learning_rate, found.global_batch_size) == (4, 0.5, 32)
+    found.apply_commit(commit(step=3, rate=0.0))
+    assert (found.epoch, found.learning_rate, found.global_batch_size) == (4, 0.0, 32)
     found.apply_commit(commit(step=3, epoch=5, rate=0.25, batch=64))
     assert (found.epoch, found.learning_rate, found.global_batch_size) == (5, 0.25, 64)
 
