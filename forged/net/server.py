@@ -157,7 +157,7 @@ class Server:
         return session
 
     def admit(self, session: Session, peer: Peer) -> None:
-        """Refuse a new connection if its address has its share; it is in `sessions` already."""
+        """Refuse a new connection if its address already has its full share; it is in `sessions` already."""
         if self.stopping:
             # It was accepted while the listeners were being closed.
             raise Unavailable("stopping", "the daemon is stopping", "reconnect")
@@ -170,7 +170,7 @@ class Server:
             return False
 
     def greet(self, session: Session, principal: Principal) -> None:
-        """Refuse the connection of a known principal if the principal has its share."""
+        """Refuse the connection if its principal already has its full share of the connections."""
         self._table.greet(session, principal.holder)
 
     def greeted(self, session: Session) -> None:

@@ -122,7 +122,7 @@ class Mesh:
     async def open(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Address]:
         """Listen for peers inside the block; the address has the port."""
         if self._tasks is not None:
-            raise RequestRefused("mesh_reopened", "a mesh can be opened only once", "make another")
+            raise RequestRefused("mesh_reopened", "a mesh can be opened only once", "make another mesh")
         failure: Exception | None = None
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
@@ -235,7 +235,7 @@ class Mesh:
     def offering(self, attempt: int, head: bytes, parts: Sequence[memoryview | bytes]) -> AbstractContextManager[None]:
         """Offer the training state for an attempt at a rescale, until the block is left."""
         if self._desk is None:
-            raise RequestRefused("mesh_not_ready", "the mesh is not open", "open it")
+            raise RequestRefused("mesh_not_ready", "the mesh is not open", "open the mesh")
         return self._desk.offering(attempt, head, parts)
 
     async def fetch_state(self, source: WorkerId, attempt: int, into: Into) -> None:

@@ -444,7 +444,7 @@ class ElasticWorker:
     def batch(self) -> Indices:
         """This worker's samples of the present step."""
         if self.sampler is None:
-            raise RequestRefused("sampler_missing", "the worker has no sampler", "give it one")
+            raise RequestRefused("sampler_missing", "the worker has no sampler", "pass `sampler=` to the worker")
         return self.sampler.batch(self.rank, self.world_size)
 
     # Collectives.
@@ -510,7 +510,9 @@ class ElasticWorker:
         """Moves shards to this worker. The next rescale may drop shards that were moved by hand."""
         if self._shards is None:
             raise RequestRefused(
-                "data_missing", "the worker has no training data, or is not registered", "give it `data`, and register"
+                "data_missing",
+                "the worker has no training data, or is not registered",
+                "pass `data=` to the worker, and begin its steps",
             )
         return self._shards.transfers
 

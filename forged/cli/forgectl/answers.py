@@ -105,7 +105,7 @@ def rank(value: Any) -> Any:
 
 
 def known(key: str, value: Any) -> Any:
-    """A field's value; None where 0 means that it is unknown."""
+    """A field's value; None for a field in which 0 means unknown."""
     return None if key in _UNKNOWN_AT_0 and not value else value
 
 

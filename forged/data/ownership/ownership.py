@@ -83,7 +83,9 @@ class ShardOwnership:
         known = self.attempt
         if known is not None and known.number > number:
             raise RequestRefused(
-                "attempt_over", f"attempt {number} is over; attempt {known.number} is under way", "use the newest"
+                "attempt_over",
+                f"attempt {number} is over; attempt {known.number} is under way",
+                "use the newest attempt",
             )
         if known is None or known.number < number:
             self.attempt = DataAttempt(number, target, draining, planned_at=now, cause=cause, generation=generation)
@@ -281,7 +283,9 @@ def attempt_over(attempt: int) -> RequestRefused:
 
 
 def _not_a_member(worker_id: str, attempt: int) -> RequestRefused:
-    return RequestRefused("not_a_member", f"{worker_id} is not a member of attempt {attempt}", "wait for the next one")
+    return RequestRefused(
+        "not_a_member", f"{worker_id} is not a member of attempt {attempt}", "wait for the next attempt"
+    )
 
 
 def _described(dataset: DatasetSpec) -> str:

@@ -32,7 +32,7 @@ def transfer_page(ownership: ShardOwnership, worker_id: str, attempt: int, after
     worker = next((worker for worker in plan.workers if worker.id == worker_id), None)
     if worker is None:
         raise RequestRefused(
-            "not_a_member", f"{worker_id} is not a member of attempt {attempt}", "wait for the next one"
+            "not_a_member", f"{worker_id} is not a member of attempt {attempt}", "wait for the next attempt"
         )
     assignments = plan.copy_assignments
     # A worker that leaves keeps nothing.

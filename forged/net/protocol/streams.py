@@ -185,5 +185,5 @@ def _check_filter(field: str, names: tuple[str, ...]) -> None:
         raise RequestRefused(
             "filter_too_large",
             f"{field} must have at most {FILTER_NAMES_MAX} names of {NAME_LENGTH_MAX} characters, got {len(names)}",
-            "use an empty filter and select on arrival",
+            "subscribe without a filter, and filter the received facts",
         )

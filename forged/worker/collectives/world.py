@@ -210,7 +210,9 @@ class World:
         if self._ending is not None:
             raise self._ending.error()
         if self._waiting is not None:
-            raise RequestRefused("collective_in_progress", f"{call} while another call waits", "wait for that one")
+            raise RequestRefused(
+                "collective_in_progress", f"{call} while another call waits", "await the other call first"
+            )
         self._check_root(call)
         self._number += 1
         self._waiting = answer = asyncio.get_running_loop().create_future()

@@ -301,9 +301,15 @@ def _check(announced: bytes | memoryview, found: bytes) -> None:
 
 
 def _truncated() -> Unavailable:
-    return Unavailable("state_truncated", "the connection ended before the whole state had arrived", "fetch the rest")
+    return Unavailable(
+        "state_truncated",
+        "the connection ended before the whole state had arrived",
+        "repeat the transfer; received parts are kept",
+    )
 
 
 def _broken(error: OSError) -> Unavailable:
     reason = error.strerror or str(error) or "no bytes moved within the timeout"
-    return Unavailable("state_broken_off", f"the state cannot be moved: {reason}", "fetch the rest")
+    return Unavailable(
+        "state_broken_off", f"the state cannot be moved: {reason}", "repeat the transfer; received parts are kept"
+    )

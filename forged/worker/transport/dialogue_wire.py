@@ -219,7 +219,11 @@ def receive(sock: socket.socket, count: int) -> memoryview:
 
 def cut_off() -> Unavailable:
     """The connection has ended in the middle of a message or a shard."""
-    return Unavailable("bulk_truncated", "the connection ended in the middle of a transfer", "resume from there")
+    return Unavailable(
+        "bulk_truncated",
+        "the connection ended in the middle of a transfer",
+        "repeat the transfer from the last received byte",
+    )
 
 
 def _length_of(header: bytes | memoryview) -> int:
@@ -258,4 +262,6 @@ async def _in_time(action: Awaitable[T], timeout_s: float) -> T:
 
 def _broken(error: OSError) -> Unavailable:
     reason = error.strerror or str(error) or "no bytes moved within the timeout"
-    return Unavailable("bulk_failed", f"the transfer failed: {reason}", "resume from there")
+    return Unavailable(
+        "bulk_failed", f"the transfer failed: {reason}", "repeat the transfer from the last received byte"
+    )
