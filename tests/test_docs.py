@@ -312,6 +312,26 @@ def test_the_architecture_names_modules_that_exist(name: str) -> None:
     assert any((ROOT / "forged").rglob(name)) or (ROOT / name).exists()
 
 
+def words_in_code() -> set[str]:
+    sources = [path.read_text() for path in (ROOT / "forged").rglob("*.py")]
+    modules = [path.name for path in (ROOT / "forged").rglob("*.py")]
+    return {*modules, *(word for source in sources for word in re.findall(r"\w+", source))}
+
+
+def named_in_the_architecture() -> list[str]:
+    """The modules, functions and classes that the text and the diagrams of ARCHITECTURE.md name."""
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    text = "\n".join([*re.findall(r"`([^`\n]+)`", page), *blocks(ROOT / "ARCHITECTURE.md", "mermaid")])
+    identifier = r"\b(?:_?[a-z]+_\w+|[A-Z][a-z]+[A-Z]\w+)\b"
+    return sorted({*re.findall(r"\b\w+\.py\b", page), *re.findall(rf"(?<![\w./]){identifier}(?![./]\w)", text)})
+
+
+def test_the_architecture_names_modules_functions_and_classes_that_exist() -> None:
+    named = named_in_the_architecture()
+    assert len(named) > 100
+    assert sorted(set(named) - words_in_code()) == []
+
+
 def test_the_table_of_settings_names_every_setting() -> None:
     named = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE)
     assert [setting.name for setting in fields(Config)] == [name for name in named if name in Config.__slots__]
