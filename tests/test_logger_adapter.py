@@ -145,7 +145,7 @@ def test_filtering_structlog_logger_tells_its_level() -> None:
     log.info("it is filtered")
 
 
-def test_log_keeps_what_it_hears() -> None:
+def test_recording_log_keeps_events_of_its_level() -> None:
     recorded = RecordingLog(level="warning")
     log = as_log(recorded)
     log.bind(job="run").warning("look")

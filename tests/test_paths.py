@@ -34,7 +34,7 @@ class TestTheDaemonsPlaces:
     def test_are_together_where_there_is_no_run_time_directory(self) -> None:
         assert default_socket(HOME | {"STATE_DIRECTORY": "/var/lib/a"}, USER) == "/var/lib/a/forged.sock"
 
-    def test_are_what_the_operator_says_before_all_else(self) -> None:
+    def test_forged_socket_variable_has_precedence(self) -> None:
         assert default_socket({"FORGED_SOCKET": "/f", "RUNTIME_DIRECTORY": "/run/a"}, 0) == "/f"
 
 

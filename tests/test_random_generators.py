@@ -183,7 +183,7 @@ def test_client_and_worker_leave_the_global_generators(daemon: ThreadedDaemon) -
         assert worker.state["chain"][0] == chain_after(5)
 
 
-def test_script_that_trains_with_forged_draws_what_it_draws_without(daemon: ThreadedDaemon) -> None:
+def test_training_with_forged_draws_the_same_random_numbers(daemon: ThreadedDaemon) -> None:
     with daemon.client() as client:
         client.create_job(JOB, {"stability_window_ms": 0})
     command = [sys.executable, "-c", TRAINS, daemon.runner.endpoint]

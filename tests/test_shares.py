@@ -122,7 +122,7 @@ def test_unused_holders_are_forgotten() -> None:
     assert book.holders == book.used == 0
 
 
-def test_smaller_limits_leave_what_is_in_use() -> None:
+def test_resize_keeps_shares_in_use() -> None:
     book = shares(a=8)
     book.resize(4, 1)
     assert book.of(A) == 8

@@ -201,7 +201,7 @@ def test_token_cannot_have_a_name_reserved_by_the_daemon() -> None:
     needed=st.sampled_from(Role),
     job=st.none() | st.sampled_from("abcd"),
 )
-def test_authorise_refuses_exactly_what_the_principal_may_not(
+def test_authorise_refuses_exactly_the_forbidden_requests(
     role: Role, jobs: frozenset[str] | None, needed: Role, job: str | None
 ) -> None:
     principal = Principal("ci", role, jobs)

@@ -12,7 +12,7 @@ from benchmarks.ckpt_workload import Workload
 LOAD = Workload(2, (4, 1024))
 
 
-def test_a_process_does_what_it_is_told_and_says_how_long_it_took(tmp_path: Path) -> None:
+def test_process_runs_its_orders_and_measures_them(tmp_path: Path) -> None:
     with forged_process(LOAD) as peer:
         assert peer.run("save", tmp_path / "one")["s"] > 0
         peer.run("forget", tmp_path)

@@ -54,7 +54,7 @@ def test_ranks_have_all_rows_among_them_and_none_twice(rows: int, world: int) ->
     assert dealt == list(range(rows))
 
 
-def test_what_was_chilled_is_not_in_the_page_cache_and_what_was_warmed_is() -> None:
+def test_dropped_files_leave_the_page_cache_and_filled_ones_are_in_it() -> None:
     with temporary_directory() as path:
         (path / "deep").mkdir()
         file = path / "deep" / "file"

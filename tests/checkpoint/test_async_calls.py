@@ -44,12 +44,12 @@ async def answer() -> int:
     return 42
 
 
-def test_a_call_returns_what_was_awaited(calls: AsyncCalls) -> None:
+def test_call_returns_the_result_of_the_coroutine(calls: AsyncCalls) -> None:
     assert wait_or_cancel(calls.start(answer)) == 42
     assert wait_or_cancel(calls.start(answer), CancelToken()) == 42
 
 
-def test_a_call_raises_what_was_raised(calls: AsyncCalls) -> None:
+def test_call_raises_the_exception_of_the_coroutine(calls: AsyncCalls) -> None:
     async def fail() -> None:
         raise TimeoutError("mine")
 
@@ -109,7 +109,7 @@ def test_a_call_that_is_only_watched_goes_on(calls: AsyncCalls) -> None:
     assert future.result(WAITS_S) == 42
 
 
-def test_the_end_gives_up_what_is_under_way_and_ends_the_thread(calls: AsyncCalls) -> None:
+def test_end_cancels_running_calls_and_ends_the_thread(calls: AsyncCalls) -> None:
     endless, before = Endless(), threading.active_count()
     calls.start(endless)
     assert endless.began.wait(WAITS_S)

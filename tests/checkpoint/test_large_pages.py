@@ -11,7 +11,7 @@ from forged.checkpoint.large_pages import LARGE_PAGE_BYTES, new_memory
 
 
 @pytest.mark.parametrize("size", [0, 1, LARGE_PAGE_BYTES, LARGE_PAGE_BYTES + 1])
-def test_memory_has_room_for_what_was_asked_for_and_begins_at_a_page(size: int) -> None:
+def test_new_memory_is_large_enough_zeroed_and_page_aligned(size: int) -> None:
     memory = new_memory(size)
     assert size <= len(memory) < size + 2 * LARGE_PAGE_BYTES
     assert np.frombuffer(memory, np.uint8).ctypes.data % mmap.PAGESIZE == 0

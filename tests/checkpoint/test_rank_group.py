@@ -71,7 +71,7 @@ def errors(outcomes: list[Any]) -> list[CheckpointException]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
-async def test_the_root_decides_from_what_all_say_and_all_hear_it(world_size: int) -> None:
+async def test_root_decides_from_all_values_and_all_ranks_get_the_decision(world_size: int) -> None:
     assert (
         await group(world_size, deciding(number, joined))
         == [b" ".join(b"%d" % n for n in range(world_size))] * world_size
@@ -294,7 +294,7 @@ async def test_ranks_whose_calls_block_decide_like_others() -> None:
     await asyncio.gather(*(as_coordinator(threads.rank(rank)).barrier() for rank in range(3)))
 
 
-def test_a_blocking_coordinator_tells_what_else_it_knows() -> None:
+def test_blocking_coordinator_passes_attributes_through() -> None:
     coordinator = as_coordinator(Threads(2).rank(1))
     assert isinstance(coordinator, BlockingCoordinator)
     assert (coordinator.rank, coordinator.world_size, coordinator.generation) == (1, 2, 7)

@@ -96,7 +96,7 @@ def test_it_is_a_ranks_own() -> None:
     assert all(leaf.is_per_rank for leaf in flatten(rng.capture({"mine": np.random.default_rng(0)}))[1])
 
 
-def test_of_what_nothing_is_known_stays_as_it_is() -> None:
+def test_unregistered_or_unsaved_generator_is_left_unchanged() -> None:
     mine = random.Random(1)
     before = mine.getstate()
     rng.restore(through_a_checkpoint(rng.capture({"other": Counter()})), {"mine": mine})
@@ -116,7 +116,7 @@ def test_of_what_nothing_is_known_stays_as_it_is() -> None:
         {"registered": None},
     ],
 )
-def test_a_state_that_is_none_is_told_as_such(state: Any) -> None:
+def test_invalid_generator_state_raises_corrupted_checkpoint(state: Any) -> None:
     class Strict(Counter):
         def set_state(self, state: Any) -> None:
             self.count = int(state["count"])

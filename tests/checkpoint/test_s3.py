@@ -173,7 +173,7 @@ def test_a_load_from_a_silent_server_ends_in_time(s3_server: S3Server, bucket: s
     assert caught.value.type is ExceptionType.TIMEOUT
 
 
-def test_wrong_credentials_are_told_by_every_call(s3_server: S3Server, bucket: str) -> None:
+def test_every_call_raises_on_wrong_credentials(s3_server: S3Server, bucket: str) -> None:
     with opened(s3_server, bucket, secret_access_key="a-wrong-one") as denied:
         acts: list[Callable[[], object]] = [
             partial(denied.save, {"w": np.zeros(3)}),

@@ -215,7 +215,7 @@ def test_a_name_that_was_moved_away_can_be_given_anew(storage: Storage) -> None:
     assert names(storage) == ["a", "b"]
 
 
-def test_what_is_deleted_is_gone_and_what_is_not_there_is_no_error(storage: Storage) -> None:
+def test_delete_removes_files_and_ignores_missing_ones(storage: Storage) -> None:
     for number in range(12):
         storage.publish(f"run/{number}/a", b"")
     storage.delete([f"run/{number}/a" for number in range(1, 20)])

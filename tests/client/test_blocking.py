@@ -68,7 +68,7 @@ class TestCalls:
         with BlockingClient() as client, pytest.raises(RequestRefused, match="reader has role viewer"):
             client.create_job("a")
 
-    def test_methods_return_what_the_async_ones_return(self, threaded_daemon: ThreadedDaemon) -> None:
+    def test_blocking_methods_return_the_results_of_the_async_ones(self, threaded_daemon: ThreadedDaemon) -> None:
         with threaded_daemon.client() as client:
             assert client.ping() >= 0
             assert client.status().socket == threaded_daemon.runner.config.socket

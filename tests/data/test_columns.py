@@ -25,7 +25,7 @@ def test_an_ordinal_counts_the_rows_before_with_the_same_key(keys: np.ndarray) -
 
 
 @given(st.lists(st.integers(-1, 5)))
-def test_who_is_nobody_is_not_counted(numbers: list[int]) -> None:
+def test_count_ignores_minus_one(numbers: list[int]) -> None:
     assert count(np.array(numbers, np.int32), 6).tolist() == [numbers.count(number) for number in range(6)]
 
 
@@ -36,7 +36,7 @@ def test_all_of_a_long_column_is_counted() -> None:
 
 
 @given(COUNTS)
-def test_everybody_is_dealt_what_they_should_have(counts: list[int]) -> None:
+def test_deal_gives_each_number_its_count(counts: list[int]) -> None:
     dealt = deal(np.array(counts, np.int64))
     assert np.bincount(dealt, minlength=len(counts)).tolist() == counts
 

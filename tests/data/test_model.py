@@ -94,7 +94,7 @@ def test_sizes_differ_by_at_most_one_and_the_earlier_are_the_larger(dataset: Dat
 
 
 @given(datasets())
-def test_columns_of_shards_are_what_each_shard_is(dataset: Dataset) -> None:
+def test_shard_columns_equal_the_single_shards(dataset: Dataset) -> None:
     ids = np.arange(dataset.shards)[::-1]
     starts, ends = dataset.bounds(ids)
     shards = [dataset.shard(number) for number in ids]

@@ -90,7 +90,9 @@ def in_plain_numbers(size: int, index: int, *key: int) -> int:
 
 @UNTIMED
 @given(st.integers(1, 2**63), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.data())
-def test_it_is_what_plain_numbers_give(size: int, seed: int, epoch: int, data: st.DataObject) -> None:
+def test_permutation_equals_its_definition_in_plain_integers(
+    size: int, seed: int, epoch: int, data: st.DataObject
+) -> None:
     index = data.draw(st.integers(0, size - 1))
     assert Permutation(size, seed, epoch).at([index]).tolist() == [in_plain_numbers(size, index, seed, epoch)]
 
@@ -107,7 +109,7 @@ def test_distinct_indices_have_distinct_values(size: int, seed: int, data: st.Da
 
 @UNTIMED
 @given(st.integers(1, 2**63), st.integers(0, 2**64 - 1), st.data())
-def test_a_span_is_what_stands_at_its_indices(size: int, seed: int, data: st.DataObject) -> None:
+def test_span_equals_the_values_at_its_indices(size: int, seed: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, size - 1))
     stop = data.draw(st.integers(start, min(size, start + 50)))
     permutation = Permutation(size, seed)

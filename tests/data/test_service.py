@@ -876,7 +876,7 @@ class TestADaemonThatIsKilled:
             assert (await stage.kernel.bus.ask(PlanData(JOB, ["a", "b"]))).transfers == 0
 
     @pytest.mark.parametrize("is_durable", [True, False], ids=["behind the commit", "before it"])
-    def test_at_the_commit_adopts_what_was_committed(self, is_durable: bool) -> None:
+    def test_restart_at_the_commit_adopts_the_committed_assignment(self, is_durable: bool) -> None:
         @on_virtual_time
         async def test() -> None:
             store = FaultyStore()
@@ -1353,7 +1353,7 @@ class TestCommittedPlanBeforeItsFactArrives:
 
 class TestDrainingWorker:
     @on_virtual_time
-    async def test_gives_away_what_only_it_holds(self) -> None:
+    async def test_draining_worker_hands_over_shards_that_only_it_holds(self) -> None:
         async with data_fixture() as stage:
             await formed(stage)
             await stage.kernel.bus.ask(DrainWorker(JOB, "b"))

@@ -91,7 +91,7 @@ def test_all_transfers_together_keep_the_rate(concurrency: int) -> None:
     simulate(2, story)
 
 
-def test_progress_is_told_while_a_shard_moves_and_its_rate_is_that_of_the_way() -> None:
+def test_transfer_progress_reports_the_rate_of_the_link() -> None:
     async def story(cluster: DataCluster) -> None:
         seen: list[TransferProgress] = []
         cluster.stores[1].put(0, [content_of(0, 4 * RATE_BYTES_MIN)])
@@ -230,7 +230,7 @@ def test_an_origin_that_hangs_over_everything_is_given_up_after_one_patience() -
     assert len(origin.asked) < 20
 
 
-def test_an_origin_that_comes_back_gives_in_the_next_try_what_it_hung_over() -> None:
+def test_next_try_reads_shards_on_which_the_origin_hung() -> None:
     origin = SlowOrigin({0: FOR_EVER, 3: FOR_EVER})
     pauses = origin._pauses_s
 

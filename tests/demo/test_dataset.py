@@ -62,7 +62,7 @@ def test_no_samples_are_read_from_nowhere(tmp_path: Path, task: Task) -> None:
     assert (reader.here, reader.elsewhere) == (0, 0)
 
 
-def test_the_origin_writes_what_is_read(tmp_path: Path, task: Task) -> None:
+def test_origin_writes_the_bytes_of_the_samples(tmp_path: Path, task: Task) -> None:
     data = training_data(tmp_path, "w0", task.samples)
     assert data.origin is not None
     for number in (0, SHARDS - 1):

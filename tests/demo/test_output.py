@@ -61,19 +61,19 @@ def test_a_fact_is_a_sentence_in_one_line(capsys: pytest.CaptureFixture[str]) ->
     assert output_log.endswith(" s  #7    w1 failed (rank 0): its process was killed by SIGKILL\n")
 
 
-def test_a_reason_that_was_told_before_is_not_told_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reason_of_an_earlier_fact_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
     Output().fact(recorded(COMPLETED))
     output_log = capsys.readouterr().out
     assert "2 workers (removed w1), training resumes after step 100" in output_log
     assert "w1 failed" not in output_log
 
 
-def test_a_fact_of_a_plugin_is_told_by_its_fields(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fact_without_a_sentence_is_printed_with_its_fields(capsys: pytest.CaptureFixture[str]) -> None:
     Output().fact(Record.read(recorded(FAILED).data.replace(b"WorkerFailed", b"WorkerSlowly")))
     assert "#7    WorkerSlowly worker_id=w1 rank=0" in capsys.readouterr().out
 
 
-def test_facts_that_are_missing_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gap_of_facts_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     Output().fact(Gap(3, 9, "the journal has moved on"))
     assert "facts 3 to 9 missing: the journal has moved on" in capsys.readouterr().out
 

@@ -15,7 +15,7 @@ ENTRIES: list[Entry] = [
 ]
 
 
-def test_what_is_written_is_what_is_read() -> None:
+def test_read_returns_the_written_records() -> None:
     assert read(b"".join(map(line_of, ENTRIES))) == (ENTRIES, b"")
 
 
@@ -29,7 +29,7 @@ def test_an_incomplete_line_does_not_count(cut: int) -> None:
     assert read(first + second[:-cut]) == ([ENTRIES[0]], second[:-cut])
 
 
-def test_what_is_left_over_is_the_beginning_of_what_comes_next() -> None:
+def test_incomplete_record_is_completed_by_the_next_read() -> None:
     data = b"".join(map(line_of, ENTRIES))
     for cut in range(len(data)):
         before, rest = read(data[:cut])

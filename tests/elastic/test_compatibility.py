@@ -30,7 +30,7 @@ def test_worker_that_has_the_same_is_welcome(common: SharedConfig) -> None:
     require_compatible("run", common, common)
 
 
-def test_worker_that_lacks_a_part_is_told_what_other_workers_have() -> None:
+def test_refusal_names_the_part_that_the_worker_lacks() -> None:
     error = refusal(DATASET | SAMPLER, SAMPLER)
     assert error.code == "dataset_missing"
     assert error.message == "job run trains with a dataset (samples = 100, shards = 10), this worker has none"

@@ -174,7 +174,7 @@ def test_failure_tolerance_is_a_percentage(value: int) -> None:
 
 
 @pytest.mark.parametrize("key", WHOLE)
-def test_the_ends_of_a_range_are_within_and_what_is_beyond_is_not(key: str) -> None:
+def test_range_of_a_setting_includes_its_bounds(key: str) -> None:
     room: dict[str, Any] = {} if key == "max_workers" else {"max_workers": WHOLE_NUMBER_MAX}
     for value in (WHOLE[key], MOST[key]):
         ElasticTrainingConfig(**room | {key: value}).validate()
@@ -215,7 +215,7 @@ def test_what_is_no_rate_is_wrong(value: Any) -> None:
     assert list(wrong(base_learning_rate=value)) == ["base_learning_rate"]
 
 
-def test_every_setting_that_is_wrong_is_named_at_once_with_what_was_found() -> None:
+def test_all_invalid_settings_are_named_with_their_values() -> None:
     values: dict[str, Any] = dict.fromkeys(RULES, "x")
     with pytest.raises(ConfigError) as caught:
         ElasticTrainingConfig(**values).validate()
@@ -252,7 +252,7 @@ def test_what_is_read_has_the_types_of_the_fields(config: ElasticTrainingConfig)
     assert type(read.base_learning_rate) in (float, type(None))
 
 
-def test_only_what_differs_from_the_defaults_is_written() -> None:
+def test_only_values_that_differ_from_defaults_are_written() -> None:
     """So a job that an operator created with only the changed setting is the same job."""
     assert ElasticTrainingConfig().to_settings() == {}
     assert ElasticTrainingConfig(min_workers=2).to_settings() == {"min_workers": 2}
@@ -346,7 +346,7 @@ def test_no_more_may_fail_than_the_percentage_says_unless_it_is_one(world: int, 
         ("failure_tolerance", "failure_tolerance_percentage"),
     ],
 )
-def test_a_key_that_is_nearly_a_setting_is_told_with_the_one_that_is_meant(key: str, meant: str) -> None:
+def test_misspelt_setting_is_refused_with_the_nearest_name(key: str, meant: str) -> None:
     assert [f"{slip}" for slip in find_slips({key: 1})] == [f"unknown key `{key}`; did you mean `{meant}`?"]
 
 

@@ -26,7 +26,7 @@ def undescribed(cls: ast.ClassDef) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("module", "base"), [(model, "StrEnum"), (config, "msgspec.Struct")])
-def test_every_choice_and_every_setting_says_what_it_means(module: ModuleType, base: str) -> None:
+def test_every_enum_member_and_setting_has_a_docstring(module: ModuleType, base: str) -> None:
     classes = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)]
     chosen = [cls for cls in classes if base in map(ast.unparse, cls.bases)]
     assert chosen

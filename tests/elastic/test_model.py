@@ -423,7 +423,7 @@ def test_a_state_is_shown_without_the_optimizers_bytes() -> None:
         ((1, 2), (2, 1), RescaleType.REPLACE, (), ()),
     ],
 )
-def test_a_rescale_is_what_happened_between_two_topologies(
+def test_rescaling_event_is_the_difference_of_two_topologies(
     old: tuple[int, ...], new: tuple[int, ...], kind: RescaleType, added: tuple[int, ...], removed: tuple[int, ...]
 ) -> None:
     event = RescalingEvent.between(topology(*old), topology(*new, epoch=1), 5.0, "because")

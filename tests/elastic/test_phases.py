@@ -16,7 +16,7 @@ def test_what_is_in_the_table_leads_where_it_says(phase: Phase, cause: Cause) ->
 
 
 @pytest.mark.parametrize(("phase", "cause"), UNLISTED, ids=str)
-def test_what_is_not_in_the_table_is_refused_and_says_what_was_wanted(phase: Phase, cause: Cause) -> None:
+def test_unlisted_transition_is_refused_by_phase_and_cause(phase: Phase, cause: Cause) -> None:
     with pytest.raises(RequestRefused) as refused:
         next_phase(phase, cause)
     assert refused.value.code == "phase_wrong"

@@ -118,7 +118,7 @@ async def test_a_rescale_follows_from_the_first_word_that_a_worker_drains() -> N
 
 
 @on_virtual_time
-async def test_an_attempt_that_has_to_begin_again_follows_from_what_broke_it() -> None:
+async def test_restarted_attempt_is_caused_by_the_leave_that_aborted_it() -> None:
     async with service_fixture() as fixture:
         _, b, c, _ = await fixture.form_world("a", "b", "c", "d", **PATIENT)
         await c.leave(failed=True)
@@ -183,7 +183,7 @@ async def test_the_end_that_an_operator_wishes_follows_from_nothing_that_happene
 
 
 @on_virtual_time
-async def test_the_end_of_a_job_follows_from_what_ended_it() -> None:
+async def test_end_of_a_job_has_its_cause() -> None:
     async with service_fixture() as fixture:
         a, _ = await fixture.form_world("a", "b", max_consecutive_failures=1)
         await a.leave(failed=True)
@@ -225,7 +225,7 @@ async def test_every_fact_is_marked_with_job_and_generation_and_lies_behind_its_
 
 
 @on_virtual_time
-async def test_a_thousand_workers_that_fail_at_once_are_all_told_and_all_deleted() -> None:
+async def test_thousand_failures_at_once_are_published_and_deleted() -> None:
     store = FaultyStore()
     async with service_fixture(store) as fixture:
         names = [f"w{number:04}" for number in range(1_000)]
@@ -322,7 +322,7 @@ async def test_no_worker_is_failed_for_the_time_in_which_nothing_could_be_writte
 
 
 @on_virtual_time
-async def test_a_commit_that_fails_is_told_to_no_worker_and_the_rescale_begins_again() -> None:
+async def test_failed_store_commit_publishes_nothing_and_restarts_the_rescale() -> None:
     store = FaultyStore()
     async with service_fixture(store) as fixture:
         a, b = await fixture.start("a", "b")
@@ -432,7 +432,7 @@ async def test_acknowledged_peer_report_is_kept_by_the_next_daemon() -> None:
 
 
 @on_virtual_time
-async def test_a_lost_connection_is_told_and_so_is_its_return() -> None:
+async def test_lost_connection_and_return_are_published() -> None:
     async with service_fixture() as fixture:
         a, _ = await fixture.form_world("a", "b")
         a.lose()
@@ -876,7 +876,7 @@ async def test_worker_that_registers_again_learns_where_the_job_is() -> None:
 
 
 @on_virtual_time
-async def test_worker_that_registers_during_an_attempt_is_told_of_nothing_in_which_it_has_no_part() -> None:
+async def test_joiner_during_an_attempt_gets_no_attempt_number() -> None:
     async with service_fixture() as fixture:
         a, b = await fixture.form_world("a", "b")
         await fixture.kernel.bus.ask(RescaleJob(JOB))
@@ -890,7 +890,7 @@ async def test_worker_that_registers_during_an_attempt_is_told_of_nothing_in_whi
 
 
 @on_virtual_time
-async def test_worker_that_registers_again_learns_whether_it_has_to_stop_for_what_is_under_way() -> None:
+async def test_repeated_join_reply_says_whether_the_attempt_is_in_background() -> None:
     async with service_fixture() as fixture:
         a = fixture.worker("a")
         await a.join({"use_synchronous_rescaling": False, "stability_window_ms": 0}, with_data=True)
@@ -1120,7 +1120,7 @@ async def test_what_an_operator_asks_for_is_done() -> None:
 
 
 @on_virtual_time
-async def test_control_reply_tells_what_changed() -> None:
+async def test_control_reply_states_whether_the_job_changed() -> None:
     async with service_fixture() as fixture:
         await fixture.start("a", min_workers=2, min_workers_timeout_ms=None)
         ask, waits = fixture.kernel.bus.ask, "1 worker waits for 1 more: min_workers is 2"
@@ -1136,7 +1136,7 @@ async def test_control_reply_tells_what_changed() -> None:
 
 
 @on_virtual_time
-async def test_a_heartbeat_is_heard_and_what_it_makes_true_is_told() -> None:
+async def test_heartbeat_progress_ends_a_reported_stall() -> None:
     async with service_fixture() as fixture:
         a, b = await fixture.form_world("a", "b", stall_timeout_ms=5_000)
         for _ in range(6):
@@ -1224,7 +1224,7 @@ async def test_what_breaks_by_itself_in_one_job_ends_that_job_and_not_other_work
 
 
 @on_virtual_time
-async def test_what_breaks_once_is_done_again_with_what_the_store_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_coordinator_is_reloaded_from_the_store_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     breaks = [True]
     tick = JobCoordinator.tick
 

@@ -218,7 +218,7 @@ def test_the_text_of_a_token_is_written_as_the_page_says() -> None:
 # The session.
 
 
-def test_the_session_of_the_page_is_what_a_daemon_does(tmp_path: Path) -> None:
+def test_example_session_of_the_page_matches_a_real_daemon(tmp_path: Path) -> None:
     async def play() -> None:
         async with real_daemon(tmp_path) as here:
             with SocketClient(here.unix.removeprefix("unix://")) as client:
@@ -295,7 +295,7 @@ def fits(found: Any, expected: Any) -> bool:
     return bool(found == expected) and type(found) is type(expected)
 
 
-def test_what_fits_is_what_the_page_means() -> None:
+def test_fits_matches_placeholders_and_exact_values() -> None:
     assert fits([1, {"a": [2]}], [ANYTHING, {"a": [2]}])
     assert not fits([1, 2], [1])
     assert not fits([1.0], [1])

@@ -178,7 +178,7 @@ async def test_of_the_versions_that_both_speak_one_is_chosen(here: ManualDaemon,
 
 
 @pytest.mark.parametrize(("lowest", "highest"), [(0, 0), (2, 3), (9, 1), (1, 0)])
-async def test_a_version_that_is_too_old_or_too_new_is_told_what_is_spoken(
+async def test_unsupported_version_is_refused_with_the_supported_range(
     here: ManualDaemon, lowest: int, highest: int
 ) -> None:
     client = here.client()
@@ -458,7 +458,7 @@ async def test_invalid_deadline_is_a_protocol_error(here: ManualDaemon, timeout_
     await here.serves_new_clients()
 
 
-async def test_a_cancelled_request_is_stopped_and_may_be_told_so(here: ManualDaemon, extras: Extras) -> None:
+async def test_cancelled_request_is_stopped_and_answered(here: ManualDaemon, extras: Extras) -> None:
     client = await here.greeted()
     client.request(1, "WaitForGate")
     await until(lambda: extras.waiting == 1)

@@ -116,7 +116,7 @@ def test_a_function_of_c_is_interrupted_too(guard: AlarmGuard) -> None:
         guard.run(LIMIT_S, time.sleep, 1000)
 
 
-def test_the_interruption_passes_what_catches_all_exceptions(guard: AlarmGuard) -> None:
+def test_interruption_is_not_caught_by_except_exception(guard: AlarmGuard) -> None:
     def careless() -> None:
         while True:
             with suppress(Exception):
@@ -140,7 +140,7 @@ def test_a_function_has_its_result_and_its_arguments(guard: AlarmGuard) -> None:
     assert guard.run(LONG_S, divmod, 7, 2) == (3, 1)
 
 
-def test_an_exception_is_what_it_was(guard: AlarmGuard) -> None:
+def test_exception_of_the_guarded_call_is_raised_unchanged(guard: AlarmGuard) -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         guard.run(LONG_S, int, "seven")
 
@@ -351,7 +351,7 @@ async def test_a_step_that_swallows_its_interruption_is_the_last(guard: AlarmGua
         await awaiting(guard, work())
 
 
-async def test_awaiting_what_is_done_at_once_gives_no_new_time(guard: AlarmGuard) -> None:
+async def test_await_that_does_not_suspend_does_not_renew_the_limit(guard: AlarmGuard) -> None:
     class AtOnce:
         def __await__(self) -> Generator[Any, Any, None]:
             yield from ()
@@ -637,7 +637,7 @@ async def test_work_that_was_cancelled_does_not_wait_for_the_garbage_collector(g
         gc.enable()
 
 
-async def test_work_that_is_interrupted_lets_go_of_what_it_holds_at_once(guard: AlarmGuard) -> None:
+async def test_interrupted_work_runs_its_finally_blocks(guard: AlarmGuard) -> None:
     released: list[str] = []
 
     async def work() -> None:
@@ -651,7 +651,7 @@ async def test_work_that_is_interrupted_lets_go_of_what_it_holds_at_once(guard: 
     assert released == ["it"]
 
 
-def test_work_that_is_thrown_away_lets_go_of_what_it_holds(guard: AlarmGuard) -> None:
+def test_closed_work_runs_its_finally_blocks(guard: AlarmGuard) -> None:
     released: list[str] = []
 
     async def work() -> None:

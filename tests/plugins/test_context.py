@@ -82,9 +82,7 @@ def test_settings_are_a_struct_with_its_defaults(tmp_path: Path) -> None:
         ({"typos": 1, "times": "many", "types": [1]}, ["typos", "times", "types", "url"]),
     ],
 )
-def test_everything_that_is_wrong_in_the_settings_is_told_by_key(
-    tmp_path: Path, config: dict[str, Any], keys: list[str]
-) -> None:
+def test_all_invalid_settings_are_named_by_key(tmp_path: Path, config: dict[str, Any], keys: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         made(tmp_path, **config).settings(Settings)
     assert [problem.key for problem in caught.value.problems] == [f"plugins.one.{key}" for key in keys]

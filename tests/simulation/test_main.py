@@ -10,7 +10,7 @@ def test_seeds_that_keep_all_promises_pass(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.startswith("1 seeds passed, 0 failed")
 
 
-def test_worlds_that_do_not_meet_what_is_meant_to_happen_are_an_error_that_names_it(
+def test_check_coverage_fails_and_names_events_that_never_happened(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["--seeds", "0:1", "--check-coverage"]) == 1

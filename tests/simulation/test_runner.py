@@ -28,7 +28,7 @@ def loops(seed: int, _watch: Callable[[Any], None]) -> None:
     run(main, seed)
 
 
-def test_a_world_that_loops_without_end_is_told_with_its_seed_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_loop_is_reported_with_seed_and_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "CPU_S_MAX", 0.2)
     monkeypatch.setitem(runner.SIMULATE, Kind.ELASTIC, loops)
     outcome = simulate_seed(7, kind=Kind.ELASTIC)

@@ -83,7 +83,7 @@ async def test_it_answers_everything_that_is_said_of_the_daemon() -> None:
 
 
 @on_virtual_time
-async def test_a_story_is_told_from_its_first_cause_to_its_last_consequence() -> None:
+async def test_story_has_all_facts_from_first_cause_to_last_consequence() -> None:
     async with running(register=serving) as kernel:
         family = await record_family(kernel, "", "a", "a")
         for fact_id in family:
@@ -91,7 +91,7 @@ async def test_a_story_is_told_from_its_first_cause_to_its_last_consequence() ->
 
 
 @on_virtual_time
-async def test_somebody_bound_to_jobs_is_told_the_parts_that_happened_there() -> None:
+async def test_story_for_a_job_bound_viewer_has_only_facts_of_its_jobs() -> None:
     async with running(register=serving) as kernel:
         _, second, _, fourth = await record_family(kernel, "", "a", "b", "a")
         assert story_of(await kernel.bus.ask(TellStory(second), viewer("a"))) == [second, fourth]
@@ -99,7 +99,7 @@ async def test_somebody_bound_to_jobs_is_told_the_parts_that_happened_there() ->
 
 @pytest.mark.parametrize("jobs", [("b",), ("",)])
 @on_virtual_time
-async def test_a_fact_that_somebody_may_not_see_is_unknown_to_them(jobs: tuple[str, ...]) -> None:
+async def test_story_of_a_fact_of_another_job_is_refused_as_unknown(jobs: tuple[str, ...]) -> None:
     async with running(register=serving) as kernel:
         (fact_id,) = await record_family(kernel, *jobs)
         with pytest.raises(RequestRefused) as caught:
@@ -132,7 +132,7 @@ async def test_a_story_fits_into_a_frame() -> None:
 
 
 @on_virtual_time
-async def test_what_somebody_may_not_see_takes_no_room_in_their_story() -> None:
+async def test_hidden_facts_do_not_count_towards_the_size_of_a_story() -> None:
     async with running(register=serving) as kernel:
         cause = 0
         for _ in range(12):
@@ -148,7 +148,7 @@ async def test_what_somebody_may_not_see_takes_no_room_in_their_story() -> None:
 
 
 @on_virtual_time
-async def test_every_handler_is_listed_with_what_it_did() -> None:
+async def test_every_handler_is_listed_with_its_counts() -> None:
     def failing(_: Record) -> None:
         raise ValueError("boom")
 

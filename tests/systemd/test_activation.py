@@ -148,7 +148,7 @@ except ConfigError as error:
 """
 
 
-def test_children_do_not_inherit_what_was_inherited(tmp_path: Path) -> None:
+def test_children_do_not_inherit_activated_sockets(tmp_path: Path) -> None:
     code = """
 import os
 from forged.systemd.activation import inherited_sockets

@@ -221,7 +221,7 @@ class TestAWorld:
             await cluster.check_holdings("c", "d")
             await cluster.finish("c", "d")
 
-    async def test_takes_in_who_brings_shards_along(self, runner: DaemonRunner) -> None:
+    async def test_joiner_that_holds_shards_enters_the_world_without_transfers(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner, origin=None) as cluster:
             cluster.start("a", store=filled(*range(6)))
             cluster.start("b", store=filled(*range(6, 12)))
@@ -231,7 +231,7 @@ class TestAWorld:
             assert (totals.transfers, totals.from_origin) == (0, 0)
             await cluster.finish("a", "b")
 
-    async def test_moves_no_more_than_it_must_when_somebody_comes(self, runner: DaemonRunner) -> None:
+    async def test_join_moves_the_minimum_of_shards(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner) as cluster:
             cluster.start("a", "b", "c")
             await cluster.group.world_of("a", "b", "c")
@@ -240,7 +240,7 @@ class TestAWorld:
             totals = (await cluster.facts(TransfersPlanned))[-1].totals
             assert (totals.shards, totals.from_owners, totals.from_origin) == (3, 3, 0)
 
-    async def test_holds_by_weight_which_may_be_another_when_somebody_comes_back(self, runner: DaemonRunner) -> None:
+    async def test_weight_of_a_returning_worker_may_change(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner, replication=0) as cluster, cluster.client() as client:
 
             async def held() -> dict[str, tuple[int, float]]:
@@ -272,7 +272,7 @@ class TestAWorld:
                 worker = group[name].worker
                 assert [worker.should_handle_shard(n, 4) for n in range(4)] == [n % 2 == worker.rank for n in range(4)]
 
-    async def test_goes_by_the_remainder_for_what_is_divided_otherwise(self, runner: DaemonRunner) -> None:
+    async def test_other_shard_count_uses_the_modulo_rule(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner) as cluster:
             cluster.start("a", "b")
             await cluster.group.world_of("a", "b")
@@ -281,7 +281,7 @@ class TestAWorld:
             assert not worker.should_handle_shard(SHARDS, SHARDS)
 
     @pytest.mark.parametrize("first", ["with", "without"])
-    async def test_takes_in_nobody_who_would_train_on_nothing(self, runner: DaemonRunner, first: str) -> None:
+    async def test_worker_with_and_without_data_are_not_in_one_world(self, runner: DaemonRunner, first: str) -> None:
         async with training_cluster(runner) as cluster:
             made = {"with": TrainingData(SAMPLES, SHARDS, MemoryShardStore(), origin=ORIGIN), "without": None}
             cluster.group.make("a", data=made[first])
@@ -293,7 +293,7 @@ class TestAWorld:
             assert getattr(error, "code", error) == ("dataset_missing" if first == "with" else "dataset_differs")
             await cluster.group.world_of("a")
 
-    async def test_takes_in_nobody_with_another_dataset_and_does_not_stop_for_it(self, runner: DaemonRunner) -> None:
+    async def test_worker_with_another_dataset_is_refused_while_training_continues(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner) as cluster:
             cluster.start("a")
             await cluster.group.world_of("a")
@@ -344,7 +344,9 @@ class TestSampling:
             assert "drop_last is False in the job, True in this worker" in str(error)
 
     @pytest.mark.parametrize("is_sharded", [False, True], ids=["shared", "sharded"])
-    async def test_uses_each_sample_once_whoever_comes_and_dies(self, runner: DaemonRunner, is_sharded: bool) -> None:
+    async def test_each_sample_is_used_once_across_joins_and_failures(
+        self, runner: DaemonRunner, is_sharded: bool
+    ) -> None:
         async with (
             training_cluster(runner, is_sharded=is_sharded, replication=1) as cluster,
             cluster.client() as client,
@@ -361,7 +363,7 @@ class TestSampling:
             await cluster.check_holdings(*living)
             await cluster.finish(*living)
 
-    async def test_in_sharded_mode_draws_from_what_is_held(self, runner: DaemonRunner) -> None:
+    async def test_sharded_mode_draws_only_from_held_shards(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner, is_sharded=True) as cluster:
             cluster.start("a", "b")
             await cluster.group.world_of("a", "b")
@@ -373,7 +375,7 @@ class TestSampling:
                 assert set(dataset.shard_of(sorted(drawn)).tolist()) <= held
 
     @pytest.mark.parametrize("is_sharded", [False, True], ids=["shared", "sharded"])
-    async def test_agrees_with_the_state_when_a_step_was_finished_and_nobody_knows_whether_it_counts(
+    async def test_sampler_agrees_with_the_state_after_an_undecided_step(
         self, runner: DaemonRunner, is_sharded: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async with (
@@ -397,7 +399,7 @@ class TestSampling:
             await cluster.group.world_of("a", "b")
             await cluster.finish("a", "b")
 
-    async def test_is_told_by_who_is_left_when_those_who_were_there_die_before_they_told(
+    async def test_survivor_reports_usage_of_members_that_died_unreported(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         send = Registration.send
@@ -467,7 +469,7 @@ def _drawn_by(cluster: TrainingCluster, name: str, generation: int) -> set[int]:
 
 
 class TestWhoIsToGo:
-    async def test_hands_over_before_it_goes_what_only_it_holds(self, runner: DaemonRunner) -> None:
+    async def test_draining_worker_hands_over_its_only_copies_before_it_leaves(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner, origin=None) as cluster:
             cluster.start("a", store=filled(*range(SHARDS)))
             cluster.start("b")
@@ -481,7 +483,7 @@ class TestWhoIsToGo:
             assert await cluster.facts(ShardsLost) == []
             await cluster.finish("b")
 
-    async def test_alone_goes_and_keeps_what_it_holds(self, runner: DaemonRunner) -> None:
+    async def test_single_draining_worker_leaves_and_keeps_its_shards(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner) as cluster, cluster.client() as client:
             cluster.start("a")
             await cluster.group.world_of("a")
@@ -539,7 +541,7 @@ class TestWhoIsToGo:
             assert set(cluster.stores["a"].held()) == set(range(SHARDS)) - set(cluster.stores["b"].held())
 
     @pytest.mark.parametrize("daemon", ["there", "away"])
-    async def test_does_not_wait_without_end_for_shards_that_nobody_has(
+    async def test_drain_does_not_wait_forever_for_lost_shards(
         self, daemon: str, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(drain, "LOOK_INTERVAL_S", 0.05)
@@ -592,7 +594,9 @@ class TestTheBackground:
             assert [fact.in_background for fact in await cluster.facts(RescaleStarted)][-1]
             await cluster.finish("a", "b", "c")
 
-    async def test_has_steps_in_it_of_who_is_to_go(self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_draining_worker_trains_during_a_background_rescale(
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         async with training_cluster(runner, origin=None) as cluster:
             cluster.start("a", store=filled(*range(SHARDS)))
             cluster.start("b")
@@ -607,7 +611,7 @@ class TestTheBackground:
             await cluster.check_holdings("b")
             await cluster.finish("b")
 
-    async def test_is_begun_anew_without_who_was_to_be_taken_in(
+    async def test_background_rescale_restarts_without_an_evicted_joiner(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async with training_cluster(runner) as cluster, cluster.client() as client:
@@ -719,9 +723,7 @@ class TestCopies:
             await cluster.group.world_of("b", "c")
             await cluster.check_holdings("b", "c")
 
-    async def test_that_are_bad_and_stay_with_their_owner_are_fetched_anew_before_anybody_trains_with_them(
-        self, runner: DaemonRunner
-    ) -> None:
+    async def test_corrupt_shards_of_their_owner_are_fetched_again_before_training(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner, replication=1) as cluster:
             cluster.start("a")
             await cluster.group.world_of("a")
@@ -738,7 +740,7 @@ class TestCopies:
             assert reasons[-1] == "the copy of shard 0 at a is suspect, and 1 other; b joined"
             assert await cluster.facts(WorkerFailed) == []
 
-    async def test_that_are_looked_at_for_long_keep_nobody_from_training_in_the_end(
+    async def test_slow_verification_of_suspects_does_not_prevent_training(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         look = local_shards._is_intact
@@ -759,7 +761,7 @@ class TestCopies:
             assert len(await cluster.facts(CorruptShardFound)) == SHARDS
             assert await cluster.facts(WorkerFailed) == []
 
-    async def test_of_which_the_last_is_bad_are_named_as_lost_and_nobody_trains(self, runner: DaemonRunner) -> None:
+    async def test_corrupt_last_copies_are_reported_lost_and_training_waits(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner, origin=None) as cluster, cluster.client() as client:
             cluster.start("a", store=filled(*range(SHARDS)))
             await cluster.group.world_of("a")
@@ -778,9 +780,7 @@ class TestCopies:
             await cluster.check_holdings("a", "b", "c")
             assert await cluster.facts(WorkerFailed) == []
 
-    async def test_that_are_nowhere_are_waited_for_longer_than_anybody_may_be_silent(
-        self, runner: DaemonRunner
-    ) -> None:
+    async def test_lost_shards_are_awaited_beyond_the_rescale_timeout(self, runner: DaemonRunner) -> None:
         async with (
             training_cluster(runner, origin=None, settings={"rescale_timeout_ms": 1_000}) as cluster,
             cluster.client() as client,
@@ -816,7 +816,9 @@ class MoodyOrigin:
 
 
 class TestAShardThatTheOriginDoesNotGive:
-    async def test_is_named_and_waited_for_longer_than_anybody_may_be_silent(self, runner: DaemonRunner) -> None:
+    async def test_origin_failure_is_reported_and_awaited_beyond_the_rescale_timeout(
+        self, runner: DaemonRunner
+    ) -> None:
         origin = MoodyOrigin()
         async with (
             training_cluster(
@@ -845,7 +847,7 @@ class TestAShardThatTheOriginDoesNotGive:
             assert await cluster.facts(WorkerFailed) == []
             assert len(await cluster.facts(ShardsLost)) == 1
 
-    async def test_because_it_hangs_is_named_and_waited_for_longer_than_anybody_may_be_silent(
+    async def test_hanging_origin_is_reported_and_awaited_beyond_the_rescale_timeout(
         self, runner: DaemonRunner
     ) -> None:
         gate = threading.Event()
@@ -893,7 +895,7 @@ class TestAShardThatTheOriginDoesNotGive:
             assert await standing(client) == ""
             await cluster.check_holdings("a")
 
-    async def test_because_what_it_runs_was_cancelled_is_trained_without_by_nobody(self, runner: DaemonRunner) -> None:
+    async def test_cancelled_origin_read_is_retried_before_training(self, runner: DaemonRunner) -> None:
         calls = iter(range(100))
 
         async def cancelled() -> None:
@@ -909,7 +911,7 @@ class TestAShardThatTheOriginDoesNotGive:
             await cluster.group.world_of("a")
             await cluster.check_holdings("a")
 
-    async def test_is_asked_of_who_joins(self, runner: DaemonRunner) -> None:
+    async def test_shard_lost_at_the_origin_is_taken_from_a_joiner(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner, origin=MoodyOrigin()) as cluster, cluster.client() as client:
             async with client.facts(ShardsLost, jobs=[JOB]) as facts:
                 cluster.start("a")
@@ -950,7 +952,7 @@ class TestFailedTransfers:
             await cluster.group.world_of("a")
             await cluster.check_holdings("a")
 
-    async def test_with_a_store_that_hangs_under_what_the_origin_gives_costs_its_worker_its_place(
+    async def test_worker_whose_store_hangs_is_evicted(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(transfer_reports, "STORING_MAX_S", 0.01)
@@ -964,7 +966,7 @@ class TestFailedTransfers:
             assert failed.reason == "no answer in attempt 1 within 1 s"
             assert await cluster.facts(ShardsLost) == []
 
-    async def test_with_the_full_store_of_who_alone_has_some_shards_lets_others_take_what_is_new(
+    async def test_full_worker_with_only_copies_stays_and_others_take_new_shards(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         swift = RetryPolicy(attempts=2, delay_s=0.01)
@@ -985,7 +987,7 @@ class TestFailedTransfers:
             reasons = [fact.reason for fact in await cluster.facts(RescaleStarted)]
             assert any("a cannot store 2 assigned shards: free space on its disk" in why for why in reasons)
 
-    async def test_with_a_full_store_is_told_as_the_reason(
+    async def test_full_store_is_the_reason_of_the_eviction(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         swift = RetryPolicy(attempts=2, delay_s=0.01)
@@ -1032,7 +1034,7 @@ class TestFailedTransfers:
             await cluster.check_holdings("a", "b")
             assert (await cluster.facts(RescaleCompleted))[-1].attempt >= 3
 
-    async def test_with_dropping_what_others_hold_does_no_harm(
+    async def test_failed_drop_of_moved_shards_does_not_stop_training(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async with training_cluster(runner) as cluster:

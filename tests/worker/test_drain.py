@@ -164,7 +164,7 @@ class Scene:
 
 
 @on_virtual_time
-async def test_worker_that_was_not_told_to_drain_asks_nothing() -> None:
+async def test_worker_that_does_not_drain_sends_no_leave_query() -> None:
     scene = Scene()
     async with scene.told_to_drain(None):
         await anyio.sleep(1000)
@@ -544,7 +544,7 @@ class TestWhileTheScriptSaves:
             assert (await scene.start_leaving()).is_news
 
     @on_virtual_time
-    async def test_interrupted_script_is_told_again(self) -> None:
+    async def test_leaving_is_reported_again_to_an_interrupted_script(self) -> None:
         async with self._scene() as scene:
             assert (await scene.start_leaving()).is_news
             assert (await scene.start_leaving()).is_news
@@ -610,7 +610,7 @@ class TestHandingOverTheState:
         assert group[name].places[0].step >= 5
         await group.finish(name)
 
-    async def test_joiner_after_all_workers_were_told_to_drain_gets_the_state(
+    async def test_joiner_takes_the_state_of_a_fully_draining_world(
         self, group: TrainerGroup, client: ForgedClient
     ) -> None:
         await self._train(group, client, "a")

@@ -106,7 +106,7 @@ def crowd(before: int) -> ClusterTopology:
 
 
 @on_virtual_time
-async def test_ranks_above_zero_report_only_what_the_daemon_does_not_know() -> None:
+async def test_other_ranks_report_only_steps_unknown_to_the_daemon() -> None:
     scene = UsageFixture(OTHER)
     scene.state.current_world.topology = crowd(2)
     scene.make_steps()

@@ -172,7 +172,7 @@ class TestTheValueOfIt:
         await worker.resume_training()
         assert worker.get_metadata().status is WorkerStatus.JOINING
 
-    async def test_a_state_to_be_synchronised_with_is_told_and_counts(self) -> None:
+    async def test_synchronised_state_reaches_subscribers_and_current_state(self) -> None:
         worker = ElasticWorker("me", learning_rate=0.1, global_batch_size=32)
         heard: list[GlobalTrainingState] = []
         worker.state_synchronized.subscribe(heard.append)
@@ -818,7 +818,7 @@ class TestTraining:
         assert sorted(found.values(), key=lambda one: int(one[0])) == [[0, [0, 1], 6, 1], [1, None, 6, 1]]
         await group.finish("a", "b")
 
-    async def test_ranks_that_do_not_do_the_same_are_told_so(self, group: TrainerGroup) -> None:
+    async def test_different_collectives_raise_mismatch_on_all_ranks(self, group: TrainerGroup) -> None:
         group.start("a", "b")
         await group.world_of("a", "b")
 
@@ -845,7 +845,7 @@ class TestTraining:
 
 
 class TestWaiting:
-    async def test_it_says_what_it_waits_for(self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_waiting_worker_logs_the_reason(self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(registrations, "LOGGED_AFTER_S", 0.01)
         log = RecordingLog()
         async with group_at(runner.endpoint, min_workers=2) as group:
@@ -904,7 +904,9 @@ class TestLeaving:
         await group.finish("a")
 
     @pytest.mark.parametrize("is_needed", [False, True])
-    async def test_script_cancelled_while_it_saves_is_told_again(self, is_needed: bool, group: TrainerGroup) -> None:
+    async def test_leaving_subscriber_runs_again_after_a_cancelled_save(
+        self, is_needed: bool, group: TrainerGroup
+    ) -> None:
         (a,) = group.make("a")
         saves, saved = asyncio.Event(), list[str]()
 
@@ -1149,7 +1151,7 @@ class TestLeaving:
         async with worker.session(runner.endpoint):
             await worker.register()
 
-    async def test_evicted_worker_is_told_and_the_world_trains_on(
+    async def test_evicted_worker_raises_and_the_world_trains_on(
         self, group: TrainerGroup, client: ForgedClient
     ) -> None:
         group.start("a", "b", "c")

@@ -66,7 +66,7 @@ class TestAnyLayout:
 
     @THOROUGH
     @given(data=st.data())
-    def test_with_the_same_world_size_a_rank_gets_what_it_saved(self, data: st.DataObject) -> None:
+    def test_rank_loads_its_own_state_with_the_same_world_size(self, data: st.DataObject) -> None:
         draw = data.draw
         kinds = draw(st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), min_size=1, max_size=8))
         ranks = draw(st.integers(1, 3))
@@ -138,7 +138,7 @@ class TestResharding:
         assert all(bits(one["same"]) == bits(full[0]) for one in loaded)
 
     @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
-    def test_with_another_world_size_all_ranks_get_what_one_rank_had(self, world_size: int) -> None:
+    def test_all_ranks_load_values_of_single_ranks_with_another_world_size(self, world_size: int) -> None:
         storage, manifest, _ = self.saved()
         for one in load_at_all(storage, manifest, world_size):
             assert [one.state["model"][f"layer{rank}"]["bias"].tolist() for rank in range(4)] == [

@@ -39,7 +39,7 @@ class TestTrees:
         trees = [{"d": {"x": number}} for number in range(2)]
         assert [tree_for(manifest_of(trees, [(1,)] * 2), rank, 2) for rank in range(2)] == trees
 
-    def test_with_another_world_size_a_rank_has_what_any_rank_had(self) -> None:
+    def test_trees_of_all_ranks_are_merged_for_another_world_size(self) -> None:
         trees = [
             {"d": {"same": 0, "a": {"d": {"v": {"v": 1}, "x": 1}}, "own": {"p": 3}}},
             {"d": {"same": 0, "a": {"d": {"v": {"v": 2}, "y": 2}}, "b": {"l": [0]}, "own": {"p": 4}}},

@@ -337,7 +337,7 @@ async def test_a_save_that_fails_leaves_nothing(names: tuple[str, ...], after: b
     assert storage.files == {}
 
 
-async def test_a_manifest_that_cannot_be_taken_back_leaves_what_it_names() -> None:
+async def test_parts_of_an_irrevocable_manifest_are_kept() -> None:
     storage = MemoryStorage()
 
     def fault(number: int, what: str, done: bool) -> None:
@@ -446,7 +446,7 @@ async def test_save_waits_for_the_first_after_the_second_was_cancelled() -> None
         assert listing.prefixes(storage) == ["a"]
 
 
-async def test_close_waits_and_what_is_saved_afterwards_is_saved() -> None:
+async def test_close_waits_for_the_save_and_allows_later_saves() -> None:
     async with held("write") as (storage, gate, one):
         await one.save_async(state(1), options=named("a"))
         closing = asyncio.create_task(one.close())
@@ -735,7 +735,7 @@ async def test_receipts_that_cannot_be_read_are_an_error_at_all() -> None:
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("faulty", [0, 1, 2])
-async def test_a_storage_may_fail_at_any_step_and_what_is_there_then_is_whole(faulty: int, after: bool) -> None:
+async def test_storage_failure_at_any_step_leaves_only_whole_checkpoints(faulty: int, after: bool) -> None:
     """Every save ends, and no rank reports a checkpoint that does not exist."""
     for number in range(14):
         storage = MemoryStorage()
@@ -792,7 +792,7 @@ def test_saves_that_are_under_way_when_the_interpreter_ends_are_finished(tmp_pat
         assert same(state_of(storage, f"c{number}")["model"], {"w": np.arange(3_000_000) + number})
 
 
-def test_an_interrupted_script_finishes_what_it_has_begun(tmp_path: Path) -> None:
+def test_interrupted_script_finishes_its_saves(tmp_path: Path) -> None:
     script = SCRIPT + "\nraise KeyboardInterrupt"
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False

@@ -62,7 +62,7 @@ def test_it_is_the_same_whether_it_was_staged(level: CompressionLevel) -> None:
     assert direct.files == staged.files
 
 
-def test_the_receipt_says_what_was_written() -> None:
+def test_receipt_describes_the_written_part() -> None:
     storage = MemoryStorage()
     part = written(storage, STATE)
     data = storage.files[FILE]
@@ -146,7 +146,7 @@ def test_keys_that_look_like_parts_do_not_make_two_arrays_one(tmp_path: Path) ->
     assert sorted(array[0] for array in load_file(tmp_path / part.file).values()) == [0, 1]
 
 
-def test_a_rank_writes_its_share_of_what_all_have() -> None:
+def test_rank_writes_its_share_of_a_replicated_array() -> None:
     copied = np.arange(1_000_000)
     made, leaves = world({"w": copied}, {"w": copied})
     pieces = [Box(*share.boxes[0]) for share in made.shares]

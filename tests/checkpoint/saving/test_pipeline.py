@@ -117,7 +117,7 @@ def check_failed(outcomes: list[Any], storage: MemoryStorage) -> list[Checkpoint
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-async def test_what_is_saved_is_what_each_rank_had(world_size: int) -> None:
+async def test_saved_checkpoint_has_the_state_of_each_rank(world_size: int) -> None:
     storage = MemoryStorage()
     assert await save(lambda rank: storage, world_size) == ["run/1"] * world_size
     check_saved(storage, world_size)
@@ -249,7 +249,7 @@ def world_of(storage: Storage) -> SaveContext:
     return SaveContext(storage, lambda: 0.0, lambda size: next(drawn).to_bytes(size, "big"), (), SILENT)
 
 
-async def test_a_run_may_change_what_it_saves() -> None:
+async def test_state_may_change_between_saves() -> None:
     storage = MemoryStorage()
     one = Saver(world_of(storage))
     states = [
@@ -292,7 +292,7 @@ async def test_a_run_may_go_on_in_a_smaller_world_and_alone() -> None:
         check_saved(storage, size, f"run/{number}")
 
 
-async def test_the_manifest_says_what_is_known_of_the_run() -> None:
+async def test_manifest_has_job_step_fence_and_metadata_of_the_run() -> None:
     storage = MemoryStorage()
     one, token = Saver(world_of(storage)), CancelToken(60.0)
     ranks = RankGroup(SingleProcess(), token, ExceptionType.SAVE_FAILED)
@@ -533,7 +533,7 @@ async def test_a_manifest_that_may_not_be_durable_is_taken_back() -> None:
     assert storage.files == {}
 
 
-async def test_a_manifest_that_is_there_already_is_taken_for_what_it_is() -> None:
+async def test_own_manifest_of_an_earlier_try_counts_as_published() -> None:
     """A try before has got through, though it was told that it had not."""
     storage = MemoryStorage()
 

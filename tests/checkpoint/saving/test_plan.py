@@ -131,7 +131,7 @@ def test_every_element_of_every_tensor_is_written(world: list[Description], copi
 
 @settings(deadline=None)
 @given(worlds(), st.integers(1, 3))
-def test_a_rank_writes_only_what_it_has_and_nothing_twice(world: list[Description], copies: int) -> None:
+def test_rank_writes_only_boxes_it_holds_and_none_twice(world: list[Description], copies: int) -> None:
     made = plan(world, copies)
     for number in range(len(made.tensors.names)):
         boxes = written(made, number)
@@ -226,7 +226,7 @@ def test_an_array_of_which_a_part_is_missing_is_refused(ranks: int) -> None:
     assert (caught.value.code, caught.value.type) == ("checkpoint_incomplete", ExceptionType.VALIDATION_FAILED)
 
 
-def test_parts_that_overlap_do_not_stand_for_what_is_missing() -> None:
+def test_overlapping_boxes_do_not_cover_a_gap() -> None:
     boxes = [Box((0,), (6,)), Box((2,), (6,))]
     with pytest.raises(CheckpointException, match="do not cover"):
         plan([described(("w", "float32", (10,), box)) for box in boxes])

@@ -37,7 +37,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(arrays(), max_size=4))
-def test_what_is_staged_is_what_would_be_written(some: list[Array]) -> None:
+def test_staged_bytes_equal_written_bytes(some: list[Array]) -> None:
     one, another = image(*some), image(*some)
     staged = StagingMemory().stage(one, NEVER)
     assert staged.view() == written(another)
@@ -103,7 +103,7 @@ def test_memory_that_is_too_small_makes_room_for_larger(made: list[int]) -> None
     assert (len(made), memory()) == (2, None)
 
 
-def test_memory_that_was_prepared_is_what_is_staged_into(made: list[int]) -> None:
+def test_staging_uses_prepared_memory(made: list[int]) -> None:
     kept, one = StagingMemory(), image(np.zeros(3 << 20, np.uint8))
     kept.prepare(one.size, NEVER)
     kept.stage(one, NEVER)

@@ -150,7 +150,7 @@ def test_short_reads_past_the_cache_are_gone_on_with() -> None:
     assert read(with_fault(files, fault), 7, 8 * PAGE) == pattern(9 * PAGE)[7 : 8 * PAGE + 7]
 
 
-def test_a_read_that_fails_is_told_and_leaves_nothing_open() -> None:
+def test_failed_read_raises_and_leaves_no_open_descriptor() -> None:
     files = cold(pattern(4 * PAGE))
     with pytest.raises(OSError, match="Input/output"):
         read(with_fault(files, failing("read", errno.EIO)), 0, PAGE)

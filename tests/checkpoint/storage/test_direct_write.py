@@ -45,7 +45,7 @@ def content(files: MemoryFiles) -> bytes:
 )
 @pytest.mark.parametrize("lacking", [(), ("direct",), ("direct", "reserve")], ids=["direct", "cached", "unreserved"])
 @pytest.mark.parametrize("size", SIZES)
-def test_a_file_has_what_its_source_has(
+def test_written_file_equals_its_source(
     size: int, lacking: tuple[str, ...], lie: Callable[[bytes], ByteSource], threads: int
 ) -> None:
     files, data = MemoryFiles(lacking=lacking), pattern(size)
@@ -55,7 +55,7 @@ def test_a_file_has_what_its_source_has(
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_real_file_has_what_its_source_has(size: int, tmp_path: Path) -> None:
+def test_written_real_file_equals_its_source(size: int, tmp_path: Path) -> None:
     path, data = tmp_path / "a", pattern(size)
     filled(SystemFiles(), CopiedSource(data), str(path))
     assert path.read_bytes() == data

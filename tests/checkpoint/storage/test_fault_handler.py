@@ -102,7 +102,7 @@ def test_foreign_errors_are_not_tried_again(memory: MemoryStorage) -> None:
     assert pauses == []
 
 
-def test_what_fails_only_when_it_is_entered_is_tried_again_and_what_is_read_then_is_not(memory: MemoryStorage) -> None:
+def test_failed_open_is_retried_and_failed_read_is_not(memory: MemoryStorage) -> None:
     class Late(MemoryStorage):
         tries = 0
 
@@ -172,7 +172,7 @@ def test_the_rest_is_as_the_storage_says(memory: MemoryStorage) -> None:
     assert (storage.url, storage.free_bytes()) == (memory.url, 5)
 
 
-def test_rolling_back_clears_what_has_no_manifest(memory: MemoryStorage) -> None:
+def test_rollback_deletes_parts_without_a_manifest(memory: MemoryStorage) -> None:
     part = listing.part_name("run", "0a1b2c3d", 0, 1, is_packed=False)
     memory.files[part] = b"half"
     assert FaultToleranceHandler(memory).rollback("run") == [part]

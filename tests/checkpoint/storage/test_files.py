@@ -230,7 +230,7 @@ def test_a_scan_tells_files_from_directories(place: Place) -> None:
     assert found["d"][0]
 
 
-def test_links_pipes_and_what_else_there_may_be_is_not_found(tmp_path: Path) -> None:
+def test_scan_finds_no_links_or_pipes(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path)
@@ -266,7 +266,7 @@ def test_the_directory_of_a_path() -> None:
         ("reserve", lambda files: files.reserve(files.open(f"{ROOT}/a", CREATE), 1)),
     ],
 )
-def test_memory_can_lack_what_some_file_systems_lack(ability: str, act: Callable[[Files], object]) -> None:
+def test_memory_files_can_lack_an_ability(ability: str, act: Callable[[Files], object]) -> None:
     refused(errno.EOPNOTSUPP, lambda: act(MemoryFiles(lacking=[ability])))
     act(MemoryFiles())
 

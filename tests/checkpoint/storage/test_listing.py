@@ -49,7 +49,7 @@ def test_all_that_are_there_are_found(storage: MemoryStorage) -> None:
     assert set().union(*(below(storage, prefix) for prefix in PREFIXES)) == set(storage.files)
 
 
-def test_one_that_cannot_be_read_is_told_of(storage: MemoryStorage) -> None:
+def test_unreadable_manifest_is_listed_with_its_error(storage: MemoryStorage) -> None:
     storage.damage("b" + SUFFIX, 20)
     found = dict(listing.manifests(storage))
     assert isinstance(found["b"], CheckpointException)
@@ -115,7 +115,7 @@ def test_a_tombstone_hides_a_manifest_that_stands_beside_it(storage: MemoryStora
     assert not [name for name in storage.files if name.startswith("a") and not name.startswith(OF_A1)]
 
 
-def test_a_tombstone_that_cannot_be_read_still_stands_for_what_lies_below(storage: MemoryStorage) -> None:
+def test_unreadable_tombstone_still_allows_deletion_of_its_files(storage: MemoryStorage) -> None:
     unrelated = set(storage.files) - below(storage, "a")
     storage.damage("a" + SUFFIX, 20)
     listing.delete(storage, "a")
@@ -154,7 +154,7 @@ def require(storage: MemoryStorage, prefix: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("moment", ["move", "read", "sync_names", "entries", "delete"])
-def test_a_deletion_that_is_slow_takes_nothing_of_what_is_saved_under_the_name_meanwhile(moment: str) -> None:
+def test_slow_deletion_keeps_a_new_save_of_the_same_name(moment: str) -> None:
     """Another one finishes the deletion, and saves."""
     storage = MemoryStorage()
     put(storage, "a", 1)

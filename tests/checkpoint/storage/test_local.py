@@ -346,7 +346,7 @@ def test_what_is_published_counts_though_its_hidden_name_cannot_be_removed() -> 
 # Reading.
 
 
-def test_what_is_missing_is_told(storage: LocalStorage) -> None:
+def test_missing_file_is_named_in_the_error(storage: LocalStorage) -> None:
     for name in ("a", "p/a"):
         error = refusal(lambda name=name: storage.read(name, 10))  # type: ignore[misc]
         assert (error.code, error.checkpoint_path) == ("checkpoint_file_missing", name)
@@ -473,7 +473,7 @@ def test_no_link_leads_out(storage: LocalStorage, outside: Path, act: Callable[[
     assert refusal(lambda: act(storage)).code == "checkpoint_storage_obstructed"
 
 
-def test_a_link_is_removed_and_not_what_it_leads_to(storage: LocalStorage, outside: Path) -> None:
+def test_delete_removes_the_link_and_keeps_its_target(storage: LocalStorage, outside: Path) -> None:
     storage.delete(["file"])
     assert not Path(storage.url, "file").is_symlink()
 
@@ -483,7 +483,7 @@ def test_no_link_is_listed_or_followed(storage: LocalStorage, outside: Path) -> 
     assert names(storage) == {"a"}
 
 
-def test_a_link_to_what_is_in_the_storage_is_fine(storage: LocalStorage) -> None:
+def test_link_within_the_storage_is_followed(storage: LocalStorage) -> None:
     write(storage, "step-1/a")
     Path(storage.url, "latest").symlink_to("step-1")
     assert storage.read("latest/a", 10) == b"hello"
@@ -524,7 +524,7 @@ def test_the_files_whose_names_begin_so(storage: LocalStorage) -> None:
     assert names(storage, "missing/") == names(storage, "p/") == set()
 
 
-def test_a_file_is_told_with_its_size_and_time(storage: LocalStorage) -> None:
+def test_entry_has_size_and_modification_time(storage: LocalStorage) -> None:
     write(storage, "a")
     os.utime(f"{storage.url}/a", (1.0, 1_000.5))
     [entry] = storage.entries()

@@ -55,7 +55,9 @@ CASES: list[tuple[Exception, str, bool]] = [
 
 
 @pytest.mark.parametrize(("error", "code", "retryable"), CASES)
-def test_an_error_is_told_by_what_can_be_done_about_it(error: Exception, code: str, retryable: bool) -> None:
+def test_object_store_error_is_translated_to_its_code_and_retryability(
+    error: Exception, code: str, retryable: bool
+) -> None:
     told = translated(error, "s3://bucket", "run/a")
     assert isinstance(told, CheckpointException)
     assert (told.code, told.retryable, told.type) == (code, retryable, ExceptionType.STORAGE_ERROR)

@@ -334,7 +334,7 @@ ACTS: dict[str, Callable[[ObjectStorage], object]] = {
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_wrong_credentials_are_told_without_them(s3_server: S3Server, act: str) -> None:
+def test_error_of_wrong_credentials_does_not_show_them(s3_server: S3Server, act: str) -> None:
     storage = s3_server.storage(s3_server.bucket(), secret="a-wrong-secret")
     error = error_of(lambda: ACTS[act](storage))
     assert (error.code, error.retryable) == ("checkpoint_storage_denied", False)
@@ -343,7 +343,7 @@ def test_wrong_credentials_are_told_without_them(s3_server: S3Server, act: str) 
 
 
 @pytest.mark.parametrize("act", ["publish", "write", "read", "list"])
-def test_a_bucket_that_is_not_there_is_told(s3_server: S3Server, act: str) -> None:
+def test_missing_bucket_is_named_in_the_error(s3_server: S3Server, act: str) -> None:
     error = error_of(lambda: ACTS[act](s3_server.storage("no-such-bucket")))
     assert (error.code, error.retryable) == ("checkpoint_bucket_missing", False)
     assert "no-such-bucket" in error.message
@@ -366,7 +366,7 @@ def test_retries_stop_when_cancelled() -> None:
     assert error_of(lambda: patient.read("a", 1)).code == "checkpoint_file_missing"
 
 
-def test_a_file_shorter_than_it_was_is_told(s3_server: S3Server) -> None:
+def test_read_of_a_shortened_file_raises(s3_server: S3Server) -> None:
     storage = s3_server.folder()
     storage.publish("a", b"0123456789")
     with storage.open("a") as reader:

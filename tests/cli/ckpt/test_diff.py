@@ -40,7 +40,7 @@ def test_the_same_state_saved_by_other_ranks_is_equal(checkpoint_folder: Checkpo
     assert checkpoint_folder.run(f"diff {A} {B}").code == 0
 
 
-def test_text_shows_what_differs_and_how_much(checkpoint_folder: CheckpointFolder) -> None:
+def test_text_output_shows_the_differences_and_their_size(checkpoint_folder: CheckpointFolder) -> None:
     checkpoint_folder.save(
         "a", {"same": np.zeros(3), "w": np.zeros(4), "cut": np.zeros((2, 3), np.float32), "x": np.zeros(1)}
     )

@@ -75,9 +75,7 @@ def test_who_tells_otherwise_of_a_step_than_others_is_named_and_nothing_is_prove
     st.integers(0, 8),
     st.integers(0, 8),
 )
-def test_who_tells_the_same_of_some_steps_in_other_rows_contradicts_nobody(
-    sizes: list[list[int]], first: int, split: int
-) -> None:
+def test_equal_use_in_other_rows_is_no_conflict(sizes: list[list[int]], first: int, split: int) -> None:
     uses, at = [], 0
     for step, parts in enumerate(sizes):
         ends = [at + sum(parts[:number]) for number in range(len(parts) + 1)]
@@ -91,13 +89,13 @@ def test_who_tells_the_same_of_some_steps_in_other_rows_contradicts_nobody(
     assert log.audit(0).complete
 
 
-def test_who_tells_half_of_a_step_contradicts_who_told_all_of_it() -> None:
+def test_partial_report_of_a_step_is_a_conflict() -> None:
     log = log_of((1, [Run(0, 0, 0, 10, 2)]))
     log.report(1, [Run(1, 0, 10, 5)], "b")
     assert log.audit(0).conflicts == [(1, "b")]
 
 
-def test_what_was_told_differently_of_void_steps_does_not_matter() -> None:
+def test_conflicts_about_void_steps_are_dropped() -> None:
     log = log_of((1, [Run(0, 0, 0, 5, 3)]))
     log.report(1, [Run(1, 0, 5, 4), Run(2, 0, 9, 6)], "b")
     assert log.audit(0).conflicts == [(1, "b"), (2, "b")]
@@ -107,7 +105,7 @@ def test_what_was_told_differently_of_void_steps_does_not_matter() -> None:
     assert log.audit(0).conflicts == []
 
 
-def test_of_much_that_is_told_again_the_latest_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_latest_repeated_steps_are_compared_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "COMPARED_RANGES_MAX", 4)
     log = log_of((1, [Run(step, 0, 4 * step + part, 1) for step in range(5) for part in (0, 2)]))
     log.report(1, [Run(step, 0, 4 * step + part, 1) for step in range(5) for part in (0, 3)], "b")
@@ -128,7 +126,7 @@ def test_of_a_step_that_has_used_more_all_is_compared(monkeypatch: pytest.Monkey
     assert log.audit(0).conflicts == [(0, "b")]
 
 
-def test_as_much_as_fits_into_no_whole_number_may_be_told_again() -> None:
+def test_repeated_runs_beyond_the_integer_range_are_no_conflict() -> None:
     most = WHOLE_MAX - 1
     log = log_of((1, [Run(0, 0, 0, 1, most)] * 3), samples=WHOLE_MAX)
     log.report(1, [Run(0, 0, 0, 1, most)] * 3, "b")
@@ -148,7 +146,7 @@ def test_epochs_of_which_workers_tell_differently_hide_none_of_the_later_ones() 
     assert log.audit(49).conflicts == [(30 * 49 + step, "b") for step in range(5)]
 
 
-def test_what_is_told_again_and_the_same_changes_nothing() -> None:
+def test_equal_repeated_report_keeps_the_revision() -> None:
     log = log_of((1, [Run(0, 0, 0, 5, 3)]))
     before = log.revision
     log.report(1, [Run(0, 0, 0, 5, 3)], "b")
@@ -165,7 +163,7 @@ def test_what_the_oldest_epoch_has_used_is_forgotten_first() -> None:
     assert not log.forget_oldest()
 
 
-def test_what_was_told_of_settled_steps_is_not_compared() -> None:
+def test_reports_of_settled_steps_are_not_compared() -> None:
     log = log_of((1, [Run(0, 0, 0, 5, 3)]))
     log.settle(2)
     log.report(1, [Run(0, 0, 0, 4, 2), Run(2, 0, 10, 5)], "b")
@@ -190,7 +188,7 @@ def test_what_was_left_out_and_used_as_well_is_repeated() -> None:
     assert audit.repeated == [range(19, 20)]
 
 
-def test_what_is_missing_and_what_is_there_twice_is_named() -> None:
+def test_missing_and_repeated_samples_are_named() -> None:
     audit = log_of((1, [Run(0, 0, 2, 3), Run(1, 0, 4, 6), Run(2, 0, 12, 8)])).audit(0)
     assert not audit.complete
     assert (audit.missing, audit.missing_total) == ([range(2), range(10, 12)], 4)
@@ -198,7 +196,7 @@ def test_what_is_missing_and_what_is_there_twice_is_named() -> None:
     assert audit.used == 16
 
 
-def test_of_an_epoch_that_nobody_has_begun_all_is_missing() -> None:
+def test_all_samples_of_an_unused_epoch_are_missing() -> None:
     assert UsageLog(SAMPLES).audit(3).missing == [range(20)]
     assert UsageLog(SAMPLES).epochs == []
 
@@ -207,7 +205,7 @@ def test_an_epoch_without_samples_is_complete() -> None:
     assert UsageLog(0).audit(0).complete
 
 
-def test_what_is_told_again_is_not_counted_again() -> None:
+def test_repeated_report_is_not_counted_again() -> None:
     log = log_of((1, [Run(0, 0, 0, 2, 4)]), (1, [Run(0, 0, 0, 2, 4)]), (1, [Run(2, 0, 4, 2, 8)]))
     assert log.audit(0).complete
     assert log.told(1) == 10
@@ -238,7 +236,7 @@ def test_a_late_report_of_a_void_step_is_void() -> None:
     assert log.audit(0).complete
 
 
-def test_a_late_report_of_what_was_told_and_became_void_changes_nothing() -> None:
+def test_late_report_of_void_steps_changes_nothing() -> None:
     """Other members reported steps that are void since the training went back to before them."""
     log = log_of((1, [Run(0, 0, 0, 1, 8)]))
     log.rewind(2, 3)
@@ -248,7 +246,7 @@ def test_a_late_report_of_what_was_told_and_became_void_changes_nothing() -> Non
     assert UsageLog.decode(before).audit(0).used == 3
 
 
-def test_of_two_ways_back_the_further_one_counts_for_whoever_was_before_both() -> None:
+def test_older_generations_lose_all_steps_beyond_the_lowest_rewind() -> None:
     log = UsageLog(SAMPLES)
     log.rewind(3, 5)
     log.rewind(5, 2)
@@ -271,7 +269,7 @@ def test_to_say_again_that_the_training_went_back_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(("generation", "step"), [(4, 1), (3, 2), (1, 0)])
-def test_that_the_training_went_back_is_said_before_what_it_did_then(generation: int, step: int) -> None:
+def test_rewind_after_reports_of_its_generation_is_refused(generation: int, step: int) -> None:
     log = log_of((4, [Run(0, 0, 0, 2, 4)]))
     before = log.encode()
     with pytest.raises(RequestRefused, match=f"generation {generation} or"):
@@ -402,7 +400,7 @@ steps = st.lists(
 
 @UNTIMED
 @given(st.lists(st.tuples(steps, st.integers(0, 10), st.integers(0, 30), st.booleans(), st.booleans()), max_size=5))
-def test_the_audit_is_what_counting_each_position_gives(
+def test_audit_equals_a_count_of_each_position(
     story: list[tuple[list[list[Use]], int, int, bool, bool]],
 ) -> None:
     """Reports that overlap, come again and are late, ways back, settled steps, and a log that was stored in between."""

@@ -70,7 +70,7 @@ async def test_what_is_reported_again_changes_nothing() -> None:
 
 
 @on_virtual_time
-async def test_who_says_nothing_hears_what_is_known() -> None:
+async def test_empty_usage_report_returns_the_known_step() -> None:
     async with data_fixture() as stage:
         await report(stage, 1, 0, steps(0, 6))
         for generation, known_to in ((1, 6), (2, 0)):
@@ -80,7 +80,7 @@ async def test_who_says_nothing_hears_what_is_known() -> None:
 
 
 @on_virtual_time
-async def test_who_reports_otherwise_than_others_is_told() -> None:
+async def test_differing_usage_report_is_a_conflict() -> None:
     async with data_fixture() as stage:
         await report(stage, 1, 0, steps(0, 10))
         runs = [Run(0, 0, 0, 10, 9), Run(8, 0, 90, 10, dropped=True)]
@@ -90,7 +90,7 @@ async def test_who_reports_otherwise_than_others_is_told() -> None:
 
 
 @on_virtual_time
-async def test_what_is_used_twice_is_told() -> None:
+async def test_samples_used_twice_are_named() -> None:
     async with data_fixture() as stage:
         await report(stage, 1, 0, steps(0, 10), Run(10, 0, 20, 10))
         found = await audit(stage)
@@ -116,7 +116,7 @@ async def test_what_an_earlier_world_tells_late_counts_up_to_where_the_later_one
 
 
 @on_virtual_time
-async def test_where_training_begins_anew_what_was_used_before_is_void_before_anybody_tells_of_it() -> None:
+async def test_new_first_world_voids_earlier_usage_before_its_first_report() -> None:
     """The first of the new world may die before they tell; a daemon that dies knows it no less."""
     store = FaultyStore()
     async with data_fixture(store) as stage:
@@ -132,7 +132,7 @@ async def test_where_training_begins_anew_what_was_used_before_is_void_before_an
 
 
 @on_virtual_time
-async def test_who_is_left_alone_without_the_state_makes_void_what_was_used_where_nobody_stops_too() -> None:
+async def test_background_world_without_the_state_voids_earlier_usage() -> None:
     async with data_fixture() as stage:
         (a,) = await stage.form_world("a", use_synchronous_rescaling=False, **BEARING)
         await report(stage, 1, 0, steps(0, 3))
@@ -151,7 +151,7 @@ async def test_who_is_left_alone_without_the_state_makes_void_what_was_used_wher
 
 
 @on_virtual_time
-async def test_what_a_world_tells_that_was_void_before_anybody_had_told_anything_is_not_believed() -> None:
+async def test_reports_of_a_void_world_are_ignored() -> None:
     async with data_fixture() as stage:
         (a,) = await stage.form_world("a", **BEARING)
         (b,) = await stage.start("b")
@@ -220,7 +220,7 @@ async def test_of_a_job_that_is_removed_nothing_is_left() -> None:
 
 
 @on_virtual_time
-async def test_what_is_told_of_a_job_that_is_gone_is_refused_and_stands_in_the_way_of_no_later_one() -> None:
+async def test_usage_report_of_a_removed_job_is_refused_and_leaves_no_records() -> None:
     store = FaultyStore()
     async with data_fixture(store) as stage:
         await stage.kernel.bus.ask(CreateJob(JOB, {}))
@@ -242,7 +242,7 @@ BROKEN_LOGS: dict[str, Callable[[bytes], dict[str, bytes]]] = {
 
 @on_virtual_time
 @pytest.mark.parametrize("broken", BROKEN_LOGS)
-async def test_a_log_that_cannot_be_read_is_told_to_who_asks_and_is_in_the_way_of_nothing_else(broken: str) -> None:
+async def test_unreadable_usage_log_fails_only_the_audits_of_its_job(broken: str) -> None:
     store = FaultyStore()
     async with data_fixture(store) as stage:
         await stage.kernel.bus.ask(CreateJob("other", {}))
@@ -296,7 +296,7 @@ async def test_of_more_rows_than_can_be_kept_the_oldest_are_forgotten(monkeypatc
 
 
 @on_virtual_time
-async def test_what_is_told_again_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_repeated_usage_report_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
     store = FaultyStore()
     async with data_fixture(store) as stage:
         await report(stage, 1, 0, steps(0, 6))

@@ -27,7 +27,7 @@ def test_whatever_is_said_in_parts_is_held_once(parts: list[list[int]]) -> None:
     assert holdings.ids.tolist() == sorted({shard for part in parts for shard in part})
 
 
-def test_what_is_said_is_put_in_order_when_somebody_asks_and_not_before() -> None:
+def test_offered_shards_are_sorted_on_first_read() -> None:
     """It takes no longer to hear the more was said before."""
     holdings = Offer()
     parts = [ids(*range(start, start + 10)) for start in range(0, 1_000, 10)]
@@ -54,13 +54,13 @@ def test_to_say_nothing_takes_no_room() -> None:
     assert holdings.ids.tolist() == []
 
 
-def test_before_the_first_world_nobody_owns_anything() -> None:
+def test_empty_assignment_has_no_owners() -> None:
     nobody = Assignment.empty(3)
     assert (nobody.generation, nobody.workers, nobody.replicas.shape) == (0, (), (0, 3))
     assert nobody.owners.tolist() == [NOBODY] * 3
 
 
-def test_members_are_the_wanted_world_and_then_those_who_only_serve() -> None:
+def test_members_are_the_target_and_then_draining_members() -> None:
     a, b, z = map(worker, "abz")
     attempt = DataAttempt(1, (b, a), (a, z))
     assert attempt.members == (b, a, z)
@@ -70,7 +70,7 @@ def test_members_are_the_wanted_world_and_then_those_who_only_serve() -> None:
     assert not attempt.is_over
 
 
-def test_what_is_missing_is_told_of_all_who_need_it_with_the_first_reason() -> None:
+def test_lost_shards_of_all_members_are_merged_with_the_first_reason() -> None:
     attempt = DataAttempt(1, (worker("a"), worker("b")), ())
     assert attempt.lost == LostShards()
     attempt.lost_at_origin = {"b": LostShards(30, tuple(range(20)), "b: no"), "a": LostShards(2, (0, 70), "a: no")}

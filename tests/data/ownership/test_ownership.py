@@ -91,7 +91,7 @@ def crowded(held: dict[str, Indices], config: ElasticTrainingConfig = CONFIG) ->
     return [owned.ids(one).tolist() for one in everybody[:-1]]
 
 
-def test_who_is_full_keeps_what_it_has_and_gets_nothing_new() -> None:
+def test_full_worker_keeps_its_shards_and_gets_no_new_ones() -> None:
     held = {"a": ids(0, 1, 2, 3), "b": ids(4, 5, 6, 7), "c": ids(8, 9, 10, 11)}
     assert crowded(held) == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11]]
 
@@ -101,7 +101,7 @@ def test_who_is_full_gets_nothing_where_shards_do_not_stay_where_they_are() -> N
     assert crowded(held, ElasticTrainingConfig()) == [[], list(range(12))]
 
 
-def test_who_is_full_has_its_share_where_there_is_nobody_else() -> None:
+def test_single_full_worker_still_owns_all_shards() -> None:
     assert crowded({"a": ids(0, 1, 2, 3), "b": ids(*range(4, 12))}) == [list(range(12))]
 
 
@@ -114,7 +114,7 @@ def test_who_has_nothing_alone_is_not_spared_for_being_full() -> None:
     assert it.mark_full(worker("a"))
 
 
-def test_what_nobody_has_comes_from_the_origin() -> None:
+def test_unheld_shards_come_from_the_origin() -> None:
     it = ownership(4, has_origin=True)
     attempt = settled(it, 1, {"a": NOTHING, "b": NOTHING})
     assert (attempt.totals.from_origin, attempt.lost) == (4, LostShards())
@@ -123,13 +123,13 @@ def test_what_nobody_has_comes_from_the_origin() -> None:
     assert all(source[-1] == -1 for source in sources)
 
 
-def test_what_nobody_has_and_cannot_be_had_again_is_named() -> None:
+def test_lost_shards_without_origin_are_named_up_to_the_limit() -> None:
     it = ownership(100)
     attempt = settled(it, 1, {"a": ids(*range(50)), "b": NOTHING})
     assert attempt.lost == LostShards(50, tuple(range(50, 50 + NAMED_MAX)))
 
 
-def test_what_a_worker_holds_is_what_it_says_now_and_not_what_it_held() -> None:
+def test_current_offer_replaces_earlier_holdings() -> None:
     it = ownership(4)
     first = settled(it, 1, {"a": ids(0, 1, 2, 3), "b": NOTHING})
     assert first.plan is not None
@@ -172,7 +172,7 @@ def test_other_holders_are_named_for_when_the_first_fails() -> None:
     replication=st.integers(0, 2),
     holders=st.lists(st.sets(st.integers(0, 59)), min_size=1, max_size=6),
 )
-def test_who_fetches_what_it_is_told_holds_what_it_has_to_keep(
+def test_worker_that_fetches_its_transfers_holds_its_assignment(
     shards: int, replication: int, holders: list[set[int]]
 ) -> None:
     it = ownership(shards, replication=replication, has_origin=True)
@@ -210,7 +210,7 @@ def test_what_is_held_may_be_said_in_parts() -> None:
     assert it.attempt.offers[worker("a")].ids.tolist() == [0, 1, 2, 3]
 
 
-def test_what_is_no_shard_and_who_is_no_member_is_refused() -> None:
+def test_invalid_shard_ids_and_non_members_are_refused() -> None:
     it = ownership(4)
     it.begin(2, workers("a"), (), 0.0)
     for member, held, code in (("a", ids(4), "holdings_invalid"), ("a", ids(-1), "holdings_invalid")):
@@ -248,7 +248,7 @@ def test_an_attempt_is_given_up_once_whether_anything_is_planned_or_not() -> Non
     assert [it.abandon(3), it.abandon(3)] == [True, False]
 
 
-def test_where_so_many_doubts_cannot_be_remembered_those_go_first_that_are_about_who_is_away(
+def test_suspects_of_absent_workers_are_dropped_first_at_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(suspect_copies, "SUSPECTS_MAX", 3)
@@ -308,7 +308,7 @@ def test_who_is_named_twice_is_refused() -> None:
     assert error.value.code == "workers_invalid"
 
 
-def test_estimates_are_made_of_what_was_measured() -> None:
+def test_estimates_use_measured_rates() -> None:
     it = ownership(10, samples=1_000)
     it.begin(1, workers("ab"), (), 0.0)
     it.offer(worker("a"), ids(*range(10)), False, 1_000_000, 250_000.0)
@@ -321,7 +321,7 @@ def test_estimates_are_made_of_what_was_measured() -> None:
     assert attempt.totals.estimated_s == pytest.approx(2 * 100_000 / 250_000)
 
 
-def test_what_would_travel_is_told_without_doing_anything() -> None:
+def test_preview_changes_nothing() -> None:
     it = ownership(12)
     first = settled(it, 1, {"a": ids(*range(6)), "b": ids(*range(6, 12))})
     assert first.plan is not None
@@ -331,7 +331,7 @@ def test_what_would_travel_is_told_without_doing_anything() -> None:
     assert it.attempt is first
 
 
-def test_from_who_is_gone_nothing_would_travel() -> None:
+def test_preview_takes_shards_of_gone_workers_from_the_origin() -> None:
     it = ownership(12, has_origin=True)
     first = settled(it, 1, {"a": ids(*range(6)), "b": ids(*range(6, 12))})
     assert first.plan is not None
@@ -382,7 +382,7 @@ def test_what_the_origin_does_not_give_a_member_is_news_once_and_forgotten_when_
     assert (attempt.lost, attempt.lacks_shards) == (LostShards(), False)
 
 
-def test_what_the_origin_gave_another_who_needs_it_has_come() -> None:
+def test_shard_fetched_from_the_origin_has_arrived_for_its_replicas() -> None:
     it = ownership(4, replication=1, has_origin=True)
     attempt = settled(it, 1, {"a": NOTHING, "b": NOTHING, "c": NOTHING})
     of_a = part(it, "a", 1)[2]
@@ -428,7 +428,7 @@ def test_each_gets_its_share_by_the_weights_that_were_said(strategy: Redistribut
     assert draft.assignment.weights == {worker("b"): 3.0}
 
 
-def test_a_plan_goes_by_what_was_said_of_the_weights_for_its_attempt() -> None:
+def test_plan_uses_the_weights_of_its_attempt() -> None:
     it = ownership(12, has_origin=True)
     assert owned(weighed(it, 1, {"a": 1.0, "b": 3.0})) == {"a": 3, "b": 9}
     assert owned(weighed(it, 2, {"a": 2.0, "b": 1.0})) == {"a": 8, "b": 4}
@@ -454,7 +454,7 @@ def test_what_is_no_weight_is_refused_and_nothing_of_it_is_kept(weight: Any) -> 
     assert (it.attempt.offers, it.attempt.partial_offers) == ({}, {})
 
 
-def test_what_would_travel_goes_by_the_weights_of_who_is_there_and_1_for_who_comes() -> None:
+def test_preview_uses_known_weights_and_1_for_new_workers() -> None:
     it = ownership(12, has_origin=True)
     draft = weighed(it, 1, {"a": 1.0, "b": 3.0})
     it.assignment = replace(draft.assignment, generation=1)

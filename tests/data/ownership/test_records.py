@@ -80,7 +80,7 @@ def test_a_dataset_without_shards_comes_back() -> None:
     assert same(found.ownership.assignment, held)
 
 
-def test_what_was_planned_is_told_from_what_is_held() -> None:
+def test_planned_assignment_is_restored_apart_from_the_held_one() -> None:
     held, planned = assignment(4), assignment(0, workers=2)
     found = restored(JOB, (defined() | written(7, held) | written(9, planned)).items())
     assert found is not None
@@ -108,7 +108,7 @@ def test_of_a_job_that_is_no_more_nothing_comes_back() -> None:
     assert restored(JOB, written(7, assignment(4)).items()) is None
 
 
-def test_before_the_first_plan_nobody_holds_anything() -> None:
+def test_no_shard_is_held_before_the_first_plan() -> None:
     found = restored(JOB, defined().items())
     assert found is not None
     assert (found.attempt, found.planned, found.ownership.assignment.workers) == (0, {}, ())
@@ -116,7 +116,7 @@ def test_before_the_first_plan_nobody_holds_anything() -> None:
 
 
 @pytest.mark.parametrize("shards", [0, 1, 9, 10])
-def test_all_keys_are_known_and_what_names_the_others_is_the_first_to_go(
+def test_keys_of_an_assignment_start_with_the_record_that_names_the_pieces(
     shards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(records, "PIECE_SHARDS", 3)
@@ -170,7 +170,7 @@ def test_copies_that_are_in_doubt_come_back() -> None:
         {"data/run/suspect/a/x": b""},
     ],
 )
-def test_what_does_not_say_of_each_shard_who_has_it_is_an_error(broken: dict[str, bytes]) -> None:
+def test_incomplete_assignment_records_are_unreadable(broken: dict[str, bytes]) -> None:
     entries = defined() | written(4, assignment(2))
     assert broken.keys() <= entries.keys() or "suspect" in str(broken)
     assert restored(JOB, entries.items()) is not None
@@ -186,7 +186,7 @@ def test_a_piece_that_is_missing_is_an_error() -> None:
         restored(JOB, entries.items())
 
 
-def test_a_doubt_about_what_is_no_shard_of_the_dataset_is_abandoned_over() -> None:
+def test_suspect_outside_the_dataset_is_unused() -> None:
     writes = suspect_writes(JOB, {("a", 10): True})
     found = restored(JOB, (defined() | dict.fromkeys(writes, b"")).items())
     assert found is not None

@@ -56,7 +56,7 @@ def test_those_are_to_be_looked_at_that_are_held_and_others_are_forgotten_when_a
     assert it.held_by("b", ALL).tolist() == [3]
 
 
-def test_a_newcomer_looks_once_at_what_is_in_doubt_at_those_who_are_gone() -> None:
+def test_joiner_verifies_suspects_of_absent_workers_once() -> None:
     it = about(("a", 1), ("a", 3), ("b", 2))
     assert it.for_newcomer(C, ids(), ids(1, 2, 3, 4), {"b", "c"}).tolist() == [1, 3]
     assert it.for_newcomer(C, ids(1), ids(1, 2, 3, 4), {"b", "c"}).tolist() == [3]
@@ -66,7 +66,7 @@ def test_a_newcomer_looks_once_at_what_is_in_doubt_at_those_who_are_gone() -> No
     assert it.take_changes().keys() == {("a", 1), ("a", 3), ("b", 2)}, "only a's copies stay suspect"
 
 
-def test_what_changes_is_told_once_to_whoever_writes_it_down() -> None:
+def test_changes_of_suspects_are_taken_once() -> None:
     it = about(("a", 1), ("a", 2), ("a", 1), ("b", 3))
     assert it.take_changes() == dict.fromkeys((("a", 1), ("a", 2), ("b", 3)), True)
     it.add("a", 1)
@@ -85,7 +85,7 @@ def test_what_was_written_down_is_known_and_no_change() -> None:
     assert it.take_changes() == {}
 
 
-def test_those_count_that_stay_with_who_has_them_as_their_owner_or_not() -> None:
+def test_suspects_used_by_a_plan_are_those_kept_by_their_holders() -> None:
     held = {A: [0, 1, 2, 3]}
     plan = DataRedistributor(INCREMENTAL, replication=0).calculate_plan(
         ClusterTopology((A,)), ClusterTopology((A, B)), 4, shards=4, current=held

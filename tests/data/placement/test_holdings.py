@@ -29,7 +29,7 @@ def test_who_leaves_and_still_serves_comes_behind_the_new_ranks() -> None:
     assert read_owners(SERVED, 3, None).tolist() == [2, 3, 0]
 
 
-def test_where_nobody_was_nobody_holds_anything() -> None:
+def test_no_owners_are_read_for_an_empty_old_topology() -> None:
     nobody = Roster.of(ClusterTopology(), NEW, ())
     assert read_owners(nobody, 2, None).tolist() == [NOBODY, NOBODY]
     assert read_owners(nobody, 2, [-1, -1]).tolist() == [NOBODY, NOBODY]
@@ -70,7 +70,7 @@ def test_further_copies_may_be_given_for_each_worker_and_fill_as_few_rows_as_the
     assert sorted(copies[:, 1].tolist()) == [2, 3]
 
 
-def test_a_copy_that_is_told_twice_counts_once() -> None:
+def test_duplicate_replica_counts_once() -> None:
     owners = read_owners(ROSTER, 2, [0, 0])
     assert read_replicas(ROSTER, owners, [[2, 0], [2, 2]]).tolist() == [[0, NOBODY], [NOBODY, 0]]
 
@@ -127,7 +127,7 @@ WRONG_SHARDS = [
 
 @pytest.mark.parametrize("read", [read_current, read_copies])
 @pytest.mark.parametrize("given", WRONG_SHARDS, ids=repr)
-def test_who_is_unknown_or_holds_what_is_no_shard_is_refused_by_name(read: Callable[[Any], Column], given: Any) -> None:
+def test_unknown_worker_or_invalid_shard_is_refused_by_name(read: Callable[[Any], Column], given: Any) -> None:
     with pytest.raises(RequestRefused, match=r"w[09]@") as caught:
         read(given)
     assert caught.value.code == "holdings_invalid"

@@ -28,7 +28,7 @@ def plan_for_one(pace: TransferPace | None = PACE, **settings: Any) -> DataRedis
 
 @UNTIMED
 @given(changes())
-def test_transfers_say_what_the_columns_say(change: Change) -> None:
+def test_transfer_views_equal_the_columns(change: Change) -> None:
     plan = change.plan()
     columns = plan.columns
     assert len(plan.transfers) == columns.shards.size
@@ -50,7 +50,7 @@ def test_each_worker_gets_its_own_transfers_in_their_order(change: Change) -> No
         assert list(plan.for_worker(worker)) == mine
 
 
-def test_for_who_is_not_in_the_plan_nothing_travels() -> None:
+def test_worker_outside_the_plan_has_no_transfers() -> None:
     assert list(plan_for_one().for_worker(at(9, 9))) == []
 
 
@@ -85,7 +85,7 @@ def test_bytes_are_those_of_the_samples_that_travel() -> None:
     assert plan.bytes_to_move(sizes=[1, 20, 300, 4000]) == 4020
 
 
-def test_bytes_can_be_told_by_where_they_come_from() -> None:
+def test_bytes_are_counted_by_kind_of_source() -> None:
     plan = redistributor().calculate_plan(spread(0, 1, 2), spread(0), 9, shards=3, draining=[at(1, 1)])
     assert [plan.transfer_count(kind) for kind in SourceKind] == [1, 0, 1]
     assert [plan.bytes_to_move(1, kind=kind) for kind in SourceKind] == [3, 0, 3]
@@ -102,7 +102,7 @@ def test_bytes_without_a_clear_size_are_refused(given: dict[str, Any]) -> None:
 # How long it takes.
 
 
-def test_what_nobody_measured_is_not_estimated() -> None:
+def test_plan_without_pace_has_no_estimates() -> None:
     plan = plan_for_one(pace=None)
     assert (plan.completion_times, plan.estimated_seconds) == (None, None)
     assert {transfer.estimated_completion_time for transfer in plan.transfers} == {None}
@@ -131,7 +131,7 @@ def test_workers_do_not_wait_for_each_other() -> None:
 
 
 @pytest.mark.parametrize(("lanes", "seconds"), [(1, 99.0), (4, 24.75)])
-def test_whoever_has_what_all_need_is_busy_for_as_long_as_that_takes(lanes: int, seconds: float) -> None:
+def test_single_source_bounds_the_estimate(lanes: int, seconds: float) -> None:
     plan = redistributor(max_concurrent_transfers=lanes).calculate_plan(
         spread(0), spread(*range(100)), 1_000, shards=100, pace=PACE
     )
@@ -199,6 +199,6 @@ def test_with_several_copies_everybody_has_all_of_theirs_in_order() -> None:
     assert assignments.counts.tolist() == [7, 7, 0]
 
 
-def test_without_copies_nobody_has_any() -> None:
+def test_assignments_without_rows_are_empty() -> None:
     assignments = Assignments(DATASET, WORKERS, np.empty((0, 10), np.int32))
     assert [len(assignments[worker]) for worker in WORKERS] == [0, 0, 0]

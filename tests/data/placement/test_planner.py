@@ -115,7 +115,7 @@ def test_earlier_shards_come_first_and_further_copies_after_every_owner(change: 
 
 @UNTIMED
 @given(changes())
-def test_there_are_as_many_further_copies_as_can_be_and_none_travels_to_who_has_it(change: Change) -> None:
+def test_plan_has_all_wanted_replicas_and_transfers_none_to_its_holder(change: Change) -> None:
     plan, holders = change.plan(), living(change)
     owners = owners_of(plan)
     wanted = min(change.replication, change.new.world_size - 1)
@@ -205,25 +205,25 @@ def test_a_full_reshuffle_mixes_by_weight_from_the_first_shard_to_the_last() -> 
 # An incremental plan.
 
 
-def test_one_who_joins_gets_the_latest_shards_of_the_others_and_nothing_else_moves() -> None:
+def test_joiner_gets_the_last_shards_of_the_owners_and_nothing_else_moves() -> None:
     plan = redistributor().calculate_plan(spread(0, 1), spread(0, 1, 2), 12)
     assert plan.owners.tolist() == [0, 1, 0, 1, 0, 1, 0, 1, 2, 2, 2, 2]
     assert {transfer.source_worker for transfer in plan.transfers} == {at(0, 0), at(1, 1)}
 
 
-def test_the_shards_of_one_who_died_go_to_the_others_in_turn_from_the_origin() -> None:
+def test_shards_of_a_dead_worker_go_to_survivors_in_turn_from_the_origin() -> None:
     plan = redistributor().calculate_plan(spread(0, 1, 2), spread(0, 1), 12)
     assert plan.owners.tolist() == [0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 1, 1]
     assert plan.transfer_count(SourceKind.ORIGIN) == len(plan.transfers) == plan.moved == 4
 
 
-def test_one_who_leaves_and_still_serves_is_the_source() -> None:
+def test_draining_worker_is_the_source_of_its_shards() -> None:
     plan = redistributor().calculate_plan(spread(0, 1, 2), spread(0, 1), 12, draining=[at(2, 2)])
     assert [transfer.source_worker for transfer in plan.transfers] == [at(2, 2)] * 4
     assert plan.transfer_count(SourceKind.OWNER) == 4
 
 
-def test_one_who_came_back_on_another_host_has_nothing() -> None:
+def test_worker_on_another_host_holds_nothing() -> None:
     new = ClusterTopology((at(0, 0), at(1, 9)))
     plan = redistributor().calculate_plan(spread(0, 1), new, 4)
     assert [(one.source_worker, one.destination_worker) for one in plan.transfers] == [(None, at(1, 9))] * 2
@@ -237,7 +237,7 @@ def test_who_has_a_copy_gets_the_shard_and_nothing_travels() -> None:
     assert (plan.moved, len(plan.transfers)) == (2, 0)
 
 
-def test_a_shard_goes_to_the_same_host_where_somebody_there_needs_one() -> None:
+def test_shards_move_within_a_host_if_possible() -> None:
     old = ClusterTopology((at(0, 0), at(1, 1)))
     new = ClusterTopology((at(0, 0), at(1, 1), at(2, 1), at(3, 0)))
     plan = redistributor().calculate_plan(old, new, 16)
@@ -309,7 +309,7 @@ def test_when_an_owner_dies_its_copies_are_the_sources_and_are_made_up_for() -> 
 # The edges.
 
 
-def test_nobody_at_first_and_all_comes_from_the_origin() -> None:
+def test_first_plan_takes_all_shards_from_the_origin() -> None:
     plan = redistributor().calculate_plan(NOBODY_THERE, spread(0, 1), 4)
     assert plan.owners.tolist() == [0, 1, 0, 1]
     assert plan.transfers[0] == DataTransfer(None, at(0, 0), plan.dataset.shard(0), 4, source_kind=SourceKind.ORIGIN)
@@ -318,7 +318,7 @@ def test_nobody_at_first_and_all_comes_from_the_origin() -> None:
 
 @pytest.mark.parametrize("strategy", RedistributionType)
 @pytest.mark.parametrize("old", [NOBODY_THERE, spread(0)])
-def test_shards_that_nobody_could_hold_are_refused(strategy: RedistributionType, old: ClusterTopology) -> None:
+def test_plan_for_an_empty_topology_is_refused(strategy: RedistributionType, old: ClusterTopology) -> None:
     with pytest.raises(RequestRefused) as caught:
         redistributor(strategy).calculate_plan(old, NOBODY_THERE, 4)
     assert caught.value.code == "topology_empty"
@@ -327,7 +327,7 @@ def test_shards_that_nobody_could_hold_are_refused(strategy: RedistributionType,
 @pytest.mark.parametrize("strategy", RedistributionType)
 @pytest.mark.parametrize("old", [NOBODY_THERE, spread(0)])
 @pytest.mark.parametrize("new", [NOBODY_THERE, spread(0, 1)])
-def test_a_dataset_of_nothing_needs_nobody(
+def test_empty_dataset_has_an_empty_valid_plan(
     strategy: RedistributionType, old: ClusterTopology, new: ClusterTopology
 ) -> None:
     plans = redistributor(strategy, replication=1)
@@ -402,7 +402,7 @@ def test_any_copy_is_taken_before_the_origin() -> None:
     assert chosen([[2, NOBODY]], [0]) == [(2, "owner")]
 
 
-def test_where_nobody_has_a_copy_the_origin_has() -> None:
+def test_shard_without_a_copy_comes_from_the_origin() -> None:
     assert chosen([[NOBODY, NOBODY], [NOBODY, 2]], [0, 0]) == [(NOBODY, "origin"), (2, "replica")]
 
 

@@ -132,7 +132,7 @@ def test_copies_are_spread_evenly(world: int) -> None:
     assert loads.max() - loads.min() <= 1
 
 
-def test_the_copies_of_what_one_owns_lie_with_all_others_about_alike() -> None:
+def test_replicas_of_an_owner_are_spread_evenly_over_the_other_workers() -> None:
     """A failed worker's shards can be fetched from all other workers at once."""
     hosts = np.arange(5, dtype=np.int32)
     owners = np.resize(hosts, 5_000)
@@ -143,7 +143,7 @@ def test_the_copies_of_what_one_owns_lie_with_all_others_about_alike() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "on_one_host"), [(1, 1), (2, 1), (3, 1), (2, 4)])
-def test_one_who_comes_gets_its_share_of_the_copies_and_nothing_else_moves(wanted: int, on_one_host: int) -> None:
+def test_joiner_gets_its_share_of_replicas_and_no_other_replica_moves(wanted: int, on_one_host: int) -> None:
     hosts = (np.arange(21) // on_one_host).astype(np.int32)
     owners = np.resize(np.arange(20, dtype=np.int32), 4_200)
     (*before,) = place_replicas(np.full((wanted, 4_200), NOBODY, np.int32), [], owners, hosts[:20])
@@ -153,7 +153,7 @@ def test_one_who_comes_gets_its_share_of_the_copies_and_nothing_else_moves(wante
     assert is_new.sum() == 200 * wanted
 
 
-def test_what_is_too_much_for_one_is_left_to_who_has_it_already() -> None:
+def test_surplus_replica_stays_with_a_holder_that_has_it() -> None:
     hosts = np.arange(3, dtype=np.int32)
     held = [np.full(6, 1, np.int32), np.full(6, 2, np.int32)]
     kept = keep_replicas(held, np.zeros(6, np.int32), hosts, 1)

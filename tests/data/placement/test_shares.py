@@ -33,9 +33,7 @@ def test_shares_are_rounded_down_or_up_and_add_up(total: int, weights: tuple[int
 
 
 @given(TOTALS, WEIGHTS, st.data())
-def test_the_one_more_goes_first_to_those_who_are_preferred(
-    total: int, weights: tuple[int, ...], data: st.DataObject
-) -> None:
+def test_remainder_goes_first_to_preferred_workers(total: int, weights: tuple[int, ...], data: st.DataObject) -> None:
     shares = Shares.of(total, len(weights), weights)
     preferred = np.array(data.draw(st.lists(st.booleans(), min_size=len(weights), max_size=len(weights))))
     more = shares.settled(preferred) > shares.least
@@ -62,9 +60,7 @@ def test_the_one_more_goes_to_the_largest_rest() -> None:
         ({at(1, 1): 0}, (1, 0)),
     ],
 )
-def test_weights_are_read_exactly_and_1_for_who_is_not_named(
-    weights: dict[WorkerId, float] | None, whole: Weights
-) -> None:
+def test_weights_are_read_exactly_and_default_to_1(weights: dict[WorkerId, float] | None, whole: Weights) -> None:
     assert read_weights(weights, (at(0, 0), at(1, 1))) == whole
 
 
@@ -80,7 +76,7 @@ def test_what_is_no_weight_is_refused(weight: Any) -> None:
     assert caught.value.code == "weights_invalid"
 
 
-def test_when_everybodys_weight_is_0_nobody_could_have_anything() -> None:
+def test_all_zero_weights_are_refused() -> None:
     with pytest.raises(RequestRefused, match="every worker"):
         read_weights({at(0, 0): 0}, (at(0, 0),))
 

@@ -62,7 +62,7 @@ def test_a_plan_of_the_planner_has_no_errors() -> None:
     assert {0, 1} <= set(PLAN.columns.copies.tolist())
 
 
-def test_who_serves_what_it_holds_has_to_be_alive() -> None:
+def test_source_outside_topology_and_not_draining_is_named() -> None:
     assert errors(PLAN, draining=()) == f"{at(3, 3)} serves shards and is neither in the topology nor draining"
 
 
@@ -104,7 +104,7 @@ def test_shares_are_by_weight() -> None:
     assert f"{at(0, 0)} has 8 shards; its share is 5 or 6" in errors(replace(plan, weights=None))
 
 
-def test_an_owner_who_is_not_in_the_topology_is_named() -> None:
+def test_owner_outside_the_topology_is_named() -> None:
     found = errors(PLAN, spread(0, 1, 5))
     assert f"{at(2, 2)} gets shards and is not in the topology" in found
     assert f"{at(5, 5)} is in the topology and not in the plan" in found
@@ -122,12 +122,12 @@ def test_a_transfer_that_is_there_twice_is_named() -> None:
     assert f"shard {shard} is transferred more than once as one copy" in errors(picked(rows))
 
 
-def test_a_transfer_that_nobody_needs_is_named() -> None:
+def test_needless_transfer_is_named() -> None:
     stays = int(np.flatnonzero(PLAN.owners == PLAN.owners_before)[0])
     assert f"shard {stays} is transferred without need" in errors(with_transfers("shards", {0: stays}))
 
 
-def test_a_transfer_to_somebody_else_is_named() -> None:
+def test_transfer_to_a_worker_that_does_not_keep_the_shard_is_named() -> None:
     shard, other = int(PLAN.columns.shards[0]), (int(PLAN.columns.destinations[0]) + 1) % 3
     found = errors(with_transfers("destinations", {0: other}))
     assert f"shard {shard} is transferred to {PLAN.workers[other]}, which does not keep it" in found
@@ -155,11 +155,11 @@ def test_a_further_copy_that_is_missing_or_at_the_owner_is_named() -> None:
     assert f"{PLAN.workers[owner]} has shard 5 twice" in errors(with_column("replicas", {5: owner}))
 
 
-def test_another_number_of_further_copies_is_told() -> None:
+def test_wrong_number_of_replicas_is_named() -> None:
     assert "0 replicas of each shard are planned; 1 are wanted" in errors(redistributor().calculate_plan(NEW, NEW, 4))
 
 
-def test_transfers_out_of_order_are_told() -> None:
+def test_transfers_out_of_order_are_named() -> None:
     assert "is due before transfer" in errors(picked(slice(None, None, -1)))
 
 
@@ -190,7 +190,7 @@ def test_transfers_out_of_order_are_told() -> None:
         replace(PLAN, workers=(at(0, 0), at(1, 1), at(2, 2), at(0, 0))),
     ],
 )
-def test_numbers_of_nobody_and_of_nothing_are_told_and_break_nothing(broken: DataRedistributionPlan) -> None:
+def test_invalid_worker_and_shard_numbers_are_named(broken: DataRedistributionPlan) -> None:
     assert errors(broken) != ""
 
 

@@ -74,13 +74,13 @@ def test_other_workers_form_a_world_without_draining_worker() -> None:
     assert book.wait(10.0) == []
 
 
-def test_worker_that_is_told_to_go_twice_is_so_once() -> None:
+def test_second_drain_of_a_worker_changes_nothing() -> None:
     book = formed("a", "b")
     drain(book, "b", "b")
     assert kinds(book.new_facts()) == ["WorkerDraining"]
 
 
-def test_workers_that_are_told_to_go_at_once_are_let_go_of_together() -> None:
+def test_drains_within_the_window_leave_in_one_rescale() -> None:
     book = formed("a", "b", "c", "d", "e")
     drain(book, "b")
     book.wait(SOON_S / 4)
@@ -193,7 +193,7 @@ def test_of_two_with_the_same_state_survivor_gives_it() -> None:
     assert book.last(RescaleSynchronising).source.id == "b"
 
 
-def test_worker_that_is_of_no_use_any_more_need_not_wait_until_other_workers_have_taken_what_they_need() -> None:
+def test_dispensable_draining_worker_leaves_during_the_state_transfer() -> None:
     book = formed("a", "b")
     book.join("c")
     drain(book, "b")
@@ -424,7 +424,7 @@ def test_where_no_other_worker_is_draining_worker_may_go_at_once() -> None:
     assert book.wait(10.0)[2:] == []
 
 
-def test_worker_that_comes_while_all_other_workers_are_to_go_is_given_what_they_have() -> None:
+def test_joiner_takes_the_state_of_a_world_that_drains_as_a_whole() -> None:
     book = formed("a", "b")
     drain(book, "a", "b")
     book.wait(10.0)
@@ -757,7 +757,7 @@ def test_a_job_that_waits_forms_no_world_with_worker_that_makes_no_more_steps_wh
     assert book.coordinator.phase is Phase.WAITING
 
 
-def test_the_last_that_were_told_stay_also_behind_another_world() -> None:
+def test_last_drained_members_stay_required_in_the_next_world() -> None:
     book = of_size(2, "a", "b", "c")
     drain(book, "c")
     book.time += SOON_S / 2

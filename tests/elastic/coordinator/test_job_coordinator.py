@@ -263,7 +263,7 @@ def test_no_more_join_than_a_commit_can_name() -> None:
 # Unknown workers.
 
 
-def test_what_an_unknown_worker_says_or_what_is_said_of_it_is_no_error() -> None:
+def test_inputs_about_unknown_workers_are_ignored() -> None:
     book = formed("a")
     assert book.leave("x") + book.leave("a", life=2, done=True) == []
     assert book.die("x") + book.die("a", life=2) == []
@@ -278,7 +278,7 @@ def test_what_an_unknown_worker_says_or_what_is_said_of_it_is_no_error() -> None
 
 
 @pytest.mark.parametrize("act", ["drain", "evict"])
-def test_an_operator_worker_that_names_an_unknown_worker_is_told(act: str) -> None:
+def test_operation_on_an_unknown_worker_is_refused(act: str) -> None:
     book = formed("a")
     with pytest.raises(RequestRefused) as error:
         getattr(book.coordinator, act)("x", book.now, "a test")
@@ -308,7 +308,7 @@ def test_a_pulse_alone_keeps_a_worker_alive() -> None:
         book.pulse("b")
 
 
-def test_a_lost_connection_alone_proves_nothing_and_is_told_with_the_grace() -> None:
+def test_lost_connection_is_reported_with_its_grace_and_fails_no_worker() -> None:
     book = formed("a", "b")
     book.lose("b")
     (lost,) = book.wait(0.5)
@@ -322,7 +322,7 @@ def test_a_lost_connection_alone_proves_nothing_and_is_told_with_the_grace() -> 
     assert book.coordinator.generation == 1
 
 
-def test_a_connection_that_is_back_before_any_worker_looked_was_never_told_to_be_lost() -> None:
+def test_reconnect_before_the_scan_reports_nothing() -> None:
     book = formed("a", "b")
     book.tick()
     assert book.lose("b") + book.reconnect("b") == []
@@ -375,7 +375,7 @@ def test_peer_and_daemon_together_prove_a_death_in_either_order() -> None:
     assert WorkerFailed("b", 1, "unreachable from the daemon and from a") in second.wait(CONFIRM_S + 0.1)
 
 
-def test_a_network_that_pauses_for_all_takes_nobodys_life() -> None:
+def test_network_wide_pause_fails_no_worker() -> None:
     book = formed("a", "b", "c", failure_tolerance_percentage=0)
     book.lose("a", "b", "c")
     book.wait(8.0, silent="abc")
@@ -561,7 +561,7 @@ def test_where_all_are_at_one_step_no_worker_has_to_be_synchronised() -> None:
     assert completed.step == 4
 
 
-def test_the_first_world_begins_with_what_a_worker_has_brought_back() -> None:
+def test_first_world_starts_with_the_most_advanced_initial_state() -> None:
     book = Playbook()
     book.join("a", "b", "c")
     book.wait(WINDOW_S)
@@ -573,7 +573,7 @@ def test_the_first_world_begins_with_what_a_worker_has_brought_back() -> None:
     assert completed.reason.endswith("; state taken from b, which starts with the most steps (500)")
 
 
-def test_it_is_told_that_what_was_committed_is_lost() -> None:
+def test_lost_committed_steps_are_reported() -> None:
     book = formed("a", "b", **PATIENT)
     for name in ("a", "b"):
         book.heartbeat(name, step=1200)
@@ -1021,7 +1021,7 @@ class TestOverdueDrain:
         book.wait(2.0)
         assert [fact.worker_id for fact in book.facts if isinstance(fact, WorkerFailed)] == ["b"]
 
-    def test_is_not_held_to_what_it_could_not_have_been_heard_to_say(self) -> None:
+    def test_member_is_not_failed_for_silence_during_a_daemon_stall(self) -> None:
         book = self.told("b")
         book.wait(50.0)
         book.stall_daemon(30.0)
@@ -1194,7 +1194,7 @@ def test_state_holder_is_known_after_a_restart() -> None:
 
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("restarted", [False, True])
-def test_the_rate_and_the_batch_follow_the_world_from_what_its_first_said(synchronous: bool, restarted: bool) -> None:
+def test_rate_and_batch_scale_from_the_values_of_the_first_world(synchronous: bool, restarted: bool) -> None:
     book = Playbook(use_synchronous_rescaling=synchronous, scale_batch_with_world=True)
     first = book.form_world("a", "b", learning_rate=0.1, global_batch_size=32)
     assert (first.learning_rate, first.global_batch_size) == (0.1, 32)
@@ -1209,7 +1209,7 @@ def test_the_rate_and_the_batch_follow_the_world_from_what_its_first_said(synchr
     assert (book.world, grown.learning_rate, grown.global_batch_size) == (["a", "b", "c", "d"], 0.2, 64)
 
 
-def test_a_rate_that_does_not_follow_the_world_is_not_told_where_no_worker_has_said_it() -> None:
+def test_unscaled_rate_is_not_sent_unless_a_stop_report_names_it() -> None:
     """The script may have changed it since the first world began."""
     book = Playbook(use_synchronous_rescaling=False, base_learning_rate=0.5)
     assert book.form_world("a", learning_rate=0.1, global_batch_size=32).learning_rate == 0.1
@@ -1495,7 +1495,7 @@ def test_evictions_are_no_failures_that_abort_a_job() -> None:
     assert "JobAborted" in kinds(book.die("a")), "a death counts as before"
 
 
-def test_worker_that_was_told_to_go_and_does_not_answer_fails_and_counts_towards_no_limit() -> None:
+def test_silent_draining_worker_fails_without_failure_budget() -> None:
     book = Playbook(rescale_timeout_ms=5_000)
     book.form_world("a", "b", "c")
     book.coordinator.drain("b", book.now, "the night")
@@ -1575,7 +1575,7 @@ def test_every_decision_has_a_reason_in_words_that_can_be_kept(act: str, reason:
     assert book.coordinator.reason or act in {"drain", "evict"}
 
 
-def test_of_many_reasons_the_first_ones_are_told() -> None:
+def test_rescale_reason_names_the_first_of_many_reasons() -> None:
     names = [f"w{number:03}" for number in range(300)]
     book = formed(*names, **PATIENT)
     book.die(*names[:200])
@@ -1617,7 +1617,7 @@ def test_acknowledged_peer_report_survives_a_daemon_restart() -> None:
     assert started.reason == "a cannot continue: it got no answer"
 
 
-def test_what_a_failure_explains_is_not_told_beside_it() -> None:
+def test_peer_report_explained_by_a_failure_is_not_a_second_reason() -> None:
     book = formed("a", "b", "c", **PATIENT)
     book.report_peer("a", "c", why="it closed the connection")
     book.die("c")
@@ -1626,7 +1626,7 @@ def test_what_a_failure_explains_is_not_told_beside_it() -> None:
     assert book.last(RescaleStarted).reason == "c failed: its process has ended"
 
 
-def test_a_report_waits_a_moment_for_what_bears_it_out() -> None:
+def test_peer_report_delays_the_rescale_for_further_evidence() -> None:
     """A host that is gone is known to be when the daemon's own connection breaks, too."""
     book = formed("a", "b", "c", **PATIENT)
     book.report_peer("a", "c")
@@ -2077,7 +2077,7 @@ def test_worker_that_was_back_and_is_lost_again_counts() -> None:
     assert book.coordinator.phase is Phase.ABORTED
 
 
-def test_an_attempt_over_which_a_daemon_died_is_told_to_be_over_once() -> None:
+def test_attempt_interrupted_by_a_restart_is_aborted_once() -> None:
     book = formed("a", "b")
     book.coordinator.rescale(book.now, "a test")
     book.settle()
@@ -2095,7 +2095,7 @@ def test_an_attempt_over_which_a_daemon_died_is_told_to_be_over_once() -> None:
 
 
 @pytest.mark.parametrize("said", ["in its stop", "in its goodbye"])
-def test_steps_are_told_to_be_lost_with_the_last_that_said_in_an_attempt_that_they_are_committed(said: str) -> None:
+def test_steps_reported_only_in_the_attempt_count_as_lost_progress(said: str) -> None:
     book = formed("a", "b", **PATIENT)
     book.join("c")
     book.wait(31.0)
@@ -2111,7 +2111,7 @@ def test_steps_are_told_to_be_lost_with_the_last_that_said_in_an_attempt_that_th
     assert book.last(ProgressLost) == ProgressLost(9, 0, "no remaining worker holds them")
 
 
-def test_a_job_is_given_up_behind_the_step_that_was_told_last() -> None:
+def test_aborted_job_ends_after_the_last_reported_step() -> None:
     book = formed("a", "b", min_workers=2)
     book.coordinator.rescale(book.now, "a test")
     book.stop("a", "b", stop=StopReport(9, holds_state=True, finished=True))

@@ -57,7 +57,7 @@ def test_worker_that_goes_is_deleted() -> None:
     assert changed_records(book.coordinator)["elastic/run/member/b"] is None
 
 
-def test_what_comes_back_is_what_was_there() -> None:
+def test_restored_job_equals_the_stored_one() -> None:
     book = Playbook(min_workers=2, lr_adaptation_strategy="square_root", base_learning_rate=0.5, note="mine")
     member = newcomer("c")
     member.pid, member.host, member.local_world_size, member.attributes = 77, "host-c", 4, {"gpu": "8"}

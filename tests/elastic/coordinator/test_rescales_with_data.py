@@ -155,7 +155,7 @@ class TestBackgroundRescale:
         assert book.coordinator.training.current_step == 7
         assert book.coordinator.trains
 
-    def test_has_stalled_workers_in_it_that_are_told(self) -> None:
+    def test_stalled_worker_is_reported_during_a_background_attempt(self) -> None:
         book = trains_on("a", "b", stall_timeout_ms=5_000, rescale_timeout_ms=60_000)
         book.coordinator.rescale(book.now, "a wish")
         book.heartbeat("a", "b", collective_seq=5_000)
@@ -204,7 +204,7 @@ class TestBackgroundRescale:
         assert book.last(RescaleAborted).attempt == under_way(book).number - 1
         assert (under_way(book).target, under_way(book).in_background) == (("a", "b"), True)
 
-    def test_takes_over_what_draining_worker_holds(self) -> None:
+    def test_background_attempt_takes_over_shards_of_a_draining_worker(self) -> None:
         book = trains_on("a", "b")
         book.coordinator.drain("b", book.now, "the spot price")
         assert under_way(book).in_background
@@ -317,14 +317,14 @@ class TestAttemptMembers:
         assert members(book, "c") == (["a", "c"], [])
 
     @pytest.mark.parametrize("least", [1, 3], ids=["enough stay", "too few stay"])
-    def test_are_told_apart_from_workers_that_go_however_few_stay(self, least: int) -> None:
+    def test_attempt_members_list_draining_workers_apart(self, least: int) -> None:
         book = formed("a", "b", "c", least=least)
         book.coordinator.drain("b", book.now, "")
         book.wait(0.1)
         assert members(book, "a") == (["a", "c"], ["b"])
 
     @pytest.mark.parametrize("name", ["a", "z"])
-    def test_are_told_to_members_of_the_present_one_only(self, name: str) -> None:
+    def test_attempt_members_are_shown_to_members_only(self, name: str) -> None:
         book = formed("a")
         with pytest.raises(RequestRefused) as error:
             members(book, name)
@@ -378,7 +378,7 @@ class TestLeaver:
         assert book.last(RescaleSynchronising).source.id == "b"
         assert (book.world, book.coordinator.training.current_step) == (["a"], 7)
 
-    def test_is_not_waited_for_anew_when_told_twice(self) -> None:
+    def test_second_drain_starts_no_further_attempt(self) -> None:
         book = formed("a", "b")
         book.coordinator.drain("b", book.now, "")
         number = book.coordinator.attempts
@@ -494,7 +494,7 @@ class TestSilence:
 
 
 class TestReportedProblem:
-    def test_is_told_as_the_reason_for_which_a_worker_has_failed(self) -> None:
+    def test_reported_problem_is_the_reason_of_the_failure(self) -> None:
         book = formed("a", "b", rescale_timeout_ms=2_000)
         book.coordinator.rescale(book.now, "a wish")
         stop(book, "a", "b")
@@ -503,7 +503,7 @@ class TestReportedProblem:
         book.wait(3.0)
         assert book.last(WorkerFailed).reason == ("no answer in attempt 2 within 2 s: there is no room on the disk")
 
-    def test_that_is_over_is_told_no_more(self) -> None:
+    def test_resolved_problem_is_not_in_the_reason_of_the_failure(self) -> None:
         book = formed("a", "b", rescale_timeout_ms=2_000)
         book.coordinator.rescale(book.now, "a wish")
         stop(book, "a", "b")
@@ -513,7 +513,7 @@ class TestReportedProblem:
         book.wait(3.0)
         assert book.last(WorkerFailed).reason == "no answer in attempt 2 within 2 s"
 
-    def test_stands_where_it_is_told_what_is_waited_for(self) -> None:
+    def test_reported_problem_is_shown_in_the_stall_report(self) -> None:
         names = [f"w{number}" for number in range(5)]
         book = formed(*names)
         book.coordinator.rescale(book.now, "a wish")

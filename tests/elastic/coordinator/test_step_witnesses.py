@@ -41,11 +41,11 @@ def test_one_liar_never_makes_more_believed_than_an_honest_one_has_said(words: l
 KNOWN = GlobalTrainingState(1, 40, 0.5, 64, 3, 10.0)
 
 
-def test_a_state_behind_a_step_is_what_was_known_but_for_the_step() -> None:
+def test_state_after_changes_only_step_and_time() -> None:
     assert state_after(KNOWN, 41, 11.0) == GlobalTrainingState(1, 41, 0.5, 64, 3, 11.0)
 
 
-def test_the_state_of_a_source_counts_what_it_has_finished() -> None:
+def test_state_at_a_source_includes_its_finished_step() -> None:
     stop = StopReport(41, holds_state=True, finished=True, epoch=2, learning_rate=0.25, global_batch_size=32)
     assert state_at(KNOWN, stop, 11.0) == GlobalTrainingState(2, 42, 0.25, 32, 3, 11.0)
 

@@ -125,7 +125,7 @@ def test_worker_that_is_a_little_behind_at_the_end_of_a_long_step_has_its_time_f
     assert [name for name, _ in look(watch, first, second, now=11.5, evict=True)] == ["b"]
 
 
-def test_where_no_worker_has_come_further_all_are_told_and_no_worker_goes() -> None:
+def test_members_stalled_at_one_step_are_reported_and_not_evicted() -> None:
     """They are in the same long step; evicting all of them would lose the state."""
     out = Outbox()
     assert (
@@ -135,7 +135,7 @@ def test_where_no_worker_has_come_further_all_are_told_and_no_worker_goes() -> N
     assert out.facts == [WorkerStalled("a", 0, 6.0), WorkerStalled("b", 0, 6.0)]
 
 
-def test_worker_that_is_lost_is_told_once_and_asked_for_at_its_address_now_and_then() -> None:
+def test_lost_worker_is_reported_once_and_probed_repeatedly() -> None:
     out = Outbox()
     watch, lost = FailureDetector(out), member("a", reported_at=9.0, progress_at=9.0)
     lost.lost_at = 9.5
@@ -156,7 +156,7 @@ def test_worker_with_a_live_pulse_is_not_probed() -> None:
     assert out.probes == []
 
 
-def test_worker_that_comes_back_before_any_worker_was_told_is_not_told_to_have_returned() -> None:
+def test_return_before_the_loss_was_reported_is_not_reported() -> None:
     out = Outbox()
     lost = member("a")
     lost.lost_at = 1.0
@@ -164,7 +164,7 @@ def test_worker_that_comes_back_before_any_worker_was_told_is_not_told_to_have_r
     assert out.facts == []
 
 
-def test_worker_that_went_and_came_as_another_is_told_to_be_lost_again() -> None:
+def test_loss_of_a_new_incarnation_is_reported_again() -> None:
     out = Outbox()
     watch, lost = FailureDetector(out), member("a", reported_at=9.0, progress_at=9.0)
     lost.lost_at = 9.5
@@ -174,7 +174,7 @@ def test_worker_that_went_and_came_as_another_is_told_to_be_lost_again() -> None
     assert len(out.facts) == len(out.probes) == 2
 
 
-def test_worker_that_is_blocked_while_its_pulse_lives_is_told_with_that_and_without_a_deadline() -> None:
+def test_lost_worker_with_a_live_pulse_is_reported_without_grace() -> None:
     out = Outbox()
     lost = member("a")
     lost.lost_at, lost.pulse_at = 10.0, 10.25

@@ -53,7 +53,7 @@ def test_worker_that_neither_daemon_nor_peer_reaches_is_suspected_in_either_orde
     assert second.doubts
 
 
-def test_no_worker_is_suspected_for_what_was_said_in_another_world() -> None:
+def test_peer_report_of_an_earlier_world_suspects_no_worker() -> None:
     scene = Scene()
     scene.report_peer("a", "b")
     scene.begin_another()

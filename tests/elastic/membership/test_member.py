@@ -97,7 +97,7 @@ def test_draining_worker_and_worker_that_no_worker_needs_has_its_time_though_it_
     assert stay(found, AT + 65, is_required=False) == "draining for 60.0 s and has not left"
 
 
-def test_worker_that_was_told_to_go_by_another_daemon_has_its_time_from_when_this_one_knows_it() -> None:
+def test_drain_deadline_counts_from_the_start_of_this_daemon() -> None:
     found = member(seen_at=AT + 30, pulse_at=AT + 90)
     found.drain_reason = "its host is needed"
     assert stay(found, AT + 89) is None
@@ -121,7 +121,7 @@ def test_a_pulse_counts_as_long_as_few_of_its_words_are_missing() -> None:
     assert not found.has_pulse(AT + PULSES_MISSED_MAX * PULSE_INTERVAL_S)
 
 
-def test_only_what_is_further_is_progress() -> None:
+def test_only_a_higher_step_or_collective_is_progress() -> None:
     found = member()
     assert found.record_progress(AT + 1, step=5, collective_seq=50)
     assert not found.record_progress(AT + 2, step=5, collective_seq=50)
@@ -145,7 +145,7 @@ def test_nothing_is_forgiven_in_advance() -> None:
     assert (found.heard_at, found.pulse_at, found.lost_at) == (AT + 20, None, None)
 
 
-def test_in_a_short_rescale_a_silent_worker_is_told_from_waiting_workers_before_two_heartbeats_are_missed() -> None:
+def test_silence_is_detected_earlier_with_a_short_rescale_timeout() -> None:
     config = ElasticTrainingConfig(worker_heartbeat_timeout_ms=8_000, rescale_timeout_ms=5_000)
     assert AT - silent_since(config, AT) == 4.0
     patient = ElasticTrainingConfig(worker_heartbeat_timeout_ms=8_000, rescale_timeout_ms=60_000)
@@ -161,25 +161,25 @@ HASTY = ElasticTrainingConfig(worker_heartbeat_timeout_ms=400, reconnect_grace_m
 class TestOtherSettings:
     """A worker has yet to hear of them."""
 
-    def test_worker_that_has_not_heard_that_it_has_less_time_has_what_it_had(self) -> None:
+    def test_shorter_timeout_does_not_apply_before_the_next_heartbeat(self) -> None:
         found = member(heard_at=AT)
         found.allow_for_settings_change(CONFIG, HASTY)
         assert death_evidence(found, HASTY, AT + 9.9) is None
         assert death_evidence(found, HASTY, AT + 10) == "no heartbeat and no pulse for 10.0 s"
 
-    def test_worker_that_is_heard_as_before_has_what_it_had(self) -> None:
+    def test_shorter_timeout_does_not_apply_to_heartbeats_at_the_old_interval(self) -> None:
         found = member()
         found.allow_for_settings_change(CONFIG, HASTY)
         found.record_heartbeat(AT + 1, CONFIG.heartbeat_interval_s, HASTY)
         assert death_evidence(found, HASTY, AT + 10.9) is None
 
-    def test_worker_that_does_not_say_how_often_it_speaks_has_what_it_had(self) -> None:
+    def test_shorter_timeout_does_not_apply_to_heartbeats_without_interval(self) -> None:
         found = member()
         found.allow_for_settings_change(CONFIG, HASTY)
         found.record_heartbeat(AT + 1, 0.0, HASTY)
         assert death_evidence(found, HASTY, AT + 10.9) is None
 
-    def test_worker_that_is_heard_at_the_new_pace_has_what_the_settings_say(self) -> None:
+    def test_shorter_timeout_applies_after_a_heartbeat_at_the_new_interval(self) -> None:
         found = member()
         found.allow_for_settings_change(CONFIG, HASTY)
         found.record_heartbeat(AT + 1, HASTY.heartbeat_interval_s, HASTY)
@@ -219,7 +219,7 @@ def test_a_pulse_has_time_to_speak_whatever_the_timeout() -> None:
 
 
 @pytest.mark.parametrize("interval_s", [1e9, float("inf"), float("nan"), -1.0])
-def test_no_pulse_keeps_a_worker_alive_by_what_it_says_of_itself(interval_s: float) -> None:
+def test_long_pulse_interval_does_not_delay_the_death_evidence(interval_s: float) -> None:
     found = member()
     found.record_pulse(AT, interval_s, 1.0)
     assert death_evidence(found, HASTY, AT + 3 * PULSE_INTERVAL_S) is not None

@@ -110,7 +110,7 @@ def test_no_committed_step_of_a_holder_is_taken_back(stops: list[StopReport]) ->
 
 
 @given(st.lists(STOPS, min_size=1, max_size=6))
-def test_any_worker_that_is_not_behind_has_what_the_source_has(stops: list[StopReport]) -> None:
+def test_members_that_need_no_state_are_at_the_position_of_the_source(stops: list[StopReport]) -> None:
     by_worker = {chr(ord("a") + number): stop for number, stop in enumerate(stops)}
     found = settled(by_worker)
     assert found.source not in found.unready

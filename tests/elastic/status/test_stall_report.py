@@ -21,7 +21,7 @@ def test_what_is_over_stands_nowhere() -> None:
     assert said(book) == ""
 
 
-def test_a_pause_is_told_with_its_reason_whatever_has_happened_since_and_after_a_restart() -> None:
+def test_pause_and_its_reason_are_shown_until_resume_and_after_a_restart() -> None:
     book = formed("a", "b")
     book.coordinator.pause(book.now, "night")
     assert said(book) == "paused: night"
@@ -92,7 +92,7 @@ def quarrel(book: Playbook, *pairs: tuple[str, str]) -> None:
 
 
 class TestPeerReports:
-    def test_is_told_as_long_as_no_worker_knows_of_a_step(self) -> None:
+    def test_peer_reports_are_shown_until_a_step_is_committed(self) -> None:
         book = formed("a", "b", "c")
         quarrel(book, ("c", "b"))
         assert said(book) == "c cannot reach b, in 1 world so far; one worker is evicted after 3"
@@ -101,7 +101,7 @@ class TestPeerReports:
         book.heartbeat("a", "b", step=1, collective_seq=1)
         assert said(book) == ""
 
-    def test_is_told_while_that_waits_for_what_bears_it_out(self) -> None:
+    def test_peer_report_is_shown_while_it_awaits_evidence(self) -> None:
         book = formed("a", "b", "c")
         book.report_peer("c", "b", why="it got no answer")
         begins, quarrels = said(book).split("; ", 1)
@@ -139,7 +139,7 @@ class TestPeerReports:
 
 
 class TestIncompleteWorld:
-    def test_is_told_of_until_the_next_one_begins(self) -> None:
+    def test_failure_is_shown_until_the_next_attempt_starts(self) -> None:
         book = formed("a", "b")
         book.die("b")
         assert said(book) == "attempt 2 is about to start: b failed: its process has ended"
@@ -153,7 +153,7 @@ class TestIncompleteWorld:
 
 
 class TestNoStep:
-    def test_is_told_of_when_that_lasts_though_all_are_heard(self) -> None:
+    def test_long_step_is_shown_although_all_members_send_heartbeats(self) -> None:
         book = formed("a", "b")
         book.wait(9.0, still=True)
         assert said(book) == "", "a step may last"
@@ -162,7 +162,7 @@ class TestNoStep:
         book.heartbeat("a", collective_seq=COLLECTIVES_PER_WORLD)
         assert said(book) == "", "a worker has come further"
 
-    def test_is_told_with_worker_that_all_other_workers_wait_for(self) -> None:
+    def test_long_step_names_the_member_that_the_collective_waits_for(self) -> None:
         book = formed("a", "b", "c")
         book.heartbeat("a", "b", collective_seq=5_000)
         book.wait(12.0, still=True)
@@ -187,13 +187,13 @@ class TestNoStep:
         book.time += 60.0
         assert said(book) == "no step for 65 s: no connection to b", "nothing can be decided, or that is about to be"
 
-    def test_is_not_told_of_worker_that_alone_cannot_be_heard_while_other_workers_train_on(self) -> None:
+    def test_single_lost_member_is_no_stall_while_others_train(self) -> None:
         book = formed("a", "b", "c")
         book.lose("b")
         book.wait(12.0)
         assert said(book) == ""
 
-    def test_is_not_told_sooner_where_workers_are_heard_often(self) -> None:
+    def test_long_step_is_not_shown_earlier_with_short_heartbeats(self) -> None:
         book = formed("a", "b", worker_heartbeat_timeout_ms=200)
         book.wait(4.0, still=True)
         assert said(book) == ""
@@ -207,7 +207,7 @@ class TestNoStep:
         assert said(book) == ""
 
 
-def test_too_few_are_told_with_worker_that_is_missing_and_how_long_they_wait() -> None:
+def test_missing_workers_and_remaining_wait_are_shown() -> None:
     book = formed("a", "b", "c", min_workers=3, min_workers_timeout_ms=10_000)
     book.die("c")
     book.wait(3.0)
@@ -237,14 +237,14 @@ def test_workers_that_form_a_world_wait_until_no_worker_joins_any_more() -> None
     assert said(book) == "2 workers wait until no worker has joined for 30 s (1 s left)"
 
 
-def test_worker_that_finds_no_room_is_told_why() -> None:
+def test_waiting_worker_beyond_max_workers_is_shown() -> None:
     book = formed("a")
     book.coordinator.configure({"max_workers": 1})
     book.join("b")
     assert said(book) == "1 worker waits: max_workers is 1"
 
 
-def test_worker_that_would_not_make_enough_with_the_world_is_told_why() -> None:
+def test_joiner_waits_for_more_after_min_workers_was_raised() -> None:
     """The limit was raised while they trained."""
     book = formed("a", "b")
     book.coordinator.configure({"min_workers": 5})
@@ -273,7 +273,7 @@ def test_an_attempt_over_which_the_daemon_died_waits_for_worker_that_is_not_back
     assert said(book) == "attempt 3 starts when b is back, in 15 s at the latest"
 
 
-def test_all_that_stands_still_is_told() -> None:
+def test_stall_report_names_all_reasons() -> None:
     book = formed("a")
     book.coordinator.configure({"max_workers": 1})
     book.join("b", "c")

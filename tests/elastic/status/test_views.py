@@ -15,7 +15,7 @@ def status(book: Playbook, name: str) -> WorkerStatus:
     return worker_view(book.coordinator, book.coordinator.members[name], book.time).status
 
 
-def test_a_worker_is_shown_with_what_is_known_of_it() -> None:
+def test_worker_view_has_all_known_values() -> None:
     book = formed("a", "b")
     book.time += 2.0
     book.pulse("b", step=7, cpu_s=12.5)

@@ -368,7 +368,7 @@ async def test_position_is_stored_under_the_follower_name() -> None:
 
 
 @on_virtual_time
-async def test_the_position_does_not_move_past_what_is_being_delivered() -> None:
+async def test_cursor_does_not_pass_a_fact_under_delivery() -> None:
     store, receiver, again = FaultyStore(), Receiver(), Receiver()
     receiver.does = hang
     async with running(store, receiver.register) as kernel:
@@ -459,7 +459,7 @@ async def test_follower_behind_the_journal_gets_a_gap() -> None:
 
 @pytest.mark.parametrize("error", [ValueError("boom"), DOWN])
 @on_virtual_time
-async def test_a_gap_that_could_not_be_told_is_told_again(error: Exception) -> None:
+async def test_failed_gap_notice_is_repeated(error: Exception) -> None:
     receiver, tellings = Receiver(), list[Gap]()
 
     def tell(gap: Gap) -> None:

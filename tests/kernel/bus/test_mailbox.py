@@ -433,7 +433,7 @@ async def test_a_plugin_s_mailbox_forgets_its_oldest_facts_and_tells_which() -> 
 
 
 @on_virtual_time
-async def test_a_gap_is_told_before_the_fact_behind_it() -> None:
+async def test_gap_notice_precedes_the_next_fact() -> None:
     told: list[object] = []
     release = asyncio.Event()
 
@@ -604,7 +604,7 @@ async def test_a_rewound_mailbox_handles_its_facts_again() -> None:
 
 
 @on_virtual_time
-async def test_a_rewound_mailbox_takes_only_what_it_is_for() -> None:
+async def test_rewound_mailbox_takes_only_its_own_fact_types() -> None:
     seen = Seen()
     async with running_mailbox(seen, durable=True) as it:
         it.mailbox.rewind([Record.of(Added(1, 1), fact_id=1, at=0.0), *records(2)], 0)

@@ -91,7 +91,7 @@ def test_a_replacement_answers_in_the_place_of_the_first() -> None:
     assert table.routes[Add].owner == "two"
 
 
-def test_wrappers_may_come_before_what_they_wrap() -> None:
+def test_wrapper_may_be_registered_before_its_handler() -> None:
     table = RequestTable()
     table.wrap(Add, wrapper, "two")
     table.serve(Add, answer, "one")
@@ -100,7 +100,7 @@ def test_wrappers_may_come_before_what_they_wrap() -> None:
     assert table.routes[Add].wrappers == [("two", wrapper)]
 
 
-def test_a_replacement_may_come_before_what_it_replaces() -> None:
+def test_replacement_may_be_registered_before_its_handler() -> None:
     table = RequestTable()
     table.replace(Add, answer, "two")
     table.serve(Add, answer, "one")

@@ -291,7 +291,7 @@ class TestWatches:
         await store.commit([Transaction(2, {"b": b"2"}), Transaction(3, {"a": b"3"}, deletes=["b"])])
         assert await take(store.watch("", 1), 3) == [Change("b", b"2", 2), Change("a", b"3", 3), Change("b", None, 3)]
 
-    async def test_a_watch_yields_only_what_is_under_its_prefix(self, store: Store) -> None:
+    async def test_watch_yields_only_keys_with_its_prefix(self, store: Store) -> None:
         await store.commit([Transaction(1, {"a/1": b"", "b/1": b""}, deletes=["a/2", "b/2"])])
         assert await take(store.watch("b/", 0), 2) == [Change("b/1", b"", 1), Change("b/2", None, 1)]
 
@@ -313,13 +313,13 @@ class TestWatches:
             await store.commit([Transaction(2, {"b": b""})])
         assert [task.result() for task in waiting] == [[Change("a", b"", 1), Change("b", b"", 2)]] * 3
 
-    async def test_a_watch_from_the_future_skips_what_comes_before(self, store: Store) -> None:
+    async def test_watch_skips_revisions_up_to_its_start(self, store: Store) -> None:
         watch = store.watch("", 2)
         for revision in (1, 2, 3):
             await store.commit([Transaction(revision, {"a": b""})])
         assert await take(watch, 1) == [Change("a", b"", 3)]
 
-    async def test_a_change_is_told_before_its_commit_returns(self, store: Store) -> None:
+    async def test_watch_yields_a_change_before_its_commit_returns(self, store: Store) -> None:
         watch = store.watch("", 0)
         await store.commit([Transaction(1, {"a": b""})])
         told = asyncio.ensure_future(anext(watch))
@@ -351,7 +351,7 @@ class TestWatches:
             await store.commit([Transaction(revision, {"a": b""})])
         assert [change.revision for change in await take(store.watch("", 10), 2)] == [20, 30]
 
-    async def test_a_watcher_that_falls_behind_is_told_in_the_middle_of_its_watch(self, open_store: OpenStore) -> None:
+    async def test_watch_that_falls_behind_raises_compacted(self, open_store: OpenStore) -> None:
         store = await open_store(changes_max=10)
         watch = store.watch("", 0)
         await store.commit([Transaction(1, {"a": b"", "b": b""})])
@@ -370,7 +370,7 @@ class TestWatches:
             await anext(store.watch("", 0))
         assert (await anext(store.watch("", 1))).revision == 2
 
-    async def test_a_watcher_of_a_transaction_larger_than_the_bound_is_told(self, open_store: OpenStore) -> None:
+    async def test_watch_of_a_transaction_over_the_bound_raises_compacted(self, open_store: OpenStore) -> None:
         store = await open_store(changes_bytes_max=1000)
         watch = store.watch("", 0)
         await store.commit([Transaction(1, {"a": bytes(2000)})])

@@ -223,9 +223,7 @@ class TestLocking:
 
 
 class TestCancelling:
-    async def test_a_commit_cancelled_on_its_way_is_applied_whole_and_told(
-        self, open_sqlite: OpenSqlite, path: Path
-    ) -> None:
+    async def test_cancelled_commit_is_applied_whole_and_watched(self, open_sqlite: OpenSqlite, path: Path) -> None:
         gate = Gate("COMMIT")
         store = await open_sqlite(path, connect=connect_with(gate))
         watch = store.watch("", 0)
@@ -266,7 +264,7 @@ class TestCancelling:
         results = await asyncio.gather(*(commit(revision) for revision in range(1, 30)))
         assert results == [[None]] * 29
 
-    async def test_closing_waits_for_what_was_asked_before(self, open_sqlite: OpenSqlite, path: Path) -> None:
+    async def test_close_waits_for_running_operations(self, open_sqlite: OpenSqlite, path: Path) -> None:
         gate = Gate("COMMIT")
         store = await open_sqlite(path, connect=connect_with(gate))
         gate.shut = True

@@ -161,13 +161,13 @@ async def verdicts(run: Run, directory: Path, seed: int) -> Sequence[str]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-async def test_a_crash_keeps_what_was_acknowledged_and_no_half_batch(tmp_path: Path, disk: Disk, seed: int) -> None:
+async def test_crash_keeps_acknowledged_batches_and_no_partial_one(tmp_path: Path, disk: Disk, seed: int) -> None:
     run = await record(disk, tmp_path)
     assert await verdicts(run, tmp_path, seed) == []
 
 
 @pytest.mark.parametrize("seed", range(2))
-async def test_a_crash_does_not_bring_back_what_was_refused(tmp_path: Path, disk: Disk, seed: int) -> None:
+async def test_crash_does_not_restore_refused_batches(tmp_path: Path, disk: Disk, seed: int) -> None:
     run = await record(disk, tmp_path, failing=0.3)
     assert sum(each.kind == "failed sync" for each in run.operations) > 10
     assert await verdicts(run, tmp_path, seed) == []

@@ -71,7 +71,7 @@ async def reopen(path: Path) -> tuple[int, Sequence[Entry]]:
         await store.close()
 
 
-def test_a_kill_keeps_what_was_acknowledged_and_no_half_batch(writers: KilledWriters, tmp_path: Path) -> None:
+def test_kill_keeps_acknowledged_batches_and_no_partial_one(writers: KilledWriters, tmp_path: Path) -> None:
     path, random, last = tmp_path / "store.db", Random(1), 0
     for _ in range(KILLS):
         acknowledged = writers.kill_one(path, random.randrange(ACKNOWLEDGED_MAX), random.randrange(TURNS_MAX))

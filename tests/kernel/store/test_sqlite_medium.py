@@ -161,9 +161,7 @@ class TestFullDisk:
         assert [entry.revision for entry in await store.list("0")] == list(range(2, store.revision + 1))
         assert await store.get("first") == Entry("first", b"1", 1)
 
-    async def test_a_watcher_is_told_nothing_of_a_refused_commit(
-        self, small_disk: SmallDisk, open_sqlite: OpenSqlite
-    ) -> None:
+    async def test_watch_skips_a_refused_commit(self, small_disk: SmallDisk, open_sqlite: OpenSqlite) -> None:
         store = await open_sqlite(small_disk.path, connect=small_disk.connect)
         small_disk.fill()
         await commit_until_refused(store, Random(1))
@@ -325,7 +323,7 @@ class TestFailingDisk:
         (errno.EMFILE, "store_failed"),
     ],
 )
-def test_an_error_of_the_system_is_told_by_its_code(tmp_path: Path, number: int, code: str) -> None:
+def test_system_error_is_translated_to_its_code(tmp_path: Path, number: int, code: str) -> None:
     with pytest.raises(ForgedError) as caught, translated(tmp_path / "store.db"):
         raise OSError(number, os.strerror(number))
     assert caught.value.code == code

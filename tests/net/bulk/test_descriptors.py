@@ -293,7 +293,7 @@ async def test_descriptors_on_the_header_are_not_taken(pair: Pair, receive: Rece
     assert (type(error), error.code) == (PeerError, "descriptors_missing")
 
 
-async def test_a_process_that_can_open_no_more_says_so_and_closes_what_it_got(pair: Pair, receive: Receive) -> None:
+async def test_exhausted_descriptors_raise_and_received_ones_are_closed(pair: Pair, receive: Receive) -> None:
     near, far = pair
     with memory_files(4) as sent:
         send_descriptors_blocking(near, sent)
@@ -323,7 +323,7 @@ def test_a_closed_descriptor_is_refused_before_anything_is_sent(pair: Pair) -> N
     assert nothing_came(far)
 
 
-def test_a_receiver_that_is_gone_is_told(pair: Pair) -> None:
+def test_send_to_a_closed_receiver_raises(pair: Pair) -> None:
     near, far = pair
     far.close()
     with memory_files(1) as sent, pytest.raises(Unavailable) as raised:

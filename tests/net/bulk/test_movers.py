@@ -237,7 +237,7 @@ def test_tls_that_is_tampered_with_is_the_peers_fault(certificates: Certificates
     assert (raised.value.kind, raised.value.code) == ("peer", "tls_failed")
 
 
-def test_a_full_disk_is_told_and_the_rest_is_not_read(pair: Pair) -> None:
+def test_full_disk_raises_and_leaves_the_rest_unread(pair: Pair) -> None:
     near, far = pair
     near.sendall(DATA[:1000] + b"rest")
     with Path("/dev/full").open("r+b", buffering=0) as full:
@@ -246,13 +246,13 @@ def test_a_full_disk_is_told_and_the_rest_is_not_read(pair: Pair) -> None:
     assert far.recv(100) == b"rest"
 
 
-def test_a_file_that_cannot_be_written_is_told(pair: Pair, source: int) -> None:
+def test_unwritable_file_raises_bulk_failed(pair: Pair, source: int) -> None:
     near, far = pair
     near.sendall(DATA[:1000])
     assert code_of(partial(movers.receive_into_file, far, source, 0, 1000)) == "bulk_failed"
 
 
-def test_a_source_that_is_shorter_than_promised_is_told(
+def test_source_shorter_than_announced_raises(
     pair: Pair, thread: ThreadPoolExecutor, source: int, destination: int
 ) -> None:
     near, far = pair

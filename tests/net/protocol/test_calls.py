@@ -73,9 +73,7 @@ async def test_cancelled_request_is_acknowledged_too(calls: OutgoingCalls) -> No
     assert not calls.abandon(1)
 
 
-async def test_a_request_says_what_it_says_with_what_is_left_of_its_time(
-    calls: OutgoingCalls, clock: ManualClock
-) -> None:
+async def test_request_message_has_its_body_and_remaining_timeout(calls: OutgoingCalls, clock: ManualClock) -> None:
     number, _ = calls.open(AddNote("a", "hi"), 5.0, Fence(1, 2))
     clock.now += 2.0
     message = calls.message(number)

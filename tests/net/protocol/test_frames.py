@@ -87,7 +87,7 @@ def test_what_precedes_a_wrong_length_is_not_lost_with_it() -> None:
     assert read([frames.encode(b"good") + bytes(4)]) == ([b"good"], True)
 
 
-def test_the_refusal_says_the_limit_and_what_to_do_instead() -> None:
+def test_oversized_frame_error_names_limit_and_fix() -> None:
     with pytest.raises(PeerError, match=r"must be 1..8, got 9 \(send bulk data over a side connection") as caught:
         FrameDecoder(8).feed(frames.encode(bytes(9)), deque())
     assert caught.value.code == "frame_length"

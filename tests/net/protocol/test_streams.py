@@ -135,7 +135,7 @@ def test_more_credit_than_a_reader_can_mean_breaks_the_protocol() -> None:
     assert caught.value.code == "credit_overflow"
 
 
-def test_a_reader_without_credit_is_told_of_one_gap_when_it_reads_again() -> None:
+def test_reader_without_credit_gets_one_gap() -> None:
     facts = journal(10, facts_max=10)
     reader = stream(subscribe(credit=2), facts)
     assert ids(advanced(reader, facts)) == [1, 2]
@@ -210,7 +210,7 @@ def test_reader_of_history_learns_that_it_has_caught_up_without_credit() -> None
     assert advanced(reader, facts) == []
 
 
-def test_upto_covers_what_was_looked_through_behind_the_last_fact() -> None:
+def test_upto_covers_skipped_facts_after_the_last_match() -> None:
     facts = journal(4, jobs="bba")
     message = stream(subscribe(jobs=("a",)), facts).advance(facts)[-1]
     assert isinstance(message, Facts)

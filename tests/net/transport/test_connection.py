@@ -233,7 +233,7 @@ async def test_what_is_sent_in_one_turn_leaves_at_once_and_the_rest_of_it_togeth
     assert pair.peer.heard() == [[CANCEL, 1], [CANCEL, 2], [CANCEL, 3]]
 
 
-async def test_answers_to_what_arrived_together_leave_together_and_at_once(pair: ConnectionWithPeer) -> None:
+async def test_answers_to_one_read_are_sent_in_one_write(pair: ConnectionWithPeer) -> None:
     pair.connection.act = lambda message: pair.connection.send(message)
     pair.cancels(1, 3)
     assert pair.transport.writes == 1
@@ -306,7 +306,7 @@ async def test_writing_may_clog_while_a_message_is_worked_off(pair: ConnectionWi
 # Closing.
 
 
-async def test_closing_lets_what_was_sent_leave_first(pair: ConnectionWithPeer) -> None:
+async def test_close_flushes_sent_messages(pair: ConnectionWithPeer) -> None:
     pair.connection.send(Cancel(1))
     pair.connection.close()
     assert pair.peer.heard() == [[CANCEL, 1]]
@@ -336,7 +336,7 @@ async def test_what_asyncio_calls_after_closing_is_survived(pair: ConnectionWith
     assert len(connection.endings) == 1
 
 
-async def test_the_end_is_told_once_with_its_reason(pair: ConnectionWithPeer) -> None:
+async def test_connection_end_is_reported_once_with_its_reason(pair: ConnectionWithPeer) -> None:
     error = PeerError("why", "that is why")
     pair.connection.fail(error)
     await pair.peer.lost()

@@ -399,7 +399,7 @@ class Remote:
         (None, "unknown", False),
     ],
 )
-def test_loopback_is_told_from_the_address(
+def test_loopback_is_recognised_by_address(
     network: SystemNetwork, peername: tuple[Any, ...] | None, address: str, loopback: bool
 ) -> None:
     transport = cast("asyncio.BaseTransport", Remote(peername))

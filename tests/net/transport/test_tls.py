@@ -110,7 +110,7 @@ async def test_the_system_authorities_are_trusted_without_a_ca_and_ours_is_not_a
     assert "its certificate is not accepted" in reason
 
 
-async def test_a_server_that_speaks_no_tls_is_told_so(
+async def test_server_without_tls_is_named_in_the_error(
     certificates: Certificates, connections: RecordingConnections
 ) -> None:
     network = SystemNetwork(tls_client=certificates.client())
@@ -416,7 +416,7 @@ def test_a_client_key_without_its_certificate_is_an_error(certificates: Certific
     assert_problems(lambda: tls.client_context(certificates.ca, key=key), "FORGED_CERTIFICATE")
 
 
-def test_an_unknown_reason_is_told_in_openssls_words() -> None:
+def test_unknown_tls_error_uses_the_text_of_openssl() -> None:
     error = ssl.SSLError(1, "[SSL: DATA_LENGTH_TOO_LONG] data length too long")
     error.reason = "DATA_LENGTH_TOO_LONG"
     assert "TLS with the moon failed: data length too long" in str(tls.refusal("the moon", error))

@@ -163,9 +163,7 @@ async def test_no_handshake_is_closed_early_while_slots_are_free(
     assert not slow.lost.done()
 
 
-async def test_a_connection_that_never_comes_about_is_told_its_end_alone(
-    network: SystemNetwork, connections: RecordingConnections
-) -> None:
+async def test_failed_handshake_reports_only_the_end(network: SystemNetwork, connections: RecordingConnections) -> None:
     listener = await connections.listen(network, LOCALHOST)
     near = await silent(network, listener, connections)
     far = await connections.accepted.get()

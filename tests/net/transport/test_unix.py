@@ -236,7 +236,7 @@ def test_removing_leaves_a_socket_that_took_the_place(tmp_path: Path) -> None:
             assert answers(tmp_path / "socket")
 
 
-def test_removing_what_is_gone_changes_nothing(tmp_path: Path) -> None:
+def test_second_removal_of_a_socket_file_changes_nothing(tmp_path: Path) -> None:
     with listening(tmp_path / "socket") as file:
         file.remove()
         file.remove()

@@ -171,7 +171,7 @@ async def test_observer_that_publishes_while_the_disk_is_full_is_not_quarantined
 
 
 @on_virtual_time
-async def test_an_observer_that_decides_is_told_that_it_cannot() -> None:
+async def test_observer_that_returns_a_decision_is_quarantined_with_the_reason() -> None:
     decide = [lambda _: Decision(None, (Said("x"),))]
 
     async def decide_later(record: Record) -> Any:
@@ -218,7 +218,7 @@ async def test_an_observer_that_ignores_its_cancellation_is_stepped_no_further()
 
 
 @on_virtual_time
-async def test_an_observer_that_falls_far_behind_misses_the_oldest_and_is_told_which() -> None:
+async def test_slow_observer_loses_the_oldest_facts_and_gets_a_gap() -> None:
     heard: list[int] = []
     gaps: list[Gap] = []
     release = asyncio.Event()
@@ -712,7 +712,7 @@ async def test_a_wrapper_may_proceed_twice_at_once(behind_s: float, well: bool) 
 
 
 @on_virtual_time
-async def test_leaving_a_plugin_out_does_not_cancel_what_the_daemon_does_for_its_wrapper() -> None:
+async def test_disabling_a_plugin_does_not_cancel_the_wrapped_handler() -> None:
     async with running_plugins(
         wrapping(Guess, pass_on), register=lambda kernel: kernel.bus.serve(Guess, slow, owner="slow")
     ) as plugins:
@@ -723,7 +723,7 @@ async def test_leaving_a_plugin_out_does_not_cancel_what_the_daemon_does_for_its
 
 
 @on_virtual_time
-async def test_leaving_a_plugin_out_ends_what_its_wrapper_does_itself() -> None:
+async def test_disabling_a_plugin_ends_its_running_wrapper() -> None:
     async with running_plugins(wrapping(Add, hang, deadline_s=60.0)) as plugins:
         pending = plugins.kernel.submit()
         await anyio.sleep(1)
@@ -733,7 +733,7 @@ async def test_leaving_a_plugin_out_ends_what_its_wrapper_does_itself() -> None:
 
 
 @on_virtual_time
-async def test_a_caller_s_deadline_holds_in_a_wrapper_and_in_what_it_proceeds_to() -> None:
+async def test_callers_deadline_applies_to_wrapper_and_handler() -> None:
     async with running_plugins(
         wrapping(Guess, pass_on), register=lambda kernel: kernel.bus.serve(Guess, slow, owner="slow")
     ) as plugins:
@@ -863,7 +863,7 @@ async def test_first_of_two_replacements_of_a_request_is_loaded() -> None:
 
 
 @on_virtual_time
-async def test_a_plugin_may_wrap_what_another_serves() -> None:
+async def test_plugin_may_wrap_the_handler_of_another_plugin() -> None:
     async with running_plugins(lambda context: context.serve(Guess, plus_one), wrapping(Guess, pass_on)) as plugins:
         assert await plugins.kernel.bus.ask(Guess(1)) == 2
 

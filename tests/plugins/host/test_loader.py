@@ -100,7 +100,7 @@ def test_unreadable_plugin_directory_is_a_config_error(directory: Path, name: st
     assert caught.value.code == "plugin_dir_unreadable"
 
 
-def test_without_a_directory_only_what_is_installed_is_found() -> None:
+def test_only_installed_plugins_are_found_without_a_directory() -> None:
     assert all("/" not in found.origin for found in find("", UID))
 
 

@@ -203,7 +203,7 @@ async def test_a_plugin_that_is_disabled_in_the_settings_is_not_even_loaded() ->
 
 
 @on_virtual_time
-async def test_settings_for_a_plugin_that_is_not_there_are_told() -> None:
+async def test_settings_of_a_missing_plugin_are_shown_as_refused() -> None:
     async with running_plugins(quiet, settings={"one": {}, "webhok": {}}) as plugins:
         view = await plugins.view("webhok")
         assert (view.state, view.reason, view.origin) == (
@@ -219,7 +219,7 @@ class Settings(msgspec.Struct):
 
 
 @on_virtual_time
-async def test_all_that_is_wrong_in_the_settings_is_told_at_once() -> None:
+async def test_all_invalid_plugin_settings_are_reported_at_once() -> None:
     settings = {"one": {"ulr": "x", "times": "many"}}
     async with running_plugins(lambda context: context.settings(Settings), settings=settings) as plugins:
         plugin = plugins.plugin()
@@ -276,7 +276,7 @@ async def test_registering_is_over_when_register_has_returned() -> None:
 
 
 @on_virtual_time
-async def test_a_plugin_is_told_which_history_its_facts_belong_to() -> None:
+async def test_plugin_context_has_the_history_of_the_facts() -> None:
     contexts, heard = Contexts(), list[str]()
 
     def register(context: PluginContext) -> None:

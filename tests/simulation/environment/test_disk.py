@@ -27,7 +27,7 @@ async def with_old(disk: SimulatedDisk) -> None:
     await disk.sync_directory()
 
 
-def test_what_was_synced_is_there_after_a_power_cut_and_what_was_not_is_lost_kept_or_torn() -> None:
+def test_power_cut_keeps_synced_bytes_and_may_tear_others() -> None:
     async def act(disk: SimulatedDisk) -> bytes:
         await with_old(disk)
         disk.append("log", NEW)
@@ -42,7 +42,7 @@ def test_what_was_synced_is_there_after_a_power_cut_and_what_was_not_is_lost_kep
     assert any(content.endswith(b"\0") for content in torn)
 
 
-def test_a_kill_keeps_everything_and_the_next_power_cut_still_knows_what_was_synced() -> None:
+def test_kill_keeps_all_bytes_and_the_synced_length() -> None:
     async def act(disk: SimulatedDisk) -> bytes:
         await with_old(disk)
         disk.append("log", NEW)
@@ -79,7 +79,7 @@ def test_no_operation_of_a_dead_process_succeeds_or_has_an_effect() -> None:
     outcomes(act)
 
 
-def test_syncing_takes_time_and_covers_what_was_there_when_it_began() -> None:
+def test_sync_takes_time_and_covers_the_bytes_at_its_start() -> None:
     async def act(disk: SimulatedDisk) -> tuple[float, bytes]:
         await with_old(disk)
         began_s = asyncio.get_running_loop().time()
@@ -206,7 +206,7 @@ def test_a_replacement_by_a_file_that_was_not_synced_may_lose_both() -> None:
     assert {OLD, NEW, b""} < set(outcomes(act))
 
 
-def test_a_full_disk_takes_what_fits_and_says_so() -> None:
+def test_full_disk_writes_the_fitting_part_and_raises() -> None:
     async def act(disk: SimulatedDisk) -> None:
         await with_old(disk)
         disk.capacity_bytes = len(OLD) + 3
@@ -268,7 +268,7 @@ def test_what_is_appended_and_synced_after_a_failed_sync_is_durable_behind_a_gap
     assert OLD + bytes(len(NEW)) + b"later" in found
 
 
-def test_after_a_failed_sync_what_is_cut_off_and_appended_anew_becomes_durable() -> None:
+def test_bytes_appended_after_a_failed_sync_and_truncate_become_durable() -> None:
     async def act(disk: SimulatedDisk) -> bytes:
         await with_old(disk)
         disk.append("log", NEW)

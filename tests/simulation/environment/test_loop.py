@@ -165,7 +165,7 @@ async def wait_for_nobody() -> None:
 
 
 @pytest.mark.parametrize("wait", [wait_for_nobody, anyio.sleep_forever])
-def test_waiting_for_what_cannot_happen_is_a_deadlock_that_names_the_waiter(wait: Step) -> None:
+def test_wait_that_cannot_end_raises_deadlock_with_the_waiter(wait: Step) -> None:
     async def main() -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait, name="the waiter")
@@ -284,7 +284,7 @@ def test_the_error_of_a_callback_stops_the_run_at_once() -> None:
     assert repr(raised.value.exceptions) == "(KeyError(1.0),)"
 
 
-def test_the_error_of_a_task_that_nobody_awaits_is_raised() -> None:
+def test_error_of_an_unawaited_task_is_raised() -> None:
     async def fail() -> None:
         raise ValueError("unseen")
 
@@ -418,7 +418,7 @@ def test_what_is_suspended_does_nothing_until_it_goes_on_and_the_rest_goes_on_me
     assert run(main, 1) == ([1.0, 4.5, 5.5], [1.0, 2.0, 3.0, 4.0, 5.0])
 
 
-def test_what_was_due_while_suspended_runs_in_its_order_and_what_was_cancelled_does_not() -> None:
+def test_timers_due_while_suspended_run_in_order_unless_cancelled() -> None:
     async def main() -> list[str]:
         loop = asyncio.get_running_loop()
         execution, done = Execution(loop), list[str]()

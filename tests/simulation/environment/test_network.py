@@ -132,7 +132,7 @@ def test_latency_lies_between_its_bounds() -> None:
         assert 1 <= scene.server.times_s[1] - scene.client.times_s[1] <= 2
 
 
-def test_bandwidth_delays_what_is_large() -> None:
+def test_bandwidth_delays_large_writes() -> None:
     async def act(scene: Scene) -> None:
         await scene.connect()
         for _ in range(5):
@@ -188,7 +188,7 @@ def test_a_protocol_is_never_called_from_within_its_own_write() -> None:
     assert len(scene.server.heard) == 100
 
 
-def test_a_reset_ends_both_ends_at_their_own_times_and_loses_what_was_under_way() -> None:
+def test_reset_ends_both_sides_and_loses_bytes_in_flight() -> None:
     async def act(scene: Scene) -> None:
         await scene.connect()
         scene.server.transport.write(b"reply under way")
@@ -244,7 +244,7 @@ def test_a_duplicated_write_arrives_twice() -> None:
     assert play(act)[0].server.heard == b"onceonce"
 
 
-def test_a_partition_holds_back_what_arrives_after_it_heals() -> None:
+def test_partition_delays_bytes_until_it_heals() -> None:
     async def act(scene: Scene) -> None:
         await scene.connect()
         scene.network.partition(["a"], ["b"])
@@ -287,7 +287,7 @@ def test_keepalive_tells_a_silent_receiver() -> None:
     assert play(act, faults=Faults(keepalive_s=(2, 9)))[0].server.events == ["made", ("lost", TimeoutError)]
 
 
-def test_a_one_way_partition_delivers_one_way_and_times_out_who_hears_no_acknowledgement() -> None:
+def test_one_way_partition_delivers_one_way_and_times_out_the_sender() -> None:
     async def act(scene: Scene) -> None:
         await scene.connect()
         scene.network.partition(["b"], ["a"], one_way=True)
@@ -312,7 +312,7 @@ def test_who_gave_up_leaves_nothing_behind_that_goes_on_trying() -> None:
     assert sum("gives up" in line for line in trace) == 1
 
 
-def test_nobody_listening_is_a_refusal() -> None:
+def test_connect_without_a_listener_is_refused() -> None:
     async def act(scene: Scene) -> None:
         for address in ("tcp://b:7000", "tcp://nobody:1", "unix:///run/x", "tcp://127.0.0.1:9"):
             with pytest.raises(Unavailable, match="no process listens") as raised:
@@ -381,7 +381,7 @@ def test_what_a_process_sent_before_it_was_killed_still_arrives() -> None:
     assert play(act)[0].client.heard == b"last words"
 
 
-def test_a_host_that_is_gone_takes_its_leave_along_and_times_out_who_writes_to_it() -> None:
+def test_lost_host_sends_no_end_and_times_out_its_peers() -> None:
     async def act(scene: Scene) -> None:
         await scene.connect()
         scene.server.transport.write(b"last words")
@@ -537,7 +537,7 @@ def test_an_end_that_waits_to_close_learns_of_a_reset() -> None:
     assert play(act)[0].client.events == ["made", ("lost", ConnectionResetError)]
 
 
-def test_the_end_of_a_stream_is_told_once() -> None:
+def test_end_of_stream_is_reported_once() -> None:
     async def act(scene: Scene) -> None:
         scene.server = Recorder(keep_open=True)
         await scene.connect()
@@ -581,7 +581,7 @@ def test_a_protocol_that_fails_loses_its_connection_and_fails_the_run() -> None:
     assert repr(raised.value.exceptions) == "(KeyError(b'x'),)"
 
 
-def test_peers_are_told_as_hosts_and_ports_or_as_users_of_a_unix_socket() -> None:
+def test_peer_is_host_and_port_or_unix_user() -> None:
     async def act(scene: Scene) -> None:
         await scene.connect()
         assert scene.a.peer(scene.client.transport) == Peer("tcp", "b:7000")

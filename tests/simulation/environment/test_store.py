@@ -147,9 +147,7 @@ BAD = DiskFaults(append_fails=0.1, sync_fails=0.2)
 
 @pytest.mark.parametrize(("faults", "doubtful_max"), [(GOOD, 1), (BAD, 100)])
 @pytest.mark.parametrize("seed", range(100))
-def test_a_crash_at_any_moment_keeps_what_was_committed_and_at_most_a_batch_more(
-    seed: int, faults: DiskFaults, doubtful_max: int
-) -> None:
+def test_crash_keeps_committed_batches_and_at_most_one_more(seed: int, faults: DiskFaults, doubtful_max: int) -> None:
     random = Random(seed)
     writer = Writer(random)
 

@@ -96,7 +96,7 @@ async def test_nothing_is_sent_before_the_fetcher_says_so(carrier: BulkTransport
 
 
 @pytest.mark.parametrize("size", [5, TOGETHER_BYTES + 5])
-async def test_a_part_that_is_not_what_was_sent_does_not_count(carrier: BulkTransport, size: int) -> None:
+async def test_corrupt_part_is_refused_after_the_verified_ones(carrier: BulkTransport, size: int) -> None:
     verified: list[int] = []
     parts = random_parts(5, size)
     async with channel(carrier) as (made, far):

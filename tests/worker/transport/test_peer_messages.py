@@ -67,7 +67,7 @@ def test_another_key_or_another_challenge_proves_nothing() -> None:
     assert not is_proven(ANSWER, KEY, CHALLENGE)
 
 
-def test_the_listener_proves_itself_over_what_it_accepts() -> None:
+def test_accepted_message_authenticates_the_listener() -> None:
     answer = answered(ANSWER, KEY, CHALLENGE)
     message = accepted(answer, KEY, CHALLENGE, b"h" * 16)
     assert is_accepted(message, answer, KEY, CHALLENGE)
@@ -124,7 +124,7 @@ def test_what_later_versions_append_is_ignored() -> None:
     assert decode(encode((0, 1, 3, CHALLENGE, "new"))) == Challenge(1, 3, CHALLENGE)
 
 
-def test_calls_are_named_by_what_they_do() -> None:
+def test_collective_calls_are_named_with_their_arguments() -> None:
     assert str(CollectiveCall(Kind.BARRIER)) == "barrier()"
     assert str(CollectiveCall(Kind.END_STEP, step=7)) == "end_step(step=7)"
     reduction = CollectiveCall(Kind.ALL_REDUCE, operation=Operation.SUM, dtype="<f4", shape=(2, 3))

@@ -105,7 +105,7 @@ async def test_a_step_that_cannot_end_does_not_count_and_loses_the_world() -> No
 
 
 @pytest.mark.parametrize("known", ["lost", "rescaling"])
-async def test_what_the_daemon_has_told_itself_it_is_not_told(known: str) -> None:
+async def test_loss_known_to_the_daemon_is_not_a_peer_report(known: str) -> None:
     async with together(2) as (one, _):
         setattr(one._view, known, "w1" if known == "lost" else True)
         one.lose(WorldIncomplete("no peer connected", "w1"))

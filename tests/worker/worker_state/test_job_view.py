@@ -139,7 +139,7 @@ class TestMoving:
         ],
         ids=lambda fact: type(fact).__name__,
     )
-    def test_is_over_with_what_ends_the_attempt(self, fact: Fact) -> None:
+    def test_background_attempt_ends_with_the_attempt(self, fact: Fact) -> None:
         listener = self.in_background()
         listener.hear(fact)
         assert listener.view.background_attempt == 0
@@ -194,12 +194,12 @@ class TestMoving:
 class TestSettings:
     """Those of the job."""
 
-    def test_are_those_that_the_daemon_tells_who_joins(self) -> None:
+    def test_settings_of_the_join_reply_are_taken(self) -> None:
         listener = Listener(known=False)
         listener.view.catch_up(joined(settings={"max_workers": 3}))
         assert listener.view.settings == {"max_workers": 3}
 
-    def test_are_what_is_heard_last_though_an_older_answer_comes_behind_it(self) -> None:
+    def test_settings_of_a_later_fact_survive_an_older_join_reply(self) -> None:
         listener = Listener()
         listener.hear(JobChanged("run", 2, {"max_workers": 4}))
         assert listener.view.settings == {"max_workers": 4}
@@ -271,7 +271,7 @@ class TestStopping:
 
 
 class TestAttempts:
-    def test_the_newest_counts_and_ends_what_was_settled_before(self) -> None:
+    def test_new_attempt_ends_the_synchronising_of_the_old_one(self) -> None:
         listener = Listener(A, ME)
         listener.start(2)
         settled = RescaleSynchronising(2, A, 7, 1)
@@ -323,7 +323,7 @@ class TestCommits:
         assert view.committed is not None
         assert view.committed.topology == later
 
-    def test_an_answer_that_is_older_than_what_was_heard_is_not_enough(self) -> None:
+    def test_join_reply_older_than_the_facts_leaves_the_view_outdated(self) -> None:
         listener = Listener(A, ME)
         listener.commit(A, attempt=9, base=ClusterTopology((A, B), 7))
         listener.view.catch_up(joined(ClusterTopology((A, B), 7)))
@@ -424,7 +424,7 @@ class TestWhatWasMissed:
         listener.view.catch_up(joined(listener.view.topology, attempt=5))
         assert listener.view.synchronising is settled
 
-    def test_the_answer_brings_the_attempt_what_was_settled_the_pause_and_the_wish_to_go(self) -> None:
+    def test_join_reply_restores_attempt_pause_and_drain(self) -> None:
         listener = Listener(A, ME)
         listener.view.miss(Gap(20, 90, "too slow"))
         settled = RescaleSynchronising(5, A, 7, 1)
@@ -465,7 +465,7 @@ class TestWhatWasMissed:
         assert commit is not None
         assert (commit.attempt, commit.topology.workers) == (1, (ME,))
 
-    def test_a_first_answer_that_is_older_than_what_was_heard_is_asked_for_again(self) -> None:
+    def test_first_join_reply_older_than_the_facts_is_requested_again(self) -> None:
         listener = Listener(known=False)
         listener.start(1, added=["me"])
         listener.commit(ME, attempt=1)
