@@ -303,9 +303,7 @@ class TestAWorld:
             assert "replication is 0 in the job, 1 in this worker" in str(error)
             assert len(await cluster.facts(RescaleStarted)) == 1
 
-    async def test_takes_in_who_comes_with_what_the_script_had_forgotten_when_nobody_could_train(
-        self, runner: DaemonRunner
-    ) -> None:
+    async def test_joiner_with_an_origin_is_accepted_while_shards_are_lost(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner, origin=None) as cluster, cluster.client() as client:
             cluster.start("a")
             async with client.facts(ShardsLost, since=0, jobs=[JOB]) as told, asyncio.timeout(PATIENCE_S):
@@ -331,7 +329,7 @@ class TestAWorld:
 
 class TestSampling:
     @pytest.mark.parametrize("with_data", [False, True])
-    async def test_goes_on_with_nobody_whose_sampler_is_another(self, runner: DaemonRunner, with_data: bool) -> None:
+    async def test_worker_with_another_sampler_is_refused(self, runner: DaemonRunner, with_data: bool) -> None:
         async with training_cluster(runner) as cluster:
             for name, drop_last in (("a", False), ("b", True)):
                 data = TrainingData(SAMPLES, SHARDS, MemoryShardStore(), origin=ORIGIN) if with_data else None
