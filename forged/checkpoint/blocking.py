@@ -77,13 +77,24 @@ def save(
     custom_metadata: Mapping[str, Any] | None = None,
     timeout: float = DEFAULT_TIMEOUT_S,
     leaf_types: Sequence[LeafType] = (),
+    step: int | None = None,
+    epoch: int | None = None,
 ) -> str:
     """Save a state durably at a path or URL: nested dicts, lists and tuples of arrays and plain values.
 
-    With `ranks`, such as a worker of a job, all ranks call this together, each with its part of the state.
+    `step` and `epoch` appear in listings. With `ranks`, such as a worker of a job, all ranks call this together, each
+    with its part of the state.
     """
     storage, prefix = _storage_with_retries(where)
-    options = SaveOptions(prefix, format, compression_level, custom_metadata=custom_metadata or {}, timeout=timeout)
+    options = SaveOptions(
+        prefix,
+        format,
+        compression_level,
+        custom_metadata=custom_metadata or {},
+        timeout=timeout,
+        step=step,
+        epoch=epoch,
+    )
 
     async def save_with_ranks() -> str:
         token = CancelToken(timeout)

@@ -342,11 +342,12 @@ class DistributedCheckpoint:
         return token, ranks
 
     def _run_info(self) -> RunInfo:
-        """The job, step and fence of this save."""
+        """The job, step, epoch and fence of this save."""
         coordinator = self._coordinator
         job, generation = getattr(coordinator, "job", ""), _count(getattr(coordinator, "generation", None))
         fence = None if generation is None else ManifestFence(_count(getattr(coordinator, "term", 0)) or 0, generation)
-        return RunInfo(job if isinstance(job, str) else "", _count(getattr(coordinator, "step", None)), fence)
+        step, epoch = (_count(getattr(coordinator, name, None)) for name in ("step", "epoch"))
+        return RunInfo(job if isinstance(job, str) else "", step, epoch, fence)
 
     def _background_saver(self) -> BackgroundSaver:
         if self._background is None:

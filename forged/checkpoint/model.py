@@ -19,6 +19,8 @@ from forged.checkpoint.format.boxes import Box, Shape, whole
 
 DEFAULT_TIMEOUT_S = 600.0
 COPIES_MAX = 8
+COUNT_MAX = (1 << 53) - 1
+"""The largest step or epoch: JSON readers keep it exactly."""
 PREFIX_CHARS_MAX = 200
 AXES_MAX = 32
 ELEMENTS_MAX = 1 << 52
@@ -128,6 +130,10 @@ class SaveOptions:
     copies: int
     """How many ranks write each array that several hold, so that a corrupt copy can be repaired."""
     when_busy: WhenBusy
+    step: int | None
+    """The steps that the state has; default: those of the coordinator, if it counts them."""
+    epoch: int | None
+    """The state's epoch; default: the coordinator's, if it has one."""
 
     def __init__(
         self,
@@ -140,6 +146,8 @@ class SaveOptions:
         custom_metadata: Mapping[str, Any] = MappingProxyType({}),
         copies: int = 1,
         when_busy: WhenBusy | str = WhenBusy.WAIT,
+        step: int | None = None,
+        epoch: int | None = None,
     ) -> None:
         if checkpoint_prefix is not None:
             check_prefix(checkpoint_prefix)
@@ -157,6 +165,8 @@ class SaveOptions:
             custom_metadata=_as_json(custom_metadata),
             copies=copies,
             when_busy=_chosen("when_busy", when_busy, WhenBusy),
+            step=None if step is None else check_count("step", step),
+            epoch=None if epoch is None else check_count("epoch", epoch),
         )
 
 
@@ -223,6 +233,9 @@ class CheckpointInfo:
     world_size: int
     size_bytes: int
     format: CheckpointFormat
+    step: int | None = None
+    """The steps that the saved state had."""
+    epoch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +264,14 @@ def check_prefix(prefix: str) -> str:
             code="checkpoint_prefix_invalid",
         )
     return prefix
+
+
+def check_count(name: str, value: Any) -> int:
+    """A step or an epoch as an int; refuses any other value."""
+    is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= COUNT_MAX:
+        raise invalid(f"{name} must be an integer from 0 to {COUNT_MAX}, got {value!r}")
+    return int(value)
 
 
 def _chosen(name: str, value: str, kind: type[Kind]) -> Kind:

@@ -213,6 +213,11 @@ class Training(BlockingFacade[ElasticWorker]):
         return self.worker.step
 
     @property
+    def epoch(self) -> int:
+        """The epoch that the sampler is in, or that the script has named."""
+        return self.worker.epoch
+
+    @property
     def learning_rate(self) -> float:
         return self.worker.learning_rate
 

@@ -704,3 +704,45 @@ async def test_failed_background_save_ends_its_handle_though_the_logger_raises(s
 def test_text_in_place_of_a_logger_is_refused(storage: MemoryStorage) -> None:
     with pytest.raises(RequestRefused, match="logger must have the methods"):
         checkpoint(storage, logger="info")
+
+
+# Step and epoch.
+
+
+async def test_listing_tells_step_and_epoch(storage: MemoryStorage) -> None:
+    one = checkpoint(storage)
+    await one.save(Model(1), options=SaveOptions("a", step=500, epoch=2))
+    await (await one.save_async(Model(1), options=SaveOptions("b", step=600))).committed()
+    await one.save(Model(1), options=SaveOptions("c"))
+    assert [(info.prefix, info.step, info.epoch) for info in await one.list_checkpoints()] == [
+        ("a", 500, 2),
+        ("b", 600, None),
+        ("c", None, None),
+    ]
+
+
+async def test_step_and_epoch_of_a_worker_are_saved_unless_the_options_name_others(storage: MemoryStorage) -> None:
+    class Worker(UnreliableRank):
+        step, epoch = 41, 3
+
+    one = checkpoint(storage, Worker(SimulatedRanks(1), 0, {}))
+    await one.save({}, options=SaveOptions("a"))
+    await one.save({}, options=SaveOptions("b", step=0, epoch=0))
+    infos = await one.list_checkpoints()
+    assert [(info.step, info.epoch) for info in infos] == [(41, 3), (0, 0)]
+
+
+@pytest.mark.parametrize("field", ["step", "epoch"])
+@pytest.mark.parametrize("value", [-1, 1.5, True, "7", 1 << 53])
+def test_invalid_step_or_epoch_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(CheckpointException, match=f"{field} must be an integer from 0 to"):
+        SaveOptions("a", **{field: value})
+
+
+async def test_ranks_that_save_different_steps_are_refused(storage: MemoryStorage) -> None:
+    async def act(rank: UnreliableRank) -> str:
+        return await checkpoint(storage, rank).save({}, options=SaveOptions("a", step=rank.rank))
+
+    for outcome in await group(2, act):
+        assert isinstance(outcome, CheckpointException)
+        assert outcome.code == "checkpoint_ranks_differ"

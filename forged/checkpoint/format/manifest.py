@@ -24,7 +24,7 @@ from forged.checkpoint.format.boxes import CHUNK_BYTES_MAX, Box, Shape, chunk_co
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.states import States
 from forged.checkpoint.format.tree import NAME_CHARS_MAX, Node, OpenPlace, frame_content, tensor_numbers
-from forged.checkpoint.model import AXES_MAX, CheckpointFormat, CompressionLevel, check_prefix
+from forged.checkpoint.model import AXES_MAX, COUNT_MAX, CheckpointFormat, CompressionLevel, check_prefix
 
 SUFFIX = ".metadata.json"
 TOMBSTONE = ".deleted.json"
@@ -114,6 +114,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     """Files for other tools, with their sizes."""
     job: str = ""
     step: int | None = None
+    epoch: int | None = None
     fence: ManifestFence | None = None
     custom: dict[str, Any] = {}
 
@@ -257,6 +258,8 @@ def _check(manifest: Manifest) -> None:
     check_prefix(manifest.prefix)
     _require(1 <= manifest.world_size <= RANKS_MAX, "world_size")
     _require(0.0 <= manifest.created_at <= CREATED_AT_MAX, "created_at")
+    _require(0 <= (manifest.step or 0) <= COUNT_MAX, "step")
+    _require(0 <= (manifest.epoch or 0) <= COUNT_MAX, "epoch")
     sizes = _check_tensors(manifest)
     for file, size in manifest.extra_files.items():
         _check_file(manifest, file)

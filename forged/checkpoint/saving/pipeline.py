@@ -81,6 +81,7 @@ class RunInfo(msgspec.Struct, frozen=True):
 
     job: str = ""
     step: int | None = None
+    epoch: int | None = None
     fence: ManifestFence | None = None
 
 
@@ -325,7 +326,8 @@ class Saver:
             compression=options.compression_level,
             extra_files=dict(extra),
             job=run.job,
-            step=run.step,
+            step=run.step if options.step is None else options.step,
+            epoch=run.epoch if options.epoch is None else options.epoch,
             fence=run.fence,
             custom=dict(options.custom_metadata),
         )
@@ -410,7 +412,14 @@ def _proposal(ranks: RankGroup, node: Node, cached: _CachedPlan, options: SaveOp
     if ranks.is_alone:
         return Proposal(b"", b"", b"", b"", cached.key)
     compared = msgspec.json.encode(
-        (options.format, options.compression_level, options.copies, options.checkpoint_prefix)
+        (
+            options.format,
+            options.compression_level,
+            options.copies,
+            options.checkpoint_prefix,
+            options.step,
+            options.epoch,
+        )
     )
     frame, own = map(msgspec.json.encode, split_per_rank(node))
     return Proposal(compared, frame, own, cached.description.digest(), cached.key)

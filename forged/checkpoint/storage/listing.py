@@ -106,6 +106,8 @@ def info_of(manifest: Manifest) -> CheckpointInfo:
         manifest.world_size,
         manifest.size_bytes,
         manifest.layout,
+        manifest.step,
+        manifest.epoch,
     )
 
 

@@ -55,6 +55,7 @@ def checkpoint_row(manifest: Manifest) -> Row:
         "prefix": manifest.prefix,
         "created_at": manifest.created_at,
         "step": manifest.step,
+        "epoch": manifest.epoch,
         "job": manifest.job or None,
         "world_size": manifest.world_size,
         "layout": manifest.layout.value,

@@ -144,7 +144,7 @@ def _file(manifest: Manifest, number: int) -> Row:
 
 
 def _show(whole: Row, manifest: Manifest, *, is_whole: bool) -> None:
-    head = {key: whole[key] for key in ("prefix", "url", "created_at", "job", "step")}
+    head = {key: whole[key] for key in ("prefix", "url", "created_at", "job", "step", "epoch")}
     size = tables.size(whole["size_bytes"])
     files = len(whole["files"]) + len(whole["extra_files"])
     layout = f"{whole['layout']}, compression {whole['compression']}, version {whole['version']}"

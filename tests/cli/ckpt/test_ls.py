@@ -50,8 +50,9 @@ def test_json_has_all_fields(checkpoint_folder: CheckpointFolder) -> None:
         "url": str(checkpoint_folder.folder),
         "checkpoints": [
             {
-                "prefix": "a", "created_at": 5.0, "step": None, "job": None, "world_size": 1, "layout": "multi_shard",
-                "compression": "none", "size_bytes": manifest.size_bytes, "tensors": 2, "version": "1.0", "fence": None,
+                "prefix": "a", "created_at": 5.0, "step": None, "epoch": None, "job": None, "world_size": 1,
+                "layout": "multi_shard", "compression": "none", "size_bytes": manifest.size_bytes,
+                "tensors": 2, "version": "1.0", "fence": None,
             }
         ],
         "broken": [], "unfinished": [], "half_deleted": [],
