@@ -37,6 +37,8 @@ HANGS_S = 300
 """Ends what hangs; a busy machine takes its time."""
 STEPS_TRAINED = "steps(100)"
 """Instead of the hundreds of steps of an example, each of which waits for its turn on a busy machine."""
+RESUMES = "checkpoints.resume(state)\n    for step in worker.steps"
+"""In the training example that resumes from a checkpoint."""
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -91,10 +93,11 @@ def events_of_training(example: str, directory: Path) -> str:
     [
         *((page, "forged.join") for page in ("README.md", "docs/elastic.md", "docs/data.md", "docs/checkpoint.md")),
         ("docs/elastic.md", "ElasticWorker"),
+        ("docs/checkpoint.md", RESUMES),
     ],
 )
 def test_training_example_of_a_page_trains(page: str, joins: str, tmp_path: Path) -> None:
-    others = ("drain", "JobEnded")
+    others = {"drain", "JobEnded", RESUMES} - {joins}
     examples = [block for block in blocks(ROOT / page, "python") if joins in block]
     [example] = [block for block in examples if not any(other in block for other in others)]
     assert "JobCompleted" in events_of_training(example, tmp_path)
@@ -180,6 +183,24 @@ def test_checkpoint_of_the_short_example_is_loaded_by_the_layout_example(page: s
         )
         assert done.returncode == 0, done.stderr
     assert done.stdout == "model/w float32 (1000, 8)\n"
+
+
+@pytest.mark.parametrize(
+    ("page", "folder", "steps"), [("README.md", "run-7", 2000), ("docs/checkpoint.md", "checkpoints", 2200)]
+)
+def test_example_that_resumes_continues_from_its_newest_checkpoint(
+    page: str, folder: str, steps: int, tmp_path: Path
+) -> None:
+    [example] = [block for block in blocks(ROOT / page, "python") if "Checkpoints(" in block and "join" not in block]
+    script = f"{example}\nassert (state['w'] == {steps}).all()"
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S
+        )
+        assert done.returncode == 0, done.stderr
+    found = checkpoint.latest(tmp_path / folder)
+    assert found is not None
+    assert found.step == (steps - 1) // 500 * 500
 
 
 def test_the_forgectl_examples_of_the_readme_run(tmp_path: Path) -> None:

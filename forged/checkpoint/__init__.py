@@ -6,7 +6,7 @@ forged.checkpoint.save("checkpoints/step-100", {"model": weights, "step": 100})
 state = forged.checkpoint.load("checkpoints/step-100")
 """
 
-from forged.checkpoint.blocking import BlockingCheckpoint, load, save
+from forged.checkpoint.blocking import BlockingCheckpoint, Checkpoints, load, save
 from forged.checkpoint.checkpoint import (
     CheckpointLoadResult,
     CheckpointOptions,
@@ -14,6 +14,7 @@ from forged.checkpoint.checkpoint import (
     create_checkpoint,
 )
 from forged.checkpoint.errors import CheckpointException, ExceptionType
+from forged.checkpoint.export.conversion import ConversionOptions, Converted, convert
 from forged.checkpoint.format.manifest import Manifest as CheckpointMetadata
 from forged.checkpoint.format.tree import LeafType
 from forged.checkpoint.loading.lazy_view import CheckpointView, view
@@ -33,6 +34,8 @@ from forged.checkpoint.model import (
 )
 from forged.checkpoint.ports import Coordinator as DistributedCoordinator
 from forged.checkpoint.ports import Storage as CheckpointStorage
+from forged.checkpoint.run_checkpoints import AsyncCheckpoints
+from forged.checkpoint.run_checkpoints import latest_restorable as latest
 from forged.checkpoint.saving.background import SaveHandle
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.locations import create_storage
@@ -47,6 +50,7 @@ from forged.checkpoint.verification.validator import (
 from forged.retry import RetryPolicy
 
 __all__ = [
+    "AsyncCheckpoints",
     "BlockingCheckpoint",
     "CheckpointException",
     "CheckpointFormat",
@@ -57,8 +61,11 @@ __all__ = [
     "CheckpointStorage",
     "CheckpointValidator",
     "CheckpointView",
+    "Checkpoints",
     "CompatibilityChecker",
     "CompressionLevel",
+    "ConversionOptions",
+    "Converted",
     "DistributedCheckpoint",
     "DistributedCoordinator",
     "ExceptionType",
@@ -78,8 +85,10 @@ __all__ = [
     "StorageOptions",
     "ValidationResult",
     "WhenBusy",
+    "convert",
     "create_checkpoint",
     "create_storage",
+    "latest",
     "load",
     "save",
     "verify",

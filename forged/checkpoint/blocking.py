@@ -29,10 +29,13 @@ from forged.checkpoint.model import (
 )
 from forged.checkpoint.ports import CancelToken, Storage, bounded
 from forged.checkpoint.rank_group import RankGroup, as_coordinator, run_in_thread
+from forged.checkpoint.rng import Generators
+from forged.checkpoint.run_checkpoints import AsyncCheckpoints
 from forged.checkpoint.saving.pipeline import save_state
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.listing import read_manifest
 from forged.checkpoint.storage.locations import storage_at
+from forged.logger_adapter import SCRIPT_LOG
 
 R = TypeVar("R")
 
@@ -57,6 +60,65 @@ class BlockingCheckpoint(BlockingFacade[DistributedCheckpoint]):
 
     def _run(self, call: Callable[[DistributedCheckpoint], Awaitable[R]]) -> R:
         return run(lambda: call(self.checkpoint))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Checkpoints(BlockingFacade[AsyncCheckpoints]):
+    """The checkpoints of a training run in one folder: saves every so many steps, keeps the newest, resumes.
+
+    with forged.checkpoint.Checkpoints("checkpoints", every=500, keep=3) as checkpoints:
+        for step in range(checkpoints.resume(state), 100_000):
+            checkpoints.save(step, state)
+            train(state)
+    """
+
+    resume = blocking(AsyncCheckpoints.resume)
+    save = blocking(AsyncCheckpoints.save)
+    latest = blocking(AsyncCheckpoints.latest)
+    close = blocking(AsyncCheckpoints.close)
+
+    def __init__(
+        self,
+        where: str | os.PathLike[str],
+        *,
+        every: int = 1,
+        keep: int | None = None,
+        ranks: Any = None,
+        in_background: bool = False,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        leaf_types: Sequence[LeafType] = (),
+        generators: Generators | None = None,
+        logger: Any = SCRIPT_LOG,
+    ) -> None:
+        """`where` is a directory or the URL of a folder. Every `every`-th step is saved, and the newest `keep`
+        checkpoints are kept; None keeps all. With `ranks`, such as a worker of a job, all ranks call this together.
+        """
+        self.aio = AsyncCheckpoints(
+            where,
+            every=every,
+            keep=keep,
+            ranks=ranks,
+            in_background=in_background,
+            timeout=timeout,
+            leaf_types=leaf_types,
+            generators=generators,
+            logger=logger,
+        )
+        """The asynchronous object behind this one."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether `save` saves this step."""
+        return self.aio.is_due(step)
+
+    def _run(self, call: Callable[[AsyncCheckpoints], Awaitable[R]]) -> R:
+        return run(lambda: call(self.aio))
 
     def __enter__(self) -> Self:
         return self

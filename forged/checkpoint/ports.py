@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -162,6 +162,29 @@ class RemoteStorage(Storage, Protocol):
     def bounded(self, token: CancelToken) -> Storage:
         """The same storage with requests that end when the token is cancelled or its deadline passes."""
         ...
+
+
+@runtime_checkable
+class LockingStorage(Storage, Protocol):
+    """A storage in which processes of one host see which files others use."""
+
+    def hold(self, name: str) -> AbstractContextManager[None]:
+        """Be seen to use a file during the block; no effect where it cannot be locked."""
+        ...
+
+    def is_held(self, name: str) -> bool:
+        """Whether a process uses a file."""
+        ...
+
+
+def hold(storage: Storage, name: str) -> AbstractContextManager[None]:
+    """Be seen to use a file during the block, as far as the storage can show it."""
+    return storage.hold(name) if isinstance(storage, LockingStorage) else nullcontext()
+
+
+def is_held(storage: Storage, name: str) -> bool:
+    """Whether a process uses a file, as far as the storage can tell."""
+    return isinstance(storage, LockingStorage) and storage.is_held(name)
 
 
 def bounded(storage: Storage, token: CancelToken) -> Storage:

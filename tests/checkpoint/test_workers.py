@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 import forged.checkpoint
-from forged.checkpoint import BlockingCheckpoint, DistributedCheckpoint, LoadOptions, SaveOptions, ShardedArray
+from forged.checkpoint import (
+    BlockingCheckpoint,
+    Checkpoints,
+    DistributedCheckpoint,
+    LoadOptions,
+    SaveOptions,
+    ShardedArray,
+)
 from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.ports import ByteSource, CancelToken
 from forged.checkpoint.storage import listing
@@ -24,8 +31,8 @@ from tests.checkpoint.fixtures.plain_reader import same, state_of
 from tests.client.conftest import runner, threaded_daemon
 from tests.client.daemon_runner import DaemonRunner
 from tests.client.threaded_daemon import ThreadedDaemon
-from tests.worker.test_blocking import Scripts
-from tests.worker.trainers import JOB, Trainer, TrainerGroup, config, group_at
+from tests.worker.test_blocking import Scripts, learn
+from tests.worker.trainers import JOB, Trainer, TrainerGroup, chain_after, config, group_at
 
 __all__ = ["runner", "threaded_daemon"]
 
@@ -222,3 +229,89 @@ def test_a_script_saves_in_the_background_while_it_trains(scripts: Scripts, tmp_
         assert (manifest.job, manifest.step, manifest.world_size) == (JOB, number, 2)
         assert manifest.fence is not None
         assert manifest.fence.term > 0
+
+
+class Crashed(Exception):
+    """A script has died."""
+
+
+def train_with_checkpoints(folder: Path, until: int, crash: threading.Barrier | None = None, **settings: Any) -> Any:
+    """A script that resumes, saves every third step, and may crash in step 11, when all are in it."""
+
+    def train(worker: Training) -> Any:
+        steps = []
+        with Checkpoints(folder, every=3, keep=2, ranks=worker, **settings) as checkpoints:
+            checkpoints.resume(worker.state)
+            for step in worker.steps(until):
+                with step:
+                    checkpoints.save(step, worker.state)
+                    if crash is not None and step == 11:
+                        crash.wait(60)
+                        raise Crashed
+                    assert worker.state["scratch"]["last"] == step
+                    learn(worker, step)
+                    steps.append(int(step))
+            worker_step = worker.step
+        return steps, worker_step, int(worker.state["chain"][0])
+
+    return train
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_workers_resume_from_the_latest_checkpoint_after_all_have_died(
+    scripts: Scripts, tmp_path: Path, in_background: bool
+) -> None:
+    settings, crash = config(min_workers=2), threading.Barrier(2)
+    first = [
+        scripts.start(name, train_with_checkpoints(tmp_path, 20, crash, in_background=in_background), config=settings)
+        for name in "ab"
+    ]
+    for future in first:
+        with pytest.raises(Crashed):
+            future.result(60)
+    assert listing.prefixes(LocalStorage(tmp_path)) == ["step-00000006", "step-00000009"]
+    again = [
+        scripts.start(name, train_with_checkpoints(tmp_path, 15, in_background=in_background), config=settings)
+        for name in "cd"
+    ]
+    assert [future.result(60) for future in again] == [([*range(9, 15)], 15, chain_after(15))] * 2
+    assert listing.prefixes(LocalStorage(tmp_path)) == ["step-00000009", "step-00000012"]
+
+
+def test_workers_save_steps_again_after_lost_progress(scripts: Scripts, tmp_path: Path) -> None:
+    """The newest checkpoint is damaged, so steps are repeated whose checkpoints exist."""
+    settings, crash = config(min_workers=2), threading.Barrier(2)
+    first = [scripts.start(name, train_with_checkpoints(tmp_path, 20, crash), config=settings) for name in "ab"]
+    for future in first:
+        with pytest.raises(Crashed):
+            future.result(60)
+    for path in (tmp_path / "step-00000009").glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    again = [scripts.start(name, train_with_checkpoints(tmp_path, 11), config=settings) for name in "cd"]
+    assert [future.result(60) for future in again] == [([*range(6, 11)], 11, chain_after(11))] * 2
+    assert listing.prefixes(LocalStorage(tmp_path)) == ["step-00000006", "step-00000009", "step-00000009-2"]
+
+
+def test_joiner_takes_the_state_of_the_workers_and_not_of_the_checkpoint(scripts: Scripts, tmp_path: Path) -> None:
+    reached = threading.Event()
+
+    def train(worker: Training) -> Any:
+        with Checkpoints(tmp_path, every=3, keep=2, ranks=worker) as checkpoints:
+            checkpoints.resume(worker.state)
+            for step in worker.steps():
+                with step:
+                    checkpoints.save(step, worker.state)
+                    learn(worker, step)
+                    size = worker.world_size
+                if step == 8:
+                    reached.set()
+                if size == 2 and not step.aborted:
+                    return int(step), int(worker.state["chain"][0])
+        raise AssertionError("the steps have no end")
+
+    first = scripts.start("a", train)
+    assert reached.wait(60)
+    second = scripts.start("b", train)
+    for future in (first, second):
+        step, chain = future.result(60)
+        assert chain == chain_after(step + 1)

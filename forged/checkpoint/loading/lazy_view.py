@@ -25,7 +25,7 @@ from forged.checkpoint.format.tree import unflatten
 from forged.checkpoint.loading.fetching import Array, fetch, is_storage_failure, verify_chunks
 from forged.checkpoint.loading.read_plan import Index, PieceId, blocks_of
 from forged.checkpoint.loading.repair import CopyRepairer
-from forged.checkpoint.ports import CancelToken, Storage, bounded
+from forged.checkpoint.ports import CancelToken, Storage, bounded, hold
 from forged.checkpoint.thread_pool import THREADS, run_all
 
 
@@ -70,6 +70,7 @@ class CheckpointView(Mapping[str, Array]):
         self._threads = threads
         self._index = Index(manifest)
         self._open = ExitStack()
+        self._open.enter_context(hold(storage, manifest.path))
         self._files: dict[int, memoryview | None] = {}
         self._verified: set[PieceId] = set()
         ranks = manifest.tensors.ranks

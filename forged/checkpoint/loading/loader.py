@@ -35,7 +35,7 @@ from forged.checkpoint.loading.resharding import (
     tree_for,
 )
 from forged.checkpoint.model import LoadOptions, RepairedChunk, ReshardingStrategy, ShardedArray
-from forged.checkpoint.ports import CancelToken, Storage, bounded
+from forged.checkpoint.ports import CancelToken, Storage, bounded, hold
 from forged.checkpoint.storage.listing import read_manifest
 
 OPTIMIZER = "optimizer"
@@ -83,7 +83,8 @@ def load_state(
     load.require_match()
     token = token or CancelToken()
     storage = bounded(storage, token)
-    fetched = load.fetch(storage, token, CopyRepairer(storage, load.index, token, other_manifests), threads)
+    with hold(storage, manifest.path):
+        fetched = load.fetch(storage, token, CopyRepairer(storage, load.index, token, other_manifests), threads)
     state = build_state(fetched.arrays)
     return Loaded(
         resolve_pending(state) if load.has_pending else state,

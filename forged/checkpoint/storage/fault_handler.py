@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from random import SystemRandom
 from typing import TypeVar
 
 from forged.checkpoint.errors import CheckpointException
-from forged.checkpoint.ports import ByteSource, CancelToken, Reader, Storage, StoredFile, bounded
+from forged.checkpoint.ports import ByteSource, CancelToken, Reader, Storage, StoredFile, bounded, hold, is_held
 from forged.checkpoint.storage import listing
 from forged.retry import RetryPolicy
 
@@ -114,6 +114,12 @@ class RetryingStorage:
 
     def delete(self, names: Collection[str]) -> None:
         self._retried(lambda: self._storage.delete(names))
+
+    def hold(self, name: str) -> AbstractContextManager[None]:
+        return hold(self._storage, name)
+
+    def is_held(self, name: str) -> bool:
+        return is_held(self._storage, name)
 
     def free_bytes(self) -> int | None:
         return self._retried(self._storage.free_bytes)

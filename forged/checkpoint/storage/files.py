@@ -80,6 +80,10 @@ class Files(Protocol):
         """Lock the file until it is closed; False if another descriptor has locked it."""
         ...
 
+    def lock_shared(self, fd: int) -> bool:
+        """Lock the file, as others may, until it is closed; False if another descriptor has it alone."""
+        ...
+
     def begin_write_back(self, fd: int, offset: int, size: int) -> None:
         """Start write-back of a range without waiting."""
         ...
@@ -175,11 +179,10 @@ class SystemFiles:
         return file_sync.is_cached(fd, offset)
 
     def lock_alone(self, fd: int) -> bool:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        return _is_locked(fd, fcntl.LOCK_EX)
+
+    def lock_shared(self, fd: int) -> bool:
+        return _is_locked(fd, fcntl.LOCK_SH)
 
     def begin_write_back(self, fd: int, offset: int, size: int) -> None:
         file_sync.begin_write_back(fd, offset, size)
@@ -225,6 +228,15 @@ class SystemFiles:
     def free_bytes(self, path: str) -> int:
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
+
+
+def _is_locked(fd: int, kind: int) -> bool:
+    """Lock a file if that needs no waiting; whether it was locked."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _entry_of(entry: os.DirEntry[str]) -> DirectoryEntry | None:

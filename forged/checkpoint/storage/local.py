@@ -180,6 +180,28 @@ class LocalStorage:
         if failures:
             raise failures[0]
 
+    @contextmanager
+    def hold(self, name: str) -> Iterator[None]:
+        """Lock a file for reading during the block, so that other processes of this host see that it is used."""
+        with ExitStack() as stack:
+            with suppress(OSError, CheckpointException):
+                fd = self._files.open(self._within(self._path(name)), READ)
+                stack.callback(self._close, fd)
+                self._files.lock_shared(fd)
+            yield
+
+    def is_held(self, name: str) -> bool:
+        try:
+            fd = self._files.open(self._within(self._path(name)), READ)
+        except (OSError, CheckpointException):
+            return False
+        try:
+            return not self._files.lock_alone(fd)
+        except OSError:
+            return False
+        finally:
+            self._close(fd)
+
     def free_bytes(self) -> int | None:
         with errors_translated("", self.url):
             return self._free_bytes()

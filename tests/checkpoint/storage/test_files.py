@@ -142,6 +142,18 @@ def test_only_one_is_alone_with_a_file_until_it_closes_it(place: Place) -> None:
     place.files.close(second)
 
 
+def test_shared_lock_is_shared_and_keeps_others_from_being_alone(place: Place) -> None:
+    first, second, third = (place.files.open(path, READ) for path in [place.new("a")] * 3)
+    assert place.files.lock_shared(first)
+    assert place.files.lock_shared(second)
+    assert not place.files.lock_alone(third)
+    place.files.close(first)
+    assert not place.files.lock_alone(third)
+    place.files.close(second)
+    assert place.files.lock_alone(third)
+    place.files.close(third)
+
+
 def test_what_the_cache_has_dropped_is_not_in_it(tmp_path: Path) -> None:
     place = Place(SystemFiles(), str(tmp_path))
     path = place.new("a", b"x" * 100 * PAGE)

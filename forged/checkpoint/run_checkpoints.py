@@ -1,0 +1,365 @@
+"""The checkpoints of a training run in one folder: saved every so many steps, resumed from, deleted when superseded.
+
+Invariants:
+- All ranks make the same calls; rank 0 chooses names, candidates and what is deleted.
+- A run resumes from the newest checkpoint that can be restored. Where checkpoints exist and none can be restored, it
+  does not start anew without an error.
+- A checkpoint is deleted only when newer ones that can be restored are committed; never one that is being read.
+- A checkpoint that cannot be deleted does not fail a save.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+from forged.checkpoint import retention, rng
+from forged.checkpoint.checkpoint import DistributedCheckpoint
+from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
+from forged.checkpoint.format.manifest import SUFFIX, Manifest
+from forged.checkpoint.format.tree import LeafType
+from forged.checkpoint.model import (
+    DEFAULT_TIMEOUT_S,
+    CheckpointInfo,
+    LoadOptions,
+    SaveOptions,
+    check_count,
+    check_timeout,
+)
+from forged.checkpoint.ports import CancelToken, Storage, bounded, is_held
+from forged.checkpoint.rank_group import RankGroup, as_coordinator, run_in_thread
+from forged.checkpoint.saving.background import SAVES_MAX, SaveHandle
+from forged.checkpoint.saving.pipeline import EXISTS
+from forged.checkpoint.stateful import ScriptState
+from forged.checkpoint.storage import listing
+from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
+from forged.checkpoint.storage.locations import root_at
+from forged.checkpoint.verification.validator import CheckpointValidator
+from forged.logger_adapter import SCRIPT_LOG, as_log
+
+T = TypeVar("T")
+
+DAMAGE = frozenset(
+    {
+        "checkpoint_file_missing",
+        "checkpoint_missing",
+        "checkpoint_deleted",
+        "checkpoint_replaced",
+        "checkpoint_storage_io",
+    }
+)
+"""Errors, besides those of corrupt bytes, after which an older checkpoint is tried."""
+SHOWN_MAX = 10
+
+
+class AsyncCheckpoints:
+    """The checkpoints of a training run; asynchronous. `Checkpoints` is the same for scripts without an event loop."""
+
+    def __init__(
+        self,
+        where: str | os.PathLike[str],
+        *,
+        every: int = 1,
+        keep: int | None = None,
+        ranks: Any = None,
+        in_background: bool = False,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        leaf_types: Sequence[LeafType] = (),
+        generators: rng.Generators | None = None,
+        logger: Any = SCRIPT_LOG,
+    ) -> None:
+        """`where` is a directory or the URL of a folder. Every `every`-th step is saved, and the newest `keep`
+        checkpoints are kept; None keeps all. With `ranks`, such as a worker of a job, all ranks call this together.
+        """
+        check_timeout(timeout)
+        self._every = _positive("every", every)
+        self._keep = None if keep is None else _positive("keep", keep)
+        self._in_background = in_background
+        self._timeout_s = timeout
+        self._log = as_log(logger)
+        storage = root_at(where)
+        self._faults = FaultToleranceHandler(storage)
+        self._storage = self._faults.guard(storage)
+        self._coordinator = as_coordinator(ranks)
+        self._is_worker = callable(getattr(ranks, "update_training_state", None))
+        self._ranks = ranks
+        make = partial(
+            DistributedCheckpoint,
+            storage=storage,
+            fault_handler=self._faults,
+            logger=self._log,
+            default_timeout=timeout,
+            leaf_types=leaf_types,
+            generators=generators,
+        )
+        self._checkpoint, self._alone = make(ranks), make(None)
+        self._restorable: set[str] = set()
+        """Checkpoints that were committed, loaded or checked here."""
+        self._damaged: set[str] = set()
+        self._last: tuple[int, str] | None = None
+        """The step and the name of the checkpoint that was saved or loaded last."""
+        self._handles: list[SaveHandle] = []
+        """The saves in the background."""
+        self._is_root = False
+        """Whether this rank deletes superseded checkpoints."""
+
+    # Resuming.
+
+    async def resume(self, state: Any) -> int:
+        """Load the newest checkpoint that can be restored into `state`; returns its step, 0 if there is none.
+
+        A worker that has not entered a world loads by itself, and continues from that step. `state` is filled in
+        place: a dict of arrays, plain values and objects with `state_dict` and `load_state_dict`, or such an object.
+        """
+        is_alone = self._is_worker and self._coordinator.rank < 0
+        checkpoint = self._alone if is_alone else self._checkpoint
+        failures: dict[str, CheckpointException] = {}
+        # Listed again after each failure: newer ones may have been saved, and the rest deleted, meanwhile.
+        while names := [name for name in await self._names(is_alone) if name not in failures]:
+            options = LoadOptions(names[0], load_rng_state=not self._is_worker, timeout=self._timeout_s)
+            try:
+                result = await checkpoint.load(ScriptState(state), options=options)
+            except CheckpointException as error:
+                if not is_damage(error):
+                    raise
+                failures[names[0]] = error
+                self._damaged.add(names[0])
+                self._log.warning("checkpoint skipped: it cannot be restored", prefix=names[0], why=error.message)
+            else:
+                return self._resumed(names[0], result.metadata, is_alone)
+        if failures:
+            raise _none_restorable(failures, self._storage.url)
+        return 0
+
+    def _resumed(self, name: str, manifest: Manifest, is_alone: bool) -> int:
+        step = retention.step_of(name) if manifest.step is None else manifest.step
+        self._restorable.add(name)
+        self._last = step, name
+        if is_alone:
+            self._ranks.update_training_state(manifest.epoch or 0, step, self._ranks.learning_rate)
+        self._log.info("resumed from a checkpoint", prefix=name, step=step)
+        return step
+
+    async def latest(self) -> CheckpointInfo | None:
+        """The newest checkpoint of the run whose files are there with the right sizes; None if there is none."""
+        token = CancelToken(self._timeout_s)
+
+        def find() -> CheckpointInfo | None:
+            storage = bounded(self._storage, token)
+            return _first_restorable(storage, token, retention.newest_first(listing.prefixes(storage)))
+
+        return await run_in_thread(find, token)
+
+    async def _names(self, is_alone: bool) -> list[str]:
+        """The checkpoints of the run, newest first, as rank 0 sees them."""
+
+        def names(storage: Storage, token: CancelToken) -> list[str]:
+            return retention.newest_first(listing.prefixes(storage))
+
+        return await self._decide(names, list[str], ExceptionType.LOAD_FAILED, is_alone=is_alone)
+
+    # Saving.
+
+    def is_due(self, step: int) -> bool:
+        """Whether `save` saves this step."""
+        return step > 0 and step % self._every == 0
+
+    async def save(self, step: int, state: Any, *, epoch: int | None = None, force: bool = False) -> str | None:
+        """Save the state after `step` steps if that step is due, or with `force`; returns the checkpoint's name.
+
+        The checkpoint that this run has just resumed from, or saved, is not saved again. With `in_background` this
+        returns when the state is copied.
+        """
+        step = check_count("step", step)
+        if not force and not self.is_due(step):
+            return None
+        if self._coordinator.rank < 0:
+            raise invalid("the worker is in no world", "save inside a step", code="checkpoint_no_world")
+        name, is_saved = await self._name(step)
+        if is_saved:
+            return name
+        options = SaveOptions(
+            name, include_rng_state=not self._is_worker, timeout=self._timeout_s, step=step, epoch=epoch
+        )
+        for _ in range(SAVES_MAX + 1):
+            try:
+                await self._saved(ScriptState(state), options)
+                break
+            except CheckpointException as error:
+                if error.code != EXISTS:
+                    raise
+                self._log.warning("another process has saved the same step", step=step, why=error.message)
+                if not self._in_background:
+                    break
+                # This may be the failure of an earlier save in the background.
+        self._last = step, name
+        return name
+
+    async def _saved(self, state: ScriptState, options: SaveOptions) -> None:
+        name, step = options.checkpoint_prefix, options.step
+        assert name is not None
+        assert step is not None
+        if self._in_background:
+            # The earlier background saves that are committed supersede older checkpoints.
+            await self._delete_superseded(step)
+            handle = await self._checkpoint.save_async(state, options=options)
+            self._handles = [*(one for one in self._handles if not (one.is_committed or one.is_reported)), handle]
+            return
+        await self._checkpoint.save(state, options=options)
+        self._restorable.add(name)
+        await self._delete_superseded(step)
+
+    async def _name(self, step: int) -> tuple[str, bool]:
+        """The name for the checkpoint of a step, and whether it is saved already, as rank 0 decides."""
+        last = self._last
+
+        def choose(storage: Storage, token: CancelToken) -> tuple[str, bool]:
+            if last is not None and last[0] == step:
+                return last[1], True
+            return retention.name_of(step, partial(_is_taken, storage)), False
+
+        return await self._decide(choose, tuple[str, bool], ExceptionType.SAVE_FAILED)
+
+    async def _decide(
+        self,
+        act: Callable[[Storage, CancelToken], T],
+        result: Any,
+        kind: ExceptionType,
+        *,
+        is_alone: bool = False,
+    ) -> T:
+        """What rank 0 finds in the storage, at all ranks."""
+        token = CancelToken(self._timeout_s)
+        ranks = RankGroup(as_coordinator(None) if is_alone else self._coordinator, token, kind)
+        self._is_root = ranks.is_root
+
+        async def nothing() -> bytes:
+            return b""
+
+        async def find(replies: list[bytes]) -> bytes:
+            storage = bounded(self._storage, token)
+            return msgspec.msgpack.encode(await run_in_thread(partial(act, storage, token), token))
+
+        found: T = msgspec.msgpack.decode(await ranks.decide(nothing, find), type=result)
+        return found
+
+    # Deleting.
+
+    async def _delete_superseded(self, step: int) -> None:
+        if self._keep is None or not self._is_root:
+            return
+        token = CancelToken(self._timeout_s)
+        try:
+            await run_in_thread(partial(self._delete_in_thread, step, self._keep, token), token)
+        except CheckpointException as error:
+            self._log.warning("could not delete superseded checkpoints", why=str(error))
+
+    def _delete_in_thread(self, step: int, keep: int, token: CancelToken) -> None:
+        storage = bounded(self._storage, token)
+        validator = CheckpointValidator(storage)
+
+        def is_restorable(name: str) -> bool:
+            if name not in self._restorable | self._damaged:
+                found = validator.validate_checkpoint(name, token, deep=False)
+                (self._restorable if found.is_valid else self._damaged).add(name)
+            return name in self._restorable
+
+        for name in retention.superseded(listing.prefixes(storage), step, keep, is_restorable):
+            token.check()
+            if is_held(storage, name + SUFFIX):
+                self._log.info("superseded checkpoint is being read, and stays", prefix=name)
+                continue
+            listing.delete(storage, name)
+            self._log.info("superseded checkpoint deleted", prefix=name)
+
+    # Closing.
+
+    async def close(self) -> None:
+        """Wait for background saves, raise their failures, and delete what they supersede."""
+        for handle in self._handles:
+            try:
+                await handle.committed()
+            except CheckpointException as error:
+                if error.code != EXISTS:
+                    await self._checkpoint.close()
+                    raise
+                self._log.warning("another process has saved the same step", why=error.message)
+        self._handles = []
+        await self._checkpoint.close()
+        if self._in_background and self._last is not None:
+            await self._delete_superseded(self._last[0])
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def is_damage(error: CheckpointException) -> bool:
+    """Whether the checkpoint itself is damaged or gone, so that an older one may be restored instead."""
+    return error.type is ExceptionType.CORRUPTED_CHECKPOINT or error.code in DAMAGE
+
+
+def latest_restorable(where: str | os.PathLike[str], timeout: float = DEFAULT_TIMEOUT_S) -> CheckpointInfo | None:
+    """The newest checkpoint in a folder whose files are there with the right sizes; None if there is none.
+
+    Checkpoints are ordered by epoch, step and time; those without a step are the oldest.
+    """
+    check_timeout(timeout)
+    token = CancelToken(timeout)
+    storage = root_at(where)
+    storage = bounded(FaultToleranceHandler(storage).guard(storage), token)
+    return _first_restorable(storage, token, _by_age(storage))
+
+
+def _by_age(storage: Storage) -> list[str]:
+    """All checkpoints of a storage, newest first."""
+    infos = [listing.info_of(found) for _, found in listing.manifests(storage) if isinstance(found, Manifest)]
+    return [info.prefix for info in sorted(infos, key=_age, reverse=True)]
+
+
+def _age(info: CheckpointInfo) -> tuple[int, int, float]:
+    """Larger for newer checkpoints."""
+    epoch, step = (-1 if number is None else number for number in (info.epoch, info.step))
+    return epoch, step, info.timestamp
+
+
+def _first_restorable(storage: Storage, token: CancelToken, names: Sequence[str]) -> CheckpointInfo | None:
+    validator = CheckpointValidator(storage)
+    for name in names:
+        result = validator.validate_checkpoint(name, token, deep=False)
+        if result.is_valid and result.manifest is not None:
+            return listing.info_of(result.manifest)
+    return None
+
+
+def _is_taken(storage: Storage, name: str) -> bool:
+    return listing.checkpoint_exists(storage, name) or listing.is_being_deleted(storage, name)
+
+
+def _positive(name: str, value: Any) -> int:
+    if check_count(name, value) < 1:
+        raise invalid(f"{name} must be at least 1, got {value!r}")
+    return int(value)
+
+
+def _none_restorable(failures: Mapping[str, CheckpointException], url: str) -> CheckpointException:
+    shown = [f"{name}: {error.message}" for name, error in islice(failures.items(), SHOWN_MAX)]
+    if len(failures) > SHOWN_MAX:
+        shown.append(f"and {len(failures) - SHOWN_MAX} more")
+    return CheckpointException(
+        f"no checkpoint in {url} can be restored: {'; '.join(shown)}",
+        next(iter(failures)),
+        ExceptionType.CORRUPTED_CHECKPOINT,
+        code="checkpoint_none_restorable",
+        fix="`forgectl ckpt verify` shows what is damaged; move the folder away to start anew",
+    )

@@ -1,0 +1,596 @@
+"""The checkpoints of a training run: saved, resumed from, superseded."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import forged.checkpoint
+from forged.checkpoint import (
+    AsyncCheckpoints,
+    CheckpointException,
+    Checkpoints,
+    CheckpointStorage,
+    PerRank,
+    ShardedArray,
+    latest,
+)
+from forged.checkpoint.loading.loader import load_state
+from forged.checkpoint.ports import is_held
+from forged.checkpoint.storage import listing
+from forged.checkpoint.storage.files import SystemFiles
+from forged.checkpoint.storage.local import LocalStorage
+from forged.checkpoint.storage.locations import root_at
+from tests.checkpoint.fixtures.faulty_storage import FaultyStorage, broken, on
+from tests.checkpoint.fixtures.s3_server import S3Server
+from tests.checkpoint.fixtures.unreliable_ranks import UnreliableRank, group
+from tests.telemetry.recording_log import RecordingLog
+
+HEADER_BYTES = 4096
+
+
+class Model:
+    """An object with a state, as a model or an optimizer is one."""
+
+    def __init__(self, value: float) -> None:
+        self.weights = np.full(100, value)
+        self.updates = int(value)
+        self.loads = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights, "updates": self.updates}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loads += 1
+        self.weights, self.updates = state["weights"], state["updates"]
+
+
+def state_after(step: int) -> dict[str, Any]:
+    return {"w": np.full(1000, float(step)), "nested": {"step": step, "list": [np.full(3, step), step]}}
+
+
+def is_after(step: int, state: dict[str, Any]) -> bool:
+    nested = state["nested"]
+    return (
+        bool((state["w"] == step).all())
+        and (nested["step"], nested["list"][1]) == (step, step)
+        and bool((nested["list"][0] == step).all())
+    )
+
+
+def saved(where: Any, *steps: int, **settings: Any) -> list[str | None]:
+    """Save these steps of a run; the names of their checkpoints."""
+    with Checkpoints(where, **settings) as checkpoints:
+        return [checkpoints.save(step, state_after(step)) for step in steps]
+
+
+def resumed(where: Any, **settings: Any) -> tuple[int, dict[str, Any]]:
+    """Resume in a new process, as it were; the step and the state."""
+    state = state_after(0)
+    with Checkpoints(where, **settings) as checkpoints:
+        return checkpoints.resume(state), state
+
+
+def names_in(where: Any) -> list[str]:
+    return listing.prefixes(root_at(where))
+
+
+def parts(folder: Path, name: str) -> list[Path]:
+    return sorted((folder / name).glob("*.safetensors"))
+
+
+def remove_part(folder: Path, name: str) -> None:
+    parts(folder, name)[0].unlink()
+
+
+def cut_part(folder: Path, name: str) -> None:
+    path = parts(folder, name)[0]
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_byte(folder: Path, name: str, part: int = 0) -> None:
+    """Damage the first array of a part."""
+    path = parts(folder, name)[part]
+    data = bytearray(path.read_bytes())
+    data[HEADER_BYTES + 3] ^= 1
+    path.write_bytes(data)
+
+
+def cut_manifest(folder: Path, name: str) -> None:
+    path = folder / f"{name}.metadata.json"
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+DAMAGES = [remove_part, cut_part, flip_byte, cut_manifest]
+
+
+# Saving and resuming.
+
+
+def test_run_resumes_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    assert saved(tmp_path, *range(1, 8), every=3) == [None, None, "step-00000003", None, None, "step-00000006", None]
+    step, state = resumed(tmp_path)
+    assert step == 6
+    assert is_after(6, state)
+
+
+def test_run_without_checkpoints_starts_at_step_zero(tmp_path: Path) -> None:
+    step, state = resumed(tmp_path / "none")
+    assert step == 0
+    assert is_after(0, state)
+    assert not (tmp_path / "none").exists()
+
+
+def test_resumed_state_is_filled_in_place(tmp_path: Path) -> None:
+    model, optimizer = Model(7.0), Model(8.0)
+    history = [1, 2]
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(5, {"model": model, "all": [optimizer], "history": history, "pair": (np.ones(2), 4)})
+    fresh, inner, numbers, array = Model(0.0), Model(0.0), [0, 0], np.zeros(2)
+    state: dict[str, Any] = {"model": fresh, "all": [inner], "history": numbers, "pair": (array, 0)}
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.resume(state) == 5
+    assert (fresh.updates, inner.updates, fresh.loads, inner.loads) == (7, 8, 1, 1)
+    assert (fresh.weights == 7).all()
+    assert state["model"] is fresh
+    assert numbers == [1, 2]
+    assert (array == 1).all()
+    assert state["pair"][1] == 4
+
+
+def test_state_may_be_an_object(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, Model(7.0))
+    model = Model(0.0)
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.resume(model) == 1
+    assert model.updates == 7
+
+
+def test_per_rank_value_stays_one_after_a_resume(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"own": PerRank({"x": np.ones(2), "n": 3})})
+    state: dict[str, Any] = {"own": PerRank({"x": np.zeros(2), "n": 0})}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.resume(state)
+    assert isinstance(state["own"], PerRank)
+    assert state["own"].value["n"] == 3
+    assert (state["own"].value["x"] == 1).all()
+
+
+def test_random_generators_continue_after_a_resume(tmp_path: Path) -> None:
+    generator = np.random.default_rng(1)
+    with Checkpoints(tmp_path, generators={"mine": generator}) as checkpoints:
+        checkpoints.save(1, state_after(1))
+    expected = random.random(), np.random.random(), generator.random()
+    with Checkpoints(tmp_path, generators={"mine": generator}) as checkpoints:
+        checkpoints.resume(state_after(0))
+    assert (random.random(), np.random.random(), generator.random()) == expected
+
+
+def test_resumed_step_is_not_saved_again(tmp_path: Path) -> None:
+    saved(tmp_path, 5, 10)
+    with Checkpoints(tmp_path, every=5) as checkpoints:
+        start = checkpoints.resume(state_after(0))
+        assert [checkpoints.save(step, state_after(step)) for step in range(start, 16)] == [
+            "step-00000010",
+            *[None] * 4,
+            "step-00000015",
+        ]
+    assert names_in(tmp_path) == ["step-00000005", "step-00000010", "step-00000015"]
+
+
+def test_force_saves_a_step_that_is_not_due(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, every=100) as checkpoints:
+        assert checkpoints.save(0, state_after(0), force=True) == "step-00000000"
+        assert checkpoints.save(7, state_after(7), force=True) == "step-00000007"
+    assert resumed(tmp_path)[0] == 7
+
+
+@pytest.mark.parametrize(("step", "every", "is_due"), [(0, 1, False), (1, 1, True), (3, 2, False), (4, 2, True)])
+def test_every_so_many_steps_one_is_due(step: int, every: int, is_due: bool, tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path, every=every).is_due(step) == is_due
+
+
+@pytest.mark.parametrize("settings", [{"every": 0}, {"keep": 0}, {"every": 1.5}, {"keep": True}, {"keep": -1}])
+def test_invalid_setting_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException, match="must be"):
+        Checkpoints(tmp_path, **settings)
+
+
+def test_run_continues_where_the_script_was_killed(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        """
+        import os, sys
+        import numpy as np
+        from forged.checkpoint import Checkpoints
+
+        state = {"w": np.zeros(4)}
+        with Checkpoints(sys.argv[1], every=5, keep=2) as checkpoints:
+            start = checkpoints.resume(state)
+            for step in range(start, 23):
+                checkpoints.save(step, state)
+                if step == int(sys.argv[2]):
+                    os._exit(9)
+                state["w"] += 1
+        print(start, *state["w"])
+        """
+    )
+    for killed_at in (3, 13, 14):
+        killed = subprocess.run([sys.executable, "-c", script, str(tmp_path), str(killed_at)])
+        assert killed.returncode == 9
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path), "-1"], capture_output=True, text=True)
+    assert done.stdout == "10 23.0 23.0 23.0 23.0\n", done.stderr
+    assert names_in(tmp_path) == ["step-00000015", "step-00000020"]
+
+
+# After lost progress.
+
+
+def test_step_that_an_earlier_process_has_saved_is_saved_under_a_name_of_its_own(tmp_path: Path) -> None:
+    saved(tmp_path, 5, 10)
+    assert saved(tmp_path, 5) == ["step-00000005-2"]
+    assert resumed(tmp_path)[0] == 10
+    assert saved(tmp_path, 10) == ["step-00000010-2"]
+    with Checkpoints(tmp_path) as checkpoints:
+        found = checkpoints.latest()
+    assert found is not None
+    assert found.prefix == "step-00000010-2"
+
+
+def test_same_step_saved_twice_by_one_process_is_saved_once(tmp_path: Path) -> None:
+    assert saved(tmp_path, 5, 5) == ["step-00000005"] * 2
+    assert names_in(tmp_path) == ["step-00000005"]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_processes_that_save_the_same_step_at_once_do_not_fail(in_background: bool, tmp_path: Path) -> None:
+    """Each worker saves by itself: one wins, and none is ended by an error."""
+    script = textwrap.dedent(
+        f"""
+        import sys
+        import numpy as np
+        from forged.checkpoint import Checkpoints
+
+        with Checkpoints(sys.argv[1], in_background={in_background}) as checkpoints:
+            for step in range(1, 6):
+                checkpoints.save(step, {{"w": np.full(10, step)}})
+        """
+    )
+    running = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) for _ in range(3)]
+    assert [process.wait(60) for process in running] == [0, 0, 0]
+    state = {"w": np.zeros(10, np.int64)}
+    assert Checkpoints(tmp_path).resume(state) == 5
+    assert (state["w"] == 5).all()
+
+
+# Damaged checkpoints.
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoint_is_skipped_with_a_warning(damage: Callable[[Path, str], None], tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3)
+    damage(tmp_path, "step-00000003")
+    log = RecordingLog()
+    step, state = resumed(tmp_path, logger=log)
+    assert step == 2
+    assert is_after(2, state)
+    [warning] = log.of("checkpoint skipped: it cannot be restored")
+    assert warning["prefix"] == "step-00000003"
+    assert warning["why"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_run_whose_checkpoints_are_all_damaged_does_not_start_anew(
+    damage: Callable[[Path, str], None], tmp_path: Path
+) -> None:
+    saved(tmp_path, 1, 2)
+    damage(tmp_path, "step-00000001")
+    damage(tmp_path, "step-00000002")
+    with pytest.raises(CheckpointException, match=r"no checkpoint in .* can be restored: step-00000002") as caught:
+        resumed(tmp_path)
+    assert caught.value.code == "checkpoint_none_restorable"
+    assert "step-00000001" in caught.value.message
+    assert caught.value.fix
+
+
+def test_step_of_a_damaged_checkpoint_is_saved_again_after_a_resume(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    flip_byte(tmp_path, "step-00000002")
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.resume(state_after(0)) == 1
+        assert checkpoints.save(2, state_after(2)) == "step-00000002-2"
+    step, state = resumed(tmp_path)
+    assert step == 2
+    assert is_after(2, state)
+
+
+def test_state_of_another_shape_is_refused_and_no_older_checkpoint_is_taken(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    with pytest.raises(CheckpointException, match="state differs"):
+        Checkpoints(tmp_path).resume({"w": np.zeros(3)})
+
+
+def test_checkpoint_deleted_during_the_load_is_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process saves a newer checkpoint and deletes the one that is about to be loaded."""
+    saved(tmp_path, 1)
+    checkpoints = Checkpoints(tmp_path)
+    load = checkpoints.aio._checkpoint.load
+
+    async def load_late(*args: Any, **kwargs: Any) -> Any:
+        if names_in(tmp_path) == ["step-00000001"]:
+            await asyncio.to_thread(saved, tmp_path, 2, keep=1)
+        return await load(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoints.aio._checkpoint, "load", load_late)
+    state = state_after(0)
+    assert checkpoints.resume(state) == 2
+    assert is_after(2, state)
+
+
+def test_unavailable_storage_is_an_error_and_no_reason_to_take_an_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 1, 2)
+    faulty = FaultyStorage(root_at(tmp_path), on("open"))
+    monkeypatch.setattr("forged.checkpoint.run_checkpoints.root_at", lambda where: faulty)
+    with pytest.raises(CheckpointException, match="it is broken"):
+        resumed(tmp_path)
+
+
+# Keeping.
+
+
+def test_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    saved(tmp_path, *range(1, 8), keep=3)
+    assert names_in(tmp_path) == ["step-00000005", "step-00000006", "step-00000007"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == names_in(tmp_path)
+
+
+def test_checkpoints_of_other_names_are_kept(tmp_path: Path) -> None:
+    forged.checkpoint.save(tmp_path / "best", state_after(1))
+    forged.checkpoint.save(tmp_path / "step-100", state_after(1), step=100)
+    saved(tmp_path, 1, 2, keep=1)
+    assert names_in(tmp_path) == ["best", "step-00000002", "step-100"]
+    assert resumed(tmp_path)[0] == 2
+
+
+@pytest.mark.parametrize("damage", [remove_part, cut_part, cut_manifest])
+def test_damaged_checkpoints_do_not_count_among_the_kept(damage: Callable[[Path, str], None], tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3)
+    damage(tmp_path, "step-00000003")
+    saved(tmp_path, 4, keep=2)
+    assert names_in(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
+
+
+def test_checkpoint_whose_load_has_failed_does_not_count_among_the_kept(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3)
+    flip_byte(tmp_path, "step-00000003")
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.resume(state_after(0)) == 2
+        checkpoints.save(4, state_after(4))
+    assert names_in(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
+
+
+def test_run_that_went_back_deletes_nothing_that_it_may_need(tmp_path: Path) -> None:
+    """The checkpoints beyond step 2 are damaged: what is saved now is the only thing that can be restored."""
+    saved(tmp_path, 2, 3, 4)
+    for name in ("step-00000003", "step-00000004"):
+        flip_byte(tmp_path, name)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert checkpoints.resume(state_after(0)) == 2
+        checkpoints.save(3, state_after(3))
+    assert names_in(tmp_path) == ["step-00000003-2", "step-00000004"]
+    assert resumed(tmp_path)[0] == 3
+
+
+READS = """
+import sys
+import forged.checkpoint
+
+with forged.checkpoint.view(sys.argv[1]) as view:
+    print("reading", flush=True)
+    sys.stdin.read()
+    assert (view["model/w"] == 1).all()
+"""
+
+
+def test_checkpoint_that_another_process_reads_is_deleted_only_after_that(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    command = [sys.executable, "-c", READS, str(tmp_path / "step-00000001")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == b"reading\n"
+        saved(tmp_path, 2, 3, keep=1)
+        assert names_in(tmp_path) == ["step-00000001", "step-00000003"]
+        reader.communicate()
+    assert reader.returncode == 0
+    saved(tmp_path, 4, keep=1)
+    assert names_in(tmp_path) == ["step-00000004"]
+
+
+def test_checkpoint_is_held_while_it_is_loaded(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    held = []
+
+    class Observed(SystemFiles):
+        def read(self, fd: int, room: memoryview, offset: int) -> int:
+            if offset >= HEADER_BYTES:
+                held.append(is_held(root_at(tmp_path), "step-00000001.metadata.json"))
+            return super().read(fd, room, offset)
+
+    storage = LocalStorage(tmp_path, files=Observed())
+    manifest = listing.read_manifest(storage, "step-00000001")
+    held.clear()
+    load_state(storage, manifest)
+    assert held
+    assert all(held)
+    assert not is_held(storage, manifest.path)
+
+
+def test_checkpoint_that_cannot_be_deleted_fails_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage: CheckpointStorage = FaultyStorage(root_at(tmp_path), on("move"))
+    monkeypatch.setattr("forged.checkpoint.run_checkpoints.root_at", lambda where: storage)
+    log = RecordingLog()
+    assert saved(tmp_path, 1, 2, keep=1, logger=log) == ["step-00000001", "step-00000002"]
+    [warning] = log.of("could not delete superseded checkpoints")
+    assert "it is broken" in warning["why"]
+
+
+def test_failed_save_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, 1)
+    storage = FaultyStorage(root_at(tmp_path), on("write", error=broken))
+    monkeypatch.setattr("forged.checkpoint.run_checkpoints.root_at", lambda where: storage)
+    with pytest.raises(CheckpointException, match="it is broken"):
+        saved(tmp_path, 2, keep=1)
+    assert names_in(tmp_path) == ["step-00000001"]
+
+
+# In the background.
+
+
+def test_background_saves_are_committed_and_superseded_at_the_end(tmp_path: Path) -> None:
+    assert saved(tmp_path, 1, 2, 3, keep=2, in_background=True) == [f"step-0000000{step}" for step in (1, 2, 3)]
+    assert names_in(tmp_path) == ["step-00000002", "step-00000003"]
+    step, state = resumed(tmp_path)
+    assert step == 3
+    assert is_after(3, state)
+
+
+def test_failure_of_a_background_save_is_raised_at_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = FaultyStorage(root_at(tmp_path), on("write", error=broken))
+    monkeypatch.setattr("forged.checkpoint.run_checkpoints.root_at", lambda where: storage)
+    checkpoints = Checkpoints(tmp_path, in_background=True)
+    checkpoints.save(1, state_after(1))
+    with pytest.raises(CheckpointException, match="it is broken"):
+        checkpoints.close()
+
+
+# Several ranks.
+
+
+async def each(where: Path, act: Callable[[AsyncCheckpoints, int], Awaitable[Any]], size: int, **settings: Any) -> Any:
+    """What every rank returns."""
+
+    async def with_rank(rank: UnreliableRank) -> Any:
+        async with AsyncCheckpoints(where, ranks=rank, **settings) as checkpoints:
+            return await act(checkpoints, rank.rank)
+
+    return await group(size, with_rank)
+
+
+def sharded(rank: int, size: int, value: float) -> dict[str, Any]:
+    rows = 12 // size
+    return {"rows": ShardedArray(np.full((rows, 4), value), (12, 4), (rank * rows, 0)), "copied": np.full(5, value)}
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+async def test_ranks_save_and_resume_together_with_another_number_of_ranks(in_background: bool, tmp_path: Path) -> None:
+    async def save(checkpoints: AsyncCheckpoints, rank: int) -> list[str | None]:
+        return [await checkpoints.save(step, sharded(rank, 3, float(step)), epoch=step // 2) for step in (1, 2, 3)]
+
+    async def resume(checkpoints: AsyncCheckpoints, rank: int) -> tuple[int, float]:
+        state = sharded(rank, 2, 0.0)
+        step = await checkpoints.resume(state)
+        assert (state["copied"] == step).all()
+        return step, state["rows"].local.mean()
+
+    names = ["step-00000001", "step-00000002", "step-00000003"]
+    assert await each(tmp_path, save, 3, keep=2, in_background=in_background) == [names] * 3
+    assert names_in(tmp_path) == names[1:]
+    assert await each(tmp_path, resume, 2) == [(3, 3.0)] * 2
+
+
+async def test_part_that_one_rank_cannot_read_makes_all_ranks_resume_from_the_next(tmp_path: Path) -> None:
+    async def save(checkpoints: AsyncCheckpoints, rank: int) -> None:
+        for step in (1, 2):
+            await checkpoints.save(step, sharded(rank, 2, float(step)))
+
+    async def resume(checkpoints: AsyncCheckpoints, rank: int) -> tuple[int, float]:
+        state = sharded(rank, 2, 0.0)
+        return await checkpoints.resume(state), state["rows"].local.mean()
+
+    await each(tmp_path, save, 2)
+    flip_byte(tmp_path, "step-00000002", part=1)
+    assert await each(tmp_path, resume, 2) == [(1, 1.0)] * 2
+
+
+async def test_rank_without_a_world_is_refused(tmp_path: Path) -> None:
+    class Waiting(UnreliableRank):
+        pass
+
+    async def with_rank(rank: UnreliableRank) -> Any:
+        rank.rank = -1
+        await AsyncCheckpoints(tmp_path, ranks=rank).save(1, {})
+
+    [error] = await group(1, with_rank)
+    assert isinstance(error, CheckpointException)
+    assert error.code == "checkpoint_no_world"
+
+
+# Object stores.
+
+
+@pytest.fixture(params=["memory", "s3"])
+def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a folder in an object store."""
+    if request.param == "memory":
+        yield f"memory://run-{random.SystemRandom().getrandbits(64):x}/folder"
+        return
+    server: S3Server = request.getfixturevalue("s3_server")
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    yield f"s3://{server.bucket()}/run"
+
+
+def test_run_resumes_from_an_object_store(bucket: str) -> None:
+    saved(bucket, 1, 2, 3, keep=2)
+    assert names_in(bucket) == ["step-00000002", "step-00000003"]
+    storage = root_at(bucket)
+    storage.delete([entry.name for entry in storage.entries("step-00000003/")])
+    step, state = resumed(bucket)
+    assert step == 2
+    assert is_after(2, state)
+    found = latest(bucket)
+    assert found is not None
+    assert (found.prefix, found.step) == ("step-00000002", 2)
+
+
+# The newest checkpoint of a folder.
+
+
+def test_latest_orders_by_epoch_step_and_time(tmp_path: Path) -> None:
+    assert latest(tmp_path) is None
+    numbers = {"d": (7, 2), "c": (9, 1), "b": (8, 1), "a": (9, None), "z": (None, None)}
+    for name, (step, epoch) in numbers.items():
+        forged.checkpoint.save(tmp_path / name, {}, step=step, epoch=epoch)
+    order = []
+    while (found := latest(tmp_path)) is not None:
+        order.append(found.prefix)
+        listing.delete(root_at(tmp_path), found.prefix)
+    assert order == ["d", "c", "b", "a", "z"]
+
+
+@pytest.mark.parametrize("damage", [remove_part, cut_part, cut_manifest])
+def test_latest_skips_damaged_checkpoints(damage: Callable[[Path, str], None], tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    damage(tmp_path, "step-00000002")
+    found = latest(tmp_path)
+    assert found is not None
+    assert found.step == 1
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest() == found
+    shutil.rmtree(tmp_path)
+    assert latest(tmp_path) is None
