@@ -648,7 +648,8 @@ class RescalePlan(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     new_world_size: int
     workers: list[PlannedWorker]
-    moves: int
+    ranks_changed: int
+    """How many workers of both worlds get another rank."""
     learning_rate: float | None
     """None if only the workers know it."""
     new_learning_rate: float | None

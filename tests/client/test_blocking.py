@@ -156,7 +156,7 @@ class TestTraining:
     def test_a_plan_changes_nothing(self, client: BlockingClient) -> None:
         before = client.cluster("run")
         plan = client.plan_rescale("run", 3)
-        assert (plan.world_size, plan.new_world_size, plan.moves) == (2, 3, 0)
+        assert (plan.world_size, plan.new_world_size, plan.ranks_changed) == (2, 3, 0)
         assert client.cluster("run") == before
 
     def test_reasons_are_recorded_in_the_facts(self, client: BlockingClient) -> None:

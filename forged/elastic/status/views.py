@@ -138,7 +138,7 @@ def plan(job: JobState, size: int) -> RescalePlan:
         world_size=len(present),
         new_world_size=size,
         workers=_planned(old, new),
-        moves=moves(old, new),
+        ranks_changed=moves(old, new),
         learning_rate=job.learning_rate,
         new_learning_rate=rate,
         global_batch_size=job.training.global_batch_size,

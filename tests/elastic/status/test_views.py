@@ -109,7 +109,7 @@ def test_a_plan_names_worker_that_would_have_which_rank_and_moves_no_worker() ->
     assert smaller.workers == [PlannedWorker("a", 0, 0), PlannedWorker("b", 1, 1), PlannedWorker("c", 2, -1)]
     assert [worker.id for worker in larger.workers] == ["a", "b", "c", "d", "new-1", "new-2"]
     assert [worker.new_rank for worker in larger.workers] == [0, 1, 2, 3, 4, 5]
-    assert (smaller.moves, larger.moves) == (0, 0)
+    assert (smaller.ranks_changed, larger.ranks_changed) == (0, 0)
     assert larger.remarks == ["2 workers must still join"]
     assert plan(book.coordinator, 5).remarks == ["1 worker must still join"]
 
@@ -160,7 +160,7 @@ class TestPlanWithMissingMembers:
         planned = plan(book.coordinator, 4)
         ranks = {one.id: one.new_rank for one in planned.workers}
         assert ranks == {"a": 0, "e": 1, "new-1": 2, "d": 3, "b": -1, "c": -1}
-        assert planned.moves == 0
+        assert planned.ranks_changed == 0
 
     def test_while_a_rescale_is_under_way_goes_by_worker_that_is_there_too(self) -> None:
         book = formed("a", "b", "c", failure_tolerance_percentage=80)

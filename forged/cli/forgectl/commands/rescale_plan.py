@@ -55,7 +55,7 @@ def _print_plan(plan: Row, totals: Row) -> None:
             "workers": _change(plan, "world_size"),
             "learning_rate": _change(plan, "learning_rate"),
             "global_batch_size": _change(plan, "global_batch_size"),
-            "moves": plan.get("moves"),
+            "ranks_changed": plan.get("ranks_changed"),
         }
     )
     tables.notes(plan)

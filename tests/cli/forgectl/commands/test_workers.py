@@ -439,7 +439,7 @@ class TestWatch:
 
 class TestPlan:
     PLAN = {  # noqa: RUF012
-        "world_size": 2, "new_world_size": 3, "learning_rate": 0.1, "new_learning_rate": 0.15, "moves": 1,
+        "world_size": 2, "new_world_size": 3, "learning_rate": 0.1, "new_learning_rate": 0.15, "ranks_changed": 1,
         "global_batch_size": 64, "new_global_batch_size": 64, "remarks": ["so many are not taken in"],
         "workers": [
             {"id": "w0", "rank": 0, "new_rank": 0},
@@ -454,7 +454,7 @@ class TestPlan:
             "workers            2 -> 3",
             "learning_rate      0.1 -> 0.15",
             "global_batch_size  64",
-            "moves              1",
+            "ranks_changed      1",
             "note: so many are not taken in",
             "",
             "worker  rank  new_rank",
