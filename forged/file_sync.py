@@ -37,6 +37,14 @@ def sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory and its parents durably, where they are missing."""
+    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        sync_directory(made.parent)
+
+
 def bypass_cache(fd: int, *, on: bool) -> None:
     """Switch direct I/O on or off. Some file systems fail only at the later write."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)

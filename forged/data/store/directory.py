@@ -11,6 +11,7 @@ Invariants:
 - The bytes that are hashed are those handed to the kernel, hashed while in the CPU cache; resumed bytes are read back.
 - Whole pages of a large shard bypass the page cache, so that training keeps it. For the rest, write-back starts
   early, so that little is left for the final fsync.
+- A directory that is deleted is made again, and locked again, for the next shard that is written.
 - An arriving file is locked against other processes with a lock that forked children do not inherit.
 - A child that is forked while another thread writes here can read held shards: reading takes no lock, and the child
   gets new locks, because the thread that would release its copies does not exist there.
@@ -34,7 +35,7 @@ import xxhash
 
 from forged import file_sync
 from forged.data.model import Dataset, check_shard
-from forged.data.store.directory_lock import FILE_MODE, lock_directory, usable
+from forged.data.store.directory_lock import FILE_MODE, is_locked, lock_directory, usable
 from forged.data.store.errors import (
     ShardCorrupt,
     StoreFailed,
@@ -43,9 +44,10 @@ from forged.data.store.errors import (
     damaged,
     no_longer_arriving,
     not_held,
+    store_failed,
 )
 from forged.data.store.port import CHECKSUM_BYTES, ArrivingShard, OpenShard, PartialShard, ShardStore, Stamp
-from forged.errors import RequestRefused
+from forged.errors import ConfigError, RequestRefused
 from forged.file_sync import PAGE, sync_directory
 
 READ_BYTES = 1 << 20
@@ -76,8 +78,9 @@ class DirectoryShardStore(ShardStore):
         self._held: dict[int, Stamp] = {}
         self._partial: dict[int, Stamp] = {}
         self._arriving: set[int] = set()
+        self._dataset: Dataset | None = None
         with usable(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+            file_sync.make_directory(self.path)
             for entry in sorted(path.name for path in self.path.iterdir()):
                 self._recognise(entry)
         _stores.add(self)
@@ -113,6 +116,26 @@ class DirectoryShardStore(ShardStore):
     def dedicate(self, dataset: Dataset) -> None:
         """Lock the directory to this process and dataset until the process ends."""
         lock_directory(self.path, dataset, is_empty=not (self._held or self._partial))
+        self._dataset = dataset
+
+    def _restore_directory(self, shard: int) -> None:
+        """Make the directory again if it was deleted, and lock it again if its lock file was."""
+        if self._is_usable():
+            return
+        is_empty = not self.held()
+        with self._lock:
+            if self._is_usable():
+                return
+            try:
+                with usable(self.path):
+                    file_sync.make_directory(self.path)
+                if self._dataset is not None:
+                    lock_directory(self.path, self._dataset, is_empty=is_empty)
+            except ConfigError as error:
+                raise store_failed(shard, error.message, error.fix) from error
+
+    def _is_usable(self) -> bool:
+        return self.path.is_dir() if self._dataset is None else is_locked(self.path)
 
     def held(self) -> Mapping[int, Stamp]:
         """All shards that are held now; files that were deleted or truncated do not count."""
@@ -187,6 +210,7 @@ class DirectoryShardStore(ShardStore):
     def receive(self, shard: int, stamp: Stamp | None, offset: int = 0) -> ArrivingShard:
         """Write a shard; without a `stamp` it takes its stamp from the bytes written."""
         shard = check_shard(shard)
+        self._restore_directory(shard)
         self._begin_writing(shard)
         try:
             self._delete_other_part(shard, stamp)
@@ -471,9 +495,7 @@ def _translated(shard: int) -> Iterator[None]:
 def _failed(shard: int, error: OSError) -> StoreFailed:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreFailed("disk_full", f"no space on the disk for shard {shard}", "free some space")
-    return StoreFailed(
-        "shard_store_failed", f"shard {shard} cannot be stored: {error.strerror or error}", "check the disk"
-    )
+    return store_failed(shard, error.strerror or str(error), "check the disk")
 
 
 _stores: WeakSet[DirectoryShardStore] = WeakSet()

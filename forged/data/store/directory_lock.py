@@ -21,8 +21,8 @@ LOCK = "lock"
 FILE_MODE = 0o640
 
 _DATASET_NAME = re.compile(r"dataset-([0-9]{1,19})\.([0-9]{1,19})\Z")
-_locks: dict[tuple[int, int, int], int] = {}
-"""The lock files of this process. They stay open: closing any descriptor of a file releases its lock."""
+_locks: dict[tuple[int, tuple[int, int]], int] = {}
+"""The lock files by process and inode. They stay open: closing any descriptor of a file releases its lock."""
 
 
 def lock_directory(directory: Path, dataset: Dataset, *, is_empty: bool) -> None:
@@ -46,11 +46,20 @@ def lock_directory(directory: Path, dataset: Dataset, *, is_empty: bool) -> None
         sync_directory(directory)
 
 
+def is_locked(directory: Path) -> bool:
+    """Whether this process, or the one that it was forked from, has locked the directory that is there now."""
+    try:
+        return _inode(os.lstat(directory / LOCK)) in {inode for _, inode in _locks}
+    except OSError:
+        return False
+
+
 def _lock(directory: Path) -> None:
     path = directory / LOCK
     with suppress(FileNotFoundError):
-        if _identity(os.lstat(path)) in _locks:
+        if (os.getpid(), _inode(os.lstat(path))) in _locks:
             return
+    _close_deleted()
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, FILE_MODE)
     try:
         # A POSIX lock is not inherited: a forked data loader that outlives a killed worker does not hold it.
@@ -65,11 +74,18 @@ def _lock(directory: Path) -> None:
     except BaseException:
         os.close(fd)
         raise
-    _locks[_identity(os.fstat(fd))] = fd
+    _locks[os.getpid(), _inode(os.fstat(fd))] = fd
 
 
-def _identity(about: os.stat_result) -> tuple[int, int, int]:
-    return os.getpid(), about.st_dev, about.st_ino
+def _close_deleted() -> None:
+    """Close the lock files of directories that were deleted."""
+    for owner, fd in list(_locks.items()):
+        if not os.fstat(fd).st_nlink:
+            os.close(_locks.pop(owner))
+
+
+def _inode(about: os.stat_result) -> tuple[int, int]:
+    return about.st_dev, about.st_ino
 
 
 @contextmanager

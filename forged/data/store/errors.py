@@ -37,5 +37,9 @@ def already_arriving(shard: int) -> StoreFailed:
     return StoreFailed("shard_arriving", f"shard {shard} is already being written", "wait for that to end")
 
 
+def store_failed(shard: int, reason: str, fix: str) -> StoreFailed:
+    return StoreFailed("shard_store_failed", f"shard {shard} cannot be stored: {reason}", fix)
+
+
 def no_longer_arriving(shard: int) -> StoreFailed:
     return StoreFailed("shard_closed", f"the writer of shard {shard} is closed", "call `receive` again")

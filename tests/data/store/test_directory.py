@@ -6,6 +6,7 @@ import gc
 import mmap
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import weakref
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged import file_sync
+from forged.data.model import Dataset
 from forged.data.store import directory
 from forged.data.store.directory import DirectoryShardStore, name_of
 from forged.data.store.errors import StoreFailed
@@ -516,3 +518,68 @@ def test_unreferenced_store_is_garbage_collected(tmp_path: Path) -> None:
     del store
     gc.collect()
     assert known() is None
+
+
+# A directory that disappears.
+
+
+@pytest.mark.parametrize("is_dedicated", [True, False])
+def test_deleted_directory_is_made_again_for_the_next_shard(store: DirectoryShardStore, is_dedicated: bool) -> None:
+    if is_dedicated:
+        store.dedicate(Dataset(100, 10))
+    store.put(7, [DATA])
+    with store.receive(8, STAMP) as arriving:
+        arriving.write(DATA[:99])
+    before = names(store)
+    shutil.rmtree(store.path)
+    assert store.held() == {}
+    assert store.partial(8) is None
+    for shard in (7, 8):
+        store.put(shard, [DATA])
+    assert store.held() == {7: STAMP, 8: STAMP}
+    assert [name for name in names(store) if "shard" not in name] == [name for name in before if "shard" not in name]
+
+
+def test_directory_that_is_deleted_while_a_shard_arrives_fails_that_shard_only(store: DirectoryShardStore) -> None:
+    arriving = store.receive(7, STAMP)
+    arriving.write(DATA)
+    shutil.rmtree(store.path)
+    assert code_of(arriving.commit) == "shard_store_failed"
+    assert store.held() == {}
+    store.put(7, [DATA])
+    assert store.held() == {7: STAMP}
+
+
+def test_directory_that_was_deleted_and_made_again_is_locked_again(store: DirectoryShardStore) -> None:
+    store.dedicate(Dataset(100, 10))
+    shutil.rmtree(store.path)
+    store.path.mkdir()
+    store.put(7, [DATA])
+    assert names(store)[:2] == ["dataset-100.10", "lock"]
+
+
+def test_directories_made_again_leave_one_lock_open(store: DirectoryShardStore) -> None:
+    store.dedicate(Dataset(100, 10))
+    before = open_descriptors()
+    for _ in range(3):
+        shutil.rmtree(store.path)
+        store.put(7, [DATA])
+        assert store.held() == {7: STAMP}
+    assert open_descriptors() == before
+
+
+def test_directory_that_cannot_be_made_again_says_why(store: DirectoryShardStore) -> None:
+    store.dedicate(Dataset(100, 10))
+    shutil.rmtree(store.path)
+    store.path.touch()
+    with pytest.raises(StoreFailed) as raised:
+        store.put(7, [DATA])
+    assert raised.value.code == "shard_store_failed"
+    assert f"shard 7 cannot be stored: shard directory {store.path} is not usable" in raised.value.message
+
+
+def test_parts_of_the_path_to_a_directory_are_made_durable(tmp_path: Path) -> None:
+    synced: list[Path] = []
+    with patch.object(file_sync, "sync_directory", synced.append):
+        DirectoryShardStore(tmp_path / "a" / "b")
+    assert set(synced) >= {tmp_path, tmp_path / "a"}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from forged.data.model import Dataset
 from forged.data.store.directory import DirectoryShardStore
+from forged.data.store.errors import StoreFailed
 from forged.data.training import TrainingData
 from forged.errors import ConfigError
 from tests.data.transfer_cluster import open_descriptors
@@ -101,3 +103,18 @@ def test_refused_process_leaks_no_descriptors(tmp_path: Path) -> None:
 def test_marker_file_names_samples_and_shards(tmp_path: Path) -> None:
     DirectoryShardStore(tmp_path).dedicate(Dataset(SAMPLES, SHARDS))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dataset-100.10", "lock"]
+
+
+def test_directory_that_another_process_has_made_again_fails_the_store(tmp_path: Path) -> None:
+    path = tmp_path / "shards"
+    data = TrainingData(SAMPLES, SHARDS, path)
+    shutil.rmtree(path)
+    command = [sys.executable, "-c", OCCUPY, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "here\n"
+        with pytest.raises(StoreFailed, match="another process uses the shard directory"):
+            data.store.put(3, [b"bytes"])
+        other.kill()
+    data.store.put(3, [b"bytes"])
+    assert data.store.holds(3)
