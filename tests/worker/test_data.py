@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
@@ -27,6 +29,7 @@ from forged.data.messages import (
 )
 from forged.data.model import Dataset, DataShard
 from forged.data.sampling.sampler import ElasticSampler
+from forged.data.store.directory import DirectoryShardStore
 from forged.data.store.errors import StoreFailed
 from forged.data.store.memory import MemoryShardStore
 from forged.data.store.origin import FunctionOrigin
@@ -91,7 +94,7 @@ class TrainingCluster:
         self.runner = runner
         self.is_sharded = is_sharded
         self.terms: dict[str, Any] = {"origin": ORIGIN, "replication": 0, **terms}
-        self.stores: dict[str, MemoryShardStore] = {}
+        self.stores: dict[str, Any] = {}
         self.drawn: dict[int, dict[int, dict[str, Any]]] = {}
         """By step, generation and worker."""
 
@@ -99,7 +102,7 @@ class TrainingCluster:
         more: dict[str, Any] = {"mode": "sharded", "dataset": Dataset.of(SAMPLES, SHARDS)} if self.is_sharded else {}
         return ElasticSampler(SAMPLES, BATCH, SEED, **more)
 
-    def start(self, *names: str, store: MemoryShardStore | None = None, **terms: Any) -> None:
+    def start(self, *names: str, store: ShardStore | None = None, **terms: Any) -> None:
         for name in names:
             self.stores[name] = store or self.stores.get(name) or MemoryShardStore()
             data = TrainingData(SAMPLES, SHARDS, self.stores[name], **{**self.terms, **terms})
@@ -1000,6 +1003,29 @@ class TestFailedTransfers:
             assert "no answer in attempt 2 within 1 s: cannot store " in failed.reason
             assert "no space" in failed.reason
             assert await cluster.facts(ShardsLost) == []
+
+    @pytest.mark.parametrize("origin", [None, ORIGIN])
+    async def test_with_a_deleted_shard_directory_is_repaired_by_the_next_rescale(
+        self, runner: DaemonRunner, tmp_path: Path, origin: FunctionOrigin | None
+    ) -> None:
+        replication = 1 if origin is None else 0
+        async with training_cluster(runner, origin=origin, replication=replication) as cluster:
+            stores = {name: DirectoryShardStore(tmp_path / name) for name in "abc"}
+            for name in "ab":
+                for shard in range(SHARDS):
+                    put(stores[name], shard)
+                cluster.start(name, store=stores[name])
+            await cluster.group.world_of("a", "b")
+            shutil.rmtree(tmp_path / "a")
+            cluster.start("c", store=stores["c"])
+            await cluster.group.world_of("a", "b", "c")
+            assert await cluster.facts(WorkerFailed) == []
+            copies = [sum(store.holds(shard) for store in stores.values()) for shard in range(SHARDS)]
+            assert copies == [1 + replication] * SHARDS
+            for name, store in stores.items():
+                for shard in store.held():
+                    assert store.path_of(shard).read_bytes() == content_of(shard, SIZE), (name, shard)
+                assert len(store.held()) >= SHARDS // 3
 
     @pytest.mark.parametrize(("owner", "point"), TRANSFER_POINTS)
     async def test_with_the_daemon_while_data_moves_is_got_over(
