@@ -97,6 +97,10 @@ def in_words(kind: Any, fact: Row) -> str | None:
     if fact.get("type") == "replace" and not (fact.get("added") or fact.get("removed")):
         # No worker is replaced.
         fact = {**fact, "type": None}
+    removed, draining = fact.get("removed"), fact.get("draining")
+    if isinstance(removed, list) and isinstance(draining, list):
+        # A draining worker is removed, too.
+        fact = {**fact, "removed": [worker for worker in removed if worker not in draining]}
     first, *others = (_clause(clause, fact) for clause in clauses)
     if not first:
         return None

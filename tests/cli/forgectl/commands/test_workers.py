@@ -557,6 +557,16 @@ class TestFactSentences:
             ),
             (
                 "RescaleStarted",
+                STARTED | {"removed": ["w1", "w2"], "draining": ["w2"]},
+                "attempt 2 to rescale to 1 worker (scale down), removing w1, draining w2: w1 failed: dead",
+            ),
+            (
+                "RescaleStarted",
+                STARTED | {"draining": ["w1"], "reason": "draining w1: enough"},
+                "attempt 2 to rescale to 1 worker (scale down), draining w1: draining w1: enough",
+            ),
+            (
+                "RescaleStarted",
                 STARTED | {"type": "replace", "added": ["w9"]},
                 "attempt 2 to rescale to 1 worker (replace), adding w9, removing w1: w1 failed: dead",
             ),
