@@ -21,7 +21,6 @@ from forged.checkpoint.errors import CheckpointException, invalid
 from forged.checkpoint.format.boxes import Box, Shape, whole
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import Manifest
-from forged.checkpoint.format.tree import unflatten
 from forged.checkpoint.loading.fetching import Array, fetch, is_storage_failure, verify_chunks
 from forged.checkpoint.loading.read_plan import Index, PieceId, blocks_of
 from forged.checkpoint.loading.repair import CopyRepairer
@@ -102,10 +101,6 @@ class CheckpointView(Mapping[str, Array]):
         """Close the files."""
         self._files.clear()
         self._open.close()
-
-    def outline(self) -> Any:
-        """The state of the rank with a `TensorInfo` in place of each array."""
-        return unflatten(self.manifest.tree(self._rank), self._info)
 
     def info(self, name: str) -> TensorInfo:
         return self._info(self._number(name))

@@ -3,14 +3,14 @@
 Invariants:
 - Received descriptors are close-on-exec from the start. A failed receive closes the descriptors that had arrived. The
   sender's descriptors stay open.
-- After a failure or a cancellation the connection must not be used.
+- After a failure the connection must not be used.
 
 A `recv` without ancillary data silently closes descriptors that arrive with its bytes. So descriptors travel with a
 marker byte of their own, after a header of fixed length with their number. The header, and everything before it, must
 be read exactly to the byte.
 
 `socket.recv_fds` and anyio's `receive_fds` are not used: their descriptors leak through exec, and they do not report
-truncation. Nothing is awaited between the kernel's hand-over and the return, so a timeout cannot lose descriptors.
+truncation.
 """
 
 from __future__ import annotations
@@ -20,12 +20,8 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import TypeVar
-
-import anyio
 
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 
@@ -37,43 +33,19 @@ HEADER = struct.Struct(">4sH")
 MARKER = b"\0"
 DESCRIPTOR_BYTES = array.array("i").itemsize
 
-T = TypeVar("T")
-Wait = Callable[[socket.socket], Awaitable[None]]
 
-
-async def send_descriptors(sock: socket.socket, descriptors: Sequence[int]) -> None:
-    """Send copies of the descriptors over a non-blocking socket."""
-    _check_socket(sock, blocking=False)
-    header = memoryview(_header(descriptors))
-    with _translated():
-        while header:
-            header = header[await _once(anyio.wait_writable, sock, partial(sock.send, header)) :]
-        await _once(anyio.wait_writable, sock, partial(_send_with_marker, sock, descriptors))
-
-
-async def receive_descriptors(sock: socket.socket, *, descriptors_max: int = DESCRIPTORS_MAX) -> list[int]:
-    """Receive descriptors over a non-blocking socket. The caller must close them."""
-    _check_socket(sock, blocking=False)
-    with _translated():
-        header = b""
-        while missing := HEADER.size - len(header):
-            header += _required(await _once(anyio.wait_readable, sock, partial(sock.recv, missing)))
-        count = _announced(header, descriptors_max)
-        return await _once(anyio.wait_readable, sock, partial(_take, sock, count))
-
-
-def send_descriptors_blocking(sock: socket.socket, descriptors: Sequence[int]) -> None:
-    """`send_descriptors` for a thread: over a socket that blocks or has a timeout."""
-    _check_socket(sock, blocking=True)
+def send_descriptors(sock: socket.socket, descriptors: Sequence[int]) -> None:
+    """Send copies of the descriptors, in a thread."""
+    _check_socket(sock)
     header = _header(descriptors)
     with _translated():
         sock.sendall(header)
         _send_with_marker(sock, descriptors)
 
 
-def receive_descriptors_blocking(sock: socket.socket, *, descriptors_max: int = DESCRIPTORS_MAX) -> list[int]:
-    """`receive_descriptors` for a thread: over a socket that blocks or has a timeout."""
-    _check_socket(sock, blocking=True)
+def receive_descriptors(sock: socket.socket, *, descriptors_max: int = DESCRIPTORS_MAX) -> list[int]:
+    """Receive descriptors, in a thread. The caller must close them."""
+    _check_socket(sock)
     with _translated():
         header = b""
         while missing := HEADER.size - len(header):
@@ -81,19 +53,8 @@ def receive_descriptors_blocking(sock: socket.socket, *, descriptors_max: int = 
         return _take(sock, _announced(header, descriptors_max))
 
 
-async def _once(ready: Wait, sock: socket.socket, operation: Callable[[], T]) -> T:
-    """Run `operation` when the socket is ready, and return its result."""
-    while True:
-        try:
-            return operation()
-        except BlockingIOError:
-            await ready(sock)
-
-
-def _check_socket(sock: socket.socket, *, blocking: bool) -> None:
-    assert (sock.gettimeout() != 0) is blocking, (
-        "the socket must be non-blocking in a task, and blocking or with a timeout in a thread"
-    )
+def _check_socket(sock: socket.socket) -> None:
+    assert sock.gettimeout() != 0, "the socket must block or have a timeout"
     if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM:
         raise RequestRefused(
             "descriptors_socket_invalid",

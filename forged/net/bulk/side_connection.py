@@ -92,7 +92,7 @@ def descriptor_sender(fds: list[int], *, close: Callable[[], None] = lambda: Non
     """Send copies of file descriptors to a peer on this host."""
 
     def move(sock: socket.socket, offset: int) -> None:
-        _send(sock, partial(descriptors.send_descriptors_blocking, sock, fds), len(fds))
+        _send(sock, partial(descriptors.send_descriptors, sock, fds), len(fds))
 
     return BulkTransfer(len(fds), move, close)
 
@@ -169,9 +169,7 @@ def descriptor_receiver(count: int, received: list[int]) -> BulkTransfer:
     """Receive `count` file descriptors into `received`; the caller must close them."""
 
     def move(sock: socket.socket, offset: int) -> None:
-        _receive(
-            sock, lambda: received.extend(descriptors.receive_descriptors_blocking(sock, descriptors_max=count)), count
-        )
+        _receive(sock, lambda: received.extend(descriptors.receive_descriptors(sock, descriptors_max=count)), count)
 
     return BulkTransfer(count, move)
 

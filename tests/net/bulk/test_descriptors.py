@@ -1,18 +1,17 @@
 from __future__ import annotations
 
 import array
-import asyncio
 import os
 import resource
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
@@ -23,13 +22,10 @@ from forged.net.bulk.descriptors import (
     MAGIC,
     MARKER,
     receive_descriptors,
-    receive_descriptors_blocking,
     send_descriptors,
-    send_descriptors_blocking,
 )
 
 Pair = tuple[socket.socket, socket.socket]
-Receive = Callable[[socket.socket], Awaitable[list[int]]]
 
 TIMEOUT_S = 0.05
 
@@ -39,20 +35,6 @@ def pair() -> Iterator[Pair]:
     near, far = socket.socketpair()
     with near, far:
         yield near, far
-
-
-@pytest.fixture(params=["loop", "thread"])
-def receive(request: pytest.FixtureRequest) -> Receive:
-    """Both receive functions."""
-
-    async def in_loop(sock: socket.socket) -> list[int]:
-        sock.settimeout(0)
-        return await receive_descriptors(sock)
-
-    async def in_thread(sock: socket.socket) -> list[int]:
-        return receive_descriptors_blocking(sock)
-
-    return in_loop if request.param == "loop" else in_thread
 
 
 @pytest.fixture(autouse=True)
@@ -91,136 +73,96 @@ def attach(sock: socket.socket, data: bytes, sent: Sequence[int]) -> None:
     sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", sent))])
 
 
-async def failure(receive: Receive, sock: socket.socket) -> ForgedError:
+def failure(sock: socket.socket) -> ForgedError:
     with pytest.raises(ForgedError) as raised:
-        await receive(sock)
+        receive_descriptors(sock)
     return raised.value
 
 
 @pytest.mark.parametrize("count", [1, 2, DESCRIPTORS_MAX])
-async def test_descriptors_arrive_in_order(pair: Pair, receive: Receive, count: int) -> None:
+def test_descriptors_arrive_in_order(pair: Pair, count: int) -> None:
     near, far = pair
     with memory_files(count) as sent:
-        send_descriptors_blocking(near, sent)
-        assert names(await receive(far)) == [f"/memfd:{n}" for n in range(count)]
+        send_descriptors(near, sent)
+        assert names(receive_descriptors(far)) == [f"/memfd:{n}" for n in range(count)]
 
 
-async def test_the_senders_descriptors_stay_open(pair: Pair, receive: Receive) -> None:
+def test_the_senders_descriptors_stay_open(pair: Pair) -> None:
     near, far = pair
     with memory_files(1) as sent:
-        send_descriptors_blocking(near, sent)
-        names(await receive(far))
+        send_descriptors(near, sent)
+        names(receive_descriptors(far))
         os.fstat(sent[0])
 
 
-async def test_received_descriptors_are_closed_on_exec(pair: Pair, receive: Receive) -> None:
+def test_received_descriptors_are_closed_on_exec(pair: Pair) -> None:
     near, far = pair
     with memory_files(2) as sent:
         os.set_inheritable(sent[0], True)
-        send_descriptors_blocking(near, sent)
-        received = await receive(far)
+        send_descriptors(near, sent)
+        received = receive_descriptors(far)
         assert not any(map(os.get_inheritable, received))
         names(received)
 
 
-async def test_bytes_before_and_after_stay_where_they_belong(pair: Pair, receive: Receive) -> None:
+def test_bytes_before_and_after_stay_where_they_belong(pair: Pair) -> None:
     near, far = pair
     with memory_files(1) as sent:
         near.sendall(b"before")
-        send_descriptors_blocking(near, sent)
+        send_descriptors(near, sent)
         near.sendall(b"after")
         assert far.recv(len(b"before")) == b"before"
-        assert names(await receive(far)) == ["/memfd:0"]
+        assert names(receive_descriptors(far)) == ["/memfd:0"]
         far.settimeout(None)
         assert far.recv(100) == b"after"
 
 
-async def test_several_handovers_follow_each_other(pair: Pair, receive: Receive) -> None:
+def test_several_handovers_follow_each_other(pair: Pair) -> None:
     near, far = pair
     with memory_files(3) as sent:
-        send_descriptors_blocking(near, sent[:1])
-        send_descriptors_blocking(near, sent[1:])
-        assert names(await receive(far)) == ["/memfd:0"]
-        assert names(await receive(far)) == ["/memfd:1", "/memfd:2"]
+        send_descriptors(near, sent[:1])
+        send_descriptors(near, sent[1:])
+        assert names(receive_descriptors(far)) == ["/memfd:0"]
+        assert names(receive_descriptors(far)) == ["/memfd:1", "/memfd:2"]
 
 
 def test_a_plain_receive_of_the_header_leaves_the_descriptors(pair: Pair) -> None:
     near, far = pair
     with memory_files(1) as sent:
-        send_descriptors_blocking(near, sent)
+        send_descriptors(near, sent)
         assert HEADER.unpack(far.recv(HEADER.size)) == (MAGIC, 1)
         _, received, _, _ = socket.recv_fds(far, 1, 1)
         assert names(received) == ["/memfd:0"]
 
 
-async def test_a_receive_waits_for_descriptors_that_come_late(pair: Pair) -> None:
+def test_receive_waits_for_late_descriptors_and_a_header_in_pieces(pair: Pair) -> None:
     near, far = pair
-    near.settimeout(0)
-    far.settimeout(0)
-    async with asyncio.TaskGroup() as tasks:
-        receiving = tasks.create_task(receive_descriptors(far))
-        await asyncio.sleep(0)
-        with memory_files(1) as sent:
-            await send_descriptors(near, sent)
-    assert names(receiving.result()) == ["/memfd:0"]
+    with ThreadPoolExecutor(1) as thread, memory_files(1) as sent:
+        receiving = thread.submit(receive_descriptors, far)
+        for part in struct.unpack("6c", HEADER.pack(MAGIC, 1)):
+            near.sendall(part)
+        attach(near, MARKER, sent)
+        assert names(receiving.result()) == ["/memfd:0"]
 
 
-async def test_a_header_that_comes_in_pieces_is_put_together(pair: Pair) -> None:
-    near, far = pair
-    far.settimeout(0)
-    async with asyncio.TaskGroup() as tasks:
-        receiving = tasks.create_task(receive_descriptors(far))
-        with memory_files(1) as sent:
-            for part in struct.unpack("6c", HEADER.pack(MAGIC, 1)):
-                near.sendall(part)
-                await asyncio.sleep(0)
-            attach(near, MARKER, sent)
-    assert names(receiving.result()) == ["/memfd:0"]
-
-
-async def test_a_send_waits_for_room(pair: Pair) -> None:
-    near, far = pair
-    near.settimeout(0)
-    far.settimeout(0)
-    filled = fill(near)
-    async with asyncio.TaskGroup() as tasks:
-        with memory_files(1) as sent:
-            sending = tasks.create_task(send_descriptors(near, sent))
-            await asyncio.sleep(0)
-            assert not sending.done()
-            await drain(far, filled)
-            await sending
-        assert names(await receive_descriptors(far)) == ["/memfd:0"]
-
-
-async def test_a_cancelled_receive_takes_nothing(pair: Pair) -> None:
-    near, far = pair
-    far.settimeout(0)
-    with anyio.move_on_after(TIMEOUT_S):
-        await receive_descriptors(far)
-    with memory_files(1) as sent:
-        send_descriptors_blocking(near, sent)
-        assert names(await receive_descriptors(far)) == ["/memfd:0"]
-
-
-async def test_a_sender_that_closes_before_the_header_is_truncated(pair: Pair, receive: Receive) -> None:
+def test_a_sender_that_closes_before_the_header_is_truncated(pair: Pair) -> None:
     near, far = pair
     near.close()
-    assert (await failure(receive, far)).code == "descriptors_truncated"
+    assert failure(far).code == "descriptors_truncated"
 
 
-async def test_a_sender_that_closes_in_the_header_is_truncated(pair: Pair, receive: Receive) -> None:
+def test_a_sender_that_closes_in_the_header_is_truncated(pair: Pair) -> None:
     near, far = pair
     near.sendall(MAGIC)
     near.close()
-    assert (await failure(receive, far)).code == "descriptors_truncated"
+    assert failure(far).code == "descriptors_truncated"
 
 
-async def test_a_sender_that_closes_after_the_header_is_truncated(pair: Pair, receive: Receive) -> None:
+def test_a_sender_that_closes_after_the_header_is_truncated(pair: Pair) -> None:
     near, far = pair
     near.sendall(HEADER.pack(MAGIC, 1))
     near.close()
-    assert (await failure(receive, far)).code == "descriptors_truncated"
+    assert failure(far).code == "descriptors_truncated"
 
 
 def test_stalled_sender_times_out(pair: Pair) -> None:
@@ -228,77 +170,72 @@ def test_stalled_sender_times_out(pair: Pair) -> None:
     near.sendall(HEADER.pack(MAGIC, 1))
     far.settimeout(TIMEOUT_S)
     with pytest.raises(Unavailable) as raised:
-        receive_descriptors_blocking(far)
+        receive_descriptors(far)
     assert raised.value.code == "descriptors_stalled"
 
 
-async def test_other_bytes_in_the_place_of_the_header_are_the_peers_fault(pair: Pair, receive: Receive) -> None:
+def test_other_bytes_in_the_place_of_the_header_are_the_peers_fault(pair: Pair) -> None:
     near, far = pair
     near.sendall(b"hello there")
-    error = await failure(receive, far)
+    error = failure(far)
     assert (type(error), error.code) == (PeerError, "descriptors_header")
 
 
 @pytest.mark.parametrize("count", [0, DESCRIPTORS_MAX + 1, 0xFFFF])
-async def test_a_count_out_of_bounds_is_the_peers_fault_and_nothing_is_taken(
-    pair: Pair, receive: Receive, count: int
-) -> None:
+def test_a_count_out_of_bounds_is_the_peers_fault_and_nothing_is_taken(pair: Pair, count: int) -> None:
     near, far = pair
     with memory_files(3) as sent:
         near.sendall(HEADER.pack(MAGIC, count))
         attach(near, MARKER, sent)
-        error = await failure(receive, far)
+        error = failure(far)
     assert (type(error), error.code) == (PeerError, "descriptors_too_many")
 
 
-async def test_the_receivers_own_limit_holds(pair: Pair) -> None:
+def test_the_receivers_own_limit_holds(pair: Pair) -> None:
     near, far = pair
-    far.settimeout(0)
     with memory_files(3) as sent:
-        send_descriptors_blocking(near, sent)
+        send_descriptors(near, sent)
         with pytest.raises(PeerError, match=r"allowed are 1\.\.2") as raised:
-            await receive_descriptors(far, descriptors_max=2)
+            receive_descriptors(far, descriptors_max=2)
     assert raised.value.code == "descriptors_too_many"
 
 
 @pytest.mark.parametrize(("announced", "sent_count"), [(1, 2), (2, 3), (1, 100)])
-async def test_more_descriptors_than_announced_are_the_peers_fault_and_all_are_closed(
-    pair: Pair, receive: Receive, announced: int, sent_count: int
+def test_more_descriptors_than_announced_are_the_peers_fault_and_all_are_closed(
+    pair: Pair, announced: int, sent_count: int
 ) -> None:
     near, far = pair
     with memory_files(sent_count) as sent:
         near.sendall(HEADER.pack(MAGIC, announced))
         attach(near, MARKER, sent)
-        error = await failure(receive, far)
+        error = failure(far)
     assert (type(error), error.code) == (PeerError, "descriptors_too_many")
 
 
-async def test_fewer_descriptors_than_announced_are_the_peers_fault_and_all_are_closed(
-    pair: Pair, receive: Receive
-) -> None:
+def test_fewer_descriptors_than_announced_are_the_peers_fault_and_all_are_closed(pair: Pair) -> None:
     near, far = pair
     with memory_files(1) as sent:
         near.sendall(HEADER.pack(MAGIC, 2))
         attach(near, MARKER, sent)
-        error = await failure(receive, far)
+        error = failure(far)
     assert (type(error), error.code) == (PeerError, "descriptors_missing")
 
 
-async def test_descriptors_on_the_header_are_not_taken(pair: Pair, receive: Receive) -> None:
+def test_descriptors_on_the_header_are_not_taken(pair: Pair) -> None:
     near, far = pair
     with memory_files(1) as sent:
         attach(near, HEADER.pack(MAGIC, 1), sent)
         near.sendall(MARKER)
-        error = await failure(receive, far)
+        error = failure(far)
     assert (type(error), error.code) == (PeerError, "descriptors_missing")
 
 
-async def test_exhausted_descriptors_raise_and_received_ones_are_closed(pair: Pair, receive: Receive) -> None:
+def test_exhausted_descriptors_raise_and_received_ones_are_closed(pair: Pair) -> None:
     near, far = pair
     with memory_files(4) as sent:
-        send_descriptors_blocking(near, sent)
+        send_descriptors(near, sent)
         with descriptors_left(2):
-            error = await failure(receive, far)
+            error = failure(far)
     assert (type(error), error.code) == (Unavailable, "descriptors_exhausted")
     assert "2 of 4" in str(error)
 
@@ -307,7 +244,7 @@ async def test_exhausted_descriptors_raise_and_received_ones_are_closed(pair: Pa
 def test_a_count_that_cannot_travel_is_refused_before_anything_is_sent(pair: Pair, count: int) -> None:
     near, far = pair
     with memory_files(count) as sent, pytest.raises(RequestRefused) as raised:
-        send_descriptors_blocking(near, sent)
+        send_descriptors(near, sent)
     assert raised.value.code == "descriptors_count"
     assert nothing_came(far)
 
@@ -318,7 +255,7 @@ def test_a_closed_descriptor_is_refused_before_anything_is_sent(pair: Pair) -> N
         closed = os.dup(sent[0])
         os.close(closed)
         with pytest.raises(RequestRefused, match=str(closed)) as raised:
-            send_descriptors_blocking(near, [*sent, closed])
+            send_descriptors(near, [*sent, closed])
     assert raised.value.code == "descriptor_invalid"
     assert nothing_came(far)
 
@@ -327,7 +264,7 @@ def test_send_to_a_closed_receiver_raises(pair: Pair) -> None:
     near, far = pair
     far.close()
     with memory_files(1) as sent, pytest.raises(Unavailable) as raised:
-        send_descriptors_blocking(near, sent)
+        send_descriptors(near, sent)
     assert raised.value.code == "descriptors_failed"
 
 
@@ -344,9 +281,7 @@ def packets() -> socket.socket:
 
 
 @pytest.mark.parametrize("make", [internet, datagrams, packets])
-@pytest.mark.parametrize(
-    "movement", [partial(send_descriptors_blocking, descriptors=[0]), receive_descriptors_blocking]
-)
+@pytest.mark.parametrize("movement", [partial(send_descriptors, descriptors=[0]), receive_descriptors])
 def test_sockets_of_another_kind_are_refused(make: Callable[[], socket.socket], movement: Any) -> None:
     with make() as sock, pytest.raises(RequestRefused) as raised:
         movement(sock)
@@ -363,23 +298,6 @@ def nothing_came(sock: socket.socket) -> bool:
         return not sock.recv(1)
     except BlockingIOError:
         return True
-
-
-def fill(sock: socket.socket) -> int:
-    """Fill the socket buffer to the last byte."""
-    filled = 0
-    for piece in (bytes(4096), b"x"):
-        while True:
-            try:
-                filled += sock.send(piece)
-            except BlockingIOError:
-                break
-    return filled
-
-
-async def drain(sock: socket.socket, count: int) -> None:
-    while count:
-        count -= len(await asyncio.get_running_loop().sock_recv(sock, count))
 
 
 @contextmanager
