@@ -57,7 +57,7 @@ from forged.elastic.model import ClusterTopology
 from forged.elastic.outbox import Moment
 from forged.elastic.phases import Phase
 from forged.elastic.request_checks import check_join, check_step, check_stop, is_countable
-from forged.elastic.rescale.attempt import RECEIVED_BYTES_MIN, StopReport
+from forged.elastic.rescale.attempt import StopReport
 from forged.elastic.runtime.decisions import OWNER
 from forged.elastic.runtime.job_loop import JobLoop, RefusesConnections
 from forged.elastic.runtime.job_table import JobTable
@@ -310,17 +310,7 @@ class ElasticService:
         coordinator = self.coordinators.get(signal.job)
         if coordinator is None:
             return
-        coordinator.attempt_progress(
-            signal.worker_id,
-            signal.incarnation,
-            signal.attempt,
-            # A complete shard is progress, however small it is.
-            (signal.state_bytes, signal.data_bytes + signal.shards * RECEIVED_BYTES_MIN),
-            self._loop.now(),
-            is_waiting=signal.is_waiting,
-            problem=signal.problem,
-            unreachable_peer=signal.unreachable_peer,
-        )
+        coordinator.attempt_progress(signal, self._loop.now())
         if signal.unreachable_peer:
             # A suspected worker is judged sooner than the loop expected.
             self._loop.wake()

@@ -9,7 +9,7 @@ from forged.elastic.coordinator.job_coordinator import JobCoordinator
 from forged.elastic.coordinator.records import changed_records, restore
 from forged.elastic.failure_detector.detector import SCAN_INTERVAL_S
 from forged.elastic.membership.member import Member
-from forged.elastic.messages import RescaleCompleted
+from forged.elastic.messages import AttemptProgress, RescaleCompleted
 from forged.elastic.model import WorkerId
 from forged.elastic.outbox import Moment, Probe
 from forged.elastic.rescale.attempt import Stage, StopReport
@@ -127,16 +127,17 @@ class Playbook:
         self, name: str, *, state: int = 0, waits: bool = False, problem: str = "", unreached: str = ""
     ) -> list[Fact]:
         """The worker reports its progress in the attempt."""
-        self.coordinator.attempt_progress(
+        signal = AttemptProgress(
+            JOB,
             name,
             self.coordinator.members[name].incarnation,
             self.coordinator.attempts,
-            (state, 0),
-            self.now,
+            state,
             is_waiting=waits,
             problem=problem,
             unreachable_peer=unreached,
         )
+        self.coordinator.attempt_progress(signal, self.now)
         return self.new_facts()
 
     def report_peer(self, name: str, peer: str = "", *, why: str = "it got no answer", back: int = 0) -> list[Fact]:

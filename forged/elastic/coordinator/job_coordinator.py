@@ -15,6 +15,7 @@ from forged.elastic.coordinator.step_witnesses import state_after
 from forged.elastic.membership.member import Member
 from forged.elastic.messages import (
     AttemptMembers,
+    AttemptProgress,
     JobCompleted,
     RescaleAborted,
     RescaleSynchronising,
@@ -183,29 +184,8 @@ class JobCoordinator(JobState):
         rescaling.stopped(self, worker_id, incarnation, number, report, now)
         rescale_schedule.consider(self, now)
 
-    def attempt_progress(
-        self,
-        worker_id: str,
-        incarnation: bytes,
-        number: int,
-        received: tuple[int, int],
-        now: Moment,
-        *,
-        is_waiting: bool,
-        problem: str = "",
-        unreachable_peer: str = "",
-    ) -> None:
-        liveness.attempt_progress(
-            self,
-            worker_id,
-            incarnation,
-            number,
-            received,
-            now,
-            is_waiting=is_waiting,
-            problem=problem,
-            unreachable_peer=unreachable_peer,
-        )
+    def attempt_progress(self, signal: AttemptProgress, now: Moment) -> None:
+        liveness.attempt_progress(self, signal, now)
 
     def ready(self, worker_id: str, incarnation: bytes, number: int, now: Moment) -> None:
         rescaling.ready(self, worker_id, incarnation, number, now)

@@ -12,8 +12,9 @@ from collections.abc import Collection
 from forged.elastic.coordinator import failures, progress
 from forged.elastic.coordinator.job_state import NEVER, JobState
 from forged.elastic.membership.member import Member
+from forged.elastic.messages import AttemptProgress
 from forged.elastic.outbox import Moment
-from forged.elastic.rescale.attempt import Stage
+from forged.elastic.rescale.attempt import RECEIVED_BYTES_MIN, Stage
 from forged.phrases import in_words
 
 EVIDENCE_WAIT_S = 1.0
@@ -64,37 +65,29 @@ def pulse(
         progress.record(job, member, step, now, collective_seq)
 
 
-def attempt_progress(
-    job: JobState,
-    worker_id: str,
-    incarnation: bytes,
-    number: int,
-    received: tuple[int, int],
-    now: Moment,
-    *,
-    is_waiting: bool,
-    problem: str = "",
-    unreachable_peer: str = "",
-) -> None:
+def attempt_progress(job: JobState, signal: AttemptProgress, now: Moment) -> None:
     """Record that a member of the attempt receives state or data, waits for it, or cannot reach its source."""
-    attempt, member = job.attempt, job.members.find(worker_id, incarnation)
-    if attempt is None or member is None or attempt.number != number or worker_id not in attempt.unready:
+    worker_id, attempt = signal.worker_id, job.attempt
+    member = job.members.find(worker_id, signal.incarnation)
+    if attempt is None or member is None or attempt.number != signal.attempt or worker_id not in attempt.unready:
         return
     member.heard_at = now.monotonic
-    if attempt.record_received(worker_id, received):
+    # A complete shard is progress, however small it is.
+    data_bytes = signal.data_bytes + signal.shards * RECEIVED_BYTES_MIN
+    if attempt.record_received(worker_id, (signal.state_bytes, data_bytes)):
         attempt.heard_at = now.monotonic
-    if is_waiting and member.with_data:
+    if signal.is_waiting and member.with_data:
         attempt.waiting_reports[worker_id] = now.monotonic
     elif attempt.waiting_reports.pop(worker_id, None) is not None:
         # What it waited for has arrived: its rescale timeout starts now.
         attempt.heard_at = now.monotonic
-    if problem:
-        attempt.problems[worker_id] = in_words(problem, NO_REASON)
+    if signal.problem:
+        attempt.problems[worker_id] = in_words(signal.problem, NO_REASON)
     else:
         attempt.problems.pop(worker_id, None)
-    if unreachable_peer and unreachable_peer == attempt.source:
-        job.suspicions.report_unreachable(member, unreachable_peer, now.monotonic)
-    elif received[0]:
+    if signal.unreachable_peer and signal.unreachable_peer == attempt.source:
+        job.suspicions.report_unreachable(member, signal.unreachable_peer, now.monotonic)
+    elif signal.state_bytes:
         # Received bytes show that the source is reachable.
         job.peer_reports.withdraw(worker_id, attempt.source)
 

@@ -1,12 +1,15 @@
-"""What it means for a cluster that its workers hold training data."""
+"""Rescales of jobs whose workers hold training data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from forged.elastic.messages import (
+    AttemptProgress,
     JobCompleted,
     RescaleAborted,
     RescaleCompleted,
@@ -20,7 +23,7 @@ from forged.elastic.rescale.attempt import RECEIVED_BYTES_MIN, Attempt, Stage, S
 from forged.elastic.status.stall_report import describe_stall
 from forged.errors import RequestRefused
 from forged.jobs.model import SettingValue
-from tests.elastic.coordinator_playbook import Playbook, incarnation, newcomer
+from tests.elastic.coordinator_playbook import JOB, Playbook, incarnation, newcomer
 
 SOON: dict[str, SettingValue] = {"stability_window_ms": 0, "failure_window_ms": 0}
 
@@ -54,14 +57,17 @@ def members(book: Playbook, name: str) -> tuple[list[str], list[str]]:
     return [worker.id for worker in found.target], [worker.id for worker in found.draining]
 
 
+def progress_of(book: Playbook, name: str, state: int, data: int, **fields: Any) -> AttemptProgress:
+    number = book.coordinator.attempts
+    return AttemptProgress(JOB, name, incarnation(name), number, state, data_bytes=data, **fields)
+
+
 def report_progress(
     book: Playbook, *names: str, state: int = 0, data: int = 0, waits: bool = False, problem: str = ""
 ) -> None:
     for name in names:
-        number = book.coordinator.attempts
-        book.coordinator.attempt_progress(
-            name, incarnation(name), number, (state, data), book.now, is_waiting=waits, problem=problem
-        )
+        signal = progress_of(book, name, state, data, is_waiting=waits, problem=problem)
+        book.coordinator.attempt_progress(signal, book.now)
 
 
 def failed(book: Playbook) -> list[str]:
@@ -484,10 +490,10 @@ class TestSilence:
 
     def test_cannot_be_broken_by_worker_that_is_another_or_in_another_attempt(self) -> None:
         book = self.begun()
-        number = book.coordinator.attempts
         for second in range(1, 5):
-            book.coordinator.attempt_progress("b", incarnation("b", 2), number, (0, second), book.now, is_waiting=True)
-            book.coordinator.attempt_progress("b", incarnation("b"), number - 1, (0, second), book.now, is_waiting=True)
+            signal = progress_of(book, "b", 0, second, is_waiting=True)
+            book.coordinator.attempt_progress(replace(signal, incarnation=incarnation("b", 2)), book.now)
+            book.coordinator.attempt_progress(replace(signal, attempt=signal.attempt - 1), book.now)
             report_progress(book, "a", waits=True)
             book.wait(1.0)
         assert failed(book) == ["b"]
