@@ -17,7 +17,7 @@ CHECKPOINT_KILLS ?= 5000
 SMOKE ?= tests/test_init.py tests/test_daemon.py tests/test_errors.py tests/config tests/telemetry tests/kernel/bus tests/net/protocol tests/client
 SLOW_PYTEST := $(BIN)/pytest -o faulthandler_timeout=0
 
-.PHONY: demo test check smoke bench bench-torch soak wheel clean
+.PHONY: demo test check smoke bench bench-torch soak mutants wheel clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -70,6 +70,10 @@ soak: $(READY)
 	FORGED_KILLS=$(CHECKPOINT_KILLS) $(SLOW_PYTEST) tests/checkpoint/crashes/test_kill.py
 	FORGED_WHOLE=1 $(SLOW_PYTEST) $$(grep -l --include='test_*.py' -r 'tests\.sweeps' tests)
 	$(BIN)/python -m tests.simulation --seeds 0:5000 --check-coverage
+
+# Break the code of each row of docs/development/seed-map.md, and see that the row's test fails.
+mutants: $(READY)
+	$(BIN)/python -m tests.seed_map_mutants
 
 # Build dist/forged_ml-*.whl, which carries the commands, the units, the settings and the plugins.
 wheel: $(READY)

@@ -54,8 +54,9 @@ def keys(error: ConfigError) -> list[str]:
     return [problem.key for problem in error.problems]
 
 
-def test_by_default_there_are_three_attempts_one_second_apart() -> None:
+def test_by_default_three_attempts_are_one_second_apart_and_growing_pauses_end_at_30_s() -> None:
     assert list(RetryPolicy().delays(no_luck)) == [1.0, 1.0]
+    assert max(RetryPolicy(attempts=8, exponential=True).delays(no_luck)) == 30.0
 
 
 def test_one_attempt_has_no_pause() -> None:

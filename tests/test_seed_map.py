@@ -1,30 +1,24 @@
 """`docs/development/seed-map.md` names all that the seeds declare or ask for, and it is true.
 
 The seeds stand beside the repository. A clone without them reads what they declare from `tests/seed_names.txt`, which
-`python tests/test_seed_map.py` writes anew.
+`python -m tests.test_seed_map` writes anew.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.seed_map import COLUMNS, NOTHING, ROOT, node_ids, rows, tables
+
 SEEDS = ROOT.parent / "shared" / "seeds"
 NAMES = ROOT / "tests" / "seed_names.txt"
-MAP = ROOT / "docs" / "development" / "seed-map.md"
-COLUMNS = ["seed", "Python", "test", "deviation"]
 COUNTS = ["seed", "rows", "shown", "missing", "left out"]
-NOTHING = "—"
 
 # --- what the seeds declare -------------------------------------------------------------------------------------------
 
@@ -102,63 +96,6 @@ def names_in_the_seeds() -> str:
     return "".join(f"{seed.name}: {declared}\n" for seed in seeds for declared in declarations(seed.read_text()))
 
 
-# --- what the map says ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the map, its cells without their backticks."""
-
-    seed: str
-    declared: str
-    python: str
-    test: str
-    deviation: str
-
-    @property
-    def state(self) -> str:
-        return {"missing": "missing", NOTHING: "left out"}.get(self.test, "shown")
-
-
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip().strip("|").split("|")]
-
-
-def declared_name(cell: str, owner: str) -> str:
-    """The declaration that a cell stands for: code belongs to the type whose name is the heading, text to nobody."""
-    code = re.fullmatch(r"`([^`]+)`", cell)
-    if not code:
-        return cell
-    is_free = re.match(r"(class|record|enum|struct|fn) ", code[1])
-    return code[1] if is_free else f"{owner}.{code[1]}"
-
-
-def tables(header: list[str]) -> Iterator[tuple[str, str, list[str]]]:
-    """Each line of each table under this header, with the seed and the heading that it stands under."""
-    seed = heading = ""
-    inside = False
-    for line in MAP.read_text().splitlines():
-        if line.startswith("## "):
-            seed = line.removeprefix("## ")
-        elif line.startswith("### "):
-            heading = line.removeprefix("### ")
-        if not line.startswith("|"):
-            inside = False
-        elif cells(line) == header:
-            inside = True
-        elif inside and not line.startswith("|--"):
-            yield seed, heading, cells(line)
-
-
-@cache
-def rows() -> list[Row]:
-    found = [(seed, heading, line) for seed, heading, line in tables(COLUMNS) if len(line) == len(COLUMNS)]
-    return [
-        Row(seed, declared_name(line[0], heading), line[1].strip("`"), line[2].strip("`"), line[3])
-        for seed, heading, line in found
-    ]
-
-
 # --- what the code says -----------------------------------------------------------------------------------------------
 
 
@@ -181,18 +118,6 @@ def is_importable(dotted: str) -> bool:
     return True
 
 
-@cache
-def functions_in(path: Path) -> set[str]:
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, functions)}
-
-
-def is_a_test(name: str) -> bool:
-    path, _, function = name.partition("::")
-    is_shaped = path.startswith("tests/") and function.startswith("test_")
-    return is_shaped and (ROOT / path).is_file() and function in functions_in(ROOT / path)
-
-
 # --- the claims -------------------------------------------------------------------------------------------------------
 
 
@@ -208,7 +133,7 @@ def test_every_declaration_of_the_seeds_has_its_row() -> None:
 
 @pytest.mark.skipif(not SEEDS.is_dir(), reason="this clone has no seeds beside it")
 def test_seed_names_file_matches_the_seeds() -> None:
-    assert NAMES.read_text() == names_in_the_seeds(), "run: python tests/test_seed_map.py"
+    assert NAMES.read_text() == names_in_the_seeds(), "run: python -m tests.test_seed_map"
 
 
 def test_every_shown_name_is_importable() -> None:
@@ -217,7 +142,7 @@ def test_every_shown_name_is_importable() -> None:
 
 
 def test_every_named_test_exists() -> None:
-    assert [row.test for row in rows() if row.state == "shown" and not is_a_test(row.test)] == []
+    assert [row.test for row in rows() if row.state == "shown" and not node_ids(row.test)] == []
 
 
 def test_names_marked_missing_are_not_importable() -> None:

@@ -36,6 +36,7 @@ from forged.checkpoint import (
     create_checkpoint,
     rank_group,
 )
+from forged.checkpoint import checkpoint as checkpoints
 from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE, ManifestFence
 from forged.checkpoint.ports import Storage
 from forged.checkpoint.storage import listing
@@ -47,6 +48,7 @@ from tests.checkpoint.fixtures.plain_reader import same, state_of
 from tests.checkpoint.fixtures.rank_group import SimulatedRanks
 from tests.checkpoint.fixtures.unreliable_ranks import UnreliableRank, group
 from tests.checkpoint.test_rng import unchanged
+from tests.telemetry.recording_log import RecordingLog
 
 __all__ = ["unchanged"]
 
@@ -169,6 +171,7 @@ async def test_random_generators_can_be_left_out(storage: MemoryStorage) -> None
     await one.save(Model(1), options=SaveOptions("with"))
     await one.save(Model(1), options=SaveOptions("without", include_rng_state=False))
     assert "rng" not in state_of(storage, "without")
+    random.random()
     for options in (LoadOptions("with", load_rng_state=False), LoadOptions("without")):
         before = random.getstate()
         await one.load(Model(), options=options)
@@ -330,17 +333,29 @@ async def test_a_corrupt_file_with_a_copy_is_repaired(
     assert same(mine, {"w": np.arange(1 << 16)})
 
 
+class Never:
+    """A checker that finds a fault in every checkpoint."""
+
+    name = "never"
+
+    def check(self, manifest: Any, storage: Any, token: Any) -> list[Finding]:
+        return [Finding("not today", self.name)]
+
+
 async def test_findings_of_a_checker_refuse_the_load(storage: MemoryStorage) -> None:
-    class Never:
-        name = "never"
-
-        def check(self, manifest: Any, storage: Any, token: Any) -> list[Finding]:
-            return [Finding("not today", "never")]
-
     await checkpoint(storage).save({"w": np.arange(3)}, options=SaveOptions("a"))
     with pytest.raises(CheckpointException, match="not today") as caught:
         await checkpoint(storage, validator=CheckpointValidator(storage, [Never()])).load(options=LoadOptions("a"))
     assert caught.value.code == "never"
+
+
+async def test_skip_validation_leaves_out_the_checkers(storage: MemoryStorage) -> None:
+    one = checkpoint(storage, validator=CheckpointValidator(storage, [Never()]))
+    await one.save({"w": np.arange(3)}, options=SaveOptions("a"))
+    result = await one.load(options=LoadOptions("a", skip_validation=True))
+    assert same(result.model_state, {"w": np.arange(3)})
+    with pytest.raises(CheckpointException, match="not today"):
+        await one.load(options=LoadOptions("a", skip_validation=False))
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -384,17 +399,17 @@ async def test_a_failing_load_state_dict_is_raised(storage: MemoryStorage) -> No
 
 
 async def test_checkpoints_are_listed_oldest_first(storage: MemoryStorage) -> None:
-    times = iter([300.0, 100.0, 200.0])
+    times = iter([300.0, 200.0, 100.0])
     one = checkpoint(storage, wall=lambda: next(times))
     assert await one.list_checkpoints() == []
     for prefix in ("c", "a/1", "b"):
         await one.save(Model(), options=SaveOptions(prefix, CheckpointFormat.SINGLE_FILE))
     infos = await one.list_checkpoints()
-    assert [info.prefix for info in infos] == ["a/1", "b", "c"]
-    first = infos[0]
-    assert (first.version, first.world_size, first.format) == ("1.0", 1, CheckpointFormat.SINGLE_FILE)
-    assert first.timestamp == 100.0
-    assert first.size_bytes == sum(len(data) for name, data in storage.files.items() if name.startswith("a/1/"))
+    assert [info.prefix for info in infos] == ["b", "a/1", "c"]
+    second = infos[1]
+    assert (second.version, second.world_size, second.format) == ("1.0", 1, CheckpointFormat.SINGLE_FILE)
+    assert second.timestamp == 200.0
+    assert second.size_bytes == sum(len(data) for name, data in storage.files.items() if name.startswith("a/1/"))
 
 
 async def test_unfinished_checkpoints_are_not_listed(storage: MemoryStorage) -> None:
@@ -464,6 +479,20 @@ async def test_a_hanging_storage_ends_in_a_timeout(storage: MemoryStorage, call:
         release.set()
 
 
+@pytest.mark.parametrize("call", ["save", "load"])
+async def test_timeout_of_the_options_comes_before_the_default(storage: MemoryStorage, call: str) -> None:
+    await checkpoint(storage).save(Model(), options=SaveOptions("a"))
+    names, act = CALLS[call]
+    release = threading.Event()
+    one = checkpoint(FaultyStorage(storage, holding(*names, release=release)), default_timeout=0.3)
+    try:
+        with pytest.raises(CheckpointException, match=r"within 0\.1 s") as caught:
+            await asyncio.wait_for(act(one), 30)
+        assert caught.value.type is ExceptionType.TIMEOUT
+    finally:
+        release.set()
+
+
 async def test_transient_failures_are_retried_within_the_timeout(storage: MemoryStorage) -> None:
     pauses = list[float]()
 
@@ -517,7 +546,7 @@ async def ranks(
     return await asyncio.wait_for(group(size, member), 60)
 
 
-@pytest.mark.parametrize(("before", "then"), [(1, 3), (4, 3), (3, 1), (2, 5)])
+@pytest.mark.parametrize(("before", "then"), [(1, 3), (4, 3), (3, 1), (2, 5), (3, 3)])
 @pytest.mark.parametrize("layout", [rows, columns])
 async def test_a_checkpoint_of_n_ranks_is_loaded_by_m(
     storage: MemoryStorage, before: int, then: int, layout: Callable[..., ShardedArray]
@@ -533,7 +562,7 @@ async def test_a_checkpoint_of_n_ranks_is_loaded_by_m(
         return result.source_world_size, result.target_world_size, result.was_resharded
 
     assert await ranks(before, storage, save) == ["a"] * before
-    assert await ranks(then, storage, load) == [(before, then, True)] * then
+    assert await ranks(then, storage, load) == [(before, then, before != then)] * then
 
 
 async def test_each_ranks_generators_are_restored(storage: MemoryStorage) -> None:
@@ -634,17 +663,94 @@ def test_an_invalid_timeout_is_refused(storage: MemoryStorage, timeout: Any) -> 
         checkpoint(storage, default_timeout=timeout)
 
 
-async def test_create_checkpoint_follows_its_options(tmp_path: Path) -> None:
-    options = CheckpointOptions(
-        StorageOptions("local", {"base_path": str(tmp_path)}), RetryPolicy(attempts=1), default_timeout=5.0
-    )
-    async with create_checkpoint(options=options) as one:
+class OneRank(UnreliableRank):
+    """The only rank of a job."""
+
+    job, step, generation = "run", 41, 7
+
+    def __init__(self) -> None:
+        super().__init__(SimulatedRanks(1), 0, {})
+
+
+async def test_constructor_uses_each_part_that_it_is_given(storage: MemoryStorage) -> None:
+    def fault(number: int, what: str, done: bool) -> None:
+        if what == "write" and faulty.calls.count("write") < 5:
+            raise broken(retryable=True)
+
+    log, faulty = RecordingLog(), FaultyStorage(storage, fault)
+    handler = FaultToleranceHandler(faulty, RetryPolicy(attempts=5, delay_s=0.001))
+    one = DistributedCheckpoint(OneRank(), faulty, handler, CheckpointValidator(faulty, [Never()]), log)
+    await one.save(Model(), options=SaveOptions("a"))
+    assert one.storage is faulty
+    assert faulty.calls.count("write") == 5
+    assert listing.read_manifest(storage, "a").job == "run"
+    assert [line["prefix"] for line in log.of("checkpoint saved")] == ["a"]
+    with pytest.raises(CheckpointException, match="not today"):
+        await one.load(options=LoadOptions("a"))
+
+
+async def test_create_checkpoint_uses_its_storage_and_its_coordinator(tmp_path: Path) -> None:
+    options = CheckpointOptions(StorageOptions("local", {"base_path": str(tmp_path)}))
+    async with create_checkpoint(OneRank(), options) as one:
         assert isinstance(one.storage, LocalStorage)
         await one.save(Model(1), options=SaveOptions("a"))
         model = Model()
         await one.load(model, options=LoadOptions("a"))
     assert same(model.state_dict(), Model(1).state_dict())
     assert (tmp_path / "a.metadata.json").is_file()
+    assert listing.read_manifest(one.storage, "a").job == "run"
+
+
+def created_with(
+    monkeypatch: pytest.MonkeyPatch, storage: Storage, options: CheckpointOptions
+) -> DistributedCheckpoint:
+    """What `create_checkpoint` makes of the options, with this storage."""
+    monkeypatch.setattr(checkpoints, "create_storage", lambda given: storage)
+    return create_checkpoint(options=options)
+
+
+@pytest.mark.parametrize("attempts", [1, 4])
+async def test_create_checkpoint_retries_as_its_policy_says(
+    storage: MemoryStorage, attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty = FaultyStorage(storage, on("write", error=lambda: broken(retryable=True)))
+    one = created_with(monkeypatch, faulty, CheckpointOptions(retry_policy=RetryPolicy(attempts, delay_s=0.001)))
+    with pytest.raises(CheckpointException, match="broken"):
+        await one.save(Model(), options=SaveOptions("a"))
+    assert faulty.calls.count("write") == attempts
+
+
+@pytest.mark.parametrize("kind", ["integrity_checkers", "compatibility_checkers"])
+async def test_create_checkpoint_uses_its_checkers(
+    storage: MemoryStorage, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkers: dict[str, Any] = {kind: [Never()]}
+    one = created_with(monkeypatch, storage, CheckpointOptions(**checkers))
+    await one.save(Model(), options=SaveOptions("a"))
+    with pytest.raises(CheckpointException, match="not today"):
+        await one.load(options=LoadOptions("a"))
+
+
+async def test_create_checkpoint_uses_its_default_timeout(
+    storage: MemoryStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert CheckpointOptions().default_timeout == 600.0
+    release = threading.Event()
+    hanging = FaultyStorage(storage, holding("write", release=release))
+    one = created_with(monkeypatch, hanging, CheckpointOptions(default_timeout=0.1))
+    try:
+        with pytest.raises(CheckpointException, match=r"within 0\.1 s"):
+            await asyncio.wait_for(one.save(Model(), options=SaveOptions("a")), 30)
+    finally:
+        release.set()
+
+
+def test_checkpoint_options_have_the_defaults_of_the_seed() -> None:
+    options = CheckpointOptions()
+    assert options.storage == StorageOptions("local", {"base_path": "./checkpoints"})
+    assert options.retry_policy == RetryPolicy(attempts=3, delay_s=1.0)
+    assert (options.integrity_checkers, options.compatibility_checkers) == ((), ())
+    assert options.default_timeout == 600.0
 
 
 async def test_the_default_storage_is_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import get_type_hints
 
@@ -34,9 +34,11 @@ def test_every_enum_member_and_setting_has_a_docstring(module: ModuleType, base:
 
 
 def test_values_and_settings_live_in_the_package_that_is_named_for_them() -> None:
-    homes = {getattr(elastic, name).__module__.rpartition(".")[0] for name in elastic.__all__}
-    homes |= {getattr(data, name).__module__.rpartition(".")[0] for name in ("DataShard", "DataTransfer")}
-    assert homes == {"forged.elastic", "forged.data"}
+    def homes(package: ModuleType, names: Iterable[str]) -> set[str]:
+        return {getattr(package, name).__module__.rpartition(".")[0] for name in names}
+
+    assert homes(elastic, elastic.__all__) == {"forged.elastic"}
+    assert homes(data, ["DataShard", "DataTransfer"]) == {"forged.data"}
 
 
 def test_every_member_of_a_value_has_a_type_that_can_be_resolved() -> None:

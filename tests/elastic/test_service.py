@@ -1107,6 +1107,7 @@ async def test_what_an_operator_asks_for_is_done() -> None:
         view: ClusterView = await ask(ShowCluster(JOB))
         assert (view.paused, view.phase, view.generation, view.world_size) == (True, Phase.RUNNING, 1, 3)
         await ask(ResumeJob(JOB))
+        assert not (await ask(ShowCluster(JOB))).paused
         await ask(DrainWorker(JOB, "b"))
         assert (await ask(ShowWorker(JOB, "b"))).status == "leaving"
         await ask(EvictWorker(JOB, "c"))

@@ -48,6 +48,7 @@ from forged.net.transport.port import Address
 from forged.worker import session as sessions
 from forged.worker.collectives.world import CollectiveMismatch
 from forged.worker.daemon_link import registration as registrations
+from forged.worker.daemon_link.heartbeat import HeartbeatSender
 from forged.worker.daemon_link.registration import LEAVE_TIMEOUT_S, Registration
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
 from forged.worker.mesh import Mesh
@@ -234,9 +235,26 @@ class TestTheValueOfIt:
 
 
 class TestComingAndGoing:
+    async def test_close_disconnects_the_worker(self, runner: DaemonRunner, client: ForgedClient) -> None:
+        worker = shared_worker("me", config(), job=JOB)
+        await worker.connect(runner.endpoint)
+        for _ in range(2):
+            await worker.close()
+            assert not worker.is_connected
+        assert await client.workers(JOB) == []
+
     async def test_it_connects_registers_beats_and_disconnects(
-        self, runner: DaemonRunner, client: ForgedClient
+        self, runner: DaemonRunner, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        run, ended = HeartbeatSender.run, list[HeartbeatSender]()
+
+        async def run_and_note(sender: HeartbeatSender) -> None:
+            try:
+                await run(sender)
+            finally:
+                ended.append(sender)
+
+        monkeypatch.setattr(HeartbeatSender, "run", run_and_note)
         worker = shared_worker("me", config(worker_heartbeat_timeout_ms=3_000), job=JOB, attributes={"gpu": "none"})
         await worker.connect(runner.endpoint)
         assert worker.is_connected
@@ -249,6 +267,7 @@ class TestComingAndGoing:
                 await asyncio.sleep(0.001)
         await worker.disconnect()
         assert not worker.is_connected
+        assert len(ended) == 1
         assert await client.workers(JOB) == []
         await worker.disconnect()
         assert [fact.reason for fact in await past(client, WorkerLeft)] == ["it was disconnected"]
@@ -268,9 +287,9 @@ class TestComingAndGoing:
         monkeypatch.setattr(Registration, "beat", note)
         async with shared_worker("me", config(worker_heartbeat_timeout_ms=9_000), job=JOB) as worker:
             await worker.connect(runner.endpoint)
-            before = worker.get_metadata().last_heartbeat
             await asyncio.wait_for(beaten.wait(), PATIENCE_S)
-            assert worker.get_metadata().last_heartbeat >= before
+            metadata = worker.get_metadata()
+            assert metadata.last_heartbeat >= metadata.join_time
         assert told == [3.0]
 
     async def test_it_goes_by_other_settings_as_soon_as_it_hears_of_them(

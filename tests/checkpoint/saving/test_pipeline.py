@@ -142,6 +142,48 @@ async def test_ranks_share_a_frame_however_much_each_has_for_itself() -> None:
         assert same(state_of(storage, "run/1", rank), {**state, "rng": state["rng"].value})
 
 
+def compressible(rank: int, world_size: int) -> dict[str, Any]:
+    """Bytes that repeat from the second thousand on, and numbers whose high bytes change slowly."""
+    noise = np.random.default_rng(0).integers(0, 256, 1000, dtype=np.uint8)
+    return {"repeated": np.tile(noise, 200), "slow": np.arange(200_000, dtype=np.float32)}
+
+
+async def size_of_save(options: SaveOptions) -> int:
+    storage = MemoryStorage()
+    await save(lambda rank: storage, 1, options=lambda rank: options, state=compressible)
+    assert same(state_of(storage, "run/1"), compressible(0, 1))
+    return listing.read_manifest(storage, "run/1").size_bytes
+
+
+async def test_each_level_of_compression_needs_fewer_bytes_than_the_one_before() -> None:
+    none, fast, balanced, maximum = [
+        await size_of_save(SaveOptions("run/1", compression_level=level)) for level in CompressionLevel
+    ]
+    assert await size_of_save(NAMED) == none > 1_000_000 > fast > balanced > maximum
+
+
+PARTS = [f"{rank:05d}-of-00003.safetensors" for rank in range(3)]
+TENSORS = ["model.safetensors", *(f"rank-{rank:05d}.safetensors" for rank in range(3))]
+
+
+@pytest.mark.parametrize(
+    ("options", "files"),
+    [
+        (NAMED, PARTS),
+        (SaveOptions("run/1", CheckpointFormat.MULTI_SHARD), PARTS),
+        (SaveOptions("run/1", CheckpointFormat.SINGLE_FILE), ["00000-of-00001.safetensors"]),
+        (SaveOptions("run/1", CheckpointFormat.CONSOLIDATED), [*TENSORS, "model.safetensors.index.json"]),
+    ],
+    ids=["default", "multi_shard", "single_file", "consolidated"],
+)
+async def test_format_decides_the_files(options: SaveOptions, files: list[str]) -> None:
+    storage = MemoryStorage()
+    await save(lambda rank: storage, 3, options=lambda rank: options)
+    save_id = listing.read_manifest(storage, "run/1").save_id
+    names = [name.removeprefix("run/1/").removeprefix(f"{save_id}.") for name in storage.files]
+    assert sorted(names) == sorted([*files, "run/1" + SUFFIX])
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("level", [CompressionLevel.FAST, CompressionLevel.MAXIMUM])
 async def test_what_is_compressed_is_the_same_state_in_fewer_bytes(world_size: int, level: CompressionLevel) -> None:
