@@ -46,7 +46,7 @@ def test_mutation_that_does_not_fit_is_refused(mutation: Mutation) -> None:
         mutation.applied("class C:\n    y: int = 1\n    z: y\n")
 
 
-def test_constant_replaces_whatever_was_assigned() -> None:
+def test_constant_replaces_any_assigned_value() -> None:
     names: dict[str, type] = {}
     exec(Constant("a.py", "C.x", "7").applied("class C:\n    x: int\n    def __init__(self): self.x = 1\n"), names)
     assert names["C"]().x == 7

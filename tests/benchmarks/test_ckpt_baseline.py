@@ -47,7 +47,7 @@ def test_a_raw_read_reads_the_whole_file(read: Callable[[Path], float]) -> None:
         assert bytes_read() - before >= BLOCK_BYTES + 5
 
 
-def test_what_was_measured_is_removed_with_all_that_lies_beside_it_under_its_name(tmp_path: Path) -> None:
+def test_measured_checkpoint_and_its_neighbour_files_are_removed(tmp_path: Path) -> None:
     def save(path: Path) -> float:
         path.mkdir()
         (path / "part").write_bytes(b"")

@@ -16,7 +16,7 @@ def test_a_shorter_duration_is_a_larger_ratio() -> None:
     assert (median.ours, median.ratio, median.met) == (1.0, 2.0, True)
 
 
-def test_who_is_not_there_has_no_figure_and_no_best_round() -> None:
+def test_missing_reference_has_no_figure() -> None:
     (row,) = Comparison("save", [1.0]).against("torch (not installed)", None, 1.4)
     assert (row.name, row.reference, row.met) == ("save, against torch (not installed)", None, None)
 

@@ -827,7 +827,7 @@ async def test_listing_tells_step_and_epoch(storage: MemoryStorage) -> None:
     ]
 
 
-async def test_step_and_epoch_of_a_worker_are_saved_unless_the_options_name_others(storage: MemoryStorage) -> None:
+async def test_options_override_the_step_and_epoch_of_the_worker(storage: MemoryStorage) -> None:
     class Worker(UnreliableRank):
         step, epoch = 41, 3
 

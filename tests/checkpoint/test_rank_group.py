@@ -79,7 +79,7 @@ async def test_root_decides_from_all_values_and_all_ranks_get_the_decision(world
 
 
 @pytest.mark.parametrize("faulty", [0, 2, 3])
-async def test_what_goes_wrong_at_one_rank_is_raised_at_all(faulty: int) -> None:
+async def test_error_of_one_rank_is_raised_at_all_ranks(faulty: int) -> None:
     told = CheckpointException(
         "no room", "x", ExceptionType.STORAGE_ERROR, code="full", fix="make some", retryable=True
     )
@@ -106,7 +106,7 @@ async def test_an_error_that_comes_by_the_same_rank_twice_names_it_once() -> Non
         assert error.message == "rank 1: no room"
 
 
-async def test_what_goes_wrong_in_the_decision_is_raised_at_all() -> None:
+async def test_error_of_the_decision_is_raised_at_all_ranks() -> None:
     async def refuse(said: list[bytes]) -> bytes:
         raise RequestRefused("no", "not this time", "wait")
 
@@ -189,7 +189,7 @@ async def test_aborted_collective_is_reported() -> None:
 
 
 @pytest.mark.parametrize("call", [1, 2])
-async def test_what_a_script_is_given_instead_of_a_broken_step_is_not_taken_for_an_answer(call: int) -> None:
+async def test_local_results_of_an_aborted_step_are_not_taken_for_a_decision(call: int) -> None:
     """Outside `with step:` a worker's gather gives back the own value alone, and its broadcast what was put in."""
 
     class Parted(UnreliableRank):
@@ -219,7 +219,7 @@ async def test_a_root_that_says_something_else_is_an_error() -> None:
     assert all(isinstance(one, OutcomeUnknown) for one in outcomes), outcomes
 
 
-def test_what_is_undecided_stays_so_on_its_way() -> None:
+def test_unknown_outcome_stays_unknown_at_other_ranks() -> None:
     error = RankFailure.of(OutcomeUnknown("the outcome is unknown")).error("run/1", ExceptionType.SAVE_FAILED, 0)
     assert isinstance(error, OutcomeUnknown)
     assert not isinstance(
@@ -235,7 +235,7 @@ def test_none_is_one_process() -> None:
 
 
 @pytest.mark.parametrize("no_coordinator", [3, "ranks", SimpleNamespace(barrier=print, gather=print, broadcast=None)])
-def test_what_cannot_bring_ranks_together_is_refused(no_coordinator: Any) -> None:
+def test_coordinator_without_the_needed_methods_is_refused(no_coordinator: Any) -> None:
     with pytest.raises(CheckpointException, match=f"coordinator {type(no_coordinator).__name__} has no .*broadcast"):
         as_coordinator(no_coordinator)
 
@@ -287,7 +287,7 @@ class Threads:
         return One()
 
 
-async def test_ranks_whose_calls_block_decide_like_others() -> None:
+async def test_blocking_ranks_get_the_same_decision() -> None:
     threads = Threads(3)
     acts = [deciding(number, joined)(as_coordinator(threads.rank(rank))) for rank in range(3)]
     assert await asyncio.gather(*acts) == [b"0 1 2"] * 3
@@ -320,7 +320,7 @@ async def test_a_call_that_blocks_for_ever_is_given_up() -> None:
 # Threads of one operation.
 
 
-async def test_what_a_thread_returns_or_raises_is_returned_or_raised() -> None:
+async def test_run_in_thread_returns_or_raises_the_outcome() -> None:
     assert await run_in_thread(lambda: 5, CancelToken(60)) == 5
     with pytest.raises(TimeoutError, match="its own"):
         await run_in_thread(lambda: (_ for _ in ()).throw(TimeoutError("its own")), CancelToken(60))

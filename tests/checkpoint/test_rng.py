@@ -86,7 +86,7 @@ def test_generator_with_get_and_set_state_can_be_registered() -> None:
     assert mine.count == 5
 
 
-def test_what_has_none_cannot() -> None:
+def test_object_without_generator_state_is_refused() -> None:
     strange: Any = object()
     with pytest.raises(CheckpointException, match="generator odd is a object"):
         rng.capture({"odd": strange})

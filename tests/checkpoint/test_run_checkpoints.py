@@ -291,9 +291,7 @@ def test_damaged_checkpoint_is_skipped_with_a_warning(damage: Callable[[Path, st
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_run_whose_checkpoints_are_all_damaged_does_not_start_anew(
-    damage: Callable[[Path, str], None], tmp_path: Path
-) -> None:
+def test_resume_raises_if_all_checkpoints_are_damaged(damage: Callable[[Path, str], None], tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
     damage(tmp_path, "step-00000001")
     damage(tmp_path, "step-00000002")
@@ -373,7 +371,7 @@ def test_damaged_checkpoints_do_not_count_among_the_kept(damage: Callable[[Path,
     assert names_in(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
 
 
-def test_checkpoint_whose_load_has_failed_does_not_count_among_the_kept(tmp_path: Path) -> None:
+def test_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, 3)
     flip_byte(tmp_path, "step-00000003")
     with Checkpoints(tmp_path, keep=2) as checkpoints:

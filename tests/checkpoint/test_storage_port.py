@@ -54,7 +54,7 @@ def code_of(act: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize("make", [CopiedSource, MemorySource])
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_written_is_read(storage: Storage, size: int, make: Callable[[bytes], ByteSource]) -> None:
+def test_read_returns_written_bytes(storage: Storage, size: int, make: Callable[[bytes], ByteSource]) -> None:
     data = pattern(size)
     storage.write("run/step/part", make(data), CancelToken())
     storage.sync_names(["run/step/part"])
@@ -87,7 +87,7 @@ def test_a_reader_serves_several_threads(storage: Storage) -> None:
         assert all(pool.map(read, pieces))
 
 
-def test_what_is_mapped_is_the_file(storage: Storage) -> None:
+def test_mapped_bytes_equal_the_file(storage: Storage) -> None:
     data = pattern(5_000)
     storage.write("a", CopiedSource(data), CancelToken())
     with storage.open("a") as reader:
@@ -148,7 +148,7 @@ def test_one_of_several_writers_wins(storage: Storage) -> None:
     assert content(storage, "a") == said[results.index("done")]
 
 
-def test_what_is_not_there_is_said_to_be_missing(storage: Storage) -> None:
+def test_missing_file_raises_file_missing(storage: Storage) -> None:
     storage.publish("a", b"")
 
     def opened() -> None:
@@ -186,7 +186,7 @@ def test_an_entry_tells_when_it_was_written(storage: Storage) -> None:
     assert isinstance(storage, MemoryStorage) or abs(written_at - time.time()) < CLOCKS_DIFFER_BY_S
 
 
-def test_what_is_moved_is_there_under_its_new_name_alone(storage: Storage) -> None:
+def test_moved_file_has_only_its_new_name(storage: Storage) -> None:
     storage.publish("a.metadata.json", b"1")
     storage.move("a.metadata.json", "elsewhere/a.deleted.json")
     assert names(storage) == ["elsewhere/a.deleted.json"]
@@ -289,7 +289,7 @@ def test_no_name_leads_elsewhere(storage: Storage, name: str) -> None:
     assert names(storage) == ["a"]
 
 
-def test_what_is_free_is_a_number_or_unknown(storage: Storage) -> None:
+def test_free_bytes_are_positive_or_unknown(storage: Storage) -> None:
     free = storage.free_bytes()
     assert free is None or free > 0
     assert storage.url

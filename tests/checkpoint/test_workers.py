@@ -120,7 +120,7 @@ async def test_workers_save_over_their_collectives(group: TrainerGroup) -> None:
     await group.finish(*NAMES)
 
 
-async def test_what_the_workers_say_may_be_larger_than_a_frame(group: TrainerGroup) -> None:
+async def test_values_of_workers_may_exceed_a_frame(group: TrainerGroup) -> None:
     """The names alone are some MiB, and every rank says them."""
     storage = MemoryStorage()
     group.start(*NAMES)

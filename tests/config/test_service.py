@@ -122,7 +122,7 @@ async def test_config_requests_of_non_operators_are_refused(request_: Any, princ
 
 
 @with_config_service
-async def test_reload_applies_reloadable_settings_and_reports_the_others_as_pending(
+async def test_reload_applies_reloadable_settings_and_reports_pending_ones(
     kernel: Kernel, settings: RecordingSettings
 ) -> None:
     settings.wanted = replace(AT_START, drain_timeout_s=3.0, log_level="debug", http="127.0.0.1:1", plugins={})

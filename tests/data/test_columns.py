@@ -47,7 +47,7 @@ def test_equal_counts_are_dealt_in_rounds_and_the_last_is_of_those_with_one_more
 
 
 @given(COUNTS)
-def test_at_any_time_everybody_has_been_dealt_about_their_part(counts: list[int]) -> None:
+def test_deal_stays_proportional_at_every_prefix(counts: list[int]) -> None:
     """Each receiver's count stays within the number of receivers of its exact share."""
     dealt, total = deal(np.array(counts, np.int64)), sum(counts)
     for much in range(total):

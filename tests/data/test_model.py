@@ -38,7 +38,7 @@ def test_a_shard_cannot_end_before_it_starts() -> None:
         msgspec.convert({"shard_id": 0, "start_index": 5, "end_index": 4}, DataShard)
 
 
-def test_a_transfer_says_from_whom_to_whom_which_shard_and_how_urgent() -> None:
+def test_transfer_has_source_destination_shard_and_priority() -> None:
     transfer = DataTransfer(at(1, 1), at(2, 2), SHARD, 7)
     assert (transfer.source_worker, transfer.destination_worker) == (at(1, 1), at(2, 2))
     assert (transfer.shard, transfer.priority) == (SHARD, 7)
@@ -163,7 +163,7 @@ def test_invalid_size_is_refused_by_name(samples: Any, shards: Any, field: str) 
 
 
 @pytest.mark.parametrize("ids", [[5], [-1], [0.5], ["0"], [True]])
-def test_what_is_no_shard_has_no_bounds(ids: Any) -> None:
+def test_bounds_of_an_invalid_shard_raise(ids: Any) -> None:
     with pytest.raises(IndexError):
         Dataset(10, 5).bounds(ids)
 

@@ -202,27 +202,27 @@ def test_memory_does_not_grow_with_the_size() -> None:
 
 
 @pytest.mark.parametrize("size", [-1, 2**63 + 1, 1.0, "1", None, True])
-def test_what_is_no_size_is_refused(size: Any) -> None:
+def test_invalid_size_is_refused(size: Any) -> None:
     with pytest.raises(RequestRefused, match="size") as caught:
         Permutation(size, 1)
     assert caught.value.code == "permutation_invalid"
 
 
 @pytest.mark.parametrize("word", [-1, 2**64, 1.0, "1", None, True])
-def test_what_is_no_key_is_refused(word: Any) -> None:
+def test_invalid_key_is_refused(word: Any) -> None:
     with pytest.raises(RequestRefused, match="key"):
         Permutation(10, 1, word)
 
 
 @pytest.mark.parametrize("indices", [[10], [-1], [0.5], ["0"], [[1]], [True], 2**70, 3])
-def test_what_is_no_index_is_refused(indices: Any) -> None:
+def test_invalid_index_is_refused(indices: Any) -> None:
     permutation = Permutation(10, 1)
     with pytest.raises(RequestRefused, match="from 0 to 9"):
         permutation.at(indices)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (2, 1), (0, 11)])
-def test_what_is_no_span_is_refused(start: int, stop: int) -> None:
+def test_invalid_span_is_refused(start: int, stop: int) -> None:
     with pytest.raises(RequestRefused, match="from 0 to 9"):
         Permutation(10, 1).span(start, stop)
 

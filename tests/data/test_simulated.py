@@ -197,7 +197,7 @@ def brought(
     return reports, took_s, stores[0]
 
 
-def test_an_origin_that_hangs_is_waited_for_as_long_as_it_may_be_silent_and_others_go_on() -> None:
+def test_hanging_origin_read_times_out_and_other_reads_continue() -> None:
     origin = SlowOrigin({1: FOR_EVER})
     (report,), (took_s,), store = brought(origin, 20)
     assert {one.shard_id for one in report.moved} == set(range(20)) - {1}

@@ -26,7 +26,7 @@ def test_a_directory_is_as_good_as_a_store(tmp_path: Path) -> None:
     assert TrainingData(100, 10, store).store is store
 
 
-def test_what_all_workers_have_to_agree_on_leaves_out_where_each_keeps_its_part() -> None:
+def test_shared_spec_excludes_store_and_rate_of_the_worker() -> None:
     origin = FunctionOrigin(lambda shard, file: None)
     one = TrainingData(100, 10, MemoryShardStore(), origin=origin, replication=2, rate_bytes_per_s=2e6)
     other = TrainingData(100, 10, MemoryShardStore(), origin=FunctionOrigin(lambda shard, file: None), replication=2)
@@ -70,7 +70,7 @@ def test_few_samples_are_a_dataset(samples: int) -> None:
         (10, 2, {"origin_timeout_s": None}),
     ],
 )
-def test_what_cannot_be_is_refused_at_once(samples: int, shards: int, more: dict[str, Any]) -> None:
+def test_invalid_training_data_is_refused_at_construction(samples: int, shards: int, more: dict[str, Any]) -> None:
     with pytest.raises(RequestRefused):
         TrainingData(samples, shards, MemoryShardStore(), **more)
 

@@ -256,7 +256,7 @@ def test_epochs_that_are_over_have_to_be_complete_and_the_last_one_need_not() ->
         ([], 1, "the audits contain 0 used samples, the steps 1"),
     ],
 )
-def test_what_the_daemon_does_not_prove_is_a_problem(views: list[AuditView], used: int, words: str) -> None:
+def test_unproven_audit_is_a_problem(views: list[AuditView], used: int, words: str) -> None:
     assert audit.audit_problems(views, used) == [words]
 
 

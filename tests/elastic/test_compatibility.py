@@ -44,7 +44,7 @@ def test_worker_that_has_a_part_that_other_workers_lack_is_refused_likewise() ->
     assert error.fix == FIX
 
 
-def test_what_differs_is_named_with_both_values() -> None:
+def test_difference_is_named_with_both_values() -> None:
     error = refusal(SAMPLER, {"sampler": {"seed": 8, "drop_last": True}})
     assert error.code == "sampler_differs"
     assert error.message == (
@@ -59,7 +59,7 @@ def test_a_value_that_only_one_of_them_has_differs() -> None:
 
 
 @pytest.mark.parametrize("common", [None, {}, DATASET | SAMPLER])
-def test_what_workers_say_is_taken(common: SharedConfig | None) -> None:
+def test_valid_shared_config_is_accepted(common: SharedConfig | None) -> None:
     check_shared_config(common)
 
 

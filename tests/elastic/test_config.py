@@ -118,7 +118,7 @@ def test_every_setting_has_a_rule_and_every_rule_is_tested_here() -> None:
 
 
 @given(CONFIGS)
-def test_what_is_within_the_rules_is_valid(config: ElasticTrainingConfig) -> None:
+def test_config_within_the_rules_is_valid(config: ElasticTrainingConfig) -> None:
     config.validate()
 
 
@@ -184,7 +184,7 @@ def test_range_of_a_setting_includes_its_bounds(key: str) -> None:
 
 @pytest.mark.parametrize("key", WHOLE)
 @pytest.mark.parametrize("value", [True, False, 5.0, "5", math.nan, math.inf, []])
-def test_what_is_no_whole_number_is_wrong(key: str, value: Any) -> None:
+def test_non_integer_setting_is_invalid(key: str, value: Any) -> None:
     """A bool is none, though Python takes it for one."""
     assert list(wrong(**{key: value})) == [key]
 
@@ -200,18 +200,18 @@ def test_nothing_at_all_is_right_only_where_it_has_a_meaning(key: str) -> None:
 
 @pytest.mark.parametrize("key", FLAGS)
 @pytest.mark.parametrize("value", [0, 1, "true", None, 1.0])
-def test_what_is_no_bool_is_wrong(key: str, value: Any) -> None:
+def test_non_bool_setting_is_invalid(key: str, value: Any) -> None:
     assert wrong(**{key: value}) == {key: "true or false"}
 
 
 @pytest.mark.parametrize("key", CHOICES)
 @pytest.mark.parametrize("value", ["Linear", "", 0, None, True, []])
-def test_what_is_no_choice_is_wrong(key: str, value: Any) -> None:
+def test_unlisted_choice_is_invalid(key: str, value: Any) -> None:
     assert wrong(**{key: value}) == {key: f"one of {', '.join(CHOICES[key])}"}
 
 
 @pytest.mark.parametrize("value", [0, 0.0, -0.1, 1.1e100, math.nan, math.inf, True, "0.1", *HUGE, []])
-def test_what_is_no_rate_is_wrong(value: Any) -> None:
+def test_invalid_learning_rate_setting_is_invalid(value: Any) -> None:
     assert list(wrong(base_learning_rate=value)) == ["base_learning_rate"]
 
 
@@ -236,7 +236,7 @@ def test_one_wrong_bound_is_not_compared_with_the_other() -> None:
 
 
 @given(CONFIGS)
-def test_what_was_written_into_settings_is_read_from_them(config: ElasticTrainingConfig) -> None:
+def test_config_survives_conversion_to_settings(config: ElasticTrainingConfig) -> None:
     """Also after they were sent and stored with the job."""
     request = CreateJob("run", config.to_settings())
     arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=CreateJob)
@@ -245,7 +245,7 @@ def test_what_was_written_into_settings_is_read_from_them(config: ElasticTrainin
 
 
 @given(CONFIGS)
-def test_what_is_read_has_the_types_of_the_fields(config: ElasticTrainingConfig) -> None:
+def test_read_config_has_the_field_types(config: ElasticTrainingConfig) -> None:
     read = ElasticTrainingConfig.from_settings(config.to_settings())
     assert type(read.lr_adaptation_strategy) is AdaptationStrategy
     assert type(read.redistribution_type) is RedistributionType
@@ -290,7 +290,7 @@ def test_a_bound_is_compared_with_the_default_of_the_other() -> None:
     assert [problem.key for problem in caught.value.problems] == ["max_workers"]
 
 
-def test_what_is_invalid_is_not_written() -> None:
+def test_invalid_config_is_not_converted_to_settings() -> None:
     with pytest.raises(ConfigError):
         ElasticTrainingConfig(min_workers=0).to_settings()
 

@@ -101,14 +101,14 @@ def test_a_strategy_may_be_given_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("base", [-0.1, math.nan, math.inf, -math.inf, True, "0.1", None, *HUGE, 1j])
-def test_what_is_no_rate_is_refused(base: Any) -> None:
+def test_invalid_base_rate_is_refused(base: Any) -> None:
     with pytest.raises(RequestRefused, match="base_lr") as caught:
         adapt_learning_rate(base, 1, 2, AdaptationStrategy.LINEAR)
     assert caught.value.code == "learning_rate_invalid"
 
 
 @pytest.mark.parametrize("world", [0, -1, True, 2.0, "2", None, WORLD_SIZE_MAX + 1, *HUGE])
-def test_what_is_no_number_of_workers_is_refused(world: Any) -> None:
+def test_invalid_world_size_is_refused(world: Any) -> None:
     with pytest.raises(RequestRefused, match="base_world must be "):
         adapt_learning_rate(0.1, world, 2, AdaptationStrategy.LINEAR)
     with pytest.raises(RequestRefused, match=r"^world must be "):
@@ -116,7 +116,7 @@ def test_what_is_no_number_of_workers_is_refused(world: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["quadratic", "LINEAR", None, [], 1])
-def test_what_is_no_strategy_is_refused(strategy: Any) -> None:
+def test_unknown_strategy_is_refused(strategy: Any) -> None:
     with pytest.raises(RequestRefused, match="one of linear, square_root, none"):
         adapt_learning_rate(0.1, 1, 2, strategy)
 

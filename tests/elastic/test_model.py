@@ -81,7 +81,7 @@ def test_a_worker_is_written_as_its_id_at_its_address() -> None:
 
 
 @given(WORKER_IDS)
-def test_what_was_written_can_be_read(one: WorkerId) -> None:
+def test_worker_id_is_parsed_from_its_text(one: WorkerId) -> None:
     assert WorkerId.parse(str(one)) == one
 
 
@@ -173,7 +173,7 @@ def test_equal_values_are_one_key(value: Any) -> None:
     assert len({value, sent(value)}) == 1
 
 
-def test_what_a_value_was_made_of_may_change() -> None:
+def test_values_copy_their_mutable_arguments() -> None:
     workers: Any = [worker(1)]
     attributes = {"zone": "b"}
     together = ClusterTopology(workers)

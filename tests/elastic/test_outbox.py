@@ -4,7 +4,7 @@ from forged.elastic.messages import JobPaused, JobResumed
 from forged.elastic.outbox import Outbox
 
 
-def test_what_was_taken_is_there_no_more() -> None:
+def test_take_empties_the_outbox() -> None:
     out = Outbox()
     out.publish(JobPaused("lunch"))
     out.mark_trigger()

@@ -11,7 +11,7 @@ UNLISTED = [pair for pair in itertools.product(Phase, Cause) if pair not in TRAN
 
 
 @pytest.mark.parametrize(("phase", "cause"), TRANSITIONS, ids=str)
-def test_what_is_in_the_table_leads_where_it_says(phase: Phase, cause: Cause) -> None:
+def test_listed_transition_leads_to_its_phase(phase: Phase, cause: Cause) -> None:
     assert next_phase(phase, cause) is TRANSITIONS[phase, cause]
 
 

@@ -273,7 +273,7 @@ async def fill(store: FaultyStore, crew: WorkerStub) -> None:
 
 
 @on_virtual_time
-async def test_what_happens_while_nothing_can_be_written_is_decided_afterwards() -> None:
+async def test_inputs_during_a_store_failure_are_decided_afterwards() -> None:
     store = FaultyStore()
     async with service_fixture(store) as fixture:
         a, b, c = await fixture.form_world("a", "b", "c", **PATIENT)
@@ -295,7 +295,7 @@ async def test_what_happens_while_nothing_can_be_written_is_decided_afterwards()
 
 
 @on_virtual_time
-async def test_what_stands_still_says_that_nothing_can_be_written() -> None:
+async def test_stall_report_names_the_store_failure() -> None:
     store, why = FaultyStore(), "the daemon cannot write, so no rescale can start: "
     why += "the store cannot write: no space left (make room)"
     async with service_fixture(store) as fixture:
@@ -474,7 +474,7 @@ async def test_a_client_that_speaks_for_several_workers_loses_all_of_them() -> N
 
 
 @on_virtual_time
-async def test_a_worker_whose_address_refuses_connections_has_failed_within_moments() -> None:
+async def test_worker_with_a_refusing_address_fails_after_the_probe() -> None:
     async with service_fixture() as fixture:
         a, b = await fixture.form_world("a", "b")
         fixture.addresses.dead.add("b")
@@ -655,7 +655,7 @@ async def test_settings_that_were_changed_hold_also_for_worker_that_brings_those
 
 
 @on_virtual_time
-async def test_a_shorter_timeout_holds_for_no_worker_that_has_not_heard_of_it() -> None:
+async def test_shorter_timeout_fails_no_worker_that_has_not_received_it() -> None:
     """Every worker is heard each second; the job gets a timeout of 400 ms."""
     store = FaultyStore()
     async with service_fixture(store) as fixture:
@@ -792,7 +792,7 @@ async def test_nothing_is_left_of_a_job_that_was_removed() -> None:
 
 
 @on_virtual_time
-async def test_what_a_dead_daemon_left_of_a_removed_job_is_swept_away() -> None:
+async def test_leftover_records_of_a_removed_job_are_deleted_after_a_restart() -> None:
     store = FaultyStore()
     async with service_fixture(store) as fixture:
         await fixture.form_world(*[f"w{number}" for number in range(100)])
@@ -923,7 +923,7 @@ async def test_jobs_have_nothing_to_do_with_each_other() -> None:
 
 
 @on_virtual_time
-async def test_what_a_worker_says_of_itself_has_to_make_sense() -> None:
+async def test_invalid_join_requests_are_refused() -> None:
     async with service_fixture() as fixture:
         cases: list[tuple[JoinJob, str]] = [
             (JoinJob(JOB, worker_of("a"), b"short"), "incarnation_invalid"),
@@ -1099,7 +1099,7 @@ async def test_workers_are_listed_by_id_in_pages() -> None:
 
 
 @on_virtual_time
-async def test_what_an_operator_asks_for_is_done() -> None:
+async def test_operator_requests_take_effect() -> None:
     async with service_fixture() as fixture:
         await fixture.form_world("a", "b", "c", **PATIENT)
         ask = fixture.kernel.bus.ask
@@ -1199,7 +1199,7 @@ async def test_worker_that_is_refused_has_changed_nothing() -> None:
 
 
 @on_virtual_time
-async def test_what_breaks_by_itself_in_one_job_ends_that_job_and_not_other_workers(
+async def test_repeated_coordinator_failure_aborts_only_its_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[str] = []
@@ -1247,7 +1247,7 @@ async def test_coordinator_is_reloaded_from_the_store_after_an_exception(monkeyp
 
 
 @on_virtual_time
-async def test_what_breaks_in_a_job_that_is_over_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_coordinator_failure_in_a_finished_job_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
     def breaks(coordinator: JobCoordinator, now: Moment) -> None:

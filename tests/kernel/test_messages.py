@@ -147,7 +147,7 @@ def test_a_field_that_is_not_known_is_ignored() -> None:
     assert Record.read(stored(7, 1.5, "Added", "", 0, 0, "", body)).fact == Added(1, 2)
 
 
-def test_a_fact_whose_type_is_not_known_is_shown_as_it_is() -> None:
+def test_fact_of_an_unknown_type_keeps_its_fields() -> None:
     fact = Record.read(stored(7, 1.5, "Landed", "", 0, 0, "", {"where": "moon"})).fact
     assert fact == UnknownFact("Landed", {"where": "moon"})
 

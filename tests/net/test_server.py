@@ -427,7 +427,7 @@ async def test_a_client_that_serves_nothing_refuses(daemon: Daemon) -> None:
         assert caught.value.code == "request_unknown"
 
 
-async def test_what_a_client_refuses_comes_back_as_it_was_said(daemon: Daemon) -> None:
+async def test_refusal_of_a_client_reaches_the_caller_unchanged(daemon: Daemon) -> None:
     async def refuse(request: EchoWord) -> str:
         raise RequestRefused("not_today", f"no {request.word} today", "come tomorrow")
 

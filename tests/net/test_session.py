@@ -840,7 +840,7 @@ async def test_replies_to_unknown_calls_are_dropped(here: ManualDaemon, message:
         [ENDED, 1, "refused", "c", "t"],
     ],
 )
-async def test_what_only_a_daemon_says_breaks_the_protocol(here: ManualDaemon, message: Message) -> None:
+async def test_daemon_messages_from_a_client_end_the_session(here: ManualDaemon, message: Message) -> None:
     client = await here.greeted()
     client.send(*message)
     assert await told(client) == ("peer", "message_unexpected")
@@ -930,7 +930,7 @@ messages = st.tuples(st.integers(0, 16), st.lists(anything, max_size=7)).map(lam
 
 @given(st.booleans(), st.lists(messages, max_size=12))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_other_clients_are_served_whatever_one_client_sends(tmp_path: Path, polite: bool, data: list[bytes]) -> None:
+def test_invalid_messages_do_not_disturb_other_clients(tmp_path: Path, polite: bool, data: list[bytes]) -> None:
     async def play() -> None:
         async with manual_daemon(tmp_path) as here:
             mistakes: list[dict[str, Any]] = []

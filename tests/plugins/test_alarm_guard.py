@@ -93,7 +93,7 @@ def test_swallowing_the_interruption_is_a_failure_too(guard: AlarmGuard) -> None
     assert guard.run(LONG_S, len, "abc") == 3
 
 
-def test_what_an_inner_plugin_swallows_is_not_the_outer_ones(guard: AlarmGuard) -> None:
+def test_interruption_of_an_inner_plugin_does_not_reach_the_outer_one(guard: AlarmGuard) -> None:
     def inner() -> None:
         with pytest.raises(PluginMisbehaved):
             guard.run(LIMIT_S, swallow_and_return)
@@ -126,7 +126,7 @@ def test_interruption_is_not_caught_by_except_exception(guard: AlarmGuard) -> No
         guard.run(LIMIT_S, careless)
 
 
-def test_what_was_interrupted_says_where_it_was(guard: AlarmGuard) -> None:
+def test_interruption_has_the_traceback_of_the_plugin(guard: AlarmGuard) -> None:
     with pytest.raises(PluginMisbehaved) as caught:
         guard.run(LIMIT_S, spin)
     names, traceback = [], caught.value.__cause__.__traceback__ if caught.value.__cause__ else None
@@ -415,7 +415,7 @@ async def test_every_awaitable_can_be_guarded(guard: AlarmGuard) -> None:
 
 
 @pytest.mark.parametrize("nonsense", [None, 7, "text"])
-async def test_what_cannot_be_awaited_is_an_error_like_any_other(guard: AlarmGuard, nonsense: Any) -> None:
+async def test_non_awaitable_raises_its_own_error(guard: AlarmGuard, nonsense: Any) -> None:
     with pytest.raises((TypeError, AttributeError)):
         await awaiting(guard, nonsense)
 
@@ -481,7 +481,7 @@ async def test_a_task_that_the_daemon_starts_for_a_plugin_is_not_guarded(guard: 
     assert await asyncio.create_task(own()) == "done"
 
 
-async def test_a_plugins_scopes_and_timeouts_work_as_ever(guard: AlarmGuard) -> None:
+async def test_plugin_cancel_scopes_and_timeouts_fire_under_guard(guard: AlarmGuard) -> None:
     async def work() -> str:
         with anyio.move_on_after(0.001) as scope:
             await anyio.sleep_forever()

@@ -67,7 +67,7 @@ def test_fact_that_cannot_be_decoded_again_is_refused(fact: Fact) -> None:
 
 
 @pytest.mark.parametrize("thing", [None, "text", 7, Said, {"text": "x"}, msgspec.Raw(b"")])
-def test_what_is_no_fact_is_refused(thing: Any) -> None:
+def test_invalid_fact_is_refused(thing: Any) -> None:
     with pytest.raises(RequestRefused) as caught:
         check_facts([thing], own=True)
     assert code(caught) == "fact_type_invalid"
@@ -121,7 +121,7 @@ values = st.recursive(
 
 
 @given(text=st.text(st.characters()) | values, more=values, job=st.text(st.characters()) | values, number=values)
-def test_what_is_let_through_can_be_read_again(text: Any, more: Any, job: Any, number: Any) -> None:
+def test_accepted_fact_can_be_read_back(text: Any, more: Any, job: Any, number: Any) -> None:
     fact = Said(text, more)
     try:
         check_decision(Decision(None, (fact,), job=job, generation=number), own=True)

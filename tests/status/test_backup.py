@@ -23,7 +23,7 @@ def service_in(directory: Path, copy: Copy | None = copy_nothing) -> BackupServi
 
 
 @pytest.mark.parametrize("name", [NAME, UNFINISHED])
-def test_what_a_backup_that_was_cut_short_left_is_removed(tmp_path: Path, name: str) -> None:
+def test_leftover_of_an_interrupted_backup_is_removed(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"half a copy")
     service_in(tmp_path).clear()
     assert not list(tmp_path.iterdir())
@@ -42,7 +42,7 @@ def test_a_daemon_without_files_removes_none(tmp_path: Path) -> None:
     assert (tmp_path / NAME).exists()
 
 
-def test_what_cannot_be_removed_is_left_and_the_rest_is_not(tmp_path: Path) -> None:
+def test_failed_removal_does_not_stop_the_clean_up(tmp_path: Path) -> None:
     (tmp_path / NAME).mkdir()
     (tmp_path / UNFINISHED).write_bytes(b"half a copy")
     service_in(tmp_path).clear()

@@ -65,7 +65,7 @@ async def test_rendering_yields_between_metric_families() -> None:
     assert turns >= 50
 
 
-async def test_cancelled_scrape_does_not_fail_the_others() -> None:
+async def test_cancelled_scrape_fails_no_other_scrape() -> None:
     numbers = Numbers()
     exposition = Exposition(numbers, ManualClock().monotonic)
     with anyio.CancelScope() as scope:

@@ -155,7 +155,7 @@ async def test_simultaneous_connections_stay_within_the_limit(monkeypatch: pytes
             one.close()
 
 
-async def test_connection_is_refused_while_all_others_are_being_served(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_is_refused_while_all_slots_are_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     async with page_server(monkeypatch, connections_max=1) as server:
         reader, writer = await server.connect()
         await server.ask(writer, LINGERING)

@@ -492,7 +492,7 @@ class TestWhoIsToGo:
             assert await cluster.group.over("a") == [None]
             assert set(cluster.stores["a"].held()) == set(range(SHARDS))
 
-    async def test_with_all_others_goes_with_them(self, runner: DaemonRunner) -> None:
+    async def test_workers_that_all_drain_leave_together(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner) as cluster:
             cluster.start("a", "b", "c")
             await cluster.group.world_of("a", "b", "c")
@@ -514,7 +514,7 @@ class TestWhoIsToGo:
             await cluster.group.world_of("a")
             await cluster.check_holdings("a")
 
-    async def test_while_the_daemon_is_away_trains_until_others_can_take_over(self, runner: DaemonRunner) -> None:
+    async def test_drain_without_a_daemon_waits_until_the_state_can_be_taken_over(self, runner: DaemonRunner) -> None:
         async with training_cluster(runner, origin=None) as cluster:
             cluster.start("a", store=filled(*range(SHARDS)))
             cluster.start("b")
@@ -671,7 +671,7 @@ class TestTheBackground:
             await cluster.check_holdings("a", "b", "c", "d")
             await cluster.finish("a", "b", "c", "d")
 
-    async def test_ends_the_script_of_whose_store_breaks(
+    async def test_broken_store_ends_the_script_of_its_worker(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async with training_cluster(runner) as cluster:
@@ -967,7 +967,7 @@ class TestFailedTransfers:
             assert failed.reason == "no answer in attempt 1 within 1 s"
             assert await cluster.facts(ShardsLost) == []
 
-    async def test_full_worker_with_only_copies_stays_and_others_take_new_shards(
+    async def test_full_worker_with_only_copies_stays_and_new_shards_go_elsewhere(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         swift = RetryPolicy(attempts=2, delay_s=0.01)

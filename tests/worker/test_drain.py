@@ -361,7 +361,7 @@ async def test_needed_worker_asks_when_fewer_workers_may_need_it() -> None:
 
 
 @on_virtual_time
-async def test_worker_whose_question_is_refused_may_leave() -> None:
+async def test_worker_leaves_if_its_leave_query_is_refused() -> None:
     scene = Scene()
     scene.answers = [RequestRefused("job_unknown", "no such job")]
     assert await scene.drained() < 1
@@ -757,7 +757,7 @@ class TestHandingOverTheState:
         assert await group.over("a", "c") == [None, None]
         await self._is_continued_by(group, "b")
 
-    async def test_a_world_that_does_not_come_together_at_once_is_waited_for(
+    async def test_drain_completes_when_first_world_entry_fails(
         self, group: TrainerGroup, client: ForgedClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         await self._train(group, client, "a")

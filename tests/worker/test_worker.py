@@ -195,7 +195,7 @@ class TestTheValueOfIt:
         worker.update_training_state(2, 50, 0.5)
         assert (worker.epoch, worker.step, worker.learning_rate) == (2, 50, 0.5)
 
-    async def test_what_was_committed_is_not_taken_back_between_two_worlds(self) -> None:
+    async def test_committed_step_cannot_be_lowered_between_worlds(self) -> None:
         worker = ElasticWorker("me")
         await worker.synchronize_state(GlobalTrainingState(2, 50, 0.5, 64))
         with pytest.raises(RequestRefused) as raised:
@@ -292,9 +292,7 @@ class TestComingAndGoing:
             assert metadata.last_heartbeat >= metadata.join_time
         assert told == [3.0]
 
-    async def test_it_goes_by_other_settings_as_soon_as_it_hears_of_them(
-        self, runner: DaemonRunner, client: ForgedClient
-    ) -> None:
+    async def test_changed_settings_apply_when_received(self, runner: DaemonRunner, client: ForgedClient) -> None:
         counters = Counters.create()
         process = SharedProcess(counters)
         worker = ElasticWorker("me", config(worker_heartbeat_timeout_ms=600_000), job=JOB, process=process)

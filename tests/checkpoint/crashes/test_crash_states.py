@@ -56,7 +56,7 @@ def test_a_power_cut_at_any_moment_takes_nothing_and_leaves_nothing_half_there()
 
 
 @pytest.mark.parametrize(("world", "deed"), DONE, ids=str)
-def test_what_is_done_again_after_a_kill_outlives_a_power_cut_too(world: Group, deed: Action) -> None:
+def test_repeated_action_after_a_kill_survives_a_power_cut(world: Group, deed: Action) -> None:
     """The dead process may have done what another one then finds done, and never made it durable."""
     image = before(world)
     moments = share(len(operations(world, image, deed)), DONE.index((world, deed)), TURNS)

@@ -187,7 +187,7 @@ def test_assembly_serves_single_chunks_to_the_compressor() -> None:
     assert assembly.digests == digests
 
 
-def test_what_is_damaged_is_not_put_into_a_file() -> None:
+def test_damaged_chunk_is_not_assembled_into_a_file() -> None:
     storage, manifest = saved(filled((1000, 500), np.dtype(np.float32)))
     part = manifest.parts[0]
     storage.damage(part.file, part.data_offset + 5 * CHUNK_BYTES_MIN)

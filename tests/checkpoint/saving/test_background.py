@@ -93,7 +93,7 @@ async def reached(gate: Gate) -> None:
 # One process.
 
 
-async def test_what_was_staged_is_saved_though_the_state_goes_on() -> None:
+async def test_staged_state_is_saved_although_the_arrays_change() -> None:
     async with held("write") as (storage, gate, one):
         mine = state(1)
         handle = await one.save_async(mine, options=named("a"))
@@ -397,7 +397,7 @@ async def test_a_save_can_be_given_up() -> None:
         assert storage.files == {}
 
 
-async def test_what_is_committed_is_not_given_up_any_more() -> None:
+async def test_committed_save_cannot_be_cancelled() -> None:
     async with checkpoint(MemoryStorage()) as one:
         handle = await one.save_async(state(1), options=named("a"))
         await handle.committed()
@@ -513,7 +513,9 @@ async def test_ranks_save_in_the_background_without_meeting_again(size: int) -> 
 
 @pytest.mark.parametrize("faulty", [0, 1, 3])
 @pytest.mark.parametrize("names", [("write",), ("sync_names",)])
-async def test_what_fails_at_one_rank_is_raised_at_all_at_their_next_call(faulty: int, names: tuple[str, ...]) -> None:
+async def test_failure_of_one_rank_is_raised_at_all_ranks_at_their_next_call(
+    faulty: int, names: tuple[str, ...]
+) -> None:
     storage = MemoryStorage()
     storages = {rank: FaultyStorage(storage, on(*names) if rank == faulty else on()) for rank in range(4)}
 

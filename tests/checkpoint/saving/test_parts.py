@@ -87,7 +87,7 @@ def test_there_may_be_nothing_to_compress() -> None:
     assert (part.size, part.stored, storage.files[FILE]) == (0, [], b"")
 
 
-def test_what_is_compressed_can_be_taken_in_any_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compressed_part_can_be_read_in_any_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     made, (leaves,) = world({"w": np.arange(400_000), "v": np.arange(3)})
     packed = parts.CompressedPart(parts.image_of(made, 0, leaves), None, CompressionLevel.FAST, NEVER)
     room = memoryview(bytearray(packed.size))
@@ -97,7 +97,7 @@ def test_what_is_compressed_can_be_taken_in_any_blocks(monkeypatch: pytest.Monke
         assert b"".join(found) == whole
 
 
-def test_what_is_too_much_to_be_kept_is_compressed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncached_compressed_blocks_equal_cached_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "RUN_BYTES", 1 << 18)
     noise = np.frombuffer(np.random.default_rng(0).bytes(1 << 20), np.uint8)
     made, (leaves,) = world({"w": np.arange(400_000), "none": np.zeros((0, 3)), "noise": noise, "v": np.arange(3)})

@@ -186,7 +186,9 @@ async def test_format_decides_the_files(options: SaveOptions, files: list[str]) 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("level", [CompressionLevel.FAST, CompressionLevel.MAXIMUM])
-async def test_what_is_compressed_is_the_same_state_in_fewer_bytes(world_size: int, level: CompressionLevel) -> None:
+async def test_compressed_checkpoint_has_the_same_state_in_fewer_bytes(
+    world_size: int, level: CompressionLevel
+) -> None:
     storage = MemoryStorage()
     options = SaveOptions("run/1", compression_level=level)
     assert await save(lambda rank: storage, world_size, options=lambda rank: options) == ["run/1"] * world_size
@@ -395,7 +397,7 @@ async def test_a_name_whose_checkpoint_is_being_deleted_is_refused_until_it_is_g
 
 
 @pytest.mark.parametrize("layout", list(CheckpointFormat))
-async def test_of_two_saves_of_one_name_one_wins_and_the_other_leaves_nothing(layout: CheckpointFormat) -> None:
+async def test_concurrent_saves_of_one_name_commit_one_and_clean_up_the_other(layout: CheckpointFormat) -> None:
     """Both have found the name free, and both come to write."""
     storage, both = MemoryStorage(), threading.Barrier(2)
 
@@ -701,7 +703,7 @@ async def test_a_late_rank_is_waited_for_and_all_is_saved() -> None:
     check_saved(storage, 3)
 
 
-async def test_what_cannot_be_deleted_is_said_and_the_first_error_raised() -> None:
+async def test_failed_clean_up_is_logged_and_the_first_error_raised() -> None:
     storage = MemoryStorage()
     (error,) = await save(lambda rank: FaultyStorage(storage, on("sync_names", "delete")), 1)
     assert error.code == "broken"

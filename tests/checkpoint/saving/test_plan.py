@@ -143,9 +143,7 @@ def test_rank_writes_only_boxes_it_holds_and_none_twice(world: list[Description]
 
 @settings(deadline=None)
 @given(worlds(), st.integers(1, 8))
-def test_what_several_have_alike_is_written_as_often_as_copies_are_wanted(
-    world: list[Description], copies: int
-) -> None:
+def test_replicated_box_is_written_once_per_copy(world: list[Description], copies: int) -> None:
     made = plan(world, copies)
     for number, shape in enumerate(made.tensors.shapes):
         holders = [rank for rank, its in enumerate(made.numbers) if number in its]
@@ -172,7 +170,7 @@ def test_ranks_that_have_the_same_write_equally_much(arrays: list[tuple[str, Sha
 
 @settings(deadline=None)
 @given(worlds())
-def test_what_is_a_ranks_own_is_never_shared(world: list[Description]) -> None:
+def test_per_rank_value_is_written_by_its_rank_only(world: list[Description]) -> None:
     made = plan(world)
     for rank, description in enumerate(world):
         for place in description.private:
@@ -244,7 +242,7 @@ def test_a_hole_in_the_middle_is_found() -> None:
         plan([described(("w", "float32", (3, 3), box)) for box in ring])
 
 
-def test_parts_whose_edges_make_too_many_cells_are_refused_unless_nothing_can_be_missing() -> None:
+def test_boxes_with_too_fine_a_grid_are_refused_unless_one_covers_all() -> None:
     sizes = range(1, 80)
     boxes = [Box((0,) * 4, (size,) * 4) for size in sizes] + [Box((size,) * 4, (80 - size,) * 4) for size in sizes]
     with pytest.raises(CheckpointException, match="grid of"):
@@ -269,7 +267,7 @@ def test_error_names_the_array_that_differs_and_how(
     assert "ShardedArray" in caught.value.fix
 
 
-def test_what_only_one_rank_has_it_writes() -> None:
+def test_tensor_of_one_rank_is_written_by_that_rank() -> None:
     made = plan([described(("a", "uint8", (3,), None)), described(("b", "uint8", (3,), None))])
     assert [written(made, number) for number in range(2)] == [[(0, whole((3,)))], [(1, whole((3,)))]]
 

@@ -44,7 +44,7 @@ def test_staged_bytes_equal_written_bytes(some: list[Array]) -> None:
     assert one.digests == another.digests
 
 
-def test_what_was_staged_does_not_change_with_its_arrays() -> None:
+def test_staged_bytes_do_not_change_with_their_arrays() -> None:
     array = np.arange(BLOCK_BYTES // 4, dtype=np.int64)
     one = image(array, array[::2], np.zeros(3))
     before, sums = written(one), digests([array, array[::2], np.zeros(3)])
@@ -147,7 +147,7 @@ def test_time_that_is_over_stops_the_touching() -> None:
     assert caught.value.type is ExceptionType.TIMEOUT
 
 
-def test_what_cannot_be_copied_gives_the_memory_back(made: list[int]) -> None:
+def test_failed_staging_returns_the_memory(made: list[int]) -> None:
     class Broken(ArrayImage):
         def block(self, offset: int, room: memoryview) -> memoryview:
             raise MemoryError

@@ -98,7 +98,7 @@ def test_a_cold_file_goes_past_the_cache_and_a_warm_one_does_not() -> None:
 
 
 @pytest.mark.parametrize("lacking", ["direct", "lock_alone", "is_cached"])
-def test_what_the_file_system_lacks_is_done_without(lacking: str) -> None:
+def test_read_works_without_file_system_abilities(lacking: str) -> None:
     files = cold(pattern(4 * PAGE), (lacking,))
     assert read(files, 3, 3 * PAGE) == pattern(4 * PAGE)[3 : 3 * PAGE + 3]
     assert files.descriptors == 0

@@ -68,7 +68,7 @@ def test_a_real_file_has_it_through_the_cache_too(size: int, tmp_path: Path) -> 
     assert path.read_bytes() == data
 
 
-def test_what_lies_at_a_page_is_not_copied() -> None:
+def test_page_aligned_source_is_not_copied() -> None:
     seen: list[memoryview] = []
 
     class Watching(MemorySource):
@@ -125,7 +125,7 @@ def test_signals_without_end_are_an_error() -> None:
 
 
 @pytest.mark.parametrize("operation", ["begin_write_back", "drop_cache"])
-def test_what_only_helps_may_be_missing(operation: str) -> None:
+def test_optional_system_calls_may_be_missing(operation: str) -> None:
     files, data = MemoryFiles(lacking=["direct"]), pattern(10 * BLOCK_BYTES)
     filled(with_fault(files, failing(operation, errno.ENOSYS)), CopiedSource(data), threads=1)
     assert content(files) == data

@@ -78,7 +78,7 @@ def test_every_operation_is_tried_again_with_pauses(memory: MemoryStorage, act: 
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_what_goes_on_failing_is_raised_in_the_end(memory: MemoryStorage, act: str) -> None:
+def test_repeated_failure_is_raised_after_the_last_try(memory: MemoryStorage, act: str) -> None:
     faulty = FaultyStorage(memory, first(9))
     storage, pauses = patient(faulty)
     with pytest.raises(CheckpointException, match="broken"):
@@ -87,7 +87,7 @@ def test_what_goes_on_failing_is_raised_in_the_end(memory: MemoryStorage, act: s
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_what_does_not_pass_is_raised_at_once(memory: MemoryStorage, act: str) -> None:
+def test_permanent_failure_is_raised_at_once(memory: MemoryStorage, act: str) -> None:
     faulty = FaultyStorage(memory, first(9, error=broken))
     storage, pauses = patient(faulty)
     with pytest.raises(CheckpointException, match="broken"):

@@ -51,7 +51,7 @@ def refused(code: int, act: Callable[[], object]) -> None:
     assert caught.value.errno == code
 
 
-def test_what_was_written_is_read(place: Place) -> None:
+def test_read_returns_written_bytes(place: Place) -> None:
     assert place.content(place.new("a", b"hello")) == b"hello"
 
 
@@ -115,7 +115,7 @@ def test_past_the_cache_only_whole_pages_are_taken(place: Place) -> None:
     assert place.content(path) == b"x" * (PAGE + 100)
 
 
-def test_what_waits_in_the_cache_can_be_written_and_dropped(place: Place) -> None:
+def test_cached_pages_can_be_written_back_and_dropped(place: Place) -> None:
     path = place.new("a", b"x" * PAGE)
     fd = place.files.open(path, READ)
     place.files.begin_write_back(fd, 0, PAGE)
@@ -126,7 +126,7 @@ def test_what_waits_in_the_cache_can_be_written_and_dropped(place: Place) -> Non
     assert place.content(path) == b"x" * PAGE
 
 
-def test_what_was_written_through_the_cache_is_in_it(place: Place) -> None:
+def test_buffered_writes_are_in_the_page_cache(place: Place) -> None:
     fd = place.files.open(place.new("a", b"x" * (PAGE + 5)), READ)
     assert all(place.files.is_cached(fd, offset) for offset in (0, PAGE - 1, PAGE, PAGE + 4))
     place.files.close(fd)
@@ -142,7 +142,7 @@ def test_only_one_is_alone_with_a_file_until_it_closes_it(place: Place) -> None:
     place.files.close(second)
 
 
-def test_shared_lock_is_shared_and_keeps_others_from_being_alone(place: Place) -> None:
+def test_shared_locks_coexist_and_refuse_an_exclusive_lock(place: Place) -> None:
     first, second, third = (place.files.open(path, READ) for path in [place.new("a")] * 3)
     assert place.files.lock_shared(first)
     assert place.files.lock_shared(second)
@@ -154,7 +154,7 @@ def test_shared_lock_is_shared_and_keeps_others_from_being_alone(place: Place) -
     place.files.close(third)
 
 
-def test_what_the_cache_has_dropped_is_not_in_it(tmp_path: Path) -> None:
+def test_dropped_pages_are_not_in_the_page_cache(tmp_path: Path) -> None:
     place = Place(SystemFiles(), str(tmp_path))
     path = place.new("a", b"x" * 100 * PAGE)
     fd = place.files.open(path, READ)
@@ -208,7 +208,7 @@ def test_a_directory_goes_when_it_is_empty(place: Place) -> None:
     refused(errno.ENOENT, lambda: place.files.make_directory(f"{directory}/e"))
 
 
-def test_what_is_missing_or_no_file_is_refused(place: Place) -> None:
+def test_missing_paths_and_directories_are_refused(place: Place) -> None:
     place.files.make_directory(f"{place.root}/d")
     place.new("a")
     refused(errno.ENOENT, lambda: place.files.open(f"{place.root}/missing", READ))
@@ -348,7 +348,7 @@ def test_a_file_is_found_only_where_its_directory_is() -> None:
     assert after_power_cuts(files) == {((f"{ROOT}/d/a", b"A"),)}
 
 
-def test_what_was_there_before_may_be_back_until_the_directory_is_synced() -> None:
+def test_unsynced_replacement_may_be_undone_by_a_power_cut() -> None:
     files = MemoryFiles(Image({f"{ROOT}/a": b"A"}, EMPTY.directories))
     files.unlink(f"{ROOT}/a")
     written(files, "a", b"B", synced=True)

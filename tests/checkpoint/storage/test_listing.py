@@ -122,7 +122,7 @@ def test_unreadable_tombstone_still_allows_deletion_of_its_files(storage: Memory
     assert set(storage.files) == unrelated
 
 
-def test_what_was_saved_under_the_name_since_is_left_alone(storage: MemoryStorage) -> None:
+def test_later_save_of_the_name_is_kept_by_an_old_deletion(storage: MemoryStorage) -> None:
     """Its manifest is not what the tombstone says."""
     old = storage.files.pop("b" + SUFFIX)
     storage.files["a" + TOMBSTONE] = storage.files["a" + SUFFIX]
@@ -239,7 +239,7 @@ def test_a_save_that_was_killed_does_not_keep_its_name(layout: CheckpointFormat,
     require(storage, "a", 2)
 
 
-def test_a_checkpoint_whose_save_was_killed_before_its_index_was_shown_goes_as_a_whole() -> None:
+def test_checkpoint_without_its_index_is_deleted_as_a_whole() -> None:
     storage = MemoryStorage()
     put(dying(storage, "move"), "a", 1)
     assert listing.checkpoint_exists(storage, "a")
@@ -275,7 +275,7 @@ def test_two_deletions_of_one_checkpoint_succeed(storage: MemoryStorage, moment:
     assert listing.tombstones(storage) == []
 
 
-def test_what_saves_have_left_is_found_and_cleared_away(storage: MemoryStorage) -> None:
+def test_leftovers_of_saves_are_found_and_deleted(storage: MemoryStorage) -> None:
     for prefix in ("a", "b"):
         del storage.files[prefix + SUFFIX]
     mine = ["b/notes.txt", "b/0123.txt", "a.txt", "b/model.safetensors.bak"]
@@ -316,7 +316,7 @@ def test_every_file_that_a_save_makes_is_known_as_such(name: str) -> None:
     assert [*listing.unfinished_saves(storage)] == ["p"]
 
 
-def test_what_is_there_is_not_cleared_away(storage: MemoryStorage) -> None:
+def test_committed_checkpoint_is_not_deleted_as_unfinished(storage: MemoryStorage) -> None:
     before = dict(storage.files)
     assert listing.delete_unfinished(storage, "a") == []
     assert storage.files == before

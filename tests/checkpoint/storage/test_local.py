@@ -78,7 +78,7 @@ def test_a_directory_behind_a_link_is_fine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, PAGE, BLOCK_BYTES + 5])
-def test_what_was_written_is_read(storage: LocalStorage, size: int) -> None:
+def test_read_returns_written_bytes(storage: LocalStorage, size: int) -> None:
     write(storage, "run/p/a", pattern(size))
     assert storage.read("run/p/a", size) == pattern(size)
 
@@ -172,7 +172,7 @@ def test_a_directory_that_could_not_be_opened_to_be_synced_may_be_synced_later(f
     storage.sync_names(["p/a"])
 
 
-def test_a_directory_of_the_storages_whose_name_is_not_durable_is_not_left(files: MemoryFiles) -> None:
+def test_directory_with_a_failed_sync_is_removed(files: MemoryFiles) -> None:
     """A later call that found the directory would not sync its parent."""
     storage = LocalStorage(f"{ROOT}/a/b", files=with_fault(files, NthFails(1, "sync_directory", errno.EIO)))
     assert not refusal(lambda: write(storage, "p")).retryable
@@ -243,7 +243,7 @@ def test_a_commit_costs_two_syncs_of_files_and_three_of_directories(files: Memor
     assert (kinds["sync"], synced(files)) == (2, [f"{AT}/p", AT, AT])
 
 
-def test_what_is_settled_must_be_there(storage: LocalStorage) -> None:
+def test_sync_of_a_missing_name_raises(storage: LocalStorage) -> None:
     assert refusal(lambda: storage.sync_names(["p/a"])).code == "checkpoint_file_missing"
 
 
@@ -330,13 +330,13 @@ def test_a_refusal_while_it_is_published_leaves_nothing_but_perhaps_the_file(
 
 
 @pytest.mark.parametrize(("age_s", "left"), [(3601.0, {"p"}), (3599.0, {"p", ".0123.tmp"})])
-def test_what_the_dead_have_left_hidden_is_swept_away_when_it_is_old(age_s: float, left: set[str]) -> None:
+def test_old_hidden_temporary_files_are_deleted(age_s: float, left: set[str]) -> None:
     files = MemoryFiles(Image({f"{AT}/.0123.tmp": b"half"}, EMPTY.directories | {AT}), lacking=["unnamed"])
     LocalStorage(AT, files=files, wall=lambda: WRITTEN_AT + age_s).publish("p", b"whole")
     assert set(files.image.files) == {f"{AT}/{name}" for name in left}
 
 
-def test_what_is_published_counts_though_its_hidden_name_cannot_be_removed() -> None:
+def test_publish_succeeds_although_its_temporary_name_stays() -> None:
     files = MemoryFiles(lacking=["unnamed"])
     LocalStorage(AT, files=with_fault(files, failing("unlink", errno.EIO))).publish("p", b"whole")
     assert files.image.files[f"{AT}/p"] == b"whole"
@@ -408,7 +408,7 @@ def test_a_read_that_fails_is_typed(files: MemoryFiles) -> None:
         assert files.descriptors == 0
 
 
-def test_what_was_read_was_read_though_the_file_cannot_be_closed(files: MemoryFiles) -> None:
+def test_read_succeeds_although_close_fails(files: MemoryFiles) -> None:
     write(LocalStorage(AT, files=files), "a")
     assert LocalStorage(AT, files=with_fault(files, failing("close", errno.EIO))).read("a", 10) == b"hello"
     assert files.descriptors == 0
@@ -431,7 +431,7 @@ def test_an_empty_file_is_read_and_mapped(storage: LocalStorage) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), os.mkfifo], ids=["directory", "pipe"])
-def test_what_is_no_file_is_not_read(storage: LocalStorage, make: Callable[[Path], None]) -> None:
+def test_special_file_is_not_read(storage: LocalStorage, make: Callable[[Path], None]) -> None:
     write(storage, "a")
     make(Path(storage.url, "odd"))
     before = open_descriptors()
@@ -513,7 +513,7 @@ def test_a_path_that_the_file_system_finds_too_long_is_refused(tmp_path: Path) -
 # Listing.
 
 
-def test_the_files_whose_names_begin_so(storage: LocalStorage) -> None:
+def test_entries_are_listed_by_prefix(storage: LocalStorage) -> None:
     every = {"run/p-1/a", "run/p-1.metadata.json", "run/p-10/a", "run/q", "p", "other/run"}
     for name in every:
         write(storage, name)
@@ -594,7 +594,7 @@ def test_a_move_that_was_done_already_is_made_durable(files: MemoryFiles) -> Non
     assert synced(files) == [AT]
 
 
-def test_what_is_not_there_cannot_be_moved(storage: LocalStorage) -> None:
+def test_move_of_a_missing_file_raises(storage: LocalStorage) -> None:
     assert refusal(lambda: storage.move("a", "b")).code == "checkpoint_file_missing"
 
 
@@ -610,7 +610,7 @@ def test_a_move_makes_the_directory_that_it_needs_and_both_durable(files: Memory
 # Deleting.
 
 
-def test_what_is_deleted_is_gone_with_the_directories_that_it_leaves_empty(storage: LocalStorage) -> None:
+def test_delete_removes_files_and_emptied_directories(storage: LocalStorage) -> None:
     for name in ("run/p/a", "run/p/b", "run/q/a"):
         write(storage, name)
     storage.delete(["run/p/a", "run/p/b", "run/p/missing", "missing/a"])
@@ -657,12 +657,12 @@ def test_a_deletion_that_cannot_be_made_durable_is_none(files: MemoryFiles) -> N
 # Room.
 
 
-def test_what_is_free_is_known_before_the_storage_is_there(tmp_path: Path) -> None:
+def test_free_bytes_are_known_before_the_directory_exists(tmp_path: Path) -> None:
     free = LocalStorage(tmp_path / "not/yet").free_bytes()
     assert free is not None
     assert free > 0
 
 
-def test_what_is_free_cannot_be_asked(files: MemoryFiles) -> None:
+def test_failed_query_of_free_bytes_raises(files: MemoryFiles) -> None:
     storage = LocalStorage(AT, files=with_fault(files, failing("free_bytes", errno.EIO)))
     assert refusal(storage.free_bytes).code == "checkpoint_storage_io"

@@ -31,7 +31,7 @@ def refused(options: StorageOptions, environment: Mapping[str, str] | None = Non
     return caught.value
 
 
-def test_what_is_no_options_is_refused() -> None:
+def test_options_of_another_type_are_refused() -> None:
     assert "str" in refused("checkpoints").message  # type: ignore[arg-type]
 
 
@@ -101,7 +101,7 @@ def test_a_url_leads_where_it_says(where: str, url: str, monkeypatch: pytest.Mon
         ("s3://bucket/a//b/step", "checkpoint_name_invalid"),
     ],
 )
-def test_what_names_no_checkpoint_is_refused(where: str, code: str) -> None:
+def test_invalid_checkpoint_location_is_refused(where: str, code: str) -> None:
     with pytest.raises(CheckpointException) as caught:
         storage_at(where)
     assert caught.value.code == code

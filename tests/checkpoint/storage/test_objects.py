@@ -291,7 +291,7 @@ def test_a_silent_server_is_an_error_when_the_time_is_over(s3_server: S3Server) 
     assert error.type is ExceptionType.TIMEOUT
 
 
-def test_what_waits_for_a_slow_server_is_bounded(s3_server: S3Server) -> None:
+def test_uploads_to_a_stalled_server_use_bounded_memory(s3_server: S3Server) -> None:
     with TcpProxy(s3_server.ports["s3.port"]) as proxy:
         storage = through(s3_server, s3_server.bucket(), proxy)
 

@@ -66,7 +66,7 @@ def test_an_error_without_a_number_keeps_its_words() -> None:
     assert (error.code, error.message) == ("checkpoint_storage_failed", "the storage in /disk: cannot do that")
 
 
-def test_what_is_no_refusal_of_the_system_passes() -> None:
+def test_other_exceptions_are_not_translated() -> None:
     with pytest.raises(ValueError, match="mine"), errors_translated("a", "/disk"):
         raise ValueError("mine")
 

@@ -78,7 +78,7 @@ def test_a_refusal_in_the_background_leaves_nothing_half_there_and_nothing_for_e
 @pytest.mark.parametrize("deed", [SAVE, DELETE], ids=["save", "delete"])
 @pytest.mark.parametrize("number", PASSING, ids=["EIO", "EINTR", "ETIMEDOUT"])
 @pytest.mark.parametrize("world", [Group(retries=2), Group(2, in_background=True, retries=2)], ids=str)
-def test_what_passes_is_waited_out(world: Group, number: int, deed: Action) -> None:
+def test_temporary_refusal_is_retried(world: Group, number: int, deed: Action) -> None:
     image = before(world)
     for first in share(len(operations(world, image, deed)), PASSING.index(number), len(PASSING), first=1):
         is_synced = False
@@ -100,9 +100,7 @@ def test_what_passes_is_waited_out(world: Group, number: int, deed: Action) -> N
 @pytest.mark.parametrize(
     "world", [Group(retries=2), Group(2, retries=2), Group(retries=2, lacking=("unnamed",))], ids=str
 )
-def test_a_save_whose_directories_could_not_be_synced_fails_and_the_next_one_outlives_a_power_cut(
-    world: Group, is_new: bool
-) -> None:
+def test_save_fails_on_a_failed_directory_sync_and_the_next_is_durable(world: Group, is_new: bool) -> None:
     """A second sync may succeed, and tells nothing of what the first one was to write."""
     image = EMPTY if is_new else before(world)
     again = world._replace(options=(("seed", 1),))
@@ -166,7 +164,7 @@ def test_a_save_that_takes_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("lasting", get_args(Lasting))
 @pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
-def test_what_is_loaded_is_right_or_an_error(number: int, lasting: Lasting) -> None:
+def test_load_under_faults_is_correct_or_raises(number: int, lasting: Lasting) -> None:
     image = before(Group(2))
     outcomes: list[bool | str] = []
     wanted = [state(1, rank, 2) for rank in range(2)]
@@ -204,7 +202,7 @@ def test_a_list_that_cannot_be_read_is_an_error_and_not_empty() -> None:
             listing.prefixes(storage)
 
 
-def test_what_one_rank_cannot_write_no_rank_has_saved() -> None:
+def test_write_failure_of_one_rank_fails_the_save_at_all_ranks() -> None:
     """Only one of two disks is full, and both ranks are told."""
     memory = MemoryFiles()
 

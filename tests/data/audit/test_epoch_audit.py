@@ -58,7 +58,7 @@ def test_an_epoch_of_which_each_position_was_used_once_is_complete() -> None:
     assert (audit.missing, audit.repeated, audit.forgotten) == ([], [], False)
 
 
-def test_who_tells_otherwise_of_a_step_than_others_is_named_and_nothing_is_proven() -> None:
+def test_conflicting_reporters_are_named_and_the_epoch_is_unproven() -> None:
     """One of two samplers leaves out the rest of each epoch."""
     log = UsageLog(SAMPLES)
     keeps = [(0, [Use(0, 0, 9)]), (1, [Use(0, 9, 18)]), (2, [Use(0, 18, 20)]), (3, [Use(1, 0, 9)])]
@@ -155,7 +155,7 @@ def test_equal_repeated_report_keeps_the_revision() -> None:
     assert log.revision > before
 
 
-def test_what_the_oldest_epoch_has_used_is_forgotten_first() -> None:
+def test_oldest_epoch_is_forgotten_first() -> None:
     log = log_of((1, [Run(0, 0, 0, 5, 4), Run(4, 1, 0, 5, 4)]))
     assert log.forget_oldest()
     assert (log.audit(0).missing_total, log.audit(0).forgotten, log.audit(1).complete) == (SAMPLES, True, True)
@@ -176,13 +176,13 @@ def test_a_log_from_before_tellings_were_compared_is_read() -> None:
     assert UsageLog.decode([msgspec.msgpack.encode((head[:6], parts))]).audit(0) == log.audit(0)
 
 
-def test_what_was_left_out_on_purpose_is_not_missing() -> None:
+def test_dropped_samples_are_not_missing() -> None:
     audit = log_of((1, runs_of([(0, [Use(0, 0, 9)]), (1, [Use(0, 9, 18), Use(0, 18, 20, dropped=True)])]))).audit(0)
     assert audit.complete
     assert (audit.used, audit.dropped) == (18, 2)
 
 
-def test_what_was_left_out_and_used_as_well_is_repeated() -> None:
+def test_samples_dropped_and_used_are_repeated() -> None:
     audit = log_of((1, [Run(0, 0, 0, 20), Run(0, 0, 19, 1, 1, dropped=True)])).audit(0)
     assert not audit.complete
     assert audit.repeated == [range(19, 20)]
@@ -214,12 +214,12 @@ def test_repeated_report_is_not_counted_again() -> None:
     assert log.told(1) == 10
 
 
-def test_what_two_generations_have_used_without_a_way_back_is_repeated() -> None:
+def test_samples_of_two_generations_without_rewind_are_repeated() -> None:
     log = log_of((1, [Run(0, 0, 0, 2, 4)]), (2, [Run(3, 0, 6, 2, 7)]))
     assert log.audit(0).repeated == [range(6, 8)]
 
 
-def test_what_was_used_behind_the_step_to_which_the_training_went_back_is_void() -> None:
+def test_usage_after_the_rewound_step_is_void() -> None:
     log = log_of((1, [Run(0, 0, 0, 2, 9)]))
     log.rewind(2, 4)
     assert log.audit(0).missing == [range(8, 20)]
@@ -286,7 +286,7 @@ def test_going_back_over_whole_epochs_leaves_nothing_of_them() -> None:
     assert [log.audit(epoch).complete for epoch in (0, 1, 2)] == [True, True, False]
 
 
-def test_a_settled_epoch_that_is_complete_is_one_row_whatever_it_was_before() -> None:
+def test_complete_settled_epoch_is_one_row() -> None:
     order = [7, 3, 18, 0, *[at for at in range(20) if at not in (7, 3, 18, 0)]]
     log = log_of((1, runs_of((step, [Use(0, at, at + 1)]) for step, at in enumerate(order))))
     assert log.rows > 4
@@ -295,7 +295,7 @@ def test_a_settled_epoch_that_is_complete_is_one_row_whatever_it_was_before() ->
     assert log.audit(0).complete
 
 
-def test_what_was_used_twice_stays_so_when_it_is_settled() -> None:
+def test_repeated_samples_stay_repeated_after_settling() -> None:
     log = log_of((1, [Run(0, 0, 0, 10, 2), Run(2, 0, 3, 4)]))
     before = log.audit(0)
     log.settle(3)
@@ -552,7 +552,7 @@ def test_a_run_that_is_no_part_of_an_epoch_is_refused_and_changes_nothing(run: R
 
 
 @pytest.mark.parametrize("number", [-1, 1.0, None, True, 2**63])
-def test_what_is_no_number_is_refused_by_name(number: Any) -> None:
+def test_invalid_numbers_are_refused_by_name(number: Any) -> None:
     log = UsageLog(SAMPLES)
     with pytest.raises(RequestRefused, match="samples"):
         UsageLog(number)

@@ -60,7 +60,7 @@ async def test_an_epoch_is_complete_when_all_of_it_was_reported() -> None:
 
 
 @on_virtual_time
-async def test_what_is_reported_again_changes_nothing() -> None:
+async def test_repeated_usage_report_changes_nothing() -> None:
     async with data_fixture() as stage:
         for _ in range(3):
             await report(stage, 1, 0, steps(0, 6))
@@ -98,7 +98,7 @@ async def test_samples_used_twice_are_named() -> None:
 
 
 @on_virtual_time
-async def test_what_a_world_used_behind_the_beginning_of_a_later_one_is_void() -> None:
+async def test_usage_after_the_start_of_a_later_world_is_void() -> None:
     async with data_fixture() as stage:
         await report(stage, 1, 0, steps(0, 8))
         await report(stage, 2, 5, Run(5, 0, 50, 25, 2))
@@ -107,7 +107,7 @@ async def test_what_a_world_used_behind_the_beginning_of_a_later_one_is_void() -
 
 
 @on_virtual_time
-async def test_what_an_earlier_world_tells_late_counts_up_to_where_the_later_one_began() -> None:
+async def test_late_usage_counts_up_to_the_start_of_the_later_world() -> None:
     async with data_fixture() as stage:
         await report(stage, 2, 5, steps(5, 10))
         assert (await audit(stage)).missing == [(0, 50)]
@@ -178,7 +178,7 @@ async def test_the_latest_epoch_is_looked_at_if_none_is_named() -> None:
 
 
 @on_virtual_time
-async def test_what_was_acknowledged_survives_the_daemon() -> None:
+async def test_acknowledged_usage_survives_a_daemon_restart() -> None:
     store = FaultyStore()
     async with data_fixture(store) as stage:
         await report(stage, 1, 0, steps(0, 8))
@@ -198,7 +198,7 @@ async def test_another_number_of_samples_is_refused() -> None:
 
 
 @on_virtual_time
-async def test_what_is_no_part_of_an_epoch_is_refused_and_leaves_nothing() -> None:
+async def test_invalid_usage_is_refused_as_a_whole() -> None:
     async with data_fixture() as stage:
         assert await refused(report(stage, 1, 0, Run(0, 0, 95, 10))) == "usage_invalid"
         assert await refused(audit(stage)) == "usage_none"

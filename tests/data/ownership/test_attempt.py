@@ -37,7 +37,7 @@ def test_offered_shards_are_sorted_on_first_read() -> None:
 
 
 @pytest.mark.parametrize("shards", [1_000, 10])
-def test_what_is_said_again_takes_no_more_room_than_the_shards(shards: int) -> None:
+def test_repeated_offers_use_bounded_memory(shards: int) -> None:
     holdings = Offer()
     for _ in range(100):
         for start in range(0, shards, shards // 10):

@@ -96,7 +96,7 @@ def test_full_worker_keeps_its_shards_and_gets_no_new_ones() -> None:
     assert crowded(held) == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11]]
 
 
-def test_who_is_full_gets_nothing_where_shards_do_not_stay_where_they_are() -> None:
+def test_full_worker_gets_no_shards_in_a_full_reshuffle() -> None:
     held = {"a": ids(0, 1, 2, 3), "b": ids(4, 5, 6, 7), "c": ids(8, 9, 10, 11)}
     assert crowded(held, ElasticTrainingConfig()) == [[], list(range(12))]
 
@@ -105,7 +105,7 @@ def test_single_full_worker_still_owns_all_shards() -> None:
     assert crowded({"a": ids(0, 1, 2, 3), "b": ids(*range(4, 12))}) == [list(range(12))]
 
 
-def test_who_has_nothing_alone_is_not_spared_for_being_full() -> None:
+def test_worker_without_only_copies_is_not_marked_full() -> None:
     it = ownership(4)
     it.begin(1, workers("ab"), (), 0.0)
     for name, shards in {"a": ids(0, 1, 2, 3), "b": ids(0, 1)}.items():
@@ -137,7 +137,7 @@ def test_current_offer_replaces_earlier_holdings() -> None:
     assert settled(it, 2, {"a": ids(0, 1), "b": ids(2)}).lost == LostShards(1, (3,))
 
 
-def test_an_owner_stays_the_owner_where_others_have_copies() -> None:
+def test_owner_stays_owner_when_replicas_exist() -> None:
     it = ownership(4)
     first = settled(it, 1, {"a": ids(0, 1, 2, 3), "b": ids(2, 3)})
     assert first.plan is not None
@@ -147,7 +147,7 @@ def test_an_owner_stays_the_owner_where_others_have_copies() -> None:
     assert again.totals.shards == 0
 
 
-def test_who_leaves_serves_and_gets_nothing() -> None:
+def test_draining_worker_serves_and_gets_no_shards() -> None:
     it = ownership(6)
     attempt = settled(it, 1, {"a": ids(0, 1), "b": NOTHING, "z": ids(2, 3, 4, 5)}, draining="z")
     assert attempt.totals.from_owners == 4
@@ -201,7 +201,7 @@ def test_parts_come_in_pages() -> None:
     assert shards == keep == list(range(2 * PAGE_SHARDS_MAX + 10))
 
 
-def test_what_is_held_may_be_said_in_parts() -> None:
+def test_offer_may_be_sent_in_parts() -> None:
     it = ownership(4)
     it.begin(1, workers("a"), (), 0.0)
     assert not it.offer(worker("a"), ids(0, 1), True, 0, 0.0)
@@ -302,7 +302,7 @@ def test_a_speed_that_is_none_shows_nothing(speed: float) -> None:
     assert planning.draft(it, it.attempt, CONFIG).pace is None
 
 
-def test_who_is_named_twice_is_refused() -> None:
+def test_preview_refuses_a_worker_named_twice() -> None:
     with pytest.raises(RequestRefused, match="twice") as error:
         planning.preview(ownership(4), ["a", "a"], CONFIG)
     assert error.value.code == "workers_invalid"
@@ -342,7 +342,7 @@ def test_preview_takes_shards_of_gone_workers_from_the_origin() -> None:
     assert (totals.from_owners, totals.from_origin) == (0, 6)
 
 
-def test_who_is_not_there_yet_is_taken_to_be_on_a_host_of_its_own() -> None:
+def test_preview_places_new_workers_on_hosts_of_their_own() -> None:
     """On one host they would have fewer of the further copies than they will."""
     it = ownership(12, replication=1)
     first = settled(it, 1, {"a": ids(*range(12))})
@@ -363,14 +363,14 @@ def test_samples_are_counted_by_owner() -> None:
     ]
 
 
-def test_a_dataset_without_samples_is_held_by_everybody() -> None:
+def test_empty_dataset_needs_no_transfers() -> None:
     it = ownership(0, samples=0)
     attempt = settled(it, 1, {"a": NOTHING, "b": NOTHING})
     assert attempt.totals.transfers == 0
     assert part(it, "a", 1) == ([], [], [])
 
 
-def test_what_the_origin_does_not_give_a_member_is_news_once_and_forgotten_when_it_has_it() -> None:
+def test_shards_lost_at_the_origin_are_reported_once_until_fetched() -> None:
     it = ownership(4, has_origin=True)
     attempt = settled(it, 1, {"a": NOTHING, "b": NOTHING})
     lost = LostShards(2, (0, 2), "a: it is not there")
@@ -396,7 +396,7 @@ def test_shard_fetched_from_the_origin_has_arrived_for_its_replicas() -> None:
 @pytest.mark.parametrize(
     "lost", [LostShards(0), LostShards(5, (0,)), LostShards(1, (4,)), LostShards(1, tuple(range(NAMED_MAX + 1)))]
 )
-def test_what_cannot_be_missing_is_refused(lost: LostShards) -> None:
+def test_lost_report_of_invalid_shards_is_refused(lost: LostShards) -> None:
     it = ownership(4, has_origin=True)
     attempt = settled(it, 1, {"a": NOTHING})
     with pytest.raises(RequestRefused) as error:
@@ -444,7 +444,7 @@ def test_weights_of_any_size_are_ratios(light: float, heavy: float, counts: tupl
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf"), True, "3"])
-def test_what_is_no_weight_is_refused_and_nothing_of_it_is_kept(weight: Any) -> None:
+def test_offer_with_an_invalid_weight_is_refused_as_a_whole(weight: Any) -> None:
     it = ownership(4)
     it.begin(1, workers("a"), (), 0.0)
     with pytest.raises(RequestRefused, match="weight") as error:

@@ -55,7 +55,7 @@ def same(one: Assignment, other: Assignment) -> bool:
 
 @pytest.mark.parametrize("copies", [0, 1, 2])
 @pytest.mark.parametrize("piece_shards", [1, 3, 10, 11])
-def test_what_is_held_comes_back(copies: int, piece_shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_assignment_is_restored(copies: int, piece_shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "PIECE_SHARDS", piece_shards)
     held = assignment(4, copies=copies)
     found = restored(JOB, (defined() | written(7, held)).items())
@@ -90,7 +90,7 @@ def test_planned_assignment_is_restored_apart_from_the_held_one() -> None:
     assert found.unused == []
 
 
-def test_the_newest_that_was_committed_is_held_and_the_others_remain() -> None:
+def test_newest_committed_assignment_is_restored_and_older_keys_are_unused() -> None:
     found = restored(JOB, (defined() | written(7, assignment(4)) | written(8, assignment(5, workers=2))).items())
     assert found is not None
     assert (found.attempt, found.ownership.assignment.generation) == (8, 5)
@@ -136,7 +136,7 @@ def test_weights_come_back() -> None:
     assert [weights.get(worker, 1.0) for worker in held.workers] == [1.0, 0.1, 1e300]
 
 
-def test_what_was_written_before_there_were_weights_comes_back_without() -> None:
+def test_record_without_weights_is_restored_without_weights() -> None:
     held = assignment(4)
     entries = written(7, held)
     key = f"data/{JOB}/holders/7"

@@ -45,7 +45,7 @@ def test_a_copy_may_be_doubted_again() -> None:
     assert it.held_by("a", ALL).tolist() == [3]
 
 
-def test_those_are_to_be_looked_at_that_are_held_and_others_are_forgotten_when_all_is_said() -> None:
+def test_only_held_suspects_are_kept_after_a_whole_offer() -> None:
     it = about(("a", 1), ("a", 3), ("b", 3))
     assert it.held_by("a", ids(0, 3)).tolist() == [3]
     assert it.held_by("a", ids(0, 1)).tolist() == [1]
@@ -79,7 +79,7 @@ def test_changes_of_suspects_are_taken_once() -> None:
     assert it.take_changes() == {("a", 1): False, ("a", 5): False}
 
 
-def test_what_was_written_down_is_known_and_no_change() -> None:
+def test_restored_suspects_are_known_and_no_change() -> None:
     it = SuspectCopies([("a", 1), ("b", 3), ("a", 2)])
     assert it.held_by("a", ALL).tolist() == [1, 2]
     assert it.take_changes() == {}

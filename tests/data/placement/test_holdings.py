@@ -24,7 +24,7 @@ def test_without_a_word_the_old_ranks_hold_shards_in_rounds() -> None:
     assert read_owners(ROSTER, 7, None).tolist() == [2, NOBODY, 0, 2, NOBODY, 0, 2]
 
 
-def test_who_leaves_and_still_serves_comes_behind_the_new_ranks() -> None:
+def test_draining_workers_follow_the_new_ranks() -> None:
     assert SERVED.workers == (*NEW.workers, at(1, 1))
     assert read_owners(SERVED, 3, None).tolist() == [2, 3, 0]
 
@@ -52,7 +52,7 @@ def test_an_id_that_came_back_on_another_host_holds_nothing() -> None:
     assert read_owners(elsewhere, 3, None).tolist() == [NOBODY] * 3
 
 
-def test_what_the_caller_gave_is_not_touched_nor_kept() -> None:
+def test_arrays_of_the_caller_are_copied() -> None:
     ranks = np.array([0, 1, 2], np.int32)
     same = Roster.of(OLD, OLD, ())
     owners = read_owners(same, 3, ranks)
@@ -108,7 +108,7 @@ WRONG_COLUMNS = [
 
 @pytest.mark.parametrize("read", [read_current, read_copies])
 @pytest.mark.parametrize("given", WRONG_COLUMNS, ids=repr)
-def test_what_is_no_column_of_ranks_is_refused(read: Callable[[Any], Column], given: Any) -> None:
+def test_invalid_rank_column_is_refused(read: Callable[[Any], Column], given: Any) -> None:
     with pytest.raises(RequestRefused) as caught:
         read(given)
     assert caught.value.code == "holdings_invalid"

@@ -70,7 +70,7 @@ def test_a_plan_is_the_same_after_a_journey() -> None:
         assert other.workers == plan.workers
 
 
-def test_a_plan_is_shown_in_one_line_whatever_its_size() -> None:
+def test_repr_of_a_plan_is_one_line() -> None:
     assert repr(plan_for_one()) == "DataRedistributionPlan(7 shards, 1 workers, 7 moved, 7 transfers)"
 
 
@@ -192,7 +192,7 @@ def test_assignments_are_as_the_dictionary_of_lists() -> None:
         assignments[at(9, 9)]
 
 
-def test_with_several_copies_everybody_has_all_of_theirs_in_order() -> None:
+def test_assignments_of_several_rows_are_sorted_per_worker() -> None:
     assignments = Assignments(DATASET, WORKERS, HOLDERS)
     assert assignments.ids(at(0, 0)).tolist() == [0, 1, 2, 4, 5, 6, 8]
     assert assignments.ids(at(1, 1)).tolist() == [1, 2, 3, 5, 6, 7, 9]

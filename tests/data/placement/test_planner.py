@@ -65,7 +65,7 @@ def test_no_balanced_plan_moves_fewer_shards(change: Change) -> None:
 
 @UNTIMED
 @given(changes())
-def test_every_shard_has_one_owner_and_everybody_is_in_the_assignments(change: Change) -> None:
+def test_every_shard_has_one_owner_and_assignments_name_all_workers(change: Change) -> None:
     plan = change.plan()
     assigned = [shard.shard_id for shards in plan.worker_assignments.values() for shard in shards]
     assert sorted(assigned) == list(range(change.shards))
@@ -77,7 +77,7 @@ def test_every_shard_has_one_owner_and_everybody_is_in_the_assignments(change: C
 
 @UNTIMED
 @given(changes())
-def test_what_changes_its_owner_travels_once_unless_it_is_there(change: Change) -> None:
+def test_shard_with_a_new_owner_is_transferred_once_unless_held(change: Change) -> None:
     plan, before = change.plan(), held_before(change)
     owners = owners_of(plan)
     travel = [
@@ -132,7 +132,7 @@ def test_plan_has_all_wanted_replicas_and_transfers_none_to_its_holder(change: C
 
 @UNTIMED
 @given(changes())
-def test_everybody_on_a_host_of_its_own_has_as_many_further_copies_as_others_or_one_more(change: Change) -> None:
+def test_replica_counts_differ_by_at_most_one_on_separate_hosts(change: Change) -> None:
     old, new = (spread(*(int(one.id[1:]) for one in known.workers)) for known in (change.old, change.new))
     plan = replace(change, old=old, new=new, weights=None, draining=()).plan()
     copies = plan.replica_assignments.counts
@@ -229,7 +229,7 @@ def test_worker_on_another_host_holds_nothing() -> None:
     assert [(one.source_worker, one.destination_worker) for one in plan.transfers] == [(None, at(1, 9))] * 2
 
 
-def test_who_has_a_copy_gets_the_shard_and_nothing_travels() -> None:
+def test_replica_holder_becomes_owner_without_a_transfer() -> None:
     plan = redistributor().calculate_plan(
         spread(0, 1, 2), spread(0, 1), 6, current=[0, 0, 1, 1, 2, 2], replicas=[-1, -1, -1, -1, 1, 0]
     )
@@ -256,7 +256,7 @@ def test_a_copy_on_the_same_host_is_taken_before_the_owner_elsewhere() -> None:
     ]
 
 
-def test_who_weighs_nothing_holds_nothing() -> None:
+def test_worker_of_weight_zero_holds_no_shards() -> None:
     plan = redistributor().calculate_plan(spread(0, 1), spread(0, 1), 4, weights={at(1, 1): 0})
     assert plan.owners.tolist() == [0, 0, 0, 0]
     assert list(plan.worker_assignments[at(1, 1)]) == []
@@ -371,7 +371,7 @@ def test_ten_million_shards_move_as_few_as_must(numbers: range) -> None:
 
 
 @pytest.mark.parametrize("replication", [-1, REPLICATION_MAX + 1, 1.0, True, "1", None])
-def test_what_is_no_number_of_copies_is_refused(replication: Any) -> None:
+def test_invalid_replication_is_refused(replication: Any) -> None:
     with pytest.raises(RequestRefused) as caught:
         DataRedistributor(ElasticTrainingConfig(), replication=replication)
     assert caught.value.code == "replication_invalid"

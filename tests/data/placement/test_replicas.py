@@ -33,7 +33,7 @@ def layouts(draw: st.DrawFn, world_max: int = 8, shards_max: int = 30) -> tuple[
 
 @UNTIMED
 @given(layouts())
-def test_what_is_kept_was_there_and_nothing_that_is_wanted_is_thrown_away(
+def test_kept_replicas_were_held_and_no_wanted_one_is_dropped(
     layout: tuple[Column, list[Column], Column, int],
 ) -> None:
     owners, held, hosts, wanted = layout
@@ -87,7 +87,7 @@ def test_a_new_copy_lies_on_a_host_without_one_where_there_are_hosts_for_all(
 
 @UNTIMED
 @given(layouts(), st.booleans())
-def test_everybody_has_its_share_whatever_was_held_before(
+def test_replica_shares_are_fair_for_any_holdings(
     layout: tuple[Column, list[Column], Column, int], is_weighted: bool
 ) -> None:
     owners, held, hosts, wanted = layout
@@ -179,7 +179,7 @@ def test_where_a_host_has_fewer_workers_they_have_more_of_the_copies() -> None:
     assert count(placed, 4).tolist() == [100, 100, 100, 900]
 
 
-def test_what_was_placed_by_these_weights_stays_where_a_host_has_less_room_than_its_workers_have_weight() -> None:
+def test_placed_replicas_stay_when_a_host_limits_its_weight() -> None:
     """Whether all replicas fit does not depend on the workers that get the extra ones."""
     hosts, owners = np.array([0, 1, 2, 2, 0], np.int32), np.array([3, 4], np.int32)
     weights, held = (0, 0, 1, 15, 10), [np.array([0, 2], np.int32)]

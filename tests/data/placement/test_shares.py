@@ -41,11 +41,11 @@ def test_remainder_goes_first_to_preferred_workers(total: int, weights: tuple[in
     assert not (more & ~preferred).any() or not (could & preferred & ~more).any()
 
 
-def test_the_one_more_goes_to_the_lowest_ranks_where_nothing_else_tells() -> None:
+def test_remainder_goes_to_lowest_ranks_on_tie() -> None:
     assert Shares.of(11, 4).settled().tolist() == [3, 3, 3, 2]
 
 
-def test_the_one_more_goes_to_the_largest_rest() -> None:
+def test_remainder_goes_to_the_largest_fraction() -> None:
     assert Shares.of(10, 3, (1, 2, 4)).settled().tolist() == [1, 3, 6]
 
 
@@ -70,7 +70,7 @@ def test_weights_that_lie_far_apart_are_not_rounded() -> None:
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), True, "1", None, 10**400])
-def test_what_is_no_weight_is_refused(weight: Any) -> None:
+def test_invalid_weight_is_refused(weight: Any) -> None:
     with pytest.raises(RequestRefused) as caught:
         read_weights({at(0, 0): weight}, (at(0, 0),))
     assert caught.value.code == "weights_invalid"
@@ -87,7 +87,7 @@ def test_any_finite_number_above_0_can_be_a_workers_own_weight(weight: float) ->
 
 
 @pytest.mark.parametrize("weight", [0, 0.0, -0.0, -1, float("nan"), float("inf"), True, "1", b"1", None, 10**400, 1j])
-def test_what_cannot_be_a_workers_own_weight_is_refused_by_its_name(weight: Any) -> None:
+def test_invalid_own_weight_is_refused_by_name(weight: Any) -> None:
     with pytest.raises(RequestRefused, match=r"weight must be a finite number above 0, got ") as caught:
         check_weight(weight)
     assert caught.value.code == "weight_invalid"

@@ -194,7 +194,7 @@ def test_invalid_worker_and_shard_numbers_are_named(broken: DataRedistributionPl
     assert errors(broken) != ""
 
 
-def test_of_many_errors_that_are_alike_the_first_are_named_and_the_others_counted() -> None:
+def test_similar_errors_are_named_up_to_a_limit_and_counted() -> None:
     plan = redistributor().calculate_plan(NEW, NEW, 100)
     broken = replace(plan, owners=np.full(100, -1, np.int32))
     report = redistributor().examine_redistribution(NEW, broken)

@@ -162,7 +162,7 @@ def test_attempts_that_progress_do_not_count() -> None:
         now += 1.0
 
 
-def test_shard_that_breaks_every_connection_is_abandoned_while_others_succeed() -> None:
+def test_shard_that_breaks_every_connection_is_abandoned_alone() -> None:
     made = schedule(wanted(0, A), *(wanted(number, A) for number in range(1, 20)), concurrency=1)
     now, tries = 0.0, 0
     while not made.is_over:

@@ -405,7 +405,7 @@ def test_when_other_workers_come_an_attempt_does_without_draining_worker() -> No
     assert book.world == ["c", "d"]
 
 
-def test_what_an_attempt_lasts_is_not_held_against_draining_worker() -> None:
+def test_leave_timeout_excludes_the_time_of_an_attempt() -> None:
     book = formed("a", "b", leave_timeout_ms=20_000, rescale_timeout_ms=0)
     drain(book, "b")
     book.wait(30.0)

@@ -396,7 +396,7 @@ def test_a_report_about_one_that_only_has_to_come_back_to_a_new_daemon_proves_no
     assert "b" in book.coordinator.members
 
 
-def test_what_piled_up_while_the_daemon_did_not_get_its_turn_is_held_against_no_worker() -> None:
+def test_daemon_stall_fails_no_worker() -> None:
     book = formed("a", "b", rescale_timeout_ms=5_000)
     assert book.stall_daemon(3_600.0) == []
     book.lose("b")
@@ -442,7 +442,7 @@ def test_worker_that_is_stalled_is_evicted_only_where_that_is_wanted() -> None:
     assert failed.worker_id == stalled.worker_id == "b"
 
 
-def test_worker_that_is_not_heard_is_not_known_to_make_no_progress() -> None:
+def test_lost_worker_is_not_reported_as_stalled() -> None:
     book = formed("a", "b", stall_timeout_ms=5_000)
     book.lose("b")
     assert kinds(book.wait(12.0)) == ["WorkerLost"]
@@ -832,7 +832,7 @@ def test_state_source_with_the_lower_rank_stays_and_the_laggard_fails() -> None:
     assert failed == [WorkerFailed("c", 2, "no answer in attempt 2 within 5 s")]
 
 
-def test_a_source_that_most_do_not_reach_goes_whatever_its_rank() -> None:
+def test_source_unreachable_for_most_members_is_evicted_at_any_rank() -> None:
     book = formed("a", "b", "c", "d", rescale_timeout_ms=5_000, failure_tolerance_percentage=100)
     book.coordinator.rescale(book.now, "a test")
     book.stop("a", stop=BEHIND)
@@ -913,7 +913,7 @@ def test_only_reports_about_the_source_count_in_a_state_transfer() -> None:
 
 
 @pytest.mark.parametrize("quarrel", ["in three worlds", "over the state"])
-def test_only_known_state_holder_stays_whatever_is_reported_about_it(quarrel: str) -> None:
+def test_only_known_state_holder_is_not_evicted_by_peer_reports(quarrel: str) -> None:
     """A joiner may have a lower rank without having met any worker."""
     book = formed("a", "b", use_synchronous_rescaling=False, rescale_timeout_ms=5_000, **PATIENT)
     book.join("c")
@@ -995,7 +995,7 @@ class TestOverdueDrain:
     def failed(self, book: Playbook) -> list[str]:
         return [fact.reason for fact in book.facts if isinstance(fact, WorkerFailed)]
 
-    def test_is_waited_for_as_long_as_its_library_is_heard(self) -> None:
+    def test_overdue_worker_is_kept_while_it_sends_heartbeats(self) -> None:
         book = self.told("b")
         book.wait(600.0)
         assert self.failed(book) == []
@@ -1029,7 +1029,7 @@ class TestOverdueDrain:
         assert self.failed(book) == []
 
     @pytest.mark.parametrize("timeout_ms", [0, 1, 2000])
-    def test_is_heard_at_its_pace_however_short_the_patience(self, timeout_ms: int) -> None:
+    def test_overdue_worker_is_kept_at_its_heartbeat_interval_with_a_short_timeout(self, timeout_ms: int) -> None:
         book = formed("a", "b", leave_timeout_ms=timeout_ms, **PATIENT)
         book.coordinator.drain("a", book.now, "its host is needed")
         for _ in range(20):
@@ -1869,7 +1869,7 @@ def test_a_daemon_that_dies_between_a_failure_and_its_rescale_goes_on_with_it() 
     assert (started.removed, started.reason) == (["b"], "b failed: its process has ended")
 
 
-def test_a_member_whose_record_is_gone_is_missed_although_nothing_says_why() -> None:
+def test_member_without_a_record_is_missing_after_a_restart() -> None:
     book = formed("a", "b")
     book.settle()
     del book.stored["elastic/run/member/b"]
@@ -1986,7 +1986,7 @@ def test_worker_that_cannot_go_on_because_other_workers_went_is_not_evicted_for_
     assert book.world == ["a", "e"]
 
 
-def test_what_was_said_of_worker_that_is_in_no_world_any_more_counts_no_more() -> None:
+def test_peer_reports_about_a_former_member_are_dropped() -> None:
     book = formed("a", "b", "x", failure_tolerance_percentage=100)
     for _ in range(2):
         book.report_peer("a", "x")
@@ -2123,7 +2123,7 @@ def test_aborted_job_ends_after_the_last_reported_step() -> None:
 
 
 @pytest.mark.parametrize("heard", ["its library", "its pulse"])
-def test_worker_that_was_heard_by_this_daemon_did_not_go_before_it(heard: str) -> None:
+def test_worker_seen_since_the_restart_is_not_taken_for_gone_before_it(heard: str) -> None:
     book = formed("a", "b", "c", "d")
     book.restart()
     book.reconnect("a", "d")

@@ -25,7 +25,7 @@ def test_a_key_names_its_job() -> None:
     assert job_of("elastic/my.job-2/cluster") == "my.job-2"
 
 
-def test_what_changes_nothing_writes_nothing() -> None:
+def test_inputs_without_a_change_write_nothing() -> None:
     book = formed("a", "b")
     book.coordinator.heartbeat("a", incarnation("a"), 5, 50, book.now)
     book.coordinator.pulse("a", incarnation("a"), 5, 50, 1.0, book.now)
@@ -100,7 +100,7 @@ def test_restored_job_equals_the_stored_one() -> None:
         assert not member.connected
 
 
-def test_what_is_known_by_evidence_has_to_come_back_as_evidence() -> None:
+def test_liveness_evidence_is_not_restored_from_the_store() -> None:
     book = formed("a")
     book.pulse("a", step=9, collective_seq=90)
     book.restart()
@@ -123,7 +123,7 @@ def test_entries_come_in_any_order() -> None:
         assert list(found.membership.world) == ["a", "b"]
 
 
-def test_what_is_left_of_a_job_that_was_removed_is_no_cluster() -> None:
+def test_leftover_records_of_a_removed_job_restore_no_coordinator() -> None:
     book = formed("a")
     left = [(key, value) for key, value in book.stored.items() if not key.endswith("/cluster")]
     assert restore(JOB, left, book.now) is None

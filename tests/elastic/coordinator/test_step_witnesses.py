@@ -14,14 +14,14 @@ def test_one_alone_is_believed_where_there_is_no_other() -> None:
     assert StepWitnesses().hear("a", 7, 1) == 7
 
 
-def test_what_one_of_several_says_is_not_believed_until_another_says_as_much() -> None:
+def test_step_counts_when_a_second_witness_confirms_it() -> None:
     witnesses = StepWitnesses()
     assert [witnesses.hear("a", 7, 2), witnesses.hear("a", 8, 2)] == [0, 0]
     assert witnesses.hear("b", 7, 2) == 7
     assert witnesses.hear("b", 9, 2) == 8
 
 
-def test_another_world_has_heard_nothing() -> None:
+def test_reset_drops_the_reports_of_the_previous_world() -> None:
     witnesses = StepWitnesses()
     witnesses.hear("a", 7, 2)
     witnesses.reset()

@@ -41,7 +41,7 @@ def look(
     return [(one.id, why) for one, why in watch.scan(known, known, (), config, now, stepping=stepping)]
 
 
-def test_it_looks_again_and_again() -> None:
+def test_scan_is_due_every_scan_interval() -> None:
     watch = FailureDetector(Outbox())
     assert watch.due_at() < 0
     look(watch, now=7.0)

@@ -77,7 +77,7 @@ def test_when_all_is_well_everything_is_forgotten() -> None:
     assert (reports.worlds, reports.reporter_of("a", 1)) == (0, "")
 
 
-def test_what_is_withdrawn_was_not_said() -> None:
+def test_withdrawn_report_does_not_count() -> None:
     reports = said("ab", "ba")
     reports.withdraw("a", "b")
     reports.withdraw("a", "c")

@@ -61,7 +61,7 @@ def test_any_worker_that_is_silent_holds_other_workers_up() -> None:
     assert members_holding_up([silent, late, waiting], "abc", CONFIG, AT + 20) == [silent]
 
 
-def test_where_all_are_heard_those_hold_other_workers_up_worker_that_have_come_least_far() -> None:
+def test_members_with_the_lowest_collective_hold_up_the_others() -> None:
     late, waiting, joiner = member("a", collective_seq=1), member("b", collective_seq=2), member("c")
     assert members_holding_up([late, waiting], "ab", CONFIG, AT) == [late]
     assert members_holding_up([late, waiting, joiner], "ab", CONFIG, AT) == [late, joiner]
@@ -71,7 +71,7 @@ def stay(found: Member, now: float, *, is_required: bool = True) -> str | None:
     return drain_overdue(found, ElasticTrainingConfig(leave_timeout_ms=60_000), now, is_required=is_required)
 
 
-def test_draining_worker_has_its_time_and_then_has_to_be_heard() -> None:
+def test_required_draining_worker_needs_heartbeats_after_its_timeout() -> None:
     found = member(drain_since=AT + 5, heard_at=AT + 20, pulse_at=AT + 65)
     assert stay(found, AT + 70) is None
     found.drain_reason = "its host is needed"
@@ -90,7 +90,7 @@ def test_draining_worker_and_has_lost_its_connection_has_its_grace() -> None:
         assert stay(found, AT + 115, is_required=is_required) is not None
 
 
-def test_draining_worker_and_worker_that_no_worker_needs_has_its_time_though_it_is_heard() -> None:
+def test_dispensable_draining_worker_fails_after_its_timeout() -> None:
     found = member(drain_since=AT + 5, heard_at=AT + 65)
     found.drain_reason = "its host is needed"
     assert stay(found, AT + 64.9, is_required=False) is None
@@ -132,7 +132,7 @@ def test_only_a_higher_step_or_collective_is_progress() -> None:
     assert (found.step, found.collective_seq, found.progress_at) == (6, 51, AT + 5)
 
 
-def test_what_no_worker_could_have_heard_is_held_against_no_worker() -> None:
+def test_extended_deadlines_shift_all_times_of_a_member() -> None:
     found = member(heard_at=AT + 1, pulse_at=AT + 2, progress_at=AT, lost_at=AT + 3)
     found.extend_deadlines(20.0, AT + 23)
     assert (found.seen_at, found.heard_at, found.pulse_at) == (AT + 20, AT + 21, AT + 22)
@@ -192,7 +192,7 @@ class TestOtherSettings:
         assert death_evidence(found, CONFIG, AT + 9.9) is None
         assert death_evidence(found, CONFIG, AT + 10) is not None
 
-    def test_of_several_the_longest_holds_until_it_is_heard_at_the_newest_pace(self) -> None:
+    def test_longest_timeout_applies_until_a_heartbeat_at_the_newest_interval(self) -> None:
         found, middle = member(), ElasticTrainingConfig(worker_heartbeat_timeout_ms=1_000)
         found.allow_for_settings_change(CONFIG, middle)
         found.allow_for_settings_change(middle, HASTY)
@@ -201,7 +201,7 @@ class TestOtherSettings:
         found.allow_for_settings_change(HASTY, CONFIG)
         assert death_evidence(found, CONFIG, AT + 10) is not None
 
-    def test_worker_that_has_not_heard_of_them_is_not_mute_by_them(self) -> None:
+    def test_silence_uses_the_old_timeout_until_the_next_heartbeat(self) -> None:
         found = member(heard_at=AT)
         found.allow_for_settings_change(CONFIG, HASTY)
         assert not found.is_silent(silent_since(HASTY, AT + 5))
@@ -209,7 +209,7 @@ class TestOtherSettings:
         assert found.is_silent(silent_since(HASTY, AT + 5))
 
 
-def test_a_pulse_has_time_to_speak_whatever_the_timeout() -> None:
+def test_pulse_has_three_intervals_with_a_shorter_timeout() -> None:
     found = member()
     found.record_pulse(AT, PULSE_INTERVAL_S, 1.0)
     assert death_evidence(found, HASTY, AT + 3 * PULSE_INTERVAL_S - 0.01) is None
@@ -242,5 +242,5 @@ def test_a_pulse_speaks_so_often_that_two_of_its_words_may_be_lost(timeout_ms: i
         ({"heard_at": AT + 1, "drain_reason": "it wanted to"}, False),
     ],
 )
-def test_any_worker_that_was_heard_and_may_stay_is_well(known: dict[str, Any], is_well: bool) -> None:
+def test_worker_with_heartbeats_and_no_drain_is_well(known: dict[str, Any], is_well: bool) -> None:
     assert member(**known).is_well(AT) is is_well

@@ -88,12 +88,12 @@ def test_the_source_is_where_the_training_goes_on(
     assert found.waiting_for == sorted(behind)
 
 
-def test_what_a_joiner_brings_along_does_not_count_beside_that_of_a_survivor() -> None:
+def test_state_of_a_joiner_does_not_count_beside_a_survivor() -> None:
     found = settled({"a": at(900), "b": at(5), "c": NOTHING}, added="ac")
     assert (found.source, found.step, found.unready) == ("b", 5, {"a", "c"})
 
 
-def test_what_a_joiner_brings_along_counts_where_no_worker_is_left() -> None:
+def test_state_of_a_joiner_counts_without_a_survivor() -> None:
     found = settled({"a": NOTHING, "b": at(900), "c": at(800)}, added="abc")
     assert (found.source, found.step, found.unready) == ("b", 900, {"a", "c"})
     found = settled({"a": NOTHING, "b": at(900)}, added="b")

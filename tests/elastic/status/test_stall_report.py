@@ -14,7 +14,7 @@ def test_a_world_that_trains_stands_nowhere() -> None:
     assert said(formed("a", "b")) == ""
 
 
-def test_what_is_over_stands_nowhere() -> None:
+def test_finished_job_has_no_stall_report() -> None:
     book = formed("a", min_workers=1)
     book.coordinator.pause(book.now, "night")
     book.coordinator.abort(book.now, "enough")
@@ -187,7 +187,7 @@ class TestNoStep:
         book.time += 60.0
         assert said(book) == "no step for 65 s: no connection to b", "nothing can be decided, or that is about to be"
 
-    def test_single_lost_member_is_no_stall_while_others_train(self) -> None:
+    def test_single_lost_member_is_no_stall_of_the_world(self) -> None:
         book = formed("a", "b", "c")
         book.lose("b")
         book.wait(12.0)
@@ -252,7 +252,7 @@ def test_joiner_waits_for_more_after_min_workers_was_raised() -> None:
     assert said(book) == "1 worker waits for 2 more: min_workers is 5"
 
 
-def test_an_attempt_names_worker_that_it_waits_for_and_for_what() -> None:
+def test_attempt_report_names_awaited_workers_and_the_reason() -> None:
     book = formed("a", "b")
     book.join("c")
     book.wait(WINDOW_S)

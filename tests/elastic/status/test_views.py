@@ -26,7 +26,7 @@ def test_worker_view_has_all_known_values() -> None:
     assert (view.address, view.connected, view.stalled) == ("host-b:7000", True, False)
 
 
-def test_worker_that_was_never_heard_has_no_heartbeat() -> None:
+def test_new_worker_has_no_heartbeat_age() -> None:
     book = Playbook()
     book.join("a")
     view = worker_view(book.coordinator, book.coordinator.members["a"], book.time)

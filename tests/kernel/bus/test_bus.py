@@ -279,7 +279,7 @@ class Stubborn:
 
 
 @on_virtual_time
-async def test_uncancellable_handler_is_abandoned_and_the_others_continue() -> None:
+async def test_uncancellable_handler_is_abandoned_alone() -> None:
     stubborn = Stubborn()
     heard: list[Record] = []
 

@@ -574,7 +574,7 @@ async def test_resumed_follower_retries_without_a_pause() -> None:
 
 
 @on_virtual_time
-async def test_facts_of_failed_commits_are_not_delivered_and_others_once() -> None:
+async def test_only_committed_facts_are_delivered_and_each_once() -> None:
     store, receiver = FaultyStore(), Receiver()
     async with running(store, receiver.register) as kernel:
         for round_ in range(6):
@@ -696,7 +696,7 @@ class PublishedJournal:
 
 
 @on_virtual_time
-async def test_what_is_in_the_journal_and_not_published_yet_is_not_delivered() -> None:
+async def test_unpublished_facts_are_not_delivered() -> None:
     taken: list[int] = []
 
     async def deliver(records: Sequence[Record]) -> None:
@@ -714,9 +714,7 @@ async def test_what_is_in_the_journal_and_not_published_yet_is_not_delivered() -
 
 @pytest.mark.parametrize(("types", "batches"), [(frozenset({Added}), 0), (frozenset({Echoed}), 1000)])
 @on_virtual_time
-async def test_a_long_journal_is_gone_through_while_the_others_have_their_turns(
-    types: frozenset[type[Fact]], batches: int
-) -> None:
+async def test_scan_of_a_long_journal_yields_to_other_tasks(types: frozenset[type[Fact]], batches: int) -> None:
     journal, taken = journal_of(100_000), list[int]()
 
     async def deliver(records: Sequence[Record]) -> None:

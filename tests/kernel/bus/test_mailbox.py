@@ -168,7 +168,7 @@ async def test_a_fact_put_by_the_handler_waits_for_its_turn() -> None:
 
 
 @on_virtual_time
-async def test_a_handler_that_never_waits_leaves_others_their_turn() -> None:
+async def test_handler_without_awaits_yields_to_other_tasks() -> None:
     turns: list[int] = []
     seen = Seen()
     async with running_mailbox(seen) as it:
@@ -186,7 +186,7 @@ async def test_a_handler_that_never_waits_leaves_others_their_turn() -> None:
     "error", [ValueError("boom"), RequestRefused("no", "no"), Unavailable("not now", "not now"), SystemExit(1)]
 )
 @on_virtual_time
-async def test_what_a_handler_raises_costs_it_one_fact(error: BaseException) -> None:
+async def test_handler_exception_skips_only_its_fact(error: BaseException) -> None:
     seen = Seen(on_2=raising(error))
     async with running_mailbox(seen) as it:
         it.put(1, 2, 3)
@@ -214,7 +214,7 @@ async def test_a_cancellation_that_comes_from_within_is_a_failure_like_any_other
 
 
 @on_virtual_time
-async def test_what_is_no_decision_is_a_failure() -> None:
+async def test_handler_result_of_another_type_is_a_failure() -> None:
     async with running_mailbox(Seen(on_1=lambda _: "fine")) as it:
         it.put(1)
         await it.idle()
@@ -508,7 +508,7 @@ async def test_a_lossless_mailbox_loses_nothing() -> None:
 
 
 @on_virtual_time
-async def test_what_a_durable_handler_decides_is_committed_with_the_fact_that_it_decided_on() -> None:
+async def test_durable_decision_is_committed_with_its_fact() -> None:
     async with running_mailbox(Seen(on_2=lambda _: NOTHING), durable=True) as it:
         it.put(1, 2, 3)
         await it.idle()
@@ -529,7 +529,7 @@ async def test_a_durable_handler_rests_while_nothing_can_be_written() -> None:
 
 
 @on_virtual_time
-async def test_what_is_unavailable_to_a_durable_handler_is_tried_again_and_nothing_overtakes_it() -> None:
+async def test_durable_handler_retries_unavailable_in_order() -> None:
     times = 0
 
     def sometimes(_: Record) -> None:
@@ -576,7 +576,7 @@ async def test_a_commit_that_is_unavailable_is_decided_again() -> None:
 
 @pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(1), asyncio.CancelledError()])
 @on_virtual_time
-async def test_what_a_durable_handler_may_have_changed_before_it_broke_off_is_undone(error: BaseException) -> None:
+async def test_failed_durable_handler_reloads_its_state(error: BaseException) -> None:
     async with running_mailbox(Seen(on_1=raising(error)), durable=True) as it:
         it.put(1)
         await it.idle()
@@ -646,7 +646,7 @@ async def test_a_rewind_reaches_a_handler_that_was_about_to_go_on() -> None:
 
 
 @on_virtual_time
-async def test_what_is_decided_in_spite_of_a_rewind_is_undone() -> None:
+async def test_decision_of_a_rewound_handler_is_discarded() -> None:
     async def decide_all_the_same(_: Record) -> Decision[None]:
         with suppress(asyncio.CancelledError):
             await asyncio.Event().wait()

@@ -168,7 +168,7 @@ async def test_handler_gets_the_sender_of_a_signal() -> None:
 
 
 @on_virtual_time
-async def test_a_handler_that_causes_its_own_signals_leaves_the_others_their_turns() -> None:
+async def test_handler_that_signals_itself_yields_to_other_tasks() -> None:
     handled = 0
     turns: list[int] = []
 

@@ -274,11 +274,11 @@ class TestLimits:
             await store.list("", limit=limit)
 
     @pytest.mark.parametrize("key", ["", "\udfff", "a" * (KEY_BYTES_MAX + 1)])
-    async def test_what_cannot_be_a_key_cannot_be_read(self, store: Store, key: str) -> None:
+    async def test_invalid_key_is_not_readable(self, store: Store, key: str) -> None:
         with pytest.raises(RequestRefused):
             await store.get(key)
 
-    async def test_what_is_not_text_cannot_be_a_prefix(self, store: Store) -> None:
+    async def test_invalid_prefix_is_refused(self, store: Store) -> None:
         with pytest.raises(RequestRefused):
             await store.list("\ud800")
         with pytest.raises(RequestRefused):

@@ -157,7 +157,7 @@ class TestNewStores:
             await SqliteStore.open(tmp_path / "missing" / "store.db")
         assert caught.value.code == "store_directory_missing"
 
-    async def test_what_an_interrupted_creation_left_is_replaced(self, tmp_path: Path) -> None:
+    async def test_leftover_of_an_interrupted_creation_is_replaced(self, tmp_path: Path) -> None:
         save(tmp_path / "store.db.new", b"half a store")
         assert await refusal(tmp_path / "store.db") is None
         assert set(files(tmp_path)) == {"store.db"}

@@ -134,7 +134,7 @@ def test_memory_of_wide_items_arrives_whole(thread: ThreadPoolExecutor) -> None:
     assert arrived == DATA[:80]
 
 
-def test_what_comes_after_the_count_is_not_read(pair: Pair, destination: int) -> None:
+def test_bytes_after_the_count_stay_unread(pair: Pair, destination: int) -> None:
     near, far = pair
     near.sendall(DATA[:1000] + b"next")
     movers.receive_into_file(far, destination, 0, 1000)
@@ -312,7 +312,7 @@ async def test_the_error_of_a_mover_comes_back_as_it_is() -> None:
     assert raised.value.code == "bulk_truncated"
 
 
-async def test_what_the_system_refuses_a_mover_is_unavailable() -> None:
+async def test_system_error_of_a_mover_is_unavailable() -> None:
     def mover(sock: socket.socket) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 

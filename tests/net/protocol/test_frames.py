@@ -83,7 +83,7 @@ def test_a_frame_at_the_limit_is_taken() -> None:
     assert read([frames.encode(bytes(LIMIT))]) == ([bytes(LIMIT)], False)
 
 
-def test_what_precedes_a_wrong_length_is_not_lost_with_it() -> None:
+def test_frames_before_an_invalid_length_are_kept() -> None:
     assert read([frames.encode(b"good") + bytes(4)]) == ([b"good"], True)
 
 

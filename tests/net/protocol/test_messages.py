@@ -155,7 +155,7 @@ def test_a_whole_number_may_stand_for_seconds() -> None:
         True,
     ],
 )
-def test_what_is_not_a_message_is_a_peer_error(message: Any) -> None:
+def test_invalid_message_is_a_peer_error(message: Any) -> None:
     with pytest.raises(PeerError) as caught:
         decode(msgpack.packb(message))
     assert caught.value.code == "message_invalid"

@@ -156,7 +156,7 @@ async def test_messages_before_invalid_bytes_are_processed_before_the_disconnect
     assert pair.transport.closed
 
 
-async def test_what_follows_garbage_is_not_looked_at(pair: ConnectionWithPeer) -> None:
+async def test_messages_after_an_invalid_one_are_ignored(pair: ConnectionWithPeer) -> None:
     pair.peer.send_bytes(frame([99]) + frame([CANCEL, 1]))
     assert failure_of(pair) == ("peer", "message_invalid")
     pair.peer.send_bytes(frame([CANCEL, 2]))
@@ -224,7 +224,7 @@ async def test_a_failure_of_the_connection_ends_it_with_that_error(pair: Connect
 # Sending.
 
 
-async def test_what_is_sent_in_one_turn_leaves_at_once_and_the_rest_of_it_together(pair: ConnectionWithPeer) -> None:
+async def test_first_message_is_written_at_once_and_the_rest_in_one_write(pair: ConnectionWithPeer) -> None:
     for number in range(1, 4):
         pair.connection.send(Cancel(number))
     assert pair.transport.writes == 1
@@ -320,7 +320,7 @@ async def test_nothing_is_sent_or_received_after_closing(pair: ConnectionWithPee
     assert (pair.peer.heard(), pair.numbers()) == ([], [])
 
 
-async def test_what_asyncio_calls_after_closing_is_survived(pair: ConnectionWithPeer) -> None:
+async def test_protocol_callbacks_after_close_are_harmless(pair: ConnectionWithPeer) -> None:
     connection = pair.connection
     connection.close()
     connection.pause_writing()

@@ -340,7 +340,7 @@ async def test_both_ends_of_a_tcp_connection_are_watched_over_by_the_kernel(conn
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 6500
 
 
-async def test_both_ends_of_a_unix_connection_know_the_others_user(
+async def test_unix_peers_are_identified_by_user(
     network: SystemNetwork, connections: RecordingConnections, tmp_path: Path
 ) -> None:
     listener = await connections.listen(network, Address("unix", path=str(tmp_path / "socket")))

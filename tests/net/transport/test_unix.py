@@ -128,7 +128,7 @@ def make_link_to_dead_socket(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [make_file, Path.mkdir, os.mkfifo, make_link_to_dead_socket])
-def test_what_is_not_a_socket_is_refused_and_left_alone(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_existing_non_socket_path_is_refused_and_kept(tmp_path: Path, make: Callable[[Path], None]) -> None:
     path = tmp_path / "socket"
     make(path)
     before = path.lstat()

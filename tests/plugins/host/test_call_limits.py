@@ -154,7 +154,7 @@ async def test_interludes_that_overlap_are_one() -> None:
 
 
 @on_virtual_time
-async def test_what_the_daemon_does_in_an_interlude_is_not_stopped() -> None:
+async def test_paused_limit_does_not_stop_the_daemons_work() -> None:
     done: list[str] = []
 
     async def work(limit: CallLimit) -> None:

@@ -438,7 +438,7 @@ async def test_requests_to_a_disabled_plugin_are_refused_with_the_reason() -> No
 
 
 @on_virtual_time
-async def test_what_a_served_request_decides_becomes_durable_with_the_reply() -> None:
+async def test_plugin_decision_is_durable_with_the_reply() -> None:
     def vote(request: Vote, _: Call) -> Decision[str]:
         return Decision("counted", (Said(request.text),))
 
@@ -518,7 +518,7 @@ async def test_a_handler_that_hangs_is_an_error_in_time() -> None:
 
 
 @on_virtual_time
-async def test_an_answer_that_comes_too_late_is_none() -> None:
+async def test_reply_after_deadline_counts_as_failure() -> None:
     async def late(*_: Any) -> int:
         with suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
@@ -627,7 +627,7 @@ async def test_a_wrapper_may_refuse_or_answer_by_itself() -> None:
 
 
 @on_virtual_time
-async def test_what_the_handler_refuses_is_no_failure_of_a_wrapper() -> None:
+async def test_refusal_of_the_handler_is_no_failure_of_the_wrapper() -> None:
     def refuse(*_: Any) -> Any:
         raise RequestRefused("no", "no", "")
 
@@ -828,7 +828,7 @@ def serve_and_replace(context: PluginContext) -> None:
     ],
 )
 @on_virtual_time
-async def test_what_cannot_be_registered_is_refused_as_a_whole_and_the_daemon_starts(
+async def test_invalid_registration_is_refused_as_a_whole_and_the_daemon_starts(
     register: Callable[[PluginContext], None], reason: str
 ) -> None:
     def greedy(context: PluginContext) -> None:

@@ -152,7 +152,7 @@ def test_directory_owned_by_another_user_is_refused(directory: Path) -> None:
 
 
 @as_root
-def test_what_belongs_to_root_or_to_the_daemon_s_user_is_trusted(directory: Path) -> None:
+def test_files_of_root_or_the_daemons_user_are_trusted(directory: Path) -> None:
     os.chown(put(directory), STRANGER, -1)
     os.chown(directory, STRANGER, -1)
     (found,) = in_directory(directory, STRANGER)

@@ -475,7 +475,7 @@ async def test_published_fact_is_recorded_with_cause_job_and_plugin() -> None:
 
 
 @on_virtual_time
-async def test_what_is_published_is_durable_when_that_is_done() -> None:
+async def test_publish_returns_when_the_fact_is_durable() -> None:
     store, contexts = FaultyStore(), Contexts()
     async with running_plugins(contexts, store=store) as plugins:
         store.block()
@@ -720,7 +720,7 @@ async def test_a_command_has_its_arguments_and_its_result() -> None:
 
 
 @on_virtual_time
-async def test_what_a_command_returns_is_made_fit_to_be_sent() -> None:
+async def test_command_result_is_converted_to_sendable_values() -> None:
     moment = datetime(2026, 1, 2, tzinfo=UTC)
     results: dict[str, Any] = {
         "moment": moment,
@@ -749,7 +749,7 @@ def endless() -> list[Any]:
 
 @pytest.mark.parametrize("result", ["caf\udce9", 1 << 70, endless()])
 @on_virtual_time
-async def test_what_cannot_be_sent_is_the_plugin_s_failure(result: Any) -> None:
+async def test_unsendable_command_result_is_a_plugin_failure(result: Any) -> None:
     async with running_plugins(lambda context: context.command("show", lambda _: result)) as plugins:
         assert (await refused(plugins.run("show"))).code == "plugin_broken"
         assert plugins.plugin().failed == 1

@@ -250,7 +250,7 @@ def test_after_a_failed_sync_another_one_succeeds_without_making_it_durable() ->
     assert all(content.startswith(OLD) for content in found)
 
 
-def test_what_is_appended_and_synced_after_a_failed_sync_is_durable_behind_a_gap() -> None:
+def test_bytes_synced_after_a_failed_sync_are_durable_after_a_gap() -> None:
     async def act(disk: SimulatedDisk) -> bytes:
         await with_old(disk)
         disk.append("log", NEW)
@@ -294,7 +294,7 @@ def test_a_failed_sync_of_the_directory_leaves_the_names_in_doubt() -> None:
     assert set(outcomes(act, DiskFaults(directory_sync_fails=1))) == {(), ("log",)}
 
 
-def test_what_is_not_there_cannot_be_read_cut_synced_or_renamed() -> None:
+def test_operations_on_a_missing_file_raise() -> None:
     async def act(disk: SimulatedDisk) -> None:
         for operation in (
             lambda: disk.read("absent"),

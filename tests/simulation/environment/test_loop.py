@@ -357,7 +357,7 @@ def test_anyio_threads_and_the_collector_are_as_before_after_a_run() -> None:
     assert (anyio_backend.CancelScope, threading.Thread.start, gc.isenabled()) == before
 
 
-def test_abandoned_generators_are_finalised_at_a_moment_that_depends_on_the_program_only() -> None:
+def test_generator_finalisation_is_deterministic() -> None:
     async def generate(ended: list[float]) -> AsyncIterator[int]:
         try:
             yield 1
@@ -400,7 +400,7 @@ async def tick(execution: Execution, heard: list[float]) -> None:
         heard.append(now())
 
 
-def test_what_is_suspended_does_nothing_until_it_goes_on_and_the_rest_goes_on_meanwhile() -> None:
+def test_suspended_execution_pauses_while_others_run() -> None:
     async def main() -> tuple[list[float], list[float]]:
         execution, other = (Execution(asyncio.get_running_loop()) for _ in range(2))
         heard: tuple[list[float], list[float]] = ([], [])

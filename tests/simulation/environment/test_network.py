@@ -301,7 +301,7 @@ def test_one_way_partition_delivers_one_way_and_times_out_the_sender() -> None:
     assert scene.server.lost is ConnectionResetError
 
 
-def test_who_gave_up_leaves_nothing_behind_that_goes_on_trying() -> None:
+def test_timed_out_sender_stops_retransmission() -> None:
     async def act(scene: Scene) -> None:
         await scene.connect()
         scene.network.partition(["a"], ["b"])
@@ -336,7 +336,7 @@ def test_connecting_through_a_partition_waits_for_its_end_or_for_the_timeout() -
     assert play(act)[0].client.events == ["made"]
 
 
-def test_a_cancelled_connect_leaves_a_server_whose_connection_ends() -> None:
+def test_cancelled_connect_ends_the_connection_at_the_server() -> None:
     async def act(scene: Scene) -> None:
         scene.network.links.special["b", "a"] = Faults(latency_s=(3, 3))
         await scene.b.listen(HERE, lambda: scene.server)
@@ -349,7 +349,7 @@ def test_a_cancelled_connect_leaves_a_server_whose_connection_ends() -> None:
     assert not scene.client.events
 
 
-def test_a_killed_process_hears_nothing_and_its_peers_lose_their_connections() -> None:
+def test_killed_process_receives_nothing_and_its_peers_lose_connections() -> None:
     async def act(scene: Scene) -> None:
         await scene.connect()
         scene.client.transport.write(b"under way")
@@ -371,7 +371,7 @@ def test_a_killed_process_hears_nothing_and_its_peers_lose_their_connections() -
     assert len(ends) == 2, "some are reset, some are closed in order"
 
 
-def test_what_a_process_sent_before_it_was_killed_still_arrives() -> None:
+def test_bytes_sent_before_a_kill_arrive() -> None:
     async def act(scene: Scene) -> None:
         await scene.connect()
         scene.server.transport.write(b"last words")
@@ -411,7 +411,7 @@ def test_a_host_that_is_back_resets_the_connections_it_does_not_know() -> None:
     assert play(act)[0].client.events == ["made", ("lost", ConnectionResetError)]
 
 
-def test_killing_one_process_leaves_others_on_its_host_alone() -> None:
+def test_kill_of_one_process_keeps_other_processes_of_its_host() -> None:
     async def act(scene: Scene) -> None:
         await scene.connect()
         other, heard = scene.network.host("b"), Recorder()
@@ -427,7 +427,7 @@ def test_killing_one_process_leaves_others_on_its_host_alone() -> None:
 
 @pytest.mark.parametrize("victim", ["a", "b"])
 @pytest.mark.parametrize("killed_after_s", [0.002 * step for step in range(15)])
-def test_a_process_killed_while_a_connection_is_made_hears_nothing_any_more(victim: str, killed_after_s: float) -> None:
+def test_process_killed_during_connect_receives_no_events(victim: str, killed_after_s: float) -> None:
     async def act(scene: Scene) -> None:
         async def kill() -> None:
             await asyncio.sleep(killed_after_s)
@@ -448,7 +448,7 @@ def test_a_process_killed_while_a_connection_is_made_hears_nothing_any_more(vict
 
 
 @pytest.mark.parametrize("victim", ["a", "b"])
-def test_a_process_killed_in_the_moment_of_acceptance_hears_nothing(victim: str) -> None:
+def test_process_killed_at_acceptance_receives_no_events(victim: str) -> None:
     async def act(scene: Scene) -> None:
         await scene.b.listen(HERE, lambda: scene.server)
         scene.network.links.trace = lambda text: scene.network.crash(victim) if "accepted" in text else None

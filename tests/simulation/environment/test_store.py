@@ -223,7 +223,7 @@ def test_a_disk_that_cannot_be_read_or_written_cannot_be_opened() -> None:
     run(main, 1)
 
 
-def test_what_is_read_is_durable_only_and_commits_at_once_become_so_in_order() -> None:
+def test_reads_are_durable_and_concurrent_commits_apply_in_order() -> None:
     async def main() -> None:
         store = await LogStore.open(SimulatedDisk(Random(1)), Random(1))
         async with asyncio.TaskGroup() as tasks:
@@ -247,7 +247,7 @@ async def with_asyncio(commit: Awaitable[object]) -> None:
 
 
 @pytest.mark.parametrize("give_up_on", [with_anyio, with_asyncio])
-def test_a_commit_whose_caller_gives_up_is_applied_whole(
+def test_cancelled_log_store_commit_is_applied_whole(
     give_up_on: Callable[[Awaitable[object]], Awaitable[None]],
 ) -> None:
     async def main() -> None:

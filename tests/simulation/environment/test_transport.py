@@ -179,7 +179,7 @@ async def converse(
         (abort, End, End),
     ],
 )
-def test_a_conversation_is_heard_as_over_real_sockets(
+def test_simulated_conversation_has_the_events_of_real_sockets(
     conversation: Conversation, client: Callable[[], End], server: Callable[[], End], scheme: str, tmp_path: Path
 ) -> None:
     address = Address("unix", path=f"{tmp_path}/s") if scheme == "unix" else Address("tcp", "127.0.0.1", 0)
@@ -194,7 +194,7 @@ def test_a_conversation_is_heard_as_over_real_sockets(
     assert run(simulated, 1) == asyncio.run(real())
 
 
-def test_a_suspended_process_is_connected_to_and_hears_everything_when_it_goes_on() -> None:
+def test_suspended_process_receives_all_events_after_it_resumes() -> None:
     async def main() -> tuple[list[object], list[object]]:
         network = SimulatedNetwork(asyncio.get_running_loop(), Random(1))
         server, client = network.host("server"), network.host("client")

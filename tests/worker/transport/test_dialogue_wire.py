@@ -99,7 +99,7 @@ async def apart(action: Callable[..., Any], *arguments: Any) -> Any:
     return await asyncio.get_running_loop().run_in_executor(None, action, *arguments)
 
 
-async def test_words_are_heard_one_after_the_other_in_several_conversations(carrier: BulkTransport) -> None:
+async def test_several_conversations_receive_messages_in_order(carrier: BulkTransport) -> None:
     async with channel(carrier) as (made, far):
         far.sendall(frame_of(ShardWanted(7, 1, 2)) + frame_of(ShardsReady()))
         assert await converse(made, hear) == ShardWanted(7, 1, 2)
@@ -141,7 +141,7 @@ async def test_a_word_that_is_cut_off_is_an_error(carrier: BulkTransport, rest: 
 
 
 @pytest.mark.parametrize("garbage", [bytes(4), struct.pack(">I", DIALOGUE_BYTES_MAX + 1), b"\0\0\0\1\xc1", b"\xff" * 9])
-async def test_what_is_no_word_breaks_the_protocol(carrier: BulkTransport, garbage: bytes) -> None:
+async def test_invalid_frame_is_a_peer_error(carrier: BulkTransport, garbage: bytes) -> None:
     async with channel(carrier) as (made, far):
         far.sendall(garbage)
         assert isinstance(await error_of(made, hear), PeerError)

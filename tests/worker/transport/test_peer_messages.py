@@ -108,7 +108,7 @@ def test_a_value_comes_back_without_a_copy_of_its_own() -> None:
         b"\x91" * 2000,
     ],
 )
-def test_what_is_no_message_is_the_peers_fault(payload: bytes) -> None:
+def test_undecodable_message_is_a_peer_error(payload: bytes) -> None:
     with pytest.raises(PeerError) as raised:
         decode(payload)
     assert raised.value.code == "message_invalid"
@@ -120,7 +120,7 @@ def test_garbage_is_never_more_than_the_peers_fault(payload: bytes) -> None:
         decode(payload)
 
 
-def test_what_later_versions_append_is_ignored() -> None:
+def test_fields_appended_by_later_versions_are_ignored() -> None:
     assert decode(encode((0, 1, 3, CHALLENGE, "new"))) == Challenge(1, 3, CHALLENGE)
 
 

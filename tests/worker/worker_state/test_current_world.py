@@ -64,7 +64,7 @@ async def test_a_step_counts_when_all_have_ended_it() -> None:
         assert all(current_world.may_step for current_world in current_worlds)
 
 
-async def test_all_stop_behind_the_same_step_and_rest_until_each_has_heard_why_and_that_it_is_over() -> None:
+async def test_paused_world_stops_after_one_step_until_all_members_receive_the_resume() -> None:
     async with together(2) as (one, other):
         hear(one, PAUSED)
         assert one.may_step, "the world stops as a whole"

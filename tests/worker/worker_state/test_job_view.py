@@ -219,7 +219,7 @@ class TestSettings:
         listener.view.catch_up(joined(settings={"max_workers": 5}))
         assert listener.view.settings == {"max_workers": 5}
 
-    def test_are_followed(self) -> None:
+    def test_job_changed_facts_are_subscribed(self) -> None:
         assert JobChanged in FOLLOWED
 
 
@@ -312,7 +312,7 @@ class TestCommits:
         assert (commit.attempt, commit.step, commit.epoch) == (2, 7, 2)
         assert (commit.learning_rate, commit.global_batch_size, commit.reason) == (0.5, 64, "because")
 
-    def test_a_commit_from_a_world_that_was_not_heard_of_makes_it_ask(self) -> None:
+    def test_commit_from_an_unknown_world_makes_the_view_outdated(self) -> None:
         listener = Listener(A, ME)
         listener.commit(A, attempt=9, base=ClusterTopology((A, B), 7))
         view = listener.view
@@ -369,7 +369,7 @@ class TestTheEnd:
     @pytest.mark.parametrize(
         "fact", [WorkerFailed("me", 1, "dead"), WorkerDraining("me", "go"), JobAborted("x", 1), JobRemoved("run")]
     )
-    def test_what_is_said_of_the_name_before_this_worker_has_it_is_said_of_another(self, fact: Fact) -> None:
+    def test_facts_about_an_earlier_holder_of_the_name_are_ignored(self, fact: Fact) -> None:
         listener = Listener(known=False)
         listener.hear(fact)
         listener.view.catch_up(joined())
@@ -389,12 +389,12 @@ class TestTheEnd:
 
 
 class TestWhatWasMissed:
-    def test_a_gap_makes_it_ask_and_counts_as_heard(self) -> None:
+    def test_gap_makes_the_view_outdated_and_advances_the_newest_fact(self) -> None:
         listener = Listener(A, ME)
         listener.view.miss(Gap(20, 90, "too slow"))
         assert (listener.view.outdated, listener.view.newest_fact_id) == (True, 90)
 
-    def test_what_was_settled_holds_until_the_answer_tells_otherwise(self) -> None:
+    def test_synchronising_is_kept_until_the_join_reply(self) -> None:
         settled = RescaleSynchronising(5, A, 7, 1)
         for said, behind in ((settled, settled), (None, None)):
             listener = Listener(A, ME)
@@ -405,7 +405,7 @@ class TestWhatWasMissed:
             listener.view.catch_up(joined(listener.view.topology, attempt=5, synchronising=said))
             assert listener.view.synchronising == behind
 
-    def test_what_was_settled_is_over_with_its_attempt(self) -> None:
+    def test_synchronising_ends_with_its_attempt(self) -> None:
         listener = Listener(A, ME)
         listener.start(5)
         listener.hear(RescaleSynchronising(5, A, 7, 1))
@@ -413,7 +413,7 @@ class TestWhatWasMissed:
         listener.view.catch_up(joined(listener.view.topology, attempt=6))
         assert (listener.view.attempt, listener.view.synchronising) == (6, None)
 
-    def test_what_was_settled_behind_the_gap_is_newer_than_the_answer(self) -> None:
+    def test_synchronising_after_the_gap_survives_an_older_join_reply(self) -> None:
         listener = Listener(A, ME)
         listener.start(5)
         listener.hear(RescaleSynchronising(5, A, 7, 1))
@@ -436,7 +436,7 @@ class TestWhatWasMissed:
         assert view.synchronising == settled
         assert not view.outdated
 
-    def test_what_was_heard_since_is_newer_than_the_answer(self) -> None:
+    def test_facts_after_the_gap_survive_an_older_join_reply(self) -> None:
         listener = Listener(A, ME)
         old = listener.view.topology
         listener.view.miss(Gap(20, 90, "too slow"))
@@ -502,13 +502,13 @@ class TestWhatWasMissed:
         view.catch_up(joined(ClusterTopology((A, ME), 4)))
         assert (view.committed, view.topology.epoch) == (None, 4)
 
-    def test_an_attempt_that_was_heard_of_before_the_answer_is_not_forgotten(self) -> None:
+    def test_attempt_known_before_the_join_reply_is_kept(self) -> None:
         listener = Listener(known=False)
         listener.start(3, added=["me"])
         listener.view.catch_up(joined(ClusterTopology((A, B), 4), attempt=3))
         assert (listener.view.attempt, listener.view.rescaling) == (3, True)
 
-    def test_an_attempt_that_began_behind_the_answer_and_was_heard_of_before_it_is_not_forgotten(self) -> None:
+    def test_attempt_started_after_the_join_reply_is_kept(self) -> None:
         listener = Listener(known=False)
         listener.start(3, added=["me"])
         listener.view.catch_up(joined(ClusterTopology((A, B), 4)))
@@ -524,7 +524,7 @@ class TestWhatWasMissed:
         assert not listener.view.rescaling
         assert listener.view.committed is not None
 
-    def test_attempt_whose_end_was_missed_is_over_with_the_answer(self) -> None:
+    def test_join_reply_ends_an_attempt_with_a_missed_end(self) -> None:
         listener = Listener(A, ME)
         listener.start(3, added=["b"])
         listener.view.miss(Gap(20, 90, "too slow"))
