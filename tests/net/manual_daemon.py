@@ -30,7 +30,7 @@ Message = list[Any]
 
 CLIENT = bytes(range(16))
 OPERATOR = Peer("unix", "pid 1", uid=0)
-WORKER = Peer("tcp", "127.0.0.1:4000", loopback=True)
+WORKER = Peer("tcp", "127.0.0.1:4000", loopback=True, uid=0)
 REMOTE = Peer("tcp", "10.0.0.7:4000")
 
 HELLO, WELCOME, REQUEST, REPLY, FAILURE, CANCEL, SUBSCRIBE, FACTS, GAP = range(9)
