@@ -1,7 +1,7 @@
 """Retries: `RetryPolicy` (how often, which pauses), `is_retryable` (which errors), `run` (the loop).
 
 Each caller has its policy next to its use, for example `forged/client/connector.py` and
-`forged/worker/daemon_link/registration.py`.
+`forged/worker/registration.py`.
 
 Invariants:
 - Randomness and sleep are arguments.

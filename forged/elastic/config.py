@@ -22,6 +22,10 @@ WHOLE_NUMBER_MAX = 2**31 - 1
 LEARNING_RATE_MAX = 1e100
 CONCURRENT_TRANSFERS_MAX = 64
 HEARTBEATS_PER_TIMEOUT = 3
+PULSE_INTERVAL_S = 0.5
+"""How often a worker's pulse is sent, unless a shorter heartbeat timeout requires more."""
+PULSE_INTERVAL_S_MIN = 0.05
+"""No settings make the pulse more frequent, because it must cost next to nothing."""
 PROBLEMS_CHARS_MAX = 2_000
 UNITS = ("_ms", "_s", "_seconds", "_percentage", "_percent")
 """Unit suffixes of setting names, and of what users take for setting names."""
@@ -129,6 +133,11 @@ class ElasticTrainingConfig(msgspec.Struct, frozen=True, kw_only=True):
     def heartbeat_interval_s(self) -> float:
         """Seconds between two heartbeats: two may be lost without a timeout."""
         return self.worker_heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
+
+    @property
+    def pulse_interval_s(self) -> float:
+        """How often a worker's pulse is sent: often enough that two may be lost within the heartbeat timeout."""
+        return min(PULSE_INTERVAL_S, max(PULSE_INTERVAL_S_MIN, self.heartbeat_interval_s))
 
     @property
     def reconnect_grace_s(self) -> float:

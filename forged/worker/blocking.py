@@ -124,19 +124,18 @@ class Training(BlockingFacade[ElasticWorker]):
                 self._uses_with_step |= step.is_entered
                 self._step = None
                 step.end()
-            if not self._finish_step() and self._restore is not None and self.worker.is_void:
+            is_committed = self._run(lambda worker: worker.finish_step())
+            if not is_committed and self._restore is not None and self.worker.is_void:
                 self._restore()
 
     def _begin_step(self, total: int | None) -> int | None:
-        while isinstance(coming := self._run(lambda worker: worker.step_loop.come_to_step(total)), Leaving):
+        while isinstance(coming := self._run(lambda worker: worker.come_to_step(total)), Leaving):
             # In the script's own thread, where a subscriber that blocks does not keep the worker from answering.
             if coming.is_news:
                 self.worker.leaving.fire(coming.reason)
-            if self._run(lambda worker: worker.step_loop.finish_leaving()):
+            if self._run(lambda worker: worker.finish_leaving()):
                 return None
         return coming
-
-    _finish_step = blocking(ElasticWorker.finish_step)
 
     def batch(self) -> Indices:
         """This worker's samples of the present step."""

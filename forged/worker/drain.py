@@ -37,14 +37,13 @@ from forged.elastic.messages import (
     WorkerLeft,
 )
 from forged.errors import ForgedError, describe
-from forged.kernel.messages import Gap, Record
+from forged.kernel.messages import Fact, Gap, UnknownFact
 from forged.log import Log
 from forged.retry import Random
 from forged.worker.collectives.world import World
-from forged.worker.daemon_link.heartbeat import HeartbeatSender
-from forged.worker.daemon_link.registration import Registration
 from forged.worker.mesh import Mesh
-from forged.worker.rescale.rescaler import Rescaler
+from forged.worker.registration import HeartbeatSender, Registration
+from forged.worker.rescaler import Rescaler
 from forged.worker.usage_report import UsageReport
 from forged.worker.worker_state.session_state import SessionState
 
@@ -130,11 +129,11 @@ class Drain:
         self._tasks.start_soon(self._ask, wish)
         self._tasks.start_soon(self._limit_waiting)
 
-    def hear(self, item: Record | Gap) -> None:
+    def hear(self, news: Fact | UnknownFact | Gap) -> None:
         """Ask the daemon again after a fact that may change whether the other workers need this one."""
-        if isinstance(item, Gap) or isinstance(item.fact, MAY_NEED_WORKER):
+        if isinstance(news, (Gap, *MAY_NEED_WORKER)):
             self._reconsider(is_needed_anew=True)
-        elif isinstance(item.fact, MAY_RELEASE_WORKER):
+        elif isinstance(news, MAY_RELEASE_WORKER):
             self._reconsider(is_needed_anew=False)
 
     def _reconsider(self, *, is_needed_anew: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 
+ABORTED = "collective_aborted"
 NEWS_DIFFER = frozenset({"generation_over", "topology_differs", "incarnation_differs", "not_a_member"})
 """Codes with which workers refuse each other that have not received the same facts; the daemon knows the truth."""
 BLAMELESS = NEWS_DIFFER | {"attempt_over"}
@@ -35,6 +36,21 @@ class WorkerEvicted(RequestRefused):
 
     def __init__(self, reason: str) -> None:
         super().__init__("worker_evicted", f"the daemon declared this worker failed: {reason}", "start another")
+
+
+class CollectiveAborted(Unavailable):
+    """The world has ended. `peer` is the worker whose connection was lost, empty for another reason."""
+
+    def __init__(self, reason: str, peer: str = "") -> None:
+        super().__init__(ABORTED, reason, "enter the next world")
+        self.peer = peer
+
+    def __reduce__(self) -> tuple[type[CollectiveAborted], tuple[str, str]]:
+        return CollectiveAborted, (self.message, self.peer)
+
+
+class CollectiveMismatch(RequestRefused):
+    """The ranks have called different collectives or brought too much: an error in the script, raised everywhere."""
 
 
 class JobEnded(RequestRefused):

@@ -85,9 +85,6 @@ class RescaleHooks(Protocol):
     async def synchronize_state(self, state: GlobalTrainingState) -> None:
         """The worker has this training state; called after `on_rescaling_event`."""
 
-    async def resume_training(self) -> None:
-        """A step begins."""
-
 
 class WorkerEvents:
     """The events of one worker."""

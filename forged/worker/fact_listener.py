@@ -15,15 +15,13 @@ from forged.elastic.messages import JoinReply
 from forged.elastic.phases import Phase
 from forged.errors import ForgedError, RequestRefused
 from forged.jobs.model import JobChanged
-from forged.kernel.messages import Gap, Record
-from forged.worker.daemon_link.heartbeat import HeartbeatSender
-from forged.worker.daemon_link.registration import Registration
+from forged.kernel.messages import Fact, Gap, Record, UnknownFact
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.drain import Drain
 from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.mesh import Mesh
-from forged.worker.worker_state.session_state import SessionState
-from forged.worker.worker_state.worker_spec import WorkerSpec
+from forged.worker.registration import HeartbeatSender, Registration
+from forged.worker.worker_state.session_state import SessionState, WorkerSpec
 
 
 class FactListener:
@@ -72,18 +70,18 @@ class FactListener:
         else:
             self._view.hear(item)
         self._ask_if_outdated()
-        self._act_on(item)
+        self._act_on(item if isinstance(item, Gap) else item.fact)
         self._state.wake()
 
-    def _act_on(self, item: Record | Gap) -> None:
-        if isinstance(item, Record) and isinstance(item.fact, JobChanged):
-            self._state.follow_settings(item.fact.settings)
+    def _act_on(self, news: Fact | UnknownFact | Gap) -> None:
+        if isinstance(news, JobChanged):
+            self._state.follow_settings(news.settings)
             self._heartbeat.follow_settings()
         self._drain.begin_if_told()
-        self._drain.hear(item)
+        self._drain.hear(news)
         if self.shards is not None:
-            if isinstance(item, Record):
-                self.shards.on_fact(item.fact)
+            if not isinstance(news, Gap):
+                self.shards.on_fact(news)
             self.shards.obtain_in_background(self._view.background_attempt)
         world = self._state.current_world.world
         if self._view.lost and world is not None:

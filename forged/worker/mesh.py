@@ -9,34 +9,32 @@ Invariants:
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import anyio
-import msgspec
 from anyio.abc import TaskGroup
 
-from forged import retry
 from forged.clock import Clock, SystemClock
 from forged.data.store.port import ShardStore
 from forged.elastic.model import ClusterTopology, WorkerId
-from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
+from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.log import SILENT, Log
 from forged.net.transport.connection import ConnectionLimits
 from forged.net.transport.port import Address, Listener, Network
 from forged.net.transport.sockets import SystemNetwork
 from forged.retry import RetryPolicy
-from forged.worker.collectives.endpoints import HubEndpoint, MemberEndpoint
-from forged.worker.collectives.world import ABORTED, World
+from forged.worker.collectives.endpoints import Endpoint, HubEndpoint, MemberEndpoint
+from forged.worker.collectives.world import World
 from forged.worker.data.shard_connections import ShardConnection, ShardConnections, ShardServer
-from forged.worker.errors import WorldIncomplete
-from forged.worker.state_transfer.transfer import Dialogue, Into, StateFetch, StateServer
+from forged.worker.errors import ABORTED, WorldIncomplete
+from forged.worker.state_transfer.transfer import StateFetch, StateServer
 from forged.worker.transport import peer_messages
 from forged.worker.transport.bulk_channel import BulkTransport, SocketBulkTransport
-from forged.worker.transport.peer_link import PEER_LIMITS, AcceptedLink, DialledLink, PeerLink, Receiver, dial
-from forged.worker.transport.peer_messages import NONCE_BYTES, Answer, PeerMessage, Purpose
+from forged.worker.transport.peer_link import PEER_LIMITS, AcceptedLink, Dialler, Inbox, PeerLink
+from forged.worker.transport.peer_messages import NONCE_BYTES, Answer, Purpose
 
 __all__ = ["Mesh", "World"]
 
@@ -95,28 +93,31 @@ class Mesh:
         self._network = network if network is not None else SystemNetwork()
         self._clock = clock or SystemClock()
         self._log = log
-        self._key = key
         self._random = source or random.SystemRandom()
         self._carrier = carrier or SocketBulkTransport()
         self._limits = limits
         self._scheme: Literal["tcp", "tls"] = scheme
-        self._generation = -1
-        self._world: World | None = None
-        self._hub: HubEndpoint | None = None
-        self._strangers: dict[AcceptedLink, None] = {}
         self._links: dict[PeerLink, None] = {}
-        self._early: dict[PeerLink, _Early] = {}
+        self._dialler = Dialler(
+            job, worker_id, incarnation, self._network, scheme, limits, self._clock, self._random, self._links, key
+        )
+        self.state_fetch = StateFetch(self._carrier, self._dialler, self._random)
+        self._generation = -1
+        self._endpoint: Endpoint | None = None
+        """The part in the newest world."""
+        self._strangers: dict[AcceptedLink, None] = {}
+        self._early: dict[AcceptedLink, _Early] = {}
         self._tasks: TaskGroup | None = None
-        self._door: Listener | None = None
-        self._desk: StateServer | None = None
-        self._fetch = StateFetch(self._carrier, self._dial_source, self._random)
+        self._listener: Listener | None = None
+        self._state_server: StateServer | None = None
         self._shards: ShardStore | None = None
         self._shard_server: ShardServer | None = None
-        self._shard_connections = ShardConnections(self._carrier)
+        self._shard_connections: ShardConnections | None = None
+        """Both are made for the first connection: a worker without training data has none."""
 
     def trust(self, key: bytes) -> None:
         """Use the job's key from now on."""
-        self._key = key
+        self._dialler.key = key
 
     @asynccontextmanager
     async def open(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Address]:
@@ -126,8 +127,7 @@ class Mesh:
         failure: Exception | None = None
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
-            self._desk = StateServer(self._carrier, tasks, self._log)
-            self._shard_server = ShardServer(self._carrier, tasks, self._log, self._shards)
+            self._state_server = StateServer(self._carrier, tasks, self._log)
             tasks.start_soon(self._sweep)
             try:
                 async with self._listening(Address(self._scheme, host=host, port=port)) as address:
@@ -140,7 +140,7 @@ class Mesh:
 
     @asynccontextmanager
     async def _listening(self, address: Address) -> AsyncIterator[Address]:
-        listener = self._door = await self._network.listen(address, self._make_link)
+        listener = self._listener = await self._network.listen(address, self._make_link)
         try:
             yield listener.address
         finally:
@@ -153,73 +153,74 @@ class Mesh:
     async def enter(self, generation: int, topology: ClusterTopology, timeout_s: float | None = None) -> World:
         """Meet the members of a generation; returns when all are connected. The previous world has ended by then."""
         rank = self._rank_in(topology)
-        if generation < self._generation or (self._world is not None and generation == self._generation):
+        if generation < self._generation or (self._endpoint is not None and generation == self._generation):
             raise RequestRefused(
                 "generation_over", f"generation {generation} was entered before", "enter a later generation"
             )
-        if self._world is not None:
-            self._world.abort(f"{self._worker_id} enters generation {generation}")
+        if self._endpoint is not None:
+            self._endpoint.abort(f"{self._worker_id} enters generation {generation}")
         self._generation = generation
-        world = self._world = World(generation, rank, [worker.id for worker in topology.workers])
+        endpoint = self._endpoint = self._endpoint_in(topology, rank)
         try:
             with anyio.move_on_after(timeout_s):
-                await (self._host(world, topology) if rank == 0 else self._meet(world, topology))
-                return world
-            raise self._not_met(world, topology, timeout_s)
+                if isinstance(endpoint, HubEndpoint):
+                    await self._host(endpoint)
+                else:
+                    await self._meet(endpoint, topology)
+                return World(endpoint)
+            raise self._not_met(endpoint, topology, timeout_s)
         except BaseException as error:
             why = error.message if isinstance(error, ForgedError) else "it was cancelled"
             peer = error.peer if isinstance(error, WorldIncomplete) else ""
-            world.abort(f"{self._worker_id} does not enter generation {generation}: {why}", peer)
-            if self._world is world:
-                self._world = self._hub = None
+            endpoint.abort(f"{self._worker_id} does not enter generation {generation}: {why}", peer)
+            if self._endpoint is endpoint:
+                self._endpoint = None
             raise
 
-    async def _host(self, world: World, topology: ClusterTopology) -> None:
+    def _endpoint_in(self, topology: ClusterTopology, rank: int) -> HubEndpoint | MemberEndpoint:
         assert self._tasks is not None
-        hub = self._hub = HubEndpoint(world, peer_messages.digest_of(topology.workers), self._tasks)
-        world.endpoint = hub
-        for link, early in list(self._early.items()):
-            self._place(link, early.answer)
+        names = [worker.id for worker in topology.workers]
+        if rank == 0:
+            return HubEndpoint(self._generation, names, peer_messages.digest_of(topology.workers), self._tasks)
+        return MemberEndpoint(self._generation, rank, names, self._tasks)
+
+    async def _host(self, hub: HubEndpoint) -> None:
+        self._place_early()
         await hub.settled.wait()
-        if world.ending is not None:
-            raise world.ending.error()
+        if hub.ending is not None:
+            raise hub.ending.error()
 
-    async def _meet(self, world: World, topology: ClusterTopology) -> None:
-        self._hub = None
-        self._turn_away_early()
-        endpoint = MemberEndpoint(world)
-        world.endpoint = endpoint
-        answer = msgspec.structs.replace(
-            self._answer(topology.workers[0].id, Purpose.MEMBER, world.generation),
-            rank=world.rank,
-            world=peer_messages.digest_of(topology.workers),
-        )
+    async def _meet(self, endpoint: MemberEndpoint, topology: ClusterTopology) -> None:
+        self._place_early()
+        hub, world = topology.workers[0], peer_messages.digest_of(topology.workers)
 
-        async def attempt() -> None:
-            endpoint.await_start()
-            endpoint.link = await self._dial(topology.workers[0], answer, endpoint)
-            await endpoint.started
+        for pause_s in MEETING.delays(self._random.random):
+            endpoint.link, inbox = None, Inbox()
+            try:
+                link = await self._dialler.dial(
+                    hub, Purpose.MEMBER, endpoint.generation, inbox, rank=endpoint.rank, world=world
+                )
+                await endpoint.start(link, inbox)
+                break
+            except ForgedError as error:
+                if not error.retryable or error.code in _HOPELESS_CODES:
+                    raise
+            await anyio.sleep(pause_s)
+        if endpoint.ending is not None:
+            raise endpoint.ending.error()
 
-        await retry.run(
-            MEETING,
-            attempt,
-            sleep=anyio.sleep,
-            random=self._random.random,
-            retryable=lambda error: retry.is_retryable(error) and getattr(error, "code", "") not in _HOPELESS_CODES,
-        )
-        if world.ending is not None:
-            raise world.ending.error()
-
-    def _not_met(self, world: World, topology: ClusterTopology, timeout_s: float | None) -> WorldIncomplete:
-        if self._hub is not None:
-            absent, peer = self._hub.absent, self._hub.first_absent
+    def _not_met(
+        self, endpoint: HubEndpoint | MemberEndpoint, topology: ClusterTopology, timeout_s: float | None
+    ) -> WorldIncomplete:
+        if isinstance(endpoint, HubEndpoint):
+            absent, peer = endpoint.absent, endpoint.first_absent
         else:
-            is_let_in = isinstance(world.endpoint, MemberEndpoint) and world.endpoint.link is not None
-            absent, peer = f"the other members at {topology.workers[0]}", "" if is_let_in else topology.workers[0].id
+            hub = topology.workers[0]
+            absent, peer = f"the other members at {hub}", "" if endpoint.link is not None else hub.id
         return WorldIncomplete(f"{absent} did not connect within {timeout_s:g} s", peer)
 
     def _rank_in(self, topology: ClusterTopology) -> int:
-        if self._tasks is None or not self._key:
+        if self._tasks is None or not self._dialler.key:
             raise RequestRefused(
                 "mesh_not_ready", "the mesh is not open, or has no key", "open the mesh and set the job's key"
             )
@@ -232,28 +233,12 @@ class Mesh:
 
     # States.
 
-    def offering(self, attempt: int, head: bytes, parts: Sequence[memoryview | bytes]) -> AbstractContextManager[None]:
-        """Offer the training state for an attempt at a rescale, until the block is left."""
-        if self._desk is None:
+    @property
+    def state_server(self) -> StateServer:
+        """Serves this worker's state to fetchers."""
+        if self._state_server is None:
             raise RequestRefused("mesh_not_ready", "the mesh is not open", "open the mesh")
-        return self._desk.offering(attempt, head, parts)
-
-    async def fetch_state(self, source: WorkerId, attempt: int, into: Into) -> None:
-        """Fetch the state that another worker offers for an attempt.
-
-        `into` takes its head and returns memory for every part; it is called again if the source offers another state.
-        """
-        await self._fetch.fetch(source, attempt, into)
-
-    @property
-    def state_received(self) -> int:
-        """The bytes of states that have arrived."""
-        return self._fetch.received
-
-    @property
-    def source_unreached(self) -> Unavailable | None:
-        """Why the state source was not reached the last time; None when it was."""
-        return self._fetch.unreached
+        return self._state_server
 
     # Training data.
 
@@ -265,42 +250,24 @@ class Mesh:
 
     async def connect_for_shards(self, source: WorkerId) -> ShardConnection:
         """Connect to a worker, to fetch shards from it."""
-        dialogue = Dialogue()
-        link = await self._dial(source, self._answer(source.id, Purpose.SHARDS, 0), dialogue)
-        return await self._shard_connections.open(source, link, dialogue)
+        inbox = Inbox(unread_max=1)
+        link = await self._dialler.dial(source, Purpose.SHARDS, 0, inbox)
+        if self._shard_connections is None:
+            self._shard_connections = ShardConnections(self._carrier)
+        return await self._shard_connections.open(source, link, inbox)
 
     def has_given(self) -> bool:
         """Whether a peer has taken state or shards since the last call, or takes some now."""
         gave_shards = self._shard_server is not None and self._shard_server.has_given()
-        return gave_shards or (self._desk is not None and self._desk.is_giving)
+        return gave_shards or (self._state_server is not None and self._state_server.is_giving)
 
     def descriptors(self) -> list[int]:
         """The file descriptors of the listener and of all connections, which a forked child has to close."""
         linked = [fd for link in (*self._strangers, *self._links) if (fd := link.descriptor()) is not None]
-        owners = (self._door, self._fetch, self._desk, self._shard_connections, self._shard_server)
+        owners = (self._listener, self.state_fetch, self._state_server, self._shard_connections, self._shard_server)
         return linked + [fd for owner in owners if owner is not None for fd in owner.descriptors()]
 
     # Connections.
-
-    async def _dial_source(self, source: WorkerId, attempt: int, receiver: Receiver) -> DialledLink:
-        return await self._dial(source, self._answer(source.id, Purpose.STATE, attempt), receiver)
-
-    async def _dial(self, target: WorkerId, answer: Answer, receiver: Receiver) -> DialledLink:
-        if self._tasks is None or not self._key:
-            raise RequestRefused(
-                "mesh_not_ready", "the mesh is not open, or has no key", "open the mesh and set the job's key"
-            )
-        link = DialledLink(self._clock, self._limits, receiver, self._key, answer, str(target))
-        self._links[link] = None
-        link.over.add_done_callback(lambda _: self._links.pop(link, None))
-        await dial(self._network, Address(self._scheme, host=target.hostname, port=target.port), link)
-        return link
-
-    def _answer(self, target: str, purpose: Purpose, number: int) -> Answer:
-        nonce = self._random.randbytes(NONCE_BYTES)
-        return Answer(
-            peer_messages.VERSION_MAX, self._job, target, self._worker_id, self._incarnation, purpose, number, nonce
-        )
 
     def _make_link(self) -> AcceptedLink:
         link = AcceptedLink(self._clock, self._limits, self, self._random.randbytes(NONCE_BYTES))
@@ -311,7 +278,7 @@ class Mesh:
 
     def on_answer(self, link: AcceptedLink, answer: Answer) -> None:
         """A peer has answered the challenge: accept its proof, or close the connection."""
-        if not self._key or not peer_messages.is_proven(answer, self._key, link.nonce):
+        if not self._dialler.key or not peer_messages.is_proven(answer, self._dialler.key, link.nonce):
             link.cut("its authentication proof is wrong")
             return
         if answer.job != self._job or answer.target != self._worker_id:
@@ -319,9 +286,9 @@ class Mesh:
             return
         del self._strangers[link]
         self._links[link] = None
-        link.over.add_done_callback(lambda _: self._links.pop(link, None))
+        link.over.add_done_callback(lambda _: self._forget(link))
         self.counts.accepted += 1
-        link.believe(self, peer_messages.accepted(answer, self._key, link.nonce, self._incarnation))
+        link.believe(peer_messages.accepted(answer, self._dialler.key, link.nonce, self._incarnation))
         self._place(link, answer)
 
     def on_stranger_gone(self, link: AcceptedLink, reason: str) -> None:
@@ -330,24 +297,21 @@ class Mesh:
         self.counts.unproven += 1
         self._log.debug("a peer connection closed before authentication", reason=reason)
 
-    # Peers that wait for a world.
-
-    def on_message(self, link: PeerLink, message: PeerMessage) -> None:
-        """A waiting peer has nothing to send."""
-        raise PeerError("message_unexpected", f"{type(message).__name__} was sent before the world began")
-
-    def on_end(self, link: PeerLink, error: ForgedError) -> None:
-        """A waiting peer is gone."""
+    def _forget(self, link: AcceptedLink) -> None:
+        self._links.pop(link, None)
         self._early.pop(link, None)
 
-    def _place(self, link: PeerLink, answer: Answer) -> None:
-        assert isinstance(link, AcceptedLink)
+    def _place(self, link: AcceptedLink, answer: Answer) -> None:
+        """Give a proven peer's connection to the part that it asks for."""
         self._early.pop(link, None)
+        if link.lost:
+            return
         if answer.purpose is Purpose.STATE:
-            assert self._desk is not None
-            self._desk.admit(link, answer.number, answer.worker)
+            self.state_server.admit(link, answer.number, answer.worker)
         elif answer.purpose is Purpose.SHARDS:
-            assert self._shard_server is not None
+            assert self._tasks is not None
+            if self._shard_server is None:
+                self._shard_server = ShardServer(self._carrier, self._tasks, self._log, self._shards)
             with self._refusing(link):
                 self._shard_server.admit(link, answer.worker)
         elif answer.number > self._generation:
@@ -357,15 +321,16 @@ class Mesh:
                 self._hub_of(answer).admit(link, answer)
 
     def _hub_of(self, answer: Answer) -> HubEndpoint:
-        if answer.number < self._generation or self._hub is None:
+        if answer.number < self._generation or not isinstance(self._endpoint, HubEndpoint):
             raise Unavailable(
                 "generation_over",
                 f"{self._worker_id} is in generation {self._generation} and is not the hub of {answer.number}",
                 "wait for the daemon's next fact",
             )
-        return self._hub
+        return self._endpoint
 
-    def _turn_away_early(self) -> None:
+    def _place_early(self) -> None:
+        """Place the peers that have waited for this generation; they go on waiting for a newer one."""
         for link, early in list(self._early.items()):
             self._place(link, early.answer)
 
@@ -393,8 +358,9 @@ class Mesh:
                         )
 
     async def _close(self) -> None:
-        if self._world is not None:
-            await self._world.leave()
-        self._shard_connections.cut()
+        if self._endpoint is not None:
+            await self._endpoint.leave()
+        if self._shard_connections is not None:
+            self._shard_connections.cut()
         for link in [*self._strangers, *self._links]:
             link.abort()

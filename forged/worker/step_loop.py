@@ -8,9 +8,9 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 from forged.elastic.model import WorkerStatus
 from forged.errors import RequestRefused
@@ -18,11 +18,9 @@ from forged.worker.collectives.world import World
 from forged.worker.drain import Leaving
 from forged.worker.errors import JobEnded, StepAborted
 from forged.worker.process.worker_process import WorkerProcess
-from forged.worker.rescale.rescaler import Rescaler
+from forged.worker.rescaler import Rescaler
 from forged.worker.session import WorkerSession
-from forged.worker.worker_state.current_world import CurrentWorld
-
-R = TypeVar("R")
+from forged.worker.worker_state.session_state import CurrentWorld
 
 
 class Step(int):
@@ -104,7 +102,6 @@ class StepLoop:
                 current_world.begin_step()
                 progress.begin_step()
                 self._process.look_after_pulse()
-                await session.hooks.resume_training()
                 return progress.step
         if view.end is not None:
             await self._fail(view.end)
@@ -123,11 +120,12 @@ class StepLoop:
 
     # Collectives.
 
-    async def together(self, act: Callable[[World], Awaitable[R]]) -> R:
-        """Run a collective; while the script saves, in a world of its own, which only a single worker has."""
+    def collective(self) -> AbstractContextManager[World]:
+        """Run a collective inside the block; while the script saves, in a world of its own, which only a single worker
+        has."""
         self._process.check()
         if not self._state.drain.is_leaving:
-            return await self._current_world.together(act)
+            return self._current_world.collective()
         own_world = self._session.drain.own_world
         if own_world is None:
             raise RequestRefused(
@@ -135,7 +133,7 @@ class StepLoop:
                 "this worker is leaving and has left its world, so it has no collectives with other workers",
                 "save without collectives",
             )
-        return await act(own_world)
+        return nullcontext(own_world)
 
     # The end.
 

@@ -15,8 +15,8 @@ from forged.data.messages import ReportUsage, UsageTaken
 from forged.data.sampling.usage import Run
 from forged.errors import ForgedError
 from forged.log import Log
-from forged.worker.daemon_link.registration import Registration
 from forged.worker.data.sample_usage import SampleUsage
+from forged.worker.registration import Registration
 from forged.worker.worker_state.session_state import SessionState
 
 INTERVAL_S = 1.0

@@ -45,16 +45,14 @@ from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.drain import Leaving
 from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.events import Event, WorkerEvents
-from forged.worker.leave_report import reason_of
 from forged.worker.process.sigterm import SIGTERM_REASON
 from forged.worker.process.worker_process import OwnProcess, WorkerProcess
-from forged.worker.session import WorkerSession, open_session
+from forged.worker.session import WorkerSession, open_session, reason_of
 from forged.worker.step_loop import Step, StepLoop
 from forged.worker.transport.bulk_channel import BulkTransport
 from forged.worker.transport.peer_tls import PeerTls
 from forged.worker.worker_state.progress import TrainingProgress
-from forged.worker.worker_state.session_state import SessionState
-from forged.worker.worker_state.worker_spec import WorkerSpec
+from forged.worker.worker_state.session_state import SessionState, WorkerSpec
 
 JOB = "default"
 
@@ -429,13 +427,24 @@ class ElasticWorker:
 
     async def begin_step(self, total: int | None = None) -> int | None:
         """Wait until a step may begin; returns its number, or None when there are no more."""
-        steps = self.step_loop
-        while isinstance(coming := await steps.come_to_step(total), Leaving):
+        while isinstance(coming := await self.come_to_step(total), Leaving):
             if coming.is_news:
                 await self._events.leaving.fire_and_wait(coming.reason)
-            if await steps.finish_leaving():
+            if await self.finish_leaving():
                 return None
         return coming
+
+    async def come_to_step(self, total: int | None = None) -> int | Leaving | None:
+        """As `begin_step`, for a caller that tells the subscribers of `leaving` itself, and then calls
+        `finish_leaving`."""
+        coming = await self.step_loop.come_to_step(total)
+        if coming is not None and not isinstance(coming, Leaving):
+            await self.resume_training()
+        return coming
+
+    async def finish_leaving(self) -> bool:
+        """Leave, now that the subscribers of `leaving` have been told; false if the worker is needed after all."""
+        return await self.step_loop.finish_leaving()
 
     async def finish_step(self) -> bool:
         """Tell the other ranks that the step is finished; returns whether it is committed."""
@@ -451,21 +460,26 @@ class ElasticWorker:
 
     async def barrier(self) -> None:
         """Wait for all ranks."""
-        await self.step_loop.together(lambda world: world.barrier())
+        with self.step_loop.collective() as world:
+            await world.barrier()
 
     async def gather(self, value: Any, root: int = 0) -> list[Any] | None:
         """The values of all ranks in rank order, at the root; None at the other ranks."""
-        return await self.step_loop.together(lambda world: world.gather(value, root))
+        with self.step_loop.collective() as world:
+            return await world.gather(value, root)
 
     async def broadcast(self, value: Any, root: int = 0) -> Any:
         """The root's value."""
-        return await self.step_loop.together(lambda world: world.broadcast(value, root))
+        with self.step_loop.collective() as world:
+            return await world.broadcast(value, root)
 
     async def all_reduce(self, array: Any, op: str = "sum") -> Any:
         """The sum, mean, minimum or maximum over all ranks."""
-        return await self.step_loop.together(lambda world: world.all_reduce(array, op))
+        with self.step_loop.collective() as world:
+            return await world.all_reduce(array, op)
 
-    # A rescale calls these methods (`forged.worker.events.RescaleHooks`); a subclass may override them.
+    # A rescale calls these methods (`forged.worker.events.RescaleHooks`), and each step the last one; a subclass may
+    # override them.
 
     async def on_rescaling_event(self, event: RescalingEvent) -> None:
         """Take the rank of the event's world, and tell the subscribers."""

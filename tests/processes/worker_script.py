@@ -24,11 +24,10 @@ import numpy as np
 from forged.elastic.config import ElasticTrainingConfig
 from forged.net.bulk import movers
 from forged.worker.blocking import Training, join
-from forged.worker.collectives.endpoints import HubEndpoint
+from forged.worker.collectives.endpoints import Endpoint, HubEndpoint
 from forged.worker.collectives.hub import Collected
-from forged.worker.collectives.world import World
-from forged.worker.daemon_link.registration import Registration
 from forged.worker.mesh import Mesh
+from forged.worker.registration import Registration
 from forged.worker.transport.peer_link import frame_of
 from forged.worker.transport.peer_messages import CollectiveCall, Kind, Result
 from forged.worker.worker import ElasticWorker
@@ -50,7 +49,7 @@ def _always(*arguments: Any) -> bool:
 
 
 def _calls(kind: Kind) -> Applies:
-    def applies(world: World, call: CollectiveCall, *others: Any) -> bool:
+    def applies(endpoint: Endpoint, call: CollectiveCall, *others: Any) -> bool:
         return call.kind is kind
 
     return applies
@@ -75,8 +74,8 @@ POINTS = {
     "ready": Point(Registration, "ready", behind=True),
     "entering": Point(Mesh, "enter"),
     "entered": Point(Mesh, "enter", behind=True),
-    "in all_reduce": Point(World, "_answered", applies=_calls(Kind.ALL_REDUCE)),
-    "in end_step": Point(World, "_answered", applies=_calls(Kind.END_STEP)),
+    "in all_reduce": Point(Endpoint, "_answered", applies=_calls(Kind.ALL_REDUCE)),
+    "in end_step": Point(Endpoint, "_answered", applies=_calls(Kind.END_STEP)),
 }
 
 

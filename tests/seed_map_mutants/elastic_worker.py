@@ -8,10 +8,10 @@ from tests.seed_map_mutants.mutation import Constant, Edit, Mutation
 
 WORKER = "forged/worker/worker.py"
 SESSION = "forged/worker/session.py"
-HEARTBEAT = "forged/worker/daemon_link/heartbeat.py"
-RESCALER = "forged/worker/rescale/rescaler.py"
+REGISTRATION = "forged/worker/registration.py"
+RESCALER = "forged/worker/rescaler.py"
 PROGRESS = "forged/worker/worker_state/progress.py"
-CURRENT_WORLD = "forged/worker/worker_state/current_world.py"
+SESSION_STATE = "forged/worker/worker_state/session_state.py"
 PLAN = "forged/data/placement/plan.py"
 SHARD = "forged/data/model.py"
 
@@ -60,7 +60,7 @@ MUTANTS: Mapping[str, Mutation | str] = {
     ),
     "ElasticWorker.SynchronizeStateAsync(state)": Edit(WORKER, "        self._progress.apply(state)\n", ""),
     "ElasticWorker.ResumeTrainingAsync()": Edit(
-        CURRENT_WORLD, "            self.status = WorkerStatus.ACTIVE\n", "            pass\n"
+        SESSION_STATE, "            self.status = WorkerStatus.ACTIVE\n", "            pass\n"
     ),
     "ElasticWorker.RedistributeDataAsync(plan)": Edit(
         WORKER, "await self.transfers.execute_plan(plan)", "await self.transfers.execute([])"
@@ -81,7 +81,7 @@ MUTANTS: Mapping[str, Mutation | str] = {
         '__import__("asyncio").ensure_future(self._heartbeat.run())',
     ),
     "ElasticWorker.SendHeartbeat()": Edit(
-        HEARTBEAT,
+        REGISTRATION,
         "            self.beat_now()\n            with anyio",
         "            self.beat_now()\n            self.beat_now()\n            with anyio",
     ),
@@ -144,7 +144,7 @@ MUTANTS: Mapping[str, Mutation | str] = {
         "self._is_registered, self._may_be_known = False, True",
     ),
     "Heartbeat mechanism updates timestamp correctly": Edit(
-        HEARTBEAT, "        current_world.heartbeat_at = self._clock.wall()\n", ""
+        REGISTRATION, "        current_world.heartbeat_at = self._clock.wall()\n", ""
     ),
     "Rescaling events trigger appropriate notifications": Edit(
         RESCALER, "self._clock.wall(), commit.reason)", 'self._clock.wall(), "")'
@@ -159,7 +159,7 @@ MUTANTS: Mapping[str, Mutation | str] = {
         RESCALER, "            topology.world_size,\n", "            commit.before.world_size,\n"
     ),
     "Thread safety is maintained during rescaling operations": Edit(
-        CURRENT_WORLD,
+        SESSION_STATE,
         "        self.topology = topology\n",
         '        self.topology = ClusterTopology((*topology.workers, WorkerId("other", "", 1)), topology.epoch)\n'
         '        __import__("time").sleep(0.01)\n'

@@ -100,11 +100,11 @@ async def obey(mesh: Mesh, order: dict[str, Any], worlds: list[World]) -> None:
         await ACTS[order["call"]](worlds[-1])
         say("called")
     elif "offer" in order:
-        with mesh.offering(order["offer"], b"", random_parts(*STATE_SIZES)):
+        with mesh.state_server.offering(order["offer"], b"", random_parts(*STATE_SIZES)):
             say("offering")
             await asyncio.Event().wait()
     elif "fetch" in order:
-        await mesh.fetch_state(WorkerId(*order["fetch"]), order["attempt"], lambda _: buffers(*STATE_SIZES))
+        await mesh.state_fetch.fetch(WorkerId(*order["fetch"]), order["attempt"], lambda _: buffers(*STATE_SIZES))
         say("fetched")
 
 

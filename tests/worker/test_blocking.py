@@ -33,7 +33,7 @@ from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
 from forged.worker.process.pulse import PulseProcess
 from forged.worker.process.sigterm import is_heeded
 from forged.worker.process.worker_process import OwnProcess
-from forged.worker.rescale.rescaler import Rescaler
+from forged.worker.rescaler import Rescaler
 from tests.client.threaded_daemon import ThreadedDaemon
 from tests.telemetry.recording_log import RecordingLog
 from tests.worker.process.test_forks import in_a_child, is_nothing

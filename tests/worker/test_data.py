@@ -41,11 +41,11 @@ from forged.errors import RequestRefused
 from forged.kernel.messages import Fact, Record
 from forged.retry import RetryPolicy
 from forged.worker import drain
-from forged.worker.daemon_link.registration import Registration
 from forged.worker.data import local_shards, transfer_reports
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.data.transfer_reports import TransferReports
 from forged.worker.errors import JobEnded, WorkerEvicted
+from forged.worker.registration import Registration
 from tests.client.daemon_runner import SOON, DaemonRunner
 from tests.data.transfer_cluster import DelayedStore, content_of
 from tests.worker.meshes import until

@@ -14,12 +14,12 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import WorkerJoined, WorkerLeft
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError, RequestRefused, Unavailable
-from forged.kernel.messages import Gap, Record
+from forged.kernel.messages import Gap
 from forged.worker import drain
 from forged.worker.drain import LOOK_INTERVAL_S, QUESTION_INTERVAL_S, Drain, Leaving
 from forged.worker.errors import WorldIncomplete
 from forged.worker.mesh import Mesh
-from forged.worker.rescale.rescaler import Rescaler
+from forged.worker.rescaler import Rescaler
 from forged.worker.worker_state.progress import TrainingProgress
 from forged.worker.worker_state.session_state import SessionState
 from tests.client.daemon_runner import DaemonRunner
@@ -33,7 +33,7 @@ CONFIG = ElasticTrainingConfig(leave_timeout_ms=60_000, reconnect_grace_ms=15_00
 ME = WorkerId("me", "host", 1)
 WISH, QUESTION, LEAVE = "the spot price", "may it leave now?", "leave"
 NEEDED = Gap(1, 2, "anything may have happened")
-RELEASED = Record.of(WorkerLeft("other", "it is done"), fact_id=3, at=0.0)
+RELEASED = WorkerLeft("other", "it is done")
 
 
 class Scene:

@@ -24,7 +24,7 @@ from forged.elastic.messages import (
 from forged.elastic.model import WorkerId
 from forged.elastic.phases import Phase
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
-from forged.kernel.messages import Gap, Record
+from forged.kernel.messages import Fact, Gap, Record, UnknownFact
 from forged.net.protocol.messages import Facts
 from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.fact_listener import FactListener
@@ -80,7 +80,7 @@ class ListenerFixture:
         self.state = SessionState(WorkerId("me", "host", 1), TrainingProgress(0.0, 0))
         self.view = self.state.view
         self.view.known = True
-        self.heard: list[Record | Gap] = []
+        self.heard: list[Fact | UnknownFact | Gap] = []
         self.wakes = 0
         self.state.wake = self._wake  # type: ignore[method-assign]
         anything: Any = self
@@ -98,7 +98,7 @@ class ListenerFixture:
 
     def begin_if_told(self) -> None: ...
 
-    def hear(self, item: Record | Gap) -> None:
+    def hear(self, item: Fact | UnknownFact | Gap) -> None:
         self.heard.append(item)
 
     def _learn(self, joined: object) -> None:
@@ -129,7 +129,7 @@ def test_facts_update_the_view_and_are_passed_on_in_order() -> None:
         stream = Stream(PAUSED, DONE)
         await scene.listener.listen(cast("Any", stream))
         assert (scene.view.paused, scene.view.completed) == (True, 9)
-        assert scene.heard == [PAUSED, DONE]
+        assert scene.heard == [PAUSED.fact, DONE.fact]
         assert scene.wakes == 2
         assert stream.is_closed
 

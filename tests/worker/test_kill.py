@@ -12,7 +12,8 @@ import pytest
 from forged.elastic.model import ClusterTopology
 from forged.errors import Unavailable
 from forged.retry import RetryPolicy
-from forged.worker.collectives.world import CollectiveAborted, World
+from forged.worker.collectives.world import World
+from forged.worker.errors import CollectiveAborted
 from forged.worker.state_transfer import transfer
 from tests.worker.meshes import PATIENCE_S, Meshes, buffers, each, failures, open_meshes, random_parts, until
 from tests.worker.peer_process import ACTS, STATE_SIZES, PeerProcess
@@ -56,8 +57,8 @@ async def test_source_killed_during_a_transfer_is_unavailable(monkeypatch: pytes
     async with open_meshes(1) as made, PeerProcess("v") as victim:
         await victim.order(offer=1)
         assert await victim.answer() == "offering"
-        arriving = made.meshes[0]._fetch
-        task = asyncio.ensure_future(made.meshes[0].fetch_state(victim.worker, 1, lambda _: buffers(*STATE_SIZES)))
+        arriving = made.meshes[0].state_fetch
+        task = asyncio.ensure_future(arriving.fetch(victim.worker, 1, lambda _: buffers(*STATE_SIZES)))
         await until(lambda: bool(arriving.descriptors()))
         victim.kill()
         with pytest.raises(Unavailable):
@@ -70,14 +71,13 @@ async def test_killed_fetcher_disturbs_no_other_fetcher() -> None:
     got = buffers(*STATE_SIZES)
     async with open_meshes(2) as made, PeerProcess("v") as victim:
         source, worker = made.meshes[0], made.workers[0]
-        with source.offering(1, b"", parts):
+        with source.state_server.offering(1, b"", parts):
             await victim.order(fetch=[worker.id, worker.hostname, worker.port], attempt=1)
-            assert source._desk is not None
-            assert source._desk._offer is not None
-            channels = source._desk._offer.channels
+            assert source.state_server._offer is not None
+            channels = source.state_server._offer.channels
             await until(lambda: bool(channels))
             victim.kill()
-            await made.meshes[1].fetch_state(worker, 1, lambda _: got)
+            await made.meshes[1].state_fetch.fetch(worker, 1, lambda _: got)
             await until(lambda: not channels)
     assert got == parts
 

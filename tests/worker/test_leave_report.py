@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
-from forged.worker.leave_report import LeaveReason, LeaveReport, reason_of
+from forged.worker.session import LeaveReason, LeaveReport, reason_of
 
 
 class UnprintableError(Exception):

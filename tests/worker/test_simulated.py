@@ -13,7 +13,8 @@ import pytest
 
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError
-from forged.worker.collectives.world import CollectiveAborted, World
+from forged.worker.collectives.world import World
+from forged.worker.errors import CollectiveAborted
 from forged.worker.mesh import Mesh
 from forged.worker.transport.bulk_channel import LoopBulkTransport
 from tests.simulation.environment.links import Faults
@@ -97,8 +98,8 @@ def test_state_is_transferred_over_a_simulated_network() -> None:
     parts, got = random_parts(*sizes), buffers(*sizes)
 
     async def story(cluster: Cluster) -> None:
-        with cluster.meshes[0].offering(1, b"head", parts):
-            await cluster.meshes[1].fetch_state(cluster.workers[0], 1, lambda _: got)
+        with cluster.meshes[0].state_server.offering(1, b"head", parts):
+            await cluster.meshes[1].state_fetch.fetch(cluster.workers[0], 1, lambda _: got)
 
     simulate(2, story)
     assert got == parts

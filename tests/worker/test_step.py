@@ -9,7 +9,7 @@ import pytest
 
 from forged.worker.errors import StepAborted
 from forged.worker.step_loop import Step
-from forged.worker.worker_state.current_world import CurrentWorld
+from forged.worker.worker_state.session_state import CurrentWorld
 
 
 class World(SimpleNamespace):

@@ -121,8 +121,8 @@ async def test_arrays_are_summed_over_tls(certificates: Certificates, elements: 
 async def test_a_state_is_moved_over_tls(certificates: Certificates) -> None:
     parts, got = random_parts(*SIZES), buffers(*SIZES)
     async with secured(*[identity(certificates)] * 2) as made:
-        with made.meshes[0].offering(1, b"head", parts):
-            await made.meshes[1].fetch_state(made.workers[0], 1, lambda _: got)
+        with made.meshes[0].state_server.offering(1, b"head", parts):
+            await made.meshes[1].state_fetch.fetch(made.workers[0], 1, lambda _: got)
     assert got == parts
 
 

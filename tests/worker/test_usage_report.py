@@ -11,7 +11,7 @@ from forged.data.sampling.usage import Run
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import RequestRefused
 from forged.log import SILENT
-from forged.worker.daemon_link.registration import Registration
+from forged.worker.registration import Registration
 from forged.worker.usage_report import COMPARED_MAX, INTERVAL_S, OTHERS_INTERVAL_S, UsageReport
 from forged.worker.worker_state.progress import TrainingProgress
 from forged.worker.worker_state.session_state import SessionState

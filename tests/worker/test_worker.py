@@ -22,8 +22,8 @@ from forged.data.placement.planner import DataRedistributor
 from forged.data.store.memory import MemoryShardStore
 from forged.data.training import TrainingData
 from forged.data.transfer.outcome import TransferReport
+from forged.elastic.config import PULSE_INTERVAL_S
 from forged.elastic.failure_detector.detector import SCAN_INTERVAL_S
-from forged.elastic.membership.member import PULSE_INTERVAL_S
 from forged.elastic.messages import (
     JobCompleted,
     JobWaiting,
@@ -45,19 +45,17 @@ from forged.errors import ConfigError, RequestRefused, Unavailable
 from forged.jobs.model import ChangeJob, ShowJob
 from forged.kernel.messages import Gap
 from forged.net.transport.port import Address
+from forged.worker import registration as registrations
 from forged.worker import session as sessions
-from forged.worker.collectives.world import CollectiveMismatch
-from forged.worker.daemon_link import registration as registrations
-from forged.worker.daemon_link.heartbeat import HeartbeatSender
-from forged.worker.daemon_link.registration import LEAVE_TIMEOUT_S, Registration
-from forged.worker.errors import JobEnded, StepAborted, WorkerEvicted
+from forged.worker.errors import CollectiveMismatch, JobEnded, StepAborted, WorkerEvicted
 from forged.worker.mesh import Mesh
 from forged.worker.process.counters import Counters
 from forged.worker.process.worker_process import SharedProcess
-from forged.worker.rescale.rescaler import Rescaler
-from forged.worker.state_transfer.exchange import StateExchange
+from forged.worker.registration import LEAVE_TIMEOUT_S, HeartbeatSender, Registration
+from forged.worker.rescaler import Rescaler
+from forged.worker.state_transfer.transfer import StateExchange
 from forged.worker.worker import ElasticWorker
-from forged.worker.worker_state.current_world import CurrentWorld
+from forged.worker.worker_state.session_state import CurrentWorld
 from tests.client.daemon_runner import SOON, DaemonRunner
 from tests.telemetry.recording_log import RecordingLog
 from tests.worker.meshes import until
@@ -1520,7 +1518,7 @@ class TestADaemonThatIsAway:
     async def test_disconnected_worker_learns_of_a_departure_when_it_is_back(
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("forged.worker.daemon_link.registration.LEAVE_TIMEOUT_S", 0.05)
+        monkeypatch.setattr("forged.worker.registration.LEAVE_TIMEOUT_S", 0.05)
         async with group_at(runner.endpoint, reconnect_grace_ms=1_000) as group:
             group.start("a", "b", "c")
             await group.world_of("a", "b", "c")

@@ -11,13 +11,9 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from forged.elastic.config import HEARTBEATS_PER_TIMEOUT, ElasticTrainingConfig
+from forged.elastic.config import HEARTBEATS_PER_TIMEOUT, PULSE_INTERVAL_S, ElasticTrainingConfig
 from forged.elastic.model import WorkerId
 
-PULSE_INTERVAL_S = 0.5
-"""How often a worker's pulse is sent, unless a shorter heartbeat timeout requires more."""
-PULSE_INTERVAL_S_MIN = 0.05
-"""No settings make the pulse more frequent, because it must cost next to nothing."""
 PULSES_MISSED_MAX = 4
 """After so many missed intervals the pulse counts as dead and cannot report the worker's death."""
 HEARTBEATS_MISSED_MAX = 2
@@ -146,11 +142,6 @@ class Member:
         self.lost_at = None if self.lost_at is None else min(self.lost_at + late_s, now)
         self.heard_at = None if self.heard_at is None else min(self.heard_at + late_s, now)
         self.pulse_at = None if self.pulse_at is None else min(self.pulse_at + late_s, now)
-
-
-def pulse_interval_s(config: ElasticTrainingConfig) -> float:
-    """How often a worker's pulse is sent: often enough that two may be lost within the heartbeat timeout."""
-    return min(PULSE_INTERVAL_S, max(PULSE_INTERVAL_S_MIN, config.heartbeat_interval_s))
 
 
 def silent_since(config: ElasticTrainingConfig, now: float) -> float:

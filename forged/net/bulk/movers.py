@@ -150,6 +150,18 @@ def receive_into_buffer(
     _require_whole(_move(sock, step, len(data), stall_timeout_s, progress), len(data))
 
 
+def receive(sock: socket.socket, count: int) -> memoryview:
+    """Receive `count` bytes, or fewer if the connection ends before."""
+    data = memoryview(bytearray(count))
+    filled = 0
+    while filled < count:
+        size = sock.recv_into(data[filled:])
+        if not size:
+            break
+        filled += size
+    return data[:filled]
+
+
 async def run(mover: Callable[[socket.socket], T], sock: socket.socket, *, limiter: CapacityLimiter | None = None) -> T:
     """Run `mover(sock)` in a thread. A cancellation shuts the socket down, so that the thread ends, and waits for it.
 

@@ -3,14 +3,16 @@
 Invariants:
 - A rank that leaves says so. A rank whose connection ends without that is lost, and the world ends at all ranks with
   the name of the lost worker.
-- The hub keeps one connection per member and no task. Only large sums are computed in a thread, so that heartbeats
-  continue meanwhile.
+- The hub receives the messages of all members in one task. Only large sums are computed in a thread, so that
+  heartbeats continue meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import anyio
 from anyio import to_thread
@@ -18,18 +20,20 @@ from anyio.abc import TaskGroup
 
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable, describe
 from forged.worker.collectives import arrays
-from forged.worker.collectives.hub import Collected, Hub, receives
-from forged.worker.collectives.world import Ending, World, aborted
-from forged.worker.transport.peer_link import AcceptedLink, PeerLink, frame_of
+from forged.worker.collectives.hub import Collected, Hub
+from forged.worker.errors import ABORTED, CollectiveAborted, CollectiveMismatch
+from forged.worker.transport.peer_link import AcceptedLink, Inbox, PeerLink, frame_of
 from forged.worker.transport.peer_messages import (
     Aborted,
     Answer,
+    CollectiveCall,
     Contribution,
     Kind,
     Left,
     PeerMessage,
     Result,
     Started,
+    Value,
 )
 
 LEAVE_TIMEOUT_S = 1.0
@@ -38,21 +42,171 @@ APART_BYTES = 16 << 20
 """Sums over more bytes are computed in a thread; this many take under half a millisecond from warm memory."""
 
 
-class HubEndpoint:
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a world has ended."""
+
+    code: str
+    reason: str
+    peer: str = ""
+    fix: str = ""
+
+    def error(self) -> ForgedError:
+        """The error of every later call."""
+        if self.code == ABORTED:
+            return CollectiveAborted(self.reason, self.peer)
+        return CollectiveMismatch(self.code, self.reason, self.fix)
+
+
+def aborted(reason: str, peer: str = "") -> Ending:
+    """The ending of an aborted world."""
+    return Ending(ABORTED, reason, peer)
+
+
+class Endpoint(ABC):
+    """One rank's part in a world: its present call, and how the world has ended."""
+
+    def __init__(self, generation: int, rank: int, names: Sequence[str], tasks: TaskGroup) -> None:
+        self.generation = generation
+        self.rank = rank
+        self.names = tuple(names)
+        """The ids of the workers, by rank."""
+        self.ending: Ending | None = None
+        """Why the world has ended, the first reason; None while it has not."""
+        self._tasks = tasks
+        self._inbox = Inbox()
+        self._receiving = anyio.CancelScope()
+        """The task that handles messages between two calls; it ends with the world."""
+        self._number = 0
+        self._is_calling = False
+        self._result: Result | None = None
+        """The result of the present call, once it is there."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.names)
+
+    async def call(
+        self, call: CollectiveCall, value: Value | None, stop_wanted: int, timeout_s: float | None
+    ) -> Result:
+        """Take part in a collective; the result of the hub."""
+        if self._is_calling:
+            raise RequestRefused(
+                "collective_in_progress", f"{call} while another call waits", "await the other call first"
+            )
+        self._number += 1
+        self._is_calling, self._result = True, None
+        try:
+            # What has arrived before this call counts before it.
+            self._handle_arrived()
+            if self.ending is None:
+                self._contribute(Contribution(self._number, call, value, stop_wanted))
+            return await self._answered(call, timeout_s)
+        finally:
+            self._is_calling = False
+
+    async def _answered(self, call: CollectiveCall, timeout_s: float | None) -> Result:
+        try:
+            if self._result is not None:
+                # The other tasks of the loop get a turn, though the result was there at once.
+                await asyncio.sleep(0)
+            with anyio.move_on_after(timeout_s):
+                while self._result is None and self.ending is None:
+                    await self._inbox.wait()
+                    self._handle_arrived()
+        except asyncio.CancelledError:
+            if self._result is None:
+                self._give_up(call, "was cancelled")
+            raise
+        if self._result is not None:
+            return self._result
+        if self.ending is None:
+            self._give_up(call, f"was not answered within {timeout_s:g} s")
+        assert self.ending is not None
+        raise self.ending.error()
+
+    def _give_up(self, call: CollectiveCall, why: str) -> None:
+        missing = self._missing()
+        waiting_for = f", waiting for {missing}" if missing else ""
+        self.abort(f"{call} #{self._number} of {self.names[self.rank]} (rank {self.rank}) {why}{waiting_for}")
+
+    def abort(self, reason: str, peer: str = "") -> None:
+        """Abort the world at all ranks."""
+        if self.ending is None:
+            self._end(aborted(reason, peer))
+
+    async def leave(self) -> None:
+        """Leave; the world ends for the other ranks at their next collective."""
+        if self.ending is None:
+            self._over(aborted("this worker has left the world"))
+            await self._leave()
+
+    async def _receive(self) -> None:
+        with self._receiving:
+            while self.ending is None:
+                await self._inbox.wait()
+                self._handle_arrived()
+
+    def _handle_arrived(self) -> None:
+        while self.ending is None and (arrived := self._inbox.pop()) is not None:
+            link, message = arrived
+            try:
+                self._handle(link, message)
+            except ForgedError as error:
+                link.fail(error)
+            except Exception as error:  # noqa: BLE001 - memory for example: this world ends, and not the worker
+                self._end(aborted(f"a message of this world could not be handled: {describe(error)}"))
+
+    def _deliver(self, result: Result) -> None:
+        if self._is_calling and self._result is None and self.ending is None and result.number == self._number:
+            self._result = result
+            self._inbox.wake()
+
+    def _over(self, ending: Ending) -> None:
+        """The world has ended here; the first reason counts."""
+        if self.ending is not None:
+            return
+        self.ending = ending
+        self._receiving.cancel()
+        self._inbox.wake()
+
+    @abstractmethod
+    def _handle(self, link: PeerLink, message: PeerMessage | ForgedError) -> None:
+        """Act on a message, or on the end of a connection."""
+
+    @abstractmethod
+    def _contribute(self, contribution: Contribution) -> None:
+        """Send the rank's part of a collective; the result is delivered later, or at once."""
+
+    @abstractmethod
+    def _missing(self) -> str:
+        """The ranks that have not called yet, in words; empty where that is unknown."""
+
+    @abstractmethod
+    def _end(self, ending: Ending) -> None:
+        """End the world at all ranks."""
+
+    @abstractmethod
+    async def _leave(self) -> None:
+        """Tell the other ranks that this one leaves."""
+
+
+class HubEndpoint(Endpoint):
     """Rank 0's endpoint, to which all other ranks connect."""
 
-    def __init__(self, world: World, digest: bytes, tasks: TaskGroup) -> None:
+    def __init__(self, generation: int, names: Sequence[str], digest: bytes, tasks: TaskGroup) -> None:
+        super().__init__(generation, 0, names, tasks)
         self.settled = anyio.Event()
         """Set when all members are connected, or the world has ended."""
-        self._world = world
         self._digest = digest
-        self._tasks = tasks
-        self._hub = Hub(world.names)
+        self._hub = Hub(names)
         self._links: dict[int, AcceptedLink] = {}
         self._incarnations: dict[int, bytes] = {}
         self._ranks: dict[PeerLink, int] = {}
         self._left: list[int] = []
         self._is_started = False
+        tasks.start_soon(self._receive)
         self._start_if_complete()
 
     @property
@@ -63,11 +217,11 @@ class HubEndpoint:
     @property
     def first_absent(self) -> str:
         """The id of a member that has not connected yet; empty when all have."""
-        return next((self._world.names[rank] for rank in self._absentees), "")
+        return next((self.names[rank] for rank in self._absentees), "")
 
     @property
     def _absentees(self) -> list[int]:
-        return [] if self._is_started else [rank for rank in range(1, self._world.size) if rank not in self._links]
+        return [] if self._is_started else [rank for rank in range(1, self.size) if rank not in self._links]
 
     def admit(self, link: AcceptedLink, answer: Answer) -> None:
         """Take a member's connection, or refuse it."""
@@ -76,21 +230,21 @@ class HubEndpoint:
         if earlier is not None:
             del self._ranks[earlier]
             earlier.abort()
-        link.receiver = self
+        link.inbox = self._inbox
         self._links[answer.rank] = link
         self._incarnations[answer.rank] = answer.incarnation
         self._ranks[link] = answer.rank
         self._start_if_complete()
 
     def _check(self, answer: Answer) -> None:
-        name = self._world.names[answer.rank] if 0 < answer.rank < self._world.size else None
+        name = self.names[answer.rank] if 0 < answer.rank < self.size else None
         if answer.worker != name or answer.world != self._digest:
             raise RequestRefused(
                 "topology_differs",
                 f"{answer.worker} has another topology for generation {answer.number}",
                 "ask the daemon for the topology",
             )
-        if self._is_started or self._world.ending is not None:
+        if self._is_started or self.ending is not None:
             raise Unavailable(
                 "generation_over", f"the world of generation {answer.number} has begun without this worker"
             )
@@ -100,71 +254,65 @@ class HubEndpoint:
             )
 
     def _start_if_complete(self) -> None:
-        if len(self._links) < self._world.size - 1:
+        if len(self._links) < self.size - 1:
             return
         self._is_started = True
-        frame = frame_of(Started(self._world.generation))
+        frame = frame_of(Started(self.generation))
         for link in self._links.values():
             link.write(frame)
         self.settled.set()
 
     # Messages of members.
 
-    def on_message(self, link: PeerLink, message: PeerMessage) -> None:
-        """A member has sent a message."""
+    def _handle(self, link: PeerLink, message: PeerMessage | ForgedError) -> None:
         rank = self._ranks.get(link)
-        if rank is None or self._world.ending is not None:
+        if rank is None:
+            # An earlier connection of a member that has connected again.
             return
-        if isinstance(message, Contribution) and self._is_started:
+        if isinstance(message, ForgedError):
+            self._lose(rank, link, message)
+        elif isinstance(message, Contribution) and self._is_started:
             self._take(rank, message)
         elif isinstance(message, Aborted):
             missing = f"; {self._hub.missing()} had not called" if self._hub.is_waiting else ""
             # A member that gives up waiting for the world does not know which member is missing.
             peer = message.peer or self.first_absent
-            self.end(Ending(message.code, f"{message.reason}{missing}", peer, message.fix))
+            self._end(Ending(message.code, f"{message.reason}{missing}", peer, message.fix))
         elif isinstance(message, Left):
-            self._leave(rank)
+            self._left.append(rank)
+            if self._hub.is_waiting:
+                self._end_without_those_who_left()
         else:
             raise PeerError("message_unexpected", f"{type(message).__name__} is not for a hub to receive")
 
-    def on_end(self, link: PeerLink, error: ForgedError) -> None:
+    def _lose(self, rank: int, link: PeerLink, error: ForgedError) -> None:
         """A member's connection has ended."""
-        rank = self._ranks.pop(link, None)
-        if rank is None or rank in self._left:
+        del self._ranks[link]
+        if rank in self._left:
             return
         if self._is_started:
-            self.end(aborted(f"{self._hub.describe(rank)} was lost: {error.message}", self._world.names[rank]))
+            self._end(aborted(f"{self._hub.describe(rank)} was lost: {error.message}", self.names[rank]))
         else:
             del self._links[rank], self._incarnations[rank]
 
-    def _leave(self, rank: int) -> None:
-        self._left.append(rank)
-        if self._hub.is_waiting:
-            self._end_without_those_who_left()
-
     def _end_without_those_who_left(self) -> None:
-        self.end(aborted(f"{self._hub.listed(self._left)} left the world in good order"))
+        self._end(aborted(f"{self._hub.listed(self._left)} left the world in good order"))
 
     # Rank 0 itself.
 
-    def contribute(self, contribution: Contribution) -> None:
-        """Take rank 0's own part of a collective."""
+    def _contribute(self, contribution: Contribution) -> None:
         self._take(0, contribution)
 
-    def waiting_for(self) -> str:
-        """The ranks that have not called yet, in words."""
+    def _missing(self) -> str:
         return self._hub.missing() if self._hub.is_waiting else ""
 
-    def end(self, ending: Ending) -> None:
-        """Abort the world at all ranks."""
-        if self._world.ending is not None:
-            return
-        frame = frame_of(Aborted(ending.code, ending.reason, ending.peer, ending.fix))
-        self._world.on_over(ending)
-        self._dismiss(frame)
+    def _end(self, ending: Ending) -> None:
+        if self.ending is None:
+            frame = frame_of(Aborted(ending.code, ending.reason, ending.peer, ending.fix))
+            self._over(ending)
+            self._dismiss(frame)
 
-    async def leave(self) -> None:
-        """Tell all members that the hub leaves."""
+    async def _leave(self) -> None:
         links = list(self._links.values())
         self._dismiss(frame_of(Left()))
         await gone(links)
@@ -181,9 +329,9 @@ class HubEndpoint:
         try:
             collected = self._hub.take(rank, contribution)
         except RequestRefused as error:
-            self.end(Ending(error.code, error.message, fix=error.fix))
+            self._end(Ending(error.code, error.message, fix=error.fix))
         except PeerError as error:
-            self.end(aborted(error.message))
+            self._end(aborted(error.message))
         else:
             if collected is not None:
                 self._finish(collected)
@@ -196,47 +344,51 @@ class HubEndpoint:
         elif collected.brought_bytes > APART_BYTES:
             self._tasks.start_soon(self._reduce_apart, collected)
         else:
-            self._told_of(collected, _reduced(collected, self._world.names[0]))
+            self._told_of(collected, _reduced(collected, self.names[0]))
 
     async def _reduce_apart(self, collected: Collected) -> None:
-        self._told_of(collected, await to_thread.run_sync(_reduced, collected, self._world.names[0]))
+        self._told_of(collected, await to_thread.run_sync(_reduced, collected, self.names[0]))
 
     def _told_of(self, collected: Collected, outcome: Result | Ending) -> None:
         if isinstance(outcome, Ending):
-            self.end(outcome)
-        elif self._world.ending is None:
+            self._end(outcome)
+        elif self.ending is None:
             self._tell(collected, outcome)
 
     def _tell(self, collected: Collected, full: Result) -> None:
         frames: dict[bool, bytes] = {}
         for rank, link in self._links.items():
-            is_full = receives(collected.call, rank)
+            is_full = collected.call.receives(rank)
             if is_full not in frames:
                 frames[is_full] = frame_of(full if is_full else collected.bare)
             link.write(frames[is_full])
-        self._world.on_result(full if receives(collected.call, 0) else collected.bare)
+        self._deliver(full if collected.call.receives(0) else collected.bare)
 
 
-class MemberEndpoint:
+class MemberEndpoint(Endpoint):
     """The endpoint of every other rank."""
 
-    def __init__(self, world: World) -> None:
-        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.link: PeerLink | None = None
-        """The connection to the hub, once it has accepted this rank."""
-        self._world = world
+    link: PeerLink | None = None
+    """The connection to the hub, once it has accepted this rank."""
 
-    def await_start(self) -> None:
-        """Begin another try to connect to the hub."""
-        self.started, self.link = asyncio.get_running_loop().create_future(), None
+    async def start(self, link: PeerLink, inbox: Inbox) -> None:
+        """Wait until all members are connected to the hub; raises if the world ends before, or the connection does."""
+        self.link, self._inbox = link, inbox
+        try:
+            while not isinstance(message := await inbox.next(), Started):
+                self._handle(link, message)
+                if self.ending is not None:
+                    raise self.ending.error()
+        except ForgedError:
+            link.close()
+            raise
+        self._tasks.start_soon(self._receive)
 
-    def on_message(self, link: PeerLink, message: PeerMessage) -> None:
-        """The hub has sent a message."""
+    def _handle(self, link: PeerLink, message: PeerMessage | ForgedError) -> None:
         if isinstance(message, Result):
-            self._world.on_result(message)
-        elif isinstance(message, Started):
-            if not self.started.done():
-                self.started.set_result(None)
+            self._deliver(message)
+        elif isinstance(message, ForgedError):
+            self._over(aborted(f"{self._hub_name} was lost: {message.message}", self.names[0]))
         elif isinstance(message, Aborted):
             self._over(Ending(message.code, message.reason, message.peer, message.fix))
             link.close()
@@ -246,50 +398,28 @@ class MemberEndpoint:
         else:
             raise PeerError("message_unexpected", f"{type(message).__name__} is not for a member to receive")
 
-    def on_end(self, link: PeerLink, error: ForgedError) -> None:
-        """The connection to the hub has ended."""
-        if link is not self.link and self.link is not None:
-            return
-        if not self.started.done():
-            self._fail_start(error)
-        elif self._world.ending is None:
-            self._world.on_over(aborted(f"{self._hub_name} was lost: {error.message}", self._world.names[0]))
+    @property
+    def _hub_name(self) -> str:
+        return f"{self.names[0]} (rank 0)"
 
-    def contribute(self, contribution: Contribution) -> None:
-        """Send the rank's part of a collective to the hub."""
+    def _contribute(self, contribution: Contribution) -> None:
         assert self.link is not None
         self.link.send(contribution)
 
-    def waiting_for(self) -> str:
-        """Empty: only the hub knows."""
+    def _missing(self) -> str:
         return ""
 
-    def end(self, ending: Ending) -> None:
-        """Abort the world, through the hub."""
+    def _end(self, ending: Ending) -> None:
         self._over(ending)
         if self.link is not None:
             self.link.send(Aborted(ending.code, ending.reason, ending.peer, ending.fix))
             self.link.close()
 
-    async def leave(self) -> None:
-        """Tell the hub, and close the connection."""
+    async def _leave(self) -> None:
         if self.link is not None:
             self.link.send(Left())
             self.link.close()
             await gone([self.link])
-
-    @property
-    def _hub_name(self) -> str:
-        return f"{self._world.names[0]} (rank 0)"
-
-    def _over(self, ending: Ending) -> None:
-        self._world.on_over(ending)
-        if not self.started.done():
-            self._fail_start(ending.error())
-
-    def _fail_start(self, error: ForgedError) -> None:
-        self.started.set_exception(error)
-        self.started.exception()  # retrieved, so that asyncio does not log it
 
 
 async def gone(links: Iterable[PeerLink]) -> None:

@@ -147,7 +147,7 @@ class Hub:
                 f"the root of {call} at {self.describe(rank)} must be a rank below {len(self.names)}",
                 "name a rank of this world",
             )
-        if (value is not None) != _brings(call, rank):
+        if (value is not None) != call.brings(rank):
             raise PeerError(
                 "value_unexpected",
                 f"{self.describe(rank)} must pass a value to {call} exactly where the operation needs one",
@@ -160,24 +160,3 @@ class Hub:
             raise PeerError(
                 "value_invalid", f"{self.describe(rank)} passes an array of another type or shape to {call}"
             )
-
-
-def _brings(call: CollectiveCall, rank: int) -> bool:
-    """Whether a rank has to bring a value."""
-    if call.kind is Kind.BROADCAST:
-        return rank == call.root
-    return call.kind in (Kind.GATHER, Kind.ALL_GATHER, Kind.ALL_REDUCE)
-
-
-def receives(call: CollectiveCall, rank: int) -> bool:
-    """Whether a rank receives the values, or only learns that all ranks have called."""
-    if call.kind is Kind.GATHER:
-        return rank == call.root
-    return rank != call.root
-
-
-def values_due(call: CollectiveCall, rank: int, size: int) -> int:
-    """How many values a rank receives."""
-    if not receives(call, rank) or call.kind in (Kind.BARRIER, Kind.END_STEP):
-        return 0
-    return 1 if call.kind in (Kind.BROADCAST, Kind.ALL_REDUCE) else size

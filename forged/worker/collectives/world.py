@@ -9,57 +9,15 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import anyio
-
-from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
+from forged.errors import PeerError, RequestRefused
 from forged.net.protocol.messages import INTEGER_MAX
 from forged.worker.collectives import arrays
 from forged.worker.collectives.arrays import Array, Given
-from forged.worker.collectives.hub import values_due
-from forged.worker.transport.peer_messages import CollectiveCall, Contribution, Kind, Operation, Result, Value
-
-ABORTED = "collective_aborted"
-
-
-class CollectiveAborted(Unavailable):
-    """The world has ended. `peer` is the worker whose connection was lost, empty for another reason."""
-
-    def __init__(self, reason: str, peer: str = "") -> None:
-        super().__init__(ABORTED, reason, "enter the next world")
-        self.peer = peer
-
-    def __reduce__(self) -> tuple[type[CollectiveAborted], tuple[str, str]]:
-        return CollectiveAborted, (self.message, self.peer)
-
-
-class CollectiveMismatch(RequestRefused):
-    """The ranks have called different collectives or brought too much: an error in the script, raised everywhere."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Why a world has ended."""
-
-    code: str
-    reason: str
-    peer: str = ""
-    fix: str = ""
-
-    def error(self) -> ForgedError:
-        """The error of every later call."""
-        if self.code == ABORTED:
-            return CollectiveAborted(self.reason, self.peer)
-        return CollectiveMismatch(self.code, self.reason, self.fix)
-
-
-def aborted(reason: str, peer: str = "") -> Ending:
-    """The ending of an aborted world."""
-    return Ending(ABORTED, reason, peer)
+from forged.worker.collectives.endpoints import Ending, Endpoint
+from forged.worker.transport.peer_messages import CollectiveCall, Kind, Operation, Result, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,39 +34,15 @@ class StepVerdict:
         return self.stop_wanted > 0
 
 
-class Endpoint(Protocol):
-    """A rank's connection to the hub."""
-
-    def contribute(self, contribution: Contribution) -> None:
-        """Send the rank's part of a collective; the result arrives at `World.on_result`."""
-        ...
-
-    def waiting_for(self) -> str:
-        """The ranks that have not called yet, in words; empty where that is unknown."""
-        ...
-
-    def end(self, ending: Ending) -> None:
-        """Abort the world at all ranks."""
-        ...
-
-    async def leave(self) -> None:
-        """Leave; the world ends for the other ranks at their next collective."""
-        ...
-
-
 class World:
     """One rank's part in a world. Calls are made one after the other, in the same order at all ranks."""
 
-    endpoint: Endpoint
-
-    def __init__(self, generation: int, rank: int, names: Sequence[str]) -> None:
-        self.generation = generation
-        self.rank = rank
-        self.names = tuple(names)
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.generation = endpoint.generation
+        self.rank = endpoint.rank
+        self.names = endpoint.names
         """The ids of the workers, by rank."""
-        self._number = 0
-        self._waiting: asyncio.Future[Result] | None = None
-        self._ending: Ending | None = None
 
     @property
     def size(self) -> int:
@@ -118,7 +52,7 @@ class World:
     @property
     def ending(self) -> Ending | None:
         """Why the world has ended; None while it has not."""
-        return self._ending
+        return self.endpoint.ending
 
     async def barrier(self, *, timeout_s: float | None = None) -> None:
         """Wait for all ranks."""
@@ -180,80 +114,25 @@ class World:
 
     def abort(self, reason: str, peer: str = "") -> None:
         """Abort the world: every waiting and later call, at every rank, raises `CollectiveAborted`."""
-        if self._ending is None:
-            self.endpoint.end(aborted(reason, peer))
+        self.endpoint.abort(reason, peer)
 
     async def leave(self) -> None:
         """Leave the world: results that were delivered stay valid, and no further collective completes."""
-        if self._ending is None:
-            self.on_over(aborted("this worker has left the world"))
-            await self.endpoint.leave()
-
-    # Called by the endpoint.
-
-    def on_result(self, result: Result) -> None:
-        """The result of the present call has arrived."""
-        if self._waiting is not None and not self._waiting.done() and result.number == self._number:
-            self._waiting.set_result(result)
-
-    def on_over(self, ending: Ending) -> None:
-        """The world has ended; the first reason counts."""
-        if self._ending is not None:
-            return
-        self._ending = ending
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_exception(ending.error())
+        await self.endpoint.leave()
 
     async def _do(
         self, call: CollectiveCall, value: Value | None = None, *, stop_wanted: int = 0, timeout_s: float | None = None
     ) -> Result:
-        if self._ending is not None:
-            raise self._ending.error()
-        if self._waiting is not None:
-            raise RequestRefused(
-                "collective_in_progress", f"{call} while another call waits", "await the other call first"
-            )
+        if self.ending is not None:
+            raise self.ending.error()
         self._check_root(call)
-        self._number += 1
-        self._waiting = answer = asyncio.get_running_loop().create_future()
-        try:
-            self.endpoint.contribute(Contribution(self._number, call, value, stop_wanted))
-            return self._checked(call, await self._answered(call, answer, timeout_s))
-        finally:
-            self._waiting = None
-            if answer.done() and not answer.cancelled():
-                answer.exception()  # retrieved, so that asyncio does not log it
-
-    async def _answered(self, call: CollectiveCall, answer: asyncio.Future[Result], timeout_s: float | None) -> Result:
-        try:
-            if answer.done():
-                # The other tasks of the loop get a turn, though the result was there at once.
-                await asyncio.sleep(0)
-            with anyio.move_on_after(timeout_s):
-                return await answer
-        except asyncio.CancelledError:
-            if answer.cancelled():
-                self._give_up(call, "was cancelled")
-            raise
-        if answer.cancelled():
-            self._give_up(call, f"was not answered within {timeout_s:g} s")
-            assert self._ending is not None
-            raise self._ending.error()
-        # The result arrived at the moment of the timeout.
-        return answer.result()
-
-    def _checked(self, call: CollectiveCall, result: Result) -> Result:
-        due = values_due(call, self.rank, self.size)
+        result = await self.endpoint.call(call, value, stop_wanted, timeout_s)
+        due = call.values_due(self.rank, self.size)
         if len(result.values) != due:
             raise PeerError(
                 "result_invalid", f"{self.names[0]} answers {call} with {len(result.values)} values of {due}"
             )
         return result
-
-    def _give_up(self, call: CollectiveCall, why: str) -> None:
-        missing = self.endpoint.waiting_for()
-        waiting_for = f", waiting for {missing}" if missing else ""
-        self.abort(f"{call} #{self._number} of {self.names[self.rank]} (rank {self.rank}) {why}{waiting_for}")
 
     def _check_root(self, call: CollectiveCall) -> None:
         if call.root is not None and not 0 <= call.root < self.size:

@@ -21,9 +21,9 @@ from forged.elastic.model import WorkerId
 from forged.errors import ForgedError, PeerError, Unavailable
 from forged.log import Log
 from forged.worker.data import shard_protocol
-from forged.worker.state_transfer.transfer import ANSWER_TIMEOUT_S, Dialogue
+from forged.worker.state_transfer.transfer import ANSWER_TIMEOUT_S
 from forged.worker.transport.bulk_channel import BulkChannel, BulkTransport
-from forged.worker.transport.peer_link import AcceptedLink, DialledLink, PeerLink
+from forged.worker.transport.peer_link import AcceptedLink, DialledLink, Inbox, PeerLink
 from forged.worker.transport.peer_messages import ShardsReady
 
 SERVED_AT_ONCE_MAX = 8
@@ -60,7 +60,7 @@ class ShardServer:
         """Serve an authenticated connection of another worker."""
         if len(self._channels) >= CONNECTIONS_MAX:
             raise Unavailable("shards_busy", f"{CONNECTIONS_MAX} connections fetch shards already", "try again later")
-        link.receiver = Dialogue()
+        link.inbox = Inbox(unread_max=1)
         self._tasks.start_soon(self._serve, link, worker)
 
     async def _serve(self, link: AcceptedLink, worker: str) -> None:
@@ -124,10 +124,10 @@ class ShardConnections:
         self._open: dict[ShardConnection, None] = {}
         self._slots: CapacityLimiter | None = None
 
-    async def open(self, source: WorkerId, link: DialledLink, dialogue: Dialogue) -> ShardConnection:
+    async def open(self, source: WorkerId, link: DialledLink, inbox: Inbox) -> ShardConnection:
         """Take over a link that was dialled to fetch shards, once the source is ready."""
         try:
-            if not isinstance(await dialogue.next(ANSWER_TIMEOUT_S), ShardsReady):
+            if not isinstance(await inbox.next(ANSWER_TIMEOUT_S), ShardsReady):
                 raise PeerError(
                     "message_unexpected", f"{source} does not serve shards", "check which version of forged it runs"
                 )

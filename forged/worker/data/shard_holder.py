@@ -45,11 +45,11 @@ from forged.errors import ForgedError, RequestRefused
 from forged.kernel.messages import Fact, Signal, UnknownFact
 from forged.log import SILENT, Log
 from forged.retry import RetryPolicy
-from forged.worker.daemon_link.registration import Registration
 from forged.worker.data.local_shards import LocalShards
 from forged.worker.data.transfer_reports import TransferReports
 from forged.worker.errors import is_temporary
 from forged.worker.mesh import Mesh
+from forged.worker.registration import Registration
 from forged.worker.worker_state.job_view import Commit
 
 OFFER_SHARDS_MAX = 1 << 16

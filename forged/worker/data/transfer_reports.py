@@ -23,7 +23,7 @@ from forged.errors import ForgedError
 from forged.kernel.messages import Signal
 from forged.log import Log
 from forged.phrases import counted
-from forged.worker.daemon_link.registration import Registration
+from forged.worker.registration import Registration
 
 PROBLEM_CHARS_MAX = 500
 ORIGIN_TRIES = 3

@@ -26,7 +26,7 @@ import msgpack
 
 import forged
 from forged.clock import Clock
-from forged.elastic.membership.member import PULSE_INTERVAL_S
+from forged.elastic.config import PULSE_INTERVAL_S
 from forged.errors import Unavailable
 from forged.log import Log
 from forged.retry import Random, RetryPolicy

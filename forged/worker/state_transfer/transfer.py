@@ -1,17 +1,19 @@
-"""The state transfer between two workers: one offers its state, the other fetches it.
+"""The state transfer between two workers: one offers its training state, the other fetches it.
 
 Invariants:
-- A state is offered for one attempt at a rescale. A newer attempt supersedes it at both ends, and a withdrawn offer
-  sends nothing more.
+- A state is packed when it is offered, so it is the state after a whole step. It is offered for one attempt at a
+  rescale: a newer attempt supersedes it at both ends, and a withdrawn offer sends nothing more.
 - A fetch that is repeated resumes at the first part that is not verified; the state counts when all parts are.
 - A fetcher that connects before the offer waits for it.
+- While a state arrives, the daemon is told how much has, and which worker is out of reach.
+- A fetch that fails is repeated, unless TLS refuses the source or the state does not fit.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from random import Random
 
@@ -19,20 +21,26 @@ import anyio
 from anyio.abc import TaskGroup
 
 from forged import retry
+from forged.elastic.messages import RescaleSynchronising
 from forged.elastic.model import WorkerId
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 from forged.log import Log
+from forged.net.transport.tls import TLS_FAILED
 from forged.retry import RetryPolicy
-from forged.worker.transport.bulk_channel import THREADS_MAX, BulkChannel, BulkTransport
-from forged.worker.transport.peer_link import AcceptedLink, DialledLink, PeerLink, Receiver
+from forged.worker.errors import is_temporary
+from forged.worker.registration import Registration
+from forged.worker.state_transfer.encoding import Arriving, pack
+from forged.worker.transport.bulk_channel import THREADS_MAX, BulkChannel, BulkTransport, VerifiedParts
+from forged.worker.transport.peer_link import AcceptedLink, DialledLink, Dialler, Inbox, PeerLink
 from forged.worker.transport.peer_messages import (
     HEAD_BYTES_MAX,
     PARTS_MAX,
-    PeerMessage,
+    Purpose,
     StateOffer,
     StateReady,
     StateWanted,
 )
+from forged.worker.worker_state.progress import TrainingProgress
 
 OFFER_WAIT_S = 10.0
 """How long a fetcher waits for the offer."""
@@ -44,45 +52,8 @@ FETCHING = RetryPolicy(attempts=8, delay_s=0.05, exponential=True, delay_max_s=1
 
 Into = Callable[[bytes], Sequence[memoryview]]
 """Takes a state's head, and returns memory for every part."""
-Dial = Callable[[WorkerId, int, Receiver], Awaitable[DialledLink]]
 
 _FINAL_CODES = frozenset({"state_not_offered", "attempt_over"})
-
-
-class Dialogue:
-    """The messages of the peer, one at a time; the end of the connection is raised after the last message was taken."""
-
-    def __init__(self) -> None:
-        self._heard: asyncio.Future[PeerMessage] = asyncio.get_running_loop().create_future()
-        self._end: ForgedError | None = None
-
-    def on_message(self, link: PeerLink, message: PeerMessage) -> None:
-        """The peer has sent a message."""
-        if self._heard.done():
-            raise PeerError("message_unexpected", "the peer sent a second message before an answer to the first")
-        self._heard.set_result(message)
-
-    def on_end(self, link: PeerLink, error: ForgedError) -> None:
-        """The connection has ended."""
-        self._end = error
-        if not self._heard.done():
-            self._fail(error)
-
-    async def next(self, timeout_s: float) -> PeerMessage:
-        """The peer's next message."""
-        with anyio.move_on_after(timeout_s):
-            # Not `shield`: since Python 3.14 it reports an exception that arrives after the timeout to the event loop.
-            await asyncio.wait((self._heard,))
-            message = self._heard.result()
-            self._heard = asyncio.get_running_loop().create_future()
-            if self._end is not None:
-                self._fail(self._end)
-            return message
-        raise Unavailable("peer_timeout", f"the peer sent nothing for {timeout_s:g} s", "fetch again")
-
-    def _fail(self, error: ForgedError) -> None:
-        self._heard.set_exception(error)
-        self._heard.exception()  # retrieved, so that asyncio does not log it
 
 
 @dataclass(slots=True, eq=False)
@@ -149,15 +120,14 @@ class StateServer:
 
     def admit(self, link: AcceptedLink, attempt: int, worker: str) -> None:
         """Take a fetcher's connection."""
-        dialogue = Dialogue()
-        link.receiver = dialogue
-        self._tasks.start_soon(self._serve, link, dialogue, attempt, worker)
+        inbox = link.inbox = Inbox(unread_max=1)
+        self._tasks.start_soon(self._serve, link, inbox, attempt, worker)
 
-    async def _serve(self, link: AcceptedLink, dialogue: Dialogue, attempt: int, worker: str) -> None:
+    async def _serve(self, link: AcceptedLink, inbox: Inbox, attempt: int, worker: str) -> None:
         try:
             offer = await self._offer_for(attempt)
             with anyio.CancelScope() as scope, offer.served(link, scope):
-                await self._give(offer, link, dialogue)
+                await self._give(offer, link, inbox)
             if scope.cancelled_caught:
                 link.refuse(_over(attempt, self._newest))
         except ForgedError as error:
@@ -166,9 +136,9 @@ class StateServer:
         finally:
             link.close()
 
-    async def _give(self, offer: _Offer, link: AcceptedLink, dialogue: Dialogue) -> None:
+    async def _give(self, offer: _Offer, link: AcceptedLink, inbox: Inbox) -> None:
         link.send(StateOffer(offer.head, tuple(part.nbytes for part in offer.parts)))
-        wanted = await dialogue.next(ANSWER_TIMEOUT_S)
+        wanted = await inbox.next(ANSWER_TIMEOUT_S)
         if not isinstance(wanted, StateWanted) or wanted.part > len(offer.parts):
             raise PeerError("message_unexpected", "the fetcher does not request parts of the offer")
         async with self._turns:
@@ -208,9 +178,11 @@ class StateServer:
 class StateFetch:
     """Fetches states from other workers."""
 
-    def __init__(self, carrier: BulkTransport, dial: Dial, source: Random, offer_wait_s: float = OFFER_WAIT_S) -> None:
+    def __init__(
+        self, carrier: BulkTransport, dialler: Dialler, source: Random, offer_wait_s: float = OFFER_WAIT_S
+    ) -> None:
         self._carrier = carrier
-        self._dial = dial
+        self._dialler = dialler
         self._random = source
         self._offer_wait_s = offer_wait_s
         self._attempt = -1
@@ -257,20 +229,20 @@ class StateFetch:
             raise _over(attempt, self._attempt)
 
     async def _try(self, source: WorkerId, attempt: int, arriving: _Arriving) -> None:
-        dialogue = Dialogue()
+        inbox = Inbox(unread_max=1)
         try:
-            link = await self._dial(source, attempt, dialogue)
+            link = await self._dialler.dial(source, Purpose.STATE, attempt, inbox)
         except Unavailable as error:
             self.unreached = error
             raise
         self.unreached = None
         try:
-            offer = await dialogue.next(self._offer_wait_s + ANSWER_TIMEOUT_S)
+            offer = await inbox.next(self._offer_wait_s + ANSWER_TIMEOUT_S)
             if not isinstance(offer, StateOffer):
                 raise PeerError("message_unexpected", f"{source} offers no state")
             arriving.prepare(offer)
-            link.send(StateWanted(arriving.verified))
-            if not isinstance(await dialogue.next(TURN_TIMEOUT_S), StateReady):
+            link.send(StateWanted(arriving.verified.count))
+            if not isinstance(await inbox.next(TURN_TIMEOUT_S), StateReady):
                 raise PeerError("message_unexpected", f"{source} does not send its state")
             await self._take(link, arriving)
         finally:
@@ -280,7 +252,7 @@ class StateFetch:
     async def _take(self, link: DialledLink, arriving: _Arriving) -> None:
         channel = self._channel = await self._carrier.open(_handed_over(link))
         try:
-            await channel.take(arriving.missing(), arriving.one_more)
+            await channel.take(arriving.missing(), arriving.verified)
         finally:
             self._channel = None
             self._received += channel.received
@@ -291,7 +263,7 @@ class _Arriving:
     """A state that is being received."""
 
     def __init__(self, into: Into) -> None:
-        self.verified = 0
+        self.verified = VerifiedParts()
         self._into = into
         self._offer: StateOffer | None = None
         self._parts: list[memoryview] = []
@@ -300,7 +272,7 @@ class _Arriving:
         """Get memory for the offered state."""
         if self._offer == offer:
             return
-        self.verified, self._offer = 0, offer
+        self.verified, self._offer = VerifiedParts(), offer
         self._parts = [memoryview(part).cast("B") for part in self._into(offer.head)]
         sizes = tuple(part.nbytes for part in self._parts)
         if sizes != offer.sizes or any(part.readonly for part in self._parts):
@@ -313,11 +285,7 @@ class _Arriving:
 
     def missing(self) -> list[memoryview]:
         """The parts that are not verified yet."""
-        return self._parts[self.verified :]
-
-    def one_more(self) -> None:
-        """Another part is verified."""
-        self.verified += 1
+        return self._parts[self.verified.count :]
 
 
 def _handed_over(link: PeerLink) -> asyncio.Transport:
@@ -342,3 +310,81 @@ def _over(attempt: int, newest: int) -> Unavailable:
     return Unavailable(
         "attempt_over", f"attempt {attempt} is over, {newest} is the newest", "wait for the daemon's next fact"
     )
+
+
+PAUSE_S = 0.2
+"""The pause between two tries to fetch a state."""
+TELLING_INTERVAL_S = 1.0
+"""How often the daemon is told how much of a state has arrived."""
+
+
+class StateExchange:
+    """Offers and takes one worker's state."""
+
+    def __init__(
+        self,
+        server: StateServer,
+        fetch: StateFetch,
+        registration: Registration,
+        progress: TrainingProgress,
+        tasks: TaskGroup,
+        log: Log,
+    ) -> None:
+        self._server = server
+        self._fetch = fetch
+        self._registration = registration
+        self._progress = progress
+        self._tasks = tasks
+        self._log = log
+        self._problem = ""
+        """Why the last fetch of the present transfer failed; empty where none has."""
+
+    def offering(self, attempt: int) -> AbstractContextManager[None]:
+        """Offer the state for an attempt, until the block is left."""
+        packed = pack(self._progress.transferable_state)
+        return self._server.offering(attempt, packed.head, packed.parts)
+
+    async def take(self, settled: RescaleSynchronising) -> None:
+        """Take the source's state; repeated until it is here."""
+        telling = anyio.CancelScope()
+        self._problem = ""
+        self._tasks.start_soon(self._tell, settled, telling)
+        try:
+            while not await self._has_fetched(settled):
+                await anyio.sleep(PAUSE_S)
+        finally:
+            telling.cancel()
+
+    async def fetch(self, source: WorkerId, attempt: int) -> None:
+        """Take the state that the source offers for this attempt; one try."""
+        arrived: list[Arriving] = []
+
+        def into(head: bytes) -> list[memoryview]:
+            arrived.append(Arriving(head))
+            return arrived[-1].parts
+
+        await self._fetch.fetch(source, attempt, into)
+        arrived[-1].adopt(self._progress.transferable_state)
+
+    async def _has_fetched(self, settled: RescaleSynchronising) -> bool:
+        try:
+            await self.fetch(settled.source, settled.attempt)
+        except ForgedError as error:
+            if not is_temporary(error) or error.code == TLS_FAILED:
+                raise
+            self._problem = error.message
+            self._log.warning("the state could not be fetched", source=str(settled.source), reason=str(error))
+            return False
+        return True
+
+    async def _tell(self, settled: RescaleSynchronising, scope: anyio.CancelScope) -> None:
+        """A transfer may take longer than the daemon lets a worker be silent."""
+        before = self._fetch.received
+        with scope:
+            while True:
+                await anyio.sleep(TELLING_INTERVAL_S)
+                error = self._fetch.unreached
+                unreachable = "" if error is None else settled.source.id
+                problem = self._problem if error is None else error.message
+                received = self._fetch.received - before
+                self._registration.receiving(settled.attempt, received, problem=problem, unreachable_peer=unreachable)

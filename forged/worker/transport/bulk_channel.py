@@ -27,7 +27,7 @@ from anyio import CapacityLimiter
 from forged.errors import Unavailable
 from forged.net.bulk import movers
 from forged.net.bulk.detach import detach
-from forged.worker.transport.dialogue_wire import Conversation, SocketWire, StreamWire, receive
+from forged.worker.transport.dialogue_wire import Conversation, SocketWire, StreamWire
 
 GO = b"\x01"
 DONE = b"\x02"
@@ -40,8 +40,17 @@ THREADS_MAX = 8
 
 T = TypeVar("T")
 Parts = Sequence[memoryview]
-Verified = Callable[[], None]
-"""Called for each part that has arrived and matches its checksum, in the thread that moves the parts."""
+
+
+class VerifiedParts:
+    """How many parts have arrived and match their checksums; counted in the thread that moves the parts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> None:
+        """Another part is verified."""
+        self.count += 1
 
 
 class BulkChannel(Protocol):
@@ -54,7 +63,7 @@ class BulkChannel(Protocol):
         """Send the parts, as soon as the peer is ready for them."""
         ...
 
-    async def take(self, parts: Parts, verified: Verified) -> None:
+    async def take(self, parts: Parts, verified: VerifiedParts) -> None:
         """Receive into the parts."""
         ...
 
@@ -111,7 +120,7 @@ class SocketChannel:
         """Send the parts from a thread."""
         await movers.run(partial(_give, parts), self._sock, limiter=self._limiter)
 
-    async def take(self, parts: Parts, verified: Verified) -> None:
+    async def take(self, parts: Parts, verified: VerifiedParts) -> None:
         """Receive the parts in a thread."""
         await movers.run(partial(_take, parts, verified, self._count), self._sock, limiter=self._limiter)
 
@@ -172,7 +181,7 @@ class LoopChannel:
             await self._write(checksum_of(part))
         await self._read(len(DONE))
 
-    async def take(self, parts: Parts, verified: Verified) -> None:
+    async def take(self, parts: Parts, verified: VerifiedParts) -> None:
         await self._write(GO)
         for part in parts:
             for start in range(0, part.nbytes, CHUNK_BYTES):
@@ -180,7 +189,7 @@ class LoopChannel:
                 part[start : start + size] = await self._read(size)
                 self.received += size
             _check(await self._read(CHECKSUM_BYTES), checksum_of(part))
-            verified()
+            verified.add()
         await self._write(DONE)
         self._writer.close()
 
@@ -251,7 +260,7 @@ def _give(parts: Parts, sock: socket.socket) -> None:
     _exactly(sock, len(DONE))
 
 
-def _take(parts: Parts, verified: Verified, count: Callable[[int], None], sock: socket.socket) -> None:
+def _take(parts: Parts, verified: VerifiedParts, count: Callable[[int], None], sock: socket.socket) -> None:
     sock.settimeout(movers.STALL_TIMEOUT_S)
     sock.sendall(GO)
     for part in parts:
@@ -264,7 +273,7 @@ def _take(parts: Parts, verified: Verified, count: Callable[[int], None], sock: 
             hashing = _Hashing(part, count)
             movers.receive_into_buffer(sock, part, progress=hashing.upto)
             _check(_exactly(sock, CHECKSUM_BYTES), hashing.digest())
-        verified()
+        verified.add()
     sock.sendall(DONE)
     # The source closes after it has read DONE; closing first here might discard DONE.
     with suppress(OSError):
@@ -289,7 +298,7 @@ class _Hashing:
 
 
 def _exactly(sock: socket.socket, count: int) -> memoryview:
-    data = receive(sock, count)
+    data = movers.receive(sock, count)
     if len(data) < count:
         raise _truncated()
     return data

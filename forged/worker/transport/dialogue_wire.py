@@ -105,11 +105,11 @@ class SocketWire:
         """The next message, if one begins in time."""
         if not _happens(self._sock, select.POLLIN, patience_s):
             return None
-        header = receive(self._sock, HEADER_BYTES)
+        header = movers.receive(self._sock, HEADER_BYTES)
         if not header:
             raise HungUp
         length = _length_of(header)
-        return _word(receive(self._sock, length), length)
+        return _word(movers.receive(self._sock, length), length)
 
     async def give(self, fd: int, offset: int, count: int, stall_timeout_s: float) -> None:
         """Send a range of a file with `sendfile`."""
@@ -203,18 +203,6 @@ class StreamWire:
     async def _write(self, data: bytes, stall_timeout_s: float) -> None:
         self._writer.write(data)
         await _in_time(self._writer.drain(), stall_timeout_s)
-
-
-def receive(sock: socket.socket, count: int) -> memoryview:
-    """Receive `count` bytes, or fewer if the connection ends before."""
-    data = memoryview(bytearray(count))
-    filled = 0
-    while filled < count:
-        size = sock.recv_into(data[filled:])
-        if not size:
-            break
-        filled += size
-    return data[:filled]
 
 
 def cut_off() -> Unavailable:

@@ -17,13 +17,16 @@ from __future__ import annotations
 import asyncio
 import math
 import ssl
-from typing import Protocol
+from collections import deque
+from random import Random
+from typing import Literal, Protocol
 
 import anyio
 import msgspec
 
 from forged.clock import Clock
-from forged.errors import ForgedError, PeerError, Unavailable, from_wire
+from forged.elastic.model import WorkerId
+from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable, from_wire
 from forged.net.protocol import frames
 from forged.net.protocol.messages import TEXT_CHARS_MAX, Message
 from forged.net.transport import tls
@@ -32,12 +35,14 @@ from forged.net.transport.port import Address, Network
 from forged.worker.transport import peer_messages
 from forged.worker.transport.peer_messages import (
     MESSAGE_BYTES_MAX,
+    NONCE_BYTES,
     VERSION_MAX,
     VERSION_MIN,
     Accepted,
     Answer,
     Challenge,
     PeerMessage,
+    Purpose,
     Refused,
 )
 
@@ -50,20 +55,76 @@ PEER_LIMITS = ConnectionLimits(
     silence_max_s=math.inf,
     linger_s=2.0,
 )
+UNREAD_MAX = 4
+"""How many messages a peer sends at most without an answer to the first, with one to spare."""
 SMALL_BYTES = 32 << 10
 """Fits into the receive window of a connection that is not read, which begins with twice as much."""
 
 
-class Receiver(Protocol):
-    """Receives what happens on a proven connection."""
+class Inbox:
+    """The messages of one or several proven connections in the order of their arrival.
 
-    def on_message(self, link: PeerLink, message: PeerMessage) -> None:
-        """A message arrived."""
-        ...
+    A connection of which more than `unread_max` messages are unread is refused. The error with which a connection has
+    ended follows its last message.
+    """
 
-    def on_end(self, link: PeerLink, error: ForgedError) -> None:
-        """The connection has ended, for this reason."""
-        ...
+    def __init__(self, unread_max: int = UNREAD_MAX) -> None:
+        self._unread_max = unread_max
+        self._items: deque[tuple[PeerLink, PeerMessage | ForgedError]] = deque()
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def put(self, link: PeerLink, message: PeerMessage) -> None:
+        """Add a message."""
+        if link.unread >= self._unread_max:
+            raise PeerError("message_unexpected", "the peer sent another message before an answer to the last one")
+        link.unread += 1
+        self._items.append((link, message))
+        self.wake()
+
+    def end(self, link: PeerLink, error: ForgedError) -> None:
+        """Add the end of a connection."""
+        self._items.append((link, error))
+        self.wake()
+
+    def pop(self) -> tuple[PeerLink, PeerMessage | ForgedError] | None:
+        """The next message or end, with its connection; None where none has arrived."""
+        if not self._items:
+            return None
+        link, item = self._items.popleft()
+        link.unread -= not isinstance(item, ForgedError)
+        return link, item
+
+    async def wait(self) -> None:
+        """Wait until something has arrived, or `wake` was called. Of several that wait, the last one is woken."""
+        if self._items:
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            self._waiters.remove(waiter)
+            if self._items:
+                self.wake()
+            raise
+        self._waiters.remove(waiter)
+
+    def wake(self) -> None:
+        """End the present `wait`."""
+        if self._waiters and not self._waiters[-1].done():
+            self._waiters[-1].set_result(None)
+
+    async def next(self, timeout_s: float = math.inf) -> PeerMessage:
+        """The next message of the only connection; raises the error with which that has ended, also again."""
+        with anyio.move_on_after(timeout_s):
+            while not self._items:
+                await self.wait()
+            _, item = self._items[0]
+            if isinstance(item, ForgedError):
+                raise item
+            self.pop()
+            return item
+        raise Unavailable("peer_timeout", f"the peer sent nothing for {timeout_s:g} s", "connect again")
 
 
 class Door(Protocol):
@@ -84,6 +145,8 @@ class PeerLink(Connection):
     def __init__(self, clock: Clock, limits: ConnectionLimits) -> None:
         super().__init__(clock, limits)
         self.over: asyncio.Future[ForgedError] = asyncio.get_running_loop().create_future()
+        self.unread = 0
+        """How many messages of this connection its inbox holds."""
 
     def admits(self) -> bool:
         # If both ends waited for the other to read, both would wait forever; a peer may send one message unanswered.
@@ -129,8 +192,9 @@ class AcceptedLink(PeerLink):
     def __init__(self, clock: Clock, limits: ConnectionLimits, door: Door, nonce: bytes) -> None:
         super().__init__(clock, limits)
         self.nonce = nonce
-        self.receiver: Receiver | None = None
-        """Set once the peer is proven."""
+        self.inbox: Inbox | None = None
+        """Where messages of the proven peer go; None while it has to wait."""
+        self._is_proven = False
         self._door = door
         self._reason_unproven = "the peer closed it"
         self._is_answered = False
@@ -138,9 +202,9 @@ class AcceptedLink(PeerLink):
     def opened(self) -> None:
         self.send(Challenge(VERSION_MIN, VERSION_MAX, self.nonce))
 
-    def believe(self, receiver: Receiver, accepted: Accepted) -> None:
-        """Accept the proof: the receiver gets all messages from now on."""
-        self.receiver = receiver
+    def believe(self, accepted: Accepted) -> None:
+        """Accept the proof."""
+        self._is_proven = True
         self.established()
         self.send(accepted)
 
@@ -150,20 +214,22 @@ class AcceptedLink(PeerLink):
         self.abort()
 
     def fail(self, error: ForgedError) -> None:
-        if self.receiver is None:
-            self.cut(error.message)
-        else:
+        if self._is_proven:
             super().fail(error)
+        else:
+            self.cut(error.message)
 
     def sweep(self, now: float) -> None:
-        if self.receiver is None and not self.lost and now - self._opened_at > self.limits.hello_timeout_s:
+        if not self._is_proven and not self.lost and now - self._opened_at > self.limits.hello_timeout_s:
             self.cut("no authentication proof arrived in time")
         else:
             super().sweep(now)
 
     def received(self, message: PeerMessage) -> None:
-        if self.receiver is not None:
-            self.receiver.on_message(self, message)
+        if self.inbox is not None:
+            self.inbox.put(self, message)
+        elif self._is_proven:
+            raise PeerError("message_unexpected", f"{type(message).__name__} was sent before the world began")
         elif isinstance(message, Answer) and not self._is_answered:
             self._is_answered = True
             self._door.on_answer(self, message)
@@ -172,21 +238,21 @@ class AcceptedLink(PeerLink):
 
     def ended(self, error: ForgedError) -> None:
         super().ended(error)
-        if self.receiver is None:
+        if not self._is_proven:
             self._door.on_stranger_gone(self, self._reason_unproven)
-        else:
-            self.receiver.on_end(self, error)
+        elif self.inbox is not None:
+            self.inbox.end(self, error)
 
 
 class DialledLink(PeerLink):
     """The connecting end: it gives its proof, and demands the listener's."""
 
     def __init__(
-        self, clock: Clock, limits: ConnectionLimits, receiver: Receiver, key: bytes, answer: Answer, target: str
+        self, clock: Clock, limits: ConnectionLimits, inbox: Inbox, key: bytes, answer: Answer, target: str
     ) -> None:
         super().__init__(clock, limits)
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._receiver = receiver
+        self._messages = inbox
         self._key = key
         self._answer = answer
         self._target = target
@@ -198,7 +264,7 @@ class DialledLink(PeerLink):
 
     def received(self, message: PeerMessage) -> None:
         if self.accepted.done():
-            self._receiver.on_message(self, message)
+            self._messages.put(self, message)
         elif isinstance(message, Challenge) and self._nonce is None:
             self._answer_to(message)
         elif isinstance(message, Accepted) and self._nonce is not None:
@@ -221,7 +287,7 @@ class DialledLink(PeerLink):
             self.accepted.set_exception(error)
             self.accepted.exception()  # retrieved, so that asyncio does not log it
         elif not self.accepted.cancelled() and self.accepted.exception() is None:
-            self._receiver.on_end(self, error)
+            self._messages.end(self, error)
 
     def fail(self, error: ForgedError) -> None:
         # The listener may not be a worker, and need not know the reason.
@@ -250,22 +316,65 @@ class DialledLink(PeerLink):
         self.accepted.set_result(None)
 
 
-async def dial(network: Network, address: Address, link: DialledLink) -> None:
-    """Connect and exchange proofs, within the hello timeout."""
-    timeout_s = link.limits.hello_timeout_s
-    try:
-        with anyio.fail_after(timeout_s):
-            await network.connect(address, lambda: link)
-            await link.accepted
-    except BaseException as error:
-        link.abort()
-        if isinstance(error, TimeoutError):
-            raise Unavailable(
-                "peer_timeout",
-                f"{address} sent no authentication proof within {timeout_s:g} s",
-                "see whether a worker of this job listens there",
-            ) from None
-        raise
+class Dialler:
+    """Connects one worker to its peers, and proves that it belongs to the job."""
+
+    def __init__(
+        self,
+        job: str,
+        worker_id: str,
+        incarnation: bytes,
+        network: Network,
+        scheme: Literal["tcp", "tls"],
+        limits: ConnectionLimits,
+        clock: Clock,
+        source: Random,
+        links: dict[PeerLink, None],
+        key: bytes,
+    ) -> None:
+        self.key = key
+        """The job's key; empty before it is known."""
+        self._job = job
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._network = network
+        self._scheme: Literal["tcp", "tls"] = scheme
+        self._limits = limits
+        self._clock = clock
+        self._random = source
+        self._links = links
+
+    async def dial(
+        self, target: WorkerId, purpose: Purpose, number: int, inbox: Inbox, *, rank: int = 0, world: bytes = b""
+    ) -> DialledLink:
+        """Connect and exchange proofs, within the hello timeout; messages go to the inbox from then on."""
+        if not self.key:
+            raise RequestRefused("mesh_not_ready", "the mesh has no key", "set the job's key")
+        nonce = self._random.randbytes(NONCE_BYTES)
+        answer = Answer(
+            VERSION_MAX, self._job, target.id, self._worker_id, self._incarnation, purpose, number, nonce, rank, world
+        )
+        link = DialledLink(self._clock, self._limits, inbox, self.key, answer, str(target))
+        self._links[link] = None
+        link.over.add_done_callback(lambda _: self._links.pop(link, None))
+        await self._connect(link, Address(self._scheme, host=target.hostname, port=target.port))
+        return link
+
+    async def _connect(self, link: DialledLink, address: Address) -> None:
+        timeout_s = self._limits.hello_timeout_s
+        try:
+            with anyio.fail_after(timeout_s):
+                await self._network.connect(address, lambda: link)
+                await link.accepted
+        except BaseException as error:
+            link.abort()
+            if isinstance(error, TimeoutError):
+                raise Unavailable(
+                    "peer_timeout",
+                    f"{address} sent no authentication proof within {timeout_s:g} s",
+                    "see whether a worker of this job listens there",
+                ) from None
+            raise
 
 
 def frame_of(message: Message) -> bytes:

@@ -107,6 +107,24 @@ class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
     shape: Shape | None = None
     step: Annotated[int, Meta(ge=-INTEGER_MAX, le=INTEGER_MAX)] | None = None
 
+    def brings(self, rank: int) -> bool:
+        """Whether a rank has to bring a value."""
+        if self.kind is Kind.BROADCAST:
+            return rank == self.root
+        return self.kind in (Kind.GATHER, Kind.ALL_GATHER, Kind.ALL_REDUCE)
+
+    def receives(self, rank: int) -> bool:
+        """Whether a rank receives the values, or only learns that all ranks have called."""
+        if self.kind is Kind.GATHER:
+            return rank == self.root
+        return rank != self.root
+
+    def values_due(self, rank: int, size: int) -> int:
+        """How many values a rank receives."""
+        if not self.receives(rank) or self.kind in (Kind.BARRIER, Kind.END_STEP):
+            return 0
+        return 1 if self.kind in (Kind.BROADCAST, Kind.ALL_REDUCE) else size
+
     def __str__(self) -> str:
         parts = [str(self.operation)] if self.operation is not None else []
         parts += [

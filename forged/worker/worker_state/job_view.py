@@ -125,6 +125,19 @@ class JobView:
         wanted = self.paused or self.rescaling or self.committed is not None
         return max(1, self.stop_asked_by) if wanted else 0
 
+    def is_stopping_for(self, attempt: int) -> bool:
+        """Whether training stops for this attempt."""
+        return self.rescaling and self.attempt == attempt
+
+    def is_synchronising_for(self, attempt: int) -> bool:
+        """Whether the state transfer of this attempt is under way."""
+        is_over = self.end is not None or self.completed is not None or self.committed is not None
+        return not is_over and self.synchronising is not None and self.synchronising.attempt == attempt
+
+    def is_crossing_into(self, commit: Commit) -> bool:
+        """Whether this is the newest commit, and its world is not known to be broken."""
+        return self.committed is commit and not (self.rescaling or self.lost)
+
     def hear(self, record: Record) -> None:
         self.newest_fact_id = record.id
         fact = record.fact

@@ -830,7 +830,9 @@ async def test_a_cancelled_task_ends_its_threads() -> None:
 
 async def test_cut_connections_are_reopened() -> None:
     async with half_way() as (cluster, proxy, _, moving):
-        cluster.meshes[0]._shard_connections.cut()
+        connections = cluster.meshes[0]._shard_connections
+        assert connections is not None
+        connections.cut()
         proxy.gate.set()
         report = await moving
         assert report.moved[0].size == SIZE

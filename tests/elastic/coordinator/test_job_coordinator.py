@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from forged.elastic.config import PULSE_INTERVAL_S
 from forged.elastic.coordinator.rescale_schedule import FAILED_JOINS_DOUBLED_MAX
 from forged.elastic.failure_detector.detector import CONFIRM_S, NEVER
 from forged.elastic.failure_detector.suspicion import REPORTED_WORLDS_MAX
-from forged.elastic.membership.member import COLLECTIVES_PER_WORLD, PULSE_INTERVAL_S
+from forged.elastic.membership.member import COLLECTIVES_PER_WORLD
 from forged.elastic.messages import (
     JobAborted,
     JobCompleted,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.config import PULSE_INTERVAL_S, ElasticTrainingConfig
 from forged.elastic.failure_detector.detector import (
     CONFIRM_S,
     CONFIRM_SEVERAL_HOSTS_S,
@@ -14,7 +14,7 @@ from forged.elastic.failure_detector.detector import (
     STEADY_S,
     FailureDetector,
 )
-from forged.elastic.membership.member import PULSE_INTERVAL_S, Member
+from forged.elastic.membership.member import Member
 from forged.elastic.messages import WorkerLost, WorkerReturned, WorkerStalled
 from forged.elastic.model import WorkerId
 from forged.elastic.outbox import Outbox

@@ -4,16 +4,13 @@ from typing import Any
 
 import pytest
 
-from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.config import PULSE_INTERVAL_S, PULSE_INTERVAL_S_MIN, ElasticTrainingConfig
 from forged.elastic.membership.member import (
-    PULSE_INTERVAL_S,
-    PULSE_INTERVAL_S_MIN,
     PULSES_MISSED_MAX,
     Member,
     death_evidence,
     drain_overdue,
     members_holding_up,
-    pulse_interval_s,
     silent_since,
 )
 from tests.elastic.coordinator_playbook import incarnation, worker_of
@@ -228,8 +225,8 @@ def test_long_pulse_interval_does_not_delay_the_death_evidence(interval_s: float
 @pytest.mark.parametrize(("timeout_ms", "wanted_s"), [(10_000, 0.5), (1_500, 0.5), (600, 0.2), (1, 0.05)])
 def test_a_pulse_speaks_so_often_that_two_of_its_words_may_be_lost(timeout_ms: int, wanted_s: float) -> None:
     config = ElasticTrainingConfig(worker_heartbeat_timeout_ms=timeout_ms)
-    assert pulse_interval_s(config) == pytest.approx(wanted_s)
-    assert PULSE_INTERVAL_S_MIN <= pulse_interval_s(config) <= PULSE_INTERVAL_S
+    assert config.pulse_interval_s == pytest.approx(wanted_s)
+    assert PULSE_INTERVAL_S_MIN <= config.pulse_interval_s <= PULSE_INTERVAL_S
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,10 @@ from forged.elastic.membership.world_membership import WorldMembership
 from forged.elastic.phases import Phase
 from forged.elastic.rescale import attempt
 from forged.elastic.rescale.attempt import Attempt, StopReport
+from forged.worker import rescaler
 from forged.worker.collectives.world import World
-from forged.worker.rescale import rescaler
-from forged.worker.rescale.agreement import StateAgreement, agree
-from forged.worker.rescale.rescaler import Rescaler
-from forged.worker.state_transfer.exchange import StateExchange
+from forged.worker.rescaler import Rescaler, StateAgreement, agree
+from forged.worker.state_transfer.transfer import StateExchange
 from forged.worker.worker_state.job_view import Commit
 from forged.worker.worker_state.progress import TrainingProgress
 from tests.simulation.elastic.truth import Promise

@@ -16,8 +16,7 @@ import anyio
 import numpy as np
 
 from forged.client import ForgedClient
-from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.membership.member import PULSE_INTERVAL_S
+from forged.elastic.config import PULSE_INTERVAL_S, ElasticTrainingConfig
 from forged.elastic.messages import LeaveJob, Pulse, ReportDeath
 from forged.elastic.model import GlobalTrainingState, WorkerId
 from forged.errors import ForgedError, Unavailable

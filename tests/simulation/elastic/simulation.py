@@ -421,5 +421,5 @@ def simulate(seed: int, watch: Callable[[ElasticWorld], None] = lambda world: No
         return world
 
     # What a worker knows of its process is not of the seed.
-    with patch("forged.worker.daemon_link.registration.os", SimpleNamespace(getpid=lambda: 1)):
+    with patch("forged.worker.registration.os", SimpleNamespace(getpid=lambda: 1)):
         return run(main, seed)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.errors import ForgedError, PeerError, RequestRefused
-from forged.worker.collectives.hub import NAMES_MAX, REDUCED_BYTES_MAX, Collected, Hub, receives, values_due
+from forged.worker.collectives.hub import NAMES_MAX, REDUCED_BYTES_MAX, Collected, Hub
 from forged.worker.transport.peer_messages import (
     COLLECTIVE_BYTES_MAX,
     CollectiveCall,
@@ -167,7 +167,7 @@ def test_too_large_reduction_is_refused_at_the_first_call(size: int, is_refused:
     ],
 )
 def test_only_ranks_that_need_the_values_receive_them(call: CollectiveCall, expected: list[bool]) -> None:
-    assert [receives(call, rank) for rank in range(3)] == expected
+    assert [call.receives(rank) for rank in range(3)] == expected
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_only_ranks_that_need_the_values_receive_them(call: CollectiveCall, expe
     ],
 )
 def test_each_rank_receives_its_number_of_values(call: CollectiveCall, expected: list[int]) -> None:
-    assert [values_due(call, rank, 3) for rank in range(3)] == expected
+    assert [call.values_due(rank, 3) for rank in range(3)] == expected
 
 
 def test_missing_ranks_are_named_up_to_a_limit() -> None:

@@ -44,7 +44,6 @@ from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.kernel.messages import Nothing, Signal
 from forged.retry import RetryPolicy
-from forged.worker.daemon_link.registration import Registration
 from forged.worker.data import shard_holder as holder_module
 from forged.worker.data.shard_holder import (
     ATTEMPTS_KEPT_MAX,
@@ -54,6 +53,7 @@ from forged.worker.data.shard_holder import (
 )
 from forged.worker.data.transfer_reports import ORIGIN_SILENCE_REPORTED_S, ORIGIN_TRIES, STORING_MAX_S
 from forged.worker.mesh import Mesh
+from forged.worker.registration import Registration
 
 ME, OTHER = WorkerId("me", "host", 1), WorkerId("other", "host", 2)
 SHARDS, SIZE = 6, 100

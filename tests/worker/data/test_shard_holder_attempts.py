@@ -22,10 +22,10 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import JobPaused
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
-from forged.worker.daemon_link.registration import Registration
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.errors import NEWS_DIFFER
 from forged.worker.mesh import Mesh
+from forged.worker.registration import Registration
 from forged.worker.worker_state.job_view import Commit
 
 ME, OTHER = WorkerId("me", "host", 1), WorkerId("other", "host", 2)

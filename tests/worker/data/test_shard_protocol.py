@@ -15,9 +15,10 @@ from anyio import CapacityLimiter
 from forged.data.store.memory import MemoryShardStore
 from forged.data.store.port import PartialShard, ShardStore, Stamp
 from forged.errors import ForgedError, PeerError, RequestRefused
+from forged.net.bulk.movers import receive
 from forged.worker.data import shard_protocol
 from forged.worker.transport.bulk_channel import BulkChannel, BulkTransport, LoopBulkTransport, SocketBulkTransport
-from forged.worker.transport.dialogue_wire import PIECE_BYTES, receive
+from forged.worker.transport.dialogue_wire import PIECE_BYTES
 from forged.worker.transport.peer_link import frame_of
 from forged.worker.transport.peer_messages import (
     CHECKSUM_BYTES,

@@ -17,10 +17,9 @@ from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.log import SILENT
 from forged.net.transport.tls import TLS_FAILED
 from forged.retry import RetryPolicy
-from forged.worker.daemon_link.registration import Registration
-from forged.worker.mesh import Mesh
-from forged.worker.state_transfer import exchange, transfer
-from forged.worker.state_transfer.exchange import StateExchange
+from forged.worker.registration import Registration
+from forged.worker.state_transfer import transfer
+from forged.worker.state_transfer.transfer import StateExchange, StateFetch
 from forged.worker.transport.peer_messages import HEAD_BYTES_MAX
 from forged.worker.worker_state.progress import TrainingProgress
 from tests.kernel_fixture import task_group
@@ -51,8 +50,10 @@ class Pair:
         self.taken: dict[str, Any] = {"w": np.zeros(SIZE), "step": 0}
         given, taken = (TrainingProgress(0.0, 0, script_state=state) for state in (self.given, self.taken))
         line = cast("Registration", self.line)
-        self.giver = StateExchange(made.meshes[0], line, given, tasks, SILENT)
-        self.taker = StateExchange(made.meshes[1], line, taken, tasks, SILENT)
+        self.giver, self.taker = (
+            StateExchange(mesh.state_server, mesh.state_fetch, line, progress, tasks, SILENT)
+            for mesh, progress in zip(made.meshes, (given, taken), strict=True)
+        )
 
     def settled(self, source: WorkerId | None = None) -> RescaleSynchronising:
         return RescaleSynchronising(3, source or self.made.workers[0], 7, 1)
@@ -64,8 +65,8 @@ class Pair:
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "PAUSE_S", 0.0)
-    monkeypatch.setattr(exchange, "TELLING_INTERVAL_S", 0.01)
+    monkeypatch.setattr(transfer, "PAUSE_S", 0.0)
+    monkeypatch.setattr(transfer, "TELLING_INTERVAL_S", 0.01)
     monkeypatch.setattr(transfer, "FETCHING", RetryPolicy(attempts=2, delay_s=0.0, jitter=0.0))
 
 
@@ -81,15 +82,15 @@ async def pair() -> AsyncIterator[Pair]:
 @contextmanager
 def failing(monkeypatch: pytest.MonkeyPatch, *errors: ForgedError) -> Iterator[list[ForgedError]]:
     """The next fetches fail with these."""
-    left, fetch = list(errors), Mesh.fetch_state
+    left, fetch = list(errors), StateFetch.fetch
 
-    async def fail(mesh: Mesh, source: WorkerId, attempt: int, into: Any) -> None:
+    async def fail(self: StateFetch, source: WorkerId, attempt: int, into: Any) -> None:
         if left:
             raise left.pop(0)
-        await fetch(mesh, source, attempt, into)
+        await fetch(self, source, attempt, into)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Mesh, "fetch_state", fail)
+        patch.setattr(StateFetch, "fetch", fail)
         yield left
 
 
@@ -132,7 +133,7 @@ async def test_unreachable_source_is_reported_until_it_is_reached(monkeypatch: p
         assert "127.0.0.1:1" in problem
         with both.giver.offering(4):
             await both.taker.take(RescaleSynchronising(4, both.made.workers[0], 7, 1))
-        assert both.made.meshes[1].source_unreached is None
+        assert both.made.meshes[1].state_fetch.unreached is None
         said = len(both.line.said)
         await anyio.sleep(0.05)
         assert len(both.line.said) == said, "a worker that has the state reports nothing more"

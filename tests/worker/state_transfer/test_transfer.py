@@ -21,11 +21,11 @@ from forged.worker.transport.bulk_channel import (
     LoopBulkTransport,
     Parts,
     SocketBulkTransport,
-    Verified,
+    VerifiedParts,
 )
 from forged.worker.transport.dialogue_wire import Conversation
-from forged.worker.transport.peer_link import DialledLink
-from forged.worker.transport.peer_messages import PARTS_MAX, StateOffer, StateWanted
+from forged.worker.transport.peer_link import DialledLink, Inbox
+from forged.worker.transport.peer_messages import PARTS_MAX, Purpose, StateOffer, StateWanted
 from tests.worker.meshes import PATIENCE_S, Gate, Meshes, buffers, failures, open_meshes, random_parts, until
 
 T = TypeVar("T")
@@ -51,13 +51,8 @@ class WatchedChannel:
         self.carrier.given.append(len(parts))
         await self.inner.give(parts)
 
-    async def take(self, parts: Parts, verified: Verified) -> None:
-        def one_more() -> None:
-            verified()
-            self.carrier.verified += 1
-            self.carrier.after(self)
-
-        await self.inner.take(parts, one_more)
+    async def take(self, parts: Parts, verified: VerifiedParts) -> None:
+        await self.inner.take(parts, WatchedParts(verified, self))
 
     @property
     def received(self) -> int:
@@ -83,6 +78,21 @@ class WatchedChannel:
         self.inner.close()
 
 
+class WatchedParts(VerifiedParts):
+    """Counts the parts of a channel, and calls `after` for each."""
+
+    def __init__(self, inner: VerifiedParts, channel: WatchedChannel) -> None:
+        super().__init__()
+        self.inner = inner
+        self.channel = channel
+
+    def add(self) -> None:
+        self.inner.add()
+        carrier = self.channel.carrier
+        carrier.verified += 1
+        carrier.after(self.channel)
+
+
 class WatchedCarrier:
     """Counts what is moved; `after` is called behind each part that has arrived, in the thread that moves them."""
 
@@ -100,9 +110,8 @@ def watched(made: Meshes, number: int) -> WatchedCarrier:
     """Put a carrier under watch."""
     mesh = made.meshes[number]
     carrier = WatchedCarrier(mesh._carrier)
-    mesh._carrier = mesh._fetch._carrier = carrier
-    assert mesh._desk is not None
-    mesh._desk._carrier = carrier
+    mesh._carrier = mesh.state_fetch._carrier = carrier
+    mesh.state_server._carrier = carrier
     return carrier
 
 
@@ -123,8 +132,8 @@ async def test_all_parts_arrive_as_they_are(carrier: Callable[[], BulkTransport]
         return got
 
     async with open_meshes(2, carrier=carrier()) as made:
-        with made.meshes[0].offering(1, HEAD, parts):
-            await made.meshes[1].fetch_state(made.workers[0], 1, into)
+        with made.meshes[0].state_server.offering(1, HEAD, parts):
+            await made.meshes[1].state_fetch.fetch(made.workers[0], 1, into)
     assert got == parts
     assert heads == [HEAD]
 
@@ -134,8 +143,8 @@ async def test_states_of_zero_and_many_parts_are_transferred(sizes: Sequence[int
     parts = random_parts(*sizes)
     got, into = room(*sizes)
     async with open_meshes(2) as made:
-        with made.meshes[0].offering(1, b"", parts):
-            await made.meshes[1].fetch_state(made.workers[0], 1, into)
+        with made.meshes[0].state_server.offering(1, b"", parts):
+            await made.meshes[1].state_fetch.fetch(made.workers[0], 1, into)
     assert got == parts
 
 
@@ -143,36 +152,35 @@ async def test_fetcher_that_connects_before_the_offer_waits() -> None:
     parts = random_parts(100)
     got, into = room(100)
     async with open_meshes(2) as made:
-        fetching = asyncio.ensure_future(made.meshes[1].fetch_state(made.workers[0], 3, into))
+        fetching = asyncio.ensure_future(made.meshes[1].state_fetch.fetch(made.workers[0], 3, into))
         await until(lambda: bool(made.meshes[0]._links))
-        with made.meshes[0].offering(2, HEAD, random_parts(100)):
+        with made.meshes[0].state_server.offering(2, HEAD, random_parts(100)):
             pass
-        with made.meshes[0].offering(3, HEAD, parts):
+        with made.meshes[0].state_server.offering(3, HEAD, parts):
             await fetching
     assert got == parts
 
 
 async def test_fetcher_that_waits_too_long_gets_an_error() -> None:
     async with open_meshes(2) as made:
-        assert made.meshes[0]._desk is not None
-        made.meshes[0]._desk._offer_wait_s = 0.05
+        made.meshes[0].state_server._offer_wait_s = 0.05
         _, into = room()
-        assert await code_of(made.meshes[1].fetch_state(made.workers[0], 1, into)) == "state_not_offered"
+        assert await code_of(made.meshes[1].state_fetch.fetch(made.workers[0], 1, into)) == "state_not_offered"
 
 
 async def test_withdrawn_or_superseded_offer_is_over_until_it_is_repeated() -> None:
     async with open_meshes(2) as made:
         source, fetcher = made.meshes
         got, into = room(1)
-        with source.offering(4, HEAD, [b"4"]):
-            assert await code_of(fetcher.fetch_state(made.workers[0], 3, into)) == "attempt_over"
-        assert await code_of(fetcher.fetch_state(made.workers[0], 4, into)) == "attempt_over"
-        assert await code_of(fetcher.fetch_state(made.workers[0], 3, into)) == "attempt_over"
-        with pytest.raises(Unavailable), source.offering(3, HEAD, []):
+        with source.state_server.offering(4, HEAD, [b"4"]):
+            assert await code_of(fetcher.state_fetch.fetch(made.workers[0], 3, into)) == "attempt_over"
+        assert await code_of(fetcher.state_fetch.fetch(made.workers[0], 4, into)) == "attempt_over"
+        assert await code_of(fetcher.state_fetch.fetch(made.workers[0], 3, into)) == "attempt_over"
+        with pytest.raises(Unavailable), source.state_server.offering(3, HEAD, []):
             pass
-        with source.offering(4, HEAD, [b"5"]):
-            await fetcher.fetch_state(made.workers[0], 4, into)
-            with pytest.raises(Unavailable), source.offering(4, HEAD, []):
+        with source.state_server.offering(4, HEAD, [b"5"]):
+            await fetcher.state_fetch.fetch(made.workers[0], 4, into)
+            with pytest.raises(Unavailable), source.state_server.offering(4, HEAD, []):
                 pass
     assert bytes(got[0]) == b"5"
 
@@ -180,11 +188,11 @@ async def test_withdrawn_or_superseded_offer_is_over_until_it_is_repeated() -> N
 async def test_a_newer_offer_is_not_withdrawn_by_the_end_of_an_older_one() -> None:
     got, into = room(1)
     async with open_meshes(2) as made:
-        older = made.meshes[0].offering(1, HEAD, [b"1"])
+        older = made.meshes[0].state_server.offering(1, HEAD, [b"1"])
         older.__enter__()
-        with made.meshes[0].offering(2, HEAD, [b"2"]):
+        with made.meshes[0].state_server.offering(2, HEAD, [b"2"]):
             older.__exit__(None, None, None)
-            await made.meshes[1].fetch_state(made.workers[0], 2, into)
+            await made.meshes[1].state_fetch.fetch(made.workers[0], 2, into)
     assert bytes(got[0]) == b"2"
 
 
@@ -200,8 +208,8 @@ async def test_broken_fetch_resumes_at_its_part() -> None:
                 channel.cut()
 
         taking.after = break_off
-        with made.meshes[0].offering(1, HEAD, parts):
-            await made.meshes[1].fetch_state(made.workers[0], 1, into)
+        with made.meshes[0].state_server.offering(1, HEAD, parts):
+            await made.meshes[1].state_fetch.fetch(made.workers[0], 1, into)
         # What was in the kernel's hands when the connection broke may still have arrived.
         assert giving.given[0] == 6
         assert len(giving.given) >= 2
@@ -224,8 +232,8 @@ async def test_damaged_part_is_fetched_again(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("forged.worker.transport.bulk_channel.checksum_of", checksum_of)
     async with open_meshes(2) as made:
         giving = watched(made, 0)
-        with made.meshes[0].offering(1, HEAD, parts):
-            await made.meshes[1].fetch_state(made.workers[0], 1, into)
+        with made.meshes[0].state_server.offering(1, HEAD, parts):
+            await made.meshes[1].state_fetch.fetch(made.workers[0], 1, into)
         assert giving.given == [3, 2]
     assert got == parts
 
@@ -234,10 +242,10 @@ async def test_many_fetchers_are_served_concurrently() -> None:
     parts = random_parts(1_000_000, 50)
     rooms = [room(1_000_000, 50) for _ in range(11)]
     async with open_meshes(12) as made:
-        with made.meshes[0].offering(1, HEAD, parts):
+        with made.meshes[0].state_server.offering(1, HEAD, parts):
             await asyncio.gather(
                 *(
-                    mesh.fetch_state(made.workers[0], 1, into)
+                    mesh.state_fetch.fetch(made.workers[0], 1, into)
                     for mesh, (_, into) in zip(made.meshes[1:], rooms, strict=True)
                 )
             )
@@ -249,8 +257,8 @@ async def test_source_serves_while_it_waits_in_a_collective() -> None:
     async with open_meshes(3) as made:
         worlds = await made.enter(1, 0, 1)
         waiting = asyncio.ensure_future(worlds[0].barrier())
-        with made.meshes[0].offering(1, HEAD, parts):
-            await made.meshes[2].fetch_state(made.workers[0], 1, into)
+        with made.meshes[0].state_server.offering(1, HEAD, parts):
+            await made.meshes[2].state_fetch.fetch(made.workers[0], 1, into)
         await worlds[1].barrier()
         await waiting
     assert got == parts
@@ -264,10 +272,10 @@ class HeldFetch:
         self.gate = Gate()
         self.taking = watched(made, 1)
         self.taking.after = lambda _: self.gate.wait()
-        self.offer = made.meshes[0].offering(attempt, HEAD, random_parts(*sizes))
+        self.offer = made.meshes[0].state_server.offering(attempt, HEAD, random_parts(*sizes))
         self.offer.__enter__()
         _, into = room(*sizes)
-        self.fetching = asyncio.ensure_future(made.meshes[1].fetch_state(made.workers[0], attempt, into))
+        self.fetching = asyncio.ensure_future(made.meshes[1].state_fetch.fetch(made.workers[0], attempt, into))
 
     async def is_under_way(self) -> None:
         """Wait until a part has arrived."""
@@ -292,7 +300,7 @@ async def test_newer_offer_ends_fetches_of_the_older_one() -> None:
     async with open_meshes(2) as made:
         held = HeldFetch(made)
         await held.is_under_way()
-        with made.meshes[0].offering(2, HEAD, []):
+        with made.meshes[0].state_server.offering(2, HEAD, []):
             held.gate.open()
             assert await code_of(held.fetching) == "attempt_over"
 
@@ -302,8 +310,8 @@ async def test_a_newer_fetch_ends_the_older_one() -> None:
     async with open_meshes(3) as made:
         held = HeldFetch(made)
         await held.is_under_way()
-        with made.meshes[2].offering(2, HEAD, [b"2"]):
-            newer = asyncio.ensure_future(made.meshes[1].fetch_state(made.workers[2], 2, into))
+        with made.meshes[2].state_server.offering(2, HEAD, [b"2"]):
+            newer = asyncio.ensure_future(made.meshes[1].state_fetch.fetch(made.workers[2], 2, into))
             held.gate.open()
             assert await code_of(held.fetching) == "attempt_over"
             await newer
@@ -322,7 +330,7 @@ async def test_a_cancelled_fetch_writes_nothing_afterwards() -> None:
         assert verified < 40
         await asyncio.sleep(0)
         assert held.taking.verified == verified
-        assert made.meshes[1]._fetch.descriptors() == []
+        assert made.meshes[1].state_fetch.descriptors() == []
 
 
 async def test_a_source_that_is_closed_in_the_middle_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,21 +350,21 @@ async def test_missing_source_is_unavailable(monkeypatch: pytest.MonkeyPatch) ->
     async with open_meshes(1) as made:
         _, into = room()
         nobody = WorkerId("w9", "127.0.0.1", 1)
-        assert await code_of(made.meshes[0].fetch_state(nobody, 1, into)) == "connect_refused"
+        assert await code_of(made.meshes[0].state_fetch.fetch(nobody, 1, into)) == "connect_refused"
 
 
 @pytest.mark.parametrize("sizes", [(), (1,), (1, 3), (1, 2, 0)])
 async def test_room_that_does_not_fit_is_refused(sizes: Sequence[int]) -> None:
     async with open_meshes(2) as made:
         _, into = room(*sizes)
-        with made.meshes[0].offering(1, HEAD, random_parts(1, 2)):
-            assert await code_of(made.meshes[1].fetch_state(made.workers[0], 1, into)) == "state_room_unfit"
+        with made.meshes[0].state_server.offering(1, HEAD, random_parts(1, 2)):
+            assert await code_of(made.meshes[1].state_fetch.fetch(made.workers[0], 1, into)) == "state_room_unfit"
 
 
 async def test_room_that_cannot_be_written_is_refused() -> None:
     async with open_meshes(2) as made:
-        with made.meshes[0].offering(1, HEAD, [b"1"]):
-            fetching = made.meshes[1].fetch_state(made.workers[0], 1, lambda _: [memoryview(b"1")])
+        with made.meshes[0].state_server.offering(1, HEAD, [b"1"]):
+            fetching = made.meshes[1].state_fetch.fetch(made.workers[0], 1, lambda _: [memoryview(b"1")])
             assert await code_of(fetching) == "state_room_unfit"
 
 
@@ -365,36 +373,39 @@ async def test_error_of_the_callers_function_is_raised() -> None:
         raise ZeroDivisionError
 
     async with open_meshes(2) as made:
-        with made.meshes[0].offering(1, HEAD, [b"1"]):
+        with made.meshes[0].state_server.offering(1, HEAD, [b"1"]):
             with pytest.raises(ZeroDivisionError):
-                await made.meshes[1].fetch_state(made.workers[0], 1, into)
+                await made.meshes[1].state_fetch.fetch(made.workers[0], 1, into)
             got, good = room(1)
-            await made.meshes[1].fetch_state(made.workers[0], 1, good)
+            await made.meshes[1].state_fetch.fetch(made.workers[0], 1, good)
     assert bytes(got[0]) == b"1"
 
 
 async def test_too_many_parts_are_refused_before_they_are_offered() -> None:
     async with open_meshes(1) as made:
-        with pytest.raises(RequestRefused) as raised, made.meshes[0].offering(1, HEAD, [b""] * (PARTS_MAX + 1)):
+        with (
+            pytest.raises(RequestRefused) as raised,
+            made.meshes[0].state_server.offering(1, HEAD, [b""] * (PARTS_MAX + 1)),
+        ):
             pass
         assert raised.value.code == "state_too_large"
 
 
 @asynccontextmanager
-async def talk() -> AsyncIterator[tuple[transfer.Dialogue, DialledLink]]:
+async def talk() -> AsyncIterator[tuple[Inbox, DialledLink]]:
     """With a source that offers a state of one part."""
     async with open_meshes(2) as made:
         source, fetcher = made.meshes
-        with source.offering(1, HEAD, [b"1"]):
-            dialogue = transfer.Dialogue()
-            yield dialogue, await fetcher._dial_source(made.workers[0], 1, dialogue)
+        with source.state_server.offering(1, HEAD, [b"1"]):
+            inbox = Inbox(unread_max=1)
+            yield inbox, await fetcher._dialler.dial(made.workers[0], Purpose.STATE, 1, inbox)
 
 
 async def test_fetcher_without_a_request_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "ANSWER_TIMEOUT_S", 0.05)
-    async with talk() as (dialogue, link):
-        assert isinstance(await dialogue.next(PATIENCE_S), StateOffer)
-        (error,) = await failures(dialogue.next(PATIENCE_S))
+    async with talk() as (inbox, link):
+        assert isinstance(await inbox.next(PATIENCE_S), StateOffer)
+        (error,) = await failures(inbox.next(PATIENCE_S))
         assert isinstance(error, Unavailable)
         assert error.code == "peer_timeout"
         assert link.lost or link.closing
@@ -405,18 +416,18 @@ async def test_slow_fetcher_learns_that_the_source_has_gone(
 ) -> None:
     """Otherwise it would wait for minutes, and other fetchers for it."""
     monkeypatch.setattr(transfer, "ANSWER_TIMEOUT_S", 0.05)
-    async with talk() as (dialogue, link):
+    async with talk() as (inbox, link):
         async with asyncio.timeout(PATIENCE_S):
             while not link.lost:
                 await asyncio.sleep(0.01)
-        assert isinstance(await dialogue.next(PATIENCE_S), StateOffer)
+        assert isinstance(await inbox.next(PATIENCE_S), StateOffer)
         link.send(StateWanted(0))
         async with asyncio.timeout(PATIENCE_S):
-            assert await code_of(dialogue.next(transfer.TURN_TIMEOUT_S)) == "peer_timeout"
+            assert await code_of(inbox.next(transfer.TURN_TIMEOUT_S)) == "peer_timeout"
 
 
 async def test_fetcher_that_requests_too_many_parts_is_refused() -> None:
-    async with talk() as (dialogue, link):
-        await dialogue.next(PATIENCE_S)
+    async with talk() as (inbox, link):
+        await inbox.next(PATIENCE_S)
         link.send(StateWanted(2))
-        assert await code_of(dialogue.next(PATIENCE_S)) == "message_unexpected"
+        assert await code_of(inbox.next(PATIENCE_S)) == "message_unexpected"

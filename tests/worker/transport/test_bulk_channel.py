@@ -17,6 +17,7 @@ from forged.worker.transport.bulk_channel import (
     BulkTransport,
     LoopBulkTransport,
     SocketBulkTransport,
+    VerifiedParts,
     checksum_of,
     run_blocking,
 )
@@ -48,10 +49,6 @@ async def channel(carrier: BulkTransport) -> AsyncIterator[tuple[BulkChannel, so
         far.close()
 
 
-def nothing() -> None:
-    """A part has arrived."""
-
-
 async def code_of(moving: object) -> str:
     with pytest.raises(ForgedError) as raised:
         await moving  # type: ignore[misc]
@@ -60,7 +57,7 @@ async def code_of(moving: object) -> str:
 
 @pytest.mark.parametrize("giver", MAKERS)
 async def test_both_carriers_understand_each_other(carrier: BulkTransport, giver: Callable[[], BulkTransport]) -> None:
-    parts, got, verified = random_parts(*SIZES), buffers(*SIZES), list[int]()
+    parts, got, verified = random_parts(*SIZES), buffers(*SIZES), VerifiedParts()
     near, far = socket.socketpair()
     channels: list[BulkChannel] = []
     for sock, one in ((near, carrier), (far, giver())):
@@ -73,10 +70,10 @@ async def test_both_carriers_understand_each_other(carrier: BulkTransport, giver
         await channels[1].give(parts)
         channels[1].close()
 
-    await asyncio.gather(channels[0].take(got, lambda: verified.append(1)), give())
+    await asyncio.gather(channels[0].take(got, verified), give())
     channels[0].close()
     assert got == parts
-    assert len(verified) == len(SIZES)
+    assert verified.count == len(SIZES)
 
 
 async def test_nothing_is_sent_before_the_fetcher_says_so(carrier: BulkTransport) -> None:
@@ -97,12 +94,12 @@ async def test_nothing_is_sent_before_the_fetcher_says_so(carrier: BulkTransport
 
 @pytest.mark.parametrize("size", [5, TOGETHER_BYTES + 5])
 async def test_corrupt_part_is_refused_after_the_verified_ones(carrier: BulkTransport, size: int) -> None:
-    verified: list[int] = []
+    verified = VerifiedParts()
     parts = random_parts(5, size)
     async with channel(carrier) as (made, far):
         far.sendall(bytes(parts[0]) + checksum_of(parts[0]) + bytes(size) + checksum_of(parts[1]))
-        assert await code_of(made.take(buffers(5, size), lambda: verified.append(1))) == "state_corrupt"
-    assert verified == [1]
+        assert await code_of(made.take(buffers(5, size), verified)) == "state_corrupt"
+    assert verified.count == 1
 
 
 @pytest.mark.parametrize("size", [5, TOGETHER_BYTES + 5])
@@ -110,7 +107,7 @@ async def test_a_source_that_ends_in_the_middle_is_truncated(carrier: BulkTransp
     async with channel(carrier) as (made, far):
         far.sendall(bytes(size - 1))
         far.shutdown(socket.SHUT_WR)
-        assert await code_of(made.take(buffers(size), nothing)) in {"state_truncated", "bulk_truncated"}
+        assert await code_of(made.take(buffers(size), VerifiedParts())) in {"state_truncated", "bulk_truncated"}
 
 
 async def test_a_fetcher_that_never_says_that_it_has_all_is_no_success(carrier: BulkTransport) -> None:
@@ -123,14 +120,14 @@ async def test_a_fetcher_that_never_says_that_it_has_all_is_no_success(carrier: 
 async def test_stalled_peer_is_given_up(carrier: BulkTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(movers, "STALL_TIMEOUT_S", 0.05)
     async with channel(carrier) as (made, _):
-        assert await code_of(made.take(buffers(5), nothing)) in {"state_broken_off", "bulk_failed"}
+        assert await code_of(made.take(buffers(5), VerifiedParts())) in {"state_broken_off", "bulk_failed"}
     async with channel(carrier) as (made, _):
         assert await code_of(made.give([])) in {"state_broken_off", "bulk_failed"}
 
 
 async def test_a_channel_that_is_cut_moves_nothing_more(carrier: BulkTransport) -> None:
     async with channel(carrier) as (made, far):
-        taking = asyncio.ensure_future(made.take(buffers(5), nothing))
+        taking = asyncio.ensure_future(made.take(buffers(5), VerifiedParts()))
         assert await asyncio.get_running_loop().run_in_executor(None, far.recv, 1) == GO
         made.cut()
         assert (await code_of(taking)) in {"state_truncated", "state_broken_off", "bulk_failed"}
@@ -139,7 +136,7 @@ async def test_a_channel_that_is_cut_moves_nothing_more(carrier: BulkTransport) 
 
 async def test_a_cancelled_movement_ends_its_thread(carrier: BulkTransport) -> None:
     async with channel(carrier) as (made, far):
-        taking = asyncio.ensure_future(made.take(buffers(5), nothing))
+        taking = asyncio.ensure_future(made.take(buffers(5), VerifiedParts()))
         assert await asyncio.get_running_loop().run_in_executor(None, far.recv, 1) == GO
         taking.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +15,10 @@ from forged.elastic.messages import JobPaused, JobResumed
 from forged.elastic.model import WorkerStatus
 from forged.errors import RequestRefused
 from forged.kernel.messages import Record
-from forged.worker.collectives.world import CollectiveMismatch
-from forged.worker.errors import StepAborted, WorldIncomplete
+from forged.worker.errors import CollectiveMismatch, StepAborted, WorldIncomplete
 from forged.worker.process.counters import Counters
-from forged.worker.worker_state.current_world import CurrentWorld, PeerReport, peer_of
 from forged.worker.worker_state.job_view import JobView
+from forged.worker.worker_state.session_state import CurrentWorld, PeerReport, peer_of
 from tests.worker.meshes import PATIENCE_S, each, open_meshes, until
 
 GENERATION = 4
@@ -35,6 +35,16 @@ async def together(count: int) -> AsyncIterator[list[CurrentWorld]]:
         yield current_worlds
 
 
+async def barrier(current_world: CurrentWorld) -> None:
+    with current_world.collective() as world:
+        await world.barrier()
+
+
+async def sum_of_ones(current_world: CurrentWorld) -> Any:
+    with current_world.collective() as world:
+        return await world.all_reduce(np.ones(2))
+
+
 def hear(current_world: CurrentWorld, *records: Record) -> None:
     for record in records:
         current_world._view.hear(record)
@@ -49,7 +59,7 @@ async def test_worker_in_no_world_may_not_step_and_its_step_is_void() -> None:
     assert not current_world.may_step
     assert current_world.status is WorkerStatus.JOINING
     with pytest.raises(StepAborted, match="no world"):
-        await current_world.together(lambda world: world.barrier())
+        await barrier(current_world)
     assert current_world.is_void
     assert not await current_world.end_step(1)
     await current_world.leave()
@@ -58,7 +68,7 @@ async def test_worker_in_no_world_may_not_step_and_its_step_is_void() -> None:
 
 async def test_a_step_counts_when_all_have_ended_it() -> None:
     async with together(3) as current_worlds:
-        sums = await each(current_worlds, lambda one: one.together(lambda world: world.all_reduce(np.ones(2))))
+        sums = await each(current_worlds, sum_of_ones)
         assert [list(total) for total in sums] == [[3, 3]] * 3
         assert await each(current_worlds, lambda one: one.end_step(1)) == [True] * 3
         assert all(current_world.may_step for current_world in current_worlds)
@@ -79,7 +89,7 @@ async def test_paused_world_stops_after_one_step_until_all_members_receive_the_r
 
 async def test_a_collective_that_is_broken_off_voids_the_step_and_loses_the_world() -> None:
     async with together(2) as (one, other):
-        waiting = asyncio.create_task(one.together(lambda world: world.barrier()))
+        waiting = asyncio.create_task(barrier(one))
         await asyncio.sleep(0)
         assert other.world is not None
         other.world.abort("it was unplugged", "w1")
@@ -90,7 +100,7 @@ async def test_a_collective_that_is_broken_off_voids_the_step_and_loses_the_worl
         assert one.peer_report is not None
         assert (one.peer_report.generation, one.peer_report.peer) == (GENERATION, "w1")
         with pytest.raises(StepAborted, match="no world"):
-            await one.together(lambda world: world.barrier())
+            await barrier(one)
 
 
 async def test_a_step_that_cannot_end_does_not_count_and_loses_the_world() -> None:
@@ -126,14 +136,14 @@ async def test_only_a_collective_that_the_script_waits_in_can_be_aborted() -> No
     async with together(2) as (one, other):
         one.begin_step()
         one.abort_collective("it is to go")
-        await each([one, other], lambda current_world: current_world.together(lambda world: world.barrier()))
+        await each([one, other], barrier)
         assert one.meeting is None
         waits = asyncio.ensure_future(one.end_step(1))
         await until(lambda: one.meeting is not None)
         one.abort_collective("it is to go")
         assert (await waits, one.meeting) == (False, None)
         with pytest.raises(StepAborted, match="it is to go"):
-            await other.together(lambda world: world.barrier())
+            await barrier(other)
 
 
 async def test_rank_that_leaves_ends_the_world_for_the_other_ranks() -> None:

@@ -7,8 +7,7 @@ from typing import cast
 import anyio
 
 from forged.errors import Unavailable
-from forged.worker.daemon_link.registration import Registration, log_pauses, persevere
-from forged.worker.daemon_link.wait_reporter import WaitReporter
+from forged.worker.registration import Registration, WaitReporter, log_pauses, persevere
 from tests.kernel_fixture import on_virtual_time, task_group
 from tests.telemetry.recording_log import RecordingLog
 

@@ -9,8 +9,7 @@ from anyio.abc import TaskGroup
 
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import WorkerId
-from forged.worker.daemon_link.heartbeat import HeartbeatSender
-from forged.worker.daemon_link.registration import Registration
+from forged.worker.registration import HeartbeatSender, Registration
 from forged.worker.worker_state.progress import TrainingProgress
 from forged.worker.worker_state.session_state import SessionState
 from tests.kernel_fixture import on_virtual_time, task_group

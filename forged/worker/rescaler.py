@@ -6,7 +6,7 @@ report a broken world, take part in a state transfer, send the stop report; else
 Invariants:
 - One thing is done at a time, and only for as long as it is wanted: a fact that arrives meanwhile may end it.
 - In a synchronous rescale each worker sends a stop report and takes the state that was settled. In a background rescale
-  the members agree on the state when they meet.
+  the members agree on the state when they meet: all from the same stop reports, by the daemon's rule.
 - A temporary error is reported to the daemon and tried again; a permanent one ends training here.
 - A world's training state is applied when the world is entered, before its hooks are called.
 """
@@ -15,28 +15,28 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import anyio
+import msgspec
 
 from forged.clock import Clock
 from forged.elastic.messages import RescaleSynchronising
 from forged.elastic.model import GlobalTrainingState, RescalingEvent, WorkerId, WorkerStatus
-from forged.errors import ForgedError, Unavailable
+from forged.elastic.rescale.attempt import StopReport, choose_source
+from forged.errors import ForgedError, PeerError, Unavailable
 from forged.log import Log
 from forged.net.transport.tls import TLS_FAILED
-from forged.worker.collectives.world import CollectiveAborted, World
-from forged.worker.daemon_link.heartbeat import HeartbeatSender
-from forged.worker.daemon_link.registration import Registration
+from forged.worker.collectives.world import World
 from forged.worker.data.shard_holder import ShardHolder
-from forged.worker.errors import BLAMELESS, WorldIncomplete, is_temporary
+from forged.worker.errors import BLAMELESS, CollectiveAborted, WorldIncomplete, is_temporary
 from forged.worker.events import RescaleHooks
 from forged.worker.mesh import Mesh
-from forged.worker.rescale.agreement import StateAgreement, agree
-from forged.worker.state_transfer.exchange import StateExchange
-from forged.worker.worker_state.current_world import PeerReport, peer_of
+from forged.worker.registration import HeartbeatSender, Registration
+from forged.worker.state_transfer.transfer import StateExchange
 from forged.worker.worker_state.job_view import Commit
-from forged.worker.worker_state.session_state import SessionState
+from forged.worker.worker_state.session_state import PeerReport, SessionState, peer_of
 
 RETRY_PAUSE_S = 0.2
 """The pause before an attempt is followed again after an error."""
@@ -101,12 +101,12 @@ class Rescaler:
         else:
             await self._state.wait_for_change()
 
-    async def _run(self, act: Callable[[], Awaitable[object]], still: Callable[[], bool] = lambda: True) -> None:
+    async def _run(self, act: Callable[[], Awaitable[object]], still: Callable[[], bool] | None = None) -> None:
         """Do something for as long as training continues, the worker does not leave, and `still` holds."""
-        view, state = self._view, self._state
-        await state.run_while(
-            lambda: view.end is None and view.completed is None and not state.is_leave_due and still(), act
-        )
+        # A change that came before this call wakes nothing any more.
+        if self._state.is_wanted(still):
+            with self._state.acting(still):
+                await act()
 
     # The old world.
 
@@ -123,7 +123,6 @@ class Rescaler:
 
     async def _report(self, attempt: int) -> None:
         """Leave the old world, and send the stop report."""
-        view = self._view
         self._current_world.status = WorkerStatus.RESCALING
         await self._current_world.leave()
         self._current_world.peer_report = None
@@ -135,13 +134,13 @@ class Rescaler:
             self._reported = attempt
 
         # A background rescale may be committed before this is heard.
-        await self._run(report, still=lambda: view.rescaling and view.attempt == attempt)
+        await self._run(report, partial(self._view.is_stopping_for, attempt))
 
     # The state transfer of a synchronous rescale.
 
     async def _synchronise(self, settled: RescaleSynchronising) -> None:
         """Do this worker's part of what was settled; after a temporary error, again."""
-        still = partial(self._is_synchronising, settled.attempt)
+        still = partial(self._view.is_synchronising_for, settled.attempt)
         try:
             await self._give_or_take(settled, still)
         except ForgedError as error:
@@ -178,11 +177,6 @@ class Rescaler:
     def _is_taker(self, settled: RescaleSynchronising) -> bool:
         return not (self._is_source(settled) or self._view.leaves or self._has_state_of(settled.step))
 
-    def _is_synchronising(self, attempt: int) -> bool:
-        view, settled = self._view, self._view.synchronising
-        is_over = view.end is not None or view.completed is not None or view.committed is not None
-        return not is_over and settled is not None and settled.attempt == attempt
-
     def _has_state_of(self, step: int | None) -> bool:
         """Whether so many steps are applied to this worker's state."""
         return self._progress.holds_state and self._progress.stop_report.position == step
@@ -197,11 +191,7 @@ class Rescaler:
 
     async def _cross(self, commit: Commit) -> None:
         """Leave the old world for a committed one; enter that unless it is known to be broken already."""
-        view = self._view
-
-        def still() -> bool:
-            return view.committed is commit and not (view.rescaling or view.lost)
-
+        view, still = self._view, partial(self._view.is_crossing_into, commit)
         is_member = self._registration.worker in commit.topology
         if commit.attempt and commit.attempt == self._accepted:
             # A worker that has missed this attempt's world may learn of another one under the same attempt.
@@ -291,3 +281,48 @@ class Rescaler:
         except Unavailable as error:
             blamed = "" if error.code in BLAMELESS else source.id
             raise WorldIncomplete(f"the state could not be fetched from {source}: {error.message}", blamed) from error
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(StopReport).decode
+
+
+@dataclass(frozen=True, slots=True)
+class StateAgreement:
+    """The state source of a world, and the ranks that need its state."""
+
+    source: int
+    """The rank of the state source."""
+    stop: StopReport
+    """The source's stop report."""
+    behind: frozenset[int]
+    """The ranks that have another state."""
+
+    @property
+    def step(self) -> int:
+        """Steps applied to the world's state."""
+        return self.stop.position
+
+
+async def agree(world: World, own: StopReport) -> StateAgreement:
+    """Exchange stop reports with all members of a world."""
+    return settle(world.names, [_read(told) for told in await world.all_gather(_encode(own))])
+
+
+def settle(names: tuple[str, ...], stops: list[StopReport]) -> StateAgreement:
+    """What follows from the members' stop reports, in rank order."""
+    source = names.index(choose_source(names, dict(zip(names, stops, strict=True))))
+    position = stops[source].position
+    behind = frozenset(
+        rank
+        for rank, stop in enumerate(stops)
+        if rank != source and not (stop.holds_state and stop.position == position)
+    )
+    return StateAgreement(source, stops[source], behind)
+
+
+def _read(told: bytes) -> StopReport:
+    try:
+        return _decode(told)
+    except (msgspec.MsgspecError, TypeError) as error:
+        raise PeerError("stop_invalid", f"a worker sent no valid stop report: {error}") from error

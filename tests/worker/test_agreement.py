@@ -8,7 +8,7 @@ import pytest
 
 from forged.elastic.rescale.attempt import StopReport
 from forged.errors import PeerError
-from forged.worker.rescale.agreement import agree, settle
+from forged.worker.rescaler import agree, settle
 from tests.worker.meshes import each, open_world
 
 NAMES = ("a", "b", "c")

@@ -1,9 +1,12 @@
-"""The requests and signals that a worker sends to the daemon.
+"""What a worker sends to the daemon: requests and signals, heartbeats among them, and questions about a long wait.
 
 Invariants:
 - A request that other workers wait for is repeated until the daemon has answered, however long it is away.
 - A report that comes too late for its attempt is dropped; every other refusal is raised.
 - Everything carries the worker's incarnation, so that it is not taken for another worker of the same name.
+- Each heartbeat tells when the next one is due, so that a worker with older settings is not taken for silent. A shorter
+  interval takes effect at once.
+- A short wait is not logged; a long one is logged with its reason, after pauses that grow.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from typing import Any, TypeVar
 
 import anyio
 import msgspec
+from anyio.abc import TaskGroup
 
-from forged import retry
 from forged.client.client import ForgedClient
+from forged.clock import Clock
 from forged.data.training import common_of
 from forged.elastic.messages import (
     AnnounceLeave,
@@ -39,7 +43,7 @@ from forged.errors import ForgedError, RequestRefused
 from forged.kernel.messages import Request
 from forged.log import Log
 from forged.retry import RetryPolicy
-from forged.worker.worker_state.worker_spec import WorkerSpec
+from forged.worker.worker_state.session_state import SessionState, WorkerSpec
 
 R = TypeVar("R")
 
@@ -214,19 +218,83 @@ class Registration:
 
 async def persevere(act: Callable[[], Awaitable[R]], source: Random, log: Log) -> R:
     """Repeat an action until it succeeds; an error that no repetition would change is raised."""
-    began_at, pauses = anyio.current_time(), log_pauses()
+    began_at, pauses, delays = anyio.current_time(), log_pauses(), PERSEVERING.delays(source.random)
     due_s = next(pauses)
+    while True:
+        try:
+            return await act()
+        except ForgedError as error:
+            if not error.retryable or error.code == "client_closed":
+                raise
+            tried_s = anyio.current_time() - began_at
+            if tried_s < due_s:
+                log.info("retrying a request to the daemon", reason=str(error))
+            else:
+                log.warning("still retrying a request to the daemon", for_s=round(tried_s), reason=str(error))
+                due_s = tried_s + next(pauses)
+        await anyio.sleep(next(delays))
 
-    def passes(error: Exception) -> bool:
-        nonlocal due_s
-        if not retry.is_retryable(error) or getattr(error, "code", "") == "client_closed":
-            return False
-        tried_s = anyio.current_time() - began_at
-        if tried_s < due_s:
-            log.info("retrying a request to the daemon", reason=str(error))
-        else:
-            log.warning("still retrying a request to the daemon", for_s=round(tried_s), reason=str(error))
-            due_s = tried_s + next(pauses)
-        return True
 
-    return await retry.run(PERSEVERING, act, sleep=anyio.sleep, random=source.random, retryable=passes)
+class HeartbeatSender:
+    """Sends one worker's heartbeats at the interval that the job's settings name."""
+
+    def __init__(self, state: SessionState, registration: Registration, clock: Clock) -> None:
+        self._state = state
+        self._registration = registration
+        self._clock = clock
+        self._interval_s = 0.0
+        self._changed = anyio.Event()
+
+    async def run(self) -> None:
+        while True:
+            self._changed = anyio.Event()
+            self._interval_s = self._state.config.heartbeat_interval_s
+            self.beat_now()
+            with anyio.move_on_after(self._interval_s):
+                await self._changed.wait()
+
+    def beat_now(self) -> None:
+        """Send one at once: something in it has changed."""
+        state, current_world = self._state, self._state.current_world
+        self._registration.beat(
+            state.progress.step,
+            current_world.marks,
+            state.config.heartbeat_interval_s,
+            last_step_done=state.drain.is_leaving,
+        )
+        current_world.heartbeat_at = self._clock.wall()
+
+    def follow_settings(self) -> None:
+        """Beat at once if the settings name another interval than the present one."""
+        if self._state.config.heartbeat_interval_s != self._interval_s:
+            self._changed.set()
+
+
+class WaitReporter:
+    """Logs how long one worker has waited, and what the daemon names as the reason."""
+
+    def __init__(self, registration: Registration, tasks: TaskGroup, log: Log) -> None:
+        self._registration = registration
+        self._tasks = tasks
+        self._log = log
+        self._scope: anyio.CancelScope | None = None
+
+    def begin(self) -> None:
+        """The worker waits. No effect where it has waited already."""
+        if self._scope is None:
+            self._scope = anyio.CancelScope()
+            self._tasks.start_soon(self._report, self._scope)
+
+    def end(self) -> None:
+        """The worker waits no more. No effect where it has not waited."""
+        scope, self._scope = self._scope, None
+        if scope is not None:
+            scope.cancel()
+
+    async def _report(self, scope: anyio.CancelScope) -> None:
+        began_at = anyio.current_time()
+        with scope:
+            for pause_s in log_pauses():
+                await anyio.sleep(pause_s)
+                why = await self._registration.why_waiting()
+                self._log.warning("this worker is waiting", for_s=round(anyio.current_time() - began_at), reason=why)

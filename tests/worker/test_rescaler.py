@@ -25,18 +25,15 @@ from forged.elastic.model import ClusterTopology, WorkerId
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.log import SILENT
 from forged.worker.collectives.world import World
-from forged.worker.daemon_link.heartbeat import HeartbeatSender
-from forged.worker.daemon_link.registration import Registration
 from forged.worker.errors import NEWS_DIFFER, JobEnded, WorkerEvicted, WorldIncomplete
 from forged.worker.mesh import Mesh
-from forged.worker.rescale.agreement import StateAgreement
-from forged.worker.rescale.rescaler import Rescaler
-from forged.worker.state_transfer import exchange
-from forged.worker.state_transfer.exchange import StateExchange
-from forged.worker.worker_state.current_world import PeerReport
+from forged.worker.registration import HeartbeatSender, Registration
+from forged.worker.rescaler import Rescaler, StateAgreement
+from forged.worker.state_transfer import transfer
+from forged.worker.state_transfer.transfer import StateExchange, StateFetch
 from forged.worker.worker_state.job_view import Commit, JobView
 from forged.worker.worker_state.progress import TrainingProgress
-from forged.worker.worker_state.session_state import SessionState
+from forged.worker.worker_state.session_state import PeerReport, SessionState
 from tests.client.daemon_runner import DaemonRunner
 from tests.client.proxy import Proxy
 from tests.kernel_fixture import on_virtual_time
@@ -388,17 +385,17 @@ class TestDivergingViews:
     async def test_source_that_refuses_is_retried(
         self, code: str, group: TrainerGroup, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(exchange, "PAUSE_S", 0.0)
-        fetch = Mesh.fetch_state
+        monkeypatch.setattr(transfer, "PAUSE_S", 0.0)
+        fetch = StateFetch.fetch
         refused: list[int] = []
 
-        async def refuse_twice(mesh: Mesh, source: WorkerId, attempt: int, into: Any) -> None:
+        async def refuse_twice(self: StateFetch, source: WorkerId, attempt: int, into: Any) -> None:
             if len(refused) < 2:
                 refused.append(attempt)
                 raise RequestRefused(code, "it has other news")
-            await fetch(mesh, source, attempt, into)
+            await fetch(self, source, attempt, into)
 
-        monkeypatch.setattr(Mesh, "fetch_state", refuse_twice)
+        monkeypatch.setattr(StateFetch, "fetch", refuse_twice)
         group.start("a")
         await group.world_of("a")
         group.start("b")

@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 
 from forged.elastic.model import WorkerId
-from forged.worker.daemon_link.registration import Registration
+from forged.worker.registration import Registration
 from tests.kernel_fixture import on_virtual_time
 from tests.telemetry.recording_log import RecordingLog
 

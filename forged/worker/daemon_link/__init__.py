@@ -1,1 +1,0 @@
-"""The worker's relation to the daemon: registration, heartbeats, and the log of what it waits for."""
