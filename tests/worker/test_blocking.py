@@ -225,7 +225,7 @@ class TestSteps:
         meeting = Meeting()
         repeated: dict[str, list[int]] = {"b": [], "c": []}
 
-        def victim(worker: Training) -> None:
+        def evicted_script(worker: Training) -> None:
             for step in worker.steps():
                 if step == 3:
                     meeting.hold()
@@ -240,7 +240,7 @@ class TestSteps:
             assert is_right_behind(STEPS, worker)
 
         two = config(min_workers=2)
-        a = scripts.start("a", victim, config=two)
+        a = scripts.start("a", evicted_script, config=two)
         b = scripts.start("b", survivor, config=two)
         meeting.wait(2)
         client.evict_worker(JOB, "a")
@@ -260,7 +260,7 @@ class TestSteps:
         done: list[int] = []
         aborted: list[int] = []
 
-        def victim(worker: Training) -> None:
+        def evicted_script(worker: Training) -> None:
             for step in worker.steps():
                 with step:
                     if step == 3:
@@ -278,7 +278,7 @@ class TestSteps:
                 if step.aborted:
                     aborted.append(int(step))
 
-        a = scripts.start("a", victim, config=config(min_workers=2))
+        a = scripts.start("a", evicted_script, config=config(min_workers=2))
         b = scripts.start("b", survivor, config=config(min_workers=2))
         meeting.wait(2)
         client.change_job(JOB, config().to_settings(), client.job(JOB).version)

@@ -356,8 +356,8 @@ class TestSampling:
             cluster.start(*living)
             await cluster.group.world_of(*living)
             for number in range(3, 9):
-                victim = living.pop(number % len(living))
-                await client.evict_worker(JOB, victim)
+                evicted = living.pop(number % len(living))
+                await client.evict_worker(JOB, evicted)
                 living.append(f"w{number}")
                 cluster.start(living[-1])
                 await cluster.group.world_of(*living, steps=1 + number % 4)
@@ -385,8 +385,8 @@ class TestSampling:
         ):
             cluster.start("a", "b", "c")
             await cluster.group.world_of("a", "b", "c")
-            victim = cluster.group["c"].worker
-            finish, stopped = victim.finish_step, asyncio.Event()
+            killed = cluster.group["c"].worker
+            finish, stopped = killed.finish_step, asyncio.Event()
 
             async def never() -> bool:
                 stopped.set()
@@ -394,7 +394,7 @@ class TestSampling:
                 return await finish()
 
             # The other workers have finished the step, and wait for one that never reports it.
-            monkeypatch.setattr(victim, "finish_step", never)
+            monkeypatch.setattr(killed, "finish_step", never)
             await soon(stopped)
             await client.evict_worker(JOB, "c")
             await cluster.group.world_of("a", "b")

@@ -36,7 +36,7 @@ NEEDED = Gap(1, 2, "anything may have happened")
 RELEASED = WorkerLeft("other", "it is done")
 
 
-class Scene:
+class DrainFixture:
     """A worker that may be needed, and a daemon that may be there."""
 
     def __init__(self) -> None:
@@ -165,46 +165,51 @@ class Scene:
 
 @on_virtual_time
 async def test_worker_that_does_not_drain_sends_no_leave_query() -> None:
-    scene = Scene()
-    async with scene.told_to_drain(None):
+    fixture = DrainFixture()
+    async with fixture.told_to_drain(None):
         await anyio.sleep(1000)
-    assert (scene.state.is_leave_due, scene.state.drain.is_overdue, scene.wakes, scene.asked) == (False, False, [], [])
+    assert (fixture.state.is_leave_due, fixture.state.drain.is_overdue, fixture.wakes, fixture.asked) == (
+        False,
+        False,
+        [],
+        [],
+    )
 
 
 def test_draining_worker_in_no_world_may_leave() -> None:
-    scene = Scene()
-    scene.state.view.draining = WISH
-    assert not scene.state.is_leave_due
-    scene.is_bound = False
-    assert scene.state.is_leave_due
+    fixture = DrainFixture()
+    fixture.state.view.draining = WISH
+    assert not fixture.state.is_leave_due
+    fixture.is_bound = False
+    assert fixture.state.is_leave_due
 
 
 @on_virtual_time
 async def test_draining_worker_in_a_world_may_leave_when_the_daemon_says_so() -> None:
-    scene = Scene()
-    scene.answers = [True]
-    assert await scene.drained() < 1
-    assert scene.asked == [WISH]
-    assert scene.drain.reason == WISH
+    fixture = DrainFixture()
+    fixture.answers = [True]
+    assert await fixture.drained() < 1
+    assert fixture.asked == [WISH]
+    assert fixture.drain.reason == WISH
 
 
 @on_virtual_time
 async def test_needed_worker_announces_once_and_asks_again_and_again() -> None:
-    scene = Scene()
-    scene.answers = [False, False, False, True]
-    assert round(await scene.drained()) == 3 * QUESTION_INTERVAL_S
-    assert scene.asked == [WISH, *[QUESTION] * 3]
+    fixture = DrainFixture()
+    fixture.answers = [False, False, False, True]
+    assert round(await fixture.drained()) == 3 * QUESTION_INTERVAL_S
+    assert fixture.asked == [WISH, *[QUESTION] * 3]
 
 
 @on_virtual_time
 async def test_overdue_worker_stays_for_a_taker_that_comes_before_it_has_left() -> None:
-    scene = Scene()
-    scene.follow(ElasticTrainingConfig(leave_timeout_ms=500))
-    async with scene.told_to_drain() as drain:
+    fixture = DrainFixture()
+    fixture.follow(ElasticTrainingConfig(leave_timeout_ms=500))
+    async with fixture.told_to_drain() as drain:
         await anyio.sleep(1)
-        assert scene.state.is_leave_due
+        assert fixture.state.is_leave_due
         assert drain.reason == "the spot price; no worker has taken over its state or shards for 0.5 s"
-        scene.hold_up_world(True)
+        fixture.hold_up_world(True)
         await anyio.sleep(1)
         assert not await drain.finish_leaving()
         assert drain.reason == WISH
@@ -212,376 +217,376 @@ async def test_overdue_worker_stays_for_a_taker_that_comes_before_it_has_left() 
 
 @on_virtual_time
 async def test_overdue_worker_leaves_without_asking() -> None:
-    scene = Scene()
-    scene.follow(ElasticTrainingConfig(leave_timeout_ms=500))
-    async with scene.told_to_drain() as drain:
+    fixture = DrainFixture()
+    fixture.follow(ElasticTrainingConfig(leave_timeout_ms=500))
+    async with fixture.told_to_drain() as drain:
         await anyio.sleep(1)
         assert await drain.finish_leaving()
-    assert LEAVE not in scene.asked
+    assert LEAVE not in fixture.asked
 
 
 @on_virtual_time
 async def test_permission_ends_with_a_fact_after_which_the_worker_may_be_needed() -> None:
-    scene = Scene()
-    scene.answers = [True, False]
-    async with scene.told_to_drain() as drain:
+    fixture = DrainFixture()
+    fixture.answers = [True, False]
+    async with fixture.told_to_drain() as drain:
         await anyio.sleep(0.1)
-        assert scene.state.is_leave_due
+        assert fixture.state.is_leave_due
         drain.hear(NEEDED)
-        assert not scene.state.is_leave_due, "until the daemon has been asked again"
+        assert not fixture.state.is_leave_due, "until the daemon has been asked again"
         await anyio.sleep(0.1)
-        assert not scene.state.is_leave_due
-    assert len(scene.asked) == 2
+        assert not fixture.state.is_leave_due
+    assert len(fixture.asked) == 2
 
 
 @on_virtual_time
 async def test_daemon_decides_at_the_moment_of_leaving() -> None:
-    scene = Scene()
-    scene.answers = [True, True]
-    async with scene.told_to_drain() as drain:
+    fixture = DrainFixture()
+    fixture.answers = [True, True]
+    async with fixture.told_to_drain() as drain:
         await anyio.sleep(50)
-        assert (scene.state.is_leave_due, len(scene.asked)) == (True, 1)
+        assert (fixture.state.is_leave_due, len(fixture.asked)) == (True, 1)
         assert await drain.finish_leaving()
-    assert scene.asked == [WISH, LEAVE]
+    assert fixture.asked == [WISH, LEAVE]
 
 
 @on_virtual_time
 async def test_worker_kept_at_the_moment_of_leaving_asks_again() -> None:
-    scene = Scene()
-    scene.answers = [True, False, False, True]
-    async with scene.told_to_drain() as drain:
+    fixture = DrainFixture()
+    fixture.answers = [True, False, False, True]
+    async with fixture.told_to_drain() as drain:
         await anyio.sleep(50)
         assert not await drain.finish_leaving()
-        assert not scene.state.is_leave_due
+        assert not fixture.state.is_leave_due
         await anyio.sleep(2 * QUESTION_INTERVAL_S)
-        assert scene.state.is_leave_due
-    assert scene.asked == [WISH, LEAVE, QUESTION, QUESTION]
+        assert fixture.state.is_leave_due
+    assert fixture.asked == [WISH, LEAVE, QUESTION, QUESTION]
 
 
 @on_virtual_time
 async def test_kept_worker_may_not_leave_because_it_is_in_no_world() -> None:
-    scene = Scene()
-    scene.is_bound, scene.answers = False, [False]
-    async with scene.told_to_drain() as drain:
-        assert scene.state.is_leave_due
+    fixture = DrainFixture()
+    fixture.is_bound, fixture.answers = False, [False]
+    async with fixture.told_to_drain() as drain:
+        assert fixture.state.is_leave_due
         assert not await drain.finish_leaving()
         await anyio.sleep(50)
-        assert not scene.state.is_leave_due
-        scene.answers = [True]
+        assert not fixture.state.is_leave_due
+        fixture.answers = [True]
         await anyio.sleep(2 * QUESTION_INTERVAL_S)
-        assert scene.state.is_leave_due
-    assert scene.asked.count(LEAVE) == 1
+        assert fixture.state.is_leave_due
+    assert fixture.asked.count(LEAVE) == 1
 
 
 @pytest.mark.parametrize("has_daemon", [True, False])
 @on_virtual_time
 async def test_worker_leaves_without_an_answer_after_the_reconnect_grace(has_daemon: bool) -> None:
-    scene = Scene()
-    scene.answers = [True]
+    fixture = DrainFixture()
+    fixture.answers = [True]
     loop = asyncio.get_running_loop()
-    async with scene.told_to_drain() as drain:
+    async with fixture.told_to_drain() as drain:
         await anyio.sleep(1)
-        scene.answers, scene.has_daemon, began_at = [], has_daemon, loop.time()
+        fixture.answers, fixture.has_daemon, began_at = [], has_daemon, loop.time()
         assert await drain.finish_leaving()
         assert loop.time() - began_at == pytest.approx(15, abs=1)
 
 
 @on_virtual_time
 async def test_cancelled_leave_request_does_not_count_as_a_missing_daemon() -> None:
-    scene = Scene()
-    scene.follow(ElasticTrainingConfig(leave_timeout_ms=None))
-    async with scene.told_to_drain() as drain:
+    fixture = DrainFixture()
+    fixture.follow(ElasticTrainingConfig(leave_timeout_ms=None))
+    async with fixture.told_to_drain() as drain:
         await anyio.sleep(1)
-        scene.answers = []
+        fixture.answers = []
         with anyio.move_on_after(1):
             await drain.finish_leaving()
-        scene.answers = [False]
+        fixture.answers = [False]
         await anyio.sleep(100)
-        assert not scene.state.drain.is_overdue
+        assert not fixture.state.drain.is_overdue
 
 
 @on_virtual_time
 async def test_daemon_that_records_nothing_counts_as_missing() -> None:
-    scene = Scene()
-    scene.answers = []
-    assert round(await scene.drained()) == 15
-    assert scene.drain.reason == "the spot price; the daemon recorded nothing for 15 s"
+    fixture = DrainFixture()
+    fixture.answers = []
+    assert round(await fixture.drained()) == 15
+    assert fixture.drain.reason == "the spot price; the daemon recorded nothing for 15 s"
 
 
 @on_virtual_time
 async def test_answer_older_than_a_change_does_not_count() -> None:
-    scene = Scene()
-    scene.answers = [True, False]
-    async with scene.told_to_drain() as drain:
+    fixture = DrainFixture()
+    fixture.answers = [True, False]
+    async with fixture.told_to_drain() as drain:
         await anyio.sleep(0.005)
         drain.hear(NEEDED)
         await anyio.sleep(0.1)
-        assert not scene.state.is_leave_due
-    assert len(scene.asked) == 2
+        assert not fixture.state.is_leave_due
+    assert len(fixture.asked) == 2
 
 
 @on_virtual_time
 async def test_worker_that_may_leave_does_not_ask_when_other_workers_leave() -> None:
-    scene = Scene()
-    scene.answers = [True]
-    async with scene.told_to_drain() as drain:
+    fixture = DrainFixture()
+    fixture.answers = [True]
+    async with fixture.told_to_drain() as drain:
         await anyio.sleep(1)
         for _ in range(100):
             drain.hear(RELEASED)
             await anyio.sleep(1)
-        assert scene.state.is_leave_due
-    assert len(scene.asked) == 1
+        assert fixture.state.is_leave_due
+    assert len(fixture.asked) == 1
 
 
 @on_virtual_time
 async def test_worker_in_no_world_asks_nothing_until_a_world_has_it() -> None:
-    scene = Scene()
-    async with scene.told_to_drain() as drain:
+    fixture = DrainFixture()
+    async with fixture.told_to_drain() as drain:
         await anyio.sleep(1)
-        scene.is_bound, asked = False, len(scene.asked)
+        fixture.is_bound, asked = False, len(fixture.asked)
         for _ in range(100):
             drain.hear(RELEASED)
             await anyio.sleep(1)
-        assert len(scene.asked) == asked
-        scene.is_bound = True
+        assert len(fixture.asked) == asked
+        fixture.is_bound = True
         await anyio.sleep(2 * QUESTION_INTERVAL_S)
-        assert len(scene.asked) > asked, "no fact said that the worker is needed"
+        assert len(fixture.asked) > asked, "no fact said that the worker is needed"
 
 
 @on_virtual_time
 async def test_needed_worker_asks_when_fewer_workers_may_need_it() -> None:
-    scene = Scene()
-    scene.answers = [False, True]
-    async with scene.told_to_drain() as drain:
+    fixture = DrainFixture()
+    fixture.answers = [False, True]
+    async with fixture.told_to_drain() as drain:
         await anyio.sleep(0.1)
-        assert not scene.state.is_leave_due
+        assert not fixture.state.is_leave_due
         drain.hear(RELEASED)
         await anyio.sleep(0.1)
-        assert scene.state.is_leave_due
+        assert fixture.state.is_leave_due
 
 
 @on_virtual_time
 async def test_worker_leaves_if_its_leave_query_is_refused() -> None:
-    scene = Scene()
-    scene.answers = [RequestRefused("job_unknown", "no such job")]
-    assert await scene.drained() < 1
+    fixture = DrainFixture()
+    fixture.answers = [RequestRefused("job_unknown", "no such job")]
+    assert await fixture.drained() < 1
 
 
 class TestTimeouts:
     @on_virtual_time
     async def test_time_does_not_run_while_the_other_workers_wait_for_its_step(self) -> None:
-        scene = Scene()
-        scene.hold_up_world(True)
+        fixture = DrainFixture()
+        fixture.hold_up_world(True)
 
         async def end_the_step() -> None:
             await anyio.sleep(600)
-            scene.hold_up_world(False)
+            fixture.hold_up_world(False)
 
         async with task_group() as tasks:
             tasks.start_soon(end_the_step)
-            assert round(await scene.drained()) == 660
+            assert round(await fixture.drained()) == 660
 
     @on_virtual_time
     async def test_collective_that_other_ranks_do_not_join_is_aborted(self) -> None:
-        scene = Scene()
-        scene.meet(7)
+        fixture = DrainFixture()
+        fixture.meet(7)
 
         async def change() -> None:
             while True:
                 await anyio.sleep(50)
-                scene.drain.hear(NEEDED)
+                fixture.drain.hear(NEEDED)
 
         async with task_group() as tasks:
             tasks.start_soon(change)
-            assert round(await scene.drained()) == 60
+            assert round(await fixture.drained()) == 60
         why = "the other ranks did not join a collective for 60 s"
-        assert scene.aborted == [f"me leaves without waiting further: {why}"]
-        assert scene.drain.reason == f"{WISH}; {why}"
+        assert fixture.aborted == [f"me leaves without waiting further: {why}"]
+        assert fixture.drain.reason == f"{WISH}; {why}"
 
     @on_virtual_time
     async def test_worker_that_has_aborted_a_step_leaves_however_long_the_step_takes_to_end(self) -> None:
-        scene = Scene()
-        scene.follow(ElasticTrainingConfig(leave_timeout_ms=5000))
-        scene.meet(7)
-        async with scene.told_to_drain():
+        fixture = DrainFixture()
+        fixture.follow(ElasticTrainingConfig(leave_timeout_ms=5000))
+        fixture.meet(7)
+        async with fixture.told_to_drain():
             await anyio.sleep(6)
-            assert scene.aborted
-            scene.hold_up_world(True)
+            assert fixture.aborted
+            fixture.hold_up_world(True)
             await anyio.sleep(600)
-            assert scene.state.is_leave_due
+            assert fixture.state.is_leave_due
 
     @on_virtual_time
     async def test_no_collective_is_aborted_while_steps_go_on_or_other_workers_take_something(self) -> None:
-        scene = Scene()
-        scene.hold_up_world(True)
+        fixture = DrainFixture()
+        fixture.hold_up_world(True)
 
         async def step() -> None:
             for mark in range(20):
-                scene.meet(mark)
+                fixture.meet(mark)
                 await anyio.sleep(30)
-            scene.takers = round(600 / LOOK_INTERVAL_S)
+            fixture.takers = round(600 / LOOK_INTERVAL_S)
             await anyio.sleep(600)
-            scene.meet(None)
+            fixture.meet(None)
 
-        async with scene.told_to_drain(), task_group() as tasks:
+        async with fixture.told_to_drain(), task_group() as tasks:
             tasks.start_soon(step)
             await anyio.sleep(1300)
-            assert (scene.aborted, scene.state.is_leave_due) == ([], False)
+            assert (fixture.aborted, fixture.state.is_leave_due) == ([], False)
 
     @on_virtual_time
     async def test_each_change_of_the_world_starts_the_leave_timeout_anew(self) -> None:
-        scene = Scene()
+        fixture = DrainFixture()
 
         async def change() -> None:
             for _ in range(10):
                 await anyio.sleep(50)
-                scene.drain.hear(NEEDED)
+                fixture.drain.hear(NEEDED)
 
         async with task_group() as tasks:
             tasks.start_soon(change)
-            assert round(await scene.drained()) == 560
+            assert round(await fixture.drained()) == 560
 
     @on_virtual_time
     async def test_worker_leaves_when_no_other_worker_takes_over_in_time(self) -> None:
-        scene = Scene()
-        assert round(await scene.drained()) == 60
-        assert scene.drain.reason == "the spot price; no worker has taken over its state or shards for 60 s"
-        scene.is_bound = False
-        assert scene.drain.reason == WISH
+        fixture = DrainFixture()
+        assert round(await fixture.drained()) == 60
+        assert fixture.drain.reason == "the spot price; no worker has taken over its state or shards for 60 s"
+        fixture.is_bound = False
+        assert fixture.drain.reason == WISH
 
     @on_virtual_time
     async def test_worker_stays_for_as_long_as_other_workers_take_from_it(self) -> None:
-        scene = Scene()
-        scene.takers = round(600 / LOOK_INTERVAL_S)
-        assert round(await scene.drained()) == 600 + 60
+        fixture = DrainFixture()
+        fixture.takers = round(600 / LOOK_INTERVAL_S)
+        assert round(await fixture.drained()) == 600 + 60
 
     @on_virtual_time
     async def test_missing_daemon_is_waited_for_during_the_reconnect_grace(self) -> None:
-        scene = Scene()
-        scene.has_daemon = False
-        assert round(await scene.drained()) == 15
-        assert scene.drain.reason == "the spot price; there was no daemon for 15 s"
+        fixture = DrainFixture()
+        fixture.has_daemon = False
+        assert round(await fixture.drained()) == 15
+        assert fixture.drain.reason == "the spot price; there was no daemon for 15 s"
 
     @on_virtual_time
     async def test_daemon_that_was_back_has_the_whole_grace_again(self) -> None:
-        scene = Scene()
-        scene.has_daemon = False
+        fixture = DrainFixture()
+        fixture.has_daemon = False
 
         async def come_and_go() -> None:
             await anyio.sleep(14)
-            scene.has_daemon = True
+            fixture.has_daemon = True
             await anyio.sleep(10)
-            scene.has_daemon = False
+            fixture.has_daemon = False
 
         async with task_group() as tasks:
             tasks.start_soon(come_and_go)
-            took_s = await scene.drained()
+            took_s = await fixture.drained()
             assert abs(took_s - (14 + 10 + 15)) <= 2 * LOOK_INTERVAL_S
 
     @on_virtual_time
     async def test_without_a_reconnect_grace_a_connected_daemon_is_waited_for(self) -> None:
-        scene = Scene()
-        assert round(await scene.drained(ElasticTrainingConfig(reconnect_grace_ms=0, leave_timeout_ms=5000))) == 5
+        fixture = DrainFixture()
+        assert round(await fixture.drained(ElasticTrainingConfig(reconnect_grace_ms=0, leave_timeout_ms=5000))) == 5
 
     @on_virtual_time
     async def test_without_a_leave_timeout_the_worker_stays_as_long_as_there_is_a_daemon(self) -> None:
-        scene = Scene()
+        fixture = DrainFixture()
         config = ElasticTrainingConfig(leave_timeout_ms=None)
 
         async def go_away() -> None:
             await anyio.sleep(3000)
-            scene.has_daemon = False
+            fixture.has_daemon = False
 
         async with task_group() as tasks:
             tasks.start_soon(go_away)
-            assert round(await scene.drained(config)) == 3015
+            assert round(await fixture.drained(config)) == 3015
 
     @on_virtual_time
     async def test_changed_settings_apply_to_a_worker_that_waits_already(self) -> None:
-        scene = Scene()
+        fixture = DrainFixture()
 
         async def change() -> None:
             await anyio.sleep(50)
-            scene.follow(ElasticTrainingConfig(leave_timeout_ms=100_000))
+            fixture.follow(ElasticTrainingConfig(leave_timeout_ms=100_000))
 
         async with task_group() as tasks:
             tasks.start_soon(change)
-            assert round(await scene.drained()) == 100
-        assert scene.drain.reason == "the spot price; no worker has taken over its state or shards for 100 s"
+            assert round(await fixture.drained()) == 100
+        assert fixture.drain.reason == "the spot price; no worker has taken over its state or shards for 100 s"
 
 
 class TestWhileTheScriptSaves:
     """The worker has trained its last step, in no world, and the daemon decides when it leaves."""
 
     @asynccontextmanager
-    async def _scene(self, *, may_leave: bool = True) -> AsyncIterator[Scene]:
-        scene = Scene()
-        scene.answers = [may_leave]
-        scene.steps(7)
-        async with scene.told_to_drain():
+    async def _scene(self, *, may_leave: bool = True) -> AsyncIterator[DrainFixture]:
+        fixture = DrainFixture()
+        fixture.answers = [may_leave]
+        fixture.steps(7)
+        async with fixture.told_to_drain():
             await anyio.sleep(1)
-            yield scene
+            yield fixture
 
     @on_virtual_time
     async def test_worker_takes_part_in_rescales_until_it_leaves(self) -> None:
-        async with self._scene() as scene:
-            scene.state.drain.may_leave = False
-            assert await scene.start_leaving() == Leaving(WISH, True)
+        async with self._scene() as fixture:
+            fixture.state.drain.may_leave = False
+            assert await fixture.start_leaving() == Leaving(WISH, True)
             await anyio.sleep(1)
-            assert (scene.serves, scene.state.drain.is_leaving) == (1, True)
-            assert await scene.drain.finish_leaving()
-            assert (scene.serves, scene.state.drain.is_leaving, scene.beats) == (0, True, [True])
+            assert (fixture.serves, fixture.state.drain.is_leaving) == (1, True)
+            assert await fixture.drain.finish_leaving()
+            assert (fixture.serves, fixture.state.drain.is_leaving, fixture.beats) == (0, True, [True])
 
     @on_virtual_time
     async def test_kept_worker_tells_its_subscribers_again_only_after_further_steps(self) -> None:
-        async with self._scene(may_leave=False) as scene:
-            await scene.start_leaving()
-            assert not await scene.drain.finish_leaving()
-            assert (scene.state.drain.is_leaving, scene.beats) == (False, [True, False])
-            assert not (await scene.start_leaving()).is_news
-            assert not await scene.drain.finish_leaving()
-            scene.steps(8)
-            assert (await scene.start_leaving()).is_news
+        async with self._scene(may_leave=False) as fixture:
+            await fixture.start_leaving()
+            assert not await fixture.drain.finish_leaving()
+            assert (fixture.state.drain.is_leaving, fixture.beats) == (False, [True, False])
+            assert not (await fixture.start_leaving()).is_news
+            assert not await fixture.drain.finish_leaving()
+            fixture.steps(8)
+            assert (await fixture.start_leaving()).is_news
 
     @on_virtual_time
     async def test_leaving_is_reported_again_to_an_interrupted_script(self) -> None:
-        async with self._scene() as scene:
-            assert (await scene.start_leaving()).is_news
-            assert (await scene.start_leaving()).is_news
-            await scene.drain.finish_leaving()
-            assert not (await scene.start_leaving()).is_news
+        async with self._scene() as fixture:
+            assert (await fixture.start_leaving()).is_news
+            assert (await fixture.start_leaving()).is_news
+            await fixture.drain.finish_leaving()
+            assert not (await fixture.start_leaving()).is_news
 
     @on_virtual_time
     async def test_interrupted_script_keeps_one_task_that_takes_part_in_rescales(self) -> None:
-        async with self._scene(may_leave=False) as scene:
+        async with self._scene(may_leave=False) as fixture:
             for _ in range(2):
-                await scene.start_leaving()
+                await fixture.start_leaving()
                 await anyio.sleep(1)
-            assert (scene.serves, scene.beats) == (1, [True])
+            assert (fixture.serves, fixture.beats) == (1, [True])
 
     @on_virtual_time
     async def test_cancelled_leaving_is_announced_once_and_can_begin_again(self) -> None:
-        async with self._scene(may_leave=False) as scene:
-            await scene.start_leaving()
+        async with self._scene(may_leave=False) as fixture:
+            await fixture.start_leaving()
             await anyio.sleep(1)
-            await scene.drain.cancel_leaving()
-            assert (scene.serves, scene.state.drain.is_leaving, scene.beats) == (0, False, [True, False])
-            await scene.drain.cancel_leaving()
-            assert scene.beats == [True, False]
-            await scene.start_leaving()
+            await fixture.drain.cancel_leaving()
+            assert (fixture.serves, fixture.state.drain.is_leaving, fixture.beats) == (0, False, [True, False])
+            await fixture.drain.cancel_leaving()
+            assert fixture.beats == [True, False]
+            await fixture.start_leaving()
             await anyio.sleep(1)
-            assert scene.serves == 1
+            assert fixture.serves == 1
 
     @pytest.mark.parametrize("error", [Unavailable("no", "it changed size"), RuntimeError("it changed size")])
     @on_virtual_time
     async def test_error_while_giving_is_logged_and_does_not_keep_the_worker(self, error: Exception) -> None:
-        async with self._scene() as scene:
-            scene.state.drain.may_leave, scene.serving_fails = False, error
-            await scene.start_leaving()
+        async with self._scene() as fixture:
+            fixture.state.drain.may_leave, fixture.serving_fails = False, error
+            await fixture.start_leaving()
             await anyio.sleep(1)
-            (said,) = scene.log.of("can no longer give state or shards to other workers")
+            (said,) = fixture.log.of("can no longer give state or shards to other workers")
             assert "it changed size" in said["reason"]
-            assert await scene.drain.finish_leaving()
+            assert await fixture.drain.finish_leaving()
 
 
 class TestHandingOverTheState:

@@ -116,105 +116,107 @@ class ListenerFixture:
         self.wakes += 1
 
 
-def scene(act: Callable[[ListenerFixture], Any], *answers: ForgedError | None, phase: Phase = Phase.ABORTED) -> Any:
-    async def play() -> None:
+def run_with_listener(
+    act: Callable[[ListenerFixture], Any], *answers: ForgedError | None, phase: Phase = Phase.ABORTED
+) -> Any:
+    async def run() -> None:
         async with task_group() as tasks:
             await act(ListenerFixture(Daemon(*answers, phase=phase), tasks))
 
-    return on_virtual_time(play)()
+    return on_virtual_time(run)()
 
 
 def test_facts_update_the_view_and_are_passed_on_in_order() -> None:
-    async def act(scene: ListenerFixture) -> None:
+    async def act(fixture: ListenerFixture) -> None:
         stream = Stream(PAUSED, DONE)
-        await scene.listener.listen(cast("Any", stream))
-        assert (scene.view.paused, scene.view.completed) == (True, 9)
-        assert scene.heard == [PAUSED.fact, DONE.fact]
-        assert scene.wakes == 2
+        await fixture.listener.listen(cast("Any", stream))
+        assert (fixture.view.paused, fixture.view.completed) == (True, 9)
+        assert fixture.heard == [PAUSED.fact, DONE.fact]
+        assert fixture.wakes == 2
         assert stream.is_closed
 
-    scene(act)
+    run_with_listener(act)
 
 
 def test_failing_stream_ends_the_training_and_is_closed() -> None:
-    async def act(scene: ListenerFixture) -> None:
+    async def act(fixture: ListenerFixture) -> None:
         error = PeerError("stream_lost", "it is gone")
         stream = Stream(PAUSED, error=error)
-        await scene.listener.listen(cast("Any", stream))
-        assert scene.view.end is error
-        assert (scene.wakes, stream.is_closed) == (2, True)
+        await fixture.listener.listen(cast("Any", stream))
+        assert fixture.view.end is error
+        assert (fixture.wakes, stream.is_closed) == (2, True)
 
-    scene(act)
+    run_with_listener(act)
 
 
 def test_abandoned_stream_is_closed() -> None:
-    async def act(scene: ListenerFixture) -> None:
+    async def act(fixture: ListenerFixture) -> None:
         stream = Stream(PAUSED)
         with anyio.CancelScope() as scope:
             scope.cancel()
-            await scene.listener.listen(cast("Any", stream))
+            await fixture.listener.listen(cast("Any", stream))
         assert stream.is_closed
-        assert scene.view.end is None
+        assert fixture.view.end is None
 
-    scene(act)
+    run_with_listener(act)
 
 
 def test_missed_facts_are_requested_by_one_request_at_a_time() -> None:
-    async def act(scene: ListenerFixture) -> None:
-        scene.listener.begin_to_ask()
+    async def act(fixture: ListenerFixture) -> None:
+        fixture.listener.begin_to_ask()
         for _ in range(3):
-            scene.listener.hear(GAP)
-        assert scene.view.outdated
+            fixture.listener.hear(GAP)
+        assert fixture.view.outdated
         await anyio.sleep(10)
-        assert scene.daemon.asked == 1
-        assert not scene.view.outdated
-        assert scene.wakes == 4
-        scene.listener.hear(GAP)
+        assert fixture.daemon.asked == 1
+        assert not fixture.view.outdated
+        assert fixture.wakes == 4
+        fixture.listener.hear(GAP)
         await anyio.sleep(10)
-        assert scene.daemon.asked == 2
+        assert fixture.daemon.asked == 2
 
-    scene(act)
+    run_with_listener(act)
 
 
 def test_facts_missed_during_a_request_are_requested_again() -> None:
-    async def act(scene: ListenerFixture) -> None:
-        scene.listener.begin_to_ask()
-        scene.listener.hear(GAP)
+    async def act(fixture: ListenerFixture) -> None:
+        fixture.listener.begin_to_ask()
+        fixture.listener.hear(GAP)
         await anyio.sleep(0.5)
-        scene.listener.hear(GAP)
+        fixture.listener.hear(GAP)
         await anyio.sleep(10)
-        assert scene.daemon.asked == 2
-        assert not scene.view.outdated
+        assert fixture.daemon.asked == 2
+        assert not fixture.view.outdated
 
-    scene(act)
+    run_with_listener(act)
 
 
 def test_missed_facts_are_asked_for_once_the_daemon_knows_the_worker() -> None:
-    async def act(scene: ListenerFixture) -> None:
-        scene.listener.hear(GAP)
+    async def act(fixture: ListenerFixture) -> None:
+        fixture.listener.hear(GAP)
         await anyio.sleep(10)
-        assert scene.daemon.asked == 0
-        scene.listener.begin_to_ask()
+        assert fixture.daemon.asked == 0
+        fixture.listener.begin_to_ask()
         await anyio.sleep(10)
-        assert scene.daemon.asked == 1
+        assert fixture.daemon.asked == 1
 
-    scene(act)
+    run_with_listener(act)
 
 
 @pytest.mark.parametrize("phase", [Phase.COMPLETED, Phase.ABORTED])
 def test_listener_learns_how_a_finished_job_ended(phase: Phase) -> None:
-    async def act(scene: ListenerFixture) -> None:
-        scene.listener.begin_to_ask()
-        scene.listener.hear(GAP)
+    async def act(fixture: ListenerFixture) -> None:
+        fixture.listener.begin_to_ask()
+        fixture.listener.hear(GAP)
         await anyio.sleep(10)
         if phase is Phase.COMPLETED:
-            assert (scene.view.completed, scene.view.end) == (12, None)
+            assert (fixture.view.completed, fixture.view.end) == (12, None)
         else:
-            assert isinstance(scene.view.end, JobEnded)
-            assert "too many failed" in scene.view.end.message
-        assert scene.wakes == 2
+            assert isinstance(fixture.view.end, JobEnded)
+            assert "too many failed" in fixture.view.end.message
+        assert fixture.wakes == 2
 
-    scene(act, RequestRefused("job_over", "it is over"), phase=phase)
+    run_with_listener(act, RequestRefused("job_over", "it is over"), phase=phase)
 
 
 @pytest.mark.parametrize(
@@ -226,19 +228,19 @@ def test_listener_learns_how_a_finished_job_ended(phase: Phase) -> None:
     ],
 )
 def test_refused_worker_ends_without_further_requests(refusal: ForgedError, end: type[ForgedError]) -> None:
-    async def act(scene: ListenerFixture) -> None:
-        scene.listener.begin_to_ask()
-        scene.listener.hear(GAP)
+    async def act(fixture: ListenerFixture) -> None:
+        fixture.listener.begin_to_ask()
+        fixture.listener.hear(GAP)
         await anyio.sleep(100)
-        assert type(scene.view.end) is end
-        assert refusal.message in scene.view.end.message
-        assert (scene.daemon.asked, scene.wakes) == (1, 2)
+        assert type(fixture.view.end) is end
+        assert refusal.message in fixture.view.end.message
+        assert (fixture.daemon.asked, fixture.wakes) == (1, 2)
 
-    scene(act, refusal)
+    run_with_listener(act, refusal)
 
 
 def test_answer_after_the_end_of_the_tasks_has_no_effect() -> None:
-    async def play() -> None:
+    async def run() -> None:
         async with task_group() as tasks:
             one = ListenerFixture(Daemon(), tasks)
             one.listener.begin_to_ask()
@@ -246,7 +248,7 @@ def test_answer_after_the_end_of_the_tasks_has_no_effect() -> None:
             await asyncio.sleep(0)
         assert one.view.outdated
 
-    on_virtual_time(play)()
+    on_virtual_time(run)()
 
 
 class TestFactsThatAreMissed:

@@ -19,48 +19,48 @@ from tests.worker.meshes import PATIENCE_S, Meshes, buffers, each, failures, ope
 from tests.worker.peer_process import ACTS, STATE_SIZES, PeerProcess
 
 
-async def world_with(victim: PeerProcess, made: Meshes, *, victim_is_hub: bool) -> list[World]:
+async def world_with(peer: PeerProcess, made: Meshes, *, peer_is_hub: bool) -> list[World]:
     """The worlds of the survivors."""
     own = made.workers
-    topology = ClusterTopology((victim.worker, *own) if victim_is_hub else (*own, victim.worker))
-    await victim.enter(1, topology)
+    topology = ClusterTopology((peer.worker, *own) if peer_is_hub else (*own, peer.worker))
+    await peer.enter(1, topology)
     worlds = await each(made.meshes, lambda mesh: mesh.enter(1, topology, PATIENCE_S))
-    assert await victim.answer() == "entered"
+    assert await peer.answer() == "entered"
     return worlds
 
 
-@pytest.mark.parametrize("victim_is_hub", [False, True], ids=["member", "hub"])
+@pytest.mark.parametrize("peer_is_hub", [False, True], ids=["member", "hub"])
 @pytest.mark.parametrize("act", ACTS)
-async def test_kill_during_a_collective_is_reported_to_all_with_the_name(act: str, victim_is_hub: bool) -> None:
+async def test_kill_during_a_collective_is_reported_to_all_with_the_name(act: str, peer_is_hub: bool) -> None:
     """Once while its peers wait for it, and once while it waits for a peer."""
     async with open_meshes(3) as made, AsyncExitStack() as stack:
-        victims = [await stack.enter_async_context(PeerProcess(f"v{number}")) for number in range(2)]
-        for has_called, victim in enumerate(victims):
+        peers = [await stack.enter_async_context(PeerProcess(f"v{number}")) for number in range(2)]
+        for has_called, peer in enumerate(peers):
             for mesh in made.meshes:
                 mesh._generation = -1
-            worlds = await world_with(victim, made, victim_is_hub=victim_is_hub)
+            worlds = await world_with(peer, made, peer_is_hub=peer_is_hub)
             calling = worlds[:-1] if has_called else worlds
             waiting = asyncio.ensure_future(failures(*(ACTS[act](world) for world in calling)))
             if has_called:
-                await victim.order(call=act)
+                await peer.order(call=act)
             await asyncio.sleep(0)
-            victim.kill()
+            peer.kill()
             for error in await waiting:
                 assert isinstance(error, CollectiveAborted), error
-                assert error.peer == victim.worker_id
+                assert error.peer == peer.worker_id
             for error in await failures(*(world.barrier() for world in worlds)):
                 assert isinstance(error, CollectiveAborted)
 
 
 async def test_source_killed_during_a_transfer_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "FETCHING", RetryPolicy(attempts=2, delay_s=0.0))
-    async with open_meshes(1) as made, PeerProcess("v") as victim:
-        await victim.order(offer=1)
-        assert await victim.answer() == "offering"
+    async with open_meshes(1) as made, PeerProcess("v") as peer:
+        await peer.order(offer=1)
+        assert await peer.answer() == "offering"
         arriving = made.meshes[0].state_fetch
-        task = asyncio.ensure_future(arriving.fetch(victim.worker, 1, lambda _: buffers(*STATE_SIZES)))
+        task = asyncio.ensure_future(arriving.fetch(peer.worker, 1, lambda _: buffers(*STATE_SIZES)))
         await until(lambda: bool(arriving.descriptors()))
-        victim.kill()
+        peer.kill()
         with pytest.raises(Unavailable):
             await task
         assert arriving.descriptors() == []
@@ -69,25 +69,25 @@ async def test_source_killed_during_a_transfer_is_unavailable(monkeypatch: pytes
 async def test_killed_fetcher_disturbs_no_other_fetcher() -> None:
     parts = random_parts(*STATE_SIZES)
     got = buffers(*STATE_SIZES)
-    async with open_meshes(2) as made, PeerProcess("v") as victim:
+    async with open_meshes(2) as made, PeerProcess("v") as peer:
         source, worker = made.meshes[0], made.workers[0]
         with source.state_server.offering(1, b"", parts):
-            await victim.order(fetch=[worker.id, worker.hostname, worker.port], attempt=1)
+            await peer.order(fetch=[worker.id, worker.hostname, worker.port], attempt=1)
             assert source.state_server._offer is not None
             channels = source.state_server._offer.channels
             await until(lambda: bool(channels))
-            victim.kill()
+            peer.kill()
             await made.meshes[1].state_fetch.fetch(worker, 1, lambda _: got)
             await until(lambda: not channels)
     assert got == parts
 
 
 async def test_stopped_peer_is_not_lost_and_is_awaited_until_the_timeout() -> None:
-    async with open_meshes(2) as made, PeerProcess("v") as victim:
-        worlds = await world_with(victim, made, victim_is_hub=False)
-        victim.stop()
+    async with open_meshes(2) as made, PeerProcess("v") as peer:
+        worlds = await world_with(peer, made, peer_is_hub=False)
+        peer.stop()
         errors = await failures(*(world.barrier(timeout_s=0.2) for world in worlds))
-        victim.resume()
+        peer.resume()
         assert all(isinstance(error, CollectiveAborted) and error.peer == "" for error in errors)
 
 

@@ -111,7 +111,7 @@ def test_process_killed_at_any_moment_is_named_and_the_survivors_continue(seed: 
 
     async def story(cluster: Cluster) -> None:
         worlds = await cluster.enter(1)
-        victim = source.randrange(len(worlds))
+        killed = source.randrange(len(worlds))
         committed: dict[int, int] = {}
         blamed: list[str] = []
 
@@ -127,17 +127,17 @@ def test_process_killed_at_any_moment_is_named_and_the_survivors_continue(seed: 
 
         async with anyio.create_task_group() as tasks:
             for world in worlds:
-                if world.rank != victim:
+                if world.rank != killed:
                     tasks.start_soon(train, world)
             with anyio.move_on_after(source.random() * 0.05):
-                await train(worlds[victim])
-            cluster.network.kill(cluster.hosts[victim])
-        # A cancelled call of the victim may have been heard before its end was.
-        assert set(blamed) <= {f"w{victim}", ""}
+                await train(worlds[killed])
+            cluster.network.kill(cluster.hosts[killed])
+        # A cancelled call of the killed worker may have been heard before its end was.
+        assert set(blamed) <= {f"w{killed}", ""}
         assert len(blamed) >= len(worlds) - 1
-        survivors = [step for rank, step in committed.items() if rank != victim]
+        survivors = [step for rank, step in committed.items() if rank != killed]
         assert max(survivors, default=0) - min(survivors, default=0) <= 1
-        rest = [worker for rank, worker in enumerate(cluster.workers) if rank != victim]
+        rest = [worker for rank, worker in enumerate(cluster.workers) if rank != killed]
         again = await cluster.enter(2, ClusterTopology(tuple(rest)))
         assert await asyncio.gather(*(world.all_reduce(1) for world in again)) == [3] * 3
 

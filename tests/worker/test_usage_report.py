@@ -63,40 +63,40 @@ class UsageFixture:
 
 @on_virtual_time
 async def test_rank_zero_reports_soon_and_once() -> None:
-    scene = UsageFixture()
-    scene.make_steps()
+    fixture = UsageFixture()
+    fixture.make_steps()
     async with task_group() as tasks:
-        tasks.start_soon(scene.report.run)
+        tasks.start_soon(fixture.report.run)
         await anyio.sleep(1.5 * INTERVAL_S)
-        assert scene.told() == [(4, 0, STEPS)]
+        assert fixture.told() == [(4, 0, STEPS)]
         await anyio.sleep(10 * INTERVAL_S)
-        assert len(scene.said) == 1
-        scene.make_steps()
+        assert len(fixture.said) == 1
+        fixture.make_steps()
         await anyio.sleep(1.5 * INTERVAL_S)
-    assert scene.told() == [(4, 0, STEPS), (4, 0, 2 * STEPS)]
+    assert fixture.told() == [(4, 0, STEPS), (4, 0, 2 * STEPS)]
 
 
 @on_virtual_time
 async def test_ranks_above_zero_report_now_and_then() -> None:
-    scene = UsageFixture(OTHER)
-    scene.make_steps()
+    fixture = UsageFixture(OTHER)
+    fixture.make_steps()
     async with task_group() as tasks:
-        tasks.start_soon(scene.report.run)
+        tasks.start_soon(fixture.report.run)
         await anyio.sleep(OTHERS_INTERVAL_S - INTERVAL_S)
-        assert scene.said == []
+        assert fixture.said == []
         await anyio.sleep(3 * INTERVAL_S)
-    assert scene.told() == [(4, 0, STEPS)]
+    assert fixture.told() == [(4, 0, STEPS)]
 
 
 @on_virtual_time
 async def test_worker_in_no_world_reports_like_ranks_above_zero() -> None:
-    scene = UsageFixture(OTHER)
-    scene.state.current_world.topology = ClusterTopology()
-    scene.make_steps()
+    fixture = UsageFixture(OTHER)
+    fixture.state.current_world.topology = ClusterTopology()
+    fixture.make_steps()
     async with task_group() as tasks:
-        tasks.start_soon(scene.report.run)
+        tasks.start_soon(fixture.report.run)
         await anyio.sleep(OTHERS_INTERVAL_S + 2 * INTERVAL_S)
-    assert scene.told() == [(4, 0, STEPS)]
+    assert fixture.told() == [(4, 0, STEPS)]
 
 
 def crowd(before: int) -> ClusterTopology:
@@ -107,54 +107,54 @@ def crowd(before: int) -> ClusterTopology:
 
 @on_virtual_time
 async def test_other_ranks_report_only_steps_unknown_to_the_daemon() -> None:
-    scene = UsageFixture(OTHER)
-    scene.state.current_world.topology = crowd(2)
-    scene.make_steps()
-    scene.known_to = STEPS - 1
+    fixture = UsageFixture(OTHER)
+    fixture.state.current_world.topology = crowd(2)
+    fixture.make_steps()
+    fixture.known_to = STEPS - 1
     async with task_group() as tasks:
-        tasks.start_soon(scene.report.run)
+        tasks.start_soon(fixture.report.run)
         await anyio.sleep(OTHERS_INTERVAL_S + 3 * INTERVAL_S)
-        assert [said.runs for said in scene.said] == [[], [Run(STEPS - 1, 0, 10 * (STEPS - 1), 10)]]
-        scene.known_to = 2 * STEPS
-        scene.make_steps()
+        assert [said.runs for said in fixture.said] == [[], [Run(STEPS - 1, 0, 10 * (STEPS - 1), 10)]]
+        fixture.known_to = 2 * STEPS
+        fixture.make_steps()
         await anyio.sleep(OTHERS_INTERVAL_S)
-        assert [said.runs for said in scene.said[2:]] == [[]]
+        assert [said.runs for said in fixture.said[2:]] == [[]]
 
 
 @on_virtual_time
 async def test_some_ranks_above_zero_report_everything_in_turns() -> None:
     turns = []
     for before in range(6):
-        scene = UsageFixture(OTHER)
-        scene.state.current_world.topology = crowd(before)
+        fixture = UsageFixture(OTHER)
+        fixture.state.current_world.topology = crowd(before)
         async with task_group() as tasks:
-            tasks.start_soon(scene.report.run)
+            tasks.start_soon(fixture.report.run)
             for turn in range(3):
-                scene.make_steps()
-                scene.known_to = (turn + 1) * STEPS
+                fixture.make_steps()
+                fixture.known_to = (turn + 1) * STEPS
                 await anyio.sleep(OTHERS_INTERVAL_S + INTERVAL_S)
-        turns.append([number for number, said in enumerate(scene.said) if said.runs])
+        turns.append([number for number, said in enumerate(fixture.said) if said.runs])
     assert sorted(turns) == [[0], [0], [1], [1], [2], [2]]
 
 
 @on_virtual_time
 async def test_refused_report_is_kept_and_repeated() -> None:
-    scene = UsageFixture()
-    scene.make_steps()
-    scene.refuses = True
+    fixture = UsageFixture()
+    fixture.make_steps()
+    fixture.refuses = True
     async with task_group() as tasks:
-        tasks.start_soon(scene.report.run)
+        tasks.start_soon(fixture.report.run)
         await anyio.sleep(5 * INTERVAL_S)
-        scene.refuses = False
+        fixture.refuses = False
         await anyio.sleep(2 * INTERVAL_S)
-    assert scene.told() == [(4, 0, STEPS)]
+    assert fixture.told() == [(4, 0, STEPS)]
 
 
 @on_virtual_time
 async def test_empty_usage_is_reported_once_per_world() -> None:
-    scene = UsageFixture(samples=0)
+    fixture = UsageFixture(samples=0)
     for _ in range(2):
-        await scene.report.tell()
-    scene.state.current_world.topology = ClusterTopology((FIRST,), 5)
-    await scene.report.tell()
-    assert [(said.generation, said.samples, said.runs) for said in scene.said] == [(4, 0, []), (5, 0, [])]
+        await fixture.report.tell()
+    fixture.state.current_world.topology = ClusterTopology((FIRST,), 5)
+    await fixture.report.tell()
+    assert [(said.generation, said.samples, said.runs) for said in fixture.said] == [(4, 0, []), (5, 0, [])]

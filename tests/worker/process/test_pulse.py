@@ -28,7 +28,15 @@ from tests.client.threaded_daemon import ThreadedDaemon
 from tests.net.manual_daemon import ManualClock
 from tests.telemetry.recording_log import RecordingLog
 from tests.worker.process.test_forks import in_a_child
-from tests.worker.witness import INCARNATION, INTERVAL_S, PATIENCE_S, Witness, is_over, state, victim
+from tests.worker.recording_daemon import (
+    INCARNATION,
+    INTERVAL_S,
+    PATIENCE_S,
+    RecordingDaemon,
+    is_over,
+    pulse_worker,
+    state,
+)
 
 KILLS = 5
 STARTS = 100
@@ -46,10 +54,10 @@ HEAVY = {"anyio", "asyncio", "json", "logging", "msgspec", "random", "ssl", "sub
 
 
 @pytest.fixture
-def witness(tmp_path: Path) -> Iterator[Witness]:
-    witness = Witness(tmp_path / "daemon")
-    yield witness
-    witness.end()
+def recorder(tmp_path: Path) -> Iterator[RecordingDaemon]:
+    recorder = RecordingDaemon(tmp_path / "daemon")
+    yield recorder
+    recorder.end()
 
 
 @pytest.fixture
@@ -76,11 +84,13 @@ def ended_by_itself(pulse: PulseProcess) -> bool:
 
 
 class TestLiveWorker:
-    def test_pulse_reports_the_worker_and_its_counters(self, witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_pulse_reports_the_worker_and_its_counters(
+        self, recorder: RecordingDaemon, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("FORGED_TOKEN", "forged_token")
-        with victim(witness.endpoint):
-            hello = witness.next("Hello").body
-            said = witness.next("Pulse").body
+        with pulse_worker(recorder.endpoint):
+            hello = recorder.next("Hello").body
+            said = recorder.next("Pulse").body
         assert hello["agent"].startswith("forged-pulse/")
         assert hello["token"] == "forged_token"
         cpu_s = said.pop("cpu_s")
@@ -88,95 +98,95 @@ class TestLiveWorker:
         assert said == {**about, "step": 3, "collective_seq": 7, "interval_s": INTERVAL_S}
         assert 0.0 < cpu_s < PATIENCE_S
 
-    def test_pulse_interval_follows_the_worker(self, witness: Witness, counters: Counters) -> None:
-        with closing(started(witness.endpoint, counters)):
-            assert witness.next("Pulse").body["interval_s"] == INTERVAL_S
+    def test_pulse_interval_follows_the_worker(self, recorder: RecordingDaemon, counters: Counters) -> None:
+        with closing(started(recorder.endpoint, counters)):
+            assert recorder.next("Pulse").body["interval_s"] == INTERVAL_S
             counters.pulse_interval_s = 0.125
-            while (said := witness.next("Pulse")).body["interval_s"] != 0.125:
+            while (said := recorder.next("Pulse")).body["interval_s"] != 0.125:
                 pass
-            assert witness.next("Pulse").at - said.at >= 0.1
+            assert recorder.next("Pulse").at - said.at >= 0.1
 
-    def test_pulse_continues_while_the_gil_is_held(self, witness: Witness) -> None:
-        with victim(witness.endpoint, HOLD_THE_GIL):
-            marks, cpu_s = -1, witness.next("Pulse").body["cpu_s"]
+    def test_pulse_continues_while_the_gil_is_held(self, recorder: RecordingDaemon) -> None:
+        with pulse_worker(recorder.endpoint, HOLD_THE_GIL):
+            marks, cpu_s = -1, recorder.next("Pulse").body["cpu_s"]
             # Once two pulses tell the same, no thread of Python has run in between.
-            while (said := witness.next("Pulse").body)["collective_seq"] != marks:
+            while (said := recorder.next("Pulse").body)["collective_seq"] != marks:
                 marks = said["collective_seq"]
-            while (later := witness.next("Pulse").body)["cpu_s"] <= max(cpu_s, said["cpu_s"]):
+            while (later := recorder.next("Pulse").body)["cpu_s"] <= max(cpu_s, said["cpu_s"]):
                 assert later["collective_seq"] == marks
 
-    def test_a_stopped_worker_is_not_dead(self, witness: Witness) -> None:
-        with victim(witness.endpoint) as worker:
-            witness.next("Pulse")
+    def test_a_stopped_worker_is_not_dead(self, recorder: RecordingDaemon) -> None:
+        with pulse_worker(recorder.endpoint) as worker:
+            recorder.next("Pulse")
             os.kill(worker.pid, signal.SIGSTOP)
             os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOWAIT)
-            witness.forget()
-            used = {witness.next("Pulse").body["cpu_s"] for _ in range(20)}
+            recorder.forget()
+            used = {recorder.next("Pulse").body["cpu_s"] for _ in range(20)}
             assert state(worker.pid) == "T"
             assert len(used) == 1
             os.kill(worker.pid, signal.SIGCONT)
             worker.kill()
-            assert witness.next("ReportDeath")
+            assert recorder.next("ReportDeath")
 
-    def test_signals_to_the_process_group_do_not_end_the_pulse(self, witness: Witness) -> None:
-        with victim(witness.endpoint) as worker:
-            witness.next("Pulse")
+    def test_signals_to_the_process_group_do_not_end_the_pulse(self, recorder: RecordingDaemon) -> None:
+        with pulse_worker(recorder.endpoint) as worker:
+            recorder.next("Pulse")
             assert os.getsid(worker.pulse) == worker.pulse
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                 os.kill(worker.pulse, number)
-            witness.forget()
-            witness.next("Pulse")
+            recorder.forget()
+            recorder.next("Pulse")
 
-    def test_pulse_reconnects_to_a_restarted_daemon(self, witness: Witness) -> None:
-        with victim(witness.endpoint):
-            witness.next("Pulse")
-            witness.close()
-            witness.forget()
-            witness.open()
-            witness.next("Hello")
-            witness.next("Pulse")
+    def test_pulse_reconnects_to_a_restarted_daemon(self, recorder: RecordingDaemon) -> None:
+        with pulse_worker(recorder.endpoint):
+            recorder.next("Pulse")
+            recorder.close()
+            recorder.forget()
+            recorder.open()
+            recorder.next("Hello")
+            recorder.next("Pulse")
 
-    def test_pulse_switches_to_the_next_endpoint(self, witness: Witness, counters: Counters) -> None:
-        endpoints = [NOBODY, "no endpoint", witness.endpoint]
+    def test_pulse_switches_to_the_next_endpoint(self, recorder: RecordingDaemon, counters: Counters) -> None:
+        endpoints = [NOBODY, "no endpoint", recorder.endpoint]
         with closing(PulseProcess.start(endpoints, "run", "w1", INCARNATION, None, counters, interval_s=INTERVAL_S)):
-            assert witness.next("Pulse")
+            assert recorder.next("Pulse")
 
-    def test_pulse_may_start_before_the_daemon(self, witness: Witness, counters: Counters) -> None:
-        witness.close()
-        with closing(started(witness.endpoint, counters)) as pulse:
+    def test_pulse_may_start_before_the_daemon(self, recorder: RecordingDaemon, counters: Counters) -> None:
+        recorder.close()
+        with closing(started(recorder.endpoint, counters)) as pulse:
             assert pulse.alive
-            witness.open()
-            assert witness.next("Pulse")
+            recorder.open()
+            assert recorder.next("Pulse")
 
-    def test_pulse_answers_pings(self, witness: Witness) -> None:
+    def test_pulse_answers_pings(self, recorder: RecordingDaemon) -> None:
         """Between two pulses, which here are an hour apart."""
 
-        async def ping(guest: Any) -> None:
+        async def ping(connection: Any) -> None:
             from forged.net.protocol.messages import Ping
 
-            await guest.accept_hello()
-            await guest.receive()
-            guest.send(Ping(7))
-            answer = await guest.receive()
-            witness.said.put((0.0, type(answer).__name__, {"nonce": answer.nonce}))  # type: ignore[arg-type]
+            await connection.accept_hello()
+            await connection.receive()
+            connection.send(Ping(7))
+            answer = await connection.receive()
+            recorder.messages.put((0.0, type(answer).__name__, {"nonce": answer.nonce}))  # type: ignore[arg-type]
 
-        witness._treat = ping  # type: ignore[method-assign]
-        witness.close()
-        witness.open()
-        with victim(witness.endpoint, interval_s=3600.0):
-            _, name, body = witness.said.get(timeout=PATIENCE_S)
+        recorder._serve = ping  # type: ignore[method-assign]
+        recorder.close()
+        recorder.open()
+        with pulse_worker(recorder.endpoint, interval_s=3600.0):
+            _, name, body = recorder.messages.get(timeout=PATIENCE_S)
         assert (name, body) == ("Pong", {"nonce": 7})
 
 
 class TestDeadWorker:
-    def test_kill_is_reported_with_its_signal(self, witness: Witness) -> None:
+    def test_kill_is_reported_with_its_signal(self, recorder: RecordingDaemon) -> None:
         """The time from the kill to the report is printed; how soon that is depends on the machine."""
         taken_s = []
         for _ in range(KILLS):
-            with victim(witness.endpoint) as worker:
-                witness.next("Pulse")
+            with pulse_worker(recorder.endpoint) as worker:
+                recorder.next("Pulse")
                 killed_at = worker.kill()
-                report = witness.next("ReportDeath")
+                report = recorder.next("ReportDeath")
                 taken_s.append(report.at - killed_at)
                 assert worker.pulse_is_gone()
             assert report.body == {
@@ -187,12 +197,12 @@ class TestDeadWorker:
             }
         print(f"from kill -9 to the report: median {statistics.median(taken_s) * 1e3:.1f} ms of {KILLS}")
 
-    def test_pulse_acknowledges_the_reply_before_it_ends(self, witness: Witness) -> None:
-        with victim(witness.endpoint) as worker:
-            witness.next("Pulse")
+    def test_pulse_acknowledges_the_reply_before_it_ends(self, recorder: RecordingDaemon) -> None:
+        with pulse_worker(recorder.endpoint) as worker:
+            recorder.next("Pulse")
             worker.kill()
-            witness.next("ReportDeath")
-            assert witness.next("Bye")
+            recorder.next("ReportDeath")
+            assert recorder.next("Bye")
 
     @pytest.mark.parametrize(
         ("way", "reason"),
@@ -204,118 +214,118 @@ class TestDeadWorker:
             ("os.kill(os.getpid(), signal.SIGRTMIN + 1)", f"its process was killed by signal {signal.SIGRTMIN + 1}"),
         ],
     )
-    def test_worker_that_exits_is_reported(self, witness: Witness, way: str, reason: str) -> None:
-        with victim(witness.endpoint, way) as worker:
-            assert witness.next("ReportDeath").body["reason"] == reason
+    def test_worker_that_exits_is_reported(self, recorder: RecordingDaemon, way: str, reason: str) -> None:
+        with pulse_worker(recorder.endpoint, way) as worker:
+            assert recorder.next("ReportDeath").body["reason"] == reason
             assert worker.pulse_is_gone()
 
-    def test_death_of_a_worker_with_living_children_is_reported(self, witness: Witness) -> None:
+    def test_death_of_a_worker_with_living_children_is_reported(self, recorder: RecordingDaemon) -> None:
         way = "child = os.fork(); child and print(child, flush=True); signal.pause()"
-        with victim(witness.endpoint, way) as worker:
+        with pulse_worker(recorder.endpoint, way) as worker:
             child = int(worker.stdout.readline())
             worker.kill()
-            assert witness.next("ReportDeath")
+            assert recorder.next("ReportDeath")
             os.kill(child, signal.SIGKILL)
 
-    def test_signal_to_the_process_group_does_not_prevent_the_report(self, witness: Witness) -> None:
-        with victim(witness.endpoint) as worker:
+    def test_signal_to_the_process_group_does_not_prevent_the_report(self, recorder: RecordingDaemon) -> None:
+        with pulse_worker(recorder.endpoint) as worker:
             os.killpg(worker.pid, signal.SIGKILL)
-            assert witness.next("ReportDeath")
+            assert recorder.next("ReportDeath")
 
-    def test_death_is_reported_when_the_daemon_is_back(self, witness: Witness) -> None:
-        with victim(witness.endpoint) as worker:
-            witness.next("Pulse")
-            witness.close()
+    def test_death_is_reported_when_the_daemon_is_back(self, recorder: RecordingDaemon) -> None:
+        with pulse_worker(recorder.endpoint) as worker:
+            recorder.next("Pulse")
+            recorder.close()
             worker.kill()
             worker.process.wait()
             assert not worker.pulse_is_gone(0.0)
-            witness.open()
+            recorder.open()
             # The parent process has reaped it, so the exit status cannot be read any more.
-            assert witness.next("ReportDeath").body["reason"].startswith("its process ")
+            assert recorder.next("ReportDeath").body["reason"].startswith("its process ")
             assert worker.pulse_is_gone()
 
-    def test_undelivered_leave_request_is_delivered_when_the_daemon_is_back(self, witness: Witness) -> None:
+    def test_undelivered_leave_request_is_delivered_when_the_daemon_is_back(self, recorder: RecordingDaemon) -> None:
         words = (
             "pulse.leave_through_pulse({'reason': 'SIGTERM', 'step': 7}); pulse.close(); print(pulse.alive, flush=True)"
         )
-        witness.close()
-        with victim(witness.endpoint, f"{words}; signal.pause()") as worker:
+        recorder.close()
+        with pulse_worker(recorder.endpoint, f"{words}; signal.pause()") as worker:
             assert worker.stdout.readline() == "True\n"
             worker.kill()
-            witness.open()
-            left = witness.next("LeaveJob").body
+            recorder.open()
+            left = recorder.next("LeaveJob").body
             assert (left["worker_id"], left["incarnation"]) == ("w1", INCARNATION)
             assert (left["reason"], left["step"]) == ("SIGTERM", 7)
             assert worker.pulse_is_gone()
 
-    def test_unanswered_report_is_repeated(self, witness: Witness) -> None:
+    def test_unanswered_report_is_repeated(self, recorder: RecordingDaemon) -> None:
         """An answer that says "later" is none."""
-        with victim(witness.endpoint) as worker:
-            witness.next("Pulse")
-            witness.refusals["ReportDeath"] = Failure(1, "unavailable", "starting", "not yet")
+        with pulse_worker(recorder.endpoint) as worker:
+            recorder.next("Pulse")
+            recorder.refusals["ReportDeath"] = Failure(1, "unavailable", "starting", "not yet")
             worker.kill()
-            witness.next("ReportDeath")
-            witness.next("ReportDeath")
-            witness.refusals.clear()
+            recorder.next("ReportDeath")
+            recorder.next("ReportDeath")
+            recorder.refusals.clear()
             assert worker.pulse_is_gone()
 
-    def test_output_of_the_worker_ends_with_the_worker(self, witness: Witness) -> None:
+    def test_output_of_the_worker_ends_with_the_worker(self, recorder: RecordingDaemon) -> None:
         """`train | tee log` is not kept waiting by a pulse that cannot report."""
-        with victim(witness.endpoint) as worker:
-            witness.next("Pulse")
-            witness.close()
+        with pulse_worker(recorder.endpoint) as worker:
+            recorder.next("Pulse")
+            recorder.close()
             worker.kill()
             assert worker.stdout.read() == ""
             assert not worker.pulse_is_gone(0.0)
 
 
 class TestSilence:
-    def test_closed_pulse_reports_nothing_and_leaks_nothing(self, witness: Witness) -> None:
-        with victim(witness.endpoint, "pulse.close(); pulse.close(); print(pulse.alive, flush=True)") as worker:
+    def test_closed_pulse_reports_nothing_and_leaks_nothing(self, recorder: RecordingDaemon) -> None:
+        with pulse_worker(recorder.endpoint, "pulse.close(); pulse.close(); print(pulse.alive, flush=True)") as worker:
             assert worker.stdout.readline() == "False\n"
             assert worker.pulse_is_gone(0.0)
             worker.process.wait()
-        assert "ReportDeath" not in {said.name for said in list(witness.said.queue)}
+        assert "ReportDeath" not in {message.name for message in list(recorder.messages.queue)}
 
-    def test_worker_that_execs_is_not_reported_dead(self, witness: Witness) -> None:
-        with victim(witness.endpoint, "os.execv('/bin/sleep', ['sleep', '3600'])") as worker:
+    def test_worker_that_execs_is_not_reported_dead(self, recorder: RecordingDaemon) -> None:
+        with pulse_worker(recorder.endpoint, "os.execv('/bin/sleep', ['sleep', '3600'])") as worker:
             assert worker.pulse_is_gone()
             assert worker.process.poll() is None
-        assert "ReportDeath" not in {said.name for said in list(witness.said.queue)}
+        assert "ReportDeath" not in {message.name for message in list(recorder.messages.queue)}
 
     @pytest.mark.parametrize(
         ("kind", "code"), [("refused", "token_unknown"), ("peer", "version_mismatch"), ("peer", "client_invalid")]
     )
     def test_daemon_that_refuses_the_pulse_is_not_retried(
-        self, witness: Witness, counters: Counters, kind: str, code: str
+        self, recorder: RecordingDaemon, counters: Counters, kind: str, code: str
     ) -> None:
-        witness.refusals["Hello"] = Failure(0, kind, code, "no")
-        with closing(started(witness.endpoint, counters)) as pulse:
+        recorder.refusals["Hello"] = Failure(0, kind, code, "no")
+        with closing(started(recorder.endpoint, counters)) as pulse:
             assert ended_by_itself(pulse)
 
-    def test_daemon_without_death_reports_gets_one_report(self, witness: Witness) -> None:
-        witness.refusals["ReportDeath"] = Failure(1, "refused", "request_unknown", "no answer to that")
-        with victim(witness.endpoint) as worker:
-            witness.next("Pulse")
+    def test_daemon_without_death_reports_gets_one_report(self, recorder: RecordingDaemon) -> None:
+        recorder.refusals["ReportDeath"] = Failure(1, "refused", "request_unknown", "no answer to that")
+        with pulse_worker(recorder.endpoint) as worker:
+            recorder.next("Pulse")
             worker.kill()
             assert worker.pulse_is_gone()
-        assert [said.name for said in list(witness.said.queue)].count("ReportDeath") == 1
+        assert [said.name for said in list(recorder.messages.queue)].count("ReportDeath") == 1
 
 
 class TestStarting:
-    def test_pulse_inherits_only_the_watched_descriptors(self, witness: Witness) -> None:
+    def test_pulse_inherits_only_the_watched_descriptors(self, recorder: RecordingDaemon) -> None:
         way = (
             "import socket; kept = socket.socketpair(); print(*(os.fstat(end.fileno()).st_ino for end in kept), "
             "flush=True); pulse.close(); from forged.worker.process.pulse import PulseProcess; "
             "[end.set_inheritable(True) for end in kept]; "
-            f"pulse = PulseProcess.start([{witness.endpoint!r}], 'run', 'w2', "
+            f"pulse = PulseProcess.start([{recorder.endpoint!r}], 'run', 'w2', "
             f"b'{INCARNATION.decode()}', None, counters); "
             "print(pulse.pid, flush=True); signal.pause()"
         )
-        with victim(witness.endpoint, way) as worker:
+        with pulse_worker(recorder.endpoint, way) as worker:
             sockets = set(worker.stdout.readline().split())
             pulse = int(worker.stdout.readline())
-            while witness.next("Pulse").body["worker_id"] != "w2":
+            while recorder.next("Pulse").body["worker_id"] != "w2":
                 pass
             held = {int(one.name): str(one.readlink()) for one in Path(f"/proc/{pulse}/fd").iterdir()}
             stat = f"/proc/{worker.pid}/stat"
@@ -367,25 +377,27 @@ class TestStarting:
             assert b"forged_secret" not in Path(f"/proc/{pulse.pid}/cmdline").read_bytes()
 
     def test_python_environment_variables_do_not_affect_the_pulse(
-        self, witness: Witness, counters: Counters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, recorder: RecordingDaemon, counters: Counters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "struct.py").write_text("raise SystemExit")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         monkeypatch.setenv("PYTHONMALLOC", "nonsense")
-        with closing(started(witness.endpoint, counters)):
-            assert witness.next("Pulse")
+        with closing(started(recorder.endpoint, counters)):
+            assert recorder.next("Pulse")
 
-    def test_forked_child_has_no_pulse_and_cannot_end_its_parents(self, witness: Witness, counters: Counters) -> None:
-        with closing(started(witness.endpoint, counters)) as pulse:
-            witness.next("Pulse")
+    def test_forked_child_has_no_pulse_and_cannot_end_its_parents(
+        self, recorder: RecordingDaemon, counters: Counters
+    ) -> None:
+        with closing(started(recorder.endpoint, counters)) as pulse:
+            recorder.next("Pulse")
 
             def in_vain() -> None:
                 assert not pulse.alive
                 pulse.close()
 
             in_a_child(in_vain)
-            witness.forget()
-            assert witness.next("Pulse")
+            recorder.forget()
+            assert recorder.next("Pulse")
             assert pulse.alive
 
     def test_pulse_imports_no_heavy_modules(self) -> None:
@@ -446,8 +458,8 @@ class TestReplacing:
         heart.look()
         assert outcomes == []
 
-    def test_live_pulse_is_not_replaced(self, witness: Witness, counters: Counters) -> None:
-        heart = PulseKeeper(lambda: started(witness.endpoint, counters), SystemClock(), lambda: 0.0, RecordingLog())
+    def test_live_pulse_is_not_replaced(self, recorder: RecordingDaemon, counters: Counters) -> None:
+        heart = PulseKeeper(lambda: started(recorder.endpoint, counters), SystemClock(), lambda: 0.0, RecordingLog())
         pid = heart.pulse.pid
         heart.look()
         assert heart.pulse.pid == pid
@@ -462,7 +474,7 @@ def test_real_daemon_counts_a_killed_worker_as_failed(threaded_daemon: ThreadedD
         settings = {"stability_window_ms": 0, "worker_heartbeat_timeout_ms": round(PATIENCE_S * 1000)}
         line.request("JoinJob", job="run", worker=worker, incarnation=INCARNATION, settings=settings)
         with (
-            victim(endpoint, "counters.step = 41; signal.pause()") as killed,
+            pulse_worker(endpoint, "counters.step = 41; signal.pause()") as killed,
             closing(PlainConnection(endpoint, None, PATIENCE_S)) as news,
         ):
             while line.request("ShowWorker", job="run", worker_id="w1")["step"] != 41:

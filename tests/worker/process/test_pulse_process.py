@@ -20,7 +20,7 @@ from forged.retry import REJOINING
 from forged.worker.process import pulse_process
 from forged.worker.process.counters import Counters
 from forged.worker.process.pulse_process import REPORT_S_MAX, PulseReporter, WatchedWorker, read_orders
-from tests.worker.witness import INCARNATION, INTERVAL_S, PATIENCE_S
+from tests.worker.recording_daemon import INCARNATION, INTERVAL_S, PATIENCE_S
 
 NAMED_BADLY = "open('/proc/self/comm', 'w').write('x) R 1 (('); print(flush=True); input()"
 NOBODY = "unix:///nowhere/at/all"

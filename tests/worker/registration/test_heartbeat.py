@@ -45,36 +45,36 @@ class HeartbeatFixture:
 @on_virtual_time
 async def test_first_heartbeat_is_sent_at_once_and_the_next_after_each_interval() -> None:
     async with task_group() as tasks:
-        scene = HeartbeatFixture(3.0, tasks)
+        fixture = HeartbeatFixture(3.0, tasks)
         await anyio.sleep(7.0)
-    assert scene.beats == [(0.0, 3.0), (3.0, 3.0), (6.0, 3.0)]
+    assert fixture.beats == [(0.0, 3.0), (3.0, 3.0), (6.0, 3.0)]
 
 
 @on_virtual_time
 async def test_new_interval_takes_effect_and_is_sent_at_once() -> None:
     async with task_group() as tasks:
-        scene = HeartbeatFixture(100.0, tasks)
+        fixture = HeartbeatFixture(100.0, tasks)
         await anyio.sleep(10.0)
-        scene.follow(1.0)
+        fixture.follow(1.0)
         await anyio.sleep(1.5)
-    assert scene.beats == [(0.0, 100.0), (10.0, 1.0), (11.0, 1.0)]
+    assert fixture.beats == [(0.0, 100.0), (10.0, 1.0), (11.0, 1.0)]
 
 
 @on_virtual_time
 async def test_settings_with_the_same_interval_send_no_heartbeat() -> None:
     async with task_group() as tasks:
-        scene = HeartbeatFixture(100.0, tasks)
+        fixture = HeartbeatFixture(100.0, tasks)
         await anyio.sleep(10.0)
-        scene.follow(100.0)
+        fixture.follow(100.0)
         await anyio.sleep(10.0)
-    assert scene.beats == [(0.0, 100.0)]
+    assert fixture.beats == [(0.0, 100.0)]
 
 
 @on_virtual_time
 async def test_heartbeat_tells_that_the_worker_is_leaving() -> None:
     async with task_group() as tasks:
-        scene = HeartbeatFixture(100.0, tasks)
+        fixture = HeartbeatFixture(100.0, tasks)
         await anyio.sleep(1.0)
-        scene.state.drain.is_leaving = True
-        scene.heartbeat.beat_now()
-    assert scene.leaving == [False, True]
+        fixture.state.drain.is_leaving = True
+        fixture.heartbeat.beat_now()
+    assert fixture.leaving == [False, True]

@@ -24,22 +24,22 @@ from tests.client.threaded_daemon import EventLoopThread
 
 INTERVAL_S = 0.02
 PATIENCE_S = 60.0
-VICTIM_S_MAX = 300
+WORKER_S_MAX = 300
 INCARNATION = b"incarnation of 1"
 
 
-class Said(NamedTuple):
+class RecordedMessage(NamedTuple):
     at: float
     name: str
     body: dict[str, Any]
 
 
-class Witness:
+class RecordingDaemon:
     """A fake daemon that records its messages. `refusals` are its answers, by request name and for `Hello`."""
 
     def __init__(self, path: Path) -> None:
         self.endpoint = f"unix://{path}"
-        self.said: queue.Queue[Said] = queue.Queue()
+        self.messages: queue.Queue[RecordedMessage] = queue.Queue()
         self.refusals: dict[str, Failure] = {}
         self._path = path
         self._loop = EventLoopThread()
@@ -47,7 +47,7 @@ class Witness:
 
     def open(self) -> None:
         """Listen (again)."""
-        self._fake = FakeDaemon(self._path, self._treat)
+        self._fake = FakeDaemon(self._path, self._serve)
         self._loop.call(self._fake.__aenter__)
 
     def close(self) -> None:
@@ -60,40 +60,40 @@ class Witness:
             self.close()
         self._loop.end()
 
-    def next(self, name: str) -> Said:
+    def next(self, name: str) -> RecordedMessage:
         """The next message of this name; messages before it are skipped."""
-        while (said := self.said.get(timeout=PATIENCE_S)).name != name:
+        while (message := self.messages.get(timeout=PATIENCE_S)).name != name:
             pass
-        return said
+        return message
 
     def forget(self) -> None:
         """Drop the messages so far."""
-        while not self.said.empty():
-            self.said.get_nowait()
+        while not self.messages.empty():
+            self.messages.get_nowait()
 
-    async def _treat(self, guest: FakeConnection) -> None:
+    async def _serve(self, connection: FakeConnection) -> None:
         if "Hello" in self.refusals:
-            await guest.receive()
-            guest.send(self.refusals["Hello"])
-            await guest.wait_closed()
+            await connection.receive()
+            connection.send(self.refusals["Hello"])
+            await connection.wait_closed()
             return
-        hello = await guest.accept_hello()
+        hello = await connection.accept_hello()
         self._hear("Hello", {"agent": hello.agent, "token": hello.token})
         while True:
-            message = await guest.receive()
+            message = await connection.receive()
             if isinstance(message, SignalMessage):
                 self._hear(message.name, msgspec.msgpack.decode(message.body))
             elif isinstance(message, RequestMessage):
                 self._hear(message.method, msgspec.msgpack.decode(message.body))
-                guest.send(self.refusals.get(message.method) or ReplyOut(message.number, {}))
+                connection.send(self.refusals.get(message.method) or ReplyOut(message.number, {}))
             else:
                 self._hear(type(message).__name__, {})
 
     def _hear(self, name: str, body: dict[str, Any]) -> None:
-        self.said.put(Said(time.perf_counter(), name, body))
+        self.messages.put(RecordedMessage(time.perf_counter(), name, body))
 
 
-class Victim:
+class PulseWorker:
     """A worker's process with a pulse; it runs `way`, a line of Python."""
 
     def __init__(self, endpoint: str, way: str, interval_s: float = INTERVAL_S) -> None:
@@ -138,9 +138,9 @@ class Victim:
 
 
 @contextmanager
-def victim(endpoint: str, way: str = "signal.pause()", interval_s: float = INTERVAL_S) -> Iterator[Victim]:
-    """A victim that is killed at the end of the block."""
-    one = Victim(endpoint, way, interval_s)
+def pulse_worker(endpoint: str, way: str = "signal.pause()", interval_s: float = INTERVAL_S) -> Iterator[PulseWorker]:
+    """A worker that is killed at the end of the block."""
+    one = PulseWorker(endpoint, way, interval_s)
     try:
         yield one
     finally:
@@ -160,12 +160,12 @@ def state(pid: int) -> str:
 
 
 def main(endpoint: str, interval: str, way: str) -> None:
-    """Run as a victim."""
+    """Run as a worker."""
     from forged.worker.process.counters import Counters
     from forged.worker.process.pulse import PulseProcess
 
-    # Ends the victim if the tests were killed.
-    signal.alarm(VICTIM_S_MAX)
+    # Ends the worker if the tests were killed.
+    signal.alarm(WORKER_S_MAX)
     counters = Counters.create()
     counters.step, counters.marks = 3, 7
     pulse = PulseProcess.start(
