@@ -323,9 +323,10 @@ def test_the_glossary_names_modules_and_types_that_exist(name: str) -> None:
     pkgutil.resolve_name(name)
 
 
-@pytest.mark.parametrize("name", named_in("docs/testing.md", r"`(tests/[\w./*]+)`"))
-def test_the_page_on_tests_names_files_that_exist(name: str) -> None:
-    assert list(ROOT.glob(name))
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_a_page_names_paths_that_exist(page: Path) -> None:
+    path = r"`((?:tests|forged|benchmarks|docs|config|plugins|systemd|examples)/[\w./*-]+)`"
+    assert [name for name in re.findall(path, page.read_text()) if not list(ROOT.glob(name))] == []
 
 
 @pytest.mark.parametrize("name", named_in("ARCHITECTURE.md", r"`((?:[a-z_]+/)+[a-z_]+\.py)`"))
