@@ -133,7 +133,7 @@ def came_from_nowhere(logs: dict[str, list[Entry]]) -> None:
         logs[name] = [one for one in logs[name] if not (isinstance(one, Used) and one.step == 5)]
 
 
-def a_stranger_took_part(logs: dict[str, list[Entry]]) -> None:
+def unknown_worker_took_part(logs: dict[str, list[Entry]]) -> None:
     logs["x"] = [Used(5.0, 2, 5, 12, 12)]
 
 
@@ -154,7 +154,7 @@ def a_stranger_took_part(logs: dict[str, list[Entry]]) -> None:
         (committed_twice, "a committed step 5 after step 5"),
         (passed_over, "step 5 is missing: no worker has committed it"),
         (came_from_nowhere, "step 5 is committed, but no worker has used samples in it"),
-        (a_stranger_took_part, "step 5 was made by a, c, x, but generation 2 is a, c"),
+        (unknown_worker_took_part, "step 5 was made by a, c, x, but generation 2 is a, c"),
     ],
 )
 def test_planted_errors_are_found(plant: Rewrite, words: str) -> None:

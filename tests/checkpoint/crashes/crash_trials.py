@@ -121,22 +121,22 @@ def before(world: Group) -> Image:
     return memory.image
 
 
-def operations(world: Group, image: Image, deed: Action) -> list[str]:
-    """The names of the operations that a deed takes."""
+def operations(world: Group, image: Image, action: Action) -> list[str]:
+    """The names of the operations that a action takes."""
     names: dict[int, str] = {}
 
     def noted(number: int, name: str, act: Act) -> Any:
         names[number] = name
         return act()
 
-    deed.act(world.history(world.disk(image), noted))
+    action.act(world.history(world.disk(image), noted))
     return [names[number] for number in range(len(names))]
 
 
 # Power cuts.
 
 
-def lives_and_power_cuts(world: Group, **rest: Any) -> Iterator[str]:
+def kills_and_power_cuts(world: Group, **rest: Any) -> Iterator[str]:
     """What is wrong on the disks that a power cut may leave in a long history."""
     memory = world.disk()
     lives(world.history(memory))
@@ -216,23 +216,23 @@ def dying_at(first: int) -> Fault:
 
 
 def after_refusals(
-    world: Group, image: Image, deed: Action, number: int, lasting: Lasting, *, moments: Collection[int] | None = None
+    world: Group, image: Image, action: Action, number: int, lasting: Lasting, *, moments: Collection[int] | None = None
 ) -> Iterator[str]:
     """What is wrong when one operation after the other is the one that is refused."""
-    for first in moments if moments is not None else range(len(operations(world, image, deed))):
+    for first in moments if moments is not None else range(len(operations(world, image, action))):
         memory = world.disk(image)
-        for wrong in _after(world, memory, deed, failing_from(first, number, lasting), is_once=lasting == "once"):
-            yield f"{deed.name} in {world}, operation {first} refused with {number} {lasting}: {wrong}"
+        for wrong in _after(world, memory, action, failing_from(first, number, lasting), is_once=lasting == "once"):
+            yield f"{action.name} in {world}, operation {first} refused with {number} {lasting}: {wrong}"
 
 
-def after_fault(world: Group, image: Image, deed: Action, fault: Fault) -> Iterator[str]:
+def after_fault(world: Group, image: Image, action: Action, fault: Fault) -> Iterator[str]:
     """What is wrong after this fault has come once in between."""
-    return _after(world, world.disk(image), deed, fault, is_once=True)
+    return _after(world, world.disk(image), action, fault, is_once=True)
 
 
-def _after(world: Group, memory: MemoryFiles, deed: Action, fault: Fault, *, is_once: bool) -> Iterator[str]:
+def _after(world: Group, memory: MemoryFiles, action: Action, fault: Fault, *, is_once: bool) -> Iterator[str]:
     untouched = memory.image.key
-    error = _outcome(lambda: deed.act(world.history(memory, fault)))
+    error = _outcome(lambda: action.act(world.history(memory, fault)))
     if error is not None and not isinstance(error, CheckpointException):
         yield f"an error without a type: {error!r}"
     yield from _leaks(memory)
@@ -240,7 +240,7 @@ def _after(world: Group, memory: MemoryFiles, deed: Action, fault: Fault, *, is_
     if wrong := finder.wrong(memory.image, expected):
         yield f"in spite of {error!r} {wrong}"
     is_decided = isinstance(error, CheckpointException) and error.code != UNDECIDED and not world.in_background
-    if is_once and is_decided and deed is not DELETE and memory.image.key != untouched:
+    if is_once and is_decided and action is not DELETE and memory.image.key != untouched:
         yield f"left behind by {error!r}: {sorted(memory.image.files)}, {sorted(memory.image.directories)}"
     platter = CrashImages(memory)
     for operation in memory.operations:
@@ -269,27 +269,27 @@ def _shortened(act: Act) -> Any:
 
 
 def after_kills(
-    world: Group, image: Image, deed: Action, *, finder: Finder | None = None, moments: Collection[int] | None = None
+    world: Group, image: Image, action: Action, *, finder: Finder | None = None, moments: Collection[int] | None = None
 ) -> Iterator[str]:
     """What is wrong when a process dies at one operation after the other, another one does the same again, and then,
     at any moment of that, the power is cut."""
     finder = finder or Finder(world.size)
-    for first in moments if moments is not None else range(len(operations(world, image, deed))):
+    for first in moments if moments is not None else range(len(operations(world, image, action))):
         memory = world.disk(image)
-        _outcome(lambda: deed.act(world.history(memory, dying_at(first))))  # noqa: B023
-        after = f"{deed.name} in {world}, killed at operation {first}"
+        _outcome(lambda: action.act(world.history(memory, dying_at(first))))  # noqa: B023
+        after = f"{action.name} in {world}, killed at operation {first}"
         if wrong := finder.wrong(memory.image, expected_after(memory, BEFORE)):
             yield f"{after}: {wrong}"
-        if error := _outcome(lambda: deed.again(world.history(memory))):  # noqa: B023
+        if error := _outcome(lambda: action.again(world.history(memory))):  # noqa: B023
             yield f"{after}: done again, {error!r}"
             continue
         yield from (f"{after}: {wrong}" for wrong in after_power_cuts(memory, finder, BEFORE, states_max=60, torn=2))
-        yield from (f"{after}: {wrong}" for wrong in _rest(world, memory, deed, finder))
+        yield from (f"{after}: {wrong}" for wrong in _rest(world, memory, action, finder))
 
 
-def _rest(world: Group, memory: MemoryFiles, deed: Action, finder: Finder) -> Iterator[str]:
+def _rest(world: Group, memory: MemoryFiles, action: Action, finder: Finder) -> Iterator[str]:
     """What is there in the end besides what ought to be."""
-    if (found := finder.found(memory.image)) != deed.leaves:
+    if (found := finder.found(memory.image)) != action.leaves:
         yield f"in the end there is {found}"
     yield from after_clearing(world, memory, finder)
 
@@ -309,7 +309,7 @@ def after_clearing(world: Group, memory: MemoryFiles, finder: Finder) -> Iterato
 # Meetings.
 
 
-class Meeting(NamedTuple):
+class ConcurrentActions(NamedTuple):
     """What came of it when something was done in the middle of something else, and what was found then."""
 
     first: BaseException | None
@@ -319,8 +319,8 @@ class Meeting(NamedTuple):
     """Violations after a further power cut, and files that no cleanup will remove."""
 
 
-def meetings(world: Group, first: Action, other: Callable[[History], object]) -> Iterator[Meeting]:
-    """Something else is done as a whole, by another process, before one operation of a deed after the other."""
+def concurrent_actions(world: Group, first: Action, other: Callable[[History], object]) -> Iterator[ConcurrentActions]:
+    """Something else is done as a whole, by another process, before one operation of a action after the other."""
     image = before(world)
     stranger = world._replace(options=(*world.options, ("seed", 1)))
     for moment in range(1, len(operations(world, image, first))):
@@ -342,7 +342,7 @@ def meetings(world: Group, first: Action, other: Callable[[History], object]) ->
         error = _outcome(lambda: first.act(world.history(memory, come_in)))  # noqa: B023
         finder = Finder(world.size)
         found = finder.found(memory.image)
-        yield Meeting(error, errors[0], found, list(_worse(world, memory, finder, found)))
+        yield ConcurrentActions(error, errors[0], found, list(_worse(world, memory, finder, found)))
 
 
 def _worse(world: Group, memory: MemoryFiles, finder: Finder, found: dict[str, int]) -> Iterator[str]:

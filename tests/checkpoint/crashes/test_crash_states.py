@@ -20,7 +20,7 @@ from tests.checkpoint.crashes.crash_trials import (
     after_clearing,
     after_kills,
     before,
-    lives_and_power_cuts,
+    kills_and_power_cuts,
     operations,
 )
 from tests.checkpoint.crashes.save_history import Finder
@@ -37,7 +37,7 @@ WORLDS = [
     Group(lacking=("unnamed", "link", "direct", "reserve")),
     Group(3, options=(("format", "single_file"), ("compression_level", "fast"))),
 ]
-DONE = [(world, deed) for world in WORLDS[:5] for deed in (SAVE, DELETE)] + [(Group(), CONVERT)]
+DONE = [(world, action) for world in WORLDS[:5] for action in (SAVE, DELETE)] + [(Group(), CONVERT)]
 TORN, DISTINCT_MIN = (600, 20_000) if WHOLE else (200, 10_000)
 CLEARED_EVERY = 40
 TURNS = 2
@@ -48,16 +48,16 @@ def test_a_power_cut_at_any_moment_takes_nothing_and_leaves_nothing_half_there()
     distinct = 0
     for world in WORLDS:
         seen: dict[Any, Image] = {}
-        assert list(islice(lives_and_power_cuts(world, seen=seen, states_max=TORN, torn=TORN), 5)) == [], world
+        assert list(islice(kills_and_power_cuts(world, seen=seen, states_max=TORN, torn=TORN), 5)) == [], world
         distinct += len(seen)
         for image in islice(seen.values(), 0, None, CLEARED_EVERY):
             assert list(after_clearing(world, world.disk(image), Finder(world.size))) == [], world
     assert distinct >= DISTINCT_MIN
 
 
-@pytest.mark.parametrize(("world", "deed"), DONE, ids=str)
-def test_repeated_action_after_a_kill_survives_a_power_cut(world: Group, deed: Action) -> None:
+@pytest.mark.parametrize(("world", "action"), DONE, ids=str)
+def test_repeated_action_after_a_kill_survives_a_power_cut(world: Group, action: Action) -> None:
     """The dead process may have done what another one then finds done, and never made it durable."""
     image = before(world)
-    moments = share(len(operations(world, image, deed)), DONE.index((world, deed)), TURNS)
-    assert list(islice(after_kills(world, image, deed, moments=moments), 5)) == []
+    moments = share(len(operations(world, image, action)), DONE.index((world, action)), TURNS)
+    assert list(islice(after_kills(world, image, action, moments=moments), 5)) == []

@@ -33,7 +33,7 @@ from tests.checkpoint.crashes.crash_trials import (
     after_kills,
     after_refusals,
     before,
-    lives_and_power_cuts,
+    kills_and_power_cuts,
 )
 from tests.checkpoint.fixtures.memory_files import ROOT
 
@@ -49,15 +49,15 @@ class Mutant(NamedTuple):
 
 
 def power_cuts(size: int = 1) -> Trial:
-    return lambda: lives_and_power_cuts(Group(size))
+    return lambda: kills_and_power_cuts(Group(size))
 
 
 def refusals(number: int, lasting: Any) -> Trial:
     return lambda: after_refusals(Group(), before(Group()), SAVE, number, lasting)
 
 
-def kills(deed: Any) -> Trial:
-    return lambda: after_kills(Group(), before(Group()), deed)
+def kills(action: Any) -> Trial:
+    return lambda: after_kills(Group(), before(Group()), action)
 
 
 def damage() -> Trial:

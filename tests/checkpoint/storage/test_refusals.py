@@ -39,7 +39,7 @@ from tests.checkpoint.fixtures.memory_files import EMPTY, MemoryFiles
 from tests.sweeps import share
 
 FOREGROUND = [world for world in WORLDS[:5] if not world.in_background]
-DONE = [(world, deed) for world in FOREGROUND for deed in (SAVE, DELETE)] + [(Group(), CONVERT)]
+DONE = [(world, action) for world in FOREGROUND for action in (SAVE, DELETE)] + [(Group(), CONVERT)]
 NUMBERS = {
     "short": SHORT,
     "EIO": errno.EIO,
@@ -55,18 +55,18 @@ PASSING = [errno.EIO, errno.EINTR, errno.ETIMEDOUT]
 
 @pytest.mark.parametrize("lasting", get_args(Lasting))
 @pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
-@pytest.mark.parametrize(("world", "deed"), DONE, ids=str)
+@pytest.mark.parametrize(("world", "action"), DONE, ids=str)
 def test_no_refusal_leaves_a_partial_checkpoint_or_files(
-    world: Group, number: int, lasting: Lasting, deed: Action
+    world: Group, number: int, lasting: Lasting, action: Action
 ) -> None:
     image = before(world)
-    names = operations(world, image, deed)
+    names = operations(world, image, action)
     moments = (
         [moment for moment, name in enumerate(names) if name == "write"]
         if number == SHORT
         else share(len(names), WAYS.index((number, lasting)), TURNS)
     )
-    assert list(islice(after_refusals(world, image, deed, number, lasting, moments=moments), 5)) == []
+    assert list(islice(after_refusals(world, image, action, number, lasting, moments=moments), 5)) == []
 
 
 def test_a_refusal_in_the_background_leaves_nothing_half_there_and_nothing_for_ever() -> None:
@@ -75,12 +75,12 @@ def test_a_refusal_in_the_background_leaves_nothing_half_there_and_nothing_for_e
     assert list(islice(after_refusals(world, before(world), SAVE, errno.EIO, "once"), 5)) == []
 
 
-@pytest.mark.parametrize("deed", [SAVE, DELETE], ids=["save", "delete"])
+@pytest.mark.parametrize("action", [SAVE, DELETE], ids=["save", "delete"])
 @pytest.mark.parametrize("number", PASSING, ids=["EIO", "EINTR", "ETIMEDOUT"])
 @pytest.mark.parametrize("world", [Group(retries=2), Group(2, in_background=True, retries=2)], ids=str)
-def test_temporary_refusal_is_retried(world: Group, number: int, deed: Action) -> None:
+def test_temporary_refusal_is_retried(world: Group, number: int, action: Action) -> None:
     image = before(world)
-    for first in share(len(operations(world, image, deed)), PASSING.index(number), len(PASSING), first=1):
+    for first in share(len(operations(world, image, action)), PASSING.index(number), len(PASSING), first=1):
         is_synced = False
         refuse = failing_from(first, number, "once")
 
@@ -90,7 +90,7 @@ def test_temporary_refusal_is_retried(world: Group, number: int, deed: Action) -
             return refuse(count, name, act)
 
         try:
-            deed.act(world.history(world.disk(image), fault))
+            action.act(world.history(world.disk(image), fault))
         except CheckpointException:
             assert is_synced, "all else is tried again"
             assert number != errno.EINTR
@@ -128,13 +128,13 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize(("world", "deed"), DONE[:4], ids=str)
+@pytest.mark.parametrize(("world", "action"), DONE[:4], ids=str)
 def test_an_operation_that_takes_too_long_ends_it_in_time(
-    world: Group, deed: Action, monkeypatch: pytest.MonkeyPatch
+    world: Group, action: Action, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image = before(world)
     found: list[str] = []
-    for first in range(len(operations(world, image, deed))):
+    for first in range(len(operations(world, image, action))):
         clock = Clock()
         monkeypatch.setattr(checkpoint, "CancelToken", partial(CancelToken, monotonic=clock))
 
@@ -144,7 +144,7 @@ def test_an_operation_that_takes_too_long_ends_it_in_time(
                 clock.now += 1e6
             return result
 
-        found += after_fault(world, image, deed, slow)
+        found += after_fault(world, image, action, slow)
     assert found == []
 
 

@@ -33,7 +33,7 @@ from forged.elastic.model import LostDataPolicy, WorkerId
 from forged.kernel.messages import Fact
 from tests.simulation.daemon.oracle import InvariantViolated
 from tests.simulation.data.simulation import Disk, JobData
-from tests.simulation.elastic.truth import Trainee, Truth
+from tests.simulation.elastic.truth import SimulatedWorker, Truth
 
 
 class DataPromise(StrEnum):
@@ -61,7 +61,7 @@ class Draw:
     batch: int
     parts: dict[int, list[int]] = field(default_factory=dict)
     """By rank."""
-    witnesses: set[Trainee] = field(default_factory=set)
+    witnesses: set[SimulatedWorker] = field(default_factory=set)
     """The workers that have seen the commit."""
 
     @property
@@ -76,8 +76,8 @@ class DataTruth:
 
     data: JobData
     truth: Truth
-    disks: dict[Trainee, Disk] = field(default_factory=dict)
-    weights: dict[Trainee, float] = field(default_factory=dict)
+    disks: dict[SimulatedWorker, Disk] = field(default_factory=dict)
+    weights: dict[SimulatedWorker, float] = field(default_factory=dict)
     members: dict[int, tuple[WorkerId, ...]] = field(default_factory=dict)
     """Of each attempt, when it began."""
     told: dict[int, dict[str, set[int]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
@@ -123,7 +123,7 @@ class DataTruth:
     def _lies_at(self, disk: Disk, shard: int) -> bool:
         if not disk.holds(shard):
             return False
-        is_hidden = disk.is_rotten(shard) and shard not in disk.found
+        is_hidden = disk.is_corrupt(shard) and shard not in disk.found
         return is_hidden or disk.read(shard) == self.data.content(shard)
 
 
@@ -132,13 +132,13 @@ class DataOracle:
 
     def __init__(
         self,
-        trainee_of: Callable[[WorkerId], Trainee | None],
+        simulated_worker_of: Callable[[WorkerId], SimulatedWorker | None],
         breach: Callable[[InvariantViolated], NoReturn],
         look: Callable[[], None],
         met: Callable[[str], None],
     ) -> None:
         self.jobs: dict[str, DataTruth] = {}
-        self._trainee_of = trainee_of
+        self._trainee_of = simulated_worker_of
         self._breach = breach
         self._look = look
         self._met = met
@@ -152,11 +152,11 @@ class DataOracle:
         known = self.jobs[data.job] = DataTruth(data, truth)
         data.dropped = lambda disk, shard: self._drops(known, disk, shard)
 
-    def moves_in(self, trainee: Trainee, disk: Disk, weight: float) -> None:
+    def moves_in(self, simulated: SimulatedWorker, disk: Disk, weight: float) -> None:
         """A process keeps its shards there, and should hold so much of the data."""
-        known = self.jobs[trainee.job]
-        known.disks[trainee], disk.user = disk, trainee
-        known.weights[trainee] = weight
+        known = self.jobs[simulated.job]
+        known.disks[simulated], disk.user = disk, simulated
+        known.weights[simulated] = weight
 
     # What the daemon says.
 
@@ -213,7 +213,7 @@ class DataOracle:
         """It is known of a copy that it is bad, if it is."""
         worker = known.truth.members.get(fact.worker_id)
         disk = None if worker is None else self._disk_of(known, worker)
-        if disk is not None and disk.is_rotten(fact.shard):
+        if disk is not None and disk.is_corrupt(fact.shard):
             disk.found.add(fact.shard)
             self._met("a shard that a disk has spoilt is found")
 
@@ -242,9 +242,9 @@ class DataOracle:
             return
         owned, weights = known.owned[attempt], dict[str, Fraction]()
         for worker in known.truth.world.workers:
-            trainee = self._trainee_of(worker)
-            if trainee is not None and worker.id in owned:
-                weights[worker.id] = Fraction(known.weights[trainee])
+            simulated = self._trainee_of(worker)
+            if simulated is not None and worker.id in owned:
+                weights[worker.id] = Fraction(known.weights[simulated])
         if weights.keys() != owned.keys():
             # A worker has failed already.
             return
@@ -259,7 +259,7 @@ class DataOracle:
         """These shards are reported as lost."""
         truth = known.truth
         truth.data_lost = known.truth.config.lost_data_policy is LostDataPolicy.ABORT
-        if not fact.shards or (known.data.has_origin and not known.data.ways.origin_failed):
+        if not fact.shards or (known.data.has_origin and not known.data.link_quality.origin_failed):
             self.breach(DataPromise.LOST, f"{fact} of {truth.job}, whose data can be had again")
         if known.data.has_origin:
             self._met("the origin gives a shard to no worker")
@@ -283,12 +283,12 @@ class DataOracle:
     def _drops(self, known: DataTruth, disk: Disk, shard: int) -> None:
         """A worker is about to drop a shard."""
         self._look()
-        truth, trainee = known.truth, disk.user
-        assert trainee is not None
-        if disk.is_rotten(shard):
+        truth, simulated = known.truth, disk.user
+        assert simulated is not None
+        if disk.is_corrupt(shard):
             self._met("a shard that a disk has spoilt is dropped")
             return
-        me = trainee.me
+        me = simulated.me
         act = f"{me} drops shard {shard} of {truth.job}"
         worlds = [generation for generation, world in truth.worlds.items() if me is not None and me in world]
         if me is None or not worlds:
@@ -304,57 +304,58 @@ class DataOracle:
 
     def _disk_of(self, known: DataTruth, worker: WorkerId) -> Disk | None:
         """Where a worker keeps its shards, if that is there still."""
-        trainee = self._trainee_of(worker)
-        disk = None if trainee is None else known.disks.get(trainee)
+        simulated = self._trainee_of(worker)
+        disk = None if simulated is None else known.disks.get(simulated)
         return None if disk is None or disk.is_gone else disk
 
     # What training scripts see.
 
-    def begins(self, trainee: Trainee, step: int, sampler: ElasticSampler) -> None:
+    def begins(self, simulated: SimulatedWorker, step: int, sampler: ElasticSampler) -> None:
         """A script is told to do a step."""
-        known = self.jobs[trainee.job]
-        before = known.valid(step - 1, trainee.generation) if step else None
+        known = self.jobs[simulated.job]
+        before = known.valid(step - 1, simulated.generation) if step else None
         should = SamplerState(0, 0) if before is None else known.behind(before)
         if sampler.state != should:
             self.breach(
-                DataPromise.SAMPLER, f"{trainee.me} is at {sampler.state} before step {step}, and should be at {should}"
+                DataPromise.SAMPLER,
+                f"{simulated.me} is at {sampler.state} before step {step}, and should be at {should}",
             )
         state = _in_words(sampler)
-        draw = known.draws.setdefault((trainee.generation, step), Draw(state, sampler.state, sampler.global_batch))
+        draw = known.draws.setdefault((simulated.generation, step), Draw(state, sampler.state, sampler.global_batch))
         if draw.state != state or draw.batch != sampler.global_batch:
             self.breach(
                 DataPromise.SAMPLER,
-                f"{trainee.me} is at {state} before step {step}, {sampler.global_batch} at a time; another: {draw}",
+                f"{simulated.me} is at {state} before step {step}, {sampler.global_batch} at a time; another: {draw}",
             )
 
-    def draws(self, trainee: Trainee, step: int, rank: int, samples: list[int]) -> None:
+    def draws(self, simulated: SimulatedWorker, step: int, rank: int, samples: list[int]) -> None:
         """A script has drawn its part of a step."""
-        known = self.jobs[trainee.job]
-        known.draws[trainee.generation, step].parts[rank] = samples
+        known = self.jobs[simulated.job]
+        known.draws[simulated.generation, step].parts[rank] = samples
         if known.data.mode is not SamplingMode.SHARDED:
             return
         wanted = set(known.data.dataset.shard_of(samples).tolist())
-        disk = known.disks[trainee]
+        disk = known.disks[simulated]
         # What is known to be bad is mended by the next commit, and may be drawn from until then.
-        if missing := known.missing_at(disk, {shard for shard in wanted if not disk.is_rotten(shard)}):
-            self.breach(DataPromise.SAMPLES, f"{trainee.me} draws from {missing} in step {step}, and has them not")
+        if missing := known.missing_at(disk, {shard for shard in wanted if not disk.is_corrupt(shard)}):
+            self.breach(DataPromise.SAMPLES, f"{simulated.me} draws from {missing} in step {step}, and has them not")
 
-    def counts(self, trainee: Trainee, step: int) -> None:
+    def counts(self, simulated: SimulatedWorker, step: int) -> None:
         """A script is told that a step counts."""
-        known = self.jobs[trainee.job]
-        draw = known.draws[trainee.generation, step]
-        draw.witnesses.add(trainee)
+        known = self.jobs[simulated.job]
+        draw = known.draws[simulated.generation, step]
+        draw.witnesses.add(simulated)
         found, left = sorted(draw.samples), known.data.samples - draw.at.consumed
         if len(found) != min(draw.batch, left) or len(set(found)) != len(found):
             self.breach(
                 DataPromise.SAMPLES,
-                f"step {step} of {trainee.job} took {draw.parts}, and wanted {draw.batch} of {left}",
+                f"step {step} of {simulated.job} took {draw.parts}, and wanted {draw.batch} of {left}",
             )
         if known.data.mode is SamplingMode.SHARED:
             places = range(draw.at.consumed, draw.at.consumed + len(found))
             should = sorted(known.data.sampler().samples_at(draw.at.epoch, places).tolist())
             if found != should:
-                self.breach(DataPromise.SAMPLES, f"step {step} of {trainee.job} took {found}, and not {should}")
+                self.breach(DataPromise.SAMPLES, f"step {step} of {simulated.job} took {found}, and not {should}")
 
     # In the end.
 
@@ -382,7 +383,7 @@ class DataOracle:
             if is_finished:
                 self._met("an epoch is finished")
 
-    def check_audit(self, job: str, epoch: int, view: AuditView | None, tellers: set[Trainee]) -> None:
+    def check_audit(self, job: str, epoch: int, view: AuditView | None, tellers: set[SimulatedWorker]) -> None:
         """What is said of an epoch is what was; `tellers` have left in good order when nothing was wrong."""
         known, sampler = self.jobs[job], self.jobs[job].data.sampler()
         draws = [draw for _, draw in known.used() if draw.at.epoch == epoch]

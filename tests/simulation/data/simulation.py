@@ -29,7 +29,7 @@ from forged.net.protocol.messages import Message
 from forged.worker.transport.bulk_channel import LoopBulkTransport, LoopChannel
 from forged.worker.transport.dialogue_wire import Conversation, DialogueWire, cut_off
 from forged.worker.transport.peer_messages import PeerMessage
-from tests.simulation.elastic.truth import Trainee
+from tests.simulation.elastic.truth import SimulatedWorker
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ class Disk(MemoryShardStore):
         self.is_full = False
         self.is_gone = False
         """With its host."""
-        self.user: Trainee | None = None
+        self.user: SimulatedWorker | None = None
         """The process that was here last."""
         self.rotten: dict[int, bytes] = {}
         """What lies in the place of shards that the disk has spoilt."""
@@ -111,9 +111,9 @@ class Disk(MemoryShardStore):
             self._watch(self, shard)
         super().drop(shard)
 
-    def rot(self, shard: int) -> None:
+    def corrupt(self, shard: int) -> None:
         """Spoil a byte of a shard, which looks as before."""
-        if self.is_rotten(shard):
+        if self.is_corrupt(shard):
             return
         changed = bytearray(self.read(shard))
         changed[len(changed) // 2] ^= 1
@@ -121,7 +121,7 @@ class Disk(MemoryShardStore):
         self.rotten[shard] = bytes(changed)
         self.found.discard(shard)
 
-    def is_rotten(self, shard: int) -> bool:
+    def is_corrupt(self, shard: int) -> bool:
         """Whether the copy is damaged and was not replaced since."""
         return self.holds(shard) and self.read(shard) == self.rotten.get(shard)
 
@@ -133,8 +133,8 @@ class Disk(MemoryShardStore):
 
 
 @dataclass
-class Ways:
-    """How bad the ways are on which shards come; probabilities are per piece, or per shard from the origin."""
+class LinkQuality:
+    """The quality of the links that carry shards; probabilities are per piece, or per shard from the origin."""
 
     cut: float = 0.0
     corrupt: float = 0.0
@@ -146,7 +146,7 @@ class Ways:
     origin_timeout_s: float = 60.0
 
     @classmethod
-    def drawn(cls, source: Random, hanging: Random) -> Ways:
+    def drawn(cls, source: Random, hanging: Random) -> LinkQuality:
         """Those of one world."""
         return cls(
             cut=source.choice((0.0, 0.2, 0.4)),
@@ -157,7 +157,7 @@ class Ways:
             origin_timeout_s=hanging.choice(ORIGIN_TIMEOUT_S),
         )
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """From now on everything arrives."""
         self.cut = self.corrupt = self.delay = self.origin_fails = self.origin_hangs = 0.0
 
@@ -180,7 +180,7 @@ class JobData:
     is_dealt: bool
     """Whether each slot has but a part of it at first, where there is no origin; else all have all of it."""
     shard_takes_s: float
-    ways: Ways
+    link_quality: LinkQuality
     met: Callable[[str], None]
     disks: dict[tuple[int, str], Disk] = field(default_factory=dict)
     """By slot and host."""
@@ -199,7 +199,13 @@ class JobData:
 
     @classmethod
     def drawn(
-        cls, job: str, source: Random, config: ElasticTrainingConfig, slots: int, ways: Ways, met: Callable[[str], None]
+        cls,
+        job: str,
+        source: Random,
+        config: ElasticTrainingConfig,
+        slots: int,
+        link_quality: LinkQuality,
+        met: Callable[[str], None],
     ) -> JobData:
         """That of a job of so many slots."""
         has_shards = source.random() < 0.9
@@ -218,7 +224,7 @@ class JobData:
             drop_last=source.random() < 0.3,
             is_dealt=slots <= config.max_workers and source.random() < 0.3,
             shard_takes_s=source.choice(SHARD_TAKES_S),
-            ways=ways,
+            link_quality=link_quality,
             met=met,
         )
 
@@ -301,7 +307,7 @@ class JobData:
             origin=_Origin(self) if self.has_origin else None,
             replication=self.replication,
             weight=weight,
-            origin_timeout_s=self.ways.origin_timeout_s,
+            origin_timeout_s=self.link_quality.origin_timeout_s,
         )
 
     def sampler(self) -> ElasticSampler:
@@ -312,21 +318,21 @@ class JobData:
         )
 
     def carrier(self) -> LoopBulkTransport:
-        """The ways on which shards come to it."""
-        return BadCarrier(self.ways, self.shard_takes_s, self.source, self.met)
+        """The transport that carries shards to it."""
+        return BadCarrier(self.link_quality, self.shard_takes_s, self.source, self.met)
 
     async def bring(self, shard: DataShard, file: BinaryIO) -> None:
         """Write a shard, if nothing comes between."""
         content = self.content(shard.shard_id)
-        if self.hanging.random() < self.ways.origin_hangs:
+        if self.hanging.random() < self.link_quality.origin_hangs:
             file.write(content[: self.hanging.choice((0, len(content) // 2))])
-            self.ways.origin_failed = True
+            self.link_quality.origin_failed = True
             self.met("the origin hangs")
             self.hung.add(shard.shard_id)
             await anyio.sleep_forever()
-        if self.source.random() < self.ways.origin_fails:
+        if self.source.random() < self.link_quality.origin_fails:
             file.write(content[: len(content) // 2])
-            self.ways.origin_failed = True
+            self.link_quality.origin_failed = True
             self.met("the origin fails")
             raise OSError("the origin is away")
         file.write(content)
@@ -350,10 +356,12 @@ def _content(job: str, shard: int, size: int) -> bytes:
 
 
 class BadCarrier(LoopBulkTransport):
-    """Carries states as they are, and shards as the ways allow."""
+    """Carries states unchanged, and shards with the faults of the links."""
 
-    def __init__(self, ways: Ways, shard_takes_s: float, source: Random, met: Callable[[str], None]) -> None:
-        self._ways = ways
+    def __init__(
+        self, link_quality: LinkQuality, shard_takes_s: float, source: Random, met: Callable[[str], None]
+    ) -> None:
+        self._ways = link_quality
         self._shard_takes_s = shard_takes_s
         self._source = source
         self._met = met
@@ -377,10 +385,15 @@ class _BadChannel(LoopChannel):
 
 class _BadWire:
     def __init__(
-        self, wire: DialogueWire, ways: Ways, shard_takes_s: float, source: Random, met: Callable[[str], None]
+        self,
+        wire: DialogueWire,
+        link_quality: LinkQuality,
+        shard_takes_s: float,
+        source: Random,
+        met: Callable[[str], None],
     ) -> None:
         self._wire = wire
-        self._ways = ways
+        self._ways = link_quality
         self._shard_takes_s = shard_takes_s
         self._source = source
         self._met = met

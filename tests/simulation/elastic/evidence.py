@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from forged.elastic.config import tolerated_failures
-from tests.simulation.elastic.truth import SETTLED_AFTER_S, Disturbances, Trainee, Truth
+from tests.simulation.elastic.truth import SETTLED_AFTER_S, Disturbances, SimulatedWorker, Truth
 
 HELD_BEFORE_S = 2.0
 """How long after a script was held up that may still be seen."""
@@ -28,45 +28,47 @@ STANDING_STILL = ("alive, but no progress", "no answer in attempt")
 class Evidence:
     """Judges reasons; what is wrong with one is returned in words, and nothing where it is right."""
 
-    def __init__(self, trainees: Sequence[Trainee], disturbances: Disturbances, now: Callable[[], float]) -> None:
-        self._trainees = trainees
+    def __init__(
+        self, simulated_workers: Sequence[SimulatedWorker], disturbances: Disturbances, now: Callable[[], float]
+    ) -> None:
+        self._trainees = simulated_workers
         self._disturbances = disturbances
         self._now = now
 
     # Workers.
 
-    def against_death(self, trainee: Trainee, reason: str, truth: Truth) -> str | None:
+    def against_death(self, simulated: SimulatedWorker, reason: str, truth: Truth) -> str | None:
         """What speaks against a worker's being failed for this reason."""
-        if not trainee.alive:
+        if not simulated.alive:
             return None
         if reason.startswith("evicted: "):
-            return None if trainee.name in truth.evictions_wanted else "no eviction was requested"
+            return None if simulated.name in truth.evictions_wanted else "no eviction was requested"
         if reason.startswith("its process") or "refuses connections" in reason:
             return "it lives"
         if reason.startswith("draining for"):
-            return self._against_impatience(trainee, reason, truth)
+            return self._against_impatience(simulated, reason, truth)
         if reason.startswith(STANDING_STILL) or any(text in reason for text in NOT_TOGETHER):
-            return None if self._is_disturbed(truth) else self._against_stillness(trainee, reason, truth)
-        return self._against_silence(trainee, reason, truth)
+            return None if self._is_disturbed(truth) else self._against_stillness(simulated, reason, truth)
+        return self._against_silence(simulated, reason, truth)
 
-    def _against_impatience(self, trainee: Trainee, reason: str, truth: Truth) -> str | None:
+    def _against_impatience(self, simulated: SimulatedWorker, reason: str, truth: Truth) -> str | None:
         """Whether it had its time to go, and did not."""
-        assert trainee.me is not None
-        told_s = self._now() - truth.told_to_go.get(trainee.me, math.inf)
+        assert simulated.me is not None
+        told_s = self._now() - truth.told_to_go.get(simulated.me, math.inf)
         if told_s < max(truth.config.leave_timeout_s, truth.config.worker_heartbeat_timeout_s) - TOLD_LATE_S:
             return f"it was told so {told_s:.1f} s ago"
         if reason.endswith("has not left"):
-            return "its world needs it" if trainee.me in truth.world else None
-        return None if self._is_disturbed(truth) or self._was_held(trainee) else "its library is heard"
+            return "its world needs it" if simulated.me in truth.world else None
+        return None if self._is_disturbed(truth) or self._was_held(simulated) else "its library is heard"
 
-    def _against_stillness(self, trainee: Trainee, reason: str, truth: Truth) -> str | None:
+    def _against_stillness(self, simulated: SimulatedWorker, reason: str, truth: Truth) -> str | None:
         """Whether it was itself that did not get on, where every network was good."""
         if reason.startswith("alive, but no progress"):
             held_s = truth.config.stall_timeout_s - STEP_S_MAX
-            return None if self._was_held(trainee, held_s) else "it was not held up for so long"
-        return None if self._was_held(trainee) else "nothing kept it from getting on"
+            return None if self._was_held(simulated, held_s) else "it was not held up for so long"
+        return None if self._was_held(simulated) else "nothing kept it from getting on"
 
-    def _against_silence(self, trainee: Trainee, reason: str, truth: Truth) -> str | None:
+    def _against_silence(self, simulated: SimulatedWorker, reason: str, truth: Truth) -> str | None:
         """Whether its network was bad enough, and for long enough."""
         config = truth.config
         limits_s = {
@@ -77,26 +79,26 @@ class Evidence:
         limit_s = next((limit_s for text, limit_s in limits_s.items() if reason.startswith(text)), None)
         if limit_s is None:
             return "that is no reason"
-        if reason.startswith("unreachable from the daemon") and self._was_held(trainee):
+        if reason.startswith("unreachable from the daemon") and self._was_held(simulated):
             # A blocked worker answers neither daemon nor peer, and its network may be good.
             return None
-        if reason.startswith("unreachable from the daemon") and self._disturbances.is_but_a_pause(trainee.host):
+        if reason.startswith("unreachable from the daemon") and self._disturbances.is_but_a_pause(simulated.host):
             return "the whole network paused, for the reporter too"
-        if self._was_good(trainee.host):
-            return f"its network is good for {self._disturbances.good_for_s(trainee.host):.1f} s"
-        bad_s = self._disturbances.bad_for_s(trainee.host)
+        if self._was_good(simulated.host):
+            return f"its network is good for {self._disturbances.good_for_s(simulated.host):.1f} s"
+        bad_s = self._disturbances.bad_for_s(simulated.host)
         return None if bad_s >= limit_s - SOON_S else f"its network is bad for {bad_s:.1f} s only"
 
-    def _was_held(self, trainee: Trainee, seconds: float = 0.0) -> bool:
+    def _was_held(self, simulated: SimulatedWorker, seconds: float = 0.0) -> bool:
         """Whether its script was held up for so long, until a moment ago."""
-        return trainee.held_since + seconds - SOON_S <= self._now() <= trainee.held_until + HELD_BEFORE_S
+        return simulated.held_since + seconds - SOON_S <= self._now() <= simulated.held_until + HELD_BEFORE_S
 
     def _was_good(self, host: str) -> bool:
         return self._disturbances.good_for_s(host) > SETTLED_AFTER_S
 
     def _is_disturbed(self, truth: Truth) -> bool:
         """Whether anything was wrong with any host of the job."""
-        hosts = {trainee.host for trainee in self._trainees if trainee.job == truth.job}
+        hosts = {simulated.host for simulated in self._trainees if simulated.job == truth.job}
         return not all(map(self._was_good, hosts))
 
     # Jobs.

@@ -55,13 +55,13 @@ FLAPS_S = (3.0, 8.0)
 FLAP_LIVES_S = (0.0, 1.0)
 SLOW_BYTES_PER_S = (10_000, 60_000)
 PAUSES_S = (0.5, 12.0)
-ROTS = 0.3
+CORRUPTIONS = 0.3
 """How often a disk spoils a shard when something else happens."""
-LIE_STEPS = 10**6
-WORDS_OF_THE_GONE = 5
-REFUSALS_IN_ORDER = frozenset({"job_untrained", "worker_unknown", "job_over", "workers_none", "job_unknown"})
+FALSE_STEPS = 10**6
+STALE_MESSAGES_MAX = 5
+VALID_REFUSALS = frozenset({"job_untrained", "worker_unknown", "job_over", "workers_none", "job_unknown"})
 """What an operator may be told at any time."""
-REFUSALS_OF_THE_GONE = REFUSALS_IN_ORDER | {"attempt_over"}
+STALE_REFUSALS = VALID_REFUSALS | {"attempt_over"}
 MOMENTS = (WorkerJoined, RescaleStarted, RescaleSynchronising, RescaleCompleted, WorkerFailed)
 """The facts at which a prepared fault may strike."""
 
@@ -69,20 +69,20 @@ MOMENTS = (WorkerJoined, RescaleStarted, RescaleSynchronising, RescaleCompleted,
 class FaultInjector:
     """Injects faults into one simulated world."""
 
-    def __init__(self, world: ElasticWorld, *, grim: bool, steady: bool) -> None:
+    def __init__(self, world: ElasticWorld, *, kills: bool, steady: bool) -> None:
         self._world = world
         self._random = world.random
-        self._grim = grim
+        self._kills = kills
         """Whether processes and hosts die in this world; in the rest only the network fails."""
         self._steady = steady
         """Whether the daemon lives on and every network is good, so that only a worker's end may count as such."""
-        self._ambushes = grim and self._random.random() < 0.5
+        self._ambushes = kills and self._random.random() < 0.5
         self._relieves = self._random.random() < 0.25
         """Whether whole worlds are drained when a joiner comes."""
         self._rotting = Random(f"rot {world.seed}")
         self._liars: dict[str, Process] = {}
         self._flapping: dict[tuple[str, int], float] = {}
-        """Until when processes of a slot die young."""
+        """Until when processes of a slot die early."""
         if not steady and self._random.random() < 0.3:
             self._slow_down()
 
@@ -96,61 +96,69 @@ class FaultInjector:
         async with world.client(world.network.host("operator"), source) as operator:
             while world.loop.time() < ends_at:
                 await anyio.sleep(self._random.uniform(0.1, 4.0))
-                if self._rotting.random() < ROTS:
-                    self._rot()
+                if self._rotting.random() < CORRUPTIONS:
+                    self._corrupt_shard()
                 if self._random.random() < 0.3:
-                    await self._interfere(operator)
+                    await self._send_operator_requests(operator)
                 else:
-                    self._random.choice(self._deeds(operator))()
+                    self._random.choice(self._possible_faults(operator))()
         world.end_faults()
         for process in world.living():
             process.resume()
         world.resume_daemon()
-        world.ways.mend()
+        world.link_quality.repair()
         for disk in self._disks():
             disk.is_full = False
-        for cause in ("hostile", "partition", "host", "slow", "ways"):
+        for cause in ("hostile", "partition", "host", "slow", "link_quality"):
             world.oracle.disturbances.end(cause)
 
-    def _deeds(self, operator: ForgedClient) -> list[Callable[[], None]]:
+    def _possible_faults(self, operator: ForgedClient) -> list[Callable[[], None]]:
         deeds: list[Callable[[], None]] = [
             self._hold,
             self._suspend,
             self._suspend_daemon,
             self._jump,
-            partial(self._lie, operator),
-            partial(self._hold_up_a_rescale, operator),
+            partial(self._report_false_step, operator),
+            partial(self._hang_script_in_rescale, operator),
         ]
         if not self._steady:
             deeds += [self._fill_shards] if self._disks() else []
-            deeds += [self._cut_off, self._part, self._part, self._heal, self._heal, self._fill, self._pause_all]
-        if self._grim:
+            deeds += [
+                self._cut_off,
+                self._partition,
+                self._partition,
+                self._heal,
+                self._heal,
+                self._fill,
+                self._pause_all,
+            ]
+        if self._kills:
             deeds += [self._kill, self._kill, self._kill_both, self._lose_host, self._kill_all, self._kill_first]
             deeds += [self._flap]
         return deeds
 
-    def happens(self, fact: Fact, job: str) -> None:
-        """A fact has just been published: the fault that waits for it strikes."""
+    def fact_published(self, fact: Fact, job: str) -> None:
+        """Inject the fault that waits for this fact."""
         world = self._world
         if self._relieves and isinstance(fact, WorkerJoined) and world.faults_active and self._random.random() < 0.5:
-            world.start(partial(self._relieve, job))
+            world.start(partial(self._drain_world, job))
         if not (self._ambushes and world.faults_active and isinstance(fact, MOMENTS) and self._random.random() < 0.25):
             return
-        victim = self._concerned(fact, job)
+        victim = self._affected(fact, job)
         if victim is None:
             return
         act = self._random.choice((victim.kill, victim.kill, victim.vanish, partial(self._suspend_one, victim)))
         later_s = self._random.choice((0.0, 0.0, 0.01, 0.1, 0.5))
-        world.note(f"a fault waits for {victim.trainee.name}")
-        world.loop.call_later(later_s, self._strike, victim, act, context=world.network.links.context.copy())
+        world.note(f"a fault waits for {victim.simulated.name}")
+        world.loop.call_later(later_s, self._inject, victim, act, context=world.network.links.context.copy())
 
-    def _strike(self, victim: Process, act: Callable[[], None]) -> None:
+    def _inject(self, victim: Process, act: Callable[[], None]) -> None:
         if victim.alive and self._world.faults_active:
             act()
 
-    def _concerned(self, fact: Fact, job: str) -> Process | None:
+    def _affected(self, fact: Fact, job: str) -> Process | None:
         living = [process for process in self._world.living() if process.job.name == job]
-        names = {process.trainee.name: process for process in living}
+        names = {process.simulated.name: process for process in living}
         match fact:
             case RescaleStarted(added=[name, *_]) if self._random.random() < 0.5:
                 return names.get(name)
@@ -160,30 +168,30 @@ class FaultInjector:
                 return names.get(worker.id)
         return self._random.choice(living) if living else None
 
-    def spoil(self, job: Job, slot: int) -> bool:
+    def starts_mute(self, job: Job, slot: int) -> bool:
         """Whether the next process of a slot is one that never becomes ready.
 
         In asynchronous mode no worker fails for not answering, because none must answer before the commit.
         """
         answers = job.config.use_synchronous_rescaling
-        return answers and self._world.faults_active and self._grim and self._random.random() < 0.06
+        return answers and self._world.faults_active and self._kills and self._random.random() < 0.06
 
-    def flaps(self, job: Job, slot: int) -> bool:
-        """Whether processes of this slot die young now."""
+    def is_flapping(self, job: Job, slot: int) -> bool:
+        """Whether processes of this slot die early now."""
         return self._world.faults_active and self._world.loop.time() < self._flapping.get((job.name, slot), 0.0)
 
-    def befall(self, process: Process, job: Job, slot: int) -> None:
-        """See to it that a process that has just started dies young, if that is its fate."""
-        if not self.flaps(job, slot):
+    def process_started(self, process: Process, job: Job, slot: int) -> None:
+        """Make a process that has just started die early, if its slot is flapping."""
+        if not self.is_flapping(job, slot):
             return
         self._world.met["a worker flaps"] += 1
         lives_s = self._random.uniform(*FLAP_LIVES_S)
-        self._world.loop.call_later(lives_s, self._strike, process, process.kill)
+        self._world.loop.call_later(lives_s, self._inject, process, process.kill)
 
-    def follow(self, process: Process) -> None:
+    def send_stale_messages(self, process: Process) -> None:
         """Keep sending messages of a process that is gone."""
         if self._world.faults_active and self._random.random() < 0.3:
-            self._world.start(partial(self._talk_on, process))
+            self._world.start(partial(self._send_stale_messages, process))
 
     # Networks.
 
@@ -194,7 +202,7 @@ class FaultInjector:
         world.oracle.disturbances.begin("partition", cut_off)
         world.met["some do not reach the daemon"] += 1
 
-    def _part(self) -> None:
+    def _partition(self) -> None:
         """A partition in the middle: some of the workers here, some there, and the daemon with all, some or none."""
         world, random = self._world, self._random
         here = random.sample(world.hosts, random.randint(1, len(world.hosts) - 1))
@@ -244,12 +252,12 @@ class FaultInjector:
         disk.is_full = True
         self._world.loop.call_later(self._random.uniform(*FULL_S), setattr, disk, "is_full", False)
 
-    def _rot(self) -> None:
-        """Spoil a shard somewhere, of a dataset that can be had again."""
+    def _corrupt_shard(self) -> None:
+        """Corrupt a shard of a dataset that can be read again."""
         disks = [disk for disk in self._disks() if disk.can_be_mended and disk.held()]
         if disks:
             disk = self._rotting.choice(disks)
-            disk.rot(self._rotting.choice(sorted(disk.held())))
+            disk.corrupt(self._rotting.choice(sorted(disk.held())))
             self._world.met["a disk spoils a shard"] += 1
 
     # Processes, hosts and their clocks.
@@ -263,7 +271,7 @@ class FaultInjector:
             process.hold(self._random.uniform(*HELD_S))
             self._world.met["a script hangs"] += 1
 
-    def _hold_up_a_rescale(self, operator: ForgedClient) -> None:
+    def _hang_script_in_rescale(self, operator: ForgedClient) -> None:
         """One script hangs, and all other workers wait for it at the end of the step."""
         if (process := self._pick()) is not None:
             process.hold(self._random.uniform(*HELD_S))
@@ -300,7 +308,7 @@ class FaultInjector:
         job = self._random.choice(self._world.jobs)
         world = self._world.oracle.truths[job.name].world
         for process in self._world.living(job):
-            if process.trainee.me is not None and world.rank_of(process.trainee.me) == 0:
+            if process.simulated.me is not None and world.rank_of(process.simulated.me) == 0:
                 process.kill()
 
     def _kill_all(self) -> None:
@@ -316,10 +324,10 @@ class FaultInjector:
 
     def _lose_host(self) -> None:
         if (process := self._pick()) is not None:
-            host = process.trainee.host
+            host = process.simulated.host
             self._world.oracle.disturbances.begin("host", [host])
             for other in self._world.living():
-                if other.trainee.host == host:
+                if other.simulated.host == host:
                     other.vanish()
             self._world.network.crash(host, host_gone=True)
             for job in self._world.jobs:
@@ -333,47 +341,47 @@ class FaultInjector:
         self._flapping[job.name, slot] = self._world.loop.time() + self._random.uniform(*FLAPS_S)
         for process in self._world.living(job):
             if process.slot == slot:
-                self.befall(process, job, slot)
+                self.process_started(process, job, slot)
 
     # Words.
 
-    def _lie(self, operator: ForgedClient) -> None:
+    def _report_false_step(self, operator: ForgedClient) -> None:
         """A worker's library says that it is much further than it is. No two of a job do."""
         process = self._pick()
         if process is None or self._liars.setdefault(process.job.name, process) is not process:
             return
-        trainee = process.trainee
-        if self._world.oracle.truths[trainee.job].world.world_size > 1:
-            step = process.worker.step + LIE_STEPS
-            self._world.note(f"a heartbeat of {trainee.name} lies")
-            trainee.lies = True
-            operator.signal(Heartbeat(trainee.job, trainee.name, trainee.incarnation, step, 0))
+        simulated = process.simulated
+        if self._world.oracle.truths[simulated.job].world.world_size > 1:
+            step = process.worker.step + FALSE_STEPS
+            self._world.note(f"a heartbeat of {simulated.name} lies")
+            simulated.lies = True
+            operator.signal(Heartbeat(simulated.job, simulated.name, simulated.incarnation, step, 0))
             self._world.met["a heartbeat lies"] += 1
 
-    async def _talk_on(self, process: Process) -> None:
+    async def _send_stale_messages(self, process: Process) -> None:
         """A gone worker keeps sending requests and signals under its old incarnation."""
         world = self._world
         source = Random(world.random.getrandbits(64))
         try:
             async with world.client(world.network.host("elsewhere"), source) as client:
-                await self._say_it_all(client, process)
+                await self._send_all(client, process)
         except Unavailable as error:
             world.note(f"a gone worker was told {error.code}")
 
-    async def _say_it_all(self, client: ForgedClient, process: Process) -> None:
+    async def _send_all(self, client: ForgedClient, process: Process) -> None:
         world = self._world
-        for _ in range(WORDS_OF_THE_GONE):
+        for _ in range(STALE_MESSAGES_MAX):
             if not world.faults_active:
                 return
-            if world.oracle.is_gone(process.trainee):
-                await self._say_one(client, process)
+            if world.oracle.is_gone(process.simulated):
+                await self._send_one(client, process)
             await anyio.sleep(self._random.uniform(0.1, 2.0))
 
-    async def _say_one(self, client: ForgedClient, process: Process) -> None:
-        trainee = process.trainee
-        who = trainee.job, trainee.name, trainee.incarnation
-        truth = self._world.oracle.truths[trainee.job]
-        step, generation = truth.steps_committed + LIE_STEPS, truth.generation
+    async def _send_one(self, client: ForgedClient, process: Process) -> None:
+        simulated = process.simulated
+        who = simulated.job, simulated.name, simulated.incarnation
+        truth = self._world.oracle.truths[simulated.job]
+        step, generation = truth.steps_committed + FALSE_STEPS, truth.generation
         self._world.met["a gone worker keeps talking"] += 1
         client.signal(Heartbeat(*who, step, 1 << 60))
         client.signal(Pulse(*who, 1.0, step, 1 << 60))
@@ -383,12 +391,12 @@ class FaultInjector:
             ReportUnreachablePeer(*who, generation, reason="it does not like it"),
             LeaveJob(*who, done=True, step=step),
         )
-        await self._ask(client, self._random.choice(requests), REFUSALS_OF_THE_GONE)
+        await self._ask(client, self._random.choice(requests), STALE_REFUSALS)
 
-    async def _interfere(self, operator: ForgedClient) -> None:
+    async def _send_operator_requests(self, operator: ForgedClient) -> None:
         job = self._random.choice(self._world.jobs)
         process = self._pick()
-        name = process.trainee.name if process is not None and process.job is job else "nobody"
+        name = process.simulated.name if process is not None and process.job is job else "nobody"
         choices: tuple[Request[Any], ...] = (
             PauseJob(job.name),
             ResumeJob(job.name),
@@ -403,12 +411,12 @@ class FaultInjector:
         self._world.oracle.truths[job.name].abort_wanted |= isinstance(request, AbortJob)
         if isinstance(request, EvictWorker):
             self._world.oracle.truths[job.name].evictions_wanted.add(name)
-        await self.want(operator, request)
+        await self.request(operator, request)
 
     async def _rescale(self, operator: ForgedClient, job: str) -> None:
-        await self.want(operator, RescaleJob(job))
+        await self.request(operator, RescaleJob(job))
 
-    async def _relieve(self, job: str) -> None:
+    async def _drain_world(self, job: str) -> None:
         """Drain all of a world, because joiners are there."""
         world = self._world
         await anyio.sleep(2 * WAITS_S)
@@ -417,14 +425,14 @@ class FaultInjector:
         try:
             async with world.client(world.network.host("operator"), source) as operator:
                 for worker in world.oracle.truths[job].world.workers:
-                    await self.want(operator, DrainWorker(job, worker.id))
+                    await self.request(operator, DrainWorker(job, worker.id))
         except Unavailable as error:
             world.note(f"a drain of all workers was answered with {error.code}")
 
-    async def want(self, operator: ForgedClient, request: Request[Any]) -> bool:
+    async def request(self, operator: ForgedClient, request: Request[Any]) -> bool:
         """Ask for something as an operator; tells whether it was answered."""
         self._world.note(f"the operator wants {request!r}")
-        return await self._ask(operator, request, REFUSALS_IN_ORDER)
+        return await self._ask(operator, request, VALID_REFUSALS)
 
     async def _ask(self, client: ForgedClient, request: Request[Any], in_order: frozenset[str]) -> bool:
         try:

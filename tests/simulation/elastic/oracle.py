@@ -52,7 +52,7 @@ from tests.simulation.elastic.truth import (
     WAITS_S,
     Disturbances,
     Promise,
-    Trainee,
+    SimulatedWorker,
     Truth,
     broken,
 )
@@ -68,12 +68,12 @@ class ElasticOracle:
         self.facts: dict[int, bytes] = {}
         self.last = 0
         self.truths: dict[str, Truth] = {}
-        self.trainees: list[Trainee] = []
+        self.simulated_workers: list[SimulatedWorker] = []
         self.disturbances = Disturbances(now)
         self.breaches: list[InvariantViolated] = []
-        self.data = DataOracle(self.trainee_of, self._raise, look, met)
-        self._evidence = Evidence(self.trainees, self.disturbances, now)
-        self._background = Background(self.trainees, self.disturbances, now)
+        self.data = DataOracle(self.simulated_worker_of, self._raise, look, met)
+        self._evidence = Evidence(self.simulated_workers, self.disturbances, now)
+        self._background = Background(self.simulated_workers, self.disturbances, now)
         self._now = now
         self._steady_from = 0.0
         """Since when workers have had time to find the daemon."""
@@ -136,16 +136,16 @@ class ElasticOracle:
         config, now = truth.config, self._now()
         waiting = [other for other in truth.members.values() if other not in truth.told_to_go]
         has_room = config.max_workers > 1 and 1 + len(waiting) >= config.min_workers
-        trainee = self.trainee_of(worker)
-        has_state = trainee is not None and trainee.committed == truth.steps_committed > 0
+        simulated = self.simulated_worker_of(worker)
+        has_state = simulated is not None and simulated.committed == truth.steps_committed > 0
         if not (has_state and has_room) or self._is_disturbed(worker):
             return None
         return next((one for one in waiting if now - truth.joined_at[one] > WAITS_S and self._hears(one)), None)
 
     def _hears(self, worker: WorkerId) -> bool:
-        trainee = self.trainee_of(worker)
-        is_held = trainee is None or trainee.held_until > self._now() - WAITS_S
-        return not (is_held or self._is_disturbed(worker)) and trainee is not None and trainee.alive
+        simulated = self.simulated_worker_of(worker)
+        is_held = simulated is None or simulated.held_until > self._now() - WAITS_S
+        return not (is_held or self._is_disturbed(worker)) and simulated is not None and simulated.alive
 
     def _is_disturbed(self, worker: WorkerId) -> bool:
         """Whether it may not have heard what was said, or not been heard."""
@@ -162,10 +162,10 @@ class ElasticOracle:
         if fact.rank >= 0 and truth.phase not in OVER and not is_wanted:
             truth.failures += 1
             truth.failed_behind.append(truth.steps_committed)
-        trainee = self.trainee_of(worker)
-        if trainee is None:
+        simulated = self.simulated_worker_of(worker)
+        if simulated is None:
             self.breach(Promise.EVIDENCE, f"{worker} failed, and is not known")
-        if against := self._evidence.against_death(trainee, fact.reason, truth):
+        if against := self._evidence.against_death(simulated, fact.reason, truth):
             self.breach(Promise.EVIDENCE, f"{worker} failed: {fact.reason}; but {against}")
 
     @take.register
@@ -250,7 +250,7 @@ class ElasticOracle:
             truth.begins[new.epoch] = truth.committed[new.epoch] = fact.step
         truth.in_attempt = truth.synchronising = truth.in_background = False
         truth.failures = 0
-        first = self.trainee_of(new.workers[0])
+        first = self.simulated_worker_of(new.workers[0])
         truth.lone_liar |= new.world_size == 1 and first is not None and first.lies
 
     @take.register
@@ -348,28 +348,28 @@ class ElasticOracle:
 
     def _check_acknowledged(self, truth: Truth, new: ClusterTopology, attempt: int, step: int) -> None:
         """All members have stopped at the step after which the new world starts, or have received its state."""
-        trainees = [self.trainee_of(worker) for worker in new.workers]
+        simulated_workers = [self.simulated_worker_of(worker) for worker in new.workers]
         told = truth.stops[attempt]
-        stops = [None if trainee is None else told.get(trainee.incarnation) for trainee in trainees]
+        stops = [None if simulated is None else told.get(simulated.incarnation) for simulated in simulated_workers]
         nobody_has_any = not any(stop and stop.holds_state for stop in stops)
-        for rank, (trainee, stop) in enumerate(zip(trainees, stops, strict=True)):
+        for rank, (simulated, stop) in enumerate(zip(simulated_workers, stops, strict=True)):
             world = f"world {new.epoch} of {truth.job} was committed behind {step}"
-            if trainee is None or stop is None:
+            if simulated is None or stop is None:
                 self.breach(Promise.ACKNOWLEDGED, f"{world}, and {new.workers[rank]} did not stop")
-            is_source = trainee.name == truth.source or (rank == 0 and nobody_has_any)
+            is_source = simulated.name == truth.source or (rank == 0 and nobody_has_any)
             has_state = stop.holds_state and stop.position == step
-            if not (is_source or has_state or trainee.incarnation in truth.ready[attempt]):
-                self.breach(Promise.ACKNOWLEDGED, f"{world}, and {trainee.me} is at {stop}")
+            if not (is_source or has_state or simulated.incarnation in truth.ready[attempt]):
+                self.breach(Promise.ACKNOWLEDGED, f"{world}, and {simulated.me} is at {stop}")
 
     def _check_stopped(self, truth: Truth, new: ClusterTopology, number: int) -> None:
         """A member of a new world has left the previous one."""
-        for trainee in self.trainees:
-            if not trainee.alive or trainee.me is None or trainee.job != truth.job or trainee.me not in new:
+        for simulated in self.simulated_workers:
+            if not simulated.alive or simulated.me is None or simulated.job != truth.job or simulated.me not in new:
                 continue
-            if trainee.stepping is not None and trainee.generation < number:
+            if simulated.stepping is not None and simulated.generation < number:
                 self.breach(
                     Promise.ACKNOWLEDGED,
-                    f"world {number} of {truth.job} was committed while {trainee.me} was in step {trainee.stepping}",
+                    f"world {number} of {truth.job} is committed while {simulated.me} is in step {simulated.stepping}",
                 )
 
     def _check_step(self, truth: Truth, old: ClusterTopology, new: ClusterTopology, behind: int) -> None:
@@ -404,7 +404,7 @@ class ElasticOracle:
 
     def _goes_on(self, truth: Truth, old: ClusterTopology, new: ClusterTopology) -> bool:
         """Whether a survivor has the state, by a commit with a step or from training."""
-        trained = {trainee.me for trainee in self.trainees if trainee.generation}
+        trained = {simulated.me for simulated in self.simulated_workers if simulated.generation}
         return any(worker in new and (worker in truth.placed or worker in trained) for worker in old.workers)
 
     def _check_covered(self, truth: Truth, world: ClusterTopology, number: int) -> None:
@@ -417,20 +417,20 @@ class ElasticOracle:
                 f"step {number} of {truth.job} used {used} in world {world.epoch}: ranks {sorted(parts)}",
             )
 
-    def is_gone(self, trainee: Trainee) -> bool:
+    def is_gone(self, simulated: SimulatedWorker) -> bool:
         """Whether the facts say that it is no member any more."""
-        truth = self.truths[trainee.job]
-        return truth.phase in OVER or trainee.me in truth.gone
+        truth = self.truths[simulated.job]
+        return truth.phase in OVER or simulated.me in truth.gone
 
-    def trainee_of(self, worker: WorkerId) -> Trainee | None:
+    def simulated_worker_of(self, worker: WorkerId) -> SimulatedWorker | None:
         """The process that this is."""
-        return next((trainee for trainee in self.trainees if trainee.me == worker), None)
+        return next((simulated for simulated in self.simulated_workers if simulated.me == worker), None)
 
     # Training scripts.
 
-    def enters(self, trainee: Trainee, known: ClusterTopology, step: int) -> None:
+    def enters(self, simulated: SimulatedWorker, known: ClusterTopology, step: int) -> None:
         """A worker has met its world, and the members have agreed after which step it starts."""
-        truth, me = self.truths[trainee.job], trainee.me
+        truth, me = self.truths[simulated.job], simulated.me
         assert me is not None
         world = truth.worlds.get(known.epoch)
         if world is None or known.workers != world.workers:
@@ -439,11 +439,11 @@ class ElasticOracle:
             )
         if me not in world:
             self.breach(Promise.ONE_OWNER, f"{me} enters world {world.epoch} of {truth.job}, which it is not in")
-        if known.epoch <= trainee.generation:
-            self.breach(Promise.GENERATIONS_GROW, f"{me} enters world {known.epoch} behind {trainee.generation}")
+        if known.epoch <= simulated.generation:
+            self.breach(Promise.GENERATIONS_GROW, f"{me} enters world {known.epoch} behind {simulated.generation}")
         if world.epoch not in truth.begun:
             self._begin_world(truth, world, step)
-        trainee.generation, trainee.committed, trainee.finished = known.epoch, step, None
+        simulated.generation, simulated.committed, simulated.finished = known.epoch, step, None
 
     def _begin_world(self, truth: Truth, world: ClusterTopology, step: int) -> None:
         """An asynchronous world starts after the step on which its members agreed."""
@@ -453,92 +453,94 @@ class ElasticOracle:
 
     def _check_beginning(self, truth: Truth, world: ClusterTopology, step: int) -> None:
         """Survivors continue where they were."""
-        known = [trainee for worker in world.workers if (trainee := self.trainee_of(worker)) is not None]
-        staying = [trainee for trainee in known if trainee.generation]
+        known = [simulated for worker in world.workers if (simulated := self.simulated_worker_of(worker)) is not None]
+        staying = [simulated for simulated in known if simulated.generation]
         least, most = 0, truth.steps_committed + 1
         if staying:
             last = max(truth.begun)
-            in_last = any(trainee.generation == last for trainee in staying)
-            least = max([trainee.committed for trainee in staying] + [truth.committed[last]] * in_last)
-            most = least + all(trainee.has_finished(least) for trainee in staying)
+            in_last = any(simulated.generation == last for simulated in staying)
+            least = max([simulated.committed for simulated in staying] + [truth.committed[last]] * in_last)
+            most = least + all(simulated.has_finished(least) for simulated in staying)
         if not least <= step <= most:
             begins = f"world {world.epoch} of {truth.job} begins behind {step}"
             self.breach(Promise.STEPS, f"{begins}, and it must be from {least} to {most}")
 
-    def begins(self, trainee: Trainee, step: int, state: int) -> None:
+    def begins(self, simulated: SimulatedWorker, step: int, state: int) -> None:
         """A script is told to do a step."""
         # A member that heard of it earlier may not have reported it.
         self.check()
-        truth, me = self.truths[trainee.job], trainee.me
+        truth, me = self.truths[simulated.job], simulated.me
         assert me is not None
-        if truth.stops_to_rescale and trainee.generation < truth.generation and me in truth.world:
+        if truth.stops_to_rescale and simulated.generation < truth.generation and me in truth.world:
             self.breach(
                 Promise.ACKNOWLEDGED,
-                f"{me} begins step {step} in world {trainee.generation} of {truth.job}, {truth.generation} holds",
+                f"{me} begins step {step} in world {simulated.generation} of {truth.job}, {truth.generation} holds",
             )
-        committed = truth.committed.get(trainee.generation)
+        committed = truth.committed.get(simulated.generation)
         if step != committed:
             self.breach(Promise.STEPS, f"{me} begins step {step} of {truth.job}, and {committed} are committed")
         self._check_state(truth, me, step, state)
-        trainee.stepping = step
+        simulated.stepping = step
 
-    def contributes(self, trainee: Trainee, rank: int, share: range, pace: tuple[float, int]) -> None:
+    def contributes(self, simulated: SimulatedWorker, rank: int, share: range, pace: tuple[float, int]) -> None:
         """A script contributes its part of a step, with this learning rate and batch."""
-        truth, step = self.truths[trainee.job], trainee.stepping
-        assert trainee.me is not None
+        truth, step = self.truths[simulated.job], simulated.stepping
+        assert simulated.me is not None
         assert step is not None
-        if truth.worlds[trainee.generation].rank_of(trainee.me) != rank:
-            self.breach(Promise.ONE_OWNER, f"{trainee.me} takes itself for rank {rank} in world {trainee.generation}")
-        contributed = truth.steps[trainee.generation, step].contributed
+        if truth.worlds[simulated.generation].rank_of(simulated.me) != rank:
+            self.breach(
+                Promise.ONE_OWNER, f"{simulated.me} takes itself for rank {rank} in world {simulated.generation}"
+            )
+        contributed = truth.steps[simulated.generation, step].contributed
         if rank in contributed:
             self.breach(
-                Promise.ONE_OWNER, f"rank {rank} gives its part of step {step} twice in world {trainee.generation}"
+                Promise.ONE_OWNER, f"rank {rank} gives its part of step {step} twice in world {simulated.generation}"
             )
         contributed[rank] = share
-        paces = truth.steps[trainee.generation, step].paces
+        paces = truth.steps[simulated.generation, step].paces
         paces[rank] = pace
         if len(set(paces.values())) > 1:
             self.breach(
-                Promise.ONE_RATE, f"rates and batches differ in step {step} of world {trainee.generation}: {paces}"
+                Promise.ONE_RATE, f"rates and batches differ in step {step} of world {simulated.generation}: {paces}"
             )
 
-    def finishes(self, trainee: Trainee) -> None:
+    def finishes(self, simulated: SimulatedWorker) -> None:
         """A script has done its part of a step, and changed its state."""
-        assert trainee.me is not None
-        assert trainee.stepping is not None
-        trainee.finished = trainee.stepping
-        self.truths[trainee.job].steps[trainee.generation, trainee.stepping].finished.add(trainee.me)
+        assert simulated.me is not None
+        assert simulated.stepping is not None
+        simulated.finished = simulated.stepping
+        self.truths[simulated.job].steps[simulated.generation, simulated.stepping].finished.add(simulated.me)
 
-    def ends(self, trainee: Trainee, state: int, *, counts: bool) -> None:
+    def ends(self, simulated: SimulatedWorker, state: int, *, counts: bool) -> None:
         """A script is told what became of the step."""
-        truth, step = self.truths[trainee.job], trainee.stepping
-        assert trainee.me is not None
+        truth, step = self.truths[simulated.job], simulated.stepping
+        assert simulated.me is not None
         assert step is not None
-        trainee.stepping = None
+        simulated.stepping = None
         if not counts:
             return
-        world = truth.worlds[trainee.generation]
-        finished = truth.steps[trainee.generation, step].finished
+        world = truth.worlds[simulated.generation]
+        finished = truth.steps[simulated.generation, step].finished
         if unfinished := [str(worker) for worker in world.workers if worker not in finished]:
             self.breach(
                 Promise.STEPS, f"step {step} of {truth.job} is committed, and {unfinished} have not finished it"
             )
         self._check_covered(truth, world, step)
-        self._check_state(truth, trainee.me, step + 1, state)
-        self._check_not_put_out(truth, trainee, step)
-        truth.committed[trainee.generation] = max(truth.committed[trainee.generation], step + 1)
-        trainee.committed, truth.stepped_at = step + 1, self._now()
+        self._check_state(truth, simulated.me, step + 1, state)
+        self._check_not_put_out(truth, simulated, step)
+        truth.committed[simulated.generation] = max(truth.committed[simulated.generation], step + 1)
+        simulated.committed, truth.stepped_at = step + 1, self._now()
 
-    def _check_not_put_out(self, truth: Truth, trainee: Trainee, step: int) -> None:
+    def _check_not_put_out(self, truth: Truth, simulated: SimulatedWorker, step: int) -> None:
         """An evicted worker does not train on for long, and one that has stopped for another world not at all.
 
         In asynchronous mode a world ends with its step, however long a member is blocked in it.
         """
-        is_member = trainee.me in truth.world
-        old = f"{trainee.me} commits step {step} in world {trainee.generation}, and {truth.generation} holds"
-        if truth.stops_to_rescale and trainee.generation < truth.generation and is_member:
+        is_member = simulated.me in truth.world
+        old = f"{simulated.me} commits step {step} in world {simulated.generation}, and {truth.generation} holds"
+        if truth.stops_to_rescale and simulated.generation < truth.generation and is_member:
             self.breach(Promise.ACKNOWLEDGED, old)
-        if not is_member and self._now() > truth.followed_at.get(trainee.generation, math.inf) + OLD_WORLD_MAX_S:
+        if not is_member and self._now() > truth.followed_at.get(simulated.generation, math.inf) + OLD_WORLD_MAX_S:
             self.breach(Promise.GENERATIONS_GROW, f"{old} for {OLD_WORLD_MAX_S:g} s")
 
     def _check_state(self, truth: Truth, me: WorkerId, steps: int, state: int) -> None:

@@ -29,7 +29,7 @@ from forged.worker.worker import ElasticWorker
 from tests.simulation.base import ENDPOINT
 from tests.simulation.data.simulation import JobData
 from tests.simulation.elastic.oracle import ElasticOracle
-from tests.simulation.elastic.truth import BATCH, Promise, Trainee, advance, broken, samples, share_of
+from tests.simulation.elastic.truth import BATCH, Promise, SimulatedWorker, advance, broken, samples, share_of
 from tests.simulation.environment.loop import VirtualClock, VirtualLoop
 from tests.simulation.environment.network import HostNetwork, SimulatedNetwork
 
@@ -45,7 +45,7 @@ ENDS_IN_ORDER = frozenset(
 """What a training process may be told that has done nothing wrong."""
 
 
-class Surroundings(Protocol):
+class SimulationPort(Protocol):
     """What a process needs of its world."""
 
     loop: VirtualLoop
@@ -75,7 +75,7 @@ class Surroundings(Protocol):
         """The client of a worker or pulse."""
         ...
 
-    def dies(self, trainee: Trainee) -> None:
+    def dies(self, simulated: SimulatedWorker) -> None:
         """A process is killed."""
         ...
 
@@ -130,8 +130,8 @@ class Job:
 class SimulatedPulse:
     """The process that speaks for another."""
 
-    def __init__(self, world: Surroundings, process: Process, about: tuple[str, str, bytes]) -> None:
-        self.network = world.network.host(process.trainee.host)
+    def __init__(self, world: SimulationPort, process: Process, about: tuple[str, str, bytes]) -> None:
+        self.network = world.network.host(process.simulated.host)
         self.over = anyio.Event()
         self.death = ""
         self.leave: dict[str, Any] = {}
@@ -181,7 +181,7 @@ class SimulatedPulse:
         self._scope.cancel()
 
 
-class SpokenFor(SharedProcess):
+class SimulatedWorkerProcess(SharedProcess):
     """What a simulated worker has of its process: one that speaks for it."""
 
     def __init__(self, process: Process) -> None:
@@ -197,7 +197,7 @@ class SpokenFor(SharedProcess):
 class Process:
     """A training process. One that is `mute` registers and never becomes ready."""
 
-    def __init__(self, world: Surroundings, job: Job, slot: int, name: str, host: str, *, mute: bool = False) -> None:
+    def __init__(self, world: SimulationPort, job: Job, slot: int, name: str, host: str, *, mute: bool = False) -> None:
         self.job = job
         self.slot = slot
         self.ended = anyio.Event()
@@ -224,7 +224,7 @@ class Process:
             token=world.token,
             network=self._network,
             clock=self.clock,
-            process=SpokenFor(self),
+            process=SimulatedWorkerProcess(self),
             log=SILENT,
             random=self._random,
             carrier=LoopBulkTransport() if data is None else data.carrier(),
@@ -235,9 +235,9 @@ class Process:
         )
         self.worker.state_synchronized.subscribe(self._enter)
         self.worker.leaving.subscribe(self._save)
-        self.trainee = Trainee(job.name, name, host, self.worker.incarnation)
+        self.simulated = SimulatedWorker(job.name, name, host, self.worker.incarnation)
         if self.disk is not None and given is not None:
-            world.oracle.data.moves_in(self.trainee, self.disk, given.weight)
+            world.oracle.data.moves_in(self.simulated, self.disk, given.weight)
 
     async def _save(self, reason: str) -> None:
         """Some take their time before they go."""
@@ -245,7 +245,7 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        return self.trainee.alive
+        return self.simulated.alive
 
     @property
     def suspended(self) -> bool:
@@ -266,23 +266,23 @@ class Process:
         if not self.alive:
             return
         for error in _leaves(errors):
-            self._world.note(f"{self.trainee.name} was told {error}")
+            self._world.note(f"{self.simulated.name} was told {error}")
             if not isinstance(error, Unavailable) and error.code not in ENDS_IN_ORDER:
-                raise broken(Promise.ANSWERS, f"{self.trainee.name} was told {error}") from error
+                raise broken(Promise.ANSWERS, f"{self.simulated.name} was told {error}") from error
 
     # Faults.
 
     def kill(self) -> None:
         """As kill -9 does; its pulse sees it."""
-        self._world.note(f"{self.trainee.name} is killed")
-        self._world.dies(self.trainee)
+        self._world.note(f"{self.simulated.name} is killed")
+        self._world.dies(self.simulated)
         self._world.network.kill(self._network)
         self._scope.cancel()
         self._finish("its process was killed by SIGKILL")
 
     def vanish(self) -> None:
         """Its host is gone, or its pulse is killed with it."""
-        self.trainee.alive = False
+        self.simulated.alive = False
         if self.pulse is not None:
             self.pulse.kill()
         self.kill()
@@ -293,10 +293,10 @@ class Process:
 
     def suspend(self, seconds: float) -> None:
         """As SIGSTOP does, and SIGCONT so much later; its pulse goes on."""
-        self._world.note(f"{self.trainee.name} is suspended for {seconds:.1f} s")
+        self._world.note(f"{self.simulated.name} is suspended for {seconds:.1f} s")
         self._network.execution.suspend()
         self._suspended_at = self._world.loop.time()
-        self.trainee.hold(self._suspended_at, seconds)
+        self.simulated.hold(self._suspended_at, seconds)
 
         async def resume_later() -> None:
             await anyio.sleep(seconds)
@@ -307,12 +307,12 @@ class Process:
     def resume(self) -> None:
         """Let it go on."""
         if self.suspended:
-            self._world.note(f"{self.trainee.name} goes on")
+            self._world.note(f"{self.simulated.name} goes on")
             self._network.execution.resume()
-            self.trainee.let_go(self._world.loop.time(), self._suspended_at)
+            self.simulated.let_go(self._world.loop.time(), self._suspended_at)
 
     def _finish(self, death: str) -> None:
-        self.trainee.alive = False
+        self.simulated.alive = False
         if not self.ended.is_set():
             self.ended.set()
             if self.pulse is not None:
@@ -321,31 +321,31 @@ class Process:
     # Its script.
 
     async def _train(self) -> None:
-        worker, trainee = self.worker, self.trainee
+        worker, simulated = self.worker, self.simulated
         async with worker.session(ENDPOINT):
-            trainee.me = worker.worker_id
-            self._world.note(f"{trainee.me} has started")
+            simulated.me = worker.worker_id
+            self._world.note(f"{simulated.me} has started")
             self._start_pulse()
             if self.mute:
-                trainee.hold(self._world.loop.time(), MUTE_S)
+                simulated.hold(self._world.loop.time(), MUTE_S)
                 await worker.register()
-                self._world.note(f"{trainee.me} has registered, and is mute")
+                self._world.note(f"{simulated.me} has registered, and is mute")
                 await self._until_put_out()
                 return
             while (step := await worker.begin_step(self.job.total)) is not None:
                 await self._step(step)
-            trainee.alive, trainee.has_left = False, True
-            self._world.note(f"{trainee.me} has left behind step {worker.step}")
+            simulated.alive, simulated.has_left = False, True
+            self._world.note(f"{simulated.me} has left behind step {worker.step}")
 
     async def _until_put_out(self) -> None:
         """Do nothing until the other workers continue without this one."""
         gone = self._world.oracle.is_gone
         with anyio.move_on_after(MUTE_S):
-            while not gone(self.trainee):
+            while not gone(self.simulated):
                 await anyio.sleep(0.5)
 
     def _start_pulse(self) -> None:
-        about = (self.job.name, self.trainee.name, self.worker.incarnation)
+        about = (self.job.name, self.simulated.name, self.worker.incarnation)
         self.pulse = SimulatedPulse(self._world, self, about)
         self._world.start(self.pulse.speak)
 
@@ -353,15 +353,15 @@ class Process:
         self._world.look()
         known = self.worker.current_topology
         if self.alive and known is not None:
-            self._world.oracle.enters(self.trainee, known, state.current_step)
+            self._world.oracle.enters(self.simulated, known, state.current_step)
 
     async def _step(self, step: int) -> None:
-        worker, trainee, world = self.worker, self.trainee, self._world
+        worker, simulated, world = self.worker, self.simulated, self._world
         world.look()
-        if trainee.alive:
-            world.oracle.begins(trainee, step, self._steps_in_state())
+        if simulated.alive:
+            world.oracle.begins(simulated, step, self._steps_in_state())
             if worker.sampler is not None:
-                world.oracle.data.begins(trainee, step, worker.sampler)
+                world.oracle.data.begins(simulated, step, worker.sampler)
         await self._work(self.job.pace_s)
         try:
             total = await self._exchange(step)
@@ -372,22 +372,22 @@ class Process:
             self._apply(total)
         counts = await worker.finish_step()
         world.look()
-        if trainee.alive:
-            world.oracle.ends(trainee, self._steps_in_state(), counts=counts)
+        if simulated.alive:
+            world.oracle.ends(simulated, self._steps_in_state(), counts=counts)
             if counts and worker.sampler is not None:
-                world.oracle.data.counts(trainee, step)
+                world.oracle.data.counts(simulated, step)
             if counts:
-                world.note(f"{trainee.name} has committed step {step} in world {trainee.generation}")
+                world.note(f"{simulated.name} has committed step {step} in world {simulated.generation}")
 
     async def _exchange(self, step: int) -> int:
-        worker, trainee = self.worker, self.trainee
+        worker, simulated = self.worker, self.simulated
         self._world.look()
         rank, share = worker.rank, share_of(worker.rank, worker.world_size)
-        if trainee.alive:
+        if simulated.alive:
             pace = (worker.learning_rate, worker.global_batch_size)
-            self._world.oracle.contributes(trainee, rank, share, pace)
+            self._world.oracle.contributes(simulated, rank, share, pace)
             if worker.sampler is not None:
-                self._world.oracle.data.draws(trainee, step, rank, worker.batch().tolist())
+                self._world.oracle.data.draws(simulated, step, rank, worker.batch().tolist())
         own = np.array([samples(self.job.name, step, share)], np.int64)
         if step % 3 == 0:
             await worker.barrier()
@@ -395,12 +395,12 @@ class Process:
         if step % 4 == 0:
             heard = await worker.broadcast(total, root=step % worker.world_size)
             if not np.array_equal(heard, total):
-                raise broken(Promise.STATE, f"{trainee.me} has {total} in step {step}, and another has {heard}")
+                raise broken(Promise.STATE, f"{simulated.me} has {total} in step {step}, and another has {heard}")
         return int(total[0])
 
     def _apply(self, total: int) -> None:
-        if self.trainee.alive:
-            self._world.oracle.finishes(self.trainee)
+        if self.simulated.alive:
+            self._world.oracle.finishes(self.simulated)
         if self.job.has_schedule:
             worker = self.worker
             worker.update_training_state(worker.epoch, worker.step, rate_after(worker.step + 1))
@@ -410,8 +410,8 @@ class Process:
     async def _work(self, about_s: float) -> None:
         held_s, self._held_s = self._held_s, 0.0
         if held_s:
-            self._world.note(f"{self.trainee.name} is held up for {held_s:.1f} s")
-            self.trainee.hold(self._world.loop.time(), held_s)
+            self._world.note(f"{self.simulated.name} is held up for {held_s:.1f} s")
+            self.simulated.hold(self._world.loop.time(), held_s)
         await anyio.sleep(held_s + self._random.uniform(0.2, 1.0) * about_s)
 
     def _steps_in_state(self) -> int:

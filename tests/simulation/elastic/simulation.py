@@ -33,12 +33,12 @@ from forged.kernel.ledger import FACT_PREFIX, read_all
 from forged.kernel.messages import Call, Fact, Record
 from forged.kernel.store.port import Store
 from tests.simulation.base import ENDPOINT, SERVER, SOCKET, Simulation
-from tests.simulation.data.simulation import JobData, Ways, has_data
+from tests.simulation.data.simulation import JobData, LinkQuality, has_data
 from tests.simulation.elastic.faults import FaultInjector
 from tests.simulation.elastic.oracle import ElasticOracle
 from tests.simulation.elastic.process import Job, Process
 from tests.simulation.elastic.tally import Tally
-from tests.simulation.elastic.truth import Promise, Trainee, Truth, broken
+from tests.simulation.elastic.truth import Promise, SimulatedWorker, Truth, broken
 from tests.simulation.environment.loop import SimulationError, VirtualClock, VirtualLoop, run
 from tests.simulation.environment.network import HostNetwork
 
@@ -81,7 +81,7 @@ class ElasticWorld(Simulation):
         self._position = 0
         self._small_journal = random.random() < 0.2
         steady = random.random() < 0.3
-        self.ways = Ways()
+        self.link_quality = LinkQuality()
         if has_data(seed):
             self._bring_data(Random(f"data of {seed}"), steady=steady)
         for job in self.jobs:
@@ -93,16 +93,16 @@ class ElasticWorld(Simulation):
             self.network.links.faults = replace(self.network.links.faults, reset=0.0, drop=0.0, duplicate=0.0)
         elif self.network.links.faults.reset or self.network.links.faults.drop or self.network.links.faults.duplicate:
             self.oracle.disturbances.begin("hostile", self.hosts)
-        self._faults = FaultInjector(self, grim=random.random() < 0.7, steady=steady)
+        self._faults = FaultInjector(self, kills=random.random() < 0.7, steady=steady)
         self._server = self.network.host(SERVER)
 
     def _bring_data(self, source: Random, *, steady: bool) -> None:
         """Have the jobs sample datasets."""
         if not steady:
-            self.ways = Ways.drawn(source, Random(f"hanging in {self.seed}"))
-            self.oracle.disturbances.begin("ways", self.hosts)
+            self.link_quality = LinkQuality.drawn(source, Random(f"hanging in {self.seed}"))
+            self.oracle.disturbances.begin("link_quality", self.hosts)
         for job in self.jobs:
-            data = JobData.drawn(job.name, source, job.config, job.slots, self.ways, self._meet)
+            data = JobData.drawn(job.name, source, job.config, job.slots, self.link_quality, self._meet)
             job.train_with(data, steady=steady)
 
     def _meet(self, what: str) -> None:
@@ -168,7 +168,7 @@ class ElasticWorld(Simulation):
         async def happens(record: Record) -> None:
             if self.daemon is daemon and isinstance(record.fact, Fact):
                 self.look()
-                self._faults.happens(record.fact, record.job)
+                self._faults.fact_published(record.fact, record.job)
 
         daemon.bus.wrap(ReportStopped, stopped, owner="simulation")
         daemon.bus.wrap(ReportReady, ready, owner="simulation")
@@ -208,10 +208,10 @@ class ElasticWorld(Simulation):
                     self.met.fact(record.fact, truth)
                 self.oracle.heard([record])
 
-    def dies(self, trainee: Trainee) -> None:
+    def dies(self, simulated: SimulatedWorker) -> None:
         """Note where it was."""
         self.look()
-        self.met.death(trainee, self.oracle.truths[trainee.job])
+        self.met.death(simulated, self.oracle.truths[simulated.job])
 
     def start(self, act: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Have something happen beside, as a part of no process."""
@@ -254,11 +254,11 @@ class ElasticWorld(Simulation):
             life += 1
             process = self._process(job, slot, life)
             self.processes.append(process)
-            self.oracle.trainees.append(process.trainee)
+            self.oracle.simulated_workers.append(process.simulated)
             self.start(process.live)
-            self._faults.befall(process, job, slot)
+            self._faults.process_started(process, job, slot)
             await process.ended.wait()
-            self._faults.follow(process)
+            self._faults.send_stale_messages(process)
             await anyio.sleep(self._break_s(job, slot))
             self.look()
 
@@ -266,12 +266,12 @@ class ElasticWorld(Simulation):
         """Now and then an id comes back, and now and then it does so on the host that is there for this."""
         name = f"w{slot}" if self.random.random() < 0.5 else f"w{slot}-{life}"
         host = self._hosts_of(job, slot)[self.random.random() >= 0.8]
-        return Process(self, job, slot, name, host, mute=self._faults.spoil(job, slot))
+        return Process(self, job, slot, name, host, mute=self._faults.starts_mute(job, slot))
 
     def _break_s(self, job: Job, slot: int) -> float:
         if not self.faults_active:
             return 0.5
-        return 0.1 if self._faults.flaps(job, slot) else self.random.choice((0.0, 0.3, 2.0, 8.0))
+        return 0.1 if self._faults.is_flapping(job, slot) else self.random.choice((0.0, 0.3, 2.0, 8.0))
 
     def living(self, job: Job | None = None) -> list[Process]:
         """The processes that live, of one job or of all."""
@@ -318,7 +318,7 @@ class ElasticWorld(Simulation):
         """After the faults every job trains again, with all live workers, or was aborted for a reason."""
         async with self.client(self.network.host("operator"), Random(f"recovery {self.seed}")) as operator:
             for job in self.jobs:
-                while not await self._faults.want(operator, ResumeJob(job.name)):
+                while not await self._faults.request(operator, ResumeJob(job.name)):
                     await anyio.sleep(0.5)
         marks = {job.name: self._committed(job) for job in self.jobs}
         starve = self.oracle.data.starves
@@ -337,7 +337,7 @@ class ElasticWorld(Simulation):
         truth, data = self.oracle.truths[job.name], job.data
         assert data is not None
         wanted = {worker.id for worker in truth.world.workers} | set(truth.added)
-        process = next((process for process in self.living(job) if process.trainee.name in wanted), None)
+        process = next((process for process in self.living(job) if process.simulated.name in wanted), None)
         is_one_enough = process is not None and job.slots <= job.config.max_workers
         for slot in [process.slot] if process is not None and is_one_enough else range(job.slots):
             data.restock(slot, self._hosts_of(job, slot), job.slots)
@@ -350,7 +350,7 @@ class ElasticWorld(Simulation):
 
     async def _finish(self) -> None:
         """Running jobs complete, and the workers that complete them have reported everything."""
-        there = {process.trainee for process in self.living()}
+        there = {process.simulated for process in self.living()}
         for job in self.jobs:
             job.total = self._committed(job) + STEPS_MORE
         truths = self.oracle.truths.values()
@@ -362,9 +362,9 @@ class ElasticWorld(Simulation):
         await self._until(lambda: not self.living(), "end their processes")
         for job in self.jobs:
             if job.data is not None:
-                await self._audit(job, {trainee for trainee in there if trainee.has_left})
+                await self._audit(job, {simulated for simulated in there if simulated.has_left})
 
-    async def _audit(self, job: Job, tellers: set[Trainee]) -> None:
+    async def _audit(self, job: Job, tellers: set[SimulatedWorker]) -> None:
         """Hold what the daemon proves against what was."""
         data = self.oracle.data
         data.check_epochs(job.name)

@@ -19,7 +19,7 @@ from forged.elastic.messages import (
 )
 from forged.elastic.phases import Phase
 from forged.kernel.messages import Fact
-from tests.simulation.elastic.truth import Trainee, Truth
+from tests.simulation.elastic.truth import SimulatedWorker, Truth
 
 SLOW_S = 2.0
 
@@ -105,20 +105,20 @@ class Tally(Counter[str]):
         self["too many of a world fail"] += " workers failed; limit " in reason
         self["too many fail in a row"] += "without a committed step" in reason
 
-    def death(self, trainee: Trainee, truth: Truth) -> None:
+    def death(self, simulated: SimulatedWorker, truth: Truth) -> None:
         """Count where a death found a worker."""
-        self[f"a worker dies {_where(trainee, truth)}"] += 1
-        self["rank 0 dies"] += trainee.me is not None and truth.world.rank_of(trainee.me) == 0
-        self["the source of the state dies"] += truth.synchronising and trainee.name == truth.source
+        self[f"a worker dies {_where(simulated, truth)}"] += 1
+        self["rank 0 dies"] += simulated.me is not None and truth.world.rank_of(simulated.me) == 0
+        self["the source of the state dies"] += truth.synchronising and simulated.name == truth.source
 
 
-def _where(trainee: Trainee, truth: Truth) -> str:
-    if trainee.me is None or trainee.me not in truth.members.values():
+def _where(simulated: SimulatedWorker, truth: Truth) -> str:
+    if simulated.me is None or simulated.me not in truth.members.values():
         return "before it joins"
-    if truth.phase is Phase.RESCALING and (trainee.me in truth.world or trainee.name in truth.added):
+    if truth.phase is Phase.RESCALING and (simulated.me in truth.world or simulated.name in truth.added):
         if truth.in_background:
             return "while data moves and training goes on"
         return "while the state travels" if truth.synchronising else "while all stop"
-    if trainee.me not in truth.world:
+    if simulated.me not in truth.world:
         return "waiting to join"
-    return "on its way into a world" if trainee.generation < truth.generation else "in a step"
+    return "on its way into a world" if simulated.generation < truth.generation else "in a step"

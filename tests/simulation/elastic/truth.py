@@ -72,7 +72,7 @@ def advance(chain: int, total: int) -> int:
 
 
 @dataclass(eq=False)
-class Trainee:
+class SimulatedWorker:
     """A training process, as it really is."""
 
     job: str
