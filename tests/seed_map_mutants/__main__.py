@@ -6,11 +6,12 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from queue import SimpleQueue
 
-from tests.seed_map import Row, node_ids
+from tests.seed_map import node_ids
 from tests.seed_map_mutants.catalog import mutants
 from tests.seed_map_mutants.mutation import Mutation, MutationError
 from tests.seed_map_mutants.runs import Outcome, TreeCopy, Verdict, tree_copy
@@ -22,17 +23,19 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many tests run at once")
     arguments = parser.parse_args()
     chosen = [
-        (row, mutation)
+        (row, mutation, node_ids(row.test))
         for row, mutation in mutants()
         if not arguments.texts or any(text in f"{row.seed} {row.declared} {row.test}" for text in arguments.texts)
     ]
+    if not chosen:
+        parser.error("no row has one of these texts")
     began, not_caught = time.monotonic(), 0
     copies: SimpleQueue[TreeCopy] = SimpleQueue()
 
-    def judge(row: Row, mutation: Mutation) -> Verdict:
+    def judge(mutation: Mutation, tests: Sequence[str]) -> Verdict:
         copy = copies.get()
         try:
-            return copy.judge(mutation, node_ids(row.test))
+            return copy.judge(mutation, tests)
         except MutationError as error:
             return Verdict(Outcome.INVALID, str(error))
         finally:
@@ -41,7 +44,8 @@ def main() -> int:
     with ExitStack() as stack, ThreadPoolExecutor(arguments.jobs) as threads:
         for _ in range(arguments.jobs):
             copies.put(stack.enter_context(tree_copy()))
-        for (row, _), verdict in zip(chosen, threads.map(judge, *zip(*chosen, strict=True)), strict=True):
+        rows, mutations, tests = zip(*chosen, strict=True)
+        for row, verdict in zip(rows, threads.map(judge, mutations, tests), strict=True):
             if verdict.outcome is not Outcome.CAUGHT:
                 not_caught += 1
                 print(f"{verdict.outcome}: {row.declared} ({row.test})", flush=True)

@@ -51,11 +51,13 @@ class TreeCopy:
     def judge(self, mutation: Mutation, tests: Sequence[str]) -> Verdict:
         """Run the tests with this mutation."""
         target = self._root / mutation.path
-        target.write_text(mutation.applied((ROOT / mutation.path).read_text()))
+        source, times = target.read_text(), target.stat()
+        target.write_text(mutation.applied(source))
         try:
             code, output = self._tests.run(tests)
         finally:
-            shutil.copy2(ROOT / mutation.path, target)
+            target.write_text(source)
+            os.utime(target, ns=(times.st_atime_ns, times.st_mtime_ns))
         return Verdict({PASSED: Outcome.SURVIVED, FAILED: Outcome.CAUGHT}.get(code, Outcome.INVALID), output)
 
 

@@ -165,7 +165,11 @@ class TestCorruption:
         for number, part in enumerate(manifest.parts):
             for chunk in range(2):
                 storage.damage(part.file, Index(manifest).layout(number).file_offsets[chunk])
-        assert [(error.rank, error.chunk) for error in check(storage).errors] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        result = check(storage)
+        assert [(error.rank, error.chunk) for error in result.errors] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        verdict, *lines = result.get_summary().splitlines()
+        assert verdict == "a is invalid: manifest ok, files ok, chunks failed"
+        assert lines == [f"  error: {error.message}" for error in result.errors]
 
     def test_the_number_of_findings_is_limited(self) -> None:
         storage = MemoryStorage()
