@@ -36,7 +36,6 @@ class Collected:
     call: CollectiveCall
     values: tuple[Value | None, ...]
     stop_wanted: int
-    stop_by: tuple[str, ...]
 
     @property
     def brought(self) -> tuple[Value, ...]:
@@ -51,12 +50,12 @@ class Collected:
     @property
     def full(self) -> Result:
         """The result for a rank that receives the values."""
-        return Result(self.number, self.brought, self.stop_wanted, self.stop_by)
+        return Result(self.number, self.brought, self.stop_wanted)
 
     @property
     def bare(self) -> Result:
         """The result for the other ranks."""
-        return Result(self.number, (), self.stop_wanted, self.stop_by)
+        return Result(self.number, (), self.stop_wanted)
 
 
 class Hub:
@@ -106,8 +105,7 @@ class Hub:
         ranks = range(len(self.names))
         wanted = [self._brought[rank].stop_wanted for rank in ranks]
         values = tuple(self._brought[rank].value for rank in ranks)
-        stop_by = tuple(self.names[rank] for rank in ranks if wanted[rank])[:NAMES_MAX]
-        collected = Collected(self._number, call, values, max(wanted), stop_by)
+        collected = Collected(self._number, call, values, max(wanted))
         self._number += 1
         self._brought, self._brought_bytes = {}, 0
         return collected

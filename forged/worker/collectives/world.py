@@ -9,7 +9,6 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from forged.errors import PeerError, RequestRefused
@@ -18,20 +17,6 @@ from forged.worker.collectives import arrays
 from forged.worker.collectives.arrays import Array, Given
 from forged.worker.collectives.endpoints import Ending, Endpoint
 from forged.worker.transport.peer_messages import CollectiveCall, Kind, Operation, Result, Value
-
-
-@dataclass(frozen=True, slots=True)
-class StepVerdict:
-    """All ranks have finished the step. `stop_wanted` is the largest value that any of them has given."""
-
-    committed: bool
-    stop_wanted: int
-    reason: str
-
-    @property
-    def pause(self) -> bool:
-        """Whether the world stops after this step."""
-        return self.stop_wanted > 0
 
 
 class World:
@@ -100,17 +85,16 @@ class World:
             return arrays.unpack_into(reduced, out)
         return arrays.unpack(Value(own.form, reduced.data, reduced.dtype, reduced.shape))
 
-    async def end_step(self, step: int, *, stop_wanted: int = 0, timeout_s: float | None = None) -> StepVerdict:
+    async def end_step(self, step: int, *, stop_wanted: int = 0, timeout_s: float | None = None) -> int:
         """Report that this rank has finished a step, and wait until all ranks have.
 
-        A rank that wants the world to stop after the step gives a number above 0; all ranks learn the largest number,
-        and so stop together.
+        A rank that wants the world to stop after the step gives a number above 0. The largest number is returned at all
+        ranks, so that they stop together.
         """
         if not 0 <= stop_wanted <= INTEGER_MAX or abs(step) > INTEGER_MAX:
             raise RequestRefused("step_invalid", f"step {step} or stop_wanted {stop_wanted} is out of range")
         result = await self._do(CollectiveCall(Kind.END_STEP, step=step), stop_wanted=stop_wanted, timeout_s=timeout_s)
-        reason = f"asked by {', '.join(result.stop_by)}" if result.stop_by else ""
-        return StepVerdict(committed=True, stop_wanted=result.stop_wanted, reason=reason)
+        return result.stop_wanted
 
     def abort(self, reason: str, peer: str = "") -> None:
         """Abort the world: every waiting and later call, at every rank, raises `CollectiveAborted`."""

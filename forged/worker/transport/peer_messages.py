@@ -191,12 +191,11 @@ class Contribution(Message, frozen=True, array_like=True, tag=5):
 
 
 class Result(Message, frozen=True, array_like=True, tag=6):
-    """The result of a collective for one member. `stop_by` names the workers that want a stop."""
+    """The result of a collective for one member."""
 
     number: Count
     values: tuple[Value, ...] = ()
     stop_wanted: Count = 0
-    stop_by: tuple[str, ...] = ()
 
 
 class Aborted(Message, frozen=True, array_like=True, tag=7):

@@ -144,11 +144,11 @@ class CurrentWorld:
             return False
         try:
             with self._meeting():
-                verdict = await self.world.end_step(step, stop_wanted=self._view.stop_wanted)
+                stop_wanted = await self.world.end_step(step, stop_wanted=self._view.stop_wanted)
         except CollectiveAborted as error:
             self.lose(error)
             return False
-        self._stopped_by = verdict.stop_wanted
+        self._stopped_by = stop_wanted
         return True
 
     def abort_collective(self, why: str) -> None:

@@ -160,16 +160,13 @@ async def test_reduction_error_at_the_hub_reaches_all_ranks(monkeypatch: pytest.
 
 async def test_step_is_committed_when_all_ranks_have_finished_it() -> None:
     async with open_world(3) as worlds:
-        verdicts = await each(worlds, lambda world: world.end_step(5))
-        assert all(verdict.committed and not verdict.pause and verdict.reason == "" for verdict in verdicts)
+        assert await each(worlds, lambda world: world.end_step(5)) == [0, 0, 0]
 
 
 async def test_all_ranks_stop_after_the_step_when_one_requests_it() -> None:
     async with open_world(3) as worlds:
-        verdicts = await each(worlds, lambda world: world.end_step(5, stop_wanted=40 + world.rank if world.rank else 0))
-        assert len(set(verdicts)) == 1
-        assert (verdicts[0].pause, verdicts[0].stop_wanted) == (True, 42)
-        assert verdicts[0].reason == "asked by w1, w2"
+        wishes = await each(worlds, lambda world: world.end_step(5, stop_wanted=40 + world.rank if world.rank else 0))
+        assert wishes == [42, 42, 42]
 
 
 async def test_mismatched_calls_raise_an_error_that_names_both_at_every_rank() -> None:
@@ -294,12 +291,12 @@ async def test_locally_refused_call_keeps_the_world() -> None:
 async def test_rank_that_leaves_does_not_revoke_a_delivered_result() -> None:
     async with open_world(3) as worlds:
 
-        async def finish(world: World) -> bool:
-            verdict = await world.end_step(9)
+        async def finish(world: World) -> int:
+            stop_wanted = await world.end_step(9)
             await world.leave()
-            return verdict.committed
+            return stop_wanted
 
-        assert await each(worlds, finish) == [True] * 3
+        assert await each(worlds, finish) == [0] * 3
 
 
 @pytest.mark.parametrize("who", [0, 2])
@@ -342,14 +339,14 @@ async def test_step_committed_before_the_hub_was_lost_stays_committed() -> None:
         worlds = await made.enter(1)
         hub_links = list(made.meshes[0]._links)
 
-        async def end(world: World) -> bool:
-            verdict = await world.end_step(1)
+        async def end(world: World) -> int:
+            stop_wanted = await world.end_step(1)
             if world.rank == 0:
                 for link in hub_links:
                     link.close()
-            return verdict.committed
+            return stop_wanted
 
-        assert await each(worlds, end) == [True] * 3
+        assert await each(worlds, end) == [0] * 3
         assert await codes_of(worlds[1:], ACTS["barrier"]) == {"collective_aborted"}
 
 
