@@ -50,15 +50,15 @@ T = TypeVar("T")
 _limiter: RunVar[CapacityLimiter] = RunVar("forged_bulk_limiter")
 
 
-class _WarmMemory(threading.local):
-    """A buffer per thread whose pages are populated at creation."""
+class ThreadBuffer(threading.local):
+    """A buffer for each thread, whose pages are populated at creation."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-        self.buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES, flags=flags))
+        self.buffer = memoryview(mmap.mmap(-1, size, flags=flags))
 
 
-_warm = _WarmMemory()
+_warm = ThreadBuffer(BUFFER_BYTES)
 
 
 def send_file(

@@ -10,12 +10,10 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import select
 import socket
 import struct
-import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
@@ -80,15 +78,7 @@ class DialogueWire(Protocol):
 Conversation = Callable[[DialogueWire], Coroutine[Any, Any, T]]
 
 
-class _WarmMemory(threading.local):
-    """A receive buffer for each thread, with its pages populated."""
-
-    def __init__(self) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-        self.buffer = memoryview(mmap.mmap(-1, PIECE_BYTES, flags=flags))
-
-
-_warm = _WarmMemory()
+_warm = movers.ThreadBuffer(PIECE_BYTES)
 
 
 class SocketWire:
