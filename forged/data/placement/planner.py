@@ -21,7 +21,7 @@ from forged.data.model import KINDS, Dataset, SourceKind, TransferPace, whole
 from forged.data.placement.holdings import Held, HeldCopies, Roster, read_owners, read_replicas
 from forged.data.placement.plan import Assignments, ColumnPlan, DataRedistributionPlan, Kinds, TransferColumns
 from forged.data.placement.replicas import keep_replicas, place_replicas
-from forged.data.placement.shares import Shares, Weights, read_weights
+from forged.data.placement.shares import Weights, WorkerShares, read_weights
 from forged.data.placement.validation import RedistributionReport, examine
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, RedistributionType, WorkerId
@@ -110,7 +110,7 @@ class DataRedistributor:
         """The owner of each shard, and the shards that get another owner."""
         if not before.size:
             return before.copy(), np.empty(0, np.intp)
-        shares = Shares.of(before.size, roster.world, weights)
+        shares = WorkerShares.of(before.size, roster.world, weights)
         if self._config.redistribution_type == RedistributionType.FULL_RESHUFFLE:
             owners = deal(shares.settled())
             return owners, np.flatnonzero(before != owners)
@@ -146,7 +146,7 @@ def _of_other_dataset(field: str, given: Dataset, dataset: Dataset) -> RequestRe
     )
 
 
-def _least_moved(roster: Roster, before: Column, copies: Column, shares: Shares) -> tuple[Column, Places]:
+def _least_moved(roster: Roster, before: Column, copies: Column, shares: WorkerShares) -> tuple[Column, Places]:
     held = count(before, len(roster.workers))[: roster.world]
     targets = shares.settled(held > shares.least)
     surplus = np.maximum(held - targets, 0)

@@ -18,7 +18,7 @@ import numpy as np
 
 from forged.data.columns import NOBODY, Column, Counts, Mask, Places, count, deal, ordinals
 from forged.data.permutation import Permutation
-from forged.data.placement.shares import Shares, Weights
+from forged.data.placement.shares import Weights, WorkerShares
 
 TRIES = 16
 """How often a misplaced replica is swapped before it is placed anywhere."""
@@ -103,7 +103,7 @@ def _overfull(total: int, ranks: Column, groups: Column, most: Counts, weights: 
 def _divided(total: int, ranks: Places | Column, loads: Counts, weights: Weights) -> Counts:
     """Distribute a number among these, without taking from a worker what it may keep."""
     own = None if weights is None else tuple(weights[rank] for rank in ranks)
-    shares = Shares.of(total, ranks.size, own if own is None or any(own) else None)
+    shares = WorkerShares.of(total, ranks.size, own if own is None or any(own) else None)
     return shares.settled(loads[ranks] > shares.least)
 
 

@@ -24,7 +24,7 @@ Weights = tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class WorkerShares:
     """The shares rounded down, the ranks with a remainder, largest first, and how many of them get one more."""
 
     least: Counts
@@ -32,7 +32,7 @@ class Shares:
     remainder: int
 
     @classmethod
-    def of(cls, total: int, world: int, weights: Weights = None) -> Shares:
+    def of(cls, total: int, world: int, weights: Weights = None) -> WorkerShares:
         """The shares of `total` things for so many workers."""
         if weights is None:
             each, rest = divmod(total, world)

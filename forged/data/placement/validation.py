@@ -15,7 +15,7 @@ import numpy.typing as npt
 from forged.data.columns import NOBODY, Column, Counts, Mask, Places
 from forged.data.model import KINDS, SourceKind
 from forged.data.placement.plan import DataRedistributionPlan
-from forged.data.placement.shares import Shares
+from forged.data.placement.shares import WorkerShares
 from forged.elastic.model import ClusterTopology, WorkerId
 
 NAMED_MAX = 10
@@ -120,7 +120,7 @@ def _wrong_numbers(plan: DataRedistributionPlan) -> Iterator[str]:
 def _unbalanced(plan: DataRedistributionPlan) -> Iterator[str]:
     if not plan.world_size:
         return
-    shares = Shares.of(plan.total_shards, plan.world_size, plan.weights)
+    shares = WorkerShares.of(plan.total_shards, plan.world_size, plan.weights)
     held = np.bincount(plan.owners, minlength=plan.world_size)
     least, most = shares.least, shares.most
     yield from _named(

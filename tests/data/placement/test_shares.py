@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forged.data.placement.shares import Shares, Weights, check_weight, read_weights
+from forged.data.placement.shares import Weights, WorkerShares, check_weight, read_weights
 from forged.elastic import WorkerId
 from forged.errors import RequestRefused
 from tests.data.topology_changes import at
@@ -23,7 +23,7 @@ TOTALS = st.integers(0, 1000) | st.integers(0, 2**40)
 @given(TOTALS, WEIGHTS, st.booleans())
 def test_shares_are_rounded_down_or_up_and_add_up(total: int, weights: tuple[int, ...], equal: bool) -> None:
     weights = (1,) * len(weights) if equal else weights
-    shares = Shares.of(total, len(weights), None if equal else weights)
+    shares = WorkerShares.of(total, len(weights), None if equal else weights)
     exact = [Fraction(total * weight, sum(weights)) for weight in weights]
     counts = shares.settled()
     assert int(counts.sum()) == total
@@ -34,7 +34,7 @@ def test_shares_are_rounded_down_or_up_and_add_up(total: int, weights: tuple[int
 
 @given(TOTALS, WEIGHTS, st.data())
 def test_remainder_goes_first_to_preferred_workers(total: int, weights: tuple[int, ...], data: st.DataObject) -> None:
-    shares = Shares.of(total, len(weights), weights)
+    shares = WorkerShares.of(total, len(weights), weights)
     preferred = np.array(data.draw(st.lists(st.booleans(), min_size=len(weights), max_size=len(weights))))
     more = shares.settled(preferred) > shares.least
     could = shares.most > shares.least
@@ -42,11 +42,11 @@ def test_remainder_goes_first_to_preferred_workers(total: int, weights: tuple[in
 
 
 def test_remainder_goes_to_lowest_ranks_on_tie() -> None:
-    assert Shares.of(11, 4).settled().tolist() == [3, 3, 3, 2]
+    assert WorkerShares.of(11, 4).settled().tolist() == [3, 3, 3, 2]
 
 
 def test_remainder_goes_to_the_largest_fraction() -> None:
-    assert Shares.of(10, 3, (1, 2, 4)).settled().tolist() == [1, 3, 6]
+    assert WorkerShares.of(10, 3, (1, 2, 4)).settled().tolist() == [1, 3, 6]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_weights_are_read_exactly_and_default_to_1(weights: dict[WorkerId, float
 
 def test_weights_that_lie_far_apart_are_not_rounded() -> None:
     weights = read_weights({at(0, 0): 5e-324, at(1, 1): 1.7e308}, (at(0, 0), at(1, 1)))
-    assert Shares.of(10, 2, weights).settled().tolist() == [0, 10]
+    assert WorkerShares.of(10, 2, weights).settled().tolist() == [0, 10]
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), True, "1", None, 10**400])
