@@ -7,7 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -439,6 +439,8 @@ class AttemptProgress(Signal, frozen=True):
     """Its problem; empty without one."""
     unreachable_peer: str = ""
     """The peer that it cannot reach; empty without one."""
+    store_failing_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """For how long its shard store has failed while it had a plan, in this attempt and earlier ones; 0 if it works."""
 
     @property
     def key(self) -> str:

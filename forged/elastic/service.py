@@ -311,8 +311,8 @@ class ElasticService:
         if coordinator is None:
             return
         coordinator.attempt_progress(signal, self._loop.now())
-        if signal.unreachable_peer:
-            # A suspected worker is judged sooner than the loop expected.
+        if signal.unreachable_peer or signal.store_failing_s:
+            # The worker is judged sooner than the loop expected.
             self._loop.wake()
         if coordinator.outbox:
             self._loop.settle(coordinator)

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -1003,6 +1004,39 @@ class TestFailedTransfers:
             assert "no answer in attempt 2 within 1 s: cannot store " in failed.reason
             assert "no space" in failed.reason
             assert await cluster.facts(ShardsLost) == []
+
+    async def test_of_a_store_count_over_attempts_and_daemon_restarts(
+        self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        swift = RetryPolicy(attempts=2, delay_s=0.01)
+        monkeypatch.setitem(cast("dict[str, Any]", DataTransferManager.__init__.__kwdefaults__), "retry", swift)
+        tries: list[int] = []
+        store_failed = TransferReports.store_failed
+
+        def fail(reports: TransferReports) -> None:
+            tries.append(reports._attempt)
+            store_failed(reports)
+
+        monkeypatch.setattr(TransferReports, "store_failed", fail)
+        async with training_cluster(runner, settings={"rescale_timeout_ms": 1_000}) as cluster:
+            cluster.start("a")
+            await cluster.group.world_of("a")
+            cluster.start("b", store=MemoryShardStore(bytes_max=SIZE // 2))
+            async with asyncio.timeout(PATIENCE_S):
+                for attempt in count(2):
+                    while tries.count(attempt) < 2 and not await cluster.facts(WorkerFailed):
+                        await asyncio.sleep(0.01)
+                    if failures := await cluster.facts(WorkerFailed):
+                        break
+                    if attempt == 2:
+                        await runner.close()
+                        await runner.open()
+                    else:
+                        async with cluster.client() as client:
+                            await client.rescale_job(JOB)
+            assert [failed.worker_id for failed in failures] == ["b"]
+            assert "in several attempts: cannot store" in failures[0].reason
+            await cluster.group.over("b")
 
     @pytest.mark.parametrize("origin", [None, ORIGIN])
     async def test_with_a_deleted_shard_directory_is_repaired_by_the_next_rescale(

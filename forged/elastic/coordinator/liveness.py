@@ -85,6 +85,10 @@ def attempt_progress(job: JobState, signal: AttemptProgress, now: Moment) -> Non
         attempt.problems[worker_id] = in_words(signal.problem, NO_REASON)
     else:
         attempt.problems.pop(worker_id, None)
+    if signal.store_failing_s:
+        attempt.store_failing_since[worker_id] = now.monotonic - signal.store_failing_s
+    else:
+        attempt.store_failing_since.pop(worker_id, None)
     if signal.unreachable_peer and signal.unreachable_peer == attempt.source:
         job.suspicions.report_unreachable(member, signal.unreachable_peer, now.monotonic)
     elif signal.state_bytes:

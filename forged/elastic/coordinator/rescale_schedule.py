@@ -86,7 +86,7 @@ def attempt_timeout_at(job: JobState) -> float:
     """When members that have not answered the attempt count as failed."""
     if job.attempt is None or job.member_is_missing:
         return NEVER
-    return job.attempt.heard_at + (job.config.rescale_timeout_s or NEVER)
+    return job.attempt.blocked_since + (job.config.rescale_timeout_s or NEVER)
 
 
 def abort_at(job: JobState) -> float:

@@ -3,6 +3,8 @@
 Invariants:
 - A member that waits for other members never fails for it. A step may be long, and so may a transfer. A member fails
   because its library is silent, or because all other members have come further.
+- A member whose shard store fails does so over all attempts: a new attempt, or a new run of the daemon, does not let it
+  hold the world up for another `rescale_timeout_ms`.
 - If a member cannot fetch the state though it does what it can, the state source fails.
 """
 
@@ -27,6 +29,11 @@ def blocking_members(
     """The members that block the attempt, with the evidence; none if all are in a long step or wait for data that no
     member can give. `trains` tells whether the previous world trains on meanwhile."""
     config = membership.config
+    within = f"in attempt {attempt.number} within {config.rescale_timeout_s:g} s"
+    if failing := [one for one in attempt.failing_stores(now - config.rescale_timeout_s) if one in membership.members]:
+        for worker in failing:
+            yield membership.members[worker], _with_failing_store(worker, attempt, within, now)
+        return
     source = membership.members.get(attempt.source)
     if source is not None and source.is_silent(silent_since(config, now)):
         late = [source]
@@ -36,13 +43,24 @@ def blocking_members(
         # A member that fetches data while it trains waits for no other member.
         waiting = {member.id for member in active if membership.in_world(member) and not trains}
         late = members_holding_up(active, waiting, config, now)
-    within = f"in attempt {attempt.number} within {config.rescale_timeout_s:g} s"
     if source is not None and (member_id := _cut_off_from(source, late, attempt, membership, peer_reports, now)):
         yield source, f"{member_id} could not fetch the state from it {within}"
         return
     for member in late:
-        reason, problem = f"no answer {within}", attempt.problems.get(member.id)
-        yield member, f"{reason}: {problem}" if problem else reason
+        yield member, _without_answer(member.id, attempt, within)
+
+
+def _without_answer(worker: str, attempt: Attempt, within: str) -> str:
+    problem = attempt.problems.get(worker)
+    return f"no answer {within}: {problem}" if problem else f"no answer {within}"
+
+
+def _with_failing_store(worker: str, attempt: Attempt, within: str, now: float) -> str:
+    began_at = attempt.store_failing_since[worker]
+    if began_at >= attempt.began_at:
+        return _without_answer(worker, attempt, within)
+    problem = attempt.problems.get(worker, "its shard store fails")
+    return f"no shard stored for {now - began_at:.0f} s, in several attempts: {problem}"
 
 
 def _cut_off_from(

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -84,6 +85,8 @@ class Attempt:
     """When each member that waits for other members last reported that."""
     problems: dict[str, str] = field(default_factory=dict)
     """The problems that members report."""
+    store_failing_since: dict[str, float] = field(default_factory=dict)
+    """Since when the shard stores of members have failed, which may be before the attempt."""
     state_receivers: frozenset[str] = frozenset()
     """The members that take the source's state."""
     state_keepers: frozenset[str] = frozenset()
@@ -112,6 +115,16 @@ class Attempt:
         """The members that owe an answer, in order."""
         missing = set(self.members) - self.stops.keys() if self.stage is Stage.STOPPING else self.unready
         return [worker for worker in self.members if worker in missing]
+
+    def failing_stores(self, since: float) -> list[str]:
+        """The members that need their training data, and whose shard stores have failed since this time or earlier."""
+        return [one for one, began_at in self.store_failing_since.items() if began_at <= since and one in self.unready]
+
+    @property
+    def blocked_since(self) -> float:
+        """From when the rescale timeout counts."""
+        failing = self.failing_stores(math.inf)
+        return min([self.heard_at, *(self.store_failing_since[worker] for worker in failing)])
 
     @property
     def in_background(self) -> bool:

@@ -35,6 +35,7 @@ from forged.data.messages import (
 from forged.data.model import Dataset, Indices
 from forged.data.ownership.ownership import SHARDS_LOST
 from forged.data.sampling.sampler import ElasticSampler, SamplingMode
+from forged.data.store.errors import StoreFailed
 from forged.data.training import TrainingData
 from forged.data.transfer.manager import DataTransferManager
 from forged.data.transfer.outcome import TransferReport
@@ -187,6 +188,8 @@ class ShardHolder:
                     if not is_temporary(error):
                         raise
                     self._log.warning("shards could not be fetched; retrying", reason=str(error))
+                    if isinstance(error, StoreFailed):
+                        self._reports.store_failed()
                     reason = error.message
                 await self._pause(reason)
 

@@ -33,6 +33,44 @@ STORING_MAX_S = 5.0
 """While the store takes less than this for bytes from the origin, the worker still waits for the origin."""
 
 
+class StoreFailure:
+    """For how long a worker's store has kept it from holding its shards.
+
+    It counts over all attempts, while the worker has a plan, until a shard is stored. So an attempt that is restarted
+    again and again, or a daemon that restarts, does not start it anew.
+    """
+
+    def __init__(self) -> None:
+        self.has_failed = False
+        self._before_s = 0.0
+        """In earlier attempts."""
+        self._since: float | None = None
+        """In this attempt; None while the worker waits for its plan."""
+
+    def failed(self, now: float) -> None:
+        """The store has refused a shard."""
+        self.has_failed = True
+        self.plan_known(now)
+
+    def plan_known(self, now: float) -> None:
+        if self.has_failed and self._since is None:
+            self._since = now
+
+    def attempt_ended(self, now: float) -> None:
+        self._before_s, self._since = self.seconds(now), None
+
+    def stored(self) -> None:
+        """A shard is stored, or none has to be."""
+        self.has_failed, self._before_s, self._since = False, 0.0, None
+
+    def seconds(self, now: float) -> float:
+        return self._before_s + (0.0 if self._since is None else now - self._since)
+
+    def reported_s(self, now: float) -> float:
+        """0 while the worker waits for its plan, with which the failure may be over."""
+        return 0.0 if self._since is None else self.seconds(now)
+
+
 class TransferReports(TransferObserver):
     """Reports of one worker; `signal` sends a signal to the daemon without waiting."""
 
@@ -49,11 +87,17 @@ class TransferReports(TransferObserver):
         """The transfers done and bytes received that were signalled last."""
         self._refetched: set[int] = set()
         """Missing shards for which all workers were asked to offer anew: once until they arrive, or it never ends."""
+        self._store_failure = StoreFailure()
+        self._problem = ""
+        """Why the last try failed."""
         self.begin(0)
 
     def begin(self, attempt: int) -> None:
         """Report about this attempt from now on."""
         self._attempt = attempt
+        self._store_failure.attempt_ended(self._clock.monotonic())
+        self._done: int | None = None
+        """Shards that were held when this try last reported its progress."""
         self._received = 0
         """Bytes received in this attempt before the current try."""
         self._tries_without_origin = 0
@@ -62,14 +106,17 @@ class TransferReports(TransferObserver):
         self._has_reported_not_stored = False
         self._is_full = False
         """Whether the last try brought shards that could not be stored."""
-        self._problem = ""
-        """Why the last try failed."""
+        if not self._store_failure.has_failed:
+            self._problem = ""
         self._storing_since: float | None = None
         """Since when a transfer from the origin was seen waiting for the store."""
 
     # Signals, without waiting.
 
     def on_progress(self, progress: TransferProgress) -> None:
+        if self._done is not None and progress.done > self._done:
+            self._store_failure.stored()
+        self._done = progress.done
         waits = self._waits_for_origin_only(progress.in_transit)
         problem = "; before: ".join(filter(None, (_origin_silence(progress.in_transit), self._problem)))
         self._last_progress = progress.done, self._received + progress.bytes_moved
@@ -85,11 +132,16 @@ class TransferReports(TransferObserver):
 
     def own_turn(self) -> None:
         """The worker has its plan, and waits for nothing except, after such a try, the origin."""
+        self._done = None
+        self._store_failure.plan_known(self._clock.monotonic())
         self._send(waits=self._is_without_origin)
 
     def failed(self, reason: str) -> None:
         """A try failed for this reason, which the following signals carry."""
         self._problem = reason[:PROBLEM_CHARS_MAX]
+
+    def store_failed(self) -> None:
+        self._store_failure.failed(self._clock.monotonic())
 
     def _send(self, transfers: int = 0, received: int = 0, *, waits: bool = False, problem: str | None = None) -> None:
         line = self._line
@@ -105,6 +157,7 @@ class TransferReports(TransferObserver):
                 received or self._received,
                 waits and not self._is_full,
                 (self._problem if problem is None else problem)[:PROBLEM_CHARS_MAX],
+                store_failing_s=self._store_failure.reported_s(self._clock.monotonic()),
             )
         )
 
@@ -142,6 +195,8 @@ class TransferReports(TransferObserver):
     async def finish(self, attempt: int, report: TransferReport) -> None:
         """Report the result of a try: done, or what is missing."""
         self._received += report.bytes
+        if report.moved or report.is_complete:
+            self._store_failure.stored()
         await self._send_bad_copies()
         await self._send_missing(attempt, report)
         await self._send_not_stored(attempt, report)

@@ -537,6 +537,83 @@ class TestReportedProblem:
         assert len(told) < 1_000
 
 
+class TestFailingStore:
+    """A worker whose shard store fails does not hold the world up anew in each attempt."""
+
+    def begun(self, failing_s: float = 0.0) -> Playbook:
+        book = formed("a", "b", "c", rescale_timeout_ms=10_000)
+        self.restart(book)
+        self.report(book, failing_s)
+        return book
+
+    def restart(self, book: Playbook) -> None:
+        book.coordinator.rescale(book.now, "a wish")
+        stop(book, "a", "b", "c")
+        book.ready("a", "c")
+
+    def report(self, book: Playbook, failing_s: float, problem: str = "cannot store shard 3") -> None:
+        signal = progress_of(book, "b", 0, 0, problem=problem, store_failing_s=failing_s)
+        book.coordinator.attempt_progress(signal, book.now)
+
+    def test_store_that_fails_for_the_timeout_fails_its_worker(self) -> None:
+        book = self.begun(4.0)
+        book.wait(5.5)
+        assert failed(book) == []
+        self.report(book, 9.5)
+        book.wait(1.0)
+        assert failed(book) == ["b"]
+        assert book.last(WorkerFailed).reason == "no shard stored for 10 s, in several attempts: cannot store shard 3"
+
+    def test_new_attempt_does_not_start_the_time_of_a_failing_store_anew(self) -> None:
+        book = self.begun()
+        for failing_s in (3.0, 6.0, 9.0):
+            book.wait(2.0)
+            self.restart(book)
+            self.report(book, failing_s)
+            assert failed(book) == []
+        book.wait(1.5)
+        assert failed(book) == ["b"]
+
+    def test_progress_of_other_workers_does_not_extend_the_time_of_a_failing_store(self) -> None:
+        book = formed("a", "b", "c", rescale_timeout_ms=10_000)
+        book.coordinator.rescale(book.now, "a wish")
+        stop(book, "a", "b", "c")
+        for second in range(1, 12):
+            book.wait(1.0)
+            self.report(book, second - 0.5)
+            report_progress(book, "a", data=second * RECEIVED_BYTES_MIN)
+        assert failed(book) == ["b"]
+        assert book.last(WorkerFailed).reason == "no answer in attempt 2 within 10 s: cannot store shard 3"
+
+    def test_store_that_works_again_counts_no_more(self) -> None:
+        book = self.begun(9.0)
+        self.report(book, 0.0, problem="")
+        book.wait(9.5)
+        assert failed(book) == []
+        book.ready("b")
+        assert book.last(RescaleCompleted).attempt == 2
+        book.wait(60.0)
+        assert failed(book) == []
+
+    def test_worker_that_is_ready_does_not_fail_for_its_store(self) -> None:
+        book = self.begun(9.0)
+        book.coordinator.rescale(book.now, "another wish")
+        stop(book, "a", "b", "c")
+        self.report(book, 9.0)
+        book.ready("b")
+        book.wait(5.0)
+        assert failed(book) == []
+
+    def test_timeout_of_none_waits_for_a_failing_store(self) -> None:
+        book = formed("a", "b", rescale_timeout_ms=0)
+        book.coordinator.rescale(book.now, "a wish")
+        stop(book, "a", "b")
+        book.ready("a")
+        self.report(book, 1_000.0)
+        book.wait(60.0)
+        assert failed(book) == []
+
+
 class TestWaitingJoiners:
     def test_is_counted_for_the_members_of_a_full_attempt(self) -> None:
         book = formed("a", "b", max_workers=2)

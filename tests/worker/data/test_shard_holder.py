@@ -51,7 +51,7 @@ from forged.worker.data.shard_holder import (
     REPORT_INTERVAL_S,
     ShardHolder,
 )
-from forged.worker.data.transfer_reports import ORIGIN_SILENCE_REPORTED_S, ORIGIN_TRIES, STORING_MAX_S
+from forged.worker.data.transfer_reports import ORIGIN_SILENCE_REPORTED_S, ORIGIN_TRIES, STORING_MAX_S, StoreFailure
 from forged.worker.mesh import Mesh
 from forged.worker.registration import Registration
 
@@ -126,9 +126,14 @@ class Clock(SystemClock):
 
     def __init__(self) -> None:
         self.now = 0.0
+        self._began_at = super().monotonic()
 
     def monotonic(self) -> float:
         return super().monotonic() + self.now
+
+    def passed(self) -> float:
+        """The real time since this clock was made."""
+        return super().monotonic() - self._began_at
 
 
 class NoMesh:
@@ -204,6 +209,63 @@ def topology(epoch: int = 3) -> ClusterTopology:
 
 def owners_page(generation: int, *places: int, more: bool = False) -> OwnersPage:
     return OwnersPage(generation, (ME, OTHER), np.array(places, "<i4").tobytes(), more)
+
+
+class TestStoreFailure:
+    def test_time_of_a_failing_store_counts_over_attempts_while_the_worker_has_a_plan(self) -> None:
+        failure = StoreFailure()
+        failure.plan_known(0.0)
+        assert failure.reported_s(9.0) == 0.0
+        failure.failed(10.0)
+        assert failure.reported_s(14.0) == 4.0
+        failure.attempt_ended(15.0)
+        assert failure.reported_s(40.0) == 0.0
+        failure.plan_known(50.0)
+        assert failure.reported_s(53.0) == 8.0
+        failure.failed(54.0)
+        assert failure.reported_s(55.0) == 10.0
+        failure.attempt_ended(55.0)
+        failure.plan_known(60.0)
+        failure.stored()
+        assert failure.reported_s(61.0) == 0.0
+        failure.plan_known(62.0)
+        assert failure.reported_s(63.0) == 0.0
+
+    async def test_new_attempt_reports_the_time_of_the_failing_store(self) -> None:
+        fixture = HolderFixture(MemoryShardStore(bytes_max=SIZE))
+        fixture.disable_retries()
+        with pytest.raises(StoreFailed):
+            await fixture.run_attempt(1, part(0, 2, keep=(0, 2)))
+        reports = fixture.holder._reports
+        reports.store_failed()
+        fixture.clock.now += 7.0
+        reports.own_turn()
+        assert self.is_about(fixture, 7.0)
+        fixture.clock.now += 2.0
+        with pytest.raises(StoreFailed):
+            await fixture.run_attempt(2, part(2, keep=(0, 2)))
+        assert fixture.signals[-1].attempt == 2
+        assert self.is_about(fixture, 9.0)
+        fixture.store._bytes_max = None
+        await fixture.run_attempt(3, part(2, keep=(0, 2)))
+        reports.own_turn()
+        assert fixture.signals[-1].store_failing_s == 0.0
+
+    async def test_shard_that_is_stored_ends_the_time_of_a_failing_store(self) -> None:
+        fixture = HolderFixture()
+        reports = fixture.holder._reports
+        reports.store_failed()
+        fixture.clock.now += 7.0
+        reports.own_turn()
+        reports.on_progress(TransferProgress(3, 0, 5, 0, 1.0))
+        assert self.is_about(fixture, 7.0)
+        reports.on_progress(TransferProgress(4, 0, 5, 0, 1.0))
+        assert fixture.signals[-1].store_failing_s == 0.0
+
+    @staticmethod
+    def is_about(fixture: HolderFixture, seconds: float) -> bool:
+        """Whether the time of the failing store is this, and what the test has taken."""
+        return seconds <= fixture.signals[-1].store_failing_s <= fixture.clock.now + fixture.clock.passed()
 
 
 class TestAttempt:
