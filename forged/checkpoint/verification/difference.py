@@ -179,7 +179,7 @@ class _Accumulator:
             self._squares += squares
 
     def amount(self) -> Amount:
-        """The totals."""
+        """The totals over all tensors."""
         norm = None if self._max_abs is None else math.sqrt(self._squares)
         return Amount(self._differing, self._max_abs, norm, self._nan_on_one_side)
 

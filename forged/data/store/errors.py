@@ -34,7 +34,9 @@ def already_held(shard: int) -> RequestRefused:
 
 
 def already_arriving(shard: int) -> StoreFailed:
-    return StoreFailed("shard_arriving", f"shard {shard} is already being written", "wait for that to end")
+    return StoreFailed(
+        "shard_arriving", f"shard {shard} is already being written", "wait until the other writer has ended"
+    )
 
 
 def store_failed(shard: int, reason: str, fix: str) -> StoreFailed:

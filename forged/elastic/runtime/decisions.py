@@ -49,7 +49,7 @@ _CONSEQUENCES = (
 
 
 class DecisionWriter:
-    """Decides what coordinators have produced, on the bus's ledger."""
+    """Appends what coordinators have produced to the bus's ledger, as decisions."""
 
     def __init__(self, bus: Bus, stale_keys: dict[str, None]) -> None:
         self._bus = bus

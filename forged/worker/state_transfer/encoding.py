@@ -235,7 +235,7 @@ def _is_unicode(text: str) -> bool:
 def _too_large(tree: Any, head_bytes: int, parts: int) -> RequestRefused:
     if parts > PARTS_MAX:
         what = f"state has {parts} arrays and long bytes in it, limit {PARTS_MAX}"
-        return RequestRefused("state_too_large", what, "put small arrays together")
+        return RequestRefused("state_too_large", what, "merge small arrays into larger ones")
     what = f"state is {head_bytes} bytes long without its arrays and long bytes, limit {HEAD_BYTES_MAX}"
     longest = max(((_size_of(text), where) for where, text in _texts(tree, "state")), default=None)
     most = "" if longest is None else f"; the largest text, {longest[1]}, has {longest[0]}"

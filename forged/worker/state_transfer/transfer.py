@@ -300,8 +300,9 @@ def _checked(head: bytes, parts: Sequence[memoryview | bytes]) -> list[memoryvie
     if len(head) > HEAD_BYTES_MAX or len(views) > PARTS_MAX:
         raise RequestRefused(
             "state_too_large",
-            f"a head of {len(head)} bytes and {len(views)} parts; limits {HEAD_BYTES_MAX} and {PARTS_MAX}",
-            "put small arrays together",
+            f"a state must have at most {HEAD_BYTES_MAX} bytes beside its arrays and at most {PARTS_MAX} parts,"
+            f" got {len(head)} and {len(views)}",
+            "merge small arrays into larger ones",
         )
     return views
 

@@ -97,7 +97,7 @@ class CurrentWorld:
 
     @property
     def meeting(self) -> int | None:
-        """The mark of the collective in which the script waits; None while the script computes."""
+        """The number of the collective in which the script waits; None while the script computes."""
         return self.marks if self._is_meeting else None
 
     @property

@@ -192,7 +192,7 @@ class TestTooLarge:
         pack({"many": [one] * PARTS_MAX})
         with pytest.raises(RequestRefused, match=f"state has {PARTS_MAX + 1} arrays") as raised:
             copy_of({"many": [one] * (PARTS_MAX + 1)})
-        assert (raised.value.code, raised.value.fix) == ("state_too_large", "put small arrays together")
+        assert (raised.value.code, raised.value.fix) == ("state_too_large", "merge small arrays into larger ones")
 
 
 class TestFillingInPlace:
