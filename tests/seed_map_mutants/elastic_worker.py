@@ -88,11 +88,7 @@ MUTANTS: Mapping[str, Mutation | str] = {
     "ElasticWorker.Dispose()": Edit(
         WORKER, '"""Leave. Idempotent."""\n        await self.disconnect()', '"""Leave. Idempotent."""\n'
     ),
-    "class DataRedistributionPlan": Edit(
-        PLAN,
-        "destination_worker=self.workers[columns.destinations[row]]",
-        "destination_worker=self.workers[columns.destinations[row] - 1]",
-    ),
+    "class DataRedistributionPlan": Edit(PLAN, "            given.owners,\n", "            given.owners_before,\n"),
     "DataRedistributionPlan.Transfers = new()": Edit(
         PLAN, "View(np.arange(self.columns.shards.size)", "View(np.arange(self.columns.shards.size - 1)"
     ),
