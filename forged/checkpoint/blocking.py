@@ -28,19 +28,17 @@ from forged.checkpoint.model import (
     SaveOptions,
 )
 from forged.checkpoint.ports import CancelToken, Storage, bounded
-from forged.checkpoint.rank_group import RankGroup, as_coordinator, run_in_thread
+from forged.checkpoint.rank_group import RankGroup, as_coordinator
 from forged.checkpoint.rng import Generators
 from forged.checkpoint.run_checkpoints import AsyncCheckpoints
 from forged.checkpoint.saving.pipeline import save_state
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.listing import read_manifest
 from forged.checkpoint.storage.locations import storage_at
+from forged.checkpoint.thread_calls import WAKE_INTERVAL_S, drive, run_in_thread
 from forged.logger_adapter import SCRIPT_LOG
 
 R = TypeVar("R")
-
-WAKE_INTERVAL_S = 0.2
-"""The longest delay before an interrupt is handled."""
 
 
 class BlockingCheckpoint(BlockingFacade[DistributedCheckpoint]):
@@ -59,7 +57,7 @@ class BlockingCheckpoint(BlockingFacade[DistributedCheckpoint]):
         self.checkpoint = checkpoint
 
     def _run(self, call: Callable[[DistributedCheckpoint], Awaitable[R]]) -> R:
-        return run(lambda: call(self.checkpoint))
+        return run(lambda: call(self.checkpoint), is_alone=self.checkpoint.is_single_process)
 
     def __enter__(self) -> Self:
         return self
@@ -118,7 +116,7 @@ class Checkpoints(BlockingFacade[AsyncCheckpoints]):
         return self.aio.is_due(step)
 
     def _run(self, call: Callable[[AsyncCheckpoints], Awaitable[R]]) -> R:
-        return run(lambda: call(self.aio))
+        return run(lambda: call(self.aio), is_alone=self.aio.is_single_process)
 
     def __enter__(self) -> Self:
         return self
@@ -164,7 +162,7 @@ def save(
         group.prefix = prefix
         return await save_state(storage, group, state, options, token, leaf_types)
 
-    return run(save_with_ranks)
+    return run(save_with_ranks, is_alone=ranks is None)
 
 
 def load(
@@ -208,7 +206,7 @@ def load(
         await group.decide(lambda: run_in_thread(read, token), require_same_save)
         return results[0].state
 
-    return run(load_with_ranks)
+    return run(load_with_ranks, is_alone=ranks is None)
 
 
 def _storage_with_retries(where: str | os.PathLike[str]) -> tuple[Storage, str]:
@@ -217,19 +215,31 @@ def _storage_with_retries(where: str | os.PathLike[str]) -> tuple[Storage, str]:
     return FaultToleranceHandler(storage).guard(storage), prefix
 
 
-def run(call: Callable[[], Awaitable[R]]) -> R:
-    """Run an async call to its end, in another thread if this one runs an event loop."""
+def run(call: Callable[[], Awaitable[R]], *, is_alone: bool = False) -> R:
+    """Run an async call to its end, in another thread if this one runs an event loop.
+
+    A call in which no other rank takes part needs no event loop.
+    """
+    if is_alone:
+        return drive(call)
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return anyio.run(_awaited, call)
+        return _run_in_loop(call)
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(anyio.run, _awaited, call).result()
+        return pool.submit(_run_in_loop, call).result()
 
 
-async def _awaited(call: Callable[[], Awaitable[R]]) -> R:
-    with _waking(asyncio.get_running_loop()):
-        return await call()
+def _run_in_loop(call: Callable[[], Awaitable[R]]) -> R:
+    # Asyncio formats its main task with the task's result, which may be a state of many arrays; so there is none.
+    results: list[R] = []
+
+    async def awaited() -> None:
+        with _waking(asyncio.get_running_loop()):
+            results.append(await call())
+
+    anyio.run(awaited)
+    return results[0]
 
 
 @contextmanager

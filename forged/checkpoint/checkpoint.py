@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from anyio import to_thread
 
 from forged.checkpoint import rng
 from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
@@ -35,13 +34,14 @@ from forged.checkpoint.model import (
     check_timeout,
 )
 from forged.checkpoint.ports import CancelToken, Storage, bounded
-from forged.checkpoint.rank_group import RankGroup, as_coordinator, run_in_thread
+from forged.checkpoint.rank_group import RankGroup, SingleProcess, as_coordinator
 from forged.checkpoint.saving.background import BackgroundSaver, SaveHandle
 from forged.checkpoint.saving.pipeline import RankSave, RunInfo, SaveContext, Saver
 from forged.checkpoint.saving.staging import StagingMemory
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.locations import create_storage
+from forged.checkpoint.thread_calls import run_in_thread, wait_in_thread
 from forged.checkpoint.verification.validator import CheckpointValidator, CompatibilityChecker, IntegrityChecker
 from forged.logger_adapter import as_log
 from forged.retry import RetryPolicy
@@ -127,6 +127,11 @@ class DistributedCheckpoint:
         self._staging = StagingMemory()
         self._saving = Saver(SaveContext(self._storage, wall, draw, self._leaf_types, log))
         self._background: BackgroundSaver | None = None
+
+    @property
+    def is_single_process(self) -> bool:
+        """Whether no other rank takes part."""
+        return type(self._coordinator) is SingleProcess
 
     # Saving.
 
@@ -310,7 +315,7 @@ class DistributedCheckpoint:
         """Wait for background saves, raise their failures, and release the staging memory."""
         if self._background is not None:
             background, self._background = self._background, None
-            await to_thread.run_sync(background.close)
+            await wait_in_thread(background.close)
             self._staging.close()
             _raise_all(background)
         self._staging.close()

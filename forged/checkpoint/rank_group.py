@@ -8,7 +8,6 @@ Invariants:
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -16,14 +15,12 @@ import anyio
 import msgspec
 from anyio import to_thread
 
+from forged.checkpoint import thread_calls
 from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
 from forged.checkpoint.ports import CancelToken, Coordinator
 from forged.errors import ForgedError, describe
 
 T = TypeVar("T")
-
-RETURN_GRACE_S = 2.0
-"""A blocking call that has not returned this long after the deadline is left alone."""
 
 
 class SingleProcess:
@@ -89,10 +86,6 @@ def as_coordinator(ranks: Any) -> Coordinator:
 
 class OutcomeUnknown(CheckpointException):
     """The operation may have succeeded or failed: ranks did not answer in time, or the storage does not respond."""
-
-
-class StorageUnresponsive(CheckpointException):
-    """A blocking call to the storage did not return, and may still take effect."""
 
 
 class RankFailure(msgspec.Struct, frozen=True, tag="failure"):
@@ -168,6 +161,8 @@ class RankGroup:
         An error of `contribute` at any rank, or of `decide` at the root, is raised at all ranks.
         """
         own, own_error = await _outcome(contribute())
+        if type(self._coordinator) is SingleProcess:
+            return await self._decided_alone(own, own_error, decide)
         gathered = await self._within_time(self._coordinator.gather(_encode(own), 0))
         answer = None if gathered is None else _encode(await self._decided(gathered, decide))
         received = await self._within_time(self._coordinator.broadcast(answer, 0))
@@ -181,6 +176,19 @@ class RankGroup:
             failure = outcome.error(self.prefix, self._kind, None if self.is_alone else rank)
             raise failure from (own_error if rank == self.rank else None)
         return outcome.data
+
+    async def _decided_alone(
+        self,
+        own: RankValue | RankFailure,
+        own_error: Exception | None,
+        decide: Callable[[list[bytes]], Awaitable[bytes]],
+    ) -> bytes:
+        """The decision of one process, without encoding what no other rank reads."""
+        if isinstance(own, RankValue):
+            own, _ = await _outcome(decide([own.data]))
+        if isinstance(own, RankFailure):
+            raise own.error(self.prefix, self._kind, None) from own_error
+        return own.data
 
     async def _decided(
         self, gathered: list[bytes], decide: Callable[[list[bytes]], Awaitable[bytes]]
@@ -196,7 +204,7 @@ class RankGroup:
         # Longer than the operation itself, because a rank that times out still has to report that.
         remaining_s = self.token.remaining_s()
         try:
-            with anyio.move_on_after(None if remaining_s is None else remaining_s + RETURN_GRACE_S):
+            with anyio.move_on_after(None if remaining_s is None else remaining_s + thread_calls.RETURN_GRACE_S):
                 return self._complete(await call)
         except ForgedError:
             raise
@@ -235,35 +243,3 @@ async def _outcome(act: Awaitable[bytes]) -> tuple[RankValue | RankFailure, Exce
         return RankValue(await act), None
     except Exception as error:  # noqa: BLE001 - every error is sent to the other ranks
         return RankFailure.of(error), error
-
-
-async def run_in_thread(act: Callable[[], T], token: CancelToken) -> T:
-    """Run a blocking call in a thread until the operation's deadline.
-
-    A cancelled caller cancels the token and waits for the thread. A thread that does not return is left alone.
-    """
-    began, ended = threading.Event(), threading.Event()
-
-    def run() -> T:
-        began.set()
-        try:
-            token.check()
-            return act()
-        finally:
-            ended.set()
-
-    remaining_s = token.remaining_s()
-    try:
-        with anyio.move_on_after(None if remaining_s is None else remaining_s + RETURN_GRACE_S):
-            return await to_thread.run_sync(run, abandon_on_cancel=True)
-        raise StorageUnresponsive(
-            f"the storage did not respond within {token.timeout_s} s",
-            type=ExceptionType.TIMEOUT,
-            fix="check that the storage can be reached, or set a larger timeout",
-        )
-    except anyio.get_cancelled_exc_class():
-        token.cancel()
-        if began.is_set():
-            with anyio.CancelScope(shield=True):
-                await to_thread.run_sync(ended.wait, RETURN_GRACE_S)
-        raise

@@ -33,13 +33,14 @@ from forged.checkpoint.model import (
     check_timeout,
 )
 from forged.checkpoint.ports import CancelToken, Storage, bounded, is_held
-from forged.checkpoint.rank_group import RankGroup, as_coordinator, run_in_thread
+from forged.checkpoint.rank_group import RankGroup, as_coordinator
 from forged.checkpoint.saving.background import SAVES_MAX, SaveHandle
 from forged.checkpoint.saving.pipeline import EXISTS
 from forged.checkpoint.stateful import ScriptState
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.locations import root_at
+from forged.checkpoint.thread_calls import run_in_thread
 from forged.checkpoint.verification.validator import CheckpointValidator
 from forged.logger_adapter import SCRIPT_LOG, as_log
 
@@ -108,6 +109,11 @@ class AsyncCheckpoints:
         """The saves in the background."""
         self._is_root = False
         """Whether this rank deletes superseded checkpoints."""
+
+    @property
+    def is_single_process(self) -> bool:
+        """Whether no other rank takes part."""
+        return self._checkpoint.is_single_process
 
     # Resuming.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from forged.checkpoint.model import PerRank, Stateful
+from forged.checkpoint.model import PerRank
 
 
 class ScriptState:
@@ -65,4 +65,6 @@ def adopt(present: Any, loaded: Any) -> Any:
 
 def is_stateful(value: Any) -> bool:
     """Whether the value is an object whose state can be saved and loaded; a dict is a value itself."""
-    return not isinstance(value, Mapping | PerRank | type) and isinstance(value, Stateful)
+    # Without isinstance for the protocol, which takes tens of microseconds for each value.
+    has_both = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return has_both and not isinstance(value, Mapping | PerRank | type)

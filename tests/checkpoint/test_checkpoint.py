@@ -34,7 +34,7 @@ from forged.checkpoint import (
     Stateful,
     StorageOptions,
     create_checkpoint,
-    rank_group,
+    thread_calls,
 )
 from forged.checkpoint import checkpoint as checkpoints
 from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE, ManifestFence
@@ -74,7 +74,7 @@ class Model:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make hanging calls end soon after their timeout."""
-    monkeypatch.setattr(rank_group, "RETURN_GRACE_S", 0.2)
+    monkeypatch.setattr(thread_calls, "RETURN_GRACE_S", 0.2)
 
 
 @pytest.fixture

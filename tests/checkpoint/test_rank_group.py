@@ -8,10 +8,9 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
-import anyio
 import pytest
 
-from forged.checkpoint import rank_group
+from forged.checkpoint import thread_calls
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.ports import CancelToken, Coordinator
 from forged.checkpoint.rank_group import (
@@ -20,9 +19,7 @@ from forged.checkpoint.rank_group import (
     RankFailure,
     RankGroup,
     SingleProcess,
-    StorageUnresponsive,
     as_coordinator,
-    run_in_thread,
 )
 from forged.errors import ForgedError, RequestRefused
 from forged.worker.errors import StepAborted
@@ -34,7 +31,7 @@ SOON_S = 0.2
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short grace periods."""
-    monkeypatch.setattr(rank_group, "RETURN_GRACE_S", 0.1)
+    monkeypatch.setattr(thread_calls, "RETURN_GRACE_S", 0.1)
 
 
 def deciding(
@@ -315,57 +312,6 @@ async def test_a_call_that_blocks_for_ever_is_given_up() -> None:
             await asyncio.wait_for(deciding(number, joined, SOON_S)(as_coordinator(Hanging())), 20)
     finally:
         released.set()
-
-
-# Threads of one operation.
-
-
-async def test_run_in_thread_returns_or_raises_the_outcome() -> None:
-    assert await run_in_thread(lambda: 5, CancelToken(60)) == 5
-    with pytest.raises(TimeoutError, match="its own"):
-        await run_in_thread(lambda: (_ for _ in ()).throw(TimeoutError("its own")), CancelToken(60))
-
-
-async def test_thread_that_checks_its_token_ends_with_its_error() -> None:
-    token = CancelToken(0.05)
-    with pytest.raises(CheckpointException, match="not finish within") as caught:
-        await run_in_thread(lambda: token.wait(60), token)
-    assert not isinstance(caught.value, StorageUnresponsive)
-
-
-async def test_thread_that_does_not_return_is_left_and_reported() -> None:
-    released = threading.Event()
-    try:
-        with pytest.raises(StorageUnresponsive) as caught:
-            await asyncio.wait_for(run_in_thread(lambda: released.wait(60), CancelToken(0.05)), 20)
-        assert caught.value.type is ExceptionType.TIMEOUT
-    finally:
-        released.set()
-
-
-async def test_cancelled_caller_waits_for_its_thread() -> None:
-    token, began, ended = CancelToken(), threading.Event(), threading.Event()
-
-    def work() -> None:
-        began.set()
-        try:
-            token.wait(60)
-        finally:
-            ended.set()
-
-    task = asyncio.create_task(run_in_thread(work, token))
-    await anyio.to_thread.run_sync(began.wait)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert ended.is_set()
-
-
-async def test_nothing_is_begun_after_it_was_cancelled() -> None:
-    token = CancelToken()
-    token.cancel()
-    with pytest.raises(CheckpointException, match="cancelled"):
-        await run_in_thread(lambda: pytest.fail("it ran"), token)
 
 
 def test_errors_that_are_not_of_checkpoints_keep_their_code() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import shutil
 import subprocess
@@ -327,7 +326,7 @@ def test_checkpoint_deleted_during_the_load_is_not_the_end(tmp_path: Path, monke
 
     async def load_late(*args: Any, **kwargs: Any) -> Any:
         if names_in(tmp_path) == ["step-00000001"]:
-            await asyncio.to_thread(saved, tmp_path, 2, keep=1)
+            saved(tmp_path, 2, keep=1)
         return await load(*args, **kwargs)
 
     monkeypatch.setattr(checkpoints.aio._checkpoint, "load", load_late)

@@ -99,7 +99,7 @@ class Matching:
             if array.shape != shape or array.dtype != types[dtypes[number]]:
                 self._add_mismatch(number, f"{dtypes[number]} {shape}", f"{array.dtype} {array.shape}")
                 dropped.add(place)
-            elif isinstance(array, np.ma.MaskedArray):
+            elif type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
                 raise invalid(
                     f"{names[number]} of the state is a masked array",
                     "load into its data and its mask separately",

@@ -309,7 +309,7 @@ class _Planning:
         piece_table = self._index.piece_table
         whole_targets = np.flatnonzero(is_whole)
         parts = piece_table.parts[rows[whole_targets]]
-        for number in np.unique(parts).tolist():
+        for number in np.flatnonzero(np.bincount(parts)).tolist():
             targets = whole_targets[parts == number]
             self._plan_whole_pieces(self._index.layout(number), targets, piece_table.pieces[rows[targets]])
         for spans in self._spans.values():

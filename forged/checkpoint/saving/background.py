@@ -17,9 +17,8 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
-import anyio
-from anyio import to_thread
 from msgspec.structs import replace
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
@@ -29,6 +28,7 @@ from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.rank_group import OutcomeUnknown, RankFailure
 from forged.checkpoint.saving.pipeline import RankSave, RunInfo, Saver
 from forged.checkpoint.saving.receipts import OUTCOME_GRACE_S, RankWaiter, ReceiptExchange
+from forged.checkpoint.thread_calls import pause, wait_in_thread
 from forged.errors import describe
 from forged.log import SILENT, Log
 
@@ -78,11 +78,11 @@ class SaveHandle:
 
     async def durable(self) -> None:
         """Wait until this rank's part is durable."""
-        await to_thread.run_sync(self._wait, self._durable, abandon_on_cancel=True)
+        await wait_in_thread(partial(self._wait, self._durable))
 
     async def committed(self) -> str:
         """Wait until the checkpoint exists; returns its prefix."""
-        await to_thread.run_sync(self._wait, self._committed, abandon_on_cancel=True)
+        await wait_in_thread(partial(self._wait, self._committed))
         return self.prefix
 
     def result(self, timeout: float | None = None) -> str:
@@ -173,8 +173,7 @@ class BackgroundSaver:
                     fix="save less often, or use when_busy = wait",
                     retryable=True,
                 )
-            token.check()
-            await anyio.sleep(POLL_S)
+            await pause(POLL_S, token)
 
     def free_slot(self) -> None:
         """Give back the slot of a save that was not started."""
@@ -183,8 +182,7 @@ class BackgroundSaver:
     async def wait_idle(self, token: CancelToken) -> None:
         """Wait until no save is in progress."""
         while not all(handle.is_done for handle in self._handles):
-            token.check()
-            await anyio.sleep(POLL_S)
+            await pause(POLL_S, token)
 
     def start(self, save: RankSave, run: RunInfo, token: CancelToken) -> SaveHandle:
         """Start the thread that writes a staged save."""

@@ -17,7 +17,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import anyio
 import msgspec
 from anyio import to_thread
 
@@ -28,7 +27,7 @@ from forged.checkpoint.format.states import States, split_per_rank
 from forged.checkpoint.format.tree import Leaf, LeafType, Node, flatten, renumber_tensors
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, SaveOptions
 from forged.checkpoint.ports import CancelToken, Storage, bounded
-from forged.checkpoint.rank_group import OutcomeUnknown, RankGroup, StorageUnresponsive, run_in_thread
+from forged.checkpoint.rank_group import OutcomeUnknown, RankGroup
 from forged.checkpoint.saving import parts
 from forged.checkpoint.saving.assembly import MemoryTensors, SavedTensors, TensorSource
 from forged.checkpoint.saving.consolidation import (
@@ -42,6 +41,7 @@ from forged.checkpoint.saving.image import ArrayImage, Layout, layout_of
 from forged.checkpoint.saving.plan import Description, SavePlan, plan
 from forged.checkpoint.saving.staging import StagedPart, StagingMemory
 from forged.checkpoint.storage import listing
+from forged.checkpoint.thread_calls import StorageUnresponsive, finish_in_thread, run_in_thread
 from forged.errors import describe
 from forged.log import SILENT, Log
 
@@ -282,8 +282,7 @@ class Saver:
         except BaseException as error:
             has_failed = isinstance(error, CheckpointException) and not isinstance(error, OutcomeUnknown)
             if has_failed or not manifest_may_exist:
-                with anyio.move_on_after(ROLL_BACK_S, shield=True):
-                    await to_thread.run_sync(self.roll_back, save, abandon_on_cancel=True)
+                await finish_in_thread(partial(self.roll_back, save), ROLL_BACK_S)
             raise
         return save.agreement.prefix
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forged.checkpoint import rank_group
+from forged.checkpoint import thread_calls
 from forged.checkpoint.checkpoint import DistributedCheckpoint
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import SUFFIX
@@ -42,7 +42,7 @@ PATIENCE_S = 30.0
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short grace periods."""
-    monkeypatch.setattr(rank_group, "RETURN_GRACE_S", 0.2)
+    monkeypatch.setattr(thread_calls, "RETURN_GRACE_S", 0.2)
     monkeypatch.setattr(background, "OUTCOME_GRACE_S", 0.5)
     monkeypatch.setattr(receipts, "POLL_MAX_S", 0.05)
 

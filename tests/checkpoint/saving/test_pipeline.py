@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forged.checkpoint import rank_group
+from forged.checkpoint import thread_calls
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE
 from forged.checkpoint.loading.loader import load_state
@@ -51,7 +51,7 @@ WISH, TERMS, DESCRIPTION, PLAN, LAID, AGREED, PART, VERDICT = range(1, 9)
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short grace periods."""
-    monkeypatch.setattr(rank_group, "RETURN_GRACE_S", 0.2)
+    monkeypatch.setattr(thread_calls, "RETURN_GRACE_S", 0.2)
 
 
 def state_at(rank: int, world_size: int) -> dict[str, Any]:
