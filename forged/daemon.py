@@ -49,6 +49,7 @@ from forged.log import SILENT, Log
 from forged.net.server import Server
 from forged.net.tickets import SideConnections, TicketRegistry
 from forged.net.transport.connection import ConnectionLimits
+from forged.net.transport.memory import MemoryLimits
 from forged.net.transport.port import Address, Network
 from forged.plugins.alarm_guard import Guard, Unguarded
 from forged.plugins.host.call_limits import GRACE_S
@@ -62,6 +63,9 @@ from forged.status.service import StatusService
 from forged.telemetry.report import Reporter
 from forged.version import VERSION
 
+WRITE_BUFFER_BYTES_MAX = 64 << 10
+"""Unread bytes up to this size are not counted against the limits of memory."""
+FRAME_OVERHEAD_BYTES = 64 << 10
 CLOSE_S = 2.0
 """The time at the end of a stop: half to record it, half to close the sessions."""
 STOP_BEYOND_DRAIN_S = STOP_TIMEOUT_S + GRACE_S + CLOSE_S
@@ -154,6 +158,7 @@ class Daemon:
             limits=_limits(config),
             connections_max=config.connections_max,
             handshakes_max=config.handshakes_max,
+            memory=_memory_limits(config),
             side_connection=self.sides.accept,
             log=ports.log,
         )
@@ -280,7 +285,7 @@ class Daemon:
         self.journal.facts_max = config.journal_facts_max
         self.bus.backlog_max = config.backlog_max
         self.reporter.set_limits(facts_per_s_max=config.log_facts_per_s_max)
-        self.server.set_limits(_limits(config), config.connections_max, config.handshakes_max)
+        self.server.set_limits(_limits(config), config.connections_max, config.handshakes_max, _memory_limits(config))
         self.tokens.set_policy(_policy(config, self._ports.uid))
         self.plugins.set_limits(_plugin_limits(config))
 
@@ -355,4 +360,12 @@ def _limits(config: Config) -> ConnectionLimits:
         frame_timeout_s=config.frame_timeout_s,
         silence_max_s=config.silence_max_s,
         ping_after_s=config.silence_max_s / 3,
+        write_buffer_bytes_max=WRITE_BUFFER_BYTES_MAX,
     )
+
+
+def _memory_limits(config: Config) -> MemoryLimits:
+    # A message of full size fits into each of them, or it would wait forever.
+    connection = max(config.connection_bytes_max, config.frame_bytes_max + FRAME_OVERHEAD_BYTES)
+    principal = max(config.principal_bytes_max, connection)
+    return MemoryLimits(max(config.daemon_bytes_max, 2 * principal), principal, connection)

@@ -53,6 +53,9 @@ class Config:
     connections_max: int = 4096
     handshakes_max: int = 256
     frame_bytes_max: int = 4 << 20
+    connection_bytes_max: int = 16 << 20
+    principal_bytes_max: int = 64 << 20
+    daemon_bytes_max: int = 256 << 20
     in_flight_max: int = 1024
     backlog_max: int = 50_000
     hello_timeout_s: float = 5.0
@@ -80,6 +83,9 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "connections_max": (1, 1_000_000),
     "handshakes_max": (1, 1_000_000),
     "frame_bytes_max": (2 << 20, 1 << 30),
+    "connection_bytes_max": (2 << 20, 1 << 40),
+    "principal_bytes_max": (2 << 20, 1 << 40),
+    "daemon_bytes_max": (4 << 20, 1 << 40),
     "in_flight_max": (1, 1_000_000),
     "backlog_max": (100, 10_000_000),
     "hello_timeout_s": (0.1, 3600),

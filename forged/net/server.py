@@ -25,8 +25,10 @@ from forged.net.admission import HANDSHAKES_MAX, ConnectionTable, holder_before_
 from forged.net.protocol.messages import Bye, Hello
 from forged.net.session import Session
 from forged.net.transport.connection import ConnectionLimits
+from forged.net.transport.memory import Memory, MemoryLimits
 from forged.net.transport.port import Address, Listener, Network, Peer
 from forged.rate_limit import RateLimit
+from forged.shares import Holder
 
 CONNECTIONS_MAX = 4096
 SWEEP_INTERVAL_S = 1.0
@@ -57,6 +59,7 @@ class Server:
         limits: ConnectionLimits | None = None,
         connections_max: int = CONNECTIONS_MAX,
         handshakes_max: int = HANDSHAKES_MAX,
+        memory: MemoryLimits | None = None,
         side_connection: SideConnection = refuse_side_connection,
         log: Log = SILENT,
     ) -> None:
@@ -77,6 +80,7 @@ class Server:
         self.side_connection = side_connection
         self.streaming: dict[Session, None] = {}
         self.disconnect_log = RateLimit(DISCONNECTS_LOGGED_PER_S_MAX, DISCONNECTS_LOGGED_PER_S_MAX, clock.monotonic())
+        self.memory = Memory(memory)
         self._network = network
         self._table = ConnectionTable(connections_max, handshakes_max)
         self._listeners: list[Listener] = []
@@ -108,9 +112,12 @@ class Server:
             if suppressed := self.disconnect_log.count(now):
                 self.log.warning("more peers were disconnected", times=suppressed)
 
-    def set_limits(self, limits: ConnectionLimits, connections_max: int, handshakes_max: int) -> None:
+    def set_limits(
+        self, limits: ConnectionLimits, connections_max: int, handshakes_max: int, memory: MemoryLimits
+    ) -> None:
         """Apply new limits. Existing sessions keep their frame size, which was part of their welcome."""
         self._table.resize(connections_max, handshakes_max)
+        self.memory.resize(memory)
         self.limits = limits
         if self.stopping:
             return
@@ -202,13 +209,16 @@ class Server:
 
     def _release(self) -> None:
         self._release_scheduled = False
+        blocked: set[Holder] = set()
         for session in list(self._held):
-            if self.bus.congested:
-                # Sessions that were not served stay ahead of served ones that want more.
-                self._release_soon()
-                return
-            del self._held[session]
-            session.work()
+            # Sessions that were not served stay ahead of served ones that want more.
+            if session.holder in blocked or session.is_blocked:
+                blocked.add(session.holder)
+            else:
+                self._held.pop(session, None)
+                session.work()
+        if self._held:
+            self._release_soon()
 
     def _published(self, records: Sequence[Record]) -> None:
         if records:

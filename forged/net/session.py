@@ -48,6 +48,7 @@ from forged.net.protocol.messages import (
 )
 from forged.net.protocol.streams import OutgoingStreams
 from forged.net.transport.connection import Connection, ConnectionLimits
+from forged.net.transport.memory import Memory
 from forged.net.transport.port import Peer
 from forged.rate_limit import RateLimit
 from forged.version import VERSION
@@ -55,6 +56,8 @@ from forged.version import VERSION
 R = TypeVar("R")
 
 TIMEOUT_MAX_S = 3600.0
+REQUEST_BYTES = 4096
+"""What a request in flight holds besides its body, about."""
 
 
 class SessionHost(Protocol):
@@ -74,6 +77,8 @@ class SessionHost(Protocol):
     """The sessions that have streams."""
     disconnect_log: RateLimit
     """Limits the log lines about disconnected peers."""
+    memory: Memory
+    """The bytes that the sessions hold."""
 
     def admit(self, session: Session, peer: Peer) -> None:
         """Raise `Unavailable` if there is no room for another connection from this address."""
@@ -104,7 +109,7 @@ class Session(Connection):
     """One client connection, from its hello to its end."""
 
     def __init__(self, host: SessionHost, peer_of: Callable[[Any], Peer]) -> None:
-        super().__init__(host.clock, host.limits)
+        super().__init__(host.clock, host.limits, host.memory)
         self.host = host
         self.peer: Peer | None = None
         self.principal: Principal | None = None
@@ -117,13 +122,20 @@ class Session(Connection):
         self._origin = ""
         self._signalling: Call | None = None
         self._streams = OutgoingStreams(host.journal)
-        self._answers: list[tuple[int, Pending]] = []
+        self._answers: list[tuple[int, int, Pending]] = []
         """Replies that wait until the client reads; they count as in flight."""
 
     @property
     def greeted(self) -> bool:
         """Whether the hello was accepted."""
         return self.principal is not None
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether requests wait: the daemon is congested, or the requests in flight hold too many bytes."""
+        host = self.host
+        congested = host.bus.congested and self.greeted and not self.holder.is_operator
+        return congested or (self.in_flight > 0 and not host.memory.has_room(self))
 
     async def request(self, request: Request[R], timeout_s: float = TIMEOUT_S, *, fence: Fence | None = None) -> R:
         """Send a request to the client and wait for its reply.
@@ -174,7 +186,7 @@ class Session(Connection):
     def admits(self) -> bool:
         if self.write_paused or self.in_flight >= self.limits.in_flight_max:
             return False
-        if self.host.bus.congested and self.greeted:
+        if self.is_blocked:
             self.host.resume_when_clear(self)
             return False
         return True
@@ -192,12 +204,11 @@ class Session(Connection):
 
     def write_resumed(self) -> None:
         answers, self._answers = self._answers, []
-        for index, (number, pending) in enumerate(answers):
+        for index, (number, held, pending) in enumerate(answers):
             if self.write_paused:
                 self._answers = answers[index:]
                 break
-            self.in_flight -= 1
-            self._send_outcome(number, pending)
+            self._answer(number, held, pending)
         self.host.pump_soon([self])
 
     def sweep(self, now: float) -> None:
@@ -245,7 +256,7 @@ class Session(Connection):
         assert self.peer is not None
         principal = self.host.identify(self.peer, hello.token)
         self.host.greet(self, principal)
-        self.principal, self._token = principal, hello.token
+        self.principal, self._token, self.holder = principal, hello.token, principal.holder
         self.client = hello.client
         self._origin = f"{principal.name} at {self.peer.address}"
         self._log = self._log.bind(client=self.client.hex(), principal=principal.name)
@@ -293,16 +304,23 @@ class Session(Connection):
             self._send_outcome(number, pending)
         else:
             self.in_flight += 1
-            pending.when_done(partial(self._answer_later, number))
+            held = REQUEST_BYTES + len(bytes(body))
+            self.host.memory.charge(self, held)
+            pending.when_done(partial(self._answer_later, number, held))
 
-    def _answer_later(self, number: int, pending: Pending) -> None:
+    def _answer_later(self, number: int, held: int, pending: Pending) -> None:
         if self.write_paused and not self.lost:
-            self._answers.append((number, pending))
+            self._answers.append((number, held, pending))
             return
-        self.in_flight -= 1
-        self._send_outcome(number, pending)
+        self._answer(number, held, pending)
         if self._paused:
             self.work()
+
+    def _answer(self, number: int, held: int, pending: Pending) -> None:
+        self.in_flight -= 1
+        if not (self.closing or self.lost):
+            self.host.memory.give_back(self, held)
+        self._send_outcome(number, pending)
 
     def _send_outcome(self, number: int, pending: Pending) -> None:
         try:
@@ -324,7 +342,11 @@ class Session(Connection):
         try:
             for job in message.jobs:
                 authorise(self.principal, Role.VIEWER, job)
-            self._streams.open(message, self.host.history, self.principal.jobs)
+            if not self.host.memory.has_room(self):
+                raise RequestRefused(
+                    "too_many_streams", self.host.memory.shortage(self), "end streams, or read what was sent"
+                )
+            self.host.memory.charge(self, self._streams.open(message, self.host.history, self.principal.jobs))
         except RequestRefused as error:
             self.send(ending(message.stream, error))
             return
@@ -336,7 +358,7 @@ class Session(Connection):
         self.host.pump_soon([self])
 
     def _unsubscribe(self, message: Unsubscribe) -> None:
-        self._streams.close(message.stream)
+        self.host.memory.give_back(self, self._streams.close(message.stream))
         if not self._streams:
             self.host.streaming.pop(self, None)
 

@@ -17,12 +17,14 @@ import pytest
 from forged.auth.tokens import encode_token
 from forged.kernel.replies import ReplyTable
 from forged.net import admission, server
+from forged.net.transport.connection import SMALL_BYTES
 from forged.net.transport.port import Address
 from tests import kernel_fixture
 from tests.net.manual_daemon import (
     BYE,
     CLIENT,
     CREDIT,
+    ENDED,
     FACTS,
     FAILURE,
     GAP,
@@ -32,6 +34,7 @@ from tests.net.manual_daemon import (
     REQUEST,
     SIGNAL,
     SUBSCRIBE,
+    UNSUBSCRIBE,
     WELCOME,
     frame,
     until,
@@ -321,6 +324,98 @@ async def test_job_that_fills_the_table_of_replies_locks_out_neither_operators_n
         async with RawClient.greeted(here.unix) as operator:
             revoked = await operator.request(1, "RevokeToken", token_id=encode_token(bytes([1]) * 32)[0])
             assert revoked["revoked_at"] is not None
+
+
+SMALL_MEMORY: dict[str, Any] = {
+    "frame_bytes_max": 256 << 10,
+    "connection_bytes_max": 512 << 10,
+    "principal_bytes_max": 1 << 20,
+    "daemon_bytes_max": 4 << 20,
+}
+HOGS = 40
+
+
+async def test_unfinished_frames_of_one_job_hold_its_share_and_other_clients_send_large_frames(tmp_path: Path) -> None:
+    async with real_daemon(tmp_path, **SMALL_MEMORY) as here, AsyncExitStack() as crowd:
+        async with RawClient.greeted(here.unix) as operator:
+            hostile, other = [await create_token(operator, number, job) for number, job in enumerate("ab", start=1)]
+        for _ in range(HOGS):
+            hog = await crowd.enter_async_context(RawClient.greeted(here.tcp, hostile))
+            hog.write(header(256 << 10) + bytes(250 << 10))
+        await until(lambda: sum(session._waits_for_memory for session in here.daemon.server.sessions) == HOGS - 3)
+        held = sum(len(session._decoder._rest) for session in here.daemon.server.sessions)
+        assert held <= (1 << 20) + HOGS * SMALL_BYTES
+        large = {"job": "b", "settings": {"x": "x" * (200 << 10)}}
+        for endpoint, token in ((here.tcp, other), (here.unix, None)):
+            async with RawClient.greeted(endpoint, token) as client:
+                assert await client.request(1, "CreateJob", **large) == "settings_too_large"
+        await here.serves_new_clients()
+
+
+async def test_large_frames_of_one_principal_take_turns_and_all_are_answered(tmp_path: Path) -> None:
+    async with real_daemon(tmp_path, **SMALL_MEMORY) as here, AsyncExitStack() as crowd:
+        clients = [await crowd.enter_async_context(RawClient.greeted(here.tcp)) for _ in range(HOGS)]
+        large = {"job": "a", "settings": {"x": "x" * (200 << 10)}}
+        answers = await asyncio.gather(*(client.request(1, "CreateJob", **large) for client in clients))
+        assert answers == ["settings_too_large"] * HOGS
+        assert here.daemon.server.memory.used == 0
+
+
+@pytest.mark.usefixtures("swift_sweeps")
+async def test_unfinished_frame_returns_its_memory_after_the_timeout(tmp_path: Path) -> None:
+    async with real_daemon(tmp_path, **SMALL_MEMORY, frame_timeout_s=0.2) as here, AsyncExitStack() as crowd:
+        hogs = [await crowd.enter_async_context(RawClient.greeted(here.tcp)) for _ in range(6)]
+        for hog in hogs:
+            hog.write(header(256 << 10) + bytes(250 << 10))
+        assert await asyncio.gather(*(hog.final_error_code() for hog in hogs)) == ["frame_slow"] * 6
+        await until(lambda: here.daemon.server.memory.used == 0)
+
+
+async def test_unread_streams_of_one_job_hold_its_share_and_other_jobs_read_theirs(tmp_path: Path) -> None:
+    async with real_daemon(tmp_path, **SMALL_MEMORY) as here, AsyncExitStack() as crowd:
+        async with RawClient.greeted(here.unix) as operator:
+            hostile, other = [await create_token(operator, number, job) for number, job in enumerate("ab", start=1)]
+            for number, job in enumerate("ab", start=3):
+                await operator.request(number, "CreateJob", job=job)
+            for number in range(5, 705):
+                await operator.request(number, "AddNote", job="a", text="x" * 4000)
+            await operator.request(705, "AddNote", job="b", text="x")
+            for _ in range(HOGS):
+                hog = await crowd.enter_async_context(RawClient.greeted(here.unix, hostile))
+                hog.stop_reading()
+                for stream in range(1, 65):
+                    hog.write(frame([SUBSCRIBE, stream, -1, "", [], [], 65_536]))
+            sessions = here.daemon.server.sessions
+            await until(lambda: not any(session.greeted and not session.write_paused for session in list(sessions)[1:]))
+            transports = [session._transport for session in sessions if session._transport is not None]
+            unread = sum(transport.get_write_buffer_size() for transport in transports)
+            assert unread <= (1 << 20) + (1 << 19)
+            assert here.daemon.server.memory.used <= (1 << 20) + (1 << 19)
+            assert (await operator.request(706, "ReadStatus"))["jobs"] == 2
+        async with RawClient.greeted(here.tcp, other) as client:
+            await client.send(SUBSCRIBE, 1, -1, "", ["NoteAdded"], [], 16)
+            assert (await _read_until_note(client))[3] == "b"
+
+
+async def _read_until_note(reader: RawClient) -> list[Any]:
+    while True:
+        message = await reader.receive()
+        if message[0] == FACTS and message[3]:
+            record: list[Any] = message[3][0]
+            return record
+
+
+async def test_filters_of_streams_count_as_memory_of_their_connection(tmp_path: Path) -> None:
+    async with real_daemon(tmp_path, **SMALL_MEMORY) as here, RawClient.greeted(here.tcp) as client:
+        names = ["x" * 120] * 256
+        for stream in range(1, 10):
+            await client.send(SUBSCRIBE, stream, None, "", names, [], 1)
+        answers = [await client.receive() for _ in range(9)]
+        assert sorted(message[0] for message in answers) == [FACTS] * 8 + [ENDED]
+        assert [message[1:4:2] for message in answers if message[0] == ENDED] == [[9, "too_many_streams"]]
+        await client.send(UNSUBSCRIBE, 1)
+        await client.send(SUBSCRIBE, 11, None, "", names, [], 1)
+        assert (await client.receive())[0] == FACTS
 
 
 async def create_token(operator: RawClient, number: int, job: str, role: str = "worker") -> str:

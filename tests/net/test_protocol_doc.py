@@ -41,6 +41,7 @@ from forged.net.protocol.messages import (
     decode,
     encode,
 )
+from forged.net.transport import memory
 from forged.net.transport.connection import ConnectionLimits
 from tests.net import protocol_page as page
 from tests.net.protocol_page import ANYTHING, Line, Vector
@@ -50,7 +51,7 @@ FORGED = Path(errors.__file__).parent
 EDGE = [
     *sorted((FORGED / "net" / "protocol").glob("*.py")),
     *(FORGED / "net" / f"{name}.py" for name in ("session", "server", "tickets", "admission")),
-    FORGED / "net" / "transport" / "connection.py",
+    *(FORGED / "net" / "transport" / f"{name}.py" for name in ("connection", "memory")),
     *(FORGED / "auth" / f"{name}.py" for name in ("access", "tokens")),
     FORGED / "kernel" / "bus" / "dispatcher.py",
     *(FORGED / "kernel" / f"{name}.py" for name in ("ledger", "replies")),
@@ -173,6 +174,9 @@ def test_the_limits_are_those_of_the_code() -> None:
     expected = {
         "payload before the welcome": limits.hello_bytes_max,
         "payload": FRAME_BYTES_MAX,
+        "bytes held by a connection": memory.CONNECTION_BYTES_MAX,
+        "bytes held by the connections of a principal or job": memory.PRINCIPAL_BYTES_MAX,
+        "bytes held by all connections": memory.DAEMON_BYTES_MAX,
         "requests in flight on a connection": limits.in_flight_max,
         "a request's time": session.TIMEOUT_MAX_S,
         "unacknowledged replies of a client": UNACKNOWLEDGED_MAX,

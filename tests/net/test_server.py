@@ -291,7 +291,7 @@ async def test_waiting_requests_resume_in_order_of_waiting_time(
     here: ManualDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     desk = here.daemon.bus.dispatcher
-    clients = [await here.greeted(client=client_id(number)) for number in range(3)]
+    clients = [await here.greeted(WORKER, client_id(number)) for number in range(3)]
     served: list[bytes] = []
     submit = desk.submit
 

@@ -248,7 +248,7 @@ async def test_hello_is_accepted_while_the_daemon_admits_no_requests(
     here: ManualDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(here.daemon.bus.dispatcher, "in_flight", 1_000_000)
-    client = await here.greeted()
+    client = await here.greeted(WORKER)
     assert not client.transport.reading
     monkeypatch.setattr(here.daemon.bus.dispatcher, "in_flight", 0)
     await until(lambda: client.transport.reading)

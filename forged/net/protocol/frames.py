@@ -41,6 +41,15 @@ class FrameDecoder:
         """Whether an incomplete frame is held."""
         return bool(self._rest)
 
+    @property
+    def awaited(self) -> int:
+        """The size of the incomplete frame, once its header has arrived; otherwise 0."""
+        return self._needed if len(self._rest) >= HEADER_BYTES else 0
+
+    def clear(self) -> None:
+        """Drop the incomplete frame; the decoder cannot be used afterwards."""
+        self._rest = bytearray()
+
     def feed(self, data: bytes, inbox: deque[bytes]) -> None:
         """Append the completed payloads to `inbox`, also those before an invalid length.
 

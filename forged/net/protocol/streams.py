@@ -26,6 +26,10 @@ PROGRESS_IDS = 1024
 """After this many ids without a match the client is sent the position."""
 FILTER_NAMES_MAX = 256
 STREAMS_MAX = 64
+STREAM_BYTES = 2048
+"""What a stream holds besides its filter."""
+NAME_BYTES = 128
+"""What a name of a filter holds besides its characters."""
 STREAM_TURNS = 8
 """The number of stream turns of a connection before other connections are served."""
 ALL_KEPT = -1
@@ -40,6 +44,8 @@ class OutgoingStream:
         _check_filter("types", request.types)
         _check_filter("jobs", request.jobs)
         self.number = request.stream
+        self.bytes = _bytes_held(request)
+        """The bytes that the stream holds, about."""
         self._types = frozenset(request.types)
         self._jobs = frozenset(request.jobs)
         self._allowed = jobs
@@ -142,15 +148,16 @@ class OutgoingStreams:
         """Whether there are messages to send."""
         return any(stream.due(self._journal) for stream in self._streams.values())
 
-    def open(self, request: Subscribe, history: str, jobs: frozenset[str] | None) -> None:
-        """Open a stream; `jobs` are the jobs that the principal may see, None for all."""
+    def open(self, request: Subscribe, history: str, jobs: frozenset[str] | None) -> int:
+        """Open a stream and return the bytes that it holds; `jobs` are those that the principal may see."""
         number = request.stream
         if number in self._streams:
             raise PeerError("stream_taken", f"stream {number} is open already", "use another number")
         if len(self._streams) >= STREAMS_MAX:
             many = f"this connection has {STREAMS_MAX} streams, the maximum"
             raise RequestRefused("too_many_streams", many, "end streams that are not read")
-        self._streams[number] = OutgoingStream(request, self._journal, history, jobs)
+        stream = self._streams[number] = OutgoingStream(request, self._journal, history, jobs)
+        return stream.bytes
 
     def grant(self, number: int, facts: int) -> None:
         """Add credit to a stream."""
@@ -158,9 +165,10 @@ class OutgoingStreams:
         if stream is not None:
             stream.grant(facts)
 
-    def close(self, number: int) -> None:
-        """Close a stream."""
-        self._streams.pop(number, None)
+    def close(self, number: int) -> int:
+        """Close a stream; returns the bytes that it held."""
+        stream = self._streams.pop(number, None)
+        return stream.bytes if stream is not None else 0
 
     def clear(self) -> None:
         """Close all streams."""
@@ -178,6 +186,11 @@ class OutgoingStreams:
             yield stream.advance(self._journal)
             if stream.due(self._journal):
                 due.append(stream)
+
+
+def _bytes_held(request: Subscribe) -> int:
+    names = (*request.types, *request.jobs)
+    return STREAM_BYTES + len(names) * NAME_BYTES + sum(map(len, names))
 
 
 def _check_filter(field: str, names: tuple[str, ...]) -> None:

@@ -22,13 +22,17 @@ from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable, f
 from forged.net.protocol import frames
 from forged.net.protocol.frames import FrameDecoder
 from forged.net.protocol.messages import Failure, Message, Ping, Pong, decode, encode, failure
+from forged.net.transport.memory import Memory
 from forged.net.transport.tcp import UserTimeout
+from forged.shares import Holder
 
 MESSAGES_PER_TURN = 256
 """The number of messages of one connection before other connections are served."""
 WRITE_BYTES = 256 << 10
 """Messages are written at once above this size, otherwise at the end of the turn."""
 READ_BYTES = 256 << 10
+SMALL_BYTES = 16 << 10
+"""Where memory is shared out, a connection reads so much at once, and more when the memory of a frame was granted."""
 IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -40,6 +44,7 @@ class _ReadBuffer(threading.local):
 
     def __init__(self) -> None:
         self.buffer = memoryview(bytearray(READ_BYTES))
+        self.small = self.buffer[:SMALL_BYTES]
 
 
 _read_buffer = _ReadBuffer()
@@ -61,10 +66,12 @@ class ConnectionLimits:
 
 
 class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
-    """Frames, flow control and timeouts; subclasses handle the messages."""
+    """Frames, flow control and timeouts; subclasses handle the messages. `memory` counts the bytes that it holds."""
 
-    def __init__(self, clock: Clock, limits: ConnectionLimits) -> None:
+    def __init__(self, clock: Clock, limits: ConnectionLimits, memory: Memory | None = None) -> None:
         self.limits = limits
+        self.holder = Holder("", "")
+        """Whose share of the memory it uses."""
         self.write_paused = False
         """Whether the write buffer is full: the peer does not read."""
         self.closing = False
@@ -73,7 +80,13 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._decoder = FrameDecoder(limits.hello_bytes_max)
         self._inbox: deque[bytes] = deque()
-        self._read_buffer = _read_buffer.buffer
+        self._memory = memory
+        self._read_buffer = _read_buffer.buffer if memory is None else _read_buffer.small
+        self._frame_grant = 0
+        """The memory that was granted for a large frame, until the frame was handled."""
+        self._waits_for_memory = False
+        self._unread_charge = 0
+        """The unread bytes that count as held."""
         self._out: list[bytes] = []
         self._out_bytes = 0
         self._corked = False
@@ -148,7 +161,7 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         self._flush()
         self.closing = True
         self._closing_since = self._clock.monotonic()
-        self._inbox.clear()
+        self._release()
         self._reason = error
         if self._transport is not None:
             self._transport.close()
@@ -158,6 +171,7 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
     def abort(self) -> None:
         """Close immediately; unsent messages are dropped."""
         self.closing = True
+        self._release()
         if self._transport is not None:
             self._transport.abort()
         elif not self.lost:
@@ -233,7 +247,9 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
             self._report_bug(error)
         finally:
             self._working = False
-        self._set_paused(bool(self._inbox) or not self.admits())
+        if self._frame_grant:
+            self._account()
+        self._set_paused(bool(self._inbox) or self._waits_for_memory or not self.admits())
 
     def _work(self) -> None:
         inbox = self._inbox
@@ -289,6 +305,8 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
             return
         if not was_partial or self._inbox:
             self._partial_since = self._heard_at
+        if self._memory is not None and self._decoder.awaited > SMALL_BYTES:
+            self._account()
         self._corked = True
         try:
             self.work()
@@ -296,13 +314,25 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
             self._corked = False
         self._flush()
 
+    def granted(self, size: int) -> None:
+        """The memory for a large frame is there: read the rest of it."""
+        self._waits_for_memory = False
+        self._frame_grant = size
+        self._read_buffer = _read_buffer.buffer
+        self.work()
+
     def pause_writing(self) -> None:
         self.write_paused = True
         self._unread_since = self._clock.monotonic()
         self._unread_bytes = 0
+        if self._memory is not None and self._transport is not None and not self.closing:
+            self._charge_unread(self._memory, self._transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         self.write_paused = False
+        if self._memory is not None and self._unread_charge:
+            self._memory.give_back(self, self._unread_charge)
+            self._unread_charge = 0
         self.write_resumed()
         self.work()
 
@@ -313,7 +343,7 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         if self.lost:
             return
         self.lost = True
-        self._inbox.clear()
+        self._release()
         self._out.clear()
         reason = self._reason
         if reason is None:
@@ -322,6 +352,38 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         # A TLS transport holds 256 KiB, which would otherwise wait for the garbage collector.
         self._transport = self._user_timeout = None
         self.ended(reason)
+
+    def _account(self) -> None:
+        """Ask for the memory of a large frame that has begun, and return it when the frame was handled."""
+        memory, awaited = self._memory, self._decoder.awaited
+        if memory is None or self.closing or self._waits_for_memory:
+            return
+        if self._frame_grant and self._frame_grant != awaited and not self._inbox:
+            memory.give_back(self, self._frame_grant)
+            self._frame_grant = 0
+            self._read_buffer = _read_buffer.small
+        if awaited > SMALL_BYTES and not self._frame_grant:
+            if memory.grant(self, awaited):
+                self._frame_grant = awaited
+                self._read_buffer = _read_buffer.buffer
+            else:
+                self._waits_for_memory = True
+
+    def _charge_unread(self, memory: Memory, size: int) -> None:
+        memory.charge(self, size)
+        self._unread_charge = size
+        if not memory.has_room(self):
+            self.fail(Unavailable("not_reading", f"unread messages: {memory.shortage(self)}", "reconnect and read"))
+            self.abort()
+
+    def _release(self) -> None:
+        """Return all memory; what the peer has sent is not used any more."""
+        self._inbox.clear()
+        self._decoder.clear()
+        self._frame_grant = self._unread_charge = 0
+        self._waits_for_memory = False
+        if self._memory is not None:
+            self._memory.leave(self)
 
     def _too_large(self, payload_bytes: int) -> RequestRefused:
         # If sent, the peer would close the connection and repeat its request on the next one.
