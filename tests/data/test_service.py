@@ -1019,7 +1019,7 @@ class TestBackgroundRescale:
             await stage.kernel.settle()
             await stage.offer_all()
             await stage.kernel.settle()
-            assert len(stage.facts(JobAborted)) == 1
+            assert [fact.reason for fact in stage.facts(JobAborted)] == ["1 shard lost: 0"]
 
 
 class TestLostShards:

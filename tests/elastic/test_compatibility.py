@@ -58,7 +58,15 @@ def test_a_value_that_only_one_of_them_has_differs() -> None:
     assert error.message == "job run trains with another sampler: drop_last is False in the job, None in this worker"
 
 
-@pytest.mark.parametrize("common", [None, {}, DATASET | SAMPLER])
+LARGEST: SharedConfig = {
+    f"{number}".ljust(CHARS_MAX, "x"): {
+        f"{value}".ljust(CHARS_MAX, "x"): "x" * CHARS_MAX for value in range(VALUES_MAX)
+    }
+    for number in range(PARTS_MAX)
+}
+
+
+@pytest.mark.parametrize("common", [None, {}, DATASET | SAMPLER, LARGEST])
 def test_valid_shared_config_is_accepted(common: SharedConfig | None) -> None:
     check_shared_config(common)
 

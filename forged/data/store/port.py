@@ -129,14 +129,11 @@ class ShardStore(ABC):
 
     def put(self, shard: int, pieces: Iterable[bytes | memoryview]) -> Stamp:
         """Hold a shard that was made on this host; returns its stamp."""
+        # Without a stamp, bytes that are not committed are dropped.
         with self.receive(shard, None) as arriving:
-            try:
-                for piece in pieces:
-                    arriving.write(piece)
-                return arriving.commit()
-            except BaseException:
-                arriving.drop()
-                raise
+            for piece in pieces:
+                arriving.write(piece)
+            return arriving.commit()
 
 
 class FlowControl(Protocol):

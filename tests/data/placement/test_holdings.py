@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from forged.data.columns import NOBODY, Column
+from forged.data.model import Dataset
 from forged.data.placement.holdings import Ids, Roster, read_owners, read_replicas
 from forged.elastic import ClusterTopology, WorkerId
 from forged.errors import RequestRefused
@@ -45,6 +46,9 @@ def test_ranks_may_be_a_column_of_any_whole_numbers(dtype: Any) -> None:
 def test_the_shards_of_each_worker_may_be_given() -> None:
     current: dict[WorkerId, Ids] = {at(2, 2): range(2, 4), at(0, 0): np.array([0]), at(1, 1): []}
     assert read_owners(ROSTER, 5, current).tolist() == [2, NOBODY, 0, 0, NOBODY]
+    shards = Dataset(10, 5)
+    values: dict[WorkerId, Ids] = {at(2, 2): [shards.shard(2), shards.shard(3)], at(0, 0): (shards.shard(0),)}
+    assert read_owners(ROSTER, 5, values).tolist() == [2, NOBODY, 0, 0, NOBODY]
 
 
 def test_an_id_that_came_back_on_another_host_holds_nothing() -> None:
