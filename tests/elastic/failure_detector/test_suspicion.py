@@ -94,6 +94,15 @@ def test_of_two_that_report_each_other_the_state_holder_stays() -> None:
     assert scene.quarrels.worker_to_evict() == "a"
 
 
+def test_state_holder_is_evicted_if_another_one_remains() -> None:
+    scene = Scene(holders="bc")
+    for _ in range(REPORTED_WORLDS_MAX):
+        scene.begin_another(holders="bc")
+        scene.report_peer("a", "c")
+        scene.report_peer("b", "c")
+    assert scene.quarrels.worker_to_evict() == "c"
+
+
 @pytest.mark.parametrize("peer", ["", "b", "d", "x"], ids=["nobody", "itself", "an outsider", "a worker that is gone"])
 def test_reporter_is_evicted_if_no_report_names_a_peer(peer: str) -> None:
     scene = Scene()

@@ -129,6 +129,11 @@ class TestPeerReports:
         quarrel(book, ("b", ""))
         assert said(book).startswith("b cannot continue, in 1 world so far")
 
+    def test_is_shown_whole_where_three_workers_report(self) -> None:
+        book = formed(*"abcdef")
+        quarrel(book, *((one, "f") for one in "abc"))
+        assert said(book).startswith("a cannot reach f, b cannot reach f, c cannot reach f, in 1 world")
+
     def test_is_counted_where_they_are_many(self) -> None:
         book = formed(*"abcdef")
         quarrel(book, *((one, "f") for one in "abcd"))
