@@ -22,31 +22,31 @@ UNTOLD = UNTRAINED | {"request_unknown"}
 _UNKNOWN_AT_0 = frozenset({"learning_rate", "global_batch_size", "state_timestamp"})
 
 
-def one(wire: PlainConnection, method: str, **fields: Any) -> Row:
+def one(daemon: PlainConnection, method: str, **fields: Any) -> Row:
     """Send a request whose reply is a map."""
-    reply = wire.request(method, **fields)
+    reply = daemon.request(method, **fields)
     if not isinstance(reply, dict):
-        raise _malformed(wire, method)
+        raise _malformed(daemon, method)
     return reply
 
 
-def one_unless(wire: PlainConnection, codes: frozenset[str], method: str, **fields: Any) -> Row:
+def one_unless(daemon: PlainConnection, codes: frozenset[str], method: str, **fields: Any) -> Row:
     """Like `one`, but empty if the request is refused with one of these codes."""
     try:
-        return one(wire, method, **fields)
+        return one(daemon, method, **fields)
     except RequestRefused as refusal:
         if refusal.code not in codes:
             raise
         return {}
 
 
-def several(wire: PlainConnection, method: str, *, field: str, key: str) -> list[Row]:
+def several(daemon: PlainConnection, method: str, *, field: str, key: str) -> list[Row]:
     """Send a request whose reply is a list, or a map with the list in `field`; other entries than maps get `key`."""
-    return _rows(wire, method, wire.request(method), field, key)
+    return _rows(daemon, method, daemon.request(method), field, key)
 
 
 def pages(
-    wire: PlainConnection,
+    daemon: PlainConnection,
     method: str,
     *,
     field: str,
@@ -59,23 +59,23 @@ def pages(
     entries: list[Row] = []
     taken = 0
     while True:
-        page = one(wire, method, after=after, **fields)
-        entries += _rows(wire, method, page, field, key)
+        page = one(daemon, method, after=after, **fields)
+        entries += _rows(daemon, method, page, field, key)
         taken += 1
         last = entries[-1].get(key) if entries else None
         if not page.get("more") or taken == pages_max:
             return entries
         if not isinstance(last, str) or last <= after:
-            raise _malformed(wire, method)
+            raise _malformed(daemon, method)
         after = last
 
 
 def pages_unless(
-    wire: PlainConnection, codes: frozenset[str], method: str, *, field: str, key: str, after: str = "", **fields: Any
+    daemon: PlainConnection, codes: frozenset[str], method: str, *, field: str, key: str, after: str = "", **fields: Any
 ) -> list[Row]:
     """Like `pages`, but empty if the request is refused with one of these codes."""
     try:
-        return pages(wire, method, field=field, key=key, after=after, **fields)
+        return pages(daemon, method, field=field, key=key, after=after, **fields)
     except RequestRefused as refusal:
         if refusal.code not in codes:
             raise
@@ -109,33 +109,33 @@ def known(key: str, value: Any) -> Any:
     return None if key in _UNKNOWN_AT_0 and not value else value
 
 
-def story(wire: PlainConnection, fact_id: int) -> list[Row]:
+def story(daemon: PlainConnection, fact_id: int) -> list[Row]:
     """The causes and consequences of a fact."""
-    reply = wire.request("TellStory", fact_id=fact_id)
+    reply = daemon.request("TellStory", fact_id=fact_id)
     if not isinstance(reply, list):
-        raise _malformed(wire, "TellStory")
+        raise _malformed(daemon, "TellStory")
     return [as_event(record) for record in reply]
 
 
-def backup(wire: PlainConnection) -> tuple[bytes, int]:
+def backup(daemon: PlainConnection) -> tuple[bytes, int]:
     """The ticket for a copy of the daemon's state, and its size in bytes."""
-    reply = one(wire, "BackUp")
+    reply = one(daemon, "BackUp")
     ticket, size = reply.get("ticket"), reply.get("size")
     if not isinstance(ticket, bytes) or not isinstance(size, int) or size < 0:
-        raise _malformed(wire, "BackUp")
+        raise _malformed(daemon, "BackUp")
     return ticket, size
 
 
-def _rows(wire: PlainConnection, method: str, reply: Any, field: str, key: str) -> list[Row]:
+def _rows(daemon: PlainConnection, method: str, reply: Any, field: str, key: str) -> list[Row]:
     listed = reply.get(field) if isinstance(reply, dict) else reply
     if not isinstance(listed, list):
-        raise _malformed(wire, method)
+        raise _malformed(daemon, method)
     return [entry if isinstance(entry, dict) else {key: entry} for entry in listed]
 
 
-def _malformed(wire: PlainConnection, method: str) -> PeerError:
+def _malformed(daemon: PlainConnection, method: str) -> PeerError:
     return PeerError(
         "answer_strange",
-        f"forgectl {VERSION} cannot read the daemon's reply to {method} (daemon: {wire.agent})",
+        f"forgectl {VERSION} cannot read the daemon's reply to {method} (daemon: {daemon.agent})",
         "install the same version of both",
     )

@@ -133,47 +133,47 @@ class _Line:
 
 
 def _from_daemon(source: ValuesFromDaemon, options: Options, begun: str) -> list[Candidate]:
-    with contextlib.suppress(ForgedError), DaemonConnection(options) as wire:
-        return [(f"{text}", f"{what}") for text, what in source(wire, options, begun) if text]
+    with contextlib.suppress(ForgedError), DaemonConnection(options) as daemon:
+        return [(f"{text}", f"{what}") for text, what in source(daemon, options, begun) if text]
     return []
 
 
-def _jobs(wire: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
+def _jobs(daemon: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
     # All names that begin with `begun` sort after `begun` without its last character.
-    jobs = answers.pages(wire, "ListJobs", field="jobs", key="name", after=begun[:-1], pages_max=PAGES_MAX)
+    jobs = answers.pages(daemon, "ListJobs", field="jobs", key="name", after=begun[:-1], pages_max=PAGES_MAX)
     return ((job.get("name", ""), "") for job in jobs)
 
 
-def _workers(wire: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
+def _workers(daemon: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
     named = getattr(options, "job", None) or getattr(options, "jobs", None)
-    jobs = [named] if named else [job for job, _ in _jobs(wire, options, "")][:JOBS_FROM_DAEMON_MAX]
-    found = workers.listed(wire, jobs, after=begun[:-1])
+    jobs = [named] if named else [job for job, _ in _jobs(daemon, options, "")][:JOBS_FROM_DAEMON_MAX]
+    found = workers.listed(daemon, jobs, after=begun[:-1])
     return ((one.get("id", ""), f"{one.get('job', '')}, {one.get('status', '')}") for one in found)
 
 
-def _tokens(wire: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
-    tokens = answers.pages(wire, "ListTokens", field="tokens", key="token_id", pages_max=PAGES_MAX)
+def _tokens(daemon: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
+    tokens = answers.pages(daemon, "ListTokens", field="tokens", key="token_id", pages_max=PAGES_MAX)
     alive = (token for token in tokens if not token.get("revoked_at"))
     return ((token.get("token_id", ""), token.get("name", "")) for token in alive)
 
 
-def _handlers(wire: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
-    handlers = answers.several(wire, "ListHandlers", field="handlers", key="name")
+def _handlers(daemon: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
+    handlers = answers.several(daemon, "ListHandlers", field="handlers", key="name")
     return ((one.get("name", ""), "") for one in handlers if one.get("quarantined"))
 
 
-def _types(wire: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
-    recent = wire.facts(max(-1, wire.latest - RECENT_FACTS), [], [], until=wire.latest)
+def _types(daemon: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
+    recent = daemon.facts(max(-1, daemon.latest - RECENT_FACTS), [], [], until=daemon.latest)
     types = {event.get("type", "") for _, event in recent if event}
     return ((one, "") for one in sorted(types))
 
 
-def _plugins(wire: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
-    return ((one.get("name", ""), one.get("state", "")) for one in plugins.listed(wire))
+def _plugins(daemon: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
+    return ((one.get("name", ""), one.get("state", "")) for one in plugins.listed(daemon))
 
 
-def _commands(wire: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
-    for plugin in plugins.listed(wire):
+def _commands(daemon: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
+    for plugin in plugins.listed(daemon):
         if plugin.get("name") == getattr(options, "plugin", None):
             yield from ((one.get("name", ""), one.get("help", "")) for one in plugins.commands_of(plugin))
 

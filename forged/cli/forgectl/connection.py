@@ -22,11 +22,11 @@ class DaemonConnection:
     def __enter__(self) -> PlainConnection:
         options = self._options
         token = os.environ.get("FORGED_TOKEN") if options.token is None else options.token
-        self._wire = PlainConnection(_endpoint(options), token or None, options.timeout or TIMEOUT_S)
-        return self._wire
+        self._daemon = PlainConnection(_endpoint(options), token or None, options.timeout or TIMEOUT_S)
+        return self._daemon
 
     def __exit__(self, *error: object) -> None:
-        self._wire.close()
+        self._daemon.close()
 
 
 def _endpoint(options: Options) -> str:

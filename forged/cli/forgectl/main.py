@@ -165,27 +165,27 @@ _WITHOUT_DAEMON = frozenset({"ckpt"})
 
 
 def _ping(options: Options) -> int:
-    with DaemonConnection(options) as wire:
+    with DaemonConnection(options) as daemon:
         started = time.perf_counter()
-        wire.request("PingDaemon")
+        daemon.request("PingDaemon")
         took_s = time.perf_counter() - started
-        answer(options, {"seconds": took_s}, lambda: print(f"{wire.endpoint} answered in {tables.duration(took_s)}"))
+        answer(options, {"seconds": took_s}, lambda: print(f"{daemon.endpoint} answered in {tables.duration(took_s)}"))
     return EXIT_OK
 
 
 def _status(options: Options) -> int:
     from forged.cli.forgectl.commands.plugins import inactive
 
-    with DaemonConnection(options) as wire:
-        status = answers.one(wire, "ReadStatus")
-        answer(options, status, lambda: tables.pairs(status | inactive(wire)))
+    with DaemonConnection(options) as daemon:
+        status = answers.one(daemon, "ReadStatus")
+        answer(options, status, lambda: tables.pairs(status | inactive(daemon)))
     return EXIT_OK
 
 
 def _handlers(options: Options) -> int:
     columns = ("name", "kind", "messages", "queued", "handled", "failed", "dropped", "p50_s", "p99_s", "quarantined")
-    with DaemonConnection(options) as wire:
-        handlers = answers.several(wire, "ListHandlers", field="handlers", key="name")
+    with DaemonConnection(options) as daemon:
+        handlers = answers.several(daemon, "ListHandlers", field="handlers", key="name")
         answer(
             options,
             {"handlers": handlers},
@@ -197,15 +197,15 @@ def _handlers(options: Options) -> int:
 
 
 def _readmit(options: Options) -> int:
-    with DaemonConnection(options) as wire:
-        wire.request("ReadmitHandler", handler=options.name)
+    with DaemonConnection(options) as daemon:
+        daemon.request("ReadmitHandler", handler=options.name)
         answer(options, {}, lambda: print(f"re-enabled {options.name}"))
     return EXIT_OK
 
 
 def _note(options: Options) -> int:
-    with DaemonConnection(options) as wire:
-        wire.request("AddNote", job=options.job, text=options.text)
+    with DaemonConnection(options) as daemon:
+        daemon.request("AddNote", job=options.job, text=options.text)
         answer(options, {}, lambda: print(f"added the note to job {options.job}"))
     return EXIT_OK
 
@@ -213,9 +213,9 @@ def _note(options: Options) -> int:
 def _backup(options: Options) -> int:
     from forged.cli.forgectl.commands.backup import write_whole
 
-    with DaemonConnection(options) as wire:
-        ticket, size_bytes = answers.backup(wire)
-        write_whole(options.file, wire.fetch(ticket, size_bytes))
+    with DaemonConnection(options) as daemon:
+        ticket, size_bytes = answers.backup(daemon)
+        write_whole(options.file, daemon.fetch(ticket, size_bytes))
         answer(
             options,
             {"file": options.file, "size_bytes": size_bytes},

@@ -25,8 +25,8 @@ def fill(config: Parser) -> None:
 
 
 def _show(options: Options) -> int:
-    with DaemonConnection(options) as wire:
-        view = answers.one(wire, "ShowConfig")
+    with DaemonConnection(options) as daemon:
+        view = answers.one(daemon, "ShowConfig")
         answer(options, view, lambda: _print_settings(view))
     return EXIT_OK
 
@@ -58,8 +58,8 @@ def _written(key: str, value: Any) -> str:
 
 
 def _reload(options: Options) -> int:
-    with DaemonConnection(options) as wire:
-        outcome = answers.one(wire, "ReloadConfig")
+    with DaemonConnection(options) as daemon:
+        outcome = answers.one(daemon, "ReloadConfig")
         answer(options, outcome, lambda: _print_reloaded(outcome))
     return EXIT_OK
 

@@ -58,12 +58,12 @@ def _epoch(text: str) -> int:
 
 
 def _list(options: Options) -> int:
-    with DaemonConnection(options) as wire:
-        jobs = answers.pages(wire, "ListJobs", field="jobs", key="name")
+    with DaemonConnection(options) as daemon:
+        jobs = answers.pages(daemon, "ListJobs", field="jobs", key="name")
         found = [
             view
             for job in jobs
-            if (view := answers.one_unless(wire, WITHOUT_DATA | REMOVED, "ShowData", job=job.get("name")))
+            if (view := answers.one_unless(daemon, WITHOUT_DATA | REMOVED, "ShowData", job=job.get("name")))
         ]
     rows = [one | _row(one.get("dataset")) | {"workers": len(answers.rows_in(one, "workers"))} for one in found]
     answer(options, {"data": found}, lambda: tables.table(rows, LIST_COLUMNS, "no job has a dataset"))
@@ -71,8 +71,8 @@ def _list(options: Options) -> int:
 
 
 def _show(options: Options) -> int:
-    with DaemonConnection(options) as wire:
-        view = answers.one(wire, "ShowData", job=options.job)
+    with DaemonConnection(options) as daemon:
+        view = answers.one(daemon, "ShowData", job=options.job)
     answer(options, view, lambda: _print_view(view))
     return EXIT_OK
 
@@ -96,10 +96,10 @@ def _print_view(view: Row) -> None:
 
 
 def _audit(options: Options) -> int:
-    with DaemonConnection(options) as wire:
-        first = answers.one(wire, "AuditData", job=options.job, epoch=options.epoch)
+    with DaemonConnection(options) as daemon:
+        first = answers.one(daemon, "AuditData", job=options.job, epoch=options.epoch)
         span = _span(first) if options.epoch is None else [first.get("epoch")]
-        audits = list(_audits(wire, options.job, first, span[-EPOCHS_AUDITED_MAX:]))
+        audits = list(_audits(daemon, options.job, first, span[-EPOCHS_AUDITED_MAX:]))
     is_right, left_out = not any(map(_is_wrong, audits)), len(span) - len(audits)
     whole = {"job": options.job, "ok": is_right, "epochs_left_out": left_out, "audits": audits}
     answer(options, whole, lambda: _print_audits(audits, left_out))
@@ -109,17 +109,17 @@ def _audit(options: Options) -> int:
 # Requests.
 
 
-def planned_transfers(wire: PlainConnection, job: str, workers: Sequence[Any], gone: Sequence[Any]) -> Row:
+def planned_transfers(daemon: PlainConnection, job: str, workers: Sequence[Any], gone: Sequence[Any]) -> Row:
     """The transfers to a world of these workers, by rank, if the `gone` workers have failed; empty without data."""
     # An older daemon does not know the field `gone`.
-    return answers.one_unless(wire, UNTOLD, "PlanData", job=job, workers=workers, **({"gone": gone} if gone else {}))
+    return answers.one_unless(daemon, UNTOLD, "PlanData", job=job, workers=workers, **({"gone": gone} if gone else {}))
 
 
-def _audits(wire: PlainConnection, job: str, first: Row, epochs: Sequence[Any]) -> Iterator[Row]:
+def _audits(daemon: PlainConnection, job: str, first: Row, epochs: Sequence[Any]) -> Iterator[Row]:
     """The audits of these epochs, of which `first` is one; `over` if a later epoch has begun."""
     newest = max(_recorded(first), default=-1)
     for number in epochs:
-        view = first if number == first.get("epoch") else answers.one(wire, "AuditData", job=job, epoch=number)
+        view = first if number == first.get("epoch") else answers.one(daemon, "AuditData", job=job, epoch=number)
         is_over = isinstance(number, int) and number < newest
         yield {key: value for key, value in view.items() if key != "epochs"} | {"over": is_over}
 

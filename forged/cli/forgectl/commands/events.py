@@ -54,16 +54,16 @@ def _events(options: Options) -> int:
 def _story(options: Options) -> int:
     from forged.cli.forgectl.fact_sentences import in_words
 
-    with DaemonConnection(options) as wire:
-        records = answers.story(wire, options.id)
+    with DaemonConnection(options) as daemon:
+        records = answers.story(daemon, options.id)
         answer(options, {"story": records}, lambda: tables.story(records, options.id, in_words))
     return EXIT_OK
 
 
 def _past(options: Options) -> Iterator[Event]:
     since = EARLIEST if options.since is None else options.since
-    with DaemonConnection(options) as wire:
-        for _, event in wire.facts(since, options.type, options.job, until=wire.latest):
+    with DaemonConnection(options) as daemon:
+        for _, event in daemon.facts(since, options.type, options.job, until=daemon.latest):
             if event is not None:
                 yield event
 
@@ -71,12 +71,12 @@ def _past(options: Options) -> Iterator[Event]:
 def _follow(options: Options) -> Iterator[Event]:
     position, history = options.since, ""
 
-    def read(wire: PlainConnection) -> Iterator[Event]:
+    def read(daemon: PlainConnection) -> Iterator[Event]:
         nonlocal position, history
-        position = wire.latest if position is None else position
-        history = history or wire.history
-        for reached, event in wire.facts(position, options.type, options.job, history=history):
-            position, history = reached, wire.history
+        position = daemon.latest if position is None else position
+        history = history or daemon.history
+        for reached, event in daemon.facts(position, options.type, options.job, history=history):
+            position, history = reached, daemon.history
             if event is not None:
                 yield event
 
@@ -88,12 +88,12 @@ def over_restarts(options: Options, read: Callable[[PlainConnection], Iterator[T
     pause_s = 0.0
     while True:
         try:
-            with DaemonConnection(options) as wire:
+            with DaemonConnection(options) as daemon:
                 if pause_s > RECONNECT_PAUSE_S:
                     _remark("the daemon is back")
-                wire.while_quiet = stop_without_reader
+                daemon.while_quiet = stop_without_reader
                 pause_s = RECONNECT_PAUSE_S
-                yield from read(wire)
+                yield from read(daemon)
         except Unavailable as error:
             if not pause_s:
                 raise  # no daemon at the start

@@ -53,16 +53,16 @@ def _of_job(parser: Parser) -> Parser:
 
 def _create(options: Options) -> int:
     wanted = settings(options.settings)
-    with DaemonConnection(options) as wire:
-        job = answers.one(wire, "CreateJob", job=options.name, settings=wanted)
+    with DaemonConnection(options) as daemon:
+        job = answers.one(daemon, "CreateJob", job=options.name, settings=wanted)
         answer(options, job, lambda: _print_job(job))
     return EXIT_OK
 
 
 def _list(options: Options) -> int:
-    with DaemonConnection(options) as wire:
-        jobs = answers.pages(wire, "ListJobs", field="jobs", key="name")
-        phases = _phases(wire)
+    with DaemonConnection(options) as daemon:
+        jobs = answers.pages(daemon, "ListJobs", field="jobs", key="name")
+        phases = _phases(daemon)
         jobs = [job | phases.get(f"{job.get('name')}", {}) for job in jobs]
         rows = [job | {"phase": _shown_phase(job)} for job in jobs]
         answer(options, {"jobs": jobs}, lambda: tables.table(rows, COLUMNS, "no jobs"))
@@ -70,10 +70,10 @@ def _list(options: Options) -> int:
 
 
 def _show(options: Options) -> int:
-    with DaemonConnection(options) as wire:
-        job = answers.one(wire, "ShowJob", job=options.name)
-        training = _training(wire, options.name)
-        moving = transfers.under_way(wire, options.name, training)
+    with DaemonConnection(options) as daemon:
+        job = answers.one(daemon, "ShowJob", job=options.name)
+        training = _training(daemon, options.name)
+        moving = transfers.under_way(daemon, options.name, training)
     about = {name: value for name, value in (("training", training), ("transfers", moving)) if value}
     answer(options, job | about, lambda: _print_job(job))
     if not options.json:
@@ -86,11 +86,11 @@ def _show(options: Options) -> int:
 
 def _change(options: Options) -> int:
     wanted = settings(options.settings)
-    with DaemonConnection(options) as wire:
-        present = answers.one(wire, "ShowJob", job=options.name)
+    with DaemonConnection(options) as daemon:
+        present = answers.one(daemon, "ShowJob", job=options.name)
         expected = present.get("version") if options.version is None else options.version
         merged = _merged(present.get("settings"), wanted)
-        job = answers.one(wire, "ChangeJob", job=options.name, settings=merged, version=expected)
+        job = answers.one(daemon, "ChangeJob", job=options.name, settings=merged, version=expected)
         answer(options, job, lambda: _print_job(job))
     return EXIT_OK
 
@@ -109,8 +109,8 @@ def _print_job(job: Row) -> None:
 
 
 def _remove(options: Options) -> int:
-    with DaemonConnection(options) as wire:
-        wire.request("RemoveJob", job=options.name, **({"force": True} if options.force else {}))
+    with DaemonConnection(options) as daemon:
+        daemon.request("RemoveJob", job=options.name, **({"force": True} if options.force else {}))
         answer(options, {}, lambda: print(f"removed job {options.name}"))
     return EXIT_OK
 
@@ -144,8 +144,8 @@ _CONTROL_VERBS = (
 
 def _control(options: Options, method: str, describe: Callable[[Row], str]) -> int:
     reason = {} if options.reason is None else {"reason": options.reason}
-    with DaemonConnection(options) as wire:
-        reply = answers.one(wire, method, job=options.name, **reason)
+    with DaemonConnection(options) as daemon:
+        reply = answers.one(daemon, method, job=options.name, **reason)
         answer(
             options,
             reply,
@@ -190,9 +190,9 @@ def _because(reply: Row) -> str:
 
 def _watch(options: Options) -> int:
     printed = ""
-    with DaemonConnection(options) as wire:
+    with DaemonConnection(options) as daemon:
         while True:
-            cluster = answers.one(wire, "ShowCluster", job=options.name)
+            cluster = answers.one(daemon, "ShowCluster", job=options.name)
             line = _progress(cluster)
             if line != printed:
                 print_json(cluster) if options.json else tables.print_wrapped(f"{line}{_stalled(cluster)}", INDENT)
@@ -207,14 +207,14 @@ def _watch(options: Options) -> int:
 # The state of the training.
 
 
-def _training(wire: PlainConnection, job: str) -> Row:
+def _training(daemon: PlainConnection, job: str) -> Row:
     """The state of a job's training; empty before the first worker joins, or if the daemon does not support it."""
-    return answers.one_unless(wire, UNTOLD, "ShowCluster", job=job)
+    return answers.one_unless(daemon, UNTOLD, "ShowCluster", job=job)
 
 
-def _phases(wire: PlainConnection) -> dict[str, Row]:
+def _phases(daemon: PlainConnection) -> dict[str, Row]:
     """The phase of each job that a worker has joined, and whether it is paused; empty if the daemon does not tell."""
-    clusters = answers.pages_unless(wire, UNTOLD, "ListClusters", field="clusters", key="job")
+    clusters = answers.pages_unless(daemon, UNTOLD, "ListClusters", field="clusters", key="job")
     return {
         f"{cluster.get('job')}": {"phase": cluster.get("phase")} | ({"paused": True} if cluster.get("paused") else {})
         for cluster in clusters

@@ -29,9 +29,9 @@ def fill(plugins: Parser) -> None:
     positional(use, "settings", "KEY=VALUE", nargs="*")
 
 
-def listed(wire: PlainConnection) -> list[Row]:
+def listed(daemon: PlainConnection) -> list[Row]:
     """All plugins."""
-    return answers.several(wire, "ListPlugins", field="plugins", key="name")
+    return answers.several(daemon, "ListPlugins", field="plugins", key="name")
 
 
 def commands_of(plugin: Row) -> list[Row]:
@@ -42,10 +42,10 @@ def commands_of(plugin: Row) -> list[Row]:
     return [one if isinstance(one, dict) else {"name": one} for one in commands]
 
 
-def inactive(wire: PlainConnection) -> Row:
+def inactive(daemon: PlainConnection) -> Row:
     """The status line of plugins that are not active; empty if all are."""
     try:
-        plugins = listed(wire)
+        plugins = listed(daemon)
     except RequestRefused:
         return {}  # an old daemon without plugins, or a role that may not see them
     idle = [f"{one.get('name')} ({one.get('state')})" for one in plugins if one.get("state", ACTIVE) != ACTIVE]
@@ -53,15 +53,15 @@ def inactive(wire: PlainConnection) -> Row:
 
 
 def _list(options: Options) -> int:
-    with DaemonConnection(options) as wire:
-        plugins = listed(wire)
+    with DaemonConnection(options) as daemon:
+        plugins = listed(daemon)
         answer(options, {"plugins": plugins}, lambda: tables.table(plugins, COLUMNS, "no plugins"))
     return EXIT_OK
 
 
 def _show(options: Options) -> int:
-    with DaemonConnection(options) as wire:
-        plugins = listed(wire)
+    with DaemonConnection(options) as daemon:
+        plugins = listed(daemon)
     found = next((one for one in plugins if one.get("name") == options.plugin), None)
     if found is None:
         raise RequestRefused("plugin_unknown", f"unknown plugin {options.plugin!r}", "see `forgectl plugins`")
@@ -89,16 +89,16 @@ def _disable(options: Options) -> int:
 
 
 def _switch(options: Options, method: str, done: str) -> int:
-    with DaemonConnection(options) as wire:
-        reply = answers.one(wire, method, plugin=options.plugin)
+    with DaemonConnection(options) as daemon:
+        reply = answers.one(daemon, method, plugin=options.plugin)
         answer(options, reply, lambda: print(f"{done} {options.plugin}"))
     return EXIT_OK
 
 
 def _run(options: Options) -> int:
     arguments = settings(options.settings)
-    with DaemonConnection(options) as wire:
+    with DaemonConnection(options) as daemon:
         fields = {"plugin": options.plugin, "command": options.command, "arguments": arguments}
-        result = wire.request("RunPluginCommand", **fields)
+        result = daemon.request("RunPluginCommand", **fields)
         answer(options, {"result": result}, lambda: tables.anything(result))
     return EXIT_OK

@@ -36,9 +36,9 @@ def _size(text: str) -> int:
 
 
 def _plan(options: Options) -> int:
-    with DaemonConnection(options) as wire:
-        plan = answers.one(wire, "PlanRescale", job=options.job, workers=options.workers)
-        totals = data.planned_transfers(wire, options.job, _target(plan), answers.list_in(plan, "gone"))
+    with DaemonConnection(options) as daemon:
+        plan = answers.one(daemon, "PlanRescale", job=options.job, workers=options.workers)
+        totals = data.planned_transfers(daemon, options.job, _target(plan), answers.list_in(plan, "gone"))
         answer(options, plan | ({"data": totals} if totals else {}), lambda: _print_plan(plan, totals))
     return EXIT_OK
 

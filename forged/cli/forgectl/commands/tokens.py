@@ -31,22 +31,22 @@ def _create(options: Options) -> int:
 
     secret = os.urandom(SECRET_BYTES_MIN)
     fields = {"name": options.name, "role": options.role, "secret": secret, "jobs": options.job, "ttl_s": options.ttl}
-    with DaemonConnection(options) as wire:
-        token = answers.one(wire, "CreateToken", **fields) | {"token": encode_token(secret)[1]}
+    with DaemonConnection(options) as daemon:
+        token = answers.one(daemon, "CreateToken", **fields) | {"token": encode_token(secret)[1]}
         answer(options, token, lambda: print(token["token"]))
     return EXIT_OK
 
 
 def _list(options: Options) -> int:
-    with DaemonConnection(options) as wire:
-        tokens = answers.pages(wire, "ListTokens", field="tokens", key="token_id")
+    with DaemonConnection(options) as daemon:
+        tokens = answers.pages(daemon, "ListTokens", field="tokens", key="token_id")
         tokens.sort(key=lambda token: token.get("created_at") or 0.0)
         answer(options, {"tokens": tokens}, lambda: tables.table(tokens, COLUMNS, "no tokens"))
     return EXIT_OK
 
 
 def _revoke(options: Options) -> int:
-    with DaemonConnection(options) as wire:
-        token = answers.one(wire, "RevokeToken", token_id=options.token_id)
+    with DaemonConnection(options) as daemon:
+        token = answers.one(daemon, "RevokeToken", token_id=options.token_id)
         answer(options, token, lambda: print(f"revoked {options.token_id} ({tables.field('', token.get('name'))})"))
     return EXIT_OK

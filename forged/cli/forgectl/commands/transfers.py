@@ -45,8 +45,8 @@ def fill(transfers: Parser) -> None:
 def _transfers(options: Options) -> int:
     if options.follow:
         return _follow(options)
-    with DaemonConnection(options) as wire:
-        view = answers.one(wire, "ShowTransfers", job=options.job)
+    with DaemonConnection(options) as daemon:
+        view = answers.one(daemon, "ShowTransfers", job=options.job)
     answer(options, view, lambda: print("\n".join(_block(view))))
     return EXIT_OK
 
@@ -55,7 +55,7 @@ def _follow(options: Options) -> int:
     in_place = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not options.json
     screen = _Screen()
     printed: list[Any] = []
-    for view in over_restarts(options, lambda wire: _poll(wire, options.job)):
+    for view in over_restarts(options, lambda daemon: _poll(daemon, options.job)):
         progress = [view.get(key) for key in PROGRESS]
         if in_place:
             screen.draw(view)
@@ -66,10 +66,10 @@ def _follow(options: Options) -> int:
     return EXIT_OK
 
 
-def _poll(wire: PlainConnection, job: str) -> Iterator[Row]:
+def _poll(daemon: PlainConnection, job: str) -> Iterator[Row]:
     while True:
         try:
-            yield answers.one(wire, "ShowTransfers", job=job)
+            yield answers.one(daemon, "ShowTransfers", job=job)
         except RequestRefused as refusal:
             if refusal.code not in NOT_YET:
                 raise
@@ -94,12 +94,12 @@ class _Screen:
         self._attempt, self._height = view.get("attempt"), len(lines)
 
 
-def under_way(wire: PlainConnection, job: str, training: Row) -> Row:
+def under_way(daemon: PlainConnection, job: str, training: Row) -> Row:
     """The transfers of the rescale in progress; empty if there are none."""
     rescale = training.get("rescale")
     if not isinstance(rescale, dict):
         return {}
-    view = answers.one_unless(wire, NOT_YET | {"request_unknown"}, "ShowTransfers", job=job)
+    view = answers.one_unless(daemon, NOT_YET | {"request_unknown"}, "ShowTransfers", job=job)
     return view if _runs(view) and view.get("attempt") == rescale.get("attempt") else {}
 
 

@@ -50,9 +50,10 @@ def _of_worker(parser: Parser) -> Parser:
 
 
 def _list(options: Options) -> int:
-    with DaemonConnection(options) as wire:
+    with DaemonConnection(options) as daemon:
         jobs = dict.fromkeys(options.jobs)
-        workers = [row for job in jobs for row in _required(wire, job)] if jobs else list(listed(wire, _jobs(wire)))
+        named = [row for job in jobs for row in _required(daemon, job)]
+        workers = named if jobs else list(listed(daemon, _jobs(daemon)))
     rows = [_readable(worker) for worker in workers]
     columns = COLUMNS if any(row["problem"] for row in rows) else COLUMNS[:-1]
     answer(
@@ -76,8 +77,8 @@ def _readable(worker: Row) -> Row:
 
 
 def _show(options: Options) -> int:
-    with DaemonConnection(options) as wire:
-        _, worker = _find(wire, options)
+    with DaemonConnection(options) as daemon:
+        _, worker = _find(daemon, options)
     answer(options, worker, lambda: tables.pairs(worker | {"rank": rank(worker.get("rank"))}))
     return EXIT_OK
 
@@ -92,9 +93,9 @@ def _evict(options: Options) -> int:
 
 def _remove(options: Options, method: str, done: str) -> int:
     worker, reason = options.worker, {} if options.reason is None else {"reason": options.reason}
-    with DaemonConnection(options) as wire:
-        job = _named_job(options) or _find(wire, options)[0]
-        reply = answers.one(wire, method, job=job, worker_id=worker, **reason)
+    with DaemonConnection(options) as daemon:
+        job = _named_job(options) or _find(daemon, options)[0]
+        reply = answers.one(daemon, method, job=job, worker_id=worker, **reason)
     said = done.format(worker=worker, job=job)
     answer(options, {"job": job, "id": worker, **reply}, lambda: _print_removed(said, reply))
     return EXIT_OK
@@ -113,33 +114,35 @@ def _named_job(options: Options) -> str | None:
 # Requests.
 
 
-def listed(wire: PlainConnection, jobs: Iterable[str], after: str = "") -> Iterator[Row]:
+def listed(daemon: PlainConnection, jobs: Iterable[str], after: str = "") -> Iterator[Row]:
     """The workers of these jobs, of each job those with ids greater than `after`."""
     for job in jobs:
-        yield from answers.pages_unless(wire, UNTRAINED, "ListWorkers", field="workers", key="id", after=after, job=job)
+        yield from answers.pages_unless(
+            daemon, UNTRAINED, "ListWorkers", field="workers", key="id", after=after, job=job
+        )
 
 
-def _jobs(wire: PlainConnection) -> list[str]:
-    return [f"{job.get('name')}" for job in answers.pages(wire, "ListJobs", field="jobs", key="name")]
+def _jobs(daemon: PlainConnection) -> list[str]:
+    return [f"{job.get('name')}" for job in answers.pages(daemon, "ListJobs", field="jobs", key="name")]
 
 
-def _required(wire: PlainConnection, job: str) -> list[Row]:
+def _required(daemon: PlainConnection, job: str) -> list[Row]:
     """The workers of a job; refused if the job does not exist."""
-    workers = list(listed(wire, [job]))
+    workers = list(listed(daemon, [job]))
     if not workers:
-        answers.one(wire, "ShowJob", job=job)
+        answers.one(daemon, "ShowJob", job=job)
     return workers
 
 
-def _find(wire: PlainConnection, options: Options) -> tuple[str, Row]:
+def _find(daemon: PlainConnection, options: Options) -> tuple[str, Row]:
     """The named worker and its job."""
     worker, named = options.worker, _named_job(options)
     if named:
-        return named, answers.one(wire, "ShowWorker", job=named, worker_id=worker)
+        return named, answers.one(daemon, "ShowWorker", job=named, worker_id=worker)
     found = [
         (job, row)
-        for job in _jobs(wire)
-        if (row := answers.one_unless(wire, ABSENT, "ShowWorker", job=job, worker_id=worker))
+        for job in _jobs(daemon)
+        if (row := answers.one_unless(daemon, ABSENT, "ShowWorker", job=job, worker_id=worker))
     ]
     if not found:
         raise RequestRefused("worker_unknown", f"no job has a worker {worker!r}", "see `forgectl workers ls`")
