@@ -136,7 +136,7 @@ class AsyncCheckpoints:
                     raise
                 failures[names[0]] = error
                 self._damaged.add(names[0])
-                self._log.warning("checkpoint skipped: it cannot be restored", prefix=names[0], why=error.message)
+                self._log.warning("checkpoint skipped: it cannot be restored", prefix=names[0], reason=error.message)
             else:
                 return self._resumed(names[0], result.metadata, is_alone)
         if failures:
@@ -200,7 +200,7 @@ class AsyncCheckpoints:
             except CheckpointException as error:
                 if error.code != EXISTS:
                     raise
-                self._log.warning("another process has saved the same step", step=step, why=error.message)
+                self._log.warning("another process has saved the same step", step=step, reason=error.message)
                 if not self._in_background:
                     break
                 # This may be the failure of an earlier save in the background.
@@ -264,7 +264,7 @@ class AsyncCheckpoints:
         try:
             await run_in_thread(partial(self._delete_in_thread, step, self._keep, token), token)
         except CheckpointException as error:
-            self._log.warning("could not delete superseded checkpoints", why=str(error))
+            self._log.warning("could not delete superseded checkpoints", reason=str(error))
 
     def _delete_in_thread(self, step: int, keep: int, token: CancelToken) -> None:
         storage = bounded(self._storage, token)
@@ -295,7 +295,7 @@ class AsyncCheckpoints:
                 if error.code != EXISTS:
                     await self._checkpoint.close()
                     raise
-                self._log.warning("another process has saved the same step", why=error.message)
+                self._log.warning("another process has saved the same step", reason=error.message)
         self._handles = []
         await self._checkpoint.close()
         if self._in_background and self._last is not None:

@@ -286,7 +286,7 @@ def test_damaged_checkpoint_is_skipped_with_a_warning(damage: Callable[[Path, st
     assert is_after(2, state)
     [warning] = log.of("checkpoint skipped: it cannot be restored")
     assert warning["prefix"] == "step-00000003"
-    assert warning["why"]
+    assert warning["reason"]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -441,7 +441,7 @@ def test_checkpoint_that_cannot_be_deleted_fails_no_save(tmp_path: Path, monkeyp
     log = RecordingLog()
     assert saved(tmp_path, 1, 2, keep=1, logger=log) == ["step-00000001", "step-00000002"]
     [warning] = log.of("could not delete superseded checkpoints")
-    assert "it is broken" in warning["why"]
+    assert "it is broken" in warning["reason"]
 
 
 def test_failed_save_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
