@@ -121,6 +121,8 @@ class Session(Connection):
         self._token: str | None = None
         self._origin = ""
         self._signalling: Call | None = None
+        self._unread_bytes_held = 0
+        """The unread bytes that count as held while the client does not read."""
         self._streams = OutgoingStreams(host.journal)
         self._answers: list[tuple[int, int, Pending]] = []
         """Replies that wait until the client reads; they count as in flight."""
@@ -202,7 +204,20 @@ class Session(Connection):
                 raise PeerError("message_unexpected", f"a daemon does not accept the message {type(message).__name__}")
             act(self, message)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        memory, transport = self.host.memory, self._transport
+        if transport is None or self.closing:
+            return
+        self._unread_bytes_held = transport.get_write_buffer_size()
+        memory.charge(self, self._unread_bytes_held)
+        if not memory.has_room(self):
+            self.fail(Unavailable("not_reading", f"unread messages: {memory.shortage(self)}", "reconnect and read"))
+            self.abort()
+
     def write_resumed(self) -> None:
+        if not self.closing:
+            self.host.memory.give_back(self, self._unread_bytes_held)
         answers, self._answers = self._answers, []
         for index, (number, held, pending) in enumerate(answers):
             if self.write_paused:

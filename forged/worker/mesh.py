@@ -33,7 +33,7 @@ from forged.worker.errors import ABORTED, WorldIncomplete
 from forged.worker.state_transfer.transfer import StateFetch, StateServer
 from forged.worker.transport import peer_messages
 from forged.worker.transport.bulk_channel import BulkTransport, SocketBulkTransport
-from forged.worker.transport.peer_link import PEER_LIMITS, AcceptedLink, Dialler, Inbox, PeerLink
+from forged.worker.transport.peer_link import PEER_LIMITS, AcceptedLink, Dialler, Inbox, PeerLink, memory_for_peers
 from forged.worker.transport.peer_messages import NONCE_BYTES, Answer, Purpose
 
 __all__ = ["Mesh", "World"]
@@ -98,8 +98,19 @@ class Mesh:
         self._limits = limits
         self._scheme: Literal["tcp", "tls"] = scheme
         self._links: dict[PeerLink, None] = {}
+        self._memory = memory_for_peers()
         self._dialler = Dialler(
-            job, worker_id, incarnation, self._network, scheme, limits, self._clock, self._random, self._links, key
+            job,
+            worker_id,
+            incarnation,
+            self._network,
+            scheme,
+            limits,
+            self._memory,
+            self._clock,
+            self._random,
+            self._links,
+            key,
         )
         self.state_fetch = StateFetch(self._carrier, self._dialler, self._random)
         self._generation = -1
@@ -270,7 +281,7 @@ class Mesh:
     # Connections.
 
     def _make_link(self) -> AcceptedLink:
-        link = AcceptedLink(self._clock, self._limits, self, self._random.randbytes(NONCE_BYTES))
+        link = AcceptedLink(self._clock, self._limits, self._memory, self, self._random.randbytes(NONCE_BYTES))
         self._strangers[link] = None
         if len(self._strangers) > STRANGERS_MAX or len(self._strangers) + len(self._links) > PEERS_MAX:
             next(iter(self._strangers)).cut("too many unauthenticated connections")
@@ -288,7 +299,7 @@ class Mesh:
         self._links[link] = None
         link.over.add_done_callback(lambda _: self._forget(link))
         self.counts.accepted += 1
-        link.believe(peer_messages.accepted(answer, self._dialler.key, link.nonce, self._incarnation))
+        link.believe(peer_messages.accepted(answer, self._dialler.key, link.nonce, self._incarnation), answer.worker)
         self._place(link, answer)
 
     def on_stranger_gone(self, link: AcceptedLink, reason: str) -> None:

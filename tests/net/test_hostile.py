@@ -17,7 +17,7 @@ import pytest
 from forged.auth.tokens import encode_token
 from forged.kernel.replies import ReplyTable
 from forged.net import admission, server
-from forged.net.transport.connection import SMALL_BYTES
+from forged.net.transport.memory import SMALL_BYTES
 from forged.net.transport.port import Address
 from tests import kernel_fixture
 from tests.net.manual_daemon import (

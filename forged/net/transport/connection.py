@@ -31,8 +31,6 @@ MESSAGES_PER_TURN = 256
 WRITE_BYTES = 256 << 10
 """Messages are written at once above this size, otherwise at the end of the turn."""
 READ_BYTES = 256 << 10
-SMALL_BYTES = 16 << 10
-"""Where memory is shared out, a connection reads so much at once, and more when the memory of a frame was granted."""
 IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -44,7 +42,6 @@ class _ReadBuffer(threading.local):
 
     def __init__(self) -> None:
         self.buffer = memoryview(bytearray(READ_BYTES))
-        self.small = self.buffer[:SMALL_BYTES]
 
 
 _read_buffer = _ReadBuffer()
@@ -81,12 +78,12 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         self._decoder = FrameDecoder(limits.hello_bytes_max)
         self._inbox: deque[bytes] = deque()
         self._memory = memory
-        self._read_buffer = _read_buffer.buffer if memory is None else _read_buffer.small
+        self._read_small = _read_buffer.buffer if memory is None else _read_buffer.buffer[: memory.small_bytes]
+        """Without a grant no more is read at once."""
+        self._read_buffer = self._read_small
         self._frame_grant = 0
         """The memory that was granted for a large frame, until the frame was handled."""
         self._waits_for_memory = False
-        self._unread_charge = 0
-        """The unread bytes that count as held."""
         self._out: list[bytes] = []
         self._out_bytes = 0
         self._corked = False
@@ -305,7 +302,7 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
             return
         if not was_partial or self._inbox:
             self._partial_since = self._heard_at
-        if self._memory is not None and self._decoder.awaited > SMALL_BYTES:
+        if self._memory is not None and self._decoder.awaited > self._memory.small_bytes:
             self._account()
         self._corked = True
         try:
@@ -325,14 +322,9 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         self.write_paused = True
         self._unread_since = self._clock.monotonic()
         self._unread_bytes = 0
-        if self._memory is not None and self._transport is not None and not self.closing:
-            self._charge_unread(self._memory, self._transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         self.write_paused = False
-        if self._memory is not None and self._unread_charge:
-            self._memory.give_back(self, self._unread_charge)
-            self._unread_charge = 0
         self.write_resumed()
         self.work()
 
@@ -361,26 +353,19 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         if self._frame_grant and self._frame_grant != awaited and not self._inbox:
             memory.give_back(self, self._frame_grant)
             self._frame_grant = 0
-            self._read_buffer = _read_buffer.small
-        if awaited > SMALL_BYTES and not self._frame_grant:
+            self._read_buffer = self._read_small
+        if awaited > memory.small_bytes and not self._frame_grant:
             if memory.grant(self, awaited):
                 self._frame_grant = awaited
                 self._read_buffer = _read_buffer.buffer
             else:
                 self._waits_for_memory = True
 
-    def _charge_unread(self, memory: Memory, size: int) -> None:
-        memory.charge(self, size)
-        self._unread_charge = size
-        if not memory.has_room(self):
-            self.fail(Unavailable("not_reading", f"unread messages: {memory.shortage(self)}", "reconnect and read"))
-            self.abort()
-
     def _release(self) -> None:
         """Return all memory; what the peer has sent is not used any more."""
         self._inbox.clear()
         self._decoder.clear()
-        self._frame_grant = self._unread_charge = 0
+        self._frame_grant = 0
         self._waits_for_memory = False
         if self._memory is not None:
             self._memory.leave(self)

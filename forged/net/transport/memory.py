@@ -21,6 +21,8 @@ PRINCIPAL_BYTES_MAX = 64 << 20
 CONNECTION_BYTES_MAX = 16 << 20
 RESERVE_PARTS = 16
 """One part in so many is left to operators."""
+SMALL_BYTES = 16 << 10
+"""What a connection reads at once without a grant; smaller frames need none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,13 @@ class MemoryUser(Protocol):
 
 
 class Memory:
-    """The bytes that the connections of one process hold."""
+    """The bytes that the connections of one process hold. Without `displaces` every grant waits for its turn."""
 
-    def __init__(self, limits: MemoryLimits | None = None) -> None:
+    def __init__(
+        self, limits: MemoryLimits | None = None, *, small_bytes: int = SMALL_BYTES, displaces: bool = True
+    ) -> None:
+        self.small_bytes = small_bytes
+        self._displaces = displaces
         self._limits = limits or MemoryLimits()
         self._shares = Shares("bytes held by connections", 0)
         self._held: dict[Holder, dict[MemoryUser, int]] = {}
@@ -127,7 +133,7 @@ class Memory:
 
     def _make_room(self, holder: Holder, size: int) -> bool:
         while not self._shares.fits(holder, size):
-            crowded = self._shares.to_displace(holder, size)
+            crowded = self._shares.to_displace(holder, size) if self._displaces else None
             if crowded is None:
                 return False
             users = self._held[crowded]

@@ -30,8 +30,10 @@ from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable, f
 from forged.net.protocol import frames
 from forged.net.protocol.messages import TEXT_CHARS_MAX, Message
 from forged.net.transport import tls
-from forged.net.transport.connection import Connection, ConnectionLimits
+from forged.net.transport.connection import READ_BYTES, Connection, ConnectionLimits
+from forged.net.transport.memory import Memory, MemoryLimits
 from forged.net.transport.port import Address, Network
+from forged.shares import Holder
 from forged.worker.transport import peer_messages
 from forged.worker.transport.peer_messages import (
     MESSAGE_BYTES_MAX,
@@ -57,6 +59,10 @@ PEER_LIMITS = ConnectionLimits(
 )
 UNREAD_MAX = 4
 """How many messages a peer sends at most without an answer to the first, with one to spare."""
+PEER_BYTES_MAX = 2 * MESSAGE_BYTES_MAX
+"""The bytes of unfinished messages that one peer may send at once; further ones wait."""
+UNFINISHED_BYTES_MAX = 4 * MESSAGE_BYTES_MAX
+"""The bytes of unfinished messages of all peers."""
 SMALL_BYTES = 32 << 10
 """Fits into the receive window of a connection that is not read, which begins with twice as much."""
 
@@ -127,6 +133,12 @@ class Inbox:
         raise Unavailable("peer_timeout", f"the peer sent nothing for {timeout_s:g} s", "connect again")
 
 
+def memory_for_peers() -> Memory:
+    """The memory for unfinished messages. No peer displaces another: messages take turns."""
+    limits = MemoryLimits(UNFINISHED_BYTES_MAX, PEER_BYTES_MAX, PEER_BYTES_MAX)
+    return Memory(limits, small_bytes=READ_BYTES, displaces=False)
+
+
 class Door(Protocol):
     """Judges the proofs of peers that connect."""
 
@@ -142,8 +154,8 @@ class Door(Protocol):
 class PeerLink(Connection):
     """What both ends have in common."""
 
-    def __init__(self, clock: Clock, limits: ConnectionLimits) -> None:
-        super().__init__(clock, limits)
+    def __init__(self, clock: Clock, limits: ConnectionLimits, memory: Memory | None = None) -> None:
+        super().__init__(clock, limits, memory)
         self.over: asyncio.Future[ForgedError] = asyncio.get_running_loop().create_future()
         self.unread = 0
         """How many messages of this connection its inbox holds."""
@@ -189,8 +201,8 @@ class PeerLink(Connection):
 class AcceptedLink(PeerLink):
     """The listening end: it demands the proof."""
 
-    def __init__(self, clock: Clock, limits: ConnectionLimits, door: Door, nonce: bytes) -> None:
-        super().__init__(clock, limits)
+    def __init__(self, clock: Clock, limits: ConnectionLimits, memory: Memory, door: Door, nonce: bytes) -> None:
+        super().__init__(clock, limits, memory)
         self.nonce = nonce
         self.inbox: Inbox | None = None
         """Where messages of the proven peer go; None while it has to wait."""
@@ -202,9 +214,10 @@ class AcceptedLink(PeerLink):
     def opened(self) -> None:
         self.send(Challenge(VERSION_MIN, VERSION_MAX, self.nonce))
 
-    def believe(self, accepted: Accepted) -> None:
-        """Accept the proof."""
+    def believe(self, accepted: Accepted, worker: str) -> None:
+        """Accept the proof of this worker."""
         self._is_proven = True
+        self.holder = Holder(worker, worker)
         self.established()
         self.send(accepted)
 
@@ -248,9 +261,17 @@ class DialledLink(PeerLink):
     """The connecting end: it gives its proof, and demands the listener's."""
 
     def __init__(
-        self, clock: Clock, limits: ConnectionLimits, inbox: Inbox, key: bytes, answer: Answer, target: str
+        self,
+        clock: Clock,
+        limits: ConnectionLimits,
+        memory: Memory,
+        inbox: Inbox,
+        key: bytes,
+        answer: Answer,
+        target: str,
     ) -> None:
-        super().__init__(clock, limits)
+        super().__init__(clock, limits, memory)
+        self.holder = Holder(answer.target, answer.target)
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._messages = inbox
         self._key = key
@@ -327,6 +348,7 @@ class Dialler:
         network: Network,
         scheme: Literal["tcp", "tls"],
         limits: ConnectionLimits,
+        memory: Memory,
         clock: Clock,
         source: Random,
         links: dict[PeerLink, None],
@@ -340,6 +362,7 @@ class Dialler:
         self._network = network
         self._scheme: Literal["tcp", "tls"] = scheme
         self._limits = limits
+        self._memory = memory
         self._clock = clock
         self._random = source
         self._links = links
@@ -354,7 +377,7 @@ class Dialler:
         answer = Answer(
             VERSION_MAX, self._job, target.id, self._worker_id, self._incarnation, purpose, number, nonce, rank, world
         )
-        link = DialledLink(self._clock, self._limits, inbox, self.key, answer, str(target))
+        link = DialledLink(self._clock, self._limits, self._memory, inbox, self.key, answer, str(target))
         self._links[link] = None
         link.over.add_done_callback(lambda _: self._links.pop(link, None))
         await self._connect(link, Address(self._scheme, host=target.hostname, port=target.port))

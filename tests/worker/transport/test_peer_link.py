@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 
 import numpy as np
 import pytest
 
 from forged.clock import SystemClock
+from forged.net.transport.connection import READ_BYTES
 from forged.net.transport.tcp import EXTENDED_USER_TIMEOUT_S, Liveness, is_unread
 from forged.worker import mesh
+from forged.worker.transport import peer_link
 from forged.worker.transport.peer_link import PEER_LIMITS, SMALL_BYTES, PeerLink
-from tests.worker.meshes import each, open_meshes
+from tests.worker.meshes import each, open_meshes, until
 
 HOUR_S = 3600.0
 
@@ -82,3 +85,32 @@ async def test_a_connection_that_is_closed_does_not_wait_for_ever_for_a_peer_tha
         link.sweep(SystemClock().monotonic() + PEER_LIMITS.linger_s + 1)
         await link.over
         assert link.lost
+
+
+@pytest.fixture
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for one unfinished message of two megabytes at a time."""
+    monkeypatch.setattr(peer_link, "PEER_BYTES_MAX", 3 << 20)
+    monkeypatch.setattr(peer_link, "UNFINISHED_BYTES_MAX", 4 << 20)
+
+
+@pytest.mark.usefixtures("little_memory")
+async def test_large_messages_of_all_peers_take_turns_and_arrive() -> None:
+    async with open_meshes(5) as made:
+        worlds = await made.enter(1)
+        sums = await each(worlds, lambda world: world.all_reduce(np.ones(2 << 20, np.uint8)))
+        assert [int(total.min()) for total in sums] == [5] * 5
+        assert [mesh._memory.used for mesh in made.meshes] == [0] * 5
+
+
+@pytest.mark.usefixtures("little_memory")
+async def test_unfinished_messages_of_many_peers_hold_bounded_memory() -> None:
+    async with open_meshes(9) as made:
+        await made.enter(1)
+        hub, *members = made.meshes
+        for member in members:
+            (link,) = member._links
+            link.write(struct.pack(">I", 2 << 20) + bytes(2_000_000))
+        await until(lambda: sum(link._waits_for_memory for link in hub._links) == 7)
+        await until(lambda: sum(len(link._decoder._rest) for link in hub._links) > 2_000_000)
+        assert sum(len(link._decoder._rest) for link in hub._links) <= 2_000_000 + 8 * READ_BYTES
