@@ -29,7 +29,8 @@ from forged.config import Config
 from forged.config.messages import REQUESTS as CONFIG_REQUESTS
 from forged.config.service import ConfigService, SettingsPort
 from forged.data.audit.service import AuditService
-from forged.data.inspection import Compute
+from forged.data.computations import Compute
+from forged.data.limits import ShardLimits
 from forged.data.messages import REQUESTS as DATA_REQUESTS
 from forged.data.service import DataService
 from forged.elastic.config import require_meant
@@ -140,7 +141,7 @@ class Daemon:
         copy = store.backup if isinstance(store, BackedUp) else None
         self.backup = BackupService(self.bus, self.tickets, copy, Path(config.data_dir))
         self.elastic = ElasticService(self.bus, clock, self._is_refused, ports.token_bytes)
-        self.data = DataService(self.bus, clock, ports.compute, ports.log)
+        self.data = DataService(self.bus, clock, ports.compute, ports.log, limits=_shard_limits(config))
         self.ledger.register(self.jobs)
         self.ledger.register(self.elastic)
         self.audit = AuditService(self.bus, ports.log)
@@ -286,6 +287,7 @@ class Daemon:
         self.bus.backlog_max = config.backlog_max
         self.reporter.set_limits(facts_per_s_max=config.log_facts_per_s_max)
         self.server.set_limits(_limits(config), config.connections_max, config.handshakes_max, _memory_limits(config))
+        self.data.limits = _shard_limits(config)
         self.tokens.set_policy(_policy(config, self._ports.uid))
         self.plugins.set_limits(_plugin_limits(config))
 
@@ -362,6 +364,10 @@ def _limits(config: Config) -> ConnectionLimits:
         ping_after_s=config.silence_max_s / 3,
         write_buffer_bytes_max=WRITE_BUFFER_BYTES_MAX,
     )
+
+
+def _shard_limits(config: Config) -> ShardLimits:
+    return ShardLimits(config.job_shards_max, config.daemon_shards_max)
 
 
 def _memory_limits(config: Config) -> MemoryLimits:

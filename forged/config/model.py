@@ -56,6 +56,8 @@ class Config:
     connection_bytes_max: int = 16 << 20
     principal_bytes_max: int = 64 << 20
     daemon_bytes_max: int = 256 << 20
+    job_shards_max: int = 1 << 22
+    daemon_shards_max: int = 1 << 24
     in_flight_max: int = 1024
     backlog_max: int = 50_000
     hello_timeout_s: float = 5.0
@@ -86,6 +88,8 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "connection_bytes_max": (2 << 20, 1 << 40),
     "principal_bytes_max": (2 << 20, 1 << 40),
     "daemon_bytes_max": (4 << 20, 1 << 40),
+    "job_shards_max": (1, 1 << 40),
+    "daemon_shards_max": (1, 1 << 40),
     "in_flight_max": (1, 1_000_000),
     "backlog_max": (100, 10_000_000),
     "hello_timeout_s": (0.1, 3600),

@@ -25,6 +25,8 @@ LIVE = frozenset(
         "connection_bytes_max",
         "principal_bytes_max",
         "daemon_bytes_max",
+        "job_shards_max",
+        "daemon_shards_max",
         "in_flight_max",
         "backlog_max",
         "hello_timeout_s",

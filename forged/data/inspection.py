@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from forged.clock import Clock
+from forged.data.computations import Computations
 from forged.data.messages import (
     DataView,
     OwnersPage,
@@ -29,17 +29,14 @@ from forged.jobs.model import ShowJob
 from forged.kernel.bus import Bus
 from forged.kernel.messages import Call
 
-Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Runs a computation where it does not block the event loop."""
-
 
 class DataInspection:
     """Reads the ownerships of all jobs; changes nothing but the progress that workers signal."""
 
-    def __init__(self, bus: Bus, clock: Clock, compute: Compute, store: OwnershipStore) -> None:
+    def __init__(self, bus: Bus, clock: Clock, computations: Computations, store: OwnershipStore) -> None:
         self._bus = bus
         self._clock = clock
-        self._compute = compute
+        self._computations = computations
         self._store = store
         self._progress: dict[str, tuple[int, dict[str, AttemptProgress]]] = {}
         """By job: the newest attempt, and each worker's latest signal."""
@@ -67,7 +64,9 @@ class DataInspection:
         return owners_page(self._store.ownership(request.job), request.after)
 
     async def _show_data(self, request: ShowData, call: Call) -> DataView:
-        view: DataView = await self._compute(partial(data_view, self._store.ownership(request.job)))
+        view: DataView = await self._computations.run(
+            request.job, partial(data_view, self._store.ownership(request.job))
+        )
         return view
 
     def _show_transfers(self, request: ShowTransfers, call: Call) -> TransfersView:
@@ -111,5 +110,6 @@ class DataInspection:
     async def _preview(self, request: PlanData, call: Call) -> TransferTotals:
         ownership, job = self._store.ownership(request.job), await self._bus.ask(ShowJob(request.job))
         config = ElasticTrainingConfig.from_settings(job.settings)
-        totals: TransferTotals = await self._compute(partial(preview, ownership, request.workers, config, request.gone))
+        work = partial(preview, ownership, request.workers, config, request.gone)
+        totals: TransferTotals = await self._computations.run(request.job, work)
         return totals

@@ -17,7 +17,9 @@ from typing import NoReturn
 import numpy as np
 
 from forged.clock import Clock
-from forged.data.inspection import Compute, DataInspection
+from forged.data.computations import Computations, Compute
+from forged.data.inspection import DataInspection
+from forged.data.limits import ShardLimits
 from forged.data.messages import (
     NAMED_MAX,
     CopiesDiffer,
@@ -68,14 +70,17 @@ WORKER_JOINED = "a worker joined that may hold lost shards"
 class DataService:
     """The data of all jobs."""
 
-    def __init__(self, bus: Bus, clock: Clock, compute: Compute, log: Log = SILENT) -> None:
+    def __init__(
+        self, bus: Bus, clock: Clock, compute: Compute, log: Log = SILENT, *, limits: ShardLimits | None = None
+    ) -> None:
+        self.limits = limits or ShardLimits()
         self._bus = bus
         self._clock = clock
-        self._compute = compute
+        self._computations = Computations(compute)
         self._log = log
         self._store = OwnershipStore(bus, log)
         self.jobs = self._store.jobs
-        self._inspection = DataInspection(bus, clock, compute, self._store)
+        self._inspection = DataInspection(bus, clock, self._computations, self._store)
         bus.serve(OfferShards, self._offer, owner=OWNER)
         bus.serve(ReadTransfers, self._read_transfers, owner=OWNER)
         bus.serve(ReportShards, self._report, owner=OWNER)
@@ -136,6 +141,9 @@ class DataService:
         ownership = self.jobs.get(request.job)
         if ownership is None or not (members.generation or ownership.is_for(request.dataset, members.attempt)):
             cause = members.joined_id or members.started_id
+            self.limits.require_room(
+                request.job, request.dataset, {name: one.dataset for name, one in self.jobs.items()}
+            )
             ownership = self._store.define(request.job, request.dataset, members.attempt, members.generation, cause)
         ownership.require_same(request.dataset)
         return ownership
@@ -145,7 +153,7 @@ class DataService:
     async def _plan(
         self, ownership: ShardOwnership, attempt: DataAttempt, config: ElasticTrainingConfig, request: OfferShards
     ) -> tuple[Fact, ...]:
-        made: Draft = await self._compute(partial(draft, ownership, attempt, config))
+        made: Draft = await self._computations.run(ownership.job, partial(draft, ownership, attempt, config))
         # A worker may have joined meanwhile, another attempt may have begun, or the state may have been reloaded.
         members = await self._members(request)
         is_current = ownership.attempt is attempt and self.jobs.get(ownership.job) is ownership

@@ -518,7 +518,7 @@ class TestAPlan:
             return done[-1]
 
         async with data_fixture() as stage:
-            stage.data._compute = stage.data._inspection._compute = elsewhere
+            stage.data._computations._compute = elsewhere
             await formed(stage)
             answers = [await stage.kernel.bus.ask(said) for said in (ShowData(JOB), PlanData(JOB, ["a", "b", "c"]))]
             assert isinstance(done[0], Draft)
