@@ -121,7 +121,7 @@ class Daemon:
         self._ports = ports
         self._has_started = False
 
-        self.journal = Journal(config.journal_facts_max)
+        self.journal = Journal(config.journal_facts_max, config.journal_bytes_max)
         self.bus = Bus(clock, backlog_max=config.backlog_max, source=ports.random)
         self.ledger = Ledger(store, self.journal, clock, self.bus)
         self.reporter = Reporter(ports.log, self.bus, self.ledger, clock, facts_per_s_max=config.log_facts_per_s_max)
@@ -284,6 +284,7 @@ class Daemon:
         """Apply settings that may change while the daemon runs."""
         self.config = config
         self.journal.facts_max = config.journal_facts_max
+        self.journal.bytes_max = config.journal_bytes_max
         self.bus.backlog_max = config.backlog_max
         self.reporter.set_limits(facts_per_s_max=config.log_facts_per_s_max)
         self.server.set_limits(_limits(config), config.connections_max, config.handshakes_max, _memory_limits(config))

@@ -50,6 +50,7 @@ class Config:
     anonymous_loopback_role: str = "none"
     certificate_roles: Mapping[str, str] = field(default_factory=dict)
     journal_facts_max: int = 50_000
+    journal_bytes_max: int = 64 << 20
     connections_max: int = 4096
     handshakes_max: int = 256
     frame_bytes_max: int = 4 << 20
@@ -82,6 +83,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "socket_mode": (0, 0o777),
     "drain_timeout_s": (0, 3600),
     "journal_facts_max": (100, 10_000_000),
+    "journal_bytes_max": (4 << 20, 1 << 40),
     "connections_max": (1, 1_000_000),
     "handshakes_max": (1, 1_000_000),
     "frame_bytes_max": (2 << 20, 1 << 30),

@@ -19,6 +19,7 @@ LIVE = frozenset(
         "anonymous_loopback_role",
         "certificate_roles",
         "journal_facts_max",
+        "journal_bytes_max",
         "connections_max",
         "handshakes_max",
         "frame_bytes_max",

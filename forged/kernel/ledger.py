@@ -12,7 +12,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -44,10 +43,13 @@ CURSOR_PREFIX = "cursor/"
 BATCH_MAX = 1024
 """The maximum number of transactions in one commit."""
 TRIM_MAX = 64
-"""The maximum number of facts beyond the journal's limit that one transaction deletes."""
+"""The maximum number of facts dropped by the journal that one transaction deletes."""
 PROBE_PAUSE_S = 0.5
 TERM_KEY = "ledger/term"
 FLOOR_KEY = "ledger/floor"
+"""The newest dropped id of all jobs of which no fact is kept."""
+JOB_FLOOR_PREFIX = "ledger/floor/"
+"""The newest dropped id of a job."""
 
 _RELOADING = Unavailable("reloading", "state is being reloaded from the store", "try again")
 
@@ -139,7 +141,6 @@ class Ledger:
         self._state_owners: list[StateOwner] = []
         self._queue: list[_QueuedDecision] = []
         self._in_flight: list[_QueuedDecision] = []
-        self._kept: deque[int] = deque()
         self._fence: dict[str, int] = {}
         self._new_cursors: dict[str, int] = {}
         self._reload_wanted = False
@@ -318,7 +319,7 @@ class Ledger:
         ]
         for record in records:
             puts[fact_key(record.id)] = record.data
-            self._kept.append(record.id)
+        self.journal.plan(records)
         return records
 
     def _trim(self, puts: dict[str, bytes], deletes: list[str]) -> None:
@@ -329,11 +330,14 @@ class Ledger:
         room -= len(floors)
         forgotten = self.replies.take_forgotten(room)
         deletes += forgotten
-        surplus = min(len(self._kept) - self.journal.facts_max, room - len(forgotten) - 1, TRIM_MAX)
-        if surplus > 0:
-            ids = [self._kept.popleft() for _ in range(surplus)]
-            puts[FLOOR_KEY] = b"%d" % ids[-1]
-            deletes += map(fact_key, ids)
+        dropped = self.journal.take_dropped(TRIM_MAX, room - len(forgotten), self.revision)
+        deletes += map(fact_key, dropped.ids)
+        for job, floor in dropped.floors.items():
+            if floor is None:
+                deletes.append(JOB_FLOOR_PREFIX + job)
+                puts[FLOOR_KEY] = b"%d" % dropped.floor_of_others
+            else:
+                puts[JOB_FLOOR_PREFIX + job] = b"%d" % floor
 
     async def _write_batch(self) -> None:
         batch, self._queue = self._queue[:BATCH_MAX], self._queue[BATCH_MAX:]
@@ -427,9 +431,13 @@ class Ledger:
         self.revision = self.durable = self.store.revision
         with _readable("a fact"):
             facts = [Record.read(entry.value) for entry in await read_all(self.store, FACT_PREFIX)]
-            floor = await self.store.get(FLOOR_KEY)
-            self.journal.reset(facts, int(floor.value) if floor else 0)
-        self._kept = deque(record.id for record in facts)
+            floor_of_others = await self.store.get(FLOOR_KEY)
+            floors = await read_all(self.store, JOB_FLOOR_PREFIX)
+            self.journal.reset(
+                facts,
+                int(floor_of_others.value) if floor_of_others else 0,
+                {entry.key.removeprefix(JOB_FLOOR_PREFIX): int(entry.value) for entry in floors},
+            )
         with _readable("a cursor"):
             cursors = await read_all(self.store, CURSOR_PREFIX)
             self.cursors = {entry.key.removeprefix(CURSOR_PREFIX): int(entry.value) for entry in cursors}

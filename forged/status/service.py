@@ -55,9 +55,10 @@ class StatusService:
         return records
 
     def _kept(self) -> str:
-        # Ids have gaps, so the oldest kept fact is not necessarily floor + 1.
-        oldest = self._journal.after(self._journal.floor, 1)
-        return f"the journal has facts {oldest[0].id} to {self._journal.last}" if oldest else "the journal is empty"
+        oldest = self._journal.first
+        if oldest is None:
+            return "the journal is empty"
+        return f"the journal has facts {oldest.id} to {self._journal.last}"
 
     def _readmit(self, request: ReadmitHandler, call: Call) -> Decision[Nothing]:
         return self._bus.readmit(request.handler)

@@ -329,6 +329,46 @@ class TestRealDaemon:
         assert isinstance(next_one, Record)
         assert (gap.first, gap.last) == (seen.id + 1, next_one.id - 1)
 
+    async def test_flood_of_one_job_erases_no_fact_of_another_also_after_a_restart(self, runner: DaemonRunner) -> None:
+        await runner.reopen(journal_facts_max=100)
+        async with client_of(runner) as client:
+            for job in ("quiet", "noisy"):
+                await client.create_job(job)
+            for number in range(300):
+                await client.note("noisy", f"{number}")
+                if number % 10 == 0:
+                    await client.note("quiet", f"{number}")
+            for _ in range(2):
+                quiet = [_fact(item) async for item in client.past_facts(jobs=["quiet"])]
+                assert quiet == [JobCreated("quiet", {}), *(NoteAdded(f"{number}") for number in range(0, 300, 10))]
+                noisy = [item async for item in client.past_facts(jobs=["noisy"])]
+                assert len(noisy) >= 60
+                assert _fact(noisy[-1]) == NoteAdded("299")
+                await runner.reopen()
+
+    async def test_reader_of_all_jobs_gets_the_kept_facts_and_gaps_for_those_that_a_flood_displaced(
+        self, runner: DaemonRunner, proxy: Proxy
+    ) -> None:
+        await runner.reopen(journal_facts_max=100)
+        async with client_of(runner) as writer, client_of(proxy) as client:
+            for job in ("quiet", "noisy"):
+                await writer.create_job(job)
+            async with client.facts(since=None) as everything, client.facts(since=None, jobs=["quiet"]) as quiet:
+                proxy.rule = lambda way, message: way == "down"
+                proxy.cut()
+                for number in range(300):
+                    await writer.note("quiet" if number % 100 == 50 else "noisy", f"{number}")
+                proxy.rule = lambda way, message: False
+                assert [_fact(await anext(quiet)) for _ in range(3)] == [NoteAdded(f"{n}") for n in (50, 150, 250)]
+                items = await _until_note(everything, "299")
+        gaps = [item for item in items if isinstance(item, Gap)]
+        ids = [item.id for item in items if isinstance(item, Record)]
+        missed = {fact_id for gap in gaps for fact_id in range(gap.first, gap.last + 1)}
+        assert ids == sorted(set(ids))
+        assert missed.isdisjoint(ids)
+        assert len(missed) + len(ids) == 300
+        assert {"50", "150", "250"} <= {item.fact.text for item in items if isinstance(item, Record)}  # type: ignore[union-attr]
+
     @pytest.mark.parametrize("notes", [0, 50])
     async def test_another_history_at_the_same_address_is_a_gap(
         self, runner: DaemonRunner, tmp_path: Path, notes: int
@@ -367,6 +407,13 @@ async def _until_last_note(stream: FactStream, notes: int) -> list[Record | Gap]
     while left:
         received.append(await anext(stream))
         left -= isinstance(_fact(received[-1]), NoteAdded)
+    return received
+
+
+async def _until_note(stream: FactStream, text: str) -> list[Record | Gap]:
+    received = [await anext(stream)]
+    while isinstance(received[-1], Gap) or received[-1].fact != NoteAdded(text):
+        received.append(await anext(stream))
     return received
 
 

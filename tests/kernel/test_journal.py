@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from forged.kernel.journal import STORY_FACTS_MAX, Journal
+from forged.kernel.journal import FLOORS_SLACK, STORY_FACTS_MAX, Journal
 from forged.kernel.messages import Record
+from forged.kernel.retention import AGED_S
 from tests.kernel_fixture import Echoed, ids
 
 
@@ -210,3 +211,122 @@ def test_journal_stays_within_its_bound() -> None:
         assert len(journal) <= 100
     assert ids(journal.after(0, 1000)) == list(range(9901, 10_001))
     assert journal.floor == 9900
+
+
+# Jobs.
+
+
+def of_job(fact_id: int, job: str) -> Record:
+    return Record.of(Echoed(fact_id), fact_id=fact_id, at=0.0, job=job)
+
+
+def flooded(journal: Journal, quiet: int = 5, noisy: int = 1000) -> Journal:
+    """Facts of the job `quiet`, between the first ones of the job `noisy`, which then goes on."""
+    names = ["quiet", "noisy"] * quiet + ["noisy"] * (noisy - quiet)
+    for fact_id, job in enumerate(names, 1):
+        journal.extend([of_job(fact_id, job)])
+    return journal
+
+
+def test_job_that_floods_the_journal_displaces_only_its_own_facts() -> None:
+    journal = flooded(Journal(100))
+    assert len(journal) == 100
+    assert ids(journal.after(0, 6)) == [1, 3, 5, 7, 9, 911]
+
+
+def test_floor_is_kept_by_job() -> None:
+    journal = flooded(Journal(100))
+    assert (journal.floor, journal.floor_of(None), journal.floor_of(["noisy"])) == (910, 910, 910)
+    assert (journal.floor_of(["quiet"]), journal.floor_of(["quiet", "noisy"]), journal.floor_of([])) == (0, 910, 0)
+
+
+def test_kept_fact_knows_the_newest_dropped_one_before_it() -> None:
+    journal = flooded(Journal(100))
+    assert [journal.dropped_before(one) for one in (1, 3, 5, 9, 911, 912)] == [0, 2, 4, 8, 910, 0]
+
+
+def test_bytes_are_shared_like_facts() -> None:
+    size = len(of_job(1, "quiet").data)
+    journal = flooded(Journal(facts_max=10_000, bytes_max=100 * size))
+    assert journal.bytes <= 100 * size
+    assert ids(journal.after(0, 5)) == [1, 3, 5, 7, 9]
+
+
+def test_facts_older_than_a_week_are_dropped_before_the_facts_of_the_largest_job() -> None:
+    journal = Journal(10)
+    aged = [Record.of(Echoed(1), fact_id=one, at=0.0, job="aged") for one in (1, 2)]
+    journal.extend([*aged, *[Record.of(Echoed(1), fact_id=one, at=AGED_S, job="now") for one in range(3, 11)]])
+    journal.extend([Record.of(Echoed(1), fact_id=11, at=AGED_S + 1, job="now")])
+    assert ids(journal.after(0, 20)) == list(range(2, 12))
+
+
+def test_floors_of_jobs_without_facts_are_joined() -> None:
+    journal = Journal(10)
+    for fact_id in range(1, 3 * FLOORS_SLACK):
+        journal.extend([of_job(fact_id, f"job {fact_id}")])
+    assert len(journal._floors) <= FLOORS_SLACK + 2 * 10
+    gone = journal.floor_of(["job 1"])
+    assert 1 <= gone <= journal.floor
+    journal.extend([of_job(3 * FLOORS_SLACK, "job 1")])
+    assert journal.floor_of(["job 1"]) == gone, "its former facts are still known to be dropped"
+
+
+class JobJournals(RuleBasedStateMachine):
+    """A journal of several jobs, and all facts that it ever got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.journal = Journal(12)
+        self.ever: dict[int, str] = {}
+        self.stored: dict[int, Record] = {}
+        self.floors: dict[str, int] = {}
+        self.floor_of_others = 0
+
+    @rule(jobs=st.lists(st.sampled_from("aaabbc"), max_size=9))
+    def extend(self, jobs: list[str]) -> None:
+        new = [of_job(fact_id, job) for fact_id, job in enumerate(jobs, max(self.ever, default=0) + 1)]
+        self.ever |= {record.id: record.job for record in new}
+        before = max(self.stored, default=0)
+        self.journal.plan(new)
+        self.store(before)
+        self.stored |= {record.id: record for record in new}
+        self.journal.extend(new)
+
+    def store(self, newest_id: int) -> None:
+        dropped = self.journal.take_dropped(3, 100, newest_id)
+        for fact_id in dropped.ids:
+            del self.stored[fact_id]
+        for job, floor in dropped.floors.items():
+            if floor is None:
+                self.floors.pop(job, None)
+                self.floor_of_others = dropped.floor_of_others
+            else:
+                self.floors[job] = floor
+
+    @rule()
+    def restart(self) -> None:
+        self.journal.reset(list(self.stored.values()), self.floor_of_others, self.floors)
+
+    @invariant()
+    def every_dropped_fact_is_told(self) -> None:
+        kept = [record.id for record in self.journal.after(0, 1000)]
+        assert len(kept) == len(self.journal) <= 12
+        assert set(kept) <= set(self.stored) <= set(self.ever)
+        for fact_id, job in self.ever.items():
+            following = next((one for one in kept if one > fact_id), None)
+            if fact_id not in kept:
+                assert fact_id <= self.journal.floor_of([job]) <= self.journal.floor
+                assert following is not None
+                assert fact_id <= self.journal.dropped_before(following) < following
+            elif following is not None:
+                assert self.journal.floor_of([job]) < fact_id
+
+    @invariant()
+    def job_within_its_share_loses_nothing(self) -> None:
+        kept = [self.ever[record.id] for record in self.journal.after(0, 1000)]
+        for job in "abc":
+            count = list(self.ever.values()).count(job)
+            assert count > 4 or kept.count(job) == count
+
+
+TestJobJournals = JobJournals.TestCase

@@ -404,7 +404,9 @@ class Bus:
     def _catch_up(self, handler: Mailbox | Follower, *, stopped: bool) -> None:
         """Advance the position of a handler that gets few facts, before the journal drops facts beyond it."""
         ledger = self.ledger
-        far_behind = ledger.published - handler.position > ledger.journal.facts_max // 2
+        journal = ledger.journal
+        kept_ids = min(journal.facts_max, ledger.published - journal.floor) if journal.floor else journal.facts_max
+        far_behind = ledger.published - handler.position > kept_ids // 2
         if far_behind and handler.idle and not stopped:
             handler.position = ledger.published
 

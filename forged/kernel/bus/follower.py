@@ -139,17 +139,26 @@ class Follower:
         """The next position, and the call that delivers the batch or gap up to it; None without matching facts."""
         assert self._source is not None, "a follower begins before it runs"
         journal = self._source.journal
-        if self.position < journal.floor:
-            gap = Gap(self.position + 1, journal.floor, "the journal no longer holds them")
-            return gap.last, partial(self._deliver_gap, gap)
+        floor = journal.floor_of(self.options.jobs or None) if self.position < journal.floor else 0
+        scanned = journal.after(self.position, SCAN_MAX)
+        missed = 0 if scanned else floor
         batch: list[Record] = []
         reached = self.position
-        for record in journal.after(self.position, SCAN_MAX):
+        for record in scanned:
             if record.id > self._source.published or len(batch) >= self.options.batch_max:
                 break
-            reached = record.id
+            dropped = min(journal.dropped_before(record.id), floor) if reached < floor else 0
+            if dropped > reached and batch:
+                break
+            missed = max(missed, dropped)
             if self._wants(record):
+                if missed:
+                    break
                 batch.append(record)
+            reached = record.id
+        if missed > self.position:
+            gap = Gap(self.position + 1, missed, "the journal no longer holds them")
+            return max(reached, missed), partial(self._deliver_gap, gap)
         return reached, partial(self.options.deliver, batch) if batch else None
 
     def _wants(self, record: Record) -> bool:

@@ -49,9 +49,12 @@ class OutgoingStream:
         self._types = frozenset(request.types)
         self._jobs = frozenset(request.jobs)
         self._allowed = jobs
+        self._visible = _visible(self._jobs, jobs)
         self._credit = 0
         self._catching_up = True
         self._beginning: list[StreamMessage] = []
+        self._dropped_before = 0
+        """Up to this id facts were dropped before the stream began, which is no gap in it."""
         self._sent_position = self._position = self._start(request, journal, history)
         self._beginning.append(Facts(self.number, self._position, ()))
         self.grant(request.credit)
@@ -69,18 +72,15 @@ class OutgoingStream:
         if self._credit == 0:
             # A gap waits for credit too: it grows meanwhile, so one gap is sent instead of one per dropped fact.
             return messages
-        if self._position < journal.floor:
-            messages.append(
-                GapMessage(self.number, self._position + 1, journal.floor, "the journal no longer holds these facts")
-            )
-            self._sent_position = self._position = journal.floor
-        return messages + self._next(journal)
-
-    def _next(self, journal: Journal) -> list[StreamMessage]:
+        floor = journal.floor_of(self._visible) if self._position < journal.floor else 0
         scanned = journal.after(self._position, SCAN_FACTS_MAX)
         batch: list[Raw] = []
         size = 0
         for record in scanned:
+            if self._position < floor and (dropped := min(journal.dropped_before(record.id), floor)) > self._position:
+                if batch:
+                    break
+                self._miss(messages, dropped)
             if self._wants(record):
                 full = len(batch) >= min(self._credit, BATCH_FACTS_MAX) or size + len(record.data) > BATCH_BYTES_MAX
                 if batch and full:
@@ -88,11 +88,23 @@ class OutgoingStream:
                 batch.append(Raw(record.data))
                 size += len(record.data)
             self._position = record.id
+        if not scanned and self._position < floor:
+            self._miss(messages, floor)
         self._credit -= len(batch)
-        if self._position - self._sent_position < self._silent_ids(journal) and not batch:
-            return []
-        self._sent_position = self._position
-        return [Facts(self.number, self._position, tuple(batch))]
+        if batch or self._position - self._sent_position >= self._silent_ids(journal):
+            self._sent_position = self._position
+            messages.append(Facts(self.number, self._position, tuple(batch)))
+        return messages
+
+    def _miss(self, messages: list[StreamMessage], dropped: int) -> None:
+        """Report that facts up to this id were dropped; a gap that follows another one extends it."""
+        first = self._position + 1
+        if messages and isinstance(before := messages[-1], GapMessage):
+            first = before.first
+            messages.pop()
+        self._sent_position = self._position = dropped
+        if dropped > self._dropped_before:
+            messages.append(GapMessage(self.number, first, dropped, "the journal no longer holds these facts"))
 
     def _silent_ids(self, journal: Journal) -> int:
         """The number of ids without a match after which the position is sent.
@@ -121,7 +133,7 @@ class OutgoingStream:
         if since is None:
             return journal.last
         if since == ALL_KEPT:
-            return journal.floor
+            return self._start_of(journal)
         if request.history not in ("", history):
             return self._start_over("the daemon has another history: its data directory was replaced", journal)
         if since > journal.last:
@@ -129,8 +141,14 @@ class OutgoingStream:
         return since
 
     def _start_over(self, reason: str, journal: Journal) -> int:
-        self._beginning.append(GapMessage(self.number, 0, journal.floor, reason))
-        return journal.floor
+        start = self._start_of(journal)
+        self._beginning.append(GapMessage(self.number, 0, start, reason))
+        return start
+
+    def _start_of(self, journal: Journal) -> int:
+        """The position before the oldest kept fact."""
+        self._dropped_before = journal.floor
+        return journal.floor if journal.first is None else min(journal.floor, journal.first.id - 1)
 
 
 class OutgoingStreams:
@@ -191,6 +209,13 @@ class OutgoingStreams:
 def _bytes_held(request: Subscribe) -> int:
     names = (*request.types, *request.jobs)
     return STREAM_BYTES + len(names) * NAME_BYTES + sum(map(len, names))
+
+
+def _visible(jobs: frozenset[str], allowed: frozenset[str] | None) -> frozenset[str] | None:
+    """The jobs whose facts a stream carries; None for all."""
+    if allowed is None:
+        return jobs or None
+    return jobs & allowed if jobs else allowed
 
 
 def _check_filter(field: str, names: tuple[str, ...]) -> None:

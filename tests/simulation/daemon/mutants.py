@@ -18,6 +18,7 @@ from forged.kernel.bus.mailbox import Mailbox
 from forged.kernel.ledger import Ledger
 from forged.kernel.messages import Gap, Record
 from forged.kernel.replies import ReplyTable
+from forged.kernel.retention import Retention
 from forged.net.protocol.messages import Subscribe
 from forged.net.protocol.streams import OutgoingStream
 from forged.plugins.host import plugin_host
@@ -136,6 +137,19 @@ def keep_state_after_failed_commit() -> Iterator[None]:
             self._state_owners = state_owners
 
     with patch.object(Ledger, "_load", load_the_ledger_alone):
+        yield
+
+
+@contextmanager
+def drop_the_oldest_facts_of_all_jobs() -> Iterator[None]:
+    """The journal drops the oldest fact of all, whichever job has most."""
+    choose = Retention.next_to_drop
+
+    def oldest(self: Retention, facts_max: int, bytes_max: int, now: float) -> str | None:
+        chosen = choose(self, facts_max, bytes_max, now)
+        return None if chosen is None else self._by_age.first().job
+
+    with patch.object(Retention, "next_to_drop", oldest):
         yield
 
 
@@ -301,6 +315,7 @@ MUTANTS: dict[str, Mutant] = {
         lose_a_resumed_subscription,
         read_before_durable,
         keep_state_after_failed_commit,
+        drop_the_oldest_facts_of_all_jobs,
         hide_gaps,
         lose_a_cursor,
         save_a_followers_position_too_early,

@@ -7,10 +7,11 @@ internals. It never queries the daemon; at the end it gets the journal.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from forged.kernel.journal import Journal
 from forged.kernel.messages import Gap, Record
 from tests.simulation.daemon.plugin_oracle import PluginOracle
 
@@ -98,14 +99,17 @@ class Oracle:
         if not code.startswith("store_"):
             self.violated(f"a daemon failed to start with {code}")
 
-    def check_end(self, journal: Iterable[Record], floor: int) -> None:
-        """Check the final journal, which has dropped facts up to `floor`."""
-        final = {record.id: record for record in journal}
+    def check_end(self, journal: Journal) -> None:
+        """Check the final journal."""
+        floor = journal.floor
+        final = {record.id: record for record in journal.after(0, len(journal))}
         for fact_id, data in self.facts.items():
-            if fact_id > floor and (fact_id not in final or final[fact_id].data != data):
+            dropped = fact_id <= journal.floor_of([Record.read(data).job])
+            if (fact_id not in final and not dropped) or (fact_id in final and final[fact_id].data != data):
                 self.violated(f"fact {fact_id} was seen but is not in the final journal: {Record.read(data)!r}")
         for record in final.values():
             self.is_history(record, "the journal")
+        self._check_shares(final.values(), journal.facts_max)
         self._check_notes()
         self._check_reactions(floor)
         for observer in self.observers.values():
@@ -116,6 +120,14 @@ class Oracle:
     def _notes(self) -> list[tuple[int, str]]:
         records = (Record.read(data) for data in self.facts.values())
         return [(record.id, record.fields()["fact"]["text"]) for record in records if record.type == "NoteAdded"]
+
+    def _check_shares(self, final: Collection[Record], facts_max: int) -> None:
+        """A job that never had more than an equal share of the journal has lost no fact."""
+        written = Counter(Record.read(data).job for data in self.facts.values())
+        kept = Counter(record.job for record in final)
+        for job, count in written.items():
+            if count <= facts_max // len(written) and kept[job] < count:
+                self.violated(f"job {job!r} has lost {count - kept[job]} of {count} facts to other jobs")
 
     def _check_notes(self) -> None:
         counted = Counter(text for _, text in self._notes())

@@ -359,8 +359,7 @@ class ServiceSimulation(Simulation):
                     clients.start_soon(self._enable_plugins)
                 await self._bounded(clients)
             assert self.daemon is not None
-            journal = self.daemon.journal
-            self.oracle.check_end(journal.after(0, len(journal)), journal.floor)
+            self.oracle.check_end(self.daemon.journal)
             tasks.cancel_scope.cancel()
 
     async def _bounded(self, clients: TaskGroup) -> None:
