@@ -290,6 +290,8 @@ class Training(BlockingFacade[ElasticWorker]):
         """Moves shards to this worker. The next rescale may drop shards that were moved by hand."""
         return BlockingTransfers(self)
 
+    redistribute_data = blocking(ElasticWorker.redistribute_data)
+
     def should_handle_shard(self, shard_index: int, total_shards: int) -> bool:
         """Whether this worker owns a shard."""
         return self.worker.should_handle_shard(shard_index, total_shards)

@@ -20,9 +20,10 @@ import pytest
 from forged.blocking.loop_thread import LoopThread
 from forged.client import BlockingClient
 from forged.data.model import Dataset
+from forged.data.placement.plan import DataRedistributionPlan
 from forged.data.store.memory import MemoryShardStore
 from forged.data.training import TrainingData
-from forged.data.transfer.outcome import MovedShard
+from forged.data.transfer.outcome import MovedShard, TransferReport
 from forged.elastic.messages import JobCompleted, WorkerFailed, WorkerJoined, WorkerLeft
 from forged.elastic.model import GlobalTrainingState, RescalingEvent, WorkerId, WorkerStatus
 from forged.errors import ConfigError, RequestRefused
@@ -839,6 +840,10 @@ class TestReports:
         moved, nothing = [script.result(PATIENCE_S) for script in both]
         assert (len([one for one in moved if one is not None]), nothing) == (2, [])
         assert set(stores["a"].held()) == {0, 1, 2, 3}
+
+    def test_plan_without_transfers_to_a_worker_is_done_at_once(self, endpoint: str) -> None:
+        with at(endpoint) as worker:
+            assert worker.redistribute_data(DataRedistributionPlan()) == TransferReport()
 
     def test_progress_may_be_set_before_the_training_begins(self, endpoint: str) -> None:
         with at(endpoint) as worker:

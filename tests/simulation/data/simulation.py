@@ -397,7 +397,10 @@ class _BadWire:
         self._shard_takes_s = shard_takes_s
         self._source = source
         self._met = met
-        self._is_cut = False
+        self._is_new_piece = True
+        self._until_cut: int | None = None
+        """After so many more bytes the connection is cut."""
+        self._is_corrupt = False
 
     async def say(self, message: Message) -> None:
         await self._wire.say(message)
@@ -409,26 +412,34 @@ class _BadWire:
         await self._wire.give(fd, offset, count, stall_timeout_s)
 
     async def pause(self, seconds: float) -> None:
+        """A piece of a shard follows, with faults of its own."""
         await self._wire.pause(seconds)
+        self._is_new_piece = True
 
     async def take(self, count: int) -> memoryview:
-        if self._is_cut:
+        if self._is_new_piece:
+            self._is_new_piece = False
+            await self._draw_faults(count)
+        if self._until_cut == 0:
             raise cut_off()
+        data = await self._wire.take(count if self._until_cut is None else min(count, self._until_cut))
+        if self._until_cut is not None:
+            self._until_cut -= data.nbytes
+        if not self._is_corrupt:
+            return data
+        changed = bytearray(data)
+        changed[len(changed) // 2] ^= 1
+        return memoryview(changed)
+
+    async def _draw_faults(self, count: int) -> None:
         if self._shard_takes_s:
             await anyio.sleep(self._shard_takes_s)
         if self._source.random() < self._ways.delay:
             await anyio.sleep(self._source.uniform(0.0, DELAY_S))
         if self._source.random() < self._ways.cut:
             self._met("a way is cut while a shard comes")
-            count, self._is_cut = self._source.randint(0, count - 1), True
-            if not count:
-                raise cut_off()
-            return await self._wire.take(count)
-        is_corrupt = self._source.random() < self._ways.corrupt
-        data = await self._wire.take(count)
-        if not is_corrupt:
-            return data
-        self._met("a shard is changed on its way")
-        changed = bytearray(data)
-        changed[len(changed) // 2] ^= 1
-        return memoryview(changed)
+            self._until_cut = self._source.randint(0, count - 1)
+            return
+        self._is_corrupt = self._source.random() < self._ways.corrupt
+        if self._is_corrupt:
+            self._met("a shard is changed on its way")
