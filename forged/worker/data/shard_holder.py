@@ -176,22 +176,28 @@ class ShardHolder:
     async def obtain(self, attempt: int, *, in_background: bool = False) -> None:
         """Try until this worker holds what the attempt assigns to it and has said so, or until the attempt is over."""
         async with self._obtaining:
-            while True:
-                try:
-                    await self._try(attempt, in_background=in_background)
-                    await self._line.ready(attempt)
+            try:
+                await self._obtain(attempt, in_background=in_background)
+            finally:
+                self._reports.end()
+
+    async def _obtain(self, attempt: int, *, in_background: bool) -> None:
+        while True:
+            try:
+                await self._try(attempt, in_background=in_background)
+                await self._line.ready(attempt)
+                return
+            except ForgedError as error:
+                if error.code == ATTEMPT_OVER:
+                    self._log.info("the attempt ended before all shards were fetched", reason=error.message)
                     return
-                except ForgedError as error:
-                    if error.code == ATTEMPT_OVER:
-                        self._log.info("the attempt ended before all shards were fetched", reason=error.message)
-                        return
-                    if not is_temporary(error):
-                        raise
-                    self._log.warning("shards could not be fetched; retrying", reason=str(error))
-                    if isinstance(error, StoreFailed):
-                        self._reports.store_failed()
-                    reason = error.message
-                await self._pause(reason)
+                if not is_temporary(error):
+                    raise
+                self._log.warning("shards could not be fetched; retrying", reason=str(error))
+                if isinstance(error, StoreFailed):
+                    self._reports.store_failed()
+                reason = error.message
+            await self._pause(reason)
 
     async def _try(self, attempt: int, *, in_background: bool = False) -> None:
         if attempt != self._attempt:

@@ -43,9 +43,9 @@ class StoreFailure:
     def __init__(self) -> None:
         self.has_failed = False
         self._before_s = 0.0
-        """In earlier attempts."""
+        """Until the last pause."""
         self._since: float | None = None
-        """In this attempt; None while the worker waits for its plan."""
+        """Since the last pause; None while the worker waits for its plan, or trains."""
 
     def failed(self, now: float) -> None:
         """The store has refused a shard."""
@@ -56,7 +56,8 @@ class StoreFailure:
         if self.has_failed and self._since is None:
             self._since = now
 
-    def attempt_ended(self, now: float) -> None:
+    def pause(self, now: float) -> None:
+        """The worker fetches nothing, until `plan_known`."""
         self._before_s, self._since = self.seconds(now), None
 
     def stored(self) -> None:
@@ -95,7 +96,6 @@ class TransferReports(TransferObserver):
     def begin(self, attempt: int) -> None:
         """Report about this attempt from now on."""
         self._attempt = attempt
-        self._store_failure.attempt_ended(self._clock.monotonic())
         self._done: int | None = None
         """Shards that were held when this try last reported its progress."""
         self._received = 0
@@ -110,6 +110,10 @@ class TransferReports(TransferObserver):
             self._problem = ""
         self._storing_since: float | None = None
         """Since when a transfer from the origin was seen waiting for the store."""
+
+    def end(self) -> None:
+        """The worker fetches nothing until its next turn."""
+        self._store_failure.pause(self._clock.monotonic())
 
     # Signals, without waiting.
 

@@ -218,13 +218,13 @@ class TestStoreFailure:
         assert failure.reported_s(9.0) == 0.0
         failure.failed(10.0)
         assert failure.reported_s(14.0) == 4.0
-        failure.attempt_ended(15.0)
+        failure.pause(15.0)
         assert failure.reported_s(40.0) == 0.0
         failure.plan_known(50.0)
         assert failure.reported_s(53.0) == 8.0
         failure.failed(54.0)
         assert failure.reported_s(55.0) == 10.0
-        failure.attempt_ended(55.0)
+        failure.pause(55.0)
         failure.plan_known(60.0)
         failure.stored()
         assert failure.reported_s(61.0) == 0.0
@@ -242,6 +242,7 @@ class TestStoreFailure:
         reports.own_turn()
         assert self.is_about(fixture, 7.0)
         fixture.clock.now += 2.0
+        reports.end()
         with pytest.raises(StoreFailed):
             await fixture.run_attempt(2, part(2, keep=(0, 2)))
         assert fixture.signals[-1].attempt == 2
@@ -250,6 +251,17 @@ class TestStoreFailure:
         await fixture.run_attempt(3, part(2, keep=(0, 2)))
         reports.own_turn()
         assert fixture.signals[-1].store_failing_s == 0.0
+
+    async def test_time_between_two_attempts_does_not_count_for_a_failing_store(self) -> None:
+        fixture = HolderFixture()
+        fixture.daemon.refusals.append(RequestRefused("attempt_over", "attempt 1 is over", "use the newest attempt"))
+        fixture.holder._reports.store_failed()
+        fixture.holder.on_fact(TransfersPlanned(1, TransferTotals()))
+        await fixture.holder.obtain(1)
+        fixture.clock.now += 3600.0
+        fixture.holder._reports.own_turn()
+        assert self.is_about(fixture, 0.0)
+        assert fixture.signals[-1].store_failing_s <= fixture.clock.passed()
 
     async def test_shard_that_is_stored_ends_the_time_of_a_failing_store(self) -> None:
         fixture = HolderFixture()
