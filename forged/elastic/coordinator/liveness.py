@@ -86,9 +86,9 @@ def attempt_progress(job: JobState, signal: AttemptProgress, now: Moment) -> Non
     else:
         attempt.problems.pop(worker_id, None)
     if signal.store_failing_s:
-        attempt.store_failing_since[worker_id] = now.monotonic - signal.store_failing_s
+        attempt.store_failing_s[worker_id] = signal.store_failing_s
     else:
-        attempt.store_failing_since.pop(worker_id, None)
+        attempt.store_failing_s.pop(worker_id, None)
     if signal.unreachable_peer and signal.unreachable_peer == attempt.source:
         job.suspicions.report_unreachable(member, signal.unreachable_peer, now.monotonic)
     elif signal.state_bytes:

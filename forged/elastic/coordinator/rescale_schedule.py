@@ -86,7 +86,8 @@ def attempt_timeout_at(job: JobState) -> float:
     """When members that have not answered the attempt count as failed."""
     if job.attempt is None or job.member_is_missing:
         return NEVER
-    return job.attempt.blocked_since + (job.config.rescale_timeout_s or NEVER)
+    timeout_s = job.config.rescale_timeout_s or NEVER
+    return -NEVER if job.attempt.failing_stores(timeout_s) else job.attempt.heard_at + timeout_s
 
 
 def abort_at(job: JobState) -> float:

@@ -30,7 +30,7 @@ def blocking_members(
     member can give. `trains` tells whether the previous world trains on meanwhile."""
     config = membership.config
     within = f"in attempt {attempt.number} within {config.rescale_timeout_s:g} s"
-    if failing := [one for one in attempt.failing_stores(now - config.rescale_timeout_s) if one in membership.members]:
+    if failing := [one for one in attempt.failing_stores(config.rescale_timeout_s) if one in membership.members]:
         for worker in failing:
             yield membership.members[worker], _with_failing_store(worker, attempt, within, now)
         return
@@ -56,11 +56,11 @@ def _without_answer(worker: str, attempt: Attempt, within: str) -> str:
 
 
 def _with_failing_store(worker: str, attempt: Attempt, within: str, now: float) -> str:
-    began_at = attempt.store_failing_since[worker]
-    if began_at >= attempt.began_at:
+    failing_s = attempt.store_failing_s[worker]
+    if failing_s <= now - attempt.began_at:
         return _without_answer(worker, attempt, within)
     problem = attempt.problems.get(worker, "its shard store fails")
-    return f"no shard stored for {now - began_at:.0f} s, in several attempts: {problem}"
+    return f"no shard stored for {failing_s:.0f} s, in several attempts: {problem}"
 
 
 def _cut_off_from(

@@ -12,7 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -85,8 +84,9 @@ class Attempt:
     """When each member that waits for other members last reported that."""
     problems: dict[str, str] = field(default_factory=dict)
     """The problems that members report."""
-    store_failing_since: dict[str, float] = field(default_factory=dict)
-    """Since when the shard stores of members have failed, which may be before the attempt."""
+    store_failing_s: dict[str, float] = field(default_factory=dict)
+    """For how long the shard stores of members have failed, as they reported last; it may be since before the attempt.
+    """
     state_receivers: frozenset[str] = frozenset()
     """The members that take the source's state."""
     state_keepers: frozenset[str] = frozenset()
@@ -116,15 +116,10 @@ class Attempt:
         missing = set(self.members) - self.stops.keys() if self.stage is Stage.STOPPING else self.unready
         return [worker for worker in self.members if worker in missing]
 
-    def failing_stores(self, since: float) -> list[str]:
-        """The members that need their training data, and whose shard stores have failed since this time or earlier."""
-        return [one for one, began_at in self.store_failing_since.items() if began_at <= since and one in self.unready]
-
-    @property
-    def blocked_since(self) -> float:
-        """From when the rescale timeout counts."""
-        failing = self.failing_stores(math.inf)
-        return min([self.heard_at, *(self.store_failing_since[worker] for worker in failing)])
+    def failing_stores(self, timeout_s: float) -> list[str]:
+        """The members that need their training data, and whose shard stores have failed for so long."""
+        failing = self.store_failing_s.items()
+        return [worker for worker, failing_s in failing if failing_s >= timeout_s and worker in self.unready]
 
     @property
     def in_background(self) -> bool:

@@ -558,9 +558,11 @@ class TestFailingStore:
     def test_store_that_fails_for_the_timeout_fails_its_worker(self) -> None:
         book = self.begun(4.0)
         book.wait(5.5)
-        assert failed(book) == []
         self.report(book, 9.5)
         book.wait(1.0)
+        assert failed(book) == []
+        self.report(book, 10.5)
+        book.wait(0.1)
         assert failed(book) == ["b"]
         assert book.last(WorkerFailed).reason == "no shard stored for 10 s, in several attempts: cannot store shard 3"
 
@@ -571,7 +573,9 @@ class TestFailingStore:
             self.restart(book)
             self.report(book, failing_s)
             assert failed(book) == []
-        book.wait(1.5)
+        book.wait(1.0)
+        self.report(book, 10.0)
+        book.wait(0.1)
         assert failed(book) == ["b"]
 
     def test_progress_of_other_workers_does_not_extend_the_time_of_a_failing_store(self) -> None:
@@ -582,6 +586,7 @@ class TestFailingStore:
             book.wait(1.0)
             self.report(book, second - 0.5)
             report_progress(book, "a", data=second * RECEIVED_BYTES_MIN)
+        book.wait(0.1)
         assert failed(book) == ["b"]
         assert book.last(WorkerFailed).reason == "no answer in attempt 2 within 10 s: cannot store shard 3"
 
