@@ -36,10 +36,11 @@ BOUND_MIN = 1 << 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View(Sequence[V], Generic[V]):
-    """`read(row)` for each row; a slice of a view is a view."""
+    """`read(row)` for each row; a slice of a view is a view. It equals a sequence of the same values."""
 
     rows: Places
     read: Callable[[int], V]
+    __hash__ = None  # type: ignore[assignment]
 
     def __len__(self) -> int:
         return self.rows.size
@@ -55,6 +56,11 @@ class View(Sequence[V], Generic[V]):
 
     def __iter__(self) -> Iterator[V]:
         return (self.read(int(row)) for row in self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(mine == its for mine, its in zip(self, other, strict=True))
 
     def __repr__(self) -> str:
         return f"<{len(self)} values>"

@@ -44,8 +44,8 @@ def errors(plan: DataRedistributionPlan, topology: ClusterTopology = WORLD) -> s
 
 def test_plan_of_a_caller_reads_as_it_was_given() -> None:
     plan = scale_up()
-    assert list(plan.transfers) == [moved(4, A, C), moved(5, B, C)]
-    assert {worker: list(shards) for worker, shards in plan.worker_assignments.items()} == {
+    assert plan.transfers == [moved(4, A, C), moved(5, B, C)]
+    assert plan.worker_assignments == {
         A: [SHARDS[0], SHARDS[2]],
         B: [SHARDS[1], SHARDS[3]],
         C: [SHARDS[4], SHARDS[5]],

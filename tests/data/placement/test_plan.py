@@ -158,6 +158,11 @@ HOLDERS = np.array([[0, 1, 0, 1, 0, 1, 0, 1, 0, 1], [-1, 0, 1, -1, -1, 0, 1, -1,
 def test_a_view_is_as_the_list_of_its_values() -> None:
     view = View(np.array([4, 2, 7]), DATASET.shard)
     values = [DATASET.shard(number) for number in (4, 2, 7)]
+    assert view == values
+    assert values == view == View(np.array([4, 2, 7]), DATASET.shard)
+    assert view != values[:2]
+    assert view != [*values[:2], values[0]]
+    assert view != 7
     assert list(view) == values
     assert list(reversed(view)) == values[::-1]
     assert [view[0], view[-1], view[1]] == [values[0], values[-1], values[1]]
