@@ -128,11 +128,12 @@ class Baseline:
         return time.perf_counter() - start
 
     def save_safetensors(self, path: Path) -> float:
-        """Seconds for a durable safetensors file."""
+        """Seconds for a durable safetensors file with a durable name."""
         start = time.perf_counter()
         save_file(self._state, path)
-        with _opened(path, os.O_RDONLY) as fd:
-            os.fsync(fd)
+        for synced in (path, path.parent):
+            with _opened(synced, os.O_RDONLY) as fd:
+                os.fsync(fd)
         return time.perf_counter() - start
 
     def load_safetensors(self, path: Path) -> float:
