@@ -121,12 +121,23 @@ class LocalStorage:
     def open(self, name: str) -> Iterator[LocalReader]:
         with ExitStack() as stack:
             with errors_translated(name, self.url):
-                path = self._within(self._path(name))
-                fd = self._files.open(path, READ)
+                path, fd = self._opened(name)
                 stack.callback(self._close, fd)
                 reader = FileReader(self._files, fd, path, self._buffers)
                 stack.callback(reader.close)
             yield LocalReader(self._files, fd, reader, name, self.url)
+
+    def _opened(self, name: str) -> tuple[str, int]:
+        """Open a file for reading; its path and its descriptor."""
+        path = self._path(name)
+        try:
+            return path, self._files.open(path, READ)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+        # It is a link, which is not followed by opening it. Few files are, and resolving a path takes a while.
+        path = self._within(path)
+        return path, self._files.open(path, READ)
 
     def _close(self, fd: int) -> None:
         # The bytes were read; an error of close changes nothing.
@@ -185,14 +196,14 @@ class LocalStorage:
         """Lock a file for reading during the block, so that other processes of this host see that it is used."""
         with ExitStack() as stack:
             with suppress(OSError, CheckpointException):
-                fd = self._files.open(self._within(self._path(name)), READ)
+                _, fd = self._opened(name)
                 stack.callback(self._close, fd)
                 self._files.lock_shared(fd)
             yield
 
     def is_held(self, name: str) -> bool:
         try:
-            fd = self._files.open(self._within(self._path(name)), READ)
+            _, fd = self._opened(name)
         except (OSError, CheckpointException):
             return False
         try:
