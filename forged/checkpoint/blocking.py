@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 import anyio
 
 from forged.blocking.facade import BlockingFacade, blocking
-from forged.checkpoint.checkpoint import DistributedCheckpoint, require_same_save
+from forged.checkpoint.checkpoint import DistributedCheckpoint, agreed, require_same_save
 from forged.checkpoint.errors import ExceptionType
 from forged.checkpoint.format.tree import LeafType
 from forged.checkpoint.loading.loader import Loaded, load_state
@@ -32,6 +32,7 @@ from forged.checkpoint.rank_group import RankGroup, as_coordinator
 from forged.checkpoint.rng import Generators
 from forged.checkpoint.run_checkpoints import AsyncCheckpoints
 from forged.checkpoint.saving.pipeline import save_state
+from forged.checkpoint.stateful import adopt, contains_stateful, values_of
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.listing import read_manifest
 from forged.checkpoint.storage.locations import storage_at
@@ -140,7 +141,8 @@ def save(
     step: int | None = None,
     epoch: int | None = None,
 ) -> str:
-    """Save a state durably at a path or URL: nested dicts, lists and tuples of arrays and plain values.
+    """Save a state durably at a path or URL: nested dicts, lists and tuples of arrays, plain values, and objects with
+    `state_dict`.
 
     `step` and `epoch` appear in listings. With `ranks`, such as a worker of a job, all ranks call this together, each
     with its part of the state.
@@ -177,7 +179,8 @@ def load(
 ) -> Any:
     """Load a state from a path or URL, into the arrays of `into` if given. Every byte is verified.
 
-    `only` selects tensors by name or pattern. With `ranks`, all ranks call this together; if one fails, all raise.
+    Objects of `into` with `load_state_dict` receive their part; then `into` itself is filled and returned. `only`
+    selects tensors by name or pattern. With `ranks`, all ranks call this together; if one fails, all raise.
     """
     storage, prefix = _storage_with_retries(where)
     options = LoadOptions(prefix, only=only, strict_mode=strict, timeout=timeout)
@@ -187,13 +190,14 @@ def load(
         group = RankGroup(as_coordinator(ranks), token, ExceptionType.LOAD_FAILED)
         group.prefix = prefix
         results: list[Loaded] = []
+        has_objects = contains_stateful(into)
 
         def read() -> bytes:
             manifest = read_manifest(bounded(storage, token), prefix)
             loaded = load_state(
                 storage,
                 manifest,
-                into,
+                values_of(into) if has_objects else into,
                 rank=group.rank,
                 world_size=group.world_size,
                 options=options,
@@ -203,8 +207,15 @@ def load(
             results.append(loaded)
             return manifest.save_id.encode()
 
+        async def give() -> bytes:
+            adopt(into, results[0].state)
+            return b""
+
         await group.decide(lambda: run_in_thread(read, token), require_same_save)
-        return results[0].state
+        if not has_objects:
+            return results[0].state
+        await group.decide(give, agreed)
+        return into
 
     return run(load_with_ranks, is_alone=ranks is None)
 

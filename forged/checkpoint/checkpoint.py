@@ -192,7 +192,7 @@ class DistributedCheckpoint:
             await run_in_thread(partial(self._staging.prepare, work.image.size, token), token)
             return b""
 
-        await ranks.decide(touch, _agreed)
+        await ranks.decide(touch, agreed)
 
     # Loading.
 
@@ -221,7 +221,7 @@ class DistributedCheckpoint:
             return b""
 
         await ranks.decide(read, require_same_save)
-        await ranks.decide(apply, _agreed)
+        await ranks.decide(apply, agreed)
         manifest, loaded = results[0]
         return CheckpointLoadResult(
             metadata=manifest,
@@ -426,5 +426,6 @@ async def require_same_save(replies: list[bytes]) -> bytes:
     return b""
 
 
-async def _agreed(replies: list[bytes]) -> bytes:
+async def agreed(replies: list[bytes]) -> bytes:
+    """Nothing is left to decide: every rank has succeeded."""
     return b""

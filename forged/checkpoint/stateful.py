@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from forged.checkpoint.model import PerRank
+from forged.checkpoint.model import PerRank, is_stateful
 
 
 class ScriptState:
@@ -63,8 +63,12 @@ def adopt(present: Any, loaded: Any) -> Any:
     return loaded
 
 
-def is_stateful(value: Any) -> bool:
-    """Whether the value is an object whose state can be saved and loaded; a dict is a value itself."""
-    # Without isinstance for the protocol, which takes tens of microseconds for each value.
-    has_both = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-    return has_both and not isinstance(value, Mapping | PerRank | type)
+def contains_stateful(state: Any) -> bool:
+    """Whether the state is or contains an object with `state_dict`."""
+    if isinstance(state, PerRank):
+        return contains_stateful(state.value)
+    if isinstance(state, Mapping):
+        return any(map(contains_stateful, state.values()))
+    if isinstance(state, list | tuple):
+        return any(map(contains_stateful, state))
+    return is_stateful(state)

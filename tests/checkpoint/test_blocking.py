@@ -52,6 +52,56 @@ def test_given_arrays_are_filled(tmp_path: Path) -> None:
     assert same(found, STATE)
 
 
+class Module:
+    """An object with a state."""
+
+    def __init__(self, value: int) -> None:
+        self.weights = np.full(9, float(value))
+        self.updates = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights, "updates": self.updates}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.weights, self.updates = state["weights"], state["updates"]
+
+
+def test_objects_of_a_state_are_saved_and_loaded_in_place(tmp_path: Path) -> None:
+    forged.checkpoint.save(tmp_path / "a", {"model": Module(5), "list": [Module(6)], "step": 7})
+    assert same(forged.checkpoint.load(tmp_path / "a")["model"], Module(5).state_dict())
+    state: dict[str, Any] = {"model": Module(0), "list": [Module(0)], "step": 0}
+    model, inner = state["model"], state["list"][0]
+    assert forged.checkpoint.load(tmp_path / "a", state) is state
+    assert (model.updates, inner.updates, state["step"]) == (5, 6, 7)
+    assert (model.weights == 5).all()
+
+
+def test_state_may_be_an_object(tmp_path: Path) -> None:
+    forged.checkpoint.save(tmp_path / "a", Module(5))
+    module = Module(0)
+    assert forged.checkpoint.load(tmp_path / "a", module) is module
+    assert module.updates == 5
+
+
+def test_object_that_is_its_own_state_is_refused(tmp_path: Path) -> None:
+    class Endless(Module):
+        def state_dict(self) -> Any:
+            return self
+
+    with pytest.raises(CheckpointException, match="cannot be saved"):
+        forged.checkpoint.save(tmp_path / "a", {"x": Endless(1)})
+
+
+def test_error_of_load_state_dict_is_raised(tmp_path: Path) -> None:
+    class Failing(Module):
+        def load_state_dict(self, state: Any) -> None:
+            raise ValueError("another architecture")
+
+    forged.checkpoint.save(tmp_path / "a", Module(5))
+    with pytest.raises(CheckpointException, match="another architecture"):
+        forged.checkpoint.load(tmp_path / "a", Failing(0))
+
+
 def test_only_selects_tensors(tmp_path: Path) -> None:
     forged.checkpoint.save(tmp_path / "a", {"model": {"x": np.ones(3), "y": np.ones(4)}, "other": np.ones(5)})
     for only in ("model/x", ["model/x"], "*/x"):

@@ -19,7 +19,7 @@ import numpy as np
 from forged.checkpoint.errors import CheckpointException, corrupted, invalid
 from forged.checkpoint.format.boxes import Box, Shape, whole
 from forged.checkpoint.format.dtypes import dtype_of, name_of
-from forged.checkpoint.model import AXES_MAX, PerRank, ShardedArray
+from forged.checkpoint.model import AXES_MAX, PerRank, ShardedArray, is_stateful
 
 DEPTH_MAX = 100
 NAME_CHARS_MAX = 1_000
@@ -160,6 +160,8 @@ class _Flattening:
         for leaf_type in self._leaf_types:
             if leaf_type.accepts(value):
                 return self.node(leaf_type.to_array(value), path, depth, is_per_rank=is_per_rank)
+        if depth < DEPTH_MAX and is_stateful(value):
+            return self.node(value.state_dict(), path, depth + 1, is_per_rank=is_per_rank)
         return _plain(value, path)
 
     def _container(self, value: Any, path: str, depth: int, *, is_per_rank: bool) -> Node:
