@@ -39,7 +39,8 @@ class ElasticTrainingConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_workers: int = WORLD_SIZE_MAX
     """With so many workers joiners are taken in at once, and further ones wait."""
     rescale_timeout_ms: int = 30_000
-    """How long a rescale may make no progress before the members that hold it up fail. 0: no limit."""
+    """How long a rescale may take once training has stopped for it; then the members that have not answered fail. 0: no
+    limit."""
     max_consecutive_failures: int = 3
     """So many failures without a committed step in between abort the job."""
     lr_adaptation_strategy: AdaptationStrategy = AdaptationStrategy.LINEAR
@@ -57,6 +58,8 @@ class ElasticTrainingConfig(msgspec.Struct, frozen=True, kw_only=True):
     use_parallel_data_transfer: bool = True
     """Whether several shard transfers run at once."""
 
+    rescale_silence_ms: int = 15_000
+    """How long a rescale may make no progress before the members that hold it up fail. 0: no limit."""
     failure_window_ms: int = 50
     """The delay between a failure and its rescale, so that simultaneous failures make one rescale."""
     reconnect_grace_ms: int = 15_000
@@ -113,6 +116,11 @@ class ElasticTrainingConfig(msgspec.Struct, frozen=True, kw_only=True):
     def rescale_timeout_s(self) -> float:
         """`rescale_timeout_ms` in seconds."""
         return self.rescale_timeout_ms / 1000
+
+    @property
+    def rescale_silence_s(self) -> float:
+        """`rescale_silence_ms` in seconds."""
+        return self.rescale_silence_ms / 1000
 
     @property
     def stability_window_s(self) -> float:
@@ -206,6 +214,7 @@ RULES: Mapping[str, Rule] = {
     "min_workers": _whole(1, WORLD_SIZE_MAX),
     "max_workers": _whole(1, WORLD_SIZE_MAX),
     "rescale_timeout_ms": _whole(0),
+    "rescale_silence_ms": _whole(0),
     "max_consecutive_failures": _whole(0),
     "lr_adaptation_strategy": _one_of(AdaptationStrategy),
     "redistribution_type": _one_of(RedistributionType),

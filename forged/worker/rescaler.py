@@ -248,7 +248,7 @@ class Rescaler:
         topology = commit.topology
         # A member that waits here has come further than the members that are missing.
         self._current_world.come_to(topology)
-        world = await self._mesh.enter(topology.generation, topology, self._state.config.rescale_timeout_s or None)
+        world = await self._mesh.enter(topology.generation, topology, self._state.config.rescale_silence_s or None)
         try:
             agreement = await self._agree(world, commit)
             if self._shards is not None:

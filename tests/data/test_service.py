@@ -1026,7 +1026,7 @@ class TestLostShards:
     @on_virtual_time
     async def test_are_published_and_the_job_waits(self) -> None:
         async with data_fixture() as stage:
-            await stage.come("a", *range(8), rescale_timeout_ms=500)
+            await stage.come("a", *range(8), rescale_silence_ms=500)
             await stage.stop()
             await stage.offer("a")
             assert stage.facts(ShardsLost) == [ShardsLost(1, 2, [8, 9])]
@@ -1066,7 +1066,7 @@ class TestLostShards:
     @on_virtual_time
     async def test_are_waited_for_without_timeout_by_members_that_offered(self) -> None:
         async with data_fixture() as stage:
-            await stage.come("a", *range(8), rescale_timeout_ms=500)
+            await stage.come("a", *range(8), rescale_silence_ms=500)
             await stage.stop()
             await stage.offer("a")
             for _ in range(60):
@@ -1078,7 +1078,7 @@ class TestLostShards:
     @on_virtual_time
     async def test_do_not_protect_a_member_that_has_not_offered(self) -> None:
         async with data_fixture() as stage:
-            await stage.come("a", *range(8), min_workers=2, rescale_timeout_ms=500)
+            await stage.come("a", *range(8), min_workers=2, rescale_silence_ms=500)
             await stage.come("b")
             await stage.stop()
             await stage.offer("a")
@@ -1090,7 +1090,7 @@ class TestLostShards:
     @on_virtual_time
     async def test_do_not_protect_a_member_that_stopped_waiting(self) -> None:
         async with data_fixture() as stage:
-            await stage.come("a", *range(10), min_workers=2, rescale_timeout_ms=500)
+            await stage.come("a", *range(10), min_workers=2, rescale_silence_ms=500)
             await stage.come("b")
             await stage.offer_all()
             stage.says_it_waits("a", "b")

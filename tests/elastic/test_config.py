@@ -29,6 +29,7 @@ WHOLE = {
     "min_workers": 1,
     "max_workers": 1,
     "rescale_timeout_ms": 0,
+    "rescale_silence_ms": 0,
     "max_consecutive_failures": 0,
     "stability_window_ms": 0,
     "worker_heartbeat_timeout_ms": 1,

@@ -1216,7 +1216,7 @@ async def test_repeated_coordinator_failure_aborts_only_its_job(
         await other.join()
         fixture.kernel.bus.on_handler_bug = lambda owner, error: told.append(f"{owner}: {error}")
         monkeypatch.setattr(JobCoordinator, "tick", breaks)
-        await fixture.wait(60.0)
+        await fixture.wait(40.0)
         assert told == [f"job {JOB} in elastic: no"] * ERRORS_MAX
         assert fixture.service.coordinators[JOB].phase is Phase.ABORTED
         reason = fixture.service.coordinators[JOB].reason

@@ -244,7 +244,7 @@ class RescalerFixture:
 def state_of(view: JobView) -> SessionState:
     state = SessionState(ME, TrainingProgress(0.0, 0))
     state.view = state.current_world._view = view
-    state.follow_settings(ElasticTrainingConfig(rescale_timeout_ms=1000).to_settings())
+    state.follow_settings(ElasticTrainingConfig(rescale_silence_ms=1000).to_settings())
     return state
 
 

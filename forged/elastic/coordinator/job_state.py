@@ -203,3 +203,5 @@ class JobState:
         if self.attempt is not None:
             self.attempt.began_at = min(self.attempt.began_at + late_s, now)
             self.attempt.heard_at = min(self.attempt.heard_at + late_s, now)
+            if self.attempt.stopped_at is not None:
+                self.attempt.stopped_at = min(self.attempt.stopped_at + late_s, now)

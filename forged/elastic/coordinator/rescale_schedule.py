@@ -10,7 +10,7 @@ from itertools import islice
 
 from forged.elastic.coordinator import failures, rescaling
 from forged.elastic.coordinator.job_state import NEVER, JobState
-from forged.elastic.failure_detector.timeouts import blocking_members
+from forged.elastic.failure_detector.timeouts import blocking_members, overdue_members
 from forged.elastic.messages import JobWaiting, RescaleAborted
 from forged.elastic.outbox import Moment
 from forged.elastic.phases import Cause, Phase
@@ -26,7 +26,7 @@ def consider(job: JobState, now: Moment) -> None:
     if job.over:
         return
     if job.attempt is not None and attempt_timeout_at(job) <= now.monotonic:
-        _fail_blocking_members(job, job.attempt, now)
+        _fail_late_members(job, job.attempt, now)
     if failures.abort_over_budget(job) or _abort_after_wait(job, now):
         return
     if rescale_at(job) > now.monotonic:
@@ -86,8 +86,15 @@ def attempt_timeout_at(job: JobState) -> float:
     """When members that have not answered the attempt count as failed."""
     if job.attempt is None or job.member_is_missing:
         return NEVER
-    timeout_s = job.config.rescale_timeout_s or NEVER
-    return -NEVER if job.attempt.failing_stores(timeout_s) else job.attempt.heard_at + timeout_s
+    silence_s = job.config.rescale_silence_s or NEVER
+    if job.attempt.failing_stores(silence_s):
+        return -NEVER
+    return min(job.attempt.heard_at + silence_s, _limit_at(job, job.attempt))
+
+
+def _limit_at(job: JobState, attempt: Attempt) -> float:
+    """When the attempt has taken too long; never, while no member has stopped training for it."""
+    return NEVER if attempt.stopped_at is None else attempt.stopped_at + (job.config.rescale_timeout_s or NEVER)
 
 
 def abort_at(job: JobState) -> float:
@@ -118,12 +125,19 @@ def _joiners_to_admit(job: JobState, now: Moment) -> list[str]:
     return left if is_enough and growth_at(job) > now.monotonic else joiners
 
 
-def _fail_blocking_members(job: JobState, attempt: Attempt, now: Moment) -> None:
-    """Fail the members for which the attempt has waited for `rescale_timeout_ms`."""
-    blocking = list(blocking_members(attempt, job.membership, job.peer_reports, now.monotonic, trains=job.trains))
-    if not blocking:
+def _fail_late_members(job: JobState, attempt: Attempt, now: Moment) -> None:
+    """Fail the members for which the attempt has waited too long."""
+    membership, is_over_limit = job.membership, _limit_at(job, attempt) <= now.monotonic
+    waited_s = job.config.rescale_timeout_s if is_over_limit else job.config.rescale_silence_s
+    late = [
+        *blocking_members(attempt, membership, job.peer_reports, now.monotonic, waited_s=waited_s, trains=job.trains)
+    ]
+    if not late and is_over_limit:
+        late = list(overdue_members(attempt, membership, now.monotonic))
+    if not late:
         attempt.heard_at = now.monotonic
-    for member, reason in blocking:
+        attempt.stopped_at = now.monotonic if is_over_limit else attempt.stopped_at
+    for member, reason in late:
         failures.fail(job, member, reason, now)
 
 

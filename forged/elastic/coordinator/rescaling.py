@@ -82,8 +82,9 @@ def stopped(job: JobState, worker_id: str, incarnation: bytes, number: int, repo
     if attempt.stage is not Stage.STOPPING:
         return
     if job.membership.in_world(member) and not attempt.is_at_step_end:
-        # All members end the same step, so the rescale timeout starts again for those still in it.
-        attempt.is_at_step_end, attempt.heard_at = True, now.monotonic
+        # All members end the same step, so those still in it get the time of a silence again.
+        attempt.is_at_step_end = True
+        attempt.heard_at = attempt.stopped_at = now.monotonic
     attempt.stops[worker_id] = report
     if attempt.all_stopped and not job.member_is_missing:
         _synchronise(job, attempt, now)

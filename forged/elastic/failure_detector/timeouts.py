@@ -1,10 +1,11 @@
-"""Which members fail when an attempt has waited for `rescale_timeout_ms` without progress.
+"""Which members fail when an attempt makes no progress for `rescale_silence_ms`, or takes `rescale_timeout_ms`.
 
 Invariants:
-- A member that waits for other members never fails for it. A step may be long, and so may a transfer. A member fails
-  because its library is silent, or because all other members have come further.
+- A member that waits for other members never fails for it, nor a member in a step that no member has finished.
+- Without progress a member fails because its library is silent, or because all other members have come further.
+- If the whole takes too long, joiners fail before members of the world; the state source never fails for it.
 - A member whose shard store fails does so over all attempts: a new attempt, or a new run of the daemon, does not let it
-  hold the world up for another `rescale_timeout_ms`.
+  hold the world up for another `rescale_silence_ms`.
 - If a member cannot fetch the state though it does what it can, the state source fails.
 """
 
@@ -24,13 +25,23 @@ NEVER_REPORTED = -math.inf
 
 
 def blocking_members(
-    attempt: Attempt, membership: WorldMembership, peer_reports: PeerReports, now: float, *, trains: bool
+    attempt: Attempt,
+    membership: WorldMembership,
+    peer_reports: PeerReports,
+    now: float,
+    *,
+    waited_s: float,
+    trains: bool,
 ) -> Iterator[tuple[Member, str]]:
-    """The members that block the attempt, with the evidence; none if all are in a long step or wait for data that no
-    member can give. `trains` tells whether the previous world trains on meanwhile."""
+    """The members that block the attempt after such a wait, with the evidence.
+
+    None if all are in a long step or wait for data that no member can give. `trains` tells whether the previous world
+    trains on meanwhile.
+    """
     config = membership.config
-    within = f"in attempt {attempt.number} within {config.rescale_timeout_s:g} s"
-    if failing := [one for one in attempt.failing_stores(config.rescale_timeout_s) if one in membership.members]:
+    within = f"in attempt {attempt.number} within {waited_s:g} s"
+    silence_s = config.rescale_silence_s or math.inf
+    if failing := [one for one in attempt.failing_stores(silence_s) if one in membership.members]:
         for worker in failing:
             yield membership.members[worker], _with_failing_store(worker, attempt, within, now)
         return
@@ -51,8 +62,9 @@ def blocking_members(
 
 
 def _without_answer(worker: str, attempt: Attempt, within: str) -> str:
-    problem = attempt.problems.get(worker)
-    return f"no answer {within}: {problem}" if problem else f"no answer {within}"
+    problem, received = attempt.problems.get(worker), sum(attempt.received.get(worker, ()))
+    done = f" ({received:,} bytes received)" if received else ""
+    return f"no answer {within}{done}: {problem}" if problem else f"no answer {within}{done}"
 
 
 def _with_failing_store(worker: str, attempt: Attempt, within: str, now: float) -> str:
@@ -61,6 +73,17 @@ def _with_failing_store(worker: str, attempt: Attempt, within: str, now: float) 
         return _without_answer(worker, attempt, within)
     problem = attempt.problems.get(worker, "its shard store fails")
     return f"no shard stored for {failing_s:.0f} s, in several attempts: {problem}"
+
+
+def overdue_members(attempt: Attempt, membership: WorldMembership, now: float) -> Iterator[tuple[Member, str]]:
+    """The members that have not answered an attempt which has taken too long, with what they have done."""
+    owing = [worker for worker in _active(attempt, membership, now) if worker != attempt.source]
+    joiners = [worker for worker in owing if worker in attempt.added]
+    within = f"in attempt {attempt.number} within {membership.config.rescale_timeout_s:g} s"
+    for worker in joiners or owing:
+        member = membership.members.get(worker)
+        if member is not None:
+            yield member, _without_answer(worker, attempt, within)
 
 
 def _cut_off_from(
@@ -99,5 +122,5 @@ def _is_in_step(member: Member, attempt: Attempt, membership: WorldMembership, n
 
 def _active(attempt: Attempt, membership: WorldMembership, now: float) -> list[str]:
     """The members that owe an answer and have not reported that they wait for other members."""
-    since = now - max(WAITING_REPORT_S, membership.config.rescale_timeout_s)
+    since = now - max(WAITING_REPORT_S, membership.config.rescale_silence_s)
     return [worker for worker in attempt.waiting_for if attempt.waiting_reports.get(worker, NEVER_REPORTED) < since]

@@ -148,7 +148,7 @@ def silent_since(config: ElasticTrainingConfig, now: float) -> float:
     """A member last heard before this time is silent. The time is equal for all members, so a scan computes it once."""
     interval_s = config.heartbeat_interval_s
     # In a short rescale there is less time to tell silent members, but never less than one heartbeat.
-    short_s = max(HEARTBEAT_LATE * interval_s, RESCALE_SHARE * (config.rescale_timeout_s or math.inf))
+    short_s = max(HEARTBEAT_LATE * interval_s, RESCALE_SHARE * (config.rescale_silence_s or math.inf))
     return now - min(HEARTBEATS_MISSED_MAX * interval_s, short_s)
 
 

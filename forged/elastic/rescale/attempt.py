@@ -19,7 +19,7 @@ from enum import StrEnum
 from forged.elastic.model import RescaleType
 
 RECEIVED_BYTES_MIN = 1 << 20
-"""Fewer bytes within `rescale_timeout_ms` do not count as progress of a transfer."""
+"""Fewer bytes within `rescale_silence_ms` do not count as progress of a transfer."""
 
 
 class Stage(StrEnum):
@@ -69,7 +69,9 @@ class Attempt:
     draining: tuple[str, ...] = ()
     """The members that leave at the commit; they take part because their state or data may exist nowhere else."""
     heard_at: float = 0.0
-    """When an awaited member last made progress; the rescale timeout counts from here."""
+    """When an awaited member last made progress; `rescale_silence_ms` counts from here."""
+    stopped_at: float | None = None
+    """When the first member stopped training for it, or it began without; `rescale_timeout_ms` counts from here."""
     stage: Stage = Stage.STOPPING
     is_at_step_end: bool = False
     """Whether a member of the world has finished its step, so that no member is in the middle of a long one."""

@@ -272,7 +272,7 @@ def test_draining_worker_and_dies_is_done_without_and_counts_towards_no_limit() 
 
 
 def test_draining_worker_and_does_not_answer_fails() -> None:
-    book = formed("a", "b", rescale_timeout_ms=5_000)
+    book = formed("a", "b", rescale_silence_ms=5_000)
     drain(book, "b")
     book.wait(SOON_S)
     book.stop("a", stop=StopReport(5, holds_state=True))
@@ -406,7 +406,7 @@ def test_when_other_workers_come_an_attempt_does_without_draining_worker() -> No
 
 
 def test_leave_timeout_excludes_the_time_of_an_attempt() -> None:
-    book = formed("a", "b", leave_timeout_ms=20_000, rescale_timeout_ms=0)
+    book = formed("a", "b", leave_timeout_ms=20_000, rescale_silence_ms=0)
     drain(book, "b")
     book.wait(30.0)
     book.complete_attempt(5)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 
 from forged.elastic.config import PULSE_INTERVAL_S
@@ -31,7 +34,7 @@ from forged.elastic.messages import (
 from forged.elastic.model import RescaleType, WorkerId
 from forged.elastic.outbox import Moment
 from forged.elastic.phases import Phase
-from forged.elastic.rescale.attempt import Stage, StopReport
+from forged.elastic.rescale.attempt import RECEIVED_BYTES_MIN, Stage, StopReport
 from forged.errors import ConfigError, RequestRefused, Unavailable
 from forged.phrases import REASON_CHARS_MAX, REASONS_MAX
 from tests.elastic.coordinator_playbook import (
@@ -398,7 +401,7 @@ def test_a_report_about_one_that_only_has_to_come_back_to_a_new_daemon_proves_no
 
 
 def test_daemon_stall_fails_no_worker() -> None:
-    book = formed("a", "b", rescale_timeout_ms=5_000)
+    book = formed("a", "b", rescale_silence_ms=5_000)
     assert book.stall_daemon(3_600.0) == []
     book.lose("b")
     assert kinds(book.stall_daemon(3_600.0)) == ["WorkerLost"]
@@ -452,7 +455,7 @@ def test_lost_worker_is_not_reported_as_stalled() -> None:
 
 @pytest.mark.parametrize("rests", ["paused", "rescaling"])
 def test_no_worker_is_stalled_while_no_worker_is_to_train(rests: str) -> None:
-    book = formed("a", "b", stall_timeout_ms=5_000, rescale_timeout_ms=0)
+    book = formed("a", "b", stall_timeout_ms=5_000, rescale_silence_ms=0, rescale_timeout_ms=0)
     if rests == "paused":
         book.coordinator.pause(book.now, "lunch")
     else:
@@ -472,7 +475,7 @@ def test_no_worker_is_stalled_while_no_worker_is_to_train(rests: str) -> None:
 
 
 def test_worker_that_keeps_a_rescale_waiting_in_its_step_is_stalled_and_worker_that_has_stopped_is_not() -> None:
-    book = formed("a", "b", stall_timeout_ms=5_000, rescale_timeout_ms=0)
+    book = formed("a", "b", stall_timeout_ms=5_000, rescale_silence_ms=0)
     book.coordinator.rescale(book.now, "a test")
     book.stop("a", stop=StopReport(1, holds_state=True))
     book.new_facts()
@@ -519,7 +522,7 @@ def test_worker_that_is_done_says_how_many_steps_there_were() -> None:
 
 def test_a_member_that_is_silent_is_failed_and_waiting_workers_for_it_are_not() -> None:
     """All other workers are in a collective with it, so they cannot answer either."""
-    book = formed("a", "b", "c", rescale_timeout_ms=5_000, **PATIENT)
+    book = formed("a", "b", "c", rescale_silence_ms=5_000, **PATIENT)
     book.join("d")
     book.wait(WINDOW_S)
     assert book.coordinator.attempt is not None
@@ -702,7 +705,7 @@ def test_without_an_attempt_every_number_is_over() -> None:
 
 def test_worker_that_is_in_a_long_step_together_with_all_other_workers_is_waited_for() -> None:
     """A joiner must not cost a job its workers, because their step lasts longer than a rescale may."""
-    book = formed("a", "b", rescale_timeout_ms=5_000, **PATIENT)
+    book = formed("a", "b", rescale_silence_ms=5_000, **PATIENT)
     book.join("c")
     book.wait(WINDOW_S)
     book.stop("c", stop=StopReport(0, holds_state=False))
@@ -718,7 +721,7 @@ def test_worker_that_is_in_a_long_step_together_with_all_other_workers_is_waited
 
 def test_worker_that_is_blocked_in_a_step_is_waited_for_as_long_as_its_pulse_lives() -> None:
     """All other workers are in the same step, and cannot end it either."""
-    book = formed("a", "b", rescale_timeout_ms=5_000, **PATIENT)
+    book = formed("a", "b", rescale_silence_ms=5_000, **PATIENT)
     book.join("c")
     book.wait(WINDOW_S)
     book.stop("c", stop=StopReport(0, holds_state=False))
@@ -732,7 +735,7 @@ def test_worker_that_is_blocked_in_a_step_is_waited_for_as_long_as_its_pulse_liv
 
 
 def test_worker_that_is_blocked_in_a_step_goes_where_workers_that_are_stalled_do() -> None:
-    book = formed("a", "b", rescale_timeout_ms=5_000, stall_timeout_ms=12_000, evict_stalled=True, **PATIENT)
+    book = formed("a", "b", rescale_silence_ms=5_000, stall_timeout_ms=12_000, evict_stalled=True, **PATIENT)
     book.join("c")
     book.wait(WINDOW_S)
     book.stop("c", stop=StopReport(0, holds_state=False))
@@ -744,7 +747,7 @@ def test_worker_that_is_blocked_in_a_step_goes_where_workers_that_are_stalled_do
 
 
 def test_a_joiner_that_does_not_answer_is_failed_though_a_worker_is_blocked_in_a_step() -> None:
-    book = formed("a", "b", rescale_timeout_ms=5_000, **PATIENT)
+    book = formed("a", "b", rescale_silence_ms=5_000, **PATIENT)
     book.join("c")
     book.wait(WINDOW_S)
     failed = []
@@ -768,7 +771,7 @@ def test_a_daemon_that_came_back_into_a_rescale_waits_for_no_worker_for_ever() -
 
 
 def test_worker_that_does_not_answer_in_time_has_failed_and_the_rescale_restarts_without_it() -> None:
-    book = formed("a", "b", "c", rescale_timeout_ms=5_000)
+    book = formed("a", "b", "c", rescale_silence_ms=5_000)
     book.join("d")
     book.wait(WINDOW_S)
     book.stop("a", "b", stop=StopReport(0, holds_state=True))
@@ -783,7 +786,7 @@ def test_worker_that_does_not_answer_in_time_has_failed_and_the_rescale_restarts
 
 
 def test_a_joiner_that_never_becomes_ready_is_failed_and_costs_the_job_nothing() -> None:
-    book = formed("a", rescale_timeout_ms=5_000, max_consecutive_failures=1)
+    book = formed("a", rescale_silence_ms=5_000, max_consecutive_failures=1)
     book.join("b")
     book.wait(WINDOW_S)
     book.stop("a", stop=StopReport(3, holds_state=True))
@@ -806,7 +809,7 @@ AHEAD = StopReport(7, holds_state=True, finished=True)
 
 def test_state_source_that_cannot_be_reached_fails_if_it_has_the_higher_rank() -> None:
     """The only committed state is at a worker that no laggard can reach."""
-    book = formed("a", "b", "c", rescale_timeout_ms=5_000)
+    book = formed("a", "b", "c", rescale_silence_ms=5_000)
     book.report_peer("c", "a")
     book.wait(1.1)
     book.report_peer("a", "c")
@@ -822,7 +825,7 @@ def test_state_source_that_cannot_be_reached_fails_if_it_has_the_higher_rank() -
 
 
 def test_state_source_with_the_lower_rank_stays_and_the_laggard_fails() -> None:
-    book = formed("a", "b", "c", rescale_timeout_ms=5_000)
+    book = formed("a", "b", "c", rescale_silence_ms=5_000)
     book.report_peer("c", "a")
     book.wait(1.1)
     book.stop("a", stop=BEHIND)
@@ -834,7 +837,7 @@ def test_state_source_with_the_lower_rank_stays_and_the_laggard_fails() -> None:
 
 
 def test_source_unreachable_for_most_members_is_evicted_at_any_rank() -> None:
-    book = formed("a", "b", "c", "d", rescale_timeout_ms=5_000, failure_tolerance_percentage=100)
+    book = formed("a", "b", "c", "d", rescale_silence_ms=5_000, failure_tolerance_percentage=100)
     book.coordinator.rescale(book.now, "a test")
     book.stop("a", stop=BEHIND)
     book.stop("b", "c", "d", stop=AHEAD)
@@ -850,7 +853,7 @@ def test_source_unreachable_for_most_members_is_evicted_at_any_rank() -> None:
 
 
 def test_a_joiner_that_does_not_get_the_state_costs_no_other_worker_its_place() -> None:
-    book = formed("a", "b", rescale_timeout_ms=5_000)
+    book = formed("a", "b", rescale_silence_ms=5_000)
     book.join("c", "d")
     book.wait(WINDOW_S)
     book.stop("a", "b", stop=BEHIND)
@@ -888,7 +891,7 @@ def refused_by_its_source(**settings: int) -> Playbook:
 
 
 def test_worker_that_has_begun_to_take_the_state_has_nothing_against_its_source_any_more() -> None:
-    book = refused_by_its_source(rescale_timeout_ms=5_000)
+    book = refused_by_its_source(rescale_silence_ms=5_000)
     book.receive_state("a", state=50 << 20)
     book.new_facts()
     assert book.lose("c") == [], "it may come back"
@@ -897,7 +900,7 @@ def test_worker_that_has_begun_to_take_the_state_has_nothing_against_its_source_
 
 
 def test_worker_that_is_silent_itself_is_not_kept_from_anything() -> None:
-    book = refused_by_its_source(rescale_timeout_ms=5_000)
+    book = refused_by_its_source(rescale_silence_ms=5_000)
     book.new_facts()
     assert [fact.worker_id for fact in book.wait(6.0, silent=["a"]) if isinstance(fact, WorkerFailed)] == ["a"]
 
@@ -916,7 +919,7 @@ def test_only_reports_about_the_source_count_in_a_state_transfer() -> None:
 @pytest.mark.parametrize("quarrel", ["in three worlds", "over the state"])
 def test_only_known_state_holder_is_not_evicted_by_peer_reports(quarrel: str) -> None:
     """A joiner may have a lower rank without having met any worker."""
-    book = formed("a", "b", use_synchronous_rescaling=False, rescale_timeout_ms=5_000, **PATIENT)
+    book = formed("a", "b", use_synchronous_rescaling=False, rescale_silence_ms=5_000, **PATIENT)
     book.join("c")
     book.die("a")
     book.wait(0.1)
@@ -968,7 +971,7 @@ def test_a_report_about_a_source_is_over_when_the_state_has_come() -> None:
 
 
 def test_worker_that_had_to_wait_has_all_its_time_from_then_on() -> None:
-    book = formed("a", rescale_timeout_ms=20_000, **PATIENT)
+    book = formed("a", rescale_silence_ms=20_000, **PATIENT)
     book.join("b")
     for member in book.coordinator.members.values():
         member.with_data = True
@@ -984,6 +987,57 @@ def test_worker_that_had_to_wait_has_all_its_time_from_then_on() -> None:
     assert "b" in book.coordinator.members
     book.wait(6.0)
     assert [fact.worker_id for fact in book.facts if isinstance(fact, WorkerFailed)] == ["b"]
+
+
+class TestRescaleTimeout:
+    """`rescale_timeout_ms` bounds the time for which training stands still for a rescale, also while it progresses."""
+
+    def slow_joiner(self, **settings: Any) -> Playbook:
+        book = formed("a", rescale_timeout_ms=20_000, rescale_silence_ms=10_000, **settings, **PATIENT)
+        book.join("b")
+        book.wait(WINDOW_S)
+        book.stop("a", stop=StopReport(30, holds_state=True))
+        book.stop("b", stop=StopReport(0, holds_state=False))
+        return book
+
+    def transfer(self, book: Playbook, seconds: int) -> list[WorkerFailed]:
+        for second in range(seconds):
+            if "b" not in book.coordinator.members:
+                break
+            book.receive_state("b", state=(second + 1) * 10 * RECEIVED_BYTES_MIN)
+            book.wait(1.0)
+        return [fact for fact in book.facts if isinstance(fact, WorkerFailed)]
+
+    def test_joiner_whose_transfer_takes_too_long_fails_with_what_it_has_received(self) -> None:
+        book = self.slow_joiner()
+        assert self.transfer(book, 19) == []
+        (failed,) = self.transfer(book, 3)
+        assert failed.worker_id == "b"
+        assert re.fullmatch(r"no answer in attempt 2 within 20 s \([\d,]+ bytes received\)", failed.reason)
+        assert list(book.coordinator.members) == ["a"]
+
+    def test_world_that_has_not_stopped_yet_is_not_bounded(self) -> None:
+        book = formed("a", "b", rescale_timeout_ms=5_000, rescale_silence_ms=0, **PATIENT)
+        book.join("c")
+        book.wait(WINDOW_S)
+        book.new_facts()
+        assert [fact for fact in book.wait(60.0, still=True) if isinstance(fact, WorkerFailed)] == []
+
+    def test_member_that_waits_for_lost_data_does_not_fail(self) -> None:
+        book = self.slow_joiner()
+        book.coordinator.members["b"].with_data = True
+        for _ in range(60):
+            book.receive_state("b", waits=True)
+            book.wait(1.0)
+        assert "b" in book.coordinator.members
+
+    def test_without_a_limit_a_transfer_that_progresses_goes_on(self) -> None:
+        book = formed("a", rescale_timeout_ms=0, rescale_silence_ms=10_000, **PATIENT)
+        book.join("b")
+        book.wait(WINDOW_S)
+        book.stop("a", stop=StopReport(30, holds_state=True))
+        book.stop("b", stop=StopReport(0, holds_state=False))
+        assert self.transfer(book, 90) == []
 
 
 class TestOverdueDrain:
@@ -1040,7 +1094,7 @@ class TestOverdueDrain:
 
 
 def test_a_timeout_of_nothing_lets_a_rescale_take_as_long_as_it_does() -> None:
-    book = formed("a", rescale_timeout_ms=0)
+    book = formed("a", rescale_silence_ms=0)
     book.coordinator.rescale(book.now, "a test")
     book.new_facts()
     assert book.wait(10_000.0) == []
@@ -1497,7 +1551,7 @@ def test_evictions_are_no_failures_that_abort_a_job() -> None:
 
 
 def test_silent_draining_worker_fails_without_failure_budget() -> None:
-    book = Playbook(rescale_timeout_ms=5_000)
+    book = Playbook(rescale_silence_ms=5_000)
     book.form_world("a", "b", "c")
     book.coordinator.drain("b", book.now, "the night")
     book.die("c")
@@ -2097,7 +2151,7 @@ def test_attempt_interrupted_by_a_restart_is_aborted_once() -> None:
 
 @pytest.mark.parametrize("said", ["in its stop", "in its goodbye"])
 def test_steps_reported_only_in_the_attempt_count_as_lost_progress(said: str) -> None:
-    book = formed("a", "b", **PATIENT)
+    book = formed("a", "b", rescale_silence_ms=60_000, **PATIENT)
     book.join("c")
     book.wait(31.0)
     book.stop("b", stop=StopReport(9, holds_state=True))

@@ -141,7 +141,7 @@ class Histories(RuleBasedStateMachine):
                 "min_workers_timeout_ms": waits,
                 "failure_window_ms": window,
                 "stability_window_ms": 2_000,
-                "rescale_timeout_ms": 5_000,
+                "rescale_silence_ms": 5_000,
                 "worker_heartbeat_timeout_ms": 3_000,
                 "reconnect_grace_ms": 4_000,
                 "stall_timeout_ms": 10_000,

@@ -162,7 +162,7 @@ class TestBackgroundRescale:
         assert book.coordinator.trains
 
     def test_stalled_worker_is_reported_during_a_background_attempt(self) -> None:
-        book = trains_on("a", "b", stall_timeout_ms=5_000, rescale_timeout_ms=60_000)
+        book = trains_on("a", "b", stall_timeout_ms=5_000, rescale_silence_ms=60_000)
         book.coordinator.rescale(book.now, "a wish")
         book.heartbeat("a", "b", collective_seq=5_000)
         book.heartbeat("a", collective_seq=5_001)
@@ -294,7 +294,7 @@ class TestBackgroundRescale:
         assert book.last(RescaleAborted).attempt == 2
 
     def test_fails_worker_that_neither_fetches_nor_waits(self) -> None:
-        book = trains_on("a", "b", rescale_timeout_ms=2_000)
+        book = trains_on("a", "b", rescale_silence_ms=2_000)
         join(book, "c")
         book.wait(0.1)
         for second in range(10):
@@ -306,7 +306,7 @@ class TestBackgroundRescale:
         assert failed(book) == ["c"]
 
     def test_fails_worker_that_all_wait_for_however_far_it_has_come_in_training(self) -> None:
-        book = trains_on("a", "b", rescale_timeout_ms=2_000)
+        book = trains_on("a", "b", rescale_silence_ms=2_000)
         book.coordinator.rescale(book.now, "a wish")
         book.heartbeat("b", collective_seq=1_000_000)
         wait_saying(book, 3, "a")
@@ -435,7 +435,7 @@ class TestSilence:
     """No worker fails for what another one has to do."""
 
     def begun(self) -> Playbook:
-        book = formed("a", "b", rescale_timeout_ms=2_000)
+        book = formed("a", "b", rescale_silence_ms=2_000)
         book.coordinator.rescale(book.now, "a wish")
         stop(book, "a", "b")
         return book
@@ -501,7 +501,7 @@ class TestSilence:
 
 class TestReportedProblem:
     def test_reported_problem_is_the_reason_of_the_failure(self) -> None:
-        book = formed("a", "b", rescale_timeout_ms=2_000)
+        book = formed("a", "b", rescale_silence_ms=2_000)
         book.coordinator.rescale(book.now, "a wish")
         stop(book, "a", "b")
         book.ready("a")
@@ -510,7 +510,7 @@ class TestReportedProblem:
         assert book.last(WorkerFailed).reason == ("no answer in attempt 2 within 2 s: there is no room on the disk")
 
     def test_resolved_problem_is_not_in_the_reason_of_the_failure(self) -> None:
-        book = formed("a", "b", rescale_timeout_ms=2_000)
+        book = formed("a", "b", rescale_silence_ms=2_000)
         book.coordinator.rescale(book.now, "a wish")
         stop(book, "a", "b")
         book.ready("a")
@@ -541,7 +541,7 @@ class TestFailingStore:
     """A worker whose shard store fails does not hold the world up anew in each attempt."""
 
     def begun(self, failing_s: float = 0.0) -> Playbook:
-        book = formed("a", "b", "c", rescale_timeout_ms=10_000)
+        book = formed("a", "b", "c", rescale_silence_ms=10_000)
         self.restart(book)
         self.report(book, failing_s)
         return book
@@ -579,7 +579,7 @@ class TestFailingStore:
         assert failed(book) == ["b"]
 
     def test_progress_of_other_workers_does_not_extend_the_time_of_a_failing_store(self) -> None:
-        book = formed("a", "b", "c", rescale_timeout_ms=10_000)
+        book = formed("a", "b", "c", rescale_silence_ms=10_000)
         book.coordinator.rescale(book.now, "a wish")
         stop(book, "a", "b", "c")
         for second in range(1, 12):
@@ -610,7 +610,7 @@ class TestFailingStore:
         assert failed(book) == []
 
     def test_timeout_of_none_waits_for_a_failing_store(self) -> None:
-        book = formed("a", "b", rescale_timeout_ms=0)
+        book = formed("a", "b", rescale_silence_ms=0, rescale_timeout_ms=0)
         book.coordinator.rescale(book.now, "a wish")
         stop(book, "a", "b")
         book.ready("a")

@@ -142,12 +142,12 @@ def test_nothing_is_forgiven_in_advance() -> None:
     assert (found.heard_at, found.pulse_at, found.lost_at) == (AT + 20, None, None)
 
 
-def test_silence_is_detected_earlier_with_a_short_rescale_timeout() -> None:
-    config = ElasticTrainingConfig(worker_heartbeat_timeout_ms=8_000, rescale_timeout_ms=5_000)
+def test_silence_is_detected_earlier_with_a_short_rescale_silence() -> None:
+    config = ElasticTrainingConfig(worker_heartbeat_timeout_ms=8_000, rescale_silence_ms=5_000)
     assert AT - silent_since(config, AT) == 4.0
-    patient = ElasticTrainingConfig(worker_heartbeat_timeout_ms=8_000, rescale_timeout_ms=60_000)
+    patient = ElasticTrainingConfig(worker_heartbeat_timeout_ms=8_000, rescale_silence_ms=60_000)
     assert AT - silent_since(patient, AT) == pytest.approx(16 / 3)
-    hasty = ElasticTrainingConfig(worker_heartbeat_timeout_ms=8_000, rescale_timeout_ms=1_000)
+    hasty = ElasticTrainingConfig(worker_heartbeat_timeout_ms=8_000, rescale_silence_ms=1_000)
     assert AT - silent_since(hasty, AT) > hasty.heartbeat_interval_s, "one heartbeat may always be on its way"
 
 

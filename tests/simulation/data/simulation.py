@@ -242,6 +242,7 @@ class JobData:
             use_parallel_data_transfer=self.source.random() < 0.7,
             max_concurrent_transfers=self.source.choice((1, 4)),
             rescale_timeout_ms=max(config.rescale_timeout_ms, STEADY_TIMEOUT_MS if steady else 0),
+            rescale_silence_ms=max(config.rescale_silence_ms, STEADY_TIMEOUT_MS if steady else 0),
             scale_batch_with_world=self.source.random() < 0.15,
         )
 

@@ -103,7 +103,8 @@ class Job:
         self.config = ElasticTrainingConfig(
             min_workers=least,
             max_workers=random.choice((least, self.slots, 100)),
-            rescale_timeout_ms=random.choice((5000, 20_000, 30_000)),
+            rescale_timeout_ms=(timeout_ms := random.choice((5000, 20_000, 30_000))),
+            rescale_silence_ms=min(timeout_ms, 15_000),
             max_consecutive_failures=random.choice((2, 3, 50, 50)),
             use_synchronous_rescaling=random.random() < 0.75,
             stability_window_ms=random.choice((0, 500, 3000)),
