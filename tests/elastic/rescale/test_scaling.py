@@ -34,6 +34,10 @@ def test_job_that_began_with_a_rate_of_zero_keeps_the_rate_of_its_training() -> 
     assert scale(SCALED, ScalingBase(1, None, 8), None, 8, 4) == (None, 32)
 
 
+def test_first_world_of_a_job_is_its_base() -> None:
+    assert scale(SCALED, ScalingBase(), 0.1, 32, 4) == (0.1, 32)
+
+
 @given(worlds=st.lists(st.integers(1, 1_000), min_size=1, max_size=8))
 def test_earlier_worlds_do_not_change_rate_and_batch(worlds: list[int]) -> None:
     base = ScalingBase(4, 0.1, 32)
