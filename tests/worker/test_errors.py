@@ -1,9 +1,18 @@
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
-from forged.worker.errors import NEWS_DIFFER, StepAborted, WorkerEvicted, is_temporary
+from forged.worker.errors import (
+    NEWS_DIFFER,
+    CollectiveAborted,
+    StepAborted,
+    WorkerEvicted,
+    WorldIncomplete,
+    is_temporary,
+)
 
 
 @pytest.mark.parametrize(
@@ -27,3 +36,10 @@ def test_errors_of_peers_and_of_the_daemon_are_temporary(error: ForgedError) -> 
 )
 def test_local_errors_are_permanent(error: ForgedError) -> None:
     assert not is_temporary(error)
+
+
+@pytest.mark.parametrize("error", [CollectiveAborted("b is gone", "b"), WorldIncomplete("b has not come", "b")])
+def test_pickled_error_keeps_its_peer(error: CollectiveAborted | WorldIncomplete) -> None:
+    other = pickle.loads(pickle.dumps(error))
+    assert (type(other), other.peer, str(other), other.code) == (type(error), "b", str(error), error.code)
+    assert other.fix == error.fix

@@ -240,3 +240,16 @@ def test_second_removal_of_a_socket_file_changes_nothing(tmp_path: Path) -> None
     with listening(tmp_path / "socket") as file:
         file.remove()
         file.remove()
+
+
+def descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+async def test_failed_connection_leaves_no_descriptor(tmp_path: Path) -> None:
+    before = descriptors()
+    with pytest.raises(FileNotFoundError) as caught:
+        await unix.dial(str(tmp_path / "missing"))
+    # The traceback keeps the socket from being collected.
+    assert caught.tb is not None
+    assert descriptors() == before

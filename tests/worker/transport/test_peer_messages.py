@@ -124,6 +124,26 @@ def test_fields_appended_by_later_versions_are_ignored() -> None:
     assert decode(encode((0, 1, 3, CHALLENGE, "new"))) == Challenge(1, 3, CHALLENGE)
 
 
+@pytest.mark.parametrize(
+    ("call", "brings", "values"),
+    [
+        (CollectiveCall(Kind.BARRIER), (False, False), (0, 0)),
+        (CollectiveCall(Kind.END_STEP, step=7), (False, False), (0, 0)),
+        (CollectiveCall(Kind.GATHER, 1), (True, True), (0, 3)),
+        (CollectiveCall(Kind.BROADCAST, 1), (False, True), (1, 0)),
+        (CollectiveCall(Kind.ALL_GATHER), (True, True), (3, 3)),
+        (CollectiveCall(Kind.ALL_REDUCE), (True, True), (1, 1)),
+    ],
+    ids=lambda one: one.kind if isinstance(one, CollectiveCall) else "",
+)
+def test_kind_and_root_decide_the_values_of_each_rank(
+    call: CollectiveCall, brings: tuple[bool, bool], values: tuple[int, int]
+) -> None:
+    """Ranks 0 and 1 of three."""
+    assert (call.brings(0), call.brings(1)) == brings
+    assert (call.values_due(0, 3), call.values_due(1, 3)) == values
+
+
 def test_collective_calls_are_named_with_their_arguments() -> None:
     assert str(CollectiveCall(Kind.BARRIER)) == "barrier()"
     assert str(CollectiveCall(Kind.END_STEP, step=7)) == "end_step(step=7)"
