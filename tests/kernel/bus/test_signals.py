@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
@@ -9,6 +9,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from forged.errors import RequestRefused
 from forged.kernel.bus.signals import KEYS_MAX, SignalHandler, SignalSlot
 from forged.kernel.messages import Call, Signal
 from tests.kernel_fixture import Level, call, on_virtual_time, task_group
@@ -52,8 +53,10 @@ class Gauge:
 
 
 @asynccontextmanager
-async def slot_of(handler: SignalHandler) -> AsyncIterator[SignalSlot]:
-    slot = SignalSlot("a handler", handler, VirtualClock(asyncio.get_running_loop()).monotonic)
+async def slot_of(
+    handler: SignalHandler, on_bug: Callable[[str, BaseException], None] = lambda owner, error: None
+) -> AsyncIterator[SignalSlot]:
+    slot = SignalSlot("a handler", handler, VirtualClock(asyncio.get_running_loop()).monotonic, on_bug)
     async with task_group() as tasks:
         tasks.start_soon(slot.run)
         await anyio.lowlevel.checkpoint()
@@ -144,6 +147,22 @@ async def test_a_failure_is_counted_and_the_next_signal_comes(failing: Any) -> N
             slot.put(Level("tank", height), CALL)
             await anyio.sleep(1)
         assert (slot.statistics.failed, slot.statistics.handled) == (3, 3)
+
+
+def refuse(_: Signal, __: Call) -> None:
+    raise RequestRefused("level_refused", "it is too high")
+
+
+@pytest.mark.parametrize(("failing", "bugs"), [(raise_error, ["a handler"]), (leave, ["a handler"]), (refuse, [])])
+@on_virtual_time
+async def test_failure_is_reported_as_a_bug_unless_it_is_an_error_of_forged(
+    failing: SignalHandler, bugs: list[str]
+) -> None:
+    reported: list[str] = []
+    async with slot_of(failing, lambda owner, error: reported.append(owner)) as slot:
+        slot.put(Level("tank", 1), CALL)
+        await anyio.sleep(1)
+    assert (reported, slot.statistics.failed) == (bugs, 1)
 
 
 @on_virtual_time

@@ -23,6 +23,11 @@ def test_whatever_follows_the_prefix_is_in_the_range(prefix: str, rest: str) -> 
     assert prefix <= prefix + rest < prefix_end(prefix)
 
 
+@given(prefix=TEXTS)
+def test_the_end_of_a_range_can_be_encoded(prefix: str) -> None:
+    assert prefix.encode() < prefix_end(prefix).encode()
+
+
 @given(left=TEXTS, right=TEXTS)
 def test_the_order_of_text_is_the_order_of_its_bytes(left: str, right: str) -> None:
     assert (left < right) == (left.encode() < right.encode())
