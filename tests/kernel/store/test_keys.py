@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forged.kernel.store.keys import KEY_END, prefix_end
@@ -24,6 +24,7 @@ def test_whatever_follows_the_prefix_is_in_the_range(prefix: str, rest: str) -> 
 
 
 @given(prefix=TEXTS)
+@example(prefix="a\ud7ff")
 def test_the_end_of_a_range_can_be_encoded(prefix: str) -> None:
     assert prefix.encode() < prefix_end(prefix).encode()
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from forged.errors import RequestRefused
+from forged.kernel.store.batch import BatchOutcome
 from forged.kernel.store.port import Entry, StoreUnavailable, Transaction
 from forged.kernel.store.sqlite import SqliteStore
-from forged.kernel.store.sqlite_backup import SLICE_ENTRIES_MAX
+from forged.kernel.store.sqlite_backup import SLICE_ENTRIES_MAX, Backup
 from forged.kernel.store.sqlite_connection import SqliteConnection
 from tests.kernel.store.conftest import OpenSqlite
 from tests.kernel.store.intercept import connect_with
@@ -156,6 +157,20 @@ async def test_a_cancelled_backup_leaves_nothing(store: SqliteStore, path: Path)
         await backing_up
     await store.commit([Transaction(store.revision + 1, {KEYS[0]: b""})])
     assert names(path.parent) == set()
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_ended_backup_observes_no_further_commit(
+    is_cancelled: bool, store: SqliteStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backing_up = await a_backup_on_its_way(store, path)
+    if is_cancelled:
+        backing_up.cancel()
+    await asyncio.wait([backing_up])
+    observed: list[BatchOutcome] = []
+    monkeypatch.setattr(Backup, "committed", lambda backup, outcome: observed.append(outcome))
+    await store.commit([Transaction(store.revision + 1, {KEYS[0]: b""})])
+    assert observed == []
 
 
 async def test_closing_ends_a_backup_and_leaves_nothing(store: SqliteStore, path: Path) -> None:

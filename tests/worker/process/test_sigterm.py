@@ -98,3 +98,16 @@ def test_sigterm_ends_a_forked_child_and_not_its_parent() -> None:
         in_a_child(lambda: None if not is_heeded() else os._exit(1))
         assert is_heeded()
     assert told.times == 0
+
+
+def test_sigterm_reaches_the_worker_of_a_forked_child_and_not_the_one_of_its_parent() -> None:
+    of_the_parent, of_the_child = Told(), Told()
+
+    def check() -> None:
+        with heeding_sigterm(of_the_child):
+            signal.raise_signal(signal.SIGTERM)
+        assert (of_the_child.times, of_the_parent.times) == (1, 0)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    with heeding_sigterm(of_the_parent):
+        in_a_child(check)
