@@ -36,6 +36,7 @@ from forged.checkpoint.ports import CancelToken, Storage, bounded, is_held
 from forged.checkpoint.rank_group import RankGroup, as_coordinator
 from forged.checkpoint.saving.background import SAVES_MAX, SaveHandle
 from forged.checkpoint.saving.pipeline import EXISTS
+from forged.checkpoint.saving.receipts import RANK_GONE
 from forged.checkpoint.stateful import ScriptState
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
@@ -193,19 +194,21 @@ class AsyncCheckpoints:
         options = SaveOptions(
             name, include_rng_state=not self._is_worker, timeout=self._timeout_s, step=step, epoch=epoch
         )
-        for _ in range(SAVES_MAX + 1):
+        # In the background, the first calls may raise the failures of earlier saves.
+        for calls_left in reversed(range(SAVES_MAX + 1 if self._in_background else 1)):
             try:
                 await self._saved(ScriptState(state), options)
                 break
             except CheckpointException as error:
-                if error.code != EXISTS:
+                if error.code != EXISTS and not (calls_left and error.code == RANK_GONE):
                     raise
-                self._log.warning("another process has saved the same step", step=step, reason=error.message)
-                if not self._in_background:
-                    break
-                # This may be the failure of an earlier save in the background.
+                self._log_lost(error)
         self._last = step, name
         return name
+
+    def _log_lost(self, error: CheckpointException) -> None:
+        """Log a save that is no reason to end the script: another process has the step, or the next save follows."""
+        self._log.warning("a checkpoint was not saved", reason=error.message)
 
     async def _saved(self, state: ScriptState, options: SaveOptions) -> None:
         name, step = options.checkpoint_prefix, options.step
@@ -215,7 +218,7 @@ class AsyncCheckpoints:
             # The earlier background saves that are committed supersede older checkpoints.
             await self._delete_superseded(step)
             handle = await self._checkpoint.save_async(state, options=options)
-            self._handles = [*(one for one in self._handles if not (one.is_committed or one.is_reported)), handle]
+            self._handles = [*(one for one in self._handles if not one.is_committed), handle]
             return
         await self._checkpoint.save(state, options=options)
         self._restorable.add(name)
@@ -226,11 +229,15 @@ class AsyncCheckpoints:
         last = self._last
 
         def choose(storage: Storage, token: CancelToken) -> tuple[str, bool]:
-            if last is not None and last[0] == step:
+            if last is not None and last[0] == step and not self._has_failed(last[1]):
                 return last[1], True
             return retention.name_of(step, partial(_is_taken, storage)), False
 
         return await self._decide(choose, tuple[str, bool], ExceptionType.SAVE_FAILED)
+
+    def _has_failed(self, name: str) -> bool:
+        """Whether a save in the background has failed."""
+        return any(handle.prefix == name and handle.is_done and not handle.is_committed for handle in self._handles)
 
     async def _decide(
         self,
@@ -292,10 +299,10 @@ class AsyncCheckpoints:
             try:
                 await handle.committed()
             except CheckpointException as error:
-                if error.code != EXISTS:
+                if error.code not in {EXISTS, RANK_GONE}:
                     await self._checkpoint.close()
                     raise
-                self._log.warning("another process has saved the same step", reason=error.message)
+                self._log_lost(error)
         self._handles = []
         await self._checkpoint.close()
         if self._in_background and self._last is not None:

@@ -207,6 +207,43 @@ def test_invalid_setting_is_refused(settings: dict[str, Any], tmp_path: Path) ->
         Checkpoints(tmp_path, **settings)
 
 
+def test_killed_run_resumes_from_the_last_step_that_it_reported(tmp_path: Path) -> None:
+    """Killed at any moment, also while it deletes: nothing that was saved is lost."""
+    script = textwrap.dedent(
+        """
+        import sys
+        import numpy as np
+        from forged.checkpoint import Checkpoints
+
+        state = {"w": np.zeros(400), "step": 0}
+        with Checkpoints(sys.argv[1], keep=2) as checkpoints:
+            step = checkpoints.resume(state)
+            assert (state["w"] == step).all() and state["step"] == step
+            while True:
+                step += 1
+                state["w"] += 1
+                state["step"] = step
+                checkpoints.save(step, state)
+                print(step, flush=True)
+        """
+    )
+    reported = 0
+    for saves in (1, 2, 5, 9):
+        with subprocess.Popen(
+            [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as running:
+            assert running.stdout is not None
+            lines = [running.stdout.readline() for _ in range(saves)]
+            running.kill()
+            rest, errors = running.communicate()
+        assert "" not in lines, errors
+        # The checkpoint of the step that was not reported any more may exist.
+        assert int(lines[0]) in {reported + 1, reported + 2}
+        reported = int([*lines, *rest.split("\n")[:-1]][-1])
+        state = {"w": np.zeros(400), "step": 0}
+        assert Checkpoints(tmp_path).resume(state) in {reported, reported + 1}
+
+
 def test_run_continues_where_the_script_was_killed(tmp_path: Path) -> None:
     script = textwrap.dedent(
         """
@@ -473,6 +510,53 @@ def test_failure_of_a_background_save_is_raised_at_the_next_call(
     checkpoints.save(1, state_after(1))
     with pytest.raises(CheckpointException, match="it is broken"):
         checkpoints.close()
+
+
+def rank_gone() -> CheckpointException:
+    return CheckpointException("rank 1 (b) left before the save was complete", code="checkpoint_rank_gone")
+
+
+def test_background_save_that_lost_a_rank_does_not_fail_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The survivors of a world go on to save."""
+    log = RecordingLog()
+    failing = FaultyStorage(root_at(tmp_path), on("write", error=rank_gone))
+    with monkeypatch.context() as patch:
+        patch.setattr("forged.checkpoint.run_checkpoints.root_at", lambda where: failing)
+        checkpoints = Checkpoints(tmp_path, in_background=True, logger=log)
+    assert checkpoints.save(1, state_after(1)) == "step-00000001"
+    with pytest.raises(CheckpointException):
+        checkpoints.aio._handles[0]._committed.result(60)
+    failing._fault = lambda number, what, done: None
+    assert checkpoints.save(2, state_after(2)) == "step-00000002"
+    checkpoints.close()
+    assert names_in(tmp_path) == ["step-00000002"]
+    assert "rank 1 (b) left" in log.of("a checkpoint was not saved")[-1]["reason"]
+
+
+def test_step_whose_background_save_has_failed_is_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = FaultyStorage(root_at(tmp_path), on("write", error=rank_gone))
+    with monkeypatch.context() as patch:
+        patch.setattr("forged.checkpoint.run_checkpoints.root_at", lambda where: failing)
+        checkpoints = Checkpoints(tmp_path, in_background=True, logger=None)
+    checkpoints.save(1, state_after(1))
+    with pytest.raises(CheckpointException):
+        checkpoints.aio._handles[0]._committed.result(60)
+    failing._fault = lambda number, what, done: None
+    assert checkpoints.save(1, state_after(1)) == "step-00000001"
+    checkpoints.close()
+    assert resumed(tmp_path)[0] == 1
+
+
+def test_background_save_that_lost_a_rank_does_not_fail_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = FaultyStorage(root_at(tmp_path), on("write", error=rank_gone))
+    monkeypatch.setattr("forged.checkpoint.run_checkpoints.root_at", lambda where: failing)
+    log = RecordingLog()
+    assert saved(tmp_path, 1, in_background=True, logger=log) == ["step-00000001"]
+    assert log.of("a checkpoint was not saved")
 
 
 # Several ranks.

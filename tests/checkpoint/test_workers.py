@@ -13,6 +13,7 @@ import pytest
 
 import forged.checkpoint
 from forged.checkpoint import (
+    AsyncCheckpoints,
     BlockingCheckpoint,
     Checkpoints,
     DistributedCheckpoint,
@@ -26,6 +27,8 @@ from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
 from forged.worker.blocking import Training
 from forged.worker.errors import StepAborted
+from forged.worker.process.worker_process import SharedProcess
+from forged.worker.worker import ElasticWorker
 from tests.checkpoint.fixtures.memory_storage import MemoryStorage
 from tests.checkpoint.fixtures.plain_reader import same, state_of
 from tests.client.conftest import runner, threaded_daemon
@@ -315,3 +318,25 @@ def test_joiner_takes_the_state_of_the_workers_and_not_of_the_checkpoint(scripts
     for future in (first, second):
         step, chain = future.result(60)
         assert chain == chain_after(step + 1)
+
+
+async def test_async_worker_resumes_before_its_first_step(runner: DaemonRunner, tmp_path: Path) -> None:
+    async def train(name: str, until: int) -> tuple[list[int], float]:
+        state: dict[str, Any] = {"w": np.zeros(3), "steps": 0}
+        steps = []
+        worker = ElasticWorker(name, config(), job=name, state=state, process=SharedProcess())
+        async with worker, AsyncCheckpoints(tmp_path, every=2, keep=2, ranks=worker) as checkpoints:
+            await checkpoints.resume(state)
+            await worker.connect(runner.endpoint)
+            async for step in worker.steps(until):
+                with step:
+                    await checkpoints.save(step, state)
+                    assert state["steps"] == step
+                    state["w"] += await worker.all_reduce(np.ones(3))
+                    state["steps"] = int(step) + 1
+                    steps.append(int(step))
+        return steps, state["w"].sum()
+
+    assert await train("first", 5) == ([0, 1, 2, 3, 4], 15.0)
+    assert await train("second", 7) == ([4, 5, 6], 21.0)
+    assert listing.prefixes(LocalStorage(tmp_path)) == ["step-00000004", "step-00000006"]

@@ -21,6 +21,7 @@ from forged.checkpoint.saving.pipeline import RankSave
 from forged.checkpoint.storage import listing
 
 ROOT = 0
+RANK_GONE = "checkpoint_rank_gone"
 POLL_S = 0.01
 POLL_MAX_S = 1.0
 RECEIPT_BYTES_MAX = 1 << 30
@@ -87,7 +88,7 @@ def _ranks_gone(gone: Mapping[int, str]) -> CheckpointException:
     return CheckpointException(
         f"{', '.join(named.values())}{more} left before the save was complete",
         type=ExceptionType.SAVE_FAILED,
-        code="checkpoint_rank_gone",
+        code=RANK_GONE,
         fix="save again with the present ranks",
         retryable=True,
         ranks=tuple(named),
