@@ -8,7 +8,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -292,15 +291,9 @@ class Daemon:
         self.tokens.set_policy(_policy(config, self._ports.uid))
         self.plugins.set_limits(_plugin_limits(config))
 
-    async def _is_refused(self, worker: WorkerId) -> bool:
-        """Whether the worker's host refuses connections to its port."""
-        address = Address("tcp", host=worker.hostname, port=worker.port)
-        try:
-            transport = await self._ports.network.connect(address, asyncio.Protocol)
-        except ForgedError as error:
-            return error.code == "connect_refused"
-        transport.abort()
-        return False
+    async def _is_refused(self, worker: WorkerId, seen_at: str) -> bool:
+        """Whether the worker's host refuses connections to its port; asks only the host that the worker was seen at."""
+        return await self._ports.network.refuses(Address("tcp", host=worker.hostname, port=worker.port), seen_at)
 
     def _check_rights(self) -> None:
         self.server.check_rights()

@@ -216,7 +216,7 @@ class ForgedClient(BulkMethods):
                 "try again",
             )
         await side_connection.transfer_with_ticket(
-            self._network, self._clock, self._limits, link.address, self._client, ticket, offer, offset
+            self._network, self._clock, self._limits, link.address, self._client, ticket, offer, offset, self.token
         )
 
     # Opening and closing.

@@ -27,6 +27,8 @@ class Probe:
 
     worker: WorkerId
     incarnation: bytes
+    seen_at: str
+    """Where its connection to the daemon came from."""
 
 
 class Outbox:

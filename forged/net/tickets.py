@@ -1,7 +1,7 @@
 """Tickets for side connections, and the daemon's end of side connections.
 
 Invariants:
-- A ticket is a secret that is valid once, for at most `TICKET_TTL_S`.
+- A ticket is a secret that is valid once, for at most `TICKET_TTL_S`, and only for the principal that it was issued to.
 - Its transfer is closed after use, after expiry, and when the daemon stops.
 - At most `connections_max` side connections are open; beyond that a hello is refused and its ticket stays valid.
 - An error of one side connection ends only that connection.
@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
+from forged.auth.model import Principal
 from forged.clock import Clock
 from forged.errors import ForgedError, PeerError, Unavailable
 from forged.kernel.messages import Ticket
@@ -32,6 +34,14 @@ EXPIRY_INTERVAL_S = 5.0
 SIDE_CONNECTIONS_MAX = 64
 
 
+class _Issued(NamedTuple):
+    """An unused ticket: when it expires, who may use it, and for what."""
+
+    until: float
+    principal: Principal
+    transfer: BulkTransfer
+
+
 class TicketRegistry:
     """The issued tickets that have not been used."""
 
@@ -39,13 +49,13 @@ class TicketRegistry:
         self._clock = clock
         self._token_bytes = token_bytes
         self._tickets_max = tickets_max
-        self._transfers: dict[bytes, tuple[float, BulkTransfer]] = {}
+        self._transfers: dict[bytes, _Issued] = {}
 
     def __len__(self) -> int:
         return len(self._transfers)
 
-    def issue(self, transfer: BulkTransfer, ttl_s: float = TICKET_TTL_S) -> Ticket:
-        """Issue a ticket for this transfer."""
+    def issue(self, transfer: BulkTransfer, principal: Principal, ttl_s: float = TICKET_TTL_S) -> Ticket:
+        """Issue a ticket for this transfer to the principal that has asked for it."""
         self.expire()
         if len(self._transfers) >= self._tickets_max:
             _close(transfer)
@@ -53,15 +63,19 @@ class TicketRegistry:
                 "tickets_full", f"{len(self._transfers)} tickets are unused; limit {self._tickets_max}", "retry later"
             )
         ticket = self._token_bytes(TICKET_BYTES)
-        self._transfers[ticket] = (self._clock.monotonic() + ttl_s, transfer)
+        self._transfers[ticket] = _Issued(self._clock.monotonic() + ttl_s, principal, transfer)
         return Ticket(ticket, transfer.size)
 
-    def redeem(self, ticket: bytes, offset: int) -> BulkTransfer:
-        """The transfer of a ticket, which is invalid afterwards."""
+    def redeem(self, ticket: bytes, principal: Principal, offset: int) -> BulkTransfer:
+        """The transfer of a ticket of this principal; the ticket is invalid afterwards."""
         self.expire()
-        _, transfer = self._transfers.pop(ticket, (0.0, None))
-        if transfer is None:
-            raise PeerError("ticket_unknown", "the ticket is unknown, used or expired", "request a new ticket")
+        issued = self._transfers.get(ticket)
+        if issued is None or issued.principal != principal:
+            # Another principal's ticket stays valid, and is not distinguished from an unknown one.
+            known = "the ticket is unknown, used, expired or another principal's"
+            raise PeerError("ticket_unknown", known, "request a new ticket, with the same token")
+        del self._transfers[ticket]
+        transfer = issued.transfer
         if not 0 <= offset <= transfer.size:
             _close(transfer)
             raise PeerError(
@@ -72,13 +86,13 @@ class TicketRegistry:
     def expire(self) -> None:
         """Drop expired tickets and close their transfers."""
         now = self._clock.monotonic()
-        for ticket in [ticket for ticket, (until, _) in self._transfers.items() if until <= now]:
-            _close(self._transfers.pop(ticket)[1])
+        for ticket in [ticket for ticket, issued in self._transfers.items() if issued.until <= now]:
+            _close(self._transfers.pop(ticket).transfer)
 
     def close(self) -> None:
         """Drop all tickets and close their transfers."""
-        for _, transfer in self._transfers.values():
-            _close(transfer)
+        for issued in self._transfers.values():
+            _close(issued.transfer)
         self._transfers.clear()
 
 
@@ -110,7 +124,9 @@ class SideConnections:
         if self.open_count >= self.connections_max:
             reason = f"{self.open_count} side connections are open; limit {self.connections_max}"
             raise Unavailable("too_many_connections", reason, "retry later with the same ticket")
-        transfer = self._tickets.redeem(hello.ticket, hello.offset)
+        assert session.peer is not None
+        principal = session.host.identify(session.peer, hello.token)
+        transfer = self._tickets.redeem(hello.ticket, principal, hello.offset)
         session.send(session.welcome(min(hello.version_max, VERSION_MAX), transfer.size))
         self.open_count += 1
         self._tasks.start_soon(self._fulfil, transfer, hello.offset, session.hand_over())

@@ -73,6 +73,7 @@ class PlainConnection:
         self.program = program
         self.agent = ""
         self.while_quiet: Callable[[], None] = lambda: None
+        self._token = token
         self._timeout_s = timeout_s
         self._deadline: float | None = None
         """When the next message is due; None while waiting without a limit."""
@@ -83,7 +84,7 @@ class PlainConnection:
         self._buffer = bytearray()
         self._socket = dial(endpoint, timeout_s)
         try:
-            self._greet(token, ticket)
+            self._greet(ticket)
         except BaseException:
             self._socket.close()
             raise
@@ -153,7 +154,7 @@ class PlainConnection:
 
     def fetch(self, ticket: bytes, size: int) -> Iterator[bytes]:
         """The bytes of a ticket, piece by piece, over a side connection."""
-        side = PlainConnection(self.endpoint, None, self._timeout_s, ticket)
+        side = PlainConnection(self.endpoint, self._token, self._timeout_s, ticket)
         try:
             side._send_all(GO)
             missing = size
@@ -166,10 +167,10 @@ class PlainConnection:
         finally:
             side._socket.close()
 
-    def _greet(self, token: str | None, ticket: bytes | None) -> None:
+    def _greet(self, ticket: bytes | None) -> None:
         # A daemon that refuses connections may have closed already; its message can still be read.
         with contextlib.suppress(Unavailable):
-            self._send([HELLO, PROTOCOL, PROTOCOL, os.urandom(16), f"{self.program}/{VERSION}", token, ticket])
+            self._send([HELLO, PROTOCOL, PROTOCOL, os.urandom(16), f"{self.program}/{VERSION}", self._token, ticket])
         welcome = self._receive(WELCOME)
         self.agent = welcome[2]
         if welcome[1] != PROTOCOL:

@@ -53,7 +53,7 @@ class BackupService:
         self._busy = True
         try:
             await self._copy(self._path)
-            return self._tickets.issue(self._transfer())
+            return self._tickets.issue(self._transfer(), call.principal)
         finally:
             self._busy = False
 

@@ -65,6 +65,9 @@ class ActivatedNetwork:
     async def connect(self, address: Address, factory: ProtocolFactory) -> asyncio.Transport:
         return await self._network.connect(address, factory)
 
+    async def refuses(self, address: Address, seen_at: str) -> bool:
+        return await self._network.refuses(address, seen_at)
+
     def peer(self, transport: asyncio.BaseTransport) -> Peer:
         return self._network.peer(transport)
 

@@ -45,7 +45,7 @@ class Addresses:
         """Until it is set, no probe has a result."""
         self.answers.set()
 
-    async def is_refused(self, worker: WorkerId) -> bool:
+    async def is_refused(self, worker: WorkerId, seen_at: str) -> bool:
         self.asked.append(worker.id)
         await self.answers.wait()
         return worker.id in self.dead

@@ -212,6 +212,9 @@ class ManualNetwork:
     async def connect(self, address: Address, factory: ProtocolFactory) -> asyncio.Transport:
         raise PeerError("by_hand", "this network does not connect")
 
+    async def refuses(self, address: Address, seen_at: str) -> bool:
+        return False
+
     def peer(self, transport: asyncio.BaseTransport) -> Peer:
         return self._peers.setdefault(transport, self.peer_of_next)
 

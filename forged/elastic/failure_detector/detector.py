@@ -16,6 +16,7 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.membership.member import Member, death_evidence, drain_overdue, members_holding_up
 from forged.elastic.messages import WorkerLost, WorkerRecovered, WorkerReturned, WorkerStalled
 from forged.elastic.outbox import Outbox, Probe
+from forged.rate_limit import TokenBucket
 
 SCAN_INTERVAL_S = 0.5
 LOST_SCAN_DELAY_S = 0.25
@@ -23,6 +24,9 @@ LOST_SCAN_DELAY_S = 0.25
 DAEMON_STALL_S = 0.25
 """A scan that is late by this much shows that the daemon was stalled."""
 PROBE_INTERVAL_S = 1.0
+PROBES_PER_S_MAX = 64
+PROBES_AT_ONCE_MAX = 1024
+"""A whole job may lose its connections at once; in the long run a job causes no more probes than `PROBES_PER_S_MAX`."""
 RESTART_GRACE_S = 2.0
 """How long a member has after a daemon restart to reconnect, or its pulse to report its death, before it is probed."""
 LONG_STALL_S = 1.0
@@ -53,6 +57,7 @@ class FailureDetector:
         self._no_long_stall_since = -NEVER
         self._reported_lost: set[str] = set()
         self._probed_at: dict[str, float] = {}
+        self._probe_limit = TokenBucket(PROBES_PER_S_MAX, PROBES_AT_ONCE_MAX, 0.0)
         self._suspicions: dict[str, _Suspicion] = {}
         self._behind_since: dict[str, float] = {}
         """Since when these members have been behind other members."""
@@ -150,9 +155,10 @@ class FailureDetector:
     def probe(self, member: Member, now: float) -> None:
         """Probe a member's peer port, unless a pulse would report its death."""
         last = self._probed_at.get(member.id, -PROBE_INTERVAL_S)
-        if not member.has_pulse(now) and now - last >= PROBE_INTERVAL_S:
+        is_due = not member.has_pulse(now) and now - last >= PROBE_INTERVAL_S
+        if is_due and self._probe_limit.take(1, now):
             self._probed_at[member.id] = now
-            self.outbox.probes.append(Probe(member.worker, member.incarnation))
+            self.outbox.probes.append(Probe(member.worker, member.incarnation, member.host))
 
     # Suspicions.
 

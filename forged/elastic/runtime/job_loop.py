@@ -31,8 +31,11 @@ PROBES_MAX = 256
 ERRORS_MAX = 3
 """After so many errors in a row a job is aborted."""
 
-RefusesConnections = Callable[[WorkerId], Awaitable[bool]]
-"""Whether a worker's peer port refuses connections; false if it accepts one, or if the answer is not known."""
+RefusesConnections = Callable[[WorkerId, str], Awaitable[bool]]
+"""Whether a worker's peer port refuses connections, given where the daemon saw the worker.
+
+False if it accepts one, if the answer is not known, and if the port is not at that host.
+"""
 
 
 class JobLoop:
@@ -143,7 +146,7 @@ class JobLoop:
     async def _probe(self, job: str, probe: Probe) -> None:
         try:
             async with self._probe_slots:
-                refused = await self._refuses_connections(probe.worker)
+                refused = await self._refuses_connections(probe.worker, probe.seen_at)
         finally:
             self._probing.discard(probe)
         coordinator = self._table.coordinators.get(job)

@@ -106,13 +106,18 @@ async def transfer_with_ticket(
     ticket: Ticket,
     transfer: BulkTransfer,
     offset: int = 0,
+    token: str | None = None,
 ) -> None:
-    """The connecting end: open a side connection with the ticket and move its bytes."""
+    """The connecting end: open a side connection with the ticket and move its bytes.
+
+    `token` is the one with which the ticket was requested.
+    """
     link: _SideLink | None = None
 
     def make() -> _SideLink:
         nonlocal link
-        link = _SideLink(clock, limits, Hello(VERSION_MIN, VERSION_MAX, client, _AGENT, None, ticket.ticket, offset))
+        hello = Hello(VERSION_MIN, VERSION_MAX, client, _AGENT, token, ticket.ticket, offset)
+        link = _SideLink(clock, limits, hello)
         return link
 
     try:

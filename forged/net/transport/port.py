@@ -93,6 +93,13 @@ class Network(Protocol):
         """Connect. Raises `Unavailable` (no answer, refused, timeout) or `PeerError` (TLS failed)."""
         ...
 
+    async def refuses(self, address: Address, seen_at: str) -> bool:
+        """Whether the host that a peer was seen at (its `Peer.address`) refuses connections to this TCP address.
+
+        False, without a connection attempt, if the address is not that host's.
+        """
+        ...
+
     def peer(self, transport: asyncio.BaseTransport) -> Peer:
         """The peer of a transport that this network made."""
         ...

@@ -44,6 +44,11 @@ IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 UNKNOWN = "unknown"
 """The address of a peer that disconnected before it could be read."""
 
+UNIX_PEER = "pid "
+"""Begins the address of a Unix socket's peer."""
+
+LOOPBACK = ip_address("127.0.0.1")
+
 CONNECT_FAILURES: tuple[tuple[type[OSError], str, str], ...] = (
     (TimeoutError, "connect_timeout", "check that the host is up and no firewall blocks it"),
     (ConnectionRefusedError, "connect_refused", "check that the daemon or worker runs and listens there"),
@@ -116,6 +121,14 @@ class SystemNetwork:
                 return await self._attach(sock, factory, context, address.host)
         except OSError as error:
             raise _not_connected(address, error) from error
+
+    async def refuses(self, address: Address, seen_at: str) -> bool:
+        """Whether the host that a peer was seen at refuses connections to this address; false if it is not its own."""
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                return await tcp.refuses(address, _seen_host(seen_at), self._liveness)
+        except OSError:
+            return False
 
     def peer(self, transport: asyncio.BaseTransport) -> Peer:
         """The peer of a transport. A certificate's name is returned only if the certificate was verified."""
@@ -243,7 +256,7 @@ def _unix_peer(sock: socket.socket) -> Peer:
         pid, uid, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     except OSError:
         return Peer("unix", UNKNOWN)
-    return Peer("unix", f"pid {pid}", uid=uid)
+    return Peer("unix", f"{UNIX_PEER}{pid}", uid=uid)
 
 
 def _ip_peer(peername: tuple[Any, ...] | None) -> tuple[IPv4Address | IPv6Address | None, str]:
@@ -255,6 +268,16 @@ def _ip_peer(peername: tuple[Any, ...] | None) -> tuple[IPv4Address | IPv6Addres
         host = host.ipv4_mapped or host
     port = peername[1]
     return host, f"[{host}]:{port}" if isinstance(host, IPv6Address) else f"{host}:{port}"
+
+
+def _seen_host(seen_at: str) -> IPv4Address | IPv6Address | None:
+    """The host in a `Peer.address`; this host for a Unix socket's peer, None if it is unknown."""
+    if seen_at.startswith(UNIX_PEER):
+        return LOOPBACK
+    try:
+        return ip_address(seen_at.rpartition(":")[0].strip("[]"))
+    except ValueError:
+        return None
 
 
 def _certificate_name(certificate: Mapping[str, Any]) -> str | None:

@@ -21,6 +21,7 @@ import socket
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any, NamedTuple, Protocol
 
 from forged.errors import ConfigError, ForgedError, Unavailable
@@ -159,6 +160,44 @@ async def dial(address: Address, liveness: Liveness) -> socket.socket:
             failure = error
     assert failure is not None, "a name resolves to at least one address"
     raise failure
+
+
+async def refuses(address: Address, host: IPv4Address | IPv6Address | None, liveness: Liveness) -> bool:
+    """Whether this host refuses connections to the address. Raises `OSError`.
+
+    False, without a connection attempt, if the address is not the host's: otherwise a worker could use the daemon to
+    scan the ports of other hosts.
+    """
+    refused = False
+    for info in await _resolve(address):
+        if host is None or not _is_at(ip_address(info[4][0]), host):
+            continue
+        try:
+            sock = await _dial_one(info, liveness)
+        except ConnectionRefusedError:
+            refused = True
+        else:
+            sock.close()
+            return False
+    return refused
+
+
+def _is_at(found: IPv4Address | IPv6Address, host: IPv4Address | IPv6Address) -> bool:
+    return found == host or (_is_own(found) and _is_own(host))
+
+
+def _is_own(host: IPv4Address | IPv6Address) -> bool:
+    """Whether the address is one of this machine's: its own addresses are reached from themselves."""
+    if host.is_loopback:
+        return True
+    family = socket.AF_INET if host.version == 4 else socket.AF_INET6
+    try:
+        # Connecting a datagram socket sends nothing.
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.connect((str(host), 1))
+            return ip_address(sock.getsockname()[0]) == host
+    except OSError:
+        return False
 
 
 async def _dial_one(info: AddressInfo, liveness: Liveness) -> socket.socket:

@@ -9,6 +9,8 @@ from forged.elastic.failure_detector.detector import (
     DAEMON_STALL_S,
     LOST_SCAN_DELAY_S,
     PROBE_INTERVAL_S,
+    PROBES_AT_ONCE_MAX,
+    PROBES_PER_S_MAX,
     RESTART_GRACE_S,
     SCAN_INTERVAL_S,
     STEADY_S,
@@ -146,6 +148,19 @@ def test_lost_worker_is_reported_once_and_probed_repeatedly() -> None:
     watch.connection_restored(lost, 12.0)
     assert out.facts[1:] == [WorkerReturned("a", 2.5)]
     assert lost.connected
+
+
+def test_probes_of_a_job_whose_workers_come_and_go_are_limited() -> None:
+    out, now = Outbox(), 10.0
+    detector = FailureDetector(out)
+    for number in range(10 * PROBES_AT_ONCE_MAX):
+        lost = member("a")
+        lost.lost_at, lost.host = now, f"127.0.0.1:{number}"
+        detector.probe(lost, now)
+        detector.forget(lost)
+        now += 0.001
+    assert len(out.probes) <= PROBES_AT_ONCE_MAX + 10 * PROBES_PER_S_MAX * PROBES_AT_ONCE_MAX * 0.001 + 1
+    assert out.probes[0].seen_at == "127.0.0.1:0"
 
 
 def test_worker_with_a_live_pulse_is_not_probed() -> None:

@@ -17,7 +17,7 @@ import msgpack
 import pytest
 import trustme
 
-from forged.auth.model import Role
+from forged.auth.model import Principal, Role
 from forged.client import ForgedClient
 from forged.client import bulk as client_bulk
 from forged.clock import SystemClock
@@ -71,7 +71,7 @@ class TicketDaemon:
     def extend(self, daemon: Daemon) -> None:
         def give(request: Any, call: Any) -> Ticket:
             assert self.offer is not None
-            return daemon.tickets.issue(self.offer)
+            return daemon.tickets.issue(self.offer, call.principal)
 
         daemon.bus.serve(AskForTicket, give, owner="test")
         daemon.sides.connections_max = self.side_connections_max
@@ -386,24 +386,41 @@ class FakeClock:
         return self.now
 
 
+OPERATOR = Principal("unix:0", Role.OPERATOR)
+
+
+async def test_ticket_of_another_principal_is_refused_and_stays_valid(tmp_path: Path) -> None:
+    async with ticket_daemon(tmp_path) as daemon_runner, client_of(daemon_runner) as client:
+        daemon_runner.offer = side_connection.buffer_sender(memoryview(b"abcdef"))
+        tokens = [await client.create_token(name, Role.VIEWER) for name in ("asks", "steals")]
+        asks, steals = (ForgedClient(daemon_runner.endpoints["tcp"], token=token) for token in tokens)
+        async with asks, steals:
+            ticket = await asks.request(AskForTicket())
+            for thief in (steals, client):
+                with pytest.raises(PeerError) as refused:
+                    await thief.fetch_bytes(ticket)
+                assert refused.value.code == "ticket_unknown"
+            assert await asks.fetch_bytes(ticket) == b"abcdef"
+
+
 def test_unused_ticket_expires_and_closes_its_offer() -> None:
     clock, closed = FakeClock(), []
     tickets = TicketRegistry(clock, os.urandom)
     ticket = tickets.issue(
-        side_connection.BulkTransfer(1, lambda sock, offset: None, lambda: closed.append(1)), ttl_s=5.0
+        side_connection.BulkTransfer(1, lambda sock, offset: None, lambda: closed.append(1)), OPERATOR, ttl_s=5.0
     )
     clock.now += 5.0
     with pytest.raises(PeerError):
-        tickets.redeem(ticket.ticket, 0)
+        tickets.redeem(ticket.ticket, OPERATOR, 0)
     assert closed == [1]
 
 
 def test_tickets_are_limited_and_one_too_many_lets_go_of_its_offer() -> None:
     closed: list[int] = []
     tickets = TicketRegistry(FakeClock(), os.urandom, tickets_max=1)
-    tickets.issue(side_connection.BulkTransfer(1, lambda sock, offset: None))
+    tickets.issue(side_connection.BulkTransfer(1, lambda sock, offset: None), OPERATOR)
     with pytest.raises(Unavailable) as full:
-        tickets.issue(side_connection.BulkTransfer(1, lambda sock, offset: None, lambda: closed.append(1)))
+        tickets.issue(side_connection.BulkTransfer(1, lambda sock, offset: None, lambda: closed.append(1)), OPERATOR)
     assert full.value.code == "tickets_full"
     assert closed == [1]
 

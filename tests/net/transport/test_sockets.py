@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from forged.errors import ConfigError, Unavailable
+from forged.net.transport import tcp
 from forged.net.transport.port import Address, Peer, Scheme
 from forged.net.transport.sockets import SystemNetwork
 from forged.net.transport.tcp import Liveness
@@ -404,6 +405,34 @@ def test_loopback_is_recognised_by_address(
 ) -> None:
     transport = cast("asyncio.BaseTransport", Remote(peername))
     assert network.peer(transport) == Peer("tcp", address, loopback=loopback)
+
+
+# Probes.
+
+
+@pytest.mark.parametrize("seen_at", ["127.0.0.1:4000", "[::1]:4000", "pid 7"])
+async def test_closed_port_of_the_host_that_the_peer_was_seen_at_refuses(network: SystemNetwork, seen_at: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+        assert not await network.refuses(Address("tcp", host="127.0.0.1", port=port), seen_at)
+    assert await network.refuses(Address("tcp", host="127.0.0.1", port=port), seen_at)
+    assert await network.refuses(Address("tcp", host="localhost", port=port), seen_at)
+
+
+@pytest.mark.parametrize("seen_at", ["192.0.2.7:4000", "[2001:db8::7]:4000", "unknown", ""])
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+async def test_port_of_another_host_than_the_peer_s_is_not_asked(
+    network: SystemNetwork, monkeypatch: pytest.MonkeyPatch, seen_at: str, host: str
+) -> None:
+    async def dial(info: Any, liveness: Liveness) -> socket.socket:
+        raise AssertionError(info)
+
+    monkeypatch.setattr(tcp, "_dial_one", dial)
+    assert not await network.refuses(Address("tcp", host=host, port=1), seen_at)
+
+
+async def test_host_name_that_does_not_resolve_refuses_nothing(network: SystemNetwork) -> None:
+    assert not await network.refuses(Address("tcp", host="no host", port=1), "127.0.0.1:4000")
 
 
 # Users of loopback connections.

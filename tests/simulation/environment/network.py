@@ -203,6 +203,17 @@ class HostNetwork:
             raise PeerError("tls_refused", f"{listener.address} does not use {address.scheme}", "correct the address")
         return await self._finish(self._network.connection(self, listener, address), listener, target, factory)
 
+    async def refuses(self, address: Address, seen_at: str) -> bool:
+        """Whether the host that a peer was seen at refuses connections to this address, if it is its own."""
+        if seen_at.rpartition(":")[0] != address.host:
+            return False
+        try:
+            transport = await self.connect(address, asyncio.Protocol)
+        except Unavailable as error:
+            return error.code == "connect_refused"
+        transport.abort()
+        return False
+
     def peer(self, transport: asyncio.BaseTransport) -> Peer:
         """The peer of a transport."""
         assert isinstance(transport, SimulatedTransport)
