@@ -14,6 +14,7 @@ SEEDS ?= 0:200
 KILLS ?= 2000
 DATA_KILLS ?= 200
 CHECKPOINT_KILLS ?= 5000
+HOSTILE_S ?= 300
 SMOKE ?= tests/test_init.py tests/test_daemon.py tests/test_errors.py tests/config tests/telemetry tests/kernel/bus tests/net/protocol tests/client
 SLOW_PYTEST := $(BIN)/pytest -o faulthandler_timeout=0
 
@@ -64,12 +65,13 @@ bench-torch: $(PEERS_READY)
 	$(BIN)/python -m benchmarks.join
 	for which in save stall load reshard small; do $(BIN)/python -m benchmarks.ckpt_$$which || exit; done
 
-# Long runs: thousands of kills and seeds, and what the tests try a share of, whole. There a test may take long.
+# Long runs: thousands of kills and seeds, what the tests try a share of, whole, and an attack by one job's token.
 soak: $(READY)
 	FORGED_KILLS=$(KILLS) FORGED_DATA_KILLS=$(DATA_KILLS) $(SLOW_PYTEST) tests/processes
 	FORGED_KILLS=$(CHECKPOINT_KILLS) $(SLOW_PYTEST) tests/checkpoint/crashes/test_kill.py
 	FORGED_WHOLE=1 $(SLOW_PYTEST) $$(grep -l --include='test_*.py' -r 'tests\.sweeps' tests)
 	$(BIN)/python -m tests.simulation --seeds 0:5000 --check-coverage
+	$(BIN)/python -m tests.hostile_tenant --seconds $(HOSTILE_S)
 
 # Break the code of each row of docs/development/seed-map.md, and see that the row's test fails.
 mutants: $(READY)
