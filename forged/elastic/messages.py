@@ -308,7 +308,8 @@ class ReportReady(Request[Nothing], frozen=True):
 
 
 class ReportUnreachablePeer(Request[Nothing], frozen=True):
-    """Report that the worker cannot continue with its world, because it cannot reach `peer` if one is named."""
+    """Report that the worker cannot continue with its world, because it cannot reach `peer` if one is named, or because
+    a member's script has voided the step."""
 
     needs: ClassVar[Role] = Role.WORKER
 
@@ -318,6 +319,7 @@ class ReportUnreachablePeer(Request[Nothing], frozen=True):
     generation: int
     peer: str = ""
     reason: str = ""
+    step_voided: bool = False
 
 
 class ReportDeath(Request[Nothing], frozen=True):

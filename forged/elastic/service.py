@@ -264,7 +264,10 @@ class ElasticService:
     def _peer_report(self, request: ReportUnreachablePeer, call: Call) -> Decision[Nothing]:
         coordinator = self._coordinator(request.job)
         worker, now = (request.worker_id, request.incarnation), self._loop.now()
-        coordinator.peer_report(*worker, request.generation, now, peer=request.peer, reason=request.reason)
+        voided = request.step_voided
+        coordinator.peer_report(
+            *worker, request.generation, now, peer=request.peer, reason=request.reason, step_voided=voided
+        )
         return self._loop.decide(coordinator, Nothing())
 
     def _death(self, request: ReportDeath, call: Call) -> Decision[Nothing]:

@@ -3,7 +3,8 @@
 The worker runs on an event loop in a thread of its own, so that it answers while the script computes.
 
 Invariants:
-- The script waits for the worker at step boundaries and in collectives, and nowhere else. A signal handler may
+- The script waits for the worker at step boundaries, after an exception in a step and in collectives, and nowhere
+  else. A signal handler may
   interrupt it there, and may call the worker.
 - Whatever ends the script, the worker leaves; the end never waits for other workers.
 """
@@ -117,7 +118,7 @@ class Training(BlockingFacade[ElasticWorker]):
         """Yield one step after the other, over all rescales; an aborted step again."""
         while (number := self._begin_step(total)) is not None:
             self._restore = None if self._uses_with_step else copy_of(self.worker.state)
-            step = self._step = self.worker.step_numbered(number)
+            step = self._step = self.worker.step_numbered(number, self._repeats_step)
             try:
                 yield step
             finally:
@@ -127,6 +128,11 @@ class Training(BlockingFacade[ElasticWorker]):
             is_committed = self._run(lambda worker: worker.finish_step())
             if not is_committed and self._restore is not None and self.worker.is_void:
                 self._restore()
+
+    def _repeats_step(self, step: int, error: Exception) -> bool:
+        if self._is_forked or not self.worker.is_registered:
+            return isinstance(error, StepAborted)
+        return self._run(lambda worker: worker.repeats_step(step, error))
 
     def _begin_step(self, total: int | None) -> int | None:
         while isinstance(coming := self._run(lambda worker: worker.come_to_step(total)), Leaving):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 
 ABORTED = "collective_aborted"
+STEP_VOIDED = "step_voided"
+"""The code with which a world ends whose step the script of a member has voided: no worker is to blame."""
 NEWS_DIFFER = frozenset({"generation_over", "topology_differs", "incarnation_differs", "not_a_member"})
 """Codes with which workers refuse each other that have not received the same facts; the daemon knows the truth."""
 BLAMELESS = NEWS_DIFFER | {"attempt_over"}
@@ -18,6 +20,7 @@ class StepAborted(Unavailable):
         super().__init__(
             "step_aborted", f"the step was aborted: {reason}", "do the step inside `with step:`, so that it is repeated"
         )
+        self.reason = reason
 
 
 class WorldIncomplete(Unavailable):
@@ -41,12 +44,12 @@ class WorkerEvicted(RequestRefused):
 class CollectiveAborted(Unavailable):
     """The world has ended. `peer` is the worker whose connection was lost, empty for another reason."""
 
-    def __init__(self, reason: str, peer: str = "") -> None:
-        super().__init__(ABORTED, reason, "enter the next world")
+    def __init__(self, reason: str, peer: str = "", code: str = ABORTED) -> None:
+        super().__init__(code, reason, "enter the next world")
         self.peer = peer
 
-    def __reduce__(self) -> tuple[type[CollectiveAborted], tuple[str, str]]:
-        return CollectiveAborted, (self.message, self.peer)
+    def __reduce__(self) -> tuple[type[CollectiveAborted], tuple[str, str, str]]:
+        return CollectiveAborted, (self.message, self.peer, self.code)
 
 
 class CollectiveMismatch(RequestRefused):

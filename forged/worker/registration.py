@@ -124,9 +124,11 @@ class Registration:
         """Report that this worker has the state and its shards; false if the report comes too late."""
         return await self._report(ReportReady(self.job, self.worker.id, self.incarnation, attempt))
 
-    async def report_unreachable_peer(self, generation: int, peer: str, why: str) -> None:
+    async def report_unreachable_peer(self, generation: int, peer: str, why: str, step_voided: bool = False) -> None:
         """Report that this worker cannot continue in its world."""
-        await self.send(ReportUnreachablePeer(self.job, self.worker.id, self.incarnation, generation, peer, reason=why))
+        await self.send(
+            ReportUnreachablePeer(self.job, self.worker.id, self.incarnation, generation, peer, why, step_voided)
+        )
 
     def receiving(self, attempt: int, received: int, *, problem: str, unreachable_peer: str) -> None:
         """Signal how much of the state has arrived, which worker is out of reach, and why."""

@@ -36,7 +36,7 @@ from forged.worker.mesh import Mesh
 from forged.worker.registration import HeartbeatSender, Registration
 from forged.worker.state_transfer.transfer import StateExchange
 from forged.worker.worker_state.job_view import Commit
-from forged.worker.worker_state.session_state import PeerReport, SessionState, peer_of
+from forged.worker.worker_state.session_state import PeerReport, SessionState
 
 RETRY_PAUSE_S = 0.2
 """The pause before an attempt is followed again after an error."""
@@ -215,7 +215,7 @@ class Rescaler:
             if not is_temporary(error):
                 raise
             hub = topology.workers[0].id if error.code == TLS_FAILED else ""
-            self._current_world.peer_report = PeerReport(topology.generation, peer_of(error) or hub, error.message)
+            self._current_world.peer_report = PeerReport.of(topology.generation, error, hub)
             return
         stop, progress = agreement.stop, self._progress
         rate = stop.learning_rate if commit.learning_rate is None else commit.learning_rate

@@ -59,6 +59,7 @@ class WorkerSession:
         tasks: TaskGroup,
     ) -> None:
         self.state = state
+        self.log = spec.log
         self._spec = spec
         self.hooks = hooks
         self._client = client

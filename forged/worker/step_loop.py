@@ -3,11 +3,13 @@
 Invariants:
 - A step counts when all members of the world have finished it. An aborted step is repeated from the state before it.
 - Inside `with step:` an aborted collective leaves the block; the script has nothing to undo as long as it changes its
-  state after the last collective of a step.
+  state after the last collective of a step. An exception of the script's own leaves the block likewise where the world
+  of the step is over (`forged.worker.step_errors`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Self
@@ -16,11 +18,15 @@ from forged.elastic.model import WorkerStatus
 from forged.errors import RequestRefused
 from forged.worker.collectives.world import World
 from forged.worker.drain import Leaving
-from forged.worker.errors import JobEnded, StepAborted
+from forged.worker.errors import JobEnded
 from forged.worker.process.worker_process import WorkerProcess
 from forged.worker.rescaler import Rescaler
 from forged.worker.session import WorkerSession
+from forged.worker.step_errors import StepErrors
 from forged.worker.worker_state.session_state import CurrentWorld
+
+Decide = Callable[[int, Exception], bool]
+"""Whether the step of this number, which an exception has left, is void and is repeated."""
 
 
 class Step(int):
@@ -29,12 +35,18 @@ class Step(int):
     is_entered: bool
     """Whether the script does the step inside `with step:`."""
     _current_world: CurrentWorld
+    _errors: StepErrors
+    _decide: Decide
     _was_aborted: bool | None
 
     @classmethod
-    def numbered(cls, number: int, current_world: CurrentWorld) -> Self:
+    def numbered(
+        cls, number: int, current_world: CurrentWorld, errors: StepErrors, decide: Decide | None = None
+    ) -> Self:
+        """`decide` is asked about an exception that leaves a `with step:` block; default: what is known now decides."""
         step = cls(number)
         step.is_entered, step._current_world, step._was_aborted = False, current_world, None
+        step._errors, step._decide = errors, decide or errors.decide
         return step
 
     @property
@@ -53,13 +65,22 @@ class Step(int):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        return isinstance(error, StepAborted)
+        return isinstance(error, Exception) and self._decide(int(self), error)
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        return isinstance(error, Exception) and await self._errors.decide_in_time(int(self), error)
 
 
 class StepLoop:
     """The steps of one worker in one session."""
 
     def __init__(self, session: WorkerSession, process: WorkerProcess) -> None:
+        self.errors = StepErrors(session.state, session.log)
         self._session = session
         self._process = process
         self._state = session.state

@@ -48,7 +48,7 @@ from forged.worker.events import Event, WorkerEvents
 from forged.worker.process.sigterm import SIGTERM_REASON
 from forged.worker.process.worker_process import OwnProcess, WorkerProcess
 from forged.worker.session import WorkerSession, open_session, reason_of
-from forged.worker.step_loop import Step, StepLoop
+from forged.worker.step_loop import Decide, Step, StepLoop
 from forged.worker.transport.bulk_channel import BulkTransport
 from forged.worker.transport.peer_tls import PeerTls
 from forged.worker.worker_state.progress import TrainingProgress
@@ -413,7 +413,8 @@ class ElasticWorker:
     async def steps(self, total: int | None = None) -> AsyncIterator[Step]:
         """Yield one step after the other, over all rescales; an aborted step again.
 
-        A collective of an aborted step raises `StepAborted`, which ends a `with step:` block.
+        A collective of an aborted step raises `StepAborted`, which ends a `with step:` or `async with step:` block.
+        The latter also waits, after another exception, for evidence that the world of the step is over.
         """
         while (number := await self.begin_step(total)) is not None:
             step = self.step_numbered(number)
@@ -421,9 +422,13 @@ class ElasticWorker:
             step.end()
             await self.finish_step()
 
-    def step_numbered(self, number: int) -> Step:
-        """The object of the present step."""
-        return Step.numbered(number, self._state.current_world)
+    def step_numbered(self, number: int, decide: Decide | None = None) -> Step:
+        """The object of the present step; `decide` is asked about an exception that leaves its `with` block."""
+        return Step.numbered(number, self._state.current_world, self.step_loop.errors, decide)
+
+    async def repeats_step(self, step: int, error: Exception) -> bool:
+        """Whether a step that this exception has left is void and is repeated. Waits for evidence of a lost worker."""
+        return await self.step_loop.errors.decide_in_time(step, error)
 
     async def begin_step(self, total: int | None = None) -> int | None:
         """Wait until a step may begin; returns its number, or None when there are no more."""

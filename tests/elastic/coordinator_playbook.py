@@ -140,10 +140,12 @@ class Playbook:
         self.coordinator.attempt_progress(signal, self.now)
         return self.new_facts()
 
-    def report_peer(self, name: str, peer: str = "", *, why: str = "it got no answer", back: int = 0) -> list[Fact]:
+    def report_peer(
+        self, name: str, peer: str = "", *, why: str = "it got no answer", back: int = 0, voided: bool = False
+    ) -> list[Fact]:
         generation = self.coordinator.generation - back
         known = self.coordinator.members[name].incarnation
-        self.coordinator.peer_report(name, known, generation, self.now, peer=peer, reason=why)
+        self.coordinator.peer_report(name, known, generation, self.now, peer=peer, reason=why, step_voided=voided)
         return self.new_facts()
 
     def wait(self, seconds: float, *, silent: Collection[str] = (), still: bool = False) -> list[Fact]:

@@ -171,10 +171,10 @@ class TestUnavailableState:
         reported_peers: list[str] = []
         report_unreachable_peer, fetch = Registration.report_unreachable_peer, StateExchange.fetch
 
-        async def note(line: Registration, generation: int, peer: str, why: str) -> None:
+        async def note(line: Registration, generation: int, peer: str, why: str, step_voided: bool) -> None:
             if line.worker.id == "b":
                 reported_peers.append(peer)
-            await report_unreachable_peer(line, generation, peer, why)
+            await report_unreachable_peer(line, generation, peer, why, step_voided)
 
         async def fail_once(exchange: StateExchange, source: WorkerId, attempt: int) -> None:
             if not reported_peers:

@@ -7,9 +7,14 @@ from typing import cast
 
 import pytest
 
+from forged.elastic.model import WorkerId
+from forged.log import SILENT
+from forged.worker.collectives.world import World as MeshWorld
 from forged.worker.errors import StepAborted
+from forged.worker.step_errors import StepErrors
 from forged.worker.step_loop import Step
-from forged.worker.worker_state.session_state import CurrentWorld
+from forged.worker.worker_state.progress import TrainingProgress
+from forged.worker.worker_state.session_state import CurrentWorld, SessionState
 
 
 class World(SimpleNamespace):
@@ -19,7 +24,9 @@ class World(SimpleNamespace):
 
 
 def numbered(world: World | None = None) -> Step:
-    return Step.numbered(3, cast("CurrentWorld", world or World()))
+    state = SessionState(WorkerId("me", "", 0), TrainingProgress(None, 0))
+    state.current_world.world = cast("MeshWorld", SimpleNamespace(size=1, ending=None, void=lambda reason: None))
+    return Step.numbered(3, cast("CurrentWorld", world or World()), StepErrors(state, SILENT))
 
 
 def test_step_equals_its_number() -> None:

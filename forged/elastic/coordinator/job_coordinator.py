@@ -173,9 +173,20 @@ class JobCoordinator(JobState):
         rescale_schedule.consider(self, now)
 
     def peer_report(
-        self, worker_id: str, incarnation: bytes, generation: int, now: Moment, *, peer: str, reason: str
+        self,
+        worker_id: str,
+        incarnation: bytes,
+        generation: int,
+        now: Moment,
+        *,
+        peer: str,
+        reason: str,
+        step_voided: bool = False,
     ) -> None:
-        liveness.peer_report(self, worker_id, incarnation, generation, now, peer=peer, reason=reason)
+        if step_voided:
+            liveness.step_voided(self, worker_id, incarnation, generation, now, reason=reason)
+        else:
+            liveness.peer_report(self, worker_id, incarnation, generation, now, peer=peer, reason=reason)
         rescale_schedule.consider(self, now)
 
     # Attempts.

@@ -118,6 +118,19 @@ def peer_report(
     _evict_most_reported(job, now)
 
 
+def step_voided(
+    job: JobState, worker_id: str, incarnation: bytes, generation: int, now: Moment, *, reason: str
+) -> None:
+    """Form another world of the same members, because the script of one has voided the step; no worker is to blame."""
+    member = job.members.find(worker_id, incarnation)
+    if member is None or not job.membership.in_world(member) or generation != job.generation or not job.trains:
+        return
+    text = in_words(reason, NO_REASON)
+    job.peer_report_reasons.add(text)
+    job.must_stop = True
+    job.note_missing_member(text, now)
+
+
 def _evict_most_reported(job: JobState, now: Moment) -> None:
     """Evict the worker with the most peer reports, once enough worlds in a row have failed over them."""
     worker, worlds = job.suspicions.worker_to_evict(), job.peer_reports.worlds

@@ -21,7 +21,7 @@ from anyio.abc import TaskGroup
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable, describe
 from forged.worker.collectives import arrays
 from forged.worker.collectives.hub import Collected, Hub
-from forged.worker.errors import ABORTED, CollectiveAborted, CollectiveMismatch
+from forged.worker.errors import ABORTED, STEP_VOIDED, CollectiveAborted, CollectiveMismatch
 from forged.worker.transport.peer_link import AcceptedLink, Inbox, PeerLink, frame_of
 from forged.worker.transport.peer_messages import (
     Aborted,
@@ -53,8 +53,8 @@ class Ending:
 
     def error(self) -> ForgedError:
         """The error of every later call."""
-        if self.code == ABORTED:
-            return CollectiveAborted(self.reason, self.peer)
+        if self.code in (ABORTED, STEP_VOIDED):
+            return CollectiveAborted(self.reason, self.peer, self.code)
         return CollectiveMismatch(self.code, self.reason, self.fix)
 
 
@@ -135,6 +135,11 @@ class Endpoint(ABC):
         """Abort the world at all ranks."""
         if self.ending is None:
             self._end(aborted(reason, peer))
+
+    def void(self, reason: str) -> None:
+        """End the world at all ranks, because its step is void; no worker is to blame."""
+        if self.ending is None:
+            self._end(Ending(STEP_VOIDED, reason))
 
     async def leave(self) -> None:
         """Leave; the world ends for the other ranks at their next collective."""
@@ -274,16 +279,21 @@ class HubEndpoint(Endpoint):
         elif isinstance(message, Contribution) and self._is_started:
             self._take(rank, message)
         elif isinstance(message, Aborted):
-            missing = f"; {self._hub.missing()} had not called" if self._hub.is_waiting else ""
-            # A member that gives up waiting for the world does not know which member is missing.
-            peer = message.peer or self.first_absent
-            self._end(Ending(message.code, f"{message.reason}{missing}", peer, message.fix))
+            self._end(self._ending_of(message))
         elif isinstance(message, Left):
             self._left.append(rank)
             if self._hub.is_waiting:
                 self._end_without_those_who_left()
         else:
             raise PeerError("message_unexpected", f"{type(message).__name__} is not for a hub to receive")
+
+    def _ending_of(self, message: Aborted) -> Ending:
+        if message.code == STEP_VOIDED:
+            return Ending(STEP_VOIDED, message.reason)
+        missing = f"; {self._hub.missing()} had not called" if self._hub.is_waiting else ""
+        # A member that gives up waiting for the world does not know which member is missing.
+        peer = message.peer or self.first_absent
+        return Ending(message.code, f"{message.reason}{missing}", peer, message.fix)
 
     def _lose(self, rank: int, link: PeerLink, error: ForgedError) -> None:
         """A member's connection has ended."""

@@ -100,6 +100,10 @@ class World:
         """Abort the world: every waiting and later call, at every rank, raises `CollectiveAborted`."""
         self.endpoint.abort(reason, peer)
 
+    def void(self, reason: str) -> None:
+        """End the world at every rank, as `abort` does, because its step is void; no worker is blamed."""
+        self.endpoint.void(reason)
+
     async def leave(self) -> None:
         """Leave the world: results that were delivered stay valid, and no further collective completes."""
         await self.endpoint.leave()

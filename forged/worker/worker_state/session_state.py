@@ -31,7 +31,7 @@ from forged.jobs.model import SettingValue
 from forged.log import Log
 from forged.net.transport.port import Network
 from forged.worker.collectives.world import World
-from forged.worker.errors import CollectiveAborted, StepAborted, WorldIncomplete
+from forged.worker.errors import STEP_VOIDED, CollectiveAborted, StepAborted, WorldIncomplete
 from forged.worker.process.counters import Counters
 from forged.worker.process.worker_process import WorkerProcess
 from forged.worker.transport.bulk_channel import BulkTransport
@@ -70,6 +70,13 @@ class PeerReport(NamedTuple):
     peer: str
     """The worker that is blamed for it; empty for none."""
     why: str
+    step_voided: bool = False
+    """Whether a member's script has voided the step, so that no worker is to blame."""
+
+    @classmethod
+    def of(cls, generation: int, error: ForgedError, suspect: str = "") -> PeerReport:
+        """The report about a world that has ended with this error; `suspect` is blamed where the error names none."""
+        return cls(generation, peer_of(error) or suspect, error.message, error.code == STEP_VOIDED)
 
 
 class CurrentWorld:
@@ -137,6 +144,12 @@ class CurrentWorld:
             self.lose(error)
             raise StepAborted(error.message) from error
 
+    def void_step(self, why: str) -> None:
+        """The present step does not count, at any rank of the world, which ends with it."""
+        self.is_void = True
+        if self.world is not None:
+            self.world.void(why)
+
     async def end_step(self, step: int) -> bool:
         """Tell the other ranks that the step is finished, unless it is void; returns whether it is committed."""
         self.is_stepping = False
@@ -188,7 +201,7 @@ class CurrentWorld:
         """The world cannot continue. Report it, unless the daemon has said so itself."""
         world, self.world = self.world, None
         if world is not None and not (self._view.lost or self._view.rescaling):
-            self.peer_report = PeerReport(world.generation, peer_of(error), error.message)
+            self.peer_report = PeerReport.of(world.generation, error)
 
     async def leave(self) -> None:
         world, self.world = self.world, None

@@ -1724,6 +1724,29 @@ def test_deaths_that_peers_notice_first_leave_no_peer_reports() -> None:
     assert [fact.worker_id for fact in book.facts if isinstance(fact, WorkerFailed)] == ["a", "b", "c"]
 
 
+def test_voided_steps_evict_no_worker_and_form_a_world_of_the_same_members_each_time() -> None:
+    book = formed("a", "b", "c", **PATIENT)
+    for _ in range(5):
+        for worker in "abc":
+            assert not [fact for fact in book.report_peer(worker, why="b voided it", voided=True) if is_failure(fact)]
+        book.wait(0.1)
+        assert book.last(RescaleStarted).reason == "b voided it"
+        book.complete_attempt()
+        assert book.world == ["a", "b", "c"]
+    assert not any(map(is_failure, book.facts))
+
+
+def test_voided_step_of_an_older_world_is_ignored() -> None:
+    book = formed("a", "b", **PATIENT)
+    assert book.report_peer("a", voided=True, back=1) == []
+    book.wait(0.1)
+    assert not book.last(RescaleStarted).reason.startswith("it got")
+
+
+def is_failure(fact: object) -> bool:
+    return isinstance(fact, WorkerFailed)
+
+
 def test_workers_that_reach_each_other_in_no_world_are_parted() -> None:
     book = formed("a", "b", "c", **PATIENT)
     for _ in range(2):
