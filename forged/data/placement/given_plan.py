@@ -126,6 +126,8 @@ def _columns(
                 replicas_before.add(shard, source)
             if is_to_owner:
                 before[shard] = source if kind is SourceKind.OWNER else NOBODY
+        else:
+            shard = NOBODY
         rows.append((shard, source, KINDS.index(kind), destination, copy))
     columns = np.array(rows, np.int64).reshape(-1, 5).T
     return before, replicas_before.column, owners, replicas.column, columns

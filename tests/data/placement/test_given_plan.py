@@ -118,6 +118,8 @@ def test_values_of_a_plan_make_a_plan_that_is_as_valid(change: Change) -> None:
             "shard 5 is transferred with the samples from 40 to 60 and assigned with the samples from 50 to 60",
         ),
         ({"transfers": [DataTransfer(A, C, DataShard(7, 70, 80), 1)]}, "transfer 0 has no valid shard"),
+        ({"transfers": [DataTransfer(A, C, DataShard(2**64, 70, 80), 1)]}, "transfer 0 has no valid shard"),
+        ({"transfers": [DataTransfer(A, C, DataShard(-1, 70, 80), 1)]}, "transfer 0 has no valid shard"),
     ],
 )
 def test_fault_of_a_callers_plan_is_reported(fields: dict[str, Any], expected: str) -> None:
