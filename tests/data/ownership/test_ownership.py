@@ -96,6 +96,13 @@ def test_full_worker_keeps_its_shards_and_gets_no_new_ones() -> None:
     assert crowded(held) == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11]]
 
 
+def test_full_worker_keeps_its_shards_beside_several_others() -> None:
+    held = {"a": ids(0, 1, 2), "b": ids(3, 4, 5), "c": ids(6, 7, 8), "d": ids(9, 10, 11)}
+    full, *others = crowded(held)
+    assert full == [0, 1, 2]
+    assert sorted(map(len, others)) == [4, 5]
+
+
 def test_full_worker_gets_no_shards_in_a_full_reshuffle() -> None:
     held = {"a": ids(0, 1, 2, 3), "b": ids(4, 5, 6, 7), "c": ids(8, 9, 10, 11)}
     assert crowded(held, ElasticTrainingConfig()) == [[], list(range(12))]

@@ -112,6 +112,14 @@ def test_reporter_is_evicted_if_no_report_names_a_peer(peer: str) -> None:
     assert scene.quarrels.worker_to_evict() == "b"
 
 
+def test_only_state_holder_is_evicted_if_the_reports_concern_no_other_worker() -> None:
+    scene = Scene(holders="b")
+    for _ in range(REPORTED_WORLDS_MAX):
+        scene.begin_another(holders="b")
+        scene.quarrels.report_without_peer(scene.membership.members["b"], "")
+    assert scene.quarrels.worker_to_evict() == "b"
+
+
 def test_worker_that_names_another_of_the_world_is_not_held_against_itself() -> None:
     scene = Scene()
     scene.quarrels.report_without_peer(scene.membership.members["b"], "a")

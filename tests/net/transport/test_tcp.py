@@ -145,8 +145,8 @@ def test_a_connection_is_unread_only_while_its_window_is_full() -> None:
 def test_user_timeout_is_long_while_the_peer_does_not_read_and_normal_otherwise() -> None:
     with unread(Liveness()) as (near, far):
         user_timeout, other = UserTimeout(near), UserTimeout(far)
-        user_timeout.update()
-        other.update()
+        assert not user_timeout.update(), "bytes are in flight"
+        assert other.update(), "it has sent nothing"
         assert (user_timeout_s(near), user_timeout_s(far)) == (EXTENDED_USER_TIMEOUT_S, Liveness().user_timeout_s)
         far.settimeout(0)
         while is_unread(near):
