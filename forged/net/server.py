@@ -27,10 +27,16 @@ from forged.net.session import Session
 from forged.net.transport.connection import ConnectionLimits
 from forged.net.transport.memory import Memory, MemoryLimits
 from forged.net.transport.port import Address, Listener, Network, Peer
+from forged.net.turns import Turns
 from forged.rate_limit import RateLimit
-from forged.shares import Holder
+from forged.shares import Holder, Shares
 
 CONNECTIONS_MAX = 4096
+REQUESTS_MAX = 8192
+"""How many requests of all connections may be in flight; further ones wait. A reply waits for earlier decisions."""
+REQUESTS_RESERVE = 1024
+REQUESTS_EACH_MAX = 2048
+"""How many of one principal, or of the principals of one job: two batches of decisions."""
 SWEEP_INTERVAL_S = 1.0
 CLEAR_INTERVAL_S = 0.01
 DISCONNECTS_LOGGED_PER_S_MAX = 10.0
@@ -81,6 +87,8 @@ class Server:
         self.streaming: dict[Session, None] = {}
         self.disconnect_log = RateLimit(DISCONNECTS_LOGGED_PER_S_MAX, DISCONNECTS_LOGGED_PER_S_MAX, clock.monotonic())
         self.memory = Memory(memory)
+        self.requests = Shares("requests in flight", REQUESTS_MAX, REQUESTS_RESERVE, REQUESTS_EACH_MAX)
+        self.turns = Turns(lambda act: asyncio.get_running_loop().call_soon(act))
         self._network = network
         self._table = ConnectionTable(connections_max, handshakes_max)
         self._listeners: list[Listener] = []
@@ -168,7 +176,8 @@ class Server:
         if self.stopping:
             # It was accepted while the listeners were being closed.
             raise Unavailable("stopping", "the daemon is stopping", "reconnect")
-        self._table.open(session, holder_before_hello(peer, self._is_operator), self.clock.monotonic())
+        session.holder = holder_before_hello(peer, self._is_operator)
+        self._table.open(session, session.holder, self.clock.monotonic())
 
     def _is_operator(self, peer: Peer) -> bool:
         try:

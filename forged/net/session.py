@@ -50,7 +50,9 @@ from forged.net.protocol.streams import OutgoingStreams
 from forged.net.transport.connection import Connection, ConnectionLimits
 from forged.net.transport.memory import Memory
 from forged.net.transport.port import Peer
+from forged.net.turns import Turns
 from forged.rate_limit import RateLimit
+from forged.shares import Shares
 from forged.version import VERSION
 
 R = TypeVar("R")
@@ -79,6 +81,10 @@ class SessionHost(Protocol):
     """Limits the log lines about disconnected peers."""
     memory: Memory
     """The bytes that the sessions hold."""
+    requests: Shares
+    """The requests in flight."""
+    turns: Turns
+    """How many messages each principal may have processed in one turn of the loop."""
 
     def admit(self, session: Session, peer: Peer) -> None:
         """Raise `Unavailable` if there is no room for another connection from this address."""
@@ -135,9 +141,11 @@ class Session(Connection):
     @property
     def is_blocked(self) -> bool:
         """Whether requests wait: the daemon is congested, or the requests in flight hold too many bytes."""
-        host = self.host
-        congested = host.bus.congested and self.greeted and not self.holder.is_operator
-        return congested or (self.in_flight > 0 and not host.memory.has_room(self))
+        host, holder = self.host, self.holder
+        if host.bus.congested and self.greeted and not holder.is_operator:
+            return True
+        # Reads are mostly answered at once, so that no request is in flight.
+        return host.requests.used > 0 and not (host.requests.fits(holder) and host.memory.has_room(self))
 
     async def request(self, request: Request[R], timeout_s: float = TIMEOUT_S, *, fence: Fence | None = None) -> R:
         """Send a request to the client and wait for its reply.
@@ -192,6 +200,19 @@ class Session(Connection):
             self.host.resume_when_clear(self)
             return False
         return True
+
+    def _work(self) -> None:
+        inbox, turns = self._inbox, self.host.turns
+        quota = turns.quota(self) if inbox else 0
+        done = 0
+        try:
+            while done < quota and inbox and self.admits():
+                done += 1
+                self._receive(inbox.popleft())
+        finally:
+            turns.spend(self, done)
+        if inbox and 0 < quota == done:
+            turns.wait(self)
 
     def received(self, message: Any) -> None:
         if type(message) is RequestMessage and self.principal is not None:
@@ -249,6 +270,7 @@ class Session(Connection):
     def ended(self, error: ForgedError) -> None:
         self._log.debug("connection ended", code=error.code, reason=error.message)
         self._streams.clear()
+        self.host.requests.give_back(self.holder, len(self._answers))
         self._answers.clear()
         self.calls.fail_all(error)
         self.host.left(self)
@@ -319,6 +341,7 @@ class Session(Connection):
             self._send_outcome(number, pending)
         else:
             self.in_flight += 1
+            self.host.requests.charge(self.holder, 1)
             held = REQUEST_BYTES + len(bytes(body))
             self.host.memory.charge(self, held)
             pending.when_done(partial(self._answer_later, number, held))
@@ -333,6 +356,7 @@ class Session(Connection):
 
     def _answer(self, number: int, held: int, pending: Pending) -> None:
         self.in_flight -= 1
+        self.host.requests.give_back(self.holder)
         if not (self.closing or self.lost):
             self.host.memory.give_back(self, held)
         self._send_outcome(number, pending)

@@ -178,6 +178,8 @@ def test_the_limits_are_those_of_the_code() -> None:
         "bytes held by the connections of a principal or job": memory.PRINCIPAL_BYTES_MAX,
         "bytes held by all connections": memory.DAEMON_BYTES_MAX,
         "requests in flight on a connection": limits.in_flight_max,
+        "requests in flight of a principal or job": server.REQUESTS_EACH_MAX,
+        "requests in flight of all connections": server.REQUESTS_MAX,
         "a request's time": session.TIMEOUT_MAX_S,
         "unacknowledged replies of a client": UNACKNOWLEDGED_MAX,
         "replies are remembered": REMEMBERED_S,

@@ -313,6 +313,32 @@ async def test_waiting_requests_resume_in_order_of_waiting_time(
     assert served == [client_id(number) for number in (0, 0, 1, 2, 0, 1, 2, 1, 2)]
 
 
+async def test_requests_in_flight_of_one_principal_leave_room_for_others(tmp_path: Path) -> None:
+    async with manual_daemon(tmp_path, unix_other_role="worker") as here:
+        here.server.requests.resize(8, 2, 3)
+        for number in (1, 2):
+            await here.ask(await here.greeted(client=client_id(number)), "CreateJob", job="ab"[number - 1])
+        clients = [await here.greeted(peer, client_id(9 + place)) for place, peer in enumerate((WORKER, WORKER, USER))]
+        for client in clients:
+            notes = [[REQUEST, number, 0, "AddNote", {"job": "a", "text": "x"}] for number in range(1, 11)]
+            client.send_bytes(b"".join(map(frame, notes)))
+        in_flight = {session.client: session.in_flight for session in here.server.sessions}
+        assert [in_flight[client_id(9 + place)] for place in range(3)] == [3, 0, 3]
+        for client in clients:
+            assert sorted([(await client.next(REPLY))[1] for _ in range(10)]) == list(range(1, 11))
+        assert here.server.requests.used == 0
+
+
+async def test_requests_in_flight_of_a_lost_connection_are_returned(here: ManualDaemon) -> None:
+    await here.ask(await here.greeted(), "CreateJob", job="a")
+    client = await here.greeted(WORKER, client_id(9))
+    client.send_bytes(b"".join(frame([REQUEST, 1 + n, 0, "AddNote", {"job": "a", "text": "x"}]) for n in range(5)))
+    assert here.server.requests.used == 5
+    client.transport.abort()
+    await client.lost()
+    await until(lambda: here.server.requests.used == here.server.memory.used == 0)
+
+
 # Stopping.
 
 
