@@ -30,9 +30,6 @@ from forged.kernel.messages import ANY_JOB, Call, Decision, Fence, Request
 from forged.kernel.pending import Pending
 from forged.kernel.replies import reused
 
-ROUTE_IN_FLIGHT_MAX = 1024
-"""The maximum number of requests of one type in flight, so that a hanging handler does not block other types."""
-
 _Key = tuple[bytes, int]
 
 
@@ -87,8 +84,8 @@ class RequestDispatcher:
             running = self._running.get((call.client, call.number)) if call.client else None
             if running is not None:
                 return _joined(running, call)
-            if route.in_flight >= ROUTE_IN_FLIGHT_MAX:
-                raise _busy(route)
+            if route.in_flight.used and not route.in_flight.fits(call.principal.holder):
+                raise _busy(route, call)
             if route.wrappers:
                 return self._spawn(route, chain(route, call, self._innermost(route, call))(request), call)
             begun = self._begin(route, request, call)
@@ -214,7 +211,7 @@ class RequestDispatcher:
         if call.client:
             self._running[key] = _Running(pending, scope, call.digest)
         self.in_flight += 1
-        route.in_flight += 1
+        route.in_flight.charge(call.principal.holder, 1)
         self._tasks.start_soon(self._await, route, work, call, pending, scope)
         return pending
 
@@ -245,7 +242,7 @@ class RequestDispatcher:
 
     def _finished(self, route: Route, call: Call, pending: Pending, error: ForgedError | None) -> None:
         self.in_flight -= 1
-        route.in_flight -= 1
+        route.in_flight.give_back(call.principal.holder)
         key = (call.client, call.number)
         running = self._running.get(key)
         if running is not None and running.pending is pending:
@@ -281,8 +278,8 @@ def _wrappers(route: Route) -> str:
     return ", ".join(owner for owner, _ in route.wrappers) or route.owner
 
 
-def _busy(route: Route) -> Unavailable:
-    waiting = f"{route.in_flight} requests of type {route.request.__name__} are in flight; limit {ROUTE_IN_FLIGHT_MAX}"
+def _busy(route: Route, call: Call) -> Unavailable:
+    waiting = f"{route.request.__name__}: {route.in_flight.shortage(call.principal.holder)}"
     return Unavailable("busy", waiting, "try again later; see `forgectl handlers`")
 
 

@@ -15,6 +15,14 @@ from typing import Any
 from forged.errors import ConfigError, Problem
 from forged.kernel.bus.statistics import HandlerStatistics
 from forged.kernel.messages import Call, Request
+from forged.shares import Shares
+
+IN_FLIGHT_MAX = 1024
+"""The maximum number of requests of one type in flight, so that a hanging handler does not block other types."""
+IN_FLIGHT_RESERVE = 64
+IN_FLIGHT_EACH_MAX = 512
+"""How many of them the principals of one job may have."""
+IN_FLIGHT = (IN_FLIGHT_MAX, IN_FLIGHT_RESERVE, IN_FLIGHT_EACH_MAX)
 
 RequestHandler = Callable[[Any, Call], Any]
 """Takes a request and its call; returns the reply, a `Decision`, or an awaitable of either.
@@ -34,8 +42,8 @@ class Route:
     handler: RequestHandler
     wrappers: list[tuple[str, Wrapper]] = field(default_factory=list)
     statistics: HandlerStatistics = field(default_factory=HandlerStatistics)
-    in_flight: int = 0
-    """Requests of this type whose handler or wrapper is awaiting."""
+    in_flight: Shares = field(default_factory=lambda: Shares("requests of this type", *IN_FLIGHT))
+    """Requests of this type whose handler or wrapper is awaiting, by principal."""
 
 
 class RequestTable:

@@ -9,8 +9,7 @@ import pytest
 
 from forged.auth.model import Principal, Role
 from forged.errors import ForgedError, RequestRefused, Unavailable
-from forged.kernel.bus.dispatcher import ROUTE_IN_FLIGHT_MAX
-from forged.kernel.bus.requests import Proceed
+from forged.kernel.bus.requests import IN_FLIGHT_EACH_MAX, IN_FLIGHT_MAX, Proceed
 from forged.kernel.messages import ANY_JOB, Call, Decision, Fence, Nothing, Request
 from forged.kernel.replies import PREFIX as REPLY_PREFIX
 from forged.kernel.store.port import Store
@@ -294,11 +293,39 @@ async def test_hanging_handler_blocks_only_its_own_requests() -> None:
         kernel.bus.serve(Contemplate, hang, owner="hanging")
 
     async with running(register=register) as kernel:
-        hanging = [kernel.bus.submit(Contemplate(), call()) for _ in range(ROUTE_IN_FLIGHT_MAX)]
+        hanging = [kernel.bus.submit(Contemplate(), call()) for _ in range(IN_FLIGHT_MAX)]
         assert (await refused(kernel.bus.submit(Contemplate(), call()))).code == "busy"
         assert await kernel.add(1) == 1
         assert not kernel.bus.congested
         assert not any(pending.done for pending in hanging)
+
+
+class Ponder(Request[int], frozen=True):
+    """Await on behalf of a job."""
+
+    needs: ClassVar[Role] = Role.WORKER
+    decides: ClassVar[bool] = False
+
+    job: str
+
+
+@on_virtual_time
+async def test_hanging_requests_of_one_job_leave_room_for_other_jobs_and_operators() -> None:
+    def register(kernel: Kernel) -> None:
+        async def hang(*_: Any) -> None:
+            await anyio.sleep_forever()
+
+        kernel.bus.serve(Ponder, hang, owner="hanging")
+
+    async with running(register=register) as kernel:
+        tokens = [Call(Principal(f"token-{n}", Role.WORKER, frozenset({"a"})), "a test") for n in range(2)]
+        hanging = [kernel.bus.submit(Ponder("a"), tokens[n % 2]) for n in range(IN_FLIGHT_EACH_MAX)]
+        error = await refused(kernel.bus.submit(Ponder("a"), tokens[0]))
+        assert error.code == "busy"
+        assert f"uses {IN_FLIGHT_EACH_MAX}; limit of one principal or job {IN_FLIGHT_EACH_MAX}" in error.message
+        others = [kernel.bus.submit(Ponder("b"), worker("b")), kernel.bus.submit(Ponder("a"), call())]
+        await anyio.sleep(1)
+        assert not any(pending.done for pending in (*hanging, *others))
 
 
 # Handlers with bugs.
