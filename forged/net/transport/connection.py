@@ -3,7 +3,7 @@
 Invariants:
 - Messages are processed in order. Above its limits this end stops reading, so that TCP pushes back; after
   `MESSAGES_PER_TURN` messages other connections are served.
-- Messages that are sent in one turn of the loop leave in two writes, unless they are large.
+- Messages that are sent in one turn of the loop leave in few writes: the first at once, the others in groups.
 - A peer that violates the protocol, sends incomplete frames, does not read or is silent gets a failure message and the
   connection is closed. Nothing that a peer sends raises outside of this class.
 """
@@ -28,6 +28,8 @@ from forged.shares import Holder
 
 MESSAGES_PER_TURN = 256
 """The number of messages of one connection before other connections are served."""
+MESSAGES_PER_WRITE = 16
+"""Messages of one turn are written in groups of so many, so that both ends work at the same time."""
 WRITE_BYTES = 256 << 10
 """Messages are written at once above this size, otherwise at the end of the turn."""
 READ_BYTES = 256 << 10
@@ -136,8 +138,8 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
         frame = frames.encode(payload)
         self._out.append(frame)
         self._out_bytes += len(frame)
-        if self._out_bytes >= WRITE_BYTES:
-            # At once, because only written bytes show whether the peer reads.
+        if self._out_bytes >= WRITE_BYTES or len(self._out) >= MESSAGES_PER_WRITE:
+            # Only written bytes show whether the peer reads, and the peer works on them while this end continues.
             self._flush()
         elif not self._corked and not self._flush_scheduled:
             # The first message of a turn is written at once, for low latency; the others together at the end of the
