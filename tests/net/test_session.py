@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forged.auth.model import Role
+from forged.auth.model import Principal, Role
 from forged.auth.tokens import encode_token
 from forged.daemon import Daemon
 from forged.errors import ForgedError, RequestRefused, Unavailable
@@ -99,6 +99,8 @@ class Extras:
         self.waiting = 0
         self.back: Any = {}
         self.signals: list[Signal] = []
+        self.senders: list[Principal] = []
+        """Of the signals, in the same order."""
 
     def extend(self, daemon: Daemon) -> None:
         daemon.bus.serve(WaitForGate, self.wait, owner="test")
@@ -116,6 +118,7 @@ class Extras:
 
     def blinked(self, signal: Signal, call: Call) -> None:
         self.signals.append(signal)
+        self.senders.append(call.principal)
 
 
 @pytest.fixture
@@ -856,6 +859,21 @@ async def test_a_signal_reaches_its_handler(here: ManualDaemon, extras: Extras) 
     client = await here.greeted(WORKER)
     client.send(SIGNAL, "LightBlinked", {"job": "a", "light": "green"})
     await until(lambda: extras.signals == [LightBlinked("a", "green")])
+
+
+async def test_signal_has_the_principal_of_the_latest_check_of_rights(
+    here: ManualDaemon, extras: Extras, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await here.greeted(WORKER)
+    client.send(SIGNAL, "LightBlinked", {"job": "a", "light": "green"})
+    await until(lambda: len(extras.senders) == 1)
+    [session] = here.server.sessions
+    other = Principal("another", Role.WORKER)
+    monkeypatch.setattr(session.host, "identify", lambda peer, token: other)
+    here.server.check_rights()
+    client.send(SIGNAL, "LightBlinked", {"job": "a", "light": "red"})
+    await until(lambda: len(extras.senders) == 2)
+    assert extras.senders[0] != extras.senders[1] == other
 
 
 async def test_unknown_signal_is_ignored(here: ManualDaemon) -> None:

@@ -106,6 +106,17 @@ def test_a_file_arrives_as_it_was(
     assert read(destination) == DATA[:count]
 
 
+def test_file_movement_leaves_no_descriptor(
+    pair: Pair, thread: ThreadPoolExecutor, source: int, destination: int
+) -> None:
+    near, far = pair
+    before = sorted(path.name for path in Path("/proc/self/fd").iterdir())
+    sending = thread.submit(movers.send_file, near, source, 0, MIB)
+    movers.receive_into_file(far, destination, 0, MIB)
+    sending.result()
+    assert sorted(path.name for path in Path("/proc/self/fd").iterdir()) == before
+
+
 def test_a_part_of_a_file_arrives_in_its_place(
     pair: Pair, thread: ThreadPoolExecutor, source: int, destination: int
 ) -> None:
