@@ -30,10 +30,13 @@ from forged.jobs.model import (
 )
 from forged.kernel.messages import Decision, Fact, Fence, Nothing
 from forged.pagination import ascending
+from forged.shares import Holder, Shares
 
 PREFIX = "job/"
 FLOOR_KEY = "jobs/floor"
 JOBS_MAX = 10_000
+PARTS = 16
+"""One part of the jobs is left to operators, and four to principals other than the largest."""
 SETTINGS_BYTES_MAX = 64 << 10
 NOTE_CHARS_MAX = 4096
 
@@ -46,8 +49,9 @@ class JobBook:
     """All jobs of a daemon, by name."""
 
     def __init__(self, jobs_max: int = JOBS_MAX) -> None:
-        self.jobs_max = jobs_max
         self._jobs: dict[str, Job] = {}
+        part = jobs_max // PARTS
+        self._shares = Shares("jobs", jobs_max, part, jobs_max - 4 * part)
         self._floor = Fence(0, 0)
         """Above the fences of all removed jobs; new jobs start here."""
 
@@ -58,18 +62,22 @@ class JobBook:
         """Replace all jobs by those in the store."""
         self._floor = Fence(0, 0) if floor is None else _decode_fence(floor)
         jobs = (_decode(value) for value in values)
+        for job in self._jobs.values():
+            self._shares.give_back(_creator(job.created_by))
         self._jobs = {job.name: job for job in jobs}
+        for job in self._jobs.values():
+            self._shares.charge(_creator(job.created_by), 1)
 
-    def create(self, request: CreateJob, by: str, now: float, term: int) -> Decision[Job]:
-        """A new job, or the existing one; `term` is the daemon's."""
+    def create(self, request: CreateJob, by: str, now: float, term: int, *, is_operator: bool = False) -> Decision[Job]:
+        """A new job, or the existing one; `term` is the daemon's. Some jobs are left to operators."""
         name = check_name("job", request.job)
         _check_settings(request.settings)
         known = self._jobs.get(name)
         if known is not None:
             return _same_or_refused(known, request.settings)
-        if len(self._jobs) >= self.jobs_max:
-            text = f"the daemon has {len(self._jobs)} jobs, the limit"
-            raise RequestRefused("jobs_full", text, "remove jobs that are over")
+        if not self._shares.fits(Holder(by, by, is_operator)):
+            raise RequestRefused("jobs_full", self._shares.shortage(_creator(by)), "remove jobs that are over")
+        self._shares.charge(_creator(by), 1)
         fence = max(self._floor, Fence(term, 0))
         job = Job(name=name, settings=request.settings, created_at=now, created_by=by, fence=fence)
         return self._put(job, JobCreated(name, job.settings))
@@ -93,6 +101,7 @@ class JobBook:
         job = self._jobs.pop(request.job, None)
         if job is None:
             return Decision(Nothing())
+        self._shares.give_back(_creator(job.created_by))
         writes: dict[str, bytes | None] = {PREFIX + job.name: None}
         above = Fence(job.fence.term, job.fence.generation + generation + 1)
         if above > self._floor:
@@ -132,6 +141,11 @@ class JobBook:
     def _put(self, job: Job, fact: Fact) -> Decision[Job]:
         self._jobs[job.name] = job
         return Decision(job, (fact,), {PREFIX + job.name: _encode(job)}, job.name, job.fence.generation)
+
+
+def _creator(name: str) -> Holder:
+    """The holder of a job; whether it was an operator is not stored."""
+    return Holder(name, name)
 
 
 def _same_or_refused(job: Job, settings: dict[str, SettingValue]) -> Decision[Job]:

@@ -72,7 +72,9 @@ class JobService:
 
     def _create(self, request: CreateJob, call: Call) -> Decision[Job]:
         self._training.require(request.job, request.settings)
-        return self.book.create(request, call.principal.name, self._clock.wall(), self._bus.ledger.term)
+        by = call.principal.holder
+        now, term = self._clock.wall(), self._bus.ledger.term
+        return self.book.create(request, by.name, now, term, is_operator=by.is_operator)
 
     def _change(self, request: ChangeJob, call: Call) -> Decision[Job]:
         self._training.require(request.job, request.settings)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from math import inf, nan
 from typing import Any
 
@@ -110,6 +111,21 @@ def test_number_of_jobs_is_bounded_and_existing_jobs_stay_usable() -> None:
     assert book.create(CreateJob("a"), "x", 1.0, TERM).reply.name == "a"
     book.remove(RemoveJob("a"))
     assert book.create(CreateJob("c"), "x", 1.0, TERM).reply.name == "c"
+
+
+def test_jobs_are_shared_by_their_creators_with_a_reserve_for_operators() -> None:
+    book = JobBook(jobs_max=32)
+    for number in range(24):
+        book.create(CreateJob(f"a{number}"), "a", 1.0, TERM)
+    assert refusal(book.create, CreateJob("a24"), "a", 1.0, TERM).code == "jobs_full"
+    for number in range(6):
+        book.create(CreateJob(f"b{number}"), "b", 1.0, TERM)
+    assert refusal(book.create, CreateJob("b6"), "b", 1.0, TERM).code == "jobs_full"
+    for number in range(2):
+        book.create(CreateJob(f"root{number}"), "unix:0", 1.0, TERM, is_operator=True)
+    assert refusal(partial(book.create, is_operator=True), CreateJob("root2"), "unix:0", 1.0, TERM).code == "jobs_full"
+    book.remove(RemoveJob("a0"))
+    book.create(CreateJob("root2"), "unix:0", 1.0, TERM, is_operator=True)
 
 
 def test_change_replaces_the_settings_and_increments_the_version() -> None:
