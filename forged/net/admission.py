@@ -96,10 +96,13 @@ class ConnectionTable:
 
 
 def holder_before_hello(peer: Peer, is_operator: Callable[[Peer], bool]) -> Holder:
-    """The holder of a connection without a hello: the user of a Unix socket's peer, or the peer's address."""
+    """The holder of a connection without a hello: the peer's user, if it is on this host and known, or its address."""
     if peer.scheme == "unix":
         name = f"unix:{peer.uid}"
         return Holder(name, name, is_operator(peer))
+    if peer.loopback and peer.uid is not None:
+        # All users of this host have the same address.
+        return Holder(f"loopback:{peer.uid}", f"loopback:{peer.uid}")
     host = _network(peer.address.rpartition(":")[0].strip("[]"))
     return Holder(host, host)
 

@@ -154,7 +154,7 @@ class HttpServer:
     def _require_own_name(self, request: web.Request) -> None:
         """Refuse a request for a domain that is not this host's: its sender has only resolved the domain to this host.
 
-        An address, and a name without a dot, is nobody's domain.
+        An address, and a name without a dot, cannot be the domain of a web page.
         """
         name = _host_name(request.headers.get("Host", ""))
         if "." in name and not _is_address(name) and name not in self._own_names:

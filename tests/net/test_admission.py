@@ -46,6 +46,8 @@ def closed(connections: list[FakeConnection]) -> list[int]:
         (Peer("unix", "pid 7", uid=0), "unix:0", True),
         (Peer("unix", "pid 7", uid=5), "unix:5", False),
         (Peer("tcp", "10.0.0.7:4000"), "10.0.0.7", False),
+        (Peer("tcp", "127.0.0.1:4000", loopback=True, uid=5), "loopback:5", False),
+        (Peer("tcp", "127.0.0.1:4000", loopback=True), "127.0.0.1", False),
         (Peer("tls", "[2001:db8:1:2:3::4]:4000"), "2001:db8:1:2::/64", False),
         (Peer("tcp", "unknown"), "", False),
     ],
