@@ -141,7 +141,7 @@ def copy_of(state: Any) -> Callable[[], None]:
 
 def _values(state: Any) -> Any:
     if isinstance(state, StateDictHolder):
-        return state.state_dict()
+        return _dict_of(state, "state")
     if isinstance(state, MutableMapping):
         return state
     raise RequestRefused(
@@ -149,6 +149,14 @@ def _values(state: Any) -> Any:
         f"state is a {type(state).__name__}",
         "give an object with state_dict() and load_state_dict(), or a dict of such objects, arrays and plain values",
     )
+
+
+def _dict_of(holder: StateDictHolder, where: str) -> Mapping[str, Any]:
+    try:
+        return holder.state_dict()
+    except Exception as error:
+        error.add_note(f"in state_dict() of {where}, a {type(holder).__name__}")
+        raise
 
 
 def _describe(value: Any, arrays: list[Array], where: str, depth: int) -> Any:
@@ -162,7 +170,7 @@ def _describe(value: Any, arrays: list[Array], where: str, depth: int) -> Any:
     if value is None or isinstance(value, _PLAIN):
         return (PLAIN, _plain(value))
     if isinstance(value, StateDictHolder):
-        return _describe(value.state_dict(), arrays, where, depth + 1)
+        return _describe(_dict_of(value, where), arrays, where, depth + 1)
     if isinstance(value, Mapping):
         return (
             DICT,

@@ -7,6 +7,7 @@ Invariants:
 - A fetcher that connects before the offer waits for it.
 - While a state arrives, the daemon is told how much has, and which worker is out of reach.
 - A fetch that fails is repeated, unless TLS refuses the source or the state does not fit.
+- A state that cannot be packed fails the worker that fetches it, with the path of the value. Its giver trains on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from anyio.abc import TaskGroup
 from forged import retry
 from forged.elastic.messages import RescaleSynchronising
 from forged.elastic.model import WorkerId
-from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
+from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable, describe, without_traceback
 from forged.log import Log
 from forged.net.transport.tls import TLS_FAILED
 from forged.retry import RetryPolicy
@@ -61,6 +62,8 @@ class _Offer:
     attempt: int
     head: bytes
     parts: list[memoryview]
+    refusal: ForgedError | None = None
+    """Why the state cannot be sent; a fetcher gets this error instead."""
     scopes: dict[PeerLink, anyio.CancelScope] = field(default_factory=dict)
     channels: dict[BulkChannel, None] = field(default_factory=dict)
     """In the order of the connections, in which they are cut."""
@@ -101,9 +104,11 @@ class StateServer:
         return [fd for channel in channels if (fd := channel.descriptor()) is not None]
 
     @contextmanager
-    def offering(self, attempt: int, head: bytes, parts: Sequence[memoryview | bytes]) -> Iterator[None]:
-        """Offer a state for an attempt inside the block, in which its memory must not change."""
-        offer = _Offer(attempt, head, _checked(head, parts))
+    def offering(
+        self, attempt: int, head: bytes, parts: Sequence[memoryview | bytes], refusal: ForgedError | None = None
+    ) -> Iterator[None]:
+        """Offer a state for an attempt inside the block, in which its memory must not change; or refuse to send one."""
+        offer = _Offer(attempt, head, _checked(head, parts), refusal)
         is_taken = attempt == self._newest and self._offer is not None
         if attempt < self._newest or is_taken:
             raise _over(attempt, self._newest)
@@ -126,6 +131,8 @@ class StateServer:
     async def _serve(self, link: AcceptedLink, inbox: Inbox, attempt: int, worker: str) -> None:
         try:
             offer = await self._offer_for(attempt)
+            if offer.refusal is not None:
+                raise without_traceback(offer.refusal)
             with anyio.CancelScope() as scope, offer.served(link, scope):
                 await self._give(offer, link, inbox)
             if scope.cancelled_caught:
@@ -319,6 +326,15 @@ TELLING_INTERVAL_S = 1.0
 """How often the daemon is told how much of a state has arrived."""
 
 
+def _refused(code: str, what: str, error: Exception) -> RequestRefused:
+    """Why a state is not transferred, which no later try would change."""
+    if isinstance(error, ForgedError):
+        return RequestRefused(error.code, f"{what}: {error.message}", error.fix)
+    where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+    code = "state_too_large" if isinstance(error, MemoryError) else code
+    return RequestRefused(code, f"{what}: {describe(error)}{where}", "give the same kind of state at all workers")
+
+
 class StateExchange:
     """Offers and takes one worker's state."""
 
@@ -341,8 +357,15 @@ class StateExchange:
         """Why the last fetch of the present transfer failed; empty where none has."""
 
     def offering(self, attempt: int) -> AbstractContextManager[None]:
-        """Offer the state for an attempt, until the block is left."""
-        packed = pack(self._progress.transferable_state)
+        """Offer the state for an attempt, until the block is left; if it cannot be packed, its fetchers are refused."""
+        try:
+            packed = pack(self._progress.transferable_state)
+        except Exception as error:  # noqa: BLE001 - packing calls the script's own state
+            refusal = _refused(
+                "state_unfit", f"the state of {self._registration.worker.id} cannot be transferred", error
+            )
+            self._log.warning("this worker's state cannot be given to another worker", reason=str(refusal))
+            return self._server.offering(attempt, b"", (), refusal)
         return self._server.offering(attempt, packed.head, packed.parts)
 
     async def take(self, settled: RescaleSynchronising) -> None:
@@ -365,7 +388,11 @@ class StateExchange:
             return arrived[-1].parts
 
         await self._fetch.fetch(source, attempt, into)
-        arrived[-1].adopt(self._progress.transferable_state)
+        try:
+            arrived[-1].adopt(self._progress.transferable_state)
+        except Exception as error:
+            what = f"the state of {source.id} cannot be loaded by {self._registration.worker.id}"
+            raise _refused("state_not_loaded", what, error) from error
 
     async def _has_fetched(self, settled: RescaleSynchronising) -> bool:
         try:

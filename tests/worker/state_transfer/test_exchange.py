@@ -32,6 +32,7 @@ class Line:
     """Records the reports about a transfer."""
 
     def __init__(self) -> None:
+        self.worker = WorkerId("w0", "127.0.0.1", 0)
         self.said: list[tuple[int, int, str, str]] = []
         self.heard = asyncio.Event()
 
