@@ -35,7 +35,7 @@ def cells(line: str) -> list[str]:
 
 
 def declared_name(cell: str, owner: str) -> str:
-    """The declaration that a cell stands for: code belongs to the type whose name is the heading, text to nobody."""
+    """The declaration that a cell stands for; code belongs to the type in the heading, text to no type."""
     code = re.fullmatch(r"`([^`]+)`", cell)
     if not code:
         return cell
