@@ -129,7 +129,7 @@ class DataService:
         facts = await self._plan(ownership, ownership.attempt, config, request)
         return Decision(OfferTaken(), facts, job=request.job, generation=members.generation, cause=members.started_id)
 
-    async def _members(self, request: OfferShards | ReportLostShards) -> AttemptMembers:
+    async def _members(self, request: OfferShards | ReportLostShards | ReportShards) -> AttemptMembers:
         """The members of the request's attempt; refused when it is over or the worker is not one of them."""
         members = await self._bus.ask(ReadAttempt(request.job, request.worker_id, request.incarnation))
         if members.attempt != request.attempt:
@@ -195,7 +195,8 @@ class DataService:
         ownership = self._store.ownership(request.job)
         return transfer_page(ownership, request.worker_id, request.attempt, request.after)
 
-    def _report(self, request: ReportShards, call: Call) -> Decision[Nothing]:
+    async def _report(self, request: ReportShards, call: Call) -> Decision[Nothing]:
+        await self._members(request)
         ownership = self._store.ownership(request.job)
         ownership.require_planned(request.attempt)
         if request.missing:

@@ -7,7 +7,7 @@ from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 ABORTED = "collective_aborted"
 STEP_VOIDED = "step_voided"
 """The code with which a world ends whose step the script of a member has voided: no worker is to blame."""
-NEWS_DIFFER = frozenset({"generation_over", "topology_differs", "incarnation_differs", "not_a_member"})
+NEWS_DIFFER = frozenset({"generation_over", "topology_differs", "session_differs", "not_a_member"})
 """Codes with which workers refuse each other that have not received the same facts; the daemon knows the truth."""
 BLAMELESS = NEWS_DIFFER | {"attempt_over"}
 """Codes of refusals by a worker that has received newer facts; it is not to blame."""

@@ -1,7 +1,8 @@
 """A worker's connections to its peers: its listener, the world that it is in, and its state and shard transfers.
 
 Invariants:
-- A peer that connects proves that it belongs to the job before it is told anything.
+- A peer that connects proves that it belongs to the job before it is told anything, and so does the listener.
+- What the daemon knows this worker by, its incarnation, is not here; peers tell its sessions apart by the session id.
 - A worker is in one world at a time, and enters worlds of growing generations. A peer that connects for an older
   generation is refused; one that connects for a newer generation waits, because this worker may learn of it soon.
 """
@@ -34,7 +35,7 @@ from forged.worker.state_transfer.transfer import StateFetch, StateServer
 from forged.worker.transport import peer_messages
 from forged.worker.transport.bulk_channel import BulkTransport, SocketBulkTransport
 from forged.worker.transport.peer_link import PEER_LIMITS, AcceptedLink, Dialler, Inbox, PeerLink, memory_for_peers
-from forged.worker.transport.peer_messages import NONCE_BYTES, Answer, Purpose
+from forged.worker.transport.peer_messages import NONCE_BYTES, Answer, PeerHello, Purpose
 
 __all__ = ["Mesh", "World"]
 
@@ -74,7 +75,7 @@ class Mesh:
     def __init__(
         self,
         worker_id: str,
-        incarnation: bytes,
+        session_id: bytes,
         job: str,
         network: Network | None = None,
         clock: Clock | None = None,
@@ -88,7 +89,6 @@ class Mesh:
     ) -> None:
         self.counts = MeshCounts()
         self._worker_id = worker_id
-        self._incarnation = incarnation
         self._job = job
         self._network = network if network is not None else SystemNetwork()
         self._clock = clock or SystemClock()
@@ -102,7 +102,7 @@ class Mesh:
         self._dialler = Dialler(
             job,
             worker_id,
-            incarnation,
+            session_id,
             self._network,
             scheme,
             limits,
@@ -110,8 +110,9 @@ class Mesh:
             self._clock,
             self._random,
             self._links,
-            key,
+            b"",
         )
+        self.trust(key)
         self.state_fetch = StateFetch(self._carrier, self._dialler, self._random)
         self._generation = -1
         self._endpoint: Endpoint | None = None
@@ -127,8 +128,8 @@ class Mesh:
         """Both are made for the first connection: a worker without training data has none."""
 
     def trust(self, key: bytes) -> None:
-        """Use the job's key from now on."""
-        self._dialler.key = key
+        """Use the job's key from now on; without one there is no mesh."""
+        self._dialler.key = peer_messages.mesh_key(key, self._job) if key else b""
 
     @asynccontextmanager
     async def open(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Address]:
@@ -281,15 +282,23 @@ class Mesh:
     # Connections.
 
     def _make_link(self) -> AcceptedLink:
-        link = AcceptedLink(self._clock, self._limits, self._memory, self, self._random.randbytes(NONCE_BYTES))
+        link = AcceptedLink(self._clock, self._limits, self._memory, self)
         self._strangers[link] = None
         if len(self._strangers) > STRANGERS_MAX or len(self._strangers) + len(self._links) > PEERS_MAX:
             next(iter(self._strangers)).cut("too many unauthenticated connections")
         return link
 
+    def on_hello(self, link: AcceptedLink, hello: PeerHello) -> None:
+        """A peer has connected: prove to it that this worker belongs to the job, or close the connection."""
+        if not self._dialler.key:
+            link.cut("this worker does not know the job's key yet")
+            return
+        nonce = self._random.randbytes(NONCE_BYTES)
+        link.challenge(hello, peer_messages.challenge_to(hello, nonce, self._dialler.key, self._job, self._worker_id))
+
     def on_answer(self, link: AcceptedLink, answer: Answer) -> None:
         """A peer has answered the challenge: accept its proof, or close the connection."""
-        if not self._dialler.key or not peer_messages.is_proven(answer, self._dialler.key, link.nonce):
+        if not peer_messages.is_proven(answer, self._dialler.key, link.nonces):
             link.cut("its authentication proof is wrong")
             return
         if answer.job != self._job or answer.target != self._worker_id:
@@ -299,7 +308,7 @@ class Mesh:
         self._links[link] = None
         link.over.add_done_callback(lambda _: self._forget(link))
         self.counts.accepted += 1
-        link.believe(peer_messages.accepted(answer, self._dialler.key, link.nonce, self._incarnation), answer.worker)
+        link.believe(peer_messages.accepted(answer, self._dialler.key, link.nonces), answer.worker)
         self._place(link, answer)
 
     def on_stranger_gone(self, link: AcceptedLink, reason: str) -> None:

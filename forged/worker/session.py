@@ -38,6 +38,7 @@ from forged.worker.rescaler import Rescaler
 from forged.worker.state_transfer.encoding import pack
 from forged.worker.state_transfer.transfer import StateExchange
 from forged.worker.transport.bulk_channel import LoopBulkTransport
+from forged.worker.transport.peer_messages import session_id_of
 from forged.worker.usage_report import UsageReport
 from forged.worker.worker_state.job_view import FOLLOWED
 from forged.worker.worker_state.session_state import SessionState, WorkerSpec
@@ -266,7 +267,7 @@ async def _open_mesh(
 ) -> AsyncIterator[Mesh]:
     mesh = Mesh(
         wanted.id,
-        incarnation,
+        session_id_of(incarnation),
         spec.job,
         spec.network if spec.peer_tls is None else spec.peer_tls.network(),
         spec.clock,

@@ -731,11 +731,26 @@ class TestProgress:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.offer_all()
-            await stage.workers["b"].ask(ReportShards(JOB, "b", b"", 1, missing=1))
+            await stage.workers["b"].ask(ReportShards(JOB, "b", stage.workers["b"].incarnation, 1, missing=1))
             await stage.wait(0.1)
             assert stage.attempt == 2
             assert "b found only bad copies of 1 shard" in stage.facts(RescaleStarted)[-1].reason
-            assert await refused(stage.workers["b"].ask(ReportShards(JOB, "b", b"", 1, missing=1))) == "attempt_over"
+            assert (
+                await refused(
+                    stage.workers["b"].ask(ReportShards(JOB, "b", stage.workers["b"].incarnation, 1, missing=1))
+                )
+                == "attempt_over"
+            )
+
+    async def test_report_with_another_incarnation_does_not_count(self) -> None:
+        async with data_fixture() as stage:
+            await stage.come("a", *range(10), min_workers=2)
+            await stage.come("b")
+            await stage.offer_all()
+            forged_report = ReportShards(JOB, "b", stage.workers["a"].incarnation, 1, missing=1)
+            assert await refused(stage.workers["a"].ask(forged_report)) == "attempt_over"
+            await stage.wait(0.1)
+            assert stage.attempt == 1
 
 
 async def doubted_by_b(stage: DataFixture, dataset: DatasetSpec, **settings: Any) -> None:

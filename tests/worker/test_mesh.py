@@ -24,6 +24,7 @@ from forged.worker.transport.peer_messages import (
     Accepted,
     Answer,
     Challenge,
+    PeerHello,
     Purpose,
     Refused,
     Started,
@@ -31,8 +32,18 @@ from forged.worker.transport.peer_messages import (
     decode,
     digest_of,
     encode,
+    mesh_key,
+    nonces_of,
 )
 from tests.worker.meshes import JOB, KEY, PATIENCE_S, Meshes, each, failures, incarnation, open_meshes, until
+
+HELLO = PeerHello(b"n" * 32)
+MESH_KEY = mesh_key(KEY, JOB)
+
+
+def proven(answer: Answer, challenge: Challenge, key: bytes = MESH_KEY) -> Answer:
+    """The answer to this challenge, with its proof."""
+    return answered(answer, key, nonces_of(HELLO, challenge))
 
 
 class Stranger:
@@ -43,6 +54,7 @@ class Stranger:
         self.writer = writer
 
     async def challenge(self) -> Challenge:
+        self.say(HELLO)
         message = await self.hear()
         assert isinstance(message, Challenge)
         return message
@@ -75,7 +87,7 @@ async def stranger(worker: WorkerId) -> AsyncIterator[Stranger]:
 
 def answer(number: int = 1, **changes: Any) -> Answer:
     """That of w1 to w0."""
-    proper = Answer(1, JOB, "w0", "w1", incarnation(1), Purpose.MEMBER, number, b"n" * 32, 1)
+    proper = Answer(2, JOB, "w0", "w1", incarnation(1), Purpose.MEMBER, number, 1)
     return msgspec.structs.replace(proper, **changes)
 
 
@@ -244,7 +256,7 @@ async def test_second_process_with_the_same_id_is_refused() -> None:
         async with twin.open():
             with pytest.raises(RequestRefused) as raised:
                 await twin.enter(1, made.topology, PATIENCE_S)
-            assert raised.value.code == "incarnation_differs"
+            assert raised.value.code == "session_differs"
         third = asyncio.ensure_future(made.meshes[2].enter(1, made.topology, PATIENCE_S))
         await each([await hub, await first, await third], lambda world: world.barrier())
 
@@ -295,9 +307,10 @@ async def test_descriptors_are_the_listener_and_all_connections() -> None:
 @pytest.mark.parametrize(
     "proper",
     [
-        answered(answer(), b"another key", b"c" * 32),
+        answered(answer(), b"another key", b"c" * 64),
         answer(),
-        answered(answer(), KEY, b"c" * 32),
+        answered(answer(), KEY, b"c" * 64),
+        answered(answer(), MESH_KEY, b"c" * 64),
     ],
 )
 async def test_peer_without_a_proof_is_disconnected_without_a_message(proper: Answer) -> None:
@@ -312,7 +325,7 @@ async def test_peer_without_a_proof_is_disconnected_without_a_message(proper: An
 async def test_peer_for_another_worker_or_job_is_disconnected_without_a_message(changes: dict[str, Any]) -> None:
     async with open_meshes(1) as made, stranger(made.workers[0]) as one:
         challenge = await one.challenge()
-        one.say(answered(answer(**changes), KEY, challenge.nonce))
+        one.say(proven(answer(**changes), challenge))
         assert await one.is_cut_off()
 
 
@@ -336,11 +349,17 @@ async def test_garbage_is_disconnected_without_a_message(garbage: bytes) -> None
         await until(lambda: made.meshes[0].counts.unproven == 1)
 
 
+async def test_dialler_that_answers_before_the_challenge_is_disconnected_without_a_message() -> None:
+    async with open_meshes(1) as made, stranger(made.workers[0]) as one:
+        one.say(answered(answer(), MESH_KEY, b""))
+        assert await one.is_cut_off()
+
+
 async def test_challenges_are_unique() -> None:
     async with open_meshes(1) as made, stranger(made.workers[0]) as one, stranger(made.workers[0]) as other:
         first, second = await one.challenge(), await other.challenge()
         assert first.nonce != second.nonce
-        other.say(answered(answer(), KEY, first.nonce))
+        other.say(proven(answer(), first))
         assert await other.is_cut_off()
 
 
@@ -369,7 +388,7 @@ async def test_protocol_violation_of_a_member_ends_only_its_world() -> None:
         hub = asyncio.ensure_future(made.meshes[0].enter(1, topology, PATIENCE_S))
         async with stranger(made.workers[0]) as one:
             challenge = await one.challenge()
-            one.say(answered(answer(world=digest_of(topology.workers)), KEY, challenge.nonce))
+            one.say(proven(answer(world=digest_of(topology.workers)), challenge))
             assert isinstance(await one.hear(), Accepted)
             assert isinstance(await one.hear(), Started)
             world = await hub
@@ -386,7 +405,7 @@ async def test_member_that_connects_for_an_ended_generation_is_refused() -> None
         await made.enter(3)
         async with stranger(made.workers[0]) as one:
             challenge = await one.challenge()
-            one.say(answered(answer(2), KEY, challenge.nonce))
+            one.say(proven(answer(2), challenge))
             assert isinstance(await one.hear(), Accepted)
             refusal = await one.hear()
             assert isinstance(refusal, Refused)
@@ -412,10 +431,11 @@ async def impostor(*messages: Any) -> AsyncIterator[WorkerId]:
 @pytest.mark.parametrize(
     ("messages", "code"),
     [
-        ((Challenge(1, 1, b"c" * 32), Accepted(b"i" * 16, b"p" * 32)), "peer_unproven"),
-        ((Challenge(2, 3, b"c" * 32),), "version_mismatch"),
+        ((Challenge(2, 2, b"c" * 32, b"p" * 32), Accepted(b"p" * 32)), "peer_unproven"),
+        ((Challenge(1, 1, b"c" * 32),), "version_mismatch"),
+        ((Challenge(3, 4, b"c" * 32, b"p" * 32),), "version_mismatch"),
         ((Started(1),), "message_unexpected"),
-        ((Accepted(b"i" * 16, b"p" * 32),), "message_unexpected"),
+        ((Accepted(b"p" * 32),), "message_unexpected"),
     ],
 )
 async def test_unauthenticated_hub_is_rejected(messages: tuple[Any, ...], code: str) -> None:
@@ -423,6 +443,42 @@ async def test_unauthenticated_hub_is_rejected(messages: tuple[Any, ...], code: 
         with pytest.raises(PeerError) as raised:
             await made.meshes[1].enter(1, ClusterTopology((hub, made.workers[1])), PATIENCE_S)
         assert raised.value.code == code
+
+
+async def test_listener_without_a_proof_learns_neither_job_nor_worker_nor_session() -> None:
+    heard = bytearray()
+    ended = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(frames.encode(encode(Challenge(2, 2, b"c" * 32, b"p" * 32))))
+        heard.extend(await reader.read())
+        writer.close()
+        ended.set()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, open_meshes(2) as made:
+        hub = WorkerId("w0", "127.0.0.1", server.sockets[0].getsockname()[1])
+        assert await code_of(made, 1, ClusterTopology((hub, made.workers[1]))) == "peer_unproven"
+        await asyncio.wait_for(ended.wait(), PATIENCE_S)
+    assert isinstance(decode(bytes(heard[4:])), PeerHello)
+
+
+async def test_proof_of_another_listener_of_the_job_is_rejected() -> None:
+    """A challenge that was made for another worker is passed on."""
+    async with open_meshes(3) as made:
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            other, out = await asyncio.open_connection(made.workers[2].hostname, made.workers[2].port)
+            out.write(await reader.read(1 << 16))
+            writer.write(await other.read(1 << 16))
+            await reader.read()
+            writer.close()
+            out.close()
+
+        server = await asyncio.start_server(relay, "127.0.0.1", 0)
+        async with server:
+            hub = WorkerId("w0", "127.0.0.1", server.sockets[0].getsockname()[1])
+            assert await code_of(made, 1, ClusterTopology((hub, made.workers[1]))) == "peer_unproven"
 
 
 async def test_silent_listener_times_out() -> None:

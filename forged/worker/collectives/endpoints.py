@@ -207,7 +207,7 @@ class HubEndpoint(Endpoint):
         self._digest = digest
         self._hub = Hub(names)
         self._links: dict[int, AcceptedLink] = {}
-        self._incarnations: dict[int, bytes] = {}
+        self._session_ids: dict[int, bytes] = {}
         self._ranks: dict[PeerLink, int] = {}
         self._left: list[int] = []
         self._is_started = False
@@ -237,7 +237,7 @@ class HubEndpoint(Endpoint):
             earlier.abort()
         link.inbox = self._inbox
         self._links[answer.rank] = link
-        self._incarnations[answer.rank] = answer.incarnation
+        self._session_ids[answer.rank] = answer.session_id
         self._ranks[link] = answer.rank
         self._start_if_complete()
 
@@ -253,9 +253,11 @@ class HubEndpoint(Endpoint):
             raise Unavailable(
                 "generation_over", f"the world of generation {answer.number} has begun without this worker"
             )
-        if self._incarnations.get(answer.rank, answer.incarnation) != answer.incarnation:
+        if self._session_ids.get(answer.rank, answer.session_id) != answer.session_id:
             raise RequestRefused(
-                "incarnation_differs", f"another incarnation of {answer.worker} is connected already", "end one of them"
+                "session_differs",
+                f"another session of {answer.worker} is connected already",
+                "end one of them",
             )
 
     def _start_if_complete(self) -> None:
@@ -303,7 +305,7 @@ class HubEndpoint(Endpoint):
         if self._is_started:
             self._end(aborted(f"{self._hub.describe(rank)} was lost: {error.message}", self.names[rank]))
         else:
-            del self._links[rank], self._incarnations[rank]
+            del self._links[rank], self._session_ids[rank]
 
     def _end_without_those_who_left(self) -> None:
         self._end(aborted(f"{self._hub.listed(self._left)} left the world in good order"))

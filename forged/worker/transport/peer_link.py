@@ -1,8 +1,8 @@
 """One connection between two workers, at either end.
 
 Invariants:
-- Nothing is told and nothing large is read before the peer has proven that it knows the job's key. A peer that fails to
-  is disconnected without a message.
+- Either end tells nothing and reads nothing large before the peer has proven that it knows the job's key. A dialler
+  that fails to is disconnected without a message.
 - A proven peer may be silent and read nothing for any time: it may compute with the GIL held. The end of the connection
   tells that it is dead, and the kernel that its host is gone.
 
@@ -43,6 +43,7 @@ from forged.worker.transport.peer_messages import (
     Accepted,
     Answer,
     Challenge,
+    PeerHello,
     PeerMessage,
     Purpose,
     Refused,
@@ -142,6 +143,10 @@ def memory_for_peers() -> Memory:
 class Door(Protocol):
     """Judges the proofs of peers that connect."""
 
+    def on_hello(self, link: AcceptedLink, hello: PeerHello) -> None:
+        """A peer has connected, and waits for the listener's proof."""
+        ...
+
     def on_answer(self, link: AcceptedLink, answer: Answer) -> None:
         """A peer has answered the challenge."""
         ...
@@ -201,9 +206,10 @@ class PeerLink(Connection):
 class AcceptedLink(PeerLink):
     """The listening end: it demands the proof."""
 
-    def __init__(self, clock: Clock, limits: ConnectionLimits, memory: Memory, door: Door, nonce: bytes) -> None:
+    def __init__(self, clock: Clock, limits: ConnectionLimits, memory: Memory, door: Door) -> None:
         super().__init__(clock, limits, memory)
-        self.nonce = nonce
+        self.nonces = b""
+        """Those of both ends; empty before the challenge."""
         self.inbox: Inbox | None = None
         """Where messages of the proven peer go; None while it has to wait."""
         self._is_proven = False
@@ -212,7 +218,13 @@ class AcceptedLink(PeerLink):
         self._is_answered = False
 
     def opened(self) -> None:
-        self.send(Challenge(VERSION_MIN, VERSION_MAX, self.nonce))
+        # The dialler speaks first.
+        pass
+
+    def challenge(self, hello: PeerHello, challenge: Challenge) -> None:
+        """Answer the dialler's hello with this challenge."""
+        self.nonces = peer_messages.nonces_of(hello, challenge)
+        self.send(challenge)
 
     def believe(self, accepted: Accepted, worker: str) -> None:
         """Accept the proof of this worker."""
@@ -243,7 +255,9 @@ class AcceptedLink(PeerLink):
             self.inbox.put(self, message)
         elif self._is_proven:
             raise PeerError("message_unexpected", f"{type(message).__name__} was sent before the world began")
-        elif isinstance(message, Answer) and not self._is_answered:
+        elif isinstance(message, PeerHello) and not self.nonces:
+            self._door.on_hello(self, message)
+        elif isinstance(message, Answer) and self.nonces and not self._is_answered:
             self._is_answered = True
             self._door.on_answer(self, message)
         else:
@@ -258,7 +272,7 @@ class AcceptedLink(PeerLink):
 
 
 class DialledLink(PeerLink):
-    """The connecting end: it gives its proof, and demands the listener's."""
+    """The connecting end: it demands the listener's proof, and then gives its own."""
 
     def __init__(
         self,
@@ -267,6 +281,7 @@ class DialledLink(PeerLink):
         memory: Memory,
         inbox: Inbox,
         key: bytes,
+        hello: PeerHello,
         answer: Answer,
         target: str,
     ) -> None:
@@ -275,21 +290,24 @@ class DialledLink(PeerLink):
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._messages = inbox
         self._key = key
+        self._hello = hello
         self._answer = answer
         self._target = target
-        self._nonce: bytes | None = None
+        self._nonces = b""
+        """Those of both ends; empty before the challenge."""
 
     def opened(self) -> None:
+        self.send(self._hello)
         # A message of any size may arrive together with the acceptance.
         self.established()
 
     def received(self, message: PeerMessage) -> None:
         if self.accepted.done():
             self._messages.put(self, message)
-        elif isinstance(message, Challenge) and self._nonce is None:
+        elif isinstance(message, Challenge) and not self._nonces:
             self._answer_to(message)
-        elif isinstance(message, Accepted) and self._nonce is not None:
-            self._check(message, self._nonce)
+        elif isinstance(message, Accepted) and self._nonces:
+            self._check(message)
         else:
             raise PeerError(
                 "message_unexpected",
@@ -323,18 +341,21 @@ class DialledLink(PeerLink):
                 f" this worker {VERSION_MIN} to {VERSION_MAX}",
                 "upgrade the older of the two",
             )
-        self._nonce = challenge.nonce
-        self._answer = peer_messages.answered(
-            msgspec.structs.replace(self._answer, version=version), self._key, challenge.nonce
-        )
+        answer = msgspec.structs.replace(self._answer, version=version)
+        if not peer_messages.is_challenge_proven(challenge, self._hello, self._key, answer.job, answer.target):
+            raise self._unproven()
+        self._nonces = peer_messages.nonces_of(self._hello, challenge)
+        self._answer = peer_messages.answered(answer, self._key, self._nonces)
         self.send(self._answer)
 
-    def _check(self, message: Accepted, nonce: bytes) -> None:
-        if not peer_messages.is_accepted(message, self._answer, self._key, nonce):
-            raise PeerError(
-                "peer_unproven", f"{self._target} does not know the job's key", "see which process listens there"
-            )
+    def _check(self, message: Accepted) -> None:
+        if not peer_messages.is_accepted(message, self._answer, self._key, self._nonces):
+            raise self._unproven()
         self.accepted.set_result(None)
+
+    def _unproven(self) -> PeerError:
+        text = f"{self._target} has not proven that it is this worker of job {self._answer.job}"
+        return PeerError("peer_unproven", text, "see which process listens there")
 
 
 class Dialler:
@@ -344,7 +365,7 @@ class Dialler:
         self,
         job: str,
         worker_id: str,
-        incarnation: bytes,
+        session_id: bytes,
         network: Network,
         scheme: Literal["tcp", "tls"],
         limits: ConnectionLimits,
@@ -355,10 +376,10 @@ class Dialler:
         key: bytes,
     ) -> None:
         self.key = key
-        """The job's key; empty before it is known."""
+        """The key of the job's mesh; empty before it is known."""
         self._job = job
         self._worker_id = worker_id
-        self._incarnation = incarnation
+        self._session_id = session_id
         self._network = network
         self._scheme: Literal["tcp", "tls"] = scheme
         self._limits = limits
@@ -373,11 +394,11 @@ class Dialler:
         """Connect and exchange proofs, within the hello timeout; messages go to the inbox from then on."""
         if not self.key:
             raise RequestRefused("mesh_not_ready", "the mesh has no key", "set the job's key")
-        nonce = self._random.randbytes(NONCE_BYTES)
+        hello = PeerHello(self._random.randbytes(NONCE_BYTES))
         answer = Answer(
-            VERSION_MAX, self._job, target.id, self._worker_id, self._incarnation, purpose, number, nonce, rank, world
+            VERSION_MAX, self._job, target.id, self._worker_id, self._session_id, purpose, number, rank, world
         )
-        link = DialledLink(self._clock, self._limits, self._memory, inbox, self.key, answer, str(target))
+        link = DialledLink(self._clock, self._limits, self._memory, inbox, self.key, hello, answer, str(target))
         self._links[link] = None
         link.over.add_done_callback(lambda _: self._links.pop(link, None))
         await self._connect(link, Address(self._scheme, host=target.hostname, port=target.port))

@@ -1,8 +1,10 @@
 """The messages between workers.
 
 Invariants:
-- A connection begins with a challenge. The proof is a keyed hash over the challenge and the answer, for one listener
-  and one direction, so it cannot be replayed, relayed or reflected.
+- Both ends prove that they know the job's key before either says anything else: first the listener, then the dialler.
+  A proof is a keyed hash over the nonces of both ends, the names and the direction, so it cannot be replayed or
+  reflected, nor used for another listener. Each proof after the first covers the whole answer, its generation included.
+- An incarnation, by which the daemon knows a worker, is in no message; peers see an id that is derived from it one-way.
 - As in `forged.net.protocol.messages`, a message is an array whose first element is its type; later versions append.
 - A collective is a call and a value. Ranks take part in the same collective when their calls are equal.
 """
@@ -22,10 +24,11 @@ from forged.elastic.model import WorkerId
 from forged.errors import PeerError
 from forged.net.protocol.messages import INTEGER_MAX, Count, Message
 
-VERSION_MIN = 1
-VERSION_MAX = 1
+VERSION_MIN = 2
+VERSION_MAX = 2
 NONCE_BYTES = 32
 PROOF_BYTES = 32
+SESSION_ID_BYTES = 16
 WORLD_DIGEST_BYTES = 16
 COLLECTIVE_BYTES_MAX = 64 << 20
 """The bytes that a collective may bring to one rank, or take from it."""
@@ -136,11 +139,12 @@ class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Challenge(Message, frozen=True, array_like=True, tag=0):
-    """The first message, from the listener."""
+    """The listener's proof, and its nonce."""
 
     version_min: int
     version_max: int
     nonce: Nonce
+    proof: Proof = bytes(PROOF_BYTES)
 
 
 class Answer(Message, frozen=True, array_like=True, tag=1):
@@ -150,19 +154,17 @@ class Answer(Message, frozen=True, array_like=True, tag=1):
     job: str
     target: str
     worker: str
-    incarnation: bytes
+    session_id: bytes
     purpose: Purpose
     number: Count
-    nonce: Nonce
     rank: Count = 0
     world: bytes = b""
     proof: Proof = bytes(PROOF_BYTES)
 
 
 class Accepted(Message, frozen=True, array_like=True, tag=2):
-    """The listener accepts the proof, and gives its own."""
+    """The listener accepts the answer."""
 
-    incarnation: bytes
     proof: Proof
 
 
@@ -256,6 +258,12 @@ class ShardSent(Message, frozen=True, array_like=True, tag=15):
     has_changed: bool
 
 
+class PeerHello(Message, frozen=True, array_like=True, tag=16):
+    """The first message, from the dialler, which says nothing before the listener has proven that it knows the key."""
+
+    nonce: Nonce
+
+
 PeerMessage = (
     Challenge
     | Answer
@@ -273,6 +281,7 @@ PeerMessage = (
     | ShardWanted
     | ShardComing
     | ShardSent
+    | PeerHello
 )
 
 encode = msgspec.msgpack.Encoder().encode
@@ -289,30 +298,61 @@ def decode(payload: bytes) -> PeerMessage:
         ) from error
 
 
-def answered(answer: Answer, key: bytes, challenge: bytes) -> Answer:
+def mesh_key(peer_key: bytes, job: str) -> bytes:
+    """The key of the proofs between a job's workers, derived from the secret that the daemon gives them."""
+    return hmac.digest(peer_key, encode(("forged mesh key", job)), "sha256")
+
+
+def session_id_of(incarnation: bytes) -> bytes:
+    """An id that tells a worker's sessions apart and does not reveal its incarnation."""
+    return hashlib.blake2b(incarnation, digest_size=SESSION_ID_BYTES, person=b"forged session").digest()
+
+
+def challenge_to(hello: PeerHello, nonce: bytes, key: bytes, job: str, worker: str) -> Challenge:
+    """The challenge of this listener to a dialler, with its proof."""
+    challenge = Challenge(VERSION_MIN, VERSION_MAX, nonce)
+    return msgspec.structs.replace(challenge, proof=_challenge_proof(challenge, hello, key, job, worker))
+
+
+def is_challenge_proven(challenge: Challenge, hello: PeerHello, key: bytes, job: str, worker: str) -> bool:
+    """Whether the sender of the challenge knows the key, is this worker of this job, and has read this hello."""
+    return hmac.compare_digest(challenge.proof, _challenge_proof(challenge, hello, key, job, worker))
+
+
+def nonces_of(hello: PeerHello, challenge: Challenge) -> bytes:
+    """The nonces of both ends."""
+    return hello.nonce + challenge.nonce
+
+
+def answered(answer: Answer, key: bytes, nonces: bytes) -> Answer:
     """The answer with its proof."""
-    return msgspec.structs.replace(answer, proof=_proof(key, "answer", challenge, answer))
+    return msgspec.structs.replace(answer, proof=_proof(key, "answer", nonces, answer))
 
 
-def is_proven(answer: Answer, key: bytes, challenge: bytes) -> bool:
+def is_proven(answer: Answer, key: bytes, nonces: bytes) -> bool:
     """Whether the sender of the answer knows the key, and has answered this challenge."""
-    return hmac.compare_digest(answer.proof, _proof(key, "answer", challenge, answer))
+    return hmac.compare_digest(answer.proof, _proof(key, "answer", nonces, answer))
 
 
-def accepted(answer: Answer, key: bytes, challenge: bytes, incarnation: bytes) -> Accepted:
-    """The listener's acceptance of an answer, with its own proof."""
-    return Accepted(incarnation, _proof(key, "accepted", challenge, answer, incarnation))
+def accepted(answer: Answer, key: bytes, nonces: bytes) -> Accepted:
+    """The listener's acceptance of an answer."""
+    return Accepted(_proof(key, "accepted", nonces, answer))
 
 
-def is_accepted(message: Accepted, answer: Answer, key: bytes, challenge: bytes) -> bool:
-    """Whether the listener knows the key."""
-    expected = _proof(key, "accepted", challenge, answer, message.incarnation)
-    return hmac.compare_digest(message.proof, expected)
+def is_accepted(message: Accepted, answer: Answer, key: bytes, nonces: bytes) -> bool:
+    """Whether the listener has accepted this answer."""
+    return hmac.compare_digest(message.proof, _proof(key, "accepted", nonces, answer))
 
 
-def _proof(key: bytes, direction: str, challenge: bytes, answer: Answer, incarnation: bytes = b"") -> bytes:
+def _challenge_proof(challenge: Challenge, hello: PeerHello, key: bytes, job: str, worker: str) -> bytes:
+    versions = challenge.version_min, challenge.version_max
+    said = encode(("challenge", nonces_of(hello, challenge), versions, job, worker))
+    return hmac.digest(key, said, "sha256")
+
+
+def _proof(key: bytes, direction: str, nonces: bytes, answer: Answer) -> bytes:
     # msgpack delimits the fields, so that no field can pass for a part of its neighbour.
-    said = encode((direction, challenge, msgspec.structs.replace(answer, proof=bytes(PROOF_BYTES)), incarnation))
+    said = encode((direction, nonces, msgspec.structs.replace(answer, proof=bytes(PROOF_BYTES))))
     return hmac.digest(key, said, "sha256")
 
 

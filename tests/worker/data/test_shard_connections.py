@@ -11,11 +11,11 @@ from forged.elastic.model import WorkerId
 from forged.errors import ForgedError, PeerError, Unavailable
 from forged.worker.data import shard_connections
 from forged.worker.mesh import Mesh
-from forged.worker.transport.peer_messages import Accepted, Purpose, ShardComing, ShardsReady, ShardWanted, answered
+from forged.worker.transport.peer_messages import Accepted, Purpose, ShardComing, ShardsReady, ShardWanted
 from tests.data.transfer_cluster import content_of, open_cluster
 from tests.worker.data.test_shard_protocol import FlowControl
 from tests.worker.meshes import JOB, KEY, incarnation, open_meshes, until
-from tests.worker.test_mesh import Stranger, answer, stranger
+from tests.worker.test_mesh import Stranger, answer, proven, stranger
 
 DATA = content_of(7, 100_000)
 
@@ -23,7 +23,7 @@ DATA = content_of(7, 100_000)
 async def authenticate(visitor: Stranger) -> None:
     """Authenticate for shards."""
     challenge = await visitor.challenge()
-    visitor.say(answered(answer(0, purpose=Purpose.SHARDS), KEY, challenge.nonce))
+    visitor.say(proven(answer(0, purpose=Purpose.SHARDS), challenge))
     assert isinstance(await visitor.hear(), Accepted)
 
 
@@ -127,8 +127,8 @@ async def test_new_connection_uses_the_replaced_store() -> None:
 async def test_connection_without_the_job_key_is_closed() -> None:
     async with open_cluster(1) as cluster, stranger(cluster.fetcher) as visitor:
         cluster.store.put(7, [DATA])
-        await visitor.challenge()
-        visitor.say(answered(answer(0, purpose=Purpose.SHARDS), b"another key", bytes(32)))
+        challenge = await visitor.challenge()
+        visitor.say(proven(answer(0, purpose=Purpose.SHARDS), challenge, b"another key"))
         assert await visitor.is_cut_off()
 
 
@@ -159,7 +159,7 @@ async def test_garbage_closes_only_its_own_connection(garbage: bytes) -> None:
 async def test_connection_that_sends_out_of_turn_is_closed() -> None:
     async with open_cluster(1) as cluster, stranger(cluster.fetcher) as visitor:
         challenge = await visitor.challenge()
-        visitor.say(answered(answer(0, purpose=Purpose.SHARDS), KEY, challenge.nonce))
+        visitor.say(proven(answer(0, purpose=Purpose.SHARDS), challenge))
         visitor.writer.write(b"\xff" * 100)
         heard = []
         with suppress(asyncio.IncompleteReadError, ConnectionError):

@@ -18,42 +18,49 @@ from forged.worker.transport.peer_messages import (
     Form,
     Kind,
     Operation,
+    PeerHello,
     Purpose,
     Value,
     accepted,
     answered,
+    challenge_to,
     decode,
     digest_of,
     encode,
     is_accepted,
+    is_challenge_proven,
     is_proven,
+    mesh_key,
+    nonces_of,
+    session_id_of,
 )
 
 KEY = b"k" * 32
-CHALLENGE = b"c" * 32
-ANSWER = Answer(1, "run", "w0", "w1", b"i" * 16, Purpose.MEMBER, 3, b"n" * 32, 1, b"d" * 16)
+HELLO = PeerHello(b"n" * 32)
+CHALLENGE = challenge_to(HELLO, b"c" * 32, KEY, "run", "w0")
+NONCES = nonces_of(HELLO, CHALLENGE)
+ANSWER = Answer(1, "run", "w0", "w1", b"i" * 16, Purpose.MEMBER, 3, 1, b"d" * 16)
 OTHERS = {
     "version": 2,
     "job": "walk",
     "target": "w2",
     "worker": "w2",
-    "incarnation": b"j" * 16,
+    "session_id": b"j" * 16,
     "purpose": Purpose.STATE,
     "number": 4,
-    "nonce": b"m" * 32,
     "rank": 2,
     "world": b"e" * 16,
 }
 
 
 def test_an_answer_made_with_the_key_to_this_challenge_is_proven() -> None:
-    assert is_proven(answered(ANSWER, KEY, CHALLENGE), KEY, CHALLENGE)
+    assert is_proven(answered(ANSWER, KEY, NONCES), KEY, NONCES)
 
 
 @pytest.mark.parametrize("field", OTHERS)
 def test_an_answer_that_was_changed_anywhere_is_not_proven(field: str) -> None:
-    changed = msgspec.structs.replace(answered(ANSWER, KEY, CHALLENGE), **{field: OTHERS[field]})
-    assert not is_proven(changed, KEY, CHALLENGE)
+    changed = msgspec.structs.replace(answered(ANSWER, KEY, NONCES), **{field: OTHERS[field]})
+    assert not is_proven(changed, KEY, NONCES)
 
 
 def test_every_field_of_an_answer_is_under_the_proof() -> None:
@@ -61,26 +68,60 @@ def test_every_field_of_an_answer_is_under_the_proof() -> None:
 
 
 def test_another_key_or_another_challenge_proves_nothing() -> None:
-    answer = answered(ANSWER, KEY, CHALLENGE)
-    assert not is_proven(answer, b"x" * 32, CHALLENGE)
-    assert not is_proven(answer, KEY, b"x" * 32)
-    assert not is_proven(ANSWER, KEY, CHALLENGE)
+    answer = answered(ANSWER, KEY, NONCES)
+    assert not is_proven(answer, b"x" * 32, NONCES)
+    assert not is_proven(answer, KEY, b"x" * 64)
+    assert not is_proven(ANSWER, KEY, NONCES)
 
 
 def test_accepted_message_authenticates_the_listener() -> None:
-    answer = answered(ANSWER, KEY, CHALLENGE)
-    message = accepted(answer, KEY, CHALLENGE, b"h" * 16)
-    assert is_accepted(message, answer, KEY, CHALLENGE)
-    assert not is_accepted(message, answer, b"x" * 32, CHALLENGE)
-    assert not is_accepted(message, msgspec.structs.replace(answer, nonce=b"m" * 32), KEY, CHALLENGE)
-    assert not is_accepted(msgspec.structs.replace(message, incarnation=b"g" * 16), answer, KEY, CHALLENGE)
+    answer = answered(ANSWER, KEY, NONCES)
+    message = accepted(answer, KEY, NONCES)
+    assert is_accepted(message, answer, KEY, NONCES)
+    assert not is_accepted(message, answer, b"x" * 32, NONCES)
+    assert not is_accepted(message, answer, KEY, b"x" * 64)
+    assert not is_accepted(message, msgspec.structs.replace(answer, number=9), KEY, NONCES)
+
+
+@pytest.mark.parametrize(
+    ("hello", "nonce", "key", "job", "worker"),
+    [
+        (PeerHello(b"m" * 32), b"c" * 32, KEY, "run", "w0"),
+        (HELLO, b"d" * 32, KEY, "run", "w0"),
+        (HELLO, b"c" * 32, b"x" * 32, "run", "w0"),
+        (HELLO, b"c" * 32, KEY, "walk", "w0"),
+        (HELLO, b"c" * 32, KEY, "run", "w1"),
+    ],
+)
+def test_challenge_proves_the_key_for_one_hello_job_and_worker(
+    hello: PeerHello, nonce: bytes, key: bytes, job: str, worker: str
+) -> None:
+    assert is_challenge_proven(CHALLENGE, HELLO, KEY, "run", "w0")
+    other = msgspec.structs.replace(challenge_to(hello, nonce, key, job, worker), nonce=CHALLENGE.nonce)
+    assert not is_challenge_proven(other, HELLO, KEY, "run", "w0")
+
+
+@pytest.mark.parametrize("field", ["version_min", "version_max"])
+def test_versions_of_a_challenge_are_under_its_proof(field: str) -> None:
+    changed = msgspec.structs.replace(CHALLENGE, **{field: 9})
+    assert not is_challenge_proven(changed, HELLO, KEY, "run", "w0")
+
+
+def test_jobs_with_one_secret_have_different_mesh_keys_and_none_is_the_secret() -> None:
+    assert len({KEY, mesh_key(KEY, "run"), mesh_key(KEY, "walk")}) == 3
+
+
+def test_session_id_tells_sessions_apart_and_does_not_contain_the_incarnation() -> None:
+    incarnation = bytes(range(16))
+    assert session_id_of(incarnation) == session_id_of(incarnation) != session_id_of(bytes(16))
+    assert incarnation[:4] not in session_id_of(incarnation)
 
 
 def test_proof_cannot_be_reflected() -> None:
-    answer = answered(ANSWER, KEY, CHALLENGE)
-    reflected = accepted(answer, KEY, CHALLENGE, b"")
+    answer = answered(ANSWER, KEY, NONCES)
+    reflected = accepted(answer, KEY, NONCES)
     assert reflected.proof != answer.proof
-    assert not is_accepted(msgspec.structs.replace(reflected, proof=answer.proof), answer, KEY, CHALLENGE)
+    assert not is_accepted(msgspec.structs.replace(reflected, proof=answer.proof), answer, KEY, NONCES)
 
 
 def test_a_value_comes_back_without_a_copy_of_its_own() -> None:
@@ -121,7 +162,7 @@ def test_garbage_is_never_more_than_the_peers_fault(payload: bytes) -> None:
 
 
 def test_fields_appended_by_later_versions_are_ignored() -> None:
-    assert decode(encode((0, 1, 3, CHALLENGE, "new"))) == Challenge(1, 3, CHALLENGE)
+    assert decode(encode((0, 1, 3, b"c" * 32, b"p" * 32, "new"))) == Challenge(1, 3, b"c" * 32, b"p" * 32)
 
 
 @pytest.mark.parametrize(
