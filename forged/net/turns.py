@@ -57,8 +57,10 @@ class Turns:
         """Count processed messages."""
         if messages:
             group = connection.holder.group
-            self._spent[group] = self._spent.get(group, 0) + messages
-            self._schedule()
+            spent = self._spent[group] = self._spent.get(group, 0) + messages
+            # A few messages need no turn of their own: they count until the next one.
+            if spent >= MESSAGES_AT_ONCE or len(self._spent) > MESSAGES_PER_TURN:
+                self._schedule()
 
     def wait(self, connection: Worked) -> None:
         """Let the connection process further messages in its next turn."""
