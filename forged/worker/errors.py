@@ -38,7 +38,7 @@ class WorkerEvicted(RequestRefused):
     """The daemon counts this worker as dead, and training continues without it."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__("worker_evicted", f"the daemon declared this worker failed: {reason}", "start another")
+        super().__init__("worker_evicted", f"the daemon declared this worker failed: {reason}", "start another worker")
 
 
 class CollectiveAborted(Unavailable):

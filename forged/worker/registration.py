@@ -6,7 +6,7 @@ Invariants:
 - Everything carries the worker's incarnation, so that it is not taken for another worker of the same name.
 - Each heartbeat tells when the next one is due, so that a worker with older settings is not taken for silent. A shorter
   interval takes effect at once.
-- A short wait is not logged; a long one is logged with its reason, after pauses that grow.
+- A wait of less than `LOGGED_AFTER_S` is not logged; a longer one is logged with its reason, after pauses that grow.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ R = TypeVar("R")
 PERSEVERING = RetryPolicy(attempts=None, delay_s=0.05, exponential=True, delay_max_s=1.0, jitter=0.5)
 LEAVE_TIMEOUT_S = 2.0
 """How long a leave is reported even if the worker is cancelled."""
-LOGGED_AFTER_S = 10.0
+LOGGED_AFTER_S = 2.0
 """How long something is waited for before that is logged as a warning."""
 LOG_PAUSE_S_MAX = 600.0
 
@@ -148,8 +148,10 @@ class Registration:
         try:
             shown = await self._client.request(ShowCluster(self.job))
         except ForgedError as error:
-            return f"the daemon does not answer: {error.message}"
-        return shown.stall_report or f"the job is {shown.phase}"
+            return f"the daemon does not answer: {error.message}; the worker tries again until it does"
+        return shown.stall_report or (
+            f"job {self.job} is {shown.phase}; the wait ends when the daemon has taken this worker into a world"
+        )
 
     async def show_cluster(self) -> ClusterView:
         """How the job is, or how it ended."""
