@@ -166,7 +166,7 @@ def test_demo_with_worker_faults_fails_and_names_them(faults: str, findings: set
         "import sys\n"
         "from pathlib import Path\n"
         "if 'forged.demo.train' in sys.orig_argv:\n"
-        "    from forged.demo.dataset import Reader\n"
+        "    from forged.demo.dataset import DatasetReader as Reader\n"
         f"    from forged.worker.blocking import Training\n{faults}"
     )
     done = run("--json", "--workers", "2", PYTHONPATH=str(tmp_path))
