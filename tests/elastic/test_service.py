@@ -191,10 +191,11 @@ async def test_end_of_a_job_has_its_cause() -> None:
         assert fixture.told()[-2:] == ["WorkerFailed", "JobAborted"]
         assert fixture.cause(JobAborted) == "WorkerFailed a"
     async with service_fixture() as fixture:
-        a, _ = await fixture.form_world("a", "b")
+        a, b = await fixture.form_world("a", "b")
         await a.leave(done=True, step=9)
+        await b.leave(done=True, step=9)
         await fixture.kernel.settle()
-        assert fixture.cause(JobCompleted) == "WorkerLeft a"
+        assert fixture.cause(JobCompleted) == "WorkerLeft b"
 
 
 @on_virtual_time

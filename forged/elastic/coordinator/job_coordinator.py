@@ -9,21 +9,19 @@ Invariants:
 from __future__ import annotations
 
 from forged.elastic.compatibility import SharedConfig, require_compatible
-from forged.elastic.coordinator import failures, liveness, operations, progress, rescale_schedule, rescaling
+from forged.elastic.coordinator import completion, failures, liveness, operations, progress, rescale_schedule, rescaling
 from forged.elastic.coordinator.job_state import NEVER, JobState
-from forged.elastic.coordinator.step_witnesses import state_after
 from forged.elastic.membership.member import Member
 from forged.elastic.messages import (
     AttemptMembers,
     AttemptProgress,
-    JobCompleted,
     RescaleAborted,
     RescaleSynchronising,
     WorkerJoined,
     WorkerLeft,
 )
 from forged.elastic.outbox import Moment
-from forged.elastic.phases import Cause, Phase
+from forged.elastic.phases import Phase
 from forged.elastic.rescale.attempt import StopReport
 from forged.errors import RequestRefused, Unavailable
 from forged.phrases import in_words
@@ -105,19 +103,18 @@ class JobCoordinator(JobState):
         member = self.members.find(worker_id, incarnation)
         if member is None:
             return
+        completion.require_possible(self, member, step, now)
         progress.record(self, member, step, now)
         progress.record_final_report(self, member, step)
         self.remove_member(member)
         reason = in_words(reason, "training completed" if done else "its own request")
         self.outbox.publish(WorkerLeft(worker_id, reason))
         if done and self.membership.in_world(member) and not self.over:
-            # A worker that has finished has committed the last step together with all others.
-            self.training = state_after(self.training, step or self.training.current_step, now.wall)
-            self.outbox.mark_trigger()
-            fact = JobCompleted(self.training.current_step)
-            failures.end(self, Cause.COMPLETED, "training completed", fact)
-        elif self.requires(member) and not self.over:
-            self.note_missing_member(f"{worker_id} left: {reason}", now, is_reported=True)
+            completion.claim(self, step)
+            completion.consider(self, now)
+        if self.requires(member) and not self.over:
+            delay_s = completion.confirmation_wait_s(self) if self.claimed_end is not None else 0.0
+            self.note_missing_member(f"{worker_id} left: {reason}", now, is_reported=True, delay_s=delay_s)
         rescale_schedule.consider(self, now)
 
     def may_leave(self, member: Member) -> bool:
@@ -140,6 +137,7 @@ class JobCoordinator(JobState):
         liveness.heartbeat(
             self, worker_id, incarnation, step, collective_seq, now, interval_s, last_step_done=last_step_done
         )
+        completion.consider(self, now)
 
     def pulse(
         self,
@@ -152,6 +150,7 @@ class JobCoordinator(JobState):
         interval_s: float = 0.0,
     ) -> None:
         liveness.pulse(self, worker_id, incarnation, step, collective_seq, cpu_s, now, interval_s)
+        completion.consider(self, now)
 
     def died(self, worker_id: str, incarnation: bytes, now: Moment, reason: str) -> None:
         """Take evidence that a worker's process has ended."""

@@ -7,9 +7,29 @@ from forged.elastic.coordinator.step_witnesses import state_after
 from forged.elastic.membership.member import COLLECTIVES_PER_WORLD, Member
 from forged.elastic.outbox import Moment
 
+STEPS_PER_S_MAX = 100_000
+"""More steps than a world makes in a second."""
+STEPS_UNCONFIRMED_MAX = 10_000
+"""How many steps a report may be ahead of the last committed one, however little time has passed."""
+
+
+def most_steps(job: JobState, now: Moment) -> int:
+    """The most steps that the world can have committed; wall time, because training continues while no daemon runs."""
+    passed_s = max(0.0, now.wall - job.training.state_timestamp)
+    return job.training.current_step + STEPS_UNCONFIRMED_MAX + int(passed_s * STEPS_PER_S_MAX)
+
+
+def is_possible(job: JobState, member: Member, step: int, now: Moment) -> bool:
+    """Whether the member may have committed so many steps. Outside the world it may: no report of it counts."""
+    if step <= job.training.current_step or not job.membership.in_world(member):
+        return True
+    return step <= most_steps(job, now)
+
 
 def record(job: JobState, member: Member, step: int, now: Moment, collective_seq: int = 0) -> None:
     """Take a worker's report of its step and of its last collective; called for every heartbeat and pulse."""
+    if not is_possible(job, member, step, now):
+        step = member.step
     if not member.record_progress(now.monotonic, step, collective_seq):
         return
     job.detector.recovered(member, step)

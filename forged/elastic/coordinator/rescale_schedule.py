@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from forged.elastic.coordinator import failures, rescaling
+from forged.elastic.coordinator import completion, failures, rescaling
 from forged.elastic.coordinator.job_state import NEVER, JobState
 from forged.elastic.failure_detector.timeouts import blocking_members, overdue_members
 from forged.elastic.messages import JobWaiting, RescaleAborted
@@ -23,6 +23,7 @@ FAILED_JOINS_DOUBLED_MAX = 6
 
 def consider(job: JobState, now: Moment) -> None:
     """Do what has become due."""
+    completion.consider(job, now)
     if job.over:
         return
     if job.attempt is not None and attempt_timeout_at(job) <= now.monotonic:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from forged.elastic.coordinator import progress
+from forged.elastic.coordinator import completion, progress
 from forged.elastic.coordinator.job_state import JobState
 from forged.elastic.coordinator.step_witnesses import state_at
 from forged.elastic.membership.member import Member
@@ -76,6 +76,8 @@ def start(job: JobState, survivors: set[str], joiners: list[str], now: Moment) -
 def stopped(job: JobState, worker_id: str, incarnation: bytes, number: int, report: StopReport, now: Moment) -> None:
     """Take a member's stop report; after the last one the state source is chosen."""
     attempt, member = answering(job, worker_id, incarnation, number)
+    if report.holds_state:
+        completion.require_possible(job, member, report.step, now)
     member.heard_at = now.monotonic
     progress.record(job, member, report.step, now)
     progress.record_final_report(job, member, report.step)
@@ -86,6 +88,10 @@ def stopped(job: JobState, worker_id: str, incarnation: bytes, number: int, repo
         attempt.is_at_step_end = True
         attempt.heard_at = attempt.stopped_at = now.monotonic
     attempt.stops[worker_id] = report
+    # Before a commit, which would void what a member that is done has said.
+    completion.consider(job, now)
+    if job.over:
+        return
     if attempt.all_stopped and not job.member_is_missing:
         _synchronise(job, attempt, now)
 
@@ -131,9 +137,12 @@ def commit(job: JobState, attempt: Attempt, now: Moment) -> None:
     batch = job.training.global_batch_size
     rate, batch = scale(job.config, job.scaling_base, rate, batch, len(members)) if is_known else (None, 0)
     step, epoch = job.training.current_step, job.training.current_epoch
-    job.training = GlobalTrainingState(epoch, step, rate or 0.0, batch, len(members), now.wall)
+    # The step is as old as its report, which bounds how many the new world can have made.
+    step_at = now.wall if has_stopped else job.training.state_timestamp
+    job.training = GlobalTrainingState(epoch, step, rate or 0.0, batch, len(members), step_at)
     job.learning_rate = rate
     job.step_witnesses.reset()
+    job.claimed_end = None
     job.failure_budget.world_committed(step)
     if step > known_step:
         # The stop reports show that the previous world did commit steps, so its peer reports are settled.

@@ -504,11 +504,11 @@ def test_the_committed_step_follows_those_in_the_world_alone() -> None:
 
 def test_a_heartbeat_that_lies_is_not_believed_alone() -> None:
     book = formed("a", "b", "c")
-    book.heartbeat("b", step=1_000_000)
+    book.heartbeat("b", step=9_000)
     assert book.coordinator.training.current_step == 0
     book.heartbeat("a", step=5)
     assert book.coordinator.training.current_step == 5
-    book.heartbeat("b", step=2_000_000)
+    book.heartbeat("b", step=9_500)
     book.heartbeat("c", step=6)
     assert book.coordinator.training.current_step == 6
 
@@ -516,6 +516,7 @@ def test_a_heartbeat_that_lies_is_not_believed_alone() -> None:
 def test_worker_that_is_done_says_how_many_steps_there_were() -> None:
     book = formed("a", "b")
     a = book.coordinator.members["a"]
+    book.heartbeat("b", step=9)
     book.coordinator.leave("a", a.incarnation, book.now, reason="", done=True, step=9)
     assert JobCompleted(9) in book.new_facts()
 
@@ -1525,11 +1526,85 @@ def test_a_joiner_may_go_again() -> None:
     assert book.wait(100.0) == []
 
 
-def test_the_first_that_is_done_completes_the_job() -> None:
+def test_the_first_that_is_done_completes_the_job_if_the_other_members_have_reached_its_step() -> None:
     book = formed("a", "b")
+    book.heartbeat("a", step=100)
     assert book.leave("b", done=True, step=100) == [WorkerLeft("b", "training completed"), JobCompleted(100)]
     assert book.coordinator.phase is Phase.COMPLETED
     assert book.leave("a", done=True, step=100) == [WorkerLeft("a", "training completed")]
+
+
+@pytest.mark.parametrize("report", ["heartbeat", "pulse"])
+def test_job_is_complete_when_the_last_member_has_reached_the_step_of_one_that_is_done(report: str) -> None:
+    book = formed("a", "b", "c")
+    book.heartbeat("b", step=100)
+    assert book.leave("a", done=True, step=100) == [WorkerLeft("a", "training completed")]
+    assert getattr(book, report)("c", step=99) == []
+    assert getattr(book, report)("c", step=100) == [JobCompleted(100)]
+
+
+def test_job_is_complete_when_the_other_members_leave_in_good_order_after_the_same_step() -> None:
+    book = formed("a", "b")
+    assert book.leave("a", done=True, step=100) == [WorkerLeft("a", "training completed")]
+    assert book.leave("b", done=True, step=100) == [WorkerLeft("b", "training completed"), JobCompleted(100)]
+
+
+def test_job_is_complete_when_the_others_stop_after_the_step_of_a_member_that_is_done() -> None:
+    book = formed("a", "b")
+    book.leave("a", done=True, step=100)
+    book.heartbeat("b", step=99)
+    book.wait(8.0)
+    (started,) = [fact for fact in book.facts if isinstance(fact, RescaleStarted)][-1:]
+    assert started.attempt == 2
+    book.stop("b", stop=StopReport(99, holds_state=True, finished=True))
+    assert book.last(JobCompleted).step == 100
+
+
+def test_training_goes_on_without_a_member_that_is_done_alone() -> None:
+    book = formed("a", "b")
+    book.heartbeat("a", step=5)
+    book.heartbeat("b", step=5)
+    book.leave("a", done=True, step=9)
+    book.wait(60.0)
+    book.stop("b", stop=StopReport(5, holds_state=True))
+    assert (book.coordinator.phase, book.world, book.coordinator.training.current_step) == (Phase.RUNNING, ["b"], 5)
+    book.heartbeat("b", step=9)
+    assert book.coordinator.phase is Phase.RUNNING
+
+
+def test_step_that_the_world_cannot_have_reached_is_refused_and_changes_nothing() -> None:
+    book = formed("a", "b")
+    book.heartbeat("a", step=5)
+    book.heartbeat("b", step=5)
+    book.new_facts()
+    for done in (True, False):
+        with pytest.raises(RequestRefused) as error:
+            book.leave("a", done=done, step=10**6)
+        assert refusal(error) == "step_impossible"
+    book.coordinator.rescale(book.now, "a test")
+    with pytest.raises(RequestRefused) as error:
+        book.stop("a", stop=StopReport(10**6, holds_state=True))
+    assert refusal(error) == "step_impossible"
+    assert (book.coordinator.step, book.coordinator.members["a"].step) == (5, 5)
+
+
+def test_heartbeat_and_pulse_with_an_impossible_step_show_life_and_no_progress() -> None:
+    book = formed("a")
+    book.heartbeat("a", step=10**6)
+    book.pulse("a", step=10**6)
+    assert (book.coordinator.training.current_step, book.coordinator.members["a"].step) == (0, 0)
+    book.heartbeat("a", step=7)
+    assert book.coordinator.training.current_step == 7
+
+
+def test_steps_made_while_no_daemon_ran_are_possible() -> None:
+    book = formed("a", "b")
+    book.restart()
+    book.time += 3_600.0
+    book.reconnect("a", "b")
+    book.heartbeat("a", step=10**6)
+    book.heartbeat("b", step=10**6)
+    assert book.coordinator.training.current_step == 10**6
 
 
 def test_worker_that_is_not_in_the_world_cannot_complete_the_job() -> None:
