@@ -148,9 +148,10 @@ class Follower:
             if record.id > self._source.published or len(batch) >= self.options.batch_max:
                 break
             dropped = min(journal.dropped_before(record.id), floor) if reached < floor else 0
-            if dropped > reached and batch:
-                break
-            missed = max(missed, dropped)
+            if dropped > reached:
+                if batch:
+                    break
+                missed = dropped
             if self._wants(record):
                 if missed:
                     break

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -455,6 +456,28 @@ async def test_follower_behind_the_journal_gets_a_gap() -> None:
         await delivered(again)
         assert [(gap.first, gap.last) for gap in again.gaps] == [(began + 1, kernel.journal.floor)]
         assert again.ids == additions(kernel)
+
+
+@on_virtual_time
+async def test_follower_goes_on_after_a_gap_that_ends_just_before_a_kept_fact() -> None:
+    """The journal has dropped fact 2 of the job with most facts, and keeps fact 1."""
+    journal, receiver = Journal(facts_max=4), Receiver()
+    journal.extend(
+        [Record.of(Added(1, 1), fact_id=number, at=0.0, job="few" if number == 1 else "many") for number in range(1, 6)]
+    )
+    assert journal.dropped_before(3) == 2
+    follower = Follower(
+        FollowerOptions("receiver", receiver, on_gap=receiver.gaps.append),
+        now=asyncio.get_running_loop().time,
+        random=Random(1).random,
+        sleep=asyncio.sleep,
+        report=lambda follower, reason: None,
+    )
+    follower.begin(SimpleNamespace(journal=journal, published=5), 2)
+    task = asyncio.create_task(follower.run())
+    await asyncio.sleep(1.0)
+    task.cancel()
+    assert (receiver.ids, receiver.gaps) == ([3, 4, 5], [])
 
 
 @pytest.mark.parametrize("error", [ValueError("boom"), DOWN])

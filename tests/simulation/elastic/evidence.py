@@ -66,7 +66,16 @@ class Evidence:
         if reason.startswith("alive, but no progress"):
             held_s = truth.config.stall_timeout_s - STEP_S_MAX
             return None if self._was_held(simulated, held_s) else "it was not held up for so long"
+        if self._has_taken_too_long(simulated, truth):
+            return None
         return None if self._was_held(simulated) else "nothing kept it from getting on"
+
+    def _has_taken_too_long(self, simulated: SimulatedWorker, truth: Truth) -> bool:
+        """Whether the rescale has taken `rescale_timeout_ms`, and the worker is not ready."""
+        limit_s = truth.config.rescale_timeout_s
+        took_s = self._now() - truth.began_at
+        is_ready = simulated.incarnation in truth.ready[truth.attempt]
+        return 0.0 < limit_s <= took_s and not (truth.in_background or is_ready)
 
     def _against_silence(self, simulated: SimulatedWorker, reason: str, truth: Truth) -> str | None:
         """Whether its network was bad enough, and for long enough."""

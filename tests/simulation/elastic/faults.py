@@ -61,7 +61,7 @@ FALSE_STEPS = 10**6
 STALE_MESSAGES_MAX = 5
 VALID_REFUSALS = frozenset({"job_untrained", "worker_unknown", "job_over", "workers_none", "job_unknown"})
 """What an operator may be told at any time."""
-STALE_REFUSALS = VALID_REFUSALS | {"attempt_over"}
+STALE_REFUSALS = VALID_REFUSALS | {"attempt_over", "step_impossible"}
 MOMENTS = (WorkerJoined, RescaleStarted, RescaleSynchronising, RescaleCompleted, WorkerFailed)
 """The facts at which a prepared fault may strike."""
 
