@@ -418,7 +418,9 @@ class TestDivergingViews:
         late = shared_worker("late", group.config, job=JOB, state=Small())
         async with late:
             await late.connect(*group.endpoints)
-            with pytest.raises(ValueError, match="does not fit"):
+            with pytest.raises(RequestRefused, match="does not fit") as raised:
                 await late.begin_step()
+        assert raised.value.code == "state_not_loaded"
+        assert isinstance(raised.value.__cause__, ValueError)
         await group.world_of("a")
         await group.finish("a")

@@ -247,13 +247,13 @@ def _require_whole(moved: int, count: int) -> None:
 def _stall_timeout(sock: socket.socket, stall_timeout_s: float) -> Iterator[None]:
     """Let the socket block for at most `stall_timeout_s`. After success the socket's options are restored.
 
-    The TCP user timeout is set to the same value: the short one that detects dead hosts would also end the connection
-    to a receiver whose disk is busy for a moment.
+    The TCP user timeout is set to twice that: the short one that detects dead hosts would also end the connection to a
+    receiver whose disk is busy for a moment, and with the same value a stall could look like a lost connection.
     """
     if sock.type != socket.SOCK_STREAM:
         raise RequestRefused("bulk_socket_invalid", "bulk bytes need a stream socket", "connect by TCP")
     timeout_s, plain = sock.gettimeout(), not isinstance(sock, ssl.SSLSocket)
-    user_timeout_ms = _exchange_user_timeout(sock, max(1, round(stall_timeout_s * 1000)))
+    user_timeout_ms = _exchange_user_timeout(sock, max(1, round(2 * stall_timeout_s * 1000)))
     sock.settimeout(None if plain else stall_timeout_s)
     if plain:
         _set_kernel_timeouts(sock, stall_timeout_s)
