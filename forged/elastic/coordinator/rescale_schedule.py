@@ -11,6 +11,7 @@ from itertools import islice
 from forged.elastic.coordinator import completion, failures, rescaling
 from forged.elastic.coordinator.job_state import NEVER, JobState
 from forged.elastic.failure_detector.timeouts import blocking_members, overdue_members
+from forged.elastic.membership.member import Member
 from forged.elastic.messages import JobWaiting, RescaleAborted
 from forged.elastic.outbox import Moment
 from forged.elastic.phases import Cause, Phase
@@ -87,10 +88,13 @@ def attempt_timeout_at(job: JobState) -> float:
     """When members that have not answered the attempt count as failed."""
     if job.attempt is None or job.member_is_missing:
         return NEVER
+    return min(_silence_ends_at(job, job.attempt), _limit_at(job, job.attempt))
+
+
+def _silence_ends_at(job: JobState, attempt: Attempt) -> float:
+    """When the attempt has made no progress for too long; at once if a member's store has failed for so long."""
     silence_s = job.config.rescale_silence_s or NEVER
-    if job.attempt.failing_stores(silence_s):
-        return -NEVER
-    return min(job.attempt.heard_at + silence_s, _limit_at(job, job.attempt))
+    return -NEVER if attempt.failing_stores(silence_s) else attempt.heard_at + silence_s
 
 
 def _limit_at(job: JobState, attempt: Attempt) -> float:
@@ -128,13 +132,12 @@ def _joiners_to_admit(job: JobState, now: Moment) -> list[str]:
 
 def _fail_late_members(job: JobState, attempt: Attempt, now: Moment) -> None:
     """Fail the members for which the attempt has waited too long."""
-    membership, is_over_limit = job.membership, _limit_at(job, attempt) <= now.monotonic
-    waited_s = job.config.rescale_timeout_s if is_over_limit else job.config.rescale_silence_s
-    late = [
-        *blocking_members(attempt, membership, job.peer_reports, now.monotonic, waited_s=waited_s, trains=job.trains)
-    ]
+    late: list[tuple[Member, str]] = []
+    if _silence_ends_at(job, attempt) <= now.monotonic:
+        late = list(blocking_members(attempt, job.membership, job.peer_reports, now.monotonic, trains=job.trains))
+    is_over_limit = _limit_at(job, attempt) <= now.monotonic
     if not late and is_over_limit:
-        late = list(overdue_members(attempt, membership, now.monotonic))
+        late = list(overdue_members(attempt, job.membership, now.monotonic))
     if not late:
         attempt.heard_at = now.monotonic
         attempt.stopped_at = now.monotonic if is_over_limit else attempt.stopped_at

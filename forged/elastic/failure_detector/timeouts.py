@@ -3,7 +3,7 @@
 Invariants:
 - A member that waits for other members never fails for it, nor a member in a step that no member has finished.
 - Without progress a member fails because its library is silent, or because all other members have come further.
-- If the whole takes too long, joiners fail before members of the world; the state source never fails for it.
+- If the whole takes too long, joiners fail before members of the world; the state source does not fail for it.
 - A member whose shard store fails does so over all attempts: a new attempt, or a new run of the daemon, does not let it
   hold the world up for another `rescale_silence_ms`.
 - If a member cannot fetch the state though it does what it can, the state source fails.
@@ -25,21 +25,15 @@ NEVER_REPORTED = -math.inf
 
 
 def blocking_members(
-    attempt: Attempt,
-    membership: WorldMembership,
-    peer_reports: PeerReports,
-    now: float,
-    *,
-    waited_s: float,
-    trains: bool,
+    attempt: Attempt, membership: WorldMembership, peer_reports: PeerReports, now: float, *, trains: bool
 ) -> Iterator[tuple[Member, str]]:
-    """The members that block the attempt after such a wait, with the evidence.
+    """The members that block an attempt without progress, with the evidence.
 
     None if all are in a long step or wait for data that no member can give. `trains` tells whether the previous world
     trains on meanwhile.
     """
     config = membership.config
-    within = f"in attempt {attempt.number} within {waited_s:g} s"
+    within = f"in attempt {attempt.number} within {config.rescale_silence_s:g} s"
     silence_s = config.rescale_silence_s or math.inf
     if failing := [one for one in attempt.failing_stores(silence_s) if one in membership.members]:
         for worker in failing:

@@ -71,7 +71,7 @@ class Attempt:
     heard_at: float = 0.0
     """When an awaited member last made progress; `rescale_silence_ms` counts from here."""
     stopped_at: float | None = None
-    """When the first member stopped training for it, or it began without; `rescale_timeout_ms` counts from here."""
+    """When the first member stopped training for it; `rescale_timeout_ms` counts from here. None in the background."""
     stage: Stage = Stage.STOPPING
     is_at_step_end: bool = False
     """Whether a member of the world has finished its step, so that no member is in the middle of a long one."""

@@ -1017,6 +1017,19 @@ class TestRescaleTimeout:
         assert re.fullmatch(r"no answer in attempt 2 within 20 s \([\d,]+ bytes received\)", failed.reason)
         assert list(book.coordinator.members) == ["a"]
 
+    def test_joiner_fails_before_a_survivor_that_is_not_ready_either(self) -> None:
+        book = formed("a", "c", rescale_timeout_ms=20_000, rescale_silence_ms=10_000, **PATIENT)
+        book.join("b")
+        book.wait(WINDOW_S)
+        for name, step in (("a", 30), ("c", 29)):
+            book.stop(name, stop=StopReport(step, holds_state=True))
+        book.stop("b", stop=StopReport(0, holds_state=False))
+        for second in range(25):
+            for name in {"b", "c"} & book.coordinator.members.keys():
+                book.receive_state(name, state=(second + 1) * 10 * RECEIVED_BYTES_MIN)
+            book.wait(1.0)
+        assert [fact.worker_id for fact in book.facts if isinstance(fact, WorkerFailed)] == ["b"]
+
     def test_world_that_has_not_stopped_yet_is_not_bounded(self) -> None:
         book = formed("a", "b", rescale_timeout_ms=5_000, rescale_silence_ms=0, **PATIENT)
         book.join("c")
