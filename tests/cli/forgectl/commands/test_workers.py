@@ -16,7 +16,7 @@ from forged.cli.forgectl import candidates, fact_sentences, main, tables
 from forged.cli.forgectl.commands import jobs
 from forged.client import BlockingClient
 from forged.data import messages as about_data
-from forged.elastic import messages
+from forged.elastic.messages import facts
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.kernel.messages import FACTS, Fact
 from tests.cli.scripted_daemon import UNKNOWN, Refusal, ScriptedDaemon, scripted_daemon
@@ -504,7 +504,7 @@ class TestPlan:
         assert "the number of workers must be an integer >= 1" in capsys.readouterr().err
 
 
-ABOUT_TRAINING = (messages.__name__, about_data.__name__)
+ABOUT_TRAINING = (facts.__name__, about_data.__name__)
 
 
 def as_sent(value: Any) -> Any:
