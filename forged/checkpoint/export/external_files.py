@@ -16,14 +16,13 @@ import msgspec
 import numpy as np
 
 from forged.checkpoint.errors import CheckpointException, corrupted
-from forged.checkpoint.format.boxes import Box, whole
+from forged.checkpoint.format.boxes import Box, offset_in, whole
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import Tensors
 from forged.checkpoint.format.names import check_name
 from forged.checkpoint.format.safetensors import Header, read_header
 from forged.checkpoint.format.tree import DEPTH_MAX, NAME_CHARS_MAX, Node, escape_key, unescape_key
 from forged.checkpoint.loading.fetching import bytes_of
-from forged.checkpoint.loading.read_plan import offset_in
 from forged.checkpoint.ports import CancelToken, Reader, Storage
 
 INDEX_BYTES_MAX = 100_000_000

@@ -64,6 +64,28 @@ def intersection(a: Box, b: Box) -> Box | None:
     return Box(tuple(offset), tuple(shape))
 
 
+def offset_in(outer: Box, inner: Box) -> int | None:
+    """How many elements of `outer`, in C order, precede those of `inner`; None if these are not contiguous."""
+    at, stride, is_full = 0, 1, True
+    for axis in reversed(range(len(outer.shape))):
+        if not is_full and inner.shape[axis] != 1:
+            return None
+        is_full = is_full and inner.shape[axis] == outer.shape[axis]
+        at += (inner.offset[axis] - outer.offset[axis]) * stride
+        stride *= outer.shape[axis]
+    return at
+
+
+def subtract(box: Box, hole: Box) -> Iterator[Box]:
+    """The rest of a box without a part of it, as boxes."""
+    offset, shape = list(box.offset), list(box.shape)
+    for axis, (start, size) in enumerate(zip(hole.offset, hole.shape, strict=True)):
+        for low, high in ((offset[axis], start), (start + size, offset[axis] + shape[axis])):
+            if low < high:
+                yield Box((*offset[:axis], low, *offset[axis + 1 :]), (*shape[:axis], high - low, *shape[axis + 1 :]))
+        offset[axis], shape[axis] = start, size
+
+
 def chunk_bytes(nbytes: int) -> int:
     """The approximate chunk size for an array of `nbytes`, a power of two."""
     wanted = nbytes // CHUNKS_PER_ARRAY

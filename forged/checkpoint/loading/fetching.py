@@ -23,14 +23,12 @@ from forged.checkpoint.errors import CheckpointException, ExceptionType, corrupt
 from forged.checkpoint.format.boxes import Box, Shape, whole
 from forged.checkpoint.format.compression import decompress_into
 from forged.checkpoint.format.dtypes import dtype_of
+from forged.checkpoint.loading.manifest_index import Index, PartLayout, PieceId
 from forged.checkpoint.loading.read_plan import (
     GAP_BYTES_MAX,
     READ_BYTES_MAX,
     SMALL_BYTES_MAX,
     ChunkBatch,
-    Index,
-    PartLayout,
-    PieceId,
     ReadPlan,
     Span,
     plan,

@@ -22,7 +22,8 @@ from forged.checkpoint.format.boxes import Box, Shape, whole
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.loading.fetching import Array, fetch, is_storage_failure, verify_chunks
-from forged.checkpoint.loading.read_plan import Index, PieceId, blocks_of
+from forged.checkpoint.loading.manifest_index import Index, PieceId
+from forged.checkpoint.loading.read_plan import blocks_of
 from forged.checkpoint.loading.repair import CopyRepairer
 from forged.checkpoint.ports import CancelToken, Storage, bounded, hold
 from forged.checkpoint.thread_pool import THREADS, run_all

@@ -22,8 +22,8 @@ from forged.checkpoint.format.boxes import Box
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.format.tree import LeafType, Node, tensor_numbers, unflatten
 from forged.checkpoint.loading.fetching import READER_THREADS, Array, Fetched, fetch, is_storage_failure
+from forged.checkpoint.loading.manifest_index import Index
 from forged.checkpoint.loading.matching import Matching, resolve_pending
-from forged.checkpoint.loading.read_plan import Index
 from forged.checkpoint.loading.repair import CopyRepairer
 from forged.checkpoint.loading.resharding import (
     boxes_for,

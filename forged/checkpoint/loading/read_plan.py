@@ -12,26 +12,22 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
-from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from forged.checkpoint.errors import CheckpointException, ExceptionType, corrupted, invalid
+from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
 from forged.checkpoint.format.boxes import (
     Box,
     Grid,
-    Shape,
-    chunk_lengths,
-    chunks,
     chunks_within,
-    grid_of,
     intersection,
+    offset_in,
+    subtract,
     whole,
 )
 from forged.checkpoint.format.dtypes import dtype_of
-from forged.checkpoint.format.manifest import DIGEST_BYTES, Manifest, Part, digests_of
+from forged.checkpoint.loading.manifest_index import Columns, Index, Integers, PartLayout, PieceId
 
 READ_BYTES_MAX = 8 << 20
 """Largest single read, unless one chunk is larger."""
@@ -42,110 +38,6 @@ GAP_BYTES_MAX = 1 << 14
 
 FRAGMENTS_MAX = 1 << 12
 """Limit for the boxes that the still missing rest of one target may fall into."""
-
-PieceId = tuple[int, int]
-"""A piece: the number of its part and its position there."""
-
-
-BoxText = tuple[tuple[int, ...], tuple[int, ...]]
-Integers = np.ndarray[Any, np.dtype[np.int64]]
-
-
-class Columns(NamedTuple):
-    """The layout of a part as arrays, for vectorized planning."""
-
-    first_chunks: Integers
-    memory_offsets: Integers
-    file_offsets: Integers
-
-
-class PartLayout:
-    """Where the chunks of one part lie, by column."""
-
-    def __init__(self, manifest: Manifest, number: int) -> None:
-        part = manifest.parts[number]
-        self.number = number
-        self.part: Part = part
-        self.digests = digests_of(part)
-        self._tensors = manifest.tensors
-        of_pieces = self._lengths(part)
-        lengths = np.fromiter(chain.from_iterable(of_pieces), np.int64)
-        counts = np.fromiter(map(len, of_pieces), np.int64, len(of_pieces))
-        stored = lengths if part.stored is None else np.abs(np.array(part.stored, np.int64))
-        if np.any(stored > lengths):
-            raise corrupted(
-                f"chunks of {part.file} are larger in the file than in memory",
-                part.file,
-                "use another checkpoint",
-                code="checkpoint_manifest_malformed",
-            )
-        self.columns = Columns(_offsets(counts), _offsets(lengths), _offsets(stored) + part.data_offset)
-        self.first_chunks: list[int] = self.columns.first_chunks.tolist()
-        """The number of the first chunk of each piece; last, the number of all chunks."""
-        self.memory_offsets: list[int] = self.columns.memory_offsets.tolist()
-        """Where each chunk would begin if none were compressed, and where the last one would end."""
-        self.file_offsets: list[int] = self.columns.file_offsets.tolist()
-        """Where each chunk begins in the file, and where the last one ends."""
-
-    def _lengths(self, part: Part) -> list[list[int]]:
-        """The chunk lengths of each piece."""
-        shapes = list(map(self._tensors.shapes.__getitem__, part.tensors))
-        dtypes = list(map(self._tensors.dtypes.__getitem__, part.tensors))
-        wholes = {kind: _lengths_of(whole(kind[0]), *kind) for kind in set(zip(shapes, dtypes, strict=True))}
-        lengths = list(map(wholes.__getitem__, zip(shapes, dtypes, strict=True)))
-        parts: dict[tuple[BoxText, Shape, str], list[int]] = {}
-        for piece, box in part.partial_boxes.items():
-            kind = box, shapes[piece], dtypes[piece]
-            if kind not in parts:
-                parts[kind] = _lengths_of(*kind)
-            lengths[piece] = parts[kind]
-        return lengths
-
-    @property
-    def chunks(self) -> int:
-        return len(self.memory_offsets) - 1
-
-    def digest(self, chunk: int) -> bytes:
-        """The expected hash of a chunk."""
-        return self.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
-
-    def digests_of(self, first: int, end: int) -> bytes:
-        """The expected hashes of consecutive chunks, concatenated."""
-        return self.digests[first * DIGEST_BYTES : end * DIGEST_BYTES]
-
-    def itemsize(self, chunk: int) -> int:
-        """Bytes per element of the chunk's tensor."""
-        return dtype_of(self._tensors.dtypes[self.tensor_of(chunk)]).itemsize
-
-    def is_compressed(self, chunk: int) -> bool:
-        return self.part.stored is not None and self.part.stored[chunk] > 0
-
-    def piece_of(self, chunk: int) -> int:
-        """The position of the piece that contains a chunk."""
-        return bisect_right(self.first_chunks, chunk) - 1
-
-    def tensor_of(self, chunk: int) -> int:
-        """The number of the tensor that a chunk belongs to."""
-        return self.part.tensors[self.piece_of(chunk)]
-
-    def piece_box(self, piece: int) -> Box:
-        """The box of its tensor that a piece covers."""
-        box = self.part.partial_boxes.get(piece)
-        return whole(self._tensors.shapes[self.part.tensors[piece]]) if box is None else box
-
-    def chunk_box(self, chunk: int) -> Box:
-        """The box of its tensor that a chunk covers."""
-        piece = self.piece_of(chunk)
-        before = chunk - self.first_chunks[piece]
-        for number, box in enumerate(chunks(self.piece_box(piece), self.grid(piece))):
-            if number == before:
-                return box
-        raise IndexError(chunk)
-
-    def grid(self, piece: int) -> Grid:
-        """The chunk grid of a piece's tensor."""
-        tensor = self.part.tensors[piece]
-        return grid_of(self._tensors.shapes[tensor], dtype_of(self._tensors.dtypes[tensor]).itemsize)
 
 
 class Span(NamedTuple):
@@ -178,94 +70,6 @@ class ReadPlan(NamedTuple):
     batches: dict[int, list[ChunkBatch]]
     bytes_needed: int
     """Bytes of the targets; the plan reads at least as many."""
-
-
-class PieceTable(NamedTuple):
-    """The pieces of all parts as columns, and which of them hold which tensor."""
-
-    parts: Integers
-    pieces: Integers
-    order: Integers
-    """The rows sorted by tensor."""
-    firsts: Integers
-    """By tensor, where its rows begin in `order`; last, where they end."""
-    is_partial: np.ndarray[Any, np.dtype[np.bool_]]
-    """By tensor, whether some piece covers only a part of it."""
-
-
-class Index:
-    """Lookups over a manifest for readers: the pieces of each tensor and the layouts of the parts."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.manifest = manifest
-        self._layouts: dict[int, PartLayout] = {}
-        self._places: dict[int, dict[tuple[int, Box], list[int]]] = {}
-
-    @cached_property
-    def piece_table(self) -> PieceTable:
-        parts = self.manifest.parts
-        tensors: Integers = np.concatenate(
-            [np.array([], np.int64), *(np.array(one.tensors, np.int64) for one in parts)]
-        )
-        sizes = [len(part.tensors) for part in parts]
-        is_partial = np.zeros(tensors.size, np.bool_)
-        for start, part in zip(accumulate(sizes, initial=0), parts, strict=False):
-            is_partial[start : start + len(part.box_of)] = np.array(part.box_of) >= 0
-        order = np.argsort(tensors, kind="stable")
-        count = len(self.manifest.tensors.names)
-        return PieceTable(
-            np.repeat(np.arange(len(parts)), sizes),
-            np.concatenate([np.array([], np.int64), *map(np.arange, sizes)]),
-            order,
-            np.searchsorted(tensors[order], np.arange(count + 1)),
-            np.bincount(tensors[is_partial], minlength=count) > 0,
-        )
-
-    def pieces_with_box(self, tensor: int, box: Box) -> list[PieceId]:
-        """The pieces that cover exactly this box of a tensor, where that is not the whole tensor."""
-        parts = self._parts_with_box.get(box, ())
-        return [(number, piece) for number in parts for piece in self._partial_pieces(number).get((tensor, box), ())]
-
-    @cached_property
-    def _parts_with_box(self) -> dict[Box, list[int]]:
-        """By box, the parts that have this box of some tensor."""
-        found: dict[Box, list[int]] = {}
-        for number, part in enumerate(self.manifest.parts):
-            for box in part.boxes:
-                found.setdefault(Box(*box), []).append(number)
-        return found
-
-    def _partial_pieces(self, number: int) -> dict[tuple[int, Box], list[int]]:
-        """By tensor and box, the partial pieces of a part."""
-        if number not in self._places:
-            part = self.manifest.parts[number]
-            found: dict[tuple[int, Box], list[int]] = {}
-            for piece, box in part.partial_boxes.items():
-                found.setdefault((part.tensors[piece], box), []).append(piece)
-            self._places[number] = found
-        return self._places[number]
-
-    def pieces_of(self, tensor: int) -> list[PieceId]:
-        """All pieces of a tensor."""
-        piece_table = self.piece_table
-        rows = piece_table.order[piece_table.firsts[tensor] : piece_table.firsts[tensor + 1]]
-        return list(zip(piece_table.parts[rows].tolist(), piece_table.pieces[rows].tolist(), strict=True))
-
-    def layout(self, number: int) -> PartLayout:
-        """The layout of a part, computed once."""
-        found = self._layouts.get(number)
-        if found is None:
-            found = self._layouts.setdefault(number, PartLayout(self.manifest, number))
-        return found
-
-    def tensor_number(self, name: str, owner: int | None) -> int | None:
-        """The number of a tensor; `owner` is its rank if it is a per-rank tensor."""
-        return self._numbers.get((name, owner))
-
-    @cached_property
-    def _numbers(self) -> dict[tuple[str, int | None], int]:
-        tensors = self.manifest.tensors
-        return {(name, tensors.ranks.get(number)): number for number, name in enumerate(tensors.names)}
 
 
 def plan(
@@ -501,28 +305,6 @@ def _has_whole_rows(overlap: _Overlap) -> bool:
     )
 
 
-def offset_in(outer: Box, inner: Box) -> int | None:
-    """How many elements of `outer`, in C order, precede those of `inner`; None if these are not contiguous."""
-    at, stride, is_full = 0, 1, True
-    for axis in reversed(range(len(outer.shape))):
-        if not is_full and inner.shape[axis] != 1:
-            return None
-        is_full = is_full and inner.shape[axis] == outer.shape[axis]
-        at += (inner.offset[axis] - outer.offset[axis]) * stride
-        stride *= outer.shape[axis]
-    return at
-
-
-def subtract(box: Box, hole: Box) -> Iterator[Box]:
-    """The rest of a box without a part of it, as boxes."""
-    offset, shape = list(box.offset), list(box.shape)
-    for axis, (start, size) in enumerate(zip(hole.offset, hole.shape, strict=True)):
-        for low, high in ((offset[axis], start), (start + size, offset[axis] + shape[axis])):
-            if low < high:
-                yield Box((*offset[:axis], low, *offset[axis + 1 :]), (*shape[:axis], high - low, *shape[axis + 1 :]))
-        offset[axis], shape[axis] = start, size
-
-
 def _batched(columns: Columns, chunks_of_them: Integers, targets: Integers) -> Iterator[ChunkBatch]:
     """Group small chunks, given in file order, into batches of close neighbours."""
     low, high = columns.memory_offsets[chunks_of_them], columns.memory_offsets[chunks_of_them + 1]
@@ -536,13 +318,6 @@ def _batched(columns: Columns, chunks_of_them: Integers, targets: Integers) -> I
             start = stop
 
 
-def _offsets(column: Integers) -> Integers:
-    """Cumulative offsets: where each begins, and where the last one ends."""
-    found = np.zeros(column.size + 1, np.int64)
-    np.cumsum(column, out=found[1:])
-    return found
-
-
 def blocks_of(memory_offsets: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int]]:
     """Group consecutive chunks into blocks of at most `READ_BYTES_MAX`, each of at least one chunk."""
     while first < end:
@@ -552,8 +327,3 @@ def blocks_of(memory_offsets: Sequence[int], first: int, end: int) -> Iterator[t
         )
         yield first, stop
         first = stop
-
-
-def _lengths_of(box: Box, shape: Shape, dtype: str) -> list[int]:
-    itemsize = dtype_of(dtype).itemsize
-    return chunk_lengths(box, grid_of(shape, itemsize), itemsize)

@@ -20,7 +20,7 @@ from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.format.boxes import Box
 from forged.checkpoint.format.manifest import MANIFEST_BYTES_MAX, SUFFIX, TOMBSTONE, Manifest, decode
 from forged.checkpoint.loading.fetching import bytes_of, fetch
-from forged.checkpoint.loading.read_plan import Index, PartLayout, PieceId
+from forged.checkpoint.loading.manifest_index import Index, PartLayout, PieceId
 from forged.checkpoint.model import RepairedChunk
 from forged.checkpoint.ports import CancelToken, Storage
 

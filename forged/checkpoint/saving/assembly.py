@@ -22,7 +22,7 @@ from forged.checkpoint.format.boxes import Box, chunks, whole
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import DIGEST_BYTES, Manifest, Tensors
 from forged.checkpoint.loading.fetching import fetch
-from forged.checkpoint.loading.read_plan import Index
+from forged.checkpoint.loading.manifest_index import Index
 from forged.checkpoint.loading.repair import CopyRepairer
 from forged.checkpoint.model import RepairedChunk
 from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, Storage

@@ -21,7 +21,7 @@ from forged.checkpoint.format.boxes import Box, Shape, chunks, grid_of, whole
 from forged.checkpoint.format.dtypes import EXTENDED, dtype_of
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.loading.fetching import fetch
-from forged.checkpoint.loading.read_plan import Index
+from forged.checkpoint.loading.manifest_index import Index
 from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.thread_pool import run_all
 

@@ -33,7 +33,8 @@ from forged.checkpoint.loading.fetching import (
     is_storage_failure,
     unreadable_chunk,
 )
-from forged.checkpoint.loading.read_plan import Index, PartLayout, blocks_of, plan
+from forged.checkpoint.loading.manifest_index import Index, PartLayout
+from forged.checkpoint.loading.read_plan import blocks_of, plan
 from forged.checkpoint.model import check_timeout
 from forged.checkpoint.ports import CancelToken, Reader, Storage, bounded
 from forged.checkpoint.progress import ByteCount, Progress

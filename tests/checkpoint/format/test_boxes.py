@@ -24,8 +24,11 @@ from forged.checkpoint.format.boxes import (
     chunks_within,
     grid_of,
     intersection,
+    offset_in,
+    subtract,
     whole,
 )
+from tests.checkpoint.fixtures.manifests import SMALL_SHAPES
 
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 7, 40]), max_size=3).map(tuple)
 ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])
@@ -158,3 +161,27 @@ def test_grid_of_examples(shape: Shape, itemsize: int, grid: Grid) -> None:
 def test_chunks_of_a_huge_tensor_are_counted_without_listing() -> None:
     shape = (1 << 20, 1 << 20, 1 << 20)
     assert chunk_count(whole(shape), grid_of(shape, 1)) == 1 << 38
+
+
+@given(data=st.data())
+def test_subtract_gives_the_rest_without_overlap(data: st.DataObject) -> None:
+    shape = data.draw(SMALL_SHAPES)
+    outer = data.draw(within(shape))
+    inner = data.draw(within(outer.shape))
+    hole = Box(tuple(map(sum, zip(outer.offset, inner.offset, strict=True))), inner.shape)
+    if not math.prod(hole.shape):
+        return
+    rest = [places(box) for box in subtract(outer, hole)]
+    assert sum(map(len, rest)) == outer.volume - hole.volume
+    assert set().union(*rest) == places(outer) - places(hole)
+
+
+@given(data=st.data())
+def test_offset_is_given_for_contiguous_elements_only(data: st.DataObject) -> None:
+    shape = data.draw(SMALL_SHAPES.filter(lambda one: bool(math.prod(one))))
+    outer = whole(shape)
+    inner = data.draw(within(shape).filter(lambda box: bool(box.volume)))
+    order = sorted(places(outer))
+    indices = [order.index(one) for one in sorted(places(inner))]
+    at = indices[0] if indices == list(range(indices[0], indices[-1] + 1)) else None
+    assert offset_in(outer, inner) == at

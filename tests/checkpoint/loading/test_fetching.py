@@ -14,7 +14,8 @@ import pytest
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.loading.fetching import BufferPool, bytes_of, fetch
-from forged.checkpoint.loading.read_plan import READ_BYTES_MAX, Index
+from forged.checkpoint.loading.manifest_index import Index
+from forged.checkpoint.loading.read_plan import READ_BYTES_MAX
 from forged.checkpoint.model import CompressionLevel
 from forged.checkpoint.ports import CancelToken, Reader
 from tests.checkpoint.fixtures.layouts import DTYPES, array_of, bits, small_chunks

@@ -2,52 +2,19 @@
 
 from __future__ import annotations
 
-import base64
-import math
 from itertools import product
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forged.checkpoint.errors import CheckpointException
-from forged.checkpoint.format.boxes import Box, Shape, chunk_lengths, chunks, grid_of, whole
-from forged.checkpoint.format.manifest import Manifest, Part, Tensors, deduplicate_boxes
-from forged.checkpoint.format.states import States
+from forged.checkpoint.format.boxes import Box, Shape, whole
 from forged.checkpoint.loading import read_plan
-from forged.checkpoint.loading.read_plan import ChunkBatch, Index, ReadPlan, offset_in, plan, subtract
+from forged.checkpoint.loading.manifest_index import Index
+from forged.checkpoint.loading.read_plan import ChunkBatch, ReadPlan, plan
 from tests.checkpoint.fixtures.layouts import partitions, small_chunks
-
-SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
-
-
-@st.composite
-def boxes_in(draw: st.DrawFn, shape: Shape) -> Box:
-    offset = tuple(draw(st.integers(0, size)) for size in shape)
-    return Box(offset, tuple(draw(st.integers(0, size - start)) for size, start in zip(shape, offset, strict=True)))
-
-
-def manifest_of(
-    shapes: list[Shape], pieces_of_parts: list[list[tuple[int, Box]]], stored: list[int] | None = None
-) -> Manifest:
-    """A manifest of tensors of bytes, of which each part holds some boxes."""
-    parts = []
-    for rank, pieces in enumerate(pieces_of_parts):
-        lengths = [chunk_lengths(box, grid_of(shapes[tensor], 1), 1) for tensor, box in pieces]
-        count, size = sum(map(len, lengths)), sum(map(sum, lengths))
-        boxes: dict[int, Any] = {
-            place: box for place, (tensor, box) in enumerate(pieces) if box != whole(shapes[tensor])
-        }
-        digests = base64.b64encode(bytes(16 * count)).decode()
-        tensors = [tensor for tensor, _ in pieces]
-        parts.append(
-            Part(f"a/{rank}", rank, size + 7, 7, tensors, *deduplicate_boxes(boxes, len(tensors)), digests, "", stored)
-        )
-    names = [f"t{number}" for number in range(len(shapes))]
-    return Manifest(
-        "a", 0.0, len(pieces_of_parts), Tensors(names, ["uint8"] * len(shapes), shapes), States([], [], []), parts
-    )
+from tests.checkpoint.fixtures.manifests import SMALL_SHAPES, boxes_in, manifest_of
 
 
 def elements(box: Box) -> set[tuple[int, ...]]:
@@ -97,7 +64,7 @@ class TestPlan:
         with small_chunks(
             draw(st.sampled_from([1, 4, 16])), draw(st.sampled_from([8, 64])), draw(st.sampled_from([1, 32]))
         ):
-            shapes = draw(st.lists(SHAPES, min_size=1, max_size=3))
+            shapes = draw(st.lists(SMALL_SHAPES, min_size=1, max_size=3))
             ranks = draw(st.integers(1, 4))
             pieces: list[list[tuple[int, Box]]] = [[] for _ in range(ranks)]
             for tensor, shape in enumerate(shapes):
@@ -119,7 +86,7 @@ class TestPlan:
     @settings(max_examples=100, deadline=None)
     @given(data=st.data())
     def test_spans_are_no_larger_than_a_block_unless_a_chunk_is(self, data: st.DataObject) -> None:
-        shape = data.draw(SHAPES)
+        shape = data.draw(SMALL_SHAPES)
         with small_chunks(4, 16, 1):
             index = Index(manifest_of([shape], [[(0, whole(shape))]]))
             reads = plan(index, [0], {0: data.draw(boxes_in(shape))})
@@ -170,52 +137,3 @@ class TestPlan:
         shapes: list[Shape] = [(16,)] * 1_000
         index = Index(manifest_of(shapes, [[(tensor, whole((16,))) for tensor in range(1_000)]]))
         assert len(plan(index, range(1_000), {}).batches[0]) == 1
-
-
-class TestLayout:
-    @settings(max_examples=100, deadline=None)
-    @given(data=st.data())
-    def test_layout_gives_offset_box_piece_and_tensor_of_each_chunk(self, data: st.DataObject) -> None:
-        with small_chunks(4, 64, 1):
-            shapes = data.draw(st.lists(SHAPES, min_size=1, max_size=4))
-            pieces = [(tensor, data.draw(boxes_in(shape))) for tensor, shape in enumerate(shapes)]
-            layout = Index(manifest_of(shapes, [pieces])).layout(0)
-            at = 7
-            number = 0
-            for place, (tensor, box) in enumerate(pieces):
-                for chunk in chunks(box, grid_of(shapes[tensor], 1)):
-                    assert layout.file_offsets[number] == at
-                    assert layout.chunk_box(number) == chunk
-                    assert (layout.piece_of(number), layout.tensor_of(number)) == (place, tensor)
-                    at, number = at + chunk.volume, number + 1
-            assert (layout.file_offsets[-1], layout.chunks) == (at, number)
-
-    def test_chunks_larger_in_the_file_than_in_memory_are_refused(self) -> None:
-        manifest = manifest_of([(8,)], [[(0, whole((8,)))]], stored=[9])
-        with pytest.raises(CheckpointException) as caught:
-            Index(manifest).layout(0)
-        assert caught.value.code == "checkpoint_manifest_malformed"
-
-
-class TestBoxes:
-    @given(data=st.data())
-    def test_subtract_gives_the_rest_without_overlap(self, data: st.DataObject) -> None:
-        shape = data.draw(SHAPES)
-        outer = data.draw(boxes_in(shape))
-        inner = data.draw(boxes_in(outer.shape))
-        hole = Box(tuple(map(sum, zip(outer.offset, inner.offset, strict=True))), inner.shape)
-        if not math.prod(hole.shape):
-            return
-        rest = [elements(box) for box in subtract(outer, hole)]
-        assert sum(map(len, rest)) == outer.volume - hole.volume
-        assert set().union(*rest) == elements(outer) - elements(hole)
-
-    @given(data=st.data())
-    def test_offset_is_given_for_contiguous_elements_only(self, data: st.DataObject) -> None:
-        shape = data.draw(SHAPES.filter(lambda one: bool(math.prod(one))))
-        outer = whole(shape)
-        inner = data.draw(boxes_in(shape).filter(lambda box: bool(box.volume)))
-        order = sorted(elements(outer))
-        places = [order.index(one) for one in sorted(elements(inner))]
-        at: Any = places[0] if places == list(range(places[0], places[-1] + 1)) else None
-        assert offset_in(outer, inner) == at

@@ -13,7 +13,7 @@ from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.format.consolidated import ConsolidatedFile
 from forged.checkpoint.format.manifest import Manifest, Part, decode, encode
 from forged.checkpoint.loading.fetching import fetch
-from forged.checkpoint.loading.read_plan import Index
+from forged.checkpoint.loading.manifest_index import Index
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, PerRank, ShardedArray
 from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.saving.assembly import SavedTensors

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from forged.checkpoint.errors import CheckpointException, ExceptionType, storage_error
 from forged.checkpoint.format.manifest import Manifest, encode
 from forged.checkpoint.loading.loader import load_state
-from forged.checkpoint.loading.read_plan import Index
+from forged.checkpoint.loading.manifest_index import Index
 from forged.checkpoint.model import CompressionLevel, PerRank, ShardedArray
 from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.verification.validator import (
