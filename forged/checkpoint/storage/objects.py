@@ -19,10 +19,10 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from forged.checkpoint.async_calls import ASYNC_CALLS, wait_for, wait_or_cancel
 from forged.checkpoint.errors import CheckpointException, ExceptionType, storage_error
 from forged.checkpoint.format.names import check_name, check_name_prefix
 from forged.checkpoint.ports import BLOCK_BYTES, ByteSource, CancelToken, Reader, StoredFile
+from forged.checkpoint.storage.async_calls import ASYNC_CALLS, wait_for, wait_or_cancel
 from forged.checkpoint.storage.object_errors import translated
 from forged.checkpoint.storage.os_errors import file_large, file_short
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from obstore.store import LocalStore, MemoryStore
 
-from forged.checkpoint.async_calls import ASYNC_CALLS
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, RemoteStorage, bounded
+from forged.checkpoint.storage.async_calls import ASYNC_CALLS
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.objects import (
     IN_FLIGHT_BYTES_MAX,

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from forged.checkpoint.async_calls import AsyncCalls, wait_for, wait_or_cancel
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.ports import CancelToken
+from forged.checkpoint.storage.async_calls import AsyncCalls, wait_for, wait_or_cancel
 
 WAITS_S = 30.0
 
@@ -177,7 +177,7 @@ def test_forked_child_is_refused(before: str, said: str) -> None:
 
 def test_a_process_ends_while_a_call_is_under_way() -> None:
     program = (
-        "import asyncio; from forged.checkpoint.async_calls import ASYNC_CALLS; "
+        "import asyncio; from forged.checkpoint.storage.async_calls import ASYNC_CALLS; "
         "ASYNC_CALLS.start(asyncio.Event().wait); print('end')"
     )
     ran = subprocess.run(
