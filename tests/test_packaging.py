@@ -121,7 +121,7 @@ def test_installed_daemon_runs_with_the_wheel_s_dependencies(environment: Path, 
 
 def test_assets_are_found_in_a_target_directory(wheel: Path, tmp_path: Path) -> None:
     pip("install", "--quiet", "--no-deps", "--target", str(tmp_path / "packages"), str(wheel))
-    code = "from forged.assets import asset; print(asset('systemd', 'forged.service'))"
+    code = "from forged.cli.service.assets import asset; print(asset('systemd', 'forged.service'))"
     # Not -I, which would leave out the path that is the point here.
     found = subprocess.run(
         [sys.executable, "-S", "-c", code],

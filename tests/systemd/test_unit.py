@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forged.assets import asset
+from forged.cli.service.assets import asset
 from forged.errors import ConfigError
 from forged.systemd.unit import COMMAND, HIDDEN, hidden, is_untouched, stamped, unprotected, with_command
 

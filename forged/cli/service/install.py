@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from forged.assets import PACKAGE_PARENT, asset
 from forged.cli.process import EXIT_OK, say
+from forged.cli.service.assets import PACKAGE_PARENT, asset
 from forged.errors import ConfigError, ForgedError
 from forged.file_sync import sync_directory
 from forged.systemd.unit import hidden, is_untouched, stamped, unprotected, with_command

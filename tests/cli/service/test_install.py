@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from forged.assets import asset
 from forged.cli.service import install
+from forged.cli.service.assets import asset
 from forged.cli.service.install import NEXT_TO_IT, InstalledFile, decide
 from forged.errors import ConfigError, ForgedError
 from forged.systemd.unit import is_untouched, stamped

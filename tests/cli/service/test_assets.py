@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from forged import assets
-from forged.assets import asset
+from forged.cli.service import assets
+from forged.cli.service.assets import asset
 from forged.errors import ConfigError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 Place = Callable[[Path], None]
 
 

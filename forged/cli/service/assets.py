@@ -15,7 +15,7 @@ from forged.errors import ConfigError
 
 DISTRIBUTION = "forged-ml"
 SHARE = "share/forged"
-PACKAGE_PARENT = Path(__file__).parents[1]
+PACKAGE_PARENT = Path(__file__).parents[3]
 """The directory that contains the package."""
 
 
