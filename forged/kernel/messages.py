@@ -92,7 +92,7 @@ def _reply_type(cls: type[Request[Any]]) -> Any:
 
 
 class Signal(msgspec.Struct, frozen=True):
-    """The base of all signals; only the latest per job and key is delivered.
+    """The base of all signals; of one client only the latest per job and key is delivered.
 
     `needs` and `job_field` are as for requests. Clients may send a signal only if `external` is true.
     """
@@ -107,7 +107,7 @@ class Signal(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """The signal's subject within its job; a later signal with the same key replaces this one."""
+        """The signal's subject within its job; a client's later signal with the same key replaces this one."""
         return ""
 
     @property

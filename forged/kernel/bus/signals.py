@@ -1,7 +1,8 @@
 """Delivery of signals to one handler.
 
 Invariants:
-- Of signals with the same type, job and key only the latest waits; at most `KEYS_MAX` wait in all.
+- Of the signals of one client with the same type, job and key only the latest waits; at most `KEYS_MAX` wait in all. No
+  client replaces what another has sent.
 - Signals are not journalled; a failure is counted only.
 """
 
@@ -23,7 +24,7 @@ SignalHandler = Callable[[Any, Call], Awaitable[None] | None]
 
 
 class SignalSlot:
-    """The waiting signals of one handler, one per type, job and key."""
+    """The waiting signals of one handler, one per client, type, job and key."""
 
     def __init__(
         self,
@@ -37,12 +38,12 @@ class SignalSlot:
         self.statistics = HandlerStatistics()
         self._now = now
         self._on_bug = on_bug
-        self._latest: dict[tuple[str, str | None, str], tuple[Signal, Call]] = {}
+        self._latest: dict[tuple[bytes, str, str | None, str], tuple[Signal, Call]] = {}
         self._wanted: asyncio.Future[None] | None = None
 
     def put(self, signal: Signal, call: Call) -> None:
-        """Add the signal, replacing a waiting one with the same type, job and key."""
-        key = (type(signal).__name__, signal.about, signal.key)
+        """Add the signal, replacing a waiting one of the same client with the same type, job and key."""
+        key = (call.client, type(signal).__name__, signal.about, signal.key)
         if key in self._latest:
             self.statistics.coalesced += 1
         elif len(self._latest) >= KEYS_MAX:

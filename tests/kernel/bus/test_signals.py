@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import anyio
@@ -95,6 +96,17 @@ async def test_equal_keys_in_two_jobs_do_not_touch_each_other() -> None:
             slot.put(Step("b", "w0", step), CALL)
         await anyio.sleep(1)
         assert gauge.seen == [Step("a", "w0", 2), Step("b", "w0", 2)]
+
+
+@on_virtual_time
+async def test_signal_of_another_client_replaces_none() -> None:
+    gauge = Gauge()
+    async with slot_of(gauge) as slot:
+        for step in range(3):
+            slot.put(Step("a", "w0", step), replace(CALL, client=b"one"))
+            slot.put(Step("a", "w0", 10 + step), replace(CALL, client=b"other"))
+        await anyio.sleep(1)
+        assert gauge.seen == [Step("a", "w0", 2), Step("a", "w0", 12)]
 
 
 @on_virtual_time
