@@ -178,6 +178,7 @@ class ReadTransfers(Request[TransferPart], frozen=True):
 
     job: str
     worker_id: str
+    incarnation: bytes
     attempt: int
     after: Natural = 0
 
@@ -228,6 +229,7 @@ class ReportCorruptShard(Request[Nothing], frozen=True):
 
     job: str
     worker_id: str
+    incarnation: bytes
     source: str
     shard: Natural
 
@@ -250,6 +252,7 @@ class ReportUsage(Request[UsageTaken], frozen=True):
 
     job: str
     worker_id: str
+    incarnation: bytes
     generation: Natural
     begins_at: Natural
     """The committed step at which the world began."""

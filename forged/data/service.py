@@ -45,6 +45,7 @@ from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.messages import (
     AbortJob,
     AttemptMembers,
+    ConfirmWorker,
     ControlReply,
     JobAborted,
     ReadAttempt,
@@ -129,7 +130,7 @@ class DataService:
         facts = await self._plan(ownership, ownership.attempt, config, request)
         return Decision(OfferTaken(), facts, job=request.job, generation=members.generation, cause=members.started_id)
 
-    async def _members(self, request: OfferShards | ReportLostShards | ReportShards) -> AttemptMembers:
+    async def _members(self, request: OfferShards | ReadTransfers | ReportLostShards | ReportShards) -> AttemptMembers:
         """The members of the request's attempt; refused when it is over or the worker is not one of them."""
         members = await self._bus.ask(ReadAttempt(request.job, request.worker_id, request.incarnation))
         if members.attempt != request.attempt:
@@ -191,7 +192,8 @@ class DataService:
 
     # 3. Members read their part, fetch, and report.
 
-    def _read_transfers(self, request: ReadTransfers, call: Call) -> TransferPart:
+    async def _read_transfers(self, request: ReadTransfers, call: Call) -> TransferPart:
+        await self._members(request)
         ownership = self._store.ownership(request.job)
         return transfer_page(ownership, request.worker_id, request.attempt, request.after)
 
@@ -230,7 +232,8 @@ class DataService:
         )
         return Decision(Nothing(), (completed,), job=request.job, generation=attempt.generation, cause=attempt.cause)
 
-    def _report_corrupt(self, request: ReportCorruptShard, call: Call) -> Decision[Nothing]:
+    async def _report_corrupt(self, request: ReportCorruptShard, call: Call) -> Decision[Nothing]:
+        await self._bus.ask(ConfirmWorker(request.job, request.worker_id, request.incarnation))
         job, source = request.job, check_name("source", request.source)
         ownership = self._store.ownership(job)
         is_news = ownership.report_bad(source, request.shard)

@@ -24,6 +24,7 @@ from forged.elastic.messages import (
     AttemptProgress,
     ClusterPage,
     ClusterView,
+    ConfirmWorker,
     ControlReply,
     DrainReply,
     DrainWorker,
@@ -100,6 +101,7 @@ class ElasticService:
         serve(ReportDeath, self._death, owner=OWNER)
         serve(ReadTopology, self._topology, owner=OWNER)
         serve(ReadAttempt, self._attempt, owner=OWNER)
+        serve(ConfirmWorker, self._confirm, owner=OWNER)
         self._bus.on_signal(Heartbeat, self._heartbeat, name="elastic.heartbeats")
         self._bus.on_signal(Pulse, self._pulse, name="elastic.pulses")
         self._bus.on_signal(AttemptProgress, self._attempt_progress, name="elastic.attempt_progress")
@@ -202,7 +204,7 @@ class ElasticService:
         if (member := coordinator.members.get(request.worker.id)) is None:
             # Its client has disconnected, and a peer had reported it before: it has failed at once.
             self._loop.settle(coordinator)
-            raise _worker_gone(request)
+            raise _worker_gone(request.job, request.worker.id)
         self._table.add_worker(call.client, coordinator.name, member.id)
         fence = self._bus.dispatcher.fence_of(coordinator.name) or Fence(self._bus.ledger.term, coordinator.generation)
         return self._loop.decide(coordinator, _join_reply(coordinator, member, fence))
@@ -211,7 +213,7 @@ class ElasticService:
         """Refuse a worker that rejoins but was removed."""
         coordinator = self._coordinator(request.job)
         if not coordinator.over and coordinator.members.find(request.worker.id, request.incarnation) is None:
-            raise _worker_gone(request)
+            raise _worker_gone(request.job, request.worker.id)
 
     async def _create_job(self, request: JoinJob, call: Call) -> dict[str, Any]:
         """The settings of the job, which is created if it does not exist."""
@@ -283,6 +285,12 @@ class ElasticService:
 
     def _attempt(self, request: ReadAttempt, call: Call) -> AttemptMembers:
         return self._coordinator(request.job).attempt_members(request.worker_id, request.incarnation)
+
+    def _confirm(self, request: ConfirmWorker, call: Call) -> Nothing:
+        coordinator = self._coordinator(request.job)
+        if coordinator.members.find(request.worker_id, request.incarnation) is None:
+            raise _worker_gone(request.job, request.worker_id)
+        return Nothing()
 
     # Signals of workers. They have no reply, so one that makes no sense is ignored.
 
@@ -397,8 +405,8 @@ class ElasticService:
         raise RequestRefused("job_untrained", f"no worker has joined job {job[:80]!r} yet", "start workers first")
 
 
-def _worker_gone(request: JoinJob) -> RequestRefused:
-    text = f"worker {request.worker.id} of job {request.job} has failed or left"
+def _worker_gone(job: str, worker_id: str) -> RequestRefused:
+    text = f"worker {worker_id[:80]} of job {job} has failed or left, or another process has its name"
     return RequestRefused("worker_gone", text, "start a new process")
 
 

@@ -80,6 +80,5 @@ class UsageReport:
 
     async def _report(self, generation: int, begins_at: int, runs: list[Run]) -> UsageTaken:
         registration, samples = self._registration, self._usage.sampler.total
-        return await registration.send(
-            ReportUsage(registration.job, registration.worker.id, generation, begins_at, samples, runs)
-        )
+        who = registration.job, registration.worker.id, registration.incarnation
+        return await registration.send(ReportUsage(*who, generation, begins_at, samples, runs))

@@ -1,4 +1,4 @@
-"""The table of requests by role in docs/security.md, and that the daemon keeps to it."""
+"""The tables of requests by role and of their senders in docs/security.md, and that the daemon keeps to them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,37 @@ def rows(kinds: Iterable[type[Request[Any] | Signal]]) -> Iterator[str]:
                 yield f"| {role} | {scope} | {', '.join(sorted(names[role, scope]))} |"
 
 
+EXTERNAL = [signal for signal in SIGNALS.values() if signal.external and signal.__module__.startswith("forged.")]
+KINDS: list[type[Request[Any] | Signal]] = [*REQUESTS, *EXTERNAL]
+WITHOUT_INCARNATION = {
+    "ShowWorker": "reads what every viewer of the job may see",
+    "DrainWorker": "an operator may drain any worker",
+    "EvictWorker": "an operator may evict any worker",
+}
+"""The requests that name a worker and carry no incarnation, and why not."""
+
+
 def test_the_page_lists_each_request_and_signal_with_its_role() -> None:
-    external = [signal for signal in SIGNALS.values() if signal.external and signal.__module__.startswith("forged.")]
-    expected = list(rows([*REQUESTS, *external]))
+    expected = list(rows(KINDS))
     written = re.findall(r"^\| (?:viewer|worker|operator) \| .*$", PAGE.read_text(), re.MULTILINE)
     assert written == expected, "\n" + "\n".join(expected)
+
+
+def names_a_worker(kind: type[Any]) -> bool:
+    return not {"worker_id", "worker"}.isdisjoint(kind.__struct_fields__)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if names_a_worker(kind)], ids=lambda kind: kind.__name__)
+def test_each_message_in_a_workers_name_has_its_incarnation(kind: type[Any]) -> None:
+    is_listed = kind.__name__ in WITHOUT_INCARNATION
+    assert ("incarnation" in kind.__struct_fields__) != is_listed
+    assert is_listed == (kind.needs is not Role.WORKER), "a worker speaks for itself alone"
+
+
+def test_the_page_says_of_each_message_of_a_worker_what_proves_its_sender() -> None:
+    written = re.findall(r"^\| (`.*`) \| (yes|no) \|", PAGE.read_text(), re.MULTILINE)
+    found = {name: answer == "yes" for names, answer in written for name in re.findall(r"`(\w+)`", names)}
+    assert found == {kind.__name__: names_a_worker(kind) for kind in KINDS if kind.needs is Role.WORKER}
 
 
 def sample(kind: Any) -> Any:

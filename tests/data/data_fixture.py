@@ -12,13 +12,21 @@ import numpy as np
 from forged.daemon import inline
 from forged.data.audit.service import AuditService
 from forged.data.messages import REQUESTS as DATA_REQUESTS
-from forged.data.messages import DatasetSpec, OfferShards, OfferTaken, ReadTransfers, ReportShards, TransferPart
+from forged.data.messages import (
+    DatasetSpec,
+    OfferShards,
+    OfferTaken,
+    ReadTransfers,
+    ReportCorruptShard,
+    ReportShards,
+    TransferPart,
+)
 from forged.data.ownership.records import PREFIX
 from forged.data.service import DataService
 from forged.elastic.messages import REQUESTS, AttemptProgress, RescaleCompleted
 from forged.jobs.model import REQUESTS as JOB_REQUESTS
 from forged.kernel.ledger import read_all
-from forged.kernel.messages import Call
+from forged.kernel.messages import Call, Nothing
 from forged.kernel.store.port import Store
 from tests.elastic.coordinator_playbook import JOB
 from tests.elastic.service_fixture import ServiceFixture
@@ -79,7 +87,13 @@ class DataFixture(ServiceFixture):
     async def part(self, name: str, attempt: int | None = None) -> TransferPart:
         """Read a worker's part of the plan."""
         number = self.attempt if attempt is None else attempt
-        return await self.workers[name].ask(ReadTransfers(self.workers[name].job, name, number))
+        worker = self.workers[name]
+        return await worker.ask(ReadTransfers(worker.job, name, worker.incarnation, number))
+
+    async def report_corrupt(self, name: str, source: str, shard: int) -> Nothing:
+        """A worker reports that another worker's copy of a shard is bad."""
+        worker = self.workers[name]
+        return await worker.ask(ReportCorruptShard(worker.job, name, worker.incarnation, source, shard))
 
     async def stop(self, step: int = 0) -> None:
         """All members of the attempt stop."""

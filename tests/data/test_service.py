@@ -18,6 +18,7 @@ from forged.data.messages import (
     OfferShards,
     PlanData,
     ReadOwners,
+    ReadTransfers,
     ReportCorruptShard,
     ReportLostShards,
     ReportShards,
@@ -342,7 +343,7 @@ class TestDatasetBeforeTheFirstWorld:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.offer_all()
-            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await stage.report_corrupt("b", "a", 3)
             await given_up(stage, "a", "b")
             await stage.come("a", *range(10), life=2)
             await stage.come("b", life=2)
@@ -358,7 +359,7 @@ class TestDatasetBeforeTheFirstWorld:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.offer_all()
-            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await stage.report_corrupt("b", "a", 3)
             assert [key for key in await keys_in(store) if "suspect" in key] == [f"{JOB}/suspect/a/3"]
             await given_up(stage, "a", "b")
             await stage.come("a", *range(10), life=2)
@@ -547,7 +548,7 @@ class TestCausesOfDataFacts:
             await stage.come("c")
             started = stage.last(RescaleStarted)
             await stage.offer_all()
-            await stage.workers["c"].ask(ReportCorruptShard(JOB, "c", "a", 3))
+            await stage.report_corrupt("c", "a", 3)
             found = stage.last(CorruptShardFound)
             assert (found.cause, found.generation) == (started.id, 1)
 
@@ -570,7 +571,7 @@ class TestCausesOfDataFacts:
     async def test_bad_copy_found_by_a_script_has_no_cause(self) -> None:
         async with data_fixture() as stage:
             await formed(stage)
-            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await stage.report_corrupt("b", "a", 3)
             found = stage.last(CorruptShardFound)
             assert (found.cause, found.generation) == (0, 1)
 
@@ -596,7 +597,7 @@ class TestProgress:
     async def test_bad_copy_is_published(self) -> None:
         async with data_fixture() as stage:
             await formed(stage)
-            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await stage.report_corrupt("b", "a", 3)
             assert stage.facts(CorruptShardFound) == [CorruptShardFound("a", 3, "b")]
 
     @on_virtual_time
@@ -604,13 +605,13 @@ class TestProgress:
         async with data_fixture() as stage:
             await formed(stage)
             for source, shard in (("a", 3), ("a", 3), ("a", 4)):
-                await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", source, shard))
+                await stage.report_corrupt("b", source, shard)
             assert [fact.shard for fact in stage.facts(CorruptShardFound)] == [3, 4]
             await stage.kernel.bus.ask(RescaleJob(JOB))
             await stage.offer_all()
-            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await stage.report_corrupt("b", "a", 3)
             assert [fact.shard for fact in stage.facts(CorruptShardFound)] == [3, 4, 3]
-            assert await refused(stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 10))) == "shard_invalid"
+            assert await refused(stage.report_corrupt("b", "a", 10)) == "shard_invalid"
 
     @on_virtual_time
     async def test_attempt_restarts_for_a_suspect_copy_that_the_plan_uses(self) -> None:
@@ -619,8 +620,8 @@ class TestProgress:
             await stage.come("a", *range(10), min_workers=2)
             await stage.come("b")
             await stage.offer_all(dataset)
-            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
-            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 4))
+            await stage.report_corrupt("b", "a", 3)
+            await stage.report_corrupt("b", "a", 4)
             await stage.fetch("a")
             await stage.workers["a"].ready(1)
             assert await refused(stage.fetch("b")) == "attempt_over"
@@ -649,7 +650,7 @@ class TestProgress:
             await stage.come("b")
             await stage.offer_all()
             moved = np.frombuffer((await stage.part("b")).shards, "<i8").tolist()
-            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", moved[0]))
+            await stage.report_corrupt("b", "a", moved[0])
             await stage.fetch("a", "b")
             await stage.commit("a", "b")
             assert [fact.attempt for fact in stage.facts(RescaleCompleted)] == [1]
@@ -658,7 +659,7 @@ class TestProgress:
     async def test_background_offer_with_a_suspect_copy_stops_training(self) -> None:
         async with data_fixture() as stage:
             await formed(stage, use_synchronous_rescaling=False)
-            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await stage.report_corrupt("b", "a", 3)
             await stage.come("c")
             assert stage.facts(RescaleStarted)[-1].in_background
             await stage.offer("b")
@@ -692,7 +693,7 @@ class TestProgress:
             await stage.come("b")
             await stage.offer_all()
             moved = np.frombuffer((await stage.part("b")).shards, "<i8").tolist()
-            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", moved[0]))
+            await stage.report_corrupt("b", "a", moved[0])
             await stage.fetch("a", "b")
             await stage.commit("a", "b")
             assert moved[0] not in stage.held["a"]
@@ -713,7 +714,7 @@ class TestProgress:
             stage.data._log = log
             await formed(stage)
             for shard in (3, 4):
-                await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", shard))
+                await stage.report_corrupt("b", "a", shard)
             assert [fact.shard for fact in stage.facts(CorruptShardFound)] == [3, 4]
             said = "too many suspect copies; some are trusted again"
             assert log.lines == [("warning", said, {"job": JOB, "copies": 1})]
@@ -722,7 +723,7 @@ class TestProgress:
     async def test_bad_copy_of_an_invalid_worker_name_is_refused(self) -> None:
         async with data_fixture() as stage:
             await formed(stage)
-            assert await refused(stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a/b", 3))) == "name_invalid"
+            assert await refused(stage.report_corrupt("b", "a/b", 3)) == "name_invalid"
             assert stage.facts(CorruptShardFound) == []
 
     @on_virtual_time
@@ -752,6 +753,18 @@ class TestProgress:
             await stage.wait(0.1)
             assert stage.attempt == 1
 
+    async def test_transfers_are_read_and_bad_copies_reported_in_ones_own_name_only(self) -> None:
+        async with data_fixture() as stage:
+            await stage.come("a", *range(10), min_workers=2)
+            await stage.come("b")
+            await stage.offer_all()
+            a, b = stage.workers["a"], stage.workers["b"]
+            for incarnation in (a.incarnation, b"", bytes(16)):
+                assert await refused(a.ask(ReadTransfers(JOB, "b", incarnation, stage.attempt))) == "attempt_over"
+                assert await refused(a.ask(ReportCorruptShard(JOB, "b", incarnation, "a", 3))) == "worker_gone"
+            assert await b.ask(ReadTransfers(JOB, "b", b.incarnation, stage.attempt)) == await stage.part("b")
+            assert stage.facts(CorruptShardFound) == []
+
 
 async def doubted_by_b(stage: DataFixture, dataset: DatasetSpec, **settings: Any) -> None:
     """Form a world of a and b, in which b reports a's copy of shard 3 as bad."""
@@ -759,7 +772,7 @@ async def doubted_by_b(stage: DataFixture, dataset: DatasetSpec, **settings: Any
     await stage.rescale("a", dataset=dataset)
     await stage.come("b")
     await stage.rescale("a", "b", dataset=dataset)
-    await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+    await stage.report_corrupt("b", "a", 3)
 
 
 class TestADaemonThatIsKilled:
@@ -773,7 +786,7 @@ class TestADaemonThatIsKilled:
         async with data_fixture(store) as stage:
             await formed(stage, use_synchronous_rescaling=stops)
             for shard in (3, 4):
-                await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", shard))
+                await stage.report_corrupt("b", "a", shard)
             held = stage.held
         store = await self._again(store)
         async with data_fixture(store) as stage:
@@ -975,7 +988,7 @@ class TestAJobThatIsRemoved:
             await formed(stage)
             await stage.kernel.bus.ask(RescaleJob(JOB))
             await stage.offer_all()
-            await stage.workers["b"].ask(ReportCorruptShard(JOB, "b", "a", 3))
+            await stage.report_corrupt("b", "a", 3)
             assert len(await keys_in(store)) == 6
             await stage.kernel.bus.ask(AbortJob(JOB))
             for name in "ab":

@@ -29,6 +29,7 @@ class UsageFixture:
 
     def __init__(self, worker: WorkerId = FIRST, samples: int = 100) -> None:
         self.worker = worker
+        self.incarnation = bytes(16)
         self.said: list[ReportUsage] = []
         self.refuses = False
         self.known_to = 0

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from forged.data.audit.epoch_audit import EpochAudit, UsageLog
 from forged.data.messages import AuditData, AuditView, ReportUsage, UsageConflict, UsageTaken
-from forged.elastic.messages import RescaleCompleted
+from forged.elastic.messages import ConfirmWorker, RescaleCompleted
 from forged.errors import PeerError, RequestRefused, describe
 from forged.jobs.model import JobRemoved
 from forged.kernel.bus import Bus
@@ -48,6 +48,7 @@ class AuditService:
         self._begun: dict[str, list[tuple[int, int]]] = {}
         """Generation and first step of each world, for jobs without usage reports; both ascend."""
         self._log = log
+        self._bus = bus
         self._dispatcher = bus.dispatcher
         bus.serve(ReportUsage, self._report, owner=OWNER)
         bus.serve(AuditData, self._audit, owner=OWNER)
@@ -76,8 +77,9 @@ class AuditService:
             self._log.error("the sample usage of a job is unreadable", job=job, reason=describe(error))
             self._unreadable[job] = [f"{PREFIX}{job}/{number}" for number in chunks]
 
-    def _report(self, request: ReportUsage, call: Call) -> Decision[UsageTaken]:
+    async def _report(self, request: ReportUsage, call: Call) -> Decision[UsageTaken]:
         self._dispatcher.require_job(request.job)
+        await self._bus.ask(ConfirmWorker(request.job, request.worker_id, request.incarnation))
         if request.job in self._unreadable:
             return Decision(UsageTaken())
         log = self.logs.get(request.job) or self._new_log(request)

@@ -208,6 +208,17 @@ class ReadAttempt(Request[AttemptMembers], frozen=True):
     incarnation: bytes
 
 
+class ConfirmWorker(Request[Nothing], frozen=True):
+    """Confirm that the sender is the registered worker of this name, by its incarnation; refused if it is not."""
+
+    needs: ClassVar[Role] = Role.WORKER
+    decides: ClassVar[bool] = False
+
+    job: str
+    worker_id: str
+    incarnation: bytes
+
+
 class ReadTopology(Request[ClusterTopology], frozen=True):
     """Show the committed world."""
 
@@ -228,4 +239,5 @@ WORKER_REQUESTS = (
     AnnounceLeave,
     ReadLeave,
     ReadAttempt,
+    ConfirmWorker,
 )

@@ -57,7 +57,8 @@ OFFER_SHARDS_MAX = 1 << 16
 """So many shards are named in one message."""
 ORIGIN = -1
 ATTEMPTS_KEPT_MAX = 4
-ATTEMPT_OVER = "attempt_over"
+OVER = frozenset({"attempt_over", "worker_gone"})
+"""What the daemon answers when it expects no shards of this worker any more; facts tell the worker what follows."""
 PENDING = frozenset({"plan_pending", SHARDS_LOST})
 RETRY = RetryPolicy(attempts=None, delay_s=0.2, exponential=True, delay_max_s=5.0, jitter=0.5)
 """The pauses between tries; a try that brings a shard starts them anew."""
@@ -188,7 +189,7 @@ class ShardHolder:
                 await self._line.ready(attempt)
                 return
             except ForgedError as error:
-                if error.code == ATTEMPT_OVER:
+                if error.code in OVER:
                     self._log.info("the attempt ended before all shards were fetched", reason=error.message)
                     return
                 if not is_temporary(error):
@@ -310,9 +311,9 @@ class ShardHolder:
 
     async def _read_pages(self, attempt: int) -> Sequence[TransferPart]:
         pages: list[TransferPart] = []
-        after = 0
+        line, after = self._line, 0
         while not pages or pages[-1].more:
-            page = await self._line.send(ReadTransfers(self._line.job, self._line.worker.id, attempt, after))
+            page = await line.send(ReadTransfers(line.job, line.worker.id, line.incarnation, attempt, after))
             pages.append(page)
             after += max(len(page.shards), len(page.keep)) // 8
         return pages

@@ -219,8 +219,9 @@ class TransferReports(TransferObserver):
         while self._bad_copies:
             copy = self._bad_copies[0]
             if copy.source is not None:
-                await self._line.send(
-                    ReportCorruptShard(self._line.job, self._line.worker.id, copy.source.id, copy.shard_id)
+                line = self._line
+                await line.send(
+                    ReportCorruptShard(line.job, line.worker.id, line.incarnation, copy.source.id, copy.shard_id)
                 )
             self._bad_copies.pop(0)
             self._bad_copies_reported += 1

@@ -7,15 +7,16 @@ import pytest
 
 from forged.data.audit import epoch_audit as module
 from forged.data.audit import service
-from forged.data.messages import AuditData, AuditView, ReportUsage, UsageConflict
+from forged.data.messages import AuditData, AuditView, ReportUsage, UsageConflict, UsageTaken
 from forged.data.sampling.usage import Run
 from forged.elastic.messages import RescaleCompleted, RescaleJob
 from forged.errors import RequestRefused
-from forged.jobs.model import CreateJob, RemoveJob
+from forged.jobs.model import RemoveJob
 from forged.kernel.ledger import read_all
 from forged.kernel.store.port import Store, Transaction
 from tests.data.data_fixture import DataFixture, data_fixture
 from tests.elastic.coordinator_playbook import JOB
+from tests.elastic.service_fixture import WorkerStub
 from tests.faulty_store import FaultyStore
 from tests.kernel_fixture import on_virtual_time
 
@@ -24,9 +25,19 @@ BEARING: dict[str, Any] = {"failure_tolerance_percentage": 100, "min_workers_tim
 
 
 async def report(stage: DataFixture, generation: int, begins_at: int, *runs: Run, samples: int = SAMPLES) -> None:
-    if stage.kernel.bus.dispatcher.fence_of(JOB) is None:
-        await stage.kernel.bus.ask(CreateJob(JOB, {}))
-    await stage.kernel.bus.ask(ReportUsage(JOB, "a", generation, begins_at, samples, list(runs)))
+    """A registered worker reports what it has used; without one, worker a joins."""
+    if JOB not in stage.service.coordinators:
+        await stage.start("a")
+    worker_id, member = next(iter(stage.service.coordinators[JOB].members.items()))
+    request = ReportUsage(JOB, worker_id, member.incarnation, generation, begins_at, samples, list(runs))
+    await stage.kernel.bus.ask(request)
+
+
+async def report_as(worker: WorkerStub, generation: int, *runs: Run) -> UsageTaken:
+    """This worker reports what it has used."""
+    return await worker.ask(
+        ReportUsage(worker.job, worker.name, worker.incarnation, generation, 0, SAMPLES, list(runs))
+    )
 
 
 def steps(first: int, end: int, *, epoch: int = 0, size: int = 10) -> Run:
@@ -73,9 +84,9 @@ async def test_repeated_usage_report_changes_nothing() -> None:
 async def test_empty_usage_report_returns_the_known_step() -> None:
     async with data_fixture() as stage:
         await report(stage, 1, 0, steps(0, 6))
+        (b,) = await stage.start("b")
         for generation, known_to in ((1, 6), (2, 0)):
-            taken = await stage.kernel.bus.ask(ReportUsage(JOB, "b", generation, 0, SAMPLES, []))
-            assert taken.known_to == known_to
+            assert (await report_as(b, generation)).known_to == known_to
         assert (await audit(stage)).used == 0, "a world that begins at 0 makes void what was before"
 
 
@@ -83,10 +94,31 @@ async def test_empty_usage_report_returns_the_known_step() -> None:
 async def test_differing_usage_report_is_a_conflict() -> None:
     async with data_fixture() as stage:
         await report(stage, 1, 0, steps(0, 10))
-        runs = [Run(0, 0, 0, 10, 9), Run(8, 0, 90, 10, dropped=True)]
-        await stage.kernel.bus.ask(ReportUsage(JOB, "b", 1, 0, SAMPLES, runs))
+        (b,) = await stage.start("b")
+        await report_as(b, 1, Run(0, 0, 0, 10, 9), Run(8, 0, 90, 10, dropped=True))
         found = await audit(stage)
         assert (found.complete, found.conflicts) == (False, [UsageConflict(8, "b")])
+
+
+@on_virtual_time
+async def test_usage_report_in_the_name_of_another_worker_is_refused() -> None:
+    async with data_fixture() as stage:
+        a, b = await stage.start("a", "b")
+        await report_as(b, 1, steps(0, 10))
+        for incarnation in (a.incarnation, b"", bytes(16)):
+            other = ReportUsage(JOB, "b", incarnation, 1, 0, SAMPLES, [Run(0, 0, 50, 10)])
+            assert await refused(a.ask(other)) == "worker_gone"
+        assert (await audit(stage)).complete
+
+
+@on_virtual_time
+async def test_usage_report_of_a_worker_that_has_left_is_refused() -> None:
+    async with data_fixture() as stage:
+        a, b = await stage.start("a", "b")
+        await a.leave()
+        assert await refused(report_as(a, 1, steps(0, 10))) == "worker_gone"
+        await report_as(b, 1, steps(0, 10))
+        assert (await audit(stage)).complete
 
 
 @on_virtual_time
@@ -210,10 +242,9 @@ async def test_invalid_usage_is_refused_as_a_whole() -> None:
 async def test_of_a_job_that_is_removed_nothing_is_left() -> None:
     store = FaultyStore()
     async with data_fixture(store) as stage:
-        await stage.kernel.bus.ask(CreateJob(JOB, {}))
         await report(stage, 1, 0, steps(0, 8))
         assert await keys(store) == ["usage/run/0"]
-        await stage.kernel.bus.ask(RemoveJob(JOB))
+        await stage.kernel.bus.ask(RemoveJob(JOB, force=True))
         await stage.kernel.settle()
         assert await keys(store) == []
         assert await refused(audit(stage)) == "job_unknown"
@@ -223,11 +254,12 @@ async def test_of_a_job_that_is_removed_nothing_is_left() -> None:
 async def test_usage_report_of_a_removed_job_is_refused_and_leaves_no_records() -> None:
     store = FaultyStore()
     async with data_fixture(store) as stage:
-        await stage.kernel.bus.ask(CreateJob(JOB, {}))
-        await stage.kernel.bus.ask(RemoveJob(JOB))
-        late = ReportUsage(JOB, "a", 7, 0, 50, [steps(0, 5)])
-        assert await refused(stage.kernel.bus.ask(late)) == "job_unknown"
+        (a,) = await stage.start("a")
+        await stage.kernel.bus.ask(RemoveJob(JOB, force=True))
+        await stage.kernel.settle()
+        assert await refused(report_as(a, 7, steps(0, 5))) == "job_unknown"
         assert await keys(store) == []
+        await stage.start("b")
         await report(stage, 1, 0, steps(0, 10))
         assert (await audit(stage)).complete
 
@@ -245,8 +277,9 @@ BROKEN_LOGS: dict[str, Callable[[bytes], dict[str, bytes]]] = {
 async def test_unreadable_usage_log_fails_only_the_audits_of_its_job(broken: str) -> None:
     store = FaultyStore()
     async with data_fixture(store) as stage:
-        await stage.kernel.bus.ask(CreateJob("other", {}))
-        await stage.kernel.bus.ask(ReportUsage("other", "a", 1, 0, SAMPLES, [steps(0, 10)]))
+        other = stage.worker("z", job="other")
+        await other.join()
+        await report_as(other, 1, steps(0, 10))
         await report(stage, 1, 0, steps(0, 8))
     (chunk,) = [entry.value for entry in await read_all(store.memory, "usage/run/")]
     found = {f"usage/run/{number}": value for number, value in BROKEN_LOGS[broken](chunk).items()}
@@ -257,9 +290,10 @@ async def test_unreadable_usage_log_fails_only_the_audits_of_its_job(broken: str
         assert await refused(audit(stage)) == "usage_unreadable"
         await report(stage, 1, 0, steps(8, 10))
         assert {entry.key: entry.value for entry in await read_all(store.memory, "usage/run/")} == found
-        await stage.kernel.bus.ask(RemoveJob(JOB))
+        await stage.kernel.bus.ask(RemoveJob(JOB, force=True))
         await stage.kernel.settle()
         assert await keys(store.memory) == ["usage/other/0"]
+        await stage.start("b")
         await report(stage, 1, 0, steps(0, 10))
         assert (await audit(stage)).complete
 
