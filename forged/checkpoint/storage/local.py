@@ -17,6 +17,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 
 from forged.checkpoint.errors import CheckpointException, storage_error
@@ -82,9 +83,7 @@ class LocalStorage:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._files = files or SystemFiles()
-        absolute = str(Path(path).absolute())
-        with errors_translated("", absolute):
-            self._root = self._files.resolve(absolute)
+        self._given = str(Path(path).absolute())
         self._threads = threads
         self._wall = wall
         self._buffers = BlockBuffers(threads * BUFFERS_PER_WRITE)
@@ -92,6 +91,12 @@ class LocalStorage:
     @property
     def url(self) -> str:
         return self._root
+
+    @cached_property
+    def _root(self) -> str:
+        """The directory, links followed. Not resolved before it is used, because a network file system may hang."""
+        with errors_translated("", self._given):
+            return self._files.resolve(self._given)
 
     def write(self, name: str, source: ByteSource, token: CancelToken) -> None:
         with errors_translated(name, self.url):
