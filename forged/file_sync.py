@@ -1,4 +1,4 @@
-"""File-system calls that Python lacks: sync, cache control, preallocation, exclusive rename.
+"""File-system calls that Python lacks: sync, cache control, preallocation, exclusive rename, opening without waiting.
 
 A file's content is durable after the file was synced, its name after the directory was synced. All functions raise
 `OSError`.
@@ -11,6 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
+import struct
 from pathlib import Path
 
 PAGE = 4096
@@ -20,11 +21,22 @@ _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
 _SYNC_FILE_RANGE_WRITE_AND_WAIT = 7
+_OPENAT2 = 437
+"""The system call, which has the same number on all architectures."""
+_RESOLVE_NO_SYMLINKS = 0x04
+_RESOLVE_CACHED = 0x20
+_AT_EMPTY_PATH = 0x1000
+_AT_STATX_DONT_SYNC = 0x4000
+_STATX_BYTES = 256
+_STATX_DEVICE_AT = 0x88
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+_libc.statx.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_char_p)
+_libc.syscall.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t)
+_libc.syscall.restype = ctypes.c_long
 _libc.renameat2.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
 
 
@@ -101,6 +113,36 @@ def _reads_without_waiting(fd: int, offset: int) -> bool:
         return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except BlockingIOError:
         return False
+
+
+def open_cached(path: str, flags: int) -> int:
+    """Open a file of a local disk without waiting; an error if the kernel does not have the whole path in memory.
+
+    Links and other file systems are refused: to open a file of a network file system may ask its server.
+    """
+    probe = _open_cached(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        if not _is_on_disk(probe):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+    finally:
+        os.close(probe)
+    return _open_cached(path, flags)
+
+
+def _open_cached(path: str, flags: int) -> int:
+    how = struct.pack("QQQ", flags, 0, _RESOLVE_CACHED | _RESOLVE_NO_SYMLINKS)
+    fd: int = _libc.syscall(_OPENAT2, _AT_FDCWD, os.fsencode(path), how, len(how))
+    if fd < 0:
+        _check(fd)
+    return fd
+
+
+def _is_on_disk(fd: int) -> bool:
+    """Whether a file lies on a block device, by what the kernel remembers: a server is not asked."""
+    status = ctypes.create_string_buffer(_STATX_BYTES)
+    _check(_libc.statx(fd, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, 0, status))
+    # File systems without a block device have the major number 0.
+    return bool(struct.unpack_from("I", status, _STATX_DEVICE_AT)[0])
 
 
 def rename_new(path: str, to: str) -> None:

@@ -27,6 +27,50 @@ def test_syncing_a_path_that_is_no_directory_is_an_error(tmp_path: Path) -> None
         sync_directory(tmp_path / "file")
 
 
+def test_cached_files_of_a_disk_are_opened_without_waiting(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"hello")
+    fd = open_cached_or_skip(tmp_path / "file")
+    try:
+        assert os.read(fd, 10) == b"hello"
+    finally:
+        os.close(fd)
+    with pytest.raises(FileNotFoundError):
+        (tmp_path / "missing").open()
+    with pytest.raises(FileNotFoundError):
+        file_sync.open_cached(str(tmp_path / "missing"), os.O_RDONLY)
+
+
+def test_links_are_not_opened_without_waiting(tmp_path: Path) -> None:
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "directory/file").touch()
+    os.close(open_cached_or_skip(tmp_path / "directory/file"))
+    (tmp_path / "link").symlink_to("directory")
+    with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
+        file_sync.open_cached(str(tmp_path / "link/file"), os.O_RDONLY)
+
+
+def test_files_that_are_not_on_a_disk_are_not_opened_without_waiting() -> None:
+    before = open_descriptors()
+    for path in ("/proc/version", "/proc/self/maps"):
+        with pytest.raises(OSError, match=r"\["):
+            file_sync.open_cached(path, os.O_RDONLY)
+    assert open_descriptors() == before
+
+
+def open_descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def open_cached_or_skip(path: Path) -> int:
+    """Open a file; skip the test if it is not on a disk, or the kernel is too old."""
+    try:
+        return file_sync.open_cached(str(path), os.O_RDONLY)
+    except OSError as error:
+        if error.errno in {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EPERM}:
+            pytest.skip(f"{path}: {error}")
+        raise
+
+
 def test_direct_writes_are_whole_pages(tmp_path: Path) -> None:
     memory = memoryview(mmap.mmap(-1, PAGE))
     memory[:] = bytes(range(256)) * (PAGE // 256)

@@ -19,7 +19,7 @@ from forged.blocking.facade import BlockingFacade, blocking
 from forged.checkpoint.checkpoint import DistributedCheckpoint, agreed, require_same_save
 from forged.checkpoint.errors import ExceptionType
 from forged.checkpoint.format.tree import LeafType
-from forged.checkpoint.loading.loader import Loaded, load_state
+from forged.checkpoint.loading.loader import Loaded, load_state, require_small
 from forged.checkpoint.model import (
     DEFAULT_TIMEOUT_S,
     CheckpointFormat,
@@ -36,7 +36,7 @@ from forged.checkpoint.stateful import adopt, contains_stateful, values_of
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.listing import read_manifest
 from forged.checkpoint.storage.locations import storage_at
-from forged.checkpoint.thread_calls import WAKE_INTERVAL_S, drive, run_in_thread
+from forged.checkpoint.thread_calls import WAKE_INTERVAL_S, drive, run_read
 from forged.logger_adapter import SCRIPT_LOG
 
 R = TypeVar("R")
@@ -192,8 +192,9 @@ def load(
         results: list[Loaded] = []
         has_objects = contains_stateful(into)
 
-        def read() -> bytes:
+        def load(token: CancelToken) -> bytes:
             manifest = read_manifest(bounded(storage, token), prefix)
+            require_small(manifest, token)
             loaded = load_state(
                 storage,
                 manifest,
@@ -211,7 +212,7 @@ def load(
             adopt(into, results[0].state)
             return b""
 
-        await group.decide(lambda: run_in_thread(read, token), require_same_save)
+        await group.decide(lambda: run_read(load, token), require_same_save)
         if not has_objects:
             return results[0].state
         await group.decide(give, agreed)

@@ -22,7 +22,7 @@ from forged.checkpoint import rng
 from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
 from forged.checkpoint.format.manifest import Manifest, ManifestFence
 from forged.checkpoint.format.tree import INTEGER_MAX, LeafType
-from forged.checkpoint.loading.loader import Loaded, load_state
+from forged.checkpoint.loading.loader import Loaded, load_state, require_small
 from forged.checkpoint.model import (
     DEFAULT_TIMEOUT_S,
     CheckpointInfo,
@@ -41,7 +41,7 @@ from forged.checkpoint.saving.staging import StagingMemory
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.locations import create_storage
-from forged.checkpoint.thread_calls import run_in_thread, wait_in_thread
+from forged.checkpoint.thread_calls import run_in_thread, run_read, wait_in_thread
 from forged.checkpoint.verification.validator import CheckpointValidator, CompatibilityChecker, IntegrityChecker
 from forged.logger_adapter import as_log
 from forged.retry import RetryPolicy
@@ -211,9 +211,7 @@ class DistributedCheckpoint:
 
         async def read() -> bytes:
             self._raise_failure()
-            results.append(
-                await run_in_thread(partial(self._load, prefix, model, optimizer, options, ranks, token), token)
-            )
+            results.append(await run_read(partial(self._load, prefix, model, optimizer, options, ranks), token))
             return results[0][0].save_id.encode()
 
         async def apply() -> bytes:
@@ -253,6 +251,7 @@ class DistributedCheckpoint:
         self, prefix: str, model: Any, optimizer: Any, options: LoadOptions, ranks: RankGroup, token: CancelToken
     ) -> tuple[Manifest, Loaded]:
         manifest = self._manifest(prefix, options, token)
+        require_small(manifest, token)
         into: dict[str, Any] = {}
         if model is not None:
             into[MODEL] = _state_of(model, MODEL)

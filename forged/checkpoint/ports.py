@@ -1,7 +1,8 @@
 """The ports of the checkpoint engine: storage, coordinator, byte sources and readers, and the cancel token.
 
 Invariants:
-- Storages are called from threads and may block. They know names and bytes, and nothing of checkpoints.
+- Storages are called from threads and may block, unless they are `nonblocking`. They know names and bytes, and nothing
+  of checkpoints.
 - A file that `publish` has returned for, or that `write` and then `sync_names` have returned for, survives a power cut.
 - A coordinator is called from the event loop, by all ranks in the same order.
 """
@@ -22,6 +23,10 @@ BLOCK_BYTES = 8 << 20
 """The unit in which files are written and read."""
 
 
+class WouldBlock(Exception):
+    """A call that may not wait would have to. It can be repeated by a call that may."""
+
+
 class CancelToken:
     """Cancellation and deadline of one operation, shared by its threads."""
 
@@ -30,6 +35,14 @@ class CancelToken:
         self._monotonic = monotonic
         self._ends_at = None if timeout_s is None else monotonic() + timeout_s
         self._cancelled = threading.Event()
+        self.may_block = True
+        """Whether the operation may wait for a storage."""
+
+    def nonblocking(self) -> CancelToken:
+        """A token of the same operation for an attempt that raises `WouldBlock` where it would have to wait."""
+        other = copy(self)
+        other.may_block = False
+        return other
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -66,6 +79,8 @@ class CancelToken:
 
     def wait(self, seconds: float) -> None:
         """Sleep; raise as soon as the operation is cancelled or its deadline passes."""
+        if not self.may_block:
+            raise WouldBlock
         remaining = self.remaining_s()
         self._cancelled.wait(seconds if remaining is None else min(seconds, remaining))
         self.check()
@@ -165,6 +180,15 @@ class RemoteStorage(Storage, Protocol):
 
 
 @runtime_checkable
+class NonblockingStorage(Storage, Protocol):
+    """A storage that knows what it can read at once."""
+
+    def nonblocking(self) -> Storage:
+        """The same storage, which raises `WouldBlock` for everything but reads of small files that are in memory."""
+        ...
+
+
+@runtime_checkable
 class LockingStorage(Storage, Protocol):
     """A storage in which processes of one host see which files others use."""
 
@@ -196,8 +220,24 @@ def _is_remote(storage: Storage) -> TypeGuard[RemoteStorage]:
     return hasattr(storage, "bounded")
 
 
+def _is_nonblocking(storage: Storage) -> TypeGuard[NonblockingStorage]:
+    return hasattr(storage, "nonblocking")
+
+
+def nonblocking(storage: Storage) -> Storage:
+    """The storage as far as it can be read at once; raises `WouldBlock` if it cannot tell."""
+    if not _is_nonblocking(storage):
+        raise WouldBlock
+    return storage.nonblocking()
+
+
 def bounded(storage: Storage, token: CancelToken) -> Storage:
-    """The storage for one operation: the requests of a remote one end with the token."""
+    """The storage for one operation: the requests of a remote one end with the token.
+
+    If the operation may not wait, the storage raises `WouldBlock` instead.
+    """
+    if not token.may_block:
+        return nonblocking(storage)
     return storage.bounded(token) if _is_remote(storage) else storage
 
 

@@ -1,9 +1,11 @@
 """Blocking calls in threads, with a deadline: from an event loop, or from a script without one.
 
 A script's call that no other rank takes part in is driven without an event loop: it waits in the script's own thread
-for one helper thread. That takes a fraction of the time that an event loop and its threads take to start.
+for one helper thread. That takes a fraction of the time that an event loop and its threads take to start. A load of a
+few MiB that are in memory takes less time than a thread takes to start, so it runs in the thread of its caller.
 
 Invariants:
+- What runs in the caller's thread waits for nothing: it reads only what is in memory.
 - A thread that does not return by its deadline is left alone.
 - A driven call awaits nothing but the functions of this module.
 - No thread outlives the call that started it, unless it was left alone.
@@ -14,14 +16,15 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import anyio
-from anyio import to_thread
+from anyio import lowlevel, to_thread
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.ports import CancelToken
+from forged.checkpoint.ports import CancelToken, WouldBlock
 
 T = TypeVar("T")
 
@@ -63,6 +66,21 @@ async def run_in_thread(act: Callable[[], T], token: CancelToken) -> T:
             with anyio.CancelScope(shield=True):
                 await to_thread.run_sync(ended.wait, RETURN_GRACE_S)
         raise
+
+
+async def run_read(act: Callable[[CancelToken], T], token: CancelToken) -> T:
+    """Run a call that only reads, with a token to pass on: in this thread if it need not wait, else in another."""
+    token.check()
+    if _driven.helper is None:
+        await lowlevel.checkpoint()
+    try:
+        return act(token.nonblocking())
+    except WouldBlock:
+        pass
+    except CheckpointException as error:
+        if not error.retryable:
+            raise
+    return await run_in_thread(partial(act, token), token)
 
 
 async def wait_in_thread(act: Callable[[], T]) -> T:

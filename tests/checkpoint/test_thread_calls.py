@@ -20,13 +20,14 @@ import pytest
 import forged.checkpoint
 from forged.checkpoint import blocking, thread_calls
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.ports import CancelToken
+from forged.checkpoint.ports import CancelToken, WouldBlock
 from forged.checkpoint.thread_calls import (
     StorageUnresponsive,
     drive,
     finish_in_thread,
     pause,
     run_in_thread,
+    run_read,
     wait_in_thread,
 )
 
@@ -88,6 +89,37 @@ async def test_nothing_is_begun_after_it_was_cancelled() -> None:
         await run_in_thread(lambda: pytest.fail("it ran"), token)
 
 
+async def test_read_that_need_not_wait_runs_in_the_thread_of_its_caller() -> None:
+    def act(token: CancelToken) -> tuple[int, bool]:
+        return threading.get_ident(), token.may_block
+
+    assert await run_read(act, CancelToken(60)) == (threading.get_ident(), False)
+
+
+async def test_read_that_would_wait_is_repeated_in_a_thread() -> None:
+    assert await run_read(ident_of_waiting_call, CancelToken(60)) != threading.get_ident()
+
+
+async def test_read_lets_the_event_loop_run() -> None:
+    turns: list[str] = []
+
+    async def call(name: str) -> None:
+        for _ in range(2):
+            await run_read(lambda token: turns.append(name), CancelToken(60))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(call, "a")
+        group.start_soon(call, "b")
+    assert turns[0] != turns[1]
+
+
+def ident_of_waiting_call(token: CancelToken) -> int:
+    """The thread of a call that has to wait."""
+    if not token.may_block:
+        raise WouldBlock
+    return threading.get_ident()
+
+
 # Driven without an event loop.
 
 
@@ -115,6 +147,39 @@ def test_driven_calls_share_one_thread_that_ends_with_them() -> None:
     [one] = set(drive(call))
     assert one != threading.get_ident()
     assert threads() == before
+
+
+def test_driven_read_starts_a_thread_only_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert drive(lambda: run_read(ident_of_waiting_call, CancelToken(60))) != threading.get_ident()
+    monkeypatch.setattr(threading, "Thread", None)
+    assert drive(lambda: run_read(lambda token: threading.get_ident(), CancelToken(60))) == threading.get_ident()
+
+
+def test_read_that_fails_is_repeated_in_a_thread_if_that_may_help() -> None:
+    tries: list[bool] = []
+
+    def act(token: CancelToken) -> None:
+        tries.append(token.may_block)
+        raise CheckpointException("busy", retryable=len(tries) == 1)
+
+    with pytest.raises(CheckpointException, match="busy"):
+        drive(lambda: run_read(act, CancelToken(60)))
+    assert tries == [False, True]
+    with pytest.raises(CheckpointException, match="busy"):
+        drive(lambda: run_read(act, CancelToken(60)))
+    assert tries == [False, True, False]
+
+
+def test_pause_of_a_call_that_may_not_wait_is_refused() -> None:
+    with pytest.raises(WouldBlock):
+        CancelToken(60).nonblocking().wait(0.001)
+
+
+def test_read_is_not_begun_after_it_was_cancelled() -> None:
+    token = CancelToken()
+    token.cancel()
+    with pytest.raises(CheckpointException, match="cancelled"):
+        drive(lambda: run_read(lambda token: pytest.fail("it ran"), token))
 
 
 def test_driven_call_without_blocking_calls_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,13 +34,15 @@ from forged.checkpoint.loading.resharding import (
     tensors_of_all_ranks,
     tree_for,
 )
-from forged.checkpoint.model import LoadOptions, RepairedChunk, ReshardingStrategy, ShardedArray
-from forged.checkpoint.ports import CancelToken, Storage, bounded, hold
+from forged.checkpoint.model import CompressionLevel, LoadOptions, RepairedChunk, ReshardingStrategy, ShardedArray
+from forged.checkpoint.ports import CancelToken, Storage, WouldBlock, bounded, hold
 from forged.checkpoint.storage.listing import read_manifest
 
 OPTIMIZER = "optimizer"
 RNG = "rng"
 DIFFERENCES_SHOWN_MAX = 24
+NONBLOCKING_BYTES_MAX = 4 << 20
+"""Up to this size, the files of a checkpoint may be loaded in the caller's thread if they are in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,13 @@ def load_state(
         fetched.bytes_read,
         fetched.bytes_needed,
     )
+
+
+def require_small(manifest: Manifest, token: CancelToken) -> None:
+    """Raise `WouldBlock` if the load may not block its caller, and takes longer than a thread takes to start."""
+    is_small = manifest.size_bytes <= NONBLOCKING_BYTES_MAX and manifest.compression is CompressionLevel.NONE
+    if not token.may_block and not is_small:
+        raise WouldBlock
 
 
 BuildState = Callable[[Sequence[Array]], Any]

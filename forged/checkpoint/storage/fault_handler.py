@@ -15,7 +15,17 @@ from random import SystemRandom
 from typing import TypeVar
 
 from forged.checkpoint.errors import CheckpointException
-from forged.checkpoint.ports import ByteSource, CancelToken, Reader, Storage, StoredFile, bounded, hold, is_held
+from forged.checkpoint.ports import (
+    ByteSource,
+    CancelToken,
+    Reader,
+    Storage,
+    StoredFile,
+    bounded,
+    hold,
+    is_held,
+    nonblocking,
+)
 from forged.checkpoint.storage import listing
 from forged.retry import RetryPolicy
 
@@ -74,6 +84,10 @@ class RetryingStorage:
 
     def bounded(self, token: CancelToken) -> Storage:
         return RetryingStorage(bounded(self._storage, token), self._faults, token)
+
+    def nonblocking(self) -> Storage:
+        """Without retries: before a retry there is a pause."""
+        return nonblocking(self._storage)
 
     def write(self, name: str, source: ByteSource, token: CancelToken) -> None:
         self._faults.execute_with_retry(lambda: self._storage.write(name, source, token), token)

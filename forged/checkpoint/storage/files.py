@@ -13,15 +13,18 @@ import mmap
 import os
 import stat
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from forged import file_sync
+from forged.checkpoint.ports import WouldBlock
 
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """`O_NONBLOCK`, because opening a pipe would wait for its writer."""
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 UNNAMED = os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC
 MODE = 0o666
+CACHED_BYTES_MAX = 4 << 20
+"""Larger files are not read without waiting, because to copy and to verify them takes longer than to start a thread."""
 
 
 class DirectoryEntry(NamedTuple):
@@ -228,6 +231,43 @@ class SystemFiles:
     def free_bytes(self, path: str) -> int:
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
+
+
+class CachedFiles(SystemFiles):
+    """Reads of small files of local disks that the kernel has in memory; everything else raises `WouldBlock`."""
+
+    def open(self, path: str, flags: int) -> int:
+        if flags != READ:
+            raise WouldBlock
+        try:
+            return file_sync.open_cached(path, flags)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            raise WouldBlock from None
+
+    def size(self, fd: int) -> int:
+        size = super().size(fd)
+        if size > CACHED_BYTES_MAX:
+            raise WouldBlock
+        return size
+
+    def read(self, fd: int, room: memoryview, offset: int) -> int:
+        try:
+            return os.preadv(fd, [room], offset, os.RWF_NOWAIT)
+        except OSError:
+            raise WouldBlock from None
+
+    def resolve(self, path: str) -> str:
+        # `open` refuses links.
+        return path
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise WouldBlock
+
+    bypass_cache = reserve = truncate = write = map = is_cached = begin_write_back = drop_cache = _refuse
+    sync = sync_directory = link_open = link = rename = rename_new = unlink = _refuse
+    make_directory = remove_directory = scan = free_bytes = _refuse
 
 
 def _is_locked(fd: int, kind: int) -> bool:

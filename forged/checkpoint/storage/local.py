@@ -14,15 +14,17 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 
 from forged.checkpoint.errors import CheckpointException, storage_error
 from forged.checkpoint.format.names import check_name, check_name_prefix
-from forged.checkpoint.ports import ByteSource, CancelToken, StoredFile
+from forged.checkpoint.ports import ByteSource, CancelToken, StoredFile, WouldBlock
 from forged.checkpoint.storage.cache_bypass import FileReader
 from forged.checkpoint.storage.direct_write import (
     BUFFERS_PER_WRITE,
@@ -31,12 +33,23 @@ from forged.checkpoint.storage.direct_write import (
     retry_interrupted,
     write_whole,
 )
-from forged.checkpoint.storage.files import CREATE, READ, UNNAMED, DirectoryEntry, Files, SystemFiles, directory_of
+from forged.checkpoint.storage.files import (
+    CREATE,
+    READ,
+    UNNAMED,
+    CachedFiles,
+    DirectoryEntry,
+    Files,
+    SystemFiles,
+    directory_of,
+)
 from forged.checkpoint.storage.os_errors import SyncFailed, disk_full, errors_translated, file_large, file_short
 from forged.checkpoint.thread_pool import THREADS
 
 OPENINGS_MAX = 10
 """How often a directory is made again after another process has removed it because it was empty."""
+CACHED_WHOLE_BYTES_MAX = 1 << 16
+"""Larger files are not read as a whole without waiting, because to decode them takes longer than to start a thread."""
 HIDDEN_SUFFIX = ".tmp"
 HIDDEN_S_MAX = 3600.0
 """A hidden file older than this belongs to a process that has died."""
@@ -86,6 +99,7 @@ class LocalStorage:
         self._given = str(Path(path).absolute())
         self._threads = threads
         self._wall = wall
+        self._whole_bytes_max = sys.maxsize
         self._buffers = BlockBuffers(threads * BUFFERS_PER_WRITE)
 
     @property
@@ -97,6 +111,13 @@ class LocalStorage:
         """The directory, links followed. Not resolved before it is used, because a network file system may hang."""
         with errors_translated("", self._given):
             return self._files.resolve(self._given)
+
+    def nonblocking(self) -> LocalStorage:
+        if type(self._files) is not SystemFiles:
+            raise WouldBlock
+        other = copy(self)
+        other._files, other._whole_bytes_max = CachedFiles(), CACHED_WHOLE_BYTES_MAX
+        return other
 
     def write(self, name: str, source: ByteSource, token: CancelToken) -> None:
         with errors_translated(name, self.url):
@@ -153,6 +174,8 @@ class LocalStorage:
         with self.open(name) as reader:
             if reader.size > bytes_max:
                 raise file_large(name, reader.size, bytes_max)
+            if reader.size > self._whole_bytes_max:
+                raise WouldBlock
             data = bytearray(reader.size)
             reader.read_into(0, memoryview(data))
             return bytes(data)

@@ -36,7 +36,7 @@ from forged.checkpoint.loading.fetching import (
 from forged.checkpoint.loading.manifest_index import Index, PartLayout
 from forged.checkpoint.loading.read_plan import blocks_of, plan
 from forged.checkpoint.model import check_timeout
-from forged.checkpoint.ports import CancelToken, Reader, Storage, bounded
+from forged.checkpoint.ports import CancelToken, Reader, Storage, WouldBlock, bounded
 from forged.checkpoint.progress import ByteCount, Progress
 from forged.checkpoint.storage.listing import read_manifest
 from forged.checkpoint.thread_pool import THREADS, run_all
@@ -254,6 +254,9 @@ class _Validation:
     def run_checker(self, checker: IntegrityChecker) -> ValidationResult:
         """The findings of a custom checker; its failure is a finding."""
         self._token.check()
+        if not self._token.may_block:
+            # A checker is code of the caller.
+            raise WouldBlock
         try:
             return ValidationResult(checker.name, tuple(checker.check(self._manifest, self._storage, self._token)))
         except Exception as error:  # noqa: BLE001 - a checker is code of the caller
