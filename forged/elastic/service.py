@@ -297,23 +297,14 @@ class ElasticService:
     def _heartbeat(self, signal: Heartbeat, call: Call) -> None:
         coordinator = self.coordinators.get(signal.job)
         if coordinator is not None and is_countable(signal.step, signal.collective_seq):
-            progress = signal.step, signal.collective_seq
-            coordinator.heartbeat(
-                signal.worker_id,
-                signal.incarnation,
-                *progress,
-                self._loop.now(),
-                signal.interval_s,
-                last_step_done=signal.last_step_done,
-            )
+            coordinator.heartbeat(signal, self._loop.now())
             if coordinator.outbox:
                 self._loop.settle(coordinator)
 
     def _pulse(self, signal: Pulse, call: Call) -> None:
         coordinator = self.coordinators.get(signal.job)
         if coordinator is not None and is_countable(signal.step, signal.collective_seq):
-            worker, progress = (signal.worker_id, signal.incarnation), (signal.step, signal.collective_seq)
-            coordinator.pulse(*worker, *progress, signal.cpu_s, self._loop.now(), signal.interval_s)
+            coordinator.pulse(signal, self._loop.now())
             if coordinator.outbox:
                 self._loop.settle(coordinator)
 

@@ -9,7 +9,7 @@ from forged.elastic.coordinator.job_coordinator import JobCoordinator
 from forged.elastic.coordinator.records import changed_records, restore
 from forged.elastic.failure_detector.detector import SCAN_INTERVAL_S
 from forged.elastic.membership.member import Member
-from forged.elastic.messages import AttemptProgress, RescaleCompleted
+from forged.elastic.messages import AttemptProgress, Heartbeat, Pulse, RescaleCompleted
 from forged.elastic.model import WorkerId
 from forged.elastic.outbox import Moment, Probe
 from forged.elastic.rescale.attempt import Stage, StopReport
@@ -99,15 +99,15 @@ class Playbook:
     ) -> list[Fact]:
         for name in names:
             member = self.coordinator.members[name]
-            self.coordinator.heartbeat(
-                name, member.incarnation, step, collective_seq, self.now, last_step_done=last_step_done
-            )
+            signal = Heartbeat(JOB, name, member.incarnation, step, collective_seq, last_step_done=last_step_done)
+            self.coordinator.heartbeat(signal, self.now)
         return self.new_facts()
 
     def pulse(self, *names: str, step: int = 0, collective_seq: int = 0, cpu_s: float = 1.0) -> list[Fact]:
         for name in names:
             member = self.coordinator.members[name]
-            self.coordinator.pulse(name, member.incarnation, step, collective_seq, cpu_s, self.now)
+            signal = Pulse(JOB, name, member.incarnation, cpu_s, step, collective_seq)
+            self.coordinator.pulse(signal, self.now)
         return self.new_facts()
 
     def stop(self, *names: str, stop: StopReport, number: int | None = None) -> list[Fact]:
@@ -158,11 +158,9 @@ class Playbook:
             self.time = min(end, self.time + SCAN_INTERVAL_S / 2, max(self.time, self.coordinator.due_at()))
             for member in self.coordinator.members.values():
                 if member.connected and member.id not in silent:
-                    collective_seq = 0 if still else int(self.time)
-                    done = member.last_step_done
-                    self.coordinator.heartbeat(
-                        member.id, member.incarnation, 0, collective_seq, self.now, last_step_done=done
-                    )
+                    collective_seq, done = 0 if still else int(self.time), member.last_step_done
+                    signal = Heartbeat(JOB, member.id, member.incarnation, 0, collective_seq, last_step_done=done)
+                    self.coordinator.heartbeat(signal, self.now)
             if self.coordinator.due_at() <= self.time:
                 self.tick()
             self.settle()

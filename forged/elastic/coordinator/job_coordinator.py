@@ -15,6 +15,8 @@ from forged.elastic.membership.member import Member
 from forged.elastic.messages import (
     AttemptMembers,
     AttemptProgress,
+    Heartbeat,
+    Pulse,
     RescaleAborted,
     RescaleSynchronising,
     WorkerJoined,
@@ -123,33 +125,12 @@ class JobCoordinator(JobState):
 
     # Liveness.
 
-    def heartbeat(
-        self,
-        worker_id: str,
-        incarnation: bytes,
-        step: int,
-        collective_seq: int,
-        now: Moment,
-        interval_s: float = 0.0,
-        *,
-        last_step_done: bool = False,
-    ) -> None:
-        liveness.heartbeat(
-            self, worker_id, incarnation, step, collective_seq, now, interval_s, last_step_done=last_step_done
-        )
+    def heartbeat(self, signal: Heartbeat, now: Moment) -> None:
+        liveness.heartbeat(self, signal, now)
         completion.consider(self, now)
 
-    def pulse(
-        self,
-        worker_id: str,
-        incarnation: bytes,
-        step: int,
-        collective_seq: int,
-        cpu_s: float,
-        now: Moment,
-        interval_s: float = 0.0,
-    ) -> None:
-        liveness.pulse(self, worker_id, incarnation, step, collective_seq, cpu_s, now, interval_s)
+    def pulse(self, signal: Pulse, now: Moment) -> None:
+        liveness.pulse(self, signal, now)
         completion.consider(self, now)
 
     def died(self, worker_id: str, incarnation: bytes, now: Moment, reason: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from forged.elastic.coordinator import failures, progress
 from forged.elastic.coordinator.job_state import NEVER, JobState
 from forged.elastic.membership.member import Member
-from forged.elastic.messages import AttemptProgress
+from forged.elastic.messages import AttemptProgress, Heartbeat, Pulse
 from forged.elastic.outbox import Moment
 from forged.elastic.rescale.attempt import RECEIVED_BYTES_MIN, Stage
 from forged.phrases import in_words
@@ -25,44 +25,25 @@ NO_REASON = "no reason given"
 # Reports of the worker itself. Heartbeats and pulses come by the thousand, so they cost next to nothing.
 
 
-def heartbeat(
-    job: JobState,
-    worker_id: str,
-    incarnation: bytes,
-    step: int,
-    collective_seq: int,
-    now: Moment,
-    interval_s: float = 0.0,
-    *,
-    last_step_done: bool = False,
-) -> None:
+def heartbeat(job: JobState, signal: Heartbeat, now: Moment) -> None:
     """Record that a worker's library is alive, and its progress."""
-    member = job.members.find(worker_id, incarnation)
+    member = job.members.find(signal.worker_id, signal.incarnation)
     if member is not None:
-        member.record_heartbeat(now.monotonic, interval_s, job.config)
+        member.record_heartbeat(now.monotonic, signal.interval_s, job.config)
         member.is_unseen_since_restart = False
-        progress.record(job, member, step, now, collective_seq)
-        if member.last_step_done != last_step_done:
-            member.last_step_done = last_step_done
+        progress.record(job, member, signal.step, now, signal.collective_seq)
+        if member.last_step_done != signal.last_step_done:
+            member.last_step_done = signal.last_step_done
             job.store_member(member)
 
 
-def pulse(
-    job: JobState,
-    worker_id: str,
-    incarnation: bytes,
-    step: int,
-    collective_seq: int,
-    cpu_s: float,
-    now: Moment,
-    interval_s: float = 0.0,
-) -> None:
+def pulse(job: JobState, signal: Pulse, now: Moment) -> None:
     """Record that a worker's process is alive, whatever its library does."""
-    member = job.members.find(worker_id, incarnation)
+    member = job.members.find(signal.worker_id, signal.incarnation)
     if member is not None:
-        member.record_pulse(now.monotonic, interval_s, cpu_s)
+        member.record_pulse(now.monotonic, signal.interval_s, signal.cpu_s)
         member.is_unseen_since_restart = False
-        progress.record(job, member, step, now, collective_seq)
+        progress.record(job, member, signal.step, now, signal.collective_seq)
 
 
 def attempt_progress(job: JobState, signal: AttemptProgress, now: Moment) -> None:

@@ -13,12 +13,14 @@ from forged.elastic.failure_detector.detector import CONFIRM_S, NEVER
 from forged.elastic.failure_detector.suspicion import REPORTED_WORLDS_MAX
 from forged.elastic.membership.member import COLLECTIVES_PER_WORLD
 from forged.elastic.messages import (
+    Heartbeat,
     JobAborted,
     JobCompleted,
     JobPaused,
     JobResumed,
     JobWaiting,
     ProgressLost,
+    Pulse,
     RescaleAborted,
     RescaleCompleted,
     RescaleStarted,
@@ -38,6 +40,7 @@ from forged.elastic.rescale.attempt import RECEIVED_BYTES_MIN, Stage, StopReport
 from forged.errors import ConfigError, RequestRefused, Unavailable
 from forged.phrases import REASON_CHARS_MAX, REASONS_MAX
 from tests.elastic.coordinator_playbook import (
+    JOB,
     START_S,
     WALL_S,
     WINDOW_S,
@@ -273,9 +276,9 @@ def test_inputs_about_unknown_workers_are_ignored() -> None:
     assert book.die("x") + book.die("a", life=2) == []
     assert book.lose("x") + book.reconnect("x") == []
     assert book.refuse_probe("x") + book.refuse_probe("a", life=2) == []
-    book.coordinator.heartbeat("x", b"", 5, 5, book.now)
-    book.coordinator.heartbeat("a", incarnation("a", 2), 5, 5, book.now)
-    book.coordinator.pulse("x", b"", 5, 5, 1.0, book.now)
+    book.coordinator.heartbeat(Heartbeat(JOB, "x", b"", 5, 5), book.now)
+    book.coordinator.heartbeat(Heartbeat(JOB, "a", incarnation("a", 2), 5, 5), book.now)
+    book.coordinator.pulse(Pulse(JOB, "x", b"", 1.0, 5, 5), book.now)
     book.coordinator.peer_report("x", b"", 1, book.now, peer="a", reason="")
     assert book.new_facts() == []
     assert (book.coordinator.training.current_step, book.coordinator.members["a"].step) == (0, 0)

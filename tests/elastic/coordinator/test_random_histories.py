@@ -19,8 +19,10 @@ from forged.elastic.coordinator.records import changed_records, restore
 from forged.elastic.failure_detector.detector import SCAN_INTERVAL_S
 from forged.elastic.membership.member import COLLECTIVES_PER_WORLD, Member
 from forged.elastic.messages import (
+    Heartbeat,
     JobAborted,
     JobCompleted,
+    Pulse,
     RescaleAborted,
     RescaleCompleted,
     RescaleStarted,
@@ -353,7 +355,8 @@ class Histories(RuleBasedStateMachine):
         if process is None:
             return
         if by_pulse:
-            self.coordinator.pulse(name, process.incarnation, process.step, self.collective_seq(process), 1.0, self.now)
+            pulse = Pulse(JOB, name, process.incarnation, 1.0, process.step, self.collective_seq(process))
+            self.coordinator.pulse(pulse, self.now)
         elif process.connected:
             self.say_how_far(process)
         self.settle()
@@ -388,8 +391,8 @@ class Histories(RuleBasedStateMachine):
         earlier = incarnation(name, process.life - 1)
         self.coordinator.leave(name, earlier, self.now, reason="", done=True, step=10**6)
         self.coordinator.died(name, earlier, self.now, "it ended")
-        self.coordinator.heartbeat(name, earlier, 10**6, 10**6, self.now)
-        self.coordinator.pulse(name, earlier, 10**6, 10**6, 1.0, self.now)
+        self.coordinator.heartbeat(Heartbeat(JOB, name, earlier, 10**6, 10**6), self.now)
+        self.coordinator.pulse(Pulse(JOB, name, earlier, 1.0, 10**6, 10**6), self.now)
         self.coordinator.peer_report(name, earlier, self.coordinator.generation, self.now, peer="", reason="")
         self.coordinator.probed(name, earlier, self.now, refused=True)
         assert not self.coordinator.outbox
@@ -678,14 +681,15 @@ class Histories(RuleBasedStateMachine):
 
     def say_how_far(self, process: Process) -> None:
         """A heartbeat."""
-        self.coordinator.heartbeat(
+        heartbeat = Heartbeat(
+            JOB,
             process.name,
             process.incarnation,
             process.step,
             self.collective_seq(process),
-            self.now,
             last_step_done=process.last_step_done,
         )
+        self.coordinator.heartbeat(heartbeat, self.now)
 
     def collective_seq(self, process: Process) -> int:
         has_met = process.world > 0 and process.world == self.met

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from forged.elastic.coordinator.job_coordinator import JobCoordinator
 from forged.elastic.coordinator.records import changed_records, job_of, restore
+from forged.elastic.messages import Heartbeat, Pulse
 from forged.elastic.phases import Phase
 from forged.elastic.rescale.attempt import StopReport
 from tests.elastic.coordinator_playbook import (
@@ -27,8 +28,8 @@ def test_a_key_names_its_job() -> None:
 
 def test_inputs_without_a_change_write_nothing() -> None:
     book = formed("a", "b")
-    book.coordinator.heartbeat("a", incarnation("a"), 5, 50, book.now)
-    book.coordinator.pulse("a", incarnation("a"), 5, 50, 1.0, book.now)
+    book.coordinator.heartbeat(Heartbeat(JOB, "a", incarnation("a"), 5, 50), book.now)
+    book.coordinator.pulse(Pulse(JOB, "a", incarnation("a"), 1.0, 5, 50), book.now)
     book.coordinator.tick(book.now)
     assert not book.coordinator.outbox
     assert changed_records(book.coordinator) == {}
