@@ -111,67 +111,77 @@ class Daemon:
     """The control plane; created by `Daemon.running`."""
 
     def __init__(self, config: Config, ports: Ports, store: Store) -> None:
-        clock = ports.clock
         self.config = config
         self.store = store
-        self.started_at = clock.monotonic()
+        self.started_at = ports.clock.monotonic()
         self.http: str | None = None
         """The URL of health and metrics, if they are served."""
         self._ports = ports
         self._has_started = False
+        self._make_kernel()
+        self._make_services()
+        # The order in which they are loaded from the store.
+        for owner in (self.jobs, self.elastic, self.data, self.audit, self.tokens):
+            self.ledger.register(owner)
+        self.server = self._make_server()
+        self.server.on_client_connected.append(self.elastic.arrived)
+        self.server.on_client_gone.append(self.elastic.connection_lost)
+        self.plugins = self._make_plugin_host()
 
+    def _make_kernel(self) -> None:
+        config, clock = self.config, self._ports.clock
         self.journal = Journal(config.journal_facts_max, config.journal_bytes_max)
-        self.bus = Bus(clock, backlog_max=config.backlog_max, source=ports.random)
-        self.ledger = Ledger(store, self.journal, clock, self.bus)
-        self.reporter = Reporter(ports.log, self.bus, self.ledger, clock, facts_per_s_max=config.log_facts_per_s_max)
+        self.bus = Bus(clock, backlog_max=config.backlog_max, source=self._ports.random)
+        self.ledger = Ledger(self.store, self.journal, clock, self.bus)
+        self.reporter = Reporter(
+            self._ports.log, self.bus, self.ledger, clock, facts_per_s_max=config.log_facts_per_s_max
+        )
 
-        self.settings = ConfigService(self.bus, ports.settings, self._apply, config)
-
+    def _make_services(self) -> None:
+        config, ports, clock = self.config, self._ports, self._ports.clock
         training = TrainingPort(
             generation=lambda job: self.elastic.generation(job),
             workers=lambda job: self.elastic.workers_at_work(job),
             require=require_meant,
         )
+        copy = self.store.backup if isinstance(self.store, BackedUp) else None
+        self.settings = ConfigService(self.bus, ports.settings, self._apply, config)
         self.jobs = JobService(self.bus, clock, JobBook(), training)
         self.tokens = TokenService(self.bus, clock, _policy(config, ports.uid), self._check_rights)
         self.status = StatusService(self.bus, self.journal, self._read_status)
         self.tickets = TicketRegistry(clock, ports.token_bytes)
         self.sides = SideConnections(self.tickets)
-        copy = store.backup if isinstance(store, BackedUp) else None
         self.backup = BackupService(self.bus, self.tickets, copy, Path(config.data_dir))
         self.elastic = ElasticService(self.bus, clock, self._is_refused, ports.token_bytes)
         self.data = DataService(self.bus, clock, ports.compute, ports.log, limits=_shard_limits(config))
-        self.ledger.register(self.jobs)
-        self.ledger.register(self.elastic)
         self.audit = AuditService(self.bus, ports.log)
-        self.ledger.register(self.data)
-        self.ledger.register(self.audit)
-        self.ledger.register(self.tokens)
 
-        self.server = Server(
-            ports.network,
+    def _make_server(self) -> Server:
+        config = self.config
+        return Server(
+            self._ports.network,
             self.bus,
             self.journal,
-            clock,
-            history=store.history,
+            self._ports.clock,
+            history=self.store.history,
             identify=self.tokens.identify,
             limits=_limits(config),
             connections_max=config.connections_max,
             handshakes_max=config.handshakes_max,
             memory=_memory_limits(config),
             side_connection=self.sides.accept,
-            log=ports.log,
+            log=self._ports.log,
         )
-        self.server.on_client_connected.append(self.elastic.arrived)
-        self.server.on_client_gone.append(self.elastic.connection_lost)
-        self.plugins = PluginHost(
+
+    def _make_plugin_host(self) -> PluginHost:
+        return PluginHost(
             self.bus,
-            clock,
-            ports.log,
-            ports.guard,
-            settings=config.plugins,
-            directory=Path(config.data_dir) / "plugins",
-            limits=_plugin_limits(config),
+            self._ports.clock,
+            self._ports.log,
+            self._ports.guard,
+            settings=self.config.plugins,
+            directory=Path(self.config.data_dir) / "plugins",
+            limits=_plugin_limits(self.config),
         )
 
     @classmethod
