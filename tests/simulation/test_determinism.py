@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 from random import Random
 
 import anyio
@@ -16,6 +12,7 @@ import pytest
 from forged.errors import Unavailable
 from forged.kernel.store.port import StoreUnavailable, Transaction
 from forged.net.transport.port import Address
+from tests.simulation.checks import printed_in_another_process
 from tests.simulation.environment.disk import DiskFaults, SimulatedDisk
 from tests.simulation.environment.links import Faults
 from tests.simulation.environment.loop import run
@@ -127,21 +124,11 @@ def scenario(seed: int) -> list[str]:
     return played.trace
 
 
-def in_another_process(seed: int, hash_seed: int, ballast: int) -> list[str]:
-    code = (
-        f"ballast = [object() for _ in range({ballast})]; import tests.simulation.test_determinism as it; "
-        f"del ballast[::3]; print(*it.scenario({seed}), sep='\\n')"
-    )
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed), "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, check=True)
-    return done.stdout.decode().splitlines()
-
-
 @pytest.mark.parametrize("seed", [1, 2])
 def test_two_processes_with_other_hash_seeds_and_heaps_give_the_same_trace(seed: int) -> None:
-    first = in_another_process(seed, hash_seed=1, ballast=0)
-    assert first == in_another_process(seed, hash_seed=2, ballast=123_457)
+    code = f"from tests.simulation.test_determinism import scenario; print(*scenario({seed}), sep='\\n')"
+    first = printed_in_another_process(code, hash_seed=1, ballast=0)
+    assert first == printed_in_another_process(code, hash_seed=2, ballast=123_457)
     assert first == scenario(seed)
     assert len(first) > 1000
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.simulation.checks import trace_hashes, trace_hashes_elsewhere
 from tests.simulation.daemon.mutants import MUTANTS
-from tests.simulation.runner import simulate_seed
+from tests.simulation.runner import Kind, simulate_seed
 
 SEEDS = range(12)
 SEEDS_TO_CATCH = 150
+SEEDS_TO_COMPARE = (4, 6, 7)
 LIKELY = {"hide_a_followers_gaps": 17, "hide_gaps": 36, "read_before_durable": 63}
 """Seeds that catch rare mutants, tried first; they may change with the simulation."""
 PLUGIN_FAULTS = (
@@ -26,14 +22,6 @@ PLUGIN_FAULTS = (
     "has managed",
     "plugin limits change",
 )
-ROOT = Path(__file__).parents[3]
-
-TRACE_OF = """
-import hashlib, sys
-from tests.simulation.runner import simulate_seed
-ballast = [object() for _ in range(int(sys.argv[2]))]
-print(hashlib.sha256("\\n".join(simulate_seed(int(sys.argv[1])).trace).encode()).hexdigest())
-"""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -63,14 +51,7 @@ def test_a_mutant_is_caught(mutant: str) -> None:
     assert caught.violation, f"{mutant} was noticed by accident, not by an invariant:\n{caught.error}"
 
 
-def _trace_in_another_process(seed: int, hash_seed: str, ballast: int) -> str:
-    environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", TRACE_OF, str(seed), str(ballast)]
-    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.strip()
-
-
-@pytest.mark.parametrize("seed", [4, 6, 7])
-def test_the_same_seed_gives_the_same_trace_byte_for_byte_in_every_process(seed: int) -> None:
-    here = hashlib.sha256("\n".join(simulate_seed(seed).trace).encode()).hexdigest()
-    assert _trace_in_another_process(seed, "1", 0) == here
-    assert _trace_in_another_process(seed, "4242", 100_000) == here
+def test_the_same_seeds_give_the_same_traces_byte_for_byte_in_every_process() -> None:
+    here = trace_hashes(SEEDS_TO_COMPARE, Kind.SERVICE)
+    assert trace_hashes_elsewhere(SEEDS_TO_COMPARE, Kind.SERVICE, hash_seed=1, ballast=0) == here
+    assert trace_hashes_elsewhere(SEEDS_TO_COMPARE, Kind.SERVICE, hash_seed=4242, ballast=100_000) == here

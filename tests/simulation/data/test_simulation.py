@@ -6,10 +6,11 @@ from itertools import count, islice
 
 import pytest
 
+from tests.simulation.checks import require_broken
 from tests.simulation.data.mutants import BREAKS, MUTANTS
 from tests.simulation.data.oracle import DataPromise
 from tests.simulation.data.simulation import has_data
-from tests.simulation.runner import Kind, Outcome, simulate_seed
+from tests.simulation.runner import Kind, simulate_seed
 
 SEEDS = list(islice(filter(has_data, count()), 4))
 """`make test` lives through many more, and sees that they meet all that is meant to happen."""
@@ -28,29 +29,16 @@ LIKELY = {
 """Where to look first for bugs that show seldom; they may be elsewhere when worlds have changed."""
 
 
-def live(seed: int, mutant: str | None = None) -> Outcome:
-    return simulate_seed(seed, mutant, Kind.ELASTIC)
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_data_of_every_job_keeps_its_promises(seed: int) -> None:
-    outcome = live(seed)
+    outcome = simulate_seed(seed, None, Kind.ELASTIC)
     assert not outcome.error, outcome.error
     assert outcome.facts
 
 
 @pytest.mark.parametrize("mutant", sorted(MUTANTS))
 def test_a_planted_bug_breaks_the_promise_that_is_named_for_it(mutant: str) -> None:
-    """What is broken in a world may be another promise: a bug has more than one consequence."""
-    named, others = BREAKS[mutant].name.lower(), set[str]()
-    for seed in [LIKELY.get(mutant, SEEDS_TO_CATCH[0]), *SEEDS_TO_CATCH]:
-        outcome = live(seed, mutant)
-        promise = outcome.violation.partition(":")[0]
-        if promise == named:
-            return
-        assert promise or not outcome.error, f"{mutant} was noticed by accident:\n{outcome.error}"
-        others.add(promise)
-    pytest.fail(f"{mutant} has broken {sorted(filter(None, others))}, and not {named}")
+    require_broken(mutant, BREAKS[mutant], [LIKELY.get(mutant, SEEDS_TO_CATCH[0]), *SEEDS_TO_CATCH])
 
 
 def test_there_is_a_bug_for_every_promise_about_data() -> None:

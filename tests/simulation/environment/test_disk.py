@@ -27,6 +27,17 @@ async def with_old(disk: SimulatedDisk) -> None:
     await disk.sync_directory()
 
 
+async def with_failed_sync(disk: SimulatedDisk) -> None:
+    """Append to the old bytes new ones, whose sync fails."""
+    await with_old(disk)
+    disk.append("log", NEW)
+    disk.faults = DiskFaults(sync_fails=1)
+    with pytest.raises(OSError) as raised:
+        await disk.sync("log")
+    assert raised.value.errno == errno.EIO
+    disk.faults = GOOD
+
+
 def test_power_cut_keeps_synced_bytes_and_may_tear_others() -> None:
     async def act(disk: SimulatedDisk) -> bytes:
         await with_old(disk)
@@ -234,13 +245,7 @@ def test_a_failing_append_writes_some_part() -> None:
 
 def test_after_a_failed_sync_another_one_succeeds_without_making_it_durable() -> None:
     async def act(disk: SimulatedDisk) -> bytes:
-        await with_old(disk)
-        disk.append("log", NEW)
-        disk.faults = DiskFaults(sync_fails=1)
-        with pytest.raises(OSError) as raised:
-            await disk.sync("log")
-        assert raised.value.errno == errno.EIO
-        disk.faults = GOOD
+        await with_failed_sync(disk)
         await disk.sync("log")
         assert disk.read("log") == OLD + NEW
         return disk.crash().read("log")
@@ -252,12 +257,7 @@ def test_after_a_failed_sync_another_one_succeeds_without_making_it_durable() ->
 
 def test_bytes_synced_after_a_failed_sync_are_durable_after_a_gap() -> None:
     async def act(disk: SimulatedDisk) -> bytes:
-        await with_old(disk)
-        disk.append("log", NEW)
-        disk.faults = DiskFaults(sync_fails=1)
-        with pytest.raises(OSError):
-            await disk.sync("log")
-        disk.faults = GOOD
+        await with_failed_sync(disk)
         disk.append("log", b"later")
         await disk.sync("log")
         return disk.crash().read("log")
@@ -270,12 +270,7 @@ def test_bytes_synced_after_a_failed_sync_are_durable_after_a_gap() -> None:
 
 def test_bytes_appended_after_a_failed_sync_and_truncate_become_durable() -> None:
     async def act(disk: SimulatedDisk) -> bytes:
-        await with_old(disk)
-        disk.append("log", NEW)
-        disk.faults = DiskFaults(sync_fails=1)
-        with pytest.raises(OSError):
-            await disk.sync("log")
-        disk.faults = GOOD
+        await with_failed_sync(disk)
         disk.truncate("log", len(OLD))
         disk.append("log", b"again")
         await disk.sync("log")

@@ -15,20 +15,19 @@ from forged.net.transport.port import Address, Network, Peer
 from tests.simulation.environment.links import CALM, Faults
 from tests.simulation.environment.loop import run
 from tests.simulation.environment.network import HostNetwork, SimulatedNetwork
+from tests.simulation.environment.recording_protocol import RecordingProtocol
 from tests.simulation.environment.transport import HIGH_WATER_BYTES, WINDOW_BYTES, SimulatedTransport
 
 HERE = Address.parse("tcp://b:7000")
 ALWAYS = 1.0
 
 
-class Recorder(asyncio.Protocol):
+class Recorder(RecordingProtocol):
     """Records its calls with their times."""
 
-    def __init__(self, keep_open: bool = False) -> None:
-        self.events: list[object] = []
+    def __init__(self, *, keep_open: bool = False) -> None:
+        super().__init__(keep_open=keep_open)
         self.times_s: list[float] = []
-        self.transport: asyncio.Transport
-        self._keep_open = keep_open
 
     @property
     def heard(self) -> bytes:
@@ -39,29 +38,8 @@ class Recorder(asyncio.Protocol):
         return self.events[-1][1] if isinstance(self.events[-1], tuple) else None
 
     def note(self, event: object) -> None:
-        self.events.append(event)
+        super().note(event)
         self.times_s.append(asyncio.get_running_loop().time())
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        self.note("made")
-
-    def data_received(self, data: bytes) -> None:
-        self.note(data)
-
-    def eof_received(self) -> bool:
-        self.note("eof")
-        return self._keep_open
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.note(("lost", type(exc)))
-
-    def pause_writing(self) -> None:
-        self.note("pause")
-
-    def resume_writing(self) -> None:
-        self.note("resume")
 
 
 @dataclass

@@ -14,57 +14,38 @@ from forged.net.transport.port import Address, Network
 from forged.net.transport.sockets import SystemNetwork
 from tests.simulation.environment.loop import run
 from tests.simulation.environment.network import SimulatedNetwork
+from tests.simulation.environment.recording_protocol import RecordingProtocol
 
 LARGE = bytes(range(256)) * 8192
 
 
-class End(asyncio.Protocol):
+class End(RecordingProtocol):
     """Records its calls; consecutive bytes are joined."""
 
     def __init__(self, *, keep_open: bool = False) -> None:
-        self.heard: list[object] = []
-        self.transport: asyncio.Transport
-        self._keep_open = keep_open
+        super().__init__(keep_open=keep_open)
         self._news = asyncio.Event()
 
     async def hears(self, event: object) -> None:
         """Wait for this call."""
-        while event not in self.heard:
+        while event not in self.events:
             await self._news.wait()
             self._news.clear()
 
     async def over(self) -> None:
         """Wait for `connection_lost`."""
-        while not (self.heard and isinstance(self.heard[-1], tuple)):
+        while not (self.events and isinstance(self.events[-1], tuple)):
             await self._news.wait()
             self._news.clear()
 
     def note(self, event: object) -> None:
-        self.heard.append(event)
+        super().note(event)
         self._news.set()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        self.note("made")
-
     def data_received(self, data: bytes) -> None:
-        before = self.heard.pop() if isinstance(self.heard[-1], bytes) else b""
+        before = self.events.pop() if isinstance(self.events[-1], bytes) else b""
         assert isinstance(before, bytes)
-        self.note(before + data)
-
-    def eof_received(self) -> bool:
-        self.note("eof")
-        return self._keep_open
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.note(("lost", type(exc)))
-
-    def pause_writing(self) -> None:
-        self.note("pause")
-
-    def resume_writing(self) -> None:
-        self.note("resume")
+        super().data_received(before + data)
 
 
 class Echo(End):
@@ -134,7 +115,7 @@ async def close_with_much_to_send(client: End, _server: End) -> None:
 
 async def pressure(client: End, server: End) -> None:
     client.transport.set_write_buffer_limits(high=1000)
-    while "pause" not in client.heard:
+    while "pause" not in client.events:
         client.transport.write(LARGE)
     assert client.transport.get_write_buffer_size() > 1000
     await server.hears("made")
@@ -160,7 +141,7 @@ async def converse(
     await server.over()
     await client.over()
     await listener.close()
-    return [["much" if isinstance(it, bytes) and len(it) >= len(LARGE) else it for it in end.heard] for end in ends]
+    return [["much" if isinstance(it, bytes) and len(it) >= len(LARGE) else it for it in end.events] for end in ends]
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "unix"])
@@ -206,9 +187,9 @@ def test_suspended_process_receives_all_events_after_it_resumes() -> None:
         await asyncio.sleep(5)
         transport.write(b"two")
         await asyncio.sleep(5)
-        before = list(ends[0].heard)
+        before = list(ends[0].events)
         server.execution.resume()
         await asyncio.sleep(1)
-        return before, ends[0].heard
+        return before, ends[0].events
 
     assert run(main, 1) == ([], ["made", b"one two"])
