@@ -1179,7 +1179,7 @@ class TestLostShards:
             assert stage.facts(ShardsLost) == [ShardsLost(1, 2, [8, 9], reason)]
             assert (await stage.kernel.bus.ask(ShowTransfers(JOB))).lost_because == reason
             assert (await stage.kernel.bus.ask(ShowCluster(JOB))).stall_report.endswith(
-                "; 1 worker waits: max_workers is 1"
+                "; 1 worker waits until another leaves: max_workers is 1"
             )
 
     @on_virtual_time

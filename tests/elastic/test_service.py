@@ -1125,14 +1125,17 @@ async def test_operator_requests_take_effect() -> None:
 async def test_control_reply_states_whether_the_job_changed() -> None:
     async with service_fixture() as fixture:
         await fixture.start("a", min_workers=2, min_workers_timeout_ms=None)
-        ask, waits = fixture.kernel.bus.ask, "1 worker waits for 1 more: min_workers is 2"
+        ask, waits = fixture.kernel.bus.ask, "1 worker waits for 1 more to join: min_workers is 2"
+        paused = f"paused: night (until `forgectl jobs resume {JOB}`)"
         assert await ask(RescaleJob(JOB)) == ControlReply(False, "", waits)
         assert await ask(ResumeJob(JOB)) == ControlReply(False, "", waits)
-        assert await ask(PauseJob(JOB, "night")) == ControlReply(True, "", f"paused: night; {waits}")
-        assert await ask(PauseJob(JOB, "again")) == ControlReply(False, "night", f"paused: night; {waits}")
+        assert await ask(PauseJob(JOB, "night")) == ControlReply(True, "", f"{paused}; {waits}")
+        assert await ask(PauseJob(JOB, "again")) == ControlReply(False, "night", f"{paused}; {waits}")
         assert await ask(ResumeJob(JOB)) == ControlReply(True, "", waits)
         await fixture.worker("b").join()
-        assert await ask(RescaleJob(JOB)) == ControlReply(True, "", "attempt 1 waits for a, b to stop (0 s)")
+        awaited = "attempt 1 waits for a, b to enter the step loop"
+        begins = f"{awaited} (0 s so far, a, b will fail in 15 s if nothing changes)"
+        assert await ask(RescaleJob(JOB)) == ControlReply(True, "", begins)
         assert await ask(AbortJob(JOB, "enough")) == ControlReply(True)
         assert await ask(AbortJob(JOB, "too much")) == ControlReply(False, "enough")
 

@@ -871,7 +871,9 @@ class TestWaiting:
             told = len(log.of("this worker is waiting"))
             await group.more_steps("a", "b")
             await group.finish("a", "b")
-        assert log.of("this worker is waiting")[0]["reason"].startswith("1 worker waits for 1 more: min_workers is 2")
+        assert log.of("this worker is waiting")[0]["reason"].startswith(
+            "1 worker waits for 1 more to join: min_workers is 2"
+        )
         assert len(log.of("this worker is waiting")) == told
 
 

@@ -39,20 +39,25 @@ def blocking_members(
         for worker in failing:
             yield membership.members[worker], _with_failing_store(worker, attempt, within, now)
         return
+    late = late_members(attempt, membership, now, trains=trains)
     source = membership.members.get(attempt.source)
-    if source is not None and source.is_silent(silent_since(config, now)):
-        late = [source]
-    else:
-        active = [membership.members[one] for one in _active(attempt, membership, now) if one in membership.members]
-        active = [member for member in active if not _is_in_step(member, attempt, membership, now)]
-        # A member that fetches data while it trains waits for no other member.
-        waiting = {member.id for member in active if membership.in_world(member) and not trains}
-        late = members_holding_up(active, waiting, config, now)
     if source is not None and (member_id := _cut_off_from(source, late, attempt, membership, peer_reports, now)):
         yield source, f"{member_id} could not fetch the state from it {within}"
         return
     for member in late:
         yield member, _without_answer(member.id, attempt, within)
+
+
+def late_members(attempt: Attempt, membership: WorldMembership, now: float, *, trains: bool) -> list[Member]:
+    """The members that hold the attempt up; none if all are in a long step or wait for other members."""
+    config, source = membership.config, membership.members.get(attempt.source)
+    if source is not None and source.is_silent(silent_since(config, now)):
+        return [source]
+    active = [membership.members[one] for one in _active(attempt, membership, now) if one in membership.members]
+    active = [member for member in active if not is_in_step(member, attempt, membership, now)]
+    # A member that fetches data while it trains waits for no other member.
+    waiting = {member.id for member in active if membership.in_world(member) and not trains}
+    return members_holding_up(active, waiting, config, now)
 
 
 def _without_answer(worker: str, attempt: Attempt, within: str) -> str:
@@ -102,7 +107,7 @@ def _cut_off_from(
     return ""
 
 
-def _is_in_step(member: Member, attempt: Attempt, membership: WorldMembership, now: float) -> bool:
+def is_in_step(member: Member, attempt: Attempt, membership: WorldMembership, now: float) -> bool:
     """Whether the member may still finish a long step: it is heard, and no member of its world has finished yet.
 
     A live pulse counts as being heard: the library may be blocked by a step like any other.

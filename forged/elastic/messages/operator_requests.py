@@ -65,6 +65,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     state: GlobalTrainingState
     failures: int
     reason: str
+    """Why the job is as it is: the stall report if anything is stalled, else the reason of its phase."""
     rescale: RescaleView | None
     stall_report: str = ""
     """What is stalled, and why; empty if nothing is."""

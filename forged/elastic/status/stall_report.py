@@ -1,7 +1,8 @@
 """The stall report: why a job's training does not progress, or why joiners are not taken in.
 
 Invariants:
-- Everything that waits is reported with what it waits for and, where that is known, for how long it will.
+- Everything that waits is reported with what ends the wait: which workers are awaited, until when where that is known,
+  and the command that an operator can end it with where there is one.
 - The report is empty if nothing waits.
 """
 
@@ -14,6 +15,7 @@ from forged.elastic.coordinator import rescale_schedule
 from forged.elastic.coordinator.job_state import JobState
 from forged.elastic.failure_detector.detector import is_lost
 from forged.elastic.failure_detector.suspicion import REPORTED_WORLDS_MAX
+from forged.elastic.failure_detector.timeouts import is_in_step, late_members
 from forged.elastic.membership.member import COLLECTIVES_PER_WORLD, Member, silent_since
 from forged.elastic.phases import Phase
 from forged.elastic.rescale.attempt import Attempt, Stage
@@ -23,13 +25,6 @@ STALLED_SHOWN_MAX = PROBLEMS_SHOWN_MAX = 3
 """So many are listed one by one; the rest is counted."""
 NO_STEP_S_MIN = 5.0
 """A shorter time without a step is not reported, however short the heartbeat timeout is."""
-
-_AWAITED = {
-    Stage.STOPPING: "stop",
-    Stage.SYNCHRONISING: "receive state and data",
-    Stage.TRANSFERRING: "receive training data (training continues)",
-}
-"""What an attempt waits for its members to do."""
 
 
 def describe_stall(job: JobState, now: float, write_error: str = "") -> str:
@@ -41,7 +36,7 @@ def _reasons(job: JobState, now: float, write_error: str) -> Iterator[str]:
     if write_error:
         yield f"the daemon cannot write, so no rescale can start: {write_error}"
     if job.paused:
-        yield f"paused: {job.pause_reason}"
+        yield f"paused: {job.pause_reason} (until `forgectl jobs resume {job.name}`)"
     if job.attempt is not None:
         yield from _in_attempt(job, job.attempt, now)
     elif job.phase is Phase.RESCALING:
@@ -50,7 +45,8 @@ def _reasons(job: JobState, now: float, write_error: str) -> Iterator[str]:
         yield from _due_rescale(job, now)
         yield from _peer_reports(job)
         yield from _no_progress(job, now)
-        yield from _joiners(job, now)
+        # A rescale that is due takes the joiners in.
+        yield from () if job.rescale_reasons else _joiners(job, now)
     elif _is_short(job):
         yield _too_few(job, job.membership.remaining + len(job.membership.next_joiners()), now)
     else:
@@ -63,14 +59,45 @@ def _is_short(job: JobState) -> bool:
 
 
 def _in_attempt(job: JobState, attempt: Attempt, now: float) -> Iterator[str]:
-    awaited, what = named(attempt.waiting_for) or "no worker", _AWAITED[attempt.stage]
-    yield f"attempt {attempt.number} waits for {awaited} to {what} ({_seconds(now - attempt.began_at)})"
+    awaited = attempt.waiting_for
+    if job.member_is_missing:
+        yield from _due_rescale(job, now)
+    elif awaited:
+        in_step = _in_step(job, attempt, now)
+        waits = f"attempt {attempt.number} waits for {named(awaited)} to {_awaited_action(job, attempt, in_step)}"
+        yield f"{waits} ({_seconds(now - attempt.began_at)} so far{_attempt_limit(job, attempt, in_step, now)})"
     yield from _problems(attempt)
     if not attempt.problems:
         yield from _peer_reports(job)
     if not job.membership.has_room_beside(attempt.target):
         yield from _surplus(job, job.membership.left_out(attempt.target))
     yield from _no_progress(job, now)
+
+
+def _awaited_action(job: JobState, attempt: Attempt, in_step: Sequence[str]) -> str:
+    """What an attempt waits for its members to do."""
+    if attempt.stage is Stage.TRANSFERRING:
+        return "receive training data while training continues"
+    if attempt.stage is Stage.SYNCHRONISING:
+        return "receive state and data"
+    if not any(worker in job.membership.world for worker in attempt.waiting_for):
+        return "enter the step loop"
+    return "finish the current step and stop" if in_step else "stop"
+
+
+def _in_step(job: JobState, attempt: Attempt, now: float) -> list[str]:
+    """The awaited members that may take any time, because they may be in a long step."""
+    members = (job.members.get(worker) for worker in attempt.waiting_for)
+    return [member.id for member in members if member is not None and is_in_step(member, attempt, job.membership, now)]
+
+
+def _attempt_limit(job: JobState, attempt: Attempt, in_step: Sequence[str], now: float) -> str:
+    """When awaited members fail, or that a long step has no limit; empty where only other members can end the wait."""
+    late = [member.id for member in late_members(attempt, job.membership, now, trains=job.trains)]
+    left_s = rescale_schedule.attempt_timeout_at(job) - now
+    if late and left_s < math.inf:
+        return f", {named(late)} will fail in {_left(left_s)} if nothing changes"
+    return f", without a limit while the step lasts: {_evict(in_step)} if it hangs" if in_step else ""
 
 
 def _problems(attempt: Attempt) -> Iterator[str]:
@@ -91,7 +118,7 @@ def _interrupted_attempt(job: JobState, now: float) -> str:
     absent = [member.id for member in job.members.values() if not member.connected]
     left_s = rescale_schedule.rescale_at(job) - now
     at_the_latest = f", in {_left(left_s)} at the latest" if 0.0 < left_s < math.inf else ""
-    return f"attempt {job.attempts + 1} starts when {named(absent) or 'every worker'} is back{at_the_latest}"
+    return f"attempt {job.attempts + 1} starts when {named(absent) or 'every worker'} has reconnected{at_the_latest}"
 
 
 def _due_rescale(job: JobState, now: float) -> Iterator[str]:
@@ -114,8 +141,9 @@ def _peer_reports(job: JobState) -> Iterator[str]:
     reports = list(dict.fromkeys(_peer_report(one, other, pairs) for one, other in pairs))
     rest = len(reports) - PROBLEMS_SHOWN_MAX
     more = f", {rest} more report{'s' if rest == 1 else ''} problems" if rest > 0 else ""
-    worlds = f"in {counted(job.peer_reports.worlds, 'world')} so far; one worker is evicted after {REPORTED_WORLDS_MAX}"
-    yield f"{', '.join(reports[:PROBLEMS_SHOWN_MAX])}{more}, {worlds}"
+    worlds = f"in {counted(job.peer_reports.worlds, 'world')} so far"
+    limit = f"one worker is evicted after {REPORTED_WORLDS_MAX} such worlds"
+    yield f"{', '.join(reports[:PROBLEMS_SHOWN_MAX])}{more}, {worlds}; {limit}"
 
 
 def _peer_report(one: str, other: str, pairs: Collection[tuple[str, str]]) -> str:
@@ -176,7 +204,8 @@ def _behind(job: JobState) -> str:
 
 def _stalled(stalled: Sequence[Member], now: float) -> Iterator[str]:
     for member in stalled[:STALLED_SHOWN_MAX]:
-        yield f"{member.id} stalled for {_seconds(now - member.progress_at)} after step {member.step}"
+        lasts = f"{member.id} stalled for {_seconds(now - member.progress_at)} after step {member.step}"
+        yield f"{lasts}, alive without progress: {_evict([member.id])} if it hangs"
     if len(stalled) > STALLED_SHOWN_MAX:
         yield f"{len(stalled) - STALLED_SHOWN_MAX} more stalled"
 
@@ -185,7 +214,8 @@ def _silent(silent: Sequence[Member], now: float) -> Iterator[str]:
     """Members that are suspended, or hold the GIL, long before they count as stalled."""
     for member in silent[:STALLED_SHOWN_MAX]:
         silent_s = now - max(member.seen_at, member.heard_at or 0.0)
-        yield f"no heartbeat from {member.id} for {_seconds(silent_s)}, its pulse is alive"
+        silence = f"no heartbeat from {member.id} for {_seconds(silent_s)}"
+        yield f"{silence}, but its process lives: suspended, or the GIL is held"
     if len(silent) > STALLED_SHOWN_MAX:
         yield f"no heartbeat from {len(silent) - STALLED_SHOWN_MAX} more"
 
@@ -197,23 +227,32 @@ def _joiners(job: JobState, now: float) -> Iterator[str]:
         yield _too_few(job, len(joiners), now)
     elif joiners:
         left_s = rescale_schedule.growth_at(job) - now
-        left = f" ({_left(left_s)} left)" if 0.0 < left_s < math.inf else ""
-        yield f"{_wait(len(joiners))} until no worker has joined for {config.stability_window_s:g} s{left}"
+        left = f"{_left(left_s)} left, " if 0.0 < left_s < math.inf else ""
+        waits = f"{_wait(len(joiners))} until no worker has joined for {config.stability_window_s:g} s"
+        yield f"{waits} ({left}at once with `forgectl jobs rescale {job.name}`)"
     yield from _surplus(job, sum(1 for _ in job.membership.connected_joiners()) - len(joiners))
 
 
 def _surplus(job: JobState, surplus: int) -> Iterator[str]:
     if surplus:
-        yield f"{_wait(surplus)}: max_workers is {job.config.max_workers}"
+        yield f"{_wait(surplus)} until another leaves: max_workers is {job.config.max_workers}"
 
 
 def _too_few(job: JobState, waiting: int, now: float) -> str:
     needed = job.config.min_workers
     missing = needed - job.membership.remaining - len(job.membership.next_joiners())
-    subject = f"{_wait(waiting)} for {missing} more" if waiting else "no worker is connected"
+    subject = (
+        f"{_wait(waiting)} for {missing} more to join" if waiting else f"no worker is connected, {missing} must join"
+    )
     left_s = rescale_schedule.abort_at(job) - now
-    deadline = f"; aborted in {_left(left_s)}" if left_s < math.inf else ""
+    deadline = f", otherwise the job is aborted in {_left(left_s)}" if left_s < math.inf else ""
     return f"{subject}: min_workers is {needed}{deadline}"
+
+
+def _evict(workers: Sequence[str]) -> str:
+    """The command that ends the wait for a worker."""
+    worker = workers[0] if len(workers) == 1 else "WORKER"
+    return f"`forgectl workers evict {worker}`"
 
 
 def _wait(number: int) -> str:

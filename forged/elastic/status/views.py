@@ -67,6 +67,7 @@ def status_of(job: JobState, member: Member) -> WorkerStatus:
 
 def cluster_view(job: JobState, now: float, write_error: str = "") -> ClusterView:
     """`write_error` is why the daemon cannot write; empty if it can."""
+    stall_report = describe_stall(job, now, write_error)
     return ClusterView(
         job=job.name,
         phase=job.phase,
@@ -76,9 +77,9 @@ def cluster_view(job: JobState, now: float, write_error: str = "") -> ClusterVie
         joining=sum(1 for _ in job.membership.joiners()),
         state=job.training,
         failures=job.failure_budget.in_world,
-        reason=job.reason,
+        reason=stall_report or job.reason,
         rescale=_rescale_view(job, now),
-        stall_report=describe_stall(job, now, write_error),
+        stall_report=stall_report,
     )
 
 

@@ -169,8 +169,9 @@ class TestBackgroundRescale:
         book.wait(10.0, still=True)
         assert [fact.worker_id for fact in book.facts if isinstance(fact, WorkerStalled)] == ["b"]
         assert describe_stall(book.coordinator, book.time) == (
-            "attempt 2 waits for a, b to receive training data (training continues) (10 s); "
-            "b stalled for 10 s after step 0"
+            "attempt 2 waits for a, b to receive training data while training continues "
+            "(10 s so far, a, b will fail in 50 s if nothing changes); "
+            "b stalled for 10 s after step 0, alive without progress: `forgectl workers evict b` if it hangs"
         )
 
     def test_takes_no_word_that_a_worker_has_stopped(self) -> None:
@@ -528,7 +529,8 @@ class TestReportedProblem:
         report_progress(book, *names[1:], waits=True, problem="shard 3 is missing")
         book.ready("w1")
         assert describe_stall(book.coordinator, book.time) == (
-            "attempt 2 waits for w0, w2, w3, w4 to receive state and data (0 s); w2, w3, w4: shard 3 is missing"
+            "attempt 2 waits for w0, w2, w3, w4 to receive state and data "
+            "(0 s so far, w0 will fail in 15 s if nothing changes); w2, w3, w4: shard 3 is missing"
         )
         for name in names[2:]:
             report_progress(book, name, waits=True, problem=f"shard {name} is missing")
@@ -627,7 +629,9 @@ class TestWaitingJoiners:
         book.coordinator.rescale(book.now, "a wish")
         found = book.coordinator.attempt_members("a", incarnation("a"))
         assert (found.has_room, found.waiting, found.generation) == (False, 2, 1)
-        assert describe_stall(book.coordinator, book.time).endswith("; 2 workers wait: max_workers is 2")
+        assert describe_stall(book.coordinator, book.time).endswith(
+            "; 2 workers wait until another leaves: max_workers is 2"
+        )
 
     def test_is_no_worker_that_is_in_the_attempt(self) -> None:
         book = formed("a")

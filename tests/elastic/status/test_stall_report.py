@@ -5,6 +5,8 @@ from forged.elastic.rescale.attempt import StopReport
 from forged.elastic.status.stall_report import STALLED_SHOWN_MAX, describe_stall
 from tests.elastic.coordinator_playbook import WINDOW_S, Playbook, formed
 
+PAUSED = "paused: night (until `forgectl jobs resume run`)"
+
 
 def said(book: Playbook) -> str:
     return describe_stall(book.coordinator, book.time)
@@ -24,12 +26,12 @@ def test_finished_job_has_no_stall_report() -> None:
 def test_pause_and_its_reason_are_shown_until_resume_and_after_a_restart() -> None:
     book = formed("a", "b")
     book.coordinator.pause(book.now, "night")
-    assert said(book) == "paused: night"
+    assert said(book) == PAUSED
     book.die("b")
     book.wait(0.1)
     book.complete_attempt()
     book.restart()
-    assert said(book) == "paused: night"
+    assert said(book) == PAUSED
     book.reconnect("a")
     book.coordinator.resume(book.now, "")
     assert said(book) == ""
@@ -40,7 +42,9 @@ def test_worker_that_is_stalled_is_named_with_how_long_and_where() -> None:
     book.heartbeat("a", "s1", step=73, collective_seq=5_000)
     book.heartbeat("a", collective_seq=5_001)
     book.wait(12.0, still=True)
-    assert said(book) == "s1 stalled for 12 s after step 73"
+    assert said(book) == (
+        "s1 stalled for 12 s after step 73, alive without progress: `forgectl workers evict s1` if it hangs"
+    )
 
 
 def hold_up(book: Playbook, name: str, seconds: float) -> None:
@@ -54,7 +58,9 @@ def test_worker_that_is_blocked_is_named_long_before_it_is_stalled() -> None:
     hold_up(book, "b", 5.0)
     assert said(book) == "", "a heartbeat may be late"
     hold_up(book, "b", 3.0)
-    assert said(book) == "no step for 8 s; no heartbeat from b for 8 s, its pulse is alive"
+    assert said(book) == (
+        "no step for 8 s; no heartbeat from b for 8 s, but its process lives: suspended, or the GIL is held"
+    )
     book.heartbeat("b", collective_seq=1)
     assert said(book) == ""
 
@@ -64,15 +70,18 @@ def test_worker_that_is_blocked_in_a_rescale_is_named_too() -> None:
     book.coordinator.rescale(book.now, "")
     hold_up(book, "b", 8.0)
     attempt, silent = said(book).split("; ")
-    assert attempt.startswith("attempt 2 waits for a, b to stop")
-    assert silent == "no heartbeat from b for 8 s, its pulse is alive"
+    assert attempt == (
+        "attempt 2 waits for a, b to finish the current step and stop "
+        "(8 s so far, without a limit while the step lasts: `forgectl workers evict WORKER` if it hangs)"
+    )
+    assert silent.startswith("no heartbeat from b for 8 s")
 
 
 def test_while_training_is_paused_no_worker_holds_it_up() -> None:
     book = formed("a", "b")
     book.coordinator.pause(book.now, "night")
     hold_up(book, "b", 8.0)
-    assert said(book) == "paused: night"
+    assert said(book) == PAUSED
 
 
 def test_of_many_workers_that_are_stalled_the_first_are_named() -> None:
@@ -95,9 +104,12 @@ class TestPeerReports:
     def test_peer_reports_are_shown_until_a_step_is_committed(self) -> None:
         book = formed("a", "b", "c")
         quarrel(book, ("c", "b"))
-        assert said(book) == "c cannot reach b, in 1 world so far; one worker is evicted after 3"
+        assert said(book) == "c cannot reach b, in 1 world so far; one worker is evicted after 3 such worlds"
         quarrel(book, ("b", "c"))
-        assert said(book) == "b and c cannot reach each other, in 2 worlds so far; one worker is evicted after 3"
+        assert (
+            said(book)
+            == "b and c cannot reach each other, in 2 worlds so far; one worker is evicted after 3 such worlds"
+        )
         book.heartbeat("a", "b", step=1, collective_seq=1)
         assert said(book) == ""
 
@@ -122,7 +134,7 @@ class TestPeerReports:
         book = formed("a", "b", "c")
         quarrel(book, ("c", "b"))
         book.wait(12.0, still=True)
-        assert said(book).endswith("one worker is evicted after 3; no step for 12 s")
+        assert said(book).endswith("one worker is evicted after 3 such worlds; no step for 12 s")
 
     def test_may_name_no_peer(self) -> None:
         book = formed("a", "b")
@@ -154,7 +166,7 @@ class TestIncompleteWorld:
         book.die("b")
         why, waits = said(book).split("; ")
         assert why == "b failed: its process has ended"
-        assert waits == "1 worker waits for 1 more: min_workers is 2"
+        assert waits == "1 worker waits for 1 more to join: min_workers is 2"
 
 
 class TestNoStep:
@@ -180,7 +192,7 @@ class TestNoStep:
         book = formed("a", "b")
         book.coordinator.pause(book.now, "night")
         book.wait(60.0, still=True)
-        assert said(book) == "paused: night"
+        assert said(book) == PAUSED
         book.coordinator.resume(book.now, "")
         assert said(book) == ""
 
@@ -216,37 +228,41 @@ def test_missing_workers_and_remaining_wait_are_shown() -> None:
     book = formed("a", "b", "c", min_workers=3, min_workers_timeout_ms=10_000)
     book.die("c")
     book.wait(3.0)
-    assert said(book) == "2 workers wait for 1 more: min_workers is 3; aborted in 7 s"
+    assert said(book) == "2 workers wait for 1 more to join: min_workers is 3, otherwise the job is aborted in 7 s"
 
 
 def test_too_few_may_wait_for_ever() -> None:
     book = Playbook(min_workers=3, min_workers_timeout_ms=None)
-    assert said(book) == "no worker is connected: min_workers is 3"
+    assert said(book) == "no worker is connected, 3 must join: min_workers is 3"
     book.join("a")
-    assert said(book) == "1 worker waits for 2 more: min_workers is 3"
+    assert said(book) == "1 worker waits for 2 more to join: min_workers is 3"
 
 
 def test_a_job_that_no_worker_is_left_of_says_so() -> None:
     book = formed("a", min_workers_timeout_ms=10_000)
     book.die("a")
     book.wait(4.0)
-    assert said(book) == "no worker is connected: min_workers is 1; aborted in 6 s"
+    assert said(book) == "no worker is connected, 1 must join: min_workers is 1, otherwise the job is aborted in 6 s"
 
 
 def test_workers_that_form_a_world_wait_until_no_worker_joins_any_more() -> None:
     book = Playbook()
     book.join("a", "b")
     book.wait(10.0)
-    assert said(book) == "2 workers wait until no worker has joined for 30 s (20 s left)"
+    assert said(book) == (
+        "2 workers wait until no worker has joined for 30 s (20 s left, at once with `forgectl jobs rescale run`)"
+    )
     book.wait(19.9)
-    assert said(book) == "2 workers wait until no worker has joined for 30 s (1 s left)"
+    assert said(book) == (
+        "2 workers wait until no worker has joined for 30 s (1 s left, at once with `forgectl jobs rescale run`)"
+    )
 
 
 def test_waiting_worker_beyond_max_workers_is_shown() -> None:
     book = formed("a")
     book.coordinator.configure({"max_workers": 1})
     book.join("b")
-    assert said(book) == "1 worker waits: max_workers is 1"
+    assert said(book) == "1 worker waits until another leaves: max_workers is 1"
 
 
 def test_joiner_waits_for_more_after_min_workers_was_raised() -> None:
@@ -254,7 +270,7 @@ def test_joiner_waits_for_more_after_min_workers_was_raised() -> None:
     book = formed("a", "b")
     book.coordinator.configure({"min_workers": 5})
     book.join("c")
-    assert said(book) == "1 worker waits for 2 more: min_workers is 5"
+    assert said(book) == "1 worker waits for 2 more to join: min_workers is 5"
 
 
 def test_attempt_report_names_awaited_workers_and_the_reason() -> None:
@@ -264,9 +280,30 @@ def test_attempt_report_names_awaited_workers_and_the_reason() -> None:
     book.time += 12.0
     book.stop("a", stop=StopReport(3, holds_state=True))
     book.stop("c", stop=StopReport(0, holds_state=False))
-    assert said(book) == "attempt 2 waits for b to stop (12 s)"
+    assert said(book) == "attempt 2 waits for b to stop (12 s so far, b will fail in 15 s if nothing changes)"
     book.stop("b", stop=StopReport(3, holds_state=True))
-    assert said(book) == "attempt 2 waits for c to receive state and data (12 s)"
+    assert said(book) == (
+        "attempt 2 waits for c to receive state and data (12 s so far, c will fail in 15 s if nothing changes)"
+    )
+
+
+def test_attempt_report_names_what_a_joiner_outside_its_step_loop_must_do() -> None:
+    book = Playbook()
+    book.join("a", "b")
+    book.wait(30.0)
+    book.stop("a", stop=StopReport(0, holds_state=False))
+    book.time += 5.0
+    assert said(book) == (
+        "attempt 1 waits for b to enter the step loop (5 s so far, b will fail in 10 s if nothing changes)"
+    )
+
+
+def test_failure_during_an_attempt_is_shown_until_the_next_one_starts() -> None:
+    book = formed("a", "b")
+    book.coordinator.rescale(book.now, "a wish")
+    book.stop("a", stop=StopReport(1, holds_state=True))
+    book.die("b")
+    assert said(book) == "attempt 3 is about to start: a wish; b failed: its process has ended"
 
 
 def test_an_attempt_over_which_the_daemon_died_waits_for_worker_that_is_not_back() -> None:
@@ -275,7 +312,7 @@ def test_an_attempt_over_which_the_daemon_died_waits_for_worker_that_is_not_back
     book.wait(WINDOW_S)
     book.restart()
     book.reconnect("a", "c")
-    assert said(book) == "attempt 3 starts when b is back, in 15 s at the latest"
+    assert said(book) == "attempt 3 starts when b has reconnected, in 15 s at the latest"
 
 
 def test_stall_report_names_all_reasons() -> None:
@@ -283,4 +320,4 @@ def test_stall_report_names_all_reasons() -> None:
     book.coordinator.configure({"max_workers": 1})
     book.join("b", "c")
     book.coordinator.pause(book.now, "night")
-    assert said(book) == "paused: night; 2 workers wait: max_workers is 1"
+    assert said(book) == f"{PAUSED}; 2 workers wait until another leaves: max_workers is 1"

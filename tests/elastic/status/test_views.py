@@ -52,17 +52,21 @@ def test_a_job_is_shown_as_it_stands() -> None:
     view = cluster_view(book.coordinator, book.time)
     assert (view.job, view.phase, view.paused, view.generation) == ("run", Phase.RUNNING, False, 1)
     assert (view.world_size, view.joining, view.failures, view.rescale) == (2, 1, 1, None)
-    assert view.reason == "a, b, c joined"
+    assert view.reason == "attempt 2 is about to start: b failed: its process has ended", "not that of the last rescale"
+    assert cluster_view(formed("a", "b", "c").coordinator, 0.0).reason == "a, b, c joined"
 
 
-def test_the_reason_that_is_shown_is_that_of_the_phase_any_worker_that_paused_and_resumed_since() -> None:
+def test_reason_of_waiting_job_says_what_it_waits_for_after_a_pause() -> None:
     book = formed("a", "b", min_workers=2)
     book.die("b")
     book.wait(0.1)
     book.coordinator.pause(book.now, "night")
     book.coordinator.resume(book.now, "day")
     view = cluster_view(book.coordinator, book.time)
-    assert (view.phase, view.reason) == (Phase.WAITING, "1 worker left; min_workers is 2")
+    assert (view.phase, view.reason) == (Phase.WAITING, view.stall_report)
+    assert view.reason.startswith(
+        "1 worker waits for 1 more to join: min_workers is 2, otherwise the job is aborted in "
+    )
 
 
 def test_a_rescale_is_shown_with_worker_that_is_waited_for() -> None:
@@ -91,7 +95,10 @@ def test_a_rescale_in_the_background_is_shown_beside_workers_that_train() -> Non
     view = cluster_view(book.coordinator, book.time)
     assert view.rescale is not None
     assert (view.phase, view.rescale.stage, view.rescale.waiting_for) == (Phase.RESCALING, "transferring", ["a"])
-    assert view.stall_report == "attempt 2 waits for a to receive training data (training continues) (0 s)"
+    assert view.stall_report == (
+        "attempt 2 waits for a to receive training data while training continues "
+        "(0 s so far, a will fail in 15 s if nothing changes)"
+    )
     assert (status(book, "a"), status(book, "b")) == (WorkerStatus.ACTIVE, WorkerStatus.RESCALING)
 
 

@@ -228,6 +228,8 @@ def _shown_phase(job: Row) -> Any:
 
 def _print_training(cluster: Row) -> None:
     whole = {key: value for key, value in cluster.items() if key not in _SHOWN_APART}
+    if cluster.get("reason") == cluster.get("stall_report"):
+        whole.pop("reason", None)
     # First what tells whether training makes progress.
     whole = {"phase": whole.pop("phase", None), "stall_report": cluster.get("stall_report") or None, **whole}
     state = cluster.get("state")
@@ -272,7 +274,8 @@ def _progress(cluster: Row) -> str:
     size = cluster.get("world_size")
     world = tables.counted(size, "worker") if isinstance(size, int) else tables.field("", size)
     about = f"generation {generation}, {world}, step {tables.field('', step)}"
-    return f"{phase}: {about}{_bracketed(cluster.get('reason'))}"
+    reason = "" if cluster.get("stall_report") else _bracketed(cluster.get("reason"))
+    return f"{phase}: {about}{reason}"
 
 
 def _stalled(cluster: Row) -> str:

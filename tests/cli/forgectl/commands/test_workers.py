@@ -421,7 +421,7 @@ class TestWatch:
             RESCALING | {"stall_report": "attempt 4 waits for w1, w2 to stop (1 s)"},
             RESCALING | {"rescale": None, "stall_report": "attempt 5 starts when w1 is back"},
             RESCALING | {"rescale": None, "stall_report": "attempt 5 starts when w1 is back, in 2 s at the latest"},
-            RUNNING | {"reason": "", "stall_report": "paused: night"},
+            RUNNING | {"stall_report": "paused: night"},
         ]
         with scripted_daemon(tmp_path, ScriptedReplies(ShowCluster=life)) as daemon:
             assert daemon.run("jobs watch run", capsys)[1].splitlines() == [
@@ -768,8 +768,11 @@ class TestRealDaemon:
 
     def test_stall_report_is_shown_with_its_reason(self, ctl: Ctl) -> None:
         ctl("jobs pause run --reason night")
-        assert re.search("^stall_report +paused: night$", ctl("jobs show run")[1], re.MULTILINE)
-        assert ctl("jobs watch run")[1].endswith("; paused: night\n")
+        paused = "paused: night (until `forgectl jobs resume run`)"
+        shown = ctl("jobs show run")[1]
+        assert re.search(f"^stall_report +{re.escape(paused)}$", shown, re.MULTILINE)
+        assert "\nreason" not in shown, "that of the last rescale is not why it stalls"
+        assert ctl("jobs watch run")[1].endswith(f"; {paused}\n")
 
     def test_job_is_removed_when_aborted_or_with_force(self, ctl: Ctl) -> None:
         code, _, err = ctl("jobs rm run")
