@@ -104,6 +104,8 @@ class ForgedClient(BulkMethods):
         self._streams: dict[int, FactStream] = {}
         self._stream_number = 0
         self._served = ServedRequests()
+        self.on_connection_change: Callable[[], object] = lambda: None
+        """Called after each connection is made, and after it is lost."""
         self._end: ForgedError | None = NOT_OPEN
         self._tasks: TaskGroup | None = None
         self._owner = OwnerTask(self._running())
@@ -117,6 +119,7 @@ class ForgedClient(BulkMethods):
             connect_timeout_s,
             make_link=self._make_link,
             connected=self._resume,
+            disconnected=self._disconnected,
             ended=self._finish,
         )
 
@@ -234,6 +237,10 @@ class ForgedClient(BulkMethods):
             self._send(link, number)
         for stream in list(self._streams.values()):
             self._subscribe(link, stream)
+        self.on_connection_change()
+
+    def _disconnected(self) -> None:
+        self.on_connection_change()
 
     def _finish(self, error: ForgedError) -> None:
         """Fail all pending requests and streams."""

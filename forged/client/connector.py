@@ -35,7 +35,8 @@ _FINAL_CODES = frozenset({"version_mismatch", "client_invalid", "tls_failed"})
 
 
 class Connector:
-    """Keeps a connection to one of several endpoints; calls `connected` for each one, and `ended` at the end."""
+    """Keeps a connection to one of several endpoints; calls `connected` for each one, `disconnected` after it, and
+    `ended` at the end."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class Connector:
         *,
         make_link: Callable[[Address], Link],
         connected: Callable[[Link], None],
+        disconnected: Callable[[], None],
         ended: Callable[[ForgedError], None],
     ) -> None:
         self.endpoints = tuple(endpoints)
@@ -63,6 +65,7 @@ class Connector:
         self._attempt_s = connect_timeout_s / (len(self.endpoints) + 1)
         self._make_link = make_link
         self._connected = connected
+        self._disconnected = disconnected
         self._ended = ended
         self._turn = 0
         self._failures: dict[Address, str] = {}
@@ -173,6 +176,7 @@ class Connector:
             if not link.lost:
                 link.abort()
             self._notify()
+            self._disconnected()
 
     def _failed(self, address: Address, error: ForgedError) -> None:
         # A TLS port closes a plain connection without an explanation.

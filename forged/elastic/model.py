@@ -288,6 +288,24 @@ class RescalingEvent(msgspec.Struct, frozen=True):
         return cls(_rescale_type(old, new), old, new, added, removed, now, reason)
 
 
+class Standstill(msgspec.Struct, frozen=True):
+    """A time in which a worker stands still: its world is over, and it has no connection to the daemon, which commits
+    the next one. Times are by the worker's wall clock.
+    """
+
+    generation: int
+    """That of the world that is over."""
+    peer: str
+    """The worker that was lost; empty if none was, or if it is unknown which."""
+    reason: str
+    """Why the world is over."""
+    began_at: float
+    daemon_away_since: float
+    """When the connection to the daemon was lost."""
+    lasted_s: float | None = None
+    """None while it lasts."""
+
+
 def _rescale_type(old: ClusterTopology, new: ClusterTopology) -> RescaleType:
     if new.world_size == old.world_size:
         return RescaleType.REPLACE

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from forged.elastic.compatibility import check_shared_config
 from forged.elastic.config import LEARNING_RATE_MAX
-from forged.elastic.messages import INCARNATION_BYTES, JoinJob, ReportStopped
+from forged.elastic.messages import INCARNATION_BYTES, JoinJob, ReportStandstill, ReportStopped
 from forged.elastic.model import check_worker
 from forged.errors import RequestRefused
+from forged.ids import check_name
 
 ATTRIBUTES_MAX = 64
 ATTRIBUTE_CHARS_MAX = 1_000
 COLLECTIVE_SEQ_MAX = 2**63 - 1
 STEP_MAX = 2**53
+STANDSTILL_S_MAX = 366 * 86_400.0
 BATCH_MAX = 2**31 - 1
 """With larger numbers, the batch times the world size could not be written to the store."""
 
@@ -33,6 +35,12 @@ def check_stop(request: ReportStopped) -> None:
     _check_range("global_batch_size", request.global_batch_size, BATCH_MAX)
 
 
+def check_standstill(request: ReportStandstill) -> None:
+    _check_range("for_s", request.for_s, STANDSTILL_S_MAX, "standstill_invalid")
+    if request.peer:
+        check_name("peer", request.peer)
+
+
 def check_join(request: JoinJob) -> None:
     check_worker("worker", request.worker)
     if len(request.incarnation) != INCARNATION_BYTES:
@@ -50,7 +58,7 @@ def check_join(request: JoinJob) -> None:
         raise RequestRefused("local_world_size_invalid", text, "give the number of processes on the host")
 
 
-def _check_range(name: str, number: float, most: float) -> None:
+def _check_range(name: str, number: float, most: float, code: str = "stop_invalid") -> None:
     if not 0 <= number <= most:
         limits = "finite and >= 0" if isinstance(number, float) else ">= 0"
-        raise RequestRefused("stop_invalid", f"{name} must be {limits}, at most {most:g}, got {number}")
+        raise RequestRefused(code, f"{name} must be {limits}, at most {most:g}, got {number}")

@@ -44,6 +44,7 @@ from forged.elastic.messages import (
     ReadTopology,
     ReportDeath,
     ReportReady,
+    ReportStandstill,
     ReportStopped,
     ReportUnreachablePeer,
     RescaleJob,
@@ -57,7 +58,7 @@ from forged.elastic.messages import (
 from forged.elastic.model import ClusterTopology
 from forged.elastic.outbox import Moment
 from forged.elastic.phases import Phase
-from forged.elastic.request_checks import check_join, check_step, check_stop, is_countable
+from forged.elastic.request_checks import check_join, check_standstill, check_step, check_stop, is_countable
 from forged.elastic.rescale.attempt import StopReport
 from forged.elastic.runtime.decisions import OWNER
 from forged.elastic.runtime.job_loop import JobLoop, RefusesConnections
@@ -98,6 +99,7 @@ class ElasticService:
         serve(ReportStopped, self._stopped, owner=OWNER)
         serve(ReportReady, self._ready, owner=OWNER)
         serve(ReportUnreachablePeer, self._peer_report, owner=OWNER)
+        serve(ReportStandstill, self._stood_still, owner=OWNER)
         serve(ReportDeath, self._death, owner=OWNER)
         serve(ReadTopology, self._topology, owner=OWNER)
         serve(ReadAttempt, self._attempt, owner=OWNER)
@@ -270,6 +272,13 @@ class ElasticService:
         coordinator.peer_report(
             *worker, request.generation, now, peer=request.peer, reason=request.reason, step_voided=voided
         )
+        return self._loop.decide(coordinator, Nothing())
+
+    def _stood_still(self, request: ReportStandstill, call: Call) -> Decision[Nothing]:
+        coordinator = self._coordinator(request.job)
+        check_standstill(request)
+        worker = request.worker_id, request.incarnation
+        coordinator.stood_still(*worker, request.generation, peer=request.peer, for_s=request.for_s)
         return self._loop.decide(coordinator, Nothing())
 
     def _death(self, request: ReportDeath, call: Call) -> Decision[Nothing]:

@@ -26,7 +26,7 @@ from forged.data.sampling.sampler import ElasticSampler
 from forged.data.training import TrainingData
 from forged.data.transfer.manager import DataTransferManager
 from forged.elastic.config import ElasticTrainingConfig
-from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescalingEvent, WorkerId
+from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescalingEvent, Standstill, WorkerId
 from forged.errors import RequestRefused
 from forged.logger_adapter import SCRIPT_LOG
 from forged.worker.arguments import count
@@ -271,6 +271,12 @@ class Training(BlockingFacade[ElasticWorker]):
         """Happens when this worker has the training state of its new world. Subscribers run as those of
         `rescaling_requested` do."""
         return self.worker.state_synchronized
+
+    @property
+    def standstill(self) -> Event[Standstill]:
+        """Happens when training stands still here because the daemon is away, and again when that is over; `lasted_s`
+        is None the first time. Subscribers run as those of `rescaling_requested` do."""
+        return self.worker.standstill
 
     @property
     def leaving(self) -> Event[str]:

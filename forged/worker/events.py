@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from inspect import isawaitable, iscoroutinefunction
 from typing import Generic, Protocol, TypeVar
 
-from forged.elastic.model import GlobalTrainingState, RescalingEvent
+from forged.elastic.model import GlobalTrainingState, RescalingEvent, Standstill
 from forged.errors import RequestRefused, describe
 from forged.log import Log
 
@@ -77,13 +77,16 @@ class Event(Generic[T]):
 
 
 class RescaleHooks(Protocol):
-    """The methods of a worker that a rescale calls. A subclass of `ElasticWorker` may override them."""
+    """The methods of a worker that a rescale or a standstill calls. A subclass of `ElasticWorker` may override them."""
 
     async def on_rescaling_event(self, event: RescalingEvent) -> None:
         """The worker has entered the event's world."""
 
     async def synchronize_state(self, state: GlobalTrainingState) -> None:
         """The worker has this training state; called after `on_rescaling_event`."""
+
+    def on_standstill(self, standstill: Standstill) -> None:
+        """The worker stands still because the daemon is away, or no longer does."""
 
 
 class WorkerEvents:
@@ -92,4 +95,5 @@ class WorkerEvents:
     def __init__(self, log: Log) -> None:
         self.rescaling_requested: Event[RescalingEvent] = Event("rescaling_requested", log)
         self.state_synchronized: Event[GlobalTrainingState] = Event("state_synchronized", log)
+        self.standstill: Event[Standstill] = Event("standstill", log)
         self.leaving: Event[str] = Event("leaving", log, is_awaited=True)

@@ -33,6 +33,7 @@ from forged.elastic.messages import (
     LeaveJob,
     ReadLeave,
     ReportReady,
+    ReportStandstill,
     ReportStopped,
     ReportUnreachablePeer,
     ShowCluster,
@@ -129,6 +130,10 @@ class Registration:
         await self.send(
             ReportUnreachablePeer(self.job, self.worker.id, self.incarnation, generation, peer, why, step_voided)
         )
+
+    async def report_standstill(self, generation: int, peer: str, for_s: float) -> None:
+        """Report that this worker has stood still without a daemon."""
+        await self.send(ReportStandstill(self.job, self.worker.id, self.incarnation, generation, for_s, peer))
 
     def receiving(self, attempt: int, received: int, *, problem: str, unreachable_peer: str) -> None:
         """Signal how much of the state has arrived, which worker is out of reach, and why."""

@@ -205,6 +205,7 @@ class Rescaler:
         if view.committed is commit and not self._state.is_leave_due:
             # A worker that is due to leave and is kept after all crosses still.
             view.committed = None
+            self._state.wake()
 
     async def _enter(self, commit: Commit) -> None:
         """Meet the members, apply the training state, and call the hooks, which tell the subscribers."""
@@ -215,7 +216,7 @@ class Rescaler:
             if not is_temporary(error):
                 raise
             hub = topology.workers[0].id if error.code == TLS_FAILED else ""
-            self._current_world.peer_report = PeerReport.of(topology.generation, error, hub)
+            self._current_world.fail_to_enter(topology.generation, error, hub)
             return
         stop, progress = agreement.stop, self._progress
         rate = stop.learning_rate if commit.learning_rate is None else commit.learning_rate

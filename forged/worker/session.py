@@ -35,6 +35,7 @@ from forged.worker.mesh import Mesh
 from forged.worker.process.worker_process import WorkerProcess
 from forged.worker.registration import LEAVE_TIMEOUT_S, HeartbeatSender, Registration, WaitReporter
 from forged.worker.rescaler import Rescaler
+from forged.worker.standstill import StandstillReporter
 from forged.worker.state_transfer.encoding import pack
 from forged.worker.state_transfer.transfer import StateExchange
 from forged.worker.transport.bulk_channel import LoopBulkTransport
@@ -76,6 +77,8 @@ class WorkerSession:
         )
         self.listener = FactListener(spec, state, self._registration, self._heartbeat, self.drain, mesh, tasks)
         self.wait_reporter = WaitReporter(self._registration, tasks, log)
+        self._standstill = StandstillReporter(state, self._registration, hooks, tasks, clock, log)
+        client.on_connection_change = state.wake
         self._leave_report = LeaveReport(state, self._registration, self._usage, spec.process)
         self.rescaler: Rescaler | None = None
         """None before the daemon has taken the worker in."""
@@ -126,6 +129,7 @@ class WorkerSession:
         self.state.current_world.joined_at = self._spec.clock.wall()
         self._is_registered, self._may_be_known = True, False
         self._tasks.start_soon(self._heartbeat.run)
+        self._tasks.start_soon(self._standstill.run)
         if self._usage is not None:
             self._tasks.start_soon(self._usage.run)
         self.listener.begin_to_ask()

@@ -32,6 +32,7 @@ from forged.elastic.model import (
     ClusterTopology,
     GlobalTrainingState,
     RescalingEvent,
+    Standstill,
     WorkerId,
     WorkerMetadata,
     WorkerStatus,
@@ -285,6 +286,12 @@ class ElasticWorker:
         return self._events.state_synchronized
 
     @property
+    def standstill(self) -> Event[Standstill]:
+        """Happens when training stands still here because the daemon is away, and again when that is over; `lasted_s`
+        is None the first time."""
+        return self._events.standstill
+
+    @property
     def leaving(self) -> Event[str]:
         """Happens when this worker leaves, after its last step: the moment to save. Subscribers may be asynchronous.
 
@@ -483,8 +490,8 @@ class ElasticWorker:
         with self.step_loop.collective() as world:
             return await world.all_reduce(array, op)
 
-    # A rescale calls these methods (`forged.worker.events.RescaleHooks`), and each step the last one; a subclass may
-    # override them.
+    # A rescale and a standstill call these methods (`forged.worker.events.RescaleHooks`), and each step the last one; a
+    # subclass may override them.
 
     async def on_rescaling_event(self, event: RescalingEvent) -> None:
         """Take the rank of the event's world, and tell the subscribers."""
@@ -500,6 +507,10 @@ class ElasticWorker:
         """Take over this training progress, and tell the subscribers."""
         self._progress.apply(state)
         self._events.state_synchronized.fire(state)
+
+    def on_standstill(self, standstill: Standstill) -> None:
+        """Tell the subscribers."""
+        self._events.standstill.fire(standstill)
 
     async def resume_training(self) -> None:
         """Train again after a rescale, unless this worker is in no world or has left. Called before each step."""

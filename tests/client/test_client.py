@@ -28,6 +28,8 @@ from tests.client.fake_daemon import FakeConnection, FakeDaemon
 from tests.client.proxy import Proxy, cut_once
 from tests.net.recording_connections import Certificates
 
+TIMEOUT_S = 30.0
+
 
 def client_of(*places: DaemonRunner | Proxy | FakeDaemon, **options: Any) -> ForgedClient:
     return ForgedClient(*(place.endpoint for place in places), **({"reconnect": SOON} | options))
@@ -231,6 +233,20 @@ class TestCalls:
                 await asyncio.sleep(0)
             client.signal(ExampleSignal("psst"))
             assert client.endpoint is None
+
+
+class TestConnectionChange:
+    async def test_each_connection_is_told_when_it_is_made_and_when_it_is_lost(self, runner: DaemonRunner) -> None:
+        seen: asyncio.Queue[bool] = asyncio.Queue()
+        client = client_of(runner)
+        client.on_connection_change = lambda: seen.put_nowait(client.connected)
+        async with client, asyncio.timeout(TIMEOUT_S):
+            assert await seen.get()
+            await runner.close()
+            assert not await seen.get()
+            await runner.reopen()
+            assert await seen.get()
+            assert seen.empty()
 
 
 class TestOpening:

@@ -148,6 +148,13 @@ class Playbook:
         self.coordinator.peer_report(name, known, generation, self.now, peer=peer, reason=why, step_voided=voided)
         return self.new_facts()
 
+    def report_standstill(
+        self, name: str, peer: str = "", *, for_s: float = 12.34, generation: int | None = None, life: int = 1
+    ) -> list[Fact]:
+        lost_generation = self.coordinator.generation if generation is None else generation
+        self.coordinator.stood_still(name, incarnation(name, life), lost_generation, peer=peer, for_s=for_s)
+        return self.new_facts()
+
     def wait(self, seconds: float, *, silent: Collection[str] = (), still: bool = False) -> list[Fact]:
         """Let time pass as it does for the service: the coordinator ticks when it is due.
 

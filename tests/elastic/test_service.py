@@ -36,6 +36,7 @@ from forged.elastic.messages import (
     ReadLeave,
     ReadTopology,
     ReportDeath,
+    ReportStandstill,
     ReportUnreachablePeer,
     RescaleAborted,
     RescaleCompleted,
@@ -49,10 +50,11 @@ from forged.elastic.messages import (
     WorkerJoined,
     WorkerLeft,
     WorkerLost,
+    WorkerStoodStill,
 )
 from forged.elastic.outbox import Moment
 from forged.elastic.phases import Phase
-from forged.elastic.request_checks import ATTRIBUTES_MAX
+from forged.elastic.request_checks import ATTRIBUTES_MAX, STANDSTILL_S_MAX
 from forged.elastic.runtime.decisions import DECISION_ITEMS_MAX
 from forged.elastic.runtime.job_loop import ERRORS_MAX, PROBES_MAX
 from forged.errors import ForgedError, RequestRefused, Unavailable
@@ -978,6 +980,44 @@ def test_a_stop_where_no_training_can_be_is_refused_and_counts_for_nothing(more:
     book()
 
 
+@pytest.mark.parametrize(
+    ("for_s", "peer", "code"),
+    [
+        (-1.0, "b", "standstill_invalid"),
+        (math.nan, "b", "standstill_invalid"),
+        (math.inf, "b", "standstill_invalid"),
+        (STANDSTILL_S_MAX + 1, "b", "standstill_invalid"),
+        (1.0, "b" * 1000, "name_invalid"),
+        (1.0, "\n", "name_invalid"),
+    ],
+)
+def test_standstill_that_cannot_have_been_is_refused(for_s: float, peer: str, code: str) -> None:
+    @on_virtual_time
+    async def book() -> None:
+        async with service_fixture() as fixture:
+            a, _ = await fixture.form_world("a", "b")
+            with pytest.raises(RequestRefused) as error:
+                await a.ask(ReportStandstill(JOB, "a", a.incarnation, 1, for_s, peer))
+            assert error.value.code == code
+            assert fixture.facts(WorkerStoodStill) == []
+
+    book()
+
+
+@on_virtual_time
+async def test_standstill_reported_to_the_next_daemon_is_in_the_jobs_history() -> None:
+    store = FaultyStore()
+    async with service_fixture(store) as fixture:
+        crew = await fixture.form_world("a", "b")
+    async with service_fixture(store) as other:
+        crew[0].fixture = other
+        crew[0].come_back()
+        await crew[0].ask(ReportStandstill(JOB, "a", crew[0].incarnation, 1, 7.77, "b"))
+        record = other.last(WorkerStoodStill)
+        assert record.fact == WorkerStoodStill("a", 1, "b", 7.8)
+        assert (record.job, record.generation) == (JOB, 1)
+
+
 COMMON: dict[str, dict[str, SettingValue]] = {"dataset": {"samples": 100}, "sampler": {"seed": 7}}
 
 
@@ -1066,6 +1106,7 @@ async def test_a_job_without_workers_is_not_trained() -> None:
             AbortJob(JOB),
             RescaleJob(JOB),
             ReportUnreachablePeer(JOB, "a", incarnation("a"), 0),
+            ReportStandstill(JOB, "a", incarnation("a"), 0, 1.0),
         ):
             with pytest.raises(RequestRefused) as error:
                 await fixture.kernel.bus.ask(request)

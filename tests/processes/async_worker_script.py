@@ -23,6 +23,7 @@ from tests.processes.worker_script import (
     StepRecorder,
     hold_gil,
     report,
+    report_standstill,
 )
 from tests.worker.trainers import advance
 
@@ -74,6 +75,7 @@ async def be_a_worker() -> None:
     config = ElasticTrainingConfig(**options["config"])
     async with ElasticWorker(name, config, job=JOB, state=state) as worker:
         worker.state_synchronized.subscribe(lambda event: report(entered=worker.generation, at=event.current_step))
+        worker.standstill.subscribe(report_standstill)
         await worker.connect(endpoint)
         fork()
         await train(worker, (directory / STOP_FILE).exists, options["gil_s"], Countdown(1, directory / ARMED))

@@ -24,6 +24,7 @@ from forged.elastic.messages import (
     WorkerLeft,
     WorkerRecovered,
     WorkerStalled,
+    WorkerStoodStill,
 )
 from forged.jobs.model import ChangeJob, ShowJob
 from forged.kernel.messages import Fact, Record
@@ -249,6 +250,71 @@ class TestKilledDaemon:
         (failed,) = await cluster.facts(WorkerFailed)
         assert failed.worker_id == victim
         await cluster.finish(*survivors)
+
+
+class TestStandstill:
+    """A worker dies while the daemon is away."""
+
+    @pytest.mark.parametrize("victim", ["a", "b"], ids=["hub", "member"])
+    async def test_survivors_report_the_standstill_and_train_on_when_the_daemon_is_back(
+        self, victim: str, cluster: TrainingCluster
+    ) -> None:
+        await cluster.start("a", "b")
+        await cluster.start("c", script="async_worker_script")
+        await cluster.wait_for_world("a", "b", "c")
+        cluster["c"].end_child()
+        survivors = [name for name in "abc" if name != victim]
+        await cluster.daemon.kill()
+        await cluster.wait_for_steps("a", "b", "c")
+        assert not any(cluster[name].standstills for name in "abc"), "a world trains without the daemon"
+        cluster[victim].kill()
+        await cluster.wait_until_killed(victim)
+        await cluster.until(lambda: all(cluster[name].standstills == [(victim, None)] for name in survivors))
+        await cluster.daemon.start()
+        await cluster.wait_for_world(*survivors)
+        await self._check_reports(cluster, victim, *survivors)
+        await cluster.finish(*survivors)
+
+    async def test_last_survivor_reports_the_standstill(self, cluster: TrainingCluster) -> None:
+        await cluster.start_together("a", "b")
+        await cluster.daemon.kill()
+        cluster["a"].kill()
+        await cluster.until(lambda: cluster["b"].standstills == [("a", None)])
+        await cluster.daemon.start()
+        await cluster.wait_for_world("b")
+        await self._check_reports(cluster, "a", "b")
+        await cluster.finish("b")
+
+    async def test_daemon_that_dies_after_the_world_has_broken_is_reported(self, cluster: TrainingCluster) -> None:
+        await cluster.start_in_order("a", "b", "c", victim="a", at="stopping", action="hold")
+        cluster.arm()
+        cluster["b"].kill()
+        await cluster.until(lambda: cluster["a"].held == 1)
+        assert not cluster["a"].standstills
+        await cluster.daemon.kill()
+        await cluster.until(lambda: all(cluster[name].standstills == [("b", None)] for name in "ac"))
+        cluster["a"].release()
+        await cluster.daemon.start()
+        await cluster.wait_for_world("a", "c")
+        await self._check_reports(cluster, "b", "a", "c")
+        await cluster.finish("a", "c")
+
+    async def _check_reports(self, cluster: TrainingCluster, victim: str, *survivors: str) -> None:
+        """Each survivor has said twice what happens to it, and the daemon has recorded it once."""
+        async with cluster.client() as client:
+            for name in survivors:
+                await wait_for_fact(client, WorkerStoodStill, name)
+        facts = {fact.worker_id: fact for fact in await cluster.facts(WorkerStoodStill)}
+        assert len(await cluster.facts(WorkerStoodStill)) == len(survivors)
+        for name in survivors:
+            begin, (peer, lasted_s) = cluster[name].standstills
+            assert (begin, peer, facts[name].peer) == ((victim, None), victim, victim)
+            assert lasted_s is not None
+            assert facts[name].for_s == round(lasted_s, 1)
+            begins, ends = (line for line in cluster[name].output.splitlines() if "stand" in line)
+            assert "training stands still until the daemon is back" in begins
+            assert f"no committed step is lost (lost_peer={victim}, daemon_away_since=" in begins
+            assert f"the standstill is over (lasted_s={round(lasted_s, 1)}, reason=the daemon is back)" in ends
 
 
 class TestStalledWorker:

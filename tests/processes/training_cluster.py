@@ -58,6 +58,8 @@ class WorkerProcess:
     held: int = 0
     """How often it has stopped at a point."""
     finished: int | None = None
+    standstills: list[tuple[str, float | None]] = field(default_factory=list)
+    """The lost peer and the duration of each standstill that its script was told of."""
     child: int | None = None
     """The process that it has forked."""
     process: ForkedProcess | None = None
@@ -109,6 +111,8 @@ class WorkerProcess:
             self.entered.append((report["entered"], report["at"]))
         elif "finished" in report:
             self.finished = report["finished"]
+        elif "standstill" in report:
+            self.standstills.append((report["standstill"], report["lasted_s"]))
         elif "child" in report:
             self.child = report["child"]
         else:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from forged.elastic.config import ElasticTrainingConfig
+from forged.elastic.model import Standstill
 from forged.net.bulk import movers
 from forged.worker.blocking import Training, join
 from forged.worker.collectives.endpoints import Endpoint, HubEndpoint
@@ -82,6 +83,10 @@ POINTS = {
 def report(**what: Any) -> None:
     """Write a report at once."""
     os.write(sys.stdout.fileno(), json.dumps(what).encode() + b"\n")
+
+
+def report_standstill(standstill: Standstill) -> None:
+    report(standstill=standstill.peer, lasted_s=standstill.lasted_s)
 
 
 def _die() -> None:
@@ -254,4 +259,5 @@ def main() -> None:
         worker.worker.state_synchronized.subscribe(
             lambda event: report(entered=worker.generation, at=event.current_step)
         )
+        worker.standstill.subscribe(report_standstill)
         train(worker, directory / STOP_FILE, options["gil_s"], Countdown(1, directory / ARMED))

@@ -21,6 +21,12 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
     "WorkerDraining": ("draining {worker_id} after its current step", ": {reason}"),
     "WorkerStalled": ("{worker_id} is alive but makes no progress", " for {for_s}", ", last step {step}"),
     "WorkerRecovered": ("{worker_id} makes progress again", ", last step {step}"),
+    "WorkerStoodStill": (
+        "{worker_id} stood still without a daemon",
+        " for {for_s}",
+        ", after losing {peer}",
+        " in generation {lost_generation}",
+    ),
     "WorkerLost": ("{worker_id} is lost", ": {reason}", "; it has {grace_s} to reconnect"),
     "RescaleStarted": (
         "attempt {attempt} to rescale",

@@ -169,6 +169,9 @@ class JobCoordinator(JobState):
             liveness.peer_report(self, worker_id, incarnation, generation, now, peer=peer, reason=reason)
         rescale_schedule.consider(self, now)
 
+    def stood_still(self, worker_id: str, incarnation: bytes, generation: int, *, peer: str, for_s: float) -> None:
+        liveness.stood_still(self, worker_id, incarnation, generation, peer=peer, for_s=for_s)
+
     # Attempts.
 
     def stopped(self, worker_id: str, incarnation: bytes, number: int, report: StopReport, now: Moment) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from forged.elastic.coordinator import failures, progress
 from forged.elastic.coordinator.job_state import NEVER, JobState
 from forged.elastic.membership.member import Member
-from forged.elastic.messages import AttemptProgress, Heartbeat, Pulse
+from forged.elastic.messages import AttemptProgress, Heartbeat, Pulse, WorkerStoodStill
 from forged.elastic.outbox import Moment
 from forged.elastic.rescale.attempt import RECEIVED_BYTES_MIN, Stage
 from forged.phrases import in_words
@@ -110,6 +110,12 @@ def step_voided(
     job.peer_report_reasons.add(text)
     job.must_stop = True
     job.note_missing_member(text, now)
+
+
+def stood_still(job: JobState, worker_id: str, incarnation: bytes, generation: int, *, peer: str, for_s: float) -> None:
+    """Record a worker's word that it has stood still without a daemon. It is no evidence about the lost peer."""
+    if job.members.find(worker_id, incarnation) is not None and 0 < generation <= job.generation:
+        job.outbox.publish(WorkerStoodStill(worker_id, generation, peer, round(for_s, 1)))
 
 
 def _evict_most_reported(job: JobState, now: Moment) -> None:

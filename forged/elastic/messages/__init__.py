@@ -24,6 +24,7 @@ from forged.elastic.messages.facts import (
     WorkerRecovered,
     WorkerReturned,
     WorkerStalled,
+    WorkerStoodStill,
 )
 from forged.elastic.messages.operator_requests import (
     OPERATOR_REQUESTS,
@@ -68,6 +69,7 @@ from forged.elastic.messages.worker_requests import (
     ReadTopology,
     ReportDeath,
     ReportReady,
+    ReportStandstill,
     ReportStopped,
     ReportUnreachablePeer,
 )
@@ -110,6 +112,7 @@ __all__ = [
     "ReadTopology",
     "ReportDeath",
     "ReportReady",
+    "ReportStandstill",
     "ReportStopped",
     "ReportUnreachablePeer",
     "RescaleAborted",
@@ -131,5 +134,6 @@ __all__ = [
     "WorkerRecovered",
     "WorkerReturned",
     "WorkerStalled",
+    "WorkerStoodStill",
     "WorkerView",
 ]

@@ -62,6 +62,20 @@ class WorkerRecovered(Fact, frozen=True):
     step: int
 
 
+class WorkerStoodStill(Fact, frozen=True):
+    """A worker has stood still: the world of `lost_generation` was over, and it had no connection to the daemon.
+
+    By its own word. `peer` is the worker that it had lost; empty if none was, or if it is unknown which.
+    """
+
+    level: ClassVar[str] = "warning"
+
+    worker_id: str
+    lost_generation: int
+    peer: str
+    for_s: float
+
+
 class WorkerLost(Fact, frozen=True):
     """A worker's connection is gone, and nothing says yet that it has died.
 

@@ -140,6 +140,21 @@ class ReportUnreachablePeer(Request[Nothing], frozen=True):
     step_voided: bool = False
 
 
+class ReportStandstill(Request[Nothing], frozen=True):
+    """Report that the worker has stood still: it had lost its world, and `peer` if one is named, and had no connection
+    to the daemon. Recorded for the worker itself; it is no evidence about `peer`.
+    """
+
+    needs: ClassVar[Role] = Role.WORKER
+
+    job: str
+    worker_id: str
+    incarnation: bytes
+    generation: int
+    for_s: float
+    peer: str = ""
+
+
 class ReportDeath(Request[Nothing], frozen=True):
     """Report, by a worker's pulse, that the worker's process has ended."""
 
@@ -234,6 +249,7 @@ WORKER_REQUESTS = (
     ReportStopped,
     ReportReady,
     ReportUnreachablePeer,
+    ReportStandstill,
     ReportDeath,
     ReadTopology,
     AnnounceLeave,

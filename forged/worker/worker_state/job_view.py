@@ -27,6 +27,7 @@ from forged.elastic.messages import (
     WorkerLeft,
 )
 from forged.elastic.model import ClusterTopology
+from forged.elastic.phases import Phase
 from forged.jobs.model import JobChanged, JobRemoved, SettingValue
 from forged.kernel.messages import Fact, Gap, Record, UnknownFact
 from forged.worker.errors import JobEnded, WorkerEvicted
@@ -97,6 +98,8 @@ class JobView:
     committed: Commit | None = None
     """The newest commit, until the worker has crossed into its world."""
     paused: bool = False
+    waiting: bool = False
+    """Whether the job waits for more workers."""
     settings: dict[str, SettingValue] = field(default_factory=dict)
     """The job's settings."""
     draining: str | None = None
@@ -148,6 +151,7 @@ class JobView:
                 self.synchronising = fact
             case RescaleAborted() | JobWaiting():
                 self.synchronising, self.background_attempt, self.is_attempt_running = None, 0, False
+                self.waiting = isinstance(fact, JobWaiting)
             case RescaleCompleted():
                 self._completed(fact, record.id)
             case WorkerFailed() | WorkerLeft():
@@ -170,6 +174,8 @@ class JobView:
         self._is_new, self._is_doubtful = is_new and self.outdated, False
         if not self._pause_told:
             self.paused = joined.paused
+        if not self._attempt_told:
+            self.waiting = joined.phase is Phase.WAITING
         if not self._settings_told:
             self.settings = joined.settings
         if joined.drain_reason is not None:
@@ -229,7 +235,7 @@ class JobView:
                 pass
 
     def _started(self, fact: RescaleStarted, fact_id: int) -> None:
-        self.synchronising, self.background_attempt = None, 0
+        self.synchronising, self.background_attempt, self.waiting = None, 0, False
         gone = set(fact.removed).difference(fact.draining)
         is_wanted = self.has(self.worker_id) and self.worker_id not in gone
         if not (is_wanted or self.worker_id in fact.added or self.worker_id in fact.draining):

@@ -82,7 +82,10 @@ class PeerReport(NamedTuple):
 class CurrentWorld:
     """One worker's part in its world. `counters` make its marks visible to the pulse."""
 
-    def __init__(self, view: JobView, counters: Counters | None, now: float = 0.0) -> None:
+    def __init__(
+        self, view: JobView, counters: Counters | None, now: float = 0.0, changed: Callable[[], object] = lambda: None
+    ) -> None:
+        """`changed` is called whenever the worker is no longer in a world."""
         self.status = WorkerStatus.JOINING
         self.joined_at = self.heartbeat_at = now
         self.topology = ClusterTopology()
@@ -94,6 +97,8 @@ class CurrentWorld:
         self.is_stepping = False
         """Whether the script is inside a step."""
         self.peer_report: PeerReport | None = None
+        self.loss: PeerReport | None = None
+        """How the last world was lost; None in a world, and after one that has ended for a rescale."""
         self.marks = 0
         """How often the worker has come to a point where the workers of a world meet."""
         self._is_meeting = False
@@ -101,6 +106,7 @@ class CurrentWorld:
         """The id of the fact for which the world has stopped after its last step; 0 when it has not."""
         self.counters = counters
         self._view = view
+        self._changed = changed
 
     @property
     def meeting(self) -> int | None:
@@ -195,17 +201,25 @@ class CurrentWorld:
         self.come_to(topology)
 
     def enter(self, world: World) -> None:
-        self.world, self._stopped_by = world, self._view.stop_wanted
+        self.world, self.loss, self._stopped_by = world, None, self._view.stop_wanted
 
     def lose(self, error: ForgedError) -> None:
         """The world cannot continue. Report it, unless the daemon has said so itself."""
         world, self.world = self.world, None
-        if world is not None and not (self._view.lost or self._view.rescaling):
-            self.peer_report = PeerReport.of(world.generation, error)
+        if world is not None:
+            self.loss = PeerReport.of(world.generation, error)
+            if not (self._view.lost or self._view.rescaling):
+                self.peer_report = self.loss
+            self._changed()
+
+    def fail_to_enter(self, generation: int, error: ForgedError, suspect: str) -> None:
+        """The members of a committed world have not met. Report it."""
+        self.loss = self.peer_report = PeerReport.of(generation, error, suspect)
 
     async def leave(self) -> None:
         world, self.world = self.world, None
         if world is not None:
+            self._changed()
             await world.leave()
 
     async def leave_for_good(self) -> World | None:
@@ -246,7 +260,7 @@ class SessionState:
         self.worker = worker
         """Has the port at which peers reach the worker once its mesh is open."""
         self.view = JobView(worker.id)
-        self.current_world = CurrentWorld(self.view, counters, now)
+        self.current_world = CurrentWorld(self.view, counters, now, self.wake)
         self.progress = progress
         self.drain = DrainFlags()
         self._config: ElasticTrainingConfig | None = None
@@ -290,6 +304,15 @@ class SessionState:
         view = self.view
         takes_part = view.is_attempt_running and view.leaves
         return takes_part or self.worker in view.topology or view.committed is not None
+
+    @property
+    def has_no_world(self) -> bool:
+        """Whether this worker's world is over, and all that it needs to train on is the commit of another one."""
+        current_world, view = self.current_world, self.view
+        if self.worker not in view.topology or current_world.status in OUT:
+            return False
+        is_due = not (view.paused or view.waiting) and self.is_wanted(None)
+        return is_due and current_world.world is None and view.committed is None
 
     # Changes.
 

@@ -32,6 +32,7 @@ from forged.elastic.messages import (
     WorkerRecovered,
     WorkerReturned,
     WorkerStalled,
+    WorkerStoodStill,
 )
 from forged.elastic.model import RescaleType, WorkerId
 from forged.elastic.outbox import Moment
@@ -1761,6 +1762,29 @@ def test_acknowledged_peer_report_survives_a_daemon_restart() -> None:
     started = book.wait(0.3)[-1]
     assert isinstance(started, RescaleStarted)
     assert started.reason == "a cannot continue: it got no answer"
+
+
+def test_standstill_is_recorded_for_the_reporter_and_proves_nothing_about_the_peer() -> None:
+    book = formed("a", "b", "c", **PATIENT)
+    book.restart()
+    book.reconnect("a", "b", "c")
+    assert book.report_standstill("a", "b") == [WorkerStoodStill("a", 1, "b", 12.3)]
+    assert book.wait(3.0) == []
+    assert book.world == ["a", "b", "c"]
+
+
+def test_standstill_after_an_older_world_is_recorded_and_one_that_cannot_have_been_is_not() -> None:
+    book = formed("a", "b", **PATIENT)
+    book.die("b")
+    book.wait(1.0)
+    book.complete_attempt(3)
+    assert book.report_standstill("a", generation=1) == [WorkerStoodStill("a", 1, "", 12.3)]
+    assert book.report_standstill("a", generation=0) + book.report_standstill("a", generation=3) == []
+
+
+def test_standstill_of_an_outsider_or_another_incarnation_is_ignored() -> None:
+    book = formed("a", "b")
+    assert book.report_standstill("c", "b") + book.report_standstill("a", "b", life=2) == []
 
 
 def test_peer_report_explained_by_a_failure_is_not_a_second_reason() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 
 from forged.elastic.messages import (
@@ -268,6 +269,26 @@ class TestStopping:
         listener = Listener(A, B)
         listener.start(2, added=["c"])
         assert (listener.view.attempt, listener.view.stop_wanted) == (0, 0)
+
+
+class TestWaiting:
+    def test_job_waits_for_workers_until_a_rescale_starts(self) -> None:
+        listener = Listener(A, ME)
+        listener.hear(RescaleAborted(2, "too few workers"), JobWaiting(1, 2))
+        assert listener.view.waiting
+        listener.start(3, added=["b"], removed=["a"])
+        assert not listener.view.waiting
+
+    def test_join_reply_tells_whether_the_job_waits_unless_a_later_fact_does(self) -> None:
+        listener = Listener(A, ME)
+        reply = msgspec.structs.replace(joined(listener.view.topology), phase=Phase.WAITING)
+        listener.view.miss(Gap(20, 30, ""))
+        listener.view.catch_up(reply)
+        assert listener.view.waiting
+        listener.view.miss(Gap(31, 40, ""))
+        listener.start(3, added=["b"])
+        listener.view.catch_up(reply)
+        assert not listener.view.waiting
 
 
 class TestAttempts:

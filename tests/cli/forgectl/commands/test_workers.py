@@ -618,6 +618,16 @@ class TestFactSentences:
                 {"worker_id": "w0", "reason": "its pulse lives", "grace_s": None},
                 "w0 is lost: its pulse lives",
             ),
+            (
+                "WorkerStoodStill",
+                {"worker_id": "w0", "lost_generation": 4, "peer": "w1", "for_s": 72.3},
+                "w0 stood still without a daemon for 1m12s, after losing w1 in generation 4",
+            ),
+            (
+                "WorkerStoodStill",
+                {"worker_id": "w0", "lost_generation": 4, "peer": "", "for_s": 3.2},
+                "w0 stood still without a daemon for 3.2 s in generation 4",
+            ),
             ("JobWaiting", {"workers": 1, "needed": 2}, "training waits: 1 worker available, 2 required"),
             ("JobAborted", {"reason": "enough", "step": 0}, "training is aborted after step 0: enough"),
         ],
