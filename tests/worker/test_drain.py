@@ -58,6 +58,8 @@ class DrainFixture:
         self.serves = 0
         """How many tasks take part in rescales while the script saves."""
         self.serving_fails: Exception | None = None
+        self.serving_ends_s = 0.0
+        """How long such a task takes to end when it is cancelled."""
         self.is_bound = True
         self.state.wake = self._wake  # type: ignore[method-assign]
         self.state.current_world.abort_collective = self._abort  # type: ignore[method-assign]
@@ -153,6 +155,8 @@ class DrainFixture:
                 raise self.serving_fails
             await anyio.sleep_forever()
         finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(self.serving_ends_s)
             self.serves -= 1
 
     def _abort(self, why: str) -> None:
@@ -575,6 +579,19 @@ class TestWhileTheScriptSaves:
             assert fixture.beats == [True, False]
             await fixture.start_leaving()
             await anyio.sleep(1)
+            assert fixture.serves == 1
+
+    @on_virtual_time
+    async def test_worker_leaving_again_after_an_interrupted_cancellation_takes_part_in_rescales(self) -> None:
+        async with self._scene(may_leave=False) as fixture:
+            fixture.serving_ends_s = 5.0
+            await fixture.start_leaving()
+            await anyio.sleep(1)
+            with anyio.move_on_after(1):
+                await fixture.drain.cancel_leaving()
+            assert (fixture.serves, fixture.state.drain.is_leaving) == (1, False)
+            await fixture.start_leaving()
+            await anyio.sleep(10)
             assert fixture.serves == 1
 
     @pytest.mark.parametrize("error", [Unavailable("no", "it changed size"), RuntimeError("it changed size")])

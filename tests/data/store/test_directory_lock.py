@@ -68,6 +68,15 @@ def test_forked_child_is_refused_the_directory(tmp_path: Path) -> None:
         assert pool.apply(code_of, (tmp_path,)) == "shard_directory_in_use"
 
 
+def test_forked_child_stores_shards_in_the_directory_of_its_parent(tmp_path: Path) -> None:
+    data = TrainingData(SAMPLES, SHARDS, tmp_path)
+    child = multiprocessing.get_context("fork").Process(target=data.store.put, args=(3, [b"bytes"]))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert DirectoryShardStore(tmp_path).holds(3)
+
+
 @pytest.mark.parametrize(("samples", "shards"), [(SAMPLES + 1, SHARDS), (SAMPLES, SHARDS - 1)])
 def test_directory_with_shards_of_another_dataset_is_refused(tmp_path: Path, samples: int, shards: int) -> None:
     assert code_of(tmp_path) == ""

@@ -304,6 +304,29 @@ class TestAttempts:
         listener.hear(settled)
         assert listener.view.synchronising is None
 
+    def test_state_transfer_is_under_way_for_the_attempt_that_is_settled_only(self) -> None:
+        listener = Listener(A, ME)
+        listener.start(2)
+        assert not listener.view.is_synchronising_for(2)
+        listener.hear(RescaleSynchronising(2, A, 7, 1))
+        assert [listener.view.is_synchronising_for(attempt) for attempt in (1, 2, 3)] == [False, True, False]
+
+    @pytest.mark.parametrize("fact", [RescaleAborted(2, "a member is gone"), JobCompleted(7), JobAborted("enough", 7)])
+    def test_state_transfer_ends_with_its_attempt_and_with_the_training(self, fact: Fact) -> None:
+        listener = Listener(A, ME)
+        listener.start(2)
+        listener.hear(RescaleSynchronising(2, A, 7, 1), fact)
+        assert not listener.view.is_synchronising_for(2)
+
+    def test_state_transfer_waits_until_the_worker_has_crossed_into_the_world_before(self) -> None:
+        listener = Listener(A, ME)
+        listener.commit(A, B, ME, attempt=2)
+        listener.start(3)
+        listener.hear(RescaleSynchronising(3, A, 7, 1))
+        assert not listener.view.is_synchronising_for(3)
+        listener.view.committed = None
+        assert listener.view.is_synchronising_for(3)
+
     def test_one_that_was_given_up_has_nothing_settled(self) -> None:
         listener = Listener(A, ME)
         listener.start(2)
