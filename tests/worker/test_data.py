@@ -803,15 +803,15 @@ async def standing(client: ForgedClient) -> str:
     return (await client.request(ShowCluster(JOB))).stall_report
 
 
-class MoodyOrigin:
-    """An origin that gives all shards but one, until it is repaired."""
+class RefusingOrigin:
+    """An origin that refuses shard 3 until it is repaired."""
 
     def __init__(self) -> None:
-        self.is_mended = False
+        self.is_repaired = False
         self.asked = 0
 
     def write_to(self, shard: DataShard, file: BinaryIO) -> None:
-        if shard.shard_id == 3 and not self.is_mended:
+        if shard.shard_id == 3 and not self.is_repaired:
             self.asked += 1
             raise RequestRefused("shard_not_at_origin", "there is no shard-3", "put it there")
         write(shard, file)
@@ -821,7 +821,7 @@ class TestAShardThatTheOriginDoesNotGive:
     async def test_origin_failure_is_reported_and_awaited_beyond_the_rescale_silence(
         self, runner: DaemonRunner
     ) -> None:
-        origin = MoodyOrigin()
+        origin = RefusingOrigin()
         async with (
             training_cluster(
                 runner, origin=origin, settings={"rescale_silence_ms": 1_000, "min_workers": 2}
@@ -843,7 +843,7 @@ class TestAShardThatTheOriginDoesNotGive:
                 in shown.stall_report
             )
             assert 2 <= origin.asked < 10
-            origin.is_mended = True
+            origin.is_repaired = True
             await cluster.group.world_of("a", "b")
             await cluster.check_holdings("a", "b")
             assert await cluster.facts(WorkerFailed) == []
@@ -914,7 +914,7 @@ class TestAShardThatTheOriginDoesNotGive:
             await cluster.check_holdings("a")
 
     async def test_shard_lost_at_the_origin_is_taken_from_a_joiner(self, runner: DaemonRunner) -> None:
-        async with training_cluster(runner, origin=MoodyOrigin()) as cluster, cluster.client() as client:
+        async with training_cluster(runner, origin=RefusingOrigin()) as cluster, cluster.client() as client:
             async with client.facts(ShardsLost, jobs=[JOB]) as facts:
                 cluster.start("a")
                 await asyncio.wait_for(anext(facts), PATIENCE_S)
@@ -923,7 +923,7 @@ class TestAShardThatTheOriginDoesNotGive:
             await cluster.check_holdings("a", "b")
 
     async def test_ends_the_job_where_that_is_its_policy(self, runner: DaemonRunner) -> None:
-        async with training_cluster(runner, origin=MoodyOrigin(), settings={"lost_data_policy": "abort"}) as cluster:
+        async with training_cluster(runner, origin=RefusingOrigin(), settings={"lost_data_policy": "abort"}) as cluster:
             cluster.start("a")
             (error,) = await cluster.group.over("a")
             assert isinstance(error, JobEnded)

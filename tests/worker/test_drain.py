@@ -628,8 +628,8 @@ class TestHandingOverTheState:
                 await anext(joined)
 
     async def _is_continued_by(self, group: TrainerGroup, name: str) -> None:
-        await group.until(lambda: bool(group[name].places))
-        assert group[name].places[0].step >= 5
+        await group.until(lambda: bool(group[name].committed_steps))
+        assert group[name].committed_steps[0].step >= 5
         await group.finish(name)
 
     async def test_joiner_takes_the_state_of_a_fully_draining_world(

@@ -46,7 +46,7 @@ def proven(answer: Answer, challenge: Challenge, key: bytes = MESH_KEY) -> Answe
     return answered(answer, key, nonces_of(HELLO, challenge))
 
 
-class Stranger:
+class RawPeer:
     """A peer that sends any bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -77,10 +77,10 @@ class Stranger:
 
 
 @asynccontextmanager
-async def stranger(worker: WorkerId) -> AsyncIterator[Stranger]:
+async def raw_peer(worker: WorkerId) -> AsyncIterator[RawPeer]:
     reader, writer = await asyncio.open_connection(worker.hostname, worker.port)
     try:
-        yield Stranger(reader, writer)
+        yield RawPeer(reader, writer)
     finally:
         writer.close()
 
@@ -314,7 +314,7 @@ async def test_descriptors_are_the_listener_and_all_connections() -> None:
     ],
 )
 async def test_peer_without_a_proof_is_disconnected_without_a_message(proper: Answer) -> None:
-    async with open_meshes(1) as made, stranger(made.workers[0]) as one:
+    async with open_meshes(1) as made, raw_peer(made.workers[0]) as one:
         await one.challenge()
         one.say(proper)
         assert await one.is_cut_off()
@@ -323,7 +323,7 @@ async def test_peer_without_a_proof_is_disconnected_without_a_message(proper: An
 
 @pytest.mark.parametrize("changes", [{"job": "walk"}, {"target": "w9"}])
 async def test_peer_for_another_worker_or_job_is_disconnected_without_a_message(changes: dict[str, Any]) -> None:
-    async with open_meshes(1) as made, stranger(made.workers[0]) as one:
+    async with open_meshes(1) as made, raw_peer(made.workers[0]) as one:
         challenge = await one.challenge()
         one.say(proven(answer(**changes), challenge))
         assert await one.is_cut_off()
@@ -342,7 +342,7 @@ async def test_peer_for_another_worker_or_job_is_disconnected_without_a_message(
     ],
 )
 async def test_garbage_is_disconnected_without_a_message(garbage: bytes) -> None:
-    async with open_meshes(1) as made, stranger(made.workers[0]) as one:
+    async with open_meshes(1) as made, raw_peer(made.workers[0]) as one:
         await one.challenge()
         one.writer.write(garbage)
         assert await one.is_cut_off()
@@ -350,13 +350,13 @@ async def test_garbage_is_disconnected_without_a_message(garbage: bytes) -> None
 
 
 async def test_dialler_that_answers_before_the_challenge_is_disconnected_without_a_message() -> None:
-    async with open_meshes(1) as made, stranger(made.workers[0]) as one:
+    async with open_meshes(1) as made, raw_peer(made.workers[0]) as one:
         one.say(answered(answer(), MESH_KEY, b""))
         assert await one.is_cut_off()
 
 
 async def test_challenges_are_unique() -> None:
-    async with open_meshes(1) as made, stranger(made.workers[0]) as one, stranger(made.workers[0]) as other:
+    async with open_meshes(1) as made, raw_peer(made.workers[0]) as one, raw_peer(made.workers[0]) as other:
         first, second = await one.challenge(), await other.challenge()
         assert first.nonce != second.nonce
         other.say(proven(answer(), first))
@@ -365,7 +365,7 @@ async def test_challenges_are_unique() -> None:
 
 async def test_peer_with_a_slow_proof_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh_module, "SWEEP_INTERVAL_S", 0.01)
-    async with open_meshes(1) as made, stranger(made.workers[0]) as one:
+    async with open_meshes(1) as made, raw_peer(made.workers[0]) as one:
         await one.challenge()
         for link in made.meshes[0]._strangers:
             link._opened_at -= PEER_LIMITS.hello_timeout_s
@@ -386,7 +386,7 @@ async def test_protocol_violation_of_a_member_ends_only_its_world() -> None:
     async with open_meshes(1) as made:
         topology = ClusterTopology((made.workers[0], WorkerId("w1", "127.0.0.1", 1)))
         hub = asyncio.ensure_future(made.meshes[0].enter(1, topology, PATIENCE_S))
-        async with stranger(made.workers[0]) as one:
+        async with raw_peer(made.workers[0]) as one:
             challenge = await one.challenge()
             one.say(proven(answer(world=digest_of(topology.workers)), challenge))
             assert isinstance(await one.hear(), Accepted)
@@ -403,7 +403,7 @@ async def test_protocol_violation_of_a_member_ends_only_its_world() -> None:
 async def test_member_that_connects_for_an_ended_generation_is_refused() -> None:
     async with open_meshes(1) as made:
         await made.enter(3)
-        async with stranger(made.workers[0]) as one:
+        async with raw_peer(made.workers[0]) as one:
             challenge = await one.challenge()
             one.say(proven(answer(2), challenge))
             assert isinstance(await one.hear(), Accepted)

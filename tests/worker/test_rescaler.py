@@ -49,7 +49,7 @@ class TestBackgroundRescale:
             await group.world_of("a", steps=5)
             group.start("b", "c")
             await group.world_of("a", "b", "c")
-            assert group["b"].places[0].step >= 5
+            assert group["b"].committed_steps[0].step >= 5
             await group.finish("a", "b", "c")
 
     async def test_evicted_worker_does_not_stop_the_job(self, runner: DaemonRunner, client: ForgedClient) -> None:
@@ -80,7 +80,7 @@ class TestBackgroundRescale:
             await group.world_of("a", steps=5)
             group.start("b", "c")
             await group.world_of("a", "b", "c")
-            begun = group["b"].places[0].step
+            begun = group["b"].committed_steps[0].step
             await client.evict_worker(JOB, "a")
             await group.world_of("b", "c")
             group.start("d")

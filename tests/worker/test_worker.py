@@ -624,7 +624,7 @@ class TestTraining:
         group.start("b")
         await group.world_of("a", "b")
         b = group["b"]
-        assert b.places[0].step >= 5
+        assert b.committed_steps[0].step >= 5
         assert (b.worker.learning_rate, b.worker.global_batch_size) == (0.25, 64)
         assert (b.state["ballast"] == 7.0).all()
         group.start("c", "d")
@@ -738,7 +738,7 @@ class TestTraining:
         group.start("b")
         await group.world_of("a", "b")
         assert group["b"].worker.epoch == 3
-        assert group["b"].places[0].step >= 40
+        assert group["b"].committed_steps[0].step >= 40
         await group.finish("a", "b")
 
     async def test_the_world_counts_its_steps_and_the_script_its_epochs(self, group: TrainerGroup) -> None:
@@ -949,7 +949,7 @@ class TestLeaving:
         assert saved == ["the night"]
         if is_needed:
             await group.world_of("b")
-            assert group["b"].places[0].step == 1
+            assert group["b"].committed_steps[0].step == 1
 
     async def test_state_that_fails_to_pack_does_not_keep_the_script_from_saving(self, group: TrainerGroup) -> None:
         """Another comes for it meanwhile, and has it when it can be had again."""
@@ -984,7 +984,7 @@ class TestLeaving:
             await until(lambda: worker._connected.state.is_leave_due)
             assert await worker.begin_step() is None
         await group.world_of("b")
-        assert group["b"].places[0].step == 1
+        assert group["b"].committed_steps[0].step == 1
 
     async def test_operator_drains_one_worker_and_the_world_trains_on(
         self, group: TrainerGroup, client: ForgedClient
@@ -1048,7 +1048,7 @@ class TestLeaving:
             assert await group.over("a") == [None]
             goes_on.set()
             ((step, chain),) = told
-            assert (step, chain) == (a.places[-1].step + 2, chain_after(step))
+            assert (step, chain) == (a.committed_steps[-1].step + 2, chain_after(step))
             assert a.worker.step == step, "behind the end, too"
 
     async def test_a_script_drains_itself(self, group: TrainerGroup) -> None:
@@ -1089,7 +1089,7 @@ class TestLeaving:
         group.start("b")
         assert await group.over("a") == [None]
         await group.world_of("b")
-        assert group["b"].places[0].step >= 5
+        assert group["b"].committed_steps[0].step >= 5
         await group.finish("b")
 
     @pytest.mark.parametrize("synchronous", [True, False])
@@ -1107,7 +1107,7 @@ class TestLeaving:
             group["a"].worker.drain("its host is needed")
             assert await group.over("a") == [None]
             await group.world_of("b")
-            assert group["b"].places[0].step >= 5
+            assert group["b"].committed_steps[0].step >= 5
             await group.finish("b")
 
     @pytest.mark.parametrize(("synchronous", "moment"), [(True, "_report"), (False, "_cross")])
@@ -1129,7 +1129,7 @@ class TestLeaving:
             group.start("b")
             assert await group.over("a") == [None]
             await group.world_of("b")
-            assert group["b"].places[0].step >= 5
+            assert group["b"].committed_steps[0].step >= 5
             await group.finish("b")
 
     async def test_worker_drained_while_it_connects_leaves_once_it_is_registered(
@@ -1202,7 +1202,7 @@ class TestLeaving:
             assert of_a is None
             assert isinstance(of_b, JobEnded)
             assert of_b.code == "job_completed"
-            assert group["b"].places == []
+            assert group["b"].committed_steps == []
 
     async def test_state_source_trains_on_after_a_gap_in_the_facts(
         self, group: TrainerGroup, monkeypatch: pytest.MonkeyPatch
@@ -1354,7 +1354,7 @@ class TestWishesOfOperators:
         assert late.worker._state.current_world.is_stopped
         await client.resume_job(JOB)
         await group.world_of("a", "b", "c")
-        assert late.places[0].step == step
+        assert late.committed_steps[0].step == step
         await group.finish("a", "b", "c")
 
     async def test_a_pause_that_is_over_while_a_rescale_is_wanted_does_not_call_it_off(
@@ -1451,7 +1451,7 @@ class TestWhoTakesPart:
             step = group["b"].worker.step
             group.start("c")
             await group.world_of("b", "c")
-            assert group["c"].places[0].step in (step, step + 1)
+            assert group["c"].committed_steps[0].step in (step, step + 1)
             await group.finish("b", "c")
 
     async def test_many_at_once_are_one_world_soon(self, runner: DaemonRunner) -> None:

@@ -52,7 +52,7 @@ def chain_after(steps: int) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class CommittedStep:
     """Generation, rank and world size of one step of a worker."""
 
     generation: int
@@ -74,8 +74,8 @@ class Trainer:
         self.name = name
         self.state = {"chain": np.zeros(1, np.int64), "ballast": np.zeros(10_000)}
         self.worker = shared_worker(name, group.config, job=job, state=self.state, **options)
-        self.places: list[Place] = []
-        """The places of its committed steps."""
+        self.committed_steps: list[CommittedStep] = []
+        """Where it has done its committed steps."""
         self.rescales: list[Any] = []
         self.worker.rescaling_requested.subscribe(self.rescales.append)
         self.before_step: Callable[[int], Awaitable[None]] | None = None
@@ -100,7 +100,7 @@ class Trainer:
         """The training loop inside the session."""
         while (step := await self.worker.begin_step(self.group.total)) is not None:
             assert self.chain == chain_after(step), f"{self.name} does not have the state after {step} steps"
-            place = Place(self.worker.generation, self.worker.rank, self.worker.world_size, step)
+            committed = CommittedStep(self.worker.generation, self.worker.rank, self.worker.world_size, step)
             if self.before_step is not None:
                 await self.before_step(step)
             try:
@@ -109,7 +109,7 @@ class Trainer:
             except StepAborted:
                 pass
             if await self.worker.finish_step():
-                self.places.append(place)
+                self.committed_steps.append(committed)
                 await self.group.moved()
             await asyncio.sleep(COMPUTING_S)
 
@@ -186,7 +186,7 @@ class TrainerGroup:
             if ids != set(names) or any(other != topologies[0] for other in topologies):
                 return False
             generation = self[names[0]].worker.generation
-            last = [[place.generation for place in self[name].places[-steps:]] for name in names]
+            last = [[committed.generation for committed in self[name].committed_steps[-steps:]] for name in names]
             return all(generations == [generation] * steps for generations in last)
 
         await self.until(together)
@@ -222,12 +222,12 @@ class TrainerGroup:
         owners: dict[tuple[int, int], str] = {}
         sizes: dict[int, int] = {}
         for trainer in self.trainers.values():
-            steps = [place.step for place in trainer.places]
+            steps = [committed.step for committed in trainer.committed_steps]
             assert steps == sorted(set(steps)), f"{trainer.name} did a step twice"
-            for place in trainer.places:
-                owner = owners.setdefault((place.generation, place.rank), trainer.name)
-                assert owner == trainer.name, f"{owner} and {trainer.name} both had rank {place.rank} of one world"
-                assert sizes.setdefault(place.generation, place.world_size) == place.world_size
+            for committed in trainer.committed_steps:
+                owner = owners.setdefault((committed.generation, committed.rank), trainer.name)
+                assert owner == trainer.name, f"{owner} and {trainer.name} both had rank {committed.rank} of one world"
+                assert sizes.setdefault(committed.generation, committed.world_size) == committed.world_size
 
 
 @asynccontextmanager

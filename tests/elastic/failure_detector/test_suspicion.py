@@ -21,7 +21,7 @@ class Scene:
             self.membership.add(newcomer(name))
         for _ in range(REPORTED_WORLDS_MAX):
             self.begin_another(holders)
-        self.quarrels = Suspicions(self.membership, self.watch)
+        self.suspicions = Suspicions(self.membership, self.watch)
 
     def begin_another(self, holders: str = "abc") -> None:
         """Another world holds, of the same workers."""
@@ -30,10 +30,10 @@ class Scene:
 
     def lose(self, name: str) -> None:
         self.membership.members[name].lost_at = NOW
-        self.quarrels.connection_lost(self.membership.members[name], NOW)
+        self.suspicions.connection_lost(self.membership.members[name], NOW)
 
     def report_peer(self, name: str, peer: str) -> None:
-        self.quarrels.report_unreachable(self.membership.members[name], peer, NOW)
+        self.suspicions.report_unreachable(self.membership.members[name], peer, NOW)
 
     @property
     def doubts(self) -> bool:
@@ -66,7 +66,7 @@ def test_worker_that_is_not_in_the_world_has_nothing_to_say_of_it() -> None:
     scene.lose("b")
     scene.report_peer("d", "b")
     assert not scene.doubts
-    assert scene.quarrels.peer_reports.worlds == 0
+    assert scene.suspicions.peer_reports.worlds == 0
 
 
 def test_only_state_holder_is_given_its_whole_grace() -> None:
@@ -79,11 +79,11 @@ def test_only_state_holder_is_given_its_whole_grace() -> None:
 def test_no_worker_has_to_go_before_so_many_worlds_have_come_to_nothing() -> None:
     scene = Scene()
     for _ in range(REPORTED_WORLDS_MAX):
-        assert scene.quarrels.worker_to_evict() is None
+        assert scene.suspicions.worker_to_evict() is None
         scene.begin_another()
         scene.report_peer("a", "c")
         scene.report_peer("b", "c")
-    assert scene.quarrels.worker_to_evict() == "c"
+    assert scene.suspicions.worker_to_evict() == "c"
 
 
 def test_of_two_that_report_each_other_the_state_holder_stays() -> None:
@@ -91,7 +91,7 @@ def test_of_two_that_report_each_other_the_state_holder_stays() -> None:
     for _ in range(REPORTED_WORLDS_MAX):
         scene.begin_another(holders="c")
         scene.report_peer("a", "c")
-    assert scene.quarrels.worker_to_evict() == "a"
+    assert scene.suspicions.worker_to_evict() == "a"
 
 
 def test_state_holder_is_evicted_if_another_one_remains() -> None:
@@ -100,7 +100,7 @@ def test_state_holder_is_evicted_if_another_one_remains() -> None:
         scene.begin_another(holders="bc")
         scene.report_peer("a", "c")
         scene.report_peer("b", "c")
-    assert scene.quarrels.worker_to_evict() == "c"
+    assert scene.suspicions.worker_to_evict() == "c"
 
 
 @pytest.mark.parametrize("peer", ["", "b", "d", "x"], ids=["nobody", "itself", "an outsider", "a worker that is gone"])
@@ -108,19 +108,19 @@ def test_reporter_is_evicted_if_no_report_names_a_peer(peer: str) -> None:
     scene = Scene()
     for _ in range(REPORTED_WORLDS_MAX):
         scene.begin_another()
-        scene.quarrels.report_without_peer(scene.membership.members["b"], peer)
-    assert scene.quarrels.worker_to_evict() == "b"
+        scene.suspicions.report_without_peer(scene.membership.members["b"], peer)
+    assert scene.suspicions.worker_to_evict() == "b"
 
 
 def test_only_state_holder_is_evicted_if_the_reports_concern_no_other_worker() -> None:
     scene = Scene(holders="b")
     for _ in range(REPORTED_WORLDS_MAX):
         scene.begin_another(holders="b")
-        scene.quarrels.report_without_peer(scene.membership.members["b"], "")
-    assert scene.quarrels.worker_to_evict() == "b"
+        scene.suspicions.report_without_peer(scene.membership.members["b"], "")
+    assert scene.suspicions.worker_to_evict() == "b"
 
 
 def test_worker_that_names_another_of_the_world_is_not_held_against_itself() -> None:
     scene = Scene()
-    scene.quarrels.report_without_peer(scene.membership.members["b"], "a")
-    assert scene.quarrels.peer_reports.worlds == 0
+    scene.suspicions.report_without_peer(scene.membership.members["b"], "a")
+    assert scene.suspicions.peer_reports.worlds == 0

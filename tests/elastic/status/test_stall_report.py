@@ -92,7 +92,7 @@ def test_of_many_workers_that_are_stalled_the_first_are_named() -> None:
     assert said(book).count(" stalled for ") == STALLED_SHOWN_MAX
 
 
-def quarrel(book: Playbook, *pairs: tuple[str, str]) -> None:
+def fail_world(book: Playbook, *pairs: tuple[str, str]) -> None:
     """Another world comes to nothing, because these do not reach each other."""
     for one, other in pairs:
         book.report_peer(one, other)
@@ -103,9 +103,9 @@ def quarrel(book: Playbook, *pairs: tuple[str, str]) -> None:
 class TestPeerReports:
     def test_peer_reports_are_shown_until_a_step_is_committed(self) -> None:
         book = formed("a", "b", "c")
-        quarrel(book, ("c", "b"))
+        fail_world(book, ("c", "b"))
         assert said(book) == "c cannot reach b, in 1 world so far; one worker is evicted after 3 such worlds"
-        quarrel(book, ("b", "c"))
+        fail_world(book, ("b", "c"))
         assert (
             said(book)
             == "b and c cannot reach each other, in 2 worlds so far; one worker is evicted after 3 such worlds"
@@ -116,9 +116,9 @@ class TestPeerReports:
     def test_peer_report_is_shown_while_it_awaits_evidence(self) -> None:
         book = formed("a", "b", "c")
         book.report_peer("c", "b", why="it got no answer")
-        begins, quarrels = said(book).split("; ", 1)
+        begins, reports = said(book).split("; ", 1)
         assert begins == "attempt 2 is about to start: c cannot continue: it got no answer"
-        assert quarrels.startswith("c cannot reach b, in 1 world so far")
+        assert reports.startswith("c cannot reach b, in 1 world so far")
 
     def test_stall_is_reported_during_a_rescale_without_a_reported_problem(self) -> None:
         book = formed("a", "b", "c")
@@ -132,26 +132,26 @@ class TestPeerReports:
 
     def test_tells_of_no_long_step_beside_it(self) -> None:
         book = formed("a", "b", "c")
-        quarrel(book, ("c", "b"))
+        fail_world(book, ("c", "b"))
         book.wait(12.0, still=True)
         assert said(book).endswith("one worker is evicted after 3 such worlds; no step for 12 s")
 
     def test_may_name_no_peer(self) -> None:
         book = formed("a", "b")
-        quarrel(book, ("b", ""))
+        fail_world(book, ("b", ""))
         assert said(book).startswith("b cannot continue, in 1 world so far")
 
     def test_is_shown_whole_where_three_workers_report(self) -> None:
         book = formed(*"abcdef")
-        quarrel(book, *((one, "f") for one in "abc"))
+        fail_world(book, *((one, "f") for one in "abc"))
         assert said(book).startswith("a cannot reach f, b cannot reach f, c cannot reach f, in 1 world")
 
     def test_is_counted_where_they_are_many(self) -> None:
         book = formed(*"abcdef")
-        quarrel(book, *((one, "f") for one in "abcd"))
+        fail_world(book, *((one, "f") for one in "abcd"))
         few = "a cannot reach f, b cannot reach f, c cannot reach f, "
         assert said(book).startswith(f"{few}1 more reports problems, in 1 world")
-        quarrel(book, ("e", "f"))
+        fail_world(book, ("e", "f"))
         assert said(book).startswith(f"{few}2 more report problems, in 2 worlds")
 
 

@@ -35,7 +35,7 @@ HUGE = 100_000
 
 
 class Announced(Fact, frozen=True):
-    """A fact that the plugin `herald` publishes."""
+    """A fact that the plugin `publisher` publishes."""
 
     text: str
     more: Any = None
@@ -66,15 +66,15 @@ class PluginSet:
         self._announced = 0
         self._receives = self._take
         available = {
-            "courier": self._courier,
+            "forwarder": self._forwarder,
             "gate": self._gate,
-            "herald": self._herald,
-            "stranger": self._stranger,
+            "publisher": self._publisher,
+            "incompatible": self._incompatible,
             "watcher": self._watcher,
         }
         self._plugins = {name: plugin for name, plugin in available.items() if random.random() < 0.5}
         self._gate_required = random.random() < 0.5
-        if "courier" in self._plugins:
+        if "forwarder" in self._plugins:
             oracle.receivers |= {
                 "all": Receiver(),
                 "notes": Receiver(types=frozenset({"NoteAdded"}), jobs=frozenset({"job0", "job1"})),
@@ -99,13 +99,13 @@ class PluginSet:
     def check_taken_in(self, daemon: Daemon) -> None:
         """Check that all loadable plugins are loaded."""
         refused = [plugin.name for plugin in daemon.plugins.refused]
-        self._oracle.taken_in(refused, [name for name in self._plugins if name == "stranger"])
+        self._oracle.taken_in(refused, [name for name in self._plugins if name == "incompatible"])
 
     def all_active(self, daemon: Daemon) -> bool:
         """Whether all loadable plugins are active and all followers idle."""
         plugins = daemon.plugins.plugins.values()
         delivered = all(follower.idle for follower in daemon.bus.followers.values())
-        return delivered and all(plugin.active for plugin in plugins if plugin.name != "stranger")
+        return delivered and all(plugin.active for plugin in plugins if plugin.name != "incompatible")
 
     def change_the_receiver(self) -> None:
         """Change the receiver's behaviour."""
@@ -149,9 +149,9 @@ class PluginSet:
         with anyio.CancelScope(shield=True):
             await anyio.sleep(self._random.uniform(*STUBBORN_S))
 
-    # The courier follows facts and delivers them to the receiver.
+    # The forwarder follows facts and delivers them to the receiver.
 
-    def _courier(self, life: DaemonRun, context: PluginContext) -> None:
+    def _forwarder(self, life: DaemonRun, context: PluginContext) -> None:
         for name, types, jobs in (("all", Fact, ()), ("notes", NoteAdded, ("job0", "job1")), ("rare", JobCreated, ())):
             context.follow(
                 types,
@@ -164,11 +164,11 @@ class PluginSet:
             )
 
     async def _deliver(self, life: DaemonRun, name: str, records: Sequence[Record]) -> None:
-        self._called(life, "courier", name)
+        self._called(life, "forwarder", name)
         await self._receives(life, name, records)
 
     def _deliver_gap(self, life: DaemonRun, name: str, gap: Gap) -> None:
-        self._called(life, "courier", name)
+        self._called(life, "forwarder", name)
         if life.alive:
             self._note(f"{name} gets the gap {gap.first} to {gap.last}")
             self._oracle.misses(name, gap)
@@ -247,40 +247,40 @@ class PluginSet:
         await self._misbehave()
         return reply
 
-    # The herald publishes facts and serves a command.
+    # The publisher publishes facts and serves a command.
 
-    def _herald(self, life: DaemonRun, context: PluginContext) -> None:
+    def _publisher(self, life: DaemonRun, context: PluginContext) -> None:
         interval_s = self._random.uniform(1.0, 5.0)
         context.on(
             NoteAdded, partial(self._echo, life, context), name="echo", deadline_s=self._random.uniform(2.0, 5.0)
         )
-        context.every(interval_s, partial(self._chatter, life, context), name="chatter", deadline_s=5.0)
-        context.command("recite", partial(self._recite, life), help="say something")
+        context.every(interval_s, partial(self._repeat, life, context), name="repeat", deadline_s=5.0)
+        context.command("tell", partial(self._tell, life), help="say something")
 
     async def _echo(self, life: DaemonRun, context: PluginContext, record: Record) -> None:
-        self._called(life, "herald", "echo")
+        self._called(life, "publisher", "echo")
         if self._random.random() < 0.3:
             try:
                 await self._announce(life, context, record.job, record.id)
             except Unavailable as error:
-                self._note(f"the herald got error {error.code}")
+                self._note(f"the publisher got error {error.code}")
 
-    async def _recite(self, life: DaemonRun, arguments: dict[str, Any]) -> str:
-        self._called(life, "herald", "recite")
+    async def _tell(self, life: DaemonRun, arguments: dict[str, Any]) -> str:
+        self._called(life, "publisher", "tell")
         await self._misbehave()
         return "said"
 
-    async def _chatter(self, life: DaemonRun, context: PluginContext) -> None:
-        self._called(life, "herald", "chatter")
+    async def _repeat(self, life: DaemonRun, context: PluginContext) -> None:
+        self._called(life, "publisher", "repeat")
         if self.calm or not life.alive:
             return
-        self._oracle.began(life.seen, "chatter")
+        self._oracle.began(life.seen, "repeat")
         try:
             deeds = (self._publish_too_much, self._publish_invalid, self._ask, self._say)
             await self._random.choice(deeds)(life, context)
             await self._misbehave()
         finally:
-            life.seen.doing.discard("chatter")
+            life.seen.doing.discard("repeat")
 
     async def _say(self, life: DaemonRun, context: PluginContext) -> None:
         await self._announce(life, context, "", 0)
@@ -290,7 +290,7 @@ class PluginSet:
         text = f"announcement {self._announced}"
         await context.publish(Announced(text), job=job, cause=cause)
         if life.alive:
-            self._note(f"the herald published {text}")
+            self._note(f"the publisher published {text}")
             self._oracle.published.add(text)
 
     async def _publish_too_much(self, life: DaemonRun, context: PluginContext) -> None:
@@ -311,16 +311,16 @@ class PluginSet:
 
     async def _ask(self, life: DaemonRun, context: PluginContext) -> None:
         job = await context.ask(ShowJob("job0"), timeout_s=5.0)
-        self._note(f"the herald is told of {job.name} at {job.version}")
+        self._note(f"the publisher is told of {job.name} at {job.version}")
 
-    # The stranger cannot be loaded.
+    # The incompatible plugin cannot be loaded.
 
-    def _stranger(self, life: DaemonRun, context: PluginContext) -> None:
-        context.on(Fact, partial(self._trespass, life), name="trespass")
-        context.every(1.0, partial(self._trespass, life, None), name="prowl")
+    def _incompatible(self, life: DaemonRun, context: PluginContext) -> None:
+        context.on(Fact, partial(self._run_refused, life), name="run")
+        context.every(1.0, partial(self._run_refused, life, None), name="tick")
         if self._random.random() < 0.5:
             raise RuntimeError("registration failed")
         context.serve(AddNote, lambda *_: None)
 
-    def _trespass(self, life: DaemonRun, record: Record | None) -> None:
-        self._called(life, "stranger", "trespass")
+    def _run_refused(self, life: DaemonRun, record: Record | None) -> None:
+        self._called(life, "incompatible", "run")

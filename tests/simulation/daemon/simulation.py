@@ -205,7 +205,7 @@ class ServiceSimulation(Simulation):
     async def _operate(self, name: str, client: ForgedClient, count: int) -> None:
         operations: tuple[Operation, ...] = (self._note, self._note, self._change, self._read)
         if self._plugins.names and self.random.random() < 0.15:
-            operations = (self._manage, self._manage, self._recite)
+            operations = (self._manage, self._manage, self._tell)
         await self._try(self.random.choice(operations), name, client, count)
 
     async def _try(self, operation: Operation, name: str, client: ForgedClient, count: int) -> bool:
@@ -261,8 +261,8 @@ class ServiceSimulation(Simulation):
         await client.request(self.random.choice((EnablePlugin, EnablePlugin, DisablePlugin))(plugin))
         self.note(f"{name} has managed {plugin}")
 
-    async def _recite(self, name: str, client: ForgedClient, job: str, text: str) -> None:
-        said = await client.request(RunPluginCommand("herald", "recite"))
+    async def _tell(self, name: str, client: ForgedClient, job: str, text: str) -> None:
+        said = await client.request(RunPluginCommand("publisher", "tell"))
         self.note(f"{name} heard that it is {said}")
 
     async def _observe(self, name: str, client: ForgedClient) -> None:

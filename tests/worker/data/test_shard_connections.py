@@ -15,12 +15,12 @@ from forged.worker.transport.peer_messages import Accepted, Purpose, ShardComing
 from tests.data.transfer_cluster import content_of, open_cluster
 from tests.worker.data.test_shard_protocol import FlowControl
 from tests.worker.meshes import JOB, KEY, incarnation, open_meshes, until
-from tests.worker.test_mesh import Stranger, answer, proven, stranger
+from tests.worker.test_mesh import RawPeer, answer, proven, raw_peer
 
 DATA = content_of(7, 100_000)
 
 
-async def authenticate(visitor: Stranger) -> None:
+async def authenticate(visitor: RawPeer) -> None:
     """Authenticate for shards."""
     challenge = await visitor.challenge()
     visitor.say(proven(answer(0, purpose=Purpose.SHARDS), challenge))
@@ -125,7 +125,7 @@ async def test_new_connection_uses_the_replaced_store() -> None:
 
 
 async def test_connection_without_the_job_key_is_closed() -> None:
-    async with open_cluster(1) as cluster, stranger(cluster.fetcher) as visitor:
+    async with open_cluster(1) as cluster, raw_peer(cluster.fetcher) as visitor:
         cluster.store.put(7, [DATA])
         challenge = await visitor.challenge()
         visitor.say(proven(answer(0, purpose=Purpose.SHARDS), challenge, b"another key"))
@@ -133,7 +133,7 @@ async def test_connection_without_the_job_key_is_closed() -> None:
 
 
 async def test_authenticated_connection_receives_the_shard_bytes() -> None:
-    async with open_cluster(1) as cluster, stranger(cluster.fetcher) as visitor:
+    async with open_cluster(1) as cluster, raw_peer(cluster.fetcher) as visitor:
         cluster.store.put(7, [b"bytes"])
         await authenticate(visitor)
         assert await visitor.hear() == ShardsReady()
@@ -146,7 +146,7 @@ async def test_authenticated_connection_receives_the_shard_bytes() -> None:
 async def test_garbage_closes_only_its_own_connection(garbage: bytes) -> None:
     async with open_cluster(2) as cluster:
         cluster.store.put(7, [DATA])
-        async with stranger(cluster.fetcher) as visitor:
+        async with raw_peer(cluster.fetcher) as visitor:
             await authenticate(visitor)
             assert await visitor.hear() == ShardsReady()
             visitor.writer.write(garbage)
@@ -157,7 +157,7 @@ async def test_garbage_closes_only_its_own_connection(garbage: bytes) -> None:
 
 
 async def test_connection_that_sends_out_of_turn_is_closed() -> None:
-    async with open_cluster(1) as cluster, stranger(cluster.fetcher) as visitor:
+    async with open_cluster(1) as cluster, raw_peer(cluster.fetcher) as visitor:
         challenge = await visitor.challenge()
         visitor.say(proven(answer(0, purpose=Purpose.SHARDS), challenge))
         visitor.writer.write(b"\xff" * 100)

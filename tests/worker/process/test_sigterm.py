@@ -23,7 +23,7 @@ with heeding_sigterm(lambda: False):
 """
 
 
-class Told:
+class SigtermHandler:
     """A handler that notes SIGTERM and says whether a worker leaves."""
 
     def __init__(self, *, leaves: bool = True) -> None:
@@ -36,7 +36,7 @@ class Told:
 
 
 def test_all_workers_of_a_process_receive_sigterm() -> None:
-    some = [Told(), Told(leaves=False), Told()]
+    some = [SigtermHandler(), SigtermHandler(leaves=False), SigtermHandler()]
     with heeding_sigterm(some[0]), heeding_sigterm(some[1]), heeding_sigterm(some[2]):
         signal.raise_signal(signal.SIGTERM)
     assert [one.times for one in some] == [1, 1, 1]
@@ -87,7 +87,7 @@ def test_no_handler_is_installed_outside_the_main_thread() -> None:
 
 
 def test_sigterm_ends_a_forked_child_and_not_its_parent() -> None:
-    told = Told()
+    told = SigtermHandler()
     with heeding_sigterm(told):
         child = os.fork()
         if child == 0:
@@ -101,7 +101,7 @@ def test_sigterm_ends_a_forked_child_and_not_its_parent() -> None:
 
 
 def test_sigterm_reaches_the_worker_of_a_forked_child_and_not_the_one_of_its_parent() -> None:
-    of_the_parent, of_the_child = Told(), Told()
+    of_the_parent, of_the_child = SigtermHandler(), SigtermHandler()
 
     def check() -> None:
         with heeding_sigterm(of_the_child):

@@ -22,7 +22,7 @@ from forged.worker.process.worker_process import OwnProcess, SharedProcess
 from forged.worker.worker import ElasticWorker
 from tests.client.daemon_runner import DaemonRunner
 from tests.worker.process.test_forks import in_a_child, is_nothing
-from tests.worker.process.test_sigterm import Told
+from tests.worker.process.test_sigterm import SigtermHandler
 from tests.worker.trainers import JOB, config, past
 
 
@@ -89,7 +89,7 @@ class TestOwnProcess:
             assert not own.is_forked
 
     def test_sigterm_is_handled_while_the_worker_exists(self, own: OwnProcess) -> None:
-        told = Told()
+        told = SigtermHandler()
         with own.inhabited(list, told):
             signal.raise_signal(signal.SIGTERM)
         assert told.times == 1

@@ -28,7 +28,7 @@ from tests.worker.meshes import PATIENCE_S, Meshes, open_meshes
 SIZE = 1000
 
 
-class Line:
+class RecordingRegistration:
     """Records the reports about a transfer."""
 
     def __init__(self) -> None:
@@ -46,13 +46,13 @@ class Pair:
 
     def __init__(self, made: Meshes, tasks: Any) -> None:
         self.made = made
-        self.line = Line()
+        self.registration = RecordingRegistration()
         self.given: dict[str, Any] = {"w": np.arange(SIZE, dtype=np.float64), "step": 7}
         self.taken: dict[str, Any] = {"w": np.zeros(SIZE), "step": 0}
         given, taken = (TrainingProgress(0.0, 0, script_state=state) for state in (self.given, self.taken))
-        line = cast("Registration", self.line)
+        registration = cast("Registration", self.registration)
         self.giver, self.taker = (
-            StateExchange(mesh.state_server, mesh.state_fetch, line, progress, tasks, SILENT)
+            StateExchange(mesh.state_server, mesh.state_fetch, registration, progress, tasks, SILENT)
             for mesh, progress in zip(made.meshes, (given, taken), strict=True)
         )
 
@@ -125,19 +125,19 @@ async def test_unreachable_source_is_reported_until_it_is_reached(monkeypatch: p
         nobody = WorkerId("w9", "127.0.0.1", 1)
         async with task_group() as tasks:
             tasks.start_soon(both.taker.take, both.settled(nobody))
-            while not (both.line.said and both.line.said[-1][3]):
-                both.line.heard.clear()
-                await both.line.heard.wait()
+            while not (both.registration.said and both.registration.said[-1][3]):
+                both.registration.heard.clear()
+                await both.registration.heard.wait()
             tasks.cancel_scope.cancel()
-        attempt, received, problem, unreachable_peer = both.line.said[-1]
+        attempt, received, problem, unreachable_peer = both.registration.said[-1]
         assert (attempt, received, unreachable_peer) == (3, 0, "w9")
         assert "127.0.0.1:1" in problem
         with both.giver.offering(4):
             await both.taker.take(RescaleSynchronising(4, both.made.workers[0], 7, 1))
         assert both.made.meshes[1].state_fetch.unreached is None
-        said = len(both.line.said)
+        said = len(both.registration.said)
         await anyio.sleep(0.05)
-        assert len(both.line.said) == said, "a worker that has the state reports nothing more"
+        assert len(both.registration.said) == said, "a worker that has the state reports nothing more"
 
 
 async def test_temporary_error_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +156,6 @@ async def test_permanent_error_is_raised(code: str, monkeypatch: pytest.MonkeyPa
         with failing(monkeypatch, error), pytest.raises(ForgedError) as raised:
             await both.taker.take(both.settled())
         assert raised.value.code == code
-        said = len(both.line.said)
+        said = len(both.registration.said)
         await anyio.sleep(0.05)
-        assert len(both.line.said) == said
+        assert len(both.registration.said) == said
