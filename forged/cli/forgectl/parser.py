@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NoReturn
 
@@ -56,9 +56,29 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise Misuse(self, message)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            raise Misuse(self, _unknown_word(self.prog, f"{action.metavar}".lower(), value, action.choices))
+        super()._check_value(action, value)
+
     def _print_message(self, message: str, file: Any = None) -> None:
         # argparse would ignore output errors.
         print(message, end="", file=file)
+
+
+def _unknown_word(program: str, kind: str, value: object, parsers: Mapping[str, argparse.ArgumentParser]) -> str:
+    """That a verb or command is needed, with all of them, and an example for a verb."""
+    # An alias follows the name of its parser.
+    names = {parser: name for name, parser in reversed(list(parsers.items()))}
+    known = ", ".join(reversed(list(names.values())))
+    said = f"{value!r} is no {kind} of `{program}`, which needs one of {known}"
+    if kind != "verb":
+        return said
+    parser = parsers.get("show", next(iter(parsers.values())))
+    required = (
+        " ".join([*action.option_strings[:1], f"{action.metavar}"]) for action in parser._actions if action.required
+    )
+    return f"{said}; for example `{' '.join([parser.prog, *required])}`"
 
 
 def understood(words: Sequence[str], parse: Callable[[Sequence[str]], Options]) -> Options:

@@ -237,6 +237,28 @@ class TestDocumentation:
         assert exit_codes == re.findall(r"^\| (\d+) \|", self.PAGE, re.MULTILINE) == ["0", "1", "2", "3", "4", "130"]
 
 
+class TestUnknownWords:
+    @pytest.mark.parametrize(
+        ("line", "said"),
+        [
+            (
+                "data --job J",
+                "'J' is no verb of `forgectl data`, which needs one of ls, show, audit; for example"
+                " `forgectl data show --job JOB`",
+            ),
+            ("workers w1", "one of ls, show, drain, evict; for example `forgectl workers show WORKER`"),
+            ("tokens 1", "one of ls, create, revoke; for example `forgectl tokens ls`"),
+            ("jbos ls", "'jbos' is no command of `forgectl`, which needs one of ping, status, handlers,"),
+        ],
+    )
+    def test_error_lists_the_known_words_with_an_example(
+        self, line: str, said: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as exited:
+            main.main(line.split())
+        assert (exited.value.code, said in capsys.readouterr().err) == (2, True)
+
+
 class TestExitCodes:
     def test_refused_request_exits_with_3(self, ctl: Ctl) -> None:
         code, out, err = ctl("note nobody hello")
