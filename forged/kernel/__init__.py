@@ -7,7 +7,7 @@ The flow, in reading order:
 3. `bus.dispatcher.RequestDispatcher` authorises it, returns the remembered reply of a repeated request, checks the
    fence, runs the wrappers and the one handler.
 4. The handler changes its state in memory and returns a `messages.Decision`: reply, facts, writes.
-5. `ledger.Ledger` numbers the decision and commits it with others in one transaction through `store.port.Store`.
+5. `ledger.Ledger` numbers the decision and commits several decisions in one transaction through `store.port.Store`.
 6. When the batch is durable, its facts enter `journal.Journal`, the bus puts them into each `bus.mailbox.Mailbox`,
    and `pending.Pending` releases the reply to the session.
 7. Followers (`bus.follower`) and subscribed clients (`net.protocol.streams`) read facts from the journal at their own

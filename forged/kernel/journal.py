@@ -100,7 +100,7 @@ class Journal:
             self._plan_drops(records[-1].at)
 
     def extend(self, records: Sequence[Record]) -> None:
-        """Append durable facts in id order, and drop others as planned."""
+        """Append durable facts in id order, and drop older facts as planned."""
         if records and records[-1].id > self._planned:
             self.plan([record for record in records if record.id > self._planned])
         for record in records:

@@ -48,7 +48,7 @@ class Fact(msgspec.Struct, frozen=True):
 
 
 class UnknownFact(msgspec.Struct, frozen=True):
-    """A fact whose type is not defined in this process: from a plugin or a newer daemon."""
+    """A fact of a type that is not defined in this process: from a plugin or a newer daemon."""
 
     type: str
     fields: dict[str, Any]

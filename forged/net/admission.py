@@ -35,7 +35,7 @@ class Admitted(Protocol):
 
 
 class ConnectionTable:
-    """The open connections, by the holder whose share they use."""
+    """The open connections, by the holder of the share that they use."""
 
     def __init__(self, connections_max: int, handshakes_max: int = HANDSHAKES_MAX) -> None:
         self._connections = Shares("connections", connections_max + OPERATOR_RESERVE, OPERATOR_RESERVE)

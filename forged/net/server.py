@@ -2,7 +2,7 @@
 
 Invariants:
 - The limits of connections are shared out by principal, with a reserve for operators (`admission`).
-- Sessions send facts in turn, and resume requests in turn after congestion, so that no session delays the others.
+- Sessions send facts in turn, and resume requests in turn after congestion, so that no session delays another one.
 - An idle connection costs one check per second.
 """
 
@@ -134,7 +134,7 @@ class Server:
             session.work()
 
     def check_rights(self) -> None:
-        """Disconnect sessions whose rights have ended."""
+        """Disconnect sessions without further rights."""
         for session in list(self.sessions):
             if session.greeted and not session.closing:
                 session.check_rights()

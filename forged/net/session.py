@@ -74,7 +74,7 @@ class SessionHost(Protocol):
     identify: Callable[[Peer, str | None], Principal]
     """Returns the principal of a peer and token, or raises."""
     side_connection: Callable[[Session, Hello], None]
-    """Takes over a connection whose hello has a ticket."""
+    """Takes over a connection with a ticket in its hello."""
     streaming: dict[Session, None]
     """The sessions that have streams."""
     disconnect_log: RateLimit

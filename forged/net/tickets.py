@@ -35,7 +35,7 @@ SIDE_CONNECTIONS_MAX = 64
 
 
 class _Issued(NamedTuple):
-    """An unused ticket: when it expires, who may use it, and for what."""
+    """An unused ticket: when it expires, which principal may use it, and for what."""
 
     until: float
     principal: Principal

@@ -23,7 +23,7 @@ class Worked(Protocol):
 
     @property
     def holder(self) -> Holder:
-        """Whose share of the turn it uses."""
+        """The holder of the share of the turn that it uses."""
         ...
 
     def work(self) -> None:

@@ -3,7 +3,8 @@
 Invariants:
 - `/healthz` and `/readyz` need no token on the loopback interface. `/metrics`, and every path from another host, needs
   the viewer role for all jobs: by a token, or by the role of loopback clients.
-- A request without a token must name this server, so that a web page whose domain resolves to this host gets nothing.
+- A request without a token must name this server, so that a web page of a domain that resolves to this host gets
+  nothing.
 - Healthy means that the bus answers a request; ready means that the store accepts decisions.
 """
 
@@ -46,7 +47,7 @@ BEARER = "bearer "
 LOOPBACK_WITHOUT_TOKEN = ("/healthz", "/readyz")
 HOST_CHARS_SHOWN_MAX = 80
 STATUS = {"forbidden": 403, "host_foreign": 421}
-"""The status of refusals by code; 401 for the others."""
+"""The status of refusals by code; 401 for the rest."""
 HOW_TO_AUTHENTICATE = "send `Authorization: Bearer TOKEN`; `forgectl tokens create NAME --role viewer` makes the token"
 
 Identify = Callable[[Peer, str | None], Principal]

@@ -2,7 +2,7 @@
 
 Invariants:
 - At most `CONNECTIONS_MAX` connections are open. At the limit a new connection replaces the idle one whose deadline is
-  next, so that idle clients cannot lock out others.
+  next, so that idle clients cannot lock out other clients.
 - Each connection has a deadline for its next request or for reading its response, and is aborted after it.
 """
 

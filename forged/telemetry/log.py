@@ -105,7 +105,7 @@ class _Outlet:
 
 
 class _Logger(BoundLoggerBase):
-    """A structlog logger whose level is read at each call, so that it can change."""
+    """A structlog logger that reads its level at each call, so that it can change."""
 
     _logger: _Outlet
 

@@ -1,8 +1,8 @@
 """Formats log events as JSON or as aligned text.
 
 Invariants:
-- Every event gives one line of at most `LINE_BYTES_MAX`, whatever its fields hold: a value that cannot be formatted is
-  replaced by its type, and long fields are cut.
+- Every event gives one line of at most `LINE_BYTES_MAX`, for all values of its fields: a value that cannot be
+  formatted is replaced by its type, and long fields are cut.
 - Control and invisible characters are escaped, so that logged text cannot act on a terminal.
 """
 

@@ -1,4 +1,4 @@
-"""What a worker's token of one job can do to harm others; each attack repeats until it is cancelled, and counts.
+"""What a worker's token of one job can do to harm other tenants; each attack repeats until it is cancelled, and counts.
 
 Run as `python -m tests.hostile_tenant.attacks ENDPOINT JOB`, with the token in FORGED_TOKEN; it prints the counts as
 JSON when it is terminated.

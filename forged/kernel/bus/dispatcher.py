@@ -56,7 +56,7 @@ class RequestDispatcher:
         self.on_handler_bug: Callable[[str, BaseException], None] = lambda owner, error: None
         """Called when a handler or wrapper raises something other than `ForgedError`."""
         self.in_flight = 0
-        """Requests whose handler or wrapper is awaiting."""
+        """Requests with a handler or wrapper that is awaiting."""
 
     def require_job(self, job: str) -> None:
         """Raise `job_unknown` unless the job exists."""

@@ -51,7 +51,7 @@ _limiter: RunVar[CapacityLimiter] = RunVar("forged_bulk_limiter")
 
 
 class ThreadBuffer(threading.local):
-    """A buffer for each thread, whose pages are populated at creation."""
+    """A buffer for each thread; its pages are populated at creation."""
 
     def __init__(self, size: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE

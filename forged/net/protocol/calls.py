@@ -48,7 +48,7 @@ class OutgoingCalls:
         self._clock = clock
         self._waiting: dict[int, PendingCall] = {}
         self._deciding: dict[int, None] = {}
-        """The waiting requests whose replies the receiver remembers."""
+        """The waiting requests for which the receiver remembers the replies."""
         self._listed_at = 0
         """The request number with which waiting numbers were last listed."""
         self._number = 0

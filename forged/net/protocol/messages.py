@@ -64,7 +64,7 @@ class Welcome(Message, frozen=True, array_like=True, tag=1):
 class RequestMessage(Message, frozen=True, array_like=True, tag=2):
     """A request. All replies up to `acknowledged` have arrived.
 
-    `waiting`, if present, lists the earlier deciding requests that still wait: all others are acknowledged.
+    `waiting`, if present, lists the earlier deciding requests that still wait: all other requests are acknowledged.
     """
 
     number: Number

@@ -199,7 +199,7 @@ class OutgoingStreams:
             if not due:
                 return
             stream = due.popleft()
-            # Move the stream behind the others for this and the next turn.
+            # Move the stream behind the other streams for this and the next turn.
             self._streams[stream.number] = self._streams.pop(stream.number)
             yield stream.advance(self._journal)
             if stream.due(self._journal):

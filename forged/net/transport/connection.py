@@ -3,7 +3,7 @@
 Invariants:
 - Messages are processed in order. Above its limits this end stops reading, so that TCP pushes back; after
   `MESSAGES_PER_TURN` messages other connections are served.
-- Messages that are sent in one turn of the loop leave in few writes: the first at once, the others in groups.
+- Messages that are sent in one turn of the loop leave in few writes: the first at once, the rest in groups.
 - A peer that violates the protocol, sends incomplete frames, does not read or is silent gets a failure message and the
   connection is closed. Nothing that a peer sends raises outside of this class.
 """
@@ -142,7 +142,7 @@ class Connection(asyncio.BufferedProtocol, asyncio.Protocol):
             # Only written bytes show whether the peer reads, and the peer works on them while this end continues.
             self._flush()
         elif not self._corked and not self._flush_scheduled:
-            # The first message of a turn is written at once, for low latency; the others together at the end of the
+            # The first message of a turn is written at once, for low latency; the rest together at the end of the
             # turn.
             self._flush()
             self._flush_scheduled = True
