@@ -271,7 +271,7 @@ class AsyncCheckpoints:
         try:
             await run_in_thread(partial(self._delete_in_thread, step, self._keep, token), token)
         except CheckpointException as error:
-            self._log.warning("could not delete superseded checkpoints", reason=str(error))
+            self._log.warning("could not delete old checkpoints", reason=str(error))
 
     def _delete_in_thread(self, step: int, keep: int, token: CancelToken) -> None:
         storage = bounded(self._storage, token)
@@ -286,10 +286,10 @@ class AsyncCheckpoints:
         for name in retention.superseded(listing.prefixes(storage), step, keep, is_restorable):
             token.check()
             if is_held(storage, name + SUFFIX):
-                self._log.info("superseded checkpoint is being read, and stays", prefix=name)
+                self._log.info("an old checkpoint is kept, because it is being read", prefix=name)
                 continue
             listing.delete(storage, name)
-            self._log.info("superseded checkpoint deleted", prefix=name)
+            self._log.info("old checkpoint deleted", prefix=name)
 
     # Closing.
 

@@ -249,6 +249,11 @@ class ForgedClient(BulkMethods):
         for stream in list(self._streams.values()):
             stream.fail(error)
 
+    @property
+    def last_failures(self) -> str:
+        """Why there is no connection, in words; empty if unknown."""
+        return self._connector.last_failures
+
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
         """Keep a connection inside the block, which begins with the first one."""
@@ -283,8 +288,8 @@ class ForgedClient(BulkMethods):
         except BaseException as error:
             if self._calls.abandon(number) and self._link is not None:
                 self._link.send(Cancel(number))
-            if isinstance(error, Unavailable) and error.code == "deadline_exceeded" and self._connector.last_failures:
-                raise Unavailable(error.code, f"{error.message}: {self._connector.last_failures}", error.fix) from None
+            if isinstance(error, Unavailable) and error.code == "deadline_exceeded" and self.last_failures:
+                raise Unavailable(error.code, f"{error.message}: {self.last_failures}", error.fix) from None
             raise
         return reply
 

@@ -28,6 +28,7 @@ SWEEP_INTERVAL_S = 1.0
 GOODBYE_TIMEOUT_S = 1.0
 ATTEMPT_S = 5.0
 """Timeout of one attempt after the first connection."""
+START_HINT = "start one with `forged run`, or use the endpoint of a daemon that runs"
 LASTING_S = 1.0
 """After a connection that lasted this long the next attempt needs no pause."""
 
@@ -192,7 +193,7 @@ class Connector:
     def _no_daemon(self) -> Unavailable:
         where = ", ".join(map(str, self.endpoints))
         reason = f": {self.last_failures}" if self.last_failures else ""
-        return Unavailable("no_daemon", f"no daemon on {where}{reason}", "start one with `forged run`")
+        return Unavailable("no_daemon", f"no daemon on {where}{reason}", START_HINT)
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, anyio.Event()

@@ -36,7 +36,7 @@ CLIENTS_RESERVE = 1024
 REMEMBERED_BYTES_MAX = 256 << 20
 REMEMBERED_BYTES_RESERVE = 16 << 20
 FLOORS_MAX = 65_536
-"""The number of displaced clients whose highest number is kept."""
+"""The number of displaced clients of which the highest number is kept."""
 DISPLACED_MAX = 8
 """How many clients one request displaces at most."""
 SILENT_S = 60.0
@@ -384,5 +384,5 @@ def _require_room(client: _Client) -> None:
             "too_many_unacknowledged",
             f"this client has {len(client.answers)} unacknowledged replies ({client.bytes} bytes); limit"
             f" {UNACKNOWLEDGED_MAX} replies or {UNACKNOWLEDGED_BYTES_MAX} bytes",
-            "acknowledge replies with each request",
+            "acknowledge received replies with each request (docs/protocol.md)",
         )

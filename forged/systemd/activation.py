@@ -82,7 +82,9 @@ def inherited_sockets(environment: Environment, pid: int) -> list[InheritedSocke
         raise invalid_variable("LISTEN_FDS", given_count, f"at most {SOCKETS_MAX}")
     named = names.split(":") if names else [""] * count
     if len(named) != count:
-        raise invalid_variable("LISTEN_FDNAMES", names, f"{count} names separated by colons")
+        raise invalid_variable(
+            "LISTEN_FDNAMES", names, f"{count} names separated by colons, because LISTEN_FDS is {count}"
+        )
     return [InheritedSocket(_adopt(FIRST_DESCRIPTOR + index), name) for index, name in enumerate(named)]
 
 

@@ -27,7 +27,7 @@ from forged.data.training import TrainingData
 from forged.data.transfer.manager import DataTransferManager
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import ClusterTopology, GlobalTrainingState, RescalingEvent, Standstill, WorkerId
-from forged.errors import RequestRefused
+from forged.errors import ForgedError, RequestRefused, without_traceback
 from forged.logger_adapter import SCRIPT_LOG
 from forged.worker.arguments import count
 from forged.worker.drain import Leaving
@@ -80,7 +80,10 @@ class Training(BlockingFacade[ElasticWorker]):
     def __enter__(self) -> Self:
         if self._worker is not None:
             raise RequestRefused("training_reopened", "a training can be opened only once", "call `forged.join` again")
-        self._open.enter_context(self._opened())
+        try:
+            self._open.enter_context(self._opened())
+        except ForgedError as error:
+            raise without_traceback(error) from error.__cause__
         return self
 
     @contextlib.contextmanager
@@ -313,10 +316,15 @@ class Training(BlockingFacade[ElasticWorker]):
         if loop.is_own_thread:
             raise RequestRefused(
                 "worker_waits_for_itself",
-                "a subscriber would wait for the worker, in the worker's own thread",
-                "do this in the next step; subscribers of `leaving` may do it at once",
+                "a subscriber of an event has called a method that waits for the worker, in the worker's own thread",
+                "call it in the next step, or in a subscriber of `leaving`, which runs in the script's thread",
             )
-        return loop.run(call, self.worker)
+        try:
+            return loop.run(call, self.worker)
+        except ForgedError as error:
+            # Its code, message and fix say what is wrong; an explicit cause, such as an exception of the script's
+            # `state_dict`, keeps its traceback.
+            raise without_traceback(error) from error.__cause__
 
     def _checked_loop(self) -> LoopThread:
         if self._loop is None:

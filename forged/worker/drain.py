@@ -167,7 +167,9 @@ class Drain:
         try:
             return await question()
         except ForgedError as error:
-            self._log.warning("the daemon refused to say whether the worker may leave; leaving", reason=str(error))
+            self._log.warning(
+                "the daemon refused to say whether this worker may leave; it leaves now", reason=str(error)
+            )
             return True
 
     def _pause_s(self) -> float:
@@ -224,7 +226,7 @@ class Drain:
                 self._leave_request.cancel()
             if self._state.is_needed:
                 self._log.warning(
-                    "leaving with state or shards that other workers may need", reason=self._overdue_because
+                    "this worker leaves with state or shards that other workers may need", reason=self._overdue_because
                 )
             self._state.wake()
 
@@ -254,7 +256,9 @@ class Drain:
                     else:
                         await rescaler.advance(takes_state=False)
         except Exception as error:  # noqa: BLE001 - packing calls the script's own state
-            self._log.warning("can no longer give state or shards to other workers", reason=describe(error))
+            self._log.warning(
+                "this worker can no longer give its state or shards to other workers", reason=describe(error)
+            )
         finally:
             ended.set()
 

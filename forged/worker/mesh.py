@@ -285,7 +285,9 @@ class Mesh:
         link = AcceptedLink(self._clock, self._limits, self._memory, self)
         self._strangers[link] = None
         if len(self._strangers) > STRANGERS_MAX or len(self._strangers) + len(self._links) > PEERS_MAX:
-            next(iter(self._strangers)).cut("too many unauthenticated connections")
+            next(iter(self._strangers)).cut(
+                f"too many connections; limit {STRANGERS_MAX} unauthenticated ones, {PEERS_MAX} in all"
+            )
         return link
 
     def on_hello(self, link: AcceptedLink, hello: PeerHello) -> None:

@@ -216,7 +216,7 @@ class Registration:
         except RequestRefused as error:
             if error.code != "attempt_over":
                 raise
-            self._log.info("a report came too late", reason=error.message)
+            self._log.info("the daemon needs this report no more, because the attempt is over", reason=error.message)
             return False
         return True
 

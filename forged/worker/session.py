@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,11 +20,13 @@ from typing import NamedTuple
 import anyio
 from anyio.abc import TaskGroup
 
-from forged.client.client import ForgedClient
+from forged.client.client import CONNECT_TIMEOUT_S, ForgedClient
+from forged.client.connector import START_HINT
 from forged.data.messages import CorruptShardFound
 from forged.elastic.messages import JoinReply
 from forged.elastic.model import WorkerId, WorkerStatus
 from forged.errors import ForgedError, Unavailable, describe
+from forged.log import Log
 from forged.net.transport.port import Address
 from forged.retry import REJOINING
 from forged.worker.data.shard_holder import ShardHolder
@@ -45,6 +48,8 @@ from forged.worker.worker_state.job_view import FOLLOWED
 from forged.worker.worker_state.session_state import SessionState, WorkerSpec
 
 LOOPBACK = "127.0.0.1"
+ABSENCE_LOGGED_AFTER_S = 1.0
+"""How long the first connection to the daemon may take before that is logged."""
 
 
 class WorkerSession:
@@ -240,7 +245,7 @@ async def open_session(
     )
     failure: Exception | None = None
     async with (
-        client,
+        _connected(client, spec.log),
         _open_mesh(spec, state, incarnation, wanted, client) as mesh,
         anyio.create_task_group() as tasks,
     ):
@@ -253,7 +258,9 @@ async def open_session(
             # A script in another task than the session's must not take this for the end of the training.
             state.fail(
                 Unavailable(
-                    "session_ended", "the worker's session ended by itself", "close the worker: that raises why"
+                    "session_ended",
+                    "the worker's session has ended with an error",
+                    "close the worker, which raises that error",
                 )
             )
             raise
@@ -263,6 +270,28 @@ async def open_session(
             tasks.cancel_scope.cancel()
     if failure is not None:
         raise failure
+
+
+@asynccontextmanager
+async def _connected(client: ForgedClient, log: Log) -> AsyncIterator[None]:
+    """Be connected to the daemon inside the block; a first connection that takes long is logged."""
+
+    def report() -> None:
+        log.warning(
+            "no connection to a daemon yet",
+            endpoints=", ".join(map(str, client.endpoints)),
+            reason=client.last_failures or "no answer",
+            gives_up_in_s=CONNECT_TIMEOUT_S - ABSENCE_LOGGED_AFTER_S,
+            fix=START_HINT,
+        )
+
+    timer = asyncio.get_running_loop().call_later(ABSENCE_LOGGED_AFTER_S, report)
+    try:
+        async with client:
+            timer.cancel()
+            yield
+    finally:
+        timer.cancel()
 
 
 @asynccontextmanager

@@ -60,7 +60,11 @@ class StepErrors:
             if why := self._evidence(with_departures=waited_s < DEPARTURE_TIMEOUT_S):
                 self._repeat(step, error, why)
                 return True
-        self._log.warning("no worker of the world is lost, so the script has failed", step=step, error=describe(error))
+        self._log.warning(
+            "an exception has left the step, and no other worker is lost: the script has failed",
+            step=step,
+            error=describe(error),
+        )
         return False
 
     def _void(self, step: int, error: StepAborted) -> None:

@@ -267,7 +267,7 @@ class ElasticWorker:
         if goes_back or (step != self.step and self._state.current_world.world is not None):
             raise RequestRefused(
                 "step_counted",
-                f"{self.step} steps are committed, got {step}",
+                f"step must be {self.step}, the number of steps that the worker has counted, got {step}",
                 "set the step only before the first world; `worker.steps()` counts from then on",
             )
         self._progress.learning_rate = arguments.rate("learning_rate", learning_rate)
@@ -322,7 +322,9 @@ class ElasticWorker:
         """
         self.process.check()
         if self._is_open:
-            raise RequestRefused("worker_connected", "the worker is already connected to the cluster", "disconnect it")
+            raise RequestRefused(
+                "worker_connected", "the worker is already connected to a daemon", "call `disconnect` first"
+            )
         self._is_open, self._loop = True, asyncio.get_running_loop()
         try:
             with self.process.inhabited(self.descriptors, self.told_to_end) as counters:
@@ -552,4 +554,4 @@ class ElasticWorker:
 
 
 def _unconnected() -> RequestRefused:
-    return RequestRefused("worker_unconnected", "the worker is not connected to a cluster", "connect it")
+    return RequestRefused("worker_unconnected", "the worker is not connected to a daemon", "call `connect` first")

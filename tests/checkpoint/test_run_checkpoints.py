@@ -477,7 +477,7 @@ def test_checkpoint_that_cannot_be_deleted_fails_no_save(tmp_path: Path, monkeyp
     monkeypatch.setattr("forged.checkpoint.run_checkpoints.root_at", lambda where: storage)
     log = RecordingLog()
     assert saved(tmp_path, 1, 2, keep=1, logger=log) == ["step-00000001", "step-00000002"]
-    [warning] = log.of("could not delete superseded checkpoints")
+    [warning] = log.of("could not delete old checkpoints")
     assert "it is broken" in warning["reason"]
 
 

@@ -637,7 +637,9 @@ class TestPulse:
             next(steps)
             assert pulse_of(worker).alive
             assert pulse_of(worker).pid != first.pid
-        assert log.levels("the pulse has ended, and another was started") == {"warning"}
+        assert log.levels("the process that reports this worker's liveness (pulse) has ended; another was started") == {
+            "warning"
+        }
 
 
 class TestLeaving:
@@ -690,7 +692,15 @@ class TestLeaving:
             worker.rescaling_requested.subscribe(lambda event: worker.barrier())
             next(worker.steps())
         (failure,) = log.of("a subscriber failed")
-        assert "do this in the next step" in failure["reason"]
+        assert "call it in the next step" in failure["reason"]
+
+    def test_refusal_of_a_completed_job_is_raised_with_few_frames_and_no_context(self, endpoint: str) -> None:
+        with at(endpoint) as worker:
+            assert [int(step) for step in worker.steps(1)] == [0]
+        with at(endpoint, "late") as worker, pytest.raises(RequestRefused, match=r"is completed.*jobs rm") as raised:
+            next(worker.steps(1))
+        assert [entry.name for entry in raised.traceback][1:] == ["steps", "_begin_step", "_run"]
+        assert raised.value.__suppress_context__
 
     @pytest.mark.parametrize("event", ["leaving", "rescaling_requested", "state_synchronized"])
     def test_asynchronous_subscriber_of_a_blocking_worker_is_refused(self, event: str, endpoint: str) -> None:

@@ -601,7 +601,7 @@ class TestWhileTheScriptSaves:
             fixture.state.drain.may_leave, fixture.serving_fails = False, error
             await fixture.start_leaving()
             await anyio.sleep(1)
-            (said,) = fixture.log.of("can no longer give state or shards to other workers")
+            (said,) = fixture.log.of("this worker can no longer give its state or shards to other workers")
             assert "it changed size" in said["reason"]
             assert await fixture.drain.finish_leaving()
 

@@ -68,7 +68,7 @@ async def test_state_that_cannot_be_packed_fails_the_joiner_and_the_givers_train
         assert isinstance(error, RequestRefused), error
         assert error.code == "state_unfit"
         assert error.message.startswith("the state of a cannot be transferred: ")
-        cause = "ValueError: the device is gone, in state_dict() of state['optimizer'], a Optimizer"
+        cause = "ValueError: the device is gone, raised by state_dict() of state['optimizer'] (class Optimizer)"
         assert (cause if raises else "state['optimizer']['groups'][0]['momentum'] is a Handle") in error.message
         await group.world_of(*names)
         await group.more_steps(*names)

@@ -858,6 +858,27 @@ class TestTraining:
 
 
 class TestWaiting:
+    async def test_absent_daemon_is_logged_with_endpoint_error_and_limit(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sessions, "ABSENCE_LOGGED_AFTER_S", 0.01)
+        log, endpoint = RecordingLog(), f"unix://{tmp_path}/none"
+
+        async def connect() -> None:
+            await shared_worker("a", log=log).connect(endpoint)
+
+        connecting = asyncio.create_task(connect())
+        async with asyncio.timeout(PATIENCE_S):
+            while not log.of("no connection to a daemon yet"):
+                await asyncio.sleep(0.01)
+        connecting.cancel()
+        await asyncio.wait([connecting])
+        (said,) = log.of("no connection to a daemon yet")
+        assert (said["endpoints"], said["gives_up_in_s"]) == (endpoint, 9.99)
+        assert said["reason"] in (f"cannot connect to {endpoint}: No such file or directory", "no answer")
+        assert said["fix"].startswith("start one with `forged run`")
+        assert log.levels("no connection to a daemon yet") == {"warning"}
+
     async def test_waiting_worker_logs_the_reason(self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(registrations, "LOGGED_AFTER_S", 0.01)
         log = RecordingLog()

@@ -50,7 +50,7 @@ def planned_files(
     if layout is CheckpointFormat.SINGLE_FILE:
         name = listing.part_name(prefix, save_id, 0, 1, is_packed=is_packed)
         return [single_file_of(tensors, name.removeprefix(f"{prefix}/"))]
-    raise invalid(f"format {layout} has no files of whole tensors", "use single_file or consolidated")
+    raise invalid(f"whole tensors cannot be saved in the format {layout}", "use single_file or consolidated")
 
 
 class NamedShare(NamedTuple):

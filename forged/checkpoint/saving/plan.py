@@ -231,8 +231,8 @@ def _covered(shape: Shape, boxes: list[Box]) -> bool:
     cells = math.prod(len(one) - 1 for one in edges)
     if cells > CELLS_MAX:
         raise invalid(
-            f"the boxes of an array of shape {shape} form a grid of {cells} cells; limit {CELLS_MAX}",
-            "shard along fewer axes, or in fewer boxes",
+            f"the shards of an array of shape {shape} divide it into {cells} cells; limit {CELLS_MAX}",
+            "shard along fewer axes, or into fewer shards",
         )
     places = [{edge: place for place, edge in enumerate(one)} for one in edges]
     is_covered = np.zeros([len(one) - 1 for one in edges], np.bool_)

@@ -97,7 +97,11 @@ class DataTransferManager:
     def bind(self, worker: WorkerId, store: ShardStore, connect: Connect, *, origin: ShardOrigin | None = None) -> Self:
         """Move shards to this worker from now on; a manager is bound once. Returns itself."""
         if self._worker is not None:
-            raise RequestRefused("manager_bound", f"this manager is bound to {self._worker}", "make another one")
+            raise RequestRefused(
+                "manager_bound",
+                f"this transfer manager moves the shards of {self._worker} already",
+                "make another transfer manager",
+            )
         self._worker = worker
         self._context = self._make_context(store=store, connect=connect, origin=origin)
         return self

@@ -83,7 +83,7 @@ class Bus:
         self._tasks: TaskGroup | None = None
         self._reports: deque[_Report] = deque(maxlen=REPORTS_MAX)
         self._failed_reports: list[_Report] = []
-        """Reports whose commit failed."""
+        """Reports that could not be committed."""
 
     # Registration: before the bus runs; for plugins also later.
 
@@ -332,7 +332,9 @@ class Bus:
         self._reload()
 
     def _reload(self) -> None:
-        self.ledger.reload(Unavailable("reloading", "state is being reloaded from the store", "try again"))
+        self.ledger.reload(
+            Unavailable("reloading", "the daemon reloads its state from the store, after an error", "try again")
+        )
 
     def _report_bug(self, owner: str, error: BaseException) -> None:
         self.on_handler_bug(owner, error)

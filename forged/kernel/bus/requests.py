@@ -43,7 +43,7 @@ class Route:
     wrappers: list[tuple[str, Wrapper]] = field(default_factory=list)
     statistics: HandlerStatistics = field(default_factory=HandlerStatistics)
     in_flight: Shares = field(default_factory=lambda: Shares("requests of this type", *IN_FLIGHT))
-    """Requests of this type whose handler or wrapper is awaiting, by principal."""
+    """Requests of this type with a handler or wrapper that is awaiting, by principal."""
 
 
 class RequestTable:
@@ -59,7 +59,7 @@ class RequestTable:
         """Register the handler of a request type."""
         other = self.routes.get(request)
         if other is not None:
-            text = f"{owner} serves {request.__name__}, which {other.owner} serves already; wrap or replace it"
+            text = f"{owner} serves {request.__name__}, which {other.owner} serves already; use `wrap` or `replace`"
             self._problems.append(Problem(request.__name__, owner, text=text))
             return
         self.routes[request] = Route(request, owner, handler)

@@ -76,7 +76,10 @@ def examine(connection: SqliteConnection, path: Path, newest: int, checked_bytes
 def _examine_identity(connection: SqliteConnection, path: Path, newest: int) -> None:
     application = single(connection, "PRAGMA application_id")
     if application != APPLICATION_ID:
-        raise corrupt(path, f"its application id is {application:#x}, must be {APPLICATION_ID:#x}")
+        raise corrupt(
+            path,
+            f"it is no store of forged: its SQLite application id is {application:#x}, must be {APPLICATION_ID:#x}",
+        )
     if (encoding := single(connection, "PRAGMA encoding")) != "UTF-8":
         raise corrupt(path, f"its text encoding is {encoding}, must be UTF-8")
     version = single(connection, "PRAGMA user_version")

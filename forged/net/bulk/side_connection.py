@@ -129,7 +129,9 @@ async def transfer_with_ticket(
         if link is not None:
             link.abort()
         raise Unavailable(
-            "connect_timeout", f"{address} sent no welcome within {CONNECT_TIMEOUT_S} s", "request a new ticket"
+            "connect_timeout",
+            f"{address} did not accept the connection for bulk data within {CONNECT_TIMEOUT_S:g} s",
+            "request a new ticket",
         ) from error
     transport = link.hand_over()
     if welcome.size != transfer.size:

@@ -10,6 +10,7 @@ certificate is connected first and then loses the connection with an `ssl.SSLErr
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -241,7 +242,9 @@ def _not_connected(address: Address, error: OSError) -> ForgedError:
 
         if isinstance(error, ssl.SSLError):
             return tls.refusal(address, error)
-    reason = error.strerror or str(error) or "no answer in time"
+    # The text of asyncio is "Connect call failed", without the reason.
+    number = None if isinstance(error, socket.gaierror) else error.errno
+    reason = os.strerror(number) if number else error.strerror or str(error) or "no answer in time"
     if isinstance(error, PermissionError):
         return ConfigError(
             "connect_not_permitted", f"cannot connect to {address}: {reason}", "check its owner and mode"

@@ -47,10 +47,14 @@ def _check_serving(serving: Serving, bus: Bus) -> None:
     _check_not_reserved(request)
     route = bus.requests.routes.get(request)
     if serving.replaces and route is None:
-        raise RequestRefused("nothing_to_replace", f"{name} has no handler", "serve it")
+        raise RequestRefused(
+            "nothing_to_replace", f"{name} has no handler that could be replaced", "use `serve` instead of `replace`"
+        )
     if serving.replaces and bus.requests.is_replaced(request):
         raise RequestRefused(
-            "replaced_already", f"another plugin replaces the handler of {name}", "disable one of them"
+            "replaced_already",
+            f"another plugin replaces the handler of {name} already",
+            "disable one of the two plugins",
         )
     if not serving.replaces and route is not None:
         raise RequestRefused("served_already", f"{route.owner} serves {name} already", "wrap or replace it")

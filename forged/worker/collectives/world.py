@@ -59,7 +59,9 @@ class World:
         if root == self.rank:
             if value is None:
                 raise RequestRefused(
-                    "collective_unfit", "the root of a broadcast must give a value, got None", "give one"
+                    "collective_unfit",
+                    "the root of a broadcast must give a value, got None",
+                    "pass a value at the root",
                 )
             own = arrays.pack(value)
         result = await self._do(CollectiveCall(Kind.BROADCAST, root), own, timeout_s=timeout_s)

@@ -384,7 +384,7 @@ class ShardHolder:
             await self._local.drop_all_except(keep)
         except ForgedError as error:
             # To hold more than required does no harm.
-            self._log.warning("shards that moved to other workers could not be dropped", reason=str(error))
+            self._log.warning("shards that moved to other workers could not be deleted here", reason=str(error))
 
     async def _read_owners(self, topology: ClusterTopology) -> Indices:
         """The rank of each shard's owner in a committed world; -1 for an owner outside it."""

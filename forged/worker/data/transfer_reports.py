@@ -192,7 +192,9 @@ class TransferReports(TransferObserver):
             try:
                 await self._send_bad_copies()
             except ForgedError as error:
-                self._log.info("a bad copy could not be reported yet", reason=error.message)
+                self._log.info(
+                    "a corrupt shard copy could not be reported to the daemon yet; retrying", reason=error.message
+                )
                 return
             await self._bad_copy_found.wait()
 

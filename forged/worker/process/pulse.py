@@ -164,9 +164,15 @@ class PulseKeeper:
         try:
             self.pulse = self._start()
         except Unavailable as error:
-            self._log.warning("the pulse process exited and could not be restarted", reason=str(error))
+            self._log.warning(
+                "the process that reports this worker's liveness (pulse) has ended and could not be restarted",
+                reason=str(error),
+            )
         else:
-            self._log.warning("the pulse has ended, and another was started", pid=self.pulse.pid)
+            self._log.warning(
+                "the process that reports this worker's liveness (pulse) has ended; another was started",
+                pid=self.pulse.pid,
+            )
 
     def close(self) -> None:
         self.pulse.close()

@@ -146,7 +146,7 @@ def _values(state: Any) -> Any:
         return state
     raise RequestRefused(
         "state_unfit",
-        f"state is a {type(state).__name__}",
+        f"state must be a dict or have state_dict() and load_state_dict(), got a {type(state).__name__}",
         "give an object with state_dict() and load_state_dict(), or a dict of such objects, arrays and plain values",
     )
 
@@ -155,7 +155,7 @@ def _dict_of(holder: StateDictHolder, where: str) -> Mapping[str, Any]:
     try:
         return holder.state_dict()
     except Exception as error:
-        error.add_note(f"in state_dict() of {where}, a {type(holder).__name__}")
+        error.add_note(f"raised by state_dict() of {where} (class {type(holder).__name__})")
         raise
 
 
@@ -180,7 +180,7 @@ def _describe(value: Any, arrays: list[Array], where: str, depth: int) -> Any:
         kind = TUPLE if isinstance(value, tuple) else LIST
         return (kind, [_describe(one, arrays, f"{where}[{n}]", depth + 1) for n, one in enumerate(value)])
     raise RequestRefused(
-        "state_unfit", f"{where} is a {type(value).__name__}", "keep arrays, numbers, texts, bytes and None in it"
+        "state_unfit", f"{where} is a {type(value).__name__}", "keep only arrays, numbers, texts, bytes and None in it"
     )
 
 
@@ -242,9 +242,9 @@ def _is_unicode(text: str) -> bool:
 
 def _too_large(tree: Any, head_bytes: int, parts: int) -> RequestRefused:
     if parts > PARTS_MAX:
-        what = f"state has {parts} arrays and long bytes in it, limit {PARTS_MAX}"
+        what = f"state has {parts} arrays and `bytes` values of over {BYTES_IN_HEAD_MAX} bytes; limit {PARTS_MAX}"
         return RequestRefused("state_too_large", what, "merge small arrays into larger ones")
-    what = f"state is {head_bytes} bytes long without its arrays and long bytes, limit {HEAD_BYTES_MAX}"
+    what = f"state has {head_bytes} bytes of texts, numbers and keys, beside its arrays; limit {HEAD_BYTES_MAX}"
     longest = max(((_size_of(text), where) for where, text in _texts(tree, "state")), default=None)
     most = "" if longest is None else f"; the largest text, {longest[1]}, has {longest[0]}"
     return RequestRefused("state_too_large", what + most, "keep long texts as bytes, and many numbers as an array")

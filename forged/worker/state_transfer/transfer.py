@@ -138,7 +138,9 @@ class StateServer:
             if scope.cancelled_caught:
                 link.refuse(_over(attempt, self._newest))
         except ForgedError as error:
-            self._log.info("a state was not fetched", worker=worker, attempt=attempt, reason=error.message)
+            self._log.info(
+                "another worker did not fetch this worker's state", worker=worker, attempt=attempt, reason=error.message
+            )
             link.refuse(error)
         finally:
             link.close()
@@ -173,7 +175,7 @@ class StateServer:
             raise _over(attempt, self._newest)
         raise Unavailable(
             "state_not_offered",
-            f"no state was offered for attempt {attempt} within {self._offer_wait_s:g} s",
+            f"the state source offered no state for attempt {attempt} within {self._offer_wait_s:g} s",
             "fetch again later",
         )
 
@@ -326,13 +328,14 @@ TELLING_INTERVAL_S = 1.0
 """How often the daemon is told how much of a state has arrived."""
 
 
-def _refused(code: str, what: str, error: Exception) -> RequestRefused:
-    """Why a state is not transferred, which no later try would change."""
+def _refused(code: str, what: str, error: Exception, fix: str) -> RequestRefused:
+    """Why a state is not transferred, which no later try would change; `fix` is for an exception of the script's."""
     if isinstance(error, ForgedError):
         return RequestRefused(error.code, f"{what}: {error.message}", error.fix)
     where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
-    code = "state_too_large" if isinstance(error, MemoryError) else code
-    return RequestRefused(code, f"{what}: {describe(error)}{where}", "give the same kind of state at all workers")
+    if isinstance(error, MemoryError):
+        code, fix = "state_too_large", "free memory on that worker's host"
+    return RequestRefused(code, f"{what}: {describe(error)}{where}", fix)
 
 
 class StateExchange:
@@ -361,9 +364,8 @@ class StateExchange:
         try:
             packed = pack(self._progress.transferable_state)
         except Exception as error:  # noqa: BLE001 - packing calls the script's own state
-            refusal = _refused(
-                "state_unfit", f"the state of {self._registration.worker.id} cannot be transferred", error
-            )
+            what = f"the state of {self._registration.worker.id} cannot be transferred"
+            refusal = _refused("state_unfit", what, error, "fix the exception in that worker's script")
             self._log.warning("this worker's state cannot be given to another worker", reason=str(refusal))
             return self._server.offering(attempt, b"", (), refusal)
         return self._server.offering(attempt, packed.head, packed.parts)
@@ -392,7 +394,7 @@ class StateExchange:
             arrived[-1].adopt(self._progress.transferable_state)
         except Exception as error:
             what = f"the state of {source.id} cannot be loaded by {self._registration.worker.id}"
-            raise _refused("state_not_loaded", what, error) from error
+            raise _refused("state_not_loaded", what, error, "give the same kind of state at all workers") from error
 
     async def _has_fetched(self, settled: RescaleSynchronising) -> bool:
         try:
@@ -401,7 +403,9 @@ class StateExchange:
             if not is_temporary(error) or error.code == TLS_FAILED:
                 raise
             self._problem = error.message
-            self._log.warning("the state could not be fetched", source=str(settled.source), reason=str(error))
+            self._log.warning(
+                "the training state could not be fetched; retrying", source=str(settled.source), reason=str(error)
+            )
             return False
         return True
 

@@ -140,7 +140,7 @@ class CurrentWorld:
         world = self.world
         if world is None or self.is_void:
             self.is_void = True
-            raise StepAborted("there is no world now")
+            raise StepAborted("this worker is in no world at present")
         self.mark()
         try:
             with self._meeting():

@@ -245,7 +245,7 @@ def test_a_hole_in_the_middle_is_found() -> None:
 def test_boxes_with_too_fine_a_grid_are_refused_unless_one_covers_all() -> None:
     sizes = range(1, 80)
     boxes = [Box((0,) * 4, (size,) * 4) for size in sizes] + [Box((size,) * 4, (80 - size,) * 4) for size in sizes]
-    with pytest.raises(CheckpointException, match="grid of"):
+    with pytest.raises(CheckpointException, match="divide it into"):
         plan([described(("w", "uint8", (80,) * 4, box)) for box in boxes])
     made = plan([described(("w", "uint8", (80,) * 4, box)) for box in [*boxes, whole((80,) * 4)]])
     assert times_covered((80,) * 4, [written(made, 0)[-1][1]]) == (1, 1)

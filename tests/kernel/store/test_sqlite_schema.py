@@ -273,7 +273,7 @@ class TestDamage:
     async def test_a_database_of_another_application_is_corrupt(self, tmp_path: Path) -> None:
         path = tmp_path / "store.db"
         sql(path, "CREATE TABLE kv (key, value, revision)", "PRAGMA user_version = 1")
-        await assert_corrupt(path, "its application id is 0x0")
+        await assert_corrupt(path, "it is no store of forged: its SQLite application id is 0x0")
 
     @pytest.mark.parametrize(
         ("statement", "what"),

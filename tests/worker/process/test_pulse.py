@@ -439,7 +439,9 @@ class TestReplacing:
             clock.now += 0.02
             heart.look()
             assert starts == before + 1
-        assert log.levels("the pulse has ended, and another was started") == {"warning"}
+        assert log.levels("the process that reports this worker's liveness (pulse) has ended; another was started") == {
+            "warning"
+        }
 
     def test_failed_start_of_a_pulse_is_retried(self) -> None:
         clock, log = ManualClock(), RecordingLog()
@@ -453,7 +455,9 @@ class TestReplacing:
 
         heart = PulseKeeper(start, clock, lambda: 0.0, log)
         heart.look()
-        assert log.levels("the pulse process exited and could not be restarted") == {"warning"}
+        assert log.levels(
+            "the process that reports this worker's liveness (pulse) has ended and could not be restarted"
+        ) == {"warning"}
         clock.now += 1.01
         heart.look()
         assert outcomes == []

@@ -275,8 +275,8 @@ class TestStateful:
 @pytest.mark.parametrize(
     ("state", "where"),
     [
-        ([1], "state is a list"),
-        (None, "state is a NoneType"),
+        ([1], "got a list"),
+        (None, "got a NoneType"),
         ({"a": {"b": [object()]}}, r"state\['a'\]\['b'\]\[0\] is a object"),
         ({"a": {1, 2}}, "is a set"),
         ({"a": np.array([object()])}, "array of object"),
