@@ -171,7 +171,7 @@ class RankGroup:
         try:
             rank, outcome = _decode_answer(received)
         except (msgspec.MsgspecError, TypeError) as error:
-            raise self._undecided(f"cannot decode the root's answer: {error}", self._kind) from error
+            raise self._undecided(f"cannot read the answer of rank 0: {error}", self._kind) from error
         if isinstance(outcome, RankFailure):
             failure = outcome.error(self.prefix, self._kind, None if self.is_alone else rank)
             raise failure from (own_error if rank == self.rank else None)

@@ -93,7 +93,9 @@ class Endpoint(ABC):
         """Take part in a collective; the result of the hub."""
         if self._is_calling:
             raise RequestRefused(
-                "collective_in_progress", f"{call} while another call waits", "await the other call first"
+                "collective_in_progress",
+                f"{call} was called while another collective waits",
+                "await the other collective first",
             )
         self._number += 1
         self._is_calling, self._result = True, None
