@@ -65,7 +65,6 @@ from forged.version import VERSION
 
 WRITE_BUFFER_BYTES_MAX = 64 << 10
 """Unread bytes up to this size are not counted against the limits of memory."""
-FRAME_OVERHEAD_BYTES = 64 << 10
 CLOSE_S = 2.0
 """The time at the end of a stop: half to record it, half to close the sessions."""
 STOP_BEYOND_DRAIN_S = STOP_TIMEOUT_S + GRACE_S + CLOSE_S
@@ -375,7 +374,4 @@ def _shard_limits(config: Config) -> ShardLimits:
 
 
 def _memory_limits(config: Config) -> MemoryLimits:
-    # A message of full size fits into each of them, or it would wait forever.
-    connection = max(config.connection_bytes_max, config.frame_bytes_max + FRAME_OVERHEAD_BYTES)
-    principal = max(config.principal_bytes_max, connection)
-    return MemoryLimits(max(config.daemon_bytes_max, 2 * principal), principal, connection)
+    return MemoryLimits(config.daemon_bytes_max, config.principal_bytes_max, config.connection_bytes_max)

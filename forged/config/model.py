@@ -22,6 +22,8 @@ from forged.net.transport.port import Address
 
 DEFAULT_LISTEN = "127.0.0.1:7433"
 PLUGIN_NAME = re.compile(r"[a-z][a-z0-9_-]{0,63}")
+FRAME_OVERHEAD_BYTES = 64 << 10
+"""What a connection holds besides a message of full size, at most."""
 SIGNED_64_MIN = -(1 << 63)
 UNSIGNED_64_MAX = (1 << 64) - 1
 
@@ -119,6 +121,7 @@ def find_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
     for key, value in values.items():
         yield from _problems_of(key, value)
     yield from _tls_problems(values)
+    yield from _byte_limit_problems(values)
 
 
 def _problems_of(key: str, value: Any) -> Iterator[Problem]:
@@ -241,6 +244,25 @@ def _nested_problems(path: str, value: Any, depth: int) -> Iterator[Problem]:
         yield Problem(path, HIDDEN if names_secret(path) else value, "a finite number")
     elif isinstance(value, int) and not SIGNED_64_MIN <= value <= UNSIGNED_64_MAX:
         yield Problem(path, HIDDEN if names_secret(path) else value, "a whole number of 64 bits")
+
+
+def _byte_limit_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Limits into which a message of full size, or the shares of two principals, do not fit: it would wait forever."""
+    keys = ("frame_bytes_max", "connection_bytes_max", "principal_bytes_max", "daemon_bytes_max")
+    limits = {key: values.get(key, getattr(DEFAULTS, key)) for key in keys}
+    if any(True for key in keys for _ in _problems_of(key, limits[key])):
+        return
+    frame, connection, principal, daemon = limits.values()
+    least = frame + FRAME_OVERHEAD_BYTES
+    if connection < least:
+        wanted = f"at least {least}: frame_bytes_max and {FRAME_OVERHEAD_BYTES} more"
+        yield Problem("connection_bytes_max", connection, wanted)
+    least = max(least, connection)
+    if principal < least:
+        yield Problem("principal_bytes_max", principal, f"at least {least}: the bytes of one connection")
+    least = 2 * max(least, principal)
+    if daemon < least:
+        yield Problem("daemon_bytes_max", daemon, f"at least {least}: the bytes of two principals")
 
 
 def _tls_problems(values: Mapping[str, Any]) -> Iterator[Problem]:

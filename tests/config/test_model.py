@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from forged.config.model import CHOICES, RANGES, Config, find_problems
+from forged.config.model import CHOICES, FRAME_OVERHEAD_BYTES, RANGES, Config, find_problems
 from forged.config.redaction import DEPTH_MAX, HIDDEN
 
 
@@ -70,13 +70,48 @@ def test_every_number_has_a_range() -> None:
     assert set(RANGES) == {setting.name for setting in fields(Config) if setting.type in ("int", "float")}
 
 
-@pytest.mark.parametrize("key", RANGES)
+BYTE_LIMITS = ("frame_bytes_max", "connection_bytes_max", "principal_bytes_max", "daemon_bytes_max")
+"""Each depends on those before it."""
+
+
+@pytest.mark.parametrize("key", [key for key in RANGES if key not in BYTE_LIMITS])
 def test_range_includes_its_ends_and_nothing_beyond(key: str) -> None:
     low, high = RANGES[key]
     for value in (low, high):
         assert keys(**{key: value}) == []
     for value in (low - 1, high + 1, 10**5000):
         assert keys(**{key: value}) == [key]
+
+
+@pytest.mark.parametrize("key", BYTE_LIMITS)
+def test_byte_limit_outside_its_range_is_refused(key: str) -> None:
+    low, high = RANGES[key]
+    for value in (low - 1, high + 1, 10**5000):
+        assert keys(**{key: value}) == [key]
+
+
+def test_byte_limits_that_hold_one_message_and_two_principals_are_accepted() -> None:
+    connection = (2 << 20) + FRAME_OVERHEAD_BYTES
+    fitting = dict(zip(BYTE_LIMITS, (2 << 20, connection, connection, 2 * connection), strict=True))
+    assert keys(**fitting) == []
+    assert keys(**dict(zip(BYTE_LIMITS, (1 << 30, 1 << 39, 1 << 39, 1 << 40), strict=True))) == []
+    for key in BYTE_LIMITS[1:]:
+        assert found(**fitting | {key: fitting[key] - 1})[0][0] == key
+
+
+def test_each_byte_limit_that_is_too_small_is_named_with_its_least_value() -> None:
+    frame = 300 << 20
+    least = frame + FRAME_OVERHEAD_BYTES
+    assert found(frame_bytes_max=frame) == [
+        ("connection_bytes_max", f"at least {least}: frame_bytes_max and {FRAME_OVERHEAD_BYTES} more"),
+        ("principal_bytes_max", f"at least {least}: the bytes of one connection"),
+        ("daemon_bytes_max", f"at least {2 * least}: the bytes of two principals"),
+    ]
+    assert keys(principal_bytes_max=200 << 20) == ["daemon_bytes_max"]
+    assert keys(connection_bytes_max=100 << 20) == ["principal_bytes_max"]
+    [problem] = find_problems({"connection_bytes_max": 3 << 20})
+    assert str(problem).startswith("connection_bytes_max must be at least 4259840")
+    assert str(problem).endswith(f"got {3 << 20}")
 
 
 @pytest.mark.parametrize("key", [key for key in RANGES if isinstance(getattr(Config(), key), float)])
