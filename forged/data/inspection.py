@@ -64,9 +64,8 @@ class DataInspection:
         return owners_page(self._store.ownership(request.job), request.after)
 
     async def _show_data(self, request: ShowData, call: Call) -> DataView:
-        view: DataView = await self._computations.run(
-            request.job, partial(data_view, self._store.ownership(request.job))
-        )
+        work = partial(data_view, self._store.ownership(request.job))
+        view: DataView = await self._computations.run(call.principal.holder, request.job, work)
         return view
 
     def _show_transfers(self, request: ShowTransfers, call: Call) -> TransfersView:
@@ -111,5 +110,5 @@ class DataInspection:
         ownership, job = self._store.ownership(request.job), await self._bus.ask(ShowJob(request.job))
         config = ElasticTrainingConfig.from_settings(job.settings)
         work = partial(preview, ownership, request.workers, config, request.gone)
-        totals: TransferTotals = await self._computations.run(request.job, work)
+        totals: TransferTotals = await self._computations.run(call.principal.holder, request.job, work)
         return totals

@@ -62,6 +62,7 @@ from forged.kernel.messages import Call, Decision, Fact, Nothing, Record, Reques
 from forged.kernel.store.port import Store
 from forged.log import SILENT, Log
 from forged.phrases import counted
+from forged.shares import Holder
 
 OFFER_BYTES_MAX = 2 << 20
 REASON_CHARS_MAX = 500
@@ -127,7 +128,7 @@ class DataService:
         if not is_complete or ownership.attempt is None:
             return Decision(OfferTaken())
         config = ElasticTrainingConfig.from_settings(members.settings)
-        facts = await self._plan(ownership, ownership.attempt, config, request)
+        facts = await self._plan(ownership, ownership.attempt, config, request, call.principal.holder)
         return Decision(OfferTaken(), facts, job=request.job, generation=members.generation, cause=members.started_id)
 
     async def _members(self, request: OfferShards | ReadTransfers | ReportLostShards | ReportShards) -> AttemptMembers:
@@ -152,9 +153,14 @@ class DataService:
     # 2. The last offer completes the plan.
 
     async def _plan(
-        self, ownership: ShardOwnership, attempt: DataAttempt, config: ElasticTrainingConfig, request: OfferShards
+        self,
+        ownership: ShardOwnership,
+        attempt: DataAttempt,
+        config: ElasticTrainingConfig,
+        request: OfferShards,
+        holder: Holder,
     ) -> tuple[Fact, ...]:
-        made: Draft = await self._computations.run(ownership.job, partial(draft, ownership, attempt, config))
+        made: Draft = await self._computations.run(holder, ownership.job, partial(draft, ownership, attempt, config))
         # A worker may have joined meanwhile, another attempt may have begun, or the state may have been reloaded.
         members = await self._members(request)
         is_current = ownership.attempt is attempt and self.jobs.get(ownership.job) is ownership
