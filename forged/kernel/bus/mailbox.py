@@ -4,8 +4,8 @@ Invariants:
 - The handler gets one fact at a time, in id order.
 - A handler's failure or delay affects no other handler: it is counted and reported. A plugin's handler is quarantined
   after too many failures in a row, or if it ignores its cancellations.
-- A lossless mailbox drops nothing; its growth is bounded because connections stop admitting requests. A plugin's
-  mailbox drops its oldest facts when full and reports them to the handler as a gap.
+- A lossless mailbox drops nothing; its growth is bounded because connections stop admitting requests. When a plugin's
+  mailbox is full, the job that has most facts in it loses its oldest, which is reported to the handler as a gap.
 - A durable handler continues at its stored position after a restart. Its decisions are committed together with the
   position, so each is made once.
 """
@@ -25,6 +25,7 @@ import anyio
 
 from forged.errors import ForgedError, Unavailable, describe
 from forged.kernel.bus.cancellation import is_cancelled
+from forged.kernel.bus.lossy_queue import LossyQueue
 from forged.kernel.bus.statistics import TINY_S, HandlerStatistics
 from forged.kernel.bus.subscription import Subscription
 from forged.kernel.messages import Decision, Gap, Record
@@ -56,7 +57,9 @@ class Mailbox:
     ) -> None:
         self.subscription = subscription
         self.statistics = HandlerStatistics()
-        self.queue: deque[Record] = deque()
+        self.queue: deque[Record] | LossyQueue = (
+            deque() if subscription.lossless else LossyQueue(subscription.mailbox_max)
+        )
         self.position = 0
         """The id of the last fact that was handled or failed; maintained for durable handlers and plugins."""
         self.failures_in_a_row = 0
@@ -95,9 +98,10 @@ class Mailbox:
         if self.quarantined:
             self._drop(records, f"handler {self.name} was quarantined")
             return
-        self.queue.extend(records)
-        if not self.subscription.lossless:
-            self._drop_surplus()
+        if isinstance(self.queue, LossyQueue):
+            self.statistics.dropped += self.queue.extend(records)
+        else:
+            self.queue.extend(records)
         if self._wanted is not None:
             self._wake()
 
@@ -134,8 +138,9 @@ class Mailbox:
     def quarantine(self) -> None:
         """Drop all facts until `readmit`."""
         self.quarantined = True
+        self._take_gap()
         if self.queue:
-            self._drop(self.queue, f"handler {self.name} was quarantined")
+            self._drop(tuple(self.queue), f"handler {self.name} was quarantined")
             self.queue.clear()
 
     def readmit(self) -> None:
@@ -197,6 +202,7 @@ class Mailbox:
 
     async def _prepare(self) -> None:
         self._current = None
+        self._take_gap()
         if self._gap is not None and not self.quarantined:
             self._report_gap()
         if self.subscription.durable:
@@ -264,6 +270,7 @@ class Mailbox:
     async def _try_again(self, record: Record) -> None:
         # A durable handler gets the same fact until it succeeds; later facts wait.
         if self._current is record:
+            assert isinstance(self.queue, deque), "durable handlers are lossless"
             self.queue.appendleft(record)
             self._current = self._watched = None
         await anyio.sleep(RETRY_PAUSE_S)
@@ -299,11 +306,12 @@ class Mailbox:
         if wanted is not None and not wanted.done():
             wanted.set_result(None)
 
-    def _drop_surplus(self) -> None:
-        surplus = len(self.queue) - self.subscription.mailbox_max
-        if surplus > 0:
-            dropped = [self.queue.popleft() for _ in range(surplus)]
-            self._drop(dropped, f"the mailbox of handler {self.name} was full ({self.subscription.mailbox_max} facts)")
+    def _take_gap(self) -> None:
+        """Let the facts that were dropped before the next one be reported."""
+        gap = self.queue.take_gap() if isinstance(self.queue, LossyQueue) else None
+        if gap is not None:
+            limit = self.subscription.mailbox_max
+            self._extend_gap(Gap(*gap, f"the mailbox of handler {self.name} was full ({limit} facts)"))
 
     def _drop(self, records: Sequence[Record], reason: str) -> None:
         self.statistics.dropped += len(records)

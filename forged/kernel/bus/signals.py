@@ -1,8 +1,8 @@
 """Delivery of signals to one handler.
 
 Invariants:
-- Of the signals of one client with the same type, job and key only the latest waits; at most `KEYS_MAX` wait in all. No
-  client replaces what another has sent.
+- Of the signals of one client with the same type, job and key only the latest waits. No client replaces what another
+  has sent. At most `KEYS_MAX` wait in all, and beyond that the job with most of them loses its oldest.
 - Signals are not journalled; a failure is counted only.
 """
 
@@ -18,7 +18,7 @@ from forged.kernel.bus.statistics import HandlerStatistics
 from forged.kernel.messages import Call, Signal
 
 KEYS_MAX = 10_000
-"""The maximum number of waiting signals per handler; beyond it the oldest key is dropped."""
+"""The maximum number of waiting signals per handler."""
 
 SignalHandler = Callable[[Any, Call], Awaitable[None] | None]
 
@@ -38,18 +38,24 @@ class SignalSlot:
         self.statistics = HandlerStatistics()
         self._now = now
         self._on_bug = on_bug
-        self._latest: dict[tuple[bytes, str, str | None, str], tuple[Signal, Call]] = {}
+        self._latest: dict[str | None, dict[tuple[bytes, str, str], tuple[Signal, Call]]] = {}
+        """By job, and then by client, type and key."""
+        self._waiting = 0
         self._wanted: asyncio.Future[None] | None = None
 
     def put(self, signal: Signal, call: Call) -> None:
         """Add the signal, replacing a waiting one of the same client with the same type, job and key."""
-        key = (call.client, type(signal).__name__, signal.about, signal.key)
-        if key in self._latest:
+        key = (call.client, type(signal).__name__, signal.key)
+        of_job = self._latest.setdefault(signal.about, {})
+        if key in of_job:
             self.statistics.coalesced += 1
-        elif len(self._latest) >= KEYS_MAX:
-            del self._latest[next(iter(self._latest))]
+        elif self._waiting < KEYS_MAX:
+            self._waiting += 1
+        else:
+            largest = max(self._latest.values(), key=len)
+            del largest[next(iter(largest))]
             self.statistics.dropped += 1
-        self._latest[key] = (signal, call)
+        of_job[key] = (signal, call)
         if self._wanted is not None and not self._wanted.done():
             self._wanted.set_result(None)
 
@@ -62,9 +68,10 @@ class SignalSlot:
             else:
                 self._wanted = asyncio.get_running_loop().create_future()
                 await self._wanted
-            taken, self._latest = self._latest, {}
-            for signal, call in taken.values():
-                await self._handle(signal, call)
+            taken, self._latest, self._waiting = self._latest, {}, 0
+            for of_job in taken.values():
+                for signal, call in of_job.values():
+                    await self._handle(signal, call)
 
     async def _handle(self, signal: Signal, call: Call) -> None:
         started = self._now()

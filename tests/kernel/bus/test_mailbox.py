@@ -68,8 +68,8 @@ class RunningMailbox:
         self.reloads += 1
 
 
-def records(*fact_ids: int) -> list[Record]:
-    return [Record.of(Echoed(fact_id), fact_id=fact_id, at=0.0) for fact_id in fact_ids]
+def records(*fact_ids: int, job: str = "") -> list[Record]:
+    return [Record.of(Echoed(fact_id), fact_id=fact_id, at=0.0, job=job) for fact_id in fact_ids]
 
 
 @asynccontextmanager
@@ -430,6 +430,23 @@ async def test_a_plugin_s_mailbox_forgets_its_oldest_facts_and_tells_which() -> 
         assert seen.ids == [8, 9, 10]
         assert it.gaps == [Gap(1, 7, "the mailbox of handler watcher was full (3 facts)")]
         assert it.mailbox.statistics.dropped == 7
+
+
+@on_virtual_time
+async def test_flood_of_one_job_drops_no_fact_of_another_job_from_a_plugin_s_mailbox() -> None:
+    told: list[object] = []
+
+    async with running_mailbox(
+        lambda record: told.append(record.id),
+        lossless=False,
+        mailbox_max=4,
+        on_gap=lambda gap: told.append((gap.first, gap.last)),
+    ) as it:
+        it.mailbox.put([*records(1, job="quiet"), *records(*range(2, 100), job="hostile")])
+        it.mailbox.put(records(100, job="quiet"))
+        await it.idle()
+        assert told == [1, (2, 97), 98, 99, 100]
+        assert it.mailbox.statistics.dropped == 96
 
 
 @on_virtual_time

@@ -189,6 +189,29 @@ async def test_how_many_signals_wait_is_bounded_and_the_oldest_go_first() -> Non
         assert slot.statistics.dropped == 10
 
 
+class Alarm(Signal, frozen=True):
+    """A signal of a job, with a key."""
+
+    job: str
+    source: str
+
+    @property
+    def key(self) -> str:
+        return self.source
+
+
+@on_virtual_time
+async def test_flood_of_one_job_drops_no_waiting_signal_of_another_job() -> None:
+    gauge = Gauge()
+    async with slot_of(gauge) as slot:
+        slot.put(Alarm("a", "only"), CALL)
+        for number in range(KEYS_MAX + 10):
+            slot.put(Alarm("hostile", str(number)), CALL)
+        await anyio.sleep(1)
+        assert gauge.seen[:2] == [Alarm("a", "only"), Alarm("hostile", "11")]
+        assert (len(gauge.seen), slot.statistics.dropped) == (KEYS_MAX, 11)
+
+
 @on_virtual_time
 async def test_handler_gets_the_sender_of_a_signal() -> None:
     callers: list[str] = []

@@ -7,6 +7,7 @@ runs; a mutant that is not caught shows that an invariant is missing.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -85,7 +86,7 @@ def reorder_a_mailbox() -> Iterator[None]:
 
     def shuffle(self: Mailbox, records: Any) -> None:
         put(self, records)
-        if len(self.queue) > 1:
+        if isinstance(self.queue, deque) and len(self.queue) > 1:
             self.queue[-1], self.queue[-2] = self.queue[-2], self.queue[-1]
 
     with patch.object(Mailbox, "put", shuffle):
