@@ -11,7 +11,6 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable
-from ipaddress import IPv6Address, ip_address
 from typing import Protocol
 
 from forged.errors import ForgedError, Unavailable
@@ -22,8 +21,6 @@ OPERATOR_RESERVE = 16
 HANDSHAKES_MAX = 256
 SILENT_MIN_S = 1.0
 """How long a connection may wait with its hello before a new one of the same address displaces it."""
-IPV6_PREFIX_BITS = 64
-"""One host usually has a whole network of this size."""
 
 
 class Admitted(Protocol):
@@ -97,22 +94,4 @@ class ConnectionTable:
 
 def holder_before_hello(peer: Peer, is_operator: Callable[[Peer], bool]) -> Holder:
     """The holder of a connection without a hello: the peer's user, if it is on this host and known, or its address."""
-    if peer.scheme == "unix":
-        name = f"unix:{peer.uid}"
-        return Holder(name, name, is_operator(peer))
-    if peer.loopback and peer.uid is not None:
-        # All users of this host have the same address.
-        return Holder(f"loopback:{peer.uid}", f"loopback:{peer.uid}")
-    host = _network(peer.address.rpartition(":")[0].strip("[]"))
-    return Holder(host, host)
-
-
-def _network(host: str) -> str:
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return host
-    if not isinstance(address, IPv6Address):
-        return host
-    prefix = int(address) >> (128 - IPV6_PREFIX_BITS) << (128 - IPV6_PREFIX_BITS)
-    return f"{IPv6Address(prefix)}/{IPV6_PREFIX_BITS}"
+    return Holder(peer.source, peer.source, peer.scheme == "unix" and is_operator(peer))

@@ -35,7 +35,8 @@ from forged.daemon import STOP_BEYOND_DRAIN_S, Daemon, Ports
 from forged.errors import ConfigError
 from forged.kernel.store.sqlite import SqliteStore
 from forged.net.transport.interrupt_moderation import ModeratingSelector
-from forged.net.transport.sockets import SystemNetwork
+from forged.net.transport.sockets import HANDSHAKES_MAX, SystemNetwork
+from forged.net.transport.tls_server import WAITING_MAX
 from forged.plugins.alarm_guard import AlarmGuard
 from forged.plugins.host.loader import find
 from forged.status.model import ReadStatus
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 DATABASE = "forged.sqlite3"
 FILES_BESIDES_CONNECTIONS = 384
 """For the database, sockets, pipes, side connections and HTTP clients."""
+FILES_PER_TLS_ADDRESS = HANDSHAKES_MAX + WAITING_MAX
 GC_THRESHOLDS = (50_000, 20, 50)
 LOCK = "lock"
 TERMINAL = 0
@@ -69,7 +71,8 @@ class FileLimit:
     def fit(self, config: Config) -> Config:
         """Raise the limit to what `connections_max` needs; if the system allows less, lower `connections_max`."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        besides = config.handshakes_max + FILES_BESIDES_CONNECTIONS
+        tls_addresses = sum(address.startswith("tls://") for address in config.listen)
+        besides = config.handshakes_max + FILES_BESIDES_CONNECTIONS + tls_addresses * FILES_PER_TLS_ADDRESS
         wanted = config.connections_max + besides
         if soft != resource.RLIM_INFINITY and soft < wanted:
             soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

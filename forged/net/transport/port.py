@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from ipaddress import IPv6Address, ip_address
 from typing import Literal, Protocol
 from urllib.parse import SplitResult, urlsplit
 
@@ -16,6 +17,9 @@ from forged.errors import ConfigError
 
 Scheme = Literal["unix", "tcp", "tls"]
 ProtocolFactory = Callable[[], asyncio.Protocol]
+
+IPV6_PREFIX_BITS = 64
+"""One host usually has a whole network of this size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,27 @@ class Peer:
     """The user of the peer's process, for a Unix socket or a loopback address; None if the kernel does not say."""
     certificate_name: str | None = None
     """The name in the verified certificate, empty if it has none; None without a certificate."""
+
+    @property
+    def source(self) -> str:
+        """Whose share the peer uses before its principal is known: its user, if that is known, or its address."""
+        if self.scheme == "unix":
+            return f"unix:{self.uid}"
+        if self.loopback and self.uid is not None:
+            # All users of this host have the same address.
+            return f"loopback:{self.uid}"
+        return _network(self.address.rpartition(":")[0].strip("[]"))
+
+
+def _network(host: str) -> str:
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host
+    if not isinstance(address, IPv6Address):
+        return host
+    prefix = int(address) >> (128 - IPV6_PREFIX_BITS) << (128 - IPV6_PREFIX_BITS)
+    return f"{IPv6Address(prefix)}/{IPV6_PREFIX_BITS}"
 
 
 class Listener(Protocol):

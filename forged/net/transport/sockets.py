@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,8 @@ CONNECT_TIMEOUT_S = 5.0
 TLS_HANDSHAKE_TIMEOUT_S = 10.0
 TLS_SHUTDOWN_TIMEOUT_S = 2.0
 HANDSHAKES_MAX = 256
-"""The maximum number of TLS handshakes in progress per listening socket; each needs 256 KiB."""
+"""The maximum number of TLS handshakes in progress per listening socket; each needs 256 KiB. One address has half of
+them at most; there is no reserve for operators, who have the Unix socket, which needs no handshake."""
 
 CREDENTIALS = struct.Struct("iII")
 """`struct ucred`: process, user, group."""
@@ -136,13 +138,11 @@ class SystemNetwork:
         sock: socket.socket = transport.get_extra_info("socket")
         if sock.family == socket.AF_UNIX:
             return _unix_peer(sock)
-        host, where = _ip_peer(transport.get_extra_info("peername"))
-        loopback = host is not None and host.is_loopback
-        uid = owner_uid(sock) if loopback else None
+        peer = _tcp_peer(sock, transport.get_extra_info("peername"))
         if transport.get_extra_info("ssl_object") is None:
-            return Peer("tcp", where, loopback=loopback, uid=uid)
+            return peer
         name = _certificate_name(transport.get_extra_info("peercert") or {})
-        return Peer("tls", where, loopback=loopback, uid=uid, certificate_name=name)
+        return replace(peer, scheme="tls", certificate_name=name)
 
     async def _serve(
         self,
@@ -167,7 +167,7 @@ class SystemNetwork:
         self, sock: socket.socket, factory: ProtocolFactory, context: ssl.SSLContext | None
     ) -> asyncio.Server | TlsServer:
         if context is not None:
-            return TlsServer(sock, factory, context, self._backlog, self._tls_limits)
+            return TlsServer(sock, factory, context, self._backlog, self._tls_limits, _source)
         # Also for Unix sockets: from Python 3.13 on, `create_unix_server` removes the file of a socket passed to it.
         return await asyncio.get_running_loop().create_server(
             factory, sock=sock, backlog=self._backlog, start_serving=False
@@ -260,6 +260,16 @@ def _unix_peer(sock: socket.socket) -> Peer:
     except OSError:
         return Peer("unix", UNKNOWN)
     return Peer("unix", f"{UNIX_PEER}{pid}", uid=uid)
+
+
+def _tcp_peer(sock: socket.socket, peername: tuple[Any, ...] | None) -> Peer:
+    host, where = _ip_peer(peername)
+    loopback = host is not None and host.is_loopback
+    return Peer("tcp", where, loopback=loopback, uid=owner_uid(sock) if loopback else None)
+
+
+def _source(sock: socket.socket, peername: tuple[Any, ...]) -> str:
+    return _tcp_peer(sock, peername).source
 
 
 def _ip_peer(peername: tuple[Any, ...] | None) -> tuple[IPv4Address | IPv6Address | None, str]:

@@ -8,11 +8,12 @@ import gc
 import socket
 from asyncio.sslproto import SSLProtocol
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from forged.net.transport import tls_server
+from forged.net.transport import sockets, tls_server
 from forged.net.transport.port import Address, Listener
 from forged.net.transport.sockets import SystemNetwork
 from tests.net.recording_connections import Certificates, RecordingConnections, RecordingProtocol
@@ -20,6 +21,7 @@ from tests.net.recording_connections import Certificates, RecordingConnections, 
 LOCALHOST = Address("tls", host="127.0.0.1")
 PLAIN = Address("tcp", host="127.0.0.1")
 HANDSHAKES_MAX = 2
+"""Of one address; the limit is twice that."""
 LONG_S = 1000.0
 
 
@@ -38,7 +40,7 @@ class Exhausted(socket.socket):
 @pytest.fixture
 def network(certificates: Certificates) -> SystemNetwork:
     return SystemNetwork(
-        tls_server=certificates.server(), tls_client=certificates.client(), handshakes_max=HANDSHAKES_MAX
+        tls_server=certificates.server(), tls_client=certificates.client(), handshakes_max=2 * HANDSHAKES_MAX
     )
 
 
@@ -75,7 +77,7 @@ async def silent(network: SystemNetwork, listener: Listener, connections: Record
 async def crowd(
     network: SystemNetwork, listener: Listener, connections: RecordingConnections
 ) -> list[RecordingProtocol]:
-    """The maximum number of silent clients, all accepted."""
+    """The maximum number of silent clients of one address, all with a handshake in progress."""
     those = [await silent(network, listener, connections) for _ in range(HANDSHAKES_MAX)]
     for _ in those:
         await connections.accepted.get()
@@ -100,6 +102,76 @@ async def test_handshakes_are_limited_per_listener(network: SystemNetwork, conne
     assert not any(end.lost.done() for end in waiting)
 
 
+@pytest.fixture
+def by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients on this host count by their address, like those of other hosts."""
+    monkeypatch.setattr(sockets, "owner_uid", lambda sock: None)
+
+
+async def silent_at(host: str, listener: Listener) -> socket.socket:
+    """A client at this address of the loopback network that connects and sends nothing."""
+    sock = socket.socket()
+    sock.setblocking(False)
+    sock.bind((host, 0))
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", listener.address.port))
+    return sock
+
+
+async def is_closed(sock: socket.socket) -> bool:
+    try:
+        return await asyncio.get_running_loop().sock_recv(sock, 1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.usefixtures("patient", "by_address")
+async def test_handshakes_of_one_address_leave_half_of_the_places_to_others(
+    network: SystemNetwork, connections: RecordingConnections
+) -> None:
+    listener = await connections.listen(network, LOCALHOST)
+    with ExitStack() as crowd:
+        for _ in range(20):
+            crowd.enter_context(await silent_at("127.0.0.2", listener))
+        for _ in range(HANDSHAKES_MAX):
+            await connections.accepted.get()
+        for _ in range(3):
+            assert await serves(network, listener, connections)
+        assert connections.accepted.empty()
+
+
+@pytest.mark.usefixtures("by_address")
+async def test_free_place_goes_to_the_waiting_address_with_the_fewest_handshakes(
+    network: SystemNetwork, connections: RecordingConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_server, "HANDSHAKE_MIN_S", 0.0)
+    listener = await connections.listen(network, LOCALHOST)
+    with ExitStack() as crowd:
+        for host in ("127.0.0.2", "127.0.0.3"):
+            for _ in range(20):
+                crowd.enter_context(await silent_at(host, listener))
+        near = connections.near()
+        await network.connect(listener.address, lambda: near)
+
+
+@pytest.mark.usefixtures("patient", "by_address")
+async def test_waiting_connections_of_one_address_beyond_half_of_the_limit_are_closed(
+    network: SystemNetwork, connections: RecordingConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_server, "WAITING_MAX", 6)
+    listener = await connections.listen(network, LOCALHOST)
+    with ExitStack() as crowd:
+        of_one = [crowd.enter_context(await silent_at("127.0.0.2", listener)) for _ in range(HANDSHAKES_MAX + 3 + 1)]
+        assert await is_closed(of_one[-1])
+        for _ in range(HANDSHAKES_MAX):
+            await connections.accepted.get()
+        of_another = [crowd.enter_context(await silent_at("127.0.0.3", listener)) for _ in range(HANDSHAKES_MAX + 3)]
+        third = crowd.enter_context(await silent_at("127.0.0.4", listener))
+        assert await is_closed(of_one[HANDSHAKES_MAX])
+        await listener.close()
+        for sock in (of_one[-2], of_another[-1], third):
+            assert await is_closed(sock)
+
+
 @pytest.mark.usefixtures("patient")
 async def test_disconnecting_client_frees_its_handshake_slot(
     network: SystemNetwork, connections: RecordingConnections
@@ -118,7 +190,7 @@ async def test_timed_out_handshake_frees_its_slot(
     network = SystemNetwork(
         tls_server=certificates.server(),
         tls_client=certificates.client(),
-        handshakes_max=HANDSHAKES_MAX,
+        handshakes_max=2 * HANDSHAKES_MAX,
         tls_handshake_timeout_s=0.2,
     )
     listener = await connections.listen(network, LOCALHOST)
