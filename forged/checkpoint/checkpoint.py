@@ -22,7 +22,7 @@ from forged.checkpoint import rng
 from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
 from forged.checkpoint.format.manifest import Manifest, ManifestFence
 from forged.checkpoint.format.tree import INTEGER_MAX, LeafType
-from forged.checkpoint.loading.loader import Loaded, load_state, require_small
+from forged.checkpoint.loading.loader import OPTIMIZER, RNG, Loaded, load_state, require_small
 from forged.checkpoint.model import (
     DEFAULT_TIMEOUT_S,
     CheckpointInfo,
@@ -47,8 +47,7 @@ from forged.logger_adapter import as_log
 from forged.retry import RetryPolicy
 
 MODEL = "model"
-OPTIMIZER = "optimizer"
-RNG = "rng"
+SECTIONS = (MODEL, OPTIMIZER, RNG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +214,7 @@ class DistributedCheckpoint:
             return results[0][0].save_id.encode()
 
         async def apply() -> bytes:
-            self._apply(results[0][1].state, model, optimizer, options)
+            self._apply(results[0][1].state, model, optimizer)
             return b""
 
         await ranks.decide(read, require_same_save)
@@ -257,7 +256,6 @@ class DistributedCheckpoint:
             into[MODEL] = _state_of(model, MODEL)
         if optimizer is not None and options.load_optimizer:
             into[OPTIMIZER] = _state_of(optimizer, OPTIMIZER)
-        sections = {MODEL, *([OPTIMIZER] if options.load_optimizer else []), *([RNG] if options.load_rng_state else [])}
         loaded = load_state(
             self._storage,
             manifest,
@@ -267,16 +265,16 @@ class DistributedCheckpoint:
             options=options,
             token=token,
             leaf_types=self._leaf_types,
-            sections=sections,
+            sections=SECTIONS,
         )
         return manifest, loaded
 
-    def _apply(self, state: Mapping[str, Any], model: Any, optimizer: Any, options: LoadOptions) -> None:
+    def _apply(self, state: Mapping[str, Any], model: Any, optimizer: Any) -> None:
         if model is not None and MODEL in state and hasattr(model, "load_state_dict"):
             model.load_state_dict(state[MODEL])
         if optimizer is not None and OPTIMIZER in state and hasattr(optimizer, "load_state_dict"):
             optimizer.load_state_dict(state[OPTIMIZER])
-        if options.load_rng_state and state.get(RNG):
+        if state.get(RNG):
             rng.restore(state[RNG], self._generators)
 
     # Listing and deleting.
