@@ -632,22 +632,23 @@ class TestTraining:
         await group.finish("a", "b", "c", "d")
 
     async def test_no_step_is_repeated_when_a_worker_joins(self, group: TrainerGroup) -> None:
-        """All stop behind the same step: no step is broken off."""
-        aborted: list[str] = []
-        lose = CurrentWorld.lose
+        """All stop after the same step: each step that a worker finishes is committed."""
+        repeated: list[int] = []
+        end_step = CurrentWorld.end_step
 
-        def note(current_world: CurrentWorld, error: Any) -> None:
-            aborted.append(error.message)
-            lose(current_world, error)
+        async def note(current_world: CurrentWorld, step: int) -> bool:
+            if not (committed := await end_step(current_world, step)):
+                repeated.append(step)
+            return committed
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CurrentWorld, "lose", note)
+            patch.setattr(CurrentWorld, "end_step", note)
             group.start("a", "b")
             await group.world_of("a", "b")
             for name in ("c", "d"):
                 group.start(name)
                 await group.world_of(*group.trainers)
-            assert aborted == []
+            assert repeated == []
         await group.finish(*group.trainers)
 
     async def test_events_tell_of_every_world_with_the_rank_in_it(self, group: TrainerGroup) -> None:
