@@ -21,6 +21,7 @@ from forged.net.protocol.messages import Bye, Reply, RequestMessage
 from forged.net.transport.connection import ConnectionLimits
 from forged.net.transport.sockets import SystemNetwork
 from forged.paths import client_socket
+from forged.retry import RetryPolicy
 from forged.status.model import DaemonStarted, HandlerView, ReadStatus, Status
 from tests.client.daemon_runner import SOON, DaemonRunner, config_in
 from tests.client.example_messages import ExampleRequest, ExampleSignal
@@ -297,7 +298,7 @@ class TestOpening:
         runner = DaemonRunner(config_in(tmp_path / "tls", listen=("tls://127.0.0.1:0",)), network=network)
         (secure,) = (await runner.open()).listening
         with pytest.raises(Unavailable, match=f"use {secure}"):
-            async with ForgedClient(secure.replace("tls://", "tcp://"), connect_timeout_s=0.5):
+            async with ForgedClient(secure.replace("tls://", "tcp://"), reconnect=RetryPolicy(attempts=1)):
                 pass
         await runner.close()
 
@@ -315,7 +316,7 @@ class TestOpening:
     async def test_unresponsive_endpoint_is_skipped(self, runner: DaemonRunner, tmp_path: Path) -> None:
         async with (
             FakeDaemon(tmp_path / "mute.sock", FakeConnection.wait_closed) as silent_daemon,
-            client_of(silent_daemon, runner, connect_timeout_s=1.5) as client,
+            client_of(silent_daemon, runner, connect_timeout_s=6.0) as client,
         ):
             assert client.endpoint == runner.endpoint
 

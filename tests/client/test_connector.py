@@ -80,12 +80,12 @@ class TestPauses:
     async def test_connect_timeout_of_opening_does_not_limit_reconnections(self, tmp_path: Path) -> None:
         async def treat(connection: FakeConnection) -> None:
             if fake.connections > 1:
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(2.5)
             await connection.accept_hello()
             if fake.connections > 1:
                 await connection.wait_closed()
 
-        async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake, connect_timeout_s=0.8) as client:
+        async with FakeDaemon(tmp_path / "s", treat) as fake, client_of(fake, connect_timeout_s=4.0) as client:
             while fake.connections < 2 or not client.connected:
                 await asyncio.sleep(0.001)
             assert fake.connections == 2

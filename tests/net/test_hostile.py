@@ -213,7 +213,7 @@ async def test_silent_client_is_disconnected(tmp_path: Path) -> None:
 async def test_plain_text_client_on_a_tls_port_leaves_no_session(
     tmp_path: Path, certificates: Certificates, data: bytes
 ) -> None:
-    async with real_daemon(tmp_path, tls=certificates.server(), connections_max=5, hello_timeout_s=0.1) as here:
+    async with real_daemon(tmp_path, tls=certificates.server(), connections_max=5, hello_timeout_s=1.0) as here:
         for _ in range(20):
             with await _dial(here.tcp) as plain:
                 await asyncio.get_running_loop().sock_sendall(plain, data)

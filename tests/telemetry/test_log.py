@@ -19,7 +19,7 @@ from forged.log import Log
 from forged.telemetry.log import Logs, configure
 
 NOON = 1769860800.1234
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 
 class Noon:

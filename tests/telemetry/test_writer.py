@@ -21,7 +21,7 @@ from forged.telemetry.writer import (
     writer_for,
 )
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 
 def loss_line(lines: int, why: str) -> bytes:

@@ -205,6 +205,12 @@ async def soon(event: asyncio.Event) -> None:
         await event.wait()
 
 
+def wait_briefly_for_daemon(trainer: Trainer) -> None:
+    """Shorten this worker's wait for an absent daemon. The daemon's own wait, for its workers, stays long."""
+    state = trainer.worker._state
+    state.follow_settings({**state.view.settings, "reconnect_grace_ms": 500})
+
+
 class TestAWorld:
     @pytest.mark.parametrize("replication", [0, 1, 2])
     async def test_holds_each_shard_as_often_as_it_should_through_all_changes(
@@ -532,11 +538,12 @@ class TestWhoIsToGo:
         self, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(drain, "LOOK_INTERVAL_S", 0.05)
-        async with training_cluster(runner, origin=None, settings={"reconnect_grace_ms": 500}) as cluster:
+        async with training_cluster(runner, origin=None) as cluster:
             cluster.start("a", store=filled(*range(SHARDS)))
             cluster.start("b")
             await cluster.group.world_of("a", "b")
             await runner.close()
+            wait_briefly_for_daemon(cluster.group["a"])
             cluster.group["a"].worker.drain("the spot price")
             assert await cluster.group.over("a") == [None]
             await runner.open()
@@ -547,7 +554,7 @@ class TestWhoIsToGo:
         self, daemon: str, runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(drain, "LOOK_INTERVAL_S", 0.05)
-        settings = {"reconnect_grace_ms": 500, "leave_timeout_ms": 1_000 if daemon == "there" else None}
+        settings = {"leave_timeout_ms": 1_000 if daemon == "there" else None}
         async with training_cluster(runner, origin=None, settings=settings) as cluster, cluster.client() as client:
             cluster.start("a", store=filled(*range(SHARDS)))
             cluster.start("b")
@@ -557,6 +564,7 @@ class TestWhoIsToGo:
                 await anext(told)
             if daemon == "away":
                 await runner.close()
+                wait_briefly_for_daemon(cluster.group["b"])
             cluster.group["b"].worker.drain("the spot price")
             assert await cluster.group.over("b") == [None]
             if daemon == "there":

@@ -112,7 +112,7 @@ async def test_draining_worker_with_an_unfit_state_says_so_and_leaves_after_its_
     runner: DaemonRunner, client: ForgedClient
 ) -> None:
     log = RecordingLog()
-    async with group_at(runner.endpoint, leave_timeout_ms=500, max_workers=1) as group:
+    async with group_at(runner.endpoint, leave_timeout_ms=2_000, max_workers=1) as group:
         group.start("a", log=log)
         await group.world_of("a", steps=5)
         spoil(group, "a")

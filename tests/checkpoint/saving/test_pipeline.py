@@ -599,7 +599,7 @@ async def test_a_manifest_that_is_stuck_leaves_all_that_it_names() -> None:
             release.wait(30)
 
     stalled = FaultyStorage(storage, stuck)
-    outcomes = await save(lambda rank: stalled if rank == 0 else storage, 3, timeout_s=1.0)
+    outcomes = await save(lambda rank: stalled if rank == 0 else storage, 3, timeout_s=3.0)
     assert all(isinstance(one, OutcomeUnknown) for one in outcomes), outcomes
     assert not listing.checkpoint_exists(storage, "run/1")
     release.set()
@@ -643,7 +643,7 @@ async def test_a_write_that_is_slow_is_stopped_at_its_next_block() -> None:
         def write(self, name: str, source: ByteSource, token: CancelToken) -> None:
             token.wait(60)
 
-    outcomes = await save(lambda rank: Slow() if rank == 1 else storage, 3, timeout_s=1.0)
+    outcomes = await save(lambda rank: Slow() if rank == 1 else storage, 3, timeout_s=3.0)
     for error in check_failed(outcomes, storage):
         assert not isinstance(error, OutcomeUnknown)
         assert (error.type, error.message[:7]) == (ExceptionType.TIMEOUT, "rank 1:")

@@ -57,7 +57,7 @@ from forged.worker.registration import Registration
 
 ME, OTHER = WorkerId("me", "host", 1), WorkerId("other", "host", 2)
 SHARDS, SIZE = 6, 100
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 
 def content(shard: int) -> bytes:

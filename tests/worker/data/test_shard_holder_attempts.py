@@ -29,7 +29,7 @@ from forged.worker.registration import Registration
 from forged.worker.worker_state.job_view import Commit
 
 ME, OTHER = WorkerId("me", "host", 1), WorkerId("other", "host", 2)
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 
 class Recorder:
