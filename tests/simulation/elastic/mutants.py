@@ -25,6 +25,7 @@ from forged.elastic.rescale.attempt import Attempt, StopReport
 from forged.worker import rescaler
 from forged.worker.collectives.world import World
 from forged.worker.rescaler import Rescaler, StateAgreement, agree
+from forged.worker.standstill import StandstillReporter
 from forged.worker.state_transfer.transfer import StateExchange
 from forged.worker.worker_state.job_view import Commit
 from forged.worker.worker_state.progress import TrainingProgress
@@ -281,6 +282,13 @@ def keep_the_own_rate_where_the_worlds_is_zero() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def stand_still_in_silence() -> Iterator[None]:
+    """A worker does not notice that it stands still."""
+    with patch.object(StandstillReporter, "_look", lambda self: None):
+        yield
+
+
 MUTANTS: dict[str, Mutant] = {
     mutant.__name__: mutant
     for mutant in (
@@ -303,6 +311,7 @@ MUTANTS: dict[str, Mutant] = {
         take_everybody_for_a_holder_of_the_state,
         keep_nobody_for_the_state,
         keep_the_own_rate_where_the_worlds_is_zero,
+        stand_still_in_silence,
     )
 }
 
@@ -326,5 +335,6 @@ BREAKS: dict[str, Promise] = {
     "take_everybody_for_a_holder_of_the_state": Promise.STEPS,
     "keep_nobody_for_the_state": Promise.HANDED_OVER,
     "keep_the_own_rate_where_the_worlds_is_zero": Promise.ONE_RATE,
+    "stand_still_in_silence": Promise.STANDSTILL,
 }
 """The promise that each of them breaks."""

@@ -35,6 +35,7 @@ from forged.elastic.messages import (
     WorkerRecovered,
     WorkerReturned,
     WorkerStalled,
+    WorkerStoodStill,
 )
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.elastic.phases import OVER, Cause, next_phase
@@ -57,6 +58,8 @@ from tests.simulation.elastic.truth import (
     broken,
 )
 
+REPORTED_WITHIN_S = 1.0
+"""How long a worker may stand still without a daemon before it says so."""
 OLD_WORLD_MAX_S = 60.0
 """How long an evicted worker may take to commit a last step with peers that have not heard of it, or are blocked."""
 
@@ -170,7 +173,9 @@ class ElasticOracle:
 
     @take.register
     def _of_a_member(
-        self, fact: WorkerDraining | WorkerStalled | WorkerRecovered | WorkerLost | WorkerReturned, truth: Truth
+        self,
+        fact: WorkerDraining | WorkerStalled | WorkerRecovered | WorkerLost | WorkerReturned | WorkerStoodStill,
+        truth: Truth,
     ) -> None:
         if fact.worker_id not in truth.members:
             stranger = f"{fact.worker_id}, which is no member of {truth.job}"
@@ -444,6 +449,7 @@ class ElasticOracle:
         if world.epoch not in truth.begun:
             self._begin_world(truth, world, step)
         simulated.generation, simulated.committed, simulated.finished = known.epoch, step, None
+        simulated.is_void = False
 
     def _begin_world(self, truth: Truth, world: ClusterTopology, step: int) -> None:
         """An asynchronous world starts after the step on which its members agreed."""
@@ -480,7 +486,7 @@ class ElasticOracle:
         if step != committed:
             self.breach(Promise.STEPS, f"{me} begins step {step} of {truth.job}, and {committed} are committed")
         self._check_state(truth, me, step, state)
-        simulated.stepping = step
+        simulated.stepping, simulated.is_void = step, False
 
     def contributes(self, simulated: SimulatedWorker, rank: int, share: range, pace: tuple[float, int]) -> None:
         """A script contributes its part of a step, with this learning rate and batch."""
@@ -516,7 +522,7 @@ class ElasticOracle:
         truth, step = self.truths[simulated.job], simulated.stepping
         assert simulated.me is not None
         assert step is not None
-        simulated.stepping = None
+        simulated.stepping, simulated.is_void = None, not counts
         if not counts:
             return
         world = truth.worlds[simulated.generation]
@@ -548,6 +554,18 @@ class ElasticOracle:
             known = truth.chain.index(state) if state in truth.chain else "no"
             self.breach(
                 Promise.STATE, f"{me} has the state of {known} steps of {truth.job} where {steps} are behind it"
+            )
+
+    def waits(self, simulated: SimulatedWorker, *, for_daemon: bool) -> None:
+        """A process waits, as far as it knows for nothing but a daemon, or not. To be told again and again."""
+        if not (for_daemon and simulated.is_void and simulated.alive):
+            simulated.waits_since = None
+            return
+        now = self._now()
+        since = simulated.waits_since = now if simulated.waits_since is None else simulated.waits_since
+        if now - since > REPORTED_WITHIN_S and not simulated.stands_still:
+            self.breach(
+                Promise.STANDSTILL, f"{simulated.me} of {simulated.job} stands still for {now - since:.1f} s in silence"
             )
 
     # Breaches.

@@ -18,7 +18,7 @@ import numpy as np
 from forged.client import ForgedClient
 from forged.elastic.config import PULSE_INTERVAL_S, ElasticTrainingConfig
 from forged.elastic.messages import LeaveJob, Pulse, ReportDeath
-from forged.elastic.model import GlobalTrainingState, WorkerId
+from forged.elastic.model import GlobalTrainingState, Standstill, WorkerId
 from forged.errors import ForgedError, Unavailable
 from forged.log import SILENT
 from forged.worker.errors import StepAborted
@@ -235,6 +235,7 @@ class Process:
             global_batch_size=Random(name).choice((0, BATCH)) if data is None else 0,
         )
         self.worker.state_synchronized.subscribe(self._enter)
+        self.worker.standstill.subscribe(self._stand_still)
         self.worker.leaving.subscribe(self._save)
         self.simulated = SimulatedWorker(job.name, name, host, self.worker.incarnation)
         if self.disk is not None and given is not None:
@@ -244,6 +245,10 @@ class Process:
         """Some take their time before they go."""
         await anyio.sleep(Random(self.worker.incarnation).choice(SAVING_S))
 
+    def _stand_still(self, standstill: Standstill) -> None:
+        self.simulated.stands_still = standstill.lasted_s is None
+        self._world.met["a worker stands still without a daemon"] += self.simulated.stands_still
+
     @property
     def alive(self) -> bool:
         return self.simulated.alive
@@ -251,6 +256,16 @@ class Process:
     @property
     def suspended(self) -> bool:
         return self._network.execution.suspended
+
+    @property
+    def waits_for_daemon(self) -> bool:
+        """Whether it has no connection, and knows of nothing else that keeps it from training."""
+        view, session = self.worker._state.view, self.worker._session
+        if session is None or session.is_over or self.suspended:
+            return False
+        is_stopped = view.paused or view.waiting or view.draining is not None or view.committed is not None
+        is_over = view.end is not None or view.completed is not None
+        return not (session._client.connected or is_stopped or is_over)
 
     async def live(self) -> None:
         """From its start to its end."""

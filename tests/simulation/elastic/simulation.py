@@ -313,6 +313,8 @@ class ElasticWorld(Simulation):
             await anyio.sleep(0.1)
             self.look()
             self.oracle.check()
+            for process in self.living():
+                self.oracle.waits(process.simulated, for_daemon=process.waits_for_daemon)
 
     async def _recover(self) -> None:
         """After the faults every job trains again, with all live workers, or was aborted for a reason."""

@@ -50,6 +50,7 @@ MUST_HAPPEN = (
     "an id returns on another host",
     "a joiner does not become ready",
     "a worker is stalled",
+    "a worker stands still without a daemon",
     "a worker is evicted",
     "a pulse says what its worker could not",
     "a worker dies before it joins",

@@ -46,6 +46,7 @@ class Promise(StrEnum):
     HANDED_OVER = "a draining worker hands its state over to waiting joiners"
     ONE_RATE = "all ranks of a world have one learning rate and one batch"
     STATE = "the state of every trainer is a function of the number of committed steps"
+    STANDSTILL = "a survivor without a daemon reports its standstill within a second"
     RUNS_AGAIN = "when the faults have stopped, every job runs again within a bound"
     ANSWERS = "a correct request is not refused"
 
@@ -92,6 +93,12 @@ class SimulatedWorker:
     """How many steps it has seen committed."""
     finished: int | None = None
     """The step that it has finished last."""
+    is_void: bool = False
+    """Whether its last step was void, and it has neither begun another one nor entered another world."""
+    waits_since: float | None = None
+    """Since when it is known to wait for nothing but a daemon."""
+    stands_still: bool = False
+    """Whether its script was told that it stands still."""
     held_since: float = math.inf
     """Since when, and until when, its script is held up, or was: it hangs, or the process is suspended."""
     held_until: float = -math.inf
