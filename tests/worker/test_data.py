@@ -48,6 +48,7 @@ from forged.worker.data.transfer_reports import TransferReports
 from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.registration import Registration
 from tests.client.daemon_runner import SOON, DaemonRunner
+from tests.data.damage import damage
 from tests.data.transfer_cluster import DelayedStore, content_of
 from tests.worker.meshes import until
 from tests.worker.trainers import JOB, PATIENCE_S, Trainer, TrainerGroup, group_at
@@ -720,7 +721,7 @@ class TestCopies:
                 cluster.start(name, store=filled(*range(SHARDS)))
             await cluster.group.world_of("a", "b")
             for shard in range(SHARDS):
-                cluster.stores["a"].damage(shard, b"!" * SIZE)
+                damage(cluster.stores["a"], shard, b"!" * SIZE)
             cluster.start("c")
             await cluster.group.world_of("a", "b", "c")
             found = await cluster.facts(CorruptShardFound)
@@ -738,7 +739,7 @@ class TestCopies:
             cluster.start("a")
             await cluster.group.world_of("a")
             for shard in (0, 7):
-                cluster.stores["a"].damage(shard, b"!" * SIZE)
+                damage(cluster.stores["a"], shard, b"!" * SIZE)
             cluster.start("b")
             await cluster.group.world_of("a", "b")
             await cluster.check_holdings("a", "b")
@@ -765,7 +766,7 @@ class TestCopies:
             cluster.start("a")
             await cluster.group.world_of("a")
             for shard in range(SHARDS):
-                cluster.stores["a"].damage(shard, b"!" * SIZE)
+                damage(cluster.stores["a"], shard, b"!" * SIZE)
             cluster.start("b")
             await cluster.group.world_of("a", "b")
             assert len(await cluster.facts(CorruptShardFound)) == SHARDS
@@ -775,8 +776,8 @@ class TestCopies:
         async with training_cluster(runner, origin=None) as cluster, cluster.client() as client:
             cluster.start("a", store=filled(*range(SHARDS)))
             await cluster.group.world_of("a")
-            cluster.stores["a"].damage(11, b"!" * SIZE)
-            cluster.stores["a"].damage(10, b"!" * SIZE)
+            damage(cluster.stores["a"], 11, b"!" * SIZE)
+            damage(cluster.stores["a"], 10, b"!" * SIZE)
             async with client.facts(ShardsLost, jobs=[JOB]) as facts:
                 cluster.start("b")
                 item = await asyncio.wait_for(anext(facts), PATIENCE_S)

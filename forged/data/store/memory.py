@@ -43,10 +43,6 @@ class MemoryShardStore(ShardStore):
             raise not_held(shard)
         return self._held[shard][1]
 
-    def damage(self, shard: int, data: bytes) -> None:
-        """Replace the bytes of a shard and keep its stamp, as a failing disk would."""
-        self._held[shard] = (self._held[shard][0], data)
-
     def open(self, shard: int) -> OpenShard:
         """Open a held shard for reading."""
         return _OpenMemory(self.read(shard), self._held[shard][0])

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from forged.data.store.errors import StoreFailed
 from forged.data.store.memory import MemoryShardStore
-from forged.data.store.port import Stamp
 from tests.data.transfer_cluster import open_descriptors
 
 
@@ -17,15 +14,6 @@ def test_store_refuses_shards_beyond_its_capacity() -> None:
         store.put(2, [b"x" * 4, b"x"])
     assert raised.value.code == "disk_full"
     store.put(2, [b"x" * 4])
-
-
-def test_damaged_shard_keeps_its_stamp() -> None:
-    store = MemoryShardStore()
-    stamp = store.put(1, [b"right"])
-    store.damage(1, b"wrong")
-    with store.open(1) as opened:
-        assert opened.stamp == stamp == Stamp.of(b"right")
-        assert os.pread(opened.fd, 5, 0) == b"wrong"
 
 
 def test_store_leaks_no_descriptors() -> None:

@@ -37,6 +37,7 @@ from forged.worker.data import shard_connections as shards
 from forged.worker.data import shard_protocol
 from forged.worker.transport.bulk_channel import BulkTransport, LoopBulkTransport, SocketBulkTransport
 from forged.worker.transport.peer_link import PEER_LIMITS
+from tests.data.damage import damage
 from tests.data.topology_changes import redistributor, spread
 from tests.data.transfer_cluster import (
     FAST_RETRY,
@@ -507,7 +508,7 @@ async def test_shard_with_two_corrupt_copies_is_missing_and_nothing_is_held() ->
         for store in cluster.stores[1:]:
             put(store, 0)
             assert isinstance(store, MemoryShardStore)
-            store.damage(0, content_of(9, SIZE))
+            damage(store, 0, content_of(9, SIZE))
         report = await cluster.manager().execute_plan(plan_for(cluster, 1, {1: [0]}, {2: [0]}))
         assert [one.shard_id for one in report.missing] == [0]
         assert {one.source for one in report.bad_copies} == set(cluster.workers[1:])

@@ -29,6 +29,7 @@ from forged.net.protocol.messages import Message
 from forged.worker.transport.bulk_channel import LoopBulkTransport, LoopChannel
 from forged.worker.transport.dialogue_wire import Conversation, DialogueWire, cut_off
 from forged.worker.transport.peer_messages import PeerMessage
+from tests.data.damage import damage
 from tests.simulation.elastic.truth import SimulatedWorker
 
 T = TypeVar("T")
@@ -117,7 +118,7 @@ class Disk(MemoryShardStore):
             return
         changed = bytearray(self.read(shard))
         changed[len(changed) // 2] ^= 1
-        self.damage(shard, bytes(changed))
+        damage(self, shard, bytes(changed))
         self.rotten[shard] = bytes(changed)
         self.found.discard(shard)
 

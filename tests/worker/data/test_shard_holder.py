@@ -54,6 +54,7 @@ from forged.worker.data.shard_holder import (
 from forged.worker.data.transfer_reports import ORIGIN_SILENCE_REPORTED_S, ORIGIN_TRIES, STORING_MAX_S, StoreFailure
 from forged.worker.mesh import Mesh
 from forged.worker.registration import Registration
+from tests.data.damage import damage
 
 ME, OTHER = WorkerId("me", "host", 1), WorkerId("other", "host", 2)
 SHARDS, SIZE = 6, 100
@@ -536,8 +537,8 @@ class TestFullStore:
 class TestSuspectCopies:
     async def test_bad_suspect_copy_is_dropped_before_the_offer(self) -> None:
         fixture = HolderFixture(filled(0, 1, 2))
-        fixture.store.damage(1, b"!" * SIZE)
-        fixture.store.damage(2, b"!")
+        damage(fixture.store, 1, b"!" * SIZE)
+        damage(fixture.store, 2, b"!")
         for shard in (0, 1, 2, 5):
             fixture.holder._local.suspects.add(shard)
         await fixture.run_attempt(1, part(keep=(0,)))
@@ -545,7 +546,7 @@ class TestSuspectCopies:
 
     async def test_suspect_copy_is_not_dropped_during_a_background_attempt(self) -> None:
         fixture = HolderFixture(filled(0, 1))
-        fixture.store.damage(1, b"!" * SIZE)
+        damage(fixture.store, 1, b"!" * SIZE)
         fixture.holder._local.suspects.add(1)
         fixture.daemon.part = part(keep=(0, 1))
         fixture.holder.on_fact(TransfersPlanned(1, TransferTotals()))
@@ -558,7 +559,7 @@ class TestSuspectCopies:
 
     async def test_suspect_named_by_the_daemon_is_verified_before_the_next_offer(self) -> None:
         fixture = HolderFixture(filled(0, 1, 2))
-        fixture.store.damage(1, b"!" * SIZE)
+        damage(fixture.store, 1, b"!" * SIZE)
         fixture.daemon.suspect = [int64(1, 2), b""]
         await fixture.run_attempt(1, part(keep=(0, 2)))
         sent = [(offer.held, offer.verified) for offer in fixture.daemon.requests_of(OfferShards)]
@@ -663,7 +664,7 @@ class TestSuspectCopies:
 
     async def test_copy_stays_suspect_until_it_can_be_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
         fixture = HolderFixture(filled(0, 1))
-        fixture.store.damage(1, b"!" * SIZE)
+        damage(fixture.store, 1, b"!" * SIZE)
         fixture.holder._local.suspects.add(1)
         with monkeypatch.context() as context:
 
