@@ -137,7 +137,7 @@ def _fail_late_members(job: JobState, attempt: Attempt, now: Moment) -> None:
         late = list(blocking_members(attempt, job.membership, job.peer_reports, now.monotonic, trains=job.trains))
     is_over_limit = _limit_at(job, attempt) <= now.monotonic
     if not late and is_over_limit:
-        late = list(overdue_members(attempt, job.membership, now.monotonic))
+        late = list(overdue_members(attempt, job.membership, job.peer_reports, now.monotonic))
     if not late:
         attempt.heard_at = now.monotonic
         attempt.stopped_at = now.monotonic if is_over_limit else attempt.stopped_at

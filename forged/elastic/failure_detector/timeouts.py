@@ -3,10 +3,11 @@
 Invariants:
 - A member that waits for other members never fails for it, nor a member in a step that no member has finished.
 - Without progress a member fails because its library is silent, or because all other members have come further.
-- If the whole takes too long, joiners fail before members of the world; the state source does not fail for it.
+- If the whole takes too long, joiners fail before members of the world.
 - A member whose shard store fails does so over all attempts: a new attempt, or a new run of the daemon, does not let it
   hold the world up for another `rescale_silence_ms`.
-- If a member cannot fetch the state though it does what it can, the state source fails.
+- If a member cannot fetch the state though it does what it can, the state source fails; else it does not fail for a
+  slow attempt.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def blocking_members(
     late = late_members(attempt, membership, now, trains=trains)
     source = membership.members.get(attempt.source)
     if source is not None and (member_id := _cut_off_from(source, late, attempt, membership, peer_reports, now)):
-        yield source, f"{member_id} could not fetch the state from it {within}"
+        yield source, _not_fetched_by(member_id, within)
         return
     for member in late:
         yield member, _without_answer(member.id, attempt, within)
@@ -74,15 +75,24 @@ def _with_failing_store(worker: str, attempt: Attempt, within: str, now: float) 
     return f"no shard stored for {failing_s:.0f} s, in several attempts: {problem}"
 
 
-def overdue_members(attempt: Attempt, membership: WorldMembership, now: float) -> Iterator[tuple[Member, str]]:
-    """The members that have not answered an attempt which has taken too long, with what they have done."""
+def overdue_members(
+    attempt: Attempt, membership: WorldMembership, peer_reports: PeerReports, now: float
+) -> Iterator[tuple[Member, str]]:
+    """The members for which an attempt has taken too long, with what they have done."""
     owing = [worker for worker in _active(attempt, membership, now) if worker != attempt.source]
-    joiners = [worker for worker in owing if worker in attempt.added]
+    late = [membership.members[worker] for worker in owing if worker in membership.members]
+    joiners = [member for member in late if member.id in attempt.added]
     within = f"in attempt {attempt.number} within {membership.config.rescale_timeout_s:g} s"
-    for worker in joiners or owing:
-        member = membership.members.get(worker)
-        if member is not None:
-            yield member, _without_answer(worker, attempt, within)
+    source = None if joiners else membership.members.get(attempt.source)
+    if source is not None and (member_id := _cut_off_from(source, late, attempt, membership, peer_reports, now)):
+        yield source, _not_fetched_by(member_id, within)
+        return
+    for member in joiners or late:
+        yield member, _without_answer(member.id, attempt, within)
+
+
+def _not_fetched_by(worker: str, within: str) -> str:
+    return f"{worker} could not fetch the state from it {within}"
 
 
 def _cut_off_from(

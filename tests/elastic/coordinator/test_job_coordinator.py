@@ -812,9 +812,10 @@ BEHIND = StopReport(7, holds_state=True)
 AHEAD = StopReport(7, holds_state=True, finished=True)
 
 
-def test_state_source_that_cannot_be_reached_fails_if_it_has_the_higher_rank() -> None:
+@pytest.mark.parametrize("limits", [{"rescale_silence_ms": 5_000}, {"rescale_timeout_ms": 5_000}], ids="-".join)
+def test_state_source_that_cannot_be_reached_fails_if_it_has_the_higher_rank(limits: dict[str, int]) -> None:
     """The only committed state is at a worker that no laggard can reach."""
-    book = formed("a", "b", "c", rescale_silence_ms=5_000)
+    book = formed("a", "b", "c", **limits)
     book.report_peer("c", "a")
     book.wait(1.1)
     book.report_peer("a", "c")
