@@ -239,7 +239,7 @@ def fail_whoever_has_not_answered() -> Iterator[None]:
     def hurried(*what: Any) -> bool:
         return False
 
-    with patch.object(timeouts, "members_holding_up", everybody), patch.object(timeouts, "_is_in_step", hurried):
+    with patch.object(timeouts, "members_holding_up", everybody), patch.object(timeouts, "is_in_step", hurried):
         yield
 
 

@@ -14,7 +14,7 @@ SEEDS = range(4)
 SEEDS_TO_CATCH = 200
 LIKELY = {
     "count_evictions": 35,
-    "fail_whoever_has_not_answered": 453,
+    "fail_whoever_has_not_answered": 114,
     "keep_nobody_for_the_state": 89,
     "take_everybody_for_a_holder_of_the_state": 27,
 }
