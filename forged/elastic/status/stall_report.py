@@ -211,8 +211,11 @@ def _stalled(stalled: Sequence[Member], now: float) -> Iterator[str]:
 
 
 def _silent(silent: Sequence[Member], now: float) -> Iterator[str]:
-    """Members that are suspended, or hold the GIL, long before they count as stalled."""
+    """Members without connection or heartbeats whose pulse is alive, long before they count as stalled."""
     for member in silent[:STALLED_SHOWN_MAX]:
+        if member.lost_at is not None:
+            yield f"no connection from {member.id} for {_seconds(now - member.lost_at)}, but its process lives"
+            continue
         silent_s = now - max(member.seen_at, member.heard_at or 0.0)
         silence = f"no heartbeat from {member.id} for {_seconds(silent_s)}"
         yield f"{silence}, but its process lives: suspended, or the GIL is held"

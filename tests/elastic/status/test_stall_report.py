@@ -65,6 +65,14 @@ def test_worker_that_is_blocked_is_named_long_before_it_is_stalled() -> None:
     assert said(book) == ""
 
 
+def test_worker_without_a_connection_whose_pulse_is_alive_is_not_called_suspended() -> None:
+    book = formed("a", "b", reconnect_grace_ms=60_000)
+    hold_up(book, "b", 1.0)
+    book.lose("b")
+    hold_up(book, "b", 2.0)
+    assert said(book) == "no connection from b for 2 s, but its process lives"
+
+
 def test_worker_that_is_blocked_in_a_rescale_is_named_too() -> None:
     book = formed("a", "b")
     book.coordinator.rescale(book.now, "")
