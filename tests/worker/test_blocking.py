@@ -714,7 +714,7 @@ class TestLeaving:
     def test_subscriber_may_drain_the_worker(self, endpoint: str, client: BlockingClient) -> None:
         with at(endpoint) as worker:
             worker.state_synchronized.subscribe(lambda state: worker.drain("it has seen enough"))
-            for _ in worker.steps(STEPS):
+            for _ in worker.steps():
                 pass
         assert [fact.reason for fact in past(client, WorkerLeft)] == ["it has seen enough"]
 
