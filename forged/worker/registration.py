@@ -142,10 +142,12 @@ class Registration:
 
     # Living and waiting.
 
-    def beat(self, step: int, marks: int, interval_s: float, *, last_step_done: bool = False) -> None:
+    def beat(
+        self, step: int, marks: int, interval_s: float, *, last_step_done: bool = False, is_done: bool = False
+    ) -> None:
         """Signal a heartbeat; the next one is due in `interval_s`."""
         self._client.signal(
-            Heartbeat(self.job, self.worker.id, self.incarnation, step, marks, interval_s, last_step_done)
+            Heartbeat(self.job, self.worker.id, self.incarnation, step, marks, interval_s, last_step_done, is_done)
         )
 
     async def why_waiting(self) -> str:
@@ -270,6 +272,7 @@ class HeartbeatSender:
             current_world.marks,
             state.config.heartbeat_interval_s,
             last_step_done=state.drain.is_leaving,
+            is_done=state.is_done,
         )
         current_world.heartbeat_at = self._clock.wall()
 

@@ -199,6 +199,12 @@ class WorkerSession:
 
     # Leaving.
 
+    def tell_done(self, is_done: bool) -> None:
+        """Tell the daemon whether the script wants no further step."""
+        if self.state.is_done != is_done:
+            self.state.is_done = is_done
+            self._heartbeat.beat_now()
+
     def drain_because(self, reason: str) -> None:
         """Drain the worker, unless it drains already."""
         self.state.view.draining = self.state.view.draining or reason

@@ -109,9 +109,11 @@ class StepLoop:
     async def _advance(self, rescaler: Rescaler, total: int | None) -> int | Leaving | None:
         view, current_world, progress, session = self._view, self._current_world, self._progress, self._session
         while view.end is None and not session.is_over:
+            is_done = total is not None and progress.step >= total
+            session.tell_done(is_done and not current_world.may_step)
             if view.completed is not None:
                 await self._complete(view.completed)
-            elif total is not None and progress.step >= total and current_world.may_step:
+            elif is_done and current_world.may_step:
                 # Before a drain: only the world knows that the training is complete.
                 await session.leave("training completed", done=True)
             elif self._state.is_leave_due:

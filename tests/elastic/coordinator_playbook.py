@@ -95,11 +95,17 @@ class Playbook:
         return self.new_facts()
 
     def heartbeat(
-        self, *names: str, step: int = 0, collective_seq: int = 0, last_step_done: bool = False
+        self,
+        *names: str,
+        step: int = 0,
+        collective_seq: int = 0,
+        last_step_done: bool = False,
+        is_done: bool = False,
     ) -> list[Fact]:
         for name in names:
             member = self.coordinator.members[name]
-            signal = Heartbeat(JOB, name, member.incarnation, step, collective_seq, last_step_done=last_step_done)
+            who = JOB, name, member.incarnation
+            signal = Heartbeat(*who, step, collective_seq, last_step_done=last_step_done, is_done=is_done)
             self.coordinator.heartbeat(signal, self.now)
         return self.new_facts()
 

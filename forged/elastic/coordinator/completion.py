@@ -1,8 +1,9 @@
 """When a job is complete: what one member says about the training's end, and what the other members confirm.
 
 Invariants:
-- A member that is done completes its job only once every other member of its world that is connected has reached the
-  step that it names. A commit of another world voids what it says.
+- A job is complete once all registered members of its world say that training is complete after the same step: by a
+  heartbeat, or when they leave. A failure confirms nothing, and a commit of another world voids what those have said
+  that have left.
 - A member of a world can be no further than its world can have come since the last committed step.
 """
 
@@ -30,11 +31,13 @@ def require_possible(job: JobState, member: Member, step: int, now: Moment) -> N
         raise RequestRefused("step_impossible", text, "report the committed steps of this world")
 
 
-def claim(job: JobState, step: int) -> None:
-    """A member of the world says that training is complete after this step."""
+def claim(job: JobState, step: int, now: Moment) -> None:
+    """A member of the world that leaves says that training is complete after this step."""
     job.claimed_end = step or job.training.current_step
     # The job's end follows from the leave, whenever it is confirmed.
     job.outbox.mark_trigger()
+    if all(_agrees(member, job.claimed_end) for member in job.membership.present()):
+        _complete(job, job.claimed_end, now)
 
 
 def confirmation_wait_s(job: JobState) -> float:
@@ -43,14 +46,19 @@ def confirmation_wait_s(job: JobState) -> float:
 
 
 def consider(job: JobState, now: Moment) -> None:
-    """Complete the job if all members of the world agree that training is complete."""
+    """Complete the job if all members of the world agree with the one that has left; without any, none confirms it."""
     step = job.claimed_end
-    if step is None or job.over or not all(_has_reached(job, member, step) for member in job.membership.present()):
+    if step is None or job.over:
         return
+    members = list(job.membership.present())
+    if members and all(_agrees(member, step) for member in members):
+        _complete(job, step, now)
+
+
+def _agrees(member: Member, step: int) -> bool:
+    return member.is_done and member.step == step
+
+
+def _complete(job: JobState, step: int, now: Moment) -> None:
     job.training = state_after(job.training, step, now.wall)
     failures.end(job, Cause.COMPLETED, "training completed", JobCompleted(step))
-
-
-def _has_reached(job: JobState, member: Member, step: int) -> bool:
-    stop = None if job.attempt is None else job.attempt.stops.get(member.id)
-    return max(member.step, 0 if stop is None or not stop.holds_state else stop.position) >= step

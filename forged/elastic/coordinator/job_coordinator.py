@@ -112,8 +112,7 @@ class JobCoordinator(JobState):
         reason = in_words(reason, "training completed" if done else "its own request")
         self.outbox.publish(WorkerLeft(worker_id, reason))
         if done and self.membership.in_world(member) and not self.over:
-            completion.claim(self, step)
-            completion.consider(self, now)
+            completion.claim(self, step, now)
         if self.requires(member) and not self.over:
             delay_s = completion.confirmation_wait_s(self) if self.claimed_end is not None else 0.0
             self.note_missing_member(f"{worker_id} left: {reason}", now, is_reported=True, delay_s=delay_s)
@@ -127,11 +126,9 @@ class JobCoordinator(JobState):
 
     def heartbeat(self, signal: Heartbeat, now: Moment) -> None:
         liveness.heartbeat(self, signal, now)
-        completion.consider(self, now)
 
     def pulse(self, signal: Pulse, now: Moment) -> None:
         liveness.pulse(self, signal, now)
-        completion.consider(self, now)
 
     def died(self, worker_id: str, incarnation: bytes, now: Moment, reason: str) -> None:
         """Take evidence that a worker's process has ended."""

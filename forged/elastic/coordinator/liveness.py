@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from forged.elastic.coordinator import failures, progress
+from forged.elastic.coordinator import completion, failures, progress
 from forged.elastic.coordinator.job_state import NEVER, JobState
 from forged.elastic.membership.member import Member
 from forged.elastic.messages import AttemptProgress, Heartbeat, Pulse, WorkerStoodStill
@@ -32,9 +32,12 @@ def heartbeat(job: JobState, signal: Heartbeat, now: Moment) -> None:
         member.record_heartbeat(now.monotonic, signal.interval_s, job.config)
         member.is_unseen_since_restart = False
         progress.record(job, member, signal.step, now, signal.collective_seq)
+        member.is_done = signal.is_done
         if member.last_step_done != signal.last_step_done:
             member.last_step_done = signal.last_step_done
             job.store_member(member)
+        if signal.is_done:
+            completion.consider(job, now)
 
 
 def pulse(job: JobState, signal: Pulse, now: Moment) -> None:

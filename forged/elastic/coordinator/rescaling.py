@@ -88,10 +88,6 @@ def stopped(job: JobState, worker_id: str, incarnation: bytes, number: int, repo
         attempt.is_at_step_end = True
         attempt.heard_at = attempt.stopped_at = now.monotonic
     attempt.stops[worker_id] = report
-    # Before a commit, which would void what a member that is done has said.
-    completion.consider(job, now)
-    if job.over:
-        return
     if attempt.all_stopped and not job.member_is_missing:
         _synchronise(job, attempt, now)
 

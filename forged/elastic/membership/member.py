@@ -66,6 +66,8 @@ class Member:
     """How often its pulse is sent, as the pulse itself reports."""
     step: int = 0
     """The steps that it has reported as committed."""
+    is_done: bool = False
+    """Whether it says that training is complete after `step`."""
     collective_seq: int = 0
     """The number of its last collective, which shows which member its peers wait for."""
     reported_at: float = 0.0

@@ -22,6 +22,8 @@ class Heartbeat(Signal, frozen=True):
     interval_s: float = 0.0
     last_step_done: bool = False
     """Whether a draining worker trains no more and only finishes what it does before it leaves."""
+    is_done: bool = False
+    """Whether the worker has made the last step of its script, which wants no other."""
 
     @property
     def key(self) -> str:

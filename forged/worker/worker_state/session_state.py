@@ -263,6 +263,8 @@ class SessionState:
         self.current_world = CurrentWorld(self.view, counters, now, self.wake)
         self.progress = progress
         self.drain = DrainFlags()
+        self.is_done = False
+        """Whether the script has made its last step, and the world has ended before this worker could leave."""
         self._config: ElasticTrainingConfig | None = None
         self._changed = asyncio.Event()
         self._action: tuple[anyio.CancelScope, Callable[[], bool] | None] | None = None

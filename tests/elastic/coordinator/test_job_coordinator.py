@@ -520,7 +520,7 @@ def test_a_heartbeat_that_lies_is_not_believed_alone() -> None:
 def test_worker_that_is_done_says_how_many_steps_there_were() -> None:
     book = formed("a", "b")
     a = book.coordinator.members["a"]
-    book.heartbeat("b", step=9)
+    book.heartbeat("b", step=9, is_done=True)
     book.coordinator.leave("a", a.incarnation, book.now, reason="", done=True, step=9)
     assert JobCompleted(9) in book.new_facts()
 
@@ -1544,21 +1544,54 @@ def test_a_joiner_may_go_again() -> None:
     assert book.wait(100.0) == []
 
 
-def test_the_first_that_is_done_completes_the_job_if_the_other_members_have_reached_its_step() -> None:
+def test_the_first_that_is_done_completes_the_job_if_the_other_members_say_that_they_are_done() -> None:
     book = formed("a", "b")
-    book.heartbeat("a", step=100)
+    book.heartbeat("a", step=100, is_done=True)
     assert book.leave("b", done=True, step=100) == [WorkerLeft("b", "training completed"), JobCompleted(100)]
     assert book.coordinator.phase is Phase.COMPLETED
     assert book.leave("a", done=True, step=100) == [WorkerLeft("a", "training completed")]
 
 
-@pytest.mark.parametrize("report", ["heartbeat", "pulse"])
-def test_job_is_complete_when_the_last_member_has_reached_the_step_of_one_that_is_done(report: str) -> None:
+def test_job_is_complete_when_the_last_member_says_that_it_is_done_after_the_same_step() -> None:
     book = formed("a", "b", "c")
-    book.heartbeat("b", step=100)
+    book.heartbeat("b", step=100, is_done=True)
     assert book.leave("a", done=True, step=100) == [WorkerLeft("a", "training completed")]
-    assert getattr(book, report)("c", step=99) == []
-    assert getattr(book, report)("c", step=100) == [JobCompleted(100)]
+    assert book.heartbeat("c", step=99) == []
+    assert book.heartbeat("c", step=100) == []
+    assert book.heartbeat("c", step=100, is_done=True) == [JobCompleted(100)]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 5])
+def test_one_member_does_not_complete_a_job_whose_other_members_want_further_steps(ahead: int) -> None:
+    book = formed("a", "b")
+    book.heartbeat("b", step=100)
+    book.leave("a", done=True, step=100 + ahead)
+    for step in range(100, 106):
+        book.heartbeat("b", step=step)
+        book.pulse("b", step=step)
+    assert book.coordinator.phase is Phase.RUNNING
+
+
+def test_failures_of_the_other_members_do_not_confirm_that_training_is_complete() -> None:
+    book = formed("a", "b")
+    book.leave("a", done=True, step=100)
+    book.join("c")
+    book.die("b")
+    book.heartbeat("c", step=100, is_done=True)
+    assert book.coordinator.phase is not Phase.COMPLETED
+
+
+def test_last_member_of_a_world_completes_the_job_alone() -> None:
+    book = formed("a", "b")
+    book.die("b")
+    assert book.leave("a", done=True, step=100)[-1] == JobCompleted(100)
+
+
+def test_members_that_are_done_after_different_steps_do_not_complete_the_job() -> None:
+    book = formed("a", "b")
+    book.heartbeat("b", step=101, is_done=True)
+    book.leave("a", done=True, step=100)
+    assert book.coordinator.phase is Phase.RUNNING
 
 
 def test_job_is_complete_when_the_other_members_leave_in_good_order_after_the_same_step() -> None:
@@ -1567,7 +1600,7 @@ def test_job_is_complete_when_the_other_members_leave_in_good_order_after_the_sa
     assert book.leave("b", done=True, step=100) == [WorkerLeft("b", "training completed"), JobCompleted(100)]
 
 
-def test_job_is_complete_when_the_others_stop_after_the_step_of_a_member_that_is_done() -> None:
+def test_member_that_has_not_heard_of_the_last_commit_completes_the_job_in_a_world_of_its_own() -> None:
     book = formed("a", "b")
     book.leave("a", done=True, step=100)
     book.heartbeat("b", step=99)
@@ -1575,7 +1608,8 @@ def test_job_is_complete_when_the_others_stop_after_the_step_of_a_member_that_is
     (started,) = [fact for fact in book.facts if isinstance(fact, RescaleStarted)][-1:]
     assert started.attempt == 2
     book.stop("b", stop=StopReport(99, holds_state=True, finished=True))
-    assert book.last(JobCompleted).step == 100
+    assert (book.world, book.last(RescaleCompleted).step) == (["b"], 100)
+    assert book.leave("b", done=True, step=100)[-1] == JobCompleted(100)
 
 
 def test_training_goes_on_without_a_member_that_is_done_alone() -> None:

@@ -289,7 +289,7 @@ class TestBackgroundRescale:
     def test_ends_with_the_job(self) -> None:
         book = trains_on("a", "b")
         book.coordinator.rescale(book.now, "a wish")
-        book.heartbeat("b", step=9)
+        book.heartbeat("b", step=9, is_done=True)
         book.leave("a", done=True, step=9)
         assert book.coordinator.phase is Phase.COMPLETED
         assert book.last(JobCompleted).step == 9

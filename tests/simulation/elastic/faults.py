@@ -41,7 +41,7 @@ from forged.kernel.messages import Fact, Request
 from tests.simulation.base import SERVER
 from tests.simulation.data.simulation import FULL_S, Disk
 from tests.simulation.elastic.process import Job, Process
-from tests.simulation.elastic.truth import PAUSE, WAITS_S, Promise, broken
+from tests.simulation.elastic.truth import IMPOSSIBLE_STEP, PAUSE, WAITS_S, Promise, broken
 
 if TYPE_CHECKING:
     from tests.simulation.elastic.simulation import ElasticWorld
@@ -58,6 +58,12 @@ PAUSES_S = (0.5, 12.0)
 CORRUPTIONS = 0.3
 """How often a disk spoils a shard when something else happens."""
 FALSE_STEPS = 10**6
+FALSE_WORDS = 0.1
+"""How often a member lies about its steps or the end of the training when something else happens."""
+STEPS_AHEAD = (0, 1, 5, 500, FALSE_STEPS)
+"""How far ahead of the committed steps it says that it is."""
+LIVES_ON_S = (0.0, 5.0)
+"""How long its process goes on after that."""
 STALE_MESSAGES_MAX = 5
 VALID_REFUSALS = frozenset({"job_untrained", "worker_unknown", "job_over", "workers_none", "job_unknown"})
 """What an operator may be told at any time."""
@@ -80,6 +86,7 @@ class FaultInjector:
         self._relieves = self._random.random() < 0.25
         """Whether whole worlds are drained when a joiner comes."""
         self._rotting = Random(f"rot {world.seed}")
+        self._lying = Random(f"lies {world.seed}")
         self._liars: dict[str, Process] = {}
         self._flapping: dict[tuple[str, int], float] = {}
         """Until when processes of a slot die early."""
@@ -98,6 +105,8 @@ class FaultInjector:
                 await anyio.sleep(self._random.uniform(0.1, 4.0))
                 if self._rotting.random() < CORRUPTIONS:
                     self._corrupt_shard()
+                if self._lying.random() < FALSE_WORDS:
+                    world.start(partial(self._lie, operator))
                 if self._random.random() < 0.3:
                     await self._send_operator_requests(operator)
                 else:
@@ -357,6 +366,47 @@ class FaultInjector:
             simulated.lies = True
             operator.signal(Heartbeat(simulated.job, simulated.name, simulated.incarnation, step, 0))
             self._world.met["a heartbeat lies"] += 1
+
+    async def _lie(self, operator: ForgedClient) -> None:
+        """One of several members says what is not so."""
+        truths = self._world.oracle.truths
+        members = [
+            process
+            for process in self._world.living()
+            if (truth := truths[process.job.name]).world.world_size > 1 and process.simulated.me in truth.world
+        ]
+        if not members:
+            return
+        process = self._lying.choice(members)
+        if truths[process.job.name].in_attempt:
+            await self._claim_impossible_stop(operator, process)
+        elif self._kills:
+            await self._claim_end(operator, process)
+
+    async def _claim_impossible_stop(self, operator: ForgedClient, process: Process) -> None:
+        """It says that it has stopped after a step that its world cannot have reached."""
+        simulated = process.simulated
+        self._world.note(f"{simulated.name} says that it has stopped after step {IMPOSSIBLE_STEP}")
+        attempt = self._world.oracle.truths[simulated.job].attempt
+        report = ReportStopped(simulated.job, simulated.name, simulated.incarnation, attempt, IMPOSSIBLE_STEP)
+        await self._ask(operator, report, STALE_REFUSALS)
+        self._world.met["a member says that it has stopped after an impossible step"] += 1
+
+    async def _claim_end(self, operator: ForgedClient, process: Process) -> None:
+        """It leaves because training is complete, it says; no other member says so. Then it dies."""
+        world, simulated = self._world, process.simulated
+        truth = world.oracle.truths[simulated.job]
+        assert simulated.me is not None
+        step = truth.steps_committed + self._lying.choice(STEPS_AHEAD)
+        world.note(f"{simulated.name} says that training is complete after step {step}")
+        truth.claims[simulated.me] = step
+        who = simulated.job, simulated.name, simulated.incarnation
+        reason = "it says that training is complete"
+        await self._ask(operator, LeaveJob(*who, reason, done=True, step=step), STALE_REFUSALS)
+        world.met["a member says that training is complete"] += 1
+        await anyio.sleep(self._lying.uniform(*LIVES_ON_S))
+        if process.alive:
+            process.kill()
 
     async def _send_stale_messages(self, process: Process) -> None:
         """A gone worker keeps sending requests and signals under its old incarnation."""

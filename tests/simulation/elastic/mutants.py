@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from forged.elastic.coordinator import failures, records, rescaling
+from forged.elastic.coordinator import completion, failures, records, rescaling
 from forged.elastic.coordinator.job_coordinator import JobCoordinator
 from forged.elastic.coordinator.job_state import JobState
 from forged.elastic.coordinator.step_witnesses import StepWitnesses
@@ -219,6 +219,27 @@ def believe_every_heartbeat() -> Iterator[None]:
 
 
 @contextmanager
+def complete_by_one_members_word() -> Iterator[None]:
+    """A member that says that it is done completes the job, whatever the other members say."""
+    with patch.object(completion, "_agrees", lambda member, step: True):
+        yield
+
+
+@contextmanager
+def complete_when_all_have_reached_the_step() -> Iterator[None]:
+    """The other members need only have come as far as the member that is done, and may want further steps."""
+    with patch.object(completion, "_agrees", lambda member, step: member.step >= step):
+        yield
+
+
+@contextmanager
+def accept_any_step() -> Iterator[None]:
+    """A member is believed to have committed any number of steps."""
+    with patch.object(completion, "is_possible", lambda *what: True):
+        yield
+
+
+@contextmanager
 def give_the_suspended_no_more_than_the_grace() -> Iterator[None]:
     """A lost worker is dead after the grace, even with a live pulse."""
 
@@ -305,6 +326,9 @@ MUTANTS: dict[str, Mutant] = {
         forget_what_was_finished,
         answer_without_the_state,
         believe_every_heartbeat,
+        accept_any_step,
+        complete_by_one_members_word,
+        complete_when_all_have_reached_the_step,
         give_the_suspended_no_more_than_the_grace,
         fail_whoever_has_not_answered,
         count_evictions,
@@ -329,6 +353,9 @@ BREAKS: dict[str, Promise] = {
     "forget_what_was_finished": Promise.STATE,
     "answer_without_the_state": Promise.STATE,
     "believe_every_heartbeat": Promise.STEPS,
+    "accept_any_step": Promise.STEPS,
+    "complete_by_one_members_word": Promise.STEPS,
+    "complete_when_all_have_reached_the_step": Promise.STEPS,
     "give_the_suspended_no_more_than_the_grace": Promise.EVIDENCE,
     "fail_whoever_has_not_answered": Promise.EVIDENCE,
     "count_evictions": Promise.TOLERANCE,

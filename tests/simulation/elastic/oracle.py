@@ -49,6 +49,7 @@ from tests.simulation.elastic.background import Background
 from tests.simulation.elastic.evidence import Evidence
 from tests.simulation.elastic.truth import (
     BATCH,
+    IMPOSSIBLE_STEP,
     QUIET_S,
     WAITS_S,
     Disturbances,
@@ -123,6 +124,8 @@ class ElasticOracle:
     @take.register
     def _left(self, fact: WorkerLeft, truth: Truth) -> None:
         worker = self._gone(fact.worker_id, truth, fact)
+        if worker in truth.claims and not any(other in truth.world for other in truth.members.values()):
+            truth.lone_liar = True
         if heir := self._heir_of(worker, truth, fact.reason):
             told_s = self._now() - truth.told_to_go[worker]
             self.breach(
@@ -134,7 +137,8 @@ class ElasticOracle:
         """The worker that waited for the state that a draining worker took along; None if there is none."""
         is_last = worker in truth.world and not any(other in truth.world for other in truth.members.values())
         waited_in_vain = "; " in reason
-        if not is_last or waited_in_vain or worker not in truth.told_to_go or truth.phase in OVER:
+        is_told_to_go = worker in truth.told_to_go and worker not in truth.claims
+        if not is_last or waited_in_vain or not is_told_to_go or truth.phase in OVER:
             return None
         config, now = truth.config, self._now()
         waiting = [other for other in truth.members.values() if other not in truth.told_to_go]
@@ -277,7 +281,7 @@ class ElasticOracle:
     def _completed(self, fact: JobCompleted, truth: Truth) -> None:
         self._go_on(truth, Cause.COMPLETED, fact)
         steps = truth.steps_committed
-        if fact.step != steps:
+        if fact.step != steps and not truth.lone_liar:
             self.breach(Promise.STEPS, f"{truth.job} was completed behind step {fact.step}, and {steps} are committed")
         truth.reason = "completed"
 
@@ -299,7 +303,8 @@ class ElasticOracle:
 
     def stopped(self, report: ReportStopped) -> None:
         """A worker says where it has stopped."""
-        if truth := self.truths.get(report.job):
+        truth = self.truths.get(report.job)
+        if truth is not None and report.step < IMPOSSIBLE_STEP:
             stop = StopReport(report.step, report.holds_state, report.finished)
             truth.stops[report.attempt][report.incarnation] = stop
 

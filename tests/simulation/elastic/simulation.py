@@ -358,7 +358,9 @@ class ElasticWorld(Simulation):
         truths = self.oracle.truths.values()
         await self._until(lambda: all(truth.phase in OVER for truth in truths), "come to their ends")
         for job in self.jobs:
-            if self.oracle.truths[job.name].phase is Phase.COMPLETED and self._committed(job) != job.total:
+            truth = self.oracle.truths[job.name]
+            is_early = self._committed(job) != job.total and not truth.lone_liar
+            if truth.phase is Phase.COMPLETED and is_early:
                 raise broken(Promise.STEPS, f"{job.name} was completed behind {self._committed(job)} of {job.total}")
         self.over = True
         await self._until(lambda: not self.living(), "end their processes")

@@ -45,6 +45,8 @@ MUST_HAPPEN = (
     "a script hangs when a rescale is wanted",
     "a wall clock jumps",
     "a heartbeat lies",
+    "a member says that training is complete",
+    "a member says that it has stopped after an impossible step",
     "a gone worker keeps talking",
     "a worker flaps",
     "an id returns on another host",

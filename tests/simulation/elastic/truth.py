@@ -27,6 +27,8 @@ QUIET_S = 5.0
 """When nothing has been wrong for so long, what is said is heard."""
 WAITS_S = 0.5
 """A worker that has been there for so long is known to wait to be taken in."""
+IMPOSSIBLE_STEP = 2**50
+"""More steps than any world can have made, however far a wall clock jumps."""
 SETTLED_AFTER_S = 20.0
 """A network that was good for so long has no part in what happens then."""
 
@@ -184,7 +186,9 @@ class Truth:
     failed_behind: list[int] = field(default_factory=list)
     """How many steps were committed at each failure since the last step of which survivors told."""
     lone_liar: bool = False
-    """Whether a worker with false heartbeats was alone in a world, so that no witness could contradict it."""
+    """Whether a worker that lies was alone in a world, or the last one there, so that no witness contradicts it."""
+    claims: dict[WorkerId, int] = field(default_factory=dict)
+    """The members that have said that training is complete while it was not, and after which step."""
     waiting_since: float | None = None
     abort_wanted: bool = False
     evictions_wanted: set[str] = field(default_factory=set)
@@ -216,7 +220,8 @@ class Truth:
         """The highest step that the daemon can have heard of; in asynchronous mode it may be of a lost world."""
         if self.lone_liar:
             return math.inf
-        return self.steps_committed if self.stops_to_rescale else max(self.committed.values(), default=0)
+        heard = self.steps_committed if self.stops_to_rescale else max(self.committed.values(), default=0)
+        return max(heard, *self.claims.values(), 0)
 
     def state_after(self, steps: int) -> int:
         """What the state has to be behind so many steps."""
