@@ -132,8 +132,10 @@ class FactStream:
             self.position = max(message.upto, self.position or 0)
             self._caught_up_to = message.upto
         elif isinstance(message, GapMessage):
-            self._items.append(Gap(message.first, message.last, message.reason))
-            self.position = message.last
+            # So may a gap. One that begins at 0 starts over: the position was of another history or ahead of it.
+            if not message.first or self.position is None or message.last > self.position:
+                self._items.append(Gap(message.first, message.last, message.reason))
+                self.position = message.last
         else:
             self._error = from_wire(message.kind, message.code, message.text, message.fix)
         self._changed.set()

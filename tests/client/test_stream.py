@@ -81,6 +81,14 @@ class TestPosition:
         reader.stream.take(facts(upto=5))
         assert reader.subscribe().since == 5
 
+    async def test_messages_that_arrive_again_give_neither_facts_nor_gaps_twice(self) -> None:
+        reader = await Reader().open()
+        batch = (facts(1), GapMessage(1, 2, 7, "forgotten"), facts(8, 9))
+        for message in (*batch, *batch, facts(10)):
+            reader.stream.take(message)
+        assert await reader.read(5) == [1, Gap(2, 7, "forgotten"), 8, 9, 10]
+        assert reader.stream.waiting == 0
+
     async def test_gap_is_returned_in_place_of_the_missing_facts(self) -> None:
         reader = await Reader().open()
         reader.stream.take(facts(1))
