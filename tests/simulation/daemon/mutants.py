@@ -25,6 +25,7 @@ from forged.net.protocol.streams import OutgoingStream
 from forged.plugins.host import plugin_host
 from forged.plugins.host.installer import Installer
 from forged.plugins.host.plugin import Plugin
+from forged.shares import Holder, Shares
 from tests.simulation.environment.disk import SimulatedDisk
 
 Mutant = Callable[[], Any]
@@ -163,6 +164,33 @@ def hide_gaps() -> Iterator[None]:
         return [message for message in advance(self, journal) if type(message).__name__ != "GapMessage"]
 
     with patch.object(OutgoingStream, "advance", silent):
+        yield
+
+
+@contextmanager
+def keep_no_reserve_for_operators() -> Iterator[None]:
+    """Tenants may use what is left to operators."""
+    fits = Shares.fits
+
+    def generous(self: Shares, holder: Holder, amount: int = 1) -> bool:
+        reserve, self._reserve = self._reserve, 0
+        try:
+            return fits(self, holder, amount)
+        finally:
+            self._reserve = reserve
+
+    with patch.object(Shares, "fits", generous):
+        yield
+
+
+@contextmanager
+def count_the_shares_of_all_tenants_as_one() -> Iterator[None]:
+    """A tenant's share counts as used up when all tenants together have used so much."""
+
+    def of_all(self: Shares, group: str) -> int:
+        return self._tenants_used
+
+    with patch.object(Shares, "of_group", of_all):
         yield
 
 
@@ -318,6 +346,8 @@ MUTANTS: dict[str, Mutant] = {
         keep_state_after_failed_commit,
         drop_the_oldest_facts_of_all_jobs,
         hide_gaps,
+        keep_no_reserve_for_operators,
+        count_the_shares_of_all_tenants_as_one,
         lose_a_cursor,
         save_a_followers_position_too_early,
         skip_what_could_not_be_delivered,

@@ -31,6 +31,7 @@ from tests.simulation.base import ENDPOINT, FOUND_WITHIN_S, SERVER, SOCKET, Simu
 from tests.simulation.daemon.oracle import InvariantViolated, Oracle
 from tests.simulation.daemon.plugin_oracle import Lifetime
 from tests.simulation.daemon.plugins import DaemonRun, PluginSet
+from tests.simulation.daemon.tenants import HOSTILE, OPERATOR, QUIET, Tenants
 from tests.simulation.environment.loop import VirtualClock, VirtualLoop, run
 from tests.simulation.environment.store import LogStore
 
@@ -82,6 +83,7 @@ class ServiceSimulation(Simulation):
         self._slow_handlers = random.random() < 0.4
         self._plugins = PluginSet(random, self.oracle.plugins, self.note)
         self._life: DaemonRun | None = None
+        self._tenants = Tenants(seed, loop, self.network, self.oracle)
 
     # From Simulation.
 
@@ -109,6 +111,7 @@ class ServiceSimulation(Simulation):
             in_flight_max=self.random.choice((2, 1024)),
             plugin_failures_max=self.random.choice((1, 5)),
             plugin_facts_per_s_max=self.random.choice((1.0, 20.0)),
+            **self._tenants.settings(),
         )
 
     def daemon_started(self, daemon: Daemon) -> None:
@@ -131,6 +134,7 @@ class ServiceSimulation(Simulation):
     def extend(self, daemon: Daemon) -> None:
         """Register handlers that report their facts to the oracle."""
         last = [0]
+        self._tenants.extend(daemon)
         seen = self.oracle.plugins.life_began(daemon.store.revision)
         self._life = DaemonRun(daemon, seen)
         daemon.ledger.register(ReloadObserver(self.oracle, seen))
@@ -349,6 +353,9 @@ class ServiceSimulation(Simulation):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.keep_daemon, tasks)
             await self.make_token()
+            if self._tenants.are_hostile:
+                async with self.client("registrar") as operator:
+                    await self._tenants.prepare(operator, self.token)
             self.prepared.set()
             self.working = self.watching = CLIENTS
             async with anyio.create_task_group() as clients:
@@ -357,10 +364,23 @@ class ServiceSimulation(Simulation):
                     clients.start_soon(self.work, f"c{index}")
                 if self._plugins.names:
                     clients.start_soon(self._enable_plugins)
+                if self._tenants.are_hostile:
+                    self._start_tenants(clients)
                 await self._bounded(clients)
             assert self.daemon is not None
             self.oracle.check_end(self.daemon.journal)
             tasks.cancel_scope.cancel()
+
+    def _start_tenants(self, tasks: TaskGroup) -> None:
+        self.working += 2
+        for job in HOSTILE:
+            tasks.start_soon(self._tenants.flood, job, lambda: not self.working)
+        for name, job in ((OPERATOR, HOSTILE[0]), (QUIET, QUIET)):
+            tasks.start_soon(self._probe, name, job)
+
+    async def _probe(self, name: str, job: str) -> None:
+        await self._tenants.probe(name, job, lambda: self.faults_active)
+        self.working -= 1
 
     async def _bounded(self, clients: TaskGroup) -> None:
         """After the faults all clients must finish within `RECOVERY_MAX_S`."""

@@ -43,6 +43,7 @@ class Connection:
     ) -> None:
         self._links = links
         self._on_closed = on_closed
+        self.client_host = client.host
         self._ends = (client, server)
         self.client, self.server = (
             SimulatedTransport(links.loop, end.process.execution, end.peer, end.extra, self._end_closed)

@@ -68,7 +68,8 @@ class SimulatedNetwork:
         self.links = Links(loop, random, faults, trace)
         self._processes: dict[HostNetwork, None] = {}
         self._listeners: dict[ListenKey, SimulatedListener] = {}
-        self._connections: dict[Connection, None] = {}
+        self.connections: dict[Connection, None] = {}
+        """Those that an end still has open."""
         self._ports = FIRST_PORT
         self._names = 0
 
@@ -120,11 +121,11 @@ class SimulatedNetwork:
         self._listeners = {
             key: listener for key, listener in self._listeners.items() if listener.process is not process
         }
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.kill(process, host_gone=host_gone)
 
     def _links_changed(self) -> None:
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.link_changed()
 
     def listen(self, process: HostNetwork, address: Address, factory: ProtocolFactory) -> SimulatedListener:
@@ -156,7 +157,7 @@ class SimulatedNetwork:
         self._names += 1
         name = f"#{self._names} {client.name}>{server.name}"
         connection = Connection(self.links, name, *_ends(client, server, address, self.next_port()), self._forget)
-        self._connections[connection] = None
+        self.connections[connection] = None
         self.links.trace(f"{name} is accepted at {listener.address}")
         return connection
 
@@ -166,7 +167,7 @@ class SimulatedNetwork:
         return self._ports
 
     def _forget(self, connection: Connection) -> None:
-        self._connections.pop(connection, None)
+        self.connections.pop(connection, None)
 
 
 class HostNetwork:
