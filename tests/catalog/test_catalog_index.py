@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import pytest
+
+from forged.catalog import CheckpointInvalid, CheckpointUnknown, GcPolicy, RestoreCriteria, catalog_index
+from forged.catalog.catalog_index import CatalogIndex
+from forged.catalog.model import HOLDERS_MAX
+from tests.catalog.records import COMPLETE, CORRUPTED, DELETED, INCREMENTAL, KEEP_ALL, chain, record, request
+
+
+@pytest.fixture
+def index() -> CatalogIndex:
+    return CatalogIndex(KEEP_ALL)
+
+
+def test_each_change_returns_the_record_that_its_owner_stores(index: CatalogIndex) -> None:
+    created = index.create(request(), "a", 1.0)
+    assert created == index.get("a")
+    changes = [
+        index.complete("a", 10, "path", verified_at=2.0),
+        index.mark_verified("a", 3.0),
+        index.pin("a"),
+        index.unpin("a"),
+        index.hold("a", "reader"),
+        index.release("a", "reader"),
+        index.mark_corrupted("a"),
+        index.mark_repaired("a", 4.0),
+        index.delete("a"),
+    ]
+    assert [(one.state, one.verified_at, one.pinned, one.holders) for one in changes] == [
+        (COMPLETE, 2.0, False, ()),
+        (COMPLETE, 3.0, False, ()),
+        (COMPLETE, 3.0, True, ()),
+        (COMPLETE, 3.0, False, ()),
+        (COMPLETE, 3.0, False, ("reader",)),
+        (COMPLETE, 3.0, False, ()),
+        (CORRUPTED, 3.0, False, ()),
+        (COMPLETE, 4.0, False, ()),
+        (DELETED, 4.0, False, ()),
+    ]
+
+
+def test_tombstone_stays_until_its_files_are_gone(index: CatalogIndex) -> None:
+    index.create(request(), "a", 1.0)
+    tombstone = index.delete("a")
+    assert index.tombstones == {"a": tombstone}
+    assert index.get("a") == tombstone
+    with pytest.raises(CheckpointInvalid, match="an id that no other checkpoint has"):
+        index.create(request(), "a", 1.0)
+    index.forget("a")
+    index.forget("a")
+    assert index.get("a") is None
+    with pytest.raises(CheckpointUnknown):
+        index.delete("a")
+
+
+def test_loaded_records_replace_all_and_behave_as_before(index: CatalogIndex) -> None:
+    index.create(request(run="old"), "old", 1.0)
+    index.load([record("gone", state=DELETED), *reversed(chain("a", "b", "c"))])
+    assert index.get("old") is None
+    assert list(index.tombstones) == ["gone"]
+    assert (index.total_count(), index.total_size()) == (3, 30)
+    assert [one.checkpoint_id for one in index.restore_points(RestoreCriteria("run"))] == ["c", "b", "a"]
+    assert index.create(request(900, INCREMENTAL), "d", 1.0).parent_id == "c"
+
+
+def test_loaded_cycle_and_orphan_are_listed_but_never_offered(index: CatalogIndex) -> None:
+    cyclic = [record("a", "b"), record("b", "a"), record("self", "self"), record("orphan", "missing")]
+    index.load(cyclic)
+    assert index.total_count() == 4
+    assert index.find_restore_point(RestoreCriteria("run", require_complete=False)) is None
+    index.mark_corrupted("a")
+    index.mark_repaired("a", 1.0)
+    assert index.find_restore_point(RestoreCriteria("run")) is None
+
+
+def test_cycle_is_collected_when_it_is_too_old() -> None:
+    index = CatalogIndex(GcPolicy(10, 60.0))
+    cyclic = [record(id_, parent, step=50) for id_, parent in (("a", "b"), ("b", "a"), ("self", "self"))]
+    index.load([*cyclic, record("new", created_at=100.0)])
+    assert {one.checkpoint_id for one in index.gc(100.0)} == {"a", "b", "self"}
+
+
+def test_parent_in_another_run_is_no_parent(index: CatalogIndex) -> None:
+    index.load([record("a", training_run_id="other"), record("b", "a")])
+    assert index.find_restore_point(RestoreCriteria("run")) is None
+
+
+def test_only_changed_and_overdue_runs_are_looked_at() -> None:
+    index = CatalogIndex(GcPolicy(10, 60.0))
+    for number in range(3):
+        index.create(request(run=f"run-{number}"), f"a{number}", float(number))
+        index.complete(f"a{number}", 1, "path")
+    assert index.runs_due(10.0) == ["run-0", "run-1", "run-2"]
+    assert index.gc(10.0) == []
+    assert index.runs_due(59.0) == []
+    assert index.runs_due(60.5) == ["run-0"]
+    assert index.runs_due(60.5) == ["run-0"], "a run stays due until it is collected"
+    index.pin("a2")
+    assert index.runs_due(60.5) == ["run-0", "run-2"]
+
+
+def test_clock_that_went_back_is_looked_at_again_when_it_has_caught_up() -> None:
+    index = CatalogIndex(GcPolicy(1, 0))
+    for number in range(2):
+        index.create(request(number), f"a{number}", 100.0 + number)
+        index.complete(f"a{number}", 1, "path")
+    assert index.gc(50.0) == []
+    assert index.runs_due(100.5) == []
+    assert [one.checkpoint_id for one in index.gc(101.0)] == ["a0"]
+
+
+def test_times_of_collections_that_are_outdated_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_index, "OUTDATED_MAX", 5)
+    index = CatalogIndex(GcPolicy(1, 1e6))
+    for number in range(100):
+        index.create(request(number), f"a{number:03d}", float(number))
+        index.complete(f"a{number:03d}", 1, "path")
+        index.gc(float(number))
+        assert len(vars(index)["_due"]) <= 8
+    assert index.runs_due(99.0 + 1e6) == ["run"]
+
+
+def test_run_without_checkpoints_is_forgotten(index: CatalogIndex) -> None:
+    for number in range(3):
+        index.create(request(run=f"run-{number}"), "a", 1.0)
+        index.delete("a")
+        index.forget("a")
+    assert index.gc(1.0) == []
+    assert index.runs_due(1e9) == []
+    assert vars(index)["_runs"] == {}
+
+
+@pytest.mark.parametrize("holder", ["", "one too many"])
+def test_holders_have_names_and_a_limit(index: CatalogIndex, holder: str) -> None:
+    index.create(request(), "a", 1.0)
+    for number in range(HOLDERS_MAX if holder else 0):
+        index.hold("a", str(number))
+    with pytest.raises(CheckpointInvalid, match="holder"):
+        index.hold("a", holder)
+
+
+def test_chain_of_10_000_is_broken_and_repaired_without_recursion(index: CatalogIndex) -> None:
+    long = chain(*(f"{number:05d}" for number in range(10_000)))
+    index.load(long)
+    assert index.find_restore_point(RestoreCriteria("run")) == long[-1]
+    index.mark_corrupted("00001")
+    assert index.find_restore_point(RestoreCriteria("run")) == long[0]
+    assert index.get_latest("run") == long[-1]
+    index.mark_repaired("00001", 1.0)
+    assert index.find_restore_point(RestoreCriteria("run")) == long[-1]
