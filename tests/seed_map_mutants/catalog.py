@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tests.seed_map import Row, rows
-from tests.seed_map_mutants import data_redistributor, distributed_checkpoint, elastic_config, elastic_worker
+from tests.seed_map_mutants import (
+    checkpoint_catalog,
+    data_redistributor,
+    distributed_checkpoint,
+    elastic_config,
+    elastic_worker,
+)
 from tests.seed_map_mutants.mutation import Mutation
 
 CATALOG: Mapping[str, Mapping[str, Mutation | str]] = {
@@ -13,6 +19,7 @@ CATALOG: Mapping[str, Mapping[str, Mutation | str]] = {
     "elastic_worker_core.md": elastic_worker.MUTANTS,
     "data_redistributor.md": data_redistributor.MUTANTS,
     "distributed_checkpoint_api.md": distributed_checkpoint.MUTANTS,
+    "tensorforge_greenfield_tasks.md": checkpoint_catalog.MUTANTS,
 }
 """For each seed and declaration, how its code is broken, or why no edit of the code could break it."""
 
