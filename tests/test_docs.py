@@ -174,6 +174,19 @@ def test_shard_store_of_the_data_page_passes_the_contract() -> None:
         store.open(7)
 
 
+def test_examples_of_the_catalogue_print_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "catalog.md"
+    named: dict[str, Any] = {}
+    for example in blocks(page, "python"):
+        exec(example, named)
+    printed = capsys.readouterr().out
+    outputs = re.findall(
+        r"^```\n(.*?)^```", re.sub(r"^```python\n.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M | re.S
+    )
+    assert len(outputs) == 2
+    assert all(output in printed for output in outputs)
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/checkpoint.md"])
 def test_checkpoint_of_the_short_example_is_loaded_by_the_layout_example(page: str, tmp_path: Path) -> None:
     [saves] = [block for block in blocks(ROOT / page, "python") if "forged.checkpoint.save(" in block]
