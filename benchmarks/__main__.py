@@ -32,6 +32,7 @@ BENCHMARKS = (
     "ckpt_load",
     "ckpt_reshard",
     "ckpt_small",
+    "catalog",
 )
 WITH_HOSTS = ("gone_host",)
 """Benchmarks that need network namespaces and so root; left out on machines without them."""
