@@ -21,7 +21,9 @@ STATE_MANAGEMENT = (
 
 MUTANTS: Mapping[str, Mutation | str] = {
     "class ElasticWorker": Edit(
-        "forged/worker/step_loop.py", "progress.step >= total and", "progress.step + 1 >= total and"
+        "forged/worker/step_loop.py",
+        "total is not None and progress.step >= total",
+        "total is not None and progress.step + 1 >= total",
     ),
     "ElasticWorker.RescalingRequested": Edit(
         WORKER, "self._events.rescaling_requested.fire(event)", "self._events.rescaling_requested"
@@ -126,8 +128,8 @@ MUTANTS: Mapping[str, Mutation | str] = {
     ),
     "Graceful Shutdown: Supports clean disconnection and cleanup": Edit(
         SESSION,
-        "    async with (\n        client,\n",
-        "    socket.socket().detach()\n    async with (\n        client,\n",
+        "    async with (\n        _connected(client, spec.log),\n",
+        "    socket.socket().detach()\n    async with (\n        _connected(client, spec.log),\n",
     ),
     "Synchronous/Asynchronous: Supports both modes based on configuration": Edit(
         "forged/elastic/coordinator/rescaling.py",
