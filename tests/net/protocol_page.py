@@ -22,7 +22,7 @@ from forged.kernel.messages import ANY_JOB, Fence, Request
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 
 ANYTHING = {"$any": True}
-_FENCED = re.compile(r"^```(vector(?: read)?|session)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCED = re.compile(r"^```(vector(?: read)?|peer vector|session)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _PLAIN = {str: "text", int: "int", float: "float", bool: "bool", bytes: "bytes", NoneType: "nil", msgspec.Raw: "record"}
 
@@ -49,8 +49,18 @@ def text() -> str:
 
 
 def vectors() -> Iterator[Vector]:
+    """The frames between clients and daemons."""
+    return _vectors("vector", "vector read")
+
+
+def peer_vectors() -> Iterator[Vector]:
+    """The frames between workers, in the order in which they are sent."""
+    return _vectors("peer vector")
+
+
+def _vectors(*kinds: str) -> Iterator[Vector]:
     for kind, body in _FENCED.findall(text()):
-        if kind == "session":
+        if kind not in kinds:
             continue
         *head, written = body.strip().splitlines()
         digits = "".join(line for line in head if re.fullmatch(r"[0-9a-f ]+", line))

@@ -4,6 +4,7 @@ import ast
 import asyncio
 import base64
 import hashlib
+import hmac
 import socket
 import struct
 from collections import deque
@@ -17,6 +18,7 @@ import pytest
 
 from forged import errors
 from forged.auth.tokens import encode_token
+from forged.elastic.model import WorkerId
 from forged.ids import NAME_LENGTH_MAX
 from forged.kernel.messages import Record
 from forged.kernel.replies import (
@@ -40,9 +42,12 @@ from forged.net.protocol.messages import (
     Seconds,
     decode,
     encode,
+    failure,
 )
 from forged.net.transport import memory
 from forged.net.transport.connection import ConnectionLimits
+from forged.worker.transport import peer_messages
+from tests.elastic.coordinator_playbook import formed
 from tests.net import protocol_page as page
 from tests.net.protocol_page import ANYTHING, Line, Vector
 from tests.net.raw_client import real_daemon
@@ -74,6 +79,8 @@ TYPES: dict[Any, str] = {
 }
 
 VECTORS = list(page.vectors())
+PEER_KEY = bytes(range(32))
+INCARNATION = bytes(range(0x80, 0x90))
 
 
 def ids(vector: Vector) -> str:
@@ -111,6 +118,58 @@ def test_both_write_the_bytes_of_a_vector(vector: Vector) -> None:
 
 def test_there_is_a_vector_for_each_message() -> None:
     assert {vector.message[0] for vector in VECTORS if not vector.read_only} == set(MESSAGES)
+
+
+def test_refusal_of_an_impossible_step_is_that_of_the_coordinator() -> None:
+    book = formed("a", "b")
+    book.heartbeat("a", "b", step=5)
+    with pytest.raises(errors.RequestRefused) as refused:
+        book.leave("a", step=10**6)
+    message = failure(9, refused.value)
+    (frame,) = [vector.frame for vector in VECTORS if vector.message[0] == 4 and vector.message[3] == message.code]
+    assert encode(message) == frame[4:]
+
+
+# Between workers.
+
+
+def test_handshake_of_workers_is_written_as_the_page_says() -> None:
+    """With other libraries than forged's: msgpack and the standard library."""
+    hello, challenge, answer, accepted = page.peer_vectors()
+    for vector in (hello, challenge, answer, accepted):
+        assert vector.frame == struct.pack(">I", len(vector.frame) - 4) + msgpack.packb(vector.message)
+    key = hmac.digest(PEER_KEY, msgpack.packb(["forged mesh key", "mnist"]), "sha256")
+    assert f"`{key.hex()}`" in page.text()
+
+    def proof(*elements: Any) -> bytes:
+        return hmac.digest(key, msgpack.packb(elements), "sha256")
+
+    (_, dialler), (_, *versions, listener, shown) = hello.message, challenge.message
+    nonces = dialler + listener
+    assert shown == proof("challenge", nonces, versions, "mnist", "w0")
+    unproven = [*answer.message[:-1], bytes(32)]
+    assert answer.message[-1] == proof("answer", nonces, unproven)
+    assert accepted.message == [2, proof("accepted", nonces, unproven)]
+    session_id = hashlib.blake2b(INCARNATION, digest_size=16, person=b"forged session").digest()
+    world = hashlib.blake2b(msgpack.packb(["w0@10.0.0.1:7000", "w1@10.0.0.2:7001"]), digest_size=16).digest()
+    assert answer.message[:-1] == [1, versions[1], "mnist", "w0", "w1", session_id, "member", 3, 1, world]
+
+
+def test_handshake_of_workers_is_proven_to_forged() -> None:
+    frames = [vector.frame[4:] for vector in page.peer_vectors()]
+    hello, challenge, answer, accepted = map(peer_messages.decode, frames)
+    assert [peer_messages.encode(message) for message in (hello, challenge, answer, accepted)] == frames
+    assert isinstance(hello, peer_messages.PeerHello)
+    assert isinstance(challenge, peer_messages.Challenge)
+    assert isinstance(answer, peer_messages.Answer)
+    assert isinstance(accepted, peer_messages.Accepted)
+    key, nonces = peer_messages.mesh_key(PEER_KEY, "mnist"), peer_messages.nonces_of(hello, challenge)
+    assert (challenge.version_min, challenge.version_max) == (peer_messages.VERSION_MIN, peer_messages.VERSION_MAX)
+    assert peer_messages.is_challenge_proven(challenge, hello, key, "mnist", "w0")
+    assert peer_messages.is_proven(answer, key, nonces)
+    assert peer_messages.is_accepted(accepted, answer, key, nonces)
+    assert answer.session_id == peer_messages.session_id_of(INCARNATION)
+    assert answer.world == peer_messages.digest_of([WorkerId("w0", "10.0.0.1", 7000), WorkerId("w1", "10.0.0.2", 7001)])
 
 
 def test_the_record_in_a_vector_is_read_as_the_page_says() -> None:
