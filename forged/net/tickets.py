@@ -30,8 +30,10 @@ from forged.net.session import Session
 TICKET_BYTES = 16
 TICKET_TTL_S = 30.0
 TICKETS_MAX = 1024
+"""Not shared out: only `BackUp` issues tickets, one at a time, and it needs an operator of all jobs."""
 EXPIRY_INTERVAL_S = 5.0
 SIDE_CONNECTIONS_MAX = 64
+"""Not shared out: without a ticket of its own a tenant cannot open one."""
 
 
 class _Issued(NamedTuple):

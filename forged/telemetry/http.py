@@ -151,6 +151,7 @@ class HttpServer:
         uid = owner_uid(request.get_extra_info("socket")) if loopback and token is None else None
         principal = self._identify(Peer("tcp", remote, loopback=loopback, uid=uid), token)
         authorise(principal, Role.VIEWER, None)
+        self._connections.trust(request.protocol)
 
     def _require_own_name(self, request: web.Request) -> None:
         """Refuse a request for a domain that is not this host's: its sender has only resolved the domain to this host.

@@ -1,22 +1,27 @@
 """The HTTP server's connections and their deadlines.
 
 Invariants:
-- At most `CONNECTIONS_MAX` connections are open. At the limit a new connection replaces the idle one whose deadline is
-  next, so that idle clients cannot lock out other clients.
+- At most `CONNECTIONS_MAX` connections are open, and half of them of one address, or of one user of this host. Beyond
+  that a new connection replaces an idle one of the same address, or of the address with most.
+- A connection whose request had the rights of monitoring, an operator's too, is replaced only by its own address.
 - Each connection has a deadline for its next request or for reading its response, and is aborted after it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import cast
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from forged.net.transport.sockets import tcp_peer
+
 CONNECTIONS_MAX = 256
+"""There is no reserve for operators: `forgectl` uses the Unix socket, and health checks come from this host."""
 REQUEST_TIMEOUT_S = 10.0
 """Seconds from the connection to the last header of its first request."""
 RESPONSE_TIMEOUT_S = 10.0
@@ -35,9 +40,10 @@ class HttpConnections:
         self._server: web.Server | None = None
         self._deadlines: dict[RequestHandler, float] = {}
         """The deadline of each open connection."""
-        self._accepted: set[RequestHandler] = set()
-        """Connections that were just accepted and are not in `server.connections` yet."""
+        self._sources: dict[RequestHandler, str] = {}
+        """The address or user of each connection."""
         self._served: set[RequestHandler] = set()
+        self._trusted: set[RequestHandler] = set()
 
     def begin(self, server: web.Server) -> None:
         """Accept connections for this server."""
@@ -48,15 +54,22 @@ class HttpConnections:
         return [] if self._server is None else self._server.connections
 
     def enter(self) -> asyncio.BaseProtocol:
-        """The protocol of a new connection."""
+        """The protocol of a new connection, until its peer is known."""
+        return _Arrival(self)
+
+    def admit(self, source: str) -> RequestHandler | None:
+        """The protocol of a connection from this address or user; None if there is no room."""
         assert self._server is not None, "begin comes before enter"
-        if not self._has_room():
-            return _NoRoom()
+        if not self._has_room(source):
+            return None
         connection = self._server()
         self._deadlines[connection] = self._now() + REQUEST_TIMEOUT_S
-        self._accepted.add(connection)
-        asyncio.get_running_loop().call_soon(self._accepted.discard, connection)
+        self._sources[connection] = source
         return connection
+
+    def trust(self, connection: RequestHandler) -> None:
+        """The connection's request had the rights of monitoring."""
+        self._trusted.add(connection)
 
     @contextmanager
     def serving(self, connection: RequestHandler) -> Iterator[None]:
@@ -72,44 +85,69 @@ class HttpConnections:
     def sweep(self) -> None:
         """Abort connections past their deadline and forget closed ones. Call it about once a second."""
         now = self._now()
-        self._deadlines = {
-            connection: self._deadlines.get(connection, now + REQUEST_TIMEOUT_S)
-            for connection in [*self.here, *self._accepted]
-        }
+        self._forget_closed()
         for connection, due in self._deadlines.items():
             if now > due:
                 _cut_off(connection)
 
-    def _has_room(self) -> bool:
-        """Whether another connection fits, after closing an idle one if necessary."""
-        if len(self._deadlines) >= self._connections_max:
-            here = self._accepted.union(self.here)
-            self._deadlines = {connection: due for connection, due in self._deadlines.items() if connection in here}
-        return len(self._deadlines) < self._connections_max or self._make_room()
+    def _forget_closed(self) -> None:
+        here = set(self.here)
+        self._deadlines = {connection: due for connection, due in self._deadlines.items() if connection in here}
+        self._sources = {connection: source for connection, source in self._sources.items() if connection in here}
+        self._trusted &= here
 
-    def _make_room(self) -> bool:
-        busy = self._served | self._accepted
-        idle = [connection for connection in self._deadlines if connection not in busy]
-        if not idle:
+    def _has_room(self, source: str) -> bool:
+        """Whether another connection of this source fits, after closing an idle one if necessary."""
+        if not self._fits(source):
+            self._forget_closed()
+        return self._fits(source) or self._make_room(source)
+
+    def _fits(self, source: str) -> bool:
+        within_half = self._of(source) < (self._connections_max + 1) // 2
+        return within_half and len(self._sources) < self._connections_max
+
+    def _of(self, source: str) -> int:
+        return sum(other == source for other in self._sources.values())
+
+    def _make_room(self, source: str) -> bool:
+        own = self._idle(lambda connection: self._sources[connection] == source)
+        others = self._idle(lambda connection: connection not in self._trusted)
+        counts = Counter(self._sources.values())
+        if others and counts[source] < (self._connections_max + 1) // 2:
+            # Deadlines differ by what the connection waits for, so the earliest deadline is a fair choice.
+            leaving = min(others, key=lambda each: (-counts[self._sources[each]], self._deadlines[each]))
+        elif own:
+            leaving = min(own, key=self._deadlines.__getitem__)
+        else:
             return False
-        # Deadlines differ by what the connection waits for, so the earliest deadline is a fair choice.
-        leaving = min(idle, key=self._deadlines.__getitem__)
         # An aborted connection closes later; forgotten now, it makes room for one new connection only.
-        del self._deadlines[leaving]
+        del self._sources[leaving]
         _cut_off(leaving)
         return True
+
+    def _idle(self, matches: Callable[[RequestHandler], bool]) -> list[RequestHandler]:
+        return [each for each in self._sources if each not in self._served and matches(each)]
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
 
-class _NoRoom(asyncio.Protocol):
-    """Answers a connection beyond the limit with status 503 and closes it."""
+class _Arrival(asyncio.Protocol):
+    """A new connection: hands it over, or answers with status 503 and closes it."""
+
+    def __init__(self, connections: HttpConnections) -> None:
+        self._connections = connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        writing = cast("asyncio.Transport", transport)
-        writing.write(_NO_ROOM)
-        writing.close()
+        made = cast("asyncio.Transport", transport)
+        peer = tcp_peer(made.get_extra_info("socket"), made.get_extra_info("peername"))
+        connection = self._connections.admit(peer.source)
+        if connection is None:
+            made.write(_NO_ROOM)
+            made.close()
+            return
+        made.set_protocol(connection)
+        connection.connection_made(made)
 
 
 def _cut_off(connection: RequestHandler) -> None:

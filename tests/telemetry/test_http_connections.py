@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from forged.net.transport import sockets
 from forged.telemetry.http_connections import IDLE_MAX_S, REQUEST_TIMEOUT_S, RESPONSE_TIMEOUT_S, HttpConnections
 
 LINGERING = "/linger"
@@ -25,8 +26,8 @@ class PageServer:
         self.answer = asyncio.Event()
         self.later_s = 0.0
 
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self.port)
+    async def connect(self, host: str = "127.0.0.1") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port, local_addr=(host, 0))
 
     async def ask(self, writer: asyncio.StreamWriter, path: str = "/") -> None:
         writer.write(f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode())
@@ -39,7 +40,8 @@ class PageServer:
 
 @asynccontextmanager
 async def page_server(monkeypatch: pytest.MonkeyPatch, connections_max: int = 3) -> AsyncIterator[PageServer]:
-    connections = HttpConnections(connections_max)
+    # One user of this host has half of them.
+    connections = HttpConnections(2 * connections_max - 1)
 
     @web.middleware
     async def attend(request: web.Request, handler: Any) -> web.StreamResponse:
@@ -144,6 +146,40 @@ async def test_connection_over_the_limit_replaces_the_longest_idle_one(
             writer.close()
 
 
+@pytest.fixture
+def by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients on this host count by their address, like those of other hosts."""
+    monkeypatch.setattr(sockets, "owner_uid", lambda sock: None)
+
+
+@pytest.mark.usefixtures("by_address")
+async def test_connections_of_one_address_leave_half_of_the_places_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with page_server(monkeypatch, connections_max=2) as server:
+        reader, writer = await server.connect()
+        crowd = [await server.connect("127.0.0.2") for _ in range(20)]
+        assert list(server.connections._sources.values()).count("127.0.0.2") <= 2
+        await server.ask(writer)
+        assert await answered(reader) == b"HTTP/1.1 200 OK"
+        for _, one in (*crowd, (reader, writer)):
+            one.close()
+
+
+@pytest.mark.usefixtures("by_address")
+async def test_connection_with_rights_does_not_give_way_to_other_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with page_server(monkeypatch, connections_max=2) as server:
+        reader, writer = await server.connect()
+        await server.ask(writer)
+        await reader.readuntil(b"hello")
+        server.connections.trust(server.connections.here[0])
+        crowd = [await server.connect(f"127.0.0.{host}") for host in range(2, 12)]
+        await server.ask(crowd[-1][1])
+        assert await answered(crowd[-1][0]) == b"HTTP/1.1 200 OK"
+        await server.ask(writer)
+        assert await answered(reader) == b"HTTP/1.1 200 OK"
+        for _, one in (*crowd, (reader, writer)):
+            one.close()
+
+
 async def test_simultaneous_connections_stay_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     async with page_server(monkeypatch, connections_max=2) as server:
         crowd = await asyncio.gather(*(server.connect() for _ in range(50)))
@@ -180,3 +216,4 @@ async def test_closed_connections_are_forgotten(monkeypatch: pytest.MonkeyPatch)
             await asyncio.sleep(0)
         server.sweep_after(0)
         assert server.connections._deadlines == {}
+        assert server.connections._sources == {}

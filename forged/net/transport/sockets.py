@@ -138,7 +138,7 @@ class SystemNetwork:
         sock: socket.socket = transport.get_extra_info("socket")
         if sock.family == socket.AF_UNIX:
             return _unix_peer(sock)
-        peer = _tcp_peer(sock, transport.get_extra_info("peername"))
+        peer = tcp_peer(sock, transport.get_extra_info("peername"))
         if transport.get_extra_info("ssl_object") is None:
             return peer
         name = _certificate_name(transport.get_extra_info("peercert") or {})
@@ -262,14 +262,15 @@ def _unix_peer(sock: socket.socket) -> Peer:
     return Peer("unix", f"{UNIX_PEER}{pid}", uid=uid)
 
 
-def _tcp_peer(sock: socket.socket, peername: tuple[Any, ...] | None) -> Peer:
+def tcp_peer(sock: socket.socket, peername: tuple[Any, ...] | None) -> Peer:
+    """The peer of a TCP connection; its user, if it is on this host."""
     host, where = _ip_peer(peername)
     loopback = host is not None and host.is_loopback
     return Peer("tcp", where, loopback=loopback, uid=owner_uid(sock) if loopback else None)
 
 
 def _source(sock: socket.socket, peername: tuple[Any, ...]) -> str:
-    return _tcp_peer(sock, peername).source
+    return tcp_peer(sock, peername).source
 
 
 def _ip_peer(peername: tuple[Any, ...] | None) -> tuple[IPv4Address | IPv6Address | None, str]:
