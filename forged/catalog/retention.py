@@ -115,9 +115,9 @@ class _Judgement:
         self.policy = run.policy
         self.is_clock_behind = bool(run.by_age) and run.by_age[-1].meta.created_at > now
         self.newest = run.latest_restorable()
-        self.surplus = {} if self.is_clock_behind else {one.id: one for one in self._surplus()}
+        self.surplus = {one.id: one for one in self._surplus()}
         """The checkpoints that have enough newer ones, by id."""
-        self.old = {} if self.is_clock_behind else {one.id: one for one in self._old()}
+        self.old = {one.id: one for one in self._old()}
         """The checkpoints that are too old, by id."""
         candidates = {**self.surplus, **self.old}
         self.going = {id_: one for id_, one in candidates.items() if self._protection(one) is None}

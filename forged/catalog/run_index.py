@@ -131,8 +131,6 @@ class RunIndex:
             _remove(self.offered, entry, by_step)
         if entry.parent is not None:
             entry.parent.children.remove(entry)
-        for child in entry.children:
-            child.parent = None
 
     def latest(self) -> IndexEntry | None:
         """The latest complete checkpoint that is not abandoned, whether or not it can be restored."""

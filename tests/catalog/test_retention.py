@@ -233,6 +233,13 @@ def test_damaged_checkpoint_leaves_its_interval_to_the_next_one() -> None:
     assert steps_left(catalog) == [1300, 2000]
 
 
+def test_damaged_checkpoint_leaves_its_interval_of_seconds_to_the_next_one() -> None:
+    catalog = filled(GcPolicy(1, math.inf, keep_every_seconds=4.0), *range(100, 700, 100))
+    catalog.mark_corrupted("ckpt-00000001")
+    catalog.gc(10.0)
+    assert steps_left(catalog) == [200, 500, 600]
+
+
 def test_abandoned_checkpoints_are_the_first_to_go() -> None:
     catalog = filled(NEWEST_2, 100, 200, 300)
     catalog.abandon_beyond("ckpt-00000001")
