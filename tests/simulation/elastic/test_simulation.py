@@ -14,7 +14,7 @@ SEEDS = range(4)
 SEEDS_TO_CATCH = 200
 LIKELY = {
     "complete_when_all_have_reached_the_step": 118,
-    "count_evictions": 35,
+    "count_evictions": 28,
     "fail_whoever_has_not_answered": 114,
     "keep_nobody_for_the_state": 89,
     "take_everybody_for_a_holder_of_the_state": 27,
