@@ -1,8 +1,8 @@
 """What must be true of the training data of every job, whatever happens to its workers and their daemon.
 
 Law: as for training itself: what is held against the daemon is what lies on the disks, what it told the workers, and
-what training scripts drew at the moment they drew it. Which step counts is known from the worlds, in their order: a
-step belongs to the last of them that began before it.
+what training scripts drew at the moment they drew it. Which step counts is known from the worlds: a step belongs to
+the last of them that began before it, of those that the state of the present world has come through.
 """
 
 from __future__ import annotations
@@ -95,9 +95,15 @@ class DataTruth:
 
     def valid(self, step: int, generation: int) -> Draw | None:
         """What was drawn for a step by the world that it counts in, as the world of a generation sees it."""
-        begins = self.truth.begins
-        found = [number for number in begins if number <= generation and begins[number] <= step]
-        return self.draws.get((max(found), step)) if found else None
+        begins, continues = self.truth.begins, self.truth.continues
+        number = self._last_begun(generation)
+        while number and begins[number] > step:
+            number = self._last_begun(continues.get(number, number - 1))
+        return self.draws.get((number, step))
+
+    def _last_begun(self, generation: int) -> int:
+        """The last world up to this one of which it is known with what step it begins; 0 for none."""
+        return max((number for number in self.truth.begins if number <= generation), default=0)
 
     def used(self) -> Iterator[tuple[int, Draw]]:
         """The committed steps, and what they used."""

@@ -27,6 +27,7 @@ from forged.worker.collectives.world import World
 from forged.worker.rescaler import Rescaler, StateAgreement, agree
 from forged.worker.standstill import StandstillReporter
 from forged.worker.state_transfer.transfer import StateExchange
+from forged.worker.step_errors import StepErrors
 from forged.worker.worker_state.job_view import Commit
 from forged.worker.worker_state.progress import TrainingProgress
 from tests.simulation.elastic.truth import Promise
@@ -310,6 +311,20 @@ def stand_still_in_silence() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def count_a_voided_step() -> Iterator[None]:
+    """A worker whose script voids a step goes on as if the step were finished."""
+    with patch.object(StepErrors, "_void", lambda self, step, error: None):
+        yield
+
+
+@contextmanager
+def take_the_end_of_a_world_for_a_failure() -> Iterator[None]:
+    """An exception in a step is always the script's own."""
+    with patch.object(StepErrors, "_evidence", lambda self, **options: ""):
+        yield
+
+
 MUTANTS: dict[str, Mutant] = {
     mutant.__name__: mutant
     for mutant in (
@@ -336,6 +351,8 @@ MUTANTS: dict[str, Mutant] = {
         keep_nobody_for_the_state,
         keep_the_own_rate_where_the_worlds_is_zero,
         stand_still_in_silence,
+        count_a_voided_step,
+        take_the_end_of_a_world_for_a_failure,
     )
 }
 
@@ -363,5 +380,7 @@ BREAKS: dict[str, Promise] = {
     "keep_nobody_for_the_state": Promise.HANDED_OVER,
     "keep_the_own_rate_where_the_worlds_is_zero": Promise.ONE_RATE,
     "stand_still_in_silence": Promise.STANDSTILL,
+    "count_a_voided_step": Promise.STEPS,
+    "take_the_end_of_a_world_for_a_failure": Promise.STEP_ERRORS,
 }
 """The promise that each of them breaks."""

@@ -64,6 +64,9 @@ REPORTED_WITHIN_S = 1.0
 OLD_WORLD_MAX_S = 60.0
 """How long an evicted worker may take to commit a last step with peers that have not heard of it, or are blocked."""
 
+CONNECTED = frozenset({"daemon", "hostile", "slow", "link_quality"})
+"""The disturbances in which workers still learn in time that a peer of theirs is gone."""
+
 
 class ElasticOracle:
     """Keeps the promises in mind."""
@@ -221,6 +224,8 @@ class ElasticOracle:
         if truth.synchronising:
             self.breach(Promise.HISTORY, f"attempt {fact.attempt} of {truth.job} synchronises twice")
         truth.synchronising, truth.source = True, fact.source.id
+        source = self.simulated_worker_of(fact.source)
+        truth.source_world = 0 if source is None or fact.source in truth.world else source.generation
 
     @take.register
     def _rescale_completed(self, fact: RescaleCompleted, truth: Truth) -> None:
@@ -257,6 +262,8 @@ class ElasticOracle:
             truth.placed.update(new.workers)
             truth.begun.add(new.epoch)
             truth.begins[new.epoch] = truth.committed[new.epoch] = fact.step
+            if truth.source_world:
+                truth.continues[new.epoch] = truth.source_world
         truth.in_attempt = truth.synchronising = truth.in_background = False
         truth.failures = 0
         first = self.simulated_worker_of(new.workers[0])
@@ -432,6 +439,11 @@ class ElasticOracle:
         truth = self.truths[simulated.job]
         return truth.phase in OVER or simulated.me in truth.gone
 
+    def gone_from(self, simulated: SimulatedWorker, world: ClusterTopology) -> str:
+        """The name of a peer in this world that has died, or that the facts say is gone; empty for none."""
+        peers = (self.simulated_worker_of(worker) for worker in world.workers if worker != simulated.me)
+        return next((one.name for one in peers if one is not None and (not one.alive or self.is_gone(one))), "")
+
     def simulated_worker_of(self, worker: WorkerId) -> SimulatedWorker | None:
         """The process that this is."""
         return next((simulated for simulated in self.simulated_workers if simulated.me == worker), None)
@@ -541,6 +553,14 @@ class ElasticOracle:
         self._check_not_put_out(truth, simulated, step)
         truth.committed[simulated.generation] = max(truth.committed[simulated.generation], step + 1)
         simulated.committed, truth.stepped_at = step + 1, self._now()
+
+    def fails(self, simulated: SimulatedWorker, error: Exception) -> None:
+        """A worker takes the exception in its step for its script's own; a peer was gone before the exception."""
+        world = self.truths[simulated.job].worlds[simulated.generation]
+        quiet_s = (self.disturbances.quiet_for_s(worker.hostname, CONNECTED) for worker in world.workers)
+        if min(quiet_s) >= QUIET_S:
+            what = f"{simulated.me} fails in step {simulated.stepping}, and its world is over: {error}"
+            self.breach(Promise.STEP_ERRORS, what)
 
     def _check_not_put_out(self, truth: Truth, simulated: SimulatedWorker, step: int) -> None:
         """An evicted worker does not train on for long, and one that has stopped for another world not at all.

@@ -29,6 +29,15 @@ from forged.worker.worker import ElasticWorker
 from tests.simulation.base import ENDPOINT
 from tests.simulation.data.simulation import JobData
 from tests.simulation.elastic.oracle import ElasticOracle
+from tests.simulation.elastic.step_errors import (
+    BEFORE_OWN_COLLECTIVE_S,
+    LOOK_S,
+    VOIDED_STEPS,
+    WAITS_LONG_S,
+    OwnCollective,
+    PeerGone,
+    StepErrors,
+)
 from tests.simulation.elastic.truth import BATCH, Promise, SimulatedWorker, advance, broken, samples, share_of
 from tests.simulation.environment.loop import VirtualClock, VirtualLoop
 from tests.simulation.environment.network import HostNetwork, SimulatedNetwork
@@ -90,8 +99,9 @@ class Job:
 
     data: JobData | None = None
 
-    def __init__(self, name: str, random: Random) -> None:
+    def __init__(self, name: str, random: Random, step_errors: StepErrors) -> None:
         self.name = name
+        self.step_errors = step_errors
         self.total: int | None = None
         """How many steps it has; None while that is open."""
         self.slots = random.randint(1, 4)
@@ -237,6 +247,7 @@ class Process:
         self.worker.state_synchronized.subscribe(self._enter)
         self.worker.standstill.subscribe(self._stand_still)
         self.worker.leaving.subscribe(self._save)
+        self._voiding = Random(b"voids " + self.worker.incarnation)
         self.simulated = SimulatedWorker(job.name, name, host, self.worker.incarnation)
         if self.disk is not None and given is not None:
             world.oracle.data.moves_in(self.simulated, self.disk, given.weight)
@@ -349,7 +360,8 @@ class Process:
                 await self._until_put_out()
                 return
             while (step := await worker.begin_step(self.job.total)) is not None:
-                await self._step(step)
+                if not await self._step(step):
+                    return
             simulated.alive, simulated.has_left = False, True
             self._world.note(f"{simulated.me} has left behind step {worker.step}")
 
@@ -371,21 +383,22 @@ class Process:
         if self.alive and known is not None:
             self._world.oracle.enters(self.simulated, known, state.current_step)
 
-    async def _step(self, step: int) -> None:
+    async def _step(self, step: int) -> bool:
+        """Do a step; false where its exception was taken for one of the script's own, so that the worker leaves."""
         worker, simulated, world = self.worker, self.simulated, self._world
         world.look()
         if simulated.alive:
             world.oracle.begins(simulated, step, self._steps_in_state())
             if worker.sampler is not None:
                 world.oracle.data.begins(simulated, step, worker.sampler)
-        await self._work(self.job.pace_s)
+        own = self.job.step_errors.collectives[simulated.generation, step]
         try:
-            total = await self._exchange(step)
-        except StepAborted:
-            total = None
-        if total is not None:
-            await self._work(0.05)
-            self._apply(total)
+            await self._do(step, own)
+        except (StepAborted, PeerGone) as error:
+            own.left_by = own.left_by or simulated.name
+            if not await worker.repeats_step(step, error):
+                await self._fail(error)
+                return False
         counts = await worker.finish_step()
         world.look()
         if simulated.alive:
@@ -394,6 +407,57 @@ class Process:
                 world.oracle.data.counts(simulated, step)
             if counts:
                 world.note(f"{simulated.name} has committed step {step} in world {simulated.generation}")
+        return True
+
+    async def _do(self, step: int, own: OwnCollective) -> None:
+        has_own = self.job.step_errors.has_own_collectives
+        await self._work(BEFORE_OWN_COLLECTIVE_S if has_own else self.job.pace_s)
+        voids = self.job.step_errors.voids and self._voiding.random() < VOIDED_STEPS
+        voids_first = voids and self._voiding.random() < 0.5
+        if voids_first:
+            self._void(step)
+        if has_own:
+            await self.worker.barrier()
+            await self._meet_peers(own)
+        total = await self._exchange(step)
+        if voids:
+            self._void(step)
+        await self._work(0.05)
+        self._apply(total)
+
+    def _void(self, step: int) -> None:
+        self._world.note(f"the script of {self.simulated.name} voids step {step}")
+        self._world.met["a script voids a step"] += 1
+        raise StepAborted("the batch is damaged")
+
+    async def _meet_peers(self, own: OwnCollective) -> None:
+        """A collective of the script's own."""
+        simulated, world = self.simulated, self._world
+        topology = self.worker.current_topology
+        assert topology is not None
+        own.here.add(simulated.name)
+        came_at = world.loop.time()
+        await self._work(self.job.pace_s)
+        while True:
+            if gone := own.left_by or world.oracle.gone_from(simulated, topology):
+                world.note(f"{simulated.name} has lost {gone} in a collective of its own")
+                world.met["a collective of the scripts' own loses a peer"] += 1
+                raise PeerGone(f"connection closed by peer {gone}")
+            if len(own.here) == topology.world_size:
+                return
+            waited_s = world.loop.time() - came_at
+            if waited_s > WAITS_LONG_S:
+                simulated.hold(came_at, waited_s + LOOK_S)
+            await anyio.sleep(LOOK_S)
+
+    async def _fail(self, error: Exception) -> None:
+        """Leave as a worker whose script has failed."""
+        self._world.note(f"the script of {self.simulated.name} has failed: {error}")
+        self._world.look()
+        if self.simulated.alive:
+            self._world.oracle.fails(self.simulated, error)
+        self.simulated.alive = False
+        await self.worker.leave_because(error)
 
     async def _exchange(self, step: int) -> int:
         worker, simulated = self.worker, self.simulated

@@ -37,6 +37,7 @@ from tests.simulation.data.simulation import JobData, LinkQuality, has_data
 from tests.simulation.elastic.faults import FaultInjector
 from tests.simulation.elastic.oracle import ElasticOracle
 from tests.simulation.elastic.process import Job, Process
+from tests.simulation.elastic.step_errors import StepErrors
 from tests.simulation.elastic.tally import Tally
 from tests.simulation.elastic.truth import Promise, SimulatedWorker, Truth, broken
 from tests.simulation.environment.loop import SimulationError, VirtualClock, VirtualLoop, run
@@ -73,7 +74,8 @@ class ElasticWorld(Simulation):
         super().__init__(seed, loop, random)
         self.met = Tally()
         self.oracle = ElasticOracle(loop.time, self.look, self._meet)
-        self.jobs = [Job(f"job{number}", random) for number in range(random.choice((1, 1, 2)))]
+        names = [f"job{number}" for number in range(random.choice((1, 1, 2)))]
+        self.jobs = [Job(name, random, StepErrors(Random(f"step errors of {name} in {seed}"))) for name in names]
         self.hosts = [f"{job.name}-{slot}" for job in self.jobs for slot in range(job.slots + 1)]
         self.processes: list[Process] = []
         self.over = False

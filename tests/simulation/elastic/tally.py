@@ -43,6 +43,8 @@ MUST_HAPPEN = (
     "the daemon is suspended",
     "a script hangs",
     "a script hangs when a rescale is wanted",
+    "a script voids a step",
+    "a collective of the scripts' own loses a peer",
     "a wall clock jumps",
     "a heartbeat lies",
     "a member says that training is complete",

@@ -45,6 +45,7 @@ class Promise(StrEnum):
     EVIDENCE = "no worker is declared dead without evidence"
     TOLERANCE = "a job is aborted when it has had too much, and only then"
     STEPS = "a step counts once, when all have finished it, and what counts stays"
+    STEP_ERRORS = "an exception in a step whose world is over repeats the step, and fails no worker"
     HANDED_OVER = "a draining worker hands its state over to waiting joiners"
     ONE_RATE = "all ranks of a world have one learning rate and one batch"
     STATE = "the state of every trainer is a function of the number of committed steps"
@@ -154,6 +155,8 @@ class Truth:
     """The joiners of the attempt."""
     source: str = ""
     """The state source of the attempt."""
+    source_world: int = 0
+    """The generation in which the state source last trained, if it is not in the present world; else 0."""
     worlds: dict[int, ClusterTopology] = field(default_factory=dict)
     followed_at: dict[int, float] = field(default_factory=dict)
     """When another world was committed behind this one."""
@@ -161,6 +164,8 @@ class Truth:
     """The worlds of which it is known with what step they begin."""
     begins: dict[int, int] = field(default_factory=dict)
     """Behind how many steps; by generation, in their order."""
+    continues: dict[int, int] = field(default_factory=dict)
+    """By generation: the world that its state continues, where that is not the world before it."""
     placed: set[WorkerId] = field(default_factory=set)
     """The members of a world whose commit had a step."""
     steps: dict[tuple[int, int], Step] = field(default_factory=lambda: defaultdict(Step))
