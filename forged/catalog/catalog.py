@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from itertools import islice
 
 from msgspec.structs import replace
 
@@ -152,8 +153,9 @@ class CheckpointCatalog:
             return _copies(self._index.find_by_metric(training_run_id, metric_key, threshold, ascending))
 
     def _limit_tombstones(self) -> None:
-        while len(self._index.tombstones) > TOMBSTONES_MAX:
-            self._index.forget(next(iter(self._index.tombstones)))
+        excess = len(self._index.tombstones) - TOMBSTONES_MAX
+        for checkpoint_id in list(islice(self._index.tombstones, max(excess, 0))):
+            self._index.forget(checkpoint_id)
 
 
 def _copies(records: Iterable[CheckpointMeta]) -> list[CheckpointMeta]:

@@ -280,6 +280,15 @@ def test_remembered_tombstones_are_limited(catalog: CheckpointCatalog, monkeypat
     assert [catalog.get(id_) is None for id_ in ids] == [True, False, False]
 
 
+def test_collection_remembers_the_last_tombstones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_module, "TOMBSTONES_MAX", 2)
+    catalog = CheckpointCatalog(GcPolicy(1, math.inf))
+    for step in range(6):
+        saved(catalog, step)
+    collected = catalog.gc(0.0)
+    assert [catalog.get(id_) is None for id_ in collected] == [True, True, True, False, False]
+
+
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 THREADS = 8
