@@ -4,7 +4,8 @@ Invariants:
 - Never goes: what is being written, pinned or held; the newest restorable checkpoint; the last verified one; the parent
   of a checkpoint that stays.
 - The same records and the same time give the same verdicts, so a second collection deletes nothing.
-- If a checkpoint of the run was created after `now`, the clock went back, and nothing goes.
+- If the newest checkpoint by epoch and step was created after `now`, the clock went back, and nothing goes. The time of
+  an earlier checkpoint does not count: the run has saved since, so that time is wrong.
 - Parents follow their children in the order of collection, so that an interrupted one breaks no chain.
 """
 
@@ -94,11 +95,10 @@ def verdicts(run: RunIndex, now: float) -> list[Verdict]:
 
 def due_at(run: RunIndex, now: float) -> float:
     """When the next collection of an unchanged run may delete something."""
-    if not run.by_age:
+    if not run.ranked:
         return inf
-    newest_at = run.by_age[-1].meta.created_at
-    if newest_at > now:
-        return newest_at
+    if _is_clock_behind(run, now):
+        return run.ranked[-1].meta.created_at
     place = _first_not_old(run, now)
     if place == len(run.by_age):
         return inf
@@ -113,7 +113,7 @@ class _Judgement:
         self.run = run
         self.now = now
         self.policy = run.policy
-        self.is_clock_behind = bool(run.by_age) and run.by_age[-1].meta.created_at > now
+        self.is_clock_behind = _is_clock_behind(run, now)
         self.newest = run.latest_restorable()
         self.surplus = {one.id: one for one in self._surplus()}
         """The checkpoints that have enough newer ones, by id."""
@@ -134,9 +134,20 @@ class _Judgement:
         verified = (one for one in self.run.ranked if one.is_restorable and one.meta.verified_at is not None)
         return max(verified, key=lambda one: (one.meta.verified_at or 0.0, one.rank), default=None)
 
+    @cached_property
+    def first_of_seconds(self) -> frozenset[str]:
+        """The first checkpoint that is offered of each interval of `keep_every_seconds`."""
+        seconds = self.policy.keep_every_seconds
+        if seconds is None:
+            return frozenset()
+        # Each interval keeps the last one put in, which is its oldest.
+        newest_first = (one for one in reversed(self.run.by_age) if one.is_offered)
+        return frozenset({one.meta.created_at // seconds: one.id for one in newest_first}.values())
+
     def _old(self) -> Iterator[IndexEntry]:
         for entry in self.run.by_age[: _first_not_old(self.run, self.now)]:
-            latest_step = entry.meta.step + 1 if self.newest is None else self.newest.meta.step
+            # Latest is one checkpoint, by epoch and step; the step alone may be reached in several epochs.
+            latest_step = entry.meta.step if entry is self.newest else entry.meta.step + 1
             if is_gc_eligible(entry.meta, self.policy, latest_step, self.now, entry.id in self.best):
                 yield entry
 
@@ -169,25 +180,16 @@ class _Judgement:
         """Whether the checkpoint is the first one of an interval of steps or seconds."""
         if not entry.is_offered:
             return None
-        steps, seconds = self.policy.keep_every_steps, self.policy.keep_every_seconds
+        steps = self.policy.keep_every_steps
         if steps is not None and self._is_first_of_steps(entry, steps):
             return RetentionRule.STEPS
-        if seconds is not None and self._is_first_of_seconds(entry, seconds):
-            return RetentionRule.SECONDS
-        return None
+        return RetentionRule.SECONDS if entry.id in self.first_of_seconds else None
 
     def _is_first_of_steps(self, entry: IndexEntry, steps: int) -> bool:
         begin = entry.meta.step // steps * steps
         if begin == 0:
             return False
         return self.run.offered[bisect_left(self.run.offered, begin, key=lambda one: one.meta.step)] is entry
-
-    def _is_first_of_seconds(self, entry: IndexEntry, seconds: float) -> bool:
-        interval = entry.meta.created_at // seconds
-        place = bisect_left(self.run.by_age, interval, key=lambda one: one.meta.created_at // seconds)
-        while not self.run.by_age[place].is_offered:
-            place += 1
-        return self.run.by_age[place] is entry
 
     def _spare_parents(self) -> None:
         """Take out the parents of what stays, until no more follow."""
@@ -233,6 +235,10 @@ class _Judgement:
             RetentionRule.OLD: f"older than {policy.max_age_seconds} s",
             RetentionRule.SURPLUS: f"{most} newer ones are restorable",
         }[rule]
+
+
+def _is_clock_behind(run: RunIndex, now: float) -> bool:
+    return bool(run.ranked) and run.ranked[-1].meta.created_at > now
 
 
 def _is_old(meta: CheckpointMeta, policy: GcPolicy, now: float) -> bool:

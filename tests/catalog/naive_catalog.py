@@ -179,7 +179,7 @@ class NaiveCatalog:
 
     def going(self, run: str, now: float) -> set[str]:
         live = self.live(run)
-        if any(one.created_at > now for one in live):
+        if live and max(live, key=rank).created_at > now:
             return set()
         kept = {one.checkpoint_id for one in live if self.is_protected(one, now) or not self.is_expendable(one, now)}
         while True:
@@ -193,9 +193,7 @@ class NaiveCatalog:
         newer = [one for one in self.restorable(meta.training_run_id) if rank(one) > rank(meta)]
         if len(newer) >= self.policy.max_checkpoints_per_run:
             return True
-        latest = max(self.restorable(meta.training_run_id), key=rank, default=None)
-        is_latest = latest is not None and meta.state is COMPLETE and not meta.abandoned and meta.step >= latest.step
-        return now - meta.created_at > self.policy.max_age_seconds and not is_latest
+        return now - meta.created_at > self.policy.max_age_seconds
 
     def is_protected(self, meta: CheckpointMeta, now: float) -> bool:
         if meta.state is CREATING or meta.pinned or meta.holders:

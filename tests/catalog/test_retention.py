@@ -109,6 +109,15 @@ def test_unchanged_run_is_collected_again_when_a_checkpoint_becomes_too_old() ->
     ]
 
 
+@pytest.mark.parametrize(("epoch", "step"), [(0, 900), (0, 100), (1, 100)])
+def test_age_limit_holds_for_every_checkpoint_but_the_newest(epoch: int, step: int) -> None:
+    catalog = CheckpointCatalog(AGED)
+    saved(catalog, step, epoch=epoch)
+    saved(catalog, 100, now=1000.0, epoch=1)
+    assert [verdict.rule for verdict in catalog.verdicts("run", 1000.0)] == [RetentionRule.NEWEST, RetentionRule.OLD]
+    assert catalog.gc(1000.0) == ["ckpt-00000001"]
+
+
 def test_newest_restorable_checkpoint_stays_at_any_age() -> None:
     catalog = filled(GcPolicy(0, 0), 100, 200)
     catalog.mark_corrupted(saved(catalog, 300, now=2.0).checkpoint_id)
@@ -255,6 +264,14 @@ def test_clock_that_went_back_deletes_nothing(now: float) -> None:
     assert catalog.gc(now) == []
     assert {verdict.rule for verdict in catalog.verdicts("run", now)} == {RetentionRule.CLOCK}
     assert len(catalog.gc(3.0)) == 3
+
+
+def test_wrong_time_of_an_earlier_checkpoint_does_not_stop_collection() -> None:
+    catalog = CheckpointCatalog(NEWEST_2)
+    saved(catalog, 100, now=1e9)
+    for step in (200, 300):
+        saved(catalog, step, now=float(step))
+    assert catalog.gc(400.0) == ["ckpt-00000001"]
 
 
 def test_no_policy_keeps_less_than_one_restorable_checkpoint() -> None:
