@@ -87,17 +87,23 @@ class Recorder:
 
 
 def steps(worker: Training, recorder: Recorder) -> Iterator[Step]:
-    """The steps until all workers have agreed to end, or this worker drains."""
+    """The steps until the end that all workers have agreed on, or until this worker drains.
+
+    The end is known before the last step begins. A worker that came to know it only after that step would have to wait
+    for another world if the other workers, which are done, left first; with `min_workers` there might be none.
+    """
     for step in worker.steps():
         recorder.settle(worker.step)
-        if step == worker.state["ends_at"]:
+        if worker.state["ends_at"] != NONE:
             break
         yield step
     else:
         recorder.settle(worker.step)
         return
-    for _ in worker.steps(worker.step):
-        raise AssertionError("no step is left")
+    for step in worker.steps(worker.state["ends_at"]):
+        recorder.settle(worker.step)
+        yield step
+    recorder.settle(worker.step)
 
 
 def train(
@@ -116,13 +122,13 @@ def train(
             samples = worker.batch()
             recorder.use(worker, int(step), len(samples))
             time.sleep(STEP_PAUSE_S)
-            # All workers agree on the last step, because the wish to stop is reduced together with the gradient.
+            # All workers agree on the end, because the wish to stop is reduced together with the gradient.
             wants_stop = [float(stop_file.exists())]
             part = contribution(state, reader.read(samples))
             summed = worker.all_reduce(np.concatenate([part, wants_stop]))
             learn(state, summed[:-1], worker.learning_rate)
-            if summed[-1] > 0:
-                state["ends_at"] = step + 1
+            if summed[-1] > 0 and state["ends_at"] == NONE:
+                state["ends_at"] = step + 2
             recorder.set_loss(float(summed[-2]))
 
 
