@@ -132,7 +132,7 @@ class CatalogIndex:
     def mark_repaired(self, checkpoint_id: str, now: float) -> CheckpointMeta:
         """All bytes of a corrupted checkpoint are correct again."""
         meta = self._live(checkpoint_id)
-        if meta.state is not CheckpointState.CORRUPTED or not meta.storage_path:
+        if meta.state is not CheckpointState.CORRUPTED or meta.is_failed_save:
             raise errors.transition_refused(
                 checkpoint_id, meta.state, "be repaired", "repair one that was damaged after it was complete"
             )

@@ -94,6 +94,11 @@ class CheckpointMeta(msgspec.Struct, frozen=True):
     def is_incremental(self) -> bool:
         return self.checkpoint_type is CheckpointType.INCREMENTAL
 
+    @property
+    def is_failed_save(self) -> bool:
+        """Whether it became corrupted before it was complete: it cannot be repaired."""
+        return self.state is CheckpointState.CORRUPTED and not self.storage_path
+
 
 class CreateCheckpointRequest(msgspec.Struct, frozen=True):
     """What a run is about to save."""

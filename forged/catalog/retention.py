@@ -152,7 +152,11 @@ class _Judgement:
                 yield entry
 
     def _surplus(self) -> Iterator[IndexEntry]:
-        """What is older than the newest restorable checkpoints that the policy keeps."""
+        """What is older than the newest restorable checkpoints that the policy keeps.
+
+        A failed save is surplus after as many newer checkpoints of any state: while every save fails, nothing newer is
+        restorable.
+        """
         ranked, most = self.run.ranked, self.policy.max_checkpoints_per_run
         if len(ranked) <= most:
             return
@@ -162,6 +166,7 @@ class _Judgement:
             place -= 1
             kept += ranked[place].is_restorable
         yield from (one for one in ranked[:place] if one.meta.state in COLLECTABLE)
+        yield from (one for one in ranked[place : len(ranked) - most] if one.meta.is_failed_save)
 
     def _protection(self, entry: IndexEntry) -> RetentionRule | None:
         """The rule that keeps a checkpoint although there are newer ones or it is old; None if there is none."""
@@ -219,6 +224,7 @@ class _Judgement:
         policy = self.policy
         most = policy.max_checkpoints_per_run
         order = "lowest" if policy.metric_ascending else "highest"
+        newer = "exist, and its save failed" if entry.meta.is_failed_save else "are restorable"
         needed_by = named([one.id for one in entry.children if one.id not in self.going])
         return {
             RetentionRule.WRITING: "being written",
@@ -233,7 +239,7 @@ class _Judgement:
             RetentionRule.PARENT: f"needed by {needed_by}",
             RetentionRule.RECENT: f"not too old, and fewer than {most} newer ones are restorable",
             RetentionRule.OLD: f"older than {policy.max_age_seconds} s",
-            RetentionRule.SURPLUS: f"{most} newer ones are restorable",
+            RetentionRule.SURPLUS: f"{most} newer ones {newer}",
         }[rule]
 
 

@@ -191,6 +191,8 @@ class NaiveCatalog:
     def is_expendable(self, meta: CheckpointMeta, now: float) -> bool:
         """Whether there are enough newer ones, or it is too old."""
         newer = [one for one in self.restorable(meta.training_run_id) if rank(one) > rank(meta)]
+        if meta.state is CORRUPTED and not meta.storage_path:
+            newer = [one for one in self.live(meta.training_run_id) if rank(one) > rank(meta)]
         if len(newer) >= self.policy.max_checkpoints_per_run:
             return True
         return now - meta.created_at > self.policy.max_age_seconds

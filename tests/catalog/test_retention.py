@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from forged.catalog import CheckpointCatalog, CheckpointInUse, GcPolicy, RetentionRule, is_gc_eligible
 from tests.catalog.records import (
+    COMPLETE,
     CORRUPTED,
     CREATING,
     DELETED,
@@ -139,6 +140,28 @@ def test_unrestorable_checkpoints_do_not_count_among_the_newest() -> None:
     assert catalog.gc(10.0) == []
     saved(catalog, 600, now=9.0)
     assert catalog.gc(10.0) == ["ckpt-00000001", "ckpt-00000002"]
+
+
+def test_saves_that_fail_again_and_again_leave_only_the_newest_failures() -> None:
+    catalog = filled(NEWEST_2, 100)
+    for step in (200, 300, 400, 500):
+        catalog.mark_corrupted(catalog.create(request(step), now=1.0).checkpoint_id)
+    assert [tuple(verdict)[1:4] for verdict in catalog.verdicts("run", 10.0)][2:] == [
+        (False, "surplus", "2 newer ones exist, and its save failed"),
+        (False, "surplus", "2 newer ones exist, and its save failed"),
+        (True, "newest", "the newest restorable checkpoint"),
+    ]
+    assert catalog.gc(10.0) == ["ckpt-00000002", "ckpt-00000003"]
+    assert steps_left(catalog) == [100, 400, 500]
+
+
+def test_failed_saves_displace_no_damaged_checkpoint_that_may_be_repaired() -> None:
+    catalog = filled(NEWEST_2, 100)
+    catalog.mark_corrupted("ckpt-00000001")
+    for step in (200, 300):
+        catalog.mark_corrupted(catalog.create(request(step), now=1.0).checkpoint_id)
+    assert catalog.gc(10.0) == []
+    assert catalog.mark_repaired("ckpt-00000001", 11.0).state is COMPLETE
 
 
 def test_last_verified_checkpoint_stays() -> None:
