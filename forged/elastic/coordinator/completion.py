@@ -1,9 +1,9 @@
 """When a job is complete: what one member says about the training's end, and what the other members confirm.
 
 Invariants:
-- A job is complete once all registered members of its world say that training is complete after the same step: by a
-  heartbeat, or when they leave. A failure confirms nothing, and a commit of another world voids what those have said
-  that have left.
+- A job is complete once a member of its world has left or failed, and all registered ones say that training is complete
+  after the same step, by a heartbeat; the last one also when it leaves. A failure confirms nothing.
+- What a member has said that has left is not needed, so a restart of the daemon forgets nothing.
 - A member of a world can be no further than its world can have come since the last committed step.
 """
 
@@ -32,12 +32,13 @@ def require_possible(job: JobState, member: Member, step: int, now: Moment) -> N
 
 
 def claim(job: JobState, step: int, now: Moment) -> None:
-    """A member of the world that leaves says that training is complete after this step."""
-    job.claimed_end = step or job.training.current_step
+    """A member of the world has left because training is complete after this step; the last one speaks for all."""
     # The job's end follows from the leave, whenever it is confirmed.
     job.outbox.mark_trigger()
-    if all(_agrees(member, job.claimed_end) for member in job.membership.present()):
-        _complete(job, job.claimed_end, now)
+    if next(job.membership.present(), None) is None:
+        _complete(job, step or job.training.current_step, now)
+    else:
+        consider(job, now)
 
 
 def confirmation_wait_s(job: JobState) -> float:
@@ -46,13 +47,10 @@ def confirmation_wait_s(job: JobState) -> float:
 
 
 def consider(job: JobState, now: Moment) -> None:
-    """Complete the job if all members of the world agree with the one that has left; without any, none confirms it."""
-    step = job.claimed_end
-    if step is None or job.over:
-        return
-    members = list(job.membership.present())
-    if members and all(_agrees(member, step) for member in members):
-        _complete(job, step, now)
+    """Complete the job if a member of the world is gone, and the registered ones agree; without any, none confirms."""
+    first = None if job.over or job.membership.is_complete else next(job.membership.present(), None)
+    if first is not None and all(_agrees(member, first.step) for member in job.membership.present()):
+        _complete(job, first.step, now)
 
 
 def _agrees(member: Member, step: int) -> bool:

@@ -114,7 +114,7 @@ class JobCoordinator(JobState):
         if done and self.membership.in_world(member) and not self.over:
             completion.claim(self, step, now)
         if self.requires(member) and not self.over:
-            delay_s = completion.confirmation_wait_s(self) if self.claimed_end is not None else 0.0
+            delay_s = completion.confirmation_wait_s(self) if done else 0.0
             self.note_missing_member(f"{worker_id} left: {reason}", now, is_reported=True, delay_s=delay_s)
         rescale_schedule.consider(self, now)
 

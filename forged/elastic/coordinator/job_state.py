@@ -58,8 +58,6 @@ class JobState:
         self.reported_step = 0
         """The highest committed step reported while the job did not train; lost if no remaining worker holds it."""
         self.step_witnesses = StepWitnesses()
-        self.claimed_end: int | None = None
-        """The step after which training is complete, as a member says that has left; the others may not confirm it."""
         self.last_progress_at = -NEVER
         """When a member of the world last reported progress, or was first able to."""
         self.scaling_base = ScalingBase()

@@ -138,7 +138,6 @@ def commit(job: JobState, attempt: Attempt, now: Moment) -> None:
     job.training = GlobalTrainingState(epoch, step, rate or 0.0, batch, len(members), step_at)
     job.learning_rate = rate
     job.step_witnesses.reset()
-    job.claimed_end = None
     job.failure_budget.world_committed(step)
     if step > known_step:
         # The stop reports show that the previous world did commit steps, so its peer reports are settled.

@@ -1587,11 +1587,53 @@ def test_last_member_of_a_world_completes_the_job_alone() -> None:
     assert book.leave("a", done=True, step=100)[-1] == JobCompleted(100)
 
 
-def test_members_that_are_done_after_different_steps_do_not_complete_the_job() -> None:
+def test_last_member_that_may_not_step_completes_the_job_by_its_heartbeat() -> None:
+    book = formed("a", "b", min_workers=2)
+    book.die("b")
+    book.wait(1.0)
+    assert book.coordinator.phase is Phase.WAITING
+    assert book.heartbeat("a", step=100, is_done=True) == [JobCompleted(100)]
+
+
+def test_members_that_are_done_complete_the_job_once_another_has_failed() -> None:
+    book = formed("a", "b", "c", min_workers=3)
+    book.heartbeat("a", step=100, is_done=True)
+    assert book.heartbeat("b", step=100, is_done=True) == []
+    assert JobCompleted(100) in book.die("c")
+
+
+def test_members_confirm_after_a_restart_of_the_daemon_that_training_is_complete() -> None:
+    book = formed("a", "b", "c", min_workers=3)
+    book.leave("a", done=True, step=100)
+    book.restart()
+    book.reconnect("b", "c")
+    book.wait(1.0)
+    assert book.coordinator.phase is Phase.WAITING
+    assert book.heartbeat("b", step=100, is_done=True) == []
+    assert book.heartbeat("c", step=100, is_done=True) == [JobCompleted(100)]
+
+
+def test_members_of_a_complete_world_do_not_complete_the_job_before_one_leaves() -> None:
     book = formed("a", "b")
+    book.heartbeat("a", step=100, is_done=True)
+    assert book.heartbeat("b", step=100, is_done=True) == []
+
+
+def test_members_that_are_done_after_different_steps_do_not_complete_the_job() -> None:
+    book = formed("a", "b", "c")
     book.heartbeat("b", step=101, is_done=True)
+    book.heartbeat("c", step=100, is_done=True)
     book.leave("a", done=True, step=100)
     assert book.coordinator.phase is Phase.RUNNING
+
+
+def test_step_that_a_member_names_when_it_leaves_does_not_keep_the_others_from_confirming_theirs() -> None:
+    book = formed("a", "b", "c", min_workers=3)
+    book.leave("a", done=True, step=7)
+    book.wait(20.0)
+    assert book.coordinator.phase is Phase.WAITING
+    book.heartbeat("b", step=100, is_done=True)
+    assert book.heartbeat("c", step=100, is_done=True) == [JobCompleted(100)]
 
 
 def test_job_is_complete_when_the_other_members_leave_in_good_order_after_the_same_step() -> None:
