@@ -6,6 +6,7 @@ Invariants:
 - The beginning is reported at once, the end when the connection is back or the worker does not train on, each in one
   line of the log and one call of the hook. A world that trains on without the daemon is no standstill.
 - The daemon is told of each standstill once, when it is back.
+- A hook that raises is logged; the session goes on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from anyio.abc import TaskGroup
 
 from forged.clock import Clock
 from forged.elastic.model import Standstill
-from forged.errors import ForgedError
+from forged.errors import ForgedError, describe
 from forged.log import Log
 from forged.worker.events import RescaleHooks
 from forged.worker.registration import Registration
@@ -80,7 +81,7 @@ class StandstillReporter:
             daemon_away_since=_readable(away_since),
             reason=reason,
         )
-        self._hooks.on_standstill(self._standstill)
+        self._call_hook(self._standstill)
 
     def _end(self, standstill: Standstill) -> None:
         lasted_s = self._clock.monotonic() - self._began_at
@@ -91,8 +92,15 @@ class StandstillReporter:
             lasted_s=round(lasted_s, 1),
             reason="the daemon is back" if is_back else "this worker no longer waits for it",
         )
-        self._hooks.on_standstill(msgspec.structs.replace(standstill, lasted_s=lasted_s))
+        self._call_hook(msgspec.structs.replace(standstill, lasted_s=lasted_s))
         self._tasks.start_soon(self._tell, standstill, lasted_s)
+
+    def _call_hook(self, standstill: Standstill) -> None:
+        try:
+            self._hooks.on_standstill(standstill)
+        except Exception as error:  # noqa: BLE001 - the script may override the method
+            # A report must not end the session, and with it the training that it reports about.
+            self._log.error("`on_standstill` failed", reason=describe(error))
 
     async def _tell(self, standstill: Standstill, lasted_s: float) -> None:
         try:

@@ -60,6 +60,7 @@ class StandstillFixture:
         self.state.current_world.status = WorkerStatus.ACTIVE
         self.is_connected = True
         self.refusal: RequestRefused | None = None
+        self.hook_error: Exception | None = None
         self.clock = VirtualClock(asyncio.get_running_loop())
         self.log = RecordingLog()
         self.told: list[Standstill] = []
@@ -71,6 +72,8 @@ class StandstillFixture:
 
     def on_standstill(self, standstill: Standstill) -> None:
         self.told.append(standstill)
+        if self.hook_error is not None:
+            raise self.hook_error
 
     async def report_standstill(self, generation: int, peer: str, for_s: float) -> None:
         if self.refusal is not None:
@@ -324,6 +327,19 @@ async def test_refused_report_is_logged_and_changes_nothing() -> None:
         assert "ReportStandstill" in said["reason"]
         await fixture.lose_daemon()
         assert len(fixture.log.of(BEGINS)) == 2
+
+
+@on_virtual_time
+async def test_hook_that_raises_is_logged_and_ends_nothing() -> None:
+    async with worker() as fixture:
+        fixture.hook_error = ValueError("the pager does not answer")
+        await fixture.lose_world()
+        await fixture.lose_daemon()
+        await fixture.regain_daemon()
+        assert [each.lasted_s is None for each in fixture.told] == [True, False]
+        assert len(fixture.reports) == 1
+        said = fixture.log.of("`on_standstill` failed")
+        assert [line["reason"] for line in said] == ["ValueError: the pager does not answer"] * 2
 
 
 def test_subscribers_of_a_worker_are_told() -> None:
