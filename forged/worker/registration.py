@@ -54,6 +54,9 @@ LEAVE_TIMEOUT_S = 2.0
 LOGGED_AFTER_S = 2.0
 """How long something is waited for before that is logged as a warning."""
 LOG_PAUSE_S_MAX = 600.0
+ANSWER_TIMEOUT_S = 5.0
+"""How long the daemon may take to say what the job waits for."""
+NO_ANSWER_ENDS = "the worker tries again until it answers"
 
 
 def log_pauses() -> Iterator[float]:
@@ -151,11 +154,13 @@ class Registration:
         )
 
     async def why_waiting(self) -> str:
-        """What the job waits for, in the daemon's words. Asked once, without a retry."""
+        """What the job waits for, in the daemon's words. Asked once, and briefly: a wait without a daemon is logged."""
+        if not self.is_connected:
+            return f"no connection to the daemon: {self._client.last_failures or 'it was lost'}; {NO_ANSWER_ENDS}"
         try:
-            shown = await self._client.request(ShowCluster(self.job))
+            shown = await self._client.request(ShowCluster(self.job), timeout_s=ANSWER_TIMEOUT_S)
         except ForgedError as error:
-            return f"the daemon does not answer: {error.message}; the worker tries again until it does"
+            return f"the daemon does not answer: {error.message}; {NO_ANSWER_ENDS}"
         return shown.stall_report or (
             f"job {self.job} is {shown.phase}; the wait ends when the daemon has taken this worker into a world"
         )
