@@ -141,6 +141,39 @@ def test_directory_behind_a_link_is_read_in_a_thread(saved: Path, monkeypatch: p
     assert started == ["checkpoint-call"]
 
 
+def _without_openat2(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Linux has no system call of this number.
+    monkeypatch.setattr("forged.file_sync._OPENAT2", 100_000)
+
+
+def _in_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str, flags: int) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr("forged.file_sync._open_cached", refuse)
+
+
+def _without_nonblocking_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = os.preadv
+
+    def refuse(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        if flags & os.RWF_NOWAIT:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return read(fd, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+
+
+@pytest.mark.parametrize("limit", [_without_openat2, _in_a_sandbox, _without_nonblocking_reads])
+def test_checkpoint_is_loaded_in_a_thread_where_the_kernel_cannot_tell_what_is_in_memory(
+    saved: Path, limit: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit(monkeypatch)
+    started = threads_of_loads(monkeypatch)
+    assert same_state(forged.checkpoint.load(saved / "a"))
+    assert started == ["checkpoint-call"]
+
+
 async def test_checker_of_the_caller_runs_in_a_thread(saved: Path) -> None:
     idents: list[int] = []
 
