@@ -24,11 +24,12 @@ FAILED_JOINS_DOUBLED_MAX = 6
 
 def consider(job: JobState, now: Moment) -> None:
     """Do what has become due."""
+    if job.attempt is not None and attempt_timeout_at(job) <= now.monotonic:
+        _fail_late_members(job, job.attempt, now)
+    # Before the limit on failures: members that are done need no other one.
     completion.consider(job, now)
     if job.over:
         return
-    if job.attempt is not None and attempt_timeout_at(job) <= now.monotonic:
-        _fail_late_members(job, job.attempt, now)
     if failures.abort_over_budget(job) or _abort_after_wait(job, now):
         return
     if rescale_at(job) > now.monotonic:

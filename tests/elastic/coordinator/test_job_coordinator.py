@@ -1602,6 +1602,20 @@ def test_members_that_are_done_complete_the_job_once_another_has_failed() -> Non
     assert JobCompleted(100) in book.die("c")
 
 
+def test_members_that_are_done_complete_the_job_although_late_members_exceed_the_failure_limit() -> None:
+    book = formed("a", "b", "c", "d")
+    book.coordinator.rescale(book.now, "a test")
+    for name in ("a", "b"):
+        book.stop(name, stop=StopReport(100, holds_state=True))
+        book.heartbeat(name, step=100, is_done=True)
+    while "d" in book.coordinator.members:
+        book.wait(2.0, silent=("a", "b"))
+        for name in list(book.coordinator.members):
+            book.heartbeat(name, step=100, is_done=name in ("a", "b"))
+    assert [fact.worker_id for fact in book.facts if isinstance(fact, WorkerFailed)] == ["c", "d"]
+    assert book.coordinator.phase is Phase.COMPLETED
+
+
 def test_members_confirm_after_a_restart_of_the_daemon_that_training_is_complete() -> None:
     book = formed("a", "b", "c", min_workers=3)
     book.leave("a", done=True, step=100)
