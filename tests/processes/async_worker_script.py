@@ -6,13 +6,14 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
 
 from forged.client import ElasticWorker
 from forged.elastic.config import ElasticTrainingConfig
+from forged.worker.step_loop import Step
 from tests.processes.worker_script import (
     ARMED,
     COMPUTING_S,
@@ -21,6 +22,7 @@ from tests.processes.worker_script import (
     STOP_FILE,
     Countdown,
     StepRecorder,
+    agree_on_end,
     hold_gil,
     report,
     report_standstill,
@@ -38,12 +40,22 @@ def fork() -> None:
     os._exit(0)
 
 
+async def steps(worker: ElasticWorker) -> AsyncIterator[Step]:
+    """The steps to the end that the workers agree on, which each of them knows before it makes the last one."""
+    async for step in worker.steps():
+        if worker.state["ends_at"][0] != FOREVER:
+            break
+        yield step
+    else:
+        return
+    async for step in worker.steps(int(worker.state["ends_at"][0])):
+        yield step
+
+
 async def train(worker: ElasticWorker, is_enough: Callable[[], bool], gil_s: int, countdown: Countdown) -> None:
     """Train until the stop file exists."""
     state, recorder = worker.state, StepRecorder(worker)
-    async for step in worker.steps():
-        if step == int(state["ends_at"][0]):
-            break
+    async for step in steps(worker):
         recorder.begin(step)
         if gil_s and countdown.hit():
             hold_gil(gil_s)
@@ -51,14 +63,12 @@ async def train(worker: ElasticWorker, is_enough: Callable[[], bool], gil_s: int
             await asyncio.sleep(COMPUTING_S)
             chain = int(state["chain"][0])
             mine = np.array([1, step, chain, is_enough()], np.int64)
-            count, steps, chains, ending = await worker.all_reduce(mine)
-            assert (count, steps, chains) == (worker.world_size, step * count, chain * count), "the states differ"
+            count, places, chains, ending = await worker.all_reduce(mine)
+            assert (count, places, chains) == (worker.world_size, step * count, chain * count), "the states differ"
             state["chain"][0] = advance(chain, step)
             state["ballast"] += 1
-            state["ends_at"][0] = step + 1 if ending else FOREVER
+            agree_on_end(state, step, ending)
     recorder.record_commit()
-    async for _ in worker.steps(worker.step):
-        raise AssertionError("no step is left")
     assert state["chain"][0] == recorder.chain_after(worker.step)
     report(finished=worker.step)
 

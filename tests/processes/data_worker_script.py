@@ -26,7 +26,9 @@ from tests.processes.worker_script import (
     STOP_FILE,
     Countdown,
     StepRecorder,
+    agree_on_end,
     report,
+    steps,
     stop_at,
 )
 from tests.worker.trainers import advance
@@ -59,9 +61,7 @@ def check(worker: Training, data: TrainingData, mode: str, drawn: list[int]) -> 
 def train(worker: Training, data: TrainingData, mode: str, stop_file: Path) -> None:
     """Train until the stop file exists."""
     state, recorder = worker.state, StepRecorder(worker)
-    for step in worker.steps():
-        if step == int(state["ends_at"][0]):
-            break
+    for step in steps(worker):
         recorder.begin(step)
         drawn = worker.batch().tolist()
         check(worker, data, mode, drawn)
@@ -74,10 +74,8 @@ def train(worker: Training, data: TrainingData, mode: str, stop_file: Path) -> N
             assert chains == chain * count, "the states differ"
             assert 0 < samples <= BATCH
             state["chain"][0] = advance(chain, step)
-            state["ends_at"][0] = step + 1 if ending else FOREVER
+            agree_on_end(state, step, ending)
     recorder.record_commit()
-    for _ in worker.steps(worker.step):
-        raise AssertionError("no step is left")
     report(finished=worker.step)
 
 

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from forged.worker.collectives.endpoints import Endpoint, HubEndpoint
 from forged.worker.collectives.hub import Collected
 from forged.worker.mesh import Mesh
 from forged.worker.registration import Registration
+from forged.worker.step_loop import Step
 from forged.worker.transport.peer_link import frame_of
 from forged.worker.transport.peer_messages import CollectiveCall, Kind, Result
 from forged.worker.worker import ElasticWorker
@@ -214,12 +215,27 @@ class StepRecorder:
         return self._chains[steps]
 
 
+def steps(worker: Training) -> Iterator[Step]:
+    """The steps to the end that the workers agree on, which each of them knows before it makes the last one."""
+    for step in worker.steps():
+        if worker.state["ends_at"][0] != FOREVER:
+            break
+        yield step
+    else:
+        return
+    yield from worker.steps(int(worker.state["ends_at"][0]))
+
+
+def agree_on_end(state: dict[str, Any], step: int, ending: int) -> None:
+    """End after the next step, if a worker wants to end and no end is known."""
+    if ending and state["ends_at"][0] == FOREVER:
+        state["ends_at"][0] = step + 2
+
+
 def train(worker: Training, stop_file: Path, gil_s: int, countdown: Countdown) -> None:
     """Train until the stop file exists."""
     state, recorder = worker.state, StepRecorder(worker)
-    for step in worker.steps():
-        if step == int(state["ends_at"][0]):
-            break
+    for step in steps(worker):
         recorder.begin(step)
         if gil_s and countdown.hit():
             hold_gil(gil_s)
@@ -227,14 +243,12 @@ def train(worker: Training, stop_file: Path, gil_s: int, countdown: Countdown) -
             time.sleep(COMPUTING_S)
             chain = int(state["chain"][0])
             mine = np.array([1, step, chain, stop_file.exists()], np.int64)
-            count, steps, chains, ending = worker.all_reduce(mine)
-            assert (count, steps, chains) == (worker.world_size, step * count, chain * count), "the states differ"
+            count, places, chains, ending = worker.all_reduce(mine)
+            assert (count, places, chains) == (worker.world_size, step * count, chain * count), "the states differ"
             state["chain"][0] = advance(chain, step)
             state["ballast"] += 1
-            state["ends_at"][0] = step + 1 if ending else FOREVER
+            agree_on_end(state, step, ending)
     recorder.record_commit()
-    for _ in worker.steps(worker.step):
-        raise AssertionError("no step is left")
     assert state["chain"][0] == recorder.chain_after(worker.step)
     assert (state["ballast"] == worker.step).all()
     report(finished=worker.step)
