@@ -2,7 +2,7 @@
 
 Invariants:
 - Of one principal, or of the principals of one job, at most one computation about a job runs at once.
-- A free place goes to an operator, or to the principal or job that uses the fewest.
+- A free place goes to the principal or job that uses the fewest, and of equal ones to the one served longest ago.
 - Tenants use at most `at_once_max` places; `OPERATOR_RESERVE` more are left to operators.
 """
 

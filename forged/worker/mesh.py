@@ -43,7 +43,7 @@ SWEEP_INTERVAL_S = 0.5
 """Before the kernel doubles its retransmission pauses twice: a later timeout takes effect late when a host is gone."""
 EARLY_WAIT_S = 10.0
 """How long a peer of a newer generation waits for this worker to learn of it."""
-STRANGERS_MAX = 1024
+UNAUTHENTICATED_MAX = 1024
 """How many connections may be unproven; the newest displaces the oldest."""
 PEERS_MAX = 4096
 """How many connections may be open at all."""
@@ -117,7 +117,7 @@ class Mesh:
         self._generation = -1
         self._endpoint: Endpoint | None = None
         """The part in the newest world."""
-        self._strangers: dict[AcceptedLink, None] = {}
+        self._unauthenticated: dict[AcceptedLink, None] = {}
         self._early: dict[AcceptedLink, _Early] = {}
         self._tasks: TaskGroup | None = None
         self._listener: Listener | None = None
@@ -275,7 +275,7 @@ class Mesh:
 
     def descriptors(self) -> list[int]:
         """The file descriptors of the listener and of all connections, which a forked child has to close."""
-        linked = [fd for link in (*self._strangers, *self._links) if (fd := link.descriptor()) is not None]
+        linked = [fd for link in (*self._unauthenticated, *self._links) if (fd := link.descriptor()) is not None]
         owners = (self._listener, self.state_fetch, self._state_server, self._shard_connections, self._shard_server)
         return linked + [fd for owner in owners if owner is not None for fd in owner.descriptors()]
 
@@ -283,10 +283,13 @@ class Mesh:
 
     def _make_link(self) -> AcceptedLink:
         link = AcceptedLink(self._clock, self._limits, self._memory, self)
-        self._strangers[link] = None
-        if len(self._strangers) > STRANGERS_MAX or len(self._strangers) + len(self._links) > PEERS_MAX:
-            next(iter(self._strangers)).cut(
-                f"too many connections; limit {STRANGERS_MAX} unauthenticated ones, {PEERS_MAX} in all"
+        self._unauthenticated[link] = None
+        if (
+            len(self._unauthenticated) > UNAUTHENTICATED_MAX
+            or len(self._unauthenticated) + len(self._links) > PEERS_MAX
+        ):
+            next(iter(self._unauthenticated)).cut(
+                f"too many connections; limit {UNAUTHENTICATED_MAX} unauthenticated ones, {PEERS_MAX} in all"
             )
         return link
 
@@ -306,7 +309,7 @@ class Mesh:
         if answer.job != self._job or answer.target != self._worker_id:
             link.cut("it addressed another worker or job")
             return
-        del self._strangers[link]
+        del self._unauthenticated[link]
         self._links[link] = None
         link.over.add_done_callback(lambda _: self._forget(link))
         self.counts.accepted += 1
@@ -315,7 +318,7 @@ class Mesh:
 
     def on_stranger_gone(self, link: AcceptedLink, reason: str) -> None:
         """An unproven connection has ended."""
-        self._strangers.pop(link, None)
+        self._unauthenticated.pop(link, None)
         self.counts.unproven += 1
         self._log.debug("a peer connection closed before authentication", reason=reason)
 
@@ -370,7 +373,7 @@ class Mesh:
         while True:
             await anyio.sleep(SWEEP_INTERVAL_S)
             now = self._clock.monotonic()
-            for link in [*self._strangers, *self._links]:
+            for link in [*self._unauthenticated, *self._links]:
                 link.sweep(now)
             for link, early in list(self._early.items()):
                 if now - early.since > EARLY_WAIT_S:
@@ -384,5 +387,5 @@ class Mesh:
             await self._endpoint.leave()
         if self._shard_connections is not None:
             self._shard_connections.cut()
-        for link in [*self._strangers, *self._links]:
+        for link in [*self._unauthenticated, *self._links]:
             link.abort()

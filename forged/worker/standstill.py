@@ -5,7 +5,7 @@ A worker stands still when its world is over and it has no connection to the dae
 Invariants:
 - The beginning is reported at once, the end when the connection is back or the worker does not train on, each in one
   line of the log and one call of the hook. A world that trains on without the daemon is no standstill.
-- The daemon is told of each standstill once, when it is back.
+- Each standstill is reported to the daemon once, when it is back.
 - A hook that raises is logged; the session goes on.
 """
 
@@ -63,10 +63,10 @@ class StandstillReporter:
             self._away_since = None
         elif self._away_since is None:
             self._away_since = self._clock.wall()
-        stands_still = self._away_since is not None and self._state.has_no_world
-        if self._standstill is None and self._away_since is not None and stands_still:
-            self._begin(self._away_since)
-        elif self._standstill is not None and not stands_still:
+        if self._away_since is not None and self._state.has_no_world:
+            if self._standstill is None:
+                self._begin(self._away_since)
+        elif self._standstill is not None:
             self._end(self._standstill)
 
     def _begin(self, away_since: float) -> None:
@@ -93,7 +93,7 @@ class StandstillReporter:
             reason="the daemon is back" if is_back else "this worker no longer waits for it",
         )
         self._call_hook(msgspec.structs.replace(standstill, lasted_s=lasted_s))
-        self._tasks.start_soon(self._tell, standstill, lasted_s)
+        self._tasks.start_soon(self._report, standstill, lasted_s)
 
     def _call_hook(self, standstill: Standstill) -> None:
         try:
@@ -102,7 +102,7 @@ class StandstillReporter:
             # A report must not end the session, and with it the training that it reports about.
             self._log.error("`on_standstill` failed", reason=describe(error))
 
-    async def _tell(self, standstill: Standstill, lasted_s: float) -> None:
+    async def _report(self, standstill: Standstill, lasted_s: float) -> None:
         try:
             await self._registration.report_standstill(standstill.generation, standstill.peer, lasted_s)
         except ForgedError as error:

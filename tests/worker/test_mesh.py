@@ -367,17 +367,17 @@ async def test_peer_with_a_slow_proof_is_disconnected(monkeypatch: pytest.Monkey
     monkeypatch.setattr(mesh_module, "SWEEP_INTERVAL_S", 0.01)
     async with open_meshes(1) as made, raw_peer(made.workers[0]) as one:
         await one.challenge()
-        for link in made.meshes[0]._strangers:
+        for link in made.meshes[0]._unauthenticated:
             link._opened_at -= PEER_LIMITS.hello_timeout_s
         assert await one.is_cut_off()
 
 
 async def test_many_unauthenticated_connections_do_not_block_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh_module, "STRANGERS_MAX", 4)
+    monkeypatch.setattr(mesh_module, "UNAUTHENTICATED_MAX", 4)
     async with open_meshes(2) as made:
         crowd = [await asyncio.open_connection(made.workers[0].hostname, made.workers[0].port) for _ in range(20)]
         await each(await made.enter(1), lambda world: world.barrier())
-        assert len(made.meshes[0]._strangers) <= 4
+        assert len(made.meshes[0]._unauthenticated) <= 4
         for _, writer in crowd:
             writer.close()
 
