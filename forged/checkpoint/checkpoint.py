@@ -33,10 +33,11 @@ from forged.checkpoint.model import (
     check_prefix,
     check_timeout,
 )
-from forged.checkpoint.ports import CancelToken, Storage, bounded
+from forged.checkpoint.ports import CancelToken, ObservedSave, SaveObserver, Storage, bounded
 from forged.checkpoint.rank_group import RankGroup, SingleProcess, as_coordinator
 from forged.checkpoint.saving.background import BackgroundSaver, SaveHandle
 from forged.checkpoint.saving.pipeline import RankSave, RunInfo, SaveContext, Saver
+from forged.checkpoint.saving.save_report import SaveReport
 from forged.checkpoint.saving.staging import StagingMemory
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
@@ -126,6 +127,8 @@ class DistributedCheckpoint:
         self._staging = StagingMemory()
         self._saving = Saver(SaveContext(self._storage, wall, draw, self._leaf_types, log))
         self._background: BackgroundSaver | None = None
+        self.keep: int | None = None
+        """How many checkpoints `Checkpoints` keeps, as the catalogue is told; None: all."""
 
     @property
     def is_single_process(self) -> bool:
@@ -145,7 +148,9 @@ class DistributedCheckpoint:
             return self._state(model, optimizer, options)
 
         work = await self._saving.agree(ranks, state, options)
-        prefix = await self._saving.write_and_publish(ranks, work, self._run_info(), token)
+        run = self._run_info()
+        self._report(work, run)
+        prefix = await self._saving.write_and_publish(ranks, work, run, token)
         self._log.info("checkpoint saved", prefix=prefix, rank=ranks.rank, size=work.image.size)
         return prefix
 
@@ -168,11 +173,15 @@ class DistributedCheckpoint:
 
         try:
             work = await self._saving.agree(ranks, state, options)
+            run = self._run_info()
+            self._report(work, run)
             await self._saving.stage(ranks, work, self._staging)
-            return background.start(work, self._run_info(), token)
-        except BaseException:
+            return background.start(work, run, token)
+        except BaseException as error:
             if work is not None:
                 self._unstage(work)
+                if work.report is not None:
+                    work.report.failed(error)
             if has_slot:
                 background.free_slot()
             raise
@@ -350,6 +359,26 @@ class DistributedCheckpoint:
         fence = None if generation is None else ManifestFence(_count(getattr(coordinator, "term", 0)) or 0, generation)
         step, epoch = (_count(getattr(coordinator, name, None)) for name in ("step", "epoch"))
         return RunInfo(job if isinstance(job, str) else "", step, epoch, fence)
+
+    def _report(self, save: RankSave, run: RunInfo) -> None:
+        """Have the catalogue of the coordinator's job, if it has one, observe the save."""
+        observer: SaveObserver | None = getattr(self._coordinator, "checkpoint_catalog", None)
+        if observer is None or not save.is_root:
+            return
+        options, agreement = save.options, save.agreement
+        step = run.step if options.step is None else options.step
+        epoch = run.epoch if options.epoch is None else options.epoch
+        observed = ObservedSave(
+            self._storage,
+            agreement.prefix,
+            agreement.save_id,
+            step or 0,
+            epoch or 0,
+            options.metrics,
+            options.reason,
+            self.keep,
+        )
+        save.report = SaveReport(observer, observed, self._log)
 
     def _background_saver(self) -> BackgroundSaver:
         if self._background is None:

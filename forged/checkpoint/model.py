@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, SupportsFloat, TypeVar, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -23,6 +23,8 @@ COUNT_MAX = (1 << 53) - 1
 """The largest step or epoch: JSON readers keep it exactly."""
 PREFIX_CHARS_MAX = 200
 AXES_MAX = 32
+METRICS_MAX = 1000
+"""As many as a record of the catalogue has."""
 ELEMENTS_MAX = 1 << 52
 """A larger array would fit in no storage and no manifest."""
 Kind = TypeVar("Kind", bound=StrEnum)
@@ -141,6 +143,10 @@ class SaveOptions:
     """The steps that the state has; default: those of the coordinator, if it counts them."""
     epoch: int | None
     """The state's epoch; default: the coordinator's, if it has one."""
+    metrics: Mapping[str, float]
+    """Measures of the state, such as its loss: for the catalogue, and in the manifest. Those of rank 0 count."""
+    reason: str
+    """Why it is saved now; for the catalogue."""
 
     def __init__(
         self,
@@ -155,6 +161,8 @@ class SaveOptions:
         when_busy: WhenBusy | str = WhenBusy.WAIT,
         step: int | None = None,
         epoch: int | None = None,
+        metrics: Mapping[str, SupportsFloat] = MappingProxyType({}),
+        reason: str = "",
     ) -> None:
         if checkpoint_prefix is not None:
             check_prefix(checkpoint_prefix)
@@ -174,6 +182,8 @@ class SaveOptions:
             when_busy=_chosen("when_busy", when_busy, WhenBusy),
             step=None if step is None else check_count("step", step),
             epoch=None if epoch is None else check_count("epoch", epoch),
+            metrics=_checked_metrics(metrics),
+            reason=reason,
         )
 
 
@@ -279,6 +289,17 @@ def check_count(name: str, value: Any) -> int:
     if not is_number or not 0 <= value <= COUNT_MAX:
         raise invalid(f"{name} must be an integer from 0 to {COUNT_MAX}, got {value!r}")
     return int(value)
+
+
+def _checked_metrics(given: Any) -> dict[str, float]:
+    """The metrics as floats, which may be NaN or infinite; refuses other values."""
+    if not isinstance(given, Mapping) or len(given) > METRICS_MAX:
+        raise invalid(f"metrics must be a dict of at most {METRICS_MAX} numbers, got {type(given).__name__}")
+    for name, value in given.items():
+        is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool | np.complexfloating)
+        if not isinstance(name, str) or not is_number:
+            raise invalid(f"metrics must map names to numbers, got {name!r}: {value!r}")
+    return {name: float(value) for name, value in given.items()}
 
 
 def _chosen(name: str, value: str, kind: type[Kind]) -> Kind:

@@ -5,16 +5,17 @@ Invariants:
   of checkpoints.
 - A file that `publish` has returned for, or that `write` and then `sync_names` have returned for, survives a power cut.
 - A coordinator is called from the event loop, by all ranks in the same order.
+- An observer is called from any thread. It returns at once and raises nothing.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
@@ -239,6 +240,41 @@ def bounded(storage: Storage, token: CancelToken) -> Storage:
     if not token.may_block:
         return nonblocking(storage)
     return storage.bounded(token) if _is_remote(storage) else storage
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedSave:
+    """A save on whose name and id the ranks have agreed."""
+
+    storage: Storage = field(repr=False, compare=False)
+    prefix: str
+    save_id: str
+    step: int
+    epoch: int
+    metrics: Mapping[str, float]
+    reason: str
+    """Why it is saved now; empty if the script has not said."""
+    keep: int | None
+    """How many checkpoints the script wants to keep; None: all."""
+
+    @property
+    def storage_path(self) -> str:
+        """The checkpoint's path or URL, as `forged.checkpoint.load` takes it; absolute."""
+        return f"{self.storage.url}/{self.prefix}"
+
+
+class SaveObserver(Protocol):
+    """Is told by the root of each save how it goes; the `checkpoint_catalog` of a coordinator."""
+
+    def save_started(self, save: ObservedSave) -> None: ...
+
+    def save_committed(self, save: ObservedSave, size_bytes: int, seconds: float) -> None:
+        """The checkpoint exists, so many seconds after the ranks have agreed on it."""
+        ...
+
+    def save_failed(self, save: ObservedSave, reason: str) -> None:
+        """There is no checkpoint, for certain. A save whose outcome is unknown has no end."""
+        ...
 
 
 @runtime_checkable

@@ -14,8 +14,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from types import MappingProxyType, TracebackType
+from typing import Any, Self, SupportsFloat, TypeVar
 
 import msgspec
 
@@ -44,6 +44,7 @@ from forged.checkpoint.storage.locations import root_at
 from forged.checkpoint.thread_calls import run_in_thread
 from forged.checkpoint.verification.validator import CheckpointValidator
 from forged.logger_adapter import SCRIPT_LOG, as_log
+from forged.phrases import counted
 
 T = TypeVar("T")
 
@@ -58,6 +59,7 @@ DAMAGE = frozenset(
 )
 """Errors, besides those of corrupt bytes, after which an older checkpoint is tried."""
 SHOWN_MAX = 10
+FORCED = "the script asked for it"
 
 
 class AsyncCheckpoints:
@@ -101,6 +103,7 @@ class AsyncCheckpoints:
             generators=generators,
         )
         self._checkpoint, self._alone = make(ranks), make(None)
+        self._checkpoint.keep = self._keep
         self._restorable: set[str] = set()
         """Checkpoints that were committed, loaded or checked here."""
         self._damaged: set[str] = set()
@@ -177,7 +180,15 @@ class AsyncCheckpoints:
         """Whether `save` saves this step."""
         return step > 0 and step % self._every == 0
 
-    async def save(self, step: int, state: Any, *, epoch: int | None = None, force: bool = False) -> str | None:
+    async def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        epoch: int | None = None,
+        metrics: Mapping[str, SupportsFloat] = MappingProxyType({}),
+        force: bool = False,
+    ) -> str | None:
         """Save the state after `step` steps if that step is due, or with `force`; returns the checkpoint's name.
 
         The checkpoint that this run has just resumed from, or saved, is not saved again. With `in_background` this
@@ -192,7 +203,13 @@ class AsyncCheckpoints:
         if is_saved:
             return name
         options = SaveOptions(
-            name, include_rng_state=not self._is_worker, timeout=self._timeout_s, step=step, epoch=epoch
+            name,
+            include_rng_state=not self._is_worker,
+            timeout=self._timeout_s,
+            step=step,
+            epoch=epoch,
+            metrics=metrics,
+            reason=FORCED if force else f"every {counted(self._every, 'step')}",
         )
         # In the background, the first calls may raise the failures of earlier saves.
         for calls_left in reversed(range(SAVES_MAX + 1 if self._in_background else 1)):

@@ -675,3 +675,9 @@ def test_latest_skips_damaged_checkpoints(damage: Callable[[Path, str], None], t
         assert checkpoints.latest() == found
     shutil.rmtree(tmp_path)
     assert latest(tmp_path) is None
+
+
+def test_metrics_of_a_save_are_in_its_manifest(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, state_after(3), metrics={"loss": 0.25})
+    assert listing.read_manifest(root_at(tmp_path), "step-00000003").custom == {"metrics": {"loss": 0.25}}

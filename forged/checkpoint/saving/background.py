@@ -280,6 +280,8 @@ class BackgroundSaver:
         """Delete what was written, and tell the other ranks that there will be no checkpoint."""
         if not isinstance(error, OutcomeUnknown):
             self._saver.roll_back(save)
+            if save.report is not None:
+                save.report.failed(error)
         try:
             if save.is_root:
                 receipts.refuse(RankFailure.of(error))

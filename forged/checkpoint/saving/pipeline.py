@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -39,6 +40,7 @@ from forged.checkpoint.saving.consolidation import (
 )
 from forged.checkpoint.saving.image import ArrayImage, Layout, layout_of
 from forged.checkpoint.saving.plan import Description, SavePlan, plan
+from forged.checkpoint.saving.save_report import SaveReport
 from forged.checkpoint.saving.staging import StagedPart, StagingMemory
 from forged.checkpoint.storage import listing
 from forged.checkpoint.thread_calls import StorageUnresponsive, finish_in_thread, run_in_thread
@@ -47,6 +49,8 @@ from forged.log import SILENT, Log
 
 EXISTS = "checkpoint_exists"
 UNREACHABLE = "checkpoint_storage_unreachable"
+METRICS = "metrics"
+"""The key of the metrics in the custom metadata of a manifest."""
 ROLL_BACK_S = 10.0
 """How long a failed save may still take to delete its files."""
 
@@ -124,6 +128,8 @@ class RankSave:
     staged: StagedPart | None = None
     whole_tensor_parts: list[Part] = field(default_factory=list)
     """The files of whole tensors that this rank has written."""
+    report: SaveReport | None = None
+    """Tells an observer how the save goes; at the root, if there is one."""
 
     @property
     def image(self) -> ArrayImage:
@@ -283,6 +289,8 @@ class Saver:
             has_failed = isinstance(error, CheckpointException) and not isinstance(error, OutcomeUnknown)
             if has_failed or not manifest_may_exist:
                 await finish_in_thread(partial(self.roll_back, save), ROLL_BACK_S)
+                if save.report is not None:
+                    save.report.failed(error)
             raise
         return save.agreement.prefix
 
@@ -305,6 +313,8 @@ class Saver:
         except Exception as error:
             if not self._exists_after(error, save, manifest.path, data):
                 raise
+        if save.report is not None:
+            save.report.committed(manifest.size_bytes)
         if save.has_whole_tensor_files:
             self._publish_indexes(save)
             self._delete_temporary_parts(save)
@@ -328,7 +338,7 @@ class Saver:
             step=run.step if options.step is None else options.step,
             epoch=run.epoch if options.epoch is None else options.epoch,
             fence=run.fence,
-            custom=dict(options.custom_metadata),
+            custom={**_metrics_of(options), **options.custom_metadata},
         )
 
     def _exists_after(self, error: Exception, save: RankSave, path: str, data: bytes) -> bool:
@@ -478,6 +488,12 @@ def _states(node: Node, proposals: list[Proposal], made: SavePlan) -> States:
             known[proposal.frame], [renumber_tensors(one, numbers) for one in msgspec.json.decode(proposal.own)]
         )
     return states
+
+
+def _metrics_of(options: SaveOptions) -> dict[str, Any]:
+    """The metrics as custom metadata, as far as JSON has them."""
+    finite = {name: value for name, value in options.metrics.items() if math.isfinite(value)}
+    return {METRICS: finite} if finite else {}
 
 
 async def _no_answer(encoded: list[bytes]) -> bytes:
