@@ -87,7 +87,9 @@ class Checkpoints(BlockingFacade[AsyncCheckpoints]):
         self,
         where: str | os.PathLike[str],
         *,
-        every: int = 1,
+        every: int | None = None,
+        every_seconds: float | None = None,
+        automatic: bool = False,
         keep: int | None = None,
         ranks: Any = None,
         in_background: bool = False,
@@ -96,12 +98,15 @@ class Checkpoints(BlockingFacade[AsyncCheckpoints]):
         generators: Generators | None = None,
         logger: Any = SCRIPT_LOG,
     ) -> None:
-        """`where` is a directory or the URL of a folder. Every `every`-th step is saved, and the newest `keep`
+        """`where` is a directory or the URL of a folder. Every `every`-th step is saved, and after `every_seconds`, and
+        with `automatic` at the interval that loses least time; without any of them, every step. The newest `keep`
         checkpoints are kept; None keeps all. With `ranks`, such as a worker of a job, all ranks call this together.
         """
         self.aio = AsyncCheckpoints(
             where,
             every=every,
+            every_seconds=every_seconds,
+            automatic=automatic,
             keep=keep,
             ranks=ranks,
             in_background=in_background,
@@ -113,7 +118,7 @@ class Checkpoints(BlockingFacade[AsyncCheckpoints]):
         """The asynchronous object behind this one."""
 
     def is_due(self, step: int) -> bool:
-        """Whether `save` saves this step."""
+        """Whether `save` saves this step. Where time decides, whether it asks rank 0 after this step."""
         return self.aio.is_due(step)
 
     def _run(self, call: Callable[[AsyncCheckpoints], Awaitable[R]]) -> R:

@@ -177,6 +177,13 @@ class RankGroup:
             raise failure from (own_error if rank == self.rank else None)
         return outcome.data
 
+    async def announce(self, value: bytes) -> bytes | None:
+        """The root's value at all ranks, which ignore their own; None at a rank whose step was aborted."""
+        if self.is_alone:
+            return value
+        told: bytes | None = await self._within_time(self._coordinator.broadcast(value if self.is_root else None, 0))
+        return told
+
     async def _decided_alone(
         self,
         own: RankValue | RankFailure,

@@ -1,4 +1,4 @@
-"""The checkpoints of a training run in one folder: saved every so many steps, resumed from, deleted when superseded.
+"""The checkpoints of a training run in one folder: saved when they are due, resumed from, deleted when superseded.
 
 Invariants:
 - All ranks make the same calls; rank 0 chooses names, candidates and what is deleted.
@@ -10,7 +10,9 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -19,6 +21,7 @@ from typing import Any, Self, SupportsFloat, TypeVar
 
 import msgspec
 
+from forged.catalog.cadence import CadencePolicy, Measured
 from forged.checkpoint import retention, rng
 from forged.checkpoint.checkpoint import DistributedCheckpoint
 from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
@@ -34,6 +37,7 @@ from forged.checkpoint.model import (
 )
 from forged.checkpoint.ports import CancelToken, Storage, bounded, is_held
 from forged.checkpoint.rank_group import RankGroup, as_coordinator
+from forged.checkpoint.save_schedule import Look, SaveSchedule
 from forged.checkpoint.saving.background import SAVES_MAX, SaveHandle
 from forged.checkpoint.saving.pipeline import EXISTS
 from forged.checkpoint.saving.receipts import RANK_GONE
@@ -44,7 +48,6 @@ from forged.checkpoint.storage.locations import root_at
 from forged.checkpoint.thread_calls import run_in_thread
 from forged.checkpoint.verification.validator import CheckpointValidator
 from forged.logger_adapter import SCRIPT_LOG, as_log
-from forged.phrases import counted
 
 T = TypeVar("T")
 
@@ -69,7 +72,9 @@ class AsyncCheckpoints:
         self,
         where: str | os.PathLike[str],
         *,
-        every: int = 1,
+        every: int | None = None,
+        every_seconds: float | None = None,
+        automatic: bool = False,
         keep: int | None = None,
         ranks: Any = None,
         in_background: bool = False,
@@ -77,12 +82,15 @@ class AsyncCheckpoints:
         leaf_types: Sequence[LeafType] = (),
         generators: rng.Generators | None = None,
         logger: Any = SCRIPT_LOG,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`where` is a directory or the URL of a folder. Every `every`-th step is saved, and the newest `keep`
+        """`where` is a directory or the URL of a folder. Every `every`-th step is saved, and after `every_seconds`, and
+        with `automatic` at the interval that loses least time; without any of them, every step. The newest `keep`
         checkpoints are kept; None keeps all. With `ranks`, such as a worker of a job, all ranks call this together.
         """
         check_timeout(timeout)
-        self._every = _positive("every", every)
+        self._monotonic = monotonic
+        self._schedule = SaveSchedule(_policy(every, every_seconds, automatic), monotonic())
         self._keep = None if keep is None else _positive("keep", keep)
         self._in_background = in_background
         self._timeout_s = timeout
@@ -149,6 +157,7 @@ class AsyncCheckpoints:
 
     def _resumed(self, name: str, manifest: Manifest, is_alone: bool) -> int:
         step = retention.step_of(name) if manifest.step is None else manifest.step
+        self._schedule.begin(step, self._monotonic())
         self._restorable.add(name)
         self._last = step, name
         if is_alone:
@@ -177,8 +186,8 @@ class AsyncCheckpoints:
     # Saving.
 
     def is_due(self, step: int) -> bool:
-        """Whether `save` saves this step."""
-        return step > 0 and step % self._every == 0
+        """Whether `save` saves this step. Where time decides, whether it asks rank 0 after this step."""
+        return self._schedule.is_due_by_steps(step) or self._schedule.is_look_due(step, self._generation)
 
     async def save(
         self,
@@ -199,6 +208,10 @@ class AsyncCheckpoints:
             return None
         if self._coordinator.rank < 0:
             raise invalid("the worker is in no world", "save inside a step", code="checkpoint_no_world")
+        reason = FORCED if force else await self._reason(step)
+        if not reason:
+            return None
+        began_at = self._monotonic()
         name, is_saved = await self._name(step)
         if is_saved:
             return name
@@ -209,7 +222,7 @@ class AsyncCheckpoints:
             step=step,
             epoch=epoch,
             metrics=metrics,
-            reason=FORCED if force else f"every {counted(self._every, 'step')}",
+            reason=reason,
         )
         # In the background, the first calls may raise the failures of earlier saves.
         for calls_left in reversed(range(SAVES_MAX + 1 if self._in_background else 1)):
@@ -221,7 +234,30 @@ class AsyncCheckpoints:
                     raise
                 self._log_lost(error)
         self._last = step, name
+        ended_at = self._monotonic()
+        self._schedule.saved(step, ended_at, ended_at - began_at)
         return name
+
+    @property
+    def _generation(self) -> int:
+        """The number of the present world; 0 without workers."""
+        return int(getattr(self._coordinator, "generation", 0))
+
+    async def _reason(self, step: int) -> str:
+        """Why this step is saved, the same at all ranks; empty if it is not."""
+        schedule, generation = self._schedule, self._generation
+        if schedule.is_due_by_steps(step):
+            return schedule.steps_reason
+        if not schedule.is_look_due(step, generation):
+            return ""
+        ranks = RankGroup(self._coordinator, CancelToken(self._timeout_s), ExceptionType.SAVE_FAILED)
+        found = msgspec.msgpack.encode(schedule.look(step, self._monotonic(), Measured())) if ranks.is_root else b""
+        told = await ranks.announce(found)
+        if told is None:
+            return ""
+        look = msgspec.msgpack.decode(told, type=Look)
+        schedule.take(look, generation)
+        return look.reason if look.is_due else ""
 
     def _log_lost(self, error: CheckpointException) -> None:
         """Log a save that is no reason to end the script: another process has the step, or the next save follows."""
@@ -374,6 +410,15 @@ def _first_restorable(storage: Storage, token: CancelToken, names: Sequence[str]
 
 def _is_taken(storage: Storage, name: str) -> bool:
     return listing.checkpoint_exists(storage, name) or listing.is_being_deleted(storage, name)
+
+
+def _policy(every: Any, every_seconds: Any, automatic: bool) -> CadencePolicy:
+    steps = None if every is None else _positive("every", every)
+    if steps is None and every_seconds is None and not automatic:
+        steps = 1
+    if every_seconds is not None and not (isinstance(every_seconds, int | float) and 0.0 < every_seconds < math.inf):
+        raise invalid(f"every_seconds must be above 0 seconds or None, got {every_seconds!r}")
+    return CadencePolicy(every_steps=steps, every_seconds=every_seconds, automatic=automatic)
 
 
 def _positive(name: str, value: Any) -> int:

@@ -681,3 +681,92 @@ def test_metrics_of_a_save_are_in_its_manifest(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, state_after(3), metrics={"loss": 0.25})
     assert listing.read_manifest(root_at(tmp_path), "step-00000003").custom == {"metrics": {"loss": 0.25}}
+
+
+# When time decides.
+
+
+class Ticking:
+    """A clock that a script's steps move on."""
+
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def trained(checkpoints: AsyncCheckpoints, clock: Ticking, steps: int, step_s: float) -> list[int]:
+    """Save in steps of so many seconds; the steps that were saved."""
+    done = []
+    for step in range(steps):
+        if checkpoints.is_due(step) and await checkpoints.save(step, state_after(step)):
+            done.append(step)
+        clock.now += step_s
+    await checkpoints.close()
+    return done
+
+
+async def test_run_saves_after_so_many_seconds(tmp_path: Path) -> None:
+    clock = Ticking()
+    one = AsyncCheckpoints(tmp_path, every_seconds=10.0, monotonic=clock)
+    assert await trained(one, clock, 40, 1.0) == [10, 20, 30]
+    both = AsyncCheckpoints(tmp_path / "both", every=7, every_seconds=5.0, monotonic=clock)
+    assert await trained(both, clock, 20, 1.0) == [5, 7, 12, 14, 19]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+async def test_automatic_run_saves_by_what_saves_cost(tmp_path: Path, in_background: bool) -> None:
+    clock = Ticking()
+    one = AsyncCheckpoints(tmp_path, automatic=True, in_background=in_background, monotonic=clock)
+    first, *rest = await trained(one, clock, 60, 1.0)
+    # The clock stands still during saves, so they cost nothing, and the shortest interval holds.
+    assert (first, rest) == (10, [20, 30, 40, 50])
+
+
+async def test_resumed_run_waits_for_the_next_interval(tmp_path: Path) -> None:
+    saved(tmp_path, 5)
+    clock = Ticking()
+    async with AsyncCheckpoints(tmp_path, every_seconds=10.0, monotonic=clock) as one:
+        clock.now += 100.0
+        assert await one.resume(state_after(0)) == 5
+        names = []
+        for step in range(5, 20):
+            names.append(await one.save(step, state_after(step)))
+            clock.now += 1.0
+    assert [name for name in names if name] == ["step-00000015"]
+
+
+async def test_ranks_save_the_same_steps_with_few_questions(tmp_path: Path) -> None:
+    async def act(rank: UnreliableRank) -> tuple[list[int], int]:
+        clock = Ticking()
+        # The clocks of other ranks than 0 do not count.
+        clock.now *= 1 + rank.rank
+        one = AsyncCheckpoints(tmp_path, every_seconds=4.0, ranks=rank, monotonic=clock)
+        done = []
+        for step in range(400):
+            if await one.save(step, state_after(step), force=False):
+                done.append(step)
+            clock.now += 0.025 * (1 + 3 * rank.rank)
+        await one.close()
+        return done, rank._calls
+
+    outcomes = await group(2, act)
+    assert all(isinstance(outcome, tuple) for outcome in outcomes), outcomes
+    (first, calls), (second, _) = outcomes  # type: ignore[misc]
+    assert first == second
+    assert len(first) == 2
+    # 10 s of steps; a save has 3 decisions of 2 calls.
+    assert calls < 6 * 3 + 25
+
+
+@pytest.mark.parametrize("settings", [{"every_seconds": 0}, {"every_seconds": -1.0}, {"every_seconds": "10"}])
+def test_invalid_interval_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException, match="every_seconds must be"):
+        Checkpoints(tmp_path, **settings)
+
+
+def test_every_step_is_due_unless_another_interval_is_set(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path).is_due(1)
+    with Checkpoints(tmp_path, every_seconds=1e6) as one:
+        assert [one.save(step, state_after(step)) for step in range(3)] == [None] * 3
