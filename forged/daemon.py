@@ -23,6 +23,11 @@ from forged.auth.access import AccessPolicy
 from forged.auth.messages import REQUESTS as TOKEN_REQUESTS
 from forged.auth.model import Role
 from forged.auth.service import TokenService
+from forged.catalog.messages import REQUESTS as CATALOG_REQUESTS
+from forged.catalog.ports import JobsPort
+from forged.catalog.service import CatalogService
+from forged.catalog.settings import RULES as CATALOG_SETTINGS
+from forged.catalog.settings import require_valid
 from forged.clock import Clock
 from forged.config import Config
 from forged.config.messages import REQUESTS as CONFIG_REQUESTS
@@ -39,6 +44,7 @@ from forged.elastic.service import ElasticService
 from forged.errors import ForgedError
 from forged.jobs.core import JobBook
 from forged.jobs.model import REQUESTS as JOB_REQUESTS
+from forged.jobs.model import SettingValue
 from forged.jobs.service import JobService, TrainingPort
 from forged.kernel.bus import Bus
 from forged.kernel.journal import Journal
@@ -77,6 +83,7 @@ REQUESTS: Sequence[type[Request[Any]]] = (
     *TOKEN_REQUESTS,
     *ELASTIC_REQUESTS,
     *DATA_REQUESTS,
+    *CATALOG_REQUESTS,
     *PLUGIN_REQUESTS,
 )
 
@@ -120,7 +127,7 @@ class Daemon:
         self._make_kernel()
         self._make_services()
         # The order in which they are loaded from the store.
-        for owner in (self.jobs, self.elastic, self.data, self.audit, self.tokens):
+        for owner in (self.jobs, self.elastic, self.data, self.audit, self.catalog, self.tokens):
             self.ledger.register(owner)
         self.server = self._make_server()
         self.server.on_client_connected.append(self.elastic.arrived)
@@ -141,7 +148,7 @@ class Daemon:
         training = TrainingPort(
             generation=lambda job: self.elastic.generation(job),
             workers=lambda job: self.elastic.workers_at_work(job),
-            require=require_meant,
+            require=_require_settings,
         )
         copy = self.store.backup if isinstance(self.store, BackedUp) else None
         self.settings = ConfigService(self.bus, ports.settings, self._apply, config)
@@ -154,6 +161,20 @@ class Daemon:
         self.elastic = ElasticService(self.bus, clock, self._is_refused, ports.token_bytes)
         self.data = DataService(self.bus, clock, ports.compute, ports.log, limits=_shard_limits(config))
         self.audit = AuditService(self.bus, ports.log)
+        self.catalog = CatalogService(
+            self.bus,
+            clock,
+            JobsPort(
+                settings=self.jobs.settings,
+                step=self.elastic.committed_step,
+                generation=self.elastic.generation,
+                is_registered=self.elastic.is_registered,
+            ),
+            uid=ports.uid,
+            defaults=_retention_defaults(config),
+            roots=config.checkpoint_roots,
+            bytes_max=config.catalog_bytes_max,
+        )
 
     def _make_server(self) -> Server:
         config = self.config
@@ -298,6 +319,9 @@ class Daemon:
         self.server.set_limits(_limits(config), config.connections_max, config.handshakes_max, _memory_limits(config))
         self.data.limits = _shard_limits(config)
         self.tokens.set_policy(_policy(config, self._ports.uid))
+        self.catalog.book.set_defaults(_retention_defaults(config))
+        self.catalog.book.roots = config.checkpoint_roots
+        self.catalog.book.set_bytes_max(config.catalog_bytes_max)
         self.plugins.set_limits(_plugin_limits(config))
 
     async def _is_refused(self, worker: WorkerId, seen_at: str) -> bool:
@@ -331,6 +355,19 @@ class Daemon:
             batches=ledger.batches,
             write_error=str(write_error) if write_error else None,
         )
+
+
+def _require_settings(job: str, settings: Mapping[str, SettingValue]) -> None:
+    """Refuse invalid settings of a job."""
+    require_meant(job, settings)
+    require_valid(job, settings)
+
+
+def _retention_defaults(config: Config) -> Mapping[str, SettingValue]:
+    """The settings of the catalogue that jobs have without their own."""
+    values = {key: getattr(config, key) for key in CATALOG_SETTINGS}
+    # In the configuration, 0 stands for no limit.
+    return {key: value for key, value in values.items() if isinstance(value, bool) or value}
 
 
 def _policy(config: Config, uid: int) -> AccessPolicy:

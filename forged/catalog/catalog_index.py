@@ -46,6 +46,8 @@ class CatalogIndex:
 
     def __init__(self, policy: GcPolicy) -> None:
         self.policy = policy
+        """That of each run without one of its own."""
+        self._policies: dict[str, GcPolicy] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -70,20 +72,32 @@ class CatalogIndex:
             else:
                 by_run.setdefault(meta.training_run_id, []).append(meta)
         for run_id, of_run in by_run.items():
-            run = self._runs[run_id] = RunIndex(self.policy)
+            run = self._runs[run_id] = RunIndex(self.policy_of(run_id))
             run.load(of_run)
             self._run_of.update(dict.fromkeys(run.entries, run))
             self._size_bytes += run.size_bytes
             self._changed[run_id] = None
+
+    def policy_of(self, training_run_id: str) -> GcPolicy:
+        return self._policies.get(training_run_id, self.policy)
+
+    def set_policy(self, training_run_id: str, policy: GcPolicy | None) -> None:
+        """Give a run a policy of its own; None takes it away."""
+        before = self.policy_of(training_run_id)
+        if policy is None:
+            self._policies.pop(training_run_id, None)
+        else:
+            self._policies[training_run_id] = policy
+        run, after = self._runs.get(training_run_id), self.policy_of(training_run_id)
+        if run is not None and after != before:
+            run.set_policy(after)
+            self._changed[training_run_id] = None
 
     # The life of a checkpoint.
 
     def create(self, request: CreateCheckpointRequest, checkpoint_id: str, now: float) -> CheckpointMeta:
         """A checkpoint that is about to be written; an incremental one builds on the latest restorable one."""
         wanted = checked_request(request)
-        if checkpoint_id in self._run_of or checkpoint_id in self.tombstones:
-            raise errors.argument_invalid("checkpoint_id", checkpoint_id, "an id that no other checkpoint has")
-        run = self._runs.get(wanted.training_run_id) or RunIndex(self.policy)
         meta = CheckpointMeta(
             checkpoint_id=checkpoint_id,
             training_run_id=wanted.training_run_id,
@@ -93,13 +107,22 @@ class CatalogIndex:
             state=CheckpointState.CREATING,
             size_bytes=0,
             created_at=checked_time("now", now),
-            parent_id=_parent_for(wanted, run),
+            parent_id=_parent_for(wanted, self._run(wanted.training_run_id)),
             metrics=wanted.metrics,
             storage_path="",
         )
+        return self.add(meta)
+
+    def add(self, meta: CheckpointMeta) -> CheckpointMeta:
+        """A checkpoint as its owner describes it. One whose parent is not in the run cannot be restored."""
+        checkpoint_id, run_id = meta.checkpoint_id, meta.training_run_id
+        if checkpoint_id in self._run_of or checkpoint_id in self.tombstones:
+            raise errors.argument_invalid("checkpoint_id", checkpoint_id, "an id that no other checkpoint has")
+        run = self._run(run_id)
         run.add(meta)
-        self._runs[meta.training_run_id] = self._run_of[checkpoint_id] = run
-        self._changed[meta.training_run_id] = None
+        self._runs[run_id] = self._run_of[checkpoint_id] = run
+        self._size_bytes += meta.size_bytes
+        self._changed[run_id] = None
         return meta
 
     def complete(
@@ -115,6 +138,18 @@ class CatalogIndex:
             size_bytes=checked_count("size_bytes", size_bytes, SIZE_MAX),
             storage_path=checked_path(storage_path),
             verified_at=None if verified_at is None else checked_time("verified_at", verified_at),
+        )
+
+    def complete_late(self, checkpoint_id: str, size_bytes: int, storage_path: str) -> CheckpointMeta:
+        """A save that counted as failed is durable after all."""
+        meta = self._live(checkpoint_id)
+        if not meta.is_failed_save:
+            raise errors.transition_refused(checkpoint_id, meta.state, "be completed late", "save another one")
+        return self._put(
+            meta,
+            state=_following(meta, CheckpointState.COMPLETE),
+            size_bytes=checked_count("size_bytes", size_bytes, SIZE_MAX),
+            storage_path=checked_path(storage_path),
         )
 
     def mark_corrupted(self, checkpoint_id: str) -> CheckpointMeta:
@@ -145,8 +180,26 @@ class CatalogIndex:
         changed = [self._put(one.meta, abandoned=True) for one in run.beyond(run.entries[checkpoint_id])]
         return [*([self._put(meta, abandoned=False)] if meta.abandoned else []), *changed]
 
+    def abandon_after(self, training_run_id: str, step: int, created_before: float) -> list[CheckpointMeta]:
+        """Training has gone back to a step: what was saved beyond it until then is no longer latest, nor offered."""
+        beyond = [
+            one.meta
+            for one in self._run(training_run_id).ranked
+            if one.meta.step > step and not one.meta.abandoned and one.meta.created_at <= created_before
+        ]
+        return [self._put(meta, abandoned=True) for meta in beyond]
+
     def delete(self, checkpoint_id: str) -> CheckpointMeta:
         """Make a tombstone of a checkpoint that no other one, nor an operator or a reader, needs."""
+        meta = self.require_deletable(checkpoint_id)
+        return self._bury(meta)
+
+    def bury(self, checkpoint_id: str) -> CheckpointMeta:
+        """Make a tombstone of a checkpoint, whatever it is; its children cannot be restored any more."""
+        return self._bury(self._live(checkpoint_id))
+
+    def require_deletable(self, checkpoint_id: str) -> CheckpointMeta:
+        """The record of a checkpoint that no other one, nor an operator or a reader, needs; refuses others."""
         meta = self._live(checkpoint_id)
         children = [one.id for one in self._run_of[checkpoint_id].entries[checkpoint_id].children]
         if children:
@@ -155,7 +208,13 @@ class CatalogIndex:
             raise errors.pinned(checkpoint_id)
         if meta.holders:
             raise errors.held(checkpoint_id, meta.holders)
-        return self._bury(meta)
+        return meta
+
+    def drop(self, checkpoint_id: str) -> None:
+        """Forget a checkpoint without a tombstone: its files are not the catalogue's any more."""
+        meta = self._live(checkpoint_id)
+        self._bury(meta)
+        self.forget(checkpoint_id)
 
     def forget(self, checkpoint_id: str) -> None:
         """The files of a deleted checkpoint are gone."""
@@ -184,6 +243,15 @@ class CatalogIndex:
         return self._put(meta, holders=tuple(one for one in meta.holders if one != holder))
 
     # Questions.
+
+    def run(self, training_run_id: str) -> RunIndex | None:
+        """The index of a run that has checkpoints; to read only."""
+        return self._runs.get(training_run_id)
+
+    @property
+    def runs(self) -> Iterable[str]:
+        """The runs that have checkpoints."""
+        return self._runs.keys()
 
     def get(self, checkpoint_id: str) -> CheckpointMeta | None:
         """The record, also of a deleted checkpoint that is not forgotten."""
@@ -241,6 +309,14 @@ class CatalogIndex:
         self._schedule(training_run_id, now)
         return collected
 
+    def collect_with_reasons(self, training_run_id: str, now: float) -> list[tuple[CheckpointMeta, retention.Verdict]]:
+        """As `collect`, with the verdicts."""
+        verdicts = retention.verdicts_of_going(self._run(training_run_id), now)
+        collected = [(self._bury(self._live(one.checkpoint_id)), one) for one in verdicts]
+        self._changed.pop(training_run_id, None)
+        self._schedule(training_run_id, now)
+        return collected
+
     def verdicts(self, training_run_id: str, now: float) -> list[retention.Verdict]:
         """What a collection would do with each checkpoint of a run, and why; the newest first."""
         return retention.verdicts(self._run(training_run_id), checked_time("now", now))
@@ -259,7 +335,7 @@ class CatalogIndex:
     # Records.
 
     def _run(self, training_run_id: str) -> RunIndex:
-        return self._runs.get(training_run_id) or RunIndex(self.policy)
+        return self._runs.get(training_run_id) or RunIndex(self.policy_of(training_run_id))
 
     def _live(self, checkpoint_id: str) -> CheckpointMeta:
         """The record of a checkpoint that is not deleted."""

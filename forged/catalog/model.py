@@ -26,6 +26,8 @@ AGE_MAX_S = 2**64 - 1
 RUN_ID_CHARS_MAX = 1024
 STORAGE_PATH_CHARS_MAX = 4096
 METRICS_MAX = 1000
+UNLIMITED = 2**63 - 1
+"""As `max_checkpoints_per_run`: no number of newer checkpoints makes one surplus."""
 HOLDERS_MAX = 1000
 
 

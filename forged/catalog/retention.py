@@ -12,13 +12,13 @@ Invariants:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from functools import cached_property
 from math import inf, nextafter
 from typing import NamedTuple
 
-from forged.catalog.model import CheckpointMeta, CheckpointState, GcPolicy
+from forged.catalog.model import UNLIMITED, CheckpointMeta, CheckpointState, GcPolicy
 from forged.catalog.run_index import IndexEntry, RunIndex, by_rank
 from forged.phrases import named
 
@@ -71,15 +71,24 @@ def is_gc_eligible(checkpoint: CheckpointMeta, policy: GcPolicy, latest_step: in
 
 def collectable(run: RunIndex, now: float) -> list[CheckpointMeta]:
     """The checkpoints that go, in the order of deletion: the oldest first, but children before their parents."""
-    going = _Judgement(run, now).going
-    ordered: list[CheckpointMeta] = []
+    return [entry.meta for entry in _in_order_of_deletion(_Judgement(run, now).going)]
+
+
+def verdicts_of_going(run: RunIndex, now: float) -> list[Verdict]:
+    """The verdicts on the checkpoints that go, in the order of deletion."""
+    judgement = _Judgement(run, now)
+    return [judgement.verdict(entry) for entry in _in_order_of_deletion(judgement.going)]
+
+
+def _in_order_of_deletion(going: Mapping[str, IndexEntry]) -> list[IndexEntry]:
+    ordered: list[IndexEntry] = []
     seen: set[str] = set()
     for oldest in sorted(going.values(), key=by_rank):
         unordered = [(oldest, False)]
         while unordered:
             entry, is_after_children = unordered.pop()
             if is_after_children:
-                ordered.append(entry.meta)
+                ordered.append(entry)
             elif entry.id not in seen:
                 seen.add(entry.id)
                 unordered.append((entry, True))
@@ -91,6 +100,11 @@ def verdicts(run: RunIndex, now: float) -> list[Verdict]:
     """What a collection at this time would do with each checkpoint of the run, the newest first."""
     judgement = _Judgement(run, now)
     return [judgement.verdict(entry) for entry in reversed(run.ranked)]
+
+
+def verdict_on(run: RunIndex, entry: IndexEntry, now: float) -> Verdict:
+    """What a collection at this time would do with one checkpoint."""
+    return _Judgement(run, now).verdict(entry)
 
 
 def due_at(run: RunIndex, now: float) -> float:
@@ -237,10 +251,17 @@ class _Judgement:
             RetentionRule.STEPS: f"the first of an interval of {policy.keep_every_steps} steps",
             RetentionRule.SECONDS: f"the first of an interval of {policy.keep_every_seconds} s",
             RetentionRule.PARENT: f"needed by {needed_by}",
-            RetentionRule.RECENT: f"not too old, and fewer than {most} newer ones are restorable",
+            RetentionRule.RECENT: _why_recent(policy),
             RetentionRule.OLD: f"older than {policy.max_age_seconds} s",
             RetentionRule.SURPLUS: f"{most} newer ones {newer}",
         }[rule]
+
+
+def _why_recent(policy: GcPolicy) -> str:
+    most = policy.max_checkpoints_per_run
+    few = "" if most >= UNLIMITED else f"fewer than {most} newer ones are restorable"
+    young = "" if policy.max_age_seconds == inf else "not too old"
+    return ", and ".join(filter(None, (young, few))) or "the policy limits neither number nor age"
 
 
 def _is_clock_behind(run: RunIndex, now: float) -> bool:

@@ -95,6 +95,16 @@ class RunIndex:
                 entry.is_offered = not entry.meta.abandoned
                 sound += entry.children
         self.offered = sorted((entry for entry in self.ranked if entry.is_offered), key=by_step)
+        self._rank_by_metric()
+
+    def set_policy(self, policy: GcPolicy) -> None:
+        """Replace the policy, and with it the metric by which checkpoints are ranked."""
+        self.policy = policy
+        for entry in self.entries.values():
+            entry.metric = self._metric_of(entry.meta)
+        self._rank_by_metric()
+
+    def _rank_by_metric(self) -> None:
         rankable = (entry for entry in self.ranked if entry.is_restorable and entry.metric is not None)
         self.best = sorted(rankable, key=by_metric)
 
@@ -143,7 +153,11 @@ class RunIndex:
     def beyond(self, entry: IndexEntry) -> list[IndexEntry]:
         """The checkpoints, not abandoned yet, that come after this one in the order of "latest"."""
         place = (True, *entry.rank[1:])
-        return [one for one in self.ranked[bisect_left(self.ranked, place, key=by_rank) :] if one is not entry]
+        return [one for one in self.ranked[self.place_of(place) :] if one is not entry]
+
+    def place_of(self, rank: Rank) -> int:
+        """The place in `ranked` of the checkpoint with this rank, or where it would be."""
+        return bisect_left(self.ranked, rank, key=by_rank)
 
     def _newest_first(self) -> Iterator[IndexEntry]:
         for entry in reversed(self.ranked):

@@ -27,7 +27,7 @@ def restore_points(run: RunIndex, criteria: RestoreCriteria) -> Iterator[Checkpo
     yield from _restorable_points(run, criteria)
     if not criteria.require_complete:
         unsound = [one.meta for one in run.entries.values() if one.meta.state in UNSOUND]
-        matching = [one for one in unsound if not one.abandoned and _is_within(one, criteria)]
+        matching = [one for one in unsound if not one.abandoned and is_within(one, criteria)]
         yield from sorted(matching, key=lambda one: (one.step, *_of_one_step(one, criteria)), reverse=True)
 
 
@@ -36,7 +36,7 @@ def _restorable_points(run: RunIndex, criteria: RestoreCriteria) -> Iterator[Che
     end = len(offered) if most is None else bisect_right(offered, most, key=_step)
     newest_first = (offered[place] for place in range(end - 1, -1, -1))
     for _, same_step in groupby(newest_first, key=_step):
-        matching = [one.meta for one in same_step if _is_within(one.meta, criteria)]
+        matching = [one.meta for one in same_step if is_within(one.meta, criteria)]
         yield from sorted(matching, key=lambda one: _of_one_step(one, criteria), reverse=True)
 
 
@@ -60,7 +60,7 @@ def selection_score(checkpoint: CheckpointMeta, criteria: RestoreCriteria) -> fl
     is_complete = checkpoint.state is CheckpointState.COMPLETE
     is_admitted = is_complete or (checkpoint.state in UNSOUND and not criteria.require_complete)
     is_of_run = checkpoint.training_run_id == criteria.training_run_id and not checkpoint.abandoned
-    if not (is_admitted and is_of_run and _is_within(checkpoint, criteria)):
+    if not (is_admitted and is_of_run and is_within(checkpoint, criteria)):
         return 0.0
     is_preferred = criteria.prefer_full and not checkpoint.is_incremental
     score = (checkpoint.step + 1) + (is_preferred + _recency(checkpoint.created_at)) / 2
@@ -80,7 +80,7 @@ def _of_one_step(meta: CheckpointMeta, criteria: RestoreCriteria) -> tuple[bool,
     return criteria.prefer_full and not meta.is_incremental, meta.created_at, meta.checkpoint_id
 
 
-def _is_within(meta: CheckpointMeta, criteria: RestoreCriteria) -> bool:
+def is_within(meta: CheckpointMeta, criteria: RestoreCriteria) -> bool:
     """Whether the checkpoint is at or before the epoch and the step that are asked for."""
     if criteria.max_epoch is not None and meta.epoch > criteria.max_epoch:
         return False

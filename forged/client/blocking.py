@@ -204,6 +204,16 @@ class BlockingClient(BlockingFacade[ForgedClient]):
     audit_data = blocking(ForgedClient.audit_data)
     plan_data = blocking(ForgedClient.plan_data)
 
+    checkpoints = blocking(ForgedClient.checkpoints)
+    checkpoint = blocking(ForgedClient.checkpoint)
+    restore_points = blocking(ForgedClient.restore_points)
+    pin_checkpoint = blocking(ForgedClient.pin_checkpoint)
+    unpin_checkpoint = blocking(ForgedClient.unpin_checkpoint)
+    retention = blocking(ForgedClient.retention)
+    collect_checkpoints = blocking(ForgedClient.collect_checkpoints)
+    delete_checkpoint = blocking(ForgedClient.delete_checkpoint)
+    adopt_checkpoints = blocking(ForgedClient.adopt_checkpoints)
+
     create_token = blocking(ForgedClient.create_token)
     tokens = blocking(ForgedClient.tokens)
     revoke_token = blocking(ForgedClient.revoke_token)

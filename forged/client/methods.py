@@ -1,7 +1,7 @@
 """The requests of the daemon as typed methods.
 
-Each method is one request, or one per page of a list. Types about training data are imported only by the methods that
-use them, so that clients start faster.
+Each method is one request, or one per page of a list. Types about training data and checkpoints are imported only by
+the methods that use them, so that clients start faster.
 """
 
 from __future__ import annotations
@@ -42,6 +42,15 @@ from forged.plugins.model import DisablePlugin, EnablePlugin, ListPlugins, Plugi
 from forged.status.model import HandlerView, ListHandlers, PingDaemon, ReadmitHandler, ReadStatus, Status, TellStory
 
 if TYPE_CHECKING:
+    from forged.catalog.messages import (
+        AdoptedCheckpoint,
+        Adoption,
+        CheckpointView,
+        Collection,
+        RestorePoints,
+        RetentionVerdict,
+    )
+    from forged.catalog.model import CheckpointMeta
     from forged.data.messages import AuditView, DataView, TransfersView, TransferTotals
 
 R = TypeVar("R")
@@ -231,6 +240,82 @@ class DaemonMethods:
         from forged.data.messages import PlanData
 
         return await self.request(PlanData(job, list(workers), tuple(gone)))
+
+    async def checkpoints(self, job: str) -> list[CheckpointMeta]:
+        """All checkpoints of a job, the newest first."""
+        from forged.catalog.messages import ListCheckpoints
+
+        page = await self.request(ListCheckpoints(job))
+        found = page.checkpoints
+        while page.more:
+            page = await self.request(ListCheckpoints(job, found[-1].checkpoint_id))
+            found += page.checkpoints
+        return found
+
+    async def checkpoint(self, job: str, checkpoint_id: str) -> CheckpointView:
+        """One checkpoint, with what it depends on, and whether and why it is kept."""
+        from forged.catalog.messages import ShowCheckpoint
+
+        return await self.request(ShowCheckpoint(job, checkpoint_id))
+
+    async def restore_points(
+        self,
+        job: str,
+        *,
+        folder: str = "",
+        max_epoch: int | None = None,
+        max_step: int | None = None,
+        require_complete: bool = True,
+        prefer_full: bool = False,
+        limit: int = 100,
+    ) -> RestorePoints:
+        """What a job can be restored from, the best first, and what is not offered, with reasons."""
+        from forged.catalog.messages import FindRestorePoints
+
+        return await self.request(
+            FindRestorePoints(job, folder, max_epoch, max_step, require_complete, prefer_full, limit)
+        )
+
+    async def pin_checkpoint(self, job: str, checkpoint_id: str) -> CheckpointMeta:
+        """Keep a checkpoint regardless of any policy."""
+        from forged.catalog.messages import PinCheckpoint
+
+        return await self.request(PinCheckpoint(job, checkpoint_id))
+
+    async def unpin_checkpoint(self, job: str, checkpoint_id: str) -> CheckpointMeta:
+        """Leave a checkpoint to the retention policy again."""
+        from forged.catalog.messages import UnpinCheckpoint
+
+        return await self.request(UnpinCheckpoint(job, checkpoint_id))
+
+    async def retention(self, job: str) -> list[RetentionVerdict]:
+        """What a collection would do now with each checkpoint of a job, the newest first; nothing is changed."""
+        from forged.catalog.messages import ReadRetention
+
+        page = await self.request(ReadRetention(job))
+        found = page.verdicts
+        while page.more:
+            page = await self.request(ReadRetention(job, found[-1].checkpoint_id))
+            found += page.verdicts
+        return found
+
+    async def collect_checkpoints(self, job: str) -> Collection:
+        """Collect what the retention policy does not keep, now."""
+        from forged.catalog.messages import CollectCheckpoints
+
+        return await self.request(CollectCheckpoints(job))
+
+    async def delete_checkpoint(self, job: str, checkpoint_id: str) -> None:
+        """Delete one checkpoint that no other one, nor a pin or a holder, needs."""
+        from forged.catalog.messages import DeleteCheckpoint
+
+        await self.request(DeleteCheckpoint(job, checkpoint_id))
+
+    async def adopt_checkpoints(self, job: str, folder: str, checkpoints: Sequence[AdoptedCheckpoint]) -> Adoption:
+        """Add existing checkpoints to the catalogue; parents before their children, at most 1000."""
+        from forged.catalog.messages import AdoptCheckpoints
+
+        return await self.request(AdoptCheckpoints(job, folder, list(checkpoints)))
 
     async def create_token(
         self, name: str, role: Role, *, jobs: Sequence[str] | None = None, ttl_s: float | None = None

@@ -16,8 +16,9 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
+from forged.catalog.records import checked_location
 from forged.config.redaction import DEPTH_MAX, HIDDEN, names_secret, redacted
-from forged.errors import ConfigError, Problem
+from forged.errors import ConfigError, Problem, RequestRefused
 from forged.net.transport.port import Address
 
 DEFAULT_LISTEN = "127.0.0.1:7433"
@@ -61,6 +62,16 @@ class Config:
     daemon_bytes_max: int = 256 << 20
     job_shards_max: int = 1 << 22
     daemon_shards_max: int = 1 << 24
+    checkpoint_roots: tuple[str, ...] = ()
+    checkpoint_keep: int = 0
+    checkpoint_max_age_s: float = 0.0
+    checkpoint_keep_best: int = 0
+    checkpoint_metric: str = "loss"
+    checkpoint_metric_ascending: bool = True
+    checkpoint_keep_every_steps: int = 0
+    checkpoint_keep_every_s: float = 0.0
+    checkpoint_chain_max: int = 0
+    catalog_bytes_max: int = 512 << 20
     in_flight_max: int = 1024
     backlog_max: int = 50_000
     hello_timeout_s: float = 5.0
@@ -94,6 +105,13 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "daemon_bytes_max": (4 << 20, 1 << 40),
     "job_shards_max": (1, 1 << 40),
     "daemon_shards_max": (1, 1 << 40),
+    "checkpoint_keep": (0, 1 << 40),
+    "checkpoint_max_age_s": (0, 1e10),
+    "checkpoint_keep_best": (0, 1 << 40),
+    "checkpoint_keep_every_steps": (0, 1 << 40),
+    "checkpoint_keep_every_s": (0, 1e10),
+    "checkpoint_chain_max": (0, 1 << 40),
+    "catalog_bytes_max": (1 << 20, 1 << 40),
     "in_flight_max": (1, 1_000_000),
     "backlog_max": (100, 10_000_000),
     "hello_timeout_s": (0.1, 3600),
@@ -150,6 +168,8 @@ def _problems_of(key: str, value: Any) -> Iterator[Problem]:
 def _has_kind(value: Any, default: Any) -> bool:
     if isinstance(default, tuple):
         return isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
+    if isinstance(default, bool):
+        return isinstance(value, bool)
     if isinstance(default, float):
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if isinstance(default, int):
@@ -162,7 +182,7 @@ def _kind(key: str, default: Any) -> str:
         return f"a {'number' if isinstance(default, float) else 'whole number'}, {_range(key)}"
     if key in CHOICES:
         return _one_of(CHOICES[key])
-    kinds = ((tuple, "a list of texts"), (Mapping, "a table"))
+    kinds = ((bool, "true or false"), (tuple, "a list of texts"), (Mapping, "a table"))
     return next((name for kind, name in kinds if isinstance(default, kind)), "a text")
 
 
@@ -187,6 +207,8 @@ def _value_problems(key: str, value: Any) -> Iterator[Problem]:
         yield from _certificate_role_problems(value)
     elif key == "plugins":
         yield from _plugin_problems(value)
+    elif key == "checkpoint_roots":
+        yield from _root_problems(value)
     elif key in ("listen", "http"):
         wanted = "tcp://host:port or tls://host:port" if key == "listen" else "host:port or tcp://host:port"
         for address in value if key == "listen" else [value] if value else []:
@@ -202,6 +224,15 @@ def _address_problems(key: str, address: str, wanted: str) -> Iterator[Problem]:
         yield Problem(key, address, wanted)
     elif scheme == "unix":
         yield Problem(key, address, f"{wanted}; the Unix socket is `socket`")
+
+
+def _root_problems(roots: tuple[str, ...]) -> Iterator[Problem]:
+    for root in roots:
+        try:
+            checked_location("checkpoint_roots", root)
+        except RequestRefused:
+            wanted = "absolute paths, or URLs such as s3://bucket/{job}, without `..` and trailing slashes"
+            yield Problem("checkpoint_roots", root, wanted)
 
 
 def _certificate_role_problems(roles: Mapping[str, Any]) -> Iterator[Problem]:

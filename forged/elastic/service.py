@@ -163,6 +163,16 @@ class ElasticService:
         coordinator = self.coordinators.get(job)
         return 0 if coordinator is None else coordinator.generation
 
+    def committed_step(self, job: str) -> int | None:
+        """The step that a job's world has committed; None before its first world."""
+        coordinator = self.coordinators.get(job)
+        return coordinator.training.current_step if coordinator is not None and coordinator.generation else None
+
+    def is_registered(self, job: str, worker_id: str) -> bool:
+        """Whether a worker of this name is registered with a job."""
+        coordinator = self.coordinators.get(job)
+        return coordinator is not None and worker_id in coordinator.members
+
     def workers_at_work(self, job: str) -> int:
         """How many workers a job has that is not over."""
         coordinator = self.coordinators.get(job)

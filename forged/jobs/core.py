@@ -138,6 +138,11 @@ class JobBook:
         job = self._jobs.get(name)
         return None if job is None else job.fence
 
+    def settings(self, name: str) -> Mapping[str, SettingValue] | None:
+        """A job's settings; None for an unknown job."""
+        job = self._jobs.get(name)
+        return None if job is None else job.settings
+
     def _put(self, job: Job, fact: Fact) -> Decision[Job]:
         self._jobs[job.name] = job
         return Decision(job, (fact,), {PREFIX + job.name: _encode(job)}, job.name, job.fence.generation)

@@ -65,6 +65,10 @@ class JobService:
         floor = await store.get(FLOOR_KEY)
         self.book.load((entry.value for entry in jobs), None if floor is None else floor.value)
 
+    def settings(self, name: str) -> Mapping[str, SettingValue] | None:
+        """A job's settings; None for an unknown job."""
+        return self.book.settings(name)
+
     def _fence(self, name: str) -> Fence | None:
         """A job's current fence: its generations are counted from the fence that it started with."""
         fence = self.book.fence(name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -113,7 +113,7 @@ def describe(wanted: Any) -> str:
         return " or ".join(map(describe, arguments))
     if origin in (list, tuple):
         return f"list of {describe(arguments[0])}"
-    if origin is dict:
+    if origin in (dict, Mapping):
         return f"map of {describe(arguments[0])} to {describe(arguments[1])}"
     if wanted is Fence:
         return "fence"

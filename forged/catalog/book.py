@@ -1,0 +1,802 @@
+"""The catalogue of all jobs: answers requests with decisions, without I/O.
+
+Invariants:
+- A refusal changes nothing; every change is in the decisions' writes. A decision has at most `CHANGES_MAX` changes.
+- A path belongs to one job. The same path and save id are the same checkpoint.
+- A checkpoint becomes a tombstone before its files are deleted, and is forgotten after they are gone.
+- A collection makes tombstones of children before those of their parents.
+- What the daemon may not touch is deleted by the job's workers, and never by the daemon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from forged.catalog import errors, retention, selection
+from forged.catalog.catalog_index import CatalogIndex
+from forged.catalog.estimates import MeasuredRestore, RestoreTimes, seconds_per_step
+from forged.catalog.messages import (
+    AdoptCheckpoints,
+    AdoptedCheckpoint,
+    Adoption,
+    CheckpointCollected,
+    CheckpointCompleted,
+    CheckpointCorrupted,
+    CheckpointFailed,
+    CheckpointPage,
+    CheckpointRepaired,
+    CheckpointRestored,
+    CheckpointsAbandoned,
+    CheckpointsAdopted,
+    CheckpointStarted,
+    CheckpointView,
+    CollectedFiles,
+    Collection,
+    CompleteCheckpoint,
+    CompletedCheckpoint,
+    ConfirmDeleted,
+    DeleteCheckpoint,
+    ExcludedCheckpoint,
+    FailCheckpoint,
+    FindRestorePoints,
+    HoldCheckpoint,
+    ListCheckpoints,
+    PinCheckpoint,
+    ReadRetention,
+    ReleaseCheckpoint,
+    ReportCorruptCheckpoint,
+    ReportRestore,
+    RestoreEstimate,
+    RestorePoint,
+    RestorePoints,
+    RetentionPage,
+    RetentionVerdict,
+    ShowCheckpoint,
+    StartCheckpoint,
+    UnpinCheckpoint,
+)
+from forged.catalog.model import (
+    EPOCH_MAX,
+    SIZE_MAX,
+    STEP_MAX,
+    CheckpointMeta,
+    CheckpointState,
+    CheckpointType,
+    CreateCheckpointRequest,
+    RestoreCriteria,
+    checked_count,
+    checked_request,
+    checked_time,
+)
+from forged.catalog.records import (
+    HOLD_S_MAX,
+    HOLDS_MAX,
+    RECORD_OVERHEAD_BYTES,
+    CheckpointRecord,
+    Moment,
+    checked_checkpoint_path,
+    checked_holder,
+    checked_location,
+    checked_metrics,
+    checked_save_id,
+    checked_seconds,
+    decoded,
+    encoded,
+    is_beneath,
+    shortened,
+    storage_kind,
+)
+from forged.catalog.run_index import IndexEntry, RunIndex, rank_of
+from forged.catalog.settings import JobRetention, retention_of
+from forged.errors import RequestRefused
+from forged.jobs.model import SettingValue
+from forged.kernel.messages import Decision, Fact, Nothing
+from forged.pagination import take_page
+from forged.phrases import counted
+from forged.shares import Holder, Shares
+
+RESTORES_PREFIX = "restore-times/"
+CATALOG_BYTES_MAX = 512 << 20
+PARTS = 16
+"""One part of the catalogue is left to operators, and four to principals other than the largest."""
+CHANGES_MAX = 50
+"""Changes in one decision: a change is a write and a fact, and a transaction has at most 128 operations."""
+DELETE_MAX = 100
+"""So many deletions are given to a worker at once."""
+ADOPTED_MAX = 1000
+POINTS_MAX = 1000
+EXCLUDED_MAX = 1000
+CHAIN_SHOWN_MAX = 1000
+SAVES_LOOKED_AT = 10
+REFUSED_CHARS_MAX = 200
+NO_SETTINGS: Mapping[str, SettingValue] = {}
+FAILED_RULE = "failed"
+REQUESTED_RULE = "requested"
+
+R = TypeVar("R")
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_restores = msgspec.msgpack.Decoder(list[MeasuredRestore]).decode
+
+
+class Change(NamedTuple):
+    """One change of a record: its write, and the fact about it."""
+
+    key: str
+    value: bytes | None
+    fact: Fact | None = None
+
+
+class CatalogBook:
+    """All checkpoints of all jobs."""
+
+    def __init__(
+        self,
+        settings_of: Callable[[str], Mapping[str, SettingValue] | None] = lambda job: NO_SETTINGS,
+        *,
+        defaults: Mapping[str, SettingValue] = NO_SETTINGS,
+        roots: tuple[str, ...] = (),
+        bytes_max: int = CATALOG_BYTES_MAX,
+    ) -> None:
+        self.roots = roots
+        """Beneath these the daemon may touch files, whoever gave their paths."""
+        self.times = RestoreTimes()
+        self.index = CatalogIndex(retention_of(NO_SETTINGS, defaults).policy)
+        self.records: dict[str, CheckpointRecord] = {}
+        """By id; tombstones too."""
+        self.since: dict[str, float] = {}
+        """Since when, by the monotonic clock, each checkpoint is being written or has failed."""
+        self._settings_of = settings_of
+        self._defaults = defaults
+        self._retention: dict[str, JobRetention] = {}
+        self._at: dict[str, dict[str, str]] = {}
+        """The id of each checkpoint and tombstone, by path and save id."""
+        self._cost: dict[str, int] = {}
+        self._holds: dict[str, dict[str, float]] = {}
+        """When each hold ends, by checkpoint and holder."""
+        self._shares = Shares("catalogue bytes", 0)
+        self.set_bytes_max(bytes_max)
+
+    # The state as a whole.
+
+    def load(self, values: Iterable[bytes], restores: Mapping[str, bytes], now: Moment) -> None:
+        """Replace everything by what the store holds."""
+        for checkpoint_id, cost in self._cost.items():
+            self._shares.give_back(self.records[checkpoint_id].holder, cost)
+        for table in (self.records, self.since, self._retention, self._at, self._cost, self._holds):
+            table.clear()
+        for value in values:
+            record = decoded(value)
+            self._remember(record, len(value))
+            if record.is_being_written or record.meta.is_failed_save:
+                self.since[record.id] = now.monotonic
+            if record.holds:
+                self._holds[record.id] = {one: now.monotonic + held_s for one, held_s in record.holds.items()}
+        for job in {record.job for record in self.records.values()}:
+            self._set_policy(job)
+        self.index.load(record.meta for record in self.records.values())
+        self.times.clear()
+        for key, value in restores.items():
+            job, _, kind = key.removeprefix(RESTORES_PREFIX).partition("/")
+            self.times.load(job, kind, _decode_restores(value))
+
+    def set_bytes_max(self, bytes_max: int) -> None:
+        part = bytes_max // PARTS
+        self._shares.resize(bytes_max, part, bytes_max - 4 * part)
+
+    def set_defaults(self, defaults: Mapping[str, SettingValue]) -> None:
+        """Replace the daemon's default settings."""
+        if defaults != self._defaults:
+            self._defaults = defaults
+            for job in list(self._retention):
+                self._set_policy(job)
+
+    def settings_changed(self, job: str) -> None:
+        """Judge the job's checkpoints by its present settings from now on."""
+        if job in self._retention:
+            self._set_policy(job)
+
+    def retention(self, job: str) -> JobRetention:
+        known = self._retention.get(job)
+        return self._set_policy(job) if known is None else known
+
+    def _set_policy(self, job: str) -> JobRetention:
+        own = self._settings_of(job)
+        # Of a removed job nothing is collected: its pinned checkpoints are an operator's.
+        found = retention_of(NO_SETTINGS, NO_SETTINGS) if own is None else retention_of(own, self._defaults)
+        self._retention[job] = found
+        self.index.set_policy(job, found.policy)
+        return found
+
+    # The life of a checkpoint.
+
+    def start(
+        self, request: StartCheckpoint, checkpoint_id: str, holder: Holder, now: Moment, *, is_trusted: bool
+    ) -> Decision[CheckpointMeta]:
+        """A checkpoint that is about to be written, or the known one of this path and save id."""
+        path, save_id = checked_checkpoint_path(request.storage_path), checked_save_id(request.save_id)
+        if (known := self._known(request.job, path, save_id)) is not None:
+            return Decision(known.meta)
+        parent_path = request.parent_path and checked_checkpoint_path(request.parent_path)
+        meta = self._new_meta(request.job, checkpoint_id, request, now.wall, self._id_at(request.job, parent_path))
+        record = CheckpointRecord(meta, path, save_id, holder, is_trusted, request.worker_id)
+        self._require_room(record)
+        self.retention(request.job)
+        self.index.add(meta)
+        self.since[record.id] = now.monotonic
+        started = CheckpointStarted(
+            record.id,
+            meta.epoch,
+            meta.step,
+            meta.checkpoint_type,
+            path,
+            meta.parent_id,
+            record.worker_id,
+            shortened(request.reason),
+        )
+        return _decided(meta, request.job, self._put(record, started))
+
+    def complete(self, request: CompleteCheckpoint) -> Decision[CompletedCheckpoint]:
+        """All of a checkpoint is durable; also of one that counted as failed."""
+        record = self.record(request.job, request.checkpoint_id)
+        checked_seconds("seconds", request.seconds)
+        if record.meta.state is CheckpointState.COMPLETE:
+            return Decision(self._completed(record))
+        change = self._complete(record, request.size_bytes, request.seconds)
+        return _decided(self._completed(self.records[record.id]), request.job, change)
+
+    def found(self, checkpoint_id: str, size_bytes: int, now: Moment) -> Decision[None]:
+        """A checkpoint whose writer did not report it is there as a whole."""
+        record = self.records[checkpoint_id]
+        return _decided(
+            None, record.job, self._complete(record, size_bytes, max(0.0, now.wall - record.meta.created_at))
+        )
+
+    def _complete(self, record: CheckpointRecord, size_bytes: int, seconds: float) -> Change:
+        finish = self.index.complete_late if record.meta.is_failed_save else self.index.complete
+        meta = finish(record.id, size_bytes, record.path)
+        self.since.pop(record.id, None)
+        fact = CheckpointCompleted(record.id, meta.step, meta.size_bytes, seconds)
+        return self._put(msgspec.structs.replace(record, meta=meta, note=""), fact)
+
+    def _completed(self, record: CheckpointRecord) -> CompletedCheckpoint:
+        files = (
+            CollectedFiles(one.id, one.path, one.save_id)
+            for one in self.tombstones()
+            if one.job == record.job and one.folder == record.folder and not self.is_managed(one)
+        )
+        return CompletedCheckpoint(record.meta, list(islice(files, DELETE_MAX)))
+
+    def fail(self, request: FailCheckpoint, now: Moment) -> Decision[Nothing]:
+        """A checkpoint was not saved. One that is known to be complete, or to have failed, stays as it is."""
+        record = self.record(request.job, request.checkpoint_id)
+        if not record.is_being_written:
+            return Decision(Nothing())
+        return _decided(Nothing(), request.job, self._fail(record, shortened(request.reason), now))
+
+    def give_up(self, checkpoint_id: str, reason: str, now: Moment) -> Decision[None]:
+        """The writer of a checkpoint is gone, or takes too long."""
+        record = self.records[checkpoint_id]
+        return _decided(None, record.job, self._fail(record, reason, now))
+
+    def _fail(self, record: CheckpointRecord, reason: str, now: Moment) -> Change:
+        meta = self.index.mark_corrupted(record.id)
+        self.since[record.id] = now.monotonic
+        failed = CheckpointFailed(record.id, meta.step, reason)
+        return self._put(msgspec.structs.replace(record, meta=meta, note=reason), failed)
+
+    def report_corrupt(self, request: ReportCorruptCheckpoint) -> Decision[Nothing]:
+        """A reader has found missing or damaged bytes."""
+        record = self.record(request.job, request.checkpoint_id)
+        if record.meta.state is CheckpointState.CORRUPTED:
+            return Decision(Nothing())
+        if record.meta.state is not CheckpointState.COMPLETE:
+            raise errors.transition_refused(record.id, record.meta.state, "be corrupted", "report complete ones only")
+        return _decided(Nothing(), request.job, self._corrupt(record, shortened(request.reason)))
+
+    def damaged(self, checkpoint_id: str, reason: str) -> Decision[None]:
+        """The daemon has found missing or damaged bytes."""
+        record = self.records[checkpoint_id]
+        return _decided(None, record.job, self._corrupt(record, shortened(reason)))
+
+    def _corrupt(self, record: CheckpointRecord, reason: str) -> Change:
+        meta = self.index.mark_corrupted(record.id)
+        fact = CheckpointCorrupted(record.id, meta.step, reason)
+        return self._put(msgspec.structs.replace(record, meta=meta, note=reason), fact)
+
+    def verified(self, checkpoint_id: str, now: Moment) -> Decision[None]:
+        """All bytes of a checkpoint are correct, or correct again."""
+        record = self.records[checkpoint_id]
+        if record.meta.state is CheckpointState.COMPLETE:
+            meta = self.index.mark_verified(record.id, now.wall)
+            return _decided(None, record.job, self._put(msgspec.structs.replace(record, meta=meta)))
+        meta = self.index.mark_repaired(record.id, now.wall)
+        repaired = CheckpointRepaired(record.id, meta.step)
+        return _decided(None, record.job, self._put(msgspec.structs.replace(record, meta=meta, note=""), repaired))
+
+    # Going back.
+
+    def restored(self, request: ReportRestore, now: Moment) -> list[Decision[Nothing]]:
+        """The job continues from a checkpoint: what lies beyond is abandoned, and the restore is measured."""
+        step = checked_count("step", request.step, STEP_MAX)
+        seconds = checked_seconds("seconds", request.seconds)
+        size_bytes = checked_count("size_bytes", request.size_bytes, SIZE_MAX)
+        record = self.record(request.job, request.checkpoint_id) if request.checkpoint_id else None
+        changes: list[Change] = []
+        abandoned: dict[str, CheckpointMeta] = {}
+        if record is not None:
+            skipped = [shortened(one) for one in request.skipped[:POINTS_MAX]]
+            fact = CheckpointRestored(record.id, record.meta.step, seconds, size_bytes, skipped)
+            changes.append(self._measured(record, MeasuredRestore(size_bytes, seconds), fact))
+            if record.meta.step == step and not record.is_deleted:
+                abandoned = {meta.checkpoint_id: meta for meta in self.index.abandon_beyond(record.id)}
+        changes += self._abandon(request.job, step, now.wall, request.checkpoint_id, abandoned)
+        return _in_decisions(Nothing(), request.job, changes)
+
+    def progress_lost(self, job: str, step: int, at: float) -> list[Decision[None]]:
+        """The job has gone back to a step: what was saved beyond it until then is abandoned."""
+        return _in_decisions(None, job, self._abandon(job, step, at, "", {}))
+
+    def _abandon(
+        self, job: str, step: int, at: float, checkpoint_id: str, changed: dict[str, CheckpointMeta]
+    ) -> list[Change]:
+        changed |= {meta.checkpoint_id: meta for meta in self.index.abandon_after(job, step, at)}
+        changes = [self._put(msgspec.structs.replace(self.records[one], meta=meta)) for one, meta in changed.items()]
+        count = sum(meta.abandoned for meta in changed.values())
+        if count:
+            changes[0] = changes[0]._replace(fact=CheckpointsAbandoned(step, count, checkpoint_id))
+        return changes
+
+    def _measured(self, record: CheckpointRecord, measured: MeasuredRestore, fact: Fact) -> Change:
+        kind = storage_kind(record.path)
+        kept = self.times.add(record.job, kind, measured)
+        return Change(f"{RESTORES_PREFIX}{record.job}/{kind}", _encode(kept), fact)
+
+    # What keeps a checkpoint.
+
+    def pin(self, request: PinCheckpoint | UnpinCheckpoint, *, is_pinned: bool) -> Decision[CheckpointMeta]:
+        record = self.record(request.job, request.checkpoint_id)
+        meta = self.index.pin(record.id) if is_pinned else self.index.unpin(record.id)
+        return _decided(meta, request.job, self._put(msgspec.structs.replace(record, meta=meta)))
+
+    def hold(self, request: HoldCheckpoint, now: Moment) -> Decision[Nothing]:
+        """Keep a checkpoint while it is read, or keep it longer."""
+        record = self.record(request.job, request.checkpoint_id)
+        holder = checked_holder(request.holder)
+        held_s = checked_seconds("seconds", request.seconds, HOLD_S_MAX)
+        if holder not in record.holds and len(record.holds) >= HOLDS_MAX:
+            raise errors.argument_invalid("holder", holder, f"one of at most {HOLDS_MAX} of a checkpoint")
+        meta = self.index.hold(record.id, holder)
+        self._holds.setdefault(record.id, {})[holder] = now.monotonic + held_s
+        if record.holds.get(holder) == held_s:
+            # Only extended: after a restart it counts anew in any case.
+            return Decision(Nothing())
+        held = msgspec.structs.replace(record, meta=meta, holds={**record.holds, holder: held_s})
+        return _decided(Nothing(), request.job, self._put(held))
+
+    def release(self, request: ReleaseCheckpoint) -> Decision[Nothing]:
+        record = self.record(request.job, request.checkpoint_id)
+        if request.holder not in record.holds:
+            return Decision(Nothing())
+        return _decided(Nothing(), request.job, self._release(record, request.holder))
+
+    def release_expired(self, now: Moment) -> Iterator[Decision[None]]:
+        """Release the holds whose time is over."""
+        expired = [
+            (checkpoint_id, holder)
+            for checkpoint_id, holds in self._holds.items()
+            for holder, ends_at in holds.items()
+            if ends_at <= now.monotonic
+        ]
+        for checkpoint_id, holder in expired:
+            record = self.records[checkpoint_id]
+            yield _decided(None, record.job, self._release(record, holder))
+
+    def _release(self, record: CheckpointRecord, holder: str) -> Change:
+        meta = self.index.release(record.id, holder)
+        holds = self._holds.get(record.id, {})
+        holds.pop(holder, None)
+        if not holds:
+            self._holds.pop(record.id, None)
+        left = {one: held_s for one, held_s in record.holds.items() if one != holder}
+        return self._put(msgspec.structs.replace(record, meta=meta, holds=left))
+
+    # Collection.
+
+    def due(self, now: Moment) -> list[str]:
+        """The jobs in which something may have to go."""
+        return [job for job in self.index.runs_due(now.wall) if self.retention(job).collects]
+
+    def collect(self, job: str, now: Moment) -> list[Decision[Collection]]:
+        """Make tombstones of what the policy does not keep."""
+        if not self.retention(job).collects:
+            return [Decision(Collection([], 0))]
+        going = self.index.collect_with_reasons(job, now.wall)
+        verdicts = [_as_message(verdict, meta.step) for meta, verdict in going]
+        changes = [
+            self._buried(meta, verdict.rule, verdict.reason) for (meta, _), verdict in zip(going, verdicts, strict=True)
+        ]
+        collection = Collection(verdicts, _total(one.size_bytes for one in verdicts))
+        return _in_decisions(collection, job, changes)
+
+    def delete(self, request: DeleteCheckpoint) -> Decision[Nothing]:
+        """Make a tombstone of a checkpoint that no other one, nor a pin or a holder, needs."""
+        record = self.record(request.job, request.checkpoint_id)
+        if record.is_deleted:
+            return Decision(Nothing())
+        meta = self.index.delete(record.id)
+        return _decided(Nothing(), request.job, self._buried(meta, REQUESTED_RULE, "an operator has deleted it"))
+
+    def sweep(self, checkpoint_id: str) -> Decision[None]:
+        """Make a tombstone of a failed save, so that its files are deleted."""
+        record = self.records[checkpoint_id]
+        change = self._buried(self.index.bury(checkpoint_id), FAILED_RULE, f"its save failed: {record.note}")
+        return _decided(None, record.job, change)
+
+    def _buried(self, meta: CheckpointMeta, rule: str, reason: str) -> Change:
+        record = self.records[meta.checkpoint_id]
+        self.since.pop(record.id, None)
+        self._holds.pop(record.id, None)
+        fact = CheckpointCollected(record.id, meta.step, meta.size_bytes, rule, reason)
+        return self._put(msgspec.structs.replace(record, meta=meta, holds={}), fact)
+
+    def tombstones(self) -> Iterator[CheckpointRecord]:
+        """The deleted checkpoints whose files may still be there, in the order of deletion."""
+        return (self.records[checkpoint_id] for checkpoint_id in self.index.tombstones)
+
+    def deleted(self, checkpoint_ids: Sequence[str]) -> list[Decision[None]]:
+        """The files of tombstones are gone."""
+        forgotten = [self.records[one] for one in checkpoint_ids]
+        return _in_decisions(None, forgotten[0].job if forgotten else "", [self._forget(one) for one in forgotten])
+
+    def confirm_deleted(self, request: ConfirmDeleted) -> list[Decision[Nothing]]:
+        """A worker has deleted the files of tombstones that the daemon may not touch."""
+        if len(request.checkpoint_ids) > ADOPTED_MAX:
+            raise errors.argument_invalid("checkpoint_ids", len(request.checkpoint_ids), f"at most {ADOPTED_MAX}")
+        named = (self.records.get(one) for one in dict.fromkeys(request.checkpoint_ids))
+        gone = [one for one in named if one is not None and one.job == request.job and one.is_deleted]
+        return _in_decisions(Nothing(), request.job, [self._forget(one) for one in gone if not self.is_managed(one)])
+
+    def remove_job(self, job: str) -> list[Decision[None]]:
+        """Forget the checkpoints of a removed job, except pinned and held ones with their parents. No file is deleted.
+
+        Tombstones stay until their files are gone.
+        """
+        run = self.index.run(job)
+        changes: list[Change] = []
+        if run is not None:
+            kept = _needed_by([one for one in run.entries.values() if one.meta.pinned or one.meta.holders])
+            for checkpoint_id in [one for one in run.entries if one not in kept]:
+                self.index.drop(checkpoint_id)
+                changes.append(self._forget(self.records[checkpoint_id]))
+        changes += [Change(f"{RESTORES_PREFIX}{job}/{kind}", None) for kind in self.times.forget(job)]
+        self._retention.pop(job, None)
+        self.index.set_policy(job, None)
+        if self.index.run(job) is not None:
+            self._set_policy(job)
+        return _in_decisions(None, job, changes)
+
+    # Adoption.
+
+    def adopt(
+        self, request: AdoptCheckpoints, new_id: Callable[[], str], holder: Holder, *, is_trusted: bool
+    ) -> list[Decision[Adoption]]:
+        """Add existing checkpoints; parents before their children."""
+        if len(request.checkpoints) > ADOPTED_MAX:
+            raise errors.argument_invalid("checkpoints", len(request.checkpoints), f"at most {ADOPTED_MAX}")
+        folder = checked_location("folder", request.folder)
+        self.retention(request.job)
+        adoption, changes = Adoption([], [], []), []
+        for one in request.checkpoints:
+            try:
+                change = self._adopt(request.job, one, new_id, holder, is_trusted=is_trusted)
+            except RequestRefused as error:
+                adoption.refused.append(f"{one.storage_path[:REFUSED_CHARS_MAX]}: {error.message}")
+                continue
+            found = self._at[one.storage_path][one.save_id]
+            (adoption.known if change is None else adoption.adopted).append(found)
+            changes += [change] if change else []
+        if changes:
+            changes[-1] = changes[-1]._replace(fact=CheckpointsAdopted(len(changes), folder))
+        return _in_decisions(adoption, request.job, changes)
+
+    def _adopt(
+        self, job: str, one: AdoptedCheckpoint, new_id: Callable[[], str], holder: Holder, *, is_trusted: bool
+    ) -> Change | None:
+        path, save_id = checked_checkpoint_path(one.storage_path), checked_save_id(one.save_id)
+        if self._known(job, path, save_id) is not None:
+            return None
+        parent_id = None
+        if one.parent_path:
+            parent_id = self._id_at(job, checked_checkpoint_path(one.parent_path))
+            if parent_id is None:
+                raise errors.argument_invalid("parent_path", one.parent_path, "a checkpoint of the catalogue")
+        meta = CheckpointMeta(
+            checkpoint_id=new_id(),
+            training_run_id=job,
+            epoch=checked_count("epoch", one.epoch, EPOCH_MAX),
+            step=checked_count("step", one.step, STEP_MAX),
+            checkpoint_type=CheckpointType.INCREMENTAL if one.parent_path else CheckpointType.FULL,
+            state=CheckpointState.COMPLETE,
+            size_bytes=checked_count("size_bytes", one.size_bytes, SIZE_MAX),
+            created_at=checked_time("created_at", one.created_at),
+            parent_id=parent_id,
+            metrics=checked_metrics(one.metrics),
+            storage_path=path,
+        )
+        record = CheckpointRecord(meta, path, save_id, holder, is_trusted)
+        self._require_room(record)
+        self.index.add(meta)
+        return self._put(record)
+
+    # Questions.
+
+    def record(self, job: str, checkpoint_id: str) -> CheckpointRecord:
+        """The record of a checkpoint or tombstone of the job, or a refusal."""
+        record = self.records.get(checkpoint_id)
+        if record is None or record.job != job:
+            raise errors.unknown(checkpoint_id)
+        return record
+
+    def is_managed(self, record: CheckpointRecord) -> bool:
+        """Whether the daemon may read and delete its files."""
+        return record.is_trusted or is_beneath(record.path, self.roots, record.job)
+
+    def find(self, request: FindRestorePoints, step: int | None) -> RestorePoints:
+        """What the job can be restored from; `step` is the one that it has committed, None if there is none."""
+        run = self.index.run(request.job)
+        if run is None:
+            return RestorePoints([], [])
+        if request.limit < 1:
+            raise errors.argument_invalid("limit", request.limit, ">= 1")
+        folder = request.folder and checked_location("folder", request.folder)
+        criteria = RestoreCriteria(
+            request.job, request.max_epoch, request.max_step, request.require_complete, request.prefer_full
+        )
+
+        def is_wanted(meta: CheckpointMeta) -> bool:
+            return not folder or self.records[meta.checkpoint_id].folder == folder
+
+        limit = min(request.limit, POINTS_MAX)
+        matching = (meta for meta in selection.restore_points(run, criteria) if is_wanted(meta))
+        metas = list(islice(matching, limit + 1))
+        is_cut, metas = len(metas) > limit, metas[:limit]
+        step_s = self._seconds_per_step(run)
+        points = [self._point(run, meta, place, step, step_s) for place, meta in enumerate(metas)]
+        offered = {meta.checkpoint_id for meta in metas}
+        last = metas[-1].step if is_cut else -1
+        excluded = (
+            self._excluded(one)
+            for one in reversed(run.ranked)
+            if not one.is_offered
+            and one.id not in offered
+            and one.meta.step >= last
+            and selection.is_within(one.meta, criteria)
+            and is_wanted(one.meta)
+        )
+        return RestorePoints(points, list(islice(excluded, EXCLUDED_MAX)))
+
+    def _point(self, run: RunIndex, meta: CheckpointMeta, place: int, step: int | None, step_s: float) -> RestorePoint:
+        entry = run.entries[meta.checkpoint_id]
+        chain = _chain_of(entry)
+        lost = max(0, step - meta.step) if step is not None else 0
+        return RestorePoint(
+            meta,
+            [one.id for one in chain],
+            self._estimate(chain),
+            lost,
+            lost * step_s,
+            _why_offered(entry, place, chain),
+        )
+
+    def _excluded(self, entry: IndexEntry) -> ExcludedCheckpoint:
+        record = self.records[entry.id]
+        return ExcludedCheckpoint(entry.id, entry.meta.step, record.path, _why_excluded(entry, record.note))
+
+    def _estimate(self, chain: Sequence[IndexEntry]) -> RestoreEstimate:
+        record = self.records[chain[-1].id]
+        size_bytes = _total(one.meta.size_bytes for one in chain)
+        return self.times.estimate(record.job, storage_kind(record.path), size_bytes)
+
+    def _seconds_per_step(self, run: RunIndex) -> float:
+        newest = list(islice((one.meta for one in reversed(run.offered)), SAVES_LOOKED_AT))
+        return seconds_per_step([(meta.step, meta.created_at) for meta in reversed(newest)])
+
+    def page(self, request: ListCheckpoints, cadence: str) -> CheckpointPage:
+        """Some checkpoints of a job, newest first."""
+        run = self.index.run(request.job)
+        if run is None:
+            return CheckpointPage([], more=False, count=0, size_bytes=0, cadence=cadence)
+        entries = (one.meta for one in self._after(run, request.job, request.after))
+        metas, more = take_page(entries, request.limit)
+        return CheckpointPage(metas, more, len(run.entries), _total([run.size_bytes]), cadence)
+
+    def show(self, request: ShowCheckpoint, now: Moment) -> CheckpointView:
+        """One checkpoint; also one that is deleted and not forgotten."""
+        record = self.record(request.job, request.checkpoint_id)
+        is_managed = self.is_managed(record)
+        run = self.index.run(request.job)
+        entry = None if run is None else run.entries.get(record.id)
+        if run is None or entry is None:
+            by = "the daemon" if is_managed else "a worker of the job"
+            kept = f"deleted; its files are being deleted by {by}"
+            return CheckpointView(
+                record.meta, [], [], is_restorable=False, is_managed=is_managed, is_kept=False, retention=kept
+            )
+        verdict = retention.verdict_on(run, entry, now.wall)
+        chain = _chain_of(entry)
+        return CheckpointView(
+            record.meta,
+            [one.id for one in chain],
+            [one.id for one in entry.children[:CHAIN_SHOWN_MAX]],
+            entry.is_restorable,
+            is_managed,
+            verdict.is_kept,
+            verdict.reason,
+            self._estimate(chain) if entry.is_restorable else None,
+        )
+
+    def retention_page(self, request: ReadRetention, now: Moment) -> RetentionPage:
+        """What a collection would do now with some checkpoints of a job, newest first."""
+        run = self.index.run(request.job)
+        if run is None:
+            return RetentionPage([], more=False, regained_bytes=0)
+        self.retention(request.job)
+        verdicts = self.index.verdicts(request.job, now.wall)
+        start = len(run.ranked) - self._place_after(run, request.job, request.after)
+        following = (
+            _as_message(verdict, entry.meta.step)
+            for entry, verdict in islice(zip(reversed(run.ranked), verdicts, strict=True), start, None)
+        )
+        page, more = take_page(following, request.limit)
+        return RetentionPage(page, more, _total(one.size_bytes for one in verdicts if not one.is_kept))
+
+    def _after(self, run: RunIndex, job: str, after: str) -> Iterator[IndexEntry]:
+        place = self._place_after(run, job, after)
+        return (run.ranked[one] for one in range(place - 1, -1, -1))
+
+    def _place_after(self, run: RunIndex, job: str, after: str) -> int:
+        """The place in `ranked` of the checkpoint `after`, or where it was; behind all without one."""
+        if not after:
+            return len(run.ranked)
+        return run.place_of(rank_of(self.record(job, after).meta))
+
+    # Records.
+
+    def _new_meta(
+        self, job: str, checkpoint_id: str, request: StartCheckpoint, now: float, parent_id: str | None
+    ) -> CheckpointMeta:
+        kind, metrics = request.checkpoint_type, checked_metrics(request.metrics)
+        wanted = checked_request(CreateCheckpointRequest(job, request.epoch, request.step, kind, metrics))
+        return CheckpointMeta(
+            checkpoint_id=checkpoint_id,
+            training_run_id=job,
+            epoch=wanted.epoch,
+            step=wanted.step,
+            checkpoint_type=wanted.checkpoint_type,
+            state=CheckpointState.CREATING,
+            size_bytes=0,
+            created_at=checked_time("now", now),
+            parent_id=parent_id if wanted.checkpoint_type is CheckpointType.INCREMENTAL else None,
+            metrics=wanted.metrics,
+            storage_path="",
+        )
+
+    def _known(self, job: str, path: str, save_id: str) -> CheckpointRecord | None:
+        """The checkpoint of this path and save id; refused if the path is another job's."""
+        of_path = self._at.get(path)
+        if not of_path:
+            return None
+        if self.records[next(iter(of_path.values()))].job != job:
+            raise RequestRefused(
+                "checkpoint_path_taken",
+                f"storage_path {path[:200]!r} belongs to a checkpoint of another job",
+                "give each job a folder of its own",
+            )
+        known = of_path.get(save_id)
+        return None if known is None else self.records[known]
+
+    def _id_at(self, job: str, path: str) -> str | None:
+        """The newest checkpoint of a job at a path."""
+        ids = self._at.get(path, {}).values()
+        return next((one for one in reversed(ids) if self.records[one].job == job), None)
+
+    def _require_room(self, record: CheckpointRecord) -> None:
+        cost = RECORD_OVERHEAD_BYTES + len(encoded(record))
+        if not self._shares.fits(record.holder, cost):
+            raise RequestRefused(
+                "catalogue_full",
+                self._shares.shortage(record.holder),
+                "set a retention policy, remove jobs that are over, or raise catalog_bytes_max",
+            )
+
+    def _put(self, record: CheckpointRecord, fact: Fact | None = None) -> Change:
+        value = encoded(record)
+        if record.id in self._cost:
+            self._shares.give_back(record.holder, self._cost[record.id])
+        self._remember(record, len(value))
+        return Change(record.key, value, fact)
+
+    def _remember(self, record: CheckpointRecord, size: int) -> None:
+        self.records[record.id] = record
+        self._at.setdefault(record.path, {})[record.save_id] = record.id
+        cost = self._cost[record.id] = RECORD_OVERHEAD_BYTES + size
+        self._shares.charge(record.holder, cost)
+
+    def _forget(self, record: CheckpointRecord) -> Change:
+        del self.records[record.id]
+        self._shares.give_back(record.holder, self._cost.pop(record.id))
+        of_path = self._at[record.path]
+        del of_path[record.save_id]
+        if not of_path:
+            del self._at[record.path]
+        self.since.pop(record.id, None)
+        self._holds.pop(record.id, None)
+        self.index.forget(record.id)
+        return Change(record.key, None)
+
+
+def _decided(reply: R, job: str, *changes: Change) -> Decision[R]:
+    facts = tuple(one.fact for one in changes if one.fact is not None)
+    return Decision(reply, facts, {one.key: one.value for one in changes}, job)
+
+
+def _in_decisions(reply: R, job: str, changes: Sequence[Change]) -> list[Decision[R]]:
+    """As many decisions as the changes need, at least one; all have the reply."""
+    starts = range(0, max(len(changes), 1), CHANGES_MAX)
+    return [_decided(reply, job, *changes[start : start + CHANGES_MAX]) for start in starts]
+
+
+def _total(sizes: Iterable[int]) -> int:
+    """A sum that a message can carry."""
+    return min(sum(sizes), SIZE_MAX)
+
+
+def _as_message(verdict: retention.Verdict, step: int) -> RetentionVerdict:
+    return RetentionVerdict(
+        verdict.checkpoint_id, step, verdict.is_kept, verdict.rule, verdict.reason, verdict.size_bytes
+    )
+
+
+def _chain_of(entry: IndexEntry) -> list[IndexEntry]:
+    """From the root to the checkpoint, as far as it is known; a record names an older one as its parent, so it ends."""
+    chain = [entry]
+    while (parent := chain[-1].parent) is not None and len(chain) < CHAIN_SHOWN_MAX:
+        chain.append(parent)
+    return chain[::-1]
+
+
+def _needed_by(entries: Iterable[IndexEntry]) -> set[str]:
+    """These checkpoints and all that they build on."""
+    return {one.id for entry in entries for one in _chain_of(entry)}
+
+
+def _why_offered(entry: IndexEntry, place: int, chain: Sequence[IndexEntry]) -> str:
+    if not entry.is_restorable:
+        return f"{entry.meta.state}; none that can be restored is left"
+    parts = "" if len(chain) == 1 else f", restored through {counted(len(chain), 'checkpoint')}"
+    return f"{'the newest that can be restored' if place == 0 else 'the next newest that can be restored'}{parts}"
+
+
+def _why_excluded(entry: IndexEntry, note: str) -> str:
+    meta = entry.meta
+    if meta.state is CheckpointState.CREATING:
+        return "it is being written"
+    if meta.state is CheckpointState.CORRUPTED:
+        return f"{'its save failed' if meta.is_failed_save else 'it is corrupted'}: {note}"
+    if meta.abandoned:
+        return "it is abandoned: training has gone back to an older checkpoint since"
+    broken = next((one for one in reversed(_chain_of(entry)) if _breaks(one)), entry)
+    if broken.meta.state is CheckpointState.COMPLETE:
+        return f"its chain is broken: {broken.meta.parent_id} is deleted"
+    return f"its chain is broken: {broken.id} is {broken.meta.state}"
+
+
+def _breaks(entry: IndexEntry) -> bool:
+    return entry.meta.state is not CheckpointState.COMPLETE or (
+        entry.meta.parent_id is not None and entry.parent is None
+    )

@@ -1,0 +1,208 @@
+"""The checkpoint catalogue on the bus: answers requests, follows jobs and their progress.
+
+Invariants:
+- Whoever speaks for a worker is that worker: its incarnation is confirmed first.
+- A collection is asked for by `CollectCheckpoints`, also by the daemon itself, so that a plugin can replace it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from forged.auth.model import Principal, Role
+from forged.catalog.book import CATALOG_BYTES_MAX, RESTORES_PREFIX, CatalogBook
+from forged.catalog.messages import (
+    AdoptCheckpoints,
+    Adoption,
+    CheckpointCadence,
+    CheckpointPage,
+    CheckpointView,
+    CollectCheckpoints,
+    Collection,
+    CompleteCheckpoint,
+    CompletedCheckpoint,
+    ConfirmDeleted,
+    DeleteCheckpoint,
+    FailCheckpoint,
+    FindRestorePoints,
+    HoldCheckpoint,
+    ListCheckpoints,
+    PinCheckpoint,
+    ReadRetention,
+    ReleaseCheckpoint,
+    ReportCorruptCheckpoint,
+    ReportRestore,
+    RestorePoints,
+    RetentionPage,
+    ShowCheckpoint,
+    StartCheckpoint,
+    UnpinCheckpoint,
+)
+from forged.catalog.model import CheckpointMeta
+from forged.catalog.ports import JobsPort
+from forged.catalog.records import PREFIX, Moment, shortened
+from forged.clock import Clock
+from forged.elastic.messages import ConfirmWorker, ProgressLost
+from forged.jobs.model import JobChanged, JobCreated, JobRemoved, SettingValue
+from forged.kernel.bus import Bus
+from forged.kernel.ledger import read_all
+from forged.kernel.messages import Call, Decision, Nothing, Record
+from forged.kernel.store.port import Store
+
+R = TypeVar("R")
+
+OWNER = "catalog"
+
+WorkersRequest = StartCheckpoint | CompleteCheckpoint | FailCheckpoint | ReportRestore | ConfirmDeleted
+
+
+class CatalogService:
+    """The checkpoints of all jobs."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        jobs: JobsPort,
+        *,
+        uid: int,
+        defaults: Mapping[str, SettingValue],
+        roots: tuple[str, ...] = (),
+        bytes_max: int = CATALOG_BYTES_MAX,
+    ) -> None:
+        self.book = CatalogBook(jobs.settings, defaults=defaults, roots=roots, bytes_max=bytes_max)
+        self._bus = bus
+        self._clock = clock
+        self._jobs = jobs
+        self._own_names = frozenset({f"unix:{uid}", f"loopback:{uid}"})
+        self._numbers = 0
+        self._cadences: dict[str, str] = {}
+        self._subscribe()
+
+    def _subscribe(self) -> None:
+        bus, book = self._bus, self.book
+        bus.serve(StartCheckpoint, self._start, owner=OWNER)
+        bus.serve(CompleteCheckpoint, self._complete, owner=OWNER)
+        bus.serve(FailCheckpoint, self._fail, owner=OWNER)
+        bus.serve(ReportCorruptCheckpoint, lambda request, call: book.report_corrupt(request), owner=OWNER)
+        bus.serve(ReportRestore, self._restored, owner=OWNER)
+        bus.serve(ConfirmDeleted, self._confirm_deleted, owner=OWNER)
+        bus.serve(HoldCheckpoint, lambda request, call: book.hold(request, self._now()), owner=OWNER)
+        bus.serve(ReleaseCheckpoint, lambda request, call: book.release(request), owner=OWNER)
+        bus.serve(FindRestorePoints, self._find, owner=OWNER)
+        bus.serve(ListCheckpoints, self._list, owner=OWNER)
+        bus.serve(ShowCheckpoint, self._show, owner=OWNER)
+        bus.serve(ReadRetention, self._read_retention, owner=OWNER)
+        bus.serve(PinCheckpoint, lambda request, call: book.pin(request, is_pinned=True), owner=OWNER)
+        bus.serve(UnpinCheckpoint, lambda request, call: book.pin(request, is_pinned=False), owner=OWNER)
+        bus.serve(CollectCheckpoints, self._collect, owner=OWNER)
+        bus.serve(DeleteCheckpoint, lambda request, call: book.delete(request), owner=OWNER)
+        bus.serve(AdoptCheckpoints, self._adopt, owner=OWNER)
+        bus.on_signal(CheckpointCadence, self._cadence, name="catalog.cadences")
+        bus.on((JobCreated, JobChanged), self._job_changed, name="catalog.settings")
+        bus.on(JobRemoved, self._job_removed, name="catalog.removal", durable=True)
+        bus.on(ProgressLost, self._progress_lost, name="catalog.progress", durable=True)
+
+    async def load(self, store: Store) -> None:
+        """Become what the store holds."""
+        entries = await read_all(store, PREFIX)
+        restores = {entry.key: entry.value for entry in await read_all(store, RESTORES_PREFIX)}
+        self.book.load((entry.value for entry in entries), restores, self._now())
+
+    def _now(self) -> Moment:
+        return Moment(self._clock.wall(), self._clock.monotonic())
+
+    # Requests of workers.
+
+    async def _start(self, request: StartCheckpoint, call: Call) -> Decision[CheckpointMeta]:
+        await self._confirm(request, call)
+        holder, is_trusted = call.principal.holder, self._is_trusted(call.principal)
+        return self._of_job(
+            self.book.start(request, self._new_id(), holder, self._now(), is_trusted=is_trusted), request.job
+        )
+
+    async def _complete(self, request: CompleteCheckpoint, call: Call) -> Decision[CompletedCheckpoint]:
+        await self._confirm(request, call)
+        return self._of_job(self.book.complete(request), request.job)
+
+    async def _fail(self, request: FailCheckpoint, call: Call) -> Decision[Nothing]:
+        await self._confirm(request, call)
+        return self._of_job(self.book.fail(request, self._now()), request.job)
+
+    async def _restored(self, request: ReportRestore, call: Call) -> Decision[Nothing]:
+        await self._confirm(request, call)
+        return self._last(self.book.restored(request, self._now()), request.job)
+
+    async def _confirm_deleted(self, request: ConfirmDeleted, call: Call) -> Decision[Nothing]:
+        await self._confirm(request, call)
+        return self._last(self.book.confirm_deleted(request), request.job)
+
+    async def _confirm(self, request: WorkersRequest, call: Call) -> None:
+        """Refuse a request in the name of a worker that is not registered. The daemon itself names none."""
+        self._bus.dispatcher.require_job(request.job)
+        if request.worker_id or not call.principal.may(Role.OPERATOR, request.job):
+            await self._bus.ask(ConfirmWorker(request.job, request.worker_id, request.incarnation))
+
+    def _is_trusted(self, principal: Principal) -> bool:
+        """Whether the daemon may read and delete what this principal names: an operator, or the daemon's own user."""
+        return principal.may(Role.OPERATOR, None) or principal.name in self._own_names
+
+    def _cadence(self, signal: CheckpointCadence, call: Call) -> None:
+        if self._jobs.settings(signal.job) is not None:
+            self._cadences[signal.job] = shortened(signal.text)
+
+    # Requests of operators and viewers.
+
+    def _find(self, request: FindRestorePoints, call: Call) -> RestorePoints:
+        return self.book.find(request, self._jobs.step(request.job))
+
+    def _list(self, request: ListCheckpoints, call: Call) -> CheckpointPage:
+        return self.book.page(request, self._cadences.get(request.job, ""))
+
+    def _show(self, request: ShowCheckpoint, call: Call) -> CheckpointView:
+        return self.book.show(request, self._now())
+
+    def _read_retention(self, request: ReadRetention, call: Call) -> RetentionPage:
+        return self.book.retention_page(request, self._now())
+
+    def _collect(self, request: CollectCheckpoints, call: Call) -> Decision[Collection]:
+        return self._last(self.book.collect(request.job, self._now()), request.job)
+
+    def _adopt(self, request: AdoptCheckpoints, call: Call) -> Decision[Adoption]:
+        self._bus.dispatcher.require_job(request.job)
+        holder, is_trusted = call.principal.holder, self._is_trusted(call.principal)
+        return self._last(self.book.adopt(request, self._new_id, holder, is_trusted=is_trusted), request.job)
+
+    # Facts of other services.
+
+    def _job_changed(self, record: Record) -> None:
+        self.book.settings_changed(record.job)
+
+    def _job_removed(self, record: Record) -> Decision[None]:
+        self._cadences.pop(record.job, None)
+        return self._last(self.book.remove_job(record.job), record.job)
+
+    def _progress_lost(self, record: Record) -> Decision[None] | None:
+        fact = record.fact
+        if not isinstance(fact, ProgressLost):
+            return None
+        return self._last(self.book.progress_lost(record.job, fact.step, record.at), record.job)
+
+    # Decisions.
+
+    def _new_id(self) -> str:
+        """An id that no checkpoint of this store ever had: each start of the daemon has a term of its own."""
+        self._numbers += 1
+        return f"ckpt-{self._bus.ledger.term:04d}-{self._numbers:06d}"
+
+    def _of_job(self, decision: Decision[R], job: str) -> Decision[R]:
+        return replace(decision, generation=self._jobs.generation(job))
+
+    def _last(self, decisions: Sequence[Decision[R]], job: str) -> Decision[R]:
+        """Queue all decisions but the last one, which carries the reply."""
+        *first, last = (self._of_job(decision, job) for decision in decisions)
+        for decision in first:
+            self._bus.ledger.append(decision, origin=OWNER)
+        return last

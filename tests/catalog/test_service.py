@@ -1,0 +1,400 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forged.catalog.messages import (
+    AdoptCheckpoints,
+    AdoptedCheckpoint,
+    CheckpointCollected,
+    CheckpointCompleted,
+    CheckpointFailed,
+    CheckpointRestored,
+    CheckpointsAbandoned,
+    CheckpointStarted,
+    CollectCheckpoints,
+    ConfirmDeleted,
+    DeleteCheckpoint,
+    HoldCheckpoint,
+    ListCheckpoints,
+    PinCheckpoint,
+    ReadRetention,
+    ReleaseCheckpoint,
+    ReportCorruptCheckpoint,
+    ReportRestore,
+    ShowCheckpoint,
+    UnpinCheckpoint,
+)
+from forged.elastic.messages import ProgressLost
+from forged.errors import ForgedError, RequestRefused, Unavailable
+from forged.jobs.model import ChangeJob, CreateJob, RemoveJob
+from forged.kernel.messages import Decision
+from tests.catalog.catalog_fixture import (
+    FOLDER,
+    INCARNATION,
+    JOB,
+    OWN_USER,
+    TENANT,
+    WORKER,
+    catalog,
+    incremental,
+)
+from tests.faulty_store import FaultyStore, full
+from tests.kernel_fixture import OPERATOR, on_virtual_time
+
+
+async def refused(asked: Any) -> str:
+    """The code of the refusal."""
+    with pytest.raises(ForgedError) as error:
+        await asked
+    return error.value.code
+
+
+@on_virtual_time
+async def test_saved_checkpoint_is_listed_and_offered() -> None:
+    async with catalog() as one:
+        one.steps[JOB] = 130
+        meta = await one.start(100, metrics={"loss": 0.5}, reason="every 100 steps")
+        assert (meta.state, meta.step, meta.metrics) == ("creating", 100, {"loss": 0.5})
+        completed = await one.complete(meta.checkpoint_id, 1000, 2.5)
+        assert (completed.meta.state, completed.meta.storage_path) == ("complete", f"{FOLDER}/step-00000100")
+        (point,) = (await one.points()).points
+        assert (point.meta, point.chain, point.lost_steps) == (completed.meta, [meta.checkpoint_id], 30)
+        assert "assumed" in point.estimate.source
+        page = await one.ask(ListCheckpoints(JOB))
+        assert (page.checkpoints, page.more, page.count, page.size_bytes) == ([completed.meta], False, 1, 1000)
+        started, done = one.kernel.facts(CheckpointStarted)[0], one.kernel.facts(CheckpointCompleted)[0]
+        assert (started.worker_id, started.reason) == (WORKER, "every 100 steps")
+        assert (done.checkpoint_id, done.size_bytes, done.seconds) == (meta.checkpoint_id, 1000, 2.5)
+
+
+@on_virtual_time
+async def test_start_and_complete_may_be_repeated() -> None:
+    async with catalog() as one:
+        first, again = await one.start(1), await one.start(1)
+        assert first == again
+        assert await one.complete(first.checkpoint_id) == await one.complete(first.checkpoint_id)
+        assert (await one.start(1)).state == "complete"
+        assert len(one.kernel.facts(CheckpointStarted)) == len(one.kernel.facts(CheckpointCompleted)) == 1
+
+
+@on_virtual_time
+async def test_failed_save_is_not_offered_and_may_complete_late() -> None:
+    async with catalog() as one:
+        meta = await one.start(5)
+        await one.fail(meta.checkpoint_id)
+        found = await one.points()
+        assert found.points == []
+        assert [(e.step, e.reason) for e in found.excluded] == [(5, "its save failed: disk full")]
+        await one.complete(meta.checkpoint_id)
+        assert [p.meta.step for p in (await one.points()).points] == [5]
+        assert [fact.reason for fact in one.kernel.facts(CheckpointFailed)] == ["disk full"]
+
+
+@on_virtual_time
+async def test_request_in_the_name_of_a_worker_needs_its_incarnation() -> None:
+    async with catalog() as one:
+        assert await refused(one.start(1, incarnation=b"x" * 16)) == "worker_gone"
+        assert await refused(one.start(1, worker_id="", by=TENANT)) == "worker_gone"
+        # The daemon itself, and an operator, write checkpoints without a worker.
+        assert (await one.start(1, worker_id="", by=OPERATOR)).state == "creating"
+
+
+@on_virtual_time
+async def test_path_of_another_job_is_refused() -> None:
+    async with catalog() as one:
+        await one.ask(CreateJob("other"), OPERATOR)
+        one.registered.add(("other", WORKER, INCARNATION))
+        await one.save(1)
+        assert await refused(one.start(1, job="other")) == "checkpoint_path_taken"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"storage_path": "step-1"},
+        {"storage_path": "/ckpt/../etc/step-1"},
+        {"storage_path": "/ckpt//step-1"},
+        {"storage_path": "/ckpt/step-1/"},
+        {"storage_path": "/ckpt/./step-1"},
+        {"storage_path": "/ckpt/step\n1"},
+        {"storage_path": "http://host/step-1"},
+        {"storage_path": "s3://bucket"},
+        {"storage_path": "file://host/step-1"},
+        {"storage_path": "/" + "x" * 5000},
+        {"storage_path": ""},
+        {"save_id": "../../x"},
+        {"save_id": ""},
+        {"save_id": "a" * 100},
+        {"parent_path": "elsewhere"},
+        {"metrics": {str(number): 1.0 for number in range(100)}},
+        {"metrics": {"x" * 1000: 1.0}},
+        {"metrics": {"a\0b": 1.0}},
+        {"step": -1},
+        {"step": 2**64},
+        {"epoch": -1},
+    ],
+    ids=repr,
+)
+@on_virtual_time
+async def test_start_with_invalid_values_is_refused(changes: dict[str, Any]) -> None:
+    async with catalog() as one:
+        assert await refused(one.start(**{"step": 1} | changes)) == "checkpoint_argument_invalid"
+        assert await one.listed() == {}
+
+
+@on_virtual_time
+async def test_catalogue_survives_a_restart() -> None:
+    store = FaultyStore()
+    async with catalog(store) as one:
+        await one.save(1)
+        await one.save(2, **incremental(1))
+        await one.ask(PinCheckpoint(JOB, await one.save(3)), OPERATOR)
+        await one.start(4)
+        before = await one.points(), await one.listed()
+    async with catalog(store) as one:
+        assert (await one.points(), await one.listed()) == before
+        assert [len(point.chain) for point in before[0].points] == [1, 2, 1]
+        ids = {meta.checkpoint_id for meta in (await one.ask(ListCheckpoints(JOB))).checkpoints}
+        assert await one.save(5) not in ids
+
+
+@on_virtual_time
+async def test_commit_that_fails_changes_nothing() -> None:
+    store = FaultyStore()
+    async with catalog(store) as one:
+        meta = await one.start(1)
+        store.commit_error = full()
+        with pytest.raises(Unavailable):
+            await one.complete(meta.checkpoint_id)
+        store.commit_error = None
+        await one.kernel.ledger.writable()
+        assert await one.listed() == {1: "creating"}
+        await one.complete(meta.checkpoint_id)
+        assert await one.listed() == {1: "complete"}
+
+
+@on_virtual_time
+async def test_policy_of_the_job_decides_what_is_collected() -> None:
+    async with catalog(settings={"checkpoint_keep": 2}) as one:
+        ids = [await one.save(step) for step in (1, 2, 3)]
+        verdicts = (await one.ask(ReadRetention(JOB))).verdicts
+        assert [(v.step, v.is_kept, v.rule) for v in verdicts] == [
+            (3, True, "newest"),
+            (2, True, "recent"),
+            (1, False, "surplus"),
+        ]
+        collection = await one.ask(CollectCheckpoints(JOB), OPERATOR)
+        assert [(v.checkpoint_id, v.rule) for v in collection.collected] == [(ids[0], "surplus")]
+        assert collection.regained_bytes == 100
+        assert await one.listed() == {3: "complete", 2: "complete"}
+        assert [fact.checkpoint_id for fact in one.kernel.facts(CheckpointCollected)] == [ids[0]]
+        assert await one.ask(CollectCheckpoints(JOB), OPERATOR) == type(collection)([], 0)
+
+
+@on_virtual_time
+async def test_without_a_policy_nothing_is_collected() -> None:
+    async with catalog(settings={"checkpoint_keep_best": 1}) as one:
+        for step in range(1, 30):
+            await one.save(step)
+        assert (await one.ask(CollectCheckpoints(JOB), OPERATOR)).collected == []
+        assert all(v.is_kept for v in (await one.ask(ReadRetention(JOB))).verdicts)
+
+
+@on_virtual_time
+async def test_changed_settings_of_the_job_change_the_policy() -> None:
+    async with catalog(defaults={"checkpoint_keep": 1}) as one:
+        for step in (1, 2, 3):
+            await one.save(step)
+        await one.ask(ChangeJob(JOB, {"checkpoint_keep": 2}, 1), OPERATOR)
+        await one.kernel.settle()
+        assert [v.is_kept for v in (await one.ask(ReadRetention(JOB))).verdicts] == [True, True, False]
+        await one.ask(ChangeJob(JOB, {}, 2), OPERATOR)
+        await one.kernel.settle()
+        assert [v.is_kept for v in (await one.ask(ReadRetention(JOB))).verdicts] == [True, False, False]
+
+
+@on_virtual_time
+async def test_many_checkpoints_are_collected_in_several_decisions() -> None:
+    async with catalog() as one:
+        for step in range(1, 200):
+            await one.save(step)
+        await one.ask(ChangeJob(JOB, {"checkpoint_keep": 1}, 1), OPERATOR)
+        await one.kernel.settle()
+        collection = await one.ask(CollectCheckpoints(JOB), OPERATOR)
+        assert [v.step for v in collection.collected] == list(range(1, 199))
+        assert await one.listed() == {199: "complete"}
+
+
+@on_virtual_time
+async def test_files_that_the_daemon_may_not_touch_are_given_to_the_worker() -> None:
+    async with catalog(settings={"checkpoint_keep": 1}, roots=("/shared/{job}",)) as one:
+        first = await one.start(1, by=TENANT)
+        await one.complete(first.checkpoint_id)
+        second = await one.start(2, by=TENANT)
+        await one.complete(second.checkpoint_id)
+        await one.ask(CollectCheckpoints(JOB), OPERATOR)
+        shown = await one.ask(ShowCheckpoint(JOB, first.checkpoint_id))
+        assert (shown.is_managed, shown.is_kept) == (False, False)
+        completed = await one.complete(second.checkpoint_id)
+        assert [(d.checkpoint_id, d.save_id) for d in completed.delete] == [(first.checkpoint_id, "00000001")]
+        await one.ask(ConfirmDeleted(JOB, WORKER, INCARNATION, [first.checkpoint_id, second.checkpoint_id, "x"]))
+        assert (await one.complete(second.checkpoint_id)).delete == []
+        assert await refused(one.ask(ShowCheckpoint(JOB, first.checkpoint_id))) == "checkpoint_unknown"
+        assert await one.listed() == {2: "complete"}
+
+
+@pytest.mark.parametrize(
+    ("by", "path", "is_managed"),
+    [
+        (TENANT, "/shared/run/step-1", True),
+        (TENANT, "/shared/other/step-1", False),
+        (TENANT, "/shared/runner/step-1", False),
+        (TENANT, "/elsewhere/step-1", False),
+        (OWN_USER, "/elsewhere/step-1", True),
+    ],
+)
+@on_virtual_time
+async def test_daemon_touches_what_it_may(by: Any, path: str, is_managed: bool) -> None:
+    async with catalog(roots=("/shared/{job}",)) as one:
+        meta = await one.start(1, by=by, storage_path=path)
+        assert (await one.ask(ShowCheckpoint(JOB, meta.checkpoint_id))).is_managed is is_managed
+
+
+@on_virtual_time
+async def test_pinned_and_held_checkpoints_stay() -> None:
+    async with catalog(settings={"checkpoint_keep": 1}) as one:
+        pinned, held, newest = [await one.save(step) for step in (1, 2, 3)]
+        await one.ask(PinCheckpoint(JOB, pinned), OPERATOR)
+        await one.ask(HoldCheckpoint(JOB, held, "a reader", 60.0))
+        assert (await one.ask(CollectCheckpoints(JOB), OPERATOR)).collected == []
+        assert await refused(one.ask(DeleteCheckpoint(JOB, pinned), OPERATOR)) == "checkpoint_pinned"
+        assert await refused(one.ask(DeleteCheckpoint(JOB, held), OPERATOR)) == "checkpoint_held"
+        await one.ask(UnpinCheckpoint(JOB, pinned), OPERATOR)
+        await one.ask(ReleaseCheckpoint(JOB, held, "a reader"))
+        await one.ask(ReleaseCheckpoint(JOB, held, "nobody"))
+        await one.ask(DeleteCheckpoint(JOB, pinned), OPERATOR)
+        assert [v.checkpoint_id for v in (await one.ask(CollectCheckpoints(JOB), OPERATOR)).collected] == [held]
+        assert await one.listed() == {3: "complete"}
+        assert await refused(one.ask(PinCheckpoint("other", newest), OPERATOR)) == "checkpoint_unknown"
+
+
+@on_virtual_time
+async def test_corrupt_parent_excludes_what_builds_on_it() -> None:
+    async with catalog() as one:
+        parent = await one.save(1)
+        child = await one.save(2, **incremental(1))
+        assert await refused(one.ask(DeleteCheckpoint(JOB, parent), OPERATOR)) == "checkpoint_parent_needed"
+        await one.ask(ReportCorruptCheckpoint(JOB, parent, "bad checksum in part 0"))
+        found = await one.points()
+        assert found.points == []
+        assert [(e.checkpoint_id, e.reason) for e in found.excluded] == [
+            (child, f"its chain is broken: {parent} is corrupted"),
+            (parent, "it is corrupted: bad checksum in part 0"),
+        ]
+
+
+@on_virtual_time
+async def test_restore_abandons_what_lies_beyond_and_is_measured() -> None:
+    async with catalog() as one:
+        ids = {step: await one.save(step) for step in (1, 2, 3)}
+        await one.ask(ReportRestore(JOB, WORKER, INCARNATION, ids[1], 1, 4.0, 10_000_000, ["step 3: damaged"]))
+        found = await one.points()
+        assert [point.meta.step for point in found.points] == [1]
+        assert [(e.step, "abandoned" in e.reason) for e in found.excluded] == [(3, True), (2, True)]
+        assert found.points[0].estimate.source == "1 measured restore of this job from local storage"
+        (restored,), (gone) = one.kernel.facts(CheckpointRestored), one.kernel.facts(CheckpointsAbandoned)
+        assert (restored.step, restored.skipped) == (1, ["step 3: damaged"])
+        assert [(fact.step, fact.count, fact.checkpoint_id) for fact in gone] == [(1, 2, ids[1])]
+
+
+@on_virtual_time
+async def test_lost_progress_abandons_what_lies_beyond() -> None:
+    async with catalog() as one:
+        for step in (1, 2, 3):
+            await one.save(step)
+        decision = Decision(None, (ProgressLost(1, 2, "all workers failed"),), job=JOB)
+        await one.kernel.ledger.append(decision).wait()
+        await one.kernel.settle()
+        assert [point.meta.step for point in (await one.points()).points] == [2, 1]
+        # What is saved after that is offered, also at a later step.
+        await one.save(4)
+        assert [point.meta.step for point in (await one.points()).points] == [4, 2, 1]
+
+
+@on_virtual_time
+async def test_restore_points_are_limited_to_a_folder() -> None:
+    async with catalog() as one:
+        await one.save(1)
+        await one.save(2, storage_path="/elsewhere/step-2")
+        await one.start(3, storage_path="/elsewhere/step-3")
+        assert [p.meta.step for p in (await one.points(folder=FOLDER)).points] == [1]
+        elsewhere = await one.points(folder="/elsewhere")
+        assert [p.meta.step for p in elsewhere.points] == [2]
+        assert [(e.step, e.storage_path) for e in elsewhere.excluded] == [(3, "/elsewhere/step-3")]
+        assert (await one.points("no such job")).points == []
+
+
+@on_virtual_time
+async def test_removed_job_loses_its_records_except_what_is_kept() -> None:
+    async with catalog(settings={"checkpoint_keep": 5}) as one:
+        await one.save(1)
+        child = await one.save(2, **incremental(1))
+        await one.save(3)
+        await one.ask(PinCheckpoint(JOB, child), OPERATOR)
+        await one.ask(RemoveJob(JOB), OPERATOR)
+        await one.kernel.settle()
+        assert await one.listed() == {2: "complete", 1: "complete"}
+        assert one.kernel.facts(CheckpointCollected) == []
+        assert (await one.ask(CollectCheckpoints(JOB), OPERATOR)).collected == []
+        assert await refused(one.start(4)) == "job_unknown"
+
+
+@on_virtual_time
+async def test_existing_checkpoints_are_adopted() -> None:
+    async with catalog() as one:
+        adopted = [
+            AdoptedCheckpoint("/old/a", "aaaaaaaa", 0, 1, 100, 1e9),
+            AdoptedCheckpoint("/old/b", "bbbbbbbb", 0, 2, 10, 2e9, "/old/a"),
+            AdoptedCheckpoint("/old/c", "cccccccc", 0, 3, 10, 2e9, "/old/missing"),
+            AdoptedCheckpoint("../c", "cccccccc", 0, 3, 10, 2e9),
+        ]
+        adoption = await one.ask(AdoptCheckpoints(JOB, "/old", adopted), OPERATOR)
+        assert (len(adoption.adopted), adoption.known, len(adoption.refused)) == (2, [], 2)
+        assert [len(point.chain) for point in (await one.points()).points] == [2, 1]
+        again = await one.ask(AdoptCheckpoints(JOB, "/old", adopted[:2]), OPERATOR)
+        assert (again.adopted, again.known) == ([], adoption.adopted)
+        assert await refused(one.ask(AdoptCheckpoints("none", "/old", []), OPERATOR)) == "job_unknown"
+        many = [adopted[0]] * 1001
+        assert await refused(one.ask(AdoptCheckpoints(JOB, "/old", many), OPERATOR)) == "checkpoint_argument_invalid"
+
+
+@on_virtual_time
+async def test_tenant_that_fills_the_catalogue_is_refused_and_leaves_room_for_others() -> None:
+    async with catalog(bytes_max=1 << 20) as one:
+
+        async def fill() -> None:
+            for step in range(10_000):
+                await one.start(step, by=TENANT)
+
+        with pytest.raises(RequestRefused, match="catalogue bytes: a tenant") as error:
+            await fill()
+        assert error.value.code == "catalogue_full"
+        assert (await one.start(10_000, worker_id="", by=OPERATOR)).state == "creating"
+
+
+@on_virtual_time
+async def test_pages_list_each_checkpoint_once() -> None:
+    async with catalog() as one:
+        for step in range(1, 12):
+            await one.save(step)
+        found: list[int] = []
+        after, more = "", True
+        while more:
+            page = await one.ask(ListCheckpoints(JOB, after, 4))
+            verdicts = (await one.ask(ReadRetention(JOB, after, 4))).verdicts
+            assert [v.checkpoint_id for v in verdicts] == [meta.checkpoint_id for meta in page.checkpoints]
+            found += [meta.step for meta in page.checkpoints]
+            after, more = page.checkpoints[-1].checkpoint_id, page.more
+        assert found == list(range(11, 0, -1))
