@@ -76,6 +76,8 @@ class ScriptedDaemon:
     def _answer(self, number: int, acknowledged: int, method: str, fields: Any) -> list[Any]:
         self.requests.append((method, fields))
         answer = self._answers.get(method, UNKNOWN)
+        if callable(answer):
+            answer = answer(fields)
         if isinstance(answer, Refusal):
             return [FAILURE, number, *answer.said]
         return [REPLY, number, answer]

@@ -9,7 +9,6 @@ Invariants:
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,13 +19,14 @@ from forged.checkpoint.model import is_prefix
 from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.storage import listing
 from forged.cli.ckpt.command import checkpoint_command
+from forged.cli.ckpt.confirmation import is_confirmed
 from forged.cli.ckpt.ls import leftover_row, leftover_text
 from forged.cli.ckpt.target import storage_and_prefix, storage_of
 from forged.cli.forgectl import tables
 from forged.cli.forgectl.output import print_json
 from forged.cli.forgectl.parser import Options
-from forged.cli.process import EXIT_FAILED, EXIT_OK, remark
-from forged.errors import ConfigError, RequestRefused
+from forged.cli.process import EXIT_FAILED, EXIT_OK
+from forged.errors import RequestRefused
 
 CHECKPOINT, UNFINISHED, HALF_DELETED = "checkpoint", "unfinished", "half_deleted"
 QUIET_S = 3600.0
@@ -59,7 +59,7 @@ def remove(options: Options, token: CancelToken) -> int:
     else:
         storage, prefix = storage_and_prefix(options.where, token)
         deletions = [_checkpoint(storage, prefix)]
-    if not _is_confirmed(options, deletions):
+    if not is_confirmed(options, [one.words for one in deletions if one.what != HALF_DELETED]):
         print("nothing deleted")
         return EXIT_FAILED
     for one in deletions:
@@ -162,20 +162,6 @@ def _unfinished(storage: Storage, row: dict[str, Any], now: float) -> _Deletion:
 
 
 # Deleting.
-
-
-def _is_confirmed(options: Options, deletions: Sequence[_Deletion]) -> bool:
-    """Ask for confirmation, unless `--yes` was given."""
-    asked = [one.words for one in deletions if one.what != HALF_DELETED]
-    if options.yes or not asked:
-        return True
-    if options.json or not (sys.stdin and sys.stdin.isatty()):
-        raise ConfigError(
-            "consent_missing", f"this would delete {'; '.join(asked)}", "add --yes to delete without confirmation"
-        )
-    remark("\n".join(["this deletes", *(f"  {words}" for words in asked)]))
-    print("continue? [y/N] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in {"y", "yes"}
 
 
 def _remove(storage: Storage, one: _Deletion) -> None:

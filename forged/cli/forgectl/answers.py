@@ -45,7 +45,12 @@ def several(daemon: PlainConnection, method: str, *, field: str, key: str) -> li
     return _rows(daemon, method, daemon.request(method), field, key)
 
 
-def pages(
+def pages(daemon: PlainConnection, method: str, *, field: str, key: str, **fields: Any) -> list[Row]:
+    """The entries of a long list."""
+    return rows_in(whole(daemon, method, field=field, key=key, **fields), field)
+
+
+def whole(
     daemon: PlainConnection,
     method: str,
     *,
@@ -54,19 +59,26 @@ def pages(
     after: str = "",
     pages_max: int | None = None,
     **fields: Any,
-) -> list[Row]:
-    """Read a long list page by page; each page starts after the last entry of the previous one."""
+) -> Row:
+    """The first page of a long list, with the entries of all pages.
+
+    Each page starts after the last entry of the previous one.
+    """
     entries: list[Row] = []
+    first: Row = {}
+    asked = {after}
     taken = 0
     while True:
         page = one(daemon, method, after=after, **fields)
+        first = first or page
         entries += _rows(daemon, method, page, field, key)
         taken += 1
-        last = entries[-1].get(key) if entries else None
         if not page.get("more") or taken == pages_max:
-            return entries
-        if not isinstance(last, str) or last <= after:
+            return first | {field: entries, "more": bool(page.get("more"))}
+        last = entries[-1].get(key) if entries else None
+        if not isinstance(last, str) or last in asked:
             raise _malformed(daemon, method)
+        asked.add(last)
         after = last
 
 
@@ -91,6 +103,12 @@ def list_in(value: Row, key: str) -> list[Any]:
 def rows_in(value: Row, key: str) -> list[Row]:
     """The maps in a list in a field."""
     return [one for one in list_in(value, key) if isinstance(one, dict)]
+
+
+def map_in(value: Row, key: str) -> Row:
+    """The map in a field; empty if there is none."""
+    found = value.get(key)
+    return found if isinstance(found, dict) else {}
 
 
 def count_in(value: Row, key: str) -> int:

@@ -12,6 +12,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from forged.cli.catalog.ls import state
+from forged.cli.catalog.names import LATEST, STEP, listed
 from forged.cli.ckpt import candidates as offers
 from forged.cli.forgectl import answers
 from forged.cli.forgectl.commands import plugins, workers
@@ -126,9 +128,12 @@ class _Line:
             return ((f"{choice}", "") for choice in action.choices)
         if action.metavar in FILES:
             return _files(begun)
-        if f"{action.metavar}" in _FROM_FILES:
-            return ((text, "") for text in _FROM_FILES[f"{action.metavar}"](self._options, begun))
-        source = _FROM_DAEMON.get(f"{action.metavar}")
+        kind = f"{action.metavar}"
+        if kind == "WHERE" and getattr(self._options, "job", None):
+            kind = "CHECKPOINT"
+        if kind in _FROM_FILES:
+            return ((text, "") for text in _FROM_FILES[kind](self._options, begun))
+        source = _FROM_DAEMON.get(kind)
         return () if source is None else _from_daemon(source, self._options, begun)
 
 
@@ -178,9 +183,17 @@ def _commands(daemon: PlainConnection, options: Options, begun: str) -> Iterator
             yield from ((one.get("name", ""), one.get("help", "")) for one in plugins.commands_of(plugin))
 
 
+def _catalogued(daemon: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
+    yield LATEST, "what the job would be restored from"
+    listing = listed(daemon, options.job, pages_max=PAGES_MAX)
+    for meta in answers.rows_in(listing, "checkpoints"):
+        about = f"step {meta.get('step', '')}, {state(meta)}"
+        yield f"{STEP}{meta.get('step', '')}" if begun.startswith(STEP) else meta.get("checkpoint_id", ""), about
+
+
 _FROM_DAEMON: Mapping[str, ValuesFromDaemon] = {
     "JOB": _jobs, "TOKEN": _tokens, "HANDLER": _handlers, "TYPE": _types, "PLUGIN": _plugins, "COMMAND": _commands,
-    "WORKER": _workers,
+    "WORKER": _workers, "CHECKPOINT": _catalogued,
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from forged.cli.forgectl.parser import (
     understood,
     verb,
     verbs_of,
-    without_daemon,
+    with_or_without_daemon,
 )
 from forged.cli.process import EXIT_OK, run
 from forged.version import VERSION
@@ -100,7 +100,8 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"forgectl {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, text, fill in _COMMANDS:
-        command(commands, name, text, fill, without_daemon() if name in _WITHOUT_DAEMON else everywhere())
+        common = with_or_without_daemon() if name in _WITH_OR_WITHOUT_DAEMON else everywhere()
+        command(commands, name, text, fill, common)
     return parser
 
 
@@ -149,7 +150,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[[Parser], None]], ...] = (
     ("plan", "show what a rescale would change", _from("rescale_plan")),
     ("data", "list, show and audit training data", _from("data")),
     ("transfers", "show the progress of shard transfers", _from("transfers")),
-    ("ckpt", "list, show, verify, compare, convert and delete checkpoints, without a daemon", _from("ckpt")),
+    ("ckpt", "list, show, verify, compare, convert, keep and delete checkpoints", _from("ckpt")),
     ("events", "show facts, oldest first", _from("events", "fill_events")),
     ("story", "show the causes and consequences of a fact", _from("events", "fill_story")),
     ("note", "add a note to a job's history", _note_command),
@@ -158,7 +159,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[[Parser], None]], ...] = (
     ("backup", "save a consistent copy of the daemon's state while it runs", _backup_command),
     ("completion", "print the completion script for a shell", _from("completion")),
 )
-_WITHOUT_DAEMON = frozenset({"ckpt"})
+_WITH_OR_WITHOUT_DAEMON = frozenset({"ckpt"})
 
 
 # Commands.

@@ -95,11 +95,14 @@ def understood(words: Sequence[str], parse: Callable[[Sequence[str]], Options]) 
 @cache
 def everywhere() -> Parser:
     """The options of all commands that use a daemon, before or after the command."""
-    parser = Parser(add_help=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--socket", metavar="PATH", help="the daemon's Unix socket (default: $FORGED_SOCKET)")
-    parser.add_argument("--endpoint", metavar="URL", help="unix:///path, tcp://host:port or tls://host:port")
-    parser.add_argument("--token", metavar="TEXT", help="access token (default: $FORGED_TOKEN)")
-    return _with_timeout(parser, f"seconds to wait for a reply (default: {TIMEOUT_S:g})")
+    return _with_timeout(_with_daemon(), f"seconds to wait for a reply (default: {TIMEOUT_S:g})")
+
+
+@cache
+def with_or_without_daemon() -> Parser:
+    """The options of commands that use a daemon only with `--job`."""
+    text = f"seconds after which to stop (default: no limit; with --job {TIMEOUT_S:g} for a reply)"
+    return _with_timeout(_with_daemon(), text)
 
 
 @cache
@@ -107,6 +110,14 @@ def without_daemon() -> Parser:
     """The options of commands that use no daemon."""
     parser = Parser(add_help=False, argument_default=argparse.SUPPRESS)
     return _with_timeout(parser, "seconds after which to stop (default: no limit)")
+
+
+def _with_daemon() -> Parser:
+    parser = Parser(add_help=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--socket", metavar="PATH", help="the daemon's Unix socket (default: $FORGED_SOCKET)")
+    parser.add_argument("--endpoint", metavar="URL", help="unix:///path, tcp://host:port or tls://host:port")
+    parser.add_argument("--token", metavar="TEXT", help="access token (default: $FORGED_TOKEN)")
+    return parser
 
 
 def _with_timeout(parser: Parser, text: str) -> Parser:

@@ -52,6 +52,13 @@ def version(text: str) -> int:
     return int(text)
 
 
+def count(text: str) -> int:
+    """A step or an epoch."""
+    if not text.isdecimal() or len(text) > NUMBER_CHARS_MAX or int(text) > INTEGER_MAX:
+        raise argparse.ArgumentTypeError(f"must be an integer from 0 to {INTEGER_MAX}, got {text!r}")
+    return int(text)
+
+
 def settings(texts: Iterable[str]) -> dict[str, Any]:
     """Settings by key; each key may be given once."""
     given: dict[str, Any] = {}

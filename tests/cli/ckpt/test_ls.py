@@ -59,11 +59,24 @@ def test_json_has_all_fields(checkpoint_folder: CheckpointFolder) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("where", ["", "checkpoints", "/nowhere/at/all", "file:///nowhere"])
+@pytest.mark.parametrize("where", ["checkpoints", "/nowhere/at/all", "file:///nowhere"])
 def test_an_empty_folder_is_named(checkpoint_folder: CheckpointFolder, where: str) -> None:
     output = checkpoint_folder.run(f"ls {where}")
     assert output.code == 0
     assert output.out.startswith("no checkpoints in /")
+
+
+def test_default_folder_is_listed_if_it_exists(checkpoint_folder: CheckpointFolder) -> None:
+    checkpoint_folder.save("step-1")
+    assert checkpoint_folder.run("ls") == checkpoint_folder.run("") == checkpoint_folder.run("ls checkpoints")
+
+
+@pytest.mark.parametrize("line", ["ls", ""])
+def test_missing_default_folder_is_refused_with_both_forms(checkpoint_folder: CheckpointFolder, line: str) -> None:
+    code, error = checkpoint_folder.run_failing(line)
+    assert (code, error["code"]) == (2, "usage_wrong")
+    assert error["message"] == "neither a folder nor a job is given, and ./checkpoints does not exist"
+    assert error["fix"] == ("name a folder (`forgectl ckpt ls PATH`), or a job (`forgectl ckpt ls --job JOB`)")
 
 
 def test_an_unreadable_manifest_is_listed_with_the_reason_and_fails(checkpoint_folder: CheckpointFolder) -> None:

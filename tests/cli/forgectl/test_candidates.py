@@ -23,6 +23,7 @@ ANSWERS: dict[str, Any] = {
         {"name": "event_log", "state": "active", "commands": [{"name": "rotate", "help": "start a new file"}, "flush"]},
         {"name": "webhook", "state": "disabled", "commands": []},
     ],
+    "ListCheckpoints": {"checkpoints": [{"checkpoint_id": "c-1", "step": 7}, {"checkpoint_id": "c-2", "step": 8}]},
 }
 FACTS = [[1, 0.0, "JobCreated"], [2, 0.0, "NoteAdded"], [3, 0.0, "JobCreated"]]
 
@@ -105,6 +106,10 @@ class TestWithADaemon:
             (["plugins", "run", "event_log", ""], ["rotate", "flush"]),
             (["plugins", "run", "webhook", ""], []),
             (["plugins", "run", "nobody", ""], []),
+            (["ckpt", "pin", "--job", "alpha", ""], ["latest", "c-1", "c-2"]),
+            (["ckpt", "show", "--job", "alpha", "c-2"], ["c-2"]),
+            (["ckpt", "rm", "--job=alpha", "@"], ["@7", "@8"]),
+            (["ckpt", "pin", "--job", "a"], ["alpha"]),
         ],
     )
     def test_values_come_from_the_daemon(self, tmp_path: Path, typed: list[str], offered: list[str]) -> None:

@@ -33,8 +33,10 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     "line",
     [
         "nonsense", "ls a b", "show", "show a b", "verify", "diff a", "cat a", "cat a b --rank x", "cat a b --rank -1",
-        "convert a", "convert a b --format zip", "rm", "rm a --socket /x", "ls --endpoint tcp://h:1", "--token x ls",
-        "verify a --timeout 0", "show a --tensors", "cat a b --out",
+        "convert a", "convert a b --format zip", "rm", "verify a --socket /x", "diff a b --endpoint tcp://h:1",
+        "verify a --timeout 0", "show a --tensors", "cat a b --out", "gc", "pin a", "pin --job a", "adopt a",
+        "estimate a", "compact a", "restore-point", "restore-point --job a --max-step -1",
+        "restore-point --job a --max-epoch x",
     ],
 )  # fmt: skip
 def test_wrong_usage_exits_with_2_and_prints_usage(line: str, capsys: Caught) -> None:
@@ -54,17 +56,33 @@ def test_daemon_options_before_the_command_are_ignored(
 ) -> None:
     monkeypatch.setenv("FORGED_SOCKET", "/nowhere")
     monkeypatch.chdir(tmp_path)
-    assert main.main(["--socket", "/nowhere", "--json", "ckpt", "ls"]) == 0
+    assert main.main(["--socket", "/nowhere", "--json", "ckpt", "ls", "."]) == 0
     assert json.loads(capsys.readouterr().out)["checkpoints"] == []
 
 
-def test_help_lists_no_daemon_options(capsys: Caught) -> None:
-    for words in (["ckpt", "--help"], ["ckpt", "verify", "--help"]):
-        with pytest.raises(SystemExit):
-            main.main(words)
-        said = capsys.readouterr().out
-        assert "--json" in said
-        assert "--socket" not in said
+@pytest.mark.parametrize(
+    ("line", "asks_a_daemon"), [("", True), ("ls", True), ("gc", True), ("verify", False), ("convert", False)]
+)
+def test_help_lists_daemon_options_where_a_daemon_can_be_asked(line: str, asks_a_daemon: bool, capsys: Caught) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["ckpt", *line.split(), "--help"])
+    said = capsys.readouterr().out
+    assert "--json" in said
+    assert ("--socket" in said) == asks_a_daemon
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("ls a --job b", "a path and --job are both given"),
+        ("ls --follow", "--follow needs --job"),
+        ("show a --job b --tensors c", "--tensors and --job are both given"),
+        ("rm a --job b --unfinished", "--unfinished and --job are both given"),
+    ],
+)
+def test_options_of_the_other_form_are_refused(line: str, said: str, capsys: Caught) -> None:
+    assert main.main(["ckpt", *line.split()]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_choices_match_the_checkpoint_engine() -> None:
@@ -74,7 +92,7 @@ def test_choices_match_the_checkpoint_engine() -> None:
 
 def test_parsing_does_not_import_the_checkpoint_engine() -> None:
     program = (
-        "import sys; from forged.cli.forgectl import main; main._parsed(['ckpt', 'verify', 'x']); "
+        "import sys; from forged.cli.forgectl import main; main._parsed(['ckpt', 'show', 'x', '--job', 'y']); "
         "sys.exit({'numpy', 'asyncio', 'anyio', 'msgspec', 'forged.checkpoint'} & {*sys.modules} != set())"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -1,0 +1,124 @@
+"""`forgectl ckpt adopt`: adds the checkpoints of a folder to the catalogue of a job.
+
+Invariants:
+- The manifests are read by this process; the daemon learns what they say.
+- A parent is sent before the checkpoints that build on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
+
+from forged.checkpoint.errors import ExceptionType
+from forged.checkpoint.format.manifest import Manifest
+from forged.checkpoint.ports import CancelToken, Storage
+from forged.checkpoint.storage import listing
+from forged.cli.ckpt.command import checkpoint_command
+from forged.cli.ckpt.target import storage_of
+from forged.cli.forgectl import answers, tables
+from forged.cli.forgectl.answers import Row
+from forged.cli.forgectl.connection import DaemonConnection
+from forged.cli.forgectl.output import answer
+from forged.cli.forgectl.parser import Options
+from forged.cli.process import EXIT_FAILED, EXIT_OK
+
+BATCH_MAX = 200
+"""So many checkpoints with many metrics fit into a frame."""
+METRICS_KEY = "metrics"
+"""The custom metadata in which workers save the metrics."""
+OUTCOMES = ("adopted", "known", "refused")
+
+
+@checkpoint_command
+def adopt(options: Options, token: CancelToken) -> int:
+    storage = storage_of(options.where, token)
+    found, unreadable = _described(storage)
+    done: dict[str, list[Any]] = {outcome: [] for outcome in OUTCOMES}
+    with DaemonConnection(options) as daemon:
+        for first in range(0, len(found), BATCH_MAX):
+            fields = {"job": options.job, "folder": storage.url, "checkpoints": found[first : first + BATCH_MAX]}
+            reply = answers.one(daemon, "AdoptCheckpoints", **fields, **({"dry_run": True} if options.dry_run else {}))
+            for outcome in OUTCOMES:
+                done[outcome] += answers.list_in(reply, outcome)
+    whole = {"job": options.job, "folder": storage.url, "dry_run": options.dry_run, **done, "unreadable": unreadable}
+    answer(options, whole, lambda: _show(whole))
+    return EXIT_FAILED if done["refused"] or unreadable else EXIT_OK
+
+
+# What the folder has.
+
+
+def _described(storage: Storage) -> tuple[list[Row], list[Row]]:
+    """The checkpoints of a folder as the daemon takes them, parents first; and those that cannot be read."""
+    found: dict[str, Row] = {}
+    unreadable: list[Row] = []
+    for prefix, manifest in listing.manifests(storage):
+        if isinstance(manifest, Manifest):
+            one = as_adopted(manifest, storage.url)
+            found[one["storage_path"]] = one
+        elif manifest.retryable or manifest.type is ExceptionType.TIMEOUT:
+            raise manifest
+        else:
+            unreadable.append({"prefix": prefix, "code": manifest.code, "message": manifest.message})
+    return parents_first(found), unreadable
+
+
+def as_adopted(manifest: Manifest, folder: str) -> Row:
+    """A checkpoint as `AdoptedCheckpoint` describes it."""
+    metrics = manifest.custom.get(METRICS_KEY)
+    return {
+        "storage_path": f"{folder}/{manifest.prefix}",
+        "save_id": manifest.save_id,
+        "epoch": manifest.epoch or 0,
+        "step": manifest.step or 0,
+        "size_bytes": manifest.size_bytes,
+        "created_at": manifest.created_at,
+        "metrics": {key: float(value) for key, value in _items(metrics) if _is_finite(value)},
+    }
+
+
+def _items(metrics: Any) -> Iterator[tuple[str, Any]]:
+    yield from metrics.items() if isinstance(metrics, dict) else ()
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def parents_first(found: Mapping[str, Row]) -> list[Row]:
+    """The checkpoints by path in an order in which each follows the one that it builds on."""
+    by_age = sorted(found, key=lambda path: (found[path]["created_at"], path))
+    graph = {path: {f"{found[path].get('parent_path')}"} & found.keys() for path in by_age}
+    try:
+        return [found[path] for path in TopologicalSorter(graph).static_order()]
+    except CycleError:
+        # The daemon refuses those of the cycle, and names them.
+        return [found[path] for path in by_age]
+
+
+# Output.
+
+
+def _show(whole: Row) -> None:
+    folder, job = tables.field("", whole["folder"]), whole["job"]
+    adopted, known, refused = (whole[outcome] for outcome in OUTCOMES)
+    if not (adopted or known or refused or whole["unreadable"]):
+        print(f"no checkpoints in {folder}; name the folder that the manifests (*.metadata.json) are in")
+        return
+    verb = "would be adopted" if whole["dry_run"] else "adopted"
+    if adopted:
+        print(f"{verb}: {tables.counted(len(adopted), 'checkpoint')} of {folder} by job {job}: {tables.names(adopted)}")
+    if known:
+        print(f"known before: {tables.counted(len(known), 'checkpoint')}: {tables.names(known)}")
+    for text in _refusals(refused, whole["unreadable"]):
+        tables.print_wrapped(text, tables.NOTE_INDENT)
+
+
+def _refusals(refused: Sequence[Any], unreadable: Sequence[Row]) -> Iterator[str]:
+    for one in refused:
+        yield f"refused: {tables.field('', one)}"
+    for row in unreadable:
+        yield f"cannot be read: {tables.field('', row['prefix'])}: {tables.field('', row['message'])}"

@@ -1,0 +1,66 @@
+"""`forgectl ckpt compact`: makes a full checkpoint of an incremental one, and follows until that is done."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+from forged.cli.catalog import names
+from forged.cli.catalog.show import progress_text
+from forged.cli.forgectl import answers, tables
+from forged.cli.forgectl.answers import Row
+from forged.cli.forgectl.commands.events import over_restarts
+from forged.cli.forgectl.connection import DaemonConnection
+from forged.cli.forgectl.output import answer, print_json
+from forged.cli.forgectl.parser import Options
+from forged.cli.process import EXIT_FAILED, EXIT_OK, stop_without_reader
+from forged.plain_client.connection import PlainConnection
+
+POLL_INTERVAL_S = 0.3
+INCREMENTAL = "incremental"
+
+
+def compact(options: Options) -> int:
+    with DaemonConnection(options) as daemon:
+        view = names.find(daemon, options.job, options.checkpoint)
+        meta = answers.map_in(view, "meta")
+        reply = answers.one(daemon, "CompactCheckpoint", job=options.job, checkpoint_id=meta.get("checkpoint_id"))
+    if options.follow:
+        return _follow(options, meta)
+    started = f"compacting {names.described(meta)}; `forgectl ckpt show` tells how far it is"
+    answer(options, reply, lambda: print(started))
+    return EXIT_OK
+
+
+def _follow(options: Options, meta: Row) -> int:
+    """Show the progress until the checkpoint is full, or the daemon has given up."""
+    name, printed = names.described(meta), ""
+    for view in over_restarts(options, lambda daemon: _poll(daemon, options.job, f"{meta.get('checkpoint_id')}")):
+        operation = answers.map_in(view, "operation")
+        line = f"{name}: {progress_text(operation)}" if operation else f"{name}: {_ended(view)}"
+        if line != printed:
+            print_json(view) if options.json else print(line)
+            sys.stdout.flush()
+        printed = line
+        if not operation:
+            return EXIT_OK if _is_full(view) else EXIT_FAILED
+    return EXIT_FAILED
+
+
+def _poll(daemon: PlainConnection, job: str, checkpoint_id: str) -> Iterator[Row]:
+    while True:
+        yield names.show(daemon, job, checkpoint_id)
+        stop_without_reader()
+        time.sleep(POLL_INTERVAL_S)
+
+
+def _is_full(view: Row) -> bool:
+    return answers.map_in(view, "meta").get("checkpoint_type") != INCREMENTAL
+
+
+def _ended(view: Row) -> str:
+    meta = answers.map_in(view, "meta")
+    if _is_full(view):
+        return f"it is a full checkpoint now, {tables.size(answers.count_in(meta, 'size_bytes'))}"
+    return "not compacted; `forgectl events` says why"

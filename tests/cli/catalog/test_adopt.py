@@ -1,0 +1,102 @@
+"""`forgectl ckpt adopt`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forged.cli.catalog import adopt
+from tests.cli.catalog.scripted_catalogue import Caught, catalogue
+from tests.cli.ckpt.conftest import CheckpointFolder, checkpoint_folder
+from tests.cli.scripted_daemon import ScriptedDaemon
+
+__all__ = ["checkpoint_folder"]
+
+
+def take_all(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"adopted": [Path(one["storage_path"]).name for one in fields["checkpoints"]], "known": [], "refused": []}
+
+
+def sent(daemon: ScriptedDaemon) -> list[dict[str, Any]]:
+    return [fields for method, fields in daemon.requests if method == "AdoptCheckpoints"]
+
+
+def test_what_the_manifests_say_is_sent(tmp_path: Path, capsys: Caught, checkpoint_folder: CheckpointFolder) -> None:
+    manifest = checkpoint_folder.save("step-7", created_at=5.0)
+    with catalogue(tmp_path, AdoptCheckpoints=take_all) as daemon:
+        said = f"adopted: 1 checkpoint of {tmp_path}/checkpoints by job run: step-7\n"
+        assert daemon.run("ckpt adopt checkpoints --job run", capsys) == (0, said, "")
+        [request] = sent(daemon)
+    assert request == {
+        "job": "run",
+        "folder": f"{tmp_path}/checkpoints",
+        "checkpoints": [
+            {
+                "storage_path": f"{tmp_path}/checkpoints/step-7",
+                "save_id": manifest.save_id,
+                "epoch": manifest.epoch or 0,
+                "step": manifest.step or 0,
+                "size_bytes": manifest.size_bytes,
+                "created_at": 5.0,
+                "metrics": {},
+            }
+        ],
+    }
+
+
+def test_outcomes_of_all_batches_are_shown(
+    tmp_path: Path, capsys: Caught, checkpoint_folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        checkpoint_folder.save(f"step-{number}", created_at=float(number))
+    checkpoint_folder.save("bad")
+    checkpoint_folder.manifest("bad").write_bytes(b"{")
+    replies = [
+        {"adopted": ["a", "b"], "known": ["c"], "refused": []},
+        {"adopted": [], "known": [], "refused": ["step-2: it belongs to job other"]},
+    ]
+    monkeypatch.setattr(adopt, "BATCH_MAX", 2)
+    with catalogue(tmp_path, AdoptCheckpoints=lambda fields: replies[len(fields["checkpoints"]) % 2]) as daemon:
+        code, out, err = daemon.run("ckpt adopt checkpoints --job run", capsys)
+        names = [[Path(one["storage_path"]).name for one in fields["checkpoints"]] for fields in sent(daemon)]
+        reply_code, reply, _ = daemon.run("ckpt adopt checkpoints --job run --json", capsys)
+    assert names == [["step-0", "step-1"], ["step-2"]]
+    assert (code, err, reply_code) == (1, "", 1)
+    assert out.splitlines()[:3] == [
+        f"adopted: 2 checkpoints of {tmp_path}/checkpoints by job run: a, b",
+        "known before: 1 checkpoint: c",
+        "refused: step-2: it belongs to job other",
+    ]
+    assert out.splitlines()[3].startswith("cannot be read: bad: ")
+    assert '"unreadable": [{"prefix": "bad"' in reply
+
+
+def test_dry_run_is_passed_on_and_said(tmp_path: Path, capsys: Caught, checkpoint_folder: CheckpointFolder) -> None:
+    checkpoint_folder.save("step-7")
+    with catalogue(tmp_path, AdoptCheckpoints=take_all) as daemon:
+        assert daemon.run("ckpt adopt checkpoints --job run --dry-run", capsys)[1].startswith("would be adopted: 1 ")
+        assert [request["dry_run"] for request in sent(daemon)] == [True]
+
+
+def test_empty_folder_is_named(tmp_path: Path, capsys: Caught, checkpoint_folder: CheckpointFolder) -> None:
+    with catalogue(tmp_path) as daemon:
+        code, out, _ = daemon.run("ckpt adopt checkpoints --job run", capsys)
+    assert code == 0
+    assert out.startswith(f"no checkpoints in {tmp_path}/checkpoints; name the folder that the manifests")
+
+
+def test_parents_come_before_their_children() -> None:
+    found = {
+        path: {"created_at": at, "storage_path": path, "parent_path": parent}
+        for path, at, parent in (("c", 1.0, "b"), ("b", 2.0, "a"), ("a", 3.0, ""), ("z", 0.0, "gone"))
+    }
+    names = [one["storage_path"] for one in adopt.parents_first(found)]
+    assert sorted(names) == ["a", "b", "c", "z"]
+    assert names.index("a") < names.index("b") < names.index("c")
+
+
+def test_cycle_is_left_to_the_daemon() -> None:
+    found = {path: {"created_at": 0.0, "storage_path": path, "parent_path": path} for path in "ba"}
+    assert [one["storage_path"] for one in adopt.parents_first(found)] == ["a", "b"]
