@@ -30,19 +30,22 @@ from forged.checkpoint.model import (
     RepairedChunk,
     SaveOptions,
     StorageOptions,
+    WhenBusy,
     check_prefix,
     check_timeout,
 )
 from forged.checkpoint.ports import CancelToken, ObservedSave, SaveObserver, Storage, bounded
 from forged.checkpoint.rank_group import RankGroup, SingleProcess, as_coordinator
-from forged.checkpoint.saving.background import BackgroundSaver, SaveHandle
-from forged.checkpoint.saving.pipeline import RankSave, RunInfo, SaveContext, Saver
+from forged.checkpoint.saving.background import BUSY, BackgroundSaver, SaveHandle
+from forged.checkpoint.saving.pipeline import EXISTS, RankSave, RunInfo, SaveContext, Saver
 from forged.checkpoint.saving.save_report import SaveReport
+from forged.checkpoint.saving.slots import Slots
 from forged.checkpoint.saving.staging import StagingMemory
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.locations import create_storage
 from forged.checkpoint.thread_calls import run_in_thread, run_read, wait_in_thread
+from forged.checkpoint.thread_pool import THREADS
 from forged.checkpoint.verification.validator import CheckpointValidator, CompatibilityChecker, IntegrityChecker
 from forged.logger_adapter import as_log
 from forged.retry import RetryPolicy
@@ -124,7 +127,8 @@ class DistributedCheckpoint:
         self._leaf_types = tuple(leaf_types)
         self._generators: rng.Generators = dict(generators or {})
         self._log = log = as_log(logger)
-        self._staging = StagingMemory()
+        slots = getattr(self._coordinator, "slots", None)
+        self._staging = StagingMemory(slots=None if slots is None else Slots(slots, self._storage, THREADS))
         self._saving = Saver(SaveContext(self._storage, wall, draw, self._leaf_types, log))
         self._background: BackgroundSaver | None = None
         self.keep: int | None = None
@@ -160,7 +164,12 @@ class DistributedCheckpoint:
 
     async def save_async(self, model: Any, optimizer: Any = None, options: SaveOptions | None = None) -> SaveHandle:
         """Copy the state, and save it in the background while training continues."""
-        options = options or SaveOptions()
+        return self._background_saver().start(*await self._staged(model, optimizer, options or SaveOptions()))
+
+    async def _staged(
+        self, model: Any, optimizer: Any, options: SaveOptions, *, in_slots_only: bool = False
+    ) -> tuple[RankSave, RunInfo, CancelToken]:
+        """The copied state, for which a place of the background saver is taken."""
         token, ranks = self._begin(options.timeout, ExceptionType.SAVE_FAILED, options.checkpoint_prefix)
         background = self._background_saver()
         has_slot, work = False, None
@@ -174,9 +183,9 @@ class DistributedCheckpoint:
         try:
             work = await self._saving.agree(ranks, state, options)
             run = self._run_info()
-            self._report(work, run)
-            await self._saving.stage(ranks, work, self._staging)
-            return background.start(work, run, token)
+            if not in_slots_only:
+                self._report(work, run)
+            await self._saving.stage(ranks, work, self._staging, run, in_slots_only=in_slots_only)
         except BaseException as error:
             if work is not None:
                 self._unstage(work)
@@ -185,6 +194,26 @@ class DistributedCheckpoint:
             if has_slot:
                 background.free_slot()
             raise
+        return work, run, token
+
+    async def keep_in_memory(self, model: Any, optimizer: Any = None, options: SaveOptions | None = None) -> bool:
+        """Copy the state into slots of the ranks' hosts, without saving it; returns whether all ranks have slots.
+
+        If a worker fails, its host's daemon saves the last state that all ranks have copied. Skipped, and false, while
+        two saves are written, or if the checkpoint's name is taken.
+        """
+        options = replace(options or SaveOptions(), when_busy=WhenBusy.REFUSE)
+        if self._staging.slots is None:
+            return False
+        try:
+            work, _, _ = await self._staged(model, optimizer, options, in_slots_only=True)
+        except CheckpointException as error:
+            if error.code not in {BUSY, EXISTS}:
+                raise
+            return False
+        self._unstage(work)
+        self._background_saver().free_slot()
+        return work.is_in_slots
 
     async def prepare(self, model: Any, optimizer: Any = None, options: SaveOptions | None = None) -> None:
         """Allocate and touch the staging memory that the first `save_async` of this state needs."""
@@ -382,7 +411,10 @@ class DistributedCheckpoint:
 
     def _background_saver(self) -> BackgroundSaver:
         if self._background is None:
-            self._background = BackgroundSaver(self._saving, self._storage, self._unstage, self._members, self._log)
+            slots = self._staging.slots
+            self._background = BackgroundSaver(
+                self._saving, self._storage, self._unstage, self._members, self._log, slots
+            )
         return self._background
 
     def _members(self) -> tuple[str, ...]:

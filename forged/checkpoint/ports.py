@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from mmap import mmap
+from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 
@@ -274,6 +275,41 @@ class SaveObserver(Protocol):
 
     def save_failed(self, save: ObservedSave, reason: str) -> None:
         """There is no checkpoint, for certain. A save whose outcome is unknown has no end."""
+        ...
+
+
+class SlotLease(NamedTuple):
+    """Slots of this process."""
+
+    owner: bytes
+    memories: list[mmap]
+    """Writable, shared with the host."""
+    persists: bool
+    """Whether the host can write the storage that the slots are for."""
+
+    @property
+    def size(self) -> int:
+        """What fits into each of them."""
+        return min(map(len, self.memories), default=0)
+
+
+class HostSlots(Protocol):
+    """Memory of this host that outlives this process. Called from threads; a worker of a job provides it."""
+
+    @property
+    def owner(self) -> bytes:
+        """Who has the slots; differs when slots that were opened before are no longer this process's."""
+        ...
+
+    def open(self, size: int, storage: str, token: CancelToken) -> SlotLease | None:
+        """Two slots of at least so many bytes for saves into a storage, given by its URL; None if there are none.
+
+        The slots that this process has already are returned again if they are large enough.
+        """
+        ...
+
+    def persist(self, save_id: str, token: CancelToken) -> int:
+        """Have the host write the slots of a save to their storage; returns its size when the checkpoint exists."""
         ...
 
 

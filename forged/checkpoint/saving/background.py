@@ -28,6 +28,7 @@ from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.rank_group import OutcomeUnknown, RankFailure
 from forged.checkpoint.saving.pipeline import RankSave, RunInfo, Saver
 from forged.checkpoint.saving.receipts import OUTCOME_GRACE_S, RankWaiter, ReceiptExchange
+from forged.checkpoint.saving.slots import Slots
 from forged.checkpoint.thread_calls import pause, wait_in_thread
 from forged.errors import describe
 from forged.log import SILENT, Log
@@ -35,6 +36,7 @@ from forged.log import SILENT, Log
 SAVES_MAX = 2
 """One is written and one is staged."""
 POLL_S = 0.01
+BUSY = "checkpoint_busy"
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -151,8 +153,13 @@ class BackgroundSaver:
         unstage: Callable[[RankSave], None],
         members: Callable[[], Collection[str]] = tuple,
         log: Log = SILENT,
+        slots: Slots | None = None,
     ) -> None:
-        """`unstage` returns the memory of a written save; `members` returns the names of the present ranks, if any."""
+        """`unstage` returns the memory of a written save; `members` returns the names of the present ranks, if any.
+
+        `slots` are those of this process, if its host has any for it.
+        """
+        self._slots_of_host = slots
         self._saver = saver
         self._storage = storage
         self._unstage = unstage
@@ -169,7 +176,7 @@ class BackgroundSaver:
                 raise CheckpointException(
                     "one save is being written and another is staged",
                     type=ExceptionType.SAVE_FAILED,
-                    code="checkpoint_busy",
+                    code=BUSY,
                     fix="save less often, or use when_busy = wait",
                     retryable=True,
                 )
@@ -220,11 +227,14 @@ class BackgroundSaver:
         error: BaseException | None = None
         try:
             part = self._write(earlier, handle, save, receipts)
-            handle.set_durable()
+            if part is not None:
+                handle.set_durable()
             if save.is_root:
                 self._publish(save, part, run, receipts, handle.token)
             else:
                 self._report(save, part, receipts)
+            if part is None:
+                handle.set_durable()
         except BaseException as raised:  # noqa: BLE001 - the handle raises it
             error = RankFailure.of(raised).error(handle.prefix, ExceptionType.SAVE_FAILED, None)
             error.__cause__ = raised
@@ -241,30 +251,41 @@ class BackgroundSaver:
         handle: SaveHandle,
         save: RankSave,
         receipts: ReceiptExchange,
-    ) -> Part:
-        """Write this rank's part after the earlier saves have ended."""
+    ) -> Part | None:
+        """Write this rank's part after the earlier saves have ended; None if the host writes all parts."""
         try:
             _join(earlier, handle.token)
+            if save.is_persisted_by_host:
+                return None
             return self._saver.write(save, handle.token)
         except BaseException as error:
             self._abort(save, receipts, error)
             raise
 
-    def _publish(self, save: RankSave, own: Part, run: RunInfo, receipts: ReceiptExchange, token: CancelToken) -> None:
-        """At the root: collect the receipts, and publish the manifest."""
+    def _publish(
+        self, save: RankSave, own: Part | None, run: RunInfo, receipts: ReceiptExchange, token: CancelToken
+    ) -> None:
+        """At the root: collect the receipts, and publish the manifest; or have the host write everything."""
         try:
-            written = [own, *receipts.collect()]
-            token.check()
-            self._saver.publish(save, written, run, token)
+            if own is None:
+                assert self._slots_of_host is not None
+                size_bytes = self._slots_of_host.persist(save.agreement.save_id, token)
+                if save.report is not None:
+                    save.report.committed(size_bytes)
+            else:
+                written = [own, *receipts.collect()]
+                token.check()
+                self._saver.publish(save, written, run, token)
         except BaseException as error:
             self._abort(save, receipts, error)
             raise
         self._delete_receipts(receipts)
 
-    def _report(self, save: RankSave, part: Part, receipts: ReceiptExchange) -> None:
+    def _report(self, save: RankSave, part: Part | None, receipts: ReceiptExchange) -> None:
         """At another rank: write the receipt, and wait until the root has published or refused."""
         try:
-            receipts.report(part)
+            if part is not None:
+                receipts.report(part)
             refusal = receipts.wait_for_outcome()
         except Exception as error:
             # The root may have published, or may do so later.

@@ -20,10 +20,12 @@ from typing import Any
 
 import msgspec
 from anyio import to_thread
+from msgspec.structs import replace
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.consolidated import ConsolidatedFile
 from forged.checkpoint.format.manifest import Manifest, ManifestFence, Part, encode
+from forged.checkpoint.format.slot import SlotFrame
 from forged.checkpoint.format.states import States, split_per_rank
 from forged.checkpoint.format.tree import Leaf, LeafType, Node, flatten, renumber_tensors
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, SaveOptions
@@ -41,6 +43,7 @@ from forged.checkpoint.saving.consolidation import (
 from forged.checkpoint.saving.image import ArrayImage, Layout, layout_of
 from forged.checkpoint.saving.plan import Description, SavePlan, plan
 from forged.checkpoint.saving.save_report import SaveReport
+from forged.checkpoint.saving.slots import SlotContent
 from forged.checkpoint.saving.staging import StagedPart, StagingMemory
 from forged.checkpoint.storage import listing
 from forged.checkpoint.thread_calls import StorageUnresponsive, finish_in_thread, run_in_thread
@@ -51,6 +54,8 @@ EXISTS = "checkpoint_exists"
 UNREACHABLE = "checkpoint_storage_unreachable"
 METRICS = "metrics"
 """The key of the metrics in the custom metadata of a manifest."""
+_IN_MEMORY, _IN_SLOT, _PERSISTED = b"", b"s", b"p"
+"""Where a rank has staged its part: in memory of its process, in a slot, in a slot that its host persists."""
 ROLL_BACK_S = 10.0
 """How long a failed save may still take to delete its files."""
 
@@ -130,6 +135,10 @@ class RankSave:
     """The files of whole tensors that this rank has written."""
     report: SaveReport | None = None
     """Tells an observer how the save goes; at the root, if there is one."""
+    is_in_slots: bool = False
+    """Whether all ranks have staged into slots of their hosts."""
+    is_persisted_by_host: bool = False
+    """Whether the host writes the checkpoint from the slots, instead of the ranks."""
 
     @property
     def image(self) -> ArrayImage:
@@ -226,15 +235,50 @@ class Saver:
 
     # Step 2, only in the background: copy the state, so that training may go on.
 
-    async def stage(self, ranks: RankGroup, save: RankSave, memory: StagingMemory) -> None:
-        """Copy what this rank writes. Returns when all ranks have copied theirs."""
+    async def stage(
+        self, ranks: RankGroup, save: RankSave, memory: StagingMemory, run: RunInfo, *, in_slots_only: bool = False
+    ) -> None:
+        """Copy what this rank writes. Returns when all ranks have copied theirs, or have no slots and want no other."""
+
+        def act() -> bytes:
+            content = None if memory.slots is None else self._slot_content(save, run)
+            if not in_slots_only:
+                save.staged = memory.stage(save.image, ranks.token, content)
+            elif content is not None:
+                save.staged = memory.stage_in_slot(save.image, content, ranks.token)
+            save.image.release_arrays()
+            if memory.slots is None or save.staged is None or save.staged.slot is None:
+                return _IN_MEMORY
+            return _PERSISTED if memory.slots.is_persisted and _is_plain(save) else _IN_SLOT
 
         async def copy() -> bytes:
-            save.staged = await run_in_thread(partial(memory.stage, save.image, ranks.token), ranks.token)
-            save.image.release_arrays()
-            return b""
+            return await run_in_thread(act, ranks.token)
 
-        await ranks.decide(copy, _no_answer)
+        async def decide(replies: list[bytes]) -> bytes:
+            return next((kind for kind in (_IN_MEMORY, _IN_SLOT) if kind in replies), _PERSISTED)
+
+        kind = await ranks.decide(copy, decide)
+        save.is_in_slots, save.is_persisted_by_host = kind != _IN_MEMORY, kind == _PERSISTED
+        if save.is_in_slots and memory.slots is not None and save.staged is not None and save.staged.slot is not None:
+            memory.slots.agree(save.staged.slot)
+
+    def _slot_content(self, save: RankSave, run: RunInfo) -> SlotContent:
+        """What the slot of this rank says: all that another process needs to save the checkpoint."""
+        agreement, rank = save.agreement, save.rank
+        file = listing.part_name(agreement.prefix, agreement.save_id, rank, save.world_size, is_packed=False)
+        part = parts.part_of(file, rank, save.plan.shares[rank], save.image)
+        manifest = self._manifest(save, [], run)
+        layout = CheckpointFormat.MULTI_SHARD if save.has_whole_tensor_files else manifest.layout
+        manifest = replace(manifest, layout=layout, compression=CompressionLevel.NONE)
+        return SlotContent(
+            agreement.save_id,
+            rank,
+            save.world_size,
+            manifest.step,
+            manifest.epoch,
+            0 if run.fence is None else run.fence.generation,
+            SlotFrame(agreement.prefix, replace(part, digests=""), encode(manifest) if save.is_root else b""),
+        )
 
     # Step 3: write this rank's part.
 
@@ -280,7 +324,7 @@ class Saver:
             try:
                 await run_in_thread(partial(self.publish, save, written, run, token), token)
             except StorageUnresponsive as error:
-                raise _outcome_unknown(save, error) from error
+                raise _outcome_unknown(save.agreement.prefix, error) from error
             return b""
 
         try:
@@ -307,12 +351,7 @@ class Saver:
                 self._write_whole_tensors(save, saved, token)
             index_sizes = write_indexes(storage, prefix, save_id, save.whole_tensor_files())
         manifest = self._manifest(save, save.whole_tensor_parts or written, run, index_sizes)
-        data = encode(manifest)
-        try:
-            storage.publish(manifest.path, data)
-        except Exception as error:
-            if not self._exists_after(error, save, manifest.path, data):
-                raise
+        publish_manifest(storage, manifest)
         if save.report is not None:
             save.report.committed(manifest.size_bytes)
         if save.has_whole_tensor_files:
@@ -340,26 +379,6 @@ class Saver:
             fence=run.fence,
             custom={**_metrics_of(options), **options.custom_metadata},
         )
-
-    def _exists_after(self, error: Exception, save: RankSave, path: str, data: bytes) -> bool:
-        """Whether the manifest exists durably although publishing it failed; if not for certain, remove it."""
-        storage = self._context.storage
-        try:
-            if not listing.has_content(storage, path, data):
-                if _may_still_happen(error):
-                    raise _outcome_unknown(save, error)
-                return False
-            if isinstance(error, CheckpointException) and error.code == EXISTS:
-                # An earlier try of this save published it, and its reply was lost.
-                storage.sync_names([path])
-                return True
-            # The manifest may not be durable. It must not come back after the files that it names are deleted.
-            storage.delete([path])
-        except OutcomeUnknown:
-            raise
-        except Exception as second_error:
-            raise _outcome_unknown(save, second_error) from second_error
-        return False
 
     def _publish_indexes(self, save: RankSave) -> None:
         """Publish the indexes for other tools. The checkpoint exists already, so a failure is only logged."""
@@ -396,6 +415,37 @@ class Saver:
             self._context.log.warning(
                 "could not delete files of a failed save", prefix=agreement.prefix, reason=str(error)
             )
+
+
+def publish_manifest(storage: Storage, manifest: Manifest) -> None:
+    """Publish a manifest. After an error there is no checkpoint, unless the error is `OutcomeUnknown`."""
+    data = encode(manifest)
+    try:
+        storage.publish(manifest.path, data)
+    except Exception as error:
+        if not _exists_after(error, storage, manifest, data):
+            raise
+
+
+def _exists_after(error: Exception, storage: Storage, manifest: Manifest, data: bytes) -> bool:
+    """Whether the manifest exists durably although publishing it failed; if not for certain, remove it."""
+    path = manifest.path
+    try:
+        if not listing.has_content(storage, path, data):
+            if _may_still_happen(error):
+                raise _outcome_unknown(manifest.prefix, error)
+            return False
+        if isinstance(error, CheckpointException) and error.code == EXISTS:
+            # An earlier try of this save published it, and its reply was lost.
+            storage.sync_names([path])
+            return True
+        # The manifest may not be durable. It must not come back after the files that it names are deleted.
+        storage.delete([path])
+    except OutcomeUnknown:
+        raise
+    except Exception as second_error:
+        raise _outcome_unknown(manifest.prefix, second_error) from second_error
+    return False
 
 
 async def save_state(
@@ -496,15 +546,20 @@ def _metrics_of(options: SaveOptions) -> dict[str, Any]:
     return {METRICS: finite} if finite else {}
 
 
+def _is_plain(save: RankSave) -> bool:
+    """Whether the checkpoint consists of the ranks' parts as they are staged."""
+    return save.options.compression_level is CompressionLevel.NONE and not save.has_whole_tensor_files
+
+
 async def _no_answer(encoded: list[bytes]) -> bytes:
     return b""
 
 
-def _outcome_unknown(save: RankSave, error: Exception) -> OutcomeUnknown:
+def _outcome_unknown(prefix: str, error: Exception) -> OutcomeUnknown:
     """The manifest may exist, now or later."""
     return OutcomeUnknown(
         f"it is unknown whether the checkpoint was saved: {describe(error)}",
-        save.agreement.prefix,
+        prefix,
         ExceptionType.STORAGE_ERROR,
         code="checkpoint_undecided",
         fix="`forgectl ckpt verify` shows whether the checkpoint exists and is whole",

@@ -3,6 +3,7 @@
 Invariants:
 - Memory is touched before it is used, and reused: the first touch of a page costs ten times its copy.
 - There are at most two buffers: one save is written while another is staged.
+- Where the host has slots for this process, these are the buffers.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import threading
 
 import numpy as np
 
+from forged.checkpoint.format.slot import PART_OFFSET
 from forged.checkpoint.large_pages import new_memory
 from forged.checkpoint.ports import BLOCK_BYTES, CancelToken
 from forged.checkpoint.saving.image import ArrayImage, blocks
+from forged.checkpoint.saving.slots import Slot, SlotContent, Slots
 from forged.checkpoint.thread_pool import THREADS, run_all
 
 BUFFERS_MAX = 2
@@ -23,10 +26,13 @@ BUFFERS_MAX = 2
 class StagedPart:
     """A staged part, laid out as its file; a `ports.Source`."""
 
-    def __init__(self, memory: mmap.mmap, size: int) -> None:
+    def __init__(self, memory: mmap.mmap, size: int, slot: Slot | None = None) -> None:
         self.memory = memory
         self.size = size
-        self._view = memoryview(memory)[:size]
+        self.slot = slot
+        """The slot that the memory is; None for memory of the process."""
+        start = 0 if slot is None else PART_OFFSET
+        self._view = memoryview(memory)[start : start + size]
 
     def block(self, offset: int, room: memoryview) -> memoryview:
         return self._view[offset : offset + len(room)]
@@ -41,21 +47,26 @@ class StagedPart:
 class StagingMemory:
     """The staging buffers of a process."""
 
-    def __init__(self, threads: int = THREADS) -> None:
+    def __init__(self, threads: int = THREADS, slots: Slots | None = None) -> None:
         self._threads = threads
+        self.slots = slots
         self._lock = threading.Lock()
         self._free: list[mmap.mmap] = []
         self._in_use = 0
 
     def prepare(self, size: int, token: CancelToken) -> None:
         """Allocate and touch a buffer for `size` bytes, unless all buffers are in use."""
+        if self.slots is not None and self.slots.prepare(size, token):
+            return
         with self._lock:
             is_exhausted = self._in_use == BUFFERS_MAX
         if not is_exhausted:
             self._give_back(self._take(size, token))
 
-    def stage(self, image: ArrayImage, token: CancelToken) -> StagedPart:
-        """Copy a part. Its arrays may change afterwards."""
+    def stage(self, image: ArrayImage, token: CancelToken, content: SlotContent | None = None) -> StagedPart:
+        """Copy a part, into a slot if there is one for this content. Its arrays may change afterwards."""
+        if content is not None and (staged := self.stage_in_slot(image, content, token)) is not None:
+            return staged
         memory = self._take(image.size, token)
         view = memoryview(memory)
 
@@ -71,13 +82,23 @@ class StagingMemory:
         view.release()
         return StagedPart(memory, image.size)
 
+    def stage_in_slot(self, image: ArrayImage, content: SlotContent, token: CancelToken) -> StagedPart | None:
+        """Copy a part into a slot; None if there is none for it."""
+        slot = None if self.slots is None else self.slots.stage(image, content, token)
+        return None if slot is None else StagedPart(slot.memory, image.size, slot)
+
     def unstage(self, staged: StagedPart) -> None:
         """Return the buffer of a part that is no longer needed."""
         staged.close()
-        self._give_back(staged.memory)
+        if staged.slot is None:
+            self._give_back(staged.memory)
+        elif self.slots is not None:
+            self.slots.give_back(staged.slot)
 
     def close(self) -> None:
         """Free all buffers that are not in use."""
+        if self.slots is not None:
+            self.slots.close()
         with self._lock:
             self._free.clear()
 

@@ -1,0 +1,166 @@
+"""The slots of one process: memory of its host, into which saves are staged and which outlives the process.
+
+Invariants:
+- There are two slots. The one that all ranks have last staged alike is not overwritten while the other one is free.
+  All ranks stage together; so whenever one of them dies, all slots of one save are whole.
+- A slot that is being persisted is not overwritten.
+- Without slots a save is staged into memory of the process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from typing import NamedTuple
+
+from forged.checkpoint.format.manifest import DIGEST_BYTES
+from forged.checkpoint.format.slot import (
+    HEADER_BYTES,
+    PART_OFFSET,
+    SlotFrame,
+    SlotHeader,
+    content_digest,
+    encode_frame,
+    encode_header,
+    slot_bytes,
+)
+from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, HostSlots, SlotLease, Storage
+from forged.checkpoint.saving.image import ArrayImage, blocks
+from forged.checkpoint.thread_pool import run_all
+
+SLACK = 16
+"""Slots are opened larger than they need to be by one part in so many, for later saves that are a little larger."""
+SLACK_BYTES_MIN = 64 << 10
+
+
+class SlotContent(NamedTuple):
+    """What a slot says about the part in it."""
+
+    save_id: str
+    rank: int
+    world_size: int
+    step: int | None
+    epoch: int | None
+    generation: int
+    frame: SlotFrame
+
+
+class Slot:
+    """One slot, as writable memory."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.memory = memory
+
+    def clear(self) -> None:
+        """From now on the slot holds nothing."""
+        self.memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
+
+    def commit(self, content: SlotContent, frame: bytes, digests: bytes, sequence: int) -> None:
+        """Say that the part is in place."""
+        behind = frame + digests
+        header = SlotHeader(
+            sequence,
+            content.save_id,
+            content.rank,
+            content.world_size,
+            content.step,
+            content.epoch,
+            content.generation,
+            content.frame.part.size,
+            len(frame),
+            len(digests) // DIGEST_BYTES,
+            content_digest(behind),
+        )
+        self.memory[header.frame_offset : header.frame_offset + len(behind)] = behind
+        self.memory[:HEADER_BYTES] = encode_header(header)
+
+
+class Slots:
+    """The two slots of this process, opened when the first save is staged."""
+
+    def __init__(self, host: HostSlots, storage: Storage, threads: int) -> None:
+        self._host = host
+        self._storage = storage
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._lease: SlotLease | None = None
+        self._free: list[Slot] = []
+        self._agreed: Slot | None = None
+        """The slot that was last staged alike by all ranks."""
+        self._sequence = 0
+
+    @property
+    def is_persisted(self) -> bool:
+        """Whether the host persists what is staged into the slots."""
+        lease = self._lease
+        return lease is not None and lease.persists
+
+    def persist(self, save_id: str, token: CancelToken) -> int:
+        """Have the host persist all slots of a save; returns its size when the checkpoint exists."""
+        return self._host.persist(save_id, token)
+
+    def prepare(self, size: int, token: CancelToken) -> bool:
+        """Open slots for a part of this size; returns whether there are any."""
+        with self._lock:
+            self._open(slot_bytes(size, SLACK_BYTES_MIN), token)
+            return self._lease is not None
+
+    def stage(self, image: ArrayImage, content: SlotContent, token: CancelToken) -> Slot | None:
+        """Copy a part into a slot; None if there is none for it. Its arrays may change afterwards."""
+        frame = encode_frame(content.frame)
+        slot = self._take(slot_bytes(image.size, len(frame) + len(image.digests)), token)
+        if slot is None:
+            return None
+        try:
+            slot.clear()
+            with memoryview(slot.memory) as memory, memory[PART_OFFSET : PART_OFFSET + image.size] as part:
+
+                def copy(offset: int) -> None:
+                    with part[offset : offset + BLOCK_BYTES] as room:
+                        image.block(offset, room)
+
+                run_all(copy, blocks(image.size), token, self._threads)
+            slot.commit(content, frame, bytes(image.digests), self._sequence)
+        except BaseException:
+            self.give_back(slot)
+            raise
+        return slot
+
+    def agree(self, slot: Slot) -> None:
+        """All ranks have staged the save that this slot holds."""
+        self._agreed = slot
+
+    def give_back(self, slot: Slot) -> None:
+        """The slot may be overwritten; until then it keeps what it holds."""
+        with self._lock:
+            if self._lease is not None and slot.memory in self._lease.memories:
+                self._free.append(slot)
+
+    def close(self) -> None:
+        """Unmap the slots, which keep what they hold."""
+        with self._lock:
+            self._lease, self._free, self._agreed = None, [], None
+
+    def _take(self, size: int, token: CancelToken) -> Slot | None:
+        with self._lock:
+            self._open(size, token)
+            fitting = [slot for slot in self._free if len(slot.memory) >= size]
+            if not fitting:
+                return None
+            # The slot of the last save is taken only while the other one is being persisted, and so is whole.
+            found = next((slot for slot in fitting if slot is not self._agreed), fitting[0])
+            self._free.remove(found)
+            self._sequence += 1
+            return found
+
+    def _open(self, size: int, token: CancelToken) -> None:
+        """Open slots if there are none, or others than the host has for this process, or too small ones."""
+        lease = self._lease
+        if lease is not None and lease.owner == self._host.owner and lease.size >= size:
+            return
+        opened = self._host.open(size + max(SLACK_BYTES_MIN, size // SLACK), self._storage.url, token)
+        if opened is not None:
+            self._lease, self._agreed = opened, None
+            self._free = [Slot(memory) for memory in opened.memories]
+        elif lease is not None and lease.owner != self._host.owner:
+            self._lease, self._free, self._agreed = None, [], None

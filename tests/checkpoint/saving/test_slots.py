@@ -1,0 +1,206 @@
+"""Saves that are staged into slots, and checkpoints that are saved from slots alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forged.checkpoint.checkpoint import DistributedCheckpoint
+from forged.checkpoint.errors import CheckpointException
+from forged.checkpoint.format.slot import HEADER_BYTES, PART_OFFSET, SlotHeader, SlotState
+from forged.checkpoint.model import CheckpointFormat, CompressionLevel, SaveOptions
+from forged.checkpoint.ports import BLOCK_BYTES, CancelToken
+from forged.checkpoint.rank_group import SingleProcess
+from forged.checkpoint.saving.slot_saver import save_slots
+from forged.checkpoint.storage import listing
+from forged.checkpoint.storage.local import LocalStorage
+from tests.checkpoint.fixtures.plain_reader import same, state_of
+from tests.checkpoint.fixtures.slot_host import SlotHost, opened, sets_in
+
+NEVER = CancelToken()
+
+
+def state(version: int) -> dict[str, Any]:
+    """Several blocks, chunks across the ends of blocks, and small arrays."""
+    large = np.arange(BLOCK_BYTES // 4 * 2 + 12_345, dtype=np.float32) + version
+    return {"large": large, "small": np.full(3, version), "none": np.zeros(0), "step": version, "text": "a" * version}
+
+
+class Alone(SingleProcess):
+    """One rank whose host has slots."""
+
+    def __init__(self, slots: SlotHost) -> None:
+        self.slots = slots
+        self.step = 0
+        self.generation = 1
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    return LocalStorage(tmp_path / "checkpoints")
+
+
+@pytest.fixture
+def host(tmp_path: Path, storage: LocalStorage) -> SlotHost:
+    (tmp_path / "slots").mkdir()
+    return SlotHost(tmp_path / "slots", storage)
+
+
+def headers(host: SlotHost) -> list[SlotHeader | SlotState]:
+    return [opened(path).header() for path in sorted(host._directory.glob("*.slot"))]
+
+
+async def test_host_saves_what_was_staged(host: SlotHost, storage: LocalStorage) -> None:
+    async with DistributedCheckpoint(Alone(host), storage) as checkpoint:
+        for version in (1, 2, 3):
+            handle = await checkpoint.save_async(state(version), options=SaveOptions(f"v{version}", step=version))
+            await handle.committed()
+    assert len(host.persisted) == 3
+    assert len(host.sizes) == 1
+    for version in (1, 2, 3):
+        assert same(state_of(storage, f"v{version}")["model"], state(version))
+        manifest = listing.read_manifest(storage, f"v{version}")
+        assert (manifest.step, manifest.world_size) == (version, 1)
+        assert manifest.fence is not None
+
+
+async def test_saves_take_turns_and_the_last_one_is_never_overwritten(host: SlotHost, storage: LocalStorage) -> None:
+    async with DistributedCheckpoint(Alone(host), storage) as checkpoint:
+        seen = []
+        for version in (1, 2, 3):
+            await (await checkpoint.save_async(state(version), options=SaveOptions(f"v{version}"))).committed()
+            seen.append([one.sequence if isinstance(one, SlotHeader) else 0 for one in headers(host)])
+    assert seen == [[1, 0], [1, 2], [3, 2]]
+
+
+async def test_failed_staging_leaves_the_save_before_it(
+    host: SlotHost, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with DistributedCheckpoint(Alone(host), storage) as checkpoint:
+        await (await checkpoint.save_async(state(1), options=SaveOptions("v1"))).committed()
+        for name in ("v2", "v3"):
+            with monkeypatch.context() as patch:
+                patch.setattr("forged.checkpoint.saving.slots.encode_header", lambda header: 1 / 0)
+                with pytest.raises(CheckpointException):
+                    await checkpoint.save_async(state(2), options=SaveOptions(name))
+            [(_, header)] = sets_in(host._directory)
+            assert header.sequence == 1
+        await (await checkpoint.save_async(state(4), options=SaveOptions("v4"))).committed()
+    assert same(state_of(storage, "v4")["model"], state(4))
+
+
+async def test_larger_state_gets_larger_slots(host: SlotHost, storage: LocalStorage) -> None:
+    async with DistributedCheckpoint(Alone(host), storage) as checkpoint:
+        await (await checkpoint.save_async({"a": np.ones(10)}, options=SaveOptions("small"))).committed()
+        await (await checkpoint.save_async(state(1), options=SaveOptions("large"))).committed()
+    assert len(host.sizes) == 2
+    assert same(state_of(storage, "large")["model"], state(1))
+
+
+async def test_slots_of_another_session_are_not_used(host: SlotHost, storage: LocalStorage) -> None:
+    async with DistributedCheckpoint(Alone(host), storage) as checkpoint:
+        await (await checkpoint.save_async(state(1), options=SaveOptions("a"))).committed()
+        host.owner = b"another"
+        await (await checkpoint.save_async(state(2), options=SaveOptions("b"))).committed()
+        host.owner, host.refuses = b"a third one", True
+        await (await checkpoint.save_async(state(3), options=SaveOptions("c"))).committed()
+    assert len(host.sizes) == 2
+    assert len(host.persisted) == 2
+    assert same(state_of(storage, "c")["model"], state(3))
+
+
+@pytest.mark.parametrize(
+    "options", [{"format": "consolidated"}, {"compression_level": "fast"}, {"format": "single_file"}]
+)
+async def test_checkpoint_that_differs_from_its_parts_is_written_by_the_ranks(
+    host: SlotHost, storage: LocalStorage, options: dict[str, Any]
+) -> None:
+    async with DistributedCheckpoint(Alone(host), storage) as checkpoint:
+        await (await checkpoint.save_async(state(1), options=SaveOptions("a", **options))).committed()
+        is_plain = options.get("format") == "single_file"
+        assert bool(host.persisted) == is_plain
+    manifest = listing.read_manifest(storage, "a")
+    assert same(state_of(storage, "a")["model"], state(1))
+    [(slots, _)] = sets_in(host._directory)
+    assert slots.manifest.compression is CompressionLevel.NONE
+    if not is_plain:
+        assert slots.manifest.layout is CheckpointFormat.MULTI_SHARD
+        assert manifest.save_id == slots.manifest.save_id
+        listing.delete(storage, "a")
+        assert save_slots(storage, slots, NEVER)
+        assert same(state_of(storage, "a")["model"], state(1))
+
+
+async def test_host_that_cannot_write_the_storage_leaves_it_to_the_ranks(tmp_path: Path, storage: LocalStorage) -> None:
+    host = SlotHost(tmp_path, storage, persists=False)
+    async with DistributedCheckpoint(Alone(host), storage) as checkpoint:
+        await (await checkpoint.save_async(state(1), options=SaveOptions("a"))).committed()
+    assert host.persisted == []
+    assert same(state_of(storage, "a")["model"], state(1))
+    assert len(sets_in(tmp_path)) == 1
+
+
+async def staged(host: SlotHost, storage: LocalStorage) -> None:
+    async with DistributedCheckpoint(Alone(host), storage) as checkpoint:
+        await (await checkpoint.save_async(state(1), options=SaveOptions("a"))).committed()
+    listing.delete(storage, "a")
+
+
+async def test_save_from_slots_is_repeated_after_an_interruption(host: SlotHost, storage: LocalStorage) -> None:
+    await staged(host, storage)
+    [(slots, _)] = sets_in(host._directory)
+    torn = Path(storage.url) / slots.manifest.parts[0].file
+    torn.parent.mkdir(parents=True)
+    torn.write_bytes(b"torn")
+    assert save_slots(storage, slots, NEVER)
+    assert not save_slots(storage, slots, NEVER)
+    assert same(state_of(storage, "a")["model"], state(1))
+
+
+async def test_save_under_a_name_that_is_taken_is_refused(host: SlotHost, storage: LocalStorage) -> None:
+    await staged(host, storage)
+    async with DistributedCheckpoint(None, storage) as checkpoint:
+        await checkpoint.save({"other": 1}, options=SaveOptions("a"))
+    [(slots, _)] = sets_in(host._directory)
+    with pytest.raises(CheckpointException) as refused:
+        save_slots(storage, slots, NEVER)
+    assert refused.value.code == "checkpoint_exists"
+    assert state_of(storage, "a")["model"] == {"other": 1}
+
+
+@pytest.mark.parametrize("place", [PART_OFFSET + BLOCK_BYTES - 1, PART_OFFSET + BLOCK_BYTES, -1, "header", "short"])
+async def test_slot_that_changes_is_not_saved(host: SlotHost, storage: LocalStorage, place: Any) -> None:
+    await staged(host, storage)
+    [path] = [path for path in host._directory.glob("*.slot") if isinstance(opened(path).header(), SlotHeader)]
+    [(slots, header)] = sets_in(host._directory)
+    with path.open("r+b") as file:
+        if place == "header":
+            file.write(bytes(HEADER_BYTES))
+        elif place == "short":
+            os.truncate(path, PART_OFFSET + BLOCK_BYTES)
+        else:
+            file.seek(place if place >= 0 else PART_OFFSET + header.part_bytes - 1)
+            [byte] = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+    with pytest.raises(CheckpointException) as refused:
+        save_slots(storage, slots, NEVER)
+    assert refused.value.code == "checkpoint_slot_torn"
+    assert listing.prefixes(storage) == []
+    assert listing.unfinished_saves(storage) == {}
+
+
+@pytest.mark.parametrize("offset", [0, 8, 100])
+async def test_slot_with_a_damaged_lead_is_not_taken(host: SlotHost, storage: LocalStorage, offset: int) -> None:
+    await staged(host, storage)
+    for path in host._directory.glob("*.slot"):
+        with path.open("r+b") as file:
+            file.seek(PART_OFFSET + offset)
+            file.write(b"?")
+    with pytest.raises(CheckpointException) as refused:
+        sets_in(host._directory)
+    assert refused.value.code == "checkpoint_slot_torn"
