@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -95,7 +95,7 @@ from forged.catalog.settings import JobRetention, retention_of
 from forged.errors import RequestRefused
 from forged.jobs.model import SettingValue
 from forged.kernel.messages import Decision, Fact, Nothing
-from forged.pagination import take_page
+from forged.pagination import PAGE_ENTRIES_MAX, take_page
 from forged.phrases import counted
 from forged.shares import Holder, Shares
 
@@ -108,9 +108,9 @@ CHANGES_MAX = 50
 DELETE_MAX = 100
 """So many deletions are given to a worker at once."""
 ADOPTED_MAX = 1000
-POINTS_MAX = 1000
-EXCLUDED_MAX = 1000
-CHAIN_SHOWN_MAX = 1000
+KEEP_MAX = 2**31 - 1
+SKIPPED_MAX = 1000
+CHILDREN_SHOWN_MAX = 1000
 SAVES_LOOKED_AT = 10
 REFUSED_CHARS_MAX = 200
 NO_SETTINGS: Mapping[str, SettingValue] = {}
@@ -153,6 +153,7 @@ class CatalogBook:
         self._settings_of = settings_of
         self._defaults = defaults
         self._retention: dict[str, JobRetention] = {}
+        self._kept_by_script: dict[str, int] = {}
         self._at: dict[str, dict[str, str]] = {}
         """The id of each checkpoint and tombstone, by path and save id."""
         self._cost: dict[str, int] = {}
@@ -167,7 +168,15 @@ class CatalogBook:
         """Replace everything by what the store holds."""
         for checkpoint_id, cost in self._cost.items():
             self._shares.give_back(self.records[checkpoint_id].holder, cost)
-        for table in (self.records, self.since, self._retention, self._at, self._cost, self._holds):
+        for table in (
+            self.records,
+            self.since,
+            self._retention,
+            self._kept_by_script,
+            self._at,
+            self._cost,
+            self._holds,
+        ):
             table.clear()
         for value in values:
             record = decoded(value)
@@ -176,6 +185,8 @@ class CatalogBook:
                 self.since[record.id] = now.monotonic
             if record.holds:
                 self._holds[record.id] = {one: now.monotonic + held_s for one, held_s in record.holds.items()}
+        for record in sorted(self.records.values(), key=lambda one: one.meta.created_at):
+            self._kept_by_script |= {} if record.keep is None else {record.job: record.keep}
         for job in {record.job for record in self.records.values()}:
             self._set_policy(job)
         self.index.load(record.meta for record in self.records.values())
@@ -207,7 +218,8 @@ class CatalogBook:
     def _set_policy(self, job: str) -> JobRetention:
         own = self._settings_of(job)
         # Of a removed job nothing is collected: its pinned checkpoints are an operator's.
-        found = retention_of(NO_SETTINGS, NO_SETTINGS) if own is None else retention_of(own, self._defaults)
+        keep = self._kept_by_script.get(job)
+        found = retention_of(NO_SETTINGS, NO_SETTINGS) if own is None else retention_of(own, self._defaults, keep)
         self._retention[job] = found
         self.index.set_policy(job, found.policy)
         return found
@@ -223,9 +235,18 @@ class CatalogBook:
             return Decision(known.meta)
         parent_path = request.parent_path and checked_checkpoint_path(request.parent_path)
         meta = self._new_meta(request.job, checkpoint_id, request, now.wall, self._id_at(request.job, parent_path))
-        record = CheckpointRecord(meta, path, save_id, holder, is_trusted, request.worker_id)
+        record = CheckpointRecord(
+            meta,
+            path,
+            save_id,
+            holder,
+            is_trusted,
+            worker_id=request.worker_id,
+            incarnation=request.incarnation if request.worker_id else b"",
+            keep=None if request.keep is None else checked_count("keep", request.keep, KEEP_MAX),
+        )
         self._require_room(record)
-        self.retention(request.job)
+        self._keep_as_script_does(record)
         self.index.add(meta)
         self.since[record.id] = now.monotonic
         started = CheckpointStarted(
@@ -239,6 +260,22 @@ class CatalogBook:
             shortened(request.reason),
         )
         return _decided(meta, request.job, self._put(record, started))
+
+    def _keep_as_script_does(self, record: CheckpointRecord) -> None:
+        if record.keep and record.keep != self._kept_by_script.get(record.job):
+            self._kept_by_script[record.job] = record.keep
+            self._set_policy(record.job)
+        else:
+            self.retention(record.job)
+
+    def has_started(self, worker_id: str, incarnation: bytes, checkpoint_id: str) -> bool:
+        """Whether this worker writes the checkpoint, or has written it."""
+        record = self.records.get(checkpoint_id)
+        return (
+            record is not None
+            and bool(worker_id)
+            and (record.worker_id, record.incarnation) == (worker_id, incarnation)
+        )
 
     def complete(self, request: CompleteCheckpoint) -> Decision[CompletedCheckpoint]:
         """All of a checkpoint is durable; also of one that counted as failed."""
@@ -329,7 +366,7 @@ class CatalogBook:
         changes: list[Change] = []
         abandoned: dict[str, CheckpointMeta] = {}
         if record is not None:
-            skipped = [shortened(one) for one in request.skipped[:POINTS_MAX]]
+            skipped = [shortened(one) for one in request.skipped[:SKIPPED_MAX]]
             fact = CheckpointRestored(record.id, record.meta.step, seconds, size_bytes, skipped)
             changes.append(self._measured(record, MeasuredRestore(size_bytes, seconds), fact))
             if record.meta.step == step and not record.is_deleted:
@@ -475,6 +512,7 @@ class CatalogBook:
                 changes.append(self._forget(self.records[checkpoint_id]))
         changes += [Change(f"{RESTORES_PREFIX}{job}/{kind}", None) for kind in self.times.forget(job)]
         self._retention.pop(job, None)
+        self._kept_by_script.pop(job, None)
         self.index.set_policy(job, None)
         if self.index.run(job) is not None:
             self._set_policy(job)
@@ -490,7 +528,8 @@ class CatalogBook:
             raise errors.argument_invalid("checkpoints", len(request.checkpoints), f"at most {ADOPTED_MAX}")
         folder = checked_location("folder", request.folder)
         self.retention(request.job)
-        adoption, changes = Adoption([], [], []), []
+        adoption = Adoption([], [], [])
+        changes: list[Change] = []
         for one in request.checkpoints:
             try:
                 change = self._adopt(request.job, one, new_id, holder, is_trusted=is_trusted)
@@ -500,6 +539,11 @@ class CatalogBook:
             found = self._at[one.storage_path][one.save_id]
             (adoption.known if change is None else adoption.adopted).append(found)
             changes += [change] if change else []
+        if request.dry_run:
+            for checkpoint_id in adoption.adopted:
+                self.index.drop(checkpoint_id)
+                self._forget(self.records[checkpoint_id])
+            return [Decision(adoption)]
         if changes:
             changes[-1] = changes[-1]._replace(fact=CheckpointsAdopted(len(changes), folder))
         return _in_decisions(adoption, request.job, changes)
@@ -528,7 +572,7 @@ class CatalogBook:
             metrics=checked_metrics(one.metrics),
             storage_path=path,
         )
-        record = CheckpointRecord(meta, path, save_id, holder, is_trusted)
+        record = CheckpointRecord(meta, path, save_id, holder, is_trusted, is_adopted=True)
         self._require_room(record)
         self.index.add(meta)
         return self._put(record)
@@ -548,58 +592,50 @@ class CatalogBook:
 
     def find(self, request: FindRestorePoints, step: int | None) -> RestorePoints:
         """What the job can be restored from; `step` is the one that it has committed, None if there is none."""
-        run = self.index.run(request.job)
-        if run is None:
-            return RestorePoints([], [])
-        if request.limit < 1:
-            raise errors.argument_invalid("limit", request.limit, ">= 1")
+        run = self.index.run(request.job) or RunIndex(self.index.policy)
         folder = request.folder and checked_location("folder", request.folder)
         criteria = RestoreCriteria(
             request.job, request.max_epoch, request.max_step, request.require_complete, request.prefer_full
         )
 
         def is_wanted(meta: CheckpointMeta) -> bool:
-            return not folder or self.records[meta.checkpoint_id].folder == folder
+            return not folder or self.records[meta.checkpoint_id].path.startswith(f"{folder}/")
 
-        limit = min(request.limit, POINTS_MAX)
         matching = (meta for meta in selection.restore_points(run, criteria) if is_wanted(meta))
-        metas = list(islice(matching, limit + 1))
-        is_cut, metas = len(metas) > limit, metas[:limit]
         step_s = self._seconds_per_step(run)
-        points = [self._point(run, meta, place, step, step_s) for place, meta in enumerate(metas)]
-        offered = {meta.checkpoint_id for meta in metas}
-        last = metas[-1].step if is_cut else -1
+        found = (self._point(run, meta, place, step, step_s) for place, meta in enumerate(matching))
+        points, _ = take_page(found, request.limit)
+        offered = {point.meta.checkpoint_id for point in points}
+        live = ((one.meta, one) for one in reversed(run.ranked) if not one.is_offered and one.id not in offered)
+        deleted = ((one.meta, None) for one in self.tombstones() if one.job == request.job)
         excluded = (
-            self._excluded(one)
-            for one in reversed(run.ranked)
-            if not one.is_offered
-            and one.id not in offered
-            and one.meta.step >= last
-            and selection.is_within(one.meta, criteria)
-            and is_wanted(one.meta)
+            self._excluded(meta, entry)
+            for meta, entry in chain(live, deleted)
+            if selection.is_within(meta, criteria) and is_wanted(meta)
         )
-        return RestorePoints(points, list(islice(excluded, EXCLUDED_MAX)))
+        return RestorePoints(points, take_page(excluded, PAGE_ENTRIES_MAX)[0])
 
     def _point(self, run: RunIndex, meta: CheckpointMeta, place: int, step: int | None, step_s: float) -> RestorePoint:
         entry = run.entries[meta.checkpoint_id]
-        chain = _chain_of(entry)
+        links = _chain_of(entry)
         lost = max(0, step - meta.step) if step is not None else 0
         return RestorePoint(
             meta,
-            [one.id for one in chain],
-            self._estimate(chain),
+            [one.id for one in links],
+            self._estimate(links),
             lost,
             lost * step_s,
-            _why_offered(entry, place, chain),
+            _why_offered(entry, place, links),
         )
 
-    def _excluded(self, entry: IndexEntry) -> ExcludedCheckpoint:
-        record = self.records[entry.id]
-        return ExcludedCheckpoint(entry.id, entry.meta.step, record.path, _why_excluded(entry, record.note))
+    def _excluded(self, meta: CheckpointMeta, entry: IndexEntry | None) -> ExcludedCheckpoint:
+        record = self.records[meta.checkpoint_id]
+        why = "it is deleted" if entry is None else _why_excluded(entry, record.note)
+        return ExcludedCheckpoint(record.id, meta.step, record.path, why, meta.state, meta.abandoned)
 
-    def _estimate(self, chain: Sequence[IndexEntry]) -> RestoreEstimate:
-        record = self.records[chain[-1].id]
-        size_bytes = _total(one.meta.size_bytes for one in chain)
+    def _estimate(self, links: Sequence[IndexEntry]) -> RestoreEstimate:
+        record = self.records[links[-1].id]
+        size_bytes = _total(one.meta.size_bytes for one in links)
         return self.times.estimate(record.job, storage_kind(record.path), size_bytes)
 
     def _seconds_per_step(self, run: RunIndex) -> float:
@@ -628,16 +664,16 @@ class CatalogBook:
                 record.meta, [], [], is_restorable=False, is_managed=is_managed, is_kept=False, retention=kept
             )
         verdict = retention.verdict_on(run, entry, now.wall)
-        chain = _chain_of(entry)
+        links = _chain_of(entry)
         return CheckpointView(
             record.meta,
-            [one.id for one in chain],
-            [one.id for one in entry.children[:CHAIN_SHOWN_MAX]],
+            [one.id for one in links],
+            [one.id for one in entry.children[:CHILDREN_SHOWN_MAX]],
             entry.is_restorable,
             is_managed,
             verdict.is_kept,
             verdict.reason,
-            self._estimate(chain) if entry.is_restorable else None,
+            self._estimate(links) if entry.is_restorable else None,
         )
 
     def retention_page(self, request: ReadRetention, now: Moment) -> RetentionPage:
@@ -763,11 +799,11 @@ def _as_message(verdict: retention.Verdict, step: int) -> RetentionVerdict:
 
 
 def _chain_of(entry: IndexEntry) -> list[IndexEntry]:
-    """From the root to the checkpoint, as far as it is known; a record names an older one as its parent, so it ends."""
-    chain = [entry]
-    while (parent := chain[-1].parent) is not None and len(chain) < CHAIN_SHOWN_MAX:
-        chain.append(parent)
-    return chain[::-1]
+    """From the root to the checkpoint, as far as it is known. A record names an earlier one as its parent: it ends."""
+    links = [entry]
+    while (parent := links[-1].parent) is not None:
+        links.append(parent)
+    return links[::-1]
 
 
 def _needed_by(entries: Iterable[IndexEntry]) -> set[str]:
@@ -775,10 +811,10 @@ def _needed_by(entries: Iterable[IndexEntry]) -> set[str]:
     return {one.id for entry in entries for one in _chain_of(entry)}
 
 
-def _why_offered(entry: IndexEntry, place: int, chain: Sequence[IndexEntry]) -> str:
+def _why_offered(entry: IndexEntry, place: int, links: Sequence[IndexEntry]) -> str:
     if not entry.is_restorable:
         return f"{entry.meta.state}; none that can be restored is left"
-    parts = "" if len(chain) == 1 else f", restored through {counted(len(chain), 'checkpoint')}"
+    parts = "" if len(links) == 1 else f", restored through {counted(len(links), 'checkpoint')}"
     return f"{'the newest that can be restored' if place == 0 else 'the next newest that can be restored'}{parts}"
 
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 import msgspec
 
 from forged.auth.model import Role
-from forged.catalog.model import CheckpointMeta, CheckpointType
+from forged.catalog.model import CheckpointMeta, CheckpointState, CheckpointType
 from forged.kernel.messages import Fact, Nothing, Request, Signal
 from forged.pagination import PAGE_ENTRIES_MAX
 
@@ -87,6 +87,17 @@ class CheckpointCompacted(Fact, frozen=True):
     checkpoint_id: str
     step: int
     size_bytes: int
+
+
+class CheckpointOperationFailed(Fact, frozen=True):
+    """The daemon has given up something that it did with a checkpoint: compacting, repairing, saving from memory."""
+
+    level: ClassVar[str] = "warning"
+
+    checkpoint_id: str
+    step: int
+    operation: str
+    reason: str
 
 
 class CheckpointsAbandoned(Fact, frozen=True):
@@ -166,12 +177,14 @@ class ExcludedCheckpoint(msgspec.Struct, frozen=True):
     step: int
     storage_path: str
     reason: str
+    state: CheckpointState
+    abandoned: bool
 
 
 class RestorePoints(msgspec.Struct, frozen=True):
     """What a job can be restored from, the best first; and the checkpoints that are not offered, with reasons.
 
-    The excluded ones are those at or after the last point, newest first.
+    The excluded ones are the newest 500 at most, and deleted ones that are not forgotten after them.
     """
 
     points: list[RestorePoint]
@@ -190,6 +203,14 @@ class CheckpointPage(msgspec.Struct, frozen=True):
     """When the job saves and why, as its workers have last reported; empty if they have not."""
 
 
+class CheckpointOperation(msgspec.Struct, frozen=True):
+    """What the daemon does with a checkpoint at present, and how far it is."""
+
+    operation: str
+    done_bytes: int
+    total_bytes: int
+
+
 class CheckpointView(msgspec.Struct, frozen=True):
     """One checkpoint with what depends on it and what it depends on."""
 
@@ -203,6 +224,7 @@ class CheckpointView(msgspec.Struct, frozen=True):
     retention: str
     """Why it is kept or goes, in words."""
     estimate: RestoreEstimate | None = None
+    operation: CheckpointOperation | None = None
 
 
 class RetentionVerdict(msgspec.Struct, frozen=True):
@@ -293,10 +315,12 @@ class StartCheckpoint(Request[CheckpointMeta], frozen=True):
     """The storage path of the checkpoint that an incremental one builds on."""
     metrics: dict[str, float] = {}  # noqa: RUF012 - msgspec copies it
     reason: str = ""
+    keep: int | None = None
+    """How many checkpoints the script keeps: `checkpoint_keep` for jobs without any setting about retention."""
 
 
 class CompleteCheckpoint(Request[CompletedCheckpoint], frozen=True):
-    """All of a checkpoint is durable."""
+    """All of a checkpoint is durable. The worker that has started it may say so also after it has left."""
 
     needs: ClassVar[Role] = Role.WORKER
 
@@ -309,7 +333,7 @@ class CompleteCheckpoint(Request[CompletedCheckpoint], frozen=True):
 
 
 class FailCheckpoint(Request[Nothing], frozen=True):
-    """A checkpoint was not saved."""
+    """A checkpoint was not saved. The worker that has started it may say so also after it has left."""
 
     needs: ClassVar[Role] = Role.WORKER
 
@@ -401,7 +425,7 @@ class FindRestorePoints(Request[RestorePoints], frozen=True):
 
     job: str
     folder: str = ""
-    """Only checkpoints in this directory or bucket folder."""
+    """Only checkpoints beneath this directory or bucket folder."""
     max_epoch: int | None = None
     max_step: int | None = None
     require_complete: bool = True
@@ -474,6 +498,8 @@ class AdoptCheckpoints(Request[Adoption], frozen=True):
     job: str
     folder: str
     checkpoints: list[AdoptedCheckpoint]
+    dry_run: bool = False
+    """Reply as if they were added, and change nothing."""
 
 
 class CheckpointProgress(Signal, frozen=True):

@@ -52,8 +52,14 @@ class CheckpointRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whose share of the catalogue it takes."""
     is_trusted: bool = False
     """Whether the path came from a principal that may have the daemon touch any path."""
+    is_adopted: bool = False
+    """Whether an operator has added it, so that its manifest may name another job."""
     worker_id: str = ""
     """The worker that writes it; empty if the daemon does."""
+    incarnation: bytes = b""
+    """That worker's incarnation: it may report the end also when it has left."""
+    keep: int | None = None
+    """How many checkpoints the script keeps."""
     holds: dict[str, float] = {}
     """For how many seconds each holder keeps it, counted anew when the daemon starts."""
     note: str = ""

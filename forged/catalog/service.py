@@ -124,11 +124,11 @@ class CatalogService:
         )
 
     async def _complete(self, request: CompleteCheckpoint, call: Call) -> Decision[CompletedCheckpoint]:
-        await self._confirm(request, call)
+        await self._confirm_writer(request, call)
         return self._of_job(self.book.complete(request), request.job)
 
     async def _fail(self, request: FailCheckpoint, call: Call) -> Decision[Nothing]:
-        await self._confirm(request, call)
+        await self._confirm_writer(request, call)
         return self._of_job(self.book.fail(request, self._now()), request.job)
 
     async def _restored(self, request: ReportRestore, call: Call) -> Decision[Nothing]:
@@ -138,6 +138,11 @@ class CatalogService:
     async def _confirm_deleted(self, request: ConfirmDeleted, call: Call) -> Decision[Nothing]:
         await self._confirm(request, call)
         return self._last(self.book.confirm_deleted(request), request.job)
+
+    async def _confirm_writer(self, request: CompleteCheckpoint | FailCheckpoint, call: Call) -> None:
+        """As `_confirm`; the worker that has started the checkpoint may have left, and its job may be over."""
+        if not self.book.has_started(request.worker_id, request.incarnation, request.checkpoint_id):
+            await self._confirm(request, call)
 
     async def _confirm(self, request: WorkersRequest, call: Call) -> None:
         """Refuse a request in the name of a worker that is not registered. The daemon itself names none."""

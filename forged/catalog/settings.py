@@ -60,6 +60,7 @@ RULES: Mapping[str, SettingRule] = {
     "checkpoint_chain_max": _count(1),
 }
 """None is allowed for each: no limit, or the daemon's default."""
+RULES_OF_KEEPING = tuple(RULES.keys() - {"checkpoint_metric", "checkpoint_metric_ascending", "checkpoint_chain_max"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +99,14 @@ def require_valid(job: str, settings: Mapping[str, SettingValue]) -> None:
         )
 
 
-def retention_of(settings: Mapping[str, SettingValue], defaults: Mapping[str, SettingValue]) -> JobRetention:
-    """The retention of a job with these settings."""
+def retention_of(
+    settings: Mapping[str, SettingValue], defaults: Mapping[str, SettingValue], keep: int | None = None
+) -> JobRetention:
+    """The retention of a job with these settings; `keep` is what its script keeps if they name no rule."""
+    if keep is not None and not any(
+        one.get(key) is not None for one in (settings, defaults) for key in RULES_OF_KEEPING
+    ):
+        settings = {**settings, "checkpoint_keep": keep}
 
     def get(key: str) -> SettingValue:
         own = settings.get(key)

@@ -398,3 +398,55 @@ async def test_pages_list_each_checkpoint_once() -> None:
             found += [meta.step for meta in page.checkpoints]
             after, more = page.checkpoints[-1].checkpoint_id, page.more
         assert found == list(range(11, 0, -1))
+
+
+@on_virtual_time
+async def test_worker_that_has_left_may_complete_what_it_started() -> None:
+    store = FaultyStore()
+    async with catalog(store) as one:
+        meta, other = await one.start(1), await one.start(2, worker_id="", by=OPERATOR)
+    async with catalog(store) as one:
+        one.registered.clear()
+        assert await refused(one.complete(other.checkpoint_id)) == "worker_gone"
+        await one.complete(meta.checkpoint_id)
+        await one.fail(meta.checkpoint_id)
+        assert await one.listed() == {2: "creating", 1: "complete"}
+
+
+@on_virtual_time
+async def test_script_says_how_many_are_kept_if_no_setting_does() -> None:
+    store = FaultyStore()
+    async with catalog(store) as one:
+        for step in (1, 2, 3):
+            await one.save(step, keep=2)
+        assert [v.is_kept for v in (await one.ask(ReadRetention(JOB))).verdicts] == [True, True, False]
+        await one.save(4, keep=1)
+    async with catalog(store) as one:
+        assert [v.is_kept for v in (await one.ask(ReadRetention(JOB))).verdicts] == [True, False, False, False]
+        await one.ask(ChangeJob(JOB, {"checkpoint_keep": 3}, 1), OPERATOR)
+        await one.kernel.settle()
+        assert [v.is_kept for v in (await one.ask(ReadRetention(JOB))).verdicts] == [True, True, True, False]
+
+
+@on_virtual_time
+async def test_dry_run_of_an_adoption_changes_nothing() -> None:
+    async with catalog() as one:
+        adopted = [
+            AdoptedCheckpoint("/old/a", "aaaaaaaa", 0, 1, 100, 1e9),
+            AdoptedCheckpoint("/old/b", "bbbbbbbb", 0, 2, 10, 2e9, "/old/a"),
+            AdoptedCheckpoint("b", "bbbbbbbb", 0, 2, 10, 2e9),
+        ]
+        adoption = await one.ask(AdoptCheckpoints(JOB, "/old", adopted, dry_run=True), OPERATOR)
+        assert (len(adoption.adopted), len(adoption.refused)) == (2, 1)
+        assert (await one.listed(), (await one.points()).points) == ({}, [])
+        adoption = await one.ask(AdoptCheckpoints(JOB, "/old", adopted), OPERATOR)
+        assert (len(adoption.adopted), len(adoption.refused)) == (2, 1)
+
+
+@on_virtual_time
+async def test_deleted_checkpoint_is_excluded_while_its_files_may_be_there() -> None:
+    async with catalog() as one:
+        await one.ask(DeleteCheckpoint(JOB, await one.save(1, by=TENANT)), OPERATOR)
+        (excluded,) = (await one.points(folder=FOLDER)).excluded
+        assert (excluded.state, excluded.reason) == ("deleted", "it is deleted")
+        assert (await one.points(folder="/ckpt/ru")).excluded == []
