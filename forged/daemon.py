@@ -42,6 +42,9 @@ from forged.elastic.messages import REQUESTS as ELASTIC_REQUESTS
 from forged.elastic.model import WorkerId
 from forged.elastic.service import ElasticService
 from forged.errors import ForgedError
+from forged.host.agent import HostAgent, NoHost
+from forged.host.messages import REQUESTS as SLOT_REQUESTS
+from forged.host.service import SlotService, SlotsPort
 from forged.jobs.core import JobBook
 from forged.jobs.model import REQUESTS as JOB_REQUESTS
 from forged.jobs.model import SettingValue
@@ -84,6 +87,7 @@ REQUESTS: Sequence[type[Request[Any]]] = (
     *ELASTIC_REQUESTS,
     *DATA_REQUESTS,
     *CATALOG_REQUESTS,
+    *SLOT_REQUESTS,
     *PLUGIN_REQUESTS,
 )
 
@@ -111,6 +115,8 @@ class Ports:
     guard: Guard = field(default_factory=Unguarded)
     compute: Compute = inline
     """Runs long computations."""
+    host: HostAgent = field(default_factory=NoHost)
+    """The host of the daemon, with its memory for slots."""
 
 
 class Daemon:
@@ -127,7 +133,7 @@ class Daemon:
         self._make_kernel()
         self._make_services()
         # The order in which they are loaded from the store.
-        for owner in (self.jobs, self.elastic, self.data, self.audit, self.catalog, self.tokens):
+        for owner in (self.jobs, self.elastic, self.data, self.audit, self.catalog, self.slots, self.tokens):
             self.ledger.register(owner)
         self.server = self._make_server()
         self.server.on_client_connected.append(self.elastic.arrived)
@@ -174,6 +180,23 @@ class Daemon:
             defaults=_retention_defaults(config),
             roots=config.checkpoint_roots,
             bytes_max=config.catalog_bytes_max,
+        )
+        self.slots = SlotService(
+            self.bus,
+            clock,
+            ports.host,
+            self.tickets,
+            SlotsPort(
+                is_registered=self.elastic.is_registered,
+                is_trusted=self.catalog.is_trusted,
+                is_managed=self.catalog.is_root,
+            ),
+            ports.token_bytes,
+            ports.random,
+            history=self.store.history,
+            bytes_max=config.slot_bytes_max,
+            principal_bytes_max=config.principal_slot_bytes_max,
+            log=ports.log,
         )
 
     def _make_server(self) -> Server:
@@ -253,6 +276,7 @@ class Daemon:
             tasks.start_soon(self.reporter.run)
         await tasks.start(self.sides.run)
         await tasks.start(self.elastic.run)
+        await tasks.start(self.slots.run)
         tasks.start_soon(self.server.run)
         await self.server.listen(Address("unix", path=self.config.socket))
         for address in self.config.listen:
@@ -322,6 +346,7 @@ class Daemon:
         self.catalog.book.set_defaults(_retention_defaults(config))
         self.catalog.book.roots = config.checkpoint_roots
         self.catalog.book.set_bytes_max(config.catalog_bytes_max)
+        self.slots.table.set_limits(config.slot_bytes_max, config.principal_slot_bytes_max)
         self.plugins.set_limits(_plugin_limits(config))
 
     async def _is_refused(self, worker: WorkerId, seen_at: str) -> bool:

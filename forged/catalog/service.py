@@ -42,7 +42,7 @@ from forged.catalog.messages import (
 )
 from forged.catalog.model import CheckpointMeta
 from forged.catalog.ports import JobsPort
-from forged.catalog.records import PREFIX, Moment, shortened
+from forged.catalog.records import PREFIX, Moment, is_beneath, shortened
 from forged.clock import Clock
 from forged.elastic.messages import ConfirmWorker, ProgressLost
 from forged.jobs.model import JobChanged, JobCreated, JobRemoved, SettingValue
@@ -118,7 +118,7 @@ class CatalogService:
 
     async def _start(self, request: StartCheckpoint, call: Call) -> Decision[CheckpointMeta]:
         await self._confirm(request, call)
-        holder, is_trusted = call.principal.holder, self._is_trusted(call.principal)
+        holder, is_trusted = call.principal.holder, self.is_trusted(call.principal)
         return self._of_job(
             self.book.start(request, self._new_id(), holder, self._now(), is_trusted=is_trusted), request.job
         )
@@ -150,9 +150,13 @@ class CatalogService:
         if request.worker_id or not call.principal.may(Role.OPERATOR, request.job):
             await self._bus.ask(ConfirmWorker(request.job, request.worker_id, request.incarnation))
 
-    def _is_trusted(self, principal: Principal) -> bool:
-        """Whether the daemon may read and delete what this principal names: an operator, or the daemon's own user."""
+    def is_trusted(self, principal: Principal) -> bool:
+        """Whether the daemon may touch what this principal names: an operator, or the daemon's own user."""
         return principal.may(Role.OPERATOR, None) or principal.name in self._own_names
+
+    def is_root(self, folder: str, job: str) -> bool:
+        """Whether the daemon may touch what is in a directory for any worker of the job."""
+        return is_beneath(f"{folder}/", self.book.roots, job)
 
     def _cadence(self, signal: CheckpointCadence, call: Call) -> None:
         if self._jobs.settings(signal.job) is not None:
@@ -177,7 +181,7 @@ class CatalogService:
 
     def _adopt(self, request: AdoptCheckpoints, call: Call) -> Decision[Adoption]:
         self._bus.dispatcher.require_job(request.job)
-        holder, is_trusted = call.principal.holder, self._is_trusted(call.principal)
+        holder, is_trusted = call.principal.holder, self.is_trusted(call.principal)
         return self._last(self.book.adopt(request, self._new_id, holder, is_trusted=is_trusted), request.job)
 
     # Facts of other services.

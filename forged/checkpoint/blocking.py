@@ -48,6 +48,7 @@ class BlockingCheckpoint(BlockingFacade[DistributedCheckpoint]):
     save = blocking(DistributedCheckpoint.save)
     save_model_only = blocking(DistributedCheckpoint.save_model_only)
     save_async = blocking(DistributedCheckpoint.save_async)
+    keep_in_memory = blocking(DistributedCheckpoint.keep_in_memory)
     prepare = blocking(DistributedCheckpoint.prepare)
     load = blocking(DistributedCheckpoint.load)
     list_checkpoints = blocking(DistributedCheckpoint.list_checkpoints)
@@ -93,6 +94,7 @@ class Checkpoints(BlockingFacade[AsyncCheckpoints]):
         keep: int | None = None,
         ranks: Any = None,
         in_background: bool = False,
+        memory_every: int | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         leaf_types: Sequence[LeafType] = (),
         generators: Generators | None = None,
@@ -101,6 +103,9 @@ class Checkpoints(BlockingFacade[AsyncCheckpoints]):
         """`where` is a directory or the URL of a folder. Every `every`-th step is saved, and after `every_seconds`, and
         with `automatic` at the interval that loses least time; without any of them, every step. The newest `keep`
         checkpoints are kept; None keeps all. With `ranks`, such as a worker of a job, all ranks call this together.
+
+        Every `memory_every`-th step is copied into memory of the host that outlives the workers, as far as the daemon
+        has slots for them; the daemon writes the last copy to disk when a worker fails.
         """
         self.aio = AsyncCheckpoints(
             where,
@@ -110,6 +115,7 @@ class Checkpoints(BlockingFacade[AsyncCheckpoints]):
             keep=keep,
             ranks=ranks,
             in_background=in_background,
+            memory_every=memory_every,
             timeout=timeout,
             leaf_types=leaf_types,
             generators=generators,

@@ -78,6 +78,7 @@ class AsyncCheckpoints:
         keep: int | None = None,
         ranks: Any = None,
         in_background: bool = False,
+        memory_every: int | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         leaf_types: Sequence[LeafType] = (),
         generators: rng.Generators | None = None,
@@ -87,12 +88,16 @@ class AsyncCheckpoints:
         """`where` is a directory or the URL of a folder. Every `every`-th step is saved, and after `every_seconds`, and
         with `automatic` at the interval that loses least time; without any of them, every step. The newest `keep`
         checkpoints are kept; None keeps all. With `ranks`, such as a worker of a job, all ranks call this together.
+
+        Every `memory_every`-th step is copied into memory of the host that outlives the workers, as far as the daemon
+        has slots for them; the daemon writes the last copy to disk when a worker fails.
         """
         check_timeout(timeout)
         self._monotonic = monotonic
         self._schedule = SaveSchedule(_policy(every, every_seconds, automatic), monotonic())
         self._keep = None if keep is None else _positive("keep", keep)
         self._in_background = in_background
+        self._memory_every = None if memory_every is None else _positive("memory_every", memory_every)
         self._timeout_s = timeout
         self._log = as_log(logger)
         storage = root_at(where)
@@ -204,12 +209,14 @@ class AsyncCheckpoints:
         returns when the state is copied.
         """
         step = check_count("step", step)
-        if not force and not self.is_due(step):
+        is_due = force or self.is_due(step)
+        if not is_due and not self._is_copied(step):
             return None
         if self._coordinator.rank < 0:
             raise invalid("the worker is in no world", "save inside a step", code="checkpoint_no_world")
-        reason = FORCED if force else await self._reason(step)
+        reason = FORCED if force else await self._reason(step) if is_due else ""
         if not reason:
+            await self._copy(step, state, epoch, metrics)
             return None
         began_at = self._monotonic()
         name, is_saved = await self._name(step)
@@ -237,6 +244,30 @@ class AsyncCheckpoints:
         ended_at = self._monotonic()
         self._schedule.saved(step, ended_at, ended_at - began_at)
         return name
+
+    def _is_copied(self, step: int) -> bool:
+        """Whether a step that is not saved is copied into memory of the host."""
+        return self._memory_every is not None and step > 0 and step % self._memory_every == 0
+
+    async def _copy(self, step: int, state: Any, epoch: int | None, metrics: Mapping[str, SupportsFloat]) -> None:
+        """Copy a step that is not saved into memory of the host, if it is due and there are slots."""
+        if not self._is_copied(step) or (self._last is not None and self._last[0] == step):
+            return
+        options = SaveOptions(
+            retention.name_of(step, lambda name: False),
+            include_rng_state=not self._is_worker,
+            timeout=self._timeout_s,
+            step=step,
+            epoch=epoch,
+            metrics=metrics,
+        )
+        try:
+            await self._checkpoint.keep_in_memory(ScriptState(state), options=options)
+        except CheckpointException as error:
+            # The failure of an earlier save.
+            if error.code != RANK_GONE:
+                raise
+            self._log_lost(error)
 
     @property
     def _generation(self) -> int:

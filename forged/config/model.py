@@ -72,6 +72,9 @@ class Config:
     checkpoint_keep_every_s: float = 0.0
     checkpoint_chain_max: int = 0
     catalog_bytes_max: int = 512 << 20
+    slot_dir: str = ""
+    slot_bytes_max: int = 64 << 30
+    principal_slot_bytes_max: int = 48 << 30
     in_flight_max: int = 1024
     backlog_max: int = 50_000
     hello_timeout_s: float = 5.0
@@ -112,6 +115,8 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "checkpoint_keep_every_s": (0, 1e10),
     "checkpoint_chain_max": (0, 1 << 40),
     "catalog_bytes_max": (1 << 20, 1 << 40),
+    "slot_bytes_max": (0, 1 << 50),
+    "principal_slot_bytes_max": (0, 1 << 50),
     "in_flight_max": (1, 1_000_000),
     "backlog_max": (100, 10_000_000),
     "hello_timeout_s": (0.1, 3600),

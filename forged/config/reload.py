@@ -38,6 +38,8 @@ LIVE = frozenset(
         "checkpoint_keep_every_s",
         "checkpoint_chain_max",
         "catalog_bytes_max",
+        "slot_bytes_max",
+        "principal_slot_bytes_max",
         "in_flight_max",
         "backlog_max",
         "hello_timeout_s",

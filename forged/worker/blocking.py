@@ -33,6 +33,7 @@ from forged.worker.arguments import count
 from forged.worker.drain import Leaving
 from forged.worker.errors import StepAborted
 from forged.worker.events import Event
+from forged.worker.host_slots import WorkerSlots
 from forged.worker.process.sigterm import heeding_sigterm
 from forged.worker.state_transfer.encoding import copy_of
 from forged.worker.step_loop import Step
@@ -224,6 +225,11 @@ class Training(BlockingFacade[ElasticWorker]):
     def epoch(self) -> int:
         """The epoch that the sampler is in, or that the script has named."""
         return self.worker.epoch
+
+    @property
+    def slots(self) -> WorkerSlots:
+        """Memory of this host that outlives this process, into which checkpoints are staged."""
+        return self.worker.slots
 
     @property
     def learning_rate(self) -> float:

@@ -46,6 +46,7 @@ from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.drain import Leaving
 from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.events import Event, WorkerEvents
+from forged.worker.host_slots import SlotUser, WorkerSlots
 from forged.worker.process.sigterm import SIGTERM_REASON
 from forged.worker.process.worker_process import OwnProcess, WorkerProcess
 from forged.worker.session import WorkerSession, open_session, reason_of
@@ -129,6 +130,9 @@ class ElasticWorker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_open = False
         self._sessions = 0
+        self._endpoints: tuple[str, ...] = ()
+        """Those of the present session, or of the last one."""
+        self._slots = WorkerSlots(self._slot_user, token, network, log)
 
     # Identity and progress.
 
@@ -273,6 +277,18 @@ class ElasticWorker:
         self._progress.learning_rate = arguments.rate("learning_rate", learning_rate)
         self._progress.epoch, self._progress.step = epoch, step
 
+    @property
+    def slots(self) -> WorkerSlots:
+        """Memory of this host that outlives this process, into which checkpoints are staged."""
+        return self._slots
+
+    def _slot_user(self) -> SlotUser | None:
+        """This worker, if it is registered and connected to a daemon."""
+        session = self._session
+        if session is None or not session.is_active or not session.endpoint or self.process.is_forked:
+            return None
+        return SlotUser(self.job, self.worker_id.id, self.incarnation, self._endpoints)
+
     # Events.
 
     @property
@@ -325,7 +341,7 @@ class ElasticWorker:
             raise RequestRefused(
                 "worker_connected", "the worker is already connected to a daemon", "call `disconnect` first"
             )
-        self._is_open, self._loop = True, asyncio.get_running_loop()
+        self._is_open, self._loop, self._endpoints = True, asyncio.get_running_loop(), endpoints
         try:
             with self.process.inhabited(self.descriptors, self.told_to_end) as counters:
                 if self._sessions:

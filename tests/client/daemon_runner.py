@@ -12,6 +12,7 @@ from typing import Any
 from forged.clock import SystemClock
 from forged.config import Config
 from forged.daemon import Daemon, Ports
+from forged.host.agent import HostAgent, NoHost
 from forged.kernel.store.memory import MemoryStore
 from forged.kernel.store.port import Store
 from forged.net.transport.sockets import SystemNetwork
@@ -38,6 +39,7 @@ class DaemonRunner:
     store: Store = field(default_factory=lambda: ReusableStore("this history"))
     extend: Extend = lambda daemon: None
     network: SystemNetwork = field(default_factory=SystemNetwork)
+    host: HostAgent = field(default_factory=NoHost)
     starts: int = 0
     _daemon: Daemon | None = None
     _leave: asyncio.Event = field(default_factory=asyncio.Event)
@@ -84,7 +86,7 @@ class DaemonRunner:
         async def open_store() -> Store:
             return self.store
 
-        ports = Ports(SystemClock(), self.network, os.getpid(), os.getuid(), open_store)
+        ports = Ports(SystemClock(), self.network, os.getpid(), os.getuid(), open_store, host=self.host)
         async with Daemon.running(self.config, ports, extend=self.extend) as daemon:
             ready.set_result(daemon)
             await self._leave.wait()

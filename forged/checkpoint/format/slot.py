@@ -15,8 +15,6 @@ from __future__ import annotations
 import base64
 import re
 import struct
-from collections import defaultdict
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -79,11 +77,6 @@ class SlotHeader(NamedTuple):
     def size(self) -> int:
         """The bytes of the slot that are used."""
         return slot_bytes(self.part_bytes, self.content_bytes)
-
-    @property
-    def age(self) -> tuple[int, int, int]:
-        """Orders the saves of a job. Within a generation steps only increase; a later one may have gone back."""
-        return self.generation, self.step or 0, self.sequence
 
 
 class SlotFrame(msgspec.Struct, frozen=True, array_like=True):
@@ -188,13 +181,3 @@ def decode_content(header: SlotHeader, content: bytes) -> SlotFrame | None:
         return None
     digests = base64.b64encode(content[header.frame_bytes :]).decode()
     return msgspec.structs.replace(frame, part=msgspec.structs.replace(part, digests=digests))
-
-
-def complete_sets(headers: Sequence[SlotHeader]) -> list[list[int]]:
-    """The saves of which the slots of all ranks are there, newest first; each as the places of its slots, by rank."""
-    places: defaultdict[tuple[str, int, int], dict[int, int]] = defaultdict(dict)
-    for place, header in enumerate(headers):
-        places[header.save_id, header.generation, header.world_size][header.rank] = place
-    found = [by_rank for (_, _, world_size), by_rank in places.items() if len(by_rank) == world_size]
-    found.sort(key=lambda by_rank: max(headers[place].age for place in by_rank.values()), reverse=True)
-    return [[by_rank[rank] for rank in sorted(by_rank)] for by_rank in found]

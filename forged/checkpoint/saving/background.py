@@ -268,10 +268,7 @@ class BackgroundSaver:
         """At the root: collect the receipts, and publish the manifest; or have the host write everything."""
         try:
             if own is None:
-                assert self._slots_of_host is not None
-                size_bytes = self._slots_of_host.persist(save.agreement.save_id, token)
-                if save.report is not None:
-                    save.report.committed(size_bytes)
+                self._persist(save, receipts, token)
             else:
                 written = [own, *receipts.collect()]
                 token.check()
@@ -280,6 +277,22 @@ class BackgroundSaver:
             self._abort(save, receipts, error)
             raise
         self._delete_receipts(receipts)
+
+    def _persist(self, save: RankSave, receipts: ReceiptExchange, token: CancelToken) -> None:
+        """At the root: have the host save the checkpoint from the slots of all ranks."""
+        assert self._slots_of_host is not None
+        try:
+            size_bytes = self._slots_of_host.persist(save.agreement.save_id, token)
+        except OutcomeUnknown:
+            raise
+        except Exception:
+            # The host may have saved it before, and have freed the slots.
+            published = receipts.published()
+            if published is None:
+                raise
+            size_bytes = published.size_bytes
+        if save.report is not None:
+            save.report.committed(size_bytes)
 
     def _report(self, save: RankSave, part: Part | None, receipts: ReceiptExchange) -> None:
         """At another rank: write the receipt, and wait until the root has published or refused."""
@@ -292,7 +305,7 @@ class BackgroundSaver:
             unknown = replace(RankFailure.of(error), is_undecided=True)
             raise unknown.error(save.agreement.prefix, ExceptionType.SAVE_FAILED, None) from error
         if refusal is not None:
-            if not refusal.is_undecided:
+            if not refusal.is_undecided and not save.is_persisted_by_host:
                 self._saver.roll_back(save)
             self._delete_receipts(receipts)
             raise refusal.error(save.agreement.prefix, ExceptionType.SAVE_FAILED, None)
@@ -300,13 +313,14 @@ class BackgroundSaver:
     def _abort(self, save: RankSave, receipts: ReceiptExchange, error: BaseException) -> None:
         """Delete what was written, and tell the other ranks that there will be no checkpoint."""
         if not isinstance(error, OutcomeUnknown):
-            self._saver.roll_back(save)
+            if not save.is_persisted_by_host:
+                self._saver.roll_back(save)
             if save.report is not None:
                 save.report.failed(error)
         try:
             if save.is_root:
                 receipts.refuse(RankFailure.of(error))
-            else:
+            elif not save.is_persisted_by_host:
                 receipts.report(RankFailure.of(error))
                 receipts.wait_for_outcome()
             self._delete_receipts(receipts)

@@ -14,7 +14,7 @@ from itertools import islice
 import msgspec
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.format.manifest import Part
+from forged.checkpoint.format.manifest import Manifest, Part
 from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.rank_group import RankFailure
 from forged.checkpoint.saving.pipeline import RankSave
@@ -127,7 +127,7 @@ class ReceiptExchange:
         while True:
             if (refusal := self._read(self._refusal_name(self._save.rank))) is not None:
                 return _refusal_decoder.decode(refusal)
-            if self._is_published():
+            if self.published() is not None:
                 return None
             self._waiter.wait([ROOT])
 
@@ -157,17 +157,18 @@ class ReceiptExchange:
                 found[rank] = receipt.part
         return found
 
-    def _is_published(self) -> bool:
-        """Whether the manifest of this save exists, and not that of another save under the same name."""
+    def published(self) -> Manifest | None:
+        """The manifest of this save, and not that of another save under the same name; None if there is none."""
         agreement = self._save.agreement
         if not listing.checkpoint_exists(self._storage, agreement.prefix):
-            return False
+            return None
         try:
-            return listing.read_manifest(self._storage, agreement.prefix).save_id == agreement.save_id
+            manifest = listing.read_manifest(self._storage, agreement.prefix)
         except CheckpointException as error:
             if error.code != "checkpoint_missing":
                 raise
-            return False
+            return None
+        return manifest if manifest.save_id == agreement.save_id else None
 
     def _read(self, name: str) -> bytes | None:
         try:

@@ -41,6 +41,13 @@ class SlotFile:
         """What the slot holds at this moment."""
         return read_header(os.pread(self._fd, HEADER_BYTES, 0), os.fstat(self._fd).st_size)
 
+    def whole_header(self) -> SlotHeader:
+        """What the slot holds; an error if that is not whole."""
+        header = self.header()
+        if not isinstance(header, SlotHeader):
+            raise corrupted(f"a slot is {header}", "", code=TORN)
+        return header
+
     def frame(self, header: SlotHeader) -> SlotFrame:
         """Frame and digests of the save that the header names."""
         content = bytearray(header.content_bytes)
@@ -115,10 +122,10 @@ class SlotPart:
 class SlotSet:
     """The slots of all ranks of one save."""
 
-    def __init__(self, files: Sequence[SlotFile], headers: Sequence[SlotHeader]) -> None:
-        """Both by rank. An error if the slots do not make up a checkpoint, or change meanwhile."""
+    def __init__(self, files: Sequence[SlotFile]) -> None:
+        """The files are given by rank. An error if the slots do not make up a checkpoint, or change meanwhile."""
         self._files = list(files)
-        self._headers = list(headers)
+        self._headers = headers = [file.whole_header() for file in files]
         frames = [file.frame(header) for file, header in zip(files, headers, strict=True)]
         bare = decode(frames[0].manifest, f"{frames[0].prefix}.metadata.json")
         written = [place for place, frame in enumerate(frames) if frame.part.tensors]
@@ -127,7 +134,10 @@ class SlotSet:
         """The manifest as it is published."""
         # Decoding checks all numbers of the parts against those of the tensors.
         self.manifest = decode(self.data, manifest.path)
-        if self.manifest.save_id != headers[0].save_id or self.manifest.world_size != len(headers):
+        for rank, header in enumerate(headers):
+            if (header.rank, header.world_size, header.save_id) != (rank, len(headers), self.manifest.save_id):
+                raise torn(header)
+        if self.manifest.world_size != len(headers):
             raise torn(headers[0])
         self.parts = {
             frames[place].part.file: SlotPart(files[place], headers[place], self.manifest, number)

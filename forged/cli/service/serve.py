@@ -33,6 +33,7 @@ from forged.config import Config, SettingsReader
 from forged.config.service import SettingsPort
 from forged.daemon import STOP_BEYOND_DRAIN_S, Daemon, Ports
 from forged.errors import ConfigError
+from forged.host.local_agent import LocalHostAgent
 from forged.kernel.store.sqlite import SqliteStore
 from forged.net.transport.interrupt_moderation import ModeratingSelector
 from forged.net.transport.sockets import HANDSHAKES_MAX, SystemNetwork
@@ -148,6 +149,7 @@ class Process:
             plugins=find(config.plugin_dir, os.geteuid()),
             guard=AlarmGuard(),
             compute=to_thread.run_sync,
+            host=LocalHostAgent(config.slot_dir),
         )
 
     # Settings.

@@ -15,7 +15,6 @@ from forged.checkpoint.format.slot import (
     SlotFrame,
     SlotHeader,
     SlotState,
-    complete_sets,
     content_digest,
     decode_content,
     encode_frame,
@@ -88,19 +87,6 @@ def test_content_is_taken_only_with_its_digest() -> None:
     assert decode_content(other, content) is None
     garbage = msgspec.msgpack.encode([1]) + DIGESTS
     assert decode_content(header._replace(frame_bytes=2, content_digest=content_digest(garbage)), garbage) is None
-
-
-def test_complete_sets_have_all_ranks_and_the_newest_comes_first() -> None:
-    headers = [
-        header_of(5, "0000000a", 1, 2),
-        header_of(4, "0000000a", 0, 2),
-        header_of(6, "0000000b", 0, 2),
-        header_of(3, "0000000c", 0, 2),
-        header_of(3, "0000000c", 1, 2),
-        header_of(1, "0000000d", 0, 1)._replace(generation=3, step=1),
-    ]
-    assert complete_sets(headers) == [[5], [1, 0], [3, 4]]
-    assert complete_sets([]) == []
 
 
 @pytest.mark.parametrize("save_id", ["", "0123ABCD", "../0000a", "0123abcd0"])

@@ -1,0 +1,78 @@
+"""The port to a host of workers: its memory for slots, and what is saved from there.
+
+The daemon embeds the agent of its own host; an agent on another host could serve the same port later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from forged.errors import RequestRefused
+from forged.host.model import SavedSlots, SlotContents
+
+
+class HostAgent(Protocol):
+    """A host. Slots are named by their ids."""
+
+    async def begin(self, history: str) -> Mapping[str, int]:
+        """Serve the daemon with this store; the slots that are there already, with their sizes."""
+        ...
+
+    async def make(self, slot_ids: Sequence[str], size_bytes: int) -> list[str]:
+        """Make slots, all or none; their paths. The memory is reserved when this returns."""
+        ...
+
+    async def delete(self, slot_ids: Sequence[str]) -> None:
+        """Delete slots; ignores missing ones. Their memory is free when no process maps it."""
+        ...
+
+    async def paths(self, slot_ids: Sequence[str]) -> list[str]:
+        """The paths of slots."""
+        ...
+
+    async def descriptors(self, slot_ids: Sequence[str]) -> list[int]:
+        """Slots as open file descriptors, which the caller closes."""
+        ...
+
+    async def read(self, slot_ids: Sequence[str]) -> list[SlotContents]:
+        """What the whole ones of these slots hold."""
+        ...
+
+    async def save(self, slot_ids: Sequence[str], storage_path: str) -> SavedSlots:
+        """Save the checkpoint that slots hold, given by rank. Raises `CheckpointException`."""
+        ...
+
+    async def prefix(self, slot_id: str) -> str:
+        """The name of the checkpoint that the slot of the root holds."""
+        ...
+
+
+class NoHost:
+    """A daemon without an agent: there are no slots."""
+
+    async def begin(self, history: str) -> Mapping[str, int]:
+        return {}
+
+    async def make(self, slot_ids: Sequence[str], size_bytes: int) -> list[str]:
+        raise RequestRefused(
+            "slots_unavailable", "this daemon has no slots", "use a daemon that runs as a process of its own"
+        )
+
+    async def delete(self, slot_ids: Sequence[str]) -> None:
+        """Do nothing: there are none."""
+
+    async def paths(self, slot_ids: Sequence[str]) -> list[str]:
+        return []
+
+    async def descriptors(self, slot_ids: Sequence[str]) -> list[int]:
+        return []
+
+    async def read(self, slot_ids: Sequence[str]) -> list[SlotContents]:
+        return []
+
+    async def save(self, slot_ids: Sequence[str], storage_path: str) -> SavedSlots:
+        raise RequestRefused("slots_unavailable", "this daemon has no slots", "")
+
+    async def prefix(self, slot_id: str) -> str:
+        return ""

@@ -1,0 +1,146 @@
+"""The agent of the daemon's own host.
+
+Invariants:
+- Files are touched in threads only. At most `SAVES_MAX` checkpoints are saved at the same time.
+- `forged.checkpoint` is imported when the first slots are made, not when the daemon starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+from anyio import to_thread
+
+from forged.errors import RequestRefused
+from forged.host.model import SavedSlots, SlotContents
+from forged.host.slot_directory import SlotDirectory
+
+if TYPE_CHECKING:
+    from forged.checkpoint.ports import CancelToken
+    from forged.checkpoint.storage.slot_files import SlotFile
+
+SAVES_MAX = 2
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - a directory of the user in it, which is checked
+HISTORY_BYTES = 8
+
+
+class LocalHostAgent:
+    """Slots in shared memory, saved to directories of this host."""
+
+    def __init__(self, directory: str = "") -> None:
+        """`directory` is where this daemon has a directory for its slots; default: one of its user in `/dev/shm`."""
+        self._root = Path(directory or f"{SHARED_MEMORY}/forged-{os.geteuid()}")
+        self._slots = SlotDirectory(self._root)
+        self._saves: anyio.CapacityLimiter | None = None
+
+    async def begin(self, history: str) -> Mapping[str, int]:
+        # Several daemons of one user have a directory each.
+        name = hashlib.blake2b(history.encode(), digest_size=HISTORY_BYTES).hexdigest()
+        self._slots = SlotDirectory(self._root / name)
+        self._saves = anyio.CapacityLimiter(SAVES_MAX)
+        return await to_thread.run_sync(self._slots.find)
+
+    async def make(self, slot_ids: Sequence[str], size_bytes: int) -> list[str]:
+        return await to_thread.run_sync(self._make, slot_ids, size_bytes)
+
+    def _make(self, slot_ids: Sequence[str], size_bytes: int) -> list[str]:
+        paths = self._slots.make(slot_ids, size_bytes)
+        # Now, so that the emergency checkpoint of a worker does not wait for it.
+        _import_checkpoints()
+        return paths
+
+    async def delete(self, slot_ids: Sequence[str]) -> None:
+        await to_thread.run_sync(self._slots.delete, slot_ids)
+
+    async def paths(self, slot_ids: Sequence[str]) -> list[str]:
+        return [self._slots.path_of(slot_id) for slot_id in slot_ids]
+
+    async def descriptors(self, slot_ids: Sequence[str]) -> list[int]:
+        return await to_thread.run_sync(self._descriptors, slot_ids)
+
+    def _descriptors(self, slot_ids: Sequence[str]) -> list[int]:
+        with ExitStack() as stack:
+            opened = []
+            for slot_id in slot_ids:
+                opened.append(self._slots.open_slot(slot_id, os.O_RDWR))
+                stack.callback(os.close, opened[-1])
+            stack.pop_all()
+        return opened
+
+    async def read(self, slot_ids: Sequence[str]) -> list[SlotContents]:
+        return await to_thread.run_sync(self._read, slot_ids)
+
+    def _read(self, slot_ids: Sequence[str]) -> list[SlotContents]:
+        from forged.checkpoint.format.slot import SlotHeader
+
+        found = []
+        for slot_id in slot_ids:
+            with ExitStack() as stack:
+                try:
+                    header = self._opened(slot_id, stack).header()
+                except (OSError, RequestRefused):
+                    continue
+                if isinstance(header, SlotHeader):
+                    found.append(
+                        SlotContents(
+                            slot_id,
+                            header.sequence,
+                            header.save_id,
+                            header.rank,
+                            header.world_size,
+                            header.step or 0,
+                            header.epoch or 0,
+                            header.generation,
+                        )
+                    )
+        return found
+
+    def _opened(self, slot_id: str, stack: ExitStack) -> SlotFile:
+        from forged.checkpoint.storage.slot_files import SlotFile
+
+        file = SlotFile(self._slots.open_slot(slot_id, os.O_RDONLY))
+        stack.callback(file.close)
+        return file
+
+    async def save(self, slot_ids: Sequence[str], storage_path: str) -> SavedSlots:
+        assert self._saves is not None
+        await to_thread.run_sync(_import_checkpoints)
+        from forged.checkpoint.ports import CancelToken
+        from forged.checkpoint.thread_calls import run_in_thread
+
+        token = CancelToken()
+        async with self._saves:
+            return await run_in_thread(partial(self._save, slot_ids, storage_path, token), token)
+
+    def _save(self, slot_ids: Sequence[str], storage_path: str, token: CancelToken) -> SavedSlots:
+        from forged.checkpoint.saving.slot_saver import save_slots
+        from forged.checkpoint.storage.local import LocalStorage
+        from forged.checkpoint.storage.slot_files import SlotSet
+
+        with ExitStack() as stack:
+            files = [self._opened(slot_id, stack) for slot_id in slot_ids]
+            slots = SlotSet(files)
+            is_new = save_slots(LocalStorage(storage_path), slots, token)
+            return SavedSlots(slots.manifest.size_bytes, is_new)
+
+    async def prefix(self, slot_id: str) -> str:
+        return await to_thread.run_sync(self._prefix, slot_id)
+
+    def _prefix(self, slot_id: str) -> str:
+        from forged.checkpoint.model import check_prefix
+
+        with ExitStack() as stack:
+            file = self._opened(slot_id, stack)
+            return check_prefix(file.frame(file.whole_header()).prefix)
+
+
+def _import_checkpoints() -> None:
+    """Import what saves checkpoints. It takes about a second, so a thread does it."""
+    import forged.checkpoint.saving.slot_saver  # noqa: F401

@@ -1,0 +1,126 @@
+"""The slots of a host as files in a directory of shared memory.
+
+Invariants:
+- The directory belongs to the daemon's user and nobody else may enter it; the slots are regular files of mode 0600.
+- A name or file that the daemon has not made is not opened, followed or deleted.
+- The memory of a slot is reserved when it is made, so that writing to it cannot fail.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from forged.errors import RequestRefused
+
+SUFFIX = ".slot"
+MODE = 0o600
+DIRECTORY_MODE = 0o700
+FREE_SHARE = 8
+"""One part in so many of the shared memory stays free for other programs."""
+_ID = re.compile(r"[0-9a-f]{32}")
+_OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+class SlotDirectory:
+    """The directory of one daemon's slots."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def find(self) -> dict[str, int]:
+        """The slots in the directory, with their sizes."""
+        if not self.path.is_dir():
+            return {}
+        self._open()
+        found = {}
+        for entry in os.scandir(self.path):
+            slot_id = entry.name.removesuffix(SUFFIX)
+            if entry.name.endswith(SUFFIX) and _ID.fullmatch(slot_id):
+                with suppress(OSError, RequestRefused):
+                    fd = self.open_slot(slot_id, os.O_RDONLY)
+                    found[slot_id] = os.fstat(fd).st_size
+                    os.close(fd)
+        return found
+
+    def _open(self) -> None:
+        """Make the directory, or check that it is the daemon's own."""
+        try:
+            for directory in (self.path.parent, self.path):
+                with suppress(FileExistsError):
+                    directory.mkdir(mode=DIRECTORY_MODE)
+                self._require_own(directory)
+        except OSError as error:
+            raise RequestRefused(
+                "slots_directory_invalid", f"cannot make {self.path}: {error.strerror}", "set slot_dir"
+            ) from error
+
+    def _require_own(self, directory: Path) -> None:
+        found = directory.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise RequestRefused(
+                "slots_directory_invalid",
+                f"{directory} must be a directory of user {os.geteuid()} that no other user may enter",
+                "remove it, or set slot_dir to another one",
+            )
+
+    def path_of(self, slot_id: str) -> str:
+        if not _ID.fullmatch(slot_id):
+            raise RequestRefused("slot_unknown", f"{slot_id[:40]!r} is no slot", "")
+        return f"{self.path}/{slot_id}{SUFFIX}"
+
+    def make(self, slot_ids: Iterable[str], size_bytes: int) -> list[str]:
+        """Make slots and reserve their memory, all or none."""
+        paths = [self.path_of(slot_id) for slot_id in slot_ids]
+        self._open()
+        try:
+            self._require_space(len(paths) * size_bytes)
+            for path in paths:
+                fd = os.open(path, _OPEN | os.O_RDWR | os.O_CREAT | os.O_EXCL, MODE)
+                try:
+                    os.fchmod(fd, MODE)
+                    os.posix_fallocate(fd, 0, size_bytes)
+                finally:
+                    os.close(fd)
+        except OSError as error:
+            self.delete(slot_ids)
+            fix = "free shared memory" if error.errno == errno.ENOSPC else f"check {self.path}"
+            raise RequestRefused("slots_unavailable", f"cannot make slots: {error.strerror}", fix) from error
+        except BaseException:
+            self.delete(slot_ids)
+            raise
+        return paths
+
+    def _require_space(self, wanted: int) -> None:
+        found = os.statvfs(self.path)
+        free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+        if wanted > free - total // FREE_SHARE:
+            raise RequestRefused(
+                "slots_full",
+                f"slots of {wanted} bytes do not fit into {self.path}: {free} of {total} bytes are free, and one part "
+                f"in {FREE_SHARE} stays free",
+                "enlarge /dev/shm, or stage smaller states; until then the worker stages into its own memory",
+            )
+
+    def open_slot(self, slot_id: str, flags: int) -> int:
+        """Open a slot, if it is a file that this class has made."""
+        fd = os.open(self.path_of(slot_id), _OPEN | flags)
+        found = os.fstat(fd)
+        is_own = found.st_uid == os.geteuid() and found.st_nlink == 1
+        if not stat.S_ISREG(found.st_mode) or not is_own or stat.S_IMODE(found.st_mode) != MODE:
+            os.close(fd)
+            raise RequestRefused("slot_invalid", f"slot {slot_id} is not a file that this daemon has made", "")
+        return fd
+
+    def delete(self, slot_ids: Iterable[str]) -> None:
+        """Delete slots, and the directory with the last one; ignores missing ones."""
+        for slot_id in slot_ids:
+            Path(self.path_of(slot_id)).unlink(missing_ok=True)
+        with suppress(OSError):
+            self.path.rmdir()
+            self.path.parent.rmdir()

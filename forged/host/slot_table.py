@@ -1,0 +1,146 @@
+"""Which slots there are, whose they are, and which of them are needed no more.
+
+Invariants:
+- The bytes of all slots never exceed the limit, nor those of one principal or job its share.
+- A worker that is present keeps the slots that it has opened last.
+- The newest save that all ranks have staged is kept, also when its workers are gone, until a newer one or a checkpoint
+  on disk supersedes it, or `LEFT_S` after all of them have left.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from msgspec.structs import replace
+
+from forged.errors import RequestRefused
+from forged.host.model import SlotContents, SlotOwner, SlotRecord, StagedCheckpoint
+from forged.shares import Holder, Shares
+
+SLOTS_PER_WORKER = 2
+LEFT_S = 60.0
+"""How long the slots of workers that have left are kept: their last save may still be asked for."""
+RESOURCE = "bytes of slots"
+
+
+class SlotTable:
+    """The slots of all jobs."""
+
+    def __init__(self, bytes_max: int, principal_bytes_max: int) -> None:
+        self.records: dict[str, SlotRecord] = {}
+        self.bytes_max = bytes_max
+        self._principal_bytes_max = principal_bytes_max
+        self.shares = Shares(RESOURCE, bytes_max, 0, principal_bytes_max)
+
+    def set_limits(self, bytes_max: int, principal_bytes_max: int) -> None:
+        """Change the limits. Slots that exceed them stay until they are freed."""
+        self.bytes_max, self._principal_bytes_max = bytes_max, principal_bytes_max
+        self.shares.resize(bytes_max, 0, principal_bytes_max)
+
+    def load(self, records: Iterable[SlotRecord]) -> None:
+        """Replace all slots."""
+        self.shares = Shares(RESOURCE, self.bytes_max, 0, self._principal_bytes_max)
+        self.records = {record.slot_id: record for record in records}
+        for record in self.records.values():
+            self.shares.charge(record.holder, record.size_bytes)
+
+    # Questions.
+
+    def of_job(self, job: str) -> list[SlotRecord]:
+        return [record for record in self.records.values() if record.job == job]
+
+    def of_worker(self, job: str, worker_id: str, incarnation: bytes) -> list[SlotRecord]:
+        """The slots of a worker, those that it has opened last at the end."""
+        found = (one for one in self.of_job(job) if (one.worker_id, one.incarnation) == (worker_id, incarnation))
+        return sorted(found, key=lambda record: record.opened_at)
+
+    def newest_of(self, job: str, worker_id: str, incarnation: bytes) -> list[SlotRecord]:
+        """The slots that a worker uses: those that it has opened last."""
+        return self.of_worker(job, worker_id, incarnation)[-SLOTS_PER_WORKER:]
+
+    def jobs_to_look_after(self) -> set[str]:
+        """The jobs with slots that may have to be saved or freed."""
+        return {record.job for record in self.records.values() if record.owner is not SlotOwner.PRESENT} | {
+            job for job in {record.job for record in self.records.values()} if self._has_replaced(job)
+        }
+
+    def _has_replaced(self, job: str) -> bool:
+        """Whether a worker of the job has opened further slots in place of its first ones."""
+        counts: defaultdict[tuple[str, bytes], int] = defaultdict(int)
+        for record in self.of_job(job):
+            counts[record.worker_id, record.incarnation] += 1
+        return any(count > SLOTS_PER_WORKER for count in counts.values())
+
+    # Changes.
+
+    def require_room(self, holder: Holder, size_bytes: int) -> None:
+        """Refuse slots that do not fit into the limits."""
+        wanted = SLOTS_PER_WORKER * size_bytes
+        if not self.shares.fits(holder, wanted):
+            raise RequestRefused(
+                "slots_full",
+                f"two slots of {size_bytes} bytes do not fit; {self.shares.shortage(holder)}",
+                "raise slot_bytes_max or principal_slot_bytes_max; until then the worker stages into its own memory",
+            )
+
+    def add(self, records: Iterable[SlotRecord]) -> None:
+        for record in records:
+            self.records[record.slot_id] = record
+            self.shares.charge(record.holder, record.size_bytes)
+
+    def remove(self, slot_ids: Iterable[str]) -> None:
+        """Forget slots; ignores unknown ones."""
+        for slot_id in slot_ids:
+            record = self.records.pop(slot_id, None)
+            if record is not None:
+                self.shares.give_back(record.holder, record.size_bytes)
+
+    def end(
+        self, job: str, owner: SlotOwner, at: float, cause: int, is_ended: Callable[[SlotRecord], bool]
+    ) -> list[SlotRecord]:
+        """Record that owners of slots have failed or left; returns the changed records."""
+        changed = [
+            replace(record, owner=owner, ended_at=at, cause=cause)
+            for record in self.of_job(job)
+            if record.owner is SlotOwner.PRESENT and is_ended(record)
+        ]
+        self.records.update((record.slot_id, record) for record in changed)
+        return changed
+
+    def superseded(
+        self, job: str, contents: Sequence[SlotContents], durable_step: int | None, now: float
+    ) -> Iterator[SlotRecord]:
+        """The slots of a job that are needed no more."""
+        records = self.of_job(job)
+        used = {
+            one.slot_id
+            for record in records
+            if record.owner is SlotOwner.PRESENT
+            for one in self.newest_of(job, record.worker_id, record.incarnation)
+        }
+        sets = staged_checkpoints(contents)
+        if sets and (durable_step is None or durable_step < sets[0].step):
+            used |= self._kept(sets[0], now)
+        return (record for record in records if record.slot_id not in used)
+
+    def _kept(self, staged: StagedCheckpoint, now: float) -> set[str]:
+        """The slots of the newest save, unless all their workers have left some time ago."""
+        owners = [self.records[slot_id] for slot_id in staged.slot_ids if slot_id in self.records]
+        has_left = all(record.owner is SlotOwner.LEFT and now - record.ended_at >= LEFT_S for record in owners)
+        return set() if has_left else set(staged.slot_ids)
+
+
+def staged_checkpoints(contents: Sequence[SlotContents]) -> list[StagedCheckpoint]:
+    """The saves of one job of which the slots of all ranks are whole, newest first."""
+    by_save: defaultdict[tuple[str, int, int], dict[int, SlotContents]] = defaultdict(dict)
+    for one in contents:
+        by_save[one.save_id, one.generation, one.world_size][one.rank] = one
+    complete = [ranks for (_, _, world_size), ranks in by_save.items() if len(ranks) == world_size]
+    complete.sort(key=lambda ranks: max(one.age for one in ranks.values()), reverse=True)
+    return [
+        StagedCheckpoint(
+            ranks[0].save_id, ranks[0].step, ranks[0].epoch, tuple(ranks[rank].slot_id for rank in sorted(ranks))
+        )
+        for ranks in complete
+    ]

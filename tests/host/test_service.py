@@ -1,0 +1,295 @@
+"""Workers that stage into slots of a real daemon, and the daemon that saves what they have staged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forged.catalog.messages import EmergencyCheckpointSaved
+from forged.catalog.model import CheckpointState, CheckpointType
+from forged.checkpoint import DistributedCheckpoint, SaveOptions, ShardedArray
+from forged.checkpoint.errors import CheckpointException
+from forged.checkpoint.saving.background import SaveHandle
+from forged.checkpoint.storage import listing
+from forged.checkpoint.storage.local import LocalStorage
+from forged.client import ForgedClient
+from forged.elastic.messages import EvictWorker, WorkerFailed
+from forged.errors import ForgedError, RequestRefused
+from forged.host.local_agent import LocalHostAgent
+from forged.host.messages import ListSlots, OpenSlots, SaveSlots, SlotPage
+from forged.jobs.model import RemoveJob
+from forged.kernel.messages import Request
+from forged.worker.errors import StepAborted
+from tests.checkpoint.fixtures.plain_reader import same, state_of
+from tests.client.daemon_runner import DaemonRunner, config_in
+from tests.worker.trainers import JOB, PATIENCE_S, Trainer, TrainerGroup, group_at, past
+
+NAMES = ("a", "b")
+ROWS = 600_000
+"""More than one block for each rank."""
+
+
+@pytest.fixture
+async def runner(tmp_path: Path) -> AsyncIterator[DaemonRunner]:
+    """A running daemon with slots."""
+    runner = DaemonRunner(config_in(tmp_path / "daemon"), host=LocalHostAgent(str(tmp_path / "slots")))
+    await runner.open()
+    yield runner
+    await runner.close()
+
+
+@pytest.fixture
+async def group(runner: DaemonRunner) -> AsyncIterator[TrainerGroup]:
+    async with group_at(runner.endpoint, min_workers=1) as group:
+        yield group
+
+
+@pytest.fixture
+async def client(runner: DaemonRunner) -> AsyncIterator[ForgedClient]:
+    async with ForgedClient(runner.endpoint) as client:
+        yield client
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    return LocalStorage(tmp_path / "checkpoints")
+
+
+def rows(rank: int, size: int, step: int) -> ShardedArray:
+    start, end = ROWS * rank // size, ROWS * (rank + 1) // size
+    return ShardedArray(whole(step)[start:end], (ROWS, 8), (start, 0))
+
+
+def whole(step: int) -> np.ndarray[Any, Any]:
+    return np.arange(ROWS * 8, dtype=np.float32).reshape(ROWS, 8) + np.float32(step)
+
+
+class Staging:
+    """Has trainers stage at their steps, and remembers the outcomes."""
+
+    def __init__(self, storage: LocalStorage, trainers: list[Trainer]) -> None:
+        self.wanted: list[str] = []
+        """What is to be done at the next steps: `save`, `keep` or nothing."""
+        self.handles: list[SaveHandle] = []
+        self.kept: list[int] = []
+        self.checkpoints: dict[str, DistributedCheckpoint] = {}
+        self._storage = storage
+        self._at: dict[int, str] = {}
+        for trainer in trainers:
+            self.checkpoints[trainer.name] = DistributedCheckpoint(trainer.worker, storage)
+            trainer.before_exchange = self._hook(trainer)
+
+    def _hook(self, trainer: Trainer) -> Callable[[int], Any]:
+        async def before_exchange(step: int) -> None:
+            # All ranks do the same at a step.
+            if step not in self._at:
+                self._at[step] = self.wanted.pop(0) if self.wanted else ""
+            act = self._at[step]
+            if act:
+                await self._stage(trainer, act, step)
+
+        return before_exchange
+
+    async def _stage(self, trainer: Trainer, act: str, step: int) -> None:
+        worker, checkpoint = trainer.worker, self.checkpoints[trainer.name]
+        state = {"rows": rows(worker.rank, worker.world_size, step), "step": step}
+        options = SaveOptions(f"step-{step:06d}", step=step, include_rng_state=False)
+        try:
+            if act == "save":
+                self.handles.append(await checkpoint.save_async(state, options=options))
+            elif await checkpoint.keep_in_memory(state, options=options):
+                self.kept.append(step)
+        except CheckpointException as error:
+            raise StepAborted(error.message) from error
+
+    async def until(self, group: TrainerGroup, count: int) -> None:
+        await group.until(lambda: len(self.handles) + len(self.kept) >= count)
+
+
+async def start(group: TrainerGroup, storage: LocalStorage) -> Staging:
+    staging = Staging(storage, group.start(*NAMES))
+    await group.world_of(*NAMES)
+    return staging
+
+
+async def slots(client: ForgedClient) -> SlotPage:
+    return await client.request(ListSlots())
+
+
+async def until(client: ForgedClient, true: Callable[[SlotPage], bool]) -> SlotPage:
+    async with asyncio.timeout(PATIENCE_S):
+        while not true(page := await slots(client)):
+            await asyncio.sleep(0.02)
+    return page
+
+
+async def emergencies(client: ForgedClient, count: int) -> list[EmergencyCheckpointSaved]:
+    async with asyncio.timeout(PATIENCE_S):
+        while len(found := await past(client, EmergencyCheckpointSaved)) < count:
+            await asyncio.sleep(0.02)
+    return found
+
+
+def slot_files(directory: Path) -> list[Path]:
+    return list(directory.glob("slots/*/*.slot"))
+
+
+def check(storage: LocalStorage, step: int) -> None:
+    state = state_of(storage, f"step-{step:06d}")["model"]
+    assert state["step"] == step
+    assert same(state["rows"], whole(step))
+
+
+async def test_daemon_saves_what_the_workers_stage(
+    group: TrainerGroup, client: ForgedClient, storage: LocalStorage
+) -> None:
+    staging = await start(group, storage)
+    staging.wanted = ["save", "save", "save"]
+    await staging.until(group, 6)
+    for handle in staging.handles:
+        await handle.committed()
+        check(storage, int(handle.prefix.removeprefix("step-")))
+    page = await slots(client)
+    assert {(one.worker_id, one.owner, one.world_size) for one in page.slots} == {
+        (name, "present", 2) for name in NAMES
+    }
+    assert page.used_bytes == sum(one.size_bytes for one in page.slots) > ROWS * 32
+    assert listing.unfinished_saves(storage) == {}
+    await group.finish(*NAMES)
+
+
+async def test_failed_worker_leaves_an_emergency_checkpoint(
+    group: TrainerGroup, client: ForgedClient, storage: LocalStorage
+) -> None:
+    staging = await start(group, storage)
+    staging.wanted = ["save", "keep", "keep"]
+    await staging.until(group, 6)
+    for handle in staging.handles:
+        await handle.committed()
+    await client.request(EvictWorker(JOB, "b", "for the test"))
+    [saved] = await emergencies(client, 1)
+    step = staging.kept[-1]
+    assert (saved.step, saved.worker_id) == (step, "b")
+    check(storage, step)
+    [failure] = await past(client, WorkerFailed)
+    assert failure.worker_id == "b"
+    metas = {meta.step: meta for meta in await client.checkpoints(JOB)}
+    assert metas[step].checkpoint_type is CheckpointType.EMERGENCY
+    assert metas[step].state is CheckpointState.COMPLETE
+    assert metas[step].size_bytes == saved.size_bytes
+    # What is on disk is needed in memory no more; the survivor keeps its slots.
+    page = await until(client, lambda page: len(page.slots) == 2)
+    assert {one.worker_id for one in page.slots} == {"a"}
+    await group.over("b")
+    await group.finish("a")
+
+
+async def test_restarted_daemon_finds_slots_and_goes_on(
+    runner: DaemonRunner, group: TrainerGroup, storage: LocalStorage
+) -> None:
+    staging = await start(group, storage)
+    staging.wanted = ["keep"]
+    await staging.until(group, 2)
+    await runner.close()
+    stray = next(Path(runner.config.data_dir).parent.glob("slots/*")) / f"{'0' * 32}.slot"
+    stray.touch(mode=0o600)
+    await runner.open()
+    async with ForgedClient(runner.endpoint) as client:
+        await until(client, lambda page: len(page.slots) == 4)
+        await group.until(lambda: all(trainer.worker._session is not None for trainer in (group["a"], group["b"])))
+        staging.wanted = ["save"]
+        await staging.until(group, 4)
+        for handle in staging.handles:
+            await handle.committed()
+        assert not stray.exists()
+    await group.finish(*NAMES)
+
+
+async def test_save_waits_for_a_daemon_that_is_away(
+    runner: DaemonRunner, group: TrainerGroup, storage: LocalStorage
+) -> None:
+    staging = await start(group, storage)
+    staging.wanted = ["save"]
+    await staging.until(group, 2)
+    for handle in staging.handles:
+        await handle.committed()
+    await runner.close()
+    staging.wanted = ["save"]
+    await staging.until(group, 4)
+    assert not any(handle.is_committed for handle in staging.handles[2:])
+    await runner.open()
+    for handle in staging.handles:
+        await handle.committed()
+        check(storage, int(handle.prefix.removeprefix("step-")))
+    await group.finish(*NAMES)
+
+
+async def test_removed_job_frees_its_slots(
+    group: TrainerGroup, client: ForgedClient, storage: LocalStorage, tmp_path: Path
+) -> None:
+    staging = await start(group, storage)
+    staging.wanted = ["keep"]
+    await staging.until(group, 2)
+    await client.request(RemoveJob(JOB, force=True))
+    await until(client, lambda page: not page.slots and not page.used_bytes)
+    assert slot_files(tmp_path) == []
+    await group.over(*NAMES)
+
+
+async def refused(client: ForgedClient, request: Request[Any]) -> str:
+    with pytest.raises(RequestRefused) as error:
+        await client.request(request)
+    return error.value.code
+
+
+async def test_requests_of_others_are_refused(
+    group: TrainerGroup, client: ForgedClient, storage: LocalStorage, tmp_path: Path
+) -> None:
+    staging = await start(group, storage)
+    staging.wanted = ["keep"]
+    await staging.until(group, 2)
+    own = group["a"].worker
+    where = str(tmp_path)
+    assert await refused(client, OpenSlots("other", "a", own.incarnation, 1 << 20, where)) == "job_unknown"
+    assert await refused(client, OpenSlots(JOB, "a", b"0" * 16, 1 << 20, where)) == "worker_gone"
+    assert await refused(client, OpenSlots(JOB, "a", own.incarnation, 1, where)) == "slot_size_invalid"
+    for path in ("", "relative", "/a/../b", "s3://bucket", "/" + "x" * 5000):
+        assert await refused(client, OpenSlots(JOB, "a", own.incarnation, 1 << 20, path)) == "slot_storage_invalid"
+    assert await refused(client, OpenSlots(JOB, "a", own.incarnation, 1 << 50, where)) == "slots_full"
+    assert await refused(client, SaveSlots(JOB, "a", b"0" * 16, "00000000")) == "slots_unknown"
+    assert await refused(client, SaveSlots(JOB, "a", own.incarnation, "00000000")) == "slots_incomplete"
+    await group.finish(*NAMES)
+
+
+async def test_daemon_without_room_lets_workers_use_their_own_memory(
+    runner: DaemonRunner, storage: LocalStorage
+) -> None:
+    await runner.reopen(slot_bytes_max=1 << 20)
+    async with group_at(runner.endpoint, min_workers=1) as group, ForgedClient(runner.endpoint) as client:
+        staging = await start(group, storage)
+        staging.wanted = ["save", "keep"]
+        await group.until(lambda: not staging.wanted and len(staging.handles) == 2)
+        for handle in staging.handles:
+            await handle.committed()
+        assert staging.kept == []
+        assert (await slots(client)).slots == []
+        await group.finish(*NAMES)
+
+
+def test_slots_directory_of_another_user_or_mode_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "slots").mkdir(mode=0o755)
+    (tmp_path / "slots").chmod(0o755)
+    agent = LocalHostAgent(str(tmp_path / "slots"))
+
+    async def make() -> None:
+        await agent.begin("history")
+        await agent.make(["0" * 32], 4096)
+
+    with pytest.raises(ForgedError) as error:
+        asyncio.run(make())
+    assert error.value.code == "slots_directory_invalid"
