@@ -16,6 +16,7 @@ from forged.checkpoint.errors import ExceptionType
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.storage import listing
+from forged.cli.catalog.names import listed
 from forged.cli.ckpt.command import checkpoint_command
 from forged.cli.ckpt.target import storage_of
 from forged.cli.forgectl import answers, tables
@@ -24,6 +25,7 @@ from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options
 from forged.cli.process import EXIT_FAILED, EXIT_OK
+from forged.plain_client.connection import PlainConnection
 
 BATCH_MAX = 200
 """So many checkpoints with many metrics fit into a frame."""
@@ -36,16 +38,33 @@ OUTCOMES = ("adopted", "known", "refused")
 def adopt(options: Options, token: CancelToken) -> int:
     storage = storage_of(options.where, token)
     found, unreadable = _described(storage)
-    done: dict[str, list[Any]] = {outcome: [] for outcome in OUTCOMES}
     with DaemonConnection(options) as daemon:
-        for first in range(0, len(found), BATCH_MAX):
-            fields = {"job": options.job, "folder": storage.url, "checkpoints": found[first : first + BATCH_MAX]}
-            reply = answers.one(daemon, "AdoptCheckpoints", **fields, **({"dry_run": True} if options.dry_run else {}))
-            for outcome in OUTCOMES:
-                done[outcome] += answers.list_in(reply, outcome)
-    whole = {"job": options.job, "folder": storage.url, "dry_run": options.dry_run, **done, "unreadable": unreadable}
+        outcome = _preview(daemon, options.job, found) if options.dry_run else _send(daemon, options, storage, found)
+    whole = {"job": options.job, "folder": storage.url, "dry_run": options.dry_run, **outcome, "unreadable": unreadable}
     answer(options, whole, lambda: _show(whole))
-    return EXIT_FAILED if done["refused"] or unreadable else EXIT_OK
+    return EXIT_FAILED if outcome["refused"] or unreadable else EXIT_OK
+
+
+def _send(daemon: PlainConnection, options: Options, storage: Storage, found: Sequence[Row]) -> dict[str, list[Any]]:
+    """Add the checkpoints, in batches; returns what has become of them."""
+    done: dict[str, list[Any]] = {outcome: [] for outcome in OUTCOMES}
+    for first in range(0, len(found), BATCH_MAX):
+        batch = found[first : first + BATCH_MAX]
+        reply = answers.one(daemon, "AdoptCheckpoints", job=options.job, folder=storage.url, checkpoints=batch)
+        for outcome in OUTCOMES:
+            done[outcome] += answers.list_in(reply, outcome)
+    return done
+
+
+def _preview(daemon: PlainConnection, job: str, found: Sequence[Row]) -> dict[str, list[Any]]:
+    """The paths of the checkpoints that the job does not have, and of those that it has."""
+    present = {meta.get("storage_path") for meta in answers.rows_in(listed(daemon, job), "checkpoints")}
+    paths = [one["storage_path"] for one in found]
+    return {
+        "adopted": [path for path in paths if path not in present],
+        "known": [path for path in paths if path in present],
+        "refused": [],
+    }
 
 
 # What the folder has.
@@ -108,11 +127,13 @@ def _show(whole: Row) -> None:
     if not (adopted or known or refused or whole["unreadable"]):
         print(f"no checkpoints in {folder}; name the folder that the manifests (*.metadata.json) are in")
         return
-    verb = "would be adopted" if whole["dry_run"] else "adopted"
+    done = "not known to" if whole["dry_run"] else "adopted by"
     if adopted:
-        print(f"{verb}: {tables.counted(len(adopted), 'checkpoint')} of {folder} by job {job}: {tables.names(adopted)}")
+        print(f"{done} job {job}: {tables.counted(len(adopted), 'checkpoint')} of {folder}: {tables.names(adopted)}")
     if known:
         print(f"known before: {tables.counted(len(known), 'checkpoint')}: {tables.names(known)}")
+    if whole["dry_run"] and adopted:
+        print("nothing is changed; without --dry-run they are adopted")
     for text in _refusals(refused, whole["unreadable"]):
         tables.print_wrapped(text, tables.NOTE_INDENT)
 

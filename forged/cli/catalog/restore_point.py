@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -16,6 +17,7 @@ from forged.cli.forgectl.parser import Options
 from forged.cli.process import EXIT_FAILED, EXIT_OK
 
 COLUMNS = ("id", "step", "type", "size", "chain", "restore_s", "lost_steps", "reason")
+EXCLUDED_SHOWN_MAX = 12
 YIELDING = ("chain", "size", "reason")
 
 
@@ -27,9 +29,14 @@ def show_restore_points(options: Options) -> int:
 
 
 def _criteria(options: Options) -> dict[str, Any]:
-    given = {"folder": options.folder, "max_epoch": options.max_epoch, "max_step": options.max_step}
-    criteria = {key: value for key, value in given.items() if value is not None}
+    given = {"folder": _location(options.folder), "max_epoch": options.max_epoch, "max_step": options.max_step}
+    criteria = {key: value for key, value in given.items() if value not in (None, "")}
     return criteria | ({"prefer_full": True} if options.prefer_full else {})
+
+
+def _location(folder: str | None) -> str:
+    """The folder as the catalogue names it: a directory with its links followed, or a URL."""
+    return (folder if "://" in folder else os.path.realpath(folder)).rstrip("/") if folder else ""
 
 
 def _show(options: Options, reply: Row) -> None:
@@ -45,7 +52,7 @@ def _show(options: Options, reply: Row) -> None:
         tables.table([_row(point) for point in shown], COLUMNS, "", yielding=YIELDING, kept="id")
         if is_cut:
             print(f"and {len(points) - 1 - len(shown):,} more checkpoints: --all shows them")
-    _show_excluded(reply)
+    _show_excluded(options, reply)
 
 
 def _show_best(point: Row) -> None:
@@ -84,9 +91,13 @@ def _row(point: Row) -> dict[str, Any]:
     }
 
 
-def _show_excluded(reply: Row) -> None:
+def _show_excluded(options: Options, reply: Row) -> None:
     excluded = answers.rows_in(reply, "excluded")
     if excluded:
         print("\nnot offered:")
-    for one in excluded:
+    is_cut = sys.stdout.isatty() and not options.all and len(excluded) > EXCLUDED_SHOWN_MAX
+    shown = excluded[: EXCLUDED_SHOWN_MAX - 1] if is_cut else excluded
+    for one in shown:
         tables.print_wrapped(f"  {names.described(one)}: {tables.field('', one.get('reason'))}", 2 * tables.NOTE_INDENT)
+    if is_cut:
+        print(f"  and {len(excluded) - len(shown):,} more: --all shows them")

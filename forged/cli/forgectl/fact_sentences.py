@@ -1,4 +1,4 @@
-"""Facts about training as English sentences.
+"""Facts about training and checkpoints as English sentences.
 
 A sentence leaves out no field of its fact, except fields that follow from the others.
 """
@@ -30,7 +30,7 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
     "WorkerLost": ("{worker_id} is lost", ": {reason}", "; it has {grace_s} to reconnect"),
     "RescaleStarted": (
         "attempt {attempt} to rescale",
-        " to {world_size}",
+        " to {world_size:worker}",
         " ({type})",
         " {in_background}",
         ", adding {added}",
@@ -41,17 +41,17 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
     "RescaleSynchronising": (
         "attempt {attempt}: all workers have stopped",
         " after step {step}",
-        "; {source} sends its state to {behind}",
+        "; {source} sends its state to {behind:worker}",
     ),
     "ProgressLost": (
         "the steps committed after step {step} are lost",
-        " ({steps} steps)",
+        " ({steps:step})",
         ": {reason}",
     ),
     "RescaleCompleted": (
         "attempt {attempt} committed",
         " after {took_s}",
-        ": {delta}",
+        ": {delta:worker}",
         " (added {added})",
         " (removed {removed})",
         ", training resumes after step {step}",
@@ -61,7 +61,7 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
         ": {reason}",
     ),
     "RescaleAborted": ("attempt {attempt} aborted", ": {reason}"),
-    "JobWaiting": ("training waits: {workers} available", ", {needed} required"),
+    "JobWaiting": ("training waits: {workers:worker} available", ", {needed} required"),
     "JobPaused": ("training pauses", ": {reason}"),
     "JobResumed": ("training resumes", ": {reason}"),
     "JobCompleted": ("training is complete", " after step {step}"),
@@ -70,29 +70,83 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
     "TransfersPlanned": ("attempt {attempt}", ": {totals}"),
     "TransfersCompleted": (
         "attempt {attempt}: all workers hold their data",
-        ", {transfers} transferred",
+        ", {transfers:shard} transferred",
         ", {bytes}",
         ", in {took_s}",
         " (estimated {estimated_s})",
     ),
     "ShardsLost": (
-        "attempt {attempt}: no worker has {count}",
+        "attempt {attempt}: no worker has {count:shard}",
         ", such as {shards}",
         " ({reason})",
         "; {last_held_by}",
     ),
     "CopiesDiffer": (
-        "attempt {attempt}: the copies of {count} differ",
+        "attempt {attempt}: the copies of {count:shard} differ",
         ", such as {shards}",
         "; the different copies are on {workers}",
     ),
     "CorruptShardFound": ("{worker_id} has a corrupt copy of shard {shard}", ", found by {found_by}"),
+    "CheckpointStarted": (
+        "saving checkpoint {checkpoint_id}",
+        " ({checkpoint_type})",
+        " of step {step}",
+        ", epoch {epoch}",
+        ", at {storage_path}",
+        ", building on {parent_id}",
+        ", by {worker_id}",
+        ": {reason}",
+    ),
+    "CheckpointCompleted": (
+        "checkpoint {checkpoint_id} is complete",
+        " (step {step})",
+        ": {size_bytes}",
+        " saved in {seconds}",
+    ),
+    "CheckpointFailed": ("checkpoint {checkpoint_id} was not saved", " (step {step})", ": {reason}"),
+    "CheckpointCorrupted": ("checkpoint {checkpoint_id} is corrupted", " (step {step})", ": {reason}"),
+    "CheckpointRepaired": ("all bytes of checkpoint {checkpoint_id} are correct again", " (step {step})"),
+    "CheckpointCollected": (
+        "deleting checkpoint {checkpoint_id}",
+        " (step {step})",
+        ", {size_bytes}",
+        ", by the rule {rule}",
+        ": {reason}",
+    ),
+    "CheckpointCompacted": (
+        "checkpoint {checkpoint_id} builds on no other one any more",
+        " (step {step})",
+        ", {size_bytes}",
+    ),
+    "CheckpointsAbandoned": (
+        "training continues after step {step}",
+        ", from checkpoint {checkpoint_id}",
+        "; abandons {count:checkpoint} beyond it",
+    ),
+    "CheckpointRestored": (
+        "the job is restored from checkpoint {checkpoint_id}",
+        " (step {step})",
+        ": {size_bytes}",
+        " read in {seconds}",
+        "; skipped {skipped}",
+    ),
+    "CheckpointsAdopted": ("{count:checkpoint} adopted", " from {folder}"),
+    "EmergencyCheckpointSaved": (
+        "checkpoint {checkpoint_id} was saved from memory",
+        " (step {step})",
+        " {seconds} after {worker_id} failed",
+        ", {size_bytes}",
+    ),
 }
-"""The clauses of each sentence. A clause is left out if a field is missing; without the first there is no sentence."""
-_FIELD = re.compile(r"\{(\w+)\}")
+"""The clauses of each sentence. A clause is left out if a field is missing; without the first there is no sentence.
+
+`{count:shard}` is a count with its noun.
+"""
+_FIELD = re.compile(r"\{(\w+)(?::(\w+))?\}")
 _FOLLOWS = frozenset({"type"})
 """Fields that follow from the others."""
-_COUNTS_OF_WORKERS = frozenset({"world_size", "behind", "workers"})
+_EMPTY_AT_0 = frozenset({"behind", "count", "transfers"})
+"""Counts of which none is nothing to say."""
 
 
 def in_words(kind: Any, fact: Row) -> str | None:
@@ -110,32 +164,37 @@ def in_words(kind: Any, fact: Row) -> str | None:
     first, *others = (_clause(clause, fact) for clause in clauses)
     if not first:
         return None
-    known_fields = _FOLLOWS.union(*(_FIELD.findall(clause) for clause in clauses))
+    known_fields = _FOLLOWS.union(*(fields_of(clause) for clause in clauses))
     more = tables.fields({key: value for key, value in fact.items() if key not in known_fields})
     return "".join([first, *others, f" {more}" if more else ""])
 
 
+def fields_of(clause: str) -> set[str]:
+    """The names of the fields in a clause."""
+    return {name for name, _ in _FIELD.findall(clause)}
+
+
 def _clause(clause: str, fact: Row) -> str:
-    texts = {name: _field(name, fact.get(name)) for name in _FIELD.findall(clause)}
+    texts = {name: _field(name, fact.get(name), noun) for name, noun in _FIELD.findall(clause)}
     if any(text in ("", tables.NONE) for text in texts.values()):
         return ""
     return _FIELD.sub(lambda found: texts[found[1]], clause)
 
 
-def _field(name: str, value: Any) -> str:
+def _field(name: str, value: Any, noun: str) -> str:
     """A field's value as part of a sentence; empty if there is nothing to say."""
     if name == "delta":
-        name, value = "world_size", _world_size(value)
-    if (name == "rank" and value == RANK_NONE) or (name == "behind" and value == 0):
+        value = _world_size(value)
+    if (name == "rank" and value == RANK_NONE) or (name in _EMPTY_AT_0 and value == 0):
         return ""
+    if noun and isinstance(value, int):
+        return tables.counted(value, noun)
     if name == "in_background":
         return "in the background" if value is True else ""
     if name in _IN_WORDS:
         return _IN_WORDS[name](value)
     if isinstance(value, list):
         return tables.names(value)
-    if name in _COUNTS_OF_WORKERS and isinstance(value, int):
-        return tables.counted(value, "worker")
     text = tables.field(name, known(name, value))
     return text.replace("_", " ") if name == "type" else text
 
@@ -152,10 +211,6 @@ def _world_size(delta: Any) -> int | None:
     return sum(counts) if all(isinstance(count, int) for count in counts) else None
 
 
-def _shards(count: Any) -> str:
-    return tables.counted(count, "shard") if isinstance(count, int) and count else ""
-
-
 def _restart(workers: Any) -> str:
     return data.restart_hint(workers) if isinstance(workers, list) and workers else ""
 
@@ -164,12 +219,16 @@ def _size(count: Any) -> str:
     return tables.size(count) if isinstance(count, int) and count > 0 else ""
 
 
+def _duration(seconds: Any) -> str:
+    return tables.duration(seconds) if isinstance(seconds, (int, float)) else ""
+
+
 _IN_WORDS: Mapping[str, Callable[[Any], str]] = {
     "dataset": data.dataset_in_words,
     "totals": data.totals_in_words,
-    "transfers": _shards,
-    "count": _shards,
     "last_held_by": _restart,
     "bytes": _size,
+    "size_bytes": _size,
+    "seconds": _duration,
 }
 """Fields with a wording of their own."""

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from forged.catalog import messages as about_checkpoints
 from forged.cli.forgectl import candidates, fact_sentences, main, tables
 from forged.cli.forgectl.commands import jobs
 from forged.client import BlockingClient
@@ -504,7 +505,7 @@ class TestPlan:
         assert "the number of workers must be an integer >= 1" in capsys.readouterr().err
 
 
-ABOUT_TRAINING = (facts.__name__, about_data.__name__)
+WITH_SENTENCES = (facts.__name__, about_data.__name__, about_checkpoints.__name__)
 
 
 def as_sent(value: Any) -> Any:
@@ -522,6 +523,11 @@ COMPLETED = {
     "learning_rate": 0.1, "global_batch_size": 64, "added": ["w9"], "removed": ["w1"], "reason": "w1 failed: dead",
     "took_s": 0.012,
 }  # fmt: skip
+
+
+ABOUT = {"checkpoint_id": "c-7", "step": 1200}
+SAVED = ABOUT | {"size_bytes": 2_150_000_000}
+SAVING = ABOUT | {"epoch": 0, "checkpoint_type": "incremental", "storage_path": "s3://b/r/step-1200"}
 
 
 class TestFactSentences:
@@ -578,7 +584,7 @@ class TestFactSentences:
             (
                 "ProgressLost",
                 {"steps": 1200, "step": 0, "reason": "no remaining worker holds them"},
-                "the steps committed after step 0 are lost (1200 steps): no remaining worker holds them",
+                "the steps committed after step 0 are lost (1,200 steps): no remaining worker holds them",
             ),
             (
                 "RescaleSynchronising",
@@ -630,19 +636,70 @@ class TestFactSentences:
             ),
             ("JobWaiting", {"workers": 1, "needed": 2}, "training waits: 1 worker available, 2 required"),
             ("JobAborted", {"reason": "enough", "step": 0}, "training is aborted after step 0: enough"),
+            (
+                "CheckpointStarted",
+                SAVING | {"parent_id": None, "worker_id": "", "reason": ""},
+                "saving checkpoint c-7 (incremental) of step 1200, epoch 0, at s3://b/r/step-1200",
+            ),
+            (
+                "CheckpointStarted",
+                SAVING | {"parent_id": "c-6", "worker_id": "w0", "reason": "every 600 s"},
+                "saving checkpoint c-7 (incremental) of step 1200, epoch 0, at s3://b/r/step-1200, building on c-6, "
+                "by w0: every 600 s",
+            ),
+            (
+                "CheckpointCompleted",
+                SAVED | {"seconds": 2.5},
+                "checkpoint c-7 is complete (step 1200): 2.15 GB saved in 2.5 s",
+            ),
+            ("CheckpointFailed", ABOUT | {"reason": "no space"}, "checkpoint c-7 was not saved (step 1200): no space"),
+            ("CheckpointCorrupted", ABOUT | {"reason": "bad"}, "checkpoint c-7 is corrupted (step 1200): bad"),
+            ("CheckpointRepaired", ABOUT, "all bytes of checkpoint c-7 are correct again (step 1200)"),
+            (
+                "CheckpointCollected",
+                SAVED | {"rule": "surplus", "reason": "3 newer ones are restorable"},
+                "deleting checkpoint c-7 (step 1200), 2.15 GB, by the rule surplus: 3 newer ones are restorable",
+            ),
+            ("CheckpointCompacted", SAVED, "checkpoint c-7 builds on no other one any more (step 1200), 2.15 GB"),
+            (
+                "CheckpointsAbandoned",
+                {"step": 900, "count": 3, "checkpoint_id": "c-4"},
+                "training continues after step 900, from checkpoint c-4; abandons 3 checkpoints beyond it",
+            ),
+            (
+                "CheckpointsAbandoned",
+                {"step": 0, "count": 1, "checkpoint_id": ""},
+                "training continues after step 0; abandons 1 checkpoint beyond it",
+            ),
+            (
+                "CheckpointRestored",
+                SAVED | {"seconds": 2.5, "skipped": []},
+                "the job is restored from checkpoint c-7 (step 1200): 2.15 GB read in 2.5 s",
+            ),
+            (
+                "CheckpointRestored",
+                SAVED | {"seconds": 0.0, "size_bytes": 0, "skipped": ["c-9: a chunk is corrupt"]},
+                "the job is restored from checkpoint c-7 (step 1200); skipped c-9: a chunk is corrupt",
+            ),
+            ("CheckpointsAdopted", {"count": 1200, "folder": "/data/r"}, "1,200 checkpoints adopted from /data/r"),
+            (
+                "EmergencyCheckpointSaved",
+                SAVED | {"worker_id": "w0", "seconds": 0.4},
+                "checkpoint c-7 was saved from memory (step 1200) 400 ms after w0 failed, 2.15 GB",
+            ),
         ],
     )
     def test_training_facts_have_sentences(self, kind: str, fact: dict[str, Any], said: str) -> None:
         assert fact_sentences.in_words(kind, fact) == said
 
-    def test_exactly_the_facts_about_training_have_sentences(self) -> None:
+    def test_exactly_the_facts_about_training_and_checkpoints_have_sentences(self) -> None:
         assert fact_sentences._CLAUSES.keys() == {
-            name for name, kind in FACTS.items() if kind.__module__ in ABOUT_TRAINING and kind is not Fact
+            name for name, kind in FACTS.items() if kind.__module__ in WITH_SENTENCES and kind is not Fact
         }
 
     @pytest.mark.parametrize("kind", fact_sentences._CLAUSES)
     def test_every_field_of_a_fact_is_in_its_sentence(self, kind: str) -> None:
-        named = {name for clause in fact_sentences._CLAUSES[kind] for name in re.findall(r"\{(\w+)\}", clause)}
+        named = set().union(*map(fact_sentences.fields_of, fact_sentences._CLAUSES[kind]))
         assert set(FACTS[kind].__struct_fields__) - named <= fact_sentences._FOLLOWS
 
     def test_unknown_fields_are_appended_to_the_sentence(self) -> None:
