@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
+import msgpack
+
 from forged.checkpoint.errors import ExceptionType
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.storage import listing
-from forged.cli.catalog.names import listed
 from forged.cli.ckpt.command import checkpoint_command
 from forged.cli.ckpt.target import storage_of
 from forged.cli.forgectl import answers, tables
@@ -25,10 +26,10 @@ from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options
 from forged.cli.process import EXIT_FAILED, EXIT_OK
-from forged.plain_client.connection import PlainConnection
 
-BATCH_MAX = 200
-"""So many checkpoints with many metrics fit into a frame."""
+BATCH_MAX = 1000
+BATCH_BYTES_MAX = 1 << 20
+"""Half of the smallest frame that a daemon can be configured for."""
 METRICS_KEY = "metrics"
 """The custom metadata in which workers save the metrics."""
 OUTCOMES = ("adopted", "known", "refused")
@@ -38,33 +39,42 @@ OUTCOMES = ("adopted", "known", "refused")
 def adopt(options: Options, token: CancelToken) -> int:
     storage = storage_of(options.where, token)
     found, unreadable = _described(storage)
-    with DaemonConnection(options) as daemon:
-        outcome = _preview(daemon, options.job, found) if options.dry_run else _send(daemon, options, storage, found)
-    whole = {"job": options.job, "folder": storage.url, "dry_run": options.dry_run, **outcome, "unreadable": unreadable}
-    answer(options, whole, lambda: _show(whole))
-    return EXIT_FAILED if outcome["refused"] or unreadable else EXIT_OK
-
-
-def _send(daemon: PlainConnection, options: Options, storage: Storage, found: Sequence[Row]) -> dict[str, list[Any]]:
-    """Add the checkpoints, in batches; returns what has become of them."""
     done: dict[str, list[Any]] = {outcome: [] for outcome in OUTCOMES}
-    for first in range(0, len(found), BATCH_MAX):
-        batch = found[first : first + BATCH_MAX]
-        reply = answers.one(daemon, "AdoptCheckpoints", job=options.job, folder=storage.url, checkpoints=batch)
-        for outcome in OUTCOMES:
-            done[outcome] += answers.list_in(reply, outcome)
-    return done
+    with DaemonConnection(options) as daemon:
+        for batch in batches(found, is_dry=options.dry_run):
+            reply = answers.one(
+                daemon,
+                "AdoptCheckpoints",
+                job=options.job,
+                folder=storage.url,
+                checkpoints=batch,
+                dry_run=options.dry_run,
+            )
+            for outcome in OUTCOMES:
+                done[outcome] += answers.list_in(reply, outcome)
+    whole = {"job": options.job, "folder": storage.url, "dry_run": options.dry_run, **done, "unreadable": unreadable}
+    answer(options, whole, lambda: _show(whole))
+    return EXIT_FAILED if done["refused"] or unreadable else EXIT_OK
 
 
-def _preview(daemon: PlainConnection, job: str, found: Sequence[Row]) -> dict[str, list[Any]]:
-    """The paths of the checkpoints that the job does not have, and of those that it has."""
-    present = {meta.get("storage_path") for meta in answers.rows_in(listed(daemon, job), "checkpoints")}
-    paths = [one["storage_path"] for one in found]
-    return {
-        "adopted": [path for path in paths if path not in present],
-        "known": [path for path in paths if path in present],
-        "refused": [],
-    }
+def batches(found: Sequence[Row], *, is_dry: bool) -> Iterator[list[Row]]:
+    """The checkpoints in the parts that one request can carry.
+
+    In a dry run the daemon keeps no part, so a checkpoint is sent without a parent that is in an earlier one.
+    """
+    batch: list[Row] = []
+    sent: set[str] = set()
+    room_bytes = BATCH_BYTES_MAX
+    for one in found:
+        size_bytes = len(msgpack.packb(one))
+        if batch and (size_bytes > room_bytes or len(batch) == BATCH_MAX):
+            yield batch
+            sent.update(earlier["storage_path"] for earlier in batch)
+            batch, room_bytes = [], BATCH_BYTES_MAX
+        room_bytes -= size_bytes
+        batch.append(one | {"parent_path": ""} if is_dry and one.get("parent_path") in sent else one)
+    if batch:
+        yield batch
 
 
 # What the folder has.
@@ -127,13 +137,13 @@ def _show(whole: Row) -> None:
     if not (adopted or known or refused or whole["unreadable"]):
         print(f"no checkpoints in {folder}; name the folder that the manifests (*.metadata.json) are in")
         return
-    done = "not known to" if whole["dry_run"] else "adopted by"
-    if adopted:
-        print(f"{done} job {job}: {tables.counted(len(adopted), 'checkpoint')} of {folder}: {tables.names(adopted)}")
+    number = f"{tables.counted(len(adopted), 'checkpoint')} of {folder}"
+    if adopted and whole["dry_run"]:
+        print(f"job {job} would adopt {number}; nothing is changed")
+    elif adopted:
+        print(f"job {job} has adopted {number}: {tables.names(adopted)}")
     if known:
         print(f"known before: {tables.counted(len(known), 'checkpoint')}: {tables.names(known)}")
-    if whole["dry_run"] and adopted:
-        print("nothing is changed; without --dry-run they are adopted")
     for text in _refusals(refused, whole["unreadable"]):
         tables.print_wrapped(text, tables.NOTE_INDENT)
 

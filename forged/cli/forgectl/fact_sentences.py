@@ -118,6 +118,7 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
         " (step {step})",
         ", {size_bytes}",
     ),
+    "CheckpointOperationFailed": ("{operation} checkpoint {checkpoint_id} failed", " (step {step})", ": {reason}"),
     "CheckpointsAbandoned": (
         "training continues after step {step}",
         ", from checkpoint {checkpoint_id}",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from forged.cli.catalog import adopt
-from tests.cli.catalog.scripted_catalogue import Caught, catalogue, record
+from tests.cli.catalog.scripted_catalogue import Caught, catalogue
 from tests.cli.ckpt.conftest import CheckpointFolder, checkpoint_folder
 from tests.cli.scripted_daemon import ScriptedDaemon
 
@@ -26,12 +26,13 @@ def sent(daemon: ScriptedDaemon) -> list[dict[str, Any]]:
 def test_what_the_manifests_say_is_sent(tmp_path: Path, capsys: Caught, checkpoint_folder: CheckpointFolder) -> None:
     manifest = checkpoint_folder.save("step-7", created_at=5.0)
     with catalogue(tmp_path, AdoptCheckpoints=take_all) as daemon:
-        said = f"adopted by job run: 1 checkpoint of {tmp_path}/checkpoints: step-7\n"
+        said = f"job run has adopted 1 checkpoint of {tmp_path}/checkpoints: step-7\n"
         assert daemon.run("ckpt adopt checkpoints --job run", capsys) == (0, said, "")
         [request] = sent(daemon)
     assert request == {
         "job": "run",
         "folder": f"{tmp_path}/checkpoints",
+        "dry_run": False,
         "checkpoints": [
             {
                 "storage_path": f"{tmp_path}/checkpoints/step-7",
@@ -65,7 +66,7 @@ def test_outcomes_of_all_batches_are_shown(
     assert names == [["step-0", "step-1"], ["step-2"]]
     assert (code, err, reply_code) == (1, "", 1)
     assert out.splitlines()[:3] == [
-        f"adopted by job run: 2 checkpoints of {tmp_path}/checkpoints: a, b",
+        f"job run has adopted 2 checkpoints of {tmp_path}/checkpoints: a, b",
         "known before: 1 checkpoint: c",
         "refused: step-2: it belongs to job other",
     ]
@@ -73,23 +74,32 @@ def test_outcomes_of_all_batches_are_shown(
     assert '"unreadable": [{"prefix": "bad"' in reply
 
 
-def test_dry_run_tells_the_unknown_from_the_known_ones(
+def test_dry_run_says_that_nothing_is_changed(
     tmp_path: Path, capsys: Caught, checkpoint_folder: CheckpointFolder
 ) -> None:
     checkpoint_folder.save("step-7")
-    checkpoint_folder.save("step-8")
-    folder = f"{tmp_path}/checkpoints"
-    with catalogue(tmp_path, record(1, storage_path=f"{folder}/step-7")) as daemon:
-        code, out, _ = daemon.run("ckpt adopt checkpoints --job run --dry-run", capsys)
-        assert sent(daemon) == []
-        reply = daemon.json("ckpt adopt checkpoints --job run --dry-run", capsys)
-    assert code == 0
-    assert out.splitlines() == [
-        f"not known to job run: 1 checkpoint of {folder}: {folder}/step-8",
-        f"known before: 1 checkpoint: {folder}/step-7",
-        "nothing is changed; without --dry-run they are adopted",
-    ]
-    assert (reply["dry_run"], reply["adopted"], reply["known"]) == (True, [f"{folder}/step-8"], [f"{folder}/step-7"])
+    with catalogue(tmp_path, AdoptCheckpoints=take_all) as daemon:
+        said = f"job run would adopt 1 checkpoint of {tmp_path}/checkpoints; nothing is changed\n"
+        assert daemon.run("ckpt adopt checkpoints --job run --dry-run", capsys) == (0, said, "")
+        assert [request["dry_run"] for request in sent(daemon)] == [True]
+        assert daemon.json("ckpt adopt checkpoints --job run --dry-run", capsys)["dry_run"] is True
+
+
+def test_batches_are_limited_by_number_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"storage_path": f"/{number}", "metrics": "x" * 1000} for number in range(10)]
+    monkeypatch.setattr(adopt, "BATCH_BYTES_MAX", 4200)
+    assert [len(batch) for batch in adopt.batches(rows, is_dry=False)] == [4, 4, 2]
+    monkeypatch.setattr(adopt, "BATCH_MAX", 3)
+    assert [len(batch) for batch in adopt.batches(rows, is_dry=False)] == [3, 3, 3, 1]
+
+
+@pytest.mark.parametrize(("is_dry", "parents"), [(False, ["", "a", "b"]), (True, ["", "a", ""])])
+def test_parent_of_an_earlier_batch_is_sent_unless_nothing_is_kept(
+    monkeypatch: pytest.MonkeyPatch, is_dry: bool, parents: list[str]
+) -> None:
+    rows = [{"storage_path": path, "parent_path": parent} for path, parent in (("a", ""), ("b", "a"), ("c", "b"))]
+    monkeypatch.setattr(adopt, "BATCH_MAX", 2)
+    assert [row["parent_path"] for batch in adopt.batches(rows, is_dry=is_dry) for row in batch] == parents
 
 
 def test_empty_folder_is_named(tmp_path: Path, capsys: Caught, checkpoint_folder: CheckpointFolder) -> None:

@@ -20,6 +20,12 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compact, "POLL_INTERVAL_S", 0)
 
 
+def failure(checkpoint_id: str, reason: str) -> list[Any]:
+    """The record of a failed compaction."""
+    fact = {"checkpoint_id": checkpoint_id, "step": 400, "operation": "compacting", "reason": reason}
+    return [3, 0.0, "CheckpointOperationFailed", "run", 1, 0, "catalog", fact]
+
+
 def running(done_bytes: int) -> dict[str, Any]:
     operation = {"operation": "compacting", "done_bytes": done_bytes, "total_bytes": 2_000_000_000}
     return view_of(META, operation=operation)
@@ -54,9 +60,23 @@ def test_follow_shows_each_change_until_the_checkpoint_is_full(tmp_path: Path, c
     )
 
 
-def test_follow_fails_if_the_compaction_does(tmp_path: Path, capsys: Caught) -> None:
-    code, lines = followed(tmp_path, capsys, running(0), view_of(META))
-    assert (code, lines[-1]) == (1, "ckpt-00000004 (step 400): not compacted; `forgectl events` says why")
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ([], "the daemon no longer works on it"),
+        ([failure("ckpt-00000004", "no space")], "no space"),
+        ([failure("ckpt-00000003", "no space")], "the daemon no longer works on it"),
+    ],
+)
+def test_follow_fails_with_the_reason_if_the_compaction_does(
+    tmp_path: Path, capsys: Caught, facts: list[Any], reason: str
+) -> None:
+    views = [view_of(META), running(0), view_of(META)]
+    replies = {"CompactCheckpoint": {}, "ShowCheckpoint": lambda fields: views.pop(0)}
+    with catalogue(tmp_path, facts=facts, **replies) as daemon:
+        code, out, err = daemon.run("ckpt compact ckpt-00000004 --job run --follow", capsys)
+    assert (code, out.splitlines()) == (1, ["ckpt-00000004 (step 400): compacting: 0 B of 2 GB (0%)"])
+    assert err == f"forgectl: ckpt-00000004 (step 400) is not compacted: {reason}\n"
 
 
 def test_follow_prints_the_views_as_json(tmp_path: Path, capsys: Caught) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from forged.catalog.messages import CheckpointStarted
 from forged.cli.catalog import ls
 from forged.cli.forgectl.connection import DaemonConnection
+from forged.kernel.messages import FACTS
 from tests.cli.catalog.scripted_catalogue import Caught, catalogue, on_terminal, record
 from tests.cli.scripted_daemon import UNKNOWN, Refusal
 
@@ -145,6 +147,10 @@ FACT = [
     3, 0.0, "CheckpointFailed", "run", 1, 0, "worker w0",
     {"checkpoint_id": "ckpt-00000006", "step": 600, "reason": "the disk is full"},
 ]  # fmt: skip
+
+
+def test_all_facts_about_checkpoints_are_followed() -> None:
+    assert set(ls.FACTS) == {name for name, kind in FACTS.items() if kind.__module__ == CheckpointStarted.__module__}
 
 
 class TestFollow:

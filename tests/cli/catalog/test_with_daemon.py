@@ -97,8 +97,8 @@ def test_deleted_checkpoint_is_no_longer_listed(on_daemon: CatalogueDaemon) -> N
 
 
 def test_checkpoints_of_a_folder_are_adopted_once(on_daemon: CatalogueDaemon, saved_folder: Path) -> None:
-    assert on_daemon.lines(f"adopt {saved_folder} --dry-run")[0].startswith("not known to job run: 3 checkpoints")
-    assert on_daemon.lines(f"adopt {saved_folder}")[0].startswith("adopted by job run: 3 checkpoints")
+    assert on_daemon.lines(f"adopt {saved_folder} --dry-run")[0].startswith("job run would adopt 3 checkpoints")
+    assert on_daemon.lines(f"adopt {saved_folder}")[0].startswith("job run has adopted 3 checkpoints")
     assert on_daemon.lines(f"adopt {saved_folder}")[0].startswith("known before: 3 checkpoints")
     assert on_daemon.lines(f"adopt {saved_folder} --dry-run")[0].startswith("known before: 3 checkpoints")
     paths = {meta["storage_path"] for meta in on_daemon.json("ls")["checkpoints"]}

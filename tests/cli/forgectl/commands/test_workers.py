@@ -662,6 +662,11 @@ class TestFactSentences:
             ),
             ("CheckpointCompacted", SAVED, "checkpoint c-7 builds on no other one any more (step 1200), 2.15 GB"),
             (
+                "CheckpointOperationFailed",
+                ABOUT | {"operation": "compacting", "reason": "no space"},
+                "compacting checkpoint c-7 failed (step 1200): no space",
+            ),
+            (
                 "CheckpointsAbandoned",
                 {"step": 900, "count": 3, "checkpoint_id": "c-4"},
                 "training continues after step 900, from checkpoint c-4; abandons 3 checkpoints beyond it",
