@@ -42,6 +42,7 @@ from forged.checkpoint.saving.save_report import SaveReport
 from forged.checkpoint.saving.slots import Slots
 from forged.checkpoint.saving.staging import StagingMemory
 from forged.checkpoint.storage import listing
+from forged.checkpoint.storage.ancestry import AncestryCache
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.locations import create_storage
 from forged.checkpoint.thread_calls import run_in_thread, run_read, wait_in_thread
@@ -129,6 +130,7 @@ class DistributedCheckpoint:
         self._log = log = as_log(logger)
         slots = getattr(self._coordinator, "slots", None)
         self._staging = StagingMemory(slots=None if slots is None else Slots(slots, self._storage, THREADS))
+        self._ancestries = AncestryCache()
         self._saving = Saver(SaveContext(self._storage, wall, draw, self._leaf_types, log))
         self._background: BackgroundSaver | None = None
         self.keep: int | None = None
@@ -330,7 +332,7 @@ class DistributedCheckpoint:
         return await run_in_thread(infos, CancelToken(self._timeout_s))
 
     async def delete_checkpoint(self, checkpoint_prefix: str) -> None:
-        """Delete a checkpoint."""
+        """Delete a checkpoint; `checkpoint_needed` if other checkpoints use its files."""
         prefix = check_prefix(checkpoint_prefix)
         token, ranks = self._begin(None, ExceptionType.STORAGE_ERROR, prefix)
 
@@ -339,7 +341,8 @@ class DistributedCheckpoint:
             return b""
 
         async def delete(replies: list[bytes]) -> bytes:
-            await run_in_thread(partial(listing.delete, bounded(self._storage, token), prefix), token)
+            storage = bounded(self._storage, token)
+            await run_in_thread(partial(listing.delete, storage, prefix, self._ancestries), token)
             return b""
 
         await ranks.decide(check_failure, delete)

@@ -19,6 +19,8 @@ from forged.checkpoint.format.boxes import Box, Shape, whole
 
 DEFAULT_TIMEOUT_S = 600.0
 COPIES_MAX = 8
+CHAIN_MAX = 8
+"""The default for the number of checkpoints that a restore reads from."""
 COUNT_MAX = (1 << 53) - 1
 """The largest step or epoch: JSON readers keep it exactly."""
 PREFIX_CHARS_MAX = 200
@@ -147,6 +149,10 @@ class SaveOptions:
     """Measures of the state, such as its loss: for the catalogue, and in the manifest. Those of rank 0 count."""
     reason: str
     """Why it is saved now; for the catalogue."""
+    base: str | None
+    """The checkpoint to build on: chunks that it has are not written again. None saves everything."""
+    chain_max: int
+    """How many checkpoints a restore may read from; a save that would exceed it is full."""
 
     def __init__(
         self,
@@ -163,16 +169,25 @@ class SaveOptions:
         epoch: int | None = None,
         metrics: Mapping[str, SupportsFloat] = MappingProxyType({}),
         reason: str = "",
+        base: str | None = None,
+        chain_max: int = CHAIN_MAX,
     ) -> None:
-        if checkpoint_prefix is not None:
-            check_prefix(checkpoint_prefix)
+        for prefix in (checkpoint_prefix, base):
+            if prefix is not None:
+                check_prefix(prefix)
         check_timeout(timeout)
         if not isinstance(copies, int) or not 1 <= copies <= COPIES_MAX:
             raise invalid(f"copies must be from 1 to {COPIES_MAX}, got {copies!r}")
+        layout = _chosen("format", format, CheckpointFormat)
+        if base is not None and layout is not CheckpointFormat.MULTI_SHARD:
+            raise invalid(
+                f"an incremental checkpoint cannot have the format {layout}, whose files have whole tensors",
+                "use the format multi_shard, or save without base",
+            )
         _set_fields(
             self,
             checkpoint_prefix=checkpoint_prefix,
-            format=_chosen("format", format, CheckpointFormat),
+            format=layout,
             compression_level=_chosen("compression_level", compression_level, CompressionLevel),
             include_optimizer=include_optimizer,
             include_rng_state=include_rng_state,
@@ -184,6 +199,8 @@ class SaveOptions:
             epoch=None if epoch is None else check_count("epoch", epoch),
             metrics=_checked_metrics(metrics),
             reason=reason,
+            base=base,
+            chain_max=check_positive("chain_max", chain_max),
         )
 
 
@@ -253,6 +270,10 @@ class CheckpointInfo:
     step: int | None = None
     """The steps that the saved state had."""
     epoch: int | None = None
+    parent: str | None = None
+    """The newest of the earlier checkpoints whose files this one uses; None for a full checkpoint."""
+    chain: tuple[str, ...] = ()
+    """The checkpoints that a restore reads from, from the root to this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +321,13 @@ def _checked_metrics(given: Any) -> dict[str, float]:
         if not isinstance(name, str) or not is_number:
             raise invalid(f"metrics must map names to numbers, got {name!r}: {value!r}")
     return {name: float(value) for name, value in given.items()}
+
+
+def check_positive(name: str, value: Any) -> int:
+    """A number of things as an int; refuses 0 and what is no number."""
+    if check_count(name, value) < 1:
+        raise invalid(f"{name} must be at least 1, got {value!r}")
+    return int(value)
 
 
 def _chosen(name: str, value: str, kind: type[Kind]) -> Kind:

@@ -33,6 +33,7 @@ from forged.checkpoint.model import (
     LoadOptions,
     SaveOptions,
     check_count,
+    check_positive,
     check_timeout,
 )
 from forged.checkpoint.ports import CancelToken, Storage, bounded, is_held
@@ -95,9 +96,9 @@ class AsyncCheckpoints:
         check_timeout(timeout)
         self._monotonic = monotonic
         self._schedule = SaveSchedule(_policy(every, every_seconds, automatic), monotonic())
-        self._keep = None if keep is None else _positive("keep", keep)
+        self._keep = None if keep is None else check_positive("keep", keep)
         self._in_background = in_background
-        self._memory_every = None if memory_every is None else _positive("memory_every", memory_every)
+        self._memory_every = None if memory_every is None else check_positive("memory_every", memory_every)
         self._timeout_s = timeout
         self._log = as_log(logger)
         storage = root_at(where)
@@ -444,18 +445,12 @@ def _is_taken(storage: Storage, name: str) -> bool:
 
 
 def _policy(every: Any, every_seconds: Any, automatic: bool) -> CadencePolicy:
-    steps = None if every is None else _positive("every", every)
+    steps = None if every is None else check_positive("every", every)
     if steps is None and every_seconds is None and not automatic:
         steps = 1
     if every_seconds is not None and not (isinstance(every_seconds, int | float) and 0.0 < every_seconds < math.inf):
         raise invalid(f"every_seconds must be above 0 seconds or None, got {every_seconds!r}")
     return CadencePolicy(every_steps=steps, every_seconds=every_seconds, automatic=automatic)
-
-
-def _positive(name: str, value: Any) -> int:
-    if check_count(name, value) < 1:
-        raise invalid(f"{name} must be at least 1, got {value!r}")
-    return int(value)
 
 
 def _none_restorable(failures: Mapping[str, CheckpointException], url: str) -> CheckpointException:

@@ -24,7 +24,7 @@ from forged.checkpoint.export.npz import Archive, open_npz
 from forged.checkpoint.format.boxes import Box
 from forged.checkpoint.format.consolidated import FILE_BYTES_MAX, FILE_METADATA, ConsolidatedFile, single_file_of
 from forged.checkpoint.format.dtypes import dtype_of
-from forged.checkpoint.format.manifest import SUFFIX, Manifest, Part, Tensors, decode, encode
+from forged.checkpoint.format.manifest import SUFFIX, VERSION, Manifest, Part, Tensors, decode, encode
 from forged.checkpoint.format.names import check_name
 from forged.checkpoint.format.states import States
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, RepairedChunk
@@ -184,6 +184,8 @@ def _write_checkpoint(opened: _Source, target: Where, options: ConversionOptions
         extra = write_indexes(storage, prefix, save_id, files)
         manifest = msgspec.structs.replace(
             source,
+            version=VERSION,
+            chain=msgspec.UNSET,
             prefix=prefix,
             save_id=save_id,
             parts=written,
@@ -207,10 +209,10 @@ def _write_checkpoint(opened: _Source, target: Where, options: ConversionOptions
 
 
 def _shares(opened: _Source, prefix: str, save_id: str, options: ConversionOptions) -> list[NamedShare]:
-    """The parts to write: those of the source, or one with everything."""
+    """The parts to write: those of the source; for an incremental checkpoint or a file, one with everything."""
     source = opened.manifest
     of_ranks = [(part.rank, Share(part.tensors, dict(part.partial_boxes))) for part in source.parts]
-    if not opened.is_checkpoint:
+    if not opened.is_checkpoint or source.links:
         of_ranks = [(0, Share(list(range(len(source.tensors.names))), {}))]
     is_packed = options.compression is not CompressionLevel.NONE
     return [

@@ -3,7 +3,8 @@
 Invariants:
 - A manifest is accepted as a whole or not at all: its last member is the checksum of everything before it.
 - Every number is checked against what it counts, and memory allocated for a manifest is bounded by its size.
-- File names are relative to the storage and lie under the checkpoint's prefix.
+- File names are relative to the storage and lie under the checkpoint's prefix, or, in an incremental checkpoint, under
+  that of a checkpoint of its chain.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ SUFFIX = ".metadata.json"
 TOMBSTONE = ".deleted.json"
 MANIFEST_BYTES_MAX = 1 << 30
 VERSION = "1.0"
+INCREMENTAL_VERSION = "2.0"
+"""Readers of version 1 refuse it, because they look for all chunks in the checkpoint's own files."""
 FORMAT = "forged-checkpoint"
 DIGEST_BYTES = 16
 RANKS_MAX = 1 << 20
@@ -40,6 +43,7 @@ HEADER_BYTES_MAX = 100_000_000
 """The limit of the `safetensors` library."""
 _TAIL = b',"checksum":"%s"}\n'
 _WHOLE = -1
+_MAJOR_VERSIONS = VERSION.split(".")[0], INCREMENTAL_VERSION.split(".")[0]
 
 BoxText = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape of a box."""
@@ -66,8 +70,19 @@ class Tensors(msgspec.Struct, frozen=True):
     """By sharded tensor, the number of its division."""
 
 
+class ChainLink(msgspec.Struct, frozen=True):
+    """An earlier checkpoint whose files an incremental one uses."""
+
+    prefix: str
+    save_id: str
+
+    def has_file(self, file: str) -> bool:
+        """Whether a file belongs to this save: the names of all its files begin like this."""
+        return file.startswith(f"{self.prefix}/{self.save_id}.")
+
+
 class Part(msgspec.Struct, frozen=True, dict=True):
-    """A file of pieces, stored without gaps."""
+    """A file of pieces, stored without gaps; or the pieces of an earlier checkpoint's file that are used."""
 
     file: str
     rank: int
@@ -87,6 +102,13 @@ class Part(msgspec.Struct, frozen=True, dict=True):
     """The digest of the bytes before the first piece."""
     stored: list[int] | None = None
     """By chunk, its bytes in the file of a compressed part; negative if this chunk is stored uncompressed."""
+    offsets: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """In a file of an earlier checkpoint: by piece, where it begins, in ascending order."""
+
+    @property
+    def is_referenced(self) -> bool:
+        """Whether the file belongs to an earlier checkpoint."""
+        return self.offsets is not msgspec.UNSET
 
     @cached_property
     def partial_boxes(self) -> dict[int, Box]:
@@ -117,11 +139,23 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     epoch: int | None = None
     fence: ManifestFence | None = None
     custom: dict[str, Any] = {}
+    chain: list[ChainLink] | msgspec.UnsetType = msgspec.UNSET
+    """The earlier checkpoints whose files are used, oldest first; a full checkpoint has none."""
+
+    @property
+    def links(self) -> list[ChainLink]:
+        """The earlier checkpoints whose files are used, oldest first."""
+        return [] if self.chain is msgspec.UNSET else self.chain
+
+    @cached_property
+    def own_parts(self) -> list[Part]:
+        """The parts whose files belong to this checkpoint."""
+        return [part for part in self.parts if not part.is_referenced]
 
     @cached_property
     def size_bytes(self) -> int:
-        """The total size of its files."""
-        return sum(part.size for part in self.parts) + sum(self.extra_files.values())
+        """The total size of its own files."""
+        return sum(part.size for part in self.own_parts) + sum(self.extra_files.values())
 
     @property
     def path(self) -> str:
@@ -197,15 +231,7 @@ def encode(manifest: Manifest) -> bytes:
 
 def decode(data: bytes, path: str) -> Manifest:
     """Decode and check a manifest; refuses an incomplete, corrupt or unknown one."""
-    tail = len(_TAIL % (b"0" * 32))
-    body = data[:-tail]
-    if len(data) <= tail or data[-tail:] != _TAIL % xxhash.xxh3_128_hexdigest(body).encode():
-        raise corrupted(
-            f"{path} is corrupt: its checksum differs",
-            path,
-            "use another checkpoint",
-            code="checkpoint_manifest_corrupt",
-        )
+    _check_digest(data, path)
     _check_version(data, path)
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
@@ -219,18 +245,93 @@ def decode(data: bytes, path: str) -> Manifest:
     return _seen_from_elsewhere(manifest, path)
 
 
+class Ancestry(msgspec.Struct, frozen=True):
+    """Which save a manifest describes, and which earlier ones it uses."""
+
+    prefix: str
+    save_id: str = ""
+    chain: list[ChainLink] = []
+    """Without those outside of the storage's folder."""
+
+
+def decode_ancestry(data: bytes, path: str) -> Ancestry:
+    """Decode only that of a manifest, which is fast; refuses a corrupt one."""
+    _check_digest(data, path)
+    _check_version(data, path)
+    try:
+        said = msgspec.json.decode(data, type=Ancestry)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise _malformed(path, str(error)) from None
+    seen = SeenNames.of(said.prefix, path)
+    return Ancestry(
+        seen.name(said.prefix),
+        said.save_id,
+        [ChainLink(seen.name(link.prefix), link.save_id) for link in said.chain if seen.has(link.prefix)],
+    )
+
+
+def _check_digest(data: bytes, path: str) -> None:
+    """Refuse bytes that are not what was written."""
+    tail = len(_TAIL % (b"0" * 32))
+    body = data[:-tail]
+    if len(data) <= tail or data[-tail:] != _TAIL % xxhash.xxh3_128_hexdigest(body).encode():
+        raise corrupted(
+            f"{path} is corrupt: its checksum differs",
+            path,
+            "use another checkpoint",
+            code="checkpoint_manifest_corrupt",
+        )
+
+
 def _seen_from_elsewhere(manifest: Manifest, path: str) -> Manifest:
     """The manifest with names relative to a storage root above or below the one that it was written under."""
-    prefix = check_prefix(path.removesuffix(SUFFIX).removesuffix(TOMBSTONE))
-    if not f"/{manifest.prefix}".endswith(f"/{prefix}") and not f"/{prefix}".endswith(f"/{manifest.prefix}"):
-        raise _malformed(path, f"it is that of {manifest.prefix}")
-    own = len(manifest.prefix)
+    seen = SeenNames.of(manifest.prefix, path)
+    chain: list[ChainLink] | msgspec.UnsetType = msgspec.UNSET
+    if manifest.links:
+        chain = [ChainLink(seen.name(link.prefix), link.save_id) for link in manifest.links]
     return msgspec.structs.replace(
         manifest,
-        prefix=prefix,
-        parts=[msgspec.structs.replace(part, file=prefix + part.file[own:]) for part in manifest.parts],
-        extra_files={prefix + file[own:]: size for file, size in manifest.extra_files.items()},
+        prefix=seen.name(manifest.prefix),
+        parts=[msgspec.structs.replace(part, file=seen.name(part.file)) for part in manifest.parts],
+        extra_files={seen.name(file): size for file, size in manifest.extra_files.items()},
+        chain=chain,
     )
+
+
+class SeenNames(NamedTuple):
+    """The names of a manifest, relative to another storage root than the one that it was written under."""
+
+    path: str
+    removed: str
+    """The path from the manifest's root to this one, if this one lies below it."""
+    added: str
+    """The path from this root to the manifest's, if this one lies above it."""
+
+    @classmethod
+    def of(cls, prefix: str, path: str) -> SeenNames:
+        """For a manifest that calls its checkpoint `prefix` and was read from `path`."""
+        seen = check_prefix(path.removesuffix(SUFFIX).removesuffix(TOMBSTONE))
+        if f"/{prefix}".endswith(f"/{seen}"):
+            return cls(path, prefix.removesuffix(seen), "")
+        if f"/{seen}".endswith(f"/{prefix}"):
+            return cls(path, "", seen.removesuffix(prefix))
+        raise _malformed(path, f"it is that of {prefix}")
+
+    def has(self, name: str) -> bool:
+        """Whether a name of the manifest lies below this root."""
+        return name.startswith(self.removed)
+
+    def name(self, name: str) -> str:
+        """A name of the manifest, relative to this root."""
+        if not self.has(name):
+            raise CheckpointException(
+                f"{self.path} uses {name}, which lies outside of the storage's folder",
+                self.path,
+                ExceptionType.LOAD_FAILED,
+                code="checkpoint_parent_outside",
+                fix="open the storage at a folder that contains both checkpoints",
+            )
+        return self.added + name.removeprefix(self.removed)
 
 
 class _Version(msgspec.Struct):
@@ -245,9 +346,9 @@ def _check_version(data: bytes, path: str) -> None:
         raise _malformed(path, "it is not JSON") from None
     if version.format != FORMAT:
         raise _malformed(path, f"its format is not {FORMAT}")
-    if version.version.split(".")[0] != VERSION.split(".")[0]:
+    if version.version.split(".")[0] not in _MAJOR_VERSIONS:
         raise CheckpointException(
-            f"{path} has version {version.version[:20]}, and this is {VERSION}",
+            f"{path} has version {version.version[:20]}; this version of forged reads {' and '.join(_MAJOR_VERSIONS)}",
             path,
             ExceptionType.INCOMPATIBLE_VERSION,
             fix="load it with the version of forged that saved it",
@@ -261,6 +362,7 @@ def _check(manifest: Manifest) -> None:
     _require(0 <= (manifest.step or 0) <= COUNT_MAX, "step")
     _require(0 <= (manifest.epoch or 0) <= COUNT_MAX, "epoch")
     sizes = _check_tensors(manifest)
+    _check_chain(manifest)
     for file, size in manifest.extra_files.items():
         _check_file(manifest, file)
         _require(0 <= size <= SIZE_MAX, "extra_files")
@@ -269,9 +371,46 @@ def _check(manifest: Manifest) -> None:
         if part.stored is not None:
             lengths = chain.from_iterable(piece.lengths for piece in pieces(manifest, number))
             _require(all(map(_is_stored, part.stored, lengths)), "parts.stored")
-    files = [part.file for part in manifest.parts] + [*manifest.extra_files]
+        if part.is_referenced:
+            _check_offsets(manifest, number)
+    files = [part.file for part in manifest.own_parts] + [*manifest.extra_files]
     _require(len(set(files)) == len(files), "parts: a duplicate file")
     _check_states(manifest)
+
+
+def _check_chain(manifest: Manifest) -> None:
+    """Check that the chain consists of the checkpoints that the referenced files belong to."""
+    links = manifest.links
+    for link in links:
+        check_prefix(link.prefix)
+        _require(bool(link.save_id), "chain: a save_id is missing")
+    prefixes = {manifest.prefix, *(link.prefix for link in links)}
+    _require(len(prefixes) == len(links) + 1, "chain: a duplicate prefix")
+    is_incremental = manifest.version.split(".")[0] == INCREMENTAL_VERSION.split(".")[0]
+    _require(is_incremental == bool(links), "chain: it does not fit the version")
+    used = set()
+    for part in manifest.parts:
+        if part.is_referenced:
+            its = next((link for link in links if link.has_file(part.file)), None)
+            _require(its is not None, f"file {part.file[:80]!r} is of no checkpoint of the chain")
+            used.add(its)
+    _require(len(used) == len(links), "chain: an unused checkpoint")
+
+
+def _check_offsets(manifest: Manifest, number: int) -> None:
+    """Check that the pieces of a referenced file are in ascending order and lie in the file."""
+    part = manifest.parts[number]
+    offsets = part.offsets
+    assert offsets is not msgspec.UNSET
+    _require(len(offsets) == len(part.tensors), "parts.offsets: the number of entries is not the number of pieces")
+    end = part.data_offset
+    for offset, piece in zip(offsets, pieces(manifest, number), strict=True):
+        _require(end <= offset, "parts.offsets")
+        if part.stored is None:
+            end = offset + sum(piece.lengths)
+        else:
+            end = offset + sum(map(abs, part.stored[piece.first_chunk : piece.first_chunk + len(piece.lengths)]))
+    _require(end <= part.size, "parts.offsets")
 
 
 def _check_states(manifest: Manifest) -> None:
@@ -364,8 +503,12 @@ def _sizes_of(shape: Shape, dtype: str) -> tuple[int, int]:
 
 
 def _check_part(manifest: Manifest, part: Part, sizes: _Sizes) -> None:
-    _check_file(manifest, part.file)
-    _require(0 <= part.rank < manifest.world_size, "parts.rank")
+    if part.is_referenced:
+        check_prefix(part.file)
+        _require(0 <= part.rank < RANKS_MAX, "parts.rank")
+    else:
+        _check_file(manifest, part.file)
+        _require(0 <= part.rank < manifest.world_size, "parts.rank")
     _require(0 <= part.data_offset <= min(part.size, HEADER_BYTES_MAX + 8) and part.size <= SIZE_MAX, "parts.size")
     _require(_all_within(part.tensors, len(manifest.tensors.names)), "parts.tensors")
     _require(
@@ -397,6 +540,8 @@ def _check_chunks(part: Part, size: int, chunks: int) -> None:
     if part.stored is not None:
         _require(len(part.stored) == chunks, "parts.stored")
         size = sum(map(abs, part.stored))
+    if part.is_referenced:
+        return
     _require(part.data_offset + size == part.size, "parts.size: it is not the sum of the sizes of the pieces")
 
 

@@ -25,7 +25,8 @@ from forged.checkpoint.loading.fetching import Array, fetch, is_storage_failure,
 from forged.checkpoint.loading.manifest_index import Index, PieceId
 from forged.checkpoint.loading.read_plan import blocks_of
 from forged.checkpoint.loading.repair import CopyRepairer
-from forged.checkpoint.ports import CancelToken, Storage, bounded, hold
+from forged.checkpoint.ports import CancelToken, Storage, bounded
+from forged.checkpoint.storage.listing import hold_files
 from forged.checkpoint.thread_pool import THREADS, run_all
 
 
@@ -70,7 +71,7 @@ class CheckpointView(Mapping[str, Array]):
         self._threads = threads
         self._index = Index(manifest)
         self._open = ExitStack()
-        self._open.enter_context(hold(storage, manifest.path))
+        self._open.enter_context(hold_files(storage, manifest))
         self._files: dict[int, memoryview | None] = {}
         self._verified: set[PieceId] = set()
         ranks = manifest.tensors.ranks
@@ -132,7 +133,7 @@ class CheckpointView(Mapping[str, Array]):
     def _mapped(self, number: int, piece_id: PieceId) -> Array | None:
         layout = self._index.layout(piece_id[0])
         shape = self.manifest.tensors.shapes[number]
-        first, end = layout.first_chunks[piece_id[1]], layout.first_chunks[piece_id[1] + 1]
+        first, end = layout.first_chunks[piece_id[1]], layout.chunk_ends[piece_id[1]]
         if layout.part.stored is not None or layout.piece_box(piece_id[1]) != whole(shape) or first == end:
             return None
         try:

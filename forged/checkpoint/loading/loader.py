@@ -35,8 +35,8 @@ from forged.checkpoint.loading.resharding import (
     tree_for,
 )
 from forged.checkpoint.model import CompressionLevel, LoadOptions, RepairedChunk, ReshardingStrategy, ShardedArray
-from forged.checkpoint.ports import CancelToken, Storage, WouldBlock, bounded, hold
-from forged.checkpoint.storage.listing import read_manifest
+from forged.checkpoint.ports import CancelToken, Storage, WouldBlock, bounded
+from forged.checkpoint.storage.listing import hold_files, missing_parent, read_manifest
 
 OPTIMIZER = "optimizer"
 RNG = "rng"
@@ -80,13 +80,38 @@ def load_state(
     `sections` are the top-level keys to load; sections that `into` lacks come in new arrays. `other_manifests` gives
     the checkpoints to search for healthy copies of corrupt chunks; default: all in the storage, newest first.
     """
-    load = _Load(manifest, rank, world_size, options or LoadOptions(), tuple(leaf_types))
-    build_state = load.plan(into, sections)
-    load.require_match()
     token = token or CancelToken()
     storage = bounded(storage, token)
-    with hold(storage, manifest.path):
-        fetched = load.fetch(storage, token, CopyRepairer(storage, load.index, token, other_manifests), threads)
+
+    def loaded(manifest: Manifest) -> Loaded:
+        load = _Load(manifest, rank, world_size, options or LoadOptions(), tuple(leaf_types))
+        build_state = load.plan(into, sections)
+        load.require_match()
+        with hold_files(storage, manifest):
+            repairer = CopyRepairer(storage, load.index, token, other_manifests)
+            return _loaded(load, build_state, load.fetch(storage, token, repairer, threads))
+
+    try:
+        return loaded(manifest)
+    except CheckpointException as error:
+        full = _made_full(storage, manifest) if is_storage_failure(error) else None
+        if full is None:
+            raise
+        return loaded(full)
+
+
+def _made_full(storage: Storage, manifest: Manifest) -> Manifest | None:
+    """The manifest of an incremental checkpoint that was made full during the load; None if it was not."""
+    if not manifest.links:
+        return None
+    try:
+        now = read_manifest(storage, manifest.prefix)
+    except CheckpointException:
+        return None
+    return now if now.save_id == manifest.save_id and now.links != manifest.links else None
+
+
+def _loaded(load: _Load, build_state: BuildState, fetched: Fetched) -> Loaded:
     state = build_state(fetched.arrays)
     return Loaded(
         resolve_pending(state) if load.has_pending else state,
@@ -102,7 +127,7 @@ def load_state(
 def require_small(manifest: Manifest, token: CancelToken) -> None:
     """Raise `WouldBlock` if the load may not block its caller, and takes longer than a thread takes to start."""
     is_small = manifest.size_bytes <= NONBLOCKING_BYTES_MAX and manifest.compression is CompressionLevel.NONE
-    if not token.may_block and not is_small:
+    if not token.may_block and (manifest.links or not is_small):
         raise WouldBlock
 
 
@@ -282,7 +307,9 @@ class _Load:
         except CheckpointException as error:
             cause = error
             if is_storage_failure(error):
-                cause = _replaced_or_deleted(storage, self._manifest) or error
+                cause = (
+                    _replaced_or_deleted(storage, self._manifest) or missing_parent(storage, self._manifest) or error
+                )
             raise self._with_partial_note(cause) from error
         self._fill_overlapping(overlapping, fetched)
         return fetched

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import UNSET
 
 from forged.checkpoint.errors import corrupted
 from forged.checkpoint.format.boxes import Box, Grid, Shape, chunk_lengths, chunks, grid_of, whole
@@ -26,12 +28,17 @@ class Columns(NamedTuple):
     """The layout of a part as arrays, for vectorized planning."""
 
     first_chunks: Integers
+    chunk_ends: Integers
+    """By piece, the number after its last chunk."""
     memory_offsets: Integers
     file_offsets: Integers
 
 
 class PartLayout:
-    """Where the chunks of one part lie, by column."""
+    """Where the chunks of one part lie, by column.
+
+    In a file of an earlier checkpoint, the unused bytes before a piece count as one more chunk, which is in no piece.
+    """
 
     def __init__(self, manifest: Manifest, number: int) -> None:
         part = manifest.parts[number]
@@ -42,17 +49,32 @@ class PartLayout:
         of_pieces = self._lengths(part)
         lengths = np.fromiter(chain.from_iterable(of_pieces), np.int64)
         counts = np.fromiter(map(len, of_pieces), np.int64, len(of_pieces))
-        stored = lengths if part.stored is None else np.abs(np.array(part.stored, np.int64))
-        if np.any(stored > lengths):
+        stored = lengths if part.stored is None else np.array(part.stored, np.int64)
+        if np.any(np.abs(stored) > lengths):
             raise corrupted(
                 f"chunks of {part.file} are larger in the file than in memory",
                 part.file,
                 "use another checkpoint",
                 code="checkpoint_manifest_malformed",
             )
-        self.columns = Columns(_offsets(counts), _offsets(lengths), _offsets(stored) + part.data_offset)
-        self.first_chunks: list[int] = self.columns.first_chunks.tolist()
+        edges = _offsets(counts)
+        firsts, ends = edges[:-1], edges[1:]
+        if part.offsets is not UNSET:
+            gaps = _gaps(part, part.offsets, _offsets(np.abs(stored))[edges])
+            before, sizes = firsts[gaps > 0], gaps[gaps > 0]
+            lengths = np.insert(lengths, before, sizes if part.stored is None else 0)
+            stored = np.insert(stored, before, -sizes)
+            digests = np.frombuffer(self.digests, np.uint8).reshape(-1, DIGEST_BYTES)
+            self.digests = np.insert(digests, before, 0, axis=0).tobytes()
+            shift = np.cumsum(gaps > 0)
+            firsts, ends = firsts + shift, ends + shift
+        self._stored: list[int] = [] if part.stored is None else stored.tolist()
+        first_chunks = np.append(firsts, lengths.size)
+        self.columns = Columns(first_chunks, ends, _offsets(lengths), _offsets(np.abs(stored)) + part.data_offset)
+        self.first_chunks: list[int] = first_chunks.tolist()
         """The number of the first chunk of each piece; last, the number of all chunks."""
+        self.chunk_ends: list[int] = ends.tolist()
+        """The number after the last chunk of each piece."""
         self.memory_offsets: list[int] = self.columns.memory_offsets.tolist()
         """Where each chunk would begin if none were compressed, and where the last one would end."""
         self.file_offsets: list[int] = self.columns.file_offsets.tolist()
@@ -72,9 +94,21 @@ class PartLayout:
             lengths[piece] = parts[kind]
         return lengths
 
-    @property
-    def chunks(self) -> int:
-        return len(self.memory_offsets) - 1
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The runs of chunks without unused bytes between them: the first, and the number after the last."""
+        first, end = 0, 0
+        for start, stop in zip(self.first_chunks, self.chunk_ends, strict=False):
+            if start > end:
+                if first < end:
+                    yield first, end
+                first = start
+            end = stop
+        if first < end:
+            yield first, end
+
+    def chunks_of(self, piece: int) -> range:
+        """The numbers of a piece's chunks."""
+        return range(self.first_chunks[piece], self.chunk_ends[piece])
 
     def digest(self, chunk: int) -> bytes:
         """The expected hash of a chunk."""
@@ -89,7 +123,11 @@ class PartLayout:
         return dtype_of(self._tensors.dtypes[self.tensor_of(chunk)]).itemsize
 
     def is_compressed(self, chunk: int) -> bool:
-        return self.part.stored is not None and self.part.stored[chunk] > 0
+        return bool(self._stored) and self._stored[chunk] > 0
+
+    def stored_of(self, first: int, end: int) -> list[int]:
+        """By chunk, its bytes in the file, as in the manifest; empty for an uncompressed part."""
+        return self._stored[first:end]
 
     def piece_of(self, chunk: int) -> int:
         """The position of the piece that contains a chunk."""
@@ -212,6 +250,15 @@ def _offsets(column: Integers) -> Integers:
     found = np.zeros(column.size + 1, np.int64)
     np.cumsum(column, out=found[1:])
     return found
+
+
+def _gaps(part: Part, offsets: list[int], edges: Integers) -> Integers:
+    """By piece, the unused bytes before it; `edges` are the pieces' offsets if they followed each other."""
+    sizes = np.diff(edges)
+    starts = np.array(offsets, np.int64)
+    ends = np.concatenate([np.array([part.data_offset], np.int64), (starts + sizes)[:-1]])
+    gaps: Integers = starts - ends[: starts.size]
+    return gaps
 
 
 def _lengths_of(box: Box, shape: Shape, dtype: str) -> list[int]:

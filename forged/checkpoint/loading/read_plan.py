@@ -134,7 +134,7 @@ class _Planning:
     def _plan_whole_pieces(self, layout: PartLayout, targets: Integers, pieces: Integers) -> None:
         """Plan whole pieces, each for one target."""
         columns = layout.columns
-        first, end = columns.first_chunks[pieces], columns.first_chunks[pieces + 1]
+        first, end = columns.first_chunks[pieces], columns.chunk_ends[pieces]
         is_small = (end - first == 1) & (columns.memory_offsets[end] - columns.memory_offsets[first] < SMALL_BYTES_MAX)
         for target, piece in zip(targets[~is_small].tolist(), pieces[~is_small].tolist(), strict=True):
             self._plan_piece(target, layout, piece)
@@ -145,7 +145,7 @@ class _Planning:
 
     def _plan_piece(self, target: int, layout: PartLayout, piece: int) -> None:
         """Plan a whole piece for a target of the same box."""
-        self._add_run(layout, layout.first_chunks[piece], layout.first_chunks[piece + 1], target, 0)
+        self._add_run(layout, layout.first_chunks[piece], layout.chunk_ends[piece], target, 0)
 
     def _plan_target(self, target: int, tensor: int) -> None:
         """Plan one target from the pieces that cover it."""
@@ -197,6 +197,11 @@ class _Planning:
             self._plan_piece(target, self._index.layout(number), piece)
             return
         layout = self._index.layout(number)
+        at = offset_in(wanted, box) if shared == box and target not in self._strided else None
+        if at is not None:
+            itemsize = dtype_of(self._tensors.dtypes[layout.part.tensors[piece]]).itemsize
+            self._add_run(layout, layout.first_chunks[piece], layout.chunk_ends[piece], target, at * itemsize)
+            return
         grid = layout.grid(piece)
         if grid.axis == 0 and box.shape:
             self._plan_rows(layout, piece, grid.step, _Overlap(target, wanted, box, shared))

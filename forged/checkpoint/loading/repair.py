@@ -135,5 +135,5 @@ def _has_chunk(layout: PartLayout, piece: int, box: Box, digest: bytes) -> bool:
     """Whether a piece has a chunk of this box with this digest."""
     if not layout.piece_box(piece).covers(box):
         return False
-    numbers = range(layout.first_chunks[piece], layout.first_chunks[piece + 1])
+    numbers = layout.chunks_of(piece)
     return any(layout.digest(chunk) == digest and layout.chunk_box(chunk) == box for chunk in numbers)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
@@ -26,7 +26,7 @@ from forged.checkpoint.loading.manifest_index import Index
 from forged.checkpoint.loading.repair import CopyRepairer
 from forged.checkpoint.model import RepairedChunk
 from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, Storage
-from forged.checkpoint.saving.image import ArrayImage, Layout, blank_digests
+from forged.checkpoint.saving.image import ArrayImage, Layout, blank_digests, staged_arrays
 from forged.checkpoint.saving.plan import Share
 from forged.checkpoint.saving.staging import StagedPart
 from forged.checkpoint.thread_pool import THREADS
@@ -85,7 +85,9 @@ class MemoryTensors:
 
     def __init__(self, tensors: Tensors, image: ArrayImage, staged: StagedPart | None) -> None:
         self._tensors = tensors
-        self._arrays = image.arrays if staged is None else list(_staged(tensors, image.layout, staged.view()))
+        self._arrays = (
+            image.arrays if staged is None else list(staged_arrays(tensors.dtypes, image.layout, staged.view()))
+        )
 
     @property
     def tensors(self) -> Tensors:
@@ -96,18 +98,6 @@ class MemoryTensors:
             array = self._arrays[number]
             box = boxes.get(place)
             np.copyto(out[place], array if box is None else array[box.within(whole(array.shape))])
-
-
-def _staged(tensors: Tensors, layout: Layout, view: memoryview) -> Iterator[Array]:
-    """Views of the arrays in a staged part."""
-    for number, (start, end) in enumerate(pairwise(layout.starts)):
-        dtype = dtype_of(tensors.dtypes[number])
-        flat = np.frombuffer(view[start:end], np.uint8)
-        yield (
-            flat.view(dtype).reshape(tensors.shapes[number])
-            if dtype.itemsize
-            else np.empty(tensors.shapes[number], dtype)
-        )
 
 
 class _Run(NamedTuple):

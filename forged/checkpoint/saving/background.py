@@ -226,14 +226,14 @@ class BackgroundSaver:
     ) -> None:
         error: BaseException | None = None
         try:
-            part = self._write(earlier, handle, save, receipts)
-            if part is not None:
+            written = self._write(earlier, handle, save, receipts)
+            if written is not None:
                 handle.set_durable()
             if save.is_root:
-                self._publish(save, part, run, receipts, handle.token)
+                self._publish(save, written, run, receipts, handle.token)
             else:
-                self._report(save, part, receipts)
-            if part is None:
+                self._report(save, written, receipts)
+            if written is None:
                 handle.set_durable()
         except BaseException as raised:  # noqa: BLE001 - the handle raises it
             error = RankFailure.of(raised).error(handle.prefix, ExceptionType.SAVE_FAILED, None)
@@ -251,7 +251,7 @@ class BackgroundSaver:
         handle: SaveHandle,
         save: RankSave,
         receipts: ReceiptExchange,
-    ) -> Part | None:
+    ) -> list[Part] | None:
         """Write this rank's part after the earlier saves have ended; None if the host writes all parts."""
         try:
             _join(earlier, handle.token)
@@ -263,14 +263,14 @@ class BackgroundSaver:
             raise
 
     def _publish(
-        self, save: RankSave, own: Part | None, run: RunInfo, receipts: ReceiptExchange, token: CancelToken
+        self, save: RankSave, own: list[Part] | None, run: RunInfo, receipts: ReceiptExchange, token: CancelToken
     ) -> None:
         """At the root: collect the receipts, and publish the manifest; or have the host write everything."""
         try:
             if own is None:
                 self._persist(save, receipts, token)
             else:
-                written = [own, *receipts.collect()]
+                written = [*own, *receipts.collect()]
                 token.check()
                 self._saver.publish(save, written, run, token)
         except BaseException as error:
@@ -294,11 +294,11 @@ class BackgroundSaver:
         if save.report is not None:
             save.report.committed(size_bytes)
 
-    def _report(self, save: RankSave, part: Part | None, receipts: ReceiptExchange) -> None:
+    def _report(self, save: RankSave, written: list[Part] | None, receipts: ReceiptExchange) -> None:
         """At another rank: write the receipt, and wait until the root has published or refused."""
         try:
-            if part is not None:
-                receipts.report(part)
+            if written is not None:
+                receipts.report(written)
             refusal = receipts.wait_for_outcome()
         except Exception as error:
             # The root may have published, or may do so later.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -285,3 +285,11 @@ def slice_of(array: np.ndarray[Any, Any], held: Box, wanted: Box) -> np.ndarray[
         return array
     assert intersection(held, wanted) == wanted
     return array[wanted.within(held)]
+
+
+def staged_arrays(dtypes: Iterable[str], layout: Layout, view: memoryview) -> Iterator[np.ndarray[Any, Any]]:
+    """Views of the pieces of a staged part, by their types."""
+    for (start, end), name, box in zip(pairwise(layout.starts), dtypes, layout.boxes, strict=True):
+        dtype = dtype_of(name)
+        flat = np.frombuffer(view[start:end], np.uint8)
+        yield flat.view(dtype).reshape(box.shape) if dtype.itemsize else np.empty(box.shape, dtype)

@@ -5,6 +5,7 @@ Invariants:
 - A rank that has reported its part deletes it only when the root says that the save failed; until then the manifest may
   exist already.
 - The root removes a doubtful manifest before any file that it names is deleted.
+- A save that cannot build on its base is full. Every rank may write chunks that the base has.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from msgspec.structs import replace
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.consolidated import ConsolidatedFile
-from forged.checkpoint.format.manifest import Manifest, ManifestFence, Part, encode
+from forged.checkpoint.format.manifest import (
+    INCREMENTAL_VERSION,
+    VERSION,
+    ChainLink,
+    Manifest,
+    ManifestFence,
+    Part,
+    encode,
+)
 from forged.checkpoint.format.slot import SlotFrame
 from forged.checkpoint.format.states import States, split_per_rank
 from forged.checkpoint.format.tree import Leaf, LeafType, Node, flatten, renumber_tensors
@@ -40,8 +49,16 @@ from forged.checkpoint.saving.consolidation import (
     write_file,
     write_indexes,
 )
-from forged.checkpoint.saving.image import ArrayImage, Layout, layout_of
-from forged.checkpoint.saving.plan import Description, SavePlan, plan
+from forged.checkpoint.saving.image import ArrayImage, Layout, layout_of, staged_arrays
+from forged.checkpoint.saving.incremental import (
+    BaseReader,
+    chunk_digests,
+    merged,
+    reduce_share,
+    require_links,
+    used_links,
+)
+from forged.checkpoint.saving.plan import Description, SavePlan, Share, plan
 from forged.checkpoint.saving.save_report import SaveReport
 from forged.checkpoint.saving.slots import SlotContent
 from forged.checkpoint.saving.staging import StagedPart, StagingMemory
@@ -83,6 +100,8 @@ class SaveAgreement(msgspec.Struct, frozen=True, array_like=True):
     plan: bytes
     is_known: bool
     """Whether every rank has cached this plan."""
+    links: list[ChainLink] = []
+    """The checkpoints whose files may be used, oldest first; the last is the base. None for a full save."""
 
 
 class RunInfo(msgspec.Struct, frozen=True):
@@ -128,9 +147,15 @@ class RankSave:
     plan: SavePlan
     image_or_error: ArrayImage | Exception
     """What this rank writes, or why that could not be prepared."""
+    share: Share
+    """The pieces of the image."""
     states: States = field(default_factory=lambda: States([], [], []))
     """The states of all ranks; at the root only."""
     staged: StagedPart | None = None
+    is_image_staged: bool = True
+    """Whether the staged part, if there is one, has the bytes of the image; else the image is over a part of it."""
+    references: list[Part] = field(default_factory=list)
+    """The unchanged chunks of this rank, in files of earlier checkpoints."""
     whole_tensor_parts: list[Part] = field(default_factory=list)
     """The files of whole tensors that this rank has written."""
     report: SaveReport | None = None
@@ -146,6 +171,11 @@ class RankSave:
         if isinstance(self.image_or_error, Exception):
             raise self.image_or_error
         return self.image_or_error
+
+    @property
+    def copy(self) -> StagedPart | None:
+        """The copy of the image."""
+        return self.staged if self.is_image_staged else None
 
     @property
     def has_whole_tensor_files(self) -> bool:
@@ -180,6 +210,7 @@ class Saver:
     def __init__(self, context: SaveContext) -> None:
         self._context = context
         self._cached = _CachedPlan()
+        self._bases = BaseReader()
 
     # Step 1: agree on the name, the save id and the plan.
 
@@ -209,12 +240,13 @@ class Saver:
         plan, layout = cached.plan, cached.layout
         assert plan is not None
         save = partial(RankSave, ranks.rank, ranks.world_size, options, agreement, plan)
+        share = plan.shares[ranks.rank]
         try:
             image = parts.image_of(plan, ranks.rank, leaves, layout)
             states = _states(node, proposals, plan) if ranks.is_root else States([], [], [])
         except Exception as error:  # noqa: BLE001 - the next step reports it to the other ranks
-            return save(error)
-        return save(image, states)
+            return save(error, share)
+        return save(image, share, states)
 
     async def _agreement(self, ranks: RankGroup, proposals: list[Proposal], options: SaveOptions) -> SaveAgreement:
         """At the root: check that all ranks save alike and that the name is free."""
@@ -228,12 +260,66 @@ class Saver:
         context = self._context
         now = context.wall()
         prefix = options.checkpoint_prefix or listing.default_prefix(now, context.random_bytes)
-        await run_in_thread(partial(listing.require_free, bounded(context.storage, ranks.token), prefix), ranks.token)
+        storage = bounded(context.storage, ranks.token)
+        await run_in_thread(partial(listing.require_free, storage, prefix), ranks.token)
+        links = await run_in_thread(partial(self._links, storage, prefix, options, ranks.token), ranks.token)
         key = b"alone" if ranks.is_alone else _plan_key(proposals, options)
         save_id = context.random_bytes(listing.SAVE_ID_BYTES).hex()
-        return SaveAgreement(prefix, save_id, now, key, all(one.plan == key for one in proposals))
+        return SaveAgreement(prefix, save_id, now, key, all(one.plan == key for one in proposals), links)
 
-    # Step 2, only in the background: copy the state, so that training may go on.
+    def _links(self, storage: Storage, prefix: str, options: SaveOptions, token: CancelToken) -> list[ChainLink]:
+        """At the root: the checkpoints whose files the save may use; none for a full save."""
+        if options.base is None:
+            return []
+        try:
+            base = self._bases.read(storage, options.base)
+            base.require_files(storage, token)
+        except CheckpointException as error:
+            token.check()
+            self._log_full_save(prefix, options.base, error)
+            return []
+        has_room = len(base.links) < options.chain_max
+        return base.links if has_room and base.manifest.save_id else []
+
+    def _log_full_save(self, prefix: str, base: str, error: CheckpointException) -> None:
+        self._context.log.warning(
+            "a checkpoint is saved in full, because its base cannot be read",
+            prefix=prefix,
+            base=base,
+            reason=error.message,
+        )
+
+    # Step 2 of an incremental save: leave out the chunks that the base has.
+
+    def reduce(self, save: RankSave, token: CancelToken) -> None:
+        """Replace the unchanged chunks of what this rank writes by references.
+
+        The image of the rest is over the arrays, or over their copy if the state is staged already.
+        """
+        if not save.agreement.links:
+            return
+        link = save.agreement.links[-1]
+        try:
+            base = self._bases.read(bounded(self._context.storage, token), link.prefix)
+        except CheckpointException as error:
+            token.check()
+            self._log_full_save(save.agreement.prefix, link.prefix, error)
+            return
+        if base.links != save.agreement.links:
+            # It was replaced, or made full, after the root has read it.
+            return
+        tensors, image = save.plan.tensors, save.image
+        if save.staged is None:
+            digests, arrays = chunk_digests(image, token), image.arrays
+        else:
+            dtypes = [tensors.dtypes[number] for number in save.share.tensors]
+            digests, arrays = image.digests, list(staged_arrays(dtypes, image.layout, save.staged.view()))
+        reduced = reduce_share(image.layout, arrays, digests, save.share, tensors, base)
+        layout = layout_of(tensors, reduced.share, parts.FILE_METADATA)
+        save.share, save.references = reduced.share, reduced.references
+        save.image_or_error, save.is_image_staged = ArrayImage(layout, reduced.arrays), False
+
+    # Step 2 in the background: copy the state, so that training may go on.
 
     async def stage(
         self, ranks: RankGroup, save: RankSave, memory: StagingMemory, run: RunInfo, *, in_slots_only: bool = False
@@ -241,13 +327,18 @@ class Saver:
         """Copy what this rank writes. Returns when all ranks have copied theirs, or have no slots and want no other."""
 
         def act() -> bytes:
-            content = None if memory.slots is None else self._slot_content(save, run)
+            image = save.image
+            if memory.slots is not None:
+                # Whole, because the host may have to save the checkpoint from the slots alone.
+                save.staged = memory.stage_in_slot(image, self._slot_content(save, run), ranks.token)
+            is_in_slot = save.staged is not None
             if not in_slots_only:
-                save.staged = memory.stage(save.image, ranks.token, content)
-            elif content is not None:
-                save.staged = memory.stage_in_slot(save.image, content, ranks.token)
-            save.image.release_arrays()
-            if memory.slots is None or save.staged is None or save.staged.slot is None:
+                self.reduce(save, ranks.token)
+            if not in_slots_only and not is_in_slot:
+                save.staged, save.is_image_staged = memory.stage(save.image, ranks.token), True
+                save.image.release_arrays()
+            image.release_arrays()
+            if memory.slots is None or not is_in_slot:
                 return _IN_MEMORY
             return _PERSISTED if memory.slots.is_persisted and _is_plain(save) else _IN_SLOT
 
@@ -282,19 +373,22 @@ class Saver:
 
     # Step 3: write this rank's part.
 
-    def write(self, save: RankSave, token: CancelToken) -> Part:
-        """Write this rank's part. The part is durable when this returns."""
+    def write(self, save: RankSave, token: CancelToken) -> list[Part]:
+        """Write this rank's part, which is durable when this returns; returns it and the references."""
+        return [self._write(save, token), *save.references]
+
+    def _write(self, save: RankSave, token: CancelToken) -> Part:
         storage, file = self._context.storage, save.file(save.rank)
-        share = save.plan.shares[save.rank]
+        share = save.share
         if not share.tensors:
             return parts.empty_part(file, save.rank)
         if save.has_whole_tensor_files and save.world_size == 1:
-            self._write_whole_tensors(save, MemoryTensors(save.plan.tensors, save.image, save.staged), token)
+            self._write_whole_tensors(save, MemoryTensors(save.plan.tensors, save.image, save.copy), token)
             return save.whole_tensor_parts[0]
         if save.options.compression_level is CompressionLevel.NONE or save.has_whole_tensor_files:
-            source = save.image if save.staged is None else save.staged
+            source = save.image if save.copy is None else save.copy
             return parts.write_uncompressed(storage, file, save.rank, share, save.image, source, token)
-        compressed = parts.CompressedPart(save.image, save.staged, save.options.compression_level, token)
+        compressed = parts.CompressedPart(save.image, save.copy, save.options.compression_level, token)
         return parts.write_compressed(storage, file, save.rank, share, compressed, token)
 
     def _write_whole_tensors(self, save: RankSave, tensors: TensorSource, token: CancelToken) -> None:
@@ -311,16 +405,20 @@ class Saver:
         """Write; the root publishes when all ranks have written. Returns the prefix; the checkpoint exists then."""
         manifest_may_exist = False
 
+        def reduce_and_write() -> list[Part]:
+            self.reduce(save, token)
+            return self.write(save, token)
+
         async def write() -> bytes:
             nonlocal manifest_may_exist
-            part = await run_in_thread(partial(self.write, save, token), token)
+            written = await run_in_thread(reduce_and_write, token)
             manifest_may_exist = not save.is_root
-            return msgspec.msgpack.encode(part)
+            return msgspec.msgpack.encode(written)
 
         async def publish(encoded: list[bytes]) -> bytes:
             nonlocal manifest_may_exist
             manifest_may_exist = True
-            written = [msgspec.msgpack.decode(one, type=Part) for one in encoded]
+            written = [part for one in encoded for part in msgspec.msgpack.decode(one, type=list[Part])]
             try:
                 await run_in_thread(partial(self.publish, save, written, run, token), token)
             except StorageUnresponsive as error:
@@ -341,7 +439,10 @@ class Saver:
     # Step 4: publish the manifest.
 
     def publish(self, save: RankSave, written: list[Part], run: RunInfo, token: CancelToken) -> None:
-        """Publish the manifest. After an error there is no checkpoint, unless the error is `OutcomeUnknown`."""
+        """Publish the manifest. After an error there is no checkpoint, unless the error is `OutcomeUnknown`.
+
+        `written` are the parts and references of all ranks.
+        """
         index_sizes: dict[str, int] = {}
         storage, prefix, save_id = self._context.storage, save.agreement.prefix, save.agreement.save_id
         written = [part for part in written if part.tensors]
@@ -362,14 +463,18 @@ class Saver:
         self, save: RankSave, written: list[Part], run: RunInfo, extra: Mapping[str, int] = MappingProxyType({})
     ) -> Manifest:
         options, agreement = save.options, save.agreement
+        references = merged((part for part in written if part.is_referenced), save.plan.tensors)
+        links = used_links(agreement.links, references)
         return Manifest(
+            version=INCREMENTAL_VERSION if links else VERSION,
+            chain=links or msgspec.UNSET,
             prefix=agreement.prefix,
             save_id=agreement.save_id,
             created_at=agreement.created_at,
             world_size=save.world_size,
             tensors=save.plan.tensors,
             states=save.states,
-            parts=written,
+            parts=[*(part for part in written if not part.is_referenced), *references],
             layout=options.format,
             compression=options.compression_level,
             extra_files=dict(extra),
@@ -425,6 +530,14 @@ def publish_manifest(storage: Storage, manifest: Manifest) -> None:
     except Exception as error:
         if not _exists_after(error, storage, manifest, data):
             raise
+    try:
+        require_links(storage, manifest)
+    except CheckpointException as error:
+        try:
+            storage.delete([manifest.path])
+        except CheckpointException as second_error:
+            raise _outcome_unknown(manifest.prefix, second_error) from error
+        raise
 
 
 def _exists_after(error: Exception, storage: Storage, manifest: Manifest, data: bytes) -> bool:
@@ -478,6 +591,8 @@ def _proposal(ranks: RankGroup, node: Node, cached: _CachedPlan, options: SaveOp
             options.checkpoint_prefix,
             options.step,
             options.epoch,
+            options.base,
+            options.chain_max,
         )
     )
     frame, own = map(msgspec.json.encode, split_per_rank(node))
@@ -548,6 +663,8 @@ def _metrics_of(options: SaveOptions) -> dict[str, Any]:
 
 def _is_plain(save: RankSave) -> bool:
     """Whether the checkpoint consists of the ranks' parts as they are staged."""
+    if save.agreement.links:
+        return False
     return save.options.compression_level is CompressionLevel.NONE and not save.has_whole_tensor_files
 
 

@@ -33,9 +33,10 @@ OUTCOME_GRACE_S = 5.0
 
 
 class Receipt(msgspec.Struct, frozen=True, tag="receipt"):
-    """The part that a rank has written."""
+    """What a rank has written."""
 
-    part: Part
+    parts: list[Part]
+    """Its part, and references to unchanged chunks in files of earlier checkpoints."""
 
 
 _receipt_decoder: msgspec.json.Decoder[Receipt | RankFailure] = msgspec.json.Decoder(Receipt | RankFailure)
@@ -103,15 +104,15 @@ class ReceiptExchange:
         self._save = save
         self._waiter = waiter
 
-    def report(self, outcome: Part | RankFailure) -> None:
+    def report(self, outcome: list[Part] | RankFailure) -> None:
         """Write this rank's receipt."""
-        receipt = Receipt(outcome) if isinstance(outcome, Part) else outcome
+        receipt = outcome if isinstance(outcome, RankFailure) else Receipt(outcome)
         self._storage.publish(self._receipt_name(self._save.rank), msgspec.json.encode(receipt))
 
     def collect(self) -> list[Part]:
         """At the root: wait for the parts of all other ranks; raise as soon as a rank reports a failure."""
         others = range(1, self._save.world_size)
-        parts: dict[int, Part] = {}
+        parts: dict[int, list[Part]] = {}
         while len(parts) < len(others):
             missing = [rank for rank in others if rank not in parts]
             new = self._new_receipts(missing)
@@ -120,7 +121,7 @@ class ReceiptExchange:
                 self._waiter.reset_pause()
             else:
                 self._waiter.wait(missing)
-        return [parts[rank] for rank in others]
+        return [part for rank in others for part in parts[rank]]
 
     def wait_for_outcome(self) -> RankFailure | None:
         """At the other ranks: wait until the root has published the manifest (None) or refused."""
@@ -144,7 +145,7 @@ class ReceiptExchange:
             [*receipts] if save.is_root else [self._receipt_name(save.rank), self._refusal_name(save.rank)]
         )
 
-    def _new_receipts(self, ranks: Iterable[int]) -> dict[int, Part]:
+    def _new_receipts(self, ranks: Iterable[int]) -> dict[int, list[Part]]:
         lead = f"{self._save.agreement.prefix}/{self._save.agreement.save_id}."
         present = {entry.name for entry in self._storage.entries(lead)}
         found = {}
@@ -154,7 +155,7 @@ class ReceiptExchange:
                 receipt = _receipt_decoder.decode(data)
                 if isinstance(receipt, RankFailure):
                     raise receipt.error(self._save.agreement.prefix, ExceptionType.SAVE_FAILED, rank)
-                found[rank] = receipt.part
+                found[rank] = receipt.parts
         return found
 
     def published(self) -> Manifest | None:

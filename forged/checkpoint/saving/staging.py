@@ -63,10 +63,8 @@ class StagingMemory:
         if not is_exhausted:
             self._give_back(self._take(size, token))
 
-    def stage(self, image: ArrayImage, token: CancelToken, content: SlotContent | None = None) -> StagedPart:
-        """Copy a part, into a slot if there is one for this content. Its arrays may change afterwards."""
-        if content is not None and (staged := self.stage_in_slot(image, content, token)) is not None:
-            return staged
+    def stage(self, image: ArrayImage, token: CancelToken) -> StagedPart:
+        """Copy a part into memory of the process. Its arrays may change afterwards."""
         memory = self._take(image.size, token)
         view = memoryview(memory)
 

@@ -11,12 +11,22 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.format.manifest import MANIFEST_BYTES_MAX, SUFFIX, TOMBSTONE, Manifest, decode
+from forged.checkpoint.format.manifest import (
+    MANIFEST_BYTES_MAX,
+    SUFFIX,
+    TOMBSTONE,
+    ChainLink,
+    Manifest,
+    decode,
+    decode_ancestry,
+)
 from forged.checkpoint.model import CheckpointInfo, check_prefix
-from forged.checkpoint.ports import Storage, StoredFile
+from forged.checkpoint.ports import Storage, StoredFile, hold
+from forged.checkpoint.storage.ancestry import AncestryCache, needed
 
 MISSING = "checkpoint_file_missing"
 SAVE_ID_BYTES = 4
@@ -48,6 +58,11 @@ def refusal_name(prefix: str, save_id: str, rank: int) -> str:
 
 def read_manifest(storage: Storage, prefix: str) -> Manifest:
     """Read a checkpoint's manifest; `checkpoint_missing` if the checkpoint does not exist."""
+    return decode(read_manifest_data(storage, prefix), prefix + SUFFIX)
+
+
+def read_manifest_data(storage: Storage, prefix: str) -> bytes:
+    """The bytes of a checkpoint's manifest; `checkpoint_missing` if the checkpoint does not exist."""
     path = check_prefix(prefix) + SUFFIX
     try:
         data = storage.read(path, MANIFEST_BYTES_MAX)
@@ -55,9 +70,9 @@ def read_manifest(storage: Storage, prefix: str) -> Manifest:
         if error.code != MISSING:
             raise
         raise missing_checkpoint(storage, prefix) from None
-    if _exists(storage, prefix + TOMBSTONE):
+    if file_exists(storage, prefix + TOMBSTONE):
         raise missing_checkpoint(storage, prefix)
-    return decode(data, path)
+    return data
 
 
 def missing_checkpoint(storage: Storage, prefix: str) -> CheckpointException:
@@ -71,13 +86,54 @@ def missing_checkpoint(storage: Storage, prefix: str) -> CheckpointException:
     )
 
 
+def missing_parent(storage: Storage, manifest: Manifest) -> CheckpointException | None:
+    """The error for a file of an earlier checkpoint that a checkpoint uses and that is missing; None if there is none.
+
+    The names of files contain the id of their save, so a name that was deleted and used again has other files.
+    """
+    for link in manifest.links:
+        files = (part.file for part in manifest.parts if part.is_referenced and link.has_file(part.file))
+        file = next((file for file in files if not file_exists(storage, file)), None)
+        if file is None:
+            continue
+        what, fix = f"its file {file} is missing", f"restore that file from a copy of {link.prefix}"
+        if not file_exists(storage, link.prefix + SUFFIX):
+            what, fix = "that was deleted", f"restore {link.prefix} from a copy"
+        elif _is_other_save(storage, link):
+            what = "that was deleted, and another one was saved under its name"
+            fix = f"restore {file} from a copy"
+        return CheckpointException(
+            f"checkpoint {manifest.prefix} needs {link.prefix}: {what}",
+            manifest.prefix,
+            ExceptionType.CORRUPTED_CHECKPOINT,
+            code="checkpoint_parent_missing",
+            fix=f"{fix}, or load another checkpoint (`forgectl ckpt ls` lists them)",
+        )
+    return None
+
+
+def _is_other_save(storage: Storage, link: ChainLink) -> bool:
+    path = link.prefix + SUFFIX
+    save_id = _save_id_of(storage.read(path, MANIFEST_BYTES_MAX), path)
+    return save_id not in {"", link.save_id}
+
+
+@contextmanager
+def hold_files(storage: Storage, manifest: Manifest) -> Iterator[None]:
+    """Be seen to use a checkpoint and the earlier ones whose files it uses, as far as the storage can show it."""
+    with ExitStack() as stack:
+        for path in (manifest.path, *(link.prefix + SUFFIX for link in manifest.links)):
+            stack.enter_context(hold(storage, path))
+        yield
+
+
 def checkpoint_exists(storage: Storage, prefix: str) -> bool:
-    return _exists(storage, prefix + SUFFIX) and not _exists(storage, prefix + TOMBSTONE)
+    return file_exists(storage, prefix + SUFFIX) and not file_exists(storage, prefix + TOMBSTONE)
 
 
 def is_being_deleted(storage: Storage, prefix: str) -> bool:
     """Whether a deletion of the checkpoint has begun and not ended."""
-    return _exists(storage, prefix + TOMBSTONE)
+    return file_exists(storage, prefix + TOMBSTONE)
 
 
 def prefixes(storage: Storage, under: str = "") -> list[str]:
@@ -99,6 +155,7 @@ def manifests(storage: Storage, under: str = "") -> Iterator[tuple[str, Manifest
 
 def info_of(manifest: Manifest) -> CheckpointInfo:
     """A manifest's summary for listings."""
+    earlier = [link.prefix for link in manifest.links]
     return CheckpointInfo(
         manifest.prefix,
         manifest.version,
@@ -108,36 +165,71 @@ def info_of(manifest: Manifest) -> CheckpointInfo:
         manifest.layout,
         manifest.step,
         manifest.epoch,
+        earlier[-1] if earlier else None,
+        (*earlier, manifest.prefix),
     )
 
 
 def files_of(manifest: Manifest) -> list[str]:
-    """The files that a manifest names."""
-    return [part.file for part in manifest.parts] + [*manifest.extra_files]
+    """The files of a checkpoint, without those of earlier ones that it uses."""
+    return [part.file for part in manifest.own_parts] + [*manifest.extra_files]
 
 
-def delete(storage: Storage, prefix: str) -> None:
-    """Delete a checkpoint: rename its manifest to a tombstone, then delete its files, then the tombstone."""
+def delete(storage: Storage, prefix: str, ancestries: AncestryCache | None = None, *, force: bool = False) -> None:
+    """Delete a checkpoint: rename its manifest to a tombstone, then delete its files, then the tombstone.
+
+    Refuses if other checkpoints use its files, unless `force` is set: `checkpoint_needed`.
+    """
     path, tombstone = check_prefix(prefix) + SUFFIX, prefix + TOMBSTONE
-    has_manifest = _exists(storage, path)
-    if not has_manifest and not _exists(storage, tombstone):
+    ancestries = None if force else ancestries or AncestryCache()
+    has_manifest = file_exists(storage, path)
+    if not has_manifest and not file_exists(storage, tombstone):
         raise missing_checkpoint(storage, prefix)
     try:
         if has_manifest:
+            save_id = "" if ancestries is None else _require_unneeded(storage, prefix, ancestries)
             storage.move(path, tombstone)
-        finish_deletion(storage, prefix)
+            if save_id and save_id != _save_id_of(storage.read(tombstone, MANIFEST_BYTES_MAX), tombstone):
+                # It was deleted meanwhile, and this is a later save of the name.
+                storage.move(tombstone, path)
+                return
+        finish_deletion(storage, prefix, ancestries)
     except CheckpointException as error:
         # Another process deletes it at the same time.
         if error.code != MISSING:
             raise
 
 
-def finish_deletion(storage: Storage, prefix: str) -> None:
-    """Delete the files of a tombstone, and then the tombstone."""
+def _require_unneeded(storage: Storage, prefix: str, ancestries: AncestryCache) -> str:
+    """Refuse if other checkpoints use its files. Returns the id of the save; empty if it cannot be read."""
+    own = ancestries.all(storage).get(prefix)
+    save_id = "" if own is None else own.save_id
+    users = ancestries.users_of(storage, prefix, save_id)
+    if users:
+        raise needed(prefix, users)
+    return save_id
+
+
+def _save_id_of(data: bytes, path: str) -> str:
+    """The save that a manifest describes; empty if it cannot be read."""
+    try:
+        return decode_ancestry(data, path).save_id
+    except CheckpointException:
+        return ""
+
+
+def finish_deletion(storage: Storage, prefix: str, ancestries: AncestryCache | None = None) -> None:
+    """Delete the files of a tombstone, and then the tombstone; with `ancestries`, only if no checkpoint uses them."""
     path, tombstone = prefix + SUFFIX, prefix + TOMBSTONE
     data = storage.read(tombstone, MANIFEST_BYTES_MAX)
     # Its writer may have died before it was durable; the manifest would come back without its files.
     storage.sync_names([tombstone])
+    if ancestries is not None:
+        # A save may have published a manifest meanwhile; after that it looks for the tombstone.
+        users = ancestries.users_of(storage, prefix, _save_id_of(data, tombstone))
+        if users:
+            storage.move(tombstone, path)
+            raise needed(prefix, users)
     try:
         manifest = decode(data, tombstone)
         # Files of this save that its manifest does not name have names with its save id.
@@ -146,19 +238,26 @@ def finish_deletion(storage: Storage, prefix: str) -> None:
             # A later save may replace the index, so it is checked just before it is deleted.
             if _names_files_of(storage, name, size, manifest):
                 storage.delete([name])
-        storage.delete({*(part.file for part in manifest.parts), *own})
+        storage.delete({*(part.file for part in manifest.own_parts), *own})
     except CheckpointException as error:
         if error.type not in {ExceptionType.CORRUPTED_CHECKPOINT, ExceptionType.INCOMPATIBLE_VERSION}:
             raise
         # An unreadable tombstone names no files, so all files of saves under the prefix are deleted.
         storage.delete([entry.name for entry in save_files(storage, prefix)])
-    if _exists(storage, path) and storage.read(path, MANIFEST_BYTES_MAX) == data:
-        # A storage that renames by copying was interrupted before it deleted the source.
+    if file_exists(storage, path) and _is_same_save(storage.read(path, MANIFEST_BYTES_MAX), data, path):
+        # A storage that renames by copying was interrupted before it deleted the source, or the checkpoint was made
+        # full at the same time.
         storage.delete([path])
     # The tombstone may belong to a later checkpoint by now, so it is checked just before it is deleted. It is deleted
     # also if it is missing, because the process that removed it may have died before the removal was durable.
     if _read_small(storage, tombstone, MANIFEST_BYTES_MAX) in {data, None}:
         storage.delete([tombstone])
+
+
+def _is_same_save(data: bytes, other: bytes, path: str) -> bool:
+    """Whether two manifests, the second of them a tombstone, are of the same save."""
+    save_id = _save_id_of(data, path)
+    return data == other or (bool(save_id) and save_id == _save_id_of(other, path))
 
 
 def _is_of_save(name: str, manifest: Manifest) -> bool:
@@ -177,7 +276,7 @@ def is_replaceable_index(storage: Storage, index: str) -> bool:
         data = _read_small(storage, index, MANIFEST_BYTES_MAX)
         if data is not None:
             return _NAMES_SAVE_FILE.search(data) is not None
-        if not _exists(storage, index):
+        if not file_exists(storage, index):
             return True
         # It was created between the two reads.
     return False
@@ -195,7 +294,7 @@ def delete_unfinished(storage: Storage, prefix: str) -> list[str]:
 def require_free(storage: Storage, prefix: str) -> None:
     """Refuse a prefix that is taken."""
     path = prefix + SUFFIX
-    if _exists(storage, prefix + TOMBSTONE):
+    if file_exists(storage, prefix + TOMBSTONE):
         raise CheckpointException(
             f"{prefix} is being deleted from {storage.url}",
             prefix,
@@ -204,7 +303,7 @@ def require_free(storage: Storage, prefix: str) -> None:
             fix=f"`forgectl ckpt rm {prefix}` finishes a deletion that was interrupted",
             retryable=True,
         )
-    if _exists(storage, path):
+    if file_exists(storage, path):
         raise CheckpointException(
             f"checkpoint {prefix} exists already in {storage.url}",
             prefix,
@@ -256,7 +355,8 @@ def _read_small(storage: Storage, name: str, size: int) -> bytes | None:
         return None
 
 
-def _exists(storage: Storage, name: str) -> bool:
+def file_exists(storage: Storage, name: str) -> bool:
+    """Whether a storage has a file of this name."""
     try:
         with storage.open(name):
             return True

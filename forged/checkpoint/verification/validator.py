@@ -24,7 +24,7 @@ import xxhash
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.dtypes import dtype_of, safetensors_name
-from forged.checkpoint.format.manifest import SUFFIX, VERSION, Manifest, Part
+from forged.checkpoint.format.manifest import INCREMENTAL_VERSION, SUFFIX, VERSION, Manifest, Part
 from forged.checkpoint.format.safetensors import read_header
 from forged.checkpoint.loading.fetching import (
     BufferPool,
@@ -38,7 +38,7 @@ from forged.checkpoint.loading.read_plan import blocks_of, plan
 from forged.checkpoint.model import check_timeout
 from forged.checkpoint.ports import CancelToken, Reader, Storage, WouldBlock, bounded
 from forged.checkpoint.progress import ByteCount, Progress
-from forged.checkpoint.storage.listing import read_manifest
+from forged.checkpoint.storage.listing import missing_parent, read_manifest
 from forged.checkpoint.thread_pool import THREADS, run_all
 from forged.errors import describe
 
@@ -226,7 +226,8 @@ class _Validation:
                 elif part.data_offset:
                     yield from _header_findings(self._manifest, number, reader, deep=deep)
         except CheckpointException as error:
-            yield Finding(error.message, error.code, rank=part.rank, file=part.file)
+            cause = (missing_parent(self._storage, self._manifest) if part.is_referenced else None) or error
+            yield Finding(cause.message, cause.code, rank=part.rank, file=part.file)
 
     def _extra_file(self, file: str, size: int) -> Iterator[Finding]:
         """Check the size of a file for other tools."""
@@ -272,7 +273,7 @@ class _ChunkScan:
     def __init__(self, storage: Storage, index: Index, token: CancelToken, progress: Progress | None) -> None:
         self.found: list[tuple[int, int, Finding]] = []
         """Findings with the numbers of their part and chunk, for sorting."""
-        self.bytes = ByteCount(sum(part.size - part.data_offset for part in index.manifest.parts), progress)
+        self.bytes = ByteCount(sum(map(_used_bytes, map(index.layout, range(len(index.manifest.parts))))), progress)
         self._storage = storage
         self._index = index
         self._token = token
@@ -282,7 +283,7 @@ class _ChunkScan:
     def part(self, number: int, threads: int) -> None:
         """Verify all chunks of a part."""
         layout = self._index.layout(number)
-        blocks = [*blocks_of(layout.memory_offsets, 0, layout.chunks)]
+        blocks = [block for run in layout.runs() for block in blocks_of(layout.memory_offsets, *run)]
         try:
             with self._storage.open(layout.part.file) as reader:
                 run_all(partial(self._block, layout, reader), blocks, self._token, threads if len(blocks) > 1 else 1)
@@ -361,11 +362,17 @@ class _ChunkScan:
                 self.found.append((layout.number, number, finding))
 
 
+def _used_bytes(layout: PartLayout) -> int:
+    """The bytes of a part's chunks in its file."""
+    return sum(layout.file_offsets[end] - layout.file_offsets[first] for first, end in layout.runs())
+
+
 def _manifest_findings(manifest: Manifest) -> Iterator[Finding]:
     """Faults of a readable manifest."""
-    if manifest.version != VERSION:
+    if manifest.version not in {VERSION, INCREMENTAL_VERSION}:
         yield Finding(
-            f"the manifest has version {manifest.version}; this version of forged writes {VERSION}",
+            f"the manifest has version {manifest.version}; this version of forged writes {VERSION} "
+            f"and {INCREMENTAL_VERSION}",
             "checkpoint_version_other",
             is_error=False,
             file=manifest.path,
@@ -394,7 +401,7 @@ def _header_findings(manifest: Manifest, number: int, reader: Reader, *, deep: b
             rank=part.rank,
             file=part.file,
         )
-    elif deep:
+    elif deep and not part.is_referenced:
         yield from _entry_findings(manifest, number, reader)
 
 

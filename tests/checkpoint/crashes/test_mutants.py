@@ -231,7 +231,7 @@ def manifests_are_published_before_parts_are_settled(patch: pytest.MonkeyPatch) 
 def files_are_deleted_before_the_tombstone_stands(patch: pytest.MonkeyPatch) -> None:
     """What a manifest names goes first, and the manifest then."""
 
-    def delete(storage: Storage, prefix: str) -> None:
+    def delete(storage: Storage, prefix: str, ancestries: object) -> None:
         storage.delete(listing.files_of(listing.read_manifest(storage, prefix)))
         storage.delete([prefix + SUFFIX])
 

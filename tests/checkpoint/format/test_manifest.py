@@ -125,7 +125,7 @@ def test_a_manifest_under_another_prefix_is_refused() -> None:
 
 
 def test_an_unknown_version_is_reported_as_such() -> None:
-    error = refused(changed(lambda said: said.update(version="2.0")))
+    error = refused(changed(lambda said: said.update(version="3.0")))
     assert error.type is ExceptionType.INCOMPATIBLE_VERSION
     decode(changed(lambda said: said.update(version="1.7", something_new=[1])), PATH)
 

@@ -26,7 +26,7 @@ def test_layout_gives_offset_box_piece_and_tensor_of_each_chunk(data: st.DataObj
                 assert layout.chunk_box(number) == chunk
                 assert (layout.piece_of(number), layout.tensor_of(number)) == (place, tensor)
                 at, number = at + chunk.volume, number + 1
-        assert (layout.file_offsets[-1], layout.chunks) == (at, number)
+        assert (layout.file_offsets[-1], layout.first_chunks[-1]) == (at, number)
 
 
 def test_chunks_larger_in_the_file_than_in_memory_are_refused() -> None:

@@ -47,8 +47,8 @@ def wait_to_the_end(waiter: RankWaiter, ranks: Iterable[int] = (1,)) -> None:
         waiter.wait(ranks)
 
 
-def part(rank: int) -> Part:
-    return Part(f"run/0a1b2c3d.{rank:05d}-of-00003.safetensors", rank, 0, 0, [], [], [], "", "")
+def part(rank: int) -> list[Part]:
+    return [Part(f"run/0a1b2c3d.{rank:05d}-of-00003.safetensors", rank, 0, 0, [], [], [], "", "")]
 
 
 def exchange(storage: MemoryStorage, rank: int, *meanwhile: Any, save_id: str = "0a1b2c3d") -> ReceiptExchange:
@@ -66,7 +66,7 @@ def publish(storage: MemoryStorage, save_id: str = "0a1b2c3d") -> None:
 def test_root_collects_parts_by_rank() -> None:
     storage = MemoryStorage()
     later = [lambda: exchange(storage, 2).report(part(2)), lambda: None, lambda: exchange(storage, 1).report(part(1))]
-    assert exchange(storage, 0, *later).collect() == [part(1), part(2)]
+    assert exchange(storage, 0, *later).collect() == part(1) + part(2)
 
 
 def test_first_failed_rank_is_raised_before_all_ranks_have_reported() -> None:

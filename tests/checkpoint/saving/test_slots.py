@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -204,3 +205,28 @@ async def test_slot_with_a_damaged_lead_is_not_taken(host: SlotHost, storage: Lo
     with pytest.raises(CheckpointException) as refused:
         sets_in(host._directory)
     assert refused.value.code == "checkpoint_slot_torn"
+
+
+@pytest.mark.parametrize("level", [CompressionLevel.NONE, CompressionLevel.FAST])
+async def test_incremental_save_is_staged_whole_and_writes_only_what_changed(
+    host: SlotHost, storage: LocalStorage, level: CompressionLevel
+) -> None:
+    """The host can save the whole state from the slots if the ranks die; otherwise the ranks write the changes."""
+    one = state(1)
+    async with DistributedCheckpoint(Alone(host), storage) as checkpoint:
+        base = None
+        for version in (1, 2, 3):
+            one["large"][version * 100_000] += 1
+            expected = copy.deepcopy(one)
+            options = SaveOptions(f"v{version}", compression_level=level, base=base)
+            handle = await checkpoint.save_async(one, options=options)
+            one["small"] += 1
+            await handle.committed()
+            manifest = listing.read_manifest(storage, f"v{version}")
+            assert len(manifest.links) == version - 1
+            assert same(state_of(storage, f"v{version}")["model"], expected)
+            newest, _ = sets_in(host._directory)[0]
+            assert newest.manifest.save_id == manifest.save_id
+            assert newest.manifest.links == []
+            base = f"v{version}"
+    assert len(host.persisted) == (level is CompressionLevel.NONE)

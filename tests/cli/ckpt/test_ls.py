@@ -93,7 +93,7 @@ def test_an_unreadable_manifest_is_listed_with_the_reason_and_fails(checkpoint_f
 
 def test_a_manifest_of_a_later_version_is_reported_as_such(checkpoint_folder: CheckpointFolder) -> None:
     checkpoint_folder.save("a")
-    text = checkpoint_folder.manifest("a").read_text().replace('"version":"1.0"', '"version":"2.0"')
+    text = checkpoint_folder.manifest("a").read_text().replace('"version":"1.0"', '"version":"3.0"')
     body = text.rpartition(',"checksum"')[0].encode()
     import xxhash
 
@@ -102,7 +102,7 @@ def test_a_manifest_of_a_later_version_is_reported_as_such(checkpoint_folder: Ch
     )
     output = checkpoint_folder.run("ls")
     assert output.code == 1
-    assert "has version 2.0, and this is 1.0" in output.out
+    assert "has version 3.0; this version of forged reads 1 and 2" in output.out
 
 
 def test_files_without_a_manifest_are_listed_with_a_fix(checkpoint_folder: CheckpointFolder) -> None:
