@@ -24,7 +24,7 @@ from forged.auth.messages import REQUESTS as TOKEN_REQUESTS
 from forged.auth.model import Role
 from forged.auth.service import TokenService
 from forged.catalog.messages import REQUESTS as CATALOG_REQUESTS
-from forged.catalog.ports import JobsPort
+from forged.catalog.ports import CheckpointFiles, JobsPort
 from forged.catalog.service import CatalogService
 from forged.catalog.settings import RULES as CATALOG_SETTINGS
 from forged.catalog.settings import require_valid
@@ -115,6 +115,8 @@ class Ports:
     guard: Guard = field(default_factory=Unguarded)
     compute: Compute = inline
     """Runs long computations."""
+    checkpoint_files: CheckpointFiles | None = None
+    """The files of checkpoints; without it the daemon touches none."""
     host: HostAgent = field(default_factory=NoHost)
     """The host of the daemon, with its memory for slots."""
 
@@ -180,6 +182,9 @@ class Daemon:
             defaults=_retention_defaults(config),
             roots=config.checkpoint_roots,
             bytes_max=config.catalog_bytes_max,
+            files=ports.checkpoint_files,
+            scrub_bytes_per_s=config.scrub_bytes_per_s,
+            log=ports.log,
         )
         self.slots = SlotService(
             self.bus,
@@ -276,6 +281,7 @@ class Daemon:
             tasks.start_soon(self.reporter.run)
         await tasks.start(self.sides.run)
         await tasks.start(self.elastic.run)
+        await tasks.start(self.catalog.work.run)
         await tasks.start(self.slots.run)
         tasks.start_soon(self.server.run)
         await self.server.listen(Address("unix", path=self.config.socket))
@@ -344,7 +350,8 @@ class Daemon:
         self.data.limits = _shard_limits(config)
         self.tokens.set_policy(_policy(config, self._ports.uid))
         self.catalog.book.set_defaults(_retention_defaults(config))
-        self.catalog.book.roots = config.checkpoint_roots
+        self.catalog.set_roots(config.checkpoint_roots)
+        self.catalog.work.scrub_bytes_per_s = config.scrub_bytes_per_s
         self.catalog.book.set_bytes_max(config.catalog_bytes_max)
         self.slots.table.set_limits(config.slot_bytes_max, config.principal_slot_bytes_max)
         self.plugins.set_limits(_plugin_limits(config))

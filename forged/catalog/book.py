@@ -72,6 +72,7 @@ from forged.catalog.model import (
     checked_request,
     checked_time,
 )
+from forged.catalog.ports import CheckpointLocation
 from forged.catalog.records import (
     HOLD_S_MAX,
     HOLDS_MAX,
@@ -86,7 +87,7 @@ from forged.catalog.records import (
     checked_seconds,
     decoded,
     encoded,
-    is_beneath,
+    root_of,
     shortened,
     storage_kind,
 )
@@ -114,6 +115,12 @@ CHILDREN_SHOWN_MAX = 1000
 SAVES_LOOKED_AT = 10
 REFUSED_CHARS_MAX = 200
 NO_SETTINGS: Mapping[str, SettingValue] = {}
+WRITER_GONE_S = 60.0
+"""So long after its writer is gone, a checkpoint is looked for: a save in the background ends after its worker."""
+WRITING_S_MAX = 3600.0
+"""So long a checkpoint may be written."""
+FAILED_KEPT_S = 3600.0
+"""So long after a save has failed its files are deleted: its writer may be late, and complete it yet."""
 FAILED_RULE = "failed"
 REQUESTED_RULE = "requested"
 
@@ -150,6 +157,8 @@ class CatalogBook:
         """By id; tombstones too."""
         self.since: dict[str, float] = {}
         """Since when, by the monotonic clock, each checkpoint is being written or has failed."""
+        self.gone_since: dict[str, float] = {}
+        """Since when, by the monotonic clock, the writer of a checkpoint is not registered any more."""
         self._settings_of = settings_of
         self._defaults = defaults
         self._retention: dict[str, JobRetention] = {}
@@ -296,9 +305,9 @@ class CatalogBook:
     def _complete(self, record: CheckpointRecord, size_bytes: int, seconds: float) -> Change:
         finish = self.index.complete_late if record.meta.is_failed_save else self.index.complete
         meta = finish(record.id, size_bytes, record.path)
-        self.since.pop(record.id, None)
+        self._settled(record.id)
         fact = CheckpointCompleted(record.id, meta.step, meta.size_bytes, seconds)
-        return self._put(msgspec.structs.replace(record, meta=meta, note=""), fact)
+        return self._put(msgspec.structs.replace(record, meta=meta, note="", is_given_up=False), fact)
 
     def _completed(self, record: CheckpointRecord) -> CompletedCheckpoint:
         files = (
@@ -318,11 +327,12 @@ class CatalogBook:
     def give_up(self, checkpoint_id: str, reason: str, now: Moment) -> Decision[None]:
         """The writer of a checkpoint is gone, or takes too long."""
         record = self.records[checkpoint_id]
-        return _decided(None, record.job, self._fail(record, reason, now))
+        return _decided(None, record.job, self._fail(msgspec.structs.replace(record, is_given_up=True), reason, now))
 
     def _fail(self, record: CheckpointRecord, reason: str, now: Moment) -> Change:
         meta = self.index.mark_corrupted(record.id)
         self.since[record.id] = now.monotonic
+        self.gone_since.pop(record.id, None)
         failed = CheckpointFailed(record.id, meta.step, reason)
         return self._put(msgspec.structs.replace(record, meta=meta, note=reason), failed)
 
@@ -476,10 +486,34 @@ class CatalogBook:
 
     def _buried(self, meta: CheckpointMeta, rule: str, reason: str) -> Change:
         record = self.records[meta.checkpoint_id]
-        self.since.pop(record.id, None)
+        self._settled(record.id)
         self._holds.pop(record.id, None)
         fact = CheckpointCollected(record.id, meta.step, meta.size_bytes, rule, reason)
         return self._put(msgspec.structs.replace(record, meta=meta, holds={}), fact)
+
+    def _settled(self, checkpoint_id: str) -> None:
+        """It is neither being written, nor a failed save that is looked after."""
+        self.since.pop(checkpoint_id, None)
+        self.gone_since.pop(checkpoint_id, None)
+
+    def unsettled(
+        self, is_registered: Callable[[str, str, bytes], bool], now: Moment
+    ) -> Iterator[tuple[CheckpointRecord, str]]:
+        """The checkpoints whose files have to be looked for, and why: their writer is gone or late, or they failed."""
+        for checkpoint_id, since in self.since.items():
+            record = self.records[checkpoint_id]
+            is_there = not record.worker_id or is_registered(record.job, record.worker_id, record.incarnation)
+            if is_there:
+                self.gone_since.pop(checkpoint_id, None)
+            gone_s = now.monotonic - self.gone_since.setdefault(checkpoint_id, now.monotonic) if not is_there else 0.0
+            age_s = now.monotonic - since
+            if not record.is_being_written:
+                if age_s >= FAILED_KEPT_S and not (record.is_given_up and record.worker_id and is_there):
+                    yield record, record.note
+            elif gone_s >= WRITER_GONE_S:
+                yield record, f"worker {record.worker_id}, which was saving it, is gone"
+            elif age_s >= WRITING_S_MAX:
+                yield record, f"it was not completed within {WRITING_S_MAX:g} s"
 
     def tombstones(self) -> Iterator[CheckpointRecord]:
         """The deleted checkpoints whose files may still be there, in the order of deletion."""
@@ -588,7 +622,15 @@ class CatalogBook:
 
     def is_managed(self, record: CheckpointRecord) -> bool:
         """Whether the daemon may read and delete its files."""
-        return record.is_trusted or is_beneath(record.path, self.roots, record.job)
+        return record.is_trusted or root_of(record.path, self.roots, record.job) is not None
+
+    def location(self, record: CheckpointRecord) -> CheckpointLocation:
+        """Where a managed checkpoint is, and what its manifest must say."""
+        if not record.is_trusted:
+            return CheckpointLocation(
+                record.path, record.save_id, record.job, root_of(record.path, self.roots, record.job)
+            )
+        return CheckpointLocation(record.path, record.save_id, None if record.is_adopted else record.job)
 
     def find(self, request: FindRestorePoints, step: int | None) -> RestorePoints:
         """What the job can be restored from; `step` is the one that it has committed, None if there is none."""
@@ -770,7 +812,7 @@ class CatalogBook:
         del of_path[record.save_id]
         if not of_path:
             del self._at[record.path]
-        self.since.pop(record.id, None)
+        self._settled(record.id)
         self._holds.pop(record.id, None)
         self.index.forget(record.id)
         return Change(record.key, None)

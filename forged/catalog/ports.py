@@ -1,11 +1,19 @@
-"""What the catalogue's service needs of the other services."""
+"""What the catalogue's service needs of the other services, and of the files of checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
+from forged.errors import Unavailable
 from forged.jobs.model import SettingValue
+
+FOLDER_MISSING = "checkpoint_folder_missing"
+"""The code of the error for a local folder that does not exist: deleted by hand, or not mounted."""
+
+Progress = Callable[[int, int], None]
+"""Told the bytes that are done and those in all; in the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,5 +25,53 @@ class JobsPort:
     step: Callable[[str], int | None] = lambda job: None
     """The step that a job has committed; None before its first world."""
     generation: Callable[[str], int] = lambda job: 0
-    is_registered: Callable[[str, str], bool] = lambda job, worker_id: True
-    """Whether a worker of this name is registered with a job."""
+    is_registered: Callable[[str, str, bytes], bool] = lambda job, worker_id, incarnation: True
+    """Whether a worker is registered with a job."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointLocation:
+    """The files of a checkpoint: where they are, and what its manifest must say so that they are touched."""
+
+    path: str
+    save_id: str
+    job: str | None
+    """None: any job."""
+    root: str | None = None
+    """Nothing outside this directory or bucket folder is touched, also where a symbolic link leads out of it."""
+
+
+class CheckpointFiles(Protocol):
+    """The files of checkpoints. A storage that cannot be used raises a `ForgedError`; the call is repeated later.
+
+    Each call reads the manifest first. A checkpoint whose manifest has another save id or job is not touched.
+    """
+
+    async def find(self, location: CheckpointLocation) -> int | None:
+        """The size of the checkpoint if it is there as a whole; None if it is not."""
+        ...
+
+    async def delete(self, location: CheckpointLocation) -> None:
+        """Delete the checkpoint, or what an unfinished save or deletion of it has left; nothing there is no error."""
+        ...
+
+    async def verify(self, location: CheckpointLocation, bytes_per_s: int, progress: Progress) -> str:
+        """Compare every byte with its checksum, at this rate; empty if all are correct, else what is wrong."""
+        ...
+
+
+class NoFiles:
+    """Files that cannot be reached: for a daemon that is to touch none."""
+
+    async def find(self, location: CheckpointLocation) -> int | None:
+        raise _unreachable(location)
+
+    async def delete(self, location: CheckpointLocation) -> None:
+        raise _unreachable(location)
+
+    async def verify(self, location: CheckpointLocation, bytes_per_s: int, progress: Progress) -> str:
+        raise _unreachable(location)
+
+
+def _unreachable(location: CheckpointLocation) -> Unavailable:
+    return Unavailable("checkpoint_files_unreachable", f"this daemon touches no files, also not {location.path}", "")

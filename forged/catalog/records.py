@@ -62,6 +62,8 @@ class CheckpointRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """How many checkpoints the script keeps."""
     holds: dict[str, float] = {}
     """For how many seconds each holder keeps it, counted anew when the daemon starts."""
+    is_given_up: bool = False
+    """Whether it counts as failed although its writer did not say so."""
     note: str = ""
     """Why it failed or is corrupted."""
 
@@ -179,6 +181,7 @@ def shortened(reason: str) -> str:
     return " ".join(reason.split())[:REASON_CHARS_MAX]
 
 
-def is_beneath(path: str, roots: tuple[str, ...], job: str) -> bool:
-    """Whether a path lies in one of the roots; `{job}` in a root stands for the job's name."""
-    return any(path.startswith(f"{root.replace('{job}', job).rstrip('/')}/") for root in roots)
+def root_of(path: str, roots: tuple[str, ...], job: str) -> str | None:
+    """The first of the roots that a path lies in, if any; `{job}` in a root stands for the job's name."""
+    of_job = (root.replace("{job}", job).rstrip("/") for root in roots)
+    return next((root or "/" for root in of_job if path.startswith(f"{root}/")), None)

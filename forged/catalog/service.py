@@ -9,14 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from msgspec import structs
 
 from forged.auth.model import Principal, Role
 from forged.catalog.book import CATALOG_BYTES_MAX, RESTORES_PREFIX, CatalogBook
+from forged.catalog.file_work import OWNER, FileWork
 from forged.catalog.messages import (
     AdoptCheckpoints,
     Adoption,
     CheckpointCadence,
+    CheckpointCollected,
+    CheckpointCompleted,
+    CheckpointCorrupted,
     CheckpointPage,
     CheckpointView,
     CollectCheckpoints,
@@ -27,6 +33,7 @@ from forged.catalog.messages import (
     DeleteCheckpoint,
     FailCheckpoint,
     FindRestorePoints,
+    GcTick,
     HoldCheckpoint,
     ListCheckpoints,
     PinCheckpoint,
@@ -41,19 +48,22 @@ from forged.catalog.messages import (
     UnpinCheckpoint,
 )
 from forged.catalog.model import CheckpointMeta
-from forged.catalog.ports import JobsPort
-from forged.catalog.records import PREFIX, Moment, is_beneath, shortened
+from forged.catalog.ports import CheckpointFiles, JobsPort, NoFiles
+from forged.catalog.records import PREFIX, Moment, root_of, shortened
 from forged.clock import Clock
 from forged.elastic.messages import ConfirmWorker, ProgressLost
+from forged.errors import ForgedError
 from forged.jobs.model import JobChanged, JobCreated, JobRemoved, SettingValue
-from forged.kernel.bus import Bus
+from forged.kernel.bus import DAEMON, Bus
 from forged.kernel.ledger import read_all
 from forged.kernel.messages import Call, Decision, Nothing, Record
+from forged.kernel.pending import Pending
 from forged.kernel.store.port import Store
+from forged.log import SILENT, Log
 
 R = TypeVar("R")
 
-OWNER = "catalog"
+FILES = "catalog.files"
 
 WorkersRequest = StartCheckpoint | CompleteCheckpoint | FailCheckpoint | ReportRestore | ConfirmDeleted
 
@@ -71,7 +81,11 @@ class CatalogService:
         defaults: Mapping[str, SettingValue],
         roots: tuple[str, ...] = (),
         bytes_max: int = CATALOG_BYTES_MAX,
+        files: CheckpointFiles | None = None,
+        scrub_bytes_per_s: int = 0,
+        log: Log = SILENT,
     ) -> None:
+        """Without `files` the daemon touches none."""
         self.book = CatalogBook(jobs.settings, defaults=defaults, roots=roots, bytes_max=bytes_max)
         self._bus = bus
         self._clock = clock
@@ -79,6 +93,17 @@ class CatalogService:
         self._own_names = frozenset({f"unix:{uid}", f"loopback:{uid}"})
         self._numbers = 0
         self._cadences: dict[str, str] = {}
+        self.work = FileWork(
+            bus,
+            clock,
+            self.book,
+            files or NoFiles(),
+            log,
+            is_registered=jobs.is_registered,
+            decide=self._decide,
+            scrub_bytes_per_s=scrub_bytes_per_s,
+        )
+        self._log = log
         self._subscribe()
 
     def _subscribe(self) -> None:
@@ -101,6 +126,8 @@ class CatalogService:
         bus.serve(DeleteCheckpoint, lambda request, call: book.delete(request), owner=OWNER)
         bus.serve(AdoptCheckpoints, self._adopt, owner=OWNER)
         bus.on_signal(CheckpointCadence, self._cadence, name="catalog.cadences")
+        bus.on_signal(GcTick, self._tick, name="catalog.collection")
+        bus.on((CheckpointCollected, CheckpointCompleted, CheckpointCorrupted), self._checkpoint_changed, name=FILES)
         bus.on((JobCreated, JobChanged), self._job_changed, name="catalog.settings")
         bus.on(JobRemoved, self._job_removed, name="catalog.removal", durable=True)
         bus.on(ProgressLost, self._progress_lost, name="catalog.progress", durable=True)
@@ -110,6 +137,18 @@ class CatalogService:
         entries = await read_all(store, PREFIX)
         restores = {entry.key: entry.value for entry in await read_all(store, RESTORES_PREFIX)}
         self.book.load((entry.value for entry in entries), restores, self._now())
+        self.work.reload()
+
+    def set_roots(self, roots: tuple[str, ...]) -> None:
+        """Beneath these the daemon may touch files from now on."""
+        if roots != self.book.roots:
+            self.book.roots = roots
+            # The daemon may delete others now.
+            self._bus.ledger.settled(list(self.book.tombstones())).when_done(self._delete_all)
+
+    def _delete_all(self, durable: Pending) -> None:
+        for record in durable.reply if durable.error is None else ():
+            self.work.delete(record)
 
     def _now(self) -> Moment:
         return Moment(self._clock.wall(), self._clock.monotonic())
@@ -156,7 +195,7 @@ class CatalogService:
 
     def is_root(self, folder: str, job: str) -> bool:
         """Whether the daemon may touch what is in a directory for any worker of the job."""
-        return is_beneath(f"{folder}/", self.book.roots, job)
+        return root_of(f"{folder}/", self.book.roots, job) is not None
 
     def _cadence(self, signal: CheckpointCadence, call: Call) -> None:
         if self._jobs.settings(signal.job) is not None:
@@ -171,7 +210,8 @@ class CatalogService:
         return self.book.page(request, self._cadences.get(request.job, ""))
 
     def _show(self, request: ShowCheckpoint, call: Call) -> CheckpointView:
-        return self.book.show(request, self._now())
+        view = self.book.show(request, self._now())
+        return structs.replace(view, operation=self.work.operations.get(request.checkpoint_id))
 
     def _read_retention(self, request: ReadRetention, call: Call) -> RetentionPage:
         return self.book.retention_page(request, self._now())
@@ -183,6 +223,29 @@ class CatalogService:
         self._bus.dispatcher.require_job(request.job)
         holder, is_trusted = call.principal.holder, self.is_trusted(call.principal)
         return self._last(self.book.adopt(request, self._new_id, holder, is_trusted=is_trusted), request.job)
+
+    # Collection.
+
+    async def _tick(self, signal: GcTick, call: Call) -> None:
+        for job in self.book.due(self._now()):
+            try:
+                await self._bus.ask(CollectCheckpoints(job))
+            except ForgedError as error:
+                self._log.warning("checkpoints were not collected", job=job, reason=error.message)
+
+    def _checkpoint_changed(self, record: Record) -> None:
+        """A durable change of a checkpoint, whose files are to be deleted or verified, or that supersedes others."""
+        fact = record.fact
+        if isinstance(fact, CheckpointCompleted):
+            self._bus.signal(GcTick(), Call(DAEMON, OWNER))
+            return
+        if not isinstance(fact, CheckpointCollected | CheckpointCorrupted):
+            return
+        known = self.book.records.get(fact.checkpoint_id)
+        if known is not None and known.is_deleted:
+            self.work.delete(known)
+        elif known is not None and isinstance(fact, CheckpointCorrupted):
+            self.work.suspect(known)
 
     # Facts of other services.
 
@@ -205,6 +268,10 @@ class CatalogService:
         """An id that no checkpoint of this store ever had: each start of the daemon has a term of its own."""
         self._numbers += 1
         return f"ckpt-{self._bus.ledger.term:04d}-{self._numbers:06d}"
+
+    def _decide(self, decision: Decision[Any]) -> Pending:
+        """Queue a decision that no request has asked for."""
+        return self._bus.ledger.append(self._of_job(decision, decision.job), origin=OWNER)
 
     def _of_job(self, decision: Decision[R], job: str) -> Decision[R]:
         return replace(decision, generation=self._jobs.generation(job))

@@ -38,6 +38,7 @@ LIVE = frozenset(
         "checkpoint_keep_every_s",
         "checkpoint_chain_max",
         "catalog_bytes_max",
+        "scrub_bytes_per_s",
         "slot_bytes_max",
         "principal_slot_bytes_max",
         "in_flight_max",

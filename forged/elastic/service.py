@@ -168,14 +168,10 @@ class ElasticService:
         coordinator = self.coordinators.get(job)
         return coordinator.training.current_step if coordinator is not None and coordinator.generation else None
 
-    def is_registered(self, job: str, worker_id: str, incarnation: bytes | None = None) -> bool:
-        """Whether a worker of this name is registered with a job; with an incarnation, whether this process is it."""
+    def is_registered(self, job: str, worker_id: str, incarnation: bytes) -> bool:
+        """Whether this worker is registered with a job."""
         coordinator = self.coordinators.get(job)
-        if coordinator is None:
-            return False
-        if incarnation is not None:
-            return coordinator.members.find(worker_id, incarnation) is not None
-        return worker_id in coordinator.members
+        return coordinator is not None and coordinator.members.find(worker_id, incarnation) is not None
 
     def workers_at_work(self, job: str) -> int:
         """How many workers a job has that is not over."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
+
+import anyio
 
 from forged.auth.model import Principal, Role
 from forged.catalog.messages import (
@@ -22,11 +25,14 @@ from forged.catalog.service import CatalogService
 from forged.elastic.messages import ConfirmWorker
 from forged.errors import RequestRefused
 from forged.jobs.core import JobBook
-from forged.jobs.model import CreateJob, SettingValue
+from forged.jobs.model import ChangeJob, CreateJob, SettingValue, ShowJob
 from forged.jobs.service import JobService
 from forged.kernel.messages import Call, Nothing, Request
 from forged.kernel.store.port import Store
-from tests.kernel_fixture import Kernel, running
+from tests.kernel_fixture import OPERATOR, Kernel, running, task_group
+from tests.simulation.environment.loop import run
+
+P = ParamSpec("P")
 
 JOB = "run"
 INCARNATION = b"i" * 16
@@ -48,7 +54,7 @@ class Catalog:
         port = JobsPort(
             settings=self.jobs.settings,
             step=self.steps.get,
-            is_registered=lambda job, worker: any(one[:2] == (job, worker) for one in self.registered),
+            is_registered=lambda job, worker, incarnation: (job, worker, incarnation) in self.registered,
         )
         self.service = CatalogService(kernel.bus, kernel.clock, port, uid=UID, defaults=defaults, **options)
         kernel.ledger.register(self.jobs)
@@ -82,6 +88,12 @@ class Catalog:
         await self.complete(checkpoint_id)
         return checkpoint_id
 
+    async def configure(self, settings: Mapping[str, SettingValue]) -> None:
+        """Change the job's settings."""
+        job = await self.ask(ShowJob(JOB))
+        await self.ask(ChangeJob(JOB, dict(settings), job.version), OPERATOR)
+        await self.kernel.settle()
+
     async def points(self, job: str = JOB, **criteria: Any) -> RestorePoints:
         found: RestorePoints = await self.ask(FindRestorePoints(job, **criteria))
         return found
@@ -114,6 +126,20 @@ def incremental(parent: int) -> dict[str, Any]:
     }
 
 
+def over_days(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
+    """Run a test on its own virtual loop, with a limit of virtual days."""
+
+    @wraps(test)
+    def run_it(*args: P.args, **kwargs: P.kwargs) -> None:
+        async def within_reason() -> None:
+            with anyio.fail_after(30 * 86_400.0):
+                await test(*args, **kwargs)
+
+        run(within_reason, test.__name__)
+
+    return run_it
+
+
 @asynccontextmanager
 async def catalog(
     store: Store | None = None,
@@ -130,6 +156,7 @@ async def catalog(
         made.append(Catalog(kernel, defaults or {}, options))
         extend(made[0])
 
-    async with running(store, register) as kernel:
+    async with running(store, register) as kernel, task_group() as tasks:
+        await tasks.start(made[0].service.work.run)
         await kernel.bus.ask(CreateJob(JOB, dict(settings or {})))
         yield made[0]

@@ -28,7 +28,7 @@ from forged.catalog.messages import (
 )
 from forged.elastic.messages import ProgressLost
 from forged.errors import ForgedError, RequestRefused, Unavailable
-from forged.jobs.model import ChangeJob, CreateJob, RemoveJob
+from forged.jobs.model import CreateJob, RemoveJob
 from forged.kernel.messages import Decision
 from tests.catalog.catalog_fixture import (
     FOLDER,
@@ -177,8 +177,9 @@ async def test_commit_that_fails_changes_nothing() -> None:
 
 @on_virtual_time
 async def test_policy_of_the_job_decides_what_is_collected() -> None:
-    async with catalog(settings={"checkpoint_keep": 2}) as one:
+    async with catalog() as one:
         ids = [await one.save(step) for step in (1, 2, 3)]
+        await one.configure({"checkpoint_keep": 2})
         verdicts = (await one.ask(ReadRetention(JOB))).verdicts
         assert [(v.step, v.is_kept, v.rule) for v in verdicts] == [
             (3, True, "newest"),
@@ -204,14 +205,12 @@ async def test_without_a_policy_nothing_is_collected() -> None:
 
 @on_virtual_time
 async def test_changed_settings_of_the_job_change_the_policy() -> None:
-    async with catalog(defaults={"checkpoint_keep": 1}) as one:
+    async with catalog(settings={"checkpoint_keep": 9}, defaults={"checkpoint_keep": 1}) as one:
         for step in (1, 2, 3):
             await one.save(step)
-        await one.ask(ChangeJob(JOB, {"checkpoint_keep": 2}, 1), OPERATOR)
-        await one.kernel.settle()
+        await one.configure({"checkpoint_keep": 2})
         assert [v.is_kept for v in (await one.ask(ReadRetention(JOB))).verdicts] == [True, True, False]
-        await one.ask(ChangeJob(JOB, {}, 2), OPERATOR)
-        await one.kernel.settle()
+        await one.configure({})
         assert [v.is_kept for v in (await one.ask(ReadRetention(JOB))).verdicts] == [True, False, False]
 
 
@@ -220,8 +219,7 @@ async def test_many_checkpoints_are_collected_in_several_decisions() -> None:
     async with catalog() as one:
         for step in range(1, 200):
             await one.save(step)
-        await one.ask(ChangeJob(JOB, {"checkpoint_keep": 1}, 1), OPERATOR)
-        await one.kernel.settle()
+        await one.configure({"checkpoint_keep": 1})
         collection = await one.ask(CollectCheckpoints(JOB), OPERATOR)
         assert [v.step for v in collection.collected] == list(range(1, 199))
         assert await one.listed() == {199: "complete"}
@@ -264,8 +262,9 @@ async def test_daemon_touches_what_it_may(by: Any, path: str, is_managed: bool) 
 
 @on_virtual_time
 async def test_pinned_and_held_checkpoints_stay() -> None:
-    async with catalog(settings={"checkpoint_keep": 1}) as one:
+    async with catalog() as one:
         pinned, held, newest = [await one.save(step) for step in (1, 2, 3)]
+        await one.configure({"checkpoint_keep": 1})
         await one.ask(PinCheckpoint(JOB, pinned), OPERATOR)
         await one.ask(HoldCheckpoint(JOB, held, "a reader", 60.0))
         assert (await one.ask(CollectCheckpoints(JOB), OPERATOR)).collected == []
@@ -419,13 +418,16 @@ async def test_script_says_how_many_are_kept_if_no_setting_does() -> None:
     async with catalog(store) as one:
         for step in (1, 2, 3):
             await one.save(step, keep=2)
-        assert [v.is_kept for v in (await one.ask(ReadRetention(JOB))).verdicts] == [True, True, False]
+        await one.kernel.settle()
+        assert await one.listed() == {3: "complete", 2: "complete"}
+        await one.configure({"checkpoint_max_age_s": 1e6})
+        assert [v.is_kept for v in (await one.ask(ReadRetention(JOB))).verdicts] == [True, True]
         await one.save(4, keep=1)
     async with catalog(store) as one:
-        assert [v.is_kept for v in (await one.ask(ReadRetention(JOB))).verdicts] == [True, False, False, False]
-        await one.ask(ChangeJob(JOB, {"checkpoint_keep": 3}, 1), OPERATOR)
-        await one.kernel.settle()
-        assert [v.is_kept for v in (await one.ask(ReadRetention(JOB))).verdicts] == [True, True, True, False]
+        await one.configure({"checkpoint_keep": 3})
+        assert [v.is_kept for v in (await one.ask(ReadRetention(JOB))).verdicts] == [True, True, True]
+        await one.configure({})
+        assert [v.is_kept for v in (await one.ask(ReadRetention(JOB))).verdicts] == [True, False, False]
 
 
 @on_virtual_time

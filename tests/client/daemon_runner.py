@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from forged.catalog.checkpoint_files import StoredCheckpointFiles
 from forged.clock import SystemClock
 from forged.config import Config
 from forged.daemon import Daemon, Ports
@@ -86,7 +87,15 @@ class DaemonRunner:
         async def open_store() -> Store:
             return self.store
 
-        ports = Ports(SystemClock(), self.network, os.getpid(), os.getuid(), open_store, host=self.host)
+        ports = Ports(
+            SystemClock(),
+            self.network,
+            os.getpid(),
+            os.getuid(),
+            open_store,
+            host=self.host,
+            checkpoint_files=StoredCheckpointFiles(),
+        )
         async with Daemon.running(self.config, ports, extend=self.extend) as daemon:
             ready.set_result(daemon)
             await self._leave.wait()

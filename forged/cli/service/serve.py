@@ -27,6 +27,7 @@ import anyio
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
+from forged.catalog.checkpoint_files import StoredCheckpointFiles
 from forged.cli.process import say
 from forged.clock import SystemClock
 from forged.config import Config, SettingsReader
@@ -149,6 +150,7 @@ class Process:
             plugins=find(config.plugin_dir, os.geteuid()),
             guard=AlarmGuard(),
             compute=to_thread.run_sync,
+            checkpoint_files=StoredCheckpointFiles(),
             host=LocalHostAgent(config.slot_dir),
         )
 

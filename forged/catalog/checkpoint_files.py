@@ -1,0 +1,247 @@
+"""The files of checkpoints in directories and object stores, by `forged.checkpoint`, in threads.
+
+Invariants:
+- Nothing of `forged.checkpoint` is imported before the first call, so that the daemon starts fast.
+- Of one folder at most one call runs at once. A call that its storage does not answer is given up, and its thread left
+  alone; until that returns, further calls for the folder are refused.
+- The manifest is read first, and its save id and job compared, in the same thread as what follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import anyio
+from anyio import CapacityLimiter, to_thread
+
+from forged.catalog.ports import FOLDER_MISSING, CheckpointLocation, Progress
+from forged.catalog.records import LOCAL, folder_of, storage_kind
+from forged.errors import ForgedError, Unavailable, describe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from forged.checkpoint.format.manifest import Manifest
+    from forged.checkpoint.ports import CancelToken, Reader, Storage
+
+T = TypeVar("T")
+
+THREADS_MAX = 64
+"""Threads that wait for storages; those that were left alone count."""
+CALL_TIMEOUT_S = 300.0
+"""For one call without a verification; the requests of a remote storage have their own, shorter limits."""
+SHOWN_MAX = 3
+"""So many findings of a verification are named."""
+
+
+class StoredCheckpointFiles:
+    """The files of checkpoints; a `ports.CheckpointFiles`."""
+
+    def __init__(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._busy: set[tuple[str, str]] = set()
+        """The folders in which a call runs; a scrub takes long and delays no other call."""
+        self._threads = CapacityLimiter(THREADS_MAX)
+
+    async def find(self, location: CheckpointLocation) -> int | None:
+        return await self._run(location, lambda token: _find(location, token), self._timeout_s)
+
+    async def delete(self, location: CheckpointLocation) -> None:
+        await self._run(location, lambda token: _delete(location, token), self._timeout_s)
+
+    async def verify(self, location: CheckpointLocation, bytes_per_s: int, progress: Progress) -> str:
+        loop = asyncio.get_running_loop()
+
+        def report(done_bytes: int, total_bytes: int) -> None:
+            with suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(progress, done_bytes, total_bytes)
+
+        return await self._run(location, lambda token: _verify(location, bytes_per_s, report, token), None, "scrub")
+
+    async def _run(
+        self, location: CheckpointLocation, act: Callable[[CancelToken], T], timeout_s: float | None, purpose: str = ""
+    ) -> T:
+        folder = folder_of(location.path)
+        line = folder, purpose
+        if line in self._busy:
+            raise Unavailable("checkpoint_storage_busy", f"the storage of {folder} has not answered yet", "check it")
+        if self._threads.available_tokens < 1:
+            raise Unavailable("checkpoint_storages_busy", f"{THREADS_MAX} storages have not answered yet", "check them")
+        self._busy.add(line)
+        began, loop = threading.Event(), asyncio.get_running_loop()
+
+        def run() -> T:
+            began.set()
+            try:
+                return act(token)
+            except ForgedError:
+                raise
+            except Exception as error:
+                raise Unavailable("checkpoint_storage_failed", describe(error), "see the daemon's log") from error
+            finally:
+                with suppress(RuntimeError):  # the event loop is closed
+                    loop.call_soon_threadsafe(self._busy.discard, line)
+
+        try:
+            token = (await to_thread.run_sync(_load_library, limiter=self._threads))(timeout_s)
+            try:
+                with anyio.move_on_after(timeout_s):
+                    return await to_thread.run_sync(run, abandon_on_cancel=True, limiter=self._threads)
+            finally:
+                token.cancel()
+        finally:
+            if not began.is_set():
+                self._busy.discard(line)
+        raise Unavailable(
+            "checkpoint_storage_slow", f"the storage of {folder} did not answer within {timeout_s} s", "check it"
+        )
+
+
+def _load_library() -> Callable[[float | None], CancelToken]:
+    # In a thread: the import takes a while.
+    from forged.checkpoint.ports import CancelToken
+
+    return CancelToken
+
+
+@contextmanager
+def _opened(location: CheckpointLocation, token: CancelToken) -> Iterator[tuple[Storage, str]]:
+    """The storage and the prefix of the checkpoint there."""
+    from forged.checkpoint.ports import bounded
+    from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
+    from forged.checkpoint.storage.locations import root_at
+
+    where = folder_of(location.path) if location.root is None else location.root
+    prefix = location.path[len(where.rstrip("/")) + 1 :]
+    _require_folder(where)
+    storage = root_at(where)
+    yield bounded(FaultToleranceHandler(storage).guard(storage), token), prefix
+
+
+def _require_folder(where: str) -> None:
+    """A directory that is missing is not taken for one without the checkpoint: it may not be mounted."""
+    directory = where.removeprefix("file://")
+    if storage_kind(where) == LOCAL and not Path(directory).is_dir():
+        raise Unavailable(FOLDER_MISSING, f"{directory} is not a directory", "mount it, or delete the checkpoints")
+
+
+def _manifest(location: CheckpointLocation, storage: Storage, name: str) -> Manifest | None:
+    """The manifest or tombstone in a file of the storage; None if there is no such file."""
+    from forged.checkpoint.errors import CheckpointException
+    from forged.checkpoint.format.manifest import MANIFEST_BYTES_MAX, decode
+    from forged.checkpoint.storage.listing import MISSING
+
+    try:
+        data = storage.read(name, MANIFEST_BYTES_MAX)
+    except CheckpointException as error:
+        if error.code != MISSING:
+            raise
+        return None
+    return decode(data, name)
+
+
+def _is_meant(location: CheckpointLocation, manifest: Manifest) -> bool:
+    return manifest.save_id == location.save_id and location.job in (None, manifest.job)
+
+
+def _find(location: CheckpointLocation, token: CancelToken) -> int | None:
+    from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE
+    from forged.checkpoint.verification.validator import CheckpointValidator
+
+    with _opened(location, token) as (storage, prefix):
+        manifest = _manifest(location, storage, prefix + SUFFIX)
+        if manifest is None or not _is_meant(location, manifest):
+            return None
+        if _manifest(location, storage, prefix + TOMBSTONE) is not None:
+            return None
+        found = CheckpointValidator(storage).validate_checkpoint(prefix, token, deep=False)
+        return manifest.size_bytes if found.is_valid else None
+
+
+def _delete(location: CheckpointLocation, token: CancelToken) -> None:
+    from forged.checkpoint.errors import CheckpointException
+    from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE
+    from forged.checkpoint.ports import is_held
+    from forged.checkpoint.storage import listing
+
+    with _opened(location, token) as (storage, prefix):
+        try:
+            tombstone = _manifest(location, storage, prefix + TOMBSTONE)
+            manifest = _manifest(location, storage, prefix + SUFFIX)
+        except CheckpointException as error:
+            # An unreadable manifest does not say whose it is.
+            raise Unavailable(error.code, f"{location.path} is not deleted: {error.message}", error.fix) from error
+        for one in (tombstone, manifest):
+            if one is not None and one.save_id == location.save_id and not _is_meant(location, one):
+                # The files of this save belong to another job.
+                return
+        if tombstone is not None and _is_meant(location, tombstone):
+            listing.finish_deletion(storage, prefix)
+        elif manifest is not None and _is_meant(location, manifest):
+            if is_held(storage, prefix + SUFFIX):
+                raise Unavailable("checkpoint_being_read", f"a process reads {location.path}", "wait")
+            listing.delete(storage, prefix)
+        token.check()
+        # What an unfinished save has left; another save of the same name has other files.
+        left = [one.name for one in listing.save_files(storage, prefix)]
+        storage.delete([name for name in left if name.startswith(f"{prefix}/{location.save_id}.")])
+
+
+def _verify(location: CheckpointLocation, bytes_per_s: int, progress: Progress, token: CancelToken) -> str:
+    from forged.checkpoint.format.manifest import SUFFIX
+    from forged.checkpoint.verification.validator import CheckpointValidator
+
+    with _opened(location, token) as (storage, prefix):
+        manifest = _manifest(location, storage, prefix + SUFFIX)
+        if manifest is None:
+            if next(iter(storage.entries()), None) is None:
+                raise Unavailable(FOLDER_MISSING, f"{storage.url} is empty; it may not be mounted", "mount it")
+            return "its manifest is missing"
+        if not _is_meant(location, manifest):
+            return "its manifest is that of another save"
+        slow = cast("Storage", _Throttled(storage, bytes_per_s, token))
+        found = CheckpointValidator(slow, threads=1).validate_checkpoint(prefix, token, progress=progress)
+        return "" if found.is_valid else "; ".join(finding.message for finding in found.errors[:SHOWN_MAX])
+
+
+class _Throttled:
+    """A storage whose files are read at a bounded rate; it can only be read."""
+
+    def __init__(self, storage: Storage, bytes_per_s: int, token: CancelToken) -> None:
+        self._storage = storage
+        self._bytes_per_s = bytes_per_s
+        self._token = token
+        self.url = storage.url
+        self.read = storage.read
+        self.entries = storage.entries
+
+    def open(self, name: str) -> AbstractContextManager[Reader]:
+        return self._opened(name)
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[Any]:
+        with self._storage.open(name) as reader:
+            yield _ThrottledReader(reader, self._bytes_per_s, self._token)
+
+
+class _ThrottledReader:
+    """A reader that pauses after each read for as long as the bytes may take."""
+
+    def __init__(self, reader: Reader, bytes_per_s: int, token: CancelToken) -> None:
+        self._reader = reader
+        self._bytes_per_s = bytes_per_s
+        self._token = token
+        self.size = reader.size
+
+    def read_into(self, offset: int, room: memoryview) -> None:
+        self._token.check()
+        self._reader.read_into(offset, room)
+        self._token.wait(len(room) / self._bytes_per_s)
+
+    def mapped(self) -> memoryview | None:
+        return None

@@ -1,0 +1,395 @@
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+from forged.auth.model import Principal
+from forged.catalog import file_work
+from forged.catalog.book import FAILED_KEPT_S, WRITER_GONE_S, WRITING_S_MAX
+from forged.catalog.file_work import TICK_S
+from forged.catalog.messages import (
+    CheckpointCollected,
+    CheckpointCorrupted,
+    CheckpointFailed,
+    CheckpointProgress,
+    CheckpointRepaired,
+    CollectCheckpoints,
+    Collection,
+    DeleteCheckpoint,
+    HoldCheckpoint,
+    ListCheckpoints,
+    ReportCorruptCheckpoint,
+    ShowCheckpoint,
+)
+from forged.catalog.ports import CheckpointLocation
+from forged.kernel.messages import Call, Decision
+from tests.catalog.catalog_fixture import FOLDER, JOB, OWN_USER, TENANT, Catalog, catalog, over_days
+from tests.catalog.simulated_files import SimulatedCheckpoint, SimulatedFiles
+from tests.faulty_store import FaultyStore, full
+from tests.kernel_fixture import OPERATOR
+
+SOON_S = 3 * TICK_S
+
+
+async def save(one: Catalog, files: SimulatedFiles, step: int, by: Principal = OWN_USER, **changes: Any) -> str:
+    """A worker writes the checkpoint of a step and reports it."""
+    meta = await one.start(step, by=by, **changes)
+    path = changes.get("storage_path", f"{FOLDER}/step-{step:08d}")
+    files.stored[path] = SimulatedCheckpoint(f"{step:08x}", JOB)
+    await one.complete(meta.checkpoint_id)
+    return meta.checkpoint_id
+
+
+def left(files: SimulatedFiles) -> list[str]:
+    return [path.rpartition("/")[2] for path in files.stored]
+
+
+@over_days
+async def test_superseded_checkpoints_and_their_files_go_by_themselves() -> None:
+    files = SimulatedFiles()
+    async with catalog(settings={"checkpoint_keep": 2}, files=files) as one:
+        for step in range(1, 6):
+            await save(one, files, step)
+        await anyio.sleep(SOON_S)
+        assert left(files) == ["step-00000004", "step-00000005"]
+        assert await one.listed() == {5: "complete", 4: "complete"}
+        assert list(one.service.book.tombstones()) == []
+
+
+@over_days
+async def test_files_are_deleted_only_after_the_tombstone_is_durable() -> None:
+    store, files = FaultyStore(), SimulatedFiles()
+    async with catalog(store, files=files) as one:
+        first = await save(one, files, 1)
+        await one.kernel.settle()
+        store.block()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(one.ask, DeleteCheckpoint(JOB, first), OPERATOR)
+            await anyio.sleep(SOON_S)
+            assert (left(files), files.calls) == (["step-00000001"], [])
+            store.unblock()
+        await files.deleted.wait()
+        assert left(files) == []
+
+
+@over_days
+async def test_tombstone_whose_commit_fails_deletes_nothing() -> None:
+    store, files = FaultyStore(), SimulatedFiles()
+    async with catalog(store, settings={"checkpoint_keep": 1}, files=files) as one:
+        await save(one, files, 1)
+        await save(one, files, 2, by=TENANT, storage_path="/x/step-2")
+        store.commit_error = full()
+        await anyio.sleep(SOON_S)
+        assert len(files.stored) == 2
+        assert files.calls == []
+        store.commit_error = None
+        await anyio.sleep(SOON_S)
+        assert left(files) == ["step-2"]
+
+
+@over_days
+async def test_deletion_continues_after_a_restart() -> None:
+    store, files = FaultyStore(), SimulatedFiles(failing={FOLDER})
+    async with catalog(store, settings={"checkpoint_keep": 1}, files=files) as one:
+        for step in (1, 2, 3):
+            await save(one, files, step)
+        await anyio.sleep(SOON_S)
+        assert len(one.kernel.facts(CheckpointCollected)) == 2
+    files.failing.clear()
+    async with catalog(store, files=files) as one:
+        await anyio.sleep(SOON_S)
+        assert left(files) == ["step-00000003"]
+        assert list(one.service.book.tombstones()) == []
+    async with catalog(store, files=SimulatedFiles()) as one:
+        await anyio.sleep(SOON_S)
+        assert await one.listed() == {3: "complete"}
+
+
+@over_days
+async def test_storage_that_fails_delays_only_its_own_checkpoints() -> None:
+    files = SimulatedFiles(failing={"/broken"})
+    async with catalog(settings={"checkpoint_keep": 1}, files=files) as one:
+        await save(one, files, 1, storage_path="/broken/step-1")
+        await save(one, files, 2)
+        await save(one, files, 3)
+        await anyio.sleep(SOON_S)
+        assert left(files) == ["step-1", "step-00000003"]
+        tries = sum(path == "/broken/step-1" for _, path in files.calls)
+        await anyio.sleep(3600.0)
+        # The pauses grow to ten minutes.
+        assert sum(path == "/broken/step-1" for _, path in files.calls) - tries < 20
+        files.failing.clear()
+        await anyio.sleep(700.0)
+        assert left(files) == ["step-00000003"]
+
+
+@over_days
+async def test_slow_storage_delays_no_other() -> None:
+    slow, files = anyio.Event(), SimulatedFiles()
+
+    class Slow(SimulatedFiles):
+        async def delete(self, location: CheckpointLocation) -> None:
+            if location.path.startswith("/slow"):
+                await slow.wait()
+            await super().delete(location)
+
+    files = Slow()
+    async with catalog(settings={"checkpoint_keep": 1}, files=files) as one:
+        await save(one, files, 1, storage_path="/slow/step-1")
+        await save(one, files, 2)
+        await save(one, files, 3)
+        await anyio.sleep(SOON_S)
+        assert left(files) == ["step-1", "step-00000003"]
+        slow.set()
+        await anyio.sleep(SOON_S)
+        assert left(files) == ["step-00000003"]
+
+
+@over_days
+async def test_tombstone_in_a_missing_folder_is_kept_for_a_week(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A week of ticks takes a minute.
+    monkeypatch.setattr(file_work, "MISSING_KEPT_S", 3600.0)
+    files = SimulatedFiles(missing={FOLDER})
+    async with catalog(settings={"checkpoint_keep": 1}, files=files) as one:
+        for step in (1, 2):
+            await save(one, files, step)
+        await anyio.sleep(SOON_S)
+        assert len(list(one.service.book.tombstones())) == 1
+        await anyio.sleep(file_work.MISSING_KEPT_S / 2)
+        assert len(list(one.service.book.tombstones())) == 1
+        await anyio.sleep(file_work.MISSING_KEPT_S)
+        assert list(one.service.book.tombstones()) == []
+
+
+@over_days
+async def test_files_of_another_save_stay() -> None:
+    files = SimulatedFiles()
+    async with catalog(files=files) as one:
+        first = await save(one, files, 1)
+        files.stored[f"{FOLDER}/step-00000001"] = SimulatedCheckpoint("ffffffff", JOB)
+        await one.ask(DeleteCheckpoint(JOB, first), OPERATOR)
+        await anyio.sleep(SOON_S)
+        assert left(files) == ["step-00000001"]
+        assert list(one.service.book.tombstones()) == []
+
+
+@over_days
+async def test_checkpoint_whose_writer_is_gone_is_completed_if_it_is_there() -> None:
+    files = SimulatedFiles()
+    async with catalog(files=files) as one:
+        await one.start(1)
+        files.stored[f"{FOLDER}/step-00000001"] = SimulatedCheckpoint("00000001", JOB, 77)
+        await one.start(2)
+        one.registered.clear()
+        await anyio.sleep(WRITER_GONE_S / 2)
+        assert await one.listed() == {2: "creating", 1: "creating"}
+        await anyio.sleep(WRITER_GONE_S)
+        assert await one.listed() == {2: "corrupted", 1: "complete"}
+        (meta,) = [one for one in (await one.ask(ListCheckpoints(JOB))).checkpoints if one.step == 1]
+        assert meta.size_bytes == 77
+        assert "worker w1, which was saving it, is gone" in one.kernel.facts(CheckpointFailed)[0].reason
+
+
+@over_days
+async def test_checkpoint_that_takes_too_long_counts_as_failed_and_may_complete_late() -> None:
+    files = SimulatedFiles()
+    async with catalog(files=files) as one:
+        meta = await one.start(1)
+        files.stored[f"{FOLDER}/step-00000001"] = SimulatedCheckpoint("00000001", JOB, is_whole=False)
+        await anyio.sleep(WRITING_S_MAX + SOON_S)
+        assert await one.listed() == {1: "corrupted"}
+        # Its writer lives: nothing is deleted while it may be written.
+        await anyio.sleep(3 * FAILED_KEPT_S)
+        assert left(files) == ["step-00000001"]
+        await one.complete(meta.checkpoint_id)
+        assert await one.listed() == {1: "complete"}
+
+
+@over_days
+async def test_no_file_of_a_failed_save_survives_the_sweep() -> None:
+    files = SimulatedFiles()
+    async with catalog(files=files) as one:
+        other = b"o" * 16
+        one.registered.add((JOB, "w2", other))
+        reported = await one.start(1)
+        await one.start(2, worker_id="w2", incarnation=other)
+        for step in (1, 2):
+            files.stored[f"{FOLDER}/step-{step:08d}"] = SimulatedCheckpoint(f"{step:08x}", JOB, is_whole=False)
+        await one.fail(reported.checkpoint_id)
+        one.registered.remove((JOB, "w2", other))
+        await anyio.sleep(FAILED_KEPT_S / 2)
+        assert await one.listed() == {2: "corrupted", 1: "corrupted"}
+        assert len(files.stored) == 2
+        await anyio.sleep(FAILED_KEPT_S)
+        assert (files.stored, await one.listed()) == ({}, {})
+        assert {fact.rule for fact in one.kernel.facts(CheckpointCollected)} == {"failed"}
+
+
+@over_days
+async def test_failed_save_whose_manifest_appears_is_completed_by_the_sweep() -> None:
+    files = SimulatedFiles()
+    async with catalog(files=files) as one:
+        meta = await one.start(1)
+        await one.fail(meta.checkpoint_id)
+        files.stored[f"{FOLDER}/step-00000001"] = SimulatedCheckpoint("00000001", JOB)
+        await anyio.sleep(FAILED_KEPT_S + SOON_S)
+        assert (await one.listed(), left(files)) == ({1: "complete"}, ["step-00000001"])
+
+
+@over_days
+async def test_failed_save_that_the_daemon_may_not_touch_is_given_to_a_worker() -> None:
+    files = SimulatedFiles()
+    async with catalog(files=files) as one:
+        meta = await one.start(1, by=TENANT)
+        await one.fail(meta.checkpoint_id)
+        await anyio.sleep(FAILED_KEPT_S + SOON_S)
+        completed = await one.complete((await one.start(2, by=TENANT)).checkpoint_id)
+        assert [one.checkpoint_id for one in completed.delete] == [meta.checkpoint_id]
+        assert files.calls == []
+
+
+@over_days
+async def test_hold_ends_by_itself() -> None:
+    files = SimulatedFiles()
+    async with catalog(settings={"checkpoint_keep": 1}, files=files) as one:
+        held = await save(one, files, 1)
+        await one.ask(HoldCheckpoint(JOB, held, "a reader", 300.0))
+        await save(one, files, 2)
+        await anyio.sleep(200.0)
+        await one.ask(HoldCheckpoint(JOB, held, "a reader", 300.0))
+        await anyio.sleep(200.0)
+        assert len(files.stored) == 2
+        await anyio.sleep(150.0)
+        assert left(files) == ["step-00000002"]
+
+
+@over_days
+async def test_hold_begins_anew_after_a_restart() -> None:
+    store, files = FaultyStore(), SimulatedFiles()
+    async with catalog(store, settings={"checkpoint_keep": 1}, files=files) as one:
+        held = await save(one, files, 1)
+        await one.ask(HoldCheckpoint(JOB, held, "a reader", 300.0))
+        await save(one, files, 2)
+        await anyio.sleep(250.0)
+    async with catalog(store, files=files) as one:
+        await anyio.sleep(250.0)
+        assert len(files.stored) == 2
+        await anyio.sleep(100.0)
+        assert left(files) == ["step-00000002"]
+
+
+@over_days
+async def test_scrub_verifies_the_oldest_first_and_marks_damage() -> None:
+    files = SimulatedFiles()
+    async with catalog(files=files, scrub_bytes_per_s=10) as one:
+        for step in (1, 2, 3):
+            await save(one, files, step)
+        files.stored[f"{FOLDER}/step-00000002"].is_damaged = True
+        await anyio.sleep(120.0)
+        verified = [path.rpartition("/")[2] for operation, path in files.calls if operation == "verify"]
+        assert verified[:3] == ["step-00000001", "step-00000002", "step-00000003"]
+        assert await one.listed() == {3: "complete", 2: "corrupted", 1: "complete"}
+        assert [fact.reason for fact in one.kernel.facts(CheckpointCorrupted)] == ["bad bytes"]
+        calls = len(files.calls)
+        await anyio.sleep(3600.0)
+        assert len(files.calls) <= calls + 1, "a verified checkpoint is verified again after a day"
+
+
+@over_days
+async def test_scrub_does_not_take_a_missing_storage_for_damage() -> None:
+    files = SimulatedFiles()
+    async with catalog(files=files, scrub_bytes_per_s=1000) as one:
+        await save(one, files, 1)
+        files.missing.add(FOLDER)
+        await anyio.sleep(3600.0)
+        assert await one.listed() == {1: "complete"}
+        files.missing.clear()
+        await anyio.sleep(3600.0)
+        (meta,) = (await one.ask(ListCheckpoints(JOB))).checkpoints
+        assert meta.verified_at is not None
+
+
+@over_days
+async def test_sound_checkpoint_that_was_reported_as_corrupt_is_offered_again() -> None:
+    files = SimulatedFiles()
+    async with catalog(files=files) as one:
+        sound, bad = await save(one, files, 1), await save(one, files, 2)
+        files.stored[f"{FOLDER}/step-00000002"].is_damaged = True
+        for checkpoint_id in (sound, bad):
+            await one.ask(ReportCorruptCheckpoint(JOB, checkpoint_id, "a checksum differs"))
+        assert (await one.points()).points == []
+        await anyio.sleep(SOON_S)
+        assert [point.meta.step for point in (await one.points()).points] == [1]
+        assert [fact.checkpoint_id for fact in one.kernel.facts(CheckpointRepaired)] == [sound]
+
+
+@over_days
+async def test_progress_of_a_verification_is_shown() -> None:
+    files, seen = SimulatedFiles(), list[CheckpointProgress]()
+
+    def watch(one: Catalog) -> None:
+        one.kernel.bus.on_signal(CheckpointProgress, lambda signal, call: seen.append(signal), name="a test")
+
+    async with catalog(files=files, scrub_bytes_per_s=1, extend=watch) as one:
+        checkpoint_id = await save(one, files, 1)
+        await anyio.sleep(100.0)
+        operation = (await one.ask(ShowCheckpoint(JOB, checkpoint_id))).operation
+        assert (operation.operation, operation.total_bytes) == ("verifying", 100)
+        await anyio.sleep(200.0)
+        assert (await one.ask(ShowCheckpoint(JOB, checkpoint_id))).operation is None
+        assert seen[0].job == JOB
+
+
+@over_days
+async def test_plugin_may_replace_the_collection() -> None:
+    files, asked = SimulatedFiles(), list[str]()
+
+    def collect(request: CollectCheckpoints, call: Call) -> Decision[Collection]:
+        asked.append(request.job)
+        return Decision(Collection([], 0))
+
+    def replace(one: Catalog) -> None:
+        one.kernel.bus.replace(CollectCheckpoints, collect, owner="a plugin")
+
+    async with catalog(settings={"checkpoint_keep": 1}, files=files, extend=replace) as one:
+        for step in (1, 2):
+            await save(one, files, step)
+        await anyio.sleep(SOON_S)
+        assert (set(asked), len(files.stored)) == ({JOB}, 2)
+
+
+@over_days
+async def test_nothing_goes_while_the_clock_is_behind() -> None:
+    files = SimulatedFiles()
+    async with catalog(settings={"checkpoint_keep": 1}, files=files) as one:
+        await one.configure({})
+        one.kernel.clock.jump(1e6)
+        for step in (1, 2):
+            await save(one, files, step)
+        one.kernel.clock.jump(-1e6)
+        await one.configure({"checkpoint_keep": 1})
+        await anyio.sleep(SOON_S)
+        assert len(files.stored) == 2
+        one.kernel.clock.jump(1e6)
+        await anyio.sleep(SOON_S)
+        assert left(files) == ["step-00000002"]
+
+
+@pytest.mark.parametrize("dies", ["before", "after"])
+@over_days
+async def test_daemon_that_dies_while_it_deletes_deletes_what_was_to_go_only(dies: str) -> None:
+    for number in range(1, 30):
+        store, files = FaultyStore(), SimulatedFiles(delay_s=0.5)
+        async with catalog(store, settings={"checkpoint_keep": 2}, files=files) as one:
+            for step in range(1, 7):
+                await save(one, files, step)
+            await one.kernel.ledger.flush()
+            store.dies = dies if number % 2 else ""
+            await anyio.sleep(number * 0.11)
+        store.dies = ""
+        async with catalog(store, files=files) as one:
+            await anyio.sleep(SOON_S)
+            assert left(files) == ["step-00000005", "step-00000006"], number
+            assert await one.listed() == {6: "complete", 5: "complete"}
