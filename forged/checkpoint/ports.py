@@ -278,19 +278,22 @@ class SaveObserver(Protocol):
         ...
 
 
+class SlotMemory(NamedTuple):
+    """A slot of this process."""
+
+    memory: mmap
+    """Writable, shared with the host."""
+    fd: int
+    """Locked alone while the slot is overwritten; the host locks what it reads. Its user closes it."""
+
+
 class SlotLease(NamedTuple):
-    """Slots of this process."""
+    """The slots of this process."""
 
     owner: bytes
-    memories: list[mmap]
-    """Writable, shared with the host."""
+    slots: list[SlotMemory]
     persists: bool
     """Whether the host can write the storage that the slots are for."""
-
-    @property
-    def size(self) -> int:
-        """What fits into each of them."""
-        return min(map(len, self.memories), default=0)
 
 
 class HostSlots(Protocol):

@@ -252,10 +252,13 @@ class AsyncCheckpoints:
 
     async def _copy(self, step: int, state: Any, epoch: int | None, metrics: Mapping[str, SupportsFloat]) -> None:
         """Copy a step that is not saved into memory of the host, if it is due and there are slots."""
-        if not self._is_copied(step) or (self._last is not None and self._last[0] == step):
+        if not self._is_copied(step):
+            return
+        name, is_saved = await self._name(step)
+        if is_saved:
             return
         options = SaveOptions(
-            retention.name_of(step, lambda name: False),
+            name,
             include_rng_state=not self._is_worker,
             timeout=self._timeout_s,
             step=step,

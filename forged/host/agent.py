@@ -9,7 +9,22 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from forged.errors import RequestRefused
-from forged.host.model import SavedSlots, SlotContents
+from forged.host.model import SavedSlots, SlotContents, StagedCheckpoint
+
+
+class HeldSlots(Protocol):
+    """The slots of all ranks of a save, which their workers do not overwrite until they are released."""
+
+    @property
+    def prefix(self) -> str:
+        """The checkpoint's name in its directory."""
+        ...
+
+    async def save(self, storage_path: str) -> SavedSlots:
+        """Save the checkpoint in a directory. Raises `CheckpointException`."""
+        ...
+
+    def release(self) -> None: ...
 
 
 class HostAgent(Protocol):
@@ -39,12 +54,8 @@ class HostAgent(Protocol):
         """What the whole ones of these slots hold."""
         ...
 
-    async def save(self, slot_ids: Sequence[str], storage_path: str) -> SavedSlots:
-        """Save the checkpoint that slots hold, given by rank. Raises `CheckpointException`."""
-        ...
-
-    async def prefix(self, slot_id: str) -> str:
-        """The name of the checkpoint that the slot of the root holds."""
+    async def hold(self, staged: StagedCheckpoint) -> HeldSlots | None:
+        """Hold the slots of a save; None if one of them holds something else by now."""
         ...
 
 
@@ -71,8 +82,5 @@ class NoHost:
     async def read(self, slot_ids: Sequence[str]) -> list[SlotContents]:
         return []
 
-    async def save(self, slot_ids: Sequence[str], storage_path: str) -> SavedSlots:
-        raise RequestRefused("slots_unavailable", "this daemon has no slots", "")
-
-    async def prefix(self, slot_id: str) -> str:
-        return ""
+    async def hold(self, staged: StagedCheckpoint) -> HeldSlots | None:
+        return None

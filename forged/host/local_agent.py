@@ -19,12 +19,12 @@ import anyio
 from anyio import to_thread
 
 from forged.errors import RequestRefused
-from forged.host.model import SavedSlots, SlotContents
+from forged.host.model import SavedSlots, SlotContents, StagedCheckpoint
 from forged.host.slot_directory import SlotDirectory
 
 if TYPE_CHECKING:
     from forged.checkpoint.ports import CancelToken
-    from forged.checkpoint.storage.slot_files import SlotFile
+    from forged.checkpoint.storage.slot_files import SlotFile, SlotSet
 
 SAVES_MAX = 2
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - a directory of the user in it, which is checked
@@ -109,36 +109,58 @@ class LocalHostAgent:
         stack.callback(file.close)
         return file
 
-    async def save(self, slot_ids: Sequence[str], storage_path: str) -> SavedSlots:
+    async def hold(self, staged: StagedCheckpoint) -> LocalHeldSlots | None:
         assert self._saves is not None
-        await to_thread.run_sync(_import_checkpoints)
+        stack = await to_thread.run_sync(self._hold, staged)
+        return None if stack is None else LocalHeldSlots(*stack, self._saves)
+
+    def _hold(self, staged: StagedCheckpoint) -> tuple[SlotSet, ExitStack] | None:
+        _import_checkpoints()
+        from forged.checkpoint.errors import CheckpointException
+        from forged.checkpoint.storage.slot_files import SlotSet
+
+        with ExitStack() as stack:
+            try:
+                files = [self._opened(slot_id, stack) for slot_id in staged.slot_ids]
+                if not all(file.lock() for file in files):
+                    return None
+                slots = SlotSet(files)
+            except (OSError, RequestRefused, CheckpointException):
+                # They were freed or overwritten, or their writer has filled them with something else.
+                return None
+            return (slots, stack.pop_all()) if slots.manifest.save_id == staged.save_id else None
+        return None
+
+
+class LocalHeldSlots:
+    """Slots of this host that are locked."""
+
+    def __init__(self, slots: SlotSet, opened: ExitStack, saves: anyio.CapacityLimiter) -> None:
+        self._slots = slots
+        self._opened = opened
+        self._saves = saves
+
+    @property
+    def prefix(self) -> str:
+        return self._slots.manifest.prefix
+
+    async def save(self, storage_path: str) -> SavedSlots:
         from forged.checkpoint.ports import CancelToken
         from forged.checkpoint.thread_calls import run_in_thread
 
         token = CancelToken()
         async with self._saves:
-            return await run_in_thread(partial(self._save, slot_ids, storage_path, token), token)
+            return await run_in_thread(partial(self._save, storage_path, token), token)
 
-    def _save(self, slot_ids: Sequence[str], storage_path: str, token: CancelToken) -> SavedSlots:
+    def _save(self, storage_path: str, token: CancelToken) -> SavedSlots:
         from forged.checkpoint.saving.slot_saver import save_slots
         from forged.checkpoint.storage.local import LocalStorage
-        from forged.checkpoint.storage.slot_files import SlotSet
 
-        with ExitStack() as stack:
-            files = [self._opened(slot_id, stack) for slot_id in slot_ids]
-            slots = SlotSet(files)
-            is_new = save_slots(LocalStorage(storage_path), slots, token)
-            return SavedSlots(slots.manifest.size_bytes, is_new)
+        is_new = save_slots(LocalStorage(storage_path), self._slots, token)
+        return SavedSlots(self._slots.manifest.size_bytes, is_new)
 
-    async def prefix(self, slot_id: str) -> str:
-        return await to_thread.run_sync(self._prefix, slot_id)
-
-    def _prefix(self, slot_id: str) -> str:
-        from forged.checkpoint.model import check_prefix
-
-        with ExitStack() as stack:
-            file = self._opened(slot_id, stack)
-            return check_prefix(file.frame(file.whole_header()).prefix)
+    def release(self) -> None:
+        self._opened.close()
 
 
 def _import_checkpoints() -> None:

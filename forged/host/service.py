@@ -32,8 +32,8 @@ from forged.catalog.messages import (
 from forged.catalog.model import CheckpointType
 from forged.clock import Clock
 from forged.elastic.messages import ConfirmWorker, JobAborted, JobCompleted, WorkerFailed, WorkerLeft
-from forged.errors import ForgedError, RequestRefused, describe
-from forged.host.agent import HostAgent
+from forged.errors import ForgedError, RequestRefused, Unavailable, describe
+from forged.host.agent import HeldSlots, HostAgent
 from forged.host.messages import (
     CloseSlots,
     ListSlots,
@@ -72,6 +72,9 @@ READY_WAIT_S = 5.0
 LOOK_AFTER_S = 5.0
 """How often slots whose workers are gone are looked after."""
 RETRYING = RetryPolicy(attempts=None, delay_s=0.5, exponential=True, delay_max_s=60.0, jitter=0.5)
+HOLDS_MAX = 20
+"""How often the newest save is looked for again because it was overwritten meanwhile."""
+INTERRUPTED = Unavailable("slots_interrupted", "the save was interrupted", "try again")
 LOCAL_HOSTS = ("pid ", "127.", "[::1]")
 """How the addresses of callers on this host begin."""
 
@@ -95,6 +98,12 @@ class _Save:
         self.ended = anyio.Event()
         self.saved: SavedSlots | None = None
         self.error: ForgedError | None = None
+
+    def end(self, saved: SavedSlots | None = None, error: ForgedError | None = None) -> None:
+        """The save has ended; no effect the second time."""
+        if not self.ended.is_set():
+            self.saved, self.error = saved, error
+            self.ended.set()
 
 
 class SlotService:
@@ -281,6 +290,8 @@ class SlotService:
             await save.ended.wait()
         if save.error is not None:
             self._saves.pop(key, None)
+            if save.error.retryable:
+                raise Unavailable(save.error.code, save.error.message, save.error.fix)
             raise RequestRefused(save.error.code, save.error.message, save.error.fix)
         if save.saved is None:
             return SlotSave(is_saved=False)
@@ -316,21 +327,30 @@ class SlotService:
 
     # Saves.
 
-    def _begin_save(self, key: tuple[str, str], staged: StagedCheckpoint, storage_path: str) -> _Save:
+    def _begin_save(self, key: tuple[str, str], staged: StagedCheckpoint, storage_path: str) -> None:
         assert self._tasks is not None, "the service runs before the server listens"
         save = self._saves[key] = _Save()
-        self._tasks.start_soon(self._run_save, save, staged, storage_path)
-        return save
+        self._tasks.start_soon(self._hold_and_save, save, staged, storage_path)
 
-    async def _run_save(self, save: _Save, staged: StagedCheckpoint, storage_path: str) -> None:
+    async def _hold_and_save(self, save: _Save, staged: StagedCheckpoint, storage_path: str) -> None:
+        held = await self._agent.hold(staged)
+        if held is None:
+            save.end(error=RequestRefused("slots_overwritten", "the slots hold something else by now", "stage again"))
+            return
         try:
-            save.saved = await self._agent.save(staged.slot_ids, storage_path)
-        except ForgedError as error:
-            save.error = error
-        except OSError as error:
-            save.error = RequestRefused("slots_unreadable", f"cannot read slots: {error.strerror}", "stage again")
+            await self._run_save(save, held, storage_path)
         finally:
-            save.ended.set()
+            held.release()
+
+    async def _run_save(self, save: _Save, held: HeldSlots, storage_path: str) -> None:
+        try:
+            save.end(await held.save(storage_path))
+        except ForgedError as error:
+            save.end(error=error)
+        except OSError as error:
+            save.end(error=RequestRefused("slots_unreadable", f"cannot save slots: {error.strerror}", "stage again"))
+        finally:
+            save.end(error=INTERRUPTED)
             self._changed.set()
 
     # Facts of other services.
@@ -397,16 +417,18 @@ class SlotService:
 
     async def _look_after(self, job: str) -> None:
         """Save what a failed worker's job has staged last, and free what is needed no more."""
-        contents = await self._read(job)
-        durable_step = await self._durable_step(job)
-        now = self._clock.wall()
-        staged = next(iter(staged_checkpoints(contents)), None)
-        if staged is not None and (durable_step is None or staged.step > durable_step):
-            failed = [one for one in self._known(staged) if one.owner is SlotOwner.FAILED]
-            if failed and self._clock.monotonic() >= self._retry_at.get(job, 0.0) and await self._rescue(job, staged):
-                durable_step = staged.step
-        needless = list(self.table.superseded(job, contents, durable_step, now))
-        self._append(await self._free([record for record in needless if not self._is_used(record)]))
+        failed = [record for record in self.table.of_job(job) if record.owner is SlotOwner.FAILED]
+        is_settled = not failed
+        if failed and self._clock.monotonic() >= self._retry_at.get(job, 0.0):
+            is_settled = await self._rescue(job, min(failed, key=lambda record: record.ended_at))
+        contents, durable_step = await self._read(job), await self._durable_step(job)
+        needless = list(self.table.superseded(job, contents, durable_step, self._clock.wall()))
+        free = [
+            record
+            for record in needless
+            if not self._is_used(record) and (is_settled or record.owner is not SlotOwner.FAILED)
+        ]
+        self._append(await self._free(free))
 
     def _is_used(self, record: SlotRecord) -> bool:
         """Whether a save of the job may read the slot."""
@@ -417,60 +439,70 @@ class SlotService:
         found = await self._bus.ask(FindRestorePoints(job, limit=1))
         return found.points[0].meta.step if found.points else None
 
-    async def _rescue(self, job: str, staged: StagedCheckpoint) -> bool:
-        """Save the emergency checkpoint of a failed worker; returns whether there is no more to do."""
-        records = self._known(staged)
-        failed = min((one for one in records if one.owner is SlotOwner.FAILED), key=lambda one: one.ended_at)
+    async def _rescue(self, job: str, failed: SlotRecord) -> bool:
+        """Save the emergency checkpoint of a failed worker; returns whether there is no more to do for it."""
+        try:
+            is_settled = await self._save_newest(job, failed)
+        except (ForgedError, OSError) as error:
+            self._log.error("the emergency checkpoint was not saved", job=job, reason=describe(error))
+            is_settled = False
+        if is_settled:
+            self._retry_at.pop(job, None)
+            self._delays.pop(job, None)
+        else:
+            delays = self._delays.setdefault(job, RETRYING.delays(self._random.random))
+            self._retry_at[job] = self._clock.monotonic() + next(delays)
+        return is_settled
+
+    async def _save_newest(self, job: str, failed: SlotRecord) -> bool:
+        """Save the newest checkpoint that is staged, which may be one of the failed worker's survivors by now."""
+        for _ in range(HOLDS_MAX):
+            staged = next(iter(staged_checkpoints(await self._read(job))), None)
+            records = [] if staged is None else self._known(staged)
+            if staged is None or not records:
+                return True
+            # Held before anything else is asked: the survivors may be staging again.
+            held = await self._agent.hold(staged)
+            if held is None:
+                continue
+            try:
+                return await self._save_emergency(job, staged, records, held, failed)
+            finally:
+                held.release()
+        return False
+
+    async def _save_emergency(
+        self, job: str, staged: StagedCheckpoint, records: Sequence[SlotRecord], held: HeldSlots, failed: SlotRecord
+    ) -> bool:
+        durable_step = await self._durable_step(job)
+        if durable_step is not None and staged.step <= durable_step:
+            return True
         path = records[0].storage_path
         if {record.storage_path for record in records} != {path} or not self._may_write(records):
             self._log.info("no emergency checkpoint: the daemon may not write there", job=job, path=path)
-            self._retry_later(job)
-            return False
-        try:
-            await self._save_emergency(job, staged, failed)
-        except ForgedError as error:
-            self._log.error("the emergency checkpoint was not saved", job=job, step=staged.step, reason=describe(error))
-            self._retry_later(job)
-            return False
-        self._retry_at.pop(job, None)
-        self._delays.pop(job, None)
-        return True
-
-    async def _save_emergency(self, job: str, staged: StagedCheckpoint, failed: SlotRecord) -> None:
-        prefix = await self._agent.prefix(staged.slot_ids[0])
-        reason = f"worker {failed.worker_id} failed"
-        meta = await self._bus.ask(
-            StartCheckpoint(
-                job,
-                "",
-                b"",
-                staged.epoch,
-                staged.step,
-                f"{failed.storage_path}/{prefix}",
-                staged.save_id,
-                CheckpointType.EMERGENCY,
-                reason=reason,
-            )
-        )
+            return True
         key = job, staged.save_id
-        save = self._saves.get(key) or self._begin_save(key, staged, failed.storage_path)
-        await save.ended.wait()
+        if (other := self._saves.get(key)) is not None:
+            await other.ended.wait()
+        reason = f"worker {failed.worker_id} failed"
+        location = f"{path}/{held.prefix}"
+        kind = CheckpointType.EMERGENCY
+        meta = await self._bus.ask(
+            StartCheckpoint(job, "", b"", staged.epoch, staged.step, location, staged.save_id, kind, reason=reason)
+        )
+        save = self._saves[key] = _Save()
+        await self._run_save(save, held, path)
         seconds = max(0.0, self._clock.wall() - failed.ended_at)
         if save.saved is None:
-            why = describe(save.error) if save.error is not None else "the save was interrupted"
-            await self._bus.ask(FailCheckpoint(job, "", b"", meta.checkpoint_id, why))
-            raise save.error or RequestRefused("slots_interrupted", why, "")
-        size_bytes, is_new = save.saved.size_bytes, save.saved.is_new
+            error = save.error or INTERRUPTED
+            await self._bus.ask(FailCheckpoint(job, "", b"", meta.checkpoint_id, describe(error)))
+            raise error
+        size_bytes = save.saved.size_bytes
         await self._bus.ask(CompleteCheckpoint(job, "", b"", meta.checkpoint_id, size_bytes, seconds))
-        if not is_new:
-            # Its worker has saved it, and has failed before it could say so.
-            return
-        fact = EmergencyCheckpointSaved(meta.checkpoint_id, staged.step, failed.worker_id, size_bytes, seconds)
-        self._bus.ledger.append(Decision(None, (fact,), job=job), cause=failed.cause, origin=OWNER)
-
-    def _retry_later(self, job: str) -> None:
-        delays = self._delays.setdefault(job, RETRYING.delays(self._random.random))
-        self._retry_at[job] = self._clock.monotonic() + next(delays)
+        if save.saved.is_new:
+            fact = EmergencyCheckpointSaved(meta.checkpoint_id, staged.step, failed.worker_id, size_bytes, seconds)
+            self._bus.ledger.append(Decision(None, (fact,), job=job), cause=failed.cause, origin=OWNER)
+        return True
 
     # Freeing.
 

@@ -28,7 +28,7 @@ from forged.net.transport.port import Network
 
 if TYPE_CHECKING:
     # A worker that saves no checkpoints does not import them.
-    from forged.checkpoint.ports import CancelToken, SlotLease
+    from forged.checkpoint.ports import CancelToken, SlotLease, SlotMemory
 
 CONNECT_TIMEOUT_S = 2.0
 OPEN_TIMEOUT_S = 60.0
@@ -80,7 +80,7 @@ class WorkerSlots:
         if user is None or not storage.startswith("/") or self._monotonic() < self._asked_again_at:
             return None
         try:
-            opened, memories = asyncio.run(self._open(user, size, storage, token))
+            opened, slots = asyncio.run(self._open(user, size, storage, token))
         except ForgedError as error:
             self._asked_again_at = self._monotonic() + RETRY_S
             if error.code not in self._said:
@@ -90,11 +90,11 @@ class WorkerSlots:
         from forged.checkpoint.ports import SlotLease
 
         self._last = user
-        return SlotLease(user.incarnation, memories, opened.persists)
+        return SlotLease(user.incarnation, slots, opened.persists)
 
     async def _open(
         self, user: SlotUser, size: int, storage: str, token: CancelToken
-    ) -> tuple[OpenedSlots, list[mmap.mmap]]:
+    ) -> tuple[OpenedSlots, list[SlotMemory]]:
         remaining_s = token.remaining_s()
         timeout_s = OPEN_TIMEOUT_S if remaining_s is None else min(OPEN_TIMEOUT_S, remaining_s)
         async with self._client(user) as client:
@@ -169,7 +169,7 @@ def _require_time(token: CancelToken) -> None:
         ) from error
 
 
-def _mapped(opened: OpenedSlots) -> list[mmap.mmap]:
+def _mapped(opened: OpenedSlots) -> list[SlotMemory]:
     """The slots as memory, by their paths."""
     fds: list[int] = []
     try:
@@ -182,14 +182,17 @@ def _mapped(opened: OpenedSlots) -> list[mmap.mmap]:
     return _mapped_descriptors(fds, opened.size_bytes)
 
 
-def _mapped_descriptors(fds: Sequence[int], size: int) -> list[mmap.mmap]:
-    """The slots as memory, all pages present; closes the descriptors."""
+def _mapped_descriptors(fds: Sequence[int], size: int) -> list[SlotMemory]:
+    """The slots as memory, all pages present; closes the descriptors if that fails."""
+    from forged.checkpoint.ports import SlotMemory
+
     try:
         for fd in fds:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_size < size:
                 raise RequestRefused("slot_invalid", f"a slot must be a file of {size} bytes", "restart the daemon")
-        return [mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE) for fd in fds]
-    finally:
+        return [SlotMemory(mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), fd) for fd in fds]
+    except BaseException:
         for fd in fds:
             os.close(fd)
+        raise

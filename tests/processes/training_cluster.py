@@ -31,7 +31,12 @@ FAST_SETTINGS: dict[str, Any] = {
     "max_consecutive_failures": 1_000_000,
 }
 """Settings with short waits that tolerate any number of deaths."""
-SCRIPTS = ("tests.processes.worker_script", "tests.processes.async_worker_script", "tests.processes.data_worker_script")
+SCRIPTS = (
+    "tests.processes.worker_script",
+    "tests.processes.async_worker_script",
+    "tests.processes.data_worker_script",
+    "tests.processes.staging_script",
+)
 CLUSTER_VARIABLE = "FORGEDS_CLUSTER"
 """Marks all processes of the cluster. It must not begin with FORGED_, because such variables are not passed on."""
 
@@ -129,8 +134,10 @@ class Daemon:
     def __init__(self, directory: Path, starter: ProcessStarter) -> None:
         self.socket = directory / "forged.sock"
         self._log = directory / "daemon.log"
+        settings = directory / "forged.toml"
+        settings.write_text(f'slot_dir = "{directory / "slots"}"\n')
         places = ("--data-dir", str(directory), "--socket", str(self.socket), "--listen", LISTEN)
-        self._words = ("run", *places, "--log-level", "error")
+        self._words = ("run", "--config", str(settings), *places, "--log-level", "error")
         self._nursery = starter
         self._process: ForkedProcess | None = None
 

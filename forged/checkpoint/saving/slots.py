@@ -3,14 +3,16 @@
 Invariants:
 - There are two slots. The one that all ranks have last staged alike is not overwritten while the other one is free.
   All ranks stage together; so whenever one of them dies, all slots of one save are whole.
-- A slot that is being persisted is not overwritten.
+- A slot is locked while it is overwritten. One that the host has locked, because it is being saved, is left alone.
 - Without slots a save is staged into memory of the process.
 """
 
 from __future__ import annotations
 
-import mmap
+import fcntl
+import os
 import threading
+import weakref
 from typing import NamedTuple
 
 from forged.checkpoint.format.manifest import DIGEST_BYTES
@@ -24,7 +26,7 @@ from forged.checkpoint.format.slot import (
     encode_header,
     slot_bytes,
 )
-from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, HostSlots, SlotLease, Storage
+from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, HostSlots, SlotLease, SlotMemory, Storage
 from forged.checkpoint.saving.image import ArrayImage, blocks
 from forged.checkpoint.thread_pool import run_all
 
@@ -48,12 +50,23 @@ class SlotContent(NamedTuple):
 class Slot:
     """One slot, as writable memory."""
 
-    def __init__(self, memory: mmap.mmap) -> None:
-        self.memory = memory
+    def __init__(self, slot: SlotMemory) -> None:
+        self.memory = slot.memory
+        self._fd = slot.fd
+        weakref.finalize(self, os.close, slot.fd)
 
-    def clear(self) -> None:
-        """From now on the slot holds nothing."""
+    def begin(self) -> bool:
+        """From now on the slot holds nothing; false if the host reads it."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
         self.memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
+        return True
+
+    def end(self) -> None:
+        """The slot is not overwritten any more."""
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def commit(self, content: SlotContent, frame: bytes, digests: bytes, sequence: int) -> None:
         """Say that the part is in place."""
@@ -84,6 +97,7 @@ class Slots:
         self._threads = threads
         self._lock = threading.Lock()
         self._lease: SlotLease | None = None
+        self._slots: list[Slot] = []
         self._free: list[Slot] = []
         self._agreed: Slot | None = None
         """The slot that was last staged alike by all ranks."""
@@ -112,7 +126,6 @@ class Slots:
         if slot is None:
             return None
         try:
-            slot.clear()
             with memoryview(slot.memory) as memory, memory[PART_OFFSET : PART_OFFSET + image.size] as part:
 
                 def copy(offset: int) -> None:
@@ -124,6 +137,8 @@ class Slots:
         except BaseException:
             self.give_back(slot)
             raise
+        finally:
+            slot.end()
         return slot
 
     def agree(self, slot: Slot) -> None:
@@ -133,34 +148,39 @@ class Slots:
     def give_back(self, slot: Slot) -> None:
         """The slot may be overwritten; until then it keeps what it holds."""
         with self._lock:
-            if self._lease is not None and slot.memory in self._lease.memories:
+            if slot in self._slots:
                 self._free.append(slot)
 
     def close(self) -> None:
         """Unmap the slots, which keep what they hold."""
         with self._lock:
-            self._lease, self._free, self._agreed = None, [], None
+            self._drop()
 
     def _take(self, size: int, token: CancelToken) -> Slot | None:
         with self._lock:
             self._open(size, token)
             fitting = [slot for slot in self._free if len(slot.memory) >= size]
-            if not fitting:
-                return None
-            # The slot of the last save is taken only while the other one is being persisted, and so is whole.
-            found = next((slot for slot in fitting if slot is not self._agreed), fitting[0])
-            self._free.remove(found)
-            self._sequence += 1
+            # The slot of the last save comes second: it is taken only while the other one is being saved, so is whole.
+            fitting.sort(key=lambda slot: slot is self._agreed)
+            found = next((slot for slot in fitting if slot.begin()), None)
+            if found is not None:
+                self._free.remove(found)
+                self._sequence += 1
             return found
 
     def _open(self, size: int, token: CancelToken) -> None:
         """Open slots if there are none, or others than the host has for this process, or too small ones."""
         lease = self._lease
-        if lease is not None and lease.owner == self._host.owner and lease.size >= size:
+        is_own = lease is not None and lease.owner == self._host.owner
+        if is_own and all(len(slot.memory) >= size for slot in self._slots):
             return
         opened = self._host.open(size + max(SLACK_BYTES_MIN, size // SLACK), self._storage.url, token)
+        if opened is not None or not is_own:
+            self._drop()
         if opened is not None:
-            self._lease, self._agreed = opened, None
-            self._free = [Slot(memory) for memory in opened.memories]
-        elif lease is not None and lease.owner != self._host.owner:
-            self._lease, self._free, self._agreed = None, [], None
+            self._lease, self._slots = opened, [Slot(slot) for slot in opened.slots]
+            self._free = list(self._slots)
+
+    def _drop(self) -> None:
+        """Forget the slots. Those in use are unmapped when they are given back."""
+        self._lease, self._slots, self._free, self._agreed = None, [], [], None

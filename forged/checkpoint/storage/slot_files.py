@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import base64
+import fcntl
 import os
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -36,6 +37,14 @@ class SlotFile:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+
+    def lock(self) -> bool:
+        """Keep its writer from overwriting the slot until it is closed here; false if it is being overwritten."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def header(self) -> SlotHeader | SlotState:
         """What the slot holds at this moment."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from forged.checkpoint.checkpoint import DistributedCheckpoint
 from forged.checkpoint.model import SaveOptions
-from forged.checkpoint.ports import CancelToken, SlotLease
+from forged.checkpoint.ports import CancelToken, SlotLease, SlotMemory
 from forged.checkpoint.rank_group import SingleProcess
 from forged.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.crashes.savers_to_kill import say
@@ -70,12 +70,9 @@ class Stager(SingleProcess):
             say(f"staged {self.step}")
 
 
-def _mapped(path: Path) -> mmap.mmap:
+def _mapped(path: Path) -> SlotMemory:
     fd = os.open(path, os.O_RDWR)
-    try:
-        return mmap.mmap(fd, SLOT_BYTES)
-    finally:
-        os.close(fd)
+    return SlotMemory(mmap.mmap(fd, SLOT_BYTES), fd)
 
 
 def main() -> None:

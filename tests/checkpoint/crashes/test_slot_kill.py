@@ -44,7 +44,9 @@ def victims() -> Iterator[Victims]:
 @pytest.fixture
 def slots(tmp_path: Path) -> Path:
     for name in NAMES:
-        made(tmp_path / name, SLOT_BYTES).close()
+        slot = made(tmp_path / name, SLOT_BYTES)
+        slot.memory.close()
+        os.close(slot.fd)
     return tmp_path
 
 
