@@ -297,8 +297,17 @@ class Daemon:
     async def _serve_http(self, address: Address, *, task_status: TaskStatus[None]) -> None:
         """Serve health checks and metrics until cancelled."""
         # aiohttp takes longer to import than the rest of the daemon.
+        from forged.telemetry.checkpoint_metrics import CheckpointCollector
         from forged.telemetry.http import HttpServer
 
+        table = self.slots.table
+        checkpoints = CheckpointCollector(
+            self.bus,
+            self.catalog.book.index,
+            lambda job: self.elastic.workers_at_work(job) > 0,
+            lambda: (table.shares.used, table.bytes_max),
+            self._ports.clock.wall,
+        )
         server = HttpServer(
             self.bus,
             self.ledger,
@@ -306,6 +315,7 @@ class Daemon:
             self.tokens.identify,
             self._ports.log_lines_lost,
             lambda: self.plugins.views,
+            (checkpoints,),
         )
         async with server.open(address) as listening:
             self.http = f"http://{listening.host}:{listening.port}"
@@ -376,6 +386,7 @@ class Daemon:
             data_dir=self.config.data_dir,
             jobs=len(self.jobs.book),
             workers=self.elastic.workers,
+            checkpoints=self.catalog.book.index.total_count(),
             plugins=[plugin.name for plugin in self.plugins.plugins.values() if plugin.active],
             connections=len(self.server.sessions),
             facts=len(self.journal),

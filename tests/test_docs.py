@@ -187,6 +187,23 @@ def test_examples_of_the_catalogue_print_what_the_page_says(capsys: pytest.Captu
     assert all(output in printed for output in outputs)
 
 
+def test_commands_of_the_catalogue_page_run(tmp_path: Path) -> None:
+    for step in (100, 200, 300, 400):
+        checkpoint.save(tmp_path / "checkpoints" / f"step-{step}", {"step": step}, step=step)
+    [shell] = blocks(ROOT / "docs" / "catalog.md", "sh")
+    with a_daemon(tmp_path) as environment:
+
+        def output_of(command: str) -> str:
+            done = subprocess.run(shlex.split(command), env=environment, cwd=tmp_path, capture_output=True, text=True)
+            assert done.returncode == 0, f"{command}: {done.stderr}"
+            return done.stdout
+
+        for command in shell.splitlines():
+            output_of(command)
+        kept = json.loads(output_of("forgectl ckpt ls --job run --json"))["checkpoints"]
+    assert [meta["step"] for meta in kept] == [400, 300, 100]
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/checkpoint.md"])
 def test_checkpoint_of_the_short_example_is_loaded_by_the_layout_example(page: str, tmp_path: Path) -> None:
     [saves] = [block for block in blocks(ROOT / page, "python") if "forged.checkpoint.save(" in block]

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -55,6 +56,8 @@ class CatalogIndex:
         """Deleted checkpoints whose files may still be there, in the order of deletion."""
         self._runs: dict[str, RunIndex] = {}
         self._run_of: dict[str, RunIndex] = {}
+        self.states: Counter[CheckpointState] = Counter()
+        """How many checkpoints are in each state."""
         self._size_bytes = 0
         self._changed: dict[str, None] = {}
         """The runs that have changed since they were last collected, or in which a checkpoint has become too old."""
@@ -67,6 +70,7 @@ class CatalogIndex:
         self._clear()
         by_run: dict[str, list[CheckpointMeta]] = {}
         for meta in sorted(records, key=lambda one: (one.created_at, one.checkpoint_id)):
+            self.states[meta.state] += 1
             if meta.state is CheckpointState.DELETED:
                 self.tombstones[meta.checkpoint_id] = meta
             else:
@@ -121,6 +125,7 @@ class CatalogIndex:
         run = self._run(run_id)
         run.add(meta)
         self._runs[run_id] = self._run_of[checkpoint_id] = run
+        self.states[meta.state] += 1
         self._size_bytes += meta.size_bytes
         self._changed[run_id] = None
         return meta
@@ -218,7 +223,8 @@ class CatalogIndex:
 
     def forget(self, checkpoint_id: str) -> None:
         """The files of a deleted checkpoint are gone."""
-        self.tombstones.pop(checkpoint_id, None)
+        if self.tombstones.pop(checkpoint_id, None) is not None:
+            self.states[CheckpointState.DELETED] -= 1
 
     # What keeps a checkpoint.
 
@@ -280,6 +286,10 @@ class CatalogIndex:
     ) -> list[CheckpointMeta]:
         """The checkpoints of a run with a metric better than the threshold, the best first."""
         return selection.find_by_metric(self._run(training_run_id), metric_key, threshold, ascending=ascending)
+
+    def newest_complete(self) -> Iterator[CheckpointMeta]:
+        """The latest complete checkpoint of each run that has one."""
+        return (entry.meta for run in self._runs.values() if (entry := run.latest()) is not None)
 
     def total_count(self) -> int:
         return len(self._run_of)
@@ -349,6 +359,7 @@ class CatalogIndex:
     def _put(self, meta: CheckpointMeta, **changes: Any) -> CheckpointMeta:
         changed = msgspec.structs.replace(meta, **changes)
         self._run_of[meta.checkpoint_id].put(changed)
+        self._count_change(meta, changed)
         self._size_bytes += changed.size_bytes - meta.size_bytes
         self._changed[meta.training_run_id] = None
         return changed
@@ -359,10 +370,15 @@ class CatalogIndex:
         run.remove(meta.checkpoint_id)
         if not run.entries:
             del self._runs[meta.training_run_id]
+        self._count_change(meta, tombstone)
         self._size_bytes -= meta.size_bytes
         self._changed[meta.training_run_id] = None
         self.tombstones[meta.checkpoint_id] = tombstone
         return tombstone
+
+    def _count_change(self, before: CheckpointMeta, after: CheckpointMeta) -> None:
+        self.states[before.state] -= 1
+        self.states[after.state] += 1
 
 
 def _parent_for(request: CreateCheckpointRequest, run: RunIndex) -> str | None:

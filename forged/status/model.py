@@ -37,6 +37,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     data_dir: str
     jobs: int
     workers: int
+    checkpoints: int
     plugins: list[str]
     connections: int
     facts: int

@@ -14,7 +14,7 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -23,6 +23,7 @@ import anyio
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
+from prometheus_client.registry import Collector
 
 from forged.auth.access import authorise
 from forged.auth.model import Principal, Role
@@ -64,6 +65,7 @@ class HttpServer:
         identify: Identify,
         log_lines_lost: Callable[[], int] = lambda: 0,
         plugins: Callable[[], Iterable[PluginView]] = tuple,
+        further: Sequence[Collector] = (),
     ) -> None:
         self._bus = bus
         self._ledger = ledger
@@ -71,7 +73,7 @@ class HttpServer:
         self._server = server
         self._own_names = {socket.gethostname().lower()}
         self._connections = HttpConnections()
-        self._exposition = Exposition(DaemonCollector(bus, ledger, server, log_lines_lost, plugins), _now)
+        self._exposition = Exposition(DaemonCollector(bus, ledger, server, log_lines_lost, plugins, further), _now)
 
     @asynccontextmanager
     async def open(self, address: Address) -> AsyncIterator[Address]:

@@ -6,7 +6,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import ProcessCollector
 from prometheus_client.core import (
@@ -61,12 +61,15 @@ class DaemonCollector(Collector):
         server: Server,
         log_lines_lost: Callable[[], int],
         plugins: Callable[[], Iterable[PluginView]],
+        further: Sequence[Collector] = (),
     ) -> None:
         self._bus = bus
         self._ledger = ledger
         self._server = server
         self._log_lines_lost = log_lines_lost
         self._plugins = plugins
+        self._further = further
+        """Collectors of parts of the daemon."""
         self._process = ProcessCollector(registry=None)
         self._commits = Commits()
         ledger.on_commit = self._commits.observe
@@ -80,6 +83,8 @@ class DaemonCollector(Collector):
         yield from self._connection_metrics()
         yield from self._handler_metrics()
         yield from self._plugin_metrics()
+        for collector in self._further:
+            yield from collector.collect()
 
     def _store_metrics(self) -> Iterator[Metric]:
         ledger = self._ledger

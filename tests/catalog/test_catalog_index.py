@@ -4,7 +4,7 @@ import pytest
 
 from forged.catalog import CheckpointInvalid, CheckpointUnknown, GcPolicy, RestoreCriteria, catalog_index
 from forged.catalog.catalog_index import CatalogIndex
-from forged.catalog.model import HOLDERS_MAX
+from forged.catalog.model import HOLDERS_MAX, CheckpointState
 from tests.catalog.records import COMPLETE, CORRUPTED, DELETED, INCREMENTAL, KEEP_ALL, chain, record, request
 
 
@@ -149,3 +149,30 @@ def test_chain_of_10_000_is_broken_and_repaired_without_recursion(index: Catalog
     assert index.get_latest("run") == long[-1]
     index.mark_repaired("00001", 1.0)
     assert index.find_restore_point(RestoreCriteria("run")) == long[-1]
+
+
+def test_checkpoints_are_counted_by_state(index: CatalogIndex) -> None:
+    index.load([record("a"), record("b", state=CORRUPTED), record("c", state=DELETED)])
+    counts = [dict(+index.states)]
+    index.create(request(), "d", 1.0)
+    counts.append(dict(+index.states))
+    index.complete("d", 10, "path")
+    index.mark_repaired("b", 2.0)
+    index.delete("a")
+    counts.append(dict(+index.states))
+    index.forget("a")
+    index.forget("c")
+    index.forget("unknown")
+    index.drop("b")
+    counts.append(dict(+index.states))
+    assert counts == [
+        {COMPLETE: 1, CORRUPTED: 1, DELETED: 1},
+        {COMPLETE: 1, CORRUPTED: 1, DELETED: 1, CheckpointState.CREATING: 1},
+        {COMPLETE: 2, DELETED: 2},
+        {COMPLETE: 1},
+    ]
+
+
+def test_newest_complete_checkpoint_of_each_run_is_found(index: CatalogIndex) -> None:
+    index.load([record("a", step=1), record("b", step=2), record("c", step=3, state=CORRUPTED)])
+    assert [meta.checkpoint_id for meta in index.newest_complete()] == ["b"]

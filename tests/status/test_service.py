@@ -31,6 +31,7 @@ STATUS = Status(
     data_dir="/data",
     jobs=0,
     workers=0,
+    checkpoints=0,
     plugins=[],
     connections=0,
     facts=0,

@@ -90,6 +90,8 @@ async def test_metrics_are_prometheus_text_with_current_counts(tmp_path: Path) -
         assert samples["forged_connections", ()] == 1
         assert samples["forged_decisions_total", ()] >= 3
         assert samples["forged_store_writable", ()] == 1
+        assert samples["forged_checkpoints", (("state", "complete"),)] == 0
+        assert samples["forged_slot_bytes", ()] == 0
 
 
 async def test_metrics_need_rights_and_accept_a_token(tmp_path: Path) -> None:

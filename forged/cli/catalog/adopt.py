@@ -26,6 +26,7 @@ from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options
 from forged.cli.process import EXIT_FAILED, EXIT_OK
+from forged.plain_client.connection import PlainConnection
 
 BATCH_MAX = 1000
 BATCH_BYTES_MAX = 1 << 20
@@ -52,9 +53,28 @@ def adopt(options: Options, token: CancelToken) -> int:
             )
             for outcome in OUTCOMES:
                 done[outcome] += answers.list_in(reply, outcome)
+        remarks = [] if options.dry_run else list(_remarks(daemon, options.job, set(done["adopted"])))
     whole = {"job": options.job, "folder": storage.url, "dry_run": options.dry_run, **done, "unreadable": unreadable}
+    whole["remarks"] = remarks
     answer(options, whole, lambda: _show(whole))
     return EXIT_FAILED if done["refused"] or unreadable else EXIT_OK
+
+
+def _remarks(daemon: PlainConnection, job: str, adopted: set[Any]) -> Iterator[str]:
+    """A note if the retention policy deletes some of the adopted checkpoints."""
+    page = answers.whole(daemon, "ReadRetention", field="verdicts", key="checkpoint_id", job=job)
+    going = [
+        verdict
+        for verdict in answers.rows_in(page, "verdicts")
+        if verdict.get("checkpoint_id") in adopted and verdict.get("is_kept") is False
+    ]
+    if going:
+        size = tables.size(sum(answers.count_in(verdict, "size_bytes") for verdict in going))
+        yield (
+            f"the retention policy of the job deletes {tables.counted(len(going), 'checkpoint')} of them, {size}, "
+            f"within seconds, such as that of step {tables.field('', going[0].get('step'))}; "
+            "`forgectl ckpt pin` keeps one, `forgectl jobs change` changes the policy"
+        )
 
 
 def batches(found: Sequence[Row], *, is_dry: bool) -> Iterator[list[Row]]:
@@ -146,6 +166,7 @@ def _show(whole: Row) -> None:
         print(f"known before: {tables.counted(len(known), 'checkpoint')}: {tables.names(known)}")
     for text in _refusals(refused, whole["unreadable"]):
         tables.print_wrapped(text, tables.NOTE_INDENT)
+    tables.notes(whole)
 
 
 def _refusals(refused: Sequence[Any], unreadable: Sequence[Row]) -> Iterator[str]:

@@ -69,7 +69,7 @@ def client(threaded_daemon: ThreadedDaemon) -> Iterator[BlockingClient]:
 def on_daemon(
     threaded_daemon: ThreadedDaemon, client: BlockingClient, capsys: pytest.CaptureFixture[str]
 ) -> CatalogueDaemon:
-    client.create_job(JOB, {"checkpoint_keep": 2})
+    client.create_job(JOB)
     return CatalogueDaemon(threaded_daemon, client, capsys)
 
 

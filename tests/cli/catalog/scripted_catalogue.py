@@ -60,6 +60,7 @@ class ScriptedCatalogue(Mapping[str, Any]):
 
     def __init__(self, *metas: dict[str, Any], page: int = 500, **replies: Any) -> None:
         self._replies = {"ListCheckpoints": self._list, "ShowCheckpoint": self._show, "ShowJob": {"settings": {}}}
+        self._replies |= {"ReadRetention": {"verdicts": [], "more": False, "regained_bytes": 0}}
         self._replies |= replies
         self._page = page
         self.metas = list(metas)

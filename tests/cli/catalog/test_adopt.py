@@ -74,6 +74,24 @@ def test_outcomes_of_all_batches_are_shown(
     assert '"unreadable": [{"prefix": "bad"' in reply
 
 
+def test_note_says_what_the_retention_policy_deletes_of_them(
+    tmp_path: Path, capsys: Caught, checkpoint_folder: CheckpointFolder
+) -> None:
+    for step in (1, 2, 3):
+        checkpoint_folder.save(f"step-{step}")
+    verdicts = [
+        {"checkpoint_id": name, "step": 7, "is_kept": is_kept, "size_bytes": 1_000_000}
+        for name, is_kept in (("step-1", False), ("step-2", False), ("step-3", True), ("other", False))
+    ]
+    page = {"verdicts": verdicts, "more": False}
+    with catalogue(tmp_path, AdoptCheckpoints=take_all, ReadRetention=page) as daemon:
+        note = daemon.run("ckpt adopt checkpoints --job run", capsys)[1].splitlines()[-1]
+    assert note == (
+        "note: the retention policy of the job deletes 2 checkpoints of them, 2 MB, within seconds, such as that of "
+        "step 7; `forgectl ckpt pin` keeps one, `forgectl jobs change` changes the policy"
+    )
+
+
 def test_dry_run_says_that_nothing_is_changed(
     tmp_path: Path, capsys: Caught, checkpoint_folder: CheckpointFolder
 ) -> None:

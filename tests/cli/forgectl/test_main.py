@@ -34,7 +34,19 @@ from tests.client.fake_daemon import FakeConnection, FakeDaemon
 from tests.client.threaded_daemon import ThreadedDaemon
 from tests.net.recording_connections import Certificates
 
-STATUS_KEYS = {"version", "pid", "uptime_s", "listen", "http", "socket", "data_dir", "jobs", "workers", "plugins"}
+STATUS_KEYS = {
+    "version",
+    "pid",
+    "uptime_s",
+    "listen",
+    "http",
+    "socket",
+    "data_dir",
+    "jobs",
+    "workers",
+    "checkpoints",
+    "plugins",
+}
 HUNG_TIMEOUT_S = "0.05"
 
 Ctl = Callable[..., tuple[int, str, str]]
