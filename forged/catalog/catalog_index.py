@@ -319,12 +319,15 @@ class CatalogIndex:
         self._schedule(training_run_id, now)
         return collected
 
-    def collect_with_reasons(self, training_run_id: str, now: float) -> list[tuple[CheckpointMeta, retention.Verdict]]:
-        """As `collect`, with the verdicts."""
-        verdicts = retention.verdicts_of_going(self._run(training_run_id), now)
+    def collect_some(
+        self, training_run_id: str, now: float, most: int
+    ) -> list[tuple[CheckpointMeta, retention.Verdict]]:
+        """As `collect`, at most so many, with the verdicts; the run stays due if more have to go."""
+        verdicts = retention.verdicts_of_going(self._run(training_run_id), now, most)
         collected = [(self._bury(self._live(one.checkpoint_id)), one) for one in verdicts]
-        self._changed.pop(training_run_id, None)
-        self._schedule(training_run_id, now)
+        if len(collected) < most:
+            self._changed.pop(training_run_id, None)
+            self._schedule(training_run_id, now)
         return collected
 
     def verdicts(self, training_run_id: str, now: float) -> list[retention.Verdict]:

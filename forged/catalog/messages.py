@@ -248,10 +248,12 @@ class RetentionPage(msgspec.Struct, frozen=True):
 
 
 class Collection(msgspec.Struct, frozen=True):
-    """What was collected."""
+    """What was collected, at most 500 checkpoints."""
 
     collected: list[RetentionVerdict]
     regained_bytes: int
+    more: bool = False
+    """Whether more may have to go."""
 
 
 class AdoptedCheckpoint(msgspec.Struct, frozen=True):

@@ -64,7 +64,7 @@ TRANSITIONS: Mapping[CheckpointState, frozenset[CheckpointState]] = {
 """The states that may follow a state. A corrupted checkpoint becomes complete only by a repair."""
 
 
-class CheckpointMeta(msgspec.Struct, frozen=True):
+class CheckpointMeta(msgspec.Struct, frozen=True, gc=False):
     """The record of one checkpoint."""
 
     checkpoint_id: str

@@ -41,7 +41,7 @@ class Moment(NamedTuple):
     monotonic: float
 
 
-class CheckpointRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+class CheckpointRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One checkpoint as the daemon stores it."""
 
     meta: CheckpointMeta

@@ -71,13 +71,13 @@ def is_gc_eligible(checkpoint: CheckpointMeta, policy: GcPolicy, latest_step: in
 
 def collectable(run: RunIndex, now: float) -> list[CheckpointMeta]:
     """The checkpoints that go, in the order of deletion: the oldest first, but children before their parents."""
-    return [entry.meta for entry in _in_order_of_deletion(_Judgement(run, now).going)]
+    return [entry.meta for entry in _in_order_of_deletion(Judgement(run, now).going)]
 
 
-def verdicts_of_going(run: RunIndex, now: float) -> list[Verdict]:
-    """The verdicts on the checkpoints that go, in the order of deletion."""
-    judgement = _Judgement(run, now)
-    return [judgement.verdict(entry) for entry in _in_order_of_deletion(judgement.going)]
+def verdicts_of_going(run: RunIndex, now: float, most: int) -> list[Verdict]:
+    """The verdicts on the first checkpoints that go, in the order of deletion."""
+    judgement = Judgement(run, now)
+    return [judgement.verdict(entry) for entry in _in_order_of_deletion(judgement.going)[:most]]
 
 
 def _in_order_of_deletion(going: Mapping[str, IndexEntry]) -> list[IndexEntry]:
@@ -98,13 +98,8 @@ def _in_order_of_deletion(going: Mapping[str, IndexEntry]) -> list[IndexEntry]:
 
 def verdicts(run: RunIndex, now: float) -> list[Verdict]:
     """What a collection at this time would do with each checkpoint of the run, the newest first."""
-    judgement = _Judgement(run, now)
+    judgement = Judgement(run, now)
     return [judgement.verdict(entry) for entry in reversed(run.ranked)]
-
-
-def verdict_on(run: RunIndex, entry: IndexEntry, now: float) -> Verdict:
-    """What a collection at this time would do with one checkpoint."""
-    return _Judgement(run, now).verdict(entry)
 
 
 def due_at(run: RunIndex, now: float) -> float:
@@ -120,7 +115,7 @@ def due_at(run: RunIndex, now: float) -> float:
     return nextafter(run.by_age[place].meta.created_at + run.policy.max_age_seconds, -inf)
 
 
-class _Judgement:
+class Judgement:
     """The verdicts on one run at one time."""
 
     def __init__(self, run: RunIndex, now: float) -> None:

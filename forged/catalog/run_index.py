@@ -40,6 +40,13 @@ class IndexEntry:
     def id(self) -> str:
         return self.meta.checkpoint_id
 
+    def chain(self) -> list[IndexEntry]:
+        """From the root to this checkpoint, as far as it is known."""
+        links = [self]
+        while (parent := links[-1].parent) is not None:
+            links.append(parent)
+        return links[::-1]
+
 
 def rank_of(meta: CheckpointMeta) -> Rank:
     """The order of "latest": by epoch and step, then by time; abandoned checkpoints come before all other ones."""

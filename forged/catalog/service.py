@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from forged.auth.model import Principal, Role
-from forged.catalog.book import CATALOG_BYTES_MAX, RESTORES_PREFIX, CatalogBook
-from forged.catalog.file_work import OWNER, FileWork
+from forged.catalog.book.catalog_book import CATALOG_BYTES_MAX, RESTORES_PREFIX, CatalogBook
+from forged.catalog.book.questions import CatalogQuestions
+from forged.catalog.files.file_work import OWNER, FileWork
 from forged.catalog.messages import (
     AdoptCheckpoints,
     Adoption,
@@ -87,6 +88,7 @@ class CatalogService:
     ) -> None:
         """Without `files` the daemon touches none."""
         self.book = CatalogBook(jobs.settings, defaults=defaults, roots=roots, bytes_max=bytes_max)
+        self._questions = CatalogQuestions(self.book)
         self._bus = bus
         self._clock = clock
         self._jobs = jobs
@@ -204,17 +206,17 @@ class CatalogService:
     # Requests of operators and viewers.
 
     def _find(self, request: FindRestorePoints, call: Call) -> RestorePoints:
-        return self.book.find(request, self._jobs.step(request.job))
+        return self._questions.find(request, self._jobs.step(request.job))
 
     def _list(self, request: ListCheckpoints, call: Call) -> CheckpointPage:
-        return self.book.page(request, self._cadences.get(request.job, ""))
+        return self._questions.page(request, self._cadences.get(request.job, ""))
 
     def _show(self, request: ShowCheckpoint, call: Call) -> CheckpointView:
-        view = self.book.show(request, self._now())
+        view = self._questions.show(request, self._now())
         return structs.replace(view, operation=self.work.operations.get(request.checkpoint_id))
 
     def _read_retention(self, request: ReadRetention, call: Call) -> RetentionPage:
-        return self.book.retention_page(request, self._now())
+        return self._questions.retention_page(request, self._now())
 
     def _collect(self, request: CollectCheckpoints, call: Call) -> Decision[Collection]:
         return self._last(self.book.collect(request.job, self._now()), request.job)
@@ -229,7 +231,8 @@ class CatalogService:
     async def _tick(self, signal: GcTick, call: Call) -> None:
         for job in self.book.due(self._now()):
             try:
-                await self._bus.ask(CollectCheckpoints(job))
+                while (await self._bus.ask(CollectCheckpoints(job))).more:
+                    pass
             except ForgedError as error:
                 self._log.warning("checkpoints were not collected", job=job, reason=error.message)
 

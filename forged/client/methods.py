@@ -301,9 +301,15 @@ class DaemonMethods:
 
     async def collect_checkpoints(self, job: str) -> Collection:
         """Collect what the retention policy does not keep, now."""
-        from forged.catalog.messages import CollectCheckpoints
+        from forged.catalog.messages import CollectCheckpoints, Collection
 
-        return await self.request(CollectCheckpoints(job))
+        collected: list[RetentionVerdict] = []
+        more = True
+        while more:
+            part = await self.request(CollectCheckpoints(job))
+            collected += part.collected
+            more = part.more
+        return Collection(collected, sum(one.size_bytes for one in collected))
 
     async def delete_checkpoint(self, job: str, checkpoint_id: str) -> None:
         """Delete one checkpoint that no other one, nor a pin or a holder, needs."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from forged.catalog.checkpoint_files import StoredCheckpointFiles
+from forged.catalog.files.stored_files import StoredCheckpointFiles
 from forged.clock import SystemClock
 from forged.config import Config
 from forged.daemon import Daemon, Ports

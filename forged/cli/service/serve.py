@@ -27,7 +27,7 @@ import anyio
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
-from forged.catalog.checkpoint_files import StoredCheckpointFiles
+from forged.catalog.files.stored_files import StoredCheckpointFiles
 from forged.cli.process import say
 from forged.clock import SystemClock
 from forged.config import Config, SettingsReader

@@ -6,9 +6,9 @@ import anyio
 import pytest
 
 from forged.auth.model import Principal
-from forged.catalog import file_work
-from forged.catalog.book import FAILED_KEPT_S, WRITER_GONE_S, WRITING_S_MAX
-from forged.catalog.file_work import TICK_S
+from forged.catalog.book.catalog_book import FAILED_KEPT_S, WRITER_GONE_S, WRITING_S_MAX
+from forged.catalog.files import file_work
+from forged.catalog.files.file_work import TICK_S
 from forged.catalog.messages import (
     CheckpointCollected,
     CheckpointCorrupted,

@@ -19,12 +19,12 @@ import anyio
 from anyio import TASK_STATUS_IGNORED
 from anyio.abc import TaskStatus
 
-from forged.catalog.book import CatalogBook
+from forged.catalog.book.catalog_book import CatalogBook
+from forged.catalog.files.work_queue import FileTask, FileTaskKind, WorkQueue
 from forged.catalog.messages import CheckpointOperation, CheckpointProgress, GcTick
 from forged.catalog.model import CheckpointState
 from forged.catalog.ports import FOLDER_MISSING, CheckpointFiles
 from forged.catalog.records import CheckpointRecord, Moment
-from forged.catalog.work_queue import FileTask, FileTaskKind, WorkQueue
 from forged.clock import Clock
 from forged.errors import ForgedError
 from forged.kernel.bus import DAEMON, Bus

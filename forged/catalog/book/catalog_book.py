@@ -11,14 +11,15 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
-from typing import NamedTuple, TypeVar
+from itertools import islice
+from typing import TypeVar
 
 import msgspec
 
-from forged.catalog import errors, retention, selection
+from forged.catalog import errors, retention
+from forged.catalog.book.changes import Change, decided, in_decisions, total
+from forged.catalog.book.estimates import MeasuredRestore, RestoreTimes
 from forged.catalog.catalog_index import CatalogIndex
-from forged.catalog.estimates import MeasuredRestore, RestoreTimes, seconds_per_step
 from forged.catalog.messages import (
     AdoptCheckpoints,
     AdoptedCheckpoint,
@@ -27,35 +28,24 @@ from forged.catalog.messages import (
     CheckpointCompleted,
     CheckpointCorrupted,
     CheckpointFailed,
-    CheckpointPage,
     CheckpointRepaired,
     CheckpointRestored,
     CheckpointsAbandoned,
     CheckpointsAdopted,
     CheckpointStarted,
-    CheckpointView,
     CollectedFiles,
     Collection,
     CompleteCheckpoint,
     CompletedCheckpoint,
     ConfirmDeleted,
     DeleteCheckpoint,
-    ExcludedCheckpoint,
     FailCheckpoint,
-    FindRestorePoints,
     HoldCheckpoint,
-    ListCheckpoints,
     PinCheckpoint,
-    ReadRetention,
     ReleaseCheckpoint,
     ReportCorruptCheckpoint,
     ReportRestore,
-    RestoreEstimate,
-    RestorePoint,
-    RestorePoints,
-    RetentionPage,
     RetentionVerdict,
-    ShowCheckpoint,
     StartCheckpoint,
     UnpinCheckpoint,
 )
@@ -67,7 +57,6 @@ from forged.catalog.model import (
     CheckpointState,
     CheckpointType,
     CreateCheckpointRequest,
-    RestoreCriteria,
     checked_count,
     checked_request,
     checked_time,
@@ -91,28 +80,24 @@ from forged.catalog.records import (
     shortened,
     storage_kind,
 )
-from forged.catalog.run_index import IndexEntry, RunIndex, rank_of
+from forged.catalog.run_index import IndexEntry
 from forged.catalog.settings import JobRetention, retention_of
 from forged.errors import RequestRefused
 from forged.jobs.model import SettingValue
 from forged.kernel.messages import Decision, Fact, Nothing
-from forged.pagination import PAGE_ENTRIES_MAX, take_page
-from forged.phrases import counted
 from forged.shares import Holder, Shares
 
 RESTORES_PREFIX = "restore-times/"
 CATALOG_BYTES_MAX = 512 << 20
 PARTS = 16
 """One part of the catalogue is left to operators, and four to principals other than the largest."""
-CHANGES_MAX = 50
-"""Changes in one decision: a change is a write and a fact, and a transaction has at most 128 operations."""
+COLLECTED_MAX = 500
+"""So many checkpoints are collected at once."""
 DELETE_MAX = 100
 """So many deletions are given to a worker at once."""
 ADOPTED_MAX = 1000
 KEEP_MAX = 2**31 - 1
 SKIPPED_MAX = 1000
-CHILDREN_SHOWN_MAX = 1000
-SAVES_LOOKED_AT = 10
 REFUSED_CHARS_MAX = 200
 NO_SETTINGS: Mapping[str, SettingValue] = {}
 WRITER_GONE_S = 60.0
@@ -128,14 +113,6 @@ R = TypeVar("R")
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_restores = msgspec.msgpack.Decoder(list[MeasuredRestore]).decode
-
-
-class Change(NamedTuple):
-    """One change of a record: its write, and the fact about it."""
-
-    key: str
-    value: bytes | None
-    fact: Fact | None = None
 
 
 class CatalogBook:
@@ -268,7 +245,7 @@ class CatalogBook:
             record.worker_id,
             shortened(request.reason),
         )
-        return _decided(meta, request.job, self._put(record, started))
+        return decided(meta, request.job, self._put(record, started))
 
     def _keep_as_script_does(self, record: CheckpointRecord) -> None:
         if record.keep and record.keep != self._kept_by_script.get(record.job):
@@ -293,12 +270,12 @@ class CatalogBook:
         if record.meta.state is CheckpointState.COMPLETE:
             return Decision(self._completed(record))
         change = self._complete(record, request.size_bytes, request.seconds)
-        return _decided(self._completed(self.records[record.id]), request.job, change)
+        return decided(self._completed(self.records[record.id]), request.job, change)
 
     def found(self, checkpoint_id: str, size_bytes: int, now: Moment) -> Decision[None]:
         """A checkpoint whose writer did not report it is there as a whole."""
         record = self.records[checkpoint_id]
-        return _decided(
+        return decided(
             None, record.job, self._complete(record, size_bytes, max(0.0, now.wall - record.meta.created_at))
         )
 
@@ -322,12 +299,12 @@ class CatalogBook:
         record = self.record(request.job, request.checkpoint_id)
         if not record.is_being_written:
             return Decision(Nothing())
-        return _decided(Nothing(), request.job, self._fail(record, shortened(request.reason), now))
+        return decided(Nothing(), request.job, self._fail(record, shortened(request.reason), now))
 
     def give_up(self, checkpoint_id: str, reason: str, now: Moment) -> Decision[None]:
         """The writer of a checkpoint is gone, or takes too long."""
         record = self.records[checkpoint_id]
-        return _decided(None, record.job, self._fail(msgspec.structs.replace(record, is_given_up=True), reason, now))
+        return decided(None, record.job, self._fail(msgspec.structs.replace(record, is_given_up=True), reason, now))
 
     def _fail(self, record: CheckpointRecord, reason: str, now: Moment) -> Change:
         meta = self.index.mark_corrupted(record.id)
@@ -343,12 +320,12 @@ class CatalogBook:
             return Decision(Nothing())
         if record.meta.state is not CheckpointState.COMPLETE:
             raise errors.transition_refused(record.id, record.meta.state, "be corrupted", "report complete ones only")
-        return _decided(Nothing(), request.job, self._corrupt(record, shortened(request.reason)))
+        return decided(Nothing(), request.job, self._corrupt(record, shortened(request.reason)))
 
     def damaged(self, checkpoint_id: str, reason: str) -> Decision[None]:
         """The daemon has found missing or damaged bytes."""
         record = self.records[checkpoint_id]
-        return _decided(None, record.job, self._corrupt(record, shortened(reason)))
+        return decided(None, record.job, self._corrupt(record, shortened(reason)))
 
     def _corrupt(self, record: CheckpointRecord, reason: str) -> Change:
         meta = self.index.mark_corrupted(record.id)
@@ -360,10 +337,10 @@ class CatalogBook:
         record = self.records[checkpoint_id]
         if record.meta.state is CheckpointState.COMPLETE:
             meta = self.index.mark_verified(record.id, now.wall)
-            return _decided(None, record.job, self._put(msgspec.structs.replace(record, meta=meta)))
+            return decided(None, record.job, self._put(msgspec.structs.replace(record, meta=meta)))
         meta = self.index.mark_repaired(record.id, now.wall)
         repaired = CheckpointRepaired(record.id, meta.step)
-        return _decided(None, record.job, self._put(msgspec.structs.replace(record, meta=meta, note=""), repaired))
+        return decided(None, record.job, self._put(msgspec.structs.replace(record, meta=meta, note=""), repaired))
 
     # Going back.
 
@@ -382,11 +359,11 @@ class CatalogBook:
             if record.meta.step == step and not record.is_deleted:
                 abandoned = {meta.checkpoint_id: meta for meta in self.index.abandon_beyond(record.id)}
         changes += self._abandon(request.job, step, now.wall, request.checkpoint_id, abandoned)
-        return _in_decisions(Nothing(), request.job, changes)
+        return in_decisions(Nothing(), request.job, changes)
 
     def progress_lost(self, job: str, step: int, at: float) -> list[Decision[None]]:
         """The job has gone back to a step: what was saved beyond it until then is abandoned."""
-        return _in_decisions(None, job, self._abandon(job, step, at, "", {}))
+        return in_decisions(None, job, self._abandon(job, step, at, "", {}))
 
     def _abandon(
         self, job: str, step: int, at: float, checkpoint_id: str, changed: dict[str, CheckpointMeta]
@@ -408,7 +385,7 @@ class CatalogBook:
     def pin(self, request: PinCheckpoint | UnpinCheckpoint, *, is_pinned: bool) -> Decision[CheckpointMeta]:
         record = self.record(request.job, request.checkpoint_id)
         meta = self.index.pin(record.id) if is_pinned else self.index.unpin(record.id)
-        return _decided(meta, request.job, self._put(msgspec.structs.replace(record, meta=meta)))
+        return decided(meta, request.job, self._put(msgspec.structs.replace(record, meta=meta)))
 
     def hold(self, request: HoldCheckpoint, now: Moment) -> Decision[Nothing]:
         """Keep a checkpoint while it is read, or keep it longer."""
@@ -423,13 +400,13 @@ class CatalogBook:
             # Only extended: after a restart it counts anew in any case.
             return Decision(Nothing())
         held = msgspec.structs.replace(record, meta=meta, holds={**record.holds, holder: held_s})
-        return _decided(Nothing(), request.job, self._put(held))
+        return decided(Nothing(), request.job, self._put(held))
 
     def release(self, request: ReleaseCheckpoint) -> Decision[Nothing]:
         record = self.record(request.job, request.checkpoint_id)
         if request.holder not in record.holds:
             return Decision(Nothing())
-        return _decided(Nothing(), request.job, self._release(record, request.holder))
+        return decided(Nothing(), request.job, self._release(record, request.holder))
 
     def release_expired(self, now: Moment) -> Iterator[Decision[None]]:
         """Release the holds whose time is over."""
@@ -441,7 +418,7 @@ class CatalogBook:
         ]
         for checkpoint_id, holder in expired:
             record = self.records[checkpoint_id]
-            yield _decided(None, record.job, self._release(record, holder))
+            yield decided(None, record.job, self._release(record, holder))
 
     def _release(self, record: CheckpointRecord, holder: str) -> Change:
         meta = self.index.release(record.id, holder)
@@ -462,13 +439,14 @@ class CatalogBook:
         """Make tombstones of what the policy does not keep."""
         if not self.retention(job).collects:
             return [Decision(Collection([], 0))]
-        going = self.index.collect_with_reasons(job, now.wall)
-        verdicts = [_as_message(verdict, meta.step) for meta, verdict in going]
+        going = self.index.collect_some(job, now.wall, COLLECTED_MAX)
+        verdicts = [as_message(verdict, meta.step) for meta, verdict in going]
         changes = [
             self._buried(meta, verdict.rule, verdict.reason) for (meta, _), verdict in zip(going, verdicts, strict=True)
         ]
-        collection = Collection(verdicts, _total(one.size_bytes for one in verdicts))
-        return _in_decisions(collection, job, changes)
+        more = len(verdicts) == COLLECTED_MAX
+        collection = Collection(verdicts, total(one.size_bytes for one in verdicts), more)
+        return in_decisions(collection, job, changes)
 
     def delete(self, request: DeleteCheckpoint) -> Decision[Nothing]:
         """Make a tombstone of a checkpoint that no other one, nor a pin or a holder, needs."""
@@ -476,13 +454,13 @@ class CatalogBook:
         if record.is_deleted:
             return Decision(Nothing())
         meta = self.index.delete(record.id)
-        return _decided(Nothing(), request.job, self._buried(meta, REQUESTED_RULE, "an operator has deleted it"))
+        return decided(Nothing(), request.job, self._buried(meta, REQUESTED_RULE, "an operator has deleted it"))
 
     def sweep(self, checkpoint_id: str) -> Decision[None]:
         """Make a tombstone of a failed save, so that its files are deleted."""
         record = self.records[checkpoint_id]
         change = self._buried(self.index.bury(checkpoint_id), FAILED_RULE, f"its save failed: {record.note}")
-        return _decided(None, record.job, change)
+        return decided(None, record.job, change)
 
     def _buried(self, meta: CheckpointMeta, rule: str, reason: str) -> Change:
         record = self.records[meta.checkpoint_id]
@@ -522,7 +500,7 @@ class CatalogBook:
     def deleted(self, checkpoint_ids: Sequence[str]) -> list[Decision[None]]:
         """The files of tombstones are gone."""
         forgotten = [self.records[one] for one in checkpoint_ids]
-        return _in_decisions(None, forgotten[0].job if forgotten else "", [self._forget(one) for one in forgotten])
+        return in_decisions(None, forgotten[0].job if forgotten else "", [self._forget(one) for one in forgotten])
 
     def confirm_deleted(self, request: ConfirmDeleted) -> list[Decision[Nothing]]:
         """A worker has deleted the files of tombstones that the daemon may not touch."""
@@ -530,7 +508,7 @@ class CatalogBook:
             raise errors.argument_invalid("checkpoint_ids", len(request.checkpoint_ids), f"at most {ADOPTED_MAX}")
         named = (self.records.get(one) for one in dict.fromkeys(request.checkpoint_ids))
         gone = [one for one in named if one is not None and one.job == request.job and one.is_deleted]
-        return _in_decisions(Nothing(), request.job, [self._forget(one) for one in gone if not self.is_managed(one)])
+        return in_decisions(Nothing(), request.job, [self._forget(one) for one in gone if not self.is_managed(one)])
 
     def remove_job(self, job: str) -> list[Decision[None]]:
         """Forget the checkpoints of a removed job, except pinned and held ones with their parents. No file is deleted.
@@ -550,7 +528,7 @@ class CatalogBook:
         self.index.set_policy(job, None)
         if self.index.run(job) is not None:
             self._set_policy(job)
-        return _in_decisions(None, job, changes)
+        return in_decisions(None, job, changes)
 
     # Adoption.
 
@@ -580,7 +558,7 @@ class CatalogBook:
             return [Decision(adoption)]
         if changes:
             changes[-1] = changes[-1]._replace(fact=CheckpointsAdopted(len(changes), folder))
-        return _in_decisions(adoption, request.job, changes)
+        return in_decisions(adoption, request.job, changes)
 
     def _adopt(
         self, job: str, one: AdoptedCheckpoint, new_id: Callable[[], str], holder: Holder, *, is_trusted: bool
@@ -631,117 +609,6 @@ class CatalogBook:
                 record.path, record.save_id, record.job, root_of(record.path, self.roots, record.job)
             )
         return CheckpointLocation(record.path, record.save_id, None if record.is_adopted else record.job)
-
-    def find(self, request: FindRestorePoints, step: int | None) -> RestorePoints:
-        """What the job can be restored from; `step` is the one that it has committed, None if there is none."""
-        run = self.index.run(request.job) or RunIndex(self.index.policy)
-        folder = request.folder and checked_location("folder", request.folder)
-        criteria = RestoreCriteria(
-            request.job, request.max_epoch, request.max_step, request.require_complete, request.prefer_full
-        )
-
-        def is_wanted(meta: CheckpointMeta) -> bool:
-            return not folder or self.records[meta.checkpoint_id].path.startswith(f"{folder}/")
-
-        matching = (meta for meta in selection.restore_points(run, criteria) if is_wanted(meta))
-        step_s = self._seconds_per_step(run)
-        found = (self._point(run, meta, place, step, step_s) for place, meta in enumerate(matching))
-        points, _ = take_page(found, request.limit)
-        offered = {point.meta.checkpoint_id for point in points}
-        live = ((one.meta, one) for one in reversed(run.ranked) if not one.is_offered and one.id not in offered)
-        deleted = ((one.meta, None) for one in self.tombstones() if one.job == request.job)
-        excluded = (
-            self._excluded(meta, entry)
-            for meta, entry in chain(live, deleted)
-            if selection.is_within(meta, criteria) and is_wanted(meta)
-        )
-        return RestorePoints(points, take_page(excluded, PAGE_ENTRIES_MAX)[0])
-
-    def _point(self, run: RunIndex, meta: CheckpointMeta, place: int, step: int | None, step_s: float) -> RestorePoint:
-        entry = run.entries[meta.checkpoint_id]
-        links = _chain_of(entry)
-        lost = max(0, step - meta.step) if step is not None else 0
-        return RestorePoint(
-            meta,
-            [one.id for one in links],
-            self._estimate(links),
-            lost,
-            lost * step_s,
-            _why_offered(entry, place, links),
-        )
-
-    def _excluded(self, meta: CheckpointMeta, entry: IndexEntry | None) -> ExcludedCheckpoint:
-        record = self.records[meta.checkpoint_id]
-        why = "it is deleted" if entry is None else _why_excluded(entry, record.note)
-        return ExcludedCheckpoint(record.id, meta.step, record.path, why, meta.state, meta.abandoned)
-
-    def _estimate(self, links: Sequence[IndexEntry]) -> RestoreEstimate:
-        record = self.records[links[-1].id]
-        size_bytes = _total(one.meta.size_bytes for one in links)
-        return self.times.estimate(record.job, storage_kind(record.path), size_bytes)
-
-    def _seconds_per_step(self, run: RunIndex) -> float:
-        newest = list(islice((one.meta for one in reversed(run.offered)), SAVES_LOOKED_AT))
-        return seconds_per_step([(meta.step, meta.created_at) for meta in reversed(newest)])
-
-    def page(self, request: ListCheckpoints, cadence: str) -> CheckpointPage:
-        """Some checkpoints of a job, newest first."""
-        run = self.index.run(request.job)
-        if run is None:
-            return CheckpointPage([], more=False, count=0, size_bytes=0, cadence=cadence)
-        entries = (one.meta for one in self._after(run, request.job, request.after))
-        metas, more = take_page(entries, request.limit)
-        return CheckpointPage(metas, more, len(run.entries), _total([run.size_bytes]), cadence)
-
-    def show(self, request: ShowCheckpoint, now: Moment) -> CheckpointView:
-        """One checkpoint; also one that is deleted and not forgotten."""
-        record = self.record(request.job, request.checkpoint_id)
-        is_managed = self.is_managed(record)
-        run = self.index.run(request.job)
-        entry = None if run is None else run.entries.get(record.id)
-        if run is None or entry is None:
-            by = "the daemon" if is_managed else "a worker of the job"
-            kept = f"deleted; its files are being deleted by {by}"
-            return CheckpointView(
-                record.meta, [], [], is_restorable=False, is_managed=is_managed, is_kept=False, retention=kept
-            )
-        verdict = retention.verdict_on(run, entry, now.wall)
-        links = _chain_of(entry)
-        return CheckpointView(
-            record.meta,
-            [one.id for one in links],
-            [one.id for one in entry.children[:CHILDREN_SHOWN_MAX]],
-            entry.is_restorable,
-            is_managed,
-            verdict.is_kept,
-            verdict.reason,
-            self._estimate(links) if entry.is_restorable else None,
-        )
-
-    def retention_page(self, request: ReadRetention, now: Moment) -> RetentionPage:
-        """What a collection would do now with some checkpoints of a job, newest first."""
-        run = self.index.run(request.job)
-        if run is None:
-            return RetentionPage([], more=False, regained_bytes=0)
-        self.retention(request.job)
-        verdicts = self.index.verdicts(request.job, now.wall)
-        start = len(run.ranked) - self._place_after(run, request.job, request.after)
-        following = (
-            _as_message(verdict, entry.meta.step)
-            for entry, verdict in islice(zip(reversed(run.ranked), verdicts, strict=True), start, None)
-        )
-        page, more = take_page(following, request.limit)
-        return RetentionPage(page, more, _total(one.size_bytes for one in verdicts if not one.is_kept))
-
-    def _after(self, run: RunIndex, job: str, after: str) -> Iterator[IndexEntry]:
-        place = self._place_after(run, job, after)
-        return (run.ranked[one] for one in range(place - 1, -1, -1))
-
-    def _place_after(self, run: RunIndex, job: str, after: str) -> int:
-        """The place in `ranked` of the checkpoint `after`, or where it was; behind all without one."""
-        if not after:
-            return len(run.ranked)
-        return run.place_of(rank_of(self.record(job, after).meta))
 
     # Records.
 
@@ -818,63 +685,12 @@ class CatalogBook:
         return Change(record.key, None)
 
 
-def _decided(reply: R, job: str, *changes: Change) -> Decision[R]:
-    facts = tuple(one.fact for one in changes if one.fact is not None)
-    return Decision(reply, facts, {one.key: one.value for one in changes}, job)
-
-
-def _in_decisions(reply: R, job: str, changes: Sequence[Change]) -> list[Decision[R]]:
-    """As many decisions as the changes need, at least one; all have the reply."""
-    starts = range(0, max(len(changes), 1), CHANGES_MAX)
-    return [_decided(reply, job, *changes[start : start + CHANGES_MAX]) for start in starts]
-
-
-def _total(sizes: Iterable[int]) -> int:
-    """A sum that a message can carry."""
-    return min(sum(sizes), SIZE_MAX)
-
-
-def _as_message(verdict: retention.Verdict, step: int) -> RetentionVerdict:
-    return RetentionVerdict(
-        verdict.checkpoint_id, step, verdict.is_kept, verdict.rule, verdict.reason, verdict.size_bytes
-    )
-
-
-def _chain_of(entry: IndexEntry) -> list[IndexEntry]:
-    """From the root to the checkpoint, as far as it is known. A record names an earlier one as its parent: it ends."""
-    links = [entry]
-    while (parent := links[-1].parent) is not None:
-        links.append(parent)
-    return links[::-1]
-
-
 def _needed_by(entries: Iterable[IndexEntry]) -> set[str]:
     """These checkpoints and all that they build on."""
-    return {one.id for entry in entries for one in _chain_of(entry)}
+    return {one.id for entry in entries for one in entry.chain()}
 
 
-def _why_offered(entry: IndexEntry, place: int, links: Sequence[IndexEntry]) -> str:
-    if not entry.is_restorable:
-        return f"{entry.meta.state}; none that can be restored is left"
-    parts = "" if len(links) == 1 else f", restored through {counted(len(links), 'checkpoint')}"
-    return f"{'the newest that can be restored' if place == 0 else 'the next newest that can be restored'}{parts}"
-
-
-def _why_excluded(entry: IndexEntry, note: str) -> str:
-    meta = entry.meta
-    if meta.state is CheckpointState.CREATING:
-        return "it is being written"
-    if meta.state is CheckpointState.CORRUPTED:
-        return f"{'its save failed' if meta.is_failed_save else 'it is corrupted'}: {note}"
-    if meta.abandoned:
-        return "it is abandoned: training has gone back to an older checkpoint since"
-    broken = next((one for one in reversed(_chain_of(entry)) if _breaks(one)), entry)
-    if broken.meta.state is CheckpointState.COMPLETE:
-        return f"its chain is broken: {broken.meta.parent_id} is deleted"
-    return f"its chain is broken: {broken.id} is {broken.meta.state}"
-
-
-def _breaks(entry: IndexEntry) -> bool:
-    return entry.meta.state is not CheckpointState.COMPLETE or (
-        entry.meta.parent_id is not None and entry.parent is None
+def as_message(verdict: retention.Verdict, step: int) -> RetentionVerdict:
+    return RetentionVerdict(
+        verdict.checkpoint_id, step, verdict.is_kept, verdict.rule, verdict.reason, verdict.size_bytes
     )

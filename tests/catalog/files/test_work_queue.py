@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from math import inf
 
-from forged.catalog.work_queue import PAUSE_S_MAX, FileTask, FileTaskKind, WorkQueue
+from forged.catalog.files.work_queue import PAUSE_S_MAX, FileTask, FileTaskKind, WorkQueue
 
 A, B = (FileTask(FileTaskKind.DELETE, name) for name in "ab")
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from forged import checkpoint
-from forged.catalog import checkpoint_files
-from forged.catalog.checkpoint_files import StoredCheckpointFiles
+from forged.catalog.files import stored_files
+from forged.catalog.files.stored_files import StoredCheckpointFiles
 from forged.catalog.ports import FOLDER_MISSING, CheckpointLocation
 from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE
 from forged.checkpoint.storage import listing
@@ -183,10 +183,8 @@ async def test_storage_that_does_not_answer_is_given_up_and_asked_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers, at = threading.Event(), saved(tmp_path / "a")
-    real = checkpoint_files._find
-    monkeypatch.setattr(
-        checkpoint_files, "_find", lambda location, token: (answers.wait(60.0), real(location, token))[1]
-    )
+    real = stored_files._find
+    monkeypatch.setattr(stored_files, "_find", lambda location, token: (answers.wait(60.0), real(location, token))[1])
     files = StoredCheckpointFiles(timeout_s=0.05)
     assert await code_of(files.find(at)) == "checkpoint_storage_slow"
     assert await code_of(files.find(at)) == "checkpoint_storage_busy"
@@ -200,6 +198,6 @@ async def test_unexpected_error_is_one_of_the_storage(tmp_path: Path, monkeypatc
     def fail(location: Any, token: Any) -> int:
         raise OSError("bad sector")
 
-    monkeypatch.setattr(checkpoint_files, "_find", fail)
+    monkeypatch.setattr(stored_files, "_find", fail)
     with pytest.raises(Unavailable, match="bad sector"):
         await StoredCheckpointFiles().find(saved(tmp_path / "a"))

@@ -1,0 +1,1 @@
+"""The files of checkpoints: what the daemon does with them, and how it reaches them."""
