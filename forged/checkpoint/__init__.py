@@ -37,6 +37,7 @@ from forged.checkpoint.ports import Storage as CheckpointStorage
 from forged.checkpoint.run_checkpoints import AsyncCheckpoints
 from forged.checkpoint.run_checkpoints import latest_restorable as latest
 from forged.checkpoint.saving.background import SaveHandle
+from forged.checkpoint.saving.compaction import compact
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.locations import create_storage
 from forged.checkpoint.verification.validator import (
@@ -85,6 +86,7 @@ __all__ = [
     "StorageOptions",
     "ValidationResult",
     "WhenBusy",
+    "compact",
     "convert",
     "create_checkpoint",
     "create_storage",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,17 +21,15 @@ import msgspec
 from forged.checkpoint.errors import CheckpointException, invalid
 from forged.checkpoint.export.external_files import INDEX, NPZ, SAFETENSORS, FileArrays, open_index, open_safetensors
 from forged.checkpoint.export.npz import Archive, open_npz
-from forged.checkpoint.format.boxes import Box
 from forged.checkpoint.format.consolidated import FILE_BYTES_MAX, FILE_METADATA, ConsolidatedFile, single_file_of
-from forged.checkpoint.format.dtypes import dtype_of
-from forged.checkpoint.format.manifest import SUFFIX, VERSION, Manifest, Part, Tensors, decode, encode
+from forged.checkpoint.format.manifest import SUFFIX, VERSION, Manifest, Part, decode, encode
 from forged.checkpoint.format.names import check_name
 from forged.checkpoint.format.states import States
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, RepairedChunk
 from forged.checkpoint.ports import ByteSource, CancelToken, Storage, bounded
-from forged.checkpoint.progress import ByteCount, Progress
+from forged.checkpoint.progress import Progress
 from forged.checkpoint.saving import parts
-from forged.checkpoint.saving.assembly import Array, Assembly, SavedTensors, TensorSource
+from forged.checkpoint.saving.assembly import Assembly, CountedTensors, SavedTensors, TensorSource, bytes_of_share
 from forged.checkpoint.saving.consolidation import (
     NamedShare,
     planned_files,
@@ -108,11 +106,10 @@ class _Source(NamedTuple):
         """Chunks that were read from a healthy copy."""
         return tuple(self.origin.repaired) if isinstance(self.origin, SavedTensors) else ()
 
-    def counted(self, options: ConversionOptions, shares: Sequence[Share]) -> _CountedOrigin:
+    def counted(self, options: ConversionOptions, shares: Sequence[Share]) -> CountedTensors:
         """The source's tensors, with progress over these shares."""
-        return _CountedOrigin(
-            self.origin, options.progress, sum(_bytes_of(self.manifest.tensors, share) for share in shares)
-        )
+        total = sum(bytes_of_share(self.manifest.tensors, share) for share in shares)
+        return CountedTensors(self.origin, options.progress, total)
 
 
 @contextmanager
@@ -259,31 +256,3 @@ def _unique_names(manifest: Manifest) -> list[str]:
     ranks = manifest.tensors.ranks
     names = manifest.tensors.names
     return [f"{name}@{ranks[number]}" if number in ranks else name for number, name in enumerate(names)]
-
-
-def _bytes_of(tensors: Tensors, share: Share) -> int:
-    return sum(
-        share.box(location, tuple(tensors.shapes[tensor])).volume * dtype_of(tensors.dtypes[tensor]).itemsize
-        for location, tensor in enumerate(share.tensors)
-    )
-
-
-class _CountedOrigin:
-    """An origin that reports how much was read from it."""
-
-    def __init__(self, origin: TensorSource, progress: Progress | None, total: int) -> None:
-        self._origin = origin
-        self._bytes = ByteCount(total, progress)
-
-    @property
-    def tensors(self) -> Tensors:
-        return self._origin.tensors
-
-    def fetch(self, wanted: Sequence[int], boxes: Mapping[int, Box], into: Mapping[int, Array]) -> None:
-        self._origin.fetch(wanted, boxes, into)
-        # An evicted block is read and counted again.
-        self._bytes.add(sum(out.nbytes for out in into.values()))
-
-    def finish(self) -> None:
-        """Report completion."""
-        self._bytes.finish()

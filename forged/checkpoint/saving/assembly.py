@@ -26,6 +26,7 @@ from forged.checkpoint.loading.manifest_index import Index
 from forged.checkpoint.loading.repair import CopyRepairer
 from forged.checkpoint.model import RepairedChunk
 from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, Storage
+from forged.checkpoint.progress import ByteCount, Progress
 from forged.checkpoint.saving.image import ArrayImage, Layout, blank_digests, staged_arrays
 from forged.checkpoint.saving.plan import Share
 from forged.checkpoint.saving.staging import StagedPart
@@ -98,6 +99,35 @@ class MemoryTensors:
             array = self._arrays[number]
             box = boxes.get(place)
             np.copyto(out[place], array if box is None else array[box.within(whole(array.shape))])
+
+
+class CountedTensors:
+    """A tensor source that reports how much was read from it."""
+
+    def __init__(self, origin: TensorSource, progress: Progress | None, total: int) -> None:
+        self._origin = origin
+        self._bytes = ByteCount(total, progress)
+
+    @property
+    def tensors(self) -> Tensors:
+        return self._origin.tensors
+
+    def fetch(self, wanted: Sequence[int], boxes: Mapping[int, Box], out: Mapping[int, Array]) -> None:
+        self._origin.fetch(wanted, boxes, out)
+        # An evicted block is read and counted again.
+        self._bytes.add(sum(array.nbytes for array in out.values()))
+
+    def finish(self) -> None:
+        """Report completion."""
+        self._bytes.finish()
+
+
+def bytes_of_share(tensors: Tensors, share: Share) -> int:
+    """The uncompressed bytes of a share."""
+    return sum(
+        share.box(place, tuple(tensors.shapes[tensor])).volume * dtype_of(tensors.dtypes[tensor]).itemsize
+        for place, tensor in enumerate(share.tensors)
+    )
 
 
 class _Run(NamedTuple):

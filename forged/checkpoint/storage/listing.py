@@ -36,7 +36,10 @@ _PART = rf"(?:{_SECTION}|(?:{_SECTION}-)?[0-9]{{5,7}}-of-[0-9]{{5,7}})\.(?:safet
 _INDEX = rf"{_SECTION}\.safetensors\.index\.json"
 _NAMES_SAVE_FILE = re.compile(rf'"[0-9a-f]{{8}}\.{_PART}"'.encode())
 _RECEIPT = r"[0-9]{5,7}\.(?:receipt|refusal)"
-_SAVE_FILE = re.compile(rf"[0-9a-f]{{8}}\.(?:{_PART}|{_INDEX}|{_RECEIPT})|{_INDEX}")
+_COMPACTED = r"[0-9a-f]{8}(?:-[0-9]{5,7}-of-[0-9]{5,7}\.(?:safetensors|packed)|\.manifest)"
+_COMPACTED_FILE = re.compile(rf"[0-9a-f]{{8}}\.{_COMPACTED}")
+"""The files of a compaction, whose own digits follow the save id."""
+_SAVE_FILE = re.compile(rf"[0-9a-f]{{8}}\.(?:{_PART}|{_INDEX}|{_RECEIPT}|{_COMPACTED})|{_INDEX}")
 """The files of a save under its prefix. All names but those of indexes contain the save id."""
 
 
@@ -283,12 +286,35 @@ def is_replaceable_index(storage: Storage, index: str) -> bool:
 
 
 def delete_unfinished(storage: Storage, prefix: str) -> list[str]:
-    """Delete the files of unfinished saves under a prefix. No save may be in progress there."""
-    if checkpoint_exists(storage, prefix):
-        return []
-    names = [entry.name for entry in save_files(storage, prefix)]
+    """Delete the files of unfinished saves and compactions under a prefix. None may be in progress there."""
+    names = [entry.name for entry in unfinished_files(storage, prefix)]
     storage.delete(names)
     return names
+
+
+def unfinished_files(storage: Storage, prefix: str) -> list[StoredFile]:
+    """The files of unfinished saves under a prefix; of a checkpoint, those of interrupted compactions."""
+    entries = save_files(storage, prefix)
+    if not checkpoint_exists(storage, prefix):
+        return entries
+    return _unnamed(storage, prefix, [entry for entry in entries if _is_compacted(entry.name)])
+
+
+def _is_compacted(name: str) -> bool:
+    return _COMPACTED_FILE.fullmatch(name.rpartition("/")[2]) is not None
+
+
+def _unnamed(storage: Storage, prefix: str, entries: list[StoredFile]) -> list[StoredFile]:
+    """Those of a checkpoint's files that its manifest does not name; none if it cannot be read."""
+    if not entries:
+        return []
+    try:
+        named = set(files_of(read_manifest(storage, prefix)))
+    except CheckpointException as error:
+        if error.code != "checkpoint_missing" and error.type is not ExceptionType.CORRUPTED_CHECKPOINT:
+            raise
+        return []
+    return [entry for entry in entries if entry.name not in named]
 
 
 def require_free(storage: Storage, prefix: str) -> None:
@@ -325,13 +351,21 @@ def save_files(storage: Storage, prefix: str) -> list[StoredFile]:
 
 
 def unfinished_saves(storage: Storage) -> dict[str, list[StoredFile]]:
-    """The files of saves without a manifest, by prefix: failed, or still in progress."""
+    """The files of saves and compactions that no manifest names, by prefix: failed, or still in progress."""
     names = {entry.name: entry for entry in storage.entries()}
     found: dict[str, list[StoredFile]] = {}
+    of_checkpoints: dict[str, list[StoredFile]] = {}
     for name, entry in names.items():
         prefix, _, file = name.rpartition("/")
-        if prefix and _SAVE_FILE.fullmatch(file) and prefix + SUFFIX not in names and prefix + TOMBSTONE not in names:
+        if not prefix or prefix + TOMBSTONE in names or not _SAVE_FILE.fullmatch(file):
+            continue
+        if prefix + SUFFIX not in names:
             found.setdefault(prefix, []).append(entry)
+        elif _is_compacted(file):
+            of_checkpoints.setdefault(prefix, []).append(entry)
+    for prefix, entries in of_checkpoints.items():
+        if unnamed := _unnamed(storage, prefix, entries):
+            found[prefix] = unnamed
     return dict(sorted(found.items()))
 
 
