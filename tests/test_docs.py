@@ -222,7 +222,7 @@ def test_checkpoint_of_the_short_example_is_loaded_by_the_layout_example(page: s
 def test_example_that_resumes_continues_from_its_newest_checkpoint(
     page: str, folder: str, steps: int, tmp_path: Path
 ) -> None:
-    [example] = [block for block in blocks(ROOT / page, "python") if "Checkpoints(" in block and "join" not in block]
+    [example] = [block for block in blocks(ROOT / page, "python") if ".resume(" in block and "join" not in block]
     script = f"{example}\nassert (state['w'] == {steps}).all()"
     for _ in range(2):
         done = subprocess.run(

@@ -21,6 +21,7 @@ from forged.checkpoint.errors import ExceptionType
 from forged.checkpoint.format.tree import LeafType
 from forged.checkpoint.loading.loader import Loaded, load_state, require_small
 from forged.checkpoint.model import (
+    CHAIN_MAX,
     DEFAULT_TIMEOUT_S,
     CheckpointFormat,
     CompressionLevel,
@@ -95,6 +96,8 @@ class Checkpoints(BlockingFacade[AsyncCheckpoints]):
         ranks: Any = None,
         in_background: bool = False,
         memory_every: int | None = None,
+        incremental: bool = False,
+        chain_max: int = CHAIN_MAX,
         timeout: float = DEFAULT_TIMEOUT_S,
         leaf_types: Sequence[LeafType] = (),
         generators: Generators | None = None,
@@ -106,6 +109,9 @@ class Checkpoints(BlockingFacade[AsyncCheckpoints]):
 
         Every `memory_every`-th step is copied into memory of the host that outlives the workers, as far as the daemon
         has slots for them; the daemon writes the last copy to disk when a worker fails.
+
+        With `incremental`, a checkpoint has only the chunks that the latest one of this process lacks. A restore reads
+        from at most `chain_max` checkpoints; one that would need more of them is full.
         """
         self.aio = AsyncCheckpoints(
             where,
@@ -116,6 +122,8 @@ class Checkpoints(BlockingFacade[AsyncCheckpoints]):
             ranks=ranks,
             in_background=in_background,
             memory_every=memory_every,
+            incremental=incremental,
+            chain_max=chain_max,
             timeout=timeout,
             leaf_types=leaf_types,
             generators=generators,

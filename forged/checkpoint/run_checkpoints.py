@@ -28,6 +28,7 @@ from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
 from forged.checkpoint.format.manifest import SUFFIX, Manifest
 from forged.checkpoint.format.tree import LeafType
 from forged.checkpoint.model import (
+    CHAIN_MAX,
     DEFAULT_TIMEOUT_S,
     CheckpointInfo,
     LoadOptions,
@@ -40,10 +41,12 @@ from forged.checkpoint.ports import CancelToken, Storage, bounded, is_held
 from forged.checkpoint.rank_group import RankGroup, as_coordinator
 from forged.checkpoint.save_schedule import Look, SaveSchedule
 from forged.checkpoint.saving.background import SAVES_MAX, SaveHandle
+from forged.checkpoint.saving.incremental import BASE_GONE
 from forged.checkpoint.saving.pipeline import EXISTS
 from forged.checkpoint.saving.receipts import RANK_GONE
 from forged.checkpoint.stateful import ScriptState
 from forged.checkpoint.storage import listing
+from forged.checkpoint.storage.ancestry import AncestryCache, users_among
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.locations import root_at
 from forged.checkpoint.thread_calls import run_in_thread
@@ -80,6 +83,8 @@ class AsyncCheckpoints:
         ranks: Any = None,
         in_background: bool = False,
         memory_every: int | None = None,
+        incremental: bool = False,
+        chain_max: int = CHAIN_MAX,
         timeout: float = DEFAULT_TIMEOUT_S,
         leaf_types: Sequence[LeafType] = (),
         generators: rng.Generators | None = None,
@@ -92,6 +97,9 @@ class AsyncCheckpoints:
 
         Every `memory_every`-th step is copied into memory of the host that outlives the workers, as far as the daemon
         has slots for them; the daemon writes the last copy to disk when a worker fails.
+
+        With `incremental`, a checkpoint has only the chunks that the latest one of this process lacks. A restore reads
+        from at most `chain_max` checkpoints; one that would need more of them is full.
         """
         check_timeout(timeout)
         self._monotonic = monotonic
@@ -99,6 +107,8 @@ class AsyncCheckpoints:
         self._keep = None if keep is None else check_positive("keep", keep)
         self._in_background = in_background
         self._memory_every = None if memory_every is None else check_positive("memory_every", memory_every)
+        self._incremental = incremental
+        self._chain_max = check_positive("chain_max", chain_max)
         self._timeout_s = timeout
         self._log = as_log(logger)
         storage = root_at(where)
@@ -123,6 +133,9 @@ class AsyncCheckpoints:
         self._damaged: set[str] = set()
         self._last: tuple[int, str] | None = None
         """The step and the name of the checkpoint that was saved or loaded last."""
+        self._base: str | None = None
+        """The latest checkpoint that was committed or loaded here, on which incremental ones build."""
+        self._ancestries = AncestryCache()
         self._handles: list[SaveHandle] = []
         """The saves in the background."""
         self._is_root = False
@@ -156,6 +169,8 @@ class AsyncCheckpoints:
                 self._damaged.add(names[0])
                 self._log.warning("checkpoint skipped: it cannot be restored", prefix=names[0], reason=error.message)
             else:
+                # A checkpoint that builds on a damaged one would have the damage, too.
+                self._base = None if result.repaired else names[0]
                 return self._resumed(names[0], result.metadata, is_alone)
         if failures:
             raise _none_restorable(failures, self._storage.url)
@@ -220,7 +235,7 @@ class AsyncCheckpoints:
             await self._copy(step, state, epoch, metrics)
             return None
         began_at = self._monotonic()
-        name, is_saved = await self._name(step)
+        name, is_saved, base = await self._name(step)
         if is_saved:
             return name
         options = SaveOptions(
@@ -231,16 +246,22 @@ class AsyncCheckpoints:
             epoch=epoch,
             metrics=metrics,
             reason=reason,
+            base=base,
+            chain_max=self._chain_max,
         )
-        # In the background, the first calls may raise the failures of earlier saves.
-        for calls_left in reversed(range(SAVES_MAX + 1 if self._in_background else 1)):
+        # In the background, the first calls may raise the failures of earlier saves. A save whose base is deleted
+        # meanwhile is repeated, and then full.
+        for calls_left in reversed(range(SAVES_MAX + 1 if self._in_background else 2)):
             try:
                 await self._saved(ScriptState(state), options)
                 break
             except CheckpointException as error:
-                if error.code != EXISTS and not (calls_left and error.code == RANK_GONE):
+                is_repeated = error.code == BASE_GONE or (self._in_background and error.code == RANK_GONE)
+                if error.code != EXISTS and not (calls_left and is_repeated):
                     raise
                 self._log_lost(error)
+                if error.code == EXISTS and not self._in_background:
+                    break
         self._last = step, name
         ended_at = self._monotonic()
         self._schedule.saved(step, ended_at, ended_at - began_at)
@@ -254,7 +275,7 @@ class AsyncCheckpoints:
         """Copy a step that is not saved into memory of the host, if it is due and there are slots."""
         if not self._is_copied(step):
             return
-        name, is_saved = await self._name(step)
+        name, is_saved, _ = await self._name(step)
         if is_saved:
             return
         options = SaveOptions(
@@ -269,7 +290,7 @@ class AsyncCheckpoints:
             await self._checkpoint.keep_in_memory(ScriptState(state), options=options)
         except CheckpointException as error:
             # The failure of an earlier save.
-            if error.code != RANK_GONE:
+            if error.code not in {RANK_GONE, BASE_GONE}:
                 raise
             self._log_lost(error)
 
@@ -310,18 +331,23 @@ class AsyncCheckpoints:
             return
         await self._checkpoint.save(state, options=options)
         self._restorable.add(name)
+        self._base = name
         await self._delete_superseded(step)
 
-    async def _name(self, step: int) -> tuple[str, bool]:
-        """The name for the checkpoint of a step, and whether it is saved already, as rank 0 decides."""
+    async def _name(self, step: int) -> tuple[str, bool, str | None]:
+        """The name for a step's checkpoint, whether it is saved already, and what it builds on, as rank 0 decides."""
         last = self._last
+        for handle in self._handles:
+            if handle.is_committed:
+                self._base = handle.prefix
+        base = self._base if self._incremental else None
 
-        def choose(storage: Storage, token: CancelToken) -> tuple[str, bool]:
+        def choose(storage: Storage, token: CancelToken) -> tuple[str, bool, str | None]:
             if last is not None and last[0] == step and not self._has_failed(last[1]):
-                return last[1], True
-            return retention.name_of(step, partial(_is_taken, storage)), False
+                return last[1], True, None
+            return retention.name_of(step, partial(_is_taken, storage)), False, base
 
-        return await self._decide(choose, tuple[str, bool], ExceptionType.SAVE_FAILED)
+        return await self._decide(choose, tuple[str, bool, str | None], ExceptionType.SAVE_FAILED)
 
     def _has_failed(self, name: str) -> bool:
         """Whether a save in the background has failed."""
@@ -371,12 +397,17 @@ class AsyncCheckpoints:
                 (self._restorable if found.is_valid else self._damaged).add(name)
             return name in self._restorable
 
+        ancestries = self._ancestries.all(storage)
+        # Newest first, so that a chain is deleted from its end.
         for name in retention.superseded(listing.prefixes(storage), step, keep, is_restorable):
             token.check()
+            if name in ancestries and users_among(ancestries, name, ancestries[name].save_id):
+                continue
             if is_held(storage, name + SUFFIX):
                 self._log.info("an old checkpoint is kept, because it is being read", prefix=name)
                 continue
-            listing.delete(storage, name)
+            listing.delete(storage, name, self._ancestries)
+            ancestries.pop(name, None)
             self._log.info("old checkpoint deleted", prefix=name)
 
     # Closing.
@@ -387,7 +418,7 @@ class AsyncCheckpoints:
             try:
                 await handle.committed()
             except CheckpointException as error:
-                if error.code not in {EXISTS, RANK_GONE}:
+                if error.code not in {EXISTS, RANK_GONE, BASE_GONE}:
                     await self._checkpoint.close()
                     raise
                 self._log_lost(error)

@@ -770,3 +770,104 @@ def test_every_step_is_due_unless_another_interval_is_set(tmp_path: Path) -> Non
     assert Checkpoints(tmp_path).is_due(1)
     with Checkpoints(tmp_path, every_seconds=1e6) as one:
         assert [one.save(step, state_after(step)) for step in range(3)] == [None] * 3
+
+
+# Incremental checkpoints.
+
+
+def rows_after(step: int) -> dict[str, Any]:
+    """A state of which one chunk of 16 changes at each step."""
+    rows = np.zeros((16, 1 << 14))
+    for past in range(1, step + 1):
+        rows[past % 16] = past
+    return {"w": rows, "step": step}
+
+
+def chains_in(where: Any) -> list[list[str]]:
+    """The chains of all checkpoints, as numbers of steps."""
+    storage = root_at(where)
+    infos = [listing.info_of(listing.read_manifest(storage, name)) for name in names_in(where)]
+    return [[prefix.removeprefix("step-").lstrip("0") for prefix in info.chain] for info in infos]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_incremental_checkpoints_build_on_the_latest_one(tmp_path: Path, in_background: bool) -> None:
+    with Checkpoints(tmp_path, incremental=True, chain_max=3, in_background=in_background) as checkpoints:
+        for step in range(1, 6):
+            checkpoints.save(step, rows_after(step))
+            for handle in checkpoints.aio._handles:
+                handle.result(60.0)
+    assert chains_in(tmp_path) == [["1"], ["1", "2"], ["1", "2", "3"], ["4"], ["4", "5"]]
+    for step in range(5, 0, -1):
+        state = rows_after(0)
+        with Checkpoints(tmp_path) as checkpoints:
+            assert checkpoints.resume(state) == step
+        assert (state["step"], state["w"].tobytes()) == (step, rows_after(step)["w"].tobytes())
+        listing.delete(root_at(tmp_path), f"step-{step:08d}")
+
+
+def test_incremental_checkpoints_continue_from_the_resumed_one(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, rows_after(1))
+    with Checkpoints(tmp_path, incremental=True) as checkpoints:
+        assert checkpoints.resume(rows_after(0)) == 1
+        checkpoints.save(2, rows_after(2))
+    with Checkpoints(tmp_path, incremental=True) as checkpoints:
+        # This process has neither saved nor resumed a checkpoint.
+        checkpoints.save(3, rows_after(3))
+    assert chains_in(tmp_path) == [["1"], ["1", "2"], ["3"]]
+
+
+def test_checkpoint_that_was_repaired_when_it_was_resumed_is_no_base(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, rows_after(1))
+        checkpoints.save(2, rows_after(1) | {"step": 2})
+    flip_byte(tmp_path, "step-00000002")
+    with Checkpoints(tmp_path, incremental=True) as checkpoints:
+        assert checkpoints.resume(rows_after(0)) == 2
+        checkpoints.save(3, rows_after(3))
+    assert chains_in(tmp_path)[-1] == ["3"]
+
+
+def test_checkpoints_that_kept_ones_need_are_not_deleted(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, incremental=True, keep=1, chain_max=3) as checkpoints:
+        kept = []
+        for step in range(1, 6):
+            checkpoints.save(step, rows_after(step))
+            kept.append([name.removeprefix("step-").lstrip("0") for name in names_in(tmp_path)])
+    assert kept == [["1"], ["1", "2"], ["1", "2", "3"], ["4"], ["4", "5"]]
+    state = rows_after(0)
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.resume(state) == 5
+    assert state["w"].tobytes() == rows_after(5)["w"].tobytes()
+
+
+def test_resume_tries_an_older_checkpoint_if_a_parent_was_deleted_by_hand(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, incremental=True, chain_max=3) as checkpoints:
+        for step in range(1, 6):
+            checkpoints.save(step, rows_after(step))
+    shutil.rmtree(tmp_path / "step-00000004")
+    (tmp_path / "step-00000004.metadata.json").unlink()
+    log, state = RecordingLog(), rows_after(0)
+    with Checkpoints(tmp_path, logger=log) as checkpoints:
+        assert checkpoints.resume(state) == 3
+    assert state["w"].tobytes() == rows_after(3)["w"].tobytes()
+    [skipped] = [fields for _, event, fields in log.lines if event.startswith("checkpoint skipped")]
+    assert "needs step-00000004: that was deleted" in skipped["reason"]
+
+
+def test_base_deleted_during_a_save_is_no_reason_to_end_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpoints(tmp_path, incremental=True) as checkpoints:
+        checkpoints.save(1, rows_after(1))
+        publish = LocalStorage.publish
+
+        def later(self: LocalStorage, name: str, data: bytes) -> None:
+            if name.startswith("step-00000002") and "step-00000001" in names_in(tmp_path):
+                listing.delete(self, "step-00000001")
+            publish(self, name, data)
+
+        monkeypatch.setattr(LocalStorage, "publish", later)
+        checkpoints.save(2, rows_after(2))
+    assert chains_in(tmp_path) == [["2"]]

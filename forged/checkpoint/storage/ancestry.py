@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import MANIFEST_BYTES_MAX, SUFFIX, TOMBSTONE, Ancestry, decode_ancestry
@@ -43,11 +44,16 @@ class AncestryCache:
 
     def users_of(self, storage: Storage, prefix: str, save_id: str) -> list[str]:
         """The visible checkpoints that use files of a checkpoint; an empty `save_id` stands for any save."""
+        return users_among(self.all(storage), prefix, save_id)
 
-        def uses(ancestry: Ancestry) -> bool:
-            return any(link.prefix == prefix and save_id in {"", link.save_id} for link in ancestry.chain)
 
-        return sorted(user for user, ancestry in self.all(storage).items() if uses(ancestry))
+def users_among(ancestries: Mapping[str, Ancestry], prefix: str, save_id: str) -> list[str]:
+    """Those of some checkpoints that use files of a save; an empty `save_id` stands for any."""
+
+    def uses(ancestry: Ancestry) -> bool:
+        return any(link.prefix == prefix and save_id in {"", link.save_id} for link in ancestry.chain)
+
+    return sorted(user for user, ancestry in ancestries.items() if uses(ancestry))
 
 
 def _read(storage: Storage, path: str) -> Ancestry | None:
