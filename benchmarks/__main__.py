@@ -33,6 +33,7 @@ BENCHMARKS = (
     "ckpt_reshard",
     "ckpt_small",
     "catalog",
+    "catalog_daemon",
 )
 WITH_HOSTS = ("gone_host",)
 """Benchmarks that need network namespaces and so root; left out on machines without them."""
