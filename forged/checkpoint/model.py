@@ -25,8 +25,8 @@ COUNT_MAX = (1 << 53) - 1
 """The largest step or epoch: JSON readers keep it exactly."""
 PREFIX_CHARS_MAX = 200
 AXES_MAX = 32
-METRICS_MAX = 1000
-"""As many as a record of the catalogue has."""
+METRICS_MAX = 64
+METRIC_NAME_CHARS_MAX = 128
 ELEMENTS_MAX = 1 << 52
 """A larger array would fit in no storage and no manifest."""
 Kind = TypeVar("Kind", bound=StrEnum)
@@ -318,8 +318,10 @@ def _checked_metrics(given: Any) -> dict[str, float]:
         raise invalid(f"metrics must be a dict of at most {METRICS_MAX} numbers, got {type(given).__name__}")
     for name, value in given.items():
         is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool | np.complexfloating)
-        if not isinstance(name, str) or not is_number:
-            raise invalid(f"metrics must map names to numbers, got {name!r}: {value!r}")
+        is_name = isinstance(name, str) and 0 < len(name) <= METRIC_NAME_CHARS_MAX and name.isprintable()
+        if not is_name or not is_number:
+            limit = METRIC_NAME_CHARS_MAX
+            raise invalid(f"metrics must map names of 1 to {limit} characters to numbers, got {name!r}: {value!r}")
     return {name: float(value) for name, value in given.items()}
 
 

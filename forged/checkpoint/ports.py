@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
+from forged.catalog.cadence import Measured
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 
 BLOCK_BYTES = 8 << 20
@@ -275,6 +276,71 @@ class SaveObserver(Protocol):
 
     def save_failed(self, save: ObservedSave, reason: str) -> None:
         """There is no checkpoint, for certain. A save whose outcome is unknown has no end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CataloguedCheckpoint:
+    """A checkpoint that a run may be restored from."""
+
+    checkpoint_id: str
+    prefix: str
+    step: int
+    size_bytes: int
+    reason: str
+    """Why it is offered, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreAdvice:
+    """What the catalogue says of the checkpoints in a folder."""
+
+    points: Sequence[CataloguedCheckpoint]
+    """Those that may be restored, the best first."""
+    excluded: Mapping[str, str]
+    """By prefix, why others may not be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A checkpoint that was loaded to continue from."""
+
+    point: CataloguedCheckpoint | None
+    """None if the catalogue does not know it."""
+    step: int
+    seconds: float
+    size_bytes: int
+    skipped: Sequence[str]
+    """The better ones that could not be loaded, with reasons."""
+
+
+class CheckpointCatalog(SaveObserver, Protocol):
+    """The catalogue of a job's checkpoints; a worker has one. Called from threads."""
+
+    def find_restore_points(self, folder: str) -> RestoreAdvice | None:
+        """What the catalogue says of a folder, given by its storage's URL; None if it does not answer in time."""
+        ...
+
+    def hold(self, checkpoint_id: str) -> AbstractContextManager[None]:
+        """Have the catalogue keep a checkpoint during the block."""
+        ...
+
+    def report_corrupt(self, checkpoint_id: str, reason: str) -> None: ...
+
+    def report_restore(self, restored: Restored) -> None:
+        """The run continues from a checkpoint if its first world does."""
+        ...
+
+    def withdraw(self, storage_path: str) -> bool:
+        """Whether the caller may delete a checkpoint; then it is not reported any more."""
+        ...
+
+    def measured(self) -> Measured:
+        """What is known of the job for the cadence, besides the cost of a save."""
+        ...
+
+    def tell_cadence(self, text: str) -> None:
+        """When the run saves, and why, in words."""
         ...
 
 

@@ -8,7 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import count
 
 _NAME = re.compile(r"step-([0-9]{8,16})(?:-([0-9]{1,6}))?")
@@ -31,6 +31,13 @@ def step_of(name: str) -> int:
     order = _order_of(name)
     assert order is not None, "only the names of a run's checkpoints have steps"
     return order[0]
+
+
+def restore_order(names: Iterable[str], offered: Sequence[str], excluded: Collection[str]) -> list[str]:
+    """The checkpoints of a run that may be restored, the best first: by step, and of one step those `offered` first."""
+    places = {name: place for place, name in enumerate(offered)}
+    left = [name for name in newest_first(names) if name not in excluded]
+    return sorted(left, key=lambda name: (-step_of(name), places.get(name, len(places))))
 
 
 def superseded(names: Iterable[str], step: int, keep: int, is_restorable: Callable[[str], bool]) -> list[str]:

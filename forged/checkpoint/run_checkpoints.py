@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from itertools import islice
 from types import MappingProxyType, TracebackType
@@ -37,7 +38,16 @@ from forged.checkpoint.model import (
     check_positive,
     check_timeout,
 )
-from forged.checkpoint.ports import CancelToken, Storage, bounded, is_held
+from forged.checkpoint.ports import (
+    CancelToken,
+    CataloguedCheckpoint,
+    CheckpointCatalog,
+    RestoreAdvice,
+    Restored,
+    Storage,
+    bounded,
+    is_held,
+)
 from forged.checkpoint.rank_group import RankGroup, as_coordinator
 from forged.checkpoint.save_schedule import Look, SaveSchedule
 from forged.checkpoint.saving.background import SAVES_MAX, SaveHandle
@@ -140,6 +150,8 @@ class AsyncCheckpoints:
         """The saves in the background."""
         self._is_root = False
         """Whether this rank deletes superseded checkpoints."""
+        self._advice: RestoreAdvice | None = None
+        """What the catalogue has said when this run was resumed, if this rank has asked it."""
 
     @property
     def is_single_process(self) -> bool:
@@ -154,37 +166,81 @@ class AsyncCheckpoints:
         A worker that has not entered a world loads by itself, and continues from that step. `state` is filled in
         place: a dict of arrays, plain values and objects with `state_dict` and `load_state_dict`, or such an object.
         """
+        began_at = self._monotonic()
         is_alone = self._is_worker and self._coordinator.rank < 0
         checkpoint = self._alone if is_alone else self._checkpoint
         failures: dict[str, CheckpointException] = {}
+        self._advice = None
         # Listed again after each failure: newer ones may have been saved, and the rest deleted, meanwhile.
-        while names := [name for name in await self._names(is_alone) if name not in failures]:
+        while names := [name for name in await self._names(is_alone, is_first=not failures) if name not in failures]:
             options = LoadOptions(names[0], load_rng_state=not self._is_worker, timeout=self._timeout_s)
             try:
-                result = await checkpoint.load(ScriptState(state), options=options)
+                async with self._held(names[0]):
+                    result = await checkpoint.load(ScriptState(state), options=options)
             except CheckpointException as error:
                 if not is_damage(error):
                     raise
+                self._note_damage(names[0], error)
                 failures[names[0]] = error
-                self._damaged.add(names[0])
-                self._log.warning("checkpoint skipped: it cannot be restored", prefix=names[0], reason=error.message)
             else:
                 # A checkpoint that builds on a damaged one would have the damage, too.
                 self._base = None if result.repaired else names[0]
-                return self._resumed(names[0], result.metadata, is_alone)
+                seconds = self._monotonic() - began_at
+                return self._resumed(names[0], result.metadata, seconds, failures, is_alone=is_alone)
         if failures:
             raise _none_restorable(failures, self._storage.url)
         return 0
 
-    def _resumed(self, name: str, manifest: Manifest, is_alone: bool) -> int:
+    def _note_damage(self, name: str, error: CheckpointException) -> None:
+        self._damaged.add(name)
+        self._log.warning("checkpoint skipped: it cannot be restored", prefix=name, reason=error.message)
+        point, catalog = self._point(name), self._catalog
+        if point is not None and catalog is not None and is_corruption(error):
+            catalog.report_corrupt(point.checkpoint_id, error.message)
+
+    def _resumed(
+        self,
+        name: str,
+        manifest: Manifest,
+        seconds: float,
+        failures: Mapping[str, CheckpointException],
+        *,
+        is_alone: bool,
+    ) -> int:
         step = retention.step_of(name) if manifest.step is None else manifest.step
         self._schedule.begin(step, self._monotonic())
         self._restorable.add(name)
         self._last = step, name
+        point, catalog = self._point(name), self._catalog
         if is_alone:
             self._ranks.update_training_state(manifest.epoch or 0, step, self._ranks.learning_rate)
-        self._log.info("resumed from a checkpoint", prefix=name, step=step)
+            if catalog is not None:
+                skipped = [f"{prefix}: {error.message}" for prefix, error in failures.items()]
+                catalog.report_restore(Restored(point, step, seconds, manifest.size_bytes, skipped))
+        why = {} if point is None else {"reason": point.reason}
+        self._log.info("resumed from a checkpoint", prefix=name, step=step, **why)
         return step
+
+    @property
+    def _catalog(self) -> CheckpointCatalog | None:
+        """The catalogue of the job whose worker this is."""
+        catalog: CheckpointCatalog | None = getattr(self._ranks, "checkpoint_catalog", None)
+        return catalog
+
+    def _point(self, name: str) -> CataloguedCheckpoint | None:
+        """What the catalogue has said of a checkpoint that it offers, to the rank that has asked it."""
+        points = () if self._advice is None else self._advice.points
+        return next((point for point in points if point.prefix == name), None)
+
+    @asynccontextmanager
+    async def _held(self, name: str) -> AsyncIterator[None]:
+        """Have the catalogue keep a checkpoint while it is read."""
+        point, catalog = self._point(name), self._catalog
+        with ExitStack() as stack:
+            if point is not None and catalog is not None:
+                hold = partial(stack.enter_context, catalog.hold(point.checkpoint_id))
+                await run_in_thread(hold, CancelToken(self._timeout_s))
+            yield
 
     async def latest(self) -> CheckpointInfo | None:
         """The newest checkpoint of the run whose files are there with the right sizes; None if there is none."""
@@ -196,13 +252,30 @@ class AsyncCheckpoints:
 
         return await run_in_thread(find, token)
 
-    async def _names(self, is_alone: bool) -> list[str]:
-        """The checkpoints of the run, newest first, as rank 0 sees them."""
+    async def _names(self, is_alone: bool, *, is_first: bool) -> list[str]:
+        """The checkpoints of the run that may be restored, the best first, as rank 0 sees them."""
 
         def names(storage: Storage, token: CancelToken) -> list[str]:
-            return retention.newest_first(listing.prefixes(storage))
+            found = listing.prefixes(storage)
+            if is_first and self._catalog is not None:
+                self._advice = self._catalog.find_restore_points(storage.url)
+                self._log_left_out(found)
+            if self._advice is None:
+                return retention.newest_first(found)
+            offered = [point.prefix for point in self._advice.points]
+            return retention.restore_order(found, offered, self._advice.excluded)
 
         return await self._decide(names, list[str], ExceptionType.LOAD_FAILED, is_alone=is_alone)
+
+    def _log_left_out(self, found: Collection[str]) -> None:
+        """Log the checkpoints that are not tried, although they are in the folder or in the catalogue."""
+        if self._advice is None:
+            return
+        left_out = {name: reason for name, reason in self._advice.excluded.items() if name in found}
+        gone = {point.prefix: "the catalogue has it, and the folder does not" for point in self._advice.points}
+        left_out |= {name: reason for name, reason in gone.items() if name not in found}
+        for name in retention.newest_first(left_out)[:SHOWN_MAX]:
+            self._log.warning("checkpoint skipped", prefix=name, reason=left_out[name])
 
     # Saving.
 
@@ -302,17 +375,23 @@ class AsyncCheckpoints:
     async def _reason(self, step: int) -> str:
         """Why this step is saved, the same at all ranks; empty if it is not."""
         schedule, generation = self._schedule, self._generation
+        catalog = self._catalog if self._coordinator.rank == 0 else None
         if schedule.is_due_by_steps(step):
+            if catalog is not None:
+                catalog.tell_cadence(schedule.steps_reason)
             return schedule.steps_reason
         if not schedule.is_look_due(step, generation):
             return ""
         ranks = RankGroup(self._coordinator, CancelToken(self._timeout_s), ExceptionType.SAVE_FAILED)
-        found = msgspec.msgpack.encode(schedule.look(step, self._monotonic(), Measured())) if ranks.is_root else b""
+        measured = Measured() if catalog is None else catalog.measured()
+        found = msgspec.msgpack.encode(schedule.look(step, self._monotonic(), measured)) if ranks.is_root else b""
         told = await ranks.announce(found)
         if told is None:
             return ""
         look = msgspec.msgpack.decode(told, type=Look)
         schedule.take(look, generation)
+        if catalog is not None:
+            catalog.tell_cadence(schedule.described(look))
         return look.reason if look.is_due else ""
 
     def _log_lost(self, error: CheckpointException) -> None:
@@ -439,6 +518,11 @@ class AsyncCheckpoints:
 def is_damage(error: CheckpointException) -> bool:
     """Whether the checkpoint itself is damaged or gone, so that an older one may be restored instead."""
     return error.type is ExceptionType.CORRUPTED_CHECKPOINT or error.code in DAMAGE
+
+
+def is_corruption(error: CheckpointException) -> bool:
+    """Whether bytes of the checkpoint are damaged or gone, for every reader and for ever."""
+    return error.type is ExceptionType.CORRUPTED_CHECKPOINT or error.code == "checkpoint_file_missing"
 
 
 def latest_restorable(where: str | os.PathLike[str], timeout: float = DEFAULT_TIMEOUT_S) -> CheckpointInfo | None:

@@ -53,6 +53,10 @@ class SaveSchedule:
         """The interval in steps, in words; empty if there is none."""
         return "" if self._every_steps is None else f"every {counted(self._every_steps, 'step')}"
 
+    def described(self, look: Look) -> str:
+        """When the run saves, in words."""
+        return ", or ".join(filter(None, (self.steps_reason, look.reason)))
+
     def is_due_by_steps(self, step: int) -> bool:
         """Whether the interval in steps ends with this step. All ranks know that by themselves."""
         return self._every_steps is not None and step > 0 and step % self._every_steps == 0

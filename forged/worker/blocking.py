@@ -30,6 +30,7 @@ from forged.elastic.model import ClusterTopology, GlobalTrainingState, Rescaling
 from forged.errors import ForgedError, RequestRefused, without_traceback
 from forged.logger_adapter import SCRIPT_LOG
 from forged.worker.arguments import count
+from forged.worker.catalog.worker_catalog import WorkerCatalog
 from forged.worker.drain import Leaving
 from forged.worker.errors import StepAborted
 from forged.worker.events import Event
@@ -303,6 +304,13 @@ class Training(BlockingFacade[ElasticWorker]):
             self.worker.drain(reason)
         else:
             loop.tell(self.worker.drain, reason)
+
+    # Checkpoints.
+
+    @property
+    def checkpoint_catalog(self) -> WorkerCatalog:
+        """The catalogue of the job's checkpoints, which `DistributedCheckpoint` and `Checkpoints` use by themselves."""
+        return self.worker.checkpoint_catalog
 
     # Data.
 

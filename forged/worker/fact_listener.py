@@ -16,6 +16,7 @@ from forged.elastic.phases import Phase
 from forged.errors import ForgedError, RequestRefused
 from forged.jobs.model import JobChanged
 from forged.kernel.messages import Fact, Gap, Record, UnknownFact
+from forged.worker.catalog.worker_catalog import WorkerCatalog
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.drain import Drain
 from forged.worker.errors import JobEnded, WorkerEvicted
@@ -35,6 +36,7 @@ class FactListener:
         heartbeat: HeartbeatSender,
         drain: Drain,
         mesh: Mesh,
+        catalog: WorkerCatalog,
         tasks: TaskGroup,
     ) -> None:
         self.shards: ShardHolder | None = None
@@ -46,6 +48,7 @@ class FactListener:
         self._heartbeat = heartbeat
         self._drain = drain
         self._mesh = mesh
+        self._catalog = catalog
         self._tasks = tasks
         self._may_ask = False
         self._is_asking = False
@@ -79,6 +82,7 @@ class FactListener:
             self._heartbeat.follow_settings()
         self._drain.begin_if_told()
         self._drain.hear(news)
+        self._catalog.hear(news)
         if self.shards is not None:
             if not isinstance(news, Gap):
                 self.shards.on_fact(news)

@@ -41,7 +41,7 @@ from forged.elastic.messages import (
 from forged.elastic.model import WorkerId
 from forged.elastic.rescale.attempt import StopReport
 from forged.errors import ForgedError, RequestRefused
-from forged.kernel.messages import Request
+from forged.kernel.messages import Request, Signal
 from forged.log import Log
 from forged.retry import RetryPolicy
 from forged.worker.worker_state.session_state import SessionState, WorkerSpec
@@ -226,6 +226,14 @@ class Registration:
             self._log.info("the daemon needs this report no more, because the attempt is over", reason=error.message)
             return False
         return True
+
+    async def ask(self, request: Request[R], timeout_s: float) -> R:
+        """Send a request, and wait for the answer for so long."""
+        return await self._client.request(request, timeout_s=timeout_s)
+
+    def signal(self, signal: Signal) -> None:
+        """Send a signal, which may be lost."""
+        self._client.signal(signal)
 
     async def send(self, request: Request[R]) -> R:
         """Send a request, and repeat it until the daemon has answered."""

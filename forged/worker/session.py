@@ -29,6 +29,7 @@ from forged.errors import ForgedError, Unavailable, describe
 from forged.log import Log
 from forged.net.transport.port import Address
 from forged.retry import REJOINING
+from forged.worker.catalog.worker_catalog import WorkerCatalog
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.drain import Drain
 from forged.worker.errors import JobEnded, WorkerEvicted
@@ -63,6 +64,7 @@ class WorkerSession:
         incarnation: bytes,
         client: ForgedClient,
         mesh: Mesh,
+        catalog: WorkerCatalog,
         tasks: TaskGroup,
     ) -> None:
         self.state = state
@@ -80,11 +82,13 @@ class WorkerSession:
         self.drain = Drain(
             state, self._registration, mesh, self._heartbeat, self._usage, tasks, spec.random.random, log
         )
-        self.listener = FactListener(spec, state, self._registration, self._heartbeat, self.drain, mesh, tasks)
+        self._catalog = catalog
+        catalog.begin_session(self._registration, state, tasks)
+        self.listener = FactListener(spec, state, self._registration, self._heartbeat, self.drain, mesh, catalog, tasks)
         self.wait_reporter = WaitReporter(self._registration, tasks, log)
         self._standstill = StandstillReporter(state, self._registration, hooks, tasks, clock, log)
         client.on_connection_change = state.wake
-        self._leave_report = LeaveReport(state, self._registration, self._usage, spec.process)
+        self._leave_report = LeaveReport(state, self._registration, self._usage, catalog, spec.process)
         self.rescaler: Rescaler | None = None
         """None before the daemon has taken the worker in."""
         self.shards: ShardHolder | None = None
@@ -135,6 +139,7 @@ class WorkerSession:
         self._is_registered, self._may_be_known = True, False
         self._tasks.start_soon(self._heartbeat.run)
         self._tasks.start_soon(self._standstill.run)
+        self._tasks.start_soon(self._catalog.run)
         if self._usage is not None:
             self._tasks.start_soon(self._usage.run)
         self.listener.begin_to_ask()
@@ -221,6 +226,13 @@ class WorkerSession:
             # The script may have been interrupted while it registered, and that may be leaving at this moment.
             await self._leave_early(reason)
 
+    async def close_catalog(self) -> None:
+        """Deliver what was reported to the catalogue after the leave, if the daemon answers in time."""
+        if not self._spec.process.is_forked and self._registration.is_connected:
+            with anyio.move_on_after(LEAVE_TIMEOUT_S):
+                await self._catalog.deliver()
+        self._catalog.end_session()
+
     async def _leave_early(self, reason: str) -> None:
         """Leave for a worker that has not registered, if the daemon may know it. It may register again."""
         with anyio.CancelScope(shield=True):
@@ -239,6 +251,7 @@ async def open_session(
     incarnation: bytes,
     wanted: WorkerId,
     endpoints: tuple[str, ...],
+    catalog: WorkerCatalog,
 ) -> AsyncIterator[WorkerSession]:
     """Connect to the daemon and listen for peers inside the block; the worker leaves at its end."""
     client = ForgedClient(
@@ -255,7 +268,7 @@ async def open_session(
         _open_mesh(spec, state, incarnation, wanted, client) as mesh,
         anyio.create_task_group() as tasks,
     ):
-        session = WorkerSession(spec, state, hooks, incarnation, client, mesh, tasks)
+        session = WorkerSession(spec, state, hooks, incarnation, client, mesh, catalog, tasks)
         try:
             yield session
         except Exception as error:  # noqa: BLE001 - raised below: a task group would wrap it in an exception group
@@ -273,6 +286,7 @@ async def open_session(
         finally:
             with anyio.CancelScope(shield=True):
                 await session.leave("it was disconnected")
+                await session.close_catalog()
             tasks.cancel_scope.cancel()
     if failure is not None:
         raise failure
@@ -349,11 +363,17 @@ class LeaveReport:
     """One registered worker's leave, which is reported once."""
 
     def __init__(
-        self, state: SessionState, registration: Registration, usage: UsageReport | None, process: WorkerProcess
+        self,
+        state: SessionState,
+        registration: Registration,
+        usage: UsageReport | None,
+        catalog: WorkerCatalog,
+        process: WorkerProcess,
     ) -> None:
         self._state = state
         self._registration = registration
         self._usage = usage
+        self._catalog = catalog
         self._process = process
         self._reason: LeaveReason | None = None
         self._was_tried = self._is_sent = False
@@ -384,6 +404,7 @@ class LeaveReport:
             with anyio.move_on_after(moment_s, shield=True) as moment:
                 await self._state.current_world.leave()
                 await self._tell_usage()
+                await self._catalog.deliver()
             if moment.cancelled_caught:
                 with anyio.move_on_after(ends_at - anyio.current_time() - moment_s):
                     await self._tell_usage()

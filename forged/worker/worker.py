@@ -42,6 +42,7 @@ from forged.logger_adapter import SCRIPT_LOG, as_log
 from forged.net.transport.port import Network
 from forged.owner_task import OwnerTask
 from forged.worker import arguments
+from forged.worker.catalog.worker_catalog import WorkerCatalog
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.drain import Leaving
 from forged.worker.errors import JobEnded, WorkerEvicted
@@ -122,6 +123,7 @@ class ElasticWorker:
         self._progress = TrainingProgress(learning_rate, global_batch_size, sampler, state)
         self._state = SessionState(self._wanted, self._progress, now=self._clock.wall())
         self._events = WorkerEvents(log)
+        self._catalog = WorkerCatalog(self._clock, log)
         self._session: WorkerSession | None = None
         self._steps: StepLoop | None = None
         """Both are None while the worker is not connected."""
@@ -350,7 +352,9 @@ class ElasticWorker:
                 self._sessions += 1
                 self._progress.begin_session(counters)
                 state = self._state = SessionState(self.worker_id, self._progress, counters, self._clock.wall())
-                async with open_session(self._spec, state, self, self.incarnation, self._wanted, endpoints) as session:
+                async with open_session(
+                    self._spec, state, self, self.incarnation, self._wanted, endpoints, self._catalog
+                ) as session:
                     self._session, self._steps = session, StepLoop(session, self.process)
                     yield self
         finally:
@@ -524,6 +528,7 @@ class ElasticWorker:
     async def synchronize_state(self, state: GlobalTrainingState) -> None:
         """Take over this training progress, and tell the subscribers."""
         self._progress.apply(state)
+        self._catalog.enter_world(self.rank, state.current_step)
         self._events.state_synchronized.fire(state)
 
     def on_standstill(self, standstill: Standstill) -> None:
@@ -533,6 +538,13 @@ class ElasticWorker:
     async def resume_training(self) -> None:
         """Train again after a rescale, unless this worker is in no world or has left. Called before each step."""
         self._state.current_world.activate(self.worker_id)
+
+    # Checkpoints.
+
+    @property
+    def checkpoint_catalog(self) -> WorkerCatalog:
+        """The catalogue of the job's checkpoints, which `DistributedCheckpoint` and `Checkpoints` use by themselves."""
+        return self._catalog
 
     # Data.
 

@@ -14,6 +14,7 @@ import pytest
 from anyio.abc import TaskGroup
 
 from forged.client import ForgedClient
+from forged.clock import SystemClock
 from forged.elastic.messages import (
     JobCompleted,
     JobPaused,
@@ -25,7 +26,9 @@ from forged.elastic.model import WorkerId
 from forged.elastic.phases import Phase
 from forged.errors import ForgedError, PeerError, RequestRefused, Unavailable
 from forged.kernel.messages import Fact, Gap, Record, UnknownFact
+from forged.log import SILENT
 from forged.net.protocol.messages import Facts
+from forged.worker.catalog.worker_catalog import WorkerCatalog
 from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.fact_listener import FactListener
 from forged.worker.worker_state.progress import TrainingProgress
@@ -84,7 +87,8 @@ class ListenerFixture:
         self.wakes = 0
         self.state.wake = self._wake  # type: ignore[method-assign]
         anything: Any = self
-        self.listener = FactListener(anything, self.state, anything, anything, anything, anything, tasks)
+        catalog = WorkerCatalog(SystemClock(), SILENT)
+        self.listener = FactListener(anything, self.state, anything, anything, anything, anything, catalog, tasks)
         self.listener.learn = self._learn  # type: ignore[method-assign]
 
     job = "run"

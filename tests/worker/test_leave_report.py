@@ -68,7 +68,10 @@ async def test_interrupted_leave_request_is_repeated_once() -> None:
             await anyio.sleep_forever()
 
     anything: Any = None
-    report, reason = LeaveReport(anything, anything, None, anything), LeaveReason("training completed", done=True)
+    report, reason = (
+        LeaveReport(anything, anything, None, anything, anything),
+        LeaveReason("training completed", done=True),
+    )
     report._leave = leave  # type: ignore[method-assign, assignment]
     with anyio.CancelScope() as scope:
         await report.send(reason)

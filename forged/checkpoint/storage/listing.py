@@ -25,7 +25,7 @@ from forged.checkpoint.format.manifest import (
     decode_ancestry,
 )
 from forged.checkpoint.model import CheckpointInfo, check_prefix
-from forged.checkpoint.ports import Storage, StoredFile, hold
+from forged.checkpoint.ports import Storage, StoredFile, hold, is_held
 from forged.checkpoint.storage.ancestry import AncestryCache, needed
 
 MISSING = "checkpoint_file_missing"
@@ -201,6 +201,26 @@ def delete(storage: Storage, prefix: str, ancestries: AncestryCache | None = Non
         # Another process deletes it at the same time.
         if error.code != MISSING:
             raise
+
+
+def delete_save(storage: Storage, prefix: str, save_id: str) -> bool:
+    """Delete a checkpoint if it is of this save; returns whether no file of that is left.
+
+    One that is read on this host is kept.
+    """
+    try:
+        if read_manifest(storage, prefix).save_id != save_id:
+            return True
+    except CheckpointException as error:
+        if error.code != "checkpoint_missing":
+            raise
+        if is_being_deleted(storage, prefix):
+            finish_deletion(storage, prefix)
+        return True
+    if is_held(storage, prefix + SUFFIX):
+        return False
+    delete(storage, prefix)
+    return True
 
 
 def _require_unneeded(storage: Storage, prefix: str, ancestries: AncestryCache) -> str:

@@ -174,7 +174,9 @@ async def test_metrics_are_in_the_manifest_as_far_as_json_has_them() -> None:
     assert listing.read_manifest(storage, "b").custom == {"metrics": "mine"}
 
 
-@pytest.mark.parametrize("metrics", [{"loss": "low"}, {1: 2.0}, {"is": True}, [0.5], {str(n): n for n in range(1001)}])
+@pytest.mark.parametrize(
+    "metrics", [{"loss": "low"}, {1: 2.0}, {"is": True}, [0.5], {str(n): n for n in range(65)}, {"n" * 129: 1}, {"": 1}]
+)
 def test_invalid_metrics_are_refused(metrics: Any) -> None:
     with pytest.raises(CheckpointException, match="metrics must"):
         SaveOptions("a", metrics=metrics)
