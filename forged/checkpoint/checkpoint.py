@@ -409,6 +409,7 @@ class DistributedCheckpoint:
             options.metrics,
             options.reason,
             self.keep,
+            agreement.links[-1].prefix if agreement.links else "",
         )
         save.report = SaveReport(observer, observed, self._log)
 

@@ -258,11 +258,18 @@ class ObservedSave:
     """Why it is saved now; empty if the script has not said."""
     keep: int | None
     """How many checkpoints the script wants to keep; None: all."""
+    parent: str
+    """The prefix of the checkpoint that it builds on; empty for a full one."""
 
     @property
     def storage_path(self) -> str:
         """The checkpoint's path or URL, as `forged.checkpoint.load` takes it; absolute."""
         return f"{self.storage.url}/{self.prefix}"
+
+    @property
+    def parent_path(self) -> str:
+        """The path or URL of the parent; empty for a full checkpoint."""
+        return f"{self.storage.url}/{self.parent}" if self.parent else ""
 
 
 class SaveObserver(Protocol):

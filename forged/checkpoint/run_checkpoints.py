@@ -4,7 +4,8 @@ Invariants:
 - All ranks make the same calls; rank 0 chooses names, candidates and what is deleted.
 - A run resumes from the newest checkpoint that can be restored. Where checkpoints exist and none can be restored, it
   does not start anew without an error.
-- A checkpoint is deleted only when newer ones that can be restored are committed; never one that is being read.
+- A checkpoint is deleted only when newer ones that can be restored are committed; never one that is being read. One
+  that the job's catalogue knows is left to the daemon.
 - A checkpoint that cannot be deleted does not fail a save.
 """
 
@@ -467,7 +468,7 @@ class AsyncCheckpoints:
             self._log.warning("could not delete old checkpoints", reason=str(error))
 
     def _delete_in_thread(self, step: int, keep: int, token: CancelToken) -> None:
-        storage = bounded(self._storage, token)
+        storage, catalog = bounded(self._storage, token), self._catalog
         validator = CheckpointValidator(storage)
 
         def is_restorable(name: str) -> bool:
@@ -484,6 +485,9 @@ class AsyncCheckpoints:
                 continue
             if is_held(storage, name + SUFFIX):
                 self._log.info("an old checkpoint is kept, because it is being read", prefix=name)
+                continue
+            if catalog is not None and not catalog.withdraw(f"{storage.url}/{name}"):
+                # The daemon deletes it, unless it is pinned or held.
                 continue
             listing.delete(storage, name, self._ancestries)
             ancestries.pop(name, None)

@@ -36,7 +36,7 @@ from forged.catalog.messages import (
     RestorePoints,
     StartCheckpoint,
 )
-from forged.catalog.model import CheckpointState
+from forged.catalog.model import CheckpointState, CheckpointType
 from forged.clock import Clock
 from forged.elastic.messages import WorkerDraining, WorkerFailed, WorkerLeft
 from forged.errors import ForgedError
@@ -186,6 +186,8 @@ class WorkerCatalog:
                     save.step,
                     save.storage_path,
                     save.save_id,
+                    CheckpointType.INCREMENTAL if save.parent else CheckpointType.FULL,
+                    save.parent_path,
                     metrics=dict(save.metrics),
                     reason=save.reason,
                     keep=save.keep,

@@ -82,7 +82,7 @@ async def test_save_is_reported_from_its_start_to_its_end(in_background: bool) -
     (_, started), (_, committed, size, seconds) = observer.heard
     manifest = listing.read_manifest(storage, "a")
     assert started is committed
-    assert started == ObservedSave(storage, "a", manifest.save_id, 7, 1, {"loss": 0.5}, "why", 3)
+    assert started == ObservedSave(storage, "a", manifest.save_id, 7, 1, {"loss": 0.5}, "why", 3, "")
     assert started.storage_path == f"{storage.url}/a"
     assert size == manifest.size_bytes
     assert seconds >= 0
@@ -145,6 +145,16 @@ async def test_save_that_another_rank_fails_is_reported_as_failed() -> None:
     assert observer.kinds == ["started", "failed"]
 
 
+async def test_incremental_save_names_its_parent() -> None:
+    observer, storage = Observer(), MemoryStorage()
+    one = checkpoint(Root(observer), storage)
+    await one.save(STATE, options=SaveOptions("a"))
+    await one.save(STATE, options=SaveOptions("b", base="a"))
+    full, incremental = (save for kind, save, *_ in observer.heard if kind == "started")
+    assert (full.parent, full.parent_path) == ("", "")
+    assert (incremental.parent, incremental.parent_path) == ("a", f"{storage.url}/a")
+
+
 @pytest.mark.parametrize("in_background", [False, True])
 async def test_observer_that_raises_fails_no_save(in_background: bool) -> None:
     observer, storage, log = Observer(is_broken=True), MemoryStorage(), RecordingLog()
@@ -157,7 +167,7 @@ async def test_observer_that_raises_fails_no_save(in_background: bool) -> None:
 
 def test_committed_save_does_not_fail_afterwards() -> None:
     times, observer = iter([10.0, 12.5]), Observer()
-    save = ObservedSave(MemoryStorage(), "a", "00", 1, 0, {}, "", None)
+    save = ObservedSave(MemoryStorage(), "a", "00", 1, 0, {}, "", None, "")
     report = SaveReport(observer, save, RecordingLog(), lambda: next(times))
     report.committed(5)
     report.failed(OSError("a rank was lost after that"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -129,7 +129,7 @@ class Fixture:
 
 
 def observed(storage: Any, prefix: str = "step-00000003", step: int = 3) -> ObservedSave:
-    return ObservedSave(storage, prefix, "abcd1234", step, 0, {"loss": 0.5}, "why", 2)
+    return ObservedSave(storage, prefix, "abcd1234", step, 0, {"loss": 0.5}, "why", 2, "")
 
 
 async def test_saves_are_started_and_completed_once(tmp_path: Path) -> None:
@@ -148,6 +148,16 @@ async def test_saves_are_started_and_completed_once(tmp_path: Path) -> None:
     )
     assert started.storage_path == f"{LocalStorage(tmp_path).url}/step-00000003"
     assert (completed.checkpoint_id, completed.size_bytes, completed.seconds) == ("id of 3", 100, 2.5)
+
+
+async def test_incremental_save_names_the_path_of_its_parent(tmp_path: Path) -> None:
+    fixture, storage = Fixture(), LocalStorage(tmp_path)
+    async with fixture.session():
+        fixture.catalog.save_started(replace(observed(storage), parent="step-00000001"))
+        await fixture.until(lambda: bool(fixture.daemon.heard))
+    (started,) = fixture.daemon.heard
+    assert started.checkpoint_type is CheckpointType.INCREMENTAL
+    assert started.parent_path == f"{storage.url}/step-00000001"
 
 
 async def test_end_of_a_save_whose_start_was_dropped_starts_it(tmp_path: Path) -> None:

@@ -259,3 +259,69 @@ class TestResume:
 
         assert run(scripts, "b", look) == [("b",)]
         until(lambda: known(client)[3].holders == ())
+
+
+class TestKeep:
+    def test_daemon_keeps_as_many_as_the_script_and_what_is_pinned(
+        self, scripts: Scripts, client: BlockingClient, tmp_path: Path
+    ) -> None:
+        def train(worker: Training) -> None:
+            with Checkpoints(tmp_path, every=3, keep=2, ranks=worker) as checkpoints:
+                for step in worker.steps(13):
+                    if step == 4:
+                        until(lambda: states(client) == {3: CheckpointState.COMPLETE})
+                        client.pin_checkpoint(JOB, known(client)[3].checkpoint_id)
+                    with step:
+                        checkpoints.save(step, worker.state)
+                        learn(worker, step)
+
+        run(scripts, "ab", train)
+        kept = ["step-00000003", "step-00000009", "step-00000012"]
+        until(lambda: listing.prefixes(LocalStorage(tmp_path)) == kept)
+        assert list(states(client)) == [3, 9, 12]
+
+    def test_setting_of_the_job_overrules_the_script(
+        self, scripts: Scripts, client: BlockingClient, tmp_path: Path
+    ) -> None:
+        client.create_job(JOB, config().to_settings() | {"checkpoint_keep": 3})
+
+        def train(worker: Training) -> None:
+            with Checkpoints(tmp_path, every=2, keep=1, ranks=worker) as checkpoints:
+                for step in worker.steps(11):
+                    with step:
+                        checkpoints.save(step, worker.state)
+                        learn(worker, step)
+
+        scripts.start("a", train, config=None).result(60)
+        until(lambda: listing.prefixes(LocalStorage(tmp_path)) == [f"step-{step:08d}" for step in (6, 8, 10)])
+
+    def test_worker_deletes_what_it_has_not_reported_while_the_daemon_is_away(
+        self, scripts: Scripts, threaded_daemon: ThreadedDaemon, tmp_path: Path
+    ) -> None:
+        def train(worker: Training) -> list[str]:
+            with (
+                Checkpoints(tmp_path, every=1, keep=2, ranks=worker) as checkpoints,
+                threaded_daemon.client() as client,
+            ):
+                for step in worker.steps(10):
+                    if step == 3:
+                        until(lambda: states(client) == dict.fromkeys((1, 2), CheckpointState.COMPLETE))
+                        threaded_daemon.call(threaded_daemon.runner.close)
+                    with step:
+                        checkpoints.save(step, worker.state)
+                        learn(worker, step)
+                    if step == 8:
+                        found = listing.prefixes(LocalStorage(tmp_path))
+                        threaded_daemon.call(threaded_daemon.runner.open)
+            return found
+
+        found = scripts.start("a", train, config=config()).result(60)
+        # One report may have been under way when the daemon was lost.
+        assert (
+            {f"step-{step:08d}" for step in (1, 2, 7, 8)}
+            <= set(found)
+            <= {f"step-{step:08d}" for step in (1, 2, 3, 7, 8)}
+        )
+        with threaded_daemon.client() as client:
+            until(lambda: listing.prefixes(LocalStorage(tmp_path)) == ["step-00000008", "step-00000009"])
+            until(lambda: states(client) == dict.fromkeys((8, 9), CheckpointState.COMPLETE))
