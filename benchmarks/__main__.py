@@ -34,6 +34,7 @@ BENCHMARKS = (
     "ckpt_small",
     "catalog",
     "catalog_daemon",
+    "slots",
 )
 WITH_HOSTS = ("gone_host",)
 """Benchmarks that need network namespaces and so root; left out on machines without them."""

@@ -156,7 +156,14 @@ class LocalHeldSlots:
         from forged.checkpoint.saving.slot_saver import save_slots
         from forged.checkpoint.storage.local import LocalStorage
 
-        is_new = save_slots(LocalStorage(storage_path), self._slots, token)
+        storage = LocalStorage(storage_path)
+        if storage.url != storage_path:
+            raise RequestRefused(
+                "slots_storage_moved",
+                f"{storage_path} leads to {storage.url} by a symbolic link",
+                "give the path of the directory itself",
+            )
+        is_new = save_slots(storage, self._slots, token)
         return SavedSlots(self._slots.manifest.size_bytes, is_new)
 
     def release(self) -> None:

@@ -57,6 +57,7 @@ from forged.net.bulk.side_connection import descriptor_sender
 from forged.net.tickets import TicketRegistry
 from forged.pagination import take_page
 from forged.retry import RetryPolicy
+from forged.shares import Shares
 
 OWNER = "slots"
 PREFIX = "slots/"
@@ -65,6 +66,8 @@ SLOT_BYTES_MIN = 1 << 12
 WRITES_MAX = 100
 """In one transaction."""
 STORAGE_PATH_CHARS_MAX = 4096
+TICKETS_MAX, PRINCIPAL_TICKETS_MAX = 32, 8
+"""Fewer than there may be side connections, which others need too."""
 SAVE_WAIT_S = 1.0
 """How long one request waits for a save; the worker repeats it."""
 READY_WAIT_S = 5.0
@@ -137,6 +140,8 @@ class SlotService:
         self._tasks: TaskGroup | None = None
         self._changed = anyio.Event()
         self._saves: dict[tuple[str, str], _Save] = {}
+        self._shared = Shares("tickets for slots", TICKETS_MAX, TICKETS_MAX // 4, PRINCIPAL_TICKETS_MAX)
+        """The tickets whose side connections have not ended."""
         self._retry_at: dict[str, float] = {}
         """By job: when a failed emergency save is tried again."""
         self._delays: dict[str, Iterator[float]] = {}
@@ -259,10 +264,17 @@ class SlotService:
         return Decision(Nothing(), writes=await self._free(records), job=request.job)
 
     async def _share(self, request: ShareSlots, call: Call) -> Ticket:
-        records = self._records_of(request)
-        fds = await self._agent.descriptors([record.slot_id for record in records])
+        records, holder = self._records_of(request), call.principal.holder
+        if not self._shared.take(holder):
+            raise Unavailable("tickets_full", self._shared.shortage(holder), "use the tickets that were given")
+        try:
+            fds = await self._agent.descriptors([record.slot_id for record in records])
+        except BaseException:
+            self._shared.give_back(holder)
+            raise
 
         def close() -> None:
+            self._shared.give_back(holder)
             for fd in fds:
                 os.close(fd)
 

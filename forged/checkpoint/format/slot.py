@@ -177,7 +177,7 @@ def decode_content(header: SlotHeader, content: bytes) -> SlotFrame | None:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     part = frame.part
-    if part.size != header.part_bytes or part.rank != header.rank or part.stored is not None:
+    if part.size != header.part_bytes or part.rank != header.rank or part.stored is not None or part.is_referenced:
         return None
     digests = base64.b64encode(content[header.frame_bytes :]).decode()
     return msgspec.structs.replace(frame, part=msgspec.structs.replace(part, digests=digests))

@@ -28,6 +28,7 @@ from forged.checkpoint.format.slot import (
     decode_content,
     read_header,
 )
+from forged.checkpoint.storage import listing
 
 TORN = "checkpoint_slot_torn"
 
@@ -148,6 +149,10 @@ class SlotSet:
                 raise torn(header)
         if self.manifest.world_size != len(headers):
             raise torn(headers[0])
+        for place in written:
+            # A hostile writer could name a file of another save, which would be replaced.
+            if frames[place].part.file != part_name(self.manifest.prefix, headers[place]):
+                raise torn(headers[place])
         self.parts = {
             frames[place].part.file: SlotPart(files[place], headers[place], self.manifest, number)
             for number, place in enumerate(written)
@@ -158,6 +163,11 @@ class SlotSet:
         for file, header in zip(self._files, self._headers, strict=True):
             if file.header() != header:
                 raise torn(header)
+
+
+def part_name(prefix: str, header: SlotHeader) -> str:
+    """The name of the file that a slot becomes."""
+    return listing.part_name(prefix, header.save_id, header.rank, header.world_size, is_packed=False)
 
 
 def torn(header: SlotHeader) -> CheckpointException:
