@@ -35,6 +35,7 @@ from forged.checkpoint.loading.read_plan import (
 )
 from forged.checkpoint.model import RepairedChunk
 from forged.checkpoint.ports import CancelToken, Reader, Storage
+from forged.checkpoint.storage.listing import MISSING, missing_parent
 from forged.checkpoint.thread_pool import THREADS, run_all
 
 SINGLE_THREAD_BYTES_MAX = 16 << 20
@@ -154,6 +155,7 @@ class _Fetching:
         self.targets = targets
         self.repaired: list[RepairedChunk] = []
         self.bytes_read = 0
+        self._storage = storage
         self._index = index
         self._repairer = repairer
         self._files = _OpenFiles(storage)
@@ -282,11 +284,12 @@ class _Fetching:
         except CheckpointException as error:
             if not is_storage_failure(error):
                 raise
+            is_parent = layout.part.is_referenced and error.code == MISSING
+            gone = missing_parent(self._storage, self._index.manifest) if is_parent else None
             for low, end in runs:
                 for chunk in range(low, end):
-                    self._repair(
-                        layout, chunk, slots[chunk - first], unreadable_chunk(self._index, layout, chunk, error)
-                    )
+                    cause = gone or unreadable_chunk(self._index, layout, chunk, error)
+                    self._repair(layout, chunk, slots[chunk - first], cause)
             return
         for low, end in runs:
             self._verify(layout, low, slots[low - first : end - first], unreadable)

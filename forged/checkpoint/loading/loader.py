@@ -36,7 +36,7 @@ from forged.checkpoint.loading.resharding import (
 )
 from forged.checkpoint.model import CompressionLevel, LoadOptions, RepairedChunk, ReshardingStrategy, ShardedArray
 from forged.checkpoint.ports import CancelToken, Storage, WouldBlock, bounded
-from forged.checkpoint.storage.listing import hold_files, missing_parent, read_manifest
+from forged.checkpoint.storage.listing import hold_files, read_manifest
 
 OPTIMIZER = "optimizer"
 RNG = "rng"
@@ -307,9 +307,7 @@ class _Load:
         except CheckpointException as error:
             cause = error
             if is_storage_failure(error):
-                cause = (
-                    _replaced_or_deleted(storage, self._manifest) or missing_parent(storage, self._manifest) or error
-                )
+                cause = _replaced_or_deleted(storage, self._manifest) or error
             raise self._with_partial_note(cause) from error
         self._fill_overlapping(overlapping, fetched)
         return fetched

@@ -39,7 +39,7 @@ CONFIG_CODES = frozenset(
     }
 )
 """Problems that the operator fixes on this host or in the storage."""
-REFUSED_CODES = frozenset({"checkpoint_exists", "checkpoint_missing", "checkpoint_tensor_unknown"})
+REFUSED_CODES = frozenset({"checkpoint_exists", "checkpoint_missing", "checkpoint_needed", "checkpoint_tensor_unknown"})
 
 
 def checkpoint_command(act: Callable[[Options, CancelToken], int]) -> Act:

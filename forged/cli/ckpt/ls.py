@@ -24,7 +24,7 @@ from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options
 from forged.cli.process import EXIT_FAILED, EXIT_OK
 
-COLUMNS = ("prefix", "created_at", "age_s", "step", "ranks", "layout", "compression", "size", "job")
+COLUMNS = ("prefix", "created_at", "age_s", "step", "ranks", "layout", "compression", "size", "parent", "job")
 _OF_A_SAVE = re.compile(r"[0-9a-f]{8}\.[^/]+")
 """File names that only saves create; other names may belong to a downloaded model."""
 
@@ -63,6 +63,8 @@ def checkpoint_row(manifest: Manifest) -> Row:
         "size_bytes": manifest.size_bytes,
         "tensors": len(manifest.tensors.names),
         "version": manifest.version,
+        "parent": manifest.links[-1].prefix if manifest.links else None,
+        "chain": [*(link.prefix for link in manifest.links), manifest.prefix],
         "fence": None if fence is None else {"term": fence.term, "generation": fence.generation},
     }
 
@@ -111,7 +113,8 @@ def _show(whole: Row, now: float) -> None:
         row | {"age_s": now - row["created_at"], "ranks": row["world_size"], "size": tables.size(row["size_bytes"])}
         for row in whole["checkpoints"]
     ]
-    tables.table(rows, COLUMNS, f"no checkpoints in {tables.field('', whole['url'])}")
+    columns = COLUMNS if any(row["parent"] for row in rows) else tuple(name for name in COLUMNS if name != "parent")
+    tables.table(rows, columns, f"no checkpoints in {tables.field('', whole['url'])}")
     remarks = list(_remarks(whole, now))
     if remarks:
         print()
@@ -125,7 +128,15 @@ def _remarks(whole: Row, now: float) -> Iterator[str]:
         yield f"{row['prefix']} cannot be read: {row['message']}"
     for row in whole["half_deleted"]:
         yield f"{row['prefix']} is partly deleted: `forgectl ckpt rm` finishes the deletion"
+    visible = {row["prefix"] for row in whole["checkpoints"]}
     for row in whole["unfinished"]:
+        if row["prefix"] in visible:
+            text = leftover_text(row, now)
+            yield (
+                f"{row['prefix']} has files that its manifest does not name ({text}): a running or an interrupted "
+                f"compaction; `forgectl ckpt rm --unfinished` removes them"
+            )
+            continue
         what = "is not a checkpoint" if row["written_by_save"] else "has no manifest"
         why = "a running or a failed save"
         if not row["written_by_save"]:

@@ -1,7 +1,7 @@
 """`forgectl ckpt rm`: deletes checkpoints, and files of unfinished saves and deletions.
 
 Invariants:
-- A checkpoint is deleted only if it is named.
+- A checkpoint is deleted only if it is named, and with `--force` only if others need it.
 - Files of a failed save are deleted only with `--unfinished`; in a whole folder, only if a save wrote all of them, the
   last more than `QUIET_S` ago.
 - An interrupted deletion is finished without confirmation.
@@ -18,6 +18,7 @@ from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.model import is_prefix
 from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.storage import listing
+from forged.checkpoint.storage.ancestry import AncestryCache, needed, users_among
 from forged.cli.ckpt.command import checkpoint_command
 from forged.cli.ckpt.confirmation import is_confirmed
 from forged.cli.ckpt.ls import leftover_row, leftover_text
@@ -58,12 +59,12 @@ def remove(options: Options, token: CancelToken) -> int:
         storage, deletions, kept = _leftovers(options.where, token)
     else:
         storage, prefix = storage_and_prefix(options.where, token)
-        deletions = [_checkpoint(storage, prefix)]
+        deletions = [_checkpoint(storage, prefix, force=options.force)]
     if not is_confirmed(options, [one.words for one in deletions if one.what != HALF_DELETED]):
         print("nothing deleted")
         return EXIT_FAILED
     for one in deletions:
-        _remove(storage, one)
+        _remove(storage, one, force=options.force)
         if not options.json:
             print(f"deleted {tables.field('', one.prefix)}: {_amount(one.files, one.size_bytes)}")
     _print_summary(options, storage, deletions, kept)
@@ -83,10 +84,10 @@ def _print_summary(options: Options, storage: Storage, deletions: Sequence[_Dele
 # What to delete.
 
 
-def _checkpoint(storage: Storage, prefix: str) -> _Deletion:
+def _checkpoint(storage: Storage, prefix: str, *, force: bool) -> _Deletion:
     """The deletion of a checkpoint, or of the rest of a partly deleted one."""
     if listing.checkpoint_exists(storage, prefix):
-        return _whole(storage, prefix)
+        return _whole(storage, prefix, force=force)
     if listing.is_being_deleted(storage, prefix):
         return _half_deleted(storage, prefix)
     entries = listing.save_files(storage, prefix)
@@ -100,7 +101,10 @@ def _checkpoint(storage: Storage, prefix: str) -> _Deletion:
     raise listing.missing_checkpoint(storage, prefix)
 
 
-def _whole(storage: Storage, prefix: str) -> _Deletion:
+def _whole(storage: Storage, prefix: str, *, force: bool) -> _Deletion:
+    users = _users(storage, prefix)
+    if users and not force:
+        raise needed(prefix, users)
     try:
         manifest = listing.read_manifest(storage, prefix)
     except CheckpointException as error:
@@ -111,8 +115,23 @@ def _whole(storage: Storage, prefix: str) -> _Deletion:
     else:
         files, size, why = len(listing.files_of(manifest)), manifest.size_bytes, ""
     return _Deletion(
-        prefix, CHECKPOINT, files, size, f"checkpoint {prefix} in {storage.url}{why}: {_amount(files, size)}"
+        prefix,
+        CHECKPOINT,
+        files,
+        size,
+        f"checkpoint {prefix} in {storage.url}{why}: {_amount(files, size)}{_needed_by(users)}",
     )
+
+
+def _users(storage: Storage, prefix: str) -> list[str]:
+    """The checkpoints that cannot be restored without this one."""
+    ancestries = AncestryCache().all(storage)
+    own = ancestries.get(prefix)
+    return users_among(ancestries, prefix, "" if own is None else own.save_id)
+
+
+def _needed_by(users: Sequence[str]) -> str:
+    return f"; then {', '.join(users)} cannot be restored" if users else ""
 
 
 def _half_deleted(storage: Storage, prefix: str) -> _Deletion:
@@ -146,29 +165,29 @@ def _unfinished_save(where: str, token: CancelToken) -> tuple[Storage, list[_Del
         if error.type is not ExceptionType.VALIDATION_FAILED:
             raise
         return None
-    if listing.checkpoint_exists(storage, prefix):
+    if listing.is_being_deleted(storage, prefix):
+        return storage, [_half_deleted(storage, prefix)]
+    entries = listing.unfinished_files(storage, prefix)
+    if not entries and listing.checkpoint_exists(storage, prefix):
         raise RequestRefused(
             "checkpoint_finished", f"{prefix} in {storage.url} is a checkpoint", "omit --unfinished to delete it"
         )
-    if listing.is_being_deleted(storage, prefix):
-        return storage, [_half_deleted(storage, prefix)]
-    entries = listing.save_files(storage, prefix)
     return (storage, [_unfinished(storage, leftover_row(prefix, entries), time.time())]) if entries else None
 
 
 def _unfinished(storage: Storage, row: dict[str, Any], now: float) -> _Deletion:
-    words = f"files without a manifest under {row['prefix']} in {storage.url}: {leftover_text(row, now)}"
+    words = f"files that no manifest names under {row['prefix']} in {storage.url}: {leftover_text(row, now)}"
     return _Deletion(row["prefix"], UNFINISHED, row["files"], row["size_bytes"], words)
 
 
 # Deleting.
 
 
-def _remove(storage: Storage, one: _Deletion) -> None:
+def _remove(storage: Storage, one: _Deletion, *, force: bool) -> None:
     if one.what == UNFINISHED:
         listing.delete_unfinished(storage, one.prefix)
     else:
-        listing.delete(storage, one.prefix)
+        listing.delete(storage, one.prefix, force=force)
 
 
 def _amount(files: int, size_bytes: int) -> str:

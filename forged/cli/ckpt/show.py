@@ -137,7 +137,9 @@ def _sections(manifest: Manifest) -> list[Row]:
 
 def _file(manifest: Manifest, number: int) -> Row:
     part = manifest.parts[number]
-    return {"file": part.file, "rank": part.rank, "size_bytes": part.size, "pieces": len(part.tensors)}
+    its = "" if not part.is_referenced else next(link.prefix for link in manifest.links if link.has_file(part.file))
+    row: Row = {"file": part.file, "rank": part.rank, "size_bytes": part.size, "pieces": len(part.tensors)}
+    return row | ({"of_checkpoint": its} if its else {})
 
 
 # Text output.
@@ -146,10 +148,11 @@ def _file(manifest: Manifest, number: int) -> Row:
 def _show(whole: Row, manifest: Manifest, *, is_whole: bool) -> None:
     head = {key: whole[key] for key in ("prefix", "url", "created_at", "job", "step", "epoch")}
     size = tables.size(whole["size_bytes"])
-    files = len(whole["files"]) + len(whole["extra_files"])
+    files = len(manifest.own_parts) + len(whole["extra_files"])
     layout = f"{whole['layout']}, compression {whole['compression']}, version {whole['version']}"
     tables.pairs(
         {key: value for key, value in head.items() if value is not None}
+        | ({"parent": whole["parent"], "chain": " ← ".join(whole["chain"])} if whole["parent"] else {})
         | {"ranks": manifest.world_size, "layout": layout, "size": f"{size} in {tables.counted(files, 'file')}"}
         | ({"custom": manifest.custom} if manifest.custom else {})
     )

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from forged.checkpoint.blocking import BlockingCheckpoint
+from forged.checkpoint.checkpoint import DistributedCheckpoint
 from forged.checkpoint.format.manifest import Manifest
-from forged.checkpoint.model import CompressionLevel
+from forged.checkpoint.model import CompressionLevel, SaveOptions
 from forged.checkpoint.storage.local import LocalStorage
 from forged.cli.forgectl import main
 from tests.checkpoint.fixtures.plain_writer import write_checkpoint
@@ -47,6 +49,16 @@ class CheckpointFolder:
         """Save a checkpoint with these states of ranks."""
         storage = LocalStorage(self.folder)
         return write_checkpoint(storage, prefix, states or [STATE], created_at=created_at, copies=copies, level=level)
+
+    def save_chain(self, *prefixes: str) -> None:
+        """Save checkpoints of which each builds on the one before; a chunk changes at each."""
+        rows = np.zeros((len(prefixes) + 1, 1 << 14))
+        base = None
+        with BlockingCheckpoint(DistributedCheckpoint(None, LocalStorage(self.folder))) as checkpoint:
+            for number, prefix in enumerate(prefixes):
+                rows[number] = number + 1
+                checkpoint.save({"w": rows}, options=SaveOptions(prefix, base=base, include_rng_state=False))
+                base = prefix
 
     def files(self, prefix: str) -> list[Path]:
         """The files of a checkpoint without its manifest."""

@@ -52,7 +52,9 @@ def test_json_has_all_fields(checkpoint_folder: CheckpointFolder) -> None:
             {
                 "prefix": "a", "created_at": 5.0, "step": None, "epoch": None, "job": None, "world_size": 1,
                 "layout": "multi_shard", "compression": "none", "size_bytes": manifest.size_bytes,
-                "tensors": 2, "version": "1.0", "fence": None,
+                "tensors": 2, "version": "1.0",
+                "parent": None,
+                "chain": ["a"], "fence": None,
             }
         ],
         "broken": [], "unfinished": [], "half_deleted": [],
@@ -160,3 +162,25 @@ def test_cells_are_shortened_on_a_narrow_terminal(checkpoint_folder: CheckpointF
 def test_an_invalid_url_is_a_config_error(checkpoint_folder: CheckpointFolder) -> None:
     code, error = checkpoint_folder.run_failing("ls ftp://host/x")
     assert (code, error["kind"], error["code"]) == (2, "config", "checkpoint_location_invalid")
+
+
+def test_parents_are_listed_where_there_are_incremental_checkpoints(checkpoint_folder: CheckpointFolder) -> None:
+    checkpoint_folder.save("a")
+    assert "parent" not in checkpoint_folder.run("ls").out
+    checkpoint_folder.save_chain("b", "c", "d")
+    output = checkpoint_folder.run("ls")
+    place = output.lines[0].split().index("parent") - len(output.lines[0].split())
+    assert [line.split()[place] for line in output.lines[1:]] == ["-", "-", "b", "c"]
+    chains = {row["prefix"]: row["chain"] for row in checkpoint_folder.run_json("ls")["checkpoints"]}
+    assert chains == {"a": ["a"], "b": ["b"], "c": ["b", "c"], "d": ["b", "c", "d"]}
+
+
+def test_files_of_an_interrupted_compaction_are_listed(checkpoint_folder: CheckpointFolder) -> None:
+    checkpoint_folder.save_chain("a", "b")
+    stray = checkpoint_folder.folder / "b" / "0123abcd.4567cdef-00000-of-00001.safetensors"
+    stray.write_bytes(b"x")
+    output = checkpoint_folder.run("ls")
+    assert "b has files that its manifest does not name (1 file, 1 B" in output.out
+    assert checkpoint_folder.run("rm checkpoints/b --unfinished --yes").code == 0
+    assert not stray.exists()
+    assert checkpoint_folder.run("verify checkpoints/b").code == 0

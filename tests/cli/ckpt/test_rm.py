@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from forged.cli.ckpt.rm import QUIET_S
+from forged.cli.process import EXIT_REFUSED
 from tests.cli.ckpt.conftest import STATE, CheckpointFolder, Output
 
 A = "checkpoints/a"
@@ -234,3 +235,27 @@ def test_a_symlinked_folder_is_not_followed(checkpoint_folder: CheckpointFolder,
     (outside / "0123abcd.00000-of-00001.safetensors").write_bytes(b"x")
     checkpoint_folder.run("rm --unfinished checkpoints --yes")
     assert (outside / "0123abcd.00000-of-00001.safetensors").exists()
+
+
+class TestNeeded:
+    def test_is_refused_with_the_names_of_those_that_need_it(self, checkpoint_folder: CheckpointFolder) -> None:
+        checkpoint_folder.save_chain("a", "b", "c")
+        code, error = checkpoint_folder.run_failing("rm checkpoints/a --yes")
+        assert code == EXIT_REFUSED
+        assert (error["code"], error["message"]) == ("checkpoint_needed", "checkpoint a is needed by b, c")
+        assert checkpoint_folder.run("verify checkpoints --all").code == 0
+
+    def test_force_deletes_it_and_says_what_is_lost(self, checkpoint_folder: CheckpointFolder) -> None:
+        checkpoint_folder.save_chain("a", "b")
+        output = asked(checkpoint_folder, "rm checkpoints/a --force", "y\n")
+        assert output.code == 0
+        assert "then b cannot be restored" in output.err
+        output = checkpoint_folder.run("verify checkpoints/b")
+        assert output.code == 1
+        assert "checkpoint b needs a: that was deleted" in output.out
+
+    def test_chain_is_deleted_from_its_end(self, checkpoint_folder: CheckpointFolder) -> None:
+        checkpoint_folder.save_chain("a", "b", "c")
+        for prefix in ("c", "b", "a"):
+            assert checkpoint_folder.run(f"rm checkpoints/{prefix} --yes").code == 0
+        assert left(checkpoint_folder) == []

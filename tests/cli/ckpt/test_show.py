@@ -158,3 +158,13 @@ def test_a_corrupt_manifest_fails(checkpoint_folder: CheckpointFolder) -> None:
     checkpoint_folder.flip_bit(checkpoint_folder.manifest("a"), 10)
     code, error = checkpoint_folder.run_failing("show checkpoints/a")
     assert (code, error["kind"], error["code"]) == (1, "checkpoint", "checkpoint_manifest_corrupt")
+
+
+def test_chain_and_the_files_of_earlier_checkpoints_are_shown(checkpoint_folder: CheckpointFolder) -> None:
+    checkpoint_folder.save_chain("a", "b", "c")
+    output = checkpoint_folder.run("show checkpoints/c")
+    about = dict(line.split(None, 1) for line in output.lines[:8])
+    assert (about["parent"], about["chain"]) == ("b", "a ← b ← c")
+    assert about["size"].endswith("in 1 file")
+    files = checkpoint_folder.run_json("show checkpoints/c")["files"]
+    assert [row.get("of_checkpoint") for row in files] == [None, "b", "a"]

@@ -107,6 +107,7 @@ def _removing(verbs: Any) -> None:
     positional(removing, "where", "WHERE")
     leftovers = "delete files of failed saves, under this name or in this whole folder"
     removing.add_argument("--unfinished", action="store_true", help=leftovers)
+    removing.add_argument("--force", action="store_true", help="delete it even if other checkpoints need it")
     removing.add_argument("--yes", "-y", action="store_true", help="do not ask for confirmation")
     _optional_job(removing)
 
@@ -125,8 +126,14 @@ def _catalogue(verbs: Any) -> None:
     collecting = _of_job(verbs, "gc", _collect, "delete the checkpoints that the retention policy does not keep")
     collecting.add_argument("--dry-run", action="store_true", help="only show what goes and what is kept, and why")
     collecting.add_argument("--all", action="store_true", help="do not shorten lists on a terminal")
-    compacting = _of_checkpoint(verbs, "compact", _compact, "make a full checkpoint of an incremental one")
-    compacting.add_argument("--follow", "-f", action="store_true", help="show the progress until it ends")
+    compacting = verb(
+        verbs, "compact", _compact, "make a full checkpoint of an incremental one",
+        common=with_or_without_daemon(),
+    )  # fmt: skip
+    text = "path or URL; with --job its id or the beginning of it, @STEP, or latest"
+    positional(compacting, "checkpoint", "WHERE", help=text)
+    compacting.add_argument("--follow", "-f", action="store_true", help="with --job, show the progress until it ends")
+    _optional_job(compacting)
     adopting = _of_job(verbs, "adopt", _adopt, "add the checkpoints of a folder to the catalogue")
     positional(adopting, "where", "PATH", help="or URL")
     adopting.add_argument("--dry-run", action="store_true", help="change nothing; show what would be added")
@@ -209,6 +216,7 @@ def _remove(options: Options) -> int:
         from forged.cli.catalog.rm import remove
 
         _refuse_with_job(options.unfinished, "--unfinished", "the catalogue does not list such files")
+        _refuse_with_job(options.force, "--force", "the catalogue deletes no checkpoint that others need")
         return remove(options)
     from forged.cli.ckpt.rm import remove as remove_at_path
 
@@ -281,9 +289,15 @@ def _collect(options: Options) -> int:
 
 
 def _compact(options: Options) -> int:
-    from forged.cli.catalog.compact import compact
+    if options.job:
+        from forged.cli.catalog.compact import compact
 
-    return compact(options)
+        return compact(options)
+    from forged.cli.ckpt.compact import compact_one
+
+    if options.follow:
+        raise ConfigError("usage_wrong", "--follow needs --job: without it, the command itself compacts", "omit it")
+    return compact_one(options)
 
 
 def _adopt(options: Options) -> int:

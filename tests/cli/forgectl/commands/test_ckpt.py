@@ -35,7 +35,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         "nonsense", "ls a b", "show", "show a b", "verify", "diff a", "cat a", "cat a b --rank x", "cat a b --rank -1",
         "convert a", "convert a b --format zip", "rm", "verify a --socket /x", "diff a b --endpoint tcp://h:1",
         "verify a --timeout 0", "show a --tensors", "cat a b --out", "gc", "pin a", "pin --job a", "adopt a",
-        "estimate a", "compact a", "restore-point", "restore-point --job a --max-step -1",
+        "estimate a", "compact", "restore-point", "restore-point --job a --max-step -1",
         "restore-point --job a --max-epoch x",
     ],
 )  # fmt: skip
