@@ -53,6 +53,11 @@ REQUESTS: dict[str, tuple[dict[str, Any], Any]] = {
     "ReportShards": ({"attempt": 1}, "attempt_over"),
     "ReportLostShards": ({"attempt": 1, "count": 1, "shards": [0], "reason": "gone"}, "attempt_over"),
     "ReportCorruptShard": ({"source": "a", "shard": 0}, "worker_gone"),
+    "StartCheckpoint": ({"epoch": 0, "step": 1, "storage_path": "/c/step-1", "save_id": "0" * 8}, "worker_gone"),
+    "CompleteCheckpoint": ({"checkpoint_id": "c", "size_bytes": 1, "seconds": 1.0}, "worker_gone"),
+    "FailCheckpoint": ({"checkpoint_id": "c", "reason": "it is bad"}, "worker_gone"),
+    "ReportRestore": ({"checkpoint_id": "", "step": 0, "seconds": 1.0, "size_bytes": 1}, "worker_gone"),
+    "ConfirmDeleted": ({"checkpoint_ids": ["c"]}, "worker_gone"),
     "ReportUsage": ({"generation": 1, "begins_at": 0, "samples": 10, "runs": []}, "worker_gone"),
 }
 """The requests in a worker's name, with their other fields, and the answer if the incarnation is another one."""
