@@ -67,6 +67,9 @@ class NothingThere:
     async def verify(self, location: CheckpointLocation, bytes_per_s: int, progress: Progress) -> str:
         return ""
 
+    async def compact(self, location: CheckpointLocation, progress: Progress) -> int:
+        return 0
+
 
 def _serve(directory: str) -> None:
     # With the event loop and the garbage collection that it has in earnest.

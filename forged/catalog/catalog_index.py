@@ -178,6 +178,22 @@ class CatalogIndex:
             )
         return self._put(meta, state=_following(meta, CheckpointState.COMPLETE), verified_at=checked_time("now", now))
 
+    def make_full(self, checkpoint_id: str, size_bytes: int) -> CheckpointMeta:
+        """A complete checkpoint contains all of its state now, and builds on no other one."""
+        meta = self._live(checkpoint_id)
+        if meta.state is not CheckpointState.COMPLETE:
+            raise errors.transition_refused(checkpoint_id, meta.state, "become full", "repair or delete it")
+        full = msgspec.structs.replace(
+            meta,
+            checkpoint_type=CheckpointType.FULL,
+            parent_id=None,
+            size_bytes=checked_count("size_bytes", size_bytes, SIZE_MAX),
+        )
+        self._run_of[checkpoint_id].detach(full)
+        self._size_bytes += full.size_bytes - meta.size_bytes
+        self._changed[meta.training_run_id] = None
+        return full
+
     def abandon_beyond(self, checkpoint_id: str) -> list[CheckpointMeta]:
         """Training has gone back to this checkpoint: what was saved beyond it is no longer latest, nor offered."""
         meta = self._live(checkpoint_id)

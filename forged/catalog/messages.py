@@ -494,6 +494,13 @@ class DeleteCheckpoint(Request[Nothing], frozen=True):
     checkpoint_id: str
 
 
+class CompactCheckpoint(Request[Nothing], frozen=True):
+    """Make a full checkpoint of an incremental one, in the background; `ShowCheckpoint` tells how far it is."""
+
+    job: str
+    checkpoint_id: str
+
+
 class AdoptCheckpoints(Request[Adoption], frozen=True):
     """Add existing checkpoints to the catalogue; parents before their children, at most 1000."""
 
@@ -542,5 +549,6 @@ REQUESTS = (
     ReadRetention,
     CollectCheckpoints,
     DeleteCheckpoint,
+    CompactCheckpoint,
     AdoptCheckpoints,
 )

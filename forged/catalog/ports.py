@@ -59,6 +59,10 @@ class CheckpointFiles(Protocol):
         """Compare every byte with its checksum, at this rate; empty if all are correct, else what is wrong."""
         ...
 
+    async def compact(self, location: CheckpointLocation, progress: Progress) -> int:
+        """Make a full checkpoint of an incremental one; returns its size."""
+        ...
+
 
 class NoFiles:
     """Files that cannot be reached: for a daemon that is to touch none."""
@@ -70,6 +74,9 @@ class NoFiles:
         raise _unreachable(location)
 
     async def verify(self, location: CheckpointLocation, bytes_per_s: int, progress: Progress) -> str:
+        raise _unreachable(location)
+
+    async def compact(self, location: CheckpointLocation, progress: Progress) -> int:
         raise _unreachable(location)
 
 

@@ -62,6 +62,8 @@ class CheckpointRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False
     """How many checkpoints the script keeps."""
     holds: dict[str, float] = {}
     """For how many seconds each holder keeps it, counted anew when the daemon starts."""
+    is_to_compact: bool = False
+    """Whether a full checkpoint is to be made of it."""
     is_given_up: bool = False
     """Whether it counts as failed although its writer did not say so."""
     note: str = ""

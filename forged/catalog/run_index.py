@@ -136,6 +136,14 @@ class RunIndex:
         entry.meta = meta
         self._settle(entry)
 
+    def detach(self, meta: CheckpointMeta) -> None:
+        """Replace the record of a checkpoint that builds on no other one any more."""
+        entry = self.entries[meta.checkpoint_id]
+        if entry.parent is not None:
+            entry.parent.children.remove(entry)
+            entry.parent = None
+        self.put(meta)
+
     def remove(self, checkpoint_id: str) -> None:
         """Remove a checkpoint that has been deleted."""
         entry = self.entries.pop(checkpoint_id)

@@ -28,6 +28,7 @@ from forged.catalog.messages import (
     CheckpointView,
     CollectCheckpoints,
     Collection,
+    CompactCheckpoint,
     CompleteCheckpoint,
     CompletedCheckpoint,
     ConfirmDeleted,
@@ -65,6 +66,7 @@ from forged.log import SILENT, Log
 R = TypeVar("R")
 
 FILES = "catalog.files"
+JOBS_AT_ONCE = 100
 
 WorkersRequest = StartCheckpoint | CompleteCheckpoint | FailCheckpoint | ReportRestore | ConfirmDeleted
 
@@ -126,6 +128,7 @@ class CatalogService:
         bus.serve(UnpinCheckpoint, lambda request, call: book.pin(request, is_pinned=False), owner=OWNER)
         bus.serve(CollectCheckpoints, self._collect, owner=OWNER)
         bus.serve(DeleteCheckpoint, lambda request, call: book.delete(request), owner=OWNER)
+        bus.serve(CompactCheckpoint, self._compact, owner=OWNER)
         bus.serve(AdoptCheckpoints, self._adopt, owner=OWNER)
         bus.on_signal(CheckpointCadence, self._cadence, name="catalog.cadences")
         bus.on_signal(GcTick, self._tick, name="catalog.collection")
@@ -226,21 +229,35 @@ class CatalogService:
         holder, is_trusted = call.principal.holder, self.is_trusted(call.principal)
         return self._last(self.book.adopt(request, self._new_id, holder, is_trusted=is_trusted), request.job)
 
+    def _compact(self, request: CompactCheckpoint, call: Call) -> Decision[Nothing]:
+        decision = self.book.compact(request)
+        record = self.book.records[request.checkpoint_id]
+        if record.is_to_compact:
+            self.work.compact(record)
+        return self._of_job(decision, request.job)
+
     # Collection.
 
     async def _tick(self, signal: GcTick, call: Call) -> None:
-        for job in self.book.due(self._now()):
-            try:
-                while (await self._bus.ask(CollectCheckpoints(job))).more:
-                    pass
-            except ForgedError as error:
-                self._log.warning("checkpoints were not collected", job=job, reason=error.message)
+        due = self.book.due(self._now())
+        while due:
+            # Together, so that they share commits.
+            now, due = due[:JOBS_AT_ONCE], due[JOBS_AT_ONCE:]
+            asked = [(job, self._bus.submit(CollectCheckpoints(job), Call(DAEMON, OWNER))) for job in now]
+            for job, pending in asked:
+                try:
+                    collection: Collection = await pending.wait()
+                except ForgedError as error:
+                    self._log.warning("checkpoints were not collected", job=job, reason=error.message)
+                else:
+                    due += [job] if collection.more else []
 
     def _checkpoint_changed(self, record: Record) -> None:
         """A durable change of a checkpoint, whose files are to be deleted or verified, or that supersedes others."""
         fact = record.fact
         if isinstance(fact, CheckpointCompleted):
             self._bus.signal(GcTick(), Call(DAEMON, OWNER))
+            self._bound_chain(fact.checkpoint_id)
             return
         if not isinstance(fact, CheckpointCollected | CheckpointCorrupted):
             return
@@ -249,6 +266,12 @@ class CatalogService:
             self.work.delete(known)
         elif known is not None and isinstance(fact, CheckpointCorrupted):
             self.work.suspect(known)
+
+    def _bound_chain(self, checkpoint_id: str) -> None:
+        """Compact a checkpoint at the end of a chain that is too long."""
+        record = self.book.records.get(checkpoint_id)
+        if record is not None and self.book.is_managed(record) and self.book.has_long_chain(record):
+            self._bus.submit(CompactCheckpoint(record.job, checkpoint_id), Call(DAEMON, OWNER))
 
     # Facts of other services.
 

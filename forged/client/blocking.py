@@ -212,6 +212,7 @@ class BlockingClient(BlockingFacade[ForgedClient]):
     retention = blocking(ForgedClient.retention)
     collect_checkpoints = blocking(ForgedClient.collect_checkpoints)
     delete_checkpoint = blocking(ForgedClient.delete_checkpoint)
+    compact_checkpoint = blocking(ForgedClient.compact_checkpoint)
     adopt_checkpoints = blocking(ForgedClient.adopt_checkpoints)
 
     create_token = blocking(ForgedClient.create_token)

@@ -317,6 +317,12 @@ class DaemonMethods:
 
         await self.request(DeleteCheckpoint(job, checkpoint_id))
 
+    async def compact_checkpoint(self, job: str, checkpoint_id: str) -> None:
+        """Make a full checkpoint of an incremental one, in the background."""
+        from forged.catalog.messages import CompactCheckpoint
+
+        await self.request(CompactCheckpoint(job, checkpoint_id))
+
     async def adopt_checkpoints(self, job: str, folder: str, checkpoints: Sequence[AdoptedCheckpoint]) -> Adoption:
         """Add existing checkpoints to the catalogue; parents before their children, at most 1000."""
         from forged.catalog.messages import AdoptCheckpoints

@@ -9,7 +9,7 @@ import anyio
 
 from forged.catalog.ports import FOLDER_MISSING, CheckpointLocation, Progress
 from forged.catalog.records import folder_of
-from forged.errors import Unavailable
+from forged.errors import RequestRefused, Unavailable
 
 
 @dataclass
@@ -59,6 +59,16 @@ class SimulatedFiles:
         await anyio.sleep(found.size_bytes / bytes_per_s)
         progress(found.size_bytes, found.size_bytes)
         return "bad bytes" if found.is_damaged else ""
+
+    async def compact(self, location: CheckpointLocation, progress: Progress) -> int:
+        await self._reach("compact", location)
+        found = self._meant(location)
+        if found is None or found.is_damaged:
+            raise RequestRefused("checkpoint_missing", "a parent is damaged", "")
+        progress(0, 1000)
+        await anyio.sleep(1.0)
+        found.size_bytes = 1000
+        return found.size_bytes
 
     def _meant(self, location: CheckpointLocation) -> SimulatedCheckpoint | None:
         found = self.stored.get(location.path)

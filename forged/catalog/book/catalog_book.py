@@ -25,9 +25,11 @@ from forged.catalog.messages import (
     AdoptedCheckpoint,
     Adoption,
     CheckpointCollected,
+    CheckpointCompacted,
     CheckpointCompleted,
     CheckpointCorrupted,
     CheckpointFailed,
+    CheckpointOperationFailed,
     CheckpointRepaired,
     CheckpointRestored,
     CheckpointsAbandoned,
@@ -35,6 +37,7 @@ from forged.catalog.messages import (
     CheckpointStarted,
     CollectedFiles,
     Collection,
+    CompactCheckpoint,
     CompleteCheckpoint,
     CompletedCheckpoint,
     ConfirmDeleted,
@@ -341,6 +344,46 @@ class CatalogBook:
         meta = self.index.mark_repaired(record.id, now.wall)
         repaired = CheckpointRepaired(record.id, meta.step)
         return decided(None, record.job, self._put(msgspec.structs.replace(record, meta=meta, note=""), repaired))
+
+    # Compaction.
+
+    def compact(self, request: CompactCheckpoint) -> Decision[Nothing]:
+        """Have a full checkpoint made of an incremental one."""
+        record = self.record(request.job, request.checkpoint_id)
+        if record.is_to_compact or not record.meta.is_incremental:
+            return Decision(Nothing())
+        run = self.index.run(request.job)
+        entry = None if run is None else run.entries.get(record.id)
+        if entry is None or not entry.is_restorable:
+            raise errors.transition_refused(record.id, record.meta.state, "be compacted", "choose a restorable one")
+        if not self.is_managed(record):
+            raise RequestRefused(
+                "checkpoint_not_managed",
+                f"the daemon may not touch the files of checkpoint {record.id} at {record.path}",
+                "add its folder to checkpoint_roots, or use `forgectl ckpt compact` on the path",
+            )
+        return decided(Nothing(), request.job, self._put(msgspec.structs.replace(record, is_to_compact=True)))
+
+    def has_long_chain(self, record: CheckpointRecord) -> bool:
+        """Whether a complete checkpoint ends a chain that is longer than its job's settings allow."""
+        most, run = self.retention(record.job).chain_max, self.index.run(record.job)
+        entry = None if run is None else run.entries.get(record.id)
+        return bool(most and entry is not None and entry.is_offered and len(entry.chain()) > most)
+
+    def compacted(self, checkpoint_id: str, size_bytes: int) -> Decision[None]:
+        """A checkpoint is a full one now."""
+        record = self.records[checkpoint_id]
+        meta = self.index.make_full(checkpoint_id, size_bytes)
+        fact = CheckpointCompacted(record.id, meta.step, meta.size_bytes)
+        return decided(
+            None, record.job, self._put(msgspec.structs.replace(record, meta=meta, is_to_compact=False), fact)
+        )
+
+    def operation_failed(self, checkpoint_id: str, operation: str, reason: str) -> Decision[None]:
+        """The daemon has given up something that it did with a checkpoint."""
+        record = self.records[checkpoint_id]
+        fact = CheckpointOperationFailed(record.id, record.meta.step, operation, shortened(reason))
+        return decided(None, record.job, self._put(msgspec.structs.replace(record, is_to_compact=False), fact))
 
     # Going back.
 

@@ -44,6 +44,9 @@ SUSPECT_BYTES_PER_S = 100 << 20
 """The rate at which a checkpoint is verified that a worker has reported as corrupt, where scrubbing is off."""
 SUSPECTS_MAX = 1000
 VERIFYING = "verifying"
+COMPACTING = "compacting"
+COMPACTION_TRIES = 5
+COMPACTION_PAUSE_S = 30.0
 
 
 class FileWork:
@@ -81,8 +84,11 @@ class FileWork:
         """When a checkpoint whose storage failed may be verified again."""
         self._damaged: set[str] = set()
         """The checkpoints whose damage was found here."""
+        self._to_compact: dict[str, int] = {}
+        """How often each compaction has been tried."""
         self._wake_event = anyio.Event()
         self._suspected = anyio.Event()
+        self._compaction_wanted = anyio.Event()
 
     def reload(self) -> None:
         """The book was loaded from the store: everything in it is durable."""
@@ -90,8 +96,13 @@ class FileWork:
         self._suspects.clear()
         self._chosen.clear()
         self._damaged.clear()
+        self._to_compact.clear()
+        self.operations.clear()
         for record in self._book.tombstones():
             self.delete(record)
+        for record in self._book.records.values():
+            if record.is_to_compact:
+                self.compact(record)
 
     def delete(self, record: CheckpointRecord) -> None:
         """Delete the files of a durable tombstone, if the daemon may."""
@@ -103,6 +114,13 @@ class FileWork:
         if self._book.is_managed(record) and record.id not in self._damaged and record.id not in self._suspects:
             self._suspects.append(record.id)
             self._suspected.set()
+
+    def compact(self, record: CheckpointRecord) -> None:
+        """Make a full checkpoint of an incremental one."""
+        if record.id not in self._to_compact:
+            self._to_compact[record.id] = 0
+            self.operations[record.id] = CheckpointOperation(COMPACTING, 0, record.meta.size_bytes)
+            self._compaction_wanted.set()
 
     def wake(self) -> None:
         """Look at once for what is due."""
@@ -120,6 +138,7 @@ class FileWork:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._tick_periodically)
             tasks.start_soon(self._scrub)
+            tasks.start_soon(self._compact_requested)
             task_status.started()
             while True:
                 self._wake_event = anyio.Event()
@@ -289,6 +308,52 @@ class FileWork:
         elif is_complete:
             self._damaged.add(checkpoint_id)
             await self._decide(self._book.damaged(checkpoint_id, wrong)).wait()
+
+    # Compaction.
+
+    async def _compact_requested(self) -> None:
+        while True:
+            self._compaction_wanted = anyio.Event()
+            checkpoint_id = next(iter(self._to_compact), None)
+            if checkpoint_id is None:
+                await self._compaction_wanted.wait()
+                continue
+            await self._bus.ledger.writable()
+            try:
+                await self._compact(checkpoint_id)
+            except ForgedError as error:
+                await self._compaction_failed(checkpoint_id, error)
+
+    async def _compact(self, checkpoint_id: str) -> None:
+        record = self._book.records.get(checkpoint_id)
+        size_bytes = None
+        if record is not None and record.meta.state is CheckpointState.COMPLETE and record.meta.is_incremental:
+            show = partial(self._show, record, COMPACTING)
+            size_bytes = await self._files.compact(self._book.location(record), show)
+            await self._bus.ledger.writable()
+            record = self._book.records.get(checkpoint_id)
+        if size_bytes is not None and record is not None and record.meta.state is CheckpointState.COMPLETE:
+            await self._decide(self._book.compacted(checkpoint_id, size_bytes)).wait()
+        elif record is not None and record.is_to_compact:
+            gone = f"it is {record.meta.state}"
+            await self._decide(self._book.operation_failed(checkpoint_id, COMPACTING, gone)).wait()
+        self._compaction_ended(checkpoint_id)
+
+    async def _compaction_failed(self, checkpoint_id: str, error: ForgedError) -> None:
+        """Try it again later, after the others, as long as it is not hopeless."""
+        tries = self._to_compact.pop(checkpoint_id, 0) + 1
+        if error.retryable and tries < COMPACTION_TRIES:
+            self._to_compact[checkpoint_id] = tries
+            await anyio.sleep(COMPACTION_PAUSE_S)
+            return
+        self._compaction_ended(checkpoint_id)
+        await self._bus.ledger.writable()
+        if checkpoint_id in self._book.records:
+            self._decide(self._book.operation_failed(checkpoint_id, COMPACTING, error.message))
+
+    def _compaction_ended(self, checkpoint_id: str) -> None:
+        self._to_compact.pop(checkpoint_id, None)
+        self.operations.pop(checkpoint_id, None)
 
     def _show(self, record: CheckpointRecord, operation: str, done_bytes: int, total_bytes: int) -> None:
         self.operations[record.id] = CheckpointOperation(operation, done_bytes, total_bytes)

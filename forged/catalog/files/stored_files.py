@@ -2,8 +2,8 @@
 
 Invariants:
 - Nothing of `forged.checkpoint` is imported before the first call, so that the daemon starts fast.
-- Of one folder at most one call runs at once. A call that its storage does not answer is given up, and its thread left
-  alone; until that returns, further calls for the folder are refused.
+- Of one folder at most one call of a kind runs at once. A call that its storage does not answer is given up, and its
+  thread left alone; until that returns, further calls of the kind for the folder are refused.
 - The manifest is read first, and its save id and job compared, in the same thread as what follows.
 """
 
@@ -21,13 +21,15 @@ from anyio import CapacityLimiter, to_thread
 
 from forged.catalog.ports import FOLDER_MISSING, CheckpointLocation, Progress
 from forged.catalog.records import LOCAL, folder_of, storage_kind
-from forged.errors import ForgedError, Unavailable, describe
+from forged.errors import ForgedError, RequestRefused, Unavailable, describe
+from forged.phrases import named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from forged.checkpoint.format.manifest import Manifest
     from forged.checkpoint.ports import CancelToken, Reader, Storage
+    from forged.checkpoint.storage.ancestry import AncestryCache
 
 T = TypeVar("T")
 
@@ -35,6 +37,7 @@ THREADS_MAX = 64
 """Threads that wait for storages; those that were left alone count."""
 CALL_TIMEOUT_S = 300.0
 """For one call without a verification; the requests of a remote storage have their own, shorter limits."""
+FOLDERS_KNOWN_MAX = 100
 SHOWN_MAX = 3
 """So many findings of a verification are named."""
 
@@ -45,23 +48,37 @@ class StoredCheckpointFiles:
     def __init__(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
         self._busy: set[tuple[str, str]] = set()
-        """The folders in which a call runs; a scrub takes long and delays no other call."""
+        """The folders in which a call runs; scrubs and compactions take long and delay no other call."""
         self._threads = CapacityLimiter(THREADS_MAX)
+        self._known: dict[str, AncestryCache] = {}
+        """By folder, the one that was used last is the last one."""
+        self._lock = threading.Lock()
 
     async def find(self, location: CheckpointLocation) -> int | None:
         return await self._run(location, lambda token: _find(location, token), self._timeout_s)
 
     async def delete(self, location: CheckpointLocation) -> None:
-        await self._run(location, lambda token: _delete(location, token), self._timeout_s)
+        await self._run(location, lambda token: _delete(location, self._ancestries(location), token), self._timeout_s)
 
     async def verify(self, location: CheckpointLocation, bytes_per_s: int, progress: Progress) -> str:
-        loop = asyncio.get_running_loop()
-
-        def report(done_bytes: int, total_bytes: int) -> None:
-            with suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(progress, done_bytes, total_bytes)
-
+        report = _in_loop(progress)
         return await self._run(location, lambda token: _verify(location, bytes_per_s, report, token), None, "scrub")
+
+    async def compact(self, location: CheckpointLocation, progress: Progress) -> int:
+        report = _in_loop(progress)
+        return await self._run(location, lambda token: _compact(location, report, token), None, "compaction")
+
+    def _ancestries(self, location: CheckpointLocation) -> AncestryCache:
+        """What is known of the manifests of the folder, which many deletions read."""
+        from forged.checkpoint.storage.ancestry import AncestryCache
+
+        storage = location.root or folder_of(location.path)
+        with self._lock:
+            known = self._known.pop(storage, None) or AncestryCache()
+            self._known[storage] = known
+            if len(self._known) > FOLDERS_KNOWN_MAX:
+                del self._known[next(iter(self._known))]
+        return known
 
     async def _run(
         self, location: CheckpointLocation, act: Callable[[CancelToken], T], timeout_s: float | None, purpose: str = ""
@@ -100,6 +117,17 @@ class StoredCheckpointFiles:
         raise Unavailable(
             "checkpoint_storage_slow", f"the storage of {folder} did not answer within {timeout_s} s", "check it"
         )
+
+
+def _in_loop(progress: Progress) -> Progress:
+    """Reports progress from other threads to this event loop."""
+    loop = asyncio.get_running_loop()
+
+    def report(done_bytes: int, total_bytes: int) -> None:
+        with suppress(RuntimeError):  # the event loop is closed
+            loop.call_soon_threadsafe(progress, done_bytes, total_bytes)
+
+    return report
 
 
 def _load_library() -> Callable[[float | None], CancelToken]:
@@ -163,7 +191,7 @@ def _find(location: CheckpointLocation, token: CancelToken) -> int | None:
         return manifest.size_bytes if found.is_valid else None
 
 
-def _delete(location: CheckpointLocation, token: CancelToken) -> None:
+def _delete(location: CheckpointLocation, ancestries: AncestryCache, token: CancelToken) -> None:
     from forged.checkpoint.errors import CheckpointException
     from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE
     from forged.checkpoint.ports import is_held
@@ -180,16 +208,31 @@ def _delete(location: CheckpointLocation, token: CancelToken) -> None:
             if one is not None and one.save_id == location.save_id and not _is_meant(location, one):
                 # The files of this save belong to another job.
                 return
-        if tombstone is not None and _is_meant(location, tombstone):
-            listing.finish_deletion(storage, prefix)
-        elif manifest is not None and _is_meant(location, manifest):
-            if is_held(storage, prefix + SUFFIX):
-                raise Unavailable("checkpoint_being_read", f"a process reads {location.path}", "wait")
-            listing.delete(storage, prefix)
+        if manifest is not None and _is_meant(location, manifest) and is_held(storage, prefix + SUFFIX):
+            raise Unavailable("checkpoint_being_read", f"a process reads {location.path}", "wait")
+        if any(one is not None and _is_meant(location, one) for one in (tombstone, manifest)):
+            listing.delete(storage, prefix, ancestries)
         token.check()
         # What an unfinished save has left; another save of the same name has other files.
         left = [one.name for one in listing.save_files(storage, prefix)]
-        storage.delete([name for name in left if name.startswith(f"{prefix}/{location.save_id}.")])
+        left = [name for name in left if name.startswith(f"{prefix}/{location.save_id}.")]
+        if left and (users := ancestries.users_of(storage, prefix, location.save_id)):
+            # Its manifest was deleted by hand.
+            raise Unavailable("checkpoint_needed", f"{named(users)} use files of {location.path}", "delete these first")
+        storage.delete(left)
+
+
+def _compact(location: CheckpointLocation, progress: Progress, token: CancelToken) -> int:
+    from forged.checkpoint.format.manifest import SUFFIX
+    from forged.checkpoint.saving.compaction import make_full
+
+    with _opened(location, token) as (storage, prefix):
+        manifest = _manifest(location, storage, prefix + SUFFIX)
+        if manifest is None or not _is_meant(location, manifest):
+            raise RequestRefused(
+                "checkpoint_missing", f"{location.path} is not there, or is another save", "verify the checkpoint"
+            )
+        return make_full(storage, prefix, token, progress).size_bytes
 
 
 def _verify(location: CheckpointLocation, bytes_per_s: int, progress: Progress, token: CancelToken) -> str:

@@ -11,12 +11,15 @@ from forged.catalog.files import file_work
 from forged.catalog.files.file_work import TICK_S
 from forged.catalog.messages import (
     CheckpointCollected,
+    CheckpointCompacted,
     CheckpointCorrupted,
     CheckpointFailed,
+    CheckpointOperationFailed,
     CheckpointProgress,
     CheckpointRepaired,
     CollectCheckpoints,
     Collection,
+    CompactCheckpoint,
     DeleteCheckpoint,
     HoldCheckpoint,
     ListCheckpoints,
@@ -24,8 +27,9 @@ from forged.catalog.messages import (
     ShowCheckpoint,
 )
 from forged.catalog.ports import CheckpointLocation
+from forged.errors import RequestRefused
 from forged.kernel.messages import Call, Decision
-from tests.catalog.catalog_fixture import FOLDER, JOB, OWN_USER, TENANT, Catalog, catalog, over_days
+from tests.catalog.catalog_fixture import FOLDER, JOB, OWN_USER, TENANT, Catalog, catalog, incremental, over_days
 from tests.catalog.simulated_files import SimulatedCheckpoint, SimulatedFiles
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import OPERATOR
@@ -393,3 +397,83 @@ async def test_daemon_that_dies_while_it_deletes_deletes_what_was_to_go_only(die
             await anyio.sleep(SOON_S)
             assert left(files) == ["step-00000005", "step-00000006"], number
             assert await one.listed() == {6: "complete", 5: "complete"}
+
+
+@over_days
+async def test_incremental_checkpoint_is_compacted_and_its_parent_may_go() -> None:
+    files = SimulatedFiles()
+    async with catalog(files=files) as one:
+        await save(one, files, 1)
+        child = await save(one, files, 2, **incremental(1))
+        await one.configure({"checkpoint_keep": 1})
+        await one.ask(CompactCheckpoint(JOB, child), OPERATOR)
+        operation = (await one.ask(ShowCheckpoint(JOB, child))).operation
+        assert (operation.operation, operation.done_bytes) == ("compacting", 0)
+        await one.ask(CompactCheckpoint(JOB, child), OPERATOR)
+        await anyio.sleep(SOON_S)
+        shown = await one.ask(ShowCheckpoint(JOB, child))
+        assert (shown.meta.checkpoint_type, shown.meta.size_bytes, shown.chain) == ("full", 1000, [child])
+        assert (shown.operation, left(files)) == (None, ["step-00000002"])
+        assert [fact.size_bytes for fact in one.kernel.facts(CheckpointCompacted)] == [1000]
+        assert (await one.ask(ListCheckpoints(JOB))).size_bytes == 1000
+
+
+@over_days
+async def test_compaction_continues_after_a_restart() -> None:
+    store, files = FaultyStore(), SimulatedFiles()
+    async with catalog(store, files=SimulatedFiles(failing={FOLDER})) as one:
+        await save(one, files, 1)
+        child = await save(one, files, 2, **incremental(1))
+        await one.ask(CompactCheckpoint(JOB, child), OPERATOR)
+        await anyio.sleep(1.0)
+    async with catalog(store, files=files) as one:
+        await anyio.sleep(SOON_S)
+        assert (await one.ask(ShowCheckpoint(JOB, child))).meta.checkpoint_type == "full"
+    async with catalog(store, files=SimulatedFiles()) as one:
+        assert (await one.ask(ShowCheckpoint(JOB, child))).chain == [child]
+
+
+@pytest.mark.parametrize("is_hopeless", [True, False])
+@over_days
+async def test_compaction_that_fails_is_told(is_hopeless: bool) -> None:
+    files = SimulatedFiles()
+    async with catalog(files=files) as one:
+        await save(one, files, 1)
+        child = await save(one, files, 2, **incremental(1))
+        files.stored[f"{FOLDER}/step-00000002"].is_damaged = is_hopeless
+        if not is_hopeless:
+            files.failing.add(FOLDER)
+        await one.ask(CompactCheckpoint(JOB, child), OPERATOR)
+        await anyio.sleep(600.0)
+        (failed,) = one.kernel.facts(CheckpointOperationFailed)
+        assert (failed.checkpoint_id, failed.operation) == (child, "compacting")
+        assert sum(operation == "compact" for operation, _ in files.calls) == (1 if is_hopeless else 5)
+        shown = await one.ask(ShowCheckpoint(JOB, child))
+        assert (shown.operation, shown.meta.checkpoint_type) == (None, "incremental")
+
+
+@over_days
+async def test_checkpoint_that_cannot_be_compacted_is_refused() -> None:
+    files = SimulatedFiles()
+    async with catalog(files=files) as one:
+        parent = await save(one, files, 1)
+        child = await save(one, files, 2, TENANT, **incremental(1))
+        await one.ask(CompactCheckpoint(JOB, parent), OPERATOR)
+        with pytest.raises(RequestRefused, match="may not touch"):
+            await one.ask(CompactCheckpoint(JOB, child), OPERATOR)
+        await one.ask(ReportCorruptCheckpoint(JOB, parent, "bad"))
+        with pytest.raises(RequestRefused, match="cannot be compacted"):
+            await one.ask(CompactCheckpoint(JOB, child), OPERATOR)
+        assert "compact" not in {operation for operation, _ in files.calls}
+
+
+@over_days
+async def test_chain_that_is_too_long_is_compacted_by_itself() -> None:
+    files = SimulatedFiles()
+    async with catalog(settings={"checkpoint_chain_max": 3}, files=files) as one:
+        await save(one, files, 1)
+        ids = [await save(one, files, step, **incremental(step - 1)) for step in range(2, 7)]
+        await anyio.sleep(600.0)
+        lengths = [len((await one.ask(ShowCheckpoint(JOB, one_id))).chain) for one_id in ids]
+        assert max(lengths) <= 3
+        assert await one.listed() == dict.fromkeys(range(6, 0, -1), "complete")

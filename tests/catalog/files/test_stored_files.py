@@ -171,6 +171,44 @@ async def test_linked_directory_of_parts_is_not_followed_out_of_the_root(tmp_pat
     assert files_in(outside) == before
 
 
+def chain_of_two(folder: Path) -> list[CheckpointLocation]:
+    """A full checkpoint, and an incremental one that uses its files."""
+    rows = np.random.default_rng(7).random((8, 1 << 14))
+    with checkpoint.Checkpoints(folder, incremental=True) as saves:
+        for step in (1, 2):
+            rows[0] = step
+            saves.save(step, {"w": rows})
+    names = ["step-00000001", "step-00000002"]
+    ids = [listing.read_manifest(*storage_at(folder / name)).save_id for name in names]
+    return [CheckpointLocation(str(folder / name), save_id, None) for name, save_id in zip(names, ids, strict=True)]
+
+
+async def test_parent_that_is_used_is_deleted_after_the_compaction(tmp_path: Path) -> None:
+    files, seen = StoredCheckpointFiles(), list[int]()
+    parent, child = chain_of_two(tmp_path)
+    assert await code_of(files.delete(parent)) == "checkpoint_needed"
+    assert await files.find(parent)
+    size = await files.compact(child, lambda done, total: seen.append(done))
+    assert size == await files.find(child)
+    assert seen
+    await files.delete(parent)
+    assert await files.verify(child, 1 << 40, no_progress) == ""
+    assert {name.partition("/")[0].removesuffix(SUFFIX) for name in files_in(tmp_path)} == {"step-00000002"}
+    gone = CheckpointLocation(parent.path, parent.save_id, None)
+    assert await code_of(files.compact(gone, no_progress)) == "checkpoint_missing"
+
+
+async def test_files_of_a_parent_without_manifest_stay_while_they_are_used(tmp_path: Path) -> None:
+    files = StoredCheckpointFiles()
+    parent, child = chain_of_two(tmp_path)
+    (tmp_path / f"step-00000001{SUFFIX}").unlink()
+    assert await code_of(files.delete(parent)) == "checkpoint_needed"
+    assert await files.verify(child, 1 << 40, no_progress) == ""
+    await files.delete(child)
+    await files.delete(parent)
+    assert files_in(tmp_path) == set()
+
+
 async def test_storage_in_memory_works(tmp_path: Path) -> None:
     files, at = StoredCheckpointFiles(), saved(f"memory://{tmp_path.name}/a")
     assert await files.find(at)
