@@ -35,10 +35,10 @@ MUTANTS: Mapping[str, Mutation | str] = {
     PARTS: Edit(CHECKPOINT, "self._validator = validator or Check", "self._validator = Check"),
     "DistributedCheckpoint.SaveAsync(model, optimizer, options = null, cancellationToken = default)": Edit(
         PIPELINE,
-        "            part = await run_in_thread(partial(self.write, save, token), token)\n",
+        "            written = await run_in_thread(reduce_and_write, token)\n",
         "            if save.is_root:\n"
         "                self._context.storage.publish(save.agreement.prefix + listing.SUFFIX, b'{}')\n"
-        "            part = await run_in_thread(partial(self.write, save, token), token)\n",
+        "            written = await run_in_thread(reduce_and_write, token)\n",
     ),
     "DistributedCheckpoint.LoadAsync(model, optimizer, options = null, cancellationToken = default)": Edit(
         "forged/checkpoint/loading/matching.py",
@@ -52,7 +52,7 @@ MUTANTS: Mapping[str, Mutation | str] = {
         CHECKPOINT, "key=lambda info: (info.timestamp, info.prefix)", "key=lambda info: info.prefix"
     ),
     "DistributedCheckpoint.DeleteCheckpointAsync(checkpointPrefix, cancellationToken = default)": Edit(
-        LISTING, "storage.delete({*(part.file for part in manifest.parts), *own})", "storage.delete(own[:0])"
+        LISTING, "storage.delete({*(part.file for part in manifest.own_parts), *own})", "storage.delete(own[:0])"
     ),
     "DistributedCheckpoint.GenerateCheckpointPrefix(options)": Edit(
         LISTING, "checkpoint_{datetime", "checkpoint-{datetime"

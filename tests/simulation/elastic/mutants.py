@@ -258,10 +258,17 @@ def fail_whoever_has_not_answered() -> Iterator[None]:
     def everybody(waiting: Iterable[Member], *what: Any) -> list[Member]:
         return list(waiting)
 
+    def all_that_owe_an_answer(attempt: Attempt, *what: Any) -> list[str]:
+        return list(attempt.waiting_for)
+
     def hurried(*what: Any) -> bool:
         return False
 
-    with patch.object(timeouts, "members_holding_up", everybody), patch.object(timeouts, "is_in_step", hurried):
+    with (
+        patch.object(timeouts, "members_holding_up", everybody),
+        patch.object(timeouts, "_active", all_that_owe_an_answer),
+        patch.object(timeouts, "is_in_step", hurried),
+    ):
         yield
 
 
