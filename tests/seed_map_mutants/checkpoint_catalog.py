@@ -17,7 +17,7 @@ SELECTION = "forged/catalog/selection.py"
 
 
 def thawed(record: str) -> Edit:
-    return Edit(MODEL, f"class {record}(msgspec.Struct, frozen=True)", f"class {record}(msgspec.Struct)")
+    return Edit(MODEL, f"class {record}(msgspec.Struct, frozen=True", f"class {record}(msgspec.Struct")
 
 
 def constants(record: str, values: Mapping[str, str]) -> dict[str, Mutation | str]:
