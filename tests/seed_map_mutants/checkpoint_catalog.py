@@ -126,7 +126,9 @@ MUTANTS: Mapping[str, Mutation | str] = {
     ),
     "CheckpointManager.create(request, now)": Edit(INDEX, 'created_at=checked_time("now", now)', "created_at=0.0"),
     "CheckpointManager.complete(checkpoint_id, size_bytes, storage_path)": Edit(
-        INDEX, "storage_path=checked_path(storage_path)", 'storage_path="path"'
+        INDEX,
+        "storage_path=checked_path(storage_path),\n            verified_at",
+        'storage_path="path",\n            verified_at',
     ),
     "CheckpointManager.mark_corrupted(checkpoint_id)": Edit(
         RUN_INDEX, "                unsettled += entry.children\n", ""
