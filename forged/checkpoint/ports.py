@@ -369,6 +369,15 @@ class SlotLease(NamedTuple):
     """Whether the host can write the storage that the slots are for."""
 
 
+class StagedStorage(Storage, Protocol):
+    """A save in slots, to be read."""
+
+    @property
+    def prefix(self) -> str:
+        """The checkpoint's name."""
+        ...
+
+
 class HostSlots(Protocol):
     """Memory of this host that outlives this process. Called from threads; a worker of a job provides it."""
 
@@ -381,6 +390,13 @@ class HostSlots(Protocol):
         """Two slots of at least so many bytes for saves into a storage, given by its URL; None if there are none.
 
         The slots that this process has already are returned again if they are large enough.
+        """
+        ...
+
+    def staged(self, storage: str, token: CancelToken) -> AbstractContextManager[StagedStorage | None]:
+        """The newest save for a storage that is in memory and newer than on disk, during the block; None without one.
+
+        It is not overwritten meanwhile.
         """
         ...
 

@@ -43,6 +43,7 @@ from forged.checkpoint.ports import (
     CancelToken,
     CataloguedCheckpoint,
     CheckpointCatalog,
+    HostSlots,
     RestoreAdvice,
     Restored,
     Storage,
@@ -138,6 +139,7 @@ class AsyncCheckpoints:
             generators=generators,
         )
         self._checkpoint, self._alone = make(ranks), make(None)
+        self._in_memory = partial(DistributedCheckpoint, None, logger=self._log, leaf_types=leaf_types)
         self._checkpoint.keep = self._keep
         self._restorable: set[str] = set()
         """Checkpoints that were committed, loaded or checked here."""
@@ -172,6 +174,8 @@ class AsyncCheckpoints:
         checkpoint = self._alone if is_alone else self._checkpoint
         failures: dict[str, CheckpointException] = {}
         self._advice = None
+        if is_alone and (step := await self._resume_from_memory(state)) is not None:
+            return step
         # Listed again after each failure: newer ones may have been saved, and the rest deleted, meanwhile.
         while names := [name for name in await self._names(is_alone, is_first=not failures) if name not in failures]:
             options = LoadOptions(names[0], load_rng_state=not self._is_worker, timeout=self._timeout_s)
@@ -191,6 +195,33 @@ class AsyncCheckpoints:
         if failures:
             raise _none_restorable(failures, self._storage.url)
         return 0
+
+    async def _resume_from_memory(self, state: Any) -> int | None:
+        """Load what the workers of the job have staged last, if it is newer than what is on disk; returns its step."""
+        slots: HostSlots | None = getattr(self._ranks, "slots", None)
+        if slots is None:
+            return None
+        began_at, token = self._monotonic(), CancelToken(self._timeout_s)
+        with ExitStack() as stack:
+            storage = await run_in_thread(lambda: stack.enter_context(slots.staged(self._storage.url, token)), token)
+            if storage is None:
+                return None
+            options = LoadOptions(storage.prefix, load_rng_state=False, timeout=self._timeout_s)
+            try:
+                result = await self._in_memory(storage).load(ScriptState(state), options=options)
+            except CheckpointException as error:
+                if not is_damage(error):
+                    raise
+                self._log.warning("what is in memory cannot be restored", reason=error.message)
+                return None
+        manifest, seconds = result.metadata, self._monotonic() - began_at
+        step = manifest.step or 0
+        self._schedule.begin(step, self._monotonic())
+        self._ranks.update_training_state(manifest.epoch or 0, step, self._ranks.learning_rate)
+        if (catalog := self._catalog) is not None:
+            catalog.report_restore(Restored(None, step, seconds, manifest.size_bytes, []))
+        self._log.info("resumed from memory", prefix=storage.prefix, step=step)
+        return step
 
     def _note_damage(self, name: str, error: CheckpointException) -> None:
         self._damaged.add(name)

@@ -201,6 +201,7 @@ class BlockingClient(BlockingFacade[ForgedClient]):
     show_data = blocking(ForgedClient.show_data)
     shard_owners = blocking(ForgedClient.shard_owners)
     transfers = blocking(ForgedClient.transfers)
+    slots = blocking(ForgedClient.slots)
     audit_data = blocking(ForgedClient.audit_data)
     plan_data = blocking(ForgedClient.plan_data)
 

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     )
     from forged.catalog.model import CheckpointMeta
     from forged.data.messages import AuditView, DataView, TransfersView, TransferTotals
+    from forged.host.messages import SlotView
 
 R = TypeVar("R")
 
@@ -228,6 +229,17 @@ class DaemonMethods:
         from forged.data.messages import ShowTransfers
 
         return await self.request(ShowTransfers(job))
+
+    async def slots(self, job: str = "") -> list[SlotView]:
+        """The slots of a job, or of all visible jobs."""
+        from forged.host.messages import ListSlots
+
+        page = await self.request(ListSlots(job))
+        found = page.slots
+        while page.more:
+            page = await self.request(ListSlots(job, found[-1].slot_id))
+            found += page.slots
+        return found
 
     async def audit_data(self, job: str, epoch: int | None = None) -> AuditView:
         """The audit of an epoch, by default of the latest one: whether each sample was used exactly once."""

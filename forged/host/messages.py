@@ -29,6 +29,14 @@ class SlotSave(msgspec.Struct, frozen=True):
     size_bytes: int = 0
 
 
+class StagedSlots(msgspec.Struct, frozen=True):
+    """The newest save that is in memory and newer than what is on disk; without paths there is none."""
+
+    paths: list[str] = []
+    """Of the slots, by rank; on the daemon's host."""
+    step: int = 0
+
+
 class SlotView(msgspec.Struct, frozen=True, kw_only=True):
     """A slot as operators see it."""
 
@@ -103,6 +111,17 @@ class SaveSlots(Request[SlotSave], frozen=True):
     save_id: str
 
 
+class FindStagedSlots(Request[StagedSlots], frozen=True):
+    """Find what a job can be restored from in memory; also before the job exists (none)."""
+
+    needs: ClassVar[Role] = Role.WORKER
+    decides: ClassVar[bool] = False
+
+    job: str
+    storage_path: str
+    """The directory that the save is for."""
+
+
 class ListSlots(Request[SlotPage], frozen=True):
     """List the slots of a job, or of all visible jobs, after the one with the id `after`."""
 
@@ -115,4 +134,4 @@ class ListSlots(Request[SlotPage], frozen=True):
     limit: int = PAGE_ENTRIES_MAX
 
 
-REQUESTS = (OpenSlots, CloseSlots, ShareSlots, SaveSlots, ListSlots)
+REQUESTS = (OpenSlots, CloseSlots, ShareSlots, SaveSlots, FindStagedSlots, ListSlots)

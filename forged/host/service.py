@@ -36,6 +36,7 @@ from forged.errors import ForgedError, RequestRefused, Unavailable, describe
 from forged.host.agent import HeldSlots, HostAgent
 from forged.host.messages import (
     CloseSlots,
+    FindStagedSlots,
     ListSlots,
     OpenedSlots,
     OpenSlots,
@@ -44,6 +45,7 @@ from forged.host.messages import (
     SlotPage,
     SlotSave,
     SlotView,
+    StagedSlots,
 )
 from forged.host.model import SavedSlots, SlotContents, SlotOwner, SlotRecord, StagedCheckpoint
 from forged.host.slot_table import SLOTS_PER_WORKER, SlotTable, staged_checkpoints
@@ -158,6 +160,7 @@ class SlotService:
         bus.serve(CloseSlots, self._close, owner=OWNER)
         bus.serve(ShareSlots, self._share, owner=OWNER)
         bus.serve(SaveSlots, self._save, owner=OWNER)
+        bus.serve(FindStagedSlots, self._find_staged, owner=OWNER)
         bus.serve(ListSlots, self._list, owner=OWNER)
         ends = (WorkerFailed, WorkerLeft, JobAborted, JobCompleted)
         bus.on(ends, self._ended, name="slots.owners", durable=True)
@@ -328,6 +331,17 @@ class SlotService:
                 "add the directory to checkpoint_roots, or let the workers write",
             )
         return found
+
+    async def _find_staged(self, request: FindStagedSlots, call: Call) -> StagedSlots:
+        await self._ready()
+        contents = await self._read(request.job)
+        for staged in staged_checkpoints(contents)[:1]:
+            durable_step = await self._durable_step(request.job)
+            is_newer = durable_step is None or staged.step > durable_step
+            paths = {record.storage_path for record in self._known(staged)}
+            if is_newer and paths == {request.storage_path}:
+                return StagedSlots(await self._agent.paths(staged.slot_ids), staged.step)
+        return StagedSlots()
 
     def _known(self, staged: StagedCheckpoint) -> list[SlotRecord]:
         """The records of a checkpoint's slots; empty if one has been freed meanwhile."""

@@ -16,19 +16,19 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from forged.client.client import ForgedClient
 from forged.errors import ForgedError, RequestRefused, Unavailable
-from forged.host.messages import CloseSlots, OpenedSlots, OpenSlots, SaveSlots, ShareSlots
+from forged.host.messages import CloseSlots, FindStagedSlots, OpenedSlots, OpenSlots, SaveSlots, ShareSlots
 from forged.log import Log
 from forged.net.transport.port import Network
 
 if TYPE_CHECKING:
     # A worker that saves no checkpoints does not import them.
-    from forged.checkpoint.ports import CancelToken, SlotLease, SlotMemory
+    from forged.checkpoint.ports import CancelToken, SlotLease, SlotMemory, StagedStorage
 
 CONNECT_TIMEOUT_S = 2.0
 OPEN_TIMEOUT_S = 60.0
@@ -54,14 +54,20 @@ class WorkerSlots:
 
     def __init__(
         self,
+        job: str,
         user: Callable[[], SlotUser | None],
+        endpoints: Callable[[], tuple[str, ...] | None],
         token: str | None,
         network: Network | None,
         log: Log,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`user` returns the registered worker; None while there is none, or no connection to a daemon."""
+        """`user` returns the registered worker; None while there is none, or no connection to a daemon. `endpoints`
+        returns the daemon's; None while no session is open.
+        """
+        self._job = job
         self._user = user
+        self._endpoints = endpoints
         self._token = token
         self._network = network
         self._log = log
@@ -97,7 +103,7 @@ class WorkerSlots:
     ) -> tuple[OpenedSlots, list[SlotMemory]]:
         remaining_s = token.remaining_s()
         timeout_s = OPEN_TIMEOUT_S if remaining_s is None else min(OPEN_TIMEOUT_S, remaining_s)
-        async with self._client(user) as client:
+        async with self._client(user.endpoints) as client:
             opened = await client.request(
                 OpenSlots(user.job, user.worker_id, user.incarnation, size, storage), timeout_s=timeout_s
             )
@@ -115,6 +121,33 @@ class WorkerSlots:
                     f"cannot open {opened.paths[0]}: {error}",
                     "run the worker on the daemon's host",
                 ) from error
+
+    @contextmanager
+    def staged(self, storage: str, token: CancelToken) -> Iterator[StagedStorage | None]:
+        from forged.checkpoint.errors import CheckpointException
+        from forged.checkpoint.storage.slot_files import SlotFile, SlotSet
+        from forged.checkpoint.storage.slot_storage import SlotStorage
+
+        with ExitStack() as stack:
+            found = None
+            try:
+                files = []
+                for path in asyncio.run(self._find(storage)) if storage.startswith("/") else ():
+                    files.append(SlotFile(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)))
+                    stack.callback(files[-1].close)
+                if files and all(file.lock() for file in files):
+                    found = SlotStorage(SlotSet(files), f"the slots of job {self._job}")
+            except (ForgedError, OSError, CheckpointException) as error:
+                self._log.info("what is in slots cannot be restored", reason=str(error))
+            yield found
+
+    async def _find(self, storage: str) -> list[str]:
+        endpoints = self._endpoints()
+        if endpoints is None:
+            return []
+        async with self._client(endpoints) as client:
+            staged = await client.request(FindStagedSlots(self._job, storage), timeout_s=SAVE_TIMEOUT_S)
+        return staged.paths
 
     def persist(self, save_id: str, token: CancelToken) -> int:
         from forged.checkpoint.errors import CheckpointException, ExceptionType
@@ -135,7 +168,7 @@ class WorkerSlots:
         request = SaveSlots(user.job, user.worker_id, user.incarnation, save_id)
         while True:
             try:
-                async with self._client(user) as client:
+                async with self._client(user.endpoints) as client:
                     while True:
                         save = await client.request(request, timeout_s=SAVE_TIMEOUT_S)
                         if save.is_saved:
@@ -147,10 +180,8 @@ class WorkerSlots:
             _require_time(token)
             await asyncio.sleep(PAUSE_S)
 
-    def _client(self, user: SlotUser) -> ForgedClient:
-        return ForgedClient(
-            *user.endpoints, token=self._token, network=self._network, connect_timeout_s=CONNECT_TIMEOUT_S
-        )
+    def _client(self, endpoints: tuple[str, ...]) -> ForgedClient:
+        return ForgedClient(*endpoints, token=self._token, network=self._network, connect_timeout_s=CONNECT_TIMEOUT_S)
 
 
 def _require_time(token: CancelToken) -> None:

@@ -134,7 +134,7 @@ class ElasticWorker:
         self._sessions = 0
         self._endpoints: tuple[str, ...] = ()
         """Those of the present session, or of the last one."""
-        self._slots = WorkerSlots(self._slot_user, token, network, log)
+        self._slots = WorkerSlots(job, self._slot_user, self._daemon_endpoints, token, network, log)
 
     # Identity and progress.
 
@@ -290,6 +290,10 @@ class ElasticWorker:
         if session is None or not session.is_active or not session.endpoint or self.process.is_forked:
             return None
         return SlotUser(self.job, self.worker_id.id, self.incarnation, self._endpoints)
+
+    def _daemon_endpoints(self) -> tuple[str, ...] | None:
+        """The daemon's endpoints while there is a session."""
+        return None if self._session is None or self.process.is_forked else self._endpoints
 
     # Events.
 

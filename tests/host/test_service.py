@@ -12,7 +12,7 @@ import pytest
 
 from forged.catalog.messages import EmergencyCheckpointSaved
 from forged.catalog.model import CheckpointState, CheckpointType
-from forged.checkpoint import DistributedCheckpoint, SaveOptions, ShardedArray
+from forged.checkpoint import AsyncCheckpoints, DistributedCheckpoint, SaveOptions, ShardedArray
 from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.saving.background import SaveHandle
 from forged.checkpoint.storage import listing
@@ -27,7 +27,7 @@ from forged.kernel.messages import Request
 from forged.worker.errors import StepAborted
 from tests.checkpoint.fixtures.plain_reader import same, state_of
 from tests.client.daemon_runner import DaemonRunner, config_in
-from tests.worker.trainers import JOB, PATIENCE_S, Trainer, TrainerGroup, group_at, past
+from tests.worker.trainers import JOB, PATIENCE_S, Trainer, TrainerGroup, group_at, past, shared_worker
 
 NAMES = ("a", "b")
 ROWS = 600_000
@@ -187,6 +187,30 @@ async def test_failed_worker_leaves_an_emergency_checkpoint(
     assert {one.worker_id for one in page.slots} == {"a"}
     await group.over("b")
     await group.finish("a")
+
+
+async def test_restarted_worker_resumes_from_memory_that_is_newer_than_the_disk(
+    runner: DaemonRunner, group: TrainerGroup, client: ForgedClient, storage: LocalStorage
+) -> None:
+    staging = await start(group, storage)
+    staging.wanted = ["keep"]
+    await staging.until(group, 2)
+    # A file stands where the directory should be, so nothing can be saved.
+    await asyncio.to_thread(Path(storage.url).touch)
+    for name in NAMES:
+        await client.request(EvictWorker(JOB, name, "for the test"))
+    await until(client, lambda page: {one.owner for one in page.slots} == {"failed"})
+    await group.over(*NAMES)
+    step, state = staging.kept[-1], {"rows": rows(0, 1, 0), "step": 0}
+    worker = shared_worker("c", job=JOB)
+    async with worker.session(runner.endpoint):
+        assert await AsyncCheckpoints(storage.url, ranks=worker).resume(state) == step == worker.step
+    assert state["step"] == step
+    assert same(np.asarray(state["rows"].local), whole(step))  # type: ignore[attr-defined]
+    # The directory is there again, and the emergency checkpoint is saved.
+    await asyncio.to_thread(Path(storage.url).unlink)
+    await emergencies(client, 1)
+    check(storage, step)
 
 
 async def test_restarted_daemon_finds_slots_and_goes_on(

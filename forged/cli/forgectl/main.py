@@ -150,6 +150,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[[Parser], None]], ...] = (
     ("plan", "show what a rescale would change", _from("rescale_plan")),
     ("data", "list, show and audit training data", _from("data")),
     ("transfers", "show the progress of shard transfers", _from("transfers")),
+    ("slots", "list the memory into which workers stage checkpoints", _from("slots")),
     ("ckpt", "list, show, verify, compare, convert, keep and delete checkpoints", _from("ckpt")),
     ("events", "show facts, oldest first", _from("events", "fill_events")),
     ("story", "show the causes and consequences of a fact", _from("events", "fill_story")),
