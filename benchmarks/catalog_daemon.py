@@ -67,6 +67,9 @@ class NothingThere:
     async def verify(self, location: CheckpointLocation, bytes_per_s: int, progress: Progress) -> str:
         return ""
 
+    async def repair(self, location: CheckpointLocation) -> bool:
+        return False
+
     async def compact(self, location: CheckpointLocation, progress: Progress) -> int:
         return 0
 

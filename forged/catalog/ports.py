@@ -59,6 +59,10 @@ class CheckpointFiles(Protocol):
         """Compare every byte with its checksum, at this rate; empty if all are correct, else what is wrong."""
         ...
 
+    async def repair(self, location: CheckpointLocation) -> bool:
+        """Replace corrupt bytes by healthy copies, where there are any; returns whether something was replaced."""
+        ...
+
     async def compact(self, location: CheckpointLocation, progress: Progress) -> int:
         """Make a full checkpoint of an incremental one; returns its size."""
         ...
@@ -74,6 +78,9 @@ class NoFiles:
         raise _unreachable(location)
 
     async def verify(self, location: CheckpointLocation, bytes_per_s: int, progress: Progress) -> str:
+        raise _unreachable(location)
+
+    async def repair(self, location: CheckpointLocation) -> bool:
         raise _unreachable(location)
 
     async def compact(self, location: CheckpointLocation, progress: Progress) -> int:

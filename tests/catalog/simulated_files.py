@@ -21,6 +21,8 @@ class SimulatedCheckpoint:
     size_bytes: int = 100
     is_whole: bool = True
     is_damaged: bool = False
+    has_copy: bool = False
+    """Whether its damage can be repaired."""
 
 
 @dataclass
@@ -59,6 +61,14 @@ class SimulatedFiles:
         await anyio.sleep(found.size_bytes / bytes_per_s)
         progress(found.size_bytes, found.size_bytes)
         return "bad bytes" if found.is_damaged else ""
+
+    async def repair(self, location: CheckpointLocation) -> bool:
+        await self._reach("repair", location)
+        found = self._meant(location)
+        if found is None or not found.has_copy:
+            raise RequestRefused("checkpoint_chunk_corrupt", "there is no healthy copy", "")
+        found.is_damaged = False
+        return True
 
     async def compact(self, location: CheckpointLocation, progress: Progress) -> int:
         await self._reach("compact", location)

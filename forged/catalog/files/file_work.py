@@ -44,6 +44,7 @@ SUSPECT_BYTES_PER_S = 100 << 20
 """The rate at which a checkpoint is verified that a worker has reported as corrupt, where scrubbing is off."""
 SUSPECTS_MAX = 1000
 VERIFYING = "verifying"
+REPAIRING = "repairing"
 COMPACTING = "compacting"
 COMPACTION_TRIES = 5
 COMPACTION_PAUSE_S = 30.0
@@ -308,6 +309,19 @@ class FileWork:
         elif is_complete:
             self._damaged.add(checkpoint_id)
             await self._decide(self._book.damaged(checkpoint_id, wrong)).wait()
+        if wrong:
+            await self._repair(record)
+
+    async def _repair(self, record: CheckpointRecord) -> None:
+        """Replace the corrupt bytes by healthy copies, and verify the checkpoint again."""
+        self.operations[record.id] = CheckpointOperation(REPAIRING, 0, record.meta.size_bytes)
+        try:
+            if await self._files.repair(self._book.location(record)):
+                self._suspects.append(record.id)
+        except ForgedError as error:
+            self._log.warning("a checkpoint was not repaired", checkpoint=record.id, reason=error.message)
+        finally:
+            self.operations.pop(record.id, None)
 
     # Compaction.
 

@@ -64,6 +64,9 @@ class StoredCheckpointFiles:
         report = _in_loop(progress)
         return await self._run(location, lambda token: _verify(location, bytes_per_s, report, token), None, "scrub")
 
+    async def repair(self, location: CheckpointLocation) -> bool:
+        return await self._run(location, lambda token: _repair(location, token), None, "scrub")
+
     async def compact(self, location: CheckpointLocation, progress: Progress) -> int:
         report = _in_loop(progress)
         return await self._run(location, lambda token: _compact(location, report, token), None, "compaction")
@@ -223,16 +226,29 @@ def _delete(location: CheckpointLocation, ancestries: AncestryCache, token: Canc
 
 
 def _compact(location: CheckpointLocation, progress: Progress, token: CancelToken) -> int:
-    from forged.checkpoint.format.manifest import SUFFIX
     from forged.checkpoint.saving.compaction import make_full
 
     with _opened(location, token) as (storage, prefix):
-        manifest = _manifest(location, storage, prefix + SUFFIX)
-        if manifest is None or not _is_meant(location, manifest):
-            raise RequestRefused(
-                "checkpoint_missing", f"{location.path} is not there, or is another save", "verify the checkpoint"
-            )
+        _require_meant(location, storage, prefix)
         return make_full(storage, prefix, token, progress).size_bytes
+
+
+def _repair(location: CheckpointLocation, token: CancelToken) -> bool:
+    from forged.checkpoint.verification.repairing import repair
+
+    with _opened(location, token) as (storage, prefix):
+        _require_meant(location, storage, prefix)
+        return bool(repair(storage, prefix, token))
+
+
+def _require_meant(location: CheckpointLocation, storage: Storage, prefix: str) -> None:
+    from forged.checkpoint.format.manifest import SUFFIX
+
+    manifest = _manifest(location, storage, prefix + SUFFIX)
+    if manifest is None or not _is_meant(location, manifest):
+        raise RequestRefused(
+            "checkpoint_missing", f"{location.path} is not there, or is another save", "verify the checkpoint"
+        )
 
 
 def _verify(location: CheckpointLocation, bytes_per_s: int, progress: Progress, token: CancelToken) -> str:

@@ -330,6 +330,20 @@ async def test_sound_checkpoint_that_was_reported_as_corrupt_is_offered_again() 
 
 
 @over_days
+async def test_damaged_checkpoint_with_a_healthy_copy_is_repaired() -> None:
+    files = SimulatedFiles()
+    async with catalog(files=files, scrub_bytes_per_s=100) as one:
+        repairable, lost = await save(one, files, 1), await save(one, files, 2)
+        for step in (1, 2):
+            files.stored[f"{FOLDER}/step-{step:08d}"].is_damaged = True
+        files.stored[f"{FOLDER}/step-00000001"].has_copy = True
+        await anyio.sleep(200.0)
+        assert await one.listed() == {2: "corrupted", 1: "complete"}
+        assert {fact.checkpoint_id for fact in one.kernel.facts(CheckpointCorrupted)} == {repairable, lost}
+        assert [fact.checkpoint_id for fact in one.kernel.facts(CheckpointRepaired)] == [repairable]
+
+
+@over_days
 async def test_progress_of_a_verification_is_shown() -> None:
     files, seen = SimulatedFiles(), list[CheckpointProgress]()
 

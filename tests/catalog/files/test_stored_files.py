@@ -136,6 +136,40 @@ async def test_verification_finds_damage(tmp_path: Path) -> None:
     assert await files.verify(at, 1 << 30, no_progress) == "its manifest is missing"
 
 
+def flip(path: Path, *places: int) -> None:
+    """Damage a byte of a file."""
+    data = bytearray(path.read_bytes())
+    for place in places:
+        data[place] ^= 1
+    path.write_bytes(data)
+
+
+async def test_damage_is_repaired_from_a_copy_in_another_checkpoint(tmp_path: Path) -> None:
+    files, at = StoredCheckpointFiles(), saved(tmp_path / "a")
+    saved(tmp_path / "b")
+    (part,) = (tmp_path / "a").iterdir()
+    before = part.read_bytes()
+    flip(part, -1, -20_000)
+    assert await files.repair(at)
+    assert part.read_bytes() == before
+    assert not await files.repair(at)
+    assert await files.verify(at, 1 << 40, no_progress) == ""
+    assert len(files_in(tmp_path / "a")) == 1
+
+
+async def test_damage_without_a_copy_stays_as_it_is(tmp_path: Path) -> None:
+    files, at = StoredCheckpointFiles(), saved(tmp_path / "a")
+    saved(tmp_path / "b", 2.0)
+    (part,) = (tmp_path / "a").iterdir()
+    flip(part, -1)
+    before = part.read_bytes()
+    assert await code_of(files.repair(at)) == "checkpoint_chunk_corrupt"
+    assert part.read_bytes() == before
+    assert len(files_in(tmp_path / "a")) == 1
+    part.write_bytes(before[:-1])
+    assert await code_of(files.repair(at)) == "checkpoint_file_size"
+
+
 async def test_verification_reads_at_the_given_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = list[float]()
     monkeypatch.setattr("forged.checkpoint.ports.CancelToken.wait", lambda self, seconds: waits.append(seconds))
