@@ -118,7 +118,8 @@ def _described(storage: Storage) -> tuple[list[Row], list[Row]]:
 def as_adopted(manifest: Manifest, folder: str) -> Row:
     """A checkpoint as `AdoptedCheckpoint` describes it."""
     metrics = manifest.custom.get(METRICS_KEY)
-    return {
+    parent = {"parent_path": f"{folder}/{manifest.links[-1].prefix}"} if manifest.links else {}
+    return parent | {
         "storage_path": f"{folder}/{manifest.prefix}",
         "save_id": manifest.save_id,
         "epoch": manifest.epoch or 0,

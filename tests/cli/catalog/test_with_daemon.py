@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from forged.catalog.model import CheckpointType
+from forged.checkpoint import Checkpoints
 from tests.cli.catalog.conftest import JOB, CatalogueDaemon
 
 
@@ -106,6 +108,18 @@ def test_checkpoints_of_a_folder_are_adopted_once(on_daemon: CatalogueDaemon, sa
     assert on_daemon.lines(f"adopt {saved_folder} --dry-run")[0].startswith("known before: 3 checkpoints")
     paths = {meta["storage_path"] for meta in on_daemon.json("ls")["checkpoints"]}
     assert paths == {f"{saved_folder}/step-{step}" for step in (1, 2, 3)}
+
+
+def test_incremental_checkpoints_are_adopted_with_their_parents(on_daemon: CatalogueDaemon, tmp_path: Path) -> None:
+    state = {"frozen": np.zeros(1 << 20), "step": 0}
+    with Checkpoints(tmp_path / "saved", incremental=True) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state | {"trained": np.full(1 << 20, step)})
+    assert on_daemon.lines(f"adopt {tmp_path / 'saved'}")[0].startswith("job run has adopted 3 checkpoints")
+    metas = {meta["step"]: meta for meta in on_daemon.json("ls")["checkpoints"]}
+    assert [metas[step]["checkpoint_type"] for step in (1, 2, 3)] == ["full", "incremental", "incremental"]
+    assert metas[2]["parent_id"] == metas[1]["checkpoint_id"]
+    assert on_daemon.json("show latest")["is_restorable"]
 
 
 def test_checkpoints_of_another_job_are_refused(on_daemon: CatalogueDaemon, saved_folder: Path) -> None:
