@@ -309,6 +309,17 @@ async def test_restore_abandons_what_lies_beyond_and_is_measured() -> None:
 
 
 @on_virtual_time
+async def test_incremental_checkpoint_is_estimated_like_the_full_one_of_its_chain() -> None:
+    async with catalog() as one:
+        for number, (step, size_bytes) in enumerate(((1, 1000), (2, 10), (3, 10))):
+            made = await one.start(step, **(incremental(step - 1) if number else {}))
+            await one.complete(made.checkpoint_id, size_bytes)
+        await one.ask(ReportRestore(JOB, WORKER, INCARNATION, made.checkpoint_id, 3, 4.0, 10, []))
+        found = await one.points()
+        assert [round(point.estimate.expected_s, 2) for point in found.points] == [4.0, 4.0, 4.0]
+
+
+@on_virtual_time
 async def test_lost_progress_abandons_what_lies_beyond() -> None:
     async with catalog() as one:
         for step in (1, 2, 3):

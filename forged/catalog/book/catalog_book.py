@@ -18,7 +18,7 @@ import msgspec
 
 from forged.catalog import errors, retention
 from forged.catalog.book.changes import Change, decided, in_decisions, total
-from forged.catalog.book.estimates import MeasuredRestore, RestoreTimes
+from forged.catalog.book.estimates import MeasuredRestore, RestoreTimes, bytes_read
 from forged.catalog.catalog_index import CatalogIndex
 from forged.catalog.messages import (
     AdoptCheckpoints,
@@ -398,11 +398,17 @@ class CatalogBook:
         if record is not None:
             skipped = [shortened(one) for one in request.skipped[:SKIPPED_MAX]]
             fact = CheckpointRestored(record.id, record.meta.step, seconds, size_bytes, skipped)
-            changes.append(self._measured(record, MeasuredRestore(size_bytes, seconds), fact))
+            changes.append(self._measured(record, MeasuredRestore(self._bytes_read(record, size_bytes), seconds), fact))
             if record.meta.step == step and not record.is_deleted:
                 abandoned = {meta.checkpoint_id: meta for meta in self.index.abandon_beyond(record.id)}
         changes += self._abandon(request.job, step, now.wall, request.checkpoint_id, abandoned)
         return in_decisions(Nothing(), request.job, changes)
+
+    def _bytes_read(self, record: CheckpointRecord, otherwise: int) -> int:
+        """What a restore of a checkpoint reads, as estimates count it."""
+        run = self.index.run(record.job)
+        entry = None if run is None else run.entries.get(record.id)
+        return otherwise if entry is None else bytes_read(one.meta.size_bytes for one in entry.chain())
 
     def progress_lost(self, job: str, step: int, at: float) -> list[Decision[None]]:
         """The job has gone back to a step: what was saved beyond it until then is abandoned."""

@@ -13,7 +13,7 @@ from itertools import chain, islice
 from forged.catalog import selection
 from forged.catalog.book.catalog_book import CatalogBook, as_message
 from forged.catalog.book.changes import total
-from forged.catalog.book.estimates import seconds_per_step
+from forged.catalog.book.estimates import bytes_read, seconds_per_step
 from forged.catalog.messages import (
     CheckpointPage,
     CheckpointView,
@@ -89,7 +89,7 @@ class CatalogQuestions:
 
     def _estimate(self, links: Sequence[IndexEntry]) -> RestoreEstimate:
         record = self._book.records[links[-1].id]
-        size_bytes = total(one.meta.size_bytes for one in links)
+        size_bytes = bytes_read(one.meta.size_bytes for one in links)
         return self._book.times.estimate(record.job, storage_kind(record.path), size_bytes)
 
     def _seconds_per_step(self, run: RunIndex) -> float:
