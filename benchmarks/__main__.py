@@ -35,6 +35,7 @@ BENCHMARKS = (
     "catalog",
     "catalog_daemon",
     "slots",
+    "restore_estimate",
 )
 WITH_HOSTS = ("gone_host",)
 """Benchmarks that need network namespaces and so root; left out on machines without them."""
