@@ -88,6 +88,8 @@ class CheckpointLoadResult:
     """Tensors whose shape or type differs."""
     repaired: tuple[RepairedChunk, ...] = ()
     """Corrupt chunks that were read from a healthy copy."""
+    bytes_read: int = 0
+    """At this rank."""
 
 
 class DistributedCheckpoint:
@@ -271,6 +273,7 @@ class DistributedCheckpoint:
             unexpected=loaded.unexpected,
             mismatched=loaded.mismatched,
             repaired=loaded.repaired,
+            bytes_read=loaded.bytes_read,
         )
 
     def _manifest(self, prefix: str, options: LoadOptions, token: CancelToken) -> Manifest:

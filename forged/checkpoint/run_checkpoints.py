@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from types import MappingProxyType, TracebackType
 from typing import Any, Self, SupportsFloat, TypeVar
 
@@ -25,7 +25,7 @@ import msgspec
 
 from forged.catalog.cadence import CadencePolicy, Measured
 from forged.checkpoint import retention, rng
-from forged.checkpoint.checkpoint import DistributedCheckpoint
+from forged.checkpoint.checkpoint import CheckpointLoadResult, DistributedCheckpoint
 from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
 from forged.checkpoint.format.manifest import SUFFIX, Manifest
 from forged.checkpoint.format.tree import LeafType
@@ -155,6 +155,8 @@ class AsyncCheckpoints:
         """Whether this rank deletes superseded checkpoints."""
         self._advice: RestoreAdvice | None = None
         """What the catalogue has said when this run was resumed, if this rank has asked it."""
+        self._missing: dict[str, str] = {}
+        """The best restore points, as far as the folder does not have them, with the reason."""
 
     @property
     def is_single_process(self) -> bool:
@@ -169,16 +171,16 @@ class AsyncCheckpoints:
         A worker that has not entered a world loads by itself, and continues from that step. `state` is filled in
         place: a dict of arrays, plain values and objects with `state_dict` and `load_state_dict`, or such an object.
         """
-        began_at = self._monotonic()
         is_alone = self._is_worker and self._coordinator.rank < 0
         checkpoint = self._alone if is_alone else self._checkpoint
         failures: dict[str, CheckpointException] = {}
-        self._advice = None
+        self._advice, self._missing = None, {}
         if is_alone and (step := await self._resume_from_memory(state)) is not None:
             return step
         # Listed again after each failure: newer ones may have been saved, and the rest deleted, meanwhile.
         while names := [name for name in await self._names(is_alone, is_first=not failures) if name not in failures]:
             options = LoadOptions(names[0], load_rng_state=not self._is_worker, timeout=self._timeout_s)
+            began_at = self._monotonic()
             try:
                 async with self._held(names[0]):
                     result = await checkpoint.load(ScriptState(state), options=options)
@@ -191,7 +193,7 @@ class AsyncCheckpoints:
                 # A checkpoint that builds on a damaged one would have the damage, too.
                 self._base = None if result.repaired else names[0]
                 seconds = self._monotonic() - began_at
-                return self._resumed(names[0], result.metadata, seconds, failures, is_alone=is_alone)
+                return self._resumed(names[0], result, seconds, failures, is_alone=is_alone)
         if failures:
             raise _none_restorable(failures, self._storage.url)
         return 0
@@ -233,12 +235,13 @@ class AsyncCheckpoints:
     def _resumed(
         self,
         name: str,
-        manifest: Manifest,
+        result: CheckpointLoadResult,
         seconds: float,
         failures: Mapping[str, CheckpointException],
         *,
         is_alone: bool,
     ) -> int:
+        manifest = result.metadata
         step = retention.step_of(name) if manifest.step is None else manifest.step
         self._schedule.begin(step, self._monotonic())
         self._restorable.add(name)
@@ -247,8 +250,9 @@ class AsyncCheckpoints:
         if is_alone:
             self._ranks.update_training_state(manifest.epoch or 0, step, self._ranks.learning_rate)
             if catalog is not None:
-                skipped = [f"{prefix}: {error.message}" for prefix, error in failures.items()]
-                catalog.report_restore(Restored(point, step, seconds, manifest.size_bytes, skipped))
+                reasons = self._missing | {prefix: error.message for prefix, error in failures.items()}
+                skipped = [f"{prefix}: {reason}" for prefix, reason in reasons.items()]
+                catalog.report_restore(Restored(point, step, seconds, result.bytes_read, skipped))
         why = {} if point is None else {"reason": point.reason}
         self._log.info("resumed from a checkpoint", prefix=name, step=step, **why)
         return step
@@ -303,9 +307,11 @@ class AsyncCheckpoints:
         """Log the checkpoints that are not tried, although they are in the folder or in the catalogue."""
         if self._advice is None:
             return
-        left_out = {name: reason for name, reason in self._advice.excluded.items() if name in found}
-        gone = {point.prefix: "the catalogue has it, and the folder does not" for point in self._advice.points}
-        left_out |= {name: reason for name, reason in gone.items() if name not in found}
+        offered = [point.prefix for point in self._advice.points]
+        # Those after the first that is there are no better.
+        missing = takewhile(lambda name: name not in found, offered)
+        self._missing = dict.fromkeys(missing, "the catalogue has it, and the folder does not")
+        left_out = {name: reason for name, reason in self._advice.excluded.items() if name in found} | self._missing
         for name in retention.newest_first(left_out)[:SHOWN_MAX]:
             self._log.warning("checkpoint skipped", prefix=name, reason=left_out[name])
 
