@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import pytest
 
 from forged.catalog.messages import (
@@ -40,6 +41,7 @@ from tests.catalog.catalog_fixture import (
     catalog,
     incremental,
 )
+from tests.catalog.simulated_files import SimulatedCheckpoint, SimulatedFiles
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import OPERATOR, on_virtual_time
 
@@ -463,3 +465,19 @@ async def test_deleted_checkpoint_is_excluded_while_its_files_may_be_there() -> 
         (excluded,) = (await one.points(folder=FOLDER)).excluded
         assert (excluded.state, excluded.reason) == ("deleted", "it is deleted")
         assert (await one.points(folder="/ckpt/ru")).excluded == []
+
+
+@on_virtual_time
+async def test_daemon_that_was_superseded_deletes_nothing() -> None:
+    store, files = FaultyStore(), SimulatedFiles()
+    path = f"{FOLDER}/step-00000001"
+    async with catalog(store, files=files) as old:
+        checkpoint_id = await old.save(1)
+        files.stored[path] = SimulatedCheckpoint("00000001", JOB)
+        async with catalog(FaultyStore(store.memory), files=files) as new:
+            assert await refused(old.ask(DeleteCheckpoint(JOB, checkpoint_id), OPERATOR)) == "not_leader"
+            await anyio.sleep(60.0)
+            assert (list(files.stored), await new.listed()) == ([path], {1: "complete"})
+            await new.ask(DeleteCheckpoint(JOB, checkpoint_id), OPERATOR)
+            await anyio.sleep(60.0)
+            assert files.stored == {}

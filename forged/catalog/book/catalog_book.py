@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TypeVar
 
 import msgspec
 
@@ -112,7 +111,8 @@ FAILED_KEPT_S = 3600.0
 FAILED_RULE = "failed"
 REQUESTED_RULE = "requested"
 
-R = TypeVar("R")
+IsRegistered = Callable[[str, str, bytes], bool]
+"""Whether a worker of a job, with an incarnation, is registered."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_restores = msgspec.msgpack.Decoder(list[MeasuredRestore]).decode
@@ -523,24 +523,29 @@ class CatalogBook:
         self.since.pop(checkpoint_id, None)
         self.gone_since.pop(checkpoint_id, None)
 
-    def unsettled(
-        self, is_registered: Callable[[str, str, bytes], bool], now: Moment
-    ) -> Iterator[tuple[CheckpointRecord, str]]:
-        """The checkpoints whose files have to be looked for, and why: their writer is gone or late, or they failed."""
-        for checkpoint_id, since in self.since.items():
+    def unsettled(self, is_registered: IsRegistered, now: Moment) -> Iterator[tuple[CheckpointRecord, str]]:
+        """The checkpoints whose files have to be looked for, and why."""
+        for checkpoint_id in self.since:
             record = self.records[checkpoint_id]
-            is_there = not record.worker_id or is_registered(record.job, record.worker_id, record.incarnation)
-            if is_there:
-                self.gone_since.pop(checkpoint_id, None)
-            gone_s = now.monotonic - self.gone_since.setdefault(checkpoint_id, now.monotonic) if not is_there else 0.0
-            age_s = now.monotonic - since
-            if not record.is_being_written:
-                if age_s >= FAILED_KEPT_S and not (record.is_given_up and record.worker_id and is_there):
-                    yield record, record.note
-            elif gone_s >= WRITER_GONE_S:
-                yield record, f"worker {record.worker_id}, which was saving it, is gone"
-            elif age_s >= WRITING_S_MAX:
-                yield record, f"it was not completed within {WRITING_S_MAX:g} s"
+            if reason := self.why_unsettled(record, is_registered, now):
+                yield record, reason
+
+    def why_unsettled(self, record: CheckpointRecord, is_registered: IsRegistered, now: Moment) -> str:
+        """Why the files of a checkpoint have to be looked for: its writer is gone or late, or has failed long ago."""
+        since = self.since.get(record.id)
+        if since is None:
+            return ""
+        is_there = not record.worker_id or is_registered(record.job, record.worker_id, record.incarnation)
+        if is_there:
+            self.gone_since.pop(record.id, None)
+        gone_s = 0.0 if is_there else now.monotonic - self.gone_since.setdefault(record.id, now.monotonic)
+        age_s = now.monotonic - since
+        if not record.is_being_written:
+            may_be_written = record.is_given_up and record.worker_id and is_there
+            return (record.note or "its save failed") if age_s >= FAILED_KEPT_S and not may_be_written else ""
+        if gone_s >= WRITER_GONE_S:
+            return f"worker {record.worker_id}, which was saving it, is gone"
+        return f"it was not completed within {WRITING_S_MAX:g} s" if age_s >= WRITING_S_MAX else ""
 
     def tombstones(self) -> Iterator[CheckpointRecord]:
         """The deleted checkpoints whose files may still be there, in the order of deletion."""

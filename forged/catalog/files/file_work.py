@@ -228,8 +228,8 @@ class FileWork:
 
     async def _find(self, record: CheckpointRecord) -> None:
         """Complete a checkpoint that is there; give up one that is not, or delete what a failed save has left."""
-        due = {one.id: reason for one, reason in self._book.unsettled(self._is_registered, self._now())}
-        if record.id not in due:
+        reason = self._book.why_unsettled(record, self._is_registered, self._now())
+        if not reason:
             return
         size_bytes = await self._files.find(self._book.location(record))
         await self._bus.ledger.writable()
@@ -239,7 +239,7 @@ class FileWork:
         if size_bytes is not None:
             await self._decide(self._book.found(record.id, size_bytes, self._now())).wait()
         elif known.is_being_written:
-            await self._decide(self._book.give_up(record.id, due[record.id], self._now())).wait()
+            await self._decide(self._book.give_up(record.id, reason, self._now())).wait()
         else:
             await self._decide(self._book.sweep(record.id)).wait()
 
