@@ -15,12 +15,11 @@ from forged.checkpoint import (
     BlockingCheckpoint,
     CheckpointException,
     CheckpointInfo,
+    Checkpoints,
     CheckpointStorage,
     DistributedCheckpoint,
     LoadOptions,
-    SaveOptions,
     StorageOptions,
-    WhenBusy,
     create_storage,
 )
 from forged.data.sampling.sampler import ElasticSampler
@@ -39,23 +38,37 @@ def storage_in(directory: Path) -> CheckpointStorage:
 
 
 class CheckpointSaver:
-    """Saves the state of the workers in the background."""
+    """Saves the state of the workers in the background, and resumes it."""
 
-    def __init__(self, worker: Training, directory: Path, write: Callable[[Entry], None]) -> None:
+    def __init__(
+        self,
+        worker: Training,
+        folder: Path,
+        sampler: ElasticSampler,
+        write: Callable[[Entry], None],
+        *,
+        memory_every: int,
+    ) -> None:
         self._worker = worker
+        self._sampler = sampler
         self._write = write
-        self._checkpoints = BlockingCheckpoint(DistributedCheckpoint(worker, storage_in(directory)))
+        self._checkpoints = Checkpoints(
+            folder, every=SAVE_STEPS, memory_every=memory_every, ranks=worker, in_background=True
+        )
 
-    def save_if_due(self, step: int, sampler: ElasticSampler) -> None:
-        """Save the state after `step` steps if a checkpoint is due."""
-        if step % SAVE_STEPS:
-            return
-        options = SaveOptions(f"step-{step:06d}", include_rng_state=False, when_busy=WhenBusy.REFUSE)
-        state = {**self._worker.state, "sampler": sampler.state_dict()}
+    def resume(self) -> int:
+        """Load the newest state, from disk or from memory; returns its step, 0 if there is none."""
+        return self._checkpoints.resume(self._state())
+
+    def save_if_due(self, step: int) -> None:
+        """Save the state after `step` steps if a checkpoint is due, and copy it into memory if that is due."""
         try:
-            self._checkpoints.save_async(state, options=options)
+            self._checkpoints.save(step, self._state())
         except CheckpointException as error:
             self._write(CheckpointFailed(time.monotonic(), step, str(error)))
+
+    def _state(self) -> dict[str, Any]:
+        return {**self._worker.state, "sampler": self._sampler}
 
     def __enter__(self) -> Self:
         return self

@@ -18,6 +18,7 @@ from forged.demo.audit import Logs
 from forged.demo.output import Output
 from forged.demo.processes import DaemonProcess, DemoWorker
 from forged.demo.records import Committed, Entered, Entry, read
+from forged.demo.train import JOB
 from forged.elastic.messages import RescaleCompleted
 from forged.elastic.model import ClusterTopology
 from forged.errors import ForgedError
@@ -74,10 +75,12 @@ class ClusterObserver:
         log = self._logs.get(worker, [])
         return next((entry.step + 1 for entry in reversed(log) if isinstance(entry, Committed)), 0)
 
-    async def enter(self, name: str, endpoint: str, workers: int) -> DemoWorker:
-        """Start a worker."""
-        worker = self.workers[name] = DemoWorker(name, self.directory)
-        await worker.start(endpoint, workers)
+    async def enter(
+        self, name: str, endpoint: str, workers: int, directory: Path | None = None, words: Sequence[str] = ()
+    ) -> DemoWorker:
+        """Start a worker; `words` are further arguments of its script."""
+        worker = self.workers[name] = DemoWorker(name, directory or self.directory)
+        await worker.start(endpoint, workers, words)
         return worker
 
     async def until(self, happened: Callable[[], bool], what: str) -> None:
@@ -132,7 +135,7 @@ class ClusterObserver:
 
     def _take(self, record: Record) -> None:
         self.facts.append(record)
-        if isinstance(record.fact, RescaleCompleted):
+        if isinstance(record.fact, RescaleCompleted) and record.job == JOB:
             self.topology = self.topology.apply(record.fact.delta)
             self.worlds[self.topology.epoch] = self.members
             ranks = ", ".join(f"rank {rank} = {worker}" for rank, worker in enumerate(self.members))

@@ -121,10 +121,12 @@ class DemoWorker:
         """The last line of its log."""
         return last_log_line(self.output_log)
 
-    async def start(self, endpoint: str, workers: int) -> None:
+    async def start(self, endpoint: str, workers: int, words: Sequence[str] = ()) -> None:
         with _appending_to(self.output_log) as log:
             self._process = await asyncio.create_subprocess_exec(
-                *command("forged.demo.train", endpoint, self.name, str(self._directory), "--workers", f"{workers}"),
+                *command(
+                    "forged.demo.train", endpoint, self.name, str(self._directory), "--workers", f"{workers}", *words
+                ),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

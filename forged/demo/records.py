@@ -73,7 +73,14 @@ class CheckpointFailed(msgspec.Struct, frozen=True, tag="unsaved"):
     why: str
 
 
-Entry = Ready | Entered | Used | Committed | Finished | CheckpointFailed
+class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
+    """The worker begins with a state that was saved after `step` steps."""
+
+    at: float
+    step: int
+
+
+Entry = Ready | Resumed | Entered | Used | Committed | Finished | CheckpointFailed
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Entry).decode

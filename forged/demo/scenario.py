@@ -1,4 +1,4 @@
-"""The scenario of `forged demo`: five events during a training run, then the proof that the result is right.
+"""The scenario of `forged demo`: five events during a training run, the proof of its result, and a lost job restored.
 
 Invariants:
 - Every claim is checked, and every figure is measured in this run.
@@ -22,9 +22,10 @@ from forged.cli.forgectl.tables import duration
 from forged.client import ForgedClient
 from forged.data.messages import TransfersCompleted, TransfersPlanned, TransferTotals
 from forged.demo import audit
-from forged.demo.checkpoints import FOLDER, checkpoints, resumed
+from forged.demo.checkpoints import FOLDER, SAVE_STEPS, checkpoints, resumed
 from forged.demo.dataset import REPLICATION, SHARDS, misplaced
 from forged.demo.learning import BATCH, SAMPLES, State, Task
+from forged.demo.memory_restore import ALONE_JOB, restore_from_memory
 from forged.demo.observer import ClusterObserver
 from forged.demo.output import CYAN, DIM, GREEN, RED, Output
 from forged.demo.processes import DaemonProcess, forgectl, nothing_left_behind
@@ -88,6 +89,10 @@ class Outcome:
     """The checkpoint from which a single process resumed."""
     resumed_differ_by: float | None = None
     """The largest difference between a parameter of that process and the workers' result."""
+    emergency_save_s: float | None = None
+    """Seconds from the kill of a job's only worker until its last copied step was durable."""
+    emergency_steps_lost: int | None = None
+    """The committed steps that this worker had to repeat."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -139,6 +144,7 @@ class Scenario:
             await self._lose_daemon(client, tcp)
             await self._drain_worker()
             await self._prove(client)
+            await self._restore_from_memory(tcp)
         code = await self._daemon.stop()
         self._check("the daemon stops on request with exit code 0", [] if code == 0 else [f"its exit code is {code}"])
 
@@ -376,6 +382,21 @@ class Scenario:
             f"one process that resumes from {last.prefix} (saved by {counted(last.world_size, 'rank')}) gets the same"
             f" result after {counted(steps, 'step')} (largest difference {distance:.1e})",
             [] if distance <= TOLERANCE else [f"a parameter differs by {distance:g}"],
+        )
+
+    async def _restore_from_memory(self, endpoint: str) -> None:
+        found = await restore_from_memory(self._observer, self._output, self._directory / ALONE_JOB, endpoint)
+        self.outcome.emergency_save_s = round(found.saved_s, 4)
+        self.outcome.emergency_steps_lost = max(0, found.committed - found.restored)
+        newer = [] if found.restored > SAVE_STEPS else [f"it continued after step {found.restored}"]
+        lost = [] if self.outcome.emergency_steps_lost <= 1 else [f"it continued after step {found.restored}"]
+        self._check(
+            f"it continued after step {found.restored} of {found.committed}; on disk was step {SAVE_STEPS}",
+            newer + lost,
+        )
+        self._check(
+            f"its parameters equal those of an uninterrupted run (largest difference {found.differ_by:.1e})",
+            [] if found.differ_by <= TOLERANCE else [f"a parameter differs by {found.differ_by:g}"],
         )
 
     # Helpers.

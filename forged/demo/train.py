@@ -19,11 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from forged.data.sampling.sampler import ElasticSampler
-from forged.demo.checkpoints import CheckpointSaver
+from forged.demo.checkpoints import FOLDER, CheckpointSaver
 from forged.demo.dataset import DatasetReader, training_data
 from forged.demo.learning import BATCH, LEARNING_RATE, Task, contribution, learn
-from forged.demo.records import NONE, Committed, Entered, Entry, Finished, Ready, Used, line_of
+from forged.demo.records import NONE, Committed, Entered, Entry, Finished, Ready, Resumed, Used, line_of
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import RedistributionType
 from forged.worker.blocking import Training, join
@@ -34,6 +33,8 @@ STABILITY_WINDOW_MS = 500
 RECONNECT_GRACE_MS = 30_000
 STEP_PAUSE_S = 0.003
 """Simulated time to load data."""
+MEMORY_STEPS = 10
+"""The number of steps between two copies of the state in memory that outlives the worker."""
 STOP_FILE = "stop"
 """The file that asks the workers to end the training."""
 RECORDS = ".jsonl"
@@ -43,7 +44,7 @@ PARAMETERS = ".npy"
 def config(workers: int) -> ElasticTrainingConfig:
     """Training continues with one worker less, and starts as soon as all workers have joined."""
     return ElasticTrainingConfig(
-        min_workers=workers - 1,
+        min_workers=max(1, workers - 1),
         max_workers=workers,
         stability_window_ms=STABILITY_WINDOW_MS,
         reconnect_grace_ms=RECONNECT_GRACE_MS,
@@ -111,14 +112,13 @@ def train(
     reader: DatasetReader,
     recorder: Recorder,
     saver: CheckpointSaver,
-    sampler: ElasticSampler,
     stop_file: Path,
 ) -> None:
     """Train until the stop file exists."""
     state: dict[str, Any] = worker.state
     for step in steps(worker, recorder):
         with step:
-            saver.save_if_due(int(step), sampler)
+            saver.save_if_due(int(step))
             samples = worker.batch()
             recorder.use(worker, int(step), len(samples))
             time.sleep(STEP_PAUSE_S)
@@ -139,6 +139,9 @@ def main() -> int:
     parser.add_argument("name")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--job", default=JOB)
+    parser.add_argument("--memory-every", type=int, default=MEMORY_STEPS, help="the steps between two copies in memory")
+    parser.add_argument("--resume", action="store_true", help="begin with the newest state that was saved")
     options = parser.parse_args()
     task, recorder = Task(), Recorder(options.directory / f"{options.name}{RECORDS}")
     state = task.state() | {"ends_at": NONE}
@@ -146,7 +149,7 @@ def main() -> int:
     reader, sampler = DatasetReader(data.store, task.samples), task.sampler()
     with join(
         options.endpoint,
-        job=JOB,
+        job=options.job,
         state=state,
         worker_id=options.name,
         config=config(options.workers),
@@ -155,9 +158,12 @@ def main() -> int:
         data=data,
         sampler=sampler,
     ) as worker:
-        recorder.write(Ready(time.monotonic()))
-        with CheckpointSaver(worker, options.directory, recorder.write) as saver:
-            train(worker, reader, recorder, saver, sampler, options.directory / STOP_FILE)
+        folder = options.directory / FOLDER
+        with CheckpointSaver(worker, folder, sampler, recorder.write, memory_every=options.memory_every) as saver:
+            if options.resume:
+                recorder.write(Resumed(time.monotonic(), saver.resume()))
+            recorder.write(Ready(time.monotonic()))
+            train(worker, reader, recorder, saver, options.directory / STOP_FILE)
         np.save(options.directory / f"{options.name}{PARAMETERS}", state["parameters"])
         digest = sha256(state["parameters"].tobytes()).hexdigest()
         recorder.write(Finished(time.monotonic(), worker.step, digest, reader.here, reader.elsewhere))
