@@ -1,8 +1,19 @@
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
-from forged.catalog import CheckpointInvalid, CheckpointUnknown, GcPolicy, RestoreCriteria, catalog_index
+from forged.catalog import (
+    CheckpointInvalid,
+    CheckpointType,
+    CheckpointUnknown,
+    CreateCheckpointRequest,
+    GcPolicy,
+    RestoreCriteria,
+    TransitionRefused,
+    catalog_index,
+)
 from forged.catalog.catalog_index import CatalogIndex
 from forged.catalog.model import HOLDERS_MAX, CheckpointState
 from tests.catalog.records import COMPLETE, CORRUPTED, DELETED, INCREMENTAL, KEEP_ALL, chain, record, request
@@ -176,3 +187,56 @@ def test_checkpoints_are_counted_by_state(index: CatalogIndex) -> None:
 def test_newest_complete_checkpoint_of_each_run_is_found(index: CatalogIndex) -> None:
     index.load([record("a", step=1), record("b", step=2), record("c", step=3, state=CORRUPTED)])
     assert [meta.checkpoint_id for meta in index.newest_complete()] == ["b"]
+
+
+def test_policy_of_a_run_replaces_that_of_all_and_its_metric() -> None:
+    index = CatalogIndex(GcPolicy(1, inf))
+    for run in ("a", "b"):
+        for step, (loss, acc) in enumerate([(1.0, 1.0), (2.0, 3.0), (3.0, 2.0), (4.0, 0.0)]):
+            wanted = CreateCheckpointRequest(run, 0, step, metrics={"loss": loss, "acc": acc})
+            index.create(wanted, f"{run}{step}", float(step))
+            index.complete(f"{run}{step}", 1, f"/{run}{step}")
+    index.set_policy("a", GcPolicy(2, inf, keep_best_n=1, metric_key="acc", metric_ascending=False))
+    assert [meta.checkpoint_id for meta in index.gc(10.0)] == ["a0", "b0", "b1", "b2"]
+    index.set_policy("a", None)
+    assert [meta.checkpoint_id for meta in index.gc(11.0)] == ["a1", "a2"]
+
+
+def test_failed_save_is_completed_late_and_another_one_is_not() -> None:
+    index = CatalogIndex(GcPolicy(1, inf))
+    for name in ("a", "b"):
+        index.create(CreateCheckpointRequest("run", 0, 1), name, 0.0)
+    index.mark_corrupted("a")
+    assert index.complete_late("a", 5, "/a").state is CheckpointState.COMPLETE
+    assert (index.total_size(), index.find_restore_point(RestoreCriteria("run"))) == (5, index.get("a"))
+    for name in ("a", "b"):
+        with pytest.raises(TransitionRefused):
+            index.complete_late(name, 5, "/a")
+
+
+def test_checkpoint_that_became_full_needs_no_parent() -> None:
+    index = CatalogIndex(GcPolicy(1, inf))
+    index.create(CreateCheckpointRequest("run", 0, 1), "parent", 1.0)
+    index.complete("parent", 10, "/parent")
+    index.create(CreateCheckpointRequest("run", 0, 2, CheckpointType.INCREMENTAL), "child", 2.0)
+    with pytest.raises(TransitionRefused):
+        index.make_full("child", 20)
+    index.complete("child", 1, "/child")
+    assert index.make_full("child", 20).parent_id is None
+    assert index.total_size() == 30
+    index.mark_corrupted("parent")
+    assert index.find_restore_point(RestoreCriteria("run")) == index.get("child")
+    index.delete("parent")
+    loaded = CatalogIndex(GcPolicy(1, inf))
+    loaded.load(index.list_for_run("run"))
+    assert loaded.find_restore_point(RestoreCriteria("run")) == index.get("child")
+
+
+def test_what_was_saved_beyond_a_step_until_then_is_abandoned() -> None:
+    index = CatalogIndex(GcPolicy(1, inf))
+    for step in (1, 2, 3, 4):
+        index.create(CreateCheckpointRequest("run", 0, step), str(step), float(step))
+        index.complete(str(step), 1, f"/{step}")
+    assert [meta.checkpoint_id for meta in index.abandon_after("run", 1, 3.0)] == ["2", "3"]
+    assert [meta.step for meta in index.restore_points(RestoreCriteria("run"))] == [4, 1]
+    assert index.abandon_after("run", 1, 3.0) == []
