@@ -17,6 +17,8 @@ from forged.cli.process import EXIT_OK
 COLUMNS = ("id", "step", "verdict", "rule", "size", "reason")
 COLLECTED_COLUMNS = ("id", "step", "rule", "size", "reason")
 YIELDING = ("rule", "reason")
+RECENT = "recent"
+"""The rule of what no setting limits, or not yet."""
 KEPT, GOES = "kept", "goes"
 
 
@@ -39,14 +41,13 @@ def _show_preview(options: Options, page: Row) -> None:
     if not verdicts:
         return
     going = sum(verdict.get("is_kept") is False for verdict in verdicts)
-    print(f"\n{_goes(options.job, going, len(verdicts), count_in(page, 'regained_bytes'))}")
-
-
-def _goes(job: str, going: int, count: int, regained_bytes: int) -> str:
-    whole = tables.counted(count, "checkpoint")
-    if not going:
-        return f"a collection would delete none of {whole}; {_settings(job)}"
-    return f"a collection would delete {going:,} of {whole} and regain {tables.size(regained_bytes)}"
+    whole = tables.counted(len(verdicts), "checkpoint")
+    if going:
+        regained = tables.size(count_in(page, "regained_bytes"))
+        print(f"\na collection would delete {going:,} of {whole} and regain {regained}")
+    else:
+        hint = f"; {_settings(options.job)}" if any(verdict.get("rule") == RECENT for verdict in verdicts) else ""
+        print(f"\na collection would delete none of {whole}{hint}")
 
 
 def _collect(options: Options) -> int:
@@ -58,7 +59,10 @@ def _collect(options: Options) -> int:
 
 def _show_collected(options: Options, reply: Row) -> None:
     collected = answers.rows_in(reply, "collected")
-    nothing = f"no checkpoint of job {options.job} is collected; {_settings(options.job)}"
+    nothing = (
+        f"no checkpoint of job {options.job} is collected; "
+        f"`forgectl ckpt gc --dry-run --job {options.job}` tells why each is kept"
+    )
     _table(options, collected, COLLECTED_COLUMNS, nothing)
     if collected:
         regained = tables.size(count_in(reply, "regained_bytes"))

@@ -8,7 +8,7 @@ from typing import Any
 
 from forged.cli.catalog import names
 from forged.cli.catalog.ls import SHOWN_MAX, size_text
-from forged.cli.catalog.show import estimate_text
+from forged.cli.catalog.show import chain_text, estimate_text
 from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.answers import Row
 from forged.cli.forgectl.connection import DaemonConnection
@@ -57,13 +57,13 @@ def _show(options: Options, reply: Row) -> None:
 
 def _show_best(point: Row) -> None:
     meta = answers.map_in(point, "meta")
-    chain = [tables.field("", one) for one in answers.list_in(point, "chain")]
+    chain = answers.list_in(point, "chain")
     shown = {
         "restore": names.described(meta),
         "path": meta.get("storage_path"),
         "why": point.get("reason"),
         "takes": estimate_text(answers.map_in(point, "estimate")),
-        "reads": " → ".join(chain) if len(chain) > 1 else None,
+        "reads": chain_text(chain) if len(chain) > 1 else None,
         "loses": _loss(point),
     }
     tables.pairs({key: value for key, value in shown.items() if value})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from forged.cli.catalog import names
@@ -14,6 +15,7 @@ from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options
 from forged.cli.process import EXIT_FAILED, EXIT_OK
 
+CHAIN_SHOWN_MAX = 5
 SHOWN_APART = frozenset(
     {"meta", "chain", "children", "is_restorable", "is_managed", "is_kept", "retention", "estimate", "operation"}
 )
@@ -58,8 +60,16 @@ def estimate_text(estimate: Row) -> str:
     expected, low, high = (_seconds(estimate.get(key)) for key in ("expected_s", "low_s", "high_s"))
     if not estimate:
         return ""
-    source = f", from {tables.field('', estimate['source'])}" if estimate.get("source") else ""
-    return f"{expected} ({low} to {high}){source}"
+    source = f"; {tables.field('', estimate['source'])}" if estimate.get("source") else ""
+    return f"{expected} ({low} to {high}{source})"
+
+
+def chain_text(chain: Sequence[Any]) -> str:
+    """Checkpoints in the order in which they build on each other; the middle of a long chain is only counted."""
+    names = [tables.field("", one) for one in chain]
+    if len(names) > CHAIN_SHOWN_MAX:
+        names[1:-2] = [f"{len(names) - 3:,} more"]
+    return " → ".join(names)
 
 
 def _seconds(value: Any) -> str:
@@ -76,7 +86,6 @@ def _restore(view: Row) -> str:
 def _fields(view: Row, now: float) -> dict[str, Any]:
     """A checkpoint as lines, the most important first."""
     meta = answers.map_in(view, "meta")
-    chain = [tables.field("", one) for one in answers.list_in(view, "chain")]
     shown: dict[str, Any] = {
         "id": meta.get("checkpoint_id"),
         "job": meta.get("training_run_id"),
@@ -90,7 +99,7 @@ def _fields(view: Row, now: float) -> dict[str, Any]:
         "verified": _moment(meta.get("verified_at"), now) if meta.get("verified_at") else "never",
         "metrics": ", ".join(metric_text(meta, metric) for metric in answers.map_in(meta, "metrics")),
         "held by": answers.list_in(meta, "holders"),
-        "builds on": " → ".join(chain[:-1]),
+        "builds on": chain_text(answers.list_in(view, "chain")[:-1]),
         "needed by": tables.names(answers.list_in(view, "children")),
         "restore": _restore(view),
         "retention": _retention(view),

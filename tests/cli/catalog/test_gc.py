@@ -42,14 +42,20 @@ def test_preview_shows_what_goes_first_with_reasons_and_the_bytes(tmp_path: Path
     ]
 
 
-def test_preview_without_deletions_names_the_settings(tmp_path: Path, capsys: Caught) -> None:
-    page = {"verdicts": VERDICTS[:1], "more": False, "regained_bytes": 0}
+@pytest.mark.parametrize(
+    ("rule", "hint"),
+    [
+        ("recent", "; the settings checkpoint_keep and checkpoint_max_age_s limit them (`forgectl jobs show run`)"),
+        ("parent", ""),
+    ],
+)
+def test_preview_without_deletions_names_the_settings_that_would_help(
+    tmp_path: Path, capsys: Caught, rule: str, hint: str
+) -> None:
+    page = {"verdicts": [VERDICTS[0] | {"rule": rule}], "more": False, "regained_bytes": 0}
     with catalogue(tmp_path, ReadRetention=page) as daemon:
         said = daemon.run("ckpt gc --job run --dry-run", capsys)[1].splitlines()[-1]
-    assert said == (
-        "a collection would delete none of 1 checkpoint; "
-        "the settings checkpoint_keep and checkpoint_max_age_s limit them (`forgectl jobs show run`)"
-    )
+    assert said == f"a collection would delete none of 1 checkpoint{hint}"
 
 
 def test_preview_of_no_checkpoints_says_so(tmp_path: Path, capsys: Caught) -> None:
@@ -82,10 +88,10 @@ def test_collection_shows_what_was_collected(tmp_path: Path, capsys: Caught) -> 
     ]
 
 
-def test_collection_of_nothing_names_the_settings(tmp_path: Path, capsys: Caught) -> None:
+def test_collection_of_nothing_says_where_the_reasons_are(tmp_path: Path, capsys: Caught) -> None:
     with catalogue(tmp_path, CollectCheckpoints={"collected": [], "regained_bytes": 0}) as daemon:
         out = daemon.run("ckpt gc --job run", capsys)[1]
-    assert out.startswith("no checkpoint of job run is collected; the settings checkpoint_keep and")
+    assert out.startswith("no checkpoint of job run is collected; `forgectl ckpt gc --dry-run --job run` tells why")
 
 
 def test_json_is_the_reply(tmp_path: Path, capsys: Caught) -> None:

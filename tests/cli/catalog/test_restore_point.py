@@ -34,7 +34,7 @@ def test_best_point_and_the_alternatives_are_shown(tmp_path: Path, capsys: Caugh
         "restore  ckpt-00000004 (step 400)",
         "path     /data/run/step-400",
         "why      the newest that can be restored",
-        "takes    2.5 s (2 s to 4 s), from 7 restores of this job",
+        "takes    2.5 s (2 s to 4 s; 7 restores of this job)",
         "reads    ckpt-00000003 → ckpt-00000004",
         "loses    30 steps, 1m12s of training",
         "",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from forged.cli.catalog import show
 from tests.cli.catalog.scripted_catalogue import ESTIMATE, Caught, catalogue, record, view_of
 
 META = record(4, checkpoint_type="incremental", metrics={"loss": 0.25, "accuracy": 0.5}, holders=["w0"], pinned=True)
@@ -38,10 +39,17 @@ def test_all_that_is_known_is_shown(tmp_path: Path, capsys: Caught) -> None:
         "held by": "w0",
         "builds on": "ckpt-00000001 → ckpt-00000003",
         "needed by": "ckpt-00000005",
-        "restore": "2.5 s (2 s to 4 s), from 7 restores of this job",
+        "restore": "2.5 s (2 s to 4 s; 7 restores of this job)",
         "retention": "kept: the newest restorable checkpoint",
         "files": "read and deleted by the daemon",
     }
+
+
+@pytest.mark.parametrize(
+    ("length", "text"), [(1, "c0"), (5, "c0 → c1 → c2 → c3 → c4"), (14, "c0 → 11 more → c12 → c13")]
+)
+def test_middle_of_a_long_chain_is_only_counted(length: int, text: str) -> None:
+    assert show.chain_text([f"c{number}" for number in range(length)]) == text
 
 
 def test_what_is_wrong_is_shown(tmp_path: Path, capsys: Caught) -> None:
@@ -85,7 +93,7 @@ class TestEstimate:
     def test_estimate_has_interval_and_source(self, tmp_path: Path, capsys: Caught) -> None:
         with catalogue(tmp_path, META) as daemon:
             assert daemon.run("ckpt estimate @400 --job run", capsys) == (
-                0, "ckpt-00000004 (step 400): a restore takes 2.5 s (2 s to 4 s), from 7 restores of this job\n", "",
+                0, "ckpt-00000004 (step 400): a restore takes 2.5 s (2 s to 4 s; 7 restores of this job)\n", "",
             )  # fmt: skip
             reply = {"checkpoint_id": "ckpt-00000004", "step": 400, "estimate": ESTIMATE}
             assert daemon.json("ckpt estimate @400 --job run", capsys) == reply
