@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
@@ -31,6 +32,7 @@ from forged.plain_client.connection import PlainConnection
 BATCH_MAX = 1000
 BATCH_BYTES_MAX = 1 << 20
 """Half of the smallest frame that a daemon can be configured for."""
+REFUSED_SHOWN_MAX = 12
 METRICS_KEY = "metrics"
 """The custom metadata in which workers save the metrics."""
 OUTCOMES = ("adopted", "known", "refused")
@@ -57,7 +59,7 @@ def adopt(options: Options, token: CancelToken) -> int:
     whole = {"job": options.job, "folder": storage.url, "dry_run": options.dry_run, **done, "unreadable": unreadable}
     whole["remarks"] = remarks
     answer(options, whole, lambda: _show(whole))
-    return EXIT_FAILED if done["refused"] or unreadable else EXIT_OK
+    return EXIT_FAILED if done["refused"] or unreadable or not found else EXIT_OK
 
 
 def _remarks(daemon: PlainConnection, job: str, adopted: set[Any]) -> Iterator[str]:
@@ -165,9 +167,17 @@ def _show(whole: Row) -> None:
         print(f"job {job} has adopted {number}: {tables.names(adopted)}")
     if known:
         print(f"known before: {tables.counted(len(known), 'checkpoint')}: {tables.names(known)}")
-    for text in _refusals(refused, whole["unreadable"]):
+    refusals = list(_refusals(refused, whole["unreadable"]))
+    shown = refusals[: REFUSED_SHOWN_MAX - 1] if _is_cut(refusals) else refusals
+    for text in shown:
         tables.print_wrapped(text, tables.NOTE_INDENT)
+    if len(shown) < len(refusals):
+        print(f"and {len(refusals) - len(shown):,} more: --json shows them")
     tables.notes(whole)
+
+
+def _is_cut(refusals: Sequence[str]) -> bool:
+    return sys.stdout.isatty() and len(refusals) > REFUSED_SHOWN_MAX
 
 
 def _refusals(refused: Sequence[Any], unreadable: Sequence[Row]) -> Iterator[str]:

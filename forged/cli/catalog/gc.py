@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from forged.cli.catalog.ls import SHOWN_MAX, size_text
+from forged.cli.catalog.names import require_job
 from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.answers import Row, count_in
 from forged.cli.forgectl.connection import DaemonConnection
@@ -29,6 +30,8 @@ def collect(options: Options) -> int:
 def _preview(options: Options) -> int:
     with DaemonConnection(options) as daemon:
         page = answers.whole(daemon, "ReadRetention", field="verdicts", key="checkpoint_id", job=options.job)
+        if not answers.rows_in(page, "verdicts"):
+            require_job(daemon, options.job)
     answer(options, page, lambda: _show_preview(options, page))
     return EXIT_OK
 
@@ -53,6 +56,8 @@ def _show_preview(options: Options, page: Row) -> None:
 def _collect(options: Options) -> int:
     with DaemonConnection(options) as daemon:
         reply = answers.one(daemon, "CollectCheckpoints", job=options.job)
+        if not answers.rows_in(reply, "collected"):
+            require_job(daemon, options.job)
     answer(options, reply, lambda: _show_collected(options, reply))
     return EXIT_OK
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from posixpath import dirname
 from typing import Any
 
-from forged.cli.catalog.names import listed
+from forged.cli.catalog.names import listed, require_job
 from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.answers import Row, count_in
 from forged.cli.forgectl.commands.events import over_restarts
@@ -40,6 +40,8 @@ def show_list(options: Options) -> int:
         position, history = daemon.latest, daemon.history
         pages = {"pages_max": 1, "limit": SHOWN_MAX} if is_cut else {}
         page = listed(daemon, options.job, **pages)
+        if not answers.rows_in(page, "checkpoints"):
+            require_job(daemon, options.job)
         metric = _metric(daemon, options.job)
     answer(options, page, lambda: _show(options.job, page, metric, time.time()))
     if options.follow:

@@ -38,6 +38,11 @@ def listed(daemon: PlainConnection, job: str, **fields: Any) -> Row:
     return answers.whole(daemon, "ListCheckpoints", field="checkpoints", key="checkpoint_id", job=job, **fields)
 
 
+def require_job(daemon: PlainConnection, job: str) -> None:
+    """Refuse a job that does not exist: the catalogue has no checkpoints of it, which is no answer to a wrong name."""
+    answers.one(daemon, "ShowJob", job=job)
+
+
 def described(meta: Row) -> str:
     """A checkpoint in a sentence: its id with its step."""
     return f"{tables.field('', meta.get('checkpoint_id'))} (step {tables.field('', meta.get('step'))})"

@@ -123,7 +123,7 @@ def test_parent_of_an_earlier_batch_is_sent_unless_nothing_is_kept(
 def test_empty_folder_is_named(tmp_path: Path, capsys: Caught, checkpoint_folder: CheckpointFolder) -> None:
     with catalogue(tmp_path) as daemon:
         code, out, _ = daemon.run("ckpt adopt checkpoints --job run", capsys)
-    assert code == 0
+    assert code == 1
     assert out.startswith(f"no checkpoints in {tmp_path}/checkpoints; name the folder that the manifests")
 
 
@@ -140,3 +140,18 @@ def test_parents_come_before_their_children() -> None:
 def test_cycle_is_left_to_the_daemon() -> None:
     found = {path: {"created_at": 0.0, "storage_path": path, "parent_path": path} for path in "ba"}
     assert [one["storage_path"] for one in adopt.parents_first(found)] == ["a", "b"]
+
+
+def test_long_list_of_refusals_is_cut_on_a_terminal(
+    tmp_path: Path, capsys: Caught, checkpoint_folder: CheckpointFolder
+) -> None:
+    checkpoint_folder.save("step-7")
+    reply = {"adopted": [], "known": [], "refused": [f"step-{number}: taken" for number in range(20)]}
+    with catalogue(tmp_path, AdoptCheckpoints=reply) as daemon:
+        whole = daemon.run("ckpt adopt checkpoints --job run", capsys)[1].splitlines()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.stdout.isatty", lambda: True)
+            patch.setenv("NO_COLOR", "1")
+            cut = daemon.run("ckpt adopt checkpoints --job run", capsys)[1].splitlines()
+    assert len(whole) == 20
+    assert (len(cut), cut[-1]) == (12, "and 9 more: --json shows them")

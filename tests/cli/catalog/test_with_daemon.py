@@ -142,6 +142,13 @@ def test_empty_catalogue_says_so(on_daemon: CatalogueDaemon, line: str) -> None:
     assert "job run has no checkpoint" in on_daemon.run(line)[1]
 
 
+@pytest.mark.parametrize("line", ["ls", "restore-point", "gc --dry-run", "gc"])
+def test_job_that_does_not_exist_is_refused(on_daemon: CatalogueDaemon, line: str) -> None:
+    code, out, err = on_daemon.run(line, job="nobody")
+    assert (code, out) == (3, "")
+    assert "nobody" in err
+
+
 @pytest.mark.parametrize("line", ["show latest", "show @1", "pin abc", "rm abc --yes", "estimate latest"])
 def test_unknown_checkpoint_is_refused(on_daemon: CatalogueDaemon, line: str) -> None:
     code, out, err = on_daemon.run(line)
