@@ -32,6 +32,7 @@ BENCHMARKS = (
     "ckpt_load",
     "ckpt_reshard",
     "ckpt_small",
+    "incremental",
     "catalog",
     "catalog_daemon",
     "slots",

@@ -150,7 +150,7 @@ class SaveOptions:
     reason: str
     """Why it is saved now; for the catalogue."""
     base: str | None
-    """The checkpoint to build on: chunks that it has are not written again. None saves everything."""
+    """The checkpoint of the same folder to build on: its chunks are not written again. None saves everything."""
     chain_max: int
     """How many checkpoints a restore may read from; a save that would exceed it is full."""
 
@@ -183,6 +183,11 @@ class SaveOptions:
             raise invalid(
                 f"an incremental checkpoint cannot have the format {layout}, whose files have whole tensors",
                 "use the format multi_shard, or save without base",
+            )
+        if base is not None and base.rpartition("/")[0] != (checkpoint_prefix or "").rpartition("/")[0]:
+            raise invalid(
+                f"base {base} is in another folder than {checkpoint_prefix or 'the checkpoint'}",
+                "name a base in the same folder, so that a path to one of them leads to both",
             )
         _set_fields(
             self,

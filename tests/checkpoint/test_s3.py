@@ -133,6 +133,29 @@ def test_one_of_two_saves_under_one_name_exists(s3_server: S3Server, bucket: str
     assert len(names(s3_server, bucket)) == 2
 
 
+def test_incremental_checkpoints_lie_in_a_bucket_and_become_full(s3_server: S3Server, bucket: str) -> None:
+    state = model()
+    with opened(s3_server, bucket) as checkpoints:
+        for step in range(3):
+            state["w"][step * 100_000] = step + 7
+            base = f"step-{step - 1}" if step else None
+            checkpoints.save(state, options=SaveOptions(f"step-{step}", base=base))
+        infos = checkpoints.list_checkpoints()
+        assert [info.chain for info in infos][-1] == ("step-0", "step-1", "step-2")
+        assert infos[-1].size_bytes < infos[0].size_bytes / 10
+        assert same(checkpoints.load(options=LoadOptions("step-2")).model_state, state)
+        with pytest.raises(CheckpointException, match="step-0 is needed by step-1, step-2"):
+            checkpoints.delete_checkpoint("step-0")
+        full = forged.checkpoint.compact(f"s3://{bucket}/run/step-2")
+        assert full.parent is None
+        for step in (1, 0):
+            checkpoints.delete_checkpoint(f"step-{step}")
+        assert same(checkpoints.load(options=LoadOptions("step-2")).model_state, state)
+        checkpoints.delete_checkpoint("step-2")
+    assert names(s3_server, bucket) == []
+    assert s3_server.unfinished_uploads(bucket) == []
+
+
 def test_a_deletion_that_stopped_between_copy_and_delete_is_one(s3_server: S3Server, bucket: str) -> None:
     where = f"s3://{bucket}/step-1"
     forged.checkpoint.save(where, model())

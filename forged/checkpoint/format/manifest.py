@@ -404,13 +404,23 @@ def _check_offsets(manifest: Manifest, number: int) -> None:
     assert offsets is not msgspec.UNSET
     _require(len(offsets) == len(part.tensors), "parts.offsets: the number of entries is not the number of pieces")
     end = part.data_offset
-    for offset, piece in zip(offsets, pieces(manifest, number), strict=True):
+    for offset, size in zip(offsets, _stored_sizes(manifest, number), strict=True):
         _require(end <= offset, "parts.offsets")
-        if part.stored is None:
-            end = offset + sum(piece.lengths)
-        else:
-            end = offset + sum(map(abs, part.stored[piece.first_chunk : piece.first_chunk + len(piece.lengths)]))
+        end = offset + size
     _require(end <= part.size, "parts.offsets")
+
+
+def _stored_sizes(manifest: Manifest, number: int) -> Iterator[int]:
+    """By piece, its bytes in the file."""
+    part, tensors = manifest.parts[number], manifest.tensors
+    if part.stored is not None:
+        for piece in pieces(manifest, number):
+            yield sum(map(abs, part.stored[piece.first_chunk : piece.first_chunk + len(piece.lengths)]))
+        return
+    itemsizes = {name: dtype_of(name).itemsize for name in set(tensors.dtypes)}
+    for place, tensor in enumerate(part.tensors):
+        box = part.partial_boxes.get(place)
+        yield math.prod(tensors.shapes[tensor] if box is None else box.shape) * itemsizes[tensors.dtypes[tensor]]
 
 
 def _check_states(manifest: Manifest) -> None:

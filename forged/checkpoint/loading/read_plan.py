@@ -156,6 +156,8 @@ class _Planning:
             number, piece = pieces_with_box[self._rank % len(pieces_with_box)]
             self._plan_piece(target, self._index.layout(number), piece)
             return
+        if wanted == whole(shape) and self._only_piece is None and self._plan_row_pieces(target, tensor):
+            return
         missing = [wanted] if wanted.volume else []
         for piece_id, box in self._distinct_pieces(tensor):
             if not missing:
@@ -177,6 +179,30 @@ class _Planning:
                 )
         if missing:
             raise self._missing(tensor, missing[0])
+
+    def _plan_row_pieces(self, target: int, tensor: int) -> bool:
+        """Plan a whole tensor whose pieces are whole rows that follow each other; returns whether they are.
+
+        Tensors of incremental checkpoints have many such pieces.
+        """
+        shape = self._tensors.shapes[tensor]
+        if target in self._strided or not shape:
+            return False
+        found: list[tuple[int, int, int, int]] = []
+        for number, piece in self._index.pieces_of(tensor):
+            box = self._index.layout(number).piece_box(piece)
+            if box.shape[1:] != shape[1:]:
+                return False
+            found.append((box.offset[0], box.shape[0], number, piece))
+        found.sort()
+        ends = [0, *(start + rows for start, rows, _, _ in found)]
+        if ends[-1] != shape[0] or any(start != end for (start, *_), end in zip(found, ends, strict=False)):
+            return False
+        row = math.prod(shape[1:]) * dtype_of(self._tensors.dtypes[tensor]).itemsize
+        for start, _, number, piece in found:
+            layout = self._index.layout(number)
+            self._add_run(layout, layout.first_chunks[piece], layout.chunk_ends[piece], target, start * row)
+        return True
 
     def _distinct_pieces(self, tensor: int) -> Iterator[tuple[PieceId, Box]]:
         """One piece for each distinct box of a tensor."""

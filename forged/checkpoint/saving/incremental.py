@@ -19,7 +19,7 @@ import xxhash
 from msgspec import UNSET
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType, corrupted
-from forged.checkpoint.format.boxes import Box, Grid, chunk_count, chunks, grid_of, whole
+from forged.checkpoint.format.boxes import Box, Grid, Shape, chunk_count, chunks, grid_of, whole
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import (
     DIGEST_BYTES,
@@ -33,7 +33,7 @@ from forged.checkpoint.format.manifest import (
     deduplicate_boxes,
     digests_of,
 )
-from forged.checkpoint.loading.manifest_index import Index, PartLayout
+from forged.checkpoint.loading.manifest_index import Index, Integers, PartLayout
 from forged.checkpoint.loading.read_plan import READ_BYTES_MAX, blocks_of
 from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.saving.image import ArrayImage, Layout, blank_digests
@@ -57,6 +57,37 @@ Places = tuple[Place, ...]
 """The copies of an unchanged chunk; none for a chunk that has to be written."""
 
 
+class BaseRows(NamedTuple):
+    """The chunks of a tensor that consist of rows, as columns in the order of the rows."""
+
+    tail: tuple[Shape, Shape]
+    """Offset and shape of all chunks on the other axes."""
+    starts: Integers
+    ends: Integers
+    stored: Integers
+    """By chunk, its part and its number there."""
+    digests: np.ndarray[Any, np.dtype[np.uint64]]
+
+    def places(self, edges: Integers, digests: np.ndarray[Any, np.dtype[np.uint64]]) -> Integers:
+        """By chunk between edges, the part and the number of the chunk of the same rows and digest; else -1."""
+        at = np.minimum(np.searchsorted(self.starts, edges[:-1]), self.starts.size - 1)
+        is_same = (self.starts[at] == edges[:-1]) & (self.ends[at] == edges[1:])
+        is_same &= np.all(self.digests[at] == digests, axis=1)
+        return np.where(is_same[:, None], self.stored[at], -1)
+
+
+def _tail(box: Box) -> tuple[Shape, Shape]:
+    return box.offset[1:], box.shape[1:]
+
+
+def _row_edges(box: Box, grid: Grid, count: int) -> Integers:
+    """The first row of each of the chunks of a box, and the row behind the last one."""
+    low = box.offset[0]
+    edges = np.arange(low // grid.step, low // grid.step + count + 1) * grid.step
+    edges[0], edges[-1] = low, low + box.shape[0]
+    return edges
+
+
 class Base:
     """The checkpoint that a save builds on: its chunks by tensor and box."""
 
@@ -64,6 +95,7 @@ class Base:
         self.manifest = manifest
         self._index = Index(manifest)
         self._places: dict[int, dict[Box, list[Place]]] = {}
+        self._rows: dict[int, BaseRows | None] = {}
 
     @property
     def links(self) -> list[ChainLink]:
@@ -97,6 +129,31 @@ class Base:
             for chunk, box in enumerate(boxes, layout.first_chunks[piece]):
                 found.setdefault(box, []).append(Place(part, chunk))
         return found
+
+    def rows(self, tensor: int) -> BaseRows | None:
+        """The chunks of a tensor that are whole rows of the same columns, each stored once; else None."""
+        if tensor not in self._rows:
+            self._rows[tensor] = self._rows_of(tensor)
+        return self._rows[tensor]
+
+    def _rows_of(self, tensor: int) -> BaseRows | None:
+        found: list[tuple[Integers, Integers, Integers]] = []
+        digests = []
+        tails = set()
+        for part, piece in self._index.pieces_of(tensor):
+            layout = self.layout(part)
+            box, numbers = layout.piece_box(piece), layout.chunks_of(piece)
+            edges = _row_edges(box, layout.grid(piece), len(numbers))
+            found.append((edges[:-1], edges[1:], np.array([(part, number) for number in numbers], np.int64)))
+            digests.append(np.frombuffer(layout.digests_of(numbers.start, numbers.stop), np.uint64).reshape(-1, 2))
+            tails.add(_tail(box))
+        if len(tails) != 1:
+            return None
+        starts, ends, places = map(np.concatenate, zip(*found, strict=True))
+        order = np.argsort(starts)
+        if np.any(np.diff(starts[order]) == 0):
+            return None
+        return BaseRows(tails.pop(), starts[order], ends[order], places[order], np.concatenate(digests)[order])
 
     def require_files(self, storage: Storage, token: CancelToken) -> None:
         """Refuse a base with a file that is missing or has another size."""
@@ -149,27 +206,19 @@ def reduce_share(
     left, arrays = Share([], {}), list[Array]()
     used: dict[int, list[_Used]] = {}
     for place, number in enumerate(share.tensors):
-        box, grid = layout.boxes[place], layout.grids.get(place)
-        first = layout.first_chunks[place]
-        cells = [box][: layout.first_chunks[place + 1] - first] if grid is None else list(chunks(box, grid))
+        box, shape = layout.boxes[place], tuple(tensors.shapes[number])
+        its_digests = digests[layout.first_chunks[place] * DIGEST_BYTES : layout.first_chunks[place + 1] * DIGEST_BYTES]
         other = base.tensor_like(tensors, number)
-        places: list[Places] = [()] * len(cells)
-        if other is not None:
-            places = [
-                base.places(other, cell, bytes(digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]))
-                for at, cell in enumerate(cells, first)
-            ]
-        for piece_box, start, end in _runs(box, cells, places, grid):
-            shape = tuple(tensors.shapes[number])
-            box_text = None if piece_box == whole(shape) else piece_box
-            if not places[start]:
+        for run in _runs(box, layout.grids.get(place), bytes(its_digests), base, other):
+            box_text = None if run.box == whole(shape) else run.box
+            if not run.places:
                 if box_text is not None:
                     left.boxes[len(left.tensors)] = box_text
                 left.tensors.append(number)
                 array = pieces[place]
-                arrays.append(array if piece_box == box else array[piece_box.within(box)])
-            for part, chunk in places[start]:
-                used.setdefault(part, []).append(_used_of(base.layout(part), chunk, end - start, number, box_text))
+                arrays.append(array if run.box == box else array[run.box.within(box)])
+            for part, chunk in run.places:
+                used.setdefault(part, []).append(_used_of(base.layout(part), chunk, run.chunks, number, box_text))
     references = [_part_of(base.manifest.parts[part], its) for part, its in sorted(used.items())]
     return Reduced(left, arrays, references)
 
@@ -255,21 +304,54 @@ def _work(layout: Layout) -> Iterator[_Work]:
         yield _Work(range(start, len(layout.boxes)))
 
 
-def _runs(
-    box: Box, cells: Sequence[Box], places: Sequence[Places], grid: Grid | None
-) -> Iterator[tuple[Box, int, int]]:
-    """Group the chunks of a piece into boxes that are written, or lie in the same files, together."""
+class _ChunkRun(NamedTuple):
+    """Chunks of a piece that are written, or lie in the same files, together."""
+
+    box: Box
+    chunks: int
+    places: Places
+    """The places of the first chunk; none if the chunks are written."""
+
+
+def _runs(box: Box, grid: Grid | None, digests: bytes, base: Base, tensor: int | None) -> Iterator[_ChunkRun]:
+    """Divide a piece with these digests; `tensor` is the base's tensor like it, if there is one."""
+    count = len(digests) // DIGEST_BYTES
+    if tensor is None or not count:
+        if count:
+            yield _ChunkRun(box, count, ())
+        return
+    rows = base.rows(tensor) if grid is not None and grid.axis == 0 else None
+    if grid is None or rows is None or rows.tail != _tail(box):
+        yield from _runs_by_box(box, grid, digests, base, tensor)
+        return
+    edges = _row_edges(box, grid, count)
+    places = rows.places(edges, np.frombuffer(digests, np.uint64).reshape(-1, 2))
+    is_same = places[:, 0] >= 0
+    joins = np.where(is_same[:-1], np.all(places[1:] - places[:-1] == (0, 1), axis=1), ~is_same[1:])
+    for start, end in pairwise([0, *(np.flatnonzero(~joins) + 1).tolist(), count]):
+        low, high = int(edges[start]), int(edges[end])
+        first: Places = (Place(*places[start].tolist()),) if is_same[start] else ()
+        yield _ChunkRun(Box((low, *box.offset[1:]), (high - low, *box.shape[1:])), end - start, first)
+
+
+def _runs_by_box(box: Box, grid: Grid | None, digests: bytes, base: Base, tensor: int) -> Iterator[_ChunkRun]:
+    """The same, chunk by chunk: for any grid, and copies."""
+    cells = [box] if grid is None else list(chunks(box, grid))
+    places = [
+        base.places(tensor, cell, digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
+        for number, cell in enumerate(cells)
+    ]
     joins = [_follows(one, other) for one, other in pairwise(places)]
     if all(joins):
-        if cells:
-            yield box, 0, len(cells)
+        yield _ChunkRun(box, len(cells), places[0])
         return
     axis, start = grid.axis if grid is not None else 0, 0
     for end in range(1, len(cells) + 1):
         first, last = cells[start], cells[end - 1]
         if end == len(cells) or not joins[end - 1] or cells[end].offset[:axis] != first.offset[:axis]:
             length = last.offset[axis] + last.shape[axis] - first.offset[axis]
-            yield Box(first.offset, (*first.shape[:axis], length, *first.shape[axis + 1 :])), start, end
+            joined = Box(first.offset, (*first.shape[:axis], length, *first.shape[axis + 1 :]))
+            yield _ChunkRun(joined, end - start, places[start])
             start = end
 
 

@@ -21,7 +21,10 @@ from forged.checkpoint.checkpoint import DistributedCheckpoint
 from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.export.conversion import ConversionOptions, convert
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, SaveOptions
+from forged.checkpoint.ports import CancelToken
+from forged.checkpoint.saving.compaction import make_full
 from forged.checkpoint.storage import listing
+from forged.checkpoint.storage.ancestry import NEEDED
 from forged.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.crashes.save_history import clear_away, load_all, state
 
@@ -34,12 +37,16 @@ BULK = 700_000
 
 
 def saved_state(version: int) -> dict[str, Any]:
-    """What is saved as this version."""
-    return {**state(version), "bulk": np.full(version % 4 * BULK, version, np.float32)}
+    """What is saved as this version; some of it is the same in all versions."""
+    return {
+        **state(version),
+        "bulk": np.full(version % 4 * BULK, version, np.float32),
+        "kept": np.arange(BULK, dtype=np.float32),
+    }
 
 
 class KillableSaver:
-    """Saves, converts and deletes, until it is killed."""
+    """Saves, converts, compacts and deletes, until it is killed."""
 
     def __init__(self, directory: Path, seed: int, version: int) -> None:
         self._directory = directory
@@ -55,17 +62,22 @@ class KillableSaver:
             while True:
                 there = listing.prefixes(self._storage)
                 prefix = self._random.choice(PREFIXES)
-                if prefix in there:
+                if there and self._random.random() < 0.2:
+                    make_full(self._storage, self._random.choice(there), CancelToken())
+                elif prefix in there:
                     await self._delete(checkpoint, prefix)
                 elif there and self._random.random() < 0.3:
                     await self._convert(self._random.choice(there), prefix)
                 else:
-                    await self._save(checkpoint, prefix)
+                    folder = prefix.rpartition("/")[0]
+                    bases = [one for one in there if one.rpartition("/")[0] == folder]
+                    await self._save(checkpoint, prefix, self._random.choice([None, *bases]))
 
-    async def _save(self, checkpoint: DistributedCheckpoint, prefix: str) -> None:
+    async def _save(self, checkpoint: DistributedCheckpoint, prefix: str, base: str | None) -> None:
         self._version += 1
         model = saved_state(self._version)
-        options = SaveOptions(prefix, self._random.choice(FORMATS), self._random.choice(LEVELS))
+        layout = self._random.choice(FORMATS) if base is None else CheckpointFormat.MULTI_SHARD
+        options = SaveOptions(prefix, layout, self._random.choice(LEVELS), base=base)
         say(f"begin save {prefix} {self._version}")
         try:
             if self._random.random() < 0.5:
@@ -91,7 +103,13 @@ class KillableSaver:
     async def _delete(self, checkpoint: DistributedCheckpoint, prefix: str) -> None:
         version = int(load_all(self._storage, prefix)[0]["step"])
         say(f"begin delete {prefix} {version}")
-        await checkpoint.delete_checkpoint(prefix)
+        try:
+            await checkpoint.delete_checkpoint(prefix)
+        except CheckpointException as error:
+            if error.code != NEEDED:
+                raise
+            say(f"fail delete {prefix} {version}")
+            return
         say(f"end delete {prefix} {version}")
 
     def _go_on(self, act: str, prefix: str, version: int, error: CheckpointException) -> None:

@@ -1,4 +1,4 @@
-"""`kill -9` during saves, conversions and deletions loses nothing acknowledged and leaves no partial checkpoint.
+"""`kill -9` during saves, conversions, compactions and deletions loses nothing, and leaves no partial checkpoint.
 
 `FORGED_KILLS` says how often, `FORGED_SEED` when; both are printed.
 """
@@ -108,6 +108,6 @@ def _check(storage: Storage, expected: Expectation) -> None:
 def _nothing_stays(directory: Path, storage: Storage) -> None:
     """When all are deleted, and what the dead have left is cleared away, the directory is empty again."""
     for prefix in listing.prefixes(storage):
-        listing.delete(storage, prefix)
+        listing.delete(storage, prefix, force=True)
     clear_away(storage)
     assert list(directory.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +22,7 @@ from forged.checkpoint.model import CheckpointFormat, CompressionLevel, LoadOpti
 from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.saving import incremental
 from forged.checkpoint.storage import listing
+from forged.checkpoint.storage.local import LocalStorage
 from forged.checkpoint.verification.validator import CheckpointValidator
 from tests.checkpoint.fixtures.faulty_storage import FaultyStorage
 from tests.checkpoint.fixtures.layouts import (
@@ -193,6 +195,28 @@ def test_base_may_have_any_layout_and_an_incremental_checkpoint_may_not(layout: 
     with pytest.raises(CheckpointException, match=f"cannot have the format {layout}") as caught:
         SaveOptions("c", layout, base="a")
     assert caught.value.code == "checkpoint_argument_invalid"
+
+
+def test_base_in_another_folder_is_refused() -> None:
+    for prefix, base in (("run/b", "a"), ("b", "run/a"), (None, "run/a")):
+        with pytest.raises(CheckpointException, match="is in another folder"):
+            SaveOptions(prefix, base=base)
+
+
+def test_chain_in_a_subfolder_is_found_from_above_and_from_within(tmp_path: Path) -> None:
+    storage, state = LocalStorage(tmp_path), state_of()
+    save(storage, "run/a", state)
+    state["w"][0] += 1
+    save(storage, "run/b", state, "run/a")
+    within = LocalStorage(tmp_path / "run")
+    require_restored(within, "b", state)
+    assert chain(listing.read_manifest(within, "b")) == ["a", "b"]
+    with pytest.raises(CheckpointException, match="a is needed by b"):
+        listing.delete(within, "a")
+    save(within, "c", state, "b")
+    require_restored(LocalStorage(tmp_path.parent), f"{tmp_path.name}/run/c", state)
+    with pytest.raises(CheckpointException, match="run/a is needed by run/b, run/c"):
+        listing.delete(storage, "run/a")
 
 
 # When a save is full.
