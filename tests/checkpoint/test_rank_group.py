@@ -23,6 +23,7 @@ from forged.checkpoint.rank_group import (
 )
 from forged.errors import ForgedError, RequestRefused
 from forged.worker.errors import StepAborted
+from tests.checkpoint.fixtures.rank_group import SimulatedRank, SimulatedRanks, all_ranks
 from tests.checkpoint.fixtures.unreliable_ranks import UnreliableRank, after_event, answer_with, die, fail, group, hang
 
 SOON_S = 0.2
@@ -316,3 +317,22 @@ async def test_a_call_that_blocks_for_ever_is_given_up() -> None:
 
 def test_errors_that_are_not_of_checkpoints_keep_their_code() -> None:
     assert RankFailure.of(ForgedError("a_code", "a message")).code == "a_code"
+
+
+async def test_announced_value_is_that_of_the_root() -> None:
+    async def act(rank: SimulatedRank) -> bytes | None:
+        ranks = RankGroup(rank, CancelToken(30.0), ExceptionType.SAVE_FAILED)
+        return await ranks.announce(b"mine" if rank.rank == 0 else b"ignored")
+
+    assert await all_ranks(3, act) == [b"mine"] * 3
+
+
+async def test_aborted_announcement_has_no_value() -> None:
+    class Aborted(SimulatedRank):
+        """A rank of a script without `with step:`, which gets its own value from an aborted collective."""
+
+        async def broadcast(self, value: Any, root: int = 0) -> Any:
+            return value
+
+    ranks = RankGroup(Aborted(SimulatedRanks(2), 1), CancelToken(30.0), ExceptionType.SAVE_FAILED)
+    assert await ranks.announce(b"ignored") is None
