@@ -412,9 +412,9 @@ class DistributedCheckpoint:
             options.metrics,
             options.reason,
             self.keep,
-            agreement.links[-1].prefix if agreement.links else "",
+            parent="",
         )
-        save.report = SaveReport(observer, observed, self._log)
+        save.report = SaveReport(observer, observed, self._log, may_have_parent=bool(agreement.links))
 
     def _background_saver(self) -> BackgroundSaver:
         if self._background is None:

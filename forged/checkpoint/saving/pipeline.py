@@ -454,7 +454,7 @@ class Saver:
         manifest = self._manifest(save, save.whole_tensor_parts or written, run, index_sizes)
         publish_manifest(storage, manifest)
         if save.report is not None:
-            save.report.committed(manifest.size_bytes)
+            save.report.committed(manifest.size_bytes, manifest.links[-1].prefix if manifest.links else "")
         if save.has_whole_tensor_files:
             self._publish_indexes(save)
             self._delete_temporary_parts(save)

@@ -145,14 +145,41 @@ async def test_save_that_another_rank_fails_is_reported_as_failed() -> None:
     assert observer.kinds == ["started", "failed"]
 
 
-async def test_incremental_save_names_its_parent() -> None:
+@pytest.mark.parametrize("in_background", [False, True])
+async def test_incremental_save_names_the_checkpoint_whose_files_it_uses(in_background: bool) -> None:
     observer, storage = Observer(), MemoryStorage()
     one = checkpoint(Root(observer), storage)
-    await one.save(STATE, options=SaveOptions("a"))
-    await one.save(STATE, options=SaveOptions("b", base="a"))
-    full, incremental = (save for kind, save, *_ in observer.heard if kind == "started")
-    assert (full.parent, full.parent_path) == ("", "")
-    assert (incremental.parent, incremental.parent_path) == ("a", f"{storage.url}/a")
+    same = np.arange(100_000.0)
+    for name, base, other in (("a", None, 0.0), ("b", "a", 1.0), ("c", "b", 2.0)):
+        state, options = {"same": same, "other": np.full(100_000, other)}, SaveOptions(name, base=base)
+        if in_background:
+            await (await one.save_async(state, options=options)).committed()
+        else:
+            await one.save(state, options=options)
+    assert observer.kinds == ["started", "committed"] * 3
+    saves = [save for _, save, *_ in observer.heard]
+    # What "c" shares with its base is in the files of "a".
+    assert [save.parent for save in saves] == ["", "", "a", "a", "a", "a"]
+    assert saves[2].parent_path == f"{storage.url}/a"
+    await one.close()
+
+
+async def test_save_that_shares_nothing_with_its_base_is_full() -> None:
+    observer, storage = Observer(), MemoryStorage()
+    one = checkpoint(Root(observer), storage)
+    for name, base, value in (("a", None, 0.0), ("b", "a", 1.0)):
+        options = SaveOptions(name, base=base, include_rng_state=False)
+        await one.save({"w": np.full(100_000, value)}, options=options)
+    assert [(kind, save.parent) for kind, save, *_ in observer.heard[2:]] == [("started", ""), ("committed", "")]
+
+
+async def test_incremental_save_that_fails_is_reported() -> None:
+    observer, storage = Observer(), MemoryStorage()
+    await checkpoint(None, storage).save(STATE, options=SaveOptions("a"))
+    one = checkpoint(Root(observer), FaultyStorage(storage, on("publish")))
+    with pytest.raises(CheckpointException):
+        await one.save(STATE, options=SaveOptions("b", base="a"))
+    assert observer.kinds == ["started", "failed"]
 
 
 @pytest.mark.parametrize("in_background", [False, True])
