@@ -183,16 +183,22 @@ class CatalogIndex:
         meta = self._live(checkpoint_id)
         if meta.state is not CheckpointState.COMPLETE:
             raise errors.transition_refused(checkpoint_id, meta.state, "become full", "repair or delete it")
-        full = msgspec.structs.replace(
-            meta,
-            checkpoint_type=CheckpointType.FULL,
-            parent_id=None,
-            size_bytes=checked_count("size_bytes", size_bytes, SIZE_MAX),
-        )
-        self._run_of[checkpoint_id].detach(full)
-        self._size_bytes += full.size_bytes - meta.size_bytes
+        self.set_parent(checkpoint_id, None)
+        return self._put(self._live(checkpoint_id), size_bytes=checked_count("size_bytes", size_bytes, SIZE_MAX))
+
+    def set_parent(self, checkpoint_id: str, parent_id: str | None) -> CheckpointMeta:
+        """A checkpoint builds on another one than was said, or on none; refuses what builds on itself."""
+        meta, run = self._live(checkpoint_id), self._run_of[checkpoint_id]
+        kind = CheckpointType.FULL if meta.is_incremental else meta.checkpoint_type
+        if parent_id is not None:
+            kind = CheckpointType.INCREMENTAL
+            parent = run.entries.get(parent_id)
+            if parent is not None and any(one.id == checkpoint_id for one in parent.chain()):
+                raise errors.chain_cyclic(checkpoint_id, parent_id)
+        changed = msgspec.structs.replace(meta, checkpoint_type=kind, parent_id=parent_id)
+        run.relink(changed)
         self._changed[meta.training_run_id] = None
-        return full
+        return changed
 
     def abandon_beyond(self, checkpoint_id: str) -> list[CheckpointMeta]:
         """Training has gone back to this checkpoint: what was saved beyond it is no longer latest, nor offered."""

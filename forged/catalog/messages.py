@@ -332,6 +332,9 @@ class CompleteCheckpoint(Request[CompletedCheckpoint], frozen=True):
     checkpoint_id: str
     size_bytes: int
     seconds: float
+    parent_path: str | None = None
+    """The storage path of the checkpoint whose files it uses, the newest of several, as its manifest tells; empty if it
+    uses none. None: as was said at its start."""
 
 
 class FailCheckpoint(Request[Nothing], frozen=True):

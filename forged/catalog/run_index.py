@@ -15,6 +15,8 @@ from math import isnan
 from operator import attrgetter
 from typing import Any
 
+import msgspec
+
 from forged.catalog.model import CheckpointMeta, CheckpointState, GcPolicy
 
 Rank = tuple[bool, int, int, float, str]
@@ -136,12 +138,13 @@ class RunIndex:
         entry.meta = meta
         self._settle(entry)
 
-    def detach(self, meta: CheckpointMeta) -> None:
-        """Replace the record of a checkpoint that builds on no other one any more."""
+    def relink(self, meta: CheckpointMeta) -> None:
+        """Replace the record of a checkpoint that builds on another one than before, or on none."""
         entry = self.entries[meta.checkpoint_id]
         if entry.parent is not None:
             entry.parent.children.remove(entry)
-            entry.parent = None
+        entry.meta = msgspec.structs.replace(entry.meta, parent_id=meta.parent_id)
+        self._link(entry)
         self.put(meta)
 
     def remove(self, checkpoint_id: str) -> None:

@@ -15,6 +15,7 @@ from forged.catalog.messages import (
     CheckpointsAbandoned,
     CheckpointStarted,
     CollectCheckpoints,
+    CompleteCheckpoint,
     ConfirmDeleted,
     DeleteCheckpoint,
     HoldCheckpoint,
@@ -481,3 +482,29 @@ async def test_daemon_that_was_superseded_deletes_nothing() -> None:
             await new.ask(DeleteCheckpoint(JOB, checkpoint_id), OPERATOR)
             await anyio.sleep(60.0)
             assert files.stored == {}
+
+
+@on_virtual_time
+async def test_checkpoint_builds_on_what_its_manifest_says_at_the_end() -> None:
+    async with catalog() as one:
+        first, second = await one.save(1), await one.save(2, **incremental(1))
+        third = await one.start(3, **incremental(2))
+        ended = CompleteCheckpoint(JOB, WORKER, INCARNATION, third.checkpoint_id, 5, 1.0, f"{FOLDER}/step-00000001")
+        assert (await one.ask(ended)).meta.parent_id == first
+        full = await one.start(4, **incremental(2))
+        ended = CompleteCheckpoint(JOB, WORKER, INCARNATION, full.checkpoint_id, 5, 1.0, "")
+        assert (await one.ask(ended)).meta.checkpoint_type == "full"
+        chains = [point.chain for point in (await one.points()).points]
+        assert chains == [[full.checkpoint_id], [first, third.checkpoint_id], [first, second], [first]]
+        await one.ask(DeleteCheckpoint(JOB, second), OPERATOR)
+
+
+@on_virtual_time
+async def test_checkpoint_that_would_build_on_itself_is_refused() -> None:
+    async with catalog() as one:
+        first = await one.start(1)
+        await one.start(2, **incremental(1))
+        for path in (f"{FOLDER}/step-00000001", f"{FOLDER}/step-00000002"):
+            ended = CompleteCheckpoint(JOB, WORKER, INCARNATION, first.checkpoint_id, 5, 1.0, path)
+            assert await refused(one.ask(ended)) == "checkpoint_chain_cyclic"
+        assert await one.listed() == {2: "creating", 1: "creating"}

@@ -272,6 +272,11 @@ class CatalogBook:
         checked_seconds("seconds", request.seconds)
         if record.meta.state is CheckpointState.COMPLETE:
             return Decision(self._completed(record))
+        if request.parent_path is not None and (record.is_being_written or record.meta.is_failed_save):
+            checked_count("size_bytes", request.size_bytes, SIZE_MAX)
+            parent_path = request.parent_path and checked_checkpoint_path(request.parent_path)
+            meta = self.index.set_parent(record.id, self._id_at(record.job, parent_path))
+            record = msgspec.structs.replace(record, meta=meta)
         change = self._complete(record, request.size_bytes, request.seconds)
         return decided(self._completed(self.records[record.id]), request.job, change)
 
