@@ -177,7 +177,7 @@ class CatalogService:
 
     async def _restored(self, request: ReportRestore, call: Call) -> Decision[Nothing]:
         await self._confirm(request, call)
-        return self._last(self.book.restored(request, self._now()), request.job)
+        return self._last(self.book.restored(request), request.job)
 
     async def _confirm_deleted(self, request: ConfirmDeleted, call: Call) -> Decision[Nothing]:
         await self._confirm(request, call)
@@ -258,14 +258,15 @@ class CatalogService:
         if isinstance(fact, CheckpointCompleted):
             self._bus.signal(GcTick(), Call(DAEMON, OWNER))
             self._bound_chain(fact.checkpoint_id)
-            return
-        if not isinstance(fact, CheckpointCollected | CheckpointCorrupted):
-            return
-        known = self.book.records.get(fact.checkpoint_id)
-        if known is not None and known.is_deleted:
-            self.work.delete(known)
-        elif known is not None and isinstance(fact, CheckpointCorrupted):
-            self.work.suspect(known)
+        elif isinstance(fact, CheckpointCollected | CheckpointCorrupted):
+            known = self.book.records.get(fact.checkpoint_id)
+            if known is None:
+                return
+            # The record is newer than the fact: a tombstone is durable only if the fact is about it.
+            if isinstance(fact, CheckpointCollected):
+                self.work.delete(known)
+            elif not known.is_deleted:
+                self.work.suspect(known)
 
     def _bound_chain(self, checkpoint_id: str) -> None:
         """Compact a checkpoint at the end of a chain that is too long."""

@@ -323,6 +323,28 @@ async def test_incremental_checkpoint_is_estimated_like_the_full_one_of_its_chai
 
 
 @on_virtual_time
+async def test_restore_abandons_what_lies_beyond_after_the_clock_went_back() -> None:
+    async with catalog() as one:
+        for step in (1, 2, 3):
+            await one.save(step)
+        one.kernel.clock.jump(-3600.0)
+        await one.ask(ReportRestore(JOB, WORKER, INCARNATION, "", 1, 4.0, 10_000_000))
+        assert [point.meta.step for point in (await one.points()).points] == [1]
+
+
+@on_virtual_time
+async def test_checkpoint_that_is_being_written_is_not_deleted() -> None:
+    async with catalog() as one:
+        meta = await one.start(1)
+        assert await refused(one.ask(DeleteCheckpoint(JOB, meta.checkpoint_id), OPERATOR)) == (
+            "checkpoint_transition_refused"
+        )
+        await one.fail(meta.checkpoint_id)
+        await one.ask(DeleteCheckpoint(JOB, meta.checkpoint_id), OPERATOR)
+        assert await one.listed() == {}
+
+
+@on_virtual_time
 async def test_lost_progress_abandons_what_lies_beyond() -> None:
     async with catalog() as one:
         for step in (1, 2, 3):

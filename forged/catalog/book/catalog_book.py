@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
@@ -392,7 +393,7 @@ class CatalogBook:
 
     # Going back.
 
-    def restored(self, request: ReportRestore, now: Moment) -> list[Decision[Nothing]]:
+    def restored(self, request: ReportRestore) -> list[Decision[Nothing]]:
         """The job continues from a checkpoint: what lies beyond is abandoned, and the restore is measured."""
         step = checked_count("step", request.step, STEP_MAX)
         seconds = checked_seconds("seconds", request.seconds)
@@ -406,7 +407,8 @@ class CatalogBook:
             changes.append(self._measured(record, MeasuredRestore(self._bytes_read(record, size_bytes), seconds), fact))
             if record.meta.step == step and not record.is_deleted:
                 abandoned = {meta.checkpoint_id: meta for meta in self.index.abandon_beyond(record.id)}
-        changes += self._abandon(request.job, step, now.wall, request.checkpoint_id, abandoned)
+        # Also what was created in the future, as it seems when the clock has gone back.
+        changes += self._abandon(request.job, step, math.inf, request.checkpoint_id, abandoned)
         return in_decisions(Nothing(), request.job, changes)
 
     def _bytes_read(self, record: CheckpointRecord, otherwise: int) -> int:
@@ -507,6 +509,10 @@ class CatalogBook:
         record = self.record(request.job, request.checkpoint_id)
         if record.is_deleted:
             return Decision(Nothing())
+        if record.is_being_written:
+            # Its writer would publish a manifest that no record knows.
+            fix = "delete it when it is complete or its save has failed"
+            raise errors.transition_refused(record.id, record.meta.state, "be deleted", fix)
         meta = self.index.delete(record.id)
         return decided(Nothing(), request.job, self._buried(meta, REQUESTED_RULE, "an operator has deleted it"))
 

@@ -79,6 +79,28 @@ async def test_files_are_deleted_only_after_the_tombstone_is_durable() -> None:
 
 
 @over_days
+async def test_report_of_damage_deletes_no_files_of_a_tombstone_that_is_not_durable() -> None:
+    store, files = FaultyStore(), SimulatedFiles()
+    async with catalog(store, files=files) as one:
+        first = await save(one, files, 1)
+        await one.kernel.settle()
+        store.block()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(one.ask, ReportCorruptCheckpoint(JOB, first, "bad bytes"))
+            await store.entered.wait()
+            tasks.start_soon(one.ask, DeleteCheckpoint(JOB, first), OPERATOR)
+            await anyio.sleep(1.0)
+            # The commit of the report ends; that of the tombstone, which is in memory already, waits.
+            store.unblock()
+            store.block()
+            await anyio.sleep(SOON_S)
+            assert len(one.kernel.facts(CheckpointCorrupted)) == 1
+            assert left(files) == ["step-00000001"]
+            store.unblock()
+        await files.deleted.wait()
+
+
+@over_days
 async def test_tombstone_whose_commit_fails_deletes_nothing() -> None:
     store, files = FaultyStore(), SimulatedFiles()
     async with catalog(store, settings={"checkpoint_keep": 1}, files=files) as one:
