@@ -376,6 +376,19 @@ class CatalogBook:
         entry = None if run is None else run.entries.get(record.id)
         return bool(most and entry is not None and entry.is_offered and len(entry.chain()) > most)
 
+    def is_read(self, checkpoint_id: str) -> bool:
+        """Whether a checkpoint, or one that builds on it, is held."""
+        record = self.records.get(checkpoint_id)
+        run = None if record is None else self.index.run(record.job)
+        entry = None if run is None else run.entries.get(checkpoint_id)
+        unseen = [] if entry is None else [entry]
+        while unseen:
+            entry = unseen.pop()
+            if entry.meta.holders:
+                return True
+            unseen += entry.children
+        return False
+
     def compacted(self, checkpoint_id: str, size_bytes: int) -> Decision[None]:
         """A checkpoint is a full one now."""
         record = self.records[checkpoint_id]

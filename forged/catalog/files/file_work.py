@@ -90,6 +90,9 @@ class FileWork:
         self._wake_event = anyio.Event()
         self._suspected = anyio.Event()
         self._compaction_wanted = anyio.Event()
+        self._compacting = ""
+        """The checkpoint that is compacted now; the lock is held meanwhile."""
+        self._compaction = anyio.Lock()
 
     def reload(self) -> None:
         """The book was loaded from the store: everything in it is durable."""
@@ -216,6 +219,10 @@ class FileWork:
     async def _delete(self, record: CheckpointRecord) -> None:
         if not record.is_deleted:
             return
+        if record.id == self._compacting:
+            # It would write files behind the deletion.
+            async with self._compaction:
+                pass
         self._show(record, FileTaskKind.DELETE, 0, record.meta.size_bytes)
         try:
             await self._files.delete(self._book.location(record))
@@ -342,16 +349,29 @@ class FileWork:
         record = self._book.records.get(checkpoint_id)
         size_bytes = None
         if record is not None and record.meta.state is CheckpointState.COMPLETE and record.meta.is_incremental:
-            show = partial(self._show, record, COMPACTING)
-            size_bytes = await self._files.compact(self._book.location(record), show)
+            size_bytes = await self._compact_files(record)
             await self._bus.ledger.writable()
             record = self._book.records.get(checkpoint_id)
+        if size_bytes is not None and self._book.is_read(checkpoint_id):
+            # A reader that has read the manifest before may still need the parents.
+            del self._to_compact[checkpoint_id]
+            self._to_compact[checkpoint_id] = 0
+            await anyio.sleep(COMPACTION_PAUSE_S)
+            return
         if size_bytes is not None and record is not None and record.meta.state is CheckpointState.COMPLETE:
             await self._decide(self._book.compacted(checkpoint_id, size_bytes)).wait()
         elif record is not None and record.is_to_compact:
             gone = f"it is {record.meta.state}"
             await self._decide(self._book.operation_failed(checkpoint_id, COMPACTING, gone)).wait()
         self._compaction_ended(checkpoint_id)
+
+    async def _compact_files(self, record: CheckpointRecord) -> int:
+        async with self._compaction:
+            self._compacting = record.id
+            try:
+                return await self._files.compact(self._book.location(record), partial(self._show, record, COMPACTING))
+            finally:
+                self._compacting = ""
 
     async def _compaction_failed(self, checkpoint_id: str, error: ForgedError) -> None:
         """Try it again later, after the others, as long as it is not hopeless."""

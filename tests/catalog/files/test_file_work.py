@@ -455,6 +455,38 @@ async def test_incremental_checkpoint_is_compacted_and_its_parent_may_go() -> No
 
 
 @over_days
+async def test_parents_of_a_compacted_checkpoint_stay_while_it_is_read() -> None:
+    files = SimulatedFiles()
+    async with catalog(files=files) as one:
+        await save(one, files, 1)
+        child = await save(one, files, 2, **incremental(1))
+        grandchild = await save(one, files, 3, **incremental(2))
+        await one.configure({"checkpoint_keep": 1})
+        # The reader has read the manifests, and reads the files of the parents last.
+        await one.ask(HoldCheckpoint(JOB, grandchild, "a reader", 500.0))
+        await one.ask(CompactCheckpoint(JOB, child), OPERATOR)
+        await anyio.sleep(450.0)
+        assert len(left(files)) == 3
+        await anyio.sleep(200.0)
+        assert left(files) == ["step-00000002", "step-00000003"]
+
+
+@over_days
+async def test_deletion_of_a_checkpoint_waits_for_its_compaction() -> None:
+    files = SimulatedFiles()
+    async with catalog(files=files) as one:
+        await save(one, files, 1)
+        child = await save(one, files, 2, **incremental(1))
+        await one.ask(CompactCheckpoint(JOB, child), OPERATOR)
+        await anyio.sleep(0.5)
+        await one.ask(DeleteCheckpoint(JOB, child), OPERATOR)
+        await anyio.sleep(0.4)
+        assert [operation for operation, _ in files.calls] == ["compact"]
+        await anyio.sleep(SOON_S)
+        assert (left(files), await one.listed()) == (["step-00000001"], {1: "complete"})
+
+
+@over_days
 async def test_compaction_continues_after_a_restart() -> None:
     store, files = FaultyStore(), SimulatedFiles()
     async with catalog(store, files=SimulatedFiles(failing={FOLDER})) as one:
