@@ -12,20 +12,21 @@ from collections.abc import Generator, Sequence
 from functools import partial
 from itertools import product
 
+from tests.simulation.catalog import simulation as catalog
 from tests.simulation.data import simulation as data
 from tests.simulation.elastic import tally
 from tests.simulation.runner import MUTANTS, Kind, Outcome, command, kinds_for, simulate_pair
 
 TRACE_LINES = 40
 PROCESSES = 2
-MUST_HAPPEN = (*tally.MUST_HAPPEN, *data.MUST_HAPPEN)
+MUST_HAPPEN = (*tally.MUST_HAPPEN, *data.MUST_HAPPEN, *catalog.MUST_HAPPEN)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the seeds; returns 0 if no invariant was violated, or the mutant was caught."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seeds", default="0:200", metavar="FIRST:END")
-    parser.add_argument("--kind", choices=[*Kind], help="simulate only this kind; default: both kinds for each seed")
+    parser.add_argument("--kind", choices=[*Kind], help="simulate only this kind; default: all kinds for each seed")
     parser.add_argument("--mutant", choices=sorted(MUTANTS), help="introduce this bug and expect it to be caught")
     parser.add_argument("--trace", action="store_true", help="print the trace")
     parser.add_argument("--counts", action="store_true", help="print how often each event happened")

@@ -17,11 +17,11 @@ from tests.simulation.runner import Kind, simulate_seed
 ROOT = Path(__file__).parents[2]
 
 
-def require_broken(mutant: str, promise: Enum, seeds: Iterable[int]) -> None:
+def require_broken(mutant: str, promise: Enum, seeds: Iterable[int], kind: Kind = Kind.ELASTIC) -> None:
     """Fail unless the mutant breaks this promise in one of the seeds; in another seed it may break another one."""
     named, others = promise.name.lower(), set[str]()
     for seed in seeds:
-        outcome = simulate_seed(seed, mutant, Kind.ELASTIC)
+        outcome = simulate_seed(seed, mutant, kind)
         broken = outcome.violation.partition(":")[0]
         if broken == named:
             return

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from tests.simulation.catalog import mutants as catalog_mutants
+from tests.simulation.catalog import simulation as catalog
 from tests.simulation.daemon import mutants as daemon_mutants
 from tests.simulation.daemon import simulation as daemon
 from tests.simulation.daemon.oracle import InvariantViolated
@@ -24,7 +26,7 @@ from tests.simulation.elastic import simulation as elastic
 CPU_S_MAX = 60.0
 """The CPU time limit of one seed; most take less than a second."""
 ELASTIC_MUTANTS = {**elastic_mutants.MUTANTS, **data_mutants.MUTANTS}
-MUTANTS = {**daemon_mutants.MUTANTS, **ELASTIC_MUTANTS}
+MUTANTS = {**daemon_mutants.MUTANTS, **ELASTIC_MUTANTS, **catalog_mutants.MUTANTS}
 
 
 class NeverYields(SystemExit):
@@ -38,11 +40,14 @@ class Kind(StrEnum):
     """Clients, plugins and the journal."""
     ELASTIC = "elastic"
     """Elastic training jobs with data."""
+    CATALOG = "catalog"
+    """The checkpoint catalogue and the files of checkpoints."""
 
 
 SIMULATE: dict[Kind, Callable[[int, Callable[[Any], None]], Any]] = {
     Kind.SERVICE: daemon.simulate,
     Kind.ELASTIC: elastic.simulate,
+    Kind.CATALOG: catalog.simulate,
 }
 
 
@@ -66,6 +71,8 @@ def kinds_for(mutant: str | None) -> tuple[Kind, ...]:
     """The kinds in which the mutant has an effect; all kinds without a mutant."""
     if mutant is None:
         return tuple(Kind)
+    if mutant in catalog_mutants.MUTANTS:
+        return (Kind.CATALOG,)
     return (Kind.ELASTIC if mutant in ELASTIC_MUTANTS else Kind.SERVICE,)
 
 

@@ -1,0 +1,410 @@
+"""Mutants: deliberate bugs in the catalogue that its simulation must catch.
+
+Each mutant changes one behaviour for one seed, and breaks the promise that is named for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+
+from forged.catalog import retention, selection
+from forged.catalog.book.catalog_book import CatalogBook
+from forged.catalog.book.changes import Change, decided
+from forged.catalog.catalog_index import CatalogIndex
+from forged.catalog.files.file_work import FileWork
+from forged.catalog.messages import (
+    CheckpointCollected,
+    CheckpointCompleted,
+    CollectedFiles,
+    CompleteCheckpoint,
+    CompletedCheckpoint,
+    ReleaseCheckpoint,
+)
+from forged.catalog.model import CheckpointMeta, CheckpointState, RestoreCriteria
+from forged.catalog.records import CheckpointRecord, Moment, decoded
+from forged.catalog.retention import RetentionRule
+from forged.catalog.run_index import IndexEntry, RunIndex, by_step
+from forged.catalog.service import CatalogService
+from forged.errors import RequestRefused
+from forged.kernel.messages import Decision, Nothing, Record
+from tests.simulation.catalog.oracle import Promise
+
+Mutant = Callable[[], Any]
+_INFINITY = float("inf")
+
+
+@contextmanager
+def delete_before_the_tombstone_is_durable() -> Iterator[None]:
+    """Files are deleted as soon as the record in memory is a tombstone."""
+    last = CatalogService._last
+
+    def hasty(self: CatalogService, decisions: Sequence[Decision[Any]], job: str) -> Decision[Any]:
+        for record in self.book.tombstones():
+            self.work.delete(record)
+        return last(self, decisions, job)
+
+    with patch.object(CatalogService, "_last", hasty):
+        yield
+
+
+@contextmanager
+def forget_a_tombstone_before_its_files() -> Iterator[None]:
+    """The record is removed first, and then the files are deleted."""
+    delete = FileWork._delete
+
+    async def hasty(self: FileWork, record: CheckpointRecord) -> None:
+        if record.is_deleted:
+            await self._decide(self._book.deleted([record.id])[0]).wait()
+            await self._files.delete(self._book.location(record))
+        else:
+            await delete(self, record)
+
+    with patch.object(FileWork, "_delete", hasty):
+        yield
+
+
+@contextmanager
+def forget_tombstones_at_restart() -> Iterator[None]:
+    """A new daemon does not continue the deletions of the previous one."""
+    with patch.object(FileWork, "reload", lambda self: self._queue.clear()):
+        yield
+
+
+@contextmanager
+def collect_without_tombstones() -> Iterator[None]:
+    """The record of a collected checkpoint is removed at once."""
+
+    def hasty(self: CatalogBook, meta: CheckpointMeta, rule: str, reason: str) -> Change:
+        fact = CheckpointCollected(meta.checkpoint_id, meta.step, meta.size_bytes, rule, reason)
+        return self._forget(self.records[meta.checkpoint_id])._replace(fact=fact)
+
+    with patch.object(CatalogBook, "_buried", hasty):
+        yield
+
+
+@contextmanager
+def trust_every_path() -> Iterator[None]:
+    """The daemon deletes what any worker has named."""
+    with patch.object(CatalogBook, "is_managed", lambda self, record: True):
+        yield
+
+
+def _without_rule(ignored: RetentionRule) -> Any:
+    protection = retention.Judgement._protection
+
+    def careless(self: Any, entry: IndexEntry) -> RetentionRule | None:
+        rule = protection(self, entry)
+        return None if rule is ignored else rule
+
+    return patch.object(retention.Judgement, "_protection", careless)
+
+
+@contextmanager
+def ignore_pins() -> Iterator[None]:
+    """A collection deletes pinned checkpoints."""
+    with _without_rule(RetentionRule.PINNED):
+        yield
+
+
+@contextmanager
+def ignore_holds() -> Iterator[None]:
+    """A collection deletes checkpoints that are read."""
+    with _without_rule(RetentionRule.HELD):
+        yield
+
+
+@contextmanager
+def forget_holds_at_restart() -> Iterator[None]:
+    """A new daemon does not know who reads."""
+
+    def forgetful(value: bytes) -> CheckpointRecord:
+        record = decoded(value)
+        return msgspec.structs.replace(record, holds={}, meta=msgspec.structs.replace(record.meta, holders=()))
+
+    with patch("forged.catalog.book.catalog_book.decoded", forgetful):
+        yield
+
+
+@contextmanager
+def release_for_all_readers() -> Iterator[None]:
+    """The first reader that is done releases the checkpoint for the others too."""
+    release = CatalogBook.release
+
+    def careless(self: CatalogBook, request: ReleaseCheckpoint) -> Decision[Nothing]:
+        record = self.record(request.job, request.checkpoint_id)
+        for holder in [one for one in record.holds if one != request.holder]:
+            self._release(self.records[record.id], holder)
+        return release(self, request)
+
+    with patch.object(CatalogBook, "release", careless):
+        yield
+
+
+@contextmanager
+def forget_the_parents() -> Iterator[None]:
+    """A collection deletes checkpoints that others build on."""
+    with patch.object(retention.Judgement, "_spare_parents", lambda self: None):
+        yield
+
+
+@contextmanager
+def forget_the_verified_one() -> Iterator[None]:
+    """A collection deletes the last verified checkpoint."""
+    with _without_rule(RetentionRule.VERIFIED):
+        yield
+
+
+@contextmanager
+def forget_the_newest_one() -> Iterator[None]:
+    """A collection deletes the newest restorable checkpoint if it is old."""
+    with patch.object(RunIndex, "latest_restorable", lambda self: None):
+        yield
+
+
+@contextmanager
+def count_nan_as_best() -> Iterator[None]:
+    """A metric that is no number is better than all numbers."""
+    metric_of = RunIndex._metric_of
+
+    def generous(self: RunIndex, meta: CheckpointMeta) -> float | None:
+        metric = metric_of(self, meta)
+        return -_INFINITY if metric is None and self.policy.metric_key in meta.metrics else metric
+
+    with patch.object(RunIndex, "_metric_of", generous):
+        yield
+
+
+@contextmanager
+def collect_after_the_clock_went_back() -> Iterator[None]:
+    """A time before the newest checkpoint's stops no collection."""
+    with patch.object(retention, "_is_clock_behind", lambda run, now: False):
+        yield
+
+
+@contextmanager
+def collect_half() -> Iterator[None]:
+    """A collection deletes only the first of the checkpoints that are to go."""
+    collect = CatalogIndex.collect_some
+
+    def lazy(self: CatalogIndex, run_id: str, now: float, most: int) -> Any:
+        return collect(self, run_id, now, 1)
+
+    with patch.object(CatalogIndex, "collect_some", lazy):
+        yield
+
+
+@contextmanager
+def offer_abandoned() -> Iterator[None]:
+    """What training has gone back behind is offered."""
+
+    def generous(run: RunIndex, criteria: RestoreCriteria) -> Iterator[CheckpointMeta]:
+        yield from (one.meta for one in sorted(run.ranked, key=by_step, reverse=True) if one.is_restorable)
+
+    with patch.object(selection, "restore_points", generous):
+        yield
+
+
+@contextmanager
+def offer_broken_chains() -> Iterator[None]:
+    """A complete checkpoint is offered, whatever its parents are."""
+
+    def generous(run: RunIndex, criteria: RestoreCriteria) -> Iterator[CheckpointMeta]:
+        complete = (one.meta for one in sorted(run.ranked, key=by_step, reverse=True))
+        yield from (one for one in complete if one.state is CheckpointState.COMPLETE and not one.abandoned)
+
+    with patch.object(selection, "restore_points", generous):
+        yield
+
+
+@contextmanager
+def offer_the_latest_first() -> Iterator[None]:
+    """Restore points come in the order of their creation."""
+    restore_points = selection.restore_points
+
+    def by_time(run: RunIndex, criteria: RestoreCriteria) -> Iterator[CheckpointMeta]:
+        yield from sorted(restore_points(run, criteria), key=lambda one: one.created_at, reverse=True)
+
+    with patch.object(selection, "restore_points", by_time):
+        yield
+
+
+@contextmanager
+def abandon_nothing() -> Iterator[None]:
+    """Going back abandons nothing."""
+    with (
+        patch.object(CatalogIndex, "abandon_after", lambda *_: []),
+        patch.object(CatalogIndex, "abandon_beyond", lambda *_: []),
+    ):
+        yield
+
+
+@contextmanager
+def abandon_too_much() -> Iterator[None]:
+    """Going back to a step abandons the checkpoint of that step too."""
+    abandon = CatalogIndex.abandon_after
+
+    def generous(self: CatalogIndex, run_id: str, step: int, created_before: float) -> list[CheckpointMeta]:
+        return abandon(self, run_id, step - 1, created_before)
+
+    with patch.object(CatalogIndex, "abandon_after", generous):
+        yield
+
+
+@contextmanager
+def forget_that_progress_was_lost() -> Iterator[None]:
+    """Only restores abandon checkpoints."""
+
+    def deaf(self: CatalogService, record: Record) -> None:
+        return
+
+    with patch.object(CatalogService, "_progress_lost", deaf):
+        yield
+
+
+@contextmanager
+def complete_without_looking() -> Iterator[None]:
+    """A checkpoint whose writer is gone is completed, whether or not its manifest is there."""
+
+    async def trusting(self: FileWork, record: CheckpointRecord) -> None:
+        if record.is_being_written:
+            await self._decide(self._book.found(record.id, 1, self._now())).wait()
+
+    with patch.object(FileWork, "_find", trusting):
+        yield
+
+
+@contextmanager
+def complete_twice() -> Iterator[None]:
+    """A repeated report of a completion is recorded again."""
+    complete = CatalogBook.complete
+
+    def eager(self: CatalogBook, request: CompleteCheckpoint) -> Decision[CompletedCheckpoint]:
+        decision = complete(self, request)
+        if decision.facts:
+            return decision
+        record = self.record(request.job, request.checkpoint_id)
+        fact = CheckpointCompleted(record.id, record.meta.step, record.meta.size_bytes, request.seconds)
+        return decided(decision.reply, request.job, self._put(record, fact))
+
+    with patch.object(CatalogBook, "complete", eager):
+        yield
+
+
+@contextmanager
+def tell_no_failure() -> Iterator[None]:
+    """A failed save is recorded without a fact."""
+    fail = CatalogBook._fail
+
+    def silent(self: CatalogBook, record: CheckpointRecord, reason: str, now: Moment) -> Change:
+        return fail(self, record, reason, now)._replace(fact=None)
+
+    with patch.object(CatalogBook, "_fail", silent):
+        yield
+
+
+@contextmanager
+def give_up_a_save_whose_writer_lives() -> Iterator[None]:
+    """Every writer counts as gone."""
+    unsettled = CatalogBook.unsettled
+
+    def hasty(self: CatalogBook, is_registered: Any, now: Moment) -> Any:
+        return unsettled(self, lambda *_: False, now)
+
+    with patch.object(CatalogBook, "unsettled", hasty):
+        yield
+
+
+@contextmanager
+def never_sweep_failed_saves() -> Iterator[None]:
+    """What a failed save has left stays."""
+    unsettled = CatalogBook.unsettled
+
+    def lazy(self: CatalogBook, is_registered: Any, now: Moment) -> Any:
+        return ((one, reason) for one, reason in unsettled(self, is_registered, now) if one.is_being_written)
+
+    with patch.object(CatalogBook, "unsettled", lazy):
+        yield
+
+
+@contextmanager
+def tell_workers_nothing_to_delete() -> Iterator[None]:
+    """Workers are not told which files they are to delete."""
+
+    def silent(self: CatalogBook, record: CheckpointRecord) -> CompletedCheckpoint:
+        return CompletedCheckpoint(record.meta, list[CollectedFiles]())
+
+    with patch.object(CatalogBook, "_completed", silent):
+        yield
+
+
+@contextmanager
+def share_checkpoints_between_jobs() -> Iterator[None]:
+    """A caller may name the checkpoint of any job."""
+    record_of = CatalogBook.record
+
+    def careless(self: CatalogBook, job: str, checkpoint_id: str) -> CheckpointRecord:
+        known = self.records.get(checkpoint_id)
+        return record_of(self, job if known is None else known.job, checkpoint_id)
+
+    with patch.object(CatalogBook, "record", careless):
+        yield
+
+
+@contextmanager
+def share_paths_between_jobs() -> Iterator[None]:
+    """The same path and save id are the same checkpoint for every job."""
+    known = CatalogBook._known
+
+    def careless(self: CatalogBook, job: str, path: str, save_id: str) -> CheckpointRecord | None:
+        try:
+            return known(self, job, path, save_id)
+        except RequestRefused:
+            checkpoint_id = self._at[path].get(save_id)
+            return None if checkpoint_id is None else self.records[checkpoint_id]
+
+    with patch.object(CatalogBook, "_known", careless):
+        yield
+
+
+MUTANTS: dict[str, Mutant] = {}
+BREAKS: dict[str, Promise] = {}
+"""The promise that each of them breaks."""
+
+for mutant, promise in (
+    (delete_before_the_tombstone_is_durable, Promise.TOMBSTONE),
+    (forget_a_tombstone_before_its_files, Promise.TOMBSTONE),
+    (forget_tombstones_at_restart, Promise.ENDS),
+    (collect_without_tombstones, Promise.RECORDED),
+    (trust_every_path, Promise.OWN_FILES),
+    (ignore_pins, Promise.KEPT),
+    (ignore_holds, Promise.KEPT),
+    (forget_holds_at_restart, Promise.KEPT),
+    (release_for_all_readers, Promise.KEPT),
+    (forget_the_parents, Promise.KEPT),
+    (forget_the_verified_one, Promise.KEPT),
+    (forget_the_newest_one, Promise.KEPT),
+    (count_nan_as_best, Promise.KEPT),
+    (collect_after_the_clock_went_back, Promise.KEPT),
+    (collect_half, Promise.SETTLED),
+    (offer_abandoned, Promise.OFFERED),
+    (offer_broken_chains, Promise.OFFERED),
+    (offer_the_latest_first, Promise.OFFERED),
+    (abandon_nothing, Promise.ABANDONED),
+    (abandon_too_much, Promise.ABANDONED),
+    (forget_that_progress_was_lost, Promise.ABANDONED),
+    (complete_without_looking, Promise.COMPLETE),
+    (complete_twice, Promise.FACTS),
+    (tell_no_failure, Promise.FACTS),
+    (give_up_a_save_whose_writer_lives, Promise.ENDS),
+    (never_sweep_failed_saves, Promise.ENDS),
+    (tell_workers_nothing_to_delete, Promise.ORPHANS),
+    (share_checkpoints_between_jobs, Promise.REFUSED),
+    (share_paths_between_jobs, Promise.REFUSED),
+):
+    MUTANTS[mutant.__name__] = mutant
+    BREAKS[mutant.__name__] = promise
