@@ -14,6 +14,8 @@ SEEDS ?= 0:200
 KILLS ?= 2000
 DATA_KILLS ?= 200
 CHECKPOINT_KILLS ?= 5000
+SLOT_KILLS ?= 2000
+SLOT_LIVES ?= 50
 HOSTILE_S ?= 300
 SMOKE ?= tests/test_init.py tests/test_daemon.py tests/test_errors.py tests/config tests/telemetry tests/kernel/bus tests/net/protocol tests/client
 SLOW_PYTEST := $(BIN)/pytest -o faulthandler_timeout=0
@@ -69,6 +71,8 @@ bench-torch: $(PEERS_READY)
 soak: $(READY)
 	FORGED_KILLS=$(KILLS) FORGED_DATA_KILLS=$(DATA_KILLS) $(SLOW_PYTEST) tests/processes
 	FORGED_KILLS=$(CHECKPOINT_KILLS) $(SLOW_PYTEST) tests/checkpoint/crashes/test_kill.py
+	FORGED_SLOT_KILLS=$(SLOT_KILLS) $(SLOW_PYTEST) tests/checkpoint/crashes/test_slot_kill.py
+	FORGED_SLOT_LIVES=$(SLOT_LIVES) $(SLOW_PYTEST) tests/processes/test_slots.py
 	FORGED_WHOLE=1 $(SLOW_PYTEST) $$(grep -l --include='test_*.py' -r 'tests\.sweeps' tests)
 	$(BIN)/python -m tests.simulation --seeds 0:5000 --check-coverage
 	$(BIN)/python -m tests.hostile_tenant --seconds $(HOSTILE_S)

@@ -18,7 +18,9 @@ from forged.checkpoint.storage.local import LocalStorage
 from forged.elastic.config import ElasticTrainingConfig
 from forged.worker.blocking import join
 
-CONFIG = ElasticTrainingConfig(failure_tolerance_percentage=100, max_consecutive_failures=1_000_000)
+CONFIG = ElasticTrainingConfig(
+    stability_window_ms=0, failure_tolerance_percentage=100, max_consecutive_failures=1_000_000
+)
 
 
 def main() -> None:

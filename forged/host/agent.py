@@ -54,8 +54,11 @@ class HostAgent(Protocol):
         """What the whole ones of these slots hold."""
         ...
 
-    async def hold(self, staged: StagedCheckpoint) -> HeldSlots | None:
-        """Hold the slots of a save; None if one of them holds something else by now."""
+    async def hold(self, staged: StagedCheckpoint, *, is_trusted: bool) -> HeldSlots | None:
+        """Hold the slots of a save; None if one of them holds something else by now.
+
+        With `is_trusted` their writers could end the agent anyway, so that it may map the slots.
+        """
         ...
 
 
@@ -82,5 +85,5 @@ class NoHost:
     async def read(self, slot_ids: Sequence[str]) -> list[SlotContents]:
         return []
 
-    async def hold(self, staged: StagedCheckpoint) -> HeldSlots | None:
+    async def hold(self, staged: StagedCheckpoint, *, is_trusted: bool) -> HeldSlots | None:
         return None

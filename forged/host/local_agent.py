@@ -102,26 +102,26 @@ class LocalHostAgent:
                     )
         return found
 
-    def _opened(self, slot_id: str, stack: ExitStack) -> SlotFile:
+    def _opened(self, slot_id: str, stack: ExitStack, *, is_mapped: bool = False) -> SlotFile:
         from forged.checkpoint.storage.slot_files import SlotFile
 
-        file = SlotFile(self._slots.open_slot(slot_id, os.O_RDONLY))
+        file = SlotFile(self._slots.open_slot(slot_id, os.O_RDONLY), is_mapped=is_mapped)
         stack.callback(file.close)
         return file
 
-    async def hold(self, staged: StagedCheckpoint) -> LocalHeldSlots | None:
+    async def hold(self, staged: StagedCheckpoint, *, is_trusted: bool) -> LocalHeldSlots | None:
         assert self._saves is not None
-        stack = await to_thread.run_sync(self._hold, staged)
+        stack = await to_thread.run_sync(self._hold, staged, is_trusted)
         return None if stack is None else LocalHeldSlots(*stack, self._saves)
 
-    def _hold(self, staged: StagedCheckpoint) -> tuple[SlotSet, ExitStack] | None:
+    def _hold(self, staged: StagedCheckpoint, is_trusted: bool) -> tuple[SlotSet, ExitStack] | None:
         _import_checkpoints()
         from forged.checkpoint.errors import CheckpointException
         from forged.checkpoint.storage.slot_files import SlotSet
 
         with ExitStack() as stack:
             try:
-                files = [self._opened(slot_id, stack) for slot_id in staged.slot_ids]
+                files = [self._opened(slot_id, stack, is_mapped=is_trusted) for slot_id in staged.slot_ids]
                 if not all(file.lock() for file in files):
                     return None
                 slots = SlotSet(files)

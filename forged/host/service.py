@@ -358,8 +358,12 @@ class SlotService:
         save = self._saves[key] = _Save()
         self._tasks.start_soon(self._hold_and_save, save, staged, storage_path)
 
+    async def _hold(self, staged: StagedCheckpoint) -> HeldSlots | None:
+        is_trusted = all(record.is_trusted for record in self._known(staged))
+        return await self._agent.hold(staged, is_trusted=is_trusted)
+
     async def _hold_and_save(self, save: _Save, staged: StagedCheckpoint, storage_path: str) -> None:
-        held = await self._agent.hold(staged)
+        held = await self._hold(staged)
         if held is None:
             save.end(error=RequestRefused("slots_overwritten", "the slots hold something else by now", "stage again"))
             return
@@ -488,7 +492,7 @@ class SlotService:
             if staged is None or not records:
                 return True
             # Held before anything else is asked: the survivors may be staging again.
-            held = await self._agent.hold(staged)
+            held = await self._hold(staged)
             if held is None:
                 continue
             try:

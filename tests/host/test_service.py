@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from forged.client import ForgedClient
 from forged.elastic.messages import EvictWorker, WorkerFailed
 from forged.errors import ForgedError, RequestRefused
 from forged.host.local_agent import LocalHostAgent
-from forged.host.messages import ListSlots, OpenSlots, SaveSlots, SlotPage
+from forged.host.messages import ListSlots, OpenedSlots, OpenSlots, SaveSlots, SlotPage
 from forged.jobs.model import RemoveJob
 from forged.kernel.messages import Request
 from forged.worker.errors import StepAborted
@@ -250,6 +252,62 @@ async def test_save_waits_for_a_daemon_that_is_away(
     for handle in staging.handles:
         await handle.committed()
         check(storage, int(handle.prefix.removeprefix("step-")))
+    await group.finish(*NAMES)
+
+
+async def test_worker_of_another_user_gets_its_slots_as_descriptors(
+    group: TrainerGroup, client: ForgedClient, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(opened: OpenedSlots) -> list[Any]:
+        raise PermissionError(errno.EACCES, "Permission denied", opened.paths[0])
+
+    monkeypatch.setattr("forged.worker.host_slots._mapped", denied)
+    staging = await start(group, storage)
+    staging.wanted = ["save"]
+    await staging.until(group, 2)
+    for handle in staging.handles:
+        await handle.committed()
+        check(storage, int(handle.prefix.removeprefix("step-")))
+    assert len((await slots(client)).slots) == 4
+    await group.finish(*NAMES)
+
+
+async def test_worker_that_cannot_reach_its_slots_gives_them_back(
+    group: TrainerGroup, client: ForgedClient, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(opened: OpenedSlots) -> list[Any]:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", opened.paths[0])
+
+    monkeypatch.setattr("forged.worker.host_slots._mapped", missing)
+    staging = await start(group, storage)
+    staging.wanted = ["save"]
+    await staging.until(group, 2)
+    for handle in staging.handles:
+        await handle.committed()
+        check(storage, int(handle.prefix.removeprefix("step-")))
+    page = await slots(client)
+    assert (page.slots, page.used_bytes) == ([], 0)
+    await group.finish(*NAMES)
+
+
+async def test_untrusted_workers_write_by_themselves_outside_of_the_roots(
+    runner: DaemonRunner, group: TrainerGroup, client: ForgedClient, storage: LocalStorage, tmp_path: Path
+) -> None:
+    """As for workers of other users: their slots are read, not mapped, and only beneath the roots."""
+    runner.daemon.slots._port = replace(runner.daemon.slots._port, is_trusted=lambda principal: False)
+    staging = await start(group, storage)
+    staging.wanted = ["save"]
+    await staging.until(group, 2)
+    for handle in staging.handles:
+        await handle.committed()
+    [own] = {group[name].worker.incarnation for name in NAMES[:1]}
+    save_id = listing.read_manifest(storage, staging.handles[0].prefix).save_id
+    assert await refused(client, SaveSlots(JOB, "a", own, save_id)) == "slots_storage_denied"
+    runner.daemon.catalog.book.roots = (str(tmp_path),)
+    assert (await client.request(SaveSlots(JOB, "a", own, save_id))).is_saved
+    await asyncio.to_thread(listing.delete, storage, staging.handles[0].prefix)
+    assert (await client.request(SaveSlots(JOB, "a", own, save_id))).size_bytes > ROWS * 32
+    check(storage, int(staging.handles[0].prefix.removeprefix("step-")))
     await group.finish(*NAMES)
 
 
