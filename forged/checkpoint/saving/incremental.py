@@ -144,7 +144,9 @@ class Base:
             layout = self.layout(part)
             box, numbers = layout.piece_box(piece), layout.chunks_of(piece)
             edges = _row_edges(box, layout.grid(piece), len(numbers))
-            found.append((edges[:-1], edges[1:], np.array([(part, number) for number in numbers], np.int64)))
+            stored = np.empty((len(numbers), 2), np.int64)
+            stored[:, 0], stored[:, 1] = part, np.arange(numbers.start, numbers.stop)
+            found.append((edges[:-1], edges[1:], stored))
             digests.append(np.frombuffer(layout.digests_of(numbers.start, numbers.stop), np.uint64).reshape(-1, 2))
             tails.add(_tail(box))
         if len(tails) != 1:
