@@ -34,17 +34,19 @@ HISTORY_BYTES = 8
 class LocalHostAgent:
     """Slots in shared memory, saved to directories of this host."""
 
-    def __init__(self, directory: str = "") -> None:
-        """`directory` is where this daemon has a directory for its slots; default: one of its user in `/dev/shm`."""
+    def __init__(self, directory: str, data_dir: str) -> None:
+        """`data_dir` is the daemon's. Its slots are in a directory of `directory`, by default one in /dev/shm."""
         self._root = Path(directory or f"{SHARED_MEMORY}/forged-{os.geteuid()}")
-        self._slots = SlotDirectory(self._root)
+        self._data_dir = data_dir
+        self._slots = SlotDirectory(self._root / "none", data_dir)
         self._saves: anyio.CapacityLimiter | None = None
 
     async def begin(self, history: str) -> Mapping[str, int]:
         # Several daemons of one user have a directory each.
         name = hashlib.blake2b(history.encode(), digest_size=HISTORY_BYTES).hexdigest()
-        self._slots = SlotDirectory(self._root / name)
+        self._slots = SlotDirectory(self._root / name, self._data_dir)
         self._saves = anyio.CapacityLimiter(SAVES_MAX)
+        await to_thread.run_sync(self._slots.sweep)
         return await to_thread.run_sync(self._slots.find)
 
     async def make(self, slot_ids: Sequence[str], size_bytes: int) -> list[str]:

@@ -4,6 +4,7 @@ Invariants:
 - The directory belongs to the daemon's user and nobody else may enter it; the slots are regular files of mode 0600.
 - A name or file that the daemon has not made is not opened, followed or deleted.
 - The memory of a slot is reserved when it is made, so that writing to it cannot fail.
+- The slots of a daemon whose data directory is gone are deleted by the next daemon of its user: it never comes back.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path
 from forged.errors import RequestRefused
 
 SUFFIX = ".slot"
+OWNER = "daemon"
+"""The file with the data directory of the daemon whose slots these are."""
 MODE = 0o600
 DIRECTORY_MODE = 0o700
 FREE_SHARE = 8
@@ -30,8 +33,20 @@ _OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 class SlotDirectory:
     """The directory of one daemon's slots."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, data_dir: str) -> None:
         self.path = path
+        self._data_dir = data_dir
+
+    def sweep(self) -> None:
+        """Delete the slots of daemons of this user whose data directory is gone."""
+        for owner in self.path.parent.glob(f"*/{OWNER}"):
+            with suppress(OSError, RequestRefused, ValueError):
+                self._require_own(owner.parent)
+                if not Path(owner.read_text()).exists():
+                    for entry in owner.parent.glob(f"*{SUFFIX}"):
+                        entry.unlink()
+                    owner.unlink()
+                    owner.parent.rmdir()
 
     def find(self) -> dict[str, int]:
         """The slots in the directory, with their sizes."""
@@ -55,6 +70,7 @@ class SlotDirectory:
                 with suppress(FileExistsError):
                     directory.mkdir(mode=DIRECTORY_MODE)
                 self._require_own(directory)
+            (self.path / OWNER).write_text(self._data_dir)
         except OSError as error:
             raise RequestRefused(
                 "slots_directory_invalid", f"cannot make {self.path}: {error.strerror}", "set slot_dir"
@@ -122,5 +138,7 @@ class SlotDirectory:
         for slot_id in slot_ids:
             Path(self.path_of(slot_id)).unlink(missing_ok=True)
         with suppress(OSError):
-            self.path.rmdir()
-            self.path.parent.rmdir()
+            if not any(self.path.glob(f"*{SUFFIX}")):
+                (self.path / OWNER).unlink()
+                self.path.rmdir()
+                self.path.parent.rmdir()

@@ -39,7 +39,7 @@ ROWS = 600_000
 @pytest.fixture
 async def runner(tmp_path: Path) -> AsyncIterator[DaemonRunner]:
     """A running daemon with slots."""
-    runner = DaemonRunner(config_in(tmp_path / "daemon"), host=LocalHostAgent(str(tmp_path / "slots")))
+    runner = DaemonRunner(config_in(tmp_path / "daemon"), host=LocalHostAgent(str(tmp_path / "slots"), str(tmp_path)))
     await runner.open()
     yield runner
     await runner.close()
@@ -366,7 +366,7 @@ async def test_daemon_without_room_lets_workers_use_their_own_memory(
 def test_slots_directory_of_another_user_or_mode_is_refused(tmp_path: Path) -> None:
     (tmp_path / "slots").mkdir(mode=0o755)
     (tmp_path / "slots").chmod(0o755)
-    agent = LocalHostAgent(str(tmp_path / "slots"))
+    agent = LocalHostAgent(str(tmp_path / "slots"), str(tmp_path))
 
     async def make() -> None:
         await agent.begin("history")
@@ -375,3 +375,20 @@ def test_slots_directory_of_another_user_or_mode_is_refused(tmp_path: Path) -> N
     with pytest.raises(ForgedError) as error:
         asyncio.run(make())
     assert error.value.code == "slots_directory_invalid"
+
+
+async def test_slots_of_a_daemon_that_never_comes_back_are_deleted(tmp_path: Path) -> None:
+    homes = [tmp_path / name for name in ("gone", "stopped", "own")]
+    for home in homes:
+        await asyncio.to_thread(home.mkdir)
+        agent = LocalHostAgent(str(tmp_path / "slots"), str(home))
+        await agent.begin(home.name)
+        await agent.make([home.name.encode().hex().rjust(32, "0")], 4096)
+    await asyncio.to_thread(homes[0].rmdir)
+    agent = LocalHostAgent(str(tmp_path / "slots"), str(homes[2]))
+    assert list(await agent.begin("own")) == [b"own".hex().rjust(32, "0")]
+    assert sorted(path.stem for path in slot_files(tmp_path)) == sorted(
+        home.name.encode().hex().rjust(32, "0") for home in homes[1:]
+    )
+    await agent.delete([b"own".hex().rjust(32, "0")])
+    assert len(slot_files(tmp_path)) == 1

@@ -151,7 +151,7 @@ class Process:
             guard=AlarmGuard(),
             compute=to_thread.run_sync,
             checkpoint_files=StoredCheckpointFiles(),
-            host=LocalHostAgent(config.slot_dir),
+            host=LocalHostAgent(config.slot_dir, config.data_dir),
         )
 
     # Settings.
