@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from forged.checkpoint.checkpoint import DistributedCheckpoint
 from forged.checkpoint.errors import CheckpointException
@@ -16,7 +17,9 @@ from forged.checkpoint.format.slot import HEADER_BYTES, PART_OFFSET, SlotHeader,
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, SaveOptions
 from forged.checkpoint.ports import BLOCK_BYTES, CancelToken
 from forged.checkpoint.rank_group import SingleProcess
+from forged.checkpoint.saving.pipeline import RankSave, RunInfo, Saver
 from forged.checkpoint.saving.slot_saver import save_slots
+from forged.checkpoint.saving.slots import SlotContent
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.fixtures.plain_reader import same, state_of
@@ -230,3 +233,33 @@ async def test_incremental_save_is_staged_whole_and_writes_only_what_changed(
             assert newest.manifest.links == []
             base = f"v{version}"
     assert len(host.persisted) == (level is CompressionLevel.NONE)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"file": "a/ffffffff.00000-of-00001.safetensors"},
+        {"file": "b/other"},
+        {"offsets": [0, 0, 0]},
+        {"stored": [1]},
+        {"rank": 1},
+        {"size": 10},
+        {"tensors": [99]},
+    ],
+)
+async def test_slot_of_a_hostile_writer_names_no_file_but_its_own(
+    host: SlotHost, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    content_of = Saver._slot_content
+
+    def hostile(saver: Saver, save: RankSave, run: RunInfo) -> SlotContent:
+        content = content_of(saver, save, run)
+        part = replace(content.frame.part, **changes)
+        return content._replace(frame=replace(content.frame, part=part))
+
+    monkeypatch.setattr(Saver, "_slot_content", hostile)
+    async with DistributedCheckpoint(Alone(host), storage) as checkpoint:
+        assert await checkpoint.keep_in_memory(state(1), options=SaveOptions("a"))
+    with pytest.raises(CheckpointException):
+        sets_in(host._directory)
+    assert [name for name, _ in listing.manifests(storage)] == []
