@@ -15,9 +15,7 @@ SEEDS_TO_CATCH = 200
 LIKELY = {
     "believe_every_heartbeat": 525,
     "complete_when_all_have_reached_the_step": 118,
-    "count_evictions": 28,
     "fail_whoever_has_not_answered": 80,
-    "keep_nobody_for_the_state": 89,
     "take_everybody_for_a_holder_of_the_state": 27,
 }
 """Where to look first for bugs that show seldom; they may be elsewhere when worlds have changed."""
