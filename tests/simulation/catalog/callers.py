@@ -135,7 +135,11 @@ class OperatorActor:
             self._oracle.unpinned.discard(checkpoint_id)
 
     async def _delete(self, client: ForgedClient, plan: JobPlan) -> None:
-        if checkpoint_id := await self._any(client, plan):
+        checkpoint_id = await self._any(client, plan)
+        compacting = [one.id for one in self._oracle.live(plan.name) if one.is_to_compact]
+        if compacting and self._random.random() < 0.5:
+            checkpoint_id = compacting[0]
+        if checkpoint_id is not None:
             self._oracle.deletion_wanted.add(checkpoint_id)
             await client.request(DeleteCheckpoint(plan.name, checkpoint_id))
             self._simulation.meet("an operator deletes a checkpoint")

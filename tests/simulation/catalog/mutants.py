@@ -13,7 +13,7 @@ from unittest.mock import patch
 import msgspec
 
 from forged.catalog import retention, selection
-from forged.catalog.book.catalog_book import CatalogBook
+from forged.catalog.book.catalog_book import REQUESTED_RULE, CatalogBook
 from forged.catalog.book.changes import Change, decided
 from forged.catalog.catalog_index import CatalogIndex
 from forged.catalog.files.file_work import FileWork
@@ -23,6 +23,7 @@ from forged.catalog.messages import (
     CollectedFiles,
     CompleteCheckpoint,
     CompletedCheckpoint,
+    DeleteCheckpoint,
     ReleaseCheckpoint,
 )
 from forged.catalog.model import CheckpointMeta, CheckpointState, RestoreCriteria
@@ -371,6 +372,50 @@ def share_paths_between_jobs() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def delete_what_is_being_written() -> Iterator[None]:
+    """An operator may delete a checkpoint while its writer writes."""
+
+    def hasty(self: CatalogBook, request: DeleteCheckpoint) -> Decision[Nothing]:
+        record = self.record(request.job, request.checkpoint_id)
+        if record.is_deleted:
+            return Decision(Nothing())
+        meta = self.index.delete(record.id)
+        return decided(Nothing(), request.job, self._buried(meta, REQUESTED_RULE, "an operator has deleted it"))
+
+    with patch.object(CatalogBook, "delete", hasty):
+        yield
+
+
+@contextmanager
+def call_full_what_is_not() -> Iterator[None]:
+    """A checkpoint counts as compacted although nothing was done with its files."""
+
+    async def lazy(self: FileWork, record: CheckpointRecord) -> int:
+        return record.meta.size_bytes
+
+    with patch.object(FileWork, "_compact_files", lazy):
+        yield
+
+
+@contextmanager
+def compact_what_is_deleted() -> Iterator[None]:
+    """The files of a checkpoint are deleted while it is compacted."""
+
+    async def compact(self: FileWork, record: CheckpointRecord) -> int:
+        return await self._files.compact(self._book.location(record), lambda done, total: None)
+
+    with patch.object(FileWork, "_compact_files", compact):
+        yield
+
+
+@contextmanager
+def let_go_of_the_parents_of_what_is_read() -> Iterator[None]:
+    """The parents of a compacted checkpoint may go while it is read."""
+    with patch.object(CatalogBook, "is_read", lambda self, checkpoint_id: False):
+        yield
+
+
 MUTANTS: dict[str, Mutant] = {}
 BREAKS: dict[str, Promise] = {}
 """The promise that each of them breaks."""
@@ -403,6 +448,10 @@ for mutant, promise in (
     (give_up_a_save_whose_writer_lives, Promise.ENDS),
     (never_sweep_failed_saves, Promise.ENDS),
     (tell_workers_nothing_to_delete, Promise.ORPHANS),
+    (delete_what_is_being_written, Promise.TOMBSTONE),
+    (call_full_what_is_not, Promise.COMPLETE),
+    (compact_what_is_deleted, Promise.TOMBSTONE),
+    (let_go_of_the_parents_of_what_is_read, Promise.KEPT),
     (share_checkpoints_between_jobs, Promise.REFUSED),
     (share_paths_between_jobs, Promise.REFUSED),
 ):

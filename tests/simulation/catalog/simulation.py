@@ -42,7 +42,7 @@ from tests.simulation.environment.disk import SimulatedDisk
 from tests.simulation.environment.loop import SimulationError, VirtualClock, VirtualLoop, run
 from tests.simulation.environment.store import LogStore
 
-FAULTS_S = 25.0
+FAULTS_S = 17.0
 RECOVERY_MAX_S = 120.0
 HOSTILE_SEEDS = 0.4
 WRITER_GONE_S = 4.0
