@@ -4,6 +4,7 @@ Invariants:
 - A slot is recorded durably before its worker learns of it. A file without a record is deleted at the next start.
 - Only the process that has opened slots, by its incarnation, asks for a save from them, also after it has left.
 - The daemon writes to a directory only if the principal that has opened the slots may have it written.
+- One save of the same slots runs at a time: a second one would replace files that the manifest of the first one names.
 - The last save that all ranks have staged is saved as an emergency checkpoint when one of them fails, unless the
   catalogue offers one that is as new. It is repeated until it is saved, superseded or impossible.
 """
@@ -297,14 +298,16 @@ class SlotService:
     async def _save(self, request: SaveSlots, call: Call) -> SlotSave:
         own = self._records_of(request)
         key = request.job, request.save_id
-        if key not in self._saves:
+        save = self._saves.get(key)
+        if save is None:
             staged = await self._staged(request, own)
-            self._begin_save(key, staged, own[0].storage_path)
-        save = self._saves[key]
+            # It may have been begun meanwhile.
+            save = self._saves.get(key) or self._begin_save(key, staged, own[0].storage_path)
         with anyio.move_on_after(SAVE_WAIT_S):
             await save.ended.wait()
         if save.error is not None:
-            self._saves.pop(key, None)
+            if self._saves.get(key) is save:
+                del self._saves[key]
             if save.error.retryable:
                 raise Unavailable(save.error.code, save.error.message, save.error.fix)
             raise RequestRefused(save.error.code, save.error.message, save.error.fix)
@@ -353,10 +356,11 @@ class SlotService:
 
     # Saves.
 
-    def _begin_save(self, key: tuple[str, str], staged: StagedCheckpoint, storage_path: str) -> None:
+    def _begin_save(self, key: tuple[str, str], staged: StagedCheckpoint, storage_path: str) -> _Save:
         assert self._tasks is not None, "the service runs before the server listens"
         save = self._saves[key] = _Save()
         self._tasks.start_soon(self._hold_and_save, save, staged, storage_path)
+        return save
 
     async def _hold(self, staged: StagedCheckpoint) -> HeldSlots | None:
         is_trusted = all(record.is_trusted for record in self._known(staged))
@@ -511,15 +515,15 @@ class SlotService:
         if {record.storage_path for record in records} != {path} or not self._may_write(records):
             self._log.info("no emergency checkpoint: the daemon may not write there", job=job, path=path)
             return True
-        key = job, staged.save_id
-        if (other := self._saves.get(key)) is not None:
-            await other.ended.wait()
         reason = f"worker {failed.worker_id} failed"
         location = f"{path}/{held.prefix}"
         kind = CheckpointType.EMERGENCY
         meta = await self._bus.ask(
             StartCheckpoint(job, "", b"", staged.epoch, staged.step, location, staged.save_id, kind, reason=reason)
         )
+        key = job, staged.save_id
+        while (other := self._saves.get(key)) is not None and not other.ended.is_set():
+            await other.ended.wait()
         save = self._saves[key] = _Save()
         await self._run_save(save, held, path)
         seconds = max(0.0, self._clock.wall() - failed.ended_at)

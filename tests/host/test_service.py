@@ -22,8 +22,9 @@ from forged.checkpoint.storage.local import LocalStorage
 from forged.client import ForgedClient
 from forged.elastic.messages import EvictWorker, WorkerFailed
 from forged.errors import ForgedError, RequestRefused
-from forged.host.local_agent import LocalHostAgent
+from forged.host.local_agent import LocalHeldSlots, LocalHostAgent
 from forged.host.messages import ListSlots, OpenedSlots, OpenSlots, SaveSlots, SlotPage
+from forged.host.model import SavedSlots
 from forged.jobs.model import RemoveJob
 from forged.kernel.messages import Request
 from forged.worker.errors import StepAborted
@@ -309,6 +310,40 @@ async def test_untrusted_workers_write_by_themselves_outside_of_the_roots(
     assert (await client.request(SaveSlots(JOB, "a", own, save_id))).size_bytes > ROWS * 32
     check(storage, int(staging.handles[0].prefix.removeprefix("step-")))
     await group.finish(*NAMES)
+
+
+async def test_one_save_of_slots_runs_at_a_time(
+    runner: DaemonRunner,
+    group: TrainerGroup,
+    client: ForgedClient,
+    storage: LocalStorage,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second one would replace the files that the manifest of the first one names."""
+    running = [0, 0]
+    save_in_thread = LocalHeldSlots._save
+
+    def counting(held: LocalHeldSlots, *arguments: Any) -> SavedSlots:
+        running[:] = running[0] + 1, max(running[1], running[0] + 1)
+        try:
+            return save_in_thread(held, *arguments)
+        finally:
+            running[0] -= 1
+
+    monkeypatch.setattr(LocalHeldSlots, "_save", counting)
+    staging = await start(group, storage)
+    staging.wanted = ["keep"]
+    await staging.until(group, 2)
+    save_id = next(one.save_id for one in (await slots(client)).slots if one.save_id)
+    incarnations = {name: group[name].worker.incarnation for name in NAMES}
+    await client.request(EvictWorker(JOB, "b", "for the test"))
+    asked = [SaveSlots(JOB, name, incarnation, save_id) for name, incarnation in incarnations.items()]
+    await asyncio.gather(*(client.request(request) for request in asked * 3))
+    await until(client, lambda page: len(page.slots) == 2)
+    assert running == [0, 1]
+    check(storage, staging.kept[-1])
+    await group.over("b")
+    await group.finish("a")
 
 
 async def test_removed_job_frees_its_slots(
