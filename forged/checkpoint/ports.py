@@ -338,8 +338,8 @@ class CheckpointCatalog(SaveObserver, Protocol):
         """The run continues from a checkpoint if its first world does."""
         ...
 
-    def withdraw(self, storage_path: str) -> bool:
-        """Whether the caller may delete a checkpoint; then it is not reported any more."""
+    def withdraw(self, storage_path: str, step: int) -> bool:
+        """Whether the caller may delete a checkpoint of this step; then it is not reported any more."""
         ...
 
     def measured(self) -> Measured:

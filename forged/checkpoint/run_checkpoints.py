@@ -523,7 +523,7 @@ class AsyncCheckpoints:
             if is_held(storage, name + SUFFIX):
                 self._log.info("an old checkpoint is kept, because it is being read", prefix=name)
                 continue
-            if catalog is not None and not catalog.withdraw(f"{storage.url}/{name}"):
+            if catalog is not None and not catalog.withdraw(f"{storage.url}/{name}", retention.step_of(name)):
                 # The daemon deletes it, unless it is pinned or held.
                 continue
             listing.delete(storage, name, self._ancestries)

@@ -65,15 +65,18 @@ class CheckpointReports:
         self._waiting.append(report)
         self._wake()
 
-    def withdraw(self, storage_path: str) -> bool:
-        """Drop the reports about a checkpoint; false if one of them is being sent. Called on the session's loop."""
+    def withdraw(self, storage_path: str) -> bool | None:
+        """Drop the reports about a checkpoint; false if one of them is being sent, None if there are none.
+
+        Called on the session's loop.
+        """
         if self._current is not None and self._current.storage_path == storage_path:
             return False
-        for report in self._waiting.copy():
-            if report.storage_path == storage_path:
-                with suppress(ValueError):
-                    self._waiting.remove(report)
-        return True
+        waiting = [report for report in self._waiting.copy() if report.storage_path == storage_path]
+        for report in waiting:
+            with suppress(ValueError):
+                self._waiting.remove(report)
+        return True if waiting else None
 
     async def run(self, registration: Registration) -> None:
         """Send the reports of one session as they come."""

@@ -56,6 +56,8 @@ ANSWER_S = 2.0
 """How long the catalogue may take to answer before the worker goes on without it."""
 LOOP_S = 1.0
 """How much longer the worker's event loop may take to pass the answer on."""
+ASK_AGAIN_S = 60.0
+"""How long the catalogue is not asked what it knows, after it has not answered."""
 HOLD_S = 90.0
 """How long a checkpoint that is read is held, from each renewal on."""
 KNOWN_MAX = 10_000
@@ -85,6 +87,7 @@ class WorkerCatalog:
         self._known: dict[str, None] = {}
         """The paths of the checkpoints that the catalogue knows, the oldest first."""
         self._deleting: set[str] = set()
+        self._asked_again_at = -math.inf
         self._restored: Restored | None = None
         """What this worker has resumed from, until its first world is entered."""
         self._has_entered = False
@@ -203,20 +206,45 @@ class WorkerCatalog:
         while len(self._known) > KNOWN_MAX:
             del self._known[next(iter(self._known))]
 
+    def _note_all(self, found: RestorePoints) -> None:
+        self._note(*(point.meta.storage_path for point in found.points), *(one.storage_path for one in found.excluded))
+
     # Deleting.
 
-    def withdraw(self, storage_path: str) -> bool:
-        """Whether the script may delete a checkpoint, which is not reported any more then.
+    def withdraw(self, storage_path: str, step: int) -> bool:
+        """Whether the script may delete a checkpoint of this step, which is not reported any more then.
 
-        One that the catalogue knows is the daemon's to delete: it may be pinned or held.
+        One that the catalogue knows is the daemon's to delete: it may be pinned or held. The catalogue may know one
+        that this worker has neither saved nor asked for, so it is asked.
         """
+        session = self._session
 
         async def withdraw() -> bool:
-            return storage_path not in self._known and self._reports.withdraw(storage_path)
+            assert session is not None
+            if storage_path in self._known:
+                return False
+            is_withdrawn = self._reports.withdraw(storage_path)
+            return await self._is_unknown(session, storage_path, step) if is_withdrawn is None else is_withdrawn
 
-        if self._session is None:
-            return storage_path not in self._known
+        if session is None:
+            has_asked = self._began_at is not None
+            return storage_path not in self._known and (not has_asked or bool(self._reports.withdraw(storage_path)))
         return bool(self._on_loop(withdraw))
+
+    async def _is_unknown(self, session: _Session, storage_path: str, step: int) -> bool:
+        """Whether the catalogue has no checkpoint at a path; false if it does not answer."""
+        now = self._clock.monotonic()
+        if now < self._asked_again_at:
+            return False
+        folder = storage_path.rpartition("/")[0]
+        wanted = FindRestorePoints(session.registration.job, folder, max_step=step)
+        try:
+            self._note_all(await session.registration.ask(wanted, ANSWER_S))
+        except ForgedError:
+            # Each question takes its time, and there may be many.
+            self._asked_again_at = now + ASK_AGAIN_S
+            return False
+        return storage_path not in self._known
 
     async def _delete(self, storage: Storage, files: Sequence[CollectedFiles], registration: Registration) -> None:
         try:
@@ -271,7 +299,7 @@ class WorkerCatalog:
     def _advice(self, found: RestorePoints, lead: str) -> RestoreAdvice:
         from forged.checkpoint.ports import CataloguedCheckpoint, RestoreAdvice
 
-        self._note(*(point.meta.storage_path for point in found.points), *(one.storage_path for one in found.excluded))
+        self._note_all(found)
         points = [
             CataloguedCheckpoint(
                 meta.checkpoint_id, meta.storage_path.removeprefix(lead), meta.step, meta.size_bytes, point.reason

@@ -13,6 +13,7 @@ import anyio
 import numpy as np
 import pytest
 from anyio import to_thread
+from msgspec import structs
 
 from forged.catalog.cadence import Measured
 from forged.catalog.messages import (
@@ -21,10 +22,13 @@ from forged.catalog.messages import (
     CompleteCheckpoint,
     CompletedCheckpoint,
     ConfirmDeleted,
+    ExcludedCheckpoint,
     FindRestorePoints,
     HoldCheckpoint,
     ReleaseCheckpoint,
     ReportRestore,
+    RestoreEstimate,
+    RestorePoint,
     RestorePoints,
     StartCheckpoint,
 )
@@ -47,6 +51,7 @@ from tests.checkpoint.fixtures.memory_storage import MemoryStorage
 from tests.telemetry.recording_log import RecordingLog
 
 PATIENCE_S = 30.0
+ESTIMATE = RestoreEstimate(1.0, 1.0, 1.0, "assumed")
 
 
 class ManualClock:
@@ -67,6 +72,7 @@ class FakeDaemon:
 
     heard: list[Any] = field(default_factory=list)
     delete: list[CollectedFiles] = field(default_factory=list)
+    points: RestorePoints = field(default_factory=lambda: RestorePoints([], []))
     is_silent: bool = False
     job: str = "run"
     worker: WorkerId = field(default_factory=lambda: WorkerId("w", "host", 1))
@@ -85,7 +91,7 @@ class FakeDaemon:
             case CompleteCheckpoint():
                 return CompletedCheckpoint(meta_of(request.checkpoint_id, 0), self.delete)
             case FindRestorePoints():
-                return RestorePoints([], [])
+                return self.points
         return Nothing()
 
     def signal(self, signal: Any) -> None:
@@ -204,14 +210,39 @@ async def test_script_may_delete_only_what_the_catalogue_does_not_know(tmp_path:
     fixture, storage = Fixture(), LocalStorage(tmp_path)
     known, unknown = observed(storage), observed(storage, "step-00000006", 6)
     # Without a daemon it may delete everything.
-    assert fixture.catalog.withdraw(known.storage_path)
+    assert fixture.catalog.withdraw(known.storage_path, 3)
     async with fixture.session():
         fixture.catalog.save_started(known)
         await fixture.until(lambda: bool(fixture.daemon.of(StartCheckpoint)))
-        assert not await to_thread.run_sync(fixture.catalog.withdraw, known.storage_path)
-        assert await to_thread.run_sync(fixture.catalog.withdraw, unknown.storage_path)
-    # Also while the daemon is away.
-    assert not fixture.catalog.withdraw(known.storage_path)
+        assert not await to_thread.run_sync(fixture.catalog.withdraw, known.storage_path, 3)
+        assert await to_thread.run_sync(fixture.catalog.withdraw, unknown.storage_path, 6)
+    # Also when the session is over; then the catalogue may know what this worker has not saved.
+    assert not fixture.catalog.withdraw(known.storage_path, 3)
+    assert not fixture.catalog.withdraw(unknown.storage_path, 6)
+    fixture.catalog.save_started(unknown)
+    assert fixture.catalog.withdraw(unknown.storage_path, 6)
+
+
+async def test_catalogue_is_asked_for_checkpoints_of_earlier_workers() -> None:
+    """They may be pinned, and more than one answer names."""
+    fixture = Fixture()
+    withdraw = fixture.catalog.withdraw
+    fixture.daemon.points = RestorePoints(
+        [RestorePoint(structs.replace(meta_of("id of 3", 3), storage_path="/c/step-3"), [], ESTIMATE, 0, 0.0, "")],
+        [ExcludedCheckpoint("id of 2", 2, "/c/step-2", "it is abandoned", CheckpointState.COMPLETE, abandoned=True)],
+    )
+    async with fixture.session():
+        assert not await to_thread.run_sync(withdraw, "/c/step-3", 3)
+        assert not await to_thread.run_sync(withdraw, "/c/step-2", 2)
+        assert await to_thread.run_sync(withdraw, "/c/step-1", 1)
+        assert [(one.folder, one.max_step) for one in fixture.daemon.of(FindRestorePoints)] == [("/c", 3), ("/c", 1)]
+        # A daemon that does not answer may know it, and is not asked each time.
+        fixture.daemon.is_silent = True
+        assert not await to_thread.run_sync(withdraw, "/c/step-1", 1)
+        fixture.daemon.is_silent = False
+        assert not await to_thread.run_sync(withdraw, "/c/step-1", 1)
+        fixture.clock.now += worker_catalog.ASK_AGAIN_S
+        assert await to_thread.run_sync(withdraw, "/c/step-1", 1)
 
 
 async def test_run_resumes_without_a_catalogue_that_does_not_answer(

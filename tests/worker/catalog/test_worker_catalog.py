@@ -24,6 +24,7 @@ from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
 from forged.client import BlockingClient
 from forged.worker.blocking import Training
+from forged.worker.catalog.worker_catalog import WorkerCatalog
 from tests.checkpoint.fixtures.faulty_storage import FaultyStorage, on
 from tests.checkpoint.test_run_checkpoints import flip_byte
 from tests.client.conftest import threaded_daemon
@@ -283,6 +284,17 @@ class TestKeep:
         kept = ["step-00000003", "step-00000009", "step-00000012"]
         until(lambda: listing.prefixes(LocalStorage(tmp_path)) == kept)
         assert list(states(client)) == [3, 9, 12]
+
+    def test_worker_asks_before_it_deletes_what_an_earlier_worker_has_saved(
+        self, scripts: Scripts, client: BlockingClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        crash(scripts, "a", tmp_path, 7)
+        until(lambda: states(client) == dict.fromkeys((3, 6), CheckpointState.COMPLETE))
+        client.pin_checkpoint(JOB, known(client)[3].checkpoint_id)
+        # The answer did not come in time.
+        monkeypatch.setattr(WorkerCatalog, "find_restore_points", lambda self, folder: None)
+        assert run(scripts, "b", training(tmp_path, 13, keep=1)) == [6]
+        until(lambda: listing.prefixes(LocalStorage(tmp_path)) == ["step-00000003", "step-00000012"])
 
     def test_setting_of_the_job_overrules_the_script(
         self, scripts: Scripts, client: BlockingClient, tmp_path: Path
