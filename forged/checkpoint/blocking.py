@@ -111,7 +111,7 @@ class Checkpoints(BlockingFacade[AsyncCheckpoints]):
         has slots for them; the daemon writes the last copy to disk when a worker fails.
 
         With `incremental`, a checkpoint has only the chunks that the latest one of this process lacks. A restore reads
-        from at most `chain_max` checkpoints; one that would need more of them is full.
+        from at most `chain_max` checkpoints, and no more are kept for it; one that would need more of them is full.
         """
         self.aio = AsyncCheckpoints(
             where,

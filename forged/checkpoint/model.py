@@ -152,7 +152,7 @@ class SaveOptions:
     base: str | None
     """The checkpoint of the same folder to build on: its chunks are not written again. None saves everything."""
     chain_max: int
-    """How many checkpoints a restore may read from; a save that would exceed it is full."""
+    """How many checkpoints a save may need, counted from parent to parent; one that would exceed it is full."""
 
     def __init__(
         self,

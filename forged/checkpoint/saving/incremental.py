@@ -174,6 +174,8 @@ class BaseReader:
 
     def __init__(self) -> None:
         self._last: tuple[str, bytes, Base] | None = None
+        self._ancestries: dict[str, int] = {}
+        """By save id, for the base that was counted last and the checkpoints of its chain."""
 
     def read(self, storage: Storage, prefix: str) -> Base:
         """The base of this name as it is now."""
@@ -185,6 +187,29 @@ class BaseReader:
         base = Base(decode(data, path))
         self._last = path, digest, base
         return base
+
+    def ancestry(self, storage: Storage, base: Base, most: int) -> int:
+        """How many checkpoints lead from the base, by the parent of each, to a full one; counts no further than `most`.
+
+        All of them are kept, because each needs its parent. The chain of the base may be shorter: chunks that change by
+        turns have left the files of the checkpoints in the middle. A checkpoint that is gone ends the count.
+        """
+        path, end = [base.links[-1].save_id], 0
+        links = base.manifest.links
+        while links and len(path) < most:
+            parent = links[-1]
+            if parent.save_id in self._ancestries:
+                end = self._ancestries[parent.save_id]
+                break
+            try:
+                links = listing.read_manifest(storage, parent.prefix).links
+            except CheckpointException:
+                break
+            path.append(parent.save_id)
+        counted = self._ancestries | {save_id: end + place for place, save_id in enumerate(reversed(path), 1)}
+        ids = {link.save_id for link in base.links}
+        self._ancestries = {save_id: count for save_id, count in counted.items() if save_id in ids}
+        return end + len(path)
 
 
 class Reduced(NamedTuple):

@@ -274,11 +274,12 @@ class Saver:
         try:
             base = self._bases.read(storage, options.base)
             base.require_files(storage, token)
+            has_room = len(base.links) < options.chain_max
+            has_room = has_room and self._bases.ancestry(storage, base, options.chain_max) < options.chain_max
         except CheckpointException as error:
             token.check()
             self._log_full_save(prefix, options.base, error)
             return []
-        has_room = len(base.links) < options.chain_max
         return base.links if has_room and base.manifest.save_id else []
 
     def _log_full_save(self, prefix: str, base: str, error: CheckpointException) -> None:

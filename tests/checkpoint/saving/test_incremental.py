@@ -234,6 +234,41 @@ def test_chain_that_would_be_too_long_makes_the_save_full() -> None:
     assert lengths == [2, 3, 1, 2, 3, 1, 2]
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_chain_of_parents_that_would_be_too_long_makes_the_save_full(is_restarted: bool) -> None:
+    """Chunks that change by turns need the last two checkpoints and the root; a catalogue keeps all parents."""
+    storage, state = MemoryStorage(), state_of()
+    checkpoint = BlockingCheckpoint(DistributedCheckpoint(None, storage))
+    parents: dict[str, str | None] = {"s0": None}
+    lengths = []
+    checkpoint.save(state, options=SaveOptions("s0"))
+    for number in range(1, 10):
+        state["w"][number % 2] += 1
+        if is_restarted:
+            checkpoint.close()
+            checkpoint = BlockingCheckpoint(DistributedCheckpoint(None, storage))
+        checkpoint.save(state, options=SaveOptions(f"s{number}", base=f"s{number - 1}", chain_max=4))
+        links = listing.read_manifest(storage, f"s{number}").links
+        parents[f"s{number}"] = links[-1].prefix if links else None
+        ancestor, length = parents[f"s{number}"], 1
+        while ancestor is not None:
+            ancestor, length = parents[ancestor], length + 1
+        lengths.append(length)
+    checkpoint.close()
+    assert lengths == [2, 3, 4, 1, 2, 3, 4, 1, 2]
+
+
+def test_parent_that_is_gone_ends_the_chain_of_parents() -> None:
+    storage, state = MemoryStorage(), state_of()
+    save(storage, "s0", state)
+    for number in range(1, 5):
+        if number == 4:
+            del storage.files["s1.metadata.json"]
+        state["w"][number % 2] += 1
+        manifest = save(storage, f"s{number}", state, f"s{number - 1}", chain_max=4)
+    assert chain(manifest) == ["s0", "s3", "s4"]
+
+
 def damage_manifest(storage: MemoryStorage) -> None:
     storage.damage("a.metadata.json", 30)
 
