@@ -412,9 +412,9 @@ class DistributedCheckpoint:
             options.metrics,
             options.reason,
             self.keep,
-            parent="",
+            agreement.links[-1].prefix if agreement.links else "",
         )
-        save.report = SaveReport(observer, observed, self._log, may_have_parent=bool(agreement.links))
+        save.report = SaveReport(observer, observed, self._log)
 
     def _background_saver(self) -> BackgroundSaver:
         if self._background is None:

@@ -259,7 +259,7 @@ class ObservedSave:
     keep: int | None
     """How many checkpoints the script wants to keep; None: all."""
     parent: str
-    """The prefix of the checkpoint that it builds on; empty for a full one."""
+    """The prefix of the checkpoint that it builds on; empty for a full one. Until it is committed: of its base."""
 
     @property
     def storage_path(self) -> str:

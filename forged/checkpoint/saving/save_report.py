@@ -3,7 +3,8 @@
 Invariants:
 - No report delays or fails a save.
 - A save has one end. One that was committed has not failed, whatever happens to its ranks afterwards.
-- The parent that is told is the one whose files the checkpoint uses, which is known when all ranks have written.
+- The start names the base as the parent, because the save may use its files. The end names the checkpoint whose files
+  it uses, which is known when all ranks have written.
 """
 
 from __future__ import annotations
@@ -21,44 +22,30 @@ class SaveReport:
     """The reports about one save, by the root."""
 
     def __init__(
-        self,
-        observer: SaveObserver,
-        save: ObservedSave,
-        log: Log,
-        monotonic: Callable[[], float] = time.monotonic,
-        *,
-        may_have_parent: bool = False,
+        self, observer: SaveObserver, save: ObservedSave, log: Log, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
-        """Tells that the save has started; of one that may have a parent only when that is known."""
+        """Tells that the save has started."""
         self._observer = observer
         self._save = save
         self._log = log
         self._monotonic = monotonic
         self._began_at = monotonic()
-        self._is_over = self._is_started = False
-        if not may_have_parent:
-            self._start()
+        self._is_over = False
+        self._tell(lambda: observer.save_started(save))
 
     def committed(self, size_bytes: int, parent: str = "") -> None:
         """The checkpoint exists, and uses files of its parent, if it has one."""
         seconds = self._monotonic() - self._began_at
-        if not self._is_started:
-            self._save = replace(self._save, parent=parent)
-        self._end(lambda: self._observer.save_committed(self._save, size_bytes, seconds))
+        save = replace(self._save, parent=parent)
+        self._end(lambda: self._observer.save_committed(save, size_bytes, seconds))
 
     def failed(self, error: BaseException) -> None:
         """There is no checkpoint. No effect after the end."""
         self._end(lambda: self._observer.save_failed(self._save, describe(error)))
 
-    def _start(self) -> None:
-        self._is_started = True
-        self._tell(lambda: self._observer.save_started(self._save))
-
     def _end(self, tell: Callable[[], None]) -> None:
         if not self._is_over:
             self._is_over = True
-            if not self._is_started:
-                self._start()
             self._tell(tell)
 
     def _tell(self, tell: Callable[[], None]) -> None:

@@ -162,7 +162,7 @@ class WorkerCatalog:
         checkpoint = await self._id_of(save, registration)
         job, worker, incarnation = registration.job, registration.worker.id, registration.incarnation
         completed = await registration.send(
-            CompleteCheckpoint(job, worker, incarnation, checkpoint, size_bytes, seconds)
+            CompleteCheckpoint(job, worker, incarnation, checkpoint, size_bytes, seconds, save.parent_path)
         )
         self._ids.pop((save.storage_path, save.save_id), None)
         files = [one for one in completed.delete if one.checkpoint_id not in self._deleting]

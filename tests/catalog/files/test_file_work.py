@@ -219,6 +219,21 @@ async def test_checkpoint_whose_writer_is_gone_is_completed_if_it_is_there() -> 
 
 
 @over_days
+async def test_base_of_a_save_whose_writer_is_gone_goes_when_the_save_has_failed() -> None:
+    files = SimulatedFiles()
+    async with catalog(settings={"checkpoint_keep": 1}, files=files) as one:
+        await save(one, files, 1)
+        await one.start(2, **incremental(1))
+        files.stored[f"{FOLDER}/step-00000002"] = SimulatedCheckpoint("00000002", JOB, is_whole=False)
+        await save(one, files, 3)
+        await anyio.sleep(WRITER_GONE_S)
+        assert await one.listed() == {3: "complete", 2: "creating", 1: "complete"}
+        one.registered.clear()
+        await anyio.sleep(WRITER_GONE_S + FAILED_KEPT_S + SOON_S)
+        assert (left(files), await one.listed()) == (["step-00000003"], {3: "complete"})
+
+
+@over_days
 async def test_checkpoint_that_takes_too_long_counts_as_failed_and_may_complete_late() -> None:
     files = SimulatedFiles()
     async with catalog(files=files) as one:

@@ -159,11 +159,13 @@ async def test_saves_are_started_and_completed_once(tmp_path: Path) -> None:
 async def test_incremental_save_names_the_path_of_its_parent(tmp_path: Path) -> None:
     fixture, storage = Fixture(), LocalStorage(tmp_path)
     async with fixture.session():
-        fixture.catalog.save_started(replace(observed(storage), parent="step-00000001"))
-        await fixture.until(lambda: bool(fixture.daemon.heard))
-    (started,) = fixture.daemon.heard
+        fixture.catalog.save_started(replace(observed(storage), parent="step-00000002"))
+        fixture.catalog.save_committed(replace(observed(storage), parent="step-00000001"), 100, 2.5)
+        await fixture.until(lambda: len(fixture.daemon.heard) == 2)
+    started, completed = fixture.daemon.heard
     assert started.checkpoint_type is CheckpointType.INCREMENTAL
-    assert started.parent_path == f"{storage.url}/step-00000001"
+    assert started.parent_path == f"{storage.url}/step-00000002"
+    assert completed.parent_path == f"{storage.url}/step-00000001"
 
 
 async def test_end_of_a_save_whose_start_was_dropped_starts_it(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from forged.catalog.messages import (
@@ -179,6 +180,49 @@ class TestSaves:
         started.result(60)
         with threaded_daemon.client() as client:
             until(lambda: states(client) == dict.fromkeys((3, 6), CheckpointState.COMPLETE))
+
+
+class TestIncrementalSaves:
+    @pytest.mark.parametrize("shared", [1.0, 2.0])
+    def test_base_is_kept_during_a_save_and_the_parent_is_that_of_the_manifest(
+        self, scripts: Scripts, client: BlockingClient, tmp_path: Path, shared: float
+    ) -> None:
+        storage, is_publishing, may_publish = LocalStorage(tmp_path), threading.Event(), threading.Event()
+
+        def pause(number: int, what: str, done: bool) -> None:
+            if what == "publish" and not done:
+                is_publishing.set()
+                assert may_publish.wait(60)
+
+        def train(worker: Training) -> None:
+            plain = BlockingCheckpoint(DistributedCheckpoint(worker, storage))
+            paused = BlockingCheckpoint(DistributedCheckpoint(worker, FaultyStorage(storage, pause)))
+            saves = (plain, "a", None, 1.0), (plain, "b", "a", 1.0), (plain, "c", None, 1.0), (paused, "d", "b", shared)
+            for step in worker.steps(5):
+                with step:
+                    if step:
+                        checkpoint, name, base, value = saves[step - 1]
+                        state = {"same": np.full(100_000, value), "other": np.full(100_000, 10.0 + step)}
+                        checkpoint.save(state, options=SaveOptions(name, base=base, include_rng_state=False))
+                    learn(worker, step)
+
+        started = scripts.start("w", train, config=config())
+        assert is_publishing.wait(60)
+        until(lambda: list(states(client)) == [1, 2, 3, 4])
+        saved = known(client)
+        assert (saved[4].state, saved[4].parent_id) == (CheckpointState.CREATING, saved[2].checkpoint_id)
+        job = client.job(JOB)
+        client.change_job(JOB, {"checkpoint_keep": 1}, job.version)
+        client.collect_checkpoints(JOB)
+        assert listing.prefixes(storage) == ["a", "b", "c"]
+        may_publish.set()
+        started.result(60)
+        # What "d" shares with its base "b" is in the files of "a".
+        kept = {"a": None, "d": saved[1].checkpoint_id} if shared == 1.0 else {"d": None}
+        until(lambda: listing.prefixes(storage) == list(kept))
+        assert {Path(meta.storage_path).name: meta.parent_id for meta in known(client).values()} == kept
+        links = [link.prefix for link in listing.read_manifest(storage, "d").links]
+        assert links == (["a"] if shared == 1.0 else [])
 
 
 class TestResume:
