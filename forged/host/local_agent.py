@@ -1,6 +1,7 @@
 """The agent of the daemon's own host.
 
 Invariants:
+- What a slot holds ends no daemon: whatever goes wrong with it is a refusal.
 - Files are touched in threads only. At most `SAVES_MAX` checkpoints are saved at the same time.
 - `forged.checkpoint` is imported when the first slots are made, not when the daemon starts.
 """
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 import anyio
 from anyio import to_thread
 
-from forged.errors import RequestRefused
+from forged.errors import ForgedError, RequestRefused, describe
 from forged.host.model import SavedSlots, SlotContents, StagedCheckpoint
 from forged.host.slot_directory import SlotDirectory
 
@@ -118,7 +119,6 @@ class LocalHostAgent:
 
     def _hold(self, staged: StagedCheckpoint, is_trusted: bool) -> tuple[SlotSet, ExitStack] | None:
         _import_checkpoints()
-        from forged.checkpoint.errors import CheckpointException
         from forged.checkpoint.storage.slot_files import SlotSet
 
         with ExitStack() as stack:
@@ -127,8 +127,7 @@ class LocalHostAgent:
                 if not all(file.lock() for file in files):
                     return None
                 slots = SlotSet(files)
-            except (OSError, RequestRefused, CheckpointException):
-                # They were freed or overwritten, or their writer has filled them with something else.
+            except Exception:  # noqa: BLE001 - they were freed or overwritten, or their writer is hostile
                 return None
             return (slots, stack.pop_all()) if slots.manifest.save_id == staged.save_id else None
         return None
@@ -165,7 +164,13 @@ class LocalHeldSlots:
                 f"{storage_path} leads to {storage.url} by a symbolic link",
                 "give the path of the directory itself",
             )
-        is_new = save_slots(storage, self._slots, token)
+        try:
+            is_new = save_slots(storage, self._slots, token)
+        except (ForgedError, OSError):
+            raise
+        except Exception as error:
+            # Such as a manifest that is nested too deeply: no writer may end the daemon.
+            raise RequestRefused("slots_unreadable", f"cannot save slots: {describe(error)}", "stage again") from error
         return SavedSlots(self._slots.manifest.size_bytes, is_new)
 
     def release(self) -> None:

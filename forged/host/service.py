@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from random import Random
+from typing import TypeVar
 
 import anyio
 import msgspec
-from anyio import TASK_STATUS_IGNORED
+from anyio import TASK_STATUS_IGNORED, lowlevel
 from anyio.abc import TaskGroup, TaskStatus
 
 from forged.auth.model import Principal, Role
@@ -53,7 +54,7 @@ from forged.host.slot_table import SLOTS_PER_WORKER, SlotTable, staged_checkpoin
 from forged.jobs.model import JobRemoved
 from forged.kernel.bus import Bus
 from forged.kernel.ledger import read_all
-from forged.kernel.messages import Call, Decision, Nothing, Record, Ticket
+from forged.kernel.messages import Call, Decision, Nothing, Record, Request, Ticket
 from forged.kernel.store.port import Store
 from forged.log import SILENT, Log
 from forged.net.bulk.side_connection import descriptor_sender
@@ -61,6 +62,8 @@ from forged.net.tickets import TicketRegistry
 from forged.pagination import take_page
 from forged.retry import RetryPolicy
 from forged.shares import Shares
+
+R = TypeVar("R")
 
 OWNER = "slots"
 PREFIX = "slots/"
@@ -470,7 +473,7 @@ class SlotService:
 
     async def _durable_step(self, job: str) -> int | None:
         """The step of the best checkpoint on disk."""
-        found = await self._bus.ask(FindRestorePoints(job, limit=1))
+        found = await self._ask(FindRestorePoints(job, limit=1))
         return found.points[0].meta.step if found.points else None
 
     async def _rescue(self, job: str, failed: SlotRecord) -> bool:
@@ -518,7 +521,7 @@ class SlotService:
         reason = f"worker {failed.worker_id} failed"
         location = f"{path}/{held.prefix}"
         kind = CheckpointType.EMERGENCY
-        meta = await self._bus.ask(
+        meta = await self._ask(
             StartCheckpoint(job, "", b"", staged.epoch, staged.step, location, staged.save_id, kind, reason=reason)
         )
         key = job, staged.save_id
@@ -529,14 +532,19 @@ class SlotService:
         seconds = max(0.0, self._clock.wall() - failed.ended_at)
         if save.saved is None:
             error = save.error or INTERRUPTED
-            await self._bus.ask(FailCheckpoint(job, "", b"", meta.checkpoint_id, describe(error)))
+            await self._ask(FailCheckpoint(job, "", b"", meta.checkpoint_id, describe(error)))
             raise error
         size_bytes = save.saved.size_bytes
-        await self._bus.ask(CompleteCheckpoint(job, "", b"", meta.checkpoint_id, size_bytes, seconds))
+        await self._ask(CompleteCheckpoint(job, "", b"", meta.checkpoint_id, size_bytes, seconds))
         if save.saved.is_new:
             fact = EmergencyCheckpointSaved(meta.checkpoint_id, staged.step, failed.worker_id, size_bytes, seconds)
             self._bus.ledger.append(Decision(None, (fact,), job=job), cause=failed.cause, origin=OWNER)
         return True
+
+    async def _ask(self, request: Request[R]) -> R:
+        """Ask another service, unless the daemon ends: a call in a thread has returned regardless of that."""
+        await lowlevel.checkpoint_if_cancelled()
+        return await self._bus.ask(request)
 
     # Freeing.
 

@@ -16,6 +16,7 @@ from forged.catalog.messages import EmergencyCheckpointSaved
 from forged.catalog.model import CheckpointState, CheckpointType
 from forged.checkpoint import AsyncCheckpoints, DistributedCheckpoint, SaveOptions, ShardedArray
 from forged.checkpoint.errors import CheckpointException
+from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.saving.background import SaveHandle
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
@@ -310,6 +311,33 @@ async def test_untrusted_workers_write_by_themselves_outside_of_the_roots(
     assert (await client.request(SaveSlots(JOB, "a", own, save_id))).size_bytes > ROWS * 32
     check(storage, int(staging.handles[0].prefix.removeprefix("step-")))
     await group.finish(*NAMES)
+
+
+@pytest.mark.parametrize(
+    "where", ["forged.checkpoint.storage.slot_files.encode", "forged.checkpoint.saving.pipeline.encode"]
+)
+async def test_slots_of_a_hostile_worker_do_not_end_the_daemon(
+    group: TrainerGroup, client: ForgedClient, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A manifest that is nested as deeply as can be decoded cannot be encoded."""
+    calls = []
+
+    def encode(manifest: Manifest) -> bytes:
+        calls.append(manifest)
+        raise RecursionError("maximum recursion depth exceeded")
+
+    staging = await start(group, storage)
+    staging.wanted = ["keep"]
+    await staging.until(group, 2)
+    monkeypatch.setattr(where, encode)
+    await client.request(EvictWorker(JOB, "b", "for the test"))
+    async with asyncio.timeout(PATIENCE_S):
+        while len(calls) < 2:
+            await asyncio.sleep(0.02)
+    assert {one.owner for one in (await slots(client)).slots} == {"present", "failed"}
+    assert listing.unfinished_saves(storage) == {}
+    await group.over("b")
+    await group.finish("a")
 
 
 async def test_one_save_of_slots_runs_at_a_time(

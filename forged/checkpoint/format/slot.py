@@ -31,7 +31,8 @@ MAGIC = b"FORGSLOT"
 VERSION = 1
 NO_NUMBER = -1
 """Stands for a step or an epoch that the save has not."""
-FRAME_BYTES_MAX = MANIFEST_BYTES_MAX
+CONTENT_BYTES_MAX = MANIFEST_BYTES_MAX
+"""Of frame and digests of all slots of a save, which take more bytes in the manifest."""
 _HEADER = struct.Struct("<8sIIIIQQQQqqQ16s16s")
 HEADER_BYTES = _HEADER.size + DIGEST_BYTES
 _SAVE_ID = re.compile(r"[0-9a-f]{8}")
@@ -163,7 +164,7 @@ def _is_consistent(header: SlotHeader, size: int) -> bool:
         0 <= header.rank < header.world_size <= RANKS_MAX
         and all(count is None or 0 <= count <= COUNT_MAX for count in counts)
         and header.part_bytes <= SIZE_MAX
-        and header.frame_bytes <= FRAME_BYTES_MAX
+        and header.content_bytes <= CONTENT_BYTES_MAX
         and header.size <= size
     )
 

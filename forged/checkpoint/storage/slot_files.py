@@ -22,6 +22,7 @@ import xxhash
 from forged.checkpoint.errors import CheckpointException, corrupted
 from forged.checkpoint.format.manifest import DIGEST_BYTES, Manifest, decode, digests_of, encode, pieces
 from forged.checkpoint.format.slot import (
+    CONTENT_BYTES_MAX,
     HEADER_BYTES,
     PART_OFFSET,
     SlotFrame,
@@ -157,6 +158,9 @@ class SlotSet:
         """The files are given by rank. An error if the slots do not make up a checkpoint, or change meanwhile."""
         self._files = list(files)
         self._headers = headers = [file.whole_header() for file in files]
+        if sum(header.content_bytes for header in headers) > CONTENT_BYTES_MAX:
+            # A hostile writer could have this process read more than fits into its memory.
+            raise torn(headers[0])
         frames = [file.frame(header) for file, header in zip(files, headers, strict=True)]
         bare = decode(frames[0].manifest, f"{frames[0].prefix}.metadata.json")
         written = [place for place, frame in enumerate(frames) if frame.part.tensors]

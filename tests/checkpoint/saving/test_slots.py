@@ -20,7 +20,7 @@ from forged.checkpoint.rank_group import SingleProcess
 from forged.checkpoint.saving.pipeline import RankSave, RunInfo, Saver
 from forged.checkpoint.saving.slot_saver import save_slots
 from forged.checkpoint.saving.slots import SlotContent
-from forged.checkpoint.storage import listing
+from forged.checkpoint.storage import listing, slot_files
 from forged.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.fixtures.plain_reader import same, state_of
 from tests.checkpoint.fixtures.slot_host import SlotHost, opened, sets_in
@@ -263,3 +263,15 @@ async def test_slot_of_a_hostile_writer_names_no_file_but_its_own(
     with pytest.raises(CheckpointException):
         sets_in(host._directory)
     assert [name for name, _ in listing.manifests(storage)] == []
+
+
+async def test_more_contents_than_a_manifest_can_have_are_not_read(
+    host: SlotHost, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with DistributedCheckpoint(Alone(host), storage) as checkpoint:
+        assert await checkpoint.keep_in_memory(state(1), options=SaveOptions("a"))
+    [(_, header)] = sets_in(host._directory)
+    monkeypatch.setattr(slot_files, "CONTENT_BYTES_MAX", header.content_bytes - 1)
+    monkeypatch.setattr(slot_files.SlotFile, "frame", None)
+    with pytest.raises(CheckpointException, match="rank 0"):
+        sets_in(host._directory)
