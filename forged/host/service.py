@@ -226,8 +226,10 @@ class SlotService:
         try:
             await self._agent.make([record.slot_id for record in records], request.size_bytes)
             opened = await self._opened(records)
+            if any(record.slot_id not in self.table.records for record in records):
+                raise RequestRefused("slots_unknown", f"worker {request.worker_id} is gone", "open slots again")
         except BaseException:
-            self.table.remove([record.slot_id for record in records])
+            await self._discard([record.slot_id for record in records])
             raise
         self._changed.set()
         return Decision(opened, writes=_writes(records), job=request.job)
@@ -454,8 +456,9 @@ class SlotService:
 
     async def _look_after(self, job: str) -> None:
         """Save what a failed worker's job has staged last, and free what is needed no more."""
+        owners = {record.slot_id: record.owner for record in self.table.of_job(job)}
         failed = [record for record in self.table.of_job(job) if record.owner is SlotOwner.FAILED]
-        is_settled = not failed
+        is_settled = False
         if failed and self._clock.monotonic() >= self._retry_at.get(job, 0.0):
             is_settled = await self._rescue(job, min(failed, key=lambda record: record.ended_at))
         contents, durable_step = await self._read(job), await self._durable_step(job)
@@ -463,7 +466,10 @@ class SlotService:
         free = [
             record
             for record in needless
-            if not self._is_used(record) and (is_settled or record.owner is not SlotOwner.FAILED)
+            if not self._is_used(record)
+            # A worker that has failed or left meanwhile may have staged something newer than these contents.
+            and owners.get(record.slot_id) is record.owner
+            and (is_settled or record.owner is not SlotOwner.FAILED)
         ]
         self._append(await self._free(free))
 
@@ -555,6 +561,12 @@ class SlotService:
             await self._agent.delete(slot_ids)
             self.table.remove(slot_ids)
         return {f"{PREFIX}{slot_id}": None for slot_id in slot_ids}
+
+    async def _discard(self, slot_ids: Sequence[str]) -> None:
+        """Delete slots that no worker has learnt of; also if the request that opens them was cancelled or is late."""
+        with anyio.CancelScope(shield=True):
+            await self._agent.delete(slot_ids)
+        self.table.remove(slot_ids)
 
     def _append(self, writes: Mapping[str, bytes | None]) -> None:
         """Commit the writes, as many in one transaction as fit."""

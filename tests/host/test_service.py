@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
@@ -25,7 +26,7 @@ from forged.elastic.messages import EvictWorker, WorkerFailed
 from forged.errors import ForgedError, RequestRefused
 from forged.host.local_agent import LocalHeldSlots, LocalHostAgent
 from forged.host.messages import ListSlots, OpenedSlots, OpenSlots, SaveSlots, SlotPage
-from forged.host.model import SavedSlots
+from forged.host.model import SavedSlots, SlotContents, SlotOwner
 from forged.jobs.model import RemoveJob
 from forged.kernel.messages import Request
 from forged.worker.errors import StepAborted
@@ -372,6 +373,76 @@ async def test_one_save_of_slots_runs_at_a_time(
     check(storage, staging.kept[-1])
     await group.over("b")
     await group.finish("a")
+
+
+async def test_slots_of_a_worker_that_fails_during_a_look_are_kept(
+    runner: DaemonRunner,
+    group: TrainerGroup,
+    client: ForgedClient,
+    storage: LocalStorage,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = runner.daemon.slots
+    staging = await start(group, storage)
+    staging.wanted = ["keep"]
+    await staging.until(group, 2)
+
+    async def read_before_the_save_was_staged(slot_ids: list[str]) -> list[SlotContents]:
+        monkeypatch.undo()
+        service.table.end(JOB, SlotOwner.FAILED, 1.0, 0, lambda record: record.worker_id == "b")
+        return []
+
+    monkeypatch.setattr(service._agent, "read", read_before_the_save_was_staged)
+    await service._look_after(JOB)
+    service._changed.set()
+    [saved] = await emergencies(client, 1)
+    assert saved.step == staging.kept[-1]
+    await group.finish(*NAMES)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_slots_whose_worker_goes_while_they_are_made_are_deleted(
+    runner: DaemonRunner,
+    group: TrainerGroup,
+    client: ForgedClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_cancelled: bool,
+) -> None:
+    service = runner.daemon.slots
+    begun, is_gone, made = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    make = service._agent.make
+
+    async def make_late(slot_ids: list[str], size_bytes: int) -> list[str]:
+        begun.set()
+        with anyio.CancelScope(shield=True):
+            await is_gone.wait()
+            paths = await make(slot_ids, size_bytes)
+        made.set()
+        await asyncio.sleep(0)
+        return paths
+
+    monkeypatch.setattr(service._agent, "make", make_late)
+    group.start(*NAMES)
+    await group.world_of(*NAMES)
+    incarnation = group["b"].worker.incarnation
+    request = OpenSlots(JOB, "b", incarnation, 1 << 20, str(tmp_path))
+    opening = asyncio.create_task(client.request(request, timeout_s=0.5 if is_cancelled else PATIENCE_S))
+    await begun.wait()
+    if is_cancelled:
+        with pytest.raises(ForgedError):
+            await opening
+    else:
+        await client.request(EvictWorker(JOB, "b", "for the test"))
+        await until(client, lambda page: not page.slots)
+    is_gone.set()
+    await made.wait()
+    if not is_cancelled:
+        with pytest.raises(RequestRefused, match="worker b is gone"):
+            await opening
+        await group.over("b")
+    await until(client, lambda page: not page.slots and not slot_files(tmp_path))
+    await group.finish(*(NAMES if is_cancelled else ("a",)))
 
 
 async def test_removed_job_frees_its_slots(
