@@ -22,7 +22,6 @@ from anyio import CapacityLimiter, to_thread
 from forged.catalog.ports import FOLDER_MISSING, CheckpointLocation, Progress
 from forged.catalog.records import LOCAL, folder_of, storage_kind
 from forged.errors import ForgedError, RequestRefused, Unavailable, describe
-from forged.phrases import named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -161,68 +160,31 @@ def _require_folder(where: str) -> None:
         raise Unavailable(FOLDER_MISSING, f"{directory} is not a directory", "mount it, or delete the checkpoints")
 
 
-def _manifest(location: CheckpointLocation, storage: Storage, name: str) -> Manifest | None:
-    """The manifest or tombstone in a file of the storage; None if there is no such file."""
-    from forged.checkpoint.errors import CheckpointException
-    from forged.checkpoint.format.manifest import MANIFEST_BYTES_MAX, decode
-    from forged.checkpoint.storage.listing import MISSING
-
-    try:
-        data = storage.read(name, MANIFEST_BYTES_MAX)
-    except CheckpointException as error:
-        if error.code != MISSING:
-            raise
-        return None
-    return decode(data, name)
-
-
 def _is_meant(location: CheckpointLocation, manifest: Manifest) -> bool:
     return manifest.save_id == location.save_id and location.job in (None, manifest.job)
 
 
 def _find(location: CheckpointLocation, token: CancelToken) -> int | None:
     from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE
+    from forged.checkpoint.storage.listing import manifest_in
     from forged.checkpoint.verification.validator import CheckpointValidator
 
     with _opened(location, token) as (storage, prefix):
-        manifest = _manifest(location, storage, prefix + SUFFIX)
+        manifest = manifest_in(storage, prefix + SUFFIX)
         if manifest is None or not _is_meant(location, manifest):
             return None
-        if _manifest(location, storage, prefix + TOMBSTONE) is not None:
+        if manifest_in(storage, prefix + TOMBSTONE) is not None:
             return None
         found = CheckpointValidator(storage).validate_checkpoint(prefix, token, deep=False)
         return manifest.size_bytes if found.is_valid else None
 
 
 def _delete(location: CheckpointLocation, ancestries: AncestryCache, token: CancelToken) -> None:
-    from forged.checkpoint.errors import CheckpointException
-    from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE
-    from forged.checkpoint.ports import is_held
-    from forged.checkpoint.storage import listing
+    from forged.checkpoint.storage.listing import delete_save
 
     with _opened(location, token) as (storage, prefix):
-        try:
-            tombstone = _manifest(location, storage, prefix + TOMBSTONE)
-            manifest = _manifest(location, storage, prefix + SUFFIX)
-        except CheckpointException as error:
-            # An unreadable manifest does not say whose it is.
-            raise Unavailable(error.code, f"{location.path} is not deleted: {error.message}", error.fix) from error
-        for one in (tombstone, manifest):
-            if one is not None and one.save_id == location.save_id and not _is_meant(location, one):
-                # The files of this save belong to another job.
-                return
-        if manifest is not None and _is_meant(location, manifest) and is_held(storage, prefix + SUFFIX):
+        if not delete_save(storage, prefix, location.save_id, ancestries, job=location.job):
             raise Unavailable("checkpoint_being_read", f"a process reads {location.path}", "wait")
-        if any(one is not None and _is_meant(location, one) for one in (tombstone, manifest)):
-            listing.delete(storage, prefix, ancestries)
-        token.check()
-        # What an unfinished save has left; another save of the same name has other files.
-        left = [one.name for one in listing.save_files(storage, prefix)]
-        left = [name for name in left if name.startswith(f"{prefix}/{location.save_id}.")]
-        if left and (users := ancestries.users_of(storage, prefix, location.save_id)):
-            # Its manifest was deleted by hand.
-            raise Unavailable("checkpoint_needed", f"{named(users)} use files of {location.path}", "delete these first")
-        storage.delete(left)
 
 
 def _compact(location: CheckpointLocation, progress: Progress, token: CancelToken) -> int:
@@ -243,8 +205,9 @@ def _repair(location: CheckpointLocation, token: CancelToken) -> bool:
 
 def _require_meant(location: CheckpointLocation, storage: Storage, prefix: str) -> None:
     from forged.checkpoint.format.manifest import SUFFIX
+    from forged.checkpoint.storage.listing import manifest_in
 
-    manifest = _manifest(location, storage, prefix + SUFFIX)
+    manifest = manifest_in(storage, prefix + SUFFIX)
     if manifest is None or not _is_meant(location, manifest):
         raise RequestRefused(
             "checkpoint_missing", f"{location.path} is not there, or is another save", "verify the checkpoint"
@@ -253,10 +216,11 @@ def _require_meant(location: CheckpointLocation, storage: Storage, prefix: str) 
 
 def _verify(location: CheckpointLocation, bytes_per_s: int, progress: Progress, token: CancelToken) -> str:
     from forged.checkpoint.format.manifest import SUFFIX
+    from forged.checkpoint.storage.listing import manifest_in
     from forged.checkpoint.verification.validator import CheckpointValidator
 
     with _opened(location, token) as (storage, prefix):
-        manifest = _manifest(location, storage, prefix + SUFFIX)
+        manifest = manifest_in(storage, prefix + SUFFIX)
         if manifest is None:
             if next(iter(storage.entries()), None) is None:
                 raise Unavailable(FOLDER_MISSING, f"{storage.url} is empty; it may not be mounted", "mount it")

@@ -203,24 +203,45 @@ def delete(storage: Storage, prefix: str, ancestries: AncestryCache | None = Non
             raise
 
 
-def delete_save(storage: Storage, prefix: str, save_id: str) -> bool:
-    """Delete a checkpoint if it is of this save; returns whether no file of that is left.
+def delete_save(
+    storage: Storage, prefix: str, save_id: str, ancestries: AncestryCache | None = None, *, job: str | None = None
+) -> bool:
+    """Delete all files of one save, finished or not; returns false if it is being read on this host.
 
-    One that is read on this host is kept.
+    Those of other saves of the name stay, and with `job` those of other jobs. Refuses if other checkpoints use its
+    files: `checkpoint_needed`.
     """
-    try:
-        if read_manifest(storage, prefix).save_id != save_id:
+    ancestries = ancestries or AncestryCache()
+
+    def is_meant(manifest: Manifest | None) -> bool:
+        return manifest is not None and manifest.save_id == save_id and job in {None, manifest.job}
+
+    tombstone, manifest = manifest_in(storage, prefix + TOMBSTONE), manifest_in(storage, prefix + SUFFIX)
+    for one in (tombstone, manifest):
+        if one is not None and one.save_id == save_id and not is_meant(one):
             return True
-    except CheckpointException as error:
-        if error.code != "checkpoint_missing":
-            raise
-        if is_being_deleted(storage, prefix):
-            finish_deletion(storage, prefix)
-        return True
-    if is_held(storage, prefix + SUFFIX):
+    if is_meant(manifest) and is_held(storage, prefix + SUFFIX):
         return False
-    delete(storage, prefix)
+    if is_meant(tombstone) or is_meant(manifest):
+        delete(storage, prefix, ancestries)
+    # What an unfinished save has left.
+    left = [entry.name for entry in save_files(storage, prefix) if entry.name.startswith(f"{prefix}/{save_id}.")]
+    if left and (users := ancestries.users_of(storage, prefix, save_id)):
+        # Its manifest was deleted by hand.
+        raise needed(prefix, users)
+    storage.delete(left)
     return True
+
+
+def manifest_in(storage: Storage, name: str) -> Manifest | None:
+    """The manifest or tombstone in a file; None if there is no such file."""
+    try:
+        data = storage.read(name, MANIFEST_BYTES_MAX)
+    except CheckpointException as error:
+        if error.code != MISSING:
+            raise
+        return None
+    return decode(data, name)
 
 
 def _require_unneeded(storage: Storage, prefix: str, ancestries: AncestryCache) -> str:

@@ -191,6 +191,9 @@ async def test_collected_files_are_deleted_if_they_are_of_that_save(tmp_path: Pa
     for number in (1, 2, 3):
         save(tmp_path / f"step-{number:08d}", {"w": np.zeros(3)}, step=number)
     storage = LocalStorage(tmp_path)
+    unfinished = tmp_path / "step-00000009" / "00000000.00000-of-00002.safetensors"
+    unfinished.parent.mkdir()
+    unfinished.touch()
     ids = [listing.read_manifest(storage, f"step-{number:08d}").save_id for number in (1, 2, 3)]
     url = storage.url
     fixture = Fixture()
@@ -198,13 +201,15 @@ async def test_collected_files_are_deleted_if_they_are_of_that_save(tmp_path: Pa
         CollectedFiles("first", f"{url}/step-00000001", ids[0]),
         # Its name was used again.
         CollectedFiles("second", f"{url}/step-00000002", "00000000"),
-        CollectedFiles("gone", f"{url}/step-00000009", "00000000"),
+        CollectedFiles("unfinished", f"{url}/step-00000009", "00000000"),
+        CollectedFiles("gone", f"{url}/step-00000008", "00000000"),
         CollectedFiles("elsewhere", "/elsewhere/step-00000003", ids[2]),
     ]
     async with fixture.session():
         fixture.catalog.save_committed(observed(storage), 1, 1.0)
         await fixture.until(lambda: bool(fixture.daemon.of(ConfirmDeleted)))
-    assert fixture.daemon.of(ConfirmDeleted)[0].checkpoint_ids == ["first", "second", "gone"]
+    assert fixture.daemon.of(ConfirmDeleted)[0].checkpoint_ids == ["first", "second", "unfinished", "gone"]
+    assert not unfinished.exists()
     assert listing.prefixes(storage) == ["step-00000002", "step-00000003"]
 
 
