@@ -3,14 +3,13 @@
 Invariants:
 - The methods are called from threads, and not from the session's event loop, for which some of them wait.
 - No call waits longer than `ANSWER_S` and a moment. Without an answer the worker goes by what it knows.
-- The files of a collected checkpoint are deleted only if their manifest has the save id that the daemon has named.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,15 +17,12 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
-from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from forged.catalog.cadence import Measured
 from forged.catalog.messages import (
     CheckpointCadence,
-    CollectedFiles,
     CompleteCheckpoint,
-    ConfirmDeleted,
     FailCheckpoint,
     FindRestorePoints,
     HoldCheckpoint,
@@ -42,13 +38,14 @@ from forged.elastic.messages import WorkerDraining, WorkerFailed, WorkerLeft
 from forged.errors import ForgedError
 from forged.kernel.messages import Fact, Gap, UnknownFact
 from forged.log import Log
+from forged.worker.catalog.deletions import Deletions
 from forged.worker.catalog.reports import CheckpointReports, Report
 from forged.worker.registration import Registration
 from forged.worker.worker_state.session_state import SessionState
 
 if TYPE_CHECKING:
     # Loaded by scripts that use checkpoints.
-    from forged.checkpoint.ports import ObservedSave, RestoreAdvice, Restored, Storage
+    from forged.checkpoint.ports import ObservedSave, RestoreAdvice, Restored
 
 T = TypeVar("T")
 
@@ -81,12 +78,12 @@ class WorkerCatalog:
         self._clock = clock
         self._log = log
         self._reports = CheckpointReports(log)
+        self._deletions = Deletions(self._reports, log)
         self._session: _Session | None = None
         self._ids: dict[tuple[str, str], str] = {}
         """The catalogue's ids of the saves in progress, by path and save id."""
         self._known: dict[str, None] = {}
         """The paths of the checkpoints that the catalogue knows, the oldest first."""
-        self._deleting: set[str] = set()
         self._asked_again_at = -math.inf
         self._restored: Restored | None = None
         """What this worker has resumed from, until its first world is entered."""
@@ -165,10 +162,8 @@ class WorkerCatalog:
             CompleteCheckpoint(job, worker, incarnation, checkpoint, size_bytes, seconds, save.parent_path)
         )
         self._ids.pop((save.storage_path, save.save_id), None)
-        files = [one for one in completed.delete if one.checkpoint_id not in self._deleting]
-        if files and self._session is not None:
-            self._deleting.update(one.checkpoint_id for one in files)
-            self._session.tasks.start_soon(self._delete, save.storage, files, registration)
+        if self._session is not None:
+            self._deletions.start(self._session.tasks, save.storage, completed.delete)
 
     async def _send_failure(self, save: ObservedSave, reason: str, registration: Registration) -> None:
         checkpoint = await self._id_of(save, registration)
@@ -209,7 +204,7 @@ class WorkerCatalog:
     def _note_all(self, found: RestorePoints) -> None:
         self._note(*(point.meta.storage_path for point in found.points), *(one.storage_path for one in found.excluded))
 
-    # Deleting.
+    # What the script deletes.
 
     def withdraw(self, storage_path: str, step: int) -> bool:
         """Whether the script may delete a checkpoint of this step, which is not reported any more then.
@@ -245,34 +240,6 @@ class WorkerCatalog:
             self._asked_again_at = now + ASK_AGAIN_S
             return False
         return storage_path not in self._known
-
-    async def _delete(self, storage: Storage, files: Sequence[CollectedFiles], registration: Registration) -> None:
-        try:
-            # A slow storage must not keep the session open.
-            gone = await to_thread.run_sync(partial(self._delete_in_thread, storage, files), abandon_on_cancel=True)
-        finally:
-            self._deleting.difference_update(one.checkpoint_id for one in files)
-        if gone:
-            self._reports.add(Report("deletion", partial(self._send_deleted, gone)))
-
-    def _delete_in_thread(self, storage: Storage, files: Sequence[CollectedFiles]) -> list[str]:
-        """Delete collected checkpoints; returns the ids of those whose files are gone."""
-        from forged.checkpoint.storage.listing import delete_save
-
-        gone = []
-        for one in files:
-            prefix = one.storage_path.removeprefix(f"{storage.url}/")
-            try:
-                if prefix != one.storage_path and delete_save(storage, prefix, one.save_id):
-                    gone.append(one.checkpoint_id)
-                    self._log.info("old checkpoint deleted", prefix=prefix)
-            except ForgedError as error:
-                self._log.warning("could not delete an old checkpoint", prefix=prefix, reason=str(error))
-        return gone
-
-    async def _send_deleted(self, checkpoints: list[str], registration: Registration) -> None:
-        job, worker, incarnation = registration.job, registration.worker.id, registration.incarnation
-        await registration.send(ConfirmDeleted(job, worker, incarnation, checkpoints))
 
     # Restoring.
 
