@@ -369,6 +369,10 @@ class SlotLease(NamedTuple):
     """Whether the host can write the storage that the slots are for."""
 
 
+class HostAway(CheckpointException):
+    """The host does not answer; a save that it was asked for may have been written."""
+
+
 class StagedStorage(Storage, Protocol):
     """A save in slots, to be read."""
 
@@ -400,8 +404,16 @@ class HostSlots(Protocol):
         """
         ...
 
+    @property
+    def is_present(self) -> bool:
+        """Whether the host can be asked to persist a save."""
+        ...
+
     def persist(self, save_id: str, token: CancelToken) -> int:
-        """Have the host write the slots of a save to their storage; returns its size when the checkpoint exists."""
+        """Have the host write the slots of a save to their storage; returns its size when the checkpoint exists.
+
+        Raises `HostAway` when the host does not answer for long. It may write the checkpoint all the same.
+        """
         ...
 
 

@@ -6,7 +6,8 @@ left, and while the script's event loop may be closed.
 Invariants:
 - A daemon that is away, or refuses, delays and fails no save: the worker stages into memory of its own, and says so
   once per reason.
-- Once the daemon has been asked to save, no rank writes or deletes that save's files.
+- A daemon that was asked to save, and does not answer, may do so later: the ranks write files of other names, and the
+  manifest that is published first counts.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 2.0
 OPEN_TIMEOUT_S = 60.0
 """The memory of slots is reserved before they are given out, at a second per GiB or so."""
+AWAY_S = 3.0
+"""After so long without an answer the daemon counts as away, and the ranks write their save."""
 SAVE_TIMEOUT_S = 10.0
 """For one request; it is repeated."""
 RETRY_S = 60.0
@@ -149,6 +152,10 @@ class WorkerSlots:
             staged = await client.request(FindStagedSlots(self._job, storage), timeout_s=SAVE_TIMEOUT_S)
         return staged.paths
 
+    @property
+    def is_present(self) -> bool:
+        return self._user() is not None
+
     def persist(self, save_id: str, token: CancelToken) -> int:
         from forged.checkpoint.errors import CheckpointException, ExceptionType
 
@@ -164,8 +171,11 @@ class WorkerSlots:
             ) from error
 
     async def _persist(self, user: SlotUser, save_id: str, token: CancelToken) -> int:
-        """Ask until the checkpoint is saved; a daemon that is away is waited for."""
+        """Ask until the checkpoint is saved; a daemon that is away is waited for, but not long."""
+        from forged.checkpoint.ports import HostAway
+
         request = SaveSlots(user.job, user.worker_id, user.incarnation, save_id)
+        answered_at = self._monotonic()
         while True:
             try:
                 async with self._client(user.endpoints) as client:
@@ -173,10 +183,13 @@ class WorkerSlots:
                         save = await client.request(request, timeout_s=SAVE_TIMEOUT_S)
                         if save.is_saved:
                             return save.size_bytes
+                        answered_at = self._monotonic()
                         _require_time(token)
             except ForgedError as error:
                 if not error.retryable:
                     raise
+                if self._monotonic() - answered_at >= AWAY_S:
+                    raise HostAway(error.message, code="slots_host_away", fix=error.fix, retryable=True) from error
             _require_time(token)
             await asyncio.sleep(PAUSE_S)
 

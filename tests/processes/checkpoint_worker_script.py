@@ -34,10 +34,14 @@ EVERY = 5
 
 
 def hold_before_manifest_of(step: int) -> None:
-    """Wait for the test before the manifest of this step is published, by this process or by the daemon."""
+    """Wait once for the test before the manifest of this step is published, by this process or by the daemon."""
     publish, have_published = LocalStorage.publish, BackgroundSaver._publish
+    held_steps = set[int]()
 
     def hold() -> None:
+        if step in held_steps:
+            return
+        held_steps.add(step)
         report(held=True)
         sys.stdin.readline()
 

@@ -95,20 +95,21 @@ def has(step: int, state: CheckpointState) -> Callable[[list[CheckpointMeta]], b
 async def test_save_during_which_the_daemon_is_killed_is_catalogued_afterwards(
     saving: SavingCluster, in_background: bool
 ) -> None:
-    await saving.start("a", hold=EVERY, in_background=in_background)
-    worker = saving.workers["a"]
-    await saving.cluster.until(lambda: worker.held == 1)
+    await saving.start("a", "b", hold=EVERY, in_background=in_background, min_workers=2)
+    workers = [saving.workers[name] for name in "ab"]
+    await saving.cluster.until(lambda: sum(worker.held for worker in workers) == 1)
     await saving.until(has(EVERY, CREATING))
     await saving.cluster.daemon.kill()
-    worker.release()
+    for worker in workers:
+        worker.release()
     # Training and saving go on meanwhile.
-    await saving.cluster.until(lambda: worker.steps[-1].step > 2 * EVERY)
+    await saving.cluster.until(lambda: all(worker.steps[-1].step > 5 * EVERY for worker in workers))
     await saving.cluster.daemon.start()
-    found = await saving.until(has(2 * EVERY, COMPLETE))
-    assert has(EVERY, COMPLETE)(found)
+    found = await saving.until(has(4 * EVERY, COMPLETE))
+    assert all(has(step, COMPLETE)(found) for step in range(EVERY, 4 * EVERY, EVERY))
     manifest = listing.read_manifest(LocalStorage(saving.folder), f"step-{EVERY:08d}")
     assert manifest.size_bytes in {meta.size_bytes for meta in found if meta.step == EVERY}
-    await saving.end("a")
+    await saving.end("a", "b")
 
 
 async def test_workers_pass_over_a_corrupt_checkpoint_and_training_goes_back(saving: SavingCluster) -> None:

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import Part
 from forged.checkpoint.model import WhenBusy
-from forged.checkpoint.ports import CancelToken, Storage
+from forged.checkpoint.ports import CancelToken, HostAway, Storage
 from forged.checkpoint.rank_group import OutcomeUnknown, RankFailure
 from forged.checkpoint.saving.pipeline import RankSave, RunInfo, Saver
 from forged.checkpoint.saving.receipts import OUTCOME_GRACE_S, RankWaiter, ReceiptExchange
@@ -232,7 +232,7 @@ class BackgroundSaver:
             if save.is_root:
                 self._publish(save, written, run, receipts, handle.token)
             else:
-                self._report(save, written, receipts)
+                self._report(save, written, receipts, handle.token)
             if written is None:
                 handle.set_durable()
         except BaseException as raised:  # noqa: BLE001 - the handle raises it
@@ -268,23 +268,49 @@ class BackgroundSaver:
         """At the root: collect the receipts, and publish the manifest; or have the host write everything."""
         try:
             if own is None:
-                self._persist(save, receipts, token)
-            else:
+                own = self._persist(save, receipts, token)
+            if own is not None:
                 written = [*own, *receipts.collect()]
                 token.check()
                 self._saver.publish(save, written, run, token)
         except BaseException as error:
-            self._abort(save, receipts, error)
-            raise
+            if not self._has_host_published(save, receipts):
+                self._abort(save, receipts, error)
+                raise
+            self._saver.roll_back(save)
         self._delete_receipts(receipts)
 
-    def _persist(self, save: RankSave, receipts: ReceiptExchange, token: CancelToken) -> None:
-        """At the root: have the host save the checkpoint from the slots of all ranks."""
+    def _has_host_published(self, save: RankSave, receipts: ReceiptExchange) -> bool:
+        """Whether a host that was away has published the save that the ranks have written as well."""
+        try:
+            manifest = receipts.published()
+        except CheckpointException:
+            return False
+        if manifest is None or {part.file for part in manifest.parts} & {*map(save.file, range(save.world_size))}:
+            return False
+        if save.report is not None:
+            save.report.committed(manifest.size_bytes)
+        return True
+
+    def _persist(self, save: RankSave, receipts: ReceiptExchange, token: CancelToken) -> list[Part] | None:
+        """At the root: have the host save the checkpoint from the slots of all ranks.
+
+        If the host is away, the ranks write their parts; returns this rank's.
+        """
         assert self._slots_of_host is not None
         try:
             size_bytes = self._slots_of_host.persist(save.agreement.save_id, token)
         except OutcomeUnknown:
             raise
+        except HostAway as error:
+            self._log.info(
+                "the ranks write a checkpoint that the daemon was to write",
+                prefix=save.agreement.prefix,
+                reason=str(error),
+            )
+            save.is_persisted_by_host = False
+            receipts.request_writing()
+            return self._saver.write(save, token)
         except Exception:
             # The host may have saved it before, and have freed the slots.
             published = receipts.published()
@@ -293,10 +319,16 @@ class BackgroundSaver:
             size_bytes = published.size_bytes
         if save.report is not None:
             save.report.committed(size_bytes)
+        return None
 
-    def _report(self, save: RankSave, written: list[Part] | None, receipts: ReceiptExchange) -> None:
+    def _report(
+        self, save: RankSave, written: list[Part] | None, receipts: ReceiptExchange, token: CancelToken
+    ) -> None:
         """At another rank: write the receipt, and wait until the root has published or refused."""
         try:
+            if written is None and receipts.is_writing_requested():
+                save.is_persisted_by_host = False
+                written = self._saver.write(save, token)
             if written is not None:
                 receipts.report(written)
             refusal = receipts.wait_for_outcome()

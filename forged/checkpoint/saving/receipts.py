@@ -2,7 +2,8 @@
 
 Invariants:
 - Every rank but the root writes one receipt: what it has written, or why it could not.
-- The root answers with the manifest, or with a refusal to every other rank.
+- The root answers with the manifest, or with a refusal to every other rank. If the host was to write all parts and is
+  away, the root first requests that each rank writes its own.
 - The reader of a file deletes it. Files for ranks that have died are deleted with the rest of the failed save.
 """
 
@@ -132,18 +133,33 @@ class ReceiptExchange:
                 return None
             self._waiter.wait([ROOT])
 
+    def is_writing_requested(self) -> bool:
+        """At another rank: wait until the root requests that the ranks write their parts, or there is an outcome."""
+        while True:
+            if self._read(self._request_name(self._save.rank)) is not None:
+                return True
+            if self._read(self._refusal_name(self._save.rank)) is not None or self.published() is not None:
+                return False
+            self._waiter.wait([ROOT])
+
+    def request_writing(self) -> None:
+        """At the root: request that every other rank writes its part, because the host does not."""
+        for rank in range(1, self._save.world_size):
+            self._storage.publish(self._request_name(rank), b"{}")
+
     def refuse(self, failure: RankFailure) -> None:
         """At the root: tell every other rank that the save failed."""
         for rank in range(1, self._save.world_size):
             self._storage.publish(self._refusal_name(rank), msgspec.json.encode(failure))
 
     def delete_read(self) -> None:
-        """Delete what this rank has read: the root all receipts, another rank its receipt and its refusal."""
+        """Delete what this rank has read: the root all receipts, another rank what is for it."""
         save = self._save
-        receipts = map(self._receipt_name, range(1, save.world_size))
-        self._storage.delete(
-            [*receipts] if save.is_root else [self._receipt_name(save.rank), self._refusal_name(save.rank)]
-        )
+        if save.is_root:
+            self._storage.delete([*map(self._receipt_name, range(1, save.world_size))])
+            return
+        names = self._receipt_name, self._refusal_name, self._request_name
+        self._storage.delete([name_of(save.rank) for name_of in names])
 
     def _new_receipts(self, ranks: Iterable[int]) -> dict[int, list[Part]]:
         lead = f"{self._save.agreement.prefix}/{self._save.agreement.save_id}."
@@ -181,6 +197,9 @@ class ReceiptExchange:
 
     def _receipt_name(self, rank: int) -> str:
         return listing.receipt_name(self._save.agreement.prefix, self._save.agreement.save_id, rank)
+
+    def _request_name(self, rank: int) -> str:
+        return listing.request_name(self._save.agreement.prefix, self._save.agreement.save_id, rank)
 
     def _refusal_name(self, rank: int) -> str:
         return listing.refusal_name(self._save.agreement.prefix, self._save.agreement.save_id, rank)

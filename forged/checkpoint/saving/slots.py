@@ -107,7 +107,7 @@ class Slots:
     def is_persisted(self) -> bool:
         """Whether the host persists what is staged into the slots."""
         lease = self._lease
-        return lease is not None and lease.persists
+        return lease is not None and lease.persists and self._host.is_present
 
     def persist(self, save_id: str, token: CancelToken) -> int:
         """Have the host persist all slots of a save; returns its size when the checkpoint exists."""

@@ -32,10 +32,10 @@ MISSING = "checkpoint_file_missing"
 SAVE_ID_BYTES = 4
 INDEX_READS_MAX = 2
 _SECTION = r"(?:model|optimizer|state|rank-[0-9]{5,7})"
-_PART = rf"(?:{_SECTION}|(?:{_SECTION}-)?[0-9]{{5,7}}-of-[0-9]{{5,7}})\.(?:safetensors|packed)"
+_PART = rf"(?:{_SECTION}|(?:{_SECTION}-|host-)?[0-9]{{5,7}}-of-[0-9]{{5,7}})\.(?:safetensors|packed)"
 _INDEX = rf"{_SECTION}\.safetensors\.index\.json"
 _NAMES_SAVE_FILE = re.compile(rf'"[0-9a-f]{{8}}\.{_PART}"'.encode())
-_RECEIPT = r"[0-9]{5,7}\.(?:receipt|refusal)"
+_RECEIPT = r"[0-9]{5,7}\.(?:receipt|refusal|request)"
 _COMPACTED = r"[0-9a-f]{8}(?:-[0-9]{5,7}-of-[0-9]{5,7}\.(?:safetensors|packed)|\.manifest)"
 _COMPACTED_FILE = re.compile(rf"[0-9a-f]{{8}}\.{_COMPACTED}")
 """The files of a compaction, whose own digits follow the save id."""
@@ -49,6 +49,11 @@ def part_name(prefix: str, save_id: str, rank: int, world_size: int, *, is_packe
     return f"{prefix}/{save_id}.{rank:05d}-of-{world_size:05d}.{kind}"
 
 
+def host_part_name(prefix: str, save_id: str, rank: int, world_size: int) -> str:
+    """The name of a rank's part that its host has written."""
+    return f"{prefix}/{save_id}.host-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
 def receipt_name(prefix: str, save_id: str, rank: int) -> str:
     """The name of a rank's receipt."""
     return f"{prefix}/{save_id}.{rank:05d}.receipt"
@@ -57,6 +62,11 @@ def receipt_name(prefix: str, save_id: str, rank: int) -> str:
 def refusal_name(prefix: str, save_id: str, rank: int) -> str:
     """The name of the root's refusal for a rank."""
     return f"{prefix}/{save_id}.{rank:05d}.refusal"
+
+
+def request_name(prefix: str, save_id: str, rank: int) -> str:
+    """The name of the root's request to a rank to write its part itself."""
+    return f"{prefix}/{save_id}.{rank:05d}.request"
 
 
 def read_manifest(storage: Storage, prefix: str) -> Manifest:

@@ -72,6 +72,53 @@ async def test_host_saves_what_was_staged(host: SlotHost, storage: LocalStorage)
         assert manifest.fence is not None
 
 
+async def test_ranks_write_while_their_host_does_not_answer(host: SlotHost, storage: LocalStorage) -> None:
+    host.is_away = True
+    async with DistributedCheckpoint(Alone(host), storage) as checkpoint:
+        for version in (1, 2, 3, 4):
+            await checkpoint.save_async(state(version), options=SaveOptions(f"v{version}", step=version))
+    for version in (1, 2, 3, 4):
+        assert same(state_of(storage, f"v{version}")["model"], state(version))
+    assert len(host.persisted) == 4
+
+
+async def test_host_that_is_known_to_be_away_is_not_asked(host: SlotHost, storage: LocalStorage) -> None:
+    host.is_present = False
+    async with DistributedCheckpoint(Alone(host), storage) as checkpoint:
+        await checkpoint.save_async(state(1), options=SaveOptions("v1", step=1))
+    assert same(state_of(storage, "v1")["model"], state(1))
+    assert not host.persisted
+
+
+async def test_save_that_both_host_and_ranks_have_written_is_one_checkpoint(
+    host: SlotHost, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host comes back just before the root publishes."""
+    host.is_away = True
+    publish = Saver.publish
+
+    def late(saver: Saver, save: RankSave, *arguments: Any) -> None:
+        save_slots(storage, sets_in(host._directory)[0][0], NEVER)
+        publish(saver, save, *arguments)
+
+    monkeypatch.setattr(Saver, "publish", late)
+    async with DistributedCheckpoint(Alone(host), storage) as checkpoint:
+        handle = await checkpoint.save_async(state(1), options=SaveOptions("v1", step=1))
+        await handle.committed()
+    assert same(state_of(storage, "v1")["model"], state(1))
+    manifest = listing.read_manifest(storage, "v1")
+    assert {entry.name for entry in storage.entries("v1/")} == {part.file for part in manifest.parts}
+
+
+async def test_host_does_not_replace_what_the_ranks_have_published(host: SlotHost, storage: LocalStorage) -> None:
+    host.is_away = True
+    async with DistributedCheckpoint(Alone(host), storage) as checkpoint:
+        await checkpoint.save_async(state(1), options=SaveOptions("v1", step=1))
+    before = sorted(entry.name for entry in storage.entries())
+    assert not save_slots(storage, sets_in(host._directory)[0][0], NEVER)
+    assert sorted(entry.name for entry in storage.entries()) == before
+
+
 async def test_saves_take_turns_and_the_last_one_is_never_overwritten(host: SlotHost, storage: LocalStorage) -> None:
     async with DistributedCheckpoint(Alone(host), storage) as checkpoint:
         seen = []
