@@ -75,7 +75,10 @@ def _show_collected(options: Options, reply: Row) -> None:
 
 
 def _settings(job: str) -> str:
-    return f"the settings checkpoint_keep and checkpoint_max_age_s limit them (`forgectl jobs show {job}`)"
+    return (
+        f"the settings checkpoint_keep and checkpoint_max_age_s limit them (`forgectl jobs show {job}`), "
+        "or `keep=` of the script if there are none"
+    )
 
 
 def _table(options: Options, verdicts: Sequence[Row], columns: Sequence[str], nothing: str) -> None:

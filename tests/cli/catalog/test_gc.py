@@ -45,7 +45,11 @@ def test_preview_shows_what_goes_first_with_reasons_and_the_bytes(tmp_path: Path
 @pytest.mark.parametrize(
     ("rule", "hint"),
     [
-        ("recent", "; the settings checkpoint_keep and checkpoint_max_age_s limit them (`forgectl jobs show run`)"),
+        (
+            "recent",
+            "; the settings checkpoint_keep and checkpoint_max_age_s limit them (`forgectl jobs show run`), "
+            "or `keep=` of the script if there are none",
+        ),
         ("parent", ""),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from posixpath import dirname
 from typing import Any
 
 from forged.cli.forgectl import answers, tables
@@ -19,6 +20,7 @@ from forged.plain_client.connection import PlainConnection
 
 COLUMNS = ("name", "phase", "version", "created_at", "created_by", "settings")
 WATCH_INTERVAL_S = 0.2
+WITHOUT_CATALOGUE = frozenset({"request_unknown"})
 INDENT = 2
 """Indentation of the wrapped lines of a sentence."""
 
@@ -110,9 +112,23 @@ def _print_job(job: Row) -> None:
 
 def _remove(options: Options) -> int:
     with DaemonConnection(options) as daemon:
+        left = answers.one_unless(daemon, WITHOUT_CATALOGUE, "ListCheckpoints", job=options.name)
         daemon.request("RemoveJob", job=options.name, **({"force": True} if options.force else {}))
-        answer(options, {}, lambda: print(f"removed job {options.name}"))
+        answer(options, {}, lambda: _print_removed(options.name, left))
     return EXIT_OK
+
+
+def _print_removed(job: str, left: Row) -> None:
+    """Print which checkpoints nothing collects any more, and how a later job takes them."""
+    print(f"removed job {job}")
+    paths = [path for one in answers.rows_in(left, "checkpoints") if isinstance(path := one.get("storage_path"), str)]
+    for path in sorted({dirname(path) for path in paths if path}):
+        folder = tables.field("", path)
+        tables.print_wrapped(
+            f"the files of its checkpoints stay in {folder}; "
+            f"`forgectl ckpt adopt {folder} --job JOB` adds them to a job",
+            INDENT,
+        )
 
 
 # Control of the training.

@@ -349,8 +349,19 @@ class TestJobs:
         self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught, line: str, more: dict[str, Any]
     ) -> None:
         answers["RemoveJob"] = {}
-        assert daemon.run(line, capsys)[0] == 0
-        assert daemon.requests == [("RemoveJob", {"job": "run"} | more)]
+        assert daemon.run(line, capsys)[:2] == (0, "removed job run\n")
+        assert daemon.requests[-1] == ("RemoveJob", {"job": "run"} | more)
+
+    def test_rm_tells_where_the_checkpoints_of_the_job_stay(
+        self, daemon: ScriptedDaemon, answers: dict[str, Any], capsys: Caught
+    ) -> None:
+        paths = ["/data/run/step-200", "/data/run/step-100", "/data/old/step-50", ""]
+        records = [{"checkpoint_id": f"c{number}", "storage_path": path} for number, path in enumerate(paths)]
+        answers |= {"RemoveJob": {}, "ListCheckpoints": {"checkpoints": records, "more": False}}
+        stay = "the files of its checkpoints stay in {0}; `forgectl ckpt adopt {0} --job JOB` adds them to a job\n"
+        said = "removed job run\n" + stay.format("/data/old") + stay.format("/data/run")
+        assert daemon.run("jobs rm run", capsys) == (0, said, "")
+        assert daemon.json("jobs rm run", capsys) == {}
 
     def test_json_of_a_job_contains_its_training(self, daemon: ScriptedDaemon, capsys: Caught) -> None:
         assert daemon.json("jobs show run", capsys) == JOB | {"training": RUNNING}
