@@ -31,7 +31,7 @@ from forged.catalog.messages import (
     FindRestorePoints,
     StartCheckpoint,
 )
-from forged.catalog.model import CheckpointType
+from forged.catalog.model import CheckpointState, CheckpointType
 from forged.clock import Clock
 from forged.elastic.messages import ConfirmWorker, JobAborted, JobCompleted, WorkerFailed, WorkerLeft
 from forged.errors import ForgedError, RequestRefused, Unavailable, describe
@@ -52,7 +52,7 @@ from forged.host.messages import (
 from forged.host.model import SavedSlots, SlotContents, SlotOwner, SlotRecord, StagedCheckpoint
 from forged.host.slot_table import SLOTS_PER_WORKER, SlotTable, staged_checkpoints
 from forged.jobs.model import JobRemoved
-from forged.kernel.bus import Bus
+from forged.kernel.bus import DAEMON, Bus
 from forged.kernel.ledger import read_all
 from forged.kernel.messages import Call, Decision, Nothing, Record, Request, Ticket
 from forged.kernel.store.port import Store
@@ -527,9 +527,16 @@ class SlotService:
         reason = f"worker {failed.worker_id} failed"
         location = f"{path}/{held.prefix}"
         kind = CheckpointType.EMERGENCY
+        # The files of a checkpoint of untrusted workers are touched only beneath the roots, also later.
+        is_trusted = all(record.is_trusted for record in records)
+        principal = DAEMON if is_trusted else Principal(DAEMON.name, Role.OPERATOR, frozenset({job}))
         meta = await self._ask(
-            StartCheckpoint(job, "", b"", staged.epoch, staged.step, location, staged.save_id, kind, reason=reason)
+            StartCheckpoint(job, "", b"", staged.epoch, staged.step, location, staged.save_id, kind, reason=reason),
+            principal,
         )
+        if meta.state is CheckpointState.DELETED:
+            # An earlier try has failed for so long that its files are being deleted.
+            raise Unavailable("slots_being_deleted", f"what is left of {location} is being deleted", "wait")
         key = job, staged.save_id
         while (other := self._saves.get(key)) is not None and not other.ended.is_set():
             await other.ended.wait()
@@ -547,10 +554,10 @@ class SlotService:
             self._bus.ledger.append(Decision(None, (fact,), job=job), cause=failed.cause, origin=OWNER)
         return True
 
-    async def _ask(self, request: Request[R]) -> R:
+    async def _ask(self, request: Request[R], principal: Principal = DAEMON) -> R:
         """Ask another service, unless the daemon ends: a call in a thread has returned regardless of that."""
         await lowlevel.checkpoint_if_cancelled()
-        return await self._bus.ask(request)
+        return await self._bus.ask(request, Call(principal, OWNER))
 
     # Freeing.
 

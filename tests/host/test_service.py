@@ -13,7 +13,7 @@ import anyio
 import numpy as np
 import pytest
 
-from forged.catalog.messages import EmergencyCheckpointSaved
+from forged.catalog.messages import EmergencyCheckpointSaved, FailCheckpoint, StartCheckpoint
 from forged.catalog.model import CheckpointState, CheckpointType
 from forged.checkpoint import AsyncCheckpoints, DistributedCheckpoint, SaveOptions, ShardedArray
 from forged.checkpoint.errors import CheckpointException
@@ -337,6 +337,56 @@ async def test_slots_of_a_hostile_worker_do_not_end_the_daemon(
             await asyncio.sleep(0.02)
     assert {one.owner for one in (await slots(client)).slots} == {"present", "failed"}
     assert listing.unfinished_saves(storage) == {}
+    await group.over("b")
+    await group.finish("a")
+
+
+async def test_emergency_checkpoint_of_untrusted_workers_is_touched_only_beneath_the_roots(
+    runner: DaemonRunner, group: TrainerGroup, client: ForgedClient, storage: LocalStorage, tmp_path: Path
+) -> None:
+    service, book = runner.daemon.slots, runner.daemon.catalog.book
+    service._port = replace(service._port, is_trusted=lambda principal: False)
+    book.roots = (str(tmp_path),)
+    staging = await start(group, storage)
+    staging.wanted = ["keep"]
+    await staging.until(group, 2)
+    await client.request(EvictWorker(JOB, "b", "for the test"))
+    [saved] = await emergencies(client, 1)
+    record = book.records[saved.checkpoint_id]
+    assert not record.is_trusted
+    assert book.location(record).root == str(tmp_path)
+    await group.over("b")
+    await group.finish("a")
+
+
+async def test_emergency_checkpoint_waits_until_what_its_last_try_has_left_is_deleted(
+    runner: DaemonRunner, group: TrainerGroup, client: ForgedClient, storage: LocalStorage
+) -> None:
+    """The deletion of the files would not stop at those of the next try."""
+    book = runner.daemon.catalog.book
+    staging = await start(group, storage)
+    staging.wanted = ["keep"]
+    await staging.until(group, 2)
+    save_id = next(one.save_id for one in (await slots(client)).slots if one.save_id)
+    step = staging.kept[-1]
+    started = await client.request(
+        StartCheckpoint(JOB, "", b"", 0, step, f"{storage.url}/step-{step:06d}", save_id, CheckpointType.EMERGENCY)
+    )
+    await asyncio.to_thread(Path(storage.url).mkdir)
+    # No file is touched meanwhile.
+    delete, runner.daemon.catalog.work.delete = runner.daemon.catalog.work.delete, lambda record: None  # type: ignore[method-assign]
+    await client.request(FailCheckpoint(JOB, "", b"", started.checkpoint_id, "for the test"))
+    runner.daemon.ledger.append(book.sweep(started.checkpoint_id))
+    await client.request(EvictWorker(JOB, "b", "for the test"))
+    service = runner.daemon.slots
+    async with asyncio.timeout(PATIENCE_S):
+        while JOB not in service._retry_at:
+            await asyncio.sleep(0.02)
+    assert listing.prefixes(storage) == []
+    delete(book.records[started.checkpoint_id])
+    [saved] = await emergencies(client, 1)
+    assert saved.checkpoint_id != started.checkpoint_id
+    check(storage, step)
     await group.over("b")
     await group.finish("a")
 

@@ -222,6 +222,9 @@ class CatalogBook:
         """A checkpoint that is about to be written, or the known one of this path and save id."""
         path, save_id = checked_checkpoint_path(request.storage_path), checked_save_id(request.save_id)
         if (known := self._known(request.job, path, save_id)) is not None:
+            if known.meta.is_failed_save:
+                # It is written again, so its files are not deleted.
+                self.since[known.id] = now.monotonic
             return Decision(known.meta)
         parent_path = request.parent_path and checked_checkpoint_path(request.parent_path)
         meta = self._new_meta(request.job, checkpoint_id, request, now.wall, self._id_at(request.job, parent_path))

@@ -269,6 +269,21 @@ async def test_no_file_of_a_failed_save_survives_the_sweep() -> None:
 
 
 @over_days
+async def test_files_of_a_failed_save_that_is_tried_again_are_not_deleted() -> None:
+    files = SimulatedFiles()
+    async with catalog(files=files) as one:
+        meta = await one.start(1)
+        await one.fail(meta.checkpoint_id)
+        files.stored[f"{FOLDER}/step-00000001"] = SimulatedCheckpoint("00000001", JOB, is_whole=False)
+        for _ in range(3):
+            await anyio.sleep(FAILED_KEPT_S / 2)
+            assert (await one.start(1)).checkpoint_id == meta.checkpoint_id
+        await one.complete(meta.checkpoint_id)
+        await anyio.sleep(FAILED_KEPT_S + SOON_S)
+        assert (await one.listed(), left(files)) == ({1: "complete"}, ["step-00000001"])
+
+
+@over_days
 async def test_failed_save_whose_manifest_appears_is_completed_by_the_sweep() -> None:
     files = SimulatedFiles()
     async with catalog(files=files) as one:
