@@ -54,7 +54,7 @@ from forged.checkpoint.rank_group import RankGroup, as_coordinator
 from forged.checkpoint.save_schedule import Look, SaveSchedule
 from forged.checkpoint.saving.background import SAVES_MAX, SaveHandle
 from forged.checkpoint.saving.incremental import BASE_GONE
-from forged.checkpoint.saving.pipeline import EXISTS
+from forged.checkpoint.saving.publication import EXISTS
 from forged.checkpoint.saving.receipts import RANK_GONE
 from forged.checkpoint.stateful import ScriptState
 from forged.checkpoint.storage import listing

@@ -315,7 +315,7 @@ async def test_untrusted_workers_write_by_themselves_outside_of_the_roots(
 
 
 @pytest.mark.parametrize(
-    "where", ["forged.checkpoint.storage.slot_files.encode", "forged.checkpoint.saving.pipeline.encode"]
+    "where", ["forged.checkpoint.storage.slot_files.encode", "forged.checkpoint.saving.publication.encode"]
 )
 async def test_slots_of_a_hostile_worker_do_not_end_the_daemon(
     group: TrainerGroup, client: ForgedClient, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, where: str

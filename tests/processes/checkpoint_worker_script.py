@@ -13,7 +13,7 @@ import numpy as np
 from forged.checkpoint import Checkpoints
 from forged.checkpoint.format.manifest import SUFFIX
 from forged.checkpoint.saving.background import BackgroundSaver
-from forged.checkpoint.saving.pipeline import RankSave
+from forged.checkpoint.saving.rank_save import RankSave
 from forged.checkpoint.storage.local import LocalStorage
 from forged.elastic.config import ElasticTrainingConfig
 from forged.worker.blocking import Training, join

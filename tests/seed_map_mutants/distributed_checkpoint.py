@@ -13,6 +13,7 @@ LISTING = "forged/checkpoint/storage/listing.py"
 LOCATIONS = "forged/checkpoint/storage/locations.py"
 FAULTS = "forged/checkpoint/storage/fault_handler.py"
 PIPELINE = "forged/checkpoint/saving/pipeline.py"
+RANK_SAVE = "forged/checkpoint/saving/rank_save.py"
 CONSOLIDATION = "forged/checkpoint/saving/consolidation.py"
 LOADER = "forged/checkpoint/loading/loader.py"
 VALIDATOR = "forged/checkpoint/verification/validator.py"
@@ -100,10 +101,10 @@ MUTANTS: Mapping[str, Mutation | str] = {
         MODEL, "class CheckpointFormat(StrEnum):\n", 'class CheckpointFormat(StrEnum):\n    NOTHING = "nothing"\n'
     ),
     "CheckpointFormat.SingleFile": Edit(
-        PIPELINE, "layout is CheckpointFormat.SINGLE_FILE and self.world_size > 1", "self.world_size < 1"
+        RANK_SAVE, "layout is CheckpointFormat.SINGLE_FILE and self.world_size > 1", "self.world_size < 1"
     ),
     "CheckpointFormat.MultiShard": Edit(
-        PIPELINE,
+        RANK_SAVE,
         "layout is CheckpointFormat.SINGLE_FILE and self.world_size > 1",
         "layout is not CheckpointFormat.CONSOLIDATED and self.world_size > 1",
     ),

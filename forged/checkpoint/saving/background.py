@@ -26,7 +26,8 @@ from forged.checkpoint.format.manifest import Part
 from forged.checkpoint.model import WhenBusy
 from forged.checkpoint.ports import CancelToken, HostAway, Storage
 from forged.checkpoint.rank_group import OutcomeUnknown, RankFailure
-from forged.checkpoint.saving.pipeline import RankSave, RunInfo, Saver
+from forged.checkpoint.saving.pipeline import Saver
+from forged.checkpoint.saving.rank_save import RankSave, RunInfo
 from forged.checkpoint.saving.receipts import OUTCOME_GRACE_S, RankWaiter, ReceiptExchange
 from forged.checkpoint.saving.slots import Slots
 from forged.checkpoint.thread_calls import pause, wait_in_thread

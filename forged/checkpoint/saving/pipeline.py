@@ -14,103 +14,69 @@ import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
-from anyio import to_thread
 from msgspec.structs import replace
 
-from forged.checkpoint.errors import CheckpointException, ExceptionType
-from forged.checkpoint.format.consolidated import ConsolidatedFile
+from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.format.manifest import (
     INCREMENTAL_VERSION,
     VERSION,
     ChainLink,
     Manifest,
-    ManifestFence,
     Part,
     encode,
 )
 from forged.checkpoint.format.slot import SlotFrame
-from forged.checkpoint.format.states import States, split_per_rank
-from forged.checkpoint.format.tree import Leaf, LeafType, Node, flatten, renumber_tensors
+from forged.checkpoint.format.states import States
+from forged.checkpoint.format.tree import Leaf, LeafType, Node, flatten
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, SaveOptions
 from forged.checkpoint.ports import CancelToken, Storage, bounded
 from forged.checkpoint.rank_group import OutcomeUnknown, RankGroup
 from forged.checkpoint.saving import parts
+from forged.checkpoint.saving.agreement import (
+    CachedPlan,
+    Proposal,
+    SaveAgreement,
+    plan_key,
+    proposal_of,
+    states_of,
+    with_plan,
+)
 from forged.checkpoint.saving.assembly import MemoryTensors, SavedTensors, TensorSource
 from forged.checkpoint.saving.consolidation import (
-    planned_files,
     publish_indexes,
     withdraw_indexes,
     write_file,
     write_indexes,
 )
-from forged.checkpoint.saving.image import ArrayImage, Layout, layout_of, staged_arrays
+from forged.checkpoint.saving.image import ArrayImage, layout_of, staged_arrays
 from forged.checkpoint.saving.incremental import (
     BaseReader,
     chunk_digests,
     merged,
     reduce_share,
-    require_links,
     used_links,
 )
-from forged.checkpoint.saving.plan import Description, SavePlan, Share, plan
-from forged.checkpoint.saving.save_report import SaveReport
+from forged.checkpoint.saving.plan import Description
+from forged.checkpoint.saving.publication import outcome_unknown, publish_manifest
+from forged.checkpoint.saving.rank_save import RankSave, RunInfo
 from forged.checkpoint.saving.slots import SlotContent
-from forged.checkpoint.saving.staging import StagedPart, StagingMemory
+from forged.checkpoint.saving.staging import StagingMemory
 from forged.checkpoint.storage import listing
 from forged.checkpoint.thread_calls import StorageUnresponsive, finish_in_thread, run_in_thread
-from forged.errors import describe
 from forged.log import SILENT, Log
 
-EXISTS = "checkpoint_exists"
-UNREACHABLE = "checkpoint_storage_unreachable"
 METRICS = "metrics"
 """The key of the metrics in the custom metadata of a manifest."""
 _IN_MEMORY, _IN_SLOT, _PERSISTED = b"", b"s", b"p"
 """Where a rank has staged its part: in memory of its process, in a slot, in a slot that its host persists."""
 ROLL_BACK_S = 10.0
 """How long a failed save may still take to delete its files."""
-
-
-class Proposal(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank sends to the root before a save."""
-
-    options: bytes
-    frame: bytes
-    """The nesting of the state, with placeholders for the values that differ between ranks."""
-    own: bytes
-    """The rank's values for the placeholders."""
-    description: bytes
-    """The digest of the rank's arrays: names, dtypes, shapes, boxes."""
-    plan: bytes
-    """The key of the plan that the rank has cached."""
-
-
-class SaveAgreement(msgspec.Struct, frozen=True, array_like=True):
-    """The root's answer to the proposals."""
-
-    prefix: str
-    save_id: str
-    created_at: float
-    plan: bytes
-    is_known: bool
-    """Whether every rank has cached this plan."""
-    links: list[ChainLink] = []
-    """The checkpoints whose files may be used, oldest first; the last is the base. None for a full save."""
-
-
-class RunInfo(msgspec.Struct, frozen=True):
-    """The run that a save belongs to, for its manifest."""
-
-    job: str = ""
-    step: int | None = None
-    epoch: int | None = None
-    fence: ManifestFence | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,92 +90,12 @@ class SaveContext:
     log: Log
 
 
-@dataclass(frozen=True, slots=True)
-class _CachedPlan:
-    """The plan of the last save, reused while no rank's arrays change. Immutable, so concurrent saves may share it."""
-
-    key: bytes = b""
-    description: Description | None = None
-    plan: SavePlan | None = None
-    layout: Layout | None = None
-    rank: int = 0
-    """The rank that the layout is for."""
-
-
-@dataclass(slots=True)
-class RankSave:
-    """One rank's side of one save."""
-
-    rank: int
-    world_size: int
-    options: SaveOptions
-    agreement: SaveAgreement
-    plan: SavePlan
-    image_or_error: ArrayImage | Exception
-    """What this rank writes, or why that could not be prepared."""
-    share: Share
-    """The pieces of the image."""
-    states: States = field(default_factory=lambda: States([], [], []))
-    """The states of all ranks; at the root only."""
-    staged: StagedPart | None = None
-    is_image_staged: bool = True
-    """Whether the staged part, if there is one, has the bytes of the image; else the image is over a part of it."""
-    references: list[Part] = field(default_factory=list)
-    """The unchanged chunks of this rank, in files of earlier checkpoints."""
-    whole_tensor_parts: list[Part] = field(default_factory=list)
-    """The files of whole tensors that this rank has written."""
-    report: SaveReport | None = None
-    """Tells an observer how the save goes; at the root, if there is one."""
-    is_in_slots: bool = False
-    """Whether all ranks have staged into slots of their hosts."""
-    is_persisted_by_host: bool = False
-    """Whether the host writes the checkpoint from the slots, instead of the ranks."""
-
-    @property
-    def image(self) -> ArrayImage:
-        """What this rank writes. Raises its preparation's error, in a step in which the other ranks learn of it."""
-        if isinstance(self.image_or_error, Exception):
-            raise self.image_or_error
-        return self.image_or_error
-
-    @property
-    def copy(self) -> StagedPart | None:
-        """The copy of the image."""
-        return self.staged if self.is_image_staged else None
-
-    @property
-    def has_whole_tensor_files(self) -> bool:
-        """Whether the checkpoint consists of files of whole tensors, which one rank assembles from the parts."""
-        layout = self.options.format
-        return layout is CheckpointFormat.CONSOLIDATED or (
-            layout is CheckpointFormat.SINGLE_FILE and self.world_size > 1
-        )
-
-    @property
-    def is_root(self) -> bool:
-        return self.rank == 0
-
-    def file(self, rank: int) -> str:
-        """The name of a rank's part."""
-        is_packed = self.options.compression_level is not CompressionLevel.NONE and not self.has_whole_tensor_files
-        return listing.part_name(
-            self.agreement.prefix, self.agreement.save_id, rank, self.world_size, is_packed=is_packed
-        )
-
-    def whole_tensor_files(self) -> list[ConsolidatedFile]:
-        """The files of whole tensors of this checkpoint."""
-        agreement, options = self.agreement, self.options
-        return planned_files(
-            self.plan.tensors, agreement.prefix, agreement.save_id, options.format, options.compression_level
-        )
-
-
 class Saver:
     """One rank's side of the saves of a run, one after the other."""
 
     def __init__(self, context: SaveContext) -> None:
         self._context = context
-        self._cached = _CachedPlan()
+        self._cached = CachedPlan()
         self._bases = BaseReader()
 
     # Step 1: agree on the name, the save id and the plan.
@@ -227,8 +113,8 @@ class Saver:
             description = Description.of(leaves)
             cached = self._cached
             if cached.description != description or cached.rank != ranks.rank:
-                cached = _CachedPlan(description=description, rank=ranks.rank)
-            return msgspec.msgpack.encode(_proposal(ranks, node, cached, options))
+                cached = CachedPlan(description=description, rank=ranks.rank)
+            return msgspec.msgpack.encode(proposal_of(ranks, node, cached, options))
 
         async def decide(encoded: list[bytes]) -> bytes:
             proposals.extend(msgspec.msgpack.decode(one, type=Proposal) for one in encoded)
@@ -236,14 +122,14 @@ class Saver:
 
         agreement = msgspec.msgpack.decode(await ranks.decide(propose, decide), type=SaveAgreement)
         ranks.prefix = agreement.prefix
-        self._cached = cached = await _with_plan(ranks, cached, agreement, options)
+        self._cached = cached = await with_plan(ranks, cached, agreement, options)
         plan, layout = cached.plan, cached.layout
         assert plan is not None
         save = partial(RankSave, ranks.rank, ranks.world_size, options, agreement, plan)
         share = plan.shares[ranks.rank]
         try:
             image = parts.image_of(plan, ranks.rank, leaves, layout)
-            states = _states(node, proposals, plan) if ranks.is_root else States([], [], [])
+            states = states_of(node, proposals, plan) if ranks.is_root else States([], [], [])
         except Exception as error:  # noqa: BLE001 - the next step reports it to the other ranks
             return save(error, share)
         return save(image, share, states)
@@ -263,7 +149,7 @@ class Saver:
         storage = bounded(context.storage, ranks.token)
         await run_in_thread(partial(listing.require_free, storage, prefix), ranks.token)
         links = await run_in_thread(partial(self._links, storage, prefix, options, ranks.token), ranks.token)
-        key = b"alone" if ranks.is_alone else _plan_key(proposals, options)
+        key = b"alone" if ranks.is_alone else plan_key(proposals, options)
         save_id = context.random_bytes(listing.SAVE_ID_BYTES).hex()
         return SaveAgreement(prefix, save_id, now, key, all(one.plan == key for one in proposals), links)
 
@@ -423,7 +309,7 @@ class Saver:
             try:
                 await run_in_thread(partial(self.publish, save, written, run, token), token)
             except StorageUnresponsive as error:
-                raise _outcome_unknown(save.agreement.prefix, error) from error
+                raise outcome_unknown(save.agreement.prefix, error) from error
             return b""
 
         try:
@@ -523,45 +409,6 @@ class Saver:
             )
 
 
-def publish_manifest(storage: Storage, manifest: Manifest) -> None:
-    """Publish a manifest. After an error there is no checkpoint, unless the error is `OutcomeUnknown`."""
-    data = encode(manifest)
-    try:
-        storage.publish(manifest.path, data)
-    except Exception as error:
-        if not _exists_after(error, storage, manifest, data):
-            raise
-    try:
-        require_links(storage, manifest)
-    except CheckpointException as error:
-        try:
-            storage.delete([manifest.path])
-        except CheckpointException as second_error:
-            raise _outcome_unknown(manifest.prefix, second_error) from error
-        raise
-
-
-def _exists_after(error: Exception, storage: Storage, manifest: Manifest, data: bytes) -> bool:
-    """Whether the manifest exists durably although publishing it failed; if not for certain, remove it."""
-    path = manifest.path
-    try:
-        if not listing.has_content(storage, path, data):
-            if _may_still_happen(error):
-                raise _outcome_unknown(manifest.prefix, error)
-            return False
-        if isinstance(error, CheckpointException) and error.code == EXISTS:
-            # An earlier try of this save published it, and its reply was lost.
-            storage.sync_names([path])
-            return True
-        # The manifest may not be durable. It must not come back after the files that it names are deleted.
-        storage.delete([path])
-    except OutcomeUnknown:
-        raise
-    except Exception as second_error:
-        raise _outcome_unknown(manifest.prefix, second_error) from second_error
-    return False
-
-
 async def save_state(
     storage: Storage,
     ranks: RankGroup,
@@ -580,82 +427,6 @@ async def save_state(
     return await saver.write_and_publish(ranks, save, RunInfo(), token)
 
 
-def _proposal(ranks: RankGroup, node: Node, cached: _CachedPlan, options: SaveOptions) -> Proposal:
-    assert cached.description is not None
-    if ranks.is_alone:
-        return Proposal(b"", b"", b"", b"", cached.key)
-    compared = msgspec.json.encode(
-        (
-            options.format,
-            options.compression_level,
-            options.copies,
-            options.checkpoint_prefix,
-            options.step,
-            options.epoch,
-            options.base,
-            options.chain_max,
-        )
-    )
-    frame, own = map(msgspec.json.encode, split_per_rank(node))
-    return Proposal(compared, frame, own, cached.description.digest(), cached.key)
-
-
-async def _with_plan(
-    ranks: RankGroup, cached: _CachedPlan, agreement: SaveAgreement, options: SaveOptions
-) -> _CachedPlan:
-    """The agreed plan and the layout of this rank's file; from the cache where all ranks have them."""
-    if agreement.is_known:
-        return cached
-    assert cached.description is not None
-    made = await _new_plan(ranks, cached.description, options)
-    layout: Layout | None = None
-
-    async def lay_out() -> bytes:
-        nonlocal layout
-        layout = layout_of(made.tensors, made.shares[ranks.rank], parts.FILE_METADATA)
-        return b""
-
-    await ranks.decide(lay_out, _no_answer)
-    return _CachedPlan(agreement.plan, cached.description, made, layout, ranks.rank)
-
-
-async def _new_plan(ranks: RankGroup, description: Description, options: SaveOptions) -> SavePlan:
-    """The plan that the root makes from the descriptions of all ranks."""
-    if ranks.is_alone:
-        return plan([description])
-
-    async def describe() -> bytes:
-        return msgspec.msgpack.encode(description)
-
-    async def decide(encoded: list[bytes]) -> bytes:
-        descriptions = [msgspec.msgpack.decode(one, type=Description) for one in encoded]
-        made = await to_thread.run_sync(plan, descriptions, options.copies)
-        return msgspec.msgpack.encode(made)
-
-    return msgspec.msgpack.decode(await ranks.decide(describe, decide), type=SavePlan)
-
-
-def _plan_key(proposals: list[Proposal], options: SaveOptions) -> bytes:
-    """The cache key of a plan: everything that it depends on."""
-    return b"".join([options.copies.to_bytes(1, "big"), *(proposal.description for proposal in proposals)])
-
-
-def _states(node: Node, proposals: list[Proposal], made: SavePlan) -> States:
-    """The states of all ranks, with the tensor numbers of the manifest."""
-    if len(made.numbers) == 1:
-        return States.of([node])
-    states = States([], [], [])
-    known: dict[bytes, int] = {}
-    for proposal, numbers in zip(proposals, made.numbers, strict=True):
-        if proposal.frame not in known:
-            # Frames with equal text have the same tensor names in the same places.
-            known[proposal.frame] = states.frame_number(renumber_tensors(msgspec.json.decode(proposal.frame), numbers))
-        states.add_rank(
-            known[proposal.frame], [renumber_tensors(one, numbers) for one in msgspec.json.decode(proposal.own)]
-        )
-    return states
-
-
 def _metrics_of(options: SaveOptions) -> dict[str, Any]:
     """The metrics as custom metadata, as far as JSON has them."""
     finite = {name: value for name, value in options.metrics.items() if math.isfinite(value)}
@@ -667,24 +438,3 @@ def _is_plain(save: RankSave) -> bool:
     if save.agreement.links:
         return False
     return save.options.compression_level is CompressionLevel.NONE and not save.has_whole_tensor_files
-
-
-async def _no_answer(encoded: list[bytes]) -> bytes:
-    return b""
-
-
-def _outcome_unknown(prefix: str, error: Exception) -> OutcomeUnknown:
-    """The manifest may exist, now or later."""
-    return OutcomeUnknown(
-        f"it is unknown whether the checkpoint was saved: {describe(error)}",
-        prefix,
-        ExceptionType.STORAGE_ERROR,
-        code="checkpoint_undecided",
-        fix="`forgectl ckpt verify` shows whether the checkpoint exists and is whole",
-    )
-
-
-def _may_still_happen(error: Exception) -> bool:
-    """Whether the storage may still do what it was asked for, because it has not answered."""
-    is_late = isinstance(error, CheckpointException) and error.type is ExceptionType.TIMEOUT
-    return is_late or (isinstance(error, CheckpointException) and error.code == UNREACHABLE)

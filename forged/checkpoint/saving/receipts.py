@@ -18,7 +18,7 @@ from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import Manifest, Part
 from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.rank_group import RankFailure
-from forged.checkpoint.saving.pipeline import RankSave
+from forged.checkpoint.saving.rank_save import RankSave
 from forged.checkpoint.storage import listing
 
 ROOT = 0

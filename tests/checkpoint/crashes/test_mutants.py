@@ -20,7 +20,7 @@ from forged.checkpoint.format.tree import _Flattening
 from forged.checkpoint.loading.fetching import _Fetching
 from forged.checkpoint.model import PerRank
 from forged.checkpoint.ports import Storage
-from forged.checkpoint.saving import pipeline
+from forged.checkpoint.saving import publication
 from forged.checkpoint.saving.pipeline import Saver
 from forged.checkpoint.storage import direct_write, listing, local
 from forged.checkpoint.storage.direct_write import write_whole
@@ -240,7 +240,7 @@ def files_are_deleted_before_the_tombstone_stands(patch: pytest.MonkeyPatch) -> 
 
 def parts_are_deleted_while_the_manifest_may_stand(patch: pytest.MonkeyPatch) -> None:
     """A manifest is kept after its publication failed."""
-    patch.setattr(pipeline, "_exists_after", lambda *args: False)
+    patch.setattr(publication, "_exists_after", lambda *args: False)
 
 
 # What is left behind, mixed up or not looked at.

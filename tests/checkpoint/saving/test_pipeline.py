@@ -21,7 +21,8 @@ from forged.checkpoint.model import CheckpointFormat, CompressionLevel, PerRank,
 from forged.checkpoint.ports import ByteSource, CancelToken, Storage
 from forged.checkpoint.rank_group import OutcomeUnknown, RankGroup, SingleProcess
 from forged.checkpoint.saving import parts
-from forged.checkpoint.saving.pipeline import RunInfo, SaveContext, Saver, save_state
+from forged.checkpoint.saving.pipeline import SaveContext, Saver, save_state
+from forged.checkpoint.saving.rank_save import RunInfo
 from forged.checkpoint.storage import listing
 from forged.checkpoint.verification.validator import CheckpointValidator
 from forged.log import SILENT

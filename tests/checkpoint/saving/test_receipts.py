@@ -13,7 +13,7 @@ from forged.checkpoint.format.manifest import Manifest, Part, Tensors, encode
 from forged.checkpoint.format.states import States
 from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.rank_group import OutcomeUnknown, RankFailure
-from forged.checkpoint.saving.pipeline import SaveAgreement
+from forged.checkpoint.saving.agreement import SaveAgreement
 from forged.checkpoint.saving.receipts import GONE_S, POLL_MAX_S, POLL_S, RankWaiter, ReceiptExchange
 from forged.checkpoint.storage import listing
 from tests.checkpoint.fixtures.memory_storage import MemoryStorage

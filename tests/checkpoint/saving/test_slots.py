@@ -17,7 +17,8 @@ from forged.checkpoint.format.slot import HEADER_BYTES, PART_OFFSET, SlotHeader,
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, SaveOptions
 from forged.checkpoint.ports import BLOCK_BYTES, CancelToken
 from forged.checkpoint.rank_group import SingleProcess
-from forged.checkpoint.saving.pipeline import RankSave, RunInfo, Saver
+from forged.checkpoint.saving.pipeline import Saver
+from forged.checkpoint.saving.rank_save import RankSave, RunInfo
 from forged.checkpoint.saving.slot_saver import save_slots
 from forged.checkpoint.saving.slots import SlotContent
 from forged.checkpoint.storage import listing, slot_files
