@@ -42,6 +42,8 @@ class CheckpointCompleted(Fact, frozen=True):
     size_bytes: int
     seconds: float
     """From its start until it was durable."""
+    parent_id: str | None = None
+    """The checkpoint that it builds on; None for a full one."""
 
 
 class CheckpointFailed(Fact, frozen=True):

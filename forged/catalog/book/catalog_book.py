@@ -295,7 +295,7 @@ class CatalogBook:
         finish = self.index.complete_late if record.meta.is_failed_save else self.index.complete
         meta = finish(record.id, size_bytes, record.path)
         self._settled(record.id)
-        fact = CheckpointCompleted(record.id, meta.step, meta.size_bytes, seconds)
+        fact = CheckpointCompleted(record.id, meta.step, meta.size_bytes, seconds, meta.parent_id)
         return self._put(msgspec.structs.replace(record, meta=meta, note="", is_given_up=False), fact)
 
     def _completed(self, record: CheckpointRecord) -> CompletedCheckpoint:

@@ -89,7 +89,7 @@ class FactModel:
         match fact:
             case CheckpointCompleted():
                 told.state, told.was_complete = CheckpointState.COMPLETE, True
-                told.size_bytes = fact.size_bytes
+                told.size_bytes, told.parent_id = fact.size_bytes, fact.parent_id
                 return before is CheckpointState.CREATING or is_failed
             case CheckpointFailed():
                 told.state = CheckpointState.CORRUPTED
