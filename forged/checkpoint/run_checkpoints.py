@@ -299,7 +299,11 @@ class AsyncCheckpoints:
             if self._advice is None:
                 return retention.newest_first(found)
             offered = [point.prefix for point in self._advice.points]
-            return retention.restore_order(found, offered, self._advice.excluded)
+            order = retention.restore_order(found, offered, self._advice.excluded)
+            if is_first and self._missing and not order:
+                # From step 0 on, the job would abandon them all.
+                raise _none_found(offered[0], storage.url)
+            return order
 
         return await self._decide(names, list[str], ExceptionType.LOAD_FAILED, is_alone=is_alone)
 
@@ -612,6 +616,16 @@ def _policy(every: Any, every_seconds: Any, automatic: bool) -> CadencePolicy:
     return CadencePolicy(every_steps=steps, every_seconds=every_seconds, automatic=automatic)
 
 
+def _none_found(newest: str, url: str) -> CheckpointException:
+    return CheckpointException(
+        f"the catalogue has checkpoints in {url}, the newest is {newest}, and none of them is there",
+        newest,
+        ExceptionType.LOAD_FAILED,
+        code="checkpoint_none_found",
+        fix="mount or restore the folder; to start anew, give another folder or remove the job",
+    )
+
+
 def _none_restorable(failures: Mapping[str, CheckpointException], url: str) -> CheckpointException:
     shown = [f"{name}: {error.message}" for name, error in islice(failures.items(), SHOWN_MAX)]
     if len(failures) > SHOWN_MAX:
@@ -621,5 +635,5 @@ def _none_restorable(failures: Mapping[str, CheckpointException], url: str) -> C
         next(iter(failures)),
         ExceptionType.CORRUPTED_CHECKPOINT,
         code="checkpoint_none_restorable",
-        fix="`forgectl ckpt verify` shows what is damaged; move the folder away to start anew",
+        fix="`forgectl ckpt verify` shows what is damaged; to start anew, give another folder",
     )

@@ -310,6 +310,27 @@ class TestResume:
         until(lambda: known(client)[3].holders == ())
 
 
+class TestMissingFolder:
+    def test_resume_refuses_to_start_anew_where_no_checkpoint_is_left(
+        self, scripts: Scripts, client: BlockingClient, tmp_path: Path
+    ) -> None:
+        """As with a folder that is not mounted: from step 0 on, all checkpoints would be abandoned, and go first."""
+        folder, away = tmp_path / "run", tmp_path / "away"
+        crash(scripts, "a", folder, 7)
+        until(lambda: states(client) == dict.fromkeys((3, 6), CheckpointState.COMPLETE))
+        folder.rename(away)
+        with pytest.raises(CheckpointException, match="step-00000006, and none of them is there"):
+            run(scripts, "b", training(folder, 9))
+        away.rename(folder)
+        assert run(scripts, "c", training(folder, 9)) == [6]
+        assert not any(meta.abandoned for meta in client.checkpoints(JOB))
+
+    def test_another_folder_starts_anew(self, scripts: Scripts, client: BlockingClient, tmp_path: Path) -> None:
+        crash(scripts, "a", tmp_path / "run", 4)
+        until(lambda: states(client) == {3: CheckpointState.COMPLETE})
+        assert run(scripts, "b", training(tmp_path / "other", 5)) == [0]
+
+
 class TestKeep:
     def test_daemon_keeps_as_many_as_the_script_and_what_is_pinned(
         self, scripts: Scripts, client: BlockingClient, tmp_path: Path
