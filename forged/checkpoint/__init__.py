@@ -34,8 +34,8 @@ from forged.checkpoint.model import (
 )
 from forged.checkpoint.ports import Coordinator as DistributedCoordinator
 from forged.checkpoint.ports import Storage as CheckpointStorage
+from forged.checkpoint.run.restorable import latest_restorable as latest
 from forged.checkpoint.run_checkpoints import AsyncCheckpoints
-from forged.checkpoint.run_checkpoints import latest_restorable as latest
 from forged.checkpoint.saving.background import SaveHandle
 from forged.checkpoint.saving.compaction import compact
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler

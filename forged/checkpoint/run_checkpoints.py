@@ -4,9 +4,6 @@ Invariants:
 - All ranks make the same calls; rank 0 chooses names, candidates and what is deleted.
 - A run resumes from the newest checkpoint that can be restored. Where checkpoints exist and none can be restored, it
   does not start anew without an error.
-- A checkpoint is deleted only when newer ones that can be restored are committed; never one that is being read. One
-  that the job's catalogue knows is left to the daemon.
-- A checkpoint that cannot be deleted does not fail a save.
 """
 
 from __future__ import annotations
@@ -17,17 +14,16 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
-from itertools import islice, takewhile
+from itertools import takewhile
 from types import MappingProxyType, TracebackType
 from typing import Any, Self, SupportsFloat, TypeVar
 
 import msgspec
 
 from forged.catalog.cadence import CadencePolicy, Measured
-from forged.checkpoint import retention, rng
+from forged.checkpoint import rng
 from forged.checkpoint.checkpoint import CheckpointLoadResult, DistributedCheckpoint
 from forged.checkpoint.errors import CheckpointException, ExceptionType, invalid
-from forged.checkpoint.format.manifest import SUFFIX, Manifest
 from forged.checkpoint.format.tree import LeafType
 from forged.checkpoint.model import (
     CHAIN_MAX,
@@ -48,36 +44,32 @@ from forged.checkpoint.ports import (
     Restored,
     Storage,
     bounded,
-    is_held,
 )
 from forged.checkpoint.rank_group import RankGroup, as_coordinator
-from forged.checkpoint.save_schedule import Look, SaveSchedule
+from forged.checkpoint.run import retention
+from forged.checkpoint.run.restorable import (
+    SHOWN_MAX,
+    first_restorable,
+    is_corruption,
+    is_damage,
+    none_found,
+    none_restorable,
+)
+from forged.checkpoint.run.save_schedule import Look, SaveSchedule
+from forged.checkpoint.run.superseded import SupersededCheckpoints
 from forged.checkpoint.saving.background import SAVES_MAX, SaveHandle
 from forged.checkpoint.saving.incremental import BASE_GONE
 from forged.checkpoint.saving.publication import EXISTS
 from forged.checkpoint.saving.receipts import RANK_GONE
 from forged.checkpoint.stateful import ScriptState
 from forged.checkpoint.storage import listing
-from forged.checkpoint.storage.ancestry import AncestryCache, users_among
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.locations import root_at
 from forged.checkpoint.thread_calls import run_in_thread
-from forged.checkpoint.verification.validator import CheckpointValidator
 from forged.logger_adapter import SCRIPT_LOG, as_log
 
 T = TypeVar("T")
 
-DAMAGE = frozenset(
-    {
-        "checkpoint_file_missing",
-        "checkpoint_missing",
-        "checkpoint_deleted",
-        "checkpoint_replaced",
-        "checkpoint_storage_io",
-    }
-)
-"""Errors, besides those of corrupt bytes, after which an older checkpoint is tried."""
-SHOWN_MAX = 10
 FORCED = "the script asked for it"
 
 
@@ -141,14 +133,11 @@ class AsyncCheckpoints:
         self._checkpoint, self._alone = make(ranks), make(None)
         self._in_memory = partial(DistributedCheckpoint, None, logger=self._log, leaf_types=leaf_types)
         self._checkpoint.keep = self._keep
-        self._restorable: set[str] = set()
-        """Checkpoints that were committed, loaded or checked here."""
-        self._damaged: set[str] = set()
+        self._superseded = SupersededCheckpoints(self._storage, self._log)
         self._last: tuple[int, str] | None = None
         """The step and the name of the checkpoint that was saved or loaded last."""
         self._base: str | None = None
         """The latest checkpoint that was committed or loaded here, on which incremental ones build."""
-        self._ancestries = AncestryCache()
         self._handles: list[SaveHandle] = []
         """The saves in the background."""
         self._is_root = False
@@ -195,7 +184,7 @@ class AsyncCheckpoints:
                 seconds = self._monotonic() - began_at
                 return self._resumed(names[0], result, seconds, failures, is_alone=is_alone)
         if failures:
-            raise _none_restorable(failures, self._storage.url)
+            raise none_restorable(failures, self._storage.url)
         return 0
 
     async def _resume_from_memory(self, state: Any) -> int | None:
@@ -226,7 +215,7 @@ class AsyncCheckpoints:
         return step
 
     def _note_damage(self, name: str, error: CheckpointException) -> None:
-        self._damaged.add(name)
+        self._superseded.damaged.add(name)
         self._log.warning("checkpoint skipped: it cannot be restored", prefix=name, reason=error.message)
         point, catalog = self._point(name), self._catalog
         if point is not None and catalog is not None and is_corruption(error):
@@ -244,7 +233,7 @@ class AsyncCheckpoints:
         manifest = result.metadata
         step = retention.step_of(name) if manifest.step is None else manifest.step
         self._schedule.begin(step, self._monotonic())
-        self._restorable.add(name)
+        self._superseded.restorable.add(name)
         self._last = step, name
         point, catalog = self._point(name), self._catalog
         if is_alone:
@@ -284,7 +273,7 @@ class AsyncCheckpoints:
 
         def find() -> CheckpointInfo | None:
             storage = bounded(self._storage, token)
-            return _first_restorable(storage, token, retention.newest_first(listing.prefixes(storage)))
+            return first_restorable(storage, token, retention.newest_first(listing.prefixes(storage)))
 
         return await run_in_thread(find, token)
 
@@ -302,7 +291,7 @@ class AsyncCheckpoints:
             order = retention.restore_order(found, offered, self._advice.excluded)
             if is_first and self._missing and not order:
                 # From step 0 on, the job would abandon them all.
-                raise _none_found(offered[0], storage.url)
+                raise none_found(offered[0], storage.url)
             return order
 
         return await self._decide(names, list[str], ExceptionType.LOAD_FAILED, is_alone=is_alone)
@@ -451,7 +440,7 @@ class AsyncCheckpoints:
             self._handles = [*(one for one in self._handles if not one.is_committed), handle]
             return
         await self._checkpoint.save(state, options=options)
-        self._restorable.add(name)
+        self._superseded.restorable.add(name)
         self._base = name
         await self._delete_superseded(step)
 
@@ -497,42 +486,9 @@ class AsyncCheckpoints:
         found: T = msgspec.msgpack.decode(await ranks.decide(nothing, find), type=result)
         return found
 
-    # Deleting.
-
     async def _delete_superseded(self, step: int) -> None:
-        if self._keep is None or not self._is_root:
-            return
-        token = CancelToken(self._timeout_s)
-        try:
-            await run_in_thread(partial(self._delete_in_thread, step, self._keep, token), token)
-        except CheckpointException as error:
-            self._log.warning("could not delete old checkpoints", reason=str(error))
-
-    def _delete_in_thread(self, step: int, keep: int, token: CancelToken) -> None:
-        storage, catalog = bounded(self._storage, token), self._catalog
-        validator = CheckpointValidator(storage)
-
-        def is_restorable(name: str) -> bool:
-            if name not in self._restorable | self._damaged:
-                found = validator.validate_checkpoint(name, token, deep=False)
-                (self._restorable if found.is_valid else self._damaged).add(name)
-            return name in self._restorable
-
-        ancestries = self._ancestries.all(storage)
-        # Newest first, so that a chain is deleted from its end.
-        for name in retention.superseded(listing.prefixes(storage), step, keep, is_restorable):
-            token.check()
-            if name in ancestries and users_among(ancestries, name, ancestries[name].save_id):
-                continue
-            if is_held(storage, name + SUFFIX):
-                self._log.info("an old checkpoint is kept, because it is being read", prefix=name)
-                continue
-            if catalog is not None and not catalog.withdraw(f"{storage.url}/{name}", retention.step_of(name)):
-                # The daemon deletes it, unless it is pinned or held.
-                continue
-            listing.delete(storage, name, self._ancestries)
-            ancestries.pop(name, None)
-            self._log.info("old checkpoint deleted", prefix=name)
+        if self._keep is not None and self._is_root:
+            await self._superseded.delete(step, self._keep, self._catalog, self._timeout_s)
 
     # Closing.
 
@@ -560,49 +516,6 @@ class AsyncCheckpoints:
         await self.close()
 
 
-def is_damage(error: CheckpointException) -> bool:
-    """Whether the checkpoint itself is damaged or gone, so that an older one may be restored instead."""
-    return error.type is ExceptionType.CORRUPTED_CHECKPOINT or error.code in DAMAGE
-
-
-def is_corruption(error: CheckpointException) -> bool:
-    """Whether bytes of the checkpoint are damaged or gone, for every reader and for ever."""
-    return error.type is ExceptionType.CORRUPTED_CHECKPOINT or error.code == "checkpoint_file_missing"
-
-
-def latest_restorable(where: str | os.PathLike[str], timeout: float = DEFAULT_TIMEOUT_S) -> CheckpointInfo | None:
-    """The newest checkpoint in a folder whose files are there with the right sizes; None if there is none.
-
-    Checkpoints are ordered by epoch, step and time; those without a step are the oldest.
-    """
-    check_timeout(timeout)
-    token = CancelToken(timeout)
-    storage = root_at(where)
-    storage = bounded(FaultToleranceHandler(storage).guard(storage), token)
-    return _first_restorable(storage, token, _by_age(storage))
-
-
-def _by_age(storage: Storage) -> list[str]:
-    """All checkpoints of a storage, newest first."""
-    infos = [listing.info_of(found) for _, found in listing.manifests(storage) if isinstance(found, Manifest)]
-    return [info.prefix for info in sorted(infos, key=_age, reverse=True)]
-
-
-def _age(info: CheckpointInfo) -> tuple[int, int, float]:
-    """Larger for newer checkpoints."""
-    epoch, step = (-1 if number is None else number for number in (info.epoch, info.step))
-    return epoch, step, info.timestamp
-
-
-def _first_restorable(storage: Storage, token: CancelToken, names: Sequence[str]) -> CheckpointInfo | None:
-    validator = CheckpointValidator(storage)
-    for name in names:
-        result = validator.validate_checkpoint(name, token, deep=False)
-        if result.is_valid and result.manifest is not None:
-            return listing.info_of(result.manifest)
-    return None
-
-
 def _is_taken(storage: Storage, name: str) -> bool:
     return listing.checkpoint_exists(storage, name) or listing.is_being_deleted(storage, name)
 
@@ -614,26 +527,3 @@ def _policy(every: Any, every_seconds: Any, automatic: bool) -> CadencePolicy:
     if every_seconds is not None and not (isinstance(every_seconds, int | float) and 0.0 < every_seconds < math.inf):
         raise invalid(f"every_seconds must be above 0 seconds or None, got {every_seconds!r}")
     return CadencePolicy(every_steps=steps, every_seconds=every_seconds, automatic=automatic)
-
-
-def _none_found(newest: str, url: str) -> CheckpointException:
-    return CheckpointException(
-        f"the catalogue has checkpoints in {url}, the newest is {newest}, and none of them is there",
-        newest,
-        ExceptionType.LOAD_FAILED,
-        code="checkpoint_none_found",
-        fix="mount or restore the folder; to start anew, give another folder or remove the job",
-    )
-
-
-def _none_restorable(failures: Mapping[str, CheckpointException], url: str) -> CheckpointException:
-    shown = [f"{name}: {error.message}" for name, error in islice(failures.items(), SHOWN_MAX)]
-    if len(failures) > SHOWN_MAX:
-        shown.append(f"and {len(failures) - SHOWN_MAX} more")
-    return CheckpointException(
-        f"no checkpoint in {url} can be restored: {'; '.join(shown)}",
-        next(iter(failures)),
-        ExceptionType.CORRUPTED_CHECKPOINT,
-        code="checkpoint_none_restorable",
-        fix="`forgectl ckpt verify` shows what is damaged; to start anew, give another folder",
-    )

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.checkpoint.model import COUNT_MAX, is_prefix
-from forged.checkpoint.retention import name_of, newest_first, step_of, superseded
+from forged.checkpoint.run.retention import name_of, newest_first, step_of, superseded
 
 STEPS = st.integers(0, COUNT_MAX)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forged.catalog.cadence import CadencePolicy, Measured
-from forged.checkpoint.save_schedule import LOOK_INTERVAL_S, LOOK_STEPS_MAX, SaveSchedule
+from forged.checkpoint.run.save_schedule import LOOK_INTERVAL_S, LOOK_STEPS_MAX, SaveSchedule
 
 
 def policy(

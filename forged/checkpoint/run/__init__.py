@@ -1,0 +1,1 @@
+"""What a run saves, keeps and resumes from."""
