@@ -237,6 +237,12 @@ class CatalogIndex:
             raise errors.held(checkpoint_id, meta.holders)
         return meta
 
+    def revive(self, checkpoint_id: str) -> CheckpointMeta:
+        """Take back a deletion: a complete checkpoint uses the files, so they are there."""
+        tombstone = self.tombstones[checkpoint_id]
+        self.forget(checkpoint_id)
+        return self.add(msgspec.structs.replace(tombstone, state=CheckpointState.COMPLETE, pinned=False, holders=()))
+
     def drop(self, checkpoint_id: str) -> None:
         """Forget a checkpoint without a tombstone: its files are not the catalogue's any more."""
         meta = self._live(checkpoint_id)

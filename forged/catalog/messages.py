@@ -92,7 +92,7 @@ class CheckpointCompacted(Fact, frozen=True):
 
 
 class CheckpointOperationFailed(Fact, frozen=True):
-    """The daemon has given up something that it did with a checkpoint: compacting, repairing, saving from memory."""
+    """The daemon has given up something that it did with a checkpoint: compacting, deleting, saving from memory."""
 
     level: ClassVar[str] = "warning"
 

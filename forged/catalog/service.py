@@ -169,7 +169,7 @@ class CatalogService:
 
     async def _complete(self, request: CompleteCheckpoint, call: Call) -> Decision[CompletedCheckpoint]:
         await self._confirm_writer(request, call)
-        return self._of_job(self.book.complete(request), request.job)
+        return self._last(self.book.complete(request), request.job)
 
     async def _fail(self, request: FailCheckpoint, call: Call) -> Decision[Nothing]:
         await self._confirm_writer(request, call)

@@ -522,6 +522,26 @@ async def test_checkpoint_builds_on_what_its_manifest_says_at_the_end() -> None:
 
 
 @on_virtual_time
+async def test_deletion_of_what_a_later_checkpoint_builds_on_is_taken_back() -> None:
+    """The files of a deleted checkpoint are there until a worker has deleted them, and a save may use them."""
+    store = FaultyStore()
+    async with catalog(store) as one:
+        first, second = await one.save(1, by=TENANT), await one.save(2, by=TENANT, **incremental(1))
+        for checkpoint_id in (second, first):
+            await one.ask(DeleteCheckpoint(JOB, checkpoint_id), OPERATOR)
+        third = await one.start(3, by=TENANT, **incremental(2))
+        completed = await one.complete(third.checkpoint_id)
+        assert completed.delete == []
+        [point, *_] = (await one.points()).points
+        assert point.chain == [first, second, third.checkpoint_id]
+        await one.ask(ConfirmDeleted(JOB, WORKER, INCARNATION, [first, second]))
+    async with catalog(store) as one:
+        assert await one.listed() == {3: "complete", 2: "complete", 1: "complete"}
+        [point, *_] = (await one.points()).points
+        assert point.chain == [first, second, third.checkpoint_id]
+
+
+@on_virtual_time
 async def test_checkpoint_that_would_build_on_itself_is_refused() -> None:
     async with catalog() as one:
         first = await one.start(1)

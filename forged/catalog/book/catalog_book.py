@@ -110,6 +110,7 @@ WRITING_S_MAX = 3600.0
 FAILED_KEPT_S = 3600.0
 """So long after a save has failed its files are deleted: its writer may be late, and complete it yet."""
 FAILED_RULE = "failed"
+DELETING = "deleting"
 REQUESTED_RULE = "requested"
 
 IsRegistered = Callable[[str, str, bytes], bool]
@@ -270,33 +271,46 @@ class CatalogBook:
             and (record.worker_id, record.incarnation) == (worker_id, incarnation)
         )
 
-    def complete(self, request: CompleteCheckpoint) -> Decision[CompletedCheckpoint]:
+    def complete(self, request: CompleteCheckpoint) -> list[Decision[CompletedCheckpoint]]:
         """All of a checkpoint is durable; also of one that counted as failed."""
         record = self.record(request.job, request.checkpoint_id)
         checked_seconds("seconds", request.seconds)
         if record.meta.state is CheckpointState.COMPLETE:
-            return Decision(self._completed(record))
+            return [Decision(self._completed(record))]
         if request.parent_path is not None and (record.is_being_written or record.meta.is_failed_save):
             checked_count("size_bytes", request.size_bytes, SIZE_MAX)
             parent_path = request.parent_path and checked_checkpoint_path(request.parent_path)
             meta = self.index.set_parent(record.id, self._id_at(record.job, parent_path))
             record = msgspec.structs.replace(record, meta=meta)
-        change = self._complete(record, request.size_bytes, request.seconds)
-        return decided(self._completed(self.records[record.id]), request.job, change)
+        changes = self._complete(record, request.size_bytes, request.seconds)
+        return in_decisions(self._completed(self.records[record.id]), request.job, changes)
 
-    def found(self, checkpoint_id: str, size_bytes: int, now: Moment) -> Decision[None]:
+    def found(self, checkpoint_id: str, size_bytes: int, now: Moment) -> list[Decision[None]]:
         """A checkpoint whose writer did not report it is there as a whole."""
         record = self.records[checkpoint_id]
-        return decided(
-            None, record.job, self._complete(record, size_bytes, max(0.0, now.wall - record.meta.created_at))
-        )
+        seconds = max(0.0, now.wall - record.meta.created_at)
+        return in_decisions(None, record.job, self._complete(record, size_bytes, seconds))
 
-    def _complete(self, record: CheckpointRecord, size_bytes: int, seconds: float) -> Change:
+    def _complete(self, record: CheckpointRecord, size_bytes: int, seconds: float) -> list[Change]:
         finish = self.index.complete_late if record.meta.is_failed_save else self.index.complete
         meta = finish(record.id, size_bytes, record.path)
         self._settled(record.id)
         fact = CheckpointCompleted(record.id, meta.step, meta.size_bytes, seconds, meta.parent_id)
-        return self._put(msgspec.structs.replace(record, meta=meta, note="", is_given_up=False), fact)
+        completed = self._put(msgspec.structs.replace(record, meta=meta, note="", is_given_up=False), fact)
+        return [*self._keep_parents(meta), completed]
+
+    def _keep_parents(self, child: CheckpointMeta) -> list[Change]:
+        """Take back the deletion of what a complete checkpoint builds on: no files go that a manifest names."""
+        changes: list[Change] = []
+        parent = self.records.get(child.parent_id or "")
+        while parent is not None and parent.is_deleted:
+            meta = self.index.revive(parent.id)
+            self.index.set_parent(child.checkpoint_id, parent.id)
+            why = f"{child.checkpoint_id} builds on it, and was saved meanwhile"
+            fact = CheckpointOperationFailed(meta.checkpoint_id, meta.step, DELETING, why)
+            changes.append(self._put(msgspec.structs.replace(parent, meta=meta), fact))
+            child, parent = meta, self.records.get(meta.parent_id or "")
+        return changes
 
     def _completed(self, record: CheckpointRecord) -> CompletedCheckpoint:
         files = (

@@ -244,7 +244,8 @@ class FileWork:
         if known is None or known.meta.state is not record.meta.state or record.id not in self._book.since:
             return
         if size_bytes is not None:
-            await self._decide(self._book.found(record.id, size_bytes, self._now())).wait()
+            for decision in self._book.found(record.id, size_bytes, self._now()):
+                await self._decide(decision).wait()
         elif known.is_being_written:
             await self._decide(self._book.give_up(record.id, reason, self._now())).wait()
         else:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from forged.catalog.book.catalog_book import DELETING
 from forged.catalog.messages import (
     CheckpointCollected,
     CheckpointCompacted,
     CheckpointCompleted,
     CheckpointCorrupted,
     CheckpointFailed,
+    CheckpointOperationFailed,
     CheckpointRepaired,
     CheckpointStarted,
 )
@@ -75,6 +77,11 @@ class FactModel:
         elif isinstance(fact, CheckpointCompacted):
             compacted = self.checkpoints[fact.checkpoint_id]
             compacted.parent_id, compacted.size_bytes = None, fact.size_bytes
+        elif isinstance(fact, CheckpointOperationFailed) and fact.operation == DELETING:
+            kept = self.checkpoints[fact.checkpoint_id]
+            if kept.state is not CheckpointState.DELETED:
+                self._violated(f"{fact} follows the state {kept.state}")
+            kept.state, kept.was_complete = CheckpointState.COMPLETE, True
         elif isinstance(fact, ChangeOfState):
             told = self.checkpoints.get(fact.checkpoint_id)
             if told is None:

@@ -273,7 +273,8 @@ def complete_without_looking() -> Iterator[None]:
 
     async def trusting(self: FileWork, record: CheckpointRecord) -> None:
         if record.is_being_written:
-            await self._decide(self._book.found(record.id, 1, self._now())).wait()
+            for decision in self._book.found(record.id, 1, self._now()):
+                await self._decide(decision).wait()
 
     with patch.object(FileWork, "_find", trusting):
         yield
@@ -284,13 +285,13 @@ def complete_twice() -> Iterator[None]:
     """A repeated report of a completion is recorded again."""
     complete = CatalogBook.complete
 
-    def eager(self: CatalogBook, request: CompleteCheckpoint) -> Decision[CompletedCheckpoint]:
-        decision = complete(self, request)
-        if decision.facts:
-            return decision
+    def eager(self: CatalogBook, request: CompleteCheckpoint) -> list[Decision[CompletedCheckpoint]]:
+        decisions = complete(self, request)
+        if decisions[-1].facts:
+            return decisions
         record = self.record(request.job, request.checkpoint_id)
         fact = CheckpointCompleted(record.id, record.meta.step, record.meta.size_bytes, request.seconds)
-        return decided(decision.reply, request.job, self._put(record, fact))
+        return [decided(decisions[-1].reply, request.job, self._put(record, fact))]
 
     with patch.object(CatalogBook, "complete", eager):
         yield

@@ -369,7 +369,7 @@ class CatalogOracle:
             or one.meta.is_failed_save
             or one.meta.holders
             or one.is_to_compact
-            or (one.is_deleted and self.is_managed(one))
+            or (one.is_deleted and self.is_managed(one) and not self.storage.is_needed(SaveName(one.path, one.save_id)))
         ]
 
     def is_clock_behind(self, job: str, now: float) -> bool:

@@ -79,6 +79,10 @@ class SimulatedStorage:
         manifest = self.manifest(save)
         return manifest is not None and all(name in self.files for name in manifest.parts)
 
+    def is_needed(self, save: SaveName) -> bool:
+        """Whether a checkpoint that is there builds on the save: its files must not be deleted."""
+        return any(name.endswith(MANIFEST) and file.parent == save for name, file in self.files.items())
+
     def of_save(self, save: SaveName) -> list[str]:
         """The names of all files of a save."""
         return [name for name, file in self.files.items() if file.save == save]
@@ -186,6 +190,8 @@ class SimulatedFiles:
             self._storage.files.pop(name, None)
 
     async def _delete_all(self, location: CheckpointLocation) -> None:
+        if self._storage.is_needed(SaveName(location.path, location.save_id)):
+            raise Unavailable("checkpoint_needed", f"another checkpoint builds on {location.path}", "")
         manifest = self._meant(location, MANIFEST)
         if manifest is not None:
             self._watch(manifest)

@@ -226,7 +226,10 @@ class Trainer:
         async with self._simulation.client(f"{self.plan.name}-c", self.plan.name) as client:
             await _Process(self, client, incarnation).save_and_report()
         writer.gone_at = self._simulation.loop.time()
-        return not any(one in self._oracle.records for one in collected)
+        left = (self._oracle.records[one] for one in collected if one in self._oracle.records)
+        return not any(
+            one.is_deleted and not self._simulation.storage.is_needed(SaveName(one.path, one.save_id)) for one in left
+        )
 
 
 @dataclass(slots=True)
@@ -346,6 +349,8 @@ class _Process:
         size_bytes = self._random.randrange(1, 1 << 30)
         if not self._storage.is_free(save.name.path):
             raise Unavailable("checkpoint_exists", f"{save.name.path} is taken", "")
+        if save.parent is not None and not self._storage.is_whole(save.parent):
+            raise Unavailable("checkpoint_base_deleted", f"{save.parent.path} was deleted during the save", "")
         manifest = StoredFile(self._plan.name, save.name, size_bytes, parts, save.parent)
         self._storage.files[save.name.path + MANIFEST] = manifest
         return size_bytes
@@ -405,6 +410,8 @@ class _Process:
         save = SaveName(collected.storage_path, collected.save_id)
         if not save.path.startswith(f"{self._plan.folder}/"):
             self._oracle.broken(Promise.OWN_FILES, f"{self._plan.name} is to delete {save}")
+        if self._storage.is_needed(save):
+            return False
         try:
             for name in self._storage.of_save(save):
                 await self._storage.reach(save.path)
