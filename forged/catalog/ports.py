@@ -44,7 +44,7 @@ class CheckpointLocation:
 class CheckpointFiles(Protocol):
     """The files of checkpoints. A storage that cannot be used raises a `ForgedError`; the call is repeated later.
 
-    Each call reads the manifest first. A checkpoint whose manifest has another save id or job is not touched.
+    Each call reads the manifest first. A checkpoint is not touched if its manifest has another save id or job.
     """
 
     async def find(self, location: CheckpointLocation) -> int | None:

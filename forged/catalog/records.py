@@ -2,7 +2,7 @@
 
 Invariants:
 - A path is absolute and has one spelling: no `.` or `..`, no doubled or trailing slash, no control character.
-- A record's size is bounded, whatever the caller sends.
+- A record's size is bounded, also for malformed requests.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CheckpointRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False
     """Where it is, or is being written."""
     save_id: str
     holder: Holder
-    """Whose share of the catalogue it takes."""
+    """The principal that the record is charged to in the shares of the catalogue."""
     is_trusted: bool = False
     """Whether the path came from a principal that may have the daemon touch any path."""
     is_adopted: bool = False

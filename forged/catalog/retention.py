@@ -71,13 +71,13 @@ def is_gc_eligible(checkpoint: CheckpointMeta, policy: GcPolicy, latest_step: in
 
 def collectable(run: RunIndex, now: float) -> list[CheckpointMeta]:
     """The checkpoints that go, in the order of deletion: the oldest first, but children before their parents."""
-    return [entry.meta for entry in _in_order_of_deletion(Judgement(run, now).going)]
+    return [entry.meta for entry in _in_order_of_deletion(RunVerdicts(run, now).going)]
 
 
 def verdicts_of_going(run: RunIndex, now: float, most: int) -> list[Verdict]:
     """The verdicts on the first checkpoints that go, in the order of deletion."""
-    judgement = Judgement(run, now)
-    return [judgement.verdict(entry) for entry in _in_order_of_deletion(judgement.going)[:most]]
+    run_verdicts = RunVerdicts(run, now)
+    return [run_verdicts.verdict(entry) for entry in _in_order_of_deletion(run_verdicts.going)[:most]]
 
 
 def _in_order_of_deletion(going: Mapping[str, IndexEntry]) -> list[IndexEntry]:
@@ -98,8 +98,8 @@ def _in_order_of_deletion(going: Mapping[str, IndexEntry]) -> list[IndexEntry]:
 
 def verdicts(run: RunIndex, now: float) -> list[Verdict]:
     """What a collection at this time would do with each checkpoint of the run, the newest first."""
-    judgement = Judgement(run, now)
-    return [judgement.verdict(entry) for entry in reversed(run.ranked)]
+    run_verdicts = RunVerdicts(run, now)
+    return [run_verdicts.verdict(entry) for entry in reversed(run.ranked)]
 
 
 def due_at(run: RunIndex, now: float) -> float:
@@ -115,7 +115,7 @@ def due_at(run: RunIndex, now: float) -> float:
     return nextafter(run.by_age[place].meta.created_at + run.policy.max_age_seconds, -inf)
 
 
-class Judgement:
+class RunVerdicts:
     """The verdicts on one run at one time."""
 
     def __init__(self, run: RunIndex, now: float) -> None:
@@ -131,7 +131,7 @@ class Judgement:
         candidates = {**self.surplus, **self.old}
         self.going = {id_: one for id_, one in candidates.items() if self._protection(one) is None}
         """The checkpoints that go, by id."""
-        self._spare_parents()
+        self._keep_parents()
 
     @cached_property
     def best(self) -> frozenset[str]:
@@ -205,7 +205,7 @@ class Judgement:
             return False
         return self.run.offered[bisect_left(self.run.offered, begin, key=lambda one: one.meta.step)] is entry
 
-    def _spare_parents(self) -> None:
+    def _keep_parents(self) -> None:
         """Take out the parents of what stays, until no more follow."""
         unseen = list(self.going.values())
         while unseen:

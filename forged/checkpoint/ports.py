@@ -305,7 +305,7 @@ class RestoreAdvice:
     points: Sequence[CataloguedCheckpoint]
     """Those that may be restored, the best first."""
     excluded: Mapping[str, str]
-    """By prefix, why others may not be."""
+    """By prefix, why the other checkpoints may not be restored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +387,7 @@ class HostSlots(Protocol):
 
     @property
     def owner(self) -> bytes:
-        """Who has the slots; differs when slots that were opened before are no longer this process's."""
+        """The slots' owner; differs when slots that were opened before are no longer this process's."""
         ...
 
     def open(self, size: int, storage: str, token: CancelToken) -> SlotLease | None:

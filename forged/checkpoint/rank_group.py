@@ -178,7 +178,7 @@ class RankGroup:
         return outcome.data
 
     async def announce(self, value: bytes) -> bytes | None:
-        """The root's value at all ranks, which ignore their own; None at a rank whose step was aborted."""
+        """The root's value at all ranks, which ignore their own; None at a rank that has aborted its step."""
         if self.is_alone:
             return value
         told: bytes | None = await self._within_time(self._coordinator.broadcast(value if self.is_root else None, 0))

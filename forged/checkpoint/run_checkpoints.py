@@ -248,7 +248,7 @@ class AsyncCheckpoints:
 
     @property
     def _catalog(self) -> CheckpointCatalog | None:
-        """The catalogue of the job whose worker this is."""
+        """The catalogue of this worker's job."""
         catalog: CheckpointCatalog | None = getattr(self._ranks, "checkpoint_catalog", None)
         return catalog
 

@@ -1,7 +1,7 @@
 """The agent of the daemon's own host.
 
 Invariants:
-- What a slot holds ends no daemon: whatever goes wrong with it is a refusal.
+- The contents of a slot never end the daemon: every error with them is a refusal.
 - Files are touched in threads only. At most `SAVES_MAX` checkpoints are saved at the same time.
 - `forged.checkpoint` is imported when the first slots are made, not when the daemon starts.
 """

@@ -1,4 +1,4 @@
-"""The values of slots as the daemon knows them: who has which, and what is in them."""
+"""The values of slots as the daemon knows them: their owners and contents."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SlotRecord(msgspec.Struct, frozen=True, array_like=True):
     is_trusted: bool
     """Whether the daemon may write to any directory for the principal that has opened it."""
     holder: Holder
-    """Whose share of the memory it uses."""
+    """The principal that the memory is charged to."""
     opened_at: float
     owner: SlotOwner = SlotOwner.PRESENT
     ended_at: float = 0.0

@@ -1,7 +1,7 @@
 """The slots of a host as files in a directory of shared memory.
 
 Invariants:
-- The directory belongs to the daemon's user and nobody else may enter it; the slots are regular files of mode 0600.
+- Only the daemon's user may enter the directory; the slots are regular files of mode 0600.
 - A name or file that the daemon has not made is not opened, followed or deleted.
 - The memory of a slot is reserved when it is made, so that writing to it cannot fail.
 - The slots of a daemon whose data directory is gone are deleted by the next daemon of its user: it never comes back.
@@ -21,7 +21,7 @@ from forged.errors import RequestRefused
 
 SUFFIX = ".slot"
 OWNER = "daemon"
-"""The file with the data directory of the daemon whose slots these are."""
+"""The file that names the data directory of the daemon that has made these slots."""
 MODE = 0o600
 DIRECTORY_MODE = 0o700
 FREE_SHARE = 8

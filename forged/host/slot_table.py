@@ -1,4 +1,4 @@
-"""Which slots there are, whose they are, and which of them are needed no more.
+"""The slots of all workers, with their owners, and which of them are no longer needed.
 
 Invariants:
 - The bytes of all slots never exceed the limit, nor those of one principal or job its share.

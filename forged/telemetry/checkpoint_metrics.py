@@ -2,7 +2,7 @@
 
 Invariants:
 - Between scrapes only facts are counted; a scrape takes time for each job, not for each checkpoint.
-- At most `JOBS_MAX` jobs have a label: of those that train, the ones whose newest checkpoint is oldest.
+- At most `JOBS_MAX` jobs have a label: of the jobs that train, those with the oldest latest checkpoints.
 """
 
 from __future__ import annotations

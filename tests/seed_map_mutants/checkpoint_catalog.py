@@ -157,7 +157,7 @@ MUTANTS: Mapping[str, Mutation | str] = {
     "Integrate with `resilience::CheckpointManager::should_checkpoint` for interval logic": Edit(
         CADENCE, "return current_step - last_step >= interval", "return current_step - last_step > interval"
     ),
-    "All trait methods implemented with correct logic": Edit(RETENTION, "        self._spare_parents()\n", ""),
+    "All trait methods implemented with correct logic": Edit(RETENTION, "        self._keep_parents()\n", ""),
     "Checkpoint chains correctly linked via parent_id": Edit(
         INDEX, "    return parent.id\n", "    return run.ranked[0].id\n"
     ),

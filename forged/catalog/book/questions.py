@@ -29,7 +29,7 @@ from forged.catalog.messages import (
 )
 from forged.catalog.model import CheckpointMeta, CheckpointState, RestoreCriteria
 from forged.catalog.records import Moment, checked_location, storage_kind
-from forged.catalog.retention import Judgement
+from forged.catalog.retention import RunVerdicts
 from forged.catalog.run_index import IndexEntry, RunIndex, rank_of
 from forged.pagination import PAGE_ENTRIES_MAX, take_page
 from forged.phrases import counted
@@ -117,7 +117,7 @@ class CatalogQuestions:
             return CheckpointView(
                 record.meta, [], [], is_restorable=False, is_managed=is_managed, is_kept=False, retention=kept
             )
-        verdict = Judgement(run, now.wall).verdict(entry)
+        verdict = RunVerdicts(run, now.wall).verdict(entry)
         links = entry.chain()
         return CheckpointView(
             record.meta,
@@ -136,12 +136,12 @@ class CatalogQuestions:
         if run is None:
             return RetentionPage([], more=False, regained_bytes=0)
         self._book.retention(request.job)
-        judgement = Judgement(run, now.wall)
+        run_verdicts = RunVerdicts(run, now.wall)
         following = (
-            as_message(judgement.verdict(one), one.meta.step) for one in self._after(run, request.job, request.after)
+            as_message(run_verdicts.verdict(one), one.meta.step) for one in self._after(run, request.job, request.after)
         )
         page, more = take_page(following, request.limit)
-        return RetentionPage(page, more, total(one.meta.size_bytes for one in judgement.going.values()))
+        return RetentionPage(page, more, total(one.meta.size_bytes for one in run_verdicts.going.values()))
 
     def _after(self, run: RunIndex, job: str, after: str) -> Iterator[IndexEntry]:
         """The checkpoints of a run, newest first, after this one, which may have been deleted meanwhile."""

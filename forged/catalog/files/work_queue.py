@@ -1,8 +1,8 @@
 """What is to be done with the files of checkpoints, by folder, and when a folder that failed is tried again.
 
 Invariants:
-- One task of a folder runs at once, in the order in which they were added; a task that fails comes after the others.
-- A folder whose storage fails waits for longer each time, and delays no other folder.
+- One task of a folder runs at once, in the order in which they were added; a task that fails comes last.
+- When a storage fails, its folder waits for longer each time, and delays no other folder.
 """
 
 from __future__ import annotations

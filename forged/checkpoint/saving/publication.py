@@ -1,4 +1,4 @@
-"""Publishes manifests, and finds out what became of one whose publication failed."""
+"""Publishes manifests, and finds out whether one exists after its publication has failed."""
 
 from __future__ import annotations
 

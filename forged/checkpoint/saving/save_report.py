@@ -2,7 +2,7 @@
 
 Invariants:
 - No report delays or fails a save.
-- A save has one end. One that was committed has not failed, whatever happens to its ranks afterwards.
+- A save has one end. One that was committed has not failed, also if its ranks fail afterwards.
 - The start names the base as the parent, because the save may use its files. The end names the checkpoint whose files
   it uses, which is known when all ranks have written.
 """

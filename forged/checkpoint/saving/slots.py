@@ -169,7 +169,7 @@ class Slots:
             return found
 
     def _open(self, size: int, token: CancelToken) -> None:
-        """Open slots if there are none, or others than the host has for this process, or too small ones."""
+        """Open slots if there are none, if the host has replaced them, or if they are too small."""
         lease = self._lease
         is_own = lease is not None and lease.owner == self._host.owner
         if is_own and all(len(slot.memory) >= size for slot in self._slots):

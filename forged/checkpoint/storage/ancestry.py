@@ -1,4 +1,4 @@
-"""Which checkpoints of a storage use the files of which others.
+"""Which checkpoints of a storage use files of which earlier checkpoints.
 
 Invariants:
 - Only visible checkpoints count: those with a manifest that can be read, and without a tombstone.
@@ -67,7 +67,7 @@ def _read(storage: Storage, path: str) -> Ancestry | None:
 
 
 def needed(prefix: str, users: list[str]) -> CheckpointException:
-    """The error for a deletion of a checkpoint whose files others use."""
+    """The error for a deletion of a checkpoint that other checkpoints need."""
     named = ", ".join(users[:NAMED_MAX])
     if len(users) > NAMED_MAX:
         named += f" and {len(users) - NAMED_MAX} more"

@@ -1,7 +1,7 @@
 """`forgectl ckpt rm`: deletes checkpoints, and files of unfinished saves and deletions.
 
 Invariants:
-- A checkpoint is deleted only if it is named, and with `--force` only if others need it.
+- A checkpoint is deleted only if it is named, and only with `--force` if another checkpoint needs it.
 - Files of a failed save are deleted only with `--unfinished`; in a whole folder, only if a save wrote all of them, the
   last more than `QUIET_S` ago.
 - An interrupted deletion is finished without confirmation.

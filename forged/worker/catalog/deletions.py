@@ -50,7 +50,7 @@ class Deletions:
             self._reports.add(Report("deletion", partial(self._send_deleted, gone)))
 
     def _delete_in_thread(self, storage: Storage, files: Sequence[CollectedFiles]) -> list[str]:
-        """Returns the ids of those whose files are gone."""
+        """Returns the ids of the checkpoints that have no files any more."""
         from forged.checkpoint.storage.listing import delete_save
 
         gone = []

@@ -274,7 +274,7 @@ class WorkerCatalog:
             for point in found.points
             if (meta := point.meta).storage_path.startswith(lead)
         ]
-        # One whose end was not reported may be whole: its manifest tells. A name may have been used before.
+        # A save without a reported end may be whole: its manifest tells. A name may have been used before.
         offered = {point.prefix for point in points}
         excluded = {
             prefix: one.reason

@@ -96,13 +96,13 @@ def trust_every_path() -> Iterator[None]:
 
 
 def _without_rule(ignored: RetentionRule) -> Any:
-    protection = retention.Judgement._protection
+    protection = retention.RunVerdicts._protection
 
     def careless(self: Any, entry: IndexEntry) -> RetentionRule | None:
         rule = protection(self, entry)
         return None if rule is ignored else rule
 
-    return patch.object(retention.Judgement, "_protection", careless)
+    return patch.object(retention.RunVerdicts, "_protection", careless)
 
 
 @contextmanager
@@ -149,7 +149,7 @@ def release_for_all_readers() -> Iterator[None]:
 @contextmanager
 def forget_the_parents() -> Iterator[None]:
     """A collection deletes checkpoints that others build on."""
-    with patch.object(retention.Judgement, "_spare_parents", lambda self: None):
+    with patch.object(retention.RunVerdicts, "_keep_parents", lambda self: None):
         yield
 
 

@@ -216,7 +216,7 @@ def _remove(options: Options) -> int:
         from forged.cli.catalog.rm import remove
 
         _refuse_with_job(options.unfinished, "--unfinished", "the catalogue does not list such files")
-        _refuse_with_job(options.force, "--force", "the catalogue deletes no checkpoint that others need")
+        _refuse_with_job(options.force, "--force", "the catalogue deletes no checkpoint that another one needs")
         return remove(options)
     from forged.cli.ckpt.rm import remove as remove_at_path
 
