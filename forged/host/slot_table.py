@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from msgspec.structs import replace
@@ -60,17 +60,10 @@ class SlotTable:
         return self.of_worker(job, worker_id, incarnation)[-SLOTS_PER_WORKER:]
 
     def jobs_to_look_after(self) -> set[str]:
-        """The jobs with slots that may have to be saved or freed."""
-        return {record.job for record in self.records.values() if record.owner is not SlotOwner.PRESENT} | {
-            job for job in {record.job for record in self.records.values()} if self._has_replaced(job)
-        }
-
-    def _has_replaced(self, job: str) -> bool:
-        """Whether a worker of the job has opened further slots in place of its first ones."""
-        counts: defaultdict[tuple[str, bytes], int] = defaultdict(int)
-        for record in self.of_job(job):
-            counts[record.worker_id, record.incarnation] += 1
-        return any(count > SLOTS_PER_WORKER for count in counts.values())
+        """The jobs with slots that may have to be saved or freed: of workers that are gone, or replaced by others."""
+        counts = Counter((one.job, one.worker_id, one.incarnation) for one in self.records.values())
+        ended = {record.job for record in self.records.values() if record.owner is not SlotOwner.PRESENT}
+        return ended | {job for (job, _, _), count in counts.items() if count > SLOTS_PER_WORKER}
 
     # Changes.
 
