@@ -34,6 +34,8 @@ from forged.log import Log
 OWNER = "catalog"
 TICK_S = 10.0
 FOLDERS_AT_ONCE = 8
+NOT_YET = frozenset({"checkpoint_needed", "checkpoint_being_read"})
+"""The codes of errors about one checkpoint: its folder can be used."""
 MISSING_KEPT_S = 7 * 86_400.0
 """For so long a missing folder may come back, as that of a file system that is mounted again."""
 SCRUB_AGAIN_S = 86_400.0
@@ -190,6 +192,10 @@ class FileWork:
                 await self._bus.ledger.writable()
                 await self._do(task)
             except ForgedError as error:
+                if error.code in NOT_YET:
+                    self._queue.postpone(folder, task, self._clock.monotonic())
+                    self._log.debug("a checkpoint is not deleted yet", folder=folder, reason=error.message)
+                    continue
                 failing_s = self._queue.failed(folder, task, self._clock.monotonic())
                 if error.code == FOLDER_MISSING and failing_s >= MISSING_KEPT_S:
                     self._forget_missing(task)

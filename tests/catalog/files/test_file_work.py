@@ -27,7 +27,7 @@ from forged.catalog.messages import (
     ShowCheckpoint,
 )
 from forged.catalog.ports import CheckpointLocation
-from forged.errors import RequestRefused
+from forged.errors import RequestRefused, Unavailable
 from forged.kernel.messages import Call, Decision
 from tests.catalog.catalog_fixture import FOLDER, JOB, OWN_USER, TENANT, Catalog, catalog, incremental, over_days
 from tests.catalog.simulated_files import SimulatedCheckpoint, SimulatedFiles
@@ -149,6 +149,22 @@ async def test_storage_that_fails_delays_only_its_own_checkpoints() -> None:
         files.failing.clear()
         await anyio.sleep(700.0)
         assert left(files) == ["step-00000003"]
+
+
+@over_days
+async def test_checkpoint_whose_files_are_needed_delays_no_other() -> None:
+    class Needed(SimulatedFiles):
+        async def delete(self, location: CheckpointLocation) -> None:
+            if location.path.endswith(("1", "2", "3")):
+                raise Unavailable("checkpoint_needed", "another checkpoint uses its files")
+            await super().delete(location)
+
+    files = Needed()
+    async with catalog(settings={"checkpoint_keep": 1}, files=files) as one:
+        for step in range(1, 7):
+            await save(one, files, step)
+            await anyio.sleep(SOON_S)
+        assert left(files) == [f"step-{step:08d}" for step in (1, 2, 3, 6)]
 
 
 @over_days

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from math import inf
 
-from forged.catalog.files.work_queue import PAUSE_S_MAX, FileTask, FileTaskKind, WorkQueue
+from forged.catalog.files.work_queue import PAUSE_S_MAX, POSTPONED_S, FileTask, FileTaskKind, WorkQueue
 
 A, B = (FileTask(FileTaskKind.DELETE, name) for name in "ab")
 
@@ -53,6 +53,24 @@ def test_folder_that_fails_waits_for_longer_each_time() -> None:
     assert list(one.begin(now, 8)) == ["x"]
     one.done("x", A)
     assert one.failed("x", B, now) == 0.0
+
+
+def test_task_that_has_to_wait_delays_no_other() -> None:
+    one = queue(x=A)
+    one.add("x", B)
+    assert list(one.begin(0.0, 8)) == ["x"]
+    assert one.next("x") == A
+    one.postpone("x", A, 0.0)
+    one.add("x", A)
+    assert one.next("x") == B
+    one.done("x", B)
+    assert one.next("x") is None
+    assert (len(one), one.next_at(), list(one.begin(0.0, 8))) == (1, POSTPONED_S, [])
+    assert list(one.begin(POSTPONED_S, 8)) == ["x"]
+    assert one.next("x") == A
+    one.done("x", A)
+    assert one.next("x") is None
+    assert len(one) == 0
 
 
 def test_cleared_queue_lets_running_work_end() -> None:
