@@ -99,7 +99,8 @@ class ElasticOracle:
                 self.breach(Promise.HISTORY, f"fact {record.id} came after {self.last}")
             self.facts[record.id], self.last = record.data, record.id
             if isinstance(record.fact, DaemonStarted):
-                self.reloaded()
+                # Workers may have reached the daemon before this fact, so attempts may have begun in its run.
+                self._steady_from = self._now() + QUIET_S
             truth = self.truths.get(record.job)
             if truth is not None and isinstance(record.fact, Fact):
                 self.take(record.fact, truth)
