@@ -181,6 +181,13 @@ class AsyncCheckpoints:
             else:
                 # A checkpoint that builds on a damaged one would have the damage, too.
                 self._base = None if result.repaired else names[0]
+                for chunk in result.repaired[:1]:
+                    self._log.warning(
+                        "the checkpoint has corrupt chunks; healthy copies were loaded instead",
+                        prefix=names[0],
+                        chunks=len(result.repaired),
+                        first=f"chunk {chunk.chunk} of {chunk.tensor} in {chunk.file}",
+                    )
                 seconds = self._monotonic() - began_at
                 return self._resumed(names[0], result, seconds, failures, is_alone=is_alone)
         if failures:

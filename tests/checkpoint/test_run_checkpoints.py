@@ -819,12 +819,14 @@ def test_incremental_checkpoints_continue_from_the_resumed_one(tmp_path: Path) -
 
 
 def test_checkpoint_that_was_repaired_when_it_was_resumed_is_no_base(tmp_path: Path) -> None:
+    log = RecordingLog()
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, rows_after(1))
         checkpoints.save(2, rows_after(1) | {"step": 2})
     flip_byte(tmp_path, "step-00000002")
-    with Checkpoints(tmp_path, incremental=True) as checkpoints:
+    with Checkpoints(tmp_path, incremental=True, logger=log) as checkpoints:
         assert checkpoints.resume(rows_after(0)) == 2
+        assert "healthy copies were loaded instead" in str(log.lines)
         checkpoints.save(3, rows_after(3))
     assert chains_in(tmp_path)[-1] == ["3"]
 

@@ -102,6 +102,7 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
         " (step {step})",
         ": {size_bytes}",
         " saved in {seconds}",
+        ", building on {parent_id}",
     ),
     "CheckpointFailed": ("checkpoint {checkpoint_id} was not saved", " (step {step})", ": {reason}"),
     "CheckpointCorrupted": ("checkpoint {checkpoint_id} is corrupted", " (step {step})", ": {reason}"),

@@ -660,8 +660,13 @@ class TestFactSentences:
             ),
             (
                 "CheckpointCompleted",
-                SAVED | {"seconds": 2.5},
+                SAVED | {"seconds": 2.5, "parent_id": None},
                 "checkpoint c-7 is complete (step 1200): 2.15 GB saved in 2.5 s",
+            ),
+            (
+                "CheckpointCompleted",
+                SAVED | {"seconds": 2.5, "parent_id": "c-6"},
+                "checkpoint c-7 is complete (step 1200): 2.15 GB saved in 2.5 s, building on c-6",
             ),
             ("CheckpointFailed", ABOUT | {"reason": "no space"}, "checkpoint c-7 was not saved (step 1200): no space"),
             ("CheckpointCorrupted", ABOUT | {"reason": "bad"}, "checkpoint c-7 is corrupted (step 1200): bad"),
