@@ -34,6 +34,10 @@ class HostAgent(Protocol):
         """Serve the daemon with this store; the slots that are there already, with their sizes."""
         ...
 
+    def end(self) -> None:
+        """Serve no daemon any more; the slots stay."""
+        ...
+
     async def make(self, slot_ids: Sequence[str], size_bytes: int) -> list[str]:
         """Make slots, all or none; their paths. The memory is reserved when this returns."""
         ...
@@ -67,6 +71,9 @@ class NoHost:
 
     async def begin(self, history: str) -> Mapping[str, int]:
         return {}
+
+    def end(self) -> None:
+        """Do nothing: there are no slots."""
 
     async def make(self, slot_ids: Sequence[str], size_bytes: int) -> list[str]:
         raise RequestRefused(

@@ -45,10 +45,14 @@ class LocalHostAgent:
     async def begin(self, history: str) -> Mapping[str, int]:
         # Several daemons of one user have a directory each.
         name = hashlib.blake2b(history.encode(), digest_size=HISTORY_BYTES).hexdigest()
+        self.end()
         self._slots = SlotDirectory(self._root / name, self._data_dir)
         self._saves = anyio.CapacityLimiter(SAVES_MAX)
         await to_thread.run_sync(self._slots.sweep)
         return await to_thread.run_sync(self._slots.find)
+
+    def end(self) -> None:
+        self._slots.close()
 
     async def make(self, slot_ids: Sequence[str], size_bytes: int) -> list[str]:
         return await to_thread.run_sync(self._make, slot_ids, size_bytes)

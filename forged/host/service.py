@@ -178,18 +178,24 @@ class SlotService:
 
     async def run(self, *, task_status: TaskStatus[None] = TASK_STATUS_IGNORED) -> None:
         """Look after the slots whose workers are gone, until cancelled."""
-        async with anyio.create_task_group() as tasks:
-            self._tasks = tasks
-            task_status.started()
-            while True:
-                self._changed = anyio.Event()
-                await self._bus.ledger.writable()
-                try:
-                    await self._look_after_all()
-                except (ForgedError, OSError) as error:
-                    self._warn("", error)
-                with anyio.move_on_after(LOOK_AFTER_S):
-                    await self._changed.wait()
+        try:
+            async with anyio.create_task_group() as tasks:
+                self._tasks = tasks
+                task_status.started()
+                await self._look_after_periodically()
+        finally:
+            self._agent.end()
+
+    async def _look_after_periodically(self) -> None:
+        while True:
+            self._changed = anyio.Event()
+            await self._bus.ledger.writable()
+            try:
+                await self._look_after_all()
+            except (ForgedError, OSError) as error:
+                self._warn("", error)
+            with anyio.move_on_after(LOOK_AFTER_S):
+                await self._changed.wait()
 
     # Requests of workers.
 

@@ -4,12 +4,14 @@ Invariants:
 - Only the daemon's user may enter the directory; the slots are regular files of mode 0600.
 - A name or file that the daemon has not made is not opened, followed or deleted.
 - The memory of a slot is reserved when it is made, so that writing to it cannot fail.
-- The slots of a daemon whose data directory is gone are deleted by the next daemon of its user: it never comes back.
+- One daemon uses a directory at a time, as long as it holds the lock of the file that names its data directory.
+- The slots of a daemon whose data directory is gone are deleted by the next daemon of its user, unless it still runs.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import stat
@@ -36,17 +38,30 @@ class SlotDirectory:
     def __init__(self, path: Path, data_dir: str) -> None:
         self.path = path
         self._data_dir = data_dir
+        self._lock: int | None = None
+        """The locked file that names the data directory, while this daemon uses the directory."""
 
     def sweep(self) -> None:
-        """Delete the slots of daemons of this user whose data directory is gone."""
+        """Delete the slots of daemons of this user that do not run and whose data directory is gone."""
         for owner in self.path.parent.glob(f"*/{OWNER}"):
             with suppress(OSError, RequestRefused, ValueError):
                 self._require_own(owner.parent)
-                if not Path(owner.read_text()).exists():
-                    for entry in owner.parent.glob(f"*{SUFFIX}"):
-                        entry.unlink()
-                    owner.unlink()
-                    owner.parent.rmdir()
+                lock = _locked(owner)
+                try:
+                    if lock is not None and not Path(owner.read_text()).exists():
+                        for entry in owner.parent.glob(f"*{SUFFIX}"):
+                            entry.unlink()
+                        owner.unlink()
+                        owner.parent.rmdir()
+                finally:
+                    if lock is not None:
+                        os.close(lock)
+
+    def close(self) -> None:
+        """Leave the directory to the next daemon."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def find(self) -> dict[str, int]:
         """The slots in the directory, with their sizes."""
@@ -70,7 +85,16 @@ class SlotDirectory:
                 with suppress(FileExistsError):
                     directory.mkdir(mode=DIRECTORY_MODE)
                 self._require_own(directory)
-            (self.path / OWNER).write_text(self._data_dir)
+            if self._lock is None:
+                self._lock = _locked(self.path / OWNER)
+                if self._lock is None:
+                    raise RequestRefused(
+                        "slots_in_use",
+                        f"{self.path} is used by another daemon with the same history",
+                        "run one of the daemons that were restored from the same backup, or set another slot_dir",
+                    )
+                os.pwrite(self._lock, self._data_dir.encode(), 0)
+                os.ftruncate(self._lock, len(self._data_dir.encode()))
         except OSError as error:
             raise RequestRefused(
                 "slots_directory_invalid", f"cannot make {self.path}: {error.strerror}", "set slot_dir"
@@ -140,5 +164,17 @@ class SlotDirectory:
         with suppress(OSError):
             if not any(self.path.glob(f"*{SUFFIX}")):
                 (self.path / OWNER).unlink()
+                self.close()
                 self.path.rmdir()
                 self.path.parent.rmdir()
+
+
+def _locked(path: Path) -> int | None:
+    """Open and lock a file; None if another process has it locked."""
+    fd = os.open(path, _OPEN | os.O_RDWR | os.O_CREAT, MODE)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd

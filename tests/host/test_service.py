@@ -560,6 +560,22 @@ def test_slots_directory_of_another_user_or_mode_is_refused(tmp_path: Path) -> N
     assert error.value.code == "slots_directory_invalid"
 
 
+async def test_slots_of_a_daemon_that_runs_are_left_alone(tmp_path: Path) -> None:
+    """Its data directory may be out of sight, or another daemon may have been restored from its backup."""
+    running = LocalHostAgent(str(tmp_path / "slots"), str(tmp_path / "unseen"))
+    await running.begin("history")
+    await running.make(["0" * 32], 4096)
+    await LocalHostAgent(str(tmp_path / "slots"), str(tmp_path)).begin("other")
+    restored = LocalHostAgent(str(tmp_path / "slots"), str(tmp_path))
+    with pytest.raises(ForgedError) as error:
+        await restored.begin("history")
+    assert error.value.code == "slots_in_use"
+    assert [path.stem for path in slot_files(tmp_path)] == ["0" * 32]
+    running.end()
+    await asyncio.to_thread((tmp_path / "unseen").mkdir)
+    assert list(await restored.begin("history")) == ["0" * 32]
+
+
 async def test_slots_of_a_daemon_that_never_comes_back_are_deleted(tmp_path: Path) -> None:
     homes = [tmp_path / name for name in ("gone", "stopped", "own")]
     for home in homes:
@@ -567,6 +583,7 @@ async def test_slots_of_a_daemon_that_never_comes_back_are_deleted(tmp_path: Pat
         agent = LocalHostAgent(str(tmp_path / "slots"), str(home))
         await agent.begin(home.name)
         await agent.make([home.name.encode().hex().rjust(32, "0")], 4096)
+        agent.end()
     await asyncio.to_thread(homes[0].rmdir)
     agent = LocalHostAgent(str(tmp_path / "slots"), str(homes[2]))
     assert list(await agent.begin("own")) == [b"own".hex().rjust(32, "0")]
