@@ -106,7 +106,7 @@ class WorkerSlots:
     ) -> tuple[OpenedSlots, list[SlotMemory]]:
         remaining_s = token.remaining_s()
         timeout_s = OPEN_TIMEOUT_S if remaining_s is None else min(OPEN_TIMEOUT_S, remaining_s)
-        async with self._client(user.endpoints) as client:
+        async with self._client(user.endpoints, CONNECT_TIMEOUT_S) as client:
             opened = await client.request(
                 OpenSlots(user.job, user.worker_id, user.incarnation, size, storage), timeout_s=timeout_s
             )
@@ -148,7 +148,7 @@ class WorkerSlots:
         endpoints = self._endpoints()
         if endpoints is None:
             return []
-        async with self._client(endpoints) as client:
+        async with self._client(endpoints, CONNECT_TIMEOUT_S) as client:
             staged = await client.request(FindStagedSlots(self._job, storage), timeout_s=SAVE_TIMEOUT_S)
         return staged.paths
 
@@ -178,7 +178,7 @@ class WorkerSlots:
         answered_at = self._monotonic()
         while True:
             try:
-                async with self._client(user.endpoints) as client:
+                async with self._client(user.endpoints, AWAY_S) as client:
                     while True:
                         save = await client.request(request, timeout_s=SAVE_TIMEOUT_S)
                         if save.is_saved:
@@ -193,8 +193,8 @@ class WorkerSlots:
             _require_time(token)
             await asyncio.sleep(PAUSE_S)
 
-    def _client(self, endpoints: tuple[str, ...]) -> ForgedClient:
-        return ForgedClient(*endpoints, token=self._token, network=self._network, connect_timeout_s=CONNECT_TIMEOUT_S)
+    def _client(self, endpoints: tuple[str, ...], connect_timeout_s: float) -> ForgedClient:
+        return ForgedClient(*endpoints, token=self._token, network=self._network, connect_timeout_s=connect_timeout_s)
 
 
 def _require_time(token: CancelToken) -> None:

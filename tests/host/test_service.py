@@ -29,6 +29,7 @@ from forged.host.messages import ListSlots, OpenedSlots, OpenSlots, SaveSlots, S
 from forged.host.model import SavedSlots, SlotContents, SlotOwner
 from forged.jobs.model import RemoveJob
 from forged.kernel.messages import Request
+from forged.worker import host_slots
 from forged.worker.errors import StepAborted
 from tests.checkpoint.fixtures.plain_reader import same, state_of
 from tests.client.daemon_runner import DaemonRunner, config_in
@@ -58,6 +59,12 @@ async def group(runner: DaemonRunner) -> AsyncIterator[TrainerGroup]:
 async def client(runner: DaemonRunner) -> AsyncIterator[ForgedClient]:
     async with ForgedClient(runner.endpoint) as client:
         yield client
+
+
+@pytest.fixture(autouse=True)
+def patient_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a worker that has not reached the daemon in two seconds would do without slots."""
+    monkeypatch.setattr(host_slots, "CONNECT_TIMEOUT_S", PATIENCE_S)
 
 
 @pytest.fixture
