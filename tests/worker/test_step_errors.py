@@ -170,6 +170,8 @@ class TestVoidedSteps:
         assert all(steps == sorted(steps) and set(steps) == set(range(STEPS)) for steps in begun.values())
         assert past(client, WorkerFailed, JobAborted) == []
         reasons = [fact.reason for fact in past(client, RescaleCompleted)][1:]
+        # At the end a world may form without a worker that was done before the other workers.
+        reasons = [reason for reason in reasons if "training completed" not in reason]
         assert len(reasons) == VOIDED
         assert all(reason.endswith(f"voided step {VOIDED}: a batch was damaged") for reason in reasons), reasons
 
