@@ -15,6 +15,8 @@ import fcntl
 import os
 import re
 import stat
+import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +30,8 @@ MODE = 0o600
 DIRECTORY_MODE = 0o700
 FREE_SHARE = 8
 """One part in so many of the shared memory stays free for other programs."""
+LOCK_TRIES = 50
+LOCK_PAUSE_S = 0.02
 _ID = re.compile(r"[0-9a-f]{32}")
 _OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -38,12 +42,17 @@ class SlotDirectory:
     def __init__(self, path: Path, data_dir: str) -> None:
         self.path = path
         self._data_dir = data_dir
+        self._threads = threading.RLock()
+        """Held while slots are made, found or deleted, since the last one goes with its directory."""
         self._lock: int | None = None
         """The locked file that names the data directory, while this daemon uses the directory."""
 
     def sweep(self) -> None:
         """Delete the slots of daemons of this user that do not run and whose data directory is gone."""
-        for owner in self.path.parent.glob(f"*/{OWNER}"):
+        owners: list[Path] = []
+        with suppress(FileNotFoundError):
+            owners += self.path.parent.glob(f"*/{OWNER}")
+        for owner in owners:
             with suppress(OSError, RequestRefused, ValueError):
                 self._require_own(owner.parent)
                 lock = _locked(owner)
@@ -65,9 +74,13 @@ class SlotDirectory:
 
     def find(self) -> dict[str, int]:
         """The slots in the directory, with their sizes."""
-        if not self.path.is_dir():
-            return {}
-        self._open()
+        with self._threads:
+            if not self.path.is_dir():
+                return {}
+            self._open()
+            return self._found()
+
+    def _found(self) -> dict[str, int]:
         found = {}
         for entry in os.scandir(self.path):
             slot_id = entry.name.removesuffix(SUFFIX)
@@ -79,26 +92,33 @@ class SlotDirectory:
         return found
 
     def _open(self) -> None:
-        """Make the directory, or check that it is the daemon's own."""
-        try:
-            for directory in (self.path.parent, self.path):
-                with suppress(FileExistsError):
-                    directory.mkdir(mode=DIRECTORY_MODE)
-                self._require_own(directory)
-            if self._lock is None:
-                self._lock = _locked(self.path / OWNER)
+        """Make the directory and lock it, or check that it is the daemon's own."""
+        for _ in range(LOCK_TRIES):
+            try:
+                for directory in (self.path.parent, self.path):
+                    with suppress(FileExistsError):
+                        directory.mkdir(mode=DIRECTORY_MODE)
+                    self._require_own(directory)
                 if self._lock is None:
-                    raise RequestRefused(
-                        "slots_in_use",
-                        f"{self.path} is used by another daemon with the same history",
-                        "run one of the daemons that were restored from the same backup, or set another slot_dir",
-                    )
+                    self._lock = _locked(self.path / OWNER)
+            except FileNotFoundError:
+                # Another daemon has just deleted the common directory, or this one as that of a daemon that is gone.
+                continue
+            except OSError as error:
+                raise RequestRefused(
+                    "slots_directory_invalid", f"cannot make {self.path}: {error.strerror}", "set slot_dir"
+                ) from error
+            if self._lock is not None:
                 os.pwrite(self._lock, self._data_dir.encode(), 0)
                 os.ftruncate(self._lock, len(self._data_dir.encode()))
-        except OSError as error:
-            raise RequestRefused(
-                "slots_directory_invalid", f"cannot make {self.path}: {error.strerror}", "set slot_dir"
-            ) from error
+                return
+            # A daemon that starts locks the files of all daemons for a moment.
+            time.sleep(LOCK_PAUSE_S)
+        raise RequestRefused(
+            "slots_in_use",
+            f"{self.path} is used by another daemon with the same history",
+            "run one of the daemons that were restored from the same backup, or set another slot_dir",
+        )
 
     def _require_own(self, directory: Path) -> None:
         found = directory.lstat()
@@ -116,6 +136,10 @@ class SlotDirectory:
 
     def make(self, slot_ids: Iterable[str], size_bytes: int) -> list[str]:
         """Make slots and reserve their memory, all or none."""
+        with self._threads:
+            return self._made(list(slot_ids), size_bytes)
+
+    def _made(self, slot_ids: list[str], size_bytes: int) -> list[str]:
         paths = [self.path_of(slot_id) for slot_id in slot_ids]
         self._open()
         try:
@@ -159,22 +183,26 @@ class SlotDirectory:
 
     def delete(self, slot_ids: Iterable[str]) -> None:
         """Delete slots, and the directory with the last one; ignores missing ones."""
-        for slot_id in slot_ids:
-            Path(self.path_of(slot_id)).unlink(missing_ok=True)
-        with suppress(OSError):
-            if not any(self.path.glob(f"*{SUFFIX}")):
-                (self.path / OWNER).unlink()
-                self.close()
-                self.path.rmdir()
-                self.path.parent.rmdir()
+        with self._threads:
+            for slot_id in slot_ids:
+                Path(self.path_of(slot_id)).unlink(missing_ok=True)
+            with suppress(OSError):
+                if not any(self.path.glob(f"*{SUFFIX}")):
+                    (self.path / OWNER).unlink()
+                    self.close()
+                    self.path.rmdir()
+                    self.path.parent.rmdir()
 
 
 def _locked(path: Path) -> int | None:
-    """Open and lock a file; None if another process has it locked."""
+    """Open and lock a file; None if another process has it locked, or has just deleted it."""
     fd = os.open(path, _OPEN | os.O_RDWR | os.O_CREAT, MODE)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        os.close(fd)
+        return None
+    if os.fstat(fd).st_nlink == 0:
         os.close(fd)
         return None
     return fd

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -565,6 +566,21 @@ def test_slots_directory_of_another_user_or_mode_is_refused(tmp_path: Path) -> N
     with pytest.raises(ForgedError) as error:
         asyncio.run(make())
     assert error.value.code == "slots_directory_invalid"
+
+
+def test_daemons_that_start_and_stop_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    async def serve(name: str) -> None:
+        for _ in range(20):
+            agent = LocalHostAgent(str(tmp_path / "slots"), str(tmp_path))
+            await agent.begin(name)
+            slot_id = name.encode().hex().rjust(32, "0")
+            await agent.make([slot_id], 4096)
+            await agent.delete([slot_id])
+            agent.end()
+
+    with ThreadPoolExecutor(4) as pool:
+        for ended in [pool.submit(asyncio.run, serve(name)) for name in "abcd"]:
+            ended.result()
 
 
 async def test_slots_of_a_daemon_that_runs_are_left_alone(tmp_path: Path) -> None:

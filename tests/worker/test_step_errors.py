@@ -54,10 +54,12 @@ class TestOwnCollectives:
         ended = [(*process.communicate(timeout=PROCESS_PATIENCE_S), process.returncode) for process in processes]
         survivors = [(out, err) for out, err, code in ended if code == 0]
         assert len(survivors) == 2, ended
-        for out, err in survivors:
+        for out, _ in survivors:
             assert out.split() == [str(STEPS), str(own_collectives.chain_after(STEPS))]
-            assert "the step is repeated, because its world is over" in err
-            assert "RuntimeError: own collective" in err
+        # A survivor that hears of the failure before it begins its collective sees no error of its own.
+        errors = [err for _, err in survivors if "the step is repeated, because its world is over" in err]
+        assert errors
+        assert all("RuntimeError: own collective" in err for err in errors)
         assert past(client, JobAborted) == []
         assert len(past(client, WorkerFailed)) == 1
         assert [fact.step for fact in past(client, JobCompleted)] == [STEPS]
