@@ -283,7 +283,7 @@ class Adoption(msgspec.Struct, frozen=True):
 class CompletedCheckpoint(msgspec.Struct, frozen=True):
     """The record of a completed checkpoint, and the collected ones whose files the worker is to delete.
 
-    The daemon deletes the files that it may touch itself; these are the others in the same folder.
+    The daemon deletes the files that it may touch itself; these lie in the same folder, and it may not touch them.
     """
 
     meta: CheckpointMeta

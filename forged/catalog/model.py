@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -163,11 +163,11 @@ class GcPolicy(msgspec.Struct, frozen=True):
             yield Problem("keep_every_seconds", seconds, "finite seconds > 0, or None")
 
 
-def is_integer(value: object, least: int) -> bool:
+def is_integer(value: object, least: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -1,7 +1,7 @@
 """The checkpoint catalogue on the bus: answers requests, follows jobs and their progress.
 
 Invariants:
-- Whoever speaks for a worker is that worker: its incarnation is confirmed first.
+- A request in the name of a worker is refused unless its incarnation is that of the registered worker.
 - A collection is asked for by `CollectCheckpoints`, also by the daemon itself, so that a plugin can replace it.
 """
 
@@ -148,7 +148,7 @@ class CatalogService:
         """Beneath these the daemon may touch files from now on."""
         if roots != self.book.roots:
             self.book.roots = roots
-            # The daemon may delete others now.
+            # The daemon may delete the files of more tombstones now.
             self._bus.ledger.settled(list(self.book.tombstones())).when_done(self._delete_all)
 
     def _delete_all(self, durable: Pending) -> None:

@@ -34,13 +34,13 @@ class SettingRule:
 
 def _count(least: int) -> SettingRule:
     return SettingRule(
-        lambda value: is_integer(value, least) and value <= UNLIMITED,  # type: ignore[operator]
+        lambda value: is_integer(value, least) and value <= UNLIMITED,
         f"a whole number >= {least}",
     )
 
 
 _SECONDS = SettingRule(
-    lambda value: is_number(value) and 0 < value <= SECONDS_MAX,  # type: ignore[operator]
+    lambda value: is_number(value) and 0 < value <= SECONDS_MAX,
     f"seconds > 0, at most {SECONDS_MAX:g}",
 )
 _METRIC = SettingRule(

@@ -73,7 +73,7 @@ WRITES_MAX = 100
 """In one transaction."""
 STORAGE_PATH_CHARS_MAX = 4096
 TICKETS_MAX, PRINCIPAL_TICKETS_MAX = 32, 8
-"""Fewer than there may be side connections, which others need too."""
+"""Fewer than the limit of side connections, which other transfers need too."""
 SAVE_WAIT_S = 1.0
 """How long one request waits for a save; the worker repeats it."""
 READY_WAIT_S = 5.0

@@ -182,8 +182,10 @@ class SlotDirectory:
         return fd
 
     def delete(self, slot_ids: Iterable[str]) -> None:
-        """Delete slots, and the directory with the last one; ignores missing ones."""
+        """Delete slots, and the directory with the last one; ignores missing ones, and those of another daemon."""
         with self._threads:
+            if self._lock is None:
+                return
             for slot_id in slot_ids:
                 Path(self.path_of(slot_id)).unlink(missing_ok=True)
             with suppress(OSError):

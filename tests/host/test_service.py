@@ -593,6 +593,8 @@ async def test_slots_of_a_daemon_that_runs_are_left_alone(tmp_path: Path) -> Non
     with pytest.raises(ForgedError) as error:
         await restored.begin("history")
     assert error.value.code == "slots_in_use"
+    # Its records, from the same backup, name the slots of the other daemon.
+    await restored.delete(["0" * 32])
     assert [path.stem for path in slot_files(tmp_path)] == ["0" * 32]
     running.end()
     await asyncio.to_thread((tmp_path / "unseen").mkdir)

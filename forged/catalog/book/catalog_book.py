@@ -132,7 +132,7 @@ class CatalogBook:
         bytes_max: int = CATALOG_BYTES_MAX,
     ) -> None:
         self.roots = roots
-        """Beneath these the daemon may touch files, whoever gave their paths."""
+        """Beneath these the daemon may touch files, also if an untrusted principal has named them."""
         self.times = RestoreTimes()
         self.index = CatalogIndex(retention_of(NO_SETTINGS, defaults).policy)
         self.records: dict[str, CheckpointRecord] = {}
@@ -147,6 +147,8 @@ class CatalogBook:
         self._kept_by_script: dict[str, int] = {}
         self._at: dict[str, dict[str, str]] = {}
         """The id of each checkpoint and tombstone, by path and save id."""
+        self._deleted_in: dict[str, dict[str, None]] = {}
+        """The ids of the tombstones in each folder."""
         self._cost: dict[str, int] = {}
         self._holds: dict[str, dict[str, float]] = {}
         """When each hold ends, by checkpoint and holder."""
@@ -162,6 +164,8 @@ class CatalogBook:
         for table in (
             self.records,
             self.since,
+            self.gone_since,
+            self._deleted_in,
             self._retention,
             self._kept_by_script,
             self._at,
@@ -315,8 +319,8 @@ class CatalogBook:
     def _completed(self, record: CheckpointRecord) -> CompletedCheckpoint:
         files = (
             CollectedFiles(one.id, one.path, one.save_id)
-            for one in self.tombstones()
-            if one.job == record.job and one.folder == record.folder and not self.is_managed(one)
+            for one in map(self.records.__getitem__, self._deleted_in.get(record.folder, ()))
+            if one.job == record.job and not self.is_managed(one)
         )
         return CompletedCheckpoint(record.meta, list(islice(files, DELETE_MAX)))
 
@@ -764,6 +768,10 @@ class CatalogBook:
     def _remember(self, record: CheckpointRecord, size: int) -> None:
         self.records[record.id] = record
         self._at.setdefault(record.path, {})[record.save_id] = record.id
+        if record.is_deleted:
+            self._deleted_in.setdefault(record.folder, {})[record.id] = None
+        else:
+            self._forget_tombstone(record)
         cost = self._cost[record.id] = RECORD_OVERHEAD_BYTES + size
         self._shares.charge(record.holder, cost)
 
@@ -774,10 +782,18 @@ class CatalogBook:
         del of_path[record.save_id]
         if not of_path:
             del self._at[record.path]
+        self._forget_tombstone(record)
         self._settled(record.id)
         self._holds.pop(record.id, None)
         self.index.forget(record.id)
         return Change(record.key, None)
+
+    def _forget_tombstone(self, record: CheckpointRecord) -> None:
+        in_folder = self._deleted_in.get(record.folder)
+        if in_folder is not None:
+            in_folder.pop(record.id, None)
+            if not in_folder:
+                del self._deleted_in[record.folder]
 
 
 def _needed_by(entries: Iterable[IndexEntry]) -> set[str]:

@@ -140,7 +140,7 @@ class FileWork:
         return Moment(self._clock.wall(), self._clock.monotonic())
 
     async def run(self, *, task_status: TaskStatus[None] = TASK_STATUS_IGNORED) -> None:
-        """Do what is due, for ever."""
+        """Do what is due, until cancelled."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._tick_periodically)
             tasks.start_soon(self._scrub)
@@ -167,7 +167,7 @@ class FileWork:
             await anyio.sleep(TICK_S)
 
     def tick(self) -> None:
-        """Release what is held too long, look for saves that nobody has reported, and collect."""
+        """Release what is held too long, look for saves whose writers have not reported the end, and collect."""
         now = self._now()
         for decision in self._book.release_expired(now):
             self._decide(decision)
@@ -381,7 +381,7 @@ class FileWork:
                 self._compacting = ""
 
     async def _compaction_failed(self, checkpoint_id: str, error: ForgedError) -> None:
-        """Try it again later, after the others, as long as it is not hopeless."""
+        """Try it again after the other compactions, if the error may pass."""
         tries = self._to_compact.pop(checkpoint_id, 0) + 1
         if error.retryable and tries < COMPACTION_TRIES:
             self._to_compact[checkpoint_id] = tries

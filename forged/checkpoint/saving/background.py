@@ -267,6 +267,7 @@ class BackgroundSaver:
         self, save: RankSave, own: list[Part] | None, run: RunInfo, receipts: ReceiptExchange, token: CancelToken
     ) -> None:
         """At the root: collect the receipts, and publish the manifest; or have the host write everything."""
+        was_host_asked = own is None
         try:
             if own is None:
                 own = self._persist(save, receipts, token)
@@ -275,14 +276,14 @@ class BackgroundSaver:
                 token.check()
                 self._saver.publish(save, written, run, token)
         except BaseException as error:
-            if not self._has_host_published(save, receipts):
+            if not (was_host_asked and self._has_host_published(save, receipts)):
                 self._abort(save, receipts, error)
                 raise
             self._saver.roll_back(save)
         self._delete_receipts(receipts)
 
     def _has_host_published(self, save: RankSave, receipts: ReceiptExchange) -> bool:
-        """Whether a host that was away has published the save that the ranks have written as well."""
+        """Whether a host that was away has published the save that the ranks have written as well; reports it."""
         try:
             manifest = receipts.published()
         except CheckpointException:
@@ -327,7 +328,7 @@ class BackgroundSaver:
     ) -> None:
         """At another rank: write the receipt, and wait until the root has published or refused."""
         try:
-            if written is None and receipts.is_writing_requested():
+            if written is None and receipts.wait_for_request():
                 save.is_persisted_by_host = False
                 written = self._saver.write(save, token)
             if written is not None:

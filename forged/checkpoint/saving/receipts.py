@@ -133,8 +133,8 @@ class ReceiptExchange:
                 return None
             self._waiter.wait([ROOT])
 
-    def is_writing_requested(self) -> bool:
-        """At another rank: wait until the root requests that the ranks write their parts, or there is an outcome."""
+    def wait_for_request(self) -> bool:
+        """At another rank: wait until the root requests that the ranks write their parts (true), or has an outcome."""
         while True:
             if self._read(self._request_name(self._save.rank)) is not None:
                 return True

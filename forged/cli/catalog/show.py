@@ -128,8 +128,9 @@ def _moment(at: Any, now: float) -> str | None:
 
 def _retention(view: Row) -> str:
     said = tables.field("", view.get("retention"))
-    verdict = {True: "kept", False: "goes at the next collection"}.get(view.get("is_kept"), "")  # type: ignore[arg-type]
-    return f"{verdict}: {said}" if verdict else said
+    if "is_kept" not in view:
+        return said
+    return f"kept: {said}" if view["is_kept"] else f"goes at the next collection: {said}"
 
 
 def _files(view: Row) -> str | None:
