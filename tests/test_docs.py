@@ -92,6 +92,7 @@ def events_of_training(example: str, directory: Path) -> str:
     ("page", "joins"),
     [
         *((page, "forged.join") for page in ("README.md", "docs/elastic.md", "docs/data.md", "docs/checkpoint.md")),
+        ("docs/slots.md", RESUMES),
         ("docs/elastic.md", "ElasticWorker"),
         ("docs/elastic.md", "standstill"),
         ("docs/checkpoint.md", RESUMES),
