@@ -4,7 +4,8 @@
 
 Each new world connects its ranks anew, in a star around rank 0. A rank that loses a peer raises `RuntimeError` and
 closes its sockets, so that the other ranks raise one, too. The worker of rank VICTIM_RANK kills itself in the first
-world while its peers wait for it. A worker that comes to the end prints its step and its state.
+world while the hub waits for it or, if it is the hub, while all others do. A worker that comes to the end prints its
+step and its state.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ KILLED_AT = 5
 SAMPLES = 240
 PRIME = 2_147_483_647
 NUMBER = struct.Struct("!q")
+WAITING = b"w"
+"""The hub sends it before it waits for the numbers of the others."""
 PATIENCE_S = 30.0
 
 
@@ -58,15 +61,23 @@ class OwnCollectives:
     def all_reduce(self, own: int) -> int:
         try:
             if self.is_hub:
+                for link in self.links:
+                    link.sendall(WAITING)
                 total = own + sum(self._receive(link) for link in self.links)
                 for link in self.links:
                     link.sendall(NUMBER.pack(total))
                 return total
             self.links[0].sendall(NUMBER.pack(own))
+            self.links[0].recv(len(WAITING))
             return self._receive(self.links[0])
         except OSError as error:
             self.close()
             raise RuntimeError(f"own collective: {error}") from error
+
+    def wait_for_peers(self) -> None:
+        """Return when the hub waits for this rank; on the hub, when all others wait for it."""
+        for link in self.links:
+            link.recv(NUMBER.size if self.is_hub else len(WAITING), socket.MSG_WAITALL)
 
     def _receive(self, link: socket.socket) -> int:
         data = link.recv(NUMBER.size, socket.MSG_WAITALL)
@@ -92,6 +103,7 @@ def main(endpoint: str, name: str, total: int, victim_rank: int) -> None:
                         own.close()
                     own = OwnCollectives(worker)
                 if step == KILLED_AT and worker.rank == victim_rank and worker.world_size == WORKERS:
+                    own.wait_for_peers()
                     os.kill(os.getpid(), signal.SIGKILL)
                 summed = own.all_reduce(sum(worker.share(SAMPLES)))
                 state["chain"][0] = advance(int(state["chain"][0]), step, summed)

@@ -56,7 +56,7 @@ class TestOwnCollectives:
         assert len(survivors) == 2, ended
         for out, _ in survivors:
             assert out.split() == [str(STEPS), str(own_collectives.chain_after(STEPS))]
-        # A survivor that hears of the failure before it begins its collective sees no error of its own.
+        # A member that hears of the failure before it begins its collective sees no error of its own.
         errors = [err for _, err in survivors if "the step is repeated, because its world is over" in err]
         assert errors
         assert all("RuntimeError: own collective" in err for err in errors)
