@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +21,7 @@ class Row:
     """One line of the map, its cells without their backticks."""
 
     seed: str
+    heading: str
     declared: str
     python: str
     test: str
@@ -64,9 +66,18 @@ def tables(header: list[str]) -> Iterator[tuple[str, str, list[str]]]:
 def rows() -> list[Row]:
     found = [(seed, heading, line) for seed, heading, line in tables(COLUMNS) if len(line) == len(COLUMNS)]
     return [
-        Row(seed, declared_name(line[0], heading), line[1].strip("`"), line[2].strip("`"), line[3])
+        Row(seed, heading, declared_name(line[0], heading), line[1].strip("`"), line[2].strip("`"), line[3])
         for seed, heading, line in found
     ]
+
+
+@cache
+def keys() -> dict[Row, str]:
+    """What each row is called in its seed: its declaration, under its heading if the seed has it several times."""
+    times = Counter((row.seed, row.declared) for row in rows())
+    return {
+        row: row.declared if times[row.seed, row.declared] == 1 else f"{row.heading}: {row.declared}" for row in rows()
+    }
 
 
 @cache

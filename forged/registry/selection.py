@@ -59,10 +59,10 @@ def select_best_version(candidates: Iterable[tuple[ModelMetadata, ValidationResu
         return None
     # Sorting is stable: of equally good ones the first by model id comes first.
     serving.sort(key=lambda candidate: candidate[0].model_id)
-    return max(serving, key=lambda candidate: _quality(*candidate))[0]
+    return max(serving, key=lambda candidate: quality(*candidate))[0]
 
 
-def _quality(metadata: ModelMetadata, result: ValidationResult) -> tuple[bool, float, bool, float, ModelVersion]:
+def quality(metadata: ModelMetadata, result: ValidationResult) -> tuple[bool, float, bool, float, ModelVersion]:
     accuracy, latency = result.accuracy_score, result.latency_p99_ms
     has_accuracy, has_latency = not math.isnan(accuracy), not math.isnan(latency)
     return (

@@ -14,6 +14,7 @@ MODEL = "forged/catalog/model.py"
 RETENTION = "forged/catalog/retention.py"
 RUN_INDEX = "forged/catalog/run_index.py"
 SELECTION = "forged/catalog/selection.py"
+CRITERIA = "Checkpoints: acceptance criteria"
 
 
 def thawed(record: str) -> Edit:
@@ -157,7 +158,9 @@ MUTANTS: Mapping[str, Mutation | str] = {
     "Integrate with `resilience::CheckpointManager::should_checkpoint` for interval logic": Edit(
         CADENCE, "return current_step - last_step >= interval", "return current_step - last_step > interval"
     ),
-    "All trait methods implemented with correct logic": Edit(RETENTION, "        self._keep_parents()\n", ""),
+    f"{CRITERIA}: All trait methods implemented with correct logic": Edit(
+        RETENTION, "        self._keep_parents()\n", ""
+    ),
     "Checkpoint chains correctly linked via parent_id": Edit(
         INDEX, "    return parent.id\n", "    return run.ranked[0].id\n"
     ),
@@ -170,7 +173,7 @@ MUTANTS: Mapping[str, Mutation | str] = {
     "Incremental checkpoints depend on parent existence": Edit(
         INDEX, "        raise errors.parent_missing(request.training_run_id)\n", "        return None\n"
     ),
-    "Thread-safe operations using RwLock appropriately": Edit(
+    f"{CRITERIA}: Thread-safe operations using RwLock appropriately": Edit(
         CATALOG,
         "        with self._lock:\n            return self._index.total_size()",
         "        return self._index.total_size()",
@@ -197,5 +200,5 @@ MUTANTS: Mapping[str, Mutation | str] = {
     "Edge cases (empty runs, corrupted parents, etc.)": Edit(
         CHAINS, "if known[parent_id].state is not CheckpointState.COMPLETE:", "if known[parent_id].state == 'deleted':"
     ),
-    "Minimum 25 test cases": "it counts tests, which no edit of the code changes",
+    f"{CRITERIA}: Minimum 25 test cases": "it counts tests, which no edit of the code changes",
 }
