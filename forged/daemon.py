@@ -65,6 +65,9 @@ from forged.plugins.host.call_limits import GRACE_S
 from forged.plugins.host.plugin import PluginLimits
 from forged.plugins.host.plugin_host import STOP_TIMEOUT_S, PluginHost, PluginSource
 from forged.plugins.model import REQUESTS as PLUGIN_REQUESTS
+from forged.registry.messages import REQUESTS as REGISTRY_REQUESTS
+from forged.registry.ports import OriginsPort
+from forged.registry.service import RegistryService
 from forged.status.backup import BackupService
 from forged.status.model import REQUESTS as STATUS_REQUESTS
 from forged.status.model import DaemonStarted, DaemonStopping, Status
@@ -87,6 +90,7 @@ REQUESTS: Sequence[type[Request[Any]]] = (
     *ELASTIC_REQUESTS,
     *DATA_REQUESTS,
     *CATALOG_REQUESTS,
+    *REGISTRY_REQUESTS,
     *SLOT_REQUESTS,
     *PLUGIN_REQUESTS,
 )
@@ -135,7 +139,8 @@ class Daemon:
         self._make_kernel()
         self._make_services()
         # The order in which they are loaded from the store.
-        for owner in (self.jobs, self.elastic, self.data, self.audit, self.catalog, self.slots, self.tokens):
+        training = (self.jobs, self.elastic, self.data, self.audit)
+        for owner in (*training, self.catalog, self.registry, self.slots, self.tokens):
             self.ledger.register(owner)
         self.server = self._make_server()
         self.server.on_client_connected.append(self.elastic.arrived)
@@ -184,6 +189,13 @@ class Daemon:
             bytes_max=config.catalog_bytes_max,
             files=ports.checkpoint_files,
             scrub_bytes_per_s=config.scrub_bytes_per_s,
+            log=ports.log,
+        )
+        self.registry = RegistryService(
+            self.bus,
+            clock,
+            OriginsPort(settings=self.jobs.settings, audit=self.audit.summary),
+            bytes_max=config.registry_bytes_max,
             log=ports.log,
         )
         self.slots = SlotService(
@@ -299,6 +311,7 @@ class Daemon:
         # aiohttp takes longer to import than the rest of the daemon.
         from forged.telemetry.checkpoint_metrics import CheckpointCollector
         from forged.telemetry.http import HttpServer
+        from forged.telemetry.model_metrics import ModelCollector
 
         table = self.slots.table
         checkpoints = CheckpointCollector(
@@ -315,7 +328,7 @@ class Daemon:
             self.tokens.identify,
             self._ports.log_lines_lost,
             lambda: self.plugins.views,
-            (checkpoints,),
+            (checkpoints, ModelCollector(self.bus, self.registry.state)),
         )
         async with server.open(address) as listening:
             self.http = f"http://{listening.host}:{listening.port}"
@@ -363,6 +376,7 @@ class Daemon:
         self.catalog.set_roots(config.checkpoint_roots)
         self.catalog.work.scrub_bytes_per_s = config.scrub_bytes_per_s
         self.catalog.book.set_bytes_max(config.catalog_bytes_max)
+        self.registry.state.set_bytes_max(config.registry_bytes_max)
         self.slots.table.set_limits(config.slot_bytes_max, config.principal_slot_bytes_max)
         self.plugins.set_limits(_plugin_limits(config))
 

@@ -73,6 +73,7 @@ class Config:
     checkpoint_chain_max: int = 0
     catalog_bytes_max: int = 512 << 20
     scrub_bytes_per_s: int = 0
+    registry_bytes_max: int = 512 << 20
     slot_dir: str = ""
     slot_bytes_max: int = 64 << 30
     principal_slot_bytes_max: int = 48 << 30
@@ -117,6 +118,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "checkpoint_chain_max": (0, 1 << 40),
     "catalog_bytes_max": (1 << 20, 1 << 40),
     "scrub_bytes_per_s": (0, 1 << 40),
+    "registry_bytes_max": (1 << 20, 1 << 40),
     "slot_bytes_max": (0, 1 << 50),
     "principal_slot_bytes_max": (0, 1 << 50),
     "in_flight_max": (1, 1_000_000),

@@ -39,6 +39,7 @@ LIVE = frozenset(
         "checkpoint_chain_max",
         "catalog_bytes_max",
         "scrub_bytes_per_s",
+        "registry_bytes_max",
         "slot_bytes_max",
         "principal_slot_bytes_max",
         "in_flight_max",

@@ -7,6 +7,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from shlex import quote
 from typing import TYPE_CHECKING, TypeVar
 
 from forged.errors import Problem, RequestRefused
@@ -41,6 +42,18 @@ class TransitionRefused(RegistryRefused):
     """The version's state does not allow the change."""
 
 
+class NameTaken(RegistryRefused):
+    """Another model has a name that counts as the same."""
+
+
+class EvidenceMissing(RegistryRefused):
+    """A promotion has no evidence that the model's policy accepts, or evidence is about other files."""
+
+
+class VersionInUse(RegistryRefused):
+    """The version serves, may be promoted yet, or an alias names it."""
+
+
 def argument_invalid(name: str, value: object, wanted: str) -> ModelInvalid:
     return ModelInvalid("model_argument_invalid", str(Problem(name, value, wanted)), f"correct {name}")
 
@@ -68,6 +81,70 @@ def transition_refused(
     text = f"version {version} of model {model_id[:SHOWN_CHARS]!r} is {state}; it cannot become {wanted}"
     fix = f"it can become {allowed}" if allowed else "register a new version"
     return about(model_id, version, TransitionRefused("model_transition_refused", text, fix))
+
+
+def reference_unknown(model_id: str, ref: str) -> ModelUnknown:
+    text = f"model {model_id[:SHOWN_CHARS]!r} has no version and no alias {ref[:SHOWN_CHARS]!r}"
+    return about(model_id, None, ModelUnknown("model_reference_unknown", text, "list its versions and aliases"))
+
+
+def version_deleted(model_id: str, version: ModelVersion) -> VersionTaken:
+    text = f"model {model_id[:SHOWN_CHARS]!r} had a version {version}, which was deleted; no number is given twice"
+    return about(model_id, version, VersionTaken("model_version_taken", text, "register another version"))
+
+
+def name_taken(model_id: str, other: str) -> NameTaken:
+    text = f"model_id {model_id[:SHOWN_CHARS]!r} cannot be told from that of the model {other!r}"
+    return about(model_id, None, NameTaken("model_name_taken", text, f"use {other!r}, or another name"))
+
+
+def state_changed(
+    model_id: str, version: ModelVersion, state: DeploymentState, by: str, expected: DeploymentState
+) -> TransitionRefused:
+    text = f"version {version} of model {model_id[:SHOWN_CHARS]!r} is {state} by {by}, not {expected} as the caller saw"
+    return about(
+        model_id, version, TransitionRefused("model_state_changed", text, "look at it again and repeat the request")
+    )
+
+
+def serves(model_id: str, version: ModelVersion) -> TransitionRefused:
+    text = f"version {version} of model {model_id[:SHOWN_CHARS]!r} serves"
+    fix = f"promote another version to production first, or `models rollback {quote(model_id)}`"
+    return about(model_id, version, TransitionRefused("model_serving", text, fix))
+
+
+def evidence_missing(
+    model_id: str, version: ModelVersion, state: DeploymentState, reason: str, fix: str
+) -> EvidenceMissing:
+    text = f"version {version} of model {model_id[:SHOWN_CHARS]!r} cannot become {state}: {reason}"
+    return about(model_id, version, EvidenceMissing("model_evidence_missing", text, fix))
+
+
+def checksum_differs(model_id: str, version: ModelVersion, checksum: str, given: str) -> EvidenceMissing:
+    text = f"checksum must be {checksum}, that of version {version} of {model_id[:SHOWN_CHARS]!r}, got {given!r}"
+    fix = "validate the files of this version"
+    return about(model_id, version, EvidenceMissing("model_checksum_differs", text, fix))
+
+
+def rollback_refused(model_id: str, version: ModelVersion | None, reason: str, fix: str) -> TransitionRefused:
+    text = f"model {model_id[:SHOWN_CHARS]!r} cannot be rolled back: {reason}"
+    return about(model_id, version, TransitionRefused("model_rollback_refused", text, fix))
+
+
+def not_measurable(model_id: str, version: ModelVersion, state: DeploymentState) -> TransitionRefused:
+    text = f"version {version} of model {model_id[:SHOWN_CHARS]!r} is {state}; only canaries and the serving one report"
+    fix = "promote it to canary first"
+    return about(model_id, version, TransitionRefused("model_not_measurable", text, fix))
+
+
+def in_use(model_id: str, version: ModelVersion, reason: str, fix: str) -> VersionInUse:
+    text = f"version {version} of model {model_id[:SHOWN_CHARS]!r} cannot be deleted: {reason}"
+    return about(model_id, version, VersionInUse("model_version_in_use", text, fix))
+
+
+def checkpoint_unusable(model_id: str, path: str, reason: str) -> ModelInvalid:
+    text = f"the checkpoint at {path[:SHOWN_CHARS]!r} is {reason}"
+    return about(model_id, None, ModelInvalid("model_checkpoint_unusable", text, "register a complete checkpoint"))
 
 
 def about(model_id: str, version: ModelVersion | None, error: Refusal) -> Refusal:

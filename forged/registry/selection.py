@@ -63,6 +63,7 @@ def select_best_version(candidates: Iterable[tuple[ModelMetadata, ValidationResu
 
 
 def quality(metadata: ModelMetadata, result: ValidationResult) -> tuple[bool, float, bool, float, ModelVersion]:
+    """The greatest one is the best; of equal ones that of the first model id."""
     accuracy, latency = result.accuracy_score, result.latency_p99_ms
     has_accuracy, has_latency = not math.isnan(accuracy), not math.isnan(latency)
     return (

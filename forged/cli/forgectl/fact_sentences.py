@@ -1,4 +1,4 @@
-"""Facts about training and checkpoints as English sentences.
+"""Facts about training, checkpoints and models as English sentences.
 
 A sentence leaves out no field of its fact, except fields that follow from the others.
 """
@@ -139,6 +139,49 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
         " {seconds} after {worker_id} failed",
         ", {size_bytes}",
     ),
+    "ModelRegistered": (
+        "{model_id}@{version} is registered",
+        " as {state}",
+        " by {by}",
+        " ({is_import})",
+        ", checksum {checksum}",
+        ", from checkpoint {checkpoint_id}",
+    ),
+    "ModelTransitioned": (
+        "{model_id}@{version} is in {now}",
+        " after {was}",
+        ", by {by}",
+        ": {reason}",
+        "; without evidence: {waiver}",
+    ),
+    "ValidationRecorded": (
+        "validation {number} of {model_id}@{version}",
+        " has {passed}",
+        ", p99 latency {latency_p99_ms} ms",
+        ", accuracy {accuracy_score}",
+        ", by {by}",
+    ),
+    "AliasMoved": ("alias {alias} of {model_id} moved", " from {was}", " to {now}", ", by {by}", ": {reason}"),
+    "CanaryMeasured": (
+        "canary {model_id}@{version} was measured",
+        " against {baseline}",
+        ": {reason}",
+        "; priority {priority}",
+        ", threshold {threshold}",
+        ", policy {action}",
+        ", a canary since entry {entry}",
+    ),
+    "RollbackAdvised": (
+        "canary {model_id}@{version} should be rolled back",
+        ": {reason}",
+        "; priority {priority}",
+        ", threshold {threshold}",
+    ),
+    "ModelRolledBack": ("{model_id}@{version} is rolled back", ", {to} serves", ", by {by}", ": {reason}"),
+    "ModelPolicyChanged": ("model {model_id} has another policy", " ({policy})", ", by {by}", ": {reason}"),
+    "ModelTagged": ("{model_id}@{version} is tagged", " with {set}", ", without {removed}", ", by {by}"),
+    "ModelDeleted": ("{model_id}@{version} is deleted", ", by {by}", ": {reason}"),
+    "ModelArtifactChecked": ("the files of {model_id}@{version} are {state}", ": {problem}"),
 }
 """The clauses of each sentence. A clause is left out if a field is missing; without the first there is no sentence.
 
@@ -221,6 +264,16 @@ def _size(count: Any) -> str:
     return tables.size(count) if isinstance(count, int) and count > 0 else ""
 
 
+def _version(value: Any) -> str:
+    """A version of a model, or a state, as it is written elsewhere."""
+    is_version = isinstance(value, list) and len(value) == 3 and all(type(number) is int for number in value)
+    return ".".join(map(str, value)) if is_version else tables.field("", value)
+
+
+def _outcome(passed: Any) -> str:
+    return tables.field("", passed) if not isinstance(passed, bool) else "passed" if passed else "failed"
+
+
 def _duration(seconds: Any) -> str:
     return tables.duration(seconds) if isinstance(seconds, (int, float)) else ""
 
@@ -232,5 +285,12 @@ _IN_WORDS: Mapping[str, Callable[[Any], str]] = {
     "bytes": _size,
     "size_bytes": _size,
     "seconds": _duration,
+    "version": _version,
+    "baseline": _version,
+    "was": _version,
+    "now": _version,
+    "to": _version,
+    "passed": _outcome,
+    "is_import": lambda value: "imported" if value is True else "",
 }
 """Fields with a wording of their own."""

@@ -22,6 +22,7 @@ from forged.kernel.ledger import read_all
 from forged.kernel.messages import Call, Decision, Record
 from forged.kernel.store.port import Store
 from forged.log import SILENT, Log
+from forged.phrases import counted
 
 OWNER = "usage"
 PREFIX = "usage/"
@@ -76,6 +77,11 @@ class AuditService:
         except (KeyError, PeerError) as error:
             self._log.error("the sample usage of a job is unreadable", job=job, reason=describe(error))
             self._unreadable[job] = [f"{PREFIX}{job}/{number}" for number in chunks]
+
+    def summary(self, job: str, epoch: int) -> str:
+        """What the audit says of an epoch so far, in words; empty if the job reports no usage."""
+        log = self.logs.get(job)
+        return "" if log is None else _in_words(log.audit(epoch))
 
     async def _report(self, request: ReportUsage, call: Call) -> Decision[UsageTaken]:
         self._dispatcher.require_job(request.job)
@@ -174,6 +180,15 @@ def _bounded(log: UsageLog) -> list[bytes]:
     while len(chunks) > CHUNKS_MAX and log.forget_oldest():
         chunks = log.encode()
     return chunks
+
+
+def _in_words(audit: EpochAudit) -> str:
+    if audit.complete:
+        return f"epoch {audit.epoch}: all {audit.expected:,} samples were used once, {audit.dropped:,} of them dropped"
+    faults = [f"{audit.repeated_total:,} more than once"] if audit.repeated_total else []
+    faults += [f"reports of {counted(len(audit.conflicts), 'step')} differ"] if audit.conflicts else []
+    used = f"epoch {audit.epoch}: {audit.used:,} of {audit.expected:,} samples were used so far"
+    return ", ".join([used, *(faults or ["none more than once"])])
 
 
 def _view(job: str, audit: EpochAudit, epochs: list[int]) -> AuditView:

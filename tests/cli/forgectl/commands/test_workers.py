@@ -20,6 +20,7 @@ from forged.data import messages as about_data
 from forged.elastic.messages import facts
 from forged.elastic.model import ClusterTopology, WorkerId
 from forged.kernel.messages import FACTS, Fact
+from forged.registry import messages as about_models
 from tests.cli.scripted_daemon import UNKNOWN, Refusal, ScriptedDaemon, scripted_daemon
 from tests.client.simulated_workers import train
 from tests.client.threaded_daemon import ThreadedDaemon
@@ -516,7 +517,10 @@ class TestPlan:
         assert "the number of workers must be an integer >= 1" in capsys.readouterr().err
 
 
-WITH_SENTENCES = (facts.__name__, about_data.__name__, about_checkpoints.__name__)
+ABOUT_MODEL = {"model_id": "vision/net", "by": "ann"}
+VERSION = {"model_id": "vision/net", "version": [1, 2, 0]}
+MODEL = ABOUT_MODEL | VERSION
+WITH_SENTENCES = (facts.__name__, about_data.__name__, about_checkpoints.__name__, about_models.__name__)
 
 
 def as_sent(value: Any) -> Any:
@@ -708,12 +712,52 @@ class TestFactSentences:
                 SAVED | {"worker_id": "w0", "seconds": 0.4},
                 "checkpoint c-7 was saved from memory (step 1200) 400 ms after w0 failed, 2.15 GB",
             ),
+            (
+                "ModelRegistered",
+                MODEL | {"state": "staging", "checksum": "sha256:0", "is_import": True, "checkpoint_id": ""},
+                "vision/net@1.2.0 is registered as staging by ann (imported), checksum sha256:0",
+            ),
+            (
+                "ModelTransitioned",
+                MODEL | {"was": "validating", "now": "staging", "reason": "", "waiver": "no lab"},
+                "vision/net@1.2.0 is in staging after validating, by ann; without evidence: no lab",
+            ),
+            (
+                "ValidationRecorded",
+                MODEL | {"number": 3, "passed": False, "latency_p99_ms": 12.5, "accuracy_score": 0.9},
+                "validation 3 of vision/net@1.2.0 has failed, p99 latency 12.5 ms, accuracy 0.9, by ann",
+            ),
+            (
+                "AliasMoved",
+                ABOUT_MODEL | {"alias": "serving", "was": [1, 1, 0], "now": [1, 2, 0], "reason": "better"},
+                "alias serving of vision/net moved from 1.1.0 to 1.2.0, by ann: better",
+            ),
+            (
+                "AliasMoved",
+                ABOUT_MODEL | {"alias": "old", "was": [1, 1, 0], "now": None, "reason": ""},
+                "alias old of vision/net moved from 1.1.0, by ann",
+            ),
+            (
+                "RollbackAdvised",
+                VERSION | {"priority": 1.5, "threshold": 1.0, "reason": "it is slow"},
+                "canary vision/net@1.2.0 should be rolled back: it is slow; priority 1.5, threshold 1.0",
+            ),
+            (
+                "ModelRolledBack",
+                MODEL | {"to": [1, 1, 0], "reason": "it is slow"},
+                "vision/net@1.2.0 is rolled back, 1.1.0 serves, by ann: it is slow",
+            ),
+            (
+                "ModelTagged",
+                MODEL | {"set": {"a": "b"}, "removed": ["c"]},
+                "vision/net@1.2.0 is tagged with {a=b}, without c, by ann",
+            ),
         ],
     )
     def test_training_facts_have_sentences(self, kind: str, fact: dict[str, Any], said: str) -> None:
         assert fact_sentences.in_words(kind, fact) == said
 
-    def test_exactly_the_facts_about_training_and_checkpoints_have_sentences(self) -> None:
+    def test_exactly_the_facts_about_training_checkpoints_and_models_have_sentences(self) -> None:
         assert fact_sentences._CLAUSES.keys() == {
             name for name, kind in FACTS.items() if kind.__module__ in WITH_SENTENCES and kind is not Fact
         }
