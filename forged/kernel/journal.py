@@ -14,6 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from operator import attrgetter
 
 from forged.kernel.messages import Record
@@ -27,6 +28,7 @@ FLOORS_SLACK = 1024
 """So many floors of jobs without facts are kept at least."""
 
 _id = attrgetter("id")
+_job = attrgetter("job")
 
 
 @dataclass(slots=True)
@@ -67,8 +69,8 @@ class Journal:
         """The facts that are kept once all planned facts are durable."""
         self._planned = 0
         """The newest fact that was planned."""
-        self._drops: deque[tuple[int, int, str]] = deque()
-        """Facts that are dropped when a planned fact arrives: the id of that fact, the own id, the job."""
+        self._drops: deque[tuple[int, list[int], str]] = deque()
+        """Facts that are dropped when a planned fact arrives: the id of that fact, the own ids, the job."""
         self._undeleted: deque[tuple[int, str]] = deque()
         """Dropped facts that the store still has, with their jobs."""
         self._unused_floors: deque[str] = deque()
@@ -90,11 +92,12 @@ class Journal:
     def plan(self, records: Sequence[Record]) -> None:
         """Decide what is dropped when these facts, which are not durable yet, are appended."""
         retention = self._retention
-        for record in records:
-            if 0 < self._floor_of_others < record.id and record.job not in retention:
+        for job, of_job in groupby(records, _job):
+            facts = [(record.id, len(record.data), record.at) for record in of_job]
+            if 0 < self._floor_of_others < facts[0][0] and job not in retention:
                 # The job may be one of those that have lost all their facts.
-                self._floors.setdefault(record.job, self._floor_of_others)
-            retention.keep(record.job, record.id, len(record.data), record.at)
+                self._floors.setdefault(job, self._floor_of_others)
+            retention.keep(job, facts)
         if records:
             self._planned = records[-1].id
             self._plan_drops(records[-1].at)
@@ -103,8 +106,7 @@ class Journal:
         """Append durable facts in id order, and drop older facts as planned."""
         if records and records[-1].id > self._planned:
             self.plan([record for record in records if record.id > self._planned])
-        for record in records:
-            self._append(record)
+        self._append(records)
         self._drop_planned()
 
     def reset(self, records: Sequence[Record], floor_of_others: int, floors: Mapping[str, int] | None = None) -> None:
@@ -113,11 +115,13 @@ class Journal:
         self._floors = dict(floors or {})
         self._floor_of_others = floor_of_others
         self.floor = max([floor_of_others, *self._floors.values()])
+        last = 0
         for record in records:
             # Which ids between two facts were dropped is no longer known, so all of them may have been.
-            if self.last + 1 < record.id and self.last < self.floor:
+            if last + 1 < record.id and last < self.floor:
                 self._holes[record.id] = min(record.id - 1, self.floor)
-            self._append(record)
+            last = record.id
+        self._append(records)
         self.plan(records)
         self._drop_planned()
         self._forget_floors()
@@ -208,46 +212,67 @@ class Journal:
     def _floor_of(self, job: str) -> int:
         return self._floors.get(job, 0 if job in self._retention else self._floor_of_others)
 
-    def _append(self, record: Record) -> None:
-        assert record.id > self.last, "facts come in the order of their ids"
-        self.last = record.id
-        self._count += 1
-        if not self._blocks or len(self._blocks[-1]) >= BLOCK_FACTS_MAX:
-            self._blocks.append([])
-            self._first_ids.append(record.id)
-        self._blocks[-1].append(record)
+    def _append(self, records: Sequence[Record]) -> None:
+        start = 0
+        while start < len(records):
+            if not self._blocks or len(self._blocks[-1]) >= BLOCK_FACTS_MAX:
+                self._blocks.append([])
+                self._first_ids.append(records[start].id)
+            block = self._blocks[-1]
+            end = start + BLOCK_FACTS_MAX - len(block)
+            block += records[start:end]
+            start = end
+        for record in records:
+            assert record.id > self.last, "facts come in the order of their ids"
+            self.last = record.id
+        self._count += len(records)
 
     def _plan_drops(self, now: float) -> None:
         retention = self._retention
-        while (job := retention.next_to_drop(self.facts_max, self.bytes_max, now)) is not None:
-            fact_id = retention.drop(job)
-            self._drops.append((self._planned, fact_id, job))
-            self._undeleted.append((fact_id, job))
+        while (found := retention.next_to_drop(self.facts_max, self.bytes_max, now)) is not None:
+            job, count = found
+            ids = retention.drop(job, count)
+            self._drops.append((self._planned, ids, job))
+            self._undeleted.extend((fact_id, job) for fact_id in ids)
 
     def _drop_planned(self) -> None:
         while self._drops and self._drops[0][0] <= self.last:
-            _, fact_id, job = self._drops.popleft()
-            self._drop(fact_id, job)
+            _, ids, job = self._drops.popleft()
+            self._drop(ids, job)
 
-    def _drop(self, fact_id: int, job: str) -> None:
-        self._count -= 1
-        number, index = self._find(fact_id)
-        block = self._blocks[number]
-        assert block[index].id == fact_id
-        del block[index]
-        if not block or len(block) <= BLOCK_FACTS_MAX // 4:
-            self._join(number)
-            number, index = self._find(fact_id)
-        elif index == len(block):
-            number, index = number + 1, 0
-        # The newest fact of all is never dropped, so one follows.
-        following_id = self._blocks[number][index].id
-        self._holes.pop(fact_id, None)
-        self._holes[following_id] = max(self._holes.get(following_id, 0), fact_id)
-        self._floors[job] = fact_id
-        self.floor = max(self.floor, fact_id)
+    def _drop(self, ids: list[int], job: str) -> None:
+        """Drop facts of a job that have no other facts of the job between them."""
+        done = 0
+        while done < len(ids):
+            head = self._blocks[0]
+            count = min(len(head), len(ids) - done)
+            # Mostly the oldest facts of all go: as many facts between the same two ids are the same facts.
+            if head[0].id == ids[done] and head[count - 1].id == ids[done + count - 1]:
+                self._delete(0, 0, count)
+            else:
+                count = 1
+                self._delete(*self._find(ids[done]), 1)
+            done += count
+        self._count -= len(ids)
+        self._floors[job] = ids[-1]
+        self.floor = max(self.floor, ids[-1])
         if len(self._floors) > 2 * len(self._retention) + FLOORS_SLACK:
             self._forget_floors()
+
+    def _delete(self, number: int, index: int, count: int) -> None:
+        """Delete facts that follow each other in a block, and note that they are missing before the next fact."""
+        block = self._blocks[number]
+        dropped = block[index : index + count]
+        del block[index : index + count]
+        if len(block) <= BLOCK_FACTS_MAX // 4 and self._join(number):
+            number, index = self._find(dropped[-1].id)
+        elif index == len(block):
+            number, index = number + 1, 0
+        for record in dropped if self._holes else ():
+            self._holes.pop(record.id, None)
+        # The newest fact of all is never dropped, so one follows.
+        following_id = self._blocks[number][index].id
+        self._holes[following_id] = max(self._holes.get(following_id, 0), dropped[-1].id)
 
     def _forget_floors(self) -> None:
         """Keep one floor for all jobs without facts."""
@@ -255,11 +280,14 @@ class Journal:
             self._floor_of_others = max(self._floor_of_others, self._floors.pop(job))
             self._unused_floors.append(job)
 
-    def _join(self, number: int) -> None:
-        """Delete the block if it is empty, or join it with the next one if both are small."""
+    def _join(self, number: int) -> bool:
+        """Delete the block if it is empty, or join it with the next one if both are small; returns whether it did."""
         blocks = self._blocks
         if not blocks[number]:
             del blocks[number], self._first_ids[number]
-        elif number + 1 < len(blocks) and len(blocks[number]) + len(blocks[number + 1]) <= BLOCK_FACTS_MAX // 2:
+            return True
+        if number + 1 < len(blocks) and len(blocks[number]) + len(blocks[number + 1]) <= BLOCK_FACTS_MAX // 2:
             blocks[number] += blocks[number + 1]
             del blocks[number + 1], self._first_ids[number + 1]
+            return True
+        return False

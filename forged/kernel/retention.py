@@ -1,4 +1,4 @@
-"""Which fact the journal drops next: a pure decision by the shares of the jobs.
+"""Which facts the journal drops next: a pure decision by the shares of the jobs.
 
 Invariants:
 - Within the limits on facts and bytes nothing is dropped.
@@ -6,14 +6,15 @@ Invariants:
 - Otherwise the job that has most of what is scarce, facts or bytes, loses its oldest fact. So a job that has no more
   than an equal share loses none of its younger facts to other jobs.
 - The only fact of a job is dropped by age alone, and the newest fact of all never.
-- A decision costs O(log jobs).
+- A decision costs O(log jobs), for all facts that one job loses in a row.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import TypeAlias
 
@@ -25,7 +26,7 @@ ROOM = 8
 ENTRIES_MIN = 64
 
 
-_Kept: TypeAlias = tuple[int, int, float]
+KeptFact: TypeAlias = tuple[int, int, float]
 """Id, size and time of a kept fact; a plain tuple, which the garbage collector does not visit."""
 
 
@@ -36,7 +37,7 @@ class _JobFacts:
 
     def __init__(self, job: str) -> None:
         self.job = job
-        self.facts: deque[_Kept] = deque()
+        self.facts: deque[KeptFact] = deque()
         self.bytes = 0
         self.facts_rank = self.bytes_rank = self.oldest_rank = 0
 
@@ -61,44 +62,51 @@ class Retention:
         """The number of jobs with kept facts."""
         return len(self._jobs)
 
-    def keep(self, job: str, fact_id: int, size: int, at: float) -> None:
-        """Count a new fact, the newest of all."""
+    def keep(self, job: str, facts: Sequence[KeptFact]) -> None:
+        """Count new facts of a job, the newest of all."""
         kept = self._jobs.get(job)
         if kept is None:
             kept = self._jobs[job] = _JobFacts(job)
-            self._by_age.put(kept, fact_id)
-        kept.facts.append((fact_id, size, at))
+            self._by_age.put(kept, facts[0][0])
+        kept.facts += facts
+        size = sum([size for _, size, _ in facts])
         kept.bytes += size
-        self.facts += 1
+        self.facts += len(facts)
         self.bytes += size
-        facts = len(kept.facts)
-        if -facts < kept.facts_rank:
-            self._by_facts.put(kept, -facts - facts // ROOM)
+        count = len(kept.facts)
+        if -count < kept.facts_rank:
+            self._by_facts.put(kept, -count - count // ROOM)
         if -kept.bytes < kept.bytes_rank:
             self._by_bytes.put(kept, -kept.bytes - kept.bytes // ROOM)
 
-    def next_to_drop(self, facts_max: int, bytes_max: int, now: float) -> str | None:
-        """The job that loses its oldest fact next; None if nothing has to be dropped."""
+    def next_to_drop(self, facts_max: int, bytes_max: int, now: float) -> tuple[str, int] | None:
+        """The job that loses its oldest facts next, and how many; None if nothing has to be dropped."""
         if (self.facts <= facts_max and self.bytes <= bytes_max) or self.facts <= 1:
             return None
         if now > self._none_aged_until:
             oldest = self._by_age.first()
             self._none_aged_until = oldest.facts[0][2] + AGED_S
             if now > self._none_aged_until:
-                return oldest.job
-        largest = (self._by_facts if self.facts > facts_max else self._by_bytes).first()
-        return largest.job if len(largest.facts) > 1 else self._by_age.first().job
+                return oldest.job, 1
+        surplus = self.facts - facts_max
+        largest = (self._by_facts if surplus > 0 else self._by_bytes).first()
+        facts = len(largest.facts)
+        if facts == 1:
+            return self._by_age.first().job, 1
+        # It has most until it has fewer facts than the second one.
+        return largest.job, min(surplus, facts - 1, facts + self._by_facts.second_rank() + 1) if surplus > 0 else 1
 
-    def drop(self, job: str) -> int:
-        """Count the oldest fact of the job as dropped; returns its id."""
+    def drop(self, job: str, count: int) -> list[int]:
+        """Count the oldest facts of the job as dropped; returns their ids."""
         kept = self._jobs[job]
-        fact_id, size, _ = kept.facts.popleft()
+        dropped = [kept.facts.popleft() for _ in range(count)]
+        size = sum(size for _, size, _ in dropped)
         kept.bytes -= size
-        self.facts -= 1
+        self.facts -= count
         self.bytes -= size
         if not kept.facts:
             del self._jobs[job]
-        return fact_id
+        return [fact_id for fact_id, _, _ in dropped]
 
 
 class _Ranking:
@@ -133,10 +141,14 @@ class _Ranking:
                 heappop(heap)
                 continue
             measure = self._measure(job)
-            if measure == rank or len(heap) == 1 or measure <= min(heap[1:3])[0]:
+            if measure == rank or measure <= self.second_rank():
                 return job
             setattr(job, self._rank, measure)
             heapreplace(heap, (measure, number, job))
+
+    def second_rank(self) -> int:
+        """The smallest rank but that of the head: no other job has a smaller measure."""
+        return min(self._heap[1:3])[0] if len(self._heap) > 1 else sys.maxsize
 
     def _clean(self) -> None:
         """Leave one entry of each job that has facts."""

@@ -38,21 +38,24 @@ def model_choices(kept: list[Kept], facts_max: int, bytes_max: int, now: float) 
     facts_max=st.integers(1, 12),
     bytes_max=st.integers(1, 60),
     arrivals=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 20), st.floats(0, AGED_S / 3)), max_size=60),
+    burst=st.integers(1, 30),
 )
 def test_each_dropped_fact_is_one_that_the_rules_name(
-    facts_max: int, bytes_max: int, arrivals: list[tuple[str, int, float]]
+    facts_max: int, bytes_max: int, arrivals: list[tuple[str, int, float]], burst: int
 ) -> None:
     retention, kept, now = Retention(), list[Kept](), 0.0
     for fact_id, (job, size, pause_s) in enumerate(arrivals, 1):
         now += pause_s
-        retention.keep(job, fact_id, size, now)
+        retention.keep(job, [(fact_id, size, now)])
         kept.append(Kept(fact_id, job, size, now))
+        if fact_id % burst and fact_id < len(arrivals):
+            continue
         while (chosen := retention.next_to_drop(facts_max, bytes_max, now)) is not None:
-            assert chosen in model_choices(kept, facts_max, bytes_max, now)
-            dropped = retention.drop(chosen)
-            first = next(fact for fact in kept if fact.job == chosen)
-            assert dropped == first.id
-            kept.remove(first)
+            for dropped in retention.drop(*chosen):
+                assert chosen[0] in model_choices(kept, facts_max, bytes_max, now)
+                first = next(fact for fact in kept if fact.job == chosen[0])
+                assert dropped == first.id
+                kept.remove(first)
         assert not model_choices(kept, facts_max, bytes_max, now)
         assert (retention.facts, retention.bytes) == (len(kept), sum(fact.size for fact in kept))
         assert {job for job in "abcd" if job in retention} == {fact.job for fact in kept}
@@ -70,30 +73,41 @@ def test_job_within_an_equal_share_loses_nothing_to_others(quiet: int, noisy: in
     quiet = min(quiet, facts_max // (jobs + 1))
     dropped: list[str] = []
     for fact_id in range(1, quiet + 1):
-        retention.keep("quiet", fact_id, 100, 0.0)
+        retention.keep("quiet", [(fact_id, 100, 0.0)])
     for fact_id in range(quiet + 1, quiet + noisy + 1):
-        retention.keep(f"noisy {fact_id % jobs}", fact_id, 100, 0.0)
-        while (job := retention.next_to_drop(facts_max, 1 << 30, 0.0)) is not None:
-            retention.drop(job)
-            dropped.append(job)
+        retention.keep(f"noisy {fact_id % jobs}", [(fact_id, 100, 0.0)])
+        while (chosen := retention.next_to_drop(facts_max, 1 << 30, 0.0)) is not None:
+            retention.drop(*chosen)
+            dropped.append(chosen[0])
     assert "quiet" not in dropped
 
 
 def test_job_with_large_facts_loses_them_to_a_job_with_many_small_ones() -> None:
     retention = Retention()
     for fact_id in range(1, 51):
-        retention.keep("small", fact_id, 10, 0.0)
-    retention.keep("large", 51, 800, 0.0)
-    retention.keep("large", 52, 800, 0.0)
-    assert retention.next_to_drop(1000, 1500, 0.0) == "large"
-    retention.drop("large")
+        retention.keep("small", [(fact_id, 10, 0.0)])
+    retention.keep("large", [(51, 800, 0.0)])
+    retention.keep("large", [(52, 800, 0.0)])
+    assert retention.next_to_drop(1000, 1500, 0.0) == ("large", 1)
+    retention.drop("large", 1)
     assert retention.next_to_drop(1000, 1500, 0.0) is None
+
+
+def test_largest_job_loses_several_facts_at_once() -> None:
+    retention = Retention()
+    for fact_id in range(1, 101):
+        retention.keep("large" if fact_id <= 70 else "small", [(fact_id, 10, 0.0)])
+    job, count = retention.next_to_drop(10, 1 << 30, 0.0) or ("", 0)
+    assert job == "large"
+    assert 1 < count <= 41, "at most until it has fewer facts than the small one"
+    retention.drop(job, count)
+    assert retention.next_to_drop(99 - count, 1 << 30, 0.0) == ("large", 1)
 
 
 def test_ranks_of_jobs_that_come_and_go_use_bounded_memory() -> None:
     retention = Retention()
     for fact_id in range(1, 50_000):
-        retention.keep(f"job {fact_id % 10_000}", fact_id, 10, 0.0)
-        while (job := retention.next_to_drop(20, 1 << 30, 0.0)) is not None:
-            retention.drop(job)
+        retention.keep(f"job {fact_id % 10_000}", [(fact_id, 10, 0.0)])
+        while (chosen := retention.next_to_drop(20, 1 << 30, 0.0)) is not None:
+            retention.drop(*chosen)
     assert all(len(ranking._heap) < 500 for ranking in (retention._by_facts, retention._by_bytes, retention._by_age))

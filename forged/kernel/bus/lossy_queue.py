@@ -45,10 +45,11 @@ class LossyQueue:
         waiting, dropped = self._waiting, 0
         for record in records:
             self._records.append(record)
-            waiting.keep(record.job, record.id, 0, record.at)
-            while (job := waiting.next_to_drop(self._facts_max, 0, record.at)) is not None:
-                self._dropped.add(waiting.drop(job))
-                dropped += 1
+            waiting.keep(record.job, [(record.id, 0, record.at)])
+            while (chosen := waiting.next_to_drop(self._facts_max, 0, record.at)) is not None:
+                ids = waiting.drop(*chosen)
+                self._dropped.update(ids)
+                dropped += len(ids)
         if len(self._dropped) > self._facts_max:
             self._sweep()
         return dropped
@@ -57,7 +58,7 @@ class LossyQueue:
         """Take the next fact."""
         self._skip_dropped()
         record = self._records.popleft()
-        self._waiting.drop(record.job)
+        self._waiting.drop(record.job, 1)
         return record
 
     def take_gap(self) -> _Range | None:

@@ -147,9 +147,9 @@ def drop_the_oldest_facts_of_all_jobs() -> Iterator[None]:
     """The journal drops the oldest fact of all, whichever job has most."""
     choose = Retention.next_to_drop
 
-    def oldest(self: Retention, facts_max: int, bytes_max: int, now: float) -> str | None:
+    def oldest(self: Retention, facts_max: int, bytes_max: int, now: float) -> tuple[str, int] | None:
         chosen = choose(self, facts_max, bytes_max, now)
-        return None if chosen is None else self._by_age.first().job
+        return None if chosen is None else (self._by_age.first().job, 1)
 
     with patch.object(Retention, "next_to_drop", oldest):
         yield
