@@ -6,12 +6,12 @@ import asyncio
 import inspect
 import pydoc
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TypeVar
 
 import pytest
 
-from forged.blocking.facade import BlockingFacade, blocking
+from forged.blocking.facade import BlockingFacade, blocking, iterating
 
 R = TypeVar("R")
 
@@ -79,3 +79,48 @@ def test_help_shows_the_method_under_its_own_name() -> None:
     assert "pay_in(self, amount: int, *, note: str = '') -> int" in unquoted
     assert "Add to the balance" in text
     assert BlockingAccount.pay_in.__qualname__ == "BlockingAccount.pay_in"
+
+
+class Numbers:
+    """An async class with a generator."""
+
+    async def below(self, end: int) -> AsyncIterator[int]:
+        """The numbers below the end."""
+        for number in range(end):
+            await asyncio.sleep(0)
+            yield number
+        if end > 3:
+            raise ValueError("too many")
+
+
+class BlockingNumbers(BlockingFacade[Numbers]):
+    def __init__(self, runner: asyncio.Runner) -> None:
+        self._runner = runner
+
+    below = iterating(Numbers.below)
+
+    def _run(self, call: Callable[[Numbers], Awaitable[R]]) -> R:
+        async def awaited() -> R:
+            return await call(Numbers())
+
+        return self._runner.run(awaited())
+
+
+def test_items_of_an_async_generator_are_yielded_one_by_one() -> None:
+    with asyncio.Runner() as runner:
+        numbers: Iterator[int] = BlockingNumbers(runner).below(3)
+        assert next(numbers) == 0
+        assert list(numbers) == [1, 2]
+
+
+def test_error_of_an_async_generator_is_raised_after_its_items() -> None:
+    with asyncio.Runner() as runner:
+        numbers = BlockingNumbers(runner).below(4)
+        assert [next(numbers) for _ in range(4)] == [0, 1, 2, 3]
+        with pytest.raises(ValueError, match="too many"):
+            next(numbers)
+
+
+def test_generator_method_has_the_signature_of_a_plain_iterator() -> None:
+    assert str(inspect.signature(BlockingNumbers.below)) == "(self, end: 'int') -> 'Iterator[int]'"
+    assert BlockingNumbers.below.__doc__ == "The numbers below the end."
