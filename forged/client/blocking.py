@@ -18,7 +18,7 @@ from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 import anyio
 
-from forged.blocking.facade import BlockingFacade, blocking
+from forged.blocking.facade import BlockingFacade, blocking, iterating
 from forged.blocking.loop_thread import LoopThread
 from forged.client.client import CLOSED, EARLIEST, ForgedClient
 from forged.client.stream import FactStream
@@ -215,6 +215,29 @@ class BlockingClient(BlockingFacade[ForgedClient]):
     delete_checkpoint = blocking(ForgedClient.delete_checkpoint)
     compact_checkpoint = blocking(ForgedClient.compact_checkpoint)
     adopt_checkpoints = blocking(ForgedClient.adopt_checkpoints)
+
+    register_model = blocking(ForgedClient.register_model)
+    import_models = blocking(ForgedClient.import_models)
+    validate_model = blocking(ForgedClient.validate_model)
+    report_canary = blocking(ForgedClient.report_canary)
+    model_validations = blocking(ForgedClient.model_validations)
+    promote_model = blocking(ForgedClient.promote_model)
+    transition_model = blocking(ForgedClient.transition_model)
+    roll_back_model = blocking(ForgedClient.roll_back_model)
+    move_alias = blocking(ForgedClient.move_alias)
+    tag_model = blocking(ForgedClient.tag_model)
+    set_model_policy = blocking(ForgedClient.set_model_policy)
+    delete_model = blocking(ForgedClient.delete_model)
+    model = blocking(ForgedClient.model)
+    models = iterating(ForgedClient.models)
+    model_versions = iterating(ForgedClient.model_versions)
+    find_models = iterating(ForgedClient.find_models)
+    model_journal = iterating(ForgedClient.model_journal)
+    served_model = blocking(ForgedClient.served_model)
+    best_model = blocking(ForgedClient.best_model)
+    compare_models = blocking(ForgedClient.compare_models)
+    verify_model = blocking(ForgedClient.verify_model)
+    pull_model = blocking(ForgedClient.pull_model)
 
     create_token = blocking(ForgedClient.create_token)
     tokens = blocking(ForgedClient.tokens)

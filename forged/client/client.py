@@ -26,6 +26,7 @@ from anyio.abc import TaskGroup
 from forged.client.bulk import BulkMethods
 from forged.client.connection import Link
 from forged.client.connector import Connector
+from forged.client.model_methods import ModelMethods
 from forged.client.served_requests import ServedRequests
 from forged.client.stream import FactStream
 from forged.clock import Clock, SystemClock
@@ -69,7 +70,7 @@ NOT_OPEN = RequestRefused("client_not_open", "the client is not open", "use it i
 CLOSED = Unavailable("client_closed", "the client was closed", "open a new one")
 
 
-class ForgedClient(BulkMethods):
+class ForgedClient(BulkMethods, ModelMethods):
     """The client of a daemon, or of one of several daemons; an asynchronous context manager.
 
     Endpoints are `unix:///path`, `tcp://host:port` or `tls://host:port`; the default is the socket
