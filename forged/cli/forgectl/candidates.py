@@ -15,10 +15,12 @@ from typing import Any
 from forged.cli.catalog.ls import state
 from forged.cli.catalog.names import LATEST, STEP, listed
 from forged.cli.ckpt import candidates as offers
-from forged.cli.forgectl import answers
+from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.commands import plugins, workers
 from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.parser import Options, Parser
+from forged.cli.models.names import SEPARATOR, versions
+from forged.cli.models.words import as_text
 from forged.cli.process import EXIT_OK
 from forged.errors import ForgedError
 from forged.plain_client.connection import PlainConnection
@@ -32,7 +34,7 @@ RECENT_FACTS = 500
 FILES = frozenset({"FILE", "PATH", "TARGET"})
 
 Candidate = tuple[str, str]
-"""A word and its meaning. A word that ends with `=` or `/` can be continued."""
+"""A word and its meaning. A word that ends with `=`, `/` or `@` can be continued."""
 ValuesFromDaemon = Callable[[PlainConnection, Options, str], Iterable[Candidate]]
 
 
@@ -191,9 +193,32 @@ def _catalogued(daemon: PlainConnection, options: Options, begun: str) -> Iterat
         yield f"{STEP}{meta.get('step', '')}" if begun.startswith(STEP) else meta.get("checkpoint_id", ""), about
 
 
+def _models(daemon: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
+    for one in _listed_models(daemon, begun):
+        yield one.get("model_id", ""), tables.counted(answers.count_in(one, "versions"), "version")
+
+
+def _versions(daemon: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
+    model, separator, _ = begun.partition(SEPARATOR)
+    if not separator:
+        yield from ((f"{one}{SEPARATOR}", what) for one, what in _models(daemon, options, begun))
+        return
+    yield f"{model}{SEPARATOR}{LATEST}", "the highest version"
+    for one in _listed_models(daemon, model):
+        if one.get("model_id") == model:
+            aliases = as_text(answers.map_in(one, "aliases"), "aliases")
+            yield from ((f"{model}{SEPARATOR}{alias}", aliases[alias]) for alias in aliases)
+    for metadata in versions(daemon, model, pages_max=PAGES_MAX)[0]:
+        yield f"{model}{SEPARATOR}{metadata.get('version', '')}", metadata.get("state", "")
+
+
+def _listed_models(daemon: PlainConnection, begun: str) -> list[answers.Row]:
+    return answers.pages(daemon, "ListModels", field="models", key="model_id", after=begun[:-1], pages_max=PAGES_MAX)
+
+
 _FROM_DAEMON: Mapping[str, ValuesFromDaemon] = {
     "JOB": _jobs, "TOKEN": _tokens, "HANDLER": _handlers, "TYPE": _types, "PLUGIN": _plugins, "COMMAND": _commands,
-    "WORKER": _workers, "CHECKPOINT": _catalogued,
+    "WORKER": _workers, "CHECKPOINT": _catalogued, "MODEL": _models, "MODEL@REF": _versions,
 }  # fmt: skip
 
 

@@ -35,6 +35,7 @@ COLUMN_GAP = 2
 _STATE_COLOURS = {
     "active": GREEN, "disabled": YELLOW, "quarantined": RED, "refused": RED,
     "joining": YELLOW, "rescaling": YELLOW, "leaving": YELLOW, "failed": RED,
+    "canary": YELLOW, "production": GREEN, "deprecated": DIM, "archived": DIM,
     "forming": YELLOW, "running": GREEN, "waiting": RED, "completed": GREEN, "aborted": RED,
 }  # fmt: skip
 _STATES = frozenset({"state", "status", "phase"})

@@ -14,7 +14,7 @@ from forged.cli.process import EXIT_OK
 
 BASH = r"""# forgectl's completion for bash: source <(forgectl completion bash)
 _forgectl() {
-    local line=${COMP_LINE:0:COMP_POINT} breaks=${COMP_WORDBREAKS//[^=:]/} kept="" tilde candidate words
+    local line=${COMP_LINE:0:COMP_POINT} breaks=${COMP_WORDBREAKS//[^=:@]/} kept="" tilde candidate words
     read -r -a words <<< "$line"
     [[ $line == *[[:space:]] ]] && words+=("")
     # Bash replaces only what follows the last of these characters.
@@ -22,7 +22,7 @@ _forgectl() {
     COMPREPLY=()
     while IFS= read -r candidate; do
         candidate=${candidate%%$'\t'*}
-        [[ $candidate == *[=/] ]] && compopt -o nospace
+        [[ $candidate == *[=/@] ]] && compopt -o nospace
         candidate=${candidate#"$kept"}
         tilde=""
         [[ $candidate == "~/"* ]] && tilde="~/"
@@ -41,7 +41,7 @@ _forgectl() {
     typed+=("$PREFIX")
     while IFS=$'\t' read -r candidate meaning; do
         shown=$candidate${meaning:+"  -- $meaning"}
-        if [[ $candidate == *[=/] ]]; then
+        if [[ $candidate == *[=/@] ]]; then
             open+=("$candidate")
             open_shown+=("$shown")
         else

@@ -1,0 +1,1 @@
+"""The commands of `forgectl models`: the model registry."""

@@ -1,0 +1,114 @@
+"""`forgectl models ls`, `versions` and `find`: lists of models and versions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forged.cli.forgectl import answers, tables
+from forged.cli.forgectl.answers import Row
+from forged.cli.forgectl.connection import DaemonConnection
+from forged.cli.forgectl.output import answer
+from forged.cli.forgectl.parser import Options
+from forged.cli.models import names, words
+from forged.cli.models.names import SERVING
+from forged.cli.process import EXIT_OK
+from forged.errors import ConfigError
+
+MODEL_COLUMNS = ("model", "versions", "latest", "serving", "aliases", "canaries")
+VERSION_COLUMNS = ("version", "state", "framework", "input", "output", "size", "registered_at", "tags", "checksum")
+FOUND_COLUMNS = ("model", *VERSION_COLUMNS)
+YIELDING = ("tags", "checksum", "output", "input", "framework", "size", "registered_at")
+"""The columns that a narrow terminal cuts or omits first."""
+
+
+def show_models(options: Options) -> int:
+    with DaemonConnection(options) as daemon:
+        models = words.as_text(answers.pages(daemon, "ListModels", field="models", key="model_id"))
+    nothing = "no models; `forgectl models register MODEL --files PATH` registers one"
+    rows = list(map(_model_row, models))
+    answer(
+        options,
+        {"models": models},
+        lambda: tables.table(rows, MODEL_COLUMNS, nothing, yielding=("canaries", "aliases"), kept="model"),
+    )
+    return EXIT_OK
+
+
+def show_versions(options: Options) -> int:
+    model = names.alone(options.model)
+    with DaemonConnection(options) as daemon:
+        found, _ = names.versions(daemon, model)
+        serving = answers.one_unless(daemon, names.NOT_SERVING, "ShowModel", model_id=model, ref=SERVING)
+    at = answers.map_in(words.as_text(serving), "metadata").get("version")
+    rows = [_version_row(one, is_serving=at is not None and one.get("version") == at) for one in found]
+    answer(options, {"versions": found}, lambda: _show(rows, VERSION_COLUMNS, f"model {model} has no versions"))
+    return EXIT_OK
+
+
+def find(options: Options) -> int:
+    fields = {
+        "state": options.state,
+        "tags": dict(map(_tag, options.tag)),
+        "checksum": options.checksum or "",
+        "alias": options.alias or "",
+        "text": options.text or "",
+    }
+    if not any(fields.values()):
+        raise ConfigError(
+            "usage_wrong",
+            "nothing is given to look for",
+            "give a TEXT, --state, --tag, --checksum or --alias; `forgectl models ls` lists all models",
+        )
+    found: list[Row] = []
+    with DaemonConnection(options) as daemon:
+        after, more = "", True
+        while more:
+            page = words.as_text(answers.one(daemon, "FindModels", **fields, after=after))
+            rows = answers.rows_in(page, "versions")
+            found += rows
+            more = bool(page.get("more") and rows)
+            after = words.name_of(rows[-1]) if rows else ""
+    shown = [_version_row(one) for one in found]
+    answer(options, {"versions": found}, lambda: _show(shown, FOUND_COLUMNS, "no version matches"))
+    return EXIT_OK
+
+
+def _tag(text: str) -> tuple[str, str | None]:
+    """A tag to look for: `KEY=VALUE`, or `KEY` for any value."""
+    key, separator, value = text.partition("=")
+    return key, value if separator else None
+
+
+def _model_row(one: Row) -> Row:
+    aliases = {name: version for name, version in answers.map_in(one, "aliases").items() if name != SERVING}
+    return {
+        "model": one.get("model_id"),
+        "versions": one.get("versions"),
+        "latest": one.get("latest"),
+        "serving": one.get("serving") or tables.NONE,
+        "aliases": words.tags(aliases),
+        "canaries": answers.map_in(one, "policy").get("canary"),
+    }
+
+
+def _version_row(one: Row, *, is_serving: bool = False) -> Row:
+    state = f"{one.get('state') or tables.NONE}"
+    return {
+        "model": one.get("model_id"),
+        "version": one.get("version"),
+        "state": f"{state}, {SERVING}" if is_serving else state,
+        "framework": one.get("framework") or tables.NONE,
+        "input": words.shape(one.get("input_shape")),
+        "output": words.shape(one.get("output_shape")),
+        "size": words.size(one.get("size_bytes")),
+        "registered_at": one.get("registered_at"),
+        "tags": words.tags(one.get("tags")),
+        "checksum": words.checksum(one.get("checksum")),
+    }
+
+
+def _show(rows: Sequence[Row], columns: Sequence[str], nothing: str) -> None:
+    """Print versions; columns in which no version has a value are left out."""
+    always = ("model", "version", "state")
+    shown = [one for one in columns if one in always or any(row[one] not in (None, tables.NONE) for row in rows)]
+    tables.table(rows, shown, nothing, yielding=YIELDING, kept="version")
