@@ -27,6 +27,7 @@ from forged.config import Config
 from forged.data import ShardCorrupt, ShardStore, Stamp, StoreFailed
 from forged.errors import RequestRefused
 from forged.plugins import PluginContext
+from forged.registry.messages import ModelPolicy
 from plugins import event_log, webhook
 
 ROOT = Path(__file__).parents[1]
@@ -203,6 +204,60 @@ def test_commands_of_the_catalogue_page_run(tmp_path: Path) -> None:
             output_of(command)
         kept = json.loads(output_of("forgectl ckpt ls --job run --json"))["checkpoints"]
     assert [meta["step"] for meta in kept] == [400, 300, 100]
+
+
+def run_in(directory: Path, environment: dict[str, str], command: list[str]) -> str:
+    """The output of a command that must succeed."""
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=HANGS_S)
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    return done.stdout
+
+
+def test_examples_of_the_registry_page_run_one_after_the_other(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "registry.md"
+    imports, *examples = [block for block in blocks(page, "python") if "BlockingClient" in block]
+    [printed] = re.findall(r"^```\n(resnet .*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    with a_daemon(tmp_path) as environment:
+        assert run_in(tmp_path, environment, [sys.executable, "-c", imports]) == printed
+        for example in examples:
+            client = f"from forged.client import BlockingClient\n{example}"
+            run_in(tmp_path, environment, [sys.executable, "-c", client])
+
+
+def test_commands_of_the_registry_page_bring_its_example_into_production(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "registry.md"
+    first, [shell] = blocks(page, "python")[0], blocks(page, "sh")
+    with a_daemon(tmp_path) as environment:
+        run_in(tmp_path, environment, [sys.executable, "-c", first])
+        for command in shell.splitlines():
+            run_in(tmp_path, environment, shlex.split(command))
+        shown = run_in(tmp_path, environment, ["forgectl", "models", "show", "resnet@serving", "--json"])
+    assert json.loads(shown)["metadata"]["state"] == "production"
+    assert (tmp_path / "resnet-0.1.0.safetensors").exists()
+
+
+def test_registry_in_memory_of_the_page_runs() -> None:
+    [example] = [block for block in blocks(ROOT / "docs" / "registry.md", "python") if "ModelRegistry" in block]
+    exec(example, {})
+
+
+def test_policy_keys_of_the_registry_page_match_the_code() -> None:
+    _, section = (ROOT / "docs" / "registry.md").read_text().split("| key of the policy |")
+    rows = re.findall(r"^\| `(\w+)` \| `?([\w. ]+)`? \|", section.split("\n\n")[0], re.MULTILINE)
+    assert [name for name, _ in rows] == list(ModelPolicy.__struct_fields__)
+    policy = ModelPolicy()
+    assert policy.evidence_max_age_s == float(dict(rows)["evidence_max_age_s"].split()[0]) * 86_400
+    assert (dict(rows)["canary"], float(dict(rows)["rollback_threshold"])) == (policy.canary, policy.rollback_threshold)
+
+
+def test_model_of_the_readme_is_registered(tmp_path: Path) -> None:
+    saves, registers = (
+        next(block for block in blocks(ROOT / "README.md", "python") if text in block)
+        for text in ("forged.checkpoint.save(", "register_model(")
+    )
+    with a_daemon(tmp_path) as environment:
+        run_in(tmp_path, environment, [sys.executable, "-c", saves])
+        assert run_in(tmp_path, environment, [sys.executable, "-c", registers]) == "0.1.0\n"
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/checkpoint.md"])
@@ -407,7 +462,7 @@ def commands_written_about() -> list[str]:
 def spelt_out(command: str) -> list[str]:
     """The arguments of a command as somebody would type them: optional ones given, names put in."""
     plain = re.sub(r"[\[\]]|\.\.\.", "", command)
-    put_in = {"ROLE": "viewer", "role": "viewer", "S": "60", "ID": "7"}
+    put_in = {"ROLE": "viewer", "role": "viewer", "S": "60", "ID": "7", "STATE": "staging"}
     return [put_in.get(word.strip("{}"), word) for word in shlex.split(re.sub(r"\{[^}]*bound[^}]*\}", "", plain))[1:]]
 
 
