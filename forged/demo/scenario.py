@@ -1,4 +1,5 @@
-"""The scenario of `forged demo`: five events during a training run, the proof of its result, and a lost job restored.
+"""The scenario of `forged demo`: five events during a training run, the proof of its result, its model in production,
+and a lost job restored.
 
 Invariants:
 - Every claim is checked, and every figure is measured in this run.
@@ -26,6 +27,7 @@ from forged.demo.checkpoints import FOLDER, SAVE_STEPS, checkpoints, resumed
 from forged.demo.dataset import REPLICATION, SHARDS, misplaced
 from forged.demo.learning import BATCH, SAMPLES, State, Task
 from forged.demo.memory_restore import ALONE_JOB, restore_from_memory
+from forged.demo.model_release import release_model
 from forged.demo.observer import ClusterObserver
 from forged.demo.output import CYAN, DIM, GREEN, RED, Output
 from forged.demo.processes import DaemonProcess, forgectl, nothing_left_behind
@@ -41,11 +43,15 @@ from forged.elastic.messages import (
 )
 from forged.errors import ConfigError, ForgedError
 from forged.phrases import counted
+from forged.registry.messages import ArtifactState
+from forged.registry.model import DeploymentState
 
 DEADLINE_S = 120.0
 """Long enough for a very busy machine."""
 PARTS = 6
 ASK_INTERVAL_S = 0.05
+FIRST_VERSION = "0.1.0"
+"""The version that the registry gives to the first one of a model."""
 TOLERANCE = 1e-9
 """Another order of summation moves the parameters by about 1e-14."""
 PROBLEMS_SHOWN = 5
@@ -93,6 +99,10 @@ class Outcome:
     """Seconds from the kill of a job's only worker until its last copied step was durable."""
     emergency_steps_lost: int | None = None
     """The committed steps that this worker had to repeat."""
+    model_serving: str = ""
+    """The version of the model that serves at the end."""
+    canary_rollback_s: float | None = None
+    """Seconds from the report about a bad canary until the registry had rolled it back."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -144,6 +154,7 @@ class Scenario:
             await self._lose_daemon(client, tcp)
             await self._drain_worker()
             await self._prove(client)
+            await self._release(client)
             await self._restore_from_memory(tcp)
         code = await self._daemon.stop()
         self._check("the daemon stops on request with exit code 0", [] if code == 0 else [f"its exit code is {code}"])
@@ -383,6 +394,19 @@ class Scenario:
             f" result after {counted(steps, 'step')} (largest difference {distance:.1e})",
             [] if distance <= TOLERANCE else [f"a parameter differs by {distance:g}"],
         )
+
+    async def _release(self, client: ForgedClient) -> None:
+        if not self.outcome.checkpoints:
+            return
+        found = await release_model(client, self._observer, self._output, self._directory)
+        self.outcome.model_serving, self.outcome.canary_rollback_s = f"{found.serving}", round(found.rollback_s, 4)
+        canary = found.canary.metadata
+        kept = [] if canary.state is DeploymentState.STAGING else [f"{canary.version} is {canary.state}"]
+        if f"{found.serving}" != FIRST_VERSION:
+            kept.append(f"{found.serving} serves")
+        self._check(f"the registry itself rolled {canary.version} back, and {FIRST_VERSION} serves", kept)
+        damaged = [] if found.files.state is ArtifactState.SOUND else [found.files.problem]
+        self._check(f"every byte of {FIRST_VERSION} is what was registered", damaged)
 
     async def _restore_from_memory(self, endpoint: str) -> None:
         found = await restore_from_memory(self._observer, self._output, self._directory / ALONE_JOB, endpoint)

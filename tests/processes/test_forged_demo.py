@@ -18,6 +18,7 @@ STEPS = "60"
 SAMPLES, BATCH = 2400, 240
 FIGURES = (
     "recovery_s", "join_s", "outage_s", "outage_steps", "rescales", "shards_moved", "final_loss", "reference_loss",
+    "canary_rollback_s",
 )  # fmt: skip
 SKIPS_A_SAMPLE = """
     whole = Training.batch
@@ -101,6 +102,7 @@ def test_json_output_is_one_object(tmp_path: Path) -> None:
     assert all(check["held"] for check in result["checks"])
     assert all(result[name] > 0 for name in FIGURES)
     assert result["steps"] == result["covered"] >= int(STEPS)
+    assert result["model_serving"] == "0.1.0"
     assert result["final_loss"] == pytest.approx(result["reference_loss"], abs=1e-9)
     # To hand shards over and to leave are one.
     assert result["rescales"] == 4
