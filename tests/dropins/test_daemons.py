@@ -15,6 +15,7 @@ import pytest
 from forged.client import EARLIEST, ForgedClient
 from forged.kernel.messages import Record
 from forged.plugins.model import ListPlugins, PluginView, RunPluginCommand
+from forged.registry.messages import ModelPolicy
 from tests.dropins.webhook_receiver import SECRET, WebhookReceiver, listening
 from tests.processes.daemon import DaemonProcess
 
@@ -151,3 +152,33 @@ async def test_operator_sees_plugin_status_and_runs_commands(tmp_path: Path, plu
         # What is checked is used by a daemon at that moment.
         directory.check()
     assert directory.log.with_name("events.jsonl.1").exists()
+
+
+async def test_webhook_delivers_the_facts_of_the_model_registry(tmp_path: Path, plugins: Path, secret: Path) -> None:
+    async with listening(WebhookReceiver()) as receiver:
+        directory = DaemonDirectory(tmp_path, plugins, receiver.url, secret)
+        with directory.daemon():
+            async with directory.client as client:
+                await _release_and_roll_back(client)
+
+            def delivered() -> list[Any]:
+                return [fact for one in receiver.deliveries for fact in one.body["facts"] if "Model" in fact["type"]]
+
+            await receiver.until(lambda: bool(delivered()) and delivered()[-1]["type"] == "ModelRolledBack")
+    assert all(delivery.signed for delivery in receiver.deliveries)
+    rolled_back = delivered()[-1]
+    assert (rolled_back["fact"]["version"], rolled_back["fact"]["to"]) == ([1, 1, 0], [1, 0, 0])
+    assert rolled_back["fact"]["reason"] == "wrong labels"
+    assert {fact["type"] for fact in delivered()} == {
+        "ModelRegistered", "ModelPolicyChanged", "ModelTransitioned", "ModelRolledBack",
+    }  # fmt: skip
+
+
+async def _release_and_roll_back(client: ForgedClient) -> None:
+    """Two versions go into production, and the second one out of it."""
+    for version in ("1.0.0", "1.1.0"):
+        await client.register_model("resnet", version=version, checksum=version)
+        await client.set_model_policy("resnet", ModelPolicy(requires_validation=False))
+        for _ in range(4):
+            await client.promote_model("resnet", version)
+    await client.roll_back_model("resnet", reason="wrong labels")
