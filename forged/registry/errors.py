@@ -109,7 +109,7 @@ def state_changed(
 
 def serves(model_id: str, version: ModelVersion) -> TransitionRefused:
     text = f"version {version} of model {model_id[:SHOWN_CHARS]!r} serves"
-    fix = f"promote another version to production first, or `models rollback {quote(model_id)}`"
+    fix = f"promote another version to production first, or `forgectl models rollback {quote(model_id)}`"
     return about(model_id, version, TransitionRefused("model_serving", text, fix))
 
 

@@ -249,7 +249,8 @@ def _check_file(file: ArtifactFile) -> None:
 
 def checked_lineage(lineage: Lineage) -> Lineage:
     """What a caller says that a version was made from."""
-    check_name("job", lineage.job)
+    if lineage.job:
+        check_name("job", lineage.job)
     checked_metrics(lineage.metrics)
     for name in ("epoch", "step"):
         if not 0 <= (number := getattr(lineage, name)) < 1 << 63:

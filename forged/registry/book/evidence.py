@@ -65,9 +65,9 @@ def needs_evidence(was: DeploymentState, to: DeploymentState) -> bool:
 def missing(record: VersionRecord, policy: ModelPolicy, now: float) -> Missing | None:
     """What a version lacks to be promoted; None if nothing."""
     name = f"{record.model_id}@{record.version}"
-    validate = f"`models validate {name}`, or give a reason to waive it (`--waive`)"
+    validate = f"`forgectl models validate {name}`, or give a reason to waive it (`--waive`)"
     if record.artifact_state in UNSOUND:
-        fix = f"repair the files and `models verify {name}`, or give a reason to waive it (`--waive`)"
+        fix = f"repair the files and `forgectl models verify {name}`, or give a reason to waive it (`--waive`)"
         problem = f": {record.artifact_problem}" if record.artifact_problem else ""
         return Missing(f"its files are {record.artifact_state}{problem}", fix)
     if not policy.requires_validation:

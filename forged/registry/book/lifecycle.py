@@ -139,7 +139,8 @@ class Lifecycle:
         failed = record.version
         if failed != model.serving:
             why = f"{failed} is {record.state}, and neither a canary nor the serving version"
-            raise errors.rollback_refused(model.model_id, failed, why, "use `models transition`")
+            fix = "change its state with `forgectl models transition MODEL@VERSION STATE`"
+            raise errors.rollback_refused(model.model_id, failed, why, fix)
         successor = model.predecessor() if to is None else to
         if successor is None:
             why = f"no version that served before {failed} is in production"
