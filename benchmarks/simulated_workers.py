@@ -14,6 +14,7 @@ import struct
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from random import Random
 from typing import Any
 
 import msgspec
@@ -33,8 +34,10 @@ from forged.elastic.messages import (
 from forged.elastic.model import WorkerId
 from forged.errors import RequestRefused
 from forged.kernel.messages import Fact, Gap, UnknownFact
+from forged.log import SILENT
 from forged.net.protocol import frames
 from forged.net.protocol.messages import SignalMessage, encode
+from forged.worker.registration import persevere
 from forged.worker.worker_state.job_view import FOLLOWED
 
 JOB = "scale"
@@ -81,7 +84,8 @@ class Worker:
         async with self.client.facts(*FOLLOWED, jobs=[JOB]) as facts:
             identity = WorkerId(self.name, HOST, self._port)
             request = JoinJob(JOB, identity, incarnation_of(self.name), settings=settings_for(workers))
-            await self.client.request(request)
+            # As a worker does: with many joining at once the daemon tells some to try again.
+            await persevere(lambda: self.client.request(request), Random(self.name), SILENT)
             joined()
             async for item in facts:
                 if isinstance(item, Gap):
