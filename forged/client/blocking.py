@@ -195,6 +195,7 @@ class BlockingClient(BlockingFacade[ForgedClient]):
     pause_job = blocking(ForgedClient.pause_job)
     resume_job = blocking(ForgedClient.resume_job)
     abort_job = blocking(ForgedClient.abort_job)
+    reopen_job = blocking(ForgedClient.reopen_job)
     rescale_job = blocking(ForgedClient.rescale_job)
     plan_rescale = blocking(ForgedClient.plan_rescale)
 

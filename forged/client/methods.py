@@ -28,6 +28,7 @@ from forged.elastic.messages import (
     ListWorkers,
     PauseJob,
     PlanRescale,
+    ReopenJob,
     RescaleJob,
     RescalePlan,
     ResumeJob,
@@ -194,6 +195,10 @@ class DaemonMethods:
     async def abort_job(self, job: str, reason: str = WISH) -> ControlReply:
         """Abort training; all workers of the job end."""
         return await self.request(AbortJob(job, reason))
+
+    async def reopen_job(self, job: str, reason: str = WISH) -> ControlReply:
+        """Let an aborted job accept workers again; refused for a job that is not aborted."""
+        return await self.request(ReopenJob(job, reason))
 
     async def rescale_job(self, job: str, reason: str = WISH) -> ControlReply:
         """Start a rescale now with the workers that have joined."""

@@ -17,7 +17,7 @@ class Phase(StrEnum):
     """The state of a job's training."""
 
     FORMING = "forming"
-    """No world has been committed yet; the job waits for its first workers."""
+    """No world has been committed since the job was created or reopened; it waits for its first workers."""
     RUNNING = "running"
     """A world trains."""
     RESCALING = "rescaling"
@@ -39,6 +39,7 @@ class Cause(StrEnum):
     TOO_FEW = "too few workers"
     COMPLETED = "completed"
     ABORTED = "aborted"
+    REOPENED = "reopened"
 
 
 TRANSITIONS: Mapping[tuple[Phase, Cause], Phase] = {
@@ -57,6 +58,7 @@ TRANSITIONS: Mapping[tuple[Phase, Cause], Phase] = {
     (Phase.WAITING, Cause.RESCALE_STARTED): Phase.RESCALING,
     (Phase.WAITING, Cause.COMPLETED): Phase.COMPLETED,
     (Phase.WAITING, Cause.ABORTED): Phase.ABORTED,
+    (Phase.ABORTED, Cause.REOPENED): Phase.FORMING,
 }
 
 OVER = frozenset({Phase.COMPLETED, Phase.ABORTED})
@@ -74,8 +76,17 @@ def next_phase(phase: Phase, cause: Cause) -> Phase:
 def require_not_over(job: str, phase: Phase, reason: str) -> None:
     """Refuse a request to a job that is completed or aborted."""
     if phase in OVER:
-        raise RequestRefused(
-            "job_over",
-            f"job {job} is {phase}: {reason}",
-            f"use another job name, or remove this job first: `forgectl jobs rm {job}`",
-        )
+        reopen = f"reopen it for new workers (`forgectl jobs reopen {job}`), or use another job name"
+        fix = reopen if phase is Phase.ABORTED else _start_anew(job)
+        raise RequestRefused("job_over", f"job {job} is {phase}: {reason}", fix)
+
+
+def require_aborted(job: str, phase: Phase) -> None:
+    """Refuse to reopen a job that is not aborted."""
+    if phase is not Phase.ABORTED:
+        fix = _start_anew(job) if phase is Phase.COMPLETED else "start its workers; the job accepts them"
+        raise RequestRefused("job_not_aborted", f"phase of job {job} must be aborted, got {phase}", fix)
+
+
+def _start_anew(job: str) -> str:
+    return f"use another job name, or remove this job first: `forgectl jobs rm {job}`"

@@ -42,6 +42,7 @@ from forged.elastic.messages import (
     ReadAttempt,
     ReadLeave,
     ReadTopology,
+    ReopenJob,
     ReportDeath,
     ReportReady,
     ReportStandstill,
@@ -117,6 +118,7 @@ class ElasticService:
         serve(PauseJob, lambda request, call: self._control(request, JobCoordinator.pause), owner=OWNER)
         serve(ResumeJob, lambda request, call: self._control(request, JobCoordinator.resume), owner=OWNER)
         serve(AbortJob, lambda request, call: self._control(request, JobCoordinator.abort), owner=OWNER)
+        serve(ReopenJob, self._reopen, owner=OWNER)
         serve(RescaleJob, self._rescale, owner=OWNER)
         self._bus.on(JobChanged, self._job_changed, name="elastic.settings", durable=True)
         self._bus.on(JobRemoved, self._job_removed, name="elastic.removal", durable=True)
@@ -390,6 +392,11 @@ class ElasticService:
         has_changed = (coordinator.phase, coordinator.paused) != before
         return self._loop.decide(coordinator, control_reply(coordinator, now.monotonic, changed=has_changed))
 
+    def _reopen(self, request: ReopenJob, call: Call) -> Decision[ControlReply]:
+        decision = self._control(request, JobCoordinator.reopen)
+        self._loop.forget_errors(request.job)
+        return decision
+
     # Changes of jobs.
 
     def _job_changed(self, record: Record) -> Decision[None] | None:
@@ -404,6 +411,7 @@ class ElasticService:
         deleted = self._table.remove(record.job)
         if deleted is None:
             return None
+        self._loop.forget_errors(record.job)
         self._loop.wake()
         return Decision(None, writes=deleted)
 

@@ -60,6 +60,12 @@ class JobEnded(RequestRefused):
     """The job was aborted, removed, or completed before this worker was taken in."""
 
 
+def job_aborted(job: str, reason: str) -> JobEnded:
+    """Names what an operator needs next: why, and how training continues."""
+    fix = f"see `forgectl events --job {job}`; `forgectl jobs reopen {job}` lets new workers continue"
+    return JobEnded("job_aborted", f"the job was aborted: {reason}", fix)
+
+
 def is_temporary(error: ForgedError) -> bool:
     """Whether a later try may succeed; an error in the script or its state stays."""
     return isinstance(error, (Unavailable, PeerError)) or error.code in NEWS_DIFFER

@@ -19,7 +19,7 @@ from forged.kernel.messages import Fact, Gap, Record, UnknownFact
 from forged.worker.catalog.worker_catalog import WorkerCatalog
 from forged.worker.data.shard_holder import ShardHolder
 from forged.worker.drain import Drain
-from forged.worker.errors import JobEnded, WorkerEvicted
+from forged.worker.errors import WorkerEvicted, job_aborted
 from forged.worker.mesh import Mesh
 from forged.worker.registration import HeartbeatSender, Registration
 from forged.worker.worker_state.session_state import SessionState, WorkerSpec
@@ -145,8 +145,7 @@ class FactListener:
             if shown.phase is Phase.COMPLETED:
                 self._view.completed = shown.state.current_step
             else:
-                see = f"see `forgectl events --job {job}`"
-                self._view.end = JobEnded("job_aborted", f"the job was aborted: {shown.reason}", see)
+                self._view.end = job_aborted(job, shown.reason)
         elif error.code == "worker_gone":
             self._view.end = WorkerEvicted(error.message)
         else:

@@ -23,6 +23,7 @@ from forged.data.ownership.ownership import ShardOwnership
 from forged.elastic.messages import (
     JobAborted,
     JobPaused,
+    JobReopened,
     JobResumed,
     JoinJob,
     RescaleStarted,
@@ -166,10 +167,12 @@ class TestTraining:
         client.rescale_job("run", "a test")
         client.evict_worker("run", "w1", "tired")
         client.abort_job("run")
-        wanted = (JobPaused, JobResumed, WorkerDraining, RescaleStarted, WorkerFailed, JobAborted)
+        client.reopen_job("run", "spare hosts")
+        wanted = (JobPaused, JobResumed, WorkerDraining, RescaleStarted, WorkerFailed, JobAborted, JobReopened)
         facts = [item.fact for item in client.past_facts(*wanted) if isinstance(item, Record)]
         reasons = {type(fact): fact.reason for fact in facts if isinstance(fact, wanted)}
-        assert [reasons[kind] for kind in wanted] == ["lunch", "coffee", "upgrade", "a test", "evicted: tired", WISH]
+        told = ["lunch", "coffee", "upgrade", "a test", "evicted: tired", WISH, "spare hosts"]
+        assert [reasons[kind] for kind in wanted] == told
 
     def test_a_job_with_workers_is_removed_by_force_only(self, client: BlockingClient) -> None:
         with pytest.raises(RequestRefused, match="has 2 workers"):

@@ -24,8 +24,8 @@ def test_unlisted_transition_is_refused_by_phase_and_cause(phase: Phase, cause: 
     assert cause.value in refused.value.message
 
 
-def test_nothing_leads_out_of_a_job_that_is_over() -> None:
-    assert not [phase for phase, _ in TRANSITIONS if phase in OVER]
+def test_only_a_reopening_leads_out_of_a_job_that_is_over() -> None:
+    assert [pair for pair in TRANSITIONS if pair[0] in OVER] == [(Phase.ABORTED, Cause.REOPENED)]
 
 
 def test_every_phase_but_the_last_two_can_be_completed_and_given_up() -> None:

@@ -25,6 +25,7 @@ from forged.elastic.messages import (
     EvictWorker,
     JobAborted,
     JobCompleted,
+    JobReopened,
     JobWaiting,
     JoinJob,
     LeaveReply,
@@ -35,6 +36,7 @@ from forged.elastic.messages import (
     Pulse,
     ReadLeave,
     ReadTopology,
+    ReopenJob,
     ReportDeath,
     ReportStandstill,
     ReportUnreachablePeer,
@@ -1104,6 +1106,7 @@ async def test_a_job_without_workers_is_not_trained() -> None:
             PauseJob(JOB),
             ResumeJob(JOB),
             AbortJob(JOB),
+            ReopenJob(JOB),
             RescaleJob(JOB),
             ReportUnreachablePeer(JOB, "a", incarnation("a"), 0),
             ReportStandstill(JOB, "a", incarnation("a"), 0, 1.0),
@@ -1179,6 +1182,25 @@ async def test_control_reply_states_whether_the_job_changed() -> None:
         assert await ask(RescaleJob(JOB)) == ControlReply(True, "", begins)
         assert await ask(AbortJob(JOB, "enough")) == ControlReply(True)
         assert await ask(AbortJob(JOB, "too much")) == ControlReply(False, "enough")
+        missing = "no worker is connected, 2 must join: min_workers is 2"
+        assert await ask(ReopenJob(JOB, "spare hosts")) == ControlReply(True, "", missing)
+
+
+@on_virtual_time
+async def test_reopening_is_recorded_with_operator_and_reason() -> None:
+    async with service_fixture() as fixture:
+        await fixture.form_world("a", "b")
+        await fixture.kernel.bus.ask(AbortJob(JOB, "enough"))
+        operator = Call(OPERATOR, "alice at host-1")
+        await fixture.kernel.bus.ask(ReopenJob(JOB, "spare hosts"), operator)
+        record = fixture.last(JobReopened)
+        assert (record.fact, record.origin) == (JobReopened("spare hosts", 0), "alice at host-1")
+        # An old process learns that it is no longer one of the job's.
+        with pytest.raises(RequestRefused) as refused:
+            await fixture.workers["a"].join(rejoin=True)
+        assert refused.value.code == "worker_gone"
+        assert (await fixture.worker("a", life=2).join()).phase is Phase.FORMING
+        assert len(fixture.facts(WorkerJoined)) == 3
 
 
 @on_virtual_time
@@ -1267,6 +1289,11 @@ async def test_repeated_coordinator_failure_aborts_only_its_job(
         reason = fixture.service.coordinators[JOB].reason
         assert reason.startswith("internal error: the coordinator failed 3 times in a row")
         assert fixture.service.coordinators["other"].phase is Phase.RESCALING
+        monkeypatch.setattr(JobCoordinator, "tick", tick)
+        await fixture.kernel.bus.ask(ReopenJob(JOB))
+        await fixture.start("b")
+        await fixture.wait(31.0)
+        assert fixture.service.coordinators[JOB].phase is Phase.RESCALING, "a reopened job is ticked again"
 
 
 @on_virtual_time

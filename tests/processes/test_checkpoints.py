@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,17 +18,20 @@ from forged.catalog.book import catalog_book
 from forged.catalog.files import file_work
 from forged.catalog.messages import CheckpointFailed, CheckpointRestored, CheckpointsAbandoned
 from forged.catalog.model import CheckpointMeta, CheckpointState
+from forged.checkpoint import load
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
+from forged.elastic.messages import JobAborted, JobReopened, RescaleCompleted
 from tests.checkpoint.test_run_checkpoints import flip_byte
 from tests.client.conftest import threaded_daemon
 from tests.client.threaded_daemon import ThreadedDaemon
 from tests.processes.checkpoint_worker_script import EVERY, FOLDER
 from tests.processes.fork_server import ForkServer
 from tests.processes.training_cluster import FAST_SETTINGS, TIMEOUT_S, TrainingCluster, WorkerProcess, cluster_on
-from tests.processes.worker_script import JOB
+from tests.processes.worker_script import JOB, STOP_FILE
 from tests.worker.catalog.test_worker_catalog import until
 from tests.worker.test_blocking import past
+from tests.worker.trainers import advance
 
 __all__ = ["threaded_daemon"]
 
@@ -54,8 +59,8 @@ class SavingCluster:
         self.folder = cluster.directory / FOLDER
         self.workers: dict[str, SavingWorker] = {}
 
-    async def start(self, *names: str, hold: int = 0, in_background: bool = False, min_workers: int = 1) -> None:
-        config = FAST_SETTINGS | {"min_workers": min_workers}
+    async def start(self, *names: str, hold: int = 0, in_background: bool = False, **settings: Any) -> None:
+        config = FAST_SETTINGS | settings
         options = json.dumps({"hold": hold, "in_background": in_background, "config": config})
         for name in names:
             worker = self.workers[name] = SavingWorker(name, self.cluster.directory)
@@ -137,6 +142,40 @@ async def test_workers_pass_over_a_corrupt_checkpoint_and_training_goes_back(sav
     assert best.step >= newest
     assert not best.abandoned
     await saving.end("c", "d")
+
+
+async def test_reopened_job_resumes_after_all_workers_were_killed(saving: SavingCluster) -> None:
+    settings: dict[str, Any] = {"min_workers": 2, "failure_tolerance_percentage": 20}
+    await saving.start("a", "b", **settings)
+    await saving.until(lambda found: sum(meta.state is COMPLETE for meta in found) >= 3)
+    async with saving.cluster.client() as client, client.facts(JobAborted, jobs=[JOB]) as facts:
+        await saving.end("a", "b")
+        await asyncio.wait_for(anext(facts), TIMEOUT_S)
+        await saving.start("c", **settings)
+        await saving.cluster.until(lambda: saving.workers["c"].code is not None)
+        assert "`forgectl jobs reopen run`" in saving.workers["c"].output
+        before = {meta.checkpoint_id: meta for meta in await saving.known() if meta.state is COMPLETE}
+        newest = max(meta.step for meta in before.values())
+        await client.reopen_job(JOB, "spare hosts")
+    await saving.start("a", "b", **settings)
+    await saving.cluster.until(lambda: all(saving.workers[name].steps for name in "ab"))
+    assert {saving.workers[name].resumed for name in "ab"} == {newest}
+    after = await saving.until(has(newest + 2 * EVERY, COMPLETE))
+    kept = {meta.checkpoint_id: meta for meta in after if meta.checkpoint_id in before}
+    assert {name: (meta.step, meta.state, meta.abandoned) for name, meta in kept.items()} == {
+        name: (meta.step, COMPLETE, False) for name, meta in before.items()
+    }
+    # The workers compare their states with those of an uninterrupted run before each step, and here is the last one.
+    (saving.cluster.directory / STOP_FILE).touch()
+    await saving.cluster.until(lambda: all(saving.workers[name].code is not None for name in "ab"))
+    (finished,) = {saving.workers[name].finished for name in "ab"}
+    assert finished is not None
+    last = max((meta for meta in await saving.known() if meta.state is COMPLETE), key=lambda meta: meta.step)
+    assert last.step > finished - 2 * EVERY
+    assert load(last.storage_path)["model"]["chain"].tolist() == [reduce(advance, range(last.step), 0)]
+    (reopened,) = await saving.cluster.facts(JobReopened)
+    assert reopened.reason == "spare hosts"
+    assert [fact.delta.generation for fact in await saving.cluster.facts(RescaleCompleted)] == [1, 2]
 
 
 async def test_next_worker_resumes_after_a_worker_was_killed_in_a_save(saving: SavingCluster) -> None:

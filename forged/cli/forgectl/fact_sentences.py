@@ -66,6 +66,7 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
     "JobResumed": ("training resumes", ": {reason}"),
     "JobCompleted": ("training is complete", " after step {step}"),
     "JobAborted": ("training is aborted", " after step {step}", ": {reason}"),
+    "JobReopened": ("the job is reopened", " after step {step}", ": {reason}"),
     "DatasetDefined": ("the workers train with {dataset}",),
     "TransfersPlanned": ("attempt {attempt}", ": {totals}"),
     "TransfersCompleted": (

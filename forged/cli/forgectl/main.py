@@ -145,7 +145,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[[Parser], None]], ...] = (
     ("status", "show daemon status", _status_command),
     ("handlers", "list the handlers on the daemon's bus, re-enable a quarantined one", _handlers_command),
     ("plugins", "list, show, enable, disable and run plugins", _from("plugins")),
-    ("jobs", "list, create, show, change and remove jobs; pause, resume, abort and rescale training", _from("jobs")),
+    ("jobs", "list, create, show, change and remove jobs; control their training", _from("jobs")),
     ("workers", "list, show, drain and evict workers", _from("workers")),
     ("plan", "show what a rescale would change", _from("rescale_plan")),
     ("data", "list, show and audit training data", _from("data")),

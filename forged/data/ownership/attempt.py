@@ -165,8 +165,9 @@ class DataAttempt:
 
     @property
     def lacks_shards(self) -> bool:
-        """Whether all members have offered and some shards still have no source."""
-        return self.is_drafted and not self.is_abandoned and (self.plan is None or bool(self.lost_at_origin))
+        """Whether all members have offered and some shards still have no source; not when the attempt has ended."""
+        has_ended = self.is_abandoned or self.is_aborted
+        return self.is_drafted and not has_ended and (self.plan is None or bool(self.lost_at_origin))
 
     @property
     def lost(self) -> LostShards:

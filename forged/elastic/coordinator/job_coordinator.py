@@ -41,7 +41,9 @@ class JobCoordinator(JobState):
         if self.phase is Phase.RESCALING and self.interrupted_attempt < self.attempts:
             self.interrupted_attempt = self.attempts
             self.publish_change(RescaleAborted(self.attempts, "the daemon restarted"))
-        if missing and not (self.rescale_reasons or self.over):
+        # The world of a job that was reopened, and forms, is not to be continued.
+        is_to_continue = not self.over and self.phase is not Phase.FORMING
+        if missing and is_to_continue and not self.rescale_reasons:
             which = f"{missing[0]} is" if len(missing) == 1 else f"{len(missing)} workers are"
             self.rescale_reasons = [f"{which} missing"]
         self.must_stop = bool(self.rescale_reasons)
@@ -211,6 +213,9 @@ class JobCoordinator(JobState):
 
     def abort(self, now: Moment, reason: str) -> None:
         operations.abort(self, reason)
+
+    def reopen(self, now: Moment, reason: str) -> None:
+        operations.reopen(self, now, reason)
 
     # Time.
 

@@ -1,13 +1,15 @@
-"""What operators, and workers for themselves, ask of a job: drain, evict, pause, resume, rescale, abort."""
+"""What operators, and workers for themselves, ask of a job: drain, evict, pause, resume, rescale, abort, reopen."""
 
 from __future__ import annotations
 
 from forged.elastic.coordinator import failures
+from forged.elastic.coordinator.failure_budget import FailureBudget
 from forged.elastic.coordinator.job_state import NEVER, JobState
 from forged.elastic.coordinator.rescale_schedule import drain_at
 from forged.elastic.membership.member import Member
-from forged.elastic.messages import JobPaused, JobResumed, WorkerDraining
+from forged.elastic.messages import JobPaused, JobReopened, JobResumed, WorkerDraining
 from forged.elastic.outbox import Moment
+from forged.elastic.phases import Cause, require_aborted
 from forged.elastic.rescale.attempt import Attempt
 from forged.errors import RequestRefused
 from forged.phrases import OPERATOR_REQUEST, in_words
@@ -85,3 +87,22 @@ def abort(job: JobState, reason: str) -> None:
     """Abort the training by request: that follows from no fact."""
     job.cause_id = 0
     failures.abort(job, reason)
+
+
+def reopen(job: JobState, now: Moment, reason: str) -> None:
+    """Let an aborted job accept workers again, as after its creation; only the worlds and attempts count on.
+
+    The workers that it still has are removed without a fact: `JobAborted` has ended them, and a new process may have
+    the name of one.
+    """
+    require_aborted(job.name, job.phase)
+    reason = in_words(reason, OPERATOR_REQUEST)
+    job.move_to(Cause.REOPENED, reason)
+    for member in list(job.members.values()):
+        job.remove_member(member)
+    job.failure_budget = FailureBudget()
+    job.rescale_reasons, job.must_stop, job.cause_id = [], False, 0
+    job.peer_report_reasons.clear()
+    job.peer_reports.clear()
+    job.failed_join_attempts, job.last_progress_at = 0, now.monotonic
+    job.publish_change(JobReopened(reason, job.step))

@@ -184,3 +184,10 @@ class JobAborted(Fact, frozen=True):
 
     reason: str
     step: int
+
+
+class JobReopened(Fact, frozen=True):
+    """An aborted job accepts workers again; its last world had committed `step`."""
+
+    reason: str
+    step: int

@@ -170,6 +170,13 @@ class AbortJob(Request[ControlReply], frozen=True):
     reason: str = "requested by an operator"
 
 
+class ReopenJob(Request[ControlReply], frozen=True):
+    """Let an aborted job accept workers again; refused for a job that is not aborted."""
+
+    job: str
+    reason: str = "requested by an operator"
+
+
 class RescaleJob(Request[ControlReply], frozen=True):
     """Start a rescale now, with all connected workers; if `synchronous`, all stop for it in either mode."""
 
@@ -228,6 +235,7 @@ OPERATOR_REQUESTS = (
     PauseJob,
     ResumeJob,
     AbortJob,
+    ReopenJob,
     RescaleJob,
     PlanRescale,
 )

@@ -61,6 +61,10 @@ class JobLoop:
         """Compute anew what is due next."""
         self._wake_event.set()
 
+    def forget_errors(self, job: str) -> None:
+        """Tick a job again that was left alone after errors; it was reopened, or another one will have its name."""
+        self._errors.pop(job, None)
+
     # After a call on a coordinator.
 
     def decide(self, coordinator: JobCoordinator, reply: R) -> Decision[R]:

@@ -30,7 +30,7 @@ from forged.elastic.model import ClusterTopology
 from forged.elastic.phases import Phase
 from forged.jobs.model import JobChanged, JobRemoved, SettingValue
 from forged.kernel.messages import Fact, Gap, Record, UnknownFact
-from forged.worker.errors import JobEnded, WorkerEvicted
+from forged.worker.errors import JobEnded, WorkerEvicted, job_aborted
 
 FOLLOWED: tuple[type[Fact], ...] = (
     TransfersPlanned,
@@ -226,8 +226,7 @@ class JobView:
                 self.completed, self.background_attempt = fact.step, 0
             case JobAborted():
                 self.background_attempt = 0
-                see = f"see `forgectl events --job {record.job}`"
-                self.end = JobEnded("job_aborted", f"the job was aborted: {fact.reason}", see)
+                self.end = job_aborted(record.job, fact.reason)
             case JobRemoved():
                 self.background_attempt = 0
                 self.end = JobEnded("job_removed", "the job was removed", "create it again")

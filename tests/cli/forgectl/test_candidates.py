@@ -37,7 +37,10 @@ class TestWithoutADaemon:
         ("typed", "offered"),
         [
             (["pi"], ["ping"]),
-            (["jobs", ""], ["ls", "create", "change", "show", "rm", "pause", "resume", "abort", "rescale", "watch"]),
+            (
+                ["jobs", ""],
+                ["ls", "create", "change", "show", "rm", "pause", "resume", "abort", "reopen", "rescale", "watch"],
+            ),
             (["jobs", "--json", "c"], ["create", "change"]),
             (["--timeout", "3", "plugins", "e"], ["enable"]),
             (["--timeout=3", "plugins", "e"], ["enable"]),

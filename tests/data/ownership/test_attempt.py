@@ -98,3 +98,5 @@ def test_an_attempt_that_was_left_lacks_nothing_any_more() -> None:
     assert attempt.lacks_shards
     attempt.is_abandoned = True
     assert not attempt.lacks_shards
+    attempt.is_abandoned, attempt.is_aborted = False, True
+    assert not attempt.lacks_shards

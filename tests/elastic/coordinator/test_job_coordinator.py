@@ -17,6 +17,7 @@ from forged.elastic.messages import (
     JobAborted,
     JobCompleted,
     JobPaused,
+    JobReopened,
     JobResumed,
     JobWaiting,
     ProgressLost,
@@ -1414,6 +1415,106 @@ def test_nothing_is_decided_when_a_job_is_over() -> None:
         with pytest.raises(RequestRefused) as error:
             act(book.now, "a test")
         assert refusal(error) == "job_over"
+
+
+# Reopening.
+
+
+def aborted(*names: str, **settings: Any) -> Playbook:
+    """A job of which more workers have failed than it tolerates, after its seventh step."""
+    book = formed(*names, failure_tolerance_percentage=0, **settings)
+    book.heartbeat(*names, step=7)
+    book.die(*names[:2])
+    assert book.coordinator.phase is Phase.ABORTED
+    return book
+
+
+def test_reopened_job_takes_new_workers_into_its_next_world() -> None:
+    book = aborted("a", "b")
+    with pytest.raises(RequestRefused) as refused:
+        book.join("c")
+    assert refusal(refused) == "job_over"
+    assert "`forgectl jobs reopen run`" in refused.value.fix
+    book.coordinator.reopen(book.now, "spare hosts")
+    assert book.new_facts() == [JobReopened("spare hosts", 7)]
+    assert (book.coordinator.phase, book.coordinator.generation) == (Phase.FORMING, 1)
+    book.join("c", "d")
+    assert kinds(book.wait(WINDOW_S)) == ["RescaleStarted"], "it waits for all that are started, as a new job does"
+    completed = book.complete_attempt()
+    assert (book.world, completed.attempt, completed.delta.generation) == (["c", "d"], 2, 2)
+    assert (completed.removed, completed.added) == (["a", "b"], ["c", "d"])
+
+
+def test_workers_of_a_reopened_job_bring_the_state_of_a_checkpoint() -> None:
+    book = aborted("a", "b")
+    book.coordinator.reopen(book.now, "")
+    book.join("c")
+    book.wait(WINDOW_S)
+    book.stop("c", stop=StopReport(5, holds_state=True))
+    assert book.last(RescaleCompleted).step == 5
+    assert book.last(ProgressLost) == ProgressLost(2, 5, "no remaining worker holds them")
+
+
+def test_reopened_job_counts_failures_anew() -> None:
+    book = aborted("a", "b", max_consecutive_failures=2)
+    book.coordinator.reopen(book.now, "")
+    book.join("c", "d", "e")
+    book.wait(WINDOW_S)
+    book.complete_attempt()
+    assert kinds(book.die("c")) == ["WorkerFailed"]
+    assert kinds(book.wait(1.0)) == ["RescaleStarted"]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_former_workers_of_a_reopened_job_are_fenced_off(restarted: bool) -> None:
+    book = aborted("a", "b", "c")
+    assert list(book.coordinator.members) == ["c"]
+    book.coordinator.reopen(book.now, "")
+    assert book.join("c", life=2)[-1] == WorkerJoined(worker_of("c"))
+    if restarted:
+        book.restart()
+        book.reconnect("c")
+    book.new_facts()
+    old = incarnation("c", 1)
+    book.coordinator.heartbeat(Heartbeat(JOB, "c", old, 99, 99), book.now)
+    book.coordinator.pulse(Pulse(JOB, "c", old, 1.0, 99, 99), book.now)
+    book.coordinator.peer_report("c", old, 1, book.now, peer="", reason="")
+    assert book.leave("c", done=True, step=99) == []
+    assert book.die("c") == []
+    with pytest.raises(RequestRefused):
+        book.coordinator.stopped("c", old, 1, StopReport(99, holds_state=True), book.now)
+    assert (list(book.coordinator.members), book.coordinator.step) == (["c"], 7)
+
+
+def test_reopened_job_survives_a_restart_and_waits_for_its_first_worker() -> None:
+    book = aborted("a", "b", "c", min_workers_timeout_ms=60_000)
+    book.coordinator.reopen(book.now, "")
+    book.restart()
+    assert (book.coordinator.phase, book.coordinator.rescale_reasons) == (Phase.FORMING, [])
+    assert book.coordinator.due_at() == float("inf")
+    book.join("d")
+    assert kinds(book.wait(WINDOW_S)) == ["RescaleStarted"]
+
+
+def test_paused_job_is_reopened_as_it_was_paused() -> None:
+    book = formed("a", "b")
+    book.coordinator.pause(book.now, "night")
+    book.coordinator.abort(book.now, "enough")
+    book.coordinator.reopen(book.now, "")
+    assert (book.coordinator.paused, book.coordinator.pause_reason) == (True, "night")
+
+
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.ABORTED])
+def test_only_an_aborted_job_is_reopened(phase: Phase) -> None:
+    book = formed("a", "b")
+    book.coordinator.phase = phase
+    book.new_facts()
+    with pytest.raises(RequestRefused) as refused:
+        book.coordinator.reopen(book.now, "")
+    assert refusal(refused) == "job_not_aborted"
+    assert refused.value.message == f"phase of job run must be aborted, got {phase}"
+    assert ("forgectl jobs rm run" in refused.value.fix) == (phase is Phase.COMPLETED)
+    assert (book.new_facts(), list(book.coordinator.members)) == ([], ["a", "b"])
 
 
 def test_worker_that_goes_from_a_job_that_is_over_is_forgotten() -> None:

@@ -22,6 +22,7 @@ from forged.elastic.messages import (
     Heartbeat,
     JobAborted,
     JobCompleted,
+    JobReopened,
     Pulse,
     RescaleAborted,
     RescaleCompleted,
@@ -437,6 +438,13 @@ class Histories(RuleBasedStateMachine):
             assert refused(lambda: self.coordinator.abort(self.now, "")) == ("job_over" if is_done else "")
             self.settle()
 
+    @rule()
+    def reopen(self) -> None:
+        """Workers that live on are heard no more, and new ones may have their names."""
+        expected = "" if self.phase is Phase.ABORTED else "job_not_aborted"
+        assert refused(lambda: self.coordinator.reopen(self.now, "")) == expected
+        self.settle()
+
     # Time, and what happens to the daemon.
 
     @rule(seconds=st.sampled_from([0.05, 0.3, 2.0, 4.0, 11.0]))
@@ -514,6 +522,10 @@ class Histories(RuleBasedStateMachine):
             case JobCompleted() | JobAborted():
                 assert not self.told.over
                 self.told.over = True
+            case JobReopened():
+                assert self.told.over
+                assert not self.coordinator.members, "its workers are fenced off"
+                self.told.over = False
             case WorkerFailed():
                 ranks = {worker.id: rank for rank, worker in enumerate(self.told.topology.workers)}
                 assert fact.rank in {-1, ranks.get(fact.worker_id, -1)}

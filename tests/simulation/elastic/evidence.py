@@ -133,5 +133,5 @@ class Evidence:
 
     def _is_short(self, truth: Truth) -> bool:
         if truth.waiting_since is None:
-            return not truth.worlds
+            return truth.generation == truth.reopened_after
         return self._now() - truth.waiting_since >= truth.config.min_workers_timeout_s - TOLD_LATE_S

@@ -22,9 +22,11 @@ from forged.elastic.messages import (
     DrainWorker,
     EvictWorker,
     Heartbeat,
+    JobAborted,
     LeaveJob,
     PauseJob,
     Pulse,
+    ReopenJob,
     ReportReady,
     ReportStopped,
     ReportUnreachablePeer,
@@ -64,6 +66,9 @@ STEPS_AHEAD = (0, 1, 5, 500, FALSE_STEPS)
 """How far ahead of the committed steps it says that it is."""
 LIVES_ON_S = (0.0, 5.0)
 """How long its process goes on after that."""
+REOPENED = 0.5
+"""How often an operator reopens a job that is aborted."""
+REOPENED_AFTER_S = (0.0, 0.5, 5.0)
 STALE_MESSAGES_MAX = 5
 VALID_REFUSALS = frozenset({"job_untrained", "worker_unknown", "job_over", "workers_none", "job_unknown"})
 """What an operator may be told at any time."""
@@ -87,6 +92,7 @@ class FaultInjector:
         """Whether whole worlds are drained when a joiner comes."""
         self._rotting = Random(f"rot {world.seed}")
         self._lying = Random(f"lies {world.seed}")
+        self._reopening = Random(f"reopenings {world.seed}")
         self._liars: dict[str, Process] = {}
         self._flapping: dict[tuple[str, int], float] = {}
         """Until when processes of a slot die early."""
@@ -151,6 +157,8 @@ class FaultInjector:
         world = self._world
         if self._relieves and isinstance(fact, WorkerJoined) and world.faults_active and self._random.random() < 0.5:
             world.start(partial(self._drain_world, job))
+        if isinstance(fact, JobAborted) and world.faults_active and self._reopening.random() < REOPENED:
+            world.start(partial(self._reopen, job, self._reopening.choice(REOPENED_AFTER_S)))
         if not (self._ambushes and world.faults_active and isinstance(fact, MOMENTS) and self._random.random() < 0.25):
             return
         victim = self._affected(fact, job)
@@ -478,6 +486,19 @@ class FaultInjector:
                     await self.request(operator, DrainWorker(job, worker.id))
         except Unavailable as error:
             world.note(f"a drain of all workers was answered with {error.code}")
+
+    async def _reopen(self, job: str, after_s: float) -> None:
+        """Reopen an aborted job, before or after its workers have ended."""
+        world = self._world
+        await anyio.sleep(after_s)
+        source = Random(self._reopening.getrandbits(64))
+        world.note(f"the operator reopens {job}")
+        world.oracle.truths[job].reopening_wanted = True
+        try:
+            async with world.client(world.network.host("operator"), source) as operator:
+                await self._ask(operator, ReopenJob(job), VALID_REFUSALS | {"job_not_aborted"})
+        except Unavailable as error:
+            world.note(f"a reopening was answered with {error.code}")
 
     async def request(self, operator: ForgedClient, request: Request[Any]) -> bool:
         """Ask for something as an operator; tells whether it was answered."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from forged.elastic.coordinator import completion, failures, records, rescaling
+from forged.elastic.coordinator import completion, failures, operations, records, rescaling
 from forged.elastic.coordinator.job_coordinator import JobCoordinator
 from forged.elastic.coordinator.job_state import JobState
 from forged.elastic.coordinator.step_witnesses import StepWitnesses
@@ -190,6 +190,33 @@ def tolerate_every_failure() -> Iterator[None]:
 
 
 @contextmanager
+def count_failures_before_a_reopening() -> Iterator[None]:
+    """A reopened job begins with the failures for which it was aborted."""
+    reopen = operations.reopen
+
+    def unforgiving(job: JobState, *what: Any) -> None:
+        budget = job.failure_budget
+        reopen(job, *what)
+        job.failure_budget = budget
+
+    with patch.object(operations, "reopen", unforgiving):
+        yield
+
+
+@contextmanager
+def keep_workers_over_a_reopening() -> Iterator[None]:
+    """A reopened job counts on the workers that it had when it was aborted."""
+    reopen = operations.reopen
+
+    def trusting(job: JobState, *what: Any) -> None:
+        with patch.object(job, "remove_member", lambda member: None):
+            reopen(job, *what)
+
+    with patch.object(operations, "reopen", trusting):
+        yield
+
+
+@contextmanager
 def forget_what_was_finished() -> Iterator[None]:
     """A worker that has finished a step which may not count says nothing of it."""
     stop: Callable[[TrainingProgress], StopReport] = vars(TrainingProgress)["stop_report"].fget
@@ -345,6 +372,8 @@ MUTANTS: dict[str, Mutant] = {
         give_no_grace,
         turn_the_ranks_around,
         tolerate_every_failure,
+        count_failures_before_a_reopening,
+        keep_workers_over_a_reopening,
         forget_what_was_finished,
         answer_without_the_state,
         believe_every_heartbeat,
@@ -374,6 +403,8 @@ BREAKS: dict[str, Promise] = {
     "give_no_grace": Promise.EVIDENCE,
     "turn_the_ranks_around": Promise.ORDER_KEPT,
     "tolerate_every_failure": Promise.TOLERANCE,
+    "count_failures_before_a_reopening": Promise.TOLERANCE,
+    "keep_workers_over_a_reopening": Promise.MEMBERS,
     "forget_what_was_finished": Promise.STATE,
     "answer_without_the_state": Promise.STATE,
     "believe_every_heartbeat": Promise.STEPS,

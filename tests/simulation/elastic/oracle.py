@@ -18,6 +18,7 @@ from forged.elastic.messages import (
     JobAborted,
     JobCompleted,
     JobPaused,
+    JobReopened,
     JobResumed,
     JobWaiting,
     ProgressLost,
@@ -301,6 +302,20 @@ class ElasticOracle:
         if fact.step > truth.steps_heard_of:
             self.breach(Promise.STEPS, f"{truth.job} is aborted behind {fact.step}, {truth.steps_heard_of} committed")
         truth.reason = fact.reason
+
+    @take.register
+    def _reopened(self, fact: JobReopened, truth: Truth) -> None:
+        """The job begins anew, but for its worlds; its workers are gone without a fact about each."""
+        self._go_on(truth, Cause.REOPENED, fact)
+        if not truth.reopening_wanted:
+            self.breach(Promise.TOLERANCE, f"{truth.job} was reopened, and no operator has asked for it")
+        if fact.step > truth.steps_heard_of:
+            self.breach(Promise.STEPS, f"{truth.job} is reopened behind {fact.step}, {truth.steps_heard_of} committed")
+        truth.gone.update(truth.members.values())
+        truth.members.clear()
+        truth.failures, truth.waiting_since, truth.reason = 0, None, ""
+        truth.failed_behind.clear()
+        truth.reopening_wanted, truth.reopened_after = False, truth.generation
 
     @take.register
     def _lost(self, fact: ProgressLost, truth: Truth) -> None:

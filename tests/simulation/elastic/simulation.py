@@ -252,7 +252,11 @@ class ElasticWorld(Simulation):
         """Keep a worker running here, with breaks."""
         truth, life = self.oracle.truths[job.name], 0
         await anyio.sleep(self.random.choice((0.0, 0.5, 10.0)) * self.random.random())
-        while truth.phase not in OVER and not self.over:
+        while not self.over:
+            if truth.phase in OVER:
+                # It may be reopened.
+                await anyio.sleep(0.5)
+                continue
             life += 1
             process = self._process(job, slot, life)
             self.processes.append(process)

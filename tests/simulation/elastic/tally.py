@@ -9,6 +9,7 @@ from collections import Counter
 
 from forged.elastic.messages import (
     JobAborted,
+    JobReopened,
     JobWaiting,
     RescaleAborted,
     RescaleCompleted,
@@ -31,6 +32,9 @@ MUST_HAPPEN = (
     "a job waits too long",
     "too many of a world fail",
     "too many fail in a row",
+    "a job is reopened",
+    "a job is reopened while workers of it are registered",
+    "a reopened job trains",
     "workers are parted, all reach the daemon",
     "workers are parted, some reach the daemon",
     "workers are parted, none reach the daemon",
@@ -81,6 +85,7 @@ class Tally(Counter[str]):
             case RescaleCompleted():
                 stops = "without" if fact.step is None else "with"
                 self["worlds"] += 1
+                self["a reopened job trains"] += 0 < truth.reopened_after == truth.generation
                 self[f"a world is committed {stops} a stop"] += 1
                 self["a transfer is slow"] += truth.synchronising and fact.took_s > SLOW_S
                 self["data moves while training goes on"] += truth.in_background
@@ -93,6 +98,9 @@ class Tally(Counter[str]):
                 self["a job waits for workers"] += 1
             case JobAborted(reason=reason):
                 self._aborted(reason)
+            case JobReopened():
+                self["a job is reopened"] += 1
+                self["a job is reopened while workers of it are registered"] += bool(truth.members)
             case WorkerFailed(rank=rank, reason=reason):
                 self["workers failed"] += 1
                 self["a joiner does not become ready"] += rank < 0 and reason.startswith("no answer in attempt")

@@ -196,6 +196,10 @@ class Truth:
     """The members that have said that training is complete while it was not, and after which step."""
     waiting_since: float | None = None
     abort_wanted: bool = False
+    reopening_wanted: bool = False
+    """Whether an operator has asked for a reopening that has not taken effect."""
+    reopened_after: int = 0
+    """The generation of the last world before the job was reopened; 0 before that."""
     evictions_wanted: set[str] = field(default_factory=set)
     """The names with a requested eviction; it may arrive late, at the next worker of that name."""
     data_lost: bool = False

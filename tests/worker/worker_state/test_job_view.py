@@ -410,6 +410,12 @@ class TestTheEnd:
         assert isinstance(listener.view.end, kind)
         assert listener.view.end.code == code
 
+    def test_abort_names_the_command_that_lets_new_workers_continue(self) -> None:
+        listener = Listener(A, ME)
+        listener.hear(JobAborted("too many", 7))
+        assert isinstance(listener.view.end, JobEnded)
+        assert "`forgectl jobs reopen run`" in listener.view.end.fix
+
     @pytest.mark.parametrize(
         "fact", [WorkerFailed("me", 1, "dead"), WorkerDraining("me", "go"), JobAborted("x", 1), JobRemoved("run")]
     )

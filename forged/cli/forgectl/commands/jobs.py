@@ -146,6 +146,10 @@ def _abort(options: Options) -> int:
     return _control(options, "AbortJob", _aborted)
 
 
+def _reopen(options: Options) -> int:
+    return _control(options, "ReopenJob", _reopened)
+
+
 def _rescale(options: Options) -> int:
     return _control(options, "RescaleJob", _rescaled)
 
@@ -154,6 +158,7 @@ _CONTROL_VERBS = (
     ("pause", _pause, "pause training after the current step"),
     ("resume", _resume, "resume paused training"),
     ("abort", _abort, "abort training; all workers of the job end"),
+    ("reopen", _reopen, "let an aborted job accept workers again"),
     ("rescale", _rescale, "start a rescale now with the workers that have joined"),
 )
 
@@ -186,7 +191,11 @@ def _resumed(reply: Row) -> str:
 def _aborted(reply: Row) -> str:
     if not _has_changed(reply):
         return f"training was already aborted{_because(reply)}"
-    return "training is aborted and its workers end; its history is kept"
+    return "training is aborted and its workers end; `forgectl jobs reopen` lets new ones continue"
+
+
+def _reopened(reply: Row) -> str:
+    return f"the job accepts workers again{_stalled(reply)}"
 
 
 def _rescaled(reply: Row) -> str:

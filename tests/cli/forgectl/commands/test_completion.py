@@ -60,7 +60,7 @@ class TestBash:
         ("line", "offered"),
         [
             ("forgectl sta", ["status"]),
-            ("forgectl jobs r", ["rm", "resume", "rescale"]),
+            ("forgectl jobs r", ["rm", "resume", "reopen", "rescale"]),
             ("forgectl jobs show ", ["alpha", "beta"]),
             ("forgectl jobs   show   al", ["alpha"]),
             ("forgectl events --job=b", ["beta"]),

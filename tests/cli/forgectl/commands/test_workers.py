@@ -59,7 +59,8 @@ def answers() -> dict[str, Any]:
         "ListWorkers": {"workers": [W0, W1], "more": False},
         "ShowWorker": W0,
         "ShowCluster": RUNNING,
-        "DrainWorker": {}, "EvictWorker": {}, "PauseJob": {}, "ResumeJob": {}, "AbortJob": {}, "RescaleJob": {},
+        "DrainWorker": {}, "EvictWorker": {}, "PauseJob": {}, "ResumeJob": {}, "AbortJob": {},
+        "ReopenJob": {}, "RescaleJob": {},
     }  # fmt: skip
 
 
@@ -243,7 +244,13 @@ class TestWorker:
 class TestJobs:
     @pytest.mark.parametrize(
         ("verb", "method"),
-        [("pause", "PauseJob"), ("resume", "ResumeJob"), ("abort", "AbortJob"), ("rescale", "RescaleJob")],
+        [
+            ("pause", "PauseJob"),
+            ("resume", "ResumeJob"),
+            ("abort", "AbortJob"),
+            ("reopen", "ReopenJob"),
+            ("rescale", "RescaleJob"),
+        ],
     )
     def test_control_commands_send_an_optional_reason(
         self, daemon: ScriptedDaemon, capsys: Caught, verb: str, method: str
@@ -266,7 +273,9 @@ class TestJobs:
             ),
             ("resume", {"changed": False, "stall_report": ""}, "training was not paused"),
             ("resume", {"changed": False, "stall_report": "1 worker waits"}, "training was not paused; 1 worker waits"),
-            ("abort", {}, "training is aborted and its workers end; its history is kept"),
+            ("abort", {}, "training is aborted and its workers end; `forgectl jobs reopen` lets new ones continue"),
+            ("reopen", {}, "the job accepts workers again"),
+            ("reopen", {"stall_report": "2 must join"}, "the job accepts workers again; 2 must join"),
             ("abort", {"changed": False, "reason": "enough"}, "training was already aborted: enough"),
             ("rescale", {}, "a rescale starts; follow it with `forgectl jobs watch`"),
             ("rescale", {"changed": False, "stall_report": "1 worker waits"}, "no rescale starts now; 1 worker waits"),
@@ -281,7 +290,7 @@ class TestJobs:
         reply: dict[str, Any],
         said: str,
     ) -> None:
-        answers |= dict.fromkeys(("PauseJob", "ResumeJob", "AbortJob", "RescaleJob"), reply)
+        answers |= dict.fromkeys(("PauseJob", "ResumeJob", "AbortJob", "ReopenJob", "RescaleJob"), reply)
         assert daemon.run(f"jobs {verb} run", capsys) == (0, f"run: {said}\n", "")
         assert daemon.json(f"jobs {verb} run", capsys) == reply
 
@@ -651,6 +660,7 @@ class TestFactSentences:
             ),
             ("JobWaiting", {"workers": 1, "needed": 2}, "training waits: 1 worker available, 2 required"),
             ("JobAborted", {"reason": "enough", "step": 0}, "training is aborted after step 0: enough"),
+            ("JobReopened", {"reason": "spare hosts", "step": 7}, "the job is reopened after step 7: spare hosts"),
             (
                 "CheckpointStarted",
                 SAVING | {"parent_id": None, "worker_id": "", "reason": ""},
@@ -775,7 +785,7 @@ class TestFactSentences:
     @pytest.mark.parametrize("fact", [{}, {"mood": "good"}])
     def test_a_fact_without_its_main_field_has_no_sentence(self, kind: Any, fact: dict[str, Any]) -> None:
         said = fact_sentences.in_words(kind, fact)
-        assert said is None or kind in ("JobPaused", "JobResumed", "JobCompleted", "JobAborted")
+        assert said is None or kind in ("JobPaused", "JobResumed", "JobCompleted", "JobAborted", "JobReopened")
 
     @pytest.mark.parametrize("kind", fact_sentences._CLAUSES)
     @pytest.mark.parametrize("value", [None, 7, -1, 0.5, True, "", "x", b"x", [], [[1], {}], {"pieces": [[1, 2], [3]]}])
@@ -884,6 +894,14 @@ class TestRealDaemon:
         assert "attempt 2 to rescale to 2 workers: a test" in ctl("events")[1]
         assert ctl("jobs abort run")[0] == 0
         assert ctl("jobs watch run")[1].startswith("aborted: generation 1")
+
+    def test_aborted_job_is_reopened_and_no_other(self, ctl: Ctl) -> None:
+        code, _, err = ctl("jobs reopen run")
+        assert (code, "phase of job run must be aborted, got running" in err) == (3, True)
+        ctl("jobs abort run")
+        assert ctl("jobs reopen run --reason 'spare hosts'")[1].startswith("run: the job accepts workers again; ")
+        assert json.loads(ctl("jobs show run --json")[1])["training"]["phase"] == "forming"
+        assert "the job is reopened after step 0: spare hosts" in ctl("events")[1]
 
     def test_training_pauses_and_resumes(self, ctl: Ctl) -> None:
         assert ctl("jobs pause run")[0] == 0
