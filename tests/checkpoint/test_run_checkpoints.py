@@ -233,9 +233,11 @@ def test_killed_run_resumes_from_the_last_step_that_it_reported(tmp_path: Path) 
             [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as running:
             assert running.stdout is not None
+            assert running.stderr is not None
             lines = [running.stdout.readline() for _ in range(saves)]
             running.kill()
-            rest, errors = running.communicate()
+            # Not `communicate`, which leaves out what `readline` has buffered.
+            rest, errors = running.stdout.read(), running.stderr.read()
         assert "" not in lines, errors
         # The checkpoint of the step that was not reported any more may exist.
         assert int(lines[0]) in {reported + 1, reported + 2}
