@@ -209,6 +209,9 @@ class CatalogService:
     # Requests of operators and viewers.
 
     def _find(self, request: FindRestorePoints, call: Call) -> RestorePoints:
+        if self.book.index.run(request.job) is None:
+            # A removed job whose checkpoints are kept is not refused. An empty answer to a wrong name would mislead.
+            self._bus.dispatcher.require_job(request.job)
         return self._questions.find(request, self._jobs.step(request.job))
 
     def _list(self, request: ListCheckpoints, call: Call) -> CheckpointPage:

@@ -368,7 +368,7 @@ async def test_restore_points_are_limited_to_a_folder() -> None:
         elsewhere = await one.points(folder="/elsewhere")
         assert [p.meta.step for p in elsewhere.points] == [2]
         assert [(e.step, e.storage_path) for e in elsewhere.excluded] == [(3, "/elsewhere/step-3")]
-        assert (await one.points("no such job")).points == []
+        assert await refused(one.points("no such job")) == "job_unknown"
 
 
 @on_virtual_time
@@ -381,6 +381,7 @@ async def test_removed_job_loses_its_records_except_what_is_kept() -> None:
         await one.ask(RemoveJob(JOB), OPERATOR)
         await one.kernel.settle()
         assert await one.listed() == {2: "complete", 1: "complete"}
+        assert [point.meta.step for point in (await one.points()).points] == [2, 1]
         assert one.kernel.facts(CheckpointCollected) == []
         assert (await one.ask(CollectCheckpoints(JOB), OPERATOR)).collected == []
         assert await refused(one.start(4)) == "job_unknown"

@@ -24,8 +24,6 @@ YIELDING = ("chain", "size", "reason")
 def show_restore_points(options: Options) -> int:
     with DaemonConnection(options) as daemon:
         reply = answers.one(daemon, "FindRestorePoints", job=options.job, **_criteria(options))
-        if not (answers.rows_in(reply, "points") or answers.rows_in(reply, "excluded")):
-            names.require_job(daemon, options.job)
     answer(options, reply, lambda: _show(options, reply))
     return EXIT_OK if answers.rows_in(reply, "points") else EXIT_FAILED
 

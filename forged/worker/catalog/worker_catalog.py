@@ -35,7 +35,7 @@ from forged.catalog.messages import (
 from forged.catalog.model import CheckpointState, CheckpointType
 from forged.clock import Clock
 from forged.elastic.messages import WorkerDraining, WorkerFailed, WorkerLeft
-from forged.errors import ForgedError
+from forged.errors import ForgedError, RequestRefused
 from forged.kernel.messages import Fact, Gap, UnknownFact
 from forged.log import Log
 from forged.worker.catalog.deletions import Deletions
@@ -232,9 +232,8 @@ class WorkerCatalog:
         if now < self._asked_again_at:
             return False
         folder = storage_path.rpartition("/")[0]
-        wanted = FindRestorePoints(session.registration.job, folder, max_step=step)
         try:
-            self._note_all(await session.registration.ask(wanted, ANSWER_S))
+            self._note_all(await _restore_points(session, folder, step))
         except ForgedError:
             # Each question takes its time, and there may be many.
             self._asked_again_at = now + ASK_AGAIN_S
@@ -252,7 +251,7 @@ class WorkerCatalog:
 
         async def ask() -> RestorePoints | str:
             try:
-                return await session.registration.ask(FindRestorePoints(session.registration.job, folder), ANSWER_S)
+                return await _restore_points(session, folder)
             except ForgedError as error:
                 return error.message
 
@@ -408,3 +407,15 @@ class WorkerCatalog:
         except RuntimeError:
             return False
         return True
+
+
+async def _restore_points(session: _Session, folder: str, max_step: int | None = None) -> RestorePoints:
+    """The catalogue's answer. A job that no worker has joined yet may not exist: it has no checkpoints."""
+    try:
+        return await session.registration.ask(
+            FindRestorePoints(session.registration.job, folder, max_step=max_step), ANSWER_S
+        )
+    except RequestRefused as error:
+        if error.code != "job_unknown":
+            raise
+        return RestorePoints([], [])

@@ -113,6 +113,10 @@ class Reading:
             found = await self._client.request(FindRestorePoints(self._job), timeout_s=ASK_FOR_S)
         except Unavailable:
             return None
+        except RequestRefused as error:
+            if error.code != "job_unknown":
+                raise
+            return None
         self._oracle.found(self._job, found, asked_at)
         return found.points
 
