@@ -28,6 +28,11 @@ def find(daemon: PlainConnection, job: str, name: str) -> Row:
     return show(daemon, job, _matching(daemon, job, name))
 
 
+def path_of(daemon: PlainConnection, job: str, name: str) -> str:
+    """Where the named checkpoint is stored, as its writer has named the place."""
+    return f"{answers.map_in(find(daemon, job, name), 'meta').get('storage_path')}"
+
+
 def show(daemon: PlainConnection, job: str, checkpoint_id: Any) -> Row:
     """The reply of `ShowCheckpoint`."""
     return answers.one(daemon, "ShowCheckpoint", job=job, checkpoint_id=checkpoint_id)

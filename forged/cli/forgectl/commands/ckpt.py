@@ -69,9 +69,13 @@ def _inspecting(verbs: Any) -> None:
     positional(showing, "where", "WHERE")
     _tensors(showing)
     _optional_job(showing)
-    verifying = _verb(verbs, "verify", _verify, "compare every byte of a checkpoint with its checksum")
+    verifying = verb(
+        verbs, "verify", _verify, "compare every byte of a checkpoint with its checksum",
+        common=with_or_without_daemon(),
+    )  # fmt: skip
     positional(verifying, "where", "WHERE")
     verifying.add_argument("--all", action="store_true", help="check all checkpoints in the folder WHERE")
+    _optional_job(verifying)
     comparing = _verb(verbs, "diff", _diff, "show the differences between two checkpoints")
     positional(comparing, "a", "A")
     positional(comparing, "b", "B")
@@ -223,18 +227,25 @@ def _remove(options: Options) -> int:
     return remove_at_path(options)
 
 
+def _verify(options: Options) -> int:
+    from forged.cli.ckpt.verify import verify
+
+    if options.job:
+        from forged.cli.catalog.names import path_of
+        from forged.cli.forgectl.connection import DaemonConnection
+
+        _refuse_with_job(options.all, "--all", "one checkpoint of the catalogue is named")
+        with DaemonConnection(options) as daemon:
+            options.where = path_of(daemon, options.job, options.where)
+    return verify(options)
+
+
 def _refuse_with_job(given: object, option: str, reason: str) -> None:
     if given:
         raise ConfigError("usage_wrong", f"{option} and --job are both given: {reason}", "omit one of them")
 
 
 # Commands about a path or URL.
-
-
-def _verify(options: Options) -> int:
-    from forged.cli.ckpt.verify import verify
-
-    return verify(options)
 
 
 def _diff(options: Options) -> int:

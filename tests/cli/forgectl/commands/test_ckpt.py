@@ -33,7 +33,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     "line",
     [
         "nonsense", "ls a b", "show", "show a b", "verify", "diff a", "cat a", "cat a b --rank x", "cat a b --rank -1",
-        "convert a", "convert a b --format zip", "rm", "verify a --socket /x", "diff a b --endpoint tcp://h:1",
+        "convert a", "convert a b --format zip", "rm", "diff a b --socket /x", "diff a b --endpoint tcp://h:1",
         "verify a --timeout 0", "show a --tensors", "cat a b --out", "gc", "pin a", "pin --job a", "adopt a",
         "estimate a", "compact", "restore-point", "restore-point --job a --max-step -1",
         "restore-point --job a --max-epoch x",
@@ -61,7 +61,7 @@ def test_daemon_options_before_the_command_are_ignored(
 
 
 @pytest.mark.parametrize(
-    ("line", "asks_a_daemon"), [("", True), ("ls", True), ("gc", True), ("verify", False), ("convert", False)]
+    ("line", "asks_a_daemon"), [("", True), ("ls", True), ("gc", True), ("verify", True), ("diff", False)]
 )
 def test_help_lists_daemon_options_where_a_daemon_can_be_asked(line: str, asks_a_daemon: bool, capsys: Caught) -> None:
     with pytest.raises(SystemExit):
