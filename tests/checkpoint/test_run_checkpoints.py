@@ -529,7 +529,7 @@ def test_background_save_that_lost_a_rank_does_not_fail_the_next_save(
         checkpoints = Checkpoints(tmp_path, in_background=True, logger=log)
     assert checkpoints.save(1, state_after(1)) == "step-00000001"
     with pytest.raises(CheckpointException):
-        checkpoints.aio._handles[0]._committed.result(60)
+        checkpoints.aio._saves.handles[0]._committed.result(60)
     failing._fault = lambda number, what, done: None
     assert checkpoints.save(2, state_after(2)) == "step-00000002"
     checkpoints.close()
@@ -544,7 +544,7 @@ def test_step_whose_background_save_has_failed_is_saved_again(tmp_path: Path, mo
         checkpoints = Checkpoints(tmp_path, in_background=True, logger=None)
     checkpoints.save(1, state_after(1))
     with pytest.raises(CheckpointException):
-        checkpoints.aio._handles[0]._committed.result(60)
+        checkpoints.aio._saves.handles[0]._committed.result(60)
     failing._fault = lambda number, what, done: None
     assert checkpoints.save(1, state_after(1)) == "step-00000001"
     checkpoints.close()
@@ -797,7 +797,7 @@ def test_incremental_checkpoints_build_on_the_latest_one(tmp_path: Path, in_back
     with Checkpoints(tmp_path, incremental=True, chain_max=3, in_background=in_background) as checkpoints:
         for step in range(1, 6):
             checkpoints.save(step, rows_after(step))
-            for handle in checkpoints.aio._handles:
+            for handle in checkpoints.aio._saves.handles:
                 handle.result(60.0)
     assert chains_in(tmp_path) == [["1"], ["1", "2"], ["1", "2", "3"], ["4"], ["4", "5"]]
     for step in range(5, 0, -1):

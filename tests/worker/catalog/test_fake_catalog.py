@@ -337,4 +337,4 @@ async def test_failures_and_drains_are_measured() -> None:
 
 def test_checkpoints_alone_have_no_catalogue(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.aio._catalog is None
+        assert checkpoints.aio._context.catalog is None
