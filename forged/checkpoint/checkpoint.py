@@ -37,12 +37,12 @@ from forged.checkpoint.model import (
 from forged.checkpoint.ports import CancelToken, ObservedSave, SaveObserver, Storage, bounded
 from forged.checkpoint.rank_group import RankGroup, SingleProcess, as_coordinator
 from forged.checkpoint.saving.background import BUSY, BackgroundSaver, SaveHandle
+from forged.checkpoint.saving.files.slots import Slots
+from forged.checkpoint.saving.files.staging import StagingMemory
 from forged.checkpoint.saving.pipeline import SaveContext, Saver
 from forged.checkpoint.saving.publication import EXISTS
 from forged.checkpoint.saving.rank_save import RankSave, RunInfo
 from forged.checkpoint.saving.save_report import SaveReport
-from forged.checkpoint.saving.slots import Slots
-from forged.checkpoint.saving.staging import StagingMemory
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.ancestry import AncestryCache
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler

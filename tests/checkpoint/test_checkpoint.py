@@ -201,7 +201,9 @@ async def test_prepared_memory_suffices_for_a_save(storage: MemoryStorage, monke
     one = checkpoint(storage)
     await one.prepare(Model(1), Model(2), SaveOptions("a"))
     assert storage.files == {}
-    monkeypatch.setattr("forged.checkpoint.saving.staging.new_memory", lambda size: pytest.fail("it was not prepared"))
+    monkeypatch.setattr(
+        "forged.checkpoint.saving.files.staging.new_memory", lambda size: pytest.fail("it was not prepared")
+    )
     await one.save_async(Model(1), Model(2), SaveOptions("a"))
     await one.close()
     assert listing.prefixes(storage) == ["a"]

@@ -14,7 +14,7 @@ LOCATIONS = "forged/checkpoint/storage/locations.py"
 FAULTS = "forged/checkpoint/storage/fault_handler.py"
 PIPELINE = "forged/checkpoint/saving/pipeline.py"
 RANK_SAVE = "forged/checkpoint/saving/rank_save.py"
-CONSOLIDATION = "forged/checkpoint/saving/consolidation.py"
+CONSOLIDATION = "forged/checkpoint/saving/files/consolidation.py"
 LOADER = "forged/checkpoint/loading/loader.py"
 VALIDATOR = "forged/checkpoint/verification/validator.py"
 COMPRESSION = "forged/checkpoint/format/compression.py"
@@ -64,7 +64,7 @@ MUTANTS: Mapping[str, Mutation | str] = {
         'return {"t": inner}',
     ),
     "DistributedCheckpoint.CollectTensorInfo(modelState, optimizerState)": Edit(
-        "forged/checkpoint/saving/parts.py",
+        "forged/checkpoint/saving/files/parts.py",
         "        boxes=boxes,\n        box_of=box_of,\n        digests=base64.b64encode(image",
         "        boxes=[],\n        box_of=[],\n        digests=base64.b64encode(image",
     ),
@@ -327,7 +327,7 @@ MUTANTS: Mapping[str, Mutation | str] = {
     ),
     "Flexible configuration options": Edit(CHECKPOINT, "self._faults = fault_handler or Fault", "self._faults = Fault"),
     "Well-documented usage": Edit(
-        "forged/checkpoint/saving/parts.py", "data_offset=len(header),", "data_offset=len(header) - 4096,"
+        "forged/checkpoint/saving/files/parts.py", "data_offset=len(header),", "data_offset=len(header) - 4096,"
     ),
     "Support for common checkpointing scenarios": Edit(
         "forged/checkpoint/format/boxes.py",

@@ -28,9 +28,9 @@ from forged.checkpoint.format.states import States
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, RepairedChunk
 from forged.checkpoint.ports import ByteSource, CancelToken, Storage, bounded
 from forged.checkpoint.progress import Progress
-from forged.checkpoint.saving import parts
-from forged.checkpoint.saving.assembly import Assembly, CountedTensors, SavedTensors, TensorSource, bytes_of_share
-from forged.checkpoint.saving.consolidation import (
+from forged.checkpoint.saving.files import parts
+from forged.checkpoint.saving.files.assembly import Assembly, CountedTensors, SavedTensors, TensorSource, bytes_of_share
+from forged.checkpoint.saving.files.consolidation import (
     NamedShare,
     planned_files,
     publish_indexes,
@@ -38,8 +38,8 @@ from forged.checkpoint.saving.consolidation import (
     write_indexes,
     write_share,
 )
-from forged.checkpoint.saving.image import layout_of
-from forged.checkpoint.saving.plan import Share
+from forged.checkpoint.saving.files.image import layout_of
+from forged.checkpoint.saving.files.plan import Share
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.locations import root_at, storage_at
 

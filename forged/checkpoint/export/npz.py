@@ -35,9 +35,9 @@ from forged.checkpoint.format.dtypes import EXTENDED, dtype_of, name_of
 from forged.checkpoint.format.manifest import SIZE_MAX, Tensors
 from forged.checkpoint.model import AXES_MAX
 from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, Reader, Storage
-from forged.checkpoint.saving.assembly import Assembly, TensorSource
-from forged.checkpoint.saving.image import layout_of
-from forged.checkpoint.saving.plan import Share
+from forged.checkpoint.saving.files.assembly import Assembly, TensorSource
+from forged.checkpoint.saving.files.image import layout_of
+from forged.checkpoint.saving.files.plan import Share
 
 ENDING = ".npy"
 COMMENT = b"forged:"

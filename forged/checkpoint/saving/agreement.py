@@ -16,9 +16,9 @@ from forged.checkpoint.format.states import States, split_per_rank
 from forged.checkpoint.format.tree import Node, renumber_tensors
 from forged.checkpoint.model import SaveOptions
 from forged.checkpoint.rank_group import RankGroup
-from forged.checkpoint.saving import parts
-from forged.checkpoint.saving.image import Layout, layout_of
-from forged.checkpoint.saving.plan import Description, SavePlan, plan
+from forged.checkpoint.saving.files import parts
+from forged.checkpoint.saving.files.image import Layout, layout_of
+from forged.checkpoint.saving.files.plan import Description, SavePlan, plan
 
 
 class Proposal(msgspec.Struct, frozen=True, array_like=True):

@@ -26,10 +26,10 @@ from forged.checkpoint.format.manifest import Part
 from forged.checkpoint.model import WhenBusy
 from forged.checkpoint.ports import CancelToken, HostAway, Storage
 from forged.checkpoint.rank_group import OutcomeUnknown, RankFailure
+from forged.checkpoint.saving.files.slots import Slots
 from forged.checkpoint.saving.pipeline import Saver
 from forged.checkpoint.saving.rank_save import RankSave, RunInfo
 from forged.checkpoint.saving.receipts import OUTCOME_GRACE_S, RankWaiter, ReceiptExchange
-from forged.checkpoint.saving.slots import Slots
 from forged.checkpoint.thread_calls import pause, wait_in_thread
 from forged.errors import describe
 from forged.log import SILENT, Log

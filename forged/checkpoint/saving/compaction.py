@@ -20,9 +20,9 @@ from forged.checkpoint.format.manifest import MANIFEST_BYTES_MAX, SUFFIX, VERSIO
 from forged.checkpoint.model import CheckpointInfo, CompressionLevel
 from forged.checkpoint.ports import CancelToken, Storage, bounded
 from forged.checkpoint.progress import Progress
-from forged.checkpoint.saving.assembly import CountedTensors, SavedTensors, bytes_of_share
-from forged.checkpoint.saving.consolidation import NamedShare, write_share
-from forged.checkpoint.saving.plan import Share
+from forged.checkpoint.saving.files.assembly import CountedTensors, SavedTensors, bytes_of_share
+from forged.checkpoint.saving.files.consolidation import NamedShare, write_share
+from forged.checkpoint.saving.files.plan import Share
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.locations import storage_at
 

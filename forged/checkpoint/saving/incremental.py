@@ -36,8 +36,8 @@ from forged.checkpoint.format.manifest import (
 from forged.checkpoint.loading.manifest_index import Index, Integers, PartLayout
 from forged.checkpoint.loading.read_plan import READ_BYTES_MAX, blocks_of
 from forged.checkpoint.ports import CancelToken, Storage
-from forged.checkpoint.saving.image import ArrayImage, Layout, blank_digests
-from forged.checkpoint.saving.plan import Share
+from forged.checkpoint.saving.files.image import ArrayImage, Layout, blank_digests
+from forged.checkpoint.saving.files.plan import Share
 from forged.checkpoint.storage import listing
 from forged.checkpoint.thread_pool import run_all
 

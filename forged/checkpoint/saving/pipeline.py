@@ -37,7 +37,6 @@ from forged.checkpoint.format.tree import Leaf, LeafType, Node, flatten
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, SaveOptions
 from forged.checkpoint.ports import CancelToken, Storage, bounded
 from forged.checkpoint.rank_group import OutcomeUnknown, RankGroup
-from forged.checkpoint.saving import parts
 from forged.checkpoint.saving.agreement import (
     CachedPlan,
     Proposal,
@@ -47,14 +46,18 @@ from forged.checkpoint.saving.agreement import (
     states_of,
     with_plan,
 )
-from forged.checkpoint.saving.assembly import MemoryTensors, SavedTensors, TensorSource
-from forged.checkpoint.saving.consolidation import (
+from forged.checkpoint.saving.files import parts
+from forged.checkpoint.saving.files.assembly import MemoryTensors, SavedTensors, TensorSource
+from forged.checkpoint.saving.files.consolidation import (
     publish_indexes,
     withdraw_indexes,
     write_file,
     write_indexes,
 )
-from forged.checkpoint.saving.image import ArrayImage, layout_of, staged_arrays
+from forged.checkpoint.saving.files.image import ArrayImage, layout_of, staged_arrays
+from forged.checkpoint.saving.files.plan import Description
+from forged.checkpoint.saving.files.slots import SlotContent
+from forged.checkpoint.saving.files.staging import StagingMemory
 from forged.checkpoint.saving.incremental import (
     BaseReader,
     chunk_digests,
@@ -62,11 +65,8 @@ from forged.checkpoint.saving.incremental import (
     reduce_share,
     used_links,
 )
-from forged.checkpoint.saving.plan import Description
 from forged.checkpoint.saving.publication import outcome_unknown, publish_manifest
 from forged.checkpoint.saving.rank_save import RankSave, RunInfo
-from forged.checkpoint.saving.slots import SlotContent
-from forged.checkpoint.saving.staging import StagingMemory
 from forged.checkpoint.storage import listing
 from forged.checkpoint.thread_calls import StorageUnresponsive, finish_in_thread, run_in_thread
 from forged.log import SILENT, Log

@@ -11,11 +11,11 @@ from forged.checkpoint.format.manifest import ManifestFence, Part
 from forged.checkpoint.format.states import States
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, SaveOptions
 from forged.checkpoint.saving.agreement import SaveAgreement
-from forged.checkpoint.saving.consolidation import planned_files
-from forged.checkpoint.saving.image import ArrayImage
-from forged.checkpoint.saving.plan import SavePlan, Share
+from forged.checkpoint.saving.files.consolidation import planned_files
+from forged.checkpoint.saving.files.image import ArrayImage
+from forged.checkpoint.saving.files.plan import SavePlan, Share
+from forged.checkpoint.saving.files.staging import StagedPart
 from forged.checkpoint.saving.save_report import SaveReport
-from forged.checkpoint.saving.staging import StagedPart
 from forged.checkpoint.storage import listing
 
 

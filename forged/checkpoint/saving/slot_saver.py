@@ -17,7 +17,7 @@ from forged.checkpoint.errors import CheckpointException
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.ports import CancelToken, Storage, bounded
 from forged.checkpoint.rank_group import OutcomeUnknown
-from forged.checkpoint.saving.parts import write_durably
+from forged.checkpoint.saving.files.parts import write_durably
 from forged.checkpoint.saving.publication import publish_manifest
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.slot_files import SlotSet

@@ -17,7 +17,7 @@ from forged.checkpoint.export import npz
 from forged.checkpoint.export.npz import Archive, open_npz
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.ports import CancelToken
-from forged.checkpoint.saving.assembly import SavedTensors
+from forged.checkpoint.saving.files.assembly import SavedTensors
 from tests.checkpoint.fixtures.memory_storage import MemoryStorage
 from tests.checkpoint.fixtures.plain_writer import write_checkpoint
 

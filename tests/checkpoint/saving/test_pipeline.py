@@ -20,7 +20,7 @@ from forged.checkpoint.loading.loader import load_state
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, PerRank, SaveOptions, ShardedArray
 from forged.checkpoint.ports import ByteSource, CancelToken, Storage
 from forged.checkpoint.rank_group import OutcomeUnknown, RankGroup, SingleProcess
-from forged.checkpoint.saving import parts
+from forged.checkpoint.saving.files import parts
 from forged.checkpoint.saving.pipeline import SaveContext, Saver, save_state
 from forged.checkpoint.saving.rank_save import RunInfo
 from forged.checkpoint.storage import listing

@@ -18,9 +18,9 @@ from forged.checkpoint.format.boxes import CHUNK_BYTES_MIN, Box, chunks, grid_of
 from forged.checkpoint.format.manifest import Manifest, Tensors
 from forged.checkpoint.model import CompressionLevel, ShardedArray
 from forged.checkpoint.ports import CancelToken
-from forged.checkpoint.saving.assembly import Assembly, SavedTensors
-from forged.checkpoint.saving.image import Layout, layout_of
-from forged.checkpoint.saving.plan import Share
+from forged.checkpoint.saving.files.assembly import Assembly, SavedTensors
+from forged.checkpoint.saving.files.image import Layout, layout_of
+from forged.checkpoint.saving.files.plan import Share
 from tests.checkpoint.fixtures.memory_storage import MemoryStorage
 from tests.checkpoint.fixtures.plain_writer import write_checkpoint
 
@@ -235,7 +235,7 @@ def test_failed_chunk_raises_at_all_waiters_and_can_be_retried() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_sequential_runs_read_every_chunk_once(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forged.checkpoint.saving.assembly.BLOCK_BYTES", 3 * CHUNK_BYTES_MIN // 2)
+    monkeypatch.setattr("forged.checkpoint.saving.files.assembly.BLOCK_BYTES", 3 * CHUNK_BYTES_MIN // 2)
     arrays = [filled((500, 500), np.dtype(np.float32), 1), filled((7,), np.dtype(np.uint8), 2)] * 3
     storage, manifest = saved(*arrays)
     assembly, share, layout = assembly_of(storage, manifest)

@@ -21,9 +21,9 @@ from forged.checkpoint.format.manifest import DIGEST_BYTES, Part, deduplicate_bo
 from forged.checkpoint.format.tree import Leaf
 from forged.checkpoint.model import CompressionLevel
 from forged.checkpoint.ports import ByteSource, CancelToken, Storage
-from forged.checkpoint.saving.image import ArrayImage, Layout, PartImage, layout_of, slice_of
-from forged.checkpoint.saving.plan import SavePlan, Share
-from forged.checkpoint.saving.staging import StagedPart
+from forged.checkpoint.saving.files.image import ArrayImage, Layout, PartImage, layout_of, slice_of
+from forged.checkpoint.saving.files.plan import SavePlan, Share
+from forged.checkpoint.saving.files.staging import StagedPart
 from forged.checkpoint.thread_pool import THREADS, run_all
 
 FILE_METADATA = {"format": "np", "by": "forged"}

@@ -16,8 +16,8 @@ import numpy as np
 from forged.checkpoint.format.slot import PART_OFFSET
 from forged.checkpoint.large_pages import new_memory
 from forged.checkpoint.ports import BLOCK_BYTES, CancelToken
-from forged.checkpoint.saving.image import ArrayImage, blocks
-from forged.checkpoint.saving.slots import Slot, SlotContent, Slots
+from forged.checkpoint.saving.files.image import ArrayImage, blocks
+from forged.checkpoint.saving.files.slots import Slot, SlotContent, Slots
 from forged.checkpoint.thread_pool import THREADS, run_all
 
 BUFFERS_MAX = 2

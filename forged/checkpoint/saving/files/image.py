@@ -32,7 +32,7 @@ from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.manifest import DIGEST_BYTES, Tensors
 from forged.checkpoint.format.safetensors import TensorEntry, encode_header
 from forged.checkpoint.ports import BLOCK_BYTES
-from forged.checkpoint.saving.plan import Share
+from forged.checkpoint.saving.files.plan import Share
 
 SMALL_BYTES = 1 << 15
 """Arrays up to this size are joined, several at a time."""

@@ -27,9 +27,9 @@ from forged.checkpoint.loading.repair import CopyRepairer
 from forged.checkpoint.model import RepairedChunk
 from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, Storage
 from forged.checkpoint.progress import ByteCount, Progress
-from forged.checkpoint.saving.image import ArrayImage, Layout, blank_digests, staged_arrays
-from forged.checkpoint.saving.plan import Share
-from forged.checkpoint.saving.staging import StagedPart
+from forged.checkpoint.saving.files.image import ArrayImage, Layout, blank_digests, staged_arrays
+from forged.checkpoint.saving.files.plan import Share
+from forged.checkpoint.saving.files.staging import StagedPart
 from forged.checkpoint.thread_pool import THREADS
 
 BLOCKS_KEPT_MAX = 2 * THREADS

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.large_pages import new_memory
 from forged.checkpoint.ports import BLOCK_BYTES, CancelToken
-from forged.checkpoint.saving.image import ArrayImage
-from forged.checkpoint.saving.staging import StagedPart, StagingMemory
-from tests.checkpoint.saving.test_image import Array, arrays, digests, image, written
+from forged.checkpoint.saving.files.image import ArrayImage
+from forged.checkpoint.saving.files.staging import StagedPart, StagingMemory
+from tests.checkpoint.saving.files.test_image import Array, arrays, digests, image, written
 
 NEVER = CancelToken()
 
@@ -31,7 +31,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(len(memory))
         return memory
 
-    monkeypatch.setattr("forged.checkpoint.saving.staging.new_memory", making)
+    monkeypatch.setattr("forged.checkpoint.saving.files.staging.new_memory", making)
     return sizes
 
 

@@ -16,8 +16,8 @@ from forged.checkpoint.loading.fetching import fetch
 from forged.checkpoint.loading.manifest_index import Index
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, PerRank, ShardedArray
 from forged.checkpoint.ports import CancelToken
-from forged.checkpoint.saving.assembly import SavedTensors
-from forged.checkpoint.saving.consolidation import (
+from forged.checkpoint.saving.files.assembly import SavedTensors
+from forged.checkpoint.saving.files.consolidation import (
     planned_files,
     publish_indexes,
     withdraw_indexes,
@@ -119,7 +119,7 @@ def test_a_file_that_is_too_large_to_be_kept_is_the_same(monkeypatch: pytest.Mon
     storage, source = saved(2)
     kept = made(storage, source, CheckpointFormat.CONSOLIDATED, CompressionLevel.FAST)
     before = {part.file: storage.files.pop(part.file) for part in kept.parts}
-    monkeypatch.setattr("forged.checkpoint.saving.consolidation.KEPT_BYTES_MAX", 0)
+    monkeypatch.setattr("forged.checkpoint.saving.files.consolidation.KEPT_BYTES_MAX", 0)
     assert made(storage, source, CheckpointFormat.CONSOLIDATED, CompressionLevel.FAST).parts == kept.parts
     assert {file: storage.files[file] for file in before} == before
 

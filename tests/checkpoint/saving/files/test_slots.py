@@ -17,10 +17,10 @@ from forged.checkpoint.format.slot import HEADER_BYTES, PART_OFFSET, SlotHeader,
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, SaveOptions
 from forged.checkpoint.ports import BLOCK_BYTES, CancelToken
 from forged.checkpoint.rank_group import SingleProcess
+from forged.checkpoint.saving.files.slots import SlotContent
 from forged.checkpoint.saving.pipeline import Saver
 from forged.checkpoint.saving.rank_save import RankSave, RunInfo
 from forged.checkpoint.saving.slot_saver import save_slots
-from forged.checkpoint.saving.slots import SlotContent
 from forged.checkpoint.storage import listing, slot_files
 from forged.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.fixtures.plain_reader import same, state_of
@@ -136,7 +136,7 @@ async def test_failed_staging_leaves_the_save_before_it(
         await (await checkpoint.save_async(state(1), options=SaveOptions("v1"))).committed()
         for name in ("v2", "v3"):
             with monkeypatch.context() as patch:
-                patch.setattr("forged.checkpoint.saving.slots.encode_header", lambda header: 1 / 0)
+                patch.setattr("forged.checkpoint.saving.files.slots.encode_header", lambda header: 1 / 0)
                 with pytest.raises(CheckpointException):
                     await checkpoint.save_async(state(2), options=SaveOptions(name))
             [(_, header)] = sets_in(host._directory)

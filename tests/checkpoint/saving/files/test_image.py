@@ -16,9 +16,9 @@ from hypothesis.extra import numpy as hnp
 from forged.checkpoint.format.boxes import Box, chunk_lengths, chunks, grid_of, whole
 from forged.checkpoint.format.tree import Leaf, flatten
 from forged.checkpoint.ports import BLOCK_BYTES
-from forged.checkpoint.saving.image import ArrayImage, blocks, layout_of, slice_of
-from forged.checkpoint.saving.parts import FILE_METADATA, image_of
-from forged.checkpoint.saving.plan import Description, plan
+from forged.checkpoint.saving.files.image import ArrayImage, blocks, layout_of, slice_of
+from forged.checkpoint.saving.files.parts import FILE_METADATA, image_of
+from forged.checkpoint.saving.files.plan import Description, plan
 
 Array = np.ndarray[Any, Any]
 

@@ -27,7 +27,7 @@ from forged.checkpoint.format.slot import (
     slot_bytes,
 )
 from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, HostSlots, SlotLease, SlotMemory, Storage
-from forged.checkpoint.saving.image import ArrayImage, blocks
+from forged.checkpoint.saving.files.image import ArrayImage, blocks
 from forged.checkpoint.thread_pool import run_all
 
 SLACK = 16

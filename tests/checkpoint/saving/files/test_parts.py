@@ -18,9 +18,9 @@ from forged.checkpoint.format.manifest import Part, digests_of
 from forged.checkpoint.format.tree import Leaf, flatten
 from forged.checkpoint.model import CompressionLevel, PerRank, ShardedArray
 from forged.checkpoint.ports import BLOCK_BYTES, CancelToken
-from forged.checkpoint.saving import parts
-from forged.checkpoint.saving.plan import Description, SavePlan, plan
-from forged.checkpoint.saving.staging import StagingMemory
+from forged.checkpoint.saving.files import parts
+from forged.checkpoint.saving.files.plan import Description, SavePlan, plan
+from forged.checkpoint.saving.files.staging import StagingMemory
 from forged.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.fixtures.faulty_storage import FaultyStorage, on
 from tests.checkpoint.fixtures.memory_storage import MemoryStorage

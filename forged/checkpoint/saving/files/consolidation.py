@@ -23,10 +23,10 @@ from forged.checkpoint.format.consolidated import (
 from forged.checkpoint.format.manifest import Part, Tensors
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel
 from forged.checkpoint.ports import CancelToken, Storage
-from forged.checkpoint.saving import parts
-from forged.checkpoint.saving.assembly import Assembly, TensorSource
-from forged.checkpoint.saving.image import layout_of
-from forged.checkpoint.saving.plan import Share
+from forged.checkpoint.saving.files import parts
+from forged.checkpoint.saving.files.assembly import Assembly, TensorSource
+from forged.checkpoint.saving.files.image import layout_of
+from forged.checkpoint.saving.files.plan import Share
 from forged.checkpoint.storage import listing
 
 KEPT_BYTES_MAX = 1 << 30

@@ -17,7 +17,7 @@ from forged.checkpoint.format.boxes import Box, Shape, grid_of, whole
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.tree import flatten
 from forged.checkpoint.model import PerRank, ShardedArray
-from forged.checkpoint.saving.plan import UNSPLIT_BYTES_MAX, Description, SavePlan, plan
+from forged.checkpoint.saving.files.plan import UNSPLIT_BYTES_MAX, Description, SavePlan, plan
 
 DTYPES = st.sampled_from(["uint8", "float32", "bfloat16", "complex128", "|S5"])
 
