@@ -26,7 +26,7 @@ from forged.demo.records import NONE, Committed, Entered, Entry, Finished, Ready
 from forged.elastic.config import ElasticTrainingConfig
 from forged.elastic.model import RedistributionType
 from forged.worker.blocking import Training, join
-from forged.worker.step_loop import Step
+from forged.worker.steps.step_loop import Step
 
 JOB = "spirals"
 STABILITY_WINDOW_MS = 500

@@ -37,7 +37,7 @@ from forged.worker.events import Event
 from forged.worker.host_slots import WorkerSlots
 from forged.worker.process.sigterm import heeding_sigterm
 from forged.worker.state_transfer.encoding import copy_of
-from forged.worker.step_loop import Step
+from forged.worker.steps.step_loop import Step
 from forged.worker.transport.peer_tls import PeerTls
 from forged.worker.worker import JOB, ElasticWorker
 

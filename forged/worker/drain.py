@@ -41,10 +41,10 @@ from forged.kernel.messages import Fact, Gap, UnknownFact
 from forged.log import Log
 from forged.retry import Random
 from forged.worker.collectives.world import World
+from forged.worker.data.usage_report import UsageReport
 from forged.worker.mesh import Mesh
 from forged.worker.registration import HeartbeatSender, Registration
 from forged.worker.rescaler import Rescaler
-from forged.worker.usage_report import UsageReport
 from forged.worker.worker_state.session_state import SessionState
 
 LOOK_INTERVAL_S = 0.5

@@ -31,6 +31,7 @@ from forged.net.transport.port import Address
 from forged.retry import REJOINING
 from forged.worker.catalog.worker_catalog import WorkerCatalog
 from forged.worker.data.shard_holder import ShardHolder
+from forged.worker.data.usage_report import UsageReport
 from forged.worker.drain import Drain
 from forged.worker.errors import JobEnded, WorkerEvicted
 from forged.worker.events import RescaleHooks
@@ -44,7 +45,6 @@ from forged.worker.state_transfer.encoding import pack
 from forged.worker.state_transfer.transfer import StateExchange
 from forged.worker.transport.bulk_channel import LoopBulkTransport
 from forged.worker.transport.peer_messages import session_id_of
-from forged.worker.usage_report import UsageReport
 from forged.worker.worker_state.job_view import FOLLOWED
 from forged.worker.worker_state.session_state import SessionState, WorkerSpec
 

@@ -1,6 +1,6 @@
 """The public object of a worker: what the training script sees of it and asks of it.
 
-The work is done by `forged.worker.session` (connections, registration, leaving) and `forged.worker.step_loop` (steps).
+The work is done by `forged.worker.session` (connections, registration, leaving) and `forged.worker.steps` (steps).
 
 Invariants:
 - Between two step boundaries the training script owns its state; at step boundaries the library does.
@@ -51,7 +51,7 @@ from forged.worker.host_slots import SlotUser, WorkerSlots
 from forged.worker.process.sigterm import SIGTERM_REASON
 from forged.worker.process.worker_process import OwnProcess, WorkerProcess
 from forged.worker.session import WorkerSession, open_session, reason_of
-from forged.worker.step_loop import Decide, Step, StepLoop
+from forged.worker.steps.step_loop import Decide, Step, StepLoop
 from forged.worker.transport.bulk_channel import BulkTransport
 from forged.worker.transport.peer_tls import PeerTls
 from forged.worker.worker_state.progress import TrainingProgress

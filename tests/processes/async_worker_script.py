@@ -13,7 +13,7 @@ import numpy as np
 
 from forged.client import ElasticWorker
 from forged.elastic.config import ElasticTrainingConfig
-from forged.worker.step_loop import Step
+from forged.worker.steps.step_loop import Step
 from tests.processes.worker_script import (
     ARMED,
     COMPUTING_S,

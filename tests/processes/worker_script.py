@@ -29,7 +29,7 @@ from forged.worker.collectives.endpoints import Endpoint, HubEndpoint
 from forged.worker.collectives.hub import Collected
 from forged.worker.mesh import Mesh
 from forged.worker.registration import Registration
-from forged.worker.step_loop import Step
+from forged.worker.steps.step_loop import Step
 from forged.worker.transport.peer_link import frame_of
 from forged.worker.transport.peer_messages import CollectiveCall, Kind, Result
 from forged.worker.worker import ElasticWorker

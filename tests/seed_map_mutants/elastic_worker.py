@@ -21,7 +21,7 @@ STATE_MANAGEMENT = (
 
 MUTANTS: Mapping[str, Mutation | str] = {
     "class ElasticWorker": Edit(
-        "forged/worker/step_loop.py",
+        "forged/worker/steps/step_loop.py",
         "total is not None and progress.step >= total",
         "total is not None and progress.step + 1 >= total",
     ),

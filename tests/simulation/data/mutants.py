@@ -24,7 +24,7 @@ from forged.elastic.model import WorkerId
 from forged.elastic.rescale.attempt import Attempt
 from forged.worker.data.sample_usage import SampleUsage
 from forged.worker.data.shard_holder import ShardHolder
-from forged.worker.usage_report import UsageReport
+from forged.worker.data.usage_report import UsageReport
 from forged.worker.worker_state.job_view import JobView
 from forged.worker.worker_state.progress import TrainingProgress
 from tests.simulation.data.oracle import DataPromise

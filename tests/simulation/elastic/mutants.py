@@ -27,7 +27,7 @@ from forged.worker.collectives.world import World
 from forged.worker.rescaler import Rescaler, StateAgreement, agree
 from forged.worker.standstill import StandstillReporter
 from forged.worker.state_transfer.transfer import StateExchange
-from forged.worker.step_errors import StepErrors
+from forged.worker.steps.step_errors import StepErrors
 from forged.worker.worker_state.job_view import Commit
 from forged.worker.worker_state.progress import TrainingProgress
 from tests.simulation.elastic.truth import Promise

@@ -11,8 +11,8 @@ from forged.elastic.model import WorkerId
 from forged.log import SILENT
 from forged.worker.collectives.world import World as MeshWorld
 from forged.worker.errors import StepAborted
-from forged.worker.step_errors import StepErrors
-from forged.worker.step_loop import Step
+from forged.worker.steps.step_errors import StepErrors
+from forged.worker.steps.step_loop import Step
 from forged.worker.worker_state.progress import TrainingProgress
 from forged.worker.worker_state.session_state import CurrentWorld, SessionState
 

@@ -11,9 +11,9 @@ import pytest
 
 from forged.client import BlockingClient, ForgedClient
 from forged.elastic.messages import JobAborted, JobCompleted, RescaleCompleted, WorkerFailed
-from forged.worker import step_errors
 from forged.worker.blocking import Training
 from forged.worker.errors import StepAborted
+from forged.worker.steps import step_errors
 from tests.client.daemon_runner import DaemonRunner
 from tests.telemetry.recording_log import RecordingLog
 from tests.worker import own_collectives

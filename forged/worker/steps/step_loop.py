@@ -4,7 +4,7 @@ Invariants:
 - A step counts when all members of the world have finished it. An aborted step is repeated from the state before it.
 - Inside `with step:` an aborted collective leaves the block; the script has nothing to undo as long as it changes its
   state after the last collective of a step. An exception of the script's own leaves the block likewise where the world
-  of the step is over (`forged.worker.step_errors`).
+  of the step is over (`forged.worker.steps.step_errors`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from forged.worker.errors import JobEnded
 from forged.worker.process.worker_process import WorkerProcess
 from forged.worker.rescaler import Rescaler
 from forged.worker.session import WorkerSession
-from forged.worker.step_errors import StepErrors
+from forged.worker.steps.step_errors import StepErrors
 from forged.worker.worker_state.session_state import CurrentWorld
 
 Decide = Callable[[int, Exception], bool]

@@ -1,0 +1,1 @@
+"""The steps of a training script, and the exceptions in them."""
