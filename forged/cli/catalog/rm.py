@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from forged.cli.catalog import names
 from forged.cli.catalog.ls import size_text
-from forged.cli.ckpt.confirmation import is_confirmed
+from forged.cli.confirmation import is_confirmed
 from forged.cli.forgectl import answers
 from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.output import answer

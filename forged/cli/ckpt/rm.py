@@ -20,9 +20,9 @@ from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.ancestry import AncestryCache, needed, users_among
 from forged.cli.ckpt.command import checkpoint_command
-from forged.cli.ckpt.confirmation import is_confirmed
 from forged.cli.ckpt.ls import leftover_row, leftover_text
 from forged.cli.ckpt.target import storage_and_prefix, storage_of
+from forged.cli.confirmation import is_confirmed
 from forged.cli.forgectl import tables
 from forged.cli.forgectl.output import print_json
 from forged.cli.forgectl.parser import Options
