@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.answers import Row
@@ -13,35 +15,45 @@ from forged.cli.models import names, words
 from forged.cli.models.names import SERVING
 from forged.cli.process import EXIT_OK
 from forged.errors import ConfigError
+from forged.plain_client.connection import PlainConnection
 
 MODEL_COLUMNS = ("model", "versions", "latest", "serving", "aliases", "canaries")
 VERSION_COLUMNS = ("version", "state", "framework", "input", "output", "size", "registered_at", "tags", "checksum")
 FOUND_COLUMNS = ("model", *VERSION_COLUMNS)
 YIELDING = ("tags", "checksum", "output", "input", "framework", "size", "registered_at")
 """The columns that a narrow terminal cuts or omits first."""
+SHOWN_MAX = 40
+"""The longest list on a terminal without `--all`."""
 
 
 def show_models(options: Options) -> int:
     with DaemonConnection(options) as daemon:
-        models = words.as_text(answers.pages(daemon, "ListModels", field="models", key="model_id"))
+        page = answers.whole(daemon, "ListModels", field="models", key="model_id", **_first_page(options))
+    models = words.as_text(answers.rows_in(page, "models"))
     nothing = "no models; `forgectl models register MODEL --files PATH` registers one"
     rows = list(map(_model_row, models))
-    answer(
-        options,
-        {"models": models},
-        lambda: tables.table(rows, MODEL_COLUMNS, nothing, yielding=("canaries", "aliases"), kept="model"),
-    )
+
+    def show() -> None:
+        tables.table(rows, MODEL_COLUMNS, nothing, yielding=("canaries", "aliases"), kept="model")
+        _print_rest(has_more=page.get("more"))
+
+    answer(options, {"models": models}, show)
     return EXIT_OK
 
 
 def show_versions(options: Options) -> int:
     model = names.alone(options.model)
     with DaemonConnection(options) as daemon:
-        found, _ = names.versions(daemon, model)
+        found, has_more = names.versions(daemon, model, **_first_page(options))
         serving = answers.one_unless(daemon, names.NOT_SERVING, "ShowModel", model_id=model, ref=SERVING)
     at = answers.map_in(words.as_text(serving), "metadata").get("version")
     rows = [_version_row(one, is_serving=at is not None and one.get("version") == at) for one in found]
-    answer(options, {"versions": found}, lambda: _show(rows, VERSION_COLUMNS, f"model {model} has no versions"))
+
+    def show() -> None:
+        _show(rows, VERSION_COLUMNS, f"model {model} has no versions")
+        _print_rest(has_more=has_more)
+
+    answer(options, {"versions": found}, show)
     return EXIT_OK
 
 
@@ -59,18 +71,42 @@ def find(options: Options) -> int:
             "nothing is given to look for",
             "give a TEXT, --state, --tag, --checksum or --alias; `forgectl models ls` lists all models",
         )
-    found: list[Row] = []
     with DaemonConnection(options) as daemon:
-        after, more = "", True
-        while more:
-            page = words.as_text(answers.one(daemon, "FindModels", **fields, after=after))
-            rows = answers.rows_in(page, "versions")
-            found += rows
-            more = bool(page.get("more") and rows)
-            after = words.name_of(rows[-1]) if rows else ""
-    shown = [_version_row(one) for one in found]
-    answer(options, {"versions": found}, lambda: _show(shown, FOUND_COLUMNS, "no version matches"))
+        found, has_more = _found(daemon, fields, **_first_page(options))
+    rows = [_version_row(one) for one in found]
+
+    def show() -> None:
+        _show(rows, FOUND_COLUMNS, "no version matches")
+        _print_rest(has_more=has_more)
+
+    answer(options, {"versions": found}, show)
     return EXIT_OK
+
+
+def _found(daemon: PlainConnection, fields: Row, pages_max: int | None = None, **page: int) -> tuple[list[Row], bool]:
+    """The versions that match, and whether there are more than so many pages."""
+    found: list[Row] = []
+    after, taken = "", 0
+    while pages_max is None or taken < pages_max:
+        reply = words.as_text(answers.one(daemon, "FindModels", **fields, **page, after=after))
+        rows = answers.rows_in(reply, "versions")
+        found += rows
+        taken += 1
+        if not reply.get("more") or not rows:
+            return found, False
+        after = words.name_of(rows[-1])
+    return found, True
+
+
+def _first_page(options: Options) -> dict[str, Any]:
+    """On a terminal, how much of a list is asked for; all of it with `--all`, in a pipe and in JSON."""
+    is_cut = sys.stdout.isatty() and not (options.all or options.json)
+    return {"pages_max": 1, "limit": SHOWN_MAX} if is_cut else {}
+
+
+def _print_rest(*, has_more: object) -> None:
+    if has_more:
+        print(f"and more than these {SHOWN_MAX}: --all shows them")
 
 
 def _tag(text: str) -> tuple[str, str | None]:

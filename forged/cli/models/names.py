@@ -7,7 +7,6 @@ that it stands for.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from forged.cli.forgectl import answers
@@ -85,22 +84,19 @@ def exact(daemon: PlainConnection, found: Named) -> list[int]:
     return version(f"{answers.map_in(view(daemon, found), 'metadata').get('version')}")
 
 
-def versions(daemon: PlainConnection, model: str, pages_max: int | None = None) -> tuple[list[Row], bool]:
+def versions(
+    daemon: PlainConnection, model: str, pages_max: int | None = None, **fields: int
+) -> tuple[list[Row], bool]:
     """The versions of a model, the highest first, and whether there are more than so many pages."""
     found: list[Row] = []
     before: Any = None
-    for _ in _pages(pages_max):
-        page = answers.one(daemon, "ListModelVersions", model_id=model, before=before)
+    taken = 0
+    while pages_max is None or taken < pages_max:
+        page = answers.one(daemon, "ListModelVersions", model_id=model, before=before, **fields)
         rows = answers.rows_in(page, "versions")
         found += rows
+        taken += 1
         if not page.get("more") or not rows:
             return as_text(found), False
         before = rows[-1].get("version")
     return as_text(found), True
-
-
-def _pages(pages_max: int | None) -> Iterator[int]:
-    taken = 0
-    while pages_max is None or taken < pages_max:
-        yield taken
-        taken += 1

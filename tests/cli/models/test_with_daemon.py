@@ -45,6 +45,16 @@ class TestRegistration:
         assert f"checkpoint  {on_daemon.folder}/step-7" in lines
         assert "up to       step 7, epoch 0" in lines
 
+    def test_checkpoint_is_found_in_the_catalogue_of_a_job(self, on_daemon: RegistryDaemon) -> None:
+        forged.checkpoint.save(on_daemon.folder / "step-7", {"w": np.zeros(8)}, step=7)
+        on_daemon.client.create_job("run")
+        adopt = ["--socket", on_daemon.daemon.socket, "ckpt", "adopt", str(on_daemon.folder), "--job", "run"]
+        assert main.main(adopt) == 0
+        on_daemon.run("ls")  # takes what was printed so far
+        metadata = on_daemon.json(f"register {MODEL} --checkpoint @7 --job run")
+        assert metadata["size_bytes"] == 64
+        assert on_daemon.run(f"register {MODEL} --checkpoint @8 --job run")[0] == 3
+
     def test_damaged_checkpoint_is_not_registered(self, on_daemon: RegistryDaemon) -> None:
         forged.checkpoint.save(on_daemon.folder / "step-7", {"w": np.zeros(8)}, step=7)
         [part] = (on_daemon.folder / "step-7").glob("*")
@@ -106,6 +116,21 @@ class TestLists:
         assert len(on_daemon.json(f"versions {MODEL}")["versions"]) == 520
         assert len(on_daemon.json("find --checksum x")["versions"]) == 520
         assert len(on_daemon.json(f"history {MODEL}")["entries"]) == 520
+
+    def test_long_lists_are_cut_on_a_terminal(
+        self, on_daemon: RegistryDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("NO_COLOR", "1")
+        for number in range(1, 46):
+            on_daemon.client.register_model(MODEL, version=f"0.0.{number}", checksum="x")
+            on_daemon.client.register_model(f"model-{number:02}", checksum="y")
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        monkeypatch.setenv("COLUMNS", "200")
+        for words in ("ls", f"versions {MODEL}", "find --checksum y", f"history {MODEL}"):
+            lines = on_daemon.lines(words)
+            assert len(lines) in (41, 42), words
+            assert any("--all shows them" in line for line in (lines[0], lines[-1])), words
+            assert len(on_daemon.lines(f"{words} --all")) in (45, 46, 47), words
 
     def test_versions_are_found_by_all_that_is_given(self, on_daemon: RegistryDaemon) -> None:
         on_daemon.serve("1.0.0")

@@ -29,6 +29,7 @@ def fill(models: Parser) -> None:
     """Add the verbs."""
     models.epilog = EPILOG
     models.formatter_class = argparse.RawDescriptionHelpFormatter
+    models.set_defaults(all=False)
     verbs = verbs_of(models, _act("ls", "show_models"))
     _listing(verbs)
     _registering(verbs)
@@ -40,11 +41,12 @@ def fill(models: Parser) -> None:
 
 
 def _listing(verbs: Any) -> None:
-    verb(verbs, "ls", _act("ls", "show_models"), "list models, with what serves", aliases=["list"])
+    listing = verb(verbs, "ls", _act("ls", "show_models"), "list models, with what serves", aliases=["list"])
     _of_version(
         verbs, "show", _act("show", "show_one"), "show a version: its state, files, evidence, what is next", LATEST
     )
-    _of_model(verbs, "versions", _act("ls", "show_versions"), "list the versions of a model, the highest first")
+    text = "list the versions of a model, the highest first"
+    versions = _of_model(verbs, "versions", _act("ls", "show_versions"), text)
     finding = verb(verbs, "find", _act("ls", "find"), "find versions of all models")
     positional(finding, "text", "TEXT", nargs="?", default="", help="a part of the model's id or name")
     finding.add_argument("--state", choices=STATES, help="only versions in this state")
@@ -53,6 +55,8 @@ def _listing(verbs: Any) -> None:
     )
     finding.add_argument("--checksum", metavar="TEXT", help="only versions with these files")
     finding.add_argument("--alias", metavar="ALIAS", help="only versions that this alias names")
+    for parser in (listing, versions, finding):
+        _all(parser)
 
 
 def _registering(verbs: Any) -> None:
@@ -130,7 +134,7 @@ def _asking(verbs: Any) -> None:
     text, which = "show what was changed, by whom and why", "or MODEL (default: all versions)"
     history = _of_version(verbs, "history", _act("history", "show_history"), text, which)
     history.add_argument("--follow", "-f", action="store_true", help="show new facts as they come")
-    history.add_argument("--all", action="store_true", help="do not shorten the list on a terminal")
+    _all(history)
     at = _of_model(verbs, "at", _act("history", "show_served"), "show what was serving at a time")
     positional(at, "time", "TIME", help="such as 2026-11-20T08:00, or 2h for two hours ago")
     at.add_argument("--alias", metavar="ALIAS", help="what this alias named (default: serving)")
@@ -170,6 +174,10 @@ def _files(verbs: Any) -> None:
     positional(pulling, "target", "TARGET", nargs="?", help="a new name, or a folder (default: the current folder)")
     for parser in (verifying, pulling):
         parser.add_argument("--location", metavar="PATH", help="where the files are, if they were moved")
+
+
+def _all(parser: Parser) -> None:
+    parser.add_argument("--all", action="store_true", help="do not shorten the list on a terminal")
 
 
 def _of_model(verbs: Any, name: str, act: Act, text: str, which: str | None = None) -> Parser:

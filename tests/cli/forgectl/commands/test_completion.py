@@ -26,7 +26,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 """
 
 
-def press_tab(line: str, socket: Path, point: int | None = None, breaks: str = " \t\n\"'><=;|&(:") -> list[str]:
+def press_tab(line: str, socket: Path, point: int | None = None, breaks: str = " \t\n\"'@><=;|&(:") -> list[str]:
     """The candidates that bash receives for a line, and the `compopt` calls."""
     environment = os.environ | {"FORGED_SOCKET": str(socket), "PATH": f"{BIN}:{os.environ['PATH']}"}
     script = f"COMP_WORDBREAKS={shlex.quote(breaks)}\n{PRESS_TAB}"
@@ -82,6 +82,15 @@ class TestBash:
     def test_directory_is_completed_without_a_space(self, tmp_path: Path) -> None:
         (tmp_path / "state").mkdir()
         assert press_tab("forgectl backup st", tmp_path / "none") == ["compopt -o nospace", "state/"]
+
+    def test_name_after_an_at_sign_is_completed(self, tmp_path: Path) -> None:
+        """Bash replaces only what follows the sign."""
+        models = [{"model_id": "resnet", "versions": 2, "aliases": {"serving": [1, 0, 0]}}]
+        versions = [{"version": [1, 10, 0], "state": "canary"}, {"version": [1, 0, 0], "state": "production"}]
+        replies = {"ListModels": {"models": models}, "ListModelVersions": {"versions": versions}}
+        with scripted_daemon(tmp_path, replies) as daemon:
+            assert press_tab("forgectl models show r", daemon.path) == ["compopt -o nospace", "resnet@"]
+            assert press_tab("forgectl models show resnet@1.", daemon.path) == ["1.10.0", "1.0.0"]
 
     def test_special_characters_in_file_names_are_quoted(self, tmp_path: Path) -> None:
         (tmp_path / "x$(touch ran)").touch()
