@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from shlex import quote
 from typing import Any
 
 from forged.cli.forgectl import answers, tables
@@ -20,6 +21,7 @@ from forged.plain_client.connection import PlainConnection
 
 PATH = ("registered", "validating", "staging", "canary", "production")
 """The states on the way of a promotion."""
+CANARY_ACTIONS = ("off", "advise", "act")
 DEFAULT = ""
 """The value that restores the default of a key."""
 
@@ -50,11 +52,10 @@ def _next(metadata: Row) -> str:
     place = PATH.index(state) + 1 if state in PATH else len(PATH)
     if place < len(PATH):
         return PATH[place]
-    name = words.name_of(metadata)
     raise RequestRefused(
         "model_transition_refused",
-        f"{name} is {state}; no promotion leads on from there",
-        f"`forgectl models show {name}` tells what it may become",
+        f"{words.name_of(metadata)} is {state}; no promotion leads on from there",
+        f"`forgectl models show {words.typed(metadata)}` tells what it may become",
     )
 
 
@@ -75,16 +76,16 @@ def _transition(daemon: PlainConnection, before: Row, to: str, options: Options)
 
 
 def _show_transition(before: Row, after: Row) -> None:
-    name, was, now = words.name_of(after), before.get("state"), after.get("state")
+    typed, was, now = words.typed(after), before.get("state"), after.get("state")
     hint = {
-        "validating": f"record its evidence with `forgectl models validate {name}`, then promote it",
-        "staging": f"`forgectl models promote {name}` makes it a canary" if was == "validating" else "",
-        "canary": f"`forgectl models canary {name}` reports what it shows in service",
+        "validating": f"record its evidence with `forgectl models validate {typed}`, then promote it",
+        "staging": f"`forgectl models promote {typed}` makes it a canary" if was == "validating" else "",
+        "canary": f"`forgectl models canary {typed}` reports what it shows in service",
         "production": "it serves now",
-        "deprecated": f"`forgectl models transition {name} archived` ends its life",
-        "archived": f"`forgectl models rm {name}` deletes it from the registry",
+        "deprecated": f"`forgectl models transition {typed} archived` ends its life",
+        "archived": f"`forgectl models rm {typed}` deletes it from the registry",
     }.get(f"{now}", "")
-    tables.print_wrapped(f"{name}: {was} {ARROW} {now}{f'; {hint}' if hint else ''}")
+    tables.print_wrapped(f"{words.name_of(after)}: {was} {ARROW} {now}{f'; {hint}' if hint else ''}")
 
 
 def roll_back(options: Options) -> int:
@@ -125,7 +126,8 @@ def tag(options: Options) -> int:
                 daemon, "TagModel", model_id=found.model, version=version, set=tags, remove=list(options.remove)
             )
         )
-    answer(options, after, lambda: print(f"{words.name_of(after)}: {words.tags(after.get('tags'))}"))
+    shown = words.tags(after.get("tags")) if after.get("tags") else "no tags"
+    answer(options, after, lambda: print(f"{words.name_of(after)}: {shown}"))
     return EXIT_OK
 
 
@@ -157,7 +159,7 @@ def _move_alias(daemon: PlainConnection, model: str, version: list[int] | None, 
         raise RequestRefused(
             "model_alias_reserved",
             f"the alias {SERVING} moves by promotion and rollback only",
-            f"use `forgectl models promote {model}@VERSION` or `forgectl models rollback {model}`",
+            f"use `forgectl models promote {quote(model)}@VERSION` or `forgectl models rollback {quote(model)}`",
         )
     reason = options.reason or ""
     answers.one(daemon, "MoveAlias", model_id=model, alias=options.alias, version=version, reason=reason)
@@ -188,6 +190,9 @@ def _merged(present: Row, wanted: Mapping[str, Any]) -> dict[str, Any]:
     unknown = wanted.keys() - present.keys()
     if unknown:
         raise ConfigError("setting_invalid", f"a policy has no {_listed(unknown)}", f"the keys are {_listed(present)}")
+    canary = wanted.get("canary", DEFAULT)
+    if canary not in (DEFAULT, *CANARY_ACTIONS):
+        raise ConfigError("setting_invalid", f"canary must be one of {', '.join(CANARY_ACTIONS)}, got {canary!r}")
     return {key: value for key, value in {**present, **wanted}.items() if key not in wanted or value != DEFAULT}
 
 

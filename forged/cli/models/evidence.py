@@ -43,10 +43,11 @@ def validate(options: Options) -> int:
 
 
 def _show_recorded(metadata: Row, recorded: Row) -> None:
-    name = words.name_of(metadata)
-    said = f"{name}: validation {words.evidence(recorded, time.time())}"
+    typed = words.typed(metadata)
+    said = f"{words.name_of(metadata)}: validation {words.evidence(recorded, time.time())}"
     passed = answers.map_in(recorded, "result").get("passed")
-    hint = f"; `forgectl models promote {name}` promotes it" if passed and metadata.get("state") != "production" else ""
+    is_last = metadata.get("state") == "production"
+    hint = f"; `forgectl models promote {typed}` promotes it" if passed and not is_last else ""
     tables.print_wrapped(f"{said}{hint}")
 
 
@@ -74,7 +75,7 @@ def _consequence(metadata: Row, reply: Row) -> str:
         return ""
     return {
         "act": "; the registry rolls it back",
-        "advise": f"; `forgectl models rollback {words.name_of(metadata)}` takes it out of service",
+        "advise": f"; `forgectl models rollback {words.typed(metadata)}` takes it out of service",
     }.get(f"{reply.get('action')}", "")
 
 
@@ -82,11 +83,13 @@ def show_validations(options: Options) -> int:
     found = names.named(options.model)
     with DaemonConnection(options) as daemon:
         metadata = answers.map_in(names.view(daemon, found), "metadata")
-        name = words.name_of(metadata)
+        typed = words.typed(metadata)
         version = names.version(f"{metadata.get('version')}")
         reply = daemon.request("ListValidations", model_id=found.model, version=version)
     recorded = [one for one in words.as_text(reply) if isinstance(one, dict)] if isinstance(reply, list) else []
-    nothing = f"{name} has not been validated; `forgectl models validate {name}` records a validation"
+    nothing = (
+        f"{words.name_of(metadata)} has not been validated; `forgectl models validate {typed}` records a validation"
+    )
     rows = list(map(_row, recorded))
     shown = [one for one in COLUMNS if any(row[one] not in (None, tables.NONE) for row in rows)]
     answer(

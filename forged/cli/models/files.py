@@ -112,7 +112,7 @@ def _show_registered(metadata: Row) -> None:
     name = words.name_of(metadata)
     size = words.size(metadata.get("size_bytes"))
     said = f"registered {name}{f', {size}' if size != tables.NONE else ''}, {metadata.get('checksum')}"
-    tables.print_wrapped(f"{said}; `forgectl models promote {name}` begins its validation")
+    tables.print_wrapped(f"{said}; `forgectl models promote {words.typed(metadata)}` begins its validation")
 
 
 def _shape(text: str | None) -> list[int]:

@@ -7,6 +7,7 @@ that it stands for.
 from __future__ import annotations
 
 import re
+from shlex import quote
 from typing import Any, NamedTuple
 
 from forged.cli.forgectl import answers
@@ -41,12 +42,12 @@ def named(text: str) -> Named:
 
 def with_ref(text: str) -> Named:
     """Like `named`; a reference is required."""
-    found = named(text)
+    found, typed = named(text), quote(text)
     if not found.ref:
         raise ConfigError(
             "usage_wrong",
             f"{text!r} names no version",
-            f"use {text}@VERSION, {text}@{LATEST}, or an alias; `forgectl models versions {text}` lists the versions",
+            f"use {text}@VERSION, {text}@{LATEST}, or an alias; `forgectl models versions {typed}` lists the versions",
         )
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from shlex import quote
 from typing import Any
 
 from forged.cli.forgectl import answers, tables
@@ -15,7 +16,7 @@ from forged.cli.models import names, words
 from forged.cli.models.names import LATEST, SERVING, Named
 from forged.cli.models.words import ARROW
 from forged.cli.process import EXIT_FAILED, EXIT_OK
-from forged.errors import ConfigError
+from forged.errors import ConfigError, RequestRefused
 
 PAIR = 2
 
@@ -53,7 +54,7 @@ def _fields(view: Row, now: float) -> Iterator[tuple[str, Any]]:
 def _next_states(view: Row) -> str:
     following = " or ".join(map(str, answers.list_in(view, "next_states")))
     if not following and SERVING in answers.list_in(view, "aliases"):
-        model = tables.field("", answers.map_in(view, "metadata").get("model_id"))
+        model = quote(f"{answers.map_in(view, 'metadata').get('model_id')}")
         return f"deprecated, by `forgectl models rollback {model}`, or when another version serves"
     return following
 
@@ -123,6 +124,14 @@ def show_difference(options: Options) -> int:
     found = names.named(options.model)
     first, second = Named(found.model, found.ref or SERVING), _second(found.model, options.second)
     with DaemonConnection(options) as daemon:
+        if not found.ref and not answers.one_unless(
+            daemon, names.NOT_SERVING, "ShowModel", model_id=found.model, ref=SERVING
+        ):
+            raise RequestRefused(
+                "model_reference_unknown",
+                f"no version of {found.model} serves, so {second.ref} has nothing to be compared with",
+                f"name one: `forgectl models diff {quote(found.model)}@VERSION`",
+            )
         reply = words.as_text(
             answers.one(daemon, "CompareModels", model_id=found.model, first=first.ref, second=second.ref)
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from shlex import quote
 from typing import Any
 
 from forged.cli.forgectl import answers, tables
@@ -32,6 +33,11 @@ def as_text(value: Any, key: str = "") -> Any:
 def name_of(metadata: Row) -> str:
     """A version with its model: `resnet@1.2.0`."""
     return f"{tables.field('', metadata.get('model_id'))}@{tables.field('', metadata.get('version'))}"
+
+
+def typed(metadata: Row) -> str:
+    """A version as it is typed in a shell: names of models may have spaces."""
+    return quote(name_of(metadata))
 
 
 def number(value: Any) -> str:

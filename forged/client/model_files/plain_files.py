@@ -35,6 +35,7 @@ PART_BYTES_MAX = 255
 """The limit of file systems."""
 NAMES_SHOWN_MAX = 3
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
+_SPECIAL = frozenset({errno.ENXIO, errno.ENODEV, errno.EISDIR})
 
 
 # Descriptions.
@@ -164,14 +165,20 @@ def opened(source: Path) -> Iterator[OpenedFile]:
     except OSError as error:
         if error.errno in _ABSENT:
             raise FileMissing("model_file_missing", f"{source} does not exist", "check the path") from error
+        if error.errno in _SPECIAL:
+            raise _not_regular(source) from error
         raise ConfigError("model_file_unreadable", f"{source}: {error.strerror}", "check the permissions") from error
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            raise ConfigError("model_file_special", f"{source} is not a regular file", "name a file or a folder")
+            raise _not_regular(source)
         yield OpenedFile(source, fd, found.st_size)
     finally:
         os.close(fd)
+
+
+def _not_regular(source: Path) -> ConfigError:
+    return ConfigError("model_file_special", f"{source} is not a regular file", "name a file or a folder of files")
 
 
 class FileMissing(ConfigError):

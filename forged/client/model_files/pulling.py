@@ -14,6 +14,7 @@ import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from forged.checkpoint.export.conversion import ConversionOptions, convert
 from forged.checkpoint.export.external_files import SAFETENSORS
@@ -164,7 +165,7 @@ def _damaged(copy: _Copy, file: ArtifactFile, problem: str) -> ForgedError:
     return ForgedError(
         DAMAGED,
         f"{file.path} of {name}, at {copy.where}: {problem}; nothing was copied",
-        f"`forgectl models verify {name}` checks all files",
+        f"`forgectl models verify {quote(name)}` checks all files",
     )
 
 

@@ -64,6 +64,10 @@ class TestRegistration:
         assert "corrupt" in err
         assert on_daemon.json("ls") == {"models": []}
 
+    def test_name_with_a_space_is_quoted_in_hints(self, on_daemon: RegistryDaemon) -> None:
+        [said] = on_daemon.lines("register 'Res Net' --checksum x")
+        assert said == "registered Res Net@0.1.0, x; `forgectl models promote 'Res Net@0.1.0'` begins its validation"
+
     def test_version_that_exists_is_refused(self, on_daemon: RegistryDaemon) -> None:
         on_daemon.register("1.0.0")
         assert "has version 1.0.0 already" in on_daemon.refused(f"register {MODEL}@1.0.0 --checksum other")
@@ -324,6 +328,12 @@ class TestQuestions:
         code, _, err = on_daemon.run(f"diff {MODEL}@1.1.0 other@1.0.0")
         assert (code, "resnet and other are two models" in err) == (2, True)
 
+    def test_difference_without_a_serving_version_names_the_fix(self, on_daemon: RegistryDaemon) -> None:
+        on_daemon.register("1.0.0")
+        refused = on_daemon.refused(f"diff {MODEL}")
+        assert "no version of resnet serves, so latest has nothing to be compared with" in refused
+        assert "`forgectl models diff resnet@VERSION`" in refused
+
     def test_best_version_is_named_with_its_measures(self, on_daemon: RegistryDaemon) -> None:
         code, out, _ = on_daemon.run("best")
         assert (code, out.startswith("none: ")) == (1, True)
@@ -345,6 +355,7 @@ class TestLabels:
         on_daemon.register("1.0.0")
         assert on_daemon.lines(f"tag {MODEL}@1.0.0 git=abc owner=me") == ["resnet@1.0.0: git=abc owner=me"]
         assert on_daemon.lines(f"tag {MODEL}@latest --remove git") == ["resnet@1.0.0: owner=me"]
+        assert on_daemon.lines(f"tag {MODEL}@latest --remove owner") == ["resnet@1.0.0: no tags"]
         assert on_daemon.run(f"tag {MODEL}@1.0.0")[0] == 2
 
     def test_alias_is_moved_and_removed(self, on_daemon: RegistryDaemon) -> None:
@@ -367,6 +378,8 @@ class TestLabels:
         assert on_daemon.json(f"policy {MODEL}")["canary"] == "act"
         code, _, err = on_daemon.run(f"policy {MODEL} accuracy=1")
         assert (code, "a policy has no accuracy" in err) == (2, True)
+        code, _, err = on_daemon.run(f"policy {MODEL} canary=maybe")
+        assert (code, "canary must be one of off, advise, act, got 'maybe'" in err) == (2, True)
 
     def test_version_in_use_is_not_deleted(self, on_daemon: RegistryDaemon) -> None:
         on_daemon.serve("1.0.0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,6 +92,11 @@ def pipe(folder: Path) -> None:
     os.mkfifo(folder / "pipe")
 
 
+def unix_socket(folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(folder / "socket"))
+
+
 def many(folder: Path) -> None:
     write(folder, {f"{number}": b"" for number in range(5)})
 
@@ -113,6 +119,7 @@ def without_utf8(folder: Path) -> None:
     [
         (linked_folder, "model_files_linked"),
         (pipe, "model_file_special"),
+        (unix_socket, "model_file_special"),
         (many, "model_files_many"),
         (emptied, "model_files_missing"),
         (strange_name, "model_path_invalid"),
