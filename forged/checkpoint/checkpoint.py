@@ -49,7 +49,12 @@ from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.locations import create_storage
 from forged.checkpoint.thread_calls import run_in_thread, run_read, wait_in_thread
 from forged.checkpoint.thread_pool import THREADS
-from forged.checkpoint.verification.validator import CheckpointValidator, CompatibilityChecker, IntegrityChecker
+from forged.checkpoint.verification.validator import (
+    SHOWN_MAX,
+    CheckpointValidator,
+    CompatibilityChecker,
+    IntegrityChecker,
+)
 from forged.logger_adapter import as_log
 from forged.retry import RetryPolicy
 
@@ -287,8 +292,12 @@ class DistributedCheckpoint:
         if result is not None:
             result.require_valid(prefix)
             if result.has_warnings:
-                found = result.get_summary()
-                self._log.warning("checkpoint is damaged; the load may repair it", prefix=prefix, found=found)
+                found = "; ".join(finding.message for finding in result.warnings[:SHOWN_MAX])
+                self._log.warning(
+                    "the check before the load has warnings; bytes that are missing are looked for in other files",
+                    prefix=prefix,
+                    found=found,
+                )
         return manifest
 
     def _load(

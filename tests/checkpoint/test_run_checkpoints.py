@@ -856,8 +856,13 @@ def test_resume_tries_an_older_checkpoint_if_a_parent_was_deleted_by_hand(tmp_pa
     with Checkpoints(tmp_path, logger=log) as checkpoints:
         assert checkpoints.resume(state) == 3
     assert state["w"].tobytes() == rows_after(3)["w"].tobytes()
-    [skipped] = [fields for _, event, fields in log.lines if event.startswith("checkpoint skipped")]
-    assert "needs step-00000004: that was deleted" in skipped["reason"]
+    missing = "checkpoint step-00000005 needs step-00000004: that was deleted"
+    events = [(event.partition(":")[0].partition(";")[0], fields) for _, event, fields in log.lines]
+    assert events == [
+        ("the check before the load has warnings", {"prefix": "step-00000005", "found": missing}),
+        ("checkpoint skipped", {"prefix": "step-00000005", "reason": missing}),
+        ("resumed from a checkpoint", {"prefix": "step-00000003", "step": 3, "skipped": "step-00000005"}),
+    ]
 
 
 def test_base_deleted_during_a_save_is_no_reason_to_end_the_script(

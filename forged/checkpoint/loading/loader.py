@@ -41,6 +41,8 @@ from forged.checkpoint.storage.listing import hold_files, read_manifest
 OPTIMIZER = "optimizer"
 RNG = "rng"
 DIFFERENCES_SHOWN_MAX = 24
+PARTLY_OVERWRITTEN = "; the arrays of the state may be partly overwritten"
+"""The end of an error's message, if a state was given."""
 NONBLOCKING_BYTES_MAX = 4 << 20
 """Up to this size, the files of a checkpoint may be loaded in the caller's thread if they are in memory."""
 
@@ -336,7 +338,7 @@ class _Load:
         if not self.into:
             return error
         return CheckpointException(
-            f"{error.message}; the arrays of the state may be partly overwritten",
+            f"{error.message}{PARTLY_OVERWRITTEN}",
             error.checkpoint_path,
             error.type,
             code=error.code,

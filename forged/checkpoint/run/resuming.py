@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from forged.checkpoint.checkpoint import CheckpointLoadResult, DistributedCheckpoint
 from forged.checkpoint.errors import CheckpointException, ExceptionType
+from forged.checkpoint.loading.loader import PARTLY_OVERWRITTEN
 from forged.checkpoint.model import LoadOptions
 from forged.checkpoint.ports import (
     CancelToken,
@@ -88,7 +89,7 @@ class RunResumption:
             else:
                 for chunk in result.repaired[:1]:
                     self._context.log.warning(
-                        "the checkpoint has corrupt chunks; healthy copies were loaded instead",
+                        "the checkpoint has missing or corrupt chunks; healthy copies were loaded instead",
                         prefix=names[0],
                         chunks=len(result.repaired),
                         first=f"chunk {chunk.chunk} of {chunk.tensor} in {chunk.file}",
@@ -129,10 +130,11 @@ class RunResumption:
 
     def _note_damage(self, name: str, error: CheckpointException) -> None:
         self._superseded.damaged.add(name)
-        self._context.log.warning("checkpoint skipped: it cannot be restored", prefix=name, reason=error.message)
+        reason = _reason(error)
+        self._context.log.warning("checkpoint skipped: it cannot be restored", prefix=name, reason=reason)
         point, catalog = self._point(name), self._context.catalog
         if point is not None and catalog is not None and is_corruption(error):
-            catalog.report_corrupt(point.checkpoint_id, error.message)
+            catalog.report_corrupt(point.checkpoint_id, reason)
 
     def _resumed(
         self,
@@ -151,10 +153,12 @@ class RunResumption:
             worker = self._context.ranks
             worker.update_training_state(manifest.epoch or 0, step, worker.learning_rate)
             if catalog is not None:
-                reasons = self._missing | {prefix: error.message for prefix, error in failures.items()}
+                reasons = self._missing | {prefix: _reason(error) for prefix, error in failures.items()}
                 skipped = [f"{prefix}: {reason}" for prefix, reason in reasons.items()]
                 catalog.report_restore(Restored(point, step, seconds, result.bytes_read, skipped))
         why = {} if point is None else {"reason": point.reason}
+        if failures:
+            why["skipped"] = ", ".join(failures)
         self._context.log.info("resumed from a checkpoint", prefix=name, step=step, **why)
         # A checkpoint that builds on a damaged one would have the damage, too.
         return Resumed(step, name, None if result.repaired else name)
@@ -204,3 +208,8 @@ class RunResumption:
         left_out = {name: reason for name, reason in self._advice.excluded.items() if name in found} | self._missing
         for name in retention.newest_first(left_out)[:SHOWN_MAX]:
             self._context.log.warning("checkpoint skipped", prefix=name, reason=left_out[name])
+
+
+def _reason(error: CheckpointException) -> str:
+    """Why a checkpoint is skipped. The next one is loaded over what it has left in the arrays of the state."""
+    return error.message.removesuffix(PARTLY_OVERWRITTEN)
