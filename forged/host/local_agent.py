@@ -159,9 +159,10 @@ class LocalHeldSlots:
 
     def _save(self, storage_path: str, token: CancelToken) -> SavedSlots:
         from forged.checkpoint.saving.slot_saver import save_slots
+        from forged.checkpoint.storage.listing import read_manifest
         from forged.checkpoint.storage.local import LocalStorage
 
-        storage = LocalStorage(storage_path)
+        storage, manifest = LocalStorage(storage_path), self._slots.manifest
         if storage.url != storage_path:
             raise RequestRefused(
                 "slots_storage_moved",
@@ -169,13 +170,15 @@ class LocalHeldSlots:
                 "give the path of the directory itself",
             )
         try:
-            is_new = save_slots(storage, self._slots, token)
+            if not (is_new := save_slots(storage, self._slots, token)):
+                manifest = read_manifest(storage, manifest.prefix)
         except (ForgedError, OSError):
             raise
         except Exception as error:
             # Such as a manifest that is nested too deeply: no writer may end the daemon.
             raise RequestRefused("slots_unreadable", f"cannot save slots: {describe(error)}", "stage again") from error
-        return SavedSlots(self._slots.manifest.size_bytes, is_new)
+        parent_path = f"{storage_path}/{manifest.links[-1].prefix}" if manifest.links else ""
+        return SavedSlots(manifest.size_bytes, is_new, parent_path)
 
     def release(self) -> None:
         self._opened.close()

@@ -64,6 +64,8 @@ class SavedSlots(msgspec.Struct, frozen=True):
     size_bytes: int
     is_new: bool
     """Whether it was not there before."""
+    parent_path: str = ""
+    """The path of the checkpoint whose files it uses; empty if it uses none. What the ranks have saved may use some."""
 
 
 class StagedCheckpoint(msgspec.Struct, frozen=True):

@@ -553,8 +553,9 @@ class SlotService:
             error = save.error or INTERRUPTED
             await self._ask(FailCheckpoint(job, "", b"", meta.checkpoint_id, describe(error)))
             raise error
-        size_bytes = save.saved.size_bytes
-        await self._ask(CompleteCheckpoint(job, "", b"", meta.checkpoint_id, size_bytes, seconds))
+        size_bytes, parent_path = save.saved.size_bytes, save.saved.parent_path
+        # Its worker may have started it as an incremental one.
+        await self._ask(CompleteCheckpoint(job, "", b"", meta.checkpoint_id, size_bytes, seconds, parent_path))
         if save.saved.is_new:
             fact = EmergencyCheckpointSaved(meta.checkpoint_id, staged.step, failed.worker_id, size_bytes, seconds)
             self._bus.ledger.append(Decision(None, (fact,), job=job), cause=failed.cause, origin=OWNER)

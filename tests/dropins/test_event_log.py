@@ -29,7 +29,7 @@ from tests.dropins.dropin_fixture import VIEWER, Blob, LoadedPlugin, Rare, refus
 from tests.faulty_store import FaultyStore
 from tests.kernel_fixture import Add
 from tests.processes.test_full_disk import disk as disk  # a fixture
-from tests.processes.test_full_disk import fill
+from tests.small_disk import fill
 
 KILLS = 8
 

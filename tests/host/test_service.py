@@ -87,7 +87,9 @@ class Staging:
 
     def __init__(self, storage: LocalStorage, trainers: list[Trainer]) -> None:
         self.wanted: list[str] = []
-        """What is to be done at the next steps: `save`, `keep` or nothing."""
+        """What is to be done at the next steps: `save`, `save increment`, `keep` or nothing."""
+        self.unchanged: dict[str, Any] = {}
+        """What every state has, and incremental saves do not write."""
         self.handles: list[SaveHandle] = []
         self.kept: list[int] = []
         self.checkpoints: dict[str, DistributedCheckpoint] = {}
@@ -110,10 +112,11 @@ class Staging:
 
     async def _stage(self, trainer: Trainer, act: str, step: int) -> None:
         worker, checkpoint = trainer.worker, self.checkpoints[trainer.name]
-        state = {"rows": rows(worker.rank, worker.world_size, step), "step": step}
-        options = SaveOptions(f"step-{step:06d}", step=step, include_rng_state=False)
+        state = {"rows": rows(worker.rank, worker.world_size, step), "step": step, **self.unchanged}
+        base = self.handles[0].prefix if act == "save increment" else None
+        options = SaveOptions(f"step-{step:06d}", step=step, include_rng_state=False, base=base)
         try:
-            if act == "save":
+            if act.startswith("save"):
                 self.handles.append(await checkpoint.save_async(state, options=options))
             elif await checkpoint.keep_in_memory(state, options=options):
                 self.kept.append(step)

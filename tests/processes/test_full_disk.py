@@ -2,48 +2,25 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.processes.daemon import DaemonProcess
+from tests.small_disk import fill, small_disk
 
 DISK_MIB = 4
-BLOCK = bytes(4096)
 TRIES_MAX = 300
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A small file system of its own."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(place)]
-    try:
-        done = subprocess.run(mount, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("there is no `mount` here")
-    if done.returncode:
-        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
-
-
-def fill(disk: Path) -> Path:
-    """Fill the disk with a file; return the file."""
-    filler = disk / "filler"
-    with filler.open("ab", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(BLOCK)
-    assert shutil.disk_usage(disk).free == 0
-    return filler
+    with small_disk(tmp_path / "disk", DISK_MIB) as disk:
+        yield disk
 
 
 def forgectl(daemon: DaemonProcess, *arguments: str) -> tuple[int, str, str]:

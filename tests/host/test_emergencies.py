@@ -1,0 +1,211 @@
+"""Emergency checkpoints beside incremental saves, and on a disk that is full."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forged.catalog.model import CheckpointMeta, CheckpointState
+from forged.checkpoint.errors import CheckpointException
+from forged.checkpoint.saving.pipeline import Saver
+from forged.checkpoint.saving.rank_save import RankSave
+from forged.checkpoint.storage import listing
+from forged.checkpoint.storage.local import LocalStorage
+from forged.client import ForgedClient
+from forged.elastic.messages import EvictWorker
+from forged.host import service as host_service
+from forged.worker.catalog.worker_catalog import WorkerCatalog
+from tests.client.daemon_runner import SOON, DaemonRunner
+from tests.host.test_service import (
+    NAMES,
+    check,
+    client,
+    emergencies,
+    group,
+    patient_workers,
+    runner,
+    start,
+    storage,
+)
+from tests.small_disk import fill, small_disk
+from tests.worker.trainers import JOB, PATIENCE_S, TrainerGroup
+
+__all__ = ["client", "group", "patient_workers", "runner", "storage"]
+
+DISK_MIB = 96
+UNCHANGED = {"same": np.arange(50)}
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", DISK_MIB) as disk:
+        yield disk
+
+
+async def catalogued(client: ForgedClient, step: int) -> CheckpointMeta:
+    [meta] = [meta for meta in await client.checkpoints(JOB) if meta.step == step]
+    return meta
+
+
+async def test_emergency_checkpoint_after_an_incremental_save_is_full(
+    group: TrainerGroup, client: ForgedClient, storage: LocalStorage
+) -> None:
+    staging = await start(group, storage)
+    staging.unchanged = UNCHANGED
+    for count, act in enumerate(["save", "save increment"], 1):
+        staging.wanted = [act]
+        await staging.until(group, 2 * count)
+        for handle in staging.handles:
+            await handle.committed()
+    staging.wanted = ["keep"]
+    await staging.until(group, 6)
+    full, increment = (listing.read_manifest(storage, handle.prefix) for handle in staging.handles[::2])
+    assert [link.prefix for link in increment.links] == [full.prefix]
+    await client.request(EvictWorker(JOB, "b", "for the test"))
+    [saved] = await emergencies(client, 1)
+    step = staging.kept[-1]
+    assert saved.step == step
+    assert listing.read_manifest(storage, f"step-{step:06d}").links == []
+    assert (await catalogued(client, step)).parent_id is None
+    await asyncio.to_thread(listing.delete, storage, increment.prefix)
+    await asyncio.to_thread(listing.delete, storage, full.prefix)
+    check(storage, step)
+    await group.over("b")
+    await group.finish("a")
+
+
+async def test_incremental_save_that_a_failure_interrupts_is_saved_in_full(
+    group: TrainerGroup, client: ForgedClient, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The catalogue has been told of an incremental checkpoint of this name."""
+    publish, may_publish = Saver.publish, threading.Event()
+
+    def late(saver: Saver, save: RankSave, *arguments: Any) -> None:
+        if save.agreement.links:
+            may_publish.wait(PATIENCE_S)
+        publish(saver, save, *arguments)
+
+    monkeypatch.setattr(Saver, "publish", late)
+    staging = await start(group, storage)
+    staging.unchanged = UNCHANGED
+    staging.wanted = ["save"]
+    await staging.until(group, 2)
+    for handle in staging.handles:
+        await handle.committed()
+    staging.wanted = ["save increment"]
+    await staging.until(group, 4)
+    await client.request(EvictWorker(JOB, "b", "for the test"))
+    [saved] = await emergencies(client, 1)
+    prefix = staging.handles[-1].prefix
+    assert f"step-{saved.step:06d}" == prefix
+    assert listing.read_manifest(storage, prefix).links == []
+    meta = await catalogued(client, saved.step)
+    assert (meta.state, meta.parent_id) == (CheckpointState.COMPLETE, None)
+    may_publish.set()
+    for handle in staging.handles[2:]:
+        with suppress(CheckpointException):
+            await handle.committed()
+    await asyncio.to_thread(listing.delete, storage, staging.handles[0].prefix)
+    check(storage, saved.step)
+    await group.over("b")
+    await group.finish("a")
+
+
+async def test_incremental_save_whose_end_was_not_reported_is_what_its_manifest_says(
+    group: TrainerGroup, client: ForgedClient, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = await start(group, storage)
+    staging.unchanged = UNCHANGED
+    staging.wanted = ["save"]
+    await staging.until(group, 2)
+    for handle in staging.handles:
+        await handle.committed()
+    monkeypatch.setattr(WorkerCatalog, "save_committed", lambda *_: None)
+    staging.wanted = ["save increment"]
+    await staging.until(group, 4)
+    for handle in staging.handles[2:]:
+        await handle.committed()
+    manifest = listing.read_manifest(storage, staging.handles[-1].prefix)
+    assert manifest.step is not None
+    await client.request(EvictWorker(JOB, "b", "for the test"))
+    async with asyncio.timeout(PATIENCE_S):
+        while (meta := await catalogued(client, manifest.step)).state is not CheckpointState.COMPLETE:
+            await asyncio.sleep(0.02)
+    parent = await catalogued(client, int(manifest.links[-1].prefix.removeprefix("step-")))
+    assert (meta.parent_id, meta.size_bytes) == (parent.checkpoint_id, manifest.size_bytes)
+    await group.over("b")
+    await group.finish("a")
+
+
+async def test_emergency_checkpoint_is_saved_when_a_full_disk_has_room(
+    runner: DaemonRunner,
+    group: TrainerGroup,
+    client: ForgedClient,
+    disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_service, "RETRYING", SOON)
+    storage = LocalStorage(disk / "checkpoints")
+    staging = await start(group, storage)
+    staging.wanted = ["save"]
+    await staging.until(group, 2)
+    for handle in staging.handles:
+        await handle.committed()
+    staging.wanted = ["keep"]
+    await staging.until(group, 4)
+    files = {entry.name for entry in storage.entries()}
+    kept = int(staging.handles[0].prefix.removeprefix("step-"))
+    filler = await asyncio.to_thread(fill, disk)
+    await client.request(EvictWorker(JOB, "b", "for the test"))
+    async with asyncio.timeout(PATIENCE_S):
+        while JOB not in runner.daemon.slots._retry_at:
+            await asyncio.sleep(0.02)
+    step = staging.kept[-1]
+    assert (await catalogued(client, step)).state is CheckpointState.CORRUPTED
+    assert {entry.name for entry in storage.entries()} == files
+    check(storage, kept)
+    await asyncio.to_thread(filler.unlink)
+    [saved] = await emergencies(client, 1)
+    assert saved.step == step
+    assert (await catalogued(client, step)).state is CheckpointState.COMPLETE
+    for saved_step in (kept, step):
+        check(storage, saved_step)
+    await group.over("b")
+    await group.finish("a")
+
+
+async def test_save_from_slots_to_a_full_disk_fails_and_the_next_one_succeeds(
+    group: TrainerGroup, client: ForgedClient, disk: Path
+) -> None:
+    storage = LocalStorage(disk / "checkpoints")
+    staging = await start(group, storage)
+    staging.wanted = ["save"]
+    await staging.until(group, 2)
+    for handle in staging.handles:
+        await handle.committed()
+    files = {entry.name for entry in storage.entries()}
+    # The ranks tell each other of the failure by files.
+    filler = await asyncio.to_thread(fill, disk, 64)
+    staging.wanted = ["save"]
+    await staging.until(group, 4)
+    for handle in staging.handles[2:]:
+        with pytest.raises(CheckpointException) as caught:
+            await handle.committed()
+    assert caught.value.code == "checkpoint_disk_full"
+    await asyncio.to_thread(filler.unlink)
+    staging.wanted = ["save"]
+    await staging.until(group, 6)
+    for handle in staging.handles[4:]:
+        await handle.committed()
+    assert files <= {entry.name for entry in storage.entries()}
+    assert len(listing.prefixes(storage)) == 2
+    for prefix in listing.prefixes(storage):
+        check(storage, int(prefix.removeprefix("step-")))
+    await group.finish(*NAMES)
