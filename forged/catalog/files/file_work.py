@@ -252,7 +252,12 @@ class FileWork:
         if size_bytes is not None:
             for decision in self._book.found(record.id, size_bytes, self._now()):
                 await self._decide(decision).wait()
-        elif known.is_being_written:
+            return
+        # A failed save may have begun again meanwhile.
+        reason = self._book.why_unsettled(known, self._is_registered, self._now())
+        if not reason:
+            return
+        if known.is_being_written:
             await self._decide(self._book.give_up(record.id, reason, self._now())).wait()
         else:
             await self._decide(self._book.sweep(record.id)).wait()

@@ -300,6 +300,23 @@ async def test_files_of_a_failed_save_that_is_tried_again_are_not_deleted() -> N
 
 
 @over_days
+async def test_failed_save_that_begins_again_while_its_files_are_looked_for_is_not_swept() -> None:
+    files = SimulatedFiles()
+    async with catalog(files=files) as one:
+        meta = await one.start(1)
+        await one.fail(meta.checkpoint_id)
+        files.delay_s = 4 * TICK_S
+        await anyio.sleep(FAILED_KEPT_S + 2 * TICK_S)
+        assert files.calls == [("find", f"{FOLDER}/step-00000001")]
+        await one.start(1)
+        await anyio.sleep(FAILED_KEPT_S / 2)
+        assert await one.listed() == {1: "corrupted"}
+        files.stored[f"{FOLDER}/step-00000001"] = SimulatedCheckpoint("00000001", JOB)
+        await one.complete(meta.checkpoint_id)
+        assert (await one.listed(), left(files)) == ({1: "complete"}, ["step-00000001"])
+
+
+@over_days
 async def test_failed_save_whose_manifest_appears_is_completed_by_the_sweep() -> None:
     files = SimulatedFiles()
     async with catalog(files=files) as one:
