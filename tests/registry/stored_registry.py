@@ -10,7 +10,7 @@ from typing import Any
 from forged.auth.model import Principal, Role
 from forged.errors import RequestRefused
 from forged.kernel.messages import Decision, Fact
-from forged.registry.book.evidence import GUARDED, Evidence
+from forged.registry.book.evidence import Evidence
 from forged.registry.book.lifecycle import Lifecycle
 from forged.registry.book.questions import Questions
 from forged.registry.book.registration import Registration
@@ -112,18 +112,12 @@ class Told:
             was, now = DeploymentState(entry.was), DeploymentState(entry.now)
             self._require(self.states.get(version) is was, f"{version} is {self.states.get(version)}, not {was}")
             self.states[version] = now
-            self._check_promotion(entry, was, now)
         elif entry.kind is JournalKind.ALIAS_MOVED:
             self._move(entry)
         elif entry.kind is JournalKind.DELETED:
             assert version is not None
             self._require(self.states.pop(version, None) is DeploymentState.ARCHIVED, f"{version} was not archived")
             self.deleted[version] = entry.number
-
-    def _check_promotion(self, entry: JournalEntry, was: DeploymentState, now: DeploymentState) -> None:
-        is_rollback = (was, now) == (DeploymentState.CANARY, DeploymentState.STAGING)
-        if now in GUARDED and not is_rollback:
-            self._require(bool(entry.evidence or entry.waiver), f"{entry} has neither evidence nor a waiver")
 
     def _move(self, entry: JournalEntry) -> None:
         named = self.aliases.get(entry.alias)

@@ -15,11 +15,12 @@ from itertools import product
 from tests.simulation.catalog import simulation as catalog
 from tests.simulation.data import simulation as data
 from tests.simulation.elastic import tally
+from tests.simulation.registry import simulation as registry
 from tests.simulation.runner import MUTANTS, Kind, Outcome, command, kinds_for, simulate_pair
 
 TRACE_LINES = 40
 PROCESSES = 2
-MUST_HAPPEN = (*tally.MUST_HAPPEN, *data.MUST_HAPPEN, *catalog.MUST_HAPPEN)
+MUST_HAPPEN = (*tally.MUST_HAPPEN, *data.MUST_HAPPEN, *catalog.MUST_HAPPEN, *registry.MUST_HAPPEN)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

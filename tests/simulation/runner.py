@@ -22,11 +22,13 @@ from tests.simulation.daemon.oracle import InvariantViolated
 from tests.simulation.data import mutants as data_mutants
 from tests.simulation.elastic import mutants as elastic_mutants
 from tests.simulation.elastic import simulation as elastic
+from tests.simulation.registry import mutants as registry_mutants
+from tests.simulation.registry import simulation as registry
 
 CPU_S_MAX = 60.0
 """The CPU time limit of one seed; most take less than a second."""
 ELASTIC_MUTANTS = {**elastic_mutants.MUTANTS, **data_mutants.MUTANTS}
-MUTANTS = {**daemon_mutants.MUTANTS, **ELASTIC_MUTANTS, **catalog_mutants.MUTANTS}
+MUTANTS = {**daemon_mutants.MUTANTS, **ELASTIC_MUTANTS, **catalog_mutants.MUTANTS, **registry_mutants.MUTANTS}
 
 
 class NeverYields(SystemExit):
@@ -42,12 +44,15 @@ class Kind(StrEnum):
     """Elastic training jobs with data."""
     CATALOG = "catalog"
     """The checkpoint catalogue and the files of checkpoints."""
+    REGISTRY = "registry"
+    """The model registry: promoters, trainers and canaries."""
 
 
 SIMULATE: dict[Kind, Callable[[int, Callable[[Any], None]], Any]] = {
     Kind.SERVICE: daemon.simulate,
     Kind.ELASTIC: elastic.simulate,
     Kind.CATALOG: catalog.simulate,
+    Kind.REGISTRY: registry.simulate,
 }
 
 
@@ -73,6 +78,8 @@ def kinds_for(mutant: str | None) -> tuple[Kind, ...]:
         return tuple(Kind)
     if mutant in catalog_mutants.MUTANTS:
         return (Kind.CATALOG,)
+    if mutant in registry_mutants.MUTANTS:
+        return (Kind.REGISTRY,)
     return (Kind.ELASTIC if mutant in ELASTIC_MUTANTS else Kind.SERVICE,)
 
 
