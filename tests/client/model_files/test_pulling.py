@@ -130,6 +130,15 @@ def test_file_that_cannot_be_written_leaves_no_copy(folder: Path, here: Path, mo
     assert list(here.iterdir()) == []
 
 
+def test_interrupted_copy_leaves_nothing(folder: Path, here: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pulled(describe_files(folder, CancelToken()), progress=interrupt)
+    assert list(here.iterdir()) == []
+
+
 def test_cancelled_copy_leaves_nothing(folder: Path, here: Path) -> None:
     files, token = describe_files(folder, CancelToken()), CancelToken()
     with pytest.raises(ForgedError, match="cancelled"):
