@@ -83,7 +83,7 @@ def _registering(verbs: Any) -> None:
     positional(importing, "file", "FILE", help="JSON; - for stdin")
     text = "take in the versions, aliases, tags and stages of an MLflow registry"
     migrating = verb(verbs, "import-mlflow", _act("mlflow", "import_mlflow"), text)
-    positional(migrating, "source", "FILE", help="its SQLite file, or the http:// URL of its server")
+    positional(migrating, "source", "SOURCE", help="the URL of its server, or its SQLite file")
     for parser in (importing, migrating):
         parser.add_argument("--dry-run", action="store_true", help="change nothing; show what would be imported")
         add_reason(parser)
