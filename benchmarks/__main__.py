@@ -35,6 +35,7 @@ BENCHMARKS = (
     "incremental",
     "catalog",
     "catalog_daemon",
+    "registry",
     "slots",
     "restore_estimate",
 )
