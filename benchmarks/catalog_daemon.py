@@ -58,6 +58,9 @@ class CollectAll(Request[float], frozen=True):
 class NothingThere:
     """The files of checkpoints that have none."""
 
+    def storage_of(self, path: str) -> str:
+        return path
+
     async def find(self, location: CheckpointLocation) -> int | None:
         return None
 

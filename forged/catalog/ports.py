@@ -11,6 +11,8 @@ from forged.jobs.model import SettingValue
 
 FOLDER_MISSING = "checkpoint_folder_missing"
 """The code of the error for a local folder that does not exist: deleted by hand, or not mounted."""
+STORAGE_HANGS = "checkpoint_storage_hangs"
+"""The code of the error for a storage that does not answer, or has not answered an earlier call yet."""
 
 Progress = Callable[[int, int], None]
 """Told the bytes that are done and those in all; in the event loop."""
@@ -44,8 +46,13 @@ class CheckpointLocation:
 class CheckpointFiles(Protocol):
     """The files of checkpoints. A storage that cannot be used raises a `ForgedError`; the call is repeated later.
 
-    Each call reads the manifest first. A checkpoint is not touched if its manifest has another save id or job.
+    Each call reads the manifest first. A checkpoint is not touched if its manifest has another save id or job. A call
+    that its storage does not answer is given up after a while, with the code `STORAGE_HANGS`.
     """
+
+    def storage_of(self, path: str) -> str:
+        """The storage of a path, such as a mounted file system or a bucket, which hangs as a whole if it hangs."""
+        ...
 
     async def find(self, location: CheckpointLocation) -> int | None:
         """The size of the checkpoint if it is there as a whole; None if it is not."""
@@ -70,6 +77,9 @@ class CheckpointFiles(Protocol):
 
 class NoFiles:
     """Files that cannot be reached: for a daemon that is to touch none."""
+
+    def storage_of(self, path: str) -> str:
+        return "/"
 
     async def find(self, location: CheckpointLocation) -> int | None:
         raise _unreachable(location)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from forged.catalog.ports import FOLDER_MISSING, CheckpointLocation, Progress
+from forged.catalog.ports import FOLDER_MISSING, STORAGE_HANGS, CheckpointLocation, Progress
 from forged.catalog.records import folder_of
 from forged.errors import RequestRefused, Unavailable
 
@@ -34,11 +34,16 @@ class SimulatedFiles:
     """Folders whose storage fails."""
     missing: set[str] = field(default_factory=set)
     """Folders that do not exist."""
+    hanging: set[str] = field(default_factory=set)
+    """Storages that do not answer: a call to them is given up."""
     delay_s: float = 0.0
     calls: list[tuple[str, str]] = field(default_factory=list)
     """What was done, and where."""
     before_delete: Callable[[CheckpointLocation], None] = lambda location: None
     deleted: anyio.Event = field(default_factory=anyio.Event)
+
+    def storage_of(self, path: str) -> str:
+        return "/" + path.split("/")[1]
 
     async def find(self, location: CheckpointLocation) -> int | None:
         await self._reach("find", location)
@@ -89,6 +94,8 @@ class SimulatedFiles:
     async def _reach(self, operation: str, location: CheckpointLocation) -> None:
         self.calls.append((operation, location.path))
         await anyio.sleep(self.delay_s)
+        if self.storage_of(location.path) in self.hanging:
+            raise Unavailable(STORAGE_HANGS, "it does not answer")
         if folder_of(location.path) in self.missing:
             raise Unavailable(FOLDER_MISSING, "it is missing")
         if folder_of(location.path) in self.failing:

@@ -5,11 +5,11 @@ Invariants:
   gone.
 - A record is looked at again after each call, because it may have changed meanwhile.
 - A storage that fails, is slow or gone changes no record.
+- Work for one storage delays no work for others: it is bounded by storage, and ends when the storage does not answer.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from heapq import nsmallest
@@ -23,18 +23,20 @@ from forged.catalog.book.catalog_book import CatalogBook
 from forged.catalog.files.work_queue import FileTask, FileTaskKind, WorkQueue
 from forged.catalog.messages import CheckpointOperation, CheckpointProgress, GcTick
 from forged.catalog.model import CheckpointState
-from forged.catalog.ports import FOLDER_MISSING, CheckpointFiles
+from forged.catalog.ports import FOLDER_MISSING, STORAGE_HANGS, CheckpointFiles
 from forged.catalog.records import CheckpointRecord, Moment
 from forged.clock import Clock
-from forged.errors import ForgedError
+from forged.errors import ForgedError, Unavailable
 from forged.kernel.bus import DAEMON, Bus
 from forged.kernel.messages import Call, Decision
 from forged.log import Log
 
 OWNER = "catalog"
 TICK_S = 10.0
-FOLDERS_AT_ONCE = 8
-NOT_YET = frozenset({"checkpoint_needed", "checkpoint_being_read"})
+FOLDERS_AT_ONCE, OF_STORAGE_AT_ONCE = 16, 4
+SCRUBS_AT_ONCE = COMPACTIONS_AT_ONCE = 8
+"""Each of another storage."""
+NOT_YET = frozenset({"checkpoint_needed", "checkpoint_being_read", "checkpoint_in_use"})
 """The codes of errors about one checkpoint: its folder can be used."""
 MISSING_KEPT_S = 7 * 86_400.0
 """For so long a missing folder may come back, as that of a file system that is mounted again."""
@@ -42,9 +44,10 @@ SCRUB_AGAIN_S = 86_400.0
 """So long after a verification a checkpoint is not verified again."""
 SCRUB_PAUSE_S = 60.0
 SCRUB_CHOSEN_AT_ONCE = 1000
+NOT_VERIFIED_S = 600.0
+"""So long a checkpoint that could not be read is not verified again."""
 SUSPECT_BYTES_PER_S = 100 << 20
 """The rate at which a checkpoint is verified that a worker has reported as corrupt, where scrubbing is off."""
-SUSPECTS_MAX = 1000
 VERIFYING = "verifying"
 REPAIRING = "repairing"
 COMPACTING = "compacting"
@@ -79,27 +82,29 @@ class FileWork:
         self._log = log
         self._is_registered = is_registered
         self._decide = decide
-        self._queue = WorkQueue()
-        self._suspects: deque[str] = deque(maxlen=SUSPECTS_MAX)
-        self._chosen: deque[str] = deque()
-        """The checkpoints that are verified next."""
-        self._not_before: dict[str, float] = {}
-        """When a checkpoint whose storage failed may be verified again."""
+        self._queue = WorkQueue(FOLDERS_AT_ONCE, OF_STORAGE_AT_ONCE)
+        """Deletions and searches, by folder."""
+        self._scrubs = WorkQueue(SCRUBS_AT_ONCE, 1)
+        """Verifications, by storage."""
+        self._compactions = WorkQueue(COMPACTIONS_AT_ONCE, 1)
+        """By storage."""
+        self._chosen: set[str] = set()
+        """The checkpoints that are verified because their last verification is long ago."""
+        self._choose_at = 0.0
         self._damaged: set[str] = set()
         """The checkpoints whose damage was found here."""
         self._to_compact: dict[str, int] = {}
         """How often each compaction has been tried."""
+        self._compacting: dict[str, anyio.Event] = {}
+        """The checkpoints that are compacted now, with the end of that."""
+        self._hanging: set[str] = set()
+        """The storages that do not answer."""
         self._wake_event = anyio.Event()
-        self._suspected = anyio.Event()
-        self._compaction_wanted = anyio.Event()
-        self._compacting = ""
-        """The checkpoint that is compacted now; the lock is held meanwhile."""
-        self._compaction = anyio.Lock()
 
     def reload(self) -> None:
         """The book was loaded from the store: everything in it is durable."""
-        self._queue.clear()
-        self._suspects.clear()
+        for queue in (self._queue, self._scrubs, self._compactions):
+            queue.clear()
         self._chosen.clear()
         self._damaged.clear()
         self._to_compact.clear()
@@ -117,23 +122,29 @@ class FileWork:
 
     def suspect(self, record: CheckpointRecord) -> None:
         """Verify a checkpoint that is said to be corrupt, if the daemon may."""
-        if self._book.is_managed(record) and record.id not in self._damaged and record.id not in self._suspects:
-            self._suspects.append(record.id)
-            self._suspected.set()
+        if self._book.is_managed(record) and record.id not in self._damaged:
+            self._add_of_storage(self._scrubs, FileTaskKind.VERIFY, record, is_urgent=True)
 
     def compact(self, record: CheckpointRecord) -> None:
         """Make a full checkpoint of an incremental one."""
         if record.id not in self._to_compact:
             self._to_compact[record.id] = 0
             self.operations[record.id] = CheckpointOperation(COMPACTING, 0, record.meta.size_bytes)
-            self._compaction_wanted.set()
+            self._add_of_storage(self._compactions, FileTaskKind.COMPACT, record)
 
     def wake(self) -> None:
         """Look at once for what is due."""
         self._wake_event.set()
 
     def _add(self, kind: FileTaskKind, record: CheckpointRecord) -> None:
-        self._queue.add(record.folder, FileTask(kind, record.id))
+        self._queue.add(record.folder, self._files.storage_of(record.path), FileTask(kind, record.id))
+        self.wake()
+
+    def _add_of_storage(
+        self, queue: WorkQueue, kind: FileTaskKind, record: CheckpointRecord, *, is_urgent: bool = False
+    ) -> None:
+        storage = self._files.storage_of(record.path)
+        queue.add(storage, storage, FileTask(kind, record.id), is_urgent=is_urgent)
         self.wake()
 
     def _now(self) -> Moment:
@@ -141,17 +152,19 @@ class FileWork:
 
     async def run(self, *, task_status: TaskStatus[None] = TASK_STATUS_IGNORED) -> None:
         """Do what is due, until cancelled."""
+        queues = self._queue, self._scrubs, self._compactions
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._tick_periodically)
-            tasks.start_soon(self._scrub)
-            tasks.start_soon(self._compact_requested)
             task_status.started()
             while True:
                 self._wake_event = anyio.Event()
                 now = self._clock.monotonic()
-                for folder in list(self._queue.begin(now, FOLDERS_AT_ONCE)):
-                    tasks.start_soon(self._work_in, folder)
-                with anyio.move_on_after(max(0.0, min(self._queue.next_at() - now, TICK_S))):
+                self._choose_oldest_verified(now)
+                for queue in queues:
+                    for folder in list(queue.begin(now)):
+                        tasks.start_soon(self._work_in, queue, folder)
+                next_at = min(queue.next_at() for queue in queues)
+                with anyio.move_on_after(max(0.0, min(next_at - now, TICK_S))):
                     await self._wake_event.wait()
 
     # Ticks.
@@ -186,27 +199,70 @@ class FileWork:
 
     # Folders.
 
-    async def _work_in(self, folder: str) -> None:
-        while (task := self._queue.next(folder)) is not None:
+    async def _work_in(self, queue: WorkQueue, folder: str) -> None:
+        while (task := queue.next(folder)) is not None:
             try:
                 await self._bus.ledger.writable()
                 await self._do(task)
             except ForgedError as error:
-                if error.code in NOT_YET:
-                    self._queue.postpone(folder, task, self._clock.monotonic())
-                    self._log.debug("a checkpoint is not deleted yet", folder=folder, reason=error.message)
-                    continue
-                failing_s = self._queue.failed(folder, task, self._clock.monotonic())
-                if error.code == FOLDER_MISSING and failing_s >= MISSING_KEPT_S:
-                    self._forget_missing(task)
-                elif not failing_s:
-                    self._log.warning(
-                        "the storage of checkpoints cannot be used; trying again", folder=folder, reason=error.message
-                    )
-                break
+                await self._bus.ledger.writable()
+                if not self._goes_on(queue, folder, task, error):
+                    break
             else:
-                self._queue.done(folder, task)
+                self._over(queue, folder, task)
         self.wake()
+
+    def _over(self, queue: WorkQueue, folder: str, task: FileTask) -> None:
+        queue.done(folder, task)
+        if task.kind is FileTaskKind.SCRUB:
+            self._chosen.discard(task.checkpoint_id)
+        record = self._book.records.get(task.checkpoint_id)
+        if self._hanging and record is not None:
+            self._hanging.discard(self._files.storage_of(record.path))
+
+    def _goes_on(self, queue: WorkQueue, folder: str, task: FileTask, error: ForgedError) -> bool:
+        """What follows from an error. Returns whether the work in the folder goes on."""
+        now = self._clock.monotonic()
+        if error.code == STORAGE_HANGS:
+            self._tell_hanging(task, error)
+            queue.failed(folder, task, now, is_hung=True)
+            return False
+        if task.kind is FileTaskKind.COMPACT:
+            if self._is_tried_again(task.checkpoint_id, error):
+                queue.postpone(folder, task, now, COMPACTION_PAUSE_S)
+            else:
+                queue.done(folder, task)
+            return True
+        if task.kind in (FileTaskKind.SCRUB, FileTaskKind.VERIFY):
+            queue.postpone(folder, task, now, NOT_VERIFIED_S)
+            self._log.debug("a checkpoint was not verified", checkpoint=task.checkpoint_id, reason=error.message)
+            return True
+        if error.code in NOT_YET:
+            queue.postpone(folder, task, now)
+            self._log.debug("a checkpoint is not deleted yet", folder=folder, reason=error.message)
+            return True
+        failing_s = queue.failed(folder, task, now)
+        if error.code == FOLDER_MISSING and failing_s >= MISSING_KEPT_S:
+            self._forget_missing(task)
+        elif not failing_s:
+            self._log.warning(
+                "the storage of checkpoints cannot be used; trying again", folder=folder, reason=error.message
+            )
+        return False
+
+    def _tell_hanging(self, task: FileTask, error: ForgedError) -> None:
+        """Log that a storage does not answer, once until it does."""
+        record = self._book.records.get(task.checkpoint_id)
+        if record is None or (storage := self._files.storage_of(record.path)) in self._hanging:
+            return
+        self._hanging.add(storage)
+        self._log.warning(
+            "a storage of checkpoints does not answer; trying again at growing intervals",
+            storage=storage,
+            path=record.path,
+            operation=str(task.kind),
+            reason=error.message,
+        )
 
     def _forget_missing(self, task: FileTask) -> None:
         record = self._book.records.get(task.checkpoint_id)
@@ -215,20 +271,23 @@ class FileWork:
 
     async def _do(self, task: FileTask) -> None:
         record = self._book.records.get(task.checkpoint_id)
-        if record is None or not self._book.is_managed(record):
+        if task.kind is FileTaskKind.COMPACT:
+            await self._compact(task.checkpoint_id)
+        elif record is None or not self._book.is_managed(record):
             return
-        if task.kind is FileTaskKind.DELETE:
+        elif task.kind is FileTaskKind.DELETE:
             await self._delete(record)
-        else:
+        elif task.kind is FileTaskKind.FIND:
             await self._find(record)
+        elif task.kind is FileTaskKind.VERIFY or self.scrub_bytes_per_s:
+            await self._verify(record)
 
     async def _delete(self, record: CheckpointRecord) -> None:
         if not record.is_deleted:
             return
-        if record.id == self._compacting:
+        while (compacted := self._compacting.get(record.id)) is not None:
             # It would write files behind the deletion.
-            async with self._compaction:
-                pass
+            await compacted.wait()
         self._show(record, FileTaskKind.DELETE, 0, record.meta.size_bytes)
         try:
             await self._files.delete(self._book.location(record))
@@ -264,46 +323,23 @@ class FileWork:
 
     # Scrubbing.
 
-    async def _scrub(self) -> None:
-        while True:
-            self._suspected = anyio.Event()
-            checkpoint_id = self._next_to_verify()
-            if checkpoint_id is None:
-                with anyio.move_on_after(SCRUB_PAUSE_S):
-                    await self._suspected.wait()
-                continue
-            await self._bus.ledger.writable()
-            try:
-                await self._verify(checkpoint_id)
-            except ForgedError as error:
-                self._not_before[checkpoint_id] = self._clock.monotonic() + 10 * SCRUB_PAUSE_S
-                self._log.debug("a checkpoint was not verified", checkpoint=checkpoint_id, reason=error.message)
-
-    def _next_to_verify(self) -> str | None:
-        while self._suspects:
-            if self._may_verify(checkpoint_id := self._suspects.popleft()):
-                return checkpoint_id
-        if not self.scrub_bytes_per_s:
-            return None
-        if not self._chosen:
-            self._chosen.extend(self._oldest_verified())
-        while self._chosen:
-            if self._may_verify(checkpoint_id := self._chosen.popleft()):
-                return checkpoint_id
-        return None
-
-    def _oldest_verified(self) -> list[str]:
-        now = self._clock.monotonic()
-        self._not_before = {one: at for one, at in self._not_before.items() if at > now}
+    def _choose_oldest_verified(self, now: float) -> None:
+        """Have those checkpoints verified whose last verification is longest ago, once in a while."""
+        if not self.scrub_bytes_per_s or now < self._choose_at:
+            return
+        self._choose_at = now + SCRUB_PAUSE_S
         latest = self._clock.wall() - SCRUB_AGAIN_S
         due = (
             (one.meta.verified_at or one.meta.created_at, one.id)
             for one in self._book.records.values()
             if one.meta.state is CheckpointState.COMPLETE
-            and one.id not in self._not_before
+            and one.id not in self._chosen
             and (one.meta.verified_at is None or one.meta.verified_at <= latest)
+            and self._book.is_managed(one)
         )
-        return [checkpoint_id for _, checkpoint_id in nsmallest(SCRUB_CHOSEN_AT_ONCE, due)]
+        for _, checkpoint_id in nsmallest(SCRUB_CHOSEN_AT_ONCE, due):
+            self._chosen.add(checkpoint_id)
+            self._add_of_storage(self._scrubs, FileTaskKind.SCRUB, self._book.records[checkpoint_id])
 
     def _may_verify(self, checkpoint_id: str) -> bool:
         record = self._book.records.get(checkpoint_id)
@@ -311,51 +347,44 @@ class FileWork:
             return False
         return record.meta.state in (CheckpointState.COMPLETE, CheckpointState.CORRUPTED)
 
-    async def _verify(self, checkpoint_id: str) -> None:
-        record = self._book.records[checkpoint_id]
+    async def _verify(self, record: CheckpointRecord) -> None:
+        """Compare all bytes with their checksums; where healthy copies replace corrupt ones, a second time."""
+        if await self._finds_damage(record) and await self._repair(record):
+            await self._finds_damage(record)
+
+    async def _finds_damage(self, record: CheckpointRecord) -> bool:
+        if not self._may_verify(record.id):
+            return False
         rate = self.scrub_bytes_per_s or SUSPECT_BYTES_PER_S
         try:
             wrong = await self._files.verify(self._book.location(record), rate, partial(self._show, record, VERIFYING))
         finally:
-            self.operations.pop(checkpoint_id, None)
+            self.operations.pop(record.id, None)
         await self._bus.ledger.writable()
-        if not self._may_verify(checkpoint_id):
-            return
-        is_complete = self._book.records[checkpoint_id].meta.state is CheckpointState.COMPLETE
+        if not self._may_verify(record.id):
+            return False
         if not wrong:
-            self._damaged.discard(checkpoint_id)
-            await self._decide(self._book.verified(checkpoint_id, self._now())).wait()
-        elif is_complete:
-            self._damaged.add(checkpoint_id)
-            await self._decide(self._book.damaged(checkpoint_id, wrong)).wait()
-        if wrong:
-            await self._repair(record)
+            self._damaged.discard(record.id)
+            await self._decide(self._book.verified(record.id, self._now())).wait()
+        elif self._book.records[record.id].meta.state is CheckpointState.COMPLETE:
+            self._damaged.add(record.id)
+            await self._decide(self._book.damaged(record.id, wrong)).wait()
+        return bool(wrong)
 
-    async def _repair(self, record: CheckpointRecord) -> None:
-        """Replace the corrupt bytes by healthy copies, and verify the checkpoint again."""
+    async def _repair(self, record: CheckpointRecord) -> bool:
+        """Replace the corrupt bytes by healthy copies; returns whether there were any."""
         self.operations[record.id] = CheckpointOperation(REPAIRING, 0, record.meta.size_bytes)
         try:
-            if await self._files.repair(self._book.location(record)):
-                self._suspects.append(record.id)
+            return await self._files.repair(self._book.location(record))
         except ForgedError as error:
+            if error.code == STORAGE_HANGS:
+                raise
             self._log.warning("a checkpoint was not repaired", checkpoint=record.id, reason=error.message)
+            return False
         finally:
             self.operations.pop(record.id, None)
 
     # Compaction.
-
-    async def _compact_requested(self) -> None:
-        while True:
-            self._compaction_wanted = anyio.Event()
-            checkpoint_id = next(iter(self._to_compact), None)
-            if checkpoint_id is None:
-                await self._compaction_wanted.wait()
-                continue
-            await self._bus.ledger.writable()
-            try:
-                await self._compact(checkpoint_id)
-            except ForgedError as error:
-                await self._compaction_failed(checkpoint_id, error)
 
     async def _compact(self, checkpoint_id: str) -> None:
         record = self._book.records.get(checkpoint_id)
@@ -366,10 +395,7 @@ class FileWork:
             record = self._book.records.get(checkpoint_id)
         if size_bytes is not None and self._book.is_read(checkpoint_id):
             # A reader that has read the manifest before may still need the parents.
-            del self._to_compact[checkpoint_id]
-            self._to_compact[checkpoint_id] = 0
-            await anyio.sleep(COMPACTION_PAUSE_S)
-            return
+            raise Unavailable("checkpoint_being_read", f"checkpoint {checkpoint_id} is held", "wait")
         if size_bytes is not None and record is not None and record.meta.state is CheckpointState.COMPLETE:
             await self._decide(self._book.compacted(checkpoint_id, size_bytes)).wait()
         elif record is not None and record.is_to_compact:
@@ -378,24 +404,24 @@ class FileWork:
         self._compaction_ended(checkpoint_id)
 
     async def _compact_files(self, record: CheckpointRecord) -> int:
-        async with self._compaction:
-            self._compacting = record.id
-            try:
-                return await self._files.compact(self._book.location(record), partial(self._show, record, COMPACTING))
-            finally:
-                self._compacting = ""
+        ended = self._compacting[record.id] = anyio.Event()
+        try:
+            return await self._files.compact(self._book.location(record), partial(self._show, record, COMPACTING))
+        finally:
+            del self._compacting[record.id]
+            ended.set()
 
-    async def _compaction_failed(self, checkpoint_id: str, error: ForgedError) -> None:
-        """Try it again after the other compactions, if the error may pass."""
-        tries = self._to_compact.pop(checkpoint_id, 0) + 1
-        if error.retryable and tries < COMPACTION_TRIES:
+    def _is_tried_again(self, checkpoint_id: str, error: ForgedError) -> bool:
+        """Whether a compaction that has failed is tried again later; if not, it is given up."""
+        is_waiting = error.code in NOT_YET
+        tries = self._to_compact.get(checkpoint_id, 0) + (not is_waiting)
+        if is_waiting or (error.retryable and tries < COMPACTION_TRIES):
             self._to_compact[checkpoint_id] = tries
-            await anyio.sleep(COMPACTION_PAUSE_S)
-            return
+            return True
         self._compaction_ended(checkpoint_id)
-        await self._bus.ledger.writable()
         if checkpoint_id in self._book.records:
             self._decide(self._book.operation_failed(checkpoint_id, COMPACTING, error.message))
+        return False
 
     def _compaction_ended(self, checkpoint_id: str) -> None:
         self._to_compact.pop(checkpoint_id, None)

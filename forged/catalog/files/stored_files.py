@@ -2,30 +2,37 @@
 
 Invariants:
 - Nothing of `forged.checkpoint` is imported before the first call, so that the daemon starts fast.
-- Of one folder at most one call of a kind runs at once. A call that its storage does not answer is given up, and its
-  thread left alone; until that returns, further calls of the kind for the folder are refused.
+- Of one folder at most one call of a kind runs at once. A call whose thread is not seen at work for a time is given up,
+  and its thread left alone; until that returns, further calls of the kind for the folder are refused, and so is the
+  deletion of the checkpoint. Of one storage at most `HUNG_MAX` threads are left alone.
 - The manifest is read first, and its save id and job compared, in the same thread as what follows.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import anyio
 from anyio import CapacityLimiter, to_thread
 
-from forged.catalog.ports import FOLDER_MISSING, CheckpointLocation, Progress
+from forged.catalog.ports import FOLDER_MISSING, STORAGE_HANGS, CheckpointLocation, Progress
 from forged.catalog.records import LOCAL, folder_of, storage_kind
 from forged.errors import ForgedError, RequestRefused, Unavailable, describe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from forged.catalog.files.watched_token import WatchedToken
     from forged.checkpoint.format.manifest import Manifest
     from forged.checkpoint.ports import CancelToken, Reader, Storage
     from forged.checkpoint.storage.ancestry import AncestryCache
@@ -34,41 +41,70 @@ T = TypeVar("T")
 
 THREADS_MAX = 64
 """Threads that wait for storages; those that were left alone count."""
+HUNG_MAX = 4
+"""Threads of one storage that were left alone."""
 CALL_TIMEOUT_S = 300.0
-"""For one call without a verification; the requests of a remote storage have their own, shorter limits."""
+"""So long the thread of a call may do nothing; the requests of a remote storage have their own, shorter limits."""
+MOUNTS = Path("/proc/self/mountinfo")
+MOUNTS_KNOWN_S = 10.0
+"""How long the mount points are taken for those of the host."""
 FOLDERS_KNOWN_MAX = 100
 SHOWN_MAX = 3
 """So many findings of a verification are named."""
 
 
+@dataclass(slots=True)
+class _Call:
+    """A call whose thread has not returned."""
+
+    path: str
+    storage: str
+    is_given_up: bool = False
+
+
 class StoredCheckpointFiles:
     """The files of checkpoints; a `ports.CheckpointFiles`."""
 
-    def __init__(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
+    def __init__(self, timeout_s: float = CALL_TIMEOUT_S, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s = timeout_s
-        self._busy: set[tuple[str, str]] = set()
-        """The folders in which a call runs; scrubs and compactions take long and delay no other call."""
+        self._monotonic = monotonic
+        self._calls: dict[tuple[str, str], _Call] = {}
+        """By folder and purpose; scrubs and compactions take long and delay no other call."""
         self._threads = CapacityLimiter(THREADS_MAX)
         self._known: dict[str, AncestryCache] = {}
         """By folder, the one that was used last is the last one."""
         self._lock = threading.Lock()
+        self._mounts: list[str] = []
+        self._mounts_known_until = -inf
+
+    def storage_of(self, path: str) -> str:
+        kind = storage_kind(path)
+        if kind != LOCAL:
+            return "/".join(path.split("/")[:3])
+        now = self._monotonic()
+        if now >= self._mounts_known_until:
+            self._mounts, self._mounts_known_until = _mount_points(), now + MOUNTS_KNOWN_S
+        return mount_of(path.removeprefix("file://"), self._mounts)
 
     async def find(self, location: CheckpointLocation) -> int | None:
-        return await self._run(location, lambda token: _find(location, token), self._timeout_s)
+        return await self._run(location, lambda token: _find(location, token))
 
     async def delete(self, location: CheckpointLocation) -> None:
-        await self._run(location, lambda token: _delete(location, self._ancestries(location), token), self._timeout_s)
+        if any(call.is_given_up and call.path == location.path for call in self._calls.values()):
+            # Its thread may write files behind the deletion.
+            raise Unavailable("checkpoint_in_use", f"an earlier call for {location.path} has not returned", "wait")
+        await self._run(location, lambda token: _delete(location, self._ancestries(location), token))
 
     async def verify(self, location: CheckpointLocation, bytes_per_s: int, progress: Progress) -> str:
         report = _in_loop(progress)
-        return await self._run(location, lambda token: _verify(location, bytes_per_s, report, token), None, "scrub")
+        return await self._run(location, lambda token: _verify(location, bytes_per_s, report, token), "scrub")
 
     async def repair(self, location: CheckpointLocation) -> bool:
-        return await self._run(location, lambda token: _repair(location, token), None, "scrub")
+        return await self._run(location, lambda token: _repair(location, token), "scrub")
 
     async def compact(self, location: CheckpointLocation, progress: Progress) -> int:
         report = _in_loop(progress)
-        return await self._run(location, lambda token: _compact(location, report, token), None, "compaction")
+        return await self._run(location, lambda token: _compact(location, report, token), "compaction")
 
     def _ancestries(self, location: CheckpointLocation) -> AncestryCache:
         """What is known of the manifests of the folder, which many deletions read."""
@@ -82,16 +118,9 @@ class StoredCheckpointFiles:
                 del self._known[next(iter(self._known))]
         return known
 
-    async def _run(
-        self, location: CheckpointLocation, act: Callable[[CancelToken], T], timeout_s: float | None, purpose: str = ""
-    ) -> T:
-        folder = folder_of(location.path)
-        line = folder, purpose
-        if line in self._busy:
-            raise Unavailable("checkpoint_storage_busy", f"the storage of {folder} has not answered yet", "check it")
-        if self._threads.available_tokens < 1:
-            raise Unavailable("checkpoint_storages_busy", f"{THREADS_MAX} storages have not answered yet", "check them")
-        self._busy.add(line)
+    async def _run(self, location: CheckpointLocation, act: Callable[[CancelToken], T], purpose: str = "") -> T:
+        line = folder_of(location.path), purpose
+        call = self._begin(line, location.path)
         began, loop = threading.Event(), asyncio.get_running_loop()
 
         def run() -> T:
@@ -104,21 +133,62 @@ class StoredCheckpointFiles:
                 raise Unavailable("checkpoint_storage_failed", describe(error), "see the daemon's log") from error
             finally:
                 with suppress(RuntimeError):  # the event loop is closed
-                    loop.call_soon_threadsafe(self._busy.discard, line)
+                    loop.call_soon_threadsafe(self._end, line, call)
 
         try:
-            token = (await to_thread.run_sync(_load_library, limiter=self._threads))(timeout_s)
-            try:
-                with anyio.move_on_after(timeout_s):
+            token_type = await to_thread.run_sync(_load_library, limiter=self._threads)
+            with anyio.move_on_after(self._timeout_s) as scope:
+
+                def at_work(pause_s: float) -> None:
+                    scope.deadline = loop.time() + self._timeout_s + pause_s
+
+                token = token_type(partial(_call_in, loop, at_work))
+                try:
                     return await to_thread.run_sync(run, abandon_on_cancel=True, limiter=self._threads)
-            finally:
-                token.cancel()
+                finally:
+                    token.cancel()
         finally:
+            call.is_given_up = True
             if not began.is_set():
-                self._busy.discard(line)
+                self._end(line, call)
         raise Unavailable(
-            "checkpoint_storage_slow", f"the storage of {folder} did not answer within {timeout_s} s", "check it"
+            STORAGE_HANGS, f"the storage of {location.path} did not answer within {self._timeout_s:g} s", "check it"
         )
+
+    def _begin(self, line: tuple[str, str], path: str) -> _Call:
+        """Count a call, unless too many have not returned."""
+        storage = self.storage_of(path)
+        hung = sum(call.is_given_up and call.storage == storage for call in self._calls.values())
+        if line in self._calls or hung >= HUNG_MAX:
+            raise Unavailable(STORAGE_HANGS, f"the storage of {path} has not answered earlier calls yet", "check it")
+        if self._threads.available_tokens < 1:
+            raise Unavailable("checkpoint_storages_busy", f"{THREADS_MAX} storages have not answered yet", "check them")
+        call = self._calls[line] = _Call(path, storage)
+        return call
+
+    def _end(self, line: tuple[str, str], call: _Call) -> None:
+        """The thread of a call has returned."""
+        if self._calls.get(line) is call:
+            del self._calls[line]
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, act: Callable[[float], None], pause_s: float) -> None:
+    """Call a function in an event loop, from another thread."""
+    with suppress(RuntimeError):  # the event loop is closed
+        loop.call_soon_threadsafe(act, pause_s)
+
+
+def _mount_points() -> list[str]:
+    """The mount points of the host, by the kernel's list: no file system is asked, which may hang."""
+    with suppress(OSError):
+        lines = MOUNTS.read_text(errors="surrogateescape").splitlines()
+        return [re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split(" ", 5)[4]) for line in lines]
+    return []
+
+
+def mount_of(path: str, mounts: Iterable[str]) -> str:
+    """The mount point that an absolute path lies in."""
+    return max((one for one in mounts if path.startswith(f"{one.rstrip('/')}/")), key=len, default="/")
 
 
 def _in_loop(progress: Progress) -> Progress:
@@ -132,11 +202,11 @@ def _in_loop(progress: Progress) -> Progress:
     return report
 
 
-def _load_library() -> Callable[[float | None], CancelToken]:
+def _load_library() -> type[WatchedToken]:
     # In a thread: the import takes a while.
-    from forged.checkpoint.ports import CancelToken
+    from forged.catalog.files.watched_token import WatchedToken
 
-    return CancelToken
+    return WatchedToken
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from tests.catalog.catalog_fixture import FOLDER, JOB, OWN_USER, TENANT, Catalog
 from tests.catalog.simulated_files import SimulatedCheckpoint, SimulatedFiles
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import OPERATOR
+from tests.telemetry.recording_log import RecordingLog
 
 SOON_S = 3 * TICK_S
 
@@ -608,3 +609,92 @@ async def test_chain_that_is_too_long_is_compacted_by_itself() -> None:
         lengths = [len((await one.ask(ShowCheckpoint(JOB, one_id))).chain) for one_id in ids]
         assert max(lengths) <= 3
         assert await one.listed() == dict.fromkeys(range(6, 0, -1), "complete")
+
+
+class HungFiles(SimulatedFiles):
+    """Files of which some never answer, until the test lets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = anyio.Event()
+
+    async def _reach(self, operation: str, location: CheckpointLocation) -> None:
+        if location.path.startswith("/hung"):
+            self.calls.append((operation, location.path))
+            await self.answers.wait()
+        await super()._reach(operation, location)
+
+
+def compacted(files: SimulatedFiles) -> list[str]:
+    return [path for operation, path in files.calls if operation == "compact"]
+
+
+@over_days
+async def test_storage_that_hangs_delays_no_verification_of_another() -> None:
+    files = HungFiles()
+    async with catalog(files=files, scrub_bytes_per_s=1000) as one:
+        await save(one, files, 1, storage_path="/hung/step-1")
+        suspect = await save(one, files, 2, storage_path="/hung/step-2")
+        await save(one, files, 3)
+        await one.ask(ReportCorruptCheckpoint(JOB, suspect, "a checksum differs"))
+        await anyio.sleep(120.0)
+        verified = {meta.step for meta in (await one.ask(ListCheckpoints(JOB))).checkpoints if meta.verified_at}
+        assert verified == {3}
+        assert [path for _, path in files.calls if path.startswith("/hung")] == ["/hung/step-2"]
+        files.answers.set()
+        await anyio.sleep(120.0)
+        verified = {meta.step for meta in (await one.ask(ListCheckpoints(JOB))).checkpoints if meta.verified_at}
+        assert verified == {1, 2, 3}
+
+
+@over_days
+async def test_storage_that_hangs_delays_no_compaction_of_another() -> None:
+    files = HungFiles()
+    async with catalog(files=files) as one:
+        for folder, step in (("/hung", 1), ("/ckpt", 3)):
+            parent = f"{folder}/step-{step}"
+            await save(one, files, step, storage_path=parent)
+            changes = incremental(step) | {"parent_path": parent, "storage_path": f"{folder}/step-{step + 1}"}
+            child = await save(one, files, step + 1, **changes)
+            await one.ask(CompactCheckpoint(JOB, child), OPERATOR)
+        await anyio.sleep(SOON_S)
+        assert [fact.step for fact in one.kernel.facts(CheckpointCompacted)] == [4]
+        files.answers.set()
+        await anyio.sleep(SOON_S)
+        assert [fact.step for fact in one.kernel.facts(CheckpointCompacted)] == [4, 2]
+
+
+@over_days
+async def test_storage_that_does_not_answer_is_told_once_and_tried_at_growing_intervals() -> None:
+    files, log = SimulatedFiles(hanging={"/hung"}), RecordingLog()
+    async with catalog(settings={"checkpoint_keep": 1}, files=files, scrub_bytes_per_s=1000, log=log) as one:
+        for step in range(1, 9):
+            await save(one, files, step, storage_path=f"/hung/{step}/step-{step}")
+        await save(one, files, 9)
+        await anyio.sleep(86_400.0)
+        (told,) = log.of("a storage of checkpoints does not answer; trying again at growing intervals")
+        assert (told["storage"], told["path"].startswith("/hung/")) == ("/hung", True)
+        # A pause grows to ten minutes.
+        assert 100 < sum(path.startswith("/hung") for _, path in files.calls) < 400
+        assert (await one.ask(ListCheckpoints(JOB))).checkpoints[0].verified_at is not None
+        files.hanging.clear()
+        await anyio.sleep(1200.0)
+        assert left(files) == ["step-00000009"]
+
+
+@over_days
+async def test_compaction_of_a_checkpoint_that_is_read_waits_behind_the_others() -> None:
+    files = SimulatedFiles()
+    async with catalog(files=files) as one:
+        await save(one, files, 1)
+        read = await save(one, files, 2, **incremental(1))
+        await save(one, files, 3)
+        other = await save(one, files, 4, **incremental(3))
+        await one.ask(HoldCheckpoint(JOB, read, "a reader", 3600.0))
+        for child in (read, other):
+            await one.ask(CompactCheckpoint(JOB, child), OPERATOR)
+        await anyio.sleep(5.0)
+        assert [fact.step for fact in one.kernel.facts(CheckpointCompacted)] == [4]
+        await anyio.sleep(3700.0)
+        assert [fact.step for fact in one.kernel.facts(CheckpointCompacted)] == [4, 2]
+        assert compacted(files)[:2] == [f"{FOLDER}/step-00000002", f"{FOLDER}/step-00000004"]

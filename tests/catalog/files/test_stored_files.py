@@ -9,8 +9,9 @@ import pytest
 
 from forged import checkpoint
 from forged.catalog.files import stored_files
-from forged.catalog.files.stored_files import StoredCheckpointFiles
-from forged.catalog.ports import FOLDER_MISSING, CheckpointLocation
+from forged.catalog.files.stored_files import HUNG_MAX, StoredCheckpointFiles, mount_of
+from forged.catalog.files.watched_token import WatchedToken
+from forged.catalog.ports import FOLDER_MISSING, STORAGE_HANGS, CheckpointLocation
 from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.locations import storage_at
@@ -251,19 +252,90 @@ async def test_storage_in_memory_works(tmp_path: Path) -> None:
     assert await files.find(at) is None
 
 
+OPERATIONS: dict[str, Any] = {
+    "_find": lambda files, at: files.find(at),
+    "_delete": lambda files, at: files.delete(at),
+    "_verify": lambda files, at: files.verify(at, 1 << 30, no_progress),
+    "_repair": lambda files, at: files.repair(at),
+    "_compact": lambda files, at: files.compact(at, no_progress),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
 async def test_storage_that_does_not_answer_is_given_up_and_asked_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    answers, at = threading.Event(), saved(tmp_path / "a")
-    real = stored_files._find
-    monkeypatch.setattr(stored_files, "_find", lambda location, token: (answers.wait(60.0), real(location, token))[1])
+    begun, answers = threading.Event(), threading.Event()
+    at, operation = saved(tmp_path / "a"), OPERATIONS[name]
+    real = getattr(stored_files, name)
+
+    def hang(location: CheckpointLocation, *rest: Any) -> Any:
+        if location == at:
+            begun.set()
+            answers.wait(60.0)
+        return real(location, *rest)
+
+    monkeypatch.setattr(stored_files, name, hang)
     files = StoredCheckpointFiles(timeout_s=0.05)
-    assert await code_of(files.find(at)) == "checkpoint_storage_slow"
-    assert await code_of(files.find(at)) == "checkpoint_storage_busy"
-    files._timeout_s = 60.0
-    elsewhere = saved(tmp_path / "elsewhere" / "b")
-    await files.delete(elsewhere)
-    answers.set()
+    try:
+        # On a busy machine the thread may not begin in time.
+        while not begun.is_set():
+            assert await code_of(operation(files, at)) == STORAGE_HANGS
+        assert await code_of(operation(files, at)) in {STORAGE_HANGS, "checkpoint_in_use"}
+        # Its thread may write files behind the deletion.
+        assert await code_of(files.delete(at)) == "checkpoint_in_use"
+        files._timeout_s = 60.0
+        await files.delete(saved(tmp_path / "elsewhere" / "b"))
+    finally:
+        answers.set()
+
+
+async def test_only_so_many_threads_hang_in_a_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, begun = threading.Event(), list[str]()
+
+    def hang(location: CheckpointLocation, token: Any) -> None:
+        begun.append(location.path)
+        answers.wait(60.0)
+
+    monkeypatch.setattr(stored_files, "_find", hang)
+    monkeypatch.setattr(stored_files, "mount_of", lambda path, mounts: "/" + path.split("/")[1])
+    files = StoredCheckpointFiles(timeout_s=0.05)
+    try:
+        for number in range(2 * HUNG_MAX):
+            at = CheckpointLocation(f"/hung/{number}/a", "00000000", None)
+            assert await code_of(files.find(at)) == STORAGE_HANGS
+        assert len(begun) <= HUNG_MAX
+        monkeypatch.undo()
+        files._timeout_s = 60.0
+        assert await files.find(saved(tmp_path / "a")) is not None
+    finally:
+        answers.set()
+
+
+def test_storage_of_a_path_is_its_mount_point_or_bucket() -> None:
+    mounts = ["/", "/ckpt", "/ckpt/nfs", "/ckpt/nfs2"]
+    assert mount_of("/ckpt/nfs/run/a", mounts) == "/ckpt/nfs"
+    assert mount_of("/ckpt/nfs3/run/a", mounts) == "/ckpt"
+    assert mount_of("/home/run/a", mounts) == "/"
+    assert mount_of("/home/run/a", []) == "/"
+    files = StoredCheckpointFiles()
+    assert files.storage_of("s3://bucket/run/a") == files.storage_of("s3://bucket/other/b") == "s3://bucket"
+    assert files.storage_of("/proc/run/a") == files.storage_of("file:///proc/b") == "/proc"
+
+
+def test_token_tells_that_its_operation_is_at_work() -> None:
+    now, told = [0.0], list[float]()
+    token = WatchedToken(told.append, lambda: now[0])
+    for now[0] in (0.0, 0.5, 1.0, 1.5):
+        token.check()
+    assert told == [0.0, 0.0]
+    token.cancel()
+    with pytest.raises(ForgedError):
+        token.wait(500.0)
+    assert told == [0.0, 0.0, 500.0]
+    with pytest.raises(ForgedError):
+        token.check()
+    assert len(told) == 3
 
 
 async def test_unexpected_error_is_one_of_the_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

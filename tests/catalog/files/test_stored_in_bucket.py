@@ -187,7 +187,7 @@ async def test_silent_server_is_given_up_and_changes_nothing(
         proxy.stall()
         for kind in ("find", "delete"):
             files = StoredCheckpointFiles(timeout_s=0.3)
-            assert await code_of(getattr(files, kind)(at)) in {"checkpoint_storage_slow", "checkpoint_timeout"}
+            assert await code_of(getattr(files, kind)(at)) == "checkpoint_storage_hangs"
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint)
     assert names(storage) == before
     assert await StoredCheckpointFiles().find(at) is not None

@@ -109,6 +109,9 @@ class SimulatedFiles:
         self._storage = storage
         self._watch = watch
 
+    def storage_of(self, path: str) -> str:
+        return folder_of(path)
+
     async def find(self, location: CheckpointLocation) -> int | None:
         await self._storage.reach(location.path)
         manifest = self._meant(location, MANIFEST)
