@@ -44,7 +44,8 @@ from forged.elastic.service import ElasticService
 from forged.errors import ForgedError
 from forged.host.agent import HostAgent, NoHost
 from forged.host.messages import REQUESTS as SLOT_REQUESTS
-from forged.host.service import SlotService, SlotsPort
+from forged.host.ports import SlotsPort
+from forged.host.service import SlotService
 from forged.jobs.core import JobBook
 from forged.jobs.model import REQUESTS as JOB_REQUESTS
 from forged.jobs.model import SettingValue

@@ -20,7 +20,7 @@ from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
 from forged.client import ForgedClient
 from forged.elastic.messages import EvictWorker
-from forged.host import service as host_service
+from forged.host import slot_saves
 from forged.worker.catalog.worker_catalog import WorkerCatalog
 from tests.client.daemon_runner import SOON, DaemonRunner
 from tests.host.test_service import (
@@ -151,7 +151,7 @@ async def test_emergency_checkpoint_is_saved_when_a_full_disk_has_room(
     disk: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_service, "RETRYING", SOON)
+    monkeypatch.setattr(slot_saves, "RETRYING", SOON)
     storage = LocalStorage(disk / "checkpoints")
     staging = await start(group, storage)
     staging.wanted = ["save"]
@@ -165,7 +165,7 @@ async def test_emergency_checkpoint_is_saved_when_a_full_disk_has_room(
     filler = await asyncio.to_thread(fill, disk)
     await client.request(EvictWorker(JOB, "b", "for the test"))
     async with asyncio.timeout(PATIENCE_S):
-        while JOB not in runner.daemon.slots._retry_at:
+        while JOB not in runner.daemon.slots._saves._retry_at:
             await asyncio.sleep(0.02)
     step = staging.kept[-1]
     assert (await catalogued(client, step)).state is CheckpointState.CORRUPTED

@@ -390,7 +390,7 @@ async def test_emergency_checkpoint_waits_until_what_its_last_try_has_left_is_de
     await client.request(EvictWorker(JOB, "b", "for the test"))
     service = runner.daemon.slots
     async with asyncio.timeout(PATIENCE_S):
-        while JOB not in service._retry_at:
+        while JOB not in service._saves._retry_at:
             await asyncio.sleep(0.02)
     assert listing.prefixes(storage) == []
     delete(book.records[started.checkpoint_id])

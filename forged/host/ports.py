@@ -1,0 +1,20 @@
+"""What slots need of the other services."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from forged.auth.model import Principal
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsPort:
+    """What slots need to know of the other services."""
+
+    is_registered: Callable[[str, str, bytes], bool]
+    """Whether this process is a worker of the job."""
+    is_trusted: Callable[[Principal], bool]
+    """Whether the daemon may write to any directory for this principal."""
+    is_managed: Callable[[str, str], bool]
+    """Whether the daemon may write to this path for any principal of this job."""

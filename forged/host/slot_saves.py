@@ -1,0 +1,281 @@
+"""Saves from slots: those in the background that workers ask for, and the emergency checkpoints of failed workers.
+
+Invariants:
+- The daemon writes to a directory only if the principal that has opened the slots may have it written.
+- One save of the same slots runs at a time: a second one would replace files that the manifest of the first one names.
+- The last save that all ranks have staged is saved as an emergency checkpoint when one of them fails, unless the
+  catalogue offers one that is as new. It is repeated until it is saved, superseded or impossible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from random import Random
+from typing import TypeVar
+
+import anyio
+from anyio import lowlevel
+from anyio.abc import TaskGroup
+
+from forged.auth.model import Principal, Role
+from forged.catalog.messages import (
+    CompleteCheckpoint,
+    EmergencyCheckpointSaved,
+    FailCheckpoint,
+    FindRestorePoints,
+    StartCheckpoint,
+)
+from forged.catalog.model import CheckpointState, CheckpointType
+from forged.clock import Clock
+from forged.errors import ForgedError, RequestRefused, Unavailable, describe
+from forged.host.agent import HeldSlots, HostAgent
+from forged.host.messages import SaveSlots, SlotSave
+from forged.host.model import SavedSlots, SlotContents, SlotRecord, StagedCheckpoint
+from forged.host.ports import SlotsPort
+from forged.host.slot_table import SlotTable, staged_checkpoints
+from forged.kernel.bus import DAEMON, Bus
+from forged.kernel.messages import Call, Decision, Request
+from forged.log import Log
+from forged.retry import RetryPolicy
+
+R = TypeVar("R")
+
+OWNER = "slots"
+RETRYING = RetryPolicy(attempts=None, delay_s=0.5, exponential=True, delay_max_s=60.0, jitter=0.5)
+HOLDS_MAX = 20
+"""How often the newest save is looked for again because it was overwritten meanwhile."""
+SAVE_WAIT_S = 1.0
+"""How long one request waits for a save; the worker repeats it."""
+INTERRUPTED = Unavailable("slots_interrupted", "the save was interrupted", "try again")
+
+
+class RunningSave:
+    """A save from slots that runs, or has ended."""
+
+    def __init__(self) -> None:
+        self.ended = anyio.Event()
+        self.saved: SavedSlots | None = None
+        self.error: ForgedError | None = None
+
+    def end(self, saved: SavedSlots | None = None, error: ForgedError | None = None) -> None:
+        """The save has ended; no effect the second time."""
+        if not self.ended.is_set():
+            self.saved, self.error = saved, error
+            self.ended.set()
+
+
+class SlotSaves:
+    """The saves from the slots of all jobs."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        agent: HostAgent,
+        table: SlotTable,
+        port: SlotsPort,
+        random: Random,
+        log: Log,
+        *,
+        changed: Callable[[], None],
+    ) -> None:
+        """`changed` is called when a save has ended."""
+        self.tasks: TaskGroup | None = None
+        """In which saves in the background run."""
+        self._bus = bus
+        self._clock = clock
+        self._agent = agent
+        self._table = table
+        self._port = port
+        self._random = random
+        self._log = log
+        self._changed = changed
+        self._saves: dict[tuple[str, str], RunningSave] = {}
+        """By job and save id."""
+        self._retry_at: dict[str, float] = {}
+        """By job: when a failed emergency save is tried again."""
+        self._delays: dict[str, Iterator[float]] = {}
+
+    # Questions.
+
+    async def read(self, job: str) -> list[SlotContents]:
+        """What the slots of a job hold."""
+        return await self._agent.read([record.slot_id for record in self._table.of_job(job)])
+
+    def known(self, staged: StagedCheckpoint) -> list[SlotRecord]:
+        """The records of a checkpoint's slots; empty if one has been freed meanwhile."""
+        found = [self._table.records.get(slot_id) for slot_id in staged.slot_ids]
+        return [record for record in found if record is not None] if None not in found else []
+
+    def may_write(self, records: Iterable[SlotRecord]) -> bool:
+        """Whether the daemon may write to the directories that slots are for."""
+        return all(record.is_trusted or self._port.is_managed(record.storage_path, record.job) for record in records)
+
+    def is_used(self, record: SlotRecord) -> bool:
+        """Whether a save of the job may read the slot."""
+        return any(job == record.job and not save.ended.is_set() for (job, _), save in self._saves.items())
+
+    async def durable_step(self, job: str) -> int | None:
+        """The step of the best checkpoint on disk."""
+        found = await self._ask(FindRestorePoints(job, limit=1))
+        return found.points[0].meta.step if found.points else None
+
+    def forget_ended(self) -> None:
+        """Forget saves that have ended: a worker that asks again finds the checkpoint."""
+        for key in [key for key, save in self._saves.items() if save.ended.is_set()]:
+            del self._saves[key]
+
+    # Saves in the background.
+
+    async def save(self, request: SaveSlots, own: Sequence[SlotRecord]) -> SlotSave:
+        """Save what all ranks have staged, or go on waiting for that; `own` are the slots of the worker that asks."""
+        key = request.job, request.save_id
+        save = self._saves.get(key)
+        if save is None:
+            staged = await self._staged(request, own)
+            # It may have been begun meanwhile.
+            save = self._saves.get(key) or self._begin_save(key, staged, own[0].storage_path)
+        with anyio.move_on_after(SAVE_WAIT_S):
+            await save.ended.wait()
+        if save.error is not None:
+            if self._saves.get(key) is save:
+                del self._saves[key]
+            if save.error.retryable:
+                raise Unavailable(save.error.code, save.error.message, save.error.fix)
+            raise RequestRefused(save.error.code, save.error.message, save.error.fix)
+        if save.saved is None:
+            return SlotSave(is_saved=False)
+        return SlotSave(is_saved=True, size_bytes=save.saved.size_bytes)
+
+    async def _staged(self, request: SaveSlots, own: Sequence[SlotRecord]) -> StagedCheckpoint:
+        """The slots of all ranks of the save, which must be for the same directory."""
+        contents = await self.read(request.job)
+        found = next((one for one in staged_checkpoints(contents) if one.save_id == request.save_id), None)
+        records = [] if found is None else self.known(found)
+        paths = {record.storage_path for record in records}
+        if found is None or not records or paths != {own[0].storage_path}:
+            raise RequestRefused(
+                "slots_incomplete",
+                f"the slots of save {request.save_id[:40]} are not there for all ranks",
+                "stage the state again",
+            )
+        if not self.may_write(records):
+            raise RequestRefused(
+                "slots_storage_denied",
+                f"the daemon may not write to {own[0].storage_path} for {records[0].holder}",
+                "add the directory to checkpoint_roots, or let the workers write",
+            )
+        return found
+
+    def _begin_save(self, key: tuple[str, str], staged: StagedCheckpoint, storage_path: str) -> RunningSave:
+        assert self.tasks is not None, "the service runs before the server listens"
+        save = self._saves[key] = RunningSave()
+        self.tasks.start_soon(self._hold_and_save, save, staged, storage_path)
+        return save
+
+    async def _hold(self, staged: StagedCheckpoint) -> HeldSlots | None:
+        is_trusted = all(record.is_trusted for record in self.known(staged))
+        return await self._agent.hold(staged, is_trusted=is_trusted)
+
+    async def _hold_and_save(self, save: RunningSave, staged: StagedCheckpoint, storage_path: str) -> None:
+        held = await self._hold(staged)
+        if held is None:
+            save.end(error=RequestRefused("slots_overwritten", "the slots hold something else by now", "stage again"))
+            return
+        try:
+            await self._run_save(save, held, storage_path)
+        finally:
+            held.release()
+
+    async def _run_save(self, save: RunningSave, held: HeldSlots, storage_path: str) -> None:
+        try:
+            save.end(await held.save(storage_path))
+        except ForgedError as error:
+            save.end(error=error)
+        except OSError as error:
+            save.end(error=RequestRefused("slots_unreadable", f"cannot save slots: {error.strerror}", "stage again"))
+        finally:
+            save.end(error=INTERRUPTED)
+            self._changed()
+
+    # Emergency checkpoints.
+
+    async def rescue(self, job: str, failed: SlotRecord) -> bool:
+        """Save the emergency checkpoint of a failed worker; returns whether there is no more to do for it."""
+        if self._clock.monotonic() < self._retry_at.get(job, 0.0):
+            return False
+        try:
+            is_settled = await self._save_newest(job, failed)
+        except (ForgedError, OSError) as error:
+            self._log.error("the emergency checkpoint was not saved", job=job, reason=describe(error))
+            is_settled = False
+        if is_settled:
+            self._retry_at.pop(job, None)
+            self._delays.pop(job, None)
+        else:
+            delays = self._delays.setdefault(job, RETRYING.delays(self._random.random))
+            self._retry_at[job] = self._clock.monotonic() + next(delays)
+        return is_settled
+
+    async def _save_newest(self, job: str, failed: SlotRecord) -> bool:
+        """Save the newest checkpoint that is staged, which may be one of the failed worker's survivors by now."""
+        for _ in range(HOLDS_MAX):
+            staged = next(iter(staged_checkpoints(await self.read(job))), None)
+            records = [] if staged is None else self.known(staged)
+            if staged is None or not records:
+                return True
+            # Held before anything else is asked: the survivors may be staging again.
+            held = await self._hold(staged)
+            if held is None:
+                continue
+            try:
+                return await self._save_emergency(job, staged, records, held, failed)
+            finally:
+                held.release()
+        return False
+
+    async def _save_emergency(
+        self, job: str, staged: StagedCheckpoint, records: Sequence[SlotRecord], held: HeldSlots, failed: SlotRecord
+    ) -> bool:
+        durable_step = await self.durable_step(job)
+        if durable_step is not None and staged.step <= durable_step:
+            return True
+        path = records[0].storage_path
+        if {record.storage_path for record in records} != {path} or not self.may_write(records):
+            self._log.info("no emergency checkpoint: the daemon may not write there", job=job, path=path)
+            return True
+        reason = f"worker {failed.worker_id} failed"
+        location = f"{path}/{held.prefix}"
+        kind = CheckpointType.EMERGENCY
+        # The files of a checkpoint of untrusted workers are touched only beneath the roots, also later.
+        is_trusted = all(record.is_trusted for record in records)
+        principal = DAEMON if is_trusted else Principal(DAEMON.name, Role.OPERATOR, frozenset({job}))
+        meta = await self._ask(
+            StartCheckpoint(job, "", b"", staged.epoch, staged.step, location, staged.save_id, kind, reason=reason),
+            principal,
+        )
+        if meta.state is CheckpointState.DELETED:
+            # An earlier try has failed for so long that its files are being deleted.
+            raise Unavailable("slots_being_deleted", f"what is left of {location} is being deleted", "wait")
+        key = job, staged.save_id
+        while (other := self._saves.get(key)) is not None and not other.ended.is_set():
+            await other.ended.wait()
+        save = self._saves[key] = RunningSave()
+        await self._run_save(save, held, path)
+        seconds = max(0.0, self._clock.wall() - failed.ended_at)
+        if save.saved is None:
+            error = save.error or INTERRUPTED
+            await self._ask(FailCheckpoint(job, "", b"", meta.checkpoint_id, describe(error)))
+            raise error
+        size_bytes, parent_path = save.saved.size_bytes, save.saved.parent_path
+        # Its worker may have started it as an incremental one.
+        await self._ask(CompleteCheckpoint(job, "", b"", meta.checkpoint_id, size_bytes, seconds, parent_path))
+        if save.saved.is_new:
+            fact = EmergencyCheckpointSaved(meta.checkpoint_id, staged.step, failed.worker_id, size_bytes, seconds)
+            self._bus.ledger.append(Decision(None, (fact,), job=job), cause=failed.cause, origin=OWNER)
+        return True
+
+    async def _ask(self, request: Request[R], principal: Principal = DAEMON) -> R:
+        """Ask another service, unless the daemon ends: a call in a thread has returned regardless of that."""
+        await lowlevel.checkpoint_if_cancelled()
+        return await self._bus.ask(request, Call(principal, OWNER))
