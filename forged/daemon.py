@@ -208,6 +208,7 @@ class Daemon:
                 is_registered=self.elastic.is_registered,
                 is_trusted=self.catalog.is_trusted,
                 is_managed=self.catalog.is_root,
+                checkpoint_at=self.catalog.book.checkpoint_at,
             ),
             ports.token_bytes,
             ports.random,

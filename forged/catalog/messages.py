@@ -145,6 +145,16 @@ class EmergencyCheckpointSaved(Fact, frozen=True):
     """From the failure until the checkpoint was durable."""
 
 
+class EmergencyCheckpointFailed(Fact, frozen=True):
+    """What the job of a failed worker has staged last is not saved from its host's memory. It is told once per save."""
+
+    level: ClassVar[str] = "error"
+
+    step: int
+    worker_id: str
+    reason: str
+
+
 # Values in replies.
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from forged.auth.model import Principal
+from forged.catalog.model import CheckpointMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,3 +19,5 @@ class SlotsPort:
     """Whether the daemon may write to any directory for this principal."""
     is_managed: Callable[[str, str], bool]
     """Whether the daemon may write to this path for any principal of this job."""
+    checkpoint_at: Callable[[str, str, str], CheckpointMeta | None]
+    """What the catalogue has of the checkpoint of a job with this path and save id."""

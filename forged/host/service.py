@@ -99,7 +99,7 @@ class SlotService:
         self._shared = Shares("tickets for slots", TICKETS_MAX, TICKETS_MAX // 4, PRINCIPAL_TICKETS_MAX)
         """The tickets whose side connections have not ended."""
         self._warned: dict[str, str] = {}
-        """By job: the last failure that was logged."""
+        """By job: the failure that was logged, until it is over."""
         self._is_ready = anyio.Event()
         """Set while the host's slots are those of the records."""
         self._unready_because = "the daemon is starting"
@@ -143,6 +143,7 @@ class SlotService:
             await self._bus.ledger.writable()
             try:
                 await self._look_after_all()
+                self._warned.pop("", None)
             except (ForgedError, OSError) as error:
                 self._warn("", error)
             with anyio.move_on_after(LOOK_AFTER_S):
@@ -295,9 +296,13 @@ class SlotService:
         if not self._is_ready.is_set():
             await self._clean()
         self._saves.forget_ended()
-        for job in sorted(self.table.jobs_to_look_after()):
+        jobs = self.table.jobs_to_look_after()
+        for job in self._warned.keys() - jobs - {""}:
+            del self._warned[job]
+        for job in sorted(jobs):
             try:
                 await self._look_after(job)
+                self._warned.pop(job, None)
             except (ForgedError, OSError) as error:
                 self._warn(job, error)
 

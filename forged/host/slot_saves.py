@@ -4,7 +4,10 @@ Invariants:
 - The daemon writes to a directory only if the principal that has opened the slots may have it written.
 - One save of the same slots runs at a time: a second one would replace files that the manifest of the first one names.
 - The last save that all ranks have staged is saved as an emergency checkpoint when one of them fails, unless the
-  catalogue offers one that is as new. It is repeated until it is saved, superseded or impossible.
+  catalogue offers one that is as new. It is repeated until it is saved, superseded or impossible. When its slots are
+  damaged, the save before it is saved.
+- A failure is told once per save, by `EmergencyCheckpointFailed` and in the log.
+- A checkpoint that the daemon has saved is complete in the catalogue, also if its save counted as failed.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from anyio.abc import TaskGroup
 from forged.auth.model import Principal, Role
 from forged.catalog.messages import (
     CompleteCheckpoint,
+    EmergencyCheckpointFailed,
     EmergencyCheckpointSaved,
     FailCheckpoint,
     FindRestorePoints,
@@ -36,7 +40,7 @@ from forged.host.slot_table import SlotTable, staged_checkpoints
 from forged.kernel.bus import DAEMON, Bus
 from forged.kernel.messages import Call, Decision, Request
 from forged.log import Log
-from forged.retry import RetryPolicy
+from forged.retry import RetryPolicy, is_retryable
 
 R = TypeVar("R")
 
@@ -46,6 +50,10 @@ HOLDS_MAX = 20
 """How often the newest save is looked for again because it was overwritten meanwhile."""
 SAVE_WAIT_S = 1.0
 """How long one request waits for a save; the worker repeats it."""
+TOLD_AFTER, GIVEN_UP_AFTER = 3, 5
+"""Tries after which a failure that may pass is told, and after which slots that cannot be read are given up."""
+UNREADABLE = frozenset({"slots_unreadable", "checkpoint_slot_torn"})
+"""The codes of errors about what is in slots; others are about the directory that is written to."""
 INTERRUPTED = Unavailable("slots_interrupted", "the save was interrupted", "try again")
 
 
@@ -62,6 +70,36 @@ class RunningSave:
         if not self.ended.is_set():
             self.saved, self.error = saved, error
             self.ended.set()
+
+
+class Rescue:
+    """The attempts to save what a job with failed workers has staged last."""
+
+    def __init__(self, new_delays: Callable[[], Iterator[float]]) -> None:
+        self.staged: StagedCheckpoint | None = None
+        """What was tried last."""
+        self.tries = 0
+        """How often that has failed."""
+        self.told = ""
+        """The last save whose failure was told."""
+        self.damaged: set[str] = set()
+        """The saves whose slots cannot be read."""
+        self.retry_at = 0.0
+        self._new_delays = new_delays
+        self._delays = new_delays()
+
+    def begin(self, staged: StagedCheckpoint) -> None:
+        if self.staged is None or self.staged.save_id != staged.save_id:
+            self.tries = 0
+        self.staged = staged
+
+    def failed(self, now: float) -> None:
+        self.tries += 1
+        self.retry_at = now + next(self._delays)
+
+    def settle(self) -> None:
+        """There is nothing to try again."""
+        self.tries, self.retry_at, self._delays = 0, 0.0, self._new_delays()
 
 
 class SlotSaves:
@@ -92,15 +130,16 @@ class SlotSaves:
         self._changed = changed
         self._saves: dict[tuple[str, str], RunningSave] = {}
         """By job and save id."""
-        self._retry_at: dict[str, float] = {}
-        """By job: when a failed emergency save is tried again."""
-        self._delays: dict[str, Iterator[float]] = {}
+        self._rescues: dict[str, Rescue] = {}
+        """By job with failed workers."""
 
     # Questions.
 
     async def read(self, job: str) -> list[SlotContents]:
-        """What the slots of a job hold."""
-        return await self._agent.read([record.slot_id for record in self._table.of_job(job)])
+        """What the slots of a job hold, without damaged saves."""
+        contents = await self._agent.read([record.slot_id for record in self._table.of_job(job)])
+        rescue = self._rescues.get(job)
+        return [one for one in contents if rescue is None or one.save_id not in rescue.damaged]
 
     def known(self, staged: StagedCheckpoint) -> list[SlotRecord]:
         """The records of a checkpoint's slots; empty if one has been freed meanwhile."""
@@ -121,9 +160,11 @@ class SlotSaves:
         return found.points[0].meta.step if found.points else None
 
     def forget_ended(self) -> None:
-        """Forget saves that have ended: a worker that asks again finds the checkpoint."""
+        """Forget saves that have ended: a worker that asks again finds the checkpoint; and jobs without slots."""
         for key in [key for key, save in self._saves.items() if save.ended.is_set()]:
             del self._saves[key]
+        for job in self._rescues.keys() - {record.job for record in self._table.records.values()}:
+            del self._rescues[job]
 
     # Saves in the background.
 
@@ -134,7 +175,7 @@ class SlotSaves:
         if save is None:
             staged = await self._staged(request, own)
             # It may have been begun meanwhile.
-            save = self._saves.get(key) or self._begin_save(key, staged, own[0].storage_path)
+            save = self._saves.get(key) or self._begin_save(request.job, staged, own[0].storage_path)
         with anyio.move_on_after(SAVE_WAIT_S):
             await save.ended.wait()
         if save.error is not None:
@@ -167,17 +208,17 @@ class SlotSaves:
             )
         return found
 
-    def _begin_save(self, key: tuple[str, str], staged: StagedCheckpoint, storage_path: str) -> RunningSave:
+    def _begin_save(self, job: str, staged: StagedCheckpoint, storage_path: str) -> RunningSave:
         assert self.tasks is not None, "the service runs before the server listens"
-        save = self._saves[key] = RunningSave()
-        self.tasks.start_soon(self._hold_and_save, save, staged, storage_path)
+        save = self._saves[job, staged.save_id] = RunningSave()
+        self.tasks.start_soon(self._hold_and_save, save, job, staged, storage_path)
         return save
 
     async def _hold(self, staged: StagedCheckpoint) -> HeldSlots | None:
         is_trusted = all(record.is_trusted for record in self.known(staged))
         return await self._agent.hold(staged, is_trusted=is_trusted)
 
-    async def _hold_and_save(self, save: RunningSave, staged: StagedCheckpoint, storage_path: str) -> None:
+    async def _hold_and_save(self, save: RunningSave, job: str, staged: StagedCheckpoint, storage_path: str) -> None:
         held = await self._hold(staged)
         if held is None:
             save.end(error=RequestRefused("slots_overwritten", "the slots hold something else by now", "stage again"))
@@ -186,6 +227,21 @@ class SlotSaves:
             await self._run_save(save, held, storage_path)
         finally:
             held.release()
+        if save.saved is not None:
+            await self._report(job, staged, f"{storage_path}/{held.prefix}", save.saved)
+
+    async def _report(self, job: str, staged: StagedCheckpoint, path: str, saved: SavedSlots) -> None:
+        """Complete a checkpoint in the catalogue: its worker may have given up waiting, or have left."""
+        meta = self._port.checkpoint_at(job, path, staged.save_id)
+        if meta is None or meta.state is CheckpointState.DELETED:
+            return
+        seconds = max(0.0, self._clock.wall() - meta.created_at)
+        try:
+            await self._ask(
+                CompleteCheckpoint(job, "", b"", meta.checkpoint_id, saved.size_bytes, seconds, saved.parent_path)
+            )
+        except ForgedError as error:
+            self._log.warning("a saved checkpoint was not catalogued", job=job, path=path, reason=error.message)
 
     async def _run_save(self, save: RunningSave, held: HeldSlots, storage_path: str) -> None:
         try:
@@ -202,48 +258,80 @@ class SlotSaves:
 
     async def rescue(self, job: str, failed: SlotRecord) -> bool:
         """Save the emergency checkpoint of a failed worker; returns whether there is no more to do for it."""
-        if self._clock.monotonic() < self._retry_at.get(job, 0.0):
+        rescue = self._rescues.get(job)
+        if rescue is None:
+            rescue = self._rescues[job] = Rescue(lambda: RETRYING.delays(self._random.random))
+        if self._clock.monotonic() < rescue.retry_at:
             return False
         try:
-            is_settled = await self._save_newest(job, failed)
+            await self._save_newest(job, failed, rescue)
         except (ForgedError, OSError) as error:
-            self._log.error("the emergency checkpoint was not saved", job=job, reason=describe(error))
-            is_settled = False
-        if is_settled:
-            self._retry_at.pop(job, None)
-            self._delays.pop(job, None)
-        else:
-            delays = self._delays.setdefault(job, RETRYING.delays(self._random.random))
-            self._retry_at[job] = self._clock.monotonic() + next(delays)
-        return is_settled
+            self._rescue_failed(job, failed, rescue, error)
+            return False
+        rescue.settle()
+        return True
 
-    async def _save_newest(self, job: str, failed: SlotRecord) -> bool:
+    def _rescue_failed(self, job: str, failed: SlotRecord, rescue: Rescue, error: ForgedError | OSError) -> None:
+        if rescue.staged is None:
+            raise error
+        rescue.failed(self._clock.monotonic())
+        code = error.code if isinstance(error, ForgedError) else ""
+        if not is_retryable(error) or rescue.tries >= TOLD_AFTER:
+            self._tell_failed(job, failed, rescue, rescue.staged, describe(error))
+        if code in UNREADABLE and rescue.tries >= GIVEN_UP_AFTER:
+            rescue.damaged.add(rescue.staged.save_id)
+            rescue.settle()
+            self._changed()
+
+    def _tell_failed(self, job: str, failed: SlotRecord, rescue: Rescue, staged: StagedCheckpoint, reason: str) -> None:
+        """Record that a staged save cannot be saved, once."""
+        if rescue.told == staged.save_id:
+            return
+        rescue.told = staged.save_id
+        self._log.error("the emergency checkpoint was not saved", job=job, step=staged.step, reason=reason)
+        fact = EmergencyCheckpointFailed(staged.step, failed.worker_id, reason)
+        self._bus.ledger.append(Decision(None, (fact,), job=job), cause=failed.cause, origin=OWNER)
+
+    async def _save_newest(self, job: str, failed: SlotRecord, rescue: Rescue) -> None:
         """Save the newest checkpoint that is staged, which may be one of the failed worker's survivors by now."""
         for _ in range(HOLDS_MAX):
             staged = next(iter(staged_checkpoints(await self.read(job))), None)
             records = [] if staged is None else self.known(staged)
             if staged is None or not records:
-                return True
+                return
+            rescue.begin(staged)
             # Held before anything else is asked: the survivors may be staging again.
             held = await self._hold(staged)
             if held is None:
                 continue
             try:
-                return await self._save_emergency(job, staged, records, held, failed)
+                await self._save_emergency(job, staged, records, held, failed, rescue)
             finally:
                 held.release()
-        return False
+            return
+        raise Unavailable("slots_unreadable", "the slots are overwritten again and again, or are damaged", "")
 
     async def _save_emergency(
-        self, job: str, staged: StagedCheckpoint, records: Sequence[SlotRecord], held: HeldSlots, failed: SlotRecord
-    ) -> bool:
+        self,
+        job: str,
+        staged: StagedCheckpoint,
+        records: Sequence[SlotRecord],
+        held: HeldSlots,
+        failed: SlotRecord,
+        rescue: Rescue,
+    ) -> None:
         durable_step = await self.durable_step(job)
         if durable_step is not None and staged.step <= durable_step:
-            return True
+            return
         path = records[0].storage_path
-        if {record.storage_path for record in records} != {path} or not self.may_write(records):
-            self._log.info("no emergency checkpoint: the daemon may not write there", job=job, path=path)
-            return True
+        reason = ""
+        if {record.storage_path for record in records} != {path}:
+            reason = "its ranks have staged for different directories: give all ranks the same"
+        elif not self.may_write(records):
+            reason = f"the daemon may not write to {path} for {records[0].holder}: add it to checkpoint_roots"
+        if reason:
+            self._tell_failed(job, failed, rescue, staged, reason)
+            return
         reason = f"worker {failed.worker_id} failed"
         location = f"{path}/{held.prefix}"
         kind = CheckpointType.EMERGENCY
@@ -273,7 +361,6 @@ class SlotSaves:
         if save.saved.is_new:
             fact = EmergencyCheckpointSaved(meta.checkpoint_id, staged.step, failed.worker_id, size_bytes, seconds)
             self._bus.ledger.append(Decision(None, (fact,), job=job), cause=failed.cause, origin=OWNER)
-        return True
 
     async def _ask(self, request: Request[R], principal: Principal = DAEMON) -> R:
         """Ask another service, unless the daemon ends: a call in a thread has returned regardless of that."""

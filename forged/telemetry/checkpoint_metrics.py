@@ -21,6 +21,7 @@ from forged.catalog.messages import (
     CheckpointCorrupted,
     CheckpointFailed,
     CheckpointRestored,
+    EmergencyCheckpointFailed,
     EmergencyCheckpointSaved,
 )
 from forged.catalog.model import CheckpointState
@@ -35,6 +36,7 @@ COUNTED: Sequence[tuple[type[Fact], str, str]] = (
     (CheckpointCollected, "forged_checkpoints_collected", "Checkpoints that were deleted"),
     (CheckpointRestored, "forged_checkpoints_restored", "Restores from a checkpoint"),
     (EmergencyCheckpointSaved, "forged_checkpoints_emergency", "Checkpoints that were saved from memory"),
+    (EmergencyCheckpointFailed, "forged_checkpoints_emergency_failed", "States in memory that could not be saved"),
 )
 """Facts that are counted, with the name of the counter and what it counts."""
 

@@ -165,7 +165,8 @@ async def test_emergency_checkpoint_is_saved_when_a_full_disk_has_room(
     filler = await asyncio.to_thread(fill, disk)
     await client.request(EvictWorker(JOB, "b", "for the test"))
     async with asyncio.timeout(PATIENCE_S):
-        while JOB not in runner.daemon.slots._saves._retry_at:
+        rescues = runner.daemon.slots._saves._rescues
+        while JOB not in rescues or not rescues[JOB].retry_at:
             await asyncio.sleep(0.02)
     step = staging.kept[-1]
     assert (await catalogued(client, step)).state is CheckpointState.CORRUPTED

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import numpy as np
 import pytest
 
-from forged.catalog.messages import EmergencyCheckpointSaved, FailCheckpoint, StartCheckpoint
+from forged.catalog.messages import (
+    CheckpointCompleted,
+    EmergencyCheckpointFailed,
+    EmergencyCheckpointSaved,
+    FailCheckpoint,
+    StartCheckpoint,
+)
 from forged.catalog.model import CheckpointState, CheckpointType
 from forged.checkpoint import AsyncCheckpoints, DistributedCheckpoint, SaveOptions, ShardedArray
 from forged.checkpoint.errors import CheckpointException
@@ -27,14 +34,19 @@ from forged.elastic.messages import EvictWorker, WorkerFailed
 from forged.errors import ForgedError, RequestRefused
 from forged.host.local_agent import LocalHeldSlots, LocalHostAgent
 from forged.host.messages import ListSlots, OpenedSlots, OpenSlots, SaveSlots, SlotPage
-from forged.host.model import SavedSlots, SlotContents, SlotOwner
+from forged.host.model import SavedSlots, SlotContents, SlotOwner, StagedCheckpoint
+from forged.host.slot_saves import GIVEN_UP_AFTER, HOLDS_MAX
 from forged.jobs.model import RemoveJob
-from forged.kernel.messages import Request
+from forged.kernel.messages import Fact, Request
+from forged.retry import RetryPolicy
 from forged.worker import host_slots
 from forged.worker.errors import StepAborted
 from tests.checkpoint.fixtures.plain_reader import same, state_of
 from tests.client.daemon_runner import DaemonRunner, config_in
+from tests.telemetry.recording_log import RecordingLog
 from tests.worker.trainers import JOB, PATIENCE_S, Trainer, TrainerGroup, group_at, past, shared_worker
+
+F = TypeVar("F", bound=Fact)
 
 NAMES = ("a", "b")
 ROWS = 600_000
@@ -144,11 +156,16 @@ async def until(client: ForgedClient, true: Callable[[SlotPage], bool]) -> SlotP
     return page
 
 
-async def emergencies(client: ForgedClient, count: int) -> list[EmergencyCheckpointSaved]:
+async def facts(client: ForgedClient, kind: type[F], count: int) -> list[F]:
+    """The facts of a kind, when there are so many."""
     async with asyncio.timeout(PATIENCE_S):
-        while len(found := await past(client, EmergencyCheckpointSaved)) < count:
+        while len(found := await past(client, kind)) < count:
             await asyncio.sleep(0.02)
     return found
+
+
+async def emergencies(client: ForgedClient, count: int) -> list[EmergencyCheckpointSaved]:
+    return await facts(client, EmergencyCheckpointSaved, count)
 
 
 def slot_files(directory: Path) -> list[Path]:
@@ -223,6 +240,9 @@ async def test_restarted_worker_resumes_from_memory_that_is_newer_than_the_disk(
         assert await AsyncCheckpoints(storage.url, ranks=worker).resume(state) == step == worker.step
     assert state["step"] == step
     assert same(np.asarray(state["rows"].local), whole(step))  # type: ignore[attr-defined]
+    [failed] = await facts(client, EmergencyCheckpointFailed, 1)
+    assert failed.step == step
+    assert "checkpoints" in failed.reason
     # The directory is there again, and the emergency checkpoint is saved.
     await asyncio.to_thread(Path(storage.url).unlink)
     await emergencies(client, 1)
@@ -390,7 +410,7 @@ async def test_emergency_checkpoint_waits_until_what_its_last_try_has_left_is_de
     await client.request(EvictWorker(JOB, "b", "for the test"))
     service = runner.daemon.slots
     async with asyncio.timeout(PATIENCE_S):
-        while JOB not in service._saves._retry_at:
+        while JOB not in service._saves._rescues or not service._saves._rescues[JOB].retry_at:
             await asyncio.sleep(0.02)
     assert listing.prefixes(storage) == []
     delete(book.records[started.checkpoint_id])
@@ -503,6 +523,122 @@ async def test_slots_whose_worker_goes_while_they_are_made_are_deleted(
         await group.over("b")
     await until(client, lambda page: not page.slots and not slot_files(tmp_path))
     await group.finish(*(NAMES if is_cancelled else ("a",)))
+
+
+async def test_save_that_counts_as_failed_is_complete_as_soon_as_the_daemon_has_saved_it(
+    group: TrainerGroup, client: ForgedClient, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on, save_in_thread = threading.Event(), threading.Event(), LocalHeldSlots._save
+
+    def save_late(held: LocalHeldSlots, *arguments: Any) -> SavedSlots:
+        begun.set()
+        goes_on.wait(PATIENCE_S)
+        return save_in_thread(held, *arguments)
+
+    monkeypatch.setattr(LocalHeldSlots, "_save", save_late)
+    staging = await start(group, storage)
+    staging.wanted = ["save"]
+    await staging.until(group, 2)
+    await asyncio.to_thread(begun.wait, PATIENCE_S)
+    # The workers wait no longer, and do not know how it ends.
+    for handle in staging.handles:
+        handle.cancel()
+        with pytest.raises(CheckpointException):
+            await handle.committed()
+    [started] = await client.checkpoints(JOB)
+    await client.request(FailCheckpoint(JOB, "", b"", started.checkpoint_id, "it took too long"))
+    goes_on.set()
+    [completed] = await facts(client, CheckpointCompleted, 1)
+    assert (completed.checkpoint_id, completed.parent_id) == (started.checkpoint_id, None)
+    check(storage, started.step)
+    await group.finish(*NAMES)
+
+
+async def test_damaged_slots_are_given_up_and_the_save_before_is_saved(
+    runner: DaemonRunner,
+    group: TrainerGroup,
+    client: ForgedClient,
+    storage: LocalStorage,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agent, tries = runner.daemon.slots._agent, list[int]()
+    hold = agent.hold
+    monkeypatch.setattr("forged.host.slot_saves.RETRYING", RetryPolicy(attempts=None, delay_s=0.01))
+    monkeypatch.setattr("forged.host.service.LOOK_AFTER_S", 0.02)
+    staging = await start(group, storage)
+    staging.wanted = ["keep", "keep"]
+    await staging.until(group, 4)
+    damaged = staging.kept[-1]
+
+    async def hold_healthy(staged: StagedCheckpoint, *, is_trusted: bool) -> Any:
+        tries.append(staged.step)
+        return None if staged.step == damaged else await hold(staged, is_trusted=is_trusted)
+
+    monkeypatch.setattr(agent, "hold", hold_healthy)
+    await client.request(EvictWorker(JOB, "b", "for the test"))
+    [saved] = await emergencies(client, 1)
+    assert saved.step == staging.kept[0] < damaged
+    [failed] = await past(client, EmergencyCheckpointFailed)
+    assert (failed.step, failed.worker_id) == (damaged, "b")
+    # Nothing is tried any more, and the slots of the failed worker are freed.
+    page = await until(client, lambda page: len(page.slots) == 2)
+    assert {one.worker_id for one in page.slots} == {"a"}
+    assert tries.count(damaged) == GIVEN_UP_AFTER * HOLDS_MAX
+    await group.over("b")
+    await group.finish("a")
+
+
+async def test_emergency_checkpoint_that_the_daemon_may_not_write_is_told_once(
+    runner: DaemonRunner,
+    group: TrainerGroup,
+    client: ForgedClient,
+    storage: LocalStorage,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = runner.daemon.slots
+    service._port = replace(service._port, is_trusted=lambda principal: False)
+    staging = await start(group, storage)
+    staging.wanted = ["keep"]
+    await staging.until(group, 2)
+    monkeypatch.setattr("forged.host.service.LOOK_AFTER_S", 0.02)
+    looks, look_after = list[str](), service._look_after
+
+    async def look(job: str) -> None:
+        await look_after(job)
+        looks.append(job)
+
+    monkeypatch.setattr(service, "_look_after", look)
+    await client.request(EvictWorker(JOB, "b", "for the test"))
+    await facts(client, EmergencyCheckpointFailed, 1)
+    seen = len(looks)
+    async with asyncio.timeout(PATIENCE_S):
+        while len(looks) < seen + 3:
+            await asyncio.sleep(0.02)
+    [failed] = await past(client, EmergencyCheckpointFailed)
+    assert (failed.step, failed.worker_id) == (staging.kept[-1], "b")
+    assert f"may not write to {storage.url}" in failed.reason
+    # What is in memory can be resumed from, and is kept.
+    assert {one.owner for one in (await slots(client)).slots} == {"present", "failed"}
+    await group.over("b")
+    await group.finish("a")
+
+
+async def test_warning_is_logged_again_when_its_cause_comes_back(
+    runner: DaemonRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, log = runner.daemon.slots, RecordingLog()
+    monkeypatch.setattr(service, "_log", log)
+    monkeypatch.setattr(service.table, "jobs_to_look_after", lambda: {JOB})
+    fails = [True, True, False, True]
+
+    async def look_after(job: str) -> None:
+        if fails.pop(0):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(service, "_look_after", look_after)
+    for warnings in (1, 1, 1, 2):
+        await service._look_after_all()
+        assert len(log.of("could not look after slots")) == warnings
 
 
 async def test_removed_job_frees_its_slots(

@@ -697,6 +697,11 @@ class CatalogBook:
             raise errors.unknown(checkpoint_id)
         return record
 
+    def checkpoint_at(self, job: str, path: str, save_id: str) -> CheckpointMeta | None:
+        """The checkpoint of a job with this path and save id."""
+        record = self.records.get(self._at.get(path, {}).get(save_id, ""))
+        return record.meta if record is not None and record.job == job else None
+
     def is_managed(self, record: CheckpointRecord) -> bool:
         """Whether the daemon may read and delete its files."""
         return record.is_trusted or root_of(record.path, self.roots, record.job) is not None

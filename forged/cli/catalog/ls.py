@@ -27,6 +27,7 @@ FACTS = (
     "CheckpointStarted", "CheckpointCompleted", "CheckpointFailed", "CheckpointCorrupted", "CheckpointRepaired",
     "CheckpointCollected", "CheckpointCompacted", "CheckpointOperationFailed", "CheckpointsAbandoned",
     "CheckpointRestored", "CheckpointsAdopted", "EmergencyCheckpointSaved",
+    "EmergencyCheckpointFailed",
 )  # fmt: skip
 METRIC_FIGURES = 4
 METRIC = "loss"

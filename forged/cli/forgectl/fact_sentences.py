@@ -140,6 +140,11 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
         " {seconds} after {worker_id} failed",
         ", {size_bytes}",
     ),
+    "EmergencyCheckpointFailed": (
+        "the emergency checkpoint after the failure of {worker_id} was not saved",
+        " (step {step})",
+        ": {reason}",
+    ),
     "ModelRegistered": (
         "{model_id}@{version} is registered",
         " as {state}",

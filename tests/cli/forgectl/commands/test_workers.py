@@ -723,6 +723,11 @@ class TestFactSentences:
                 "checkpoint c-7 was saved from memory (step 1200) 400 ms after w0 failed, 2.15 GB",
             ),
             (
+                "EmergencyCheckpointFailed",
+                {"step": 1200, "worker_id": "w0", "reason": "no space"},
+                "the emergency checkpoint after the failure of w0 was not saved (step 1200): no space",
+            ),
+            (
                 "ModelRegistered",
                 MODEL | {"state": "staging", "checksum": "sha256:0", "is_import": True, "checkpoint_id": ""},
                 "vision/net@1.2.0 is registered as staging by ann (imported), checksum sha256:0",
