@@ -145,9 +145,9 @@ def _is_on_disk(fd: int) -> bool:
     return bool(struct.unpack_from("I", status, _STATX_DEVICE_AT)[0])
 
 
-def rename_new(path: str, to: str) -> None:
-    """Rename a file; fails if the new name exists."""
-    _check(_libc.renameat2(_AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(to), _RENAME_NOREPLACE))
+def rename_new(path: str, to: str, source: int = _AT_FDCWD, target: int = _AT_FDCWD) -> None:
+    """Rename a file; fails if the new name exists. Relative paths begin at `source` and `target`, open directories."""
+    _check(_libc.renameat2(source, os.fsencode(path), target, os.fsencode(to), _RENAME_NOREPLACE))
 
 
 def _check(result: int) -> None:

@@ -40,7 +40,7 @@ class CheckpointLocation:
     job: str | None
     """None: any job."""
     root: str | None = None
-    """Nothing outside this directory or bucket folder is touched, also where a symbolic link leads out of it."""
+    """Nothing outside this directory or bucket folder is touched, and no symbolic link in it is followed."""
 
 
 class CheckpointFiles(Protocol):

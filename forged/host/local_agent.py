@@ -2,6 +2,7 @@
 
 Invariants:
 - The contents of a slot never end the daemon: every error with them is a refusal.
+- A checkpoint is saved in the directory that its slots are for: no symbolic link is followed on the way.
 - Files are touched in threads only. At most `SAVES_MAX` checkpoints are saved at the same time.
 - `forged.checkpoint` is imported when the first slots are made, not when the daemon starts.
 """
@@ -162,13 +163,8 @@ class LocalHeldSlots:
         from forged.checkpoint.storage.listing import read_manifest
         from forged.checkpoint.storage.local import LocalStorage
 
-        storage, manifest = LocalStorage(storage_path), self._slots.manifest
-        if storage.url != storage_path:
-            raise RequestRefused(
-                "slots_storage_moved",
-                f"{storage_path} leads to {storage.url} by a symbolic link",
-                "give the path of the directory itself",
-            )
+        # A worker could replace a directory of its own by a link to another one at any moment.
+        storage, manifest = LocalStorage(storage_path).without_links(), self._slots.manifest
         try:
             if not (is_new := save_slots(storage, self._slots, token)):
                 manifest = read_manifest(storage, manifest.prefix)

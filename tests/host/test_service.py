@@ -7,6 +7,7 @@ import errno
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,6 +43,7 @@ from forged.retry import RetryPolicy
 from forged.worker import host_slots
 from forged.worker.errors import StepAborted
 from tests.checkpoint.fixtures.plain_reader import same, state_of
+from tests.checkpoint.fixtures.swapped_links import contents_of, swapped
 from tests.client.daemon_runner import DaemonRunner, config_in
 from tests.telemetry.recording_log import RecordingLog
 from tests.worker.trainers import JOB, PATIENCE_S, Trainer, TrainerGroup, group_at, past, shared_worker
@@ -345,6 +347,29 @@ async def test_untrusted_workers_write_by_themselves_outside_of_the_roots(
     await group.finish(*NAMES)
 
 
+async def test_nothing_is_saved_where_a_swapped_link_leads(
+    runner: DaemonRunner, group: TrainerGroup, client: ForgedClient, storage: LocalStorage, tmp_path: Path
+) -> None:
+    """A worker of another user owns its folder beneath the root, and replaces it by a link to one of the daemon's."""
+    service, victim = runner.daemon.slots, tmp_path / "victim"
+    service._port = replace(service._port, is_trusted=lambda principal: False)
+    runner.daemon.catalog.book.roots = (str(tmp_path),)
+    await asyncio.to_thread(victim.mkdir)
+    await asyncio.to_thread(Path(storage.url).mkdir)
+    staging = await start(group, storage)
+    staging.wanted = ["keep"]
+    await staging.until(group, 2)
+    save_id = next(one.save_id for one in (await slots(client)).slots if one.save_id)
+    incarnation = group["a"].worker.incarnation
+    with swapped(Path(storage.url), victim):
+        for _ in range(20):
+            with suppress(ForgedError):
+                while not (await client.request(SaveSlots(JOB, "a", incarnation, save_id))).is_saved:
+                    pass
+    assert contents_of(victim) == {}
+    await group.finish(*NAMES)
+
+
 @pytest.mark.parametrize(
     "where", ["forged.checkpoint.storage.slot_files.encode", "forged.checkpoint.saving.publication.encode"]
 )
@@ -629,14 +654,14 @@ async def test_warning_is_logged_again_when_its_cause_comes_back(
     service, log = runner.daemon.slots, RecordingLog()
     monkeypatch.setattr(service, "_log", log)
     monkeypatch.setattr(service.table, "jobs_to_look_after", lambda: {JOB})
-    fails = [True, True, False, True]
+    is_failing = [True]
 
     async def look_after(job: str) -> None:
-        if fails.pop(0):
+        if is_failing[0]:
             raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(service, "_look_after", look_after)
-    for warnings in (1, 1, 1, 2):
+    for is_failing[0], warnings in ((True, 1), (True, 1), (False, 1), (True, 2)):
         await service._look_after_all()
         assert len(log.of("could not look after slots")) == warnings
 

@@ -214,12 +214,16 @@ def _opened(location: CheckpointLocation, token: CancelToken) -> Iterator[tuple[
     """The storage and the prefix of the checkpoint there."""
     from forged.checkpoint.ports import bounded
     from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
+    from forged.checkpoint.storage.local import LocalStorage
     from forged.checkpoint.storage.locations import root_at
 
     where = folder_of(location.path) if location.root is None else location.root
     prefix = location.path[len(where.rstrip("/")) + 1 :]
     _require_folder(where)
     storage = root_at(where)
+    if location.root is not None and isinstance(storage, LocalStorage):
+        # A tenant could replace a directory beneath the root by a link at any moment.
+        storage = storage.without_links()
     yield bounded(FaultToleranceHandler(storage).guard(storage), token), prefix
 
 

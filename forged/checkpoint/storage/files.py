@@ -223,7 +223,7 @@ class SystemFiles:
 
     def scan(self, path: str) -> list[DirectoryEntry]:
         with os.scandir(path) as entries:
-            return [found for entry in entries if (found := _entry_of(entry)) is not None]
+            return [found for entry in entries if (found := entry_of(entry)) is not None]
 
     def resolve(self, path: str) -> str:
         return os.path.realpath(path)
@@ -279,7 +279,7 @@ def _is_locked(fd: int, kind: int) -> bool:
     return True
 
 
-def _entry_of(entry: os.DirEntry[str]) -> DirectoryEntry | None:
+def entry_of(entry: os.DirEntry[str]) -> DirectoryEntry | None:
     """The entry; None if it is neither file nor directory, or was removed meanwhile."""
     try:
         status = entry.stat(follow_symlinks=False)

@@ -43,6 +43,7 @@ from forged.checkpoint.storage.files import (
     SystemFiles,
     directory_of,
 )
+from forged.checkpoint.storage.nofollow_files import NoFollowFiles
 from forged.checkpoint.storage.os_errors import SyncFailed, disk_full, errors_translated, file_large, file_short
 from forged.checkpoint.thread_pool import THREADS
 
@@ -111,6 +112,10 @@ class LocalStorage:
         """The directory, links followed. Not resolved before it is used, because a network file system may hang."""
         with errors_translated("", self._given):
             return self._files.resolve(self._given)
+
+    def without_links(self) -> LocalStorage:
+        """The same directory, in which no symbolic link is followed, nor on the way to it."""
+        return LocalStorage(self._given, files=NoFollowFiles(), threads=self._threads, wall=self._wall)
 
     def nonblocking(self) -> LocalStorage:
         if type(self._files) is not SystemFiles:

@@ -24,6 +24,7 @@ _DENIED = ErrorMeaning(
     "checkpoint_storage_denied", "check the owner and the mode of the directory, and the user of this process"
 )
 _OBSTRUCTED = ErrorMeaning("checkpoint_storage_obstructed", "move away the file or directory that has this name")
+_LINKED = ErrorMeaning("checkpoint_storage_obstructed", "replace the symbolic link by what it leads to")
 _SCARCE = ErrorMeaning("checkpoint_storage_busy", "raise the limit of open files (ulimit -n)", retryable=True)
 _PASSING = ErrorMeaning("checkpoint_storage_busy", "try again", retryable=True)
 _BROKEN = ErrorMeaning("checkpoint_storage_io", "check the kernel's log for errors of the disk", retryable=True)
@@ -42,7 +43,7 @@ MEANINGS = {
     errno.EEXIST: ErrorMeaning("checkpoint_exists", "choose another name"),
     errno.ENOTDIR: _OBSTRUCTED,
     errno.EISDIR: _OBSTRUCTED,
-    errno.ELOOP: _OBSTRUCTED,
+    errno.ELOOP: _LINKED,
     errno.ENOTSUP: _OBSTRUCTED,
     errno.ENXIO: _OBSTRUCTED,
     errno.EFBIG: _LARGE,

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import shutil
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.locations import storage_at
 from forged.errors import ForgedError, Unavailable
+from tests.checkpoint.fixtures.swapped_links import contents_of, swapped
 
 
 def saved(path: Path | str, value: float = 1.0) -> CheckpointLocation:
@@ -204,6 +207,24 @@ async def test_linked_directory_of_parts_is_not_followed_out_of_the_root(tmp_pat
         StoredCheckpointFiles().delete(CheckpointLocation(str(root / "a"), at.save_id, None, str(root)))
     )
     assert files_in(outside) == before
+
+
+async def test_nothing_is_deleted_where_a_swapped_link_leads(tmp_path: Path) -> None:
+    """A tenant has the daemon delete a checkpoint, and replaces its folder by a link to a copy of another tenant's."""
+    root, victim = tmp_path / "root", tmp_path / "victim"
+    at = saved(root / "run" / "a")
+    (root / "run" / "notes").touch()
+    shutil.copytree(root / "run", victim)
+    before, files = contents_of(victim), StoredCheckpointFiles()
+    location = CheckpointLocation(at.path, at.save_id, None, str(root))
+    with swapped(root / "run", victim):
+        for _ in range(50):
+            for call in (files.repair(location), files.delete(location)):
+                with suppress(ForgedError):
+                    await call
+    assert contents_of(victim) == before
+    await files.delete(location)
+    assert contents_of(root) == {"run": None, "run/notes": b""}
 
 
 def chain_of_two(folder: Path) -> list[CheckpointLocation]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from forged.checkpoint.storage.files import CREATE, READ, UNNAMED, Files, SystemFiles, directory_of
+from forged.checkpoint.storage.nofollow_files import NoFollowFiles
 from tests.checkpoint.fixtures.memory_files import EMPTY, ROOT, CrashImages, Image, MemoryFiles
 
 PAGE = 4096
@@ -40,9 +41,11 @@ class Place(NamedTuple):
         return bytes(data)
 
 
-@pytest.fixture(params=["system", "memory"])
+@pytest.fixture(params=["system", "without links", "memory"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    return Place(SystemFiles(), str(tmp_path)) if request.param == "system" else Place(MemoryFiles(), ROOT)
+    if request.param == "memory":
+        return Place(MemoryFiles(), ROOT)
+    return Place(SystemFiles() if request.param == "system" else NoFollowFiles(), str(tmp_path))
 
 
 def refused(code: int, act: Callable[[], object]) -> None:
