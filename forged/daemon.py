@@ -46,6 +46,7 @@ from forged.host.agent import HostAgent, NoHost
 from forged.host.messages import REQUESTS as SLOT_REQUESTS
 from forged.host.ports import SlotsPort
 from forged.host.service import SlotService
+from forged.host.slot_table import SlotLimits
 from forged.jobs.core import JobBook
 from forged.jobs.model import REQUESTS as JOB_REQUESTS
 from forged.jobs.model import SettingValue
@@ -213,8 +214,7 @@ class Daemon:
             ports.token_bytes,
             ports.random,
             history=self.store.history,
-            bytes_max=config.slot_bytes_max,
-            principal_bytes_max=config.principal_slot_bytes_max,
+            limits=_slot_limits(config),
             log=ports.log,
         )
 
@@ -320,7 +320,7 @@ class Daemon:
             self.bus,
             self.catalog.book.index,
             lambda job: self.elastic.workers_at_work(job) > 0,
-            lambda: (table.shares.used, table.bytes_max),
+            lambda: (table.shares.used, table.limits.bytes_max),
             self._ports.clock.wall,
         )
         server = HttpServer(
@@ -379,7 +379,7 @@ class Daemon:
         self.catalog.work.scrub_bytes_per_s = config.scrub_bytes_per_s
         self.catalog.book.set_bytes_max(config.catalog_bytes_max)
         self.registry.state.set_bytes_max(config.registry_bytes_max)
-        self.slots.table.set_limits(config.slot_bytes_max, config.principal_slot_bytes_max)
+        self.slots.table.set_limits(_slot_limits(config))
         self.plugins.set_limits(_plugin_limits(config))
 
     async def _is_refused(self, worker: WorkerId, seen_at: str) -> bool:
@@ -462,6 +462,12 @@ def _limits(config: Config) -> ConnectionLimits:
         silence_max_s=config.silence_max_s,
         ping_after_s=config.silence_max_s / 3,
         write_buffer_bytes_max=WRITE_BUFFER_BYTES_MAX,
+    )
+
+
+def _slot_limits(config: Config) -> SlotLimits:
+    return SlotLimits(
+        config.slot_bytes_max, config.principal_slot_bytes_max, config.slots_max, config.principal_slots_max
     )
 
 

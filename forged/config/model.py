@@ -77,6 +77,8 @@ class Config:
     slot_dir: str = ""
     slot_bytes_max: int = 64 << 30
     principal_slot_bytes_max: int = 48 << 30
+    slots_max: int = 4096
+    principal_slots_max: int = 3072
     in_flight_max: int = 1024
     backlog_max: int = 50_000
     hello_timeout_s: float = 5.0
@@ -121,6 +123,8 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "registry_bytes_max": (1 << 20, 1 << 40),
     "slot_bytes_max": (0, 1 << 50),
     "principal_slot_bytes_max": (0, 1 << 50),
+    "slots_max": (0, 1 << 20),
+    "principal_slots_max": (0, 1 << 20),
     "in_flight_max": (1, 1_000_000),
     "backlog_max": (100, 10_000_000),
     "hello_timeout_s": (0.1, 3600),

@@ -42,6 +42,8 @@ LIVE = frozenset(
         "registry_bytes_max",
         "slot_bytes_max",
         "principal_slot_bytes_max",
+        "slots_max",
+        "principal_slots_max",
         "in_flight_max",
         "backlog_max",
         "hello_timeout_s",

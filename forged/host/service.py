@@ -39,7 +39,7 @@ from forged.host.messages import (
 from forged.host.model import SlotContents, SlotOwner, SlotRecord
 from forged.host.ports import SlotsPort
 from forged.host.slot_saves import OWNER, SlotSaves
-from forged.host.slot_table import SLOTS_PER_WORKER, SlotTable, staged_checkpoints
+from forged.host.slot_table import SLOTS_PER_WORKER, SlotLimits, SlotTable, staged_checkpoints
 from forged.jobs.model import JobRemoved
 from forged.kernel.bus import Bus
 from forged.kernel.ledger import read_all
@@ -48,7 +48,7 @@ from forged.kernel.store.port import Store
 from forged.log import SILENT, Log
 from forged.net.bulk.side_connection import descriptor_sender
 from forged.net.tickets import TicketRegistry
-from forged.pagination import take_page
+from forged.pagination import ascending, take_page
 from forged.shares import Shares
 
 PREFIX = "slots/"
@@ -81,11 +81,10 @@ class SlotService:
         random: Random,
         *,
         history: str,
-        bytes_max: int,
-        principal_bytes_max: int,
+        limits: SlotLimits,
         log: Log = SILENT,
     ) -> None:
-        self.table = SlotTable(bytes_max, principal_bytes_max)
+        self.table = SlotTable(limits)
         self._bus = bus
         self._clock = clock
         self._agent = agent
@@ -163,6 +162,7 @@ class SlotService:
             for record in present
         ):
             return Decision(await self._opened(present), job=request.job)
+        self.table.require_few(request.job, request.worker_id, request.incarnation)
         self.table.require_room(holder, request.size_bytes)
         now = self._clock.wall()
         records = [
@@ -377,20 +377,22 @@ class SlotService:
     # Requests of viewers.
 
     async def _list(self, request: ListSlots, call: Call) -> SlotPage:
-        records = [
-            record
-            for slot_id, record in sorted(self.table.records.items())
-            if slot_id > request.after
-            and request.job in ("", record.job)
-            and call.principal.may(Role.VIEWER, record.job)
-        ]
-        contents = {one.slot_id: one for one in await self._agent.read([record.slot_id for record in records])}
-        slots, more = take_page((_view(record, contents.get(record.slot_id)) for record in records), request.limit)
-        return SlotPage(slots, more, self.table.shares.used, self.table.bytes_max)
+        records = map(self.table.records.__getitem__, ascending(self.table.records, request.after))
+        views = (
+            _view(record)
+            for record in records
+            if request.job in ("", record.job) and call.principal.may(Role.VIEWER, record.job)
+        )
+        slots, more = take_page(views, request.limit)
+        used_bytes = self.table.shares.used
+        # Those of the page only: a file is opened for each.
+        contents = {one.slot_id: one for one in await self._agent.read([view.slot_id for view in slots])}
+        slots = [_with_contents(view, contents.get(view.slot_id)) for view in slots]
+        return SlotPage(slots, more, used_bytes, self.table.limits.bytes_max)
 
 
-def _view(record: SlotRecord, contents: SlotContents | None) -> SlotView:
-    view = SlotView(
+def _view(record: SlotRecord) -> SlotView:
+    return SlotView(
         slot_id=record.slot_id,
         job=record.job,
         worker_id=record.worker_id,
@@ -398,6 +400,9 @@ def _view(record: SlotRecord, contents: SlotContents | None) -> SlotView:
         storage_path=record.storage_path,
         owner=record.owner,
     )
+
+
+def _with_contents(view: SlotView, contents: SlotContents | None) -> SlotView:
     if contents is None:
         return view
     return msgspec.structs.replace(

@@ -1,7 +1,7 @@
 """The slots of all workers, with their owners, and which of them are no longer needed.
 
 Invariants:
-- The bytes of all slots never exceed the limit, nor those of one principal or job its share.
+- Neither the number of all slots nor their bytes exceed the limits, nor those of one principal or job its share.
 - A worker that is present keeps the slots that it has opened last.
 - The newest save that all ranks have staged is kept, also when its workers are gone, until a newer one or a checkpoint
   on disk supersedes it, or `LEFT_S` after all of them have left.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -19,31 +20,41 @@ from forged.host.model import SlotContents, SlotOwner, SlotRecord, StagedCheckpo
 from forged.shares import Holder, Shares
 
 SLOTS_PER_WORKER = 2
+WORKER_SLOTS_MAX = 8
+"""Those that a worker has replaced by larger ones are freed a little later."""
 LEFT_S = 60.0
 """How long the slots of workers that have left are kept: their last save may still be asked for."""
-RESOURCE = "bytes of slots"
+BYTES, NUMBER = "bytes of slots", "slots"
+
+
+class SlotLimits(NamedTuple):
+    """The limits of all slots, and of those of one principal or job."""
+
+    bytes_max: int
+    principal_bytes_max: int
+    slots_max: int
+    principal_slots_max: int
 
 
 class SlotTable:
     """The slots of all jobs."""
 
-    def __init__(self, bytes_max: int, principal_bytes_max: int) -> None:
-        self.records: dict[str, SlotRecord] = {}
-        self.bytes_max = bytes_max
-        self._principal_bytes_max = principal_bytes_max
-        self.shares = Shares(RESOURCE, bytes_max, 0, principal_bytes_max)
+    def __init__(self, limits: SlotLimits) -> None:
+        self.limits = limits
+        self.load([])
 
-    def set_limits(self, bytes_max: int, principal_bytes_max: int) -> None:
+    def set_limits(self, limits: SlotLimits) -> None:
         """Change the limits. Slots that exceed them stay until they are freed."""
-        self.bytes_max, self._principal_bytes_max = bytes_max, principal_bytes_max
-        self.shares.resize(bytes_max, 0, principal_bytes_max)
+        self.limits = limits
+        self.shares.resize(limits.bytes_max, 0, limits.principal_bytes_max)
+        self._numbers.resize(limits.slots_max, 0, limits.principal_slots_max)
 
     def load(self, records: Iterable[SlotRecord]) -> None:
         """Replace all slots."""
-        self.shares = Shares(RESOURCE, self.bytes_max, 0, self._principal_bytes_max)
-        self.records = {record.slot_id: record for record in records}
-        for record in self.records.values():
-            self.shares.charge(record.holder, record.size_bytes)
+        self.records: dict[str, SlotRecord] = {}
+        self.shares, self._numbers = Shares(BYTES, 0), Shares(NUMBER, 0)
+        self.add(records)
+        self.set_limits(self.limits)
 
     # Questions.
 
@@ -69,6 +80,14 @@ class SlotTable:
 
     def require_room(self, holder: Holder, size_bytes: int) -> None:
         """Refuse slots that do not fit into the limits."""
+        if not self._numbers.fits(holder, SLOTS_PER_WORKER):
+            is_full = self._numbers.used + SLOTS_PER_WORKER > self.limits.slots_max
+            setting = "slots_max" if is_full else "principal_slots_max"
+            raise RequestRefused(
+                "slots_full",
+                f"two more slots do not fit; {self._numbers.shortage(holder)}",
+                f"raise {setting}; until then the worker stages into its own memory",
+            )
         wanted = SLOTS_PER_WORKER * size_bytes
         if not self.shares.fits(holder, wanted):
             raise RequestRefused(
@@ -77,10 +96,21 @@ class SlotTable:
                 "raise slot_bytes_max or principal_slot_bytes_max; until then the worker stages into its own memory",
             )
 
+    def require_few(self, job: str, worker_id: str, incarnation: bytes) -> None:
+        """Refuse further slots of a worker that opens them faster than those it has replaced are freed."""
+        count = len(self.of_worker(job, worker_id, incarnation))
+        if count + SLOTS_PER_WORKER > WORKER_SLOTS_MAX:
+            raise RequestRefused(
+                "slots_full",
+                f"worker {worker_id} of job {job} has {count} slots; limit {WORKER_SLOTS_MAX}",
+                "wait until the slots that it has replaced are freed, or open larger ones at once (size_bytes)",
+            )
+
     def add(self, records: Iterable[SlotRecord]) -> None:
         for record in records:
             self.records[record.slot_id] = record
             self.shares.charge(record.holder, record.size_bytes)
+            self._numbers.charge(record.holder, 1)
 
     def remove(self, slot_ids: Iterable[str]) -> None:
         """Forget slots; ignores unknown ones."""
@@ -88,6 +118,7 @@ class SlotTable:
             record = self.records.pop(slot_id, None)
             if record is not None:
                 self.shares.give_back(record.holder, record.size_bytes)
+                self._numbers.give_back(record.holder)
 
     def end(
         self, job: str, owner: SlotOwner, at: float, cause: int, is_ended: Callable[[SlotRecord], bool]

@@ -666,6 +666,33 @@ async def test_warning_is_logged_again_when_its_cause_comes_back(
         assert len(log.of("could not look after slots")) == warnings
 
 
+async def test_only_slots_of_the_page_are_read(
+    runner: DaemonRunner,
+    group: TrainerGroup,
+    client: ForgedClient,
+    storage: LocalStorage,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    staging = await start(group, storage)
+    staging.wanted = ["keep"]
+    await staging.until(group, 2)
+    agent, asked = runner.daemon.slots._agent, list[list[str]]()
+    read = agent.read
+
+    async def counted_read(slot_ids: list[str]) -> list[SlotContents]:
+        asked.append(slot_ids)
+        return await read(slot_ids)
+
+    whole = await slots(client)
+    monkeypatch.setattr(agent, "read", counted_read)
+    pages = [await client.request(ListSlots(limit=3))]
+    pages.append(await client.request(ListSlots(after=pages[0].slots[-1].slot_id)))
+    assert ([page.more for page in pages], [len(ids) for ids in asked]) == ([True, False], [3, 1])
+    assert [one for page in pages for one in page.slots] == whole.slots
+    assert sum(one.step is not None for one in whole.slots) == 2
+    await group.finish(*NAMES)
+
+
 async def test_removed_job_frees_its_slots(
     group: TrainerGroup, client: ForgedClient, storage: LocalStorage, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from forged.errors import RequestRefused
 from forged.host.model import SlotContents, SlotOwner, SlotRecord
-from forged.host.slot_table import LEFT_S, SlotTable, staged_checkpoints
+from forged.host.slot_table import LEFT_S, WORKER_SLOTS_MAX, SlotLimits, SlotTable, staged_checkpoints
 from forged.shares import Holder
 
 TEAM, OTHER = Holder("job run", "team"), Holder("job other", "other")
@@ -31,7 +31,7 @@ def contents(slot_id: str, step: int, rank: int = 0, world_size: int = 2, **chan
 @pytest.fixture
 def table() -> SlotTable:
     """Two workers with two slots each."""
-    table = SlotTable(10 * GIB, 8 * GIB)
+    table = SlotTable(SlotLimits(10 * GIB, 8 * GIB, 100, 100))
     table.add([record("a1"), record("a2"), record("b1", "b"), record("b2", "b")])
     return table
 
@@ -54,11 +54,38 @@ def test_slots_beyond_a_limit_are_refused(table: SlotTable) -> None:
 
 
 def test_load_counts_what_is_stored(table: SlotTable) -> None:
-    again = SlotTable(4 * GIB, 4 * GIB)
+    again = SlotTable(SlotLimits(4 * GIB, 4 * GIB, 100, 100))
     again.load(table.records.values())
     assert again.shares.used == table.shares.used == 4 * GIB
-    with pytest.raises(RequestRefused):
+    with pytest.raises(RequestRefused, match="two slots of"):
         again.require_room(OTHER, GIB)
+    again.set_limits(SlotLimits(8 * GIB, 8 * GIB, 5, 5))
+    with pytest.raises(RequestRefused, match="two more slots"):
+        again.require_room(OTHER, GIB)
+
+
+@pytest.mark.parametrize(
+    ("slots_max", "of_principal_max", "field"), [(5, 100, "slots_max"), (8, 5, "principal_slots_max")]
+)
+def test_slots_beyond_their_number_are_refused(
+    table: SlotTable, slots_max: int, of_principal_max: int, field: str
+) -> None:
+    table.set_limits(SlotLimits(10 * GIB, 8 * GIB, slots_max, of_principal_max))
+    with pytest.raises(RequestRefused, match="two more slots do not fit") as refused:
+        table.require_room(TEAM, 4096)
+    assert refused.value.code == "slots_full"
+    assert refused.value.fix.startswith(f"raise {field};")
+    table.remove(["a1"])
+    table.require_room(TEAM, 4096)
+
+
+def test_worker_that_opens_slots_faster_than_they_are_freed_is_refused(table: SlotTable) -> None:
+    for number in range(2, WORKER_SLOTS_MAX // 2 + 1):
+        table.require_few("run", "a", b"a")
+        table.add([record(f"a{number}{place}", at=float(number)) for place in "xy"])
+    with pytest.raises(RequestRefused, match="worker a of job run has 8 slots; limit 8"):
+        table.require_few("run", "a", b"a")
+    table.require_few("run", "b", b"b")
 
 
 def test_newest_complete_save_comes_first() -> None:

@@ -8,7 +8,7 @@ from forged.cli.forgectl.output import answer
 from forged.cli.forgectl.parser import Options, Parser
 from forged.cli.process import EXIT_OK
 
-COLUMNS = ("slot_id", "job", "worker_id", "owner", "size_bytes", "step", "rank", "world_size", "storage_path")
+COLUMNS = ("slot_id", "job", "worker_id", "owner", "size", "step", "rank", "world_size", "storage_path")
 
 
 def fill(slots: Parser) -> None:
@@ -21,5 +21,6 @@ def _list(options: Options) -> int:
     with DaemonConnection(options) as daemon:
         page = answers.whole(daemon, "ListSlots", field="slots", key="slot_id", job=options.job)
     slots = answers.rows_in(page, "slots")
-    answer(options, page, lambda: tables.table(slots, COLUMNS, "no slots", yielding=("slot_id", "storage_path")))
+    rows = [slot | {"size": tables.size(slot["size_bytes"])} if "size_bytes" in slot else slot for slot in slots]
+    answer(options, page, lambda: tables.table(rows, COLUMNS, "no slots", yielding=("slot_id", "storage_path")))
     return EXIT_OK

@@ -24,8 +24,9 @@ def daemon(tmp_path: Path) -> Iterator[ScriptedDaemon]:
 
 def test_slots_are_listed(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
     header, row = daemon.run("slots --job run", capsys)[1].splitlines()
-    assert {"worker_id", "owner", "step"} <= set(header.split())
+    assert {"worker_id", "owner", "size", "step"} <= set(header.split())
     assert {"a", "failed", "40"} <= set(row.split())
+    assert "1.07 GB" in row
 
 
 def test_json_has_the_whole_page(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
