@@ -145,15 +145,23 @@ class ModelMethods(DaemonMethods):
         latency_p99_ms: float = NAN,
         errors: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        files: Path | None = None,
+        checkpoint: Path | None = None,
         checksum: str = "",
+        progress: Progress | None = None,
     ) -> RecordedValidation:
         """Record a validation. From `samples_ms`, latencies of single requests, the registry computes p50 and p99.
 
-        `checksum` is that of the files that were measured; default: the version's.
+        `files`, `checkpoint` or `checksum` tell what was measured; it is refused if that is not the version. By
+        default the caller is trusted to have measured the version.
         """
+        from forged.client.model_files.description import describing
         from forged.registry.messages import RecordValidation
         from forged.registry.model import ValidationResult
 
+        describe = describing(files, checkpoint, verify=False)
+        if describe is not None:
+            checksum = (await _in_thread(lambda token: describe(token, progress))).checksum
         found = (await self.model(model_id, f"{ref}")).metadata
         result = ValidationResult(
             model_id, found.version, passed, latency_p50_ms, latency_p99_ms, accuracy, tuple(errors)

@@ -138,6 +138,15 @@ def test_validations_have_percentiles_and_missing_measures(client: BlockingClien
         client.validate_model("resnet", "1.0.0", passed=True, checksum="y")
 
 
+def test_validation_of_other_files_is_refused(client: BlockingClient, tmp_path: Path) -> None:
+    for name in ("model", "other"):
+        forged.checkpoint.save(tmp_path / name, {"w": np.zeros(8), "name": name})
+    client.register_model("resnet", checkpoint=tmp_path / "model")
+    client.validate_model("resnet", "latest", passed=True, checkpoint=tmp_path / "model")
+    with pytest.raises(RequestRefused, match="checksum must be forged:"):
+        client.validate_model("resnet", "latest", passed=True, checkpoint=tmp_path / "other")
+
+
 def test_bad_canary_is_rolled_back_by_the_registry(client: BlockingClient) -> None:
     into_production(client, "1.0.0", accuracy=0.9)
     client.set_model_policy("resnet", ModelPolicy(canary=CanaryAction.ACT))

@@ -25,7 +25,7 @@ NAN = float("nan")
 
 def validate(options: Options) -> int:
     found = names.with_ref(options.model)
-    samples = _samples(options.samples)
+    samples, checksum = _samples(options.samples), _checksum(options)
     with DaemonConnection(options) as daemon:
         metadata = answers.map_in(names.view(daemon, found), "metadata")
         recorded = words.as_text(
@@ -33,13 +33,22 @@ def validate(options: Options) -> int:
                 daemon,
                 "RecordValidation",
                 result=_result(metadata, options, passed=not options.failed),
-                checksum=options.checksum or metadata.get("checksum"),
+                checksum=checksum or metadata.get("checksum"),
                 samples_ms=samples,
                 environment=dict(map(_key_and_value, options.env)),
             )
         )
     answer(options, recorded, lambda: _show_recorded(metadata, recorded))
     return EXIT_OK
+
+
+def _checksum(options: Options) -> str:
+    """The checksum of what was measured, if the command line says what that is."""
+    if options.files is None and options.checkpoint is None:
+        return options.checksum or ""
+    from forged.cli.models.files import measured_checksum
+
+    return measured_checksum(options)
 
 
 def _show_recorded(metadata: Row, recorded: Row) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from forged.checkpoint.ports import CancelToken
 from forged.cli.catalog import names as checkpoint_names
-from forged.cli.ckpt.command import checkpoint_command
+from forged.cli.ckpt.command import checkpoint_command, translated_errors
 from forged.cli.ckpt.progress_bar import ProgressBar
 from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.answers import Row
@@ -128,6 +128,15 @@ def _tag(text: str) -> tuple[str, str]:
     if not separator or not key:
         raise ConfigError("usage_wrong", f"{text!r} is not a tag", "use --tag KEY=VALUE")
     return key, value
+
+
+def measured_checksum(options: Options) -> str:
+    """The checksum of the files or the checkpoint that a validation has measured; empty if none is named."""
+    describe = describing(options.files, options.checkpoint, verify=False)
+    if describe is None:
+        return ""
+    with translated_errors(), ProgressBar(options, options.model) as bar:
+        return describe(CancelToken(options.timeout), bar).checksum
 
 
 # Verification and copies.

@@ -247,6 +247,11 @@ class TestEvidence:
     def test_evidence_of_other_files_is_refused(self, on_daemon: RegistryDaemon) -> None:
         on_daemon.register("1.0.0")
         assert "got 'sha256:00'" in on_daemon.refused(f"validate {MODEL}@1.0.0 --checksum sha256:00")
+        other = on_daemon.file("other")
+        assert "checksum must be sha256:" in on_daemon.refused(f"validate {MODEL}@1.0.0 --files '{other}'")
+        measured = on_daemon.folder / "weights 1.0.0.onnx"
+        assert on_daemon.json(f"validate {MODEL}@1.0.0 --files '{measured}'")["number"] == 1
+        assert "does not exist" in on_daemon.run(f"validate {MODEL}@1.0.0 --checkpoint /no/such/checkpoint")[2]
 
     def test_bad_canary_names_the_rollback(self, on_daemon: RegistryDaemon) -> None:
         on_daemon.serve("1.0.0")

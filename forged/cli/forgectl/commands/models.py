@@ -111,9 +111,9 @@ def _measuring(verbs: Any) -> None:
     validating.add_argument(
         "--env", action="append", default=[], metavar="KEY=VALUE", help="where it was measured; repeatable"
     )
-    validating.add_argument(
-        "--checksum", metavar="TEXT", help="of the files that were measured (default: the version's)"
-    )
+    validating.add_argument("--files", metavar="PATH", help="what was measured; refused if it is not the version")
+    validating.add_argument("--checkpoint", metavar="PATH", help="the same, for a checkpoint")
+    validating.add_argument("--checksum", metavar="TEXT", help="of what was measured (default: the version's)")
     _of_version(verbs, "validations", _act("evidence", "show_validations"), "list the validations of a version", LATEST)
     text = "report what a canary, or the serving version, shows in service"
     _measures(_of_version(verbs, "canary", _act("evidence", "report_canary"), text))
