@@ -46,9 +46,10 @@ def location_of(metadata: ModelMetadata, artifact: Artifact, otherwise: str = ""
     where, name = otherwise or artifact.location, named(metadata)
     is_saved = is_checkpoint(metadata, artifact)
     if not where or not (is_saved or artifact.files):
+        known = f"; it only knows that they are at {where}" if where else ""
         raise RequestRefused(
             "model_files_unknown",
-            f"the registry does not know the files of {name}",
+            f"the registry does not know the files of {name} with their checksums{known}",
             "register a version with its files or its checkpoint",
         )
     if URL in where and not where.startswith(LOCAL_URL):

@@ -20,7 +20,7 @@ from forged.client.model_files.description import ModelFiles
 from forged.client.model_files.plain_files import checksum_of, describe_files
 from forged.client.model_files.pulling import Pulled, pull
 from forged.errors import ForgedError
-from forged.registry.messages import ArtifactFile
+from forged.registry.messages import Artifact, ArtifactFile
 from forged.registry.model import ModelMetadata, ModelVersion
 from tests.client.model_files.test_plain_files import sha256, write
 
@@ -175,6 +175,12 @@ def test_version_without_files_names_what_is_missing(folder: Path) -> None:
     described = describe_files(folder, CancelToken())
     with pytest.raises(ForgedError, match=r"does not know the files of team/resnet@1\.2\.0"):
         pulled(ModelFiles(replace(described.artifact, location=""), described.checksum, 2))
+
+
+def test_version_with_a_place_and_no_list_of_files_names_the_place(folder: Path) -> None:
+    described = describe_files(folder, CancelToken())
+    with pytest.raises(ForgedError, match="it only knows that they are at /models/resnet"):
+        pulled(ModelFiles(Artifact(location="/models/resnet"), described.checksum, 0))
 
 
 @pytest.mark.parametrize(
