@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import msgspec
 
-from forged.checkpoint.errors import CheckpointException
+from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.format.manifest import Manifest
 from forged.checkpoint.ports import CancelToken, Storage, bounded
 from forged.checkpoint.rank_group import OutcomeUnknown
@@ -37,6 +37,7 @@ def save_slots(storage: Storage, slots: SlotSet, token: CancelToken) -> bool:
             write_durably(storage, file, slots.parts[part.file], token)
         slots.require_unchanged()
         publish_manifest(storage, manifest)
+        _require_files(storage, manifest)
     except OutcomeUnknown:
         raise
     except BaseException:
@@ -57,6 +58,24 @@ def _with_own_files(manifest: Manifest) -> Manifest:
         for part in manifest.parts
     ]
     return msgspec.structs.replace(manifest, parts=parts)
+
+
+def _require_files(storage: Storage, manifest: Manifest) -> None:
+    """Withdraw a manifest whose files were deleted before it was published, as those of an earlier try that has failed.
+
+    A deletion looks for a manifest after it has deleted files, so one of the two notices the other.
+    """
+    if all(listing.file_exists(storage, part.file) for part in manifest.parts):
+        return
+    storage.delete([manifest.path])
+    raise CheckpointException(
+        f"files of {manifest.prefix} were deleted while it was saved",
+        manifest.prefix,
+        ExceptionType.SAVE_FAILED,
+        code="checkpoint_file_missing",
+        fix="save it again",
+        retryable=True,
+    )
 
 
 def _is_saved(storage: Storage, prefix: str, save_id: str) -> bool:

@@ -240,6 +240,9 @@ def delete_save(
         # Its manifest was deleted by hand.
         raise needed(prefix, users)
     storage.delete(left)
+    if left and is_meant(manifest_in(storage, prefix + SUFFIX)):
+        # Its writer has published it meanwhile, and names these files.
+        delete(storage, prefix, ancestries)
     return True
 
 

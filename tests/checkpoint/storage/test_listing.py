@@ -317,6 +317,24 @@ def test_every_file_that_a_save_makes_is_known_as_such(name: str) -> None:
     assert [*listing.unfinished_saves(storage)] == ["p"]
 
 
+def test_manifest_that_is_published_while_the_files_of_its_save_are_deleted_goes_too() -> None:
+    """A save that counts as failed may go on."""
+    storage, has_come = MemoryStorage(), False
+    with BlockingCheckpoint(DistributedCheckpoint(None, storage)) as checkpoint:
+        checkpoint.save({"w": np.zeros(9)}, options=SaveOptions("a"))
+    save_id = listing.read_manifest(storage, "a").save_id
+    data = storage.files.pop(f"a{SUFFIX}")
+
+    def meanwhile(number: int, what: str, done: bool) -> None:
+        nonlocal has_come
+        if what == "delete" and not done and not has_come:
+            has_come = True
+            storage.files[f"a{SUFFIX}"] = data
+
+    assert listing.delete_save(FaultyStorage(storage, meanwhile), "a", save_id)
+    assert storage.files == {}
+
+
 def test_committed_checkpoint_is_not_deleted_as_unfinished(storage: MemoryStorage) -> None:
     before = dict(storage.files)
     assert listing.delete_unfinished(storage, "a") == []

@@ -23,6 +23,7 @@ from forged.checkpoint.saving.rank_save import RankSave, RunInfo
 from forged.checkpoint.saving.slot_saver import save_slots
 from forged.checkpoint.storage import listing, slot_files
 from forged.checkpoint.storage.local import LocalStorage
+from tests.checkpoint.fixtures.faulty_storage import FaultyStorage
 from tests.checkpoint.fixtures.plain_reader import same, state_of
 from tests.checkpoint.fixtures.slot_host import SlotHost, opened, sets_in
 
@@ -210,6 +211,25 @@ async def test_save_from_slots_is_repeated_after_an_interruption(host: SlotHost,
     torn.write_bytes(b"torn")
     assert save_slots(storage, slots, NEVER)
     assert not save_slots(storage, slots, NEVER)
+    assert same(state_of(storage, "a")["model"], state(1))
+
+
+async def test_save_whose_files_are_deleted_before_it_is_published_is_withdrawn(
+    host: SlotHost, storage: LocalStorage
+) -> None:
+    """As those of an earlier try, which has failed."""
+    await staged(host, storage)
+    [(slots, header)] = sets_in(host._directory)
+
+    def meanwhile(number: int, what: str, done: bool) -> None:
+        if what == "publish" and not done:
+            assert listing.delete_save(storage, "a", header.save_id)
+
+    with pytest.raises(CheckpointException, match="were deleted while it was saved") as refused:
+        save_slots(FaultyStorage(storage, meanwhile), slots, NEVER)
+    assert refused.value.retryable
+    assert list(storage.entries()) == []
+    assert save_slots(storage, slots, NEVER)
     assert same(state_of(storage, "a")["model"], state(1))
 
 
