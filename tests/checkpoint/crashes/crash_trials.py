@@ -78,6 +78,9 @@ class Group(NamedTuple):
         )
 
 
+BEFORE = {"old": 1}
+
+
 class Action(NamedTuple):
     """Something that is done on a disk, and done again when it was interrupted."""
 
@@ -86,6 +89,9 @@ class Action(NamedTuple):
     again: Callable[[History], object]
     leaves: Mapping[str, int]
     """The checkpoints that are there afterwards."""
+    prepare: Callable[[History], object] = lambda history: history.save("old", 1)
+    finds: Mapping[str, int] = BEFORE
+    """The checkpoints that are there before."""
 
     def __str__(self) -> str:
         return self.name
@@ -95,6 +101,23 @@ def _save_again(history: History) -> None:
     history.clear_away()
     with unless("checkpoint_exists"):
         history.save("new", 2)
+
+
+def _save_increment_again(history: History) -> None:
+    history.clear_away()
+    with unless("checkpoint_exists"):
+        history.save("new", 2, base="old")
+
+
+def _save_two(history: History) -> None:
+    """A full checkpoint, and an incremental one that uses its files."""
+    history.save("old", 1)
+    history.save("new", 2, base="old")
+
+
+def _compact_again(history: History) -> None:
+    history.clear_away()
+    history.compact("new")
 
 
 def _convert_again(history: History) -> None:
@@ -111,13 +134,23 @@ def _delete_again(history: History) -> None:
 SAVE = Action("save", lambda history: history.save("new", 2), _save_again, {"old": 1, "new": 2})
 CONVERT = Action("convert", lambda history: history.convert("old", "new", 1), _convert_again, {"old": 1, "new": 1})
 DELETE = Action("delete", lambda history: history.delete("old", 1), _delete_again, {})
-BEFORE = {"old": 1}
+SAVE_INCREMENT = Action(
+    "incremental save", lambda history: history.save("new", 2, base="old"), _save_increment_again, {"old": 1, "new": 2}
+)
+COMPACT = Action(
+    "compaction",
+    lambda history: history.compact("new"),
+    _compact_again,
+    {"old": 1, "new": 2},
+    _save_two,
+    {"old": 1, "new": 2},
+)
 
 
-def before(world: Group) -> Image:
-    """A disk with a checkpoint."""
+def before(world: Group, action: Action = SAVE) -> Image:
+    """A disk with the checkpoints that an action finds."""
     memory = world.disk()
-    world.history(memory).save("old", 1)
+    action.prepare(world.history(memory))
     return memory.image
 
 
@@ -136,10 +169,10 @@ def operations(world: Group, image: Image, action: Action) -> list[str]:
 # Power cuts.
 
 
-def kills_and_power_cuts(world: Group, **rest: Any) -> Iterator[str]:
+def kills_and_power_cuts(world: Group, live: Callable[[History], object] = lives, **rest: Any) -> Iterator[str]:
     """What is wrong on the disks that a power cut may leave in a long history."""
     memory = world.disk()
-    lives(world.history(memory))
+    live(world.history(memory))
     return after_power_cuts(memory, Finder(world.size), **rest)
 
 
@@ -236,11 +269,11 @@ def _after(world: Group, memory: MemoryFiles, action: Action, fault: Fault, *, i
     if error is not None and not isinstance(error, CheckpointException):
         yield f"an error without a type: {error!r}"
     yield from _leaks(memory)
-    expected, finder = expected_after(memory, BEFORE), Finder(world.size)
+    expected, finder = expected_after(memory, action.finds), Finder(world.size)
     if wrong := finder.wrong(memory.image, expected):
         yield f"in spite of {error!r} {wrong}"
     is_decided = isinstance(error, CheckpointException) and error.code != UNDECIDED and not world.in_background
-    if is_once and is_decided and action is not DELETE and memory.image.key != untouched:
+    if is_once and is_decided and action not in (DELETE, COMPACT) and memory.image.key != untouched:
         yield f"left behind by {error!r}: {sorted(memory.image.files)}, {sorted(memory.image.directories)}"
     platter = CrashImages(memory)
     for operation in memory.operations:
@@ -278,12 +311,14 @@ def after_kills(
         memory = world.disk(image)
         _outcome(lambda: action.act(world.history(memory, dying_at(first))))  # noqa: B023
         after = f"{action.name} in {world}, killed at operation {first}"
-        if wrong := finder.wrong(memory.image, expected_after(memory, BEFORE)):
+        if wrong := finder.wrong(memory.image, expected_after(memory, action.finds)):
             yield f"{after}: {wrong}"
         if error := _outcome(lambda: action.again(world.history(memory))):  # noqa: B023
             yield f"{after}: done again, {error!r}"
             continue
-        yield from (f"{after}: {wrong}" for wrong in after_power_cuts(memory, finder, BEFORE, states_max=60, torn=2))
+        yield from (
+            f"{after}: {wrong}" for wrong in after_power_cuts(memory, finder, action.finds, states_max=60, torn=2)
+        )
         yield from (f"{after}: {wrong}" for wrong in _rest(world, memory, action, finder))
 
 
@@ -321,7 +356,7 @@ class ConcurrentActions(NamedTuple):
 
 def concurrent_actions(world: Group, first: Action, other: Callable[[History], object]) -> Iterator[ConcurrentActions]:
     """Something else is done as a whole, by another process, before one operation of a action after the other."""
-    image = before(world)
+    image = before(world, first)
     stranger = world._replace(options=(*world.options, ("seed", 1)))
     for moment in range(1, len(operations(world, image, first))):
         memory = world.disk(image)

@@ -24,7 +24,8 @@ from forged.checkpoint.format.manifest import TOMBSTONE
 from forged.checkpoint.format.tree import flatten
 from forged.checkpoint.loading.loader import load_state
 from forged.checkpoint.model import CheckpointFormat, PerRank, SaveOptions, ShardedArray
-from forged.checkpoint.ports import Storage
+from forged.checkpoint.ports import CancelToken, Storage
+from forged.checkpoint.saving.compaction import make_full
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.fault_handler import FaultToleranceHandler
 from forged.checkpoint.storage.files import Files
@@ -40,7 +41,10 @@ PATIENCE_S = 60.0
 
 
 def state(version: int, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
-    """What is saved: replicated arrays, a sharded one, one of each rank's own, and plain values."""
+    """What is saved: replicated arrays, a sharded one, one of each rank's own, and plain values.
+
+    `same` is the same in all versions, and `slow` in two that follow each other: incremental saves do not write these.
+    """
     random = np.random.default_rng(version)
     rows = random.standard_normal((6, 60), dtype=np.float32)
     first, last = rank * 6 // world_size, (rank + 1) * 6 // world_size
@@ -48,6 +52,8 @@ def state(version: int, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
     return {
         "w": random.standard_normal((40, 30), dtype=np.float32),
         "empty": np.zeros((0, 3), np.int64),
+        "same": np.arange(50, dtype=np.float32),
+        "slow": np.full(50, version // 2, np.float32),
         "rows": ShardedArray(rows[first:last], rows.shape, (first, 0)) if world_size > 1 else rows,
         "step": version,
         "own": PerRank({"numbers": own, "rank": rank}),
@@ -99,8 +105,8 @@ class Finder:
         storage = LocalStorage(AT, files=MemoryFiles(image))
         found = {}
         for prefix in listing.prefixes(storage):
-            lead = f"{AT}/{prefix}"
-            key = tuple((path, data) for path, data in sorted(image.files.items()) if path.startswith(lead))
+            leads = tuple(f"{AT}/{name}" for name in self._chain(storage, prefix))
+            key = tuple((path, data) for path, data in sorted(image.files.items()) if path.startswith(leads))
             if key not in self._seen:
                 self._seen[key] = self._version(storage, prefix)
                 self.opened += 1
@@ -116,6 +122,14 @@ class Finder:
         gone = tuple(f"{AT}/{prefix}{rest}" for prefix in expected.gone() for rest in ("/", TOMBSTONE))
         left = [path for path in image.files if path.startswith(gone)]
         return f"of what was deleted there is {left}" if left else ""
+
+    def _chain(self, storage: Storage, prefix: str) -> list[str]:
+        """The checkpoint, and those whose files it uses."""
+        try:
+            links = listing.read_manifest(storage, prefix).links
+        except CheckpointException:
+            links = []
+        return [prefix, *(link.prefix for link in links)]
 
     def _version(self, storage: Storage, prefix: str) -> int:
         try:
@@ -182,9 +196,9 @@ class History:
         self._options = options
         self._random = Random(seed)
 
-    def save(self, prefix: str, version: int) -> None:
+    def save(self, prefix: str, version: int, base: str | None = None) -> None:
         """Save, and note when that begins and has succeeded."""
-        options = SaveOptions(checkpoint_prefix=prefix, include_rng_state=False, **self._options)
+        options = SaveOptions(checkpoint_prefix=prefix, include_rng_state=False, base=base, **self._options)
 
         async def save(checkpoint: DistributedCheckpoint, rank: int) -> None:
             model = state(version, rank, self._world_size)
@@ -211,6 +225,10 @@ class History:
                 source, target, conversion.ConversionOptions(CheckpointFormat.CONSOLIDATED, draw=self._random.randbytes)
             )
         self.memory.mark(f"end save {target} {version}")
+
+    def compact(self, prefix: str) -> None:
+        """Make a full checkpoint of an incremental one, in one process: it stays what it is meanwhile."""
+        make_full(self.storage, prefix, CancelToken(), draw=self._random.randbytes)
 
     def clear_away(self) -> None:
         """Finish deletions that were interrupted, and delete what is left of saves."""
@@ -246,6 +264,20 @@ def lives(history: History) -> None:
     history.convert("run/c", "d", 4)
     history.delete("a", 3)
     history.delete("run/c", 4)
+
+
+def lives_in_chains(history: History) -> None:
+    """Incremental checkpoints come, become full, and go; the files of `a` and `b` are used by later ones."""
+    history.save("a", 1)
+    history.save("b", 2, base="a")
+    history.save("c", 3, base="b")
+    assert [link.prefix for link in listing.read_manifest(history.storage, "c").links] == ["a", "b"]
+    history.compact("c")
+    history.delete("b", 2)
+    history.save("d", 4, base="c")
+    history.delete("a", 1)
+    history.compact("d")
+    history.delete("c", 3)
 
 
 def expected_after(memory: MemoryFiles, certain: Mapping[str, int] | None = None) -> Expectation:

@@ -23,19 +23,23 @@ from forged.checkpoint.ports import Storage
 from forged.checkpoint.saving import publication
 from forged.checkpoint.saving.pipeline import Saver
 from forged.checkpoint.storage import direct_write, listing, local
+from forged.checkpoint.storage.ancestry import AncestryCache
 from forged.checkpoint.storage.direct_write import write_whole
 from forged.checkpoint.storage.files import UNNAMED, Files, directory_of
 from forged.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.crashes.crash_trials import (
     DELETE,
     SAVE,
+    SAVE_INCREMENT,
     Group,
     after_damage,
     after_kills,
     after_refusals,
     before,
+    concurrent_actions,
     kills_and_power_cuts,
 )
+from tests.checkpoint.crashes.save_history import HALF, lives_in_chains
 from tests.checkpoint.fixtures.memory_files import ROOT
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -61,6 +65,21 @@ def kills(action: Any) -> Trial:
     return lambda: after_kills(Group(), before(Group()), action)
 
 
+def power_cuts_in_chains() -> Trial:
+    return lambda: kills_and_power_cuts(Group(), lives_in_chains)
+
+
+def deletions_of_bases() -> Trial:
+    """Whether an incremental save is half there after its base was deleted meanwhile."""
+
+    def trial() -> Iterator[str]:
+        for concurrent in concurrent_actions(Group(), SAVE_INCREMENT, lambda history: history.delete("old", 1)):
+            if HALF in concurrent.found.values():
+                yield f"{concurrent}"
+
+    return trial
+
+
 def damage() -> Trial:
     return lambda: after_damage(Group())
 
@@ -73,6 +92,8 @@ TRIALS = {
     "kills of a save": kills(SAVE),
     "kills of a deletion": kills(DELETE),
     "damage": damage(),
+    "power cuts in chains": power_cuts_in_chains(),
+    "deletions of bases": deletions_of_bases(),
 }
 
 # What is not made durable.
@@ -243,7 +264,31 @@ def parts_are_deleted_while_the_manifest_may_stand(patch: pytest.MonkeyPatch) ->
     patch.setattr(publication, "_exists_after", lambda *args: False)
 
 
+def compacted_files_are_written_after_the_manifest(patch: pytest.MonkeyPatch) -> None:
+    """A manifest names the new files of a compaction before their names last."""
+    unsettled: list[str] = []
+    sync_names, move = LocalStorage.sync_names, LocalStorage.move
+
+    def later(self: LocalStorage, name: str, to: str) -> None:
+        move(self, name, to)
+        sync_names(self, unsettled)
+        unsettled.clear()
+
+    patch.setattr(LocalStorage, "sync_names", lambda self, names: unsettled.extend(names))
+    patch.setattr(LocalStorage, "move", later)
+
+
 # What is left behind, mixed up or not looked at.
+
+
+def deleted_bases_are_not_looked_for(patch: pytest.MonkeyPatch) -> None:
+    """An incremental save does not see that its base was deleted meanwhile."""
+    patch.setattr(publication, "require_links", lambda storage, manifest: None)
+
+
+def users_of_files_are_not_looked_for(patch: pytest.MonkeyPatch) -> None:
+    """A deletion does not see that a later checkpoint uses the files."""
+    patch.setattr(AncestryCache, "users_of", lambda *args: [])
 
 
 def saves_that_fail_are_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
@@ -315,6 +360,9 @@ MUTANTS = [
     Mutant(random_states_are_taken_for_copies, power_cuts(2)),
     Mutant(hashes_are_not_looked_at, damage()),
     Mutant(manifests_are_believed, damage()),
+    Mutant(compacted_files_are_written_after_the_manifest, power_cuts_in_chains()),
+    Mutant(deleted_bases_are_not_looked_for, deletions_of_bases()),
+    Mutant(users_of_files_are_not_looked_for, deletions_of_bases()),
 ]
 
 

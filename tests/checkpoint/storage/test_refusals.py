@@ -18,9 +18,11 @@ from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.crashes.crash_trials import (
     BEFORE,
+    COMPACT,
     CONVERT,
     DELETE,
     SAVE,
+    SAVE_INCREMENT,
     SHORT,
     Action,
     Group,
@@ -40,6 +42,7 @@ from tests.sweeps import share
 
 FOREGROUND = [world for world in WORLDS[:5] if not world.in_background]
 DONE = [(world, action) for world in FOREGROUND for action in (SAVE, DELETE)] + [(Group(), CONVERT)]
+DONE += [(Group(), SAVE_INCREMENT), (Group(2), SAVE_INCREMENT), (Group(), COMPACT)]
 NUMBERS = {
     "short": SHORT,
     "EIO": errno.EIO,
@@ -59,7 +62,7 @@ PASSING = [errno.EIO, errno.EINTR, errno.ETIMEDOUT]
 def test_no_refusal_leaves_a_partial_checkpoint_or_files(
     world: Group, number: int, lasting: Lasting, action: Action
 ) -> None:
-    image = before(world)
+    image = before(world, action)
     names = operations(world, image, action)
     moments = (
         [moment for moment, name in enumerate(names) if name == "write"]
