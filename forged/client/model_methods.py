@@ -21,7 +21,7 @@ from forged.errors import RequestRefused
 if TYPE_CHECKING:
     from forged.checkpoint.ports import CancelToken
     from forged.checkpoint.progress import Progress
-    from forged.client.model_files.plain_files import Finding
+    from forged.client.model_files.plain_files import FilesVerdict
     from forged.client.model_files.pulling import Pulled
     from forged.registry.messages import (
         ArtifactState,
@@ -397,7 +397,7 @@ class ModelMethods(DaemonMethods):
         *,
         location: Path = "",
         progress: Progress | None = None,
-    ) -> Finding:
+    ) -> FilesVerdict:
         """Compare every byte of a version's files with its checksum, and report the outcome to the registry.
 
         `location` is where the files lie on this host if that is not where they were registered.

@@ -11,7 +11,7 @@ import numpy as np
 
 from forged.cli.forgectl.tables import duration
 from forged.client import ForgedClient
-from forged.client.model_files.plain_files import Finding
+from forged.client.model_files.plain_files import FilesVerdict
 from forged.demo.checkpoints import FOLDER, checkpoints, resumed
 from forged.demo.learning import CLASSES, State, Task
 from forged.demo.observer import ClusterObserver
@@ -39,7 +39,7 @@ class Release:
     """The rolled back version."""
     rollback_s: float
     """Seconds from the report about the canary until it was rolled back."""
-    files: Finding
+    files: FilesVerdict
     """What the verification of the serving version's files has found."""
 
 

@@ -17,7 +17,7 @@ from forged.checkpoint.storage.listing import missing_checkpoint, read_manifest
 from forged.checkpoint.storage.locations import storage_at
 from forged.checkpoint.verification.validator import CheckpointValidator, ValidationResult
 from forged.client.model_files.description import ModelFiles, Where
-from forged.client.model_files.plain_files import DAMAGED, Finding
+from forged.client.model_files.plain_files import DAMAGED, FilesVerdict
 from forged.errors import ForgedError
 from forged.registry.messages import Artifact, ArtifactState, Lineage
 
@@ -43,14 +43,16 @@ def describe_checkpoint(
     return ModelFiles(artifact, SCHEME + content_digest(manifest), tensor_bytes(manifest), _lineage_of(manifest))
 
 
-def compare_checkpoint(location: str, checksum: str, token: CancelToken, progress: Progress | None = None) -> Finding:
+def compare_checkpoint(
+    location: str, checksum: str, token: CancelToken, progress: Progress | None = None
+) -> FilesVerdict:
     """Compare every byte of a checkpoint with its manifest, and the manifest with the checksum."""
     storage, prefix = storage_at(location)
     result = CheckpointValidator(storage).validate_checkpoint(prefix, token, progress=progress)
     if _is_missing(result):
-        return Finding(ArtifactState.MISSING, f"there is no checkpoint at {location}")
+        return FilesVerdict(ArtifactState.MISSING, f"there is no checkpoint at {location}")
     problem = _problem_of(result, checksum)
-    return Finding(ArtifactState.DAMAGED if problem else ArtifactState.SOUND, problem, result.bytes_checked)
+    return FilesVerdict(ArtifactState.DAMAGED if problem else ArtifactState.SOUND, problem, result.bytes_checked)
 
 
 def require_content(location: str, checksum: str, token: CancelToken) -> None:

@@ -13,7 +13,7 @@ from forged.checkpoint.format.content_digest import SCHEME
 from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.progress import Progress
 from forged.client.model_files.checkpoint_files import compare_checkpoint
-from forged.client.model_files.plain_files import DAMAGED, Finding, compare_files
+from forged.client.model_files.plain_files import DAMAGED, FilesVerdict, compare_files
 from forged.errors import ForgedError, RequestRefused, Unavailable
 from forged.registry.messages import Artifact
 from forged.registry.model import ModelMetadata
@@ -28,7 +28,7 @@ def compare(
     token: CancelToken,
     progress: Progress | None = None,
     location: str = "",
-) -> Finding:
+) -> FilesVerdict:
     """Read all files of a version; `location` is where they lie if that is not where the registry says."""
     where = location_of(metadata, artifact, location)
     if is_checkpoint(metadata, artifact):

@@ -208,7 +208,7 @@ def hashed(
 # Comparison.
 
 
-class Finding(NamedTuple):
+class FilesVerdict(NamedTuple):
     """What a comparison of a version's files with the registry has found."""
 
     state: ArtifactState
@@ -218,14 +218,14 @@ class Finding(NamedTuple):
 
 def compare_files(
     artifact: Artifact, checksum: str, location: str, token: CancelToken, progress: Progress | None = None
-) -> Finding:
+) -> FilesVerdict:
     """Compare every byte of plain files with the checksums."""
     disagreement = list_problem(artifact, checksum)
     if disagreement:
-        return Finding(ArtifactState.DAMAGED, disagreement)
+        return FilesVerdict(ArtifactState.DAMAGED, disagreement)
     sources = sources_of(artifact, checksum, location)
     if not Path(location).exists():
-        return Finding(ArtifactState.MISSING, f"{location} does not exist")
+        return FilesVerdict(ArtifactState.MISSING, f"{location} does not exist")
     count = ByteCount(sum(file.size_bytes for file in artifact.files), progress)
     problems: dict[str, str] = {}
 
@@ -236,8 +236,8 @@ def compare_files(
 
     run_all(compare, artifact.files, token)
     if problems:
-        return Finding(ArtifactState.DAMAGED, _summary(problems, len(artifact.files)), count.done)
-    return Finding(ArtifactState.SOUND, "", count.done)
+        return FilesVerdict(ArtifactState.DAMAGED, _summary(problems, len(artifact.files)), count.done)
+    return FilesVerdict(ArtifactState.SOUND, "", count.done)
 
 
 def list_problem(artifact: Artifact, checksum: str) -> str:

@@ -166,7 +166,7 @@ def test_safe_path_is_accepted(path: str) -> None:
     assert check_path(path) == path
 
 
-def compared(folder: Path, registered: ModelFiles) -> plain_files.Finding:
+def compared(folder: Path, registered: ModelFiles) -> plain_files.FilesVerdict:
     return compare_files(registered.artifact, registered.checksum, str(folder), CancelToken())
 
 
