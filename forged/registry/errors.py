@@ -60,12 +60,12 @@ def argument_invalid(name: str, value: object, wanted: str) -> ModelInvalid:
 
 def version_unknown(model_id: str, version: ModelVersion) -> ModelUnknown:
     text = f"model {model_id[:SHOWN_CHARS]!r} has no version {version}"
-    return about(model_id, version, ModelUnknown("model_version_unknown", text, "list the versions of the model"))
+    return about(model_id, version, ModelUnknown("model_version_unknown", text, _see_versions(model_id)))
 
 
 def model_unknown(model_id: str) -> ModelUnknown:
     text = f"there is no model {model_id[:SHOWN_CHARS]!r}"
-    return about(model_id, None, ModelUnknown("model_unknown", text, "list the models"))
+    return about(model_id, None, ModelUnknown("model_unknown", text, "list the models, as `forgectl models ls` does"))
 
 
 def version_taken(model_id: str, version: ModelVersion) -> VersionTaken:
@@ -85,7 +85,7 @@ def transition_refused(
 
 def reference_unknown(model_id: str, ref: str) -> ModelUnknown:
     text = f"model {model_id[:SHOWN_CHARS]!r} has no version and no alias {ref[:SHOWN_CHARS]!r}"
-    return about(model_id, None, ModelUnknown("model_reference_unknown", text, "list its versions and aliases"))
+    return about(model_id, None, ModelUnknown("model_reference_unknown", text, _see_versions(model_id)))
 
 
 def version_deleted(model_id: str, version: ModelVersion) -> VersionTaken:
@@ -133,7 +133,7 @@ def rollback_refused(model_id: str, version: ModelVersion | None, reason: str, f
 
 def not_measurable(model_id: str, version: ModelVersion, state: DeploymentState) -> TransitionRefused:
     text = f"version {version} of model {model_id[:SHOWN_CHARS]!r} is {state}; only canaries and the serving one report"
-    fix = "promote it to canary first"
+    fix = f"`forgectl models promote {quote(f'{model_id}@{version}')}` leads to canary"
     return about(model_id, version, TransitionRefused("model_not_measurable", text, fix))
 
 
@@ -145,6 +145,10 @@ def in_use(model_id: str, version: ModelVersion, reason: str, fix: str) -> Versi
 def checkpoint_unusable(model_id: str, path: str, reason: str) -> ModelInvalid:
     text = f"the checkpoint at {path[:SHOWN_CHARS]!r} is {reason}"
     return about(model_id, None, ModelInvalid("model_checkpoint_unusable", text, "register a complete checkpoint"))
+
+
+def _see_versions(model_id: str) -> str:
+    return f"list its versions, as `forgectl models versions {quote(model_id[:SHOWN_CHARS])}` does"
 
 
 def about(model_id: str, version: ModelVersion | None, error: Refusal) -> Refusal:

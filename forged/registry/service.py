@@ -23,7 +23,7 @@ from forged.log import SILENT, Log
 from forged.pagination import PAGE_ENTRIES_MAX, take_page
 from forged.registry.book.evidence import Evidence
 from forged.registry.book.lifecycle import Lifecycle
-from forged.registry.book.questions import Questions, parsed_key
+from forged.registry.book.questions import LOOKED_AT_MAX, Questions, parsed_key
 from forged.registry.book.registration import Registration
 from forged.registry.book.state import REGISTRY_BYTES_MAX, RegistryState
 from forged.registry.book.version_index import Key
@@ -177,15 +177,17 @@ class RegistryService:
         return self.questions.models(request, call.principal)
 
     def _find(self, request: FindModels, call: Call) -> VersionPage | Awaitable[VersionPage]:
-        found, position = self.questions.find(request, call.principal, parsed_key(request.after))
-        if position is None or len(found) > PAGE_ENTRIES_MAX:
+        # One more than the page has, so that it is known whether there are more; most searches find them at once.
+        wanted = min(max(request.limit, 1), PAGE_ENTRIES_MAX) + 1
+        found, position = self.questions.find(request, call.principal, parsed_key(request.after), wanted)
+        if position is None or len(found) == wanted:
             return VersionPage(*take_page(iter(found), request.limit))
 
         async def search() -> VersionPage:
             after: Key | None = position
-            while after is not None and len(found) <= PAGE_ENTRIES_MAX:
+            while after is not None and len(found) < wanted:
                 await anyio.lowlevel.checkpoint()
-                more, after = self.questions.find(request, call.principal, after)
+                more, after = self.questions.find(request, call.principal, after, LOOKED_AT_MAX)
                 found.extend(more)
             return VersionPage(*take_page(iter(found), request.limit))
 

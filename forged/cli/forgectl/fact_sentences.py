@@ -154,8 +154,8 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
         ", from checkpoint {checkpoint_id}",
     ),
     "ModelTransitioned": (
-        "{model_id}@{version} is in {now}",
-        " after {was}",
+        "{model_id}@{version} became {now}",
+        " (was {was})",
         ", by {by}",
         ": {reason}",
         "; without evidence: {waiver}",
@@ -170,18 +170,12 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
     "AliasMoved": ("alias {alias} of {model_id} moved", " from {was}", " to {now}", ", by {by}", ": {reason}"),
     "CanaryMeasured": (
         "canary {model_id}@{version} was measured",
-        " against {baseline}",
         ": {reason}",
-        "; priority {priority}",
-        ", threshold {threshold}",
-        ", policy {action}",
-        ", a canary since entry {entry}",
+        " (policy: {action})",
     ),
     "RollbackAdvised": (
         "canary {model_id}@{version} should be rolled back",
         ": {reason}",
-        "; priority {priority}",
-        ", threshold {threshold}",
     ),
     "ModelRolledBack": ("{model_id}@{version} is rolled back", ", {to} serves", ", by {by}", ": {reason}"),
     "ModelPolicyChanged": ("model {model_id} has another policy", " ({policy})", ", by {by}", ": {reason}"),
@@ -194,7 +188,7 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
 `{count:shard}` is a count with its noun.
 """
 _FIELD = re.compile(r"\{(\w+)(?::(\w+))?\}")
-_FOLLOWS = frozenset({"type"})
+_FOLLOWS = frozenset({"type", "priority", "threshold", "baseline", "entry"})
 """Fields that follow from the others."""
 _EMPTY_AT_0 = frozenset({"behind", "count", "transfers"})
 """Counts of which none is nothing to say."""
@@ -276,6 +270,13 @@ def _version(value: Any) -> str:
     return ".".join(map(str, value)) if is_version else tables.field("", value)
 
 
+def _figure(value: Any) -> str:
+    """A measured number in four figures; empty if it was not measured."""
+    if isinstance(value, float):
+        return "" if value != value else f"{value:.4g}"
+    return tables.field("", value)
+
+
 def _outcome(passed: Any) -> str:
     return tables.field("", passed) if not isinstance(passed, bool) else "passed" if passed else "failed"
 
@@ -292,7 +293,10 @@ _IN_WORDS: Mapping[str, Callable[[Any], str]] = {
     "size_bytes": _size,
     "seconds": _duration,
     "version": _version,
-    "baseline": _version,
+    "state": lambda value: "" if value == "registered" else tables.field("", value),
+    "latency_p99_ms": _figure,
+    "accuracy_score": _figure,
+    "policy": lambda value: tables.fields(value) if isinstance(value, dict) else tables.field("", value),
     "was": _version,
     "now": _version,
     "to": _version,

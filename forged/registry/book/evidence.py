@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import NamedTuple
 
 from forged.auth.model import Principal
@@ -64,7 +65,7 @@ def needs_evidence(was: DeploymentState, to: DeploymentState) -> bool:
 
 def missing(record: VersionRecord, policy: ModelPolicy, now: float) -> Missing | None:
     """What a version lacks to be promoted; None if nothing."""
-    name = f"{record.model_id}@{record.version}"
+    name = quote(f"{record.model_id}@{record.version}")
     validate = f"`forgectl models validate {name}`, or give a reason to waive it (`--waive`)"
     if record.artifact_state in UNSOUND:
         fix = f"repair the files and `forgectl models verify {name}`, or give a reason to waive it (`--waive`)"
@@ -196,8 +197,7 @@ def _compared(model: Model, record: VersionRecord, result: ValidationResult) -> 
     if baseline is None:
         reason = source
     else:
-        of = f"of {policy.rollback_threshold:g}, from which on it is to be rolled back"
-        reason = f"rollback priority {priority:g} {of}; compared with {source}"
+        reason = f"rollback priority {priority:.3g}, threshold {policy.rollback_threshold:g}, compared with {source}"
     return CanaryMeasured(
         model.model_id,
         record.version,

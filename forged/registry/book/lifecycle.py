@@ -8,6 +8,8 @@ Invariants:
 
 from __future__ import annotations
 
+from shlex import quote
+
 from msgspec.structs import asdict, replace
 
 from forged.auth.model import Principal
@@ -259,7 +261,8 @@ class Lifecycle:
         record = model.record(request.version)
         name = model.model_id, record.version
         if record.state is not DeploymentState.ARCHIVED:
-            raise errors.in_use(*name, f"it is {record.state}", "archive it first")
+            fix = f"archive it first: `forgectl models transition {quote(f'{name[0]}@{name[1]}')} archived`"
+            raise errors.in_use(*name, f"it is {record.state}", fix)
         if aliases := model.aliases_of(record.version):
             raise errors.in_use(*name, f"alias {aliases[0]} names it", "move or remove the alias first")
         draft, reason = Draft(self._state, by, now), shortened(request.reason)

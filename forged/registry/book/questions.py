@@ -123,16 +123,18 @@ class Questions:
 
     # Searches.
 
-    def find(self, request: FindModels, by: Principal, after: Key | None) -> tuple[list[ModelMetadata], Key | None]:
-        """The next versions that match, of `LOOKED_AT_MAX` that are looked at; and the key to continue after, None at
-        the end."""
+    def find(
+        self, request: FindModels, by: Principal, after: Key | None, most: int
+    ) -> tuple[list[ModelMetadata], Key | None]:
+        """The next versions that match, of so many that are looked at; and the key to continue after, None at the
+        end."""
         wanted = _wanted(request)
         if wanted:
-            keys, position = self._state.index.search(wanted, after, LOOKED_AT_MAX)
+            keys, position = self._state.index.search(wanted, after, most)
         else:
-            keys = list(islice(self._keys(by, after), LOOKED_AT_MAX + 1))
-            position = keys[LOOKED_AT_MAX - 1] if len(keys) > LOOKED_AT_MAX else None
-            del keys[LOOKED_AT_MAX:]
+            keys = list(islice(self._keys(by, after), most + 1))
+            position = keys[most - 1] if len(keys) > most else None
+            del keys[most:]
         text = request.text.casefold()
         found = [self._state.models[model_id].records[version].metadata for model_id, version in keys]
         return [one for one in found if sees(by, one.model_id) and (not text or _contains(one, text))], position

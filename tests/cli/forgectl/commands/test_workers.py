@@ -733,14 +733,29 @@ class TestFactSentences:
                 "vision/net@1.2.0 is registered as staging by ann (imported), checksum sha256:0",
             ),
             (
+                "ModelRegistered",
+                MODEL | {"state": "registered", "checksum": "sha256:0", "is_import": False, "checkpoint_id": "ckpt-1"},
+                "vision/net@1.2.0 is registered by ann, checksum sha256:0, from checkpoint ckpt-1",
+            ),
+            (
+                "ModelPolicyChanged",
+                ABOUT_MODEL | {"policy": {"canary": "act", "min_accuracy": None}, "reason": ""},
+                "model vision/net has another policy (canary=act min_accuracy=-), by ann",
+            ),
+            (
+                "CanaryMeasured",
+                VERSION | {"reason": "it is slow", "action": "act", "priority": 2.0, "threshold": 1.0, "entry": 3},
+                "canary vision/net@1.2.0 was measured: it is slow (policy: act)",
+            ),
+            (
                 "ModelTransitioned",
                 MODEL | {"was": "validating", "now": "staging", "reason": "", "waiver": "no lab"},
-                "vision/net@1.2.0 is in staging after validating, by ann; without evidence: no lab",
+                "vision/net@1.2.0 became staging (was validating), by ann; without evidence: no lab",
             ),
             (
                 "ValidationRecorded",
-                MODEL | {"number": 3, "passed": False, "latency_p99_ms": 12.5, "accuracy_score": 0.9},
-                "validation 3 of vision/net@1.2.0 has failed, p99 latency 12.5 ms, accuracy 0.9, by ann",
+                MODEL | {"number": 3, "passed": False, "latency_p99_ms": 12.512345, "accuracy_score": float("nan")},
+                "validation 3 of vision/net@1.2.0 has failed, p99 latency 12.51 ms, by ann",
             ),
             (
                 "AliasMoved",
@@ -755,7 +770,7 @@ class TestFactSentences:
             (
                 "RollbackAdvised",
                 VERSION | {"priority": 1.5, "threshold": 1.0, "reason": "it is slow"},
-                "canary vision/net@1.2.0 should be rolled back: it is slow; priority 1.5, threshold 1.0",
+                "canary vision/net@1.2.0 should be rolled back: it is slow",
             ),
             (
                 "ModelRolledBack",
