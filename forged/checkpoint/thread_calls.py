@@ -25,6 +25,7 @@ from anyio import lowlevel, to_thread
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.ports import CancelToken, WouldBlock
+from forged.checkpoint.watched_token import WatchedToken
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ class StorageUnresponsive(CheckpointException):
 
 
 async def run_in_thread(act: Callable[[], T], token: CancelToken) -> T:
-    """Run a blocking call in a thread until the operation's deadline.
+    """Run a blocking call in a thread until the operation's deadline; with a `WatchedToken` until it does nothing.
 
     A cancelled caller cancels the token and waits for the thread. A thread that does not return is left alone.
     """
@@ -57,7 +58,9 @@ async def run_in_thread(act: Callable[[], T], token: CancelToken) -> T:
 
     remaining_s = token.remaining_s()
     try:
-        with anyio.move_on_after(None if remaining_s is None else remaining_s + RETURN_GRACE_S):
+        with anyio.move_on_after(None if remaining_s is None else remaining_s + RETURN_GRACE_S) as scope:
+            if isinstance(token, WatchedToken):
+                token.watch(scope)
             return await to_thread.run_sync(run, abandon_on_cancel=True)
         raise _unresponsive(token)
     except anyio.get_cancelled_exc_class():

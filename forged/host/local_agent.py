@@ -4,6 +4,8 @@ Invariants:
 - The contents of a slot never end the daemon: every error with them is a refusal.
 - A checkpoint is saved in the directory that its slots are for: no symbolic link is followed on the way.
 - Files are touched in threads only. At most `SAVES_MAX` checkpoints are saved at the same time.
+- A save whose thread does nothing for `SAVE_IDLE_S` is given up, and its thread left alone with its slots; of one file
+  system at most `HUNG_MAX`.
 - `forged.checkpoint` is imported when the first slots are made, not when the daemon starts.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -20,15 +23,17 @@ from typing import TYPE_CHECKING
 import anyio
 from anyio import to_thread
 
-from forged.errors import ForgedError, RequestRefused, describe
+from forged.errors import ForgedError, RequestRefused, Unavailable, describe
 from forged.host.model import SavedSlots, SlotContents, StagedCheckpoint
 from forged.host.slot_directory import SlotDirectory
+from forged.mounts import Mounts
 
 if TYPE_CHECKING:
     from forged.checkpoint.ports import CancelToken
     from forged.checkpoint.storage.slot_files import SlotFile, SlotSet
 
-SAVES_MAX = 2
+SAVES_MAX = HUNG_MAX = 2
+SAVE_IDLE_S = 300.0
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - a directory of the user in it, which is checked
 HISTORY_BYTES = 8
 
@@ -41,14 +46,14 @@ class LocalHostAgent:
         self._root = Path(directory or f"{SHARED_MEMORY}/forged-{os.geteuid()}")
         self._data_dir = data_dir
         self._slots = SlotDirectory(self._root / "none", data_dir)
-        self._saves: anyio.CapacityLimiter | None = None
+        self._saves: SaveThreads | None = None
 
     async def begin(self, history: str) -> Mapping[str, int]:
         # Several daemons of one user have a directory each.
         name = hashlib.blake2b(history.encode(), digest_size=HISTORY_BYTES).hexdigest()
         self.end()
         self._slots = SlotDirectory(self._root / name, self._data_dir)
-        self._saves = anyio.CapacityLimiter(SAVES_MAX)
+        self._saves = SaveThreads()
         await to_thread.run_sync(self._slots.sweep)
         return await to_thread.run_sync(self._slots.find)
 
@@ -138,25 +143,78 @@ class LocalHostAgent:
         return None
 
 
+class SaveThreads:
+    """The saves that run, and those that were given up and whose threads have not returned."""
+
+    def __init__(self) -> None:
+        self._running = anyio.CapacityLimiter(SAVES_MAX)
+        self._hung: list[LocalHeldSlots] = []
+        self._mounts = Mounts()
+
+    async def save(self, held: LocalHeldSlots, storage_path: str) -> SavedSlots:
+        from forged.checkpoint.thread_calls import StorageUnresponsive, run_in_thread
+        from forged.checkpoint.watched_token import WatchedToken
+
+        async with self._running:
+            self._require_answers(held, storage_path)
+            token = WatchedToken(SAVE_IDLE_S)
+            try:
+                return await run_in_thread(partial(held.save_now, storage_path, token), token)
+            except StorageUnresponsive:
+                self._hung.append(held)
+                raise
+
+    def _require_answers(self, held: LocalHeldSlots, storage_path: str) -> None:
+        """Refuse to wait for a file system that has not answered earlier saves, or an earlier try of this one.
+
+        A try that ends after all deletes its files, which have the names of those of the next try.
+        """
+        self._hung = [one for one in self._hung if one.saves_in]
+        mount = self._mounts.of(storage_path)
+        is_tried = any(one.save_id == held.save_id for one in self._hung)
+        if is_tried or sum(self._mounts.of(one.saves_in) == mount for one in self._hung) >= HUNG_MAX:
+            raise Unavailable(
+                "slots_storage_hangs", f"the file system of {storage_path} has not answered yet", f"check {mount}"
+            )
+
+
 class LocalHeldSlots:
     """Slots of this host that are locked."""
 
-    def __init__(self, slots: SlotSet, opened: ExitStack, saves: anyio.CapacityLimiter) -> None:
+    def __init__(self, slots: SlotSet, opened: ExitStack, saves: SaveThreads) -> None:
+        self.saves_in = ""
+        """The directory to which a thread saves; empty while none does."""
         self._slots = slots
         self._opened = opened
         self._saves = saves
+        self._is_released = False
+        self._lock = threading.Lock()
 
     @property
     def prefix(self) -> str:
         return self._slots.manifest.prefix
 
-    async def save(self, storage_path: str) -> SavedSlots:
-        from forged.checkpoint.ports import CancelToken
-        from forged.checkpoint.thread_calls import run_in_thread
+    @property
+    def save_id(self) -> str:
+        return self._slots.manifest.save_id
 
-        token = CancelToken()
-        async with self._saves:
-            return await run_in_thread(partial(self._save, storage_path, token), token)
+    async def save(self, storage_path: str) -> SavedSlots:
+        return await self._saves.save(self, storage_path)
+
+    def save_now(self, storage_path: str, token: CancelToken) -> SavedSlots:
+        """Save in this thread."""
+        with self._lock:
+            if self._is_released:
+                # The save was given up before its thread has begun.
+                raise Unavailable("slots_interrupted", "the save was interrupted", "try again")
+            self.saves_in = storage_path
+        try:
+            return self._save(storage_path, token)
+        finally:
+            with self._lock:
+                self.saves_in = ""
+                if self._is_released:
+                    self._opened.close()
 
     def _save(self, storage_path: str, token: CancelToken) -> SavedSlots:
         from forged.checkpoint.saving.slot_saver import save_slots
@@ -177,7 +235,11 @@ class LocalHeldSlots:
         return SavedSlots(manifest.size_bytes, is_new, parent_path)
 
     def release(self) -> None:
-        self._opened.close()
+        """Unlock and close the slots, or have the thread that still reads them do so."""
+        with self._lock:
+            self._is_released = True
+            if not self.saves_in:
+                self._opened.close()
 
 
 def _import_checkpoints() -> None:

@@ -97,6 +97,8 @@ class SlotService:
         self._saves = SlotSaves(bus, clock, agent, self.table, port, random, log, changed=self._look)
         self._shared = Shares("tickets for slots", TICKETS_MAX, TICKETS_MAX // 4, PRINCIPAL_TICKETS_MAX)
         """The tickets whose side connections have not ended."""
+        self._looking: set[str] = set()
+        """The jobs whose slots are looked after now."""
         self._warned: dict[str, str] = {}
         """By job: the failure that was logged, until it is over."""
         self._is_ready = anyio.Event()
@@ -299,12 +301,20 @@ class SlotService:
         jobs = self.table.jobs_to_look_after()
         for job in self._warned.keys() - jobs - {""}:
             del self._warned[job]
-        for job in sorted(jobs):
-            try:
-                await self._look_after(job)
-                self._warned.pop(job, None)
-            except (ForgedError, OSError) as error:
-                self._warn(job, error)
+        assert self._saves.tasks is not None
+        for job in sorted(jobs - self._looking):
+            # A save that hangs delays no other job.
+            self._looking.add(job)
+            self._saves.tasks.start_soon(self._look_after_one, job)
+
+    async def _look_after_one(self, job: str) -> None:
+        try:
+            await self._look_after(job)
+            self._warned.pop(job, None)
+        except (ForgedError, OSError) as error:
+            self._warn(job, error)
+        finally:
+            self._looking.discard(job)
 
     def _warn(self, job: str, error: Exception) -> None:
         """Log a failure, unless it is the same as before."""

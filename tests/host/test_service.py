@@ -653,7 +653,6 @@ async def test_warning_is_logged_again_when_its_cause_comes_back(
 ) -> None:
     service, log = runner.daemon.slots, RecordingLog()
     monkeypatch.setattr(service, "_log", log)
-    monkeypatch.setattr(service.table, "jobs_to_look_after", lambda: {JOB})
     is_failing = [True]
 
     async def look_after(job: str) -> None:
@@ -662,7 +661,7 @@ async def test_warning_is_logged_again_when_its_cause_comes_back(
 
     monkeypatch.setattr(service, "_look_after", look_after)
     for is_failing[0], warnings in ((True, 1), (True, 1), (False, 1), (True, 2)):
-        await service._look_after_all()
+        await service._look_after_one(JOB)
         assert len(log.of("could not look after slots")) == warnings
 
 
@@ -690,6 +689,44 @@ async def test_only_slots_of_the_page_are_read(
     assert ([page.more for page in pages], [len(ids) for ids in asked]) == ([True, False], [3, 1])
     assert [one for page in pages for one in page.slots] == whole.slots
     assert sum(one.step is not None for one in whole.slots) == 2
+    await group.finish(*NAMES)
+
+
+async def test_save_on_a_file_system_that_hangs_is_given_up_and_tried_again_when_it_answers(
+    group: TrainerGroup, client: ForgedClient, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, answers, save_in_thread = list[str](), threading.Event(), LocalHeldSlots._save
+
+    def hang(held: LocalHeldSlots, storage_path: str, token: Any) -> SavedSlots:
+        begun.append(storage_path)
+        answers.wait(PATIENCE_S)
+        return save_in_thread(held, storage_path, token)
+
+    monkeypatch.setattr(LocalHeldSlots, "_save", hang)
+    monkeypatch.setattr("forged.host.local_agent.SAVE_IDLE_S", 0.05)
+    staging = await start(group, storage)
+    staging.wanted = ["keep"]
+    await staging.until(group, 2)
+    save_id = next(one.save_id for one in (await slots(client)).slots if one.save_id)
+    request = SaveSlots(JOB, "a", group["a"].worker.incarnation, save_id)
+    code = ""
+    async with asyncio.timeout(PATIENCE_S):
+        while code != "slots_storage_hangs":
+            try:
+                await client.request(request)
+            except ForgedError as error:
+                code = error.code
+    # A second try would write files of the same names.
+    assert len(begun) == 1
+    # The thread that hangs keeps its slots, and ends when the file system answers.
+    monkeypatch.setattr("forged.host.local_agent.SAVE_IDLE_S", PATIENCE_S)
+    answers.set()
+    async with asyncio.timeout(PATIENCE_S):
+        is_saved = False
+        while not is_saved:
+            with suppress(ForgedError):
+                is_saved = (await client.request(request)).is_saved
+    check(storage, staging.kept[-1])
     await group.finish(*NAMES)
 
 

@@ -11,14 +11,10 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -28,14 +24,15 @@ from anyio import CapacityLimiter, to_thread
 from forged.catalog.ports import FOLDER_MISSING, STORAGE_HANGS, CheckpointLocation, Progress
 from forged.catalog.records import LOCAL, folder_of, storage_kind
 from forged.errors import ForgedError, RequestRefused, Unavailable, describe
+from forged.mounts import Mounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from forged.catalog.files.watched_token import WatchedToken
     from forged.checkpoint.format.manifest import Manifest
     from forged.checkpoint.ports import CancelToken, Reader, Storage
     from forged.checkpoint.storage.ancestry import AncestryCache
+    from forged.checkpoint.watched_token import WatchedToken
 
 T = TypeVar("T")
 
@@ -45,9 +42,6 @@ HUNG_MAX = 4
 """Threads of one storage that were left alone."""
 CALL_TIMEOUT_S = 300.0
 """So long the thread of a call may do nothing; the requests of a remote storage have their own, shorter limits."""
-MOUNTS = Path("/proc/self/mountinfo")
-MOUNTS_KNOWN_S = 10.0
-"""How long the mount points are taken for those of the host."""
 FOLDERS_KNOWN_MAX = 100
 SHOWN_MAX = 3
 """So many findings of a verification are named."""
@@ -65,26 +59,19 @@ class _Call:
 class StoredCheckpointFiles:
     """The files of checkpoints; a `ports.CheckpointFiles`."""
 
-    def __init__(self, timeout_s: float = CALL_TIMEOUT_S, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
-        self._monotonic = monotonic
         self._calls: dict[tuple[str, str], _Call] = {}
         """By folder and purpose; scrubs and compactions take long and delay no other call."""
         self._threads = CapacityLimiter(THREADS_MAX)
         self._known: dict[str, AncestryCache] = {}
         """By folder, the one that was used last is the last one."""
         self._lock = threading.Lock()
-        self._mounts: list[str] = []
-        self._mounts_known_until = -inf
+        self._mounts = Mounts()
 
     def storage_of(self, path: str) -> str:
-        kind = storage_kind(path)
-        if kind != LOCAL:
-            return "/".join(path.split("/")[:3])
-        now = self._monotonic()
-        if now >= self._mounts_known_until:
-            self._mounts, self._mounts_known_until = _mount_points(), now + MOUNTS_KNOWN_S
-        return mount_of(path.removeprefix("file://"), self._mounts)
+        is_local = storage_kind(path) == LOCAL
+        return self._mounts.of(path.removeprefix("file://")) if is_local else "/".join(path.split("/")[:3])
 
     async def find(self, location: CheckpointLocation) -> int | None:
         return await self._run(location, lambda token: _find(location, token))
@@ -137,12 +124,9 @@ class StoredCheckpointFiles:
 
         try:
             token_type = await to_thread.run_sync(_load_library, limiter=self._threads)
-            with anyio.move_on_after(self._timeout_s) as scope:
-
-                def at_work(pause_s: float) -> None:
-                    scope.deadline = loop.time() + self._timeout_s + pause_s
-
-                token = token_type(partial(_call_in, loop, at_work))
+            token = token_type(self._timeout_s)
+            with anyio.CancelScope() as scope:
+                token.watch(scope)
                 try:
                     return await to_thread.run_sync(run, abandon_on_cancel=True, limiter=self._threads)
                 finally:
@@ -172,25 +156,6 @@ class StoredCheckpointFiles:
             del self._calls[line]
 
 
-def _call_in(loop: asyncio.AbstractEventLoop, act: Callable[[float], None], pause_s: float) -> None:
-    """Call a function in an event loop, from another thread."""
-    with suppress(RuntimeError):  # the event loop is closed
-        loop.call_soon_threadsafe(act, pause_s)
-
-
-def _mount_points() -> list[str]:
-    """The mount points of the host, by the kernel's list: no file system is asked, which may hang."""
-    with suppress(OSError):
-        lines = MOUNTS.read_text(errors="surrogateescape").splitlines()
-        return [re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split(" ", 5)[4]) for line in lines]
-    return []
-
-
-def mount_of(path: str, mounts: Iterable[str]) -> str:
-    """The mount point that an absolute path lies in."""
-    return max((one for one in mounts if path.startswith(f"{one.rstrip('/')}/")), key=len, default="/")
-
-
 def _in_loop(progress: Progress) -> Progress:
     """Reports progress from other threads to this event loop."""
     loop = asyncio.get_running_loop()
@@ -204,7 +169,7 @@ def _in_loop(progress: Progress) -> Progress:
 
 def _load_library() -> type[WatchedToken]:
     # In a thread: the import takes a while.
-    from forged.catalog.files.watched_token import WatchedToken
+    from forged.checkpoint.watched_token import WatchedToken
 
     return WatchedToken
 

@@ -11,8 +11,7 @@ import pytest
 
 from forged import checkpoint
 from forged.catalog.files import stored_files
-from forged.catalog.files.stored_files import HUNG_MAX, StoredCheckpointFiles, mount_of
-from forged.catalog.files.watched_token import WatchedToken
+from forged.catalog.files.stored_files import HUNG_MAX, StoredCheckpointFiles
 from forged.catalog.ports import FOLDER_MISSING, STORAGE_HANGS, CheckpointLocation
 from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE
 from forged.checkpoint.storage import listing
@@ -319,8 +318,8 @@ async def test_only_so_many_threads_hang_in_a_storage(tmp_path: Path, monkeypatc
         answers.wait(60.0)
 
     monkeypatch.setattr(stored_files, "_find", hang)
-    monkeypatch.setattr(stored_files, "mount_of", lambda path, mounts: "/" + path.split("/")[1])
     files = StoredCheckpointFiles(timeout_s=0.05)
+    monkeypatch.setattr(files._mounts, "of", lambda path: "/" + path.split("/")[1])
     try:
         for number in range(2 * HUNG_MAX):
             at = CheckpointLocation(f"/hung/{number}/a", "00000000", None)
@@ -334,29 +333,9 @@ async def test_only_so_many_threads_hang_in_a_storage(tmp_path: Path, monkeypatc
 
 
 def test_storage_of_a_path_is_its_mount_point_or_bucket() -> None:
-    mounts = ["/", "/ckpt", "/ckpt/nfs", "/ckpt/nfs2"]
-    assert mount_of("/ckpt/nfs/run/a", mounts) == "/ckpt/nfs"
-    assert mount_of("/ckpt/nfs3/run/a", mounts) == "/ckpt"
-    assert mount_of("/home/run/a", mounts) == "/"
-    assert mount_of("/home/run/a", []) == "/"
     files = StoredCheckpointFiles()
     assert files.storage_of("s3://bucket/run/a") == files.storage_of("s3://bucket/other/b") == "s3://bucket"
     assert files.storage_of("/proc/run/a") == files.storage_of("file:///proc/b") == "/proc"
-
-
-def test_token_tells_that_its_operation_is_at_work() -> None:
-    now, told = [0.0], list[float]()
-    token = WatchedToken(told.append, lambda: now[0])
-    for now[0] in (0.0, 0.5, 1.0, 1.5):
-        token.check()
-    assert told == [0.0, 0.0]
-    token.cancel()
-    with pytest.raises(ForgedError):
-        token.wait(500.0)
-    assert told == [0.0, 0.0, 500.0]
-    with pytest.raises(ForgedError):
-        token.check()
-    assert len(told) == 3
 
 
 async def test_unexpected_error_is_one_of_the_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
