@@ -76,7 +76,7 @@ def next_phase(phase: Phase, cause: Cause) -> Phase:
 def require_not_over(job: str, phase: Phase, reason: str) -> None:
     """Refuse a request to a job that is completed or aborted."""
     if phase in OVER:
-        reopen = f"reopen it for new workers (`forgectl jobs reopen {job}`), or use another job name"
+        reopen = f"`forgectl jobs reopen {job}` lets new workers continue; or use another job name"
         fix = reopen if phase is Phase.ABORTED else _start_anew(job)
         raise RequestRefused("job_over", f"job {job} is {phase}: {reason}", fix)
 
