@@ -19,8 +19,7 @@ from forged.cli.forgectl import answers, tables
 from forged.cli.forgectl.commands import plugins, workers
 from forged.cli.forgectl.connection import DaemonConnection
 from forged.cli.forgectl.parser import Options, Parser
-from forged.cli.models.names import SEPARATOR, versions
-from forged.cli.models.words import as_text
+from forged.cli.models.names import SEPARATOR, summary, versions
 from forged.cli.process import EXIT_OK
 from forged.errors import ForgedError
 from forged.plain_client.connection import PlainConnection
@@ -194,7 +193,8 @@ def _catalogued(daemon: PlainConnection, options: Options, begun: str) -> Iterat
 
 
 def _models(daemon: PlainConnection, options: Options, begun: str) -> Iterator[Candidate]:
-    for one in _listed_models(daemon, begun):
+    models = answers.pages(daemon, "ListModels", field="models", key="model_id", after=begun[:-1], pages_max=PAGES_MAX)
+    for one in models:
         yield one.get("model_id", ""), tables.counted(answers.count_in(one, "versions"), "version")
 
 
@@ -204,16 +204,10 @@ def _versions(daemon: PlainConnection, options: Options, begun: str) -> Iterator
         yield from ((f"{one}{SEPARATOR}", what) for one, what in _models(daemon, options, begun))
         return
     yield f"{model}{SEPARATOR}{LATEST}", "the highest version"
-    for one in _listed_models(daemon, model):
-        if one.get("model_id") == model:
-            aliases = as_text(answers.map_in(one, "aliases"), "aliases")
-            yield from ((f"{model}{SEPARATOR}{alias}", aliases[alias]) for alias in aliases)
+    aliases = answers.map_in(summary(daemon, model), "aliases")
+    yield from ((f"{model}{SEPARATOR}{alias}", aliases[alias]) for alias in aliases)
     for metadata in versions(daemon, model, pages_max=PAGES_MAX)[0]:
         yield f"{model}{SEPARATOR}{metadata.get('version', '')}", metadata.get("state", "")
-
-
-def _listed_models(daemon: PlainConnection, begun: str) -> list[answers.Row]:
-    return answers.pages(daemon, "ListModels", field="models", key="model_id", after=begun[:-1], pages_max=PAGES_MAX)
 
 
 _FROM_DAEMON: Mapping[str, ValuesFromDaemon] = {

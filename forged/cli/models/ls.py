@@ -18,8 +18,19 @@ from forged.errors import ConfigError
 from forged.plain_client.connection import PlainConnection
 
 MODEL_COLUMNS = ("model", "versions", "latest", "serving", "aliases", "canaries")
-VERSION_COLUMNS = ("version", "state", "framework", "input", "output", "size", "registered_at", "tags", "checksum")
-FOUND_COLUMNS = ("model", *VERSION_COLUMNS)
+VERSION_COLUMNS = (
+    "version",
+    "state",
+    "aliases",
+    "framework",
+    "input",
+    "output",
+    "size",
+    "registered_at",
+    "tags",
+    "checksum",
+)
+FOUND_COLUMNS = ("model", *(one for one in VERSION_COLUMNS if one != "aliases"))
 YIELDING = ("tags", "checksum", "output", "input", "framework", "size", "registered_at")
 """The columns that a narrow terminal cuts or omits first."""
 SHOWN_MAX = 40
@@ -45,9 +56,8 @@ def show_versions(options: Options) -> int:
     model = names.alone(options.model)
     with DaemonConnection(options) as daemon:
         found, has_more = names.versions(daemon, model, **_first_page(options))
-        serving = answers.one_unless(daemon, names.NOT_SERVING, "ShowModel", model_id=model, ref=SERVING)
-    at = answers.map_in(words.as_text(serving), "metadata").get("version")
-    rows = [_version_row(one, is_serving=at is not None and one.get("version") == at) for one in found]
+        aliases = answers.map_in(names.summary(daemon, model), "aliases")
+    rows = [_version_row(one, aliases) for one in found]
 
     def show() -> None:
         _show(rows, VERSION_COLUMNS, f"model {model} has no versions")
@@ -73,7 +83,7 @@ def find(options: Options) -> int:
         )
     with DaemonConnection(options) as daemon:
         found, has_more = _found(daemon, fields, **_first_page(options))
-    rows = [_version_row(one) for one in found]
+    rows = [_version_row(one, {}) for one in found]
 
     def show() -> None:
         _show(rows, FOUND_COLUMNS, "no version matches")
@@ -127,12 +137,12 @@ def _model_row(one: Row) -> Row:
     }
 
 
-def _version_row(one: Row, *, is_serving: bool = False) -> Row:
-    state = f"{one.get('state') or tables.NONE}"
+def _version_row(one: Row, aliases: Row) -> Row:
     return {
         "model": one.get("model_id"),
         "version": one.get("version"),
-        "state": f"{state}, {SERVING}" if is_serving else state,
+        "state": one.get("state") or tables.NONE,
+        "aliases": ", ".join(sorted(alias for alias in aliases if aliases[alias] == one.get("version"))) or tables.NONE,
         "framework": one.get("framework") or tables.NONE,
         "input": words.shape(one.get("input_shape")),
         "output": words.shape(one.get("output_shape")),

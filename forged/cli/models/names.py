@@ -101,3 +101,18 @@ def versions(
             return as_text(found), False
         before = rows[-1].get("version")
     return as_text(found), True
+
+
+def summary(daemon: PlainConnection, model: str) -> Row:
+    """A model's entry in the list of models, with its aliases; empty if there is no such model."""
+    # All names that begin with the model's sort after it without its last character.
+    after, more = model[:-1], True
+    while more:
+        page = answers.one(daemon, "ListModels", after=after)
+        for one in answers.rows_in(page, "models"):
+            after = f"{one.get('model_id')}"
+            if after >= model:
+                found: Row = as_text(one)
+                return found if after == model else {}
+        more = bool(page.get("more")) and bool(answers.rows_in(page, "models"))
+    return {}

@@ -107,12 +107,15 @@ class TestLists:
 
     def test_versions_are_listed_the_highest_first(self, on_daemon: RegistryDaemon) -> None:
         on_daemon.serve("1.0.0")
+        on_daemon.client.move_alias(MODEL, "champion", "1.0.0")
+        for name in ("resne", "resnes", "resnet-2", "aaa"):
+            on_daemon.client.register_model(name, checksum="x")
         on_daemon.register("1.10.0", framework="onnx")
         on_daemon.register("1.9.0")
         rows = [line.split() for line in on_daemon.lines(f"versions {MODEL}")]
         assert [row[0] for row in rows] == ["version", "1.10.0", "1.9.0", "1.0.0"]
-        assert rows[0][1:4] == ["state", "framework", "size"]
-        assert rows[3][1:3] == ["production,", "serving"]
+        assert rows[0][1:5] == ["state", "aliases", "framework", "size"]
+        assert rows[3][1:4] == ["production", "champion,", "serving"]
 
     def test_all_pages_of_many_versions_are_listed(self, on_daemon: RegistryDaemon) -> None:
         for number in range(1, 521):
@@ -191,7 +194,7 @@ class TestLifecycle:
             "took resnet@1.1.0 out of service; resnet@1.0.0 serves"
         ]
         rows = [line.split()[:3] for line in on_daemon.lines(f"versions {MODEL}")[1:]]
-        assert [row[:2] for row in rows] == [["1.1.0", "deprecated"], ["1.0.0", "production,"]]
+        assert rows == [["1.1.0", "deprecated", "-"], ["1.0.0", "production", "serving"]]
         assert on_daemon.lines(f"transition {MODEL}@1.1.0 archived") == [
             "resnet@1.1.0: deprecated → archived; `forgectl models rm resnet@1.1.0` deletes it from the registry"
         ]
