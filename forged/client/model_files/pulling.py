@@ -60,9 +60,12 @@ def pull(
     progress: Progress | None = None,
     location: str = "",
 ) -> Pulled:
-    """Copy the files of a version to `target`, or into it if it is a folder; default: the current folder."""
+    """Copy the files of a version to `target`, or into it if it is a folder or ends with `/`.
+
+    Default: the current folder.
+    """
     where = location_of(metadata, artifact, location)
-    path = _free_target(metadata, artifact, Path(target or "."))
+    path = _free_target(metadata, artifact, os.fspath(target or "."))
     if is_checkpoint(metadata, artifact):
         return _convert(metadata, where, path, token, progress)
     problem = list_problem(artifact, metadata.checksum)
@@ -72,9 +75,10 @@ def pull(
     return Pulled(path, len(artifact.files), sum(file.size_bytes for file in artifact.files))
 
 
-def _free_target(metadata: ModelMetadata, artifact: Artifact, target: Path) -> Path:
+def _free_target(metadata: ModelMetadata, artifact: Artifact, text: str) -> Path:
     """The name of the copy, which is free."""
-    if target.is_dir():
+    target = Path(text)
+    if target.is_dir() or text.endswith("/"):
         target /= _default_name(metadata, artifact)
     if os.path.lexists(target):
         raise RequestRefused("target_exists", f"{target} exists already", "name another target, or delete it")

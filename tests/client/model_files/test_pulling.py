@@ -70,6 +70,12 @@ def test_copy_gets_the_name_that_is_given(folder: Path, here: Path) -> None:
     assert contents(here / "new" / "copy") == FILES
 
 
+def test_folder_that_ends_with_a_slash_is_made(folder: Path, here: Path) -> None:
+    files = describe_files(folder / "a.json", CancelToken())
+    assert pull(metadata_of(files), files.artifact, "new/", CancelToken()).path == Path("new/a.json")
+    assert contents(here) == {"new/a.json": b"{}"}
+
+
 def test_files_are_read_where_they_were_moved(folder: Path, here: Path) -> None:
     files = describe_files(folder, CancelToken())
     folder.rename(folder.with_name("moved"))
