@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -42,7 +42,11 @@ DELETED = "model-deleted/"
 RECORD_BYTES_MAX = (512 << 10) - 4096
 RECORD_OVERHEAD_BYTES = 1024
 """What a record takes in memory besides its stored bytes, about."""
+MODEL_OVERHEAD_BYTES = 1024
+TAG_OVERHEAD_BYTES = 512
+"""What the index takes in memory for a tag that no other version has, about."""
 ENTRY_OVERHEAD_BYTES = 64
+MOVE_OVERHEAD_BYTES = 512
 TEXT_CHARS_MAX = 250
 FRAMEWORK_CHARS_MAX = 100
 CHECKSUM_CHARS_MAX = 200
@@ -55,6 +59,9 @@ FILES_MAX = 10_000
 PATH_CHARS_MAX = 1024
 SAMPLES_MAX = 100_000
 VALIDATION_BYTES_MAX = 8 << 10
+ERRORS_MAX = 100
+ERROR_CHARS_MAX = 500
+ERRORS_BYTES_MAX = 6 << 10
 VALIDATIONS_KEPT = 100
 SECONDS_MAX = 1e10
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
@@ -277,7 +284,7 @@ def checked_seconds(name: str, seconds: float) -> float:
 
 
 def measured(result: ValidationResult, samples_ms: Sequence[float]) -> ValidationResult:
-    """The result with the latencies of the samples, if there are any; refuses one that is too large to be kept."""
+    """The result with the latencies of the samples, if there are any, and with the first of its errors."""
     if samples_ms:
         if len(samples_ms) > SAMPLES_MAX:
             raise argument_invalid("samples_ms", f"{len(samples_ms)} samples", f"at most {SAMPLES_MAX} samples")
@@ -285,9 +292,18 @@ def measured(result: ValidationResult, samples_ms: Sequence[float]) -> Validatio
             raise argument_invalid("samples_ms", "a sample below 0 or not finite", "finite numbers >= 0")
         p50, p99 = percentile(samples_ms, 50), percentile(samples_ms, 99)
         result = msgspec.structs.replace(result, latency_p50_ms=p50, latency_p99_ms=p99)
-    fix = "report the first errors, and shorter ones"
-    require_size("a validation", len(encoded(result)), VALIDATION_BYTES_MAX, fix)
-    return result
+    return msgspec.structs.replace(result, errors=tuple(_first_errors(result.errors)))
+
+
+def _first_errors(errors: Sequence[str]) -> Iterator[str]:
+    """The errors that are kept. They are not refused: what fails most has the longest list."""
+    room_bytes = ERRORS_BYTES_MAX
+    for error in errors[:ERRORS_MAX]:
+        text = error[:ERROR_CHARS_MAX]
+        room_bytes -= len(text.encode())
+        if room_bytes < 0:
+            return
+        yield text
 
 
 def require_size(what: str, size: int, most: int, fix: str) -> None:

@@ -539,7 +539,9 @@ async def test_latency_is_computed_from_samples_by_nearest_rank() -> None:
         assert (fact.number, fact.latency_p99_ms, fact.passed) == (1, 198.0, True)
         for wrong in ([-1.0], [float("nan")], [float("inf")], [1.0] * 100_001):
             assert await refused(one.validate(samples_ms=wrong)) == "model_argument_invalid"
-        assert await refused(one.validate(errors=["x" * 10_000])) == "model_too_large"
+        many = await one.validate(errors=["\u00e9" * 10_000, *(str(number) for number in range(5000))])
+        assert (len(many.result.errors), len(many.result.errors[0]), many.result.errors[99]) == (100, 500, "98")
+        assert len((await one.validate(errors=["\u00e9" * 500] * 50)).result.errors) == 6
         assert await refused(one.validate(environment={"a": "x" * 9_000})) == "model_too_large"
         assert await refused(one.validate(environment={"a": "\x1b"})) == "model_argument_invalid"
 

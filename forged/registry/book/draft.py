@@ -20,6 +20,8 @@ from forged.registry.model import DeploymentState, ModelVersion
 from forged.registry.records import (
     ENTRY_OVERHEAD_BYTES,
     HEADS,
+    MODEL_OVERHEAD_BYTES,
+    MOVE_OVERHEAD_BYTES,
     AliasMove,
     StoredEntry,
     VersionRecord,
@@ -84,7 +86,8 @@ class Draft:
             self.update(model, version, last_entry=model.entries)
         value = encoded(StoredEntry(entry, previous))
         self.write(entry_key(model.digest, entry.number), value)
-        self._state.charge(model, self._holder, ENTRY_OVERHEAD_BYTES + len(value))
+        overhead = ENTRY_OVERHEAD_BYTES if entry.number > 1 else ENTRY_OVERHEAD_BYTES + MODEL_OVERHEAD_BYTES
+        self._state.charge(model, self._holder, overhead + len(value))
         return entry.number
 
     def change_state(
@@ -132,7 +135,7 @@ class Draft:
         self._state.add_move(model, move)
         value = encoded(move)
         self.write(move_key(model.digest, number), value)
-        self._state.charge(model, self._holder, ENTRY_OVERHEAD_BYTES + len(value))
+        self._state.charge(model, self._holder, MOVE_OVERHEAD_BYTES + len(value))
         self.tell(AliasMoved(model.model_id, alias, was, version, self.by, reason))
 
     def delete(self, model: Model, version: ModelVersion) -> None:

@@ -42,8 +42,10 @@ from forged.registry.model import TRANSITIONS, DeploymentState, ModelMetadata, M
 from forged.registry.names import checked_alias
 from forged.registry.records import (
     ENTRY_OVERHEAD_BYTES,
+    MOVE_OVERHEAD_BYTES,
     REASON_CHARS_MAX,
     RECORD_BYTES_MAX,
+    TAG_OVERHEAD_BYTES,
     VersionRecord,
     checked_policy,
     checked_tags,
@@ -56,7 +58,7 @@ from forged.registry.records import (
 
 ALIASES_MAX = 1000
 """Of one model."""
-ENTRIES_BYTES_MAX = 4 * (ENTRY_OVERHEAD_BYTES + REASON_CHARS_MAX)
+ENTRIES_BYTES_MAX = MOVE_OVERHEAD_BYTES + 4 * (ENTRY_OVERHEAD_BYTES + REASON_CHARS_MAX)
 """What a decision adds to a journal at most, about."""
 
 
@@ -242,9 +244,10 @@ class Lifecycle:
         if not changed and not removed:
             return Decision(metadata)
         size = len(encoded(metadata)) - len(encoded(record.metadata))
+        grown = size + TAG_OVERHEAD_BYTES * (len(tags) - len(before))
         whole = len(encoded(record)) + record.details_bytes + size
         require_size("the record of a version", whole, RECORD_BYTES_MAX, "keep large values in files")
-        self._state.require_room(record.holder, max(size, 0))
+        self._state.require_room(record.holder, max(grown, 0))
         self._require_room_for_entries(by)
         draft = Draft(self._state, by, now)
         what = ", ".join([*(f"{key}={value}" for key, value in changed.items()), *(f"-{key}" for key in removed)])

@@ -40,6 +40,7 @@ from forged.registry.names import checked_alias, form_of
 from forged.registry.ports import OriginsPort
 from forged.registry.records import (
     ENTRY_OVERHEAD_BYTES,
+    MODEL_OVERHEAD_BYTES,
     REASON_CHARS_MAX,
     RECORD_BYTES_MAX,
     VersionDetails,
@@ -202,7 +203,7 @@ class Registration:
         size = len(encoded(record))
         whole = size + record.details_bytes
         require_size("the record of a version", whole, RECORD_BYTES_MAX, "give it fewer files and smaller tags")
-        cost = cost_of(record, size) + ENTRY_OVERHEAD_BYTES + REASON_CHARS_MAX
+        cost = cost_of(record, size) + MODEL_OVERHEAD_BYTES + ENTRY_OVERHEAD_BYTES + REASON_CHARS_MAX
         return NewVersion(record, details, [], None, cost)
 
     def _checkpoint(self, model_id: str, artifact: Artifact, by: Principal) -> CheckpointRecord | None:

@@ -21,6 +21,7 @@ from forged.registry.records import (
     DELETED,
     MOVES,
     RECORD_OVERHEAD_BYTES,
+    TAG_OVERHEAD_BYTES,
     AliasMove,
     VersionRecord,
     decoded_head,
@@ -231,7 +232,8 @@ def sees(principal: Principal, model_id: str) -> bool:
 
 def cost_of(record: VersionRecord, size: int) -> int:
     """What a version is charged with; its record is stored in so many bytes."""
-    return RECORD_OVERHEAD_BYTES + size + record.details_bytes + sum(record.validation_sizes)
+    in_memory = RECORD_OVERHEAD_BYTES + TAG_OVERHEAD_BYTES * len(record.metadata.tags)
+    return in_memory + size + record.details_bytes + sum(record.validation_sizes)
 
 
 def _properties(record: VersionRecord) -> set[Property]:
