@@ -26,6 +26,7 @@ STREAMS = 64
 NOTE = "x" * 1000
 LARGE_NOTE = "x" * 4000
 SHARDS = 10**8
+TAGS = 1000
 PAUSE_S = 0.001
 IGNORED = (OSError, EOFError, AssertionError, TimeoutError)
 """How the daemon's defence shows: refused or ended connections."""
@@ -111,6 +112,26 @@ async def enormous_offers(tenant: Tenant) -> None:
             tenant.counts["offers"] += 1
 
 
+async def endless_models(tenant: Tenant) -> None:
+    async with AsyncExitStack() as stack:
+        client = await tenant.greeted(stack)
+        for number in range(1, 2000):
+            tags = {f"{number}-{tag}": "x" for tag in range(TAGS)}
+            metadata = {
+                "model_id": f"{tenant.job}/{os.urandom(8).hex()}",
+                "name": "",
+                "version": [0, 0, 1],
+                "framework": "",
+                "input_shape": [],
+                "output_shape": [],
+                "size_bytes": 0,
+                "checksum": "x",
+                "tags": tags,
+            }
+            code = await client.request(number, "RegisterModel", metadata=metadata)
+            tenant.counts["models" if isinstance(code, dict) else f"refused: {code}"] += 1
+
+
 async def guessed_tokens(tenant: Tenant) -> None:
     async with RawClient.connected(tenant.endpoint) as client:
         await client.hello("forged_" + os.urandom(16).hex())
@@ -125,6 +146,7 @@ ATTACKS: tuple[Attack, ...] = (
     silent_connections,
     unread_streams,
     enormous_offers,
+    endless_models,
     guessed_tokens,
 )
 
