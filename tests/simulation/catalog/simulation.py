@@ -131,7 +131,7 @@ class CatalogSimulation(Simulation):
         self.met: Counter[str] = Counter()
         self.plans = random.sample(PLANS, 2)
         self.storage = SimulatedStorage(random)
-        self.oracle = CatalogOracle(loop.time, self.storage, self.meet, self._is_managed, WRITER_GONE_S, WRITING_S_MAX)
+        self.oracle = CatalogOracle(loop.time, self.storage, self.meet, self.is_managed, WRITER_GONE_S, WRITING_S_MAX)
         self.trainers = [Trainer(self, plan) for plan in self.plans]
         self._is_hostile = random.random() < HOSTILE_SEEDS
         self._scrubs = random.random() < 0.5
@@ -142,7 +142,7 @@ class CatalogSimulation(Simulation):
         """Count an event."""
         self.met[what] += 1
 
-    def _is_managed(self, record: CheckpointRecord) -> bool:
+    def is_managed(self, record: CheckpointRecord) -> bool:
         """Whether the daemon may touch the files of a checkpoint."""
         return record.is_trusted or record.path.startswith(f"/roots/{record.job}/")
 

@@ -225,7 +225,12 @@ class Trainer:
     async def clean(self) -> bool:
         """After the faults: one more worker deletes what the daemon may not; returns whether all that is gone."""
         incarnation = self._random.randbytes(16)
-        collected = [one.id for one in self._oracle.records.values() if one.job == self.plan.name and one.is_deleted]
+        # The daemon deletes what an operator has adopted in the folder.
+        collected = [
+            one.id
+            for one in self._oracle.records.values()
+            if one.job == self.plan.name and one.is_deleted and not self._simulation.is_managed(one)
+        ]
         self._oracle.writers[self.plan.name, WORKER, incarnation] = writer = Writer()
         async with self._simulation.client(f"{self.plan.name}-c", self.plan.name) as client:
             await _Process(self, client, incarnation).save_and_report()
