@@ -280,6 +280,8 @@ class AdoptedCheckpoint(msgspec.Struct, frozen=True):
     parent_path: str = ""
     """The storage path of the checkpoint that it builds on; empty for a full one."""
     metrics: dict[str, float] = {}
+    job: str = ""
+    """The job that its manifest names; empty if it names none."""
 
 
 class Adoption(msgspec.Struct, frozen=True):

@@ -52,8 +52,8 @@ class CheckpointRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False
     """The principal that the record is charged to in the shares of the catalogue."""
     is_trusted: bool = False
     """Whether the path came from a principal that may have the daemon touch any path."""
-    is_adopted: bool = False
-    """Whether an operator has added it, so that its manifest may name another job."""
+    manifest_job: str | None = None
+    """The job that the manifest of an adopted checkpoint names, empty if it names none; None: its own job."""
     worker_id: str = ""
     """The worker that writes it; empty if the daemon does."""
     incarnation: bytes = b""
@@ -76,6 +76,11 @@ class CheckpointRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False
     @property
     def job(self) -> str:
         return self.meta.training_run_id
+
+    @property
+    def files_job(self) -> str:
+        """The job that its manifest must name, so that the files are this checkpoint's."""
+        return self.job if self.manifest_job is None else self.manifest_job
 
     @property
     def key(self) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 import anyio
 import pytest
 
+from forged.auth.model import Principal, Role
 from forged.catalog.messages import (
     AdoptCheckpoints,
     AdoptedCheckpoint,
@@ -45,6 +46,8 @@ from tests.catalog.catalog_fixture import (
 from tests.catalog.simulated_files import SimulatedCheckpoint, SimulatedFiles
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import OPERATOR, on_virtual_time
+
+STRANGER = Principal("a stranger", Role.WORKER, frozenset({"other"}))
 
 
 async def refused(asked: Any) -> str:
@@ -104,13 +107,45 @@ async def test_request_in_the_name_of_a_worker_needs_its_incarnation() -> None:
         assert (await one.start(1, worker_id="", by=OPERATOR)).state == "creating"
 
 
+@pytest.mark.parametrize("by", [STRANGER, OWN_USER])
 @on_virtual_time
-async def test_path_of_another_job_is_refused() -> None:
-    async with catalog() as one:
+async def test_path_that_another_job_has_named_first_stays_free(by: Principal) -> None:
+    """Else a tenant could keep the checkpoints of other jobs out of the catalogue: their paths can be guessed."""
+    async with catalog(roots=("/ckpt",)) as one:
         await one.ask(CreateJob("other"), OPERATOR)
         one.registered.add(("other", WORKER, INCARNATION))
-        await one.save(1)
-        assert await refused(one.start(1, job="other")) == "checkpoint_path_taken"
+        same_save, other_save = [await one.start(1, job="other", save_id=it, by=by) for it in ("00000001", "ffffffff")]
+        own = await one.save(1, by=TENANT)
+        assert own not in {same_save.checkpoint_id, other_save.checkpoint_id}
+        assert (await one.start(1, by=TENANT)).checkpoint_id == own
+        assert (await one.start(1, job="other", by=by)).checkpoint_id == same_save.checkpoint_id
+        assert (await one.listed(), await one.listed("other")) == ({1: "complete"}, {1: "creating"})
+
+
+@on_virtual_time
+async def test_tenant_names_no_checkpoint_of_another_job_by_an_adoption() -> None:
+    stranger = Principal("an operator of other", Role.OPERATOR, frozenset({"other"}))
+    named = AdoptedCheckpoint(f"{FOLDER}/step-00000001", "00000001", 0, 1, 100, 1e9, job=JOB)
+    async with catalog(roots=("/ckpt",)) as one:
+        await one.ask(CreateJob("other"), OPERATOR)
+        adoption = await one.ask(AdoptCheckpoints("other", FOLDER, [named]), stranger)
+        assert len(adoption.adopted) == 1
+        assert (await one.start(1)).training_run_id == JOB
+        own = await one.save(2)
+        assert await refused(one.ask(ShowCheckpoint("other", own), stranger)) == "checkpoint_unknown"
+
+
+@on_virtual_time
+async def test_checkpoint_that_another_job_has_adopted_is_refused() -> None:
+    adopted = AdoptedCheckpoint(f"{FOLDER}/step-00000001", "00000001", 0, 1, 100, 1e9, job=JOB)
+    async with catalog() as one:
+        await one.ask(CreateJob("other"), OPERATOR)
+        await one.ask(AdoptCheckpoints("other", FOLDER, [adopted]), OPERATOR)
+        assert await refused(one.start(1)) == "checkpoint_path_taken"
+        adoption = await one.ask(AdoptCheckpoints(JOB, FOLDER, [adopted]), OPERATOR)
+        assert adoption.refused == [f"checkpoint '{FOLDER}/step-00000001' is in the catalogue of another job"]
+        # Another save of the name is another checkpoint.
+        assert (await one.start(1, save_id="ffffffff")).state == "creating"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 Invariants:
 - A refusal changes nothing; every change is in the decisions' writes. A decision has at most `CHANGES_MAX` changes.
-- A path belongs to one job. The same path and save id are the same checkpoint.
+- The files of a checkpoint are identified by their path, their save id and the job that their manifest names, and
+  belong to one record. A job that names the path or the save of another job keeps that job from nothing.
 - A checkpoint becomes a tombstone before its files are deleted, and is forgotten after they are gone.
 - A collection makes tombstones of children before those of their parents.
 - What the daemon may not touch is deleted by the job's workers, and never by the daemon.
@@ -145,8 +146,10 @@ class CatalogBook:
         self._defaults = defaults
         self._retention: dict[str, JobRetention] = {}
         self._kept_by_script: dict[str, int] = {}
-        self._at: dict[str, dict[str, str]] = {}
-        """The id of each checkpoint and tombstone, by path and save id."""
+        self._at: dict[tuple[str, str], dict[str, str]] = {}
+        """The id of each checkpoint and tombstone, by job and path, and by save id."""
+        self._named: dict[tuple[str, str], dict[str, str]] = {}
+        """The same, by path and save id, and by job."""
         self._deleted_in: dict[str, dict[str, None]] = {}
         """The ids of the tombstones in each folder."""
         self._cost: dict[str, int] = {}
@@ -169,6 +172,7 @@ class CatalogBook:
             self._retention,
             self._kept_by_script,
             self._at,
+            self._named,
             self._cost,
             self._holds,
         ):
@@ -226,7 +230,7 @@ class CatalogBook:
     ) -> Decision[CheckpointMeta]:
         """A checkpoint that is about to be written, or the known one of this path and save id."""
         path, save_id = checked_checkpoint_path(request.storage_path), checked_save_id(request.save_id)
-        if (known := self._known(request.job, path, save_id)) is not None:
+        if (known := self._known(request.job, path, save_id, request.job)) is not None:
             if known.meta.is_failed_save:
                 # It is written again, so its files are not deleted.
                 self.since[known.id] = now.monotonic
@@ -643,12 +647,12 @@ class CatalogBook:
         changes: list[Change] = []
         for one in request.checkpoints:
             try:
-                change = self._adopt(request.job, one, new_id, holder, is_trusted=is_trusted)
+                checkpoint_id, change = self._adopt(request.job, one, new_id, holder, is_trusted=is_trusted)
             except RequestRefused as error:
-                adoption.refused.append(f"{one.storage_path[:REFUSED_CHARS_MAX]}: {error.message}")
+                path = one.storage_path[:REFUSED_CHARS_MAX]
+                adoption.refused.append(error.message if repr(path) in error.message else f"{path}: {error.message}")
                 continue
-            found = self._at[one.storage_path][one.save_id]
-            (adoption.known if change is None else adoption.adopted).append(found)
+            (adoption.known if change is None else adoption.adopted).append(checkpoint_id)
             changes += [change] if change else []
         if request.dry_run:
             for checkpoint_id in adoption.adopted:
@@ -661,10 +665,13 @@ class CatalogBook:
 
     def _adopt(
         self, job: str, one: AdoptedCheckpoint, new_id: Callable[[], str], holder: Holder, *, is_trusted: bool
-    ) -> Change | None:
+    ) -> tuple[str, Change | None]:
+        """Its id, and the change if it was not known."""
         path, save_id = checked_checkpoint_path(one.storage_path), checked_save_id(one.save_id)
-        if self._known(job, path, save_id) is not None:
-            return None
+        # Others may have the daemon touch only what their own job has saved.
+        manifest_job = one.job if is_trusted else job
+        if (known := self._known(job, path, save_id, manifest_job)) is not None:
+            return known.id, None
         parent_id = None
         if one.parent_path:
             parent_id = self._id_at(job, checked_checkpoint_path(one.parent_path))
@@ -683,10 +690,12 @@ class CatalogBook:
             metrics=checked_metrics(one.metrics),
             storage_path=path,
         )
-        record = CheckpointRecord(meta, path, save_id, holder, is_trusted, is_adopted=True)
+        record = CheckpointRecord(
+            meta, path, save_id, holder, is_trusted, manifest_job=None if manifest_job == job else manifest_job
+        )
         self._require_room(record)
         self.index.add(meta)
-        return self._put(record)
+        return record.id, self._put(record)
 
     # Questions.
 
@@ -699,8 +708,8 @@ class CatalogBook:
 
     def checkpoint_at(self, job: str, path: str, save_id: str) -> CheckpointMeta | None:
         """The checkpoint of a job with this path and save id."""
-        record = self.records.get(self._at.get(path, {}).get(save_id, ""))
-        return record.meta if record is not None and record.job == job else None
+        record = self.records.get(self._at.get((job, path), {}).get(save_id, ""))
+        return None if record is None else record.meta
 
     def is_managed(self, record: CheckpointRecord) -> bool:
         """Whether the daemon may read and delete its files."""
@@ -708,11 +717,13 @@ class CatalogBook:
 
     def location(self, record: CheckpointRecord) -> CheckpointLocation:
         """Where a managed checkpoint is, and what its manifest must say."""
-        if not record.is_trusted:
-            return CheckpointLocation(
-                record.path, record.save_id, record.job, root_of(record.path, self.roots, record.job)
-            )
-        return CheckpointLocation(record.path, record.save_id, None if record.is_adopted else record.job)
+        root = None if record.is_trusted else root_of(record.path, self.roots, record.job)
+        return CheckpointLocation(record.path, record.save_id, record.files_job, root)
+
+    def is_disputed(self, record: CheckpointRecord) -> bool:
+        """Whether another job has a managed checkpoint of this path and save id: only a manifest says whose it is."""
+        named = map(self.records.__getitem__, self._named.get((record.path, record.save_id), {}).values())
+        return any(one.job != record.job and not one.is_deleted and self.is_managed(one) for one in named)
 
     # Records.
 
@@ -735,24 +746,22 @@ class CatalogBook:
             storage_path="",
         )
 
-    def _known(self, job: str, path: str, save_id: str) -> CheckpointRecord | None:
-        """The checkpoint of this path and save id; refused if the path is another job's."""
-        of_path = self._at.get(path)
-        if not of_path:
-            return None
-        if self.records[next(iter(of_path.values()))].job != job:
+    def _known(self, job: str, path: str, save_id: str, files_job: str) -> CheckpointRecord | None:
+        """The job's checkpoint of this path and save id; refused if the files are those of another job's."""
+        named = self._named.get((path, save_id), {})
+        if job in named:
+            return self.records[named[job]]
+        if any(self.records[other].files_job == files_job for other in named.values()):
             raise RequestRefused(
                 "checkpoint_path_taken",
-                f"storage_path {path[:200]!r} belongs to a checkpoint of another job",
-                "give each job a folder of its own",
+                f"checkpoint {path[:REFUSED_CHARS_MAX]!r} is in the catalogue of another job",
+                "delete it there, or remove that job, first",
             )
-        known = of_path.get(save_id)
-        return None if known is None else self.records[known]
+        return None
 
     def _id_at(self, job: str, path: str) -> str | None:
         """The newest checkpoint of a job at a path."""
-        ids = self._at.get(path, {}).values()
-        return next((one for one in reversed(ids) if self.records[one].job == job), None)
+        return next(reversed(self._at.get((job, path), {}).values()), None)
 
     def _require_room(self, record: CheckpointRecord) -> None:
         cost = RECORD_OVERHEAD_BYTES + len(encoded(record))
@@ -772,7 +781,8 @@ class CatalogBook:
 
     def _remember(self, record: CheckpointRecord, size: int) -> None:
         self.records[record.id] = record
-        self._at.setdefault(record.path, {})[record.save_id] = record.id
+        self._at.setdefault((record.job, record.path), {})[record.save_id] = record.id
+        self._named.setdefault((record.path, record.save_id), {})[record.job] = record.id
         if record.is_deleted:
             self._deleted_in.setdefault(record.folder, {})[record.id] = None
         else:
@@ -783,10 +793,13 @@ class CatalogBook:
     def _forget(self, record: CheckpointRecord) -> Change:
         del self.records[record.id]
         self._shares.give_back(record.holder, self._cost.pop(record.id))
-        of_path = self._at[record.path]
-        del of_path[record.save_id]
-        if not of_path:
-            del self._at[record.path]
+        for table, key, place in (
+            (self._at, (record.job, record.path), record.save_id),
+            (self._named, (record.path, record.save_id), record.job),
+        ):
+            del table[key][place]
+            if not table[key]:
+                del table[key]
         self._forget_tombstone(record)
         self._settled(record.id)
         self._holds.pop(record.id, None)

@@ -289,8 +289,11 @@ class FileWork:
             # It would write files behind the deletion.
             await compacted.wait()
         self._show(record, FileTaskKind.DELETE, 0, record.meta.size_bytes)
+        location = self._book.location(record)
         try:
-            await self._files.delete(self._book.location(record))
+            # Without a manifest of this job, the files may be those that the other job is writing.
+            if not self._book.is_disputed(record) or await self._files.find(location) is not None:
+                await self._files.delete(location)
         finally:
             self.operations.pop(record.id, None)
         await self._bus.ledger.writable()

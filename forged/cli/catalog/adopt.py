@@ -129,6 +129,7 @@ def as_adopted(manifest: Manifest, folder: str) -> Row:
         "size_bytes": manifest.size_bytes,
         "created_at": manifest.created_at,
         "metrics": {key: float(value) for key, value in _items(metrics) if _is_finite(value)},
+        "job": manifest.job,
     }
 
 

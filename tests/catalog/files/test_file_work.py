@@ -5,7 +5,7 @@ from typing import Any
 import anyio
 import pytest
 
-from forged.auth.model import Principal
+from forged.auth.model import Principal, Role
 from forged.catalog.book.catalog_book import FAILED_KEPT_S, WRITER_GONE_S, WRITING_S_MAX
 from forged.catalog.files import file_work
 from forged.catalog.files.file_work import TICK_S
@@ -20,7 +20,9 @@ from forged.catalog.messages import (
     CollectCheckpoints,
     Collection,
     CompactCheckpoint,
+    CompleteCheckpoint,
     DeleteCheckpoint,
+    FailCheckpoint,
     HoldCheckpoint,
     ListCheckpoints,
     ReportCorruptCheckpoint,
@@ -28,8 +30,20 @@ from forged.catalog.messages import (
 )
 from forged.catalog.ports import CheckpointLocation
 from forged.errors import RequestRefused, Unavailable
+from forged.jobs.model import CreateJob
 from forged.kernel.messages import Call, Decision
-from tests.catalog.catalog_fixture import FOLDER, JOB, OWN_USER, TENANT, Catalog, catalog, incremental, over_days
+from tests.catalog.catalog_fixture import (
+    FOLDER,
+    INCARNATION,
+    JOB,
+    OWN_USER,
+    TENANT,
+    WORKER,
+    Catalog,
+    catalog,
+    incremental,
+    over_days,
+)
 from tests.catalog.simulated_files import SimulatedCheckpoint, SimulatedFiles
 from tests.faulty_store import FaultyStore, full
 from tests.kernel_fixture import OPERATOR
@@ -216,6 +230,43 @@ async def test_files_of_another_save_stay() -> None:
         await anyio.sleep(SOON_S)
         assert left(files) == ["step-00000001"]
         assert list(one.service.book.tombstones()) == []
+
+
+@over_days
+async def test_tenant_has_no_file_of_another_job_deleted_by_naming_it() -> None:
+    """Both jobs save beneath one root, and the tenant knows the victim's paths and save ids."""
+    files = SimulatedFiles()
+    async with catalog(files=files, roots=("/ckpt",)) as one:
+        await one.ask(CreateJob("hostile"), OPERATOR)
+        one.registered.add(("hostile", WORKER, INCARNATION))
+        tenant = Principal("hostile", Role.OPERATOR, frozenset({"hostile"}))
+        await save(one, files, 1, by=TENANT)
+        # The second one is being written.
+        await one.start(2, by=TENANT)
+        files.stored[f"{FOLDER}/step-00000002"] = SimulatedCheckpoint("00000002", JOB, is_whole=False)
+        for step in (1, 2):
+            claimed = await one.start(step, job="hostile", by=tenant)
+            await one.ask(FailCheckpoint("hostile", WORKER, INCARNATION, claimed.checkpoint_id, "so I say"), tenant)
+            await one.ask(DeleteCheckpoint("hostile", claimed.checkpoint_id), tenant)
+        await anyio.sleep(SOON_S)
+        assert left(files) == ["step-00000001", "step-00000002"]
+        assert await one.listed() == {2: "creating", 1: "complete"}
+        assert await one.listed("hostile") == {}
+
+
+@over_days
+async def test_victims_files_are_deleted_although_a_tenant_names_them() -> None:
+    files = SimulatedFiles()
+    async with catalog(files=files, roots=("/ckpt",)) as one:
+        await one.ask(CreateJob("hostile"), OPERATOR)
+        one.registered.add(("hostile", WORKER, INCARNATION))
+        tenant = Principal("hostile", Role.WORKER, frozenset({"hostile"}))
+        claimed = await one.start(1, job="hostile", by=tenant)
+        await one.ask(CompleteCheckpoint("hostile", WORKER, INCARNATION, claimed.checkpoint_id, 1, 1.0), tenant)
+        first = await save(one, files, 1, by=TENANT)
+        await one.ask(DeleteCheckpoint(JOB, first), OPERATOR)
+        await anyio.sleep(SOON_S)
+        assert left(files) == []
 
 
 @over_days

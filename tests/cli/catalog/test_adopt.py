@@ -42,6 +42,7 @@ def test_what_the_manifests_say_is_sent(tmp_path: Path, capsys: Caught, checkpoi
                 "size_bytes": manifest.size_bytes,
                 "created_at": 5.0,
                 "metrics": {},
+                "job": manifest.job,
             }
         ],
     }

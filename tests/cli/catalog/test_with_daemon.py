@@ -128,7 +128,7 @@ def test_checkpoints_of_another_job_are_refused(on_daemon: CatalogueDaemon, save
     code, out, err = on_daemon.run(f"adopt {saved_folder}", job="other")
     assert (code, err) == (1, "")
     assert len(out.splitlines()) == 3
-    assert out.startswith(f"refused: {saved_folder}/step-1: storage_path ")
+    assert out.startswith(f"refused: checkpoint '{saved_folder}/step-1' is in the catalogue of another job\n")
 
 
 def test_folder_is_adopted_by_existing_jobs_only(on_daemon: CatalogueDaemon, saved_folder: Path) -> None:

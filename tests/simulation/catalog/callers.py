@@ -160,6 +160,7 @@ class OperatorActor:
                 file.size_bytes,
                 self._simulation.clock.wall(),
                 "" if file.parent is None else file.parent.path,
+                job=file.job,
             )
             for file in found
             if file.save.path.startswith(f"{plan.folder}/")
@@ -224,7 +225,7 @@ class HostileTenant:
         """Register what another job has saved, as a save of its own, and have it collected."""
         saves = sorted({file.save for file in self._simulation.storage.files.values()}, key=lambda one: one.save_id)
         own = SaveName(f"{HOSTILE_FOLDER}/step-{self._step:08d}", self._random.randbytes(8).hex())
-        save = self._random.choice([*saves, own])
+        save = self._random.choice([*saves, own, *self._next_saves()])
         save_id = self._random.choice((save.save_id, self._random.randbytes(8).hex()))
         self._step += 1
         meta: CheckpointMeta = await client.request(StartCheckpoint(*self._me, 0, self._step, save.path, save_id))
@@ -232,6 +233,11 @@ class HostileTenant:
             self._oracle.broken(Promise.REFUSED, f"a tenant of {HOSTILE} is given {meta}")
         self._simulation.meet("a hostile tenant claims a path")
         await client.request(CompleteCheckpoint(*self._me, meta.checkpoint_id, 100, 1.0))
+
+    def _next_saves(self) -> list[SaveName]:
+        """What the other jobs are likely to save next."""
+        steps = ((one.plan.folder, one.step + self._random.randint(1, 4)) for one in self._simulation.trainers)
+        return [SaveName(f"{folder}/step-{step:08d}", self._random.randbytes(8).hex()) for folder, step in steps]
 
     async def _name_others(self, client: ForgedClient) -> None:
         """Name the checkpoint of another job in every request that a worker may send."""

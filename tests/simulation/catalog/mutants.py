@@ -360,16 +360,25 @@ def share_checkpoints_between_jobs() -> Iterator[None]:
 @contextmanager
 def share_paths_between_jobs() -> Iterator[None]:
     """The same path and save id are the same checkpoint for every job."""
-    known = CatalogBook._known
 
-    def careless(self: CatalogBook, job: str, path: str, save_id: str) -> CheckpointRecord | None:
-        try:
-            return known(self, job, path, save_id)
-        except RequestRefused:
-            checkpoint_id = self._at[path].get(save_id)
-            return None if checkpoint_id is None else self.records[checkpoint_id]
+    def careless(self: CatalogBook, job: str, path: str, save_id: str, files_job: str) -> CheckpointRecord | None:
+        return next((self.records[one] for one in self._named.get((path, save_id), {}).values()), None)
 
     with patch.object(CatalogBook, "_known", careless):
+        yield
+
+
+@contextmanager
+def give_a_path_to_the_job_that_names_it_first() -> Iterator[None]:
+    """A path that another job has named is refused."""
+    known = CatalogBook._known
+
+    def jealous(self: CatalogBook, job: str, path: str, save_id: str, files_job: str) -> CheckpointRecord | None:
+        if any(one.path == path and one.job != job for one in self.records.values()):
+            raise RequestRefused("checkpoint_path_taken", f"{path} belongs to another job", "")
+        return known(self, job, path, save_id, files_job)
+
+    with patch.object(CatalogBook, "_known", jealous):
         yield
 
 
@@ -455,6 +464,7 @@ for mutant, promise in (
     (let_go_of_the_parents_of_what_is_read, Promise.KEPT),
     (share_checkpoints_between_jobs, Promise.REFUSED),
     (share_paths_between_jobs, Promise.REFUSED),
+    (give_a_path_to_the_job_that_names_it_first, Promise.NAMED),
 ):
     MUTANTS[mutant.__name__] = mutant
     BREAKS[mutant.__name__] = promise

@@ -54,6 +54,7 @@ class Promise(Enum):
     ORPHANS = "of deleted checkpoints and failed saves no file remains"
     SETTLED = "a second collection deletes nothing"
     REFUSED = "a tenant cannot touch the checkpoints of another job"
+    NAMED = "a tenant keeps no checkpoint of another job out of the catalogue"
 
 
 @dataclass(slots=True)
@@ -90,7 +91,7 @@ class CatalogOracle:
     started_at: dict[str, float] = field(default_factory=dict)
     removed_jobs: set[str] = field(default_factory=set)
     saves: dict[str, SaveName] = field(default_factory=dict)
-    """What was saved under each id that the catalogue ever had, and was to delete."""
+    """What was saved under each id that the catalogue ever had, and was to delete; not of the hostile job."""
     swept: set[SaveName] = field(default_factory=set)
     """The saves whose files were deleted; a worker's late report of one that was adopted does not bring them back."""
 
@@ -145,7 +146,7 @@ class CatalogOracle:
         is_one_decision: bool,
     ) -> None:
         before = dict(self.records)
-        self.saves |= {one.id: SaveName(one.path, one.save_id) for one in records.values()}
+        self.saves |= {one.id: SaveName(one.path, one.save_id) for one in records.values() if one.job != HOSTILE}
         for fact in facts:
             self.facts[fact.id] = fact
             self._hear(fact)
@@ -228,13 +229,13 @@ class CatalogOracle:
         if record is None:
             return
         self.told.checkpoints.pop(record.id, None)
-        if record.is_deleted:
+        if record.is_deleted and record.job != HOSTILE:
             self.swept.add(SaveName(record.path, record.save_id))
         needs = [one.id for one in self.live(record.job) if one.meta.parent_id == record.id]
         if not record.is_deleted:
             if record.job not in self.removed_jobs:
                 self.violated(Promise.RECORDED, f"the record of {record.id} is gone: {record.meta}")
-            del self.saves[record.id]
+            self.saves.pop(record.id, None)
             if self.protected(record.id) or needs:
                 self.violated(Promise.KEPT, f"{record.id} is forgotten with its job, and needed by {needs}")
         elif self.is_managed(record) and (left := self.storage.of_save(SaveName(record.path, record.save_id))):
@@ -277,11 +278,12 @@ class CatalogOracle:
 
     def deletes(self, file: StoredFile) -> None:
         """The daemon is about to delete a file."""
-        named = [one for one in self.records.values() if (one.path, one.save_id) == (file.save.path, file.save.save_id)]
+        files = file.save.path, file.save.save_id, file.job
+        named = [one for one in self.records.values() if (one.path, one.save_id, one.files_job) == files]
         for record in named:
             if not record.is_deleted:
                 self.violated(Promise.TOMBSTONE, f"files of {record.id} go, whose stored state is {record.meta.state}")
-            if not (self.is_managed(record) and (record.is_adopted or record.job == file.job)):
+            if not self.is_managed(record):
                 self.violated(Promise.OWN_FILES, f"the daemon deletes {file} for {record.id} of {record.job}")
         if not named:
             self.violated(Promise.OWN_FILES, f"the daemon deletes {file}, and has no record of it")
@@ -401,8 +403,6 @@ class CatalogOracle:
     def _check_files(self) -> None:
         for checkpoint_id, save in self.saves.items():
             record = self.records.get(checkpoint_id)
-            if record is not None and record.job == HOSTILE:
-                continue
             left = self.storage.of_save(save)
             if record is None and left:
                 self.violated(Promise.ORPHANS, f"{checkpoint_id} is deleted, and {left} is left")

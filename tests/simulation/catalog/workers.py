@@ -53,7 +53,6 @@ EXPECTED_REFUSALS = frozenset(
         "worker_gone",
         "job_unknown",
         "checkpoint_unknown",
-        "checkpoint_path_taken",
         "checkpoint_transition_refused",
         "checkpoint_not_managed",
         "checkpoint_pinned",
@@ -83,6 +82,8 @@ async def ask(simulation: CatalogSimulation, client: ForgedClient, request: Requ
         try:
             return await client.request(request)
         except RequestRefused as error:
+            if error.code == "checkpoint_path_taken":
+                simulation.oracle.broken(Promise.NAMED, f"{request} is refused: {error.message}")
             if error.code not in EXPECTED_REFUSALS:
                 raise
             simulation.note(f"{type(request).__name__} was refused: {error.code}")
@@ -192,7 +193,8 @@ class Trainer:
         self._simulation = simulation
         self._oracle = simulation.oracle
         self._random = Random(f"trainer of {plan.name} {simulation.seed}")
-        self._step = 0
+        self.step = 0
+        """The step that the job has reached."""
         self._lives = 0
         self._last: SaveName | None = None
         """The last complete save, on which an incremental one builds."""
@@ -304,10 +306,10 @@ class _Process:
                 return
         if self._random.random() < 0.3:
             self._trainer._last = None
-            await self._continue_from(self._random.randint(0, self._trainer._step), "")
+            await self._continue_from(self._random.randint(0, self._trainer.step), "")
 
     async def _continue_from(self, step: int, checkpoint_id: str) -> None:
-        self._trainer._step = step
+        self._trainer.step = step
         known = [one.id for one in self._oracle.live(self._plan.name)]
         request = ReportRestore(*self._me, checkpoint_id, step, 1.0, 1000)
         if await self._ask(request) is not None:
@@ -316,15 +318,15 @@ class _Process:
 
     def _go_back(self) -> None:
         """The job's next world starts after an earlier step."""
-        step = max(0, self._trainer._step - self._random.randint(0, 6))
-        if self._simulation.lose_progress(self._plan.name, self._trainer._step - step, step):
-            self._trainer._step = step
+        step = max(0, self._trainer.step - self._random.randint(0, 6))
+        if self._simulation.lose_progress(self._plan.name, self._trainer.step - step, step):
+            self._trainer.step = step
             self._trainer._last = None
 
     # Saving.
 
     async def _save(self) -> None:
-        self._trainer._step += self._random.randint(1, 4)
+        self._trainer.step += self._random.randint(1, 4)
         save = self._new_save()
         self._tell(lambda: self._report_start(save))
         try:
@@ -338,7 +340,7 @@ class _Process:
         self._tell(lambda: self._report_completion(save, size_bytes))
 
     def _new_save(self) -> _Save:
-        step, last = self._trainer._step, self._trainer._last
+        step, last = self._trainer.step, self._trainer._last
         path, number = f"{self._plan.folder}/step-{step:08d}", 0
         while not self._storage.is_free(path):
             number += 1
