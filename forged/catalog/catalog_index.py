@@ -219,11 +219,11 @@ class CatalogIndex:
     def delete(self, checkpoint_id: str) -> CheckpointMeta:
         """Make a tombstone of a checkpoint that no other one, nor an operator or a reader, needs."""
         meta = self.require_deletable(checkpoint_id)
-        return self._bury(meta)
+        return self._make_tombstone(meta)
 
-    def bury(self, checkpoint_id: str) -> CheckpointMeta:
+    def make_tombstone(self, checkpoint_id: str) -> CheckpointMeta:
         """Make a tombstone of a checkpoint, whatever it is; its children cannot be restored any more."""
-        return self._bury(self._live(checkpoint_id))
+        return self._make_tombstone(self._live(checkpoint_id))
 
     def require_deletable(self, checkpoint_id: str) -> CheckpointMeta:
         """The record of a checkpoint that no other one, nor an operator or a reader, needs; refuses others."""
@@ -246,7 +246,7 @@ class CatalogIndex:
     def drop(self, checkpoint_id: str) -> None:
         """Forget a checkpoint without a tombstone: its files are not the catalogue's any more."""
         meta = self._live(checkpoint_id)
-        self._bury(meta)
+        self._make_tombstone(meta)
         self.forget(checkpoint_id)
 
     def forget(self, checkpoint_id: str) -> None:
@@ -342,7 +342,7 @@ class CatalogIndex:
 
     def collect(self, training_run_id: str, now: float) -> list[CheckpointMeta]:
         """Delete what the policy does not keep of one run; returns the tombstones."""
-        collected = [self._bury(meta) for meta in retention.collectable(self._run(training_run_id), now)]
+        collected = [self._make_tombstone(meta) for meta in retention.collectable(self._run(training_run_id), now)]
         self._changed.pop(training_run_id, None)
         self._schedule(training_run_id, now)
         return collected
@@ -352,7 +352,7 @@ class CatalogIndex:
     ) -> list[tuple[CheckpointMeta, retention.Verdict]]:
         """As `collect`, at most so many, with the verdicts; the run stays due if more have to go."""
         verdicts = retention.verdicts_of_going(self._run(training_run_id), now, most)
-        collected = [(self._bury(self._live(one.checkpoint_id)), one) for one in verdicts]
+        collected = [(self._make_tombstone(self._live(one.checkpoint_id)), one) for one in verdicts]
         if len(collected) < most:
             self._changed.pop(training_run_id, None)
             self._schedule(training_run_id, now)
@@ -395,7 +395,7 @@ class CatalogIndex:
         self._changed[meta.training_run_id] = None
         return changed
 
-    def _bury(self, meta: CheckpointMeta) -> CheckpointMeta:
+    def _make_tombstone(self, meta: CheckpointMeta) -> CheckpointMeta:
         tombstone = msgspec.structs.replace(meta, state=_following(meta, CheckpointState.DELETED))
         run = self._run_of.pop(meta.checkpoint_id)
         run.remove(meta.checkpoint_id)

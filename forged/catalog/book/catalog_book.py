@@ -536,7 +536,8 @@ class CatalogBook:
         going = self.index.collect_some(job, now.wall, COLLECTED_MAX)
         verdicts = [as_message(verdict, meta.step) for meta, verdict in going]
         changes = [
-            self._buried(meta, verdict.rule, verdict.reason) for (meta, _), verdict in zip(going, verdicts, strict=True)
+            self._tombstone(meta, verdict.rule, verdict.reason)
+            for (meta, _), verdict in zip(going, verdicts, strict=True)
         ]
         more = len(verdicts) == COLLECTED_MAX
         collection = Collection(verdicts, total(one.size_bytes for one in verdicts), more)
@@ -552,15 +553,17 @@ class CatalogBook:
             fix = "delete it when it is complete or its save has failed"
             raise errors.transition_refused(record.id, record.meta.state, "be deleted", fix)
         meta = self.index.delete(record.id)
-        return decided(Nothing(), request.job, self._buried(meta, REQUESTED_RULE, "an operator has deleted it"))
+        return decided(Nothing(), request.job, self._tombstone(meta, REQUESTED_RULE, "an operator has deleted it"))
 
     def sweep(self, checkpoint_id: str) -> Decision[None]:
         """Make a tombstone of a failed save, so that its files are deleted."""
         record = self.records[checkpoint_id]
-        change = self._buried(self.index.bury(checkpoint_id), FAILED_RULE, f"its save failed: {record.note}")
+        change = self._tombstone(
+            self.index.make_tombstone(checkpoint_id), FAILED_RULE, f"its save failed: {record.note}"
+        )
         return decided(None, record.job, change)
 
-    def _buried(self, meta: CheckpointMeta, rule: str, reason: str) -> Change:
+    def _tombstone(self, meta: CheckpointMeta, rule: str, reason: str) -> Change:
         record = self.records[meta.checkpoint_id]
         self._settled(record.id)
         self._holds.pop(record.id, None)

@@ -84,7 +84,7 @@ def collect_without_tombstones() -> Iterator[None]:
         fact = CheckpointCollected(meta.checkpoint_id, meta.step, meta.size_bytes, rule, reason)
         return self._forget(self.records[meta.checkpoint_id])._replace(fact=fact)
 
-    with patch.object(CatalogBook, "_buried", hasty):
+    with patch.object(CatalogBook, "_tombstone", hasty):
         yield
 
 
@@ -391,7 +391,7 @@ def delete_what_is_being_written() -> Iterator[None]:
         if record.is_deleted:
             return Decision(Nothing())
         meta = self.index.delete(record.id)
-        return decided(Nothing(), request.job, self._buried(meta, REQUESTED_RULE, "an operator has deleted it"))
+        return decided(Nothing(), request.job, self._tombstone(meta, REQUESTED_RULE, "an operator has deleted it"))
 
     with patch.object(CatalogBook, "delete", hasty):
         yield
