@@ -333,6 +333,8 @@ class StartCheckpoint(Request[CheckpointMeta], frozen=True):
     reason: str = ""
     keep: int | None = None
     """How many checkpoints the script keeps: `checkpoint_keep` for jobs without any setting about retention."""
+    age_s: float = 0.0
+    """How long ago the ranks have agreed on it, by the worker's clock: a report may wait for a daemon that is away."""
 
 
 class CompleteCheckpoint(Request[CompletedCheckpoint], frozen=True):

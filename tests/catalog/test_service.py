@@ -76,6 +76,18 @@ async def test_saved_checkpoint_is_listed_and_offered() -> None:
 
 
 @on_virtual_time
+async def test_checkpoint_whose_report_is_late_has_the_time_of_its_save() -> None:
+    async with catalog() as one:
+        now = one.kernel.clock.wall()
+        assert (await one.start(1, age_s=3600.0)).created_at == now - 3600.0
+        assert (await one.start(2)).created_at == now
+        # A repeated report changes nothing.
+        assert (await one.start(2, age_s=5.0)).created_at == now
+        assert await refused(one.start(3, age_s=-1.0)) == "checkpoint_argument_invalid"
+        assert await refused(one.start(3, age_s=float("nan"))) == "checkpoint_argument_invalid"
+
+
+@on_virtual_time
 async def test_start_and_complete_may_be_repeated() -> None:
     async with catalog() as one:
         first, again = await one.start(1), await one.start(1)

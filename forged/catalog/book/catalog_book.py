@@ -236,7 +236,8 @@ class CatalogBook:
                 self.since[known.id] = now.monotonic
             return Decision(known.meta)
         parent_path = request.parent_path and checked_checkpoint_path(request.parent_path)
-        meta = self._new_meta(request.job, checkpoint_id, request, now.wall, self._id_at(request.job, parent_path))
+        began_at = now.wall - checked_seconds("age_s", request.age_s)
+        meta = self._new_meta(request.job, checkpoint_id, request, began_at, self._id_at(request.job, parent_path))
         record = CheckpointRecord(
             meta,
             path,
@@ -731,7 +732,7 @@ class CatalogBook:
     # Records.
 
     def _new_meta(
-        self, job: str, checkpoint_id: str, request: StartCheckpoint, now: float, parent_id: str | None
+        self, job: str, checkpoint_id: str, request: StartCheckpoint, created_at: float, parent_id: str | None
     ) -> CheckpointMeta:
         kind, metrics = request.checkpoint_type, checked_metrics(request.metrics)
         wanted = checked_request(CreateCheckpointRequest(job, request.epoch, request.step, kind, metrics))
@@ -743,7 +744,7 @@ class CatalogBook:
             checkpoint_type=wanted.checkpoint_type,
             state=CheckpointState.CREATING,
             size_bytes=0,
-            created_at=checked_time("now", now),
+            created_at=created_at,
             parent_id=parent_id if wanted.checkpoint_type is CheckpointType.INCREMENTAL else None,
             metrics=wanted.metrics,
             storage_path="",

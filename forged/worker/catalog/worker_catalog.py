@@ -137,26 +137,27 @@ class WorkerCatalog:
     # Saves.
 
     def save_started(self, save: ObservedSave) -> None:
-        self._add("start", save, partial(self._send_start, save))
+        self._add("start", save, partial(self._send_start, save, self._clock.monotonic()))
 
     def save_committed(self, save: ObservedSave, size_bytes: int, seconds: float) -> None:
-        self._add("end", save, partial(self._send_commit, save, size_bytes, seconds))
+        began_at = self._clock.monotonic() - seconds
+        self._add("end", save, partial(self._send_commit, save, began_at, size_bytes, seconds))
 
     def save_failed(self, save: ObservedSave, reason: str) -> None:
-        self._add("failure", save, partial(self._send_failure, save, reason))
+        self._add("failure", save, partial(self._send_failure, save, self._clock.monotonic(), reason))
 
     def _add(self, what: str, save: ObservedSave, send: Callable[[Registration], Awaitable[None]]) -> None:
         # What is in the memory of this process cannot be restored from elsewhere.
         if not save.storage_path.startswith(_LOCAL_MEMORY):
             self._reports.add(Report(f"{what} of {save.prefix}", send, save.storage_path))
 
-    async def _send_start(self, save: ObservedSave, registration: Registration) -> None:
-        await self._id_of(save, registration)
+    async def _send_start(self, save: ObservedSave, began_at: float, registration: Registration) -> None:
+        await self._id_of(save, began_at, registration)
 
     async def _send_commit(
-        self, save: ObservedSave, size_bytes: int, seconds: float, registration: Registration
+        self, save: ObservedSave, began_at: float, size_bytes: int, seconds: float, registration: Registration
     ) -> None:
-        checkpoint = await self._id_of(save, registration)
+        checkpoint = await self._id_of(save, began_at, registration)
         job, worker, incarnation = registration.job, registration.worker.id, registration.incarnation
         completed = await registration.send(
             CompleteCheckpoint(job, worker, incarnation, checkpoint, size_bytes, seconds, save.parent_path)
@@ -165,13 +166,13 @@ class WorkerCatalog:
         if self._session is not None:
             self._deletions.start(self._session.tasks, save.storage, completed.delete)
 
-    async def _send_failure(self, save: ObservedSave, reason: str, registration: Registration) -> None:
-        checkpoint = await self._id_of(save, registration)
+    async def _send_failure(self, save: ObservedSave, began_at: float, reason: str, registration: Registration) -> None:
+        checkpoint = await self._id_of(save, began_at, registration)
         job, worker, incarnation = registration.job, registration.worker.id, registration.incarnation
         await registration.send(FailCheckpoint(job, worker, incarnation, checkpoint, reason))
         self._ids.pop((save.storage_path, save.save_id), None)
 
-    async def _id_of(self, save: ObservedSave, registration: Registration) -> str:
+    async def _id_of(self, save: ObservedSave, began_at: float, registration: Registration) -> str:
         """The catalogue's id of a save, which is started there if it was not."""
         key = save.storage_path, save.save_id
         if key not in self._ids:
@@ -189,6 +190,7 @@ class WorkerCatalog:
                     metrics=dict(save.metrics),
                     reason=save.reason,
                     keep=save.keep,
+                    age_s=max(0.0, self._clock.monotonic() - began_at),
                 )
             )
             self._ids[key] = meta.checkpoint_id

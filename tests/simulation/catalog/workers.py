@@ -248,6 +248,7 @@ class _Save:
     name: SaveName
     step: int
     parent: SaveName | None
+    began_at: float
     checkpoint_id: str = ""
     """Empty until the catalogue knows it."""
 
@@ -347,7 +348,7 @@ class _Process:
             path = f"{self._plan.folder}/step-{step:08d}-{number}"
         is_incremental = last is not None and self._storage.is_whole(last) and self._random.random() < 0.5
         save_id = self._random.randbytes(8).hex()
-        return _Save(SaveName(path, save_id), step, last if is_incremental else None)
+        return _Save(SaveName(path, save_id), step, last if is_incremental else None, self._simulation.loop.time())
 
     async def _write(self, save: _Save) -> int:
         """Write the parts, then the manifest."""
@@ -384,6 +385,7 @@ class _Process:
         if self._random.random() < 0.1:
             # The save may be over before its start is told.
             await anyio.sleep(self._random.uniform(0.0, 3.0))
+        age_s = self._simulation.loop.time() - save.began_at
         kind = CheckpointType.FULL if save.parent is None else CheckpointType.INCREMENTAL
         loss = nan if self._random.random() < 0.2 else self._random.uniform(0.0, 5.0)
         request = StartCheckpoint(
@@ -395,6 +397,7 @@ class _Process:
             kind,
             "" if save.parent is None else save.parent.path,
             {"loss": loss} if self._random.random() < 0.9 else {},
+            age_s=age_s,
         )
         meta = await self._ask(request)
         save.checkpoint_id = "" if meta is None else meta.checkpoint_id

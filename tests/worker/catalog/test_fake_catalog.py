@@ -156,6 +156,17 @@ async def test_saves_are_started_and_completed_once(tmp_path: Path) -> None:
     assert (completed.checkpoint_id, completed.size_bytes, completed.seconds) == ("id of 3", 100, 2.5)
 
 
+async def test_saves_that_are_reported_after_an_outage_have_their_own_age(tmp_path: Path) -> None:
+    fixture, storage = Fixture(), LocalStorage(tmp_path)
+    fixture.catalog.save_started(observed(storage))
+    fixture.clock.now += 100.0
+    fixture.catalog.save_committed(observed(storage, "step-00000006", 6), 100, 30.0)
+    fixture.clock.now += 7.0
+    async with fixture.session():
+        await fixture.until(lambda: len(fixture.daemon.heard) == 3)
+    assert [(one.step, one.age_s) for one in fixture.daemon.of(StartCheckpoint)] == [(3, 107.0), (6, 37.0)]
+
+
 async def test_incremental_save_names_the_path_of_its_parent(tmp_path: Path) -> None:
     fixture, storage = Fixture(), LocalStorage(tmp_path)
     async with fixture.session():
