@@ -122,7 +122,7 @@ class Catalogue:
         numbers = count(1)
         for one in checkpoints:
             request = AdoptCheckpoints(JOB, one.folder, [one.described()])
-            [decision] = self._book.adopt(request, lambda: f"ckpt-{next(numbers)}", HOLDER, is_trusted=True)
+            [decision] = self._book.adopt(request, lambda: f"ckpt-{next(numbers)}", HOLDER, NOW, is_trusted=True)
             [self._ids[one.step]] = decision.reply.adopted
 
     def restore(self, one: Saved) -> Restore:

@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Any
@@ -207,12 +207,17 @@ class CatalogIndex:
         changed = [self._put(one.meta, abandoned=True) for one in run.beyond(run.entries[checkpoint_id])]
         return [*([self._put(meta, abandoned=False)] if meta.abandoned else []), *changed]
 
-    def abandon_after(self, training_run_id: str, step: int, created_before: float) -> list[CheckpointMeta]:
-        """Training has gone back to a step: what was saved beyond it until then is no longer latest, nor offered."""
+    def abandon_after(
+        self, training_run_id: str, step: int, is_later: Callable[[str], bool] = lambda checkpoint_id: False
+    ) -> list[CheckpointMeta]:
+        """Training has gone back to a step: what was saved beyond it is no longer latest, nor offered.
+
+        `is_later` tells whether a checkpoint was saved after that.
+        """
         beyond = [
             one.meta
             for one in self._run(training_run_id).ranked
-            if one.meta.step > step and not one.meta.abandoned and one.meta.created_at <= created_before
+            if one.meta.step > step and not one.meta.abandoned and not is_later(one.id)
         ]
         return [self._put(meta, abandoned=True) for meta in beyond]
 

@@ -39,6 +39,8 @@ class Moment(NamedTuple):
 
     wall: float
     monotonic: float
+    revision: int = 0
+    """The journal's last number: what came before what, also when the wall clock has gone back."""
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -52,6 +54,8 @@ class CheckpointRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False
     """The principal that the record is charged to in the shares of the catalogue."""
     is_trusted: bool = False
     """Whether the path came from a principal that may have the daemon touch any path."""
+    recorded_after: int = 0
+    """The journal's last number before it was recorded: the wall clock may go back."""
     manifest_job: str | None = None
     """The job that the manifest of an adopted checkpoint names, empty if it names none; None: its own job."""
     worker_id: str = ""

@@ -156,7 +156,7 @@ class CatalogService:
             self.work.delete(record)
 
     def _now(self) -> Moment:
-        return Moment(self._clock.wall(), self._clock.monotonic())
+        return Moment(self._clock.wall(), self._clock.monotonic(), self._bus.ledger.revision)
 
     # Requests of workers.
 
@@ -230,7 +230,9 @@ class CatalogService:
     def _adopt(self, request: AdoptCheckpoints, call: Call) -> Decision[Adoption]:
         self._bus.dispatcher.require_job(request.job)
         holder, is_trusted = call.principal.holder, self.is_trusted(call.principal)
-        return self._last(self.book.adopt(request, self._new_id, holder, is_trusted=is_trusted), request.job)
+        return self._last(
+            self.book.adopt(request, self._new_id, holder, self._now(), is_trusted=is_trusted), request.job
+        )
 
     def _compact(self, request: CompactCheckpoint, call: Call) -> Decision[Nothing]:
         decision = self.book.compact(request)
@@ -290,7 +292,7 @@ class CatalogService:
         fact = record.fact
         if not isinstance(fact, ProgressLost):
             return None
-        return self._last(self.book.progress_lost(record.job, fact.step, record.at), record.job)
+        return self._last(self.book.progress_lost(record.job, fact.step, record.id), record.job)
 
     # Decisions.
 

@@ -232,11 +232,12 @@ def test_checkpoint_that_became_full_needs_no_parent() -> None:
     assert loaded.find_restore_point(RestoreCriteria("run")) == index.get("child")
 
 
-def test_what_was_saved_beyond_a_step_until_then_is_abandoned() -> None:
+def test_what_was_saved_beyond_a_step_is_abandoned_and_what_was_saved_later_is_not() -> None:
     index = CatalogIndex(GcPolicy(1, inf))
     for step in (1, 2, 3, 4):
         index.create(CreateCheckpointRequest("run", 0, step), str(step), float(step))
         index.complete(str(step), 1, f"/{step}")
-    assert [meta.checkpoint_id for meta in index.abandon_after("run", 1, 3.0)] == ["2", "3"]
-    assert [meta.step for meta in index.restore_points(RestoreCriteria("run"))] == [4, 1]
-    assert index.abandon_after("run", 1, 3.0) == []
+    assert [meta.checkpoint_id for meta in index.abandon_after("run", 1, lambda one: one == "3")] == ["2", "4"]
+    assert [meta.step for meta in index.restore_points(RestoreCriteria("run"))] == [3, 1]
+    assert [meta.checkpoint_id for meta in index.abandon_after("run", 1)] == ["3"]
+    assert index.abandon_after("run", 1) == []

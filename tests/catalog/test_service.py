@@ -405,6 +405,24 @@ async def test_lost_progress_abandons_what_lies_beyond() -> None:
         assert [point.meta.step for point in (await one.points()).points] == [4, 2, 1]
 
 
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+@on_virtual_time
+async def test_lost_progress_abandons_what_was_recorded_before_it_although_the_clock_jumps(jump_s: float) -> None:
+    lost = Decision(None, (ProgressLost(1, 2, "all workers failed"),), job=JOB)
+    async with catalog() as one:
+        for step in (1, 2, 3):
+            await one.save(step)
+        one.kernel.clock.jump(jump_s)
+        pending = one.kernel.ledger.append(lost)
+        one.kernel.clock.jump(-jump_s)
+        # Recorded after the fact, and before the catalogue has received it.
+        await one.start(4)
+        await pending.wait()
+        await one.kernel.settle()
+        assert [point.meta.step for point in (await one.points()).points] == [2, 1]
+        assert {e.step: "abandoned" in e.reason for e in (await one.points()).excluded} == {4: False, 3: True}
+
+
 @on_virtual_time
 async def test_restore_points_are_limited_to_a_folder() -> None:
     async with catalog() as one:

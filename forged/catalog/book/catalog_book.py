@@ -11,7 +11,6 @@ Invariants:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
@@ -247,6 +246,7 @@ class CatalogBook:
             worker_id=request.worker_id,
             incarnation=request.incarnation if request.worker_id else b"",
             keep=None if request.keep is None else checked_count("keep", request.keep, KEEP_MAX),
+            recorded_after=now.revision,
         )
         self._require_room(record)
         self._keep_as_script_does(record)
@@ -446,8 +446,8 @@ class CatalogBook:
             changes.append(self._measured(record, MeasuredRestore(self._bytes_read(record, size_bytes), seconds), fact))
             if record.meta.step == step and not record.is_deleted:
                 abandoned = {meta.checkpoint_id: meta for meta in self.index.abandon_beyond(record.id)}
-        # Also what was created in the future, as it seems when the clock has gone back.
-        changes += self._abandon(request.job, step, math.inf, request.checkpoint_id, abandoned)
+        abandoned |= {meta.checkpoint_id: meta for meta in self.index.abandon_after(request.job, step)}
+        changes += self._abandoned(step, request.checkpoint_id, abandoned)
         return in_decisions(Nothing(), request.job, changes)
 
     def _bytes_read(self, record: CheckpointRecord, otherwise: int) -> int:
@@ -456,14 +456,16 @@ class CatalogBook:
         entry = None if run is None else run.entries.get(record.id)
         return otherwise if entry is None else bytes_read(one.meta.size_bytes for one in entry.chain())
 
-    def progress_lost(self, job: str, step: int, at: float) -> list[Decision[None]]:
-        """The job has gone back to a step: what was saved beyond it until then is abandoned."""
-        return in_decisions(None, job, self._abandon(job, step, at, "", {}))
+    def progress_lost(self, job: str, step: int, fact_id: int) -> list[Decision[None]]:
+        """The job has gone back to a step, as a fact says: what was recorded beyond it before the fact is abandoned."""
 
-    def _abandon(
-        self, job: str, step: int, at: float, checkpoint_id: str, changed: dict[str, CheckpointMeta]
-    ) -> list[Change]:
-        changed |= {meta.checkpoint_id: meta for meta in self.index.abandon_after(job, step, at)}
+        def is_later(checkpoint_id: str) -> bool:
+            return self.records[checkpoint_id].recorded_after >= fact_id
+
+        changed = {meta.checkpoint_id: meta for meta in self.index.abandon_after(job, step, is_later)}
+        return in_decisions(None, job, self._abandoned(step, "", changed))
+
+    def _abandoned(self, step: int, checkpoint_id: str, changed: Mapping[str, CheckpointMeta]) -> list[Change]:
         changes = [self._put(msgspec.structs.replace(self.records[one], meta=meta)) for one, meta in changed.items()]
         count = sum(meta.abandoned for meta in changed.values())
         if count:
@@ -640,7 +642,7 @@ class CatalogBook:
     # Adoption.
 
     def adopt(
-        self, request: AdoptCheckpoints, new_id: Callable[[], str], holder: Holder, *, is_trusted: bool
+        self, request: AdoptCheckpoints, new_id: Callable[[], str], holder: Holder, now: Moment, *, is_trusted: bool
     ) -> list[Decision[Adoption]]:
         """Add existing checkpoints; parents before their children."""
         if len(request.checkpoints) > ADOPTED_MAX:
@@ -651,7 +653,7 @@ class CatalogBook:
         changes: list[Change] = []
         for one in request.checkpoints:
             try:
-                checkpoint_id, change = self._adopt(request.job, one, new_id, holder, is_trusted=is_trusted)
+                checkpoint_id, change = self._adopt(request.job, one, new_id, holder, now, is_trusted=is_trusted)
             except RequestRefused as error:
                 path = one.storage_path[:REFUSED_CHARS_MAX]
                 adoption.refused.append(error.message if repr(path) in error.message else f"{path}: {error.message}")
@@ -668,7 +670,14 @@ class CatalogBook:
         return in_decisions(adoption, request.job, changes)
 
     def _adopt(
-        self, job: str, one: AdoptedCheckpoint, new_id: Callable[[], str], holder: Holder, *, is_trusted: bool
+        self,
+        job: str,
+        one: AdoptedCheckpoint,
+        new_id: Callable[[], str],
+        holder: Holder,
+        now: Moment,
+        *,
+        is_trusted: bool,
     ) -> tuple[str, Change | None]:
         """Its id, and the change if it was not known."""
         path, save_id = checked_checkpoint_path(one.storage_path), checked_save_id(one.save_id)
@@ -695,7 +704,13 @@ class CatalogBook:
             storage_path=path,
         )
         record = CheckpointRecord(
-            meta, path, save_id, holder, is_trusted, manifest_job=None if manifest_job == job else manifest_job
+            meta,
+            path,
+            save_id,
+            holder,
+            is_trusted,
+            recorded_after=now.revision,
+            manifest_job=None if manifest_job == job else manifest_job,
         )
         self._require_room(record)
         self.index.add(meta)

@@ -14,7 +14,7 @@ import msgspec
 
 from forged.catalog import retention, selection
 from forged.catalog.book.catalog_book import REQUESTED_RULE, CatalogBook
-from forged.catalog.book.changes import Change, decided
+from forged.catalog.book.changes import Change, decided, in_decisions
 from forged.catalog.catalog_index import CatalogIndex
 from forged.catalog.files.file_work import FileWork
 from forged.catalog.messages import (
@@ -31,6 +31,7 @@ from forged.catalog.records import CheckpointRecord, Moment, decoded
 from forged.catalog.retention import RetentionRule
 from forged.catalog.run_index import IndexEntry, RunIndex, by_step
 from forged.catalog.service import CatalogService
+from forged.elastic.messages import ProgressLost
 from forged.errors import RequestRefused
 from forged.kernel.messages import Decision, Nothing, Record
 from tests.simulation.catalog.oracle import Promise
@@ -249,10 +250,28 @@ def abandon_too_much() -> Iterator[None]:
     """Going back to a step abandons the checkpoint of that step too."""
     abandon = CatalogIndex.abandon_after
 
-    def generous(self: CatalogIndex, run_id: str, step: int, created_before: float) -> list[CheckpointMeta]:
-        return abandon(self, run_id, step - 1, created_before)
+    def generous(self: CatalogIndex, run_id: str, step: int, *is_later: Any) -> list[CheckpointMeta]:
+        return abandon(self, run_id, step - 1, *is_later)
 
     with patch.object(CatalogIndex, "abandon_after", generous):
+        yield
+
+
+@contextmanager
+def abandon_by_the_clock() -> Iterator[None]:
+    """What has a later time than the fact is spared, also if the clock went back after it was saved."""
+
+    def trusting(self: CatalogService, record: Record) -> Decision[None] | None:
+        fact, book = record.fact, self.book
+        assert isinstance(fact, ProgressLost)
+
+        def is_later(checkpoint_id: str) -> bool:
+            return book.records[checkpoint_id].meta.created_at > record.at
+
+        changed = {one.checkpoint_id: one for one in book.index.abandon_after(record.job, fact.step, is_later)}
+        return self._last(in_decisions(None, record.job, book._abandoned(fact.step, "", changed)), record.job)
+
+    with patch.object(CatalogService, "_progress_lost", trusting):
         yield
 
 
@@ -451,6 +470,7 @@ for mutant, promise in (
     (offer_the_latest_first, Promise.OFFERED),
     (abandon_nothing, Promise.ABANDONED),
     (abandon_too_much, Promise.ABANDONED),
+    (abandon_by_the_clock, Promise.ABANDONED),
     (forget_that_progress_was_lost, Promise.ABANDONED),
     (complete_without_looking, Promise.COMPLETE),
     (complete_twice, Promise.FACTS),

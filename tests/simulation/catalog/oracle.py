@@ -19,6 +19,7 @@ from forged.catalog.messages import (
     CheckpointRepaired,
     CheckpointsAbandoned,
     CheckpointsAdopted,
+    CheckpointStarted,
     ReportRestore,
     RestorePoints,
 )
@@ -102,6 +103,8 @@ class CatalogOracle:
         """The ids that a job is offered, from each time on."""
         self._lost: list[tuple[ProgressLost, str, list[str]]] = []
         self._restored: set[str] = set()
+        self._started_by: dict[str, int] = {}
+        """The number of the fact with which each checkpoint came into the catalogue."""
 
     def violated(self, promise: Promise, what: str) -> None:
         """Record a violation; `check` raises it, because the daemon isolates exceptions."""
@@ -176,8 +179,9 @@ class CatalogOracle:
                 beyond = [
                     one.id for one in self.live(record.job) if one.meta.step > lost.step and not one.meta.abandoned
                 ]
-                ids = [one for one in beyond if self.records[one].meta.created_at <= record.at]
-                self._lost.append((lost, record.job, ids))
+                self._lost.append((lost, record.job, beyond))
+            case CheckpointStarted(checkpoint_id=checkpoint_id):
+                self._started_by[checkpoint_id] = record.id
             case _:
                 pass
 
@@ -185,8 +189,10 @@ class CatalogOracle:
         told = self.told.checkpoints.get(after.id)
         if before is None:
             self.started_at[after.id] = self.now()
-            if told is None and any(isinstance(one.fact, CheckpointsAdopted) for one in facts):
+            adopted = next((one for one in facts if isinstance(one.fact, CheckpointsAdopted)), None)
+            if told is None and adopted is not None:
                 told = self.told.checkpoints[after.id] = ToldCheckpoint.of(after)
+                self._started_by[after.id] = adopted.id
         if told is None or not told.agrees(after):
             self.violated(Promise.FACTS, f"the record says {after.meta}, and the facts {told}")
         state_before = CheckpointState.CREATING if before is None else before.meta.state
@@ -333,10 +339,11 @@ class CatalogOracle:
             for one in before.values()
             if one.job == told.job and not one.is_deleted and not one.meta.abandoned and self._is_beyond(one, fact)
         }
-        # What was saved after the fact that training has gone back is not lost.
-        at = self.facts[told.cause].at if told.cause in self.facts else told.at
-        may = {one for one in due if before[one].meta.created_at > at}
-        if not due - may <= turned <= due or len(turned) != fact.count:
+        cause = self.facts.get(told.cause)
+        if cause is not None and isinstance(cause.fact, ProgressLost):
+            # What came into the catalogue after the fact that training has gone back is not lost.
+            due = {one for one in due if self._started_by.get(one, 0) < cause.id}
+        if turned != due or len(turned) != fact.count:
             self.violated(Promise.ABANDONED, f"{fact} of {told.job} abandons {sorted(turned)}, and not {sorted(due)}")
 
     def _is_beyond(self, record: CheckpointRecord, fact: CheckpointsAbandoned) -> bool:
