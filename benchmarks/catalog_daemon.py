@@ -31,7 +31,7 @@ from forged.catalog.messages import (
     ListCheckpoints,
     StartCheckpoint,
 )
-from forged.catalog.ports import CheckpointLocation, Progress
+from forged.catalog.ports import CheckpointLocation, FoundCheckpoint, Progress
 from forged.client import ForgedClient
 from forged.jobs.model import AddNote
 from forged.kernel.messages import ANY_JOB, Request
@@ -61,7 +61,7 @@ class NothingThere:
     def storage_of(self, path: str) -> str:
         return path
 
-    async def find(self, location: CheckpointLocation) -> int | None:
+    async def find(self, location: CheckpointLocation) -> FoundCheckpoint | None:
         return None
 
     async def delete(self, location: CheckpointLocation) -> None:

@@ -43,6 +43,16 @@ class CheckpointLocation:
     """Nothing outside this directory or bucket folder is touched, and no symbolic link in it is followed."""
 
 
+@dataclass(frozen=True, slots=True)
+class FoundCheckpoint:
+    """What the manifest of a checkpoint that is there as a whole says."""
+
+    size_bytes: int
+    """Of its own files."""
+    parent_path: str
+    """The path of the checkpoint whose files it uses, the newest of several; empty if it uses none."""
+
+
 class CheckpointFiles(Protocol):
     """The files of checkpoints. A storage that cannot be used raises a `ForgedError`; the call is repeated later.
 
@@ -54,8 +64,8 @@ class CheckpointFiles(Protocol):
         """The storage of a path, such as a mounted file system or a bucket, which hangs as a whole if it hangs."""
         ...
 
-    async def find(self, location: CheckpointLocation) -> int | None:
-        """The size of the checkpoint if it is there as a whole; None if it is not."""
+    async def find(self, location: CheckpointLocation) -> FoundCheckpoint | None:
+        """The checkpoint if it is there as a whole; None if it is not."""
         ...
 
     async def delete(self, location: CheckpointLocation) -> None:
@@ -81,7 +91,7 @@ class NoFiles:
     def storage_of(self, path: str) -> str:
         return "/"
 
-    async def find(self, location: CheckpointLocation) -> int | None:
+    async def find(self, location: CheckpointLocation) -> FoundCheckpoint | None:
         raise _unreachable(location)
 
     async def delete(self, location: CheckpointLocation) -> None:

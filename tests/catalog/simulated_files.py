@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from forged.catalog.ports import FOLDER_MISSING, STORAGE_HANGS, CheckpointLocation, Progress
+from forged.catalog.ports import FOLDER_MISSING, STORAGE_HANGS, CheckpointLocation, FoundCheckpoint, Progress
 from forged.catalog.records import folder_of
 from forged.errors import RequestRefused, Unavailable
 
@@ -19,6 +19,7 @@ class SimulatedCheckpoint:
     save_id: str
     job: str
     size_bytes: int = 100
+    parent_path: str = ""
     is_whole: bool = True
     is_damaged: bool = False
     has_copy: bool = False
@@ -45,10 +46,10 @@ class SimulatedFiles:
     def storage_of(self, path: str) -> str:
         return "/" + path.split("/")[1]
 
-    async def find(self, location: CheckpointLocation) -> int | None:
+    async def find(self, location: CheckpointLocation) -> FoundCheckpoint | None:
         await self._reach("find", location)
         found = self._meant(location)
-        return found.size_bytes if found is not None and found.is_whole else None
+        return FoundCheckpoint(found.size_bytes, found.parent_path) if found is not None and found.is_whole else None
 
     async def delete(self, location: CheckpointLocation) -> None:
         self.before_delete(location)

@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 
 import msgspec
@@ -64,7 +65,7 @@ from forged.catalog.model import (
     checked_request,
     checked_time,
 )
-from forged.catalog.ports import CheckpointLocation
+from forged.catalog.ports import CheckpointLocation, FoundCheckpoint
 from forged.catalog.records import (
     HOLD_S_MAX,
     HOLDS_MAX,
@@ -288,17 +289,23 @@ class CatalogBook:
             return [Decision(self._completed(record))]
         if request.parent_path is not None and (record.is_being_written or record.meta.is_failed_save):
             checked_count("size_bytes", request.size_bytes, SIZE_MAX)
-            parent_path = request.parent_path and checked_checkpoint_path(request.parent_path)
-            meta = self.index.set_parent(record.id, self._id_at(record.job, parent_path))
-            record = msgspec.structs.replace(record, meta=meta)
+            record = self._with_parent(record, request.parent_path and checked_checkpoint_path(request.parent_path))
         changes = self._complete(record, request.size_bytes, request.seconds)
         return in_decisions(self._completed(self.records[record.id]), request.job, changes)
 
-    def found(self, checkpoint_id: str, size_bytes: int, now: Moment) -> list[Decision[None]]:
+    def found(self, checkpoint_id: str, found: FoundCheckpoint, now: Moment) -> list[Decision[None]]:
         """A checkpoint whose writer did not report it is there as a whole."""
         record = self.records[checkpoint_id]
+        # A manifest that names what builds on itself is a hostile one.
+        with suppress(errors.ChainCyclic):
+            record = self._with_parent(record, found.parent_path)
         seconds = max(0.0, now.wall - record.meta.created_at)
-        return in_decisions(None, record.job, self._complete(record, size_bytes, seconds))
+        return in_decisions(None, record.job, self._complete(record, found.size_bytes, seconds))
+
+    def _with_parent(self, record: CheckpointRecord, parent_path: str) -> CheckpointRecord:
+        """The record of a checkpoint that builds on the one at this path; on none if the path is empty."""
+        meta = self.index.set_parent(record.id, self._id_at(record.job, parent_path))
+        return msgspec.structs.replace(record, meta=meta)
 
     def _complete(self, record: CheckpointRecord, size_bytes: int, seconds: float) -> list[Change]:
         finish = self.index.complete_late if record.meta.is_failed_save else self.index.complete

@@ -306,13 +306,13 @@ class FileWork:
         reason = self._book.why_unsettled(record, self._is_registered, self._now())
         if not reason:
             return
-        size_bytes = await self._files.find(self._book.location(record))
+        found = await self._files.find(self._book.location(record))
         await self._bus.ledger.writable()
         known = self._book.records.get(record.id)
         if known is None or known.meta.state is not record.meta.state or record.id not in self._book.since:
             return
-        if size_bytes is not None:
-            for decision in self._book.found(record.id, size_bytes, self._now()):
+        if found is not None:
+            for decision in self._book.found(record.id, found, self._now()):
                 await self._decide(decision).wait()
             return
         # A failed save may have begun again meanwhile.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import anyio
 from anyio import CapacityLimiter, to_thread
 
-from forged.catalog.ports import FOLDER_MISSING, STORAGE_HANGS, CheckpointLocation, Progress
+from forged.catalog.ports import FOLDER_MISSING, STORAGE_HANGS, CheckpointLocation, FoundCheckpoint, Progress
 from forged.catalog.records import LOCAL, folder_of, storage_kind
 from forged.errors import ForgedError, RequestRefused, Unavailable, describe
 from forged.mounts import Mounts
@@ -73,7 +73,7 @@ class StoredCheckpointFiles:
         is_local = storage_kind(path) == LOCAL
         return self._mounts.of(path.removeprefix("file://")) if is_local else "/".join(path.split("/")[:3])
 
-    async def find(self, location: CheckpointLocation) -> int | None:
+    async def find(self, location: CheckpointLocation) -> FoundCheckpoint | None:
         return await self._run(location, lambda token: _find(location, token))
 
     async def delete(self, location: CheckpointLocation) -> None:
@@ -203,7 +203,7 @@ def _is_meant(location: CheckpointLocation, manifest: Manifest) -> bool:
     return manifest.save_id == location.save_id and location.job in (None, manifest.job)
 
 
-def _find(location: CheckpointLocation, token: CancelToken) -> int | None:
+def _find(location: CheckpointLocation, token: CancelToken) -> FoundCheckpoint | None:
     from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE
     from forged.checkpoint.storage.listing import manifest_in
     from forged.checkpoint.verification.validator import CheckpointValidator
@@ -215,7 +215,11 @@ def _find(location: CheckpointLocation, token: CancelToken) -> int | None:
         if manifest_in(storage, prefix + TOMBSTONE) is not None:
             return None
         found = CheckpointValidator(storage).validate_checkpoint(prefix, token, deep=False)
-        return manifest.size_bytes if found.is_valid else None
+        if not found.is_valid:
+            return None
+        folder = location.path.removesuffix(prefix)
+        parent_path = f"{folder}{manifest.links[-1].prefix}" if manifest.links else ""
+        return FoundCheckpoint(manifest.size_bytes, parent_path)
 
 
 def _delete(location: CheckpointLocation, ancestries: AncestryCache, token: CancelToken) -> None:

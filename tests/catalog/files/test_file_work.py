@@ -287,6 +287,23 @@ async def test_checkpoint_whose_writer_is_gone_is_completed_if_it_is_there() -> 
 
 
 @over_days
+async def test_checkpoint_whose_writer_is_gone_builds_on_what_its_manifest_says() -> None:
+    files = SimulatedFiles()
+    async with catalog(files=files) as one:
+        first = await save(one, files, 1)
+        await save(one, files, 2)
+        for step, parent_path in ((3, f"{FOLDER}/step-00000001"), (4, ""), (5, f"{FOLDER}/step-00000005")):
+            await one.start(step, **incremental(2))
+            path = f"{FOLDER}/step-{step:08d}"
+            files.stored[path] = SimulatedCheckpoint(f"{step:08x}", JOB, parent_path=parent_path)
+        one.registered.clear()
+        await anyio.sleep(WRITER_GONE_S + SOON_S)
+        found = {meta.step: meta.parent_id for meta in (await one.ask(ListCheckpoints(JOB))).checkpoints}
+        assert (found[3], found[4]) == (first, None)
+        assert await one.listed() == dict.fromkeys((5, 4, 3, 2, 1), "complete")
+
+
+@over_days
 async def test_base_of_a_save_whose_writer_is_gone_goes_when_the_save_has_failed() -> None:
     files = SimulatedFiles()
     async with catalog(settings={"checkpoint_keep": 1}, files=files) as one:

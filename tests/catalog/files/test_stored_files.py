@@ -12,7 +12,7 @@ import pytest
 from forged import checkpoint
 from forged.catalog.files import stored_files
 from forged.catalog.files.stored_files import HUNG_MAX, StoredCheckpointFiles
-from forged.catalog.ports import FOLDER_MISSING, STORAGE_HANGS, CheckpointLocation
+from forged.catalog.ports import FOLDER_MISSING, STORAGE_HANGS, CheckpointLocation, FoundCheckpoint
 from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE
 from forged.checkpoint.storage import listing
 from forged.checkpoint.storage.locations import storage_at
@@ -43,7 +43,7 @@ async def code_of(called: Any) -> str:
 async def test_whole_checkpoint_is_found_with_its_size(tmp_path: Path) -> None:
     files, at = StoredCheckpointFiles(), saved(tmp_path / "a")
     size = listing.read_manifest(*storage_at(at.path)).size_bytes
-    assert await files.find(at) == size
+    assert await files.find(at) == FoundCheckpoint(size, "")
     assert await files.find(CheckpointLocation(at.path, "00000000", None)) is None
     assert await files.find(CheckpointLocation(at.path, at.save_id, "another job")) is None
     assert await files.find(CheckpointLocation(str(tmp_path / "b"), at.save_id, None)) is None
@@ -242,9 +242,11 @@ async def test_parent_that_is_used_is_deleted_after_the_compaction(tmp_path: Pat
     files, seen = StoredCheckpointFiles(), list[int]()
     parent, child = chain_of_two(tmp_path)
     assert await code_of(files.delete(parent)) == "checkpoint_needed"
-    assert await files.find(parent)
+    found = await files.find(child)
+    assert found is not None
+    assert found.parent_path == parent.path
     size = await files.compact(child, lambda done, total: seen.append(done))
-    assert size == await files.find(child)
+    assert await files.find(child) == FoundCheckpoint(size, "")
     assert seen
     await files.delete(parent)
     assert await files.verify(child, 1 << 40, no_progress) == ""

@@ -25,7 +25,7 @@ from forged.catalog.messages import (
     StartCheckpoint,
 )
 from forged.catalog.model import CheckpointState
-from forged.catalog.ports import FOLDER_MISSING, CheckpointLocation
+from forged.catalog.ports import FOLDER_MISSING, CheckpointLocation, FoundCheckpoint
 from forged.checkpoint import BlockingCheckpoint, DistributedCheckpoint, SaveOptions
 from forged.checkpoint.format.manifest import SUFFIX, TOMBSTONE
 from forged.checkpoint.rank_group import SingleProcess
@@ -96,7 +96,8 @@ def chain_of(folder: str, count: int = 2) -> list[CheckpointLocation]:
 
 async def test_whole_checkpoint_is_found_with_its_size(folder: str, storage: ObjectStorage) -> None:
     files, at = StoredCheckpointFiles(), saved(f"{folder}/a")
-    assert await files.find(at) == listing.read_manifest(*storage_at(at.path)).size_bytes
+    size_bytes = listing.read_manifest(*storage_at(at.path)).size_bytes
+    assert await files.find(at) == FoundCheckpoint(size_bytes, "")
     assert await files.find(CheckpointLocation(at.path, "00000000", None)) is None
     assert await files.find(CheckpointLocation(at.path, at.save_id, "another job")) is None
     storage.delete([part_of(storage, "run/a")])
@@ -168,7 +169,11 @@ async def test_parent_that_is_used_is_deleted_after_the_compaction(
     files = StoredCheckpointFiles()
     parent, child = chain_of(folder)
     assert await code_of(files.delete(parent)) == "checkpoint_needed"
-    assert await files.compact(child, no_progress) == await files.find(child)
+    found = await files.find(child)
+    assert found is not None
+    assert found.parent_path == parent.path
+    size_bytes = await files.compact(child, no_progress)
+    assert await files.find(child) == FoundCheckpoint(size_bytes, "")
     await files.delete(parent)
     assert await files.verify(child, 1 << 40, no_progress) == ""
     assert {name.partition("/")[2].partition("/")[0].removesuffix(SUFFIX) for name in names(storage)} == {

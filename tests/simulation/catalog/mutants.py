@@ -27,6 +27,7 @@ from forged.catalog.messages import (
     ReleaseCheckpoint,
 )
 from forged.catalog.model import CheckpointMeta, CheckpointState, RestoreCriteria
+from forged.catalog.ports import FoundCheckpoint
 from forged.catalog.records import CheckpointRecord, Moment, decoded
 from forged.catalog.retention import RetentionRule
 from forged.catalog.run_index import IndexEntry, RunIndex, by_step
@@ -292,10 +293,17 @@ def complete_without_looking() -> Iterator[None]:
 
     async def trusting(self: FileWork, record: CheckpointRecord) -> None:
         if record.is_being_written:
-            for decision in self._book.found(record.id, 1, self._now()):
+            for decision in self._book.found(record.id, FoundCheckpoint(1, ""), self._now()):
                 await self._decide(decision).wait()
 
     with patch.object(FileWork, "_find", trusting):
+        yield
+
+
+@contextmanager
+def complete_with_the_base_as_parent() -> Iterator[None]:
+    """A checkpoint whose writer is gone builds on what was said at its start, whatever its manifest says."""
+    with patch.object(CatalogBook, "_with_parent", lambda self, record, parent_path: record):
         yield
 
 
@@ -473,6 +481,7 @@ for mutant, promise in (
     (abandon_by_the_clock, Promise.ABANDONED),
     (forget_that_progress_was_lost, Promise.ABANDONED),
     (complete_without_looking, Promise.COMPLETE),
+    (complete_with_the_base_as_parent, Promise.COMPLETE),
     (complete_twice, Promise.FACTS),
     (tell_no_failure, Promise.FACTS),
     (give_up_a_save_whose_writer_lives, Promise.ENDS),

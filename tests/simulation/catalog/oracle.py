@@ -198,6 +198,8 @@ class CatalogOracle:
         state_before = CheckpointState.CREATING if before is None else before.meta.state
         if after.meta.state is CheckpointState.COMPLETE and state_before is not CheckpointState.COMPLETE:
             self._check_completed(after)
+            if before is not None and not before.meta.storage_path:
+                self._check_parent(after)
         if before is not None and before.meta.parent_id is not None and after.meta.parent_id is None:
             self._check_compacted(after)
         is_failed = after.meta.is_failed_save and state_before is CheckpointState.CREATING
@@ -208,6 +210,16 @@ class CatalogOracle:
         save = SaveName(record.path, record.save_id)
         if record.job != HOSTILE and not self.storage.is_whole(save) and not self.is_excused(save):
             self.violated(Promise.COMPLETE, f"{record.id} is complete, and {save} is not there as a whole")
+
+    def _check_parent(self, record: CheckpointRecord) -> None:
+        """What a save builds on is known when it ends, and its manifest says it."""
+        manifest = self.storage.manifest(SaveName(record.path, record.save_id))
+        if record.job == HOSTILE or manifest is None:
+            return
+        known = {SaveName(one.path, one.save_id): one.id for one in self.records.values() if one.job == record.job}
+        expected = None if manifest.parent is None else known.get(manifest.parent)
+        if record.meta.parent_id != expected:
+            self.violated(Promise.COMPLETE, f"{record.meta} does not build on {expected}, as its manifest says")
 
     def _check_compacted(self, record: CheckpointRecord) -> None:
         self.met("a checkpoint is compacted")

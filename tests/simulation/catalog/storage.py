@@ -16,7 +16,7 @@ from zlib import crc32
 
 import anyio
 
-from forged.catalog.ports import FOLDER_MISSING, CheckpointLocation, Progress
+from forged.catalog.ports import FOLDER_MISSING, CheckpointLocation, FoundCheckpoint, Progress
 from forged.catalog.records import folder_of
 from forged.errors import RequestRefused, Unavailable
 
@@ -112,7 +112,7 @@ class SimulatedFiles:
     def storage_of(self, path: str) -> str:
         return folder_of(path)
 
-    async def find(self, location: CheckpointLocation) -> int | None:
+    async def find(self, location: CheckpointLocation) -> FoundCheckpoint | None:
         await self._storage.reach(location.path)
         manifest = self._meant(location, MANIFEST)
         if manifest is None or location.path + TOMBSTONE in self._storage.files:
@@ -121,7 +121,7 @@ class SimulatedFiles:
             await self._storage.reach(location.path)
             if name not in self._storage.files:
                 return None
-        return manifest.size_bytes
+        return FoundCheckpoint(manifest.size_bytes, "" if manifest.parent is None else manifest.parent.path)
 
     async def delete(self, location: CheckpointLocation) -> None:
         await self._storage.reach(location.path)

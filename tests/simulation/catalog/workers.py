@@ -247,8 +247,11 @@ class Trainer:
 class _Save:
     name: SaveName
     step: int
-    parent: SaveName | None
+    base: SaveName | None
+    """The checkpoint whose files it may use."""
     began_at: float
+    parent: SaveName | None = None
+    """That whose files it uses."""
     checkpoint_id: str = ""
     """Empty until the catalogue knows it."""
 
@@ -361,8 +364,10 @@ class _Process:
         size_bytes = self._random.randrange(1, 1 << 30)
         if not self._storage.is_free(save.name.path):
             raise Unavailable("checkpoint_exists", f"{save.name.path} is taken", "")
-        if save.parent is not None and not self._storage.is_whole(save.parent):
-            raise Unavailable("checkpoint_base_deleted", f"{save.parent.path} was deleted during the save", "")
+        if save.base is not None and not self._storage.is_whole(save.base):
+            raise Unavailable("checkpoint_base_deleted", f"{save.base.path} was deleted during the save", "")
+        # All of the state may have changed since.
+        save.parent = save.base if self._random.random() < 0.8 else None
         manifest = StoredFile(self._plan.name, save.name, size_bytes, parts, save.parent)
         self._storage.files[save.name.path + MANIFEST] = manifest
         return size_bytes
@@ -386,7 +391,7 @@ class _Process:
             # The save may be over before its start is told.
             await anyio.sleep(self._random.uniform(0.0, 3.0))
         age_s = self._simulation.loop.time() - save.began_at
-        kind = CheckpointType.FULL if save.parent is None else CheckpointType.INCREMENTAL
+        kind = CheckpointType.FULL if save.base is None else CheckpointType.INCREMENTAL
         loss = nan if self._random.random() < 0.2 else self._random.uniform(0.0, 5.0)
         request = StartCheckpoint(
             *self._me,
@@ -395,7 +400,7 @@ class _Process:
             save.name.path,
             save.name.save_id,
             kind,
-            "" if save.parent is None else save.parent.path,
+            "" if save.base is None else save.base.path,
             {"loss": loss} if self._random.random() < 0.9 else {},
             age_s=age_s,
         )
@@ -413,7 +418,8 @@ class _Process:
             await anyio.sleep(self._random.uniform(0.0, 6.0))
         if not save.checkpoint_id:
             return
-        reply = await self._ask(CompleteCheckpoint(*self._me, save.checkpoint_id, size_bytes, 1.0))
+        parent_path = "" if save.parent is None else save.parent.path
+        reply = await self._ask(CompleteCheckpoint(*self._me, save.checkpoint_id, size_bytes, 1.0, parent_path))
         deleted = [one for one in (reply.delete if reply else ()) if await self._delete(one)]
         if deleted:
             self._simulation.meet("a worker deletes what the daemon may not")
