@@ -91,6 +91,14 @@ class CheckpointCompacted(Fact, frozen=True):
     size_bytes: int
 
 
+class CheckpointParentFound(Fact, frozen=True):
+    """An adoption has told which checkpoint a known one builds on."""
+
+    checkpoint_id: str
+    step: int
+    parent_id: str
+
+
 class CheckpointOperationFailed(Fact, frozen=True):
     """The daemon has given up something that it did with a checkpoint: compacting, deleting, saving from memory."""
 

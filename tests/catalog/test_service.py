@@ -12,8 +12,10 @@ from forged.catalog.messages import (
     CheckpointCollected,
     CheckpointCompleted,
     CheckpointFailed,
+    CheckpointParentFound,
     CheckpointRestored,
     CheckpointsAbandoned,
+    CheckpointsAdopted,
     CheckpointStarted,
     CollectCheckpoints,
     CompleteCheckpoint,
@@ -469,6 +471,31 @@ async def test_existing_checkpoints_are_adopted() -> None:
         assert await refused(one.ask(AdoptCheckpoints("none", "/old", []), OPERATOR)) == "job_unknown"
         many = [adopted[0]] * 1001
         assert await refused(one.ask(AdoptCheckpoints(JOB, "/old", many), OPERATOR)) == "checkpoint_argument_invalid"
+
+
+@on_virtual_time
+async def test_adoption_gives_known_checkpoints_the_parents_that_it_adds() -> None:
+    """The records of earlier saves were forgotten with their job; its next save builds on one of them."""
+    store, old = FaultyStore(), f"{FOLDER}/step-00000001"
+    adopted = [
+        AdoptedCheckpoint(old, "aaaaaaaa", 0, 1, 100, 1e9, job=JOB),
+        AdoptedCheckpoint(f"{FOLDER}/step-00000002", "00000002", 0, 2, 10, 2e9, old, job=JOB),
+    ]
+    async with catalog(store) as one:
+        child = await one.save(2, **incremental(1))
+        assert [point.chain for point in (await one.points()).points] == [[child]]
+        await one.ask(AdoptCheckpoints(JOB, FOLDER, adopted, dry_run=True), OPERATOR)
+        assert [point.chain for point in (await one.points()).points] == [[child]]
+        adoption = await one.ask(AdoptCheckpoints(JOB, FOLDER, adopted), OPERATOR)
+        assert adoption.known == [child]
+        [parent] = adoption.adopted
+        assert [fact.parent_id for fact in one.kernel.facts(CheckpointParentFound)] == [parent]
+        assert [fact.count for fact in one.kernel.facts(CheckpointsAdopted)] == [1]
+        again = await one.ask(AdoptCheckpoints(JOB, FOLDER, adopted), OPERATOR)
+        assert (again.adopted, len(one.kernel.facts(CheckpointParentFound))) == ([], 1)
+    async with catalog(store) as one:
+        assert [point.chain for point in (await one.points()).points] == [[parent, child], [parent]]
+        assert await refused(one.ask(DeleteCheckpoint(JOB, parent), OPERATOR)) == "checkpoint_parent_needed"
 
 
 @on_virtual_time

@@ -31,6 +31,7 @@ from forged.catalog.messages import (
     CheckpointCorrupted,
     CheckpointFailed,
     CheckpointOperationFailed,
+    CheckpointParentFound,
     CheckpointRepaired,
     CheckpointRestored,
     CheckpointsAbandoned,
@@ -660,44 +661,42 @@ class CatalogBook:
         changes: list[Change] = []
         for one in request.checkpoints:
             try:
-                checkpoint_id, change = self._adopt(request.job, one, new_id, holder, now, is_trusted=is_trusted)
+                # Others may have the daemon touch only what their own job has saved.
+                manifest_job = one.job if is_trusted else request.job
+                path, save_id = checked_checkpoint_path(one.storage_path), checked_save_id(one.save_id)
+                known = self._known(request.job, path, save_id, manifest_job)
+                if known is None:
+                    meta = self._adopted_meta(request.job, one, new_id)
+                    record = CheckpointRecord(meta, path, save_id, holder, is_trusted, recorded_after=now.revision)
+                    if manifest_job != request.job:
+                        record = msgspec.structs.replace(record, manifest_job=manifest_job)
+                    self._require_room(record)
+                    self.index.add(meta)
+                    changes.append(self._put(record))
+                    adoption.adopted.append(record.id)
+                else:
+                    changes += [] if request.dry_run else self._parent_found(known, one.parent_path)
+                    adoption.known.append(known.id)
             except RequestRefused as error:
                 path = one.storage_path[:REFUSED_CHARS_MAX]
                 adoption.refused.append(error.message if repr(path) in error.message else f"{path}: {error.message}")
-                continue
-            (adoption.known if change is None else adoption.adopted).append(checkpoint_id)
-            changes += [change] if change else []
         if request.dry_run:
             for checkpoint_id in adoption.adopted:
                 self.index.drop(checkpoint_id)
                 self._forget(self.records[checkpoint_id])
             return [Decision(adoption)]
-        if changes:
-            changes[-1] = changes[-1]._replace(fact=CheckpointsAdopted(len(changes), folder))
+        if adoption.adopted:
+            last = max(place for place, change in enumerate(changes) if change.fact is None)
+            changes[last] = changes[last]._replace(fact=CheckpointsAdopted(len(adoption.adopted), folder))
         return in_decisions(adoption, request.job, changes)
 
-    def _adopt(
-        self,
-        job: str,
-        one: AdoptedCheckpoint,
-        new_id: Callable[[], str],
-        holder: Holder,
-        now: Moment,
-        *,
-        is_trusted: bool,
-    ) -> tuple[str, Change | None]:
-        """Its id, and the change if it was not known."""
-        path, save_id = checked_checkpoint_path(one.storage_path), checked_save_id(one.save_id)
-        # Others may have the daemon touch only what their own job has saved.
-        manifest_job = one.job if is_trusted else job
-        if (known := self._known(job, path, save_id, manifest_job)) is not None:
-            return known.id, None
+    def _adopted_meta(self, job: str, one: AdoptedCheckpoint, new_id: Callable[[], str]) -> CheckpointMeta:
         parent_id = None
         if one.parent_path:
             parent_id = self._id_at(job, checked_checkpoint_path(one.parent_path))
             if parent_id is None:
                 raise errors.argument_invalid("parent_path", one.parent_path, "a checkpoint of the catalogue")
-        meta = CheckpointMeta(
+        return CheckpointMeta(
             checkpoint_id=new_id(),
             training_run_id=job,
             epoch=checked_count("epoch", one.epoch, EPOCH_MAX),
@@ -708,20 +707,18 @@ class CatalogBook:
             created_at=checked_time("created_at", one.created_at),
             parent_id=parent_id,
             metrics=checked_metrics(one.metrics),
-            storage_path=path,
+            storage_path=checked_checkpoint_path(one.storage_path),
         )
-        record = CheckpointRecord(
-            meta,
-            path,
-            save_id,
-            holder,
-            is_trusted,
-            recorded_after=now.revision,
-            manifest_job=None if manifest_job == job else manifest_job,
-        )
-        self._require_room(record)
-        self.index.add(meta)
-        return record.id, self._put(record)
+
+    def _parent_found(self, known: CheckpointRecord, parent_path: str) -> list[Change]:
+        """A known checkpoint builds on this one, which may have come into the catalogue after it."""
+        parent_id = self._id_at(known.job, parent_path)
+        is_settled = known.meta.state is CheckpointState.COMPLETE and not known.is_to_compact
+        if not is_settled or parent_id is None or parent_id == known.meta.parent_id:
+            return []
+        record = self._with_parent(known, parent_path)
+        found = CheckpointParentFound(record.id, record.meta.step, parent_id)
+        return [*self._keep_parents(record.meta), self._put(record, found)]
 
     # Questions.
 

@@ -25,8 +25,8 @@ SHOWN_MAX = 40
 """The longest list on a terminal without `--all`."""
 FACTS = (
     "CheckpointStarted", "CheckpointCompleted", "CheckpointFailed", "CheckpointCorrupted", "CheckpointRepaired",
-    "CheckpointCollected", "CheckpointCompacted", "CheckpointOperationFailed", "CheckpointsAbandoned",
-    "CheckpointRestored", "CheckpointsAdopted", "EmergencyCheckpointSaved",
+    "CheckpointCollected", "CheckpointCompacted", "CheckpointParentFound", "CheckpointOperationFailed",
+    "CheckpointsAbandoned", "CheckpointRestored", "CheckpointsAdopted", "EmergencyCheckpointSaved",
     "EmergencyCheckpointFailed",
 )  # fmt: skip
 METRIC_FIGURES = 4

@@ -120,6 +120,7 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
         " (step {step})",
         ", {size_bytes}",
     ),
+    "CheckpointParentFound": ("checkpoint {checkpoint_id} builds on {parent_id}", " (step {step})"),
     "CheckpointOperationFailed": ("{operation} checkpoint {checkpoint_id} failed", " (step {step})", ": {reason}"),
     "CheckpointsAbandoned": (
         "training continues after step {step}",

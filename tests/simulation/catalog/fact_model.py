@@ -13,6 +13,7 @@ from forged.catalog.messages import (
     CheckpointCorrupted,
     CheckpointFailed,
     CheckpointOperationFailed,
+    CheckpointParentFound,
     CheckpointRepaired,
     CheckpointStarted,
 )
@@ -77,6 +78,8 @@ class FactModel:
         elif isinstance(fact, CheckpointCompacted):
             compacted = self.checkpoints[fact.checkpoint_id]
             compacted.parent_id, compacted.size_bytes = None, fact.size_bytes
+        elif isinstance(fact, CheckpointParentFound):
+            self.checkpoints[fact.checkpoint_id].parent_id = fact.parent_id
         elif isinstance(fact, CheckpointOperationFailed) and fact.operation == DELETING:
             kept = self.checkpoints[fact.checkpoint_id]
             if kept.state is not CheckpointState.DELETED:

@@ -691,6 +691,7 @@ class TestFactSentences:
                 "deleting checkpoint c-7 (step 1200), 2.15 GB, by the rule surplus: 3 newer ones are restorable",
             ),
             ("CheckpointCompacted", SAVED, "checkpoint c-7 builds on no other one any more (step 1200), 2.15 GB"),
+            ("CheckpointParentFound", ABOUT | {"parent_id": "c-6"}, "checkpoint c-7 builds on c-6 (step 1200)"),
             (
                 "CheckpointOperationFailed",
                 ABOUT | {"operation": "compacting", "reason": "no space"},
