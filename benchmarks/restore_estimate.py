@@ -132,7 +132,7 @@ class Catalogue:
         assert shown.estimate is not None
         actual_s = one.restore_s()
         size_bytes = shown.meta.size_bytes
-        self._book.restored(ReportRestore(JOB, "", b"", checkpoint_id, one.step, actual_s, size_bytes))
+        self._book.restored(ReportRestore(JOB, "", b"", checkpoint_id, one.step, actual_s, size_bytes), NOW)
         return Restore(one, shown.estimate, actual_s)
 
 

@@ -386,8 +386,8 @@ class ReportCorruptCheckpoint(Request[Nothing], frozen=True):
 class ReportRestore(Request[Nothing], frozen=True):
     """The job continues from a checkpoint: what was saved beyond `step` is abandoned.
 
-    Rank 0 of the first world sends it. `checkpoint_id` is empty if the catalogue does not know the checkpoint, or there
-    was none.
+    Rank 0 of the first world sends it. `checkpoint_id` is empty if the worker has not learnt it, or there was no
+    checkpoint; `storage_path` and `save_id` name it too.
     """
 
     needs: ClassVar[Role] = Role.WORKER
@@ -400,6 +400,10 @@ class ReportRestore(Request[Nothing], frozen=True):
     seconds: float
     size_bytes: int
     skipped: list[str] = []  # noqa: RUF012 - msgspec copies it
+    storage_path: str = ""
+    save_id: str = ""
+    repaired_chunks: int = 0
+    """How many corrupt chunks were read from healthy copies, which the checkpoint's files do not have."""
 
 
 class ConfirmDeleted(Request[Nothing], frozen=True):

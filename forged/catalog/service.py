@@ -49,7 +49,7 @@ from forged.catalog.messages import (
     StartCheckpoint,
     UnpinCheckpoint,
 )
-from forged.catalog.model import CheckpointMeta
+from forged.catalog.model import CheckpointMeta, CheckpointState
 from forged.catalog.ports import CheckpointFiles, JobsPort, NoFiles
 from forged.catalog.records import PREFIX, Moment, root_of, shortened
 from forged.clock import Clock
@@ -177,7 +177,11 @@ class CatalogService:
 
     async def _restored(self, request: ReportRestore, call: Call) -> Decision[Nothing]:
         await self._confirm(request, call)
-        return self._last(self.book.restored(request), request.job)
+        decision = self._last(self.book.restored(request, self._now()), request.job)
+        record = self.book.restored_from(request)
+        if record is not None and (request.repaired_chunks or record.meta.state is CheckpointState.CORRUPTED):
+            self.work.verify_again(record)
+        return decision
 
     async def _confirm_deleted(self, request: ConfirmDeleted, call: Call) -> Decision[Nothing]:
         await self._confirm(request, call)

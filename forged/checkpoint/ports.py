@@ -319,6 +319,11 @@ class Restored:
     size_bytes: int
     skipped: Sequence[str]
     """The better ones that could not be loaded, with reasons."""
+    storage_path: str = ""
+    """Empty if it was in memory."""
+    save_id: str = ""
+    repaired_chunks: int = 0
+    """How many corrupt chunks were read from healthy copies."""
 
 
 class CheckpointCatalog(SaveObserver, Protocol):

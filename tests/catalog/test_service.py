@@ -4,6 +4,7 @@ from typing import Any
 
 import anyio
 import pytest
+from msgspec import structs
 
 from forged.auth.model import Principal, Role
 from forged.catalog.messages import (
@@ -13,6 +14,7 @@ from forged.catalog.messages import (
     CheckpointCompleted,
     CheckpointFailed,
     CheckpointParentFound,
+    CheckpointRepaired,
     CheckpointRestored,
     CheckpointsAbandoned,
     CheckpointsAdopted,
@@ -358,6 +360,24 @@ async def test_restore_abandons_what_lies_beyond_and_is_measured() -> None:
         (restored,), (gone) = one.kernel.facts(CheckpointRestored), one.kernel.facts(CheckpointsAbandoned)
         assert (restored.step, restored.skipped) == (1, ["step 3: damaged"])
         assert [(fact.step, fact.count, fact.checkpoint_id) for fact in gone] == [(1, 2, ids[1])]
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["with its id", "with its path and save id"])
+@on_virtual_time
+async def test_restored_checkpoint_that_the_daemon_may_not_read_is_not_corrupted(is_known: bool) -> None:
+    """Another worker could not read it, or its files were brought back."""
+    async with catalog() as one:
+        first, second = [await one.save(step, by=TENANT) for step in (1, 2)]
+        await one.ask(ReportCorruptCheckpoint(JOB, first, "part 0 is missing"))
+        path, known = f"{FOLDER}/step-00000001", first if is_known else ""
+        named = ReportRestore(JOB, WORKER, INCARNATION, known, 1, 4.0, 10, [], path, "00000001")
+        await one.ask(named)
+        assert [point.meta.checkpoint_id for point in (await one.points()).points] == [first]
+        assert [fact.checkpoint_id for fact in one.kernel.facts(CheckpointRepaired)] == [first]
+        assert [fact.checkpoint_id for fact in one.kernel.facts(CheckpointRestored)] == [first]
+        await one.ask(structs.replace(named, save_id="ffffffff", checkpoint_id=""))
+        assert len(one.kernel.facts(CheckpointRestored)) == 1
+        assert second in [e.checkpoint_id for e in (await one.points()).excluded]
 
 
 @on_virtual_time

@@ -381,9 +381,12 @@ class CatalogBook:
         if record.meta.state is CheckpointState.COMPLETE:
             meta = self.index.mark_verified(record.id, now.wall)
             return decided(None, record.job, self._put(msgspec.structs.replace(record, meta=meta)))
+        return decided(None, record.job, self._repaired(record, now))
+
+    def _repaired(self, record: CheckpointRecord, now: Moment) -> Change:
         meta = self.index.mark_repaired(record.id, now.wall)
         repaired = CheckpointRepaired(record.id, meta.step)
-        return decided(None, record.job, self._put(msgspec.structs.replace(record, meta=meta, note=""), repaired))
+        return self._put(msgspec.structs.replace(record, meta=meta, note=""), repaired)
 
     # Compaction.
 
@@ -440,23 +443,37 @@ class CatalogBook:
 
     # Going back.
 
-    def restored(self, request: ReportRestore) -> list[Decision[Nothing]]:
+    def restored(self, request: ReportRestore, now: Moment) -> list[Decision[Nothing]]:
         """The job continues from a checkpoint: what lies beyond is abandoned, and the restore is measured."""
         step = checked_count("step", request.step, STEP_MAX)
         seconds = checked_seconds("seconds", request.seconds)
         size_bytes = checked_count("size_bytes", request.size_bytes, SIZE_MAX)
-        record = self.record(request.job, request.checkpoint_id) if request.checkpoint_id else None
+        record = self.restored_from(request)
         changes: list[Change] = []
         abandoned: dict[str, CheckpointMeta] = {}
         if record is not None:
             skipped = [shortened(one) for one in request.skipped[:SKIPPED_MAX]]
             fact = CheckpointRestored(record.id, record.meta.step, seconds, size_bytes, skipped)
             changes.append(self._measured(record, MeasuredRestore(self._bytes_read(record, size_bytes), seconds), fact))
+            if self._is_proven_sound(record):
+                changes.append(self._repaired(record, now))
             if record.meta.step == step and not record.is_deleted:
                 abandoned = {meta.checkpoint_id: meta for meta in self.index.abandon_beyond(record.id)}
         abandoned |= {meta.checkpoint_id: meta for meta in self.index.abandon_after(request.job, step)}
-        changes += self._abandoned(step, request.checkpoint_id, abandoned)
+        changes += self._abandoned(step, "" if record is None else record.id, abandoned)
         return in_decisions(Nothing(), request.job, changes)
+
+    def restored_from(self, request: ReportRestore) -> CheckpointRecord | None:
+        """The checkpoint that a job continues from, if the catalogue knows it."""
+        if request.checkpoint_id:
+            return self.record(request.job, request.checkpoint_id)
+        checkpoint_id = self._at.get((request.job, request.storage_path), {}).get(request.save_id)
+        return None if checkpoint_id is None else self.records[checkpoint_id]
+
+    def _is_proven_sound(self, record: CheckpointRecord) -> bool:
+        """Whether a restore shows that a checkpoint is not corrupted; what the daemon may touch it verifies itself."""
+        is_corrupted = record.meta.state is CheckpointState.CORRUPTED and not record.meta.is_failed_save
+        return is_corrupted and not self.is_managed(record)
 
     def _bytes_read(self, record: CheckpointRecord, otherwise: int) -> int:
         """What a restore of a checkpoint reads, as estimates count it."""

@@ -125,6 +125,11 @@ class FileWork:
         if self._book.is_managed(record) and record.id not in self._damaged:
             self._add_of_storage(self._scrubs, FileTaskKind.VERIFY, record, is_urgent=True)
 
+    def verify_again(self, record: CheckpointRecord) -> None:
+        """Verify a checkpoint that a job could read, if the daemon may, and repair it; also one that was damaged."""
+        self._damaged.discard(record.id)
+        self.suspect(record)
+
     def compact(self, record: CheckpointRecord) -> None:
         """Make a full checkpoint of an incremental one."""
         if record.id not in self._to_compact:

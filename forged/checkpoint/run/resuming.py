@@ -155,7 +155,18 @@ class RunResumption:
             if catalog is not None:
                 reasons = self._missing | {prefix: _reason(error) for prefix, error in failures.items()}
                 skipped = [f"{prefix}: {reason}" for prefix, reason in reasons.items()]
-                catalog.report_restore(Restored(point, step, seconds, result.bytes_read, skipped))
+                catalog.report_restore(
+                    Restored(
+                        point,
+                        step,
+                        seconds,
+                        result.bytes_read,
+                        skipped,
+                        storage_path=f"{self._context.storage.url}/{name}",
+                        save_id=manifest.save_id,
+                        repaired_chunks=len(result.repaired),
+                    )
+                )
         why = {} if point is None else {"reason": point.reason}
         if failures:
             why["skipped"] = ", ".join(failures)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
+from msgspec import structs
 
 from forged.catalog.cadence import Measured
 from forged.catalog.messages import (
@@ -339,19 +340,23 @@ class WorkerCatalog:
         self._restored = restored
 
     async def _send_restore(self, restored: Restored, step: int, registration: Registration) -> None:
-        point = restored.point if restored.step == step else None
-        await registration.send(
-            ReportRestore(
-                registration.job,
-                registration.worker.id,
-                registration.incarnation,
-                "" if point is None else point.checkpoint_id,
-                step,
-                restored.seconds,
-                restored.size_bytes,
-                list(restored.skipped),
-            )
+        report = ReportRestore(
+            registration.job,
+            registration.worker.id,
+            registration.incarnation,
+            "" if restored.point is None else restored.point.checkpoint_id,
+            step,
+            restored.seconds,
+            restored.size_bytes,
+            list(restored.skipped),
+            restored.storage_path,
+            restored.save_id,
+            restored.repaired_chunks,
         )
+        if restored.step != step:
+            # The state is that of another worker.
+            report = structs.replace(report, checkpoint_id="", storage_path="", save_id="", repaired_chunks=0)
+        await registration.send(report)
 
     # The cadence.
 

@@ -26,6 +26,7 @@ from forged.catalog.messages import (
     HoldCheckpoint,
     ListCheckpoints,
     ReportCorruptCheckpoint,
+    ReportRestore,
     ShowCheckpoint,
 )
 from forged.catalog.ports import CheckpointLocation
@@ -495,6 +496,35 @@ async def test_damaged_checkpoint_with_a_healthy_copy_is_repaired() -> None:
         assert await one.listed() == {2: "corrupted", 1: "complete"}
         assert {fact.checkpoint_id for fact in one.kernel.facts(CheckpointCorrupted)} == {repairable, lost}
         assert [fact.checkpoint_id for fact in one.kernel.facts(CheckpointRepaired)] == [repairable]
+
+
+@over_days
+async def test_corrupted_checkpoint_from_which_a_job_is_restored_is_verified_again() -> None:
+    """An operator has brought its files back."""
+    files = SimulatedFiles()
+    async with catalog(files=files, scrub_bytes_per_s=100) as one:
+        first = await save(one, files, 1)
+        stored = files.stored[f"{FOLDER}/step-00000001"]
+        stored.is_damaged = True
+        await anyio.sleep(200.0)
+        assert await one.listed() == {1: "corrupted"}
+        stored.is_damaged = False
+        await one.ask(ReportRestore(JOB, WORKER, INCARNATION, first, 1, 1.0, 10))
+        await anyio.sleep(200.0)
+        assert await one.listed() == {1: "complete"}
+
+
+@over_days
+async def test_checkpoint_that_a_job_has_read_from_copies_is_repaired() -> None:
+    files = SimulatedFiles()
+    async with catalog(files=files) as one:
+        first = await save(one, files, 1)
+        stored = files.stored[f"{FOLDER}/step-00000001"]
+        stored.is_damaged = stored.has_copy = True
+        await one.ask(ReportRestore(JOB, WORKER, INCARNATION, first, 1, 1.0, 10, repaired_chunks=3))
+        await anyio.sleep(200.0)
+        assert (stored.is_damaged, await one.listed()) == (False, {1: "complete"})
+        assert [fact.checkpoint_id for fact in one.kernel.facts(CheckpointRepaired)] == [first]
 
 
 @over_days

@@ -321,7 +321,8 @@ async def test_rank_zero_of_the_first_world_reports_the_restore(rank: int, step:
     fixture = Fixture()
     point = CataloguedCheckpoint("ckpt-1", "step-00000006", 6, 10, "the newest")
     async with fixture.session():
-        fixture.catalog.report_restore(Restored(point, 6, 1.5, 10, ["step-00000009: it is corrupt"]))
+        restored = Restored(point, 6, 1.5, 10, ["step-00000009: it is corrupt"], "/c/step-00000006", "abcd1234", 2)
+        fixture.catalog.report_restore(restored)
         fixture.catalog.enter_world(rank, step)
         fixture.catalog.report_restore(Restored(point, 6, 1.5, 10, []))
         # A later world is no restore.
@@ -329,6 +330,8 @@ async def test_rank_zero_of_the_first_world_reports_the_restore(rank: int, step:
         await fixture.catalog.deliver()
     reports = fixture.daemon.of(ReportRestore)
     assert [report.checkpoint_id for report in reports] == expected
+    files = ("/c/step-00000006", "abcd1234", 2) if expected == ["ckpt-1"] else ("", "", 0)
+    assert all((one.storage_path, one.save_id, one.repaired_chunks) == files for one in reports)
     assert all(report.step == step and report.skipped == ["step-00000009: it is corrupt"] for report in reports)
 
 
