@@ -63,6 +63,11 @@ class CheckpointCatalog:
         with self._lock:
             return _copies(self._index.abandon_beyond(checkpoint_id))
 
+    def reinstate(self, checkpoint_id: str) -> CheckpointMeta:
+        """Take back that a checkpoint is abandoned."""
+        with self._lock:
+            return replace(self._index.reinstate(checkpoint_id))
+
     def pin(self, checkpoint_id: str) -> CheckpointMeta:
         """Keep a checkpoint, regardless of the policy."""
         with self._lock:

@@ -221,6 +221,13 @@ class CatalogIndex:
         ]
         return [self._put(meta, abandoned=True) for meta in beyond]
 
+    def reinstate(self, checkpoint_id: str) -> CheckpointMeta:
+        """Take back that a checkpoint is abandoned; refuses one that is not."""
+        meta = self._live(checkpoint_id)
+        if not meta.abandoned:
+            raise errors.not_abandoned(checkpoint_id)
+        return self._put(meta, abandoned=False)
+
     def delete(self, checkpoint_id: str) -> CheckpointMeta:
         """Make a tombstone of a checkpoint that no other one, nor an operator or a reader, needs."""
         meta = self.require_deletable(checkpoint_id)

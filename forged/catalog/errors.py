@@ -75,6 +75,13 @@ def transition_refused(checkpoint_id: str, state: str, change: str, fix: str) ->
     return _about(checkpoint_id, TransitionRefused("checkpoint_transition_refused", text, fix))
 
 
+def not_abandoned(checkpoint_id: str) -> TransitionRefused:
+    error = TransitionRefused(
+        "checkpoint_not_abandoned", f"checkpoint {checkpoint_id} is not abandoned", "choose one that is abandoned"
+    )
+    return _about(checkpoint_id, error)
+
+
 def chain_broken(target: str, checkpoint_id: str, what: str) -> ChainBroken:
     """`checkpoint_id` is the one that breaks the chain of `target`."""
     text = f"the chain of checkpoint {target} is broken: {checkpoint_id} is {what}"

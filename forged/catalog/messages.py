@@ -122,6 +122,14 @@ class CheckpointsAbandoned(Fact, frozen=True):
     """The checkpoint that was restored, if there was one."""
 
 
+class CheckpointReinstated(Fact, frozen=True):
+    """An operator has taken back that a checkpoint is abandoned: it is offered again."""
+
+    checkpoint_id: str
+    step: int
+    reason: str
+
+
 class CheckpointRestored(Fact, frozen=True):
     """A job continues from a checkpoint."""
 
@@ -501,6 +509,14 @@ class UnpinCheckpoint(Request[CheckpointMeta], frozen=True):
     checkpoint_id: str
 
 
+class ReinstateCheckpoint(Request[CheckpointMeta], frozen=True):
+    """Take back that a checkpoint is abandoned: it is offered again, and may be the latest one."""
+
+    job: str
+    checkpoint_id: str
+    reason: str = ""
+
+
 class ReadRetention(Request[RetentionPage], frozen=True):
     """Show what a collection would do now with each checkpoint of a job, newest first, after the id `after`."""
 
@@ -577,6 +593,7 @@ REQUESTS = (
     ShowCheckpoint,
     PinCheckpoint,
     UnpinCheckpoint,
+    ReinstateCheckpoint,
     ReadRetention,
     CollectCheckpoints,
     DeleteCheckpoint,

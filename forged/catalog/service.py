@@ -40,6 +40,7 @@ from forged.catalog.messages import (
     ListCheckpoints,
     PinCheckpoint,
     ReadRetention,
+    ReinstateCheckpoint,
     ReleaseCheckpoint,
     ReportCorruptCheckpoint,
     ReportRestore,
@@ -126,6 +127,7 @@ class CatalogService:
         bus.serve(ReadRetention, self._read_retention, owner=OWNER)
         bus.serve(PinCheckpoint, lambda request, call: book.pin(request, is_pinned=True), owner=OWNER)
         bus.serve(UnpinCheckpoint, lambda request, call: book.pin(request, is_pinned=False), owner=OWNER)
+        bus.serve(ReinstateCheckpoint, lambda request, call: book.reinstate(request), owner=OWNER)
         bus.serve(CollectCheckpoints, self._collect, owner=OWNER)
         bus.serve(DeleteCheckpoint, lambda request, call: book.delete(request), owner=OWNER)
         bus.serve(CompactCheckpoint, self._compact, owner=OWNER)

@@ -211,6 +211,7 @@ class BlockingClient(BlockingFacade[ForgedClient]):
     restore_points = blocking(ForgedClient.restore_points)
     pin_checkpoint = blocking(ForgedClient.pin_checkpoint)
     unpin_checkpoint = blocking(ForgedClient.unpin_checkpoint)
+    reinstate_checkpoint = blocking(ForgedClient.reinstate_checkpoint)
     retention = blocking(ForgedClient.retention)
     collect_checkpoints = blocking(ForgedClient.collect_checkpoints)
     delete_checkpoint = blocking(ForgedClient.delete_checkpoint)

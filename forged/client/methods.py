@@ -305,6 +305,12 @@ class DaemonMethods:
 
         return await self.request(UnpinCheckpoint(job, checkpoint_id))
 
+    async def reinstate_checkpoint(self, job: str, checkpoint_id: str, reason: str = "") -> CheckpointMeta:
+        """Offer an abandoned checkpoint again."""
+        from forged.catalog.messages import ReinstateCheckpoint
+
+        return await self.request(ReinstateCheckpoint(job, checkpoint_id, reason))
+
     async def retention(self, job: str) -> list[RetentionVerdict]:
         """What a collection would do now with each checkpoint of a job, the newest first; nothing is changed."""
         from forged.catalog.messages import ReadRetention

@@ -114,6 +114,11 @@ class NaiveCatalog:
             if rank(one)[1:] > rank(meta)[1:]:
                 self.records[one.checkpoint_id] = replace(one, abandoned=True)
 
+    def reinstate(self, checkpoint_id: str) -> CheckpointMeta:
+        if not self.change(checkpoint_id, lambda one: True).abandoned:
+            raise refuse("checkpoint_not_abandoned")
+        return self.change(checkpoint_id, lambda one: True, abandoned=False)
+
     def pin(self, checkpoint_id: str) -> CheckpointMeta:
         return self.change(checkpoint_id, lambda one: True, pinned=True)
 

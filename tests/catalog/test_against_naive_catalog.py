@@ -49,6 +49,7 @@ criteria = st.builds(
     st.booleans(),
 )
 numbers = st.integers(1, 40)
+CHANGES = ["mark_corrupted", "abandon_beyond", "reinstate", "pin", "unpin", "delete"]
 
 
 def outcome(call: Callable[[], Any]) -> Any:
@@ -110,7 +111,7 @@ class Histories(RuleBasedStateMachine):
     def complete(self, number: int, verified: bool) -> None:
         self.both("complete", self.an_id(number), 10, "path", verified_at=self.now if verified else None)
 
-    @rule(number=numbers, name=st.sampled_from(["mark_corrupted", "abandon_beyond", "pin", "unpin", "delete"]))
+    @rule(number=numbers, name=st.sampled_from(CHANGES))
     def change(self, number: int, name: str) -> None:
         self.both(name, self.an_id(number))
 

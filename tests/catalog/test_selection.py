@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from forged.catalog import CheckpointCatalog, CheckpointMeta, RestoreCriteria, selection_score
+from forged.catalog.errors import TransitionRefused
 from tests.catalog.naive_catalog import NaiveCatalog
 from tests.catalog.records import (
     COMPLETE,
@@ -141,6 +142,18 @@ def test_what_was_saved_beyond_the_point_gone_back_to_is_no_longer_offered(catal
     assert catalog.get_latest("run") == point
     assert catalog.restore_points(replace(ANY, require_complete=False)) == [point, old]
     assert saved(catalog, 250, INCREMENTAL).parent_id == point.checkpoint_id
+
+
+def test_reinstated_checkpoint_is_offered_again_and_no_other_one(catalog: CheckpointCatalog) -> None:
+    old, left, latest = (saved(catalog, step) for step in (100, 200, 300))
+    catalog.abandon_beyond(old.checkpoint_id)
+    assert catalog.reinstate(left.checkpoint_id) == left
+    assert catalog.restore_points(ANY) == [left, old]
+    with pytest.raises(TransitionRefused, match=f"checkpoint {left.checkpoint_id} is not abandoned"):
+        catalog.reinstate(left.checkpoint_id)
+    catalog.delete(latest.checkpoint_id)
+    with pytest.raises(TransitionRefused, match="is deleted"):
+        catalog.reinstate(latest.checkpoint_id)
 
 
 def test_point_that_was_abandoned_is_offered_again_when_training_goes_there(catalog: CheckpointCatalog) -> None:

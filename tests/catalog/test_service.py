@@ -14,6 +14,7 @@ from forged.catalog.messages import (
     CheckpointCompleted,
     CheckpointFailed,
     CheckpointParentFound,
+    CheckpointReinstated,
     CheckpointRepaired,
     CheckpointRestored,
     CheckpointsAbandoned,
@@ -27,6 +28,7 @@ from forged.catalog.messages import (
     ListCheckpoints,
     PinCheckpoint,
     ReadRetention,
+    ReinstateCheckpoint,
     ReleaseCheckpoint,
     ReportCorruptCheckpoint,
     ReportRestore,
@@ -398,6 +400,26 @@ async def test_restore_abandons_what_lies_beyond_after_the_clock_went_back() -> 
             await one.save(step)
         one.kernel.clock.jump(-3600.0)
         await one.ask(ReportRestore(JOB, WORKER, INCARNATION, "", 1, 4.0, 10_000_000))
+        assert [point.meta.step for point in (await one.points()).points] == [1]
+
+
+@on_virtual_time
+async def test_reinstated_checkpoint_is_offered_again() -> None:
+    store = FaultyStore()
+    async with catalog(store) as one:
+        ids = {step: await one.save(step) for step in (1, 2, 3)}
+        await one.ask(ReportRestore(JOB, WORKER, INCARNATION, ids[1], 1, 4.0, 10))
+        for step in (1, 99):
+            assert await refused(one.ask(ReinstateCheckpoint(JOB, ids.get(step, "none")), OPERATOR)) == (
+                "checkpoint_not_abandoned" if step == 1 else "checkpoint_unknown"
+            )
+        meta = await one.ask(ReinstateCheckpoint(JOB, ids[3], "the  evaluation\nwas wrong"), OPERATOR)
+        assert (meta.step, meta.abandoned) == (3, False)
+        [fact] = one.kernel.facts(CheckpointReinstated)
+        assert (fact.checkpoint_id, fact.step, fact.reason) == (ids[3], 3, "the evaluation was wrong")
+    async with catalog(store) as one:
+        assert [point.meta.step for point in (await one.points()).points] == [3, 1]
+        await one.ask(ReportRestore(JOB, WORKER, INCARNATION, ids[1], 1, 4.0, 10))
         assert [point.meta.step for point in (await one.points()).points] == [1]
 
 

@@ -32,6 +32,7 @@ from forged.catalog.messages import (
     CheckpointFailed,
     CheckpointOperationFailed,
     CheckpointParentFound,
+    CheckpointReinstated,
     CheckpointRepaired,
     CheckpointRestored,
     CheckpointsAbandoned,
@@ -47,6 +48,7 @@ from forged.catalog.messages import (
     FailCheckpoint,
     HoldCheckpoint,
     PinCheckpoint,
+    ReinstateCheckpoint,
     ReleaseCheckpoint,
     ReportCorruptCheckpoint,
     ReportRestore,
@@ -496,6 +498,13 @@ class CatalogBook:
         if count:
             changes[0] = changes[0]._replace(fact=CheckpointsAbandoned(step, count, checkpoint_id))
         return changes
+
+    def reinstate(self, request: ReinstateCheckpoint) -> Decision[CheckpointMeta]:
+        """Offer an abandoned checkpoint again."""
+        record = self.record(request.job, request.checkpoint_id)
+        meta = self.index.reinstate(record.id)
+        reinstated = CheckpointReinstated(record.id, meta.step, shortened(request.reason))
+        return decided(meta, request.job, self._put(msgspec.structs.replace(record, meta=meta), reinstated))
 
     def _measured(self, record: CheckpointRecord, measured: MeasuredRestore, fact: Fact) -> Change:
         kind = storage_kind(record.path)

@@ -26,8 +26,8 @@ SHOWN_MAX = 40
 FACTS = (
     "CheckpointStarted", "CheckpointCompleted", "CheckpointFailed", "CheckpointCorrupted", "CheckpointRepaired",
     "CheckpointCollected", "CheckpointCompacted", "CheckpointParentFound", "CheckpointOperationFailed",
-    "CheckpointsAbandoned", "CheckpointRestored", "CheckpointsAdopted", "EmergencyCheckpointSaved",
-    "EmergencyCheckpointFailed",
+    "CheckpointsAbandoned", "CheckpointReinstated", "CheckpointRestored", "CheckpointsAdopted",
+    "EmergencyCheckpointSaved", "EmergencyCheckpointFailed",
 )  # fmt: skip
 METRIC_FIGURES = 4
 METRIC = "loss"

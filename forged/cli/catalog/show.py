@@ -1,4 +1,4 @@
-"""`forgectl ckpt show`, `estimate`, `pin` and `unpin`: one checkpoint of the catalogue."""
+"""`forgectl ckpt show`, `estimate`, `pin`, `unpin` and `reinstate`: one checkpoint of the catalogue."""
 
 from __future__ import annotations
 
@@ -40,17 +40,23 @@ def show_estimate(options: Options) -> int:
 
 
 def pin(options: Options) -> int:
-    return _keep(options, "PinCheckpoint", "pinned {name}: no collection deletes it until `forgectl ckpt unpin`")
+    return _change(options, "PinCheckpoint", "pinned {name}: no collection deletes it until `forgectl ckpt unpin`")
 
 
 def unpin(options: Options) -> int:
-    return _keep(options, "UnpinCheckpoint", "unpinned {name}; `forgectl ckpt gc --dry-run` shows whether it is kept")
+    return _change(options, "UnpinCheckpoint", "unpinned {name}; `forgectl ckpt gc --dry-run` shows whether it is kept")
 
 
-def _keep(options: Options, method: str, done: str) -> int:
+def reinstate(options: Options) -> int:
+    reason = {} if options.reason is None else {"reason": options.reason}
+    done = "reinstated {name}; `forgectl ckpt restore-point` shows what the job would be restored from"
+    return _change(options, "ReinstateCheckpoint", done, **reason)
+
+
+def _change(options: Options, method: str, done: str, **fields: str) -> int:
     with DaemonConnection(options) as daemon:
         found = answers.map_in(names.find(daemon, options.job, options.checkpoint), "meta")
-        meta = answers.one(daemon, method, job=options.job, checkpoint_id=found.get("checkpoint_id"))
+        meta = answers.one(daemon, method, job=options.job, checkpoint_id=found.get("checkpoint_id"), **fields)
     answer(options, meta, lambda: print(done.format(name=names.described(found))))
     return EXIT_OK
 

@@ -127,6 +127,7 @@ _CLAUSES: Mapping[str, tuple[str, ...]] = {
         ", from checkpoint {checkpoint_id}",
         "; abandons {count:checkpoint} beyond it",
     ),
+    "CheckpointReinstated": ("checkpoint {checkpoint_id} is no longer abandoned", " (step {step})", ": {reason}"),
     "CheckpointRestored": (
         "the job is restored from checkpoint {checkpoint_id}",
         " (step {step})",

@@ -105,15 +105,16 @@ class TestEstimate:
         assert (code, out) == (1, "ckpt-00000004 (step 400): cannot be restored\n")
 
 
-class TestPin:
+class TestChange:
     @pytest.mark.parametrize(
         ("verb", "method", "said"),
         [
             ("pin", "PinCheckpoint", "pinned ckpt-00000004 (step 400): no collection deletes it"),
+            ("reinstate", "ReinstateCheckpoint", "reinstated ckpt-00000004 (step 400); `forgectl ckpt restore-point` "),
             ("unpin", "UnpinCheckpoint", "unpinned ckpt-00000004 (step 400); `forgectl ckpt gc --dry-run` shows"),
         ],
     )
-    def test_found_checkpoint_is_pinned(
+    def test_found_checkpoint_is_changed(
         self, tmp_path: Path, capsys: Caught, verb: str, method: str, said: str
     ) -> None:
         with catalogue(tmp_path, META, **{method: META}) as daemon:
@@ -122,3 +123,9 @@ class TestPin:
             assert out.startswith(said)
             assert daemon.requests[-1] == (method, {"job": "run", "checkpoint_id": "ckpt-00000004"})
             assert daemon.json(f"ckpt {verb} @400 --job run", capsys) == META
+
+    def test_reason_is_sent(self, tmp_path: Path, capsys: Caught) -> None:
+        with catalogue(tmp_path, META, ReinstateCheckpoint=META) as daemon:
+            assert daemon.run("ckpt reinstate @400 --job run --reason evaluated", capsys)[0] == 0
+            fields = {"job": "run", "checkpoint_id": "ckpt-00000004", "reason": "evaluated"}
+            assert daemon.requests[-1] == ("ReinstateCheckpoint", fields)

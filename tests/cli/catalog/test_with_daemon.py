@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from forged.catalog.messages import ReportRestore
 from forged.catalog.model import CheckpointType
 from forged.checkpoint import Checkpoints
 from tests.cli.catalog.conftest import JOB, CatalogueDaemon
@@ -90,6 +91,16 @@ def test_pinned_checkpoint_survives_a_collection(on_daemon: CatalogueDaemon) -> 
     assert on_daemon.lines("unpin @100")[0].startswith("unpinned ")
     on_daemon.lines("gc")
     assert steps(on_daemon) == [400, 300]
+
+
+def test_reinstated_checkpoint_is_offered_again(on_daemon: CatalogueDaemon) -> None:
+    first = on_daemon.save(100)
+    on_daemon.save(200)
+    on_daemon.client.request(ReportRestore(JOB, "", b"", first, 100, 1.0, 1))
+    assert "complete, abandoned" in on_daemon.lines("ls")[2]
+    assert on_daemon.run("reinstate @100")[0] == 3
+    assert on_daemon.lines("reinstate @200 --reason evaluated")[0].startswith("reinstated ")
+    assert on_daemon.json("restore-point")["points"][0]["meta"]["step"] == 200
 
 
 def test_deleted_checkpoint_is_no_longer_listed(on_daemon: CatalogueDaemon) -> None:

@@ -20,6 +20,7 @@ from forged.catalog.messages import (
     ListCheckpoints,
     PinCheckpoint,
     ReadRetention,
+    ReinstateCheckpoint,
     ReportCorruptCheckpoint,
     ReportRestore,
     ShowCheckpoint,
@@ -97,6 +98,7 @@ class OperatorActor:
             self._adopt,
             self._change,
             self._suspect,
+            self._reinstate,
             self._compact,
             self._look,
         )
@@ -177,6 +179,12 @@ class OperatorActor:
         """Say of a checkpoint that it is corrupt; the daemon verifies it where it may."""
         if plan.is_managed and (checkpoint_id := await self._any(client, plan, CheckpointState.COMPLETE)):
             await client.request(ReportCorruptCheckpoint(plan.name, checkpoint_id, "a suspicion"))
+
+    async def _reinstate(self, client: ForgedClient, plan: JobPlan) -> None:
+        """Have an abandoned checkpoint offered again."""
+        abandoned = [one.id for one in self._oracle.live(plan.name) if one.meta.abandoned]
+        if abandoned:
+            await client.request(ReinstateCheckpoint(plan.name, self._random.choice(abandoned), "it was evaluated"))
 
     async def _compact(self, client: ForgedClient, plan: JobPlan) -> None:
         incremental = [one.id for one in self._oracle.live(plan.name) if one.meta.is_incremental]

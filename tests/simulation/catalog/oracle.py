@@ -16,7 +16,9 @@ from typing import NoReturn
 from forged.catalog.messages import (
     CheckpointCollected,
     CheckpointFailed,
+    CheckpointReinstated,
     CheckpointRepaired,
+    CheckpointRestored,
     CheckpointsAbandoned,
     CheckpointsAdopted,
     CheckpointStarted,
@@ -103,6 +105,7 @@ class CatalogOracle:
         """The ids that a job is offered, from each time on."""
         self._lost: list[tuple[ProgressLost, str, list[str]]] = []
         self._restored: set[str] = set()
+        """The checkpoints that are no longer abandoned."""
         self._started_by: dict[str, int] = {}
         """The number of the fact with which each checkpoint came into the catalogue."""
 
@@ -180,6 +183,9 @@ class CatalogOracle:
                     one.id for one in self.live(record.job) if one.meta.step > lost.step and not one.meta.abandoned
                 ]
                 self._lost.append((lost, record.job, beyond))
+            case CheckpointReinstated(checkpoint_id=checkpoint_id):
+                self.met("a checkpoint is reinstated")
+                self._restored.add(checkpoint_id)
             case CheckpointStarted(checkpoint_id=checkpoint_id):
                 self._started_by[checkpoint_id] = record.id
             case _:
@@ -336,6 +342,12 @@ class CatalogOracle:
         turned = {
             key for key, one in after.items() if one.meta.abandoned and key in before and not before[key].meta.abandoned
         }
+        taken_back = {
+            key for key, one in after.items() if not one.meta.abandoned and key in before and before[key].meta.abandoned
+        }
+        why = [one.fact for one in facts if isinstance(one.fact, CheckpointReinstated | CheckpointRestored)]
+        if taken_back - {one.checkpoint_id for one in why}:
+            self.violated(Promise.ABANDONED, f"no fact says that {sorted(taken_back)} are no longer abandoned")
         told = next((one for one in facts if isinstance(one.fact, CheckpointsAbandoned)), None)
         if told is None:
             if turned:

@@ -78,6 +78,7 @@ MUST_HAPPEN = (
     "a hostile tenant is refused",
     "a job continues from a checkpoint",
     "a job is removed",
+    "a checkpoint is reinstated",
     "a reader finds damage",
     "a reader reads a checkpoint as a whole",
     "a report is repeated",

@@ -54,6 +54,7 @@ EXPECTED_REFUSALS = frozenset(
         "job_unknown",
         "checkpoint_unknown",
         "checkpoint_transition_refused",
+        "checkpoint_not_abandoned",
         "checkpoint_not_managed",
         "checkpoint_pinned",
         "checkpoint_held",

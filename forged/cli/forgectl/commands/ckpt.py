@@ -15,6 +15,7 @@ from forged.cli.forgectl.parser import (
     Act,
     Options,
     Parser,
+    add_reason,
     positional,
     verb,
     verbs_of,
@@ -127,6 +128,7 @@ def _catalogue(verbs: Any) -> None:
     _of_checkpoint(verbs, "estimate", _estimate, "estimate how long a restore from a checkpoint takes")
     _of_checkpoint(verbs, "pin", _pin, "keep a checkpoint regardless of the retention policy")
     _of_checkpoint(verbs, "unpin", _unpin, "leave a checkpoint to the retention policy again")
+    add_reason(_of_checkpoint(verbs, "reinstate", _reinstate, "offer an abandoned checkpoint again"))
     collecting = _of_job(verbs, "gc", _collect, "delete the checkpoints that the retention policy does not keep")
     collecting.add_argument("--dry-run", action="store_true", help="only show what goes and what is kept, and why")
     collecting.add_argument("--all", action="store_true", help="do not shorten lists on a terminal")
@@ -291,6 +293,12 @@ def _unpin(options: Options) -> int:
     from forged.cli.catalog.show import unpin
 
     return unpin(options)
+
+
+def _reinstate(options: Options) -> int:
+    from forged.cli.catalog.show import reinstate
+
+    return reinstate(options)
 
 
 def _collect(options: Options) -> int:

@@ -708,6 +708,11 @@ class TestFactSentences:
                 "training continues after step 0; abandons 1 checkpoint beyond it",
             ),
             (
+                "CheckpointReinstated",
+                ABOUT | {"reason": "the evaluation was wrong"},
+                "checkpoint c-7 is no longer abandoned (step 1200): the evaluation was wrong",
+            ),
+            (
                 "CheckpointRestored",
                 SAVED | {"seconds": 2.5, "skipped": []},
                 "the job is restored from checkpoint c-7 (step 1200): 2.15 GB read in 2.5 s",
