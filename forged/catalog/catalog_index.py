@@ -253,7 +253,12 @@ class CatalogIndex:
         """Take back a deletion: a complete checkpoint uses the files, so they are there."""
         tombstone = self.tombstones[checkpoint_id]
         self.forget(checkpoint_id)
-        return self.add(msgspec.structs.replace(tombstone, state=CheckpointState.COMPLETE, pinned=False, holders=()))
+        revived = msgspec.structs.replace(tombstone, state=CheckpointState.COMPLETE, pinned=False, holders=())
+        self.add(revived)
+        run = self._run_of[checkpoint_id]
+        for child in [one.meta for one in run.entries.values() if one.meta.parent_id == checkpoint_id]:
+            run.relink(child)
+        return revived
 
     def drop(self, checkpoint_id: str) -> None:
         """Forget a checkpoint without a tombstone: its files are not the catalogue's any more."""

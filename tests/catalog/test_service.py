@@ -677,6 +677,43 @@ async def test_deletion_of_what_a_later_checkpoint_builds_on_is_taken_back() -> 
 
 
 @on_virtual_time
+async def test_all_that_builds_on_a_checkpoint_whose_deletion_is_taken_back_is_offered() -> None:
+    async with catalog() as one:
+        await one.ask(DeleteCheckpoint(JOB, await one.save(1, by=TENANT)), OPERATOR)
+        second, third = [await one.start(step, by=TENANT, **incremental(1)) for step in (2, 3)]
+        path = f"{FOLDER}/step-00000004"
+        adopted = AdoptedCheckpoint(path, "00000004", 0, 4, 10, 1e9, f"{FOLDER}/step-00000001", job=JOB)
+        await one.ask(AdoptCheckpoints(JOB, FOLDER, [adopted], dry_run=True), OPERATOR)
+        assert (await one.points()).points == []
+        await one.complete(second.checkpoint_id)
+        await one.complete(third.checkpoint_id)
+        await one.ask(AdoptCheckpoints(JOB, FOLDER, [adopted]), OPERATOR)
+        assert [point.meta.step for point in (await one.points()).points] == [4, 3, 2, 1]
+
+
+@on_virtual_time
+async def test_checkpoint_builds_on_no_failed_save_that_was_deleted() -> None:
+    """The name was used again, by a save that the catalogue does not know."""
+    async with catalog() as one:
+        failed = await one.start(1, by=TENANT)
+        await one.fail(failed.checkpoint_id)
+        await one.ask(DeleteCheckpoint(JOB, failed.checkpoint_id), OPERATOR)
+        await one.save(2, by=TENANT, **incremental(1))
+        assert [point.chain[:-1] for point in (await one.points()).points] == [[]]
+        assert (await one.ask(ShowCheckpoint(JOB, failed.checkpoint_id))).meta.state == "deleted"
+
+
+@on_virtual_time
+async def test_adopted_checkpoint_keeps_the_files_of_a_deleted_one() -> None:
+    async with catalog() as one:
+        await one.ask(DeleteCheckpoint(JOB, await one.save(1, by=TENANT)), OPERATOR)
+        path = f"{FOLDER}/step-00000002"
+        adopted = AdoptedCheckpoint(path, "00000002", 0, 2, 10, 1e9, f"{FOLDER}/step-00000001", job=JOB)
+        await one.ask(AdoptCheckpoints(JOB, FOLDER, [adopted]), OPERATOR)
+        assert [point.meta.step for point in (await one.points()).points] == [2, 1]
+
+
+@on_virtual_time
 async def test_checkpoint_that_would_build_on_itself_is_refused() -> None:
     async with catalog() as one:
         first = await one.start(1)

@@ -324,7 +324,6 @@ class CatalogBook:
         parent = self.records.get(child.parent_id or "")
         while parent is not None and parent.is_deleted:
             meta = self.index.revive(parent.id)
-            self.index.set_parent(child.checkpoint_id, parent.id)
             why = f"{child.checkpoint_id} builds on it, and was saved meanwhile"
             fact = CheckpointOperationFailed(meta.checkpoint_id, meta.step, DELETING, why)
             changes.append(self._put(msgspec.structs.replace(parent, meta=meta), fact))
@@ -698,6 +697,7 @@ class CatalogBook:
                         record = msgspec.structs.replace(record, manifest_job=manifest_job)
                     self._require_room(record)
                     self.index.add(meta)
+                    changes += [] if request.dry_run else self._keep_parents(meta)
                     changes.append(self._put(record))
                     adoption.adopted.append(record.id)
                 else:
@@ -809,8 +809,9 @@ class CatalogBook:
         return None
 
     def _id_at(self, job: str, path: str) -> str | None:
-        """The newest checkpoint of a job at a path."""
-        return next(reversed(self._at.get((job, path), {}).values()), None)
+        """The newest checkpoint of a job at a path; none builds on a save that has failed and was deleted."""
+        newest_first = map(self.records.__getitem__, reversed(self._at.get((job, path), {}).values()))
+        return next((one.id for one in newest_first if not one.is_deleted or one.meta.storage_path), None)
 
     def _require_room(self, record: CheckpointRecord) -> None:
         cost = RECORD_OVERHEAD_BYTES + len(encoded(record))

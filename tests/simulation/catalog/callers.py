@@ -138,13 +138,16 @@ class OperatorActor:
 
     async def _delete(self, client: ForgedClient, plan: JobPlan) -> None:
         checkpoint_id = await self._any(client, plan)
-        compacting = [one.id for one in self._oracle.live(plan.name) if one.is_to_compact]
-        if compacting and self._random.random() < 0.5:
-            checkpoint_id = compacting[0]
+        busy = [one.id for one in self._oracle.live(plan.name) if one.is_to_compact or one.is_being_written]
+        if busy and self._random.random() < 0.5:
+            checkpoint_id = self._random.choice(busy)
         if checkpoint_id is not None:
-            self._oracle.deletion_wanted.add(checkpoint_id)
-            await client.request(DeleteCheckpoint(plan.name, checkpoint_id))
-            self._simulation.meet("an operator deletes a checkpoint")
+            await self._delete_one(client, plan, checkpoint_id)
+
+    async def _delete_one(self, client: ForgedClient, plan: JobPlan, checkpoint_id: str) -> None:
+        self._oracle.deletion_wanted.add(checkpoint_id)
+        await client.request(DeleteCheckpoint(plan.name, checkpoint_id))
+        self._simulation.meet("an operator deletes a checkpoint")
 
     async def _collect(self, client: ForgedClient, plan: JobPlan) -> None:
         await client.request(CollectCheckpoints(plan.name))
@@ -189,7 +192,11 @@ class OperatorActor:
     async def _compact(self, client: ForgedClient, plan: JobPlan) -> None:
         incremental = [one.id for one in self._oracle.live(plan.name) if one.meta.is_incremental]
         if incremental:
-            await client.request(CompactCheckpoint(plan.name, self._random.choice(incremental)))
+            checkpoint_id = self._random.choice(incremental)
+            await client.request(CompactCheckpoint(plan.name, checkpoint_id))
+            if self._random.random() < 0.5:
+                await anyio.sleep(self._random.uniform(0.0, 0.3))
+                await self._delete_one(client, plan, checkpoint_id)
 
     async def _look(self, client: ForgedClient, plan: JobPlan) -> None:
         await client.request(ReadRetention(plan.name))

@@ -204,7 +204,7 @@ class CatalogOracle:
         state_before = CheckpointState.CREATING if before is None else before.meta.state
         if after.meta.state is CheckpointState.COMPLETE and state_before is not CheckpointState.COMPLETE:
             self._check_completed(after)
-            if before is not None and not before.meta.storage_path:
+            if before is not None and (before.is_being_written or before.meta.is_failed_save):
                 self._check_parent(after)
         if before is not None and before.meta.parent_id is not None and after.meta.parent_id is None:
             self._check_compacted(after)
@@ -222,7 +222,10 @@ class CatalogOracle:
         manifest = self.storage.manifest(SaveName(record.path, record.save_id))
         if record.job == HOSTILE or manifest is None:
             return
-        known = {SaveName(one.path, one.save_id): one.id for one in self.records.values() if one.job == record.job}
+        of_job = (one for one in self.records.values() if one.job == record.job)
+        known = {
+            SaveName(one.path, one.save_id): one.id for one in of_job if not one.is_deleted or one.meta.storage_path
+        }
         expected = None if manifest.parent is None else known.get(manifest.parent)
         if record.meta.parent_id != expected:
             self.violated(Promise.COMPLETE, f"{record.meta} does not build on {expected}, as its manifest says")

@@ -65,6 +65,7 @@ PLANS = (
     JobPlan("rooted", "/roots/rooted", is_trusted=False),
     JobPlan("foreign", "/home/foreign", is_trusted=False, is_managed=False),
 )
+CLEANS_MAX = 10
 ROOTS = ("/roots/{job}",)
 MUST_HAPPEN = (
     "a checkpoint goes: surplus",
@@ -369,8 +370,11 @@ class CatalogSimulation(Simulation):
             self.oracle.check_end()
 
     async def _clean(self, trainer: Trainer) -> None:
-        """A worker that saves is told what to delete. The save may fail or be refused, as the first of its life."""
-        for _ in range(3):
+        """A worker that saves is told what to delete, and deletes the end of each chain.
+
+        The save may fail or be refused, as the first of its life.
+        """
+        for _ in range(CLEANS_MAX):
             if await trainer.clean():
                 return
         self.oracle.broken(Promise.ORPHANS, f"the workers of {trainer.plan.name} do not delete what is collected")

@@ -13,8 +13,8 @@ SEEDS = range(12)
 SEEDS_TO_CATCH = range(300)
 SEEDS_TO_COMPARE = (2, 6, 7)
 LIKELY = {
-    "compact_what_is_deleted": 322,
-    "delete_what_is_being_written": 62,
+    "compact_what_is_deleted": 139,
+    "delete_what_is_being_written": 17,
     "forget_holds_at_restart": 9,
     "let_go_of_the_parents_of_what_is_read": 23,
     "release_for_all_readers": 25,

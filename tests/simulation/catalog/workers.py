@@ -240,7 +240,10 @@ class Trainer:
         writer.gone_at = self._simulation.loop.time()
         left = (self._oracle.records[one] for one in collected if one in self._oracle.records)
         return not any(
-            one.is_deleted and not self._simulation.storage.is_needed(SaveName(one.path, one.save_id)) for one in left
+            one.is_deleted
+            and not self._oracle.is_managed(one)
+            and not self._simulation.storage.is_needed(SaveName(one.path, one.save_id))
+            for one in left
         )
 
 
@@ -361,6 +364,9 @@ class _Process:
             await anyio.sleep(self._random.uniform(0.0, 0.3))
             await self._storage.reach(part)
             self._storage.files[part] = StoredFile(self._plan.name, save.name)
+        if self._random.random() < 0.2:
+            # Another rank is slow.
+            await anyio.sleep(self._random.uniform(0.0, 1.5))
         await self._storage.reach(save.name.path)
         size_bytes = self._random.randrange(1, 1 << 30)
         if not self._storage.is_free(save.name.path):
