@@ -189,6 +189,7 @@ class Daemon:
             defaults=_retention_defaults(config),
             roots=config.checkpoint_roots,
             bytes_max=config.catalog_bytes_max,
+            models_of=lambda record: self.registry.state.models_of(record),
             files=ports.checkpoint_files,
             scrub_bytes_per_s=config.scrub_bytes_per_s,
             log=ports.log,
@@ -196,7 +197,7 @@ class Daemon:
         self.registry = RegistryService(
             self.bus,
             clock,
-            OriginsPort(settings=self.jobs.settings, audit=self.audit.summary),
+            OriginsPort(settings=self.jobs.settings, checkpoint=self.catalog.book.record_at, audit=self.audit.summary),
             bytes_max=config.registry_bytes_max,
             log=ports.log,
         )

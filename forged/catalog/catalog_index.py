@@ -36,7 +36,7 @@ from forged.catalog.model import (
     checked_request,
     checked_time,
 )
-from forged.catalog.run_index import IndexEntry, RunIndex
+from forged.catalog.run_index import IndexEntry, ModelsOf, RunIndex, no_models
 
 OUTDATED_MAX = 1000
 """So many outdated times of collections are kept, or as many as there are runs."""
@@ -45,7 +45,8 @@ OUTDATED_MAX = 1000
 class CatalogIndex:
     """All checkpoints, by id and by run."""
 
-    def __init__(self, policy: GcPolicy) -> None:
+    def __init__(self, policy: GcPolicy, models_of: ModelsOf = no_models) -> None:
+        self._models_of = models_of
         self.policy = policy
         """That of each run without one of its own."""
         self._policies: dict[str, GcPolicy] = {}
@@ -76,7 +77,7 @@ class CatalogIndex:
             else:
                 by_run.setdefault(meta.training_run_id, []).append(meta)
         for run_id, of_run in by_run.items():
-            run = self._runs[run_id] = RunIndex(self.policy_of(run_id))
+            run = self._runs[run_id] = RunIndex(self.policy_of(run_id), self._models_of)
             run.load(of_run)
             self._run_of.update(dict.fromkeys(run.entries, run))
             self._size_bytes += run.size_bytes
@@ -240,13 +241,14 @@ class CatalogIndex:
     def require_deletable(self, checkpoint_id: str) -> CheckpointMeta:
         """The record of a checkpoint that no other one, nor an operator or a reader, needs; refuses others."""
         meta = self._live(checkpoint_id)
-        children = [one.id for one in self._run_of[checkpoint_id].entries[checkpoint_id].children]
+        run = self._run_of[checkpoint_id]
+        children = [one.id for one in run.entries[checkpoint_id].children]
         if children:
             raise errors.parent_needed(checkpoint_id, children)
         if meta.pinned:
             raise errors.pinned(checkpoint_id)
-        if meta.holders:
-            raise errors.held(checkpoint_id, meta.holders)
+        if users := run.users(run.entries[checkpoint_id]):
+            raise errors.held(checkpoint_id, users)
         return meta
 
     def revive(self, checkpoint_id: str) -> CheckpointMeta:
@@ -292,6 +294,10 @@ class CatalogIndex:
         """A holder no longer needs the checkpoint; one that did not hold it is no error."""
         meta = self._live(checkpoint_id)
         return self._put(meta, holders=tuple(one for one in meta.holders if one != holder))
+
+    def look_again(self) -> None:
+        """A model no longer refers to some checkpoint, which may have to go."""
+        self._changed.update(dict.fromkeys(self._runs))
 
     # Questions.
 
@@ -393,7 +399,7 @@ class CatalogIndex:
     # Records.
 
     def _run(self, training_run_id: str) -> RunIndex:
-        return self._runs.get(training_run_id) or RunIndex(self.policy_of(training_run_id))
+        return self._runs.get(training_run_id) or RunIndex(self.policy_of(training_run_id), self._models_of)
 
     def _live(self, checkpoint_id: str) -> CheckpointMeta:
         """The record of a checkpoint that is not deleted."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from math import isnan
 from operator import attrgetter
 from typing import Any
@@ -19,8 +20,16 @@ import msgspec
 
 from forged.catalog.model import CheckpointMeta, CheckpointState, GcPolicy
 
+USERS_MAX = 100
 Rank = tuple[bool, int, int, float, str]
+ModelsOf = Callable[[str], Iterator[str]]
+"""The names of the models that refer to a checkpoint, and keep it."""
 Key = Callable[["IndexEntry"], Any]
+
+
+def no_models(checkpoint_id: str) -> Iterator[str]:
+    """Without a model registry no model refers to any checkpoint."""
+    return iter(())
 
 
 class IndexEntry:
@@ -77,8 +86,9 @@ by_rank: Callable[[IndexEntry], Rank] = attrgetter("rank")
 class RunIndex:
     """All checkpoints of one run that are not deleted."""
 
-    def __init__(self, policy: GcPolicy) -> None:
+    def __init__(self, policy: GcPolicy, models_of: ModelsOf = no_models) -> None:
         self.policy = policy
+        self._models_of = models_of
         self.entries: dict[str, IndexEntry] = {}
         self.ranked: list[IndexEntry] = []
         self.by_age: list[IndexEntry] = []
@@ -86,6 +96,13 @@ class RunIndex:
         """By step and time."""
         self.best: list[IndexEntry] = []
         self.size_bytes = 0
+
+    def users(self, entry: IndexEntry) -> list[str]:
+        """Who keeps a checkpoint: its holders, and the first of the models that refer to it."""
+        return [*entry.meta.holders, *islice(self._models_of(entry.id), USERS_MAX)]
+
+    def is_used(self, entry: IndexEntry) -> bool:
+        return bool(entry.meta.holders) or next(self._models_of(entry.id), None) is not None
 
     def load(self, records: Iterable[CheckpointMeta]) -> None:
         """Take in many records at once; their parents may come after them."""

@@ -7,7 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -52,7 +52,7 @@ from forged.catalog.messages import (
 )
 from forged.catalog.model import CheckpointMeta, CheckpointState
 from forged.catalog.ports import CheckpointFiles, JobsPort, NoFiles
-from forged.catalog.records import PREFIX, Moment, root_of, shortened
+from forged.catalog.records import PREFIX, CheckpointRecord, Moment, root_of, shortened
 from forged.clock import Clock
 from forged.elastic.messages import ConfirmWorker, ProgressLost
 from forged.errors import ForgedError
@@ -63,6 +63,7 @@ from forged.kernel.messages import Call, Decision, Nothing, Record
 from forged.kernel.pending import Pending
 from forged.kernel.store.port import Store
 from forged.log import SILENT, Log
+from forged.registry.messages import ModelDeleted
 
 R = TypeVar("R")
 
@@ -85,12 +86,13 @@ class CatalogService:
         defaults: Mapping[str, SettingValue],
         roots: tuple[str, ...] = (),
         bytes_max: int = CATALOG_BYTES_MAX,
+        models_of: Callable[[CheckpointRecord], Iterator[str]] = lambda record: iter(()),
         files: CheckpointFiles | None = None,
         scrub_bytes_per_s: int = 0,
         log: Log = SILENT,
     ) -> None:
         """Without `files` the daemon touches none."""
-        self.book = CatalogBook(jobs.settings, defaults=defaults, roots=roots, bytes_max=bytes_max)
+        self.book = CatalogBook(jobs.settings, defaults=defaults, roots=roots, bytes_max=bytes_max, models_of=models_of)
         self._questions = CatalogQuestions(self.book)
         self._bus = bus
         self._clock = clock
@@ -137,6 +139,7 @@ class CatalogService:
         bus.on((CheckpointCollected, CheckpointCompleted, CheckpointCorrupted), self._checkpoint_changed, name=FILES)
         bus.on((JobCreated, JobChanged), self._job_changed, name="catalog.settings")
         bus.on(JobRemoved, self._job_removed, name="catalog.removal", durable=True)
+        bus.on(ModelDeleted, lambda record: book.index.look_again(), name="catalog.models")
         bus.on(ProgressLost, self._progress_lost, name="catalog.progress", durable=True)
 
     async def load(self, store: Store) -> None:

@@ -15,8 +15,8 @@ class OriginsPort:
 
     settings: Callable[[str], Mapping[str, SettingValue] | None] = lambda job: None
     """A job's settings; None if there is no such job."""
-    checkpoint: Callable[[str, str], CheckpointRecord | None] = lambda path, save_id: None
-    """The checkpoint at a path with a save id, or the newest one at the path if the save id is empty; deleted ones too,
-    whose files may be there yet."""
+    checkpoint: Callable[[str, str, str], CheckpointRecord | None] = lambda job, path, save_id: None
+    """The checkpoint of a job at a path with a save id, or the newest one at the path if the save id is empty; also a
+    deleted one whose files may be there yet."""
     audit: Callable[[str, int], str] = lambda job, epoch: ""
     """What the audit says of an epoch of a job, in words; empty if its data is not audited."""

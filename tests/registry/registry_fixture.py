@@ -65,9 +65,9 @@ class Registry:
         assert isinstance(self.kernel.clock, VirtualClock)
         return self.kernel.clock
 
-    def _checkpoint(self, path: str, save_id: str) -> CheckpointRecord | None:
+    def _checkpoint(self, job: str, path: str, save_id: str) -> CheckpointRecord | None:
         found = self.checkpoints.get(path)
-        return found if found is not None and save_id in ("", found.save_id) else None
+        return found if found is not None and found.job == job and save_id in ("", found.save_id) else None
 
     async def ask(self, request: Request[Any], by: Principal = OPERATOR) -> Any:
         return await self.kernel.bus.ask(request, Call(by, "a test"))

@@ -307,13 +307,14 @@ async def test_lineage_comes_from_the_catalogue_the_settings_and_the_audit() -> 
         one.checkpoints[PATH] = checkpoint()
         one.audits[JOB, 3] = "epoch 3: all samples were used once"
         claimed = Lineage("somewhere", 9, 9, {}, {})
-        await one.register(artifact=Artifact(PATH, SAVE, "ckpt-1", "somewhere"), lineage=claimed)
+        await one.register(artifact=Artifact(PATH, SAVE, "ckpt-1", JOB), lineage=claimed)
         view = await one.show()
         assert view.artifact == Artifact(PATH, SAVE, "ckpt-7", JOB)
         assert view.lineage == Lineage(JOB, 3, 100, {}, {"min_workers": 2}, "epoch 3: all samples were used once", 0.0)
         await one.reload()
         assert await one.show() == view
-        assert [record.version for record in one.service.state.references(SAVE, PATH)] == [V1]
+        assert list(one.service.state.models_of(checkpoint())) == [f"model {MODEL}@1.0.0"]
+        assert list(one.service.state.models_of(checkpoint("other"))) == []
 
 
 @on_virtual_time
@@ -337,9 +338,11 @@ async def test_checkpoint_that_is_not_complete_is_refused(state: CheckpointState
 async def test_checkpoint_of_another_job_tells_nothing() -> None:
     async with registry() as one:
         one.checkpoints[PATH] = checkpoint("other", CheckpointState.CORRUPTED)
-        await one.register(artifact=Artifact(PATH, SAVE))
-        view = await one.show()
-        assert (view.lineage, view.artifact.checkpoint_id, view.artifact.job) == (None, "", "")
+        for version, job in ((V1, ""), (V2, "other")):
+            await one.register(version, artifact=Artifact(PATH, SAVE, job=job))
+            view = await one.show()
+            assert (view.lineage, view.artifact.checkpoint_id, view.artifact.job) == (None, "", job)
+            assert list(one.service.state.models_of(one.checkpoints[PATH])) == []
 
 
 @on_virtual_time
@@ -879,6 +882,17 @@ async def test_number_of_a_deleted_version_is_not_given_again() -> None:
         assert (await one.register(bump="patch")).version == ModelVersion(3, 0, 1)
 
 
+@on_virtual_time
+async def test_version_with_all_its_validations_is_deleted_in_one_transaction() -> None:
+    async with registry() as one:
+        await one.ask(ImportModels([ImportedVersion(metadata(state=ARCHIVED))], "x"))
+        for _ in range(VALIDATIONS_KEPT + 1):
+            await one.validate()
+        await one.ask(DeleteModel(MODEL, V1))
+        await one.kernel.settle()
+        assert not await one.kernel.store.list("model-validation/")
+
+
 # Import.
 
 
@@ -987,6 +1001,23 @@ async def test_search_combines_what_is_wanted_in_pages() -> None:
             assert " ".join(found) == expected, wanted
         for after in ("vision", "vision/odd@x", "@1.2.3"):
             assert await refused(one.ask(FindModels(after=after))) == "model_argument_invalid"
+
+
+@on_virtual_time
+async def test_long_search_lets_other_requests_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forged.registry.service.LOOKED_AT_MAX", 3)
+    async with registry() as one:
+        for number in range(40):
+            name = "rare" if number in (7, 39) else "common"
+            await one.register(ModelVersion(0, number, 0), name=name)
+        search = one.kernel.bus.submit(FindModels(text="rare", limit=1), Call(TENANT, "a test"))
+        other = one.kernel.bus.submit(ShowModel(MODEL), Call(TENANT, "a test"))
+        assert not search.done
+        assert other.done
+        page = await search.wait()
+        assert ([found.version.minor for found in page.versions], page.more) == ([7], True)
+        page = await one.ask(FindModels(text="rare", after=f"{MODEL}@0.7.0", limit=1))
+        assert ([found.version.minor for found in page.versions], page.more) == ([39], False)
 
 
 @on_virtual_time

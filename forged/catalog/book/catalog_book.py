@@ -134,11 +134,15 @@ class CatalogBook:
         defaults: Mapping[str, SettingValue] = NO_SETTINGS,
         roots: tuple[str, ...] = (),
         bytes_max: int = CATALOG_BYTES_MAX,
+        models_of: Callable[[CheckpointRecord], Iterator[str]] = lambda record: iter(()),
     ) -> None:
+        """`models_of`: the names of the models that refer to a checkpoint, and keep it."""
         self.roots = roots
         """Beneath these the daemon may touch files, also if an untrusted principal has named them."""
         self.times = RestoreTimes()
-        self.index = CatalogIndex(retention_of(NO_SETTINGS, defaults).policy)
+        self.index = CatalogIndex(
+            retention_of(NO_SETTINGS, defaults).policy, lambda checkpoint_id: models_of(self.records[checkpoint_id])
+        )
         self.records: dict[str, CheckpointRecord] = {}
         """By id; tombstones too."""
         self.since: dict[str, float] = {}
@@ -660,7 +664,7 @@ class CatalogBook:
         run = self.index.run(job)
         changes: list[Change] = []
         if run is not None:
-            kept = _needed_by([one for one in run.entries.values() if one.meta.pinned or one.meta.holders])
+            kept = _needed_by([one for one in run.entries.values() if one.meta.pinned or run.is_used(one)])
             for checkpoint_id in [one for one in run.entries if one not in kept]:
                 self.index.drop(checkpoint_id)
                 changes.append(self._forget(self.records[checkpoint_id]))
@@ -754,6 +758,13 @@ class CatalogBook:
         if record is None or record.job != job:
             raise errors.unknown(checkpoint_id)
         return record
+
+    def record_at(self, job: str, path: str, save_id: str = "") -> CheckpointRecord | None:
+        """The checkpoint or tombstone of a job with this path and save id; without a save id the newest at the path."""
+        if not save_id:
+            return self.records.get(self._id_at(job, path) or "")
+        meta = self.checkpoint_at(job, path, save_id)
+        return None if meta is None else self.records[meta.checkpoint_id]
 
     def checkpoint_at(self, job: str, path: str, save_id: str) -> CheckpointMeta | None:
         """The checkpoint of a job with this path and save id."""

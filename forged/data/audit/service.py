@@ -184,7 +184,8 @@ def _bounded(log: UsageLog) -> list[bytes]:
 
 def _in_words(audit: EpochAudit) -> str:
     if audit.complete:
-        return f"epoch {audit.epoch}: all {audit.expected:,} samples were used once, {audit.dropped:,} of them dropped"
+        dropped = f", {audit.dropped:,} of them deliberately dropped" if audit.dropped else ""
+        return f"epoch {audit.epoch}: all {audit.expected:,} samples were used once{dropped}"
     faults = [f"{audit.repeated_total:,} more than once"] if audit.repeated_total else []
     faults += [f"reports of {counted(len(audit.conflicts), 'step')} differ"] if audit.conflicts else []
     used = f"epoch {audit.epoch}: {audit.used:,} of {audit.expected:,} samples were used so far"

@@ -36,7 +36,7 @@ from forged.registry.messages import (
     RegisterModel,
 )
 from forged.registry.model import DeploymentState, ModelMetadata, ModelVersion, ValidationResult, checked_result
-from forged.registry.names import checked_alias, form_of
+from forged.registry.names import checked_alias, form_of, namespace_of
 from forged.registry.ports import OriginsPort
 from forged.registry.records import (
     ENTRY_OVERHEAD_BYTES,
@@ -210,8 +210,11 @@ class Registration:
         """The catalogued checkpoint of an artifact, if the principal may use it."""
         if not artifact.location or (artifact.files and not artifact.save_id):
             return None
-        found = self._origins.checkpoint(artifact.location, artifact.save_id)
-        if found is None or not by.may(Role.WORKER, found.job):
+        job = artifact.job or namespace_of(model_id)
+        if not by.may(Role.WORKER, job):
+            return None
+        found = self._origins.checkpoint(job, artifact.location, artifact.save_id)
+        if found is None:
             return None
         if found.meta.state is not CheckpointState.COMPLETE:
             raise errors.checkpoint_unusable(model_id, artifact.location, found.meta.state)

@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from forged.auth.model import Principal
+from forged.catalog.records import CheckpointRecord
 from forged.errors import RequestRefused
 from forged.registry import errors
 from forged.registry.book.model import Model
@@ -200,11 +201,14 @@ class RegistryState:
         namespace = namespace_of(model_id)
         return namespace if self._has_job(namespace) else ""
 
-    def references(self, save_id: str, path: str) -> Iterator[VersionRecord]:
-        """The versions that refer to a checkpoint."""
-        for what in (("save", save_id), ("path", path)):
+    def models_of(self, checkpoint: CheckpointRecord) -> Iterator[str]:
+        """The names of the versions that refer to a checkpoint, in whichever job it is catalogued: it has one save id.
+        A version holds only checkpoints that the principal who registered it may use."""
+        for what in (("save", checkpoint.save_id), ("path", checkpoint.path)):
             for model_id, version in self.index.having(what):
-                yield self.models[model_id].records[version]
+                jobs = self.models[model_id].records[version].jobs
+                if jobs is None or checkpoint.job in jobs:
+                    yield f"model {model_id}@{version}"
 
     def ranked(self, model_id: str = ALL) -> Iterable[VersionRecord]:
         """The validated canary and production versions of one model or of all, the best first."""

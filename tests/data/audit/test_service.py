@@ -71,6 +71,18 @@ async def test_an_epoch_is_complete_when_all_of_it_was_reported() -> None:
 
 
 @on_virtual_time
+async def test_summary_says_in_words_what_the_audit_proves() -> None:
+    async with data_fixture() as stage:
+        assert stage.audit.summary(JOB, 0) == ""
+        await report(stage, 1, 0, steps(0, 9))
+        assert stage.audit.summary(JOB, 0) == "epoch 0: 90 of 100 samples were used so far, none more than once"
+        await report(stage, 1, 0, steps(9, 10))
+        assert stage.audit.summary(JOB, 0) == "epoch 0: all 100 samples were used once"
+        await report(stage, 1, 0, Run(10, 0, 0, 10, 1))
+        assert stage.audit.summary(JOB, 0) == "epoch 0: 100 of 100 samples were used so far, 10 more than once"
+
+
+@on_virtual_time
 async def test_repeated_usage_report_changes_nothing() -> None:
     async with data_fixture() as stage:
         for _ in range(3):
