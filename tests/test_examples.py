@@ -36,3 +36,10 @@ def test_follow_events_prints_the_facts_of_its_job(tmp_path: Path) -> None:
         printed = run("follow_events.py", f"unix://{environment['FORGED_SOCKET']}", environment=dict(os.environ))
     assert "JobCreated" in printed
     assert "warm-up is over" in printed
+
+
+def test_release_model_brings_it_into_production(tmp_path: Path) -> None:
+    with a_daemon(tmp_path) as environment:
+        printed = run("release_model.py", f"unix://{environment['FORGED_SOCKET']}", str(tmp_path / "checkpoints"))
+    assert printed.startswith("digits@0.1.0 serves\n")
+    assert "1 0.1.0 registered" in printed
