@@ -44,13 +44,13 @@ from forged.elastic.messages import (
 from forged.errors import ConfigError, ForgedError
 from forged.phrases import counted
 from forged.registry.messages import ArtifactState
-from forged.registry.model import DeploymentState
+from forged.registry.model import DeploymentState, ModelVersion
 
 DEADLINE_S = 120.0
 """Long enough for a very busy machine."""
 PARTS = 6
 ASK_INTERVAL_S = 0.05
-FIRST_VERSION = "0.1.0"
+FIRST_VERSION = ModelVersion(0, 1, 0)
 """The version that the registry gives to the first one of a model."""
 TOLERANCE = 1e-9
 """Another order of summation moves the parameters by about 1e-14."""
@@ -402,7 +402,7 @@ class Scenario:
         self.outcome.model_serving, self.outcome.canary_rollback_s = f"{found.serving}", round(found.rollback_s, 4)
         canary = found.canary.metadata
         kept = [] if canary.state is DeploymentState.STAGING else [f"{canary.version} is {canary.state}"]
-        if f"{found.serving}" != FIRST_VERSION:
+        if found.serving != FIRST_VERSION:
             kept.append(f"{found.serving} serves")
         self._check(f"the registry itself rolled {canary.version} back, and {FIRST_VERSION} serves", kept)
         damaged = [] if found.files.state is ArtifactState.SOUND else [found.files.problem]
