@@ -109,8 +109,8 @@ class Reader(Protocol):
     @property
     def size(self) -> int: ...
 
-    def read_into(self, offset: int, room: memoryview) -> None:
-        """Fill `room` with the bytes from `offset` on; an error if the file has fewer."""
+    def read_into(self, offset: int, *rooms: memoryview) -> None:
+        """Fill the rooms, one after another, with the bytes from `offset` on; an error if the file has fewer."""
         ...
 
     def mapped(self) -> memoryview | None:

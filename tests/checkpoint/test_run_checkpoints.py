@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -460,10 +460,10 @@ def test_checkpoint_is_held_while_it_is_loaded(tmp_path: Path) -> None:
     held = []
 
     class Observed(SystemFiles):
-        def read(self, fd: int, room: memoryview, offset: int) -> int:
+        def read(self, fd: int, rooms: Sequence[memoryview], offset: int) -> int:
             if offset >= HEADER_BYTES:
                 held.append(is_held(root_at(tmp_path), "step-00000001.metadata.json"))
-            return super().read(fd, room, offset)
+            return super().read(fd, rooms, offset)
 
     storage = LocalStorage(tmp_path, files=Observed())
     manifest = listing.read_manifest(storage, "step-00000001")

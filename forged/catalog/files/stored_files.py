@@ -304,10 +304,10 @@ class _ThrottledReader:
         self._token = token
         self.size = reader.size
 
-    def read_into(self, offset: int, room: memoryview) -> None:
+    def read_into(self, offset: int, *rooms: memoryview) -> None:
         self._token.check()
-        self._reader.read_into(offset, room)
-        self._token.wait(len(room) / self._bytes_per_s)
+        self._reader.read_into(offset, *rooms)
+        self._token.wait(sum(map(len, rooms)) / self._bytes_per_s)
 
     def mapped(self) -> memoryview | None:
         return None

@@ -319,13 +319,15 @@ class _TemporaryReader:
         self._file = file
         self.size = size
 
-    def read_into(self, offset: int, out: memoryview) -> None:
-        done = 0
-        while done < len(out):
-            count = os.preadv(self._file.fileno(), [out[done:]], offset + done)
-            if not count:
-                raise invalid_file("a temporary file", "it was truncated")
-            done += count
+    def read_into(self, offset: int, *rooms: memoryview) -> None:
+        for room in rooms:
+            done = 0
+            while done < len(room):
+                count = os.preadv(self._file.fileno(), [room[done:]], offset + done)
+                if not count:
+                    raise invalid_file("a temporary file", "it was truncated")
+                done += count
+            offset += len(room)
 
     def mapped(self) -> memoryview | None:
         return None

@@ -10,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from operator import attrgetter
@@ -25,13 +25,13 @@ from forged.checkpoint.format.compression import decompress_into
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.loading.manifest_index import Index, PartLayout, PieceId
 from forged.checkpoint.loading.read_plan import (
-    GAP_BYTES_MAX,
     READ_BYTES_MAX,
-    SMALL_BYTES_MAX,
     ChunkBatch,
     ReadPlan,
     Span,
+    is_read_directly,
     plan,
+    spans_of_reads,
 )
 from forged.checkpoint.model import RepairedChunk
 from forged.checkpoint.ports import CancelToken, Reader, Storage
@@ -77,8 +77,6 @@ class _ReadJob(NamedTuple):
     end: int
     """The number after the last chunk."""
     spans: list[Span] | ChunkBatch
-    is_direct: bool = False
-    """Whether the bytes go straight into the target's array."""
 
 
 def fetch(
@@ -126,6 +124,7 @@ class _Targets:
         for target, given in into.items():
             self.arrays[target] = given
         self._boxes = boxes
+        self._memory: dict[int, memoryview] = {}
 
     def box(self, target: int) -> Box:
         """The wanted box of a target's tensor."""
@@ -137,6 +136,13 @@ class _Targets:
         if array is None:
             array = self.arrays[target] = _new_array(self.shapes[target], self.dtypes[target])
         return array
+
+    def bytes_of(self, target: int) -> memoryview:
+        """The memory of a target's array."""
+        memory = self._memory.get(target)
+        if memory is None:
+            memory = self._memory[target] = bytes_of(self.array(target))
+        return memory
 
     def use_buffer(self, target: int, buffer: Array, at: int) -> None:
         """Take the bytes in the buffer as the target's array."""
@@ -172,73 +178,74 @@ class _Fetching:
         jobs: list[_ReadJob] = []
         for number in sorted({*reads.spans, *reads.batches}):
             layout = self._index.layout(number)
-            jobs_of_part = list(self._jobs(layout, reads.spans.get(number, [])))
+            jobs_of_part = [_merged(layout, spans) for spans in spans_of_reads(layout, reads.spans.get(number, []))]
             batches = reads.batches.get(number, [])
             jobs_of_part.extend(_ReadJob(layout, batch.chunks[0], batch.chunks[-1] + 1, batch) for batch in batches)
             jobs_of_part.sort(key=attrgetter("first"))
             jobs += jobs_of_part
         for job in jobs:
+            if not isinstance(job.spans, ChunkBatch):
+                for target in {span.target for span in job.spans}:
+                    self.targets.array(target)
             self.bytes_read += job.layout.file_offsets[job.end] - job.layout.file_offsets[job.first]
             self._files.add_job(job.layout.part.file)
         return jobs
-
-    def _jobs(self, layout: PartLayout, spans: list[Span]) -> Iterator[_ReadJob]:
-        """Merge the spans of a part into reads."""
-        memory_offsets, file_offsets = layout.memory_offsets, layout.file_offsets
-        merged: list[Span] = []
-        for span in spans:
-            is_direct = span.at >= 0 and memory_offsets[span.end] - memory_offsets[span.first] >= SMALL_BYTES_MAX
-            if merged and (
-                is_direct
-                or memory_offsets[span.end] - memory_offsets[merged[0].first] > READ_BYTES_MAX
-                or file_offsets[span.first] - file_offsets[merged[-1].end] > GAP_BYTES_MAX
-            ):
-                yield _merged(layout, merged)
-                merged = []
-            self.targets.array(span.target)
-            if is_direct:
-                yield _ReadJob(layout, span.first, span.end, [span], is_direct=True)
-            else:
-                merged.append(span)
-        if merged:
-            yield _merged(layout, merged)
 
     def run(self, job: _ReadJob) -> None:
         """Read, verify and place the chunks of one job."""
         if isinstance(job.spans, ChunkBatch):
             self._read_batch(job, job.spans)
-        elif job.is_direct:
-            self._read_direct(job.layout, job.spans[0])
         else:
-            self._read_merged(job, job.spans)
+            self._read_spans(job, job.spans)
         self._files.job_done(job.layout.part.file)
 
-    def _read_direct(self, layout: PartLayout, span: Span) -> None:
-        """Read straight into the target's array."""
-        low = layout.memory_offsets[span.first]
-        out = bytes_of(self.targets.array(span.target))[span.at : span.at + layout.memory_offsets[span.end] - low]
-        edges = layout.memory_offsets[span.first : span.end + 1]
-        slots = [out[start - low : end - low] for start, end in pairwise(edges)]
-        self._read_verified(layout, [(span.first, span.end)], out, slots)
+    def _read_spans(self, job: _ReadJob, spans: list[Span]) -> None:
+        """Read the chunks of direct spans into the targets' arrays.
 
-    def _read_merged(self, job: _ReadJob, spans: list[Span]) -> None:
-        """Read the chunks of several spans into a buffer, verify them, and copy the needed bytes."""
+        All others are read into a buffer, from which the needed bytes are copied.
+        """
         memory_offsets = job.layout.memory_offsets
         low = memory_offsets[job.first]
-        size = memory_offsets[job.end] - low
-        buffer = self._buffers.borrow(size)
-        out = buffer.data[:size]
-        slots = [out[start - low : stop - low] for start, stop in pairwise(memory_offsets[job.first : job.end + 1])]
-        self._read_verified(job.layout, _runs(spans), out, slots)
-        for span in spans:
+        buffer = self._buffers.borrow(memory_offsets[job.end] - low)
+        direct = [span for span in spans if is_read_directly(job.layout, span)]
+        rooms, slots = self._rooms(job, direct, buffer.data)
+        self._read_verified(job.layout, _runs(spans), rooms, slots)
+        for span in spans if len(direct) < len(spans) else ():
             at = memory_offsets[span.first] - low
             array = self.targets.array(span.target)
             if span.at < 0:
                 self._copy_box(span, array, buffer, at)
-            else:
+            elif not is_read_directly(job.layout, span):
                 length = memory_offsets[span.end] - memory_offsets[span.first]
-                bytes_of(array)[span.at : span.at + length] = out[at : at + length]
+                bytes_of(array)[span.at : span.at + length] = buffer.data[at : at + length]
         self._buffers.return_buffer(buffer)
+
+    def _rooms(
+        self, job: _ReadJob, direct: list[Span], buffer: memoryview
+    ) -> tuple[list[memoryview], list[memoryview]]:
+        """The memory that a job's bytes are read into: as a whole, and chunk by chunk.
+
+        A chunk that is in no direct span has its place in the buffer, as if all were read there.
+        """
+        memory_offsets = job.layout.memory_offsets
+        low = memory_offsets[job.first]
+        rooms: list[memoryview] = []
+        slots: list[memoryview] = []
+
+        def add(memory: memoryview, at: int, first: int, end: int) -> None:
+            edges = [at + edge - memory_offsets[first] for edge in memory_offsets[first : end + 1]]
+            rooms.append(memory[at : edges[-1]])
+            slots.extend(memory[start:stop] for start, stop in pairwise(edges))
+
+        done = job.first
+        for span in direct:
+            if done < span.first:
+                add(buffer, memory_offsets[done] - low, done, span.first)
+            add(self.targets.bytes_of(span.target), span.at, span.first, span.end)
+            done = span.end
+        if done < job.end:
+            add(buffer, memory_offsets[done] - low, done, job.end)
+        return rooms, slots
 
     def _read_batch(self, job: _ReadJob, batch: ChunkBatch) -> None:
         """Read whole small targets at once; new arrays stay in the buffer that was read into."""
@@ -249,7 +256,7 @@ class _Fetching:
         buffer = np.empty(size, np.uint8) if is_kept else self._buffers.borrow(size)
         out = buffer.data[:size]
         slots = [out[start - low : stop - low] for start, stop in pairwise(memory_offsets[job.first : job.end + 1])]
-        self._read_verified(job.layout, _runs_of(batch.chunks), out, slots)
+        self._read_verified(job.layout, _runs_of(batch.chunks), [out], slots)
         for target, chunk in zip(batch.targets, batch.chunks, strict=True):
             array = arrays[target]
             if array is None:
@@ -267,10 +274,12 @@ class _Fetching:
             merged: Array = np.ndarray(span.box.shape, array.dtype, buffer.data, at)
             array[span.shared.within(self.targets.box(span.target))] = merged[span.shared.within(span.box)]
 
-    def _read_verified(self, layout: PartLayout, runs: list[Run], out: memoryview, slots: list[memoryview]) -> None:
+    def _read_verified(
+        self, layout: PartLayout, runs: list[Run], rooms: list[memoryview], slots: list[memoryview]
+    ) -> None:
         """Read chunks, decompress them and verify them; repair those that fail.
 
-        `out` receives the chunks as a whole; `slots` are its chunks one by one. Chunks between the runs are not
+        `rooms` receive the chunks as a whole; `slots` are the chunks one by one. Chunks between the runs are not
         verified.
         """
         first = runs[0][0]
@@ -278,7 +287,7 @@ class _Fetching:
         try:
             reader = self._files.reader(layout.part.file)
             if layout.part.stored is None:
-                reader.read_into(layout.file_offsets[first], out)
+                reader.read_into(layout.file_offsets[first], *rooms)
             else:
                 unreadable = self._read_compressed(layout, runs, reader, slots)
         except CheckpointException as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property
@@ -34,6 +35,16 @@ class Columns(NamedTuple):
     file_offsets: Integers
 
 
+class PieceRows(NamedTuple):
+    """By piece, the rows of its tensor that it covers, at least in part."""
+
+    starts: Integers
+    ends: Integers
+    """The number after the last row."""
+    row_bytes: Integers
+    """What the piece has of each row."""
+
+
 class PartLayout:
     """Where the chunks of one part lie, by column.
 
@@ -46,9 +57,7 @@ class PartLayout:
         self.part: Part = part
         self.digests = digests_of(part)
         self._tensors = manifest.tensors
-        of_pieces = self._lengths(part)
-        lengths = np.fromiter(chain.from_iterable(of_pieces), np.int64)
-        counts = np.fromiter(map(len, of_pieces), np.int64, len(of_pieces))
+        lengths, counts = self._partial_lengths() if part.box_of else self._whole_lengths()
         stored = lengths if part.stored is None else np.array(part.stored, np.int64)
         if np.any(np.abs(stored) > lengths):
             raise corrupted(
@@ -80,19 +89,56 @@ class PartLayout:
         self.file_offsets: list[int] = self.columns.file_offsets.tolist()
         """Where each chunk begins in the file, and where the last one ends."""
 
-    def _lengths(self, part: Part) -> list[list[int]]:
-        """The chunk lengths of each piece."""
-        shapes = list(map(self._tensors.shapes.__getitem__, part.tensors))
-        dtypes = list(map(self._tensors.dtypes.__getitem__, part.tensors))
-        wholes = {kind: _lengths_of(whole(kind[0]), *kind) for kind in set(zip(shapes, dtypes, strict=True))}
-        lengths = list(map(wholes.__getitem__, zip(shapes, dtypes, strict=True)))
-        parts: dict[tuple[BoxText, Shape, str], list[int]] = {}
-        for piece, box in part.partial_boxes.items():
-            kind = box, shapes[piece], dtypes[piece]
-            if kind not in parts:
-                parts[kind] = _lengths_of(*kind)
-            lengths[piece] = parts[kind]
-        return lengths
+    def _whole_lengths(self) -> tuple[Integers, Integers]:
+        """The lengths of all chunks, and the number of chunks of each piece, if all pieces are whole tensors."""
+        kinds = self._kinds
+        wholes = {kind: _lengths_of(whole(kind[0]), *kind) for kind in set(kinds)}
+        of_pieces = list(map(wholes.__getitem__, kinds))
+        lengths = np.fromiter(chain.from_iterable(of_pieces), np.int64)
+        return lengths, np.fromiter(map(len, of_pieces), np.int64, len(of_pieces))
+
+    def _partial_lengths(self) -> tuple[Integers, Integers]:
+        """The same, if some pieces are parts of tensors."""
+        kinds = self._kinds
+        steps_of = {kind: _rows_per_chunk(*kind) for kind in set(kinds)}
+        steps = np.fromiter(map(steps_of.__getitem__, kinds), np.int64, len(kinds))
+        starts, ends, row_bytes = self.rows
+        by_rows = (steps > 0) & (starts < ends) & (row_bytes > 0)
+        steps[steps == 0] = 1
+        counts = np.where(by_rows, (ends - 1) // steps - starts // steps + 1, 0)
+        others = {
+            piece: _lengths_of(self.piece_box(piece), *kinds[piece]) for piece in np.flatnonzero(~by_rows).tolist()
+        }
+        for piece, lengths_of_piece in others.items():
+            counts[piece] = len(lengths_of_piece)
+        edges = _offsets(counts)
+        lengths = np.repeat(steps * row_bytes, counts)
+        lengths[edges[:-1][by_rows]] -= (starts % steps * row_bytes)[by_rows]
+        lengths[edges[1:][by_rows] - 1] -= (-ends % steps * row_bytes)[by_rows]
+        for piece, lengths_of_piece in others.items():
+            lengths[edges[piece] : edges[piece + 1]] = lengths_of_piece
+        return lengths, counts
+
+    @property
+    def _kinds(self) -> list[tuple[Shape, str]]:
+        """By piece, the shape and the type of its tensor."""
+        shapes = map(self._tensors.shapes.__getitem__, self.part.tensors)
+        return list(zip(shapes, map(self._tensors.dtypes.__getitem__, self.part.tensors), strict=True))
+
+    @cached_property
+    def rows(self) -> PieceRows:
+        """The rows of each piece. A tensor without axes is a row."""
+        kinds = self._kinds
+        wholes = {kind: rows_of(whole(kind[0]), dtype_of(kind[1]).itemsize) for kind in set(kinds)}
+        found: Integers = np.array(list(map(wholes.__getitem__, kinds)), np.int64).reshape(-1, 3)
+        if self.part.box_of:
+            numbers = np.array(self.part.box_of, np.int64)
+            is_partial = numbers >= 0
+            itemsizes = {name: dtype_of(name).itemsize for name in {name for _, name in kinds}}
+            boxes: Integers = np.array([rows_of(Box(*box), 1) for box in self.part.boxes], np.int64).reshape(-1, 3)
+            found[is_partial] = boxes[numbers[is_partial]]
+            found[is_partial, 2] *= np.array([itemsizes[name] for _, name in kinds], np.int64)[is_partial]
+        return PieceRows(*found.T)
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """The runs of chunks without unused bytes between them: the first, and the number after the last."""
@@ -259,6 +305,19 @@ def _gaps(part: Part, offsets: list[int], edges: Integers) -> Integers:
     ends = np.concatenate([np.array([part.data_offset], np.int64), (starts + sizes)[:-1]])
     gaps: Integers = starts - ends[: starts.size]
     return gaps
+
+
+def rows_of(box: Box, itemsize: int) -> tuple[int, int, int]:
+    """The first row of a box, the number after the last one, and the bytes of each."""
+    if not box.shape:
+        return 0, 1, itemsize
+    return box.offset[0], box.offset[0] + box.shape[0], math.prod(box.shape[1:]) * itemsize
+
+
+def _rows_per_chunk(shape: Shape, dtype: str) -> int:
+    """The step of a grid that cuts a tensor into rows; 0 for another grid."""
+    grid = grid_of(shape, dtype_of(dtype).itemsize)
+    return 0 if grid.axis or not shape else grid.step
 
 
 def _lengths_of(box: Box, shape: Shape, dtype: str) -> list[int]:

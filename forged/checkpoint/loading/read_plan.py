@@ -27,7 +27,7 @@ from forged.checkpoint.format.boxes import (
     whole,
 )
 from forged.checkpoint.format.dtypes import dtype_of
-from forged.checkpoint.loading.manifest_index import Columns, Index, Integers, PartLayout, PieceId
+from forged.checkpoint.loading.manifest_index import Columns, Index, Integers, PartLayout, PieceId, rows_of
 
 READ_BYTES_MAX = 8 << 20
 """Largest single read, unless one chunk is larger."""
@@ -38,6 +38,9 @@ GAP_BYTES_MAX = 1 << 14
 
 FRAGMENTS_MAX = 1 << 12
 """Limit for the boxes that the still missing rest of one target may fall into."""
+
+
+Booleans = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Span(NamedTuple):
@@ -108,19 +111,20 @@ class _Planning:
         """The plan, in file order."""
         numbers = np.array(wanted, np.int64)
         is_whole, rows = self._whole_targets(numbers)
-        for target in np.flatnonzero(~is_whole).tolist():
+        is_planned = is_whole | self._plan_row_pieces(numbers, is_whole)
+        for target in np.flatnonzero(~is_planned).tolist():
             self._plan_target(target, wanted[target])
         piece_table = self._index.piece_table
         whole_targets = np.flatnonzero(is_whole)
         parts = piece_table.parts[rows[whole_targets]]
-        for number in np.flatnonzero(np.bincount(parts)).tolist():
-            targets = whole_targets[parts == number]
+        for number, its in _by_part(parts):
+            targets = whole_targets[its]
             self._plan_whole_pieces(self._index.layout(number), targets, piece_table.pieces[rows[targets]])
         for spans in self._spans.values():
             spans.sort()
         return ReadPlan(self._spans, self._batches, self._bytes_needed(wanted))
 
-    def _whole_targets(self, numbers: Integers) -> tuple[np.ndarray[Any, np.dtype[np.bool_]], Integers]:
+    def _whole_targets(self, numbers: Integers) -> tuple[Booleans, Integers]:
         """Which targets are whole tensors with only whole pieces; and, for these, the row of one piece."""
         piece_table = self._index.piece_table
         firsts = piece_table.firsts[numbers]
@@ -136,8 +140,8 @@ class _Planning:
         columns = layout.columns
         first, end = columns.first_chunks[pieces], columns.chunk_ends[pieces]
         is_small = (end - first == 1) & (columns.memory_offsets[end] - columns.memory_offsets[first] < SMALL_BYTES_MAX)
-        for target, piece in zip(targets[~is_small].tolist(), pieces[~is_small].tolist(), strict=True):
-            self._plan_piece(target, layout, piece)
+        large = targets[~is_small]
+        self._add_pieces(layout, pieces[~is_small], large, np.zeros_like(large))
         if is_small.any():
             small, chunks_of_small = targets[is_small], first[is_small]
             order = np.argsort(chunks_of_small, kind="stable")
@@ -155,8 +159,6 @@ class _Planning:
         if pieces_with_box and target not in self._strided and self._only_piece is None:
             number, piece = pieces_with_box[self._rank % len(pieces_with_box)]
             self._plan_piece(target, self._index.layout(number), piece)
-            return
-        if wanted == whole(shape) and self._only_piece is None and self._plan_row_pieces(target, tensor):
             return
         missing = [wanted] if wanted.volume else []
         for piece_id, box in self._distinct_pieces(tensor):
@@ -180,29 +182,51 @@ class _Planning:
         if missing:
             raise self._missing(tensor, missing[0])
 
-    def _plan_row_pieces(self, target: int, tensor: int) -> bool:
-        """Plan a whole tensor whose pieces are whole rows that follow each other; returns whether they are.
+    def _plan_row_pieces(self, numbers: Integers, is_whole: Booleans) -> Booleans:
+        """Plan whole tensors whose pieces are whole rows that follow each other; returns which targets these are.
 
         Tensors of incremental checkpoints have many such pieces.
         """
-        shape = self._tensors.shapes[tensor]
-        if target in self._strided or not shape:
-            return False
-        found: list[tuple[int, int, int, int]] = []
-        for number, piece in self._index.pieces_of(tensor):
-            box = self._index.layout(number).piece_box(piece)
-            if box.shape[1:] != shape[1:]:
-                return False
-            found.append((box.offset[0], box.shape[0], number, piece))
-        found.sort()
-        ends = [0, *(start + rows for start, rows, _, _ in found)]
-        if ends[-1] != shape[0] or any(start != end for (start, *_), end in zip(found, ends, strict=False)):
-            return False
-        row = math.prod(shape[1:]) * dtype_of(self._tensors.dtypes[tensor]).itemsize
-        for start, _, number, piece in found:
-            layout = self._index.layout(number)
-            self._add_run(layout, layout.first_chunks[piece], layout.chunk_ends[piece], target, start * row)
-        return True
+        may_be = ~is_whole & (self._only_piece is None)
+        may_be[[*self._boxes, *self._strided]] = False
+        targets = np.flatnonzero(may_be)
+        is_planned = np.zeros(numbers.size, np.bool_)
+        if not targets.size:
+            return is_planned
+        rows = [self._tensor_rows(tensor) for tensor in numbers[targets].tolist()]
+        heights, widths = np.zeros((2, numbers.size), np.int64)
+        heights[targets], widths[targets] = np.array(rows, np.int64)[:, 1:].T
+        found = self._pieces_by_row(targets, numbers)
+        is_first = np.diff(found.targets, prepend=-1) > 0
+        is_last = np.roll(is_first, -1)
+        is_break = found.starts != np.where(is_first, 0, np.roll(found.ends, 1))
+        is_break |= (found.row_bytes != widths[found.targets]) | (is_last & (found.ends != heights[found.targets]))
+        is_planned[found.targets] = True
+        is_planned[found.targets[is_break]] = False
+        used = np.flatnonzero(is_planned[found.targets])
+        for number, its in _by_part(found.parts[used]):
+            its = used[its]
+            ats = found.starts[its] * found.row_bytes[its]
+            self._add_pieces(self._index.layout(number), found.pieces[its], found.targets[its], ats)
+        return is_planned
+
+    def _tensor_rows(self, tensor: int) -> tuple[int, int, int]:
+        return rows_of(whole(self._tensors.shapes[tensor]), dtype_of(self._tensors.dtypes[tensor]).itemsize)
+
+    def _pieces_by_row(self, targets: Integers, numbers: Integers) -> _TargetPieces:
+        """The pieces of some targets' tensors, sorted by target and row."""
+        piece_table = self._index.piece_table
+        firsts = piece_table.firsts[numbers[targets]]
+        counts = piece_table.firsts[numbers[targets] + 1] - firsts
+        before = np.cumsum(counts) - counts
+        table_rows = piece_table.order[np.arange(counts.sum()) + np.repeat(firsts - before, counts)]
+        parts, pieces = piece_table.parts[table_rows], piece_table.pieces[table_rows]
+        rows = np.zeros((3, parts.size), np.int64)
+        for number, its in _by_part(parts):
+            rows[:, its] = np.stack(self._index.layout(number).rows)[:, pieces[its]]
+        columns = np.stack([np.repeat(targets, counts), parts, pieces, *rows])
+        starts, ends, _ = rows
+        return _TargetPieces(*columns[:, np.lexsort((ends, starts, columns[0]))])
 
     def _distinct_pieces(self, tensor: int) -> Iterator[tuple[PieceId, Box]]:
         """One piece for each distinct box of a tensor."""
@@ -271,6 +295,17 @@ class _Planning:
             else:
                 self._add(layout.number, Span(chunk, chunk + 1, overlap.target, at * itemsize))
 
+    def _add_pieces(self, layout: PartLayout, pieces: Integers, targets: Integers, ats: Integers) -> None:
+        """Add pieces that stay contiguous in their targets, in blocks."""
+        columns = layout.columns
+        first, end = columns.first_chunks[pieces], columns.chunk_ends[pieces]
+        is_block = (first < end) & (columns.memory_offsets[end] - columns.memory_offsets[first] <= READ_BYTES_MAX)
+        runs = np.stack([first, end, targets, ats])
+        if is_block.any():
+            self._spans.setdefault(layout.number, []).extend(map(Span, *runs[:, is_block].tolist()))
+        for run in runs[:, ~is_block].T.tolist():
+            self._add_run(layout, *run)
+
     def _add_run(self, layout: PartLayout, first: int, end: int, target: int, at: int) -> None:
         """Add consecutive chunks that stay contiguous in the target, in blocks."""
         origin = layout.memory_offsets[first]
@@ -305,6 +340,17 @@ class _Planning:
         )
 
 
+class _TargetPieces(NamedTuple):
+    """Pieces and the targets that need them, by column."""
+
+    targets: Integers
+    parts: Integers
+    pieces: Integers
+    starts: Integers
+    ends: Integers
+    row_bytes: Integers
+
+
 class _Overlap(NamedTuple):
     """A target, and what one piece contributes to it."""
 
@@ -327,6 +373,13 @@ class _Rows(NamedTuple):
         return min(max(self.low, cell * self.step), self.high)
 
 
+def _by_part(parts: Integers) -> Iterator[tuple[int, Integers]]:
+    """Of a column of part numbers, each number and its places."""
+    order = np.argsort(parts, kind="stable")
+    numbers, firsts = np.unique(parts[order], return_index=True)
+    yield from zip(numbers.tolist(), np.split(order, firsts[1:]), strict=False)
+
+
 def _has_whole_rows(overlap: _Overlap) -> bool:
     """Whether the piece's rows are whole rows of the wanted box."""
     wanted, box, shared = overlap.wanted, overlap.box, overlap.shared
@@ -340,12 +393,44 @@ def _batched(columns: Columns, chunks_of_them: Integers, targets: Integers) -> I
     """Group small chunks, given in file order, into batches of close neighbours."""
     low, high = columns.memory_offsets[chunks_of_them], columns.memory_offsets[chunks_of_them + 1]
     gaps = columns.file_offsets[chunks_of_them[1:]] - columns.file_offsets[chunks_of_them[:-1] + 1]
-    ends = [*(np.flatnonzero(gaps > GAP_BYTES_MAX) + 1).tolist(), chunks_of_them.size]
+    for start, stop in _reads_of(low, high, gaps > GAP_BYTES_MAX):
+        yield ChunkBatch(chunks_of_them[start:stop].tolist(), targets[start:stop].tolist())
+
+
+def spans_of_reads(layout: PartLayout, spans: list[Span]) -> Iterator[list[Span]]:
+    """Group the spans of a part, in file order, into those that are read together.
+
+    The chunks of a direct span are in no other span of its group, because they are read to one place.
+    """
+    if not spans:
+        return
+    memory_offsets, file_offsets = layout.columns.memory_offsets, layout.columns.file_offsets
+    first: Integers = np.array([span.first for span in spans], np.int64)
+    end: Integers = np.array([span.end for span in spans], np.int64)
+    is_direct = np.array([is_read_directly(layout, span) for span in spans], np.bool_)
+    ends = np.maximum.accumulate(end)
+    ends_of_direct = np.maximum.accumulate(np.where(is_direct, end, 0))
+    is_shared = first[1:] < np.where(is_direct[1:], ends[:-1], ends_of_direct[:-1])
+    gaps = file_offsets[first[1:]] - file_offsets[ends[:-1]]
+    for start, stop in _reads_of(memory_offsets[first], memory_offsets[ends], is_shared | (gaps > GAP_BYTES_MAX)):
+        yield spans[start:stop]
+
+
+def is_read_directly(layout: PartLayout, span: Span) -> bool:
+    """Whether the chunks of a span are read into the target's array, and not copied there."""
+    return span.at >= 0 and layout.memory_offsets[span.end] - layout.memory_offsets[span.first] >= SMALL_BYTES_MAX
+
+
+def _reads_of(low: Integers, high: Integers, breaks: Booleans) -> Iterator[tuple[int, int]]:
+    """Group neighbours from `low` to `high` into reads of at most `READ_BYTES_MAX`, each of at least one of them.
+
+    `breaks`: by neighbour but the first, whether a new read begins there.
+    """
     start = 0
-    for end in ends:
+    for end in [*(np.flatnonzero(breaks) + 1).tolist(), low.size]:
         while start < end:
             stop = min(end, max(start + 1, int(np.searchsorted(high, low[start] + READ_BYTES_MAX, "right"))))
-            yield ChunkBatch(chunks_of_them[start:stop].tolist(), targets[start:stop].tolist())
+            yield start, stop
             start = stop
 
 

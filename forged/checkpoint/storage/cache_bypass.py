@@ -9,10 +9,12 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
-from forged.checkpoint.storage.direct_write import NOT_SUPPORTED, BlockBuffers, copy_bytes, retry_interrupted
-from forged.checkpoint.storage.files import READ, Files
+from forged.checkpoint.storage.direct_write import NOT_SUPPORTED, BlockBuffers, retry_interrupted
+from forged.checkpoint.storage.files import READ, ROOMS_MAX, Files
+from forged.checkpoint.storage.rooms import fill, rooms_between
 from forged.file_sync import PAGE
 
 FILE_BYTES_MIN = 32 << 20
@@ -42,13 +44,14 @@ class FileReader:
             with suppress(OSError):
                 self._files.close(self._direct_fd)
 
-    def read(self, offset: int, buffer: memoryview) -> int:
-        """Fill `buffer` with the bytes from `offset` on; returns how many the file has there."""
-        done = 0
-        if self._is_direct and len(buffer) >= READ_BYTES_MIN and self._is_cold(offset, len(buffer)):
-            done = self._read_past_cache(offset, buffer)
-        while done < len(buffer):
-            count = retry_interrupted(self._files.read, self._fd, buffer[done:], offset + done)
+    def read(self, offset: int, rooms: Sequence[memoryview]) -> int:
+        """Fill the rooms, one after another, with the bytes from `offset` on; returns how many the file has there."""
+        size, done = sum(map(len, rooms)), 0
+        if self._is_direct and size >= READ_BYTES_MIN and self._is_cold(offset, size):
+            done = self._read_past_cache(offset, rooms, size)
+        while done < size:
+            left = rooms_between(rooms, done, size) if done else rooms
+            count = retry_interrupted(self._files.read, self._fd, left[:ROOMS_MAX], offset + done)
             if count == 0:
                 break
             done += count
@@ -76,16 +79,16 @@ class FileReader:
         except OSError:
             return False
 
-    def _read_past_cache(self, offset: int, buffer: memoryview) -> int:
+    def _read_past_cache(self, offset: int, rooms: Sequence[memoryview], size: int) -> int:
         """Read in whole pages with direct I/O; returns how many bytes were read before the end or a refusal."""
         assert self._direct_fd is not None
         done = 0
         with self._buffers.buffer() as pages:
-            while done < len(buffer):
+            while done < size:
                 start = (offset + done) // PAGE * PAGE
-                length = min(PIECE_BYTES, -(-(offset + len(buffer) - start) // PAGE) * PAGE)
+                length = min(PIECE_BYTES, -(-(offset + size - start) // PAGE) * PAGE)
                 try:
-                    count = retry_interrupted(self._files.read, self._direct_fd, pages[:length], start)
+                    count = retry_interrupted(self._files.read, self._direct_fd, [pages[:length]], start)
                 except OSError as error:
                     if error.errno not in NOT_SUPPORTED:
                         raise
@@ -93,9 +96,9 @@ class FileReader:
                     self._is_direct = False
                     return done
                 skipped = offset + done - start
-                taken = min(count - skipped, len(buffer) - done)
+                taken = min(count - skipped, size - done)
                 if taken <= 0:
                     return done
-                copy_bytes(pages[skipped : skipped + taken], buffer[done : done + taken])
+                fill(rooms_between(rooms, done, done + taken), pages[skipped : skipped + taken])
                 done += taken
         return done

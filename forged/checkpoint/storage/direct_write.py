@@ -19,6 +19,7 @@ import numpy as np
 from forged.checkpoint.large_pages import new_memory
 from forged.checkpoint.ports import BLOCK_BYTES, ByteSource, CancelToken
 from forged.checkpoint.storage.files import Files
+from forged.checkpoint.storage.rooms import copy_bytes
 from forged.checkpoint.thread_pool import run_all
 from forged.file_sync import PAGE
 
@@ -164,11 +165,6 @@ def retry_interrupted(act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
         with suppress(InterruptedError):
             return act(*args, **kwargs)
     return act(*args, **kwargs)
-
-
-def copy_bytes(source: memoryview, into: memoryview) -> None:
-    """Copy without holding the GIL, which slice assignment would hold."""
-    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _write_all(files: Files, fd: int, data: memoryview, offset: int, step: int) -> None:

@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +24,8 @@ READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 UNNAMED = os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC
 MODE = 0o666
+ROOMS_MAX = os.sysconf("SC_IOV_MAX")
+"""How many pieces of memory one read fills at most."""
 CACHED_BYTES_MAX = 4 << 20
 """Larger files are not read without waiting, because to copy and to verify them takes longer than to start a thread."""
 
@@ -63,8 +66,8 @@ class Files(Protocol):
         """Returns how many bytes were written."""
         ...
 
-    def read(self, fd: int, room: memoryview, offset: int) -> int:
-        """Returns how many bytes were read; 0 at the end."""
+    def read(self, fd: int, rooms: Sequence[memoryview], offset: int) -> int:
+        """Fill up to `ROOMS_MAX` rooms, one after another; returns how many bytes were read, 0 at the end."""
         ...
 
     def map(self, fd: int, size: int) -> memoryview:
@@ -169,8 +172,8 @@ class SystemFiles:
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         return os.pwrite(fd, data, offset)
 
-    def read(self, fd: int, room: memoryview, offset: int) -> int:
-        return os.preadv(fd, [room], offset)
+    def read(self, fd: int, rooms: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(fd, rooms, offset)
 
     def map(self, fd: int, size: int) -> memoryview:
         return memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ) if size else b"")
@@ -252,9 +255,9 @@ class CachedFiles(SystemFiles):
             raise WouldBlock
         return size
 
-    def read(self, fd: int, room: memoryview, offset: int) -> int:
+    def read(self, fd: int, rooms: Sequence[memoryview], offset: int) -> int:
         try:
-            return os.preadv(fd, [room], offset, os.RWF_NOWAIT)
+            return os.preadv(fd, rooms, offset, os.RWF_NOWAIT)
         except OSError:
             raise WouldBlock from None
 

@@ -73,11 +73,12 @@ class LocalReader:
         self._url = url
         self.size = reader.size
 
-    def read_into(self, offset: int, room: memoryview) -> None:
+    def read_into(self, offset: int, *rooms: memoryview) -> None:
         with errors_translated(self._name, self._url):
-            count = self._reader.read(offset, room)
-        if count < len(room):
-            raise file_short(self._name, offset + len(room), offset + count)
+            count = self._reader.read(offset, rooms)
+        size = sum(map(len, rooms))
+        if count < size:
+            raise file_short(self._name, offset + size, offset + count)
 
     def mapped(self) -> memoryview | None:
         """The file as memory. Access after a truncation raises SIGBUS."""

@@ -25,6 +25,7 @@ from forged.checkpoint.ports import BLOCK_BYTES, ByteSource, CancelToken, Reader
 from forged.checkpoint.storage.async_calls import ASYNC_CALLS, wait_for, wait_or_cancel
 from forged.checkpoint.storage.object_errors import translated
 from forged.checkpoint.storage.os_errors import file_large, file_short
+from forged.checkpoint.storage.rooms import fill, rooms_between
 
 if TYPE_CHECKING:
     from obstore import AsyncWritableFile, Bytes, ListStream, ObjectMeta
@@ -245,21 +246,23 @@ class ObjectReader:
     def size(self) -> int:
         return self._size
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        if offset < 0 or offset + len(buffer) > self._size:
-            raise file_short(self._name, offset + len(buffer), self._size)
-        pending: deque[tuple[memoryview, Future[Bytes]]] = deque()
+    def read_into(self, offset: int, *rooms: memoryview) -> None:
+        size = sum(map(len, rooms))
+        if offset < 0 or offset + size > self._size:
+            raise file_short(self._name, offset + size, self._size)
+        pending: deque[tuple[list[memoryview], int, Future[Bytes]]] = deque()
         try:
-            for start in range(0, len(buffer), RANGE_BYTES):
+            for start in range(0, size, RANGE_BYTES):
                 if len(pending) == RANGES_IN_FLIGHT:
                     self._receive(*pending.popleft())
-                place = buffer[start : start + RANGE_BYTES]
-                pending.append((place, self._request_range(offset + start, len(place))))
+                end = min(start + RANGE_BYTES, size)
+                request = self._request_range(offset + start, end - start)
+                pending.append((rooms_between(rooms, start, end), end - start, request))
             while pending:
                 self._receive(*pending.popleft())
         finally:
-            for _, future in pending:
-                future.cancel()
+            for *_, request in pending:
+                request.cancel()
 
     def mapped(self) -> memoryview | None:
         return None
@@ -267,11 +270,11 @@ class ObjectReader:
     def _request_range(self, start: int, length: int) -> Future[Bytes]:
         return self._requests.start(partial(self._store.get_range_async, self._name, start=start, length=length))
 
-    def _receive(self, place: memoryview, request: Future[Bytes]) -> None:
+    def _receive(self, rooms: list[memoryview], length: int, request: Future[Bytes]) -> None:
         data = memoryview(self._requests.wait(self._name, request))
-        if len(data) != len(place):
-            raise file_short(self._name, self._size, self._size - len(place) + len(data))
-        place[:] = data
+        if len(data) != length:
+            raise file_short(self._name, self._size, self._size - length + len(data))
+        fill(rooms, data)
 
 
 def _blocks(name: str, source: ByteSource, token: CancelToken) -> Iterator[memoryview]:

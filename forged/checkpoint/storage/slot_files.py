@@ -115,13 +115,18 @@ class SlotPart:
     def block(self, offset: int, room: memoryview) -> memoryview:
         view = self._file.view(PART_OFFSET + offset, len(room))
         if view is None:
-            self.read_into(offset, room)
+            self._read_room(offset, room)
             return room
         self._verify(offset, view)
         return view
 
-    def read_into(self, offset: int, room: memoryview) -> None:
-        """Fill `room`, and verify all chunks that begin in it."""
+    def read_into(self, offset: int, *rooms: memoryview) -> None:
+        """Fill the rooms, one after another, and verify all chunks that begin in them."""
+        for room in rooms:
+            self._read_room(offset, room)
+            offset += len(room)
+
+    def _read_room(self, offset: int, room: memoryview) -> None:
         self._file.read_into(PART_OFFSET + offset, room)
         end = offset + len(room)
         if offset < len(self._lead):

@@ -14,6 +14,7 @@ from forged.checkpoint.errors import storage_error
 from forged.checkpoint.ports import ByteSource, CancelToken, Reader, StoredFile
 from forged.checkpoint.storage.listing import MISSING
 from forged.checkpoint.storage.os_errors import file_large, file_short
+from forged.checkpoint.storage.rooms import fill
 from forged.checkpoint.storage.slot_files import SlotSet
 
 
@@ -25,11 +26,12 @@ class BytesReader:
         self._name = name
         self._data = data
 
-    def read_into(self, offset: int, room: memoryview) -> None:
-        found = self._data[offset : offset + len(room)]
-        if len(found) < len(room):
-            raise file_short(self._name, offset + len(room), offset + len(found))
-        room[:] = found
+    def read_into(self, offset: int, *rooms: memoryview) -> None:
+        size = sum(map(len, rooms))
+        found = memoryview(self._data)[offset : offset + size]
+        if len(found) < size:
+            raise file_short(self._name, offset + size, offset + len(found))
+        fill(rooms, found)
 
     def mapped(self) -> memoryview | None:
         return None

@@ -35,9 +35,11 @@ class Bytes:
         self.size = len(data) if size is None else size
         self.read = 0
 
-    def read_into(self, offset: int, room: memoryview) -> None:
-        self.read += len(room)
-        room[:] = self._data[offset : offset + len(room)]
+    def read_into(self, offset: int, *rooms: memoryview) -> None:
+        for room in rooms:
+            self.read += len(room)
+            room[:] = self._data[offset : offset + len(room)]
+            offset += len(room)
 
     def mapped(self) -> memoryview | None:
         return None

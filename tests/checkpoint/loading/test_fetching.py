@@ -57,9 +57,9 @@ class TestReads:
         inside: list[bool] = []
         plain = MemoryReader.read_into
 
-        def read_into(self: MemoryReader, offset: int, target: memoryview) -> None:
-            inside.append(np.shares_memory(np.frombuffer(target, np.uint8), array))
-            plain(self, offset, target)
+        def read_into(self: MemoryReader, offset: int, *rooms: memoryview) -> None:
+            inside.extend(np.shares_memory(np.frombuffer(room, np.uint8), array) for room in rooms)
+            plain(self, offset, *rooms)
 
         monkeypatch.setattr(MemoryReader, "read_into", read_into)
         fetch_all(storage, manifest, into={0: array})
@@ -129,11 +129,11 @@ class TestFiles:
         both = threading.Barrier(2, timeout=60)
         plain, seen = MemoryReader.read_into, set[int]()
 
-        def read_into(self: MemoryReader, offset: int, array: memoryview) -> None:
+        def read_into(self: MemoryReader, offset: int, *rooms: memoryview) -> None:
             if threading.get_ident() not in seen:
                 seen.add(threading.get_ident())
                 both.wait()
-            plain(self, offset, array)
+            plain(self, offset, *rooms)
 
         monkeypatch.setattr(MemoryReader, "read_into", read_into)
         assert bits(fetch_all(storage, manifest, threads=2)[0]) == bits(w)

@@ -105,10 +105,10 @@ class TestSameCheckpoint:
         manifest = write_checkpoint(storage, "a", [{"w": W}, {"w": W}], copies=2)
         plain = MemoryReader.read_into
 
-        def fail(self: MemoryReader, offset: int, room: memoryview) -> None:
+        def fail(self: MemoryReader, offset: int, *rooms: memoryview) -> None:
             if self.name == manifest.parts[0].file:
                 raise storage_error("the disk fails", self.name, retryable=True)
-            plain(self, offset, room)
+            plain(self, offset, *rooms)
 
         monkeypatch.setattr(MemoryReader, "read_into", fail)
         assert load(storage, manifest).state["w"].tobytes() == W.tobytes()

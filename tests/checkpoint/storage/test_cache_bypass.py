@@ -46,7 +46,7 @@ def read(files: Files, offset: int, length: int, path: str = PATH) -> bytes:
     drained = FileReader(files, fd, path, BlockBuffers(2))
     try:
         room = bytearray(length)
-        return bytes(room[: drained.read(offset, memoryview(room))])
+        return bytes(room[: drained.read(offset, [memoryview(room)])])
     finally:
         drained.close()
         files.close(fd)
@@ -186,7 +186,7 @@ def test_a_small_read_does_not_make_a_cold_file_look_warm(real: Callable[[], tup
     fd = files.open(path, READ)
     drained = FileReader(files, fd, path, BlockBuffers(2))
     room = memoryview(bytearray(PAGE))
-    assert drained.read(0, room) == PAGE
+    assert drained.read(0, [room]) == PAGE
     assert not any(files.is_cached(fd, offset) for offset in range(PAGE, len(data), PAGE))
     drained.close()
     files.close(fd)
@@ -199,7 +199,7 @@ def test_where_a_file_has_become_shorter_meanwhile_the_reading_ends(real: Callab
     drained = FileReader(files, fd, path, BlockBuffers(2))
     os.truncate(path, PAGE + 5)
     room = memoryview(bytearray(len(data)))
-    assert drained.read(0, room) == PAGE + 5
+    assert drained.read(0, [room]) == PAGE + 5
     assert room[: PAGE + 5] == data[: PAGE + 5]
     drained.close()
     files.close(fd)
@@ -220,7 +220,7 @@ def test_several_threads_read_one_file(real: Callable[[], tuple[str, bytes]]) ->
     def act(offset: int) -> None:
         threads.add(threading.get_ident())
         end = min(offset + 1_000_003, len(data))
-        assert drained.read(offset, room[offset:end]) == end - offset
+        assert drained.read(offset, [room[offset:end]]) == end - offset
 
     run_all(act, range(0, len(data), 1_000_003), CancelToken(), 4)
     drained.close()

@@ -36,7 +36,7 @@ class Place(NamedTuple):
     def content(self, path: str) -> bytes:
         fd = self.files.open(path, READ)
         data = bytearray(self.files.size(fd))
-        assert self.files.read(fd, memoryview(data), 0) == len(data)
+        assert self.files.read(fd, [memoryview(data)], 0) == len(data)
         self.files.close(fd)
         return bytes(data)
 
@@ -69,7 +69,7 @@ def test_a_write_beyond_the_end_leaves_zeros_before_it(place: Place) -> None:
 def test_a_read_at_the_end_gives_nothing(place: Place) -> None:
     fd = place.files.open(place.new("a", b"hello"), READ)
     room = memoryview(bytearray(8))
-    assert (place.files.read(fd, room, 3), bytes(room[:2]), place.files.read(fd, room, 5)) == (2, b"lo", 0)
+    assert (place.files.read(fd, [room], 3), bytes(room[:2]), place.files.read(fd, [room], 5)) == (2, b"lo", 0)
     place.files.close(fd)
 
 
@@ -164,7 +164,7 @@ def test_dropped_pages_are_not_in_the_page_cache(tmp_path: Path) -> None:
     place.files.drop_cache(fd, 0, 100 * PAGE)
     for offset in (0, PAGE, 2 * PAGE - 1, 99 * PAGE):
         assert not place.files.is_cached(fd, offset), "to look at one brings none of them there"
-    assert place.files.read(fd, memoryview(bytearray(1)), 50 * PAGE) == 1
+    assert place.files.read(fd, [memoryview(bytearray(1))], 50 * PAGE) == 1
     assert place.files.is_cached(fd, 50 * PAGE)
     place.files.close(fd)
 

@@ -18,6 +18,7 @@ from forged.checkpoint.errors import CheckpointException, ExceptionType
 from forged.checkpoint.ports import BLOCK_BYTES, CancelToken, Storage
 from forged.checkpoint.storage.files import UNNAMED, Files, SystemFiles
 from forged.checkpoint.storage.local import LocalStorage
+from forged.checkpoint.storage.rooms import rooms_between
 from tests.checkpoint.fixtures.faulty_files import Act, NthFails, failing, with_fault
 from tests.checkpoint.fixtures.memory_files import EMPTY, ROOT, WRITTEN_AT, Image, MemoryFiles
 from tests.checkpoint.fixtures.sources import PAGE, CopiedSource, FailingSource, pattern
@@ -393,8 +394,8 @@ def test_short_and_interrupted_reads_are_gone_on_with(files: MemoryFiles) -> Non
             return act()
         if next(interruptions, None) is not None:
             raise InterruptedError(errno.EINTR, "signal")
-        fd, room, offset = act.args  # type: ignore[attr-defined]
-        return files.read(fd, room[:999], offset)
+        fd, rooms, offset = act.args  # type: ignore[attr-defined]
+        return files.read(fd, rooms_between(rooms, 0, 999), offset)
 
     assert LocalStorage(AT, files=with_fault(files, fault)).read("a", 10_000) == pattern(10_000)
 
