@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import base64
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain, repeat
+from itertools import accumulate, chain, pairwise, repeat
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
 
 from forged.checkpoint.errors import CheckpointException, ExceptionType, corrupted, invalid
-from forged.checkpoint.format.boxes import CHUNK_BYTES_MAX, Box, Shape, chunk_count, chunk_lengths, grid_of, whole
+from forged.checkpoint.format.boxes import CHUNK_BYTES_MAX, Box, Grid, Shape, chunk_count, chunk_lengths, grid_of, whole
 from forged.checkpoint.format.dtypes import dtype_of
 from forged.checkpoint.format.states import States
 from forged.checkpoint.format.tree import NAME_CHARS_MAX, Node, OpenPlace, frame_content, tensor_numbers
@@ -146,6 +146,14 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     def links(self) -> list[ChainLink]:
         """The earlier checkpoints whose files are used, oldest first."""
         return [] if self.chain is msgspec.UNSET else self.chain
+
+    @cached_property
+    def tensor_kinds(self) -> tuple[list[tuple[Shape, str]], list[int]]:
+        """The distinct shapes and types of tensors, and by tensor the number of its own."""
+        numbers: dict[tuple[Shape, str], int] = {}
+        kinds = zip(self.tensors.shapes, self.tensors.dtypes, strict=True)
+        kind_of = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
+        return list(numbers), kind_of
 
     @cached_property
     def own_parts(self) -> list[Part]:
@@ -371,8 +379,6 @@ def _check(manifest: Manifest) -> None:
         if part.stored is not None:
             lengths = chain.from_iterable(piece.lengths for piece in pieces(manifest, number))
             _require(all(map(_is_stored, part.stored, lengths)), "parts.stored")
-        if part.is_referenced:
-            _check_offsets(manifest, number)
     files = [part.file for part in manifest.own_parts] + [*manifest.extra_files]
     _require(len(set(files)) == len(files), "parts: a duplicate file")
     _check_states(manifest)
@@ -397,30 +403,18 @@ def _check_chain(manifest: Manifest) -> None:
     _require(len(used) == len(links), "chain: an unused checkpoint")
 
 
-def _check_offsets(manifest: Manifest, number: int) -> None:
-    """Check that the pieces of a referenced file are in ascending order and lie in the file."""
-    part = manifest.parts[number]
-    offsets = part.offsets
-    assert offsets is not msgspec.UNSET
+def _check_offsets(part: Part, offsets: list[int], sizes: Sequence[tuple[int, int]]) -> None:
+    """Check that the pieces of a referenced file are in ascending order and lie in the file.
+
+    `sizes`: by piece, its bytes in memory and its number of chunks.
+    """
     _require(len(offsets) == len(part.tensors), "parts.offsets: the number of entries is not the number of pieces")
-    end = part.data_offset
-    for offset, size in zip(offsets, _stored_sizes(manifest, number), strict=True):
-        _require(end <= offset, "parts.offsets")
-        end = offset + size
-    _require(end <= part.size, "parts.offsets")
-
-
-def _stored_sizes(manifest: Manifest, number: int) -> Iterator[int]:
-    """By piece, its bytes in the file."""
-    part, tensors = manifest.parts[number], manifest.tensors
+    lengths = [length for length, _ in sizes]
     if part.stored is not None:
-        for piece in pieces(manifest, number):
-            yield sum(map(abs, part.stored[piece.first_chunk : piece.first_chunk + len(piece.lengths)]))
-        return
-    itemsizes = {name: dtype_of(name).itemsize for name in set(tensors.dtypes)}
-    for place, tensor in enumerate(part.tensors):
-        box = part.partial_boxes.get(place)
-        yield math.prod(tensors.shapes[tensor] if box is None else box.shape) * itemsizes[tensors.dtypes[tensor]]
+        edges = accumulate((count for _, count in sizes), initial=0)
+        lengths = [sum(map(abs, part.stored[first:end])) for first, end in pairwise(edges)]
+    ends = [part.data_offset, *map(int.__add__, offsets, lengths)]
+    _require(all(map(int.__le__, ends, [*offsets, part.size])), "parts.offsets")
 
 
 def _check_states(manifest: Manifest) -> None:
@@ -457,12 +451,19 @@ def _check_frame(frame: Node, tensors: Tensors) -> list[OpenPlace]:
 class _Sizes(NamedTuple):
     """Sizes of the tensors."""
 
-    kinds: list[tuple[Shape, str]]
-    """The distinct pairs of shape and type."""
+    kinds: list[_Kind]
     kind_of: list[int]
-    """By tensor, the number of its pair."""
-    of_wholes: list[tuple[int, int]]
-    """By pair, the bytes and the number of chunks of a whole tensor."""
+    """By tensor, the number of its kind."""
+
+
+class _Kind(NamedTuple):
+    """Tensors of the same shape and type."""
+
+    shape: Shape
+    itemsize: int
+    grid: Grid
+    of_whole: tuple[int, int]
+    """The bytes and the number of chunks of a whole tensor."""
 
 
 def _check_tensors(manifest: Manifest) -> _Sizes:
@@ -475,9 +476,8 @@ def _check_tensors(manifest: Manifest) -> _Sizes:
     _check_splits(tensors, manifest.world_size)
     owners = map(tensors.ranks.get, range(count))
     _require(len(set(zip(tensors.names, owners, strict=True))) == count, "tensors: a duplicate name")
-    numbers: dict[tuple[Shape, str], int] = {}
-    kind_of = [numbers.setdefault(kind, len(numbers)) for kind in zip(tensors.shapes, tensors.dtypes, strict=True)]
-    return _Sizes(list(numbers), kind_of, [_sizes_of(*kind) for kind in numbers])
+    kinds, kind_of = manifest.tensor_kinds
+    return _Sizes([_kind_of(*kind) for kind in kinds], kind_of)
 
 
 def _check_splits(tensors: Tensors, world_size: int) -> None:
@@ -500,16 +500,17 @@ def _bounds_of(split: Mapping[int, BoxText]) -> Box:
 
 def _check_box(box: Box, shape: Shape, what: str) -> None:
     _require(len(box.offset) == len(box.shape) == len(shape), what)
-    _require(min((*box.offset, *box.shape), default=0) >= 0, what)
-    _require(whole(shape).covers(box), f"{what}: a box outside its tensor")
+    for start, length, size in zip(box.offset, box.shape, shape, strict=True):
+        if start < 0 or length < 0 or start + length > size:
+            raise ValueError(f"{what}: a box outside its tensor")
 
 
-def _sizes_of(shape: Shape, dtype: str) -> tuple[int, int]:
-    """The bytes and the number of chunks of a tensor."""
+def _kind_of(shape: Shape, dtype: str) -> _Kind:
     itemsize = dtype_of(dtype).itemsize
     _require(len(shape) <= AXES_MAX and min(shape, default=0) >= 0, "tensors.shapes")
     _require(math.prod(max(1, size) for size in shape) * max(1, itemsize) <= SIZE_MAX, "tensors.shapes")
-    return math.prod(shape) * itemsize, chunk_count(whole(shape), grid_of(shape, itemsize))
+    grid = grid_of(shape, itemsize)
+    return _Kind(shape, itemsize, grid, (math.prod(shape) * itemsize, chunk_count(whole(shape), grid)))
 
 
 def _check_part(manifest: Manifest, part: Part, sizes: _Sizes) -> None:
@@ -525,19 +526,23 @@ def _check_part(manifest: Manifest, part: Part, sizes: _Sizes) -> None:
         len(part.box_of) in {0, len(part.tensors)}, "parts.box_of: the number of entries is not the number of pieces"
     )
     _require(_are_all({*part.box_of} - {_WHOLE}, len(part.boxes)), "parts.box_of")
-    size = chunks = 0
     kinds = map(sizes.kind_of.__getitem__, part.tensors)
-    for (box, kind), count in Counter(zip(part.box_of or repeat(_WHOLE), kinds, strict=False)).items():
-        each = sizes.of_wholes[kind] if box == _WHOLE else _sizes_in(Box(*part.boxes[box]), *sizes.kinds[kind])
-        size, chunks = size + each[0] * count, chunks + each[1] * count
-    _check_chunks(part, size, chunks)
+    placed = list(zip(part.box_of or repeat(_WHOLE), kinds, strict=False))
+    sizes_of = {
+        (box, kind): sizes.kinds[kind].of_whole if box == _WHOLE else _sizes_in(part.boxes[box], sizes.kinds[kind])
+        for box, kind in set(placed)
+    }
+    of_pieces = list(map(sizes_of.__getitem__, placed))
+    _check_chunks(part, sum(map(itemgetter(0), of_pieces)), sum(map(itemgetter(1), of_pieces)))
+    if part.offsets is not msgspec.UNSET:
+        _check_offsets(part, part.offsets, of_pieces)
 
 
-def _sizes_in(box: Box, shape: Shape, dtype: str) -> tuple[int, int]:
+def _sizes_in(box: BoxText, kind: _Kind) -> tuple[int, int]:
     """The bytes and the number of chunks of a box of a tensor."""
-    _check_box(box, shape, "parts.boxes")
-    itemsize = dtype_of(dtype).itemsize
-    return box.volume * itemsize, chunk_count(box, grid_of(shape, itemsize))
+    checked = Box(*box)
+    _check_box(checked, kind.shape, "parts.boxes")
+    return checked.volume * kind.itemsize, chunk_count(checked, kind.grid)
 
 
 def _check_chunks(part: Part, size: int, chunks: int) -> None:

@@ -176,6 +176,8 @@ class _Fetching:
     def jobs(self, reads: ReadPlan) -> list[_ReadJob]:
         """The reads, in file order."""
         jobs: list[_ReadJob] = []
+        for target in {span.target for spans in reads.spans.values() for span in spans}:
+            self.targets.array(target)
         for number in sorted({*reads.spans, *reads.batches}):
             layout = self._index.layout(number)
             jobs_of_part = [_merged(layout, spans) for spans in spans_of_reads(layout, reads.spans.get(number, []))]
@@ -184,9 +186,6 @@ class _Fetching:
             jobs_of_part.sort(key=attrgetter("first"))
             jobs += jobs_of_part
         for job in jobs:
-            if not isinstance(job.spans, ChunkBatch):
-                for target in {span.target for span in job.spans}:
-                    self.targets.array(target)
             self.bytes_read += job.layout.file_offsets[job.end] - job.layout.file_offsets[job.first]
             self._files.add_job(job.layout.part.file)
         return jobs
@@ -227,24 +226,22 @@ class _Fetching:
 
         A chunk that is in no direct span has its place in the buffer, as if all were read there.
         """
-        memory_offsets = job.layout.memory_offsets
-        low = memory_offsets[job.first]
+        edges = job.layout.memory_offsets
+        low = edges[job.first]
         rooms: list[memoryview] = []
         slots: list[memoryview] = []
-
-        def add(memory: memoryview, at: int, first: int, end: int) -> None:
-            edges = [at + edge - memory_offsets[first] for edge in memory_offsets[first : end + 1]]
-            rooms.append(memory[at : edges[-1]])
-            slots.extend(memory[start:stop] for start, stop in pairwise(edges))
-
         done = job.first
         for span in direct:
             if done < span.first:
-                add(buffer, memory_offsets[done] - low, done, span.first)
-            add(self.targets.bytes_of(span.target), span.at, span.first, span.end)
+                rooms.append(buffer[edges[done] - low : edges[span.first] - low])
+                slots += _slots(rooms[-1], edges, done, span.first)
+            memory = self.targets.bytes_of(span.target)
+            rooms.append(memory[span.at : span.at + edges[span.end] - edges[span.first]])
+            slots += _slots(rooms[-1], edges, span.first, span.end)
             done = span.end
         if done < job.end:
-            add(buffer, memory_offsets[done] - low, done, job.end)
+            rooms.append(buffer[edges[done] - low : edges[job.end] - low])
+            slots += _slots(rooms[-1], edges, done, job.end)
         return rooms, slots
 
     def _read_batch(self, job: _ReadJob, batch: ChunkBatch) -> None:
@@ -255,7 +252,7 @@ class _Fetching:
         is_kept = any(arrays[target] is None for target in batch.targets)
         buffer = np.empty(size, np.uint8) if is_kept else self._buffers.borrow(size)
         out = buffer.data[:size]
-        slots = [out[start - low : stop - low] for start, stop in pairwise(memory_offsets[job.first : job.end + 1])]
+        slots = _slots(out, memory_offsets, job.first, job.end)
         self._read_verified(job.layout, _runs_of(batch.chunks), [out], slots)
         for target, chunk in zip(batch.targets, batch.chunks, strict=True):
             array = arrays[target]
@@ -475,7 +472,15 @@ def _new_array(shape: Shape, dtype: np.dtype[Any]) -> Array:
 
 
 def _merged(layout: PartLayout, spans: list[Span]) -> _ReadJob:
-    return _ReadJob(layout, spans[0].first, max(span.end for span in spans), spans)
+    return _ReadJob(layout, spans[0].first, max(map(attrgetter("end"), spans)), spans)
+
+
+def _slots(memory: memoryview, edges: list[int], first: int, end: int) -> list[memoryview]:
+    """The chunks of some memory that holds those from `first` to `end`."""
+    if end == first + 1:
+        return [memory]
+    low = edges[first]
+    return [memory[start - low : stop - low] for start, stop in pairwise(edges[first : end + 1])]
 
 
 def _runs(spans: Sequence[Span]) -> list[Run]:

@@ -211,7 +211,7 @@ class _Planning:
         return is_planned
 
     def _tensor_rows(self, tensor: int) -> tuple[int, int, int]:
-        return rows_of(whole(self._tensors.shapes[tensor]), dtype_of(self._tensors.dtypes[tensor]).itemsize)
+        return rows_of(*whole(self._tensors.shapes[tensor]), dtype_of(self._tensors.dtypes[tensor]).itemsize)
 
     def _pieces_by_row(self, targets: Integers, numbers: Integers) -> _TargetPieces:
         """The pieces of some targets' tensors, sorted by target and row."""
@@ -407,7 +407,8 @@ def spans_of_reads(layout: PartLayout, spans: list[Span]) -> Iterator[list[Span]
     memory_offsets, file_offsets = layout.columns.memory_offsets, layout.columns.file_offsets
     first: Integers = np.array([span.first for span in spans], np.int64)
     end: Integers = np.array([span.end for span in spans], np.int64)
-    is_direct = np.array([is_read_directly(layout, span) for span in spans], np.bool_)
+    is_placed = np.array([span.at >= 0 for span in spans], np.bool_)
+    is_direct = is_placed & (memory_offsets[end] - memory_offsets[first] >= SMALL_BYTES_MAX)
     ends = np.maximum.accumulate(end)
     ends_of_direct = np.maximum.accumulate(np.where(is_direct, end, 0))
     is_shared = first[1:] < np.where(is_direct[1:], ends[:-1], ends_of_direct[:-1])
@@ -426,10 +427,10 @@ def _reads_of(low: Integers, high: Integers, breaks: Booleans) -> Iterator[tuple
 
     `breaks`: by neighbour but the first, whether a new read begins there.
     """
-    start = 0
+    lows, highs, start = low.tolist(), high.tolist(), 0
     for end in [*(np.flatnonzero(breaks) + 1).tolist(), low.size]:
         while start < end:
-            stop = min(end, max(start + 1, int(np.searchsorted(high, low[start] + READ_BYTES_MAX, "right"))))
+            stop = bisect_right(highs, lows[start] + READ_BYTES_MAX, start + 1, end)
             yield start, stop
             start = stop
 
