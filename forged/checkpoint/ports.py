@@ -136,6 +136,11 @@ class Storage(Protocol):
         """The storage's name in messages."""
         ...
 
+    @property
+    def gap_bytes_max(self) -> int:
+        """Up to so many unwanted bytes between two ranges of a file are read with them, to save a read."""
+        ...
+
     def write(self, name: str, source: ByteSource, token: CancelToken) -> None:
         """Create a file with durable bytes; its name is durable after `sync_names`. An error if the name is taken."""
         ...

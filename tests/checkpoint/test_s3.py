@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,6 +26,12 @@ from forged.checkpoint import (
     StorageOptions,
     create_checkpoint,
 )
+from forged.checkpoint.loading.fetching import fetch
+from forged.checkpoint.loading.manifest_index import Index
+from forged.checkpoint.loading.read_plan import READ_BYTES_MAX
+from forged.checkpoint.ports import CancelToken
+from forged.checkpoint.storage.listing import read_manifest
+from forged.checkpoint.storage.objects import RANGE_BYTES
 from tests.checkpoint.fixtures.s3_server import S3Server
 from tests.checkpoint.fixtures.tcp_proxy import TcpProxy
 
@@ -75,6 +82,26 @@ def test_every_layout_can_lie_in_a_bucket(bucket: str, layout: CheckpointFormat,
     where = f"s3://{bucket}/step-1"
     forged.checkpoint.save(where, state, format=layout, compression_level=compression)
     assert same(forged.checkpoint.load(where), state)
+
+
+def test_chain_of_checkpoints_is_read_in_about_as_few_requests_as_its_bytes_need(s3_server: S3Server) -> None:
+    bucket = s3_server.bucket()
+    w = np.zeros((127, 1 << 14))
+    with BlockingCheckpoint(DistributedCheckpoint(None, s3_server.storage(bucket))) as checkpoint:
+        for number, base in enumerate([None, "c0", "c1"]):
+            w[3 * number :: 9] += 1
+            checkpoint.save({"w": w}, options=SaveOptions(f"c{number}", base=base, include_rng_state=False))
+    with TcpProxy(s3_server.ports["s3.port"]) as proxy:
+        storage = s3_server.storage(bucket, endpoint=proxy.endpoint)
+        manifest = read_manifest(storage, "c2")
+        assert len(manifest.parts) == 3
+        before = len(proxy.requests)
+        fetched = fetch(storage, Index(manifest), [0], CancelToken())
+        requests = Counter(line.partition(b" ")[0] for line in proxy.requests[before:])
+    assert np.array_equal(fetched.arrays[0], w)
+    assert requests[b"HEAD"] <= 3
+    assert requests[b"GET"] <= 3 + fetched.bytes_read // RANGE_BYTES + fetched.bytes_read // READ_BYTES_MAX
+    assert fetched.bytes_read < 1.5 * w.nbytes
 
 
 def test_arrays_are_filled_from_a_bucket(bucket: str) -> None:

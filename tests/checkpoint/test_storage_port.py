@@ -73,6 +73,16 @@ def test_any_part_of_a_file_can_be_read(storage: Storage) -> None:
             assert room == data[offset : offset + length]
 
 
+@pytest.mark.parametrize("lengths", [[5, 0, 70_000, 1], [1] * 3_000, [BLOCK_BYTES + 1, 3, BLOCK_BYTES - 9], []])
+def test_one_read_fills_several_rooms(storage: Storage, lengths: list[int]) -> None:
+    data = pattern(LARGE)
+    storage.write("a", CopiedSource(data), CancelToken())
+    with storage.open("a") as reader:
+        rooms = [memoryview(bytearray(length)) for length in lengths]
+        reader.read_into(7, *rooms)
+    assert b"".join(rooms) == data[7 : 7 + sum(lengths)]
+
+
 def test_a_reader_serves_several_threads(storage: Storage) -> None:
     data = pattern(LARGE)
     storage.write("a", CopiedSource(data), CancelToken())
@@ -100,6 +110,8 @@ def test_reading_beyond_the_end_is_an_error(storage: Storage) -> None:
     with storage.open("a") as reader:
         assert code_of(lambda: reader.read_into(3, memoryview(bytearray(3)))) == "checkpoint_file_short"
         assert code_of(lambda: reader.read_into(9, memoryview(bytearray(1)))) == "checkpoint_file_short"
+        rooms = [memoryview(bytearray(2)) for _ in range(3)]
+        assert code_of(lambda: reader.read_into(0, *rooms)) == "checkpoint_file_short"
 
 
 @pytest.mark.parametrize("size", [10, LARGE])

@@ -3,7 +3,8 @@
 Invariants:
 - Every chunk is hashed right after it is read, while it is in the cache; arrays are returned only when all chunks are
   verified.
-- Large runs are read directly into the target array; all else is verified before it is copied there.
+- Neighbours in a file are read at once: large runs directly into the target arrays, all else into a buffer, from which
+  it is copied when it is verified.
 - A corrupt chunk is replaced by the repairer's healthy copy, or raises an error that names it.
 """
 
@@ -99,7 +100,8 @@ def fetch(
     """
     boxes, into = boxes or {}, into or {}
     strided = [target for target, array in into.items() if not array.flags.c_contiguous]
-    reads = plan(index, wanted, boxes, strided=strided, only_piece=only_piece, rank=rank)
+    gap = storage.gap_bytes_max
+    reads = plan(index, wanted, boxes, strided=strided, only_piece=only_piece, rank=rank, gap_bytes_max=gap)
     fetching = _Fetching(storage, index, repairer, _Targets(index, wanted, boxes, into))
     jobs = fetching.jobs(reads)
     is_small = fetching.bytes_read <= SINGLE_THREAD_BYTES_MAX and len(jobs) <= SINGLE_THREAD_READS_MAX
@@ -180,7 +182,8 @@ class _Fetching:
             self.targets.array(target)
         for number in sorted({*reads.spans, *reads.batches}):
             layout = self._index.layout(number)
-            jobs_of_part = [_merged(layout, spans) for spans in spans_of_reads(layout, reads.spans.get(number, []))]
+            groups = spans_of_reads(layout, reads.spans.get(number, []), self._storage.gap_bytes_max)
+            jobs_of_part = [_merged(layout, spans) for spans in groups]
             batches = reads.batches.get(number, [])
             jobs_of_part.extend(_ReadJob(layout, batch.chunks[0], batch.chunks[-1] + 1, batch) for batch in batches)
             jobs_of_part.sort(key=attrgetter("first"))
@@ -290,15 +293,31 @@ class _Fetching:
         except CheckpointException as error:
             if not is_storage_failure(error):
                 raise
-            is_parent = layout.part.is_referenced and error.code == MISSING
-            gone = missing_parent(self._storage, self._index.manifest) if is_parent else None
-            for low, end in runs:
-                for chunk in range(low, end):
-                    cause = gone or unreadable_chunk(self._index, layout, chunk, error)
-                    self._repair(layout, chunk, slots[chunk - first], cause)
+            self._read_again(layout, runs, slots, error, is_scattered=len(rooms) > 1)
             return
         for low, end in runs:
             self._verify(layout, low, slots[low - first : end - first], unreadable)
+
+    def _read_again(
+        self,
+        layout: PartLayout,
+        runs: list[Run],
+        slots: list[memoryview],
+        error: CheckpointException,
+        *,
+        is_scattered: bool,
+    ) -> None:
+        """Repair chunks that could not be read; those for several places are read one by one before."""
+        chunks = [chunk for run in runs for chunk in range(*run)]
+        is_missing = error.code == MISSING
+        is_parent = layout.part.is_referenced and is_missing
+        gone = missing_parent(self._storage, self._index.manifest) if is_parent else None
+        for chunk in chunks:
+            slot = slots[chunk - chunks[0]]
+            if is_scattered and not is_missing:
+                self._read_verified(layout, [(chunk, chunk + 1)], [slot], [slot])
+            else:
+                self._repair(layout, chunk, slot, gone or unreadable_chunk(self._index, layout, chunk, error))
 
     def _read_compressed(
         self, layout: PartLayout, runs: list[Run], reader: Reader, slots: list[memoryview]

@@ -2,7 +2,7 @@
 
 Invariants:
 - A chunk is read as a whole, because only a whole chunk can be verified.
-- A chunk is read only if a target needs part of it.
+- A chunk is read only if a target needs part of it, or if it lies in a small gap between two such chunks.
 - Each wanted element comes from exactly one chunk, however many copies there are.
 - Elements that no part contains are an error before anything is read.
 """
@@ -32,9 +32,7 @@ from forged.checkpoint.loading.manifest_index import Columns, Index, Integers, P
 READ_BYTES_MAX = 8 << 20
 """Largest single read, unless one chunk is larger."""
 SMALL_BYTES_MAX = 1 << 16
-"""Smaller runs are read together with their neighbours and copied."""
-GAP_BYTES_MAX = 1 << 14
-"""A smaller gap between wanted chunks is read through rather than split into two reads."""
+"""Smaller runs are copied to their targets when they are verified."""
 
 FRAGMENTS_MAX = 1 << 12
 """Limit for the boxes that the still missing rest of one target may fall into."""
@@ -83,20 +81,28 @@ def plan(
     strided: Collection[int] = (),
     only_piece: PieceId | None = None,
     rank: int = 0,
+    gap_bytes_max: int = 0,
 ) -> ReadPlan:
     """Plan the reads for some tensors.
 
     `wanted` are tensor numbers; a target is a position in it. `boxes` gives, by target, the part that is wanted of a
     tensor. The arrays of `strided` targets are not contiguous, so chunks are copied into them. `only_piece` restricts
     the
-    plan to one piece. Of several copies, readers with different `rank` choose different ones.
+    plan to one piece. Of several copies, readers with different `rank` choose different ones. Small chunks are read
+    together if at most `gap_bytes_max` unwanted bytes lie between them.
     """
-    return _Planning(index, boxes, frozenset(strided), only_piece, rank).plan(wanted)
+    return _Planning(index, boxes, frozenset(strided), only_piece, rank, gap_bytes_max).plan(wanted)
 
 
 class _Planning:
     def __init__(
-        self, index: Index, boxes: Mapping[int, Box], strided: frozenset[int], only_piece: PieceId | None, rank: int
+        self,
+        index: Index,
+        boxes: Mapping[int, Box],
+        strided: frozenset[int],
+        only_piece: PieceId | None,
+        rank: int,
+        gap_bytes_max: int,
     ) -> None:
         self._index = index
         self._tensors = index.manifest.tensors
@@ -104,6 +110,7 @@ class _Planning:
         self._strided = strided
         self._only_piece = only_piece
         self._rank = rank
+        self._gap_bytes_max = gap_bytes_max
         self._spans: dict[int, list[Span]] = {}
         self._batches: dict[int, list[ChunkBatch]] = {}
 
@@ -145,7 +152,9 @@ class _Planning:
         if is_small.any():
             small, chunks_of_small = targets[is_small], first[is_small]
             order = np.argsort(chunks_of_small, kind="stable")
-            self._batches[layout.number] = list(_batched(columns, chunks_of_small[order], small[order]))
+            self._batches[layout.number] = list(
+                _batched(columns, chunks_of_small[order], small[order], self._gap_bytes_max)
+            )
 
     def _plan_piece(self, target: int, layout: PartLayout, piece: int) -> None:
         """Plan a whole piece for a target of the same box."""
@@ -389,18 +398,19 @@ def _has_whole_rows(overlap: _Overlap) -> bool:
     )
 
 
-def _batched(columns: Columns, chunks_of_them: Integers, targets: Integers) -> Iterator[ChunkBatch]:
+def _batched(columns: Columns, chunks_of_them: Integers, targets: Integers, gap_bytes_max: int) -> Iterator[ChunkBatch]:
     """Group small chunks, given in file order, into batches of close neighbours."""
     low, high = columns.memory_offsets[chunks_of_them], columns.memory_offsets[chunks_of_them + 1]
     gaps = columns.file_offsets[chunks_of_them[1:]] - columns.file_offsets[chunks_of_them[:-1] + 1]
-    for start, stop in _reads_of(low, high, gaps > GAP_BYTES_MAX):
+    for start, stop in _reads_of(low, high, gaps > gap_bytes_max):
         yield ChunkBatch(chunks_of_them[start:stop].tolist(), targets[start:stop].tolist())
 
 
-def spans_of_reads(layout: PartLayout, spans: list[Span]) -> Iterator[list[Span]]:
+def spans_of_reads(layout: PartLayout, spans: list[Span], gap_bytes_max: int) -> Iterator[list[Span]]:
     """Group the spans of a part, in file order, into those that are read together.
 
-    The chunks of a direct span are in no other span of its group, because they are read to one place.
+    At most `gap_bytes_max` unwanted bytes lie between two of them. The chunks of a direct span are in no other span of
+    its group, because they are read to one place.
     """
     if not spans:
         return
@@ -413,7 +423,7 @@ def spans_of_reads(layout: PartLayout, spans: list[Span]) -> Iterator[list[Span]
     ends_of_direct = np.maximum.accumulate(np.where(is_direct, end, 0))
     is_shared = first[1:] < np.where(is_direct[1:], ends[:-1], ends_of_direct[:-1])
     gaps = file_offsets[first[1:]] - file_offsets[ends[:-1]]
-    for start, stop in _reads_of(memory_offsets[first], memory_offsets[ends], is_shared | (gaps > GAP_BYTES_MAX)):
+    for start, stop in _reads_of(memory_offsets[first], memory_offsets[ends], is_shared | (gaps > gap_bytes_max)):
         yield spans[start:stop]
 
 

@@ -82,6 +82,10 @@ class RetryingStorage:
     def url(self) -> str:
         return self._storage.url
 
+    @property
+    def gap_bytes_max(self) -> int:
+        return self._storage.gap_bytes_max
+
     def bounded(self, token: CancelToken) -> Storage:
         return RetryingStorage(bounded(self._storage, token), self._faults, token)
 

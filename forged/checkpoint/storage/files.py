@@ -24,6 +24,8 @@ READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 UNNAMED = os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC
 MODE = 0o666
+GAP_BYTES_MAX = 1 << 14
+"""To read so many bytes takes about as long as another read."""
 ROOMS_MAX = os.sysconf("SC_IOV_MAX")
 """How many pieces of memory one read fills at most."""
 CACHED_BYTES_MAX = 4 << 20

@@ -35,6 +35,7 @@ from forged.checkpoint.storage.direct_write import (
 )
 from forged.checkpoint.storage.files import (
     CREATE,
+    GAP_BYTES_MAX,
     READ,
     UNNAMED,
     CachedFiles,
@@ -88,6 +89,8 @@ class LocalReader:
 
 class LocalStorage:
     """A directory as a `ports.Storage`. The directory is made at the first write."""
+
+    gap_bytes_max = GAP_BYTES_MAX
 
     def __init__(
         self,

@@ -38,6 +38,8 @@ PARTS_MAX = 10_000
 IN_FLIGHT_BYTES_MAX = 64 << 20
 """Bytes of one file in flight; at least one part."""
 RANGE_BYTES = 4 << 20
+GAP_BYTES_MAX = 1 << 18
+"""To receive so many bytes takes less than a tenth of the time until the reply to another request begins."""
 RANGES_IN_FLIGHT = 8
 LISTED_AT_ONCE = 1_000
 CLEANUP_WAIT_S = 2.0
@@ -78,6 +80,8 @@ class Requests(NamedTuple):
 
 class ObjectStorage:
     """A bucket, or a folder in it."""
+
+    gap_bytes_max = GAP_BYTES_MAX
 
     def __init__(self, store: ObjectStore, url: str, token: CancelToken | None = None) -> None:
         self._store = store

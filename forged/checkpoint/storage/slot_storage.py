@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from forged.checkpoint.errors import storage_error
 from forged.checkpoint.ports import ByteSource, CancelToken, Reader, StoredFile
+from forged.checkpoint.storage.files import GAP_BYTES_MAX
 from forged.checkpoint.storage.listing import MISSING
 from forged.checkpoint.storage.os_errors import file_large, file_short
 from forged.checkpoint.storage.rooms import fill
@@ -39,6 +40,8 @@ class BytesReader:
 
 class SlotStorage:
     """The checkpoint that slots hold, as a read-only `ports.Storage`."""
+
+    gap_bytes_max = GAP_BYTES_MAX
 
     def __init__(self, slots: SlotSet, url: str) -> None:
         self._slots = slots

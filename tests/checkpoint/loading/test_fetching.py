@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -11,14 +12,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from forged.checkpoint.errors import CheckpointException, ExceptionType
+from forged.checkpoint.blocking import BlockingCheckpoint
+from forged.checkpoint.checkpoint import DistributedCheckpoint
+from forged.checkpoint.errors import CheckpointException, ExceptionType, storage_error
+from forged.checkpoint.format.boxes import Box
 from forged.checkpoint.format.manifest import Manifest
+from forged.checkpoint.loading import read_plan
 from forged.checkpoint.loading.fetching import BufferPool, bytes_of, fetch
-from forged.checkpoint.loading.manifest_index import Index
+from forged.checkpoint.loading.loader import load_state
+from forged.checkpoint.loading.manifest_index import Index, PartLayout
 from forged.checkpoint.loading.read_plan import READ_BYTES_MAX
-from forged.checkpoint.model import CompressionLevel
+from forged.checkpoint.model import CompressionLevel, SaveOptions
 from forged.checkpoint.ports import CancelToken, Reader
-from tests.checkpoint.fixtures.layouts import DTYPES, array_of, bits, small_chunks
+from forged.checkpoint.storage import listing
+from tests.checkpoint.fixtures.layouts import DTYPES, Array, array_of, bits, small_chunks
 from tests.checkpoint.fixtures.memory_storage import MemoryReader, MemoryStorage
 from tests.checkpoint.fixtures.plain_writer import write_checkpoint
 
@@ -42,6 +49,47 @@ class WatchedStorage(MemoryStorage):
             self.closed.append(name)
 
         return watched()
+
+
+CHUNK = 1 << 17
+"""The smallest chunk, which is a row of the arrays below."""
+ROW = CHUNK // 8
+
+
+def rows(count: int) -> Array:
+    """An array of that many chunks, which can be compressed."""
+    return np.random.default_rng(count).integers(0, 9, (count, ROW))
+
+
+def save(
+    storage: MemoryStorage, prefix: str, w: Array, base: str | None, level: CompressionLevel = CompressionLevel.NONE
+) -> Manifest:
+    options = SaveOptions(prefix, base=base, include_rng_state=False, compression_level=level)
+    with BlockingCheckpoint(DistributedCheckpoint(None, storage)) as checkpoint:
+        checkpoint.save({"w": w}, options=options)
+    return listing.read_manifest(storage, prefix)
+
+
+def saved_chain(
+    storage: MemoryStorage, w: Array, changes: Sequence[range], level: CompressionLevel = CompressionLevel.NONE
+) -> Manifest:
+    """The last of checkpoints `s0`, `s1` and so on, before each of which, but the first, these rows change."""
+    manifest = save(storage, "s0", w, None, level)
+    for number, changed in enumerate(changes, 1):
+        w[changed] += 1
+        manifest = save(storage, f"s{number}", w, f"s{number - 1}", level)
+    storage.reads.clear()
+    return manifest
+
+
+def own_layout(manifest: Manifest) -> PartLayout:
+    """That of the first file of its own."""
+    return Index(manifest).layout(manifest.parts.index(manifest.own_parts[0]))
+
+
+def reads_of(storage: MemoryStorage) -> Counter[str]:
+    """How often the files of each checkpoint were read."""
+    return Counter(name.partition("/")[0] for name, _, _ in storage.reads)
 
 
 def fetch_all(storage: MemoryStorage, manifest: Manifest, **how: Any) -> list[Any]:
@@ -88,6 +136,103 @@ class TestReads:
         manifest = write_checkpoint(storage, "a", [{"w": np.arange(300_000), "s": np.arange(3)}])
         fetched = fetch(storage, Index(manifest), [0], CancelToken())
         assert fetched.bytes_read == fetched.bytes_needed == storage.bytes_read == 2_400_000
+
+
+class TestScatteredReads:
+    """Neighbours in a file that go to different places are read at once."""
+
+    def test_changed_chunks_are_read_at_once_straight_into_the_given_array(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        storage, w = MemoryStorage(), rows(64)
+        manifest = saved_chain(storage, w, [range(1, 64, 4), range(2, 64, 4)])
+        array = np.zeros_like(w)
+        inside: list[bool] = []
+        plain = MemoryReader.read_into
+
+        def read_into(self: MemoryReader, offset: int, *rooms: memoryview) -> None:
+            inside.extend(np.shares_memory(np.frombuffer(room, np.uint8), array) for room in rooms)
+            plain(self, offset, *rooms)
+
+        monkeypatch.setattr(MemoryReader, "read_into", read_into)
+        fetch_all(storage, manifest, into={0: array})
+        assert bits(array) == bits(w)
+        assert inside == [True] * (16 + 16 + 17)
+        assert reads_of(storage) == {"s0": 17, "s1": 1, "s2": 1}
+        assert storage.bytes_read == w.nbytes
+
+    def test_gaps_are_read_through_as_far_as_the_storage_says(self) -> None:
+        storage, w = MemoryStorage(), rows(64)
+        manifest = saved_chain(storage, w, [range(1, 64, 4)])
+        storage.gap_bytes_max = CHUNK
+        assert bits(fetch_all(storage, manifest)[0]) == bits(w)
+        assert reads_of(storage) == {"s0": 1, "s1": 1}
+        storage.reads.clear()
+        storage.gap_bytes_max = CHUNK - 1
+        assert bits(fetch_all(storage, manifest)[0]) == bits(w)
+        assert reads_of(storage) == {"s0": 17, "s1": 1}
+
+    def test_reads_are_no_larger_than_a_block(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        storage, w = MemoryStorage(), rows(64)
+        manifest = saved_chain(storage, w, [range(0, 64, 2)])
+        monkeypatch.setattr(read_plan, "READ_BYTES_MAX", 5 * CHUNK)
+        assert bits(fetch_all(storage, manifest)[0]) == bits(w)
+        assert reads_of(storage)["s1"] == 7
+        assert max(length for _, _, length in storage.reads) == 5 * CHUNK
+
+    def test_large_and_copied_chunks_are_read_at_once(self) -> None:
+        storage = MemoryStorage()
+        state = [rows(3), np.arange(99), rows(2)]
+        manifest = write_checkpoint(storage, "a", [state])
+        strided = np.zeros((99, 2), np.int64)[:, 1]
+        arrays = fetch_all(storage, manifest, into={1: strided})
+        assert list(map(bits, arrays)) == list(map(bits, state))
+        assert len(storage.reads) == 1
+
+    def test_chunk_that_two_targets_need_is_right_in_both(self) -> None:
+        storage, w = MemoryStorage(), rows(4)
+        index = Index(write_checkpoint(storage, "a", [{"w": w}]))
+        low, high = Box((0, 0), (3, ROW)), Box((1, 0), (3, ROW))
+        fetched = fetch(storage, index, [0, 0, 0], CancelToken(), boxes={0: low, 1: high})
+        assert list(map(bits, fetched.arrays)) == list(map(bits, [w[:3], w[1:], w]))
+
+    @pytest.mark.parametrize("level", [CompressionLevel.NONE, CompressionLevel.FAST])
+    def test_one_corrupt_chunk_is_repaired_and_the_rest_is_used(self, level: CompressionLevel) -> None:
+        storage, w = MemoryStorage(), rows(16)
+        manifest = saved_chain(storage, w, [range(1, 16, 4)], level)
+        other = save(storage, "other", w, None, level)
+        layout = own_layout(manifest)
+        for offset in range(layout.file_offsets[2], layout.file_offsets[3], 7):
+            storage.damage(layout.part.file, offset, 0xFF)
+        array = np.zeros_like(w)
+        loaded = load_state(storage, manifest, {"model": {"w": array}}, sections=["model"])
+        assert bits(array) == bits(w)
+        assert [(one.chunk, one.source) for one in loaded.repaired] == [(0, other.parts[0].file)]
+        listing.delete(storage, "other")
+        with pytest.raises(CheckpointException, match="written by rank 0 in s1/"):
+            fetch_all(storage, manifest)
+
+    @pytest.mark.parametrize("level", [CompressionLevel.NONE, CompressionLevel.FAST])
+    def test_only_the_chunk_that_cannot_be_read_is_repaired(
+        self, level: CompressionLevel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        storage, w = MemoryStorage(), rows(16)
+        manifest = saved_chain(storage, w, [range(1, 16, 4)], level)
+        save(storage, "other", w, None, level)
+        layout = own_layout(manifest)
+        bad = layout.file_offsets[2] + 5
+        plain = MemoryReader.read_into
+
+        def read_into(self: MemoryReader, offset: int, *rooms: memoryview) -> None:
+            if self.name == layout.part.file and offset <= bad < offset + sum(map(len, rooms)):
+                raise storage_error("the disk fails", self.name, retryable=True)
+            plain(self, offset, *rooms)
+
+        monkeypatch.setattr(MemoryReader, "read_into", read_into)
+        array = np.zeros_like(w)
+        loaded = load_state(storage, manifest, {"model": {"w": array}}, sections=["model"])
+        assert bits(array) == bits(w)
+        assert len(loaded.repaired) == 1
 
 
 class TestFiles:

@@ -129,9 +129,10 @@ class TestPlan:
         assert reads.batches == {0: [ChunkBatch([0, 1], [4, 3]), ChunkBatch([2, 3], [2, 1]), ChunkBatch([4], [0])]}
 
     def test_a_wide_gap_ends_a_batch(self) -> None:
-        shapes: list[Shape] = [(4,), (read_plan.GAP_BYTES_MAX + 1,), (4,)]
+        shapes: list[Shape] = [(4,), (11,), (4,)]
         index = Index(manifest_of(shapes, [[(tensor, whole(shape)) for tensor, shape in enumerate(shapes)]]))
-        assert plan(index, [0, 2], {}).batches == {0: [ChunkBatch([0], [0]), ChunkBatch([2], [1])]}
+        assert plan(index, [0, 2], {}, gap_bytes_max=10).batches == {0: [ChunkBatch([0], [0]), ChunkBatch([2], [1])]}
+        assert plan(index, [0, 2], {}, gap_bytes_max=11).batches == {0: [ChunkBatch([0, 2], [0, 1])]}
 
     def test_a_thousand_small_tensors_make_one_batch(self) -> None:
         shapes: list[Shape] = [(16,)] * 1_000

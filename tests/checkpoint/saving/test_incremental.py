@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from forged.checkpoint.blocking import BlockingCheckpoint
 from forged.checkpoint.checkpoint import DistributedCheckpoint
 from forged.checkpoint.errors import CheckpointException
-from forged.checkpoint.format.boxes import Box
+from forged.checkpoint.format.boxes import Box, whole
 from forged.checkpoint.format.manifest import INCREMENTAL_VERSION, VERSION, Manifest
+from forged.checkpoint.loading.fetching import fetch
+from forged.checkpoint.loading.manifest_index import Index
 from forged.checkpoint.model import CheckpointFormat, CompressionLevel, LoadOptions, SaveOptions, ShardedArray
 from forged.checkpoint.ports import CancelToken, Storage
 from forged.checkpoint.saving import incremental
@@ -36,6 +38,7 @@ from tests.checkpoint.fixtures.layouts import (
     small_chunks,
     strided,
 )
+from tests.checkpoint.fixtures.manifests import boxes_in
 from tests.checkpoint.fixtures.memory_storage import MemoryStorage
 from tests.checkpoint.fixtures.plain_reader import arrays_in
 from tests.checkpoint.fixtures.rank_group import SimulatedRank, all_ranks
@@ -469,7 +472,26 @@ def test_every_checkpoint_of_a_chain_of_any_changes_is_restored_bit_for_bit(data
             for name, array in saved.items():
                 found = loaded[name].local if isinstance(loaded[name], ShardedArray) else loaded[name]
                 assert bits(found) == bits(array)
+            _require_boxes(storage, manifest, saved, draw)
         _require_exact_refusals(storage, [*states], draw)
+
+
+def _require_boxes(storage: MemoryStorage, manifest: Manifest, saved: dict[str, Array], draw: Any) -> None:
+    """Boxes of some tensors and other tensors as a whole are read in one go, in any number of reads."""
+    arrays = [saved[name.removeprefix("model/")] for name in manifest.tensors.names]
+    boxes = {number: draw(boxes_in(array.shape)) for number, array in enumerate(arrays) if draw(st.booleans())}
+    parts = [part_of(array, boxes.get(number, whole(array.shape))) for number, array in enumerate(arrays)]
+    into = {
+        number: strided(part.shape, part.dtype, draw(st.integers(0, 3)))
+        for number, part in enumerate(parts)
+        if draw(st.booleans())
+    }
+    storage.reads.clear()
+    storage.gap_bytes_max = draw(st.sampled_from([0, 40, 1 << 10]))
+    fetched = fetch(storage, Index(manifest), range(len(arrays)), CancelToken(), boxes=boxes, into=into)
+    for found, part in zip(fetched.arrays, parts, strict=True):
+        assert bits(found) == bits(np.ascontiguousarray(part).reshape(part.shape))
+    assert fetched.bytes_read == storage.bytes_read
 
 
 async def _save(

@@ -13,12 +13,15 @@ from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from forged.checkpoint.ports import BLOCK_BYTES, CancelToken
 from forged.checkpoint.storage import cache_bypass
 from forged.checkpoint.storage.cache_bypass import FileReader
 from forged.checkpoint.storage.direct_write import BlockBuffers
-from forged.checkpoint.storage.files import READ, Files, SystemFiles
+from forged.checkpoint.storage.files import READ, ROOMS_MAX, Files, SystemFiles
+from forged.checkpoint.storage.rooms import rooms_between
 from forged.checkpoint.thread_pool import run_all
 from tests.checkpoint.fixtures.faulty_files import Act, failing, with_fault
 from tests.checkpoint.fixtures.memory_files import EMPTY, ROOT, Image, MemoryFiles
@@ -42,11 +45,15 @@ def cold(data: bytes, lacking: tuple[str, ...] = ()) -> MemoryFiles:
 
 
 def read(files: Files, offset: int, length: int, path: str = PATH) -> bytes:
+    room = bytearray(length)
+    return bytes(room[: read_rooms(files, offset, [memoryview(room)], path)])
+
+
+def read_rooms(files: Files, offset: int, rooms: list[memoryview], path: str = PATH) -> int:
     fd = files.open(path, READ)
     drained = FileReader(files, fd, path, BlockBuffers(2))
     try:
-        room = bytearray(length)
-        return bytes(room[: drained.read(offset, [memoryview(room)])])
+        return drained.read(offset, rooms)
     finally:
         drained.close()
         files.close(fd)
@@ -68,6 +75,39 @@ def watched(files: MemoryFiles) -> tuple[Files, Counter[str]]:
 def test_any_part_of_a_cold_file_is_read_as_it_is(offset: int, length: int) -> None:
     data = pattern(8 * PAGE + 5)
     assert read(cold(data), offset, length) == data[offset : offset + length]
+
+
+@given(st.data(), st.booleans(), st.lists(st.sampled_from([0, 1, 700, PAGE, 3 * PAGE + 5]), max_size=6))
+def test_several_rooms_are_filled_by_short_reads_out_of_the_cache_and_past_it(
+    data: st.DataObject, is_warm: bool, lengths: list[int]
+) -> None:
+    content = pattern(9 * PAGE + 5)
+    files = cold(content)
+    files.is_warm = is_warm
+
+    def short(number: int, name: str, act: Act) -> Any:
+        if name != "read":
+            return act()
+        assert isinstance(act, partial)
+        fd, rooms, offset = act.args
+        if files._handles[fd].is_direct:
+            return min(act(), data.draw(st.sampled_from([PAGE + 512, 1 << 30])))
+        return act.func(fd, rooms_between(rooms, 0, data.draw(st.sampled_from([1_999, 1 << 30]))), offset)
+
+    rooms = [memoryview(bytearray(length)) for length in lengths]
+    offset = data.draw(st.integers(0, 10 * PAGE))
+    done = read_rooms(with_fault(files, short), offset, rooms)
+    assert done == len(content[offset : offset + sum(lengths)])
+    assert b"".join(rooms)[:done] == content[offset : offset + done]
+
+
+def test_more_rooms_than_one_read_may_fill_are_filled_by_several() -> None:
+    for is_warm in (False, True):
+        files = cold(pattern(4 * PAGE))
+        files.is_warm = is_warm
+        rooms = [memoryview(bytearray(3)) for _ in range(2 * ROOMS_MAX + 1)]
+        assert read_rooms(files, 1, rooms) == 3 * len(rooms)
+        assert b"".join(rooms) == pattern(4 * PAGE)[1 : 1 + 3 * len(rooms)]
 
 
 def test_more_than_a_block_is_read_as_it_is() -> None:
