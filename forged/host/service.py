@@ -351,6 +351,9 @@ class SlotService:
         if failed:
             is_settled = await self._saves.rescue(job, min(failed, key=lambda record: record.ended_at))
         contents, durable_step = await self._saves.read(job), await self._saves.durable_step(job)
+        newest = next(iter(staged_checkpoints(contents)), None)
+        if newest is not None and self._saves.is_saved(job, newest):
+            durable_step = newest.step
         needless = list(self.table.superseded(job, contents, durable_step, self._clock.wall()))
         free = [
             record

@@ -82,6 +82,8 @@ class Rescue:
         """How often that has failed."""
         self.told = ""
         """The last save whose failure was told."""
+        self.saved = ""
+        """The last save that is on disk; its checkpoint is not offered if training has gone back behind it."""
         self.damaged: set[str] = set()
         """The saves whose slots cannot be read."""
         self.retry_at = 0.0
@@ -153,6 +155,11 @@ class SlotSaves:
     def is_used(self, record: SlotRecord) -> bool:
         """Whether a save of the job may read the slot."""
         return any(job == record.job and not save.ended.is_set() for (job, _), save in self._saves.items())
+
+    def is_saved(self, job: str, staged: StagedCheckpoint) -> bool:
+        """Whether a checkpoint was saved after a failure, offered or not."""
+        rescue = self._rescues.get(job)
+        return rescue is not None and rescue.saved == staged.save_id
 
     async def durable_step(self, job: str) -> int | None:
         """The step of the best checkpoint on disk."""
@@ -358,6 +365,7 @@ class SlotSaves:
         size_bytes, parent_path = save.saved.size_bytes, save.saved.parent_path
         # Its worker may have started it as an incremental one.
         await self._ask(CompleteCheckpoint(job, "", b"", meta.checkpoint_id, size_bytes, seconds, parent_path))
+        rescue.saved = staged.save_id
         if save.saved.is_new:
             fact = EmergencyCheckpointSaved(meta.checkpoint_id, staged.step, failed.worker_id, size_bytes, seconds)
             self._bus.ledger.append(Decision(None, (fact,), job=job), cause=failed.cause, origin=OWNER)

@@ -33,6 +33,7 @@ from tests.host.test_service import (
     runner,
     start,
     storage,
+    until,
 )
 from tests.small_disk import fill, small_disk
 from tests.worker.trainers import JOB, PATIENCE_S, TrainerGroup
@@ -140,6 +141,30 @@ async def test_incremental_save_whose_end_was_not_reported_is_what_its_manifest_
             await asyncio.sleep(0.02)
     parent = await catalogued(client, int(manifest.links[-1].prefix.removeprefix("step-")))
     assert (meta.parent_id, meta.size_bytes) == (parent.checkpoint_id, manifest.size_bytes)
+    await group.over("b")
+    await group.finish("a")
+
+
+async def test_slots_are_freed_after_their_save_also_if_the_checkpoint_is_not_offered(
+    runner: DaemonRunner,
+    group: TrainerGroup,
+    client: ForgedClient,
+    storage: LocalStorage,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that training has gone back behind."""
+
+    async def nothing_offered(job: str) -> None:
+        return None
+
+    monkeypatch.setattr(runner.daemon.slots._saves, "durable_step", nothing_offered)
+    staging = await start(group, storage)
+    staging.wanted = ["keep"]
+    await staging.until(group, 2)
+    await client.request(EvictWorker(JOB, "b", "for the test"))
+    await emergencies(client, 1)
+    await until(client, lambda page: {one.owner for one in page.slots} == {"present"})
+    check(storage, staging.kept[-1])
     await group.over("b")
     await group.finish("a")
 
