@@ -100,11 +100,11 @@ async def _run_daemon(directory: str) -> None:
     def extend(daemon: composition.Daemon) -> None:
         async def collect(request: CollectAll, call: Call) -> float:
             catalog = daemon.catalog
-            catalog.book.set_defaults({"checkpoint_keep": KEPT})
+            catalog.book.policies.set_defaults({"checkpoint_keep": KEPT})
             began = perf_counter()
             await catalog._tick(GcTick(), call)
             took_s = perf_counter() - began
-            catalog.book.set_defaults({})
+            catalog.book.policies.set_defaults({})
             return took_s
 
         daemon.bus.serve(CollectAll, collect, owner="bench")

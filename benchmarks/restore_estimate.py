@@ -122,7 +122,9 @@ class Catalogue:
         numbers = count(1)
         for one in checkpoints:
             request = AdoptCheckpoints(JOB, one.folder, [one.described()])
-            [decision] = self._book.adopt(request, lambda: f"ckpt-{next(numbers)}", HOLDER, NOW, is_trusted=True)
+            [decision] = self._book.adoptions.adopt(
+                request, lambda: f"ckpt-{next(numbers)}", HOLDER, NOW, is_trusted=True
+            )
             [self._ids[one.step]] = decision.reply.adopted
 
     def restore(self, one: Saved) -> Restore:
@@ -132,7 +134,7 @@ class Catalogue:
         assert shown.estimate is not None
         actual_s = one.restore_s()
         size_bytes = shown.meta.size_bytes
-        self._book.restored(ReportRestore(JOB, "", b"", checkpoint_id, one.step, actual_s, size_bytes), NOW)
+        self._book.restores.restored(ReportRestore(JOB, "", b"", checkpoint_id, one.step, actual_s, size_bytes), NOW)
         return Restore(one, shown.estimate, actual_s)
 
 

@@ -197,7 +197,9 @@ class Daemon:
         self.registry = RegistryService(
             self.bus,
             clock,
-            OriginsPort(settings=self.jobs.settings, checkpoint=self.catalog.book.record_at, audit=self.audit.summary),
+            OriginsPort(
+                settings=self.jobs.settings, checkpoint=self.catalog.book.table.record_at, audit=self.audit.summary
+            ),
             bytes_max=config.registry_bytes_max,
             log=ports.log,
         )
@@ -210,7 +212,7 @@ class Daemon:
                 is_registered=self.elastic.is_registered,
                 is_trusted=self.catalog.is_trusted,
                 is_managed=self.catalog.is_root,
-                checkpoint_at=self.catalog.book.checkpoint_at,
+                checkpoint_at=self.catalog.book.table.checkpoint_at,
             ),
             ports.token_bytes,
             ports.random,
@@ -319,7 +321,7 @@ class Daemon:
         table = self.slots.table
         checkpoints = CheckpointCollector(
             self.bus,
-            self.catalog.book.index,
+            self.catalog.book.table.index,
             lambda job: self.elastic.workers_at_work(job) > 0,
             lambda: (table.shares.used, table.limits.bytes_max),
             self._ports.clock.wall,
@@ -375,10 +377,10 @@ class Daemon:
         self.server.set_limits(_limits(config), config.connections_max, config.handshakes_max, _memory_limits(config))
         self.data.limits = _shard_limits(config)
         self.tokens.set_policy(_policy(config, self._ports.uid))
-        self.catalog.book.set_defaults(_retention_defaults(config))
+        self.catalog.book.policies.set_defaults(_retention_defaults(config))
         self.catalog.set_roots(config.checkpoint_roots)
         self.catalog.work.scrub_bytes_per_s = config.scrub_bytes_per_s
-        self.catalog.book.set_bytes_max(config.catalog_bytes_max)
+        self.catalog.book.table.set_bytes_max(config.catalog_bytes_max)
         self.registry.state.set_bytes_max(config.registry_bytes_max)
         self.slots.table.set_limits(_slot_limits(config))
         self.plugins.set_limits(_plugin_limits(config))
@@ -403,7 +405,7 @@ class Daemon:
             data_dir=self.config.data_dir,
             jobs=len(self.jobs.book),
             workers=self.elastic.workers,
-            checkpoints=self.catalog.book.index.total_count(),
+            checkpoints=self.catalog.book.table.index.total_count(),
             plugins=[plugin.name for plugin in self.plugins.plugins.values() if plugin.active],
             connections=len(self.server.sessions),
             facts=len(self.journal),

@@ -95,6 +95,11 @@ class CheckpointRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False
         return self.meta.state is CheckpointState.CREATING
 
     @property
+    def is_unsettled(self) -> bool:
+        """Whether it is being written, or is a failed save that may be complete yet."""
+        return self.is_being_written or self.meta.is_failed_save
+
+    @property
     def is_deleted(self) -> bool:
         return self.meta.state is CheckpointState.DELETED
 

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from forged.auth.model import Principal, Role
-from forged.catalog.book.catalog_book import CATALOG_BYTES_MAX, RESTORES_PREFIX, CatalogBook
+from forged.catalog.book.catalog_book import CATALOG_BYTES_MAX, CatalogBook
 from forged.catalog.book.questions import CatalogQuestions
+from forged.catalog.book.restores import RESTORES_PREFIX
 from forged.catalog.files.file_work import OWNER, FileWork
 from forged.catalog.messages import (
     AdoptCheckpoints,
@@ -118,20 +119,20 @@ class CatalogService:
         bus.serve(StartCheckpoint, self._start, owner=OWNER)
         bus.serve(CompleteCheckpoint, self._complete, owner=OWNER)
         bus.serve(FailCheckpoint, self._fail, owner=OWNER)
-        bus.serve(ReportCorruptCheckpoint, lambda request, call: book.report_corrupt(request), owner=OWNER)
+        bus.serve(ReportCorruptCheckpoint, lambda request, call: book.saves.report_corrupt(request), owner=OWNER)
         bus.serve(ReportRestore, self._restored, owner=OWNER)
         bus.serve(ConfirmDeleted, self._confirm_deleted, owner=OWNER)
-        bus.serve(HoldCheckpoint, lambda request, call: book.hold(request, self._now()), owner=OWNER)
-        bus.serve(ReleaseCheckpoint, lambda request, call: book.release(request), owner=OWNER)
+        bus.serve(HoldCheckpoint, lambda request, call: book.holds.hold(request, self._now()), owner=OWNER)
+        bus.serve(ReleaseCheckpoint, lambda request, call: book.holds.release(request), owner=OWNER)
         bus.serve(FindRestorePoints, self._find, owner=OWNER)
         bus.serve(ListCheckpoints, self._list, owner=OWNER)
         bus.serve(ShowCheckpoint, self._show, owner=OWNER)
         bus.serve(ReadRetention, self._read_retention, owner=OWNER)
-        bus.serve(PinCheckpoint, lambda request, call: book.pin(request, is_pinned=True), owner=OWNER)
-        bus.serve(UnpinCheckpoint, lambda request, call: book.pin(request, is_pinned=False), owner=OWNER)
-        bus.serve(ReinstateCheckpoint, lambda request, call: book.reinstate(request), owner=OWNER)
+        bus.serve(PinCheckpoint, lambda request, call: book.holds.pin(request, is_pinned=True), owner=OWNER)
+        bus.serve(UnpinCheckpoint, lambda request, call: book.holds.pin(request, is_pinned=False), owner=OWNER)
+        bus.serve(ReinstateCheckpoint, lambda request, call: book.restores.reinstate(request), owner=OWNER)
         bus.serve(CollectCheckpoints, self._collect, owner=OWNER)
-        bus.serve(DeleteCheckpoint, lambda request, call: book.delete(request), owner=OWNER)
+        bus.serve(DeleteCheckpoint, lambda request, call: book.collection.delete(request), owner=OWNER)
         bus.serve(CompactCheckpoint, self._compact, owner=OWNER)
         bus.serve(AdoptCheckpoints, self._adopt, owner=OWNER)
         bus.on_signal(CheckpointCadence, self._cadence, name="catalog.cadences")
@@ -139,7 +140,7 @@ class CatalogService:
         bus.on((CheckpointCollected, CheckpointCompleted, CheckpointCorrupted), self._checkpoint_changed, name=FILES)
         bus.on((JobCreated, JobChanged), self._job_changed, name="catalog.settings")
         bus.on(JobRemoved, self._job_removed, name="catalog.removal", durable=True)
-        bus.on(ModelDeleted, lambda record: book.index.look_again(), name="catalog.models")
+        bus.on(ModelDeleted, lambda record: book.table.index.look_again(), name="catalog.models")
         bus.on(ProgressLost, self._progress_lost, name="catalog.progress", durable=True)
 
     async def load(self, store: Store) -> None:
@@ -151,10 +152,10 @@ class CatalogService:
 
     def set_roots(self, roots: tuple[str, ...]) -> None:
         """Beneath these the daemon may touch files from now on."""
-        if roots != self.book.roots:
-            self.book.roots = roots
+        if roots != self.book.table.roots:
+            self.book.table.roots = roots
             # The daemon may delete the files of more tombstones now.
-            self._bus.ledger.settled(list(self.book.tombstones())).when_done(self._delete_all)
+            self._bus.ledger.settled(list(self.book.table.tombstones())).when_done(self._delete_all)
 
     def _delete_all(self, durable: Pending) -> None:
         for record in durable.reply if durable.error is None else ():
@@ -169,32 +170,32 @@ class CatalogService:
         await self._confirm(request, call)
         holder, is_trusted = call.principal.holder, self.is_trusted(call.principal)
         return self._of_job(
-            self.book.start(request, self._new_id(), holder, self._now(), is_trusted=is_trusted), request.job
+            self.book.saves.start(request, self._new_id(), holder, self._now(), is_trusted=is_trusted), request.job
         )
 
     async def _complete(self, request: CompleteCheckpoint, call: Call) -> Decision[CompletedCheckpoint]:
         await self._confirm_writer(request, call)
-        return self._last(self.book.complete(request), request.job)
+        return self._last(self.book.saves.complete(request), request.job)
 
     async def _fail(self, request: FailCheckpoint, call: Call) -> Decision[Nothing]:
         await self._confirm_writer(request, call)
-        return self._of_job(self.book.fail(request, self._now()), request.job)
+        return self._of_job(self.book.saves.fail(request, self._now()), request.job)
 
     async def _restored(self, request: ReportRestore, call: Call) -> Decision[Nothing]:
         await self._confirm(request, call)
-        decision = self._last(self.book.restored(request, self._now()), request.job)
-        record = self.book.restored_from(request)
+        decision = self._last(self.book.restores.restored(request, self._now()), request.job)
+        record = self.book.restores.restored_from(request)
         if record is not None and (request.repaired_chunks or record.meta.state is CheckpointState.CORRUPTED):
             self.work.verify_again(record)
         return decision
 
     async def _confirm_deleted(self, request: ConfirmDeleted, call: Call) -> Decision[Nothing]:
         await self._confirm(request, call)
-        return self._last(self.book.confirm_deleted(request), request.job)
+        return self._last(self.book.collection.confirm_deleted(request), request.job)
 
     async def _confirm_writer(self, request: CompleteCheckpoint | FailCheckpoint, call: Call) -> None:
         """As `_confirm`; the worker that has started the checkpoint may have left, and its job may be over."""
-        if not self.book.has_started(request.worker_id, request.incarnation, request.checkpoint_id):
+        if not self.book.saves.has_started(request.worker_id, request.incarnation, request.checkpoint_id):
             await self._confirm(request, call)
 
     async def _confirm(self, request: WorkersRequest, call: Call) -> None:
@@ -209,7 +210,7 @@ class CatalogService:
 
     def is_root(self, folder: str, job: str) -> bool:
         """Whether the daemon may touch what is in a directory for any worker of the job."""
-        return root_of(f"{folder}/", self.book.roots, job) is not None
+        return root_of(f"{folder}/", self.book.table.roots, job) is not None
 
     def _cadence(self, signal: CheckpointCadence, call: Call) -> None:
         if self._jobs.settings(signal.job) is not None:
@@ -218,7 +219,7 @@ class CatalogService:
     # Requests of operators and viewers.
 
     def _find(self, request: FindRestorePoints, call: Call) -> RestorePoints:
-        if self.book.index.run(request.job) is None:
+        if self.book.table.index.run(request.job) is None:
             # A removed job whose checkpoints are kept is not refused. An empty answer to a wrong name would mislead.
             self._bus.dispatcher.require_job(request.job)
         return self._questions.find(request, self._jobs.step(request.job))
@@ -234,18 +235,18 @@ class CatalogService:
         return self._questions.retention_page(request, self._now())
 
     def _collect(self, request: CollectCheckpoints, call: Call) -> Decision[Collection]:
-        return self._last(self.book.collect(request.job, self._now()), request.job)
+        return self._last(self.book.collection.collect(request.job, self._now()), request.job)
 
     def _adopt(self, request: AdoptCheckpoints, call: Call) -> Decision[Adoption]:
         self._bus.dispatcher.require_job(request.job)
         holder, is_trusted = call.principal.holder, self.is_trusted(call.principal)
         return self._last(
-            self.book.adopt(request, self._new_id, holder, self._now(), is_trusted=is_trusted), request.job
+            self.book.adoptions.adopt(request, self._new_id, holder, self._now(), is_trusted=is_trusted), request.job
         )
 
     def _compact(self, request: CompactCheckpoint, call: Call) -> Decision[Nothing]:
-        decision = self.book.compact(request)
-        record = self.book.records[request.checkpoint_id]
+        decision = self.book.compaction.compact(request)
+        record = self.book.table.records[request.checkpoint_id]
         if record.is_to_compact:
             self.work.compact(record)
         return self._of_job(decision, request.job)
@@ -253,7 +254,7 @@ class CatalogService:
     # Collection.
 
     async def _tick(self, signal: GcTick, call: Call) -> None:
-        due = self.book.due(self._now())
+        due = self.book.collection.due(self._now())
         while due:
             # Together, so that they share commits.
             now, due = due[:JOBS_AT_ONCE], due[JOBS_AT_ONCE:]
@@ -273,7 +274,7 @@ class CatalogService:
             self._bus.signal(GcTick(), Call(DAEMON, OWNER))
             self._bound_chain(fact.checkpoint_id)
         elif isinstance(fact, CheckpointCollected | CheckpointCorrupted):
-            known = self.book.records.get(fact.checkpoint_id)
+            known = self.book.table.records.get(fact.checkpoint_id)
             if known is None:
                 return
             # The record is newer than the fact: a tombstone is durable only if the fact is about it.
@@ -284,14 +285,14 @@ class CatalogService:
 
     def _bound_chain(self, checkpoint_id: str) -> None:
         """Compact a checkpoint at the end of a chain that is too long."""
-        record = self.book.records.get(checkpoint_id)
-        if record is not None and self.book.is_managed(record) and self.book.has_long_chain(record):
+        record = self.book.table.records.get(checkpoint_id)
+        if record is not None and self.book.table.is_managed(record) and self.book.compaction.has_long_chain(record):
             self._bus.submit(CompactCheckpoint(record.job, checkpoint_id), Call(DAEMON, OWNER))
 
     # Facts of other services.
 
     def _job_changed(self, record: Record) -> None:
-        self.book.settings_changed(record.job)
+        self.book.policies.settings_changed(record.job)
 
     def _job_removed(self, record: Record) -> Decision[None]:
         self._cadences.pop(record.job, None)
@@ -301,7 +302,7 @@ class CatalogService:
         fact = record.fact
         if not isinstance(fact, ProgressLost):
             return None
-        return self._last(self.book.progress_lost(record.job, fact.step, record.id), record.job)
+        return self._last(self.book.restores.progress_lost(record.job, fact.step, record.id), record.job)
 
     # Decisions.
 

@@ -339,7 +339,7 @@ async def test_untrusted_workers_write_by_themselves_outside_of_the_roots(
     [own] = {group[name].worker.incarnation for name in NAMES[:1]}
     save_id = listing.read_manifest(storage, staging.handles[0].prefix).save_id
     assert await refused(client, SaveSlots(JOB, "a", own, save_id)) == "slots_storage_denied"
-    runner.daemon.catalog.book.roots = (str(tmp_path),)
+    runner.daemon.catalog.book.table.roots = (str(tmp_path),)
     assert (await client.request(SaveSlots(JOB, "a", own, save_id))).is_saved
     await asyncio.to_thread(listing.delete, storage, staging.handles[0].prefix)
     assert (await client.request(SaveSlots(JOB, "a", own, save_id))).size_bytes > ROWS * 32
@@ -353,7 +353,7 @@ async def test_nothing_is_saved_where_a_swapped_link_leads(
     """A worker of another user owns its folder beneath the root, and replaces it by a link to one of the daemon's."""
     service, victim = runner.daemon.slots, tmp_path / "victim"
     service._port = replace(service._port, is_trusted=lambda principal: False)
-    runner.daemon.catalog.book.roots = (str(tmp_path),)
+    runner.daemon.catalog.book.table.roots = (str(tmp_path),)
     await asyncio.to_thread(victim.mkdir)
     await asyncio.to_thread(Path(storage.url).mkdir)
     staging = await start(group, storage)
@@ -401,15 +401,15 @@ async def test_emergency_checkpoint_of_untrusted_workers_is_touched_only_beneath
 ) -> None:
     service, book = runner.daemon.slots, runner.daemon.catalog.book
     service._port = replace(service._port, is_trusted=lambda principal: False)
-    book.roots = (str(tmp_path),)
+    book.table.roots = (str(tmp_path),)
     staging = await start(group, storage)
     staging.wanted = ["keep"]
     await staging.until(group, 2)
     await client.request(EvictWorker(JOB, "b", "for the test"))
     [saved] = await emergencies(client, 1)
-    record = book.records[saved.checkpoint_id]
+    record = book.table.records[saved.checkpoint_id]
     assert not record.is_trusted
-    assert book.location(record).root == str(tmp_path)
+    assert book.table.location(record).root == str(tmp_path)
     await group.over("b")
     await group.finish("a")
 
@@ -431,14 +431,14 @@ async def test_emergency_checkpoint_waits_until_what_its_last_try_has_left_is_de
     # No file is touched meanwhile.
     delete, runner.daemon.catalog.work.delete = runner.daemon.catalog.work.delete, lambda record: None  # type: ignore[method-assign]
     await client.request(FailCheckpoint(JOB, "", b"", started.checkpoint_id, "for the test"))
-    runner.daemon.ledger.append(book.sweep(started.checkpoint_id))
+    runner.daemon.ledger.append(book.collection.sweep(started.checkpoint_id))
     await client.request(EvictWorker(JOB, "b", "for the test"))
     service = runner.daemon.slots
     async with asyncio.timeout(PATIENCE_S):
         while JOB not in service._saves._rescues or not service._saves._rescues[JOB].retry_at:
             await asyncio.sleep(0.02)
     assert listing.prefixes(storage) == []
-    delete(book.records[started.checkpoint_id])
+    delete(book.table.records[started.checkpoint_id])
     [saved] = await emergencies(client, 1)
     assert saved.checkpoint_id != started.checkpoint_id
     check(storage, step)

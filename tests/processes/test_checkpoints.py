@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from forged.catalog.book import catalog_book
+from forged.catalog.book import saves
 from forged.catalog.files import file_work
 from forged.catalog.messages import CheckpointFailed, CheckpointRestored, CheckpointsAbandoned
 from forged.catalog.model import CheckpointMeta, CheckpointState
@@ -194,7 +194,7 @@ async def test_next_worker_resumes_after_a_worker_was_killed_in_a_save(saving: S
 def test_save_whose_worker_was_killed_has_failed(
     threaded_daemon: ThreadedDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalog_book, "WRITER_GONE_S", 0.1)
+    monkeypatch.setattr(saves, "WRITER_GONE_S", 0.1)
     monkeypatch.setattr(file_work, "TICK_S", 0.05)
     options = json.dumps({"hold": EVERY, "in_background": False, "config": FAST_SETTINGS})
     words = (threaded_daemon.runner.endpoint, "a", str(tmp_path), options)

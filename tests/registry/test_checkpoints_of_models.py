@@ -118,7 +118,7 @@ async def test_deletion_of_the_version_releases_its_checkpoint(tmp_path: Path) -
         assert await one.steps() == [2, 1]
         await one.ask(DeleteModel(MODEL, V1))
         await one.daemon.bus.drain()
-        assert JOB in one.daemon.catalog.book.due(one.daemon.catalog._now())
+        assert JOB in one.daemon.catalog.book.collection.due(one.daemon.catalog._now())
         one.daemon.bus.signal(GcTick(), Call(OPERATOR, "a test"))
         assert await one.steps() == [2]
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 from forged.catalog import selection
-from forged.catalog.book.catalog_book import CatalogBook, as_message
+from forged.catalog.book.catalog_book import CatalogBook
 from forged.catalog.book.changes import total
+from forged.catalog.book.collection import as_message
 from forged.catalog.book.estimates import bytes_read, seconds_per_step
 from forged.catalog.messages import (
     CheckpointPage,
@@ -43,17 +44,18 @@ class CatalogQuestions:
 
     def __init__(self, book: CatalogBook) -> None:
         self._book = book
+        self._table = book.table
 
     def find(self, request: FindRestorePoints, step: int | None) -> RestorePoints:
         """What the job can be restored from; `step` is the one that it has committed, None if there is none."""
-        run = self._book.index.run(request.job) or RunIndex(self._book.index.policy)
+        run = self._table.index.run(request.job) or RunIndex(self._table.index.policy)
         folder = request.folder and checked_location("folder", request.folder)
         criteria = RestoreCriteria(
             request.job, request.max_epoch, request.max_step, request.require_complete, request.prefer_full
         )
 
         def is_wanted(meta: CheckpointMeta) -> bool:
-            return not folder or self._book.records[meta.checkpoint_id].path.startswith(f"{folder}/")
+            return not folder or self._table.records[meta.checkpoint_id].path.startswith(f"{folder}/")
 
         matching = (meta for meta in selection.restore_points(run, criteria) if is_wanted(meta))
         step_s = self._seconds_per_step(run)
@@ -61,7 +63,7 @@ class CatalogQuestions:
         points, _ = take_page(found, request.limit)
         offered = {point.meta.checkpoint_id for point in points}
         live = ((one.meta, one) for one in reversed(run.ranked) if not one.is_offered and one.id not in offered)
-        deleted = ((one.meta, None) for one in self._book.tombstones() if one.job == request.job)
+        deleted = ((one.meta, None) for one in self._table.tombstones() if one.job == request.job)
         excluded = (
             self._excluded(meta, entry)
             for meta, entry in chain(live, deleted)
@@ -83,14 +85,14 @@ class CatalogQuestions:
         )
 
     def _excluded(self, meta: CheckpointMeta, entry: IndexEntry | None) -> ExcludedCheckpoint:
-        record = self._book.records[meta.checkpoint_id]
+        record = self._table.records[meta.checkpoint_id]
         why = "it is deleted" if entry is None else _why_excluded(entry, record.note)
         return ExcludedCheckpoint(record.id, meta.step, record.path, why, meta.state, meta.abandoned)
 
     def _estimate(self, links: Sequence[IndexEntry]) -> RestoreEstimate:
-        record = self._book.records[links[-1].id]
+        record = self._table.records[links[-1].id]
         size_bytes = bytes_read(one.meta.size_bytes for one in links)
-        return self._book.times.estimate(record.job, storage_kind(record.path), size_bytes)
+        return self._book.restores.times.estimate(record.job, storage_kind(record.path), size_bytes)
 
     def _seconds_per_step(self, run: RunIndex) -> float:
         newest = list(islice((one.meta for one in reversed(run.offered)), SAVES_LOOKED_AT))
@@ -98,7 +100,7 @@ class CatalogQuestions:
 
     def page(self, request: ListCheckpoints, cadence: str) -> CheckpointPage:
         """Some checkpoints of a job, newest first."""
-        run = self._book.index.run(request.job)
+        run = self._table.index.run(request.job)
         if run is None:
             return CheckpointPage([], more=False, count=0, size_bytes=0, cadence=cadence)
         entries = (one.meta for one in self._after(run, request.job, request.after))
@@ -107,9 +109,9 @@ class CatalogQuestions:
 
     def show(self, request: ShowCheckpoint, now: Moment) -> CheckpointView:
         """One checkpoint; also one that is deleted and not forgotten."""
-        record = self._book.record(request.job, request.checkpoint_id)
-        is_managed = self._book.is_managed(record)
-        run = self._book.index.run(request.job)
+        record = self._table.record(request.job, request.checkpoint_id)
+        is_managed = self._table.is_managed(record)
+        run = self._table.index.run(request.job)
         entry = None if run is None else run.entries.get(record.id)
         if run is None or entry is None:
             by = "the daemon" if is_managed else "a worker of the job"
@@ -132,10 +134,10 @@ class CatalogQuestions:
 
     def retention_page(self, request: ReadRetention, now: Moment) -> RetentionPage:
         """What a collection would do now with some checkpoints of a job, newest first."""
-        run = self._book.index.run(request.job)
+        run = self._table.index.run(request.job)
         if run is None:
             return RetentionPage([], more=False, regained_bytes=0)
-        self._book.retention(request.job)
+        self._book.policies.of(request.job)
         run_verdicts = RunVerdicts(run, now.wall)
         following = (
             as_message(run_verdicts.verdict(one), one.meta.step) for one in self._after(run, request.job, request.after)
@@ -145,7 +147,7 @@ class CatalogQuestions:
 
     def _after(self, run: RunIndex, job: str, after: str) -> Iterator[IndexEntry]:
         """The checkpoints of a run, newest first, after this one, which may have been deleted meanwhile."""
-        place = run.place_of(rank_of(self._book.record(job, after).meta)) if after else len(run.ranked)
+        place = run.place_of(rank_of(self._table.record(job, after).meta)) if after else len(run.ranked)
         return (run.ranked[one] for one in range(place - 1, -1, -1))
 
 

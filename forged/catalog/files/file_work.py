@@ -78,6 +78,7 @@ class FileWork:
         self._bus = bus
         self._clock = clock
         self._book = book
+        self._table = book.table
         self._files = files
         self._log = log
         self._is_registered = is_registered
@@ -109,20 +110,20 @@ class FileWork:
         self._damaged.clear()
         self._to_compact.clear()
         self.operations.clear()
-        for record in self._book.tombstones():
+        for record in self._table.tombstones():
             self.delete(record)
-        for record in self._book.records.values():
+        for record in self._table.records.values():
             if record.is_to_compact:
                 self.compact(record)
 
     def delete(self, record: CheckpointRecord) -> None:
         """Delete the files of a durable tombstone, if the daemon may."""
-        if self._book.is_managed(record):
+        if self._table.is_managed(record):
             self._add(FileTaskKind.DELETE, record)
 
     def suspect(self, record: CheckpointRecord) -> None:
         """Verify a checkpoint that is said to be corrupt, if the daemon may."""
-        if self._book.is_managed(record) and record.id not in self._damaged:
+        if self._table.is_managed(record) and record.id not in self._damaged:
             self._add_of_storage(self._scrubs, FileTaskKind.VERIFY, record, is_urgent=True)
 
     def verify_again(self, record: CheckpointRecord) -> None:
@@ -187,10 +188,10 @@ class FileWork:
     def tick(self) -> None:
         """Release what is held too long, look for saves whose writers have not reported the end, and collect."""
         now = self._now()
-        for decision in self._book.release_expired(now):
+        for decision in self._book.holds.release_expired(now):
             self._decide(decision)
-        for record, reason in list(self._book.unsettled(self._is_registered, now)):
-            if self._book.is_managed(record):
+        for record, reason in list(self._book.saves.unsettled(self._is_registered, now)):
+            if self._table.is_managed(record):
                 self._add(FileTaskKind.FIND, record)
             else:
                 self._end_without_files(record, reason, now)
@@ -198,9 +199,9 @@ class FileWork:
 
     def _end_without_files(self, record: CheckpointRecord, reason: str, now: Moment) -> None:
         if record.is_being_written:
-            self._decide(self._book.give_up(record.id, reason, now))
+            self._decide(self._book.saves.give_up(record.id, reason, now))
         else:
-            self._decide(self._book.sweep(record.id))
+            self._decide(self._book.collection.sweep(record.id))
 
     # Folders.
 
@@ -221,7 +222,7 @@ class FileWork:
         queue.done(folder, task)
         if task.kind is FileTaskKind.SCRUB:
             self._chosen.discard(task.checkpoint_id)
-        record = self._book.records.get(task.checkpoint_id)
+        record = self._table.records.get(task.checkpoint_id)
         if self._hanging and record is not None:
             self._hanging.discard(self._files.storage_of(record.path))
 
@@ -257,7 +258,7 @@ class FileWork:
 
     def _tell_hanging(self, task: FileTask, error: ForgedError) -> None:
         """Log that a storage does not answer, once until it does."""
-        record = self._book.records.get(task.checkpoint_id)
+        record = self._table.records.get(task.checkpoint_id)
         if record is None or (storage := self._files.storage_of(record.path)) in self._hanging:
             return
         self._hanging.add(storage)
@@ -270,15 +271,15 @@ class FileWork:
         )
 
     def _forget_missing(self, task: FileTask) -> None:
-        record = self._book.records.get(task.checkpoint_id)
+        record = self._table.records.get(task.checkpoint_id)
         if task.kind is FileTaskKind.DELETE and record is not None and record.is_deleted:
-            self._decide(self._book.deleted([record.id])[0])
+            self._decide(self._book.collection.deleted([record.id])[0])
 
     async def _do(self, task: FileTask) -> None:
-        record = self._book.records.get(task.checkpoint_id)
+        record = self._table.records.get(task.checkpoint_id)
         if task.kind is FileTaskKind.COMPACT:
             await self._compact(task.checkpoint_id)
-        elif record is None or not self._book.is_managed(record):
+        elif record is None or not self._table.is_managed(record):
             return
         elif task.kind is FileTaskKind.DELETE:
             await self._delete(record)
@@ -294,40 +295,40 @@ class FileWork:
             # It would write files behind the deletion.
             await compacted.wait()
         self._show(record, FileTaskKind.DELETE, 0, record.meta.size_bytes)
-        location = self._book.location(record)
+        location = self._table.location(record)
         try:
             # Without a manifest of this job, the files may be those that the other job is writing.
-            if not self._book.is_disputed(record) or await self._files.find(location) is not None:
+            if not self._table.is_disputed(record) or await self._files.find(location) is not None:
                 await self._files.delete(location)
         finally:
             self.operations.pop(record.id, None)
         await self._bus.ledger.writable()
-        known = self._book.records.get(record.id)
+        known = self._table.records.get(record.id)
         if known is not None and known.is_deleted:
-            await self._decide(self._book.deleted([record.id])[0]).wait()
+            await self._decide(self._book.collection.deleted([record.id])[0]).wait()
 
     async def _find(self, record: CheckpointRecord) -> None:
         """Complete a checkpoint that is there; give up one that is not, or delete what a failed save has left."""
-        reason = self._book.why_unsettled(record, self._is_registered, self._now())
+        reason = self._book.saves.why_unsettled(record, self._is_registered, self._now())
         if not reason:
             return
-        found = await self._files.find(self._book.location(record))
+        found = await self._files.find(self._table.location(record))
         await self._bus.ledger.writable()
-        known = self._book.records.get(record.id)
-        if known is None or known.meta.state is not record.meta.state or record.id not in self._book.since:
+        known = self._table.records.get(record.id)
+        if known is None or known.meta.state is not record.meta.state or not known.is_unsettled:
             return
         if found is not None:
-            for decision in self._book.found(record.id, found, self._now()):
+            for decision in self._book.saves.found(record.id, found, self._now()):
                 await self._decide(decision).wait()
             return
         # A failed save may have begun again meanwhile.
-        reason = self._book.why_unsettled(known, self._is_registered, self._now())
+        reason = self._book.saves.why_unsettled(known, self._is_registered, self._now())
         if not reason:
             return
         if known.is_being_written:
-            await self._decide(self._book.give_up(record.id, reason, self._now())).wait()
+            await self._decide(self._book.saves.give_up(record.id, reason, self._now())).wait()
         else:
-            await self._decide(self._book.sweep(record.id)).wait()
+            await self._decide(self._book.collection.sweep(record.id)).wait()
 
     # Scrubbing.
 
@@ -339,19 +340,19 @@ class FileWork:
         latest = self._clock.wall() - SCRUB_AGAIN_S
         due = (
             (one.meta.verified_at or one.meta.created_at, one.id)
-            for one in self._book.records.values()
+            for one in self._table.records.values()
             if one.meta.state is CheckpointState.COMPLETE
             and one.id not in self._chosen
             and (one.meta.verified_at is None or one.meta.verified_at <= latest)
-            and self._book.is_managed(one)
+            and self._table.is_managed(one)
         )
         for _, checkpoint_id in nsmallest(SCRUB_CHOSEN_AT_ONCE, due):
             self._chosen.add(checkpoint_id)
-            self._add_of_storage(self._scrubs, FileTaskKind.SCRUB, self._book.records[checkpoint_id])
+            self._add_of_storage(self._scrubs, FileTaskKind.SCRUB, self._table.records[checkpoint_id])
 
     def _may_verify(self, checkpoint_id: str) -> bool:
-        record = self._book.records.get(checkpoint_id)
-        if record is None or not self._book.is_managed(record) or record.meta.is_failed_save:
+        record = self._table.records.get(checkpoint_id)
+        if record is None or not self._table.is_managed(record) or record.meta.is_failed_save:
             return False
         return record.meta.state in (CheckpointState.COMPLETE, CheckpointState.CORRUPTED)
 
@@ -365,7 +366,7 @@ class FileWork:
             return False
         rate = self.scrub_bytes_per_s or SUSPECT_BYTES_PER_S
         try:
-            wrong = await self._files.verify(self._book.location(record), rate, partial(self._show, record, VERIFYING))
+            wrong = await self._files.verify(self._table.location(record), rate, partial(self._show, record, VERIFYING))
         finally:
             self.operations.pop(record.id, None)
         await self._bus.ledger.writable()
@@ -373,17 +374,17 @@ class FileWork:
             return False
         if not wrong:
             self._damaged.discard(record.id)
-            await self._decide(self._book.verified(record.id, self._now())).wait()
-        elif self._book.records[record.id].meta.state is CheckpointState.COMPLETE:
+            await self._decide(self._book.saves.verified(record.id, self._now())).wait()
+        elif self._table.records[record.id].meta.state is CheckpointState.COMPLETE:
             self._damaged.add(record.id)
-            await self._decide(self._book.damaged(record.id, wrong)).wait()
+            await self._decide(self._book.saves.damaged(record.id, wrong)).wait()
         return bool(wrong)
 
     async def _repair(self, record: CheckpointRecord) -> bool:
         """Replace the corrupt bytes by healthy copies; returns whether there were any."""
         self.operations[record.id] = CheckpointOperation(REPAIRING, 0, record.meta.size_bytes)
         try:
-            return await self._files.repair(self._book.location(record))
+            return await self._files.repair(self._table.location(record))
         except ForgedError as error:
             if error.code == STORAGE_HANGS:
                 raise
@@ -395,26 +396,26 @@ class FileWork:
     # Compaction.
 
     async def _compact(self, checkpoint_id: str) -> None:
-        record = self._book.records.get(checkpoint_id)
+        record = self._table.records.get(checkpoint_id)
         size_bytes = None
         if record is not None and record.meta.state is CheckpointState.COMPLETE and record.meta.is_incremental:
             size_bytes = await self._compact_files(record)
             await self._bus.ledger.writable()
-            record = self._book.records.get(checkpoint_id)
-        if size_bytes is not None and self._book.is_read(checkpoint_id):
+            record = self._table.records.get(checkpoint_id)
+        if size_bytes is not None and self._book.compaction.is_read(checkpoint_id):
             # A reader that has read the manifest before may still need the parents.
             raise Unavailable("checkpoint_being_read", f"checkpoint {checkpoint_id} is held", "wait")
         if size_bytes is not None and record is not None and record.meta.state is CheckpointState.COMPLETE:
-            await self._decide(self._book.compacted(checkpoint_id, size_bytes)).wait()
+            await self._decide(self._book.compaction.compacted(checkpoint_id, size_bytes)).wait()
         elif record is not None and record.is_to_compact:
             gone = f"it is {record.meta.state}"
-            await self._decide(self._book.operation_failed(checkpoint_id, COMPACTING, gone)).wait()
+            await self._decide(self._book.compaction.operation_failed(checkpoint_id, COMPACTING, gone)).wait()
         self._compaction_ended(checkpoint_id)
 
     async def _compact_files(self, record: CheckpointRecord) -> int:
         ended = self._compacting[record.id] = anyio.Event()
         try:
-            return await self._files.compact(self._book.location(record), partial(self._show, record, COMPACTING))
+            return await self._files.compact(self._table.location(record), partial(self._show, record, COMPACTING))
         finally:
             del self._compacting[record.id]
             ended.set()
@@ -427,8 +428,8 @@ class FileWork:
             self._to_compact[checkpoint_id] = tries
             return True
         self._compaction_ended(checkpoint_id)
-        if checkpoint_id in self._book.records:
-            self._decide(self._book.operation_failed(checkpoint_id, COMPACTING, error.message))
+        if checkpoint_id in self._table.records:
+            self._decide(self._book.compaction.operation_failed(checkpoint_id, COMPACTING, error.message))
         return False
 
     def _compaction_ended(self, checkpoint_id: str) -> None:

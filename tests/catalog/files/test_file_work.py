@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from forged.auth.model import Principal, Role
-from forged.catalog.book.catalog_book import FAILED_KEPT_S, WRITER_GONE_S, WRITING_S_MAX
+from forged.catalog.book.saves import FAILED_KEPT_S, WRITER_GONE_S, WRITING_S_MAX
 from forged.catalog.files import file_work
 from forged.catalog.files.file_work import TICK_S
 from forged.catalog.messages import (
@@ -75,7 +75,7 @@ async def test_superseded_checkpoints_and_their_files_go_by_themselves() -> None
         await anyio.sleep(SOON_S)
         assert left(files) == ["step-00000004", "step-00000005"]
         assert await one.listed() == {5: "complete", 4: "complete"}
-        assert list(one.service.book.tombstones()) == []
+        assert list(one.service.book.table.tombstones()) == []
 
 
 @over_days
@@ -143,7 +143,7 @@ async def test_deletion_continues_after_a_restart() -> None:
     async with catalog(store, files=files) as one:
         await anyio.sleep(SOON_S)
         assert left(files) == ["step-00000003"]
-        assert list(one.service.book.tombstones()) == []
+        assert list(one.service.book.table.tombstones()) == []
     async with catalog(store, files=SimulatedFiles()) as one:
         await anyio.sleep(SOON_S)
         assert await one.listed() == {3: "complete"}
@@ -214,11 +214,11 @@ async def test_tombstone_in_a_missing_folder_is_kept_for_a_week(monkeypatch: pyt
         for step in (1, 2):
             await save(one, files, step)
         await anyio.sleep(SOON_S)
-        assert len(list(one.service.book.tombstones())) == 1
+        assert len(list(one.service.book.table.tombstones())) == 1
         await anyio.sleep(file_work.MISSING_KEPT_S / 2)
-        assert len(list(one.service.book.tombstones())) == 1
+        assert len(list(one.service.book.table.tombstones())) == 1
         await anyio.sleep(file_work.MISSING_KEPT_S)
-        assert list(one.service.book.tombstones()) == []
+        assert list(one.service.book.table.tombstones()) == []
 
 
 @over_days
@@ -230,7 +230,7 @@ async def test_files_of_another_save_stay() -> None:
         await one.ask(DeleteCheckpoint(JOB, first), OPERATOR)
         await anyio.sleep(SOON_S)
         assert left(files) == ["step-00000001"]
-        assert list(one.service.book.tombstones()) == []
+        assert list(one.service.book.table.tombstones()) == []
 
 
 @over_days

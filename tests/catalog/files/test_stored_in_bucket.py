@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from forged import checkpoint
-from forged.catalog.book import catalog_book
+from forged.catalog.book import saves
 from forged.catalog.files import file_work
 from forged.catalog.files.stored_files import StoredCheckpointFiles
 from forged.catalog.messages import (
@@ -300,8 +300,8 @@ async def test_saves_whose_end_was_not_reported_are_found_or_swept(
     s3_server.store(bucket).put("run/left/0123abcd.00000-of-00001.safetensors", b"x")
     for step, (path, save_id) in enumerate([(whole, _save_id(folder, "whole")), (left, "0123abcd")], 1):
         await client.request(StartCheckpoint(JOB, "", b"", 0, step, path, save_id))
-    monkeypatch.setattr(catalog_book, "WRITING_S_MAX", 0.0)
-    monkeypatch.setattr(catalog_book, "FAILED_KEPT_S", 0.0)
+    monkeypatch.setattr(saves, "WRITING_S_MAX", 0.0)
+    monkeypatch.setattr(saves, "FAILED_KEPT_S", 0.0)
     await until_told(client, CheckpointCompleted)
     await until_told(client, CheckpointFailed)
     await until(lambda: names(storage) == {f"run/whole{SUFFIX}", part_of(storage, "run/whole")})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from forged.catalog.book.catalog_book import DELETING
+from forged.catalog.book.checkpoint_table import DELETING
 from forged.catalog.messages import (
     CheckpointCollected,
     CheckpointCompacted,

@@ -13,8 +13,12 @@ from unittest.mock import patch
 import msgspec
 
 from forged.catalog import retention, selection
-from forged.catalog.book.catalog_book import REQUESTED_RULE, CatalogBook
 from forged.catalog.book.changes import Change, decided, in_decisions
+from forged.catalog.book.checkpoint_table import CheckpointTable
+from forged.catalog.book.collection import REQUESTED_RULE, CheckpointCollection
+from forged.catalog.book.compaction import Compaction
+from forged.catalog.book.holds import Holds
+from forged.catalog.book.saves import Saves
 from forged.catalog.catalog_index import CatalogIndex
 from forged.catalog.files.file_work import FileWork
 from forged.catalog.messages import (
@@ -47,7 +51,7 @@ def delete_before_the_tombstone_is_durable() -> Iterator[None]:
     last = CatalogService._last
 
     def hasty(self: CatalogService, decisions: Sequence[Decision[Any]], job: str) -> Decision[Any]:
-        for record in self.book.tombstones():
+        for record in self.book.table.tombstones():
             self.work.delete(record)
         return last(self, decisions, job)
 
@@ -62,8 +66,8 @@ def forget_a_tombstone_before_its_files() -> Iterator[None]:
 
     async def hasty(self: FileWork, record: CheckpointRecord) -> None:
         if record.is_deleted:
-            await self._decide(self._book.deleted([record.id])[0]).wait()
-            await self._files.delete(self._book.location(record))
+            await self._decide(self._book.collection.deleted([record.id])[0]).wait()
+            await self._files.delete(self._book.table.location(record))
         else:
             await delete(self, record)
 
@@ -82,18 +86,18 @@ def forget_tombstones_at_restart() -> Iterator[None]:
 def collect_without_tombstones() -> Iterator[None]:
     """The record of a collected checkpoint is removed at once."""
 
-    def hasty(self: CatalogBook, meta: CheckpointMeta, rule: str, reason: str) -> Change:
+    def hasty(self: CheckpointCollection, meta: CheckpointMeta, rule: str, reason: str) -> Change:
         fact = CheckpointCollected(meta.checkpoint_id, meta.step, meta.size_bytes, rule, reason)
-        return self._forget(self.records[meta.checkpoint_id])._replace(fact=fact)
+        return self._table.forget(self._table.records[meta.checkpoint_id])._replace(fact=fact)
 
-    with patch.object(CatalogBook, "_tombstone", hasty):
+    with patch.object(CheckpointCollection, "_tombstone", hasty):
         yield
 
 
 @contextmanager
 def trust_every_path() -> Iterator[None]:
     """The daemon deletes what any worker has named."""
-    with patch.object(CatalogBook, "is_managed", lambda self, record: True):
+    with patch.object(CheckpointTable, "is_managed", lambda self, record: True):
         yield
 
 
@@ -129,22 +133,22 @@ def forget_holds_at_restart() -> Iterator[None]:
         record = decoded(value)
         return msgspec.structs.replace(record, holds={}, meta=msgspec.structs.replace(record.meta, holders=()))
 
-    with patch("forged.catalog.book.catalog_book.decoded", forgetful):
+    with patch("forged.catalog.book.checkpoint_table.decoded", forgetful):
         yield
 
 
 @contextmanager
 def release_for_all_readers() -> Iterator[None]:
     """The first reader that is done releases the checkpoint for the others too."""
-    release = CatalogBook.release
+    release = Holds.release
 
-    def careless(self: CatalogBook, request: ReleaseCheckpoint) -> Decision[Nothing]:
-        record = self.record(request.job, request.checkpoint_id)
+    def careless(self: Holds, request: ReleaseCheckpoint) -> Decision[Nothing]:
+        record = self._table.record(request.job, request.checkpoint_id)
         for holder in [one for one in record.holds if one != request.holder]:
-            self._release(self.records[record.id], holder)
+            self._release(self._table.records[record.id], holder)
         return release(self, request)
 
-    with patch.object(CatalogBook, "release", careless):
+    with patch.object(Holds, "release", careless):
         yield
 
 
@@ -267,10 +271,10 @@ def abandon_by_the_clock() -> Iterator[None]:
         assert isinstance(fact, ProgressLost)
 
         def is_later(checkpoint_id: str) -> bool:
-            return book.records[checkpoint_id].meta.created_at > record.at
+            return book.table.records[checkpoint_id].meta.created_at > record.at
 
-        changed = {one.checkpoint_id: one for one in book.index.abandon_after(record.job, fact.step, is_later)}
-        return self._last(in_decisions(None, record.job, book._abandoned(fact.step, "", changed)), record.job)
+        changed = {one.checkpoint_id: one for one in book.table.index.abandon_after(record.job, fact.step, is_later)}
+        return self._last(in_decisions(None, record.job, book.restores._abandoned(fact.step, "", changed)), record.job)
 
     with patch.object(CatalogService, "_progress_lost", trusting):
         yield
@@ -293,7 +297,7 @@ def complete_without_looking() -> Iterator[None]:
 
     async def trusting(self: FileWork, record: CheckpointRecord) -> None:
         if record.is_being_written:
-            for decision in self._book.found(record.id, FoundCheckpoint(1, ""), self._now()):
+            for decision in self._book.saves.found(record.id, FoundCheckpoint(1, ""), self._now()):
                 await self._decide(decision).wait()
 
     with patch.object(FileWork, "_find", trusting):
@@ -303,60 +307,60 @@ def complete_without_looking() -> Iterator[None]:
 @contextmanager
 def complete_with_the_base_as_parent() -> Iterator[None]:
     """A checkpoint whose writer is gone builds on what was said at its start, whatever its manifest says."""
-    with patch.object(CatalogBook, "_with_parent", lambda self, record, parent_path: record):
+    with patch.object(CheckpointTable, "with_parent", lambda self, record, parent_path: record):
         yield
 
 
 @contextmanager
 def complete_twice() -> Iterator[None]:
     """A repeated report of a completion is recorded again."""
-    complete = CatalogBook.complete
+    complete = Saves.complete
 
-    def eager(self: CatalogBook, request: CompleteCheckpoint) -> list[Decision[CompletedCheckpoint]]:
+    def eager(self: Saves, request: CompleteCheckpoint) -> list[Decision[CompletedCheckpoint]]:
         decisions = complete(self, request)
         if decisions[-1].facts:
             return decisions
-        record = self.record(request.job, request.checkpoint_id)
+        record = self._table.record(request.job, request.checkpoint_id)
         fact = CheckpointCompleted(record.id, record.meta.step, record.meta.size_bytes, request.seconds)
-        return [decided(decisions[-1].reply, request.job, self._put(record, fact))]
+        return [decided(decisions[-1].reply, request.job, self._table.put(record, fact))]
 
-    with patch.object(CatalogBook, "complete", eager):
+    with patch.object(Saves, "complete", eager):
         yield
 
 
 @contextmanager
 def tell_no_failure() -> Iterator[None]:
     """A failed save is recorded without a fact."""
-    fail = CatalogBook._fail
+    fail = Saves._fail
 
-    def silent(self: CatalogBook, record: CheckpointRecord, reason: str, now: Moment) -> Change:
+    def silent(self: Saves, record: CheckpointRecord, reason: str, now: Moment) -> Change:
         return fail(self, record, reason, now)._replace(fact=None)
 
-    with patch.object(CatalogBook, "_fail", silent):
+    with patch.object(Saves, "_fail", silent):
         yield
 
 
 @contextmanager
 def give_up_a_save_whose_writer_lives() -> Iterator[None]:
     """Every writer counts as gone."""
-    unsettled = CatalogBook.unsettled
+    unsettled = Saves.unsettled
 
-    def hasty(self: CatalogBook, is_registered: Any, now: Moment) -> Any:
+    def hasty(self: Saves, is_registered: Any, now: Moment) -> Any:
         return unsettled(self, lambda *_: False, now)
 
-    with patch.object(CatalogBook, "unsettled", hasty):
+    with patch.object(Saves, "unsettled", hasty):
         yield
 
 
 @contextmanager
 def never_sweep_failed_saves() -> Iterator[None]:
     """What a failed save has left stays."""
-    unsettled = CatalogBook.unsettled
+    unsettled = Saves.unsettled
 
-    def lazy(self: CatalogBook, is_registered: Any, now: Moment) -> Any:
+    def lazy(self: Saves, is_registered: Any, now: Moment) -> Any:
         return ((one, reason) for one, reason in unsettled(self, is_registered, now) if one.is_being_written)
 
-    with patch.object(CatalogBook, "unsettled", lazy):
+    with patch.object(Saves, "unsettled", lazy):
         yield
 
 
@@ -364,23 +368,23 @@ def never_sweep_failed_saves() -> Iterator[None]:
 def tell_workers_nothing_to_delete() -> Iterator[None]:
     """Workers are not told which files they are to delete."""
 
-    def silent(self: CatalogBook, record: CheckpointRecord) -> CompletedCheckpoint:
+    def silent(self: Saves, record: CheckpointRecord) -> CompletedCheckpoint:
         return CompletedCheckpoint(record.meta, list[CollectedFiles]())
 
-    with patch.object(CatalogBook, "_completed", silent):
+    with patch.object(Saves, "_completed", silent):
         yield
 
 
 @contextmanager
 def share_checkpoints_between_jobs() -> Iterator[None]:
     """A caller may name the checkpoint of any job."""
-    record_of = CatalogBook.record
+    record_of = CheckpointTable.record
 
-    def careless(self: CatalogBook, job: str, checkpoint_id: str) -> CheckpointRecord:
+    def careless(self: CheckpointTable, job: str, checkpoint_id: str) -> CheckpointRecord:
         known = self.records.get(checkpoint_id)
         return record_of(self, job if known is None else known.job, checkpoint_id)
 
-    with patch.object(CatalogBook, "record", careless):
+    with patch.object(CheckpointTable, "record", careless):
         yield
 
 
@@ -388,24 +392,24 @@ def share_checkpoints_between_jobs() -> Iterator[None]:
 def share_paths_between_jobs() -> Iterator[None]:
     """The same path and save id are the same checkpoint for every job."""
 
-    def careless(self: CatalogBook, job: str, path: str, save_id: str, files_job: str) -> CheckpointRecord | None:
+    def careless(self: CheckpointTable, job: str, path: str, save_id: str, files_job: str) -> CheckpointRecord | None:
         return next((self.records[one] for one in self._named.get((path, save_id), {}).values()), None)
 
-    with patch.object(CatalogBook, "_known", careless):
+    with patch.object(CheckpointTable, "known", careless):
         yield
 
 
 @contextmanager
 def give_a_path_to_the_job_that_names_it_first() -> Iterator[None]:
     """A path that another job has named is refused."""
-    known = CatalogBook._known
+    known = CheckpointTable.known
 
-    def jealous(self: CatalogBook, job: str, path: str, save_id: str, files_job: str) -> CheckpointRecord | None:
+    def jealous(self: CheckpointTable, job: str, path: str, save_id: str, files_job: str) -> CheckpointRecord | None:
         if any(one.path == path and one.job != job for one in self.records.values()):
             raise RequestRefused("checkpoint_path_taken", f"{path} belongs to another job", "")
         return known(self, job, path, save_id, files_job)
 
-    with patch.object(CatalogBook, "_known", jealous):
+    with patch.object(CheckpointTable, "known", jealous):
         yield
 
 
@@ -413,14 +417,14 @@ def give_a_path_to_the_job_that_names_it_first() -> Iterator[None]:
 def delete_what_is_being_written() -> Iterator[None]:
     """An operator may delete a checkpoint while its writer writes."""
 
-    def hasty(self: CatalogBook, request: DeleteCheckpoint) -> Decision[Nothing]:
-        record = self.record(request.job, request.checkpoint_id)
+    def hasty(self: CheckpointCollection, request: DeleteCheckpoint) -> Decision[Nothing]:
+        record = self._table.record(request.job, request.checkpoint_id)
         if record.is_deleted:
             return Decision(Nothing())
-        meta = self.index.delete(record.id)
+        meta = self._table.index.delete(record.id)
         return decided(Nothing(), request.job, self._tombstone(meta, REQUESTED_RULE, "an operator has deleted it"))
 
-    with patch.object(CatalogBook, "delete", hasty):
+    with patch.object(CheckpointCollection, "delete", hasty):
         yield
 
 
@@ -440,7 +444,7 @@ def compact_what_is_deleted() -> Iterator[None]:
     """The files of a checkpoint are deleted while it is compacted."""
 
     async def compact(self: FileWork, record: CheckpointRecord) -> int:
-        return await self._files.compact(self._book.location(record), lambda done, total: None)
+        return await self._files.compact(self._book.table.location(record), lambda done, total: None)
 
     with patch.object(FileWork, "_compact_files", compact):
         yield
@@ -449,7 +453,7 @@ def compact_what_is_deleted() -> Iterator[None]:
 @contextmanager
 def let_go_of_the_parents_of_what_is_read() -> Iterator[None]:
     """The parents of a compacted checkpoint may go while it is read."""
-    with patch.object(CatalogBook, "is_read", lambda self, checkpoint_id: False):
+    with patch.object(Compaction, "is_read", lambda self, checkpoint_id: False):
         yield
 
 

@@ -52,9 +52,9 @@ SHORTER = {
     "forged.catalog.files.file_work.SCRUB_PAUSE_S": 3.0,
     "forged.catalog.files.file_work.SCRUB_AGAIN_S": 6.0,
     "forged.catalog.files.file_work.NOT_VERIFIED_S": 6.0,
-    "forged.catalog.book.catalog_book.WRITER_GONE_S": WRITER_GONE_S,
-    "forged.catalog.book.catalog_book.WRITING_S_MAX": WRITING_S_MAX,
-    "forged.catalog.book.catalog_book.FAILED_KEPT_S": 6.0,
+    "forged.catalog.book.saves.WRITER_GONE_S": WRITER_GONE_S,
+    "forged.catalog.book.saves.WRITING_S_MAX": WRITING_S_MAX,
+    "forged.catalog.book.saves.FAILED_KEPT_S": 6.0,
     "forged.catalog.files.file_work.COMPACTION_PAUSE_S": 1.0,
     "forged.catalog.files.work_queue.PAUSE_S_MAX": 4.0,
 }
