@@ -192,35 +192,61 @@ class _Planning:
             raise self._missing(tensor, missing[0])
 
     def _plan_row_pieces(self, numbers: Integers, is_whole: Booleans) -> Booleans:
-        """Plan whole tensors whose pieces are whole rows that follow each other; returns which targets these are.
+        """Plan rows of tensors whose pieces are whole rows that follow each other; returns which targets these are.
 
         Tensors of incremental checkpoints have many such pieces.
         """
-        may_be = ~is_whole & (self._only_piece is None)
-        may_be[[*self._boxes, *self._strided]] = False
-        targets = np.flatnonzero(may_be)
         is_planned = np.zeros(numbers.size, np.bool_)
+        low, high = self._wanted_rows(numbers, is_whole)
+        targets = np.flatnonzero(high >= 0)
         if not targets.size:
             return is_planned
-        rows = [self._tensor_rows(tensor) for tensor in numbers[targets].tolist()]
-        heights, widths = np.zeros((2, numbers.size), np.int64)
-        heights[targets], widths[targets] = np.array(rows, np.int64)[:, 1:].T
         found = self._pieces_by_row(targets, numbers)
-        is_first = np.diff(found.targets, prepend=-1) > 0
-        is_last = np.roll(is_first, -1)
-        is_break = found.starts != np.where(is_first, 0, np.roll(found.ends, 1))
-        is_break |= (found.row_bytes != widths[found.targets]) | (is_last & (found.ends != heights[found.targets]))
         is_planned[found.targets] = True
-        is_planned[found.targets[is_break]] = False
-        used = np.flatnonzero(is_planned[found.targets])
-        for number, its in _by_part(found.parts[used]):
-            its = used[its]
-            ats = found.starts[its] * found.row_bytes[its]
+        is_planned[found.targets[self._breaks(found, targets, numbers)]] = False
+        low, high = low[found.targets], high[found.targets]
+        is_needed = is_planned[found.targets] & (found.starts < high) & (found.ends > low)
+        is_inside = (low <= found.starts) & (found.ends <= high)
+        inside = np.flatnonzero(is_needed & is_inside)
+        for number, its in _by_part(found.parts[inside]):
+            its = inside[its]
+            ats = (found.starts[its] - low[its]) * found.row_bytes[its]
             self._add_pieces(self._index.layout(number), found.pieces[its], found.targets[its], ats)
+        edges = np.flatnonzero(is_needed & ~is_inside)
+        for target, number, piece in zip(*(column[edges].tolist() for column in found[:3]), strict=True):
+            self._plan_edge(target, number, piece)
         return is_planned
 
-    def _tensor_rows(self, tensor: int) -> tuple[int, int, int]:
-        return rows_of(*whole(self._tensors.shapes[tensor]), dtype_of(self._tensors.dtypes[tensor]).itemsize)
+    def _wanted_rows(self, numbers: Integers, is_whole: Booleans) -> Integers:
+        """By target, the first row that it needs and the number after the last; -1 if it needs parts of rows."""
+        rows = np.full((2, numbers.size), -1, np.int64)
+        for target in np.flatnonzero(~is_whole & (self._only_piece is None)).tolist():
+            shape = self._tensors.shapes[numbers[target]]
+            box = self._boxes[target] if target in self._boxes else whole(shape)
+            if shape and box.shape[1:] == shape[1:] and target not in self._strided:
+                rows[:, target] = box.offset[0], box.offset[0] + box.shape[0]
+        return rows
+
+    def _breaks(self, found: _TargetPieces, targets: Integers, numbers: Integers) -> Booleans:
+        """Which pieces are no whole rows, or do not follow the one before, or are the last before missing rows."""
+        heights, widths = np.zeros((2, numbers.size), np.int64)
+        for target in targets.tolist():
+            tensor = numbers[target]
+            shape, itemsize = self._tensors.shapes[tensor], dtype_of(self._tensors.dtypes[tensor]).itemsize
+            _, heights[target], widths[target] = rows_of(*whole(shape), itemsize)
+        is_first = np.diff(found.targets, prepend=-1) > 0
+        is_last = np.roll(is_first, -1)
+        is_break: Booleans = found.starts != np.where(is_first, 0, np.roll(found.ends, 1))
+        is_break |= is_last & (found.ends != heights[found.targets])
+        is_break |= found.row_bytes != widths[found.targets]
+        return is_break
+
+    def _plan_edge(self, target: int, number: int, piece: int) -> None:
+        """Plan a piece of which a target needs some rows."""
+        box, wanted = self._index.layout(number).piece_box(piece), self._boxes[target]
+        shared = intersection(wanted, box)
+        if shared is not None:
+            self._plan_overlap(target, wanted, (number, piece), box, shared)
 
     def _pieces_by_row(self, targets: Integers, numbers: Integers) -> _TargetPieces:
         """The pieces of some targets' tensors, sorted by target and row."""

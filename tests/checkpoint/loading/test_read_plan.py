@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forged.checkpoint.errors import CheckpointException
-from forged.checkpoint.format.boxes import Box, Shape, whole
+from forged.checkpoint.format.boxes import Box, Shape, intersection, whole
 from forged.checkpoint.loading import read_plan
 from forged.checkpoint.loading.manifest_index import Index
 from forged.checkpoint.loading.read_plan import ChunkBatch, ReadPlan, plan
@@ -82,6 +82,35 @@ class TestPlan:
                 boxes.get(target, whole(shape)).volume for target, shape in enumerate(shapes)
             )
             assert all(span.at == -1 for spans in reads.spans.values() for span in spans if span.target in strided)
+
+    @settings(max_examples=200, deadline=None)
+    @given(data=st.data())
+    def test_rows_of_a_tensor_may_lie_in_many_pieces_of_many_parts(self, data: st.DataObject) -> None:
+        draw = data.draw
+        pieces: list[list[tuple[int, Box]]] = [[], [], []]
+        shapes: list[Shape] = draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=3))
+        lacking: list[tuple[int, Box]] = []
+        for tensor, (height, width) in enumerate(shapes):
+            cuts = sorted(draw(st.sets(st.integers(1, height - 1)))) if height > 1 else []
+            for low, high in pairwise([0, *cuts, height]):
+                box = Box((low, 0), (high - low, width))
+                if draw(st.integers(0, 19)):
+                    pieces[draw(st.integers(0, 2))].append((tensor, box))
+                else:
+                    lacking.append((tensor, box))
+        for of_part in pieces:
+            of_part.sort()
+        with small_chunks(draw(st.sampled_from([1, 4])), draw(st.sampled_from([4, 64])), 1):
+            index = Index(manifest_of(shapes, pieces))
+            boxes = {target: draw(boxes_in(shape)) for target, shape in enumerate(shapes) if draw(st.booleans())}
+            wanted_boxes = [boxes.get(target, whole(shape)) for target, shape in enumerate(shapes)]
+            if any(intersection(wanted_boxes[tensor], box) for tensor, box in lacking):
+                with pytest.raises(CheckpointException, match="lacks"):
+                    plan(index, range(len(shapes)), boxes)
+                return
+            reads = plan(index, range(len(shapes)), boxes)
+            for target, wanted in enumerate(wanted_boxes):
+                assert sorted(elements_read(index, reads, target, wanted)) == sorted(elements(wanted))
 
     @settings(max_examples=100, deadline=None)
     @given(data=st.data())
