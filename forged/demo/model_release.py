@@ -33,7 +33,7 @@ POINT = (2,)
 class Release:
     """What has been observed."""
 
-    serving: ModelVersion
+    serving: ModelView
     """The version that serves at the end."""
     canary: ModelView
     """The rolled back version."""
@@ -74,12 +74,13 @@ async def release_model(client: ForgedClient, observer: ClusterObserver, output:
     await observer.until(lambda: observer.last_fact(ModelRolledBack) is not None, "the rollback of the canary")
     rollback_s = time.monotonic() - reported_at
     output.note(f"rolled back {duration(rollback_s)} after the report", GREEN)
-    output.note(f"$ forgectl models history {MODEL}", CYAN)
-    asking = forgectl(observer.daemon.socket, "models", "history", MODEL)
-    output.quote(await observer.observe_during(asking, "forgectl models history"))
+    for words in (("history", MODEL), ("lineage", f"{MODEL}@serving")):
+        output.note(f"$ forgectl models {' '.join(words)}", CYAN)
+        asking = forgectl(observer.daemon.socket, "models", *words)
+        output.quote(await observer.observe_during(asking, f"forgectl models {words[0]}"))
     serving, canary = await client.model(MODEL, "serving"), await client.model(MODEL, second.version)
     files = await client.verify_model(MODEL, first.version)
-    return Release(serving.metadata.version, canary, rollback_s, files)
+    return Release(serving, canary, rollback_s, files)
 
 
 async def _validate(

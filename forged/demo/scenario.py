@@ -399,12 +399,19 @@ class Scenario:
         if not self.outcome.checkpoints:
             return
         found = await release_model(client, self._observer, self._output, self._directory)
-        self.outcome.model_serving, self.outcome.canary_rollback_s = f"{found.serving}", round(found.rollback_s, 4)
-        canary = found.canary.metadata
+        serving, canary = found.serving.metadata, found.canary.metadata
+        self.outcome.model_serving, self.outcome.canary_rollback_s = f"{serving.version}", round(found.rollback_s, 4)
         kept = [] if canary.state is DeploymentState.STAGING else [f"{canary.version} is {canary.state}"]
-        if found.serving != FIRST_VERSION:
-            kept.append(f"{found.serving} serves")
+        if serving.version != FIRST_VERSION:
+            kept.append(f"{serving.version} serves")
         self._check(f"the registry itself rolled {canary.version} back, and {FIRST_VERSION} serves", kept)
+        lineage = found.serving.lineage
+        step = int(self.outcome.resumed_from.removeprefix("step-"))
+        is_known = lineage is not None and (lineage.job, lineage.step) == (JOB, step)
+        self._check(
+            f"its lineage leads to {self.outcome.resumed_from} of job {JOB}",
+            [] if is_known else [f"it is {lineage}"],
+        )
         damaged = [] if found.files.state is ArtifactState.SOUND else [found.files.problem]
         self._check(f"every byte of {FIRST_VERSION} is what was registered", damaged)
 

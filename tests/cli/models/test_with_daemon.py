@@ -53,6 +53,9 @@ class TestRegistration:
         on_daemon.run("ls")  # takes what was printed so far
         metadata = on_daemon.json(f"register {MODEL} --checkpoint @7 --job run")
         assert metadata["size_bytes"] == 64
+        lineage = fields_of(on_daemon.lines(f"lineage {MODEL}"))
+        assert re.fullmatch(rf"ckpt-\S+ of job run, {on_daemon.folder}/step-7", lineage["checkpoint"])
+        assert (lineage["trained by"], lineage["up to"]) == ("job run", "step 7, epoch 0")
         assert on_daemon.run(f"register {MODEL} --checkpoint @8 --job run")[0] == 3
 
     def test_damaged_checkpoint_is_not_registered(self, on_daemon: RegistryDaemon) -> None:
