@@ -66,6 +66,7 @@ class ModelMethods(DaemonMethods):
         version: ModelVersion | str | None = None,
         bump: str = "",
         checkpoint: Path | None = None,
+        job: str = "",
         files: Path | None = None,
         name: str = "",
         framework: str = "",
@@ -83,6 +84,7 @@ class ModelMethods(DaemonMethods):
         Without `version`, the registry assigns the next one: `bump` is `major`, `minor` (default) or `patch`. The
         checksum and the size are those of the `checkpoint` or of the `files` (a file or a folder) on this host; a
         `checksum` that is given as well must be equal. With `verify`, every byte of the checkpoint is compared first.
+        `job` is the one whose catalogue has the checkpoint; default: the one that saved it.
         """
         from forged.client.model_files.description import ModelFiles, describing
         from forged.registry.messages import Artifact, RegisterModel
@@ -95,7 +97,7 @@ class ModelMethods(DaemonMethods):
         describe = describing(files, checkpoint, verify=verify)
         described = ModelFiles(Artifact(), checksum, size_bytes)
         if describe is not None:
-            described = await _in_thread(lambda token: describe(token, progress))
+            described = (await _in_thread(lambda token: describe(token, progress))).of_job(job)
         if checksum not in ("", described.checksum):
             raise RequestRefused(
                 "model_checksum_differs",

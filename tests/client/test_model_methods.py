@@ -11,7 +11,10 @@ import pytest
 
 import forged.checkpoint
 from forged.auth.model import Role
+from forged.catalog.messages import AdoptedCheckpoint
+from forged.checkpoint.ports import CancelToken
 from forged.client import BlockingClient, ForgedClient
+from forged.client.model_files.checkpoint_files import describe_checkpoint
 from forged.client.model_methods import ModelMethods
 from forged.errors import ForgedError, RequestRefused
 from forged.registry import DeploymentState, ModelMetadata, ModelVersion
@@ -50,6 +53,19 @@ def test_three_lines_register_a_checkpoint(threaded_daemon: ThreadedDaemon, tmp_
     assert (f"{model.version}", model.state, model.size_bytes) == ("0.1.0", DeploymentState.REGISTERED, 64)
     assert view.metadata == model
     assert (view.artifact.location, view.lineage.step if view.lineage else None) == (f"{tmp_path}/step-7", 7)
+
+
+def test_adopted_checkpoint_is_found_in_the_catalogue_of_its_job(client: BlockingClient, tmp_path: Path) -> None:
+    forged.checkpoint.save(tmp_path / "step-7", {"w": np.zeros(8)}, step=7)
+    save_id = describe_checkpoint(tmp_path / "step-7", CancelToken()).artifact.save_id
+    client.create_job("run", {"nodes": 8})
+    adopted = AdoptedCheckpoint(f"{tmp_path}/step-7", save_id, 0, 7, 64, 1.0)
+    client.adopt_checkpoints("run", str(tmp_path), [adopted])
+    client.register_model("resnet", checkpoint=tmp_path / "step-7", job="run")
+    view = client.model("resnet")
+    assert view.artifact.checkpoint_id.startswith("ckpt-")
+    assert view.lineage is not None
+    assert (view.lineage.job, view.lineage.settings) == ("run", {"nodes": 8})
 
 
 def test_files_are_hashed_with_progress(client: BlockingClient, tmp_path: Path) -> None:

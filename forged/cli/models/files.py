@@ -90,7 +90,7 @@ def _described(options: Options, model: str, token: CancelToken) -> ModelFiles |
             )
         return None
     with ProgressBar(options, model) as bar:
-        return describe(token, bar)
+        return describe(token, bar).of_job(options.job or "")
 
 
 def _request(fields: Row, described: ModelFiles | None, options: Options, found: Named) -> Row:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from forged.checkpoint.ports import CancelToken
 from forged.checkpoint.progress import Progress
@@ -23,6 +25,10 @@ class ModelFiles:
     size_bytes: int
     lineage: Lineage | None = None
     """What the manifest of a checkpoint tells."""
+
+    def of_job(self, job: str) -> ModelFiles:
+        """The same, of a checkpoint in the catalogue of this job; empty: of the job that saved it."""
+        return replace(self, artifact=msgspec.structs.replace(self.artifact, job=job)) if job else self
 
 
 Describe = Callable[[CancelToken, Progress | None], ModelFiles]
