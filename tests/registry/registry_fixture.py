@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -164,8 +164,15 @@ def result(version: ModelVersion = V1, **changes: Any) -> ValidationResult:
 
 
 @asynccontextmanager
-async def registry(store: Store | None = None, **options: Any) -> AsyncIterator[Registry]:
+async def registry(
+    store: Store | None = None, *, extend: Callable[[Registry], object] = lambda registry: None, **options: Any
+) -> AsyncIterator[Registry]:
     """A running registry."""
     made: list[Registry] = []
-    async with running(store, lambda kernel: made.append(Registry(kernel, options))):
+
+    def register(kernel: Kernel) -> None:
+        made.append(Registry(kernel, options))
+        extend(made[0])
+
+    async with running(store, register):
         yield made[0]

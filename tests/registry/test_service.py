@@ -10,6 +10,7 @@ from forged.auth.model import Principal, Role
 from forged.catalog.model import CheckpointState
 from forged.catalog.records import CheckpointRecord
 from forged.errors import ForgedError, Unavailable
+from forged.kernel.bus.requests import Proceed
 from forged.kernel.messages import Call
 from forged.kernel.store.port import Conflict, Transaction
 from forged.registry.book.lifecycle import ENTRIES_BYTES_MAX
@@ -72,6 +73,7 @@ from tests.registry.registry_fixture import (
     V2,
     V3,
     VIEWER,
+    Registry,
     metadata,
     registry,
     result,
@@ -691,6 +693,27 @@ async def test_bad_canary_is_rolled_back_once() -> None:
         (done,) = one.kernel.facts(ModelRolledBack)
         assert (done.version, done.to, done.by) == (V2, V1, "daemon")
         assert "rollback priority 1" in done.reason
+
+
+@on_virtual_time
+async def test_plugin_may_replace_the_rollback_of_a_bad_canary() -> None:
+    asked: list[RollBackModel] = []
+
+    async def wrapper(request: RollBackModel, call: Call, proceed: Proceed) -> ModelRolledBack:
+        asked.append(request)
+        return ModelRolledBack(request.model_id, V2, V1, "a plugin", "it has paged somebody instead")
+
+    def extend(one: Registry) -> None:
+        one.kernel.bus.wrap(RollBackModel, wrapper, owner="a plugin")
+
+    async with registry(extend=extend) as one:
+        await one.serve(V1)
+        await one.make_canary(V2)
+        await one.set_policy(canary=CanaryAction.ACT)
+        await one.report(V2, latency_p99_ms=20.0)
+        await one.kernel.settle()
+        assert [request.version for request in asked] == [V2]
+        assert await one.state(V2) == "canary"
 
 
 @on_virtual_time
