@@ -3,7 +3,7 @@
 Each daemon is a process with its store on the disk; MLflow's server is one too, with its default number of workers and
 an SQLite file in the same file system. It has 1,000 versions, which its server takes as long to register as a daemon
 takes for 100,000. Both are asked over connections that stay open, by one caller and by 64 at once: `register` adds the
-next version of a model, `get` reads a version, `latest` the highest of a model, `find` the first 100 in a state (in
+next version of a model, `get` reads a version, `latest` the highest of a model, `find` the first 10 in a state (in
 MLflow, which cannot search by stage, with a tag), `transition` moves a version from one state or stage to another one.
 
 The time in the daemon is that from the decoded request to the encoded reply.
@@ -56,14 +56,18 @@ CALLERS = (1, 64)
 ROUNDS = 3
 SECONDS = 1.0
 QUESTIONS = 5_000
-FOUND_MAX = 100
+FOUND_MAX = 10
 LIMIT_MS = 1.0
+FLAT = 0.5
+"""With a hundred times as many versions, a question may take twice as long: the records are not in the caches."""
 WRITES = ("register", "transition")
 READS = ("get", "latest", "find")
 AIMS = dict.fromkeys(WRITES, 40.0) | dict.fromkeys(READS, 20.0)
 STATES = (DeploymentState.VALIDATING, DeploymentState.REGISTERED)
 STAGES = ("Staging", "None")
 START_TIMEOUT_S = 120.0
+ATTEMPTS = 5
+RETRY_S = 0.5
 HOW_TO_INSTALL = (
     "MLflow is not on the PATH and is left out: python -m venv ~/mlflow && ~/mlflow/bin/pip install mlflow, then run"
     ' this with PATH="$PATH:$HOME/mlflow/bin"'
@@ -342,12 +346,19 @@ class Mlflow:
         return await self._call(session, "POST", "model-versions/transition-stage", **fields, **archive)
 
     async def _call(self, session: aiohttp.ClientSession, verb: str, method: str, **fields: Any) -> object:
+        """Call the server; again after a failure, because it ends its workers when the machine makes them slow."""
         given: dict[str, Any] = {"params": fields} if verb == "GET" else {"json": fields}
-        async with session.request(verb, self._api + method, **given) as response:
-            said = await response.read()
-            if response.status != 200:
-                raise RuntimeError(f"MLflow answers {method} with status {response.status}: {said[:500]!r}")
-            return json.loads(said)
+        for _ in range(ATTEMPTS):
+            try:
+                async with session.request(verb, self._api + method, **given) as response:
+                    said = await response.read()
+            except aiohttp.ClientConnectionError as error:
+                said = repr(error).encode()
+                await asyncio.sleep(RETRY_S)
+                continue
+            if response.status == 200:
+                return json.loads(said)
+        raise RuntimeError(f"MLflow fails {ATTEMPTS} times to answer {method}: {said[:500]!r}")
 
 
 # Figures.
@@ -417,7 +428,7 @@ def _time_figures(times: Mapping[tuple[int, str], tuple[float, float]], sizes: S
             label = f"{name} in the daemon, {size:,} versions, p99, against the limit"
             yield Figure(label, "ms", times[size, name][1], LIMIT_MS, aim=1.0, higher_is_better=False)
         label = f"{name} in the daemon, {many:,} versions, median, against {few:,} versions"
-        yield Figure(label, "ms", times[many, name][0], times[few, name][0], aim=0.8, higher_is_better=False)
+        yield Figure(label, "ms", times[many, name][0], times[few, name][0], aim=FLAT, higher_is_better=False)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 Invariants:
 - Version N of a model becomes N.0.0. A name, alias or tag is never changed: what cannot be taken as it is, is refused
   with a reason, except an alias that is not allowed here, which becomes a tag.
+- The highest version in the stage Production serves, as in MLflow `models:/NAME/Production` is that one; a version in
+  production that has the alias `serving` serves in its place.
 - What MLflow knows and this registry has no field for becomes a tag that begins with `mlflow.`.
 """
 
@@ -13,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from forged.errors import RequestRefused
-from forged.registry.messages import LATEST, SERVING, Artifact, ImportedVersion
+from forged.registry.messages import SERVING, Artifact, ImportedVersion
 from forged.registry.model import NUMBER_MAX, DeploymentState, ModelMetadata, ModelVersion
 from forged.registry.names import checked_alias
 from forged.registry.records import RECORD_BYTES_MAX, checked_artifact
@@ -90,25 +92,38 @@ class _NotImportable(Exception):
 def converted(found: FoundRegistry) -> MlflowRegistry:
     versions: list[ImportedVersion] = []
     refused = list(found.refused)
+    serving = _serving(found)
     for one in found.versions:
         model = found.models.get(one.name, FoundModel(one.name))
         if one.stage == DELETED_STAGE or PROMPT.items() & (one.tags.items() | model.tags.items()):
             continue
         try:
-            versions.append(_imported(one, model, found.metrics.get(one.run_id, {})))
+            is_serving = serving.get(one.name) == one.version
+            versions.append(_imported(one, model, found.metrics.get(one.run_id, {}), is_serving=is_serving))
         except _NotImportable as reason:
             refused.append(f"{one.name}@{one.version}: {reason}")
     versions.sort(key=lambda one: (one.metadata.model_id, one.metadata.version))
     return MlflowRegistry(versions, refused)
 
 
-def _imported(found: FoundVersion, model: FoundModel, metrics: Mapping[str, float]) -> ImportedVersion:
+def _serving(found: FoundRegistry) -> dict[str, str]:
+    """The version of each model that serves, if one does."""
+    in_production = [one for one in found.versions if STATES.get(one.stage) is DeploymentState.PRODUCTION]
+    in_production.sort(key=lambda one: (len(one.version), one.version))
+    serving = {one.name: one.version for one in in_production}
+    named = {name: model.aliases.get(SERVING) for name, model in found.models.items()}
+    return serving | {one.name: one.version for one in in_production if named.get(one.name) == one.version}
+
+
+def _imported(
+    found: FoundVersion, model: FoundModel, metrics: Mapping[str, float], *, is_serving: bool
+) -> ImportedVersion:
     if found.stage not in STATES:
         raise _NotImportable(f"its stage must be one of {', '.join(filter(None, STATES))}, got {found.stage!r}")
     if found.status not in READY:
         raise _NotImportable(f"its status must be READY, got {found.status!r}")
     of_version = [alias for alias, version in model.aliases.items() if version == found.version]
-    aliases, others = _sorted_out(of_version, STATES[found.stage])
+    aliases, others = _sorted_out(of_version, is_serving=is_serving)
     metadata = ModelMetadata(
         model_id=found.name,
         name=found.name,
@@ -136,25 +151,23 @@ def _version(text: str) -> ModelVersion:
     return ModelVersion(number, 0, 0)
 
 
-def _sorted_out(aliases: Iterable[str], state: DeploymentState) -> tuple[list[str], list[str]]:
-    """Those that can be aliases here, and the others."""
-    allowed: list[str] = []
+def _sorted_out(aliases: Iterable[str], *, is_serving: bool) -> tuple[list[str], list[str]]:
+    """Those that are aliases here, and the others."""
+    allowed = [SERVING] if is_serving else []
     others: list[str] = []
     for alias in sorted(aliases):
-        is_taken = len(allowed) < ALIASES_MAX and _is_allowed(alias, state)
-        (allowed if is_taken else others).append(alias)
+        if alias != SERVING or not is_serving:
+            is_taken = alias != SERVING and len(allowed) < ALIASES_MAX and _is_allowed(alias)
+            (allowed if is_taken else others).append(alias)
     return allowed, others
 
 
-def _is_allowed(alias: str, state: DeploymentState) -> bool:
-    if alias == SERVING:
-        # It names a version in production only.
-        return state is DeploymentState.PRODUCTION
+def _is_allowed(alias: str) -> bool:
     try:
         checked_alias(alias)
     except RequestRefused:
         return False
-    return alias != LATEST
+    return True
 
 
 def _artifact(found: FoundVersion) -> Artifact:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from unittest.mock import patch
 from urllib.parse import parse_qsl, urlsplit
 
 PREFIX = "/api/2.0/mlflow/"
@@ -68,7 +70,9 @@ def stub_server(answer: Callable[[Asked], Answer], context: ssl.SSLContext | Non
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield f"{'http' if context is None else 'https'}://127.0.0.1:{server.server_address[1]}"
+        # Not through a proxy of the environment.
+        with patch.dict(os.environ, {"no_proxy": "127.0.0.1"}):
+            yield f"{'http' if context is None else 'https'}://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         thread.join()

@@ -90,8 +90,27 @@ def test_aliases_that_are_allowed_stay_and_the_others_become_tags() -> None:
     }
 
 
-def test_alias_serving_stays_with_a_version_in_production() -> None:
-    assert imported(version(stage="Production"), FoundModel("model", aliases={"serving": "1"})).aliases == ["serving"]
+@pytest.mark.parametrize(
+    ("stages", "alias", "serving"),
+    [
+        ({"1": "Production"}, None, "1"),
+        ({"9": "Production", "10": "Production", "11": "Staging"}, None, "10"),
+        ({"1": "Production", "2": "Production"}, "1", "1"),
+        ({"1": "Production", "2": "Staging"}, "2", "1"),
+        ({"1": "Staging", "2": "None"}, "2", None),
+        ({"1": "None"}, None, None),
+    ],
+)
+def test_highest_version_in_production_serves_unless_another_one_there_has_the_alias(
+    stages: dict[str, str], alias: str | None, serving: str | None
+) -> None:
+    model = FoundModel("model", aliases={"serving": alias} if alias else {})
+    registry = converted(found(*(version(number, stage=stage) for number, stage in stages.items()), model=model))
+    assert [f"{one.metadata.version.major}" for one in registry.versions if one.aliases == ["serving"]] == [
+        *([serving] if serving else [])
+    ]
+    tagged = [one for one in registry.versions if "mlflow.alias.serving" in one.metadata.tags]
+    assert len(tagged) == (alias is not None and alias != serving)
 
 
 def test_aliases_beyond_the_limit_become_tags() -> None:

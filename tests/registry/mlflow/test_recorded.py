@@ -83,7 +83,7 @@ def test_versions_have_their_states_aliases_and_metrics(name: str) -> None:
 @pytest.mark.parametrize("name", ["mlflow-2.9", "mlflow-3.17"])
 def test_aliases_are_those_of_the_server(name: str) -> None:
     versions = by_name(from_server(name))
-    assert versions["speech recogniser@2.0.0"].aliases == ["best-so_far", "champion"]
+    assert versions["speech recogniser@2.0.0"].aliases == ["serving", "best-so_far", "champion"]
     assert versions["speech recogniser@3.0.0"].metadata.tags["mlflow.alias.Challenger"] == "3"
 
 
