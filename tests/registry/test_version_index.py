@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from random import Random
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forged.registry.book.version_index import Key, VersionIndex
+from forged.registry.book import version_index
+from forged.registry.book.version_index import Key, SortedKeys, VersionIndex
 from forged.registry.model import ModelVersion
 
 KEYS = st.tuples(st.sampled_from(["a", "a/b", "b"]), st.integers(0, 3).map(lambda number: ModelVersion(0, number, 0)))
@@ -37,3 +41,22 @@ def test_search_finds_the_versions_with_all_properties_in_order(
         if position is None:
             break
     assert found == expected
+
+
+@pytest.mark.parametrize("most", [2, 3, 7])
+def test_keys_in_many_blocks_are_those_of_a_sorted_list(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(version_index, "BLOCK_MAX", most)
+    chosen, keys, expected = Random(most), SortedKeys(), list[Key]()
+    for _ in range(1_000):
+        key = chosen.choice("ab"), ModelVersion(0, chosen.randrange(40), 0)
+        if key in expected:
+            keys.remove(key)
+            expected.remove(key)
+        else:
+            keys.add(key)
+            expected.append(key)
+        expected.sort()
+        assert (list(keys), len(keys)) == (expected, len(expected))
+        assert list(keys.after(key)) == [one for one in expected if one > key]
+        assert (key in keys) is (key in expected)
+        assert all(0 < len(block) <= most for block in keys._blocks)
