@@ -208,8 +208,11 @@ class _Fetching:
         """
         memory_offsets = job.layout.memory_offsets
         low = memory_offsets[job.first]
-        buffer = self._buffers.borrow(memory_offsets[job.end] - low)
+        size = memory_offsets[job.end] - low
         direct = [span for span in spans if is_read_directly(job.layout, span)]
+        is_all_direct = size == sum(memory_offsets[span.end] - memory_offsets[span.first] for span in direct)
+        # A buffer that is freed unused lets the allocator give memory back that the next arrays touch again.
+        buffer = np.empty(0, np.uint8) if is_all_direct else self._buffers.borrow(size)
         rooms, slots = self._rooms(job, direct, buffer.data)
         self._read_verified(job.layout, _runs(spans), rooms, slots)
         for span in spans if len(direct) < len(spans) else ():
@@ -220,7 +223,8 @@ class _Fetching:
             elif not is_read_directly(job.layout, span):
                 length = memory_offsets[span.end] - memory_offsets[span.first]
                 bytes_of(array)[span.at : span.at + length] = buffer.data[at : at + length]
-        self._buffers.return_buffer(buffer)
+        if not is_all_direct:
+            self._buffers.return_buffer(buffer)
 
     def _rooms(
         self, job: _ReadJob, direct: list[Span], buffer: memoryview
