@@ -16,8 +16,8 @@ LIKELY = {
     "compact_what_is_deleted": 139,
     "delete_what_is_being_written": 17,
     "forget_holds_at_restart": 9,
-    "let_go_of_the_parents_of_what_is_read": 23,
-    "release_for_all_readers": 25,
+    "let_go_of_the_parents_of_what_is_read": 972,
+    "release_for_all_readers": 139,
 }
 """Seeds that catch rare mutants, tried first; they may change with the simulation."""
 
