@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ from forged.client import ForgedClient
 from forged.errors import RequestRefused, Unavailable
 from forged.jobs.model import SettingValue
 from forged.kernel.messages import Request
+from forged.registry.messages import Artifact, RegisterModel
+from tests.registry.registry_fixture import metadata
 from tests.simulation.catalog.oracle import HOSTILE, Promise, Writer
 from tests.simulation.catalog.storage import MANIFEST, SaveName
 from tests.simulation.catalog.workers import EXPECTED_REFUSALS, WORKER, JobPlan, Reading
@@ -208,6 +211,34 @@ class OperatorActor:
         self._removes_job = False
         await client.remove_job(self._simulation.plans[-1].name)
         self._simulation.meet("a job is removed")
+
+
+class ModelMaker:
+    """An operator who registers models that refer to checkpoints."""
+
+    def __init__(self, simulation: CatalogSimulation) -> None:
+        self._simulation = simulation
+        self._oracle = simulation.oracle
+        self._random = Random(f"models {simulation.seed}")
+
+    async def run(self) -> None:
+        async with self._simulation.client("models", "") as client:
+            while self._simulation.faults_active:
+                await anyio.sleep(self._random.uniform(0.2, 3.0))
+                with suppress(RequestRefused, Unavailable):
+                    await self._register(client, self._random.choice(self._simulation.plans).name)
+
+    async def _register(self, client: ForgedClient, job: str) -> None:
+        complete = [one for one in self._oracle.live(job) if one.meta.state is CheckpointState.COMPLETE]
+        if not complete:
+            return
+        record = self._random.choice(complete)
+        request = RegisterModel(
+            metadata(model_id=f"{job}/net"), "minor", Artifact(record.path, record.save_id, job=record.job)
+        )
+        await client.request(request)
+        self._oracle.referenced.add(record.id)
+        self._simulation.meet("a model refers to a checkpoint")
 
 
 class HostileTenant:

@@ -126,6 +126,13 @@ def ignore_holds() -> Iterator[None]:
 
 
 @contextmanager
+def ignore_models() -> Iterator[None]:
+    """A collection deletes checkpoints that models refer to."""
+    with patch.object(RunIndex, "is_used", lambda self, entry: bool(entry.meta.holders)):
+        yield
+
+
+@contextmanager
 def forget_holds_at_restart() -> Iterator[None]:
     """A new daemon does not know who reads."""
 
@@ -469,6 +476,7 @@ for mutant, promise in (
     (trust_every_path, Promise.OWN_FILES),
     (ignore_pins, Promise.KEPT),
     (ignore_holds, Promise.KEPT),
+    (ignore_models, Promise.KEPT),
     (forget_holds_at_restart, Promise.KEPT),
     (release_for_all_readers, Promise.KEPT),
     (forget_the_parents, Promise.KEPT),

@@ -87,6 +87,8 @@ class CatalogOracle:
     """The checkpoints with an acknowledged pin that nobody has begun to take back."""
     unpinned: set[str] = field(default_factory=set)
     """Those with a removal of the pin that was not acknowledged, and may come late."""
+    referenced: set[str] = field(default_factory=set)
+    """The checkpoints that a registered model refers to."""
     held: dict[tuple[str, str], float] = field(default_factory=dict)
     """Until when each acknowledged hold lasts at least, by checkpoint and holder."""
     deletion_wanted: set[str] = field(default_factory=set)
@@ -273,7 +275,7 @@ class CatalogOracle:
     def protected(self, checkpoint_id: str) -> bool:
         """Whether a caller was told that a checkpoint is kept."""
         is_held = any(one == checkpoint_id and until > self.now() for (one, _), until in self.held.items())
-        return is_held or checkpoint_id in self.pinned
+        return is_held or checkpoint_id in self.pinned or checkpoint_id in self.referenced
 
     def _check_collected(self, facts: Sequence[Record], before: Mapping[str, CheckpointRecord]) -> None:
         for record in facts:

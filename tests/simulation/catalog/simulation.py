@@ -34,7 +34,7 @@ from forged.kernel.messages import Call, Decision, Nothing, Record, Request
 from forged.kernel.store.port import Conflict, Store, Transaction
 from forged.net.transport.connection import ConnectionLimits
 from tests.simulation.base import ENDPOINT, FOUND_WITHIN_S, SERVER, SOCKET, OpenStore, Simulation
-from tests.simulation.catalog.callers import HostileTenant, OperatorActor, ReaderActor, drawn_settings
+from tests.simulation.catalog.callers import HostileTenant, ModelMaker, OperatorActor, ReaderActor, drawn_settings
 from tests.simulation.catalog.oracle import HOSTILE, CatalogOracle, Promise
 from tests.simulation.catalog.storage import SimulatedFiles, SimulatedStorage
 from tests.simulation.catalog.workers import JobPlan, Trainer, ask
@@ -77,6 +77,7 @@ MUST_HAPPEN = (
     "a completion is reported late",
     "a hostile tenant claims a path",
     "a hostile tenant is refused",
+    "a model refers to a checkpoint",
     "a job continues from a checkpoint",
     "a job is removed",
     "a checkpoint is reinstated",
@@ -339,6 +340,8 @@ class CatalogSimulation(Simulation):
                 actors.start_soon(trainer.run)
             actors.start_soon(ReaderActor(self).run)
             actors.start_soon(OperatorActor(self).run)
+            if self.seed % 4 == 2:
+                actors.start_soon(ModelMaker(self).run)
             if self._is_hostile:
                 actors.start_soon(HostileTenant(self).run)
 

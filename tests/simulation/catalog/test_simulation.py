@@ -16,6 +16,7 @@ LIKELY = {
     "compact_what_is_deleted": 139,
     "delete_what_is_being_written": 17,
     "forget_holds_at_restart": 9,
+    "ignore_models": 6,
     "let_go_of_the_parents_of_what_is_read": 972,
     "release_for_all_readers": 139,
 }
