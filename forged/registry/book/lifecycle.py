@@ -264,7 +264,9 @@ class Lifecycle:
         record = model.record(request.version)
         name = model.model_id, record.version
         if record.state is not DeploymentState.ARCHIVED:
-            fix = f"archive it first: `forgectl models transition {quote(f'{name[0]}@{name[1]}')} archived`"
+            following = " or ".join(sorted(TRANSITIONS[record.state]))
+            command = f"`forgectl models transition {quote(f'{name[0]}@{name[1]}')} STATE`"
+            fix = f"only archived versions are deleted; this one can become {following}: {command}"
             raise errors.in_use(*name, f"it is {record.state}", fix)
         if aliases := model.aliases_of(record.version):
             raise errors.in_use(*name, f"alias {aliases[0]} names it", "move or remove the alias first")
