@@ -23,7 +23,7 @@ LIKELY = {
     "keep_what_was_found_to_be_bad": 58,
     "leave_the_sampler_behind": 23,
     "shuffle_anew_in_each_world": 71,
-    "stop_while_data_moves": 219,
+    "stop_while_data_moves": 322,
     "weigh_all_alike": 30,
 }
 """Where to look first for bugs that show seldom; they may be elsewhere when worlds have changed."""
