@@ -101,6 +101,12 @@ class RunIndex:
         """Who keeps a checkpoint: its holders, and the first of the models that refer to it."""
         return [*entry.meta.holders, *islice(self._models_of(entry.id), USERS_MAX)]
 
+    def shown(self, entry: IndexEntry) -> CheckpointMeta:
+        """The record as callers see it: the models that keep the checkpoint are among its holders."""
+        users = self.users(entry)
+        is_stored = len(users) == len(entry.meta.holders)
+        return entry.meta if is_stored else msgspec.structs.replace(entry.meta, holders=tuple(users))
+
     def is_used(self, entry: IndexEntry) -> bool:
         return bool(entry.meta.holders) or next(self._models_of(entry.id), None) is not None
 

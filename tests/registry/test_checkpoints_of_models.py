@@ -78,6 +78,8 @@ async def test_referenced_checkpoint_is_kept_by_a_collection(tmp_path: Path) -> 
             await one.save(step)
         assert await one.steps() == [3, 1]
         assert (await one.ask(ShowCheckpoint(JOB, first))).retention == f"used by model {MODEL}@1.0.0"
+        shown = [meta.holders for meta in (await one.ask(ListCheckpoints(JOB))).checkpoints]
+        assert shown == [(), (f"model {MODEL}@1.0.0",)]
         with pytest.raises(RequestRefused) as error:
             await one.ask(DeleteCheckpoint(JOB, first))
         assert (error.value.code, f"{MODEL}@1.0.0" in error.value.message) == ("checkpoint_held", True)

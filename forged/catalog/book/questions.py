@@ -103,7 +103,7 @@ class CatalogQuestions:
         run = self._table.index.run(request.job)
         if run is None:
             return CheckpointPage([], more=False, count=0, size_bytes=0, cadence=cadence)
-        entries = (one.meta for one in self._after(run, request.job, request.after))
+        entries = (run.shown(one) for one in self._after(run, request.job, request.after))
         metas, more = take_page(entries, request.limit)
         return CheckpointPage(metas, more, len(run.entries), total([run.size_bytes]), cadence)
 
@@ -122,7 +122,7 @@ class CatalogQuestions:
         verdict = RunVerdicts(run, now.wall).verdict(entry)
         links = entry.chain()
         return CheckpointView(
-            record.meta,
+            run.shown(entry),
             [one.id for one in links],
             [one.id for one in entry.children[:CHILDREN_SHOWN_MAX]],
             entry.is_restorable,
