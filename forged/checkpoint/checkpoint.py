@@ -140,7 +140,7 @@ class DistributedCheckpoint:
         slots = getattr(self._coordinator, "slots", None)
         self._staging = StagingMemory(slots=None if slots is None else Slots(slots, self._storage, THREADS))
         self._ancestries = AncestryCache()
-        self._saving = Saver(SaveContext(self._storage, wall, draw, self._leaf_types, log))
+        self._saving = Saver(SaveContext(self._storage, wall, draw, self._leaf_types, log, self._staging.slots))
         self._background: BackgroundSaver | None = None
         self.keep: int | None = None
         """How many checkpoints `Checkpoints` keeps, as the catalogue is told; None: all."""

@@ -19,6 +19,7 @@ from forged.checkpoint.rank_group import RankGroup
 from forged.checkpoint.saving.files import parts
 from forged.checkpoint.saving.files.image import Layout, layout_of
 from forged.checkpoint.saving.files.plan import Description, SavePlan, plan
+from forged.checkpoint.saving.files.slots import Slots
 
 
 class Proposal(msgspec.Struct, frozen=True, array_like=True):
@@ -33,6 +34,8 @@ class Proposal(msgspec.Struct, frozen=True, array_like=True):
     """The digest of the rank's arrays: names, dtypes, shapes, boxes."""
     plan: bytes
     """The key of the plan that the rank has cached."""
+    staged: str = ""
+    """The save that all ranks have last staged into slots, as far as the rank knows; empty if it knows of none."""
 
 
 class SaveAgreement(msgspec.Struct, frozen=True, array_like=True):
@@ -46,6 +49,8 @@ class SaveAgreement(msgspec.Struct, frozen=True, array_like=True):
     """Whether every rank has cached this plan."""
     links: list[ChainLink] = []
     """The checkpoints whose files may be used, oldest first; the last is the base. None for a full save."""
+    staged: list[str] = []
+    """What the ranks know to be staged by all; a rank that was not told of it learns it here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,9 @@ class CachedPlan:
     """The rank that the layout is for."""
 
 
-def proposal_of(ranks: RankGroup, node: Node, cached: CachedPlan, options: SaveOptions) -> Proposal:
+def proposal_of(
+    ranks: RankGroup, node: Node, cached: CachedPlan, options: SaveOptions, slots: Slots | None
+) -> Proposal:
     assert cached.description is not None
     if ranks.is_alone:
         return Proposal(b"", b"", b"", b"", cached.key)
@@ -77,7 +84,8 @@ def proposal_of(ranks: RankGroup, node: Node, cached: CachedPlan, options: SaveO
         )
     )
     frame, own = map(msgspec.json.encode, split_per_rank(node))
-    return Proposal(compared, frame, own, cached.description.digest(), cached.key)
+    staged = "" if slots is None else slots.agreed
+    return Proposal(compared, frame, own, cached.description.digest(), cached.key, staged)
 
 
 async def with_plan(ranks: RankGroup, cached: CachedPlan, agreement: SaveAgreement, options: SaveOptions) -> CachedPlan:

@@ -56,7 +56,7 @@ from forged.checkpoint.saving.files.consolidation import (
 )
 from forged.checkpoint.saving.files.image import ArrayImage, layout_of, staged_arrays
 from forged.checkpoint.saving.files.plan import Description
-from forged.checkpoint.saving.files.slots import SlotContent
+from forged.checkpoint.saving.files.slots import SlotContent, Slots
 from forged.checkpoint.saving.files.staging import StagingMemory
 from forged.checkpoint.saving.incremental import (
     BaseReader,
@@ -88,6 +88,8 @@ class SaveContext:
     random_bytes: Callable[[int], bytes]
     leaf_types: Sequence[LeafType]
     log: Log
+    slots: Slots | None = None
+    """Those of this process, if its host has any for it."""
 
 
 class Saver:
@@ -114,7 +116,7 @@ class Saver:
             cached = self._cached
             if cached.description != description or cached.rank != ranks.rank:
                 cached = CachedPlan(description=description, rank=ranks.rank)
-            return msgspec.msgpack.encode(proposal_of(ranks, node, cached, options))
+            return msgspec.msgpack.encode(proposal_of(ranks, node, cached, options, self._context.slots))
 
         async def decide(encoded: list[bytes]) -> bytes:
             proposals.extend(msgspec.msgpack.decode(one, type=Proposal) for one in encoded)
@@ -122,6 +124,8 @@ class Saver:
 
         agreement = msgspec.msgpack.decode(await ranks.decide(propose, decide), type=SaveAgreement)
         ranks.prefix = agreement.prefix
+        if self._context.slots is not None:
+            self._context.slots.settle(agreement.staged)
         self._cached = cached = await with_plan(ranks, cached, agreement, options)
         plan, layout = cached.plan, cached.layout
         assert plan is not None
@@ -151,7 +155,9 @@ class Saver:
         links = await run_in_thread(partial(self._links, storage, prefix, options, ranks.token), ranks.token)
         key = b"alone" if ranks.is_alone else plan_key(proposals, options)
         save_id = context.random_bytes(listing.SAVE_ID_BYTES).hex()
-        return SaveAgreement(prefix, save_id, now, key, all(one.plan == key for one in proposals), links)
+        is_known = all(one.plan == key for one in proposals)
+        staged = sorted({one.staged for one in proposals if one.staged})
+        return SaveAgreement(prefix, save_id, now, key, is_known, links, staged)
 
     def _links(self, storage: Storage, prefix: str, options: SaveOptions, token: CancelToken) -> list[ChainLink]:
         """At the root: the checkpoints whose files the save may use; none for a full save."""

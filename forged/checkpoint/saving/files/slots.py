@@ -1,10 +1,11 @@
 """The slots of one process: memory of its host, into which saves are staged and which outlives the process.
 
 Invariants:
-- There are two slots. The one that all ranks have last staged alike is not overwritten while the other one is free.
-  All ranks stage together; so whenever one of them dies, all slots of one save are whole.
+- There are two slots. The one that all ranks have last staged alike is never overwritten. All ranks stage together; so
+  whenever one of them dies, all slots of one save are whole.
+- A rank that has not heard whether a copy succeeded at all ranks asks them before the next one.
 - A slot is locked while it is overwritten. One that the host has locked, because it is being saved, is left alone.
-- Without slots a save is staged into memory of the process.
+- A save without a slot is staged into memory of the process.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import fcntl
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from forged.checkpoint.format.manifest import DIGEST_BYTES
@@ -51,6 +53,9 @@ class Slot:
     """One slot, as writable memory."""
 
     def __init__(self, slot: SlotMemory) -> None:
+        self.save_id = ""
+        """Of what it holds; empty while that is not whole."""
+        self.sequence = 0
         self.memory = slot.memory
         self._fd = slot.fd
         weakref.finalize(self, os.close, slot.fd)
@@ -61,6 +66,7 @@ class Slot:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        self.save_id = ""
         self.memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
         return True
 
@@ -86,6 +92,7 @@ class Slot:
         )
         self.memory[header.frame_offset : header.frame_offset + len(behind)] = behind
         self.memory[:HEADER_BYTES] = encode_header(header)
+        self.save_id, self.sequence = content.save_id, sequence
 
 
 class Slots:
@@ -102,6 +109,12 @@ class Slots:
         self._agreed: Slot | None = None
         """The slot that was last staged alike by all ranks."""
         self._sequence = 0
+
+    @property
+    def agreed(self) -> str:
+        """The save that all ranks have last staged alike, as far as this one was told; empty if there is none."""
+        agreed = self._agreed
+        return "" if agreed is None else agreed.save_id
 
     @property
     def is_persisted(self) -> bool:
@@ -145,6 +158,11 @@ class Slots:
         """All ranks have staged the save that this slot holds."""
         self._agreed = slot
 
+    def settle(self, staged: Sequence[str]) -> None:
+        """All ranks have staged these saves; a rank was not told of the last one if the root has died meanwhile."""
+        known = [slot for slot in self._slots if slot.save_id in staged]
+        self._agreed = max(known, key=lambda slot: slot.sequence, default=self._agreed)
+
     def give_back(self, slot: Slot) -> None:
         """The slot may be overwritten; until then it keeps what it holds."""
         with self._lock:
@@ -159,9 +177,8 @@ class Slots:
     def _take(self, size: int, token: CancelToken) -> Slot | None:
         with self._lock:
             self._open(size, token)
-            fitting = [slot for slot in self._free if len(slot.memory) >= size]
-            # The slot of the last save comes second: it is taken only while the other one is being saved, so is whole.
-            fitting.sort(key=lambda slot: slot is self._agreed)
+            # Also while the other one is being saved: that save may fail, or end between the copies of two ranks.
+            fitting = [slot for slot in self._free if slot is not self._agreed and len(slot.memory) >= size]
             found = next((slot for slot in fitting if slot.begin()), None)
             if found is not None:
                 self._free.remove(found)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from forged.checkpoint.storage import listing, slot_files
 from forged.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.fixtures.faulty_storage import FaultyStorage
 from tests.checkpoint.fixtures.plain_reader import same, state_of
+from tests.checkpoint.fixtures.rank_group import SimulatedRank, SimulatedRanks
 from tests.checkpoint.fixtures.slot_host import SlotHost, opened, sets_in
 
 NEVER = CancelToken()
@@ -128,6 +131,81 @@ async def test_saves_take_turns_and_the_last_one_is_never_overwritten(host: Slot
             await (await checkpoint.save_async(state(version), options=SaveOptions(f"v{version}"))).committed()
             seen.append([one.sequence if isinstance(one, SlotHeader) else 0 for one in headers(host)])
     assert seen == [[1, 0], [1, 2], [3, 2]]
+
+
+async def test_last_state_is_not_overwritten_while_the_host_reads_the_one_before(
+    host: SlotHost, storage: LocalStorage
+) -> None:
+    async with DistributedCheckpoint(Alone(host), storage) as checkpoint:
+        assert await checkpoint.keep_in_memory(state(1), options=SaveOptions("v1"))
+        [read] = [
+            file for path in host._directory.glob("*.slot") if isinstance((file := opened(path)).header(), SlotHeader)
+        ]
+        assert read.lock()
+        assert await checkpoint.keep_in_memory(state(2), options=SaveOptions("v2"))
+        assert not await checkpoint.keep_in_memory(state(3), options=SaveOptions("v3"))
+        await (await checkpoint.save_async(state(4), options=SaveOptions("v4"))).committed()
+        assert [slots.manifest.prefix for slots, _ in sets_in(host._directory)] == ["v2", "v1"]
+        read.close()
+        assert await checkpoint.keep_in_memory(state(5), options=SaveOptions("v5"))
+    assert same(state_of(storage, "v4")["model"], state(4))
+
+
+class UntoldRank(SimulatedRank):
+    """A rank that loses its connection to the root while it receives an answer."""
+
+    answers_left = math.inf
+
+    async def broadcast(self, value: Any, root: int = 0) -> Any:
+        answer = await super().broadcast(value, root)
+        self.answers_left -= 1
+        if not self.answers_left:
+            raise ConnectionError("rank 0 is gone")
+        return answer
+
+
+def whole_saves(host: SlotHost) -> set[tuple[str, int]]:
+    """The names and world sizes of the saves of which the slots of all ranks are whole."""
+    ranks: dict[tuple[str, int], set[int]] = {}
+    for path in host._directory.glob("*.slot"):
+        file = opened(path)
+        header = file.header()
+        if isinstance(header, SlotHeader):
+            ranks.setdefault((file.frame(header).prefix, header.world_size), set()).add(header.rank)
+    return {(prefix, size) for (prefix, size), present in ranks.items() if len(present) == size}
+
+
+async def test_survivors_keep_one_save_if_the_root_dies_while_it_tells_that_all_have_staged(
+    host: SlotHost, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = SimulatedRanks(3)
+    ranks = [UntoldRank(world, rank) for rank in range(3)]
+    for rank in ranks:
+        rank.slots = SlotHost(host._directory, storage, rank.rank)
+    checkpoints = [DistributedCheckpoint(rank, storage) for rank in ranks]
+
+    async def keep(version: int) -> list[bool | BaseException]:
+        options = SaveOptions(f"v{version}")
+        kept = (one.keep_in_memory({"a": np.full(10, version)}, options=options) for one in checkpoints)
+        return await asyncio.gather(*kept, return_exceptions=True)
+
+    assert await keep(1) == [True, True, True]
+    # The first one is what to save, the second one that all have staged.
+    ranks[2].answers_left = 2
+    [_, told, untold] = await keep(2)
+    assert told is True
+    assert isinstance(untold, CheckpointException)
+    assert ("v2", 3) in whole_saves(host)
+    smaller = SimulatedRanks(2)
+    for number, rank in enumerate(ranks[1:]):
+        rank.join(smaller, number)
+    del checkpoints[0]
+    with monkeypatch.context() as patch:
+        patch.setattr("forged.checkpoint.saving.files.slots.encode_header", lambda header: 1 / 0)
+        assert all(isinstance(one, CheckpointException) for one in await keep(3))
+        assert whole_saves(host) == {("v2", 3)}
+    assert await keep(4) == [True, True]
+    assert whole_saves(host) == {("v2", 3), ("v4", 2)}
 
 
 async def test_failed_staging_leaves_the_save_before_it(
