@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -480,3 +481,11 @@ def test_every_documented_command_exists(command: str, capsys: pytest.CaptureFix
         error = capsys.readouterr().err
         assert "the following arguments are required" in error, f"{command}: {error}"
         assert "COMMAND" not in error.splitlines()[-1], f"{command}: {error}"
+
+
+@pytest.mark.parametrize("package", ["catalog", "checkpoint", "data", "elastic", "memory", "registry"])
+def test_each_public_class_has_a_docstring(package: str) -> None:
+    module = import_module(f"forged.{package}")
+    classes = [found for name in module.__all__ if isinstance(found := getattr(module, name), type)]
+    assert classes
+    assert [found for found in classes if not vars(found).get("__doc__")] == []

@@ -11,6 +11,7 @@ from tests.seed_map_mutants import (
     distributed_checkpoint,
     elastic_config,
     elastic_worker,
+    gpu_memory,
     model_registry,
 )
 from tests.seed_map_mutants.mutation import Mutation
@@ -20,7 +21,7 @@ CATALOG: Mapping[str, Mapping[str, Mutation | str]] = {
     "elastic_worker_core.md": elastic_worker.MUTANTS,
     "data_redistributor.md": data_redistributor.MUTANTS,
     "distributed_checkpoint_api.md": distributed_checkpoint.MUTANTS,
-    "tensorforge_greenfield_tasks.md": {**model_registry.MUTANTS, **checkpoint_catalog.MUTANTS},
+    "tensorforge_greenfield_tasks.md": {**model_registry.MUTANTS, **gpu_memory.MUTANTS, **checkpoint_catalog.MUTANTS},
 }
 """For each seed and key of a row, how its code is broken, or why no edit of the code could break it."""
 

@@ -1,0 +1,54 @@
+"""A stretch of memory within a pool, linked to its neighbours.
+
+Invariants:
+- Only the pool's core changes it; what leaves the pool is a `MemoryBlock`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from forged.memory.model import BlockStatus, MemoryBlock
+
+
+class Block(msgspec.Struct, eq=False):
+    """A stretch of memory between two others; the first and the last one of a pool are empty and pinned."""
+
+    offset: int
+    size: int
+    before: Block
+    after: Block
+    status: BlockStatus = BlockStatus.FREE
+    is_hole: bool = False
+    """Whether it is in the free lists; what is free and not there is kept for the moves of a compaction."""
+    block_id: str = ""
+    tensor_id: str | None = None
+    allocated_at: float = 0.0
+    last_accessed: float = 0.0
+    priority: int = 0
+    alignment: int = 1
+    version: int = 1
+    """It grows when the block moves."""
+    owner: str = ""
+    content: str = ""
+    """The checkpoint that has the content, if one has."""
+    reload_s: float | None = None
+    """What it takes to bring the content back, by the owner's estimate."""
+    move: int | None = None
+    """The number of its open move."""
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size
+
+    def as_value(self) -> MemoryBlock:
+        return MemoryBlock(
+            self.block_id or f"free@{self.offset}",
+            self.offset,
+            self.size,
+            self.status,
+            self.tensor_id,
+            self.allocated_at,
+            self.last_accessed,
+            self.priority,
+        )

@@ -1,0 +1,102 @@
+"""Which cached blocks give way so that a block fits.
+
+Invariants:
+- Nothing is chosen that is not part of the hole that is needed; if there can be no such hole, nothing is.
+- With the policy `lru` the hole is within the first one that eviction in the order of last use would open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from forged.memory.blocks import Block
+from forged.memory.errors import argument_invalid
+from forged.memory.functions import fits
+from forged.memory.model import BlockStatus
+from forged.memory.pool_core import PoolCore
+from forged.memory.windows import windows
+
+LRU, COST = POLICIES = ("lru", "cost")
+RECENCY_MAX = 10
+"""How much more the most recently used block costs than the least recently used one."""
+PRIORITY_MAX = 8
+"""A step of priority doubles the cost, up to so many steps."""
+SAVED_SHARE = 0.01
+"""The share of the cost that is left if a checkpoint has the content."""
+_COST_UNITS = 1000
+
+
+class RoomPlan(NamedTuple):
+    """The blocks that would give way, in the order of offsets, and where the room would be."""
+
+    victims: list[Block]
+    offset: int
+
+
+def find_room(core: PoolCore, size: int, alignment: int, policy: str = LRU) -> RoomPlan | None:
+    """How room for a block can be made by eviction, or None; changes nothing."""
+    if policy not in POLICIES:
+        raise argument_invalid("policy", policy, f"one of {', '.join(POLICIES)}")
+    needed, alignment = core.needed(size, alignment)
+    hole = core.holes.best_fit(needed, alignment)
+    if hole is not None:
+        return RoomPlan([], (hole.offset + alignment - 1) & -alignment)
+    if policy == LRU:
+        return _room_by_last_use(core, needed, alignment)
+    return _cheapest(list(core.stretches()), needed, alignment, _cost_of(core))
+
+
+def make_room(core: PoolCore, size: int, alignment: int, policy: str = LRU) -> RoomPlan | None:
+    """Evict as `find_room` says; afterwards a block of this size fits."""
+    plan = find_room(core, size, alignment, policy)
+    if plan is not None:
+        core.evict_blocks(plan.victims)
+    return plan
+
+
+def _room_by_last_use(core: PoolCore, needed: int, alignment: int) -> RoomPlan | None:
+    """Mark blocks in the order of eviction until one run of marked blocks and holes suffices; then trim that run."""
+    first_of: dict[int, Block] = {}
+    last_of: dict[int, Block] = {}
+    # Runs never touch: a run has the holes beside it, and marking a block joins it with the runs on both sides.
+    for block in core.least_recent():
+        first = first_of.pop(block.offset, None) or (block.before if block.before.is_hole else block)
+        last = last_of.pop(block.end, None) or (block.after if block.after.is_hole else block)
+        first_of[last.end] = first
+        last_of[first.offset] = last
+        if fits(first.offset, last.end - first.offset, needed, alignment):
+            run = [first]
+            while run[-1] is not last:
+                run.append(run[-1].after)
+            return _cheapest(run, needed, alignment, lambda one: 0 if one.is_hole else one.size)
+    return None
+
+
+def _cheapest(
+    blocks: list[Block], needed: int, alignment: int, weigh: Callable[[Block], int | None]
+) -> RoomPlan | None:
+    best = min(windows(blocks, needed, alignment, weigh), default=None)
+    if best is None:
+        return None
+    return RoomPlan([one for one in blocks[best.first : best.last] if not one.is_hole], best.offset)
+
+
+def _cost_of(core: PoolCore) -> Callable[[Block], int | None]:
+    """What the eviction of a block costs; None if it cannot be evicted."""
+    times = [block.last_accessed for block in core.least_recent()]
+    oldest, newest = min(times, default=0.0), max(times, default=0.0)
+
+    def cost(block: Block) -> int | None:
+        if block.is_hole:
+            return 0
+        if block.status is not BlockStatus.CACHED or block.move is not None:
+            return None
+        recency = (block.last_accessed - oldest) / (newest - oldest) if newest > oldest else 0.0
+        factor = (1 + (RECENCY_MAX - 1) * recency) * 2.0 ** min(max(block.priority, -PRIORITY_MAX), PRIORITY_MAX)
+        factor *= 1.0 if block.reload_s is None else block.reload_s
+        factor *= SAVED_SHARE if block.content else 1.0
+        # Integers, so that sums over windows do not depend on where they begin.
+        return block.size * int(factor * _COST_UNITS) + 1
+
+    return cost
