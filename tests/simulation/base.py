@@ -99,12 +99,16 @@ class Simulation(ABC):
             killed = anyio.Event()
             tasks.start_soon(self._run_daemon, killed)
             await self.prepared.wait()
-            await anyio.sleep(self.random.uniform(*self.daemon_lives_s))
+            await self.daemon_lives()
             if not self.faults_active:
                 return
             self._kill_daemon()
             killed.set()
             await anyio.sleep(self.random.choice(RESTARTED_AFTER_S))
+
+    async def daemon_lives(self) -> None:
+        """Wait until the daemon is to be killed."""
+        await anyio.sleep(self.random.uniform(*self.daemon_lives_s))
 
     def _kill_daemon(self) -> None:
         power_cut = self.random.random() < 0.5

@@ -107,6 +107,8 @@ class RegistryOracle:
     """Collects what happens and checks the promises."""
 
     met: Callable[[str], None]
+    bad_canary: Callable[[], None] = lambda: None
+    """Called when a measurement that demands a rollback is durable."""
     facts: dict[int, Record] = field(default_factory=dict)
     stored: dict[str, bytes] = field(default_factory=dict)
     models: defaultdict[str, StoredModel] = field(default_factory=lambda: defaultdict(StoredModel))
@@ -281,6 +283,7 @@ class RegistryOracle:
         self.met("a canary is measured")
         if fact.action is CanaryAction.ACT and fact.baseline is not None and fact.priority >= fact.threshold:
             self._bad[digest_of(fact.model_id), fact.version, fact.entry] = fact
+            self.bad_canary()
 
     def _check_rolled_back(self, digest: str, version: ModelVersion) -> None:
         self.met("a canary is rolled back by the daemon")

@@ -54,6 +54,8 @@ from tests.simulation.registry.oracle import PREFIXES, Promise, RegistryOracle
 FAULTS_S = 20.0
 RECOVERY_MAX_S = 60.0
 HOSTILE_SEEDS = 0.4
+KILLED_AT_ROLLBACK = 0.5
+"""How often the daemon is killed when a bad canary was measured."""
 TRAINERS, PROMOTERS, READER, AUDITOR = ("trainer0", "trainer1"), ("promoter0", "promoter1"), "reader", "auditor"
 MUST_HAPPEN = (
     "a canary is measured",
@@ -73,6 +75,7 @@ MUST_HAPPEN = (
     "refused: model_serving",
     "refused: model_state_changed",
     "the clock of the registry jumps",
+    "the daemon dies before a canary is rolled back",
 )
 """What happens somewhere in the first few dozen seeds."""
 
@@ -111,7 +114,8 @@ class RegistrySimulation(Simulation):
     def __init__(self, seed: int, loop: VirtualLoop, random: Random) -> None:
         super().__init__(seed, loop, random)
         self.met: Counter[str] = Counter()
-        self.oracle = RegistryOracle(self.meet)
+        self.oracle = RegistryOracle(self.meet, self._bad_canary)
+        self._bad_canary_measured = anyio.Event()
         self._tokens: dict[str, str] = {}
         self.callers: list[Caller] = [Trainer(self, name) for name in TRAINERS]
         self.callers += [Promoter(self, name) for name in PROMOTERS]
@@ -171,6 +175,17 @@ class RegistrySimulation(Simulation):
         """Only a store error may prevent the start."""
         if not code.startswith("store_"):
             self.oracle.violated(Promise.KEPT, f"a daemon failed to start with {code}")
+
+    async def daemon_lives(self) -> None:
+        """As others, or until about the moment at which a bad canary is rolled back."""
+        self._bad_canary_measured = anyio.Event()
+        with anyio.move_on_after(self.random.uniform(*self.daemon_lives_s)):
+            await self._bad_canary_measured.wait()
+            await anyio.sleep(self.random.choice((0.0, 0.001, 0.01, 0.1)))
+
+    def _bad_canary(self) -> None:
+        if self.faults_active and self.random.random() < KILLED_AT_ROLLBACK:
+            self._bad_canary_measured.set()
 
     # Callers.
 

@@ -14,8 +14,8 @@ SEEDS_TO_CATCH = range(300)
 SEEDS_TO_COMPARE = (2, 6, 7)
 LIKELY = {
     "accept_evidence_that_failed": 6,
-    "accept_expired_evidence": 16,
-    "forget_measurements_at_restart": 28,
+    "accept_expired_evidence": 33,
+    "forget_measurements_at_restart": 15,
     "roll_back_twice": 5,
 }
 """Seeds that catch rare mutants, tried first; they may change with the simulation."""
